@@ -1,0 +1,72 @@
+# Every target sets up what it needs in .venv and is quick when that is already there.
+# Start over with `rm -rf .venv`.
+
+VENV    := .venv
+BIN     := $(VENV)/bin
+PIP     := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c requirements/constraints.txt
+WORKERS ?= 2
+
+# The interpreter that makes .venv: python3.11, else python3 if it is new enough.
+PYTHON ?= $(shell for p in python3.11 python3; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+
+.NOTPARALLEL:
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-all check bench docs clean
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-9s %s\n", $$1, $$2}'
+
+demo: $(VENV)/.core ## run the main job on a small model
+	$(BIN)/python examples/demo.py
+
+test: $(VENV)/.frameworks check ## the checks, then all tests but the slow ones, with every framework installed
+	$(BIN)/pytest -n $(WORKERS) -m "not slow"
+
+test-all: $(VENV)/.frameworks check ## the same with the slow tests
+	$(BIN)/pytest -n $(WORKERS)
+
+check: $(VENV)/.dev ## ruff, mypy and the layer test; needs no framework
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/pytest -q tests/test_layers.py
+
+bench: $(VENV)/.frameworks ## run the benchmarks
+	$(BIN)/python benchmarks/run.py
+
+docs: $(VENV)/.docs ## build the documentation into site/
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+clean: ## remove caches and build outputs; .venv stays
+	rm -rf build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find src tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
+
+# ---- what is installed in .venv; an empty file says that it is --------------------------------------------------------
+
+$(BIN)/python:
+	@test -n "$(PYTHON)" || { echo "error: no Python >= 3.11 found"; \
+		echo "hint:  install one, or name it: make PYTHON=/path/to/python3.11"; exit 1; } >&2
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.core: pyproject.toml requirements/constraints.txt | $(BIN)/python
+	$(PIP) -e .
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.core
+	$(PIP) -e '.[dev]'
+	@touch $@
+
+# torch comes first, with its version, and through pip: asked for by name alone, or by another package, it may bring
+# gigabytes of CUDA along.
+$(VENV)/.torch: requirements/constraints.txt | $(BIN)/python
+	$(PIP) torch==2.13.0
+	@touch $@
+
+$(VENV)/.frameworks: $(VENV)/.torch $(VENV)/.core
+	$(PIP) -e '.[torch,jax,tensorflow]'
+	@touch $@
+
+$(VENV)/.docs: $(VENV)/.core
+	$(PIP) -e '.[docs]'
+	@touch $@

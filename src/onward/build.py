@@ -1,0 +1,378 @@
+"""Building graphs by writing expressions: `op.MatMul(a, b)`, `1 - y * y`, `op.call(adamw, ...)`.
+
+A `Builder` appends nodes to one graph. Operators are its attributes, tensors come back as `Expr`, which know the usual
+arithmetic. Numbers take the type of the tensor beside them; where that is not known yet (inside a function, which serves
+several types) they are stored in double precision and cast at run time, so that nothing is lost to float32.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from onnx import defs
+
+DOMAIN = "onward"
+"""The domain of the functions that Onward defines where the standard has no operator."""
+DOMAIN_VERSION = 1
+
+
+class Names:
+    """Value names that are in use, and fresh ones beside them."""
+
+    def __init__(self, taken: Iterable[str] = ()):
+        self._taken = set(taken)
+        self._next: dict[str, int] = {}
+
+    def fresh(self, wanted: str) -> str:
+        name, count = wanted, self._next.get(wanted, 0)
+        while name in self._taken:
+            count += 1
+            name = f"{wanted}_{count}"
+        self._next[wanted] = count
+        self._taken.add(name)
+        return name
+
+
+class Expr:
+    """A tensor in a graph that is being built."""
+
+    __slots__ = ("op", "value")
+
+    def __init__(self, op: Builder, value: ir.Value):
+        self.op = op
+        self.value = value
+
+    @property
+    def dtype(self) -> ir.DataType | None:
+        return self.value.dtype
+
+    @property
+    def name(self) -> str:
+        assert self.value.name is not None
+        return self.value.name
+
+    def named(self, name: str) -> Expr:
+        """The same tensor under a fresh name like `name`."""
+        self.value.name = self.op.names.fresh(name)
+        return self
+
+    def like(self, other: ir.Value) -> Expr:
+        """The same tensor, declared to have the type and shape of `other`."""
+        self.value.type = other.type
+        self.value.shape = other.shape
+        return self
+
+    def __add__(self, other: Operand) -> Expr:
+        return self.op.Add(self, other)
+
+    def __radd__(self, other: Operand) -> Expr:
+        return self.op.Add(other, self)
+
+    def __sub__(self, other: Operand) -> Expr:
+        return self.op.Sub(self, other)
+
+    def __rsub__(self, other: Operand) -> Expr:
+        return self.op.Sub(other, self)
+
+    def __mul__(self, other: Operand) -> Expr:
+        return self.op.Mul(self, other)
+
+    def __rmul__(self, other: Operand) -> Expr:
+        return self.op.Mul(other, self)
+
+    def __truediv__(self, other: Operand) -> Expr:
+        return self.op.Div(self, other)
+
+    def __rtruediv__(self, other: Operand) -> Expr:
+        return self.op.Div(other, self)
+
+    def __pow__(self, other: Operand) -> Expr:
+        return self.op.Pow(self, other)
+
+    def __rpow__(self, other: Operand) -> Expr:
+        return self.op.Pow(other, self)
+
+    def __matmul__(self, other: Operand) -> Expr:
+        return self.op.MatMul(self, other)
+
+    def __neg__(self) -> Expr:
+        return self.op.Neg(self)
+
+    def __lt__(self, other: Operand) -> Expr:
+        return self.op.Less(self, other)
+
+    def __le__(self, other: Operand) -> Expr:
+        return self.op.LessOrEqual(self, other)
+
+    def __gt__(self, other: Operand) -> Expr:
+        return self.op.Greater(self, other)
+
+    def __ge__(self, other: Operand) -> Expr:
+        return self.op.GreaterOrEqual(self, other)
+
+
+Operand = Expr | ir.Value | np.ndarray | np.generic | int | float | bool | Sequence[int] | None
+
+
+class Builder:
+    """Appends nodes to `graph`. `op.Softmax(x, axis=-1)` adds a node and returns its output.
+
+    `names` must know every name the nodes could clash with; `functions` collects the functions that calls need.
+    """
+
+    def __init__(
+        self,
+        graph: ir.Graph,
+        *,
+        opset: int,
+        names: Names | None = None,
+        functions: dict[ir.OperatorIdentifier, ir.Function] | None = None,
+        scope: str = "",
+    ):
+        self.graph = graph
+        self.opset = opset
+        self.names = Names() if names is None else names
+        self.functions = {} if functions is None else functions
+        self._scope = scope
+        self._constants: dict[tuple[object, ...], ir.Value] = {}
+
+    def __getattr__(self, op_type: str) -> Callable[..., Any]:
+        if not op_type[0].isupper():
+            raise AttributeError(op_type)
+        return functools.partial(self.node, "", op_type)
+
+    def __call__(self, value: ir.Value) -> Expr:
+        """An expression for a value that is already in the graph, or in one around it."""
+        return Expr(self, value)
+
+    def scoped(self, scope: str) -> Builder:
+        """The same builder, prefixing the names of what it adds."""
+        inner = Builder(self.graph, opset=self.opset, names=self.names, functions=self.functions, scope=scope)
+        inner._constants = self._constants
+        return inner
+
+    def node(self, domain: str, op_type: str, *inputs: Operand, outputs: int = 1, **attributes: Any) -> Any:
+        """Add one node; its output, or a tuple of them when there are several. Attributes that are None are left out."""
+        values = self._operands(domain, op_type, inputs)
+        node = ir.Node(
+            domain,
+            op_type,
+            values,
+            attributes=[_attribute(k, v) for k, v in attributes.items() if v is not None],
+            num_outputs=outputs,
+            name=self._fresh(op_type),
+        )
+        for i, output in enumerate(node.outputs):
+            output.name = node.name if i == 0 else self._fresh(op_type)
+            dtype = _output_dtype(node, i, self.opset)
+            if dtype is not None:
+                output.type = ir.TensorType(dtype)
+        self.graph.append(node)
+        exprs = tuple(Expr(self, output) for output in node.outputs)
+        return exprs[0] if outputs == 1 else exprs
+
+    def call(self, function: Function, *inputs: Operand, **attributes: Any) -> Any:
+        """Add a call of a function of ours, and the function itself where it is new."""
+        function.define(self.functions, self.opset)
+        self.graph.opset_imports.setdefault(DOMAIN, DOMAIN_VERSION)
+        return self.node(DOMAIN, function.name, *inputs, outputs=len(function.outputs), **attributes)
+
+    def constant(self, value: Any, dtype: ir.DataType | None = None) -> Expr:
+        """A constant; equal ones share a node."""
+        tensor = ir.tensor(value, dtype)
+        key = (tensor.dtype, tuple(tensor.shape), tensor.tobytes())
+        if key not in self._constants:
+            node = ir.Node("", "Constant", [], [ir.AttrTensor("value", tensor)], name=self._fresh("Constant"))
+            node.outputs[0].name = node.name
+            node.outputs[0].type = ir.TensorType(tensor.dtype)
+            node.outputs[0].shape = ir.Shape(tensor.shape)
+            self.graph.append(node)
+            self._constants[key] = node.outputs[0]
+        return Expr(self, self._constants[key])
+
+    def scalar(self, value: float, like: Expr) -> Expr:
+        """A number of the type of `like`: exact also where that type is known only at run time."""
+        if like.dtype is not None:
+            return self.constant(_scalar_tensor(value, like.dtype))
+        return self.CastLike(self.constant(np.asarray(value, np.float64)), like)
+
+    def subgraph(self, body: Callable[..., Any], inputs: Sequence[ir.Value] = (), name: str = "body") -> ir.Graph:
+        """A graph for an attribute of If, Loop or Scan: `body(op, *inputs)` returns its outputs; outer values are visible."""
+        graph = ir.Graph(list(inputs), [], nodes=[], name=name)
+        for value in inputs:
+            value.name = self.names.fresh(value.name or "item")
+        inner = Builder(graph, opset=self.opset, names=self.names, functions=self.functions, scope=self._scope)
+        outputs = body(inner, *(Expr(inner, value) for value in inputs))
+        for expr in outputs if isinstance(outputs, tuple | list) else (outputs,):
+            # An output must be made in the subgraph itself, and only once.
+            made_here = expr.value.graph is graph and not expr.value.is_graph_input()
+            fresh = made_here and not expr.value.is_graph_output()
+            graph.outputs.append(expr.value if fresh else inner.Identity(expr).value)
+        return graph
+
+    def _fresh(self, op_type: str) -> str:
+        return self.names.fresh(f"{self._scope}/{op_type}" if self._scope else op_type)
+
+    def _operands(self, domain: str, op_type: str, inputs: Sequence[Operand]) -> list[ir.Value | None]:
+        types = _input_types(domain, op_type, self.opset)
+        tensors = {i: Expr(self, x) if isinstance(x, ir.Value) else x for i, x in enumerate(inputs) if _is_tensor(x)}
+
+        def like(i: int) -> Expr | None:
+            """The tensor whose type input `i` shares, e.g. the other branch of a Where; else the first tensor."""
+            same = (
+                t
+                for j, t in tensors.items()
+                if types and types[min(j, len(types) - 1)] == types[min(i, len(types) - 1)]
+            )
+            return next(same, next(iter(tensors.values()), None))
+
+        return [self._operand(x, like(i)) for i, x in enumerate(inputs)]
+
+    def _operand(self, x: Operand, like: Expr | None) -> ir.Value | None:
+        if x is None:
+            return None
+        if isinstance(x, ir.Value):
+            return x
+        if isinstance(x, Expr):
+            return x.value
+        if isinstance(x, np.ndarray | np.generic):
+            return self.constant(np.asarray(x)).value
+        if isinstance(x, bool):
+            return self.constant(np.asarray(x)).value
+        if isinstance(x, int | float):
+            return self.scalar(x, like).value if like is not None else self.constant(np.asarray(x)).value
+        return self.constant(np.asarray(list(x), np.int64)).value
+
+
+class Function:
+    """A function in the domain `onward`: its name says what it is, its body of standard operators how it is computed.
+
+    Made from a Python function `(op, *inputs, **attributes) -> outputs`: positional parameters are the inputs, keyword-only
+    parameters the attributes (typed `int`, `float`, `str` or `list[int]`), the docstring becomes the file's.
+    """
+
+    def __init__(self, body: Callable[..., Any], outputs: Sequence[str], name: str):
+        self.name = name
+        self.outputs = tuple(outputs)
+        self.doc = inspect.getdoc(body) or ""
+        self._body = body
+        parameters = list(inspect.signature(body, eval_str=True).parameters.values())[1:]
+        self.inputs = tuple(p.name for p in parameters if p.kind is not p.KEYWORD_ONLY)
+        self._attributes = {p.name: _declared(p) for p in parameters if p.kind is p.KEYWORD_ONLY}
+
+    def define(self, functions: dict[ir.OperatorIdentifier, ir.Function], opset: int) -> None:
+        """Add this function, and those that it calls, to `functions`."""
+        identifier = (DOMAIN, self.name, "")
+        if identifier in functions:
+            return
+        inputs = [ir.Value(name=name) for name in self.inputs]
+        graph = ir.Graph(inputs, [], nodes=[], opset_imports={"": opset}, name=self.name)
+        op = Builder(graph, opset=opset, names=Names((*self.inputs, *self.outputs)), functions=functions)
+        refs = {name: ir.RefAttr(name, name, attr.type) for name, attr in self._attributes.items()}
+        results = self._body(op, *(Expr(op, value) for value in inputs), **refs)
+        for name, expr in zip(self.outputs, results if isinstance(results, tuple) else (results,), strict=True):
+            expr = expr if expr.value.producer() and not expr.value.is_graph_output() else op.Identity(expr)
+            expr.value.name = name
+            graph.outputs.append(expr.value)
+        function = ir.Function(DOMAIN, self.name, graph=graph, attributes=list(self._attributes.values()))
+        function.doc_string = self.doc
+        functions[identifier] = function
+
+
+def function(*outputs: str, name: str | None = None) -> Callable[[Callable[..., Any]], Function]:
+    """Make a `Function` with the named outputs; it is called as the Python function is, in CamelCase."""
+    return lambda body: Function(body, outputs, name or _camel(body.__name__))
+
+
+def _camel(name: str) -> str:
+    return "".join(part[:1].upper() + part[1:] for part in name.split("_"))
+
+
+_ATTRIBUTE_TYPES = {
+    int: ir.AttributeType.INT,
+    float: ir.AttributeType.FLOAT,
+    str: ir.AttributeType.STRING,
+    list[int]: ir.AttributeType.INTS,
+}
+
+
+def _declared(parameter: inspect.Parameter) -> ir.Attr:
+    default = None if parameter.default is parameter.empty else parameter.default
+    return ir.Attr(parameter.name, _ATTRIBUTE_TYPES[parameter.annotation], default)
+
+
+def _attribute(name: str, value: Any) -> ir.Attr:
+    if isinstance(value, ir.Attr):  # inside a function: a reference to the function's own attribute
+        return ir.RefAttr(name, value.ref_attr_name, value.type) if value.is_ref() else value
+    if isinstance(value, ir.DataType):
+        value = int(value)
+    if isinstance(value, np.ndarray | ir.TensorProtocol):
+        value = ir.tensor(value)
+    return ir.convenience.convert_attribute(name, value)
+
+
+def _scalar_tensor(value: float, dtype: ir.DataType) -> ir.Tensor:
+    return ir.Tensor(np.asarray(value).astype(dtype.numpy()), dtype=dtype)
+
+
+_DTYPE_ATTRIBUTE = {"Cast": "to", "EyeLike": "dtype", "RandomUniform": "dtype", "RandomNormal": "dtype"}
+
+
+def _output_dtype(node: ir.Node, index: int, opset: int) -> ir.DataType | None:
+    """The type of an output as far as the operator's schema tells it; functions of ours return their first floating-point type."""
+    if (attribute := _DTYPE_ATTRIBUTE.get(node.op_type)) and attribute in node.attributes:
+        return ir.DataType(node.attributes[attribute].as_int())
+    if node.op_type == "ConstantOfShape" and "value" in node.attributes:
+        return node.attributes["value"].as_tensor().dtype
+    if node.op_type == "Constant":
+        return None
+    if node.domain == DOMAIN:
+        dtypes = [value.dtype for value in node.inputs if value is not None and value.dtype is not None]
+        return next((dtype for dtype in dtypes if dtype.is_floating_point()), None)
+    source = _type_source(node.domain, node.op_type, index, opset)
+    if isinstance(source, ir.DataType):
+        return source
+    for i in source:
+        if i < len(node.inputs) and (value := node.inputs[i]) is not None and value.dtype is not None:
+            return value.dtype
+    return None
+
+
+@functools.cache
+def _type_source(domain: str, op_type: str, index: int, opset: int) -> ir.DataType | tuple[int, ...]:
+    """Where the type of output `index` comes from: a fixed type, or the inputs that share its type."""
+    schema = _schema(domain, op_type, opset)
+    if schema is None:
+        return ()
+    output = schema.outputs[min(index, len(schema.outputs) - 1)]
+    shared = tuple(i for i, formal in enumerate(schema.inputs) if formal.type_str == output.type_str)
+    if shared:
+        return shared
+    allowed = next((c.allowed_type_strs for c in schema.type_constraints if c.type_param_str == output.type_str), None)
+    fixed = [output.type_str] if allowed is None else list(allowed)
+    if len(fixed) == 1 and fixed[0].startswith("tensor("):
+        return ir.DataType[fixed[0].removeprefix("tensor(").removesuffix(")").upper()]
+    return ()
+
+
+@functools.cache
+def _input_types(domain: str, op_type: str, opset: int) -> tuple[str, ...]:
+    """The type variable of each input of an operator, e.g. ("B", "T", "T") for Where; the last one repeats."""
+    schema = _schema(domain, op_type, opset)
+    return tuple(formal.type_str for formal in schema.inputs) if schema else ()
+
+
+def _schema(domain: str, op_type: str, opset: int) -> defs.OpSchema | None:
+    try:
+        return defs.get_schema(op_type, opset if domain in ("", "ai.onnx") else 1, domain)
+    except defs.SchemaError:
+        return None
+
+
+def _is_tensor(x: Operand) -> bool:
+    return isinstance(x, Expr | ir.Value)

@@ -1,0 +1,48 @@
+"""Every error that Onward raises on purpose: a sentence that says what is wrong, and a hint that says what to do."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class Error(Exception):
+    """Base of all errors a user can cause. `str(error)` is the message; `error.hint` is the way out."""
+
+    def __init__(self, message: str, *, hint: str | None = None):
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return self.message
+
+
+class InvalidModelError(Error, ValueError):
+    """The bytes are not an ONNX model, or the model breaks a rule that reading it depends on."""
+
+
+class ExternalDataError(Error, OSError):
+    """External data is missing, too short, overlapping, or outside the model's folder."""
+
+
+class WriteError(Error, OSError):
+    """A file could not be written. What was there before is still there."""
+
+
+class RecipeError(Error, ValueError):
+    """A recipe does not fit the model, or is written wrongly."""
+
+
+class UnknownNameError(Error, LookupError):
+    """A name or pattern matches nothing."""
+
+
+class UnsupportedError(Error, NotImplementedError):
+    """Something valid that Onward does not do (yet)."""
+
+
+def near(name: str, known: Iterable[str], *, most: int = 3) -> str | None:
+    """A hint that names what the user may have meant, or None when nothing is close."""
+    matches = difflib.get_close_matches(name, list(known), n=most, cutoff=0.5)
+    return "did you mean " + " or ".join(f"`{m}`" for m in matches) + "?" if matches else None

@@ -1,0 +1,232 @@
+"""`Model` and `Step`: an inference graph and how it is trained, as one object to work on.
+
+A step's algorithm is a graph whose nodes read values of the inference graph directly, as the body of an `If` reads the
+values around it. That is the specification's combined graph without copying it: renaming a weight renames it
+everywhere, and a value knows all its readers, in inference and in training alike.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from onward.build import Names
+from onward.errors import InvalidModelError, UnknownNameError, near
+
+TRAINING_DOMAIN = "ai.onnx.preview.training"
+
+
+@dataclasses.dataclass(eq=False)
+class Step:
+    """One `TrainingInfoProto`: what one run of training computes, and which state it replaces."""
+
+    algorithm: ir.Graph
+    initialization: ir.Graph | None = None
+    update: dict[str, str] = dataclasses.field(default_factory=dict)
+    """State variable -> the output of `algorithm` that replaces it, all at once after a run."""
+    reset: dict[str, str] = dataclasses.field(default_factory=dict)
+    """State variable -> the output of `initialization` that it starts from."""
+    rest: bytes = b""
+    """Fields of the message that the schema does not know."""
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        return self.algorithm.metadata_props
+
+    def fact(self, key: str) -> Any:
+        """A JSON fact about the run, such as `train.optimizer`; None where it is not recorded or not readable."""
+        try:
+            return json.loads(self.metadata[key])
+        except (KeyError, ValueError):
+            return None
+
+    def gradients(self) -> list[ir.Node]:
+        """The `Gradient` nodes of the algorithm, in order, nested ones included."""
+        return [n for n in self.algorithm.all_nodes() if (n.domain, n.op_type) == (TRAINING_DOMAIN, "Gradient")]
+
+    def differentiated(self) -> list[str]:
+        """The names in the `xs` of its Gradients, in order."""
+        return list(dict.fromkeys(x for node in self.gradients() for x in strings(node, "xs")))
+
+
+class Model:
+    """A training model: an inference graph plus its training steps. Reads and writes `ModelProto`."""
+
+    def __init__(self, inference: ir.Model, steps: Iterable[Step] = (), path: Path | None = None):
+        self.ir = inference
+        self.steps = list(steps)
+        self.path = path
+
+    @property
+    def graph(self) -> ir.Graph:
+        return self.ir.graph
+
+    @property
+    def functions(self) -> dict[ir.OperatorIdentifier, ir.Function]:
+        return self.ir.functions
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        return self.ir.metadata_props
+
+    @property
+    def opset(self) -> int:
+        """The version of the standard operator set that the model imports."""
+        return self.ir.opset_imports.get("", self.ir.opset_imports.get("ai.onnx", 1))
+
+    @property
+    def inputs(self) -> list[ir.Value]:
+        """What a caller must feed: graph inputs without a default value."""
+        return [value for value in self.graph.inputs if value.name not in self.graph.initializers]
+
+    @property
+    def outputs(self) -> list[ir.Value]:
+        return list(self.graph.outputs)
+
+    @property
+    def is_training_model(self) -> bool:
+        return bool(self.steps)
+
+    def step(self, index: int = 0) -> Step:
+        if not -len(self.steps) <= index < len(self.steps):
+            raise UnknownNameError(
+                f"there is no step {index}: the model has {len(self.steps)}",
+                hint=None if self.steps else "make it a training model with `onward prepare` or `onward.prepare`",
+            )
+        return self.steps[index]
+
+    def combined(self, index: int = 0) -> ir.Model:
+        """The combined graph that step `index` executes, as a model of its own; only the tensors are shared."""
+        step = self.step(index)
+        graph, algorithm = self.graph, step.algorithm
+        view = ir.GraphView(
+            [*graph.inputs, *algorithm.inputs],
+            [*graph.outputs, *algorithm.outputs],
+            nodes=[*graph, *algorithm],
+            initializers=[*graph.initializers.values(), *algorithm.initializers.values()],
+            opset_imports=dict(self.ir.opset_imports),
+            name=algorithm.name or graph.name,
+        )
+        functions = [function.clone() for function in self.functions.values()]
+        return ir.Model(_clone(view), ir_version=self.ir.ir_version, functions=functions)
+
+    def initializers(self) -> Iterator[ir.Value]:
+        """Every initializer of the inference graph and of the algorithms."""
+        yield from self.graph.initializers.values()
+        for step in self.steps:
+            yield from step.algorithm.initializers.values()
+
+    def initializer(self, name: str, step: int = 0) -> ir.Value:
+        """An initializer by name: of the inference graph, else of a step's algorithm."""
+        known = dict(self.graph.initializers)
+        if self.steps:
+            known = {**self.step(step).algorithm.initializers, **known}
+        if name not in known:
+            raise UnknownNameError(f"there is no initializer `{name}`", hint=near(name, known))
+        return known[name]
+
+    def set(self, name: str, array: Any, step: int = 0) -> None:
+        """Give an initializer (a weight, a hyper-parameter, a counter) a new value of the same type and shape."""
+        value = self.initializer(name, step)
+        old = value.const_value
+        assert old is not None
+        new = np.asarray(array)
+        if tuple(new.shape) != tuple(old.shape):
+            raise InvalidModelError(f"`{name}` has shape {list(old.shape)}, not {list(new.shape)}")
+        tensor = ir.Tensor(new.astype(old.dtype.numpy()), dtype=old.dtype, name=name, doc_string=old.doc_string)
+        tensor.metadata_props.update(old.metadata_props)
+        value.const_value = tensor
+
+    def copy(self) -> Model:
+        """An independent copy; tensors, which nobody changes in place, are shared."""
+        graph = _clone(self.graph)
+        inference = ir.Model(
+            graph,
+            ir_version=self.ir.ir_version,
+            producer_name=self.ir.producer_name,
+            producer_version=self.ir.producer_version,
+            domain=self.ir.domain,
+            model_version=self.ir.model_version,
+            doc_string=self.ir.doc_string,
+            functions=[function.clone() for function in self.functions.values()],
+            metadata_props=dict(self.metadata),
+            device_configurations=self.ir.device_configurations,
+        )
+        inference.meta.update(self.ir.meta)
+        moved = dict(zip(values(self.graph), values(graph), strict=True))
+        steps = [dataclasses.replace(step, **_copied_graphs(step, moved)) for step in self.steps]
+        return Model(inference, steps, self.path)
+
+    def names(self) -> Names:
+        """All value names of the model, to find fresh ones beside them."""
+        graphs = [self.graph, *(step.algorithm for step in self.steps)]
+        return Names(name for graph in graphs for name in all_names(graph))
+
+    def to_proto(self) -> Any:
+        """The model as an `onnx.ModelProto`; external data stays where it is."""
+        from onward.model.serde import to_proto
+
+        return to_proto(self)
+
+    def save(self, path: str | Path, *, data: str = "auto") -> Path:
+        """Write the model, all or nothing: a crash or a full disk leaves the old file.
+
+        `data` says where tensors go: "none" (into the file), "data" (a `.data` file beside it), "safetensors" (a valid
+        `.safetensors` file beside it), or "auto" (as they were; beside the file where they no longer fit).
+        """
+        from onward.model.serde import save
+
+        return save(self, path, data)
+
+    def __repr__(self) -> str:
+        name = self.path.name if self.path else self.graph.name or "model"
+        return f"<onward.Model {name}: {len(self.graph)} nodes, {len(self.steps)} training step(s)>"
+
+
+def strings(node: ir.Node, attribute: str) -> tuple[str, ...]:
+    """A list-of-strings attribute, empty when absent or of another type."""
+    attr = node.attributes.get(attribute)
+    return tuple(attr.as_strings()) if attr is not None and attr.type == ir.AttributeType.STRINGS else ()
+
+
+def values(graph: ir.Graph) -> list[ir.Value]:
+    """The values that a graph itself defines: inputs, initializers, node outputs; each once, in order."""
+    found = [*graph.inputs, *graph.initializers.values(), *(v for node in graph for v in node.outputs)]
+    return list(dict.fromkeys(found))
+
+
+def all_names(graph: ir.Graph) -> Iterator[str]:
+    """The names of all values of a graph and of the graphs nested in it."""
+    for inner in (graph, *graph.subgraphs()):
+        yield from (value.name for value in values(inner) if value.name)
+
+
+def _clone(graph: ir.Graph | ir.GraphView) -> ir.Graph:
+    try:
+        return graph.clone()
+    except RuntimeError as error:
+        raise InvalidModelError(
+            f"graph `{graph.name or ''}` reads a value before it is computed, or one that does not exist",
+            hint="`onward check` names the place",
+        ) from error
+
+
+def _copied_graphs(step: Step, moved: dict[ir.Value, ir.Value]) -> dict[str, Any]:
+    algorithm = step.algorithm.clone(allow_outer_scope_values=True)
+    for node in algorithm.all_nodes():
+        for i, value in enumerate(node.inputs):
+            if value in moved:
+                node.replace_input_with(i, moved[value])
+    initialization = step.initialization.clone() if step.initialization is not None else None
+    return {
+        "algorithm": algorithm,
+        "initialization": initialization,
+        "update": dict(step.update),
+        "reset": dict(step.reset),
+    }

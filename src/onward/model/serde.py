@@ -1,0 +1,190 @@
+"""Between `onnx.ModelProto` and `Model`: where training information is joined to a graph, and split from it again."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import onnx
+import onnx_ir as ir
+from onnx import ModelProto
+
+from onward.errors import Error, InvalidModelError
+from onward.model import legacy, residue, storage
+from onward.model.core import Model, Step
+
+_CARRIER = "onward.carrier"
+
+
+def read(source: str | os.PathLike[str] | bytes | ModelProto | Model) -> Model:
+    """Read a model from a path, bytes or a `ModelProto`. Weights outside the file are mapped only when they are used."""
+    if isinstance(source, Model):
+        return source
+    if isinstance(source, ModelProto):
+        proto = ModelProto()
+        proto.CopyFrom(source)  # renaming a weight must not rename it in the caller's object
+        return from_proto(proto)
+    if isinstance(source, bytes | bytearray | memoryview):
+        return from_proto(storage.parse_proto(bytes(source)))
+    path = Path(source)
+    model = from_proto(storage.read_proto(path), base_dir=path.resolve().parent)
+    model.path = path
+    return model
+
+
+def from_proto(proto: ModelProto, base_dir: Path | None = None) -> Model:
+    """Make a `Model` of a proto, which it takes over."""
+    legacy.convert(proto)
+    if base_dir is not None:
+        storage.check_external(proto, base_dir)
+    aside = residue.set_aside(proto)
+    with _quiet(), _library_errors():
+        inference, algorithms = _deserialize(proto)
+        initializations = [
+            ir.serde.deserialize_graph(info.initialization) if info.HasField("initialization") else None
+            for info in proto.training_info
+        ]
+    residue.attach_model(aside, inference)
+    residue.attach(aside, ("graph",), inference.graph)
+    steps = []
+    for i, info in enumerate(proto.training_info):
+        residue.attach(aside, ("algorithm", i), algorithms[i])
+        if (initialization := initializations[i]) is not None:
+            residue.attach(aside, ("initialization", i), initialization)
+        steps.append(
+            Step(
+                algorithms[i],
+                initializations[i],
+                _bindings(info.update_binding, i, "update_binding"),
+                _bindings(info.initialization_binding, i, "initialization_binding"),
+                residue.unknown_fields(info),
+            )
+        )
+    model = Model(inference, steps)
+    if base_dir is not None:
+        storage.set_base_dir(base_dir, *_containers(model))
+    return model
+
+
+def _deserialize(proto: ModelProto) -> tuple[ir.Model, list[ir.Graph]]:
+    """The inference model and the algorithms, whose nodes read the inference graph's values.
+
+    The graph library links a nested graph to the values around it. So the algorithms are read as graphs nested in a
+    node at the end of the inference graph, and taken out of it afterwards.
+    """
+    if not proto.training_info:
+        return ir.serde.deserialize_model(proto), []
+    carrier = proto.graph.node.add(op_type=_CARRIER)
+    attribute = carrier.attribute.add(name="algorithms", type=onnx.AttributeProto.GRAPHS)
+    attribute.graphs.extend(info.algorithm for info in proto.training_info)
+    try:
+        inference = ir.serde.deserialize_model(proto)
+    finally:
+        proto.graph.node.pop()
+    node = inference.graph[-1]
+    algorithms = list(node.attributes["algorithms"].as_graphs())
+    inference.graph.remove(node)
+    return inference, algorithms
+
+
+def _bindings(entries: Any, step: int, field: str) -> dict[str, str]:
+    bindings = {entry.key: entry.value for entry in entries}
+    if len(bindings) != len(entries):
+        raise InvalidModelError(
+            f"training_info[{step}].{field} names a state variable twice", hint="`onward check` says which"
+        )
+    return bindings
+
+
+def to_proto(model: Model) -> ModelProto:
+    with _quiet(), _library_errors():
+        proto = ir.serde.serialize_model(model.ir)
+        residue.put_back(proto, model.ir)
+        _tidy(proto.graph, model.graph)
+        for step in model.steps:
+            _write_step(proto.training_info.add(), step)
+    return proto
+
+
+def _write_step(info: onnx.TrainingInfoProto, step: Step) -> None:
+    ir.serde.serialize_graph_into(info.algorithm, step.algorithm)
+    residue.put_back(info.algorithm, step.algorithm)
+    _tidy(info.algorithm, step.algorithm)
+    if step.initialization is not None:
+        ir.serde.serialize_graph_into(info.initialization, step.initialization)
+        residue.put_back(info.initialization, step.initialization)
+        _tidy(info.initialization, step.initialization)
+    for key, value in step.reset.items():
+        info.initialization_binding.add(key=key, value=value)
+    for key, value in step.update.items():
+        info.update_binding.add(key=key, value=value)
+    if step.rest:
+        info.MergeFromString(step.rest)
+
+
+def _tidy(proto: onnx.GraphProto, graph: ir.Graph) -> None:
+    """Undo what the library adds: a type note for every initializer, and a second copy of a tensor's metadata."""
+    for tensor in proto.initializer:
+        if len(tensor.metadata_props) > 1:
+            unique = {entry.key: entry.value for entry in tensor.metadata_props}
+            del tensor.metadata_props[:]
+            for key, value in unique.items():
+                tensor.metadata_props.add(key=key, value=value)
+    plain = {name for name, value in graph.initializers.items() if _says_nothing(value)}
+    if plain:
+        kept = [info for info in proto.value_info if info.name not in plain]
+        del proto.value_info[:]
+        proto.value_info.extend(kept)
+
+
+def _says_nothing(value: ir.Value) -> bool:
+    """Whether a note on an initializer only repeats the type and shape of its tensor."""
+    return not value.metadata_props and not value.doc_string and not (value.type and value.type.denotation)
+
+
+def save(model: Model, path: str | os.PathLike[str], data: str) -> Path:
+    places = [p for p in storage.places(*_containers(model)) if not isinstance(p.tensor, residue.SparseTensor)]
+    storage.save(path, lambda: to_proto(model), places, external=data)
+    model.path = Path(path)
+    return model.path
+
+
+def _containers(model: Model) -> Iterator[ir.Graph | ir.Function]:
+    """Every graph and function that is written, and may hold tensors."""
+    yield model.graph
+    yield from model.functions.values()
+    for step in model.steps:
+        yield step.algorithm
+        if step.initialization is not None:
+            yield step.initialization
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """The library logs a warning for each oddity that `check` reports properly."""
+    logger = logging.getLogger("onnx_ir")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+@contextmanager
+def _library_errors() -> Iterator[None]:
+    """Turn the graph library's errors into ours: the innermost one says what is wrong."""
+    try:
+        yield
+    except Error:
+        raise
+    except (ir.serde.SerdeError, ValueError, TypeError, KeyError, NotImplementedError, RecursionError) as error:
+        cause: BaseException = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        message = f"the model is not valid ONNX: {cause}"
+        raise InvalidModelError(message, hint="`onward check` names the place") from error

@@ -1,0 +1,93 @@
+"""Recipes as people type them: `adamw:lr=1e-3,weight_decay=0.01`, `multistep:milestones=[30,60],gamma=0.1`."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from onward.errors import RecipeError, near
+
+
+@dataclasses.dataclass(frozen=True)
+class Spec:
+    """A name and its options."""
+
+    name: str
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def __str__(self) -> str:
+        options = ",".join(f"{key}={_text(value)}" for key, value in self.options.items())
+        return f"{self.name}:{options}" if options else self.name
+
+    def without(self, *names: str) -> Spec:
+        return Spec(self.name, {key: value for key, value in self.options.items() if key not in names})
+
+
+def parse(text: str | Mapping[str, Any] | Spec) -> Spec:
+    """A spec from `name:key=value,...`, or from a mapping with a `name`."""
+    if isinstance(text, Spec):
+        return text
+    if isinstance(text, Mapping):
+        if "name" not in text:
+            raise RecipeError(f"{dict(text)} does not say which it is", hint='give it a "name"')
+        return Spec(str(text["name"]), {key: value for key, value in text.items() if key != "name"})
+    name, _, rest = text.partition(":")
+    if not name.strip():
+        raise RecipeError(f"`{text}` has no name before its options", hint="write it as `adamw:lr=1e-3`")
+    return Spec(name.strip(), parse_options(rest, text))
+
+
+def parse_options(rest: str, whole: str) -> dict[str, Any]:
+    """The options in `key=value,key=value`; a comma inside brackets belongs to the value."""
+    options: dict[str, Any] = {}
+    for part in _split(rest):
+        key, equals, value = part.partition("=")
+        if not equals or not key.strip():
+            raise RecipeError(
+                f"`{part}` in `{whole}` is not `option=value`", hint="write it as `adamw:lr=1e-3,eps=1e-8`"
+            )
+        if key.strip() in options:
+            raise RecipeError(f"`{whole}` gives `{key.strip()}` twice")
+        options[key.strip()] = _value(value.strip())
+    return options
+
+
+def check_options(what: str, given: Mapping[str, Any], known: Mapping[str, Any]) -> None:
+    """Refuse options that `what` does not have, all at once."""
+    unknown = [key for key in given if key not in known]
+    if unknown:
+        names = ", ".join(f"`{key}`" for key in unknown)
+        hint = near(unknown[0], known) or (f"it has: {', '.join(known)}" if known else "it has no options")
+        raise RecipeError(f"{what} has no option {names}", hint=hint)
+
+
+def _split(text: str) -> list[str]:
+    parts, depth, current = [], 0, ""
+    for character in text:
+        depth += (character in "([") - (character in ")]")
+        if character == "," and depth == 0:
+            parts.append(current)
+            current = ""
+        else:
+            current += character
+    return [part for part in (*parts, current) if part.strip()]
+
+
+_WORDS = {"true": True, "false": False, "none": None}
+
+
+def _value(text: str) -> Any:
+    """A number, list, true, false or none; anything else is a string."""
+    if text.lower() in _WORDS:
+        return _WORDS[text.lower()]
+    try:
+        value = ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _text(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) or value is None else str(value).replace(" ", "")

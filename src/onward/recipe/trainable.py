@@ -1,0 +1,340 @@
+"""Which tensors of a model are trained.
+
+The rule, in order. A tensor is a candidate if it is a constant of the model with a floating-point type: an initializer,
+the output of a `Constant` or `ConstantOfShape` node, or integers that `DequantizeLinear` or `Cast` turn into floats. Then
+
+1. no gradient reaches it from the loss -> constant
+2. it is a running mean or variance of BatchNormalization -> statistics
+3. the exporter wrote down that it is a parameter or a buffer (PyTorch does) -> parameter or constant
+4. it is only read where operators take settings (limits, scales, masks, initial states) -> constant
+5. it is a single number, or a mask (it holds an infinity or a number below -10000) -> constant
+6. everything else -> parameter
+
+Patterns come last: `freeze` takes parameters away, and `trainable`, where it is given, is the list of what is trained, and
+may name what rules 3 to 5 would leave out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterable, Iterator, Sequence
+from fnmatch import fnmatchcase
+from typing import Literal
+
+import numpy as np
+import onnx_ir as ir
+from onnx import defs
+
+from onward.errors import RecipeError, UnknownNameError, near
+from onward.model import Model
+
+Role = Literal["parameter", "frozen", "constant", "statistics"]
+
+_TORCH_KIND = "pkg.torch.export.graph_signature.InputSpec.kind"
+
+# Operators that hand a tensor on: what reads their output decides.
+_TRANSPARENT = {
+    "Identity", "Transpose", "Reshape", "Flatten", "Squeeze", "Unsqueeze", "Cast", "CastLike", "Split", "Slice",
+    "Concat", "Expand", "Tile", "QuantizeLinear", "SplitToSequence", "SequenceAt",
+}  # fmt: skip
+
+# Inputs that are settings, though gradients could flow into some of them. None: every input.
+_SETTINGS: dict[str, set[int] | None] = {
+    "Attention": {3},
+    "Clip": {1, 2},
+    "DequantizeLinear": {1, 2},
+    "Dropout": {1, 2},
+    "DynamicQuantizeLinear": None,
+    "GRU": {4, 5},
+    "GridSample": {1},
+    "LSTM": {4, 5, 6},
+    "Max": None,
+    "Min": None,
+    "Mod": {1},
+    "NegativeLogLikelihoodLoss": {2},
+    "OneHot": None,
+    "Pad": {2},
+    "Pow": {1},
+    "QuantizeLinear": {1, 2},
+    "RNN": {4, 5},
+    "Range": None,
+    "Resize": {1, 2, 3},
+    "RotaryEmbedding": {1, 2},
+    "STFT": {2},
+    "ScatterElements": {0, 2},
+    "ScatterND": {0, 2},
+    "SoftmaxCrossEntropyLoss": {2},
+    "Upsample": {1},
+    "Where": {1, 2},
+}
+
+# The schema calls these differentiable, but their derivative is zero everywhere.
+_STEPS = {"Ceil", "Floor", "Round", "Sign", "BitwiseNot", "Not"}
+
+_MASK = -1e4
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """What became of one candidate, and why."""
+
+    name: str
+    role: Role
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Selection:
+    """The outcome for all candidates."""
+
+    parameters: list[ir.Value]
+    choices: list[Choice]
+
+    def of(self, role: Role) -> list[Choice]:
+        return [choice for choice in self.choices if choice.role == role]
+
+
+def select(
+    model: Model,
+    targets: Iterable[ir.Value],
+    trainable: Sequence[str] | None = None,
+    freeze: Sequence[str] = (),
+) -> Selection:
+    """Decide what is trained so that `targets` improve. Parameters that hide in nodes become initializers of `model`."""
+    edges = gradient_edges(targets)
+    candidates = dict(_candidates(model.graph))
+    choices = {name: _judge(value, hidden, edges) for name, (value, hidden) in candidates.items()}
+    _check_patterns([*(trainable or ()), *freeze], choices)
+    choices = {name: _match(choice, trainable, freeze) for name, choice in choices.items()}
+    chosen = [name for name, choice in choices.items() if choice.role == "parameter"]
+    if not chosen:
+        raise RecipeError("nothing is left to train: " + _summary(choices.values()), hint="see `onward show --params`")
+    parameters = [_expose(model.graph, *candidates[name]) for name in chosen]
+    return Selection(parameters, list(choices.values()))
+
+
+def gradient_edges(targets: Iterable[ir.Value]) -> dict[ir.Value, list[tuple[ir.Node, int]]]:
+    """Where a gradient flows on its way back from `targets`: value -> the inputs of nodes through which it arrives."""
+    edges: dict[ir.Value, list[tuple[ir.Node, int]]] = {}
+    pending, seen = list(targets), set()
+    while pending:
+        node = pending.pop().producer()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        for attribute in node.attributes.values():
+            if attribute.type == ir.AttributeType.GRAPH and not attribute.is_ref():
+                pending.extend(attribute.as_graph().outputs)
+        for i, value in enumerate(node.inputs):
+            if value is not None and _differentiable(node, i) and _may_be_float(value):
+                edges.setdefault(value, []).append((node, i))
+                pending.append(value)
+    return edges
+
+
+def matching(patterns: Iterable[str], names: Iterable[str]) -> list[str]:
+    """The names that match any of the patterns (`*` and `?` as in file names), in their own order."""
+    patterns = list(patterns)
+    return [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
+
+
+def _differentiable(node: ir.Node, index: int) -> bool:
+    return node.op_type not in _STEPS and index not in _cut_inputs(node.domain, node.op_type)
+
+
+@functools.cache
+def _cut_inputs(domain: str, op_type: str) -> frozenset[int]:
+    """Inputs through which no gradient flows by the operator's schema (shapes, indices). Settings count as read."""
+    if domain not in ("", "ai.onnx") or not defs.has(op_type):
+        return frozenset()
+    formals = defs.get_schema(op_type).inputs
+    none = defs.OpSchema.DifferentiationCategory.NonDifferentiable
+    settings = _SETTINGS.get(op_type, set())
+    kept = set(range(len(formals))) if settings is None else settings
+    statistics = {3, 4} if op_type == "BatchNormalization" else set()
+    return frozenset(
+        i for i, formal in enumerate(formals) if formal.differentiation_category == none and i not in kept | statistics
+    )
+
+
+def _may_be_float(value: ir.Value) -> bool:
+    return value.dtype is None or value.dtype.is_floating_point()
+
+
+def _candidates(graph: ir.Graph) -> Iterator[tuple[str, tuple[ir.Value, str]]]:
+    """Name -> (value, how it is hidden) of every constant with a floating-point type."""
+    for name, value in graph.initializers.items():
+        if value.dtype is not None and value.dtype.is_floating_point() and value.const_value is not None:
+            yield name, (value, "")
+    for node in graph:
+        if node.domain not in ("", "ai.onnx") or not node.outputs or not node.outputs[0].name:
+            continue
+        if _is_hidden_constant(node):
+            yield node.outputs[0].name, (node.outputs[0], f"in a {node.op_type} node")
+
+
+def _is_hidden_constant(node: ir.Node) -> bool:
+    if node.op_type == "Constant":
+        tensor = node.attributes.get("value")
+        return tensor is not None and not tensor.is_ref() and tensor.as_tensor().dtype.is_floating_point()
+    if node.op_type == "ConstantOfShape":
+        tensor = node.attributes.get("value")
+        dtype = tensor.as_tensor().dtype if tensor else ir.DataType.FLOAT
+        return dtype.is_floating_point() and _constant(node.inputs[0]) is not None
+    if node.op_type in ("DequantizeLinear", "Cast"):
+        source = node.inputs[0]
+        integers = _constant(source) is not None and not (source and source.dtype and source.dtype.is_floating_point())
+        to_float = node.op_type != "Cast" or ir.DataType(node.attributes["to"].as_int()).is_floating_point()
+        return integers and to_float and all(v is None or _constant(v) is not None for v in node.inputs)
+    return False
+
+
+def _constant(value: ir.Value | None) -> ir.TensorProtocol | None:
+    """The tensor behind an initializer or the output of a Constant node."""
+    if value is None:
+        return None
+    if value.is_initializer():
+        return value.const_value
+    node = value.producer()
+    if node is not None and node.op_type == "Constant" and "value" in node.attributes:
+        return node.attributes["value"].as_tensor()
+    return None
+
+
+def _judge(value: ir.Value, hidden: str, edges: dict[ir.Value, list[tuple[ir.Node, int]]]) -> Choice:
+    name = value.name or ""
+    if value not in edges:
+        return Choice(name, "constant", "no gradient reaches it from the loss")
+    readers = list(_readers(value, edges))
+    if readers and all(node.op_type == "BatchNormalization" and i >= 3 for node, i in readers):
+        return Choice(name, "statistics", "running statistics of BatchNormalization")
+    kind = value.metadata_props.get(_TORCH_KIND, "")
+    if "PARAMETER" in kind:
+        return Choice(name, "parameter", "a parameter of the PyTorch module")
+    if "BUFFER" in kind:
+        return Choice(name, "constant", "a buffer of the PyTorch module")
+    if readers and all(_is_setting(node, i) for node, i in readers):
+        return Choice(name, "constant", f"a setting of {readers[0][0].op_type}")
+    shape = _shape(value)
+    if shape is not None and np.prod(shape) <= 1:
+        return Choice(name, "constant", "a single number")
+    if _is_mask(value, readers):
+        return Choice(name, "constant", "a mask")
+    return Choice(name, "parameter", hidden or f"read by {readers[0][0].op_type}" if readers else "read by the loss")
+
+
+def _readers(value: ir.Value, edges: dict[ir.Value, list[tuple[ir.Node, int]]]) -> Iterator[tuple[ir.Node, int]]:
+    """The operators that use `value`, looking through those that only hand it on."""
+    pending, seen = [value], {value}
+    while pending:
+        for node, i in edges.get(pending.pop(), ()):
+            if node.op_type not in _TRANSPARENT or _is_setting(node, i):
+                yield node, i
+                continue
+            fresh = [output for output in node.outputs if output not in seen]
+            seen.update(fresh)
+            pending.extend(fresh)
+
+
+def _is_setting(node: ir.Node, index: int) -> bool:
+    if node.op_type not in _SETTINGS:
+        return False
+    settings = _SETTINGS[node.op_type]
+    return settings is None or index in settings
+
+
+def _shape(value: ir.Value) -> tuple[int, ...] | None:
+    if value.const_value is not None:
+        return tuple(value.const_value.shape.numpy())
+    node = value.producer()
+    if node is not None and node.op_type == "Constant":
+        return tuple(node.attributes["value"].as_tensor().shape.numpy())
+    return tuple(value.shape.numpy()) if value.shape is not None and value.shape.is_static() else None
+
+
+def _is_mask(value: ir.Value, readers: list[tuple[ir.Node, int]]) -> bool:
+    """Whether it is added to scores to rule some out. Only tensors that are added or compared are looked into."""
+    if not readers or any(node.op_type not in ("Add", "Sub", "Mul", "Softmax", "Where") for node, _ in readers):
+        return False
+    tensor = _constant(value)
+    if tensor is None or tensor.dtype.bitwidth < 16:
+        return False
+    numbers = tensor.numpy().astype(np.float32, copy=False)
+    return bool(numbers.size and (np.isinf(numbers).any() or numbers.min() <= _MASK))
+
+
+def _check_patterns(patterns: Sequence[str], choices: dict[str, Choice]) -> None:
+    missing = [pattern for pattern in patterns if not matching([pattern], choices)]
+    if missing:
+        names = ", ".join(f"`{pattern}`" for pattern in missing)
+        hint = near(missing[0].strip("*"), choices) or f"the model has {', '.join(list(choices)[:5])}, ..."
+        raise UnknownNameError(f"{names} matches no floating-point tensor of the model", hint=hint)
+
+
+def _match(choice: Choice, trainable: Sequence[str] | None, freeze: Sequence[str]) -> Choice:
+    # What no gradient reaches, and statistics, cannot be trained whatever a pattern says.
+    impossible = choice.role == "statistics" or choice.reason == "no gradient reaches it from the loss"
+    if trainable is not None and not impossible:
+        if matching(trainable, [choice.name]):
+            choice = Choice(choice.name, "parameter", "named as trainable")
+        elif choice.role == "parameter":
+            choice = Choice(choice.name, "frozen", "not named as trainable")
+    if choice.role == "parameter" and matching(freeze, [choice.name]):
+        pattern = next(pattern for pattern in freeze if fnmatchcase(choice.name, pattern))
+        return Choice(choice.name, "frozen", f"frozen by `{pattern}`")
+    return choice
+
+
+def _summary(choices: Iterable[Choice]) -> str:
+    counts: dict[str, int] = {}
+    for choice in choices:
+        counts[choice.reason] = counts.get(choice.reason, 0) + 1
+    return "; ".join(f"{count} tensors: {reason}" for reason, count in counts.items()) or "the model has no weights"
+
+
+def _expose(graph: ir.Graph, value: ir.Value, hidden: str) -> ir.Value:
+    """Make a parameter an initializer, and only that: not an input with a default."""
+    if value in graph.inputs:
+        graph.inputs.remove(value)
+    if not hidden:
+        return value
+    node = value.producer()
+    assert node is not None and value.name is not None
+    exposed = ir.Value(name=value.name, type=value.type, shape=value.shape, const_value=_evaluate(node))
+    exposed.type = ir.TensorType(exposed.const_value.dtype)  # type: ignore[union-attr]
+    exposed.shape = ir.Shape(exposed.const_value.shape.numpy())  # type: ignore[union-attr]
+    value.replace_all_uses_with(exposed, replace_graph_outputs=True)
+    graph.remove(node)
+    graph.register_initializer(exposed)
+    return exposed
+
+
+def _evaluate(node: ir.Node) -> ir.TensorProtocol:
+    """The value of a node whose inputs are constants."""
+    name = node.outputs[0].name
+    if node.op_type == "Constant":
+        tensor = node.attributes["value"].as_tensor()
+        return ir.Tensor(tensor.numpy(), dtype=tensor.dtype, name=name)
+    tensors = [_constant(value) for value in node.inputs]
+    if node.op_type == "ConstantOfShape":
+        fill = node.attributes["value"].as_tensor().numpy().item() if "value" in node.attributes else 0.0
+        dtype = node.attributes["value"].as_tensor().dtype if "value" in node.attributes else ir.DataType.FLOAT
+        # One number, repeated without copies until somebody writes to it.
+        shape = tuple(tensors[0].numpy())  # type: ignore[union-attr]
+        return ir.Tensor(np.broadcast_to(np.asarray(fill, dtype.numpy()), shape), dtype=dtype, name=name)
+    return _run(node, tensors)
+
+
+def _run(node: ir.Node, tensors: Sequence[ir.TensorProtocol | None]) -> ir.Tensor:
+    import onnxruntime as ort
+
+    values = [t if t is None else ir.Value(name=f"x{i}", const_value=t) for i, t in enumerate(tensors)]
+    copy = ir.Node(node.domain, node.op_type, values, list(node.attributes.values()), name="node")
+    copy.outputs[0].name = "y"
+    copy.outputs[0].type = ir.TensorType(node.outputs[0].dtype or ir.DataType.FLOAT)
+    opset = dict(node.graph.opset_imports) if node.graph is not None else {"": 21}
+    constants = [value for value in values if value is not None]
+    graph = ir.Graph([], copy.outputs, nodes=[copy], initializers=constants, opset_imports=opset, name="constant")
+    session = ort.InferenceSession(ir.to_proto(ir.Model(graph, ir_version=10)).SerializeToString())
+    return ir.Tensor(session.run(None, {})[0], name=node.outputs[0].name)
