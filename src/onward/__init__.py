@@ -1,0 +1,75 @@
+"""ONNX training, made real.
+
+    import onward
+
+    model = onward.prepare("digits.onnx", loss="cross_entropy", optimizer="adamw:lr=1e-3")
+    onward.check(model)
+    model.save("training.onnx")
+
+Names are loaded when they are first used, so that `import onward` is quick.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from onward.checker import Finding, check
+    from onward.errors import Error
+    from onward.inspect import describe
+    from onward.model import Model, Step, read
+    from onward.recipe import Recipe, prepare
+    from onward.transform import add_prefix, convert_opset, extract, inline, merge, refresh, rename, strip
+
+_HOME = {
+    "Error": "errors",
+    "Finding": "checker",
+    "Model": "model",
+    "Recipe": "recipe",
+    "Step": "model",
+    "add_prefix": "transform",
+    "check": "checker",
+    "convert_opset": "transform",
+    "describe": "inspect",
+    "extract": "transform",
+    "inline": "transform",
+    "merge": "transform",
+    "prepare": "recipe",
+    "read": "model",
+    "refresh": "transform",
+    "rename": "transform",
+    "strip": "transform",
+}
+
+__all__ = [
+    "Error",
+    "Finding",
+    "Model",
+    "Recipe",
+    "Step",
+    "add_prefix",
+    "check",
+    "convert_opset",
+    "describe",
+    "extract",
+    "inline",
+    "merge",
+    "prepare",
+    "read",
+    "refresh",
+    "rename",
+    "strip",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'onward' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"onward.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

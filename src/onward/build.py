@@ -28,6 +28,10 @@ class Names:
         self._taken = set(taken)
         self._next: dict[str, int] = {}
 
+    def take(self, names: Iterable[str]) -> None:
+        """Note names that are in use elsewhere."""
+        self._taken.update(names)
+
     def fresh(self, wanted: str) -> str:
         name, count = wanted, self._next.get(wanted, 0)
         while name in self._taken:

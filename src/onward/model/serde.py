@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import onnx
 import onnx_ir as ir
@@ -20,27 +20,39 @@ from onward.model.core import Model, Step
 _CARRIER = "onward.carrier"
 
 
-def read(source: str | os.PathLike[str] | bytes | ModelProto | Model) -> Model:
+Source = str | os.PathLike[str] | bytes | ModelProto | Model
+"""What a model can be read from."""
+
+
+def read(source: Source) -> Model:
     """Read a model from a path, bytes or a `ModelProto`. Weights outside the file are mapped only when they are used."""
     if isinstance(source, Model):
         return source
     if isinstance(source, ModelProto):
         proto = ModelProto()
         proto.CopyFrom(source)  # renaming a weight must not rename it in the caller's object
-        return from_proto(proto)
+        return _from_nowhere(proto)
     if isinstance(source, bytes | bytearray | memoryview):
-        return from_proto(storage.parse_proto(bytes(source)))
+        return _from_nowhere(storage.parse_proto(bytes(source)))
     path = Path(source)
-    model = from_proto(storage.read_proto(path), base_dir=path.resolve().parent)
+    proto, folder = storage.read_proto(path), storage.folder_of(path)
+    storage.check_external(proto, folder)
+    model = from_proto(proto)
+    for container in _containers(model):
+        storage.set_base_dir(container, folder)
     model.path = path
     return model
 
 
-def from_proto(proto: ModelProto, base_dir: Path | None = None) -> Model:
-    """Make a `Model` of a proto, which it takes over."""
+def _from_nowhere(proto: ModelProto) -> Model:
+    """A model without a folder cannot have data outside: a reference would be looked up wherever the process runs."""
+    storage.check_external(proto, None)
+    return from_proto(proto)
+
+
+def from_proto(proto: ModelProto) -> Model:
+    """Make a `Model` of a proto, which it takes over. Who calls it vouches for references to external data."""
     legacy.convert(proto)
-    if base_dir is not None:
-        storage.check_external(proto, base_dir)
     aside = residue.set_aside(proto)
     with _quiet(), _library_errors():
         inference, algorithms = _deserialize(proto)
@@ -48,6 +60,7 @@ def from_proto(proto: ModelProto, base_dir: Path | None = None) -> Model:
             ir.serde.deserialize_graph(info.initialization) if info.HasField("initialization") else None
             for info in proto.training_info
         ]
+        _type_function_inputs(proto, inference)
     residue.attach_model(aside, inference)
     residue.attach(aside, ("graph",), inference.graph)
     steps = []
@@ -64,10 +77,7 @@ def from_proto(proto: ModelProto, base_dir: Path | None = None) -> Model:
                 residue.unknown_fields(info),
             )
         )
-    model = Model(inference, steps)
-    if base_dir is not None:
-        storage.set_base_dir(base_dir, *_containers(model))
-    return model
+    return Model(inference, steps)
 
 
 def _deserialize(proto: ModelProto) -> tuple[ir.Model, list[ir.Graph]]:
@@ -89,6 +99,15 @@ def _deserialize(proto: ModelProto) -> tuple[ir.Model, list[ir.Graph]]:
     algorithms = list(node.attributes["algorithms"].as_graphs())
     inference.graph.remove(node)
     return inference, algorithms
+
+
+def _type_function_inputs(proto: ModelProto, inference: ir.Model) -> None:
+    """Read the types of functions' inputs, which the library writes but does not read."""
+    for written, function in zip(proto.functions, inference.functions.values(), strict=True):
+        types = {info.name: info for info in written.value_info}
+        for value in function.inputs:
+            if value.name in types:
+                ir.serde.deserialize_value_info_proto(types[value.name], value)
 
 
 def _bindings(entries: Any, step: int, field: str) -> dict[str, str]:
@@ -147,8 +166,7 @@ def _says_nothing(value: ir.Value) -> bool:
 
 
 def save(model: Model, path: str | os.PathLike[str], data: str) -> Path:
-    places = [p for p in storage.places(*_containers(model)) if not isinstance(p.tensor, residue.SparseTensor)]
-    storage.save(path, lambda: to_proto(model), places, external=data)
+    storage.save(path, lambda: to_proto(model), storage.places(*_containers(model)), external=data)
     model.path = Path(path)
     return model.path
 
@@ -188,3 +206,55 @@ def _library_errors() -> Iterator[None]:
             cause = cause.__cause__
         message = f"the model is not valid ONNX: {cause}"
         raise InvalidModelError(message, hint="`onward check` names the place") from error
+
+
+@contextmanager
+def without_data(model: Model) -> Iterator[list[ir.TensorProtocol]]:
+    """Within it, `to_proto(model)` writes a reference instead of the bytes of each large tensor.
+
+    For handing the structure of a model of any size to a tool that works on protobuf. `with_data` undoes it in the
+    model that comes back.
+    """
+    large = [(value, value.const_value) for value in _initializers(model) if _is_large(value.const_value)]
+    for index, (value, tensor) in enumerate(large):
+        value.const_value = ir.ExternalTensor(
+            _ELSEWHERE,
+            offset=index,
+            length=0,
+            dtype=tensor.dtype,
+            shape=ir.Shape(tensor.shape.numpy()),
+            name=tensor.name or "",
+            doc_string=tensor.doc_string,
+            metadata_props=dict(tensor.metadata_props),
+            base_dir="",
+        )
+    try:
+        yield [tensor for _, tensor in large]
+    finally:
+        for value, tensor in large:
+            value.const_value = tensor
+
+
+def with_data(model: Model, tensors: list[ir.TensorProtocol]) -> Model:
+    for value in _initializers(model):
+        tensor = value.const_value
+        if isinstance(tensor, ir.ExternalTensor) and tensor.location == _ELSEWHERE:
+            value.const_value = tensors[tensor.offset or 0]
+    return model
+
+
+def _initializers(model: Model) -> Iterator[ir.Value]:
+    for container in _containers(model):
+        top = container.graph if isinstance(container, ir.Function) else container
+        for graph in (top, *top.subgraphs()):
+            yield from graph.initializers.values()
+
+
+_ELSEWHERE = "onward:elsewhere"
+_LARGE = 1024
+
+
+def _is_large(tensor: ir.TensorProtocol | None) -> TypeGuard[ir.TensorProtocol]:
+    if tensor is None or isinstance(tensor, residue.SparseTensor) or tensor.dtype == ir.DataType.STRING:
+        return False
+    return isinstance(tensor, ir.ExternalTensor) or tensor.nbytes > _LARGE

@@ -29,14 +29,14 @@ from typing import Any, BinaryIO, Literal
 
 import onnx
 import onnx_ir as ir
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, EncodeError
 from onnx import ModelProto, TensorProto
 
 from onward.errors import Error, ExternalDataError, InvalidModelError, WriteError, near
 
 PathLike = str | os.PathLike[str]
 Container = ir.Graph | ir.Function
-Data = Literal["auto", "embed", "external", "safetensors"]
+External = Literal["auto", "none", "data", "safetensors"]
 
 PROTO_LIMIT = 2**31 - 1  # protobuf counts bytes in a signed 32-bit integer
 EMBED_LIMIT = int(1.9 * 2**30)  # leaves room for the graph beside the tensors
@@ -265,7 +265,7 @@ def _file(base_dir: PathLike | None, location: str) -> os.stat_result | _Fault:
         return _Fault(f"{where}: ONNX separates folders by `/`")
     try:
         path, info = Path(base_dir), os.stat(base_dir)
-        for part in parts:
+        for part in (part for part in parts if part not in ("", ".")):
             path /= part
             info = os.lstat(path)
             if stat.S_ISLNK(info.st_mode):
@@ -305,7 +305,7 @@ def _way_out(problems: list[str]) -> str:
 
 
 @dataclass(eq=False)
-class _Place:
+class Place:
     """Where a graph holds a tensor: an initializer, or an attribute."""
 
     holder: ir.Value | ir.Node | ir.Function
@@ -316,13 +316,15 @@ class _Place:
     def name(self) -> str:
         return "/".join(str(part) for part in (self.holder.name, self.attribute, self.index) if part not in ("", None))
 
-    def get(self) -> ir.TensorProtocol | None:
+    @property
+    def tensor(self) -> ir.TensorProtocol | None:
         if isinstance(self.holder, ir.Value):
             return self.holder.const_value
         value = self.holder.attributes[self.attribute].value
         return value if self.index is None else value[self.index]
 
-    def put(self, tensor: Any) -> None:
+    @tensor.setter
+    def tensor(self, tensor: Any) -> None:
         if isinstance(self.holder, ir.Value):
             self.holder.const_value = tensor
             return
@@ -331,27 +333,31 @@ class _Place:
         self.holder.attributes[old.name] = ir.Attr(old.name, old.type, value, doc_string=old.doc_string)
 
 
-def _places(container: Container) -> Iterator[_Place]:
-    """Every place in a graph or function, and in the graphs nested in it, that holds a tensor."""
+def places(*containers: Container) -> list[Place]:
+    """Every place in these graphs and functions, and in the graphs nested in them, that holds a tensor."""
+    return [place for container in containers for place in _places(container)]
+
+
+def _places(container: Container) -> Iterator[Place]:
     top = container.graph if isinstance(container, ir.Function) else container
     for graph in (top, *top.subgraphs()):
-        yield from (_Place(value) for value in graph.initializers.values() if value.const_value is not None)
+        yield from (Place(value) for value in graph.initializers.values() if value.const_value is not None)
     holders: list[ir.Node | ir.Function] = [container] if isinstance(container, ir.Function) else []
     for holder in (*holders, *top.all_nodes()):
         for attribute in holder.attributes.values():
             if attribute.value is None:
                 continue
             if attribute.type == ir.AttributeType.TENSOR:
-                yield _Place(holder, attribute.name)
+                yield Place(holder, attribute.name)
             elif attribute.type == ir.AttributeType.TENSORS:
-                yield from (_Place(holder, attribute.name, index) for index in range(len(attribute.value)))
+                yield from (Place(holder, attribute.name, index) for index in range(len(attribute.value)))
 
 
 def set_base_dir(container: Container, base_dir: PathLike) -> None:
     """Say where the external tensors in a graph or function are; `onnx_ir` maps each when it is first used."""
     folder = os.path.realpath(base_dir)  # must stay true when the working folder changes
     for place in _places(container):
-        if _is_external(tensor := place.get()):
+        if _is_external(tensor := place.tensor):
             tensor.base_dir = folder  # type: ignore[union-attr]
 
 
@@ -400,21 +406,21 @@ def _outside(tensor: ir.TensorProtocol, folder: Path, file: Path, offset: int) -
 def save(
     path: PathLike,
     to_proto: Callable[[], ModelProto],
-    containers: Iterable[Container],
+    places: Iterable[Place],
     *,
-    data: Data = "auto",
+    external: External = "auto",
     threshold_bytes: int = 1024,
     shard_bytes: int | None = None,
 ) -> None:
     """Write a model and its data files, or fail and leave everything as it was.
 
-    `containers` are the graphs and functions that `to_proto` serialises. While it is called, their tensors are what the
-    new file will hold; afterwards they are what they were, unless that was in a data file that has been replaced.
+    `places` are those of all graphs and functions that `to_proto` serialises. While it is called they hold what the new
+    file will hold; afterwards they hold what they held, or, if that was in a data file that is gone, what replaced it.
 
-    `data` says where tensors of at least `threshold_bytes` go:
+    `external` says where tensors of at least `threshold_bytes` go:
 
-    - `embed`: into the model file.
-    - `external`: into `<stem>.data`; with `shard_bytes`, into several such files, each at most that large unless one
+    - `none`: into the model file.
+    - `data`: into `<stem>.data`; with `shard_bytes`, into several such files, each at most that large unless one
       tensor is larger.
     - `safetensors`: the same with `.safetensors` files, which others can read by the names of the initializers. Types
       that not every reader of this format knows (complex, less than 8 bits, unusual float8) are in it as plain bytes.
@@ -422,11 +428,11 @@ def save(
 
     What is unchanged in a data file of the model that is replaced stays there. Attributes go outside only if they were.
     """
-    target = _target(path, data)
-    tensors = _tensors(containers)
+    target = _target(path, external)
+    tensors = {place: tensor for place in places if (tensor := place.tensor) is not None}
     with _Transaction(target) as transaction:
         old = _data_files(target)
-        plan = _plan(target, tensors, old, data, threshold_bytes)
+        plan = _plan(target, tensors, old, external, threshold_bytes)
         future = plan.kept | plan.embedded | _write_data(plan, target, transaction, shard_bytes)
         with _holding(future):
             payload, used = _serialise(to_proto(), target)
@@ -436,17 +442,17 @@ def save(
     obsolete = _obsolete(target, old - used)
     for place, tensor in tensors.items():  # first: the model in memory must not lose its data
         if (where := _range(tensor)) and where[0] in obsolete:
-            place.put(future[place])
+            place.tensor = future[place]
     for file in obsolete:
         with suppress(OSError):
             file.unlink()
 
 
-def _target(path: PathLike, data: str) -> Path:
+def _target(path: PathLike, external: str) -> Path:
     """The file to write, after the objections that can be raised before any work is done."""
     target = Path(os.path.realpath(path))
-    if data not in ("auto", "embed", "external", "safetensors"):
-        raise WriteError(f"tensors cannot be stored as `{data}`", hint="use auto, embed, external or safetensors")
+    if external not in ("auto", "none", "data", "safetensors"):
+        raise WriteError(f"tensors cannot be stored as `{external}`", hint="use auto, none, data or safetensors")
     if not target.parent.is_dir():
         raise WriteError(f"could not write `{path}`: there is no folder `{target.parent}`", hint="create it first")
     if target.exists() and not target.is_file():
@@ -456,31 +462,28 @@ def _target(path: PathLike, data: str) -> Path:
     return target
 
 
-def _tensors(containers: Iterable[Container]) -> dict[_Place, ir.TensorProtocol]:
-    found = ((place, place.get()) for container in containers for place in _places(container))
-    return {place: tensor for place, tensor in found if tensor is not None}
-
-
 @dataclass
 class _Plan:
     """What the places will hold that does not stay as it is; `written` is what goes into new data files."""
 
-    kept: dict[_Place, ir.TensorProtocol]
-    embedded: dict[_Place, ir.TensorProtocol]
-    written: dict[_Place, ir.TensorProtocol]
+    kept: dict[Place, ir.TensorProtocol]
+    embedded: dict[Place, ir.TensorProtocol]
+    written: dict[Place, ir.TensorProtocol]
     suffix: str
 
 
-def _plan(target: Path, tensors: dict[_Place, ir.TensorProtocol], old: set[Path], data: str, threshold: int) -> _Plan:
+def _plan(
+    target: Path, tensors: dict[Place, ir.TensorProtocol], old: set[Path], external: str, threshold: int
+) -> _Plan:
     ranges = {place: where for place, tensor in tensors.items() if (where := _range(tensor))}
-    keep = _kept_files(target, set(ranges.values()), old, data)
+    keep = _kept_files(target, set(ranges.values()), old, external)
     kept = {p: _outside(tensors[p], target.parent, *where[:2]) for p, where in ranges.items() if where[0] in keep}
     moving = {place: tensor for place, tensor in tensors.items() if place not in kept}
     total = sum(_nbytes(tensor) for tensor in moving.values())
-    if data == "embed" and total > PROTO_LIMIT:
-        raise WriteError(f"could not write `{target}`: {total} bytes do not fit into one file", hint=_OUTSIDE)
+    if external == "none" and total > PROTO_LIMIT:
+        raise WriteError(f"could not write `{target}`: more than 2 GiB do not fit into one file", hint=_OUTSIDE)
     files = old | {file for file, _, _ in ranges.values()}
-    spill = bool(files) or total > EMBED_LIMIT if data == "auto" else data != "embed"
+    spill = bool(files) or total > EMBED_LIMIT if external == "auto" else external != "none"
     written = {
         place: tensor
         for place, tensor in moving.items()
@@ -489,49 +492,53 @@ def _plan(target: Path, tensors: dict[_Place, ir.TensorProtocol], old: set[Path]
         and (isinstance(place.holder, ir.Value) or place in ranges)
     }
     embedded = {place: _embedded(tensors[place]) for place in ranges if place in moving and place not in written}
-    is_safe = data == "safetensors" or (
-        data == "auto" and files and {file.suffix for file in files} == {".safetensors"}
+    is_safe = external == "safetensors" or (
+        external == "auto" and files and {file.suffix for file in files} == {".safetensors"}
     )
     return _Plan(kept, embedded, written, "safetensors" if is_safe else "data")
 
 
-def _kept_files(target: Path, ranges: set[tuple[Path, int, int]], old: set[Path], data: str) -> set[Path]:
+def _kept_files(target: Path, ranges: set[tuple[Path, int, int]], old: set[Path], external: str) -> set[Path]:
     """The data files of the replaced model that the new one goes on using: of the right kind and, if they are ours to
     delete, used by half at least, so that a model that is often changed does not drag along all that it ever was."""
     used: dict[Path, int] = defaultdict(int)
     for file, _, size in ranges:
         used[file] += size
     kept = set()
-    for file in old & used.keys() if data != "embed" else ():
-        fits = data == "auto" or (data == "safetensors") == (file.suffix == ".safetensors")
+    for file in old & used.keys() if external != "none" else ():
+        fits = external == "auto" or (external == "safetensors") == (file.suffix == ".safetensors")
         if fits and (not _is_own(target, file) or used[file] * 2 >= file.stat().st_size):
             kept.add(file)
     return kept
 
 
 @contextmanager
-def _holding(future: dict[_Place, ir.TensorProtocol]) -> Iterator[None]:
+def _holding(future: dict[Place, ir.TensorProtocol]) -> Iterator[None]:
     """While inside, these places hold what the new file will hold."""
-    past = [(place, place.get()) for place in future]
+    past = [(place, place.tensor) for place in future]
     try:
         for place, tensor in future.items():
-            place.put(tensor)
+            place.tensor = tensor
         yield
     finally:
         for place, before in past:
-            place.put(before)
+            place.tensor = before
 
 
 def _serialise(proto: ModelProto, target: Path) -> tuple[bytes, set[Path]]:
     """The bytes of the model file, and the data files that it refers to, all of which must be there."""
     check_external(proto, target.parent)
-    if (size := proto.ByteSize()) > PROTO_LIMIT:
-        raise WriteError(f"could not write `{target}`: {size} bytes do not fit into one file", hint=_OUTSIDE)
-    return proto.SerializeToString(), _locations(proto, target.parent)
+    with suppress(EncodeError):
+        payload = proto.SerializeToString()
+        if len(payload) <= PROTO_LIMIT:
+            return payload, _locations(proto, target.parent)
+    raise WriteError(f"could not write `{target}`: more than 2 GiB do not fit into one file", hint=_OUTSIDE)
 
 
 def _data_files(target: Path) -> set[Path]:
     """The data files of the model that is there now; of something else, or of a broken model, none."""
+    if not target.exists() or not _mentions(target, "location"):  # spares parsing a large model that has no data files
+        return set()
     try:
         proto = read_proto(target)
         check_external(proto, target.parent)
@@ -572,12 +579,12 @@ class _Piece:
     """Bytes that are written once, and the places that share them (tied weights)."""
 
     tensor: ir.TensorProtocol
-    places: list[_Place]
+    places: list[Place]
 
 
 def _write_data(
     plan: _Plan, target: Path, transaction: _Transaction, shard_bytes: int | None
-) -> dict[_Place, ir.TensorProtocol]:
+) -> dict[Place, ir.TensorProtocol]:
     """Write what goes outside, one tensor at a time; what the places will hold."""
     layout = _safetensors_layout if plan.suffix == "safetensors" else _plain_layout
     names = _fresh_names(target, plan.suffix)
@@ -596,7 +603,7 @@ def _write_data(
     return future
 
 
-def _pieces(tensors: dict[_Place, ir.TensorProtocol]) -> list[_Piece]:
+def _pieces(tensors: dict[Place, ir.TensorProtocol]) -> list[_Piece]:
     pieces: dict[object, _Piece] = {}
     for place, tensor in tensors.items():
         pieces.setdefault(_range(tensor) or id(tensor), _Piece(tensor, [])).places.append(place)
@@ -685,7 +692,7 @@ def _obsolete(target: Path, files: set[Path]) -> set[Path]:
     return {file for file in own if not any(_mentions(other.path, file.name) for other in others)}
 
 
-def _mentions(path: str, name: str) -> bool:
+def _mentions(path: PathLike, name: str) -> bool:
     try:
         with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
             return content.find(name.encode()) >= 0
@@ -734,6 +741,7 @@ class _Transaction:
         self.temporary = target.with_name(f".{target.name[:60]}.{secrets.token_hex(4)}.tmp")
         self.mode = stat.S_IMODE(target.stat().st_mode) if target.exists() else None
         self.data: list[Path] = []
+        self.file: BinaryIO | None = None
 
     def create(self, path: Path) -> BinaryIO:
         """A new file that nobody can read who could not read the old model."""
@@ -753,7 +761,8 @@ class _Transaction:
         raise AssertionError("there is always another name")
 
     def commit(self, payload: bytes) -> None:
-        with open(self.temporary, "wb") as file:
+        assert self.file is not None
+        with self.file as file:
             file.write(payload)
             _flush(file)
         if self.mode is not None:
@@ -763,14 +772,18 @@ class _Transaction:
 
     def __enter__(self) -> _Transaction:
         try:
-            self.create(self.temporary).close()
-        except OSError as error:
-            raise _write_error(self.target, error) from error
+            self.file = self.create(self.temporary)
+        except BaseException as error:
+            self.__exit__(type(error), error, None)
+            raise
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         # The temporary file is there just as long as the rename has not happened, whenever an interrupt comes.
         if os.path.lexists(self.temporary):
+            if self.file is not None:
+                with suppress(OSError):  # closing may try to write once more
+                    self.file.close()
             for path in (*self.data, self.temporary):
                 with suppress(OSError):
                     path.unlink()
@@ -789,7 +802,8 @@ def _write_error(target: Path, error: Exception) -> WriteError:
         hint = "files in this place cannot be so large: pass `shard_bytes`, or save elsewhere"
     elif number in (errno.EACCES, errno.EPERM, errno.EROFS):
         hint = "save into a folder that you may write to"
-    return WriteError(f"could not write `{target}`: {_reason(error)}", hint=hint)
+    culprit = f" (`{error.filename}`)" if isinstance(error, OSError) and error.filename else ""
+    return WriteError(f"could not write `{target}`: {_reason(error)}{culprit}", hint=hint)
 
 
 def _reason(error: Exception) -> str:

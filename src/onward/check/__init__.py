@@ -1,0 +1,95 @@
+"""The checker: every rule of the specification about training models, and what else keeps one from working.
+
+It looks at the file as it is, a `ModelProto`, and not at what Onward makes of it, so that files which cannot be read can
+still be diagnosed. Whatever the file holds, it answers with findings, in time that grows with the size of the file.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+from onnx import ModelProto
+
+from onward.check import (
+    bindings,
+    derivatives,
+    file,
+    functions,
+    gradients,
+    initialization,
+    metadata,
+    opsets,
+    optimizers,
+    runtime,
+    standard,
+    state,
+    structure,
+    tensors,
+)
+from onward.check.codes import CODES, FAMILIES, Code, Severity
+from onward.check.findings import Finding, found, worst_first
+from onward.check.runtime import TARGETS
+from onward.check.view import readable
+from onward.check.view.scope import OverBudget, Scope, Subject
+
+__all__ = ["CODES", "FAMILIES", "TARGETS", "Code", "Finding", "Severity", "check_proto"]
+
+_Seen = TypeVar("_Seen", Subject, Scope)
+
+# Rules about a file look at the Subject, rules about a graph at its Scope: SCOPE_RULES at every graph that is executed,
+# STEP_RULES at algorithms only. The first group needs no types, and decides whether onnx is worth asking for them.
+_FORM = (*file.MODEL_RULES, *opsets.MODEL_RULES, *functions.MODEL_RULES, *tensors.MODEL_RULES)
+_MEANING = (*bindings.MODEL_RULES, *state.MODEL_RULES, *gradients.MODEL_RULES, *metadata.MODEL_RULES)
+_OF_GRAPHS = (*gradients.SCOPE_RULES, *optimizers.SCOPE_RULES)
+_OF_STEPS = (
+    *bindings.STEP_RULES,
+    *state.STEP_RULES,
+    *initialization.STEP_RULES,
+    *optimizers.STEP_RULES,
+)
+
+
+def check_proto(
+    proto: ModelProto, *, base_dir: str | os.PathLike[str] | None = None, target: str | None = None
+) -> list[Finding]:
+    """All findings about a model, the worst first; none for a model that is as it should be.
+
+    base_dir: the folder of the model file; without it external data is not looked at. target: a runtime that should load
+    the model, one of `TARGETS`.
+    """
+    wanted = runtime.rules_for(target)
+    if unreadable := list(readable.problems(proto)):
+        return unreadable
+    subject = Subject(proto, Path(base_dir) if base_dir is not None else None)
+    findings = list(_apply(_FORM, [subject]))
+    unsound = set()
+    for scope in subject.scopes:
+        broken = list(_apply(structure.SCOPE_RULES, [scope]))
+        findings += broken
+        if any(finding.severity is Severity.ERROR for finding in broken):
+            unsound.add(scope.own)
+    verdicts = standard.study(subject)
+    findings += _apply(_MEANING, [subject])
+    findings += _apply(_OF_GRAPHS, subject.scopes)
+    findings += _apply(_OF_STEPS, subject.steps)
+    # What depends on what is a question only where names mean something.
+    sound = [scope for scope in subject.scopes if unsound.isdisjoint(scope.parts)]
+    findings += _apply(derivatives.SCOPE_RULES, sound)
+    findings += _apply(derivatives.STEP_RULES, [scope for scope in sound if scope.outer])
+    errors = [finding for finding in findings if finding.severity is Severity.ERROR]
+    findings += standard.objections(subject, verdicts, errors)
+    findings += _apply(wanted, [subject])
+    return worst_first(findings)
+
+
+def _apply(rules: Iterable[Callable[[_Seen], Iterator[Finding]]], seen: Iterable[_Seen]) -> Iterator[Finding]:
+    for one in seen:
+        for rule in rules:
+            try:
+                yield from rule(one)
+            except OverBudget:
+                place = one.own.place if isinstance(one, Scope) else "model"
+                yield found("OW109", place, f"the rule `{rule.__name__}` was given up: the graph is too entangled")

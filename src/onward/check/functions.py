@@ -1,0 +1,170 @@
+"""Rules about model-local functions and their calls (OW606 to OW615)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from typing import NamedTuple
+
+from onnx import FunctionProto, NodeProto, defs
+
+from onward.check.findings import Finding, bare, found, listing, quote
+from onward.check.view.graphs import domain_of, walk
+from onward.check.view.scope import FunctionKey, Subject
+
+OWN_DOMAIN = "onward"  # holds functions only: an operator there without a body is always a mistake
+MOST_NODES = 1_000_000
+
+
+class Call(NamedTuple):
+    """A node anywhere in the model, and the operator sets that it is written in."""
+
+    place: str
+    node: NodeProto
+    opsets: dict[str, int]
+    function: FunctionProto | None
+    """The function in whose body the node stands."""
+
+
+@cache
+def standard_domains() -> frozenset[str]:
+    return frozenset(schema.domain for schema in defs.get_all_schemas())
+
+
+def function_place(function: FunctionProto) -> str:
+    overload = f":{function.overload}" if function.overload else ""
+    return f'functions["{bare(function.domain)}::{bare(function.name)}{bare(overload)}"]'
+
+
+def key_of(function: FunctionProto) -> FunctionKey:
+    return function.domain, function.name, function.overload
+
+
+def all_nodes(subject: Subject) -> Iterator[Call]:
+    for scope in subject.scopes:
+        for place, node, _ in scope.own.walk():
+            yield Call(place, node, subject.opsets, None)
+    for function in subject.proto.functions:
+        opsets = {"" if o.domain == "ai.onnx" else o.domain: o.version for o in function.opset_import}
+        for place, node, _ in walk(function.node, function_place(function)):
+            yield Call(place, node, opsets, function)
+
+
+def _calls(subject: Subject) -> Iterator[tuple[Call, FunctionProto]]:
+    for call in all_nodes(subject):
+        function = subject.function(call.node)
+        if function is not None:
+            yield call, function
+
+
+def resolved(subject: Subject) -> Iterator[Finding]:
+    own = {OWN_DOMAIN, *(domain for domain, _, _ in subject.functions)}
+    for call in all_nodes(subject):
+        domain, op = domain_of(call.node), call.node.op_type
+        if domain in standard_domains() or domain not in call.opsets or subject.function(call.node) is not None:
+            continue
+        if domain in own:
+            hint = subject.near(op, (name for other, name, _ in subject.functions if other == domain))
+            hint = hint or "a tool that inlines or drops functions may have removed it"
+            yield found("OW607", call.place, f"the model has no function {quote(op)} in the domain {quote(domain)}", hint)
+        else:
+            message = f"{quote(op)} of the domain {quote(domain)} is neither standard nor a function of the model"
+            yield found("OW606", call.place, message, "only a runtime that brings this operator can run the model")
+
+
+def calls_fit(subject: Subject) -> Iterator[Finding]:
+    for call, function in _calls(subject):
+        name = quote(f"{function.domain}.{function.name}")
+        for what, given, there in (
+            ("inputs", len(call.node.input), len(function.input)),
+            ("outputs", len(call.node.output), len(function.output)),
+        ):
+            if given > there:
+                yield found("OW609", call.place, f"the call has {given} {what}, {name} has {there}")
+        if len(call.node.input) < len(function.input):
+            missing = listing(function.input[len(call.node.input) :])
+            yield found("OW610", call.place, f"the call gives no value for {missing} of {name}")
+
+
+def attributes_fit(subject: Subject) -> Iterator[Finding]:
+    for call, function in _calls(subject):
+        given = {attr.name for attr in call.node.attribute}
+        needed, optional = dict.fromkeys(function.attribute), {attr.name for attr in function.attribute_proto}
+        if missing := [name for name in needed if name not in given]:
+            yield found("OW611", call.place, f"the call lacks {listing(missing)}, which `{bare(function.name)}` needs")
+        if unknown := [attr.name for attr in call.node.attribute if attr.name not in needed and attr.name not in optional]:
+            yield found("OW612", call.place, f"`{bare(function.name)}` has no attribute {listing(unknown)}: it is ignored")
+
+
+def defined_once(subject: Subject) -> Iterator[Finding]:
+    seen: set[FunctionKey] = set()
+    for function in subject.proto.functions:
+        if key_of(function) in seen:
+            yield found("OW613", function_place(function), "the model defines this function more than once")
+        seen.add(key_of(function))
+
+
+def not_recursive(subject: Subject) -> Iterator[Finding]:
+    for path in _expansion(subject).circles:
+        names = " -> ".join(quote(f"{domain}.{name}") for domain, name, _ in path[:6])
+        yield found("OW608", function_place(subject.functions[path[0]]), f"the function calls itself: {names}")
+
+
+def small_enough(subject: Subject) -> Iterator[Finding]:
+    """Functions that call functions twice double with each level: a small file can mean more nodes than atoms."""
+    for key, size in _expansion(subject).sizes.items():
+        if size > MOST_NODES:
+            message = f"expanded, the function has more than {MOST_NODES:,} nodes"
+            yield found("OW614", function_place(subject.functions[key]), message)
+
+
+def used(subject: Subject) -> Iterator[Finding]:
+    called = {key_of(function) for _, function in _calls(subject)}
+    for key, function in subject.functions.items():
+        if key not in called:
+            yield found("OW615", function_place(function), "nothing calls this function", "remove it, unless tools need it")
+
+
+class _Expansion(NamedTuple):
+    circles: list[list[FunctionKey]]
+    sizes: dict[FunctionKey, int]
+    """How many nodes a function has when all calls in it are expanded; bounded."""
+
+
+def _expansion(subject: Subject) -> _Expansion:
+    """One pass over the call graph, callees first, without recursion: chains of calls can be long."""
+    result = _Expansion([], {})
+    path: dict[FunctionKey, Iterator[FunctionKey]] = {}
+
+    def callees(key: FunctionKey) -> list[FunctionKey]:
+        nodes = (node for _, node, _ in walk(subject.functions[key].node, ""))
+        called = (subject.function(node) for node in nodes)
+        return [key_of(function) for function in called if function is not None]
+
+    for root in subject.functions:
+        todo = [] if root in result.sizes else [root]
+        while todo:
+            key = todo[-1]
+            if key not in path:
+                path[key] = iter(callees(key))
+            following = next((callee for callee in path[key] if callee not in result.sizes), None)
+            if following is None:
+                inner = sum(1 + result.sizes.get(callee, 0) for callee in callees(key))
+                result.sizes[key] = min(inner + len(subject.functions[key].node), 2 * MOST_NODES)
+                todo.pop()
+                del path[key]
+            elif following in path:
+                trail = list(path)
+                result.circles.append(trail[trail.index(following) :])
+            else:
+                todo.append(following)
+    return result
+
+
+def can_expand(subject: Subject) -> bool:
+    """Whether shape inference, which expands functions, would come to an end."""
+    expansion = _expansion(subject)
+    return not expansion.circles and all(size <= MOST_NODES for size in expansion.sizes.values())
+
+
+MODEL_RULES = (resolved, calls_fit, attributes_fit, defined_once, not_recursive, small_enough, used)

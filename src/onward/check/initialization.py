@@ -1,0 +1,52 @@
+"""Rules about initialization graphs (OW301, OW302, OW307, OW308)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from onward.check.findings import Finding, bare, found, listing, quote
+from onward.check.view.graphs import attribute, domain_of
+from onward.check.view.scope import Scope
+
+_RANDOM = {"RandomNormal", "RandomUniform", "RandomNormalLike", "RandomUniformLike", "Multinomial", "Bernoulli"}
+
+
+def no_inputs(step: Scope) -> Iterator[Finding]:
+    graph = step.initialization.own
+    if graph.inputs:
+        yield found(
+            "OW301",
+            f"{graph.place}.input",
+            f"the graph has inputs: {listing(graph.inputs)}; nobody feeds an initialization",
+            "turn them into initializers of the initialization graph",
+        )
+
+
+def not_omitted(step: Scope) -> Iterator[Finding]:
+    graph = step.initialization.own
+    if graph.is_empty and step.resets:
+        yield found(
+            "OW302",
+            f"training_info[{step.step}].initialization_binding",
+            f"{listing(step.resets)} should be initialised, but there is no initialization graph",
+        )
+
+
+def all_is_bound(step: Scope) -> Iterator[Finding]:
+    graph = step.initialization.own
+    bound = set(step.resets.values())
+    for name in dict.fromkeys(graph.outputs):
+        if name not in bound:
+            place = f'{graph.place}.output["{bare(name)}"]'
+            yield found("OW307", place, "no initialization binding assigns this output", "bind it, or remove it")
+    if graph.nodes and not graph.outputs:
+        yield found("OW307", graph.place, "the graph computes values, but returns none")
+
+
+def seeded(step: Scope) -> Iterator[Finding]:
+    for place, node, _ in step.initialization.own.walk():
+        if domain_of(node) == "" and node.op_type in _RANDOM and attribute(node, "seed") is None:
+            yield found("OW308", place, "each reset draws other numbers", "set the attribute `seed` to reproduce them")
+
+
+STEP_RULES = (no_inputs, not_omitted, all_is_bound, seeded)

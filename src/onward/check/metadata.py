@@ -1,0 +1,144 @@
+"""Rules about metadata, and about training information that no longer fits the model (OW701, OW703 to OW708)."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+from onnx import StringStringEntryProto
+
+from onward.check.findings import Finding, bare, found, listing, quote
+from onward.check.view.scope import Scope, Subject
+from onward.model.fingerprint import FINGERPRINT, fingerprint
+
+JSON_KEYS = frozenset(
+    f"train.{name}"
+    for name in "optimizer lr_scheduler progress metrics model_config args data parallel sharding checkpoint.tree".split()
+)
+ROLES = frozenset(
+    "parameter optimizer_state master ema scaler rng accum counter hyper_parameter running_statistic".split()
+)
+
+
+class Holder(NamedTuple):
+    """Something that carries metadata, and the scope in which names in it are looked up."""
+
+    place: str
+    entries: Iterable[StringStringEntryProto]
+    scope: Scope
+    is_tensor: bool = False
+
+
+def _holders(subject: Subject) -> Iterator[Holder]:
+    """All but the model itself, which could have metadata before IR version 10."""
+    for scope in subject.scopes:
+        graph = scope.own
+        yield Holder(graph.place, graph.proto.metadata_props, scope)
+        for tensor in graph.proto.initializer:
+            place = f'{graph.place}.initializer["{bare(tensor.name)}"]'
+            yield Holder(place, tensor.metadata_props, scope, is_tensor=True)
+        for field in ("input", "output", "value_info"):
+            for value in getattr(graph.proto, field):
+                yield Holder(f'{graph.place}.{field}["{bare(value.name)}"]', value.metadata_props, scope)
+        for place, node, _ in graph.walk():
+            yield Holder(place, node.metadata_props, scope)
+
+
+def _everything(subject: Subject) -> Iterator[Holder]:
+    yield Holder("model", subject.proto.metadata_props, subject.inference)
+    yield from _holders(subject)
+
+
+def fresh(subject: Subject) -> Iterator[Finding]:
+    current = None
+    for step in subject.steps:
+        for entry in step.own.proto.metadata_props:
+            if entry.key != FINGERPRINT:
+                continue
+            current = current or fingerprint(subject.proto.graph)
+            if entry.value != current:
+                yield found(
+                    "OW701",
+                    step.own.place,
+                    "the training was written for another inference graph than the one in the file: a tool has changed it",
+                    "refresh the training information, which says what no longer matches",
+                )
+
+
+def json_parses(subject: Subject) -> Iterator[Finding]:
+    for holder in _everything(subject):
+        for entry in holder.entries:
+            if _should_be_json(entry) and (problem := _parse(entry.value)[1]):
+                yield found("OW703", f'{holder.place}.metadata_props["{bare(entry.key)}"]', f"not JSON: {problem}")
+
+
+def _should_be_json(entry: StringStringEntryProto) -> bool:
+    return entry.key in JSON_KEYS or (entry.key.startswith("train.") and entry.value[:1] in ("{", "["))
+
+
+def _parse(text: str) -> tuple[Any, str | None]:
+    try:
+        return json.loads(text), None
+    except RecursionError:
+        return None, "nested too deeply"
+    except ValueError as error:
+        return None, str(error)
+
+
+def parameters_exist(subject: Subject) -> Iterator[Finding]:
+    for holder in _everything(subject):
+        for entry in holder.entries:
+            if entry.key == "train.param" and holder.is_tensor:
+                named = [entry.value]
+            elif entry.key == "train.optimizer":
+                named = list(_optimized(_parse(entry.value)[0]))
+            else:
+                continue
+            if missing := [name for name in named if not _is_known(subject, holder.scope, name)]:
+                hint = holder.scope.near(missing[0])
+                place = f'{holder.place}.metadata_props["{entry.key}"]'
+                yield found("OW704", place, f"there is no parameter {listing(missing)}", hint)
+
+
+def _optimized(groups: Any) -> Iterator[str]:
+    """The parameters that `train.optimizer` names; whatever else it holds is not looked at."""
+    for group in groups if isinstance(groups, list) else []:
+        names = group.get("params") if isinstance(group, dict) else None
+        yield from (name for name in names if isinstance(name, str)) if isinstance(names, list) else ()
+
+
+def _is_known(subject: Subject, scope: Scope, name: str) -> bool:
+    if scope.initializer(name) is not None:
+        return True
+    return any(name in step.own.initializers for step in subject.steps) if scope.step is None else False
+
+
+def roles_are_known(subject: Subject) -> Iterator[Finding]:
+    for holder in _holders(subject):
+        for entry in holder.entries:
+            if entry.key == "train.role" and entry.value not in ROLES:
+                hint = subject.near(entry.value, iter(ROLES)) or f"roles: {', '.join(sorted(ROLES))}"
+                yield found("OW705", holder.place, f"the role {quote(entry.value)} is not known", hint)
+
+
+def keys_once(subject: Subject) -> Iterator[Finding]:
+    for holder in _everything(subject):
+        if twice := [key for key, number in Counter(entry.key for entry in holder.entries).items() if number > 1]:
+            code = "OW707" if holder.place == "model" else "OW706"
+            yield found(code, f"{holder.place}.metadata_props", f"{listing(twice)} stands more than once")
+
+
+def new_enough(subject: Subject) -> Iterator[Finding]:
+    version = subject.proto.ir_version
+    if not 1 <= version < 10:
+        return
+    holders = [holder.place for holder in _holders(subject) if holder.entries]
+    if holders:
+        more = f" and {len(holders) - 1} more have" if len(holders) > 1 else " has"
+        message = f"{holders[0]}{more} metadata, which came with IR version 10; this file says {version}"
+        yield found("OW708", "model", message, "write the model with IR version 10 or newer")
+
+
+MODEL_RULES = (fresh, json_parses, parameters_exist, roles_are_known, keys_once, new_enough)

@@ -1,0 +1,65 @@
+"""Rules about operator sets and the versions of the format (OW601 to OW605, OW616, OW617)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from onnx import defs
+
+from onward.check.findings import Finding, found, quote
+from onward.check.functions import all_nodes, function_place
+from onward.check.view.graphs import TRAINING_DOMAIN, domain_of
+from onward.check.view.scope import Subject
+
+
+def imported(subject: Subject) -> Iterator[Finding]:
+    """A domain that is not imported is reported where it is first used, once in the model and once in each function."""
+    reported: set[tuple[int, str]] = set()
+    for call in all_nodes(subject):
+        domain, where = domain_of(call.node), id(call.opsets)
+        if domain in call.opsets or (where, domain) in reported:
+            continue
+        reported.add((where, domain))
+        importer = f"the function {quote(call.function.name)}" if call.function else "the model"
+        code = "OW601" if domain == TRAINING_DOMAIN else "OW605"
+        hint = f"add {quote(domain or 'ai.onnx')} to `opset_import`{', version 1' if domain == TRAINING_DOMAIN else ''}"
+        yield found(code, call.place, f"{importer} does not import the domain {quote(domain or 'ai.onnx')}", hint)
+
+
+def training_version(subject: Subject) -> Iterator[Finding]:
+    version = subject.opsets.get(TRAINING_DOMAIN, 1)
+    if version != 1:
+        yield found("OW602", "model", f"version {version} of {quote(TRAINING_DOMAIN)} is imported; there is only version 1")
+
+
+def imported_once(subject: Subject) -> Iterator[Finding]:
+    imports = [("model", subject.proto.opset_import)]
+    imports += [(function_place(function), function.opset_import) for function in subject.proto.functions]
+    for place, opsets in imports:
+        versions: dict[str, set[int]] = {}
+        for opset in opsets:
+            versions.setdefault("" if opset.domain == "ai.onnx" else opset.domain, set()).add(opset.version)
+        for domain, several in versions.items():
+            if len(several) > 1:
+                numbers = " and ".join(str(version) for version in sorted(several)[:4])
+                yield found("OW616", place, f"the domain {quote(domain or 'ai.onnx')} is imported as version {numbers}")
+
+
+def known_version(subject: Subject) -> Iterator[Finding]:
+    version, newest = subject.opsets.get("", 0), defs.onnx_opset_version()
+    if version > newest:
+        message = f"operator set {version} is newer than {newest}, the newest that the installed onnx knows"
+        yield found("OW617", "model", message, "install a newer onnx, or convert the model to an older operator set")
+
+
+def new_enough(subject: Subject) -> Iterator[Finding]:
+    version = subject.proto.ir_version
+    if version < 1:
+        return  # there is a rule for a missing version
+    if subject.proto.training_info and version < 7:
+        yield found("OW603", "model", f"training information came with IR version 7; this file says {version}")
+    if subject.proto.functions and version < 8:
+        yield found("OW604", "model", f"model-local functions came with IR version 8; this file says {version}")
+
+
+MODEL_RULES = (imported, training_version, imported_once, known_version, new_enough)

@@ -1,0 +1,99 @@
+"""What onnx.checker and shape inference say, on inference, on each combined graph, on each initialization (OW110 to OW114).
+
+Theirs is the last word: they are heard on a graph only where the rules here, which say more precisely what is wrong, have
+found no error in it. The types that they infer are used by all rules that compare types.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+
+from google.protobuf.message import EncodeError
+from onnx import ModelProto, TensorProto
+
+from onward.check.findings import Finding, found
+from onward.check.functions import can_expand
+from onward.check.tensors import all_tensors
+from onward.check.view.combine import model_of
+from onward.check.view.sandbox import Verdict, examine
+from onward.check.view.scope import Scope, Subject
+from onward.check.view.shapes import of_values
+
+MOST_STEPS = 64
+"""How many steps are combined with the inference graph; each costs as much as the inference graph is large."""
+
+_PREFIX = re.compile(r"^(\[ShapeInferenceError\]|\[TypeInferenceError\]|\s)+")
+
+
+def study(subject: Subject) -> dict[Scope, Verdict]:
+    """Ask onnx about every graph; keep what it says, and give the scopes the types that it infers."""
+    if not can_expand(subject) or (subject.base_dir is None and _has_inner_external_data(subject)):
+        return {}
+    verdicts = {}
+    for scope in subject.scopes:
+        if scope.own.is_empty or (scope.step or 0) >= MOST_STEPS:
+            continue
+        verdicts[scope] = verdict = _examine(scope)
+        if verdict.inferred:
+            graph = ModelProto.FromString(verdict.inferred).graph
+            for values in (graph.value_info, graph.output):
+                scope.types.update((name, known) for name, known in of_values(values).items() if name not in scope.types)
+            _type_gradients(scope)
+    return verdicts
+
+
+def _examine(scope: Scope) -> Verdict:
+    try:
+        model = model_of(scope).SerializeToString()
+    except (EncodeError, ValueError) as error:  # larger than 2 GiB even without its initializers
+        return Verdict(died=f"cannot be asked: {error}")
+    return examine(model, scope.subject.base_dir)
+
+
+def _has_inner_external_data(subject: Subject) -> bool:
+    """Tensors in attributes cannot be left behind, and onnx.checker would look for their files who knows where."""
+    external = TensorProto.EXTERNAL
+    return any("/" in place and tensor.data_location == external for place, tensor in all_tensors(subject))
+
+
+def _type_gradients(scope: Scope) -> None:
+    for gradient in scope.gradients:
+        for x, name in gradient.results:
+            if x in scope.types:
+                scope.types.setdefault(name, scope.types[x])
+
+
+def objections(subject: Subject, verdicts: dict[Scope, Verdict], errors: Iterable[Finding]) -> Iterator[Finding]:
+    """What onnx objects to, in graphs where nothing else is wrong."""
+    blamed = [finding.place for finding in errors]
+    for scope, verdict in verdicts.items():
+        spoilt = [scope.own.place, "model", "functions", *(part.place for part in scope.parts)]
+        if any(_is_in(place, part) for place in blamed for part in spoilt):
+            continue
+        for finding in _objections(scope, verdict):
+            blamed.append(finding.place)
+            yield finding
+    if len(subject.steps) > MOST_STEPS:
+        yield found("OW109", "model", f"onnx.checker was asked about the first {MOST_STEPS} of {len(subject.steps)} steps")
+
+
+def _is_in(place: str, part: str) -> bool:
+    return place.startswith(part) and place[len(part) : len(part) + 1] in ("", "/", ".", "[")
+
+
+def _objections(scope: Scope, verdict: Verdict) -> Iterator[Finding]:
+    place = scope.own.place
+    if verdict.died:
+        yield found("OW114", place, f"onnx.checker {verdict.died}", "do not use files like this one")
+    elif verdict.invalid:
+        code = "OW110" if scope is scope.subject.inference else "OW111" if scope.outer else "OW112"
+        yield found(code, place, _sentence(verdict.invalid))
+    elif verdict.contradiction:
+        yield found("OW113", place, _sentence(verdict.contradiction))
+
+
+def _sentence(message: str, most: int = 400) -> str:
+    """A message from C++ on one line, without the text of the whole node."""
+    message = " ".join(_PREFIX.sub("", message).split())
+    return message if len(message) <= most else f"{message[: most - 1]}…"

@@ -1,0 +1,170 @@
+"""Rules about names and order: what a graph must be before it means anything (OW120 to OW128, and OW303, OW702)."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterator
+
+from onward.check.findings import Finding, bare, found, listing, quote
+from onward.check.view.graphs import Graph, Node, definitions
+from onward.check.view.scope import Scope
+
+
+def defined_once(scope: Scope) -> Iterator[Finding]:
+    graph = scope.own
+    times = Counter(definitions(graph.proto))
+    times.update(  # an initializer may repeat an input, but not another initializer
+        name for name, n in Counter(tensor.name for tensor in graph.proto.initializer).items() if n > 1
+    )
+    for name, number in times.items():
+        if number > 1:
+            yield found(
+                "OW120",
+                graph.place,
+                f"{quote(name)} is defined {number} times",
+                "every input, initializer and node output needs a name of its own",
+            )
+
+
+def new_names_only(scope: Scope) -> Iterator[Finding]:
+    """The combined graph is one graph: what inference declares, the algorithm must not declare again."""
+    if scope.outer is None:
+        return
+    for name in scope.own.names():
+        if scope.outer.defines(name):
+            yield found(
+                "OW121",
+                f"{scope.own.place}{_declaration(scope.own, name)}",
+                f"{quote(name)} is declared again; the inference graph has it ({_kind(scope.outer, name)})",
+                "the algorithm reads inference values by name: remove the declaration, or choose another name",
+            )
+
+
+def _declaration(graph: Graph, name: str) -> str:
+    if producer := graph.producers.get(name):
+        return producer[0].place.removeprefix(graph.place)
+    return f'.{_kind(graph, name).replace(" ", "_")}["{bare(name)}"]'
+
+
+def _kind(graph: Graph, name: str) -> str:
+    if name in graph.producers:
+        return f"node output, {graph.producers[name][0].place}"
+    if name in graph.initializers:
+        return "initializer"
+    return "sparse initializer" if name in graph.sparse else "input"
+
+
+def reads_are_defined(scope: Scope) -> Iterator[Finding]:
+    for node in scope.own.nodes:
+        for name in node.reads:
+            if not scope.defines(name):
+                yield _undefined(scope, node, name)
+
+
+def _undefined(scope: Scope, node: Node, name: str) -> Finding:
+    subject, hint = scope.subject, scope.near(name)
+    if scope is subject.inference:
+        if name in subject.homes:
+            return found(
+                "OW122",
+                node.place,
+                f"reads {quote(name)}, which belongs to training_info[{subject.homes[name]}].algorithm",
+                "inference must run without the training: move the value to the inference graph",
+            )
+        return found("OW123", node.place, f"reads {quote(name)}, which nothing defines", hint)
+    if scope.outer is None:
+        if subject.inference.defines(name) or name in subject.homes:
+            return found(
+                "OW303",
+                node.place,
+                f"reads {quote(name)} of another graph; an initialization graph sees only its own values",
+                "compute the value in the initialization graph itself",
+            )
+        return found("OW123", node.place, f"reads {quote(name)}, which nothing defines", hint)
+    if name in subject.homes:
+        return found(
+            "OW128",
+            node.place,
+            f"reads {quote(name)}, which belongs to training_info[{subject.homes[name]}].algorithm",
+            "steps share nothing but the inference graph: keep shared state in `graph.initializer`",
+        )
+    return found(
+        "OW702",
+        node.place,
+        f"reads {quote(name)}, which neither the algorithm nor the inference graph defines",
+        hint or "if another tool has changed the inference graph, refresh the training information",
+    )
+
+
+def order(scope: Scope) -> Iterator[Finding]:
+    """Nodes must come after those that they read from; say apart what can be sorted and what cannot."""
+    late = [(node, name) for node in scope.own.nodes for name in node.reads if _comes_later(scope, node, name)]
+    if not late:
+        return
+    if circle := _circle(scope.own):
+        steps = " -> ".join(quote(node.outputs[0] if node.outputs else node.op, 40) for node in circle[:6])
+        yield found("OW124", circle[0].place, f"the node depends on itself: {steps}{' ...' if len(circle) > 6 else ''}")
+        return
+    node, name = late[0]
+    more = f" ({len(late) - 1} more like this)" if len(late) > 1 else ""
+    yield found(
+        "OW125",
+        node.place,
+        f"reads {quote(name)} before {scope.own.producers[name][0].place} computes it{more}",
+        "sort the nodes topologically",
+    )
+
+
+def _comes_later(scope: Scope, node: Node, name: str) -> bool:
+    producer = scope.own.producers.get(name)
+    return producer is not None and producer[0].index >= node.index and not _is_given(scope, name)
+
+
+def _is_given(scope: Scope, name: str) -> bool:
+    return any(name in part.inputs or part.is_initializer(name) for part in scope.parts)
+
+
+def _circle(graph: Graph) -> list[Node]:
+    """Nodes that read from each other in a circle, or nothing."""
+    sources = [{producer[0].index for name in node.reads if (producer := graph.producers.get(name))} for node in graph.nodes]
+    waiting = [len(needed) for needed in sources]
+    readers: list[list[int]] = [[] for _ in graph.nodes]
+    for index, needed in enumerate(sources):
+        for source in needed:
+            readers[source].append(index)
+    ready = deque(index for index, number in enumerate(waiting) if not number)
+    while ready:
+        for index in readers[ready.popleft()]:
+            waiting[index] -= 1
+            if not waiting[index]:
+                ready.append(index)
+    stuck = next((index for index, number in enumerate(waiting) if number), None)
+    path: dict[int, None] = {}
+    while stuck is not None and stuck not in path:  # every stuck node reads from a stuck node: going back, we must meet
+        path[stuck] = None
+        stuck = next(source for source in sources[stuck] if waiting[source])
+    trail = list(path)
+    return [graph.nodes[index] for index in trail[trail.index(stuck) :]] if stuck is not None else []
+
+
+def outputs_are_computed(scope: Scope) -> Iterator[Finding]:
+    for name in dict.fromkeys(scope.own.outputs):
+        if not scope.defines(name):
+            hint = scope.near(name)
+            yield found("OW126", f'{scope.own.place}.output["{bare(name)}"]', "nothing computes this output", hint)
+
+
+def outputs_are_new(scope: Scope) -> Iterator[Finding]:
+    if scope.outer is None:
+        return
+    theirs = set(scope.outer.outputs)
+    if repeated := [name for name in dict.fromkeys(scope.own.outputs) if name in theirs]:
+        yield found(
+            "OW127",
+            f"{scope.own.place}.output",
+            f"the combined graph has {listing(repeated)} twice among its outputs: the inference graph returns it too",
+            "a step returns the outputs of inference anyway",
+        )
+
+
+SCOPE_RULES = (defined_once, new_names_only, reads_are_defined, order, outputs_are_computed, outputs_are_new)

@@ -1,0 +1,70 @@
+"""A graph, or an inference graph and the algorithm on it, as a model of its own for onnx.checker and shape inference.
+
+Weights stay behind: a large initializer becomes an input of the same name, type and shape, which is all that those two
+look at. So the size of a model costs nothing here, and data that lies in other files is not opened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from onnx import ModelProto, TensorProto, ValueInfoProto
+
+from onward.check.view.graphs import Graph
+from onward.check.view.scope import Gradient, Scope
+from onward.check.view.shapes import count
+
+_SMALL = 256  # elements; shapes, axes and other values that shape inference computes with are smaller
+
+
+def model_of(scope: Scope) -> ModelProto:
+    source = scope.subject.proto
+    model = ModelProto(ir_version=source.ir_version, opset_import=source.opset_import, functions=source.functions)
+    model.graph.name = scope.own.proto.name or "graph"
+    for part in scope.parts:
+        _append(model, part)
+    model.graph.value_info.extend(_gradient_types(scope))
+    return model
+
+
+def _append(model: ModelProto, part: Graph) -> None:
+    graph = model.graph
+    graph.node.extend(part.proto.node)
+    graph.input.extend(part.proto.input)
+    graph.output.extend(part.proto.output)
+    graph.value_info.extend(part.proto.value_info)
+    graph.sparse_initializer.extend(part.proto.sparse_initializer)
+    for tensor in part.proto.initializer:
+        if _is_small(tensor):
+            graph.initializer.append(tensor)
+        elif tensor.name not in part.inputs:
+            graph.input.append(_value(tensor.name, tensor.data_type, tensor.dims))
+
+
+def _is_small(tensor: TensorProto) -> bool:
+    return tensor.data_location != TensorProto.EXTERNAL and count(tensor.dims) <= _SMALL
+
+
+def _value(name: str, elem: int, dims: Iterable[int | None] | None) -> ValueInfoProto:
+    value = ValueInfoProto(name=name)
+    tensor = value.type.tensor_type
+    tensor.elem_type = elem
+    if dims is not None:
+        tensor.shape.SetInParent()
+        for dim in dims:
+            added = tensor.shape.dim.add()
+            if dim is not None:
+                added.dim_value = dim
+    return value
+
+
+def _gradient_types(scope: Scope) -> Iterable[ValueInfoProto]:
+    """A gradient has the type of what it is taken of; shape inference does not know that and would stop there."""
+    for part in scope.parts:
+        for node in part.nodes:
+            if not node.is_training("Gradient"):
+                continue
+            for x, name in Gradient.of(node).results:
+                known = scope.types.get(x)
+                if known is not None and name not in scope.types:
+                    yield _value(name, known.elem, known.dims)

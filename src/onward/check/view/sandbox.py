@@ -1,0 +1,120 @@
+"""Runs onnx.checker and shape inference where they can do no harm: in a process of their own, for a limited time.
+
+Both are C++ that trusts its input more than one should: a hostile file can make them overflow the stack or run for
+years. The process is started once and kept; a model costs about a millisecond then.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+from onward.check.view import worker
+
+SECONDS = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    invalid: str | None = None
+    """Why onnx.checker refuses the model."""
+    contradiction: str | None = None
+    """Why strict type and shape inference refuses it."""
+    died: str | None = None
+    """Why there is no verdict."""
+    inferred: bytes = b""
+    """The model with the types that could be inferred; empty where inference failed."""
+
+
+class Unavailable(Exception):
+    """No process can be started here."""
+
+
+class Sandbox:
+    """One worker process, started when it is needed and again when it has died."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._owner = 0
+
+    def examine(self, model: bytes, folder: Path | None, seconds: float) -> Verdict:
+        with self._lock:
+            return self._ask(self._started(), model, str(folder.resolve()) if folder else "", seconds)
+
+    def _ask(self, process: subprocess.Popen[bytes], model: bytes, folder: str, seconds: float) -> Verdict:
+        assert process.stdin is not None and process.stdout is not None
+        late = threading.Event()
+
+        def stop() -> None:
+            late.set()
+            process.kill()
+
+        clock = threading.Timer(seconds, stop)
+        clock.start()
+        try:
+            worker.write_frame(process.stdin, os.fsencode(folder))
+            worker.write_frame(process.stdin, model)
+            process.stdin.flush()
+            report, inferred = json.loads(worker.read_frame(process.stdout)), worker.read_frame(process.stdout)
+        except (EOFError, OSError):
+            self.close()
+            how = f"did not finish within {seconds:.0f} s" if late.is_set() else f"crashed (exit {process.returncode})"
+            return Verdict(died=how)
+        finally:
+            clock.cancel()
+        return _verdict(report, inferred)
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        if self._process is not None and self._owner == os.getpid():  # after a fork, the pipes belong to the parent
+            return self._process
+        if not sys.executable or getattr(sys, "frozen", False):  # an embedded interpreter, an application of its own
+            raise Unavailable
+        try:
+            # -P: the folder of worker.py must not become a source of modules.
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", worker.__file__],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+            )
+            self._owner = os.getpid()
+            worker.read_frame(self._process.stdout)  # type: ignore[arg-type]
+        except (EOFError, OSError) as error:
+            self.close()
+            raise Unavailable from error
+        return self._process
+
+    def close(self) -> None:
+        process, self._process = self._process, None
+        if process is None or self._owner != os.getpid():
+            return
+        process.kill()
+        process.wait()
+        for pipe in (process.stdin, process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(OSError):  # what was still to be written has no reader
+                    pipe.close()
+
+
+def _verdict(report: worker.Report, inferred: bytes) -> Verdict:
+    return Verdict(invalid=report["invalid"], contradiction=report["contradiction"], inferred=inferred)
+
+
+_SANDBOX = Sandbox()
+atexit.register(_SANDBOX.close)
+
+
+def examine(model: bytes, folder: Path | None = None, seconds: float = SECONDS) -> Verdict:
+    """What onnx has to say about a model; said in this process where there can be no other, as in a browser."""
+    try:
+        return _SANDBOX.examine(model, folder, seconds)
+    except Unavailable:
+        return _verdict(*worker.examine(model))

@@ -1,0 +1,172 @@
+"""What a rule may ask: about the whole file (`Subject`), and about one graph in its surroundings (`Scope`)."""
+
+from __future__ import annotations
+
+from collections import ChainMap
+from collections.abc import Iterable, Iterator, MutableMapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from onnx import FunctionProto, ModelProto, NodeProto, StringStringEntryProto, TensorProto, TrainingInfoProto
+
+from onward.check.findings import bare
+from onward.check.view.graphs import Graph, Node, attribute, domain_of
+from onward.check.view.shapes import TensorType, declared
+from onward.errors import near
+
+FunctionKey = tuple[str, str, str]  # domain, name, overload
+
+
+class OverBudget(Exception):
+    """A rule would need more time than is reasonable; the rest of what it would say is not known."""
+
+
+class Budget:
+    """Bounds the work that is not linear in the size of the file, so that no file can keep the checker busy."""
+
+    def __init__(self, steps: int):
+        self.left = steps
+
+    def spend(self, steps: int) -> None:
+        self.left -= steps
+        if self.left < 0:
+            raise OverBudget
+
+
+@dataclass(frozen=True, slots=True)
+class Gradient:
+    """A Gradient node and the attributes that say what it differentiates."""
+
+    node: Node
+    xs: tuple[str, ...]
+    zs: tuple[str, ...]
+    y: str
+
+    @classmethod
+    def of(cls, node: Node) -> Gradient:
+        def texts(name: str) -> tuple[str, ...]:
+            found = attribute(node.proto, name)
+            return tuple(text.decode("utf-8", "replace") for text in found.strings) if found else ()
+
+        y = attribute(node.proto, "y")
+        return cls(node, texts("xs"), texts("zs"), y.s.decode("utf-8", "replace") if y else "")
+
+    @property
+    def results(self) -> Iterator[tuple[str, str]]:
+        """(x, the name of d y / d x), for those that are computed."""
+        return ((x, name) for x, name in zip(self.xs, self.node.outputs, strict=False) if name)
+
+
+class Scope:
+    """One graph that is executed, in its surroundings: the inference graph, an algorithm on it, an initialization."""
+
+    def __init__(self, subject: Subject, own: Graph, *, outer: Graph | None = None, step: int | None = None):
+        self.subject, self.own, self.outer, self.step = subject, own, outer, step
+        self.parts = (own,) if outer is None else (outer, own)
+        around = [subject.inference.types] if outer is not None else []
+        self.types: MutableMapping[str, TensorType] = ChainMap(declared(own.proto), *around)
+        self.budget = Budget(3_000_000)
+
+    @property
+    def entry(self) -> TrainingInfoProto:
+        assert self.step is not None
+        return self.subject.proto.training_info[self.step]
+
+    @property
+    def initialization(self) -> Scope:
+        """The initialization graph of the same step."""
+        assert self.step is not None
+        return self.subject.initializations[self.step]
+
+    def binding(self, field: str, key: str) -> str:
+        """The place of a binding: `training_info[0].update_binding["w"]`."""
+        return f'training_info[{self.step}].{field}["{bare(key)}"]'
+
+    def producer(self, name: str) -> tuple[Node, int] | None:
+        return self.own.producers.get(name) or (self.outer.producers.get(name) if self.outer else None)
+
+    def initializer(self, name: str) -> TensorProto | None:
+        return next((part.initializers[name] for part in self.parts if name in part.initializers), None)
+
+    def is_free_input(self, name: str) -> bool:
+        """An input that a caller must feed."""
+        return any(name in part.inputs and not part.is_initializer(name) for part in self.parts)
+
+    def defines(self, name: str) -> bool:
+        return any(part.defines(name) for part in self.parts)
+
+    def read_by(self, name: str) -> list[Node]:
+        return [node for part in self.parts for node in part.readers.get(name, ())]
+
+    def near(self, name: str) -> str | None:
+        return self.subject.near(name, (known for part in self.parts for known in part.names()))
+
+    @cached_property
+    def gradients(self) -> list[Gradient]:
+        return [Gradient.of(node) for node in self.own.nodes if node.is_training("Gradient")]
+
+    @cached_property
+    def updates(self) -> dict[str, str]:
+        return first_of_each(self.entry.update_binding)
+
+    @cached_property
+    def resets(self) -> dict[str, str]:
+        return first_of_each(self.entry.initialization_binding)
+
+
+def first_of_each(bindings: Iterable[StringStringEntryProto]) -> dict[str, str]:
+    """Bindings as a map; of two with the same key, which is an error, the first."""
+    pairs: dict[str, str] = {}
+    for binding in bindings:
+        pairs.setdefault(binding.key, binding.value)
+    return pairs
+
+
+class Subject:
+    """The file as a whole."""
+
+    def __init__(self, proto: ModelProto, base_dir: Path | None):
+        self.proto, self.base_dir = proto, base_dir
+        self.functions: dict[FunctionKey, FunctionProto] = {}
+        for function in proto.functions:
+            self.functions.setdefault((function.domain, function.name, function.overload), function)
+        self.opsets = {"" if o.domain == "ai.onnx" else o.domain: o.version for o in proto.opset_import}
+        self._comparisons = Budget(100_000)
+        graph = Graph(proto.graph, "graph")
+        self.inference = Scope(self, graph)
+        self.steps: list[Scope] = []
+        self.initializations: list[Scope] = []
+        for i, entry in enumerate(proto.training_info):
+            algorithm = Graph(entry.algorithm, f"training_info[{i}].algorithm")
+            self.steps.append(Scope(self, algorithm, outer=graph, step=i))
+            initialization = Graph(entry.initialization, f"training_info[{i}].initialization")
+            self.initializations.append(Scope(self, initialization, step=i))
+
+    @property
+    def scopes(self) -> Iterator[Scope]:
+        """Every graph that is executed; of the initializations, those that are there."""
+        yield self.inference
+        yield from self.steps
+        yield from (scope for scope in self.initializations if not scope.own.is_empty)
+
+    @cached_property
+    def homes(self) -> dict[str, int]:
+        """For each name that an algorithm defines, the (first) step to which it belongs."""
+        homes: dict[str, int] = {}
+        for i, step in enumerate(self.steps):
+            for name in step.own.names():
+                homes.setdefault(name, i)
+        return homes
+
+    def function(self, node: NodeProto) -> FunctionProto | None:
+        return self.functions.get((domain_of(node), node.op_type, node.overload))
+
+    def near(self, name: str, known: Iterator[str]) -> str | None:
+        """What the name may have been meant to be, while that costs little."""
+        candidates = [other for other in known if 0 < len(other) <= 200]
+        try:
+            self._comparisons.spend(len(candidates))
+        except OverBudget:
+            return None
+        return near(name, candidates) if 0 < len(name) <= 200 else None

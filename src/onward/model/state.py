@@ -1,0 +1,106 @@
+"""State: the initializers that a binding names. Names and tags say what each is for; both can be read without Onward.
+
+A slot of parameter `w` is called `w/exp_avg`; hyper-parameters of a group `group0/lr`. Tensors carry `train.role`,
+`train.param`, `train.slot` and `train.group` as metadata. Facts about the whole run are JSON in the metadata of the
+algorithm.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from onward.model.core import Model, Step
+
+ROLE_KEY = "train.role"
+PARAMETER_KEY = "train.param"
+SLOT_KEY = "train.slot"
+GROUP_KEY = "train.group"
+
+STEP = "step"
+"""The counter of updates."""
+
+FACTS = {
+    "train.optimizer": "list of groups: optimizer, variant, hyper-parameters as prepared, parameter names",
+    "train.lr_scheduler": "the schedule by name, with its options",
+    "train.loss": "list of losses: name, output, inputs, options",
+    "train.progress": "step, epoch, samples",
+    "train.selection": "what is trained, frozen, constant, and why",
+    "train.recipe": "the recipe as it was given",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class State:
+    """One state variable."""
+
+    name: str
+    role: str
+    """parameter, optimizer_state, statistics, counter, rng, master, ema, accum, scaler or state."""
+    value: ir.Value
+    parameter: str | None = None
+    slot: str | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return self.value.const_value.nbytes if self.value.const_value is not None else 0
+
+
+def states(model: Model, index: int = 0) -> list[State]:
+    """The state of a step: everything that its bindings name, in the order of the graph and then of the algorithm."""
+    step = model.step(index)
+    bound = {**step.update, **step.reset}
+    trained = set(step.differentiated())
+    known = [*model.graph.initializers.values(), *step.algorithm.initializers.values()]
+    return [_state(value, step, trained) for value in known if value.name in bound]
+
+
+def _state(value: ir.Value, step: Step, trained: set[str]) -> State:
+    name = value.name or ""
+    tags = value.const_value.metadata_props if value.const_value is not None else {}
+    parameter, slot = tags.get(PARAMETER_KEY), tags.get(SLOT_KEY)
+    return State(name, tags.get(ROLE_KEY) or _guess(value, name in trained, step), value, parameter, slot)
+
+
+def _guess(value: ir.Value, trained: bool, step: Step) -> str:
+    """The role of state that nobody tagged, as in files that others wrote."""
+    if trained:
+        return "parameter"
+    if value.dtype is not None and value.dtype.is_integer() and value.shape is not None and value.shape.rank() == 0:
+        return "counter"
+    owner, separator, _ = (value.name or "").rpartition("/")
+    return "optimizer_state" if separator and owner in step.update else "state"
+
+
+def hyperparameters(model: Model, index: int = 0) -> dict[str, float]:
+    """The numbers that steer training and that no update changes: learning rate, decay, settings of the schedule."""
+    step = model.step(index)
+    found: dict[str, float] = {}
+    for name, value in step.algorithm.initializers.items():
+        tensor = value.const_value
+        if name not in step.update and tensor is not None and tensor.metadata_props.get(ROLE_KEY) == "hyper":
+            number: Any = np.asarray(tensor.numpy())
+            found[name] = number.item() if number.ndim == 0 else number.tolist()
+    return found
+
+
+def tagged(tensor: ir.TensorProtocol, **tags: str | None) -> ir.TensorProtocol:
+    """The same data with `train.*` tags: role, param, slot, group. The tensor itself, which others may share, stays."""
+    described = {
+        "dtype": tensor.dtype,
+        "shape": ir.Shape(tensor.shape.numpy()),
+        "name": tensor.name or "",
+        "doc_string": tensor.doc_string,
+        "metadata_props": {
+            **tensor.metadata_props,
+            **{f"train.{key}": value for key, value in tags.items() if value is not None},
+        },
+    }
+    if isinstance(tensor, ir.ExternalTensor):
+        return ir.ExternalTensor(tensor.location, tensor.offset, tensor.length, base_dir=tensor.base_dir, **described)
+    if isinstance(tensor, ir.LazyTensor):
+        return ir.LazyTensor(tensor.raw, **described)
+    return ir.Tensor(tensor.numpy(), **described)

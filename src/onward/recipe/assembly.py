@@ -1,0 +1,152 @@
+"""A training step while it is put together: its graphs, its state and the bindings between them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from onward.build import DOMAIN, DOMAIN_VERSION, Builder, Expr, Names
+from onward.model import TRAINING_DOMAIN, Model, Step
+from onward.model.state import tagged
+from onward.recipe import random
+
+_IR_VERSION = 10
+"""The first IR version with metadata on tensors and graphs, where state is tagged."""
+
+
+class Assembly:
+    """Adds one step to `model`, in place. `op` builds the algorithm and `init` the initialization."""
+
+    def __init__(self, model: Model, seed: int, name: str = "training"):
+        self.model = model
+        self.step = Step(_empty_graph(name), _empty_graph("initialization"))
+        names = model.names()
+        self.op = Builder(self.step.algorithm, opset=model.opset, names=names, functions=model.functions)
+        self.init = Builder(self.step.initialization, opset=model.opset, names=Names(), functions=model.functions)  # type: ignore[arg-type]
+        self.values: dict[str, ir.Value] = dict(model.graph.initializers)
+        self._initial: dict[ir.Value, Expr] = {}
+        self._seed = seed
+        self._key: Expr | None = None
+
+    def input(self, name: str, dtype: ir.DataType, shape: ir.Shape | None) -> Expr:
+        """An input that training has and inference does not."""
+        value = ir.Value(name=self.op.names.fresh(name), type=ir.TensorType(dtype), shape=shape)
+        self.step.algorithm.inputs.append(value)
+        return self.op(value)
+
+    def hyper(self, name: str, number: float | list[float], group: str | None = None) -> Expr:
+        """A number that can be edited in the file without touching a node; one name gives one tensor."""
+        if name not in self.values:
+            tensor = ir.Tensor(np.asarray(number, np.float64))
+            self._register(name, tagged(tensor, role="hyper", group=group))
+        return self.op(self.values[name])
+
+    def state(
+        self,
+        name: str,
+        tensor: ir.TensorProtocol,
+        initial: Callable[[Builder], Expr],
+        *,
+        role: str,
+        param: str | None = None,
+        slot: str | None = None,
+        group: str | None = None,
+    ) -> Expr:
+        """A state variable of the step's own, with the expression that it is reset to."""
+        value = self._register(name, tagged(tensor, role=role, param=param, slot=slot, group=group))
+        self.reset(value, initial)
+        return self.op(value)
+
+    def initial_value(self, value: ir.Value) -> Expr:
+        """What a parameter is reset to, for state that starts as a copy of it."""
+        return self._initial[value]
+
+    def reset(self, value: ir.Value, initial: Callable[[Builder], Expr]) -> None:
+        """Bind a state variable to its initial value."""
+        assert value.name is not None and self.step.initialization is not None
+        expr = initial(self.init)
+        if expr.value.is_graph_output() or expr.value.producer() is None:
+            expr = self.init.Identity(expr)
+        output = expr.named(f"{value.name}/initial").like(value).value
+        self.step.initialization.outputs.append(output)
+        self.step.reset[value.name] = output.name or ""
+        self._initial[value] = expr
+
+    def update(self, name: str, new: Expr) -> None:
+        """Bind a state variable to its new value."""
+        value = self.values[name]
+        if new.value.graph is not self.step.algorithm or new.value.is_graph_output() or new.value.producer() is None:
+            new = self.op.Identity(new)
+        self.output(new.named(f"{name}/new").like(value))
+        self.step.update[name] = new.name
+
+    def output(self, expr: Expr) -> None:
+        self.step.algorithm.outputs.append(expr.value)
+
+    def metric(self, name: str, expr: Expr) -> Expr:
+        """A scalar that is reported and not bound."""
+        if expr.value.producer() is None or expr.value.graph is not self.step.algorithm:
+            expr = self.op.Identity(expr)
+        expr.value.shape = ir.Shape([])
+        self.output(expr.named(name))
+        return expr
+
+    def random_key(self, site: str) -> Expr:
+        """A key for random numbers at a place in the algorithm; the generator's state is a state variable."""
+        if self._key is None:
+            self._key = self.state("rng", _key_tensor(self._seed), lambda op: _key(op, self._seed), role="rng")
+            self.update("rng", random.fold_in(self.op, self._key, 0))
+        return random.site_key(self.op, self._key, site)
+
+    def fact(self, key: str, value: Any) -> None:
+        self.step.metadata[f"train.{key}"] = json.dumps(value)
+
+    def finish(self) -> None:
+        """Give the step to the model, with what it needs: imports of operator sets, and an IR version with metadata."""
+        imports = self.model.ir.opset_imports
+        versions = {DOMAIN: DOMAIN_VERSION, TRAINING_DOMAIN: 1}
+        graphs = [self.step.algorithm, self.step.initialization]
+        for domain in {node.domain for graph in graphs if graph for node in graph.all_nodes()}:
+            if domain in versions:
+                imports.setdefault(domain, versions[domain])
+        for function in self.model.functions.values():
+            if any(node.domain == DOMAIN for node in function.all_nodes()):
+                function.opset_imports.setdefault(DOMAIN, DOMAIN_VERSION)
+        self.model.ir.ir_version = max(self.model.ir.ir_version or 0, _IR_VERSION)
+        self.model.steps.append(self.step)
+
+    def _register(self, name: str, tensor: ir.TensorProtocol) -> ir.Value:
+        fresh = self.op.names.fresh(name)
+        tensor.name = fresh
+        shape = ir.Shape(tensor.shape.numpy())
+        value = ir.Value(name=fresh, type=ir.TensorType(tensor.dtype), shape=shape, const_value=tensor)
+        self.step.algorithm.register_initializer(value)
+        self.values[name] = value
+        return value
+
+
+def filled(number: float, dtype: ir.DataType, shape: tuple[int, ...]) -> ir.Tensor:
+    """A tensor of one repeated number, which takes no memory until it is written."""
+    return ir.Tensor(np.broadcast_to(np.asarray(number).astype(dtype.numpy()), shape), dtype=dtype)
+
+
+def fill(op: Builder, number: float, dtype: ir.DataType, shape: tuple[int, ...]) -> Expr:
+    """The same as an expression."""
+    one = ir.Tensor(np.asarray([number]).astype(dtype.numpy()), dtype=dtype)
+    return op.ConstantOfShape(np.asarray(shape, np.int64), value=one)
+
+
+def _empty_graph(name: str) -> ir.Graph:
+    return ir.Graph([], [], nodes=[], name=name)
+
+
+def _key_tensor(seed: int) -> ir.Tensor:
+    return ir.Tensor(random.new_key(seed))
+
+
+def _key(op: Builder, seed: int) -> Expr:
+    return op.Identity(random.new_key(seed))

@@ -1,0 +1,80 @@
+"""Keeping gradients short: by the norm of all of them, by the norm of each, or by value.
+
+Norms are taken in float32 at least, and compared in float64. As in the frameworks, what is not finite is never hidden:
+a norm that is infinite or undefined makes the gradients that it scales zero or undefined.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import onnx_ir as ir
+
+from onward.build import Builder, Expr, Function, function
+from onward.errors import RecipeError
+
+from .parts import declared_scalar, double, scaled, typed
+
+
+@function("squared_norm")
+def squared_norm(op: Builder, g: Expr) -> Expr:
+    """Σ g², as float64."""
+    return double(op.ReduceSumSquare(g, keepdims=0))
+
+
+@function("clipped")
+def scale_to_norm(op: Builder, g: Expr, norm: Expr, max_norm: Expr) -> Expr:
+    """g · min(1, max_norm / (norm + 10⁻⁶)), as torch.nn.utils.clip_grad_norm_."""
+    factor = declared_scalar(max_norm) / (declared_scalar(norm) + 1e-6)
+    return scaled(op.Where(factor > 1.0, 1.0, factor), g)
+
+
+@function("clipped")
+def scale_to_norm_optax(op: Builder, g: Expr, norm: Expr, max_norm: Expr) -> Expr:
+    """g · (norm < max_norm ? 1 : max_norm / norm), as optax.clip_by_global_norm and Keras's global_clipnorm."""
+    factor = declared_scalar(max_norm) / declared_scalar(norm)
+    return scaled(op.Where(norm < max_norm, 1.0, factor), g)
+
+
+@function("clipped")
+def clip_to_value(op: Builder, g: Expr, limit: Expr) -> Expr:
+    """Each element of g brought into [−limit, limit]."""
+    bound = typed(declared_scalar(limit), g)
+    return op.Clip(g, -bound, bound)
+
+
+_BY_VARIANT: dict[str, Function] = {
+    "torch": scale_to_norm,
+    "optax": scale_to_norm_optax,
+    "keras": scale_to_norm_optax,
+}
+
+
+def clip_by_global_norm(
+    op: Builder, grads: Sequence[Expr], max_norm: Expr, variant: str = "torch"
+) -> tuple[list[Expr], Expr]:
+    """Gradients scaled down together until their common norm is `max_norm`; and what that norm was.
+
+    Both norms are float64 scalars.
+    """
+    if variant not in _BY_VARIANT:
+        raise RecipeError(f"clipping has no variant `{variant}`", hint=f"there are {', '.join(_BY_VARIANT)}")
+    squares = [declared_scalar(op.call(squared_norm, _at_least_float32(op, g))) for g in grads]
+    norm = declared_scalar(op.Sqrt(op.Sum(*squares)))
+    return [op.call(_BY_VARIANT[variant], g, norm, max_norm).like(g.value) for g in grads], norm
+
+
+def clip_by_norm(op: Builder, grads: Sequence[Expr], max_norm: Expr, variant: str = "torch") -> list[Expr]:
+    """Each gradient scaled down until its own norm is `max_norm`: Keras's clipnorm, with that variant."""
+    return [clip_by_global_norm(op, [g], max_norm, variant)[0][0] for g in grads]
+
+
+def clip_by_value(op: Builder, grads: Sequence[Expr], limit: Expr) -> list[Expr]:
+    """Each element brought into [−limit, limit]; `limit` is a float64 scalar."""
+    return [op.call(clip_to_value, g, limit).like(g.value) for g in grads]
+
+
+def _at_least_float32(op: Builder, g: Expr) -> Expr:
+    """Squares of float16 overflow at 256, and its sums of many terms stop growing."""
+    small = g.dtype in (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+    return op.Cast(g, to=ir.DataType.FLOAT) if small else g

@@ -1,0 +1,189 @@
+"""The forward pass as training runs it.
+
+The inference graph stays in inference mode. Where it has Dropout or BatchNormalization, the algorithm gets its own copy of
+these nodes in training mode, and of everything behind them on the way to the loss; weights are shared by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Literal
+
+import numpy as np
+import onnx_ir as ir
+
+from onward.build import Expr
+from onward.errors import UnsupportedError
+from onward.model import Model
+from onward.model.core import values
+from onward.recipe import random
+from onward.recipe.assembly import Assembly
+from onward.recipe.trainable import Choice
+
+Variance = Literal["population", "sample"]
+
+SWITCHED = {"Dropout", "BatchNormalization"}
+"""Operators that compute something else in training than in inference."""
+
+
+def training_forward(
+    assembly: Assembly, outputs: Iterable[ir.Value], choices: Iterable[Choice], variance: Variance
+) -> dict[ir.Value, ir.Value]:
+    """Add the training-mode part of the forward pass; value of inference -> value of training, where they differ.
+
+    A BatchNormalization whose scale is frozen keeps its statistics and stays in inference mode. `variance` is what becomes
+    the running variance: the population's, as ONNX has it, or the sample's with n - 1, as PyTorch has it.
+    """
+    frozen = {choice.name for choice in choices if choice.role == "frozen"}
+    needed = _ancestors(outputs)
+    new: dict[ir.Value, ir.Value] = {}
+    for node in list(assembly.model.graph):
+        if node not in needed:
+            continue
+        if node.op_type == "BatchNormalization" and _is_switchable(node, frozen):
+            _batch_normalization(assembly, node, new, variance)
+        elif node.op_type == "Dropout" and _constant(node, 1, 0.5) != 0.0:
+            _dropout(assembly, node, new)
+        elif any(value in new for value in _read(node)):
+            _copy(assembly, node, new)
+    return new
+
+
+def functions_to_inline(model: Model) -> list[str]:
+    """Functions that hide operators whose training mode differs; they must be inlined to be switched."""
+    return [
+        f"{function.domain}.{function.name}"
+        for function in model.functions.values()
+        if any(node.op_type in SWITCHED and node.domain in ("", "ai.onnx") for node in function.all_nodes())
+    ]
+
+
+def _ancestors(outputs: Iterable[ir.Value]) -> set[ir.Node]:
+    needed: set[ir.Node] = set()
+    pending = [node for value in outputs if (node := value.producer())]
+    while pending:
+        node = pending.pop()
+        if node not in needed:
+            needed.add(node)
+            pending += [source for value in _read(node) if (source := value.producer())]
+    return needed
+
+
+def _read(node: ir.Node) -> Iterator[ir.Value]:
+    """What a node reads, through the graphs nested in it too."""
+    yield from (value for value in node.inputs if value is not None)
+    for attribute in node.attributes.values():
+        if attribute.type == ir.AttributeType.GRAPH and not attribute.is_ref():
+            for inner in attribute.as_graph().all_nodes():
+                yield from (value for value in inner.inputs if value is not None)
+
+
+def _is_switchable(node: ir.Node, frozen: set[str]) -> bool:
+    if any(value is None or not value.is_initializer() for value in node.inputs[3:5]):
+        return False  # statistics that are computed are not ours to update
+    return node.inputs[1] is None or node.inputs[1].name not in frozen
+
+
+def _batch_normalization(assembly: Assembly, node: ir.Node, new: dict[ir.Value, ir.Value], variance: Variance) -> None:
+    op = assembly.op.scoped(f"train/{node.name or node.op_type}")
+    x, scale, bias, mean, var = (new.get(value, value) for value in node.inputs if value is not None)
+    epsilon = node.attributes.get_float("epsilon", 1e-5)
+    momentum = node.attributes.get_float("momentum", 0.9)
+    y, new_mean, new_var = op.BatchNormalization(
+        x, scale, bias, mean, var, outputs=3, epsilon=epsilon, momentum=momentum, training_mode=1
+    )
+    if variance == "sample":
+        new_var = _sample_variance(op(x), op(var), new_var, momentum)
+    new[node.outputs[0]] = _like(y, node.outputs[0], assembly)
+    for old, expr in zip(node.inputs[3:5], (new_mean, new_var), strict=True):
+        assert old is not None
+        new[old] = expr.like(old).value  # a second normalization with the same statistics goes on from here
+
+
+def _sample_variance(x: Expr, old: Expr, mixed: Expr, momentum: float) -> Expr:
+    """The running variance with n - 1: what the batch adds to it, times n / (n - 1)."""
+    op = x.op
+    shape = op.Shape(x)
+    per_channel = op.Div(op.ReduceProd(shape, keepdims=0), op.Gather(shape, np.int64(1)))
+    n = op.CastLike(per_channel, mixed)
+    kept = momentum * old
+    return kept + (mixed - kept) * (n / op.Max(n - 1, 1))
+
+
+def bind_statistics(assembly: Assembly, new: dict[ir.Value, ir.Value]) -> list[ir.Value]:
+    """Make the running statistics state, bound to what the normalizations computed; returns them."""
+    found = [v for v in values(assembly.model.graph) if v.is_initializer() and v in new]
+    for value in found:
+        assert value.name is not None and value.const_value is not None
+        if value in assembly.model.graph.inputs:
+            assembly.model.graph.inputs.remove(value)
+        assembly.update(value.name, assembly.op(new[value]))
+    return found
+
+
+def _dropout(assembly: Assembly, node: ir.Node, new: dict[ir.Value, ir.Value]) -> None:
+    if len(node.outputs) > 1 and (node.outputs[1].uses() or node.outputs[1].is_graph_output()):
+        raise UnsupportedError(
+            f"the mask of Dropout `{node.name}` is read by other nodes, which has no counterpart in training",
+            hint="remove what reads it from the inference graph",
+        )
+    op = assembly.op.scoped(f"train/{node.name or node.op_type}")
+    x, ratio = node.inputs[0], _constant(node, 1, 0.5)
+    assert x is not None
+    if ratio is None:
+        raise UnsupportedError(
+            f"the ratio of Dropout `{node.name}` is computed by the model", hint="make it a constant"
+        )
+    key = assembly.random_key(node.name or node.outputs[0].name or "Dropout")
+    y = random.dropout(op, op(new.get(x, x)), ratio, key)
+    new[node.outputs[0]] = _like(y, node.outputs[0], assembly)
+
+
+def _constant(node: ir.Node, index: int, default: float) -> float | None:
+    """A number that a node takes as an optional input; None if it is not constant."""
+    if index >= len(node.inputs) or (value := node.inputs[index]) is None:
+        return default
+    tensor = value.const_value
+    producer = value.producer()
+    if tensor is None and producer is not None and producer.op_type == "Constant" and "value" in producer.attributes:
+        tensor = producer.attributes["value"].as_tensor()
+    return float(tensor.numpy().reshape(-1)[0]) if tensor is not None else None
+
+
+def _copy(assembly: Assembly, node: ir.Node, new: dict[ir.Value, ir.Value]) -> None:
+    inputs = [new.get(value, value) if value is not None else None for value in node.inputs]
+    attributes = [_copied_attribute(attribute, new) for attribute in node.attributes.values()]
+    copy = ir.Node(
+        node.domain,
+        node.op_type,
+        inputs,
+        attributes,
+        overload=node.overload,
+        num_outputs=len(node.outputs),
+        name=f"train/{node.name or node.op_type}",
+        metadata_props=dict(node.metadata_props),
+    )
+    for old, output in zip(node.outputs, copy.outputs, strict=True):
+        if old.name:
+            output.name = assembly.op.names.fresh(f"train/{old.name}")
+            output.type, output.shape = old.type, old.shape
+            new[old] = output
+        else:
+            output.name = ""
+    assembly.step.algorithm.append(copy)
+
+
+def _copied_attribute(attribute: ir.Attr, new: dict[ir.Value, ir.Value]) -> ir.Attr:
+    """The attribute itself, or a copy of the graph that it holds, reading the new values."""
+    if attribute.type != ir.AttributeType.GRAPH or attribute.is_ref():
+        return attribute
+    graph = attribute.as_graph().clone(allow_outer_scope_values=True)
+    for inner in graph.all_nodes():
+        for i, value in enumerate(inner.inputs):
+            if value in new:
+                inner.replace_input_with(i, new[value])
+    return ir.AttrGraph(attribute.name, graph)
+
+
+def _like(expr: Expr, old: ir.Value, assembly: Assembly) -> ir.Value:
+    return expr.named(f"train/{old.name}").like(old).value

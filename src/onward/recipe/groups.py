@@ -1,0 +1,67 @@
+"""Parameter groups: which optimizer updates which parameter, with which numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import onnx_ir as ir
+
+from onward.errors import RecipeError, UnknownNameError, near
+from onward.recipe.configured import ConfiguredOptimizer
+from onward.recipe.optimizers import optimizer
+from onward.recipe.spec import Spec, parse, parse_options
+from onward.recipe.trainable import matching
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """Parameters that share an optimizer and its settings."""
+
+    name: str
+    optimizer: ConfiguredOptimizer
+    parameters: list[ir.Value]
+
+    def fact(self) -> dict[str, Any]:
+        return {
+            "group": self.name,
+            "name": self.optimizer.kind.name,
+            "hyper": dict(self.optimizer.values),
+            "options": dict(self.optimizer.options),
+            "params": [value.name for value in self.parameters],
+        }
+
+
+def groups(parameters: Sequence[ir.Value], default: Spec, given: Sequence[Any]) -> list[Group]:
+    """The parameters divided: each goes to the first given group that matches it, the rest to the default.
+
+    A group is given as `{"match": "*.bias", "weight_decay": 0}` or `*.bias:weight_decay=0`; `optimizer` in it is another
+    optimizer than the default, and the other options change its settings.
+    """
+    remaining = {value.name or "": value for value in parameters}
+    everything = list(remaining)
+    found: list[tuple[Spec, list[ir.Value]]] = []
+    for item in given:
+        patterns, spec = _given(item, default)
+        if not matching(patterns, everything):
+            listed = ", ".join(f"`{pattern}`" for pattern in patterns)
+            raise UnknownNameError(f"{listed} matches no parameter", hint=near(patterns[0].strip("*"), everything))
+        found.append((spec, [remaining.pop(name) for name in matching(patterns, list(remaining))]))
+    found.append((default, list(remaining.values())))
+    return [
+        Group(f"group{i}", optimizer(spec.name).configure(**spec.options), chosen)
+        for i, (spec, chosen) in enumerate(item for item in found if item[1])
+    ]
+
+
+def _given(item: Any, default: Spec) -> tuple[list[str], Spec]:
+    if isinstance(item, str):
+        pattern, _, rest = item.partition(":")
+        item = {"match": pattern, **parse_options(rest, item)}
+    if not isinstance(item, Mapping) or "match" not in item:
+        raise RecipeError(f"the group {item!r} does not say which parameters it is for", hint="write `*.bias:lr=1e-4`")
+    patterns = [item["match"]] if isinstance(item["match"], str) else list(item["match"])
+    changes = {key: value for key, value in item.items() if key not in ("match", "optimizer")}
+    base = parse(item["optimizer"]) if "optimizer" in item else default
+    return patterns, Spec(base.name, {**base.options, **changes})

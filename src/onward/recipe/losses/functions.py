@@ -1,0 +1,218 @@
+"""The functions that losses call where the standard has no operator: one value per element, for any float type.
+
+Hyper-parameters are inputs, so that they keep double precision and can be read on the call. Each formula is chosen for
+its gradient as much as for its value: no inf or NaN behind a Where, and right also where Abs or Clip have a kink.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from onward.build import Builder, Expr, function
+
+# ---- classes: logits [N, C, d...] ------------------------------------------------------------------------------------
+
+
+@function("loss", "weight")
+def SmoothedCrossEntropy(
+    op: Builder, logits: Expr, labels: Expr, class_weight: Expr, label_smoothing: Expr, *, ignore_index: int
+) -> tuple[Expr, Expr]:
+    """loss = (1 - s) w[y] nll[y] + s / C sum_c w[c] nll[c], with nll = -log softmax(logits) and s = label_smoothing.
+
+    labels [N, d...] are class indices; class_weight is one number or [C]. weight = w[y]: the mean of the loss is
+    sum(loss) / sum(weight). Where the label is ignore_index, both are 0.
+    """
+    smoothing = op.CastLike(label_smoothing, logits)
+    weights = op.Expand(op.CastLike(class_weight, logits), _class_count(op, logits))
+    nll = -op.LogSoftmax(logits, axis=1)
+    kept = op.Not(op.Equal(labels, op.CastLike(op.Constant(value_int=ignore_index), labels)))
+    labels = op.Where(kept, labels, 0)
+    label_weight = op.Where(kept, op.Gather(weights, labels), 0)
+    of_label = op.Squeeze(op.GatherElements(nll, op.Unsqueeze(labels, [1]), axis=1), [1])
+    of_all = op.ReduceSum(nll * _along_classes(op, weights, logits), [1], keepdims=0)
+    share = smoothing / op.CastLike(_class_count(op, logits), logits)
+    return (1 - smoothing) * label_weight * of_label + share * op.Where(kept, of_all, 0), label_weight
+
+
+@function("loss")
+def CrossEntropyWithProbabilities(op: Builder, logits: Expr, probabilities: Expr) -> Expr:
+    """loss = -sum_c probabilities[c] log softmax(logits)[c]."""
+    return -op.ReduceSum(probabilities * op.LogSoftmax(logits, axis=1), [1], keepdims=0)
+
+
+@function("smoothed")
+def SmoothLabels(op: Builder, probabilities: Expr, label_smoothing: Expr) -> Expr:
+    """smoothed = (1 - s) probabilities + s / C, with s = label_smoothing and C classes on axis 1."""
+    smoothing = op.CastLike(label_smoothing, probabilities)
+    return (1 - smoothing) * probabilities + smoothing / op.CastLike(_class_count(op, probabilities), probabilities)
+
+
+@function("weighted")
+def WeightClasses(op: Builder, x: Expr, class_weight: Expr) -> Expr:
+    """weighted = x [N, C, d...] with each class multiplied by its class_weight [C]."""
+    return x * _along_classes(op, op.CastLike(class_weight, x), x)
+
+
+def _class_count(op: Builder, x: Expr) -> Expr:
+    """[C] as a tensor of one element."""
+    return op.Shape(x, start=1, end=2)
+
+
+def _along_classes(op: Builder, weights: Expr, x: Expr) -> Expr:
+    """Weights [C] as [C, 1, ...], to be broadcast against x [N, C, d...] of any rank."""
+    ones = op.ConstantOfShape(op.Shape(op.Shape(x)) - 2, value=np.array([1]))
+    return op.Reshape(weights, op.Concat([-1], ones, axis=0))
+
+
+# ---- yes or no -------------------------------------------------------------------------------------------------------
+
+
+@function("loss")
+def BinaryCrossEntropy(op: Builder, probability: Expr, target: Expr) -> Expr:
+    """loss = -(y log p + (1 - y) log(1 - p)), where a logarithm of 0 is -100, with gradient 0."""
+    return -(target * _floored_log(op, probability) + (1 - target) * _floored_log(op, 1 - probability))
+
+
+@function("loss")
+def BinaryCrossEntropyWithLogits(op: Builder, logits: Expr, target: Expr) -> Expr:
+    """loss = softplus(x) - x y = -(y log sigmoid(x) + (1 - y) log(1 - sigmoid(x)))."""
+    return _softplus(op, logits) - logits * target
+
+
+@function("loss")
+def WeightedBinaryCrossEntropyWithLogits(op: Builder, logits: Expr, target: Expr, pos_weight: Expr) -> Expr:
+    """loss = -(pos_weight y log sigmoid(x) + (1 - y) log(1 - sigmoid(x)))."""
+    negative = 1 - target
+    weight = op.CastLike(pos_weight, logits) * target + negative
+    return negative * logits + weight * _softplus(op, -logits)
+
+
+@function("loss")
+def Hinge(op: Builder, prediction: Expr, target: Expr) -> Expr:
+    """loss = max(1 - y x, 0), with targets y of -1 and 1."""
+    return op.Relu(1 - target * prediction)
+
+
+@function("loss")
+def SquaredHinge(op: Builder, prediction: Expr, target: Expr) -> Expr:
+    """loss = max(1 - y x, 0)^2, with targets y of -1 and 1."""
+    hinge = op.Relu(1 - target * prediction)
+    return hinge * hinge
+
+
+def _softplus(op: Builder, x: Expr) -> Expr:
+    """log(1 + exp(x)) = (x + |x|) / 2 + log(1 + exp(-|x|)).
+
+    It cannot overflow, and its gradient is sigmoid(x) also at 0, whatever the gradient of Abs is there.
+    """
+    magnitude = op.Abs(x)
+    return (x + magnitude) / 2 + op.Log(1 + op.Exp(-magnitude))
+
+
+def _floored_log(op: Builder, p: Expr) -> Expr:
+    """max(log p, -100). What has no finite reciprocal in float32 counts as 0, or the gradient would overflow."""
+    positive = p > float(np.finfo(np.float32).tiny)
+    return op.Where(positive, op.Log(op.Where(positive, p, 1)), -100)
+
+
+# ---- distances -------------------------------------------------------------------------------------------------------
+
+
+@function("loss")
+def SquaredError(op: Builder, prediction: Expr, target: Expr) -> Expr:
+    """loss = (x - y)^2."""
+    error = prediction - target
+    return error * error
+
+
+@function("loss")
+def AbsoluteError(op: Builder, prediction: Expr, target: Expr) -> Expr:
+    """loss = |x - y|."""
+    return op.Abs(prediction - target)
+
+
+@function("loss")
+def Huber(op: Builder, prediction: Expr, target: Expr, delta: Expr) -> Expr:
+    """loss = e^2 / 2 where |e| <= delta, else delta (|e| - delta / 2), with e = x - y."""
+    return _huber(op, prediction - target, op.CastLike(delta, prediction))
+
+
+@function("loss")
+def SmoothL1(op: Builder, prediction: Expr, target: Expr, beta: Expr) -> Expr:
+    """loss = e^2 / (2 beta) where |e| <= beta, else |e| - beta / 2, with e = x - y."""
+    beta = op.CastLike(beta, prediction)
+    return _huber(op, prediction - target, beta) / beta
+
+
+@function("loss")
+def CosineDistance(op: Builder, prediction: Expr, target: Expr, eps: Expr, *, axes: list[int]) -> Expr:
+    """loss = 1 - x·y / sqrt((|x|^2 + eps) (|y|^2 + eps)), along `axes`."""
+    eps, along = op.CastLike(eps, prediction), op.Constant(value_ints=axes)
+
+    def dot(x: Expr, y: Expr) -> Expr:
+        return op.ReduceSum(x * y, along, keepdims=0)
+
+    squares = (dot(prediction, prediction) + eps) * (dot(target, target) + eps)
+    return 1 - dot(prediction, target) / op.Sqrt(squares)
+
+
+@function("loss")
+def TripletMargin(op: Builder, anchor: Expr, positive: Expr, negative: Expr, margin: Expr, p: Expr, eps: Expr) -> Expr:
+    """loss = max(d(anchor, positive) - d(anchor, negative) + margin, 0), with d(x, y) = (sum |x - y + eps|^p)^(1/p)."""
+    margin, p, eps = (op.CastLike(number, anchor) for number in (margin, p, eps))
+
+    def distance(other: Expr) -> Expr:
+        powers = op.Abs(anchor - other + eps) ** p
+        return op.ReduceSum(powers, [-1], keepdims=0) ** (1 / p)
+
+    return op.Relu(distance(positive) - distance(negative) + margin)
+
+
+def _huber(op: Builder, error: Expr, delta: Expr) -> Expr:
+    """c (e - c / 2), with c = e clipped to [-delta, delta]: one smooth expression for both branches."""
+    clipped = op.Clip(error, -delta, delta)
+    return clipped * (error - clipped / 2)
+
+
+# ---- likelihoods -----------------------------------------------------------------------------------------------------
+
+
+@function("loss")
+def KLDivergence(op: Builder, log_probability: Expr, target: Expr) -> Expr:
+    """loss = q (log q - log p), with q = target and 0 log 0 = 0."""
+    positive = target > 0
+    return target * (op.Log(op.Where(positive, target, 1)) - log_probability)
+
+
+@function("loss")
+def KLDivergenceOfLogs(op: Builder, log_probability: Expr, log_target: Expr) -> Expr:
+    """loss = q (log q - log p), with log q = log_target."""
+    return op.Exp(log_target) * (log_target - log_probability)
+
+
+@function("loss")
+def PoissonNLL(op: Builder, rate: Expr, target: Expr, eps: Expr) -> Expr:
+    """loss = rate - y log(rate + eps): the negative log-likelihood of a count y, less log y!."""
+    return rate - target * op.Log(rate + op.CastLike(eps, rate))
+
+
+@function("loss")
+def PoissonNLLOfLog(op: Builder, log_rate: Expr, target: Expr) -> Expr:
+    """loss = exp(log_rate) - y log_rate: the negative log-likelihood of a count y, less log y!."""
+    return op.Exp(log_rate) - target * log_rate
+
+
+@function("log_factorial")
+def Stirling(op: Builder, x: Expr) -> Expr:
+    """log_factorial = x log x - x + log(2 pi x) / 2 where x > 1, else 0: Stirling's approximation of log x!."""
+    n = op.Max(x, 1)
+    return op.Where(x > 1, n * op.Log(n) - n + op.Log(2 * math.pi * n) / 2, 0)
+
+
+@function("loss")
+def GaussianNLL(op: Builder, mean: Expr, target: Expr, variance: Expr, eps: Expr) -> Expr:
+    """loss = (log v + (y - mean)^2 / v) / 2, with v = max(variance, eps)."""
+    variance, error = op.Max(variance, op.CastLike(eps, mean)), mean - target
+    return (op.Log(variance) + error * error / variance) / 2

@@ -1,0 +1,228 @@
+"""The loss of a recipe: named losses on outputs, a loss that somebody drew as a graph, or a value that the model has."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from onward.build import Expr
+from onward.errors import RecipeError, UnknownNameError, near
+from onward.model import Model, read
+from onward.model.core import values
+from onward.recipe.assembly import Assembly
+from onward.recipe.losses import loss as named_loss
+from onward.recipe.spec import Spec, parse
+from onward.transform.names import add_prefix
+from onward.transform.opset import convert_opset
+
+_EXISTING = "value"
+
+
+@dataclasses.dataclass(frozen=True)
+class Term:
+    """One summand: a loss on an output, times `scale`. `custom` is a loss model or function instead of a named one."""
+
+    spec: Spec
+    output: str | None = None
+    scale: float = 1.0
+    custom: Any = None
+
+    def fact(self, output: str, inputs: Sequence[str]) -> dict[str, Any]:
+        return {
+            "name": self.spec.name,
+            "output": output,
+            "inputs": list(inputs),
+            "options": dict(self.spec.options),
+            "scale": self.scale,
+        }
+
+
+def terms(loss: Any) -> list[Term]:
+    """The summands of a loss as given: a spec, a model or function, a list of them, or a mapping from output names."""
+    if isinstance(loss, Mapping) and "name" not in loss:
+        return [dataclasses.replace(term, output=output) for output, spec in loss.items() for term in terms(spec)]
+    if isinstance(loss, Sequence) and not isinstance(loss, str | bytes):
+        return [term for item in loss for term in terms(item)]
+    if isinstance(loss, Model | ir.Function | os.PathLike | bytes) or hasattr(loss, "SerializeToString"):
+        return [Term(Spec("custom"), custom=loss)]
+    if isinstance(loss, str) and loss.endswith(".onnx"):
+        return [Term(Spec("custom", {"file": os.path.basename(loss)}), custom=loss)]
+    output = None
+    if isinstance(loss, str):
+        head, colon, rest = loss.partition(":")
+        if "=" in head:  # `logits=cross_entropy:label_smoothing=0.1`
+            output, _, head = head.partition("=")
+            loss = head + colon + rest
+    if isinstance(loss, str) and loss.startswith(f"{_EXISTING}:"):
+        return [Term(Spec(_EXISTING, {"name": loss.partition(":")[2]}), output=loss.partition(":")[2])]
+    spec = parse(loss)
+    scale = spec.options.get("scale", 1.0)
+    if not isinstance(scale, int | float):
+        raise RecipeError(f"the scale of the loss `{spec.name}` is `{scale}`, not a number")
+    return [Term(spec.without("scale"), output, float(scale))]
+
+
+def predictions(model: Model, summands: Sequence[Term]) -> list[ir.Value]:
+    """The values of the inference graph that each summand looks at."""
+    known = {value.name: value for value in values(model.graph) if value.name}
+    return [_prediction(model, term, known) for term in summands]
+
+
+def _prediction(model: Model, term: Term, known: Mapping[str, ir.Value]) -> ir.Value:
+    if term.output is not None:
+        if term.output not in known:
+            hint = near(term.output, known) or f"the outputs are {', '.join(v.name or '' for v in model.outputs)}"
+            raise UnknownNameError(f"there is no value `{term.output}` for the loss `{term.spec.name}`", hint=hint)
+        return known[term.output]
+    floating = [value for value in model.outputs if value.dtype is None or value.dtype.is_floating_point()]
+    if not floating:
+        raise RecipeError("the model has no floating-point output that a loss could look at")
+    if len(floating) > 1 and term.custom is None:
+        listed = ", ".join(f"`{value.name}`" for value in floating)
+        name = floating[0].name
+        raise RecipeError(
+            f"the model has several outputs: {listed}; the loss must say which one it is for",
+            hint=f"write `{name}={term.spec}`, or give one loss for each",
+        )
+    return floating[0]
+
+
+def build(
+    assembly: Assembly, summands: Sequence[Term], inference: Sequence[ir.Value], trained: Mapping[ir.Value, ir.Value]
+) -> Expr:
+    """Append the loss to the algorithm: the sum of all terms, a scalar. `trained` maps inference to training values."""
+    total: Expr | None = None
+    facts = []
+    for term, value in zip(summands, inference, strict=True):
+        prediction = assembly.op.scoped("loss")(trained.get(value, value))
+        if term.custom is not None:
+            result, inputs = _custom(assembly, term, prediction, trained)
+        elif term.spec.name == _EXISTING:
+            result, inputs = prediction, []
+        else:
+            result, inputs = _named(assembly, term, prediction, value)
+        if result.value.shape is not None and len(result.value.shape) and any(d != 1 for d in result.value.shape):
+            raise RecipeError(
+                f"the loss `{term.spec.name}` gives a tensor of shape {result.value.shape}, not one number",
+                hint="reduce it to a mean or a sum",
+            )
+        facts.append(term.fact(value.name or "", inputs))
+        if term.scale != 1.0:
+            scale = assembly.hyper(f"loss/{value.name}/scale", term.scale)
+            result = result * result.op.CastLike(scale, result)
+        total = result if total is None else total + result
+    assert total is not None
+    assembly.fact("loss", facts)
+    return total
+
+
+def _named(assembly: Assembly, term: Term, prediction: Expr, value: ir.Value) -> tuple[Expr, list[str]]:
+    loss = named_loss(term.spec.name)
+    options = dict(term.spec.options)
+    targets = loss.targets(value, **options)
+    taken = {v.name for v in assembly.step.algorithm.inputs}
+    inputs = [
+        assembly.input(t.name if t.name not in taken else f"{value.name}_{t.name}", t.dtype, t.shape) for t in targets
+    ]
+    if options.get("reduction") == "none":
+        raise RecipeError(f"the loss `{loss.name}` with `reduction=none` is not one number", hint="use `mean` or `sum`")
+    return loss.build(prediction.op, prediction, *inputs, **options), [x.name for x in inputs]
+
+
+def _custom(
+    assembly: Assembly, term: Term, prediction: Expr, trained: Mapping[ir.Value, ir.Value]
+) -> tuple[Expr, list[str]]:
+    custom = term.custom
+    if isinstance(custom, ir.Function) or type(custom).__name__ == "FunctionProto":
+        function = custom.clone() if isinstance(custom, ir.Function) else ir.from_proto(custom)
+        return _call(assembly, function, prediction, trained)
+    return _loss_model(assembly, read(custom), prediction, trained)
+
+
+def _outputs_by_name(assembly: Assembly, trained: Mapping[ir.Value, ir.Value]) -> dict[str, ir.Value]:
+    return {value.name: trained.get(value, value) for value in assembly.model.outputs if value.name}
+
+
+def _call(
+    assembly: Assembly, function: ir.Function, prediction: Expr, trained: Mapping[ir.Value, ir.Value]
+) -> tuple[Expr, list[str]]:
+    """Call a function: inputs named as outputs of the model are these, else the first is the prediction, the rest new."""
+    outputs = _outputs_by_name(assembly, trained)
+    names = [value.name or f"input{i}" for i, value in enumerate(function.inputs)]
+    matched = any(name in outputs for name in names)
+    arguments: list[ir.Value] = []
+    added: list[str] = []
+    for i, name in enumerate(names):
+        if name in outputs:
+            arguments.append(outputs[name])
+        elif i == 0 and not matched:
+            arguments.append(prediction.value)
+        else:
+            declared = function.inputs[i]
+            dtype = declared.dtype or prediction.dtype or ir.DataType.FLOAT
+            shape = declared.shape or (None if declared.dtype else prediction.value.shape)
+            extra = assembly.input(name, dtype, shape)
+            arguments.append(extra.value)
+            added.append(extra.name)
+    assembly.model.functions[function.identifier()] = function
+    assembly.model.ir.opset_imports.setdefault(function.domain, 1)
+    outcome = prediction.op.node(function.domain, function.name, *arguments, outputs=len(function.outputs))
+    result = outcome if isinstance(outcome, Expr) else outcome[0]
+    if result.dtype is None and prediction.dtype is not None:
+        result.value.type = ir.TensorType(prediction.dtype)
+    return result, added
+
+
+def _loss_model(
+    assembly: Assembly, loss: Model, prediction: Expr, trained: Mapping[ir.Value, ir.Value]
+) -> tuple[Expr, list[str]]:
+    """Put a loss model's nodes into the algorithm; its inputs are outputs of the model by name, or new inputs."""
+    loss = add_prefix(convert_opset(loss, assembly.model.opset), "loss/")
+    outputs = _outputs_by_name(assembly, trained)
+    wanted = {value: (value.name or "").removeprefix("loss/") for value in loss.inputs}
+    matched = any(name in outputs for name in wanted.values())
+    added: list[str] = []
+    for i, (value, name) in enumerate(wanted.items()):
+        if name in outputs:
+            source = outputs[name]
+        elif i == 0 and not matched:
+            source = prediction.value
+        else:
+            if value.dtype is None:
+                raise RecipeError(f"the input `{name}` of the loss model has no type")
+            source = assembly.input(name, value.dtype, value.shape).value
+            added.append(source.name or "")
+        value.replace_all_uses_with(source)
+    result = loss.outputs[0]
+    nodes, constants = list(loss.graph), list(loss.graph.initializers.values())
+    loss.graph.outputs.clear()
+    loss.graph.initializers.clear()
+    loss.graph.remove(nodes)
+    for constant in constants:
+        constant.name = assembly.op.names.fresh(constant.name or "constant")
+        assembly.step.algorithm.register_initializer(constant)
+    for node in nodes:
+        for output in node.outputs:
+            output.name = assembly.op.names.fresh(output.name) if output.name else output.name
+    assembly.step.algorithm.extend(nodes)
+    assembly.model.functions.update(loss.functions)
+    for domain, version in loss.ir.opset_imports.items():
+        assembly.model.ir.opset_imports.setdefault(domain, version)
+    if result.producer() is None:
+        raise RecipeError("the loss model computes nothing")
+    return prediction.op(result), added
+
+
+def scalar(loss: Expr) -> Expr:
+    """The loss as a tensor without axes, whatever shape of one element it has."""
+    shape = loss.value.shape
+    if shape is not None and len(shape) == 0:
+        return loss
+    reduced = loss.op.ReduceSum(loss, keepdims=0) if shape is None else loss.op.Reshape(loss, np.asarray([], np.int64))
+    reduced.value.shape = ir.Shape([])
+    return reduced

@@ -1,0 +1,189 @@
+"""From an inference model and a recipe to a training model."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import onnx_ir as ir
+
+from onward.build import Builder, Expr
+from onward.errors import RecipeError
+from onward.model import TRAINING_DOMAIN, Model, Source, read
+from onward.model.core import values
+from onward.recipe import objective
+from onward.recipe.assembly import Assembly
+from onward.recipe.forward import Variance, bind_statistics, functions_to_inline, training_forward
+from onward.recipe.groups import groups
+from onward.recipe.reset import bind_initial_value
+from onward.recipe.spec import Spec, parse
+from onward.recipe.trainable import Selection, select
+from onward.recipe.update import Update
+from onward.transform.inline import inline
+from onward.transform.opset import convert_opset
+
+OLDEST_OPSET = 18
+"""The first operator set with the bitwise operators of the generator, and with axes as inputs of all reductions."""
+COMMON_OPSET = 21
+"""What older models are converted to: the newest for which stock ONNX Runtime has practically all kernels."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """What turns an inference model into a training model."""
+
+    loss: Any
+    optimizer: str | Mapping[str, Any] | Spec = "adamw"
+    schedule: Any = None
+    trainable: Sequence[str] | str | None = None
+    freeze: Sequence[str] | str = ()
+    groups: Sequence[Any] = ()
+    clip: str | float | Mapping[str, Any] | None = None
+    accumulate: int = 1
+    ema: float | None = None
+    loss_scale: float | str | None = None
+    master_weights: bool | None = None
+    init: str | Mapping[str, Any] = "file"
+    variance: Variance = "population"
+    seed: int = 0
+    append: bool = False
+
+    def apply(self, model: Model) -> Model:
+        """The training model; `model` itself stays as it is."""
+        if model.steps and not self.append:
+            raise RecipeError(
+                "the model already carries its training",
+                hint="strip it first (`onward strip`), or add a second step with `append=True` (`--append`)",
+            )
+        model = _at_common_opset(model)
+        if hidden := functions_to_inline(model):
+            model = inline(model, hidden)
+        model = model.copy()
+        summands = objective.terms(self.loss)
+        predictions = objective.predictions(model, summands)
+        selection = select(model, predictions, _patterns(self.trainable), _patterns(self.freeze) or ())
+        assembly = Assembly(model, self.seed, name=f"training{len(model.steps) or ''}")
+        trained = training_forward(assembly, predictions, selection.choices, self.variance)
+        loss = objective.scalar(objective.build(assembly, summands, predictions, trained))
+        loss = assembly.metric("loss", loss)
+        for value in selection.parameters:
+            bind_initial_value(assembly, value, self.init, self.seed)
+        self._train(assembly, selection, loss)
+        for value in bind_statistics(assembly, trained):
+            bind_initial_value(assembly, value, "file", self.seed)
+        assembly.fact("selection", _selection_fact(selection))
+        assembly.fact("recipe", self.fact())
+        assembly.fact("progress", {"step": 0, "epoch": 0, "samples": 0})
+        assembly.finish()
+        return model
+
+    def _train(self, assembly: Assembly, selection: Selection, loss: Expr) -> None:
+        chosen = groups(selection.parameters, parse(self.optimizer), self.groups)
+        update = Update(
+            assembly,
+            chosen,
+            schedule=self.schedule,
+            clip=self.clip,
+            accumulate=self.accumulate,
+            ema=self.ema,
+            loss_scale=self.loss_scale,
+            master_weights=self.master_weights,
+        )
+        gradients = _gradients(assembly, update.scaled(loss), selection.parameters)
+        update.apply(gradients)
+        assembly.fact("optimizer", [group.fact() for group in chosen])
+
+    def fact(self) -> dict[str, Any]:
+        """The recipe as JSON; a loss that was given as an object is only named."""
+        recipe = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        changed = {f.name: recipe[f.name] for f in dataclasses.fields(self) if recipe[f.name] != f.default}
+        return {name: _plain(value) for name, value in changed.items() if name != "append"}
+
+
+def prepare(model: Source, *, loss: Any, **recipe: Any) -> Model:
+    """Make a training model: the same inference graph, and a step that improves it.
+
+    - `loss`: a name with options (`"cross_entropy:label_smoothing=0.1"`), a mapping or list of several (`"aux=mse:scale=0.3"`),
+      a loss as an ONNX model or function, or `"value:NAME"` for a loss that the model computes itself
+    - `optimizer`: such as `"adamw:lr=1e-3,weight_decay=0.01"`; `groups` gives some parameters their own settings
+    - `schedule`: such as `"cosine:steps=1000,warmup=50"`, or a list of schedules with `until`
+    - `trainable`, `freeze`: patterns of parameter names
+    - `clip`: `"norm:1"`, `"value:0.5"` or `"tensor_norm:1"`; a number means the global norm
+    - `accumulate`: number of batches whose gradients make one update
+    - `ema`: decay of an exponential moving average of the parameters
+    - `loss_scale`: `"dynamic"` or a number, for float16
+    - `init`: what parameters are reset to: `"file"`, an initialiser such as `"kaiming_normal"`, or a mapping by pattern
+    - `variance`: `"population"` (ONNX) or `"sample"` (PyTorch) running variance of BatchNormalization
+    - `seed`: for initial values and random numbers during training
+    """
+    known = {field.name for field in dataclasses.fields(Recipe)}
+    unknown = [name for name in recipe if name not in known]
+    if unknown:
+        raise TypeError(f"prepare() got an unexpected keyword argument {unknown[0]!r}")
+    return Recipe(loss=loss, **recipe).apply(read(model))
+
+
+def _at_common_opset(model: Model) -> Model:
+    return convert_opset(model, COMMON_OPSET) if model.opset < OLDEST_OPSET else model
+
+
+def _patterns(given: Sequence[str] | str | None) -> Sequence[str] | None:
+    return [given] if isinstance(given, str) else given
+
+
+def _gradients(assembly: Assembly, loss: Expr, parameters: Sequence[ir.Value]) -> list[Expr]:
+    """One Gradient node: the loss with respect to every parameter, given everything else that the loss depends on."""
+    others = [value for value in _independent(loss.value, assembly) if value not in parameters]
+    op: Builder = assembly.op
+    results = op.node(
+        TRAINING_DOMAIN,
+        "Gradient",
+        *parameters,
+        *others,
+        outputs=len(parameters),
+        xs=[value.name for value in parameters],
+        y=loss.name,
+        zs=[value.name for value in others] or None,
+    )
+    results = results if isinstance(results, tuple) else (results,)
+    return [g.named(f"{value.name}/grad").like(value) for g, value in zip(results, parameters, strict=True)]
+
+
+def _independent(loss: ir.Value, assembly: Assembly) -> list[ir.Value]:
+    """The inputs and the state, in order, that `loss` depends on; constants do not count."""
+    state = {assembly.values[name] for name in (*assembly.step.update, *assembly.step.reset) if name in assembly.values}
+    graphs = (assembly.model.graph, assembly.step.algorithm)
+    leaves = [v for g in graphs for v in values(g) if v.producer() is None]
+    reached: set[ir.Value] = set()
+    pending = [loss]
+    while pending:
+        value = pending.pop()
+        if value in reached:
+            continue
+        reached.add(value)
+        if node := value.producer():
+            pending += [v for v in node.inputs if v is not None]
+            for attribute in node.attributes.values():
+                if attribute.type == ir.AttributeType.GRAPH and not attribute.is_ref():
+                    pending += [v for n in attribute.as_graph().all_nodes() for v in n.inputs if v is not None]
+    return [v for v in leaves if v in reached and (not v.is_initializer() or v in state)]
+
+
+def _selection_fact(selection: Selection) -> dict[str, Any]:
+    roles: dict[str, dict[str, list[str]]] = {}
+    for choice in selection.choices:
+        roles.setdefault(choice.role, {}).setdefault(choice.reason, []).append(choice.name)
+    return roles
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, Spec):
+        return str(value)
+    if isinstance(value, str | int | float | bool) or value is None:
+        return value
+    if isinstance(value, Sequence) and not isinstance(value, bytes):
+        return [_plain(item) for item in value]
+    return f"<{type(value).__name__}>"

@@ -1,0 +1,50 @@
+"""What parameters are reset to: the value in the file, or fresh random numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import onnx_ir as ir
+
+from onward.build import Builder, Expr
+from onward.recipe import random
+from onward.recipe.assembly import Assembly
+from onward.recipe.initialize import initializer
+from onward.recipe.spec import Spec, parse
+from onward.recipe.trainable import matching
+
+_FILE = "file"
+
+
+def bind_initial_value(assembly: Assembly, value: ir.Value, init: str | Mapping[str, Any], seed: int) -> None:
+    """Give a state variable of the inference graph its initialization binding."""
+    spec = _spec_for(value.name or "", init)
+    if spec.name == _FILE:
+        assembly.reset(value, lambda op: _stored(op, value))
+        return
+
+    def fresh(op: Builder) -> Expr:
+        key = random.site_key(op, op.constant(random.new_key(seed)), value.name or "")
+        return initializer(spec.name).build(op, key, value, **spec.options)
+
+    assembly.reset(value, fresh)
+
+
+def _spec_for(name: str, init: str | Mapping[str, Any]) -> Spec:
+    """The initialiser for a parameter: one for all, or the first pattern that matches; else the value in the file."""
+    if isinstance(init, Mapping) and "name" not in init:
+        found = (spec for pattern, spec in init.items() if matching([pattern], [name]))
+        return parse(next(found, _FILE))
+    return parse(init)
+
+
+def _stored(op: Builder, value: ir.Value) -> Expr:
+    """A copy of the parameter as it is now; where its data is outside the file, both refer to the same bytes."""
+    tensor = value.const_value
+    assert tensor is not None
+    kept = ir.Value(
+        name=op.names.fresh(f"{value.name}"), type=value.type, shape=ir.Shape(tensor.shape.numpy()), const_value=tensor
+    )
+    op.graph.register_initializer(kept)
+    return op.Identity(op(kept))

@@ -1,0 +1,350 @@
+"""Learning-rate schedules inside the graph, computed from the step counter in float64.
+
+Each is a function `(lr, step, *numbers) -> rate` in the domain `onward`. `step` counts the updates already made, and is
+0 at the first one. The numbers are float64 tensors that can be changed in the file without touching a node.
+
+    cosine = schedule("cosine")
+    numbers, choices = cosine.resolve({"steps": 1000, "warmup": 50})
+    rate = cosine.build(op, lr, step, {name: op.constant(np.float64(n)) for name, n in numbers.items()}, **choices)
+
+Every schedule takes `warmup=N`: during the first N updates the rate rises in a straight line from lr * warmup_start to
+lr, and only then the schedule begins. Its `steps` still count from the first update, so it ends where it did.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import onnx_ir as ir
+
+from onward.build import Builder, Expr, Function, function
+from onward.errors import RecipeError, UnknownNameError, near
+
+from .spec import check_options
+
+DOUBLE = ir.DataType.DOUBLE
+Numbers = dict[str, Any]  # float, or list[float] for milestones
+Choices = dict[str, str | bool]
+
+# ---- the functions ---------------------------------------------------------------------------------------------------
+
+
+@function("rate")
+def constant_schedule(op: Builder, lr: Expr, step: Expr) -> Expr:
+    """rate = lr"""
+    return op.Identity(lr)
+
+
+@function("rate")
+def step_schedule(op: Builder, lr: Expr, step: Expr, size: Expr, gamma: Expr) -> Expr:
+    """rate = lr * gamma^floor(step / size)"""
+    return lr * gamma ** op.Floor(_double(op, step) / size)
+
+
+@function("rate")
+def multi_step_schedule(op: Builder, lr: Expr, step: Expr, milestones: Expr, gamma: Expr) -> Expr:
+    """rate = lr * gamma^(number of milestones <= step)"""
+    passed = op.Cast(milestones <= _double(op, step), to=DOUBLE)
+    return lr * gamma ** op.ReduceSum(passed, keepdims=0)
+
+
+@function("rate")
+def exponential_schedule(op: Builder, lr: Expr, step: Expr, gamma: Expr) -> Expr:
+    """rate = lr * gamma^step"""
+    return lr * gamma ** _double(op, step)
+
+
+@function("rate")
+def linear_schedule(op: Builder, lr: Expr, step: Expr, steps: Expr, start_factor: Expr, end_factor: Expr) -> Expr:
+    """rate = lr * (start_factor + (end_factor - start_factor) * min(step / steps, 1))"""
+    return lr * _line(op, start_factor, end_factor, _progress(op, step, steps))
+
+
+@function("rate")
+def polynomial_schedule(op: Builder, lr: Expr, step: Expr, steps: Expr, power: Expr, end: Expr) -> Expr:
+    """rate = end + (lr - end) * (1 - min(step / steps, 1))^power"""
+    return end + (lr - end) * (1.0 - _progress(op, step, steps)) ** power
+
+
+@function("rate")
+def cosine_schedule(op: Builder, lr: Expr, step: Expr, steps: Expr, min: Expr) -> Expr:
+    """rate = min + (lr - min) * (1 + cos(pi * p)) / 2 with p = min(step / steps, 1)"""
+    return _cosine(op, lr, min, _progress(op, step, steps))
+
+
+@function("rate")
+def cosine_wave_schedule(op: Builder, lr: Expr, step: Expr, steps: Expr, min: Expr) -> Expr:
+    """rate = min + (lr - min) * (1 + cos(pi * step / steps)) / 2, up again and down again after `steps`"""
+    return _cosine(op, lr, min, _double(op, step) / steps)
+
+
+@function("rate")
+def cosine_restarts_schedule(op: Builder, lr: Expr, step: Expr, period: Expr, mult: Expr, min: Expr) -> Expr:
+    """rate = min + (lr - min) * (1 + cos(pi * p)) / 2 with p the part done of the current cycle; the first cycle takes
+    `period` steps, each further one `mult` times as many: cycle n begins at period * (mult^n - 1) / (mult - 1)."""
+    t = _double(op, step) / period
+    grows = mult > 1.0
+    factor = op.Where(grows, mult, 2.0)
+    # Where a cycle begins, the logarithm is a whole number; 1e-9 makes up for its rounding.
+    length = factor ** op.Floor(op.Log(t * (factor - 1.0) + 1.0) / op.Log(factor) + 1e-9)
+    p = (t - (length - 1.0) / (factor - 1.0)) / length
+    return _cosine(op, lr, min, op.Where(grows, p, t - op.Floor(t)))
+
+
+@function("rate")
+def inverse_sqrt_schedule(op: Builder, lr: Expr, step: Expr, timescale: Expr) -> Expr:
+    """rate = lr / sqrt(1 + step / timescale)"""
+    return lr / op.Sqrt(_double(op, step) / timescale + 1.0)
+
+
+@function("rate")
+def warmup_schedule(op: Builder, lr: Expr, step: Expr, steps: Expr, start_factor: Expr) -> Expr:
+    """rate = lr * (start_factor + (1 - start_factor) * min(step / steps, 1))"""
+    p = _progress(op, step, steps)
+    return lr * (start_factor * (1.0 - p) + p)
+
+
+@functools.cache
+def _one_cycle(anneal: str, three_phase: bool) -> Function:
+    def one_cycle(
+        op: Builder, lr: Expr, step: Expr, steps: Expr, pct_start: Expr, div_factor: Expr, final_div_factor: Expr
+    ) -> Expr:
+        t = _double(op, step)
+        low, peak = lr / div_factor, pct_start * steps - 1.0
+        rate = lowest = low / final_div_factor
+        back = [(peak + peak, low)] if three_phase else []
+        knots = [(t * 0.0, low), (peak, lr), *back, (steps - 1.0, lowest)]
+        for (start, start_rate), (end, end_rate) in reversed(list(pairwise(knots))):
+            p = (t - start) / op.Max(end - start, 1e-300)  # a phase may have no length
+            rate = op.Where(t <= end, between(op, start_rate, end_rate, p), rate)
+        return rate
+
+    between, shape = (_cosine, "half cosines") if anneal == "cos" else (_line, "straight lines")
+    down = "as fast down to lr / div_factor, and on" if three_phase else "and down"
+    one_cycle.__doc__ = f"""In {shape} from lr / div_factor up to lr at step pct_start * steps - 1, {down} to
+    lr / div_factor / final_div_factor at step steps - 1."""
+    name = f"{'' if anneal == 'cos' else 'Linear'}OneCycle{'ThreePhase' if three_phase else ''}Schedule"
+    return function("rate", name=name)(one_cycle)
+
+
+@function("since")
+def steps_since(op: Builder, step: Expr, start: Expr) -> Expr:
+    """since = max(step - start, 0)"""
+    return op.Max(_double(op, step) - start, 0.0)
+
+
+@function("rate")
+def schedule_switch(op: Builder, step: Expr, until: Expr, before: Expr, after: Expr) -> Expr:
+    """rate = before while step < until, then after"""
+    return op.Where(_double(op, step) < until, before, after)
+
+
+def _double(op: Builder, step: Expr) -> Expr:
+    return op.Cast(step, to=DOUBLE)
+
+
+def _progress(op: Builder, step: Expr, steps: Expr) -> Expr:
+    return op.Min(_double(op, step) / steps, 1.0)
+
+
+def _line(op: Builder, start: Expr, end: Expr, p: Expr) -> Expr:
+    return start + (end - start) * p
+
+
+def _cosine(op: Builder, start: Expr, end: Expr, p: Expr) -> Expr:
+    return end + (start - end) * ((op.Cos(p * math.pi) + 1.0) * 0.5)
+
+
+# ---- the table -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A schedule by its name, with its options as users write them and their defaults (None: must be given).
+
+    Options are numbers, but for those in `choices`: these select the function.
+    """
+
+    name: str
+    summary: str
+    function: Callable[..., Function]
+    options: Mapping[str, Any]
+    choices: Mapping[str, tuple[str | bool, ...]]
+
+    def resolve(self, options: Mapping[str, Any]) -> tuple[Numbers, Choices]:
+        """The numbers and the choices that these options mean, defaults filled in, all checked."""
+        check_options(f"schedule `{self.name}`", options, self.options)
+        settings = {**self.options, **options}
+        if not settings["warmup"]:
+            if "warmup_start" in options:
+                raise RecipeError(f"schedule `{self.name}` has `warmup_start` but no `warmup`", hint="write warmup=N")
+            del settings["warmup"], settings["warmup_start"]
+        if settings.get("timescale", ...) is None:
+            settings["timescale"] = settings.get("warmup")
+        choices = {name: self._choice(name, settings.pop(name)) for name in self.choices}
+        numbers: Numbers = {name: self._number(name, value) for name, value in settings.items()}
+        if numbers.get("warmup", 0) >= numbers.get("steps", math.inf):
+            message = f"the warm-up of schedule `{self.name}` is not shorter than its {numbers['steps']:g} steps"
+            raise RecipeError(message, hint="`steps` counts all updates, those of the warm-up included")
+        return numbers, choices
+
+    def build(self, op: Builder, lr: Expr, step: Expr, numbers: Mapping[str, Expr], **choices: str | bool) -> Expr:
+        """The learning rate at `step`; each of `numbers` is a float64 scalar, or a vector where it is a list."""
+        if "warmup" not in numbers:
+            return self._rate(op, lr, step, numbers, choices)
+        warmup = numbers["warmup"]
+        after = {name: number - warmup if name == "steps" else number for name, number in numbers.items()}
+        rising = op.call(warmup_schedule, lr, step, warmup, numbers["warmup_start"])
+        rate = self._rate(op, lr, op.call(steps_since, step, warmup), after, choices)
+        return op.call(schedule_switch, step, warmup, rising, rate)
+
+    def _rate(
+        self, op: Builder, lr: Expr, step: Expr, numbers: Mapping[str, Expr], choices: Mapping[str, str | bool]
+    ) -> Expr:
+        function = self.function(**choices)
+        return op.call(function, lr, step, *(numbers[name] for name in function.inputs[2:]))
+
+    def _choice(self, name: str, value: Any) -> str | bool:
+        if value not in self.choices[name]:
+            hint = "take " + " or ".join(f"`{name}={choice}`" for choice in self.choices[name])
+            raise RecipeError(f"schedule `{self.name}` has no choice `{name}={value}`", hint=hint)
+        return value
+
+    def _number(self, name: str, value: Any) -> float | list[float]:
+        if value is None:
+            hint = f"write it as in `{self.name}:{name}=100`"
+            raise RecipeError(f"schedule `{self.name}` needs the option `{name}`", hint=hint)
+        if name == "milestones":
+            return [self._scalar(name, item) for item in (value if isinstance(value, Sequence) else [value])]
+        return self._scalar(name, value)
+
+    def _scalar(self, name: str, value: Any) -> float:
+        wanted, allowed = _RANGES.get(name, ("a number", lambda x: True))
+        try:
+            number = float(value)
+        except (TypeError, ValueError):
+            number = math.nan
+        if not math.isfinite(number) or not allowed(number):
+            raise RecipeError(f"`{name}` of schedule `{self.name}` is {value!r}, but must be {wanted}")
+        return number
+
+
+_RANGES: dict[str, tuple[str, Callable[[float], bool]]] = {
+    **dict.fromkeys(
+        ["steps", "size", "period", "timescale", "div_factor", "final_div_factor"], ("positive", lambda x: x > 0)
+    ),
+    **dict.fromkeys(["warmup", "milestones"], ("zero or positive", lambda x: x >= 0)),
+    "mult": ("1 or more", lambda x: x >= 1),
+    "pct_start": ("between 0 and 1", lambda x: 0 < x < 1),
+}
+
+SCHEDULES: dict[str, Schedule] = {}
+
+
+def schedule(name: str) -> Schedule:
+    """The schedule of that name."""
+    if name not in SCHEDULES:
+        hint = near(name, SCHEDULES) or "there are " + ", ".join(SCHEDULES)
+        raise UnknownNameError(f"there is no schedule `{name}`", hint=hint)
+    return SCHEDULES[name]
+
+
+def _add(name: str, summary: str, function: Callable[..., Function], **options: Any) -> None:
+    """Enter a schedule. An option is its default, None if it must be given, or the tuple of its choices."""
+    choices = {key: value for key, value in options.items() if isinstance(value, tuple)}
+    defaults = {key: value[0] if key in choices else value for key, value in options.items()}
+    SCHEDULES[name] = Schedule(name, summary, function, {**defaults, "warmup": 0.0, "warmup_start": 0.0}, choices)
+
+
+_add("constant", "lr", lambda: constant_schedule)
+_add("step", "lr, times gamma every `size` steps", lambda: step_schedule, size=None, gamma=0.1)
+_add("multistep", "lr, times gamma at each milestone", lambda: multi_step_schedule, milestones=None, gamma=0.1)
+_add("exponential", "lr, times gamma at each step", lambda: exponential_schedule, gamma=None)
+_add(
+    "linear",
+    "a straight line from lr * start_factor to lr * end_factor",
+    lambda: linear_schedule,
+    steps=None,
+    start_factor=1.0,
+    end_factor=0.0,
+)
+_add(
+    "polynomial",
+    "a power of a straight line from lr to `end`",
+    lambda: polynomial_schedule,
+    steps=None,
+    power=1.0,
+    end=0.0,
+)
+_add(
+    "cosine",
+    "half a cosine from lr down to `min`; then it stays there (`floor`), or goes up and down again (`torch`)",
+    lambda after: cosine_schedule if after == "floor" else cosine_wave_schedule,
+    steps=None,
+    min=0.0,
+    after=("floor", "torch"),
+)
+_add(
+    "cosine_restarts",
+    "half cosines from lr down to `min`; the first takes `period` steps, each other `mult` times as many as the last",
+    lambda: cosine_restarts_schedule,
+    period=None,
+    mult=1.0,
+    min=0.0,
+)
+_add(
+    "one_cycle",
+    "from lr / div_factor up to lr, then down to lr / div_factor / final_div_factor",
+    _one_cycle,
+    steps=None,
+    pct_start=0.3,
+    div_factor=25.0,
+    final_div_factor=1e4,
+    anneal=("cos", "linear"),
+    three_phase=(False, True),
+)
+_add(
+    "inverse_sqrt",
+    "lr / sqrt(1 + step / timescale), where timescale is `warmup` unless it is given",
+    lambda: inverse_sqrt_schedule,
+    timescale=None,
+)
+_add(
+    "warmup",
+    "a straight line from lr * start_factor up to lr",
+    lambda: warmup_schedule,
+    steps=None,
+    start_factor=0.0,
+)
+
+
+# ---- sequences -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Part:
+    """One schedule of a sequence, with what it is built from, and the step at which the next one takes over."""
+
+    schedule: Schedule
+    numbers: Mapping[str, Expr]
+    choices: Mapping[str, str | bool]
+    until: Expr | None = None
+
+
+def sequence(op: Builder, lr: Expr, step: Expr, parts: Sequence[Part]) -> Expr:
+    """The learning rate at `step` of schedules that follow one another, each counting from the step where it begins.
+
+    All but the last have an `until`; these rise from part to part.
+    """
+    first = parts[0]
+    rate = first.schedule.build(op, lr, step, first.numbers, **first.choices)
+    for previous, part in pairwise(parts):
+        since = op.call(steps_since, step, previous.until)
+        following = part.schedule.build(op, lr, since, part.numbers, **part.choices)
+        rate = op.call(schedule_switch, step, previous.until, rate, following)
+    return rate

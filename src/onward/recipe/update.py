@@ -1,0 +1,354 @@
+"""From gradients to new state: scaling, accumulation, clipping, optimizers, schedules, averages.
+
+Everything that one update computes is in `_new_state`. Where an update does not happen at every run (gradients are
+accumulated, or an overflow is skipped), that is one branch of an `If`, and the other branch keeps the old state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from onward.build import Builder, Expr
+from onward.errors import RecipeError
+from onward.model.state import STEP
+from onward.recipe.assembly import Assembly, fill, filled
+from onward.recipe.clip import clip_by_global_norm, clip_by_norm, clip_by_value
+from onward.recipe.groups import Group
+from onward.recipe.schedules import Part, schedule, sequence
+from onward.recipe.spec import Spec, parse, parse_options
+
+_LOW_PRECISION = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+_SCALER = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000.0}
+_INITIAL_SCALE = 65536.0
+_CLIPS = ("norm", "tensor_norm", "value")
+
+
+class Update:
+    """Declares the state of the optimizers and appends their updates to the algorithm."""
+
+    def __init__(
+        self,
+        assembly: Assembly,
+        groups: Sequence[Group],
+        *,
+        schedule: Any = None,
+        clip: Any = None,
+        accumulate: int = 1,
+        ema: float | None = None,
+        loss_scale: float | str | None = None,
+        master_weights: bool | None = None,
+    ):
+        if not isinstance(accumulate, int) or accumulate < 1:
+            raise RecipeError(f"gradients cannot be accumulated over {accumulate} batches", hint="use 1 or more")
+        if ema is not None and not 0 <= ema < 1:
+            raise RecipeError(f"the decay of the average is {ema}, but must be at least 0 and less than 1")
+        self.assembly = assembly
+        self.groups = groups
+        self.parameters = [value for group in groups for value in group.parameters]
+        self.clip = _parse_clip(clip)
+        self.accumulate = accumulate
+        self.dynamic_scale = loss_scale == "dynamic"
+        self._scale = self._declare_scale(loss_scale)
+        self._masters = self._declare_masters(master_weights)
+        self._slots = {value: self._declare_slots(group, value) for group in groups for value in group.parameters}
+        self._step = self._counter(STEP)
+        self._rates = self._learning_rates(schedule)
+        self._ema = self._declare_ema(ema)
+
+    # ---- state -------------------------------------------------------------------------------------------------------
+
+    def _counter(self, name: str) -> Expr:
+        zero = np.asarray(0, np.int64)
+        return self.assembly.state(name, ir.Tensor(zero), lambda op: op.Identity(zero), role="counter")
+
+    def _declare_scale(self, loss_scale: float | str | None) -> Expr | None:
+        if loss_scale is None:
+            return None
+        if not self.dynamic_scale:
+            try:
+                number = float(loss_scale)
+            except ValueError:
+                message = f"the loss scale `{loss_scale}` is neither a number nor `dynamic`"
+                raise RecipeError(message) from None
+            return self.assembly.hyper("loss_scale", number)
+        for name, value in _SCALER.items():
+            self.assembly.hyper(f"scaler/{name}", value)
+        scale = np.asarray(_INITIAL_SCALE, np.float32)
+        tracker = np.asarray(0, np.int64)
+        state = self.assembly.state
+        state("scaler/growth_tracker", ir.Tensor(tracker), lambda op: op.Identity(tracker), role="scaler")
+        return state("scaler/scale", ir.Tensor(scale), lambda op: op.Identity(scale), role="scaler")
+
+    def _declare_masters(self, wanted: bool | None) -> dict[ir.Value, Expr]:
+        """Copies of low-precision parameters in float32, on which the optimizer works; by default where there are any."""
+        if wanted is False:
+            return {}
+        return {value: self._master(value) for value in self.parameters if value.dtype in _LOW_PRECISION}
+
+    def _master(self, value: ir.Value) -> Expr:
+        tensor = ir.LazyTensor(
+            lambda: ir.Tensor(value.const_value.numpy().astype(np.float32)),  # type: ignore[union-attr]
+            dtype=ir.DataType.FLOAT,
+            shape=value.shape,  # type: ignore[arg-type]
+            name=f"{value.name}/master",
+        )
+        initial = self.assembly.initial_value(value)
+        return self.assembly.state(
+            f"{value.name}/master",
+            tensor,
+            lambda op: op.Cast(initial, to=ir.DataType.FLOAT),
+            role="master",
+            param=value.name,
+            slot="master",
+        )
+
+    def _declare_slots(self, group: Group, value: ir.Value) -> dict[str, ir.Value]:
+        target = self._target(value)
+        found = {}
+        for slot in group.optimizer.slots(target):
+            state = self.assembly.state(
+                f"{value.name}/{slot.name}",
+                filled(slot.initial, slot.dtype, slot.shape),
+                lambda op, slot=slot: fill(op, slot.initial, slot.dtype, slot.shape),  # type: ignore[misc]
+                role="optimizer_state",
+                param=value.name,
+                slot=slot.name,
+                group=group.name,
+            )
+            found[slot.name] = state.value
+        return found
+
+    def _declare_ema(self, decay: float | None) -> Expr | None:
+        if decay is None:
+            return None
+        self._counter("ema/n_averaged")
+        for value in self.parameters:
+            target = self._target(value)
+            initial = self.assembly.initial_value(value)
+            self.assembly.state(
+                f"ema/{value.name}",
+                target.const_value,  # type: ignore[arg-type]
+                lambda op, initial=initial, dtype=target.dtype: op.Cast(initial, to=dtype),  # type: ignore[misc]
+                role="ema",
+                param=value.name,
+            )
+        return self.assembly.hyper("ema/decay", decay)
+
+    def _target(self, value: ir.Value) -> ir.Value:
+        """What the optimizer works on: the float32 copy of a parameter, or the parameter itself."""
+        return self._masters[value].value if value in self._masters else value
+
+    def _learning_rates(self, given: Any) -> dict[str, ir.Value]:
+        """The learning rate of each group at this update."""
+        op = self.assembly.op.scoped("schedule")
+        rates = {}
+        for group in self.groups:
+            base = self.assembly.hyper(f"{group.name}/lr", group.optimizer.values["lr"], group.name)
+            rates[group.name] = (base if given is None else self._scheduled(op, base, given)).value
+        if given is not None:
+            self.assembly.fact("lr_scheduler", [_schedule_fact(item) for item in _as_list(given)])
+        for i, (name, value) in enumerate(rates.items()):
+            self.assembly.metric("lr" if i == 0 else f"{name}/lr/now", op.Identity(value))
+        return rates
+
+    def _scheduled(self, op: Builder, base: Expr, given: Any) -> Expr:
+        items = [parse(item) for item in _as_list(given)]
+        parts = []
+        for i, item in enumerate(items):
+            place = "schedule" if len(items) == 1 else f"schedule/{i}"
+            until = item.options.get("until")
+            kind = schedule(item.name)
+            numbers, choices = kind.resolve(item.without("until").options)
+            exprs = {name: op(self.assembly.hyper(f"{place}/{name}", value).value) for name, value in numbers.items()}
+            if (until is None) != (i == len(items) - 1):
+                raise RecipeError("of schedules that follow one another, each but the last says `until` which step")
+            end = None if until is None else op(self.assembly.hyper(f"{place}/until", float(until)).value)
+            parts.append(Part(kind, exprs, choices, end))
+        return sequence(op, op(base.value), op(self._step.value), parts)
+
+    # ---- what a run computes -----------------------------------------------------------------------------------------
+
+    def scaled(self, loss: Expr) -> Expr:
+        """The value to differentiate."""
+        if self._scale is None:
+            return loss
+        return (loss * loss.op.CastLike(self._scale, loss)).named("scaled_loss")
+
+    def apply(self, gradients: Sequence[Expr]) -> None:
+        """Append the updates, given the gradient of what `scaled` returned for each parameter."""
+        op = self.assembly.op
+        if self._scale is not None:
+            gradients = [g / op.CastLike(self._scale, g) for g in gradients]
+        due: Expr | None = None
+        if self.accumulate > 1:
+            gradients, due = self._accumulated(op, gradients)
+        happens = due
+        if self.dynamic_scale:
+            finite = _all_finite(op, gradients)
+            self._rescale(op, finite, due)
+            happens = finite if due is None else op.And(due, finite)
+        for name, expr in self._perhaps(op, happens, gradients).items():
+            self.assembly.update(name, expr)
+
+    def _accumulated(self, op: Builder, gradients: Sequence[Expr]) -> tuple[list[Expr], Expr]:
+        """The mean gradient of the batches so far, and whether this batch completes an update."""
+        count = self._counter("micro_step")
+        every = self.assembly.hyper("accumulate", float(self.accumulate))
+        seen = count + 1
+        due = op.GreaterOrEqual(op.Cast(seen, to=ir.DataType.DOUBLE), every)
+        means = []
+        for value, g in zip(self.parameters, gradients, strict=True):
+            assert value.dtype is not None and value.shape is not None
+            dtype, shape = value.dtype, tuple(value.shape.numpy())
+            name = f"accum/{value.name}"
+            total = g + self.assembly.state(
+                name,
+                filled(0.0, dtype, shape),
+                lambda op, dtype=dtype, shape=shape: fill(op, 0.0, dtype, shape),  # type: ignore[misc]
+                role="accum",
+                param=value.name,
+            )
+            means.append(total / op.CastLike(every, g))
+            self.assembly.update(name, op.Where(due, 0.0, total))
+        self.assembly.update("micro_step", op.Where(due, 0, seen))
+        return means, due
+
+    def _rescale(self, op: Builder, finite: Expr, due: Expr | None) -> None:
+        """A scale that grows after many good updates and shrinks after an overflow, as torch.amp.GradScaler's does."""
+        assert self._scale is not None
+        number = {name: op(self.assembly.values[f"scaler/{name}"]) for name in _SCALER}
+        tracker = op(self.assembly.values["scaler/growth_tracker"])
+        good = tracker + 1
+        grows = op.GreaterOrEqual(op.Cast(good, to=ir.DataType.DOUBLE), number["growth_interval"])
+        bigger = self._scale * op.CastLike(number["growth_factor"], self._scale)
+        smaller = self._scale * op.CastLike(number["backoff_factor"], self._scale)
+        scale = op.Where(finite, op.Where(grows, bigger, self._scale), smaller)
+        count = op.Where(op.And(finite, op.Not(grows)), good, 0)
+        if due is not None:
+            scale, count = op.Where(due, scale, self._scale), op.Where(due, count, tracker)
+        self.assembly.update("scaler/scale", scale)
+        self.assembly.update("scaler/growth_tracker", count)
+
+    def _perhaps(self, op: Builder, happens: Expr | None, gradients: Sequence[Expr]) -> dict[str, Expr]:
+        """The new state, or the old one where an update does not happen."""
+        values = [g.value for g in gradients]
+        if happens is None:
+            return self._new_state(op, values, report=True)
+        names: list[str] = []
+
+        def update(inner: Builder) -> tuple[Expr, ...]:
+            new = self._new_state(inner, values, report=False)
+            names.extend(new)
+            return tuple(new.values())
+
+        then = op.subgraph(update, name="update")
+        keep = op.subgraph(lambda inner: tuple(inner(self.assembly.values[n]) for n in names), name="keep")
+        for graph in (then, keep):
+            for name, output in zip(names, graph.outputs, strict=True):
+                output.type, output.shape = self.assembly.values[name].type, self.assembly.values[name].shape
+        results = op.If(happens, outputs=len(names), then_branch=then, else_branch=keep)
+        return dict(zip(names, results if isinstance(results, tuple) else (results,), strict=True))
+
+    def _new_state(self, op: Builder, gradients: Sequence[ir.Value], report: bool) -> dict[str, Expr]:
+        t = op(self._step.value) + 1
+        new = {STEP: t}
+        clipped = self._clipped(op, [op(g) for g in gradients], report)
+        by_parameter = dict(zip(self.parameters, clipped, strict=True))
+        for group in self.groups:
+            rate = op(self._rates[group.name])
+            for value in group.parameters:
+                new |= self._updated(op, group, value, by_parameter[value], rate, t)
+        if self._ema is not None:
+            new |= self._averaged(op, new)
+        return new
+
+    def _clipped(self, op: Builder, gradients: list[Expr], report: bool) -> list[Expr]:
+        if self.clip is None:
+            return gradients
+        op = op.scoped("clip")
+        kind, limit = self.clip.name, op(self.assembly.hyper("clip/limit", self.clip.options["limit"]).value)
+        if kind == "value":
+            return clip_by_value(op, gradients, limit)
+        variant = self.clip.options.get("variant", "torch")
+        if kind == "tensor_norm":
+            return clip_by_norm(op, gradients, limit, variant)
+        clipped, norm = clip_by_global_norm(op, gradients, limit, variant)
+        if report:
+            self.assembly.metric("grad_norm", norm)
+        return clipped
+
+    def _updated(
+        self, op: Builder, group: Group, value: ir.Value, gradient: Expr, rate: Expr, t: Expr
+    ) -> dict[str, Expr]:
+        target, name = self._target(value), value.name or ""
+        op = op.scoped(name)
+        if target is not value:
+            gradient = op.Cast(gradient, to=target.dtype)
+        hyper = {
+            key: op(self.assembly.hyper(f"{group.name}/{key}", group.optimizer.values[key], group.name).value)
+            for key in group.optimizer.inputs(target)
+        }
+        slots = {slot: op(state) for slot, state in self._slots[value].items()}
+        x, after = group.optimizer.update(op, op(target), op(gradient.value), slots, lr=rate, t=t, hyper=hyper)
+        new = {f"{name}/{slot}": expr for slot, expr in after.items()}
+        if target is value:
+            return {name: x, **new}
+        return {name: op.Cast(x, to=value.dtype), f"{name}/master": x, **new}
+
+    def _averaged(self, op: Builder, new: Mapping[str, Expr]) -> dict[str, Expr]:
+        assert self._ema is not None
+        decay = op(self._ema.value)
+        averages = {"ema/n_averaged": op(self.assembly.values["ema/n_averaged"]) + 1}
+        for value in self.parameters:
+            current = new.get(f"{value.name}/master", new[value.name or ""])
+            old = op(self.assembly.values[f"ema/{value.name}"])
+            kept = op.CastLike(decay, old)
+            averages[f"ema/{value.name}"] = old * kept + current * (1 - kept)
+        return averages
+
+
+def _all_finite(op: Builder, gradients: Sequence[Expr]) -> Expr:
+    """Whether no gradient holds an infinity or a NaN: times zero, either becomes a NaN, which is not equal to zero."""
+    zeros = [op.ReduceSum(op.Cast(g, to=ir.DataType.FLOAT) * 0.0, keepdims=0) for g in gradients]
+    total = zeros[0] if len(zeros) == 1 else op.Sum(*zeros)
+    return op.Equal(total, np.float32(0))
+
+
+def _parse_clip(given: Any) -> Spec | None:
+    """`1.0`, `norm:1`, `value:0.5`, `tensor_norm:1,variant=optax` or `{"norm": 1}`."""
+    if given is None:
+        return None
+    if isinstance(given, int | float):
+        given = {"norm": given}
+    if isinstance(given, Mapping):
+        options = dict(given)
+        kind = next((name for name in _CLIPS if name in options), "")
+        limit: Any = options.pop(kind, None)
+    else:
+        kind, _, rest = str(given).partition(":")
+        limit, _, rest = rest.partition(",")
+        options = parse_options(rest, str(given))
+    if kind not in _CLIPS:
+        raise RecipeError(
+            f"gradients cannot be clipped by `{given}`", hint="write `norm:1`, `tensor_norm:1` or `value:0.5`"
+        )
+    try:
+        limit = float(limit)
+    except (TypeError, ValueError):
+        raise RecipeError(f"`{given}` does not say by how much to clip", hint=f"write `{kind}:1`") from None
+    if not limit > 0:
+        raise RecipeError(f"gradients cannot be clipped to {limit:g}", hint="the limit must be positive")
+    return Spec(kind, {"limit": limit, **options})
+
+
+def _as_list(given: Any) -> list[Any]:
+    return list(given) if isinstance(given, Sequence) and not isinstance(given, str) else [given]
+
+
+def _schedule_fact(item: Any) -> dict[str, Any]:
+    spec = parse(item)
+    return {"name": spec.name, **spec.options}

@@ -1,0 +1,44 @@
+"""Replacing calls of model-local functions by their bodies, in the inference graph and in training."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
+
+import onnx_ir as ir
+from onnx_ir.passes.common import InlinePass
+
+from onward.errors import InvalidModelError
+from onward.model import Model, Source, read
+from onward.model.core import values
+from onward.transform.training import drop_unused_definitions
+
+
+def inline(source: Source, names: Iterable[str] = ("*",)) -> Model:
+    """A copy in which calls of the functions that match `names` (as `domain.Name`) are replaced by their bodies."""
+    model = read(source).copy()
+    patterns = list(names)
+
+    def wanted(function: ir.Function) -> bool:
+        return any(fnmatchcase(f"{function.domain}.{function.name}", pattern) for pattern in patterns)
+
+    graphs = [model.graph, *(graph for step in model.steps for graph in (step.algorithm, step.initialization) if graph)]
+    functions = list(model.functions.values())
+    names_in_use = model.names()
+    for graph in graphs:
+        before = set(values(graph))
+        graph.opset_imports.update(model.ir.opset_imports)
+        holder = ir.Model(graph, ir_version=model.ir.ir_version or 10, functions=[f.clone() for f in functions])
+        try:
+            InlinePass(criteria=wanted)(holder)
+        except (ir.passes.PassError, ValueError) as error:
+            cause = error.__cause__ or error
+            raise InvalidModelError(f"the functions cannot be inlined: {cause}") from error
+        for value in values(graph):  # fresh in their own graph so far; the combined graph needs them fresh in both
+            if value not in before and not value.is_graph_output():
+                value.name = names_in_use.fresh(value.name or "value")
+    for function in functions:
+        if wanted(function):
+            model.functions.pop(function.identifier(), None)
+    drop_unused_definitions(model)
+    return model

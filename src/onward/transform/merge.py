@@ -1,0 +1,126 @@
+"""Joining two models into one, with the training of both."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import onnx_ir as ir
+
+from onward.errors import InvalidModelError, UnknownNameError, near
+from onward.model import Model, Source, read
+from onward.model.core import values
+from onward.transform.names import add_prefix, replace_names
+from onward.transform.opset import convert_opset
+
+
+def merge(
+    first: Source,
+    second: Source,
+    connect: Mapping[str, str] | None = None,
+    *,
+    prefix: str = "",
+) -> Model:
+    """One model that runs `first` and then `second`, with the training steps of both.
+
+    `connect` maps outputs of `first` to inputs of `second`; without it, they are joined in order where that is the only
+    way. `prefix` goes before all names of `second`, for when the two share some. Outputs of `first` that are not
+    connected stay outputs.
+    """
+    first, second = read(first), read(second)
+    opset = max(first.opset, second.opset)
+    first, second = convert_opset(first, opset).copy(), convert_opset(second, opset).copy()
+    if prefix:
+        second = add_prefix(second, prefix)
+        connect = connect and {output: prefix + name for output, name in connect.items()}
+    joins = _joins(first, second, connect)
+    _check_names(first, second, {name for _, name in joins.items()})
+    for output, name in joins.items():
+        source = next(value for value in first.graph.outputs if value.name == output)
+        target = next(value for value in second.graph.inputs if value.name == name)
+        _check_types(source, target)
+        target.replace_all_uses_with(source, replace_graph_outputs=True)
+        second.graph.inputs.remove(target)
+        for step in second.steps:
+            replace_names(step, {name: output})
+    _move(first, second, set(joins))
+    _check_functions(first, second)
+    first.functions.update(second.functions)
+    first.ir.ir_version = max(first.ir.ir_version or 0, second.ir.ir_version or 0)
+    for domain, version in second.ir.opset_imports.items():
+        if first.ir.opset_imports.setdefault(domain, version) != version:
+            raise InvalidModelError(f"the models import different versions of the operator set `{domain}`")
+    for key, value in second.metadata.items():
+        if first.metadata.setdefault(key, value) != value:
+            first.metadata[f"{second.graph.name or 'second'}.{key}"] = value
+    first.steps += second.steps
+    first.path = None
+    return first
+
+
+def _joins(first: Model, second: Model, connect: Mapping[str, str] | None) -> dict[str, str]:
+    outputs = [value.name or "" for value in first.outputs]
+    inputs = [value.name or "" for value in second.inputs]
+    if connect is None:
+        if len(outputs) != len(inputs):
+            raise InvalidModelError(
+                f"it is not clear how to connect {len(outputs)} outputs ({', '.join(outputs)}) to {len(inputs)} inputs "
+                f"({', '.join(inputs)})",
+                hint="say which output goes to which input",
+            )
+        return dict(zip(outputs, inputs, strict=True))
+    for name, known, what in (
+        *((n, outputs, "output of the first model") for n in connect),
+        *((n, inputs, "input of the second model") for n in connect.values()),
+    ):
+        if name not in known:
+            raise UnknownNameError(f"`{name}` is no {what}", hint=near(name, known) or f"there are {', '.join(known)}")
+    return dict(connect)
+
+
+def _check_names(first: Model, second: Model, connected: set[str]) -> None:
+    names = [
+        {value.name for graph in (model.graph, *(step.algorithm for step in model.steps)) for value in values(graph)}
+        for model in (first, second)
+    ]
+    shared = sorted(name for name in names[0] & (names[1] - connected) if name)
+    if shared:
+        listed = ", ".join(f"`{name}`" for name in shared[:5]) + (", ..." if len(shared) > 5 else "")
+        raise InvalidModelError(
+            f"both models have values named {listed}", hint="give the second one a prefix (`prefix=`, `--prefix`)"
+        )
+
+
+def _check_types(source: ir.Value, target: ir.Value) -> None:
+    if source.dtype is not None and target.dtype is not None and source.dtype != target.dtype:
+        raise InvalidModelError(
+            f"output `{source.name}` is {source.dtype.name.lower()}, but input `{target.name}` is "
+            f"{target.dtype.name.lower()}"
+        )
+
+
+def _move(first: Model, second: Model, connected: set[str]) -> None:
+    """Move inputs, weights and nodes of `second` into the graph of `first`."""
+    graph, other = first.graph, second.graph
+    kept = [value for value in graph.outputs if value.name not in connected]
+    outputs, inputs = list(other.outputs), list(other.inputs)
+    initializers, nodes = list(other.initializers.values()), list(other)
+    other.outputs.clear()
+    other.inputs.clear()
+    other.initializers.clear()
+    other.remove(nodes)
+    graph.inputs.extend(inputs)
+    for value in initializers:
+        graph.register_initializer(value)
+    graph.extend(nodes)
+    graph.outputs.clear()
+    graph.outputs.extend([*kept, *outputs])
+
+
+def _check_functions(first: Model, second: Model) -> None:
+    for identifier in first.functions.keys() & second.functions.keys():
+        ours, theirs = first.functions[identifier], second.functions[identifier]
+        if ir.to_proto(ours) != ir.to_proto(theirs):
+            raise InvalidModelError(
+                f"both models define the function `{identifier[0]}.{identifier[1]}`, in different ways",
+                hint="inline the functions of one of them first (`onward inline`)",
+            )

@@ -1,0 +1,95 @@
+"""Renaming values of a training model, everywhere that a name stands: graphs, Gradients, bindings, recorded facts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import onnx_ir as ir
+
+from onward.errors import InvalidModelError, UnknownNameError, near
+from onward.model import Model, Source, read
+from onward.model.core import Step, values
+from onward.model.state import PARAMETER_KEY, tagged
+
+
+def rename(source: Source, names: Mapping[str, str]) -> Model:
+    """A copy in which values have new names. The optimizer state of a renamed parameter is renamed along with it."""
+    model = read(source).copy()
+    known = {value.name: value for graph in _scopes(model) for value in values(graph) if value.name}
+    missing = [name for name in names if name not in known]
+    if missing:
+        listed = ", ".join(f"`{name}`" for name in missing)
+        raise UnknownNameError(f"there is no value {listed}", hint=near(missing[0], [n for n in known if n]))
+    wanted = dict(names)
+    for value in model.initializers():
+        owner = value.const_value.metadata_props.get(PARAMETER_KEY) if value.const_value is not None else None
+        if owner in names and value.name and value.name not in names:
+            wanted[value.name] = value.name.replace(owner, names[owner])
+    clashes = sorted({new for old, new in wanted.items() if new in known and new not in wanted})
+    doubled = sorted({new for new in wanted.values() if list(wanted.values()).count(new) > 1})
+    if clashes or doubled:
+        name = (clashes or doubled)[0]
+        raise InvalidModelError(f"`{name}` is already the name of another value", hint="choose another")
+    _apply(model, wanted)
+    return model
+
+
+def add_prefix(source: Source, prefix: str) -> Model:
+    """A copy in which every value and node, nested ones included, has `prefix` before its name."""
+    model = read(source).copy()
+    wanted = {v.name: prefix + v.name for graph in _scopes(model, nested=True) for v in values(graph) if v.name}
+    _apply(model, wanted)
+    for graph in _scopes(model, nested=True):
+        for node in graph:
+            node.name = prefix + node.name if node.name else node.name
+    return model
+
+
+def replace_names(step: Step, names: Mapping[str, str]) -> None:
+    """Change names where a step holds them as text: in Gradients, bindings and facts."""
+
+    def new(name: str) -> str:
+        return names.get(name, name)
+
+    for node in step.gradients():
+        for key in ("xs", "zs"):
+            if key in node.attributes:
+                node.attributes[key] = ir.AttrStrings(key, [new(x) for x in node.attributes[key].as_strings()])
+        if "y" in node.attributes:
+            node.attributes["y"] = ir.AttrString("y", new(node.attributes["y"].as_string()))
+    step.update = {new(key): new(value) for key, value in step.update.items()}
+    step.reset = {new(key): value for key, value in step.reset.items()}
+    for key in [key for key in step.metadata if key.startswith("train.")]:
+        if (fact := step.fact(key)) is not None:
+            step.metadata[key] = json.dumps(_renamed(fact, names))
+
+
+def _apply(model: Model, wanted: Mapping[str, str]) -> None:
+    affected = [v for g in _scopes(model, nested=True) for v in values(g) if v.name in wanted]
+    targets = [wanted[value.name] for value in affected if value.name]
+    for i, value in enumerate(affected):  # by way of names that nobody has, so that two values can swap theirs
+        value.name = f"onward:renaming:{i}"
+    for value, name in zip(affected, targets, strict=True):
+        value.name = name
+        if (tensor := value.const_value) is not None and (owner := tensor.metadata_props.get(PARAMETER_KEY)) in wanted:
+            value.const_value = tagged(tensor, param=wanted[owner])
+    for step in model.steps:
+        replace_names(step, wanted)
+
+
+def _renamed(fact: Any, names: Mapping[str, str]) -> Any:
+    """A JSON fact with every string that is an old name replaced, as a value and as a key."""
+    if isinstance(fact, str):
+        return names.get(fact, fact)
+    if isinstance(fact, list):
+        return [_renamed(item, names) for item in fact]
+    if isinstance(fact, dict):
+        return {names.get(key, key): _renamed(item, names) for key, item in fact.items()}
+    return fact
+
+
+def _scopes(model: Model, nested: bool = False) -> list[ir.Graph]:
+    graphs = [model.graph, *(step.algorithm for step in model.steps)]
+    return [g for graph in graphs for g in (graph, *(graph.subgraphs() if nested else ()))]

@@ -1,0 +1,174 @@
+"""Convert a model to another version of the standard operator set, training included."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import onnx
+from onnx import GraphProto, ModelProto, TensorProto, ValueInfoProto, version_converter
+
+from onward.build import Names
+from onward.errors import UnsupportedError
+from onward.model import Model, Source, read
+from onward.model.core import all_names
+from onward.model.serde import from_proto, to_proto, with_data, without_data
+
+_STANDARD = ("", "ai.onnx")
+_INITIALIZERS_APART = 4
+"""From this IR version on an initializer need not be an input as well, which the converter relies on."""
+
+
+def convert_opset(source: Source, version: int) -> Model:
+    """The same model in operator set `version`: inference graph, algorithms, initializations and functions.
+
+    The conversion itself is `onnx.version_converter`'s, which knows nothing of training and functions, so each graph is
+    handed to it on its own, without the weights.
+    """
+    model = read(source)
+    if model.opset == version:
+        return model
+    with without_data(model) as tensors:
+        proto = to_proto(model)
+    names = Names(name for step in model.steps for name in all_names(step.algorithm))
+    names.take(all_names(model.graph))
+    opsets = list(proto.opset_import)
+    types = _value_types(proto) if proto.training_info else {}
+    _convert_graph(proto.graph, opsets, version, names)
+    for info in proto.training_info:
+        captured = [types.get(name) or ValueInfoProto(name=name) for name in _captured(info.algorithm)]
+        _convert_graph(info.algorithm, opsets, version, names, captured)
+        if info.HasField("initialization"):
+            _convert_graph(info.initialization, opsets, version, names)
+    for function in proto.functions:
+        _convert_function(function, version)
+    for opset in proto.opset_import:
+        if opset.domain in _STANDARD:
+            opset.version = version
+    proto.ir_version = max(proto.ir_version, _INITIALIZERS_APART)
+    converted = with_data(from_proto(proto), tensors)
+    converted.path = model.path
+    return converted
+
+
+def _convert_graph(
+    graph: GraphProto,
+    opsets: Iterable[onnx.OperatorSetIdProto],
+    version: int,
+    names: Names,
+    captured: Iterable[ValueInfoProto] = (),
+) -> None:
+    """Convert one graph in place. What it reads from around it is declared as inputs for the time being."""
+    before = GraphProto()
+    before.CopyFrom(graph)
+    elsewhere = [t for t in graph.initializer if t.data_location == TensorProto.EXTERNAL]
+    declared = {value.name for value in graph.input}
+    shell = ModelProto(ir_version=10, graph=graph, opset_import=opsets)
+    for tensor in elsewhere:
+        shell.graph.initializer.remove(tensor)
+        if tensor.name not in declared:
+            shell.graph.input.append(onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims))
+    shell.graph.input.extend(captured)
+    result = _convert(shell, version)
+    _name_afresh(result, before, names)
+    del graph.node[:]
+    graph.node.extend(result.node)
+    _restore_notes(graph, before)
+    known = {tensor.name for tensor in graph.initializer}
+    graph.initializer.extend(tensor for tensor in result.initializer if tensor.name not in known)
+
+
+def _convert(shell: ModelProto, version: int) -> GraphProto:
+    try:
+        return version_converter.convert_version(shell, version).graph
+    except Exception as error:  # the converter raises whatever its C++ assertions become
+        reason = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
+        reason = reason.rpartition("failed: ")[2]
+        raise UnsupportedError(
+            f"onnx cannot convert the model to operator set {version}: {reason}",
+            hint="export it again at a newer operator set, or convert it in smaller steps to see which operator it is",
+        ) from error
+
+
+def _name_afresh(result: GraphProto, before: GraphProto, names: Names) -> None:
+    """The converter names what it adds `_v_4`, in each graph anew; the combined graph needs them to differ."""
+    old = {name for node in before.node for name in node.output} | {t.name for t in before.initializer}
+    added = {name for node in result.node for name in node.output} | {t.name for t in result.initializer}
+    fresh = {name: names.fresh(name.strip("_")) for name in sorted(added - old - {""})}
+    if not fresh:
+        return
+    for graph in _with_subgraphs(result):
+        for node in graph.node:
+            node.input[:] = [fresh.get(name, name) for name in node.input]
+            node.output[:] = [fresh.get(name, name) for name in node.output]
+    for tensor in result.initializer:
+        tensor.name = fresh.get(tensor.name, tensor.name)
+
+
+def _restore_notes(graph: GraphProto, before: GraphProto) -> None:
+    """Give nodes back what the converter drops: names, notes, metadata, and references to a function's attributes."""
+    notes = {tuple(node.output): node for node in before.node}
+    for node in graph.node:
+        original = notes.get(tuple(node.output))
+        if original is None or original.op_type != node.op_type:
+            continue
+        node.name, node.doc_string = original.name, original.doc_string
+        del node.metadata_props[:]
+        node.metadata_props.extend(original.metadata_props)
+        references = {attribute.name: attribute for attribute in original.attribute if attribute.ref_attr_name}
+        for attribute in node.attribute:
+            if attribute.name in references:
+                attribute.CopyFrom(references[attribute.name])
+
+
+def _convert_function(function: onnx.FunctionProto, version: int) -> None:
+    if not any(opset.domain in _STANDARD for opset in function.opset_import):
+        return
+    graph = GraphProto(name=function.name, node=function.node)
+    graph.input.extend(ValueInfoProto(name=name) for name in function.input)
+    graph.output.extend(ValueInfoProto(name=name) for name in function.output)
+    inner = Names(_names_in(graph))
+    _convert_graph(graph, function.opset_import, version, inner)
+    if graph.initializer:
+        raise UnsupportedError(
+            f"onnx cannot convert the function `{function.domain}.{function.name}` to operator set {version}",
+            hint="inline functions first (`onward inline`)",
+        )
+    del function.node[:]
+    function.node.extend(graph.node)
+    for opset in function.opset_import:
+        if opset.domain in _STANDARD:
+            opset.version = version
+
+
+def _value_types(proto: ModelProto) -> dict[str, ValueInfoProto]:
+    """The types of the inference graph's values, for the algorithms that read them."""
+    inference = ModelProto(ir_version=proto.ir_version, opset_import=proto.opset_import, functions=proto.functions)
+    inference.graph.CopyFrom(proto.graph)
+    graph = onnx.shape_inference.infer_shapes(inference, data_prop=True).graph
+    types = {value.name: value for value in (*graph.value_info, *graph.output, *graph.input)}
+    for tensor in graph.initializer:
+        types[tensor.name] = onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims)
+    return types
+
+
+def _captured(graph: GraphProto) -> list[str]:
+    """The names that a graph reads without defining them."""
+    defined = set(_names_in(graph))
+    read = (name for inner in _with_subgraphs(graph) for node in inner.node for name in node.input)
+    return [name for name in dict.fromkeys(read) if name and name not in defined]
+
+
+def _names_in(graph: GraphProto) -> Iterator[str]:
+    for inner in _with_subgraphs(graph):
+        yield from (value.name for value in inner.input)
+        yield from (tensor.name for tensor in inner.initializer)
+        yield from (sparse.values.name for sparse in inner.sparse_initializer)
+        yield from (name for node in inner.node for name in node.output)
+
+
+def _with_subgraphs(graph: GraphProto) -> Iterator[GraphProto]:
+    yield graph
+    for node in graph.node:
+        for attribute in node.attribute:
+            for inner in (*([attribute.g] if attribute.HasField("g") else []), *attribute.graphs):
+                yield from _with_subgraphs(inner)

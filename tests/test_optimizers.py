@@ -1,0 +1,592 @@
+"""Every optimizer against the framework that defines it: twenty updates in float64, on two runtimes, slots included.
+
+Keras runs in a process of its own, since its backend is fixed once imported: `python test_optimizers.py keras RESULTS`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime
+import pytest
+from conftest import needs, onnx_node_tests
+from onnx.reference import ReferenceEvaluator
+
+from onward.build import DOMAIN, Builder, Expr, Names
+from onward.errors import InvalidModelError, RecipeError, UnknownNameError
+from onward.lower.optimizers import LOWERINGS
+from onward.recipe.clip import clip_by_global_norm, clip_by_norm, clip_by_value
+from onward.recipe.configured import PREVIEW_TRAINING, ConfiguredOptimizer
+from onward.recipe.optimizers import OPTIMIZERS, optimizer
+
+Arrays = dict[str, np.ndarray]
+Trajectory = list[Arrays]
+"""After each update: the parameters `p0`, `p1`, ... and their slots `p0/exp_avg`, ..."""
+
+STEPS = 20
+SHAPES: list[tuple[int, ...]] = [(), (7,), (5, 3), (3, 6), (2, 3, 4, 2)]
+MATRICES = [(5, 3), (3, 6), (4, 4)]
+LR = [0.1 * (1 + 0.5 * np.sin(t)) for t in range(STEPS)]
+OPSETS = (18, 21, 23, 26)  # what stock ONNX Runtime loads, from the first with axes as inputs to the last
+
+
+class Data(NamedTuple):
+    """Where training starts, and the gradients of every step: each element keeps to a size between 1e-9 and 1."""
+
+    start: list[np.ndarray]
+    gradients: list[list[np.ndarray]]
+
+
+@functools.cache
+def data(matrices: bool = False) -> Data:
+    random = np.random.default_rng(0)
+    start, sizes = [], []
+    for shape in MATRICES if matrices else SHAPES:
+        start.append(random.normal(size=shape))
+        sizes.append(10 ** random.permutation(np.linspace(-9, 0, int(np.prod(shape)))).reshape(shape))
+    return Data(start, [[np.asarray(size * random.normal(size=size.shape)) for size in sizes] for _ in range(STEPS)])
+
+
+def difference(ours: Trajectory, theirs: Trajectory, only: str = "") -> float:
+    """The largest difference of any element after any update, relative to the largest value that element has had."""
+    largest, worst = {name: np.zeros(()) for name in theirs[0]}, 0.0
+    for mine, other in zip(ours, theirs, strict=True):
+        assert mine.keys() == other.keys()
+        for name, value in other.items():
+            assert mine[name].shape == value.shape, name
+            largest[name] = np.maximum(largest[name], np.abs(value))
+            error = np.abs(mine[name] - value) / np.where(largest[name] > 0, largest[name], 1)
+            assert np.isfinite(error).all(), name
+            if only in name:
+                worst = max(worst, float(error.max()))
+    return worst
+
+
+# ---- running ours ----------------------------------------------------------------------------------------------------
+
+
+def builder(opset: int = 18) -> Builder:
+    return Builder(ir.Graph([], [], nodes=[], opset_imports={"": opset}, name="step"), opset=opset)
+
+
+def add_input(op: Builder, name: str, dtype: ir.DataType, shape: tuple[int | str, ...]) -> Expr:
+    value = ir.Value(name=op.names.fresh(name), type=ir.TensorType(dtype), shape=ir.Shape(shape))
+    op.graph.inputs.append(value)
+    return op(value)
+
+
+def add_number(op: Builder, name: str, number: float) -> Expr:
+    value = ir.Value(name=op.names.fresh(name), const_value=ir.tensor(np.float64(number), name=name))
+    value.type, value.shape = ir.TensorType(ir.DataType.DOUBLE), ir.Shape(())
+    op.graph.register_initializer(value)
+    return op(value)
+
+
+def add_output(op: Builder, expr: Expr, name: str) -> None:
+    op.graph.outputs.append(expr.named(name).value)
+
+
+def to_proto(op: Builder) -> onnx.ModelProto:
+    model = ir.to_proto(ir.Model(op.graph, ir_version=10, functions=list(op.functions.values())))
+    onnx.checker.check_model(model, full_check=True)
+    return model
+
+
+def step_model(
+    configured: ConfiguredOptimizer, shapes: list[tuple[int, ...]], dtype: ir.DataType, opset: int = 18
+) -> onnx.ModelProto:
+    """(lr, t, parameters, gradients, slots) -> (new parameters, new slots); the gradients' shapes are left open."""
+    op = builder(opset)
+    lr = add_input(op, "lr", ir.DataType.DOUBLE, ())
+    t = add_input(op, "t", ir.DataType.INT64, ())
+    hyper = {name: add_number(op, name, value) for name, value in configured.values.items() if name != "lr"}
+    for i, shape in enumerate(shapes):
+        x = add_input(op, f"p{i}", dtype, shape)
+        g = add_input(op, f"g{i}", dtype, tuple(f"g{i}_{axis}" for axis in range(len(shape))))
+        slots = {s.name: add_input(op, f"p{i}/{s.name}", s.dtype, s.shape) for s in configured.slots(x.value)}
+        x, slots = configured.update(op, x, g, slots, lr=lr, t=t, hyper=hyper)
+        add_output(op, x, f"new/p{i}")
+        for name, slot in slots.items():
+            add_output(op, slot, f"new/p{i}/{name}")
+    return to_proto(op)
+
+
+def on_onnxruntime(model: onnx.ModelProto) -> Callable[[Arrays], Arrays]:
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 1
+    session = onnxruntime.InferenceSession(lowered(model).SerializeToString(), options)
+    names = [output.name for output in session.get_outputs()]
+    return lambda feeds: {name: np.asarray(a) for name, a in zip(names, session.run(None, feeds), strict=True)}
+
+
+def on_reference(model: onnx.ModelProto) -> Callable[[Arrays], Arrays]:
+    session = ReferenceEvaluator(model)
+    return lambda feeds: {
+        name: np.asarray(a) for name, a in zip(session.output_names, session.run(None, feeds), strict=True)
+    }
+
+
+ENGINES = {"onnxruntime": on_onnxruntime, "reference": on_reference}
+
+
+def run(
+    configured: ConfiguredOptimizer,
+    data: Data,
+    *,
+    engine: str = "onnxruntime",
+    dtype: ir.DataType = ir.DataType.DOUBLE,
+    opset: int = 18,
+) -> Trajectory:
+    """Train as `data` says."""
+    model = step_model(configured, [x.shape for x in data.start], dtype, opset)
+    step = ENGINES[engine](model)
+    state = {f"p{i}": x.astype(dtype.numpy()) for i, x in enumerate(data.start)}
+    for i, x in enumerate(data.start):
+        for slot in configured.slots(ir.Value(name="p", type=ir.TensorType(dtype), shape=ir.Shape(x.shape))):
+            state[f"p{i}/{slot.name}"] = np.full(slot.shape, slot.initial, slot.dtype.numpy())
+    after = []
+    for t, gradients in enumerate(data.gradients):
+        feeds = {f"g{i}": g.astype(dtype.numpy()) for i, g in enumerate(gradients)}
+        feeds |= {"lr": np.array(LR[t]), "t": np.array(t + 1)}
+        new = step({**state, **feeds})
+        assert all(new[f"new/{name}"].dtype == old.dtype for name, old in state.items())
+        state = {name: new[f"new/{name}"] for name in state}
+        after.append(state)
+    return after
+
+
+# ---- the standard's operators in plain ones --------------------------------------------------------------------------
+
+
+def lowered(model: onnx.ModelProto) -> onnx.ModelProto:
+    """The same model with every optimizer of the standard replaced by what LOWERINGS makes of it."""
+    if all(node.domain != PREVIEW_TRAINING for node in model.graph.node):
+        return model
+    loaded = ir.from_proto(model)
+    graph = loaded.graph
+    opset = graph.opset_imports.setdefault("", 18)
+    nodes, op = list(graph), Builder(graph, opset=opset, names=Names(_names(graph)))
+    for node in nodes:
+        graph.remove(node)
+    for node in nodes:
+        lowering = LOWERINGS.get((node.domain, node.op_type))
+        if lowering is None:
+            graph.append(node)
+            continue
+        inputs = [value and op(value) for value in node.inputs]
+        results = lowering(op, inputs, attributes_of(node), len(node.outputs))
+        for old, new in zip(node.outputs, results, strict=True):
+            new.value.name = old.name
+            ir.convenience.replace_all_uses_with(old, new.like(old).value, replace_graph_outputs=True)
+    del graph.opset_imports[PREVIEW_TRAINING]
+    proto = ir.to_proto(loaded)
+    proto.ir_version = 10
+    onnx.checker.check_model(proto, full_check=True)
+    return proto
+
+
+def _names(graph: ir.Graph) -> Iterator[str]:
+    yield from (value.name or "" for value in graph.inputs)
+    yield from graph.initializers
+    yield from (output.name or "" for node in graph for output in node.outputs)
+
+
+def attributes_of(node: ir.Node) -> dict[str, Any]:
+    schema = onnx.defs.get_schema(node.op_type, 1, node.domain)
+    defaults = {
+        name: onnx.helper.get_attribute_value(attribute.default_value)
+        for name, attribute in schema.attributes.items()
+        if not attribute.required
+    }
+    return {**defaults, **{name: attribute.value for name, attribute in node.attributes.items()}}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "test_adagrad",
+        "test_adagrad_multiple",
+        "test_adam",
+        "test_adam_multiple",
+        "test_momentum",
+        "test_momentum_multiple",
+        "test_nesterov_momentum",
+    ],
+)
+def test_node_test(name: str, engine: str) -> None:
+    """The standard's own tests: of its operators in the reference evaluator, of our lowering in ONNX Runtime."""
+    case = onnx_node_tests()[name]
+    model = case.proto()
+    assert (lowered(model) is model) is False
+    for inputs, expected in case.data:
+        feeds = {value.name: array for value, array in zip(model.graph.input, inputs, strict=True)}
+        for actual, wanted in zip(ENGINES[engine](model)(feeds).values(), expected, strict=True):
+            np.testing.assert_allclose(actual, wanted, rtol=case.rtol, atol=case.atol)
+
+
+@pytest.mark.parametrize("t", [0, 1, 5])
+@pytest.mark.parametrize(
+    ("op_type", "attributes"),
+    [
+        ("Momentum", {"alpha": 0.9, "beta": 0.7, "norm_coefficient": 0.01, "mode": "standard"}),
+        ("Momentum", {"alpha": 0.9, "beta": 0.7, "norm_coefficient": 0.0, "mode": "nesterov"}),
+        ("Adagrad", {"decay_factor": 0.1, "norm_coefficient": 0.01}),
+        ("Adam", {"norm_coefficient": 0.01, "norm_coefficient_post": 0.25}),  # the reference has 1 - post in float32
+    ],
+    ids=lambda value: "" if isinstance(value, dict) else None,
+)
+def test_lowering_of_every_attribute(op_type: str, attributes: dict[str, Any], t: int) -> None:
+    """All attributes, T = 0, R of another type than X, two tensors at once; against the reference, in float64."""
+    states = 2 if op_type == "Adam" else 1
+    op, random = builder(), np.random.default_rng(1)
+    feeds = {"r": np.array(0.1, np.float64), "t": np.array(t)}
+    inputs = [add_input(op, "r", ir.DataType.DOUBLE, ()), add_input(op, "t", ir.DataType.INT64, ())]
+    for i in range(2 + states):
+        feeds[f"i{i}"] = np.abs(random.normal(size=(3, 2)))
+        inputs.append(add_input(op, f"i{i}", ir.DataType.DOUBLE, (3, 2)))
+    op.graph.opset_imports[PREVIEW_TRAINING] = 1
+    results = op.node(PREVIEW_TRAINING, op_type, *inputs, outputs=1 + states, **attributes)
+    for i, result in enumerate(results):
+        add_output(op, result.like(inputs[2].value), f"o{i}")
+    model = to_proto(op)
+    ours, theirs = on_onnxruntime(model)(feeds), on_reference(model)(feeds)
+    assert difference([ours], [theirs]) < 1e-14
+
+
+def test_lowering_refuses_what_is_not_an_optimizer_call() -> None:
+    op = builder()
+    inputs = [add_input(op, f"i{i}", ir.DataType.FLOAT, ()) for i in range(6)]
+    defaults = {"alpha": 0.9, "beta": 1.0, "norm_coefficient": 0.0}
+    lower = LOWERINGS[PREVIEW_TRAINING, "Momentum"]
+    with pytest.raises(InvalidModelError, match="4 inputs after R and T"):
+        lower(op, inputs, {**defaults, "mode": "standard"}, 2)
+    with pytest.raises(InvalidModelError, match="no mode `heavy`"):
+        lower(op, inputs[:5], {**defaults, "mode": "heavy"}, 2)
+
+
+# ---- against PyTorch -------------------------------------------------------------------------------------------------
+
+BETAS = {"beta1": 0.85, "beta2": 0.99, "eps": 1e-3}  # an eps that matters beside gradients of this size
+
+TORCH: list[tuple[str, str, dict[str, Any]]] = [
+    ("sgd", "SGD", {}),
+    ("sgd", "SGD", {"weight_decay": 0.1, "maximize": True}),
+    ("sgd", "SGD", {"momentum": 0.9}),
+    ("sgd", "SGD", {"momentum": 0.9, "dampening": 0.3, "weight_decay": 0.1}),
+    ("momentum", "SGD", {"momentum": 0.5, "weight_decay": 0.25}),  # a standard operator: all numbers are float32
+    ("nesterov", "SGD", {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
+    ("adagrad", "Adagrad", {"lr_decay": 0.1, "weight_decay": 0.1, "initial_accumulator_value": 0.01, "eps": 1e-6}),
+    ("adagrad", "Adagrad", {}),
+    ("adam", "Adam", BETAS),
+    ("adam", "Adam", {"weight_decay": 0.1}),
+    ("adam", "Adam", {**BETAS, "weight_decay": 0.1, "decoupled_weight_decay": True}),
+    ("adamw", "AdamW", {}),
+    ("adamw", "AdamW", {**BETAS, "weight_decay": 0.1, "amsgrad": True}),
+    ("amsgrad", "Adam", {**BETAS, "amsgrad": True}),
+    ("amsgrad", "Adam", {"weight_decay": 0.1, "amsgrad": True}),
+    ("adamax", "Adamax", BETAS),
+    ("adamax", "Adamax", {"weight_decay": 0.1}),
+    ("nadam", "NAdam", BETAS),
+    ("nadam", "NAdam", {"weight_decay": 0.1, "momentum_decay": 0.1}),
+    ("nadam", "NAdam", {"weight_decay": 0.1, "decoupled_weight_decay": True}),
+    ("radam", "RAdam", BETAS),  # becomes adaptive within the twenty steps
+    ("radam", "RAdam", {"weight_decay": 0.1, "decoupled_weight_decay": True}),
+    ("rmsprop", "RMSprop", {}),
+    ("rmsprop", "RMSprop", {"alpha": 0.9, "eps": 1e-3, "momentum": 0.8, "weight_decay": 0.1}),
+    ("rmsprop", "RMSprop", {"alpha": 0.9, "centered": True}),
+    ("rmsprop", "RMSprop", {"alpha": 0.9, "eps": 1e-3, "centered": True, "momentum": 0.8}),
+    ("adadelta", "Adadelta", {}),
+    ("adadelta", "Adadelta", {"rho": 0.8, "eps": 1e-3, "weight_decay": 0.1}),
+    ("adafactor", "Adafactor", {"eps1": 2.0**-52}),
+    ("adafactor", "Adafactor", {"eps1": 1e-6, "eps2": 0.5, "d": 2.0, "beta2_decay": -0.5, "weight_decay": 0.1}),
+    ("muon", "Muon", {}),
+    ("muon", "Muon", {"nesterov": False, "adjust_lr_fn": "match_rms_adamw", "ns_steps": 3, "momentum": 0.8}),
+]
+TORCH_NAMES = {"betas": ("beta1", "beta2"), "eps": ("eps1", "eps2"), "ns_coefficients": ("ns_a", "ns_b", "ns_c")}
+
+
+def torch_arguments(configured: ConfiguredOptimizer, cls: type) -> dict[str, Any]:
+    """The arguments of a torch.optim class that mean what our settings mean, all of them given."""
+    settings = {**configured.values, **configured.options}
+    arguments = {}
+    for name in inspect.signature(cls).parameters:
+        if name in settings:
+            arguments[name] = settings[name]
+        elif name in TORCH_NAMES and TORCH_NAMES[name][0] in settings:
+            arguments[name] = tuple(settings[part] for part in TORCH_NAMES[name])
+    return arguments
+
+
+@contextlib.contextmanager
+def torch_in_float64() -> Iterator[None]:
+    """PyTorch keeps the mu_product of NAdam in its default type, and orthogonalises for Muon in bfloat16: not here."""
+    import torch
+    from torch.optim import _muon
+
+    default, newton_schulz = torch.get_default_dtype(), _muon._zeropower_via_newtonschulz
+    source = inspect.getsource(newton_schulz)
+    assert "grad.bfloat16()" in source
+    names: dict[str, Any] = {"torch": torch, "Tensor": torch.Tensor}
+    exec(source.replace("grad.bfloat16()", "grad.clone()"), names)
+    torch.set_default_dtype(torch.float64)
+    _muon._zeropower_via_newtonschulz = names[newton_schulz.__name__]
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(default)
+        _muon._zeropower_via_newtonschulz = newton_schulz
+
+
+def run_torch(cls: str, configured: ConfiguredOptimizer, data: Data, dtype: str = "float64") -> Trajectory:
+    import torch
+
+    kind = getattr(torch.optim, cls)
+    parameters = [torch.nn.Parameter(torch.tensor(x, dtype=getattr(torch, dtype))) for x in data.start]
+    theirs = kind(parameters, **torch_arguments(configured, kind))
+    after = []
+    for lr, gradients in zip(LR, data.gradients, strict=True):
+        theirs.param_groups[0]["lr"] = lr
+        for parameter, g in zip(parameters, gradients, strict=True):
+            parameter.grad = torch.tensor(g, dtype=parameter.dtype)
+        theirs.step()
+        state = {}
+        for i, parameter in enumerate(parameters):
+            state[f"p{i}"] = parameter.detach().numpy().copy()
+            slots = {name: value for name, value in theirs.state[parameter].items() if name != "step"}
+            state |= {f"p{i}/{name}": np.asarray(value.numpy()) for name, value in slots.items() if value is not None}
+        after.append(state)
+    return after
+
+
+def case_id(value: Any) -> str | None:
+    return ",".join(f"{k}={v}" for k, v in value.items()) or "defaults" if isinstance(value, dict) else None
+
+
+@needs("torch")
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(("name", "cls", "settings"), TORCH, ids=case_id)
+def test_torch(name: str, cls: str, settings: dict[str, Any], engine: str) -> None:
+    configured = optimizer(name).configure(**settings)
+    examples = data(matrices=name == "muon")
+    with torch_in_float64():
+        theirs = run_torch(cls, configured, examples)
+    assert difference(run(configured, examples, engine=engine), theirs) < 1e-12
+
+
+# ---- against Keras ---------------------------------------------------------------------------------------------------
+
+KERAS: list[tuple[str, str, dict[str, Any]]] = [
+    ("sgd", "SGD", {}),
+    ("sgd", "SGD", {"momentum": 0.9, "weight_decay": 0.1}),
+    ("sgd", "SGD", {"momentum": 0.9, "nesterov": True}),
+    ("sgdw", "SGD", {"weight_decay": 0.1}),
+    ("adagrad", "Adagrad", {"weight_decay": 0.1, "eps": 1e-3}),
+    ("adam", "Adam", {}),
+    ("adam", "Adam", {"beta1": 0.875, "beta2": 0.96875, "eps": 2.0**-10}),  # a standard operator: all are float32
+    ("adam", "Adam", {**BETAS, "weight_decay": 0.1}),
+    ("adamw", "AdamW", {}),
+    ("adamw", "AdamW", {**BETAS, "amsgrad": True}),
+    ("amsgrad", "Adam", {**BETAS, "amsgrad": True}),
+    ("adamax", "Adamax", BETAS),
+    ("nadam", "Nadam", {**BETAS, "weight_decay": 0.1}),
+    ("rmsprop", "RMSprop", {"eps": 1e-3}),
+    ("rmsprop", "RMSprop", {"eps": 1e-3, "momentum": 0.8}),
+    ("rmsprop", "RMSprop", {"centered": True, "weight_decay": 0.1}),
+    ("rmsprop", "RMSprop", {"eps": 1e-3, "centered": True, "momentum": 0.8}),
+    ("adadelta", "Adadelta", {"eps": 1e-3, "weight_decay": 0.1}),
+    ("lion", "Lion", {}),
+    ("lion", "Lion", {"weight_decay": 0.1}),
+    ("lamb", "Lamb", {}),
+    ("lamb", "Lamb", {**BETAS, "weight_decay": 0.1}),
+]
+KERAS_NAMES = {"lr": "learning_rate", "beta1": "beta_1", "beta2": "beta_2", "eps": "epsilon", "alpha": "rho"}
+KERAS_SLOTS = {
+    "SGD": {"momentum_buffer": "momentums"},
+    "Adagrad": {"sum": "_accumulators"},
+    "Adamax": {"exp_avg": "_m", "exp_inf": "_u"},
+    "Nadam": {"exp_avg": "_momentums", "exp_avg_sq": "_velocities", "mu_product": "_u_product"},
+    "RMSprop": {"square_avg": "_velocities", "grad_avg": "_average_gradients", "momentum_buffer": "_momentums"},
+    "Adadelta": {"square_avg": "_accumulated_grads", "acc_delta": "_accumulated_delta_vars"},
+    **dict.fromkeys(
+        ("Adam", "AdamW", "Lamb", "Lion"),
+        {"exp_avg": "_momentums", "exp_avg_sq": "_velocities", "max_exp_avg_sq": "_velocity_hats"},
+    ),
+}
+
+
+def run_keras(cls: str, configured: ConfiguredOptimizer, data: Data) -> Trajectory:
+    import keras
+
+    kind = getattr(keras.optimizers, cls)
+    settings = {KERAS_NAMES.get(k, k): v for k, v in {**configured.values, **configured.options}.items()}
+    arguments = {name: settings[name] for name in inspect.signature(kind).parameters if name in settings}
+    if not arguments["weight_decay"]:
+        del arguments["weight_decay"]
+    theirs = kind(**arguments)
+    parameters = [keras.Variable(x, dtype="float64") for x in data.start]
+    theirs.build(parameters)
+    after = []
+    for lr, gradients in zip(LR, data.gradients, strict=True):
+        theirs.learning_rate = lr
+        theirs.apply(gradients)
+        state = {f"p{i}": np.asarray(parameter.numpy()) for i, parameter in enumerate(parameters)}
+        for slot, attribute in KERAS_SLOTS[cls].items():
+            values = getattr(theirs, attribute, [])
+            values = values if isinstance(values, list) else [values] * len(parameters)  # Nadam has one for all
+            state |= {f"p{i}/{slot}": np.asarray(value.numpy()) for i, value in enumerate(values)}
+        after.append(state)
+    return after
+
+
+def write_keras_results(path: str) -> None:
+    import keras
+
+    keras.config.set_floatx("float64")  # also the type of its learning rate
+    results = {}
+    for number, (name, cls, settings) in enumerate(KERAS):
+        after = run_keras(cls, optimizer(name).configure(variant="keras", **settings), data())
+        results |= {f"{number} {t} {key}": value for t, state in enumerate(after) for key, value in state.items()}
+    np.savez(path, **results)
+
+
+@pytest.fixture(scope="module")
+def keras_results(tmp_path_factory: pytest.TempPathFactory) -> list[Trajectory]:
+    path = tmp_path_factory.mktemp("keras") / "results.npz"
+    # Of Keras's backends this one multiplies float64 in float64; the one on numpy does not.
+    environment = {**os.environ, "KERAS_BACKEND": "jax", "JAX_ENABLE_X64": "1", "KERAS_HOME": str(path.parent)}
+    command = [sys.executable, __file__, "keras", str(path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    results: list[Trajectory] = [[{} for _ in range(STEPS)] for _ in KERAS]
+    with np.load(path) as arrays:
+        for key, value in arrays.items():
+            number, t, name = key.split(" ")
+            results[int(number)][int(t)][name] = value
+    return results
+
+
+@needs("keras", "jax")
+@pytest.mark.parametrize("number", range(len(KERAS)), ids=lambda i: f"{KERAS[i][0]}-{case_id(KERAS[i][2])}")
+def test_keras(number: int, keras_results: list[Trajectory]) -> None:
+    name, _, settings = KERAS[number]
+    configured = optimizer(name).configure(variant="keras", **settings)
+    assert difference(run(configured, data()), keras_results[number]) < 1e-12
+
+
+# ---- against optax ---------------------------------------------------------------------------------------------------
+
+OPTAX: list[tuple[str, str, dict[str, Any]]] = [
+    ("sgd", "sgd", {}),
+    ("sgd", "sgd", {"momentum": 0.9}),
+    ("sgd", "sgd", {"momentum": 0.9, "nesterov": True}),
+    ("adagrad", "adagrad", {"eps": 1e-3}),
+    ("adam", "adam", BETAS),
+    ("adamw", "adamw", {}),
+    ("adamw", "adamw", {**BETAS, "weight_decay": 0.1}),
+    ("amsgrad", "amsgrad", BETAS),
+    ("adamax", "adamax", BETAS),
+    ("nadam", "nadam", BETAS),
+    ("radam", "radam", BETAS),
+    ("rmsprop", "rmsprop", {"eps": 1e-3}),
+    ("rmsprop", "rmsprop", {"eps": 1e-3, "momentum": 0.8}),
+    ("rmsprop", "rmsprop", {"eps": 1e-3, "centered": True, "momentum": 0.8}),
+    ("adadelta", "adadelta", {"rho": 0.8, "eps": 1e-3, "weight_decay": 0.1}),
+    ("adafactor", "adafactor", {"min_dim_size_to_factor": 3}),
+    ("adafactor", "adafactor", {"min_dim_size_to_factor": 3, "d": 2.0, "weight_decay": 0.1, "eps1": 1e-6}),
+    ("lion", "lion", {}),
+    ("lamb", "lamb", {}),
+    ("lamb", "lamb", {**BETAS, "weight_decay": 0.1}),
+]
+OPTAX_NAMES = {"beta1": "b1", "beta2": "b2", "alpha": "decay"}
+OPTAX_SLOTS = {  # the fields of optax's states, and how often our slot goes into theirs
+    "adagrad": {"sum": ("sum_of_squares", 1)},
+    "adamax": {"exp_avg": ("mu", 1), "exp_inf": ("nu", 1)},
+    "rmsprop": {"square_avg": ("nu", 1), "grad_avg": ("mu", 1), "momentum_buffer": ("trace", -1)},
+    "adadelta": {"square_avg": ("e_g", 1), "acc_delta": ("e_x", 1)},
+    "adafactor": {"row_var": ("v_row", 1), "col_var": ("v_col", 1), "variance": ("v", 1)},
+    "sgd": {"momentum_buffer": ("trace", 1)},
+}
+ADAM_SLOTS = {"exp_avg": ("mu", 1), "exp_avg_sq": ("nu", 1), "max_exp_avg_sq": ("nu_max", 1)}
+
+
+def optax_adafactor(schedule: Any, values: Mapping[str, float], options: Mapping[str, Any]) -> Any:
+    """optax.adafactor, but for the decay rate of the moments, which it computes in float32."""
+    import optax
+
+    return optax.chain(
+        optax.scale_by_factored_rms(
+            decay_rate=-values["beta2_decay"],
+            epsilon=values["eps1"],
+            min_dim_size_to_factor=options["min_dim_size_to_factor"],
+            decay_rate_fn=lambda count, rate: 1 - (count + 1.0) ** -rate,
+        ),
+        optax.clip_by_block_rms(values["d"]),
+        optax.scale_by_learning_rate(schedule, flip_sign=False),
+        optax.scale_by_param_block_rms(values["eps2"]),
+        optax.add_decayed_weights(values["weight_decay"]),
+        optax.scale(-1),
+    )
+
+
+def run_optax(name: str, configured: ConfiguredOptimizer, data: Data) -> Trajectory:
+    import jax.numpy as jnp
+    import optax
+
+    schedule = lambda count: jnp.asarray(LR)[count]
+    if name == "adafactor":
+        theirs = optax_adafactor(schedule, configured.values, configured.options)
+    else:
+        settings = {OPTAX_NAMES.get(k, k): v for k, v in {**configured.values, **configured.options}.items()}
+        known = inspect.signature(getattr(optax, name)).parameters
+        arguments = {key: value for key, value in settings.items() if key in known and key != "momentum"}
+        arguments |= {"momentum": settings["momentum"]} if settings.get("momentum") else {}
+        theirs = getattr(optax, name)(schedule, **arguments)
+    parameters = [jnp.asarray(x) for x in data.start]
+    state = theirs.init(parameters)
+    after = []
+    for gradients in data.gradients:
+        updates, state = theirs.update([jnp.asarray(g) for g in gradients], state, parameters)
+        parameters = optax.apply_updates(parameters, updates)
+        found = {f"p{i}": np.asarray(x) for i, x in enumerate(parameters)}
+        for slot, (field, sign) in OPTAX_SLOTS.get(name, ADAM_SLOTS).items():
+            for part in (part for part in state if hasattr(part, field)):
+                found |= {f"p{i}/{slot}": sign * np.asarray(value) for i, value in enumerate(getattr(part, field))}
+        after.append(found)
+    return after
+
+
+def as_optax_has_them(ours: Trajectory) -> Trajectory:
+    """The factors of Adafactor without the axis of their mean; what a parameter does not use is one zero in optax."""
+    return [{name: value.squeeze() if "_var" in name else value for name, value in state.items()} for state in ours]
+
+
+def without_placeholders(theirs: Trajectory, ours: Trajectory) -> Trajectory:
+    return [{name: state[name].squeeze() if "_var" in name else state[name] for name in ours[0]} for state in theirs]
+
+
+@needs("jax", "optax")
+@pytest.mark.parametrize(("name", "theirs", "settings"), OPTAX, ids=case_id)
+def test_optax(name: str, theirs: str, settings: dict[str, Any]) -> None:
+    import jax
+
+    configured = optimizer(name).configure(variant="optax", **settings)
+    with jax.enable_x64(True):
+        expected = run_optax(theirs, configured, data())
+    ours = as_optax_has_them(run(configured, data()))
+    assert difference(ours, without_placeholders(expected, ours)) < 1e-12
+
+
+if __name__ == "__main__":
+    write_keras_results(sys.argv[2])
