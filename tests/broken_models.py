@@ -152,7 +152,9 @@ def good() -> ModelProto:
     algorithm.metadata_props.add(key="train.optimizer", value=json.dumps(groups))
     algorithm.metadata_props.add(key="train.progress", value='{"step": 0}')
     start, resets = starting({**WEIGHTS, **slots}, ["step"])
-    return model(mlp_graph(), entry(start, algorithm, resets, {name: f"{name}_new" for name in (*WEIGHTS, *slots, "step")}))
+    return model(
+        mlp_graph(), entry(start, algorithm, resets, {name: f"{name}_new" for name in (*WEIGHTS, *slots, "step")})
+    )
 
 
 def gan() -> ModelProto:
@@ -495,7 +497,9 @@ def nested_without_end(m: ModelProto) -> None:
 def training_of_the_prototype(m: ModelProto) -> None:
     inner = step_of(m).SerializeToString()
     size = len(inner)
-    length = bytes((size >> 7 * i & 0x7F) | (0x80 if size >> 7 * (i + 1) else 0) for i in range((size.bit_length() + 6) // 7))
+    length = bytes(
+        (size >> 7 * i & 0x7F) | (0x80 if size >> 7 * (i + 1) else 0) for i in range((size.bit_length() + 6) // 7)
+    )
     del m.training_info[:]
     m.MergeFromString(b"\xaa\x01" + length + inner)  # field 21
 
@@ -598,7 +602,7 @@ def body_reads_nothing(m: ModelProto) -> None:
     stale_free(m)
 
 
-@damage("OW124", also=["OW511"])
+@damage("OW124")
 def circle(m: ModelProto) -> None:
     nodes_of(step_of(m).algorithm, "Add")[0].input[0] = "turn"
     append(step_of(m).algorithm, node("Identity", "step_new", "turn"))

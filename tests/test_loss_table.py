@@ -140,6 +140,8 @@ def test_unknown_names_are_answered_with_near_ones():
         ("cross_entropy", {"weight": [1, 2, 3]}, "3 weights for 4 classes"),
         ("cross_entropy", {"weight": "heavy"}, "weight is 'heavy'"),
         ("cross_entropy", {"weight": 2.0}, "weight is 2.0"),
+        ("cross_entropy", {"ignore_index": 1.5}, "ignore_index is 1.5"),
+        ("cross_entropy", {"axis": True}, "axis is True, not a whole number"),
         ("cross_entropy", {"target": "probabilities", "ignore_index": 1}, "no ignore_index"),
         ("binary_cross_entropy", {"clip": 0.6}, "clip is 0.6"),
         ("poisson_nll", {"full": 1}, "full is 1, not true or false"),
@@ -151,6 +153,13 @@ def test_wrong_options_are_refused(name: str, options: dict[str, Any], message: 
     with pytest.raises(RecipeError) as error:
         loss(name).build(op, *map(op, inputs), **options)
     assert message in str(error.value)
+
+
+def test_numbers_of_numpy_are_numbers():
+    inputs = example("cosine", np.float32)
+    options = {"axis": np.int64(-1), "eps": np.float32(0.5)}
+    assert model("cosine", *inputs, **options) == model("cosine", *inputs, axis=-1, eps=0.5)
+    assert model("nll", *example("nll", np.float32), ignore_index=np.int64(1), weight=np.ones(4))
 
 
 @pytest.mark.parametrize(("name", "dims"), [("cross_entropy", ("N",)), ("ctc", ("T", "C"))])

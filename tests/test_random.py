@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -51,8 +52,12 @@ class Graph:
 
     def reference(self, *inputs: Any) -> Any:
         """What the reference implementation in `onnx` computes."""
-        found = ReferenceEvaluator(ir.to_proto(self.model)).run(None, _feeds(inputs))
+        found = self._evaluator.run(None, _feeds(inputs))
         return found if len(found) > 1 else found[0]
+
+    @functools.cached_property
+    def _evaluator(self) -> ReferenceEvaluator:
+        return ReferenceEvaluator(ir.to_proto(self.model))
 
 
 def _feeds(inputs: tuple[Any, ...]) -> dict[str, np.ndarray]:

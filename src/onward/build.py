@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -336,8 +337,9 @@ def _output_dtype(node: ir.Node, index: int, opset: int) -> ir.DataType | None:
     if node.op_type == "Constant":
         return None
     if node.domain == DOMAIN:
-        dtypes = [value.dtype for value in node.inputs if value is not None and value.dtype is not None]
-        return next((dtype for dtype in dtypes if dtype.is_floating_point()), None)
+        dtypes = [value.dtype for value in node.inputs if value is not None]
+        known = itertools.takewhile(lambda dtype: dtype is not None, dtypes)
+        return next((dtype for dtype in known if dtype is not None and dtype.is_floating_point()), None)
     source = _type_source(node.domain, node.op_type, index, opset)
     if isinstance(source, ir.DataType):
         return source

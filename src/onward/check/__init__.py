@@ -1,7 +1,7 @@
 """The checker: every rule of the specification about training models, and what else keeps one from working.
 
-It looks at the file as it is, a `ModelProto`, and not at what Onward makes of it, so that files which cannot be read can
-still be diagnosed. Whatever the file holds, it answers with findings, in time that grows with the size of the file.
+It looks at the file as it is, a `ModelProto`, and not at what Onward makes of it, so that files which Onward refuses to
+read can still be diagnosed. Whatever a file holds, the answer is findings, in time that grows with its size.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from onnx import ModelProto
 
 from onward.check import (
     bindings,
+    counters,
     derivatives,
     file,
     functions,
@@ -48,7 +49,6 @@ _OF_STEPS = (
     *bindings.STEP_RULES,
     *state.STEP_RULES,
     *initialization.STEP_RULES,
-    *optimizers.STEP_RULES,
 )
 
 
@@ -57,8 +57,8 @@ def check_proto(
 ) -> list[Finding]:
     """All findings about a model, the worst first; none for a model that is as it should be.
 
-    base_dir: the folder of the model file; without it external data is not looked at. target: a runtime that should load
-    the model, one of `TARGETS`.
+    base_dir: the folder of the model file; without it, files with external data are not looked at.
+    target: a runtime that should load the model, one of `TARGETS`.
     """
     wanted = runtime.rules_for(target)
     if unreadable := list(readable.problems(proto)):
@@ -78,7 +78,7 @@ def check_proto(
     # What depends on what is a question only where names mean something.
     sound = [scope for scope in subject.scopes if unsound.isdisjoint(scope.parts)]
     findings += _apply(derivatives.SCOPE_RULES, sound)
-    findings += _apply(derivatives.STEP_RULES, [scope for scope in sound if scope.outer])
+    findings += _apply((*derivatives.STEP_RULES, *counters.STEP_RULES), [scope for scope in sound if scope.outer])
     errors = [finding for finding in findings if finding.severity is Severity.ERROR]
     findings += standard.objections(subject, verdicts, errors)
     findings += _apply(wanted, [subject])

@@ -73,7 +73,9 @@ def keys_are_unique(step: Scope) -> Iterator[Finding]:
     for kind in _kinds(step):
         for key, number in Counter(binding.key for binding in kind.bindings).items():
             if number > 1:
-                yield found("OW202", kind.place(key), f"{quote(key)} is bound {number} times", "keep one of the bindings")
+                yield found(
+                    "OW202", kind.place(key), f"{quote(key)} is bound {number} times", "keep one of the bindings"
+                )
 
 
 def keys_are_not_inputs(step: Scope) -> Iterator[Finding]:
@@ -90,22 +92,17 @@ def keys_are_not_inputs(step: Scope) -> Iterator[Finding]:
 def update_values(step: Scope) -> Iterator[Finding]:
     outputs, theirs = set(step.own.outputs), set(step.subject.inference.own.outputs)
     for key, value in step.updates.items():
-        place = step.binding("update_binding", key)
         if not value or value in outputs:
             continue
+        code, hint = "OW205", step.subject.near(value, iter(step.own.outputs))
+        message = f"the algorithm has no output {quote(value)}"
         if value in theirs:
-            yield found(
-                "OW206",
-                place,
-                f"{quote(value)} is an output of the inference graph only; IR.md wants an output of the algorithm",
-                "pass it through an `Identity` in the algorithm",
-            )
+            code, hint = "OW206", "pass it through an `Identity` in the algorithm"
+            message = f"{quote(value)} is an output of the inference graph only; IR.md wants one of the algorithm"
         elif step.defines(value):
             hint = "add it to the algorithm's outputs"
-            yield found("OW205", place, f"{quote(value)} is computed, but no output of the algorithm", hint)
-        else:
-            hint = step.subject.near(value, iter(step.own.outputs))
-            yield found("OW205", place, f"the algorithm has no output {quote(value)}", hint)
+            message = f"{quote(value)} is computed, but no output of the algorithm"
+        yield found(code, step.binding("update_binding", key), message, hint)
 
 
 def initial_values(step: Scope) -> Iterator[Finding]:
@@ -149,7 +146,12 @@ def values_differ(step: Scope) -> Iterator[Finding]:
 def updates_change(step: Scope) -> Iterator[Finding]:
     for key, value in step.updates.items():
         if key == value and step.initializer(key) is not None:
-            yield found("OW212", step.binding("update_binding", key), f"{quote(key)} is assigned to itself", "remove the binding")
+            yield found(
+                "OW212",
+                step.binding("update_binding", key),
+                f"{quote(key)} is assigned to itself",
+                "remove the binding",
+            )
 
 
 def one_update_each(subject: Subject) -> Iterator[Finding]:

@@ -11,12 +11,14 @@ from onward.check.view.scope import Gradient, Scope
 from onward.check.view.shapes import FLOATING
 
 ZERO = frozenset(
-    "Floor Ceil Round Sign "  # constant almost everywhere
-    "Shape Size NonZero ArgMax ArgMin NonMaxSuppression "  # indices
-    "Equal Greater GreaterOrEqual Less LessOrEqual And Or Not Xor IsNaN IsInf "  # truth values
-    "BitShift BitwiseAnd BitwiseOr BitwiseXor BitwiseNot BitCast "
-    "QuantizeLinear DynamicQuantizeLinear ConvInteger MatMulInteger QLinearConv QLinearMatMul "
-    "Bernoulli Multinomial RandomNormalLike RandomUniformLike EyeLike ConstantOfShape Constant".split()
+    (
+        *("Floor", "Ceil", "Round", "Sign"),  # constant almost everywhere
+        *("Shape", "Size", "NonZero", "ArgMax", "ArgMin", "NonMaxSuppression"),  # indices
+        *("Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "IsNaN", "IsInf"),  # truth values
+        *("And", "Or", "Not", "Xor", "BitShift", "BitwiseAnd", "BitwiseOr", "BitwiseXor", "BitwiseNot", "BitCast"),
+        *("QuantizeLinear", "DynamicQuantizeLinear", "ConvInteger", "MatMulInteger", "QLinearConv", "QLinearMatMul"),
+        *("Bernoulli", "Multinomial", "RandomNormalLike", "RandomUniformLike", "EyeLike", "ConstantOfShape"),
+    )
 )
 """Standard operators whose derivative is zero wherever there is one."""
 
@@ -55,7 +57,9 @@ def paths(scope: Scope) -> Iterator[Finding]:
         reached = upstream(scope, [y], stop=given)
         if any(name in reached for name in gradient.node.outputs if name):
             message = f"`y`, {quote(y)}, is computed from the gradient itself"
-            yield found("OW415", gradient.node.place, message, "differentiate the loss, not what follows from its gradient")
+            yield found(
+                "OW415", gradient.node.place, message, "differentiate the loss, not what follows from its gradient"
+            )
             continue
         if not _flows(scope, y):
             continue  # there is a rule for a y without derivative
@@ -126,7 +130,9 @@ def scalar(scope: Scope) -> Iterator[Finding]:
     for gradient in scope.gradients:
         known = scope.types.get(gradient.y)
         if known is not None and known.is_floating and known.has_one_element is False:
-            message = f"`y`, {quote(gradient.y)}, is {known}, not a scalar: this is the gradient of the sum of its elements"
+            message = (
+                f"`y`, {quote(gradient.y)}, is {known}, not a scalar: this is the gradient of the sum of its elements"
+            )
             yield found("OW411", gradient.node.place, message, "reduce the loss to a scalar in the graph")
 
 

@@ -38,22 +38,23 @@ def graph_names(subject: Subject) -> Iterator[Finding]:
 
 
 def prototype(subject: Subject) -> Iterator[Finding]:
-    if any(field.field_number == _PROTOTYPE_FIELD for field in UnknownFieldSet(subject.proto)):
+    unknown = UnknownFieldSet(subject.proto)
+    if any(unknown[i].field_number == _PROTOTYPE_FIELD for i in range(len(unknown))):
         yield found(
             "OW106",
             "model",
-            f"unknown field {_PROTOTYPE_FIELD} looks like training information of the 2019 prototype, which no tool reads",
+            f"the unknown field {_PROTOTYPE_FIELD} looks like training information of the 2019 prototype",
             "read and save the model with Onward, which converts it where its meaning is clear",
         )
 
 
 def graph_call(subject: Subject) -> Iterator[Finding]:
     for scope in subject.scopes:
-        for place, node, _ in scope.own.walk():
-            if node.op_type == "GraphCall" and subject.function(node) is None:
+        for site in scope.own.sites:
+            if site.node.op_type == "GraphCall" and subject.function(site.node) is None:
                 yield found(
                     "OW107",
-                    place,
+                    site.place,
                     "`GraphCall` existed only in onnx 1.7.0; since 1.8 an algorithm reads inference values directly",
                     "read and save the model with Onward, which converts it where its meaning is clear",
                 )

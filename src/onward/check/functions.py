@@ -6,24 +6,14 @@ from collections.abc import Iterator
 from functools import cache
 from typing import NamedTuple
 
-from onnx import FunctionProto, NodeProto, defs
+from onnx import FunctionProto, defs
 
 from onward.check.findings import Finding, bare, found, listing, quote
 from onward.check.view.graphs import domain_of, walk
-from onward.check.view.scope import FunctionKey, Subject
+from onward.check.view.scope import Call, FunctionKey, Subject, function_place
 
 OWN_DOMAIN = "onward"  # holds functions only: an operator there without a body is always a mistake
 MOST_NODES = 1_000_000
-
-
-class Call(NamedTuple):
-    """A node anywhere in the model, and the operator sets that it is written in."""
-
-    place: str
-    node: NodeProto
-    opsets: dict[str, int]
-    function: FunctionProto | None
-    """The function in whose body the node stands."""
 
 
 @cache
@@ -31,27 +21,12 @@ def standard_domains() -> frozenset[str]:
     return frozenset(schema.domain for schema in defs.get_all_schemas())
 
 
-def function_place(function: FunctionProto) -> str:
-    overload = f":{function.overload}" if function.overload else ""
-    return f'functions["{bare(function.domain)}::{bare(function.name)}{bare(overload)}"]'
-
-
 def key_of(function: FunctionProto) -> FunctionKey:
     return function.domain, function.name, function.overload
 
 
-def all_nodes(subject: Subject) -> Iterator[Call]:
-    for scope in subject.scopes:
-        for place, node, _ in scope.own.walk():
-            yield Call(place, node, subject.opsets, None)
-    for function in subject.proto.functions:
-        opsets = {"" if o.domain == "ai.onnx" else o.domain: o.version for o in function.opset_import}
-        for place, node, _ in walk(function.node, function_place(function)):
-            yield Call(place, node, opsets, function)
-
-
 def _calls(subject: Subject) -> Iterator[tuple[Call, FunctionProto]]:
-    for call in all_nodes(subject):
+    for call in subject.calls:
         function = subject.function(call.node)
         if function is not None:
             yield call, function
@@ -59,14 +34,16 @@ def _calls(subject: Subject) -> Iterator[tuple[Call, FunctionProto]]:
 
 def resolved(subject: Subject) -> Iterator[Finding]:
     own = {OWN_DOMAIN, *(domain for domain, _, _ in subject.functions)}
-    for call in all_nodes(subject):
+    for call in subject.calls:
         domain, op = domain_of(call.node), call.node.op_type
         if domain in standard_domains() or domain not in call.opsets or subject.function(call.node) is not None:
             continue
         if domain in own:
             hint = subject.near(op, (name for other, name, _ in subject.functions if other == domain))
             hint = hint or "a tool that inlines or drops functions may have removed it"
-            yield found("OW607", call.place, f"the model has no function {quote(op)} in the domain {quote(domain)}", hint)
+            yield found(
+                "OW607", call.place, f"the model has no function {quote(op)} in the domain {quote(domain)}", hint
+            )
         else:
             message = f"{quote(op)} of the domain {quote(domain)} is neither standard nor a function of the model"
             yield found("OW606", call.place, message, "only a runtime that brings this operator can run the model")
@@ -92,8 +69,12 @@ def attributes_fit(subject: Subject) -> Iterator[Finding]:
         needed, optional = dict.fromkeys(function.attribute), {attr.name for attr in function.attribute_proto}
         if missing := [name for name in needed if name not in given]:
             yield found("OW611", call.place, f"the call lacks {listing(missing)}, which `{bare(function.name)}` needs")
-        if unknown := [attr.name for attr in call.node.attribute if attr.name not in needed and attr.name not in optional]:
-            yield found("OW612", call.place, f"`{bare(function.name)}` has no attribute {listing(unknown)}: it is ignored")
+        if unknown := [
+            attr.name for attr in call.node.attribute if attr.name not in needed and attr.name not in optional
+        ]:
+            yield found(
+                "OW612", call.place, f"`{bare(function.name)}` has no attribute {listing(unknown)}: it is ignored"
+            )
 
 
 def defined_once(subject: Subject) -> Iterator[Finding]:
@@ -122,7 +103,9 @@ def used(subject: Subject) -> Iterator[Finding]:
     called = {key_of(function) for _, function in _calls(subject)}
     for key, function in subject.functions.items():
         if key not in called:
-            yield found("OW615", function_place(function), "nothing calls this function", "remove it, unless tools need it")
+            yield found(
+                "OW615", function_place(function), "nothing calls this function", "remove it, unless tools need it"
+            )
 
 
 class _Expansion(NamedTuple):
@@ -137,8 +120,7 @@ def _expansion(subject: Subject) -> _Expansion:
     path: dict[FunctionKey, Iterator[FunctionKey]] = {}
 
     def callees(key: FunctionKey) -> list[FunctionKey]:
-        nodes = (node for _, node, _ in walk(subject.functions[key].node, ""))
-        called = (subject.function(node) for node in nodes)
+        called = (subject.function(site.node) for site in walk(subject.functions[key].node, ""))
         return [key_of(function) for function in called if function is not None]
 
     for root in subject.functions:

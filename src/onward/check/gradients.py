@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from onnx import AttributeProto
 
 from onward.check.findings import Finding, found, listing, quote
-from onward.check.functions import function_place
-from onward.check.view.graphs import TRAINING_DOMAIN, attribute, walk
+from onward.check.view.graphs import TRAINING_DOMAIN, attribute
 from onward.check.view.scope import Scope, Subject
 
 
@@ -17,7 +16,9 @@ def attributes(scope: Scope) -> Iterator[Finding]:
     for gradient in scope.gradients:
         node = gradient.node.proto
         if not gradient.xs:
-            yield found("OW401", gradient.node.place, _missing(attribute(node, "xs"), "xs", "the names to differentiate by"))
+            yield found(
+                "OW401", gradient.node.place, _missing(attribute(node, "xs"), "xs", "the names to differentiate by")
+            )
         if not gradient.y:
             yield found("OW402", gradient.node.place, _missing(attribute(node, "y"), "y", "the name to differentiate"))
 
@@ -78,7 +79,9 @@ def floating_point(scope: Scope) -> Iterator[Finding]:
         for x in dict.fromkeys(gradient.xs):
             known = scope.types.get(x)
             if known is not None and not known.is_floating:
-                yield found("OW413", gradient.node.place, f"{quote(x)} in `xs` is {known}: there is no derivative by it")
+                yield found(
+                    "OW413", gradient.node.place, f"{quote(x)} in `xs` is {known}: there is no derivative by it"
+                )
         known = scope.types.get(gradient.y)
         if known is not None and not known.is_floating:
             yield found("OW414", gradient.node.place, f"`y`, {quote(gradient.y)}, is {known}: it has no derivative")
@@ -98,24 +101,24 @@ def inputs_fit_names(scope: Scope) -> Iterator[Finding]:
 
 
 def on_top_level(subject: Subject) -> Iterator[Finding]:
-    for scope in subject.scopes:
-        for place, node, depth in scope.own.walk():
-            if depth and node.op_type == "Gradient" and node.domain == TRAINING_DOMAIN:
-                yield _hidden(place, "a subgraph")
-    for function in subject.proto.functions:
-        for place, node, _ in walk(function.node, function_place(function)):
-            if node.op_type == "Gradient" and node.domain == TRAINING_DOMAIN:
-                yield _hidden(place, "a function")
-
-
-def _hidden(place: str, where: str) -> Finding:
-    return found(
-        "OW416",
-        place,
-        f"Gradient stands inside {where}; what its names mean there is not defined",
-        "differentiate in the algorithm itself",
-    )
+    for call in subject.calls:
+        hidden = "a function" if call.function else "a subgraph" if call.site.depth else None
+        if hidden and call.node.op_type == "Gradient" and call.node.domain == TRAINING_DOMAIN:
+            yield found(
+                "OW416",
+                call.place,
+                f"Gradient stands inside {hidden}; what its names mean there is not defined",
+                "differentiate in the algorithm itself",
+            )
 
 
 MODEL_RULES = (on_top_level,)
-SCOPE_RULES = (attributes, names_exist, one_input_each, few_enough_outputs, names_once, floating_point, inputs_fit_names)
+SCOPE_RULES = (
+    attributes,
+    names_exist,
+    one_input_each,
+    few_enough_outputs,
+    names_once,
+    floating_point,
+    inputs_fit_names,
+)

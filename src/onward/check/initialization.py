@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from onward.check.findings import Finding, bare, found, listing, quote
+from onward.check.findings import Finding, bare, found, listing
 from onward.check.view.graphs import attribute, domain_of
 from onward.check.view.scope import Scope
 
@@ -44,9 +44,12 @@ def all_is_bound(step: Scope) -> Iterator[Finding]:
 
 
 def seeded(step: Scope) -> Iterator[Finding]:
-    for place, node, _ in step.initialization.own.walk():
+    for site in step.initialization.own.sites:
+        node = site.node
         if domain_of(node) == "" and node.op_type in _RANDOM and attribute(node, "seed") is None:
-            yield found("OW308", place, "each reset draws other numbers", "set the attribute `seed` to reproduce them")
+            yield found(
+                "OW308", site.place, "each reset draws other numbers", "set the attribute `seed` to reproduce them"
+            )
 
 
 STEP_RULES = (no_inputs, not_omitted, all_is_bound, seeded)

@@ -15,10 +15,16 @@ from onward.model.fingerprint import FINGERPRINT, fingerprint
 
 JSON_KEYS = frozenset(
     f"train.{name}"
-    for name in "optimizer lr_scheduler progress metrics model_config args data parallel sharding checkpoint.tree".split()
+    for name in (
+        *("optimizer", "lr_scheduler", "progress", "metrics", "model_config", "args"),
+        *("data", "parallel", "sharding", "checkpoint.tree"),
+    )
 )
 ROLES = frozenset(
-    "parameter optimizer_state master ema scaler rng accum counter hyper_parameter running_statistic".split()
+    (
+        *("parameter", "optimizer_state", "master", "ema", "scaler", "rng", "accum"),
+        *("counter", "hyper_parameter", "running_statistic"),
+    )
 )
 
 
@@ -32,18 +38,19 @@ class Holder(NamedTuple):
 
 
 def _holders(subject: Subject) -> Iterator[Holder]:
-    """All but the model itself, which could have metadata before IR version 10."""
+    """Everything with metadata but the model itself, which could have some before IR version 10."""
     for scope in subject.scopes:
         graph = scope.own
-        yield Holder(graph.place, graph.proto.metadata_props, scope)
-        for tensor in graph.proto.initializer:
-            place = f'{graph.place}.initializer["{bare(tensor.name)}"]'
-            yield Holder(place, tensor.metadata_props, scope, is_tensor=True)
-        for field in ("input", "output", "value_info"):
-            for value in getattr(graph.proto, field):
-                yield Holder(f'{graph.place}.{field}["{bare(value.name)}"]', value.metadata_props, scope)
-        for place, node, _ in graph.walk():
-            yield Holder(place, node.metadata_props, scope)
+        if graph.proto.metadata_props:
+            yield Holder(graph.place, graph.proto.metadata_props, scope)
+        for field in ("initializer", "input", "output", "value_info"):
+            for one in getattr(graph.proto, field):
+                if one.metadata_props:
+                    place = f'{graph.place}.{field}["{bare(one.name)}"]'
+                    yield Holder(place, one.metadata_props, scope, is_tensor=field == "initializer")
+        for site in graph.sites:
+            if site.node.metadata_props:
+                yield Holder(site.place, site.node.metadata_props, scope)
 
 
 def _everything(subject: Subject) -> Iterator[Holder]:
@@ -62,7 +69,7 @@ def fresh(subject: Subject) -> Iterator[Finding]:
                 yield found(
                     "OW701",
                     step.own.place,
-                    "the training was written for another inference graph than the one in the file: a tool has changed it",
+                    "the training was written for another inference graph than this one: some tool has changed it",
                     "refresh the training information, which says what no longer matches",
                 )
 
@@ -134,7 +141,7 @@ def new_enough(subject: Subject) -> Iterator[Finding]:
     version = subject.proto.ir_version
     if not 1 <= version < 10:
         return
-    holders = [holder.place for holder in _holders(subject) if holder.entries]
+    holders = [holder.place for holder in _holders(subject)]
     if holders:
         more = f" and {len(holders) - 1} more have" if len(holders) > 1 else " has"
         message = f"{holders[0]}{more} metadata, which came with IR version 10; this file says {version}"

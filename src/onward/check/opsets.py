@@ -7,15 +7,14 @@ from collections.abc import Iterator
 from onnx import defs
 
 from onward.check.findings import Finding, found, quote
-from onward.check.functions import all_nodes, function_place
 from onward.check.view.graphs import TRAINING_DOMAIN, domain_of
-from onward.check.view.scope import Subject
+from onward.check.view.scope import Subject, function_place, versions
 
 
 def imported(subject: Subject) -> Iterator[Finding]:
     """A domain that is not imported is reported where it is first used, once in the model and once in each function."""
     reported: set[tuple[int, str]] = set()
-    for call in all_nodes(subject):
+    for call in subject.calls:
         domain, where = domain_of(call.node), id(call.opsets)
         if domain in call.opsets or (where, domain) in reported:
             continue
@@ -29,20 +28,21 @@ def imported(subject: Subject) -> Iterator[Finding]:
 def training_version(subject: Subject) -> Iterator[Finding]:
     version = subject.opsets.get(TRAINING_DOMAIN, 1)
     if version != 1:
-        yield found("OW602", "model", f"version {version} of {quote(TRAINING_DOMAIN)} is imported; there is only version 1")
+        yield found(
+            "OW602", "model", f"version {version} of {quote(TRAINING_DOMAIN)} is imported; there is only version 1"
+        )
 
 
 def imported_once(subject: Subject) -> Iterator[Finding]:
     imports = [("model", subject.proto.opset_import)]
     imports += [(function_place(function), function.opset_import) for function in subject.proto.functions]
     for place, opsets in imports:
-        versions: dict[str, set[int]] = {}
+        last = versions(opsets)
         for opset in opsets:
-            versions.setdefault("" if opset.domain == "ai.onnx" else opset.domain, set()).add(opset.version)
-        for domain, several in versions.items():
-            if len(several) > 1:
-                numbers = " and ".join(str(version) for version in sorted(several)[:4])
-                yield found("OW616", place, f"the domain {quote(domain or 'ai.onnx')} is imported as version {numbers}")
+            domain = "" if opset.domain == "ai.onnx" else opset.domain
+            if opset.version != last[domain]:
+                numbers = f"as version {opset.version} and as version {last[domain]}"
+                yield found("OW616", place, f"the domain {quote(domain or 'ai.onnx')} is imported {numbers}")
 
 
 def known_version(subject: Subject) -> Iterator[Finding]:

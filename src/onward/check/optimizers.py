@@ -1,4 +1,4 @@
-"""Rules about the operators Adagrad, Momentum and Adam (OW501 to OW512)."""
+"""Rules about the operators Adagrad, Momentum and Adam (OW501 to OW509, OW512)."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ from collections.abc import Iterator
 from onnx import TensorProto
 
 from onward.check.findings import Finding, found, listing, quote
-from onward.check.view.flow import upstream
 from onward.check.view.graphs import SLOTS, TRAINING_DOMAIN, Node, attribute
 from onward.check.view.scope import Scope
-from onward.check.view.shapes import count
 
 _LAYOUT = {
     "Adagrad": "R, T, X.., G.., H.. -> X.., H..",
@@ -27,20 +25,21 @@ _RANGES = {
 }
 
 
-def _optimizers(scope: Scope) -> Iterator[Node]:
+def optimizers(scope: Scope) -> Iterator[Node]:
     return (node for node in scope.own.nodes if node.is_training(*SLOTS))
 
 
 def known_operators(scope: Scope) -> Iterator[Finding]:
-    for place, node, _ in scope.own.walk():
-        if node.domain == TRAINING_DOMAIN and node.op_type not in (*SLOTS, "Gradient"):
-            if scope.subject.function(node) is None:
-                hint = scope.subject.near(node.op_type, iter((*SLOTS, "Gradient")))
-                yield found("OW501", place, f"{quote(TRAINING_DOMAIN)} has no operator {quote(node.op_type)}", hint)
+    known = (*SLOTS, "Gradient")
+    for site in scope.own.sites:
+        op = site.node.op_type
+        if site.node.domain == TRAINING_DOMAIN and op not in known and scope.subject.function(site.node) is None:
+            hint = scope.subject.near(op, iter(known))
+            yield found("OW501", site.place, f"{quote(TRAINING_DOMAIN)} has no operator {quote(op)}", hint)
 
 
 def arity(scope: Scope) -> Iterator[Finding]:
-    for node in _optimizers(scope):
+    for node in optimizers(scope):
         group = 2 + SLOTS[node.op]
         number, rest = divmod(len(node.args) - 2, group)
         if number < 1 or rest:
@@ -54,29 +53,31 @@ def arity(scope: Scope) -> Iterator[Finding]:
 
 
 def needed_attributes(scope: Scope) -> Iterator[Finding]:
-    for node in _optimizers(scope):
+    for node in optimizers(scope):
         if missing := [name for name in _NEEDED.get(node.op, ()) if attribute(node.proto, name) is None]:
             yield found("OW504", node.place, f"the attribute {listing(missing)} is missing and has no default")
 
 
 def mode(scope: Scope) -> Iterator[Finding]:
-    for node in _optimizers(scope):
+    for node in optimizers(scope):
         attr = attribute(node.proto, "mode") if node.op == "Momentum" else None
         if attr is not None and (value := attr.s.decode("utf-8", "replace")) not in ("standard", "nesterov"):
             yield found("OW505", node.place, f"`mode` is {quote(value)}; it must be `standard` or `nesterov`")
 
 
 def rate_and_count(scope: Scope) -> Iterator[Finding]:
-    for node in _optimizers(scope):
+    for node in optimizers(scope):
         rate, number = (scope.types.get(name) for name in (*node.args, "", "")[:2])
         if rate is not None and (rate.elem not in (TensorProto.FLOAT, TensorProto.DOUBLE) or rate.is_scalar is False):
-            yield found("OW506", node.place, f"R, {quote(node.args[0])}, is {rate}; it must be a float or double scalar")
+            yield found(
+                "OW506", node.place, f"R, {quote(node.args[0])}, is {rate}; it must be a float or double scalar"
+            )
         if number is not None and (number.elem != TensorProto.INT64 or number.is_scalar is False):
             yield found("OW507", node.place, f"T, {quote(node.args[1])}, is {number}; it must be an int64 scalar")
 
 
 def tuples_agree(scope: Scope) -> Iterator[Finding]:
-    for node in _optimizers(scope):
+    for node in optimizers(scope):
         number = node.tuples or 0
         for i in range(number):
             x, *others = node.args[2 + i :: number]
@@ -96,74 +97,13 @@ def tuples_agree(scope: Scope) -> Iterator[Finding]:
 
 
 def coefficients(scope: Scope) -> Iterator[Finding]:
-    for node in _optimizers(scope):
+    for node in optimizers(scope):
         for name, (low, high) in _RANGES[node.op].items():
             attr = attribute(node.proto, name)
             if attr is not None and not low <= attr.f < high:
-                yield found("OW512", node.place, f"`{name}` is {attr.f:g}; it should be at least {low:g} and below {high:g}")
-
-
-def adam_counts_from_one(step: Scope) -> Iterator[Finding]:
-    for node in _optimizers(step):
-        if node.op != "Adam" or len(node.args) < 2:
-            continue
-        counter = _behind_identity(step, node.args[1])
-        if counter in step.updates and _initial(step, counter) == 0:
-            yield found(
-                "OW510",
-                node.place,
-                f"T is {quote(counter)}, which starts at 0: the first step has no bias correction, the others one too little",
-                "give Adam the counter after it is increased",
-            )
-
-
-def count_advances(step: Scope) -> Iterator[Finding]:
-    for node in _optimizers(step):
-        if len(node.args) < 2 or not step.defines(node.args[1]) or not _depends_on_count(node):
-            continue
-        sources = upstream(step, [node.args[1]])
-        if not any(name in step.updates or step.is_free_input(name) for name in sources):
-            message = f"T, {quote(node.args[1])}, is the same in every step"
-            yield found("OW511", node.place, message, "compute it from a counter that an update binding increases")
-
-
-def _depends_on_count(node: Node) -> bool:
-    """Adagrad without decay, and Momentum with beta 1, do the same for every T."""
-    attr = attribute(node.proto, {"Adagrad": "decay_factor", "Momentum": "beta"}.get(node.op, ""))
-    value = attr.f if attr is not None else 0.0
-    return node.op == "Adam" or value != (0.0 if node.op == "Adagrad" else 1.0)
-
-
-def _behind_identity(scope: Scope, name: str) -> str:
-    seen = {name}
-    while (producer := scope.producer(name)) and producer[0].op == "Identity" and producer[0].args:
-        name = producer[0].args[0]
-        if name in seen:
-            break
-        seen.add(name)
-    return name
-
-
-def _initial(step: Scope, name: str) -> int | None:
-    """The value with which a counter starts: what the initialization gives it, else what the file holds."""
-    graph, value = step.initialization.own, step.resets.get(name, "")
-    if value in graph.initializers:
-        return _integer(graph.initializers[value])
-    if (producer := graph.producers.get(value)) and producer[0].op in ("Constant", "ConstantOfShape"):
-        node = producer[0].proto
-        tensor, number = attribute(node, "value"), attribute(node, "value_int")
-        return _integer(tensor.t) if tensor is not None else number.i if number is not None else None
-    tensor = step.initializer(name)
-    return _integer(tensor) if tensor is not None and not value else None
-
-
-def _integer(tensor: TensorProto) -> int | None:
-    if tensor.data_type != TensorProto.INT64 or tensor.data_location == TensorProto.EXTERNAL or count(tensor.dims) != 1:
-        return None
-    if len(tensor.int64_data) == 1:
-        return tensor.int64_data[0]
-    return int.from_bytes(tensor.raw_data, "little", signed=True) if len(tensor.raw_data) == 8 else None
+                yield found(
+                    "OW512", node.place, f"`{name}` is {attr.f:g}; it should be at least {low:g} and below {high:g}"
+                )
 
 
 SCOPE_RULES = (known_operators, arity, needed_attributes, mode, rate_and_count, tuples_agree, coefficients)
-STEP_RULES = (adam_counts_from_one, count_advances)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from onnx import IR_VERSION, TensorProto, defs, helper
 
 from onward.check.findings import Finding, found, listing, quote
-from onward.check.functions import all_nodes, standard_domains
+from onward.check.functions import standard_domains
 from onward.check.view.graphs import TRAINING_DOMAIN, domain_of
 from onward.check.view.scope import Subject
 from onward.errors import UnknownNameError, near
@@ -20,8 +20,8 @@ NO_KERNEL = {
     "ImageDecoder": 20,
     "Swish": 25,
 }
-"""Standard operators that stock ONNX Runtime 1.31 cannot run on a CPU, from this operator set on. Tried, one by one: its
-list of kernels misleads, as a kernel matches only the version of an operator with which its range begins."""
+"""Standard operators that stock ONNX Runtime 1.31 cannot run on a CPU, from this operator set on. Tried, one by one:
+the list of its kernels misleads, as a kernel matches only the version of an operator with which its range begins."""
 
 _ITS_DOMAINS = {"", "ai.onnx.ml", "com.microsoft"}
 
@@ -34,7 +34,7 @@ class Limits(NamedTuple):
 
 @cache
 def onnxruntime_limits() -> Limits:
-    """The newest operator set and IR version that the installed ONNX Runtime loads; asked of itself, with tiny models."""
+    """The newest operator set and IR version that the installed ONNX Runtime loads: it is asked, with tiny models."""
     try:
         import onnxruntime
     except ImportError:
@@ -69,7 +69,7 @@ def versions(subject: Subject) -> Iterator[Finding]:
 
 
 def kernels(subject: Subject) -> Iterator[Finding]:
-    for call in all_nodes(subject):
+    for call in subject.calls:
         since = NO_KERNEL.get(call.node.op_type)
         opset = call.opsets.get("", 0)
         if since is not None and opset >= since and domain_of(call.node) == "":
@@ -79,7 +79,7 @@ def kernels(subject: Subject) -> Iterator[Finding]:
 
 
 def domains(subject: Subject) -> Iterator[Finding]:
-    for call in all_nodes(subject):
+    for call in subject.calls:
         domain = domain_of(call.node)
         if domain not in standard_domains() | _ITS_DOMAINS and subject.function(call.node) is None:
             yield found("OW654", call.place, f"ONNX Runtime knows no domain {quote(domain)}")
@@ -92,7 +92,9 @@ def training_operators(subject: Subject) -> Iterator[Finding]:
     lowered = [node.op for step in subject.steps for node in step.own.nodes if node.domain == TRAINING_DOMAIN]
     if lowered:
         operators = listing(dict.fromkeys(lowered))
-        yield found("OW652", "training_info", f"{operators} do not exist in ONNX Runtime: Onward lowers them before it runs")
+        yield found(
+            "OW652", "training_info", f"{operators} do not exist in ONNX Runtime: Onward lowers them before it runs"
+        )
 
 
 _RULES: dict[str, tuple[Callable[[Subject], Iterator[Finding]], ...]] = {

@@ -1,7 +1,7 @@
-"""What onnx.checker and shape inference say, on inference, on each combined graph, on each initialization (OW110 to OW114).
+"""What onnx.checker and shape inference say, on inference, on combined graphs, on initializations (OW110 to OW114).
 
-Theirs is the last word: they are heard on a graph only where the rules here, which say more precisely what is wrong, have
-found no error in it. The types that they infer are used by all rules that compare types.
+Theirs is the last word: on a graph in which the rules here have found an error, they are not heard, as they would say
+the same less precisely. The types that they infer are used by all rules that compare types.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ def study(subject: Subject) -> dict[Scope, Verdict]:
         if verdict.inferred:
             graph = ModelProto.FromString(verdict.inferred).graph
             for values in (graph.value_info, graph.output):
-                scope.types.update((name, known) for name, known in of_values(values).items() if name not in scope.types)
+                scope.types.update(
+                    (name, known) for name, known in of_values(values).items() if name not in scope.types
+                )
             _type_gradients(scope)
     return verdicts
 
@@ -53,8 +55,9 @@ def _examine(scope: Scope) -> Verdict:
 
 def _has_inner_external_data(subject: Subject) -> bool:
     """Tensors in attributes cannot be left behind, and onnx.checker would look for their files who knows where."""
-    external = TensorProto.EXTERNAL
-    return any("/" in place and tensor.data_location == external for place, tensor in all_tensors(subject))
+    top = {scope.own.place for scope in subject.scopes}
+    located = (one for one in all_tensors(subject) if one.tensor.data_location == TensorProto.EXTERNAL)
+    return any(one.holder not in top for one in located)
 
 
 def _type_gradients(scope: Scope) -> None:
@@ -75,7 +78,9 @@ def objections(subject: Subject, verdicts: dict[Scope, Verdict], errors: Iterabl
             blamed.append(finding.place)
             yield finding
     if len(subject.steps) > MOST_STEPS:
-        yield found("OW109", "model", f"onnx.checker was asked about the first {MOST_STEPS} of {len(subject.steps)} steps")
+        yield found(
+            "OW109", "model", f"onnx.checker was asked about the first {MOST_STEPS} of {len(subject.steps)} steps"
+        )
 
 
 def _is_in(place: str, part: str) -> bool:

@@ -17,7 +17,9 @@ def optimizers_are_heard(step: Scope) -> Iterator[Finding]:
         for i, name in enumerate(node.outputs):
             if name and name not in bound and not step.read_by(name):
                 what = f"the new value of {quote(old)}" if (old := node.updates(i)) else "a new value"
-                yield found("OW213", node.place, f"{quote(name)}, {what}, is assigned to nothing", "bind it to its variable")
+                yield found(
+                    "OW213", node.place, f"{quote(name)}, {what}, is assigned to nothing", "bind it to its variable"
+                )
 
 
 def variables_get_their_own(step: Scope) -> Iterator[Finding]:
@@ -77,7 +79,7 @@ def state_is_initialised(subject: Subject) -> Iterator[Finding]:
                 yield found(
                     "OW216",
                     step.binding("update_binding", key),
-                    f"{quote(key)} has no initialization binding: after a reset it has the value that the file happens to hold",
+                    f"{quote(key)} has no initialization binding: a reset gives it whatever value the file holds",
                     "give it an initialization binding",
                 )
 

@@ -126,7 +126,9 @@ def _is_given(scope: Scope, name: str) -> bool:
 
 def _circle(graph: Graph) -> list[Node]:
     """Nodes that read from each other in a circle, or nothing."""
-    sources = [{producer[0].index for name in node.reads if (producer := graph.producers.get(name))} for node in graph.nodes]
+    sources = [
+        {producer[0].index for name in node.reads if (producer := graph.producers.get(name))} for node in graph.nodes
+    ]
     waiting = [len(needed) for needed in sources]
     readers: list[list[int]] = [[] for _ in graph.nodes]
     for index, needed in enumerate(sources):

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import NamedTuple
 
-from onnx import GraphProto, NodeProto, TensorProto
+from onnx import GraphProto, TensorProto
 
 from onward.check.findings import Finding, bare, found, quote
-from onward.check.view.graphs import walk
+from onward.check.view.graphs import Site, subgraphs
 from onward.check.view.scope import Subject
 from onward.check.view.shapes import count, of_tensor
 
@@ -30,7 +30,7 @@ _BITS = {
 BITS = {getattr(TensorProto, name): bits for name, bits in _BITS.items() if hasattr(TensorProto, name)}
 
 _FIELDS = ("float_data", "int32_data", "int64_data", "double_data", "uint64_data", "string_data")
-_FIELD = {
+_FIELD: dict[int, str] = {
     TensorProto.FLOAT: "float_data",
     TensorProto.COMPLEX64: "float_data",
     TensorProto.DOUBLE: "double_data",
@@ -45,8 +45,17 @@ _PAIRS = (TensorProto.COMPLEX64, TensorProto.COMPLEX128)  # two numbers for one 
 
 
 class Located(NamedTuple):
-    place: str
+    """A tensor and where it is. The place is spelt out only for those that are reported."""
+
+    holder: str | Site
+    part: str
     tensor: TensorProto
+
+    @property
+    def place(self) -> str:
+        if isinstance(self.holder, Site):
+            return f"{self.holder.place}/{bare(self.part)}"
+        return f'{self.holder}.{self.part}["{bare(self.tensor.name)}"]'
 
 
 class Extent(NamedTuple):
@@ -60,40 +69,32 @@ class Extent(NamedTuple):
 def all_tensors(subject: Subject) -> Iterator[Located]:
     for scope in subject.scopes:
         yield from _in_graph(scope.own.proto, scope.own.place)
-        yield from _in_nodes(scope.own.walk())
-    for function in subject.proto.functions:
-        yield from _in_nodes(walk(function.node, f'functions["{function.domain}::{function.name}"]'))
-
-
-def _in_nodes(nodes: Iterable[tuple[str, NodeProto, int]]) -> Iterator[Located]:
-    for place, node, _ in nodes:
-        for attr in node.attribute:
-            here = f"{place}/{attr.name}"
+    for call in subject.calls:
+        for attr in call.node.attribute:
             if attr.HasField("t"):
-                yield Located(here, attr.t)
-            yield from (Located(f"{here}[{i}]", tensor) for i, tensor in enumerate(attr.tensors))
-            for graph in (*((attr.g,) if attr.HasField("g") else ()), *attr.graphs):
-                yield from _in_graph(graph, here)
+                yield Located(call.site, attr.name, attr.t)
+            yield from (Located(call.site, attr.name, tensor) for tensor in attr.tensors)
+        for name, graph in subgraphs(call.node):
+            yield from _in_graph(graph, f"{call.place}/{name}")
 
 
-def _in_graph(graph: GraphProto, place: str) -> Iterator[Located]:
-    for tensor in graph.initializer:
-        yield Located(f'{place}.initializer["{bare(tensor.name)}"]', tensor)
+def _in_graph(graph: GraphProto, holder: str) -> Iterator[Located]:
+    yield from (Located(holder, "initializer", tensor) for tensor in graph.initializer)
     for sparse in graph.sparse_initializer:
-        here = f'{place}.sparse_initializer["{bare(sparse.values.name)}"]'
-        yield Located(here, sparse.values)
-        yield Located(f"{here}/indices", sparse.indices)
+        yield Located(holder, "sparse_initializer", sparse.values)
+        yield Located(holder, "sparse_initializer", sparse.indices)
 
 
 # ---- in the file
 
 
 def data_fits(subject: Subject) -> Iterator[Finding]:
-    for place, tensor in all_tensors(subject):
-        if tensor.data_location == TensorProto.EXTERNAL:
-            continue
-        if problem := _misfit(tensor):
-            yield found("OW130", place, f"{of_tensor(tensor)}: {problem}", "the file is damaged, or was written wrongly")
+    for located in all_tensors(subject):
+        tensor = located.tensor
+        if tensor.data_location != TensorProto.EXTERNAL and (problem := _misfit(tensor)):
+            yield found(
+                "OW130", located.place, f"{of_tensor(tensor)}: {problem}", "the file is damaged, or wrongly written"
+            )
 
 
 def _misfit(tensor: TensorProto) -> str | None:
@@ -118,9 +119,11 @@ def _misfit(tensor: TensorProto) -> str | None:
 
 def external_data(subject: Subject) -> Iterator[Finding]:
     claimed: dict[str, list[Extent]] = {}
-    for place, tensor in all_tensors(subject):
+    for located in all_tensors(subject):
+        tensor = located.tensor
         if tensor.data_location != TensorProto.EXTERNAL:
             continue
+        place = located.place
         entries = {entry.key: entry.value for entry in tensor.external_data}
         location = entries.get("location", "")
         if problem := _bad_location(location) or _bad_file(location, subject.base_dir):

@@ -1,0 +1,1 @@
+"""From training models to plain ONNX."""

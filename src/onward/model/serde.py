@@ -158,6 +158,10 @@ def _tidy(proto: onnx.GraphProto, graph: ir.Graph) -> None:
         kept = [info for info in proto.value_info if info.name not in plain]
         del proto.value_info[:]
         proto.value_info.extend(kept)
+    for node_proto, node in zip(proto.node, graph, strict=True):
+        for attribute in node_proto.attribute:
+            if attribute.type == onnx.AttributeProto.GRAPH:
+                _tidy(attribute.g, node.attributes[attribute.name].as_graph())
 
 
 def _says_nothing(value: ir.Value) -> bool:

@@ -171,8 +171,8 @@ _add("zeros", "all 0", lambda draw: draw.full(0.0))
 _add("ones", "all 1", lambda draw: draw.full(1.0))
 _add("constant", "all `value`", lambda draw, value: draw.full(value), value=0.0)
 _add("uniform", "uniform from low to high", Draw.uniform, low=0.0, high=1.0)
-_add("normal", "normal", Draw.normal, mean=0.0, std=1.0)
-_add("truncated_normal", "normal, but within mean - 2 std and mean + 2 std", Draw.truncated_normal, mean=0.0, std=1.0)
+_add("normal", "normal, with this mean and std", Draw.normal, mean=0.0, std=1.0)
+_add("truncated_normal", "normal, cut at mean - 2 std and mean + 2 std", Draw.truncated_normal, mean=0.0, std=1.0)
 _add(
     "xavier_uniform",
     "uniform, with std = gain sqrt(2 / (fan_in + fan_out))",

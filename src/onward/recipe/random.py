@@ -100,8 +100,8 @@ def _random_bits(op: Builder, key: Expr, shape: Expr) -> Expr:
 @function("bits", name="PairedRandomBits")
 def _paired_bits(op: Builder, key: Expr, shape: Expr) -> Expr:
     """Random uint32, two from each encryption, for half the work: elements i and i + half are the words that the pair
-    (i, i + half) is encrypted to, where half is half the number of elements, rounded up. If that is odd, the last pair
-    is (half - 1, 0), and its second word is left over."""
+    (i, i + half) is encrypted to, where half is half the number of elements, rounded up. If that number is odd, the
+    last pair is (half - 1, 0), and its second word is left over."""
     size = op.ReduceProd(shape, keepdims=0)
     half = op.Div(size + np.int64(1), np.int64(2))
     missing = op.Reshape(half + half - size, [1])
@@ -142,7 +142,7 @@ def normal(op: Builder, key: Expr, shape: Expr, dtype: ir.DataType = FLOAT) -> E
 def truncated_normal(
     op: Builder, key: Expr, shape: Expr, dtype: ir.DataType = FLOAT, lower: float = -2.0, upper: float = 2.0
 ) -> Expr:
-    """Numbers as of `normal`, but only such as lie between `lower` and `upper`; nothing is drawn twice."""
+    """Numbers as of `normal`, but only such as lie between `lower` and `upper`; one uniform number each."""
     low, high = (math.erf(bound / math.sqrt(2)) / 2 for bound in (lower, upper))
     return _quantiles(op, uniform(op, key, shape, _checked(dtype)), low, high - low)
 

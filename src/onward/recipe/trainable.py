@@ -1,17 +1,19 @@
 """Which tensors of a model are trained.
 
 The rule, in order. A tensor is a candidate if it is a constant of the model with a floating-point type: an initializer,
-the output of a `Constant` or `ConstantOfShape` node, or integers that `DequantizeLinear` or `Cast` turn into floats. Then
+the output of a `Constant` or `ConstantOfShape` node, or integers that `DequantizeLinear` or `Cast` turn into floats.
+Then:
 
 1. no gradient reaches it from the loss -> constant
 2. it is a running mean or variance of BatchNormalization -> statistics
 3. the exporter wrote down that it is a parameter or a buffer (PyTorch does) -> parameter or constant
 4. it is only read where operators take settings (limits, scales, masks, initial states) -> constant
-5. it is a single number, or a mask (it holds an infinity or a number below -10000) -> constant
+5. it is a single number in arithmetic and not the bias of a layer with one output, or it is a mask (it holds an infinity
+   or a number below -10000) -> constant
 6. everything else -> parameter
 
-Patterns come last: `freeze` takes parameters away, and `trainable`, where it is given, is the list of what is trained, and
-may name what rules 3 to 5 would leave out.
+Patterns come last: `freeze` takes parameters away, and `trainable`, where it is given, is the list of what is trained,
+and may name what rules 3 to 5 would leave out.
 """
 
 from __future__ import annotations
@@ -69,6 +71,9 @@ _SETTINGS: dict[str, set[int] | None] = {
     "Where": {1, 2},
 }
 
+# Operators in which a single number is a constant: 1 / sqrt(d), an epsilon, a factor.
+_ARITHMETIC = {"Add", "Div", "Gemm", "Max", "Mean", "Min", "Mod", "Mul", "Pow", "Sub", "Sum", "Where"}
+
 # The schema calls these differentiable, but their derivative is zero everywhere.
 _STEPS = {"Ceil", "Floor", "Round", "Sign", "BitwiseNot", "Not"}
 
@@ -101,7 +106,7 @@ def select(
     trainable: Sequence[str] | None = None,
     freeze: Sequence[str] = (),
 ) -> Selection:
-    """Decide what is trained so that `targets` improve. Parameters that hide in nodes become initializers of `model`."""
+    """Decide what is trained so that `targets` improve. Parameters that hide in nodes become initializers of it."""
     edges = gradient_edges(targets)
     candidates = dict(_candidates(model.graph))
     choices = {name: _judge(value, hidden, edges) for name, (value, hidden) in candidates.items()}
@@ -216,8 +221,7 @@ def _judge(value: ir.Value, hidden: str, edges: dict[ir.Value, list[tuple[ir.Nod
         return Choice(name, "constant", "a buffer of the PyTorch module")
     if readers and all(_is_setting(node, i) for node, i in readers):
         return Choice(name, "constant", f"a setting of {readers[0][0].op_type}")
-    shape = _shape(value)
-    if shape is not None and np.prod(shape) <= 1:
+    if _is_number(value, readers):
         return Choice(name, "constant", "a single number")
     if _is_mask(value, readers):
         return Choice(name, "constant", "a mask")
@@ -251,6 +255,25 @@ def _shape(value: ir.Value) -> tuple[int, ...] | None:
     if node is not None and node.op_type == "Constant":
         return tuple(node.attributes["value"].as_tensor().shape.numpy())
     return tuple(value.shape.numpy()) if value.shape is not None and value.shape.is_static() else None
+
+
+def _is_number(value: ir.Value, readers: list[tuple[ir.Node, int]]) -> bool:
+    shape = _shape(value)
+    if shape is None or np.prod(shape) > 1:
+        return False
+    return all(node.op_type in _ARITHMETIC and not _is_bias_of_one(node, i) for node, i in readers)
+
+
+def _is_bias_of_one(node: ir.Node, index: int) -> bool:
+    """Whether input `index` is the bias of a layer with a single output, which is a single number, too."""
+    if node.op_type == "Gemm":
+        weight, axis = node.inputs[1], 0 if node.attributes.get_int("transB", 0) else -1
+    elif node.op_type == "Add" and (other := node.inputs[1 - index]) is not None and (layer := other.producer()):
+        weight, axis = (layer.inputs[1] if layer.op_type == "MatMul" else None), -1
+    else:
+        return False
+    shape = _shape(weight) if weight is not None else None
+    return bool(shape) and shape[axis] == 1
 
 
 def _is_mask(value: ir.Value, readers: list[tuple[ir.Node, int]]) -> bool:

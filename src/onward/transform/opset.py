@@ -14,6 +14,7 @@ from onward.model.core import all_names
 from onward.model.serde import from_proto, to_proto, with_data, without_data
 
 _STANDARD = ("", "ai.onnx")
+_NUMPY_BROADCAST = 7
 _INITIALIZERS_APART = 4
 """From this IR version on an initializer need not be an input as well, which the converter relies on."""
 
@@ -26,6 +27,10 @@ def convert_opset(source: Source, version: int) -> Model:
     """
     model = read(source)
     if model.opset == version:
+        return model
+    if not any(domain in _STANDARD for domain in model.ir.opset_imports):
+        model = model.copy()  # it has no operator of the standard, so there is nothing to convert
+        model.ir.opset_imports[""] = version
         return model
     with without_data(model) as tensors:
         proto = to_proto(model)
@@ -68,6 +73,8 @@ def _convert_graph(
         if tensor.name not in declared:
             shell.graph.input.append(onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims))
     shell.graph.input.extend(captured)
+    if version >= _NUMPY_BROADCAST > _standard_version(shell):
+        _spread_slopes(shell)
     result = _convert(shell, version)
     _name_afresh(result, before, names)
     del graph.node[:]
@@ -75,6 +82,31 @@ def _convert_graph(
     _restore_notes(graph, before)
     known = {tensor.name for tensor in graph.initializer}
     graph.initializer.extend(tensor for tensor in result.initializer if tensor.name not in known)
+
+
+def _standard_version(shell: ModelProto) -> int:
+    return max((opset.version for opset in shell.opset_import if opset.domain in _STANDARD), default=1)
+
+
+def _spread_slopes(shell: ModelProto) -> None:
+    """Give the slopes of PRelu an axis for each dimension behind the channels, which the converter fails to do.
+
+    Until operator set 6 a slope of shape [C] meant one number per channel; from 7 on it is broadcast to the last axis.
+    """
+    graph = shell.graph
+    known = onnx.shape_inference.infer_shapes(shell).graph
+    ranks = {v.name: len(v.type.tensor_type.shape.dim) for v in (*known.input, *known.value_info, *known.output)}
+    ranks |= {tensor.name: len(tensor.dims) for tensor in graph.initializer}
+    nodes: list[onnx.NodeProto] = []
+    for node in graph.node:
+        x, slope = (*node.input, "", "")[:2]
+        if node.op_type == "PRelu" and ranks.get(slope) == 1 and ranks.get(x, 0) > 2:
+            axes = range(1, ranks[x] - 1)
+            nodes.append(onnx.helper.make_node("Unsqueeze", [slope], [f"{slope}/spread"], axes=list(axes)))
+            node.input[1] = f"{slope}/spread"
+        nodes.append(onnx.NodeProto.FromString(node.SerializeToString()))
+    del graph.node[:]
+    graph.node.extend(nodes)
 
 
 def _convert(shell: ModelProto, version: int) -> GraphProto:

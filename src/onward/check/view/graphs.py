@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from functools import cached_property
+from typing import NamedTuple
 
 from onnx import AttributeProto, GraphProto, NodeProto, SparseTensorProto, TensorProto, ValueInfoProto
 
@@ -36,13 +37,26 @@ def node_place(place: str, index: int, node: NodeProto) -> str:
     return f"{place}/node[{index}] {bare(node.op_type)}{name}"
 
 
-def walk(nodes: Iterable[NodeProto], place: str, depth: int = 0) -> Iterator[tuple[str, NodeProto, int]]:
-    """All nodes with their places, those in subgraphs after the node that holds them, one deeper."""
+class Site(NamedTuple):
+    """A node, on top or in a subgraph, and where it stands. The place is spelt out only for those that are reported."""
+
+    holder: str
+    number: int
+    node: NodeProto
+    depth: int
+
+    @property
+    def place(self) -> str:
+        return node_place(self.holder, self.number, self.node)
+
+
+def walk(nodes: Iterable[NodeProto], holder: str, depth: int = 0) -> Iterator[Site]:
+    """All nodes, those in subgraphs after the node that holds them, one deeper."""
     for i, node in enumerate(nodes):
-        here = node_place(place, i, node)
-        yield here, node, depth
+        site = Site(holder, i, node, depth)
+        yield site
         for name, graph in subgraphs(node):
-            yield from walk(graph.node, f"{here}/{name}", depth + 1)
+            yield from walk(graph.node, f"{site.place}/{name}", depth + 1)
 
 
 def captures(node: NodeProto) -> tuple[str, ...]:
@@ -155,5 +169,7 @@ class Graph:
         """Every name that the graph defines, once."""
         yield from dict.fromkeys((*self.inputs, *self.initializers, *self.sparse, *self.producers))
 
-    def walk(self) -> Iterator[tuple[str, NodeProto, int]]:
-        return walk(self.proto.node, self.place)
+    @cached_property
+    def sites(self) -> list[Site]:
+        """All nodes, those in subgraphs included."""
+        return list(walk(self.proto.node, self.place))

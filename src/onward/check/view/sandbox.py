@@ -18,7 +18,7 @@ from pathlib import Path
 
 from onward.check.view import worker
 
-SECONDS = 30.0
+SECONDS, SECONDS_PER_MEGABYTE = 20.0, 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,9 +112,10 @@ _SANDBOX = Sandbox()
 atexit.register(_SANDBOX.close)
 
 
-def examine(model: bytes, folder: Path | None = None, seconds: float = SECONDS) -> Verdict:
+def examine(model: bytes, folder: Path | None = None, seconds: float | None = None) -> Verdict:
     """What onnx has to say about a model; said in this process where there can be no other, as in a browser."""
+    limit = SECONDS + SECONDS_PER_MEGABYTE * len(model) / 1e6 if seconds is None else seconds
     try:
-        return _SANDBOX.examine(model, folder, seconds)
+        return _SANDBOX.examine(model, folder, limit)
     except Unavailable:
         return _verdict(*worker.examine(model))

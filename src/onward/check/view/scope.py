@@ -7,11 +7,20 @@ from collections.abc import Iterable, Iterator, MutableMapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
 
-from onnx import FunctionProto, ModelProto, NodeProto, StringStringEntryProto, TensorProto, TrainingInfoProto
+from onnx import (
+    FunctionProto,
+    ModelProto,
+    NodeProto,
+    OperatorSetIdProto,
+    StringStringEntryProto,
+    TensorProto,
+    TrainingInfoProto,
+)
 
 from onward.check.findings import bare
-from onward.check.view.graphs import Graph, Node, attribute, domain_of
+from onward.check.view.graphs import Graph, Node, Site, attribute, domain_of, walk
 from onward.check.view.shapes import TensorType, declared
 from onward.errors import near
 
@@ -32,6 +41,23 @@ class Budget:
         self.left -= steps
         if self.left < 0:
             raise OverBudget
+
+
+class Call(NamedTuple):
+    """A node anywhere in the model, and the operator sets that it is written in."""
+
+    site: Site
+    opsets: dict[str, int]
+    function: FunctionProto | None
+    """The function in whose body the node stands."""
+
+    @property
+    def node(self) -> NodeProto:
+        return self.site.node
+
+    @property
+    def place(self) -> str:
+        return self.site.place
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +141,16 @@ class Scope:
         return first_of_each(self.entry.initialization_binding)
 
 
+def versions(imports: Iterable[OperatorSetIdProto]) -> dict[str, int]:
+    """Operator sets as a map; the standard domain has two spellings."""
+    return {"" if opset.domain == "ai.onnx" else opset.domain: opset.version for opset in imports}
+
+
+def function_place(function: FunctionProto) -> str:
+    overload = f":{function.overload}" if function.overload else ""
+    return f'functions["{bare(function.domain)}::{bare(function.name)}{bare(overload)}"]'
+
+
 def first_of_each(bindings: Iterable[StringStringEntryProto]) -> dict[str, str]:
     """Bindings as a map; of two with the same key, which is an error, the first."""
     pairs: dict[str, str] = {}
@@ -131,7 +167,7 @@ class Subject:
         self.functions: dict[FunctionKey, FunctionProto] = {}
         for function in proto.functions:
             self.functions.setdefault((function.domain, function.name, function.overload), function)
-        self.opsets = {"" if o.domain == "ai.onnx" else o.domain: o.version for o in proto.opset_import}
+        self.opsets = versions(proto.opset_import)
         self._comparisons = Budget(100_000)
         graph = Graph(proto.graph, "graph")
         self.inference = Scope(self, graph)
@@ -149,6 +185,15 @@ class Subject:
         yield self.inference
         yield from self.steps
         yield from (scope for scope in self.initializations if not scope.own.is_empty)
+
+    @cached_property
+    def calls(self) -> list[Call]:
+        """Every node of the model, those in functions included."""
+        calls = [Call(site, self.opsets, None) for scope in self.scopes for site in scope.own.sites]
+        for function in self.proto.functions:
+            opsets = versions(function.opset_import)
+            calls += [Call(site, opsets, function) for site in walk(function.node, function_place(function))]
+        return calls
 
     @cached_property
     def homes(self) -> dict[str, int]:

@@ -16,8 +16,8 @@ FLOATING = frozenset(
 
 
 def type_name(elem: int) -> str:
-    known = TensorProto.DataType.values()
-    return TensorProto.DataType.Name(elem).lower() if elem in known else f"type {elem}"  # type: ignore[arg-type]
+    known = elem in TensorProto.DataType.values()
+    return TensorProto.DataType.Name(elem).lower() if known else f"type {elem}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -70,7 +71,7 @@ def cross_entropy(
         loss = reduced(op, op.call(f.CrossEntropyWithProbabilities, rows, labels), reduction)
     elif smoothing:
         inputs = rows, labels, np.float64(1) if weights is None else weights, smoothing
-        ignored = NO_LABEL if ignore_index is None else ignore_index
+        ignored = NO_LABEL if ignore_index is None else _index(ignore_index)
         smoothed, counted = op.call(f.SmoothedCrossEntropy, *inputs, ignore_index=ignored)
         loss = reduced(op, smoothed, reduction, weight=counted)
     else:
@@ -118,7 +119,13 @@ def _standard(
     """One of the two loss operators of the standard."""
     one_of("reduction", reduction, "mean", "sum", "none")
     inputs = [scores, labels] if weights is None else [scores, labels, op.CastLike(weights, scores)]
-    return op.node("", operator, *inputs, ignore_index=ignore_index, reduction=reduction)
+    ignored = None if ignore_index is None else _index(ignore_index)
+    return op.node("", operator, *inputs, ignore_index=ignored, reduction=reduction)
+
+
+def _index(ignore_index: int) -> int:
+    check(isinstance(ignore_index, Integral), f"ignore_index is {ignore_index!r}, not a whole number")
+    return int(ignore_index)
 
 
 def _rows(op: Builder, scores: Expr, labels: Expr, axis: int, soft: bool = False) -> tuple[Expr, Expr]:

@@ -6,6 +6,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 from typing import Any
 
 import numpy as np
@@ -55,22 +56,30 @@ class Loss:
 
     def _complete(self, options: dict[str, Any]) -> dict[str, Any]:
         check_options(f"the loss `{self.name}`", options, self.options)
-        wrong = [f"{k} is {v!r}, not {kind}" for k, v in options.items() if (kind := _misfit(v, self.options[k]))]
+        given = {k: (v, self.options[k]) for k, v in options.items()}
+        wrong = [
+            f"{k} is {v!r}, not {_KINDS[type(default)][1]}"
+            for k, (v, default) in given.items()
+            if not _fits(v, default)
+        ]
         check(not wrong, f"the loss `{self.name}` cannot be built: {'; '.join(wrong)}")
-        return {**self.options, **options}
+        return {**self.options, **{k: v if default is None else type(default)(v) for k, (v, default) in given.items()}}
 
 
-_KINDS = {float: "a finite number", int: "a whole number", bool: "true or false", str: "a word"}
+_KINDS: dict[type, tuple[type, str]] = {
+    bool: (bool, "true or false"),
+    int: (Integral, "a whole number"),
+    float: (Real, "a finite number"),
+    str: (str, "a word"),
+}
 
 
-def _misfit(value: Any, default: Any) -> str | None:
-    """The kind of value that an option takes, judged by its default, if this is not one."""
-    kind = type(default)
-    if kind is float:
-        fits = type(value) in (int, float) and math.isfinite(value)
-    else:
-        fits = default is None or type(value) is kind
-    return None if fits else _KINDS[kind]
+def _fits(value: Any, default: Any) -> bool:
+    """Whether a value is of the kind of an option's default; an option without one judges for itself."""
+    if default is None:
+        return True
+    fits = isinstance(value, _KINDS[type(default)][0]) and isinstance(value, bool) == isinstance(default, bool)
+    return fits and (not isinstance(default, float) or math.isfinite(value))
 
 
 LOSSES: dict[str, Loss] = {}

@@ -1,0 +1,77 @@
+"""The application that commands enter themselves into, and what holds for all of them."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, TypeVar
+
+import typer
+from typer.core import TyperGroup
+
+from onward.cli import console
+from onward.cli.failure import report
+
+BUILD, LOOK, CHANGE = "Build", "Check and show", "Change, without losing the training"
+
+_Function = TypeVar("_Function", bound=Callable[..., None])
+
+
+class Commands(TyperGroup):
+    """All commands. Whatever happens in one ends in an exit code and, if it failed, in `error:` and `hint:`."""
+
+    def main(self, args: Sequence[str] | None = None, *rest: Any, **options: Any) -> Any:
+        arguments = list(sys.argv[1:] if args is None else args)
+        debug = "--debug" in arguments or os.environ.get("ONWARD_DEBUG", "") not in ("", "0")
+        for stream in (sys.stdout, sys.stderr):
+            if hasattr(stream, "reconfigure"):
+                stream.reconfigure(errors="backslashreplace")  # a name may hold what a terminal cannot show
+        options["standalone_mode"] = False  # errors come here
+        try:
+            code = super().main([a for a in arguments if a != "--debug"], *rest, **options)
+            sys.stdout.flush()
+        except BaseException as error:
+            code = report(error, debug)
+        sys.exit(code if isinstance(code, int) else 0)
+
+
+app = typer.Typer(
+    cls=Commands,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def command(panel: str, *examples: str, name: str | None = None) -> Callable[[_Function], _Function]:
+    """Enter a function as a command, with examples below its help."""
+    lines = [example.replace("[", "\\[") for example in examples]
+    epilog = "\n".join(["[bold]Examples[/]", *(f"  [dim]$[/] {line}" for line in lines)])
+    return app.command(name, rich_help_panel=panel, epilog=epilog)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        console.say(f"onward {version('onward')}")
+        raise typer.Exit
+
+
+@app.callback(
+    invoke_without_command=True,
+    epilog="Each command explains itself, with examples: [bold]onward prepare --help[/]",
+)
+def onward(
+    context: typer.Context,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version, and exit.")
+    ] = False,
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Show where in the code an error arose. So does ONWARD_DEBUG=1.")
+    ] = False,
+) -> None:
+    """ONNX training made real: one .onnx file that holds a model and its training."""
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())

@@ -1,0 +1,46 @@
+"""Reading arguments that have a form of their own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from onward.cli.failure import Misuse
+
+
+def pairs(items: Sequence[str], example: str) -> dict[str, str]:
+    """Arguments of the form `left=right`, such as `example`."""
+    found: dict[str, str] = {}
+    for item in items:
+        left, equals, right = item.partition("=")
+        if not (left and equals and right):
+            raise Misuse(f"`{item}` has not the form of `{example}`", f"write for example `{example}`")
+        if left in found:
+            raise Misuse(f"`{left}` is given twice", "give each name once")
+        found[left] = right
+    return found
+
+
+def specs_by_pattern(items: Sequence[str]) -> str | dict[str, str] | None:
+    """`SPEC` for all, or `PATTERN=SPEC` for some; an equals sign after the colon belongs to the options of a spec."""
+    found: dict[str, str] = {}
+    for item in items:
+        head, colon, options = item.partition(":")
+        pattern, equals, name = head.rpartition("=")
+        pattern = pattern if equals else "*"
+        if pattern in found:
+            raise Misuse(f"`{pattern}` is given twice", "the first pattern that matches counts; give each once")
+        found[pattern] = name + colon + options
+    everything = found.pop("*", None)  # what is for all comes last, wherever it stood
+    if not found:
+        return everything
+    return {**found, **({"*": everything} if everything else {})}
+
+
+def number(text: str) -> Any:
+    """A number, `true`, `false` or a list of numbers, or the text itself if it is none of these."""
+    try:
+        return float(text) if text.lower() in ("inf", "-inf", "nan") else json.loads(text)
+    except (ValueError, RecursionError):
+        return text

@@ -1,0 +1,7 @@
+"""All commands, in the order in which `onward --help` lists them."""
+
+# ruff: noqa: I001
+from onward.cli.app import app
+from onward.cli import prepare, check, show, settings, names, parts, form, training
+
+__all__ = ["app", "check", "form", "names", "parts", "prepare", "settings", "show", "training"]

@@ -1,0 +1,121 @@
+"""What is printed, and where: results on stdout, everything else on stderr, plain text that no file can disturb."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_WIDTH_OF_A_FILE = 120
+"""Columns where nobody looks on: a table that is piped into a file should not be cut at 80."""
+
+
+def safe(text: str) -> str:
+    """Text from a file or a user, without characters that would move a cursor, change colours or end a line early."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+
+
+def out() -> Console:
+    """Where results go."""
+    return _console(stderr=False)
+
+
+def err() -> Console:
+    """Where errors, progress and remarks go."""
+    return _console(stderr=True)
+
+
+@functools.cache
+def _console(stderr: bool) -> Console:
+    from rich.console import Console
+
+    class Quiet(Console):
+        def on_broken_pipe(self) -> None:
+            raise BrokenPipeError  # rich would end the process here; `app` does, for every kind of output
+
+    console = Quiet(stderr=stderr, markup=False, highlight=False, emoji=False)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = max(_WIDTH_OF_A_FILE, shutil.get_terminal_size().columns)
+    return console
+
+
+def say(text: str = "", style: str | None = None) -> None:
+    """One line of a result. It is never wrapped: terminals do that, and programs do not want it."""
+    out().print(safe(text), style=style, soft_wrap=True)
+
+
+def remark(text: str) -> None:
+    """A line for the person at the terminal, which is no result."""
+    err().print(safe(text), soft_wrap=True)
+
+
+def print_json(value: Any) -> None:
+    """A result for programs."""
+    json.dump(value, sys.stdout, indent=2, ensure_ascii=True)
+    sys.stdout.write("\n")
+    sys.stdout.flush()
+
+
+def print_error(message: str, hint: str | None) -> None:
+    """`error:` and `hint:`, further lines aligned."""
+    _labelled("error:", "bold red", message)
+    if hint:
+        _labelled("hint: ", "bold cyan", hint)
+
+
+def _labelled(label: str, style: str, message: str) -> None:
+    from rich.text import Text
+
+    indented = safe(message).replace("\n", "\n" + " " * (len(label) + 1))
+    err().print(Text.assemble((label, style), " ", indented), soft_wrap=True)
+
+
+def print_rows(rows: Sequence[Sequence[str]], styles: Sequence[str] = ()) -> None:
+    """Columns without lines around them; the last one is wrapped where a person reads it."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table.grid(padding=(0, 2))
+    width = max((len(row) for row in rows), default=0)
+    for i in range(width):
+        last = i == width - 1
+        table.add_column(style=styles[i] if i < len(styles) else "", no_wrap=not last, overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(safe(cell)) for cell in row))
+    out().print(table)
+
+
+@contextmanager
+def working(what: str) -> Iterator[None]:
+    """Show that something is going on, where somebody looks on."""
+    console = err()
+    if not console.is_terminal:
+        yield
+        return
+    with console.status(safe(what)):
+        yield
+
+
+def count(number: int, noun: str) -> str:
+    """`1 error`, `2 errors`."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def size(nbytes: int) -> str:
+    """Bytes for people."""
+    amount = float(nbytes)
+    for unit in ("B", "kB", "MB", "GB"):
+        if amount < 1000:
+            return f"{amount:.0f} {unit}" if unit == "B" else f"{amount:.1f} {unit}"
+        amount /= 1000
+    return f"{amount:.1f} TB"

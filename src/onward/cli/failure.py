@@ -1,0 +1,78 @@
+"""What becomes of errors: `error:` and `hint:` on stderr, and an exit code."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import traceback
+from contextlib import suppress
+
+import typer
+
+from onward.cli.console import print_error
+from onward.errors import Error, near
+
+FAILED, USAGE = 1, 2
+INTERRUPTED, CLOSED_PIPE = 130, 141
+"""128 and the number of the signal, as shells count."""
+
+BUG = "this is a bug in Onward; run it again with `--debug`, and report what that shows"
+
+
+class Misuse(typer.TyperException):
+    """Arguments that are well-formed, but do not go together."""
+
+    def __init__(self, message: str, hint: str):
+        super().__init__(message)
+        self.hint = hint
+
+
+def report(error: BaseException, debug: bool) -> int:
+    """Say what went wrong, with the traceback if that is wanted; the exit code."""
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else FAILED if error.code else 0
+    if isinstance(error, KeyboardInterrupt | typer.Abort):
+        return INTERRUPTED
+    if isinstance(error, BrokenPipeError):
+        _leave_pipe()
+        return CLOSED_PIPE
+    if debug:
+        traceback.print_exception(error)
+    print_error(*_explain(error))
+    return USAGE if isinstance(error, typer.TyperException) else FAILED
+
+
+def _explain(error: BaseException) -> tuple[str, str | None]:
+    if isinstance(error, Error | Misuse):
+        return str(error), error.hint
+    if isinstance(error, typer.TyperException):
+        return _usage(error)
+    if isinstance(error, MemoryError):
+        return "there is not enough memory for this", None
+    if isinstance(error, OSError):
+        return f"{f'`{error.filename}`: ' if error.filename else ''}{error.strerror or error}", None
+    return "".join(traceback.format_exception_only(error)).strip(), BUG
+
+
+def _usage(error: typer.TyperException) -> tuple[str, str]:
+    """The parser's message in the form of ours, and what was meant or where to look."""
+    text, *_ = re.split(r" Did you mean | \(Possible options", error.format_message())
+    text = re.sub(r"'([^']+)'", r"`\1`", text).strip().rstrip(".")
+    context = getattr(error, "ctx", None)
+    wrong = getattr(error, "option_name", None) or (re.findall(r"No such command `(.+)`", text) or [None])[0]
+    hint = near(wrong, _known(context)) if wrong and context else None
+    path = context.command_path if context else "onward"
+    return text[:1].lower() + text[1:], hint or f"see `{path} --help`"
+
+
+def _known(context: typer.Context) -> list[str]:
+    """The options and commands that there are."""
+    options = [name for parameter in context.command.params for name in parameter.opts if name.startswith("--")]
+    return [*options, *getattr(context.command, "commands", ())]
+
+
+def _leave_pipe() -> None:
+    """Nobody reads any more. Python would complain when it flushes at exit, unless there is somewhere to flush to."""
+    with suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

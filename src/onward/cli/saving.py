@@ -1,0 +1,40 @@
+"""Writing a model for a command: never over a file that is there, unless that is wanted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from onward.cli.console import remark, size, working
+from onward.errors import WriteError
+
+if TYPE_CHECKING:
+    from onward import Model
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where a result goes, settled before the work that makes it."""
+
+    path: Path
+    data: str = "auto"
+
+    def save(self, model: Model) -> None:
+        with working(f"writing {self.path}"):
+            model.save(self.path, data=self.data)
+
+    def write(self, model: Model, note: str = "") -> None:
+        """Save, and say so."""
+        self.save(model)
+        remark(f"wrote {self.path} ({size(self.path.stat().st_size)}){f': {note}' if note else ''}")
+
+
+def target(source: Path, output: Path | None, ending: str, *, data: str = "auto", force: bool = False) -> Target:
+    """The file to write: `output`, a file in it if it is a folder, or `model-ending.onnx` beside `model.onnx`."""
+    name = f"{source.name.removesuffix('.onnx')}-{ending}.onnx"
+    path = source.with_name(name) if output is None else output / name if output.is_dir() else output
+    if path.exists() and not force:
+        what = f"`{path}` is the model itself" if source.exists() and path.samefile(source) else f"`{path}` exists"
+        raise WriteError(what, hint="write elsewhere with `-o`, or overwrite it with `--force`")
+    return Target(path, data)

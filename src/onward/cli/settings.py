@@ -1,0 +1,134 @@
+"""`onward set`: the numbers that steer training, changed in the file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from onward.cli import options
+from onward.cli.app import CHANGE, command
+from onward.cli.arguments import number, pairs
+from onward.cli.console import print_json, print_rows, remark, working
+from onward.cli.failure import Misuse
+from onward.cli.saving import Target, target
+from onward.errors import InvalidModelError
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+    from onward import Model
+
+_MOST = 64
+"""Tensors with more elements than this are weights, not settings."""
+
+
+@command(
+    CHANGE,
+    "onward set training.onnx --list",
+    "onward set training.onnx group0/lr=3e-4 schedule/steps=5000",
+    "onward set training.onnx step=0 -o restarted.onnx",
+    name="set",
+)
+def set_(
+    model: options.OptionalModel = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="NAME=VALUE...", help="Hyper-parameters, counters, other small tensors.", show_default=False
+        ),
+    ] = None,
+    listed: Annotated[bool, typer.Option("--list", help="List what can be set, and exit.")] = False,
+    step: options.Step = 0,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Where to write; in place unless given.")
+    ] = None,
+    force: options.Force = False,
+    as_json: options.Json = False,
+) -> None:
+    """Change hyper-parameters and counters of a training model, in the file.
+
+    Learning rate, weight decay, the steps of a schedule, the step counter: they are scalar tensors, so no node changes.
+    All are set, or none is.
+    """
+    if model is None or not (settings or listed):
+        missing = "argument `MODEL`" if model is None else "what to set"
+        raise Misuse(
+            f"missing {missing}", "write for example `onward set training.onnx group0/lr=3e-4`, or use `--list`"
+        )
+    wanted = pairs(settings or [], "group0/lr=3e-4")
+    place = Target(model) if output is None else target(model, output, "changed", force=force)
+    from onward.model import read
+
+    with working(f"reading {model}"):
+        source = read(model)
+        source.step(step)
+    if listed:
+        _print_settable(source, step, as_json)
+        return
+    changes = [_change(source, name, text, step) for name, text in wanted.items()]
+    place.save(source)
+    if as_json:
+        print_json({"output": str(place.path), "changes": changes})
+        return
+    print_rows([[c["name"], f"{_shown(c['old'])} -> {_shown(c['new'])}"] for c in changes])
+    remark(f"wrote {place.path}")
+
+
+def _change(source: Model, name: str, text: str, step: int) -> dict[str, Any]:
+    """Set one tensor, in memory; what it was and is."""
+    tensor = source.initializer(name, step).const_value
+    assert tensor is not None
+    if tensor.size > _MOST:
+        raise InvalidModelError(
+            f"`{name}` has {tensor.size:,} elements: a weight, not a setting",
+            hint="change weights in Python, with `Model.set`",
+        )
+    old = tensor.numpy().tolist()
+    source.set(name, _array(name, text, tensor.dtype), step)
+    return {"name": name, "old": old, "new": source.initializer(name, step).const_value.numpy().tolist()}  # type: ignore[union-attr]
+
+
+def _array(name: str, text: str, dtype: ir.DataType) -> Any:
+    """What was typed as an array of the tensor's type, if that can hold it."""
+    import numpy as np
+
+    kind = dtype.name.lower()
+    try:
+        given = np.asarray(number(text))
+        if given.dtype.kind not in "biuf" or (given.dtype.kind == "b") != (kind == "bool"):
+            raise ValueError
+        with np.errstate(all="ignore"):
+            array = given.astype(dtype.numpy())
+    except (ValueError, TypeError, OverflowError):
+        raise InvalidModelError(f"`{name}` is {kind}, and `{text}` is not", hint=_example(kind)) from None
+    exact = not dtype.is_integer() or (array == given).all()
+    if not exact or np.isfinite(array.astype(np.float64)).sum() != np.isfinite(given.astype(np.float64)).sum():
+        raise InvalidModelError(f"`{name}` is {kind}, which cannot hold `{text}`", hint=_example(kind))
+    return array
+
+
+def _example(kind: str) -> str:
+    if kind == "bool":
+        return "write `true` or `false`"
+    return "write a whole number" if "int" in kind else "write a number such as 1e-3, or a list such as [30,60]"
+
+
+def _print_settable(source: Model, step: int, as_json: bool) -> None:
+    """Hyper-parameters, and the counters among the state."""
+    from onward.model.state import hyperparameters, states
+
+    found = [{"name": n, "role": "hyper", "value": value} for n, value in hyperparameters(source, step).items()]
+    for state in states(source, step):
+        tensor = state.value.const_value
+        if tensor is not None and tensor.size == 1 and state.role not in ("parameter", "optimizer_state"):
+            found.append({"name": state.name, "role": state.role, "value": tensor.numpy().item()})
+    if as_json:
+        print_json(found)
+    else:
+        print_rows([[str(f["name"]), _shown(f["value"]), str(f["role"])] for f in found], styles=("", "bold", "dim"))
+
+
+def _shown(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) and float(f"{value:g}") == value else str(value)

@@ -1,0 +1,52 @@
+"""`onward show`: what is in a file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from onward.cli import options
+from onward.cli.app import LOOK, command
+from onward.cli.console import out, print_json, remark, working
+from onward.errors import WriteError
+
+
+@command(
+    LOOK,
+    "onward show training.onnx",
+    "onward show training.onnx --params",
+    "onward show training.onnx --graph training.svg",
+    "onward show training.onnx --json | jq .",
+)
+def show(
+    model: options.Model,
+    params: Annotated[bool, typer.Option("--params", help="List all tensors: trained, frozen and constant.")] = False,
+    graph: Annotated[
+        Path | None, typer.Option("--graph", metavar="FILE", help="Draw the training graph into an .svg file.")
+    ] = None,
+    step: options.Step = 0,
+    force: options.Force = False,
+    as_json: options.Json = False,
+) -> None:
+    """Show what is in a model: inputs and outputs, parameters, loss, optimizer, schedule, state, how far it is trained."""
+    from onward.inspect import describe, draw, render, render_parameters
+    from onward.model import read
+
+    if graph is not None and graph.exists() and not force:
+        raise WriteError(f"`{graph}` exists", hint="draw into another file, or overwrite it with `--force`")
+    with working(f"reading {model}"):
+        source = read(model)
+        summary = describe(source)
+    if graph is not None:
+        with working("laying out the graph"):
+            picture = draw(source, step)
+        graph.write_text(picture, encoding="utf-8")
+        remark(f"wrote {graph}")
+    if as_json:
+        print_json(summary.to_json())
+    elif params:
+        render_parameters(summary, out())
+    elif graph is None:
+        render(summary, out())

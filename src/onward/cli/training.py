@@ -1,0 +1,62 @@
+"""`onward strip` and `onward refresh`: taking training off a model, and putting it back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from onward.cli import options
+from onward.cli.app import CHANGE, command
+from onward.cli.console import count, working
+from onward.cli.saving import target
+
+
+@command(
+    CHANGE,
+    "onward strip training.onnx",
+    "onward strip training.onnx -o trained.onnx",
+)
+def strip(
+    model: options.Model,
+    output: options.Output = None,
+    data: options.Data = "auto",
+    force: options.Force = False,
+) -> None:
+    """Take the training off: the inference graph with its weights as they are, for deployment."""
+    place = target(model, output, "inference", data=data, force=force)
+    import onward
+
+    with working(f"stripping {model}"):
+        before = onward.read(str(model))
+        made = onward.strip(before)
+    place.write(made, f"without {count(len(before.steps), 'training step')}")
+
+
+@command(
+    CHANGE,
+    "onward refresh optimized.onnx --training training.onnx",
+    "onward refresh optimized.onnx --training training.onnx -o training.onnx --force",
+)
+def refresh(
+    model: Annotated[
+        Path, typer.Argument(metavar="CHANGED", help="The model as another tool has left it.", show_default=False)
+    ],
+    training: Annotated[
+        Path, typer.Option("--training", metavar="FILE", help="The training model from before.", show_default=False)
+    ],
+    output: options.Output = None,
+    data: options.Data = "auto",
+    force: options.Force = False,
+) -> None:
+    """Put training back after another tool has changed the inference graph and dropped it.
+
+    Where the training no longer matches, nothing is guessed: all such places are named, and nothing is written.
+    """
+    place = target(model, output, "training", data=data, force=force)
+    import onward
+
+    with working(f"joining {model} and the training of {training}"):
+        made = onward.refresh(str(model), str(training))
+    place.write(made, count(len(made.steps), "training step"))

@@ -1,0 +1,65 @@
+"""Replacing the standard's training operators, which no runtime implements, by plain operators."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import onnx_ir as ir
+from onnx import defs
+
+from onward.build import Builder, Names
+from onward.lower import losses, optimizers
+from onward.lower.losses import Lowering
+
+LOWERINGS: Mapping[tuple[str, str], Lowering] = {**losses.LOWERINGS, **optimizers.LOWERINGS}
+
+
+def expand(model: ir.Model, lowerings: Mapping[tuple[str, str], Lowering] = LOWERINGS) -> None:
+    """Replace every node that has a lowering, in nested graphs and functions too, in place."""
+    graphs = [model.graph, *(function.graph for function in model.functions.values())]
+    for graph in [inner for graph in graphs for inner in (graph, *graph.subgraphs())]:
+        names = Names(value.name for node in graph.all_nodes() for value in node.outputs if value.name)
+        names.take(value.name for value in (*graph.inputs, *graph.initializers.values()) if value.name)
+        for node in list(graph):
+            if lowering := lowerings.get((node.domain, node.op_type)):
+                _replace(graph, node, lowering, names, model.opset_imports[""], model.functions)
+
+
+def _replace(
+    graph: ir.Graph,
+    node: ir.Node,
+    lowering: Lowering,
+    names: Names,
+    opset: int,
+    functions: dict[ir.OperatorIdentifier, ir.Function],
+) -> None:
+    scratch = ir.Graph([], [], nodes=[], name="lowered")
+    op = Builder(scratch, opset=opset, names=names, functions=functions, scope=node.name or node.op_type)
+    inputs = [op(value) if value is not None else None for value in node.inputs]
+    results = lowering(op, inputs, attributes(node, opset), len(node.outputs))
+    nodes = list(scratch)
+    scratch.remove(nodes)
+    node.prepend(nodes)
+    for old, new in zip(node.outputs, results, strict=False):
+        value = new.value
+        value.type, value.shape = old.type or value.type, old.shape
+        name = old.name
+        old.name = names.fresh(f"{name}/replaced")
+        old.replace_all_uses_with(value, replace_graph_outputs=True)
+        value.name = name
+    graph.remove(node)
+
+
+def attributes(node: ir.Node, opset: int) -> dict[str, Any]:
+    """The attributes of a node by name, with the schema's defaults for those that it leaves out."""
+    schema = defs.get_schema(node.op_type, opset if node.domain == "" else 1, node.domain)
+    found: dict[str, Any] = {}
+    for name, attribute in schema.attributes.items():
+        if name in node.attributes:
+            found[name] = node.attributes[name].value
+        elif attribute.default_value.name:
+            found[name] = ir.from_proto(attribute.default_value).value
+        else:
+            found[name] = None
+    return found
