@@ -1,7 +1,7 @@
 """Good training models, written by hand, and a table of ways to break them: each damages a good one in one way.
 
-`GOOD` maps names to functions that build a model; `DAMAGES` is the table. The checker must find exactly the code of each
-row, and nothing worth a warning in a good model.
+`GOOD` maps names to functions that build a model; `DAMAGES` is the table. The checker must find exactly the code of
+each row, and nothing worth a warning in a good model.
 """
 
 from __future__ import annotations
@@ -328,7 +328,7 @@ def statistics() -> ModelProto:
         [tensor("lr", 0.1)]
         + [tensor(f"accum/{name}", np.zeros(3), role="accum", param=name) for name in ("scale", "bias")],
     )
-    state = {name: (3,) for name in ("scale", "bias", "mean", "var", "accum/scale", "accum/bias")}
+    state = dict.fromkeys(("scale", "bias", "mean", "var", "accum/scale", "accum/bias"), (3,))
     start, resets = starting(state)
     updates = {name: f"{name}_new" for name in ("scale", "bias", "mean", "var")}
     updates |= {"accum/scale": "sum_scale", "accum/bias": "sum_bias"}

@@ -23,7 +23,7 @@ def adam_counts_from_one(step: Scope) -> Iterator[Finding]:
             yield found(
                 "OW510",
                 node.place,
-                f"T is {quote(counter)}, which starts at 0: no bias correction in the first step, too little in the next ones",
+                f"T is {quote(counter)}, which starts at 0: the first steps lack their bias correction",
                 "give Adam the counter after it is increased",
             )
 
@@ -48,6 +48,7 @@ def _depends_on_count(node: Node) -> bool:
 def _behind_identity(scope: Scope, name: str) -> str:
     seen = {name}
     while (producer := scope.producer(name)) and producer[0].op == "Identity" and producer[0].args:
+        scope.budget.spend(1)
         name = producer[0].args[0]
         if name in seen:
             break

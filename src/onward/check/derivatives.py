@@ -139,6 +139,8 @@ def scalar(scope: Scope) -> Iterator[Finding]:
 def results_are_used(scope: Scope) -> Iterator[Finding]:
     """A gradient serves a node, the caller, or another Gradient, which names it in an attribute."""
     wanted = {name for part in scope.parts for name in part.outputs}
+    if scope is scope.subject.inference:  # an algorithm may use what inference computes
+        wanted.update(name for step in scope.subject.steps for name in step.own.readers)
     wanted.update(name for gradient in scope.gradients for name in (*gradient.xs, *gradient.zs, gradient.y))
     for gradient in scope.gradients:
         if unused := [x for x, name in gradient.results if name not in wanted and not scope.read_by(name)]:
@@ -149,11 +151,11 @@ def results_are_used(scope: Scope) -> Iterator[Finding]:
 def gradients_serve_variables(step: Scope) -> Iterator[Finding]:
     for gradient in step.gradients:
         for x, name in gradient.results:
-            if step.initializer(x) is not None and x not in step.updates and step.read_by(name):
+            if step.initializer(x) is not None and x not in step.subject.updated and step.read_by(name):
                 yield found(
                     "OW420",
                     gradient.node.place,
-                    f"the gradient of {quote(x)} is used, but no binding of this step updates {quote(x)}",
+                    f"the gradient of {quote(x)} is used, but no binding updates {quote(x)}",
                     "bind its new value, or take it out of `xs` to freeze it",
                 )
 

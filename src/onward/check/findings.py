@@ -1,4 +1,4 @@
-"""What the checker says: a `Finding` has a stable code, a place, a sentence, the text that demands it, and a way out."""
+"""What the checker says: a `Finding` has a stable code, a place, a sentence, the text behind it, and a way out."""
 
 from __future__ import annotations
 

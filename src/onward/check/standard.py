@@ -23,6 +23,7 @@ from onward.check.view.shapes import of_values
 MOST_STEPS = 64
 """How many steps are combined with the inference graph; each costs as much as the inference graph is large."""
 
+_GRAPH = re.compile(r"model|functions|graph|training_info\[\d+\]\.\w+")  # the part of a file that a place is in
 _PREFIX = re.compile(r"^(\[ShapeInferenceError\]|\[TypeInferenceError\]|\s)+")
 
 
@@ -69,22 +70,17 @@ def _type_gradients(scope: Scope) -> None:
 
 def objections(subject: Subject, verdicts: dict[Scope, Verdict], errors: Iterable[Finding]) -> Iterator[Finding]:
     """What onnx objects to, in graphs where nothing else is wrong."""
-    blamed = [finding.place for finding in errors]
+    blamed = {graph[0] for finding in errors if (graph := _GRAPH.match(finding.place))}
     for scope, verdict in verdicts.items():
-        spoilt = [scope.own.place, "model", "functions", *(part.place for part in scope.parts)]
-        if any(_is_in(place, part) for place in blamed for part in spoilt):
+        if not blamed.isdisjoint(("model", "functions", *(part.place for part in scope.parts))):
             continue
         for finding in _objections(scope, verdict):
-            blamed.append(finding.place)
+            blamed.add(scope.own.place)
             yield finding
     if len(subject.steps) > MOST_STEPS:
         yield found(
             "OW109", "model", f"onnx.checker was asked about the first {MOST_STEPS} of {len(subject.steps)} steps"
         )
-
-
-def _is_in(place: str, part: str) -> bool:
-    return place.startswith(part) and place[len(part) : len(part) + 1] in ("", "/", ".", "[")
 
 
 def _objections(scope: Scope, verdict: Verdict) -> Iterator[Finding]:

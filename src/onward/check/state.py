@@ -57,10 +57,9 @@ def steps_do_something(step: Scope) -> Iterator[Finding]:
 
 
 def state_is_updated(subject: Subject) -> Iterator[Finding]:
-    updated = {key for step in subject.steps for key in step.updates}
     for step in subject.steps:
         for key in step.resets:
-            known = step.updates if key in step.own.initializers else updated
+            known = step.updates if key in step.own.initializers else subject.updated
             if key not in known and step.initializer(key) is not None:
                 yield found(
                     "OW215",

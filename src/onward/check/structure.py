@@ -151,7 +151,10 @@ def _circle(graph: Graph) -> list[Node]:
 
 def outputs_are_computed(scope: Scope) -> Iterator[Finding]:
     for name in dict.fromkeys(scope.own.outputs):
-        if not scope.defines(name):
+        if scope is scope.subject.inference and name in scope.subject.homes and not scope.defines(name):
+            home = f"training_info[{scope.subject.homes[name]}].algorithm"
+            yield found("OW122", f'graph.output["{bare(name)}"]', f"this output is computed by {home}")
+        elif not scope.defines(name):
             hint = scope.near(name)
             yield found("OW126", f'{scope.own.place}.output["{bare(name)}"]', "nothing computes this output", hint)
 

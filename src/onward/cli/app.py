@@ -8,10 +8,11 @@ from collections.abc import Callable, Sequence
 from typing import Annotated, Any, TypeVar
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from onward.cli import console
 from onward.cli.failure import report
+from onward.cli.help import USAGE, help_text
 
 BUILD, LOOK, CHANGE = "Build", "Check and show", "Change, without losing the training"
 
@@ -20,6 +21,9 @@ _Function = TypeVar("_Function", bound=Callable[..., None])
 
 class Commands(TyperGroup):
     """All commands. Whatever happens in one ends in an exit code and, if it failed, in `error:` and `hint:`."""
+
+    def get_help(self, ctx: Any) -> str:
+        return help_text(self, ctx)
 
     def main(self, args: Sequence[str] | None = None, *rest: Any, **options: Any) -> Any:
         arguments = list(sys.argv[1:] if args is None else args)
@@ -36,19 +40,25 @@ class Commands(TyperGroup):
         sys.exit(code if isinstance(code, int) else 0)
 
 
+class Command(TyperCommand):
+    def get_help(self, ctx: Any) -> str:
+        return help_text(self, ctx)
+
+
 app = typer.Typer(
     cls=Commands,
-    rich_markup_mode="rich",
+    rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 
-def command(panel: str, *examples: str, name: str | None = None) -> Callable[[_Function], _Function]:
-    """Enter a function as a command, with examples below its help."""
-    lines = [example.replace("[", "\\[") for example in examples]
-    epilog = "\n".join(["[bold]Examples[/]", *(f"  [dim]$[/] {line}" for line in lines)])
-    return app.command(name, rich_help_panel=panel, epilog=epilog)
+def command(
+    panel: str, *examples: str, name: str | None = None, usage: str = USAGE
+) -> Callable[[_Function], _Function]:
+    """Enter a function as a command, with examples below its help; `usage` where its signature does not tell."""
+    epilog = "\n".join(["Examples:", *(f"  {example}" for example in examples)])
+    return app.command(name, cls=Command, rich_help_panel=panel, epilog=epilog, options_metavar=usage)
 
 
 def _version(wanted: bool) -> None:
@@ -61,7 +71,7 @@ def _version(wanted: bool) -> None:
 
 @app.callback(
     invoke_without_command=True,
-    epilog="Each command explains itself, with examples: [bold]onward prepare --help[/]",
+    epilog="Each command explains itself, with examples: `onward prepare --help`.",
 )
 def onward(
     context: typer.Context,

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from onward.cli.console import out, print_json, safe, say
+from onward.cli.console import print_json, print_rows, say, word
 
 Catalogue = Literal["losses", "optimizers", "schedules", "initializers"]
 
@@ -72,25 +72,14 @@ def print_catalogue(catalogue: Catalogue, as_json: bool) -> None:
         return
     for name, entry in found.items():
         say(" or ".join([name, *entry.short_names]), style="bold")
-        _indented(entry.summary)
+        print_rows([["  ", entry.summary]])
         if entry.options:
-            _indented("  ".join(_option(key, value, entry) for key, value in entry.options.items()), style="cyan")
+            listed = "  ".join(_option(key, value, entry) for key, value in entry.options.items())
+            print_rows([["  ", listed]], styles=("", "cyan"))
 
 
 def _option(name: str, default: Any, entry: Entry) -> str:
     if name in entry.required:
         return f"{name}=?"
     values = entry.choices.get(name, (default,))
-    return f"{name}={'|'.join(_word(value) for value in values)}"
-
-
-def _word(value: Any) -> str:
-    if isinstance(value, bool) or value is None:
-        return str(value).lower()
-    return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def _indented(text: str, style: str = "") -> None:
-    from rich.padding import Padding
-
-    out().print(Padding(safe(text), (0, 0, 0, 4)), style=style)
+    return f"{name}={'|'.join(word(value) for value in values)}"

@@ -10,7 +10,7 @@ import typer
 
 from onward.cli import options
 from onward.cli.app import LOOK, command
-from onward.cli.console import count, out, print_json, print_rows, safe, say, working
+from onward.cli.console import count, print_json, print_rows, say, working
 from onward.cli.failure import FAILED, Misuse
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ _HEADINGS = {"error": ("errors", "bold red"), "warning": ("warnings", "bold yell
     "onward check training.onnx",
     "onward check training.onnx --for onnxruntime --strict",
     "onward check training.onnx --json | jq '.findings[].code'",
+    usage="MODEL [OPTIONS]",
 )
 def check(
     model: options.OptionalModel = None,
@@ -34,10 +35,11 @@ def check(
     codes: Annotated[bool, typer.Option("--codes", help="List all codes of findings, and exit.")] = False,
     as_json: options.Json = False,
 ) -> None:
-    """Check a file against every rule about training models, and everything that onnx.checker knows.
+    """Find what is wrong with a file.
 
-    It looks at the file as it is, so it can say what is wrong with one that nothing can read. Exits with 0 if there are no
-    errors (with --strict: and no warnings), else with 1.
+    It knows every rule about training models, and all that onnx.checker knows. It looks at the file as it is, so it can
+    say what is wrong with one that nothing can read. Exits with 0 if there are no errors (with --strict, no warnings
+    either), else with 1.
     """
     if codes:
         _print_codes(as_json)
@@ -72,15 +74,12 @@ def _print_findings(findings: Sequence[Finding]) -> None:
 
 
 def _print_finding(finding: Finding) -> None:
-    from rich.padding import Padding
-    from rich.text import Text
-
     say(f"  {finding.code}  {finding.place}", style="bold")
     lines = [(finding.message, ""), (f"rule: {finding.rule}", "dim")]
     if finding.hint:
         lines.append((f"hint: {finding.hint}", "cyan"))
     for text, style in lines:
-        out().print(Padding(Text(safe(text), style=style), (0, 0, 0, 9)))
+        print_rows([["       ", text]], styles=("", style))
 
 
 def _print_verdict(model: Path, counts: dict[str, int], passed: bool) -> None:

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import functools
 import json
-import os
-import shutil
 import sys
+import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-_WIDTH_OF_A_FILE = 120
-"""Columns where nobody looks on: a table that is piped into a file should not be cut at 80."""
 
 
 def safe(text: str) -> str:
@@ -43,10 +39,7 @@ def _console(stderr: bool) -> Console:
         def on_broken_pipe(self) -> None:
             raise BrokenPipeError  # rich would end the process here; `app` does, for every kind of output
 
-    console = Quiet(stderr=stderr, markup=False, highlight=False, emoji=False)
-    if not console.is_terminal and "COLUMNS" not in os.environ:
-        console.width = max(_WIDTH_OF_A_FILE, shutil.get_terminal_size().columns)
-    return console
+    return Quiet(stderr=stderr, markup=False, highlight=False, emoji=False)
 
 
 def say(text: str = "", style: str | None = None) -> None:
@@ -81,18 +74,20 @@ def _labelled(label: str, style: str, message: str) -> None:
 
 
 def print_rows(rows: Sequence[Sequence[str]], styles: Sequence[str] = ()) -> None:
-    """Columns without lines around them; the last one is wrapped where a person reads it."""
-    from rich.table import Table
+    """Columns without lines around them. The last one is wrapped where a person reads it, and left alone elsewhere."""
     from rich.text import Text
 
-    table = Table.grid(padding=(0, 2))
-    width = max((len(row) for row in rows), default=0)
-    for i in range(width):
-        last = i == width - 1
-        table.add_column(style=styles[i] if i < len(styles) else "", no_wrap=not last, overflow="fold")
-    for row in rows:
-        table.add_row(*(Text(safe(cell)) for cell in row))
-    out().print(table)
+    console = out()
+    cells = [[safe(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) + 2 for column in zip(*(row[:-1] for row in cells), strict=True)]
+    room = max(console.width - sum(widths), 20) if console.is_terminal else sys.maxsize
+    styles = [*styles, *[""] * (len(widths) + 1 - len(styles))]
+    for *first, last in cells:
+        text = Text.assemble(*((c.ljust(w), style) for c, w, style in zip(first, widths, styles, strict=False)))
+        lines = textwrap.wrap(last, room, break_on_hyphens=False) if len(last) > room else [last]
+        text.append(("\n" + " " * sum(widths)).join(lines), styles[len(widths)])
+        text.rstrip()
+        console.print(text, soft_wrap=True)
 
 
 @contextmanager
@@ -104,6 +99,15 @@ def working(what: str) -> Iterator[None]:
         return
     with console.status(safe(what)):
         yield
+
+
+def word(value: Any) -> str:
+    """A value as one would type it: `true`, `none`, `0.001`, `[30,60]`."""
+    if isinstance(value, bool) or value is None:
+        return str(value).lower()
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(word, value))}]"
+    return f"{value:g}" if isinstance(value, float) and float(f"{value:g}") == value else str(value)
 
 
 def count(number: int, noun: str) -> str:

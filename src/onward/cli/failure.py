@@ -28,6 +28,15 @@ class Misuse(typer.TyperException):
         self.hint = hint
 
 
+_PLAIN = {
+    "Input should be a valid integer.*": "it must be a whole number",
+    "Input should be a valid number.*": "it must be a number",
+    "Input should be greater than or equal to": "it must be at least",
+    "Value error, ": "",
+}
+"""How the parser says things, and how we do."""
+
+
 def report(error: BaseException, debug: bool) -> int:
     """Say what went wrong, with the traceback if that is wanted; the exit code."""
     if isinstance(error, SystemExit):
@@ -59,6 +68,8 @@ def _usage(error: typer.TyperException) -> tuple[str, str]:
     """The parser's message in the form of ours, and what was meant or where to look."""
     text, *_ = re.split(r" Did you mean | \(Possible options", error.format_message())
     text = re.sub(r"'([^']+)'", r"`\1`", text).strip().rstrip(".")
+    for pattern, plain in _PLAIN.items():
+        text = re.sub(pattern, plain, text)
     context = getattr(error, "ctx", None)
     wrong = getattr(error, "option_name", None) or (re.findall(r"No such command `(.+)`", text) or [None])[0]
     hint = near(wrong, _known(context)) if wrong and context else None

@@ -31,7 +31,7 @@ def inline(
     data: options.Data = "auto",
     force: options.Force = False,
 ) -> None:
-    """Replace calls of model-local functions by what they compute."""
+    """Replace calls of functions by what the functions compute."""
     place = target(model, output, "inlined", data=data, force=force)
     import onward
 
@@ -57,7 +57,7 @@ def opset(
     data: options.Data = "auto",
     force: options.Force = False,
 ) -> None:
-    """Convert a model to another version of the standard operator set, its training and functions included."""
+    """Convert a model, training included, to another operator set."""
     place = target(model, output, f"opset{version}", data=data, force=force)
     import onward
 
@@ -77,7 +77,10 @@ def data(
     to: Annotated[
         Literal["none", "data", "safetensors"],
         typer.Option(
-            "--to", help="Into the file (none), or into a .data or .safetensors file beside it.", show_default=False
+            "--to",
+            metavar="WHERE",
+            help="`none` (into the file), or `data` or `safetensors` (into a file beside it).",
+            show_default=False,
         ),
     ],
     output: options.Output = None,

@@ -25,10 +25,10 @@ def rename(
     data: options.Data = "auto",
     force: options.Force = False,
 ) -> None:
-    """Rename values, wherever the name stands.
+    """Rename inputs, outputs, weights and other values.
 
-    In the graphs, in Gradients, in bindings and in what the file records. The optimizer state of a parameter is renamed
-    along with it.
+    They are renamed wherever the name stands: in all graphs, in Gradients, in bindings, in what the file records. The
+    optimizer state of a parameter is renamed along with it.
     """
     wanted = pairs(names, "fc1.weight=encoder.weight")
     place = target(model, output, "renamed", data=data, force=force)
@@ -51,7 +51,7 @@ def prefix(
     data: options.Data = "auto",
     force: options.Force = False,
 ) -> None:
-    """Put a prefix before the names of all values and nodes, so that two models can be merged."""
+    """Put a prefix before the names of all values and nodes."""
     place = target(model, output, "prefixed", data=data, force=force)
     import onward
 

@@ -16,7 +16,7 @@ Output = Annotated[
         "--output",
         "-o",
         metavar="FILE",
-        help="Where to write; by default beside the model, under a name made from its.",
+        help="Where to write. Beside the model unless given.",
     ),
 ]
 Force = Annotated[bool, typer.Option("--force", help="Overwrite a file that is there.")]
@@ -24,7 +24,9 @@ Data = Annotated[
     Literal["auto", "none", "data", "safetensors"],
     typer.Option(
         "--data",
-        help="Where tensors go: into the file (none), beside it (data, safetensors), or as they were (auto).",
+        metavar="WHERE",
+        help="Where tensors go: `none` (into the file), `data` or `safetensors` (into a file beside it), or `auto` "
+        "(where they were).",
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]

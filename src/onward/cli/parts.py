@@ -39,7 +39,7 @@ def merge(
     data: options.Data = "auto",
     force: options.Force = False,
 ) -> None:
-    """Join two models into one that runs both, with the training steps of both."""
+    """Join two models into one that runs both, and trains both."""
     joins = pairs(connect, "features=input") if connect else None
     place = target(first, output, second.name.removesuffix(".onnx"), data=data, force=force)
     import onward
@@ -76,9 +76,10 @@ def extract(
     data: options.Data = "auto",
     force: options.Force = False,
 ) -> None:
-    """Cut a part out of a model, with as much of its training as the part can carry.
+    """Cut a part out of a model.
 
-    What lies behind the new outputs and is needed for the loss moves into the training step.
+    The part keeps as much of the training as it can carry: what lies behind the new outputs and is needed for the loss
+    moves into the training step, and the state of parameters before the new inputs goes.
     """
     place = target(model, output, "part", data=data, force=force)
     import onward

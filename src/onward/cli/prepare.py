@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -12,18 +10,28 @@ from onward.cli import options
 from onward.cli.app import BUILD, command
 from onward.cli.arguments import specs_by_pattern
 from onward.cli.catalogue import Catalogue, print_catalogue
-from onward.cli.console import print_json, print_rows, size, working
+from onward.cli.console import print_json, working
 from onward.cli.failure import Misuse
+from onward.cli.prepared import print_prepared
 from onward.cli.saving import target
 
-if TYPE_CHECKING:
-    from onward import Model
-
-_WHAT, _HOW, _START = "What is trained", "How it is trained", "Where it starts"
+_Texts = list[str] | None
 
 
 def _option(panel: str, flag: str, metavar: str | None, help: str) -> Any:
-    return typer.Option(flag, metavar=metavar, help=help, rich_help_panel=panel, show_default=False)
+    return typer.Option(flag, metavar=metavar, help=help, rich_help_panel=panel)
+
+
+def _trains(flag: str, metavar: str | None, help: str) -> Any:
+    return _option("What is trained", flag, metavar, help)
+
+
+def _how(flag: str, metavar: str | None, help: str) -> Any:
+    return _option("How it is trained", flag, metavar, help)
+
+
+def _starts(flag: str, metavar: str | None, help: str) -> Any:
+    return _option("Where it starts", flag, metavar, help)
 
 
 @command(
@@ -33,80 +41,75 @@ def _option(panel: str, flag: str, metavar: str | None, help: str) -> Any:
     "      --schedule cosine:steps=1000,warmup=50 --freeze 'backbone.*' --clip-norm 1 -o training.onnx",
     "onward prepare net.onnx --loss logits=ce --loss box=huber:scale=0.5 --group '*.bias:weight_decay=0'",
     "onward prepare --list optimizers",
+    usage="MODEL --loss SPEC [OPTIONS]",
 )
 def prepare(
     model: options.OptionalModel = None,
     loss: Annotated[
-        list[str] | None,
-        _option(
-            _HOW,
+        _Texts,
+        _how(
             "--loss",
             "SPEC",
-            "What to minimise: a name with options, `output=SPEC` for one of several outputs, a loss as an .onnx file, or "
-            "`value:NAME` for one that the model computes. Several are added up.",
+            "What to minimise: a loss by name; `OUTPUT=SPEC` where the model has several outputs; a loss as an .onnx "
+            "file; or `value:NAME` for one that the model computes. Several are added up.",
         ),
     ] = None,
-    optimizer: Annotated[
-        str, _option(_HOW, "--optimizer", "SPEC", "Such as sgd:lr=0.1,momentum=0.9; adamw unless given.")
-    ] = "adamw",
+    optimizer: Annotated[str, _how("--optimizer", "SPEC", "By name; `adamw` unless given.")] = "adamw",
     schedule: Annotated[
-        list[str] | None,
-        _option(
-            _HOW,
+        _Texts,
+        _how(
             "--schedule",
             "SPEC",
-            "How the learning rate changes, such as cosine:steps=1000,warmup=50. Several follow one another, each but "
-            "the last with `until`.",
+            "How the learning rate changes. Several follow one another, each but the last with `until=STEP`.",
         ),
     ] = None,
-    trainable: Annotated[
-        list[str] | None, _option(_WHAT, "--trainable", "PATTERN", "Train these alone; may be repeated.")
-    ] = None,
-    freeze: Annotated[
-        list[str] | None, _option(_WHAT, "--freeze", "PATTERN", "Leave these as they are; may be repeated.")
-    ] = None,
-    group: Annotated[
-        list[str] | None,
-        _option(
-            _WHAT,
-            "--group",
-            "PATTERN:OPTIONS",
-            "Settings of the optimizer for some parameters, such as '*.bias:weight_decay=0'; may be repeated.",
-        ),
-    ] = None,
-    clip_norm: Annotated[float | None, _option(_HOW, "--clip-norm", "X", "Limit the norm of all gradients.")] = None,
+    clip_norm: Annotated[float | None, _how("--clip-norm", "X", "Limit the norm of all gradients together.")] = None,
     clip_tensor_norm: Annotated[
-        float | None, _option(_HOW, "--clip-tensor-norm", "X", "Limit the norm of each gradient.")
+        float | None, _how("--clip-tensor-norm", "X", "Limit the norm of each gradient.")
     ] = None,
-    clip_value: Annotated[
-        float | None, _option(_HOW, "--clip-value", "X", "Limit each element of the gradients.")
-    ] = None,
-    accumulate: Annotated[int, _option(_HOW, "--accumulate", "N", "Make one update of N batches.")] = 1,
-    ema: Annotated[float | None, _option(_HOW, "--ema", "DECAY", "Keep a moving average of the parameters.")] = None,
+    clip_value: Annotated[float | None, _how("--clip-value", "X", "Limit each element of gradients.")] = None,
+    accumulate: Annotated[int, _how("--accumulate", "N", "Make one update from N batches.")] = 1,
+    ema: Annotated[float | None, _how("--ema", "DECAY", "Keep a moving average of parameters.")] = None,
     loss_scale: Annotated[
-        str | None, _option(_HOW, "--loss-scale", "X", "Scale the loss for float16: a number, or `dynamic`.")
+        str | None, _how("--loss-scale", "X", "Scale the loss, for float16: a number, or `dynamic`.")
     ] = None,
     no_master_weights: Annotated[
-        bool, _option(_HOW, "--no-master-weights", None, "Keep no float32 copies of low-precision parameters.")
+        bool, _how("--no-master-weights", None, "Keep no float32 copies of parameters in float16 and bfloat16.")
     ] = False,
     variance: Annotated[
         Literal["population", "sample"],
-        _option(_HOW, "--variance", None, "The running variance of BatchNormalization: ONNX's, or PyTorch's `sample`."),
+        _how(
+            "--variance", "KIND", "Running variance of BatchNormalization: `population` (ONNX) or `sample` (PyTorch)."
+        ),
     ] = "population",
-    init: Annotated[
-        list[str] | None,
-        _option(
-            _START,
-            "--init",
-            "SPEC",
-            "What a reset gives parameters: `file`, the values in the file, unless given; or an initializer such as "
-            "kaiming_normal, or `PATTERN=SPEC` for some. May be repeated.",
+    trainable: Annotated[_Texts, _trains("--trainable", "PATTERN", "Train these alone. May be repeated.")] = None,
+    freeze: Annotated[_Texts, _trains("--freeze", "PATTERN", "Do not train these. May be repeated.")] = None,
+    group: Annotated[
+        _Texts,
+        _trains(
+            "--group",
+            "PATTERN:...",
+            "Settings of the optimizer for some parameters, such as '*.bias:weight_decay=0'. May be repeated.",
         ),
     ] = None,
-    seed: Annotated[int, _option(_START, "--seed", "N", "For initial values and random numbers in training.")] = 0,
-    append: Annotated[bool, _option(_WHAT, "--append", None, "Add a step to those that the model has.")] = False,
+    append: Annotated[bool, _trains("--append", None, "Add a step to those that the model has.")] = False,
+    init: Annotated[
+        _Texts,
+        _starts(
+            "--init",
+            "SPEC",
+            "What a reset makes of parameters: an initializer by name, or `PATTERN=SPEC` for some; the values in the "
+            "file unless given. May be repeated.",
+        ),
+    ] = None,
+    seed: Annotated[int, _starts("--seed", "N", "For initial values, and for random numbers in training.")] = 0,
     listed: Annotated[
-        Catalogue | None, typer.Option("--list", help="List what there is to choose from, and exit.")
+        Catalogue | None,
+        typer.Option(
+            "--list",
+            metavar="WHAT",
+            help="List `losses`, `optimizers`, `schedules` or `initializers` with options and defaults, and exit.",
+        ),
     ] = None,
     output: options.Output = None,
     data: options.Data = "auto",
@@ -115,10 +118,11 @@ def prepare(
 ) -> None:
     """Turn a model into a training model.
 
-    The inference graph stays as it is. Beside it the file gets a training step: loss, gradients, optimizer and its state,
-    schedule, and initial values for all of it.
+    The inference graph stays as it is. Beside it the file gets a training step: loss, gradients, optimizer and its
+    state, schedule, and initial values for all of it.
 
-    A SPEC is a name with options, such as adamw:lr=1e-3,weight_decay=0.01. In a PATTERN, * and ? stand for any characters.
+    A SPEC is a name, with options where needed: adamw:lr=1e-3,weight_decay=0.01. In a PATTERN, * and ? stand for any
+    characters.
     """
     if listed is not None:
         print_catalogue(listed, as_json)
@@ -128,6 +132,7 @@ def prepare(
         raise Misuse(f"missing {missing}", "see `onward prepare --help`, or `onward prepare --list losses`")
     place = target(model, output, "training", data=data, force=force)
     recipe: dict[str, Any] = {
+        "loss": _one_or_all(loss),
         "optimizer": optimizer,
         "schedule": _one_or_all(schedule),
         "trainable": trainable,
@@ -146,12 +151,12 @@ def prepare(
     import onward
 
     with working(f"preparing {model}"):
-        made = onward.prepare(str(model), loss=_one_or_all(loss), **recipe)
+        made = onward.prepare(str(model), **recipe)
     place.save(made)
     if as_json:
         print_json({"output": str(place.path), "model": onward.describe(made).to_json()})
     else:
-        _summarise(made, place.path)
+        print_prepared(made, place.path)
 
 
 def _one_or_all(given: list[str] | None) -> str | list[str] | None:
@@ -164,28 +169,3 @@ def _clip(**limits: float | None) -> dict[str, float] | None:
         flags = " and ".join(f"`--clip-{name.replace('_', '-')}`" for name in given)
         raise Misuse(f"{flags} do not go together", "choose one way of clipping")
     return given or None
-
-
-def _summarise(made: Model, path: Path) -> None:
-    """What was made of the model, in a few lines, and what to do next."""
-    step = made.steps[-1]
-    trained, fed = [made.initializer(name) for name in step.differentiated()], [*made.inputs, *step.algorithm.inputs]
-    selection = step.fact("train.selection") or {}
-    others = {role: sum(map(len, by_reason.values())) for role, by_reason in selection.items() if role != "parameter"}
-    losses = [_named(fact, fact["options"]) + f" of {fact['output']}" for fact in step.fact("train.loss") or ()]
-    optimizers = [_named(fact, fact["hyper"]) for fact in step.fact("train.optimizer") or ()]
-    schedules = [
-        _named(fact, {k: v for k, v in fact.items() if k != "name"}) for fact in step.fact("train.lr_scheduler") or ()
-    ]
-    numbers = sum(math.prod(value.shape.numpy()) for value in trained if value.shape is not None)
-    rows = [
-        ["trains", f"{numbers:,} numbers in {len(trained)} tensors" + "".join(f", {n} {r}" for r, n in others.items())],
-        ["loss", " + ".join(losses)],
-        ["optimizer", "; ".join(optimizers)],
-        *([["schedule", ", then ".join(schedules)]] if schedules else []),
-        ["feed", ", ".join(f"{value.name} {value.type} {value.shape}" for value in fed)],
-        ["wrote", f"{path} ({size(path.stat().st_size)})"],
-        ["next", f"onward show {path}"],
-        ["", f"onward check {path}"],
-    ]
-    print_rows(rows, styles=("bold",))

@@ -10,7 +10,7 @@ import typer
 from onward.cli import options
 from onward.cli.app import CHANGE, command
 from onward.cli.arguments import number, pairs
-from onward.cli.console import print_json, print_rows, remark, working
+from onward.cli.console import print_json, print_rows, remark, word, working
 from onward.cli.failure import Misuse
 from onward.cli.saving import Target, target
 from onward.errors import InvalidModelError
@@ -30,6 +30,7 @@ _MOST = 64
     "onward set training.onnx group0/lr=3e-4 schedule/steps=5000",
     "onward set training.onnx step=0 -o restarted.onnx",
     name="set",
+    usage="MODEL NAME=VALUE... [OPTIONS]",
 )
 def set_(
     model: options.OptionalModel = None,
@@ -47,10 +48,9 @@ def set_(
     force: options.Force = False,
     as_json: options.Json = False,
 ) -> None:
-    """Change hyper-parameters and counters of a training model, in the file.
+    """Change learning rates, counters and other settings in a file.
 
-    Learning rate, weight decay, the steps of a schedule, the step counter: they are scalar tensors, so no node changes.
-    All are set, or none is.
+    Hyper-parameters and counters are small tensors of the training step, so no node changes. All are set, or none is.
     """
     if model is None or not (settings or listed):
         missing = "argument `MODEL`" if model is None else "what to set"
@@ -72,7 +72,7 @@ def set_(
     if as_json:
         print_json({"output": str(place.path), "changes": changes})
         return
-    print_rows([[c["name"], f"{_shown(c['old'])} -> {_shown(c['new'])}"] for c in changes])
+    print_rows([[c["name"], f"{word(c['old'])} -> {word(c['new'])}"] for c in changes])
     remark(f"wrote {place.path}")
 
 
@@ -127,8 +127,4 @@ def _print_settable(source: Model, step: int, as_json: bool) -> None:
     if as_json:
         print_json(found)
     else:
-        print_rows([[str(f["name"]), _shown(f["value"]), str(f["role"])] for f in found], styles=("", "bold", "dim"))
-
-
-def _shown(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) and float(f"{value:g}") == value else str(value)
+        print_rows([[str(f["name"]), word(f["value"]), str(f["role"])] for f in found], styles=("", "bold", "dim"))

@@ -30,7 +30,11 @@ def show(
     force: options.Force = False,
     as_json: options.Json = False,
 ) -> None:
-    """Show what is in a model: inputs and outputs, parameters, loss, optimizer, schedule, state, how far it is trained."""
+    """Show what is in a file.
+
+    What goes in and out, how many parameters there are and which are trained, loss, optimizer, schedule, state, and how
+    far it is trained.
+    """
     from onward.inspect import describe, draw, render, render_parameters
     from onward.model import read
 

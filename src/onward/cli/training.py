@@ -24,7 +24,7 @@ def strip(
     data: options.Data = "auto",
     force: options.Force = False,
 ) -> None:
-    """Take the training off: the inference graph with its weights as they are, for deployment."""
+    """Take the training off, and keep the weights as they are."""
     place = target(model, output, "inference", data=data, force=force)
     import onward
 
@@ -50,9 +50,10 @@ def refresh(
     data: options.Data = "auto",
     force: options.Force = False,
 ) -> None:
-    """Put training back after another tool has changed the inference graph and dropped it.
+    """Put training back that another tool has dropped.
 
-    Where the training no longer matches, nothing is guessed: all such places are named, and nothing is written.
+    Tools that change the inference graph lose what the file says about training. Where the two no longer match, nothing
+    is guessed: all such places are named, and nothing is written.
     """
     place = target(model, output, "training", data=data, force=force)
     import onward

@@ -214,10 +214,20 @@ class ConfiguredOptimizer:
 def _append_standard(op: Builder, standard: Standard, g: Expr, old: list[Expr], lr: Expr, t: Expr) -> Any:
     op.graph.opset_imports.setdefault(PREVIEW_TRAINING, 1)
     x, *slots = old
-    rate = lr if x.dtype == ir.DataType.DOUBLE else op.Cast(lr, to=x.dtype)
-    count = t - standard.behind if standard.behind else t
+    rate = lr if x.dtype == lr.dtype else _shared(op, "Cast", lr, to=x.dtype)
+    count = _shared(op, "Sub", t, op.scalar(standard.behind, t)) if standard.behind else t
     inputs = (rate, count, x, g, *slots)
     return op.node(PREVIEW_TRAINING, standard.op_type, *inputs, outputs=len(old), **standard.attributes)
+
+
+def _shared(op: Builder, op_type: str, *inputs: Expr, **attributes: Any) -> Expr:
+    """The output of this node, which other parameters may have needed before."""
+    values = [expr.value for expr in inputs]
+    for node, _ in values[0].uses():
+        same = node.op_type == op_type and node.graph is op.graph and list(node.inputs) == values
+        if same and all(node.attributes[name].value == value for name, value in attributes.items()):
+            return op(node.outputs[0])
+    return op.node("", op_type, *inputs, **attributes)
 
 
 def _static_shape(parameter: ir.Value) -> Shape:

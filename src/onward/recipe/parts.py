@@ -75,9 +75,14 @@ def decoupled_decay(x: Expr, lr: Expr, weight_decay: Expr) -> Expr:
     return scaled(1.0 - lr * weight_decay, x)
 
 
+def root_correction(beta: Number, t: Expr) -> Expr:
+    """√(1 − βᵗ), for the root of an average."""
+    return t.op.Sqrt(bias_correction(beta, t))
+
+
 def adam_rate(lr: Expr, t: Expr, beta1: Number, beta2: Number) -> Expr:
     """lr · √(1−β2ᵗ) / (1−β1ᵗ): the step along m / √v of averages that began at zero."""
-    return lr * t.op.Sqrt(bias_correction(beta2, t)) / bias_correction(beta1, t)
+    return lr * root_correction(beta2, t) / bias_correction(beta1, t)
 
 
 def over_root(m: Expr, v: Expr, eps: Number) -> Expr:

@@ -33,6 +33,7 @@ from .parts import (
     over_root_of_sum,
     power,
     rms,
+    root_correction,
     scaled,
     trace,
     trust_ratio,
@@ -141,17 +142,12 @@ def moments(g, exp_avg, exp_avg_sq, beta1, beta2):
     return ema(exp_avg, g, beta1), ema(exp_avg_sq, g * g, beta2)
 
 
-def root_correction(op, t, beta2):
-    """√(1−β2ᵗ)."""
-    return op.Sqrt(bias_correction(beta2, t))
-
-
 @Update
 def adam(op, x, g, exp_avg, exp_avg_sq, lr, t, beta1, beta2, eps):
     """m ← β1·m + (1−β1)·g;  v ← β2·v + (1−β2)·g²;  x ← x − lr / (1−β1ᵗ) · m / (√(v / (1−β2ᵗ)) + ε)."""
     m, v = moments(g, exp_avg, exp_avg_sq, beta1, beta2)
-    direction = over_root(m, v, eps * root_correction(op, t, beta2))
-    return descend(x, adam_rate(lr, t, beta1, beta2), direction), m, v
+    root = root_correction(beta2, t)
+    return descend(x, lr * root / bias_correction(beta1, t), over_root(m, v, eps * root)), m, v
 
 
 @Update
@@ -166,8 +162,8 @@ def amsgrad(op, x, g, exp_avg, exp_avg_sq, max_exp_avg_sq, lr, t, beta1, beta2, 
     """Adam with the largest v so far: u ← max(u, v);  x ← x − lr / (1−β1ᵗ) · m / (√(u / (1−β2ᵗ)) + ε)."""
     m, v = moments(g, exp_avg, exp_avg_sq, beta1, beta2)
     u = op.Max(max_exp_avg_sq, v)
-    direction = over_root(m, u, eps * root_correction(op, t, beta2))
-    return descend(x, adam_rate(lr, t, beta1, beta2), direction), m, v, u
+    root = root_correction(beta2, t)
+    return descend(x, lr * root / bias_correction(beta1, t), over_root(m, u, eps * root)), m, v, u
 
 
 @Update
@@ -213,7 +209,7 @@ def nadam(op, x, g, exp_avg, exp_avg_sq, mu_product, lr, t, beta1, beta2, eps, m
     mu, mu_next = (beta1 * (1.0 - 0.5 * power(0.96, n * momentum_decay)) for n in (step, step + 1.0))
     product = mu_product * mu
     look_ahead = scaled((1.0 - mu) / (1.0 - product), g) + scaled(mu_next / (1.0 - product * mu_next), m)
-    root = root_correction(op, t, beta2)
+    root = root_correction(beta2, t)
     return descend(x, lr * root, over_root(look_ahead, v, eps * root)), m, v, product
 
 
@@ -222,7 +218,7 @@ def nadam_optax(op, x, g, exp_avg, exp_avg_sq, lr, t, beta1, beta2, eps):
     """Adam with Nesterov momentum: x ← x − lr·(β1/(1−β1ᵗ⁺¹)·m + (1−β1)/(1−β1ᵗ)·g) / (√(v / (1−β2ᵗ)) + ε)."""
     m, v = moments(g, exp_avg, exp_avg_sq, beta1, beta2)
     past, new = beta1 / bias_correction(beta1, t + 1), (1.0 - beta1) / bias_correction(beta1, t)
-    root = root_correction(op, t, beta2)
+    root = root_correction(beta2, t)
     return descend(x, lr * root, over_root(scaled(past, m) + scaled(new, g), v, eps * root)), m, v
 
 
@@ -233,7 +229,7 @@ def rectified(op, x, m, v, lr, t, beta1, beta2, eps):
     adaptive = length > 5.0
     rho = op.Max(length, 5.0)  # keeps the root of what is not used real
     r = op.Sqrt((rho - 4.0) * (rho - 2.0) * limit / ((limit - 4.0) * (limit - 2.0) * rho))
-    rate = lr / bias_correction(beta1, t) * op.Where(adaptive, r * root_correction(op, t, beta2), 1.0)
+    rate = lr / bias_correction(beta1, t) * op.Where(adaptive, r * root_correction(beta2, t), 1.0)
     return descend(x, rate, op.Where(adaptive, over_root(m, v, eps), m))
 
 
@@ -254,13 +250,13 @@ def radam_optax(op, x, g, exp_avg, exp_avg_sq, lr, t, beta1, beta2, eps):
     x ← x − lr/(1−β1ᵗ) · (ρ > 5 ? r·m / (√(v / (1−β2ᵗ)) + ε) : m) with r² = (ρ−4)(ρ−2)ρ∞ / ((ρ∞−4)(ρ∞−2)ρ).
     """
     m, v = moments(g, exp_avg, exp_avg_sq, beta1, beta2)
-    return rectified(op, x, m, v, lr, t, beta1, beta2, eps * root_correction(op, t, beta2)), m, v
+    return rectified(op, x, m, v, lr, t, beta1, beta2, eps * root_correction(beta2, t)), m, v
 
 
 def lamb_step(op, x, g, exp_avg, exp_avg_sq, lr, t, beta1, beta2, eps, weight_decay=None):
     """Adam's step (with a decay in it), made as long as the parameter is large."""
     m, v = moments(g, exp_avg, exp_avg_sq, beta1, beta2)
-    root = root_correction(op, t, beta2)
+    root = root_correction(beta2, t)
     update = scaled(root / bias_correction(beta1, t), over_root(m, v, eps * root))
     if weight_decay is not None:
         update = coupled_decay(x, update, weight_decay)
@@ -277,6 +273,13 @@ def lamb(op, x, g, exp_avg, exp_avg_sq, lr, t, beta1, beta2, eps, weight_decay):
 def lamb_keras(op, x, g, exp_avg, exp_avg_sq, lr, t, beta1, beta2, eps):
     """u = m/(1−β1ᵗ) / (√(v / (1−β2ᵗ)) + ε);  x ← x − lr·‖x‖/‖u‖·u (the ratio is 1 where a norm is zero)."""
     return lamb_step(op, x, g, exp_avg, exp_avg_sq, lr, t, beta1, beta2, eps)
+
+
+@Update
+def lion(op, x, g, exp_avg, lr, beta1, beta2, weight_decay):
+    """u = sign(β1·m + (1−β1)·g);  m ← β2·m + (1−β2)·g;  x ← x − lr·(u + λ·x)."""
+    u = op.Sign(ema(exp_avg, g, beta1))
+    return descend(decoupled_decay(x, lr, weight_decay), lr, u), ema(exp_avg, g, beta2)
 
 
 # ---- averages of squared gradients -----------------------------------------------------------------------------------
@@ -453,10 +456,3 @@ def muon(*, nesterov: bool, adjust: str, steps: int, tall: bool) -> Update:
     """
     parts = ["" if nesterov else "Plain", "" if adjust == "original" else "MatchRms", "Tall" if tall else ""]
     return Update(body, "".join(["Muon", *parts, "" if steps == 5 else f"Steps{steps}"]))
-
-
-@Update
-def lion(op, x, g, exp_avg, lr, beta1, beta2, weight_decay):
-    """u = sign(β1·m + (1−β1)·g);  m ← β2·m + (1−β2)·g;  x ← x − lr·(u + λ·x)."""
-    u = op.Sign(ema(exp_avg, g, beta1))
-    return descend(decoupled_decay(x, lr, weight_decay), lr, u), ema(exp_avg, g, beta2)

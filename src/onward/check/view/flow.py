@@ -27,8 +27,8 @@ def upstream(
 ) -> dict[str, None]:
     """The names from which `starts` are computed, themselves included, nearest first.
 
-    stop: names that count as given. inputs: which inputs of a node to follow. passes: which values to follow. until: what
-    ends the search. through_time: a variable is also computed from what replaced it in the last run.
+    stop: names that count as given. inputs: which inputs of a node to follow. passes: which values to follow.
+    until: what ends the search. through_time: a variable is also computed from what replaced it in the last run.
     """
     seen = dict.fromkeys(starts)
     expanded: set[object] = set()

@@ -47,7 +47,9 @@ class Sandbox:
 
     def examine(self, model: bytes, folder: Path | None, seconds: float) -> Verdict:
         with self._lock:
-            return self._ask(self._started(), model, str(folder.resolve()) if folder else "", seconds)
+            return self._ask(
+                self._started(), model, str(folder.resolve()) if folder and folder.is_dir() else "", seconds
+            )
 
     def _ask(self, process: subprocess.Popen[bytes], model: bytes, folder: str, seconds: float) -> Verdict:
         assert process.stdin is not None and process.stdout is not None
@@ -64,8 +66,10 @@ class Sandbox:
             worker.write_frame(process.stdin, model)
             process.stdin.flush()
             report, inferred = json.loads(worker.read_frame(process.stdout)), worker.read_frame(process.stdout)
-        except (EOFError, OSError):
+        except BaseException as error:  # also an interrupt: what the worker is about to answer has no question any more
             self.close()
+            if not isinstance(error, EOFError | OSError):
+                raise
             how = f"did not finish within {seconds:.0f} s" if late.is_set() else f"crashed (exit {process.returncode})"
             return Verdict(died=how)
         finally:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections import ChainMap
 from collections.abc import Iterable, Iterator, MutableMapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -168,7 +170,7 @@ class Subject:
         for function in proto.functions:
             self.functions.setdefault((function.domain, function.name, function.overload), function)
         self.opsets = versions(proto.opset_import)
-        self._comparisons = Budget(100_000)
+        self._hints = Budget(20_000)
         graph = Graph(proto.graph, "graph")
         self.inference = Scope(self, graph)
         self.steps: list[Scope] = []
@@ -185,6 +187,11 @@ class Subject:
         yield self.inference
         yield from self.steps
         yield from (scope for scope in self.initializations if not scope.own.is_empty)
+
+    @cached_property
+    def updated(self) -> set[str]:
+        """All variables that some step updates."""
+        return {key for step in self.steps for key in step.updates}
 
     @cached_property
     def calls(self) -> list[Call]:
@@ -208,10 +215,9 @@ class Subject:
         return self.functions.get((domain_of(node), node.op_type, node.overload))
 
     def near(self, name: str, known: Iterator[str]) -> str | None:
-        """What the name may have been meant to be, while that costs little."""
-        candidates = [other for other in known if 0 < len(other) <= 200]
-        try:
-            self._comparisons.spend(len(candidates))
-        except OverBudget:
-            return None
-        return near(name, candidates) if 0 < len(name) <= 200 else None
+        """What the name may have been meant to be. Comparing is slow: after some tens of thousands there are no hints."""
+        candidates = [other for other in islice(known, max(self._hints.left, 0)) if len(other) <= 100]
+        with suppress(OverBudget):
+            self._hints.spend(len(candidates) + 1)
+            return near(name, candidates) if len(name) <= 100 else None
+        return None

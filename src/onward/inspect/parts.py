@@ -1,0 +1,194 @@
+"""The parts of a summary. Field names are the keys of its JSON form, and stable."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Shape = tuple[int | str | None, ...]
+"""Numbers, names, and None where nothing is known about an axis."""
+
+Setting = float | str | list[Any] | None
+"""A number, a list of numbers, a word; None where it is not known."""
+
+Role = Literal["trained", "frozen", "trainable", "statistics", "constant"]
+"""`trainable` is what `prepare` would train, in a model that nobody trains yet."""
+
+ROLES: tuple[Role, ...] = ("trained", "frozen", "trainable", "statistics", "constant")
+
+
+@dataclass(frozen=True)
+class Port:
+    """Something that goes in or comes out."""
+
+    name: str
+    type: str
+    shape: Shape | None
+
+
+@dataclass(frozen=True)
+class File:
+    """The file as such."""
+
+    path: str | None
+    bytes: int | None
+    """Its size, without external data; None for a model that is not on disk."""
+    external_bytes: int
+    external_files: tuple[str, ...]
+    ir_version: int | None
+    opset: int
+    opsets: dict[str, int]
+    producer: str
+    nodes: int
+    """Nodes of the inference graph, nested ones included."""
+    functions: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A constant tensor of the inference graph: what it is to training, and why."""
+
+    name: str
+    type: str
+    shape: Shape | None
+    numbers: int
+    bytes: int
+    role: Role
+    reason: str
+    group: str | None = None
+    """The optimizer group that updates it."""
+    steps: tuple[int, ...] = ()
+    """The steps that train it."""
+
+
+@dataclass(frozen=True)
+class Amount:
+    tensors: int
+    numbers: int
+    bytes: int
+
+    @staticmethod
+    def of(weights: Iterable[Weight]) -> Amount:
+        weights = list(weights)
+        return Amount(len(weights), sum(w.numbers for w in weights), sum(w.bytes for w in weights))
+
+
+@dataclass(frozen=True)
+class LossTerm:
+    """One summand, as the file records it."""
+
+    name: str
+    output: str
+    inputs: tuple[str, ...]
+    options: dict[str, Any]
+    scale: float
+
+
+@dataclass(frozen=True)
+class Loss:
+    differentiated: tuple[str, ...]
+    """The values that Gradient operators differentiate: their `y`."""
+    operators: tuple[str, ...]
+    """The operator that computes each of them."""
+    outputs: tuple[str, ...]
+    """The outputs of the model that the loss looks at."""
+    terms: tuple[LossTerm, ...]
+    """Empty where the file does not record them."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Parameters that one optimizer updates with the same settings."""
+
+    name: str
+    optimizer: str | None
+    """By the name that a recipe gives it, or the operator's; None where an update is written out in plain operators."""
+    operators: tuple[str, ...]
+    hyper: dict[str, Setting]
+    """Every hyper-parameter at its current value, `lr` first."""
+    lr_now: float | None
+    """The learning rate of the next update, by the schedule."""
+    options: dict[str, Any]
+    slots: tuple[str, ...]
+    parameters: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class ScheduleSection:
+    """One schedule of a sequence, with its numbers at their current values."""
+
+    name: str
+    numbers: dict[str, Setting]
+    choices: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Clip:
+    kind: Literal["norm", "tensor_norm", "value"]
+    limit: Setting
+    operator: str
+
+
+@dataclass(frozen=True)
+class Accumulation:
+    batches: Setting
+    seen: Setting
+    """Batches since the last update."""
+
+
+@dataclass(frozen=True)
+class Average:
+    """The exponential moving average of the parameters."""
+
+    decay: Setting
+    updates: Setting
+
+
+@dataclass(frozen=True)
+class LossScale:
+    scale: Setting
+    dynamic: bool
+    settings: dict[str, Setting]
+
+
+@dataclass(frozen=True)
+class Progress:
+    step: int | None
+    """Updates made so far; None where no counter can be told."""
+    steps: int | None
+    """Where the schedule ends; None where it does not say, or does not end."""
+    recorded: dict[str, Any]
+    """What the file records beside it: epochs, samples, ..."""
+
+
+@dataclass(frozen=True)
+class StateAmount:
+    role: str
+    tensors: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Training:
+    """One step."""
+
+    name: str
+    inputs: tuple[Port, ...]
+    """What training needs beside the inputs of the model."""
+    metrics: tuple[Port, ...]
+    loss: Loss
+    groups: tuple[Group, ...]
+    trained: Amount
+    schedule: tuple[ScheduleSection, ...]
+    clip: Clip | None
+    accumulation: Accumulation | None
+    average: Average | None
+    loss_scale: LossScale | None
+    progress: Progress
+    state: tuple[StateAmount, ...]
+    hyperparameters: dict[str, Setting]
+    """Every number that can be edited in the file, by the name of its initializer."""
+    nodes: int
+    initialization: bool
+    """Whether every state variable can be reset."""

@@ -1,0 +1,175 @@
+"""Reading single values: their type, their current number, and what computes them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from onward.inspect.parts import Port, Setting, Shape
+
+_TYPE_NAMES = {"FLOAT": "float32", "DOUBLE": "float64"}
+_LONGEST_LIST = 64
+_HANDS_ON = {"Identity", "Cast", "CastLike", "Reshape", "Squeeze", "Unsqueeze"}
+"""Operators whose output is their first input in another form."""
+
+
+def port(value: ir.Value) -> Port:
+    return Port(value.name or "", type_name(value.type), shape_of(value))
+
+
+def type_name(kind: ir.TypeProtocol | None) -> str:
+    """`float32`, `sequence(int64)`, or `?`."""
+    if kind is None:
+        return "?"
+    if isinstance(kind, ir.TensorType):
+        return dtype_name(kind.dtype)
+    inner = getattr(kind, "elem_type", None)
+    words = {ir.SequenceType: "sequence", ir.OptionalType: "optional", ir.SparseTensorType: "sparse"}
+    word = next((word for cls, word in words.items() if isinstance(kind, cls)), type(kind).__name__)
+    return f"{word}({dtype_name(inner) if isinstance(inner, ir.DataType) else type_name(inner)})"
+
+
+def dtype_name(dtype: ir.DataType | None) -> str:
+    if dtype is None or dtype == ir.DataType.UNDEFINED:
+        return "?"
+    return _TYPE_NAMES.get(dtype.name, dtype.name.lower())
+
+
+def shape_of(value: ir.Value) -> Shape | None:
+    if value.shape is None:
+        return None
+    return tuple(axis if isinstance(axis, int) else axis.value for axis in value.shape)
+
+
+def number(value: ir.Value | None) -> Setting:
+    """The current number of a small initializer or constant; None for anything else. Large tensors are not touched."""
+    tensor = constant(value)
+    if tensor is None or tensor.size > _LONGEST_LIST or not _is_numeric(tensor.dtype):
+        return None
+    array = np.asarray(tensor.numpy())
+    return plain(array.reshape(-1)[0].item() if array.size == 1 else array.tolist())
+
+
+def constant(value: ir.Value | None) -> ir.TensorProtocol | None:
+    """The tensor behind an initializer or the output of a Constant node."""
+    if value is None or value.const_value is not None:
+        return value.const_value if value is not None else None
+    node = value.producer()
+    if node is None or node.op_type != "Constant":
+        return None
+    attribute = node.attributes.get("value")
+    return attribute.as_tensor() if attribute is not None and attribute.type == ir.AttributeType.TENSOR else None
+
+
+def _is_numeric(dtype: ir.DataType) -> bool:
+    return dtype not in (ir.DataType.STRING, ir.DataType.UNDEFINED)
+
+
+def plain(item: Any) -> Any:
+    """The same for JSON, which has no infinity, and no number that is not one."""
+    if isinstance(item, list | tuple):
+        return [plain(one) for one in item]
+    if isinstance(item, Mapping):
+        return {str(key): plain(one) for key, one in item.items()}
+    if isinstance(item, float) and not math.isfinite(item):
+        return str(item)
+    return item if isinstance(item, str | int | float | bool) or item is None else str(item)
+
+
+def source(value: ir.Value | None) -> ir.Value | None:
+    """Where a value comes from, behind operators that only hand it on."""
+    seen: set[ir.Value] = set()
+    while value is not None and value not in seen:
+        seen.add(value)
+        node = value.producer()
+        if node is None or node.op_type not in _HANDS_ON or not node.inputs:
+            return value
+        value = node.inputs[0]
+    return value
+
+
+def setting(value: ir.Value | None) -> Setting:
+    """A number that steers an operator, as far as it can be told without running anything."""
+    origin = source(value)
+    if origin is None:
+        return None
+    if origin.is_graph_input() and not origin.is_initializer():
+        return f"input `{origin.name}`"
+    found = number(origin)
+    return "computed" if found is None else found
+
+
+def computed_by(value: ir.Value | None) -> tuple[ir.Node, int] | None:
+    """The operator, and which of its outputs, that computes a new state; looks into the branch of an `If` that changes it."""
+    seen: set[ir.Value] = set()
+    while value is not None and value not in seen:
+        seen.add(value)
+        node = value.producer()
+        if node is None:
+            return None
+        following = _behind(node, value.index() or 0)
+        if following is None:
+            return node, value.index() or 0
+        value = following
+    return None
+
+
+def _behind(node: ir.Node, index: int) -> ir.Value | None:
+    """The value that an operator hands on or chooses, if that is all it does."""
+    if node.op_type == "If":
+        outputs = [graph.outputs[index] for graph in nested(node) if index < len(graph.outputs)]
+        changing = [value for value in outputs if (origin := source(value)) and origin.producer()]
+        return changing[0] if changing else None
+    if node.op_type == "Where":
+        changing = [value for value in node.inputs[1:] if value is not None and value.producer()]
+        return changing[0] if len(changing) == 1 else None
+    return node.inputs[0] if node.op_type in ("Identity", "Cast") and node.inputs else None
+
+
+def nested(node: ir.Node) -> Iterator[ir.Graph]:
+    """The graphs in the attributes of a node."""
+    for attribute in node.attributes.values():
+        if attribute.is_ref():
+            continue
+        if attribute.type == ir.AttributeType.GRAPH:
+            yield attribute.as_graph()
+        elif attribute.type == ir.AttributeType.GRAPHS:
+            yield from attribute.as_graphs()
+
+
+def reads(node: ir.Node) -> Iterator[ir.Value]:
+    """What a node reads, through the graphs nested in it too."""
+    yield from (value for value in node.inputs if value is not None)
+    for graph in nested(node):
+        for inner in graph.all_nodes():
+            yield from (value for value in inner.inputs if value is not None)
+
+
+def ancestors(values: Iterable[ir.Value]) -> set[ir.Node]:
+    """The nodes that `values` depend on."""
+    found: set[ir.Node] = set()
+    pending = [node for value in values if (node := value.producer())]
+    while pending:
+        node = pending.pop()
+        if node not in found:
+            found.add(node)
+            pending += [producer for value in reads(node) if (producer := value.producer())]
+    return found
+
+
+def operator_name(node: ir.Node) -> str:
+    return node.op_type if node.domain in ("", "ai.onnx") else f"{node.domain}.{node.op_type}"
+
+
+def records(fact: Any) -> list[dict[str, Any]]:
+    """A JSON fact that should be a list of objects; what is not one is left out."""
+    return [item for item in (fact if isinstance(fact, list) else [fact]) if isinstance(item, dict)]
+
+
+def texts(fact: Any) -> tuple[str, ...]:
+    """A JSON fact that should be a list of names."""
+    return tuple(item for item in fact if isinstance(item, str)) if isinstance(fact, list) else ()
