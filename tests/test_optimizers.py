@@ -25,8 +25,9 @@ from conftest import needs, onnx_node_tests
 from onward.build import DOMAIN, Builder, Expr, Names
 from onward.errors import InvalidModelError, RecipeError, UnknownNameError
 from onward.lower.optimizers import LOWERINGS
+from onward.model import TRAINING_DOMAIN
 from onward.recipe.clip import clip_by_global_norm, clip_by_norm, clip_by_value
-from onward.recipe.configured import PREVIEW_TRAINING, ConfiguredOptimizer
+from onward.recipe.configured import ConfiguredOptimizer
 from onward.recipe.optimizers import OPTIMIZERS, optimizer
 
 Arrays = dict[str, np.ndarray]
@@ -175,7 +176,7 @@ def run(
 
 def lowered(model: onnx.ModelProto) -> onnx.ModelProto:
     """The same model with every optimizer of the standard replaced by what LOWERINGS makes of it."""
-    if all(node.domain != PREVIEW_TRAINING for node in model.graph.node):
+    if all(node.domain != TRAINING_DOMAIN for node in model.graph.node):
         return model
     loaded = ir.from_proto(model)
     graph = loaded.graph
@@ -193,7 +194,7 @@ def lowered(model: onnx.ModelProto) -> onnx.ModelProto:
         for old, new in zip(node.outputs, results, strict=True):
             new.value.name = old.name
             ir.convenience.replace_all_uses_with(old, new.like(old).value, replace_graph_outputs=True)
-    del graph.opset_imports[PREVIEW_TRAINING]
+    del graph.opset_imports[TRAINING_DOMAIN]
     proto = ir.to_proto(loaded)
     proto.ir_version = 10
     onnx.checker.check_model(proto, full_check=True)
@@ -260,8 +261,8 @@ def test_lowering_of_every_attribute(op_type: str, attributes: dict[str, Any], t
     for i in range(2 + states):
         feeds[f"i{i}"] = np.abs(random.normal(size=(3, 2)))
         inputs.append(add_input(op, f"i{i}", ir.DataType.DOUBLE, (3, 2)))
-    op.graph.opset_imports[PREVIEW_TRAINING] = 1
-    results = op.node(PREVIEW_TRAINING, op_type, *inputs, outputs=1 + states, **attributes)
+    op.graph.opset_imports[TRAINING_DOMAIN] = 1
+    results = op.node(TRAINING_DOMAIN, op_type, *inputs, outputs=1 + states, **attributes)
     for i, result in enumerate(results):
         add_output(op, result.like(inputs[2].value), f"o{i}")
     model = to_proto(op)
@@ -273,7 +274,7 @@ def test_lowering_refuses_what_is_not_an_optimizer_call() -> None:
     op = builder()
     inputs = [add_input(op, f"i{i}", ir.DataType.FLOAT, ()) for i in range(6)]
     defaults = {"alpha": 0.9, "beta": 1.0, "norm_coefficient": 0.0}
-    lower = LOWERINGS[PREVIEW_TRAINING, "Momentum"]
+    lower = LOWERINGS[TRAINING_DOMAIN, "Momentum"]
     with pytest.raises(InvalidModelError, match="4 inputs after R and T"):
         lower(op, inputs, {**defaults, "mode": "standard"}, 2)
     with pytest.raises(InvalidModelError, match="no mode `heavy`"):
@@ -653,7 +654,7 @@ def test_operator(name: str, settings: dict[str, Any], in_float32: str, in_float
         assert [node.op_type for node in found] == [wanted] * 2
         assert len(nodes) <= len(found) + 3  # R in float32 and T from 0 are made once, for all parameters
         standard = configured.standard(parameter(dtype))
-        assert (found[0].domain == PREVIEW_TRAINING) == (standard is not None)
+        assert (found[0].domain == TRAINING_DOMAIN) == (standard is not None)
         if standard:
             assert configured.inputs(parameter(dtype)) == ("lr",)
         else:

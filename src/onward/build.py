@@ -137,12 +137,15 @@ class Builder:
         opset: int,
         names: Names | None = None,
         functions: dict[ir.OperatorIdentifier, ir.Function] | None = None,
+        imports: dict[str, int] | None = None,
         scope: str = "",
     ):
         self.graph = graph
         self.opset = opset
         self.names = Names() if names is None else names
         self.functions = {} if functions is None else functions
+        # A nested graph has no imports of its own: what it needs, the outermost one imports.
+        self.imports = graph.opset_imports if imports is None else imports
         self._scope = scope
         self._constants: dict[tuple[object, ...], ir.Value] = {}
 
@@ -157,9 +160,14 @@ class Builder:
 
     def scoped(self, scope: str) -> Builder:
         """The same builder, prefixing the names of what it adds."""
-        inner = Builder(self.graph, opset=self.opset, names=self.names, functions=self.functions, scope=scope)
+        inner = self._for(self.graph, scope)
         inner._constants = self._constants
         return inner
+
+    def _for(self, graph: ir.Graph, scope: str) -> Builder:
+        return Builder(
+            graph, opset=self.opset, names=self.names, functions=self.functions, imports=self.imports, scope=scope
+        )
 
     def node(self, domain: str, op_type: str, *inputs: Operand, outputs: int = 1, **attributes: Any) -> Any:
         """Add one node; its output, or a tuple of them when there are several. Attributes that are None are left out."""
@@ -184,7 +192,7 @@ class Builder:
     def call(self, function: Function, *inputs: Operand, **attributes: Any) -> Any:
         """Add a call of a function of ours, and the function itself where it is new."""
         function.define(self.functions, self.opset)
-        self.graph.opset_imports.setdefault(DOMAIN, DOMAIN_VERSION)
+        self.imports.setdefault(DOMAIN, DOMAIN_VERSION)
         return self.node(DOMAIN, function.name, *inputs, outputs=len(function.outputs), **attributes)
 
     def constant(self, value: Any, dtype: ir.DataType | None = None) -> Expr:
@@ -211,7 +219,7 @@ class Builder:
         graph = ir.Graph(list(inputs), [], nodes=[], name=name)
         for value in inputs:
             value.name = self.names.fresh(value.name or "item")
-        inner = Builder(graph, opset=self.opset, names=self.names, functions=self.functions, scope=self._scope)
+        inner = self._for(graph, self._scope)
         outputs = body(inner, *(Expr(inner, value) for value in inputs))
         for expr in outputs if isinstance(outputs, tuple | list) else (outputs,):
             # An output must be made in the subgraph itself, and only once.

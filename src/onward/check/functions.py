@@ -13,7 +13,7 @@ from onward.check.view.graphs import domain_of, walk
 from onward.check.view.scope import Call, FunctionKey, Subject, function_place
 
 OWN_DOMAIN = "onward"  # holds functions only: an operator there without a body is always a mistake
-MOST_NODES = 1_000_000
+MOST_NODES, MOST_CIRCLES = 1_000_000, 10
 
 
 @cache
@@ -93,10 +93,10 @@ def not_recursive(subject: Subject) -> Iterator[Finding]:
 
 def small_enough(subject: Subject) -> Iterator[Finding]:
     """Functions that call functions twice double with each level: a small file can mean more nodes than atoms."""
-    for key, size in _expansion(subject).sizes.items():
-        if size > MOST_NODES:
-            message = f"expanded, the function has more than {MOST_NODES:,} nodes"
-            yield found("OW614", function_place(subject.functions[key]), message)
+    huge = (key for key, size in _expansion(subject).sizes.items() if size > MOST_NODES)
+    if key := next(huge, None):  # and with it those that call it
+        message = f"expanded, the function has more than {MOST_NODES:,} nodes"
+        yield found("OW614", function_place(subject.functions[key]), message)
 
 
 def used(subject: Subject) -> Iterator[Finding]:
@@ -136,8 +136,9 @@ def _expansion(subject: Subject) -> _Expansion:
                 todo.pop()
                 del path[key]
             elif following in path:
-                trail = list(path)
-                result.circles.append(trail[trail.index(following) :])
+                if len(result.circles) < MOST_CIRCLES:
+                    trail = list(path)
+                    result.circles.append(trail[trail.index(following) :])
             else:
                 todo.append(following)
     return result

@@ -10,12 +10,13 @@ import re
 from collections.abc import Iterable, Iterator
 
 from google.protobuf.message import EncodeError
-from onnx import ModelProto, TensorProto
+from onnx import GraphProto, ModelProto, TensorProto
 
 from onward.check.findings import Finding, found
 from onward.check.functions import can_expand
 from onward.check.tensors import all_tensors
 from onward.check.view.combine import model_of
+from onward.check.view.graphs import Site
 from onward.check.view.sandbox import Verdict, examine
 from onward.check.view.scope import Scope, Subject
 from onward.check.view.shapes import of_values
@@ -36,14 +37,22 @@ def study(subject: Subject) -> dict[Scope, Verdict]:
         if scope.own.is_empty or (scope.step or 0) >= MOST_STEPS:
             continue
         verdicts[scope] = verdict = _examine(scope)
+        if verdict.died:  # the other graphs of such a file will do no better
+            break
         if verdict.inferred:
-            graph = ModelProto.FromString(verdict.inferred).graph
-            for values in (graph.value_info, graph.output):
-                scope.types.update(
-                    (name, known) for name, known in of_values(values).items() if name not in scope.types
-                )
-            _type_gradients(scope)
+            _add_types(scope, ModelProto.FromString(verdict.inferred).graph)
     return verdicts
+
+
+def _add_types(scope: Scope, inferred: GraphProto) -> None:
+    for values in (inferred.value_info, inferred.output):
+        for name, known in of_values(values).items():
+            if name not in scope.types:
+                scope.types[name] = known
+    for gradient in scope.gradients:  # those of inner values, whose types were not known before
+        for x, name in gradient.results:
+            if x in scope.types:
+                scope.types.setdefault(name, scope.types[x])
 
 
 def _examine(scope: Scope) -> Verdict:
@@ -58,14 +67,7 @@ def _has_inner_external_data(subject: Subject) -> bool:
     """Tensors in attributes cannot be left behind, and onnx.checker would look for their files who knows where."""
     top = {scope.own.place for scope in subject.scopes}
     located = (one for one in all_tensors(subject) if one.tensor.data_location == TensorProto.EXTERNAL)
-    return any(one.holder not in top for one in located)
-
-
-def _type_gradients(scope: Scope) -> None:
-    for gradient in scope.gradients:
-        for x, name in gradient.results:
-            if x in scope.types:
-                scope.types.setdefault(name, scope.types[x])
+    return any(isinstance(one.holder, Site) or one.holder not in top for one in located)
 
 
 def objections(subject: Subject, verdicts: dict[Scope, Verdict], errors: Iterable[Finding]) -> Iterator[Finding]:
@@ -78,9 +80,8 @@ def objections(subject: Subject, verdicts: dict[Scope, Verdict], errors: Iterabl
             blamed.add(scope.own.place)
             yield finding
     if len(subject.steps) > MOST_STEPS:
-        yield found(
-            "OW109", "model", f"onnx.checker was asked about the first {MOST_STEPS} of {len(subject.steps)} steps"
-        )
+        asked = f"the first {MOST_STEPS} of {len(subject.steps)} steps"
+        yield found("OW109", "model", f"onnx.checker was asked about {asked} only")
 
 
 def _objections(scope: Scope, verdict: Verdict) -> Iterator[Finding]:
@@ -95,6 +96,6 @@ def _objections(scope: Scope, verdict: Verdict) -> Iterator[Finding]:
 
 
 def _sentence(message: str, most: int = 400) -> str:
-    """A message from C++ on one line, without the text of the whole node."""
+    """A message from C++ on one line, cut where it goes on to print the node."""
     message = " ".join(_PREFIX.sub("", message).split())
     return message if len(message) <= most else f"{message[: most - 1]}…"

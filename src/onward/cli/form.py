@@ -90,7 +90,7 @@ def data(
 
     A .safetensors file is read by ONNX Runtime, and by everything else that knows the format.
     """
-    place = target(model, output, "single" if to == "none" else to, data=to, force=force)
+    place = target(model, output, "single" if to == "none" else "external", data=to, force=force)
     import onward
 
     with working(f"reading {model}"):

@@ -11,7 +11,7 @@ from typing import Any
 
 from onward.build import Builder, Expr
 from onward.errors import InvalidModelError
-from onward.recipe.configured import PREVIEW_TRAINING
+from onward.model import TRAINING_DOMAIN
 from onward.recipe.parts import adam_rate, coupled_decay, descend, double, ema, over_root, scaled, trace, typed
 
 from .losses import Lowering
@@ -76,7 +76,7 @@ def _for_each_tensor(step: Callable[..., tuple[Expr, ...]], *, kinds: int) -> Lo
 
 
 LOWERINGS: dict[tuple[str, str], Lowering] = {
-    (PREVIEW_TRAINING, "Momentum"): _for_each_tensor(momentum, kinds=3),
-    (PREVIEW_TRAINING, "Adagrad"): _for_each_tensor(adagrad, kinds=3),
-    (PREVIEW_TRAINING, "Adam"): _for_each_tensor(adam, kinds=4),
+    (TRAINING_DOMAIN, "Momentum"): _for_each_tensor(momentum, kinds=3),
+    (TRAINING_DOMAIN, "Adagrad"): _for_each_tensor(adagrad, kinds=3),
+    (TRAINING_DOMAIN, "Adam"): _for_each_tensor(adam, kinds=4),
 }

@@ -43,7 +43,7 @@ class Step:
         """A JSON fact about the run, such as `train.optimizer`; None where it is not recorded or not readable."""
         try:
             return json.loads(self.metadata[key])
-        except (KeyError, ValueError):
+        except (KeyError, ValueError, RecursionError):
             return None
 
     def gradients(self) -> list[ir.Node]:
@@ -113,7 +113,7 @@ class Model:
             opset_imports=dict(self.ir.opset_imports),
             name=algorithm.name or graph.name,
         )
-        functions = [function.clone() for function in self.functions.values()]
+        functions = [_clone(function) for function in self.functions.values()]
         return ir.Model(_clone(view), ir_version=self.ir.ir_version, functions=functions)
 
     def initializers(self) -> Iterator[ir.Value]:
@@ -154,7 +154,7 @@ class Model:
             domain=self.ir.domain,
             model_version=self.ir.model_version,
             doc_string=self.ir.doc_string,
-            functions=[function.clone() for function in self.functions.values()],
+            functions=[_clone(function) for function in self.functions.values()],
             metadata_props=dict(self.metadata),
             device_configurations=self.ir.device_configurations,
         )
@@ -207,23 +207,24 @@ def all_names(graph: ir.Graph) -> Iterator[str]:
         yield from (value.name for value in values(inner) if value.name)
 
 
-def _clone(graph: ir.Graph | ir.GraphView) -> ir.Graph:
+def _clone(graph: Any, **options: Any) -> Any:
+    """A copy of a graph or a function. What the library raises may come from showing the graph in its message."""
     try:
-        return graph.clone()
-    except RuntimeError as error:
+        return graph.clone(**options)
+    except (RuntimeError, ValueError, TypeError) as error:
         raise InvalidModelError(
-            f"graph `{graph.name or ''}` reads a value before it is computed, or one that does not exist",
+            f"`{graph.name or ''}` reads a value before it is computed, or one that does not exist",
             hint="`onward check` names the place",
         ) from error
 
 
 def _copied_graphs(step: Step, moved: dict[ir.Value, ir.Value]) -> dict[str, Any]:
-    algorithm = step.algorithm.clone(allow_outer_scope_values=True)
+    algorithm = _clone(step.algorithm, allow_outer_scope_values=True)
     for node in algorithm.all_nodes():
         for i, value in enumerate(node.inputs):
             if value in moved:
                 node.replace_input_with(i, moved[value])
-    initialization = step.initialization.clone() if step.initialization is not None else None
+    initialization = _clone(step.initialization) if step.initialization is not None else None
     return {
         "algorithm": algorithm,
         "initialization": initialization,

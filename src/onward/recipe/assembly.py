@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from onward.build import DOMAIN, DOMAIN_VERSION, Builder, Expr, Names
-from onward.model import TRAINING_DOMAIN, Model, Step
+from onward.build import Builder, Expr, Names, function
+from onward.model import Model, Step
 from onward.model.state import tagged
 from onward.recipe import random
 
@@ -107,15 +107,9 @@ class Assembly:
 
     def finish(self) -> None:
         """Give the step to the model, with what it needs: imports of operator sets, and an IR version with metadata."""
-        imports = self.model.ir.opset_imports
-        versions = {DOMAIN: DOMAIN_VERSION, TRAINING_DOMAIN: 1}
-        graphs = [self.step.algorithm, self.step.initialization]
-        for domain in {node.domain for graph in graphs if graph for node in graph.all_nodes()}:
-            if domain in versions:
-                imports.setdefault(domain, versions[domain])
-        for function in self.model.functions.values():
-            if any(node.domain == DOMAIN for node in function.all_nodes()):
-                function.opset_imports.setdefault(DOMAIN, DOMAIN_VERSION)
+        for built in (self.op, self.init):
+            for domain, version in built.imports.items():
+                self.model.ir.opset_imports.setdefault(domain, version)
         self.model.ir.ir_version = max(self.model.ir.ir_version or 0, _IR_VERSION)
         self.model.steps.append(self.step)
 
@@ -127,6 +121,12 @@ class Assembly:
         self.step.algorithm.register_initializer(value)
         self.values[name] = value
         return value
+
+
+@function("average")
+def moving_average(op: Builder, old: Expr, new: Expr, decay: Expr) -> Expr:
+    """decay * old + (1 - decay) * new"""
+    return old * op.CastLike(decay, old) + new * op.CastLike(1.0 - decay, old)
 
 
 def filled(number: float, dtype: ir.DataType, shape: tuple[int, ...]) -> ir.Tensor:

@@ -13,12 +13,10 @@ import onnx_ir as ir
 
 from onward.build import Builder, Expr, Function
 from onward.errors import RecipeError
+from onward.model import TRAINING_DOMAIN
 
 from .spec import check_options
 from .updates import SCALAR_SLOTS
-
-PREVIEW_TRAINING = "ai.onnx.preview.training"
-"""The standard's domain of Adam, Adagrad and Momentum."""
 
 Settings = SimpleNamespace
 """Every number and choice of a configured optimizer, as attributes."""
@@ -212,12 +210,12 @@ class ConfiguredOptimizer:
 
 
 def _append_standard(op: Builder, standard: Standard, g: Expr, old: list[Expr], lr: Expr, t: Expr) -> Any:
-    op.graph.opset_imports.setdefault(PREVIEW_TRAINING, 1)
+    op.imports.setdefault(TRAINING_DOMAIN, 1)
     x, *slots = old
     rate = lr if x.dtype == lr.dtype else _shared(op, "Cast", lr, to=x.dtype)
     count = _shared(op, "Sub", t, op.scalar(standard.behind, t)) if standard.behind else t
     inputs = (rate, count, x, g, *slots)
-    return op.node(PREVIEW_TRAINING, standard.op_type, *inputs, outputs=len(old), **standard.attributes)
+    return op.node(TRAINING_DOMAIN, standard.op_type, *inputs, outputs=len(old), **standard.attributes)
 
 
 def _shared(op: Builder, op_type: str, *inputs: Expr, **attributes: Any) -> Expr:

@@ -1,7 +1,7 @@
 """The forward pass as training runs it.
 
-The inference graph stays in inference mode. Where it has Dropout or BatchNormalization, the algorithm gets its own copy of
-these nodes in training mode, and of everything behind them on the way to the loss; weights are shared by name.
+The inference graph stays in inference mode. Where it has Dropout or BatchNormalization, the algorithm gets its own copy
+of these nodes in training mode, and of everything behind them on the way to the loss; weights are shared by name.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from onward.errors import UnsupportedError
 from onward.model import Model
 from onward.model.core import values
 from onward.recipe import random
-from onward.recipe.assembly import Assembly
+from onward.recipe.assembly import Assembly, moving_average
 from onward.recipe.trainable import Choice
 
 Variance = Literal["population", "sample"]
@@ -31,8 +31,8 @@ def training_forward(
 ) -> dict[ir.Value, ir.Value]:
     """Add the training-mode part of the forward pass; value of inference -> value of training, where they differ.
 
-    A BatchNormalization whose scale is frozen keeps its statistics and stays in inference mode. `variance` is what becomes
-    the running variance: the population's, as ONNX has it, or the sample's with n - 1, as PyTorch has it.
+    A BatchNormalization whose scale is frozen keeps its statistics and stays in inference mode. `variance` is what
+    becomes the running variance: the population's, as ONNX has it, or the sample's with n - 1, as PyTorch has it.
     """
     frozen = {choice.name for choice in choices if choice.role == "frozen"}
     needed = _ancestors(outputs)
@@ -85,29 +85,38 @@ def _is_switchable(node: ir.Node, frozen: set[str]) -> bool:
 
 
 def _batch_normalization(assembly: Assembly, node: ir.Node, new: dict[ir.Value, ir.Value], variance: Variance) -> None:
+    """Normalize with the batch's own statistics, and let the running ones follow.
+
+    With a momentum of 0 the operator hands out the statistics of the batch alone. The running ones are averaged beside it:
+    ONNX Runtime lets the operator overwrite the statistics that it is given, under other readers' hands.
+    """
     op = assembly.op.scoped(f"train/{node.name or node.op_type}")
-    x, scale, bias, mean, var = (new.get(value, value) for value in node.inputs if value is not None)
+    x, scale, bias, mean, var = (op(new.get(value, value)) for value in node.inputs if value is not None)
     epsilon = node.attributes.get_float("epsilon", 1e-5)
-    momentum = node.attributes.get_float("momentum", 0.9)
-    y, new_mean, new_var = op.BatchNormalization(
-        x, scale, bias, mean, var, outputs=3, epsilon=epsilon, momentum=momentum, training_mode=1
+    y, batch_mean, batch_var = op.BatchNormalization(
+        x, scale, bias, mean * 0.0, var * 0.0, outputs=3, epsilon=epsilon, momentum=0.0, training_mode=1
     )
     if variance == "sample":
-        new_var = _sample_variance(op(x), op(var), new_var, momentum)
+        batch_var = _sample_variance(x, batch_var)
     new[node.outputs[0]] = _like(y, node.outputs[0], assembly)
-    for old, expr in zip(node.inputs[3:5], (new_mean, new_var), strict=True):
+    momentum = _shortest(node.attributes.get_float("momentum", 0.9))
+    for old, running, batch in zip(node.inputs[3:5], (mean, var), (batch_mean, batch_var), strict=True):
         assert old is not None
-        new[old] = expr.like(old).value  # a second normalization with the same statistics goes on from here
+        # A second normalization with the same statistics goes on from here.
+        new[old] = op.call(moving_average, running, batch, op.constant(np.float64(momentum))).like(old).value
 
 
-def _sample_variance(x: Expr, old: Expr, mixed: Expr, momentum: float) -> Expr:
-    """The running variance with n - 1: what the batch adds to it, times n / (n - 1)."""
+def _sample_variance(x: Expr, population: Expr) -> Expr:
+    """The variance with n - 1 instead of n, for the n numbers of each channel."""
     op = x.op
     shape = op.Shape(x)
-    per_channel = op.Div(op.ReduceProd(shape, keepdims=0), op.Gather(shape, np.int64(1)))
-    n = op.CastLike(per_channel, mixed)
-    kept = momentum * old
-    return kept + (mixed - kept) * (n / op.Max(n - 1, 1))
+    n = op.CastLike(op.Div(op.ReduceProd(shape, keepdims=0), op.Gather(shape, np.int64(1))), population)
+    return population * (n / op.Max(n - 1, 1))
+
+
+def _shortest(attribute: float) -> float:
+    """The number that somebody wrote before it became a float32 attribute: 0.9, not 0.8999999761581421."""
+    return float(str(np.float32(attribute)))
 
 
 def bind_statistics(assembly: Assembly, new: dict[ir.Value, ir.Value]) -> list[ir.Value]:

@@ -124,13 +124,13 @@ def build(
 def _named(assembly: Assembly, term: Term, prediction: Expr, value: ir.Value) -> tuple[Expr, list[str]]:
     loss = named_loss(term.spec.name)
     options = dict(term.spec.options)
+    if options.get("reduction", "") in (None, "none"):
+        raise RecipeError(f"the loss `{loss.name}` with `reduction=none` is not one number", hint="use `mean` or `sum`")
     targets = loss.targets(value, **options)
     taken = {v.name for v in assembly.step.algorithm.inputs}
     inputs = [
         assembly.input(t.name if t.name not in taken else f"{value.name}_{t.name}", t.dtype, t.shape) for t in targets
     ]
-    if options.get("reduction") == "none":
-        raise RecipeError(f"the loss `{loss.name}` with `reduction=none` is not one number", hint="use `mean` or `sum`")
     return loss.build(prediction.op, prediction, *inputs, **options), [x.name for x in inputs]
 
 

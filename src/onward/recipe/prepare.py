@@ -104,8 +104,8 @@ class Recipe:
 def prepare(model: Source, *, loss: Any, **recipe: Any) -> Model:
     """Make a training model: the same inference graph, and a step that improves it.
 
-    - `loss`: a name with options (`"cross_entropy:label_smoothing=0.1"`), a mapping or list of several (`"aux=mse:scale=0.3"`),
-      a loss as an ONNX model or function, or `"value:NAME"` for a loss that the model computes itself
+    - `loss`: a name with options (`"cross_entropy:label_smoothing=0.1"`), a mapping or list of several
+      (`"aux=mse:scale=0.3"`), an ONNX model or function, or `"value:NAME"` for a loss that the model computes itself
     - `optimizer`: such as `"adamw:lr=1e-3,weight_decay=0.01"`; `groups` gives some parameters their own settings
     - `schedule`: such as `"cosine:steps=1000,warmup=50"`, or a list of schedules with `until`
     - `trainable`, `freeze`: patterns of parameter names
@@ -132,10 +132,11 @@ def _patterns(given: Sequence[str] | str | None) -> Sequence[str] | None:
     return [given] if isinstance(given, str) else given
 
 
-def _gradients(assembly: Assembly, loss: Expr, parameters: Sequence[ir.Value]) -> list[Expr]:
+def _gradients(assembly: Assembly, loss: Expr, parameters: Sequence[ir.Value]) -> dict[ir.Value, Expr]:
     """One Gradient node: the loss with respect to every parameter, given everything else that the loss depends on."""
     others = [value for value in _independent(loss.value, assembly) if value not in parameters]
     op: Builder = assembly.op
+    op.imports.setdefault(TRAINING_DOMAIN, 1)
     results = op.node(
         TRAINING_DOMAIN,
         "Gradient",
@@ -147,7 +148,7 @@ def _gradients(assembly: Assembly, loss: Expr, parameters: Sequence[ir.Value]) -
         zs=[value.name for value in others] or None,
     )
     results = results if isinstance(results, tuple) else (results,)
-    return [g.named(f"{value.name}/grad").like(value) for g, value in zip(results, parameters, strict=True)]
+    return {v: g.named(f"{v.name}/grad").like(v) for v, g in zip(parameters, results, strict=True)}
 
 
 def _independent(loss: ir.Value, assembly: Assembly) -> list[ir.Value]:

@@ -164,13 +164,14 @@ def _cut_inputs(domain: str, op_type: str) -> frozenset[int]:
 
 
 def _may_be_float(value: ir.Value) -> bool:
-    return value.dtype is None or value.dtype.is_floating_point()
+    dtype = value.const_value.dtype if value.const_value is not None else value.dtype
+    return dtype is None or dtype.is_floating_point()
 
 
 def _candidates(graph: ir.Graph) -> Iterator[tuple[str, tuple[ir.Value, str]]]:
     """Name -> (value, how it is hidden) of every constant with a floating-point type."""
     for name, value in graph.initializers.items():
-        if value.dtype is not None and value.dtype.is_floating_point() and value.const_value is not None:
+        if value.const_value is not None and value.const_value.dtype.is_floating_point():
             yield name, (value, "")
     for node in graph:
         if node.domain not in ("", "ai.onnx") or not node.outputs or not node.outputs[0].name:
@@ -321,6 +322,8 @@ def _expose(graph: ir.Graph, value: ir.Value, hidden: str) -> ir.Value:
     if value in graph.inputs:
         graph.inputs.remove(value)
     if not hidden:
+        value.type = ir.TensorType(value.const_value.dtype)  # type: ignore[union-attr]
+        value.shape = ir.Shape(value.const_value.shape.numpy())  # type: ignore[union-attr]
         return value
     node = value.producer()
     assert node is not None and value.name is not None

@@ -15,7 +15,7 @@ import onnx_ir as ir
 from onward.build import Builder, Expr
 from onward.errors import RecipeError
 from onward.model.state import STEP
-from onward.recipe.assembly import Assembly, fill, filled
+from onward.recipe.assembly import Assembly, fill, filled, moving_average
 from onward.recipe.clip import clip_by_global_norm, clip_by_norm, clip_by_value
 from onward.recipe.groups import Group
 from onward.recipe.schedules import Part, schedule, sequence
@@ -84,7 +84,7 @@ class Update:
         return state("scaler/scale", ir.Tensor(scale), lambda op: op.Identity(scale), role="scaler")
 
     def _declare_masters(self, wanted: bool | None) -> dict[ir.Value, Expr]:
-        """Copies of low-precision parameters in float32, on which the optimizer works; by default where there are any."""
+        """Copies of low-precision parameters in float32, on which the optimizer works."""
         if wanted is False:
             return {}
         return {value: self._master(value) for value in self.parameters if value.dtype in _LOW_PRECISION}
@@ -178,9 +178,10 @@ class Update:
             return loss
         return (loss * loss.op.CastLike(self._scale, loss)).named("scaled_loss")
 
-    def apply(self, gradients: Sequence[Expr]) -> None:
+    def apply(self, by_parameter: Mapping[ir.Value, Expr]) -> None:
         """Append the updates, given the gradient of what `scaled` returned for each parameter."""
         op = self.assembly.op
+        gradients = [by_parameter[value] for value in self.parameters]
         if self._scale is not None:
             gradients = [g / op.CastLike(self._scale, g) for g in gradients]
         due: Expr | None = None
@@ -306,8 +307,7 @@ class Update:
         for value in self.parameters:
             current = new.get(f"{value.name}/master", new[value.name or ""])
             old = op(self.assembly.values[f"ema/{value.name}"])
-            kept = op.CastLike(decay, old)
-            averages[f"ema/{value.name}"] = old * kept + current * (1 - kept)
+            averages[f"ema/{value.name}"] = op.call(moving_average, old, current, decay)
         return averages
 
 

@@ -46,10 +46,9 @@ class Sandbox:
         self._owner = 0
 
     def examine(self, model: bytes, folder: Path | None, seconds: float) -> Verdict:
+        place = str(folder.resolve()) if folder and folder.is_dir() else ""
         with self._lock:
-            return self._ask(
-                self._started(), model, str(folder.resolve()) if folder and folder.is_dir() else "", seconds
-            )
+            return self._ask(self._started(), model, place, seconds)
 
     def _ask(self, process: subprocess.Popen[bytes], model: bytes, folder: str, seconds: float) -> Verdict:
         assert process.stdin is not None and process.stdout is not None

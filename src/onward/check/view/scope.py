@@ -94,7 +94,7 @@ class Scope:
         self.parts = (own,) if outer is None else (outer, own)
         around = [subject.inference.types] if outer is not None else []
         self.types: MutableMapping[str, TensorType] = ChainMap(declared(own.proto), *around)
-        self.budget = Budget(3_000_000)
+        self.budget = Budget(2_000_000)
 
     @property
     def entry(self) -> TrainingInfoProto:
@@ -215,7 +215,7 @@ class Subject:
         return self.functions.get((domain_of(node), node.op_type, node.overload))
 
     def near(self, name: str, known: Iterator[str]) -> str | None:
-        """What the name may have been meant to be. Comparing is slow: after some tens of thousands there are no hints."""
+        """What the name may have been meant to be. Comparing is slow: after some thousands there are no more hints."""
         candidates = [other for other in islice(known, max(self._hints.left, 0)) if len(other) <= 100]
         with suppress(OverBudget):
             self._hints.spend(len(candidates) + 1)

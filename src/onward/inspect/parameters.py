@@ -1,0 +1,137 @@
+"""The constant tensors of an inference graph: which are trained, frozen, constant or statistics, and why."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+import onnx_ir as ir
+
+from onward.inspect.optimizer import is_statistics, trained
+from onward.inspect.parts import Role, Weight
+from onward.inspect.training import differentiated_values
+from onward.inspect.values import constant, dtype_name, number, reads, texts
+from onward.model import Model
+from onward.recipe.trainable import _candidates, _judge, gradient_edges
+
+_HIDING = {"Constant", "ConstantOfShape", "DequantizeLinear", "Cast"}
+_ROLES: dict[str, Role] = {"parameter": "trainable", "frozen": "frozen", "statistics": "statistics"}
+
+Verdict = tuple[Role, str]
+
+
+def weights(model: Model) -> tuple[Weight, ...]:
+    """Every initializer, and every parameter that hides in a node, in the order in which the graph reads them."""
+    verdicts = _verdicts(model)
+    training = [{value.name for value in trained(model, step)} for step in model.steps]
+    found = []
+    for value in _in_order(model.graph, verdicts):
+        steps = tuple(i for i, names in enumerate(training) if value.name in names)
+        found.append(_weight(value, _settled(value, verdicts.get(value.name or ""), model, steps), steps))
+    return tuple(found)
+
+
+def _weight(value: ir.Value, verdict: Verdict, steps: tuple[int, ...]) -> Weight:
+    dtype, shape = _form(value)
+    numbers = math.prod(shape or ())
+    tensor = value.const_value
+    size = tensor.nbytes if tensor is not None else math.ceil(numbers * dtype.bitwidth / 8)
+    return Weight(value.name or "", dtype_name(dtype), shape, numbers, size, *verdict, steps=steps)
+
+
+def _form(value: ir.Value) -> tuple[ir.DataType, tuple[int, ...] | None]:
+    """Type and shape of a constant, also of one that a node makes."""
+    node = value.producer()
+    first = node.inputs[0] if node is not None and node.inputs else None
+    if node is not None and node.op_type == "ConstantOfShape":
+        axes = number(first)
+        sizes = axes if isinstance(axes, list) else [axes]
+        return value.dtype or ir.DataType.FLOAT, tuple(sizes) if all(isinstance(n, int) for n in sizes) else None
+    tensor = constant(value)
+    if tensor is not None:
+        return tensor.dtype, tuple(tensor.shape.numpy())
+    tensor = constant(first)
+    return value.dtype or ir.DataType.FLOAT, tuple(tensor.shape.numpy()) if tensor is not None else None
+
+
+def _in_order(graph: ir.Graph, verdicts: dict[str, Verdict]) -> Iterator[ir.Value]:
+    waiting = dict.fromkeys(graph.initializers.values())
+    for node in graph:
+        for value in dict.fromkeys(reads(node)):
+            if value in waiting:
+                del waiting[value]
+                yield value
+        if node.op_type in _HIDING and node.outputs:
+            role, _ = verdicts.get(node.outputs[0].name or "", ("constant", ""))
+            if role != "constant":
+                yield node.outputs[0]
+    yield from waiting
+
+
+# ---- roles and reasons -----------------------------------------------------------------------------------------------
+
+
+def _settled(value: ir.Value, verdict: Verdict | None, model: Model, steps: tuple[int, ...]) -> Verdict:
+    """The role, given what somebody wrote down or a rule says, and what the steps in fact do."""
+    role, reason = verdict or _unmentioned(value)
+    if steps:
+        differentiated = any(model.step(i).gradients() for i in steps)
+        observed = "differentiated by a Gradient" if differentiated else "updated without a Gradient"
+        return "trained", reason if role == "trainable" else observed
+    if role == "trainable" and model.steps:
+        return "frozen", "no step trains it"
+    return role, reason
+
+
+def _unmentioned(value: ir.Value) -> Verdict:
+    if value.dtype is not None and not value.dtype.is_floating_point():
+        return "constant", "not a floating-point tensor"
+    return ("statistics", "running statistics") if is_statistics(value) else ("constant", "not a parameter of any step")
+
+
+def _verdicts(model: Model) -> dict[str, Verdict]:
+    """What the file records about each tensor; in files that record nothing, what the rule of `prepare` says."""
+    recorded: dict[str, Verdict] = {}
+    for step in model.steps:
+        selection = step.fact("train.selection")
+        for role, reasons in selection.items() if isinstance(selection, dict) else ():
+            for reason, names in reasons.items() if isinstance(reasons, dict) else ():
+                for name in texts(names):
+                    if recorded.get(name, ("", ""))[0] != "trainable":
+                        recorded[name] = (_ROLES.get(role, "constant"), reason)
+    return recorded or _by_rule(model)
+
+
+def _by_rule(model: Model) -> dict[str, Verdict]:
+    model = _without_external_data(model)
+    if model.steps:
+        targets = [value for step in model.steps for value in differentiated_values(model, step).values() if value]
+    else:
+        targets = [value for value in model.outputs if value.dtype is None or value.dtype.is_floating_point()]
+    return _judged(model, targets)
+
+
+def _judged(model: Model, targets: Iterable[ir.Value]) -> dict[str, Verdict]:
+    edges = gradient_edges(targets)
+    verdicts: dict[str, Verdict] = {}
+    for name, (value, hidden) in _candidates(model.graph):
+        choice = _judge(value, hidden, edges)
+        verdicts[name] = (_ROLES.get(choice.role, "constant"), choice.reason)
+    return verdicts
+
+
+def _without_external_data(model: Model) -> Model:
+    """A copy in which tensors outside the file have a type and a shape but no numbers, so that nobody can load them."""
+    if not any(isinstance(value.const_value, ir.ExternalTensor) for value in model.initializers()):
+        return model
+    copy = model.copy()
+    for value in copy.initializers():
+        if isinstance(value.const_value, ir.ExternalTensor):
+            value.const_value = _without_data(value.const_value)
+    return copy
+
+
+def _without_data(tensor: ir.ExternalTensor) -> ir.LazyTensor:
+    nothing = ir.Tensor(np.zeros(0, tensor.dtype.numpy()), dtype=tensor.dtype)
+    return ir.LazyTensor(lambda: nothing, dtype=tensor.dtype, shape=ir.Shape(tensor.shape.numpy()), name=tensor.name)

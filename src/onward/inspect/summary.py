@@ -1,0 +1,135 @@
+"""A summary of a model: what goes in and out, what is trained and how, and how far that has come."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import onnx_ir as ir
+
+from onward.errors import Error, InvalidModelError
+from onward.inspect.parameters import weights
+from onward.inspect.parts import ROLES, Amount, File, Port, Role, Training, Weight
+from onward.inspect.training import describe_step
+from onward.inspect.values import nested, port
+from onward.model import Model, Source, read
+from onward.model.residue import SparseTensor
+
+FORMAT = 1
+"""The version of the JSON form. New keys may come without a new one; none goes or changes its meaning."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Summary:
+    """What is in a model. `to_json` has the names of the fields as keys, at every level:
+
+    - `format`: 1
+    - `name`; `file`: path, bytes, external_bytes, external_files, ir_version, opset, opsets, producer, nodes, functions
+    - `inputs`, `outputs` of the inference graph: lists of name, type, shape (numbers, names and null; null if unknown)
+    - `parameters`: trained, frozen, trainable, statistics, constant; each with tensors, numbers, bytes
+    - `weights`: list of name, type, shape, numbers, bytes, role (one of these five), reason, group, steps
+    - `steps`: none for an inference model, else a list of
+        - `name`, `nodes`, `initialization`; `inputs` and `metrics` that inference does not have
+        - `loss`: differentiated, operators, outputs, and terms: list of name, output, inputs, options, scale
+        - `groups`: list of name, optimizer, operators, hyper, lr_now, options, slots, parameters
+        - `trained`: tensors, numbers, bytes
+        - `schedule`: list of name, numbers, choices
+        - `clip`: null, or kind, limit, operator; `accumulation`: null, or batches, seen; `average`: null, or decay,
+          updates; `loss_scale`: null, or scale, dynamic, settings
+        - `progress`: step, steps, recorded
+        - `state`: list of role, tensors, bytes
+        - `hyperparameters`: every number that can be edited in the file, by the name of its initializer
+    """
+
+    name: str
+    file: File
+    inputs: tuple[Port, ...]
+    outputs: tuple[Port, ...]
+    parameters: dict[Role, Amount]
+    weights: tuple[Weight, ...]
+    steps: tuple[Training, ...]
+
+    @property
+    def is_training_model(self) -> bool:
+        return bool(self.steps)
+
+    def with_role(self, *roles: Role) -> list[Weight]:
+        return [weight for weight in self.weights if weight.role in roles]
+
+    def to_json(self) -> dict[str, Any]:
+        """The same as plain data: dictionaries, lists, texts, numbers and None."""
+        return {"format": FORMAT, **_plain(dataclasses.asdict(self))}
+
+
+def _plain(item: Any) -> Any:
+    if isinstance(item, dict):
+        return {key: _plain(value) for key, value in item.items()}
+    return [_plain(value) for value in item] if isinstance(item, list | tuple) else item
+
+
+def describe(source: Source) -> Summary:
+    """Say what is in a model, by the file alone: nothing is run, and no weights outside the file are loaded."""
+    model = read(source)
+    try:
+        return _summary(model)
+    except Error:
+        raise
+    except (LookupError, ValueError, TypeError, AttributeError) as error:
+        raise InvalidModelError(
+            f"the model cannot be described: {error or type(error).__name__}", hint="`onward check` names the place"
+        ) from error
+
+
+def _summary(model: Model) -> Summary:
+    found = weights(model)
+    steps = tuple(describe_step(model, index, found) for index in range(len(model.steps)))
+    group = {name: group.name for step in reversed(steps) for group in step.groups for name in group.parameters}
+    found = tuple(dataclasses.replace(weight, group=group.get(weight.name)) for weight in found)
+    return Summary(
+        name=model.path.name if model.path else model.graph.name or "model",
+        file=_file(model),
+        inputs=tuple(port(value) for value in model.inputs),
+        outputs=tuple(port(value) for value in model.outputs),
+        parameters={role: Amount.of(w for w in found if w.role == role) for role in ROLES},
+        weights=found,
+        steps=steps,
+    )
+
+
+def _file(model: Model) -> File:
+    external = {(t.location, t.offset, t.length): t for t in _external(model)}
+    path = model.path
+    return File(
+        path=str(path) if path else None,
+        bytes=path.stat().st_size if path and path.is_file() else None,
+        external_bytes=sum(tensor.nbytes for tensor in external.values()),
+        external_files=tuple(sorted({str(tensor.location) for tensor in external.values()})),
+        ir_version=model.ir.ir_version,
+        opset=model.opset,
+        opsets={domain or "ai.onnx": version for domain, version in sorted(model.ir.opset_imports.items())},
+        producer=" ".join(text for text in (model.ir.producer_name, model.ir.producer_version) if text),
+        nodes=sum(1 for _ in model.graph.all_nodes()),
+        functions=tuple(f"{domain}.{name}" for domain, name, _ in model.functions),
+    )
+
+
+def _external(model: Model) -> Iterator[ir.ExternalTensor]:
+    """Every tensor whose bytes are outside the file."""
+    for graph in _graphs(model):
+        tensors = [value.const_value for value in graph.initializers.values()]
+        tensors += [attribute.as_tensor() for node in graph for attribute in _tensor_attributes(node)]
+        yield from (t for t in tensors if isinstance(t, ir.ExternalTensor) and not isinstance(t, SparseTensor))
+
+
+def _graphs(model: Model) -> Iterator[ir.Graph]:
+    pending = [model.graph, *(function.graph for function in model.functions.values())]
+    pending += [graph for step in model.steps for graph in (step.algorithm, step.initialization) if graph is not None]
+    while pending:
+        graph = pending.pop()
+        yield graph
+        pending += [inner for node in graph for inner in nested(node)]
+
+
+def _tensor_attributes(node: ir.Node) -> Iterable[ir.Attr]:
+    return [a for a in node.attributes.values() if a.type == ir.AttributeType.TENSOR and not a.is_ref()]
