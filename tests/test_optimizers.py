@@ -26,9 +26,9 @@ from onward.build import DOMAIN, Builder, Expr, Names
 from onward.errors import InvalidModelError, RecipeError, UnknownNameError
 from onward.lower.optimizers import LOWERINGS
 from onward.model import TRAINING_DOMAIN
-from onward.recipe.clip import clip_by_global_norm, clip_by_norm, clip_by_value
-from onward.recipe.configured import ConfiguredOptimizer
 from onward.recipe.optimizers import OPTIMIZERS, optimizer
+from onward.recipe.optimizers.clip import clip_by_global_norm, clip_by_norm, clip_by_value
+from onward.recipe.optimizers.configured import ConfiguredOptimizer
 
 Arrays = dict[str, np.ndarray]
 Trajectory = list[Arrays]

@@ -28,7 +28,7 @@ def rate_now(sections: Sequence[ScheduleSection], lr: float, step: int) -> float
     except (Error, KeyError, TypeError, ValueError, AttributeError):
         return None
     graph.outputs.append(rate.value)
-    return _run(ir.Model(graph, ir_version=_IR_VERSION, functions=functions.values()))
+    return _run(ir.Model(graph, ir_version=_IR_VERSION, functions=list(functions.values())))
 
 
 def _part(op: Builder, section: ScheduleSection) -> Part:

@@ -69,7 +69,7 @@ def _plain(item: Any) -> Any:
 
 
 def describe(source: Source) -> Summary:
-    """Say what is in a model, by the file alone: nothing is run, and no weights outside the file are loaded."""
+    """Say what is in a model, by its file alone: it is not run, and weights outside the file are not loaded."""
     model = read(source)
     try:
         return _summary(model)

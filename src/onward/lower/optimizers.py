@@ -11,10 +11,19 @@ from typing import Any
 
 from onward.build import Builder, Expr
 from onward.errors import InvalidModelError
+from onward.lower.losses import Lowering
 from onward.model import TRAINING_DOMAIN
-from onward.recipe.parts import adam_rate, coupled_decay, descend, double, ema, over_root, scaled, trace, typed
-
-from .losses import Lowering
+from onward.recipe.optimizers.parts import (
+    adam_rate,
+    coupled_decay,
+    descend,
+    double,
+    ema,
+    over_root,
+    scaled,
+    trace,
+    typed,
+)
 
 Attributes = dict[str, Any]
 

@@ -166,6 +166,8 @@ def _attach_graph(residue: Residue, path: tuple[object, ...], graph: ir.Graph) -
             values[key[-1]].meta[_REST] = rest
     for key, sparse in residue.sparse.items():
         if key[:-1] == path:
+            if key[-1] not in graph.initializers:
+                raise InvalidModelError("a sparse initializer has no name", hint="`onward check` names the place")
             graph.initializers[str(key[-1])].const_value = SparseTensor(sparse)
 
 

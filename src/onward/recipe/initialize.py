@@ -19,9 +19,8 @@ import onnx_ir as ir
 
 from onward.build import Builder, Expr, function
 from onward.errors import RecipeError, UnknownNameError, near
-
-from . import random
-from .spec import check_options
+from onward.recipe import random
+from onward.recipe.spec import check_options
 
 FLOAT, DOUBLE = ir.DataType.FLOAT, ir.DataType.DOUBLE
 LAYOUTS = ("torch", "keras")

@@ -15,7 +15,7 @@ from onward.model.core import values
 from onward.recipe import objective
 from onward.recipe.assembly import Assembly
 from onward.recipe.forward import Variance, bind_statistics, functions_to_inline, training_forward
-from onward.recipe.groups import groups
+from onward.recipe.optimizers.groups import groups
 from onward.recipe.reset import bind_initial_value
 from onward.recipe.spec import Spec, parse
 from onward.recipe.trainable import Selection, select

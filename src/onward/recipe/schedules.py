@@ -24,8 +24,7 @@ import onnx_ir as ir
 
 from onward.build import Builder, Expr, Function, function
 from onward.errors import RecipeError, UnknownNameError, near
-
-from .spec import check_options
+from onward.recipe.spec import check_options
 
 DOUBLE = ir.DataType.DOUBLE
 Numbers = dict[str, Any]  # float, or list[float] for milestones

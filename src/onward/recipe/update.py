@@ -16,8 +16,8 @@ from onward.build import Builder, Expr
 from onward.errors import RecipeError
 from onward.model.state import STEP
 from onward.recipe.assembly import Assembly, fill, filled, moving_average
-from onward.recipe.clip import clip_by_global_norm, clip_by_norm, clip_by_value
-from onward.recipe.groups import Group
+from onward.recipe.optimizers.clip import clip_by_global_norm, clip_by_norm, clip_by_value
+from onward.recipe.optimizers.groups import Group
 from onward.recipe.schedules import Part, schedule, sequence
 from onward.recipe.spec import Spec, parse, parse_options
 

@@ -11,6 +11,7 @@ from onward.model import Model, Source, read
 from onward.model.core import Step, strings, values
 from onward.model.state import states
 from onward.transform.training import drop_unused_definitions
+from onward.transform.types import fill_in_types
 
 
 def extract(source: Source, inputs: Sequence[str], outputs: Sequence[str]) -> Model:
@@ -25,10 +26,11 @@ def extract(source: Source, inputs: Sequence[str], outputs: Sequence[str]) -> Mo
     if missing:
         listed = ", ".join(f"`{name}`" for name in missing)
         raise UnknownNameError(f"there is no value {listed} in the inference graph", hint=near(missing[0], known))
+    fill_in_types(model, [known[name] for name in (*inputs, *outputs)])
     graph = model.graph
     fresh = [_as_input(known[name]) for name in inputs]
-    by_name = {**known, **{value.name: value for value in fresh}}
-    results = [by_name[name] for name in outputs]
+    known |= {value.name: value for value in fresh if value.name}
+    results = [known[name] for name in outputs]
     old_inputs = list(graph.inputs)
     graph.outputs.clear()
     graph.inputs.clear()
@@ -38,7 +40,7 @@ def extract(source: Source, inputs: Sequence[str], outputs: Sequence[str]) -> Mo
     for i, step in enumerate(model.steps):
         _forget_unreachable(model, i, step)
     _move_to_training(model, needed, old_inputs)
-    graph.remove([node for node in graph if node not in needed and not _is_read(node)])
+    graph.remove([node for node in graph if node not in needed], safe=True)
     for name in [n for n, v in graph.initializers.items() if not v.uses() and v not in results and v not in fresh]:
         del graph.initializers[name]
     graph.outputs.extend(results)
@@ -112,7 +114,7 @@ def _forget_unreachable(model: Model, index: int, step: Step) -> None:
     kept = [value for value in step.algorithm.outputs if value not in lost]
     step.algorithm.outputs.clear()
     step.algorithm.outputs.extend(kept)
-    step.algorithm.remove([node for node in step.algorithm if any(output in lost for output in node.outputs)])
+    step.algorithm.remove([n for n in step.algorithm if any(output in lost for output in n.outputs)], safe=True)
     for name in [n for n, v in step.algorithm.initializers.items() if n in state or not v.uses()]:
         del step.algorithm.initializers[name]
     _drop_initial_values(step)
@@ -167,7 +169,7 @@ def _drop_initial_values(step: Step) -> None:
     step.initialization.outputs.clear()
     step.initialization.outputs.extend(kept)
     needed = _ancestors(kept)
-    step.initialization.remove([node for node in step.initialization if node not in needed], safe=False)
+    step.initialization.remove([node for node in step.initialization if node not in needed], safe=True)
     for name in [n for n, v in step.initialization.initializers.items() if not v.uses() and v not in kept]:
         del step.initialization.initializers[name]
 
@@ -195,7 +197,3 @@ def _move_to_training(model: Model, inference: set[ir.Node], old_inputs: list[ir
             if not users & inference and name not in step.update:
                 del graph.initializers[name]
                 step.algorithm.register_initializer(value)
-
-
-def _is_read(node: ir.Node) -> bool:
-    return any(output.uses() for output in node.outputs)

@@ -12,6 +12,7 @@ from onward.errors import UnsupportedError
 from onward.model import Model, Source, read
 from onward.model.core import all_names
 from onward.model.serde import from_proto, to_proto, with_data, without_data
+from onward.transform.types import value_types
 
 _STANDARD = ("", "ai.onnx")
 _NUMPY_BROADCAST = 7
@@ -37,7 +38,7 @@ def convert_opset(source: Source, version: int) -> Model:
     names = Names(name for step in model.steps for name in all_names(step.algorithm))
     names.take(all_names(model.graph))
     opsets = list(proto.opset_import)
-    types = _value_types(proto) if proto.training_info else {}
+    types = value_types(proto) if proto.training_info else {}
     _convert_graph(proto.graph, opsets, version, names)
     for info in proto.training_info:
         captured = [types.get(name) or ValueInfoProto(name=name) for name in _captured(info.algorithm)]
@@ -170,17 +171,6 @@ def _convert_function(function: onnx.FunctionProto, version: int) -> None:
     for opset in function.opset_import:
         if opset.domain in _STANDARD:
             opset.version = version
-
-
-def _value_types(proto: ModelProto) -> dict[str, ValueInfoProto]:
-    """The types of the inference graph's values, for the algorithms that read them."""
-    inference = ModelProto(ir_version=proto.ir_version, opset_import=proto.opset_import, functions=proto.functions)
-    inference.graph.CopyFrom(proto.graph)
-    graph = onnx.shape_inference.infer_shapes(inference, data_prop=True).graph
-    types = {value.name: value for value in (*graph.value_info, *graph.output, *graph.input)}
-    for tensor in graph.initializer:
-        types[tensor.name] = onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims)
-    return types
 
 
 def _captured(graph: GraphProto) -> list[str]:

@@ -9,8 +9,8 @@ from typing import Any
 import onnx_ir as ir
 
 from onward.errors import RecipeError, UnknownNameError, near
-from onward.recipe.configured import ConfiguredOptimizer
-from onward.recipe.optimizers import optimizer
+from onward.recipe.optimizers.configured import ConfiguredOptimizer
+from onward.recipe.optimizers.table import optimizer
 from onward.recipe.spec import Spec, parse, parse_options
 from onward.recipe.trainable import matching
 

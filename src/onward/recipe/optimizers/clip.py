@@ -12,8 +12,7 @@ import onnx_ir as ir
 
 from onward.build import Builder, Expr, Function, function
 from onward.errors import RecipeError
-
-from .parts import declared_scalar, double, scaled, typed
+from onward.recipe.optimizers.parts import declared_scalar, double, scaled, typed
 
 
 @function("squared_norm")

@@ -14,9 +14,8 @@ import onnx_ir as ir
 from onward.build import Builder, Expr, Function
 from onward.errors import RecipeError
 from onward.model import TRAINING_DOMAIN
-
-from .spec import check_options
-from .updates import SCALAR_SLOTS
+from onward.recipe.optimizers.updates import SCALAR_SLOTS
+from onward.recipe.spec import check_options
 
 Settings = SimpleNamespace
 """Every number and choice of a configured optimizer, as attributes."""

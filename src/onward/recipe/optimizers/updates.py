@@ -18,8 +18,7 @@ from typing import Any
 import onnx_ir as ir
 
 from onward.build import Builder, Expr, Function
-
-from .parts import (
+from onward.recipe.optimizers.parts import (
     adam_rate,
     bias_correction,
     coupled_decay,

@@ -15,10 +15,9 @@ from dataclasses import replace
 import numpy as np
 
 from onward.errors import RecipeError, UnknownNameError, near
-
-from . import updates
-from .configured import Call, ConfiguredOptimizer, Optimizer, Settings, Shape, Slot, Standard
-from .updates import Update
+from onward.recipe.optimizers import updates
+from onward.recipe.optimizers.configured import Call, ConfiguredOptimizer, Optimizer, Settings, Shape, Slot, Standard
+from onward.recipe.optimizers.updates import Update
 
 __all__ = ["OPTIMIZERS", "ConfiguredOptimizer", "Optimizer", "Slot", "optimizer"]
 

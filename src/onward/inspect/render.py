@@ -1,0 +1,111 @@
+"""A summary on a screen: one that is calm, and at most one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rich.cells import cell_len
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from onward.inspect.parts import Amount, Weight
+from onward.inspect.rows import Row, model_rows, step_rows
+from onward.inspect.summary import Summary
+from onward.inspect.wording import amount, clean, listed, shape, size
+
+_INDENT, _LABEL_WIDTH = 2, 12
+_LABEL, _FAINT = "cyan", "bright_black"
+
+
+def render(summary: Summary, console: Console) -> None:
+    """Print what is in a model."""
+    kind = "training model" if summary.is_training_model else "inference model"
+    _print(console, Text.assemble((_encoded(clean(summary.name), console), "bold"), "  ", (kind, _FAINT)))
+    _print_rows(console, model_rows(summary))
+    for index, step in enumerate(summary.steps):
+        title = "training" if len(summary.steps) == 1 else f"step {index}: {clean(step.name)}"
+        _print(console, Text("\n" + _encoded(title, console), "bold"))
+        _print_rows(console, step_rows(summary, step))
+    if summary.parameters["trainable"].tensors:
+        name = clean(summary.name) if summary.file.path else "model.onnx"
+        hint = f"make it a training model: onward prepare {name} --loss ..."
+        _print(console, Text("\n" + _encoded(hint, console), _FAINT))
+
+
+def render_parameters(summary: Summary, console: Console) -> None:
+    """Print a table of all constant tensors of the model, and what each is to training."""
+    whose = {weight.name: _updated_by(weight, summary) for weight in summary.weights}
+    columns = {
+        "name": [clean(weight.name) for weight in summary.weights],
+        "shape": [shape(weight.shape) for weight in summary.weights],
+        "type": [weight.type for weight in summary.weights],
+        "size": [size(weight.bytes) for weight in summary.weights],
+        "role": [weight.role for weight in summary.weights],
+        "group": [clean(group) for group in whose.values()],
+        "reason": [clean(weight.reason) for weight in summary.weights],
+    }
+    if len(set(whose.values()) - {""}) < 2:
+        del columns["group"]
+    if summary.weights:
+        _print_table(console, columns)
+    counts = [f"{of.numbers:,} {role}" for role, of in summary.parameters.items() if of.tensors]
+    total = f"total  {amount(Amount.of(summary.weights))}"
+    _print(console, Text(": ".join([total, ", ".join(counts)] if counts else [total]), "bold"))
+
+
+def _updated_by(weight: Weight, summary: Summary) -> str:
+    """The group; with several steps, which of them."""
+    if len(summary.steps) < 2 or not weight.steps:
+        return weight.group or ""
+    return f"step {listed([str(index) for index in weight.steps], 3)}"
+
+
+# ---- printing --------------------------------------------------------------------------------------------------------
+# Everything is printed as `Text`, which has no markup: a parameter may be called `[red]`.
+
+
+def _print(console: Console, text: Text) -> None:
+    console.print(text, soft_wrap=True)
+
+
+def _print_rows(console: Console, rows: Iterable[Row]) -> None:
+    width = max(console.width - _INDENT - _LABEL_WIDTH, 20)
+    for label, content in rows:
+        text = content if isinstance(content, str) else _flowing(content, width)
+        for i, line in enumerate(Text(_encoded(text, console)).wrap(console, width, overflow="fold")):
+            line.rstrip()
+            head = (label if i == 0 else "").ljust(_LABEL_WIDTH)
+            _print(console, Text.assemble(" " * _INDENT, (head, _LABEL), line))
+
+
+def _flowing(items: Iterable[str], width: int) -> str:
+    """Items with commas between them, in lines that end behind a comma."""
+    lines = [""]
+    for item in items:
+        if lines[-1] and cell_len(lines[-1]) + cell_len(item) + 2 > width:
+            lines.append("")
+        lines[-1] += f"{' ' if lines[-1] else ''}{item},"
+    return "\n".join(lines).removesuffix(",")
+
+
+def _print_table(console: Console, columns: dict[str, list[str]]) -> None:
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    for heading, cells in columns.items():
+        widest = max(cell_len(text) for text in (heading, *cells))
+        folds = {"name": 28, "reason": 18, "shape": 16}
+        table.add_column(
+            heading,
+            justify="right" if heading == "size" else "left",
+            overflow="fold",
+            no_wrap=heading not in folds,
+            min_width=min(widest, folds.get(heading, widest)),
+        )
+    for row in zip(*columns.values(), strict=True):
+        table.add_row(*(Text(_encoded(cell, console)) for cell in row))
+    console.print(table)
+
+
+def _encoded(text: str, console: Console) -> str:
+    """The text with what the terminal's encoding lacks written as an escape."""
+    return text.encode(console.encoding, "backslashreplace").decode(console.encoding)
