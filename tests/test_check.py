@@ -261,7 +261,7 @@ def test_time_grows_with_size_only() -> None:
         return proto
 
     seconds(good())  # starts the other process
-    assert seconds(chain(20_000)) < 10
+    assert seconds(chain(20_000)) < 20
 
 
 def test_many_gradients_of_a_long_graph() -> None:
@@ -343,7 +343,7 @@ def _subject() -> standard.Subject:
 def checked_in_time(proto: ModelProto) -> None:
     started = time.perf_counter()
     findings = check_proto(proto, target="onnxruntime")
-    assert time.perf_counter() - started < 10
+    assert time.perf_counter() - started < 20
     assert all(json.dumps(finding.to_json()) and finding.code in CODES for finding in findings)
 
 

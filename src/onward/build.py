@@ -1,8 +1,8 @@
 """Building graphs by writing expressions: `op.MatMul(a, b)`, `1 - y * y`, `op.call(adamw, ...)`.
 
 A `Builder` appends nodes to one graph. Operators are its attributes, tensors come back as `Expr`, which know the usual
-arithmetic. Numbers take the type of the tensor beside them; where that is not known yet (inside a function, which serves
-several types) they are stored in double precision and cast at run time, so that nothing is lost to float32.
+arithmetic. Numbers take the type of the tensor beside them; where that is not known yet (inside a function, which
+serves several types) they are stored in double precision and cast at run time, so that nothing is lost to float32.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ class Builder:
         )
 
     def node(self, domain: str, op_type: str, *inputs: Operand, outputs: int = 1, **attributes: Any) -> Any:
-        """Add one node; its output, or a tuple of them when there are several. Attributes that are None are left out."""
+        """Add one node; its output, or a tuple of them if there are several. Attributes that are None are left out."""
         values = self._operands(domain, op_type, inputs)
         node = ir.Node(
             domain,
@@ -215,7 +215,7 @@ class Builder:
         return self.CastLike(self.constant(np.asarray(value, np.float64)), like)
 
     def subgraph(self, body: Callable[..., Any], inputs: Sequence[ir.Value] = (), name: str = "body") -> ir.Graph:
-        """A graph for an attribute of If, Loop or Scan: `body(op, *inputs)` returns its outputs; outer values are visible."""
+        """A graph for an attribute of If, Loop or Scan: `body(op, *inputs)` returns its outputs, and may read outer values."""
         graph = ir.Graph(list(inputs), [], nodes=[], name=name)
         for value in inputs:
             value.name = self.names.fresh(value.name or "item")
@@ -265,8 +265,8 @@ class Builder:
 class Function:
     """A function in the domain `onward`: its name says what it is, its body of standard operators how it is computed.
 
-    Made from a Python function `(op, *inputs, **attributes) -> outputs`: positional parameters are the inputs, keyword-only
-    parameters the attributes (typed `int`, `float`, `str` or `list[int]`), the docstring becomes the file's.
+    Made from a Python function `(op, *inputs, **attributes) -> outputs`: positional parameters are the inputs,
+    keyword-only parameters the attributes (typed `int`, `float`, `str` or `list[int]`), the docstring becomes the file's.
     """
 
     def __init__(self, body: Callable[..., Any], outputs: Sequence[str], name: str):
@@ -337,7 +337,7 @@ _DTYPE_ATTRIBUTE = {"Cast": "to", "EyeLike": "dtype", "RandomUniform": "dtype", 
 
 
 def _output_dtype(node: ir.Node, index: int, opset: int) -> ir.DataType | None:
-    """The type of an output as far as the operator's schema tells it; functions of ours return their first floating-point type."""
+    """The type of an output, as far as the schema tells; functions of ours have that of their first floating-point input."""
     if (attribute := _DTYPE_ATTRIBUTE.get(node.op_type)) and attribute in node.attributes:
         return ir.DataType(node.attributes[attribute].as_int())
     if node.op_type == "ConstantOfShape" and "value" in node.attributes:

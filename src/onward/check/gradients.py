@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from onnx import AttributeProto
 
 from onward.check.findings import Finding, found, listing, quote
-from onward.check.view.graphs import TRAINING_DOMAIN, attribute
+from onward.check.view.graphs import attribute
 from onward.check.view.scope import Scope, Subject
+from onward.model.core import TRAINING_DOMAIN
 
 
 def attributes(scope: Scope) -> Iterator[Finding]:

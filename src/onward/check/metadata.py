@@ -12,18 +12,15 @@ from onnx import StringStringEntryProto
 from onward.check.findings import Finding, bare, found, listing, quote
 from onward.check.view.scope import Scope, Subject
 from onward.model.fingerprint import FINGERPRINT, fingerprint
+from onward.model.state import FACTS, PARAMETER_KEY, ROLE_KEY
 
 JSON_KEYS = frozenset(
-    f"train.{name}"
-    for name in (
-        *("optimizer", "lr_scheduler", "progress", "metrics", "model_config", "args"),
-        *("data", "parallel", "sharding", "checkpoint.tree"),
-    )
+    (*FACTS, *(f"train.{name}" for name in ("metrics", "model_config", "args", "data", "parallel", "sharding")))
 )
 ROLES = frozenset(
     (
-        *("parameter", "optimizer_state", "master", "ema", "scaler", "rng", "accum"),
-        *("counter", "hyper_parameter", "running_statistic"),
+        *("parameter", "optimizer_state", "statistics", "counter", "rng", "master", "ema", "accum", "scaler", "state"),
+        "hyper",
     )
 )
 
@@ -97,7 +94,7 @@ def _parse(text: str) -> tuple[Any, str | None]:
 def parameters_exist(subject: Subject) -> Iterator[Finding]:
     for holder in _everything(subject):
         for entry in holder.entries:
-            if entry.key == "train.param" and holder.is_tensor:
+            if entry.key == PARAMETER_KEY and holder.is_tensor:
                 named = [entry.value]
             elif entry.key == "train.optimizer":
                 named = list(_optimized(_parse(entry.value)[0]))
@@ -125,7 +122,7 @@ def _is_known(subject: Subject, scope: Scope, name: str) -> bool:
 def roles_are_known(subject: Subject) -> Iterator[Finding]:
     for holder in _holders(subject):
         for entry in holder.entries:
-            if entry.key == "train.role" and entry.value not in ROLES:
+            if entry.key == ROLE_KEY and entry.value not in ROLES:
                 hint = subject.near(entry.value, iter(ROLES)) or f"roles: {', '.join(sorted(ROLES))}"
                 yield found("OW705", holder.place, f"the role {quote(entry.value)} is not known", hint)
 

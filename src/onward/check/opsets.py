@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from onnx import defs
 
 from onward.check.findings import Finding, found, quote
-from onward.check.view.graphs import TRAINING_DOMAIN, domain_of
+from onward.check.view.graphs import domain_of
 from onward.check.view.scope import Subject, function_place, versions
+from onward.model.core import TRAINING_DOMAIN
 
 
 def imported(subject: Subject) -> Iterator[Finding]:

@@ -10,9 +10,10 @@ from onnx import IR_VERSION, TensorProto, defs, helper
 
 from onward.check.findings import Finding, found, listing, quote
 from onward.check.functions import standard_domains
-from onward.check.view.graphs import TRAINING_DOMAIN, domain_of
+from onward.check.view.graphs import domain_of
 from onward.check.view.scope import Subject
 from onward.errors import UnknownNameError, near
+from onward.model.core import TRAINING_DOMAIN
 
 NO_KERNEL = {
     **dict.fromkeys(("RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike"), 22),

@@ -17,8 +17,8 @@ LOWERINGS: Mapping[tuple[str, str], Lowering] = {**losses.LOWERINGS, **optimizer
 
 def expand(model: ir.Model, lowerings: Mapping[tuple[str, str], Lowering] = LOWERINGS) -> None:
     """Replace every node that has a lowering, in nested graphs and functions too, in place."""
-    graphs = [model.graph, *(function.graph for function in model.functions.values())]
-    for graph in [inner for graph in graphs for inner in (graph, *graph.subgraphs())]:
+    outer = [model.graph, *(function.graph for function in model.functions.values())]
+    for graph in [inner for whole in outer for inner in (whole, *whole.subgraphs())]:
         names = Names(value.name for node in graph.all_nodes() for value in node.outputs if value.name)
         names.take(value.name for value in (*graph.inputs, *graph.initializers.values()) if value.name)
         for node in list(graph):
@@ -59,7 +59,7 @@ def attributes(node: ir.Node, opset: int) -> dict[str, Any]:
         if name in node.attributes:
             found[name] = node.attributes[name].value
         elif attribute.default_value.name:
-            found[name] = ir.from_proto(attribute.default_value).value
+            found[name] = ir.serde.deserialize_attribute(attribute.default_value).value
         else:
             found[name] = None
     return found

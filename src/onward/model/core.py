@@ -11,7 +11,7 @@ import dataclasses
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import onnx_ir as ir
@@ -174,7 +174,7 @@ class Model:
 
         return to_proto(self)
 
-    def save(self, path: str | Path, *, data: str = "auto") -> Path:
+    def save(self, path: str | Path, *, data: Literal["auto", "none", "data", "safetensors"] = "auto") -> Path:
         """Write the model, all or nothing: a crash or a full disk leaves the old file.
 
         `data` says where tensors go: "none" (into the file), "data" (a `.data` file beside it), "safetensors" (a valid

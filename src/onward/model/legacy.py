@@ -1,6 +1,6 @@
 """Training information of older schemas: recognised, converted where the meaning is clear, else refused with a reason.
 
-- onnx 1.7 had no combined graph. An algorithm called the inference graph with a `GraphCall` node, under names of its own.
+- onnx 1.7 had no combined graph: an algorithm called the inference graph with a `GraphCall` node, under its own names.
 - The 2019 prototype stored `training_info` in field 21 of `ModelProto`, with the two sides of a binding swapped, and
   functions in field 9. The present schema sees both as unknown fields.
 """
@@ -38,8 +38,8 @@ def _convert_prototype(proto: ModelProto) -> None:
     converted = [_prototype_entry(data, proto.graph) for data in entries]
     if any(number == _PROTOTYPE_FUNCTION for number, _ in fields):
         raise UnsupportedError(
-            "the file was written by the 2019 prototype of ONNX training and defines functions in a form that was never "
-            "standardised (field 9 of ModelProto)",
+            "the file was written by the 2019 prototype of ONNX training and defines functions in a form that was "
+            "never standardised (field 9 of ModelProto)",
             hint=_REBUILD,
         )
     proto.DiscardUnknownFields()
@@ -53,14 +53,14 @@ def _prototype_entry(data: Any, graph: GraphProto) -> TrainingInfoProto:
         info.MergeFromString(data)
     except (DecodeError, TypeError) as error:
         raise UnsupportedError(
-            "the file has a field 21, as the 2019 prototype of ONNX training wrote it, but it is not training information",
+            "the file has a field 21, as the 2019 prototype of ONNX training wrote it, but no training information in it",
             hint=_REBUILD,
         ) from error
     initializers = {tensor.name for g in (graph, info.algorithm) for tensor in g.initializer}
     for bindings in (info.initialization_binding, info.update_binding):
         if any(entry.value not in initializers for entry in bindings):
             raise UnsupportedError(
-                "the file was written by the 2019 prototype of ONNX training, and its bindings do not name initializers",
+                "the file was written by the 2019 prototype of ONNX training, but its bindings do not name initializers",
                 hint=_REBUILD,
             )
         for entry in bindings:
@@ -85,9 +85,8 @@ def _convert_calls(graph: GraphProto, info: TrainingInfoProto, calls: list[NodeP
     else:
         _rename(algorithm, renames)
         _expand_calls(graph, algorithm, names)
-    for bindings in (info.update_binding,):
-        for entry in bindings:
-            entry.value = renames.get(entry.value, entry.value)
+    for entry in info.update_binding:
+        entry.value = renames.get(entry.value, entry.value)
 
 
 def _check_call(node: NodeProto, graph: GraphProto, place: str) -> None:

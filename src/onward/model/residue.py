@@ -2,7 +2,7 @@
 
 Sparse tensors, map and opaque types, and fields that a newer or a vendor's schema added have no place in the graph
 library. `set_aside` takes them out of a ModelProto before the library sees it; `attach` hangs them on the objects that
-they belong to; `put_back` merges them into what is written. Because they hang on objects, they follow renames and copies.
+they belong to; `put_back` merges them into what is written. Hanging on objects, they follow renames and copies.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ Source = str | os.PathLike[str] | bytes | ModelProto | Model
 
 
 def read(source: Source) -> Model:
-    """Read a model from a path, bytes or a `ModelProto`. Weights outside the file are mapped only when they are used."""
+    """Read a model from a path, bytes or a `ModelProto`. Weights outside the file are mapped when they are first used."""
     if isinstance(source, Model):
         return source
     if isinstance(source, ModelProto):
@@ -169,7 +169,7 @@ def _says_nothing(value: ir.Value) -> bool:
     return not value.metadata_props and not value.doc_string and not (value.type and value.type.denotation)
 
 
-def save(model: Model, path: str | os.PathLike[str], data: str) -> Path:
+def save(model: Model, path: str | os.PathLike[str], data: storage.External) -> Path:
     storage.save(path, lambda: to_proto(model), storage.places(*_containers(model)), external=data)
     model.path = Path(path)
     return model.path

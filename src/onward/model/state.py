@@ -89,7 +89,7 @@ def hyperparameters(model: Model, index: int = 0) -> dict[str, float]:
 
 def tagged(tensor: ir.TensorProtocol, **tags: str | None) -> ir.TensorProtocol:
     """The same data with `train.*` tags: role, param, slot, group. The tensor itself, which others may share, stays."""
-    described = {
+    described: dict[str, Any] = {
         "dtype": tensor.dtype,
         "shape": ir.Shape(tensor.shape.numpy()),
         "name": tensor.name or "",

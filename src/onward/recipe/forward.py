@@ -87,8 +87,8 @@ def _is_switchable(node: ir.Node, frozen: set[str]) -> bool:
 def _batch_normalization(assembly: Assembly, node: ir.Node, new: dict[ir.Value, ir.Value], variance: Variance) -> None:
     """Normalize with the batch's own statistics, and let the running ones follow.
 
-    With a momentum of 0 the operator hands out the statistics of the batch alone. The running ones are averaged beside it:
-    ONNX Runtime lets the operator overwrite the statistics that it is given, under other readers' hands.
+    With a momentum of 0 the operator hands out the statistics of the batch alone. The running ones are averaged beside
+    it: ONNX Runtime lets the operator overwrite the statistics that it is given, under other readers' hands.
     """
     op = assembly.op.scoped(f"train/{node.name or node.op_type}")
     x, scale, bias, mean, var = (op(new.get(value, value)) for value in node.inputs if value is not None)

@@ -8,8 +8,8 @@ Then:
 2. it is a running mean or variance of BatchNormalization -> statistics
 3. the exporter wrote down that it is a parameter or a buffer (PyTorch does) -> parameter or constant
 4. it is only read where operators take settings (limits, scales, masks, initial states) -> constant
-5. it is a single number in arithmetic and not the bias of a layer with one output, or it is a mask (it holds an infinity
-   or a number below -10000) -> constant
+5. it is a single number in arithmetic and not the bias of a layer with one output, or it is a mask (it holds an
+   infinity or a number below -10000) -> constant
 6. everything else -> parameter
 
 Patterns come last: `freeze` takes parameters away, and `trainable`, where it is given, is the list of what is trained,
@@ -274,7 +274,7 @@ def _is_bias_of_one(node: ir.Node, index: int) -> bool:
     else:
         return False
     shape = _shape(weight) if weight is not None else None
-    return bool(shape) and shape[axis] == 1
+    return shape is not None and len(shape) > 0 and shape[axis] == 1
 
 
 def _is_mask(value: ir.Value, readers: list[tuple[ir.Node, int]]) -> bool:

@@ -25,7 +25,7 @@ def rename(source: Source, names: Mapping[str, str]) -> Model:
     wanted = dict(names)
     for value in model.initializers():
         owner = value.const_value.metadata_props.get(PARAMETER_KEY) if value.const_value is not None else None
-        if owner in names and value.name and value.name not in names:
+        if owner is not None and owner in names and value.name and value.name not in names:
             wanted[value.name] = value.name.replace(owner, names[owner])
     clashes = sorted({new for old, new in wanted.items() if new in known and new not in wanted})
     doubled = sorted({new for new in wanted.values() if list(wanted.values()).count(new) > 1})
@@ -73,7 +73,9 @@ def _apply(model: Model, wanted: Mapping[str, str]) -> None:
         value.name = f"onward:renaming:{i}"
     for value, name in zip(affected, targets, strict=True):
         value.name = name
-        if (tensor := value.const_value) is not None and (owner := tensor.metadata_props.get(PARAMETER_KEY)) in wanted:
+        tensor = value.const_value
+        owner = tensor.metadata_props.get(PARAMETER_KEY, "") if tensor is not None else ""
+        if tensor is not None and owner in wanted:
             value.const_value = tagged(tensor, param=wanted[owner])
     for step in model.steps:
         replace_names(step, wanted)

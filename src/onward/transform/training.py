@@ -81,7 +81,7 @@ def _read_by_training(model: Model) -> Iterator[ir.Value]:
     read: dict[ir.Value, None] = {}
     for step in model.steps:
         for node in step.algorithm.all_nodes():
-            read.update((value, None) for value in node.inputs if value in by_name.values())
+            read.update((v, None) for v in node.inputs if v is not None and by_name.get(v.name) is v)
         read.update((by_name[name], None) for name in (*step.update, *step.differentiated()) if name in by_name)
     yield from read
 

@@ -9,8 +9,8 @@ from typing import NamedTuple
 from onnx import AttributeProto, GraphProto, NodeProto, SparseTensorProto, TensorProto, ValueInfoProto
 
 from onward.check.findings import bare
+from onward.model.core import TRAINING_DOMAIN
 
-TRAINING_DOMAIN = "ai.onnx.preview.training"
 SLOTS = {"Adagrad": 1, "Momentum": 1, "Adam": 2}
 """The optimizer operators, and how many slots each keeps for a tensor. Inputs: R, T, then X.., G.., and each slot's."""
 

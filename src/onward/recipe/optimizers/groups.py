@@ -36,8 +36,8 @@ class Group:
 def groups(parameters: Sequence[ir.Value], default: Spec, given: Sequence[Any]) -> list[Group]:
     """The parameters divided: each goes to the first given group that matches it, the rest to the default.
 
-    A group is given as `{"match": "*.bias", "weight_decay": 0}` or `*.bias:weight_decay=0`; `optimizer` in it is another
-    optimizer than the default, and the other options change its settings.
+    A group is given as `{"match": "*.bias", "weight_decay": 0}` or `*.bias:weight_decay=0`; `optimizer` in it is
+    another optimizer than the default, and the other options change its settings.
     """
     remaining = {value.name or "": value for value in parameters}
     everything = list(remaining)
