@@ -31,8 +31,8 @@ TIERS = [
     ["rules"],
     ["differentiate"],
     ["recipe"],
-    ["check", "lower"],
-    ["show"],
+    ["checker", "lower"],
+    ["inspect"],
     ["run"],
     ["train", "convert", "checkpoint"],
     ["distribute"],
@@ -64,7 +64,7 @@ SCHEMAS = "onnx.defs"  # what operators there are is not protobuf, and free ever
 PROTOBUF_EDGE = {
     "onward.model": "reads and writes ModelProto, and keeps what onnx_ir would drop",
     "onward.transform": "the version converter and the inliner of `onnx` work on ModelProto",
-    "onward.check": "runs onnx.checker and shape inference, and checks the file as it is, not as we read it",
+    "onward.checker": "runs onnx.checker and shape inference, and checks the file as it is, not as we read it",
     "onward.convert": "exporters of other frameworks hand over ModelProto, and expect it",
     "onward.lower.expand": "the body of a standard operator that is a function arrives as FunctionProto",
 }
@@ -218,7 +218,7 @@ def test_the_source_keeps(rule: Rule) -> None:
             "line 2: .*`lower` is below",
         ),
         (order, "onward.model", "from onward import cli", "`onward.cli`, but `cli` is below `model`"),
-        (order, "onward.check", "import onward.lower as l", "`lower` is beside `check`"),
+        (order, "onward.checker", "import onward.lower as l", "`lower` is beside `checker`"),
         (order, "onward.model", "from onward import Model", "public name"),
         (order, "onward.cli.show", "from onward import Model", ""),
         (order, "onward", "from .cli import main", ""),

@@ -203,7 +203,7 @@ class Builder:
             node = ir.Node("", "Constant", [], [ir.AttrTensor("value", tensor)], name=self._fresh("Constant"))
             node.outputs[0].name = node.name
             node.outputs[0].type = ir.TensorType(tensor.dtype)
-            node.outputs[0].shape = ir.Shape(tensor.shape)
+            node.outputs[0].shape = ir.Shape(tensor.shape.numpy())
             self.graph.append(node)
             self._constants[key] = node.outputs[0]
         return Expr(self, self._constants[key])
@@ -215,7 +215,7 @@ class Builder:
         return self.CastLike(self.constant(np.asarray(value, np.float64)), like)
 
     def subgraph(self, body: Callable[..., Any], inputs: Sequence[ir.Value] = (), name: str = "body") -> ir.Graph:
-        """A graph for an attribute of If, Loop or Scan: `body(op, *inputs)` returns its outputs, and may read outer values."""
+        """A graph for an attribute of If, Loop or Scan: `body(op, *inputs)` returns its outputs, may read outer ones."""
         graph = ir.Graph(list(inputs), [], nodes=[], name=name)
         for value in inputs:
             value.name = self.names.fresh(value.name or "item")
@@ -233,16 +233,14 @@ class Builder:
 
     def _operands(self, domain: str, op_type: str, inputs: Sequence[Operand]) -> list[ir.Value | None]:
         types = _input_types(domain, op_type, self.opset)
-        tensors = {i: Expr(self, x) if isinstance(x, ir.Value) else x for i, x in enumerate(inputs) if _is_tensor(x)}
+        tensors = {i: Expr(self, x) for i, x in enumerate(inputs) if isinstance(x, ir.Value)}
+        tensors |= {i: x for i, x in enumerate(inputs) if isinstance(x, Expr)}
+        type_of = lambda i: types[min(i, len(types) - 1)] if types else None
 
         def like(i: int) -> Expr | None:
             """The tensor whose type input `i` shares, e.g. the other branch of a Where; else the first tensor."""
-            same = (
-                t
-                for j, t in tensors.items()
-                if types and types[min(j, len(types) - 1)] == types[min(i, len(types) - 1)]
-            )
-            return next(same, next(iter(tensors.values()), None))
+            same = (tensors[j] for j in sorted(tensors) if types and type_of(j) == type_of(i))
+            return next(same, tensors[min(tensors)] if tensors else None)
 
         return [self._operand(x, like(i)) for i, x in enumerate(inputs)]
 
@@ -266,7 +264,7 @@ class Function:
     """A function in the domain `onward`: its name says what it is, its body of standard operators how it is computed.
 
     Made from a Python function `(op, *inputs, **attributes) -> outputs`: positional parameters are the inputs,
-    keyword-only parameters the attributes (typed `int`, `float`, `str` or `list[int]`), the docstring becomes the file's.
+    keyword-only parameters the attributes (typed `int`, `float`, `str` or `list[int]`), the docstring goes to the file.
     """
 
     def __init__(self, body: Callable[..., Any], outputs: Sequence[str], name: str):
@@ -321,7 +319,7 @@ def _declared(parameter: inspect.Parameter) -> ir.Attr:
 
 def _attribute(name: str, value: Any) -> ir.Attr:
     if isinstance(value, ir.Attr):  # inside a function: a reference to the function's own attribute
-        return ir.RefAttr(name, value.ref_attr_name, value.type) if value.is_ref() else value
+        return ir.RefAttr(name, value.ref_attr_name or name, value.type) if value.is_ref() else value
     if isinstance(value, ir.DataType):
         value = int(value)
     if isinstance(value, np.ndarray | ir.TensorProtocol):
@@ -337,7 +335,7 @@ _DTYPE_ATTRIBUTE = {"Cast": "to", "EyeLike": "dtype", "RandomUniform": "dtype", 
 
 
 def _output_dtype(node: ir.Node, index: int, opset: int) -> ir.DataType | None:
-    """The type of an output, as far as the schema tells; functions of ours have that of their first floating-point input."""
+    """The type of an output, as far as the schema tells; functions of ours have that of a floating-point input."""
     if (attribute := _DTYPE_ATTRIBUTE.get(node.op_type)) and attribute in node.attributes:
         return ir.DataType(node.attributes[attribute].as_int())
     if node.op_type == "ConstantOfShape" and "value" in node.attributes:
@@ -386,7 +384,3 @@ def _schema(domain: str, op_type: str, opset: int) -> defs.OpSchema | None:
         return defs.get_schema(op_type, opset if domain in ("", "ai.onnx") else 1, domain)
     except defs.SchemaError:
         return None
-
-
-def _is_tensor(x: Operand) -> bool:
-    return isinstance(x, Expr | ir.Value)

@@ -1,5 +1,7 @@
-"""What is in a model: `describe` reads it from the file, `render` prints it on a screen, `draw` makes a picture of it."""
+"""What is in a model: `describe` reads it from the file, `render` prints it, `draw` makes a picture of it."""
 
+from onward.inspect.draw import draw
+from onward.inspect.render import render, render_parameters
 from onward.inspect.summary import Summary, describe
 
-__all__ = ["Summary", "describe"]
+__all__ = ["Summary", "describe", "draw", "render", "render_parameters"]

@@ -68,7 +68,7 @@ def is_statistics(value: ir.Value) -> bool:
 
 
 def groups(model: Model, step: Step, schedule: Sequence[ScheduleSection], count: int | None) -> tuple[Group, ...]:
-    """The optimizer groups, as the file records them; parameters that it does not mention are grouped by what they have in common."""
+    """The optimizer groups as the file records them; the parameters that it does not mention, grouped by their settings."""
     computed = {value.name: value for value in values(step.algorithm)}
     updates = {p.name or "": _update(model, step, p, computed) for p in trained(model, step)}
     found = []

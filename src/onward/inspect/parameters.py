@@ -98,7 +98,7 @@ def _verdicts(model: Model) -> dict[str, Verdict]:
         for role, reasons in selection.items() if isinstance(selection, dict) else ():
             for reason, names in reasons.items() if isinstance(reasons, dict) else ():
                 for name in texts(names):
-                    if recorded.get(name, ("", ""))[0] != "trainable":
+                    if name not in recorded or recorded[name][0] != "trainable":
                         recorded[name] = (_ROLES.get(role, "constant"), reason)
     return recorded or _by_rule(model)
 

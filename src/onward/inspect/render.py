@@ -17,6 +17,10 @@ from onward.inspect.wording import amount, clean, listed, shape, size
 _INDENT, _LABEL_WIDTH = 2, 12
 _LABEL, _FAINT = "cyan", "bright_black"
 
+_USUAL_WIDTH = 80
+_FOLDED = {"name": 14, "shape": 9, "reason": 14}
+"""Columns that may take several lines, and how narrow they get for that on a screen of the usual width."""
+
 
 def render(summary: Summary, console: Console) -> None:
     """Print what is in a model."""
@@ -36,12 +40,12 @@ def render(summary: Summary, console: Console) -> None:
 def render_parameters(summary: Summary, console: Console) -> None:
     """Print a table of all constant tensors of the model, and what each is to training."""
     whose = {weight.name: _updated_by(weight, summary) for weight in summary.weights}
-    columns = {
+    columns: dict[str, list[str]] = {
         "name": [clean(weight.name) for weight in summary.weights],
-        "shape": [shape(weight.shape) for weight in summary.weights],
+        "shape": [shape(weight.shape).replace(" ", "") for weight in summary.weights],
         "type": [weight.type for weight in summary.weights],
         "size": [size(weight.bytes) for weight in summary.weights],
-        "role": [weight.role for weight in summary.weights],
+        "role": [str(weight.role) for weight in summary.weights],
         "group": [clean(group) for group in whose.values()],
         "reason": [clean(weight.reason) for weight in summary.weights],
     }
@@ -93,13 +97,13 @@ def _print_table(console: Console, columns: dict[str, list[str]]) -> None:
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
     for heading, cells in columns.items():
         widest = max(cell_len(text) for text in (heading, *cells))
-        folds = {"name": 28, "reason": 18, "shape": 16}
+        least = _FOLDED.get(heading)
         table.add_column(
             heading,
             justify="right" if heading == "size" else "left",
             overflow="fold",
-            no_wrap=heading not in folds,
-            min_width=min(widest, folds.get(heading, widest)),
+            no_wrap=least is None,
+            min_width=min(widest, least) if least is not None and console.width >= _USUAL_WIDTH else None,
         )
     for row in zip(*columns.values(), strict=True):
         table.add_row(*(Text(_encoded(cell, console)) for cell in row))

@@ -186,7 +186,8 @@ def _group(group: Group) -> list[str]:
 def _unusual(group: Group) -> dict[str, Any]:
     """The options that are not as they are by default."""
     kind = OPTIMIZERS.get(group.optimizer or "")
-    usual = {name: allowed if isinstance(allowed, int) else allowed[0] for name, allowed in kind.choices.items()} if kind else {}
+    choices = kind.choices if kind is not None else {}
+    usual = {name: allowed if isinstance(allowed, int) else allowed[0] for name, allowed in choices.items()}
     return {name: value for name, value in group.options.items() if name not in usual or usual[name] != value}
 
 

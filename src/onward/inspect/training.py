@@ -185,14 +185,21 @@ def _progress(step: Step, schedule: Sequence[ScheduleSection], variables: Sequen
     count = number(counter.value) if counter is not None else None
     fact = step.fact("train.progress")
     recorded = plain(fact) if isinstance(fact, dict) else {}
-    before = schedule[-2].numbers.get("until") if len(schedule) > 1 else 0
-    last = schedule[-1].numbers.get("steps") if schedule else None
-    known = isinstance(last, int | float) and isinstance(before, int | float)
     return Progress(
         step=int(count) if isinstance(count, int | float) else None,
-        steps=int(before + last) if known else None,  # type: ignore[operator]
+        steps=_end(schedule),
         recorded={key: value for key, value in recorded.items() if key != "step"},
     )
+
+
+def _end(schedule: Sequence[ScheduleSection]) -> int | None:
+    """The update at which the last schedule ends, which begins where the one before it says `until`."""
+    if not schedule:
+        return None
+    start = schedule[-2].numbers.get("until") if len(schedule) > 1 else 0
+    length = schedule[-1].numbers.get("steps")
+    known = isinstance(start, int | float) and isinstance(length, int | float)
+    return int(start + length) if known else None
 
 
 def _state_amounts(variables: Iterable[State]) -> tuple[StateAmount, ...]:

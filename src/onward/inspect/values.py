@@ -104,7 +104,7 @@ def setting(value: ir.Value | None) -> Setting:
 
 
 def computed_by(value: ir.Value | None) -> tuple[ir.Node, int] | None:
-    """The operator, and which of its outputs, that computes a new state; looks into the branch of an `If` that changes it."""
+    """The operator that computes a new state, and which of its outputs it is; also in the branch of an `If`."""
     seen: set[ir.Value] = set()
     while value is not None and value not in seen:
         seen.add(value)

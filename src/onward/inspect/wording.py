@@ -1,4 +1,4 @@
-"""Numbers, sizes and names as people read them. Names come from files and may hold anything: they are made harmless here."""
+"""Numbers, sizes and names as people read them. Names come from files and may hold anything: here they get harmless."""
 
 from __future__ import annotations
 

@@ -31,7 +31,8 @@ def convert(proto: ModelProto) -> None:
 
 
 def _convert_prototype(proto: ModelProto) -> None:
-    fields = [(field.field_number, field.data) for field in UnknownFieldSet(proto)]
+    unknown = UnknownFieldSet(proto)
+    fields = [(unknown[i].field_number, unknown[i].data) for i in range(len(unknown))]
     entries = [data for number, data in fields if number == _PROTOTYPE_TRAINING]
     if not entries:
         return
@@ -53,14 +54,14 @@ def _prototype_entry(data: Any, graph: GraphProto) -> TrainingInfoProto:
         info.MergeFromString(data)
     except (DecodeError, TypeError) as error:
         raise UnsupportedError(
-            "the file has a field 21, as the 2019 prototype of ONNX training wrote it, but no training information in it",
+            "the file has a field 21, as the 2019 prototype of ONNX training wrote it, but no training in it",
             hint=_REBUILD,
         ) from error
     initializers = {tensor.name for g in (graph, info.algorithm) for tensor in g.initializer}
     for bindings in (info.initialization_binding, info.update_binding):
         if any(entry.value not in initializers for entry in bindings):
             raise UnsupportedError(
-                "the file was written by the 2019 prototype of ONNX training, but its bindings do not name initializers",
+                "the file was written by the 2019 prototype of ONNX training, but its bindings name no initializers",
                 hint=_REBUILD,
             )
         for entry in bindings:

@@ -16,6 +16,7 @@ from onnx import ModelProto
 from onward.errors import Error, InvalidModelError
 from onward.model import legacy, residue, storage
 from onward.model.core import Model, Step
+from onward.model.fingerprint import FINGERPRINT, fingerprint
 
 _CARRIER = "onward.carrier"
 
@@ -25,7 +26,7 @@ Source = str | os.PathLike[str] | bytes | ModelProto | Model
 
 
 def read(source: Source) -> Model:
-    """Read a model from a path, bytes or a `ModelProto`. Weights outside the file are mapped when they are first used."""
+    """Read a model from a path, bytes or a `ModelProto`. Weights outside the file are mapped when they are used."""
     if isinstance(source, Model):
         return source
     if isinstance(source, ModelProto):
@@ -212,6 +213,17 @@ def _library_errors() -> Iterator[None]:
         raise InvalidModelError(message, hint="`onward check` names the place") from error
 
 
+def stamp(model: Model) -> Model:
+    """Record in each step that Onward made which inference graph it is for; `check` tells when that has changed."""
+    ours = [step for step in model.steps if FINGERPRINT in step.metadata or "train.recipe" in step.metadata]
+    if ours:
+        with without_data(model):
+            mark = fingerprint(to_proto(model).graph)
+        for step in ours:
+            step.metadata[FINGERPRINT] = mark
+    return model
+
+
 @contextmanager
 def without_data(model: Model) -> Iterator[list[ir.TensorProtocol]]:
     """Within it, `to_proto(model)` writes a reference instead of the bytes of each large tensor.
@@ -224,7 +236,7 @@ def without_data(model: Model) -> Iterator[list[ir.TensorProtocol]]:
         value.const_value = ir.ExternalTensor(
             _ELSEWHERE,
             offset=index,
-            length=0,
+            length=tensor.nbytes,
             dtype=tensor.dtype,
             shape=ir.Shape(tensor.shape.numpy()),
             name=tensor.name or "",

@@ -151,7 +151,7 @@ def _outputs_by_name(assembly: Assembly, trained: Mapping[ir.Value, ir.Value]) -
 def _call(
     assembly: Assembly, function: ir.Function, prediction: Expr, trained: Mapping[ir.Value, ir.Value]
 ) -> tuple[Expr, list[str]]:
-    """Call a function. Inputs named as outputs of the model are these, else the first is the prediction; others are new."""
+    """Call a function. Inputs named as outputs of the model are these, else the first is the prediction."""
     outputs = _outputs_by_name(assembly, trained)
     names = [value.name or f"input{i}" for i, value in enumerate(function.inputs)]
     matched = any(name in outputs for name in names)

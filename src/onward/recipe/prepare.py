@@ -12,6 +12,7 @@ from onward.build import Builder, Expr
 from onward.errors import RecipeError
 from onward.model import TRAINING_DOMAIN, Model, Source, read
 from onward.model.core import values
+from onward.model.serde import stamp
 from onward.recipe import objective
 from onward.recipe.assembly import Assembly
 from onward.recipe.forward import Variance, bind_statistics, functions_to_inline, training_forward
@@ -76,7 +77,7 @@ class Recipe:
         assembly.fact("recipe", self.fact())
         assembly.fact("progress", {"step": 0, "epoch": 0, "samples": 0})
         assembly.finish()
-        return model
+        return stamp(model)
 
     def _train(self, assembly: Assembly, selection: Selection, loss: Expr) -> None:
         chosen = groups(selection.parameters, parse(self.optimizer), self.groups)

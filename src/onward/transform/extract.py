@@ -9,6 +9,7 @@ import onnx_ir as ir
 from onward.errors import UnknownNameError, UnsupportedError, near
 from onward.model import Model, Source, read
 from onward.model.core import Step, strings, values
+from onward.model.serde import stamp
 from onward.model.state import states
 from onward.transform.training import drop_unused_definitions
 from onward.transform.types import fill_in_types
@@ -46,7 +47,7 @@ def extract(source: Source, inputs: Sequence[str], outputs: Sequence[str]) -> Mo
     graph.outputs.extend(results)
     drop_unused_definitions(model)
     model.path = None
-    return model
+    return stamp(model)
 
 
 def _as_input(value: ir.Value) -> ir.Value:

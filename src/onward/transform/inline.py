@@ -11,6 +11,7 @@ from onnx_ir.passes.common import InlinePass
 from onward.errors import InvalidModelError
 from onward.model import Model, Source, read
 from onward.model.core import values
+from onward.model.serde import stamp
 from onward.transform.training import drop_unused_definitions
 
 
@@ -41,4 +42,4 @@ def inline(source: Source, names: Iterable[str] = ("*",)) -> Model:
         if wanted(function):
             model.functions.pop(function.identifier(), None)
     drop_unused_definitions(model)
-    return model
+    return stamp(model)

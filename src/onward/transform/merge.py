@@ -9,6 +9,7 @@ import onnx_ir as ir
 from onward.errors import InvalidModelError, UnknownNameError, near
 from onward.model import Model, Source, read
 from onward.model.core import values
+from onward.model.serde import stamp
 from onward.transform.names import add_prefix, replace_names
 from onward.transform.opset import convert_opset
 
@@ -54,7 +55,7 @@ def merge(
             first.metadata[f"{second.graph.name or 'second'}.{key}"] = value
     first.steps += second.steps
     first.path = None
-    return first
+    return stamp(first)
 
 
 def _joins(first: Model, second: Model, connect: Mapping[str, str] | None) -> dict[str, str]:

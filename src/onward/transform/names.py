@@ -11,6 +11,7 @@ import onnx_ir as ir
 from onward.errors import InvalidModelError, UnknownNameError, near
 from onward.model import Model, Source, read
 from onward.model.core import Step, values
+from onward.model.serde import stamp
 from onward.model.state import PARAMETER_KEY, tagged
 
 
@@ -33,7 +34,7 @@ def rename(source: Source, names: Mapping[str, str]) -> Model:
         name = (clashes or doubled)[0]
         raise InvalidModelError(f"`{name}` is already the name of another value", hint="choose another")
     _apply(model, wanted)
-    return model
+    return stamp(model)
 
 
 def add_prefix(source: Source, prefix: str) -> Model:
@@ -44,7 +45,7 @@ def add_prefix(source: Source, prefix: str) -> Model:
     for graph in _scopes(model, nested=True):
         for node in graph:
             node.name = prefix + node.name if node.name else node.name
-    return model
+    return stamp(model)
 
 
 def replace_names(step: Step, names: Mapping[str, str]) -> None:

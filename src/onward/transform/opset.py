@@ -11,7 +11,7 @@ from onward.build import Names
 from onward.errors import UnsupportedError
 from onward.model import Model, Source, read
 from onward.model.core import all_names
-from onward.model.serde import from_proto, to_proto, with_data, without_data
+from onward.model.serde import from_proto, stamp, to_proto, with_data, without_data
 from onward.transform.types import value_types
 
 _STANDARD = ("", "ai.onnx")
@@ -53,7 +53,7 @@ def convert_opset(source: Source, version: int) -> Model:
     proto.ir_version = max(proto.ir_version, _INITIALIZERS_APART)
     converted = with_data(from_proto(proto), tensors)
     converted.path = model.path
-    return converted
+    return stamp(converted)
 
 
 def _convert_graph(

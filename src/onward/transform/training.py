@@ -9,7 +9,7 @@ import onnx_ir as ir
 from onward.errors import InvalidModelError
 from onward.model import Model, Source, read
 from onward.model.core import values
-from onward.transform.names import replace_names
+from onward.model.serde import stamp
 from onward.transform.opset import convert_opset
 
 
@@ -65,14 +65,13 @@ def refresh(changed: Source, training: Source) -> Model:
             for i, value in enumerate(node.inputs):
                 if value in old:
                     node.replace_input_with(i, old[value])
-        replace_names(step, {})
     result.steps = source.steps
     result.functions.update({k: f.clone() for k, f in source.functions.items() if k not in result.functions})
     for domain, version in source.ir.opset_imports.items():
         result.ir.opset_imports.setdefault(domain, version)
     result.ir.ir_version = max(result.ir.ir_version or 0, source.ir.ir_version or 0)
     drop_unused_definitions(result)
-    return result
+    return stamp(result)
 
 
 def _read_by_training(model: Model) -> Iterator[ir.Value]:

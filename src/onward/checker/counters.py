@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 from onnx import TensorProto
 
-from onward.check.findings import Finding, found, quote
-from onward.check.optimizers import optimizers
-from onward.check.view.flow import upstream
-from onward.check.view.graphs import Node, attribute
-from onward.check.view.scope import Scope
-from onward.check.view.shapes import count
+from onward.checker.findings import Finding, found, quote
+from onward.checker.optimizers import optimizers
+from onward.checker.view.flow import upstream
+from onward.checker.view.graphs import Node, attribute
+from onward.checker.view.scope import Scope
+from onward.checker.view.shapes import count
 
 
 def adam_counts_from_one(step: Scope) -> Iterator[Finding]:

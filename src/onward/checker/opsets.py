@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 from onnx import defs
 
-from onward.check.findings import Finding, found, quote
-from onward.check.view.graphs import domain_of
-from onward.check.view.scope import Subject, function_place, versions
+from onward.checker.findings import Finding, found, quote
+from onward.checker.view.graphs import domain_of
+from onward.checker.view.scope import Subject, function_place, versions
 from onward.model.core import TRAINING_DOMAIN
 
 

@@ -32,9 +32,9 @@ from broken_models import (
     tensor,
     value,
 )
-from onward.check import CODES, FAMILIES, Finding, Severity, check_proto, standard
-from onward.check.runtime import onnxruntime_limits
-from onward.check.view import sandbox, worker
+from onward.checker import CODES, FAMILIES, Finding, Severity, check_proto, standard
+from onward.checker.runtime import onnxruntime_limits
+from onward.checker.view import sandbox, worker
 from onward.errors import UnknownNameError
 from onward.model.fingerprint import fingerprint
 

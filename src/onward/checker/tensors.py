@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 from onnx import GraphProto, TensorProto
 
-from onward.check.findings import Finding, bare, found, quote
-from onward.check.view.graphs import Site, subgraphs
-from onward.check.view.scope import Subject
-from onward.check.view.shapes import count, of_tensor
+from onward.checker.findings import Finding, bare, found, quote
+from onward.checker.view.graphs import Site, subgraphs
+from onward.checker.view.scope import Subject
+from onward.checker.view.shapes import count, of_tensor
 
 _BITS = {
     **dict.fromkeys(("UINT8", "INT8", "BOOL"), 8),

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
 
-from onward.check.view.graphs import Node
-from onward.check.view.scope import Scope
+from onward.checker.view.graphs import Node
+from onward.checker.view.scope import Scope
 
 Inputs = Callable[[Node, int], Iterable[str]]
 

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from onnx import StringStringEntryProto
 
-from onward.check.findings import Finding, found, listing, quote
-from onward.check.view.scope import Scope, Subject
+from onward.checker.findings import Finding, found, listing, quote
+from onward.checker.view.scope import Scope, Subject
 
 
 class Kind(NamedTuple):

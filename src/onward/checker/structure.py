@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterator
 
-from onward.check.findings import Finding, bare, found, listing, quote
-from onward.check.view.graphs import Graph, Node, definitions
-from onward.check.view.scope import Scope
+from onward.checker.findings import Finding, bare, found, listing, quote
+from onward.checker.view.graphs import Graph, Node, definitions
+from onward.checker.view.scope import Scope
 
 
 def defined_once(scope: Scope) -> Iterator[Finding]:

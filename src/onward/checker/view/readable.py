@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 
-from onward.check.findings import Finding, found
+from onward.checker.findings import Finding, found
 
 DEEPEST = 100  # messages; the limit of protobuf's own parsers
 _MOST = 20

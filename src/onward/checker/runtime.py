@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 from onnx import IR_VERSION, TensorProto, defs, helper
 
-from onward.check.findings import Finding, found, listing, quote
-from onward.check.functions import standard_domains
-from onward.check.view.graphs import domain_of
-from onward.check.view.scope import Subject
+from onward.checker.findings import Finding, found, listing, quote
+from onward.checker.functions import standard_domains
+from onward.checker.view.graphs import domain_of
+from onward.checker.view.scope import Subject
 from onward.errors import UnknownNameError, near
 from onward.model.core import TRAINING_DOMAIN
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from onnx import AttributeProto, GraphProto, NodeProto, SparseTensorProto, TensorProto, ValueInfoProto
 
-from onward.check.findings import bare
+from onward.checker.findings import bare
 from onward.model.core import TRAINING_DOMAIN
 
 SLOTS = {"Adagrad": 1, "Momentum": 1, "Adam": 2}

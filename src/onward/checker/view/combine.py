@@ -10,9 +10,9 @@ from collections.abc import Iterable
 
 from onnx import ModelProto, TensorProto, ValueInfoProto
 
-from onward.check.view.graphs import Graph
-from onward.check.view.scope import Gradient, Scope
-from onward.check.view.shapes import count
+from onward.checker.view.graphs import Graph
+from onward.checker.view.scope import Gradient, Scope
+from onward.checker.view.shapes import count
 
 _SMALL = 256  # elements; shapes, axes and other values that shape inference computes with are smaller
 

@@ -21,9 +21,9 @@ from onnx import (
     TrainingInfoProto,
 )
 
-from onward.check.findings import bare
-from onward.check.view.graphs import Graph, Node, Site, attribute, domain_of, walk
-from onward.check.view.shapes import TensorType, declared
+from onward.checker.findings import bare
+from onward.checker.view.graphs import Graph, Node, Site, attribute, domain_of, walk
+from onward.checker.view.shapes import TensorType, declared
 from onward.errors import near
 
 FunctionKey = tuple[str, str, str]  # domain, name, overload

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from onward.check.findings import Finding, found, listing, quote
-from onward.check.view.flow import leaves, upstream
-from onward.check.view.graphs import Node, attribute
-from onward.check.view.scope import Gradient, Scope
-from onward.check.view.shapes import FLOATING
+from onward.checker.findings import Finding, found, listing, quote
+from onward.checker.view.flow import leaves, upstream
+from onward.checker.view.graphs import Node, attribute
+from onward.checker.view.scope import Gradient, Scope
+from onward.checker.view.shapes import FLOATING
 
 ZERO = frozenset(
     (

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from onward.check.findings import Finding, bare, found, listing
-from onward.check.view.graphs import attribute, domain_of
-from onward.check.view.scope import Scope
+from onward.checker.findings import Finding, bare, found, listing
+from onward.checker.view.graphs import attribute, domain_of
+from onward.checker.view.scope import Scope
 
 _RANDOM = {"RandomNormal", "RandomUniform", "RandomNormalLike", "RandomUniformLike", "Multinomial", "Bernoulli"}
 

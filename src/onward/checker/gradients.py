@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 from onnx import AttributeProto
 
-from onward.check.findings import Finding, found, listing, quote
-from onward.check.view.graphs import attribute
-from onward.check.view.scope import Scope, Subject
+from onward.checker.findings import Finding, found, listing, quote
+from onward.checker.view.graphs import attribute
+from onward.checker.view.scope import Scope, Subject
 from onward.model.core import TRAINING_DOMAIN
 
 

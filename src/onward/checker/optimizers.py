@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 from onnx import TensorProto
 
-from onward.check.findings import Finding, found, listing, quote
-from onward.check.view.graphs import SLOTS, Node, attribute
-from onward.check.view.scope import Scope
+from onward.checker.findings import Finding, found, listing, quote
+from onward.checker.view.graphs import SLOTS, Node, attribute
+from onward.checker.view.scope import Scope
 from onward.model.core import TRAINING_DOMAIN
 
 _LAYOUT = {

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from onnx import ModelProto
 
-from onward.check import (
+from onward.checker import (
     bindings,
     counters,
     derivatives,
@@ -30,13 +30,15 @@ from onward.check import (
     structure,
     tensors,
 )
-from onward.check.codes import CODES, FAMILIES, Code, Severity
-from onward.check.findings import Finding, found, worst_first
-from onward.check.runtime import TARGETS
-from onward.check.view import readable
-from onward.check.view.scope import OverBudget, Scope, Subject
+from onward.checker.codes import CODES, FAMILIES, Code, Severity
+from onward.checker.findings import Finding, found, worst_first
+from onward.checker.runtime import TARGETS
+from onward.checker.view import readable
+from onward.checker.view.scope import OverBudget, Scope, Subject
+from onward.model import Model, Source, storage
+from onward.model.serde import without_data
 
-__all__ = ["CODES", "FAMILIES", "TARGETS", "Code", "Finding", "Severity", "check_proto"]
+__all__ = ["CODES", "FAMILIES", "TARGETS", "Code", "Finding", "Severity", "check", "check_proto"]
 
 _Seen = TypeVar("_Seen", Subject, Scope)
 
@@ -84,6 +86,18 @@ def check_proto(
     findings += standard.objections(subject, verdicts, errors)
     findings += _apply(wanted, [subject])
     return worst_first(findings)
+
+
+def check(source: Source, *, target: str | None = None) -> list[Finding]:
+    """All findings about a model in a file, in bytes, in a `ModelProto` or in memory; see `check_proto`."""
+    if isinstance(source, ModelProto):
+        return check_proto(source, target=target)
+    if isinstance(source, Model):
+        with without_data(source):
+            return check_proto(source.to_proto(), target=target)
+    if isinstance(source, bytes):
+        return check_proto(storage.parse_proto(source), target=target)
+    return check_proto(storage.read_proto(source), base_dir=storage.folder_of(source), target=target)
 
 
 def _apply(rules: Iterable[Callable[[_Seen], Iterator[Finding]]], seen: Iterable[_Seen]) -> Iterator[Finding]:

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 from onnx import StringStringEntryProto
 
-from onward.check.findings import Finding, bare, found, listing, quote
-from onward.check.view.scope import Scope, Subject
+from onward.checker.findings import Finding, bare, found, listing, quote
+from onward.checker.view.scope import Scope, Subject
 from onward.model.fingerprint import FINGERPRINT, fingerprint
 from onward.model.state import FACTS, PARAMETER_KEY, ROLE_KEY
 

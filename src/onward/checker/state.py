@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from onward.check.findings import Finding, bare, found, quote
-from onward.check.view.graphs import SLOTS
-from onward.check.view.scope import Scope, Subject
+from onward.checker.findings import Finding, bare, found, quote
+from onward.checker.view.graphs import SLOTS
+from onward.checker.view.scope import Scope, Subject
 
 
 def optimizers_are_heard(step: Scope) -> Iterator[Finding]:

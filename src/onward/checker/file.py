@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from google.protobuf.unknown_fields import UnknownFieldSet
 from onnx import IR_VERSION
 
-from onward.check.findings import Finding, found
-from onward.check.view.scope import Subject
+from onward.checker.findings import Finding, found
+from onward.checker.view.scope import Subject
 
 _PROTOTYPE_FIELD = 21  # where the 2019 prototype kept training_info
 

@@ -12,14 +12,14 @@ from collections.abc import Iterable, Iterator
 from google.protobuf.message import EncodeError
 from onnx import GraphProto, ModelProto, TensorProto
 
-from onward.check.findings import Finding, found
-from onward.check.functions import can_expand
-from onward.check.tensors import all_tensors
-from onward.check.view.combine import model_of
-from onward.check.view.graphs import Site
-from onward.check.view.sandbox import Verdict, examine
-from onward.check.view.scope import Scope, Subject
-from onward.check.view.shapes import of_values
+from onward.checker.findings import Finding, found
+from onward.checker.functions import can_expand
+from onward.checker.tensors import all_tensors
+from onward.checker.view.combine import model_of
+from onward.checker.view.graphs import Site
+from onward.checker.view.sandbox import Verdict, examine
+from onward.checker.view.scope import Scope, Subject
+from onward.checker.view.shapes import of_values
 
 MOST_STEPS = 64
 """How many steps are combined with the inference graph; each costs as much as the inference graph is large."""

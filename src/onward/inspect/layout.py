@@ -1,0 +1,172 @@
+"""Where the blocks of a picture go: in layers from top to bottom. The library igraph orders each layer so that few edges
+cross; blocks of different width then move as near to their neighbours as that order lets them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from onward.errors import UnsupportedError
+
+_GAP, _EDGE_GAP, _LAYER_GAP = 26.0, 14.0, 36.0
+_BEND = 4.0
+_SWEEPS = 12
+
+Point = tuple[float, float]
+Edge = tuple[int, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """The middle of each block, and the points of each edge: between two layers it curves, and passes a layer upright."""
+
+    centres: list[Point]
+    routes: dict[Edge, list[Point]]
+    width: float
+    height: float
+
+
+def arrange(sizes: Sequence[Point], edges: Iterable[Edge]) -> Layout:
+    """Lay out blocks of these sizes (width, height)."""
+    edges = list(edges)
+    layers = _layers(len(sizes), edges)
+    grid = _Grid(sizes, layers, [edge for edge in edges if layers[edge[0]] < layers[edge[1]]])
+    grid.settle()
+    tops, heights = _rows(sizes, layers)
+    xs = grid.positions()
+    centres = [(xs[i], tops[layer] + heights[layer] / 2) for i, layer in enumerate(layers)]
+    routes = {}
+    for source, target in edges:
+        start = (centres[source][0], centres[source][1] + sizes[source][1] / 2)
+        end = (centres[target][0], centres[target][1] - sizes[target][1] / 2)
+        bends = []
+        for layer, bend in enumerate(grid.bends.get((source, target), ()), layers[source] + 1):
+            bends += [(xs[bend], tops[layer]), (xs[bend], tops[layer] + heights[layer])]
+        routes[source, target] = [start, *bends, end]
+    return Layout(centres, routes, grid.width(), tops[-1] - _LAYER_GAP)
+
+
+def _layers(count: int, edges: Sequence[Edge]) -> list[int]:
+    """Every block below those that it reads, and what reads nothing just above what reads it first."""
+    after: list[list[int]] = [[] for _ in range(count)]
+    missing = [0] * count
+    for source, target in edges:
+        after[source].append(target)
+        missing[target] += 1
+    layers = [0] * count
+    waiting = dict.fromkeys(range(count))
+    ready = [i for i in waiting if not missing[i]]
+    sources = list(ready)
+    while waiting:
+        # A circle, which a sound model does not have, is entered at its first block.
+        block = ready.pop() if ready else next(iter(waiting))
+        if block not in waiting:
+            continue
+        del waiting[block]
+        for target in after[block]:
+            if target in waiting:
+                layers[target] = max(layers[target], layers[block] + 1)
+                missing[target] -= 1
+                if not missing[target]:
+                    ready.append(target)
+    for block in sources:
+        layers[block] = max(min((layers[target] for target in after[block]), default=1) - 1, 0)
+    return layers
+
+
+def _rows(sizes: Sequence[Point], layers: Sequence[int]) -> tuple[list[float], list[float]]:
+    """Where each layer begins, and how high it is."""
+    heights = [0.0] * (max(layers, default=0) + 1)
+    for layer, (_, height) in zip(layers, sizes, strict=True):
+        heights[layer] = max(heights[layer], height)
+    tops = [0.0]
+    for height in heights:
+        tops.append(tops[-1] + height + _LAYER_GAP)
+    return tops, heights
+
+
+class _Grid:
+    """Blocks, and the bends of edges that pass a layer, in the order that they have in their layer."""
+
+    def __init__(self, sizes: Sequence[Point], layers: Sequence[int], edges: Sequence[Edge]):
+        self._half = [width / 2 for width, _ in sizes]
+        self._is_block = [True] * len(sizes)
+        self.bends: dict[Edge, list[int]] = {}
+        graph = _igraph().Graph(n=len(sizes), edges=edges, directed=True)
+        places, routes = graph.layout_sugiyama(layers=list(layers), hgap=1, vgap=1, maxiter=200)
+        at = [(layer, places[i][0]) for i, layer in enumerate(layers)]
+        for edge, route in zip(edges, routes, strict=True):
+            self.bends[edge] = list(range(len(at), len(at) + len(route)))
+            at += [(layers[edge[0]] + 1 + i, x) for i, (x, _) in enumerate(route)]
+            self._half += [_BEND] * len(route)
+            self._is_block += [False] * len(route)
+        self._layers: list[list[int]] = [[] for _ in range(max(layers, default=0) + 1)]
+        for item in sorted(range(len(at)), key=lambda i: at[i][1]):
+            self._layers[at[item][0]].append(item)
+        self._above: list[list[int]] = [[] for _ in at]
+        self._below: list[list[int]] = [[] for _ in at]
+        for (source, target), bends in self.bends.items():
+            chain = [source, *bends, target]
+            for upper, lower in zip(chain, chain[1:], strict=False):
+                self._below[upper].append(lower)
+                self._above[lower].append(upper)
+        self._x = [x * 2 * (max(self._half, default=0) + _GAP) for _, x in at]
+
+    def settle(self) -> None:
+        """Move everything towards what it is connected with, layer by layer, down and up again."""
+        for sweep in range(_SWEEPS):
+            down = sweep % 2 == 0
+            neighbours = self._above if down else self._below
+            for layer in self._layers if down else reversed(self._layers):
+                wanted = [self._wanted(item, neighbours[item]) for item in layer]
+                for item, x in zip(layer, _apart(wanted, self._distances(layer)), strict=True):
+                    self._x[item] = x
+
+    def positions(self) -> list[float]:
+        left = min((x - half for x, half in zip(self._x, self._half, strict=True)), default=0.0)
+        return [x - left for x in self._x]
+
+    def width(self) -> float:
+        return max((x + half for x, half in zip(self.positions(), self._half, strict=True)), default=0.0)
+
+    def _wanted(self, item: int, neighbours: Sequence[int]) -> tuple[float, float]:
+        """Where it would be best, and how much that matters: edges that pass through should be straight."""
+        if not neighbours:
+            return self._x[item], 0.1
+        weight = 1.0 if self._is_block[item] else 4.0
+        return sum(self._x[other] for other in neighbours) / len(neighbours), weight
+
+    def _distances(self, layer: Sequence[int]) -> list[float]:
+        """How far each must be from the one on its left."""
+        found = []
+        for left, right in zip(layer, layer[1:], strict=False):
+            gap = _GAP if self._is_block[left] and self._is_block[right] else _EDGE_GAP
+            found.append(self._half[left] + gap + self._half[right])
+        return found
+
+
+def _apart(wanted: Sequence[tuple[float, float]], distances: Sequence[float]) -> list[float]:
+    """The positions nearest to the wanted ones (least squares by weight) that keep the order and the distances."""
+    offsets = [0.0]
+    for distance in distances:
+        offsets.append(offsets[-1] + distance)
+    pools: list[tuple[float, float, int]] = []  # mean, weight, length: neighbours that have met move as one
+    for (x, weight), offset in zip(wanted, offsets, strict=False):
+        mean, total, length = x - offset, weight, 1
+        while pools and pools[-1][0] >= mean:
+            other, heavy, long = pools.pop()
+            mean, total, length = (mean * total + other * heavy) / (total + heavy), total + heavy, length + long
+        pools.append((mean, total, length))
+    means = [mean for mean, _, length in pools for _ in range(length)]
+    return [mean + offset for mean, offset in zip(means, offsets, strict=False)]
+
+
+def _igraph() -> Any:
+    try:
+        import igraph
+    except ImportError:
+        raise UnsupportedError(
+            "drawing needs igraph, which is not installed", hint="pip install 'onward[draw]'"
+        ) from None
+    return igraph
