@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from xml.etree import ElementTree
 
 from rich.cells import cell_len
@@ -153,7 +154,7 @@ class _Svg:
 def _curve(route: Sequence[Point]) -> str:
     """Curves between layers, straight lines through them."""
     steps = [f"M{route[0][0]:.1f} {route[0][1]:.1f}"]
-    for i, ((x0, y0), (x1, y1)) in enumerate(zip(route, route[1:], strict=False)):
+    for i, ((x0, y0), (x1, y1)) in enumerate(pairwise(route)):
         half = (y1 - y0) / 2
         curve = f"C{x0:.1f} {y0 + half:.1f} {x1:.1f} {y1 - half:.1f} {x1:.1f} {y1:.1f}"
         steps.append(curve if i % 2 == 0 else f"L{x1:.1f} {y1:.1f}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import Any
 
 from onward.errors import UnsupportedError
@@ -90,28 +91,31 @@ class _Grid:
     """Blocks, and the bends of edges that pass a layer, in the order that they have in their layer."""
 
     def __init__(self, sizes: Sequence[Point], layers: Sequence[int], edges: Sequence[Edge]):
-        self._half = [width / 2 for width, _ in sizes]
-        self._is_block = [True] * len(sizes)
         self.bends: dict[Edge, list[int]] = {}
-        graph = _igraph().Graph(n=len(sizes), edges=edges, directed=True)
-        places, routes = graph.layout_sugiyama(layers=list(layers), hgap=1, vgap=1, maxiter=200)
-        at = [(layer, places[i][0]) for i, layer in enumerate(layers)]
-        for edge, route in zip(edges, routes, strict=True):
-            self.bends[edge] = list(range(len(at), len(at) + len(route)))
-            at += [(layers[edge[0]] + 1 + i, x) for i, (x, _) in enumerate(route)]
-            self._half += [_BEND] * len(route)
-            self._is_block += [False] * len(route)
-        self._layers: list[list[int]] = [[] for _ in range(max(layers, default=0) + 1)]
-        for item in sorted(range(len(at)), key=lambda i: at[i][1]):
-            self._layers[at[item][0]].append(item)
-        self._above: list[list[int]] = [[] for _ in at]
-        self._below: list[list[int]] = [[] for _ in at]
+        layer_of = list(layers)
+        for source, target in edges:
+            between = range(layers[source] + 1, layers[target])
+            self.bends[source, target] = list(range(len(layer_of), len(layer_of) + len(between)))
+            layer_of += between
+        self._is_block = [item < len(sizes) for item in range(len(layer_of))]
+        self._half = [width / 2 for width, _ in sizes] + [_BEND] * (len(layer_of) - len(sizes))
+        self._above: list[list[int]] = [[] for _ in layer_of]
+        self._below: list[list[int]] = [[] for _ in layer_of]
         for (source, target), bends in self.bends.items():
-            chain = [source, *bends, target]
-            for upper, lower in zip(chain, chain[1:], strict=False):
+            for upper, lower in pairwise([source, *bends, target]):
                 self._below[upper].append(lower)
                 self._above[lower].append(upper)
-        self._x = [x * 2 * (max(self._half, default=0) + _GAP) for _, x in at]
+        self._x = self._ordered(layer_of)
+        self._layers: list[list[int]] = [[] for _ in range(max(layer_of, default=-1) + 1)]
+        for item in sorted(range(len(layer_of)), key=lambda i: self._x[i]):
+            self._layers[layer_of[item]].append(item)
+
+    def _ordered(self, layers: Sequence[int]) -> list[float]:
+        """Positions that are right as far as their order goes."""
+        edges = [(upper, lower) for upper, found in enumerate(self._below) for lower in found]
+        graph = _igraph().Graph(n=len(layers), edges=edges, directed=True)
+        wide = 2 * max(self._half, default=0.0) + _GAP
+        return [x for x, _ in graph.layout_sugiyama(layers=list(layers), hgap=wide, maxiter=200)]
 
     def settle(self) -> None:
         """Move everything towards what it is connected with, layer by layer, down and up again."""
@@ -140,7 +144,7 @@ class _Grid:
     def _distances(self, layer: Sequence[int]) -> list[float]:
         """How far each must be from the one on its left."""
         found = []
-        for left, right in zip(layer, layer[1:], strict=False):
+        for left, right in pairwise(layer):
             gap = _GAP if self._is_block[left] and self._is_block[right] else _EDGE_GAP
             found.append(self._half[left] + gap + self._half[right])
         return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -225,17 +225,20 @@ def stamp(model: Model) -> Model:
 
 
 @contextmanager
-def without_data(model: Model) -> Iterator[list[ir.TensorProtocol]]:
+def without_data(model: Model) -> Iterator[dict[int, ir.TensorProtocol]]:
     """Within it, `to_proto(model)` writes a reference instead of the bytes of each large tensor.
 
     For handing the structure of a model of any size to a tool that works on protobuf. `with_data` undoes it in the
     model that comes back.
     """
     large = [(value, value.const_value) for value in _initializers(model) if _is_large(value.const_value)]
-    for index, (value, tensor) in enumerate(large):
+    by_offset: dict[int, ir.TensorProtocol] = {}
+    end = 0
+    for value, tensor in large:
+        by_offset[end] = tensor
         value.const_value = ir.ExternalTensor(
             _ELSEWHERE,
-            offset=index,
+            offset=end,
             length=tensor.nbytes,
             dtype=tensor.dtype,
             shape=ir.Shape(tensor.shape.numpy()),
@@ -244,14 +247,16 @@ def without_data(model: Model) -> Iterator[list[ir.TensorProtocol]]:
             metadata_props=dict(tensor.metadata_props),
             base_dir="",
         )
+        end += tensor.nbytes
     try:
-        yield [tensor for _, tensor in large]
+        yield by_offset
     finally:
         for value, tensor in large:
             value.const_value = tensor
 
 
-def with_data(model: Model, tensors: list[ir.TensorProtocol]) -> Model:
+def with_data(model: Model, tensors: Mapping[int, ir.TensorProtocol]) -> Model:
+    """Put back what `without_data` yielded."""
     for value in _initializers(model):
         tensor = value.const_value
         if isinstance(tensor, ir.ExternalTensor) and tensor.location == _ELSEWHERE:
