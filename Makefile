@@ -36,6 +36,7 @@ bench: $(VENV)/.frameworks ## run the benchmarks
 	$(BIN)/python benchmarks/run.py
 
 docs: $(VENV)/.docs ## build the documentation into site/
+	$(BIN)/python docs/tables.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean: ## remove caches and build outputs; .venv stays

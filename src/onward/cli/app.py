@@ -46,6 +46,7 @@ class Command(TyperCommand):
 
 
 app = typer.Typer(
+    name="onward",
     cls=Commands,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,

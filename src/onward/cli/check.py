@@ -10,7 +10,7 @@ import typer
 
 from onward.cli import options
 from onward.cli.app import LOOK, command
-from onward.cli.console import count, print_json, print_rows, say, working
+from onward.cli.console import print_json, print_rows, say, working
 from onward.cli.failure import FAILED, Misuse
 
 if TYPE_CHECKING:
@@ -83,7 +83,11 @@ def _print_finding(finding: Finding) -> None:
 
 
 def _print_verdict(model: Path, counts: dict[str, int], passed: bool) -> None:
-    parts = [count(number, noun) for noun, number in zip(("error", "warning", "remark"), counts.values(), strict=True)]
+    from onward.inspect.wording import quantity
+
+    parts = [
+        quantity(number, noun) for noun, number in zip(("error", "warning", "remark"), counts.values(), strict=True)
+    ]
     found = ", ".join(part for part, number in zip(parts, counts.values(), strict=True) if number)
     say(f"{model}: {found or 'no findings'}", style="bold green" if passed else "bold red")
 

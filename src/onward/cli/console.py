@@ -108,18 +108,3 @@ def word(value: Any) -> str:
     if isinstance(value, list | tuple):
         return f"[{','.join(map(word, value))}]"
     return f"{value:g}" if isinstance(value, float) and float(f"{value:g}") == value else str(value)
-
-
-def count(number: int, noun: str) -> str:
-    """`1 error`, `2 errors`."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
-
-
-def size(nbytes: int) -> str:
-    """Bytes for people."""
-    amount = float(nbytes)
-    for unit in ("B", "kB", "MB", "GB"):
-        if amount < 1000:
-            return f"{amount:.0f} {unit}" if unit == "B" else f"{amount:.1f} {unit}"
-        amount /= 1000
-    return f"{amount:.1f} TB"

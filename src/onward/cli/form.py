@@ -8,7 +8,7 @@ import typer
 
 from onward.cli import options
 from onward.cli.app import CHANGE, command
-from onward.cli.console import count, working
+from onward.cli.console import working
 from onward.cli.saving import target
 
 
@@ -34,12 +34,13 @@ def inline(
     """Replace calls of functions by what the functions compute."""
     place = target(model, output, "inlined", data=data, force=force)
     import onward
+    from onward.inspect.wording import quantity
 
     with working(f"inlining in {model}"):
         before = onward.read(str(model))
         made = onward.inline(before, functions or ["*"])
     gone = len(before.functions) - len(made.functions)
-    place.write(made, f"inlined {gone} of {count(len(before.functions), 'function')}")
+    place.write(made, f"inlined {gone} of {quantity(len(before.functions), 'function')}")
 
 
 @command(

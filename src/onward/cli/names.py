@@ -9,7 +9,7 @@ import typer
 from onward.cli import options
 from onward.cli.app import CHANGE, command
 from onward.cli.arguments import pairs
-from onward.cli.console import count, working
+from onward.cli.console import working
 from onward.cli.saving import target
 
 
@@ -33,10 +33,11 @@ def rename(
     wanted = pairs(names, "fc1.weight=encoder.weight")
     place = target(model, output, "renamed", data=data, force=force)
     import onward
+    from onward.inspect.wording import quantity
 
     with working(f"renaming in {model}"):
         made = onward.rename(str(model), wanted)
-    place.write(made, f"renamed {count(len(wanted), 'value')}")
+    place.write(made, f"renamed {quantity(len(wanted), 'value')}")
 
 
 @command(

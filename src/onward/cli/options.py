@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
+
+from onward.cli.saving import Where
 
 Model = Annotated[Path, typer.Argument(metavar="MODEL", help="An .onnx file.", show_default=False)]
 OptionalModel = Annotated[Path | None, typer.Argument(metavar="MODEL", help="An .onnx file.", show_default=False)]
@@ -21,7 +23,7 @@ Output = Annotated[
 ]
 Force = Annotated[bool, typer.Option("--force", help="Overwrite a file that is there.")]
 Data = Annotated[
-    Literal["auto", "none", "data", "safetensors"],
+    Where,
     typer.Option(
         "--data",
         metavar="WHERE",

@@ -10,7 +10,7 @@ import typer
 from onward.cli import options
 from onward.cli.app import CHANGE, command
 from onward.cli.arguments import pairs
-from onward.cli.console import count, working
+from onward.cli.console import working
 from onward.cli.saving import target
 
 _Names = list[str] | None
@@ -43,10 +43,11 @@ def merge(
     joins = pairs(connect, "features=input") if connect else None
     place = target(first, output, second.name.removesuffix(".onnx"), data=data, force=force)
     import onward
+    from onward.inspect.wording import quantity
 
     with working(f"merging {first} and {second}"):
         made = onward.merge(str(first), str(second), joins, prefix=prefix)
-    place.write(made, count(len(made.steps), "training step"))
+    place.write(made, quantity(len(made.steps), "training step"))
 
 
 @command(
@@ -83,6 +84,7 @@ def extract(
     """
     place = target(model, output, "part", data=data, force=force)
     import onward
+    from onward.inspect.wording import quantity
 
     with working(f"cutting {model}"):
         whole = onward.read(str(model))
@@ -91,4 +93,4 @@ def extract(
             inputs or [value.name or "" for value in whole.inputs],
             outputs or [value.name or "" for value in whole.outputs],
         )
-    place.write(made, f"{len(made.graph)} of {count(len(whole.graph), 'node')}")
+    place.write(made, f"{len(made.graph)} of {quantity(len(whole.graph), 'node')}")

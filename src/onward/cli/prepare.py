@@ -153,10 +153,11 @@ def prepare(
     with working(f"preparing {model}"):
         made = onward.prepare(str(model), **recipe)
     place.save(made)
+    summary = onward.describe(made)
     if as_json:
-        print_json({"output": str(place.path), "model": onward.describe(made).to_json()})
+        print_json({"output": str(place.path), "model": summary.to_json()})
     else:
-        print_prepared(made, place.path)
+        print_prepared(summary, place)
 
 
 def _one_or_all(given: list[str] | None) -> str | list[str] | None:

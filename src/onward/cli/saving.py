@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
-from onward.cli.console import remark, size, working
+from onward.cli.console import remark, working
 from onward.errors import WriteError
 
 if TYPE_CHECKING:
     from onward import Model
+
+Where = Literal["auto", "none", "data", "safetensors"]
+"""Where tensors go, as `Model.save` has it."""
 
 
 @dataclass(frozen=True)
@@ -18,7 +21,7 @@ class Target:
     """Where a result goes, settled before the work that makes it."""
 
     path: Path
-    data: str = "auto"
+    data: Where = "auto"
 
     def save(self, model: Model) -> None:
         with working(f"writing {self.path}"):
@@ -27,13 +30,19 @@ class Target:
     def write(self, model: Model, note: str = "") -> None:
         """Save, and say so."""
         self.save(model)
-        remark(f"wrote {self.path} ({size(self.path.stat().st_size)}){f': {note}' if note else ''}")
+        remark(f"wrote {self.described()}{f': {note}' if note else ''}")
+
+    def described(self) -> str:
+        """The file, and how large it is."""
+        from onward.inspect.wording import size
+
+        return f"{self.path} ({size(self.path.stat().st_size)})"
 
 
-def target(source: Path, output: Path | None, ending: str, *, data: str = "auto", force: bool = False) -> Target:
+def target(source: Path, output: Path | None, ending: str, *, data: Where = "auto", force: bool = False) -> Target:
     """The file to write: `output`, a file in it if it is a folder, or `model-ending.onnx` beside `model.onnx`."""
     name = f"{source.name.removesuffix('.onnx')}-{ending}.onnx"
-    path = source.with_name(name) if output is None else output / name if output.is_dir() else output
+    path = source.parent / name if output is None else output / name if output.is_dir() else output
     if path.exists() and not force:
         what = f"`{path}` is the model itself" if source.exists() and path.samefile(source) else f"`{path}` exists"
         raise WriteError(what, hint="write elsewhere with `-o`, or overwrite it with `--force`")

@@ -9,7 +9,7 @@ import typer
 
 from onward.cli import options
 from onward.cli.app import CHANGE, command
-from onward.cli.console import count, working
+from onward.cli.console import working
 from onward.cli.saving import target
 
 
@@ -27,11 +27,12 @@ def strip(
     """Take the training off, and keep the weights as they are."""
     place = target(model, output, "inference", data=data, force=force)
     import onward
+    from onward.inspect.wording import quantity
 
     with working(f"stripping {model}"):
         before = onward.read(str(model))
         made = onward.strip(before)
-    place.write(made, f"without {count(len(before.steps), 'training step')}")
+    place.write(made, f"without {quantity(len(before.steps), 'training step')}")
 
 
 @command(
@@ -57,7 +58,8 @@ def refresh(
     """
     place = target(model, output, "training", data=data, force=force)
     import onward
+    from onward.inspect.wording import quantity
 
     with working(f"joining {model} and the training of {training}"):
         made = onward.refresh(str(model), str(training))
-    place.write(made, count(len(made.steps), "training step"))
+    place.write(made, quantity(len(made.steps), "training step"))

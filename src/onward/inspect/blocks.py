@@ -14,7 +14,7 @@ from onward.inspect.phases import Algorithm, Phase, purposes
 from onward.inspect.scopes import cut
 from onward.inspect.summary import Summary
 from onward.inspect.training import differentiated_values
-from onward.inspect.values import operator_name, port, reads
+from onward.inspect.values import constant, operator_name, port, reads
 from onward.inspect.wording import clean, listed, quantity, setting, settings, shape
 from onward.model import Model
 from onward.model.state import State, states
@@ -75,7 +75,7 @@ class Picture:
             self._edge(self._made_by.get(self._resolve(value)), block, value)
 
     def _graph(self, kind: Kind, nodes: Iterable[ir.Node]) -> None:
-        for name, part in cut([node for node in nodes if node.op_type != "Constant"]):
+        for name, part in cut([node for node in nodes if not _is_constant(node)]):
             self._add(self._forward_block(kind, name, part), part)
 
     def _forward_block(self, kind: Kind, name: str, nodes: Sequence[ir.Node]) -> Block:
@@ -102,7 +102,7 @@ class Picture:
         self._inputs("input", step.algorithm.inputs)
         by_purpose: dict[tuple[Phase, int], list[ir.Node]] = {}
         for node, purpose in purposes(algorithm, training, index).items():
-            if node.op_type != "Constant":
+            if not _is_constant(node):
                 by_purpose.setdefault(purpose, []).append(node)
         self._graph("training", by_purpose.pop((Phase.FORWARD, 0), []))
         self._loss(by_purpose.pop((Phase.LOSS, 0), []), training)
@@ -156,6 +156,12 @@ class Picture:
             for node in nodes:
                 for value in map(self._resolve, reads(node)):
                     self._edge(self._made_by.get(value), target, value)
+
+
+def _is_constant(node: ir.Node) -> bool:
+    """Whether a node only makes a constant: what reads it shows it."""
+    known = all(value is None or constant(value) is not None for value in node.inputs)
+    return node.op_type == "Constant" or (node.op_type in ("ConstantOfShape", "DequantizeLinear", "Cast") and known)
 
 
 # ---- what is written on blocks ---------------------------------------------------------------------------------------

@@ -14,8 +14,8 @@ from onward.inspect.summary import describe
 from onward.inspect.wording import clean, shortened
 from onward.model import Source, read
 
-_MARGIN, _PADDING = 24.0, 10.0
-_TITLE_HEIGHT, _ROW_HEIGHT, _TITLE_LETTER, _ROW_LETTER = 17.0, 14.0, 7.1, 5.7
+_MARGIN, _PADDING, _MARK = 24.0, 11.0, 10.0
+_TITLE_HEIGHT, _ROW_HEIGHT, _TITLE_LETTER, _ROW_LETTER = 17.0, 14.0, 7.5, 5.7
 _MOST_TITLE, _MOST_ROW = 36, 44
 _HEADER = 34.0
 
@@ -25,7 +25,7 @@ _MEANING: dict[Kind, str] = {
     "training": "the same in training mode",
     "loss": "loss",
     "gradient": "gradient",
-    "update": "gradients in use",
+    "update": "what is done with gradients",
     "schedule": "schedule",
     "optimizer": "optimizer",
     "state": "state",
@@ -69,10 +69,10 @@ def draw(source: Source, step: int = 0) -> str:
 
 
 def _size(block: Block) -> Point:
-    letters = [cell_len(shortened(block.title, _MOST_TITLE)) * _TITLE_LETTER]
-    letters += [cell_len(shortened(text, _MOST_ROW)) * _ROW_LETTER + (10 if mark else 0) for mark, text in block.rows]
-    height = _TITLE_HEIGHT + _ROW_HEIGHT * len(block.rows) + 10
-    return max(letters) + 2 * _PADDING, height
+    margin = _MARK if any(mark for mark, _ in block.rows) else 0.0
+    widths = [cell_len(shortened(block.title, _MOST_TITLE)) * _TITLE_LETTER]
+    widths += [cell_len(shortened(text, _MOST_ROW)) * _ROW_LETTER + margin for _, text in block.rows]
+    return max(widths) + 2 * _PADDING, _TITLE_HEIGHT + _ROW_HEIGHT * len(block.rows) + 10
 
 
 class _Svg:
@@ -143,12 +143,16 @@ class _Svg:
         box = {"class": f"block {block.kind}", "width": f"{width:.1f}", "height": f"{height:.1f}", "rx": corner}
         _child(group, "rect", box)
         _text(group, shortened(block.title, _MOST_TITLE), width / 2, 17, "title")
+        marked = any(mark for mark, _ in block.rows)
         for i, (mark, text) in enumerate(block.rows):
-            text, middle = shortened(text, _MOST_ROW), 17 + _ROW_HEIGHT * (i + 1)
-            _text(group, text, width / 2 + (5 if mark else 0), middle, "row middle")
+            base, shown = 17 + _ROW_HEIGHT * (i + 1), shortened(text, _MOST_ROW)
+            if marked:
+                _text(group, shown, _PADDING + _MARK, base, "row")
+            else:
+                _text(group, shown, width / 2, base, "row middle")
             if mark:
-                left = width / 2 - cell_len(text) * _ROW_LETTER / 2 - 3
-                _child(group, "circle", {"class": f"mark {mark}", "cx": f"{left:.1f}", "cy": f"{middle - 3.5:.1f}", "r": "3"})
+                place = {"cx": f"{_PADDING + 3:.1f}", "cy": f"{base - 3.5:.1f}", "r": "3"}
+                _child(group, "circle", {"class": f"mark {mark}", **place})
 
 
 def _curve(route: Sequence[Point]) -> str:

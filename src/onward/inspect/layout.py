@@ -12,7 +12,7 @@ from onward.errors import UnsupportedError
 
 _GAP, _EDGE_GAP, _LAYER_GAP = 26.0, 14.0, 36.0
 _BEND = 4.0
-_SWEEPS = 12
+_LARGE_STEPS, _SMALL_STEPS = 3, 20
 
 Point = tuple[float, float]
 Edge = tuple[int, int]
@@ -49,16 +49,29 @@ def arrange(sizes: Sequence[Point], edges: Iterable[Edge]) -> Layout:
 
 
 def _layers(count: int, edges: Sequence[Edge]) -> list[int]:
-    """Every block below those that it reads, and what reads nothing just above what reads it first."""
+    """Every block below those that it reads, and what reads nothing just above the first that goes on from it."""
     after: list[list[int]] = [[] for _ in range(count)]
-    missing = [0] * count
+    before: list[list[int]] = [[] for _ in range(count)]
     for source, target in edges:
         after[source].append(target)
-        missing[target] += 1
+        before[target].append(source)
+    layers = _longest_paths(after, [len(sources) for sources in before])
+    for block in range(count):
+        if not before[block] and after[block]:
+            following = [target for target in after[block] if after[target]] or after[block]
+            layers[block] = max(min(layers[target] for target in following) - 1, 0)
+    for block in range(count):
+        if before[block] and not after[block]:
+            layers[block] = max(layers[source] for source in before[block]) + 1
+    return layers
+
+
+def _longest_paths(after: Sequence[Sequence[int]], missing: list[int]) -> list[int]:
+    """How many blocks are before each one; `missing` counts those that have not been placed."""
+    count = len(after)
     layers = [0] * count
     waiting = dict.fromkeys(range(count))
     ready = [i for i in waiting if not missing[i]]
-    sources = list(ready)
     while waiting:
         # A circle, which a sound model does not have, is entered at its first block.
         block = ready.pop() if ready else next(iter(waiting))
@@ -71,8 +84,6 @@ def _layers(count: int, edges: Sequence[Edge]) -> list[int]:
                 missing[target] -= 1
                 if not missing[target]:
                     ready.append(target)
-    for block in sources:
-        layers[block] = max(min((layers[target] for target in after[block]), default=1) - 1, 0)
     return layers
 
 
@@ -118,14 +129,18 @@ class _Grid:
         return [x for x, _ in graph.layout_sugiyama(layers=list(layers), hgap=wide, maxiter=200)]
 
     def settle(self) -> None:
-        """Move everything towards what it is connected with, layer by layer, down and up again."""
-        for sweep in range(_SWEEPS):
-            down = sweep % 2 == 0
-            neighbours = self._above if down else self._below
-            for layer in self._layers if down else reversed(self._layers):
-                wanted = [self._wanted(item, neighbours[item]) for item in layer]
-                for item, x in zip(layer, _apart(wanted, self._distances(layer)), strict=True):
-                    self._x[item] = x
+        """Move everything towards what it is connected with: to and fro in large steps, then to balance both sides."""
+        both = [above + below for above, below in zip(self._above, self._below, strict=True)]
+        for near, upwards in [(self._above, False), (self._below, True)] * _LARGE_STEPS + [(self._above, False)]:
+            self._sweep([some or other for some, other in zip(near, both, strict=True)], upwards)
+        for step in range(_SMALL_STEPS):
+            self._sweep(both, upwards=step % 2 == 0)
+
+    def _sweep(self, near: Sequence[Sequence[int]], upwards: bool) -> None:
+        for layer in reversed(self._layers) if upwards else self._layers:
+            wanted = [self._wanted(item, near[item]) for item in layer]
+            for item, x in zip(layer, _apart(wanted, self._distances(layer)), strict=True):
+                self._x[item] = x
 
     def positions(self) -> list[float]:
         left = min((x - half for x, half in zip(self._x, self._half, strict=True)), default=0.0)
@@ -138,7 +153,7 @@ class _Grid:
         """Where it would be best, and how much that matters: edges that pass through should be straight."""
         if not neighbours:
             return self._x[item], 0.1
-        weight = 1.0 if self._is_block[item] else 4.0
+        weight = 1.0 if any(self._is_block[other] for other in (item, *neighbours)) else 4.0
         return sum(self._x[other] for other in neighbours) / len(neighbours), weight
 
     def _distances(self, layer: Sequence[int]) -> list[float]:

@@ -30,7 +30,7 @@ class Phase(Enum):
     GRADIENT = "gradient"
     ACCUMULATE = "accumulation"
     SCALE = "loss scaling"
-    CLIP = "clipping"
+    CLIP = "gradients"
     SCHEDULE = "schedule"
     OPTIMIZER = "optimizer"
     AVERAGE = "average"
@@ -47,16 +47,18 @@ class Algorithm:
     def __init__(self, model: Model, step: Step):
         self.model, self.step = model, step
         self.nodes: list[ir.Node] = []
+        self.conditions: list[ir.Value] = []
         self._inside: dict[ir.Value, ir.Value] = {}
         bound = {value for value in step.algorithm.outputs if value.name in set(step.update.values())}
         for node in step.algorithm:
             branch = node.attributes.get("then_branch") if node.op_type == "If" else None
-            if branch is None or not bound.intersection(node.outputs):
+            if branch is None or branch.type != ir.AttributeType.GRAPH or not bound.intersection(node.outputs):
                 self.nodes.append(node)
                 continue
-            inner = branch.as_graph()
-            self.nodes += inner
-            self._inside.update(zip(node.outputs, inner.outputs, strict=False))
+            update = branch.as_graph()
+            self.nodes += update
+            self.conditions += [value for value in node.inputs if value is not None]
+            self._inside.update(zip(node.outputs, update.outputs, strict=False))
 
     def resolve(self, value: ir.Value) -> ir.Value:
         """The value itself, or for the output of such an `If` what the update computes for it."""
@@ -71,21 +73,23 @@ class Algorithm:
 def purposes(algorithm: Algorithm, training: Training, index: int) -> dict[ir.Node, Purpose]:
     """The purpose of each node of a step."""
     model, step = algorithm.model, algorithm.step
-    targets = [value for value in differentiated_values(model, step).values() if value is not None]
-    needed = ancestors(targets)
-    sources = _sources(algorithm)
-    random = {state.value for state in states(model, index) if state.role == "rng"}
-    readers = _readers(algorithm, training, states(model, index))
+    variables = states(model, index)
+    sources, readers = _sources(algorithm), _readers(algorithm, training, variables)
+    needed = ancestors(value for value in differentiated_values(model, step).values() if value is not None)
+    random = {state.value for state in variables if state.role == "rng"}
     found: dict[ir.Node, Purpose] = {}
     for node in algorithm.nodes:
-        depends = _joined(sources, node.outputs)
-        if (node.domain, node.op_type) == (TRAINING_DOMAIN, "Gradient"):
+        depends, read_by = _joined(sources, node.outputs), _joined(readers, node.outputs)
+        if _is_gradient(node):
             found[node] = (Phase.GRADIENT, 0)
-        elif node in needed or not depends & _GRADIENT:
-            lone = not random.isdisjoint(reads(node)) or _follows(node, found, Phase.RANDOM)
-            found[node] = _before(node in needed, depends, lone, _joined(readers, node.outputs))
+        elif depends & _GRADIENT and node not in needed:
+            found[node] = _after(node, read_by)
         else:
-            found[node] = _after(node, _joined(readers, node.outputs))
+            from_random = not random.isdisjoint(reads(node)) or _follows(node, found, Phase.RANDOM)
+            found[node] = _before(node in needed, depends, from_random, read_by)
+    for node in reversed(algorithm.nodes):
+        if found[node][0] is Phase.LOSS and not _joined(sources, node.outputs) and _precedes(node, found, Phase.FORWARD):
+            found[node] = (Phase.FORWARD, 0)  # what the forward pass makes of constants belongs to it
     return found
 
 
@@ -121,8 +125,17 @@ def _after(node: ir.Node, read_by: int) -> Purpose:
 
 
 def _follows(node: ir.Node, found: dict[ir.Node, Purpose], phase: Phase) -> bool:
-    producers = [producer for value in reads(node) if (producer := value.producer()) in found]
-    return any(found[producer][0] is phase for producer in producers if producer is not None)
+    producers = (value.producer() for value in reads(node))
+    return any(found[producer][0] is phase for producer in producers if producer in found)
+
+
+def _precedes(node: ir.Node, found: dict[ir.Node, Purpose], phase: Phase) -> bool:
+    readers = (use.node for output in node.outputs for use in output.uses())
+    return any(found[reader][0] is phase for reader in readers if reader in found)
+
+
+def _is_gradient(node: ir.Node) -> bool:
+    return (node.domain, node.op_type) == (TRAINING_DOMAIN, "Gradient")
 
 
 def _joined(bits: dict[ir.Value, int], values: Iterable[ir.Value]) -> int:
@@ -137,8 +150,7 @@ def _sources(algorithm: Algorithm) -> dict[ir.Value, int]:
     bits = dict.fromkeys(algorithm.model.inputs, _BATCH)
     bits |= dict.fromkeys(algorithm.step.algorithm.inputs, _TARGET)
     for node in (*algorithm.model.graph, *algorithm.nodes):
-        is_gradient = (node.domain, node.op_type) == (TRAINING_DOMAIN, "Gradient")
-        own = _GRADIENT if is_gradient else _joined(bits, map(algorithm.resolve, reads(node)))
+        own = _GRADIENT if _is_gradient(node) else _joined(bits, map(algorithm.resolve, reads(node)))
         bits |= dict.fromkeys(node.outputs, own)
     return bits
 
@@ -150,6 +162,9 @@ def _readers(algorithm: Algorithm, training: Training, variables: Sequence[State
     bits: dict[ir.Value, int] = {}
     for name, value in algorithm.new_state().items():
         bits[value] = bits.get(value, 0) | of_state.get(name, 0)
+    chosen = _SCALER if any(state.role == "scaler" for state in variables) else _SUMS
+    if any(state.role in ("scaler", "accum") for state in variables):
+        bits |= {value: bits.get(value, 0) | chosen for value in algorithm.conditions}
     for node in reversed(algorithm.nodes):
         own = _joined(bits, node.outputs)
         for value in map(algorithm.resolve, reads(node)):

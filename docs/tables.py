@@ -1,0 +1,95 @@
+"""Writes the tables in these pages from the tables in the code: `python docs/tables.py`. A test checks that they agree."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from onward.checker import CODES, FAMILIES
+from onward.recipe.initialize import INITIALIZERS
+from onward.recipe.losses import LOSSES
+from onward.recipe.optimizers import OPTIMIZERS
+from onward.recipe.schedules import SCHEDULES
+
+HERE = Path(__file__).parent
+MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def rows(header: str, lines: Iterable[tuple[str, ...]]) -> str:
+    columns = header.split("|")
+    head = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
+    return "\n".join([*head, *("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)])
+
+
+def options(given: Mapping[str, Any]) -> str:
+    return ", ".join(f"`{name}`" if value is None else f"`{name}={_word(value)}`" for name, value in given.items())
+
+
+def _word(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def losses() -> str:
+    aliases: dict[str, list[str]] = {}
+    for name, loss in LOSSES.items():
+        aliases.setdefault(loss.name, []).extend([name] if name != loss.name else [])
+    names = {name: ", ".join(f"`{n}`" for n in (name, *others)) for name, others in aliases.items()}
+    return rows("loss|what it is|options", ((names[n], LOSSES[n].summary, options(LOSSES[n].options)) for n in names))
+
+
+def optimizers() -> str:
+    return rows(
+        "optimizer|what it is|numbers|choices",
+        (
+            (
+                f"`{name}`",
+                kind.summary,
+                options(kind.hyper),
+                "; ".join(f"`{k}`: {_choices(v)}" for k, v in kind.choices.items() if k not in ("maximize", "standard")),
+            )
+            for name, kind in OPTIMIZERS.items()
+        ),
+    )
+
+
+def _choices(allowed: Any) -> str:
+    return f"{allowed}" if isinstance(allowed, int) else ", ".join(_word(value) for value in allowed)
+
+
+def schedules() -> str:
+    common = ("warmup", "warmup_start")
+    return rows(
+        "schedule|the learning rate|options",
+        (
+            (f"`{name}`", kind.summary, options({k: v for k, v in kind.options.items() if k not in common}))
+            for name, kind in SCHEDULES.items()
+        ),
+    )
+
+
+def initializers() -> str:
+    lines = ((f"`{name}`", kind.summary, options(kind.options)) for name, kind in INITIALIZERS.items())
+    return rows("initialiser|values|options", lines)
+
+
+def codes() -> str:
+    parts = []
+    for prefix, title in FAMILIES.items():
+        of_family = [(code, entry) for code, entry in CODES.items() if code.startswith(prefix)]
+        lines = ((f"`{code}`", str(entry.severity), entry.meaning, entry.rule) for code, entry in of_family)
+        parts.append(f"### {title[:1].upper()}{title[1:]}\n\n" + rows("code|severity|what it means|rule", lines))
+    return "\n\n".join(parts)
+
+
+TABLES = {function.__name__: function for function in (losses, optimizers, schedules, initializers, codes)}
+
+
+def refreshed(text: str) -> str:
+    return MARKED.sub(lambda match: f"{match[1]}\n{TABLES[match[2]]()}\n\n{match[3]}", text)
+
+
+if __name__ == "__main__":
+    for page in sorted(HERE.rglob("*.md")):
+        page.write_text(refreshed(page.read_text()))

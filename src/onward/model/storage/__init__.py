@@ -1,0 +1,27 @@
+"""The bytes of model files: parse what may be hostile, check external data, write so that a crash loses nothing.
+
+Protobuf is a container of tensors here, and an `onnx_ir` graph a set of places that hold tensors; what they mean is not
+this package's business.
+
+A save creates files beside the model and touches none that exists. Renaming the new `.onnx` over the old one is the
+commit: before it the old model is whole, after it the new one is. Data that only the old one used is deleted last.
+"""
+
+from onward.model.storage.external import check_external, walk_tensors
+from onward.model.storage.parse import folder_of, parse_proto, read_proto
+from onward.model.storage.places import Container, Place, places, set_base_dir
+from onward.model.storage.save import External, save
+
+__all__ = [
+    "Container",
+    "External",
+    "Place",
+    "check_external",
+    "folder_of",
+    "parse_proto",
+    "places",
+    "read_proto",
+    "save",
+    "set_base_dir",
+    "walk_tensors",
+]

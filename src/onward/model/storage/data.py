@@ -1,0 +1,147 @@
+"""Data files: their names, their two layouts (plain and safetensors), and writing tensors into them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import struct
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import onnx_ir as ir
+
+from onward.model.storage.files import PAGE, flush, listing
+from onward.model.storage.places import Place, outside, range_of
+from onward.model.storage.transaction import Transaction
+
+LARGE, ALIGNMENT = 2**20, 64  # large tensors begin on a page, so that each can be mapped by itself
+
+# The types that every reader of safetensors knows. One that it does not know makes the whole file unreadable.
+_SAFETENSORS = {
+    ir.DataType.BOOL: "BOOL",
+    ir.DataType.UINT8: "U8",
+    ir.DataType.INT8: "I8",
+    ir.DataType.UINT16: "U16",
+    ir.DataType.INT16: "I16",
+    ir.DataType.UINT32: "U32",
+    ir.DataType.INT32: "I32",
+    ir.DataType.UINT64: "U64",
+    ir.DataType.INT64: "I64",
+    ir.DataType.FLOAT8E4M3FN: "F8_E4M3",
+    ir.DataType.FLOAT8E5M2: "F8_E5M2",
+    ir.DataType.FLOAT16: "F16",
+    ir.DataType.BFLOAT16: "BF16",
+    ir.DataType.FLOAT: "F32",
+    ir.DataType.DOUBLE: "F64",
+}
+
+
+@dataclass
+class _Piece:
+    """Bytes that are written once, and the places that share them (tied weights)."""
+
+    tensor: ir.TensorProtocol
+    places: list[Place]
+
+
+def write_data(
+    tensors: dict[Place, ir.TensorProtocol], suffix: str, target: Path, transaction: Transaction, most: int | None
+) -> dict[Place, ir.TensorProtocol]:
+    """Write what goes outside, one tensor at a time; what the places will hold."""
+    layout = _safetensors_layout if suffix == "safetensors" else _plain_layout
+    names = _fresh_names(target, suffix)
+    future = {}
+    for shard in _shards(_pieces(tensors), most):
+        path, file = transaction.create_data(names)
+        with file:
+            head, offsets = layout(shard)
+            file.write(head)
+            for piece, offset in offsets:
+                file.seek(offset)  # a gap reads as zeros
+                _copy(piece.tensor, file)
+                for place in piece.places:
+                    future[place] = outside(tensors[place], target.parent, path, offset)
+            flush(file)
+    return future
+
+
+def _pieces(tensors: dict[Place, ir.TensorProtocol]) -> list[_Piece]:
+    pieces: dict[object, _Piece] = {}
+    for place, tensor in tensors.items():
+        pieces.setdefault(range_of(tensor) or id(tensor), _Piece(tensor, [])).places.append(place)
+    return list(pieces.values())
+
+
+def _shards(pieces: list[_Piece], most: int | None) -> Iterator[list[_Piece]]:
+    shard: list[_Piece] = []
+    size = 0
+    for piece in pieces:
+        if shard and most is not None and size + piece.tensor.nbytes > most:
+            yield shard
+            shard, size = [], 0
+        shard.append(piece)
+        size += piece.tensor.nbytes
+    if shard:
+        yield shard
+
+
+def _plain_layout(pieces: list[_Piece]) -> tuple[bytes, list[tuple[_Piece, int]]]:
+    offsets, end = [], 0
+    for piece in pieces:
+        end += -end % (PAGE if piece.tensor.nbytes >= LARGE else ALIGNMENT)
+        offsets.append((piece, end))
+        end += piece.tensor.nbytes
+    return b"", offsets
+
+
+def _safetensors_layout(pieces: list[_Piece]) -> tuple[bytes, list[tuple[_Piece, int]]]:
+    """The format has no gaps. With the widest types first, each tensor is still aligned to its own type."""
+    entries: dict[str, object] = {}
+    offsets, end = [], 0
+    for piece in sorted(pieces, key=lambda piece: -piece.tensor.dtype.bitwidth):
+        size, dtype = piece.tensor.nbytes, _SAFETENSORS.get(piece.tensor.dtype)
+        shape = piece.tensor.shape.numpy() if dtype else (size,)
+        key = _unused_key(piece.places[0].name, entries)
+        entries[key] = {"dtype": dtype or "U8", "shape": shape, "data_offsets": (end, end + size)}
+        offsets.append((piece, end))
+        end += size
+    header = json.dumps(entries, separators=(",", ":")).encode()
+    header += b" " * (-(8 + len(header)) % ALIGNMENT)
+    head = struct.pack("<Q", len(header)) + header
+    return head, [(piece, len(head) + offset) for piece, offset in offsets]
+
+
+def _unused_key(name: str, taken: Iterable[str]) -> str:
+    """Two steps may each have a counter of the same name; and one key has a meaning of its own."""
+    candidates = itertools.chain([name], (f"{name}#{n}" for n in itertools.count(2)))
+    return next(key for key in candidates if key not in taken and key != "__metadata__")
+
+
+def _copy(tensor: ir.TensorProtocol, file: BinaryIO) -> None:
+    start = file.tell()
+    if isinstance(tensor, ir.ExternalTensor):
+        tensor.tofile(file)  # in blocks, from file to file
+    else:
+        file.write(tensor.tobytes())
+    if (size := file.tell() - start) != tensor.nbytes:
+        raise ValueError(f"`{tensor.name}` has {size} bytes, but its type and shape need {tensor.nbytes}")
+
+
+def _own_names(target: Path, suffix: str) -> re.Pattern[str]:
+    return re.compile(rf"{re.escape(target.name.removesuffix('.onnx'))}(?:\.([0-9]+))?\.(?:{suffix})")
+
+
+def is_own(target: Path, file: Path) -> bool:
+    """Whether a data file has a name that we give, and so may be deleted."""
+    return file.parent == target.parent and bool(_own_names(target, "data|safetensors").fullmatch(file.name))
+
+
+def _fresh_names(target: Path, suffix: str) -> Iterator[Path]:
+    """`m.data`, `m.1.data`, ... Numbers only rise: who has the old model open must not find other data in its place."""
+    found = [_own_names(target, suffix).fullmatch(entry.name) for entry in listing(target.parent)]
+    first = max((int(match[1] or 0) + 1 for match in found if match), default=0)
+    stem = target.name.removesuffix(".onnx")
+    return (target.with_name(f"{stem}.{n}.{suffix}" if n else f"{stem}.{suffix}") for n in itertools.count(first))

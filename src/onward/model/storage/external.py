@@ -1,0 +1,184 @@
+"""References from a ModelProto to data outside it: where they are, where they lead, and whether that is safe."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import stat
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import onnx
+import onnx_ir as ir
+from onnx import ModelProto, TensorProto
+
+from onward.errors import ExternalDataError
+from onward.model.storage.files import PathLike, reason
+
+
+def walk_tensors(proto: ModelProto) -> Iterator[TensorProto]:
+    """Every tensor in a model: dense, sparse, in attributes, subgraphs and functions, for inference and training."""
+    pending: list[Any] = [proto.graph, *proto.functions]
+    for info in proto.training_info:
+        pending += [info.initialization, info.algorithm]
+    while pending:  # no recursion: how deep graphs nest is up to the file
+        item = pending.pop()
+        attributes = [attribute for node in item.node for attribute in node.attribute]
+        if isinstance(item, onnx.FunctionProto):
+            attributes += item.attribute_proto
+        else:
+            yield from item.initializer
+            yield from _parts(item.sparse_initializer)
+        for attribute in attributes:  # by the fields that are set, whatever type is declared
+            yield from [attribute.t] if attribute.HasField("t") else []
+            yield from attribute.tensors
+            yield from _parts([attribute.sparse_tensor] if attribute.HasField("sparse_tensor") else [])
+            yield from _parts(attribute.sparse_tensors)
+            pending += [attribute.g] if attribute.HasField("g") else []
+            pending += attribute.graphs
+
+
+def _parts(sparse: Iterable[onnx.SparseTensorProto]) -> Iterator[TensorProto]:
+    return (part for tensor in sparse for part in (tensor.values, tensor.indices))
+
+
+def _external(proto: ModelProto) -> Iterator[TensorProto]:
+    return (tensor for tensor in walk_tensors(proto) if tensor.data_location == TensorProto.EXTERNAL)
+
+
+def locations(proto: ModelProto, folder: Path) -> set[Path]:
+    entries = (entry for tensor in _external(proto) for entry in tensor.external_data if entry.key == "location")
+    return {Path(os.path.realpath(folder / location)) for location in {entry.value for entry in entries}}
+
+
+class _Fault(Exception):
+    """What is wrong with a reference to external data, as the rest of a sentence about the tensor."""
+
+
+def check_external(proto: ModelProto, base_dir: PathLike | None) -> None:
+    """Refuse a model whose external data is unsafe to read or cannot be read, naming every tensor. Opens no file.
+
+    Without a folder, as for a model that did not come from a file, there can be no external data.
+    """
+    file_of = functools.cache(functools.partial(_file, base_dir))
+    ranges: dict[tuple[int, int], dict[tuple[int, int], str]] = defaultdict(dict)
+    problems = []
+    for tensor in _external(proto):
+        name = f"`{_printable(tensor.name)}`"
+        try:
+            location, start, stop = _reference(tensor)
+            info = file_of(location)
+            if isinstance(info, _Fault):
+                raise info
+            if stop > info.st_size:
+                raise _Fault(f"ends at byte {stop} of `{_printable(location)}`, which has {info.st_size} bytes")
+            if stop > start:  # tied weights share a range: one entry
+                ranges[info.st_dev, info.st_ino].setdefault(
+                    (start, stop), f"{name} (byte {start} of `{_printable(location)}`)"
+                )
+        except _Fault as fault:
+            problems.append(f"{name} {fault}")
+    problems += [problem for file in ranges.values() for problem in _overlaps(file)]
+    if problems:
+        more = [f"and {len(problems) - 20} more"] if len(problems) > 20 else []
+        lines = "".join(f"\n  {problem}" for problem in problems[:20] + more)
+        raise ExternalDataError(f"the model's external data cannot be used:{lines}", hint=_way_out(problems))
+
+
+def _reference(tensor: TensorProto) -> tuple[str, int, int]:
+    """Location, first byte, and the byte after the last."""
+    entries: dict[str, str] = {}
+    for entry in tensor.external_data:
+        if entry.key in entries:  # readers differ in which one they take
+            raise _Fault(f"has `{_printable(entry.key)}` twice")
+        entries[entry.key] = entry.value
+    size = _size(tensor)
+    start, length = _number(entries, "offset", 0), _number(entries, "length", size)
+    if length != size:
+        raise _Fault(f"has a length of {length} bytes, but its type and shape need {size}")
+    return entries.get("location", ""), start, start + size
+
+
+def _printable(text: str | bytes) -> str:
+    """Protobuf gives bytes for a string that is not UTF-8, and control characters would garble a message."""
+    return text if isinstance(text, str) and text.isprintable() else repr(text)
+
+
+def _number(entries: dict[str, str], key: str, default: int) -> int:
+    text = entries.get(key)
+    if text is None:
+        return default
+    if not isinstance(text, str) or not re.fullmatch("[0-9]{1,19}", text) or int(text) >= 2**63:
+        raise _Fault(f"has the {key} `{_printable(text)[:40]}`, which is no number of bytes")
+    return int(text)
+
+
+def _size(tensor: TensorProto) -> int:
+    try:
+        bits = ir.DataType(tensor.data_type).bitwidth
+    except (ValueError, TypeError):
+        kind = "strings" if tensor.data_type == TensorProto.STRING else f"data type {tensor.data_type}"
+        raise _Fault(f"holds {kind}, which cannot be outside the file") from None
+    if any(dim < 0 for dim in tensor.dims):
+        raise _Fault("has a negative dimension")
+    total = 0 if 0 in tensor.dims else bits
+    for dim in tensor.dims if total else ():
+        total *= dim
+        if total >= 2**63:  # stop here: a million dimensions make a number that takes hours
+            raise _Fault("has a shape larger than any file")
+    return -(-total // 8)
+
+
+def _file(base_dir: PathLike | None, location: str) -> os.stat_result | _Fault:
+    """The file that a location names, if reading it is safe. A fault is returned, so that it can be remembered."""
+    where = f"is in `{_printable(location)}`"
+    if base_dir is None:
+        return _Fault(f"{where}, but a model that was not read from a file has no folder")
+    if not location or not isinstance(location, str):
+        return _Fault("does not say in which file it is")
+    parts = location.replace("\\", "/").split("/")
+    if not parts[0] or re.match("[A-Za-z]:", location):
+        return _Fault(f"{where}: an absolute path")
+    if ".." in parts:
+        return _Fault(f"{where}: a path that leaves the model's folder")
+    if "\\" in location:  # part of a name outside Windows: the file checked would not be the file opened
+        return _Fault(f"{where}: ONNX separates folders by `/`")
+    try:
+        path, info = Path(base_dir), os.stat(base_dir)
+        for part in (part for part in parts if part not in ("", ".")):
+            path /= part
+            info = os.lstat(path)
+            if stat.S_ISLNK(info.st_mode):
+                return _Fault(f"{where}: a path through a symbolic link")
+    except FileNotFoundError:
+        return _Fault(f"{where}, which does not exist")
+    except (OSError, ValueError) as error:
+        return _Fault(f"{where}, which cannot be read: {reason(error)}")
+    if not stat.S_ISREG(info.st_mode):
+        return _Fault(f"{where}, which is not a regular file")
+    if info.st_nlink > 1:
+        return _Fault(f"{where}, a file with several hard links: it may belong to something else")
+    return info
+
+
+def _overlaps(ranges: dict[tuple[int, int], str]) -> Iterator[str]:
+    end, before = 0, ""
+    for (start, stop), name in sorted(ranges.items()):
+        if start < end:
+            yield f"{name} overlaps {before}"
+        if stop > end:
+            end, before = stop, name
+
+
+def _way_out(problems: list[str]) -> str:
+    text = " ".join(problems)
+    if "link" in text:
+        return "copy the files instead of linking them (huggingface_hub: `snapshot_download(..., local_dir=...)`)"
+    if "no folder" in text:
+        return "pass the path of the model instead"
+    if "does not exist" in text:
+        return "put the data files into the folder of the model"
+    return "the model or its data is damaged, or was made to read other files: get both again from a source you trust"

@@ -1,0 +1,57 @@
+"""What the file system is asked to do for reading and for writing alike."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+from pathlib import Path
+from typing import BinaryIO
+
+PathLike = str | os.PathLike[str]
+PAGE = 4096
+
+
+def listing(folder: Path) -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(folder) as entries:
+            return list(entries)
+    except OSError:
+        return []
+
+
+def mentions(path: PathLike, name: str) -> bool:
+    try:
+        with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            return content.find(name.encode()) >= 0
+    except ValueError:  # an empty file cannot be mapped
+        return False
+    except OSError:
+        return True  # it may
+
+
+def flush(file: BinaryIO) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def sync(folder: Path, *, strict: bool) -> bool:
+    """Make new names in a folder survive a power failure, where the system offers that; False if it failed to."""
+    if os.name == "nt":
+        return True
+    try:
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EACCES):  # not offered here
+            if strict:
+                raise
+            return False
+    return True
+
+
+def reason(error: Exception) -> str:
+    return (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__

@@ -1,0 +1,111 @@
+"""The places of an `onnx_ir` graph that hold tensors, and the tensors that they can hold: inside a file or outside."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+
+from onward.model.storage.files import PathLike
+
+Container = ir.Graph | ir.Function
+
+
+@dataclass(eq=False)
+class Place:
+    """Where a graph holds a tensor: an initializer, or an attribute."""
+
+    holder: ir.Value | ir.Node | ir.Function
+    attribute: str = ""
+    index: int | None = None  # in an attribute that holds several
+
+    @property
+    def name(self) -> str:
+        return "/".join(str(part) for part in (self.holder.name, self.attribute, self.index) if part not in ("", None))
+
+    @property
+    def tensor(self) -> ir.TensorProtocol | None:
+        if isinstance(self.holder, ir.Value):
+            return self.holder.const_value
+        value = self.holder.attributes[self.attribute].value
+        return value if self.index is None else value[self.index]
+
+    @tensor.setter
+    def tensor(self, tensor: Any) -> None:
+        if isinstance(self.holder, ir.Value):
+            self.holder.const_value = tensor
+            return
+        old = self.holder.attributes[self.attribute]
+        value = tensor if self.index is None else [*old.value[: self.index], tensor, *old.value[self.index + 1 :]]
+        self.holder.attributes[old.name] = ir.Attr(old.name, old.type, value, doc_string=old.doc_string)
+
+
+def places(*containers: Container) -> list[Place]:
+    """Every place in these graphs and functions, and in the graphs nested in them, that holds a tensor."""
+    return [place for container in containers for place in _places(container)]
+
+
+def _places(container: Container) -> Iterator[Place]:
+    top = container.graph if isinstance(container, ir.Function) else container
+    for graph in (top, *top.subgraphs()):
+        yield from (Place(value) for value in graph.initializers.values() if value.const_value is not None)
+    holders: list[ir.Node | ir.Function] = [container] if isinstance(container, ir.Function) else []
+    for holder in (*holders, *top.all_nodes()):
+        for attribute in holder.attributes.values():
+            if attribute.value is None:
+                continue
+            if attribute.type == ir.AttributeType.TENSOR:
+                yield Place(holder, attribute.name)
+            elif attribute.type == ir.AttributeType.TENSORS:
+                yield from (Place(holder, attribute.name, index) for index in range(len(attribute.value)))
+
+
+def set_base_dir(container: Container, base_dir: PathLike) -> None:
+    """Say where the external tensors in a graph or function are; `onnx_ir` maps each when it is first used."""
+    folder = os.path.realpath(base_dir)  # must stay true when the working folder changes
+    for place in _places(container):
+        if _is_external(tensor := place.tensor):
+            tensor.base_dir = folder  # type: ignore[union-attr]
+
+
+def _is_external(tensor: object) -> bool:
+    """Whether a tensor is in a file. A subclass may mean anything, and only its owner knows how to write it."""
+    return type(tensor) is ir.ExternalTensor
+
+
+def _is_foreign(tensor: object) -> bool:
+    return isinstance(tensor, ir.ExternalTensor) and not _is_external(tensor)
+
+
+def nbytes(tensor: ir.TensorProtocol) -> int:
+    """How much could be outside the file; nothing of strings, and of what only its owner can write."""
+    if tensor.dtype in (ir.DataType.STRING, ir.DataType.UNDEFINED) or _is_foreign(tensor):
+        return 0
+    return tensor.nbytes
+
+
+def range_of(tensor: ir.TensorProtocol) -> tuple[Path, int, int] | None:
+    """File, offset and length of an external tensor."""
+    if not _is_external(tensor):
+        return None
+    assert isinstance(tensor, ir.ExternalTensor)
+    return Path(os.path.realpath(tensor.path)), tensor.offset or 0, tensor.nbytes
+
+
+def _described(tensor: ir.TensorProtocol) -> dict[str, Any]:
+    """What a tensor keeps wherever its bytes are."""
+    keys = {"name": tensor.name or "", "doc_string": tensor.doc_string, "shape": ir.Shape(tensor.shape.numpy())}
+    return keys | {"metadata_props": dict(tensor.metadata_props)}
+
+
+def inside(tensor: ir.TensorProtocol) -> ir.TensorProtocol:
+    return ir.Tensor(tensor.numpy(), tensor.dtype, **_described(tensor))
+
+
+def outside(tensor: ir.TensorProtocol, folder: Path, file: Path, offset: int) -> ir.TensorProtocol:
+    location = file.relative_to(folder).as_posix()
+    return ir.ExternalTensor(location, offset, tensor.nbytes, tensor.dtype, base_dir=str(folder), **_described(tensor))

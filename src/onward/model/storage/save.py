@@ -1,0 +1,180 @@
+"""Saving: which tensors stay in a data file, go into the model file or into a new data file, and in which order.
+
+Renaming the new `.onnx` over the old one is the commit. Data that only the old one used is deleted last.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import onnx_ir as ir
+from google.protobuf.message import EncodeError
+from onnx import ModelProto
+
+from onward.errors import ExternalDataError, InvalidModelError, WriteError
+from onward.model.storage.data import is_own, write_data
+from onward.model.storage.external import check_external, locations
+from onward.model.storage.files import PathLike, listing, mentions, sync
+from onward.model.storage.parse import OUTSIDE_HINT, PROTO_LIMIT, read_proto
+from onward.model.storage.places import Place, inside, nbytes, outside, range_of
+from onward.model.storage.transaction import Transaction
+
+External = Literal["auto", "none", "data", "safetensors"]
+EMBED_LIMIT = int(1.9 * 2**30)  # leaves room for the graph beside the tensors
+
+
+def save(
+    path: PathLike,
+    to_proto: Callable[[], ModelProto],
+    places: Iterable[Place],
+    *,
+    external: External = "auto",
+    threshold_bytes: int = 1024,
+    shard_bytes: int | None = None,
+) -> None:
+    """Write a model and its data files, or fail and leave everything as it was.
+
+    `places` are those of all graphs and functions that `to_proto` serialises. While it is called they hold what the new
+    file will hold; afterwards they hold what they held, or, if that was in a data file that is gone, what replaced it.
+
+    `external` says where tensors of at least `threshold_bytes` go:
+
+    - `none`: into the model file.
+    - `data`: into `<stem>.data`; with `shard_bytes`, into several such files, each at most that large unless one
+      tensor is larger.
+    - `safetensors`: the same with `.safetensors` files, which others can read by the names of the initializers. Types
+      that not every reader of this format knows (complex, less than 8 bits, unusual float8) are in it as plain bytes.
+    - `auto`: outside if the model, or the one that it replaces, has tensors outside, or if they do not fit inside.
+
+    What is unchanged in a data file of the model that is replaced stays there. Attributes go outside only if they were.
+    """
+    target = _target(path, external)
+    tensors = {place: tensor for place in places if (tensor := place.tensor) is not None}
+    with Transaction(target) as transaction:
+        old = _data_files(target)
+        plan = _plan(target, tensors, old, external, threshold_bytes)
+        future = plan.kept | plan.embedded | write_data(plan.written, plan.suffix, target, transaction, shard_bytes)
+        with _holding(future):
+            payload, used = _serialise(to_proto(), target)
+        transaction.commit(payload)
+    if not sync(target.parent, strict=False):
+        return  # after a power failure the old model may be back, and need its data
+    obsolete = _obsolete(target, old - used)
+    for place, tensor in tensors.items():  # first: the model in memory must not lose its data
+        if (where := range_of(tensor)) and where[0] in obsolete:
+            place.tensor = future[place]
+    for file in obsolete:
+        with suppress(OSError):
+            file.unlink()
+
+
+def _target(path: PathLike, external: str) -> Path:
+    """The file to write, after the objections that can be raised before any work is done."""
+    target = Path(os.path.realpath(path))
+    if external not in ("auto", "none", "data", "safetensors"):
+        raise WriteError(f"tensors cannot be stored as `{external}`", hint="use auto, none, data or safetensors")
+    if not target.parent.is_dir():
+        raise WriteError(f"could not write `{path}`: there is no folder `{target.parent}`", hint="create it first")
+    if target.exists() and not target.is_file():
+        raise WriteError(f"could not write `{path}`: it is not a file", hint="name a file, such as `model.onnx`")
+    if target.exists() and not os.access(target, os.W_OK):  # a rename would replace it all the same
+        raise WriteError(f"could not write `{path}`: it is read-only", hint="save under another name")
+    return target
+
+
+@dataclass
+class _Plan:
+    """What the places will hold that does not stay as it is; `written` is what goes into new data files."""
+
+    kept: dict[Place, ir.TensorProtocol]
+    embedded: dict[Place, ir.TensorProtocol]
+    written: dict[Place, ir.TensorProtocol]
+    suffix: str
+
+
+def _plan(
+    target: Path, tensors: dict[Place, ir.TensorProtocol], old: set[Path], external: str, threshold: int
+) -> _Plan:
+    ranges = {place: where for place, tensor in tensors.items() if (where := range_of(tensor))}
+    keep = _kept_files(target, set(ranges.values()), old, external)
+    kept = {p: outside(tensors[p], target.parent, *where[:2]) for p, where in ranges.items() if where[0] in keep}
+    moving = {place: tensor for place, tensor in tensors.items() if place not in kept}
+    total = sum(nbytes(tensor) for tensor in moving.values())
+    if external == "none" and total > PROTO_LIMIT:
+        raise WriteError(f"could not write `{target}`: more than 2 GiB do not fit into one file", hint=OUTSIDE_HINT)
+    files = old | {file for file, _, _ in ranges.values()}
+    spill = bool(files) or total > EMBED_LIMIT if external == "auto" else external != "none"
+    written = {
+        place: tensor
+        for place, tensor in moving.items()
+        if spill
+        and nbytes(tensor) >= max(threshold, 1)  # an empty tensor has nothing to point at
+        and (isinstance(place.holder, ir.Value) or place in ranges)
+    }
+    embedded = {place: inside(tensors[place]) for place in ranges if place in moving and place not in written}
+    is_safe = external == "safetensors" or (
+        external == "auto" and files and {file.suffix for file in files} == {".safetensors"}
+    )
+    return _Plan(kept, embedded, written, "safetensors" if is_safe else "data")
+
+
+def _kept_files(target: Path, ranges: set[tuple[Path, int, int]], old: set[Path], external: str) -> set[Path]:
+    """The data files of the replaced model that the new one goes on using: of the right kind and, if they are ours to
+    delete, used by half at least, so that a model that is often changed does not drag along all that it ever was."""
+    used: dict[Path, int] = defaultdict(int)
+    for file, _, size in ranges:
+        used[file] += size
+    kept = set()
+    for file in old & used.keys() if external != "none" else ():
+        fits = external == "auto" or (external == "safetensors") == (file.suffix == ".safetensors")
+        if fits and (not is_own(target, file) or used[file] * 2 >= file.stat().st_size):
+            kept.add(file)
+    return kept
+
+
+@contextmanager
+def _holding(future: dict[Place, ir.TensorProtocol]) -> Iterator[None]:
+    """While inside, these places hold what the new file will hold."""
+    past = [(place, place.tensor) for place in future]
+    try:
+        for place, tensor in future.items():
+            place.tensor = tensor
+        yield
+    finally:
+        for place, before in past:
+            place.tensor = before
+
+
+def _serialise(proto: ModelProto, target: Path) -> tuple[bytes, set[Path]]:
+    """The bytes of the model file, and the data files that it refers to, all of which must be there."""
+    check_external(proto, target.parent)
+    with suppress(EncodeError):
+        payload = proto.SerializeToString()
+        if len(payload) <= PROTO_LIMIT:
+            return payload, locations(proto, target.parent)
+    raise WriteError(f"could not write `{target}`: more than 2 GiB do not fit into one file", hint=OUTSIDE_HINT)
+
+
+def _data_files(target: Path) -> set[Path]:
+    """The data files of the model that is there now; of something else, or of a broken model, none."""
+    if not target.exists() or not mentions(target, "location"):  # spares parsing a large model that has no data files
+        return set()
+    try:
+        proto = read_proto(target)
+        check_external(proto, target.parent)
+    except (InvalidModelError, ExternalDataError):
+        return set()
+    return locations(proto, target.parent)
+
+
+def _obsolete(target: Path, files: set[Path]) -> set[Path]:
+    """Those files that are ours to delete and that no other model mentions, such as a copy of the replaced one."""
+    own = {file for file in files if is_own(target, file)}
+    others = [entry for entry in listing(target.parent) if entry.name.endswith(".onnx") and entry.name != target.name]
+    return {file for file in own if not any(mentions(other.path, file.name) for other in others)}

@@ -1,0 +1,89 @@
+"""The files of one save, which become valid together or not at all, and the error that says why they did not."""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import stat
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO
+
+from onward.errors import Error, WriteError
+from onward.model.storage.files import flush, reason, sync
+
+
+class Transaction:
+    """The new files of one save: with the rename of the model file they all become valid, else none remains."""
+
+    def __init__(self, target: Path):
+        self.target = target
+        self.temporary = target.with_name(f".{target.name[:60]}.{secrets.token_hex(4)}.tmp")
+        self.mode = stat.S_IMODE(target.stat().st_mode) if target.exists() else None
+        self.data: list[Path] = []
+        self.file: BinaryIO | None = None
+
+    def create(self, path: Path) -> BinaryIO:
+        """A new file that nobody can read who could not read the old model."""
+        mode = 0o666 if self.mode is None else self.mode & 0o666
+        file = open(path, "xb", opener=lambda name, flags: os.open(name, flags, mode))  # noqa: SIM115
+        if self.mode is not None:
+            os.chmod(path, mode)  # whatever the umask says
+        return file
+
+    def create_data(self, names: Iterator[Path]) -> tuple[Path, BinaryIO]:
+        for path in names:
+            self.data.append(path)  # first, so that an interrupt leaves nothing behind
+            try:
+                return path, self.create(path)
+            except FileExistsError:  # another process saves too
+                self.data.pop()
+        raise AssertionError("there is always another name")
+
+    def commit(self, payload: bytes) -> None:
+        assert self.file is not None
+        with self.file as file:
+            file.write(payload)
+            flush(file)
+        if self.mode is not None:
+            os.chmod(self.temporary, self.mode)
+        sync(self.target.parent, strict=True)
+        os.replace(self.temporary, self.target)
+
+    def __enter__(self) -> Transaction:
+        try:
+            self.file = self.create(self.temporary)
+        except BaseException as error:
+            self.__exit__(type(error), error, None)
+            raise
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        # The temporary file is there just as long as the rename has not happened, whenever an interrupt comes.
+        if os.path.lexists(self.temporary):
+            if self.file is not None:
+                with suppress(OSError):  # closing may try to write once more
+                    self.file.close()
+            for path in (*self.data, self.temporary):
+                with suppress(OSError):
+                    path.unlink()
+        if isinstance(error, Exception) and not isinstance(error, WriteError):
+            raise _write_error(self.target, error) from error
+
+
+def _write_error(target: Path, error: Exception) -> WriteError:
+    number = error.errno if isinstance(error, OSError) else None
+    hint = "nothing was changed; save again when the cause is removed"
+    if isinstance(error, Error):
+        hint = error.hint or hint
+    elif number in (errno.ENOSPC, errno.EDQUOT):
+        hint = f"make room in `{target.parent}`, or save elsewhere"
+    elif number == errno.EFBIG:
+        hint = "files in this place cannot be so large: pass `shard_bytes`, or save elsewhere"
+    elif number in (errno.EACCES, errno.EPERM, errno.EROFS):
+        hint = "save into a folder that you may write to"
+    culprit = f" (`{error.filename}`)" if isinstance(error, OSError) and error.filename else ""
+    return WriteError(f"could not write `{target}`: {reason(error)}{culprit}", hint=hint)

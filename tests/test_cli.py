@@ -1,0 +1,606 @@
+"""The command line: what each command does, says and returns, and how it fails."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+from typer.testing import CliRunner, Result
+
+import onward
+from models import digits_mlp, small_cnn
+from onward.cli import app as application
+from onward.cli.commands import app
+from onward.cli.failure import BUG
+
+COMMANDS = ["prepare", "check", "show", "set", "rename", "prefix", "merge", "extract", "inline", "opset", "data", "strip", "refresh"]  # fmt: skip
+RECIPE = ["--loss", "cross_entropy", "--optimizer", "adamw:lr=1e-3", "--schedule", "cosine:steps=1000,warmup=50"]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty working directory with `digits.onnx`, and `training.onnx` made from it."""
+    monkeypatch.chdir(tmp_path)
+    onnx.save(digits_mlp(), "digits.onnx")
+    onward.prepare("digits.onnx", loss="cross_entropy", optimizer="adamw", schedule="cosine:steps=9").save(
+        "training.onnx"
+    )
+    return tmp_path
+
+
+def run(*arguments: str, code: int = 0) -> Result:
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == code, f"{result.stdout}{result.stderr}"
+    assert "Traceback" not in result.stderr and BUG not in result.stderr, result.stderr
+    return result
+
+
+def failed(*arguments: str, code: int = 1) -> tuple[str, str]:
+    """The message and the hint of a command that must fail, and say so in just this form."""
+    result = run(*arguments, code=code)
+    assert not result.stdout
+    match = re.fullmatch(r"error: (.+?)\n(?:hint:  (.+)\n)?", result.stderr, re.DOTALL)
+    assert match, result.stderr
+    return match[1], match[2] or ""
+
+
+def process(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "onward", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, **options)
+
+
+def logits(path: str) -> np.ndarray:
+    images = np.random.default_rng(0).random((3, 64), np.float32)
+    return ort.InferenceSession(path).run(None, {"image": images})[0]
+
+
+# ---- help and version ------------------------------------------------------------------------------------------------
+
+
+def test_help_lists_all_commands_in_groups() -> None:
+    text = run("--help").stdout
+    headings = [line for line in text.splitlines() if line.endswith(":")]
+    assert headings == ["Build:", "Check and show:", "Change, without losing the training:", "Options:"]
+    assert re.findall(r"^  (\w+)  +[A-Z]", text, re.MULTILINE) == COMMANDS
+    assert run().stdout == text
+    assert max(map(len, text.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_each_command_explains_itself(command: str) -> None:
+    text = run(command, "--help").stdout
+    assert run(command, "-h").stdout == text
+    assert f"Usage: onward {command} " in text
+    examples = text.partition("Examples:\n")[2]
+    assert len(re.findall(rf"^  onward {command} ", examples, re.MULTILINE)) >= 2
+    used = set(re.findall(r"(?<= )--[\w-]+", examples))
+    assert used <= set(re.findall(r"^  (?:-\w, |    )(--[\w-]+)", text, re.MULTILINE))
+
+
+def test_version() -> None:
+    from importlib.metadata import version
+
+    assert run("--version").stdout == f"onward {version('onward')}\n"
+
+
+def test_help_is_quick() -> None:
+    times = []
+    for _ in range(3):
+        start = time.perf_counter()
+        assert process("--help").returncode == 0
+        times.append(time.perf_counter() - start)
+    assert min(times) < 0.5
+
+
+def test_help_and_version_load_nothing_heavy() -> None:
+    code = (
+        "import sys; sys.argv = ['onward', {!r}]\nfrom onward.cli import main\ntry: main()\nexcept SystemExit: pass\n"
+    )
+    code += "print([m for m in ('numpy', 'onnx', 'onnx_ir', 'onnxruntime', 'torch') if m in sys.modules])"
+    for flag in ("--help", "--version"):
+        done = subprocess.run([sys.executable, "-c", code.format(flag)], capture_output=True, text=True, timeout=60)
+        assert done.stdout.endswith("[]\n"), done.stdout + done.stderr
+
+
+# ---- errors ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message", "hint"),
+    [
+        ("prepare", "missing argument `MODEL`", "--list losses"),
+        ("prepare digits.onnx", "missing option `--loss`", "--list losses"),
+        ("prepare digits.onnx --los ce", "no such option: --los", "did you mean `--loss`"),
+        ("prepare digits.onnx --loss ce --accumulate x", "`--accumulate`: it must be a whole number", "prepare --help"),
+        ("prepare digits.onnx --loss ce --data x", "`x` is not one of `auto`", "prepare --help"),
+        (
+            "prepare digits.onnx --loss ce --clip-norm 1 --clip-value 1",
+            "`--clip-norm` and `--clip-value`",
+            "choose one",
+        ),
+        ("prepare digits.onnx --loss ce --init zeros --init ones", "`*` is given twice", ""),
+        ("prepare --list x", "`x` is not one of", "prepare --help"),
+        ("prepair", "no such command `prepair`", "did you mean `prepare`"),
+        ("check", "missing argument `MODEL`", "check --help"),
+        ("show", "missing argument `MODEL`", "show --help"),
+        ("show digits.onnx more.onnx", "unexpected extra argument", "show --help"),
+        ("set training.onnx", "missing what to set", "--list"),
+        ("set training.onnx step", "`step` has not the form", "group0/lr"),
+        ("set training.onnx step=1 step=2", "`step` is given twice", ""),
+        ("rename training.onnx logits", "`logits` has not the form", "="),
+        ("opset training.onnx 0", "`VERSION`: it must be at least 1", "opset --help"),
+        ("data training.onnx --to x", "`x` is not one of", "data --help"),
+        ("refresh digits.onnx", "missing option `--training`", "refresh --help"),
+        ("--what", "no such option: --what", ""),
+    ],
+)
+def test_wrong_usage(arguments: str, message: str, hint: str, folder: Path) -> None:
+    told, way_out = failed(*arguments.split(), code=2)
+    assert message in told and hint in way_out, (told, way_out)
+    assert told[:2].islower() or told.startswith("`")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message", "hint"),
+    [
+        ("show digit.onnx", "there is no file `digit.onnx`", "did you mean `digits.onnx`?"),
+        ("show .", "`.` is a folder", ".onnx"),
+        ("check nothing.onnx", "there is no file", ""),
+        ("check training.onnx --for abacus", "`abacus`", "onnxruntime"),
+        ("prepare digits.onnx --loss cross", "there is no loss `cross`", "did you mean"),
+        ("prepare digits.onnx --loss ce --optimizer adamv", "there is no optimizer `adamv`", "`adamw`"),
+        ("prepare digits.onnx --loss ce --optimizer sgd:learning_rate=1", "no option `learning_rate`", ""),
+        ("prepare digits.onnx --loss ce --optimizer sgd:lr", "`lr` in `sgd:lr`", "option"),
+        ("prepare digits.onnx --loss ce --schedule cosine", "needs the option `steps`", "cosine:steps=100"),
+        ("prepare digits.onnx --loss ce --freeze fc3.*", "`fc3.*` matches no", "`fc1.weight`"),
+        ("prepare digits.onnx --loss ce --group fc3.*:lr=1", "`fc3.*` matches no parameter", ""),
+        ("prepare digits.onnx --loss logit=ce", "there is no value `logit`", "`logits`"),
+        ("prepare digits.onnx --loss ce --clip-norm -1", "cannot be clipped to -1", "positive"),
+        ("prepare digits.onnx --loss ce --accumulate 0", "over 0 batches", "1 or more"),
+        ("prepare digits.onnx --loss ce --ema 2", "2.0", ""),
+        ("prepare digits.onnx --loss ce --loss-scale big", "`big`", ""),
+        ("prepare digits.onnx --loss loss.onnx", "there is no file `loss.onnx`", ""),
+        ("prepare training.onnx --loss ce", "already carries its training", "--append"),
+        ("prepare digits.onnx --loss ce -o nowhere/t.onnx", "could not write", ""),
+        ("set digits.onnx step=1", "there is no step 0", "onward prepare"),
+        ("set training.onnx lr=1", "there is no initializer `lr`", "`group0/lr`"),
+        ("set training.onnx group0/lr=fast", "`group0/lr` is double, and `fast` is not", "1e-3"),
+        ("set training.onnx group0/lr=true", "`group0/lr` is double, and `true` is not", "1e-3"),
+        ("set training.onnx group0/lr=[1,2]", "`group0/lr` has shape [], not [2]", ""),
+        ("set training.onnx step=1.5", "`step` is int64, which cannot hold `1.5`", "whole number"),
+        ("set training.onnx step=1e300", "`step` is int64, which cannot hold `1e300`", "whole number"),
+        ("set training.onnx step=99999999999999999999", "`step` is int64, and", "whole number"),
+        ("set training.onnx fc1.weight=0", "`fc1.weight` has 2,048 elements", "Model.set"),
+        ("set training.onnx step=1 --step 3", "there is no step 3", ""),
+        ("rename training.onnx fc9.weight=x", "there is no value `fc9.weight`", "did you mean"),
+        ("rename training.onnx fc1.weight=fc2.weight", "already the name of another value", "choose another"),
+        ("merge digits.onnx digits.onnx", "both models have values named", "--prefix"),
+        ("merge digits.onnx digits.onnx --connect a=b", "`a` is no output of the first model", ""),
+        ("extract training.onnx --to nothing", "there is no value `nothing`", ""),
+        ("opset digits.onnx 9999", "cannot convert the model to operator set 9999", ""),
+        ("refresh training.onnx --training digits.onnx", "no training to put back", ""),
+    ],
+)
+def test_what_a_user_can_get_wrong(arguments: str, message: str, hint: str, folder: Path) -> None:
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    told, way_out = failed(*arguments.split())
+    assert message in told and hint in way_out, (told, way_out)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_several_lines_are_aligned(folder: Path) -> None:
+    proto = onnx.load("digits.onnx")
+    proto.graph.initializer[0].name = proto.graph.node[0].input[1] = "other.weight"
+    onnx.save(proto, "changed.onnx")
+    told, _ = failed("refresh", "changed.onnx", "--training", "training.onnx")
+    assert told.splitlines()[1:] and all(line.startswith("       ") for line in told.splitlines()[1:])
+    assert "`fc1.weight` is gone" in told
+
+
+def test_a_traceback_on_demand(folder: Path) -> None:
+    for arguments, environment in ((["--debug", "show", "no"], {}), (["show", "no", "--debug"], {}), (["show", "no"], {"ONWARD_DEBUG": "1"})):  # fmt: skip
+        result = CliRunner().invoke(app, arguments, env=environment)
+        assert result.exit_code == 1
+        assert "Traceback" in result.stderr and result.stderr.splitlines()[-1].startswith(
+            "error: there is no file `no`"
+        )
+    assert "Traceback" not in CliRunner().invoke(app, ["show", "no"], env={"ONWARD_DEBUG": "0"}).stderr
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (ZeroDivisionError("division by zero"), f"error: ZeroDivisionError: division by zero\nhint:  {BUG}\n"),
+        (MemoryError(), "error: there is not enough memory for this\n"),
+        (PermissionError(13, "Permission denied", "x.onnx"), "error: `x.onnx`: Permission denied\n"),
+    ],
+)
+def test_what_nobody_expects(error: Exception, told: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr("onward.model.serde.read", fail)
+    monkeypatch.setattr("onward.model.read", fail)
+    result = CliRunner().invoke(app, ["set", "training.onnx", "--list"])
+    assert (result.exit_code, result.stderr) == (1, told)
+
+
+def test_an_interrupt_is_quiet(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("onward.model.read", interrupted)
+    result = CliRunner().invoke(app, ["set", "training.onnx", "--list"])
+    assert (result.exit_code, result.output) == (130, "")
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no such signal")
+def test_an_interrupt_of_a_real_process_is_quiet(folder: Path) -> None:
+    code = "import onward.model\nonward.model.read = lambda *a: (print('reading', flush=True), __import__('time').sleep(60))\n"
+    code += "from onward.cli import main; main()"
+    running = subprocess.Popen(
+        [sys.executable, "-c", code, "set", "training.onnx", "--list"], stdout=-1, stderr=-1, text=True
+    )
+    assert running.stdout is not None and running.stdout.readline() == "reading\n"
+    running.send_signal(signal.SIGINT)
+    _, stderr = running.communicate(timeout=30)
+    assert (running.returncode, stderr) == (130, "")
+
+
+@pytest.mark.parametrize(
+    "arguments", ["prepare --list optimizers", "prepare --list optimizers --json", "check --codes"]
+)
+def test_a_closed_pipe_is_quiet(arguments: str) -> None:
+    command = [sys.executable, "-m", "onward", *arguments.split()]
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60)
+    finally:
+        os.close(writer)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_a_terminal_that_knows_only_ascii(folder: Path) -> None:
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
+    proto = onnx.load("digits.onnx")
+    proto.graph.name = "grün"
+    onnx.save(proto, "größe.onnx")
+    for arguments in (["show", "größe.onnx"], ["check", "größe.onnx"], ["show", "fehlt-ö.onnx"]):
+        done = process(*arguments, env=environment)
+        assert "Traceback" not in done.stderr and done.returncode == (1 if "fehlt" in arguments[1] else 0)
+
+
+def test_names_cannot_disturb_the_terminal(folder: Path) -> None:
+    proto = digits_mlp()
+    proto.graph.output[0].name = proto.graph.node[-1].output[0] = "\x1b[31mlog\rits\x07[bold]x[/]"
+    onnx.save(proto, "odd.onnx")
+    for arguments in ("show odd.onnx", "prepare odd.onnx --loss ce", "prepare odd.onnx --loss a=ce", "check odd.onnx"):
+        result = CliRunner().invoke(app, arguments.split())
+        assert not re.search(r"[\x00-\x09\x0b-\x1f]", result.output), arguments
+        assert BUG not in result.stderr
+
+
+# ---- prepare ---------------------------------------------------------------------------------------------------------
+
+
+def test_prepare(folder: Path) -> None:
+    text = run("prepare", "digits.onnx", *RECIPE, "--freeze", "fc1.*", "--clip-norm", "1", "-o", "made.onnx").stdout
+    for said in (
+        "trains",
+        "330 in 2 tensors",
+        "2 tensors frozen",
+        "cross_entropy on logits",
+        "adamw: lr 0.001",
+        "cosine",
+    ):
+        assert said in text
+    assert "labels int64 [N]" in text and "onward show made.onnx" in text
+    assert not re.search(r"[ \t]$", text, re.MULTILINE)
+    made = onward.read("made.onnx")
+    assert made.steps[0].differentiated() == ["fc2.weight", "fc2.bias"]
+    assert made.steps[0].fact("train.recipe")["freeze"] == ["fc1.*"]
+    assert np.array_equal(logits("made.onnx"), logits("digits.onnx"))
+    run("check", "made.onnx", "--strict")
+
+
+def test_prepare_is_the_function_of_the_same_name(folder: Path) -> None:
+    onnx.save(small_cnn(), "cnn.onnx")
+    options = """--loss logits=ce:label_smoothing=0.1 --loss logits=ce:scale=0.5 --optimizer sgd:lr=0.1,momentum=0.9
+        --schedule warmup:steps=5,until=5 --schedule step:size=10 --trainable conv.* --trainable fc.* --freeze *.bias
+        --group fc.*:lr=0.01 --clip-tensor-norm 2 --accumulate 3 --ema 0.9 --loss-scale dynamic --no-master-weights
+        --init conv.*=normal:std=0.02 --init zeros --variance sample --seed 7"""
+    run("prepare", "cnn.onnx", *options.split(), "-o", "made.onnx")
+    made = onward.prepare(
+        "cnn.onnx",
+        loss=["logits=ce:label_smoothing=0.1", "logits=ce:scale=0.5"],
+        optimizer="sgd:lr=0.1,momentum=0.9",
+        schedule=["warmup:steps=5,until=5", "step:size=10"],
+        trainable=["conv.*", "fc.*"],
+        freeze=["*.bias"],
+        groups=["fc.*:lr=0.01"],
+        clip={"tensor_norm": 2.0},
+        accumulate=3,
+        ema=0.9,
+        loss_scale="dynamic",
+        master_weights=False,
+        init={"conv.*": "normal:std=0.02", "*": "zeros"},
+        variance="sample",
+        seed=7,
+    )
+    assert onward.read("made.onnx").to_proto() == made.to_proto()
+
+
+def test_the_name_of_the_output(folder: Path) -> None:
+    (folder / "sub").mkdir()
+    run("prepare", "digits.onnx", "--loss", "ce")
+    run("prepare", "digits.onnx", "--loss", "ce", "-o", "sub")
+    assert Path("digits-training.onnx").exists() and Path("sub/digits-training.onnx").exists()
+
+
+def test_nothing_is_overwritten_unless_that_is_wanted(folder: Path) -> None:
+    command = ["prepare", "digits.onnx", "--loss", "ce"]
+    before = Path("training.onnx").read_bytes()
+    assert failed(*command, "-o", "training.onnx") == (
+        "`training.onnx` exists",
+        "write elsewhere with `-o`, or overwrite it with `--force`",
+    )
+    assert failed(*command, "-o", "./digits.onnx")[0] == "`digits.onnx` is the model itself"
+    assert Path("training.onnx").read_bytes() == before
+    run(*command, "-o", "training.onnx", "--force")
+    assert Path("training.onnx").read_bytes() != before
+    run(*command, "-o", "digits.onnx", "--force")
+    assert onward.read("digits.onnx").steps
+
+
+def test_prepare_tells_programs(folder: Path) -> None:
+    told = json.loads(run("prepare", "digits.onnx", "--loss", "ce", "--json").stdout)
+    assert told["output"] == "digits-training.onnx"
+    assert told["model"] == onward.describe("digits-training.onnx").to_json()
+
+
+def test_prepare_appends_and_uses_a_loss_from_a_file(folder: Path) -> None:
+    loss = onnx.parser.parse_model(
+        """<ir_version: 10, opset_import: ["": 21]>
+        distance (float[N,10] logits, float[N,10] wanted) => (float loss) {
+            d = Sub(logits, wanted) loss = ReduceSumSquare<keepdims=0>(d)
+        }"""
+    )
+    onnx.save(loss, "loss.onnx")
+    text = run("prepare", "training.onnx", "--loss", "loss.onnx", "--append", "-o", "two.onnx").stdout
+    assert "wanted float32 [N, 10]" in text
+    assert len(onward.read("two.onnx").steps) == 2
+
+
+@pytest.mark.parametrize("data", ["data", "safetensors"])
+def test_prepare_puts_tensors_beside_the_file(data: str, folder: Path) -> None:
+    run("prepare", "digits.onnx", "--loss", "ce", "--data", data, "-o", "out.onnx")
+    assert Path(f"out.{data}").exists()
+    assert np.array_equal(logits("out.onnx"), logits("digits.onnx"))
+
+
+@pytest.mark.parametrize(
+    ("what", "name", "options"),
+    [
+        ("losses", "cross_entropy", {"label_smoothing": 0.0, "scale": 1.0}),
+        ("optimizers", "adamw", {"lr": 1e-3, "weight_decay": 1e-2, "variant": "torch"}),
+        ("schedules", "cosine", {"steps": None, "min": 0.0, "after": "floor", "warmup": 0.0}),
+        ("initializers", "kaiming_normal", {"mode": "fan_in", "nonlinearity": "leaky_relu"}),
+    ],
+)
+def test_prepare_lists_what_there_is(what: str, name: str, options: dict[str, Any]) -> None:
+    listed = json.loads(run("prepare", "--list", what, "--json").stdout)
+    assert len(listed) > 10
+    assert options.items() <= listed[name]["options"].items()
+    text = run("prepare", "--list", what).stdout
+    for known, entry in listed.items():
+        assert known in text and entry["summary"].split("\n")[0] in text
+        assert all(f"{option}=" in text for option in entry["options"])
+    assert listed.get("cosine", {}).get("required", ["steps"]) == ["steps"]
+
+
+# ---- check and show --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def broken(folder: Path) -> str:
+    proto = onnx.load("training.onnx")
+    proto.training_info[0].update_binding[0].value = "nothing"
+    del proto.training_info[0].initialization_binding[:]
+    onnx.save(proto, "broken.onnx")
+    return "broken.onnx"
+
+
+def test_check(folder: Path) -> None:
+    assert run("check", "training.onnx").stdout == "training.onnx: no findings\n"
+    assert run("check", "training.onnx", "--strict").stdout == "training.onnx: no findings\n"
+    assert "OW652" in run("check", "training.onnx", "--for", "onnxruntime").stdout
+
+
+def test_check_lists_findings_by_severity(broken: str) -> None:
+    lines = run("check", broken, code=1).stdout.splitlines()
+    assert lines[0] == "errors" and "warnings" in lines
+    assert any(re.match(r"  OW205  training_info\[0\]", line) for line in lines)
+    assert any(line.startswith("         hint: ") for line in lines)
+    assert re.match(r"broken.onnx: \d+ errors?, \d+ warnings?", lines[-1])
+
+
+def test_check_tells_programs(broken: str) -> None:
+    told = json.loads(run("check", broken, "--json", code=1).stdout)
+    assert told["file"] == broken and not told["passed"]
+    assert told["findings"] == [finding.to_json() for finding in onward.check(broken)]
+    assert sum(told["counts"].values()) == len(told["findings"])
+
+
+def test_check_is_strict_on_demand(folder: Path) -> None:
+    proto = onnx.load("training.onnx")
+    del proto.training_info[0].initialization_binding[-1]
+    onnx.save(proto, "loose.onnx")
+    assert "warning" in run("check", "loose.onnx").stdout
+    assert "warning" in run("check", "loose.onnx", "--strict", code=1).stdout
+
+
+def test_check_looks_at_what_cannot_be_read(folder: Path) -> None:
+    proto = digits_mlp()
+    proto.graph.node[1].output[0] = "hidden"
+    onnx.save(proto, "twice.onnx")
+    assert "not valid ONNX" in failed("show", "twice.onnx")[0]
+    assert "OW120" in run("check", "twice.onnx", code=1).stdout
+
+
+def test_check_lists_its_codes() -> None:
+    from onward.checker import CODES
+
+    assert json.loads(run("check", "--codes", "--json").stdout).keys() == CODES.keys()
+    assert re.findall(r"OW\d+", run("check", "--codes").stdout) == list(CODES)
+
+
+def test_show(folder: Path) -> None:
+    text = run("show", "training.onnx").stdout
+    assert "adamw" in text and "cosine" in text and "fc1" not in text
+    assert "fc1.weight" in run("show", "training.onnx", "--params").stdout
+    assert json.loads(run("show", "training.onnx", "--json").stdout) == onward.describe("training.onnx").to_json()
+    assert "inference model" in run("show", "digits.onnx").stdout
+
+
+def test_show_draws(folder: Path) -> None:
+    result = run("show", "training.onnx", "--graph", "picture.svg")
+    assert (result.stdout, result.stderr) == ("", "wrote picture.svg\n")
+    assert Path("picture.svg").read_text().startswith("<svg") or "<svg" in Path("picture.svg").read_text()[:200]
+    assert "--force" in failed("show", "training.onnx", "--graph", "picture.svg")[1]
+    run("show", "training.onnx", "--graph", "picture.svg", "--force", "--json")
+    assert "there is no step 4" in failed("show", "training.onnx", "--graph", "x.svg", "--step", "4")[0]
+
+
+# ---- set -------------------------------------------------------------------------------------------------------------
+
+
+def test_set_changes_the_file(folder: Path) -> None:
+    nodes = onnx.load("training.onnx").training_info[0].algorithm.node
+    result = run("set", "training.onnx", "group0/lr=3e-4", "step=7")
+    assert result.stdout == "group0/lr  0.001 -> 0.0003\nstep       0 -> 7\n"
+    assert result.stderr == "wrote training.onnx\n"
+    model = onward.read("training.onnx")
+    assert model.initializer("group0/lr").const_value.numpy() == 3e-4
+    assert model.initializer("step").const_value.numpy() == 7
+    assert onnx.load("training.onnx").training_info[0].algorithm.node == nodes
+
+
+def test_set_changes_all_or_nothing(folder: Path) -> None:
+    before = Path("training.onnx").read_bytes()
+    failed("set", "training.onnx", "group0/lr=3e-4", "nothing=7")
+    assert Path("training.onnx").read_bytes() == before
+
+
+def test_set_writes_elsewhere_and_tells_programs(folder: Path) -> None:
+    before = Path("training.onnx").read_bytes()
+    told = json.loads(run("set", "training.onnx", "step=7", "-o", "other.onnx", "--json").stdout)
+    assert told == {"output": "other.onnx", "changes": [{"name": "step", "old": 0, "new": 7}]}
+    assert Path("training.onnx").read_bytes() == before
+
+
+def test_set_understands_lists_and_states(folder: Path) -> None:
+    recipe = {"schedule": "multistep:milestones=[30,60]", "loss_scale": "dynamic"}
+    onward.prepare("digits.onnx", loss="ce", **recipe).save("t.onnx")
+    run("set", "t.onnx", "schedule/milestones=[10,20]", "scaler/scale=1024", "group0/eps=1e-12")
+    listed = {entry["name"]: entry for entry in json.loads(run("set", "t.onnx", "--list", "--json").stdout)}
+    assert listed["schedule/milestones"] == {"name": "schedule/milestones", "role": "hyper", "value": [10.0, 20.0]}
+    assert listed["scaler/scale"]["value"] == 1024
+    assert listed["step"] == {"name": "step", "role": "counter", "value": 0}
+    text = run("set", "t.onnx", "--list").stdout
+    assert re.search(r"^group0/eps +1e-12 +hyper$", text, re.MULTILINE)
+
+
+# ---- the others ------------------------------------------------------------------------------------------------------
+
+
+def reference(change: Callable[..., onward.Model], *arguments: Any, **options: Any) -> onnx.ModelProto:
+    return change("training.onnx", *arguments, **options).to_proto()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "output", "wanted"),
+    [
+        ("rename T fc1.weight=w logits=y", "training-renamed", lambda: reference(onward.rename, {"fc1.weight": "w", "logits": "y"})),
+        ("prefix T net/", "training-prefixed", lambda: reference(onward.add_prefix, "net/")),
+        ("inline T", "training-inlined", lambda: reference(onward.inline)),
+        ("inline T --function onward.A*", "training-inlined", lambda: reference(onward.inline, ["onward.A*"])),
+        ("opset T 22", "training-opset22", lambda: reference(onward.convert_opset, 22)),
+        ("strip T", "training-inference", lambda: reference(onward.strip)),
+        ("extract T --to active", "training-part", lambda: reference(onward.extract, ["image"], ["active"])),
+        ("merge T digits.onnx --connect logits=image --prefix d/", "training-digits", None),
+        ("refresh digits.onnx --training T", "digits-training", lambda: onnx.load("training.onnx")),
+        ("data T --to none", "training-single", lambda: onnx.load("training.onnx")),
+        ("data T --to safetensors", "training-external", None),
+    ],
+)  # fmt: skip
+def test_changes(arguments: str, output: str, wanted: Callable[[], onnx.ModelProto] | None, folder: Path) -> None:
+    result = run(*("training.onnx" if a == "T" else a for a in arguments.split()))
+    assert result.stdout == ""
+    assert re.match(rf"wrote {output}\.onnx \([\d.]+ \w+\)(: .+)?\n$", result.stderr)
+    if wanted is not None:
+        assert onward.read(f"{output}.onnx").to_proto() == onward.read(wanted()).to_proto()
+    failed(*("training.onnx" if a == "T" else a for a in arguments.split()))
+    run(*("training.onnx" if a == "T" else a for a in arguments.split()), "--force", "-o", "elsewhere.onnx")
+    assert Path("elsewhere.onnx").exists()
+
+
+# ---- on a terminal ---------------------------------------------------------------------------------------------------
+
+
+def on_a_terminal(*arguments: str) -> str:
+    """What a person sees, with all codes for colours and cursors."""
+    environment = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "COLUMNS", "CI")} | {
+        "TERM": "xterm-256color"
+    }
+    main, side = pty.openpty()
+    running = subprocess.Popen(
+        [sys.executable, "-m", "onward", *arguments], stdin=side, stdout=side, stderr=side, env=environment
+    )
+    os.close(side)
+    seen = b""
+    while True:
+        try:
+            piece = os.read(main, 65536)
+        except OSError:
+            break
+        if not piece:
+            break
+        seen += piece
+    running.wait(timeout=60)
+    os.close(main)
+    return seen.decode()
+
+
+def test_a_terminal_gets_colours_and_a_spinner(folder: Path) -> None:
+    seen = on_a_terminal("check", "training.onnx")
+    assert "checking training.onnx" in seen and "\x1b[" in seen
+    assert "\x1b[" in on_a_terminal("--help")
+    assert "\x1b[1;31merror:" in on_a_terminal("show", "no.onnx")
+    assert "\x1b[" not in process("check", "training.onnx").stdout + process("--help").stdout
+
+
+def test_main_is_the_entry_point(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from onward.cli import main
+
+    monkeypatch.setattr(sys, "argv", ["onward", "check", "training.onnx"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == "training.onnx: no findings\n"
+    assert application.app is app
