@@ -26,7 +26,9 @@ from onward.cli import app as application
 from onward.cli.commands import app
 from onward.cli.failure import BUG
 
-COMMANDS = ["prepare", "check", "show", "set", "rename", "prefix", "merge", "extract", "inline", "opset", "data", "strip", "refresh"]  # fmt: skip
+BUILD, LOOK = ["prepare"], ["check", "show"]
+CHANGE = ["set", "rename", "prefix", "merge", "extract", "inline", "opset", "data", "strip", "refresh"]
+COMMANDS = [*BUILD, *LOOK, *CHANGE]
 RECIPE = ["--loss", "cross_entropy", "--optimizer", "adamw:lr=1e-3", "--schedule", "cosine:steps=1000,warmup=50"]
 
 
@@ -156,16 +158,16 @@ def test_wrong_usage(arguments: str, message: str, hint: str, folder: Path) -> N
 @pytest.mark.parametrize(
     ("arguments", "message", "hint"),
     [
-        ("show digit.onnx", "there is no file `digit.onnx`", "did you mean `digits.onnx`?"),
+        ("show digit.onnx", "there is no file `digit.onnx`", "did you mean `digits.onnx`"),
         ("show .", "`.` is a folder", ".onnx"),
         ("check nothing.onnx", "there is no file", ""),
         ("check training.onnx --for abacus", "`abacus`", "onnxruntime"),
         ("prepare digits.onnx --loss cross", "there is no loss `cross`", "did you mean"),
-        ("prepare digits.onnx --loss ce --optimizer adamv", "there is no optimizer `adamv`", "`adamw`"),
+        ("prepare digits.onnx --loss ce --optimizer adamv", "there is no optimizer `adamv`", "did you mean"),
         ("prepare digits.onnx --loss ce --optimizer sgd:learning_rate=1", "no option `learning_rate`", ""),
-        ("prepare digits.onnx --loss ce --optimizer sgd:lr", "`lr` in `sgd:lr`", "option"),
+        ("prepare digits.onnx --loss ce --optimizer sgd:lr", "`lr` in `sgd:lr`", "write it as"),
         ("prepare digits.onnx --loss ce --schedule cosine", "needs the option `steps`", "cosine:steps=100"),
-        ("prepare digits.onnx --loss ce --freeze fc3.*", "`fc3.*` matches no", "`fc1.weight`"),
+        ("prepare digits.onnx --loss ce --freeze fc3.*", "`fc3.*` matches no", "`fc2.bias`"),
         ("prepare digits.onnx --loss ce --group fc3.*:lr=1", "`fc3.*` matches no parameter", ""),
         ("prepare digits.onnx --loss logit=ce", "there is no value `logit`", "`logits`"),
         ("prepare digits.onnx --loss ce --clip-norm -1", "cannot be clipped to -1", "positive"),
@@ -211,8 +213,8 @@ def test_several_lines_are_aligned(folder: Path) -> None:
 
 
 def test_a_traceback_on_demand(folder: Path) -> None:
-    for arguments, environment in ((["--debug", "show", "no"], {}), (["show", "no", "--debug"], {}), (["show", "no"], {"ONWARD_DEBUG": "1"})):  # fmt: skip
-        result = CliRunner().invoke(app, arguments, env=environment)
+    for arguments, debug in (("--debug show no", ""), ("show no --debug", ""), ("show no", "1")):
+        result = CliRunner().invoke(app, arguments.split(), env={"ONWARD_DEBUG": debug})
         assert result.exit_code == 1
         assert "Traceback" in result.stderr and result.stderr.splitlines()[-1].startswith(
             "error: there is no file `no`"
@@ -249,8 +251,8 @@ def test_an_interrupt_is_quiet(folder: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no such signal")
 def test_an_interrupt_of_a_real_process_is_quiet(folder: Path) -> None:
-    code = "import onward.model\nonward.model.read = lambda *a: (print('reading', flush=True), __import__('time').sleep(60))\n"
-    code += "from onward.cli import main; main()"
+    code = "import time, onward.model\nfrom onward.cli import main\n"
+    code += "onward.model.read = lambda *_: print('reading', flush=True) or time.sleep(60)\nmain()"
     running = subprocess.Popen(
         [sys.executable, "-c", code, "set", "training.onnx", "--list"], stdout=-1, stderr=-1, text=True
     )
@@ -409,7 +411,7 @@ def test_prepare_lists_what_there_is(what: str, name: str, options: dict[str, An
     for known, entry in listed.items():
         assert known in text and entry["summary"].split("\n")[0] in text
         assert all(f"{option}=" in text for option in entry["options"])
-    assert listed.get("cosine", {}).get("required", ["steps"]) == ["steps"]
+        assert all(f"{option}=?" in text for option in entry["required"])
 
 
 # ---- check and show --------------------------------------------------------------------------------------------------
@@ -534,7 +536,7 @@ def reference(change: Callable[..., onward.Model], *arguments: Any, **options: A
 @pytest.mark.parametrize(
     ("arguments", "output", "wanted"),
     [
-        ("rename T fc1.weight=w logits=y", "training-renamed", lambda: reference(onward.rename, {"fc1.weight": "w", "logits": "y"})),
+        ("rename T fc1.weight=w", "training-renamed", lambda: reference(onward.rename, {"fc1.weight": "w"})),
         ("prefix T net/", "training-prefixed", lambda: reference(onward.add_prefix, "net/")),
         ("inline T", "training-inlined", lambda: reference(onward.inline)),
         ("inline T --function onward.A*", "training-inlined", lambda: reference(onward.inline, ["onward.A*"])),

@@ -15,6 +15,7 @@ import textwrap
 import time
 import zipfile
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,10 @@ from safetensors import safe_open
 from models import digits_mlp
 from onward.errors import ExternalDataError, InvalidModelError, WriteError
 from onward.model import storage
+from onward.model.storage import data as data_module
+from onward.model.storage.places import range_of
+
+save_module = import_module("onward.model.storage.save")  # in the package, the function has this name
 
 FORMS = ["auto", "none", "data", "safetensors"]
 
@@ -472,7 +477,7 @@ def test_goes_outside(tmp_path: Path) -> None:
         "w/exp_avg",
         "seeds",
     }  # not attributes, which runtimes want inside; not scalars
-    assert all(int(entry["offset"]) % storage.ALIGNMENT == 0 for entry in found.values())
+    assert all(int(entry["offset"]) % data_module.ALIGNMENT == 0 for entry in found.values())
     assert proto.training_info[0].algorithm.initializer[0].data_location == TensorProto.EXTERNAL
     assert proto.training_info[1].initialization.initializer[0].data_location == TensorProto.EXTERNAL
 
@@ -510,14 +515,14 @@ def test_auto_keeps_small_models_in_one_file(tmp_path: Path) -> None:
 
 
 def test_auto_goes_outside_when_there_is_too_much(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(storage, "EMBED_LIMIT", 10_000)
+    monkeypatch.setattr(save_module, "EMBED_LIMIT", 10_000)
     Opened(everywhere()).save(tmp_path / "m.onnx")
     assert set(files(tmp_path)) == {"m.onnx", "m.data"}
-    monkeypatch.setattr(storage, "PROTO_LIMIT", 10_000)
+    monkeypatch.setattr(save_module, "PROTO_LIMIT", 10_000)
     with pytest.raises(WriteError, match="do not fit") as raised:
         Opened(everywhere()).save(tmp_path / "n.onnx", external="none")
     assert raised.value.hint and "external" in raised.value.hint
-    monkeypatch.setattr(storage, "EMBED_LIMIT", 1_000_000)
+    monkeypatch.setattr(save_module, "EMBED_LIMIT", 1_000_000)
     with pytest.raises(WriteError, match="do not fit"):
         Opened(everywhere()).save(tmp_path / "n.onnx")
     assert set(files(tmp_path)) == {"m.onnx", "m.data"}
@@ -736,7 +741,7 @@ def test_a_changed_format_replaces_the_file(tmp_path: Path) -> None:
     model.save(path, external="safetensors")
     assert set(files(tmp_path)) == {"m.onnx", "m.safetensors"}
     assert model.values() == Opened(everywhere()).values()
-    assert all(where[0].name == "m.safetensors" for _, item in model.tensors() if (where := storage._range(item)))
+    assert all(where[0].name == "m.safetensors" for _, item in model.tensors() if (where := range_of(item)))
 
 
 def test_foreign_files_are_used_but_never_deleted(tmp_path: Path) -> None:
@@ -750,6 +755,34 @@ def test_foreign_files_are_used_but_never_deleted(tmp_path: Path) -> None:
     assert set(files(tmp_path)) == {"m.onnx", "weights.bin"}
     model.save(path, external="none")
     assert set(files(tmp_path)) == {"m.onnx", "weights.bin"}
+
+
+def test_the_checksum_of_a_file_stays_as_long_as_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "m.onnx"
+    inside, outside = tensor("v", 64, 64), tensor("w", 64, 64)
+    (tmp_path / "weights.bin").write_bytes(outside.raw_data)
+    point(outside, "./weights.bin").external_data.add(key="checksum", value="0123abcd")
+    proto = one(inside, outside)
+    path.write_bytes(proto.SerializeToString())
+    for _ in range(2):
+        Opened.at(path).save(path)
+        found = external(storage.read_proto(path))
+        assert found["w"]["location"] == "weights.bin" and found["w"]["checksum"] == "0123abcd"
+        assert "checksum" not in found["v"]
+    storage.save(path, lambda: proto, [])  # which has it already
+    assert storage.read_proto(path) == proto
+    Opened.at(path).save(path, external="safetensors")
+    assert not any("checksum" in entry for entry in external(storage.read_proto(path)).values())
+
+
+def test_a_checksum_that_is_no_text_is_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "m.onnx"
+    (tmp_path / "w.data").write_bytes(bytes(16))
+    item = w("w.data")
+    item.external_data.add(key="checksum", value="?????")
+    path.write_bytes(one(item).SerializeToString().replace(b"?????", b"\xff\xfe\xfd\xfc\xfb"))
+    Opened.at(path).save(path)
+    assert external(storage.read_proto(path))["w"] == {"location": "w.data", "offset": "0", "length": "16"}
 
 
 def test_files_of_another_model_are_copied_and_not_touched(tmp_path: Path) -> None:
@@ -866,7 +899,14 @@ def test_data_that_was_cut_short(tmp_path: Path) -> None:
 
 # ---- failures --------------------------------------------------------------------------------------------------------
 
-STEPS = [(os, "fsync"), (os, "replace"), (os, "chmod"), (os, "open"), (storage, "_copy"), (storage, "_serialise")]
+STEPS = [
+    (os, "fsync"),
+    (os, "replace"),
+    (os, "chmod"),
+    (os, "open"),
+    (data_module, "_copy"),
+    (save_module, "_serialise"),
+]
 
 
 class Trap:

@@ -197,9 +197,13 @@ class Builder:
 
     def constant(self, value: Any, dtype: ir.DataType | None = None) -> Expr:
         """A constant; equal ones share a node."""
-        tensor = ir.tensor(value, dtype)
-        key = (tensor.dtype, tuple(tensor.shape), tensor.tobytes())
+        if isinstance(value, ir.Tensor):
+            array, dtype = value.numpy(), value.dtype
+        else:
+            array = np.asarray(value) if dtype is None else np.asarray(value).astype(dtype.numpy())
+        key = (array.dtype, array.shape, array.tobytes())
         if key not in self._constants:
+            tensor = ir.Tensor(array, dtype=dtype)
             node = ir.Node("", "Constant", [], [ir.AttrTensor("value", tensor)], name=self._fresh("Constant"))
             node.outputs[0].name = node.name
             node.outputs[0].type = ir.TensorType(tensor.dtype)
@@ -318,12 +322,22 @@ def _declared(parameter: inspect.Parameter) -> ir.Attr:
 
 
 def _attribute(name: str, value: Any) -> ir.Attr:
+    # The common kinds first: the library's own conversion asks for protocols, which takes longer than all the rest.
+    kind = type(value)
+    if kind is int or kind is bool:
+        return ir.AttrInt64(name, int(value))
+    if kind is float:
+        return ir.AttrFloat32(name, value)
+    if kind is str:
+        return ir.AttrString(name, value)
+    if kind is ir.DataType:
+        return ir.AttrInt64(name, value.value)
+    if kind is ir.Tensor:
+        return ir.AttrTensor(name, value)
+    if kind is np.ndarray:
+        return ir.AttrTensor(name, ir.Tensor(value))
     if isinstance(value, ir.Attr):  # inside a function: a reference to the function's own attribute
         return ir.RefAttr(name, value.ref_attr_name or name, value.type) if value.is_ref() else value
-    if isinstance(value, ir.DataType):
-        value = int(value)
-    if isinstance(value, np.ndarray | ir.TensorProtocol):
-        value = ir.tensor(value)
     return ir.convenience.convert_attribute(name, value)
 
 
@@ -339,7 +353,7 @@ def _output_dtype(node: ir.Node, index: int, opset: int) -> ir.DataType | None:
     if (attribute := _DTYPE_ATTRIBUTE.get(node.op_type)) and attribute in node.attributes:
         return ir.DataType(node.attributes[attribute].as_int())
     if node.op_type == "ConstantOfShape" and "value" in node.attributes:
-        return node.attributes["value"].as_tensor().dtype
+        return node.attributes["value"].value.dtype
     if node.op_type == "Constant":
         return None
     if node.domain == DOMAIN:

@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
+class ClosedPipe(Exception):
+    """Nobody reads what is printed."""
+
+
 def safe(text: str) -> str:
     """Text from a file or a user, without characters that would move a cursor, change colours or end a line early."""
     if text.isprintable():
@@ -37,7 +41,7 @@ def _console(stderr: bool) -> Console:
 
     class Quiet(Console):
         def on_broken_pipe(self) -> None:
-            raise BrokenPipeError  # rich would end the process here; `app` does, for every kind of output
+            raise ClosedPipe  # rich would end the process here
 
     return Quiet(stderr=stderr, markup=False, highlight=False, emoji=False)
 
@@ -54,9 +58,11 @@ def remark(text: str) -> None:
 
 def print_json(value: Any) -> None:
     """A result for programs."""
-    json.dump(value, sys.stdout, indent=2, ensure_ascii=True)
-    sys.stdout.write("\n")
-    sys.stdout.flush()
+    try:
+        sys.stdout.write(json.dumps(value, indent=2) + "\n")
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise ClosedPipe from None
 
 
 def print_error(message: str, hint: str | None) -> None:

@@ -10,7 +10,7 @@ from contextlib import suppress
 
 import typer
 
-from onward.cli.console import print_error
+from onward.cli.console import ClosedPipe, print_error
 from onward.errors import Error, near
 
 FAILED, USAGE = 1, 2
@@ -43,7 +43,7 @@ def report(error: BaseException, debug: bool) -> int:
         return error.code if isinstance(error.code, int) else FAILED if error.code else 0
     if isinstance(error, KeyboardInterrupt | typer.Abort):
         return INTERRUPTED
-    if isinstance(error, BrokenPipeError):
+    if isinstance(error, ClosedPipe | BrokenPipeError):
         _leave_pipe()
         return CLOSED_PIPE
     if debug:

@@ -13,7 +13,7 @@ from onward.cli.arguments import number, pairs
 from onward.cli.console import print_json, print_rows, remark, word, working
 from onward.cli.failure import Misuse
 from onward.cli.saving import Target, target
-from onward.errors import InvalidModelError
+from onward.errors import InvalidModelError, UnknownNameError
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -78,8 +78,7 @@ def set_(
 
 def _change(source: Model, name: str, text: str, step: int) -> dict[str, Any]:
     """Set one tensor, in memory; what it was and is."""
-    tensor = source.initializer(name, step).const_value
-    assert tensor is not None
+    tensor = _initializer(source, name, step)
     if tensor.size > _MOST:
         raise InvalidModelError(
             f"`{name}` has {tensor.size:,} elements: a weight, not a setting",
@@ -87,7 +86,21 @@ def _change(source: Model, name: str, text: str, step: int) -> dict[str, Any]:
         )
     old = tensor.numpy().tolist()
     source.set(name, _array(name, text, tensor.dtype), step)
-    return {"name": name, "old": old, "new": source.initializer(name, step).const_value.numpy().tolist()}  # type: ignore[union-attr]
+    return {"name": name, "old": old, "new": _initializer(source, name, step).numpy().tolist()}
+
+
+def _initializer(source: Model, name: str, step: int) -> ir.TensorProtocol:
+    """The tensor of that name; who types `lr` is told of `group0/lr`."""
+    from onward.model.state import hyperparameters
+
+    try:
+        tensor = source.initializer(name, step).const_value
+    except UnknownNameError as error:
+        meant = [f"`{known}`" for known in hyperparameters(source, step) if known.endswith(f"/{name}")]
+        hint = f"did you mean {' or '.join(meant)}?" if meant else error.hint or "`--list` shows what can be set"
+        raise UnknownNameError(str(error), hint=hint) from error
+    assert tensor is not None
+    return tensor
 
 
 def _array(name: str, text: str, dtype: ir.DataType) -> Any:

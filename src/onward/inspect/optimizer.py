@@ -53,10 +53,10 @@ class _Update:
 
 def trained(model: Model, step: Step) -> list[ir.Value]:
     """The parameters of a step: state that its Gradients name; without any Gradient, the weights that it updates."""
-    known = model.graph.initializers
-    wanted = step.differentiated() if step.gradients() else list(known)
+    known, has_gradients = model.graph.initializers, bool(step.gradients())
+    wanted = step.differentiated() if has_gradients else list(known)
     found = [known[name] for name in wanted if name in known and name in step.update]
-    if step.gradients():
+    if has_gradients:
         return found
     floating = [value for value in found if value.dtype is not None and value.dtype.is_floating_point()]
     return [value for value in floating if not is_statistics(value)]
@@ -68,7 +68,7 @@ def is_statistics(value: ir.Value) -> bool:
 
 
 def groups(model: Model, step: Step, schedule: Sequence[ScheduleSection], count: int | None) -> tuple[Group, ...]:
-    """The optimizer groups as the file records them; the parameters that it does not mention, grouped by their settings."""
+    """The optimizer groups as the file records them; parameters that it does not mention are grouped by settings."""
     computed = {value.name: value for value in values(step.algorithm)}
     updates = {p.name or "": _update(model, step, p, computed) for p in trained(model, step)}
     found = []

@@ -24,11 +24,20 @@ Verdict = tuple[Role, str]
 def weights(model: Model) -> tuple[Weight, ...]:
     """Every initializer, and every parameter that hides in a node, in the order in which the graph reads them."""
     verdicts = _verdicts(model)
-    training = [{value.name for value in trained(model, step)} for step in model.steps]
+    trained_by: dict[str, list[int]] = {}
+    for i, step in enumerate(model.steps):
+        for parameter in trained(model, step):
+            trained_by.setdefault(parameter.name or "", []).append(i)
+    differentiated = {name for step in model.steps for name in step.differentiated()}
     found = []
     for value in _in_order(model.graph, verdicts):
-        steps = tuple(i for i, names in enumerate(training) if value.name in names)
-        found.append(_weight(value, _settled(value, verdicts.get(value.name or ""), model, steps), steps))
+        name = value.name or ""
+        verdict = verdicts.get(name) or _unmentioned(value)
+        if name in trained_by:
+            verdict = _trained(verdict, name in differentiated)
+        elif model.steps and verdict[0] == "trainable":
+            verdict = ("frozen", "no step trains it")
+        found.append(_weight(value, verdict, tuple(trained_by.get(name, ()))))
     return tuple(found)
 
 
@@ -72,16 +81,10 @@ def _in_order(graph: ir.Graph, verdicts: dict[str, Verdict]) -> Iterator[ir.Valu
 # ---- roles and reasons -----------------------------------------------------------------------------------------------
 
 
-def _settled(value: ir.Value, verdict: Verdict | None, model: Model, steps: tuple[int, ...]) -> Verdict:
-    """The role, given what somebody wrote down or a rule says, and what the steps in fact do."""
-    role, reason = verdict or _unmentioned(value)
-    if steps:
-        differentiated = any(model.step(i).gradients() for i in steps)
-        observed = "differentiated by a Gradient" if differentiated else "updated without a Gradient"
-        return "trained", reason if role == "trainable" else observed
-    if role == "trainable" and model.steps:
-        return "frozen", "no step trains it"
-    return role, reason
+def _trained(verdict: Verdict, differentiated: bool) -> Verdict:
+    """What a step trains is trained, whatever was written down about it."""
+    observed = "differentiated by a Gradient" if differentiated else "updated without a Gradient"
+    return "trained", verdict[1] if verdict[0] == "trainable" else observed
 
 
 def _unmentioned(value: ir.Value) -> Verdict:

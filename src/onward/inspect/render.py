@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import zip_longest
 
 from rich.cells import cell_len
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from onward.inspect.parts import Amount, Weight
@@ -17,9 +17,9 @@ from onward.inspect.wording import amount, clean, listed, shape, size
 _INDENT, _LABEL_WIDTH = 2, 12
 _LABEL, _FAINT = "cyan", "bright_black"
 
-_USUAL_WIDTH = 80
-_FOLDED = {"name": 14, "shape": 9, "reason": 14}
-"""Columns that may take several lines, and how narrow they get for that on a screen of the usual width."""
+_GAP = "  "
+_NARROWEST = {"name": 14, "shape": 9, "reason": 14}
+"""Columns whose cells may take several lines, and how narrow they get for that."""
 
 
 def render(summary: Summary, console: Console) -> None:
@@ -94,20 +94,31 @@ def _flowing(items: Iterable[str], width: int) -> str:
 
 
 def _print_table(console: Console, columns: dict[str, list[str]]) -> None:
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    for heading, cells in columns.items():
-        widest = max(cell_len(text) for text in (heading, *cells))
-        least = _FOLDED.get(heading)
-        table.add_column(
-            heading,
-            justify="right" if heading == "size" else "left",
-            overflow="fold",
-            no_wrap=least is None,
-            min_width=min(widest, least) if least is not None and console.width >= _USUAL_WIDTH else None,
-        )
+    widths = {heading: max(map(cell_len, (heading, *cells))) for heading, cells in columns.items()}
+    while console.is_terminal and sum(widths.values()) + len(_GAP) * (len(widths) - 1) > console.width:
+        heading = max(_NARROWEST, key=lambda heading: widths[heading] - _NARROWEST[heading])
+        if widths[heading] <= _NARROWEST[heading]:
+            break  # a line that is too long loses less than a column that is too narrow
+        widths[heading] -= 1
+    _print_table_row(console, {heading: heading for heading in columns}, widths, "bold")
     for row in zip(*columns.values(), strict=True):
-        table.add_row(*(Text(_encoded(cell, console)) for cell in row))
-    console.print(table)
+        _print_table_row(console, dict(zip(columns, row, strict=True)), widths)
+
+
+def _print_table_row(console: Console, row: dict[str, str], widths: dict[str, int], style: str = "") -> None:
+    cells = [
+        Text(_encoded(cell, console), justify="right" if heading == "size" else "left").wrap(
+            console, widths[heading], overflow="fold"
+        )
+        for heading, cell in row.items()
+    ]
+    for parts in zip_longest(*cells):
+        texts = [part or Text() for part in parts]
+        for text, (heading, width) in zip(texts, widths.items(), strict=True):
+            text.align("right" if heading == "size" else "left", width)
+        line = Text(_GAP, style).join(texts)
+        line.rstrip()
+        _print(console, line)
 
 
 def _encoded(text: str, console: Console) -> str:

@@ -168,8 +168,7 @@ def _optimizer(step: Training) -> Iterator[Row]:
     for i, group in enumerate(step.groups[:_MOST_GROUPS]):
         yield "optimizer" if i == 0 else "", _group(group)
         if len(step.groups) > 1:
-            count = quantity(len(group.parameters), "tensor")
-            yield "", f"  {clean(group.name)}, {count}: {listed(group.parameters, 3)}"
+            yield "", f"  {clean(group.name)}: {gathered(group.parameters, ())}"
     if len(step.groups) > _MOST_GROUPS:
         yield "", f"and {quantity(len(step.groups) - _MOST_GROUPS, 'more group')}"
 

@@ -198,8 +198,7 @@ def _end(schedule: Sequence[ScheduleSection]) -> int | None:
         return None
     start = schedule[-2].numbers.get("until") if len(schedule) > 1 else 0
     length = schedule[-1].numbers.get("steps")
-    known = isinstance(start, int | float) and isinstance(length, int | float)
-    return int(start + length) if known else None
+    return int(start + length) if isinstance(start, int | float) and isinstance(length, int | float) else None
 
 
 def _state_amounts(variables: Iterable[State]) -> tuple[StateAmount, ...]:

@@ -48,13 +48,17 @@ class _Piece:
 
 
 def write_data(
-    tensors: dict[Place, ir.TensorProtocol], suffix: str, target: Path, transaction: Transaction, most: int | None
+    tensors: dict[Place, ir.TensorProtocol],
+    suffix: str,
+    target: Path,
+    transaction: Transaction,
+    shard_bytes: int | None,
 ) -> dict[Place, ir.TensorProtocol]:
     """Write what goes outside, one tensor at a time; what the places will hold."""
     layout = _safetensors_layout if suffix == "safetensors" else _plain_layout
     names = _fresh_names(target, suffix)
     future = {}
-    for shard in _shards(_pieces(tensors), most):
+    for shard in _shards(_pieces(tensors), shard_bytes):
         path, file = transaction.create_data(names)
         with file:
             head, offsets = layout(shard)

@@ -49,9 +49,22 @@ def _external(proto: ModelProto) -> Iterator[TensorProto]:
     return (tensor for tensor in walk_tensors(proto) if tensor.data_location == TensorProto.EXTERNAL)
 
 
-def locations(proto: ModelProto, folder: Path) -> set[Path]:
-    entries = (entry for tensor in _external(proto) for entry in tensor.external_data if entry.key == "location")
-    return {Path(os.path.realpath(folder / location)) for location in {entry.value for entry in entries}}
+def data_files(proto: ModelProto, folder: Path) -> dict[Path, str]:
+    """The data files that a model refers to, and the checksum that it gives for each, or nothing."""
+    found: dict[str, str] = {}
+    for tensor in _external(proto):
+        entries = {entry.key: entry.value for entry in tensor.external_data}
+        found[entries["location"]] = found.get(entries["location"]) or entries.get("checksum", "")
+    return {Path(os.path.realpath(folder / location)): checksum for location, checksum in found.items()}
+
+
+def add_checksums(proto: ModelProto, folder: Path, checksums: dict[Path, str]) -> None:
+    """Give the checksums of data files, which `onnx_ir` drops, with the references to those files again."""
+    for tensor in _external(proto) if any(checksums.values()) else ():
+        entries = {entry.key: entry.value for entry in tensor.external_data}
+        checksum = checksums.get(Path(os.path.realpath(folder / entries["location"])))
+        if checksum and isinstance(checksum, str) and "checksum" not in entries:
+            tensor.external_data.add(key="checksum", value=checksum)
 
 
 class _Fault(Exception):

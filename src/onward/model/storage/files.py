@@ -13,6 +13,7 @@ PAGE = 4096
 
 
 def listing(folder: Path) -> list[os.DirEntry[str]]:
+    """What is in a folder; nothing if it cannot be read."""
     try:
         with os.scandir(folder) as entries:
             return list(entries)
@@ -21,6 +22,7 @@ def listing(folder: Path) -> list[os.DirEntry[str]]:
 
 
 def mentions(path: PathLike, name: str) -> bool:
+    """Whether a file has these bytes in it somewhere."""
     try:
         with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
             return content.find(name.encode()) >= 0
@@ -31,6 +33,7 @@ def mentions(path: PathLike, name: str) -> bool:
 
 
 def flush(file: BinaryIO) -> None:
+    """Make what was written to a file survive a power failure."""
     file.flush()
     os.fsync(file.fileno())
 
@@ -54,4 +57,5 @@ def sync(folder: Path, *, strict: bool) -> bool:
 
 
 def reason(error: Exception) -> str:
+    """What went wrong, in the system's words and without its numbers."""
     return (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__

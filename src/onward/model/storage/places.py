@@ -103,9 +103,11 @@ def _described(tensor: ir.TensorProtocol) -> dict[str, Any]:
 
 
 def inside(tensor: ir.TensorProtocol) -> ir.TensorProtocol:
+    """The same tensor, to be written into the model file."""
     return ir.Tensor(tensor.numpy(), tensor.dtype, **_described(tensor))
 
 
 def outside(tensor: ir.TensorProtocol, folder: Path, file: Path, offset: int) -> ir.TensorProtocol:
+    """The same tensor, as a reference to bytes in a data file."""
     location = file.relative_to(folder).as_posix()
     return ir.ExternalTensor(location, offset, tensor.nbytes, tensor.dtype, base_dir=str(folder), **_described(tensor))

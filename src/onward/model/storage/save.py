@@ -1,7 +1,5 @@
-"""Saving: which tensors stay in a data file, go into the model file or into a new data file, and in which order.
-
-Renaming the new `.onnx` over the old one is the commit. Data that only the old one used is deleted last.
-"""
+"""Saving a model: which tensors stay where they are, go into the model file or into a new data file, and the order of
+events that leaves a whole model at any time."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ from onnx import ModelProto
 
 from onward.errors import ExternalDataError, InvalidModelError, WriteError
 from onward.model.storage.data import is_own, write_data
-from onward.model.storage.external import check_external, locations
+from onward.model.storage.external import add_checksums, check_external, data_files
 from onward.model.storage.files import PathLike, listing, mentions, sync
 from onward.model.storage.parse import OUTSIDE_HINT, PROTO_LIMIT, read_proto
 from onward.model.storage.places import Place, inside, nbytes, outside, range_of
@@ -57,15 +55,15 @@ def save(
     target = _target(path, external)
     tensors = {place: tensor for place in places if (tensor := place.tensor) is not None}
     with Transaction(target) as transaction:
-        old = _data_files(target)
-        plan = _plan(target, tensors, old, external, threshold_bytes)
+        old = _replaced_files(target)
+        plan = _plan(target, tensors, set(old), external, threshold_bytes)
         future = plan.kept | plan.embedded | write_data(plan.written, plan.suffix, target, transaction, shard_bytes)
         with _holding(future):
-            payload, used = _serialise(to_proto(), target)
+            payload, used = _serialise(to_proto(), target, old)
         transaction.commit(payload)
     if not sync(target.parent, strict=False):
         return  # after a power failure the old model may be back, and need its data
-    obsolete = _obsolete(target, old - used)
+    obsolete = _obsolete(target, old.keys() - used)
     for place, tensor in tensors.items():  # first: the model in memory must not lose its data
         if (where := range_of(tensor)) and where[0] in obsolete:
             place.tensor = future[place]
@@ -151,26 +149,27 @@ def _holding(future: dict[Place, ir.TensorProtocol]) -> Iterator[None]:
             place.tensor = before
 
 
-def _serialise(proto: ModelProto, target: Path) -> tuple[bytes, set[Path]]:
+def _serialise(proto: ModelProto, target: Path, old: dict[Path, str]) -> tuple[bytes, set[Path]]:
     """The bytes of the model file, and the data files that it refers to, all of which must be there."""
     check_external(proto, target.parent)
+    add_checksums(proto, target.parent, old)  # still true: no file that exists is written to
     with suppress(EncodeError):
         payload = proto.SerializeToString()
         if len(payload) <= PROTO_LIMIT:
-            return payload, locations(proto, target.parent)
+            return payload, set(data_files(proto, target.parent))
     raise WriteError(f"could not write `{target}`: more than 2 GiB do not fit into one file", hint=OUTSIDE_HINT)
 
 
-def _data_files(target: Path) -> set[Path]:
-    """The data files of the model that is there now; of something else, or of a broken model, none."""
+def _replaced_files(target: Path) -> dict[Path, str]:
+    """The data files of the model that is there now, with checksums; of something else, or of a broken model, none."""
     if not target.exists() or not mentions(target, "location"):  # spares parsing a large model that has no data files
-        return set()
+        return {}
     try:
         proto = read_proto(target)
         check_external(proto, target.parent)
     except (InvalidModelError, ExternalDataError):
-        return set()
-    return locations(proto, target.parent)
+        return {}
+    return data_files(proto, target.parent)
 
 
 def _obsolete(target: Path, files: set[Path]) -> set[Path]:

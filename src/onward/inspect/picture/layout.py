@@ -1,18 +1,22 @@
-"""Where the blocks of a picture go: in layers from top to bottom. The library igraph orders each layer so that few edges
-cross; blocks of different width then move as near to their neighbours as that order lets them."""
+"""Where the blocks of a picture go: in layers from top to bottom, in columns that the library igraph chooses.
+
+It orders each layer so that few edges cross, and puts what belongs together straight below one another. It knows points
+only: blocks of different sizes move together afterwards.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import importlib
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 from onward.errors import UnsupportedError
 
 _GAP, _EDGE_GAP, _LAYER_GAP = 26.0, 14.0, 36.0
 _BEND = 4.0
-_LARGE_STEPS, _SMALL_STEPS = 3, 20
+_SWEEPS, _FAR, _NEAR = 200, 400.0, 4.0
 
 Point = tuple[float, float]
 Edge = tuple[int, int]
@@ -20,7 +24,7 @@ Edge = tuple[int, int]
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """The middle of each block, and the points of each edge: between two layers it curves, and passes a layer upright."""
+    """The middle of each block, and the points of each edge, which curves between layers and passes a layer upright."""
 
     centres: list[Point]
     routes: dict[Edge, list[Point]]
@@ -110,37 +114,41 @@ class _Grid:
             layer_of += between
         self._is_block = [item < len(sizes) for item in range(len(layer_of))]
         self._half = [width / 2 for width, _ in sizes] + [_BEND] * (len(layer_of) - len(sizes))
-        self._above: list[list[int]] = [[] for _ in layer_of]
-        self._below: list[list[int]] = [[] for _ in layer_of]
-        for (source, target), bends in self.bends.items():
-            for upper, lower in pairwise([source, *bends, target]):
-                self._below[upper].append(lower)
-                self._above[lower].append(upper)
-        self._x = self._ordered(layer_of)
+        self._near: list[list[int]] = [[] for _ in layer_of]
+        self._links = [pair for (a, b), bends in self.bends.items() for pair in pairwise([a, *bends, b])]
+        for upper, lower in self._links:
+            self._near[upper].append(lower)
+            self._near[lower].append(upper)
+        self._x = self._places(layer_of)
         self._layers: list[list[int]] = [[] for _ in range(max(layer_of, default=-1) + 1)]
         for item in sorted(range(len(layer_of)), key=lambda i: self._x[i]):
             self._layers[layer_of[item]].append(item)
 
-    def _ordered(self, layers: Sequence[int]) -> list[float]:
-        """Positions that are right as far as their order goes."""
-        edges = [(upper, lower) for upper, found in enumerate(self._below) for lower in found]
-        graph = _igraph().Graph(n=len(layers), edges=edges, directed=True)
+    def _places(self, layers: Sequence[int]) -> list[float]:
+        """Where igraph puts everything, in columns as wide as the widest block."""
+        graph = _igraph().Graph(n=len(layers), edges=self._links, directed=True)
         wide = 2 * max(self._half, default=0.0) + _GAP
         return [x for x, _ in graph.layout_sugiyama(layers=list(layers), hgap=wide, maxiter=200)]
 
     def settle(self) -> None:
-        """Move everything towards what it is connected with: to and fro in large steps, then to balance both sides."""
-        both = [above + below for above, below in zip(self._above, self._below, strict=True)]
-        for near, upwards in [(self._above, False), (self._below, True)] * _LARGE_STEPS + [(self._above, False)]:
-            self._sweep([some or other for some, other in zip(near, both, strict=True)], upwards)
-        for step in range(_SMALL_STEPS):
-            self._sweep(both, upwards=step % 2 == 0)
+        """Move everything as near to what it is connected with as the order and the widths of blocks let it."""
+        for i in range(_SWEEPS):
+            near = _FAR * (_NEAR / _FAR) ** (i / _SWEEPS)
+            for layer in self._layers if i % 2 else reversed(self._layers):
+                wanted = [self._wanted(item, near) for item in layer]
+                distances = [self._distance(left, right) for left, right in pairwise(layer)]
+                for item, x in zip(layer, _nearest(wanted, distances), strict=True):
+                    self._x[item] = x
 
-    def _sweep(self, near: Sequence[Sequence[int]], upwards: bool) -> None:
-        for layer in reversed(self._layers) if upwards else self._layers:
-            wanted = [self._wanted(item, near[item]) for item in layer]
-            for item, x in zip(layer, _apart(wanted, self._distances(layer)), strict=True):
-                self._x[item] = x
+    def _wanted(self, item: int, near: float) -> tuple[float, float]:
+        """Where it would be best, and how much that matters: edges that are nearly straight should get straight."""
+        pulls = [(self._x[other], 1 / ((self._x[other] - self._x[item]) ** 2 + near**2)) for other in self._near[item]]
+        total = sum(pull for _, pull in pulls)
+        return (sum(x * pull for x, pull in pulls) / total, total) if pulls else (self._x[item], 1e-9)
+
+    def _distance(self, left: int, right: int) -> float:
+        gap = _GAP if self._is_block[left] and self._is_block[right] else _EDGE_GAP
+        return self._half[left] + gap + self._half[right]
 
     def positions(self) -> list[float]:
         left = min((x - half for x, half in zip(self._x, self._half, strict=True)), default=0.0)
@@ -149,27 +157,10 @@ class _Grid:
     def width(self) -> float:
         return max((x + half for x, half in zip(self.positions(), self._half, strict=True)), default=0.0)
 
-    def _wanted(self, item: int, neighbours: Sequence[int]) -> tuple[float, float]:
-        """Where it would be best, and how much that matters: edges that pass through should be straight."""
-        if not neighbours:
-            return self._x[item], 0.1
-        weight = 1.0 if any(self._is_block[other] for other in (item, *neighbours)) else 4.0
-        return sum(self._x[other] for other in neighbours) / len(neighbours), weight
 
-    def _distances(self, layer: Sequence[int]) -> list[float]:
-        """How far each must be from the one on its left."""
-        found = []
-        for left, right in pairwise(layer):
-            gap = _GAP if self._is_block[left] and self._is_block[right] else _EDGE_GAP
-            found.append(self._half[left] + gap + self._half[right])
-        return found
-
-
-def _apart(wanted: Sequence[tuple[float, float]], distances: Sequence[float]) -> list[float]:
+def _nearest(wanted: Sequence[tuple[float, float]], distances: Sequence[float]) -> list[float]:
     """The positions nearest to the wanted ones (least squares by weight) that keep the order and the distances."""
-    offsets = [0.0]
-    for distance in distances:
-        offsets.append(offsets[-1] + distance)
+    offsets = [0.0, *accumulate(distances)]
     pools: list[tuple[float, float, int]] = []  # mean, weight, length: neighbours that have met move as one
     for (x, weight), offset in zip(wanted, offsets, strict=False):
         mean, total, length = x - offset, weight, 1
@@ -183,9 +174,7 @@ def _apart(wanted: Sequence[tuple[float, float]], distances: Sequence[float]) ->
 
 def _igraph() -> Any:
     try:
-        import igraph
+        return importlib.import_module("igraph")
     except ImportError:
-        raise UnsupportedError(
-            "drawing needs igraph, which is not installed", hint="pip install 'onward[draw]'"
-        ) from None
-    return igraph
+        hint = "pip install 'onward[draw]'"
+        raise UnsupportedError("drawing needs igraph, which is not installed", hint=hint) from None

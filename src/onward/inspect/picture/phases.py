@@ -87,9 +87,10 @@ def purposes(algorithm: Algorithm, training: Training, index: int) -> dict[ir.No
         else:
             from_random = not random.isdisjoint(reads(node)) or _follows(node, found, Phase.RANDOM)
             found[node] = _before(node in needed, depends, from_random, read_by)
-    for node in reversed(algorithm.nodes):
-        if found[node][0] is Phase.LOSS and not _joined(sources, node.outputs) and _precedes(node, found, Phase.FORWARD):
-            found[node] = (Phase.FORWARD, 0)  # what the forward pass makes of constants belongs to it
+    for node in reversed(algorithm.nodes):  # what the forward pass makes of constants belongs to it
+        constant = found[node][0] is Phase.LOSS and not _joined(sources, node.outputs)
+        if constant and _precedes(node, found, Phase.FORWARD):
+            found[node] = (Phase.FORWARD, 0)
     return found
 
 
@@ -111,7 +112,7 @@ def _before(for_loss: bool, depends: int, random: bool, read_by: int) -> Purpose
 
 def _after(node: ir.Node, read_by: int) -> Purpose:
     """The purpose of a node that works on gradients, or on what was made of them."""
-    if node.domain == DOMAIN and node.op_type in _CLIPPING or (node.name or "").startswith("clip/"):
+    if (node.domain == DOMAIN and node.op_type in _CLIPPING) or (node.name or "").startswith("clip/"):
         return Phase.CLIP, 0
     for bit, phase in ((_SUMS, Phase.ACCUMULATE), (_SCALER, Phase.SCALE)):
         if read_by & bit:

@@ -27,15 +27,17 @@ def cut(nodes: Sequence[ir.Node]) -> list[Part]:
     if len(nodes) <= SHORT:
         return [("", [node]) for node in nodes]
     scopes = [_scope(node) for node in nodes]
+    finest: list[Part] = []
     for depth in range(max(map(len, scopes)), 0, -1):
         parts = _runs(nodes, [scope[:depth] for scope in scopes])
         if _FEWEST <= len(parts) <= _MOST:
             return parts
-    return _at_bottlenecks(nodes)
+        finest = parts if len(parts) > _MOST else finest
+    return _joined(finest) if finest else _at_bottlenecks(nodes)
 
 
 def _scope(node: ir.Node) -> tuple[str, ...]:
-    """The path of a node in the module that it was exported from: in its name, its metadata, or the names of its weights."""
+    """The path of a node in the module that it comes from, by its name, its metadata, or the names of its weights."""
     name = (node.name or "").removeprefix(_COPY)
     path = [part for part in name.split("/") if part][:-1]
     if not path and (namespace := node.metadata_props.get(_NAMESPACE)):
@@ -55,6 +57,22 @@ def _runs(nodes: Sequence[ir.Node], scopes: Sequence[tuple[str, ...]]) -> list[P
             parts.append((name, []))
         parts[-1][1].append(node)
     return parts
+
+
+def _joined(parts: Sequence[Part]) -> list[Part]:
+    """Several parts in one, so that there are not too many."""
+    step = math.ceil(len(parts) / _MOST)
+    found = []
+    for start in range(0, len(parts), step):
+        names = list(dict.fromkeys(name for name, _ in parts[start : start + step]))
+        found.append((_span(names[0], names[-1]), [node for _, nodes in parts[start : start + step] for node in nodes]))
+    return found
+
+
+def _span(first: str, last: str) -> str:
+    """`encoder/layer.0 to layer.1`."""
+    (parent, _, _), (other, _, end) = first.rpartition("/"), last.rpartition("/")
+    return first if first == last else f"{first} to {end if parent == other else last}"
 
 
 def _at_bottlenecks(nodes: Sequence[ir.Node]) -> list[Part]:

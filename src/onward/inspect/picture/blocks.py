@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
 import onnx_ir as ir
 
 from onward.inspect.parts import Group, Port, Training, Weight
-from onward.inspect.phases import Algorithm, Phase, purposes
-from onward.inspect.scopes import cut
+from onward.inspect.picture.phases import Algorithm, Phase, purposes
+from onward.inspect.picture.scopes import cut
 from onward.inspect.summary import Summary
 from onward.inspect.training import differentiated_values
 from onward.inspect.values import constant, operator_name, port, reads
@@ -22,7 +22,7 @@ from onward.model.state import State, states
 Kind = Literal[
     "input", "inference", "output", "training", "loss", "gradient", "update", "schedule", "optimizer", "state", "metric"
 ]
-_MOST_ROWS, _MOST_LOSS_NODES, _MOST_NODES_NAMED = 4, 12, 30
+_MOST_ROWS, _MOST_LOSS_NODES, _MOST_NODES_NAMED, _MOST_READERS = 4, 12, 30, 8
 
 
 @dataclasses.dataclass
@@ -45,7 +45,7 @@ class Picture:
         self._weights = {weight.name: weight for weight in summary.weights}
         self._made_by: dict[ir.Value, int] = {}
         self._nodes: dict[int, list[ir.Node]] = {}
-        self._resolve = lambda value: value
+        self._resolve: Callable[[ir.Value], ir.Value] = lambda value: value
         self._inputs("input", model.inputs)
         self._graph("inference", model.graph)
         if index is not None:
@@ -89,9 +89,10 @@ class Picture:
         if len(nodes) == 1:
             return Block(kind, nodes[0].op_type, _weight_rows(shown), notes)
         kinds = Counter(node.op_type for node in nodes)
-        contents = ", ".join(f"{op}" if n == 1 else f"{op} ×{n}" for op, n in kinds.most_common(3))
-        rows = [("", f"{quantity(len(nodes), 'node')}: {contents}"), *_weight_counts(shown)]
-        return Block(kind, name or quantity(len(nodes), "node"), rows if name else [("", contents), *rows[1:]], notes)
+        contents = ", ".join(op if count == 1 else f"{op} ×{count:,}" for op, count in kinds.most_common(2))
+        count = quantity(len(nodes), "node")
+        first = ("", f"{count}: {contents}" if name else contents)
+        return Block(kind, name or count, [first, *_weight_counts(shown)], notes)
 
     # ---- a step --------------------------------------------------------------------------------------------------
 
@@ -156,6 +157,18 @@ class Picture:
             for node in nodes:
                 for value in map(self._resolve, reads(node)):
                     self._edge(self._made_by.get(value), target, value)
+        self._thin_out()
+
+    def _thin_out(self) -> None:
+        """Where one block gives something to very many, such as a mask to all layers, the others say so in a row."""
+        readers: dict[int, list[int]] = {}
+        for source, target in self.edges:
+            if self.blocks[target].kind in ("inference", "training"):
+                readers.setdefault(source, []).append(target)
+        for source, targets in readers.items():
+            for target in sorted(targets)[1:] if len(targets) > _MOST_READERS else ():
+                del self.edges[source, target]
+                self.blocks[target].rows.append(("", f"reads {self.blocks[source].title}"))
 
 
 def _is_constant(node: ir.Node) -> bool:

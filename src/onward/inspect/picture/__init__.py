@@ -1,0 +1,1 @@
+"""From a model to an SVG file: which blocks there are, where they go, how they look."""
