@@ -1,4 +1,4 @@
-"""Writes the tables in these pages from the tables in the code: `python docs/tables.py`. A test checks that they agree."""
+"""Writes the tables in these pages from those in the code: `python docs/tables.py`. A test checks that they agree."""
 
 from __future__ import annotations
 
@@ -47,7 +47,9 @@ def optimizers() -> str:
                 f"`{name}`",
                 kind.summary,
                 options(kind.hyper),
-                "; ".join(f"`{k}`: {_choices(v)}" for k, v in kind.choices.items() if k not in ("maximize", "standard")),
+                "; ".join(
+                    f"`{k}`: {_choices(v)}" for k, v in kind.choices.items() if k not in ("maximize", "standard")
+                ),
             )
             for name, kind in OPTIMIZERS.items()
         ),

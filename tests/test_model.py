@@ -1,15 +1,18 @@
 """Reading and writing: nothing is lost, nothing of the caller's is changed, and what is wrong is said."""
 
+import subprocess
+import sys
+
 import numpy as np
 import onnx
 import onnx.parser
 import pytest
-from models import digits_mlp, small_cnn
 from onnx import TensorProto, helper, numpy_helper
-from test_round_trip import comparable
 
 import onward
+from models import digits_mlp, small_cnn
 from onward.model.state import hyperparameters, states
+from test_round_trip import comparable
 
 
 @pytest.fixture
@@ -201,9 +204,12 @@ def test_a_model_without_a_folder_cannot_point_at_files():
 
 # ---- older schemas ---------------------------------------------------------------------------------------------------
 
-INFERENCE = '<ir_version: 7, opset_import: ["": 12, "ai.onnx.preview.training": 1]>' + """
+INFERENCE = (
+    '<ir_version: 7, opset_import: ["": 12, "ai.onnx.preview.training": 1]>'
+    + """
 inference (float[N,2] X) => (float[N,1] Y) <float[2,1] W = {1.0, 2.0}> { Y = MatMul(X, W) }
 """
+)
 
 
 def graph_call(body, inputs, initializers=""):
@@ -309,3 +315,53 @@ def test_a_graph_out_of_order_is_refused_where_order_matters():
     model = onward.read(proto)
     with pytest.raises(onward.Error, match="before it is computed"):
         model.copy()
+
+
+# ---- large models ----------------------------------------------------------------------------------------------------
+
+LARGE = """
+import resource, sys, time
+import onward
+
+onward.read  # imports are not part of opening
+
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+start = time.perf_counter()
+model = onward.read(sys.argv[1])
+opened, after_open = time.perf_counter() - start, peak()
+model.set("group0/lr", 0.25)
+model.save(sys.argv[1])
+print(opened, after_open, peak())
+"""
+
+
+@pytest.mark.slow
+def test_a_training_model_of_4_gib_opens_and_saves_without_its_weights(tmp_path):
+    """Half of the data is parameters, half is what the optimizer keeps; the files are sparse on disk."""
+    count, size = 32, 32 << 20
+    small = onnx.parser.parse_model(
+        '<ir_version: 10, opset_import: ["": 21]> g (float[N,2] x) => (float[N,2] y) <float[2,2] w = {1,0,0,1}>'
+        "{ y = MatMul(x, w) }"
+    )
+    proto = onward.prepare(small, loss="mse", optimizer="adam:lr=0.5").to_proto()
+    for i, graph in enumerate((proto.graph, proto.training_info[0].algorithm)):
+        for k in range(count):
+            tensor = graph.initializer.add(
+                name=f"weight{i}.{k}", data_type=TensorProto.FLOAT, dims=[4096, size // 8192]
+            )
+            tensor.data_location = TensorProto.EXTERNAL
+            entries = {"location": "big.data", "offset": (i * count + k) * 2 * size, "length": 2 * size}
+            for key, value in entries.items():
+                tensor.external_data.add(key=key, value=str(value))
+    with open(tmp_path / "big.data", "wb") as file:
+        file.truncate(4 << 30)
+    (tmp_path / "big.onnx").write_bytes(proto.SerializeToString())
+    done = subprocess.run(
+        [sys.executable, "-c", LARGE, tmp_path / "big.onnx"], capture_output=True, text=True, check=True
+    )
+    opened, after_open, after_save = map(float, done.stdout.split())
+    assert opened < 2 and after_open < 300 and after_save < 300 + 2 * size / 2**20
+    assert hyperparameters(onward.read(tmp_path / "big.onnx"))["group0/lr"] == 0.25
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["big.data", "big.onnx"]

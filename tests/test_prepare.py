@@ -7,14 +7,14 @@ import onnx
 import onnx.parser
 import onnx_ir as ir
 import pytest
-from conftest import needs
-from models import digits_mlp, small_cnn
 from onnx import numpy_helper
 from onnx.reference import ReferenceEvaluator
-from stepping import Stepper
 
 import onward
+from conftest import needs
+from models import digits_mlp, small_cnn
 from onward.model.state import hyperparameters, states
+from stepping import Stepper
 
 
 def weights(model):
@@ -393,7 +393,8 @@ def test_a_loss_can_be_a_model_a_function_or_a_value_of_the_model(tmp_path):
     { d = Sub(logits, wanted) s = Pow(d, two) loss = ReduceMean <keepdims = 0> (s) }""")
     onnx.save(loss, tmp_path / "loss.onnx")
     function = onnx.parser.parse_function("""<opset_import: ["": 21], domain: "mine">
-    Squared (logits, wanted) => (loss) { d = Sub(logits, wanted) s = Mul(d, d) loss = ReduceMean <keepdims = 0> (s) }""")
+    Squared (logits, wanted) => (loss)
+    { d = Sub(logits, wanted) s = Mul(d, d) loss = ReduceMean <keepdims = 0> (s) }""")
     rng = np.random.default_rng(0)
     x, wanted = rng.standard_normal((4, 64)).astype(np.float32), rng.standard_normal((4, 10)).astype(np.float32)
     for given in (loss, str(tmp_path / "loss.onnx"), function):

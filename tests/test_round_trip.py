@@ -7,9 +7,9 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
-from conftest import onnx_node_tests
 
 import onward
+from conftest import onnx_node_tests
 
 ROOT = os.path.join(os.path.dirname(onnx.__file__), "backend", "test", "data")
 FILES = sorted(os.path.relpath(path, ROOT) for path in glob.glob(ROOT + "/**/*.onnx", recursive=True))

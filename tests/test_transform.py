@@ -6,11 +6,11 @@ import onnx.parser
 import onnx_ir as ir
 import onnxruntime as ort
 import pytest
-from models import digits_mlp, small_cnn
-from stepping import Stepper
 
 import onward
+from models import digits_mlp, small_cnn
 from onward.model.state import states
+from stepping import Stepper
 
 RECIPE = {
     "loss": "cross_entropy:label_smoothing=0.1",
@@ -95,7 +95,7 @@ def test_rename_can_swap_and_refuses_clashes(training):
     )
     with pytest.raises(onward.Error, match="already the name"):
         onward.rename(training, {"conv.bias": "fc.bias"})
-    with pytest.raises(onward.Error, match="no value `conv.bais`") as error:
+    with pytest.raises(onward.Error, match=r"no value `conv\.bais`") as error:
         onward.rename(training, {"conv.bais": "x"})
     assert "conv.bias" in error.value.hint
 
@@ -147,9 +147,11 @@ def test_merge_keeps_the_training_of_both():
     assert "prefix" in error.value.hint
     with pytest.raises(onward.Error, match="no input of the second"):
         onward.merge(classifier, other, {"logits": "imagine"}, prefix="b/")
-    widened = onnx.parser.parse_model("""<ir_version: 10, opset_import: ["": 21]>
+    widened = onnx.parser.parse_model(
+        """<ir_version: 10, opset_import: ["": 21]>
     widen (float[N,10] logits) => (float[N,64] wide) <float[10,64] w = {0}> { wide = MatMul(logits, w) }
-    """.replace("{0}", "{" + ", ".join(["0.1"] * 640) + "}"))
+    """.replace("{0}", "{" + ", ".join(["0.1"] * 640) + "}")
+    )
     joined = onward.merge(onward.merge(classifier, widened, prefix="w/"), other, prefix="b/")
     valid(joined)
     assert [len(step.update) for step in joined.steps] == [len(classifier.steps[0].update), len(other.steps[0].update)]

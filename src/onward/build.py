@@ -219,7 +219,7 @@ class Builder:
         return self.CastLike(self.constant(np.asarray(value, np.float64)), like)
 
     def subgraph(self, body: Callable[..., Any], inputs: Sequence[ir.Value] = (), name: str = "body") -> ir.Graph:
-        """A graph for an attribute of If, Loop or Scan: `body(op, *inputs)` returns its outputs, may read outer ones."""
+        """A graph for an attribute of If, Loop or Scan: `body(op, *inputs)` returns its outputs."""
         graph = ir.Graph(list(inputs), [], nodes=[], name=name)
         for value in inputs:
             value.name = self.names.fresh(value.name or "item")
@@ -239,7 +239,9 @@ class Builder:
         types = _input_types(domain, op_type, self.opset)
         tensors = {i: Expr(self, x) for i, x in enumerate(inputs) if isinstance(x, ir.Value)}
         tensors |= {i: x for i, x in enumerate(inputs) if isinstance(x, Expr)}
-        type_of = lambda i: types[min(i, len(types) - 1)] if types else None
+
+        def type_of(i: int) -> str:
+            return types[min(i, len(types) - 1)]
 
         def like(i: int) -> Expr | None:
             """The tensor whose type input `i` shares, e.g. the other branch of a Where; else the first tensor."""

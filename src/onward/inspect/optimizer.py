@@ -39,6 +39,8 @@ _STANDARD: dict[str, dict[str, tuple[str, float | str]]] = {
         "norm_coefficient_post": ("weight_decay_post", 0.0),
     },
 }
+_SELDOM = ("mode", "weight_decay_post")
+"""What is mentioned only where it is not as usual."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +102,8 @@ def _standard_settings(node: ir.Node) -> dict[str, Setting]:
     for attribute, (word, default) in _STANDARD[node.op_type].items():
         value = _attribute(node, attribute)
         value = default if value is None else value
-        found[word] = 1 - value if word == "dampening" and isinstance(value, float) else value
+        if word not in _SELDOM or value != default:
+            found[word] = 1 - value if word == "dampening" and isinstance(value, float) else value
     return found
 
 
@@ -109,9 +112,11 @@ def _call_settings(node: ir.Node, function: ir.Function, step: Step) -> dict[str
     found: dict[str, Setting] = {}
     for formal, actual in zip(function.inputs, node.inputs, strict=False):
         origin = source(actual)
-        if origin is None or origin.name in step.update or (origin.producer() and number(origin) is None):
+        if origin is None or origin.name in step.update:
             continue
-        if origin.shape is not None and origin.shape.rank() == 0:
+        known = origin.producer() is None or number(origin) is not None
+        scalar = origin.shape is not None and origin.shape.rank() == 0
+        if (known and scalar) or formal.name == "lr":
             found[formal.name or ""] = setting(origin)
     attributes = {name: _attribute(node, name) for name in node.attributes}
     return {**found, **{name: value for name, value in attributes.items() if value is not None}}
@@ -132,13 +137,14 @@ def _recorded(step: Step, fact: dict[str, Any], updates: Sequence[_Update]) -> G
     name = str(fact.get("group", "group0"))
     prepared = fact.get("hyper")
     hyper = plain(prepared) if isinstance(prepared, dict) else {}
-    standard = {key: value for key, value in updates[0].hyper.items() if key in hyper}
+    is_standard = updates[0].operator.startswith(TRAINING_DOMAIN)
+    observed = {key: value for key, value in updates[0].hyper.items() if key in hyper or is_standard}
     options = fact.get("options")
     return Group(
         name=name,
         optimizer=str(fact["name"]) if "name" in fact else updates[0].optimizer,
         operators=tuple(dict.fromkeys(update.operator for update in updates)),
-        hyper={**hyper, **standard, **_tagged_numbers(step, name)},
+        hyper={**hyper, **observed, **_tagged_numbers(step, name)},
         lr_now=None,
         options=plain(options) if isinstance(options, dict) else {},
         slots=_slots(step, updates),

@@ -6,7 +6,7 @@ of these nodes in training mode, and of everything behind them on the way to the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Literal
 
 import numpy as np
@@ -16,6 +16,7 @@ from onward.build import Expr
 from onward.errors import UnsupportedError
 from onward.model import Model
 from onward.model.core import values
+from onward.model.walk import ancestors, read_by
 from onward.recipe import random
 from onward.recipe.assembly import Assembly, moving_average
 from onward.recipe.trainable import Choice
@@ -35,7 +36,7 @@ def training_forward(
     becomes the running variance: the population's, as ONNX has it, or the sample's with n - 1, as PyTorch has it.
     """
     frozen = {choice.name for choice in choices if choice.role == "frozen"}
-    needed = _ancestors(outputs)
+    needed, _ = ancestors(outputs)
     new: dict[ir.Value, ir.Value] = {}
     for node in list(assembly.model.graph):
         if node not in needed:
@@ -44,7 +45,7 @@ def training_forward(
             _batch_normalization(assembly, node, new, variance)
         elif node.op_type == "Dropout" and _constant(node, 1, 0.5) != 0.0:
             _dropout(assembly, node, new)
-        elif any(value in new for value in _read(node)):
+        elif any(value in new for value in read_by(node)):
             _copy(assembly, node, new)
     return new
 
@@ -56,26 +57,6 @@ def functions_to_inline(model: Model) -> list[str]:
         for function in model.functions.values()
         if any(node.op_type in SWITCHED and node.domain in ("", "ai.onnx") for node in function.all_nodes())
     ]
-
-
-def _ancestors(outputs: Iterable[ir.Value]) -> set[ir.Node]:
-    needed: set[ir.Node] = set()
-    pending = [node for value in outputs if (node := value.producer())]
-    while pending:
-        node = pending.pop()
-        if node not in needed:
-            needed.add(node)
-            pending += [source for value in _read(node) if (source := value.producer())]
-    return needed
-
-
-def _read(node: ir.Node) -> Iterator[ir.Value]:
-    """What a node reads, through the graphs nested in it too."""
-    yield from (value for value in node.inputs if value is not None)
-    for attribute in node.attributes.values():
-        if attribute.type == ir.AttributeType.GRAPH and not attribute.is_ref():
-            for inner in attribute.as_graph().all_nodes():
-                yield from (value for value in inner.inputs if value is not None)
 
 
 def _is_switchable(node: ir.Node, frozen: set[str]) -> bool:

@@ -18,9 +18,9 @@ import numpy as np
 import onnx_ir as ir
 
 from onward.build import Builder, Expr, function
-from onward.errors import RecipeError, UnknownNameError, near
+from onward.errors import RecipeError
 from onward.recipe import random
-from onward.recipe.spec import check_options
+from onward.recipe.spec import check_options, lookup
 
 FLOAT, DOUBLE = ir.DataType.FLOAT, ir.DataType.DOUBLE
 LAYOUTS = ("torch", "keras")
@@ -112,10 +112,7 @@ INITIALIZERS: dict[str, Initializer] = {}
 
 def initializer(name: str) -> Initializer:
     """The initialiser of that name."""
-    if name not in INITIALIZERS:
-        hint = near(name, INITIALIZERS) or "there are " + ", ".join(INITIALIZERS)
-        raise UnknownNameError(f"there is no initializer `{name}`", hint=hint)
-    return INITIALIZERS[name]
+    return lookup("initializer", name, INITIALIZERS)
 
 
 def _add(name: str, summary: str, draw: Callable[..., Expr], **options: Any) -> None:

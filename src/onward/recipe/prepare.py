@@ -13,6 +13,7 @@ from onward.errors import RecipeError
 from onward.model import TRAINING_DOMAIN, Model, Source, read
 from onward.model.core import values
 from onward.model.serde import stamp
+from onward.model.walk import ancestors
 from onward.recipe import objective
 from onward.recipe.assembly import Assembly
 from onward.recipe.forward import Variance, bind_statistics, functions_to_inline, training_forward
@@ -157,18 +158,7 @@ def _independent(loss: ir.Value, assembly: Assembly) -> list[ir.Value]:
     state = {assembly.values[name] for name in (*assembly.step.update, *assembly.step.reset) if name in assembly.values}
     graphs = (assembly.model.graph, assembly.step.algorithm)
     leaves = [v for g in graphs for v in values(g) if v.producer() is None]
-    reached: set[ir.Value] = set()
-    pending = [loss]
-    while pending:
-        value = pending.pop()
-        if value in reached:
-            continue
-        reached.add(value)
-        if node := value.producer():
-            pending += [v for v in node.inputs if v is not None]
-            for attribute in node.attributes.values():
-                if attribute.type == ir.AttributeType.GRAPH and not attribute.is_ref():
-                    pending += [v for n in attribute.as_graph().all_nodes() for v in n.inputs if v is not None]
+    _, reached = ancestors([loss])
     return [v for v in leaves if v in reached and (not v.is_initializer() or v in state)]
 
 

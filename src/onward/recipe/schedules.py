@@ -23,8 +23,8 @@ from typing import Any
 import onnx_ir as ir
 
 from onward.build import Builder, Expr, Function, function
-from onward.errors import RecipeError, UnknownNameError, near
-from onward.recipe.spec import check_options
+from onward.errors import RecipeError
+from onward.recipe.spec import check_options, lookup
 
 DOUBLE = ir.DataType.DOUBLE
 Numbers = dict[str, Any]  # float, or list[float] for milestones
@@ -247,10 +247,7 @@ SCHEDULES: dict[str, Schedule] = {}
 
 def schedule(name: str) -> Schedule:
     """The schedule of that name."""
-    if name not in SCHEDULES:
-        hint = near(name, SCHEDULES) or "there are " + ", ".join(SCHEDULES)
-        raise UnknownNameError(f"there is no schedule `{name}`", hint=hint)
-    return SCHEDULES[name]
+    return lookup("schedule", name, SCHEDULES)
 
 
 def _add(name: str, summary: str, function: Callable[..., Function], **options: Any) -> None:

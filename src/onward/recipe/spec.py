@@ -5,9 +5,11 @@ from __future__ import annotations
 import ast
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
-from onward.errors import RecipeError, near
+from onward.errors import RecipeError, UnknownNameError, near
+
+_Entry = TypeVar("_Entry")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +54,14 @@ def parse_options(rest: str, whole: str) -> dict[str, Any]:
             raise RecipeError(f"`{whole}` gives `{key.strip()}` twice")
         options[key.strip()] = _value(value.strip())
     return options
+
+
+def lookup(what: str, name: str, table: Mapping[str, _Entry]) -> _Entry:
+    """The entry of that name, or an error that suggests others."""
+    if name not in table:
+        hint = near(name, table) or f"there are {', '.join(table)}"
+        raise UnknownNameError(f"there is no {what} `{name}`", hint=hint)
+    return table[name]
 
 
 def check_options(what: str, given: Mapping[str, Any], known: Mapping[str, Any]) -> None:

@@ -30,6 +30,7 @@ from onnx import defs
 
 from onward.errors import RecipeError, UnknownNameError, near
 from onward.model import Model
+from onward.model.walk import nested_graphs
 
 Role = Literal["parameter", "frozen", "constant", "statistics"]
 
@@ -128,9 +129,7 @@ def gradient_edges(targets: Iterable[ir.Value]) -> dict[ir.Value, list[tuple[ir.
         if node is None or node in seen:
             continue
         seen.add(node)
-        for attribute in node.attributes.values():
-            if attribute.type == ir.AttributeType.GRAPH and not attribute.is_ref():
-                pending.extend(attribute.as_graph().outputs)
+        pending += [output for graph in nested_graphs(node) for output in graph.outputs]
         for i, value in enumerate(node.inputs):
             if value is not None and _differentiable(node, i) and _may_be_float(value):
                 edges.setdefault(value, []).append((node, i))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import onnx_ir as ir
 
@@ -11,6 +11,7 @@ from onward.model import Model, Source, read
 from onward.model.core import Step, strings, values
 from onward.model.serde import stamp
 from onward.model.state import states
+from onward.model.walk import ancestors
 from onward.transform.training import drop_unused_definitions
 from onward.transform.types import fill_in_types
 
@@ -36,7 +37,7 @@ def extract(source: Source, inputs: Sequence[str], outputs: Sequence[str]) -> Mo
     graph.outputs.clear()
     graph.inputs.clear()
     graph.inputs.extend(fresh)
-    needed = _ancestors(results)
+    needed, _ = ancestors(results)
     _check_reachable(needed, old_inputs, fresh, graph)
     for i, step in enumerate(model.steps):
         _forget_unreachable(model, i, step)
@@ -58,29 +59,6 @@ def _as_input(value: ir.Value) -> ir.Value:
     value.replace_all_uses_with(fresh, replace_graph_outputs=True)
     value.name = f"{value.name}:before"
     return fresh
-
-
-def _ancestors(results: Iterable[ir.Value]) -> set[ir.Node]:
-    """The nodes that are needed to compute `results`, those whose nested graphs read something included."""
-    needed: set[ir.Node] = set()
-    pending = [node for value in results if (node := value.producer())]
-    while pending:
-        node = pending.pop()
-        if node in needed:
-            continue
-        needed.add(node)
-        inner = [n for attr in node.attributes.values() for g in _graphs(attr) for n in g.all_nodes()]
-        for reader in (node, *inner):
-            pending += [source for value in reader.inputs if value is not None and (source := value.producer())]
-    return needed
-
-
-def _graphs(attribute: ir.Attr) -> Sequence[ir.Graph]:
-    if attribute.is_ref():
-        return ()
-    if attribute.type == ir.AttributeType.GRAPH:
-        return (attribute.as_graph(),)
-    return tuple(attribute.as_graphs()) if attribute.type == ir.AttributeType.GRAPHS else ()
 
 
 def _check_reachable(needed: set[ir.Node], old: list[ir.Value], fresh: list[ir.Value], graph: ir.Graph) -> None:
@@ -126,7 +104,7 @@ def _trim(gradient: ir.Node, step: Step, model: Model, gone: set[str]) -> set[ir
     xs, zs = strings(gradient, "xs"), strings(gradient, "zs")
     by_name = {v.name: v for graph in (model.graph, step.algorithm) for v in values(graph)}
     target = by_name.get(gradient.attributes["y"].as_string())
-    read = {v for node in _ancestors([target] if target else []) for v in node.inputs if v is not None}
+    _, read = ancestors([target] if target is not None else [])
     keep = [i for i, value in enumerate(gradient.inputs) if value is None or value in read]
     dropped = [i for i in range(len(xs)) if i not in keep]
     lost = {gradient.outputs[i] for i in dropped if i < len(gradient.outputs)}
@@ -169,7 +147,7 @@ def _drop_initial_values(step: Step) -> None:
     kept = [value for value in step.initialization.outputs if value.name in wanted]
     step.initialization.outputs.clear()
     step.initialization.outputs.extend(kept)
-    needed = _ancestors(kept)
+    needed, _ = ancestors(kept)
     step.initialization.remove([node for node in step.initialization if node not in needed], safe=True)
     for name in [n for n, v in step.initialization.initializers.items() if not v.uses() and v not in kept]:
         del step.initialization.initializers[name]
@@ -179,7 +157,7 @@ def _move_to_training(model: Model, inference: set[ir.Node], old_inputs: list[ir
     """Give each step its own copy of the inference nodes that only training needs from now on."""
     graph = model.graph
     for step in model.steps:
-        needed = _ancestors([*step.algorithm.outputs, *(v for n in step.algorithm for v in n.outputs)])
+        needed, _ = ancestors([*step.algorithm.outputs, *(v for n in step.algorithm for v in n.outputs)])
         moved = [node for node in graph if node in needed and node not in inference]
         if len(model.steps) > 1 and moved:
             raise UnsupportedError(

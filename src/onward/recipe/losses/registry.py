@@ -13,8 +13,8 @@ import numpy as np
 import onnx_ir as ir
 
 from onward.build import Builder, Expr, Function
-from onward.errors import RecipeError, UnknownNameError, near
-from onward.recipe.spec import check_options
+from onward.errors import RecipeError
+from onward.recipe.spec import check_options, lookup
 
 Numbers = float | Sequence[float]
 
@@ -88,10 +88,7 @@ LOSSES: dict[str, Loss] = {}
 
 def loss(name: str) -> Loss:
     """The loss of that name."""
-    if name not in LOSSES:
-        hint = near(name, LOSSES) or f"there are {', '.join(LOSSES)}"
-        raise UnknownNameError(f"there is no loss `{name}`", hint=hint)
-    return LOSSES[name]
+    return lookup("loss", name, LOSSES)
 
 
 def named(name: str, *short_names: str, targets: Targets) -> Callable[[Callable[..., Expr]], Loss]:

@@ -14,20 +14,18 @@ from dataclasses import replace
 
 import numpy as np
 
-from onward.errors import RecipeError, UnknownNameError, near
+from onward.errors import RecipeError
 from onward.recipe.optimizers import updates
 from onward.recipe.optimizers.configured import Call, ConfiguredOptimizer, Optimizer, Settings, Shape, Slot, Standard
 from onward.recipe.optimizers.updates import Update
+from onward.recipe.spec import lookup
 
 __all__ = ["OPTIMIZERS", "ConfiguredOptimizer", "Optimizer", "Slot", "optimizer"]
 
 
 def optimizer(name: str) -> Optimizer:
     """The optimizer of that name."""
-    if name not in OPTIMIZERS:
-        hint = near(name, OPTIMIZERS) or f"there are {', '.join(OPTIMIZERS)}"
-        raise UnknownNameError(f"there is no optimizer `{name}`", hint=hint)
-    return OPTIMIZERS[name]
+    return lookup("optimizer", name, OPTIMIZERS)
 
 
 # ---- which function it is --------------------------------------------------------------------------------------------
