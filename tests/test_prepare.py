@@ -473,7 +473,31 @@ def test_a_second_step_is_added_only_on_request():
     assert [step.differentiated() for step in both.steps] == [["fc1.weight", "fc1.bias"], ["fc2.weight", "fc2.bias"]]
     for step in range(2):
         onnx.checker.check_model(ir.to_proto(both.combined(step)), full_check=True)
+    assert onward.check(both) == []
+    assert "step_1" in both.steps[1].update and "fc2.weight/exp_avg" in both.steps[1].update
     assert onward.read(both.to_proto()).to_proto() == both.to_proto()
+
+
+def test_names_that_the_model_already_has_are_left_to_it():
+    proto = onward.rename(digits_mlp(), {"hidden": "step", "active": "lr"}).to_proto()
+    model = onward.prepare(proto, loss="cross_entropy", optimizer="adam", accumulate=2)
+    assert onward.check(model) == []
+    assert "step" not in model.steps[0].update and "step_1" in model.steps[0].update
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        {"optimizer": "sgd"},
+        {"optimizer": "momentum", "clip": "value:1", "schedule": "step:size=10"},
+        {"optimizer": "adagrad", "accumulate": 2, "loss_scale": "dynamic", "ema": 0.9, "clip": 1.0},
+        {"optimizer": "lion", "groups": ["*.bias:lr=0.1"], "init": {"fc.weight": "orthogonal"}, "variance": "sample"},
+    ],
+)
+@pytest.mark.parametrize("model", [digits_mlp, small_cnn])
+def test_the_checker_has_nothing_to_say_about_what_we_make(model, recipe):
+    recipe = {**recipe, "init": "file"} if model is digits_mlp else recipe
+    assert [str(f) for f in onward.check(onward.prepare(model(), loss="cross_entropy", **recipe))] == []
 
 
 def test_prepare_does_not_change_its_argument():

@@ -17,6 +17,8 @@ import numpy as np
 import onnx_ir as ir
 from onnx import defs
 
+from onward.shapes import output_shape
+
 DOMAIN = "onward"
 """The domain of the functions that Onward defines where the standard has no operator."""
 DOMAIN_VERSION = 1
@@ -185,6 +187,8 @@ class Builder:
             dtype = _output_dtype(node, i, self.opset)
             if dtype is not None:
                 output.type = ir.TensorType(dtype)
+        if node.outputs[0].type is not None:
+            node.outputs[0].shape = output_shape(node)
         self.graph.append(node)
         exprs = tuple(Expr(self, output) for output in node.outputs)
         return exprs[0] if outputs == 1 else exprs
@@ -217,6 +221,12 @@ class Builder:
         if like.dtype is not None:
             return self.constant(_scalar_tensor(value, like.dtype))
         return self.CastLike(self.constant(np.asarray(value, np.float64)), like)
+
+    def filled_like(self, value: ir.Value, number: float) -> Expr:
+        """A tensor of the type and shape of `value` with every element equal to `number`."""
+        assert value.dtype is not None, value.name
+        one = _scalar_tensor(number, value.dtype, (1,))
+        return self.ConstantOfShape(self.Shape(value), value=one).like(value)
 
     def subgraph(self, body: Callable[..., Any], inputs: Sequence[ir.Value] = (), name: str = "body") -> ir.Graph:
         """A graph for an attribute of If, Loop or Scan: `body(op, *inputs)` returns its outputs."""
@@ -343,8 +353,8 @@ def _attribute(name: str, value: Any) -> ir.Attr:
     return ir.convenience.convert_attribute(name, value)
 
 
-def _scalar_tensor(value: float, dtype: ir.DataType) -> ir.Tensor:
-    return ir.Tensor(np.asarray(value).astype(dtype.numpy()), dtype=dtype)
+def _scalar_tensor(value: float, dtype: ir.DataType, shape: tuple[int, ...] = ()) -> ir.Tensor:
+    return ir.Tensor(np.full(shape, value).astype(dtype.numpy()), dtype=dtype)
 
 
 _DTYPE_ATTRIBUTE = {"Cast": "to", "EyeLike": "dtype", "RandomUniform": "dtype", "RandomNormal": "dtype"}

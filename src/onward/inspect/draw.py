@@ -5,7 +5,7 @@ from __future__ import annotations
 from onward.inspect.picture.blocks import Picture
 from onward.inspect.picture.layout import arrange
 from onward.inspect.picture.svg import size, write
-from onward.inspect.summary import describe
+from onward.inspect.summary import describe, understood
 from onward.model import Source, read
 
 
@@ -19,7 +19,8 @@ def draw(source: Source, step: int = 0) -> str:
         model.step(step)
     summary = describe(model)
     index = step % len(model.steps) if model.steps else None
-    picture = Picture(model, summary, index)
+    with understood():
+        picture = Picture(model, summary, index)
     layout = arrange([size(block) for block in picture.blocks], picture.edges)
     several = index is not None and len(model.steps) > 1
     return write(picture, layout, f"{summary.name}, step {index}" if several else summary.name)

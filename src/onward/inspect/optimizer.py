@@ -140,6 +140,8 @@ def _recorded(step: Step, fact: dict[str, Any], updates: Sequence[_Update]) -> G
     is_standard = updates[0].operator.startswith(TRAINING_DOMAIN)
     observed = {key: value for key, value in updates[0].hyper.items() if key in hyper or is_standard}
     options = fact.get("options")
+    if isinstance(options, dict) and "nesterov" in options:
+        observed.pop("mode", None)  # the same in other words
     return Group(
         name=name,
         optimizer=str(fact["name"]) if "name" in fact else updates[0].optimizer,

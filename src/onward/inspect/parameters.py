@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 import onnx_ir as ir
@@ -13,7 +13,7 @@ from onward.inspect.parts import Role, Weight
 from onward.inspect.training import differentiated_values
 from onward.inspect.values import constant, dtype_name, number, reads, texts
 from onward.model import Model
-from onward.recipe.trainable import _candidates, _judge, gradient_edges
+from onward.recipe.trainable import judge
 
 _HIDING = {"Constant", "ConstantOfShape", "DequantizeLinear", "Cast"}
 _ROLES: dict[str, Role] = {"parameter": "trainable", "frozen": "frozen", "statistics": "statistics"}
@@ -112,16 +112,7 @@ def _by_rule(model: Model) -> dict[str, Verdict]:
         targets = [value for step in model.steps for value in differentiated_values(model, step).values() if value]
     else:
         targets = [value for value in model.outputs if value.dtype is None or value.dtype.is_floating_point()]
-    return _judged(model, targets)
-
-
-def _judged(model: Model, targets: Iterable[ir.Value]) -> dict[str, Verdict]:
-    edges = gradient_edges(targets)
-    verdicts: dict[str, Verdict] = {}
-    for name, (value, hidden) in _candidates(model.graph):
-        choice = _judge(value, hidden, edges)
-        verdicts[name] = (_ROLES.get(choice.role, "constant"), choice.reason)
-    return verdicts
+    return {choice.name: (_ROLES.get(choice.role, "constant"), choice.reason) for choice in judge(model, targets)}
 
 
 def _without_external_data(model: Model) -> Model:

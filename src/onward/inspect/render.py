@@ -12,7 +12,7 @@ from rich.text import Text
 from onward.inspect.parts import Amount, Weight
 from onward.inspect.rows import Row, model_rows, step_rows
 from onward.inspect.summary import Summary
-from onward.inspect.wording import amount, clean, listed, shape, size
+from onward.inspect.wording import amount, clean, listed, shape, shortened, size
 
 _INDENT, _LABEL_WIDTH = 2, 12
 _LABEL, _FAINT = "cyan", "bright_black"
@@ -25,14 +25,14 @@ _NARROWEST = {"name": 14, "shape": 9, "reason": 14}
 def render(summary: Summary, console: Console) -> None:
     """Print what is in a model."""
     kind = "training model" if summary.is_training_model else "inference model"
-    _print(console, Text.assemble((_encoded(clean(summary.name), console), "bold"), "  ", (kind, _FAINT)))
+    _print(console, Text.assemble((_encoded(shortened(summary.name), console), "bold"), "  ", (kind, _FAINT)))
     _print_rows(console, model_rows(summary))
     for index, step in enumerate(summary.steps):
-        title = "training" if len(summary.steps) == 1 else f"step {index}: {clean(step.name)}"
+        title = "training" if len(summary.steps) == 1 else f"step {index}: {shortened(step.name)}"
         _print(console, Text("\n" + _encoded(title, console), "bold"))
         _print_rows(console, step_rows(summary, step))
     if summary.parameters["trainable"].tensors:
-        name = clean(summary.name) if summary.file.path else "model.onnx"
+        name = shortened(summary.name) if summary.file.path else "model.onnx"
         hint = f"make it a training model: onward prepare {name} --loss ..."
         _print(console, Text("\n" + _encoded(hint, console), _FAINT))
 
@@ -55,7 +55,8 @@ def render_parameters(summary: Summary, console: Console) -> None:
         _print_table(console, columns)
     counts = [f"{of.numbers:,} {role}" for role, of in summary.parameters.items() if of.tensors]
     total = f"total  {amount(Amount.of(summary.weights))}"
-    _print(console, Text(": ".join([total, ", ".join(counts)] if counts else [total]), "bold"))
+    text = Text(": ".join([total, ", ".join(counts)] if counts else [total]), "bold")
+    console.print(text, soft_wrap=not console.is_terminal)
 
 
 def _updated_by(weight: Weight, summary: Summary) -> str:

@@ -50,7 +50,7 @@ _CLIPPED = {"norm": "norm of all gradients", "tensor_norm": "norm of each gradie
 def model_rows(summary: Summary) -> Iterator[Row]:
     yield "file", _file(summary)
     if summary.file.producer:
-        yield "made by", shortened(summary.file.producer, 60)
+        yield "made by", shortened(summary.file.producer)
     yield from _ports("in", summary.inputs)
     yield from _ports("out", summary.outputs)
     if summary.is_training_model:
@@ -105,7 +105,7 @@ def _reasons(summary: Summary, role: Role) -> Iterator[str]:
     ordered = sorted(by_reason.items(), key=lambda item: -len(item[1]))
     everything = [weight.name for weight in summary.weights]
     for reason, names in ordered[:_MOST_REASONS]:
-        yield f"{gathered(names, everything)}: {clean(reason)}"
+        yield f"{gathered(names, everything)}: {shortened(reason, 100)}"
     if others := ordered[_MOST_REASONS:]:
         count = sum(len(names) for _, names in others)
         yield f"{quantity(count, 'tensor')} for {quantity(len(others), 'other reason')}"
@@ -126,7 +126,10 @@ def step_rows(summary: Summary, step: Training) -> Iterator[Row]:
         yield "schedule" if i == 0 else "", _named(section.name, {**section.numbers, **section.choices})
     yield from _around_the_optimizer(step)
     yield "progress", [_progress(step.progress), *settings({k: v for k, v in step.progress.recorded.items() if v})]
-    yield "state", [f"{_STATE_WORDS.get(s.role, clean(s.role))} {s.tensors:,} ({size(s.bytes)})" for s in step.state]
+    yield (
+        "state",
+        [f"{_STATE_WORDS.get(s.role, shortened(s.role))} {s.tensors:,} ({size(s.bytes)})" for s in step.state],
+    )
     if not step.initialization:
         yield "initial", "some state has no initial value"
 
@@ -141,7 +144,7 @@ def _trained(summary: Summary, step: Training) -> str:
 def _named(name: str, values: Mapping[str, Any]) -> list[str]:
     """`cosine: steps 1,000`, `warmup 50`, ..."""
     first, *others = settings(values) or [""]
-    return [f"{clean(name)}: {first}" if first else clean(name), *others]
+    return [f"{shortened(name)}: {first}" if first else shortened(name), *others]
 
 
 def _loss(loss: Loss) -> str:
@@ -159,7 +162,7 @@ def _term(term: LossTerm) -> str:
     options = f" ({', '.join(settings(term.options))})" if term.options else ""
     against = f" against {listed(term.inputs, 4)}" if term.inputs else ""
     scale = f" times {setting(term.scale)}" if term.scale != 1 else ""
-    return f"{clean(term.name)}{options} on {clean(term.output)}{against}{scale}"
+    return f"{shortened(term.name)}{options} on {shortened(term.output)}{against}{scale}"
 
 
 def _optimizer(step: Training) -> Iterator[Row]:
@@ -168,14 +171,16 @@ def _optimizer(step: Training) -> Iterator[Row]:
     for i, group in enumerate(step.groups[:_MOST_GROUPS]):
         yield "optimizer" if i == 0 else "", _group(group)
         if len(step.groups) > 1:
-            yield "", f"  {clean(group.name)}: {gathered(group.parameters, ())}"
+            yield "", f"  {shortened(group.name)}: {gathered(group.parameters, ())}"
     if len(step.groups) > _MOST_GROUPS:
         yield "", f"and {quantity(len(step.groups) - _MOST_GROUPS, 'more group')}"
 
 
 def _group(group: Group) -> list[str]:
     if group.optimizer is None:
-        return [f"unknown: plain operators, the last one {group.operators[0]}" if group.operators else "unknown"]
+        return [
+            f"unknown: plain operators, the last one {shortened(group.operators[0])}" if group.operators else "unknown"
+        ]
     values = {**group.hyper, **_unusual(group)}
     if group.lr_now is not None and group.lr_now != group.hyper["lr"]:
         values["lr"] = f"{setting(group.hyper['lr'])} (now {setting(group.lr_now)})"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import onnx_ir as ir
@@ -71,14 +72,20 @@ def _plain(item: Any) -> Any:
 def describe(source: Source) -> Summary:
     """Say what is in a model, by its file alone: it is not run, and weights outside the file are not loaded."""
     model = read(source)
-    try:
+    with understood():
         return _summary(model)
+
+
+@contextmanager
+def understood() -> Iterator[None]:
+    """Within it, what a broken model makes go wrong is an error that says so."""
+    try:
+        yield
     except Error:
         raise
     except (LookupError, ValueError, TypeError, AttributeError) as error:
-        raise InvalidModelError(
-            f"the model cannot be described: {error or type(error).__name__}", hint="`onward check` names the place"
-        ) from error
+        message = f"the model makes no sense: {error}"
+        raise InvalidModelError(message, hint="`onward check` names the place") from error
 
 
 def _summary(model: Model) -> Summary:

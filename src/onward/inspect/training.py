@@ -35,14 +35,14 @@ from onward.inspect.values import (
     reads,
     records,
     setting,
+    text_attribute,
     texts,
 )
 from onward.model import Model, Step
 from onward.model.core import values
 from onward.model.state import STEP, State, hyperparameters, states
+from onward.recipe.optimizers.clip import clip_to_value, scale_to_norm, scale_to_norm_optax
 from onward.recipe.schedules import SCHEDULES
-
-_STATISTICS = "statistics"
 
 
 def describe_step(model: Model, index: int, weights: Iterable[Weight]) -> Training:
@@ -77,7 +77,8 @@ def current(step: Step, name: str) -> Setting:
     known = step.algorithm.initializers
     if name in known:
         return number(known[name])
-    return next((number(value) for other, value in known.items() if wanted_name(other) == name), None)
+    alike = (value for other, value in known.items() if other.startswith(name) and wanted_name(other) == name)
+    return number(next(alike, None))
 
 
 # ---- loss ------------------------------------------------------------------------------------------------------------
@@ -99,9 +100,8 @@ def differentiated_values(model: Model, step: Step) -> dict[str, ir.Value | None
     """The `y` of each Gradient, by name; None where there is no such value."""
     graphs = [model.graph, step.algorithm, *(inner for node in step.algorithm.all_nodes() for inner in nested(node))]
     known = {value.name: value for graph in graphs for value in values(graph)}
-    names = [node.attributes.get("y") for node in step.gradients()]
-    found = [y.as_string() for y in names if y is not None and y.type == ir.AttributeType.STRING]
-    return {name: known.get(name) for name in found}
+    names = [text_attribute(node, "y") for node in step.gradients()]
+    return {name: known.get(name) for name in names if name is not None}
 
 
 def _term(fact: dict[str, Any]) -> LossTerm:
@@ -145,8 +145,8 @@ def _section(step: Step, fact: dict[str, Any], place: str) -> ScheduleSection:
 def _clip(step: Step) -> Clip | None:
     """How gradients are kept short. All are scaled by one norm, or each by its own."""
     calls = [node for node in step.algorithm.all_nodes() if node.domain == DOMAIN]
-    by_value = [node for node in calls if node.op_type == "ClipToValue"]
-    by_norm = [node for node in calls if node.op_type.startswith("ScaleToNorm")]
+    by_value = [node for node in calls if node.op_type == clip_to_value.name]
+    by_norm = [node for node in calls if node.op_type in (scale_to_norm.name, scale_to_norm_optax.name)]
     found = by_value or by_norm
     if not found:
         return None
@@ -204,6 +204,6 @@ def _end(schedule: Sequence[ScheduleSection]) -> int | None:
 def _state_amounts(variables: Iterable[State]) -> tuple[StateAmount, ...]:
     by_role: dict[str, list[State]] = {}
     for state in variables:
-        role = _STATISTICS if state.role == "state" and is_statistics(state.value) else state.role
+        role = "statistics" if state.role == "state" and is_statistics(state.value) else state.role
         by_role.setdefault(role, []).append(state)
     return tuple(StateAmount(role, len(found), sum(s.nbytes for s in found)) for role, found in by_role.items())

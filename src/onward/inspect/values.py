@@ -161,6 +161,11 @@ def ancestors(values: Iterable[ir.Value]) -> set[ir.Node]:
     return found
 
 
+def text_attribute(node: ir.Node, name: str) -> str | None:
+    attribute = node.attributes.get(name)
+    return attribute.value if attribute is not None and isinstance(attribute.value, str) else None
+
+
 def operator_name(node: ir.Node) -> str:
     return node.op_type if node.domain in ("", "ai.onnx") else f"{node.domain}.{node.op_type}"
 

@@ -15,7 +15,7 @@ def clean(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
-def shortened(text: str, width: int) -> str:
+def shortened(text: str, width: int = 60) -> str:
     """At most `width` characters: the middle goes, since names differ at their ends."""
     text = clean(text)
     if len(text) <= width:
@@ -61,22 +61,22 @@ def setting(value: Any) -> str:
         return f"{value:,}" if abs(value) < 10**15 else f"{value:.6g}"
     if isinstance(value, float):
         return f"{value:.6g}".replace("e-0", "e-")
-    return "unknown" if value is None else clean(str(value))
+    return "unknown" if value is None else shortened(str(value))
 
 
 def settings(values: Mapping[str, Any]) -> list[str]:
-    return [f"{clean(name)} {setting(value)}" for name, value in values.items()]
+    return [f"{shortened(name)} {setting(value)}" for name, value in values.items()]
 
 
 def shape(axes: Shape | None) -> str:
     if axes is None:
         return "[?]"
-    return "[" + ", ".join("?" if axis is None else clean(str(axis)) for axis in axes) + "]"
+    return "[" + ", ".join("?" if axis is None else shortened(str(axis), 30) for axis in axes) + "]"
 
 
 def listed(names: Sequence[str], most: int) -> str:
     """The first names, and how many more there are."""
-    shown = ", ".join(clean(name) for name in names[:most])
+    shown = ", ".join(shortened(name) for name in names[:most])
     return shown if len(names) <= most else f"{shown} and {len(names) - most:,} more"
 
 
@@ -84,25 +84,25 @@ def gathered(names: Sequence[str], everything: Iterable[str], most: int = 3) -> 
     """Names, the many of one part of the model as `backbone.* (60 tensors)`."""
     if len(names) <= most:
         return listed(names, most)
-    found = _by_prefix(names)
-    if len(found) > most:
-        return f"{quantity(len(names), 'tensor')}, such as {shortened(names[0], 40)}"
+    parts = _parts(names, most)
+    if len(parts) > most:
+        return f"{quantity(len(names), 'tensor')}, such as {shortened(names[0])}"
     everything = list(everything)
     words = []
-    for prefix, members in found.items():
+    for prefix, members in parts.items():
         total = sum(name.startswith(prefix) for name in everything)
         count = f"{len(members):,}" if total <= len(members) else f"{len(members):,} of {total:,}"
-        words.append(f"{prefix}* ({count} tensors)" if len(members) > 1 else members[0])
-    return listed(words, most)
+        words.append(f"{shortened(prefix)}* ({count} tensors)" if len(members) > 1 else shortened(members[0]))
+    return ", ".join(words)
 
 
-def _by_prefix(names: Sequence[str]) -> dict[str, list[str]]:
-    """Names by the part of the model that they are in: as many parts as their names first differ by."""
-    start = len(_common_prefix(names))
+def _parts(names: Sequence[str], most: int) -> dict[str, list[str]]:
+    """Names by the part of the model that they are in: where they first differ, or what they all have in common."""
+    common = _common_prefix(names)
     found: dict[str, list[str]] = {}
     for name in names:
-        found.setdefault(name[: _part_end(name, start)], []).append(name)
-    return found
+        found.setdefault(name[: _part_end(name, len(common))], []).append(name)
+    return {common: list(names)} if common and len(found) > most else found
 
 
 def _part_end(name: str, start: int) -> int:

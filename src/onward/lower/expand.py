@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import onnx_ir as ir
-from onnx import defs
 
 from onward.build import Builder, Names
 from onward.lower import losses, optimizers
 from onward.lower.losses import Lowering
+from onward.model.walk import attributes
 
 LOWERINGS: Mapping[tuple[str, str], Lowering] = {**losses.LOWERINGS, **optimizers.LOWERINGS}
 
@@ -49,17 +48,3 @@ def _replace(
         old.replace_all_uses_with(value, replace_graph_outputs=True)
         value.name = name
     graph.remove(node)
-
-
-def attributes(node: ir.Node, opset: int) -> dict[str, Any]:
-    """The attributes of a node by name, with the schema's defaults for those that it leaves out."""
-    schema = defs.get_schema(node.op_type, opset if node.domain == "" else 1, node.domain)
-    found: dict[str, Any] = {}
-    for name, attribute in schema.attributes.items():
-        if name in node.attributes:
-            found[name] = node.attributes[name].value
-        elif attribute.default_value.name:
-            found[name] = ir.serde.deserialize_attribute(attribute.default_value).value
-        else:
-            found[name] = None
-    return found

@@ -53,32 +53,30 @@ def _from_nowhere(proto: ModelProto) -> Model:
 
 def from_proto(proto: ModelProto) -> Model:
     """Make a `Model` of a proto, which it takes over. Who calls it vouches for references to external data."""
-    legacy.convert(proto)
-    aside = residue.set_aside(proto)
     with _quiet(), _library_errors():
+        legacy.convert(proto)
+        aside = residue.set_aside(proto)
         inference, algorithms = _deserialize(proto)
-        initializations = [
-            ir.serde.deserialize_graph(info.initialization) if info.HasField("initialization") else None
-            for info in proto.training_info
-        ]
         _type_function_inputs(proto, inference)
-    residue.attach_model(aside, inference)
-    residue.attach(aside, ("graph",), inference.graph)
-    steps = []
-    for i, info in enumerate(proto.training_info):
-        residue.attach(aside, ("algorithm", i), algorithms[i])
-        if (initialization := initializations[i]) is not None:
-            residue.attach(aside, ("initialization", i), initialization)
-        steps.append(
-            Step(
-                algorithms[i],
-                initializations[i],
-                _bindings(info.update_binding, i, "update_binding"),
-                _bindings(info.initialization_binding, i, "initialization_binding"),
-                residue.unknown_fields(info),
-            )
-        )
-    return Model(inference, steps)
+        residue.attach_model(aside, inference)
+        residue.attach(aside, ("graph",), inference.graph)
+        entries = enumerate(zip(proto.training_info, algorithms, strict=True))
+        return Model(inference, [_step(i, info, algorithm, aside) for i, (info, algorithm) in entries])
+
+
+def _step(index: int, info: onnx.TrainingInfoProto, algorithm: ir.Graph, aside: residue.Residue) -> Step:
+    residue.attach(aside, ("algorithm", index), algorithm)
+    initialization = None
+    if info.HasField("initialization"):
+        initialization = ir.serde.deserialize_graph(info.initialization)
+        residue.attach(aside, ("initialization", index), initialization)
+    return Step(
+        algorithm,
+        initialization,
+        _bindings(info.update_binding, index, "update_binding"),
+        _bindings(info.initialization_binding, index, "initialization_binding"),
+        residue.unknown_fields(info),
+    )
 
 
 def _deserialize(proto: ModelProto) -> tuple[ir.Model, list[ir.Graph]]:

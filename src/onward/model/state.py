@@ -69,6 +69,8 @@ def _guess(value: ir.Value, trained: bool, step: Step) -> str:
     """The role of state that nobody tagged, as in files that others wrote."""
     if trained:
         return "parameter"
+    if any(use.node.op_type == "BatchNormalization" and use.idx >= 3 for use in value.uses()):
+        return "statistics"
     if value.dtype is not None and value.dtype.is_integer() and value.shape is not None and value.shape.rank() == 0:
         return "counter"
     owner, separator, _ = (value.name or "").rpartition("/")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import onnx_ir as ir
+from onnx import defs
 
 
 def nested_graphs(node: ir.Node) -> Iterator[ir.Graph]:
@@ -38,3 +40,18 @@ def ancestors(values: Iterable[ir.Value]) -> tuple[set[ir.Node], set[ir.Value]]:
         reached.update(fresh)
         pending += fresh
     return nodes, reached
+
+
+def attributes(node: ir.Node, opset: int) -> dict[str, Any]:
+    """The attributes of a node by name, with the schema's defaults for those that it leaves out, else None."""
+    found: dict[str, Any] = {name: attribute.value for name, attribute in node.attributes.items()}
+    standard = node.domain in ("", "ai.onnx")
+    try:
+        schema = defs.get_schema(node.op_type, opset if standard else 1, "" if standard else node.domain)
+    except defs.SchemaError:
+        return found
+    for name, attribute in schema.attributes.items():
+        if name not in found:
+            default = attribute.default_value
+            found[name] = ir.serde.deserialize_attribute(default).value if default.name else None
+    return found

@@ -81,8 +81,9 @@ class Assembly:
         value = self.values[name]
         if new.value.graph is not self.step.algorithm or new.value.is_graph_output() or new.value.producer() is None:
             new = self.op.Identity(new)
-        self.output(new.named(f"{name}/new").like(value))
-        self.step.update[name] = new.name
+        assert value.name is not None
+        self.output(new.named(f"{value.name}/new").like(value))
+        self.step.update[value.name] = new.name
 
     def output(self, expr: Expr) -> None:
         self.step.algorithm.outputs.append(expr.value)

@@ -108,9 +108,8 @@ def select(
     freeze: Sequence[str] = (),
 ) -> Selection:
     """Decide what is trained so that `targets` improve. Parameters that hide in nodes become initializers of it."""
-    edges = gradient_edges(targets)
     candidates = dict(_candidates(model.graph))
-    choices = {name: _judge(value, hidden, edges) for name, (value, hidden) in candidates.items()}
+    choices = {choice.name: choice for choice in judge(model, targets)}
     _check_patterns([*(trainable or ()), *freeze], choices)
     choices = {name: _match(choice, trainable, freeze) for name, choice in choices.items()}
     chosen = [name for name, choice in choices.items() if choice.role == "parameter"]
@@ -118,6 +117,12 @@ def select(
         raise RecipeError("nothing is left to train: " + _summary(choices.values()), hint="see `onward show --params`")
     parameters = [_expose(model.graph, *candidates[name]) for name in chosen]
     return Selection(parameters, list(choices.values()))
+
+
+def judge(model: Model, targets: Iterable[ir.Value]) -> list[Choice]:
+    """What the rule says about every candidate, before any pattern. Nothing is changed."""
+    edges = gradient_edges(targets)
+    return [_judge(value, hidden, edges) for value, hidden in dict(_candidates(model.graph)).values()]
 
 
 def gradient_edges(targets: Iterable[ir.Value]) -> dict[ir.Value, list[tuple[ir.Node, int]]]:
@@ -186,11 +191,11 @@ def _is_hidden_constant(node: ir.Node) -> bool:
     if node.op_type == "ConstantOfShape":
         tensor = node.attributes.get("value")
         dtype = tensor.as_tensor().dtype if tensor else ir.DataType.FLOAT
-        return dtype.is_floating_point() and _constant(node.inputs[0]) is not None
-    if node.op_type in ("DequantizeLinear", "Cast"):
+        return dtype.is_floating_point() and bool(node.inputs) and _constant(node.inputs[0]) is not None
+    if node.op_type in ("DequantizeLinear", "Cast") and node.inputs:
         source = node.inputs[0]
         integers = _constant(source) is not None and not (source and source.dtype and source.dtype.is_floating_point())
-        to_float = node.op_type != "Cast" or ir.DataType(node.attributes["to"].as_int()).is_floating_point()
+        to_float = node.op_type != "Cast" or ir.DataType(node.attributes.get_int("to", 0)).is_floating_point()
         return integers and to_float and all(v is None or _constant(v) is not None for v in node.inputs)
     return False
 

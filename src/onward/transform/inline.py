@@ -6,13 +6,15 @@ from collections.abc import Iterable
 from fnmatch import fnmatchcase
 
 import onnx_ir as ir
+from onnx import inliner
 from onnx_ir.passes.common import InlinePass
 
 from onward.errors import InvalidModelError
 from onward.model import Model, Source, read
 from onward.model.core import values
-from onward.model.serde import stamp
+from onward.model.serde import from_proto, stamp, to_proto, with_data, without_data
 from onward.transform.training import drop_unused_definitions
+from onward.transform.types import value_types
 
 
 def inline(source: Source, names: Iterable[str] = ("*",)) -> Model:
@@ -43,3 +45,18 @@ def inline(source: Source, names: Iterable[str] = ("*",)) -> Model:
             model.functions.pop(function.identifier(), None)
     drop_unused_definitions(model)
     return stamp(model)
+
+
+def inline_operators(model: Model, operators: Iterable[tuple[str, str]]) -> Model:
+    """A copy in which nodes of these operators, as (domain, name), are replaced by their function bodies.
+
+    They may be functions of the model or operators that the standard defines as functions.
+    """
+    with without_data(model) as tensors:
+        proto = to_proto(model)
+    stated = {value.name for value in (*proto.graph.input, *proto.graph.output, *proto.graph.value_info)}
+    proto.graph.value_info.extend(info for name, info in value_types(proto).items() if name not in stated)
+    expanded = inliner.inline_selected_functions(proto, list(operators), inline_schema_functions=True)
+    result = with_data(from_proto(expanded), tensors)
+    result.path = model.path
+    return result

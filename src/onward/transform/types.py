@@ -16,7 +16,7 @@ def value_types(proto: ModelProto) -> dict[str, ValueInfoProto]:
     """What can be said about the values of the inference graph."""
     inference = ModelProto(ir_version=proto.ir_version, opset_import=proto.opset_import, functions=proto.functions)
     inference.graph.CopyFrom(proto.graph)
-    graph = onnx.shape_inference.infer_shapes(inference, data_prop=True).graph
+    graph = onnx.shape_inference.infer_shapes(inference).graph
     types = {value.name: value for value in (*graph.value_info, *graph.output, *graph.input)}
     for tensor in graph.initializer:
         types[tensor.name] = onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims)

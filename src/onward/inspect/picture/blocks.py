@@ -14,8 +14,8 @@ from onward.inspect.picture.phases import Algorithm, Phase, purposes
 from onward.inspect.picture.scopes import cut
 from onward.inspect.summary import Summary
 from onward.inspect.training import differentiated_values
-from onward.inspect.values import constant, operator_name, port, reads
-from onward.inspect.wording import clean, listed, quantity, setting, settings, shape
+from onward.inspect.values import constant, operator_name, port, reads, text_attribute
+from onward.inspect.wording import listed, quantity, setting, settings, shape
 from onward.model import Model
 from onward.model.state import State, states
 
@@ -27,7 +27,7 @@ _MOST_ROWS, _MOST_LOSS_NODES, _MOST_NODES_NAMED, _MOST_READERS = 4, 12, 30, 8
 
 @dataclasses.dataclass
 class Block:
-    """A box: a title, rows below it, and a note that appears when one points at it."""
+    """A box: a title, rows below it, and a note that appears when one points at it. Texts are as the file has them."""
 
     kind: Kind
     title: str
@@ -52,9 +52,6 @@ class Picture:
             self._step(model, summary.steps[index], index)
         self._connect()
         self._outputs("output", model.outputs)
-
-    def kinds(self) -> list[Kind]:
-        return list(dict.fromkeys(block.kind for block in self.blocks))
 
     # ---- blocks --------------------------------------------------------------------------------------------------
 
@@ -85,7 +82,7 @@ class Picture:
         notes = [_described(node) for node in nodes[:_MOST_NODES_NAMED]]
         if len(nodes) > _MOST_NODES_NAMED:
             notes.append(f"and {len(nodes) - _MOST_NODES_NAMED:,} more nodes")
-        notes += [f"{weight.role} {clean(weight.name)} {shape(weight.shape)}" for weight in weights]
+        notes += [f"{weight.role} {weight.name} {shape(weight.shape)}" for weight in weights]
         if len(nodes) == 1:
             return Block(kind, nodes[0].op_type, _weight_rows(shown), notes)
         kinds = Counter(node.op_type for node in nodes)
@@ -127,8 +124,7 @@ class Picture:
         targets = differentiated_values(model, model.step(index))
         for block, nodes in self._nodes.items():
             for node in nodes if self.blocks[block].kind == "gradient" else ():
-                y = node.attributes.get("y")
-                value = targets.get(y.as_string()) if y is not None and y.type == ir.AttributeType.STRING else None
+                value = targets.get(text_attribute(node, "y") or "")
                 if value is not None:
                     self._edge(self._made_by.get(value), block, value)
 
@@ -185,12 +181,12 @@ def _port_block(kind: Kind, of: Port) -> Block:
 
 
 def _typed(of: Port) -> str:
-    return f"{clean(of.name)}: {of.type} {shape(of.shape)}"
+    return f"{of.name}: {of.type} {shape(of.shape)}"
 
 
 def _described(node: ir.Node) -> str:
     outputs = ", ".join(_typed(port(value)) for value in node.outputs if value.name)
-    return f"{operator_name(node)} {clean(node.name or '')} -> {outputs}"
+    return f"{operator_name(node)} {node.name or ''} -> {outputs}"
 
 
 def _weight_rows(weights: Sequence[Weight]) -> list[tuple[str, str]]:
@@ -218,7 +214,7 @@ def _phase_block(phase: Phase, group: int, training: Training, nodes: Sequence[i
     title, facts = _phase_text(phase, group, training)
     notes = [quantity(len(nodes), "node"), *(_described(node) for node in nodes[:_MOST_NODES_NAMED])]
     if phase is Phase.OPTIMIZER:
-        notes = [f"updates {clean(name)}" for name in training.groups[group].parameters] + notes
+        notes = [f"updates {name}" for name in training.groups[group].parameters] + notes
     return Block(kinds.get(phase, "update"), title, [("", fact) for fact in facts], notes)
 
 
@@ -260,6 +256,5 @@ def _state_block(found: Sequence[State]) -> Block:
         word = "parameter" if state.role == "parameter" else state.slot or state.role.replace("_", " ")
         sorts.setdefault(word, []).append(state.name)
     rows = [names[0] if len(names) == 1 else f"{word} ×{len(names):,}" for word, names in sorts.items()]
-    role = {"parameter": "trained"}
-    marked = [(role.get(word, ""), row) for word, row in zip(sorts, rows, strict=True)]
-    return Block("state", "new state", marked, [f"{state.role} {clean(state.name)}" for state in found])
+    marked = [("trained" if word == "parameter" else "", row) for word, row in zip(sorts, rows, strict=True)]
+    return Block("state", "new state", marked, [f"{state.role} {state.name}" for state in found])

@@ -10,11 +10,12 @@ import onnx_ir as ir
 from onward.build import DOMAIN
 from onward.inspect.parts import Training
 from onward.inspect.training import differentiated_values
-from onward.inspect.values import ancestors, reads
+from onward.inspect.values import ancestors, nested, reads
 from onward.model import TRAINING_DOMAIN, Model, Step
 from onward.model.state import State, states
+from onward.recipe.optimizers.clip import clip_to_value, scale_to_norm, scale_to_norm_optax, squared_norm
 
-_CLIPPING = ("SquaredNorm", "ScaleToNorm", "ScaleToNormOptax", "ClipToValue")
+_CLIPPING = {function.name for function in (squared_norm, scale_to_norm, scale_to_norm_optax, clip_to_value)}
 
 # What a value depends on.
 _BATCH, _TARGET, _GRADIENT = 1, 2, 4
@@ -51,11 +52,11 @@ class Algorithm:
         self._inside: dict[ir.Value, ir.Value] = {}
         bound = {value for value in step.algorithm.outputs if value.name in set(step.update.values())}
         for node in step.algorithm:
-            branch = node.attributes.get("then_branch") if node.op_type == "If" else None
-            if branch is None or branch.type != ir.AttributeType.GRAPH or not bound.intersection(node.outputs):
+            branches = list(nested(node)) if node.op_type == "If" and bound.intersection(node.outputs) else []
+            if not branches:
                 self.nodes.append(node)
                 continue
-            update = branch.as_graph()
+            update = max(branches, key=lambda graph: sum(inner.op_type != "Identity" for inner in graph))
             self.nodes += update
             self.conditions += [value for value in node.inputs if value is not None]
             self._inside.update(zip(node.outputs, update.outputs, strict=False))
@@ -74,7 +75,7 @@ def purposes(algorithm: Algorithm, training: Training, index: int) -> dict[ir.No
     """The purpose of each node of a step."""
     model, step = algorithm.model, algorithm.step
     variables = states(model, index)
-    sources, readers = _sources(algorithm), _readers(algorithm, training, variables)
+    sources, readers = _sources(algorithm, variables), _readers(algorithm, training, variables)
     needed = ancestors(value for value in differentiated_values(model, step).values() if value is not None)
     random = {state.value for state in variables if state.role == "rng"}
     found: dict[ir.Node, Purpose] = {}
@@ -146,10 +147,11 @@ def _joined(bits: dict[ir.Value, int], values: Iterable[ir.Value]) -> int:
     return joined
 
 
-def _sources(algorithm: Algorithm) -> dict[ir.Value, int]:
-    """What each value depends on: the batch, what training needs beside it, gradients."""
+def _sources(algorithm: Algorithm, variables: Sequence[State]) -> dict[ir.Value, int]:
+    """What each value depends on: the batch, what training needs beside it, gradients, also of earlier runs."""
     bits = dict.fromkeys(algorithm.model.inputs, _BATCH)
     bits |= dict.fromkeys(algorithm.step.algorithm.inputs, _TARGET)
+    bits |= {state.value: _GRADIENT for state in variables if state.role in ("accum", "optimizer_state", "ema")}
     for node in (*algorithm.model.graph, *algorithm.nodes):
         own = _GRADIENT if _is_gradient(node) else _joined(bits, map(algorithm.resolve, reads(node)))
         bits |= dict.fromkeys(node.outputs, own)

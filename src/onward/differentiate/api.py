@@ -1,0 +1,92 @@
+"""Gradients of models: plain ONNX in, plain ONNX out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import onnx_ir as ir
+
+from onward.build import Builder, Expr
+from onward.differentiate.path import between, explained, with_functions_expanded
+from onward.differentiate.sweep import NoRule, pull_back
+from onward.errors import UnknownNameError, near
+from onward.model import Model, Source, read
+from onward.model.core import values
+from onward.transform.opset import convert_opset
+from onward.transform.types import fill_in_types
+
+OLDEST_OPSET = 18
+"""Rules write axes as inputs, which all reductions take from here on."""
+COMMON_OPSET = 21
+
+
+def gradient(source: Source, y: str, xs: Sequence[str]) -> Model:
+    """The model with one more output for each of `xs`: the derivative of `y` (of its sum, if it has several elements).
+
+    `y` and `xs` are inputs, initializers or values in between. A derivative is called `<x>/grad` and has the type and
+    shape of its x.
+    """
+    model, target, sources = _opened(source, y, xs)
+    op = _builder(model)
+    grads = _pulled_back(op, model, target, op.filled_like(target, 1), sources)
+    return _finish(model, op, sources, grads, list(model.graph.outputs))
+
+
+def vjp(source: Source, y: str, xs: Sequence[str]) -> Model:
+    """A model with one more input `dy`, of the type and shape of `y`, whose outputs are the gradients of `xs`."""
+    model, target, sources = _opened(source, y, xs)
+    op = _builder(model)
+    dy = ir.Value(name=op.names.fresh("dy"), type=target.type, shape=target.shape)
+    model.graph.inputs.append(dy)
+    grads = _pulled_back(op, model, target, op(dy), sources)
+    return _finish(model, op, sources, grads, [])
+
+
+def _opened(source: Source, y: str, xs: Sequence[str]) -> tuple[Model, ir.Value, list[ir.Value]]:
+    model = read(source)
+    model = convert_opset(model, COMMON_OPSET) if model.opset < OLDEST_OPSET else model
+    model = model.copy()
+    model.steps = []
+    known = {value.name: value for value in values(model.graph) if value.name}
+    missing = [name for name in (y, *xs) if name not in known]
+    if missing:
+        listed = ", ".join(f"`{name}`" for name in missing)
+        raise UnknownNameError(f"there is no value {listed}", hint=near(missing[0], known))
+    model = with_functions_expanded(model, y, xs)
+    known = {value.name: value for value in values(model.graph) if value.name}
+    fill_in_types(model, known.values())
+    return model, known[y], [known[x] for x in xs]
+
+
+def _builder(model: Model) -> Builder:
+    return Builder(model.graph, opset=model.opset, names=model.names(), functions=model.functions)
+
+
+def _pulled_back(op: Builder, model: Model, y: ir.Value, dy: Expr, xs: Sequence[ir.Value]) -> list[Expr]:
+    try:
+        found = pull_back(op, between(y, xs), {y: dy}, xs)
+    except NoRule as error:
+        raise explained(error, y, xs) from error
+    return [found[x] if x in found else op.filled_like(x, 0) for x in xs]
+
+
+def _finish(
+    model: Model, op: Builder, xs: Sequence[ir.Value], grads: Sequence[Expr], kept: Sequence[ir.Value]
+) -> Model:
+    """Make the gradients outputs, under names of their own, and drop what nothing reads."""
+    graph = model.graph
+    graph.outputs.clear()
+    graph.outputs.extend(kept)
+    for x, grad in zip(xs, grads, strict=True):
+        shared = grad.value.is_graph_output() or grad.value.producer() is None
+        output = op.Identity(grad) if shared else grad
+        graph.outputs.append(output.named(f"{x.name}/grad").like(x).value)
+    _remove_unused(graph)
+    return model
+
+
+def _remove_unused(graph: ir.Graph) -> None:
+    """Drop what nothing reads: gradients that nobody asked for."""
+    for node in reversed(list(graph)):
+        if not any(output.uses() or output.is_graph_output() for output in node.outputs):
+            graph.remove(node, safe=True)

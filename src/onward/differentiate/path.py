@@ -1,0 +1,100 @@
+"""What lies between a result and what it is differentiated by."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import onnx_ir as ir
+from onnx import defs
+
+from onward.differentiate.sweep import NoRule
+from onward.errors import UnsupportedError
+from onward.model import Model
+from onward.model.core import values
+from onward.model.walk import ancestors, read_by
+from onward.rules import RULES
+from onward.transform.inline import inline_operators
+
+
+def between(y: ir.Value, xs: Iterable[ir.Value]) -> list[ir.Node]:
+    """The nodes on the ways from `xs` to `y`, in the order of the graph."""
+    needed, _ = ancestors([y])
+    reached = set(xs)
+    found = []
+    for node in sorted(needed, key=_position(y)):
+        if any(value in reached for value in read_by(node)):
+            reached.update(node.outputs)
+            found.append(node)
+    return found
+
+
+def _position(y: ir.Value) -> Callable[[ir.Node], int]:
+    node = y.producer()
+    order = {n: i for i, n in enumerate(node.graph)} if node is not None and node.graph is not None else {}
+    return lambda n: order.get(n, -1)
+
+
+def with_functions_expanded(model: Model, y: str, xs: Iterable[str]) -> Model:
+    """The model with functions on the way that have no rule of their own replaced by their bodies, and so on."""
+    names = list(xs)
+    while True:
+        known = {value.name: value for value in values(model.graph)}
+        way = between(known[y], [known[x] for x in names])
+        calls = {_operator(node) for node in way if _operator(node) not in RULES and _is_function(model, node)}
+        if not calls:
+            return model
+        model = inline_operators(model, calls)
+
+
+def _operator(node: ir.Node) -> tuple[str, str]:
+    return ("" if node.domain == "ai.onnx" else node.domain, node.op_type)
+
+
+def _is_function(model: Model, node: ir.Node) -> bool:
+    if node.op_identifier() in model.functions:
+        return True
+    try:
+        schema: Any = defs.get_schema(node.op_type, model.opset, node.domain)
+    except defs.SchemaError:
+        return False
+    return bool(schema.has_function or schema.has_context_dependent_function)
+
+
+def explained(error: NoRule, y: ir.Value, xs: Iterable[ir.Value]) -> UnsupportedError:
+    """The error for a missing rule, with the way on which it is needed."""
+    node = error.node
+    x = next((x for x in xs if node in between(y, [x])), None)
+    steps = [y.name or "", *(n.name or n.op_type for n in _way_back(y, node))]
+    way = " <- ".join(steps)
+    target = f" to `{x.name}`" if x is not None else ""
+    return UnsupportedError(
+        f"{error.message}\non the way from `{y.name}`{target}: {way}",
+        hint=f'write one with `@gradient("{node.op_type}")`'
+        + (f", or do without the gradient of `{x.name}`" if x is not None else ""),
+    )
+
+
+def _way_back(y: ir.Value, node: ir.Node) -> list[ir.Node]:
+    """A shortest way from `y` to `node`, against the direction of the data."""
+    start = y.producer()
+    if start is None:
+        return [node]
+    before: dict[ir.Node, ir.Node | None] = {start: None}
+    pending = deque([start])
+    while pending:
+        current = pending.popleft()
+        if current is node:
+            break
+        for value in read_by(current):
+            producer = value.producer()
+            if producer is not None and producer not in before:
+                before[producer] = current
+                pending.append(producer)
+    way: list[ir.Node] = []
+    step: ir.Node | None = node
+    while step is not None:
+        way.append(step)
+        step = before.get(step)
+    return way[::-1]

@@ -1,0 +1,149 @@
+"""The reverse sweep: from the derivative of a result to the derivatives of what it was computed from.
+
+Works on one graph and appends to it. Rules give the mathematics of single operators; everything that all of them would
+otherwise repeat is here: what is needed, summing over broadcast axes, types, shapes and accumulation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Mapping, Sequence
+
+import numpy as np
+import onnx_ir as ir
+
+from onward.build import Builder, Expr
+from onward.errors import UnsupportedError
+from onward.model.walk import attributes, read_by
+from onward.rules import RULES, NoGradient, Rule
+from onward.shapes import Dims, dims
+
+
+def pull_back(
+    op: Builder,
+    nodes: Sequence[ir.Node],
+    seeds: Mapping[ir.Value, Expr],
+    wrt: Iterable[ir.Value],
+    cut: Container[ir.Value] = (),
+) -> dict[ir.Value, Expr]:
+    """The derivatives of what `seeds` belong to with respect to `wrt`, which is computed by `nodes`, in their order.
+
+    A seed is the derivative of the final result with respect to that value. Values in `cut` count as independent of
+    what they are computed from. A value on which no seed depends has no entry in the result: its derivative is zero.
+    """
+    wanted = list(wrt)
+    active = _depends_on(nodes, wanted)
+    found: dict[ir.Value, Expr] = dict(seeds)
+    for node in reversed(nodes):
+        dys = [found.get(output) if output not in cut else None for output in node.outputs]
+        if all(dy is None for dy in dys) or not any(output in active for output in node.outputs):
+            continue
+        for value, dx in _derivatives(op.scoped(f"grad/{node.name or node.op_type}"), node, dys):
+            if value in active:
+                found[value] = found[value] + dx if value in found else dx
+    return {value: found[value] for value in wanted if value in found}
+
+
+def _depends_on(nodes: Iterable[ir.Node], values: Iterable[ir.Value]) -> set[ir.Value]:
+    """The floating-point values that depend on `values`, which are among them."""
+    active = set(values)
+    for node in nodes:
+        if any(value in active for value in read_by(node)):
+            active.update(output for output in node.outputs if _may_be_float(output))
+    return active
+
+
+def _may_be_float(value: ir.Value) -> bool:
+    return value.dtype is None or value.dtype.is_floating_point()
+
+
+def _derivatives(op: Builder, node: ir.Node, dys: list[Expr | None]) -> list[tuple[ir.Value, Expr]]:
+    """What one node contributes to the derivatives of its inputs."""
+    rule = RULES.get((_domain(node), node.op_type))
+    if isinstance(rule, NoGradient):
+        return []
+    if rule is None:
+        raise NoRule(node)
+    results = _call(op, rule, node, dys)
+    return [
+        (value, _fitted(op, dx, value, rule.broadcasts_input(i)))
+        for i, (value, dx) in enumerate(zip(node.inputs, results, strict=False))
+        if value is not None and dx is not None and _may_be_float(value)
+    ]
+
+
+class NoRule(UnsupportedError):
+    """There is no rule for an operator on the way."""
+
+    def __init__(self, node: ir.Node):
+        self.node = node
+        super().__init__(f"no gradient rule for `{node.op_type}` (node `{node.name}`)")
+
+
+def _call(op: Builder, rule: Rule, node: ir.Node, dys: list[Expr | None]) -> Sequence[Expr | None]:
+    inputs = [op(value) if value is not None else None for value in node.inputs]
+    if rule.positional is not None:
+        inputs += [None] * (rule.positional - len(inputs))
+    available = attributes(node, op.opset) | {
+        "y": op(node.outputs[0]),
+        "ys": [op(y) for y in node.outputs],
+        "node": node,
+    }
+    keywords = {name: available.get(name) for name in rule.keywords}
+    if rule.many:
+        result = rule.function(op, dys, *inputs, **keywords)
+    elif dys[0] is None:
+        return ()
+    else:
+        result = rule.function(op, dys[0], *inputs, **keywords)
+    return result if isinstance(result, tuple | list) else (result,)
+
+
+def _domain(node: ir.Node) -> str:
+    return "" if node.domain == "ai.onnx" else node.domain
+
+
+# ---- the shape and type of a derivative ------------------------------------------------------------------------------
+
+
+def _fitted(op: Builder, dx: Expr, value: ir.Value, broadcasts: bool) -> Expr:
+    """A derivative with the type and the shape of its value."""
+    if broadcasts:
+        dx = sum_to(op, dx, op(value))
+    if value.dtype is not None and dx.dtype is not None and dx.dtype != value.dtype:
+        dx = op.Cast(dx, to=value.dtype)
+    dx.value.type = value.type if value.type is not None else dx.value.type
+    if dx.value.shape is None:
+        dx.value.shape = value.shape
+    return dx
+
+
+def sum_to(op: Builder, dx: Expr, x: Expr) -> Expr:
+    """Sum over the axes along which `x` was broadcast to the shape of `dx`."""
+    shape, wide = dims(x.value), dims(dx.value)
+    if shape == ():
+        return op.ReduceSum(dx, keepdims=0) if wide != () else dx
+    if shape is None or wide is None or not _aligned(shape, wide):
+        return _sum_to_at_run_time(op, dx, x)
+    lead = len(wide) - len(shape)
+    axes = [*range(lead), *(lead + i for i, n in enumerate(shape) if n == 1 and wide[lead + i] != 1)]
+    if not axes:
+        return dx
+    if len(axes) == lead:
+        return op.ReduceSum(dx, axes, keepdims=0)
+    total = op.ReduceSum(dx, axes, keepdims=1)
+    return op.Squeeze(total, list(range(lead))) if lead else total
+
+
+def _aligned(shape: Dims, wide: Dims) -> bool:
+    """Whether it is certain which axes were broadcast: each is 1, or the same in both."""
+    return len(wide) >= len(shape) and all(a in (1, b) for a, b in zip(reversed(shape), reversed(wide), strict=False))
+
+
+def _sum_to_at_run_time(op: Builder, dx: Expr, x: Expr) -> Expr:
+    """The same where shapes are known only when the graph runs."""
+    shape = op.Shape(x)
+    missing = op.Shape(op.Shape(dx)) - op.Shape(shape)
+    ones = op.ConstantOfShape(missing, value=ir.Tensor(np.array([1], np.int64)))
+    padded = op.Concat(ones, shape, axis=0)
+    axes = op.Squeeze(op.NonZero(op.Equal(padded, np.int64(1))), [0])
+    return op.Reshape(op.ReduceSum(dx, axes, keepdims=1, noop_with_empty_axes=1), shape)

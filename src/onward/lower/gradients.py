@@ -1,0 +1,103 @@
+"""Replacing the standard's `Gradient` operator by what it computes.
+
+`xs` and `zs` name the independent variables of a subgraph and `y` its result; the inputs of the node are values for the
+variables, usually these tensors themselves. Then the forward pass that is there is differentiated; else a copy of it
+that reads the given values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import onnx_ir as ir
+
+from onward.build import Builder, Expr
+from onward.differentiate.path import between, explained, with_functions_expanded
+from onward.differentiate.sweep import NoRule, pull_back
+from onward.errors import InvalidModelError
+from onward.model import TRAINING_DOMAIN, Model
+from onward.model.core import strings, values
+from onward.transform.types import fill_in_types
+
+
+def lower_gradients(model: Model) -> Model:
+    """A copy of a model without steps in which no `Gradient` is left; those of higher order are done in order."""
+    model = model.copy()
+    while (node := _first_gradient(model.graph)) is not None:
+        xs, y = strings(node, "xs"), node.attributes["y"].as_string()
+        name = node.outputs[0].name if node.outputs else ""
+        model = with_functions_expanded(model, y, xs)
+        node = next(n for n in model.graph if _is_gradient(n) and (not n.outputs or n.outputs[0].name == name))
+        _lower(model, node, xs, y)
+    return model
+
+
+def _is_gradient(node: ir.Node) -> bool:
+    return (node.domain, node.op_type) == (TRAINING_DOMAIN, "Gradient")
+
+
+def _first_gradient(graph: ir.Graph) -> ir.Node | None:
+    return next((node for node in graph if _is_gradient(node)), None)
+
+
+def _lower(model: Model, node: ir.Node, xs: Sequence[str], y: str) -> None:
+    graph = model.graph
+    known = {value.name: value for value in values(graph)}
+    named = (*xs, *strings(node, "zs"))
+    missing = [name for name in (*named, y) if name not in known]
+    if missing or len(named) != len(node.inputs):
+        raise InvalidModelError(
+            f"the Gradient `{node.name}` names `{missing[0]}`, which does not exist"
+            if missing
+            else f"the Gradient `{node.name}` has {len(node.inputs)} inputs for {len(named)} variables",
+            hint="`onward check` says more",
+        )
+    fill_in_types(model, known.values())
+    op = Builder(graph, opset=model.opset, names=model.names(), functions=model.functions)
+    variables, target = [known[name] for name in named], known[y]
+    given = [value for value in node.inputs if value is not None]
+    if given != variables:
+        variables, target = _at(op, target, dict(zip(variables, given, strict=True)))
+    wanted = variables[: len(xs)]
+    try:
+        found = pull_back(op, between(target, wanted), {target: op.filled_like(target, 1)}, wanted, cut=set(variables))
+    except NoRule as error:
+        raise explained(error, target, wanted) from error
+    for x, output in zip(wanted, node.outputs, strict=False):
+        if output.name:
+            _replace(op, output, found[x] if x in found else op.filled_like(x, 0))
+    graph.remove(node, safe=True)
+    graph.sort()
+
+
+def _at(op: Builder, y: ir.Value, given: dict[ir.Value, ir.Value]) -> tuple[list[ir.Value], ir.Value]:
+    """A copy of the subgraph from the variables to `y` that reads the given values; those, and the copy's `y`."""
+    new = dict(given)
+    for node in between(y, list(given)):
+        if all(output in given for output in node.outputs):
+            continue
+        copy = ir.Node(
+            node.domain,
+            node.op_type,
+            [new.get(value, value) if value is not None else None for value in node.inputs],
+            list(node.attributes.values()),
+            overload=node.overload,
+            num_outputs=len(node.outputs),
+            name=op.names.fresh(f"{node.name or node.op_type}/at"),
+        )
+        for old, output in zip(node.outputs, copy.outputs, strict=True):
+            output.name = op.names.fresh(f"{old.name}/at") if old.name else ""
+            output.type, output.shape = old.type, old.shape
+            if old not in given:
+                new[old] = output
+        op.graph.append(copy)
+    return [new[value] for value in given], new.get(y, y)
+
+
+def _replace(op: Builder, old: ir.Value, new: Expr) -> None:
+    if new.value.is_graph_output() or new.value.producer() is None:
+        new = op.Identity(new)
+    name = old.name
+    old.name = op.names.fresh(f"{name}/lowered")
+    old.replace_all_uses_with(new.value, replace_graph_outputs=True)
+    new.value.name = name

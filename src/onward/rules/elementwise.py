@@ -1,0 +1,313 @@
+"""Operators that work on each element, and arithmetic.
+
+At a kink the derivative is PyTorch's. Where a derivative is infinite (Sqrt and Log at 0, Exp after an overflow) or not
+defined (below 0) a very large number stands for it: times the gradient 0 of a branch that a Where did not take, that is
+0 and not NaN.
+"""
+
+import math
+
+from onward.rules.common import cast_like, finite, fixed_number, largest, least_root, never_zero, tiny
+from onward.rules.registry import elementwise, gradient, no_gradient
+
+no_gradient("its derivative is zero almost everywhere", "Ceil", "Floor", "Hardmax", "Round", "Sign")
+no_gradient(
+    "the result is a truth value",
+    "And", "Equal", "Greater", "GreaterOrEqual", "IsInf", "IsNaN", "Less", "LessOrEqual", "Not", "Or", "Xor",
+)  # fmt: skip
+no_gradient(
+    "it works on the bits of numbers",
+    "BitCast", "BitShift", "BitwiseAnd", "BitwiseNot", "BitwiseOr", "BitwiseXor",
+)  # fmt: skip
+no_gradient(
+    "the result is made of integers",
+    "ConvInteger", "MatMulInteger", "NonMaxSuppression", "NonZero", "QLinearConv", "QLinearMatMul", "Shape", "Size",
+)  # fmt: skip
+no_gradient(
+    "the result is random; through a sample no gradient flows",
+    "Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike",
+)  # fmt: skip
+no_gradient(
+    "the result is a table made from sizes and frequencies",
+    "BlackmanWindow", "HammingWindow", "HannWindow", "MelWeightMatrix",
+)  # fmt: skip
+no_gradient(
+    "it works on text or encoded data",
+    "ImageDecoder", "RegexFullMatch", "StringConcat", "StringNormalizer", "StringSplit", "TfIdfVectorizer",
+)  # fmt: skip
+no_gradient("the result is piecewise constant", "Binarizer", domain="ai.onnx.ml")
+no_gradient(
+    "the result is piecewise constant, and the leaves are attributes",
+    "TreeEnsemble", "TreeEnsembleClassifier", "TreeEnsembleRegressor",
+    domain="ai.onnx.ml",
+)  # fmt: skip
+no_gradient(
+    "it works on labels, categories or maps",
+    "CastMap", "CategoryMapper", "DictVectorizer", "LabelEncoder", "OneHotEncoder", "ZipMap",
+    domain="ai.onnx.ml",
+)  # fmt: skip
+
+# ---- y = f(x) --------------------------------------------------------------------------------------------------------
+
+elementwise(
+    Abs=lambda op, x, y: op.Sign(x),
+    Acos=lambda op, x, y: -1 / _side(op, x),
+    Acosh=lambda op, x, y: 1 / op.Sinh(op.Where(x > 1, y, least_root(y))),
+    Asin=lambda op, x, y: 1 / _side(op, x),
+    Asinh=lambda op, x, y: 1 / op.Cosh(y),
+    Atan=lambda op, x, y: 1 / (1 + x * x),
+    Atanh=lambda op, x, y: 1 / op.Clip((1 - x) * (1 + x), tiny(x)),
+    Cos=lambda op, x, y: -op.Sin(x),
+    Cosh=lambda op, x, y: finite(op, op.Sinh(x)),
+    Erf=lambda op, x, y: op.Exp(-(x * x)) * (2 / math.sqrt(math.pi)),
+    Exp=lambda op, x, y: op.Clip(y, None, largest(y)),
+    HardSigmoid=lambda op, x, y, *, alpha: op.Sign(y * (1 - y)) * alpha,
+    Relu=lambda op, x, y: op.Sign(y),
+    Sigmoid=lambda op, x, y: y * (1 - y),
+    Sin=lambda op, x, y: op.Cos(x),
+    Sinh=lambda op, x, y: op.Clip(op.Cosh(x), None, largest(x)),
+    Softplus=lambda op, x, y: op.Sigmoid(x),
+    Tan=lambda op, x, y: 1 + y * y,
+    Tanh=lambda op, x, y: 1 - y * y,
+)
+
+
+def _side(op, x):
+    """sqrt(1 - x^2), but not 0 at the ends of the domain."""
+    return op.Sqrt(op.Clip((1 - x) * (1 + x), tiny(x)))
+
+
+@gradient("Identity")
+def identity(op, dy, x):
+    """dX = dY."""
+    return dy
+
+
+@gradient("Neg")
+def neg(op, dy, x):
+    """dX = -dY."""
+    return -dy
+
+
+@gradient("Log")
+def log(op, dy, x):
+    """dX = dY / X."""
+    return dy / op.Clip(x, tiny(x))
+
+
+@gradient("Sqrt")
+def sqrt(op, dy, x, *, y):
+    """dX = dY / (2 Y)."""
+    return dy * 0.5 / op.Where(x > 0, y, least_root(y))
+
+
+@gradient("Reciprocal")
+def reciprocal(op, dy, x, *, y):
+    """dX = -dY Y^2."""
+    y = finite(op, y)
+    return -(dy * y * y)
+
+
+@gradient("Softsign")
+def softsign(op, dy, x):
+    """dX = dY / (1 + |X|)^2."""
+    below = 1 + op.Abs(x)
+    return dy / below / below
+
+
+@gradient("Celu")
+def celu(op, dy, x, *, y, alpha):
+    """dX = dY exp(X / alpha) = dY (Y / alpha + 1) where X <= 0, else dY."""
+    return op.Where(x > 0, dy, dy * (y / alpha + 1))
+
+
+@gradient("Elu")
+def elu(op, dy, x, *, y, alpha):
+    """dX = dY alpha exp(X) = dY (Y + alpha) where X <= 0, else dY."""
+    return op.Where(x > 0, dy, dy * (y + alpha))
+
+
+@gradient("Selu")
+def selu(op, dy, x, *, y, alpha, gamma):
+    """dX = dY gamma alpha exp(X) = dY (Y + gamma alpha) where X <= 0, else gamma dY."""
+    return op.Where(x > 0, dy * gamma, dy * (y + gamma * alpha))
+
+
+@gradient("LeakyRelu")
+def leaky_relu(op, dy, x, *, alpha):
+    """dX = dY where X > 0, else alpha dY."""
+    return op.Where(x > 0, dy, dy * alpha)
+
+
+@gradient("PRelu", broadcasts=True)
+def prelu(op, dy, x, slope):
+    """dX = dY where X > 0, else slope dY; dslope = X dY where X <= 0."""
+    positive = x > 0
+    return op.Where(positive, dy, dy * slope), op.Where(positive, 0, dy * x)
+
+
+@gradient("ThresholdedRelu")
+def thresholded_relu(op, dy, x, *, alpha):
+    """dX = dY where X > alpha, else 0."""
+    return op.Where(x > alpha, dy, 0)
+
+
+@gradient("Shrink")
+def shrink(op, dy, x, *, lambd):
+    """dX = dY where |X| > lambd, else 0."""
+    return op.Where(op.Abs(x) > lambd, dy, 0)
+
+
+@gradient("HardSwish")
+def hard_swish(op, dy, x):
+    """Y = X h, h = X / 6 + 1/2 cut to 0..1: dX = dY (h + X / 6 where 0 < h < 1)."""
+    h = op.Clip(x / 6 + 0.5, 0, 1)
+    return dy * (h + x * op.Sign(h * (1 - h)) / 6)
+
+
+@gradient("Gelu")
+def gelu(op, dy, x, *, approximate):
+    """Y = X P(X): dX = dY (P + X P'), P the normal distribution or 1/2 + tanh(c (X + 0.044715 X^3)) / 2."""
+    if approximate != "tanh":
+        density = op.Exp(x * x * -0.5) * (1 / math.sqrt(2 * math.pi))
+        return dy * (0.5 * (1 + op.Erf(x * math.sqrt(0.5))) + x * density)
+    near = op.Clip(x, -20, 20)  # beyond, P is 0 or 1, and X^3 might overflow
+    square, scale = near * near, math.sqrt(2 / math.pi)
+    tanh = op.Tanh(near * (1 + 0.044715 * square) * scale)
+    slope = (1 - tanh * tanh) * (1 + 3 * 0.044715 * square) * scale
+    return dy * (0.5 * (1 + tanh) + 0.5 * near * slope)
+
+
+@gradient("Mish")
+def mish(op, dy, x):
+    """Y = X t, t = tanh(softplus(X)): dX = dY (t + X (1 - t^2) sigmoid(X))."""
+    t = op.Tanh(op.Softplus(x))
+    return dy * (t + x * (1 - t * t) * op.Sigmoid(x))
+
+
+@gradient("Swish")
+def swish(op, dy, x, *, y, alpha):
+    """Y = X s, s = sigmoid(alpha X): dX = dY (s + alpha Y (1 - s))."""
+    return dy * _swish_slope(op.Sigmoid(x * alpha), y, alpha)
+
+
+@gradient("SwiGLU")
+def swiglu(op, dy, a, b, *, alpha):
+    """Y = swish(A) B: dA = dY B swish'(A), dB = dY swish(A)."""
+    s = op.Sigmoid(a * alpha)
+    swished = a * s
+    return dy * b * _swish_slope(s, swished, alpha), dy * swished
+
+
+def _swish_slope(s, swished, alpha):
+    return s + alpha * swished * (1 - s)
+
+
+@gradient("Clip", broadcasts=(1, 2))
+def clip(op, dy, x, low, high, *, y):
+    """dX = dY within the bounds and at them; a bound gets dY where it cuts, the upper one alone if they are crossed."""
+    dlow = dhigh = None
+    if high is not None:
+        above = x > high if low is None else op.Or(x > high, low > high)
+        dhigh = op.Where(above, dy, 0)
+    if low is not None:
+        below = x < low if high is None else op.And(x < low, low <= high)
+        dlow = op.Where(below, dy, 0)
+    return op.Where(op.Equal(x, y), dy, 0), dlow, dhigh
+
+
+# ---- arithmetic of several tensors -----------------------------------------------------------------------------------
+
+
+@gradient("Add", broadcasts=True)
+def add(op, dy, a, b):
+    """Y = A + B: dA = dY, dB = dY."""
+    return dy, dy
+
+
+@gradient("Sub", broadcasts=True)
+def sub(op, dy, a, b):
+    """Y = A - B: dA = dY, dB = -dY."""
+    return dy, -dy
+
+
+@gradient("Mul", broadcasts=True)
+def mul(op, dy, a, b):
+    """Y = A B: dA = dY B, dB = dY A."""
+    return dy * b, dy * a
+
+
+@gradient("Div", broadcasts=True)
+def div(op, dy, a, b):
+    """Y = A / B: dA = dY / B, dB = -dY A / B^2; for B = 0 as for the smallest number."""
+    below = b if never_zero(b) else op.Where(op.Equal(b, 0), tiny(b), b)
+    da = dy / below
+    return da, -(da * a / below)
+
+
+@gradient("Mod", broadcasts=True)
+def mod(op, dy, a, b, *, y):
+    """Y = A - n B with an integer n: dA = dY, dB = -n dY."""
+    return dy, -dy * op.Round((a - y) / b)
+
+
+@gradient("Pow", broadcasts=True)
+def power(op, dy, x, exponent, *, y):
+    """Y = X^p: dX = dY p X^(p-1), 0 for p = 0; dp = dY Y log X, 0 where X <= 0."""
+    positive = x > 0
+    return _power_slope(op, dy, x, exponent), dy * (op.Where(positive, y, 0) * op.Log(op.Where(positive, x, 1)))
+
+
+def _power_slope(op, dy, x, exponent):
+    number = fixed_number(exponent)
+    if number is not None:
+        return _fixed_power_slope(op, dy, x, number)
+    exponent = cast_like(op, exponent, x)
+    scaled = dy * exponent
+    zero_times_infinity = op.And(op.And(op.Equal(x, 0), exponent < 1), op.Equal(scaled, 0))
+    return scaled * op.Pow(op.Where(zero_times_infinity, 1, x), exponent - 1)
+
+
+def _fixed_power_slope(op, dy, x, exponent):
+    if exponent == 0:
+        return None
+    if exponent == 1:
+        return dy
+    if exponent == 2:
+        return dy * (x * 2)
+    # Where the slope is infinite (at 0) take the largest that there is near it, also where there is none (below 0).
+    steepest = max(tiny(x), (largest(x) / 2) ** (1 / (exponent - 1))) if exponent < 1 else 0
+    if exponent != round(exponent):
+        x = op.Clip(x, steepest)
+    elif exponent < 1:
+        x = op.Where(op.Equal(x, 0), steepest, x)
+    return dy * exponent * op.Pow(x, exponent - 1)
+
+
+@gradient("Sum", broadcasts=True)
+def variadic_sum(op, dy, *xs):
+    """dX = dY for each."""
+    return [dy for _ in xs]
+
+
+@gradient("Mean", broadcasts=True)
+def mean(op, dy, *xs):
+    """dX = dY / n for each of n."""
+    share = dy / len(xs)
+    return [share for _ in xs]
+
+
+@gradient("Max", "Min", broadcasts=True)
+def extreme(op, dy, *xs, y):
+    """dX = dY where X is the extreme; inputs that tie share it evenly."""
+    if len(xs) == 1:
+        return dy
+    chosen = [op.Equal(x, y) for x in xs]
+    share = dy / op.Sum(*(cast_like(op, mask, y) for mask in chosen))
+    return [op.Where(mask, share, 0) for mask in chosen]
+
+
+@gradient("Where", broadcasts=(1, 2))
+def where(op, dy, condition, a, b):
+    """dA = dY where the condition holds, dB = dY where it does not."""
+    return None, op.Where(condition, dy, 0), op.Where(condition, 0, dy)

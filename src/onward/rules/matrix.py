@@ -1,0 +1,164 @@
+"""Products of matrices."""
+
+import string
+
+import onnx_ir as ir
+
+from onward.rules.registry import gradient
+
+
+@gradient("MatMul", broadcasts=True)
+def matmul(op, dy, a, b):
+    """Y = A B: dA = dY B', dB = A' dY; a vector is a matrix with one row (A) or one column (B)."""
+    a_rank, b_rank = _rank(a), _rank(b)
+    if a_rank is None or b_rank is None:
+        return _matmul_of_any_rank(op, dy, a, b)
+    row, column = a_rank == 1, b_rank == 1
+    if row:
+        a, dy = op.Unsqueeze(a, [0]), op.Unsqueeze(dy, [-1 if column else -2])
+    if column:
+        b_matrix, dy = op.Unsqueeze(b, [1]), op.Unsqueeze(dy, [-1])
+        return op.MatMul(dy, op.Transpose(b_matrix)), op.Squeeze(op.MatMul(_swap_last(op, a), dy), [-1])
+    da = op.MatMul(dy, _swap_last(op, b))
+    if b_rank == 2 and a_rank > 2:  # one product, not one for each of the batch
+        return da, op.MatMul(op.Transpose(_rows(op, a)), _rows(op, dy)).like(b.value)
+    return da, op.MatMul(_swap_last(op, a), dy)
+
+
+def _rank(x):
+    return None if x.value.shape is None else x.value.shape.rank()
+
+
+def _swap_last(op, x):
+    rank = _rank(x)
+    return op.Transpose(x, perm=[*range(rank - 2), rank - 1, rank - 2])
+
+
+def _rows(op, x):
+    """The rows of all matrices in `x` as one matrix."""
+    width = x.value.shape[-1]
+    return op.Reshape(x, [-1, width] if isinstance(width, int) else op.Concat([-1], op.Shape(x, start=-1), axis=0))
+
+
+def _matmul_of_any_rank(op, dy, a, b):
+    """The same where it turns out only at run time which operand is a vector."""
+    a_rank, b_rank = op.Shape(op.Shape(a)), op.Shape(op.Shape(b))
+    a_shape = op.Concat(op.Expand([1], op.Max(2 - a_rank, [0])), op.Shape(a), axis=0)
+    b_shape = op.Concat(op.Shape(b), op.Expand([1], op.Max(2 - b_rank, [0])), axis=0)
+    batch_axes = op.Shape(op.Shape(dy)) - op.Min(a_rank - 1, [1]) - op.Min(b_rank - 1, [1])
+    batch = op.Slice(op.Shape(dy), [0], batch_axes)
+    dy = op.Reshape(dy, op.Concat(batch, op.Slice(a_shape, [-2], [-1]), op.Slice(b_shape, [-1], _END), axis=0))
+    da = op.Einsum(dy, op.Reshape(b, b_shape), equation="...ij,...kj->...ik")
+    db = op.Einsum(op.Reshape(a, a_shape), dy, equation="...ji,...jk->...ik")
+    # Without the column that a vector B was given; batch axes that B lacks are summed by the driver.
+    matrix_axes = op.Shape(op.Shape(db)) - op.Max(2 - b_rank, [0])
+    return da, op.Reshape(db, op.Slice(op.Shape(db), [0], matrix_axes))
+
+
+_END = [2**31 - 1]
+
+
+@gradient("Gemm", broadcasts=(2,))
+def gemm(op, dy, a, b, c, *, alpha, beta, transA, transB):
+    """Y = alpha A B + beta C."""
+    scaled = dy if alpha == 1 else dy * alpha
+    da = op.Gemm(b, scaled, transA=transB, transB=1) if transA else op.Gemm(scaled, b, transB=1 - transB)
+    db = op.Gemm(scaled, a, transA=1, transB=transA) if transB else op.Gemm(a, scaled, transA=1 - transA)
+    return da, db, dy if beta == 1 else dy * beta
+
+
+@gradient("Einsum", broadcasts=True)
+def einsum(op, dy, *operands, equation):
+    """The derivative of an operand is the Einsum of dY and the other operands, with its labels as the result."""
+    terms, result = _terms(equation, [_rank(x) for x in operands])
+    unused = (letter for letter in string.ascii_letters if letter not in equation and letter not in "".join(terms))
+    return [_einsum_operand(op, dy, i, operands, terms, result, unused) for i in range(len(operands))]
+
+
+def _einsum_operand(op, dy, index, operands, terms, result, unused):
+    x, term = operands[index], terms[index]
+    factors = [(other, terms[i]) for i, other in enumerate(operands) if i != index]
+    if result:
+        factors.append((dy, result))
+    wanted = ""
+    for axis, label in enumerate(_labels(term)):
+        # A label that occurs twice takes the diagonal: all else is zero.
+        wanted += next(unused) if label in wanted and label != "..." else label
+        if wanted[-1] != label[-1]:
+            size = op.Shape(x, start=_counted(term, axis), end=_counted(term, axis) + 1 or None)
+            factors.append((_identity(op, op.Concat(size, size, axis=0), x), label + wanted[-1]))
+    for axis, label in enumerate(_labels(wanted)):
+        # A label that occurs nowhere else is summed over: the gradient is the same along it.
+        if label != "..." and not any(label in _labels(given) for _, given in factors):
+            size = op.Shape(x, start=_counted(wanted, axis), end=_counted(wanted, axis) + 1 or None)
+            factors.append((_filled(op, size, 1, x), label))
+    if not factors:  # of a scalar
+        return dy
+    equation = ",".join(given for _, given in factors) + "->" + wanted
+    dx = op.Einsum(*(factor for factor, _ in factors), equation=equation)
+    if _no_broadcast(x, term, operands, terms):
+        dx.like(x.value)
+    if result:
+        return dx
+    scaled = dx * dy
+    return scaled.like(x.value) if dx.value.shape is not None else scaled
+
+
+def _terms(equation, ranks):
+    """The labels of each operand and of the result; an ellipsis becomes labels of its own where all ranks are known."""
+    left, arrow, result = equation.replace(" ", "").partition("->")
+    terms = left.split(",")
+    if not arrow:
+        letters = left.replace("...", "").replace(",", "")
+        result = ("..." if "..." in left else "") + "".join(sorted(x for x in letters if letters.count(x) == 1))
+    if "..." not in left or None in ranks:
+        return terms, result
+    widths = [rank - len(term.replace("...", "")) for term, rank in zip(terms, ranks, strict=True) if "..." in term]
+    unused = [letter for letter in string.ascii_letters if letter not in equation]
+    axes = "".join(unused[: max(widths)])
+    width = iter(widths)
+    terms = [term.replace("...", axes[len(axes) - next(width) :]) if "..." in term else term for term in terms]
+    return terms, result.replace("...", axes)
+
+
+def _labels(term):
+    """The labels of a term one by one, an ellipsis counting as one."""
+    head, dots, tail = term.partition("...")
+    return [*head, *([dots] if dots else []), *tail]
+
+
+def _counted(term, position):
+    """The axis of a label: from the end if it comes after an ellipsis, whose length is not known."""
+    labels = _labels(term)
+    return position - len(labels) if "..." in labels[:position] else position
+
+
+def _no_broadcast(x, term, operands, terms):
+    """Whether it is certain that no axis of `x` is stretched."""
+    if x.value.shape is None or "..." in term:
+        return False
+    sizes = {}
+    for other, labels in zip(operands, terms, strict=True):
+        if other.value.shape is None or "..." in labels:
+            return False
+        for label, size in zip(labels, other.value.shape, strict=True):
+            sizes.setdefault(label, []).append(size if isinstance(size, int) else size.value)
+    return all(len(set(sizes[label])) == 1 and sizes[label][0] is not None for label in term)
+
+
+def _filled(op, shape, number, like):
+    return op.Expand(op.scalar(number, like), shape)
+
+
+def _identity(op, shape, like):
+    return op.EyeLike(_filled(op, shape, 0, like))
+
+
+@gradient("Det")
+def det(op, dy, x):
+    """dX = dY cof(X): the cofactor (i, j) is the determinant of X with row i replaced by the unit vector j."""
+    size = op.Shape(x, start=-1)
+    identity = _identity(op, op.Concat(size, size, axis=0), x)
+    row = op.Unsqueeze(op.Cast(identity, to=ir.DataType.BOOL), [1, 3])
+    unit = op.Unsqueeze(identity, [0, 2])
+    return op.Unsqueeze(dy, [-1, -2]) * op.Det(op.Where(row, unit, op.Unsqueeze(x, [-3, -4])))

@@ -1,0 +1,117 @@
+"""The table of derivatives, and how a rule is written.
+
+    elementwise(Tanh=lambda op, x, y: 1 - y * y)              # y = f(x): the derivative f'(x); times dy by the driver
+
+    @gradient("Softmax")
+    def softmax(op, dy, x, *, y, axis):
+        return dy * y - y * op.ReduceSum(dy * y, [axis], keepdims=1)
+
+    no_gradient("the result is a truth value", "Equal", "Less")
+
+A rule gets a builder, the gradient of the output, and the inputs in the order of the operator's documentation; those
+that a node leaves out are None. By keyword it may ask for the output `y` and for attributes, which come with the
+schema's defaults. Of an operator with several outputs it asks for `dys` and `ys`, where an output that nothing depends
+on has the gradient None. It returns one gradient per input, None where there is none; what is left out at the end
+counts as None.
+
+What a rule need not think about: which inputs need a gradient (what nobody asks for is removed afterwards),
+broadcasting (`broadcasts=True`, or the positions of inputs), the type of the result, accumulation, and names.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from onward.build import Expr
+
+STANDARD = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """The derivative of one operator."""
+
+    operator: tuple[str, str]
+    function: Callable[..., Any]
+    broadcasts: bool | tuple[int, ...] = False
+    """Inputs (True: all) whose gradient is to be summed over the axes along which the input was broadcast."""
+    keywords: frozenset[str] = frozenset()
+    many: bool = False
+    """Whether the rule takes the gradients of all outputs (`dys`), not of the first alone (`dy`)."""
+    positional: int | None = None
+    """How many inputs the rule takes; None for any number."""
+
+    def broadcasts_input(self, index: int) -> bool:
+        return self.broadcasts if isinstance(self.broadcasts, bool) else index in self.broadcasts
+
+    @property
+    def doc(self) -> str:
+        return inspect.getdoc(self.function) or ""
+
+
+@dataclasses.dataclass(frozen=True)
+class NoGradient:
+    """An operator through which no gradient flows, and why."""
+
+    operator: tuple[str, str]
+    reason: str
+
+
+RULES: dict[tuple[str, str], Rule | NoGradient] = {}
+"""(domain, operator) -> its derivative."""
+
+
+def gradient(
+    *operators: str, domain: str = STANDARD, broadcasts: bool | tuple[int, ...] = False
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register the decorated function as the rule of these operators."""
+
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        for name in operators:
+            _add(_rule((domain, name), function, broadcasts))
+        return function
+
+    return register
+
+
+def elementwise(domain: str = STANDARD, **derivatives: Callable[..., Any]) -> None:
+    """Register operators y = f(x) by their derivative: `(op, x, y) -> f'(x)`, attributes by keyword."""
+    for name, derivative in derivatives.items():
+        _add(_rule((domain, name), _times_dy(derivative), broadcasts=False))
+
+
+def no_gradient(reason: str, *operators: str, domain: str = STANDARD) -> None:
+    """Register operators that have no derivative, or a zero one, with the reason that a user is told."""
+    for name in operators:
+        _add(NoGradient((domain, name), reason))
+
+
+def _times_dy(derivative: Callable[..., Any]) -> Callable[..., Any]:
+    names = [p.name for p in inspect.signature(derivative).parameters.values() if p.kind is p.KEYWORD_ONLY]
+
+    def rule(op: Any, dy: Expr, x: Expr, *, y: Expr, **attributes: Any) -> Expr:
+        return dy * derivative(op, x, y, **attributes)
+
+    rule.__doc__ = derivative.__doc__
+    keywords = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in ("y", *names)]
+    ends = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_ONLY) for name in ("op", "dy", "x")]
+    rule.__signature__ = inspect.Signature([*ends, *keywords])  # type: ignore[attr-defined]
+    return rule
+
+
+def _rule(operator: tuple[str, str], function: Callable[..., Any], broadcasts: bool | tuple[int, ...]) -> Rule:
+    parameters = list(inspect.signature(function).parameters.values())
+    keywords = frozenset(p.name for p in parameters if p.kind is p.KEYWORD_ONLY)
+    positional: Sequence[inspect.Parameter] = [p for p in parameters if p.kind is not p.KEYWORD_ONLY]
+    variadic = any(p.kind is p.VAR_POSITIONAL for p in positional)
+    many = positional[1].name == "dys"
+    return Rule(operator, function, broadcasts, keywords, many, None if variadic else len(positional) - 2)
+
+
+def _add(entry: Rule | NoGradient) -> None:
+    if entry.operator in RULES:
+        raise ValueError(f"there are two rules for {entry.operator[1]}")
+    RULES[entry.operator] = entry

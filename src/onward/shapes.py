@@ -1,0 +1,156 @@
+"""Shapes of what a builder adds, as far as they follow from the operator's inputs without running anything.
+
+Dimensions may be symbols: two that are the same symbol are equal. Where nothing certain can be said, there is no shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import onnx_ir as ir
+
+Dims = tuple[int | ir.SymbolicDim, ...]
+
+_BROADCAST = {
+    "Add", "And", "BitShift", "BitwiseAnd", "BitwiseOr", "BitwiseXor", "Div", "Equal", "Greater", "GreaterOrEqual",
+    "Less", "LessOrEqual", "Max", "Mean", "Min", "Mod", "Mul", "Or", "PRelu", "Pow", "Sub", "Sum", "Where", "Xor",
+}  # fmt: skip
+
+_SAME = {
+    "Abs", "Acos", "Acosh", "Asin", "Asinh", "Atan", "Atanh", "BitwiseNot", "Cast", "CastLike", "Ceil", "Celu", "Clip",
+    "Cos", "Cosh", "CumSum", "Elu", "Erf", "Exp", "Floor", "Gelu", "HardSigmoid", "HardSwish", "Identity", "IsInf",
+    "IsNaN", "LeakyRelu", "Log", "LogSoftmax", "Mish", "Neg", "Not", "Reciprocal", "Relu", "Round", "ScatterElements",
+    "ScatterND", "Selu", "Shrink", "Sigmoid", "Sign", "Sin", "Sinh", "Softmax", "Softplus", "Softsign", "Sqrt", "Tan",
+    "Tanh", "ThresholdedRelu", "Trilu",
+}  # fmt: skip
+
+_REDUCE = {
+    "ReduceL1", "ReduceL2", "ReduceLogSum", "ReduceLogSumExp", "ReduceMax", "ReduceMean", "ReduceMin", "ReduceProd",
+    "ReduceSum", "ReduceSumSquare",
+}  # fmt: skip
+
+
+def output_shape(node: ir.Node) -> ir.Shape | None:
+    """The shape of a node's first output; None if it is not certain."""
+    if node.domain not in ("", "ai.onnx"):
+        return None
+    if node.op_type in _SAME:
+        return _copy(dims(node.inputs[0]))
+    if node.op_type in _BROADCAST:
+        return _copy(broadcast([dims(value) for value in node.inputs]))
+    if node.op_type in _REDUCE:
+        return _copy(_reduced(node))
+    special = _SPECIAL.get(node.op_type)
+    return _copy(special(node)) if special else None
+
+
+def dims(value: ir.Value | None) -> Dims | None:
+    """The dimensions of a value; unnamed ones make it unknown."""
+    if value is None or value.shape is None:
+        return None
+    known = tuple(value.shape)
+    return known if all(isinstance(d, int) or d.value is not None for d in known) else None
+
+
+def broadcast(shapes: Sequence[Dims | None]) -> Dims | None:
+    """The common shape by numpy's rule, if it is certain."""
+    if any(shape is None for shape in shapes):
+        return None
+    known = [shape for shape in shapes if shape is not None]
+    rank = max((len(shape) for shape in known), default=0)
+    result: list[int | ir.SymbolicDim] = []
+    for axis in range(rank):
+        column = [shape[axis - rank] for shape in known if axis - rank >= -len(shape)]
+        wide = {d for d in column if d != 1}
+        if len(wide) > 1:
+            return None
+        result.append(next(iter(wide), 1))
+    return tuple(result)
+
+
+def constant_ints(value: ir.Value | None) -> tuple[int, ...] | None:
+    """The integers in a small constant, such as axes or a shape."""
+    if value is None:
+        return None
+    tensor = value.const_value
+    producer = value.producer()
+    if tensor is None and producer is not None and producer.op_type == "Constant" and "value" in producer.attributes:
+        tensor = producer.attributes["value"].value
+    if tensor is None or tensor.size > 64 or not tensor.dtype.is_integer():
+        return None
+    return tuple(int(n) for n in tensor.numpy().reshape(-1))
+
+
+def _copy(shape: Dims | None) -> ir.Shape | None:
+    return None if shape is None else ir.Shape(shape)
+
+
+def _reduced(node: ir.Node) -> Dims | None:
+    shape = dims(node.inputs[0])
+    keep = node.attributes.get_int("keepdims", 1)
+    given = node.inputs[1] if len(node.inputs) > 1 else None
+    axes = constant_ints(given)
+    if shape is None or (given is not None and axes is None):
+        return None
+    if not axes:
+        if node.attributes.get_int("noop_with_empty_axes", 0):
+            return shape
+        axes = tuple(range(len(shape)))
+    gone = {axis % len(shape) for axis in axes} if shape else set()
+    if keep:
+        return tuple(1 if i in gone else d for i, d in enumerate(shape))
+    return tuple(d for i, d in enumerate(shape) if i not in gone)
+
+
+def _matmul(node: ir.Node) -> Dims | None:
+    a, b = dims(node.inputs[0]), dims(node.inputs[1])
+    if a is None or b is None or len(a) < 2 or len(b) < 2:
+        return None
+    batch = broadcast([a[:-2], b[:-2]])
+    return None if batch is None else (*batch, a[-2], b[-1])
+
+
+def _transpose(node: ir.Node) -> Dims | None:
+    shape = dims(node.inputs[0])
+    if shape is None:
+        return None
+    order = node.attributes.get_ints("perm", tuple(reversed(range(len(shape)))))
+    return tuple(shape[i] for i in order)
+
+
+def _reshape(node: ir.Node) -> Dims | None:
+    target = constant_ints(node.inputs[1])
+    return target if target is not None and all(d > 0 for d in target) else None
+
+
+def _unsqueeze(node: ir.Node) -> Dims | None:
+    shape, axes = dims(node.inputs[0]), constant_ints(node.inputs[1])
+    if shape is None or axes is None:
+        return None
+    rank = len(shape) + len(axes)
+    new, old = {axis % rank for axis in axes}, iter(shape)
+    return tuple(1 if i in new else next(old) for i in range(rank))
+
+
+def _squeeze(node: ir.Node) -> Dims | None:
+    shape, axes = dims(node.inputs[0]), constant_ints(node.inputs[1] if len(node.inputs) > 1 else None)
+    if shape is None or axes is None:
+        return None
+    gone = {axis % len(shape) for axis in axes}
+    return tuple(d for i, d in enumerate(shape) if i not in gone)
+
+
+def _shape(node: ir.Node) -> Dims | None:
+    shape = node.inputs[0].shape if node.inputs[0] is not None else None
+    return None if shape is None or node.attributes else (len(shape),)
+
+
+_SPECIAL: dict[str, Callable[[ir.Node], Dims | None]] = {
+    "MatMul": _matmul,
+    "Reshape": _reshape,
+    "Shape": _shape,
+    "Size": lambda node: (),
+    "Squeeze": _squeeze,
+    "Transpose": _transpose,
+    "Unsqueeze": _unsqueeze,
+}
