@@ -1,7 +1,8 @@
-"""Running a training step on stock ONNX Runtime with gradients that somebody else computed.
+"""Running a training step on stock ONNX Runtime, with our gradients or with those that somebody else computed.
 
-What the `Gradient` operator computes becomes an input. That leaves everything else of a step as it is in the file: the
-forward pass in training mode, the loss, accumulation, clipping, the schedule, the optimizer and all state.
+With `own_gradients=False` what the `Gradient` operator computes becomes an input. That leaves everything else of a step
+as it is in the file: the forward pass in training mode, the loss, accumulation, clipping, the schedule, the optimizer
+and all state.
 """
 
 import numpy as np
@@ -9,15 +10,18 @@ import onnx_ir as ir
 import onnxruntime as ort
 
 from onward.lower.expand import expand
+from onward.lower.gradients import lower_gradients
 from onward.model import TRAINING_DOMAIN, Model
 from onward.model.state import states
 
 
 class Stepper:
-    def __init__(self, model: Model, step: int = 0):
+    def __init__(self, model: Model, step: int = 0, own_gradients: bool = False):
         self.bindings = dict(model.step(step).update)
         self.state = {s.name: np.array(s.value.const_value.numpy()) for s in states(model, step)}
         combined = model.combined(step)
+        if own_gradients:
+            combined = lower_gradients(Model(combined)).ir
         self.gradients = {}
         gradients = [n for n in combined.graph if (n.domain, n.op_type) == (TRAINING_DOMAIN, "Gradient")]
         for node in gradients:
@@ -43,9 +47,9 @@ class Stepper:
         """The outputs at the present state, with zero gradients; nothing changes."""
         return self._run(batch, {x: np.zeros_like(self.state[x]) for x in self.gradients})
 
-    def __call__(self, batch, gradients):
+    def __call__(self, batch, gradients=None):
         """One run: outputs come back, state is replaced."""
-        outputs = self._run(batch, gradients)
+        outputs = self._run(batch, gradients or {})
         self.state.update({key: np.asarray(outputs[value]) for key, value in self.bindings.items()})
         return outputs
 

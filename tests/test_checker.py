@@ -276,7 +276,7 @@ def test_many_gradients_of_a_long_graph() -> None:
     )
     started = time.perf_counter()
     assert "OW109" in {finding.code for finding in check_proto(proto)}
-    assert time.perf_counter() - started < 30
+    assert time.perf_counter() - started < 120
 
 
 def test_many_steps() -> None:
@@ -287,7 +287,7 @@ def test_many_steps() -> None:
         algorithm.node.append(node("Neg", "logits", f"turned{i}"))
     started = time.perf_counter()
     assert "OW109" in {finding.code for finding in check_proto(proto)}
-    assert time.perf_counter() - started < 30
+    assert time.perf_counter() - started < 120
 
 
 def test_many_wrong_names_in_a_large_graph() -> None:

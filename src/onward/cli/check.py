@@ -10,8 +10,9 @@ import typer
 
 from onward.cli import options
 from onward.cli.app import LOOK, command
-from onward.cli.console import print_json, print_rows, say, working
+from onward.cli.console import print_json, print_rows, say
 from onward.cli.failure import FAILED, Misuse
+from onward.cli.work import working
 
 if TYPE_CHECKING:
     from onward import Finding

@@ -6,8 +6,7 @@ import functools
 import json
 import sys
 import textwrap
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -94,17 +93,6 @@ def print_rows(rows: Sequence[Sequence[str]], styles: Sequence[str] = ()) -> Non
         text.append(("\n" + " " * sum(widths)).join(lines), styles[len(widths)])
         text.rstrip()
         console.print(text, soft_wrap=True)
-
-
-@contextmanager
-def working(what: str) -> Iterator[None]:
-    """Show that something is going on, where somebody looks on."""
-    console = err()
-    if not console.is_terminal:
-        yield
-        return
-    with console.status(safe(what)):
-        yield
 
 
 def word(value: Any) -> str:

@@ -8,8 +8,8 @@ import typer
 
 from onward.cli import options
 from onward.cli.app import CHANGE, command
-from onward.cli.console import working
 from onward.cli.saving import target
+from onward.cli.work import working
 
 
 @command(
@@ -36,7 +36,7 @@ def inline(
     import onward
     from onward.inspect.wording import quantity
 
-    with working(f"inlining in {model}"):
+    with working(f"inlining in {model}", model):
         before = onward.read(str(model))
         made = onward.inline(before, functions or ["*"])
     gone = len(before.functions) - len(made.functions)
@@ -62,7 +62,7 @@ def opset(
     place = target(model, output, f"opset{version}", data=data, force=force)
     import onward
 
-    with working(f"converting {model}"):
+    with working(f"converting {model}", model):
         before = onward.read(str(model))
         made = onward.convert_opset(before, version)
     place.write(made, f"operator set {before.opset} to {made.opset}")
@@ -94,6 +94,6 @@ def data(
     place = target(model, output, "single" if to == "none" else "external", data=to, force=force)
     import onward
 
-    with working(f"reading {model}"):
+    with working(f"reading {model}", model):
         made = onward.read(str(model))
     place.write(made)

@@ -9,8 +9,8 @@ import typer
 from onward.cli import options
 from onward.cli.app import CHANGE, command
 from onward.cli.arguments import pairs
-from onward.cli.console import working
 from onward.cli.saving import target
+from onward.cli.work import working
 
 
 @command(
@@ -35,7 +35,7 @@ def rename(
     import onward
     from onward.inspect.wording import quantity
 
-    with working(f"renaming in {model}"):
+    with working(f"renaming in {model}", model):
         made = onward.rename(str(model), wanted)
     place.write(made, f"renamed {quantity(len(wanted), 'value')}")
 
@@ -56,6 +56,6 @@ def prefix(
     place = target(model, output, "prefixed", data=data, force=force)
     import onward
 
-    with working(f"renaming in {model}"):
+    with working(f"renaming in {model}", model):
         made = onward.add_prefix(str(model), text)
     place.write(made)

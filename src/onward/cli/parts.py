@@ -10,8 +10,8 @@ import typer
 from onward.cli import options
 from onward.cli.app import CHANGE, command
 from onward.cli.arguments import pairs
-from onward.cli.console import working
 from onward.cli.saving import target
+from onward.cli.work import working
 
 _Names = list[str] | None
 
@@ -45,7 +45,7 @@ def merge(
     import onward
     from onward.inspect.wording import quantity
 
-    with working(f"merging {first} and {second}"):
+    with working(f"merging {first} and {second}", first, second):
         made = onward.merge(str(first), str(second), joins, prefix=prefix)
     place.write(made, quantity(len(made.steps), "training step"))
 
@@ -86,7 +86,7 @@ def extract(
     import onward
     from onward.inspect.wording import quantity
 
-    with working(f"cutting {model}"):
+    with working(f"cutting {model}", model):
         whole = onward.read(str(model))
         made = onward.extract(
             whole,

@@ -10,10 +10,11 @@ from onward.cli import options
 from onward.cli.app import BUILD, command
 from onward.cli.arguments import specs_by_pattern
 from onward.cli.catalogue import Catalogue, print_catalogue
-from onward.cli.console import print_json, working
+from onward.cli.console import print_json
 from onward.cli.failure import Misuse
 from onward.cli.prepared import print_prepared
 from onward.cli.saving import target
+from onward.cli.work import working
 
 _Texts = list[str] | None
 
@@ -150,7 +151,7 @@ def prepare(
     }
     import onward
 
-    with working(f"preparing {model}"):
+    with working(f"preparing {model}", model):
         made = onward.prepare(str(model), **recipe)
     place.save(made)
     summary = onward.describe(made)

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from onward.cli.console import remark, working
+from onward.cli.console import remark
+from onward.cli.work import working
 from onward.errors import WriteError
 
 if TYPE_CHECKING:
@@ -20,11 +21,12 @@ Where = Literal["auto", "none", "data", "safetensors"]
 class Target:
     """Where a result goes, settled before the work that makes it."""
 
+    source: Path
     path: Path
     data: Where = "auto"
 
     def save(self, model: Model) -> None:
-        with working(f"writing {self.path}"):
+        with working(f"writing {self.path}", self.source):
             model.save(self.path, data=self.data)
 
     def write(self, model: Model, note: str = "") -> None:
@@ -46,4 +48,4 @@ def target(source: Path, output: Path | None, ending: str, *, data: Where = "aut
     if path.exists() and not force:
         what = f"`{path}` is the model itself" if source.exists() and path.samefile(source) else f"`{path}` exists"
         raise WriteError(what, hint="write elsewhere with `-o`, or overwrite it with `--force`")
-    return Target(path, data)
+    return Target(source, path, data)

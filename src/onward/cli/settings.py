@@ -10,9 +10,10 @@ import typer
 from onward.cli import options
 from onward.cli.app import CHANGE, command
 from onward.cli.arguments import number, pairs
-from onward.cli.console import print_json, print_rows, remark, word, working
+from onward.cli.console import print_json, print_rows, remark, word
 from onward.cli.failure import Misuse
 from onward.cli.saving import Target, target
+from onward.cli.work import working
 from onward.errors import InvalidModelError, UnknownNameError
 
 if TYPE_CHECKING:
@@ -58,16 +59,16 @@ def set_(
             f"missing {missing}", "write for example `onward set training.onnx group0/lr=3e-4`, or use `--list`"
         )
     wanted = pairs(settings or [], "group0/lr=3e-4")
-    place = Target(model) if output is None else target(model, output, "changed", force=force)
+    place = Target(model, model) if output is None else target(model, output, "changed", force=force)
     from onward.model import read
 
-    with working(f"reading {model}"):
+    with working(f"reading {model}", model):
         source = read(model)
-        source.step(step)
+        found = _settable(source, step)
+        changes = [_change(source, name, text, step) for name, text in wanted.items()]
     if listed:
-        _print_settable(source, step, as_json)
+        _print_settable(found, as_json)
         return
-    changes = [_change(source, name, text, step) for name, text in wanted.items()]
     place.save(source)
     if as_json:
         print_json({"output": str(place.path), "changes": changes})
@@ -84,9 +85,8 @@ def _change(source: Model, name: str, text: str, step: int) -> dict[str, Any]:
             f"`{name}` has {tensor.size:,} elements: a weight, not a setting",
             hint="change weights in Python, with `Model.set`",
         )
-    old = tensor.numpy().tolist()
     source.set(name, _array(name, text, tensor.dtype), step)
-    return {"name": name, "old": old, "new": _initializer(source, name, step).numpy().tolist()}
+    return {"name": name, "old": _plain(tensor), "new": _plain(_initializer(source, name, step))}
 
 
 def _initializer(source: Model, name: str, step: int) -> ir.TensorProtocol:
@@ -128,7 +128,7 @@ def _example(kind: str) -> str:
     return "write a whole number" if "int" in kind else "write a number such as 1e-3, or a list such as [30,60]"
 
 
-def _print_settable(source: Model, step: int, as_json: bool) -> None:
+def _settable(source: Model, step: int) -> list[dict[str, Any]]:
     """Hyper-parameters, and the counters among the state."""
     from onward.model.state import hyperparameters, states
 
@@ -136,8 +136,18 @@ def _print_settable(source: Model, step: int, as_json: bool) -> None:
     for state in states(source, step):
         tensor = state.value.const_value
         if tensor is not None and tensor.size == 1 and state.role not in ("parameter", "optimizer_state"):
-            found.append({"name": state.name, "role": state.role, "value": tensor.numpy().item()})
+            found.append({"name": state.name, "role": state.role, "value": _plain(tensor)})
+    return found
+
+
+def _plain(tensor: ir.TensorProtocol) -> Any:
+    from onward.inspect.values import plain
+
+    return plain(tensor.numpy().tolist())
+
+
+def _print_settable(found: list[dict[str, Any]], as_json: bool) -> None:
     if as_json:
         print_json(found)
     else:
-        print_rows([[str(f["name"]), word(f["value"]), str(f["role"])] for f in found], styles=("", "bold", "dim"))
+        print_rows([[f["name"], word(f["value"]), f["role"]] for f in found], styles=("", "bold", "dim"))

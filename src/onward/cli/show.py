@@ -9,7 +9,8 @@ import typer
 
 from onward.cli import options
 from onward.cli.app import LOOK, command
-from onward.cli.console import out, print_json, remark, working
+from onward.cli.console import out, print_json, remark
+from onward.cli.work import working
 from onward.errors import WriteError
 
 
@@ -40,11 +41,11 @@ def show(
 
     if graph is not None and graph.exists() and not force:
         raise WriteError(f"`{graph}` exists", hint="draw into another file, or overwrite it with `--force`")
-    with working(f"reading {model}"):
+    with working(f"reading {model}", model):
         source = read(model)
         summary = describe(source)
     if graph is not None:
-        with working("laying out the graph"):
+        with working("laying out the graph", model):
             picture = draw(source, step)
         graph.write_text(picture, encoding="utf-8")
         remark(f"wrote {graph}")

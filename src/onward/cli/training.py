@@ -9,8 +9,8 @@ import typer
 
 from onward.cli import options
 from onward.cli.app import CHANGE, command
-from onward.cli.console import working
 from onward.cli.saving import target
+from onward.cli.work import working
 
 
 @command(
@@ -29,7 +29,7 @@ def strip(
     import onward
     from onward.inspect.wording import quantity
 
-    with working(f"stripping {model}"):
+    with working(f"stripping {model}", model):
         before = onward.read(str(model))
         made = onward.strip(before)
     place.write(made, f"without {quantity(len(before.steps), 'training step')}")
@@ -60,6 +60,6 @@ def refresh(
     import onward
     from onward.inspect.wording import quantity
 
-    with working(f"joining {model} and the training of {training}"):
+    with working(f"joining {model} and the training of {training}", model, training):
         made = onward.refresh(str(model), str(training))
     place.write(made, quantity(len(made.steps), "training step"))

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import onnx_ir as ir
 
 from onward.build import Builder, Expr
-from onward.differentiate.path import between, explained, with_functions_expanded
-from onward.differentiate.sweep import NoRule, pull_back
+from onward.differentiate.path import way, with_functions_expanded
+from onward.differentiate.sweep import pull_back
 from onward.errors import UnknownNameError, near
 from onward.model import Model, Source, read
 from onward.model.core import values
@@ -28,7 +28,8 @@ def gradient(source: Source, y: str, xs: Sequence[str]) -> Model:
     """
     model, target, sources = _opened(source, y, xs)
     op = _builder(model)
-    grads = _pulled_back(op, model, target, op.filled_like(target, 1), sources)
+    nodes = way(target, sources)
+    grads = _pulled_back(op, nodes, target, op.filled_like(target, 1), sources)
     return _finish(model, op, sources, grads, list(model.graph.outputs))
 
 
@@ -38,7 +39,7 @@ def vjp(source: Source, y: str, xs: Sequence[str]) -> Model:
     op = _builder(model)
     dy = ir.Value(name=op.names.fresh("dy"), type=target.type, shape=target.shape)
     model.graph.inputs.append(dy)
-    grads = _pulled_back(op, model, target, op(dy), sources)
+    grads = _pulled_back(op, way(target, sources), target, op(dy), sources)
     return _finish(model, op, sources, grads, [])
 
 
@@ -62,11 +63,8 @@ def _builder(model: Model) -> Builder:
     return Builder(model.graph, opset=model.opset, names=model.names(), functions=model.functions)
 
 
-def _pulled_back(op: Builder, model: Model, y: ir.Value, dy: Expr, xs: Sequence[ir.Value]) -> list[Expr]:
-    try:
-        found = pull_back(op, between(y, xs), {y: dy}, xs)
-    except NoRule as error:
-        raise explained(error, y, xs) from error
+def _pulled_back(op: Builder, nodes: Sequence[ir.Node], y: ir.Value, dy: Expr, xs: Sequence[ir.Value]) -> list[Expr]:
+    found = pull_back(op, nodes, {y: dy}, xs)
     return [found[x] if x in found else op.filled_like(x, 0) for x in xs]
 
 

@@ -9,7 +9,6 @@ from typing import Any
 import onnx_ir as ir
 from onnx import defs
 
-from onward.differentiate.sweep import NoRule
 from onward.errors import UnsupportedError
 from onward.model import Model
 from onward.model.core import values
@@ -30,6 +29,16 @@ def between(y: ir.Value, xs: Iterable[ir.Value]) -> list[ir.Node]:
     return found
 
 
+def way(y: ir.Value, xs: Iterable[ir.Value]) -> list[ir.Node]:
+    """The same, all of them with a rule; else an error that names the first without one, and where it stands."""
+    sources = list(xs)
+    nodes = between(y, sources)
+    for node in reversed(nodes):
+        if _operator(node) not in RULES:
+            raise _explained(node, y, sources)
+    return nodes
+
+
 def _position(y: ir.Value) -> Callable[[ir.Node], int]:
     node = y.producer()
     order = {n: i for i, n in enumerate(node.graph)} if node is not None and node.graph is not None else {}
@@ -41,8 +50,8 @@ def with_functions_expanded(model: Model, y: str, xs: Iterable[str]) -> Model:
     names = list(xs)
     while True:
         known = {value.name: value for value in values(model.graph)}
-        way = between(known[y], [known[x] for x in names])
-        calls = {_operator(node) for node in way if _operator(node) not in RULES and _is_function(model, node)}
+        nodes = between(known[y], [known[x] for x in names])
+        calls = {_operator(node) for node in nodes if _operator(node) not in RULES and _is_function(model, node)}
         if not calls:
             return model
         model = inline_operators(model, calls)
@@ -62,17 +71,13 @@ def _is_function(model: Model, node: ir.Node) -> bool:
     return bool(schema.has_function or schema.has_context_dependent_function)
 
 
-def explained(error: NoRule, y: ir.Value, xs: Iterable[ir.Value]) -> UnsupportedError:
-    """The error for a missing rule, with the way on which it is needed."""
-    node = error.node
-    x = next((x for x in xs if node in between(y, [x])), None)
-    steps = [y.name or "", *(n.name or n.op_type for n in _way_back(y, node))]
-    way = " <- ".join(steps)
-    target = f" to `{x.name}`" if x is not None else ""
+def _explained(node: ir.Node, y: ir.Value, xs: Iterable[ir.Value]) -> UnsupportedError:
+    x = next(x for x in xs if node in between(y, [x]))
+    steps = " <- ".join([y.name or "", *(n.name or n.op_type for n in _way_back(y, node))])
     return UnsupportedError(
-        f"{error.message}\non the way from `{y.name}`{target}: {way}",
-        hint=f'write one with `@gradient("{node.op_type}")`'
-        + (f", or do without the gradient of `{x.name}`" if x is not None else ""),
+        f"no gradient rule for `{node.op_type}` (node `{node.name}`)\n"
+        f"on the way from `{y.name}` to `{x.name}`: {steps}",
+        hint=f'write one with `@gradient("{node.op_type}")`, or do without the gradient of `{x.name}`',
     )
 
 
@@ -92,9 +97,9 @@ def _way_back(y: ir.Value, node: ir.Node) -> list[ir.Node]:
             if producer is not None and producer not in before:
                 before[producer] = current
                 pending.append(producer)
-    way: list[ir.Node] = []
+    steps: list[ir.Node] = []
     step: ir.Node | None = node
     while step is not None:
-        way.append(step)
+        steps.append(step)
         step = before.get(step)
-    return way[::-1]
+    return steps[::-1]

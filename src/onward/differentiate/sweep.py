@@ -12,7 +12,6 @@ import numpy as np
 import onnx_ir as ir
 
 from onward.build import Builder, Expr
-from onward.errors import UnsupportedError
 from onward.model.walk import attributes, read_by
 from onward.rules import RULES, NoGradient, Rule
 from onward.shapes import Dims, dims
@@ -52,31 +51,29 @@ def _depends_on(nodes: Iterable[ir.Node], values: Iterable[ir.Value]) -> set[ir.
     return active
 
 
+_FLOATS = (ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+_ROUNDED = ("QuantizeLinear", "DynamicQuantizeLinear")
+
+
 def _may_be_float(value: ir.Value) -> bool:
-    return value.dtype is None or value.dtype.is_floating_point()
+    """Whether a gradient can flow through a value: a float, or what stands for one after it was quantized."""
+    if value.dtype is None or value.dtype in _FLOATS:
+        return True
+    node = value.producer()
+    return node is not None and node.op_type in _ROUNDED
 
 
 def _derivatives(op: Builder, node: ir.Node, dys: list[Expr | None]) -> list[tuple[ir.Value, Expr]]:
     """What one node contributes to the derivatives of its inputs."""
-    rule = RULES.get((_domain(node), node.op_type))
+    rule = RULES["" if node.domain == "ai.onnx" else node.domain, node.op_type]
     if isinstance(rule, NoGradient):
         return []
-    if rule is None:
-        raise NoRule(node)
     results = _call(op, rule, node, dys)
     return [
         (value, _fitted(op, dx, value, rule.broadcasts_input(i)))
         for i, (value, dx) in enumerate(zip(node.inputs, results, strict=False))
         if value is not None and dx is not None and _may_be_float(value)
     ]
-
-
-class NoRule(UnsupportedError):
-    """There is no rule for an operator on the way."""
-
-    def __init__(self, node: ir.Node):
-        self.node = node
-        super().__init__(f"no gradient rule for `{node.op_type}` (node `{node.name}`)")
 
 
 def _call(op: Builder, rule: Rule, node: ir.Node, dys: list[Expr | None]) -> Sequence[Expr | None]:
@@ -98,15 +95,13 @@ def _call(op: Builder, rule: Rule, node: ir.Node, dys: list[Expr | None]) -> Seq
     return result if isinstance(result, tuple | list) else (result,)
 
 
-def _domain(node: ir.Node) -> str:
-    return "" if node.domain == "ai.onnx" else node.domain
-
-
 # ---- the shape and type of a derivative ------------------------------------------------------------------------------
 
 
 def _fitted(op: Builder, dx: Expr, value: ir.Value, broadcasts: bool) -> Expr:
-    """A derivative with the type and the shape of its value."""
+    """A derivative with the type and the shape of its value; that of a quantized value stays a float."""
+    if value.dtype is not None and value.dtype not in _FLOATS:
+        return dx
     if broadcasts:
         dx = sum_to(op, dx, op(value))
     if value.dtype is not None and dx.dtype is not None and dx.dtype != value.dtype:

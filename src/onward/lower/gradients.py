@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import onnx_ir as ir
 
 from onward.build import Builder, Expr
-from onward.differentiate.path import between, explained, with_functions_expanded
-from onward.differentiate.sweep import NoRule, pull_back
+from onward.differentiate.path import between, way, with_functions_expanded
+from onward.differentiate.sweep import pull_back
 from onward.errors import InvalidModelError
 from onward.model import TRAINING_DOMAIN, Model
 from onward.model.core import strings, values
@@ -59,10 +59,8 @@ def _lower(model: Model, node: ir.Node, xs: Sequence[str], y: str) -> None:
     if given != variables:
         variables, target = _at(op, target, dict(zip(variables, given, strict=True)))
     wanted = variables[: len(xs)]
-    try:
-        found = pull_back(op, between(target, wanted), {target: op.filled_like(target, 1)}, wanted, cut=set(variables))
-    except NoRule as error:
-        raise explained(error, target, wanted) from error
+    nodes = way(target, wanted)
+    found = pull_back(op, nodes, {target: op.filled_like(target, 1)}, wanted, cut=set(variables))
     for x, output in zip(wanted, node.outputs, strict=False):
         if output.name:
             _replace(op, output, found[x] if x in found else op.filled_like(x, 0))

@@ -1,7 +1,23 @@
 """The derivative of each operator, a file per family."""
 
-from onward.rules import elementwise as _elementwise  # noqa: F401 (importing a family registers its rules)
-from onward.rules import matrix as _matrix  # noqa: F401
+import importlib
+
 from onward.rules.registry import RULES, NoGradient, Rule, elementwise, gradient, no_gradient
 
-__all__ = ["RULES", "NoGradient", "Rule", "elementwise", "gradient", "no_gradient"]
+FAMILIES = (
+    "elementwise",
+    "reduction",
+    "movement",
+    "indexing",
+    "matrix",
+    "convolution",
+    "pooling",
+    "normalization",
+    "loss",
+    "quantization",
+)
+
+for _family in FAMILIES:  # importing a family registers its rules
+    importlib.import_module(f"onward.rules.{_family}")
+
+__all__ = ["FAMILIES", "RULES", "NoGradient", "Rule", "elementwise", "gradient", "no_gradient"]

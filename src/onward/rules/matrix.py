@@ -48,8 +48,8 @@ def _matmul_of_any_rank(op, dy, a, b):
     batch_axes = op.Shape(op.Shape(dy)) - op.Min(a_rank - 1, [1]) - op.Min(b_rank - 1, [1])
     batch = op.Slice(op.Shape(dy), [0], batch_axes)
     dy = op.Reshape(dy, op.Concat(batch, op.Slice(a_shape, [-2], [-1]), op.Slice(b_shape, [-1], _END), axis=0))
-    da = op.Einsum(dy, op.Reshape(b, b_shape), equation="...ij,...kj->...ik")
-    db = op.Einsum(op.Reshape(a, a_shape), dy, equation="...ji,...jk->...ik")
+    da = op.MatMul(dy, op.Einsum(op.Reshape(b, b_shape), equation="...ij->...ji"))
+    db = op.MatMul(op.Einsum(op.Reshape(a, a_shape), equation="...ij->...ji"), dy)
     # Without the column that a vector B was given; batch axes that B lacks are summed by the driver.
     matrix_axes = op.Shape(op.Shape(db)) - op.Max(2 - b_rank, [0])
     return da, op.Reshape(db, op.Slice(op.Shape(db), [0], matrix_axes))

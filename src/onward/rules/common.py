@@ -1,0 +1,55 @@
+"""What rules of several families share: limits of a type, and constants that are known when the graph is written."""
+
+import ml_dtypes
+import numpy as np
+
+
+def cast_like(op, x, like):
+    """`x` in the type of `like`."""
+    if like.dtype is None:
+        return op.CastLike(x, like)
+    return x if x.dtype == like.dtype else op.Cast(x, to=like.dtype)
+
+
+def tiny(x) -> float:
+    """The smallest normal number of the type of `x`."""
+    return float(_limits(x).smallest_normal)
+
+
+def largest(x) -> float:
+    """The largest finite number of the type of `x`."""
+    return float(_limits(x).max)
+
+
+def least_root(x) -> float:
+    """The smallest square root other than 0, that of the smallest number of the type of `x`."""
+    return float(np.sqrt(np.float64(_limits(x).smallest_subnormal)))
+
+
+def finite(op, x):
+    """`x` with the largest number in the place of infinity, so that 0 times it is 0."""
+    return op.Clip(x, -largest(x), largest(x))
+
+
+def fixed_number(x) -> float | None:
+    """The number that `x` is in every run: a Constant with one element. An initializer may change, so it is none."""
+    producer = x.value.producer()
+    if producer is None or producer.op_type != "Constant":
+        return None
+    attribute = producer.attributes.get("value")
+    if attribute is not None and attribute.value.size == 1:
+        return float(attribute.value.numpy().reshape(()))
+    attribute = producer.attributes.get("value_float") or producer.attributes.get("value_int")
+    return None if attribute is None else float(attribute.value)
+
+
+def never_zero(x) -> bool:
+    """Whether `x` is a single number, given with the graph, other than 0."""
+    number = fixed_number(x)
+    if number is None and x.value.const_value is not None and x.value.const_value.size == 1:
+        number = float(x.value.const_value.numpy().reshape(()))
+    return number is not None and number != 0
+
+
+def _limits(x):
+    return ml_dtypes.finfo(np.float32 if x.dtype is None else x.dtype.numpy())

@@ -1,0 +1,334 @@
+"""Softmax, normalisation by statistics of the data, and dropout.
+
+Statistics of float16 and bfloat16 are taken in float32, as the operators themselves do, and float64 stays float64.
+"""
+
+import numpy as np
+import onnx_ir as ir
+
+from onward.rules.common import cast_like, fixed_number
+from onward.rules.registry import gradient
+from onward.shapes import dims
+
+
+@gradient("Softmax")
+def softmax(op, dy, x, *, y, axis):
+    """dX = Y (dY - sum(dY Y)); a row that is masked altogether, and so NaN, has the gradient 0."""
+    y = op.Where(op.IsNaN(y), 0, y)
+    weighted = dy * y
+    return weighted - y * op.ReduceSum(weighted, [axis], keepdims=1)
+
+
+@gradient("LogSoftmax")
+def log_softmax(op, dy, x, *, y, axis):
+    """dX = dY - exp(Y) sum(dY)."""
+    return dy - op.Exp(y) * op.ReduceSum(dy, [axis], keepdims=1)
+
+
+# ---- layers that normalise the last axes -----------------------------------------------------------------------------
+
+
+@gradient("LayerNormalization", broadcasts=(1, 2))
+def layer_normalization(op, dys, x, scale, bias, *, node, axis, epsilon):
+    """N = (X - M) S, Y = N scale + bias: dX = S (dN - mean(dN) - N mean(dN N)) + (dM - S S N dS) / count."""
+    dtype = _working_type(x)
+    dy, dmean, dinverse = (_as(op, d, dtype) for d in (*dys, None, None)[:3])
+    wide, axes = _as(op, x, dtype), _axes_from(op, x, axis)
+    if dtype is ir.DataType.FLOAT:
+        mean, inverse = (_output(op, node, i, dtype, _reduced(x, axes)) for i in (1, 2))
+        normal = (wide - mean) * inverse
+    else:  # the outputs would have less than the precision of X
+        mean, inverse, normal = _standardised(op, wide, axes, epsilon)
+    dx = None
+    if dy is not None:
+        dx = _through_statistics(op, dy * _as(op, scale, dtype), inverse, normal, axes)
+    if dmean is not None or dinverse is not None:
+        direct = [] if dmean is None else [dmean]
+        direct += [] if dinverse is None else [-(inverse * inverse * normal * dinverse)]
+        share = _sum(direct) / _count(op, x, mean)
+        dx = share if dx is None else dx + share
+    dscale = None if dy is None else dy * normal
+    return (op.Expand(dx, op.Shape(x)) if dy is None else dx), dscale, dy
+
+
+@gradient("RMSNormalization", broadcasts=(1,))
+def rms_normalization(op, dy, x, scale, *, axis, epsilon):
+    """N = X / sqrt(mean(X X) + epsilon), Y = N scale: dX = (dN - N mean(dN N)) / sqrt(mean(X X) + epsilon)."""
+    dtype = _working_type(x)
+    dy, wide, axes = _as(op, dy, dtype), _as(op, x, dtype), _axes_from(op, x, axis)
+    inverse = op.Reciprocal(op.Sqrt(_mean(op, wide * wide, axes) + epsilon))
+    normal = wide * inverse
+    dnormal = dy * _as(op, scale, dtype)
+    return inverse * (dnormal - normal * _mean(op, dnormal * normal, axes)), dy * normal
+
+
+@gradient("MeanVarianceNormalization")
+def mean_variance_normalization(op, dy, x, *, axes):
+    """Y = C / (D + 1e-9), C = X - mean(X), D = sqrt(mean(C C)); where D is 0, its derivative counts as 0."""
+    dtype = _working_type(x)
+    dy, x, axes = _as(op, dy, dtype), _as(op, x, dtype), list(axes)
+    centred = x - _mean(op, x, axes)
+    deviation = op.Sqrt(_mean(op, centred * centred, axes))
+    direction = centred / op.Where(op.Equal(deviation, 0), 1, deviation)
+    dcentred = dy / (deviation + 1e-9)
+    along = direction * _mean(op, dcentred * centred, axes) / (deviation + 1e-9)
+    return dcentred - _mean(op, dcentred, axes) - along
+
+
+@gradient("LpNormalization")
+def lp_normalization(op, dy, x, *, y, p, axis):
+    """Y = X / |X|: dX = (dY - d|X| sum(dY Y)) / |X|, d|X| being sign(X) for p = 1, Y for p = 2; 0 where |X| is 0."""
+    norm = (op.ReduceL1 if p == 1 else op.ReduceL2)(x, [axis], keepdims=1)
+    zero = op.Equal(norm, 0)
+    slope = op.Sign(x) if p == 1 else y
+    dx = (dy - slope * op.ReduceSum(dy * y, [axis], keepdims=1)) / op.Where(zero, 1, norm)
+    return op.Where(zero, 0, dx)
+
+
+# ---- layers that have channels, on axis 1 ----------------------------------------------------------------------------
+
+
+@gradient("InstanceNormalization")
+def instance_normalization(op, dy, x, scale, bias, *, epsilon):
+    """N = (X - mean) / deviation of each channel of each sample, Y = N scale + bias."""
+    dtype = _working_type(x)
+    dy, wide, axes = _as(op, dy, dtype), _as(op, x, dtype), _axes_from(op, x, 2)
+    _, inverse, normal = _standardised(op, wide, axes, epsilon)
+    dx = _through_statistics(op, dy * _per_channel(op, _as(op, scale, dtype), x), inverse, normal, axes)
+    return dx, _channel_sum(op, dy * normal, x), _channel_sum(op, dy, x)
+
+
+@gradient("GroupNormalization")
+def group_normalization(op, dy, x, scale, bias, *, num_groups, epsilon):
+    """As InstanceNormalization, for groups of channels; scale and bias are per group below opset 21."""
+    dtype = _working_type(x)
+    dy, shape, grouped = _as(op, dy, dtype), op.Shape(x), [0, num_groups, -1]
+    _, inverse, normal = _standardised(op, op.Reshape(_as(op, x, dtype), grouped), [2], epsilon)
+    scale = _as(op, scale, dtype)
+    if op.opset < 21:
+        dy = op.Reshape(dy, grouped)
+        dx = _through_statistics(op, dy * op.Unsqueeze(scale, [1]), inverse, normal, [2])
+        sums = [op.ReduceSum(d, [0, 2], keepdims=0) for d in (dy * normal, dy)]
+        return op.Reshape(dx, shape), *sums
+    dnormal = op.Reshape(dy * _per_channel(op, scale, x), grouped)
+    dx = op.Reshape(_through_statistics(op, dnormal, inverse, normal, [2]), shape)
+    return dx, _channel_sum(op, dy * op.Reshape(normal, shape), x), _channel_sum(op, dy, x)
+
+
+@gradient("BatchNormalization")
+def batch_normalization(op, dys, x, scale, bias, mean, variance, *, training_mode, momentum, epsilon):
+    """N = (X - mean) / sqrt(variance + epsilon), Y = N scale + bias, for each channel."""
+    dtype = _working_type(x, scale, mean)
+    dys = [_as(op, d, dtype) for d in (*dys, None, None)[:3]]
+    x, scale, mean, variance = (_as(op, value, dtype) for value in (x, scale, mean, variance))
+    if training_mode:
+        return _batch_normalization_in_training(op, dys, x, scale, momentum, epsilon)
+    dy = dys[0]
+    inverse = op.Reciprocal(op.Sqrt(variance + epsilon))
+    slope = scale * inverse
+    dbias = _channel_sum(op, dy, x)
+    dscale = _channel_sum(op, dy * (x - _per_channel(op, mean, x)), x) * inverse
+    return dy * _per_channel(op, slope, x), dscale, dbias, -(slope * dbias), slope * inverse * dscale * -0.5
+
+
+def _batch_normalization_in_training(op, dys, x, scale, momentum, epsilon):
+    """The same with the statistics of the batch, which the running ones approach by 1 - momentum."""
+    dy, dmean, dvariance = dys
+    axes = _all_but_channel(op, x)
+    mean, inverse, normal = _standardised(op, x, axes, epsilon)
+    count = _count(op, x, scale)
+    parts, dscale, dbias = [], None, None
+    if dy is not None:
+        dscale, dbias = _channel_sum(op, dy * normal, x), _channel_sum(op, dy, x)
+        along = normal * _per_channel(op, dscale / count, x)
+        parts.append(inverse * _per_channel(op, scale, x) * (dy - _per_channel(op, dbias / count, x) - along))
+    if dmean is not None:
+        parts.append(_per_channel(op, dmean * (1 - momentum) / count, x))
+    if dvariance is not None:
+        parts.append((x - mean) * _per_channel(op, dvariance * (2 * (1 - momentum)) / count, x))
+    dx = _sum(parts)
+    if dy is None and dvariance is None:
+        dx = op.Expand(dx, op.Shape(x))
+    return dx, dscale, dbias, *(None if d is None else d * momentum for d in (dmean, dvariance))
+
+
+@gradient("LRN")
+def lrn(op, dy, x, *, alpha, beta, bias, size):
+    """Y = X S^-b, S = bias + a W(X X), W a sum over near channels: dX = dY S^-b - 2 a b X W'(dY X S^-b / S)."""
+    band, shape = _window(op, x, size), op.Shape(x)
+
+    def summed(matrix, values):
+        return op.Reshape(op.MatMul(matrix, op.Reshape(values, [0, 0, -1])), shape)
+
+    total = summed(band, x * x) * (alpha / size) + bias
+    direct = dy * total**-beta
+    through_sums = summed(op.Transpose(band, perm=[1, 0]), direct * x / total)
+    return direct - x * through_sums * (2 * alpha * beta / size)
+
+
+def _window(op, x, size):
+    """The matrix C x C that has 1 where channel j is in the window of channel i: (size - 1) / 2 to each side."""
+    before, after = (size - 1) // 2, size // 2
+    shape = x.value.shape
+    if x.dtype is not None and shape is not None and isinstance(shape[1], int):
+        ones = np.ones((shape[1], shape[1]))
+        return op.constant(np.tril(np.triu(ones, -before), after), x.dtype)
+    channels = op.Range(np.int64(0), op.Squeeze(op.Shape(x, start=1, end=2), [0]), np.int64(1))
+    offset = op.Unsqueeze(channels, [0]) - op.Unsqueeze(channels, [1])
+    return op.CastLike(op.And(offset >= -before, offset <= after), x)
+
+
+# ---- rotary embedding ------------------------------------------------------------------------------------------------
+
+
+@gradient("RotaryEmbedding")
+def rotary_embedding(op, dy, x, cos, sin, positions, *, interleaved, num_heads, rotary_embedding_dim):
+    """(A, B) -> (A cos - B sin, A sin + B cos): dX is dY rotated back, dcos = dY X summed over heads, dsin likewise."""
+    attributes = {"interleaved": interleaved, "num_heads": num_heads, "rotary_embedding_dim": rotary_embedding_dim}
+    dx = op.RotaryEmbedding(dy, cos, -sin, positions, **attributes)
+    dtype = _working_type(x)
+    pairs = (_rotated_pairs(op, _as(op, value, dtype), cos, interleaved, num_heads) for value in (dy, x))
+    (da, db), (a, b) = pairs
+    dcos = op.ReduceSum(da * a + db * b, [2], keepdims=0)
+    dsin = op.ReduceSum(db * a - da * b, [2], keepdims=0)
+    if positions is None:
+        return dx, dcos, dsin
+    rows = op.Reshape(positions, [-1, 1])
+
+    def into_rows(values, cache):
+        flat = op.Reshape(values, op.Concat([-1], op.Shape(cache, start=1), axis=0))
+        zeros = cast_like(op, op.ConstantOfShape(op.Shape(cache)), flat)
+        return op.ScatterElements(zeros, op.Expand(rows, op.Shape(flat)), flat, axis=0, reduction="add")
+
+    return dx, into_rows(dcos, cos), into_rows(dsin, sin)
+
+
+def _rotated_pairs(op, x, cos, interleaved, num_heads):
+    """The two halves of what is rotated, each [batch, position, head, half]."""
+    flat = _rank(x) == 3 or (_rank(x) is None and num_heads)
+    x = op.Reshape(x, [0, 0, num_heads, -1]) if flat else op.Transpose(x, perm=[0, 2, 1, 3])
+    half = op.Shape(cos, start=-1)
+    if interleaved:
+        return tuple(op.Slice(x, [first], half * 2, [3], [2]) for first in (0, 1))
+    return op.Slice(x, [0], half, [3]), op.Slice(x, half, half * 2, [3])
+
+
+# ---- dropout ---------------------------------------------------------------------------------------------------------
+
+
+@gradient("Dropout")
+def dropout(op, dy, x, ratio, training_mode, *, node):
+    """dX = dY mask / (1 - ratio), with the mask of the forward pass; dX = dY where not in training."""
+    training = 0 if training_mode is None else fixed_number(training_mode)
+    if training == 0:
+        return dy
+    scale = op.Reciprocal(1 - (op.scalar(0.5, dy) if ratio is None else cast_like(op, ratio, dy)))
+    if training is None:
+        scale = op.Where(training_mode, scale, 1)
+    return op.Where(_output(op, node, 1, ir.DataType.BOOL, x.value.shape), dy * scale, 0)
+
+
+# ---- what they share -------------------------------------------------------------------------------------------------
+
+
+def _standardised(op, x, axes, epsilon):
+    """The mean of x over `axes`, the inverse of its deviation, and x standardised."""
+    mean = _mean(op, x, axes)
+    centred = x - mean
+    inverse = op.Reciprocal(op.Sqrt(_mean(op, centred * centred, axes) + epsilon))
+    return mean, inverse, centred * inverse
+
+
+def _through_statistics(op, dnormal, inverse, normal, axes):
+    """The derivative of what was standardised."""
+    along = normal * _mean(op, dnormal * normal, axes)
+    return inverse * (dnormal - _mean(op, dnormal, axes) - along)
+
+
+def _working_type(*values):
+    """In which type to compute: float32 or more; None if the types are not known."""
+    dtypes = [value.dtype for value in values]
+    if None in dtypes:
+        return None
+    return ir.DataType.DOUBLE if ir.DataType.DOUBLE in dtypes else ir.DataType.FLOAT
+
+
+def _as(op, value, dtype):
+    return value if value is None or dtype is None or value.dtype == dtype else op.Cast(value, to=dtype)
+
+
+def _output(op, node, index, dtype, shape):
+    """An output of the forward node, which gets it where it has none."""
+    if len(node.outputs) <= index:
+        node.resize_outputs(index + 1)
+    value = node.outputs[index]
+    for output in node.outputs:
+        if output.name is None or (output is value and not output.name):
+            output.name = op.names.fresh(f"{node.outputs[0].name}/{node.op_type}")
+    value.type = value.type or ir.TensorType(dtype)
+    value.shape = value.shape or shape
+    return op(value)
+
+
+def _reduced(x, axes):
+    """The shape of x with 1 on `axes`, as far as it is known."""
+    if not isinstance(axes, list) or x.value.shape is None:
+        return None
+    gone = {axis % _rank(x) for axis in axes}
+    return ir.Shape([1 if i in gone else n for i, n in enumerate(x.value.shape)])
+
+
+def _rank(x):
+    return None if x.value.shape is None else x.value.shape.rank()
+
+
+def _axes_from(op, x, first):
+    """All axes from `first` on."""
+    rank = _rank(x)
+    if first < 0:
+        return list(range(first, 0))
+    if rank is not None:
+        return list(range(first, rank))
+    return op.Range(np.int64(first), op.Size(op.Shape(x)), np.int64(1))
+
+
+def _all_but_channel(op, x):
+    rest = _axes_from(op, x, 2)
+    return [0, *rest] if isinstance(rest, list) else op.Concat([0], rest, axis=0)
+
+
+def _mean(op, x, axes):
+    if isinstance(axes, list) and not axes:
+        return x
+    return op.ReduceMean(x, axes, keepdims=1, noop_with_empty_axes=None if isinstance(axes, list) else 1)
+
+
+def _per_channel(op, values, x):
+    """One value per channel in a shape that broadcasts with x, whose channels are on axis 1."""
+    rank = _rank(x)
+    if rank is None:
+        ones = op.ConstantOfShape(op.Max(op.Shape(op.Shape(x)) - 2, 0), value=np.ones(1, np.int64))
+        return op.Reshape(values, op.Concat([-1], ones, axis=0))
+    return op.Unsqueeze(values, list(range(1, rank - 1))) if rank > 2 else values
+
+
+def _channel_sum(op, values, x):
+    """Sum over all axes but 1; without one, there is one channel."""
+    total = op.ReduceSum(values, _all_but_channel(op, x), keepdims=0)
+    return total if (_rank(x) or 0) > 1 else op.Reshape(total, [-1])
+
+
+def _count(op, whole, part):
+    """How many elements of `whole` there are for each of `part`, as a number of the type of `part`."""
+    sizes = dims(whole.value), dims(part.value)
+    if all(size is not None and all(isinstance(n, int) and n > 0 for n in size) for size in sizes):
+        elements, groups = (int(np.prod(size)) for size in sizes)
+        return elements // groups
+    return op.CastLike(op.Size(whole), part) / op.CastLike(op.Size(part), part)
+
+
+def _sum(terms):
+    total = terms[0]
+    for term in terms[1:]:
+        total = total + term
+    return total

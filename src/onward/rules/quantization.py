@@ -1,0 +1,126 @@
+"""Quantisation, by straight-through estimators: rounding counts as the identity, saturation as Clip.
+
+A true derivative would be zero almost everywhere. Taken this way, QuantizeLinear followed by DequantizeLinear passes
+the gradient of what is in range, and gives the scale that of learned step size quantisation (LSQ). The gradient of a
+quantised tensor is a floating-point tensor of its shape. A zero point has none.
+"""
+
+import numpy as np
+import onnx_ir as ir
+
+from onward.rules.common import cast_like
+from onward.rules.registry import gradient
+
+_QUANTISED_BY_DEFAULT = ir.DataType.UINT8
+
+
+@gradient("QuantizeLinear", broadcasts=(1,))
+def quantize_linear(op, dy, x, scale, zero_point, *, node, axis, block_size, output_dtype):
+    """Q = clip(round(X / scale) + zero): dX = dQ / scale, dscale = -sum(dQ X / scale^2), both 0 out of range."""
+    spread = _spread(op, scale, x, axis, block_size)
+    dtype = _quantised_type(node, zero_point, output_dtype)
+    ratio = cast_like(op, x, scale) / spread
+    level = op.Round(ratio) if dtype.is_integer() else ratio
+    if zero_point is not None:
+        level = level + _spread(op, cast_like(op, zero_point, scale), x, axis, block_size)
+    in_range = op.And(level >= float(dtype.min), level <= float(dtype.max))
+    dx = op.Where(in_range, cast_like(op, dy, scale) / spread, 0)
+    return dx, _gather_up(op, -(dx * ratio), scale, axis, block_size)
+
+
+@gradient("DequantizeLinear", broadcasts=(1,))
+def dequantize_linear(op, dy, x, scale, zero_point, *, axis, block_size):
+    """Y = (Q - zero) scale: dQ = dY scale, dscale = sum(dY (Q - zero))."""
+    dy = cast_like(op, dy, scale)
+    levels = cast_like(op, x, scale)
+    if zero_point is not None:
+        levels = levels - _spread(op, cast_like(op, zero_point, scale), x, axis, block_size)
+    return dy * _spread(op, scale, x, axis, block_size), _gather_up(op, dy * levels, scale, axis, block_size)
+
+
+@gradient("DynamicQuantizeLinear")
+def dynamic_quantize_linear(op, dys, x, *, ys):
+    """As QuantizeLinear, with scale = (max(X, 0) - min(X, 0)) / 255; extremes that tie have equal parts in it."""
+    dy, dscale = (*dys, None)[:2]
+    scale = ys[1]
+    dx = None
+    if dy is not None:
+        dx = cast_like(op, dy, scale) / scale
+        through_scale = op.ReduceSum(dx * x, keepdims=0) / -scale
+        dscale = through_scale if dscale is None else dscale + through_scale
+    if dscale is None:
+        return None
+    highest, lowest = op.ReduceMax(x, keepdims=0), op.ReduceMin(x, keepdims=0)
+    high = cast_like(op, op.And(op.Equal(x, highest), x > 0), x)
+    low = cast_like(op, op.And(op.Equal(x, lowest), x < 0), x)
+    extremes = high / _at_least_one(op, high) - low / _at_least_one(op, low)
+    through_extremes = extremes * (dscale / 255)
+    return through_extremes if dx is None else dx + through_extremes
+
+
+def _at_least_one(op, mask):
+    """How many there are, or 1."""
+    return op.Max(op.ReduceSum(mask, keepdims=0), 1)
+
+
+def _quantised_type(node, zero_point, output_dtype):
+    declared = node.outputs[0].dtype or (zero_point.dtype if zero_point is not None else None)
+    return declared or (ir.DataType(output_dtype) if output_dtype else _QUANTISED_BY_DEFAULT)
+
+
+# ---- one scale for a tensor, for each index of an axis, or for each block along an axis ------------------------------
+
+
+def _spread(op, scale, x, axis, block_size):
+    """The scale in a shape that broadcasts with x."""
+    if block_size:
+        length = op.Squeeze(op.Gather(op.Shape(x), [axis]), [0])
+        positions = op.Range(np.int64(0), length, np.int64(1))
+        return op.Gather(scale, positions / block_size, axis=axis)
+    if _rank(scale) == 0:
+        return scale
+    after = _axes_after(op, x, axis)
+    if isinstance(after, int):
+        return op.Reshape(scale, [-1, *[1] * after])
+    ones = op.ConstantOfShape(op.Unsqueeze(after, [0]), value=np.ones(1, np.int64))
+    return op.Reshape(scale, op.Concat([-1], ones, axis=0))
+
+
+def _gather_up(op, values, scale, axis, block_size):
+    """Sum over what shares a scale; where that is all, the driver sums up."""
+    if block_size:
+        return _sum_blocks(op, values, scale, axis, block_size)
+    if _rank(scale) == 0 or _rank(values) == 1:
+        return values
+    after, rank = _axes_after(op, values, axis), _rank(values)
+    if isinstance(after, int) and rank is not None:
+        return op.ReduceSum(values, [i for i in range(rank) if i != rank - 1 - after], keepdims=0)
+    rank = op.Size(op.Shape(values))
+    kept = rank - 1 - after
+    one = np.int64(1)
+    axes = op.Concat(op.Range(np.int64(0), kept, one), op.Range(kept + 1, rank, one), axis=0)
+    return op.ReduceSum(values, axes, keepdims=0, noop_with_empty_axes=1)
+
+
+def _sum_blocks(op, values, scale, axis, block_size):
+    """Sum over blocks of an axis, of which the last may be short."""
+    blocks = op.Gather(op.Shape(scale), [axis])
+    missing = blocks * block_size - op.Gather(op.Shape(values), [axis])
+    padded = op.Pad(values, op.Concat([0], missing, axis=0), None, [axis])
+    rank = _rank(values)
+    after = [] if axis == -1 or axis + 1 == rank else [op.Shape(values, start=axis + 1)]
+    before = [] if axis == 0 else [op.Shape(values, end=axis)]
+    shape = op.Concat(*before, blocks, [block_size], *after, axis=0)
+    return op.ReduceSum(op.Reshape(padded, shape), [axis + 1 if axis >= 0 else axis], keepdims=0)
+
+
+def _axes_after(op, x, axis):
+    """How many axes come after `axis`: a number, or known only at run time. A vector has but one."""
+    rank = _rank(x)
+    if rank is not None:
+        return 0 if rank < 2 else rank - 1 - axis % rank
+    return -1 - axis if axis < 0 else op.Size(op.Shape(x)) - (1 + axis)
+
+
+def _rank(x):
+    return None if x.value.shape is None else x.value.shape.rank()

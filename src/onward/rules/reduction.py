@@ -1,0 +1,145 @@
+"""Reductions, cumulative sums and products, and selection by order."""
+
+import math
+
+import numpy as np
+
+from onward.rules.common import cast_like, finite
+from onward.rules.registry import gradient, no_gradient
+from onward.shapes import dims
+
+no_gradient("the result is made of integers", "ArgMax", "ArgMin")
+
+
+def _kept(op, reduced, axes, keepdims):
+    """A result of a reduction with the reduced axes as 1, so that it broadcasts with the operand.
+
+    Without axes either everything is reduced, and a scalar broadcasts as it is, or nothing (`noop_with_empty_axes`),
+    and the shape is that of the operand. The same holds for axes that turn out to be empty.
+    """
+    return reduced if keepdims or axes is None else op.Unsqueeze(reduced, axes)
+
+
+def _like(op, small, x):
+    return op.Expand(small, op.Shape(x))
+
+
+@gradient("ReduceSum")
+def reduce_sum(op, dy, x, axes, *, keepdims):
+    """dX = dY for every element."""
+    return _like(op, _kept(op, dy, axes, keepdims), x)
+
+
+@gradient("ReduceMean")
+def reduce_mean(op, dy, x, axes, *, keepdims):
+    """dX = dY / n for each of n elements."""
+    return _like(op, _kept(op, dy * _share(op, dy, x), axes, keepdims), x)
+
+
+def _share(op, reduced, x):
+    """1 / how many elements of `x` make one of `reduced`."""
+    small, large = dims(reduced.value), dims(x.value)
+    if small is not None and large is not None and all(isinstance(n, int) and n > 0 for n in (*small, *large)):
+        return math.prod(small) / math.prod(large)
+    double = op.constant(np.float64(1))
+    return cast_like(op, cast_like(op, op.Size(reduced), double) / cast_like(op, op.Size(x), double), x)
+
+
+@gradient("ReduceSumSquare")
+def reduce_sum_square(op, dy, x, axes, *, keepdims):
+    """dX = 2 X dY."""
+    return _kept(op, dy * 2, axes, keepdims) * x
+
+
+@gradient("ReduceL1")
+def reduce_l1(op, dy, x, axes, *, keepdims):
+    """dX = sign(X) dY; 0 at 0."""
+    return _kept(op, dy, axes, keepdims) * op.Sign(x)
+
+
+@gradient("ReduceL2")
+def reduce_l2(op, dy, x, axes, *, y, keepdims):
+    """dX = X dY / Y; 0 for a vector of zeros."""
+    length = op.Where(op.Equal(y, 0), 1, y)
+    return _kept(op, dy / length, axes, keepdims) * x
+
+
+@gradient("ReduceLogSum")
+def reduce_log_sum(op, dy, x, axes, *, y, keepdims):
+    """dX = dY / sum(X) = dY exp(-Y)."""
+    return _like(op, _kept(op, dy * finite(op, op.Exp(-y)), axes, keepdims), x)
+
+
+@gradient("ReduceLogSumExp")
+def reduce_log_sum_exp(op, dy, x, axes, *, y, keepdims):
+    """dX = dY exp(X - Y); 0 where all of X is -inf."""
+    total = op.Where(op.Equal(y, -math.inf), 0, y)
+    return _kept(op, dy, axes, keepdims) * op.Exp(x - _kept(op, total, axes, keepdims))
+
+
+@gradient("ReduceMax", "ReduceMin")
+def reduce_extreme(op, dy, x, axes, *, y, keepdims, noop_with_empty_axes):
+    """dX = dY where X is the extreme; elements that tie share it evenly."""
+    chosen = op.Equal(x, _kept(op, y, axes, keepdims))
+    ties = op.ReduceSum(cast_like(op, chosen, x), axes, keepdims=1, noop_with_empty_axes=noop_with_empty_axes)
+    return op.Where(chosen, _kept(op, dy, axes, keepdims) / ties, 0)
+
+
+@gradient("ReduceProd")
+def reduce_prod(op, dy, x, axes, *, y, keepdims, noop_with_empty_axes):
+    """dX = dY times the product of the other elements: Y / X where X is not 0.
+
+    Where it is, the product is taken anew with 1 in its place, for the first and the last zero. Between them it is 0,
+    and so is its derivative. Exact to the second derivative, and to any with fewer than three zeros.
+    """
+
+    def reduced(reduce, operand):
+        return reduce(operand, axes, keepdims=1, noop_with_empty_axes=noop_with_empty_axes)
+
+    def without(element):
+        return reduced(op.ReduceProd, op.Where(element, 1, x))
+
+    zero = op.Equal(x, 0)
+    size = op.Size(x)
+    position = op.Reshape(op.Range(np.int64(0), size, np.int64(1)), op.Shape(x))
+    first = op.Equal(position, reduced(op.ReduceMin, op.Where(zero, position, size)))
+    last = op.Equal(position, reduced(op.ReduceMax, op.Where(zero, position, np.int64(-1))))
+    quotient = _kept(op, y, axes, keepdims) / op.Where(zero, 1, x)
+    others = op.Where(first, without(first), op.Where(last, without(last), op.Where(zero, 0, quotient)))
+    return _kept(op, dy, axes, keepdims) * others
+
+
+@gradient("CumSum")
+def cum_sum(op, dy, x, axis, *, exclusive, reverse):
+    """dX: the cumulative sum of dY from the other end."""
+    return op.CumSum(dy, axis, exclusive=exclusive, reverse=1 - reverse)
+
+
+@gradient("CumProd")
+def cum_prod(op, dy, x, axis, *, exclusive, reverse):
+    """dX_i = the sum of dY_k times the product of all factors of Y_k but X_i, for the k of which X_i is a factor.
+
+    All these products are formed, n^2 for n elements, as no quotient is right at zeros.
+    """
+    shape = op.Shape(x)
+    axis = op.Reshape(cast_like(op, axis, shape), [1])
+    axis = op.Where(axis < 0, axis + op.Shape(shape), axis)
+    before = op.ReduceProd(op.Slice(shape, [0], axis), keepdims=1)
+    after = op.ReduceProd(op.Slice(shape, axis + np.int64(1), op.Shape(shape)), keepdims=1)
+    length = op.Gather(shape, axis)
+    table = op.Concat(before, [1], length, after, axis=0)
+    index = op.Range(np.int64(0), op.Squeeze(length, [0]), np.int64(1))
+    left_out, product = op.Unsqueeze(index, [1, 2]), op.Unsqueeze(index, [1])
+    factors = op.Where(op.Equal(left_out, product), 1, op.Reshape(x, table))
+    products = op.CumProd(factors, np.int64(2), exclusive=exclusive, reverse=reverse)
+    low, high = (product, left_out) if reverse else (left_out, product)
+    among = low < high if exclusive else low <= high
+    terms = op.Where(among, op.Reshape(dy, table) * products, 0)
+    return op.Reshape(op.ReduceSum(terms, [2], keepdims=0), shape)
+
+
+@gradient("TopK")
+def top_k(op, dys, x, k, *, ys, axis):
+    """dX = dY where an element was taken from, else 0."""
+    zeros = op.Expand(op.scalar(0, x), op.Shape(x))
+    return None if dys[0] is None else op.ScatterElements(zeros, ys[1], dys[0], axis=axis)

@@ -1,0 +1,164 @@
+"""Comparing a gradient with differences: no autodiff but ours, no mathematics but the forward pass."""
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+from onnx import AttributeProto, TensorProto, numpy_helper
+from onnx.reference import ReferenceEvaluator
+
+from onward.differentiate import vjp
+from reference_ops import OPERATORS
+
+FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.DOUBLE)
+EPS = 1e-6
+
+
+def to_double(proto):
+    """The same model in float64, but for inputs that must be float32."""
+    proto = onnx.ModelProto.FromString(proto.SerializeToString())
+    _graph_to_double(proto.graph, settings(proto))
+    return proto
+
+
+def settings(proto):
+    """The region, scales and sizes of a Resize: of a fixed type and length, and not differentiated."""
+    return {name for node in proto.graph.node if node.op_type == "Resize" for name in node.input[1:]}
+
+
+def _graph_to_double(graph, kept=frozenset()):
+    for value in (*graph.input, *graph.output, *graph.value_info):
+        if value.type.tensor_type.elem_type in FLOATS and value.name not in kept:
+            value.type.tensor_type.elem_type = TensorProto.DOUBLE
+    for tensor in graph.initializer:
+        if tensor.name not in kept:
+            _tensor_to_double(tensor)
+    for node in graph.node:
+        for attribute in node.attribute:
+            if attribute.type == AttributeProto.TENSOR:
+                _tensor_to_double(attribute.t)
+            elif attribute.type == AttributeProto.GRAPH:
+                _graph_to_double(attribute.g)
+            elif attribute.name in ("to", "dtype", "stash_type") and attribute.i in FLOATS:
+                attribute.i = TensorProto.DOUBLE
+
+
+def _tensor_to_double(tensor):
+    if tensor.data_type in FLOATS:
+        array = numpy_helper.to_array(tensor).astype(np.float64)
+        tensor.CopyFrom(numpy_helper.from_array(array, tensor.name))
+
+
+def with_symbolic_dims(proto):
+    """The same model with no dimension known."""
+    proto = onnx.ModelProto.FromString(proto.SerializeToString())
+    del proto.graph.value_info[:]
+    for value in (*proto.graph.input, *proto.graph.output):
+        if value.type.HasField("tensor_type") and value.name not in settings(proto):
+            for i, dim in enumerate(value.type.tensor_type.shape.dim):
+                dim.dim_param = f"{value.name}_{i}"
+    return proto
+
+
+def is_valid(proto):
+    try:
+        onnx.checker.check_model(proto, full_check=True)
+    except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError):
+        return False
+    return True
+
+
+def is_float(array):
+    return isinstance(array, np.ndarray) and array.dtype.kind == "f" and array.size > 0
+
+
+def differentiable(proto, inputs):
+    return [name for name, x in inputs.items() if is_float(x) and name not in settings(proto)]
+
+
+def double(proto, inputs):
+    kept = settings(proto)
+    return {name: x.astype(np.float64) if is_float(x) and name not in kept else x for name, x in inputs.items()}
+
+
+def float_outputs(proto):
+    return [v.name for v in proto.graph.output if v.type.tensor_type.elem_type in FLOATS]
+
+
+def evaluate(proto, inputs):
+    names = [value.name for value in proto.graph.output]
+    with np.errstate(all="ignore"):
+        return dict(zip(names, ReferenceEvaluator(proto, new_ops=OPERATORS).run(None, inputs), strict=True))
+
+
+def check(proto, inputs, xs=None, *, order=2, rtol=1e-5, seed=0):
+    """Check the gradients of every floating-point output with respect to `xs` (all such inputs), in float64."""
+    inputs = double(proto, inputs)
+    xs = differentiable(proto, inputs) if xs is None else list(xs)
+    _check(to_double(proto), inputs, xs, order, rtol, seed)
+
+
+def _check(proto, inputs, xs, order, rtol, seed):
+    before = evaluate(proto, inputs)
+    for y in float_outputs(proto):
+        if not is_float(np.asarray(before[y])):
+            continue
+        rng = np.random.default_rng(seed)
+        model = vjp(proto, y, xs).to_proto()
+        if is_valid(proto):  # not every operator takes float64
+            onnx.checker.check_model(model, full_check=True)
+        dy = rng.standard_normal(np.shape(before[y]))
+        seed_name = model.graph.input[-1].name
+        given = {**inputs, seed_name: dy}
+        grads = gradients(model, given, xs)
+        for x, grad in grads.items():
+            assert grad.shape == inputs[x].shape and grad.dtype == inputs[x].dtype, (x, grad.shape, inputs[x].shape)
+        _compare(proto, inputs, y, dy, grads, rng, rtol)
+        if order > 1:
+            _check(model, given, [*xs, seed_name], order - 1, max(rtol, 1e-4), seed + 1)
+
+
+def gradients(model, inputs, xs):
+    """What a model made by `vjp` computes, by the names of the inputs that it belongs to."""
+    return dict(zip(xs, map(np.asarray, evaluate(model, inputs).values()), strict=True))
+
+
+def _compare(proto, inputs, y, dy, grads, rng, rtol):
+    step = {x: rng.standard_normal(grad.shape) for x, grad in grads.items()}
+    moved = [evaluate(proto, {**inputs, **{x: inputs[x] + sign * EPS * step[x] for x in grads}})[y] for sign in (1, -1)]
+    numeric = float(np.sum(dy * (np.asarray(moved[0]) - np.asarray(moved[1]))) / (2 * EPS))
+    ours = float(sum(np.sum(grads[x] * step[x]) for x in grads))
+    scale = max(abs(numeric), abs(ours), sum(float(np.abs(grads[x] * step[x]).sum()) for x in grads), 1e-3)
+    assert np.isfinite(ours), f"the gradient of {y} is not finite"
+    assert abs(numeric - ours) <= rtol * scale, f"d{y}: {ours} by the rule, {numeric} by differences"
+
+
+def for_onnxruntime(proto, newest=26):
+    """The same model at an operator set that ONNX Runtime loads; None if its operators are newer than that."""
+    proto = onnx.ModelProto.FromString(proto.SerializeToString())
+    for opset in proto.opset_import:
+        if opset.domain in ("", "ai.onnx"):
+            opset.version = min(opset.version, newest)
+    proto.ir_version = min(proto.ir_version, 10)
+    return proto if is_valid(proto) else None
+
+
+def check_on_onnxruntime(proto, inputs, xs=None, *, rtol=1e-3):
+    """The gradients that ONNX Runtime computes in the model's own types agree with those in float64."""
+    xs = differentiable(proto, inputs) if xs is None else list(xs)
+    doubled = to_double(proto)
+    before = evaluate(doubled, double(proto, inputs))
+    for y in float_outputs(proto):
+        dy = np.random.default_rng(0).standard_normal(np.shape(before[y]))
+        exact = vjp(doubled, y, xs).to_proto()
+        expected = gradients(exact, {**double(proto, inputs), exact.graph.input[-1].name: dy}, xs)
+        model = vjp(proto, y, xs).to_proto()
+        options = ort.SessionOptions()
+        options.log_severity_level = 4
+        session = ort.InferenceSession(model.SerializeToString(), options)
+        seed = model.graph.input[-1]
+        dtype = onnx.helper.tensor_dtype_to_np_dtype(seed.type.tensor_type.elem_type)
+        given = {**inputs, seed.name: dy.astype(dtype)}
+        feeds = {v.name: given[v.name] for v in session.get_inputs()}
+        for x, grad in zip(xs, session.run(None, feeds), strict=True):
+            wanted = expected[x]
+            np.testing.assert_allclose(grad, wanted, rtol=rtol, atol=rtol * max(1e-6, float(np.abs(wanted).max())))
