@@ -6,6 +6,7 @@ and GlobalLpPool is missing.
 """
 
 import itertools
+import math
 
 import numpy as np
 from onnx.reference.op_run import OpRun
@@ -125,4 +126,13 @@ class GlobalLpPool(OpRun):
         return ((np.abs(x) ** p).sum(axis=tuple(range(2, x.ndim)), keepdims=True) ** (1 / p),)
 
 
-OPERATORS = [GlobalLpPool, GlobalMaxPool, AveragePool, ConvTranspose, LpPool, MaxPool]
+class Erf(OpRun):
+    """The stock one computes in float32."""
+
+    op_domain = ""
+
+    def _run(self, x):
+        return (np.vectorize(math.erf, otypes=[x.dtype])(x),)
+
+
+OPERATORS = [Erf, GlobalLpPool, GlobalMaxPool, AveragePool, ConvTranspose, LpPool, MaxPool]

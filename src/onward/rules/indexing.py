@@ -194,7 +194,7 @@ class _Rows:
 # ---- scatter ---------------------------------------------------------------------------------------------------------
 
 
-@gradient("Scatter", "ScatterElements")
+@gradient("ScatterElements")
 def scatter_elements(op, dy, x, indices, updates, *, y, axis, reduction):
     """y = x with the updates written, added, multiplied or compared at the indices.
 
