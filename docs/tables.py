@@ -7,11 +7,14 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from onnx import defs
+
 from onward.checker import CODES, FAMILIES
 from onward.recipe.initialize import INITIALIZERS
 from onward.recipe.losses import LOSSES
 from onward.recipe.optimizers import OPTIMIZERS
 from onward.recipe.schedules import SCHEDULES
+from onward.rules import RULES, NoGradient
 
 HERE = Path(__file__).parent
 MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -85,7 +88,25 @@ def codes() -> str:
     return "\n\n".join(parts)
 
 
-TABLES = {function.__name__: function for function in (losses, optimizers, schedules, initializers, codes)}
+def gradients() -> str:
+    """Every operator of the standard, from the table of rules itself."""
+    newest: dict[str, Any] = {}
+    for schema in defs.get_all_schemas():
+        if schema.domain == "" and not schema.deprecated:
+            newest[schema.name] = schema
+    return rows("operator|gradient", ((f"`{name}`", _how(newest[name])) for name in sorted(newest)))
+
+
+def _how(schema: Any) -> str:
+    rule = RULES.get(("", schema.name))
+    if isinstance(rule, NoGradient):
+        return f"none: {rule.reason}"
+    if rule is not None:
+        return "rule"
+    return "through its body" if schema.has_function or schema.has_context_dependent_function else "not yet"
+
+
+TABLES = {function.__name__: function for function in (losses, optimizers, schedules, initializers, codes, gradients)}
 
 
 def refreshed(text: str) -> str:

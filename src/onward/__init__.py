@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from onward.checker import Finding, check
+    from onward.differentiate import gradient, vjp
     from onward.errors import Error
     from onward.inspect import describe
     from onward.model import Model, Step, read
@@ -33,6 +34,7 @@ _HOME = {
     "convert_opset": "transform",
     "describe": "inspect",
     "extract": "transform",
+    "gradient": "differentiate",
     "inline": "transform",
     "merge": "transform",
     "prepare": "recipe",
@@ -40,6 +42,7 @@ _HOME = {
     "refresh": "transform",
     "rename": "transform",
     "strip": "transform",
+    "vjp": "differentiate",
 }
 
 __all__ = [
@@ -53,6 +56,7 @@ __all__ = [
     "convert_opset",
     "describe",
     "extract",
+    "gradient",
     "inline",
     "merge",
     "prepare",
@@ -60,6 +64,7 @@ __all__ = [
     "refresh",
     "rename",
     "strip",
+    "vjp",
 ]
 
 
