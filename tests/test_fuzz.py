@@ -15,7 +15,7 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -366,14 +366,12 @@ def exercise(source: bytes | Path) -> str:
             model = onward.read(source)
         except onward.Error:
             return "refused by read"
-        reached = "read"
-        for use in (onward.Model.to_proto, onward.Model.copy, lambda m: onward.describe(m).to_json()):
-            try:
+        reached = ["read"]
+        for use in (onward.Model.to_proto, onward.Model.copy, onward.describe):
+            with suppress(onward.Error):
                 use(model)
-                reached += " " + getattr(use, "__name__", "describe")
-            except onward.Error:
-                pass
-    return reached
+                reached.append(use.__name__)
+    return " ".join(reached)
 
 
 def survive(cases: Iterator[tuple[str, bytes | Path]]) -> None:
@@ -409,6 +407,8 @@ def test_the_files_are_good() -> None:
 def test_damaged_files(model: str) -> None:
     # What keeps protobuf valid gets further, and is worth more.
     weights = dict.fromkeys(KINDS, 12) | {"rearranged": 60, "resized": 24, "unreadable": 24}
+    if model == "recipe":  # is large
+        weights = {kind: each // 3 for kind, each in weights.items()}
     survive(
         (f"damaged({model!r}, {kind!r}, {i})", damaged(model, kind, i))
         for kind, each in weights.items()
@@ -467,7 +467,7 @@ def test_random_protobuf(graph: bytes, training: list[bytes], rest: bytes) -> No
 @pytest.mark.parametrize("data", ["data", "safetensors"])
 def test_damaged_files_with_external_data(data: str, tmp_path: Path) -> None:
     path = tmp_path / "model.onnx"
-    onward.read(files()["adam"]).save(path, data=data)
+    onward.prepare(digits_mlp(), loss="ce").save(path, data=data)
     whole, (beside,) = path.read_bytes(), tmp_path.glob(f"*.{data}")
 
     def cases() -> Iterator[tuple[str, Path]]:
@@ -579,7 +579,7 @@ HOSTILE: dict[str, Callable[[], Any]] = {
     "If, 20000 deep": lambda: nested(20_000),
     "functions that expand to 2^40 nodes": lambda: functions_within_functions(40),
     "functions that call each other": lambda: functions_within_functions(3, last=("bomb", "f0")),
-    "20000 nodes in a row": lambda: long_chain(20_000),
+    "2000 nodes in a row": lambda: long_chain(2000),
     "a name of 10 MB": lambda: with_node("Relu", ["logits"], {"x" * 10**7: 1.0}),
     "facts that are no JSON": lambda: with_facts(**dict.fromkeys(FACTS, "{")),
     "facts that are numbers": lambda: with_facts(**dict.fromkeys(FACTS, "5")),
@@ -609,7 +609,7 @@ def with_reasons(name: str) -> Any:
     return pytest.param(name, marks=marks)
 
 
-@pytest.mark.parametrize("name", map(with_reasons, HOSTILE))
+@pytest.mark.parametrize("name", [with_reasons(name) for name in HOSTILE])
 def test_hostile_files(name: str, tmp_path: Path) -> None:
     path = tmp_path / "model.onnx"
     path.write_bytes(hostile(name))
@@ -689,12 +689,14 @@ def test_commands_on_damaged_files_for_long(model: str, tmp_path: Path) -> None:
             check_command(arguments, f"damaged({model!r}, 'rearranged', {i})")
 
 
-def test_commands_in_processes_of_their_own(tmp_path: Path) -> None:
+@pytest.mark.parametrize("half", [0, 1])
+def test_commands_in_processes_of_their_own(half: int, tmp_path: Path) -> None:
     """With a limit on memory that no library can get around."""
-    rng = random.Random(0)
+    rng = random.Random(half)
     path = tmp_path / "model.onnx"
-    cases = [(name, hostile(name)) for name in rng.sample([n for n in HOSTILE if n not in UNSOLVED], 15)]
-    cases += [(f"{m}, {kind}", damaged(m, kind, 0)) for m, kind in zip(MODELS, (*KINDS, *KINDS), strict=False)]
+    cases = [(name, hostile(name)) for name in rng.sample([n for n in HOSTILE if n not in UNSOLVED], 8)]
+    some = zip(MODELS[half::2], rng.sample(list(KINDS), 7), strict=False)
+    cases += [(f"damaged({m!r}, {kind!r}, 0)", damaged(m, kind, 0)) for m, kind in some]
     limit = lambda: resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     for name, data in cases:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from onward.checker import Finding, check
-    from onward.differentiate import gradient, vjp
+    from onward.differentiate import gradient, jvp, vjp
     from onward.errors import Error
     from onward.inspect import describe
     from onward.model import Model, Step, read
@@ -36,6 +36,7 @@ _HOME = {
     "extract": "transform",
     "gradient": "differentiate",
     "inline": "transform",
+    "jvp": "differentiate",
     "merge": "transform",
     "prepare": "recipe",
     "read": "model",
@@ -58,6 +59,7 @@ __all__ = [
     "extract",
     "gradient",
     "inline",
+    "jvp",
     "merge",
     "prepare",
     "read",

@@ -2,6 +2,6 @@
 
 # ruff: noqa: I001
 from onward.cli.app import app
-from onward.cli import prepare, check, show, settings, names, parts, form, training
+from onward.cli import prepare, grad, check, show, settings, names, parts, form, training
 
-__all__ = ["app", "check", "form", "names", "parts", "prepare", "settings", "show", "training"]
+__all__ = ["app", "check", "form", "grad", "names", "parts", "prepare", "settings", "show", "training"]

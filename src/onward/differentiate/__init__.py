@@ -1,5 +1,5 @@
 """Reverse-mode differentiation, from graph to graph."""
 
-from onward.differentiate.api import gradient, vjp
+from onward.differentiate.api import gradient, jvp, vjp
 
-__all__ = ["gradient", "vjp"]
+__all__ = ["gradient", "jvp", "vjp"]

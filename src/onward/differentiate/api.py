@@ -43,6 +43,31 @@ def vjp(source: Source, y: str, xs: Sequence[str]) -> Model:
     return _finish(model, op, sources, grads, [])
 
 
+def jvp(source: Source, xs: Sequence[str], y: str) -> Model:
+    """A model with one more input `d<x>` for each x, a direction; its output `d<y>` is how y changes along them.
+
+    Forward mode out of reverse mode: the gradients are linear in `dy`, so the derivative with respect to `dy` of their
+    product with the directions is the derivative of y along the directions. Of `dy` itself only the shape may be left.
+    """
+    model, target, sources = _opened(source, y, xs)
+    graph, op = model.graph, _builder(model)
+    dy = ir.Value(name=op.names.fresh("dy"), type=target.type, shape=target.shape)
+    grads = _pulled_back(op, way(target, sources), target, op(dy), sources)
+    products = []
+    for x, grad in zip(sources, grads, strict=True):
+        direction = ir.Value(name=op.names.fresh(f"d{x.name}"), type=x.type, shape=x.shape)
+        graph.inputs.append(direction)
+        products.append(op.ReduceSum(grad * op(direction), keepdims=0))
+    along = (products[0] if len(products) == 1 else op.Sum(*products)).value
+    (tangent,) = _pulled_back(op, way(along, [dy]), along, op.filled_like(along, 1), [dy])
+    dy.replace_all_uses_with(op.filled_like(target, 0).value)
+    graph.outputs.clear()
+    graph.outputs.append(op.Identity(tangent).named(f"d{y}").like(target).value)
+    graph.sort()
+    _remove_unused(graph)
+    return model
+
+
 def _opened(source: Source, y: str, xs: Sequence[str]) -> tuple[Model, ir.Value, list[ir.Value]]:
     model = read(source)
     model = convert_opset(model, COMMON_OPSET) if model.opset < OLDEST_OPSET else model

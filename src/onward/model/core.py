@@ -164,9 +164,11 @@ class Model:
         return Model(inference, steps, self.path)
 
     def names(self) -> Names:
-        """All value names of the model, to find fresh ones beside them."""
+        """All names of values and nodes of the model, to find fresh ones beside them."""
         graphs = [self.graph, *(step.algorithm for step in self.steps)]
-        return Names(name for graph in graphs for name in all_names(graph))
+        names = Names(name for graph in graphs for name in all_names(graph))
+        names.take(node.name for graph in graphs for node in graph.all_nodes() if node.name)
+        return names
 
     def to_proto(self) -> Any:
         """The model as an `onnx.ModelProto`; external data stays where it is."""

@@ -1,0 +1,51 @@
+"""`onward grad`: the derivative of a model, as a model."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from onward.cli import options
+from onward.cli.app import BUILD, command
+from onward.cli.saving import target
+from onward.cli.work import working
+from onward.errors import UnknownNameError, near
+
+
+@command(
+    BUILD,
+    "onward grad digits.onnx --of logits --wrt image -o saliency.onnx",
+    "onward grad digits.onnx --of logits --wrt 'fc1.*'",
+)
+def grad(
+    model: options.Model,
+    of: Annotated[
+        str, typer.Option("--of", metavar="NAME", help="The value to differentiate; the sum of its elements.")
+    ],
+    wrt: Annotated[
+        list[str],
+        typer.Option(
+            "--wrt", metavar="PATTERN", help="Inputs, weights or values by which to differentiate. May be repeated."
+        ),
+    ],
+    output: options.Output = None,
+    data: options.Data = "auto",
+    force: options.Force = False,
+) -> None:
+    """Add the gradient of a value to a model, as outputs."""
+    place = target(model, output, "gradient", data=data, force=force)
+    import onward
+    from onward.inspect.wording import quantity
+    from onward.model.core import values
+    from onward.recipe.trainable import matching
+
+    with working(f"differentiating {model}", model):
+        source = onward.read(str(model))
+        known = [v.name for v in values(source.graph) if v.name and (v.dtype is None or v.dtype.is_floating_point())]
+        names = matching(wrt, known)
+        if not names:
+            listed = ", ".join(f"`{pattern}`" for pattern in wrt)
+            raise UnknownNameError(f"{listed} matches no floating-point value", hint=near(wrt[0], known))
+        made = onward.gradient(source, of, names)
+    place.write(made, f"{quantity(len(names), 'gradient')}, {quantity(len(made.graph), 'node')}")
