@@ -9,7 +9,9 @@ import itertools
 import math
 
 import numpy as np
+import onnx
 from onnx.reference.op_run import OpRun
+from onnx.reference.ops import op_loop, op_scan
 
 
 def _same_begin(total, auto_pad):
@@ -135,4 +137,53 @@ class Erf(OpRun):
         return (np.vectorize(math.erf, otypes=[x.dtype])(x),)
 
 
-OPERATORS = [Erf, GlobalLpPool, GlobalMaxPool, AveragePool, ConvTranspose, LpPool, MaxPool]
+class Scan(op_scan.Scan):
+    """With axes and directions, which the stock one lacks."""
+
+    op_domain = ""
+
+    def __init__(self, onnx_node, run_params):
+        given = {a.name: list(a.ints) for a in onnx_node.attribute if a.type == onnx.AttributeProto.INTS}
+        plain = onnx.NodeProto.FromString(onnx_node.SerializeToString())
+        for attribute in [a for a in plain.attribute if a.name in given]:
+            plain.attribute.remove(attribute)
+        super().__init__(plain, run_params)
+        self.given = given
+
+    def _run(self, *args, **options):
+        states = len(args) - self.num_scan_inputs
+        moved = self._turned(args[states:], "scan_input", lambda x, axis: np.moveaxis(x, axis, 0), first=True)
+        results = super()._run(*args[:states], *moved, **options)
+        stacks = self._turned(results[states:], "scan_output", lambda x, axis: np.moveaxis(x, 0, axis), first=False)
+        return (*results[:states], *stacks)
+
+    def _turned(self, arrays, kind, move, first):
+        axes = self.given.get(f"{kind}_axes") or [0] * len(arrays)
+        backwards = self.given.get(f"{kind}_directions") or [0] * len(arrays)
+        for x, axis, turn in zip(arrays, axes, backwards, strict=True):
+            x = move(x, axis) if first else x
+            x = x[::-1] if turn else x
+            yield x if first else move(x, axis)
+
+
+class Loop(op_loop.Loop):
+    """With an optional condition, scan outputs of any rank, and no trips; the stock one lacks these."""
+
+    op_domain = ""
+
+    def _run(self, trips, cond=None, *carried, context=None, attributes=None, bindings=None, **_):
+        names = self.body.input_names
+        stacks = [[] for _ in range(self.K)]
+        done, going = 0, cond is None or bool(np.all(cond))
+        while going and (trips is None or done < np.squeeze(trips)):
+            ends = (np.array(done, np.int64), np.array(True))
+            given = {**(context or {}), **dict(zip(names, (*ends, *carried), strict=True))}
+            going, *results = self._run_body(given, attributes=attributes, bindings=bindings)
+            carried = results[: self.N]
+            for stack, item in zip(stacks, results[self.N :], strict=True):
+                stack.append(item)
+            done, going = done + 1, bool(np.all(going))
+        return (*carried, *(np.stack(stack) if stack else np.zeros((0,)) for stack in stacks))
+
+
+OPERATORS = [Loop, Scan, Erf, GlobalLpPool, GlobalMaxPool, AveragePool, ConvTranspose, LpPool, MaxPool]

@@ -26,7 +26,7 @@ from onward.cli import app as application
 from onward.cli.commands import app
 from onward.cli.failure import BUG
 
-BUILD, LOOK = ["prepare"], ["check", "show"]
+BUILD, LOOK = ["prepare", "grad"], ["check", "show"]
 CHANGE = ["set", "rename", "prefix", "merge", "extract", "inline", "opset", "data", "strip", "refresh"]
 COMMANDS = [*BUILD, *LOOK, *CHANGE]
 RECIPE = ["--loss", "cross_entropy", "--optimizer", "adamw:lr=1e-3", "--schedule", "cosine:steps=1000,warmup=50"]
@@ -141,6 +141,7 @@ def test_help_and_version_load_nothing_heavy() -> None:
         ("set training.onnx step", "`step` has not the form", "group0/lr"),
         ("set training.onnx step=1 step=2", "`step` is given twice", ""),
         ("rename training.onnx logits", "`logits` has not the form", "="),
+        ("grad digits.onnx --of logits", "missing option `--wrt`", "grad --help"),
         ("opset training.onnx 0", "`VERSION`: it must be at least 1", "opset --help"),
         ("data training.onnx --to x", "`x` is not one of", "data --help"),
         ("refresh digits.onnx", "missing option `--training`", "refresh --help"),
@@ -175,6 +176,8 @@ def test_wrong_usage(arguments: str, message: str, hint: str, folder: Path) -> N
         ("prepare digits.onnx --loss loss.onnx", "there is no file `loss.onnx`", ""),
         ("prepare training.onnx --loss ce", "already carries its training", "--append"),
         ("prepare digits.onnx --loss ce -o nowhere/t.onnx", "could not write", ""),
+        ("grad digits.onnx --of logits --wrt fc3.*", "`fc3.*` matches no floating-point value", "did you mean"),
+        ("grad digits.onnx --of nothing --wrt fc1.*", "`nothing`", ""),
         ("set digits.onnx step=1", "there is no step 0", "onward prepare"),
         ("set training.onnx lr=1", "there is no initializer `lr`", "`group0/lr`"),
         ("set training.onnx group0/lr=fast", "`group0/lr` is double, and `fast` is not", "1e-3"),
@@ -272,6 +275,16 @@ def test_a_closed_pipe_is_quiet(arguments: str) -> None:
     finally:
         os.close(writer)
     assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_an_error_that_nobody_hears() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        done = subprocess.run([sys.executable, "-m", "onward", "show", "no"], stderr=writer, timeout=60)
+    finally:
+        os.close(writer)
+    assert done.returncode == 1
 
 
 def test_a_terminal_that_knows_only_ascii(folder: Path) -> None:
@@ -536,6 +549,7 @@ def reference(change: Callable[..., onward.Model], *arguments: Any, **options: A
     [
         ("rename T fc1.weight=w", "training-renamed", lambda: reference(onward.rename, {"fc1.weight": "w"})),
         ("prefix T net/", "training-prefixed", lambda: reference(onward.add_prefix, "net/")),
+        ("grad digits.onnx --of logits --wrt fc1.*", "digits-gradient", None),
         ("inline T", "training-inlined", lambda: reference(onward.inline)),
         ("inline T --function onward.A*", "training-inlined", lambda: reference(onward.inline, ["onward.A*"])),
         ("opset T 22", "training-opset22", lambda: reference(onward.convert_opset, 22)),

@@ -26,7 +26,7 @@ import onnx.parser
 import pytest
 from google.protobuf.descriptor import FieldDescriptor as Field
 from google.protobuf.message import Message
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import ModelProto, TensorProto, helper
 from typer.testing import CliRunner
@@ -34,6 +34,7 @@ from typer.testing import CliRunner
 import onward
 from broken_models import GOOD
 from models import digits_mlp, small_cnn
+from onward.cli.catalogue import Catalogue, entries
 from onward.cli.commands import app
 from onward.cli.failure import BUG
 
@@ -618,6 +619,57 @@ def test_hostile_files(name: str, tmp_path: Path) -> None:
         check_command(arguments, name)
 
 
+# ---- recipes, mistyped -----------------------------------------------------------------------------------------------
+
+
+def specs(catalogue: Catalogue) -> st.SearchStrategy[str]:
+    """Names and options that there are, with values that make sense or none, and text that is no spec at all."""
+    known = entries(catalogue)
+    odd = [
+        "abc",
+        "",
+        "none",
+        "true",
+        "-1",
+        "0",
+        "2",
+        "1.5",
+        "nan",
+        "inf",
+        "1e400",
+        "[1,2]",
+        "[[1",
+        "[]",
+        "{}",
+        "9" * 30,
+        "1j",
+    ]
+    value = st.sampled_from(odd) | st.text(max_size=5)
+
+    def spec(name: str) -> st.SearchStrategy[str]:
+        option = st.sampled_from([*known[name].options, "nothing"])
+        given = st.dictionaries(option, value, max_size=2)
+        wanted = dict.fromkeys(known[name].required, "10")
+        return given.map(lambda g: f"{name}:" + ",".join(f"{k}={v}" for k, v in {**wanted, **g}.items()))
+
+    return st.sampled_from(list(known)).flatmap(spec) | st.text(alphabet=":=,*[]ab./\x00é", max_size=8)
+
+
+@settings(max_examples=200 * TIMES)
+@given(loss=specs("losses"), optimizer=specs("optimizers"), schedule=specs("schedules"), init=specs("initializers"))
+def test_mistyped_recipes(loss: str, optimizer: str, schedule: str, init: str) -> None:
+    proto = digits_mlp(hidden=4)
+    for wrong in ({"loss": loss}, {"optimizer": optimizer}, {"schedule": schedule}, {"init": init}, {"freeze": init}):
+        with suppress(onward.Error):
+            onward.prepare(proto, **{"loss": "cross_entropy", **wrong}).to_proto()
+
+
+@pytest.mark.xfail(reason="the number behind `until` is not checked", raises=ValueError)
+def test_a_mistyped_end_of_a_schedule() -> None:
+    with pytest.raises(onward.Error):
+        onward.prepare(digits_mlp(hidden=4), loss="ce", schedule=["constant:until=abc", "constant"])
+
+
 # ---- the command line ------------------------------------------------------------------------------------------------
 
 
@@ -636,6 +688,7 @@ def every_command(path: Path) -> list[list[str]]:
         ["check", file, "--json", "--strict", "--for", "onnxruntime"],
         ["prepare", file, "--loss", "mse", *out],
         ["prepare", file, "--loss", "ce", "--append", "--optimizer", "sgd", "--json", *out],
+        ["grad", file, "--of", "logits", "--wrt", "*", *out],
         ["set", file, "--list"],
         ["set", file, "step=3", "group0/lr=0.5", *out],
         ["rename", file, "logits=scores", *out],
@@ -663,6 +716,7 @@ def judge(arguments: list[str], case: str, code: int, stdout: str, stderr: str) 
     assert "Traceback" not in stderr and BUG not in stderr and "not enough memory" not in stderr, told
     found = arguments[0] == "check" and stdout
     assert (code == 0 or found) != stderr.startswith("error: "), told
+    assert all(line.startswith(("wrote ", "error: ", "hint:  ", "       ")) for line in stderr.splitlines()), told
     assert "\x1b" not in stdout + stderr and "\x07" not in stdout + stderr, told
 
 

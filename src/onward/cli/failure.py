@@ -46,9 +46,10 @@ def report(error: BaseException, debug: bool) -> int:
     if isinstance(error, ClosedPipe | BrokenPipeError):
         _leave_pipe()
         return CLOSED_PIPE
-    if debug:
-        traceback.print_exception(error)
-    print_error(*_explain(error))
+    with suppress(ClosedPipe, BrokenPipeError):  # where nobody hears it, the exit code must do
+        if debug:
+            traceback.print_exception(error)
+        print_error(*_explain(error))
     return USAGE if isinstance(error, typer.TyperException) else FAILED
 
 

@@ -46,6 +46,6 @@ def grad(
         names = matching(wrt, known)
         if not names:
             listed = ", ".join(f"`{pattern}`" for pattern in wrt)
-            raise UnknownNameError(f"{listed} matches no floating-point value", hint=near(wrt[0], known))
+            raise UnknownNameError(f"{listed} matches no floating-point value", hint=near(wrt[0].strip("*"), known))
         made = onward.gradient(source, of, names)
     place.write(made, f"{quantity(len(names), 'gradient')}, {quantity(len(made.graph), 'node')}")

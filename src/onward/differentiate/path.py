@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import onnx_ir as ir
@@ -12,17 +12,20 @@ from onnx import defs
 from onward.errors import UnsupportedError
 from onward.model import Model
 from onward.model.core import values
-from onward.model.walk import ancestors, read_by
+from onward.model.walk import ancestors, nested_graphs, read_by
 from onward.rules import RULES
 from onward.transform.inline import inline_operators
 
 
 def between(y: ir.Value, xs: Iterable[ir.Value]) -> list[ir.Node]:
     """The nodes on the ways from `xs` to `y`, in the order of the graph."""
+    producer = y.producer()
+    if producer is None:
+        return []
     needed, _ = ancestors([y])
     reached = set(xs)
     found = []
-    for node in sorted(needed, key=_position(y)):
+    for node in sorted((node for node in needed if node.graph is producer.graph), key=_position(y)):
         if any(value in reached for value in read_by(node)):
             reached.update(node.outputs)
             found.append(node)
@@ -33,10 +36,24 @@ def way(y: ir.Value, xs: Iterable[ir.Value]) -> list[ir.Node]:
     """The same, all of them with a rule; else an error that names the first without one, and where it stands."""
     sources = list(xs)
     nodes = between(y, sources)
+    reached = {*sources, *(output for node in nodes for output in node.outputs)}
     for node in reversed(nodes):
-        if _operator(node) not in RULES:
-            raise _explained(node, y, sources)
+        for inner in (node, *_nested(node, reached)):
+            if _operator(inner) not in RULES:
+                raise _explained(inner, node, y, sources)
     return nodes
+
+
+def _nested(node: ir.Node, reached: Iterable[ir.Value]) -> Iterator[ir.Node]:
+    """The nodes on the ways to the outputs of graphs nested in a node, from their inputs and from `reached`."""
+    for graph in nested_graphs(node):
+        sources = {
+            *reached,
+            *(value for value in graph.inputs if value.dtype is None or value.dtype.is_floating_point()),
+        }
+        for inner in dict.fromkeys(inner for output in graph.outputs for inner in between(output, sources)):
+            yield inner
+            yield from _nested(inner, {*sources, *(output for known in graph for output in known.outputs)})
 
 
 def _position(y: ir.Value) -> Callable[[ir.Node], int]:
@@ -51,6 +68,7 @@ def with_functions_expanded(model: Model, y: str, xs: Iterable[str]) -> Model:
     while True:
         known = {value.name: value for value in values(model.graph)}
         nodes = between(known[y], [known[x] for x in names])
+        nodes += [inner for node in nodes for graph in nested_graphs(node) for inner in graph.all_nodes()]
         calls = {_operator(node) for node in nodes if _operator(node) not in RULES and _is_function(model, node)}
         if not calls:
             return model
@@ -71,9 +89,11 @@ def _is_function(model: Model, node: ir.Node) -> bool:
     return bool(schema.has_function or schema.has_context_dependent_function)
 
 
-def _explained(node: ir.Node, y: ir.Value, xs: Iterable[ir.Value]) -> UnsupportedError:
-    x = next(x for x in xs if node in between(y, [x]))
-    steps = " <- ".join([y.name or "", *(n.name or n.op_type for n in _way_back(y, node))])
+def _explained(node: ir.Node, outermost: ir.Node, y: ir.Value, xs: Iterable[ir.Value]) -> UnsupportedError:
+    """`node` is `outermost`, or stands in a graph nested in it."""
+    x = next(x for x in xs if outermost in between(y, [x]))
+    way = [*_way_back(y, outermost), *([node] if node is not outermost else [])]
+    steps = " <- ".join([y.name or "", *(n.name or n.op_type for n in way)])
     return UnsupportedError(
         f"no gradient rule for `{node.op_type}` (node `{node.name}`)\n"
         f"on the way from `{y.name}` to `{x.name}`: {steps}",

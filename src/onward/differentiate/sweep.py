@@ -36,7 +36,7 @@ def pull_back(
         dys = [found.get(output) if output not in cut else None for output in node.outputs]
         if all(dy is None for dy in dys) or not any(output in active for output in node.outputs):
             continue
-        for value, dx in _derivatives(op.scoped(f"grad/{node.name or node.op_type}"), node, dys):
+        for value, dx in _derivatives(op.scoped(f"grad/{node.name or node.op_type}"), node, dys, active):
             if value in active:
                 found[value] = found[value] + dx if value in found else dx
     return {value: found[value] for value in wanted if value in found}
@@ -63,12 +63,16 @@ def _may_be_float(value: ir.Value) -> bool:
     return node is not None and node.op_type in _ROUNDED
 
 
-def _derivatives(op: Builder, node: ir.Node, dys: list[Expr | None]) -> list[tuple[ir.Value, Expr]]:
-    """What one node contributes to the derivatives of its inputs."""
+def _derivatives(
+    op: Builder, node: ir.Node, dys: list[Expr | None], active: Container[ir.Value]
+) -> list[tuple[ir.Value, Expr]]:
+    """What one node contributes to the derivatives of its inputs, and of what graphs nested in it read."""
     rule = RULES["" if node.domain == "ai.onnx" else node.domain, node.op_type]
     if isinstance(rule, NoGradient):
         return []
-    results = _call(op, rule, node, dys)
+    results = _call(op, rule, node, dys, active)
+    if isinstance(results, dict):
+        return [(value, _fitted(op, dx, value, broadcasts=False)) for value, dx in results.items()]
     return [
         (value, _fitted(op, dx, value, rule.broadcasts_input(i)))
         for i, (value, dx) in enumerate(zip(node.inputs, results, strict=False))
@@ -76,7 +80,13 @@ def _derivatives(op: Builder, node: ir.Node, dys: list[Expr | None]) -> list[tup
     ]
 
 
-def _call(op: Builder, rule: Rule, node: ir.Node, dys: list[Expr | None]) -> Sequence[Expr | None]:
+def _call(
+    op: Builder, rule: Rule, node: ir.Node, dys: list[Expr | None], active: Container[ir.Value]
+) -> Sequence[Expr | None] | dict[ir.Value, Expr]:
+    """The derivatives by input; by value, where a rule of an operator with nested graphs gives them so.
+
+    Such a rule may ask for `active`, the values that need a derivative, and for `pull_back`, to go through its graphs.
+    """
     inputs = [op(value) if value is not None else None for value in node.inputs]
     if rule.positional is not None:
         inputs += [None] * (rule.positional - len(inputs))
@@ -84,6 +94,8 @@ def _call(op: Builder, rule: Rule, node: ir.Node, dys: list[Expr | None]) -> Seq
         "y": op(node.outputs[0]),
         "ys": [op(y) for y in node.outputs],
         "node": node,
+        "active": active,
+        "pull_back": pull_back,
     }
     keywords = {name: available.get(name) for name in rule.keywords}
     if rule.many:
@@ -92,7 +104,7 @@ def _call(op: Builder, rule: Rule, node: ir.Node, dys: list[Expr | None]) -> Seq
         return ()
     else:
         result = rule.function(op, dys[0], *inputs, **keywords)
-    return result if isinstance(result, tuple | list) else (result,)
+    return result if isinstance(result, tuple | list | dict) else (result,)
 
 
 # ---- the shape and type of a derivative ------------------------------------------------------------------------------

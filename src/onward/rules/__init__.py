@@ -15,6 +15,9 @@ FAMILIES = (
     "normalization",
     "loss",
     "quantization",
+    "control",
+    "sampling",
+    "spectral",
 )
 
 for _family in FAMILIES:  # importing a family registers its rules

@@ -1,0 +1,349 @@
+"""Reading an image between its pixels, and writing into a cache.
+
+These operators have no short derivative. Their rules say once more what the operator computes, in terms of operators
+that have one: coordinates, the pixels around them (taps), their weights. The derivative of that is what is returned,
+with respect to the image and to the coordinates. Where a coordinate lies on a pixel, it is that of the side above, and
+0 at the ends of an image that is padded with its border or mirrored, as in PyTorch.
+"""
+
+import itertools
+import math
+from typing import NamedTuple
+
+import numpy as np
+import onnx_ir as ir
+
+from onward.build import Expr
+from onward.errors import UnsupportedError
+from onward.rules.common import cast_like, largest
+from onward.rules.indexing import filled_like
+from onward.rules.registry import gradient
+from onward.shapes import dims
+
+INT64 = ir.DataType.INT64
+HALVES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+CUBIC = -0.75
+
+
+def through(op, pull_back, forward, dy, *inputs):
+    """The derivatives of y = forward(*inputs), which is built for that: those of its parts, swept backwards."""
+    given = [None if x is None else op.Identity(x) for x in inputs]
+    before = next(x.value.producer() for x in reversed(given) if x is not None)
+    y = forward(*given)
+    nodes = list(itertools.takewhile(lambda node: node is not before, reversed(op.graph)))
+    found = pull_back(op, nodes[::-1], {y.value: dy}, [x.value for x in given if x is not None])
+    return tuple(None if x is None else found.get(x.value) for x in given)
+
+
+def on_axis(op, vector, x, axis):
+    """The vector as a tensor of the rank of `x`, along the axis: a number, or a tensor with one."""
+    if x.value.shape is not None and isinstance(axis, int):
+        shape = [1] * x.value.shape.rank()
+        shape[axis] = -1
+        return op.Reshape(vector, shape)
+    ones = op.ConstantOfShape(op.Shape(op.Shape(x)), value=np.ones(1, np.int64))
+    axis = [axis] if isinstance(axis, int) else op.Reshape(axis, [1])
+    return op.Reshape(vector, op.ScatterElements(ones, axis, [-1], axis=0))
+
+
+# ---- shapes: declared, so that sums over broadcast axes are known when the graph is built ----------------------------
+
+
+def _declared(x, *shape):
+    x.value.shape = ir.Shape(shape)
+    return x
+
+
+def _dim(op, x, axis):
+    """The dimension of `x` along the axis: a number, or a symbol."""
+    shape = dims(x.value)
+    return _symbol(op) if shape is None else shape[axis]
+
+
+def _symbol(op):
+    return ir.SymbolicDim(op.names.fresh("dim"))
+
+
+def _product(op, *numbers):
+    return math.prod(numbers) if all(isinstance(n, int) for n in numbers) else _symbol(op)
+
+
+# ---- the cache -------------------------------------------------------------------------------------------------------
+
+
+@gradient("TensorScatter")
+def tensor_scatter(op, dy, cache, update, write_indices, *, axis, mode):
+    """y = the cache with the update written into it: dupdate = dY where it was written, dcache = dY elsewhere."""
+    size, count = (op.Gather(op.Shape(x), np.int64(axis)) for x in (cache, update))
+    places = op.Range(np.int64(0), count, np.int64(1))
+    places = on_axis(op, places, update, axis)
+    if write_indices is not None:
+        places = places + on_axis(op, write_indices, update, 0)
+    if mode == "circular":
+        places = op.Mod(places, size)
+    index = op.Expand(places, op.Shape(update))
+    dcache = op.ScatterElements(dy, index, filled_like(op, update, 0), axis=axis)
+    return dcache, op.GatherElements(dy, index, axis=axis)
+
+
+# ---- taps ------------------------------------------------------------------------------------------------------------
+
+
+def _numbers(op, values, like):
+    return cast_like(op, op.constant(np.asarray(values, np.float64)), like)
+
+
+def _size(op, x, axis):
+    """The dimension of `x` along the axis, an integer scalar."""
+    shape = x.value.shape
+    if shape is not None and isinstance(shape[axis], int):
+        return op.constant(np.int64(shape[axis]))
+    return _declared(op.Gather(op.Shape(x), np.int64(axis)))
+
+
+def _as_float(op, number, like):
+    return cast_like(op, op.Cast(number, to=ir.DataType.DOUBLE) if like.dtype is None else number, like)
+
+
+def _clipped(op, p, size):
+    """`p` from the first pixel to the last, at which it has no derivative any more."""
+    last = size - 1
+    return op.Where(p > 0, op.Where(p < last, p, last), 0)
+
+
+def _exact(op, p):
+    """Coordinates in a type that tells pixels apart."""
+    return op.Cast(p, to=ir.DataType.FLOAT) if p.dtype in HALVES else p
+
+
+def _reflected(op, p, size, align_corners):
+    """`p` mirrored at the ends of the image, as often as it takes: they are pixels' centres, or half a pixel on."""
+    low, extent = (0.0, op.Max(size - 1, 1)) if align_corners else (-0.5, size)
+    distance = op.Abs(p - low)
+    times = op.Floor(distance / extent)
+    rest = distance - times * extent
+    odd = times - 2 * op.Floor(times / 2)
+    return low + rest + odd * (extent - 2 * rest)
+
+
+class Taps(NamedTuple):
+    """Along one axis, the pixels around coordinates, and what each of them counts (None: 1). Both [M, T, P]."""
+
+    offsets: list[int]
+    pixels: Expr
+    weights: Expr | None
+
+
+def _taps(op, p, size, mode="linear", padding="zeros", align_corners=0):
+    """The taps of coordinates [M, P] along an axis."""
+    if mode == "nearest":
+        base, offsets, weights = op.Round(p), [0], None
+    else:
+        p = _inside(op, p, size, mode, padding, align_corners)
+        base = op.Floor(p)
+        offsets, weights = _weights(op, op.Unsqueeze(p - base, [1]), mode)
+    pixels = op.Unsqueeze(base, [1]) + _numbers(op, np.reshape(offsets, (-1, 1)), p)
+    if padding == "reflection":
+        pixels = _reflected(op, pixels, size, align_corners)
+    if padding == "zeros":
+        within = cast_like(op, op.And(pixels >= 0, pixels < size), p)
+        weights = within if weights is None else weights * within
+    return Taps(offsets, op.Cast(_clipped(op, pixels, size), to=INT64), weights)
+
+
+def _inside(op, p, size, mode, padding, align_corners):
+    """Coordinates after padding."""
+    if padding == "zeros":
+        return p
+    if padding == "reflection":
+        mirrored = _reflected(op, p, size, align_corners)
+        return mirrored if mode == "cubic" else _clipped(op, mirrored, size)
+    if mode != "cubic":
+        return _clipped(op, p, size)
+    outside = op.Or(p < 0, p > size - 1) if align_corners else op.Or(p < -0.5, p > size - 0.5)
+    return op.Where(outside, _clipped(op, p, size), p)
+
+
+def _weights(op, f, mode):
+    """The taps' offsets from the pixel below, and their weights, `f` above it."""
+    if mode == "linear":
+        return [0, 1], _declared(op.Concat(1 - f, f, axis=1), f.value.shape[0], 2, f.value.shape[2])
+
+    def far(t):
+        return ((t - 5) * t + 8) * t * CUBIC - 4 * CUBIC
+
+    def near(t):
+        return ((CUBIC + 2) * t - (CUBIC + 3)) * t * t + 1
+
+    weights = op.Concat(far(f + 1), near(f), near(1 - f), far(2 - f), axis=1)
+    return [-1, 0, 1, 2], _declared(weights, f.value.shape[0], 4, f.value.shape[2])
+
+
+def _sampled(op, x, sizes, taps):
+    """The images [M, C, D1 ... Dr] at taps per axis [M, T, P]: [M, C, P]."""
+    rank = len(sizes)
+    index, weights = None, None
+    for axis, (size, tap) in enumerate(zip(sizes, taps, strict=True)):
+        others = [1 + i for i in range(rank) if i != axis]
+        pixels = op.Unsqueeze(tap.pixels, others)
+        index = pixels if index is None else index * size + pixels
+        if tap.weights is not None:
+            weight = cast_like(op, op.Unsqueeze(tap.weights, others), x)
+            weights = weight if weights is None else weights * weight
+    channels = op.Concat([1], op.Shape(x, start=1, end=2), [1], axis=0)
+    index = op.Expand(op.Reshape(index, [0, 1, -1]), channels)
+    read = op.GatherElements(op.Reshape(x, [0, 0, -1]), index, axis=2)
+    if weights is None:
+        return read
+    count = len(taps[0].offsets) ** rank
+    images, places = taps[0].pixels.value.shape[0], taps[0].pixels.value.shape[2]
+    read = _declared(op.Reshape(read, [0, 0, count, -1]), images, _dim(op, x, 1), count, places)
+    weighted = read * _declared(op.Reshape(weights, [0, 1, count, -1]), images, 1, count, places)
+    return op.ReduceSum(weighted, [2], keepdims=0) if count > 1 else op.Squeeze(weighted, [2])
+
+
+# ---- operators -------------------------------------------------------------------------------------------------------
+
+
+@gradient("GridSample")
+def grid_sample(op, dy, x, grid, *, align_corners, mode, padding_mode, pull_back):
+    """Y = X at the coordinates of the grid: dX += dY times the weight of each tap, dgrid by that of the weights.
+
+    With mode "nearest" the grid has no gradient. Outside the image, coordinates have none with padding "border".
+    """
+    mode = {"bilinear": "linear", "bicubic": "cubic"}.get(mode, mode)
+    rank = _spatial_rank(op, x, grid)
+    sizes = [_size(op, x, axis + 2) for axis in range(rank)]
+    images, places = _dim(op, grid, 0), _product(op, *(_dim(op, grid, axis + 1) for axis in range(rank)))
+
+    def forward(x, grid):
+        grid, taps = _exact(op, grid), []
+        for axis, number in enumerate(sizes):
+            place = op.Reshape(op.Gather(grid, np.int64(rank - 1 - axis), axis=-1), [0, -1])
+            place, size = _declared(place, images, places), _as_float(op, number, grid)
+            p = (place + 1) / 2 * (size - 1) if align_corners else ((place + 1) * size - 1) / 2
+            taps.append(_taps(op, p, size, mode, padding_mode, align_corners))
+        return op.Reshape(_sampled(op, x, sizes, taps), op.Shape(dy))
+
+    return through(op, pull_back, forward, dy, x, grid)
+
+
+def _spatial_rank(op, *tensors):
+    if op.opset < 20:
+        return 2
+    for x in tensors:
+        if x.value.shape is not None:
+            return x.value.shape.rank() - 2
+    raise UnsupportedError("the rank of the input of GridSample is not known")
+
+
+@gradient("DeformConv")
+def deform_conv(
+    op, dy, x, w, offset, b, mask, *, dilations, group, kernel_shape, offset_group, pads, strides, pull_back
+):
+    """Y = W * (X at places moved by the offset, times the mask): the derivative of that, for all inputs."""
+    dilations, strides, pads = dilations or [1, 1], strides or [1, 1], pads or [0, 0, 0, 0]
+    kernel = [_size(op, w, axis + 2) for axis in range(2)]
+    sizes = [_size(op, x, axis + 2) for axis in range(2)]
+    counts = [_size(op, dy, axis + 2) for axis in range(2)]
+    known = [_dim(op, value, axis) for value in (w, dy) for axis in (2, 3)]
+    images, places = _product(op, _dim(op, x, 0), offset_group), _product(op, *known)
+
+    def shape(*parts):
+        return op.Concat(*(part if isinstance(part, list) else op.Reshape(part, [1]) for part in parts), axis=0)
+
+    def regular(axis):
+        """Where windows would read without an offset: [kernel, count], in all [kH, kW, oH, oW]."""
+        within = op.Range(np.int64(0), kernel[axis], np.int64(1)) * dilations[axis]
+        begins = op.Range(np.int64(0), counts[axis], np.int64(1)) * strides[axis] - pads[axis]
+        place = op.Unsqueeze(within, [1]) + begins
+        place = op.Unsqueeze(place, [1, 3] if axis == 0 else [0, 2])
+        return _declared(place, *(n if i % 2 == axis else 1 for i, n in enumerate(known)))
+
+    def forward(x, w, offset, b, mask):
+        offset = _exact(op, offset)
+        moved = op.Reshape(offset, shape([-1], *kernel, [2], *counts))
+        taps = []
+        for axis, size in enumerate(sizes):
+            place = _declared(op.Gather(moved, np.int64(axis), axis=3), images, *known)
+            place = op.Reshape(place + _as_float(op, regular(axis), offset), [0, -1])
+            taps.append(_taps(op, _declared(place, images, places), _as_float(op, size, offset)))
+        pictures = op.Reshape(x, shape(_size(op, x, 0) * offset_group, [-1], *sizes))
+        read = _sampled(op, pictures, sizes, taps)
+        if mask is not None:
+            read = read * _declared(op.Reshape(mask, shape(op.Shape(read, end=1), [1, -1])), images, 1, places)
+        columns = op.Reshape(read, shape(_size(op, x, 0), [group, -1], counts[0] * counts[1]))
+        weights = op.Reshape(w, shape([group, -1], op.ReduceProd(op.Shape(w, start=1), keepdims=1)))
+        y = op.Reshape(op.MatMul(weights, columns), op.Shape(dy))
+        filters = _dim(op, w, 0)
+        y = _declared(y, _dim(op, x, 0), filters, *known[2:])
+        return y if b is None else y + _declared(op.Reshape(b, [1, -1, 1, 1]), 1, filters, 1, 1)
+
+    return through(op, pull_back, forward, dy, x, w, offset, b, mask)
+
+
+@gradient("RoiAlign")
+def roi_align(
+    op, dy, x, rois, batch_indices, *, coordinate_transformation_mode, mode, output_height, output_width,
+    sampling_ratio, spatial_scale, pull_back
+):  # fmt: skip
+    """Y = the mean, or the largest, of samples of X in each bin of a region: the derivative of that, for X and rois.
+
+    As in the standard, the largest is that of the pixels times their weights.
+    """
+    half_pixel = coordinate_transformation_mode == "half_pixel"
+    sizes = [_size(op, x, axis + 2) for axis in range(2)]
+    regions, channels = _dim(op, rois, 0), _dim(op, x, 1)
+
+    def along(rois, axis, bins):
+        """Per bin S samples, with two taps: pixels and weights [R, bins, S, 2], whether it is a sample [R, 1, S]."""
+        begin, end = (
+            _declared(op.Gather(rois, [1 - axis + side], axis=1), regions, 1) * spatial_scale for side in (0, 2)
+        )
+        extent = end - begin
+        begin, extent = (begin - 0.5, extent) if half_pixel else (begin, op.Max(extent, op.scalar(1, rois)))
+        count = _numbers(op, [[sampling_ratio]], rois) if sampling_ratio > 0 else op.Ceil(extent / bins)
+        most = op.Cast(op.ReduceMax(count, keepdims=0), to=INT64)
+        samples = sampling_ratio if sampling_ratio > 0 else _symbol(op)
+        steps = _as_float(op, _declared(op.Range(np.int64(0), most, np.int64(1)), samples), rois)
+        within = op.Unsqueeze((steps + 0.5) / count, [1]) + _numbers(op, np.arange(bins).reshape(-1, 1), rois)
+        p = op.Unsqueeze(begin, [2]) + within * op.Unsqueeze(extent / bins, [2])
+        size = _as_float(op, sizes[axis], rois)
+        counts = cast_like(op, op.And(p >= -1, p <= size), rois)
+        p = _clipped(op, p, size)
+        below = op.Floor(p)
+        pixels = op.Concat(*(op.Unsqueeze(n, [3]) for n in (below, op.Min(below + 1, size - 1))), axis=3)
+        weights = op.Concat(*(op.Unsqueeze(n * counts, [3]) for n in (1 - (p - below), p - below)), axis=3)
+        pixels, weights = (_declared(n, regions, bins, samples, 2) for n in (pixels, weights))
+        return op.Cast(pixels, to=INT64), weights, op.Unsqueeze(steps < count, [1]), count
+
+    def forward(x, rois):
+        rois = _exact(op, rois)
+        (rows, high, is_row, row_count), (columns, wide, is_column, column_count) = (
+            along(rois, axis, bins) for axis, bins in enumerate((output_height, output_width))
+        )
+        # [R, output height, output width, S, S, 2, 2], with the last four made one
+        rows, high = (op.Unsqueeze(n, [2, 4, 6]) for n in (rows, high))
+        columns, wide = (op.Unsqueeze(n, [1, 3, 5]) for n in (columns, wide))
+        is_sample = op.And(op.Unsqueeze(is_row, [2, 4, 5, 6]), op.Unsqueeze(is_column, [1, 3, 5, 6]))
+        image = op.Reshape(op.Cast(batch_indices, to=INT64), [-1, 1, 1, 1, 1, 1, 1])
+        index = (image * sizes[0] + rows) * sizes[1] + columns
+        bins = [0, output_height, output_width, -1]
+        pixels = op.Gather(op.Reshape(op.Transpose(x, perm=[1, 0, 2, 3]), [0, -1]), op.Reshape(index, bins), axis=1)
+        within = 4 * sampling_ratio**2 if sampling_ratio > 0 else _symbol(op)
+        shape = regions, output_height, output_width, within
+        pixels = _declared(pixels, channels, *shape)
+        weights = cast_like(op, high * wide, x)
+        is_sample = op.Reshape(op.Expand(is_sample, op.Shape(weights)), bins)
+        is_sample = _declared(is_sample, *shape)
+        weighted = pixels * _declared(op.Reshape(weights, bins), *shape)
+        if mode == "max":
+            y = op.ReduceMax(op.Where(is_sample, weighted, -largest(x)), [4], keepdims=0)
+        else:
+            count = op.Reshape(cast_like(op, op.Max(row_count * column_count, op.scalar(1, rois)), x), [-1, 1, 1])
+            y = op.ReduceSum(op.Where(is_sample, weighted, 0), [4], keepdims=0) / _declared(
+                count, 1 if sampling_ratio > 0 else regions, 1, 1
+            )
+        return op.Transpose(y, perm=[1, 0, 2, 3])
+
+    return through(op, pull_back, forward, dy, x, rois)
