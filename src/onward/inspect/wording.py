@@ -58,7 +58,9 @@ def setting(value: Any) -> str:
     if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
         value = int(value)
     if isinstance(value, int):
-        return f"{value:,}" if abs(value) < 10**15 else f"{value:.6g}"
+        if abs(value) < 10**15:
+            return f"{value:,}"
+        return f"{value:.6g}" if abs(value) < 10**300 else "enormous"
     if isinstance(value, float):
         return f"{value:.6g}".replace("e-0", "e-")
     return "unknown" if value is None else shortened(str(value))

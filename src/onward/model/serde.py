@@ -54,6 +54,7 @@ def _from_nowhere(proto: ModelProto) -> Model:
 def from_proto(proto: ModelProto) -> Model:
     """Make a `Model` of a proto, which it takes over. Who calls it vouches for references to external data."""
     with _quiet(), _library_errors():
+        _check_ranks(proto)
         legacy.convert(proto)
         aside = residue.set_aside(proto)
         inference, algorithms = _deserialize(proto)
@@ -62,6 +63,13 @@ def from_proto(proto: ModelProto) -> Model:
         residue.attach(aside, ("graph",), inference.graph)
         entries = enumerate(zip(proto.training_info, algorithms, strict=True))
         return Model(inference, [_step(i, info, algorithm, aside) for i, (info, algorithm) in entries])
+
+
+def _check_ranks(proto: ModelProto) -> None:
+    """Refuse tensors of absurd rank: the mere product of their dimensions would keep us busy."""
+    for tensor in storage.walk_tensors(proto):
+        if len(tensor.dims) > _MAX_RANK:
+            raise InvalidModelError(f"tensor `{tensor.name}` has {len(tensor.dims)} dimensions")
 
 
 def _step(index: int, info: onnx.TrainingInfoProto, algorithm: ir.Graph, aside: residue.Residue) -> Step:
@@ -269,6 +277,7 @@ def _initializers(model: Model) -> Iterator[ir.Value]:
             yield from graph.initializers.values()
 
 
+_MAX_RANK = 256
 _ELSEWHERE = "onward:elsewhere"
 _LARGE = 1024
 

@@ -166,6 +166,10 @@ class Update:
             exprs = {name: op(self.assembly.hyper(f"{place}/{name}", value).value) for name, value in numbers.items()}
             if (until is None) != (i == len(items) - 1):
                 raise RecipeError("of schedules that follow one another, each but the last says `until` which step")
+            if until is not None and (isinstance(until, bool) or not isinstance(until, int | float) or until <= 0):
+                raise RecipeError(
+                    f"the schedule `{item.name}` lasts until step `{until}`, which is not a positive number"
+                )
             end = None if until is None else op(self.assembly.hyper(f"{place}/until", float(until)).value)
             parts.append(Part(kind, exprs, choices, end))
         return sequence(op, op(base.value), op(self._step.value), parts)

@@ -13,6 +13,7 @@ from onward.errors import InvalidModelError
 from onward.model import Model, Source, read
 from onward.model.core import values
 from onward.model.serde import from_proto, stamp, to_proto, with_data, without_data
+from onward.transform.expansion import check_expansion
 from onward.transform.training import drop_unused_definitions
 from onward.transform.types import value_types
 
@@ -20,6 +21,7 @@ from onward.transform.types import value_types
 def inline(source: Source, names: Iterable[str] = ("*",)) -> Model:
     """A copy in which calls of the functions that match `names` (as `domain.Name`) are replaced by their bodies."""
     model = read(source).copy()
+    check_expansion(model)
     patterns = list(names)
 
     def wanted(function: ir.Function) -> bool:
@@ -52,6 +54,7 @@ def inline_operators(model: Model, operators: Iterable[tuple[str, str]]) -> Mode
 
     They may be functions of the model or operators that the standard defines as functions.
     """
+    check_expansion(model)
     with without_data(model) as tensors:
         proto = to_proto(model)
     stated = {value.name for value in (*proto.graph.input, *proto.graph.output, *proto.graph.value_info)}

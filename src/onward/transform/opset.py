@@ -12,6 +12,7 @@ from onward.errors import UnsupportedError
 from onward.model import Model, Source, read
 from onward.model.core import all_names
 from onward.model.serde import from_proto, stamp, to_proto, with_data, without_data
+from onward.transform.expansion import check_expansion
 from onward.transform.types import value_types
 
 _STANDARD = ("", "ai.onnx")
@@ -33,6 +34,7 @@ def convert_opset(source: Source, version: int) -> Model:
         model = model.copy()  # it has no operator of the standard, so there is nothing to convert
         model.ir.opset_imports[""] = version
         return model
+    check_expansion(model)
     with without_data(model) as tensors:
         proto = to_proto(model)
     names = Names(name for step in model.steps for name in all_names(step.algorithm))

@@ -10,6 +10,7 @@ from onnx import ModelProto, ValueInfoProto
 
 from onward.model import Model
 from onward.model.serde import to_proto, without_data
+from onward.transform.expansion import check_expansion
 
 
 def value_types(proto: ModelProto) -> dict[str, ValueInfoProto]:
@@ -28,6 +29,7 @@ def fill_in_types(model: Model, values: Iterable[ir.Value]) -> None:
     untyped = [value for value in values if value.type is None or value.shape is None]
     if not untyped:
         return
+    check_expansion(model)
     with without_data(model):
         types = value_types(to_proto(model))
     for value in untyped:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from math import prod
 
 from onnx import GraphProto, SparseTensorProto, TensorProto, TypeProto, ValueInfoProto
 
@@ -87,6 +86,16 @@ def declared(graph: GraphProto) -> dict[str, TensorType]:
     }
 
 
+_UNCOUNTABLE = 1 << 64
+
+
 def count(dims: Sequence[int]) -> int:
-    """How many elements; -1 for dimensions that are impossible."""
-    return prod(dims) if all(d >= 0 for d in dims) else -1
+    """How many elements, up to more than any memory holds; -1 for dimensions that are impossible."""
+    if any(d < 0 for d in dims):
+        return -1
+    total = 0 if 0 in dims else 1
+    for d in dims:
+        total *= d
+        if total > _UNCOUNTABLE:
+            return _UNCOUNTABLE
+    return total
