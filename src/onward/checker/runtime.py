@@ -94,7 +94,7 @@ def training_operators(subject: Subject) -> Iterator[Finding]:
     if lowered:
         operators = listing(dict.fromkeys(lowered))
         yield found(
-            "OW652", "training_info", f"{operators} do not exist in ONNX Runtime: Onward lowers them before it runs"
+            "OW652", "training_info", f"ONNX Runtime has no {operators}: Onward lowers such nodes before it runs a step"
         )
 
 
