@@ -12,6 +12,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onward.build import Builder, Expr
+from onward.errors import Error, InvalidModelError
 from onward.model.walk import attributes, read_by
 from onward.rules import RULES, NoGradient, Rule
 from onward.shapes import Dims, dims
@@ -98,12 +99,17 @@ def _call(
         "pull_back": pull_back,
     }
     keywords = {name: available.get(name) for name in rule.keywords}
-    if rule.many:
-        result = rule.function(op, dys, *inputs, **keywords)
-    elif dys[0] is None:
+    if not rule.many and dys[0] is None:
         return ()
-    else:
-        result = rule.function(op, dys[0], *inputs, **keywords)
+    try:
+        result = rule.function(op, dys if rule.many else dys[0], *inputs, **keywords)
+    except (TypeError, ValueError, LookupError, AttributeError, AssertionError) as error:
+        if isinstance(error, Error):
+            raise
+        raise InvalidModelError(
+            f"node `{node.name}` cannot be differentiated: its inputs or attributes are not those of `{node.op_type}`",
+            hint="see what `onward check` says; if that is nothing, the rule is wrong, and we should know",
+        ) from error
     return result if isinstance(result, tuple | list | dict) else (result,)
 
 

@@ -16,7 +16,7 @@ from onward.differentiate.path import between, way, with_functions_expanded
 from onward.differentiate.sweep import pull_back
 from onward.errors import InvalidModelError
 from onward.model import TRAINING_DOMAIN, Model
-from onward.model.core import strings, values
+from onward.model.core import string, strings, values
 from onward.transform.types import fill_in_types
 
 
@@ -24,7 +24,7 @@ def lower_gradients(model: Model) -> Model:
     """A copy of a model without steps in which no `Gradient` is left; those of higher order are done in order."""
     model = model.copy()
     while (node := _first_gradient(model.graph)) is not None:
-        xs, y = strings(node, "xs"), node.attributes["y"].as_string()
+        xs, y = strings(node, "xs"), string(node, "y")
         name = node.outputs[0].name if node.outputs else ""
         model = with_functions_expanded(model, y, xs)
         node = next(n for n in model.graph if _is_gradient(n) and (not n.outputs or n.outputs[0].name == name))

@@ -194,7 +194,17 @@ class Model:
 def strings(node: ir.Node, attribute: str) -> tuple[str, ...]:
     """A list-of-strings attribute, empty when absent or of another type."""
     attr = node.attributes.get(attribute)
-    return tuple(attr.as_strings()) if attr is not None and attr.type == ir.AttributeType.STRINGS else ()
+    if attr is None or attr.is_ref() or attr.type != ir.AttributeType.STRINGS:
+        return ()
+    return tuple(attr.as_strings())
+
+
+def string(node: ir.Node, attribute: str) -> str:
+    """A string attribute, empty when absent or of another type."""
+    attr = node.attributes.get(attribute)
+    if attr is None or attr.is_ref() or attr.type != ir.AttributeType.STRING or not isinstance(attr.value, str):
+        return ""
+    return attr.value
 
 
 def values(graph: ir.Graph) -> list[ir.Value]:

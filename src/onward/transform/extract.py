@@ -8,7 +8,7 @@ import onnx_ir as ir
 
 from onward.errors import UnknownNameError, UnsupportedError, near
 from onward.model import Model, Source, read
-from onward.model.core import Step, strings, values
+from onward.model.core import Step, string, strings, values
 from onward.model.serde import stamp
 from onward.model.state import states
 from onward.model.walk import ancestors
@@ -103,7 +103,7 @@ def _trim(gradient: ir.Node, step: Step, model: Model, gone: set[str]) -> set[ir
     """Drop from a Gradient's xs what its y does not depend on; returns the outputs that are lost."""
     xs, zs = strings(gradient, "xs"), strings(gradient, "zs")
     by_name = {v.name: v for graph in (model.graph, step.algorithm) for v in values(graph)}
-    target = by_name.get(gradient.attributes["y"].as_string())
+    target = by_name.get(string(gradient, "y"))
     _, read = ancestors([target] if target is not None else [])
     keep = [i for i, value in enumerate(gradient.inputs) if value is None or value in read]
     dropped = [i for i in range(len(xs)) if i not in keep]
@@ -123,7 +123,7 @@ def _rebuild(
         [node.inputs[i] for i in (*kept_xs, *kept_zs)],
         [
             ir.AttrStrings("xs", [xs[i] for i in kept_xs]),
-            node.attributes["y"],
+            ir.AttrString("y", string(node, "y")),
             *([ir.AttrStrings("zs", [zs[i - len(xs)] for i in kept_zs])] if kept_zs else []),
         ],
         num_outputs=len(kept_xs),

@@ -10,7 +10,7 @@ import onnx_ir as ir
 
 from onward.errors import InvalidModelError, UnknownNameError, near
 from onward.model import Model, Source, read
-from onward.model.core import Step, values
+from onward.model.core import Step, string, strings, values
 from onward.model.serde import stamp
 from onward.model.state import PARAMETER_KEY, tagged
 
@@ -56,10 +56,10 @@ def replace_names(step: Step, names: Mapping[str, str]) -> None:
 
     for node in step.gradients():
         for key in ("xs", "zs"):
-            if key in node.attributes:
-                node.attributes[key] = ir.AttrStrings(key, [new(x) for x in node.attributes[key].as_strings()])
-        if "y" in node.attributes:
-            node.attributes["y"] = ir.AttrString("y", new(node.attributes["y"].as_string()))
+            if names_in := strings(node, key):
+                node.attributes[key] = ir.AttrStrings(key, [new(x) for x in names_in])
+        if y := string(node, "y"):
+            node.attributes["y"] = ir.AttrString("y", new(y))
     step.update = {new(key): new(value) for key, value in step.update.items()}
     step.reset = {new(key): value for key, value in step.reset.items()}
     for key in [key for key in step.metadata if key.startswith("train.")]:
