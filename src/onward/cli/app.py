@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -17,6 +18,9 @@ from onward.cli.help import USAGE, help_text
 BUILD, LOOK, CHANGE = "Build", "Check and show", "Change, without losing the training"
 
 _Function = TypeVar("_Function", bound=Callable[..., None])
+
+
+logging.getLogger("onnx_ir").addHandler(logging.NullHandler())  # its remarks about oddities are `check`'s business
 
 
 class Commands(TyperGroup):
