@@ -14,7 +14,7 @@ from onward.recipe.initialize import INITIALIZERS
 from onward.recipe.losses import LOSSES
 from onward.recipe.optimizers import OPTIMIZERS
 from onward.recipe.schedules import SCHEDULES
-from onward.rules import RULES, NoGradient
+from onward.rules import RULES, NoGradient, Rewrite
 
 HERE = Path(__file__).parent
 MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -101,6 +101,8 @@ def _how(schema: Any) -> str:
     rule = RULES.get(("", schema.name))
     if isinstance(rule, NoGradient):
         return f"none: {rule.reason}"
+    if isinstance(rule, Rewrite):
+        return "rewritten"
     if rule is not None:
         return "rule"
     return "through its body" if schema.has_function or schema.has_context_dependent_function else "not yet"

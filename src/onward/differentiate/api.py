@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import onnx_ir as ir
 
 from onward.build import Builder, Expr
-from onward.differentiate.path import way, with_functions_expanded
+from onward.differentiate.expand import expanded
+from onward.differentiate.path import way
 from onward.differentiate.sweep import pull_back
 from onward.errors import UnknownNameError, near
 from onward.model import Model, Source, read
@@ -78,7 +79,7 @@ def _opened(source: Source, y: str, xs: Sequence[str]) -> tuple[Model, ir.Value,
     if missing:
         listed = ", ".join(f"`{name}`" for name in missing)
         raise UnknownNameError(f"there is no value {listed}", hint=near(missing[0], known))
-    model = with_functions_expanded(model, y, xs)
+    model = expanded(model, y, xs)
     known = {value.name: value for value in values(model.graph) if value.name}
     fill_in_types(model, known.values())
     return model, known[y], [known[x] for x in xs]

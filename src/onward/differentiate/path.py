@@ -4,17 +4,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
 
 import onnx_ir as ir
-from onnx import defs
 
 from onward.errors import UnsupportedError
-from onward.model import Model
-from onward.model.core import values
 from onward.model.walk import ancestors, nested_graphs, read_by
-from onward.rules import RULES
-from onward.transform.inline import inline_operators
+from onward.rules.registry import lookup
 
 
 def between(y: ir.Value, xs: Iterable[ir.Value]) -> list[ir.Node]:
@@ -39,7 +34,7 @@ def way(y: ir.Value, xs: Iterable[ir.Value]) -> list[ir.Node]:
     reached = {*sources, *(output for node in nodes for output in node.outputs)}
     for node in reversed(nodes):
         for inner in (node, *_nested(node, reached)):
-            if _operator(inner) not in RULES:
+            if lookup(inner) is None:
                 raise _explained(inner, node, y, sources)
     return nodes
 
@@ -60,33 +55,6 @@ def _position(y: ir.Value) -> Callable[[ir.Node], int]:
     node = y.producer()
     order = {n: i for i, n in enumerate(node.graph)} if node is not None and node.graph is not None else {}
     return lambda n: order.get(n, -1)
-
-
-def with_functions_expanded(model: Model, y: str, xs: Iterable[str]) -> Model:
-    """The model with functions on the way that have no rule of their own replaced by their bodies, and so on."""
-    names = list(xs)
-    while True:
-        known = {value.name: value for value in values(model.graph)}
-        nodes = between(known[y], [known[x] for x in names])
-        nodes += [inner for node in nodes for graph in nested_graphs(node) for inner in graph.all_nodes()]
-        calls = {_operator(node) for node in nodes if _operator(node) not in RULES and _is_function(model, node)}
-        if not calls:
-            return model
-        model = inline_operators(model, calls)
-
-
-def _operator(node: ir.Node) -> tuple[str, str]:
-    return ("" if node.domain == "ai.onnx" else node.domain, node.op_type)
-
-
-def _is_function(model: Model, node: ir.Node) -> bool:
-    if node.op_identifier() in model.functions:
-        return True
-    try:
-        schema: Any = defs.get_schema(node.op_type, model.opset, node.domain)
-    except defs.SchemaError:
-        return False
-    return bool(schema.has_function or schema.has_context_dependent_function)
 
 
 def _explained(node: ir.Node, outermost: ir.Node, y: ir.Value, xs: Iterable[ir.Value]) -> UnsupportedError:

@@ -12,9 +12,9 @@ import numpy as np
 import onnx_ir as ir
 
 from onward.build import Builder, Expr
-from onward.errors import Error, InvalidModelError
-from onward.model.walk import attributes, read_by
-from onward.rules import RULES, NoGradient, Rule
+from onward.model.walk import read_by
+from onward.rules import NoGradient, Rule
+from onward.rules.registry import apply, lookup
 from onward.shapes import Dims, dims
 
 
@@ -68,9 +68,10 @@ def _derivatives(
     op: Builder, node: ir.Node, dys: list[Expr | None], active: Container[ir.Value]
 ) -> list[tuple[ir.Value, Expr]]:
     """What one node contributes to the derivatives of its inputs, and of what graphs nested in it read."""
-    rule = RULES["" if node.domain == "ai.onnx" else node.domain, node.op_type]
+    rule = lookup(node)
     if isinstance(rule, NoGradient):
         return []
+    assert isinstance(rule, Rule), node.op_type
     results = _call(op, rule, node, dys, active)
     if isinstance(results, dict):
         return [(value, _fitted(op, dx, value, broadcasts=False)) for value, dx in results.items()]
@@ -88,28 +89,11 @@ def _call(
 
     Such a rule may ask for `active`, the values that need a derivative, and for `pull_back`, to go through its graphs.
     """
-    inputs = [op(value) if value is not None else None for value in node.inputs]
-    if rule.positional is not None:
-        inputs += [None] * (rule.positional - len(inputs))
-    available = attributes(node, op.opset) | {
-        "y": op(node.outputs[0]),
-        "ys": [op(y) for y in node.outputs],
-        "node": node,
-        "active": active,
-        "pull_back": pull_back,
-    }
-    keywords = {name: available.get(name) for name in rule.keywords}
     if not rule.many and dys[0] is None:
         return ()
-    try:
-        result = rule.function(op, dys if rule.many else dys[0], *inputs, **keywords)
-    except (TypeError, ValueError, LookupError, AttributeError, AssertionError) as error:
-        if isinstance(error, Error):
-            raise
-        raise InvalidModelError(
-            f"node `{node.name}` cannot be differentiated: its inputs or attributes are not those of `{node.op_type}`",
-            hint="see what `onward check` says; if that is nothing, the rule is wrong, and we should know",
-        ) from error
+    ys = [op(y) for y in node.outputs]
+    given = dys if rule.many else dys[0]
+    result = apply(rule, op, node, given, y=ys[0], ys=ys, active=active, pull_back=pull_back)
     return result if isinstance(result, tuple | list | dict) else (result,)
 
 

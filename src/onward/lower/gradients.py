@@ -12,7 +12,8 @@ from collections.abc import Sequence
 import onnx_ir as ir
 
 from onward.build import Builder, Expr
-from onward.differentiate.path import between, way, with_functions_expanded
+from onward.differentiate.expand import expanded
+from onward.differentiate.path import between, way
 from onward.differentiate.sweep import pull_back
 from onward.errors import InvalidModelError
 from onward.model import TRAINING_DOMAIN, Model
@@ -26,7 +27,7 @@ def lower_gradients(model: Model) -> Model:
     while (node := _first_gradient(model.graph)) is not None:
         xs, y = strings(node, "xs"), string(node, "y")
         name = node.outputs[0].name if node.outputs else ""
-        model = with_functions_expanded(model, y, xs)
+        model = expanded(model, y, xs)
         node = next(n for n in model.graph if _is_gradient(n) and (not n.outputs or n.outputs[0].name == name))
         _lower(model, node, xs, y)
     return model

@@ -2,7 +2,7 @@
 
 import importlib
 
-from onward.rules.registry import RULES, NoGradient, Rule, elementwise, gradient, no_gradient
+from onward.rules.registry import RULES, NoGradient, Rewrite, Rule, elementwise, gradient, no_gradient, rewrite
 
 FAMILIES = (
     "elementwise",
@@ -23,4 +23,4 @@ FAMILIES = (
 for _family in FAMILIES:  # importing a family registers its rules
     importlib.import_module(f"onward.rules.{_family}")
 
-__all__ = ["FAMILIES", "RULES", "NoGradient", "Rule", "elementwise", "gradient", "no_gradient"]
+__all__ = ["FAMILIES", "RULES", "NoGradient", "Rewrite", "Rule", "elementwise", "gradient", "no_gradient", "rewrite"]

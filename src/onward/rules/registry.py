@@ -6,13 +6,17 @@
     def softmax(op, dy, x, *, y, axis):
         return dy * y - y * op.ReduceSum(dy * y, [axis], keepdims=1)
 
+    @rewrite("BiasGelu", domain="com.microsoft")              # what is best differentiated as something else
+    def bias_gelu(op, x, bias):
+        return op.Gelu(x + bias)
+
     no_gradient("the result is a truth value", "Equal", "Less")
 
 A rule gets a builder, the gradient of the output, and the inputs in the order of the operator's documentation; those
 that a node leaves out are None. By keyword it may ask for the output `y` and for attributes, which come with the
 schema's defaults. Of an operator with several outputs it asks for `dys` and `ys`, where an output that nothing depends
 on has the gradient None. It returns one gradient per input, None where there is none; what is left out at the end
-counts as None.
+counts as None. A rewrite gets a builder and the inputs, and returns the outputs; what it is made of has rules.
 
 What a rule need not think about: which inputs need a gradient (what nobody asks for is removed afterwards),
 broadcasting (`broadcasts=True`, or the positions of inputs), the type of the result, accumulation, and names.
@@ -22,10 +26,14 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from onward.build import Expr
+import onnx_ir as ir
+
+from onward.build import Builder, Expr
+from onward.errors import Error, InvalidModelError
+from onward.model.walk import attributes
 
 STANDARD = ""
 
@@ -38,7 +46,8 @@ class Rule:
     function: Callable[..., Any]
     broadcasts: bool | tuple[int, ...] = False
     """Inputs (True: all) whose gradient is to be summed over the axes along which the input was broadcast."""
-    keywords: frozenset[str] = frozenset()
+    keywords: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """What the rule asks for by name, and what it gets where there is no such thing."""
     many: bool = False
     """Whether the rule takes the gradients of all outputs (`dys`), not of the first alone (`dy`)."""
     positional: int | None = None
@@ -53,6 +62,16 @@ class Rule:
 
 
 @dataclasses.dataclass(frozen=True)
+class Rewrite:
+    """An operator that is replaced by others before differentiation."""
+
+    operator: tuple[str, str]
+    function: Callable[..., Any]
+    keywords: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    positional: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
 class NoGradient:
     """An operator through which no gradient flows, and why."""
 
@@ -60,7 +79,7 @@ class NoGradient:
     reason: str
 
 
-RULES: dict[tuple[str, str], Rule | NoGradient] = {}
+RULES: dict[tuple[str, str], Rule | Rewrite | NoGradient] = {}
 """(domain, operator) -> its derivative."""
 
 
@@ -72,6 +91,20 @@ def gradient(
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         for name in operators:
             _add(_rule((domain, name), function, broadcasts))
+        return function
+
+    return register
+
+
+def rewrite(*operators: str, domain: str = STANDARD) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register the decorated function as what these operators are replaced by: `(op, *inputs) -> outputs`.
+
+    By keyword it may ask for attributes, and for `node`. For an output that the node leaves out it may return None.
+    """
+
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        for name in operators:
+            _add(Rewrite((domain, name), function, *_asked(function, leading=1)))
         return function
 
     return register
@@ -89,6 +122,29 @@ def no_gradient(reason: str, *operators: str, domain: str = STANDARD) -> None:
         _add(NoGradient((domain, name), reason))
 
 
+def lookup(node: ir.Node) -> Rule | Rewrite | NoGradient | None:
+    """What is known about the derivative of a node."""
+    return RULES.get((STANDARD if node.domain == "ai.onnx" else node.domain, node.op_type))
+
+
+def apply(rule: Rule | Rewrite, op: Builder, node: ir.Node, *leading: Any, **available: Any) -> Any:
+    """Call a rule for a node: with `leading`, its inputs, and what it asks for by keyword."""
+    inputs = [op(value) if value is not None else None for value in node.inputs]
+    if rule.positional is not None:
+        inputs += [None] * (rule.positional - len(inputs))
+    available = attributes(node, op.opset) | {"node": node} | available
+    keywords = {name: available.get(name, default) for name, default in rule.keywords.items()}
+    try:
+        return rule.function(op, *leading, *inputs, **keywords)
+    except (TypeError, ValueError, LookupError, AttributeError, AssertionError) as error:
+        if isinstance(error, Error):
+            raise
+        raise InvalidModelError(
+            f"node `{node.name}` cannot be differentiated: its inputs or attributes are not those of `{node.op_type}`",
+            hint="see what `onward check` says; if that is nothing, the rule is wrong, and we should know",
+        ) from error
+
+
 def _times_dy(derivative: Callable[..., Any]) -> Callable[..., Any]:
     names = [p.name for p in inspect.signature(derivative).parameters.values() if p.kind is p.KEYWORD_ONLY]
 
@@ -103,15 +159,21 @@ def _times_dy(derivative: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _rule(operator: tuple[str, str], function: Callable[..., Any], broadcasts: bool | tuple[int, ...]) -> Rule:
+    gradients = list(inspect.signature(function).parameters)[1]
+    keywords, positional = _asked(function, leading=2)
+    return Rule(operator, function, broadcasts, keywords, gradients == "dys", positional)
+
+
+def _asked(function: Callable[..., Any], leading: int) -> tuple[dict[str, Any], int | None]:
+    """What a rule asks for by keyword, with defaults, and how many inputs it takes after the `leading` parameters."""
     parameters = list(inspect.signature(function).parameters.values())
-    keywords = frozenset(p.name for p in parameters if p.kind is p.KEYWORD_ONLY)
-    positional: Sequence[inspect.Parameter] = [p for p in parameters if p.kind is not p.KEYWORD_ONLY]
+    keywords = {p.name: None if p.default is p.empty else p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+    positional = [p for p in parameters if p.kind is not p.KEYWORD_ONLY]
     variadic = any(p.kind is p.VAR_POSITIONAL for p in positional)
-    many = positional[1].name == "dys"
-    return Rule(operator, function, broadcasts, keywords, many, None if variadic else len(positional) - 2)
+    return keywords, None if variadic else len(positional) - leading
 
 
-def _add(entry: Rule | NoGradient) -> None:
+def _add(entry: Rule | Rewrite | NoGradient) -> None:
     if entry.operator in RULES:
         raise ValueError(f"there are two rules for {entry.operator[1]}")
     RULES[entry.operator] = entry
