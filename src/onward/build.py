@@ -17,6 +17,7 @@ import numpy as np
 import onnx_ir as ir
 from onnx import defs
 
+from onward.containers import content_type, element_of, is_optional, is_sequence, result_type
 from onward.shapes import output_shape
 
 DOMAIN = "onward"
@@ -46,7 +47,7 @@ class Names:
 
 
 class Expr:
-    """A tensor in a graph that is being built."""
+    """A tensor in a graph that is being built; or a sequence of tensors, whose sum is taken element by element."""
 
     __slots__ = ("op", "value")
 
@@ -69,12 +70,14 @@ class Expr:
         return self
 
     def like(self, other: ir.Value) -> Expr:
-        """The same tensor, declared to have the type and shape of `other`."""
-        self.value.type = other.type
+        """The same tensor, declared to have the type and shape of `other`, or of what an Optional holds."""
+        self.value.type = content_type(other)
         self.value.shape = other.shape
         return self
 
     def __add__(self, other: Operand) -> Expr:
+        if is_sequence(self.value) and isinstance(other, Expr):
+            return self.op.each(lambda op, a, b: a + b, self, other)
         return self.op.Add(self, other)
 
     def __radd__(self, other: Operand) -> Expr:
@@ -129,7 +132,8 @@ Operand = Expr | ir.Value | np.ndarray | np.generic | int | float | bool | Seque
 class Builder:
     """Appends nodes to `graph`. `op.Softmax(x, axis=-1)` adds a node and returns its output.
 
-    `names` must know every name the nodes could clash with; `functions` collects the functions that calls need.
+    `names` must know every name the nodes could clash with; `functions` collects the functions that calls need. A
+    builder that shares gives the same node again where it is asked for one that it has made already.
     """
 
     def __init__(
@@ -141,6 +145,7 @@ class Builder:
         functions: dict[ir.OperatorIdentifier, ir.Function] | None = None,
         imports: dict[str, int] | None = None,
         scope: str = "",
+        share: bool = False,
     ):
         self.graph = graph
         self.opset = opset
@@ -149,7 +154,8 @@ class Builder:
         # A nested graph has no imports of its own: what it needs, the outermost one imports.
         self.imports = graph.opset_imports if imports is None else imports
         self._scope = scope
-        self._constants: dict[tuple[object, ...], ir.Value] = {}
+        self._share = share
+        self._made: dict[tuple[object, ...], tuple[ir.Value, ...]] = {}
 
     def __getattr__(self, op_type: str) -> Callable[..., Any]:
         if not op_type[0].isupper():
@@ -163,17 +169,27 @@ class Builder:
     def scoped(self, scope: str) -> Builder:
         """The same builder, prefixing the names of what it adds."""
         inner = self._for(self.graph, scope)
-        inner._constants = self._constants
+        inner._made = self._made
         return inner
 
     def _for(self, graph: ir.Graph, scope: str) -> Builder:
         return Builder(
-            graph, opset=self.opset, names=self.names, functions=self.functions, imports=self.imports, scope=scope
+            graph,
+            opset=self.opset,
+            names=self.names,
+            functions=self.functions,
+            imports=self.imports,
+            scope=scope,
+            share=self._share,
         )
 
     def node(self, domain: str, op_type: str, *inputs: Operand, outputs: int = 1, **attributes: Any) -> Any:
         """Add one node; its output, or a tuple of them if there are several. Attributes that are None are left out."""
         values = self._operands(domain, op_type, inputs)
+        key = _identity(op_type, values, outputs, attributes) if self._share and domain == "" else None
+        if key is not None and key in self._made:
+            found = tuple(Expr(self, value) for value in self._made[key])
+            return found[0] if outputs == 1 else found
         node = ir.Node(
             domain,
             op_type,
@@ -184,12 +200,12 @@ class Builder:
         )
         for i, output in enumerate(node.outputs):
             output.name = node.name if i == 0 else self._fresh(op_type)
-            dtype = _output_dtype(node, i, self.opset)
-            if dtype is not None:
-                output.type = ir.TensorType(dtype)
+            output.type = _output_type(node, i, self.opset)
         if node.outputs[0].type is not None:
             node.outputs[0].shape = output_shape(node)
         self.graph.append(node)
+        if key is not None:
+            self._made[key] = tuple(node.outputs)
         exprs = tuple(Expr(self, output) for output in node.outputs)
         return exprs[0] if outputs == 1 else exprs
 
@@ -205,16 +221,16 @@ class Builder:
             array, dtype = value.numpy(), value.dtype
         else:
             array = np.asarray(value) if dtype is None else np.asarray(value).astype(dtype.numpy())
-        key = (array.dtype, array.shape, array.tobytes())
-        if key not in self._constants:
+        key = ("Constant", array.dtype, array.shape, array.tobytes())
+        if key not in self._made:
             tensor = ir.Tensor(array, dtype=dtype)
             node = ir.Node("", "Constant", [], [ir.AttrTensor("value", tensor)], name=self._fresh("Constant"))
             node.outputs[0].name = node.name
             node.outputs[0].type = ir.TensorType(tensor.dtype)
             node.outputs[0].shape = ir.Shape(tensor.shape.numpy())
             self.graph.append(node)
-            self._constants[key] = node.outputs[0]
-        return Expr(self, self._constants[key])
+            self._made[key] = (node.outputs[0],)
+        return Expr(self, self._made[key][0])
 
     def scalar(self, value: float, like: Expr) -> Expr:
         """A number of the type of `like`: exact also where that type is known only at run time."""
@@ -223,10 +239,38 @@ class Builder:
         return self.CastLike(self.constant(np.asarray(value, np.float64)), like)
 
     def filled_like(self, value: ir.Value, number: float) -> Expr:
-        """A tensor of the type and shape of `value` with every element equal to `number`."""
+        """A tensor of the type and shape of `value` with every element equal to `number`.
+
+        For a sequence, one of such tensors; for an Optional, the same for what it holds, and something empty for none.
+        """
         assert value.dtype is not None, value.name
+        if is_optional(value):
+            return self._filled_like_content(value, number)
+        if is_sequence(value):
+            return self.each(lambda op, x: op.filled_like(x.value, number), Expr(self, value)).like(value)
         one = _scalar_tensor(number, value.dtype, (1,))
         return self.ConstantOfShape(self.Shape(value), value=one).like(value)
+
+    def _filled_like_content(self, value: ir.Value, number: float) -> Expr:
+        def filled(op: Builder) -> Expr:
+            return op.filled_like(op.OptionalGetElement(value).like(value).value, number)
+
+        def empty(op: Builder) -> Expr:
+            if is_sequence(value):
+                return op.SequenceEmpty(dtype=value.dtype).like(value)
+            rank = 1 if value.shape is None else value.shape.rank()
+            return op.filled_like(op.constant(np.zeros([0] * rank), value.dtype).value, number)
+
+        has_element = self.OptionalHasElement(value)
+        return self.If(has_element, then_branch=self.subgraph(filled), else_branch=self.subgraph(empty)).like(value)
+
+    def each(self, body: Callable[..., Expr], *sequences: Expr) -> Expr:
+        """The sequence of what `body(op, *elements)` makes of the elements of sequences that have the same length."""
+        graph = self.subgraph(body, [element_of(sequence.value) for sequence in sequences])
+        result: Expr = self.SequenceMap(*sequences, body=graph)
+        made = graph.outputs[0]
+        result.value.type = None if made.type is None else ir.SequenceType(made.type)
+        return result
 
     def subgraph(self, body: Callable[..., Any], inputs: Sequence[ir.Value] = (), name: str = "body") -> ir.Graph:
         """A graph for an attribute of If, Loop or Scan: `body(op, *inputs)` returns its outputs."""
@@ -357,7 +401,43 @@ def _scalar_tensor(value: float, dtype: ir.DataType, shape: tuple[int, ...] = ()
     return ir.Tensor(np.full(shape, value).astype(dtype.numpy()), dtype=dtype)
 
 
+_NEVER_SHARED = {
+    "Bernoulli", "Dropout", "Identity", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform",
+    "RandomUniformLike",
+}  # fmt: skip
+"""Operators of which two equal nodes are not the same thing: they draw numbers, or are there for their name."""
+
+
+def _identity(
+    op_type: str, inputs: Sequence[ir.Value | None], outputs: int, attributes: dict[str, Any]
+) -> tuple[object, ...] | None:
+    """What makes two nodes the same; None for one that has no equal."""
+    if op_type in _NEVER_SHARED:
+        return None
+    settings = tuple((name, _comparable(value)) for name, value in attributes.items() if value is not None)
+    return (op_type, tuple(inputs), outputs, settings)
+
+
+def _comparable(value: Any) -> object:
+    if isinstance(value, ir.Tensor):
+        value = value.numpy()
+    if isinstance(value, np.ndarray):
+        return (value.dtype, value.shape, value.tobytes())
+    if isinstance(value, list | tuple):
+        return tuple(value)
+    return value if isinstance(value, int | float | str) else object()  # a graph equals nothing but itself
+
+
 _DTYPE_ATTRIBUTE = {"Cast": "to", "EyeLike": "dtype", "RandomUniform": "dtype", "RandomNormal": "dtype"}
+
+
+def _output_type(node: ir.Node, index: int, opset: int) -> ir.TypeProtocol | None:
+    if (known := result_type(node)) is not None:
+        return known
+    if node.op_type == "Identity" and node.inputs[0] is not None:
+        return node.inputs[0].type
+    dtype = _output_dtype(node, index, opset)
+    return None if dtype is None else ir.TensorType(dtype)
 
 
 def _output_dtype(node: ir.Node, index: int, opset: int) -> ir.DataType | None:

@@ -86,7 +86,7 @@ def _opened(source: Source, y: str, xs: Sequence[str]) -> tuple[Model, ir.Value,
 
 
 def _builder(model: Model) -> Builder:
-    return Builder(model.graph, opset=model.opset, names=model.names(), functions=model.functions)
+    return Builder(model.graph, opset=model.opset, names=model.names(), functions=model.functions, share=True)
 
 
 def _pulled_back(op: Builder, nodes: Sequence[ir.Node], y: ir.Value, dy: Expr, xs: Sequence[ir.Value]) -> list[Expr]:

@@ -54,7 +54,7 @@ def _lower(model: Model, node: ir.Node, xs: Sequence[str], y: str) -> None:
             hint="`onward check` says more",
         )
     fill_in_types(model, known.values())
-    op = Builder(graph, opset=model.opset, names=model.names(), functions=model.functions)
+    op = Builder(graph, opset=model.opset, names=model.names(), functions=model.functions, share=True)
     variables, target = [known[name] for name in named], known[y]
     given = [value for value in node.inputs if value is not None]
     if given != variables:

@@ -167,15 +167,15 @@ def hard_swish(op, dy, x):
 
 @gradient("Gelu")
 def gelu(op, dy, x, *, approximate):
-    """Y = X P(X): dX = dY (P + X P'), P the normal distribution or 1/2 + tanh(c (X + 0.044715 X^3)) / 2."""
+    """Y = X P(X): dX = dY (P + X P'), P the normal distribution or sigmoid(2c (X + 0.044715 X^3)), c = sqrt(2 / pi)."""
     if approximate != "tanh":
         density = op.Exp(x * x * -0.5) * (1 / math.sqrt(2 * math.pi))
         return dy * (0.5 * (1 + op.Erf(x * math.sqrt(0.5))) + x * density)
     near = op.Clip(x, -20, 20)  # beyond, P is 0 or 1, and X^3 might overflow
-    square, scale = near * near, math.sqrt(2 / math.pi)
-    tanh = op.Tanh(near * (1 + 0.044715 * square) * scale)
-    slope = (1 - tanh * tanh) * (1 + 3 * 0.044715 * square) * scale
-    return dy * (0.5 * (1 + tanh) + 0.5 * near * slope)
+    square, scale = near * near, 2 * math.sqrt(2 / math.pi)
+    p = op.Sigmoid(near * (square * (scale * 0.044715) + scale))
+    slope = near * (square * (scale * 3 * 0.044715) + scale)
+    return dy * (p * (1 + (1 - p) * slope))
 
 
 @gradient("Mish")

@@ -21,7 +21,7 @@ def matmul(op, dy, a, b):
         return op.MatMul(dy, op.Transpose(b_matrix)), op.Squeeze(op.MatMul(_swap_last(op, a), dy), [-1])
     da = op.MatMul(dy, _swap_last(op, b))
     if b_rank == 2 and a_rank > 2:  # one product, not one for each of the batch
-        return da, op.MatMul(op.Transpose(_rows(op, a)), _rows(op, dy)).like(b.value)
+        return da, op.Gemm(_rows(op, a), _rows(op, dy), transA=1).like(b.value)
     return da, op.MatMul(_swap_last(op, a), dy)
 
 

@@ -13,8 +13,9 @@ from onward.shapes import dims
 
 @gradient("Softmax")
 def softmax(op, dy, x, *, y, axis):
-    """dX = Y (dY - sum(dY Y)); a row that is masked altogether, and so NaN, has the gradient 0."""
-    y = op.Where(op.IsNaN(y), 0, y)
+    """dX = Y (dY - sum(dY Y)). Where the graph looks for rows that are masked altogether, and so NaN, these get 0."""
+    if any(user.op_type == "IsNaN" for user in y.value.consumers()):
+        y = op.Where(op.IsNaN(y), 0, y)
     weighted = dy * y
     return weighted - y * op.ReduceSum(weighted, [axis], keepdims=1)
 
