@@ -18,6 +18,8 @@ FAMILIES = (
     "control",
     "sampling",
     "spectral",
+    "recurrent",
+    "attention",
 )
 
 for _family in FAMILIES:  # importing a family registers its rules

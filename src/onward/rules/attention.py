@@ -1,0 +1,202 @@
+"""Attention, as the standard operators that it stands for."""
+
+from typing import NamedTuple
+
+import numpy as np
+import onnx_ir as ir
+
+from onward.build import Expr
+from onward.rules.common import cast_like
+from onward.rules.indexing import along, joined, reshaped
+from onward.rules.registry import rewrite
+
+
+@rewrite("Attention")
+def attention(
+    op, q, k, v, mask, past_key, past_value, lengths, *,
+    q_num_heads, kv_num_heads, scale, softcap, softmax_precision, qk_matmul_output_mode,
+    is_causal, left_window_size=-1, right_window_size=-1,
+):  # fmt: skip
+    """Y = P V, P = softmax(cap(scale Q K') + bias), for each head; of a query that may see no key, P is 0."""
+    flat = q_num_heads is not None if q.value.shape is None else q.value.shape.rank() == 3
+    if flat:  # the heads lie side by side in the last axis
+        q, k, v = (_split(op, x, n) for x, n in ((q, q_num_heads), (k, kv_num_heads), (v, kv_num_heads)))
+    past, k, v = 0, _appended(op, past_key, k), _appended(op, past_value, v)
+    if past_key is not None:
+        past = _size(op, past_key, 2).part
+    elif lengths is not None:  # what is behind the last valid key is not there yet
+        past = op.Unsqueeze(lengths, [1, 2, 3]) - _size(op, q, 2).part
+    visible = _visible(op, q, k, past, lengths, 0 if is_causal else right_window_size, left_window_size)
+    bias = _bias(op, q, k, mask, visible)
+
+    products = _products(op, q, k, scale)
+    capped = op.Tanh(products / softcap) * softcap if softcap > 0 else products
+    scores = capped if bias is None else capped + bias
+    blind = None
+    if mask is not None or lengths is not None or left_window_size >= 0:
+        blind = op.Equal(op.ReduceMax(bias, [-1], keepdims=1), -np.inf)
+    weights = _softmax(op, scores if blind is None else capped + op.Where(blind, 0, bias), softmax_precision)
+    weights = weights if blind is None else op.Where(blind, 0, weights)
+    weights = cast_like(op, weights, q)
+
+    y = _weighted(op, weights, cast_like(op, v, q))
+    if flat:
+        width = _times(op, _size(op, q, 1), _size(op, v, 3))
+        y = _reshaped(op, op.Transpose(y, perm=[0, 2, 1, 3]), _size(op, q, 0), _size(op, q, 2), width)
+    return y, k, v, (products, capped, scores, weights)[qk_matmul_output_mode]
+
+
+def _softmax(op, scores, precision):
+    return op.Softmax(scores if precision is None else op.Cast(scores, to=ir.DataType(precision)), axis=-1)
+
+
+def _split(op, x, heads):
+    """(batch, length, heads * width) as (batch, heads, length, width)."""
+    count = _Size(heads, [heads])
+    split = _reshaped(op, x, _size(op, x, 0), _size(op, x, 1), count, _over(op, _size(op, x, 2), count))
+    return op.Transpose(split, perm=[0, 2, 1, 3])
+
+
+def _appended(op, past, x):
+    """Earlier keys or values, and those of now."""
+    if past is None:
+        return x
+    whole = op.Concat(past, x, axis=2)
+    sizes = [_size(op, x, axis).dim for axis in range(4)]
+    sizes[2] = _sum(op, _size(op, past, 2).dim, sizes[2])
+    whole.value.shape = ir.Shape(sizes)
+    return whole
+
+
+# ---- which keys a query sees -----------------------------------------------------------------------------------------
+
+
+def _bias(op, q, k, mask, visible):
+    """What is added to the scores: a mask of numbers, and -inf where a query does not see a key."""
+    unseen = op.scalar(-np.inf, q)
+    bias = None
+    if mask is not None:
+        bias = op.Where(mask, op.scalar(0, q), unseen) if mask.dtype is ir.DataType.BOOL else cast_like(op, mask, q)
+        bias = _to_length(op, bias, k, unseen)
+    if visible is None:
+        return bias
+    return op.Where(visible, op.scalar(0, q) if bias is None else bias, unseen)
+
+
+def _to_length(op, bias, k, unseen):
+    """From opset 24 on a mask may be shorter than the keys: what is behind its end is not seen."""
+    shape, total = bias.value.shape, _size(op, k, 2)
+    if op.opset < 24 or (shape is not None and isinstance(shape[-1], int) and shape[-1] == total.dim):
+        return bias
+    missing = op.Sub(total.part, along(op, bias, -1))
+    padded = op.Pad(bias, op.Concat([0], missing, axis=0), unseen, [-1])
+    if shape is not None:
+        padded.value.shape = ir.Shape([*shape[:-1], total.dim])
+    return padded
+
+
+def _visible(op, q, k, past, lengths, ahead, behind):
+    """Where a query sees a key: neither too far ahead of it, nor too far behind, nor padding; None for everywhere."""
+    keys, queries = _numbered(op, k), op.Unsqueeze(_numbered(op, q), [1])
+    place = queries if isinstance(past, int) else queries + past
+    conditions = []
+    if ahead >= 0:
+        conditions.append(keys <= (place + ahead if ahead else place))
+    if behind >= 0:
+        conditions.append(keys >= place - behind)
+    if lengths is not None:
+        conditions.append(keys < op.Unsqueeze(lengths, [1, 2, 3]))
+    visible = conditions.pop(0) if conditions else None
+    for condition in conditions:
+        visible = op.And(visible, condition)
+    return visible
+
+
+def _numbered(op, x):
+    """0, 1, 2 ... for each query or key."""
+    size = _size(op, x, 2)
+    count = np.int64(size.dim) if isinstance(size.dim, int) else op.Squeeze(size.part, [0])
+    numbers = op.Range(np.int64(0), count, np.int64(1))
+    numbers.value.shape = ir.Shape([size.dim])
+    return numbers
+
+
+# ---- products for each head ------------------------------------------------------------------------------------------
+
+
+def _products(op, q, k, scale):
+    """scale Q K'; the root of the scale goes to either side, against overflow."""
+    width = _size(op, q, 3)
+    if scale is not None:
+        root = float(np.sqrt(scale))
+    elif isinstance(width.dim, int):
+        root = max(width.dim, 1) ** -0.25
+    else:
+        root = op.Reciprocal(op.Sqrt(op.Sqrt(cast_like(op, width.part, q))))
+    grouped = _grouped(op, q, k)
+    products = op.MatMul(grouped * root, op.Transpose(k * root, perm=[0, 1, 3, 2]))
+    if grouped is q:
+        return products
+    return _reshaped(op, products, *(_size(op, q, axis) for axis in range(3)), _size(op, k, 2))
+
+
+def _weighted(op, weights, v):
+    """P V."""
+    grouped = _grouped(op, weights, v)
+    y = op.MatMul(grouped, v)
+    if grouped is weights:
+        return y
+    return _reshaped(op, y, *(_size(op, weights, axis) for axis in range(3)), _size(op, v, 3))
+
+
+def _grouped(op, x, kv):
+    """Heads that share a key and a value below each other, so that one product serves them all."""
+    heads, shared = _size(op, x, 1), _size(op, kv, 1)
+    if heads.dim == shared.dim:
+        return x
+    rows = _times(op, _over(op, heads, shared), _size(op, x, 2))
+    return _reshaped(op, x, _size(op, x, 0), shared, rows, _size(op, x, 3))
+
+
+# ---- sizes that may be known only at run time ------------------------------------------------------------------------
+
+
+class _Size(NamedTuple):
+    """A dimension: what is known of it, and how it goes into a shape."""
+
+    dim: int | ir.SymbolicDim
+    part: list[int] | Expr
+
+
+def _size(op, x, axis):
+    dim = None if x.value.shape is None else x.value.shape[axis]
+    named = isinstance(dim, int) or (dim is not None and dim.value is not None)
+    return _Size(dim if named else _symbol(op), along(op, x, axis))
+
+
+def _symbol(op):
+    return ir.SymbolicDim(op.names.fresh("dim"))
+
+
+def _times(op, a, b):
+    known = isinstance(a.dim, int) and isinstance(b.dim, int)
+    return _known(a.dim * b.dim) if known else _Size(_symbol(op), op.Mul(a.part, b.part))
+
+
+def _over(op, a, b):
+    known = isinstance(a.dim, int) and isinstance(b.dim, int)
+    return _known(a.dim // b.dim) if known else _Size(_symbol(op), op.Div(a.part, b.part))
+
+
+def _sum(op, a, b):
+    return a + b if isinstance(a, int) and isinstance(b, int) else _symbol(op)
+
+
+def _known(number):
+    return _Size(number, [number])
+
+
+def _reshaped(op, x, *sizes):
+    y = reshaped(op, x, joined(op, *(size.part for size in sizes)))
+    y.value.shape = ir.Shape([size.dim for size in sizes])
+    return y
