@@ -4,35 +4,45 @@ A nested graph reads values of the graphs around it without naming them as input
 too, so the rules here answer with a gradient per value. What a nested graph computes is not visible outside: each
 backward graph computes the nested graph once more, from the same inputs, and then goes back through it. For Scan and
 Loop these inputs are the states before each iteration: the forward node gets one more scan output for each of them.
+States that are sequences cannot be stacked like that. Most bodies only append to them, and the way back takes from the
+end what was appended; where it needs to know what was in a sequence, it runs the Loop again up to that iteration.
 """
 
 import onnx_ir as ir
 
 from onward.build import Builder
+from onward.containers import content_type, is_sequence
 from onward.errors import UnsupportedError
-from onward.model.walk import nested_graphs, read_by
+from onward.rules.nested import (
+    captured_and_active,
+    copied,
+    is_float,
+    recomputed,
+    refuse_random,
+    seeds_of,
+    several,
+    summed,
+    tidy,
+)
 from onward.rules.registry import gradient
-from onward.transform.types import value_types
-
-_RANDOM = {"Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike"}
 
 
 @gradient("If")
 def if_(op, dys, cond, *, node, then_branch, else_branch, active, pull_back):
     """If(cond, gradient of then_branch, gradient of else_branch); zero for what the branch taken does not read."""
-    wanted = _captured_and_active(node, active)
+    wanted = captured_and_active(node, active)
     if not wanted:
         return {}
 
     def back(branch):
         def body(inner):
-            nodes, outputs = _recomputed(inner, branch, [])
-            grads = pull_back(inner, nodes, _seeds(inner, outputs, dys), wanted)
+            nodes, outputs = recomputed(inner, branch, [])
+            grads = pull_back(inner, nodes, seeds_of(inner, outputs, dys), wanted)
             return [grads[value] if value in grads else inner.filled_like(value, 0) for value in wanted]
 
-        return _tidy(op.subgraph(body, name="gradient"))
+        return tidy(op.subgraph(body, name="gradient"))
 
-    grads = _several(op.If(cond, outputs=len(wanted), then_branch=back(then_branch), else_branch=back(else_branch)))
+    grads = several(op.If(cond, outputs=len(wanted), then_branch=back(then_branch), else_branch=back(else_branch)))
     return {value: grad.like(value) for value, grad in zip(wanted, grads, strict=True)}
 
 
@@ -61,6 +71,7 @@ def scan(
     out_directions = list(scan_output_directions or [0] * outputs)
 
     back = _Back(op, node, states, body.inputs[:count], active, pull_back)
+    _refuse_sequences(node, back.captured)
     wanted = [i for i, sequence in enumerate(sequences) if sequence in active]
     if not back.size and not wanted:
         return {}
@@ -94,7 +105,7 @@ def scan(
         *sequences,
         *(dys[count + i] for i in given),
         outputs=back.size + len(wanted),
-        body=_tidy(op.subgraph(step, entries, name="gradient")),
+        body=tidy(op.subgraph(step, entries, name="gradient")),
         num_scan_inputs=len(inputs) + len(given),
         scan_input_axes=[*([0] * count), *in_axes, *(out_axes[i] for i in given)],
         scan_input_directions=[
@@ -105,7 +116,7 @@ def scan(
         scan_output_axes=[in_axes[i] for i in wanted] or None,
         scan_output_directions=[1 - in_directions[i] for i in wanted] or None,
     )
-    results = _several(results)
+    results = several(results)
     return back.gradients(results[: back.size], zip([sequences[i] for i in wanted], results[back.size :], strict=True))
 
 
@@ -119,16 +130,21 @@ def loop(op, dys, trip_count, cond, *inputs, node, body, active, pull_back):
         return {}
     number = ir.Value(name="iteration", type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape([]))
     truth = ir.Value(name="condition", type=ir.TensorType(ir.DataType.BOOL), shape=ir.Shape([]))
+    tensors = [i for i, state in enumerate(back.types) if isinstance(state.type, ir.TensorType)]
     numbers, *saved = _saving(
-        op, node, body, [body.inputs[0], *body.inputs[2:]], [_declared(number, body.inputs[0]), *states]
+        op,
+        node,
+        body,
+        [body.inputs[0], *(body.inputs[2 + i] for i in tensors)],
+        [_declared(number, body.inputs[0]), *(states[i] for i in tensors)],
     )
     trips = op.Squeeze(op.Shape(numbers, start=0, end=1), [0])
 
     def step(inner, done, go_on, *carried):
         current = inner(trips.value) - 1 - done
-        before = [
-            inner.Gather(stack, current, axis=0).like(state) for stack, state in zip(saved, back.types, strict=True)
-        ]
+        before = _after(inner, node, body, current, back.types) if len(tensors) < count else [None] * count
+        for i, stack in zip(tensors, saved, strict=True):
+            before[i] = inner.Gather(stack, current, axis=0).like(back.types[i])
         items = [inner.Gather(dy.value, current, axis=0) if dy is not None else None for dy in dys[count:]]
         for dy, item in zip(dys[count:], items, strict=True):
             if item is not None:
@@ -146,9 +162,9 @@ def loop(op, dys, trip_count, cond, *inputs, node, body, active, pull_back):
         True,
         *back.start(dys[:count]),
         outputs=back.size,
-        body=_tidy(op.subgraph(step, entries, name="gradient")),
+        body=tidy(op.subgraph(step, entries, name="gradient")),
     )
-    return back.gradients(_several(results), ())
+    return back.gradients(several(results), ())
 
 
 class _Back:
@@ -156,34 +172,38 @@ class _Back:
 
     def __init__(self, op, node, states, inner_states, active, pull_back):
         self.op, self.node, self.states, self.pull_back = op, node, states, pull_back
-        _refuse_random(node)
+        refuse_random(node)
         self.types = [_declared(inner, state) for inner, state in zip(inner_states, states, strict=True)]
-        self.floats = [i for i, state in enumerate(self.types) if _is_float(state)]
-        self.captured = _captured_and_active(node, active)
+        self.floats = [i for i, state in enumerate(self.types) if is_float(state)]
+        self.captured = captured_and_active(node, active)
         self.size = len(self.floats) + len(self.captured)
 
     def carried(self):
         return [
-            *(_like(self.types[i], "gradient") for i in self.floats),
-            *(_like(v, "gradient") for v in self.captured),
+            *(_gradient_of(self.types[i]) for i in self.floats),
+            *(_gradient_of(value) for value in self.captured),
         ]
 
     def start(self, dys):
         """The gradients after the last iteration."""
-        last = [dys[i] if dys[i] is not None else self.op.filled_like(self.states[i], 0) for i in self.floats]
+        last = [dys[i] if dys[i] is not None else self.op.filled_like(self._last(i), 0) for i in self.floats]
         return [*last, *(self.op.filled_like(value, 0) for value in self.captured)]
+
+    def _last(self, i):
+        """What has the type and shape of a state after the last iteration: a tensor has them from the beginning."""
+        return self.node.outputs[i] if is_sequence(self.types[i]) else self.states[i]
 
     def step(self, op, body, given, before, carried, *, first_state, item_dys, items):
         """The gradients before an iteration from those after it, and those of `items`.
 
         The states are among the outputs of the body from `first_state` on, before what is stacked.
         """
-        nodes, outputs = _recomputed(op, body, given)
+        nodes, outputs = recomputed(op, body, given)
         after = dict(zip(self.floats, carried, strict=False))
         results = outputs[first_state:]
         for state, result in zip(self.types, results, strict=False):
             _refuse_other_shape(self.node, state, result)
-        seeds = _seeds(op, results, [*(after.get(i) for i in range(len(before))), *item_dys])
+        seeds = seeds_of(op, results, [*(after.get(i) for i in range(len(before))), *item_dys])
         inputs = [before[i] for i in self.floats]
         wrt = [*(expr.value for expr in (*inputs, *items)), *self.captured]
         grads = self.pull_back(op, nodes, seeds, wrt)
@@ -199,29 +219,12 @@ class _Back:
         ]
 
     def gradients(self, carried, others):
-        """Per value; one that is an input twice, or captured as well, has the sum."""
-        found = {}
+        """Per value, which may be an input twice, or captured as well."""
         values = [*(self.states[i] for i in self.floats), *self.captured]
-        for value, dx in (*zip(values, carried, strict=True), *others):
-            found[value] = found[value] + dx.like(value) if value in found else dx.like(value)
-        return found
+        return summed((*zip(values, carried, strict=True), *others))
 
 
-# ---- nested graphs ---------------------------------------------------------------------------------------------------
-
-
-def _captured(nodes):
-    """The values that nodes, or graphs nested in them, read and that none of them defines; each once, in order."""
-    inside = {value for node in nodes for value in node.outputs}
-    for graph in (graph for node in nodes for outer in nested_graphs(node) for graph in (outer, *outer.subgraphs())):
-        inside.update(graph.inputs, graph.initializers.values(), *(node.outputs for node in graph))
-    return [v for v in dict.fromkeys(v for node in nodes for v in read_by(node)) if v not in inside]
-
-
-def _captured_and_active(node, active):
-    _refuse_random(node)
-    inner = [inner for graph in nested_graphs(node) for inner in graph]
-    return [value for value in _captured(inner) if value in active and value.graph not in tuple(nested_graphs(node))]
+# ---- states ----------------------------------------------------------------------------------------------------------
 
 
 def _saving(op, node, body, values, types):
@@ -242,78 +245,22 @@ def _saving(op, node, body, values, types):
     return list(node.outputs[first:])
 
 
-def _recomputed(op, graph, given):
-    """The nodes of a nested graph once more, reading `given` for its inputs, in the graph of `op`; and its outputs."""
-    copy = graph.clone(allow_outer_scope_values=True)
-    for inner in (copy, *copy.subgraphs()):
-        for value in (*inner.inputs, *inner.initializers.values(), *(v for node in inner for v in node.outputs)):
-            if value.name:
-                value.name = op.names.fresh(value.name)
-        for node in inner:
-            node.name = op.names.fresh(node.name or node.op_type)
-    new = {old: expr.value for old, expr in zip(copy.inputs, given, strict=True)}
-    for value in copy.initializers.values():
-        new[value] = op.constant(value.const_value.numpy(), value.const_value.dtype).value
-    outputs = [new.get(value, value) for value in copy.outputs]
-    copy.outputs.clear()
-    for old, value in new.items():
-        old.replace_all_uses_with(value)
-    nodes = list(copy)
-    copy.remove(nodes)
-    op.graph.extend(nodes)
-    _fill_in_types(op, nodes)
-    return nodes, outputs
+def _after(op, node, body, trips, types):
+    """The states of a Loop after so many iterations, no more than it went through: the Loop itself, once more."""
+    again = copied(op, body)
+    del again.outputs[1 + len(types) :]
+    _, cond, *states = node.inputs
+    results = several(op.Loop(trips, cond, *states, outputs=len(types), body=tidy(again)))
+    return [result.like(state) for result, state in zip(results, types, strict=True)]
 
 
-def _fill_in_types(op, nodes):
-    """Types and shapes of what the nodes compute, as far as they follow from what they read."""
-    read = [value for value in _captured(nodes) if value.type is not None]
-    # Declared symbols may be of the nested graph alone, so only numbers are certain.
-    untyped = {v.name: v for node in nodes for v in node.outputs if v.name and not (v.type and _is_static(v.shape))}
-    if not untyped:
-        return
-    declared = {name: value.shape for name, value in untyped.items()}
-    for value in untyped.values():
-        value.shape = None
-    view = ir.GraphView(read, [], nodes=nodes, opset_imports={**op.imports, "": op.opset}, name="nodes")
-    functions = list(op.functions.values())
-    types = value_types(ir.serde.serialize_model(ir.Model(view, ir_version=10, functions=functions)))
-    symbols = {str(d.value) for v in read if v.shape is not None for d in v.shape if isinstance(d, ir.SymbolicDim)}
-    for name, value in untyped.items():
-        if name in types:
-            for dim in types[name].type.tensor_type.shape.dim:
-                if dim.dim_param not in symbols:  # made up by inference: it may mean something else in another graph
-                    dim.ClearField("dim_param")
-            ir.serde.deserialize_value_info_proto(types[name], value)
-        if value.shape is None:
-            value.shape = declared[name]
-
-
-def _tidy(graph):
-    """Without the nodes that nothing reads: of what was computed again, not all is needed."""
-    for node in reversed(list(graph)):
-        if not any(output.uses() or output.is_graph_output() for output in node.outputs):
-            graph.remove(node, safe=True)
-    return graph
-
-
-def _seeds(op, outputs, dys):
-    """The gradients of the outputs of a nested graph, one value of which may be several of them."""
-    seeds = {}
-    for value, dy in zip(outputs, dys, strict=False):  # a body may put out more: its inputs, to be saved
-        if dy is not None and _is_float(value):
-            seeds[value] = seeds[value] + op(dy.value) if value in seeds else op(dy.value)
-    return seeds
-
-
-def _refuse_random(node):
-    for inner in (inner for graph in nested_graphs(node) for inner in graph.all_nodes()):
-        drops = inner.op_type == "Dropout" and len(inner.inputs) > 2 and inner.inputs[2] is not None
-        if inner.op_type in _RANDOM or drops:
+def _refuse_sequences(node, captured):
+    for value in captured:
+        if is_sequence(value):
             raise UnsupportedError(
-                f"`{inner.op_type}` (node `{inner.name}`) inside `{node.op_type}` (node `{node.name}`) draws random "
-                "numbers: its gradient, which computes the nested graph again, would draw others",
-                hint="draw them before the node, for all iterations at once",
+                f"the body of `{node.op_type}` (node `{node.name}`) reads the sequence `{value.name}`: its gradient "
+                "would be a state that is a sequence, which Scan cannot have",
+                hint="write it as a Loop, or make the sequence one tensor before, with ConcatFromSequence",
             )
 
 
@@ -334,20 +281,18 @@ def _refuse_other_shape(node, before, after):
 # ---- values ----------------------------------------------------------------------------------------------------------
 
 
-def _is_static(shape):
-    return shape is not None and all(isinstance(size, int) for size in shape)
-
-
-def _is_float(value):
-    return value.dtype is not None and value.dtype.is_floating_point()
-
-
 def _like(value, name=None):
     return ir.Value(name=name or value.name, type=value.type, shape=value.shape)
 
 
+def _gradient_of(value):
+    return ir.Value(name="gradient", type=content_type(value), shape=value.shape)
+
+
 def _declared(value, outer):
     """A value with the type and shape of `outer`; where that is not known, what `value` itself declares."""
+    if is_sequence(outer):  # whose elements may come to have other shapes
+        return ir.Value(name=value.name, type=outer.type)
     return ir.Value(
         name=value.name,
         type=outer.type if outer.type is not None else value.type,
@@ -367,7 +312,3 @@ def _item(value, axis):
 def _with_rank_of(op, scalar, value):
     """The number of the iteration, or the condition: some graphs declare them as tensors with one element."""
     return op.Reshape(scalar, [1]) if value.shape is not None and value.shape.rank() == 1 else scalar
-
-
-def _several(results):
-    return results if isinstance(results, tuple) else (results,)
