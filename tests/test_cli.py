@@ -26,7 +26,7 @@ from onward.cli import app as application
 from onward.cli.commands import app
 from onward.cli.failure import BUG
 
-BUILD, LOOK = ["prepare", "grad"], ["check", "show"]
+BUILD, LOOK = ["prepare", "grad"], ["check", "check-gradients", "show"]
 CHANGE = ["set", "rename", "prefix", "merge", "extract", "inline", "opset", "data", "strip", "refresh"]
 COMMANDS = [*BUILD, *LOOK, *CHANGE]
 RECIPE = ["--loss", "cross_entropy", "--optimizer", "adamw:lr=1e-3", "--schedule", "cosine:steps=1000,warmup=50"]
@@ -76,7 +76,7 @@ def test_help_lists_all_commands_in_groups() -> None:
     text = run("--help").stdout
     headings = [line for line in text.splitlines() if line.endswith(":")]
     assert headings == ["Build:", "Check and show:", "Change, without losing the training:", "Options:"]
-    assert re.findall(r"^  (\w+)  +[A-Z]", text, re.MULTILINE) == COMMANDS
+    assert re.findall(r"^  ([\w-]+)  +[A-Z]", text, re.MULTILINE) == COMMANDS
     assert run().stdout == text
     assert max(map(len, text.splitlines())) <= 80
 

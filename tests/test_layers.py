@@ -34,6 +34,7 @@ TIERS = [
     ["recipe"],
     ["checker", "lower"],
     ["inspect"],
+    ["numeric"],
     ["run"],
     ["train", "convert", "checkpoint"],
     ["distribute"],

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from onward.errors import Error
     from onward.inspect import describe
     from onward.model import Model, Step, read
+    from onward.numeric import check_gradients
     from onward.recipe import Recipe, prepare
     from onward.transform import add_prefix, convert_opset, extract, inline, merge, refresh, rename, strip
 
@@ -31,6 +32,7 @@ _HOME = {
     "Step": "model",
     "add_prefix": "transform",
     "check": "checker",
+    "check_gradients": "numeric",
     "convert_opset": "transform",
     "describe": "inspect",
     "extract": "transform",
@@ -54,6 +56,7 @@ __all__ = [
     "Step",
     "add_prefix",
     "check",
+    "check_gradients",
     "convert_opset",
     "describe",
     "extract",

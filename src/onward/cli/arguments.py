@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from onward.cli.failure import Misuse
+from onward.errors import UnknownNameError, near
+
+if TYPE_CHECKING:
+    from onward import Model
 
 
 def pairs(items: Sequence[str], example: str) -> dict[str, str]:
@@ -44,3 +48,16 @@ def number(text: str) -> Any:
         return float(text) if text.lower() in ("inf", "-inf", "nan") else json.loads(text)
     except (ValueError, RecursionError):
         return text
+
+
+def floats_matching(model: Model, patterns: Sequence[str]) -> list[str]:
+    """The floating-point values of a model that match patterns: inputs, weights, and what is computed."""
+    from onward.model.core import values
+    from onward.recipe.trainable import matching
+
+    known = [v.name for v in values(model.graph) if v.name and (v.dtype is None or v.dtype.is_floating_point())]
+    names = matching(patterns, known)
+    if not names:
+        listed = ", ".join(f"`{pattern}`" for pattern in patterns)
+        raise UnknownNameError(f"{listed} matches no floating-point value", hint=near(patterns[0].strip("*"), known))
+    return names

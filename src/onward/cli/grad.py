@@ -8,9 +8,9 @@ import typer
 
 from onward.cli import options
 from onward.cli.app import BUILD, command
+from onward.cli.arguments import floats_matching
 from onward.cli.saving import target
 from onward.cli.work import working
-from onward.errors import UnknownNameError, near
 
 
 @command(
@@ -37,15 +37,9 @@ def grad(
     place = target(model, output, "gradient", data=data, force=force)
     import onward
     from onward.inspect.wording import quantity
-    from onward.model.core import values
-    from onward.recipe.trainable import matching
 
     with working(f"differentiating {model}", model):
         source = onward.read(str(model))
-        known = [v.name for v in values(source.graph) if v.name and (v.dtype is None or v.dtype.is_floating_point())]
-        names = matching(wrt, known)
-        if not names:
-            listed = ", ".join(f"`{pattern}`" for pattern in wrt)
-            raise UnknownNameError(f"{listed} matches no floating-point value", hint=near(wrt[0].strip("*"), known))
+        names = floats_matching(source, wrt)
         made = onward.gradient(source, of, names)
     place.write(made, f"{quantity(len(names), 'gradient')}, {quantity(len(made.graph), 'node')}")

@@ -1,0 +1,163 @@
+"""The point at which gradients are checked: what the user gives, and what is made up for the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from onward.errors import InvalidModelError, UnknownNameError, UnsupportedError, near
+from onward.inspect.values import number, port
+from onward.inspect.wording import shape as shown_shape
+from onward.model import Model
+from onward.model.core import values
+from onward.numeric.precision import FLOATS
+from onward.transform.inline import inline
+from onward.transform.types import fill_in_types
+
+Given = Mapping[str, Any] | str | Path | None
+
+GIVE = (
+    "give inputs for which the model runs: `inputs=` a dict of arrays or an .npz file, `--inputs` on the command line"
+)
+
+_SIZES = (2, 8, 32, 1)
+"""What to try for dimensions that the model leaves open; too small is as wrong for some as too large is for others."""
+
+
+def given_inputs(model: Model, given: Given) -> dict[str, np.ndarray]:
+    """What the user gives, as arrays that fit the model's inputs."""
+    if isinstance(given, str | Path):
+        try:
+            with np.load(given, allow_pickle=False) as arrays:
+                given = dict(arrays)
+        except (ValueError, AttributeError) as error:
+            raise InvalidModelError(f"`{given}` is not an .npz file", hint="write one with `numpy.savez`") from error
+    known = {value.name or "": value for value in model.inputs}
+    found = {}
+    for name, array in (given or {}).items():
+        if name not in known:
+            hint = near(name, known) or f"y depends on {', '.join(f'`{name}`' for name in known) or 'no input'}"
+            raise UnknownNameError(f"y depends on no input `{name}`", hint=hint)
+        found[name] = _fitting(known[name], np.asarray(array))
+    return found
+
+
+def made_up(model: Model, given: Mapping[str, np.ndarray], seed: int) -> Iterator[dict[str, np.ndarray]]:
+    """Ever other values for the inputs that are not given: the caller takes the first with which the model runs."""
+    missing = [value for value in model.inputs if value.name not in given]
+    sizes = _sizes(model, given)
+    limits = _index_limits(model, missing)
+    for positive in (False, True):
+        for size in _SIZES:
+            rng = np.random.default_rng(seed)
+            yield {
+                value.name or "": _random(
+                    value, _shape(value, sizes, size), limits.get(value.name or ""), positive, rng
+                )
+                for value in missing
+            }
+            if all(_shape(value, sizes, 0) == _shape(value, sizes, 1) for value in missing):
+                break
+
+
+def _fitting(value: ir.Value, array: np.ndarray) -> np.ndarray:
+    wanted = value.dtype.numpy() if value.dtype is not None else array.dtype
+    kinds = "fiu" if value.dtype in FLOATS else "iu" if np.issubdtype(wanted, np.integer) else wanted.kind
+    expected = f"`{value.name}` must be {port(value).type} {shown_shape(port(value).shape)}"
+    fits = value.shape is None or (
+        value.shape.rank() == array.ndim
+        and all(not isinstance(d, int) or d == n for d, n in zip(value.shape, array.shape, strict=True))
+    )
+    if not fits or (array.dtype.kind not in kinds and array.dtype != wanted):
+        raise InvalidModelError(f"{expected}, not {array.dtype} {list(array.shape)}", hint="give an array like that")
+    return array.astype(wanted)
+
+
+def _sizes(model: Model, given: Mapping[str, np.ndarray]) -> dict[str, int]:
+    """The dimensions that what is given settles, by their names."""
+    found: dict[str, int] = {}
+    for value in model.inputs:
+        array = given.get(value.name or "")
+        if array is not None and value.shape is not None:
+            pairs = zip(value.shape, array.shape, strict=True)
+            found |= {d.value: n for d, n in pairs if isinstance(d, ir.SymbolicDim) and d.value is not None}
+    return found
+
+
+def _shape(value: ir.Value, sizes: Mapping[str, int], otherwise: int) -> tuple[int, ...]:
+    if not isinstance(value.type, ir.TensorType) or value.shape is None or value.dtype == ir.DataType.STRING:
+        kind = port(value).type
+        raise UnsupportedError(f"cannot make up a value for `{value.name}` ({kind} of unknown shape)", hint=GIVE)
+    return tuple(d if isinstance(d, int) else sizes.get(d.value or "", otherwise) for d in value.shape)
+
+
+def _random(
+    value: ir.Value, shape: tuple[int, ...], limit: int | None, positive: bool, rng: np.random.Generator
+) -> np.ndarray:
+    """Normal floats, or some between 0 and 1 where only they will do; integers below a limit."""
+    assert value.dtype is not None
+    if value.dtype in FLOATS:
+        return rng.uniform(0.1, 0.9, shape) if positive else rng.standard_normal(shape)
+    if value.dtype == ir.DataType.BOOL:
+        return rng.random(shape) < 0.5
+    return rng.integers(0, limit or 2, shape).astype(value.dtype.numpy())
+
+
+# ---- where integers go -----------------------------------------------------------------------------------------------
+
+_HANDS_ON = {
+    "Cast", "Concat", "Expand", "Flatten", "Gather", "Identity", "Reshape", "Slice", "Squeeze", "Tile", "Transpose",
+    "Unsqueeze", "Where",
+}  # fmt: skip
+"""Operators whose output holds the same integers."""
+
+
+def _index_limits(model: Model, inputs: list[ir.Value]) -> dict[str, int]:
+    """For each integer input that picks something, how many there are to pick from."""
+    integers = {value.name for value in inputs if value.dtype is not None and value.dtype.is_integer()}
+    if not integers:
+        return {}
+    model = inline(model)
+    fill_in_types(model, values(model.graph))
+    found = {}
+    for value in model.inputs:
+        limits = list(_limits(value)) if value.name in integers else []
+        if value.name and limits:
+            found[value.name] = min(limits)
+    return found
+
+
+def _limits(value: ir.Value) -> Iterator[int]:
+    pending, seen = [value], {value}
+    while pending:
+        for node, index in pending.pop().uses():
+            limit = _limit(node, index)
+            if limit is not None:
+                yield limit
+            elif node.op_type in _HANDS_ON:
+                fresh = [output for output in node.outputs if output not in seen]
+                seen.update(fresh)
+                pending += fresh
+
+
+def _limit(node: ir.Node, index: int) -> int | None:
+    """How many things an input of a node chooses from; None if it does not choose, or nobody knows."""
+    match node.op_type, index:
+        case "Gather" | "GatherElements" | "ScatterElements", 1:
+            axis = node.attributes.get_int("axis", 0)
+        case "SoftmaxCrossEntropyLoss" | "NegativeLogLikelihoodLoss", 1:
+            axis = 1
+        case "GatherND" | "ScatterND", 1:
+            axis = 0
+        case "OneHot", 0:
+            depth = number(node.inputs[1])
+            return depth if isinstance(depth, int) else None
+        case _:
+            return None
+    shape = node.inputs[0].shape if node.inputs[0] is not None else None
+    size = shape[axis] if shape is not None else None
+    return size if isinstance(size, int) else None

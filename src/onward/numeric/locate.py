@@ -1,0 +1,94 @@
+"""Finding the operator to blame: each is checked alone, on the numbers that it met."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import onnx_ir as ir
+
+from onward.differentiate.path import between
+from onward.errors import Error
+from onward.inspect.values import constant
+from onward.model import Model
+from onward.model.core import values
+from onward.model.walk import read_by
+from onward.numeric.check import Settings, function_of, rows, settle
+from onward.numeric.evaluate import Arrays, runner
+from onward.numeric.precision import FLOATS, converted
+from onward.numeric.report import Culprit
+from onward.numeric.subject import Subject, keep_only
+from onward.transform.extract import extract
+from onward.transform.inline import inline
+
+
+def culprit(subject: Subject, wrong: Iterable[str], inputs: Arrays, settings: Settings) -> Culprit | None:
+    """The first operator on the way back from y to what is wrong whose own derivative is wrong."""
+    known = {value.name: value for value in values(subject.model.graph)}
+    sources = [known[x] for x in wrong]
+    nodes = between(known[subject.y], sources)
+    active = {*sources, *(output for node in nodes for output in node.outputs)}
+    met = _values(subject.model, [value for node in nodes for value in _outer(node, known)], inputs)
+    for node in reversed(nodes):
+        found = _blame(
+            subject.model, node, active, {value.name or "": value for value in _outer(node, known)}, met, settings
+        )
+        if found is not None:
+            return found
+    return None
+
+
+def _outer(node: ir.Node, known: dict[str | None, ir.Value]) -> list[ir.Value]:
+    """What a node reads of the graph it stands in, constants aside."""
+    read = dict.fromkeys(read_by(node))
+    return [value for value in read if known.get(value.name) is value and constant(value) is None]
+
+
+def _values(model: Model, wanted: list[ir.Value], inputs: Arrays) -> dict[str, np.ndarray]:
+    """What the values were when the model ran."""
+    names = list(dict.fromkeys(value.name or "" for value in wanted if isinstance(value.type, ir.TensorType)))
+
+    def make(dtype: ir.DataType) -> Model:
+        made = converted(model, dtype)
+        known = {value.name: value for value in values(made.graph)}
+        keep_only(made, [known[name] for name in names])
+        return made
+
+    run, _ = runner(make)
+    return dict(zip(names, run(inputs), strict=True))
+
+
+def _blame(
+    model: Model,
+    node: ir.Node,
+    active: set[ir.Value],
+    outer: dict[str, ir.Value],
+    met: dict[str, np.ndarray],
+    settings: Settings,
+) -> Culprit | None:
+    """Check a node alone: each of its outputs by each of its inputs. What cannot be checked alone is not blamed."""
+    if not outer.keys() <= met.keys():
+        return None
+    xs = [value.name or "" for value in dict.fromkeys(read_by(node)) if value in active and value.dtype in FLOATS]
+    inputs = {name: met[name] for name in outer}
+    for output in node.outputs:
+        if output.dtype not in FLOATS or not output.name:
+            continue
+        try:
+            part = Subject(extract(model, list(outer), [output.name]), output.name, xs)
+            function = function_of(part)
+            settle(function, [inputs])
+            wrong = [row for row in rows(part, function, inputs, settings, lambda row: None) if row.verdict == "wrong"]
+            if wrong:
+                inner = _inside(part, node, [row.x for row in wrong], inputs, settings)
+                return inner or Culprit(node.name or "", node.op_type, output.name, wrong[0])
+        except Error:
+            continue
+    return None
+
+
+def _inside(part: Subject, node: ir.Node, wrong: list[str], inputs: Arrays, settings: Settings) -> Culprit | None:
+    """Where the node calls a function of the model, the operator in there that is to blame."""
+    if node.op_identifier() not in part.model.functions:
+        return None
+    return culprit(Subject(inline(part.model), part.y, part.xs), wrong, inputs, settings)

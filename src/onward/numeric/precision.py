@@ -1,0 +1,91 @@
+"""The same model in another floating-point type, all of it: tensors, casts, nested graphs, functions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import onnx_ir as ir
+from onnx import defs
+
+from onward.errors import UnsupportedError
+from onward.inspect.values import constant
+from onward.model import Model
+from onward.model.core import values
+from onward.model.walk import attributes
+
+FLOATS = (ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+_NUMBERS_OF_FLOATS = tuple(dtype.value for dtype in FLOATS)
+
+_TYPE_ATTRIBUTES = ("to", "dtype", "stash_type", "output_dtype", "output_datatype", "softmax_precision")
+"""Attributes that hold the number of a type."""
+
+
+def converted(model: Model, dtype: ir.DataType) -> Model:
+    """A copy in which every float is a `dtype`, and every tensor is in memory; refused where an operator forbids it."""
+    model = model.copy()
+    for graph in _graphs(model):
+        for value in values(graph):
+            if value.dtype in FLOATS:
+                value.type = ir.TensorType(dtype)
+        for value in graph.initializers.values():
+            if value.const_value is not None:
+                value.const_value = _tensor(value.const_value, dtype)
+        for node in list(graph):
+            _convert_attributes(node, model.opset, dtype)
+            _convert_settings(node, model.opset, dtype)
+    return model
+
+
+def _graphs(model: Model) -> Iterator[ir.Graph]:
+    for graph in (model.graph, *(function.graph for function in model.functions.values())):
+        yield graph
+        yield from graph.subgraphs()
+
+
+def _tensor(tensor: ir.TensorProtocol, dtype: ir.DataType) -> ir.TensorProtocol:
+    if tensor.dtype not in FLOATS:
+        return ir.Tensor(tensor.numpy(), dtype=tensor.dtype) if isinstance(tensor, ir.ExternalTensor) else tensor
+    return ir.Tensor(tensor.numpy().astype(dtype.numpy()), dtype=dtype)
+
+
+def _convert_attributes(node: ir.Node, opset: int, dtype: ir.DataType) -> None:
+    for attribute in list(node.attributes.values()):
+        if attribute.is_ref():
+            continue
+        if attribute.type == ir.AttributeType.TENSOR:
+            node.attributes.add(ir.AttrTensor(attribute.name, _tensor(attribute.as_tensor(), dtype)))
+        elif attribute.name in ("value_float", "value_floats"):  # these are float32, whatever we want
+            del node.attributes[attribute.name]
+            node.attributes.add(ir.AttrTensor("value", ir.Tensor(np.asarray(attribute.value, dtype.numpy()))))
+    for name, value in attributes(node, opset).items():
+        if name in _TYPE_ATTRIBUTES and value in _NUMBERS_OF_FLOATS:
+            node.attributes.add(ir.AttrInt64(name, dtype.value))
+    if node.op_type == "ConstantOfShape" and "value" not in node.attributes:
+        node.attributes.add(ir.AttrTensor("value", ir.Tensor(np.zeros(1, dtype.numpy()))))
+
+
+def _convert_settings(node: ir.Node, opset: int, dtype: ir.DataType) -> None:
+    """Cast constants back to float32 where an operator takes nothing else, such as the scales of Resize.
+
+    A computed value cannot be cast: the rounding would swamp the differences.
+    """
+    for i, value in enumerate(node.inputs):
+        if value is None or value.dtype != dtype or _takes(node, i, opset, dtype):
+            continue
+        if constant(value) is None:
+            raise UnsupportedError(f"`{node.op_type}` does not take {dtype.name.lower()}")
+        cast = ir.Node("", "Cast", [value], [ir.AttrInt64("to", ir.DataType.FLOAT.value)])
+        cast.outputs[0].name = f"{node.outputs[0].name}/{value.name}/float"
+        cast.outputs[0].type, cast.outputs[0].shape = ir.TensorType(ir.DataType.FLOAT), value.shape
+        node.prepend(cast)
+        node.replace_input_with(i, cast.outputs[0])
+
+
+def _takes(node: ir.Node, index: int, opset: int, dtype: ir.DataType) -> bool:
+    """Whether an operator takes this type as an input; yes, where nothing is known."""
+    if node.domain not in ("", "ai.onnx") or not defs.has(node.op_type):
+        return True
+    schema = defs.get_schema(node.op_type, opset)
+    formal = schema.inputs[min(index, len(schema.inputs) - 1)]
+    return f"tensor({dtype.name.lower()})" in formal.types

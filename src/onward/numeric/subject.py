@@ -1,0 +1,106 @@
+"""What is checked: a plain model that computes y, and the xs by which it is differentiated."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+import onnx_ir as ir
+
+from onward.differentiate.api import COMMON_OPSET, OLDEST_OPSET
+from onward.errors import UnknownNameError, UnsupportedError, near
+from onward.lower.gradients import lower_gradients
+from onward.model import Model, Source, read
+from onward.model.core import string, strings, values
+from onward.model.walk import ancestors
+from onward.recipe.trainable import gradient_edges, judge
+from onward.transform.opset import convert_opset
+from onward.transform.types import fill_in_types
+
+
+@dataclasses.dataclass(frozen=True)
+class Subject:
+    """A model without training whose only output is y, and what it is differentiated by."""
+
+    model: Model
+    y: str
+    xs: list[str]
+
+
+def subject(source: Source, y: str | None, xs: Sequence[str] | None, step: int) -> Subject:
+    """The part of a model that computes y. Of a training model, the forward pass of a step, differentiated as there."""
+    model = read(source)
+    if model.steps:
+        node = next(iter(model.step(step).gradients()), None)
+        if node is not None and y is None:
+            y, xs = string(node, "y"), strings(node, "xs") if xs is None else xs
+        model = Model(model.combined(step), path=model.path)
+    else:
+        model = model.copy()
+    model = convert_opset(model, COMMON_OPSET) if model.opset < OLDEST_OPSET else model
+    known = {value.name: value for value in values(model.graph) if value.name}
+    fill_in_types(model, known.values())
+    target = known[y] if y in known else _default_y(model) if y is None else _unknown([y], known)
+    missing = [x for x in xs or () if x not in known]
+    if missing:
+        _unknown(missing, known)
+    names = [x.name or "" for x in _default_xs(model, target)] if xs is None else list(xs)
+    for name in (target.name or "", *names):
+        _check_is_float(known[name])
+    keep_only(model, [target])
+    return Subject(lower_gradients(model), target.name or "", _on_which_it_depends(names, target, known))
+
+
+def keep_only(model: Model, outputs: Iterable[ir.Value]) -> None:
+    """Make these the outputs, and drop what is not needed for them, inputs included, in place."""
+    graph, wanted = model.graph, list(outputs)
+    needed, read = ancestors(wanted)
+    graph.outputs.clear()
+    graph.remove([node for node in graph if node not in needed], safe=True)
+    graph.outputs.extend(wanted)
+    for value in [value for value in graph.inputs if value not in read]:
+        graph.inputs.remove(value)
+    for name in [name for name, value in graph.initializers.items() if value not in read]:
+        del graph.initializers[name]
+
+
+def _unknown(names: Sequence[str], known: Iterable[str]) -> ir.Value:
+    listed = ", ".join(f"`{name}`" for name in names)
+    raise UnknownNameError(f"there is no value {listed}", hint=near(names[0], known))
+
+
+def _default_y(model: Model) -> ir.Value:
+    """The output that looks like a loss: a single number, else the first of floats."""
+    floats = [value for value in model.outputs if value.dtype is not None and value.dtype.is_floating_point()]
+    if not floats:
+        raise UnsupportedError("the model has no floating-point output", hint="name what to differentiate as `y`")
+    numbers = [value for value in floats if value.shape is not None and not value.shape.rank()]
+    return numbers[0] if len(numbers) == 1 else floats[0]
+
+
+def _default_xs(model: Model, y: ir.Value) -> list[ir.Value]:
+    """The parameters, as `prepare` would choose them, and the inputs that a gradient reaches."""
+    known = {value.name: value for value in values(model.graph)}
+    parameters = [known[choice.name] for choice in judge(model, [y]) if choice.role == "parameter"]
+    reached = gradient_edges([y])
+    inputs = [
+        x for x in model.inputs if x in reached and x is not y and x.dtype is not None and x.dtype.is_floating_point()
+    ]
+    if not parameters and not inputs:
+        raise UnsupportedError(f"`{y.name}` depends on no parameter and no floating-point input")
+    return [*parameters, *inputs]
+
+
+def _check_is_float(value: ir.Value) -> None:
+    if value.dtype is None or not value.dtype.is_floating_point():
+        kind = value.dtype.name.lower() if value.dtype is not None else "of an unknown type"
+        raise UnsupportedError(f"`{value.name}` is {kind}: only floating-point values have derivatives")
+
+
+def _on_which_it_depends(names: list[str], y: ir.Value, known: dict[str, ir.Value]) -> list[str]:
+    _, read = ancestors([y])
+    independent = [name for name in names if known[name] not in read]
+    if independent:
+        listed = ", ".join(f"`{name}`" for name in independent)
+        raise UnsupportedError(f"`{y.name}` does not depend on {listed}", hint="leave it out of the xs")
+    return names
