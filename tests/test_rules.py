@@ -61,6 +61,7 @@ EXCLUDED_ON_ONNXRUNTIME = {
     "test_mod_float64_mixed_sign_fmod_0": "ONNX Runtime has no Mod of floats without fmod",
     "test_resize_downsample_scales_cubic_align_corners": ALIGN_CORNERS,
     "test_resize_downsample_scales_linear_align_corners": ALIGN_CORNERS,
+    "test_rnn_seq_length": "its example saturates, where float32 has no digits for the slope of Tanh",
 }
 
 
