@@ -1,4 +1,7 @@
-"""Comparing a gradient with differences: no autodiff but ours, no mathematics but the forward pass."""
+"""Comparing a gradient with differences: no autodiff but ours, no mathematics but the forward pass.
+
+A value is an array, a list of arrays (a sequence), or None (an Optional that holds nothing).
+"""
 
 import numpy as np
 import onnx
@@ -25,10 +28,18 @@ def settings(proto):
     return {name for node in proto.graph.node if node.op_type == "Resize" for name in node.input[1:]}
 
 
+def tensor_type(value):
+    """What the type of a value says of a tensor: of those in a sequence, of that in an Optional."""
+    found = value.type
+    while (kind := found.WhichOneof("value")) in ("sequence_type", "optional_type"):
+        found = getattr(found, kind).elem_type
+    return found.tensor_type
+
+
 def _graph_to_double(graph, kept=frozenset()):
     for value in (*graph.input, *graph.output, *graph.value_info):
-        if value.type.tensor_type.elem_type in FLOATS and value.name not in kept:
-            value.type.tensor_type.elem_type = TensorProto.DOUBLE
+        if tensor_type(value).elem_type in FLOATS and value.name not in kept:
+            tensor_type(value).elem_type = TensorProto.DOUBLE
     for tensor in graph.initializer:
         if tensor.name not in kept:
             _tensor_to_double(tensor)
@@ -53,8 +64,8 @@ def with_symbolic_dims(proto):
     proto = onnx.ModelProto.FromString(proto.SerializeToString())
     del proto.graph.value_info[:]
     for value in (*proto.graph.input, *proto.graph.output):
-        if value.type.HasField("tensor_type") and value.name not in settings(proto):
-            for i, dim in enumerate(value.type.tensor_type.shape.dim):
+        if value.name not in settings(proto):
+            for i, dim in enumerate(tensor_type(value).shape.dim):
                 dim.dim_param = f"{value.name}_{i}"
     return proto
 
@@ -67,8 +78,21 @@ def is_valid(proto):
     return True
 
 
-def is_float(array):
-    return isinstance(array, np.ndarray) and array.dtype.kind == "f" and array.size > 0
+def is_float(value):
+    arrays = flat(value)
+    return len(arrays) > 0 and all(a.dtype.kind == "f" and a.size > 0 for a in arrays)
+
+
+def flat(value):
+    """The arrays in a value."""
+    return [] if value is None else list(map(np.asarray, value)) if isinstance(value, list) else [np.asarray(value)]
+
+
+def mapped(function, *values):
+    """What a function makes of values: of an array, of each array in a list."""
+    if isinstance(values[0], list):
+        return [function(*arrays) for arrays in zip(*values, strict=True)]
+    return function(*values)
 
 
 def differentiable(proto, inputs):
@@ -77,11 +101,14 @@ def differentiable(proto, inputs):
 
 def double(proto, inputs):
     kept = settings(proto)
-    return {name: x.astype(np.float64) if is_float(x) and name not in kept else x for name, x in inputs.items()}
+    return {
+        name: mapped(lambda a: a.astype(np.float64), x) if is_float(x) and name not in kept else x
+        for name, x in inputs.items()
+    }
 
 
 def float_outputs(proto):
-    return [v.name for v in proto.graph.output if v.type.tensor_type.elem_type in FLOATS]
+    return [v.name for v in proto.graph.output if tensor_type(v).elem_type in FLOATS]
 
 
 def evaluate(proto, inputs):
@@ -100,7 +127,7 @@ def check(proto, inputs, xs=None, *, order=2, rtol=1e-5, seed=0):
 def _check(proto, inputs, xs, order, rtol, seed):
     before = evaluate(proto, inputs)
     for y in float_outputs(proto):
-        if not is_float(np.asarray(before[y])):
+        if not is_float(before[y]):
             continue
         rng = np.random.default_rng(seed)
         model = vjp(proto, y, xs).to_proto()
@@ -111,7 +138,8 @@ def _check(proto, inputs, xs, order, rtol, seed):
         given = {**inputs, seed_name: dy}
         grads = gradients(model, given, xs)
         for x, grad in grads.items():
-            assert grad.shape == inputs[x].shape and grad.dtype == inputs[x].dtype, (x, grad.shape, inputs[x].shape)
+            found, wanted = ([(a.dtype, a.shape) for a in flat(value)] for value in (grad, inputs[x]))
+            assert found == wanted, x
         _compare(proto, inputs, y, dy, grads, rng, rtol)
         if order > 1:
             _check(model, given, [*xs, seed_name], order - 1, max(rtol, 1e-4), seed + 1)
@@ -119,22 +147,27 @@ def _check(proto, inputs, xs, order, rtol, seed):
 
 def _direction(rng, y):
     """What to weight `y` with: nothing where it is infinite, as scores behind a mask are."""
-    return np.where(np.isfinite(y), rng.standard_normal(np.shape(y)), 0)
+    return mapped(lambda a: np.where(np.isfinite(a), rng.standard_normal(np.shape(a)), 0), y)
 
 
 def gradients(model, inputs, xs):
     """What a model made by `vjp` computes, by the names of the inputs that it belongs to."""
-    return dict(zip(xs, map(np.asarray, evaluate(model, inputs).values()), strict=True))
+    return {x: mapped(np.asarray, grad) for x, grad in zip(xs, evaluate(model, inputs).values(), strict=True)}
 
 
 def _compare(proto, inputs, y, dy, grads, rng, rtol):
-    step = {x: rng.standard_normal(grad.shape) for x, grad in grads.items()}
-    moved = [evaluate(proto, {**inputs, **{x: inputs[x] + sign * EPS * step[x] for x in grads}})[y] for sign in (1, -1)]
+    step = {x: mapped(lambda a: rng.standard_normal(a.shape), grad) for x, grad in grads.items()}
+
+    def moved(by):
+        there = {x: mapped(lambda a, direction: a + by * direction, inputs[x], step[x]) for x in grads}
+        return flat(evaluate(proto, {**inputs, **there})[y])
+
     with np.errstate(invalid="ignore"):
-        change = np.where(dy == 0, 0, np.asarray(moved[0]) - np.asarray(moved[1]))
-    numeric = float(np.sum(dy * change) / (2 * EPS))
-    ours = float(sum(np.sum(grads[x] * step[x]) for x in grads))
-    scale = max(abs(numeric), abs(ours), sum(float(np.abs(grads[x] * step[x]).sum()) for x in grads), 1e-3)
+        change = [up - down for up, down in zip(moved(EPS), moved(-EPS), strict=True)]
+    numeric = sum(np.sum(d[d != 0] * c[d != 0]) for d, c in zip(flat(dy), change, strict=True)) / (2 * EPS)
+    products = [a * b for x in grads for a, b in zip(flat(grads[x]), flat(step[x]), strict=True)]
+    ours = float(sum(p.sum() for p in products))
+    scale = max(abs(numeric), abs(ours), float(sum(np.abs(p).sum() for p in products)), 1e-3)
     assert np.isfinite(ours), f"the gradient of {y} is not finite"
     assert abs(numeric - ours) <= rtol * scale, f"d{y}: {ours} by the rule, {numeric} by differences"
 
@@ -163,9 +196,10 @@ def check_on_onnxruntime(proto, inputs, xs=None, *, rtol=1e-3):
         options.log_severity_level = 4
         session = ort.InferenceSession(model.SerializeToString(), options)
         seed = model.graph.input[-1]
-        dtype = onnx.helper.tensor_dtype_to_np_dtype(seed.type.tensor_type.elem_type)
-        given = {**inputs, seed.name: dy.astype(dtype)}
+        dtype = onnx.helper.tensor_dtype_to_np_dtype(tensor_type(seed).elem_type)
+        given = {**inputs, seed.name: mapped(lambda a, dtype=dtype: a.astype(dtype), dy)}
         feeds = {v.name: given[v.name] for v in session.get_inputs()}
         for x, grad in zip(xs, session.run(None, feeds), strict=True):
-            wanted = expected[x]
-            np.testing.assert_allclose(grad, wanted, rtol=rtol, atol=rtol * max(1e-6, float(np.abs(wanted).max())))
+            for found, wanted in zip(flat(grad), flat(expected[x]), strict=True):
+                scale = max(1e-6, float(np.abs(wanted).max()))
+                np.testing.assert_allclose(found, wanted, rtol=rtol, atol=rtol * scale)

@@ -74,8 +74,11 @@ def constant_ints(value: ir.Value | None) -> tuple[int, ...] | None:
         return None
     tensor = value.const_value
     producer = value.producer()
-    if tensor is None and producer is not None and producer.op_type == "Constant" and "value" in producer.attributes:
-        tensor = producer.attributes["value"].value
+    if tensor is None and producer is not None and producer.op_type == "Constant":
+        (attribute,) = producer.attributes.values()
+        if attribute.name in ("value_int", "value_ints"):
+            return (attribute.value,) if attribute.name == "value_int" else tuple(attribute.value)
+        tensor = attribute.value if attribute.name == "value" else None
     if tensor is None or tensor.size > 64 or not tensor.dtype.is_integer():
         return None
     return tuple(int(n) for n in tensor.numpy().reshape(-1))

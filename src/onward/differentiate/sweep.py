@@ -12,6 +12,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onward.build import Builder, Expr
+from onward.containers import content_type
 from onward.model.walk import read_by
 from onward.rules import NoGradient, Rule
 from onward.rules.registry import apply, lookup
@@ -108,7 +109,7 @@ def _fitted(op: Builder, dx: Expr, value: ir.Value, broadcasts: bool) -> Expr:
         dx = sum_to(op, dx, op(value))
     if value.dtype is not None and dx.dtype is not None and dx.dtype != value.dtype:
         dx = op.Cast(dx, to=value.dtype)
-    dx.value.type = value.type if value.type is not None else dx.value.type
+    dx.value.type = content_type(value) if value.type is not None else dx.value.type
     if dx.value.shape is None:
         dx.value.shape = value.shape
     return dx
