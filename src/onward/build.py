@@ -7,10 +7,12 @@ serves several types) they are stored in double precision and cast at run time, 
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import gc
 import inspect
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,6 +25,18 @@ from onward.shapes import output_shape
 DOMAIN = "onward"
 """The domain of the functions that Onward defines where the standard has no operator."""
 DOMAIN_VERSION = 1
+
+
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """Do not look for garbage meanwhile: of the many objects that make a graph few go, and looking takes as long again."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 class Names:
@@ -200,9 +214,7 @@ class Builder:
         )
         for i, output in enumerate(node.outputs):
             output.name = node.name if i == 0 else self._fresh(op_type)
-            output.type = _output_type(node, i, self.opset)
-        if node.outputs[0].type is not None:
-            node.outputs[0].shape = output_shape(node)
+        declare(node, self.opset)
         self.graph.append(node)
         if key is not None:
             self._made[key] = tuple(node.outputs)
@@ -302,7 +314,10 @@ class Builder:
             same = (tensors[j] for j in sorted(tensors) if types and type_of(j) == type_of(i))
             return next(same, tensors[min(tensors)] if tensors else None)
 
-        return [self._operand(x, like(i)) for i, x in enumerate(inputs)]
+        values = [self._operand(x, like(i)) for i, x in enumerate(inputs)]
+        while values and values[-1] is None:  # an empty name at the end can crash ONNX Runtime
+            values.pop()
+        return values
 
     def _operand(self, x: Operand, like: Expr | None) -> ir.Value | None:
         if x is None:
@@ -318,6 +333,16 @@ class Builder:
         if isinstance(x, int | float):
             return self.scalar(x, like).value if like is not None else self.constant(np.asarray(x)).value
         return self.constant(np.asarray(list(x), np.int64)).value
+
+
+def declare(node: ir.Node, opset: int) -> None:
+    """Give the outputs of a node their types, and the first its shape, as far as they follow from its inputs."""
+    for i, output in enumerate(node.outputs):
+        if output.type is None:
+            output.type = _output_type(node, i, opset)
+    first = node.outputs[0]
+    if first.type is not None and first.shape is None:
+        first.shape = output_shape(node)
 
 
 class Function:
@@ -388,6 +413,8 @@ def _attribute(name: str, value: Any) -> ir.Attr:
         return ir.AttrString(name, value)
     if kind is ir.DataType:
         return ir.AttrInt64(name, value.value)
+    if (kind is list or kind is tuple) and value and all(type(item) is int for item in value):
+        return ir.AttrInt64s(name, value)
     if kind is ir.Tensor:
         return ir.AttrTensor(name, value)
     if kind is np.ndarray:
@@ -436,6 +463,8 @@ def _output_type(node: ir.Node, index: int, opset: int) -> ir.TypeProtocol | Non
         return known
     if node.op_type == "Identity" and node.inputs[0] is not None:
         return node.inputs[0].type
+    if node.op_type in ("If", "Loop", "Scan", "SequenceMap"):  # whose outputs need not have a type in common
+        return None
     dtype = _output_dtype(node, index, opset)
     return None if dtype is None else ir.TensorType(dtype)
 

@@ -6,13 +6,16 @@ from collections.abc import Sequence
 
 import onnx_ir as ir
 
-from onward.build import Builder, Expr
+from onward.build import Builder, Expr, uncollected
+from onward.containers import content_type, is_optional
 from onward.differentiate.expand import expanded
 from onward.differentiate.path import way
+from onward.differentiate.simplify import remove_unused, simplify
 from onward.differentiate.sweep import pull_back
 from onward.errors import UnknownNameError, near
 from onward.model import Model, Source, read
 from onward.model.core import values
+from onward.model.walk import nodes_after
 from onward.transform.opset import convert_opset
 from onward.transform.types import fill_in_types
 
@@ -21,6 +24,7 @@ OLDEST_OPSET = 18
 COMMON_OPSET = 21
 
 
+@uncollected()
 def gradient(source: Source, y: str, xs: Sequence[str]) -> Model:
     """The model with one more output for each of `xs`: the derivative of `y` (of its sum, if it has several elements).
 
@@ -28,22 +32,23 @@ def gradient(source: Source, y: str, xs: Sequence[str]) -> Model:
     shape of its x.
     """
     model, target, sources = _opened(source, y, xs)
-    op = _builder(model)
-    nodes = way(target, sources)
-    grads = _pulled_back(op, nodes, target, op.filled_like(target, 1), sources)
-    return _finish(model, op, sources, grads, list(model.graph.outputs))
+    op, last = _builder(model)
+    grads = _pulled_back(op, target, op.filled_like(target, 1), sources)
+    return _finish(op, last, model, sources, grads, list(model.graph.outputs))
 
 
+@uncollected()
 def vjp(source: Source, y: str, xs: Sequence[str]) -> Model:
     """A model with one more input `dy`, of the type and shape of `y`, whose outputs are the gradients of `xs`."""
     model, target, sources = _opened(source, y, xs)
-    op = _builder(model)
-    dy = ir.Value(name=op.names.fresh("dy"), type=target.type, shape=target.shape)
+    op, last = _builder(model)
+    dy = ir.Value(name=op.names.fresh("dy"), type=content_type(target), shape=target.shape)
     model.graph.inputs.append(dy)
-    grads = _pulled_back(op, way(target, sources), target, op(dy), sources)
-    return _finish(model, op, sources, grads, [])
+    grads = _pulled_back(op, target, op(dy), sources)
+    return _finish(op, last, model, sources, grads, [])
 
 
+@uncollected()
 def jvp(source: Source, xs: Sequence[str], y: str) -> Model:
     """A model with one more input `d<x>` for each x, a direction; its output `d<y>` is how y changes along them.
 
@@ -51,21 +56,21 @@ def jvp(source: Source, xs: Sequence[str], y: str) -> Model:
     product with the directions is the derivative of y along the directions. Of `dy` itself only the shape may be left.
     """
     model, target, sources = _opened(source, y, xs)
-    graph, op = model.graph, _builder(model)
+    graph, (op, last) = model.graph, _builder(model)
     dy = ir.Value(name=op.names.fresh("dy"), type=target.type, shape=target.shape)
-    grads = _pulled_back(op, way(target, sources), target, op(dy), sources)
+    grads = _pulled_back(op, target, op(dy), sources)
     products = []
     for x, grad in zip(sources, grads, strict=True):
         direction = ir.Value(name=op.names.fresh(f"d{x.name}"), type=x.type, shape=x.shape)
         graph.inputs.append(direction)
         products.append(op.ReduceSum(grad * op(direction), keepdims=0))
     along = (products[0] if len(products) == 1 else op.Sum(*products)).value
-    (tangent,) = _pulled_back(op, way(along, [dy]), along, op.filled_like(along, 1), [dy])
+    (tangent,) = _pulled_back(op, along, op.filled_like(along, 1), [dy])
     dy.replace_all_uses_with(op.filled_like(target, 0).value)
     graph.outputs.clear()
     graph.outputs.append(op.Identity(tangent).named(f"d{y}").like(target).value)
     graph.sort()
-    _remove_unused(graph)
+    _tidy(graph, nodes_after(last, graph))
     return model
 
 
@@ -85,17 +90,25 @@ def _opened(source: Source, y: str, xs: Sequence[str]) -> tuple[Model, ir.Value,
     return model, known[y], [known[x] for x in xs]
 
 
-def _builder(model: Model) -> Builder:
-    return Builder(model.graph, opset=model.opset, names=model.names(), functions=model.functions, share=True)
+def _builder(model: Model) -> tuple[Builder, ir.Node | None]:
+    """A builder for the graph of a model, and the last node that is there already."""
+    graph = model.graph
+    op = Builder(graph, opset=model.opset, names=model.names(), functions=model.functions, share=True)
+    return op, graph[-1] if len(graph) else None
 
 
-def _pulled_back(op: Builder, nodes: Sequence[ir.Node], y: ir.Value, dy: Expr, xs: Sequence[ir.Value]) -> list[Expr]:
-    found = pull_back(op, nodes, {y: dy}, xs)
+def _pulled_back(op: Builder, y: ir.Value, dy: Expr, xs: Sequence[ir.Value]) -> list[Expr]:
+    found = pull_back(op, way(y, xs), {y: dy}, xs)
     return [found[x] if x in found else op.filled_like(x, 0) for x in xs]
 
 
 def _finish(
-    model: Model, op: Builder, xs: Sequence[ir.Value], grads: Sequence[Expr], kept: Sequence[ir.Value]
+    op: Builder,
+    last: ir.Node | None,
+    model: Model,
+    xs: Sequence[ir.Value],
+    grads: Sequence[Expr],
+    kept: Sequence[ir.Value],
 ) -> Model:
     """Make the gradients outputs, under names of their own, and drop what nothing reads."""
     graph = model.graph
@@ -104,13 +117,23 @@ def _finish(
     for x, grad in zip(xs, grads, strict=True):
         shared = grad.value.is_graph_output() or grad.value.producer() is None
         output = op.Identity(grad) if shared else grad
-        graph.outputs.append(output.named(f"{x.name}/grad").like(x).value)
-    _remove_unused(graph)
+        output = _wrapped(op, output, x) if is_optional(x) else output.like(x)
+        graph.outputs.append(output.named(f"{x.name}/grad").value)
+    _tidy(graph, nodes_after(last, graph))
     return model
 
 
-def _remove_unused(graph: ir.Graph) -> None:
-    """Drop what nothing reads: gradients that nobody asked for."""
-    for node in reversed(list(graph)):
-        if not any(output.uses() or output.is_graph_output() for output in node.outputs):
-            graph.remove(node, safe=True)
+def _wrapped(op: Builder, grad: Expr, x: ir.Value) -> Expr:
+    """The gradient of what an Optional holds as an Optional: an empty one has an empty one."""
+    some = op.subgraph(lambda inner: inner.Optional(grad))
+    none = op.subgraph(lambda inner: inner.Identity(x))
+    wrapped: Expr = op.If(op.OptionalHasElement(x), then_branch=some, else_branch=none)
+    wrapped.value.type, wrapped.value.shape = x.type, x.shape
+    return wrapped
+
+
+def _tidy(graph: ir.Graph, made: Sequence[ir.Node]) -> None:
+    """Drop what nothing reads, such as gradients that nobody asked for, and shorten the rest of what was made."""
+    remove_unused(graph)
+    simplify(node for node in made if node.graph is graph)
+    remove_unused(graph)

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable
 from typing import Any
 
 import onnx_ir as ir
 from onnx import defs
 
-from onward.build import Builder, Names
+from onward.build import Builder, Names, declare
 from onward.differentiate.path import between
 from onward.model import Model
 from onward.model.core import values
-from onward.model.walk import nested_graphs
+from onward.model.walk import nested_graphs, nodes_after
 from onward.rules import Rewrite
-from onward.rules.registry import apply, lookup
+from onward.rules.registry import apply, lookup, lookup_rewrite
 from onward.transform.inline import inline_operators
 from onward.transform.types import fill_in_types
 
@@ -28,14 +27,12 @@ def expanded(model: Model, y: str, xs: Iterable[str]) -> Model:
     names = list(xs)
     while True:
         nodes = _on_the_way(model, y, names)
-        rewritten = [node for node in nodes if isinstance(lookup(node), Rewrite)]
         calls = {(node.domain, node.op_type) for node in nodes if lookup(node) is None and _is_function(model, node)}
-        if rewritten:
+        if any(lookup_rewrite(node) for node in nodes):
             fill_in_types(model, values(model.graph))
-            in_use = model.names()
-            for node in rewritten:
-                _rewrite(model, node, in_use)
-        elif calls:
+            if _rewrite_all(model, nodes):
+                continue
+        if calls:
             model = inline_operators(model, calls)
         else:
             return model
@@ -58,10 +55,26 @@ def _is_function(model: Model, node: ir.Node) -> bool:
     return bool(schema.has_function or schema.has_context_dependent_function)
 
 
-def _rewrite(model: Model, node: ir.Node, names: Names) -> None:
-    """Put what a node is to be replaced by into its place, its outputs keeping their names."""
-    graph, rule = node.graph, lookup(node)
-    assert isinstance(graph, ir.Graph) and isinstance(rule, Rewrite)
+def _rewrite_all(model: Model, nodes: Iterable[ir.Node]) -> bool:
+    """Make the rewrites, in order; whether there were any.
+
+    What follows from them about types is passed on: onnx does not know all operators.
+    """
+    in_use = model.names()
+    rewritten = False
+    for node in nodes:
+        rule = lookup_rewrite(node)
+        if rule is not None and replace_node(model, node, rule, in_use):
+            rewritten = True
+        else:
+            declare(node, model.opset)
+    return rewritten
+
+
+def replace_node(model: Model, node: ir.Node, rewrite: Rewrite, names: Names) -> bool:
+    """Put what a node is to be replaced by into its place, its outputs keeping their names; whether there is such."""
+    graph = node.graph
+    assert isinstance(graph, ir.Graph)
     last = graph[-1]
     op = Builder(
         graph,
@@ -71,8 +84,10 @@ def _rewrite(model: Model, node: ir.Node, names: Names) -> None:
         imports=model.graph.opset_imports,
         scope=node.name or node.op_type,
     )
-    results = apply(rule, op, node)
-    made = [*itertools.takewhile(lambda other: other is not last, reversed(graph))][::-1]
+    results = apply(rewrite, op, node)
+    if results is NotImplemented:
+        return False
+    made = nodes_after(last, graph)
     for old, new in zip(node.outputs, results if isinstance(results, tuple | list) else (results,), strict=False):
         if not old.name or new is None:
             continue
@@ -87,3 +102,4 @@ def _rewrite(model: Model, node: ir.Node, names: Names) -> None:
     graph.remove(made)
     graph.insert_before(node, made)
     graph.remove(node, safe=True)
+    return True

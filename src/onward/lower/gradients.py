@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import onnx_ir as ir
 
-from onward.build import Builder, Expr
+from onward.build import Builder, Expr, uncollected
 from onward.differentiate.expand import expanded
 from onward.differentiate.path import between, way
 from onward.differentiate.sweep import pull_back
@@ -21,6 +21,7 @@ from onward.model.core import string, strings, values
 from onward.transform.types import fill_in_types
 
 
+@uncollected()
 def lower_gradients(model: Model) -> Model:
     """A copy of a model without steps in which no `Gradient` is left; those of higher order are done in order."""
     model = model.copy()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -24,6 +25,11 @@ def read_by(node: ir.Node) -> Iterator[ir.Value]:
     """What a node reads, through the graphs nested in it too."""
     for reader in (node, *(inner for graph in nested_graphs(node) for inner in graph.all_nodes())):
         yield from (value for value in reader.inputs if value is not None)
+
+
+def nodes_after(last: ir.Node | None, graph: ir.Graph) -> list[ir.Node]:
+    """The nodes of a graph that come after one of them (None: all), in order."""
+    return [*itertools.takewhile(lambda node: node is not last, reversed(graph))][::-1]
 
 
 def ancestors(values: Iterable[ir.Value]) -> tuple[set[ir.Node], set[ir.Value]]:

@@ -12,6 +12,10 @@
 
     no_gradient("the result is a truth value", "Equal", "Less")
 
+    @simplification("SequenceAt")                             # besides the rule: where something simpler is known
+    def known_element(op, sequence, position):
+        return NotImplemented                                 # here it is not: the rule it is
+
 A rule gets a builder, the gradient of the output, and the inputs in the order of the operator's documentation; those
 that a node leaves out are None. By keyword it may ask for the output `y` and for attributes, which come with the
 schema's defaults. Of an operator with several outputs it asks for `dys` and `ys`, where an output that nothing depends
@@ -82,6 +86,9 @@ class NoGradient:
 RULES: dict[tuple[str, str], Rule | Rewrite | NoGradient] = {}
 """(domain, operator) -> its derivative."""
 
+SIMPLIFICATIONS: dict[tuple[str, str], Rewrite] = {}
+"""(domain, operator) -> what a node is replaced by before differentiation in some cases, although there is a rule."""
+
 
 def gradient(
     *operators: str, domain: str = STANDARD, broadcasts: bool | tuple[int, ...] = False
@@ -104,10 +111,26 @@ def rewrite(*operators: str, domain: str = STANDARD) -> Callable[[Callable[..., 
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         for name in operators:
-            _add(Rewrite((domain, name), function, *_asked(function, leading=1)))
+            _add(make_rewrite((domain, name), function))
         return function
 
     return register
+
+
+def simplification(*operators: str, domain: str = STANDARD) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register the decorated function as a rewrite that may decline: it returns NotImplemented, and builds nothing."""
+
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        for name in operators:
+            SIMPLIFICATIONS[domain, name] = make_rewrite((domain, name), function)
+        return function
+
+    return register
+
+
+def make_rewrite(operator: tuple[str, str], function: Callable[..., Any]) -> Rewrite:
+    """A rewrite that is not in the table."""
+    return Rewrite(operator, function, *_asked(function, leading=1))
 
 
 def elementwise(domain: str = STANDARD, **derivatives: Callable[..., Any]) -> None:
@@ -124,7 +147,17 @@ def no_gradient(reason: str, *operators: str, domain: str = STANDARD) -> None:
 
 def lookup(node: ir.Node) -> Rule | Rewrite | NoGradient | None:
     """What is known about the derivative of a node."""
-    return RULES.get((STANDARD if node.domain == "ai.onnx" else node.domain, node.op_type))
+    return RULES.get(_operator(node))
+
+
+def lookup_rewrite(node: ir.Node) -> Rewrite | None:
+    """How a node is replaced before differentiation, or may be."""
+    entry = RULES.get(_operator(node))
+    return entry if isinstance(entry, Rewrite) else SIMPLIFICATIONS.get(_operator(node))
+
+
+def _operator(node: ir.Node) -> tuple[str, str]:
+    return (STANDARD if node.domain == "ai.onnx" else node.domain, node.op_type)
 
 
 def apply(rule: Rule | Rewrite, op: Builder, node: ir.Node, *leading: Any, **available: Any) -> Any:

@@ -1,0 +1,102 @@
+"""Shortening what rules, each looking at its own operator, have written between them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import onnx_ir as ir
+
+from onward.shapes import constant_ints
+
+
+def simplify(nodes: Iterable[ir.Node]) -> None:
+    """Replace nodes by shorter ways to the same values, in place. `nodes` are in order; some may be unused after it."""
+    for node in nodes:
+        if node.op_type == "Transpose":
+            _transpose_of_transpose(node)
+            _transpose_of_product(node)
+        elif node.op_type == "Reshape":
+            _reshape_of_reshape(node)
+
+
+def _transpose_of_transpose(node: ir.Node) -> None:
+    inner, order = _producer(node, "Transpose"), _order(node)
+    before = _order(inner) if inner is not None else None
+    if inner is None or order is None or before is None:
+        return
+    combined = [before[axis] for axis in order]
+    if combined == sorted(combined) and not node.outputs[0].is_graph_output():
+        node.outputs[0].replace_all_uses_with(_input(inner, 0))
+    elif len(inner.outputs[0].uses()) == 1 and not inner.outputs[0].is_graph_output():
+        node.replace_input_with(0, inner.inputs[0])
+        node.attributes["perm"] = ir.AttrInt64s("perm", combined)
+
+
+def _transpose_of_product(node: ir.Node) -> None:
+    """(A' B)' = B' A: the transpose of a result costs a copy, that of an operand is often free."""
+    product = _producer(node, "MatMul")
+    if product is None or not _swaps_last(node) or len(product.outputs[0].uses()) > 1:
+        return
+    a, b = (_untransposed(value) for value in product.inputs)
+    other = product.inputs[1] if a is not None else product.inputs[0]
+    if (a is None) == (b is None) or other is None or other.shape is None or product.outputs[0].is_graph_output():
+        return  # with neither transposed, nothing would be gained
+    # The nodes change places: the product becomes the transpose, and the transpose the product.
+    turned = product.outputs[0]
+    order = [*range(len(other.shape) - 2), len(other.shape) - 1, len(other.shape) - 2]
+    turned.shape = ir.Shape([other.shape[axis] for axis in order])
+    _become(product, "Transpose", [other], ir.AttrInt64s("perm", order))
+    _become(node, "MatMul", [turned, a] if a is not None else [b, turned])
+    node.name, product.name = product.name, node.name
+
+
+def _become(node: ir.Node, op_type: str, inputs: Sequence[ir.Value | None], *attributes: ir.Attr) -> None:
+    node.op_type = op_type
+    node.resize_inputs(len(inputs))
+    for i, value in enumerate(inputs):
+        node.replace_input_with(i, value)
+    node.attributes.clear()
+    node.attributes.update({attribute.name: attribute for attribute in attributes})
+
+
+def _reshape_of_reshape(node: ir.Node) -> None:
+    inner, target = _producer(node, "Reshape"), constant_ints(node.inputs[1])
+    if inner is not None and target is not None and 0 not in target:
+        node.replace_input_with(0, inner.inputs[0])
+
+
+def _producer(node: ir.Node, op_type: str) -> ir.Node | None:
+    """The node that computes the first input, if it is in the same graph and of this kind."""
+    producer = _input(node, 0).producer()
+    if producer is None or producer.graph is not node.graph or producer.domain != "" or producer.op_type != op_type:
+        return None
+    return producer
+
+
+def _untransposed(value: ir.Value | None) -> ir.Value | None:
+    """What `value` is the transpose of, in its last two axes."""
+    producer = value.producer() if value is not None else None
+    return producer.inputs[0] if producer is not None and _swaps_last(producer) else None
+
+
+def _swaps_last(node: ir.Node) -> bool:
+    order = _order(node) if node.op_type == "Transpose" and node.domain == "" else None
+    return order is not None and len(order) > 1 and [*order] == [*range(len(order) - 2), len(order) - 1, len(order) - 2]
+
+
+def _order(node: ir.Node) -> Sequence[int] | None:
+    shape = _input(node, 0).shape
+    return node.attributes.get_ints("perm", None if shape is None else tuple(reversed(range(len(shape)))))
+
+
+def _input(node: ir.Node, index: int) -> ir.Value:
+    value = node.inputs[index]
+    assert value is not None, node.name
+    return value
+
+
+def remove_unused(graph: ir.Graph) -> None:
+    """Drop what nothing reads."""
+    for node in reversed(list(graph)):
+        if not any(output.uses() or output.is_graph_output() for output in node.outputs):
+            graph.remove(node, safe=True)
