@@ -1,0 +1,255 @@
+"""LSTM, GRU and RNN: gradients as PyTorch has them, and results as ONNX Runtime's own kernels and the equations do.
+
+ONNX Runtime departs from the standard here, so that the equations alone judge: it has no layout 1; a sequence without
+elements ends with zeros, not with its first state; LSTM clips neither the input of h nor what peepholes add; and the
+defaults of alpha and beta are 0 for Affine, ScaledTanh and ThresholdedRelu.
+"""
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from onnx import helper
+
+import gradcheck
+from conftest import needs
+from onward.differentiate import gradient
+from rule_cases.recurrent import ACTIVATIONS, EVALUATORS, FUNCTIONS, GATES, OUTPUTS, layer
+
+DIRECTIONS = ["forward", "reverse", "bidirectional"]
+gradcheck.OPERATORS += EVALUATORS
+EVERYTHING = {"LSTM": "bhcp", "GRU": "bh", "RNN": "bh"}
+
+
+def run(proto, inputs):
+    options = ort.SessionOptions()
+    options.log_severity_level = 4
+    session = ort.InferenceSession(proto.SerializeToString(), options)
+    names = [value.name for value in session.get_outputs()]
+    return dict(zip(names, session.run(None, {v.name: inputs[v.name] for v in session.get_inputs()}), strict=True))
+
+
+def rewritten(proto, inputs):
+    """The outputs of a model after it was made ready for differentiation, by ONNX Runtime."""
+    outputs = [value.name for value in proto.graph.output]
+    results = run(gradient(proto, outputs[0], ["X"]).to_proto(), inputs)
+    return {name: results[name] for name in outputs}
+
+
+def by_the_equations(proto, inputs):
+    evaluator = onnx.reference.ReferenceEvaluator(gradcheck.to_double(proto), new_ops=EVALUATORS)
+    names = [value.name for value in proto.graph.output]
+    return dict(zip(names, evaluator.run(None, gradcheck.double(proto, inputs)), strict=True))
+
+
+def assert_same(results, expected, rtol=2e-5):
+    for name, wanted in expected.items():
+        np.testing.assert_allclose(results[name], wanted, rtol=rtol, atol=rtol, err_msg=name)
+
+
+# ---- PyTorch ---------------------------------------------------------------------------------------------------------
+
+TORCH_ORDER = {"LSTM": [0, 3, 1, 2], "GRU": [1, 0, 2], "RNN": [0]}
+"""Where PyTorch has the gates that the standard numbers: i o f c of i f c o, z r h of r z h."""
+
+
+def loss_of_all(proto):
+    """The model with a sum of its outputs, each times an input `d<output>`, as one more output `loss`."""
+    graph = proto.graph
+    for output in list(graph.output):
+        graph.input.append(output)
+        graph.input[-1].name = f"d{output.name}"
+        graph.node.append(helper.make_node("Mul", [output.name, f"d{output.name}"], [f"{output.name}*d"]))
+        graph.node.append(helper.make_node("ReduceSum", [f"{output.name}*d"], [f"{output.name}_sum"], keepdims=0))
+    sums = [f"{output.name}_sum" for output in graph.output]
+    graph.node.append(helper.make_node("Sum", sums, ["loss"]))
+    graph.output.append(helper.make_tensor_value_info("loss", graph.output[0].type.tensor_type.elem_type, []))
+    return proto
+
+
+def torch_layer(operator, inputs, attributes):
+    """PyTorch's layer with these weights."""
+    import torch
+
+    directions, rows, width = inputs["W"].shape
+    hidden = rows // GATES[operator]
+    kinds = {"LSTM": torch.nn.LSTM, "GRU": torch.nn.GRU, "RNN": torch.nn.RNN}
+    batch_first = attributes.get("layout") == 1
+    module = kinds[operator](width, hidden, bidirectional=directions == 2, batch_first=batch_first).double()
+    for names, value in parameters(module, operator, inputs):
+        for name, part in zip(names, value, strict=True):
+            getattr(module, name).data = torch.tensor(part)
+    return module
+
+
+def in_order(operator, x, back=False):
+    """The gates of a matrix or vector in PyTorch's order, or back in the standard's."""
+    order = TORCH_ORDER[operator]
+    gates = np.split(x, GATES[operator])
+    return np.concatenate([gates[i] for i in (order if back else np.argsort(order))])
+
+
+def parameters(module, operator, inputs):
+    """PyTorch's names of the parameters of each direction, and their values."""
+    for d, suffix in enumerate(["_l0", "_l0_reverse"][: len(inputs["W"])]):
+        of_inputs, of_states = np.split(inputs["B"][d], 2)
+        names = [f"weight_ih{suffix}", f"weight_hh{suffix}", f"bias_ih{suffix}", f"bias_hh{suffix}"]
+        yield names, [in_order(operator, x) for x in (inputs["W"][d], inputs["R"][d], of_inputs, of_states)]
+
+
+def torch_gradients(operator, inputs, seeds, attributes):
+    import torch
+    from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+
+    batch_first = attributes.get("layout") == 1
+    module = torch_layer(operator, inputs, attributes)
+    leaves = {name: torch.tensor(inputs[name], requires_grad=True) for name in ("X", "H0", "C0") if name in inputs}
+    first = [x.transpose(0, 1).contiguous() if batch_first else x for name, x in leaves.items() if name != "X"]
+    x = leaves["X"]
+    steps = x.shape[1 if batch_first else 0]
+    if "lengths" in inputs:
+        lengths = torch.tensor(inputs["lengths"]).long()
+        x = pack_padded_sequence(x, lengths, batch_first=batch_first, enforce_sorted=False)
+    y, last = module(x, tuple(first) if operator == "LSTM" else first[0])
+    if "lengths" in inputs:
+        y, _ = pad_packed_sequence(y, batch_first=batch_first, total_length=steps)
+    y = y.unflatten(-1, (len(inputs["W"]), -1))  # PyTorch has the directions side by side
+    results = [y if batch_first else y.transpose(1, 2)]
+    results += [state.transpose(0, 1) if batch_first else state for state in (last if operator == "LSTM" else [last])]
+    sum((result * torch.tensor(seed)).sum() for result, seed in zip(results, seeds.values(), strict=True)).backward()
+    grads = {name: x.grad.numpy() for name, x in leaves.items()}
+    found = [
+        [getattr(module, name).grad.numpy() for name in names] for names, _ in parameters(module, operator, inputs)
+    ]
+    w, r, of_inputs, of_states = (
+        np.stack([in_order(operator, x, back=True) for x in parts]) for parts in zip(*found, strict=True)
+    )
+    return grads | {"W": w, "R": r, "B": np.concatenate([of_inputs, of_states], axis=1)}
+
+
+@needs("torch")
+@pytest.mark.parametrize(
+    "options", [{}, {"layout": 1}, {"lengths": [3, 1, 4]}, {"layout": 1, "lengths": [2, 4, 1]}], ids=str
+)
+@pytest.mark.parametrize("direction", ["forward", "bidirectional"])
+@pytest.mark.parametrize("operator", GATES)
+def test_torch(operator, direction, options):
+    extra = {"linear_before_reset": 1} if operator == "GRU" else {}
+    attributes = {"direction": direction, **extra, **options}
+    proto, inputs = layer(
+        operator, "bhc" if operator == "LSTM" else "bh", outputs=OUTPUTS[operator], dtype=np.float64,
+        sizes=(4, 3, 2, 5), **attributes,
+    )  # fmt: skip
+    rng = np.random.default_rng(2)
+    shapes = {v.name: [d.dim_value for d in v.type.tensor_type.shape.dim] for v in proto.graph.output}
+    seeds = {f"d{name}": rng.standard_normal(shape) for name, shape in shapes.items()}
+    expected = torch_gradients(operator, inputs, seeds, attributes)
+    results = run(gradient(loss_of_all(proto), "loss", list(expected)).to_proto(), inputs | seeds)
+    assert_same({name: results[f"{name}/grad"] for name in expected}, expected, rtol=1e-9)
+
+
+# ---- ONNX Runtime's own kernels --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("operator", GATES)
+def test_kernels_of_onnxruntime(operator, direction):
+    extra = {
+        "GRU": [{"linear_before_reset": 0}, {"linear_before_reset": 1, "clip": 0.5}],
+        "LSTM": [{"input_forget": 1}],
+    }
+    for options in [{"lengths": [2, 4]}, *extra.get(operator, [{"clip": 0.5}])]:
+        proto, inputs = layer(
+            operator,
+            EVERYTHING[operator],
+            outputs=OUTPUTS[operator],
+            sizes=(4, 2, 3, 2),
+            direction=direction,
+            **options,
+        )
+        assert_same(rewritten(proto, inputs), run(proto, inputs))
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activations(name):
+    """Each function where there is one alone; by the kernel with numbers given, by the equations without."""
+    proto, inputs = layer(
+        "RNN", "b", activations=[name], activation_alpha=[0.3], activation_beta=[0.6], sizes=(2, 9, 2, 2)
+    )
+    assert_same(rewritten(proto, inputs), run(proto, inputs))
+    proto, inputs = layer("RNN", "b", activations=[name], sizes=(2, 9, 2, 2))
+    assert_same(rewritten(proto, inputs), by_the_equations(proto, inputs))
+
+
+# ---- any combination -------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def layers(draw):
+    operator = draw(st.sampled_from(list(GATES)))
+    steps, batch = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    attributes = {"direction": draw(st.sampled_from(DIRECTIONS)), "layout": draw(st.integers(0, 1))}
+    if operator != "RNN":
+        attributes["linear_before_reset" if operator == "GRU" else "input_forget"] = draw(st.integers(0, 1))
+    if draw(st.booleans()):
+        attributes["clip"] = draw(st.sampled_from([0.25, 1.0]))
+    if draw(st.booleans()):
+        count = len(FUNCTIONS[operator]) * (1 + (attributes["direction"] == "bidirectional"))
+        bounded = ["HardSigmoid", "Sigmoid", "Softsign", "Tanh", "ScaledTanh", "Softplus", "Elu"]
+        attributes["activations"] = draw(st.lists(st.sampled_from(bounded), min_size=count, max_size=count))
+        attributes["activation_alpha"] = draw(st.lists(st.sampled_from([0.25, 0.5]), min_size=1, max_size=2))
+    outputs = draw(st.lists(st.sampled_from(OUTPUTS[operator]), min_size=1, unique=True))
+    lengths = draw(st.none() | st.lists(st.integers(0, steps), min_size=batch, max_size=batch))
+    optional = [name for name in EVERYTHING[operator] if draw(st.booleans())]
+    return layer(operator, optional, lengths=lengths, outputs=outputs, sizes=(steps, batch, 2, 3), **attributes)
+
+
+@settings(max_examples=25, derandomize=True)
+@given(layers(), st.booleans())
+def test_any_layer(case, symbolic):
+    """Results by the equations, gradients by differences."""
+    proto, inputs = case
+    proto = gradcheck.with_symbolic_dims(proto) if symbolic else proto
+    assert_same(rewritten(proto, inputs), by_the_equations(proto, inputs))
+    gradcheck.check(proto, inputs, order=1)
+
+
+# ---- where a layer stands, and what it is given ----------------------------------------------------------------------
+
+
+def test_beyond_the_end_may_be_anything():
+    proto, inputs = layer("LSTM", "bhc", direction="bidirectional", lengths=[2, 1])
+    wanted = run(gradient(proto, "Y", ["X", "W", "R"]).to_proto(), inputs)
+    inputs["X"][2, 0], inputs["X"][1:, 1] = np.inf, np.nan
+    assert_same(run(gradient(proto, "Y", ["X", "W", "R"]).to_proto(), inputs), wanted)
+
+
+@pytest.mark.parametrize("operator", GATES)
+def test_half_precision(operator):
+    proto, inputs = layer(operator, "bh", direction="bidirectional", lengths=[2, 3], dtype=np.float16)
+    gradcheck.check_on_onnxruntime(proto, inputs, rtol=2e-2)
+
+
+@pytest.mark.parametrize("operator", GATES)
+def test_old_operator_set(operator):
+    proto, inputs = layer(operator, "bh", lengths=[2, 3], opset=7)
+    gradcheck.check(proto, inputs, order=1)
+
+
+def test_inside_a_branch_where_no_type_is_stated():
+    model = onnx.parser.parse_model("""
+    <ir_version: 10, opset_import: ["" : 21]>
+    g (bool c, float[T,2,3] x, float[1,16,3] w, float[1,16,4] r) => (float[1,2,4] y) {
+      y = If (c) <
+        then_branch = t () => (float[1,2,4] yt) { s = Sin(x)  none, yt = LSTM <hidden_size = 4> (s, w, r) },
+        else_branch = e () => (float[1,2,4] ye) { none2, ye = LSTM <hidden_size = 4, direction = "reverse"> (x, w, r) }
+      >
+    }""")
+    rng = np.random.default_rng(0)
+    inputs = {
+        name: rng.standard_normal(shape) for name, shape in {"x": (3, 2, 3), "w": (1, 16, 3), "r": (1, 16, 4)}.items()
+    }
+    for truth in (True, False):
+        gradcheck.check(model, {"c": np.array(truth), **inputs}, order=2)
