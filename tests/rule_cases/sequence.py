@@ -2,42 +2,6 @@
 
 import numpy as np
 from onnx import parser
-from onnx.reference.op_run import OpRun
-
-
-class SequenceMap(OpRun):
-    """The reference takes no values of the graph around the body, no empty sequence and not three of them."""
-
-    def need_context(self):
-        return True
-
-    def _run(self, *inputs, body=None, context=None, attributes=None):
-        results = [[] for _ in body.output_names]
-        for i in range(len(inputs[0])):
-            items = [value[i] if isinstance(value, list) else value for value in inputs]
-            feeds = {**context, **dict(zip(body.input_names, items, strict=True))}
-            for result, item in zip(results, body.run(None, feeds, attributes=attributes or {}), strict=True):
-                result.append(item)
-        return tuple(results)
-
-
-class SequenceInsert(OpRun):
-    """The reference inserts at the front where it is told the end."""
-
-    def _run(self, sequence, tensor, position=None):
-        result = list(sequence)
-        result.insert(len(result) if position is None else int(position), tensor)
-        return (result,)
-
-
-class Optional(OpRun):
-    """The reference makes a sequence of it."""
-
-    def _run(self, x=None, type=None):
-        return (x,)
-
-
-EVALUATORS = [SequenceMap, SequenceInsert, Optional]
 
 
 def model(text):

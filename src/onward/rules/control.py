@@ -204,6 +204,7 @@ class _Back:
         for state, result in zip(self.types, results, strict=False):
             _refuse_other_shape(self.node, state, result)
         seeds = seeds_of(op, results, [*(after.get(i) for i in range(len(before))), *item_dys])
+        seeds |= zip(self.captured, carried[len(self.floats) :], strict=True)  # sums, to which the iteration adds
         inputs = [before[i] for i in self.floats]
         wrt = [*(expr.value for expr in (*inputs, *items)), *self.captured]
         grads = self.pull_back(op, nodes, seeds, wrt)
@@ -211,10 +212,9 @@ class _Back:
         def found(value):
             return grads[value] if value in grads else op.filled_like(value, 0)
 
-        sums = carried[len(self.floats) :]
         return [
             *(found(expr.value) for expr in inputs),
-            *(total + grads[v] if v in grads else total for v, total in zip(self.captured, sums, strict=True)),
+            *(grads[value] for value in self.captured),
             *(found(expr.value) for expr in items),
         ]
 

@@ -34,9 +34,15 @@ def sequence_construct(op, dy, *inputs):
 
 @gradient("SequenceAt")
 def sequence_at(op, dy, sequence, position):
-    """dY at the position, zeros elsewhere."""
-    zeros = op.filled_like(sequence.value, 0)
-    return op.SequenceInsert(op.SequenceErase(zeros, position), dy, _from_front(op, position, op.SequenceLength(zeros)))
+    """dY at the position, zeros elsewhere: in a loop over the elements, one of them changes at a time."""
+
+    def added_to(total):
+        element = dy if total is None else op.SequenceAt(total, position) + dy
+        total = op.filled_like(sequence.value, 0) if total is None else total
+        place = _from_front(op, position, op.SequenceLength(total))
+        return op.SequenceInsert(op.SequenceErase(total, position), element, place)
+
+    return added_to
 
 
 @gradient("SequenceInsert")
@@ -110,20 +116,18 @@ def sequence_map(op, dys, *inputs, node, body, active, pull_back):
     given = [i for i, dy in enumerate(dys) if dy is not None]
 
     def back(inner, *values):
-        items, known = values[: len(inputs)], dict(zip(given, values[len(inputs) :], strict=True))
+        known, items = dict(zip(given, values, strict=False)), values[len(given) :]
         nodes, outputs = recomputed(inner, body, items)
         sources = [*(items[i].value for i in wanted), *captured]
         seeds = seeds_of(inner, outputs, [known.get(i) for i in range(len(dys))])
         grads = pull_back(inner, nodes, seeds, sources)
         return [grads[value] if value in grads else inner.filled_like(value, 0) for value in sources]
 
-    entries = [*node.inputs, *(dys[i].value for i in given)]
-    results = op.SequenceMap(
-        *inputs,
-        *(dys[i] for i in given),
-        outputs=len(wanted) + len(captured),
-        body=tidy(op.subgraph(back, [_entry(value) for value in entries], name="gradient")),
-    )
+    entries = [*(dys[i].value for i in given), *node.inputs]  # of which the first has to be a sequence
+    graph = tidy(op.subgraph(back, [_entry(value) for value in entries], name="gradient"))
+    needed = [i for i, value in enumerate(graph.inputs) if i == 0 or value.uses()]
+    graph.inputs[:] = [graph.inputs[i] for i in needed]
+    results = op.SequenceMap(*(entries[i] for i in needed), outputs=len(wanted) + len(captured), body=graph)
     sources = [*(node.inputs[i] for i in wanted), *captured]
     return summed(
         (value, grads if is_sequence(value) else _total(op, grads, value))

@@ -1,0 +1,147 @@
+"""Sequences through If, Loop and Scan, and as inputs and results of gradients: against differences and PyTorch."""
+
+import numpy as np
+import onnx
+import pytest
+
+from gradcheck import check, check_on_onnxruntime, with_symbolic_dims
+from onward.differentiate import gradient, vjp
+from onward.errors import UnsupportedError
+from rule_cases.sequence import f32
+from test_control_flow import on_onnxruntime, parsed
+
+LIST_RNN = parsed("""
+g (int64 n, float[2,3] x, float[3,4] w, float[4,4] r, float[2,4] h0) => (float[t,2,4] y, float[2,4] h) {
+  none = SequenceEmpty <dtype = 1> ()
+  h, all = Loop <body = b (int64 i, bool c, float[2,4] before, seq(float[2,4]) list)
+      => (bool go, float[2,4] after, seq(float[2,4]) longer) {
+    p = MatMul(x, w)
+    q = MatMul(before, r)
+    z = Add(p, q)
+    after = Tanh(z)
+    longer = SequenceInsert(list, after)
+    go = Identity(c)
+  }> (n, , h0, none)
+  y = ConcatFromSequence <axis = 0, new_axis = 1> (all)
+}""")
+"""A recurrent network as a loop that appends to a list."""
+
+ITEMS = parsed("""
+g (seq(float[2,3]) xs, float[3,4] w, float[4,4] r, float[2,4] h0) => (float[2,4] h) {
+  n = SequenceLength(xs)
+  h = Loop <body = b (int64 i, bool c, float[2,4] before) => (bool go, float[2,4] after) {
+    x = SequenceAt(xs, i)
+    p = MatMul(x, w)
+    q = MatMul(before, r)
+    z = Add(p, q)
+    after = Tanh(z)
+    go = Identity(c)
+  }> (n, , h0)
+}""")
+"""A recurrent network over the elements of a sequence."""
+
+FIBONACCI = parsed("""
+g (int64 n, float[3] a, float[3] b, float[3] w) => (float[t,3] y, float[3] z) {
+  start = SequenceConstruct(a, b)
+  all = Loop <body = b (int64 i, bool c, seq(float[3]) list) => (bool go, seq(float[3]) longer) {
+    last = Constant <value_int = -1> ()
+    before = Constant <value_int = -2> ()
+    p = SequenceAt(list, last)
+    q = SequenceAt(list, before)
+    s = Mul(p, w)
+    t = Sin(s)
+    next = Add(t, q)
+    longer = SequenceInsert(list, next)
+    go = Identity(c)
+  }> (n, , start)
+  y = ConcatFromSequence <axis = 0, new_axis = 1> (all)
+  two = Constant <value_int = 2> ()
+  z = SequenceAt(all, two)
+}""")
+"""A loop that reads the list that it appends to."""
+
+QUEUE = parsed("""
+g (int64 n, seq(float[3]) s, float[3] w) => (float[3] y, seq(float[3]) rest) {
+  zero = Constant <value = float[3] {0.0, 0.0, 0.0}> ()
+  y, rest = Loop <body = b (int64 i, bool c, float[3] sum, seq(float[3]) list)
+      => (bool go, float[3] more, seq(float[3]) shorter) {
+    first = Constant <value_int = 0> ()
+    a = SequenceAt(list, first)
+    shorter = SequenceErase(list, first)
+    m = Mul(a, w)
+    e = Mul(m, m)
+    more = Add(sum, e)
+    go = Identity(c)
+  }> (n, , zero, s)
+}""")
+"""A loop that takes elements from the front of a list."""
+
+BRANCHES = parsed("""
+g (bool c, seq(float[2]) s, float[2] x) => (seq(float[2]) y, float[2] z) {
+  y = If (c) <
+    then_branch = t () => (seq(float[2]) yt) { e = Mul(x, x)  yt = SequenceInsert(s, e) },
+    else_branch = e () => (seq(float[2]) ye) {
+      i = Constant <value_int = 1> ()
+      a = SequenceAt(s, i)
+      m = Mul(a, a)
+      ye = SequenceConstruct(m, x)
+    }
+  >
+  j = Constant <value_int = 0> ()
+  b = SequenceAt(y, j)
+  d = SequenceAt(s, j)
+  z = Mul(b, d)
+}""")
+"""A sequence that is the result of an If, captured by its branches, and read besides."""
+
+MAYBE = parsed("""
+g (optional(float[2]) o, float[2] x) => (float[2] y) {
+  has = OptionalHasElement(o)
+  a = If (has) <
+    then_branch = t () => (float[2] at) { e = OptionalGetElement(o)  at = Mul(e, x) },
+    else_branch = f () => (float[2] af) { af = Mul(x, x) }
+  >
+  b = If (has) <
+    then_branch = u () => (float[2] bt) { g = OptionalGetElement(o)  bt = Mul(g, g) },
+    else_branch = v () => (float[2] bf) { bf = Identity(x) }
+  >
+  y = Add(a, b)
+}""")
+
+MAPPED_IN_LOOP = parsed("""
+g (int64 n, seq(float[2]) s, float[2] w) => (seq(float[2]) y) {
+  y = Loop <body = b (int64 i, bool c, seq(float[2]) list) => (bool go, seq(float[2]) next) {
+    next = SequenceMap <body = m (float[2] a, float[2] b) => (float[2] d) { e = Mul(a, w)  d = Add(e, b) }> (list, s)
+    go = Identity(c)
+  }> (n, , s)
+}""")
+
+WEIGHTS = {"w": f32(3, 4), "r": f32(4, 4, seed=1), "h0": f32(2, 4, seed=2)}
+PAIRS = [f32(2), f32(2, seed=1), f32(2, seed=2)]
+TRIPLES = [f32(3), f32(3, seed=1), f32(3, seed=2)]
+CASES = {
+    "list": (LIST_RNN, {"n": np.array(4), "x": f32(2, 3, seed=3), **WEIGHTS}),
+    "items": (ITEMS, {"xs": [f32(2, 3, seed=i) for i in range(4)], **WEIGHTS}),
+    "list that is read": (FIBONACCI, {"n": np.array(3), "a": TRIPLES[0], "b": TRIPLES[1], "w": TRIPLES[2]}),
+    "no trips": (FIBONACCI, {"n": np.array(1), "a": TRIPLES[0], "b": TRIPLES[1], "w": TRIPLES[2]}),
+    "queue": (QUEUE, {"n": np.array(2), "s": TRIPLES, "w": f32(3, seed=3)}),
+    **{f"branches {c}": (BRANCHES, {"c": np.array(c), "s": PAIRS, "x": f32(2, seed=3)}) for c in (True, False)},
+    "maybe": (MAYBE, {"o": f32(2), "x": f32(2, seed=1)}),
+    "map in loop": (MAPPED_IN_LOOP, {"n": np.array(2), "s": PAIRS, "w": f32(2, seed=3)}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_differences(name):
+    check(*CASES[name], order=2)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_no_dimension_known(name):
+    proto, inputs = CASES[name]
+    check(with_symbolic_dims(proto), inputs, order=1)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_onnxruntime(name):
+    check_on_onnxruntime(*CASES[name])
