@@ -94,6 +94,29 @@ def _ones(op, shape):
     return op.ConstantOfShape(op.Shape(shape), value=np.ones(1, np.int64))
 
 
+def padded(op, x, pads, axes=None, value=None, mode=None):
+    """`x` with elements added in front of and behind some of its axes, or all of them.
+
+    Where it is known how many axes there are, the Pad is one of all of them: ONNX Runtime moves a Transpose past a Pad
+    as if it had no `axes`, and then fails.
+    """
+    if axes is not None and x.value.shape is not None:
+        pads, axes = _pads_of_all_axes(op, pads, axes, x.value.shape.rank()), None
+    last = () if value is None and axes is None else (value,) if axes is None else (value, axes)
+    return op.Pad(x, pads, *last, mode=mode)
+
+
+def _pads_of_all_axes(op, pads, axes, rank):
+    some, over = (n if isinstance(n, list) else constant_ints(n.value) for n in (pads, axes))
+    if some is not None and over is not None:
+        places = [axis % rank + side * rank for side in (0, 1) for axis in over]
+        known = dict(zip(places, some, strict=True))
+        return [known.get(place, 0) for place in range(2 * rank)]
+    front = op.constant([axis % rank for axis in over]) if over is not None else op.Mod(axes, rank)
+    places = op.Concat(front, front + rank, axis=0)
+    return op.ScatterElements(np.zeros(2 * rank, np.int64), places, pads)
+
+
 # ---- adding at positions ---------------------------------------------------------------------------------------------
 
 
@@ -148,7 +171,7 @@ def _put_back(op, dy, x, index, axis):
         pads = [index % size[0], size[0] - 1 - index % size[0]]
     else:
         pads = joined(op, [index], size - (index + 1)) if index >= 0 else joined(op, size + index, [-1 - index])
-    return op.Pad(dy, pads, None, [axis])
+    return padded(op, dy, pads, [axis])
 
 
 @gradient("GatherElements")

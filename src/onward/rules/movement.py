@@ -3,7 +3,18 @@
 import numpy as np
 import onnx_ir as ir
 
-from onward.rules.indexing import END, along, extent, filled, filled_like, joined, reshaped, shaped_like, undo_selection
+from onward.rules.indexing import (
+    END,
+    along,
+    extent,
+    filled,
+    filled_like,
+    joined,
+    padded,
+    reshaped,
+    shaped_like,
+    undo_selection,
+)
 from onward.rules.registry import gradient, no_gradient
 from onward.shapes import constant_ints
 
@@ -104,7 +115,7 @@ def slice_(op, dy, x, starts, ends, axes, steps):
             first = op.Max(op.Where(first < 0, first + size, first), 0)
         first = op.Min(first, size)
         pads = op.Concat(first, size - first - left, axis=0)
-    return op.Pad(dy, pads, *_only(axes))
+    return padded(op, dy, pads, axes)
 
 
 def _known_frame(x, starts, ends, axes):
@@ -137,11 +148,6 @@ def _sizes(op, x, axes):
     """The dimensions of `x` along the given axes, or along all of them."""
     shape = op.Shape(x)
     return shape if axes is None else op.Gather(shape, axes)
-
-
-def _only(axes):
-    """The last inputs of a Pad without a value."""
-    return () if axes is None else (None, axes)
 
 
 def _long_only(op, axes):
@@ -182,8 +188,8 @@ def tile(op, dy, x, repeats):
 def pad(op, dy, x, pads, value, axes, *, mode):
     """Constant: dX = the part of dY that was X, and the frame around it goes to the value; else each copy counts."""
     if mode != "constant":
-        return undo_selection(op, dy, x, lambda numbers: op.Pad(numbers, pads, *_only(axes), mode=mode))
-    frame = None if value is None else dy * op.Pad(filled_like(op, x, 0), pads, op.scalar(1, x), *_only(axes)[1:])
+        return undo_selection(op, dy, x, lambda numbers: padded(op, numbers, pads, axes, mode=mode))
+    frame = None if value is None else dy * padded(op, filled_like(op, x, 0), pads, axes, op.scalar(1, x))
     known = constant_ints(pads.value)
     return _cropped(op, dy, pads, axes) if known is None else _cropped_by(op, dy, known, axes), None, frame
 
@@ -192,7 +198,7 @@ def _cropped(op, dy, pads, axes):
     """Undo padding with constants: leave out what was added; add zeros where pads are negative."""
     begin, end = op.Split(op.Max(pads, 0), num_outputs=2, axis=0, outputs=2)
     part = op.Slice(dy, begin, _sizes(op, dy, axes) - end, *_long_only(op, axes))
-    return op.Pad(part, op.Max(-pads, 0), *_only(axes))
+    return padded(op, part, op.Max(-pads, 0), axes)
 
 
 def _cropped_by(op, dy, pads, axes):
@@ -202,5 +208,5 @@ def _cropped_by(op, dy, pads, axes):
         stop = [-n if n > 0 else END for n in end]
         dy = op.Slice(dy, [max(n, 0) for n in begin], stop, *_long_only(op, axes))
     if min(pads, default=0) < 0:
-        dy = op.Pad(dy, [max(-n, 0) for n in pads], *_only(axes))
+        dy = padded(op, dy, [max(-n, 0) for n in pads], axes)
     return dy

@@ -9,6 +9,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onward.rules.common import cast_like
+from onward.rules.indexing import padded
 from onward.rules.registry import gradient
 
 _QUANTISED_BY_DEFAULT = ir.DataType.UINT8
@@ -106,12 +107,12 @@ def _sum_blocks(op, values, scale, axis, block_size):
     """Sum over blocks of an axis, of which the last may be short."""
     blocks = op.Gather(op.Shape(scale), [axis])
     missing = blocks * block_size - op.Gather(op.Shape(values), [axis])
-    padded = op.Pad(values, op.Concat([0], missing, axis=0), None, [axis])
+    whole = padded(op, values, op.Concat([0], missing, axis=0), [axis])
     rank = _rank(values)
     after = [] if axis == -1 or axis + 1 == rank else [op.Shape(values, start=axis + 1)]
     before = [] if axis == 0 else [op.Shape(values, end=axis)]
     shape = op.Concat(*before, blocks, [block_size], *after, axis=0)
-    return op.ReduceSum(op.Reshape(padded, shape), [axis + 1 if axis >= 0 else axis], keepdims=0)
+    return op.ReduceSum(op.Reshape(whole, shape), [axis + 1 if axis >= 0 else axis], keepdims=0)
 
 
 def _axes_after(op, x, axis):

@@ -4,6 +4,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onward.rules.common import cast_like
+from onward.rules.indexing import padded
 from onward.rules.registry import gradient
 from onward.rules.sampling import on_axis, through
 from onward.shapes import constant_ints
@@ -85,7 +86,7 @@ def _fitted(op, dx, x, axis):
     size = op.Reshape(_length(op, x, axis, None), [1])
     cut = op.Slice(dx, [0], size, axes)
     missing = size - op.Reshape(_length(op, cut, axis, None), [1])
-    return op.Pad(cut, op.Concat([0], missing, axis=0), None, axes)
+    return padded(op, cut, op.Concat([0], missing, axis=0), axes)
 
 
 def _twice_inside(op, dx, length, axis):
