@@ -2,6 +2,40 @@
 
 import numpy as np
 from onnx import TensorProto, helper
+from onnx.reference.op_run import OpRun
+
+
+class LinearAttention(OpRun):
+    """The reference computes in float32."""
+
+    op_domain = ""
+
+    def _run(self, query, key, value, past_state=None, decay=None, beta=None, kv_num_heads=None, q_num_heads=None,
+             scale=None, **_):  # fmt: skip
+        dtype = np.float64 if query.dtype == np.float64 else np.float32
+        q, k, v = (
+            self._heads(x, n, dtype) for x, n in ((query, q_num_heads), (key, kv_num_heads), (value, kv_num_heads))
+        )
+        shared = q_num_heads // kv_num_heads
+        state = np.zeros((len(q), kv_num_heads, k.shape[-1], v.shape[-1])) if past_state is None else past_state
+        state, steps = state.astype(dtype), []
+        for t in range(query.shape[1]):
+            written = v[:, t]
+            if decay is not None:
+                state = state * np.exp(self._heads(decay, kv_num_heads, dtype)[:, t, :, :, None])
+            if beta is not None:
+                written = written - np.einsum("bhk,bhkv->bhv", k[:, t], state)
+                written = written * beta[:, t, :, None].astype(dtype)
+            state = state + np.einsum("bhk,bhv->bhkv", k[:, t], written)
+            steps.append(np.einsum("bhk,bhkv->bhv", q[:, t], state.repeat(shared, axis=1)))
+        y = np.stack(steps, axis=1).reshape(*query.shape[:2], -1) * (scale or q.shape[-1] ** -0.5)
+        return y.astype(query.dtype), state.astype((query if past_state is None else past_state).dtype)
+
+    def _heads(self, x, count, dtype):
+        return x.reshape(*x.shape[:2], count, -1).astype(dtype)
+
+
+EVALUATORS = [LinearAttention]
 
 
 def _random(*shape, seed=0):

@@ -20,6 +20,7 @@ FAMILIES = (
     "spectral",
     "recurrent",
     "attention",
+    "grids",
 )
 
 for _family in FAMILIES:  # importing a family registers its rules

@@ -1,4 +1,4 @@
-"""Attention, as the standard operators that it stands for."""
+"""Attention, and attention with a state, as the standard operators that they stand for."""
 
 from typing import NamedTuple
 
@@ -7,7 +7,7 @@ import onnx_ir as ir
 
 from onward.build import Expr
 from onward.rules.common import cast_like
-from onward.rules.indexing import along, joined, reshaped
+from onward.rules.indexing import along, filled, joined, reshaped
 from onward.rules.registry import rewrite
 
 
@@ -36,14 +36,16 @@ def attention(
     if mask is not None or lengths is not None or left_window_size >= 0:
         blind = op.Equal(op.ReduceMax(bias, [-1], keepdims=1), -np.inf)
     weights = _softmax(op, scores if blind is None else capped + op.Where(blind, 0, bias), softmax_precision)
-    weights = weights if blind is None else op.Where(blind, 0, weights)
     weights = cast_like(op, weights, q)
-
     y = _weighted(op, weights, cast_like(op, v, q))
+    if blind is not None:
+        y = op.Where(blind, 0, y)
     if flat:
         width = _times(op, _size(op, q, 1), _size(op, v, 3))
         y = _reshaped(op, op.Transpose(y, perm=[0, 2, 1, 3]), _size(op, q, 0), _size(op, q, 2), width)
-    return y, k, v, (products, capped, scores, weights)[qk_matmul_output_mode]
+    if qk_matmul_output_mode == 3:
+        return y, k, v, weights if blind is None else op.Where(blind, 0, weights)
+    return y, k, v, (products, capped, scores)[qk_matmul_output_mode]
 
 
 def _softmax(op, scores, precision):
@@ -126,13 +128,7 @@ def _numbered(op, x):
 
 def _products(op, q, k, scale):
     """scale Q K'; the root of the scale goes to either side, against overflow."""
-    width = _size(op, q, 3)
-    if scale is not None:
-        root = float(np.sqrt(scale))
-    elif isinstance(width.dim, int):
-        root = max(width.dim, 1) ** -0.25
-    else:
-        root = op.Reciprocal(op.Sqrt(op.Sqrt(cast_like(op, width.part, q))))
+    root = _power(op, _size(op, q, 3), -0.25, q) if scale is None else float(np.sqrt(scale))
     grouped = _grouped(op, q, k)
     products = op.MatMul(grouped * root, op.Transpose(k * root, perm=[0, 1, 3, 2]))
     if grouped is q:
@@ -196,7 +192,72 @@ def _known(number):
     return _Size(number, [number])
 
 
+def _power(op, size, exponent, like):
+    """A size to the power of a number, in the type of `like`."""
+    if isinstance(size.dim, int):
+        return max(size.dim, 1) ** exponent
+    return op.Pow(cast_like(op, size.part, like), exponent)
+
+
 def _reshaped(op, x, *sizes):
     y = reshaped(op, x, joined(op, *(size.part for size in sizes)))
     y.value.shape = ir.Shape([size.dim for size in sizes])
     return y
+
+
+# ---- attention with a state ------------------------------------------------------------------------------------------
+
+
+@rewrite("LinearAttention")
+def linear_attention(op, q, k, v, past, decay, beta, *, q_num_heads, kv_num_heads, scale):
+    """Step by step: S = exp(decay) S; S = S + K' beta (V - K S), or S + K' V without beta; Y = scale Q S.
+
+    Half precision is computed in float32, as the operator does.
+    """
+    dtype = ir.DataType.FLOAT if q.dtype in (ir.DataType.FLOAT16, ir.DataType.BFLOAT16) else q.dtype
+    wide = [
+        None if x is None else op.Cast(x, to=dtype) if x.dtype != dtype else x for x in (q, k, v, past, decay, beta)
+    ]
+    queries, keys, values, state, decay, beta = wide
+    heads, shared = _known(kv_num_heads), _known(q_num_heads // kv_num_heads)
+    batch, length = _size(op, q, 0), _size(op, q, 1)
+    key_width, width = _over(op, _size(op, k, 2), heads), _over(op, _size(op, v, 2), heads)
+    if state is None:
+        state = filled(op, joined(op, batch.part, heads.part, key_width.part, width.part), 0, queries)
+        state.value.shape = ir.Shape([batch.dim, heads.dim, key_width.dim, width.dim])
+    queries = queries * (scale or _power(op, key_width, -0.5, queries))
+
+    def by_step(x, *sizes):
+        return op.Transpose(_reshaped(op, x, batch, length, *sizes), perm=[1, 0, 2, 3, 4])
+
+    one = _known(1)
+    items = [
+        by_step(queries, heads, shared, key_width),
+        by_step(keys, heads, one, key_width),
+        by_step(values, heads, one, width),
+    ]
+    if decay is not None:  # for a head, or for each element of its keys
+        items.append(by_step(op.Exp(decay), heads, _over(op, _size(op, decay, 2), heads), one))
+    if beta is not None:  # for each head, or for all
+        items.append(by_step(beta, _size(op, beta, 2), one, one))
+
+    def step(op, state, query, key, value, *gates):
+        gates = list(gates)
+        if decay is not None:
+            state = state * gates.pop(0)
+        if beta is not None:
+            value = (value - op.MatMul(key, state)) * gates.pop(0)
+        state = state + op.MatMul(op.Transpose(key, perm=[0, 1, 3, 2]), value)
+        return state, op.MatMul(query, state)
+
+    entries = [_entry("state", state.value.shape, dtype)]
+    entries += [_entry("item", list(item.value.shape)[1:], dtype) for item in items]
+    body = op.subgraph(step, entries, name="step")
+    state, y = op.Scan(state, *items, outputs=2, body=body, num_scan_inputs=len(items))
+    y.value.shape = ir.Shape([length.dim, batch.dim, heads.dim, shared.dim, width.dim])
+    y = _reshaped(op, op.Transpose(y, perm=[1, 0, 2, 3, 4]), batch, length, _times(op, _known(q_num_heads), width))
+    return cast_like(op, y, q), cast_like(op, state, q if past is None else past)
+
+
+def _entry(name, shape, dtype):
+    return ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape(shape))

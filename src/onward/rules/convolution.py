@@ -11,11 +11,12 @@ import numpy as np
 
 from onward.build import Expr
 from onward.errors import UnsupportedError
-from onward.rules.registry import gradient
+from onward.rules.registry import gradient, rewrite
 from onward.shapes import constant_ints
 
 LARGEST_CONSTANT = 64
 """Identity matrices up to this size are written out."""
+END = np.iinfo(np.int64).max
 
 
 @gradient("Conv")
@@ -48,6 +49,30 @@ def conv_transpose(
     dx = op.Conv(image, w, group=group, **slide)
     windows = image if _is_pointwise(window) and padding is None else columns(op, image, kernel, **slide)
     return dx, _weight_gradient(op, windows, x, w, group), _bias_gradient(op, dy, window)
+
+
+@rewrite("CausalConvWithState")
+def causal_conv_with_state(op, x, w, b, past, *, activation):
+    """Each channel by its own kernel, over what was before and what is now; the last of that is the new state."""
+    length, width = op.Shape(x, start=2), op.Shape(w, start=2)
+    if past is None:
+        past = op.CastLike(op.ConstantOfShape(op.Concat(op.Shape(x, end=2), width - 1, axis=0)), x)
+    whole = op.Concat(past, x, axis=2)
+    channels = x.value.shape[1] if x.value.shape is not None else None
+    y = (
+        op.Conv(whole, w, b, group=channels)
+        if isinstance(channels, int)
+        else _by_channel(op, whole, w, b, length, width)
+    )
+    return (y if activation == "none" else y * op.Sigmoid(y)), op.Slice(whole, length, [END], [2])
+
+
+def _by_channel(op, x, w, b, length, width):
+    """Where it is not known how many channels there are: the windows, times the kernels."""
+    first, place = (op.Range(np.int64(0), op.Squeeze(n, [0]), np.int64(1)) for n in (length, width))
+    windows = op.Gather(x, op.Unsqueeze(first, [1]) + place, axis=2)
+    y = op.Squeeze(op.MatMul(windows, op.Transpose(w, perm=[0, 2, 1])), [3])
+    return y if b is None else y + op.Unsqueeze(b, [1])
 
 
 def _bias_gradient(op, dy, window):

@@ -14,10 +14,17 @@ from onward.shapes import dims
 @gradient("Softmax")
 def softmax(op, dy, x, *, y, axis):
     """dX = Y (dY - sum(dY Y)). Where the graph looks for rows that are masked altogether, and so NaN, these get 0."""
-    if any(user.op_type == "IsNaN" for user in y.value.consumers()):
+    if _is_guarded(y.value):
         y = op.Where(op.IsNaN(y), 0, y)
     weighted = dy * y
     return weighted - y * op.ReduceSum(weighted, [axis], keepdims=1)
+
+
+def _is_guarded(y):
+    """Whether a softmax, as it is or cast, is asked for NaN, or goes through a choice that may leave NaN out."""
+    users = list(y.consumers())
+    users += [user for cast in users if cast.op_type == "Cast" for user in cast.outputs[0].consumers()]
+    return any(user.op_type in ("IsNaN", "Where") for user in users)
 
 
 @gradient("LogSoftmax")
