@@ -137,6 +137,17 @@ class Erf(OpRun):
         return (np.vectorize(math.erf, otypes=[x.dtype])(x),)
 
 
+class Gelu(OpRun):
+    """The stock one multiplies by constants in float32."""
+
+    op_domain = ""
+
+    def _run(self, x, approximate=None):
+        if approximate == "tanh":
+            return (0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),)
+        return (0.5 * x * (1 + np.vectorize(math.erf, otypes=[x.dtype])(x * math.sqrt(0.5))),)
+
+
 class Scan(op_scan.Scan):
     """With axes and directions, which the stock one lacks."""
 
@@ -186,4 +197,56 @@ class Loop(op_loop.Loop):
         return (*carried, *(np.stack(stack) if stack else np.zeros((0,)) for stack in stacks))
 
 
-OPERATORS = [Loop, Scan, Erf, GlobalLpPool, GlobalMaxPool, AveragePool, ConvTranspose, LpPool, MaxPool]
+class SequenceMap(OpRun):
+    """With values of the graph around the body, any number of sequences, and empty ones; the stock one lacks these."""
+
+    op_domain = ""
+
+    def need_context(self):
+        return True
+
+    def _run(self, *inputs, body=None, context=None, attributes=None):
+        results = [[] for _ in body.output_names]
+        for i in range(len(inputs[0])):
+            items = [value[i] if isinstance(value, list) else value for value in inputs]
+            feeds = {**context, **dict(zip(body.input_names, items, strict=True))}
+            for result, item in zip(results, body.run(None, feeds, attributes=attributes or {}), strict=True):
+                result.append(item)
+        return tuple(results)
+
+
+class SequenceInsert(OpRun):
+    """The stock one inserts at the front where the position is the end."""
+
+    op_domain = ""
+
+    def _run(self, sequence, tensor, position=None):
+        result = list(sequence)
+        result.insert(len(result) if position is None else int(position), tensor)
+        return (result,)
+
+
+class Optional(OpRun):
+    """The stock one makes a sequence of it."""
+
+    op_domain = ""
+
+    def _run(self, x=None, type=None):
+        return (x,)
+
+
+OPERATORS = [
+    Loop,
+    Scan,
+    SequenceMap,
+    SequenceInsert,
+    Optional,
+    Erf,
+    Gelu,
+    GlobalLpPool,
+    GlobalMaxPool,
+    AveragePool,
+    ConvTranspose,
+    LpPool,
+    MaxPool,
+]

@@ -29,7 +29,7 @@ DOMAIN_VERSION = 1
 
 @contextlib.contextmanager
 def uncollected() -> Iterator[None]:
-    """Do not look for garbage meanwhile: of the many objects that make a graph few go, and looking takes as long again."""
+    """Do not look for garbage meanwhile: of the objects that make a graph few go, and looking takes as long again."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -253,7 +253,8 @@ class Builder:
     def filled_like(self, value: ir.Value, number: float) -> Expr:
         """A tensor of the type and shape of `value` with every element equal to `number`.
 
-        For a sequence, one of such tensors; for an Optional, the same for what it holds, and something empty for none.
+        For a sequence, one of such tensors; for an Optional, the same for what it holds, or what it could hold if it is
+        empty: the smallest tensor of its shape.
         """
         assert value.dtype is not None, value.name
         if is_optional(value):
@@ -270,8 +271,8 @@ class Builder:
         def empty(op: Builder) -> Expr:
             if is_sequence(value):
                 return op.SequenceEmpty(dtype=value.dtype).like(value)
-            rank = 1 if value.shape is None else value.shape.rank()
-            return op.filled_like(op.constant(np.zeros([0] * rank), value.dtype).value, number)
+            shape = [0] if value.shape is None else [n if isinstance(n, int) else 0 for n in value.shape]
+            return op.filled_like(op.constant(np.zeros(shape), value.dtype).value, number)
 
         has_element = self.OptionalHasElement(value)
         return self.If(has_element, then_branch=self.subgraph(filled), else_branch=self.subgraph(empty)).like(value)

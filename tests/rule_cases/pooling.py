@@ -1,8 +1,39 @@
 """Pools and resizing: what the standard's node tests leave out."""
 
+import itertools
+
 import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
+from onnx.reference.op_run import OpRun
+
+
+class MaxRoiPool(OpRun):
+    """As ONNX Runtime computes it; the reference has none."""
+
+    op_domain = ""
+
+    def _run(self, x, rois, pooled_shape=None, spatial_scale=None):
+        y = np.zeros((len(rois), x.shape[1], *pooled_shape), x.dtype)
+        for r, (image, *corners) in enumerate(rois.astype(np.float32)):
+            ends = np.array(corners, np.float32)[[1, 0, 3, 2]] * np.float32(spatial_scale)
+            ends = np.trunc(ends + np.copysign(np.float32(0.5), ends)).reshape(2, 2)
+            size = np.maximum(ends[1] - ends[0] + 1, np.float32(1)) / np.array(pooled_shape, np.float32)
+            for bin_ in itertools.product(*map(range, pooled_shape)):
+                begin = np.floor(np.array(bin_, np.float32) * size) + ends[0]
+                end = np.ceil((np.array(bin_, np.float32) + 1) * size) + ends[0]
+                (top, left), (bottom, right) = (np.clip(p, 0, x.shape[2:]).astype(int) for p in (begin, end))
+                if top < bottom and left < right:
+                    y[(r, slice(None), *bin_)] = x[int(image), :, top:bottom, left:right].max((1, 2))
+        return (y,)
+
+
+EVALUATORS = [MaxRoiPool]
+
+_ROIS = np.array(
+    [[1, 0.4, 1.2, 5.3, 6], [0, 2, 2, 2, 2], [1, -3, -2.5, 8, 4], [0, 5, 3, 1, 1], [0, 20, 20, 25, 25]], np.float32
+)
+"""Small and large ones, one that hangs over, one whose ends are swapped, one that lies outside."""
 
 
 def _case(operator, x, output, opset=18, constants=None, scale=1, **attributes):
@@ -71,6 +102,12 @@ CASES: dict[str, tuple[onnx.ModelProto, dict[str, np.ndarray]]] = {
         "LpPool", (1, 2, 5, 5), (1, 2, 3, 3), p=3, kernel_shape=[3, 3], strides=[2, 2], pads=[1, 1, 1, 1],
     ),
     "lp_pool_ceil": _case("LpPool", (1, 2, 6), (1, 2, 3), p=2, kernel_shape=[3], strides=[2], ceil_mode=1),
+    "max_roi_pool": _case(
+        "MaxRoiPool", (2, 3, 7, 6), (5, 3, 2, 3), constants={"rois": _ROIS}, pooled_shape=[2, 3], spatial_scale=1.0
+    ),
+    "max_roi_pool_scaled": _case(
+        "MaxRoiPool", (2, 3, 7, 6), (5, 3, 3, 2), constants={"rois": _ROIS}, pooled_shape=[3, 2], spatial_scale=0.75
+    ),
     "max_unpool": _case(
         "MaxUnpool", (1, 2, 2, 2), (1, 2, 4, 4), constants={"I": _PLACES}, kernel_shape=[2, 2], strides=[2, 2]
     ),

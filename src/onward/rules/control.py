@@ -139,6 +139,7 @@ def loop(op, dys, trip_count, cond, *inputs, node, body, active, pull_back):
         [_declared(number, body.inputs[0]), *(states[i] for i in tensors)],
     )
     trips = op.Squeeze(op.Shape(numbers, start=0, end=1), [0])
+    trips.value.shape = ir.Shape([])  # so that what is read at an iteration's number has a shape
 
     def step(inner, done, go_on, *carried):
         current = inner(trips.value) - 1 - done

@@ -104,10 +104,14 @@ def seeds_of(op, outputs, dys):
     return seeds
 
 
+def is_random(node):
+    drops = node.op_type == "Dropout" and len(node.inputs) > 2 and node.inputs[2] is not None
+    return node.op_type in _RANDOM or drops
+
+
 def refuse_random(node):
     for inner in (inner for graph in nested_graphs(node) for inner in graph.all_nodes()):
-        drops = inner.op_type == "Dropout" and len(inner.inputs) > 2 and inner.inputs[2] is not None
-        if inner.op_type in _RANDOM or drops:
+        if is_random(inner):
             raise UnsupportedError(
                 f"`{inner.op_type}` (node `{inner.name}`) inside `{node.op_type}` (node `{node.name}`) draws random "
                 "numbers: its gradient, which computes the nested graph again, would draw others",

@@ -4,6 +4,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onward.build import Expr
+from onward.rules.common import largest
 from onward.rules.convolution import known_product, reshape, reshape_like, size_of, sliding, spatial, spread
 from onward.rules.registry import gradient
 
@@ -49,6 +50,55 @@ def _scattered(op, dy, places, x):
     zeros = op.Expand(op.scalar(0, dy), size)
     flat = op.ScatterElements(zeros, op.Reshape(places, [-1]), op.Reshape(dy, [-1]), axis=0, reduction="add")
     return reshape_like(op, op.Cast(flat, to=x.dtype) if narrow else flat, x)
+
+
+@gradient("MaxRoiPool")
+def max_roi_pool(op, dy, x, rois, *, pooled_shape, spatial_scale):
+    """dX = dY at the place of each maximum, the first one in a bin that has several. An empty bin has none."""
+    rois, pixels = (op.Cast(value, to=FLOAT) if value.dtype in HALVES else value for value in (rois, x))
+    images = op.Cast(op.Gather(rois, [0], axis=1), to=INT64)
+    rows, columns = (
+        _in_bins(op, x, rois, axis, bins, spatial_scale) for axis, bins in zip((2, 3), pooled_shape, strict=True)
+    )
+    pixels = op.Gather(pixels, op.Squeeze(images, [1]), axis=0)
+    # First the largest pixel of each row in each column of bins, then the largest of these in each bin.
+    in_rows = op.Where(op.Unsqueeze(columns, [1, 3]), op.Unsqueeze(pixels, [2]), -largest(pixels))
+    across, most = op.ArgMax(in_rows, axis=-1, keepdims=0), op.ReduceMax(in_rows, [-1], keepdims=0)
+    in_bins = op.Where(op.Unsqueeze(rows, [1, 3]), op.Unsqueeze(most, [2]), -largest(pixels))
+    down = op.ArgMax(in_bins, axis=-1)
+    across = op.GatherElements(op.Expand(op.Unsqueeze(across, [2]), op.Shape(in_bins)), down, axis=-1)
+    channels, height, width = (op.Shape(x, start=axis, end=axis + 1) for axis in (1, 2, 3))
+    planes = images * channels + op.Range(np.int64(0), op.Squeeze(channels, [0]), np.int64(1))
+    places = op.Unsqueeze(planes * height, [2, 3]) + op.Squeeze(down, [-1])
+    places = places * width + op.Squeeze(across, [-1])
+    some = op.And(op.Unsqueeze(_any(op, rows), [1, 3]), op.Unsqueeze(_any(op, columns), [1, 2]))
+    return _scattered(op, op.Where(some, dy, 0), places, x)
+
+
+def _in_bins(op, x, rois, axis, bins, scale):
+    """Per region, bin and position along the axis of the image: whether the position is in the bin.
+
+    Computed in float32, as runtimes do: with rounding errors a bin may reach one position further.
+    """
+    rois = op.Cast(rois, to=FLOAT)
+    first, last = (_rounded(op, op.Gather(rois, [4 - axis + side], axis=1) * scale) for side in (0, 2))
+    size = op.Max(last - first + 1, np.float32(1)) / bins
+    numbers = np.arange(bins, dtype=np.float32)
+    begin = op.Unsqueeze(op.Floor(op.constant(numbers) * size) + first, [2])
+    end = op.Unsqueeze(op.Ceil(op.constant(numbers + 1) * size) + first, [2])
+    positions = op.Range(np.int64(0), op.Squeeze(op.Shape(x, start=axis, end=axis + 1), [0]), np.int64(1))
+    positions = op.Cast(positions, to=FLOAT)
+    return op.And(positions >= begin, positions < end)
+
+
+def _rounded(op, x):
+    """To the nearest integer, halves away from zero."""
+    return op.Sign(x) * op.Floor(op.Abs(x) + 0.5)
+
+
+def _any(op, truths):
+    """Whether one along the last axis is true."""
+    return op.Cast(op.ReduceMax(op.Cast(truths, to=FLOAT), [-1], keepdims=0), to=ir.DataType.BOOL)
 
 
 @gradient("MaxUnpool")

@@ -20,7 +20,9 @@ A rule gets a builder, the gradient of the output, and the inputs in the order o
 that a node leaves out are None. By keyword it may ask for the output `y` and for attributes, which come with the
 schema's defaults. Of an operator with several outputs it asks for `dys` and `ys`, where an output that nothing depends
 on has the gradient None. It returns one gradient per input, None where there is none; what is left out at the end
-counts as None. A rewrite gets a builder and the inputs, and returns the outputs; what it is made of has rules.
+counts as None. Where only a small part of an input has one, it may return a function instead, from the gradient so far
+(None at first) to the sum. A rewrite gets a builder and the inputs, and returns the outputs; what it is made of has
+rules.
 
 What a rule need not think about: which inputs need a gradient (what nobody asks for is removed afterwards),
 broadcasting (`broadcasts=True`, or the positions of inputs), the type of the result, accumulation, and names.
