@@ -145,3 +145,105 @@ def test_no_dimension_known(name):
 @pytest.mark.parametrize("name", CASES)
 def test_onnxruntime(name):
     check_on_onnxruntime(*CASES[name])
+
+
+@pytest.mark.needs("torch")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["append_to_list", "go_through_parts", "read_list", "TakeApart"])
+def test_torch_export(name):
+    import torch
+
+    import torch_sequences
+
+    inputs = {"x": f32(5, 2, 3), "h": f32(2, 3, seed=1), "w": f32(3, 3, seed=2)}
+    tensors = {key: torch.tensor(value, requires_grad=True) for key, value in inputs.items()}
+    function = getattr(torch_sequences, name)
+    if name == "TakeApart":
+        function = function()
+        proto = torch_sequences.exported_as_it_is(function, tensors)
+        assert "SplitToSequence" in {node.op_type for node in proto.graph.node}
+    else:
+        proto = onnx.load_from_string(torch_sequences.exported(function, tensors))
+    y = function(*tensors.values())
+    dy = f32(*y.shape, seed=9)
+    model = vjp(proto, "y", list(inputs)).to_proto()
+    for grad, wanted in zip(
+        on_onnxruntime(model, {**inputs, "dy": dy}),
+        torch.autograd.grad(y, list(tensors.values()), torch.tensor(dy)),
+        strict=True,
+    ):
+        np.testing.assert_allclose(grad, wanted, rtol=1e-4, atol=1e-5)
+    if name == "TakeApart":
+        assert not [node.op_type for node in model.graph.node if "Sequence" in node.op_type]
+
+
+def test_appending_computes_nothing_again():
+    """The way back through a Loop that only appends holds no Loop of its own."""
+    proto, _ = CASES["list"]
+    model = vjp(proto, "y", ["x", "w"])
+    assert [node.op_type for node in model.graph.all_nodes()].count("Loop") == 2
+
+
+@pytest.mark.parametrize("call", [gradient, vjp])
+def test_sequences_are_inputs_and_results(call):
+    """A gradient has the type of what it belongs to; `gradient` weights all elements of all tensors with 1."""
+    proto = parsed("""g (seq(float[n]) s, float[2] x) => (seq(float[n]) y) {
+      y = SequenceMap <body = b (float[n] a) => (float[n] d) { d = Mul(a, a) }> (s)
+    }""")
+    model = call(proto, "y", ["s", "x"]).to_proto()
+    onnx.checker.check_model(model, full_check=True)
+    s, x = [f32(2), f32(3, seed=1)], f32(2)
+    ones = [np.ones_like(a) for a in s]
+    *_, ds, dx = on_onnxruntime(model, {"s": s, "x": x} | ({"dy": ones} if call is vjp else {}))
+    for a, da in zip(s, ds, strict=True):
+        np.testing.assert_allclose(da, 2 * a)
+    np.testing.assert_array_equal(dx, np.zeros(2))
+
+
+@pytest.mark.parametrize("o", [None, f32(2)], ids=["nothing", "something"])
+def test_optional_input(o):
+    """The gradient of an Optional is an Optional; that of nothing is nothing."""
+    x, dy = f32(2, seed=1), f32(2, seed=2)
+    do, dx = on_onnxruntime(vjp(MAYBE, "y", ["o", "x"]).to_proto(), {"o": o, "x": x, "dy": dy})
+    if o is None:
+        assert do is None
+        np.testing.assert_allclose(dx, dy * (2 * x + 1), rtol=1e-6)
+    else:
+        np.testing.assert_allclose(do, dy * (x + 2 * o), rtol=1e-6)
+        np.testing.assert_allclose(dx, dy * o, rtol=1e-6)
+
+
+def test_empty_sequence():
+    """Nothing depends on what is done with each element of an empty sequence."""
+    proto = parsed("""g (seq(float[2]) s, float[2] w) => (seq(float[2]) y) {
+      t = SequenceErase(s)
+      y = SequenceMap <body = b (float[2] a) => (float[2] d) { d = Mul(a, w) }> (t)
+    }""")
+    y, (ds,), dw = on_onnxruntime(gradient(proto, "y", ["s", "w"]).to_proto(), {"s": [f32(2)], "w": f32(2)})
+    assert y == []
+    np.testing.assert_array_equal([ds, dw], np.zeros((2, 2)))
+
+
+SCAN = parsed("""
+g (seq(float[2]) s, float[3,2] xs, float[2] h0) => (float[2] y) {
+  zero = Constant <value_int = 0> ()
+  y = Scan <num_scan_inputs = 1, body = b (float[2] h, float[2] x) => (float[2] next) {
+    a = SequenceAt(s, zero)
+    m = Mul(a, x)
+    next = Add(m, h)
+  }> (h0, xs)
+}""")
+
+WHOLE = parsed("""
+g (seq(float[2]) s, seq(float[2]) t) => (seq(float[2]) y) {
+  zero = Constant <value_int = 0> ()
+  y = SequenceMap <body = b (float[2] a) => (float[2] d) { e = SequenceAt(t, zero)  d = Mul(a, e) }> (s)
+}""")
+
+
+@pytest.mark.parametrize(("proto", "xs"), [(SCAN, ["s"]), (WHOLE, ["t"])], ids=["Scan", "SequenceMap"])
+def test_refused(proto, xs):
+    """Gradients of sequences that a body reads as a whole, where the operator could not carry them."""
+    with pytest.raises(UnsupportedError, match="reads the sequence") as caught:
+        vjp(proto, "y", xs)
+    assert "Loop" in caught.value.hint

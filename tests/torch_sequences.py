@@ -1,0 +1,50 @@
+"""Functions of (x, h, w) that PyTorch exports with sequences: lists in loops, tensors in parts."""
+
+import io
+
+import torch
+
+
+@torch.jit.script
+def append_to_list(x, h, w):
+    states = []
+    for i in range(x.size(0)):
+        h = torch.tanh(x[i] @ w + h)
+        states.append(h)
+    return torch.stack(states)
+
+
+@torch.jit.script
+def go_through_parts(x, h, w):
+    for i, part in enumerate(torch.split(x, 2, dim=0)):
+        h = torch.tanh(part.sum(0) @ w) * (i + 1) + h
+    return h
+
+
+@torch.jit.script
+def read_list(x, h, w):
+    states = [h, x[0]]
+    for i in range(x.size(0)):
+        states.append(torch.tanh(states[-1] @ w) + states[i] * x[i])
+    return torch.cat(states, 0)
+
+
+class TakeApart(torch.nn.Module):
+    def forward(self, x, h, w):
+        first, second = torch.split(x, [1, 4], dim=0)
+        a, b, c = (h @ w).unbind(1)
+        return torch.sin(first).sum(0) @ w * second[1] + torch.stack([c, a * b, a], 1)
+
+
+def exported(function, inputs):
+    """The model of a function, with a first dimension of x that is not known."""
+    file = io.BytesIO()
+    names = {"input_names": list(inputs), "output_names": ["y"], "dynamic_axes": {"x": [0]}}
+    torch.onnx.export(function, tuple(inputs.values()), file, dynamo=False, opset_version=18, **names)
+    return file.getvalue()
+
+
+def exported_as_it_is(module, inputs):
+    """By the other exporter, which writes SplitToSequence and SequenceAt and would otherwise remove them again."""
+    options = {"dynamo": True, "optimize": False, "opset_version": 18, "verbose": False}
+    return torch.onnx.export(module, tuple(inputs.values()), output_names=["y"], **options).model_proto
