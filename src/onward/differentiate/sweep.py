@@ -6,7 +6,7 @@ otherwise repeat is here: what is needed, summing over broadcast axes, types, sh
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 
 import numpy as np
 import onnx_ir as ir
@@ -40,8 +40,18 @@ def pull_back(
             continue
         for value, dx in _derivatives(op.scoped(f"grad/{node.name or node.op_type}"), node, dys, active):
             if value in active:
-                found[value] = found[value] + dx if value in found else dx
+                found[value] = _accumulated(found.get(value), dx)
     return {value: found[value] for value in wanted if value in found}
+
+
+Contribution = Expr | Callable[[Expr | None], Expr]
+"""What is to be added to a derivative; or a function of the derivative so far, if any, that gives the sum."""
+
+
+def _accumulated(total: Expr | None, dx: Contribution) -> Expr:
+    if not isinstance(dx, Expr):
+        return dx(total)
+    return dx if total is None else total + dx
 
 
 def _depends_on(nodes: Iterable[ir.Node], values: Iterable[ir.Value]) -> set[ir.Value]:
@@ -67,7 +77,7 @@ def _may_be_float(value: ir.Value) -> bool:
 
 def _derivatives(
     op: Builder, node: ir.Node, dys: list[Expr | None], active: Container[ir.Value]
-) -> list[tuple[ir.Value, Expr]]:
+) -> list[tuple[ir.Value, Contribution]]:
     """What one node contributes to the derivatives of its inputs, and of what graphs nested in it read."""
     rule = lookup(node)
     if isinstance(rule, NoGradient):
@@ -85,7 +95,7 @@ def _derivatives(
 
 def _call(
     op: Builder, rule: Rule, node: ir.Node, dys: list[Expr | None], active: Container[ir.Value]
-) -> Sequence[Expr | None] | dict[ir.Value, Expr]:
+) -> Sequence[Contribution | None] | dict[ir.Value, Expr]:
     """The derivatives by input; by value, where a rule of an operator with nested graphs gives them so.
 
     Such a rule may ask for `active`, the values that need a derivative, and for `pull_back`, to go through its graphs.
@@ -101,7 +111,14 @@ def _call(
 # ---- the shape and type of a derivative ------------------------------------------------------------------------------
 
 
-def _fitted(op: Builder, dx: Expr, value: ir.Value, broadcasts: bool) -> Expr:
+def _fitted(op: Builder, dx: Contribution, value: ir.Value, broadcasts: bool) -> Contribution:
+    if isinstance(dx, Expr):
+        return _fitted_to(op, dx, value, broadcasts)
+    added_to = dx
+    return lambda total: added_to(total).like(value)
+
+
+def _fitted_to(op: Builder, dx: Expr, value: ir.Value, broadcasts: bool) -> Expr:
     """A derivative with the type and the shape of its value; that of a quantized value stays a float."""
     if value.dtype is not None and value.dtype not in _FLOATS:
         return dx

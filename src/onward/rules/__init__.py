@@ -16,6 +16,7 @@ FAMILIES = (
     "loss",
     "quantization",
     "control",
+    "sequence",
     "sampling",
     "spectral",
     "recurrent",
