@@ -22,6 +22,8 @@ FAMILIES = (
     "recurrent",
     "attention",
     "grids",
+    "microsoft",
+    "classical",
 )
 
 for _family in FAMILIES:  # importing a family registers its rules

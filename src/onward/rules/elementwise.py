@@ -35,17 +35,6 @@ no_gradient(
     "it works on text or encoded data",
     "ImageDecoder", "RegexFullMatch", "StringConcat", "StringNormalizer", "StringSplit", "TfIdfVectorizer",
 )  # fmt: skip
-no_gradient("the result is piecewise constant", "Binarizer", domain="ai.onnx.ml")
-no_gradient(
-    "the result is piecewise constant, and the leaves are attributes",
-    "TreeEnsemble", "TreeEnsembleClassifier", "TreeEnsembleRegressor",
-    domain="ai.onnx.ml",
-)  # fmt: skip
-no_gradient(
-    "it works on labels, categories or maps",
-    "CastMap", "CategoryMapper", "DictVectorizer", "LabelEncoder", "OneHotEncoder", "ZipMap",
-    domain="ai.onnx.ml",
-)  # fmt: skip
 
 # ---- y = f(x) --------------------------------------------------------------------------------------------------------
 

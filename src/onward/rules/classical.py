@@ -1,0 +1,237 @@
+"""Classical machine learning, `ai.onnx.ml`, as standard operators. The weights are attributes, and so have no gradient.
+
+Results are float32, in which these operators compute whatever type their input has.
+"""
+
+import functools
+import math
+
+import numpy as np
+import onnx_ir as ir
+
+from onward.errors import UnsupportedError
+from onward.rules import registry
+
+DOMAIN = "ai.onnx.ml"
+FLOAT = ir.DataType.FLOAT
+
+rewrite = functools.partial(registry.rewrite, domain=DOMAIN)
+no_gradient = functools.partial(registry.no_gradient, domain=DOMAIN)
+
+
+@rewrite("Scaler")
+def scaler(op, x, *, offset, scale):
+    """Y = (X - offset) scale; of either there may be one for all features."""
+    x = op.Cast(x, to=FLOAT)
+    x = x - _vector(offset) if offset else x
+    return x * _vector(scale) if scale else x
+
+
+@rewrite("Normalizer")
+def normalizer(op, x, *, norm="MAX"):
+    """Each row over its norm; a row of zeros stays as it is. The norm MAX is the largest element, without Abs."""
+    x = op.Cast(x, to=FLOAT)
+    norms = {"L1": op.ReduceL1, "L2": op.ReduceL2, "MAX": op.ReduceMax}
+    size = norms[norm](x, [-1], keepdims=1)
+    return x / op.Where(op.Equal(size, 0), 1, size)
+
+
+@rewrite("LinearRegressor")
+def linear_regressor(op, x, *, coefficients, intercepts, targets=1, post_transform="NONE"):
+    y = _rows(op, x) @ _matrix(coefficients, targets)
+    return _transformed(op, y + _vector(intercepts) if intercepts else y, post_transform)
+
+
+@rewrite("LinearClassifier")
+def linear_classifier(
+    op, x, *, coefficients, intercepts, classlabels_ints, classlabels_strings, post_transform="NONE", node,
+):  # fmt: skip
+    """The scores of the classes, and the label of the highest; two classes may share a score, which is the second's."""
+    labels = classlabels_ints or classlabels_strings or ()
+    scores = _rows(op, x) @ _matrix(coefficients, len(intercepts or labels))
+    scores = scores + _vector(intercepts) if intercepts else scores
+    if intercepts and len(intercepts) == 1:
+        winner = op.Cast(op.Squeeze(scores, [1]) > 0, to=ir.DataType.INT64)
+        return _label(op, winner, labels), _of_two(op, scores, post_transform, node, first=1 - scores)
+    return _label(op, op.ArgMax(scores, axis=1, keepdims=0), labels), _transformed(op, scores, post_transform)
+
+
+@rewrite("SVMRegressor")
+def svm_regressor(
+    op, x, *, coefficients, rho, support_vectors, n_supports=0, kernel_type="LINEAR", kernel_params, one_class=0,
+    post_transform="NONE",
+):  # fmt: skip
+    x = _rows(op, x)
+    if n_supports:
+        x = _kernel(op, x, _matrix(support_vectors, n_supports), kernel_type, kernel_params)
+    y = x @ _matrix(coefficients, 1) + rho[0]
+    if one_class:
+        return op.Where(y > 0, 1, op.scalar(-1, y))
+    return _transformed(op, y, post_transform)
+
+
+@rewrite("SVMClassifier")
+def svm_classifier(
+    op, x, *, coefficients, rho, support_vectors, vectors_per_class, prob_a, kernel_type="LINEAR", kernel_params,
+    classlabels_ints, classlabels_strings, post_transform="NONE", node,
+):  # fmt: skip
+    """A score for each pair of classes, of which one wins; or for each class, where there are no support vectors."""
+    if prob_a:
+        raise UnsupportedError(
+            f"no gradient of `SVMClassifier` (node `{node.name}`) with probabilities, which an iteration finds",
+            hint="save the classifier without `prob_a` and `prob_b`: its scores can be differentiated",
+        )
+    x, labels = _rows(op, x), classlabels_ints or classlabels_strings
+    if not vectors_per_class:
+        scores = x @ _matrix(coefficients, len(labels)) + rho[0]
+        return _label(op, op.ArgMax(scores, axis=1, keepdims=0), labels), _transformed(op, scores, post_transform)
+    kernels = _kernel(op, x, _matrix(support_vectors, sum(vectors_per_class)), kernel_type, kernel_params)
+    scores = kernels @ _pairs(coefficients, vectors_per_class) + _vector(rho)
+    label = _label(op, op.ArgMax(_votes(op, scores, len(labels)), axis=1, keepdims=0), labels)
+    if len(labels) == 2:
+        return label, _of_two(
+            op, scores, post_transform, node, first=-scores if post_transform == "NONE" else 1 - scores
+        )
+    return label, _transformed(op, scores, post_transform)
+
+
+@rewrite("Imputer")
+def imputer(
+    op, x, *, imputed_value_floats, imputed_value_int64s, replaced_value_float=0.0, replaced_value_int64=0,
+):  # fmt: skip
+    """What is missing gets a value of its feature, or one for all."""
+    if not imputed_value_floats:
+        return op.Where(op.Equal(x, np.int64(replaced_value_int64)), np.array(imputed_value_int64s, np.int64), x)
+    missing = op.IsNaN(x) if math.isnan(replaced_value_float) else op.Equal(x, replaced_value_float)
+    return op.Where(missing, op.CastLike(_vector(imputed_value_floats), x), x)
+
+
+@rewrite("FeatureVectorizer")
+def feature_vectorizer(op, *inputs, inputdimensions):
+    """Features side by side, each input cut or filled up to its width."""
+    parts = [op.Reshape(op.Cast(x, to=FLOAT), op.Concat(op.Shape(x, end=1), [-1], axis=0)) for x in inputs]
+    wide = [op.Pad(part, [0, width], None, [1]) for part, width in zip(parts, inputdimensions, strict=True)]
+    return op.Concat(*(op.Slice(w, [0], [n], [1]) for w, n in zip(wide, inputdimensions, strict=True)), axis=1)
+
+
+@rewrite("ArrayFeatureExtractor")
+def array_feature_extractor(op, x, places):
+    """Some features, by their places."""
+    y = op.Gather(x, op.Reshape(places, [-1]), axis=-1)
+    return op.Unsqueeze(y, [0]) if x.value.shape is not None and x.value.shape.rank() == 1 else y
+
+
+no_gradient("the result is a truth value", "Binarizer")
+no_gradient(
+    "the result is a label, or is looked up by one", "CastMap", "CategoryMapper", "DictVectorizer", "LabelEncoder",
+    "OneHotEncoder", "ZipMap",
+)  # fmt: skip
+no_gradient(
+    "trees are piecewise constant: their derivative is zero wherever there is one", "TreeEnsemble",
+    "TreeEnsembleClassifier", "TreeEnsembleRegressor",
+)  # fmt: skip
+
+
+# ---- weights ---------------------------------------------------------------------------------------------------------
+
+
+def _vector(numbers):
+    return np.array(numbers, np.float32)
+
+
+def _matrix(numbers, rows):
+    """The transpose of numbers that are given row by row."""
+    return np.ascontiguousarray(_vector(numbers).reshape(rows, -1).T)
+
+
+def _pairs(coefficients, counts):
+    """The weights [vector, pair] of kernels in the scores of pairs of classes; vectors stand class by class."""
+    rows = _vector(coefficients).reshape(len(counts) - 1, -1)
+    starts = np.concatenate([[0], np.cumsum(counts)])
+    columns = []
+    for i in range(len(counts)):
+        for j in range(i + 1, len(counts)):
+            column = np.zeros(starts[-1], np.float32)
+            column[starts[i] : starts[i + 1]] = rows[j - 1, starts[i] : starts[i + 1]]
+            column[starts[j] : starts[j + 1]] = rows[i, starts[j] : starts[j + 1]]
+            columns.append(column)
+    return np.stack(columns, axis=1)
+
+
+def _kernel(op, x, vectors, kind, parameters):
+    """How similar each row of X is to each support vector, of which `vectors` has one in each column."""
+    gamma, offset, degree = parameters or (0.0, 0.0, 0.0)
+    if kind == "RBF":
+        squares = op.ReduceSumSquare(x, [1], keepdims=1) + np.square(vectors).sum(axis=0)
+        return op.Exp((squares - (x @ vectors) * 2) * -gamma)
+    products = x @ vectors
+    if kind == "LINEAR":
+        return products
+    products = products * gamma + offset
+    return op.Tanh(products) if kind == "SIGMOID" else products**degree
+
+
+def _votes(op, scores, classes):
+    """How many of its pairs each class wins: the first of a pair by a positive score."""
+    pairs = [(i, j) for i in range(classes) for j in range(i + 1, classes)]
+    first, second = (np.eye(classes, dtype=np.float32)[[pair[k] for pair in pairs]] for k in (0, 1))
+    wins = op.Cast(scores > 0, to=FLOAT)
+    return wins @ first + (1 - wins) @ second
+
+
+# ---- scores ----------------------------------------------------------------------------------------------------------
+
+
+def _rows(op, x):
+    """Examples in rows; one example may come as a vector."""
+    x = op.Cast(x, to=FLOAT)
+    return op.Unsqueeze(x, [0]) if x.value.shape is not None and x.value.shape.rank() == 1 else x
+
+
+def _label(op, winner, labels):
+    """The labels of the classes that won."""
+    if not labels:
+        return winner
+    kind = "value_strings" if isinstance(labels[0], str | bytes) else "value_ints"
+    return op.Gather(op.Constant(**{kind: list(labels)}), winner)
+
+
+def _of_two(op, score, post_transform, node, first):
+    """The scores of two classes from one of them."""
+    if post_transform == "PROBIT":
+        raise UnsupportedError(
+            f"no gradient of `{node.op_type}` (node `{node.name}`) with PROBIT of two classes, which runtimes compute "
+            "in different ways",
+            hint="save the classifier with the scores of both classes",
+        )
+    if post_transform == "LOGISTIC":
+        return op.Concat(op.Sigmoid(-score), op.Sigmoid(score), axis=1)
+    return op.Concat(first, score, axis=1)
+
+
+def _transformed(op, scores, how):
+    if how == "SOFTMAX":
+        return op.Softmax(scores, axis=-1)
+    if how == "LOGISTIC":
+        return op.Sigmoid(scores)
+    if how == "SOFTMAX_ZERO":
+        return _softmax_zero(op, scores)
+    return _probit(op, scores) if how == "PROBIT" else scores
+
+
+def _softmax_zero(op, scores):
+    """Softmax in which a score of zero has no share."""
+    highest = op.ReduceMax(scores, [-1], keepdims=1)
+    shares = op.Where(op.Abs(scores) > 1e-7, op.Exp(scores - highest), scores * op.Exp(-highest))
+    return shares / op.ReduceSum(shares, [-1], keepdims=1)
+
+
+def _probit(op, p):
+    """The quantile of the normal distribution, by the inverse of Erf that Winitzki has approximated."""
+    x = p * 2 - 1
+    log = op.Log((1 - x) * (1 + x))
+    middle = log * 0.5 + 2 / (math.pi * _WINITZKI)
+    return op.Sign(x) * op.Sqrt(op.Sqrt(middle * middle - log / _WINITZKI) - middle) * math.sqrt(2)
+
+
+_WINITZKI = 0.147

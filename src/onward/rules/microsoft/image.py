@@ -1,0 +1,107 @@
+"""Convolutions together with what comes after them, in ONNX Runtime's layouts; crops of images."""
+
+import numpy as np
+
+from onward.rules.microsoft.activation import activated
+from onward.rules.microsoft.domain import as_length, counted, kept, rank, refuse, rewrite
+
+_CONV = ("auto_pad", "dilations", "group", "kernel_shape", "pads", "strides")
+
+
+@rewrite("FusedConv")
+def fused_conv(op, x, weights, bias, residual, *, activation=None, activation_params=(), node):
+    y = op.Conv(x, weights, bias, **kept(node, *_CONV))
+    y = y if residual is None else y + residual
+    return activated(op, y, activation, *activation_params)
+
+
+@rewrite("NhwcFusedConv")
+def nhwc_fused_conv(op, x, weights, bias, residual, *, activation=None, activation_params=(), node):
+    """The same on images whose channels come last."""
+    axes = _axes(node, weights)
+    x, residual = (None if value is None else channels_first(op, value, axes) for value in (x, residual))
+    y = fused_conv(
+        op, x, weights, bias, residual, activation=activation, activation_params=activation_params, node=node
+    )
+    return channels_last(op, y, axes)
+
+
+@rewrite("NhwcConv")
+def nhwc_conv(op, x, weights, bias, *, node):
+    """Here the channels come last in the weights too."""
+    axes = _axes(node, weights)
+    x, weights = channels_first(op, x, axes), channels_first(op, weights, axes)
+    return channels_last(op, op.Conv(x, weights, bias, **kept(node, *_CONV)), axes)
+
+
+@rewrite("NhwcMaxPool")
+def nhwc_max_pool(op, x, *, kernel_shape, node):
+    axes = len(kernel_shape) + 2
+    settings = kept(node, "auto_pad", "ceil_mode", "dilations", "kernel_shape", "pads", "strides")
+    return channels_last(op, op.MaxPool(channels_first(op, x, axes), **settings), axes)
+
+
+@rewrite("ConvTransposeWithDynamicPads")
+def conv_transpose_with_dynamic_pads(op, x, weights, pads, bias, *, node):
+    """What is padded away is cut off."""
+    settings = kept(node, "auto_pad", "dilations", "group", "kernel_shape", "output_padding", "strides")
+    y = op.ConvTranspose(x, weights, bias, **settings)
+    if pads is None:
+        return y
+    begin, end = op.Split(pads, outputs=2, axis=0, num_outputs=2)
+    return op.Slice(y, begin, op.Shape(y, start=2) - end, list(range(2, _axes(node, weights))))
+
+
+@rewrite("CropAndResize")
+def crop_and_resize(op, x, boxes, images, size, *, mode="bilinear", extrapolation_value=0.0):
+    """Y = R X C': a row of R (of C) has the weights of the image's rows (columns) in a row (column) of the crop."""
+    images = op.Gather(x, images, axis=0)
+    rows, columns = op.Split(as_length(op, size), outputs=2, axis=0, num_outputs=2)
+    top, left, bottom, right = op.Split(boxes, outputs=4, axis=1, num_outputs=4)
+    by_row, in_height = _sampled(op, top, bottom, rows, op.Shape(x, start=2, end=3), mode)
+    by_column, in_width = _sampled(op, left, right, columns, op.Shape(x, start=3, end=4), mode)
+    y = by_row @ images @ op.Transpose(by_column, perm=[0, 1, 3, 2])
+    inside = op.And(op.Unsqueeze(in_height, [1, 3]), op.Unsqueeze(in_width, [1, 2]))
+    return op.Where(inside, y, extrapolation_value)
+
+
+def _sampled(op, first, last, count, length, mode):
+    """The weights [box, 1, sample, pixel] of pixels in samples from `first` to `last`, and which samples are inside."""
+    steps = op.CastLike(op.Max(count - 1, 1), first)
+    part = op.Unsqueeze(op.CastLike(counted(op, count), first) / steps, [0])
+    part = op.Where(op.Equal(count, np.int64(1)), 0.5, part)
+    end = op.CastLike(length - 1, first)
+    place = (first * (1 - part) + last * part) * end
+    pixels = op.CastLike(counted(op, length), first)
+    if mode == "nearest":
+        weights = op.CastLike(op.Equal(op.Unsqueeze(op.Floor(place + 0.5), [2]), pixels), first)
+    else:
+        weights = op.Relu(1 - op.Abs(op.Unsqueeze(place, [2]) - pixels))
+    return op.Unsqueeze(weights, [1]), op.And(place >= 0, place <= end)
+
+
+@rewrite("GridSample")
+def grid_sample(op, x, grid, *, mode="bilinear", padding_mode="zeros", align_corners=0):
+    if op.opset >= _LINEAR:
+        mode = {"bilinear": "linear", "bicubic": "cubic"}.get(mode, mode)
+    return op.GridSample(x, grid, mode=mode, padding_mode=padding_mode, align_corners=align_corners)
+
+
+_LINEAR = 20
+"""The operator set from which on GridSample calls its modes so, since it takes images of any rank."""
+
+
+def _axes(node, weights):
+    """How many axes there are, with those of batches and channels."""
+    kernel = node.attributes.get("kernel_shape")
+    if kernel is not None:
+        return len(kernel.value) + 2
+    return rank(weights) or refuse(node, "weights of unknown rank")
+
+
+def channels_first(op, x, axes):
+    return op.Transpose(x, perm=[0, axes - 1, *range(1, axes - 1)])
+
+
+def channels_last(op, x, axes):
+    return op.Transpose(x, perm=[0, *range(2, axes), 1])

@@ -1,0 +1,141 @@
+"""Operators on quantised tensors: dequantised, computed, and quantised again; gradients pass straight through."""
+
+import numpy as np
+
+from onward.rules.microsoft.attention import attention
+from onward.rules.microsoft.domain import kept, no_gradient, rank, refuse, rewrite
+from onward.rules.microsoft.image import channels_first, channels_last
+
+
+@rewrite("QuantizeLinear")
+def quantize_linear(op, x, scale, zero, *, axis=1):
+    return op.QuantizeLinear(x, scale, zero, axis=axis)
+
+
+@rewrite("DequantizeLinear")
+def dequantize_linear(op, x, scale, zero, *, axis=1):
+    return op.DequantizeLinear(x, scale, zero, axis=axis)
+
+
+@rewrite("QLinearAdd")
+def add(op, a, a_scale, a_zero, b, b_scale, b_zero, scale, zero):
+    y = op.DequantizeLinear(a, a_scale, a_zero) + op.DequantizeLinear(b, b_scale, b_zero)
+    return _quantized(op, y, scale, zero, a)
+
+
+@rewrite("QLinearMul")
+def mul(op, a, a_scale, a_zero, b, b_scale, b_zero, scale, zero):
+    y = op.DequantizeLinear(a, a_scale, a_zero) * op.DequantizeLinear(b, b_scale, b_zero)
+    return _quantized(op, y, scale, zero, a)
+
+
+@rewrite("QLinearSigmoid")
+def sigmoid(op, x, x_scale, x_zero, scale, zero):
+    return _quantized(op, op.Sigmoid(op.DequantizeLinear(x, x_scale, x_zero)), scale, zero, x)
+
+
+@rewrite("QLinearLeakyRelu")
+def leaky_relu(op, x, x_scale, x_zero, scale, zero, *, alpha=0.01):
+    return _quantized(op, op.LeakyRelu(op.DequantizeLinear(x, x_scale, x_zero), alpha=alpha), scale, zero, x)
+
+
+@rewrite("QLinearSoftmax")
+def softmax(op, x, x_scale, x_zero, scale, zero, *, axis=-1, opset):
+    """Until operator set 12, over all axes from `axis` on."""
+    y = op.DequantizeLinear(x, x_scale, x_zero)
+    if opset >= 13:
+        y = op.Softmax(y, axis=axis)
+    else:
+        y = op.Reshape(op.Softmax(op.Flatten(y, axis=axis), axis=-1), op.Shape(x))
+    return _quantized(op, y, scale, zero, x)
+
+
+@rewrite("QLinearAveragePool")
+def average_pool(op, x, x_scale, x_zero, scale, zero, *, kernel_shape, channels_last=0, node):
+    y = op.DequantizeLinear(x, x_scale, x_zero)
+    settings = kept(node, "auto_pad", "ceil_mode", "count_include_pad", "kernel_shape", "pads", "strides")
+    y = _with_channels_first(
+        op, y, len(kernel_shape) + 2 if channels_last else 0, lambda image: op.AveragePool(image, **settings)
+    )
+    return _quantized(op, y, scale, zero, x)
+
+
+@rewrite("QLinearGlobalAveragePool")
+def global_average_pool(op, x, x_scale, x_zero, scale, zero, *, channels_last=0, node):
+    if channels_last and rank(x) is None:
+        refuse(node, "channels last in images of unknown rank")
+    y = _with_channels_first(
+        op, op.DequantizeLinear(x, x_scale, x_zero), rank(x) if channels_last else 0, op.GlobalAveragePool
+    )
+    return _quantized(op, y, scale, zero, x)
+
+
+@rewrite("QLinearConcat")
+def concat(op, scale, zero, *inputs, axis):
+    parts = [op.DequantizeLinear(*inputs[i : i + 3]) for i in range(0, len(inputs), 3)]
+    return _quantized(op, op.Concat(*parts, axis=axis), scale, zero, inputs[0])
+
+
+@rewrite("QLinearWhere")
+def where(op, condition, a, a_scale, a_zero, b, b_scale, b_zero, scale, zero):
+    y = op.Where(condition, op.DequantizeLinear(a, a_scale, a_zero), op.DequantizeLinear(b, b_scale, b_zero))
+    return _quantized(op, y, scale, zero, a)
+
+
+@rewrite("QGemm")
+def gemm(op, a, a_scale, a_zero, b, b_scale, b_zero, c, scale, zero, *, alpha=1.0, transA=0, transB=0):
+    """C has the scale alpha a_scale b_scale. There is a scale for B, or one for each of its columns."""
+    columns = 0 if transB else 1
+    y = op.Gemm(
+        op.DequantizeLinear(a, a_scale, a_zero),
+        op.DequantizeLinear(b, b_scale, b_zero, axis=columns),
+        None if c is None else op.CastLike(c, a_scale) * (a_scale * b_scale * alpha),
+        alpha=alpha,
+        transA=transA,
+        transB=transB,
+    )
+    return y if scale is None else _quantized(op, y, scale, zero, a)
+
+
+@rewrite("MatMulIntegerToFloat")
+def matmul_integer_to_float(op, a, b, a_scale, b_scale, a_zero, b_zero, bias):
+    y = op.DequantizeLinear(a, a_scale, a_zero, axis=-1) @ op.DequantizeLinear(b, b_scale, b_zero, axis=-1)
+    return y if bias is None else y + bias
+
+
+@rewrite("DynamicQuantizeMatMul")
+def dynamic_quantize_matmul(op, a, b, b_scale, b_zero, bias):
+    y = op.DequantizeLinear(*op.DynamicQuantizeLinear(a, outputs=3)) @ op.DequantizeLinear(b, b_scale, b_zero, axis=-1)
+    return y if bias is None else y + bias
+
+
+@rewrite("QAttention")
+def quantized_attention(
+    op, x, weights, bias, x_scale, weight_scale, mask, x_zero, weight_zero, past, *, num_heads, scale=0.0,
+    mask_filter_value=-10000.0, unidirectional=0, do_rotary=0, past_present_share_buffer=0, node,
+):  # fmt: skip
+    return attention(
+        op, op.DequantizeLinear(x, x_scale, x_zero), op.DequantizeLinear(weights, weight_scale, weight_zero, axis=1),
+        bias, mask, past, None, None, num_heads=num_heads, scale=scale, mask_filter_value=mask_filter_value,
+        unidirectional=unidirectional, do_rotary=do_rotary, past_present_share_buffer=past_present_share_buffer,
+        node=node,
+    )  # fmt: skip
+
+
+no_gradient(
+    "its weights are quantised, and it has no form without",
+    "DynamicQuantizeLSTM", "GatherBlockQuantized", "MatMulFpQ4", "QEmbedLayerNormalization", "QMoE",
+)  # fmt: skip
+no_gradient("the result is made of integers", "QLinearConv", "QLinearReduceMean")
+
+
+def _quantized(op, y, scale, zero, like):
+    """`y` quantised; without a zero point, in the type of `like`."""
+    if zero is None and like.dtype is not None:
+        zero = op.constant(np.zeros((), like.dtype.numpy()))
+    return op.QuantizeLinear(y, scale, zero)
+
+
+def _with_channels_first(op, image, axes, pool):
+    """A pool of an image that has `axes` axes and its channels last, or its channels first if there are 0."""
+    return channels_last(op, pool(channels_first(op, image, axes)), axes) if axes else pool(image)
