@@ -337,13 +337,12 @@ class Builder:
 
 
 def declare(node: ir.Node, opset: int) -> None:
-    """Give the outputs of a node their types, and the first its shape, as far as they follow from its inputs."""
+    """Give the outputs of a node their types and shapes, as far as they follow from its inputs."""
     for i, output in enumerate(node.outputs):
         if output.type is None:
             output.type = _output_type(node, i, opset)
-    first = node.outputs[0]
-    if first.type is not None and first.shape is None:
-        first.shape = output_shape(node)
+        if output.type is not None and output.shape is None:
+            output.shape = output_shape(node, i)
 
 
 class Function:

@@ -30,9 +30,13 @@ _REDUCE = {
 }  # fmt: skip
 
 
-def output_shape(node: ir.Node) -> ir.Shape | None:
-    """The shape of a node's first output; None if it is not certain."""
+def output_shape(node: ir.Node, index: int = 0) -> ir.Shape | None:
+    """The shape of a node's first output, or of any part of a Split; None if it is not certain."""
     if node.domain not in ("", "ai.onnx"):
+        return None
+    if node.op_type == "Split":
+        return _copy(_split(node, index))
+    if index > 0:
         return None
     if node.op_type in _SAME:
         return _copy(dims(node.inputs[0]))
@@ -141,6 +145,18 @@ def _squeeze(node: ir.Node) -> Dims | None:
         return None
     gone = {axis % len(shape) for axis in axes}
     return tuple(d for i, d in enumerate(shape) if i not in gone)
+
+
+def _split(node: ir.Node, index: int) -> Dims | None:
+    shape, sizes = dims(node.inputs[0]), constant_ints(node.inputs[1] if len(node.inputs) > 1 else None)
+    if shape is None:
+        return None
+    axis = node.attributes.get_int("axis", 0) % len(shape)
+    whole, count = shape[axis], len(node.outputs)
+    if sizes is None and len(node.inputs) < 2 and isinstance(whole, int):
+        size = -(-whole // count)  # the last one gets what is left
+        sizes = (*[size] * (count - 1), whole - size * (count - 1))
+    return None if sizes is None else (*shape[:axis], sizes[index], *shape[axis + 1 :])
 
 
 def _shape(node: ir.Node) -> Dims | None:
