@@ -1,4 +1,4 @@
-"""Functions of (x, h, w) that PyTorch exports with sequences: lists in loops, tensors in parts."""
+"""Functions of (x, h, w) that PyTorch exports with sequences: lists in loops, and tensors in parts."""
 
 import io
 
@@ -29,11 +29,10 @@ def read_list(x, h, w):
     return torch.cat(states, 0)
 
 
-class TakeApart(torch.nn.Module):
-    def forward(self, x, h, w):
-        first, second = torch.split(x, [1, 4], dim=0)
-        a, b, c = (h @ w).unbind(1)
-        return torch.sin(first).sum(0) @ w * second[1] + torch.stack([c, a * b, a], 1)
+def take_apart(x, h, w):
+    first, second = torch.split(x, [1, 4], dim=0)
+    a, b, c = (h @ w).unbind(1)
+    return torch.sin(first).sum(0) @ w * second[1] + torch.stack([c, a * b, a], 1)
 
 
 def exported(function, inputs):
@@ -42,9 +41,3 @@ def exported(function, inputs):
     names = {"input_names": list(inputs), "output_names": ["y"], "dynamic_axes": {"x": [0]}}
     torch.onnx.export(function, tuple(inputs.values()), file, dynamo=False, opset_version=18, **names)
     return file.getvalue()
-
-
-def exported_as_it_is(module, inputs):
-    """By the other exporter, which writes SplitToSequence and SequenceAt and would otherwise remove them again."""
-    options = {"dynamo": True, "optimize": False, "opset_version": 18, "verbose": False}
-    return torch.onnx.export(module, tuple(inputs.values()), output_names=["y"], **options).model_proto

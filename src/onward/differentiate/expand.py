@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import onnx_ir as ir
@@ -30,7 +30,7 @@ def expanded(model: Model, y: str, xs: Iterable[str]) -> Model:
         calls = {(node.domain, node.op_type) for node in nodes if lookup(node) is None and _is_function(model, node)}
         if any(lookup_rewrite(node) for node in nodes):
             fill_in_types(model, values(model.graph))
-            if _rewrite_all(model, nodes):
+            if _rewrite_all(model, nodes, names):
                 continue
         if calls:
             model = inline_operators(model, calls)
@@ -55,7 +55,7 @@ def _is_function(model: Model, node: ir.Node) -> bool:
     return bool(schema.has_function or schema.has_context_dependent_function)
 
 
-def _rewrite_all(model: Model, nodes: Iterable[ir.Node]) -> bool:
+def _rewrite_all(model: Model, nodes: Iterable[ir.Node], xs: Sequence[str]) -> bool:
     """Make the rewrites, in order; whether there were any.
 
     What follows from them about types is passed on: onnx does not know all operators.
@@ -64,14 +64,14 @@ def _rewrite_all(model: Model, nodes: Iterable[ir.Node]) -> bool:
     rewritten = False
     for node in nodes:
         rule = lookup_rewrite(node)
-        if rule is not None and replace_node(model, node, rule, in_use):
+        if rule is not None and replace_node(model, node, rule, in_use, xs):
             rewritten = True
         else:
             declare(node, model.opset)
     return rewritten
 
 
-def replace_node(model: Model, node: ir.Node, rewrite: Rewrite, names: Names) -> bool:
+def replace_node(model: Model, node: ir.Node, rewrite: Rewrite, names: Names, xs: Sequence[str] = ()) -> bool:
     """Put what a node is to be replaced by into its place, its outputs keeping their names; whether there is such."""
     graph = node.graph
     assert isinstance(graph, ir.Graph)
@@ -84,7 +84,7 @@ def replace_node(model: Model, node: ir.Node, rewrite: Rewrite, names: Names) ->
         imports=model.graph.opset_imports,
         scope=node.name or node.op_type,
     )
-    results = apply(rewrite, op, node)
+    results = apply(rewrite, op, node, xs=xs)
     if results is NotImplemented:
         return False
     made = nodes_after(last, graph)

@@ -161,16 +161,16 @@ def _refuse_sequences(node, captured):
 
 
 @simplification("SequenceAt")
-def known_element(op, sequence, position):
-    known, place = elements(sequence.value), _number(position.value)
+def known_element(op, sequence, position, *, xs):
+    known, place = _elements(sequence.value, xs), _number(position.value)
     if known is None or place is None or not -len(known) <= place < len(known):
         return NotImplemented
     return op(known[place])
 
 
 @simplification("ConcatFromSequence")
-def concat(op, sequence, *, axis, new_axis):
-    known = elements(sequence.value)
+def concat(op, sequence, *, axis, new_axis, xs):
+    known = _elements(sequence.value, xs)
     if not known:
         return NotImplemented
     parts = [op.Unsqueeze(value, [axis]) for value in known] if new_axis else known
@@ -188,13 +188,15 @@ def split(op, x, split, *, axis, keepdims):
     return op.SequenceConstruct(*parts)
 
 
-def elements(sequence):
+def _elements(sequence, xs):
     """The tensors in a sequence that is put together in the graph, at positions that are known; else None."""
     steps, node = [], sequence.producer()
     while node is not None and node.op_type in ("SequenceInsert", "SequenceErase", "Identity"):
         steps.append(node)
         node = node.inputs[0].producer()
     if node is None or node.op_type not in ("SequenceConstruct", "SequenceEmpty"):
+        return None
+    if any(step.outputs[0].name in xs for step in (node, *steps)):
         return None
     known = list(node.inputs)
     for step in reversed(steps):
