@@ -42,7 +42,7 @@ def check_gradients(
     """
     what = subject(source, y, xs, step)
     settings = Settings(directions, order, seed, tolerance)
-    given = given_inputs(what.model, inputs)
+    given = given_inputs(what, inputs)
     function = function_of(what)
     point = settle(function, ({**given, **rest} for rest in made_up(what.model, given, seed)))
     found = list(rows(what, function, point, settings, progress))
@@ -61,5 +61,5 @@ def check_gradients(
 
 def _precision(function: Function) -> str:
     names = {ir.DataType.DOUBLE: "float64", ir.DataType.FLOAT: "float32"}
-    first, second = names[function.dtype], names[function.gradient_dtype]
+    first, second = (names[dtype] for dtype in function.dtypes)
     return first if first == second else f"{first} (the gradient in {second})"

@@ -10,13 +10,13 @@ import onnx_ir as ir
 
 from onward.build import Builder
 from onward.differentiate import vjp
-from onward.errors import InvalidModelError, UnsupportedError
+from onward.errors import Error, InvalidModelError, UnsupportedError
 from onward.model import Model
 from onward.model.core import values
 from onward.numeric.compare import compare, default_tolerance
 from onward.numeric.evaluate import Arrays, Function, reason
-from onward.numeric.inputs import GIVE
-from onward.numeric.precision import converted
+from onward.numeric.inputs import GIVE, generator
+from onward.numeric.precision import FLOATS, converted
 from onward.numeric.report import Row, Verdict
 from onward.numeric.subject import Subject
 
@@ -32,7 +32,8 @@ class Settings:
 
 
 def function_of(subject: Subject) -> Function:
-    return Function(lambda dtype: converted(subject.model, dtype), subject.y, subject.xs)
+    inputs = [value.name or "" for value in subject.model.inputs if value.dtype in FLOATS]
+    return Function(lambda dtype: converted(subject.model, dtype), subject.y, subject.xs, inputs)
 
 
 def settle(function: Function, candidates: Iterable[Arrays]) -> Arrays:
@@ -42,10 +43,12 @@ def settle(function: Function, candidates: Iterable[Arrays]) -> Arrays:
     for inputs in candidates:
         try:
             function.at(inputs)
+        except Error:
+            raise
         except Exception as error:  # ONNX Runtime's own exceptions have no common base
             failure = failure or error
             continue
-        if np.all(np.isfinite(function.y)):
+        if function.y.size and np.all(np.isfinite(function.y)):
             break
         usable = usable or inputs
     else:
@@ -64,7 +67,7 @@ def rows(
     subject: Subject, function: Function, inputs: Arrays, settings: Settings, done: Callable[[Row], None]
 ) -> Iterator[Row]:
     """A row for each x, and each order."""
-    rng = np.random.default_rng(settings.seed)
+    rng = generator(settings.seed)
     yield from _rows(function, settings, rng, 1, done)
     if settings.order > 1:
         second = _second_order(subject, function, inputs, rng)
@@ -75,11 +78,11 @@ def rows(
 def _rows(
     function: Function, settings: Settings, rng: np.random.Generator, order: int, done: Callable[[Row], None]
 ) -> Iterator[Row]:
-    tolerance = default_tolerance(function) if settings.tolerance is None else settings.tolerance
     found: dict[str, list[Row]] = {x: [] for x in function.xs}
     for _ in range(settings.directions):
         dy = cotangent(function.y, rng)
         gradients = function.gradients(dy, {})
+        tolerance = default_tolerance(function) if settings.tolerance is None else settings.tolerance
         for x in function.xs:
             with np.errstate(all="ignore"):  # what overflows is reported as such
                 row = compare(function, x, dy, gradients[x], tolerance, rng)
@@ -101,10 +104,12 @@ def _second_order(subject: Subject, function: Function, inputs: Arrays, rng: np.
     xs = [x for x in subject.xs if x in known]
     if not xs:
         return None
-    second = Function(lambda dtype: _along(converted(subject.model, dtype), subject), _RESULT, xs)
     dy = made.graph.inputs[-1 - len(subject.xs)].name or ""
-    directions = {_direction(x): function.random_step(x, rng) for x in subject.xs}
-    settle(second, [{**inputs, dy: cotangent(function.y, rng), **directions}])
+    factors = {dy: cotangent(function.y, rng), **{_direction(x): function.random_step(x, rng) for x in subject.xs}}
+    second = Function(
+        lambda dtype: _along(converted(subject.model, dtype), subject), _RESULT, xs, [*function.movable, *factors]
+    )
+    settle(second, [{**inputs, **factors}])
     return second
 
 

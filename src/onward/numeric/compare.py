@@ -15,8 +15,8 @@ _STEPS = {ir.DataType.DOUBLE: (1e-6, 1e-5, 1e-7, 1e-4), ir.DataType.FLOAT: (1e-2
 """How far to go, as parts of the size of x. The first is the best mostly; a smaller one is away from a kink nearby, a
 larger one above the rounding."""
 
-_NEARBY = 0.1
-"""Where to look beside a kink, as a part of the sizes of all xs."""
+_BESIDE = {ir.DataType.DOUBLE: 1e-3, ir.DataType.FLOAT: 1e-1}
+"""How far off to look beside a kink: much further than a step, and so near that what is smooth is the same there."""
 
 _TOLERANCES = {
     (ir.DataType.DOUBLE, ir.DataType.DOUBLE): 1e-5,
@@ -28,7 +28,7 @@ _TOLERANCES = {
 
 def default_tolerance(function: Function) -> float:
     """By the precision of y, and of its gradient."""
-    return _TOLERANCES[function.dtype, function.gradient_dtype]
+    return _TOLERANCES[function.dtypes]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,12 +66,12 @@ def compare(
     here = line.slope(gradient, {})
     row = Row(x, 1, here.ours, here.numeric, here.difference, "ok")
     if not here.finite:
-        which = "the gradient" if np.isfinite(here.numeric) else "y"
-        return dataclasses.replace(row, verdict="not finite", note=which)
+        good = np.isfinite(here.numeric) and np.all(np.isfinite(function.y))
+        return dataclasses.replace(row, verdict="not finite", note="the gradient" if good else "y")
     if here.agrees:
         return row
     if not here.certain:
-        return dataclasses.replace(row, verdict="unclear", note="rounding, or kinks nearby, hide the derivative")
+        return dataclasses.replace(row, verdict="unclear", note="rounding, or kinks and jumps nearby, hide it")
     if _is_kink(line, here, rng):
         left, right = here.sides
         sides = f"{left:.4g} from the left, {right:.4g} from the right"
@@ -82,9 +82,11 @@ def compare(
 def _is_kink(line: _Line, here: _Slope, rng: np.random.Generator) -> bool:
     """Whether the gradient is right beside this point, or, where kinks are everywhere, between the two sides."""
     function = line.function
-    beside = {name: _NEARBY * function.random_step(name, rng) for name in function.movable}
+    far = _BESIDE[function.dtypes[0]]
+    beside = {name: far * function.random_step(name, rng) for name in function.movable}
     there = line.slope(function.gradients(line.dy, beside)[line.x], beside)
-    return there.finite and (there.agrees or (here.is_between and there.is_between))
+    agrees = there.agrees and there.difference < 0.1 * here.difference  # what is a bit wrong here, may pass there
+    return there.finite and (agrees or (here.is_between and there.is_between))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +111,7 @@ class _Line:
         ours = float(np.sum(gradient * self.direction))
         size = float(np.linalg.norm(gradient * self.direction))
         tried: dict[float, float] = {}
-        for step in _STEPS[self.function.dtype]:
+        for step in _STEPS[self.function.dtypes[0]]:
             numeric = self.change(-step, step, at) / (2 * step)
             if not np.isfinite(numeric):
                 continue
@@ -129,7 +131,9 @@ class _Line:
     @property
     def _rounding(self) -> float:
         """The least by which a result may be off."""
-        return 8 * float(np.finfo(self.function.dtype.numpy()).eps) * float(np.sum(np.abs(self.dy * self.function.y)))
+        return (
+            8 * float(np.finfo(self.function.dtypes[0].numpy()).eps) * float(np.sum(np.abs(self.dy * self.function.y)))
+        )
 
 
 def _relative(ours: float, numeric: float, size: float) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -10,10 +11,9 @@ import onnx_ir as ir
 
 from onward.checker.runtime import onnxruntime_limits
 from onward.differentiate import vjp
-from onward.errors import UnsupportedError
+from onward.errors import Error, UnsupportedError
 from onward.model import Model
 from onward.model.core import values
-from onward.numeric.precision import FLOATS
 from onward.numeric.standins import with_standins
 from onward.numeric.subject import keep_only
 from onward.transform.opset import convert_opset
@@ -23,7 +23,7 @@ Maker = Callable[[ir.DataType], Model]
 """Makes a model in a given floating-point type."""
 
 
-class Runner:
+class Session:
     """A model on ONNX Runtime: arrays in by name, arrays out in order. Floats are fed in the type that it takes."""
 
     def __init__(self, model: Model):
@@ -36,34 +36,55 @@ class Runner:
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 4
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-        self._session = onnxruntime.InferenceSession(
-            proto.SerializeToString(), options, providers=["CPUExecutionProvider"]
-        )
+        try:
+            self._session = onnxruntime.InferenceSession(
+                proto.SerializeToString(), options, providers=["CPUExecutionProvider"]
+            )
+        except Exception as error:  # its own exceptions have no common base
+            raise UnsupportedError(f"ONNX Runtime cannot load the model: {reason(error)}") from error
         self._types = {value.name: _numpy_type(value.type) for value in self._session.get_inputs()}
         self._outputs = [value.name for value in self._session.get_outputs()]
 
     def __call__(self, arrays: Arrays, outputs: int | None = None) -> list[np.ndarray]:
         """The first of its outputs; all of them unless a number is given."""
         feeds = {name: np.asarray(arrays[name], dtype) for name, dtype in self._types.items()}
-        results = self._session.run(self._outputs[:outputs], feeds)
-        return [np.asarray(result) for result in results]
+        return [np.asarray(result) for result in self._session.run(self._outputs[:outputs], feeds)]
 
 
-def runner(make: Maker) -> tuple[Runner, ir.DataType]:
-    """What `make` makes, in float64 if ONNX Runtime can compute it so, with stand-ins if need be; else in float32."""
-    for dtype, prepared in ((ir.DataType.DOUBLE, None), (ir.DataType.DOUBLE, with_standins)):
-        try:
-            model = make(dtype)
-            return Runner(prepared(model) if prepared else model), dtype
-        except UnsupportedError:
-            break
-        except Exception:  # ONNX Runtime's own exceptions have no common base
-            continue
-    model = make(ir.DataType.FLOAT)
-    try:
-        return Runner(model), ir.DataType.FLOAT
-    except Exception as error:
-        raise UnsupportedError(f"ONNX Runtime cannot run the model: {reason(error)}") from error
+class Runner:
+    """What `make` makes, in float64 if ONNX Runtime can compute it so, with stand-ins if need be; else in float32.
+
+    Which of them, the first run shows: some operators fail only then. Some are wrong in float64: with `verify`, results
+    must be those of float32, too.
+    """
+
+    def __init__(self, make: Maker, *, verify: bool = False):
+        self._make, self._verify = make, verify
+        self._chosen: Session | None = None
+        self.dtype = ir.DataType.FLOAT
+
+    def __call__(self, arrays: Arrays, outputs: int | None = None) -> list[np.ndarray]:
+        if self._chosen is None:
+            self._choose(arrays)
+        assert self._chosen is not None
+        return self._chosen(arrays, outputs)
+
+    def _choose(self, arrays: Arrays) -> None:
+        expected = None
+        if self._verify:
+            with suppress(Exception):  # ONNX Runtime's own exceptions have no common base
+                expected = Session(self._make(ir.DataType.FLOAT))(arrays)
+        with suppress(Exception):
+            model = self._make(ir.DataType.DOUBLE)
+            for prepared in (lambda model: model, with_standins):
+                with suppress(Exception):
+                    session = Session(prepared(model))
+                    if expected is None or _alike(session(arrays), expected):
+                        self._chosen, self.dtype = session, ir.DataType.DOUBLE
+                        return
+        session = Session(self._make(ir.DataType.FLOAT))
+        session(arrays)
+        self._chosen = session
 
 
 def reason(error: Exception) -> str:
@@ -71,10 +92,23 @@ def reason(error: Exception) -> str:
     return str(error).strip().splitlines()[0].split(" : ", 2)[-1]
 
 
-class Function:
-    """y and its gradients as a function of steps, which are added to xs and to the inputs that are floats."""
+def _alike(found: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> bool:
+    """Whether results in float64 and in float32 mean the same; where one is not finite, who knows."""
+    for a, b in zip(found, expected, strict=True):
+        if a.shape != b.shape:
+            return False
+        finite = np.isfinite(a) & np.isfinite(b)
+        a, b = a[finite].astype(np.float64), b[finite].astype(np.float64)
+        if a.size and np.max(np.abs(a - b)) > 1e-2 * np.max(np.abs(b)) + 1e-4:
+            return False
+    return True
 
-    def __init__(self, make: Maker, y: str, xs: Sequence[str]):
+
+class Function:
+    """y and its gradients as a function of steps, which are added to xs and to `inputs`, which are floats."""
+
+    def __init__(self, make: Maker, y: str, xs: Sequence[str], inputs: Iterable[str]):
+        self._name = y
         self.xs = list(xs)
 
         def forward(dtype: ir.DataType) -> Model:
@@ -85,16 +119,19 @@ class Function:
 
         def backward(dtype: ir.DataType) -> Model:
             model = vjp(make(dtype), y, xs)
-            self._cotangent = model.graph.inputs[-1].name or ""
+            model.graph.inputs[-1].name = _COTANGENT
             return _with_steps(model, movable)
 
-        inputs = [value for value in make(ir.DataType.FLOAT).inputs if value.dtype in FLOATS]
-        movable = list(dict.fromkeys([*xs, *(value.name or "" for value in inputs)]))
+        movable = list(dict.fromkeys([*xs, *inputs]))
         self._positions = [list(dict.fromkeys((y, *xs))).index(x) for x in xs]
         self._rest: dict[str, np.ndarray] = {_step(name): np.zeros(()) for name in movable}
         self.movable = movable
-        self._forward, self.dtype = runner(forward)
-        self._backward, self.gradient_dtype = runner(backward)
+        self._forward, self._backward = Runner(forward, verify=True), Runner(backward)
+
+    @property
+    def dtypes(self) -> tuple[ir.DataType, ir.DataType]:
+        """In which types y and the gradient are computed."""
+        return self._forward.dtype, self._backward.dtype
 
     def at(self, inputs: Arrays) -> None:
         """Choose the point from which steps are made; fails as ONNX Runtime does if it cannot run there."""
@@ -111,16 +148,31 @@ class Function:
         return rng.standard_normal(here.shape) * (size if 0 < size < np.inf else 1.0)
 
     def value(self, steps: Arrays) -> np.ndarray:
-        (y,) = self._forward(self._given(steps), outputs=1)
-        return y.astype(np.float64)
+        """y after some steps; not a number where it cannot be computed, or has another shape."""
+        with suppress(Exception):  # ONNX Runtime's own exceptions have no common base
+            (y,) = self._forward(self._given(steps), outputs=1)
+            if y.shape == self.y.shape:
+                return y.astype(np.float64)
+        return np.full(self.y.shape, np.nan)
 
     def gradients(self, dy: np.ndarray, steps: Arrays) -> dict[str, np.ndarray]:
-        given = {**self._given(steps), self._cotangent: dy}
-        found = self._backward(given)
+        given = {**self._given(steps), _COTANGENT: dy}
+        try:
+            found = self._backward(given)
+        except Error:
+            raise
+        except Exception as error:
+            raise UnsupportedError(
+                f"ONNX Runtime cannot run the gradient of `{self._name}`: {reason(error)}",
+                hint="where the model itself runs there, this is a mistake in a rule, and we should know",
+            ) from error
         return {x: gradient.astype(np.float64) for x, gradient in zip(self.xs, found, strict=True)}
 
     def _given(self, steps: Arrays) -> dict[str, np.ndarray]:
         return {**self._rest, **{_step(name): step for name, step in steps.items()}}
+
+
+_COTANGENT = "cotangent of y"
 
 
 def _step(name: str) -> str:

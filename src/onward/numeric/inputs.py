@@ -15,6 +15,7 @@ from onward.inspect.wording import shape as shown_shape
 from onward.model import Model
 from onward.model.core import values
 from onward.numeric.precision import FLOATS
+from onward.numeric.subject import Subject
 from onward.transform.inline import inline
 from onward.transform.types import fill_in_types
 
@@ -28,21 +29,27 @@ _SIZES = (2, 8, 32, 1)
 """What to try for dimensions that the model leaves open; too small is as wrong for some as too large is for others."""
 
 
-def given_inputs(model: Model, given: Given) -> dict[str, np.ndarray]:
-    """What the user gives, as arrays that fit the model's inputs."""
+def generator(seed: int) -> np.random.Generator:
+    """Random numbers that are not those of a weight which somebody drew with the same seed."""
+    return np.random.default_rng([seed, *b"onward"])
+
+
+def given_inputs(subject: Subject, given: Given) -> dict[str, np.ndarray]:
+    """What the user gives, as arrays that fit the inputs of the model; those that y does not depend on are left out."""
     if isinstance(given, str | Path):
         try:
             with np.load(given, allow_pickle=False) as arrays:
                 given = dict(arrays)
         except (ValueError, AttributeError) as error:
             raise InvalidModelError(f"`{given}` is not an .npz file", hint="write one with `numpy.savez`") from error
-    known = {value.name or "": value for value in model.inputs}
+    known = {value.name or "": value for value in subject.model.inputs}
     found = {}
     for name, array in (given or {}).items():
-        if name not in known:
-            hint = near(name, known) or f"y depends on {', '.join(f'`{name}`' for name in known) or 'no input'}"
-            raise UnknownNameError(f"y depends on no input `{name}`", hint=hint)
-        found[name] = _fitting(known[name], np.asarray(array))
+        if name in known:
+            found[name] = _fitting(known[name], np.asarray(array))
+        elif name not in subject.spare:
+            hint = near(name, known) or f"it has {', '.join(f'`{name}`' for name in known) or 'none'}"
+            raise UnknownNameError(f"the model has no input `{name}`", hint=hint)
     return found
 
 
@@ -53,7 +60,7 @@ def made_up(model: Model, given: Mapping[str, np.ndarray], seed: int) -> Iterato
     limits = _index_limits(model, missing)
     for positive in (False, True):
         for size in _SIZES:
-            rng = np.random.default_rng(seed)
+            rng = generator(seed)
             yield {
                 value.name or "": _random(
                     value, _shape(value, sizes, size), limits.get(value.name or ""), positive, rng

@@ -14,12 +14,13 @@ from onward.model import Model
 from onward.model.core import values
 from onward.model.walk import read_by
 from onward.numeric.check import Settings, function_of, rows, settle
-from onward.numeric.evaluate import Arrays, runner
+from onward.numeric.evaluate import Arrays, Runner
 from onward.numeric.precision import FLOATS, converted
 from onward.numeric.report import Culprit
 from onward.numeric.subject import Subject, keep_only
 from onward.transform.extract import extract
 from onward.transform.inline import inline
+from onward.transform.types import fill_in_types
 
 
 def culprit(subject: Subject, wrong: Iterable[str], inputs: Arrays, settings: Settings) -> Culprit | None:
@@ -54,8 +55,7 @@ def _values(model: Model, wanted: list[ir.Value], inputs: Arrays) -> dict[str, n
         keep_only(made, [known[name] for name in names])
         return made
 
-    run, _ = runner(make)
-    return dict(zip(names, run(inputs), strict=True))
+    return dict(zip(names, Runner(make)(inputs), strict=True))
 
 
 def _blame(
@@ -91,4 +91,6 @@ def _inside(part: Subject, node: ir.Node, wrong: list[str], inputs: Arrays, sett
     """Where the node calls a function of the model, the operator in there that is to blame."""
     if node.op_identifier() not in part.model.functions:
         return None
-    return culprit(Subject(inline(part.model), part.y, part.xs), wrong, inputs, settings)
+    model = inline(part.model)
+    fill_in_types(model, values(model.graph))
+    return culprit(Subject(model, part.y, part.xs), wrong, inputs, settings)

@@ -18,21 +18,22 @@ from onward.errors import UnsupportedError
 from onward.model import Model
 from onward.rules.registry import Rewrite, make_rewrite
 
-_TABLE: dict[str, Rewrite] = {}
+TABLE: dict[str, Rewrite] = {}
+"""Standard operator -> what stands for it."""
 
 
 def with_standins(model: Model) -> Model:
     """The model with these operators replaced, in place; `UnsupportedError` where a form of one is not covered."""
     names = model.names()
     for node in list(model.graph.all_nodes()):
-        if node.domain in ("", "ai.onnx") and node.op_type in _TABLE:
-            replace_node(model, node, _TABLE[node.op_type], names)
+        if node.domain in ("", "ai.onnx") and node.op_type in TABLE:
+            replace_node(model, node, TABLE[node.op_type], names)
     return model
 
 
 def _standin(*operators: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
-        _TABLE.update({name: make_rewrite(("", name), function) for name in operators})
+        TABLE.update({name: make_rewrite(("", name), function) for name in operators})
         return function
 
     return register

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 
 import onnx_ir as ir
+from onnx import defs
 
 from onward.differentiate.api import COMMON_OPSET, OLDEST_OPSET
 from onward.errors import UnknownNameError, UnsupportedError, near
@@ -13,6 +14,7 @@ from onward.lower.gradients import lower_gradients
 from onward.model import Model, Source, read
 from onward.model.core import string, strings, values
 from onward.model.walk import ancestors
+from onward.numeric.precision import FLOATS
 from onward.recipe.trainable import gradient_edges, judge
 from onward.transform.opset import convert_opset
 from onward.transform.types import fill_in_types
@@ -25,6 +27,8 @@ class Subject:
     model: Model
     y: str
     xs: list[str]
+    spare: frozenset[str] = frozenset()
+    """Inputs of the whole model that y does not depend on."""
 
 
 def subject(source: Source, y: str | None, xs: Sequence[str] | None, step: int) -> Subject:
@@ -47,8 +51,11 @@ def subject(source: Source, y: str | None, xs: Sequence[str] | None, step: int) 
     names = [x.name or "" for x in _default_xs(model, target)] if xs is None else list(xs)
     for name in (target.name or "", *names):
         _check_is_float(known[name])
+    names = _on_which_it_depends(names, target, known)
+    before = {value.name or "" for value in model.inputs}
     keep_only(model, [target])
-    return Subject(lower_gradients(model), target.name or "", _on_which_it_depends(names, target, known))
+    spare = before - {value.name for value in model.inputs}
+    return Subject(lower_gradients(model), target.name or "", names, frozenset(spare))
 
 
 def keep_only(model: Model, outputs: Iterable[ir.Value]) -> None:
@@ -71,7 +78,7 @@ def _unknown(names: Sequence[str], known: Iterable[str]) -> ir.Value:
 
 def _default_y(model: Model) -> ir.Value:
     """The output that looks like a loss: a single number, else the first of floats."""
-    floats = [value for value in model.outputs if value.dtype is not None and value.dtype.is_floating_point()]
+    floats = [value for value in model.outputs if _is_float(value)]
     if not floats:
         raise UnsupportedError("the model has no floating-point output", hint="name what to differentiate as `y`")
     numbers = [value for value in floats if value.shape is not None and not value.shape.rank()]
@@ -82,17 +89,28 @@ def _default_xs(model: Model, y: ir.Value) -> list[ir.Value]:
     """The parameters, as `prepare` would choose them, and the inputs that a gradient reaches."""
     known = {value.name: value for value in values(model.graph)}
     parameters = [known[choice.name] for choice in judge(model, [y]) if choice.role == "parameter"]
-    reached = gradient_edges([y])
-    inputs = [
-        x for x in model.inputs if x in reached and x is not y and x.dtype is not None and x.dtype.is_floating_point()
-    ]
+    edges = gradient_edges([y])
+    inputs = [x for x in model.inputs if _is_float(x) and any(_differentiable(*edge) for edge in edges.get(x, ()))]
     if not parameters and not inputs:
         raise UnsupportedError(f"`{y.name}` depends on no parameter and no floating-point input")
     return [*parameters, *inputs]
 
 
+def _differentiable(node: ir.Node, index: int) -> bool:
+    """Whether an input of an operator is one to differentiate by, and not a limit, a ratio or a scale."""
+    if node.domain not in ("", "ai.onnx") or not defs.has(node.op_type):
+        return True
+    formals = defs.get_schema(node.op_type).inputs
+    category = formals[min(index, len(formals) - 1)].differentiation_category if formals else None
+    return category != defs.OpSchema.DifferentiationCategory.NonDifferentiable
+
+
+def _is_float(value: ir.Value) -> bool:
+    return value.dtype in FLOATS
+
+
 def _check_is_float(value: ir.Value) -> None:
-    if value.dtype is None or not value.dtype.is_floating_point():
+    if not _is_float(value):
         kind = value.dtype.name.lower() if value.dtype is not None else "of an unknown type"
         raise UnsupportedError(f"`{value.name}` is {kind}: only floating-point values have derivatives")
 
