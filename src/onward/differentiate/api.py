@@ -10,7 +10,8 @@ from onward.build import Builder, Expr, uncollected
 from onward.containers import content_type, is_optional
 from onward.differentiate.expand import expanded
 from onward.differentiate.path import way
-from onward.differentiate.simplify import remove_unused, simplify
+from onward.differentiate.recompute import Choice, recomputation
+from onward.differentiate.simplify import put_results_last, remove_unused, simplify
 from onward.differentiate.sweep import pull_back
 from onward.errors import UnknownNameError, near
 from onward.model import Model, Source, read
@@ -25,26 +26,32 @@ COMMON_OPSET = 21
 
 
 @uncollected()
-def gradient(source: Source, y: str, xs: Sequence[str]) -> Model:
+def gradient(source: Source, y: str, xs: Sequence[str], *, recompute: Choice = None) -> Model:
     """The model with one more output for each of `xs`: the derivative of `y` (of its sum, if it has several elements).
 
     `y` and `xs` are inputs, initializers or values in between. A derivative is called `<x>/grad` and has the type and
     shape of its x.
+
+    The way back reads many of the values in between, which takes memory. Those that `recompute` names are computed a
+    second time instead: nodes by patterns (`"*gelu*"`), or all, keeping only the result of every n-th layer (`2`).
     """
     model, target, sources = _opened(source, y, xs)
     op, last = _builder(model)
-    grads = _pulled_back(op, target, op.filled_like(target, 1), sources)
+    grads = _pulled_back(op, target, op.filled_like(target, 1), sources, recompute)
     return _finish(op, last, model, sources, grads, list(model.graph.outputs))
 
 
 @uncollected()
-def vjp(source: Source, y: str, xs: Sequence[str]) -> Model:
-    """A model with one more input `dy`, of the type and shape of `y`, whose outputs are the gradients of `xs`."""
+def vjp(source: Source, y: str, xs: Sequence[str], *, recompute: Choice = None) -> Model:
+    """A model with one more input `dy`, of the type and shape of `y`, whose outputs are the gradients of `xs`.
+
+    `recompute` is that of `gradient`.
+    """
     model, target, sources = _opened(source, y, xs)
     op, last = _builder(model)
     dy = ir.Value(name=op.names.fresh("dy"), type=content_type(target), shape=target.shape)
     model.graph.inputs.append(dy)
-    grads = _pulled_back(op, target, op(dy), sources)
+    grads = _pulled_back(op, target, op(dy), sources, recompute)
     return _finish(op, last, model, sources, grads, [])
 
 
@@ -97,8 +104,9 @@ def _builder(model: Model) -> tuple[Builder, ir.Node | None]:
     return op, graph[-1] if len(graph) else None
 
 
-def _pulled_back(op: Builder, y: ir.Value, dy: Expr, xs: Sequence[ir.Value]) -> list[Expr]:
-    found = pull_back(op, way(y, xs), {y: dy}, xs)
+def _pulled_back(op: Builder, y: ir.Value, dy: Expr, xs: Sequence[ir.Value], recompute: Choice = None) -> list[Expr]:
+    nodes = way(y, xs)
+    found = pull_back(op, nodes, {y: dy}, xs, recomputation=recomputation(recompute, nodes, xs))
     return [found[x] if x in found else op.filled_like(x, 0) for x in xs]
 
 
@@ -137,3 +145,4 @@ def _tidy(graph: ir.Graph, made: Sequence[ir.Node]) -> None:
     remove_unused(graph)
     simplify(node for node in made if node.graph is graph)
     remove_unused(graph)
+    put_results_last(graph, made)

@@ -100,3 +100,15 @@ def remove_unused(graph: ir.Graph) -> None:
     for node in reversed(list(graph)):
         if not any(output.uses() or output.is_graph_output() for output in node.outputs):
             graph.remove(node, safe=True)
+
+
+def put_results_last(graph: ir.Graph, made: Iterable[ir.Node]) -> None:
+    """Move the nodes that nothing else follows to the end, those that are ready first to the very end.
+
+    ONNX Runtime goes back from the last node of a file and computes what it needs, then from the one before it, and so
+    on. Where the gradient at the first layer comes last, as is natural, it would go back through all layers before it
+    turned to the gradients of their parameters, and all that these need would stay in memory until then.
+    """
+    ends = [node for node in made if node.graph is graph and not any(output.uses() for output in node.outputs)]
+    graph.remove(ends)
+    graph.extend(reversed(ends))

@@ -13,6 +13,7 @@ import onnx_ir as ir
 
 from onward.build import Builder, Expr
 from onward.containers import content_type
+from onward.differentiate.recompute import Recomputation
 from onward.model.walk import read_by
 from onward.rules import NoGradient, Rule
 from onward.rules.registry import apply, lookup
@@ -25,6 +26,7 @@ def pull_back(
     seeds: Mapping[ir.Value, Expr],
     wrt: Iterable[ir.Value],
     cut: Container[ir.Value] = (),
+    recomputation: Recomputation | None = None,
 ) -> dict[ir.Value, Expr]:
     """The derivatives of what `seeds` belong to with respect to `wrt`, which is computed by `nodes`, in their order.
 
@@ -38,7 +40,9 @@ def pull_back(
         dys = [found.get(output) if output not in cut else None for output in node.outputs]
         if all(dy is None for dy in dys) or not any(output in active for output in node.outputs):
             continue
-        for value, dx in _derivatives(op.scoped(f"grad/{node.name or node.op_type}"), node, dys, active):
+        here = op.scoped(f"grad/{node.name or node.op_type}")
+        seen, inputs = recomputation.seen(op, node, dys) if recomputation is not None else (node, node.inputs)
+        for value, dx in _derivatives(here, node, seen, inputs, dys, active):
             if value in active:
                 found[value] = _accumulated(found.get(value), dx)
     return {value: found[value] for value in wanted if value in found}
@@ -76,25 +80,38 @@ def _may_be_float(value: ir.Value) -> bool:
 
 
 def _derivatives(
-    op: Builder, node: ir.Node, dys: list[Expr | None], active: Container[ir.Value]
+    op: Builder,
+    node: ir.Node,
+    seen: ir.Node,
+    inputs: Sequence[ir.Value | None],
+    dys: list[Expr | None],
+    active: Container[ir.Value],
 ) -> list[tuple[ir.Value, Contribution]]:
-    """What one node contributes to the derivatives of its inputs, and of what graphs nested in it read."""
+    """What one node contributes to the derivatives of its inputs, and of what graphs nested in it read.
+
+    The rule looks at the node that is `seen`, the node itself or a copy of it, and at these inputs.
+    """
     rule = lookup(node)
     if isinstance(rule, NoGradient):
         return []
     assert isinstance(rule, Rule), node.op_type
-    results = _call(op, rule, node, dys, active)
+    results = _call(op, rule, seen, inputs, dys, active)
     if isinstance(results, dict):
         return [(value, _fitted(op, dx, value, broadcasts=False)) for value, dx in results.items()]
     return [
-        (value, _fitted(op, dx, value, rule.broadcasts_input(i)))
-        for i, (value, dx) in enumerate(zip(node.inputs, results, strict=False))
-        if value is not None and dx is not None and _may_be_float(value)
+        (value, _fitted(op, dx, given, rule.broadcasts_input(i)))
+        for i, (value, given, dx) in enumerate(zip(node.inputs, inputs, results, strict=False))
+        if value is not None and given is not None and dx is not None and _may_be_float(value)
     ]
 
 
 def _call(
-    op: Builder, rule: Rule, node: ir.Node, dys: list[Expr | None], active: Container[ir.Value]
+    op: Builder,
+    rule: Rule,
+    node: ir.Node,
+    inputs: Sequence[ir.Value | None],
+    dys: list[Expr | None],
+    active: Container[ir.Value],
 ) -> Sequence[Contribution | None] | dict[ir.Value, Expr]:
     """The derivatives by input; by value, where a rule of an operator with nested graphs gives them so.
 
@@ -104,7 +121,7 @@ def _call(
         return ()
     ys = [op(y) for y in node.outputs]
     given = dys if rule.many else dys[0]
-    result = apply(rule, op, node, given, y=ys[0], ys=ys, active=active, pull_back=pull_back)
+    result = apply(rule, op, node, given, inputs=inputs, y=ys[0], ys=ys, active=active, pull_back=pull_back)
     return result if isinstance(result, tuple | list | dict) else (result,)
 
 

@@ -27,6 +27,15 @@ def read_by(node: ir.Node) -> Iterator[ir.Value]:
         yield from (value for value in reader.inputs if value is not None)
 
 
+_RANDOM = {"Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike"}
+
+
+def is_random(node: ir.Node) -> bool:
+    """Whether a node draws numbers: the same node once more would not give the same."""
+    drops = node.op_type == "Dropout" and len(node.inputs) > 2 and node.inputs[2] is not None
+    return drops or node.op_type in _RANDOM
+
+
 def nodes_after(last: ir.Node | None, graph: ir.Graph) -> list[ir.Node]:
     """The nodes of a graph that come after one of them (None: all), in order."""
     return [*itertools.takewhile(lambda node: node is not last, reversed(graph))][::-1]

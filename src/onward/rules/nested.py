@@ -7,10 +7,8 @@ not visible outside, so the graph of a gradient computes it again.
 import onnx_ir as ir
 
 from onward.errors import UnsupportedError
-from onward.model.walk import nested_graphs, read_by
+from onward.model.walk import is_random, nested_graphs, read_by
 from onward.transform.types import value_types
-
-_RANDOM = {"Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike"}
 
 
 def _captured(nodes):
@@ -102,11 +100,6 @@ def seeds_of(op, outputs, dys):
         if dy is not None and is_float(value):
             seeds[value] = seeds[value] + op(dy.value) if value in seeds else op(dy.value)
     return seeds
-
-
-def is_random(node):
-    drops = node.op_type == "Dropout" and len(node.inputs) > 2 and node.inputs[2] is not None
-    return node.op_type in _RANDOM or drops
 
 
 def refuse_random(node):

@@ -32,14 +32,16 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import onnx_ir as ir
 
 from onward.build import Builder, Expr
-from onward.errors import Error, InvalidModelError
+from onward.errors import Error, InvalidModelError, UnsupportedError
 from onward.model.walk import attributes
+from onward.rules import plugins
 
 STANDARD = ""
 
@@ -88,6 +90,11 @@ class NoGradient:
 RULES: dict[tuple[str, str], Rule | Rewrite | NoGradient] = {}
 """(domain, operator) -> its derivative."""
 
+_MODULES: dict[tuple[str, str], str] = {}
+"""(domain, operator) -> the module that has its rule."""
+_CONFLICTS: dict[tuple[str, str], tuple[str, str]] = {}
+"""(domain, operator) -> two modules of different packages that both have a rule for it."""
+
 SIMPLIFICATIONS: dict[tuple[str, str], Rewrite] = {}
 """(domain, operator) -> what a node is replaced by before differentiation in some cases, although there is a rule."""
 
@@ -99,7 +106,7 @@ def gradient(
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         for name in operators:
-            _add(_rule((domain, name), function, broadcasts))
+            _add(_rule((domain, name), function, broadcasts), function.__module__)
         return function
 
     return register
@@ -113,14 +120,17 @@ def rewrite(*operators: str, domain: str = STANDARD) -> Callable[[Callable[..., 
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         for name in operators:
-            _add(make_rewrite((domain, name), function))
+            _add(make_rewrite((domain, name), function), function.__module__)
         return function
 
     return register
 
 
 def simplification(*operators: str, domain: str = STANDARD) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register the decorated function as a rewrite that may decline: it returns NotImplemented, and builds nothing."""
+    """Register the decorated function as a rewrite that may decline: it returns NotImplemented, and builds nothing.
+
+    It may also ask for `xs`, the names of the values that are differentiated by, which must not be passed over.
+    """
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         for name in operators:
@@ -138,18 +148,27 @@ def make_rewrite(operator: tuple[str, str], function: Callable[..., Any]) -> Rew
 def elementwise(domain: str = STANDARD, **derivatives: Callable[..., Any]) -> None:
     """Register operators y = f(x) by their derivative: `(op, x, y) -> f'(x)`, attributes by keyword."""
     for name, derivative in derivatives.items():
-        _add(_rule((domain, name), _times_dy(derivative), broadcasts=False))
+        _add(_rule((domain, name), _times_dy(derivative), broadcasts=False), derivative.__module__)
 
 
 def no_gradient(reason: str, *operators: str, domain: str = STANDARD) -> None:
     """Register operators that have no derivative, or a zero one, with the reason that a user is told."""
+    caller = sys._getframe(1).f_globals["__name__"]
     for name in operators:
-        _add(NoGradient((domain, name), reason))
+        _add(NoGradient((domain, name), reason), caller)
 
 
 def lookup(node: ir.Node) -> Rule | Rewrite | NoGradient | None:
-    """What is known about the derivative of a node."""
-    return RULES.get(_operator(node))
+    """What is known about the derivative of a node, by rules of ours and of other packages."""
+    plugins.load()
+    operator = _operator(node)
+    if operator in _CONFLICTS:
+        first, second = _CONFLICTS[operator]
+        raise UnsupportedError(
+            f"there are two rules for `{operator[1]}`: one in `{first}`, one in `{second}`",
+            hint="do without one of these packages, or without its rule",
+        )
+    return RULES.get(operator)
 
 
 def lookup_rewrite(node: ir.Node) -> Rewrite | None:
@@ -162,15 +181,22 @@ def _operator(node: ir.Node) -> tuple[str, str]:
     return (STANDARD if node.domain == "ai.onnx" else node.domain, node.op_type)
 
 
-def apply(rule: Rule | Rewrite, op: Builder, node: ir.Node, *leading: Any, **available: Any) -> Any:
-    """Call a rule for a node: with `leading`, its inputs, and what it asks for by keyword."""
-    inputs = [op(value) if value is not None else None for value in node.inputs]
+def apply(
+    rule: Rule | Rewrite,
+    op: Builder,
+    node: ir.Node,
+    *leading: Any,
+    inputs: Sequence[ir.Value | None] | None = None,
+    **available: Any,
+) -> Any:
+    """Call a rule for a node: with `leading`, its inputs (or others for them), and what it asks for by keyword."""
+    given = [op(value) if value is not None else None for value in (node.inputs if inputs is None else inputs)]
     if rule.positional is not None:
-        inputs += [None] * (rule.positional - len(inputs))
+        given += [None] * (rule.positional - len(given))
     available = attributes(node, op.opset) | {"node": node} | available
     keywords = {name: available.get(name, default) for name, default in rule.keywords.items()}
     try:
-        return rule.function(op, *leading, *inputs, **keywords)
+        return rule.function(op, *leading, *given, **keywords)
     except (TypeError, ValueError, LookupError, AttributeError, AssertionError) as error:
         if isinstance(error, Error):
             raise
@@ -208,7 +234,16 @@ def _asked(function: Callable[..., Any], leading: int) -> tuple[dict[str, Any], 
     return keywords, None if variadic else len(positional) - leading
 
 
-def _add(entry: Rule | Rewrite | NoGradient) -> None:
-    if entry.operator in RULES:
-        raise ValueError(f"there are two rules for {entry.operator[1]}")
-    RULES[entry.operator] = entry
+def _add(entry: Rule | Rewrite | NoGradient, module: str) -> None:
+    """Put a rule of a module into the table. One that is defined again, as in a notebook, replaces the first."""
+    known = _MODULES.get(entry.operator, module)
+    if known != module and known.partition(".")[0] != module.partition(".")[0]:
+        _CONFLICTS[entry.operator] = (known, module)
+        return
+    if entry.operator in RULES and (known != module or _name(entry) != _name(RULES[entry.operator])):
+        raise ValueError(f"there are two rules for {entry.operator[1]}, in {known} and {module}")
+    RULES[entry.operator], _MODULES[entry.operator] = entry, module
+
+
+def _name(entry: Rule | Rewrite | NoGradient) -> str:
+    return "" if isinstance(entry, NoGradient) else entry.function.__qualname__
