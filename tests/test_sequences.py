@@ -4,8 +4,8 @@ import numpy as np
 import onnx
 import pytest
 
-from gradcheck import check, check_on_onnxruntime, with_symbolic_dims
-from onward.differentiate import gradient, vjp
+from gradcheck import check, check_on_onnxruntime, differentiable, flat, mapped, with_symbolic_dims
+from onward.differentiate import gradient, jvp, vjp
 from onward.errors import UnsupportedError
 from rule_cases.sequence import f32
 from test_control_flow import on_onnxruntime, parsed
@@ -239,6 +239,22 @@ def test_a_sequence_in_between():
     _, ds, db = on_onnxruntime(gradient(proto, "y", ["s", "b"]).to_proto(), inputs)
     np.testing.assert_allclose(ds, [np.zeros(2), 2 * inputs["b"]])
     np.testing.assert_allclose(db, 2 * inputs["b"])
+
+
+@pytest.mark.parametrize("name", ["branches True", "map in loop", "queue"])
+def test_forward_mode(name):
+    """How y changes along directions, times dy, is what the gradients times the directions are."""
+    proto, inputs = CASES[name]
+    y, xs = proto.graph.output[0].name, differentiable(proto, inputs)
+    along = {f"d{x}": mapped(lambda a: f32(*a.shape, seed=7), inputs[x]) for x in xs}
+    (change,) = on_onnxruntime(jvp(proto, xs, y).to_proto(), {**inputs, **along})
+    dy = mapped(lambda a: f32(*a.shape, seed=8), change)
+    grads = on_onnxruntime(vjp(proto, y, xs).to_proto(), {**inputs, "dy": dy})
+    assert dot(change, dy) == pytest.approx(sum(map(dot, grads, along.values())), rel=1e-4)
+
+
+def dot(a, b):
+    return sum(float(np.sum(p * q)) for p, q in zip(flat(a), flat(b), strict=True))
 
 
 @pytest.mark.parametrize("o", [None, f32(2)], ids=["nothing", "something"])

@@ -129,3 +129,16 @@ CASES: dict[str, tuple[onnx.ModelProto, dict[str, np.ndarray]]] = {
     ),
     "resize_antialias": _resize((1, 2, 6, 7), (1, 2, 3, 4), sizes=[1, 2, 3, 4], mode="linear", antialias=1),
 }  # fmt: skip
+
+EDGES = {
+    "max_roi_pool_ties": (
+        onnx.parser.parse_model("""<ir_version: 10, opset_import: ["" : 22]>
+            g (float[1,1,2,3] x, float[1,5] rois) => (float[1,1,1,2] y) {
+                y = MaxRoiPool <pooled_shape = [1, 2]> (x, rois)
+            }"""),
+        {"x": np.array([[[[1, 2, 2], [3, 2, 2]]]], np.float32), "rois": np.array([[0, 0, 0, 2, 1]], np.float32)},
+        np.array([[[[5, 7]]]]),
+        {"x": np.array([[[[0, 7, 0], [5, 0, 0]]]]), "rois": np.zeros((1, 5))},
+    ),
+}
+"""Several largest pixels: the first has the gradient. Regions have none."""

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 import onnx_ir as ir
 
 from onward.build import Builder, Expr, uncollected
-from onward.containers import content_type, is_optional
+from onward.containers import content_type, is_optional, is_sequence
 from onward.differentiate.expand import expanded
 from onward.differentiate.path import way
 from onward.differentiate.recompute import Choice, recomputation
 from onward.differentiate.simplify import put_results_last, remove_unused, simplify
 from onward.differentiate.sweep import pull_back
-from onward.errors import UnknownNameError, near
+from onward.errors import UnknownNameError, UnsupportedError, near
 from onward.model import Model, Source, read
 from onward.model.core import values
 from onward.model.walk import nodes_after
@@ -64,13 +64,13 @@ def jvp(source: Source, xs: Sequence[str], y: str) -> Model:
     """
     model, target, sources = _opened(source, y, xs)
     graph, (op, last) = model.graph, _builder(model)
-    dy = ir.Value(name=op.names.fresh("dy"), type=target.type, shape=target.shape)
+    dy = ir.Value(name=op.names.fresh("dy"), type=content_type(target), shape=target.shape)
     grads = _pulled_back(op, target, op(dy), sources)
     products = []
     for x, grad in zip(sources, grads, strict=True):
-        direction = ir.Value(name=op.names.fresh(f"d{x.name}"), type=x.type, shape=x.shape)
+        direction = ir.Value(name=op.names.fresh(f"d{x.name}"), type=content_type(x), shape=x.shape)
         graph.inputs.append(direction)
-        products.append(op.ReduceSum(grad * op(direction), keepdims=0))
+        products.append(_inner_product(op, grad, op(direction)))
     along = (products[0] if len(products) == 1 else op.Sum(*products)).value
     (tangent,) = _pulled_back(op, along, op.filled_like(along, 1), [dy])
     dy.replace_all_uses_with(op.filled_like(target, 0).value)
@@ -94,6 +94,10 @@ def _opened(source: Source, y: str, xs: Sequence[str]) -> tuple[Model, ir.Value,
     model = expanded(model, y, xs)
     known = {value.name: value for value in values(model.graph) if value.name}
     fill_in_types(model, known.values())
+    if known[y].type is None:
+        raise UnsupportedError(
+            f"the type of `{y}` is not known", hint="state it in the file, among its outputs or in its `value_info`"
+        )
     return model, known[y], [known[x] for x in xs]
 
 
@@ -129,6 +133,16 @@ def _finish(
         graph.outputs.append(output.named(f"{x.name}/grad").value)
     _tidy(graph, nodes_after(last, graph))
     return model
+
+
+def _inner_product(op: Builder, a: Expr, b: Expr) -> Expr:
+    """The sum of the products of all elements: of two tensors, of all tensors in two sequences."""
+    if not is_sequence(a.value):
+        product: Expr = op.ReduceSum(a * b, keepdims=0)
+        return product
+    products = op.each(_inner_product, a, b)
+    some = op.SequenceInsert(products, op.scalar(0, a))  # so that it is not empty
+    return _inner_product(op, op.ConcatFromSequence(some, axis=0, new_axis=1), op.scalar(1, a))
 
 
 def _wrapped(op: Builder, grad: Expr, x: ir.Value) -> Expr:
