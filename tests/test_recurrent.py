@@ -216,6 +216,15 @@ def test_any_layer(case, symbolic):
     gradcheck.check(proto, inputs, order=1)
 
 
+@pytest.mark.parametrize("operator", GATES)
+def test_gradients_of_weights_are_not_carried_through_the_steps(operator):
+    """They are one product after the last step; only the gradients of states go from step to step."""
+    proto, _ = layer(operator, direction="bidirectional")
+    scans = [node for node in gradient(proto, "Y", ["X", "R"]).graph if node.op_type == "Scan"]
+    states = [len(node.inputs) - node.attributes["num_scan_inputs"].as_int() for node in scans]
+    assert states == [len(OUTPUTS[operator]) - 1] * 4
+
+
 # ---- where a layer stands, and what it is given ----------------------------------------------------------------------
 
 

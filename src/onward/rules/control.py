@@ -13,6 +13,7 @@ import onnx_ir as ir
 from onward.build import Builder
 from onward.containers import content_type, is_sequence
 from onward.errors import UnsupportedError
+from onward.rules.deferral import defer, sum_of_products
 from onward.rules.nested import (
     captured_and_active,
     copied,
@@ -99,25 +100,38 @@ def scan(
         *(_item(sequence, axis) for sequence, axis in zip(sequences, in_axes, strict=True)),
         *(_item(dys[count + i].value, out_axes[i]) for i in given),
     ]
-    results = op.Scan(
-        *back.start(dys[:count]),
-        *saved,
-        *sequences,
-        *(dys[count + i] for i in given),
-        outputs=back.size + len(wanted),
-        body=tidy(op.subgraph(step, entries, name="gradient")),
-        num_scan_inputs=len(inputs) + len(given),
-        scan_input_axes=[*([0] * count), *in_axes, *(out_axes[i] for i in given)],
-        scan_input_directions=[
-            *([1] * count),
-            *(1 - direction for direction in in_directions),
-            *(1 - out_directions[i] for i in given),
-        ],
-        scan_output_axes=[in_axes[i] for i in wanted] or None,
-        scan_output_directions=[1 - in_directions[i] for i in wanted] or None,
+    backward = op.subgraph(step, entries, name="gradient")
+    stacks = dict(zip(backward.inputs[back.size :], map(op, saved), strict=False))
+    slices = dict(zip(wanted, backward.outputs[back.size :], strict=True))
+    in_order = {value for i, value in slices.items() if in_axes[i] == in_directions[i] == 0}
+    sums, more = defer(op, backward, range(len(back.floats), back.size), {*stacks, *in_order})
+    kept = {i: start for i, start in enumerate(back.start(dys[:count])) if i not in sums}
+    results = several(
+        op.Scan(
+            *kept.values(),
+            *saved,
+            *sequences,
+            *(dys[count + i] for i in given),
+            outputs=len(kept) + len(wanted) + len(more),
+            body=backward,
+            num_scan_inputs=len(inputs) + len(given),
+            scan_input_axes=[*([0] * count), *in_axes, *(out_axes[i] for i in given)],
+            scan_input_directions=[
+                *([1] * count),
+                *(1 - direction for direction in in_directions),
+                *(1 - out_directions[i] for i in given),
+            ],
+            scan_output_axes=[*(in_axes[i] for i in wanted), *(0 for _ in more)] or None,
+            scan_output_directions=[*(1 - in_directions[i] for i in wanted), *(1 for _ in more)] or None,
+        )
     )
-    results = several(results)
-    return back.gradients(results[: back.size], zip([sequences[i] for i in wanted], results[back.size :], strict=True))
+    stacks |= zip((*slices.values(), *more), results[len(kept) :], strict=True)
+    carried = dict(zip(kept, results, strict=False))
+    carried |= {i: sum_of_products(op, pairs, stacks) for i, pairs in sums.items()}
+    return back.gradients(
+        [carried[i] for i in range(back.size)],
+        zip([sequences[i] for i in wanted], results[len(kept) :], strict=False),
+    )
 
 
 @gradient("Loop")
