@@ -215,6 +215,8 @@ class Builder:
         for i, output in enumerate(node.outputs):
             output.name = node.name if i == 0 else self._fresh(op_type)
         declare(node, self.opset)
+        if domain:
+            self.imports.setdefault(domain, DOMAIN_VERSION)
         self.graph.append(node)
         if key is not None:
             self._made[key] = tuple(node.outputs)
@@ -224,7 +226,6 @@ class Builder:
     def call(self, function: Function, *inputs: Operand, **attributes: Any) -> Any:
         """Add a call of a function of ours, and the function itself where it is new."""
         function.define(self.functions, self.opset)
-        self.imports.setdefault(DOMAIN, DOMAIN_VERSION)
         return self.node(DOMAIN, function.name, *inputs, outputs=len(function.outputs), **attributes)
 
     def constant(self, value: Any, dtype: ir.DataType | None = None) -> Expr:
