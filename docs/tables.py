@@ -14,7 +14,7 @@ from onward.recipe.initialize import INITIALIZERS
 from onward.recipe.losses import LOSSES
 from onward.recipe.optimizers import OPTIMIZERS
 from onward.recipe.schedules import SCHEDULES
-from onward.rules import RULES, NoGradient, Rewrite
+from onward.rules import RULES, NoGradient, Rewrite, Rule
 
 HERE = Path(__file__).parent
 MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -97,18 +97,38 @@ def gradients() -> str:
     return rows("operator|gradient", ((f"`{name}`", _how(newest[name])) for name in sorted(newest)))
 
 
+def classical() -> str:
+    """Every operator of `ai.onnx.ml`."""
+    return _of_domain("ai.onnx.ml")
+
+
+def microsoft() -> str:
+    """The operators of ONNX Runtime that are known."""
+    return _of_domain("com.microsoft")
+
+
+def _of_domain(domain: str) -> str:
+    known = sorted(name for of, name in RULES if of == domain)
+    return rows("operator|gradient", ((f"`{name}`", _kind(RULES[domain, name])) for name in known))
+
+
 def _how(schema: Any) -> str:
     rule = RULES.get(("", schema.name))
-    if isinstance(rule, NoGradient):
-        return f"none: {rule.reason}"
-    if isinstance(rule, Rewrite):
-        return "rewritten"
     if rule is not None:
-        return "rule"
+        return _kind(rule)
     return "through its body" if schema.has_function or schema.has_context_dependent_function else "not yet"
 
 
-TABLES = {function.__name__: function for function in (losses, optimizers, schedules, initializers, codes, gradients)}
+def _kind(rule: Rule | Rewrite | NoGradient) -> str:
+    if isinstance(rule, NoGradient):
+        return f"none: {rule.reason}"
+    return "rewritten" if isinstance(rule, Rewrite) else "rule"
+
+
+TABLES = {
+    function.__name__: function
+    for function in (losses, optimizers, schedules, initializers, codes, gradients, classical, microsoft)
+}
 
 
 def refreshed(text: str) -> str:

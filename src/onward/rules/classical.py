@@ -121,7 +121,7 @@ def array_feature_extractor(op, x, places):
     return op.Unsqueeze(y, [0]) if x.value.shape is not None and x.value.shape.rank() == 1 else y
 
 
-no_gradient("the result is a truth value", "Binarizer")
+no_gradient("the result is 0 or 1", "Binarizer")
 no_gradient(
     "the result is a label, or is looked up by one", "CastMap", "CategoryMapper", "DictVectorizer", "LabelEncoder",
     "OneHotEncoder", "ZipMap",

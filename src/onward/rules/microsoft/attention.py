@@ -1,6 +1,5 @@
 """Attention with the projections, masks and caches of keys and values that ONNX Runtime's operators have."""
 
-
 import numpy as np
 
 from onward.rules.common import largest
