@@ -20,6 +20,7 @@ from onward.rules.nested import (
     is_float,
     recomputed,
     refuse_random,
+    refuse_sequences,
     seeds_of,
     several,
     summed,
@@ -72,7 +73,7 @@ def scan(
     out_directions = list(scan_output_directions or [0] * outputs)
 
     back = _Back(op, node, states, body.inputs[:count], active, pull_back)
-    _refuse_sequences(node, back.captured)
+    refuse_sequences(node, back.captured)
     wanted = [i for i, sequence in enumerate(sequences) if sequence in active]
     if not back.size and not wanted:
         return {}
@@ -206,7 +207,11 @@ class _Back:
 
     def _last(self, i):
         """What has the type and shape of a state after the last iteration: a tensor has them from the beginning."""
-        return self.node.outputs[i] if is_sequence(self.types[i]) else self.states[i]
+        if isinstance(self.types[i].type, ir.TensorType):
+            return self.states[i]
+        last = self.node.outputs[i]
+        last.type = self.types[i].type if last.type is None else last.type
+        return last
 
     def step(self, op, body, given, before, carried, *, first_state, item_dys, items):
         """The gradients before an iteration from those after it, and those of `items`.
@@ -267,16 +272,6 @@ def _after(op, node, body, trips, types):
     _, cond, *states = node.inputs
     results = several(op.Loop(trips, cond, *states, outputs=len(types), body=tidy(again)))
     return [result.like(state) for result, state in zip(results, types, strict=True)]
-
-
-def _refuse_sequences(node, captured):
-    for value in captured:
-        if is_sequence(value):
-            raise UnsupportedError(
-                f"the body of `{node.op_type}` (node `{node.name}`) reads the sequence `{value.name}`: its gradient "
-                "would be a state that is a sequence, which Scan cannot have",
-                hint="write it as a Loop, or make the sequence one tensor before, with ConcatFromSequence",
-            )
 
 
 def _refuse_other_shape(node, before, after):

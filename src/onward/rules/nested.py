@@ -6,6 +6,7 @@ not visible outside, so the graph of a gradient computes it again.
 
 import onnx_ir as ir
 
+from onward.containers import is_sequence
 from onward.errors import UnsupportedError
 from onward.model.walk import is_random, nested_graphs, read_by
 from onward.transform.types import value_types
@@ -109,6 +110,16 @@ def refuse_random(node):
                 f"`{inner.op_type}` (node `{inner.name}`) inside `{node.op_type}` (node `{node.name}`) draws random "
                 "numbers: its gradient, which computes the nested graph again, would draw others",
                 hint="draw them before the node, for all iterations at once",
+            )
+
+
+def refuse_sequences(node, captured):
+    for value in captured:
+        if is_sequence(value):
+            raise UnsupportedError(
+                f"the body of `{node.op_type}` (node `{node.name}`) reads the sequence `{value.name}` as a whole: its "
+                f"gradient is a sequence that every iteration adds to, and `{node.op_type}` carries only tensors",
+                hint="write it as a Loop, or make the sequence one tensor before, with ConcatFromSequence",
             )
 
 

@@ -10,9 +10,8 @@ element that is taken from a sequence is the tensor that was put into it, and no
 import onnx_ir as ir
 
 from onward.containers import element_of, is_sequence
-from onward.errors import UnsupportedError
 from onward.rules.common import fixed_number
-from onward.rules.nested import captured_and_active, recomputed, seeds_of, several, summed, tidy
+from onward.rules.nested import captured_and_active, recomputed, refuse_sequences, seeds_of, several, summed, tidy
 from onward.rules.registry import gradient, no_gradient, simplification
 from onward.shapes import constant_ints, dims
 
@@ -111,7 +110,7 @@ def optional(op, dy, x):
 def sequence_map(op, dys, *inputs, node, body, active, pull_back):
     """The gradient of the body for each element; what is the same for all elements has the sum of its gradients."""
     captured = captured_and_active(node, active)
-    _refuse_sequences(node, captured)
+    refuse_sequences(node, captured)
     wanted = [i for i, value in enumerate(node.inputs) if value in active]
     given = [i for i, dy in enumerate(dys) if dy is not None]
 
@@ -145,16 +144,6 @@ def _total(op, grads, value):
     grads.value.type = ir.SequenceType(ir.TensorType(value.dtype))
     stacked = op.ConcatFromSequence(op.SequenceInsert(grads, op.filled_like(value, 0)), axis=0, new_axis=1)
     return op.ReduceSum(stacked, [0], keepdims=0)
-
-
-def _refuse_sequences(node, captured):
-    for value in captured:
-        if is_sequence(value):
-            raise UnsupportedError(
-                f"the body of SequenceMap (node `{node.name}`) reads the sequence `{value.name}` as a whole: the "
-                "gradient would be a sequence for each element",
-                hint="write it as a Loop",
-            )
 
 
 # ---- sequences whose elements are known ------------------------------------------------------------------------------
