@@ -19,8 +19,13 @@ EPS = 1e-6
 
 def to_double(proto):
     """The same model in float64, but for inputs that must be float32."""
+    return in_type(proto, TensorProto.DOUBLE)
+
+
+def in_type(proto, dtype):
+    """The same model with its floating-point values in another type."""
     proto = onnx.ModelProto.FromString(proto.SerializeToString())
-    _graph_to_double(proto.graph, settings(proto))
+    _convert(proto.graph, dtype, settings(proto))
     return proto
 
 
@@ -37,28 +42,30 @@ def tensor_type(value):
     return found.tensor_type
 
 
-def _graph_to_double(graph, kept=frozenset()):
+def _convert(graph, dtype, kept=frozenset()):
     for value in (*graph.input, *graph.output, *graph.value_info):
         if tensor_type(value).elem_type in FLOATS and value.name not in kept:
-            tensor_type(value).elem_type = TensorProto.DOUBLE
+            tensor_type(value).elem_type = dtype
     for tensor in graph.initializer:
         if tensor.name not in kept:
-            _tensor_to_double(tensor)
+            _convert_tensor(tensor, dtype)
+    inner = ("stash_type", "softmax_precision") if dtype == TensorProto.DOUBLE else ()  # else they may stay wider
     for node in graph.node:
         if node.op_type == "ConstantOfShape" and not node.attribute:
-            node.attribute.append(helper.make_attribute("value", numpy_helper.from_array(np.zeros(1))))
+            zero = helper.make_tensor("", TensorProto.FLOAT, [1], [0])
+            node.attribute.append(helper.make_attribute("value", zero))
         for attribute in node.attribute:
             if attribute.type == AttributeProto.TENSOR:
-                _tensor_to_double(attribute.t)
+                _convert_tensor(attribute.t, dtype)
             elif attribute.type == AttributeProto.GRAPH:
-                _graph_to_double(attribute.g)
-            elif attribute.name in ("to", "dtype", "stash_type", "softmax_precision") and attribute.i in FLOATS:
-                attribute.i = TensorProto.DOUBLE
+                _convert(attribute.g, dtype)
+            elif attribute.name in ("to", "dtype", *inner) and attribute.i in FLOATS:
+                attribute.i = dtype
 
 
-def _tensor_to_double(tensor):
+def _convert_tensor(tensor, dtype):
     if tensor.data_type in FLOATS:
-        array = numpy_helper.to_array(tensor).astype(np.float64)
+        array = numpy_helper.to_array(tensor).astype(helper.tensor_dtype_to_np_dtype(dtype))
         tensor.CopyFrom(numpy_helper.from_array(array, tensor.name))
 
 
@@ -140,7 +147,7 @@ def _check(proto, inputs, xs, order, rtol, seed):
         model = vjp(proto, y, xs).to_proto()
         if is_valid(proto):  # not every operator takes float64
             onnx.checker.check_model(model, full_check=True)
-        dy = _direction(rng, before[y])
+        dy = direction(rng, before[y])
         seed_name = model.graph.input[-1].name
         given = {**inputs, seed_name: dy}
         grads = gradients(model, given, xs)
@@ -152,7 +159,7 @@ def _check(proto, inputs, xs, order, rtol, seed):
             _check(model, given, [*xs, seed_name], order - 1, max(rtol, 1e-4), seed + 1)
 
 
-def _direction(rng, y):
+def direction(rng, y):
     """What to weight `y` with: nothing where it is infinite, as scores behind a mask are."""
     return mapped(lambda a: np.where(np.isfinite(a), rng.standard_normal(np.shape(a)), 0), y)
 
@@ -198,7 +205,7 @@ def check_on_onnxruntime(proto, inputs, xs=None, *, rtol=None):
     doubled = to_double(proto)
     before = evaluate(doubled, double(proto, inputs))
     for y in float_outputs(proto):
-        dy = _direction(np.random.default_rng(0), before[y])
+        dy = direction(np.random.default_rng(0), before[y])
         exact = vjp(doubled, y, xs).to_proto()
         expected = gradients(exact, {**double(proto, inputs), exact.graph.input[-1].name: dy}, xs)
         model = for_onnxruntime(vjp(proto, y, xs).to_proto())

@@ -147,7 +147,7 @@ class Builder:
     """Appends nodes to `graph`. `op.Softmax(x, axis=-1)` adds a node and returns its output.
 
     `names` must know every name the nodes could clash with; `functions` collects the functions that calls need. A
-    builder that shares gives the same node again where it is asked for one that it has made already.
+    builder that shares gives the same node again where it is asked for one that is there already.
     """
 
     def __init__(
@@ -170,6 +170,8 @@ class Builder:
         self._scope = scope
         self._share = share
         self._made: dict[tuple[object, ...], tuple[ir.Value, ...]] = {}
+        if share:
+            self._made.update(_by_identity(graph))
 
     def __getattr__(self, op_type: str) -> Callable[..., Any]:
         if not op_type[0].isupper():
@@ -200,6 +202,7 @@ class Builder:
     def node(self, domain: str, op_type: str, *inputs: Operand, outputs: int = 1, **attributes: Any) -> Any:
         """Add one node; its output, or a tuple of them if there are several. Attributes that are None are left out."""
         values = self._operands(domain, op_type, inputs)
+        attributes = {name: value for name, value in attributes.items() if value is not None}
         key = _identity(op_type, values, outputs, attributes) if self._share and domain == "" else None
         if key is not None and key in self._made:
             found = tuple(Expr(self, value) for value in self._made[key])
@@ -208,7 +211,7 @@ class Builder:
             domain,
             op_type,
             values,
-            attributes=[_attribute(k, v) for k, v in attributes.items() if v is not None],
+            attributes=[_attribute(name, value) for name, value in attributes.items()],
             num_outputs=outputs,
             name=self._fresh(op_type),
         )
@@ -263,6 +266,8 @@ class Builder:
         if is_sequence(value):
             return self.each(lambda op, x: op.filled_like(x.value, number), Expr(self, value)).like(value)
         one = _scalar_tensor(number, value.dtype, (1,))
+        if value.dtype is ir.DataType.BFLOAT16 and self.opset < 20:  # which ConstantOfShape does not know yet
+            return self.Expand(self.constant(one), self.Shape(value)).like(value)
         return self.ConstantOfShape(self.Shape(value), value=one).like(value)
 
     def _filled_like_content(self, value: ir.Value, number: float) -> Expr:
@@ -442,8 +447,17 @@ def _identity(
     """What makes two nodes the same; None for one that has no equal."""
     if op_type in _NEVER_SHARED:
         return None
-    settings = tuple((name, _comparable(value)) for name, value in attributes.items() if value is not None)
+    settings = tuple((name, _comparable(attributes[name])) for name in sorted(attributes))
     return (op_type, tuple(inputs), outputs, settings)
+
+
+def _by_identity(graph: ir.Graph) -> Iterator[tuple[tuple[object, ...], tuple[ir.Value, ...]]]:
+    for node in graph:
+        if node.domain in ("", "ai.onnx") and node.op_type != "Constant":
+            settings = {name: attribute.value for name, attribute in node.attributes.items()}
+            key = _identity(node.op_type, node.inputs, len(node.outputs), settings)
+            if key is not None:
+                yield key, tuple(node.outputs)
 
 
 def _comparable(value: Any) -> object:

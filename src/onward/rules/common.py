@@ -11,6 +11,11 @@ def cast_like(op, x, like):
     return x if x.dtype == like.dtype else op.Cast(x, to=like.dtype)
 
 
+def identity(op, shape, like):
+    """A matrix with ones on its diagonal, in the type of `like`; EyeLike itself knows no bfloat16."""
+    return cast_like(op, op.EyeLike(op.ConstantOfShape(shape)), like)
+
+
 def tiny(x) -> float:
     """The smallest normal number of the type of `x`."""
     return float(_limits(x).smallest_normal)

@@ -11,6 +11,7 @@ import numpy as np
 
 from onward.build import Expr
 from onward.errors import UnsupportedError
+from onward.rules.common import identity
 from onward.rules.registry import gradient, rewrite
 from onward.shapes import constant_ints
 
@@ -184,8 +185,8 @@ def columns(op, image, kernel, **slide):
     else:
         shape = kernel if isinstance(kernel, Expr) else op.constant(np.asarray(kernel, np.int64))
         elements = op.ReduceProd(shape, keepdims=1)
-        identity = op.EyeLike(op.Expand(op.scalar(0, image), op.Concat(elements, elements, axis=0)))
-        kernels = op.Reshape(identity, op.Concat([-1, 1], shape, axis=0))
+        one_hot = identity(op, op.Concat(elements, elements, axis=0), image)
+        kernels = op.Reshape(one_hot, op.Concat([-1, 1], shape, axis=0))
     sizes = spatial(op, image)
     planes = op.Reshape(image, op.Concat([-1, 1], sizes, axis=0) if isinstance(sizes, Expr) else [-1, 1, *sizes])
     return op.Conv(planes, kernels, **slide)

@@ -56,7 +56,7 @@ def positive(axis, x):
 
 def filled(op, shape, number, like):
     """A tensor of equal numbers, of the type of `like`."""
-    if like.dtype is None:
+    if like.dtype is None or (like.dtype is ir.DataType.BFLOAT16 and op.opset < 20):
         return op.CastLike(op.ConstantOfShape(shape, value=np.full(1, number, np.float32)), like)
     tensor = ir.Tensor(np.full(1, number).astype(like.dtype.numpy()), dtype=like.dtype)
     return op.ConstantOfShape(shape, value=tensor)

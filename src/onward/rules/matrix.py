@@ -4,6 +4,7 @@ import string
 
 import onnx_ir as ir
 
+from onward.rules.common import cast_like, identity
 from onward.rules.registry import gradient
 
 
@@ -48,11 +49,18 @@ def _matmul_of_any_rank(op, dy, a, b):
     batch_axes = op.Shape(op.Shape(dy)) - op.Min(a_rank - 1, [1]) - op.Min(b_rank - 1, [1])
     batch = op.Slice(op.Shape(dy), [0], batch_axes)
     dy = op.Reshape(dy, op.Concat(batch, op.Slice(a_shape, [-2], [-1]), op.Slice(b_shape, [-1], _END), axis=0))
-    da = op.MatMul(dy, op.Einsum(op.Reshape(b, b_shape), equation="...ij->...ji"))
-    db = op.MatMul(op.Einsum(op.Reshape(a, a_shape), equation="...ij->...ji"), dy)
+    da = op.MatMul(dy, _transposed(op, op.Reshape(b, b_shape)))
+    db = op.MatMul(_transposed(op, op.Reshape(a, a_shape)), dy)
     # Without the column that a vector B was given; batch axes that B lacks are summed by the driver.
     matrix_axes = op.Shape(op.Shape(db)) - op.Max(2 - b_rank, [0])
     return da, op.Reshape(db, op.Slice(op.Shape(db), [0], matrix_axes))
+
+
+def _transposed(op, x):
+    """Matrices in a tensor of unknown rank with their axes swapped; only from opset 28 on Einsum knows bfloat16."""
+    if x.dtype is ir.DataType.BFLOAT16 and op.opset < 28:
+        return cast_like(op, _transposed(op, op.Cast(x, to=ir.DataType.FLOAT)), x)
+    return op.Einsum(x, equation="...ij->...ji")
 
 
 _END = [2**31 - 1]
@@ -86,7 +94,7 @@ def _einsum_operand(op, dy, index, operands, terms, result, unused):
         wanted += next(unused) if label in wanted and label != "..." else label
         if wanted[-1] != label[-1]:
             size = op.Shape(x, start=_counted(term, axis), end=_counted(term, axis) + 1 or None)
-            factors.append((_identity(op, op.Concat(size, size, axis=0), x), label + wanted[-1]))
+            factors.append((identity(op, op.Concat(size, size, axis=0), x), label + wanted[-1]))
     for axis, label in enumerate(_labels(wanted)):
         # A label that occurs nowhere else is summed over: the gradient is the same along it.
         if label != "..." and not any(label in _labels(given) for _, given in factors):
@@ -150,15 +158,10 @@ def _filled(op, shape, number, like):
     return op.Expand(op.scalar(number, like), shape)
 
 
-def _identity(op, shape, like):
-    return op.EyeLike(_filled(op, shape, 0, like))
-
-
 @gradient("Det")
 def det(op, dy, x):
     """dX = dY cof(X): the cofactor (i, j) is the determinant of X with row i replaced by the unit vector j."""
     size = op.Shape(x, start=-1)
-    identity = _identity(op, op.Concat(size, size, axis=0), x)
-    row = op.Unsqueeze(op.Cast(identity, to=ir.DataType.BOOL), [1, 3])
-    unit = op.Unsqueeze(identity, [0, 2])
+    units = identity(op, op.Concat(size, size, axis=0), x)
+    row, unit = op.Unsqueeze(op.Cast(units, to=ir.DataType.BOOL), [1, 3]), op.Unsqueeze(units, [0, 2])
     return op.Unsqueeze(dy, [-1, -2]) * op.Det(op.Where(row, unit, op.Unsqueeze(x, [-3, -4])))

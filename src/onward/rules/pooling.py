@@ -4,7 +4,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onward.build import Expr
-from onward.rules.common import largest
+from onward.rules.common import identity, largest
 from onward.rules.convolution import known_product, reshape, reshape_like, size_of, sliding, spatial, spread
 from onward.rules.registry import gradient
 
@@ -291,15 +291,15 @@ def _matrix_of_whole(op, x, chosen, position, roi, sizes, attributes):
     every = [op.Shape(x, start=axis, end=axis + 1) for axis in chosen]
     before = every[position]
     shape = [before if i == position else [1] for i in range(count)]
-    identity = op.Reshape(_identity(op, before, x), op.Concat(before, [1], *shape, axis=0))
-    whole = op.Expand(identity, op.Concat(before, [1], *every, axis=0))
+    rows = op.Reshape(_identity(op, before, x), op.Concat(before, [1], *shape, axis=0))
+    whole = op.Expand(rows, op.Concat(before, [1], *every, axis=0))
     resized = op.Resize(whole, roi, None, sizes, **attributes, axes=list(range(2, count + 2)))
     others = [1, *(axis + 2 for axis in range(count) if axis != position)]
     return op.Squeeze(op.Slice(resized, [0] * count, [1] * count, others), others)
 
 
 def _identity(op, size, like):
-    return op.EyeLike(op.Expand(op.scalar(0, like), op.Concat(size, size, axis=0)))
+    return identity(op, op.Concat(size, size, axis=0), like)
 
 
 def _along(op, matrix, dy, axis, rank):
