@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import onnx_ir as ir
 
@@ -12,7 +12,7 @@ from onward.numeric.compare import default_tolerance
 from onward.numeric.evaluate import Function
 from onward.numeric.inputs import Given, given_inputs, made_up
 from onward.numeric.locate import culprit
-from onward.numeric.report import Report, Row
+from onward.numeric.report import Report
 from onward.numeric.subject import subject
 
 
@@ -27,7 +27,6 @@ def check_gradients(
     seed: int = 0,
     tolerance: float | None = None,
     step: int = 0,
-    progress: Callable[[Row], None] = lambda row: None,
 ) -> Report:
     """Compare the gradient of `y` by each of `xs` with central differences, along random directions.
 
@@ -38,14 +37,13 @@ def check_gradients(
     to the size of a gradient; unless given, it follows from the precision, float64 wherever ONNX Runtime can.
 
     Where a gradient is wrong, each operator on the way is checked alone, and the report names the first that is.
-    `progress` is called with each comparison that is done.
     """
     what = subject(source, y, xs, step)
     settings = Settings(directions, order, seed, tolerance)
     given = given_inputs(what, inputs)
     function = function_of(what)
     point = settle(function, ({**given, **rest} for rest in made_up(what.model, given, seed)))
-    found = list(rows(what, function, point, settings, progress))
+    found = list(rows(what, function, point, settings))
     wrong = list(dict.fromkeys(row.x for row in found if row.verdict == "wrong"))
     blamed = culprit(what, wrong, point, settings) if wrong else None
     return Report(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import onnx_ir as ir
@@ -63,21 +63,17 @@ def settle(function: Function, candidates: Iterable[Arrays]) -> Arrays:
     return inputs
 
 
-def rows(
-    subject: Subject, function: Function, inputs: Arrays, settings: Settings, done: Callable[[Row], None]
-) -> Iterator[Row]:
+def rows(subject: Subject, function: Function, inputs: Arrays, settings: Settings) -> Iterator[Row]:
     """A row for each x, and each order."""
     rng = generator(settings.seed)
-    yield from _rows(function, settings, rng, 1, done)
+    yield from _rows(function, settings, rng, 1)
     if settings.order > 1:
         second = _second_order(subject, function, inputs, rng)
         if second is not None:
-            yield from _rows(second, settings, rng, 2, done)
+            yield from _rows(second, settings, rng, 2)
 
 
-def _rows(
-    function: Function, settings: Settings, rng: np.random.Generator, order: int, done: Callable[[Row], None]
-) -> Iterator[Row]:
+def _rows(function: Function, settings: Settings, rng: np.random.Generator, order: int) -> Iterator[Row]:
     found: dict[str, list[Row]] = {x: [] for x in function.xs}
     for _ in range(settings.directions):
         dy = cotangent(function.y, rng)
@@ -87,7 +83,6 @@ def _rows(
             with np.errstate(all="ignore"):  # what overflows is reported as such
                 row = compare(function, x, dy, gradients[x], tolerance, rng)
             found[x].append(dataclasses.replace(row, order=order))
-            done(found[x][-1])
     for tried in found.values():
         yield min(tried, key=lambda row: (_WORST_FIRST.index(row.verdict), -row.difference))
 

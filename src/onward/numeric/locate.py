@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 
 import numpy as np
 import onnx_ir as ir
@@ -29,25 +30,29 @@ def culprit(subject: Subject, wrong: Iterable[str], inputs: Arrays, settings: Se
     sources = [known[x] for x in wrong]
     nodes = between(known[subject.y], sources)
     active = {*sources, *(output for node in nodes for output in node.outputs)}
-    met = _values(subject.model, [value for node in nodes for value in _outer(node, known)], inputs)
+    read = {node: _read(node, known) for node in nodes}
+    met = _values(subject.model, [value for values_read in read.values() for value in values_read], inputs)
     for node in reversed(nodes):
-        found = _blame(
-            subject.model, node, active, {value.name or "": value for value in _outer(node, known)}, met, settings
-        )
-        if found is not None:
-            return found
+        names = [value.name or "" for value in read[node] if constant(value) is None]
+        xs = [value.name or "" for value in read[node] if value in active and value.dtype in FLOATS]
+        if xs and all(name in met for name in names):
+            found = _blame(subject.model, node, xs, {name: met[name] for name in names}, settings)
+            if found is not None:
+                return found
     return None
 
 
-def _outer(node: ir.Node, known: dict[str | None, ir.Value]) -> list[ir.Value]:
-    """What a node reads of the graph it stands in, constants aside."""
-    read = dict.fromkeys(read_by(node))
-    return [value for value in read if known.get(value.name) is value and constant(value) is None]
+def _read(node: ir.Node, known: dict[str | None, ir.Value]) -> list[ir.Value]:
+    """What a node, or a graph nested in it, reads of the graph that the node stands in."""
+    return [value for value in dict.fromkeys(read_by(node)) if known.get(value.name) is value]
 
 
 def _values(model: Model, wanted: list[ir.Value], inputs: Arrays) -> dict[str, np.ndarray]:
     """What the values were when the model ran."""
-    names = list(dict.fromkeys(value.name or "" for value in wanted if isinstance(value.type, ir.TensorType)))
+    tensors = [value for value in wanted if isinstance(value.type, ir.TensorType) and constant(value) is None]
+    names = list(dict.fromkeys(value.name or "" for value in tensors))
+    if not names:
+        return {}
 
     def make(dtype: ir.DataType) -> Model:
         made = converted(model, dtype)
@@ -58,32 +63,19 @@ def _values(model: Model, wanted: list[ir.Value], inputs: Arrays) -> dict[str, n
     return dict(zip(names, Runner(make)(inputs), strict=True))
 
 
-def _blame(
-    model: Model,
-    node: ir.Node,
-    active: set[ir.Value],
-    outer: dict[str, ir.Value],
-    met: dict[str, np.ndarray],
-    settings: Settings,
-) -> Culprit | None:
+def _blame(model: Model, node: ir.Node, xs: list[str], inputs: Arrays, settings: Settings) -> Culprit | None:
     """Check a node alone: each of its outputs by each of its inputs. What cannot be checked alone is not blamed."""
-    if not outer.keys() <= met.keys():
-        return None
-    xs = [value.name or "" for value in dict.fromkeys(read_by(node)) if value in active and value.dtype in FLOATS]
-    inputs = {name: met[name] for name in outer}
     for output in node.outputs:
         if output.dtype not in FLOATS or not output.name:
             continue
-        try:
-            part = Subject(extract(model, list(outer), [output.name]), output.name, xs)
+        with suppress(Error):
+            part = Subject(extract(model, list(inputs), [output.name]), output.name, xs)
             function = function_of(part)
             settle(function, [inputs])
-            wrong = [row for row in rows(part, function, inputs, settings, lambda row: None) if row.verdict == "wrong"]
+            wrong = [row for row in rows(part, function, inputs, settings) if row.verdict == "wrong"]
             if wrong:
                 inner = _inside(part, node, [row.x for row in wrong], inputs, settings)
                 return inner or Culprit(node.name or "", node.op_type, output.name, wrong[0])
-        except Error:
-            continue
     return None
 
 

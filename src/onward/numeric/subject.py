@@ -16,6 +16,8 @@ from onward.model.core import string, strings, values
 from onward.model.walk import ancestors
 from onward.numeric.precision import FLOATS
 from onward.recipe.trainable import gradient_edges, judge
+from onward.rules import NoGradient
+from onward.rules.registry import lookup
 from onward.transform.opset import convert_opset
 from onward.transform.types import fill_in_types
 
@@ -92,12 +94,17 @@ def _default_xs(model: Model, y: ir.Value) -> list[ir.Value]:
     edges = gradient_edges([y])
     inputs = [x for x in model.inputs if _is_float(x) and any(_differentiable(*edge) for edge in edges.get(x, ()))]
     if not parameters and not inputs:
-        raise UnsupportedError(f"`{y.name}` depends on no parameter and no floating-point input")
+        raise UnsupportedError(
+            f"no gradient flows from `{y.name}` to a parameter or a floating-point input",
+            hint="name by what to differentiate: `xs=`, `--wrt` on the command line",
+        )
     return [*parameters, *inputs]
 
 
 def _differentiable(node: ir.Node, index: int) -> bool:
     """Whether an input of an operator is one to differentiate by, and not a limit, a ratio or a scale."""
+    if isinstance(lookup(node), NoGradient):
+        return False
     if node.domain not in ("", "ai.onnx") or not defs.has(node.op_type):
         return True
     formals = defs.get_schema(node.op_type).inputs
