@@ -78,7 +78,9 @@ def _convert_graph(
     shell.graph.input.extend(captured)
     if version >= _NUMPY_BROADCAST > _standard_version(shell):
         _spread_slopes(shell)
+    _put_aside(shell)
     result = _convert(shell, version)
+    _put_back(result)
     _name_afresh(result, before, names)
     del graph.node[:]
     graph.node.extend(result.node)
@@ -110,6 +112,29 @@ def _spread_slopes(shell: ModelProto) -> None:
         nodes.append(onnx.NodeProto.FromString(node.SerializeToString()))
     del graph.node[:]
     graph.node.extend(nodes)
+
+
+_FOREIGN = {"LayerNormalization": 17, "SimplifiedLayerNormalization": 1000}
+"""Operators that ONNX Runtime puts into the domain of the standard, and since which operator set they belong there."""
+_ASIDE = "com.microsoft"
+
+
+def _put_aside(shell: ModelProto) -> None:
+    """Move foreign operators out of the sight of the converter, which would refuse them, into another domain."""
+    version = _standard_version(shell)
+    for graph in _with_subgraphs(shell.graph):
+        for node in graph.node:
+            if node.domain == "" and version < _FOREIGN.get(node.op_type, 0):
+                node.domain = _ASIDE
+    if not any(opset.domain == _ASIDE for opset in shell.opset_import):
+        shell.opset_import.append(onnx.helper.make_opsetid(_ASIDE, 1))
+
+
+def _put_back(result: GraphProto) -> None:
+    for graph in _with_subgraphs(result):
+        for node in graph.node:
+            if node.domain == _ASIDE and node.op_type in _FOREIGN:
+                node.domain = ""
 
 
 def _convert(shell: ModelProto, version: int) -> GraphProto:
