@@ -140,6 +140,13 @@ def test_the_report_is_readable():
     assert all(line.endswith("ok") for line in lines[2:])
 
 
+def test_unsqueeze_by_a_single_number():
+    """As the body of AffineGrid in the standard has it."""
+    assert onward.check_gradients(
+        parsed("g (float[3] x) => (float[3,1] y) { a = Constant<value_int = -1>() s = Sin(x) y = Unsqueeze(s, a) }")
+    ).ok
+
+
 # ---- what is wrong is found ------------------------------------------------------------------------------------------
 
 

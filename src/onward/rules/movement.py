@@ -39,8 +39,9 @@ def squeeze(op, dy, x, axes):
 
 @gradient("Unsqueeze")
 def unsqueeze(op, dy, x, axes):
-    """dX = dY in the shape of X."""
-    return op.Squeeze(dy, axes)
+    """dX = dY in the shape of X. A single axis may be given as a number, which Squeeze does not take."""
+    is_number = axes.value.shape is not None and not axes.value.shape.rank()
+    return op.Squeeze(dy, op.Reshape(axes, [-1]) if is_number else axes)
 
 
 @gradient("Cast", "CastLike")
