@@ -161,3 +161,9 @@ def test_a_result_of_unknown_type_is_refused(table):
 
     with pytest.raises(onward.errors.UnsupportedError, match="the type of `b` is not known"):
         onward.gradient(parser.parse_model(MODEL), "b", ["a"])
+
+
+def test_an_operator_without_a_rule_says_how_to_write_one():
+    with pytest.raises(onward.errors.UnsupportedError, match="no gradient rule for `Twist`") as caught:
+        onward.gradient(parser.parse_model(MODEL), "y", ["a"])
+    assert '@gradient("Twist", domain="acme")' in caught.value.hint

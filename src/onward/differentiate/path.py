@@ -65,8 +65,14 @@ def _explained(node: ir.Node, outermost: ir.Node, y: ir.Value, xs: Iterable[ir.V
     return UnsupportedError(
         f"no gradient rule for `{node.op_type}` (node `{node.name}`)\n"
         f"on the way from `{y.name}` to `{x.name}`: {steps}",
-        hint=f'write one with `@gradient("{node.op_type}")`, or do without the gradient of `{x.name}`',
+        hint=f"write one with `@gradient({_named(node)})`, or do without the gradient of `{x.name}`",
     )
+
+
+def _named(node: ir.Node) -> str:
+    """How an operator is named in a rule for it."""
+    domain = f', domain="{node.domain}"' if node.domain not in ("", "ai.onnx") else ""
+    return f'"{node.op_type}"{domain}'
 
 
 def _way_back(y: ir.Value, node: ir.Node) -> list[ir.Node]:
