@@ -1,6 +1,7 @@
 """The operators of ONNX Runtime: each rewrite computes what the kernel computes, and has its derivative."""
 
 import numpy as np
+import onnx
 import pytest
 import torch
 from onnx import TensorProto, helper, numpy_helper
@@ -375,6 +376,34 @@ def test_rewrite_agrees_with_its_kernel(name, opset, symbolic):
 def test_quantised_operator_agrees_with_its_kernel(name, opset, symbolic):
     graph, inputs = QUANTISED[name]
     check_quantised(kernelcheck.model(graph, opset, symbolic=symbolic), inputs)
+
+
+HALF = ["bias_gelu", "skip_layer_normalization", "attention_mask_causal", "grouped_rotary_past", "matmul_4_bits"]
+
+
+@pytest.mark.parametrize("name", HALF)
+def test_rewrite_in_half_precision(name):
+    """Models for graphics cards are float16: their gradients are so too, and those of float32 up to rounding."""
+    graph, inputs = CASES[name]
+    xs = [key for key, x in inputs.items() if x.dtype == np.float32]
+    half = {key: x.astype(np.float16) if key in xs else x for key, x in inputs.items()}
+    y = graph.output[0].name
+    wanted = kernelcheck.run(onward.gradient(kernelcheck.model(graph, 21), y, xs).to_proto(), inputs)
+    found = kernelcheck.run(onward.gradient(kernelcheck.model(in_half(graph), 21), y, xs).to_proto(), half)
+    for key, value in wanted.items():
+        assert found[key].dtype == np.float16
+        np.testing.assert_allclose(found[key], value, rtol=0.03, atol=0.03 * max(1, np.abs(value).max()), err_msg=key)
+
+
+def in_half(graph):
+    graph = onnx.GraphProto.FromString(graph.SerializeToString())
+    for value in (*graph.input, *graph.output):
+        if value.type.tensor_type.elem_type == TensorProto.FLOAT:
+            value.type.tensor_type.elem_type = TensorProto.FLOAT16
+    for tensor in graph.initializer:
+        if tensor.data_type == TensorProto.FLOAT:
+            tensor.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(tensor).astype(np.float16), tensor.name))
+    return graph
 
 
 # ---- operators without a kernel on the CPU, by PyTorch ---------------------------------------------------------------
