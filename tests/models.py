@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import onnx
+import onnx.parser
 from onnx import TensorProto, helper, numpy_helper
 
 OPSET, IR_VERSION = 21, 10
@@ -62,6 +65,74 @@ def small_cnn(channels: int = 8, *, seed: int = 0) -> onnx.ModelProto:
             "fc.bias": np.zeros(10),
         },
     )
+
+
+def small_transformer(layers: int = 2, *, width: int = 16, heads: int = 2, seed: int = 0) -> onnx.ModelProto:
+    """A decoder as exporters write it, with the loss: tokens and labels [N, T], of 32 kinds -> loss []."""
+    rng = np.random.default_rng(seed)
+    weights: dict[str, np.ndarray] = {"embedding.weight": rng.normal(0, 0.5, (32, width))}
+    lines = ["x0 = Gather(embedding.weight, tokens)"]
+    for i in range(layers):
+        p, shapes = f"layers.{i}", {"qkv": 3 * width, "out": width, "up": 4 * width, "down": width}
+        for name, size in shapes.items():
+            weights[f"{p}.{name}.weight"] = rng.normal(0, 0.2, (4 * width if name == "down" else width, size))
+            weights[f"{p}.{name}.bias"] = rng.normal(0, 0.1, size)
+        for name in ("ln1", "ln2"):
+            weights |= {f"{p}.{name}.weight": rng.uniform(0.5, 1.5, width), f"{p}.{name}.bias": np.zeros(width)}
+        lines += [line.format(p=p, x=f"x{i}", y=f"x{i + 1}", scale=(width // heads) ** -0.5) for line in _LAYER]
+    weights["head.weight"] = rng.normal(0, 0.2, (width, 32))
+    lines += [
+        f"logits = MatMul(x{layers}, head.weight)",
+        "rows = Reshape(logits, rows_shape)",
+        "classes = Reshape(labels, labels_shape)",
+        "loss = SoftmaxCrossEntropyLoss(rows, classes)",
+    ]
+    text = f"""<ir_version: {IR_VERSION}, opset_import: ["": {OPSET}]>
+        small_transformer (int64[N, T] tokens, int64[N, T] labels) => (float loss)
+        <int64[4] heads = {{0, 0, {heads}, {width // heads}}}, int64[3] joined = {{0, 0, {width}}},
+         int64[2] rows_shape = {{-1, 32}}, int64[1] labels_shape = {{-1}}> {{ {_quoted(lines)} }}"""
+    model = onnx.parser.parse_model(text)
+    model.graph.initializer.extend(numpy_helper.from_array(np.asarray(w, np.float32), n) for n, w in weights.items())
+    for node in model.graph.node:
+        node.name = node.output[0]
+    onnx.checker.check_model(model, full_check=True)
+    return model
+
+
+_LAYER = [
+    "{p}.ln1 = LayerNormalization({x}, {p}.ln1.weight, {p}.ln1.bias)",
+    "{p}.qkv.product = MatMul({p}.ln1, {p}.qkv.weight)",
+    "{p}.qkv = Add({p}.qkv.product, {p}.qkv.bias)",
+    "{p}.q, {p}.k, {p}.v = Split<axis = 2, num_outputs = 3>({p}.qkv)",
+    "{p}.q.split = Reshape({p}.q, heads)",
+    "{p}.k.split = Reshape({p}.k, heads)",
+    "{p}.v.split = Reshape({p}.v, heads)",
+    "{p}.q.heads = Transpose<perm = [0, 2, 1, 3]>({p}.q.split)",
+    "{p}.k.heads = Transpose<perm = [0, 2, 3, 1]>({p}.k.split)",
+    "{p}.v.heads = Transpose<perm = [0, 2, 1, 3]>({p}.v.split)",
+    "{p}.scores = MatMul({p}.q.heads, {p}.k.heads)",
+    "{p}.scale = Constant<value = float {{{scale}}}>()",
+    "{p}.scaled = Mul({p}.scores, {p}.scale)",
+    "{p}.probabilities = Softmax({p}.scaled)",
+    "{p}.mixed = MatMul({p}.probabilities, {p}.v.heads)",
+    "{p}.mixed.turned = Transpose<perm = [0, 2, 1, 3]>({p}.mixed)",
+    "{p}.mixed.joined = Reshape({p}.mixed.turned, joined)",
+    "{p}.out.product = MatMul({p}.mixed.joined, {p}.out.weight)",
+    "{p}.out = Add({p}.out.product, {p}.out.bias)",
+    "{p}.attended = Add({x}, {p}.out)",
+    "{p}.ln2 = LayerNormalization({p}.attended, {p}.ln2.weight, {p}.ln2.bias)",
+    "{p}.up.product = MatMul({p}.ln2, {p}.up.weight)",
+    "{p}.up = Add({p}.up.product, {p}.up.bias)",
+    '{p}.gelu = Gelu<approximate = "tanh">({p}.up)',
+    "{p}.down.product = MatMul({p}.gelu, {p}.down.weight)",
+    "{p}.down = Add({p}.down.product, {p}.down.bias)",
+    "{y} = Add({p}.attended, {p}.down)",
+]
+
+
+def _quoted(lines: list[str]) -> str:
+    """The parser takes names with dots only in quotes."""
+    return "\n".join(re.sub(r"[A-Za-z]\w*(\.\w+)+", r'"\g<0>"', line) for line in lines)
 
 
 def _kaiming(rng: np.random.Generator, out: int, *rest: int) -> np.ndarray:

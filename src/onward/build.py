@@ -8,6 +8,7 @@ serves several types) they are stored in double precision and cast at run time, 
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import gc
 import inspect
@@ -184,8 +185,8 @@ class Builder:
 
     def scoped(self, scope: str) -> Builder:
         """The same builder, prefixing the names of what it adds."""
-        inner = self._for(self.graph, scope)
-        inner._made = self._made
+        inner = copy.copy(self)
+        inner._scope = scope
         return inner
 
     def _for(self, graph: ir.Graph, scope: str) -> Builder:

@@ -123,12 +123,13 @@ def _finish(
     kept: Sequence[ir.Value],
 ) -> Model:
     """Make the gradients outputs, under names of their own, and drop what nothing reads."""
-    graph = model.graph
+    graph, made = model.graph, nodes_after(last, model.graph)
+    new = set(made)
     graph.outputs.clear()
     graph.outputs.extend(kept)
     for x, grad in zip(xs, grads, strict=True):
-        shared = grad.value.is_graph_output() or grad.value.producer() is None
-        output = op.Identity(grad) if shared else grad
+        is_free = grad.value.producer() in new and not grad.value.is_graph_output()
+        output = grad if is_free else op.Identity(grad)
         output = _wrapped(op, output, x) if is_optional(x) else output.like(x)
         graph.outputs.append(output.named(f"{x.name}/grad").value)
     _tidy(graph, nodes_after(last, graph))

@@ -4,6 +4,8 @@ What is read from one place several times, the derivative adds up there: at hear
 Where shapes are known when the graph is built they become constants, otherwise they are computed when it runs.
 """
 
+import math
+
 import numpy as np
 import onnx_ir as ir
 
@@ -73,10 +75,40 @@ def reshaped(op, x, shape):
     return op.Reshape(x, shape, allowzero=None if zero_free else 1)
 
 
+def merged(op, x, start):
+    """`x` with its axes from `start` on made one."""
+    behind = extent(op, x, start)
+    size = [math.prod(behind)] if isinstance(behind, list) else op.ReduceProd(behind, keepdims=1)
+    result = reshaped(op, x, joined(op, extent(op, x, 0, start), size))
+    if x.value.shape is not None:
+        result.value.shape = ir.Shape([*x.value.shape[:start], size[0] if isinstance(size, list) else None])
+    return result
+
+
+def split_axis(op, x, axis, count):
+    """`x` with an axis made two, the first of them with `count` elements."""
+    size = along(op, x, axis)
+    size = [size[0] // count] if isinstance(size, list) else op.Div(size, [count])
+    result = reshaped(op, x, joined(op, extent(op, x, 0, axis), [count], size, extent(op, x, axis + 1)))
+    if x.value.shape is not None:
+        inner = size[0] if isinstance(size, list) else None
+        result.value.shape = ir.Shape([*x.value.shape[:axis], count, inner, *x.value.shape[axis + 1 :]])
+    return result
+
+
 def shaped_like(op, value, x):
     """`value` in the shape of `x`."""
-    shape = [n if isinstance(n, int) else -1 for n in x.value.shape] if x.value.shape is not None else [-1, -1]
-    return reshaped(op, value, shape if shape.count(-1) < 2 and 0 not in shape else extent(op, x))
+    wanted, given = x.value.shape, value.value.shape
+    if wanted is None or 0 in wanted:
+        return reshaped(op, value, extent(op, x))
+    if sum(not isinstance(size, int) for size in wanted) < 2:
+        return reshaped(op, value, [size if isinstance(size, int) else -1 for size in wanted])
+    same = zip(wanted, [] if given is None else given, strict=False)
+    kept = [a == b and not isinstance(a, int) and a.value is not None for a, b in same]
+    shape = [0 if i < len(kept) and kept[i] else size for i, size in enumerate(wanted)]
+    if all(isinstance(size, int) for size in shape):
+        return op.Reshape(value, shape)  # 0 means that of `value`
+    return reshaped(op, value, extent(op, x))
 
 
 def counted(op, shape):
