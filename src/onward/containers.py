@@ -21,7 +21,11 @@ def is_sequence(value: ir.Value) -> bool:
 
 def content_type(value: ir.Value) -> ir.TypeProtocol | None:
     """The type of a value; of an Optional, that of what it holds."""
-    return value.type.elem_type if isinstance(value.type, ir.OptionalType) else value.type
+    return None if value.type is None else _content_type(value.type)
+
+
+def _content_type(given: ir.TypeProtocol) -> ir.TypeProtocol:
+    return given.elem_type if isinstance(given, ir.OptionalType) else given
 
 
 def element_of(sequence: ir.Value) -> ir.Value:
@@ -32,23 +36,25 @@ def element_of(sequence: ir.Value) -> ir.Value:
 
 def result_type(node: ir.Node) -> ir.TypeProtocol | None:
     """The type of what a node makes that puts a tensor into a sequence or Optional, or takes it out; else None."""
-    known = _RESULT_TYPES.get(node.op_type) if node.domain in ("", "ai.onnx") and node.inputs else None
-    first = node.inputs[0] if known is not None else None
-    return known(first) if known is not None and first is not None and first.dtype is not None else None
+    known = _RESULT_TYPES.get(node.op_type) if node.domain in ("", "ai.onnx") else None
+    first = node.inputs[0] if known is not None and node.inputs else None
+    if known is None or first is None or first.type is None:
+        return None
+    return known(first.type)
 
 
-def _element_type(value: ir.Value) -> ir.TypeProtocol | None:
-    return None if value.dtype is None else ir.TensorType(value.dtype)
+def _element_type(container: ir.TypeProtocol) -> ir.TypeProtocol:
+    return ir.TensorType(container.dtype)
 
 
-def _sequence_type(value: ir.Value) -> ir.TypeProtocol | None:
-    return None if value.dtype is None else ir.SequenceType(ir.TensorType(value.dtype))
+def _sequence_type(content: ir.TypeProtocol) -> ir.TypeProtocol:
+    return ir.SequenceType(ir.TensorType(content.dtype))
 
 
-_RESULT_TYPES: dict[str, Callable[[ir.Value], ir.TypeProtocol | None]] = {
+_RESULT_TYPES: dict[str, Callable[[ir.TypeProtocol], ir.TypeProtocol]] = {
     "ConcatFromSequence": _element_type,
-    "Optional": lambda value: None if value.type is None else ir.OptionalType(value.type),
-    "OptionalGetElement": content_type,
+    "Optional": ir.OptionalType,
+    "OptionalGetElement": _content_type,
     "SequenceAt": _element_type,
     "SequenceConstruct": _sequence_type,
     "SequenceErase": _sequence_type,
