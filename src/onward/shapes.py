@@ -79,10 +79,12 @@ def constant_ints(value: ir.Value | None) -> tuple[int, ...] | None:
     tensor = value.const_value
     producer = value.producer()
     if tensor is None and producer is not None and producer.op_type == "Constant":
-        (attribute,) = producer.attributes.values()
-        if attribute.name in ("value_int", "value_ints"):
-            return (attribute.value,) if attribute.name == "value_int" else tuple(attribute.value)
-        tensor = attribute.value if attribute.name == "value" else None
+        given = producer.attributes
+        if "value_int" in given:
+            return (given["value_int"].as_int(),)
+        if "value_ints" in given:
+            return tuple(given["value_ints"].as_ints())
+        tensor = given["value"].value if "value" in given else None
     if tensor is None or tensor.size > 64 or not tensor.dtype.is_integer():
         return None
     return tuple(int(n) for n in tensor.numpy().reshape(-1))
