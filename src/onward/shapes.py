@@ -119,6 +119,13 @@ def _matmul(node: ir.Node) -> Dims | None:
     return None if batch is None else (*batch, a[-2], b[-1])
 
 
+def _gemm(node: ir.Node) -> Dims | None:
+    a, b = dims(node.inputs[0]), dims(node.inputs[1])
+    if a is None or b is None:
+        return None
+    return a[node.attributes.get_int("transA", 0)], b[1 - node.attributes.get_int("transB", 0)]
+
+
 def _transpose(node: ir.Node) -> Dims | None:
     shape = dims(node.inputs[0])
     if shape is None:
@@ -167,6 +174,7 @@ def _shape(node: ir.Node) -> Dims | None:
 
 
 _SPECIAL: dict[str, Callable[[ir.Node], Dims | None]] = {
+    "Gemm": _gemm,
     "MatMul": _matmul,
     "Reshape": _reshape,
     "Shape": _shape,

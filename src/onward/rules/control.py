@@ -63,7 +63,10 @@ def scan(
     scan_output_axes,
     scan_output_directions,
 ):
-    """A Scan from the last iteration to the first: the gradients of states and captured values are its states."""
+    """A Scan from the last iteration to the first: the gradients of states and captured values are its states.
+
+    Products of the body are kept, not computed again. Gradients that are sums of products are computed after the Scan.
+    """
     count = len(inputs) - num_scan_inputs
     states, sequences = node.inputs[:count], node.inputs[count:]
     in_axes = list(scan_input_axes or [0] * len(sequences))
@@ -78,11 +81,14 @@ def scan(
     if not back.size and not wanted:
         return {}
     saved = _saving(op, node, body, body.inputs[:count], states)
+    products = _products(node, body)
+    saved_products = _saving(op, node, body, products, products)
     given = [i for i in range(outputs) if dys[count + i] is not None]
 
     def step(inner, *values):
         carried, values = values[: back.size], values[back.size :]
-        before, items, seeds = values[:count], values[count : len(inputs)], values[len(inputs) :]
+        before, items, rest = values[:count], values[count : len(inputs)], values[len(inputs) :]
+        seeds, computed = rest[: len(given)], rest[len(given) :]
         known = dict(zip(given, seeds, strict=True))
         return back.step(
             inner,
@@ -93,6 +99,7 @@ def scan(
             first_state=0,
             item_dys=[known.get(i) for i in range(outputs)],
             items=[items[i] for i in wanted],
+            computed=zip(products, computed, strict=True),
         )
 
     entries = [
@@ -100,8 +107,10 @@ def scan(
         *(_like(state) for state in back.types),
         *(_item(sequence, axis) for sequence, axis in zip(sequences, in_axes, strict=True)),
         *(_item(dys[count + i].value, out_axes[i]) for i in given),
+        *(_like(product) for product in products),
     ]
     backward = op.subgraph(step, entries, name="gradient")
+    # In the order of the iterations there are stacks of states, and of gradients of sequences that are read in it.
     stacks = dict(zip(backward.inputs[back.size :], map(op, saved), strict=False))
     slices = dict(zip(wanted, backward.outputs[back.size :], strict=True))
     in_order = {value for i, value in slices.items() if in_axes[i] == in_directions[i] == 0}
@@ -113,14 +122,16 @@ def scan(
             *saved,
             *sequences,
             *(dys[count + i] for i in given),
+            *saved_products,
             outputs=len(kept) + len(wanted) + len(more),
             body=backward,
-            num_scan_inputs=len(inputs) + len(given),
-            scan_input_axes=[*([0] * count), *in_axes, *(out_axes[i] for i in given)],
+            num_scan_inputs=len(inputs) + len(given) + len(products),
+            scan_input_axes=[*([0] * count), *in_axes, *(out_axes[i] for i in given), *(0 for _ in products)],
             scan_input_directions=[
                 *([1] * count),
                 *(1 - direction for direction in in_directions),
                 *(1 - out_directions[i] for i in given),
+                *(1 for _ in products),
             ],
             scan_output_axes=[*(in_axes[i] for i in wanted), *(0 for _ in more)] or None,
             scan_output_directions=[*(1 - in_directions[i] for i in wanted), *(1 for _ in more)] or None,
@@ -213,10 +224,11 @@ class _Back:
         last.type = self.types[i].type if last.type is None else last.type
         return last
 
-    def step(self, op, body, given, before, carried, *, first_state, item_dys, items):
+    def step(self, op, body, given, before, carried, *, first_state, item_dys, items, computed=()):
         """The gradients before an iteration from those after it, and those of `items`.
 
-        The states are among the outputs of the body from `first_state` on, before what is stacked.
+        The states are among the outputs of the body from `first_state` on, before what is stacked. Pairs of values of
+        the body and what they were in this iteration, where that is known, are in `computed`.
         """
         nodes, outputs = recomputed(op, body, given)
         after = dict(zip(self.floats, carried, strict=False))
@@ -228,6 +240,9 @@ class _Back:
         inputs = [before[i] for i in self.floats]
         wrt = [*(expr.value for expr in (*inputs, *items)), *self.captured]
         grads = self.pull_back(op, nodes, seeds, wrt)
+        again = {old.outputs[0]: new.outputs[0] for old, new in zip(body, nodes, strict=True)}
+        for value, known in computed:  # only now: the way back goes through the nodes
+            again[value].replace_all_uses_with(known.value)
 
         def found(value):
             return grads[value] if value in grads else op.filled_like(value, 0)
@@ -263,6 +278,20 @@ def _saving(op, node, body, values, types):
         if name in node.attributes:
             node.attributes[name] = ir.AttrInt64s(name, [*node.attributes[name].as_ints(), *([0] * len(values))])
     return list(node.outputs[first:])
+
+
+def _products(node, body):
+    """Products in a body, of a shape that all iterations share: they take longer to compute again than to keep."""
+    outside = {size for value in node.inputs if value.shape is not None for size in value.shape}
+    return [
+        value
+        for inner in body
+        for value in inner.outputs
+        if inner.op_type in ("Gemm", "MatMul")
+        and value.type is not None
+        and value.shape is not None
+        and all(isinstance(size, int) or size in outside for size in value.shape)
+    ]
 
 
 def _after(op, node, body, trips, types):
