@@ -178,4 +178,4 @@ def _sum_to_at_run_time(op: Builder, dx: Expr, x: Expr) -> Expr:
     ones = op.ConstantOfShape(missing, value=ir.Tensor(np.array([1], np.int64)))
     padded = op.Concat(ones, shape, axis=0)
     axes = op.Squeeze(op.NonZero(op.Equal(padded, np.int64(1))), [0])
-    return op.Reshape(op.ReduceSum(dx, axes, keepdims=1, noop_with_empty_axes=1), shape)
+    return op.Reshape(op.ReduceSum(dx, axes, keepdims=1, noop_with_empty_axes=1), shape, allowzero=1)

@@ -7,13 +7,13 @@ import onnx_ir as ir
 
 from onward.build import Expr
 from onward.rules.common import cast_like
-from onward.rules.indexing import along, filled, joined, reshaped
+from onward.rules.indexing import along, filled, joined, padded, reshaped
 from onward.rules.registry import rewrite
 
 
 @rewrite("Attention")
 def attention(
-    op, q, k, v, mask, past_key, past_value, lengths, *,
+    op, q, k, v, mask, past_key, past_value, lengths, *, node,
     q_num_heads, kv_num_heads, scale, softcap, softmax_precision, qk_matmul_output_mode,
     is_causal, left_window_size=-1, right_window_size=-1,
 ):  # fmt: skip
@@ -43,9 +43,18 @@ def attention(
     if flat:
         width = _times(op, _size(op, q, 1), _size(op, v, 3))
         y = _reshaped(op, op.Transpose(y, perm=[0, 2, 1, 3]), _size(op, q, 0), _size(op, q, 2), width)
-    if qk_matmul_output_mode == 3:
-        return y, k, v, weights if blind is None else op.Where(blind, 0, weights)
-    return y, k, v, (products, capped, scores)[qk_matmul_output_mode]
+    if qk_matmul_output_mode == 3 and blind is not None:
+        weights = op.Where(blind, 0, weights)
+    results = y, k, v, (products, capped, scores, weights)[qk_matmul_output_mode]
+    _mend_shapes(node, results)
+    return results
+
+
+def _mend_shapes(node, results):
+    """Where onnx does not know the size of an output it says 0: then what we know is better."""
+    for output, result in zip(node.outputs, results, strict=False):
+        if output.shape is not None and 0 in output.shape:
+            output.shape = result.value.shape
 
 
 def _softmax(op, scores, precision):
@@ -91,10 +100,10 @@ def _to_length(op, bias, k, unseen):
     if op.opset < 24 or (shape is not None and isinstance(shape[-1], int) and shape[-1] == total.dim):
         return bias
     missing = op.Sub(total.part, along(op, bias, -1))
-    padded = op.Pad(bias, op.Concat([0], missing, axis=0), unseen, [-1])
+    longer = padded(op, bias, op.Concat([0], missing, axis=0), [-1], unseen)
     if shape is not None:
-        padded.value.shape = ir.Shape([*shape[:-1], total.dim])
-    return padded
+        longer.value.shape = ir.Shape([*shape[:-1], total.dim])
+    return longer
 
 
 def _visible(op, q, k, past, lengths, ahead, behind):

@@ -12,6 +12,7 @@ import numpy as np
 from onward.build import Expr
 from onward.errors import UnsupportedError
 from onward.rules.common import identity
+from onward.rules.indexing import joined, reshaped
 from onward.rules.registry import gradient, rewrite
 from onward.shapes import constant_ints
 
@@ -269,15 +270,15 @@ def known_product(x, start):
 def reshape(op, x, *sizes):
     """Reshape to sizes that are numbers or tensors of one element."""
     unknown = [n for n in sizes if isinstance(n, Expr)]
-    if len(unknown) <= 1:
+    if len(unknown) <= 1 and 0 not in [n for n in sizes if not isinstance(n, Expr)]:
         return op.Reshape(x, [-1 if isinstance(n, Expr) else n for n in sizes])
-    return op.Reshape(x, op.Concat(*(n if isinstance(n, Expr) else [n] for n in sizes), axis=0))
+    return reshaped(op, x, joined(op, *(n if isinstance(n, Expr) else [n] for n in sizes)))
 
 
 def reshape_like(op, x, like):
     shape = like.value.shape
     known = shape is not None and all(isinstance(n, int) and n > 0 for n in shape)
-    return op.Reshape(x, list(shape) if known else op.Shape(like))
+    return reshaped(op, x, list(shape) if known else op.Shape(like))
 
 
 @gradient("Col2Im")
@@ -285,4 +286,4 @@ def col2im(op, dy, x, image_shape, block_shape, *, dilations, pads, strides):
     """Windows added up: dX is the windows of dY."""
     kernel = constant_ints(block_shape.value)
     block = block_shape if kernel is None else list(kernel)
-    return op.Reshape(columns(op, dy, block, dilations=dilations, pads=pads, strides=strides), op.Shape(x))
+    return reshaped(op, columns(op, dy, block, dilations=dilations, pads=pads, strides=strides), op.Shape(x))

@@ -38,7 +38,10 @@ def _swap_last(op, x):
 def _rows(op, x):
     """The rows of all matrices in `x` as one matrix."""
     width = x.value.shape[-1]
-    return op.Reshape(x, [-1, width] if isinstance(width, int) else op.Concat([-1], op.Shape(x, start=-1), axis=0))
+    if isinstance(width, int) and width > 0:
+        return op.Reshape(x, [-1, width])
+    count = op.ReduceProd(op.Shape(x, end=-1), keepdims=1)
+    return op.Reshape(x, op.Concat(count, op.Shape(x, start=-1), axis=0), allowzero=1)
 
 
 def _matmul_of_any_rank(op, dy, a, b):
@@ -48,12 +51,14 @@ def _matmul_of_any_rank(op, dy, a, b):
     b_shape = op.Concat(op.Shape(b), op.Expand([1], op.Max(2 - b_rank, [0])), axis=0)
     batch_axes = op.Shape(op.Shape(dy)) - op.Min(a_rank - 1, [1]) - op.Min(b_rank - 1, [1])
     batch = op.Slice(op.Shape(dy), [0], batch_axes)
-    dy = op.Reshape(dy, op.Concat(batch, op.Slice(a_shape, [-2], [-1]), op.Slice(b_shape, [-1], _END), axis=0))
-    da = op.MatMul(dy, _transposed(op, op.Reshape(b, b_shape)))
-    db = op.MatMul(_transposed(op, op.Reshape(a, a_shape)), dy)
+    dy = op.Reshape(
+        dy, op.Concat(batch, op.Slice(a_shape, [-2], [-1]), op.Slice(b_shape, [-1], _END), axis=0), allowzero=1
+    )
+    da = op.MatMul(dy, _transposed(op, op.Reshape(b, b_shape, allowzero=1)))
+    db = op.MatMul(_transposed(op, op.Reshape(a, a_shape, allowzero=1)), dy)
     # Without the column that a vector B was given; batch axes that B lacks are summed by the driver.
     matrix_axes = op.Shape(op.Shape(db)) - op.Max(2 - b_rank, [0])
-    return da, op.Reshape(db, op.Slice(op.Shape(db), [0], matrix_axes))
+    return da, op.Reshape(db, op.Slice(op.Shape(db), [0], matrix_axes), allowzero=1)
 
 
 def _transposed(op, x):

@@ -65,7 +65,7 @@ def depth_to_space(op, dy, x, *, blocksize, mode):
     if mode == "DCR":
         return op.SpaceToDepth(dy, blocksize=blocksize)
     height, width = extent(op, x, 2, 3), extent(op, x, 3, 4)
-    blocks = op.Reshape(dy, joined(op, [0, 0], height, [blocksize], width, [blocksize]))
+    blocks = reshaped(op, dy, joined(op, extent(op, dy, 0, 2), height, [blocksize], width, [blocksize]))
     return shaped_like(op, op.Transpose(blocks, perm=[0, 1, 3, 5, 2, 4]), x)
 
 

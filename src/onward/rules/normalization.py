@@ -7,6 +7,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onward.rules.common import cast_like, fixed_number
+from onward.rules.indexing import merged, shaped_like, split_axis
 from onward.rules.registry import gradient
 from onward.shapes import dims
 
@@ -110,17 +111,22 @@ def instance_normalization(op, dy, x, scale, bias, *, epsilon):
 def group_normalization(op, dy, x, scale, bias, *, num_groups, epsilon):
     """As InstanceNormalization, for groups of channels; scale and bias are per group below opset 21."""
     dtype = _working_type(x)
-    dy, shape, grouped = _as(op, dy, dtype), op.Shape(x), [0, num_groups, -1]
-    _, inverse, normal = _standardised(op, op.Reshape(_as(op, x, dtype), grouped), [2], epsilon)
+    dy = _as(op, dy, dtype)
+    _, inverse, normal = _standardised(op, _grouped(op, _as(op, x, dtype), num_groups), [2], epsilon)
     scale = _as(op, scale, dtype)
     if op.opset < 21:
-        dy = op.Reshape(dy, grouped)
+        dy = _grouped(op, dy, num_groups)
         dx = _through_statistics(op, dy * op.Unsqueeze(scale, [1]), inverse, normal, [2])
         sums = [op.ReduceSum(d, [0, 2], keepdims=0) for d in (dy * normal, dy)]
-        return op.Reshape(dx, shape), *sums
-    dnormal = op.Reshape(dy * _per_channel(op, scale, x), grouped)
-    dx = op.Reshape(_through_statistics(op, dnormal, inverse, normal, [2]), shape)
-    return dx, _channel_sum(op, dy * op.Reshape(normal, shape), x), _channel_sum(op, dy, x)
+        return shaped_like(op, dx, x), *sums
+    dnormal = _grouped(op, dy * _per_channel(op, scale, x), num_groups)
+    dx = shaped_like(op, _through_statistics(op, dnormal, inverse, normal, [2]), x)
+    return dx, _channel_sum(op, dy * shaped_like(op, normal, x), x), _channel_sum(op, dy, x)
+
+
+def _grouped(op, x, groups):
+    """[batch, group, all that is in the group]."""
+    return merged(op, split_axis(op, x, 1, groups), 2)
 
 
 @gradient("BatchNormalization")
@@ -163,10 +169,10 @@ def _batch_normalization_in_training(op, dys, x, scale, momentum, epsilon):
 @gradient("LRN")
 def lrn(op, dy, x, *, alpha, beta, bias, size):
     """Y = X S^-b, S = bias + a W(X X), W a sum over near channels: dX = dY S^-b - 2 a b X W'(dY X S^-b / S)."""
-    band, shape = _window(op, x, size), op.Shape(x)
+    band = _window(op, x, size)
 
     def summed(matrix, values):
-        return op.Reshape(op.MatMul(matrix, op.Reshape(values, [0, 0, -1])), shape)
+        return shaped_like(op, op.MatMul(matrix, merged(op, values, 2)), x)
 
     total = summed(band, x * x) * (alpha / size) + bias
     direct = dy * total**-beta
@@ -214,7 +220,7 @@ def rotary_embedding(op, dy, x, cos, sin, positions, *, interleaved, num_heads, 
 def _rotated_pairs(op, x, cos, interleaved, num_heads):
     """The two halves of what is rotated, each [batch, position, head, half]."""
     flat = _rank(x) == 3 or (_rank(x) is None and num_heads)
-    x = op.Reshape(x, [0, 0, num_heads, -1]) if flat else op.Transpose(x, perm=[0, 2, 1, 3])
+    x = split_axis(op, x, 2, num_heads) if flat else op.Transpose(x, perm=[0, 2, 1, 3])
     half = op.Shape(cos, start=-1)
     if interleaved:
         return tuple(op.Slice(x, [first], half * 2, [3], [2]) for first in (0, 1))

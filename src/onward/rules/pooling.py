@@ -6,6 +6,7 @@ import onnx_ir as ir
 from onward.build import Expr
 from onward.rules.common import identity, largest
 from onward.rules.convolution import known_product, reshape, reshape_like, size_of, sliding, spatial, spread
+from onward.rules.indexing import merged
 from onward.rules.registry import gradient
 
 FLOAT, INT64 = ir.DataType.FLOAT, ir.DataType.INT64
@@ -198,10 +199,10 @@ def global_average_pool(op, dy, x):
 @gradient("GlobalMaxPool")
 def global_max_pool(op, dy, x):
     """dX = dY at the maximum of each plane, the first one if there are several."""
-    planes = op.Reshape(x, [0, 0, -1])
+    planes = merged(op, x, 2)
     place = op.ArgMax(planes, axis=2, keepdims=1)
     zeros = op.Expand(op.scalar(0, dy), op.Shape(planes))
-    return reshape_like(op, op.ScatterElements(zeros, place, op.Reshape(dy, [0, 0, 1]), axis=2), x)
+    return reshape_like(op, op.ScatterElements(zeros, place, merged(op, dy, 2), axis=2), x)
 
 
 # ---- resizing --------------------------------------------------------------------------------------------------------
@@ -281,7 +282,7 @@ def _matrix_of_axis(op, x, y, axis, roi, scales, attributes):
     before, after = (op.Shape(value, start=axis, end=axis + 1) for value in (x, y))
     shape = op.Concat([1], before, [1], before, axis=0)
     sizes = op.Concat([1], before, [1], after, axis=0) if scales is None else None
-    resized = op.Resize(op.Reshape(_identity(op, before, x), shape), roi, scales, sizes, **attributes)
+    resized = op.Resize(op.Reshape(_identity(op, before, x), shape, allowzero=1), roi, scales, sizes, **attributes)
     return op.Squeeze(resized, [0, 2])
 
 

@@ -101,7 +101,7 @@ def reduce_prod(op, dy, x, axes, *, y, keepdims, noop_with_empty_axes):
 
     zero = op.Equal(x, 0)
     size = op.Size(x)
-    position = op.Reshape(op.Range(np.int64(0), size, np.int64(1)), op.Shape(x))
+    position = op.Reshape(op.Range(np.int64(0), size, np.int64(1)), op.Shape(x), allowzero=1)
     first = op.Equal(position, reduced(op.ReduceMin, op.Where(zero, position, size)))
     last = op.Equal(position, reduced(op.ReduceMax, op.Where(zero, position, np.int64(-1))))
     quotient = _kept(op, y, axes, keepdims) / op.Where(zero, 1, x)
@@ -130,12 +130,12 @@ def cum_prod(op, dy, x, axis, *, exclusive, reverse):
     table = op.Concat(before, [1], length, after, axis=0)
     index = op.Range(np.int64(0), op.Squeeze(length, [0]), np.int64(1))
     left_out, product = op.Unsqueeze(index, [1, 2]), op.Unsqueeze(index, [1])
-    factors = op.Where(op.Equal(left_out, product), 1, op.Reshape(x, table))
+    factors = op.Where(op.Equal(left_out, product), 1, op.Reshape(x, table, allowzero=1))
     products = op.CumProd(factors, np.int64(2), exclusive=exclusive, reverse=reverse)
     low, high = (product, left_out) if reverse else (left_out, product)
     among = low < high if exclusive else low <= high
-    terms = op.Where(among, op.Reshape(dy, table) * products, 0)
-    return op.Reshape(op.ReduceSum(terms, [2], keepdims=0), shape)
+    terms = op.Where(among, op.Reshape(dy, table, allowzero=1) * products, 0)
+    return op.Reshape(op.ReduceSum(terms, [2], keepdims=0), shape, allowzero=1)
 
 
 @gradient("TopK")
