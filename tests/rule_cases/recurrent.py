@@ -210,3 +210,7 @@ CASES: dict[str, tuple[onnx.ModelProto, dict[str, np.ndarray]]] = {
     "rnn_lengths": layer("RNN", "bh", lengths=[1, 3], layout=1, clip=1.5),
     "rnn_activation": layer("RNN", "b", outputs=["Y", "Y_h"], activations=["Relu"], direction="reverse"),
 }  # fmt: skip
+
+EXCLUDED_ON_ONNXRUNTIME = {
+    "test_rnn_seq_length": "its example saturates, where float32 has no digits for the slope of Tanh",
+}
