@@ -211,6 +211,9 @@ CASES: dict[str, tuple[onnx.ModelProto, dict[str, np.ndarray]]] = {
     "rnn_activation": layer("RNN", "b", outputs=["Y", "Y_h"], activations=["Relu"], direction="reverse"),
 }  # fmt: skip
 
+SATURATED = "its example saturates, where float32 has no digits for the slope of Tanh"
+
 EXCLUDED_ON_ONNXRUNTIME = {
-    "test_rnn_seq_length": "its example saturates, where float32 has no digits for the slope of Tanh",
+    "test_rnn_seq_length": SATURATED,
+    "test_simple_rnn_bidirectional": SATURATED,
 }
