@@ -298,6 +298,11 @@ QUANTISED = {
     ),
     "global_average_pool": case("QLinearGlobalAveragePool", ONE, types=[UINT8]),
     "global_average_pool_channels_last": case("QLinearGlobalAveragePool", ONE, types=[UINT8], channels_last=1),
+    "conv_channels_last": case(
+        "QLinearConv", {"x": q(1, 5, 6, 2), "xs": scale(0.02), "xz": np.uint8(100), "w": q(3, 2, 3, 3),
+        "ws": scale(0.03), "wz": np.uint8(128), "ys": scale(0.1), "yz": np.uint8(128), "b": ints(500, -300, 80)},
+        types=[UINT8], channels_last=1,
+    ),
     "concat": case("QLinearConcat", Y | A | B, types=[UINT8], axis=1),
     "where": case("QLinearWhere", {"c": RNG.integers(0, 2, (3, 4)) > 0} | A | B | Y, types=[UINT8]),
     "gemm": case(
@@ -364,11 +369,8 @@ def check_quantised(proto, inputs):
 
 def variants(names):
     """Each case with no dimension known; with all of them, where that or a newer operator set makes a difference."""
-    for name in names:
-        if name not in SHAPES_NEEDED:
-            yield name, 18, True
-        if name in SHAPES_NEEDED or "gelu" in name or "grid_sample" in name:
-            yield name, 21, False
+    newer = [name for name in names if name in SHAPES_NEEDED or "gelu" in name or "grid_sample" in name]
+    return [(name, 18, True) for name in names if name not in SHAPES_NEEDED] + [(name, 21, False) for name in newer]
 
 
 @pytest.mark.parametrize(("name", "opset", "symbolic"), variants(CASES))

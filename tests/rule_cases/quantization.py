@@ -110,5 +110,31 @@ STRAIGHT_THROUGH = {
         np.array([1, 2, 3]),
         {"x": np.array([1, 2, 0]), "scale": np.array(-0.4 - 0.8 + 3 * 127)},
     ),
+    # in range, a quantised product has the gradient of the product with the weights 0.5 (W - 10)
+    "quantised_matmul": (
+        _model(
+            "g (float[2, 3] x, uint8[3, 2] w) => (float[2, 2] y) "
+            "<float s = {0.1}, uint8 z = {128}, float ws = {0.5}, uint8 wz = {10}, float ys = {0.2}> "
+            "{ q = QuantizeLinear(x, s, z) p = QLinearMatMul(q, s, z, w, ws, wz, ys, z) "
+            "y = DequantizeLinear(p, ys, z) }"
+        ),
+        {
+            "x": np.array([[0.3, -1, 2], [1, 0.5, -0.7]], np.float32),
+            "w": np.array([[9, 12], [8, 10], [11, 14]], np.uint8),
+        },
+        np.array([[1, 2], [3, -1]]),
+        {"x": np.array([[1, 2], [3, -1]]) @ np.array([[-0.5, 1], [-1, 0], [0.5, 2]]).T},
+    ),
+    "quantised_conv": (  # along the last axis, with the weights 0.5 (W - 10) = (-0.5, 1)
+        _model(
+            "g (float[1, 1, 4] x, uint8[1, 1, 2] w) => (float[1, 1, 3] y) "
+            "<float s = {0.1}, uint8 z = {128}, float ws = {0.5}, uint8 wz = {10}, float ys = {0.2}, int32[1] b = {7}> "
+            "{ q = QuantizeLinear(x, s, z) p = QLinearConv(q, s, z, w, ws, wz, ys, z, b) "
+            "y = DequantizeLinear(p, ys, z) }"
+        ),
+        {"x": np.array([[[0.3, -1, 2, 0.4]]], np.float32), "w": np.array([[[9, 12]]], np.uint8)},
+        np.array([[[1, 2, 3]]]),
+        {"x": np.convolve([1, 2, 3], [-0.5, 1]).reshape(1, 1, 4)},
+    ),
 }
 """As edges (model, inputs, dy, gradients): what estimators pass, where the true derivative is 0."""

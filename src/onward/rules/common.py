@@ -56,5 +56,10 @@ def never_zero(x) -> bool:
     return number is not None and number != 0
 
 
+def kept(node, *names):
+    """Those of a node's attributes that a standard operator takes as they are."""
+    return {name: node.attributes[name].value for name in names if name in node.attributes}
+
+
 def _limits(x):
     return ml_dtypes.finfo(np.float32 if x.dtype is None else x.dtype.numpy())

@@ -8,9 +8,9 @@ quantised tensor is a floating-point tensor of its shape. A zero point has none.
 import numpy as np
 import onnx_ir as ir
 
-from onward.rules.common import cast_like
+from onward.rules.common import cast_like, kept
 from onward.rules.indexing import padded
-from onward.rules.registry import gradient
+from onward.rules.registry import gradient, rewrite
 
 _QUANTISED_BY_DEFAULT = ir.DataType.UINT8
 
@@ -57,6 +57,30 @@ def dynamic_quantize_linear(op, dys, x, *, ys):
     extremes = high / _at_least_one(op, high) - low / _at_least_one(op, low)
     through_extremes = extremes * (dscale / 255)
     return through_extremes if dx is None else dx + through_extremes
+
+
+@rewrite("QLinearConv")
+def q_linear_conv(op, x, x_scale, x_zero, weights, w_scale, w_zero, y_scale, y_zero, bias, *, node):
+    """Dequantised, computed, and quantised again."""
+    y = conv_of_quantised(op, op.DequantizeLinear(x, x_scale, x_zero), x_scale, weights, w_scale, w_zero, bias, node)
+    return op.QuantizeLinear(y, y_scale, y_zero)
+
+
+def conv_of_quantised(op, x, x_scale, weights, w_scale, w_zero, bias, node):
+    """The Conv in it. The bias has the scale of the products."""
+    return op.Conv(
+        x,
+        op.DequantizeLinear(weights, w_scale, w_zero, axis=0),
+        None if bias is None else cast_like(op, bias, x_scale) * (x_scale * w_scale),
+        **kept(node, "auto_pad", "dilations", "group", "kernel_shape", "pads", "strides"),
+    )
+
+
+@rewrite("QLinearMatMul")
+def q_linear_matmul(op, a, a_scale, a_zero, b, b_scale, b_zero, y_scale, y_zero):
+    """The same; there may be a scale for each row of A and Y, and for each column of B."""
+    product = op.DequantizeLinear(a, a_scale, a_zero, axis=-2) @ op.DequantizeLinear(b, b_scale, b_zero, axis=-1)
+    return op.QuantizeLinear(product, y_scale, y_zero, axis=-2)
 
 
 def _at_least_one(op, mask):

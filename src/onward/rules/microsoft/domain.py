@@ -34,8 +34,3 @@ def as_length(op, x):
 def counted(op, length):
     """0, 1, ... up to a length that is a vector with one element."""
     return op.Range(np.int64(0), op.Squeeze(length, [0]), np.int64(1))
-
-
-def kept(node, *names):
-    """Those of a node's attributes that a standard operator takes as they are."""
-    return {name: node.attributes[name].value for name in names if name in node.attributes}

@@ -2,8 +2,9 @@
 
 import numpy as np
 
+from onward.rules.common import kept
 from onward.rules.microsoft.activation import activated
-from onward.rules.microsoft.domain import as_length, counted, kept, rank, refuse, rewrite
+from onward.rules.microsoft.domain import as_length, counted, rank, refuse, rewrite
 
 _CONV = ("auto_pad", "dilations", "group", "kernel_shape", "pads", "strides")
 

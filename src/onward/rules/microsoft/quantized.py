@@ -2,9 +2,11 @@
 
 import numpy as np
 
+from onward.rules.common import kept
 from onward.rules.microsoft.attention import attention
-from onward.rules.microsoft.domain import kept, no_gradient, rank, refuse, rewrite
+from onward.rules.microsoft.domain import no_gradient, rank, refuse, rewrite
 from onward.rules.microsoft.image import channels_first, channels_last
+from onward.rules.quantization import conv_of_quantised
 
 
 @rewrite("QuantizeLinear")
@@ -70,6 +72,20 @@ def global_average_pool(op, x, x_scale, x_zero, scale, zero, *, channels_last=0,
     return _quantized(op, y, scale, zero, x)
 
 
+@rewrite("QLinearConv")
+def conv(op, x, x_scale, x_zero, weights, w_scale, w_zero, scale, zero, bias, *, channels_last=0, node):
+    """As that of the standard, with images whose channels may come last."""
+    if channels_last and rank(weights) is None:
+        refuse(node, "channels last in images of unknown rank")
+
+    def convolved(image):
+        return conv_of_quantised(op, image, x_scale, weights, w_scale, w_zero, bias, node)
+
+    image = op.DequantizeLinear(x, x_scale, x_zero)
+    y = _with_channels_first(op, image, rank(weights) if channels_last else 0, convolved)
+    return _quantized(op, y, scale, zero, x)
+
+
 @rewrite("QLinearConcat")
 def concat(op, scale, zero, *inputs, axis):
     parts = [op.DequantizeLinear(*inputs[i : i + 3]) for i in range(0, len(inputs), 3)]
@@ -126,7 +142,7 @@ no_gradient(
     "its weights are quantised, and it has no form without",
     "DynamicQuantizeLSTM", "GatherBlockQuantized", "MatMulFpQ4", "QEmbedLayerNormalization", "QMoE",
 )  # fmt: skip
-no_gradient("the result is made of integers", "QLinearConv", "QLinearReduceMean")
+no_gradient("the result is made of integers", "QLinearReduceMean")
 
 
 def _quantized(op, y, scale, zero, like):
@@ -136,6 +152,6 @@ def _quantized(op, y, scale, zero, like):
     return op.QuantizeLinear(y, scale, zero)
 
 
-def _with_channels_first(op, image, axes, pool):
-    """A pool of an image that has `axes` axes and its channels last, or its channels first if there are 0."""
-    return channels_last(op, pool(channels_first(op, image, axes)), axes) if axes else pool(image)
+def _with_channels_first(op, image, axes, function):
+    """A function of an image that has `axes` axes and its channels last, or its channels first if there are 0."""
+    return channels_last(op, function(channels_first(op, image, axes)), axes) if axes else function(image)
