@@ -200,3 +200,36 @@ def _on_onnxruntime(model, given, xs):
     options.log_severity_level = 4
     session = ort.InferenceSession(gradcheck.for_onnxruntime(model).SerializeToString(), options)
     return dict(zip(xs, session.run(None, {v.name: given[v.name] for v in session.get_inputs()}), strict=True))
+
+
+# ---- no elements -----------------------------------------------------------------------------------------------------
+
+BATCHES = [
+    "test_averagepool_2d_default", "test_basic_conv_with_padding", "test_batchnorm_example", "test_clip", "test_convtranspose", "test_flatten_axis1", "test_gelu_tanh_1",
+    "test_gemm_default_vector_bias", "test_globalmaxpool", "test_globalaveragepool", "test_instancenorm_example",
+    "test_layer_normalization_2d_axis1", "test_logsoftmax_example_1", "test_maxpool_2d_default",
+    "test_prelu_broadcast", "test_reduce_mean_keepdims_random", "test_reduce_prod_keepdims_random", "test_relu",
+    "test_softmax_example", "test_transpose_default", "test_unsqueeze_axis_1",
+]  # fmt: skip
+"""Cases whose first input has a batch along its first axis, and in which nothing else has."""
+
+
+@pytest.mark.parametrize("symbolic", [False, True], ids=["static", "symbolic"])
+@pytest.mark.parametrize("name", BATCHES)
+def test_batch_of_nothing(name, symbolic):
+    """The gradient of what holds no elements holds none; that of a parameter is zero."""
+    proto, inputs = CASES[name]
+    first = next(iter(inputs))
+    given = inputs | {first: inputs[first][:0]}
+    proto = gradcheck.for_onnxruntime(proto)
+    proto.graph.input[0].type.tensor_type.shape.dim[0].dim_value = 0
+    for value in proto.graph.output:
+        for i, dim in enumerate(value.type.tensor_type.shape.dim):
+            dim.dim_param = f"{value.name}_{i}"
+    proto = gradcheck.with_symbolic_dims(proto) if symbolic else proto
+    y, *_ = gradcheck.float_outputs(proto)
+    xs = gradcheck.differentiable(proto, inputs)
+    model = vjp(proto, y, xs).to_proto()
+    (empty,) = ort.InferenceSession(proto.SerializeToString()).run([y], given)
+    for x, grad in _on_onnxruntime(model, {**given, model.graph.input[-1].name: np.ones_like(empty)}, xs).items():
+        assert grad.shape == given[x].shape and not np.any(grad), x

@@ -56,6 +56,14 @@ def _flattened(graph, value):
     value.CopyFrom(helper.make_tensor_value_info(value.name, value.type.tensor_type.elem_type, [f"{value.name}_size"]))
 
 
+def _left_out(given, output):
+    """The same without a name for an output, which says that nobody needs it."""
+    model, inputs = given
+    for node in model.graph.node:
+        node.output[:] = ["" if name == output else name for name in node.output]
+    return model, inputs
+
+
 def numbers(*shape):
     return np.random.default_rng(sum(shape)).standard_normal(shape).astype(np.float32)
 
@@ -105,6 +113,14 @@ CASES = {
     "concat_of_one": case("(float[2, 3] x) => (float[2, 3] y) {y = Concat<axis = 0>(x)}", x=numbers(2, 3)),
     "split_uneven_with_unused_output": case(
         "(float[2, 7] x) => (float[2, 3] y) {y, unused, z = Split<axis = 1, num_outputs = 3>(x)}", x=numbers(2, 7)
+    ),
+    "split_with_an_output_left_out": _left_out(
+        case("(float[2, 7] x) => (float[2, 3] y) {y, u, z = Split<axis = 1, num_outputs = 3>(x)}", x=numbers(2, 7)),
+        "u",
+    ),
+    "resize_unknown_rank": case(
+        "(float[] x, float[3] s) => (float[] y) {y = Resize<mode = \"linear\">(x, , s)}",
+        x=numbers(1, 3, 4), s=np.array([1, 2, 1.5], np.float32),
     ),
     "split_sizes_at_run_time": case(
         "(float[] x, int64[3] s) => (float[] y) {a, b, c = Split<axis = -1>(x, s) p = ReduceSum(a) y = Mul(b, p)}",

@@ -95,7 +95,8 @@ def concat(op, dy, *xs, axis):
 @gradient("Split")
 def split(op, dys, x, sizes, *, ys, axis):
     """dX = all dY_i behind each other, zeros where nothing depends on Y_i."""
-    parts = [filled(op, extent(op, y), 0, x) if dy is None else dy for dy, y in zip(dys, ys, strict=True)]
+    named = [y if y.value.name else y.named("part") for y in ys]  # an output that is left out has a shape as well
+    parts = [filled(op, extent(op, y), 0, x) if dy is None else dy for dy, y in zip(dys, named, strict=True)]
     return op.Concat(*parts, axis=axis)
 
 

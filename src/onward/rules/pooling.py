@@ -4,6 +4,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onward.build import Expr
+from onward.errors import UnsupportedError
 from onward.rules.common import identity, largest
 from onward.rules.convolution import known_product, reshape, reshape_like, size_of, sliding, spatial, spread
 from onward.rules.indexing import merged
@@ -214,7 +215,7 @@ def resize(
     *, node, axes, coordinate_transformation_mode, keep_aspect_ratio_policy, mode, nearest_mode,
 ):  # fmt: skip
     """Linear along each axis: dX = M dY, where the rows of M are what becomes of the rows of the identity."""
-    rank = next(v.value.shape.rank() for v in (x, dy) if v.value.shape is not None)
+    rank = _rank_of_resized(x, dy, axes, scales if sizes is None else sizes)
     chosen = [axis % rank for axis in axes] if axes is not None else list(range(rank))
     stretches = sizes is None or keep_aspect_ratio_policy == "stretch"
     crops = coordinate_transformation_mode == "tf_crop_and_resize"
@@ -236,6 +237,19 @@ def resize(
             matrix = _matrix_of_whole(op, x, chosen, position, roi, sizes, attributes)
         dy = _along(op, matrix, dy, axis, rank)
     return dy
+
+
+def _rank_of_resized(x, y, axes, factors):
+    """How many axes there are: without `axes`, as many as sizes or scales."""
+    for value in (x.value, y.value):
+        if value.shape is not None:
+            return value.shape.rank()
+    length = None if axes is not None or factors.value.shape is None else factors.value.shape[0]
+    if not isinstance(length, int):
+        raise UnsupportedError(
+            "the rank of the input of Resize is not known", hint="run shape inference first, or state its shape"
+        )
+    return length
 
 
 _REPEATS = {("asymmetric", "floor"), ("half_pixel", "round_prefer_floor"), ("half_pixel", "round_prefer_ceil")}
