@@ -554,6 +554,7 @@ def test_blocked_layouts_are_refused():
     [
         (attention(do_rotary=1)[0], "do_rotary", "x"),
         (attention(past_present_share_buffer=1)[0], "a buffer that past and present share", "x"),
+        (grouped(4, qk_output=1)[0], "scores as an output", "q"),
         (grouped(sliding_window_cache=1, local_window_size=2)[0], "a sliding cache", "q"),
         (n_bits(8, weight_prepacked=1)[0], "weights that are packed for one device", "a"),
         (case("CDist", {"x": normal(3, 4), "b": normal(5, 4)}, metric="cosine")[0], "the metric cosine", "x"),

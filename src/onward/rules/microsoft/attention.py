@@ -26,7 +26,7 @@ def attention(
     if past is not None:
         k, v = (op.Concat(op.Gather(past, np.int64(i), axis=0), new, axis=2) for i, new in enumerate((k, v)))
     before = None if past is None else op.Shape(past, start=3, end=4)
-    hidden = _hidden(op, q, k, mask, mask_filter_value, before if unidirectional else None, unidirectional)
+    hidden = _hidden(op, q, k, mask, mask_filter_value, before, unidirectional)
     y, _ = _attend(op, q, k, v, scale, _summed(hidden, scores_bias))
     return y, op.Concat(op.Unsqueeze(k, [0]), op.Unsqueeze(v, [0]), axis=0)
 
@@ -68,7 +68,7 @@ def group_query_attention(
         refuse(node, "a sliding cache" if sliding_window_cache else "a quantised cache")
     if q_norm is not None or k_norm is not None:
         refuse(node, "normalised queries and keys")
-    if len(node.outputs) > 3 and node.outputs[3].uses():
+    if len(node.outputs) > 3 and (node.outputs[3].uses() or node.outputs[3].is_graph_output()):
         refuse(node, "scores as an output")
     q, k, v = _by_head_in_groups(op, query, key, value, num_heads, kv_num_heads)
     length = op.Shape(q, start=2, end=3)
@@ -77,11 +77,8 @@ def group_query_attention(
     is_prompt = op.Equal(length, total)
     before = op.Where(is_prompt, np.int64(0), count - length)
     if do_rotary:
-        places = before + counted(op, length)
-        if positions is not None:
-            places = op.Where(is_prompt, op.Slice(positions, [0, 0], [1, 1]) + counted(op, length), positions)
-        angles = (op.Unsqueeze(op.Gather(cache, places, axis=0), [1]) for cache in (cos, sin))
-        cosines, sines = angles
+        places = _places(op, positions, before, length, is_prompt)
+        cosines, sines = (op.Unsqueeze(op.Gather(cache, places, axis=0), [1]) for cache in (cos, sin))
         q, k = (_rotated(op, part, cosines, sines, rotary_interleaved, partial=True) for part in (q, k))
     keys, values = k, v
     if past_key is not None:
@@ -95,11 +92,7 @@ def group_query_attention(
     end = op.Unsqueeze(count, [1])  # [sequence, query, key]
     if causal:
         end = op.Min(op.Unsqueeze(before + counted(op, length) + 1, [2]), end)
-    place = counted(op, total)
-    visible = place < end
-    if local_window_size >= 0:
-        visible = op.And(visible, place >= end - local_window_size)
-    scores = op.Where(op.Unsqueeze(visible, [1]), scores, -largest(scores))
+    scores = op.Where(op.Unsqueeze(_before(op, end, total, local_window_size), [1]), scores, -largest(scores))
     y = _side_by_side(op, _with_sink(op, scores, sink, smooth_softmax) @ v)
     return y, keys, values
 
@@ -233,6 +226,12 @@ def _not_padding(op, mask, batch, length, total, place):
     return mask > 0
 
 
+def _before(op, end, total, window):
+    """Which keys come before `end`, and not more than a window before it, if there is one."""
+    place = counted(op, total)
+    return place < end if window < 0 else op.And(place < end, place >= end - window)
+
+
 def _with_sink(op, scores, sink, smooth):
     """Softmax with one more score, whose share nobody gets."""
     if sink is None and not smooth:
@@ -243,6 +242,14 @@ def _with_sink(op, scores, sink, smooth):
 
 
 # ---- positions -------------------------------------------------------------------------------------------------------
+
+
+def _places(op, positions, before, length, is_prompt):
+    """Where each new word stands in its sequence. Of the positions in a prompt, only the first is read."""
+    steps = counted(op, length)
+    if positions is None:
+        return before + steps
+    return op.Where(is_prompt, op.Slice(positions, [0, 0], [1, 1]) + steps, positions)
 
 
 def _rotated(op, x, cos, sin, interleaved, partial):

@@ -36,7 +36,6 @@ no_gradient(
     "the result is a sequence of words, which a search has found",
     "BeamSearch", "GreedySearch", "Sampling", "WhisperBeamSearch",
 )  # fmt: skip
-no_gradient("it forbids words that would repeat what was said", "NGramRepeatBlock")
 no_gradient("it finds where texts part", "BifurcationDetector")
 no_gradient("the result is a path through a matrix", "DynamicTimeWarping")
 no_gradient("the result is made of integers", "MatMulInteger16", "MulInteger", "ReduceSumInteger")

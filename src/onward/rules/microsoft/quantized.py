@@ -4,7 +4,7 @@ import numpy as np
 
 from onward.rules.common import kept
 from onward.rules.microsoft.attention import attention
-from onward.rules.microsoft.domain import no_gradient, rank, refuse, rewrite
+from onward.rules.microsoft.domain import rank, refuse, rewrite
 from onward.rules.microsoft.image import channels_first, channels_last
 from onward.rules.quantization import conv_of_quantised
 
@@ -136,13 +136,6 @@ def quantized_attention(
         unidirectional=unidirectional, do_rotary=do_rotary, past_present_share_buffer=past_present_share_buffer,
         node=node,
     )  # fmt: skip
-
-
-no_gradient(
-    "its weights are quantised, and it has no form without",
-    "DynamicQuantizeLSTM", "GatherBlockQuantized", "MatMulFpQ4", "QEmbedLayerNormalization", "QMoE",
-)  # fmt: skip
-no_gradient("the result is made of integers", "QLinearReduceMean")
 
 
 def _quantized(op, y, scale, zero, like):
