@@ -385,7 +385,14 @@ def test_quantised_operator_agrees_with_its_kernel(name):
     check_quantised(kernelcheck.model(graph, 18, symbolic=True), inputs)
 
 
-HALF = ["bias_gelu", "skip_layer_normalization", "attention_mask_causal", "grouped_rotary_past", "matmul_4_bits"]
+HALF = [
+    "fused_conv_clip",
+    "bias_gelu",
+    "skip_layer_normalization",
+    "attention_mask_causal",
+    "grouped_rotary_past",
+    "matmul_4_bits",
+]
 
 
 @pytest.mark.parametrize("name", HALF)

@@ -5,6 +5,7 @@ defined (below 0) a very large number stands for it: times the gradient 0 of a b
 0 and not NaN.
 """
 
+import functools
 import math
 
 from onward.rules.common import cast_like, finite, fixed_number, largest, least_root, never_zero, tiny
@@ -193,7 +194,7 @@ def _swish_slope(s, swished, alpha):
 
 
 @gradient("Clip", broadcasts=(1, 2))
-def clip(op, dy, x, low, high, *, y):
+def clip(op, dy, x, low, high):
     """dX = dY within the bounds and at them; a bound gets dY where it cuts, the upper one alone if they are crossed."""
     dlow = dhigh = None
     if high is not None:
@@ -202,7 +203,10 @@ def clip(op, dy, x, low, high, *, y):
     if low is not None:
         below = x < low if high is None else op.And(x < low, low <= high)
         dlow = op.Where(below, dy, 0)
-    return op.Where(op.Equal(x, y), dy, 0), dlow, dhigh
+    bounds = [*([x >= low] if low is not None else []), *([x <= high] if high is not None else [])]
+    # Not x == y: ONNX Runtime may compute float16 in float32, and round only one of them.
+    dx = op.Where(functools.reduce(op.And, bounds), dy, 0) if bounds else dy
+    return dx, dlow, dhigh
 
 
 # ---- arithmetic of several tensors -----------------------------------------------------------------------------------
