@@ -1,57 +1,26 @@
-"""Times as ratios against peers, measured in turns in one run: `make bench`. Results go to benchmarks/results.json."""
+"""Times as ratios against peers, measured in turns in one run: `make bench`.
+
+Results go to benchmarks/results.json, and the table of gradients to docs/benchmarks.md.
+"""
 
 from __future__ import annotations
 
 import json
 import platform
-import statistics
+import re
 import sys
 import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import onnx
 import onnx_ir as ir
-from onnx import TensorProto, helper, numpy_helper
+from common import ROUNDS, in_turns, residual_mlp
+from gradients import differentiating, table
 
 import onward
 
 HERE = Path(__file__).parent
-ROUNDS = 7
-
-
-def residual_mlp(layers: int, width: int) -> onnx.ModelProto:
-    """`4 * layers` nodes and `2 * layers` weights."""
-    rng = np.random.default_rng(0)
-    nodes, weights, x = [], [], "x"
-    for i in range(layers):
-        weights += [
-            numpy_helper.from_array(rng.standard_normal((width, width), np.float32), f"{i}.weight"),
-            numpy_helper.from_array(np.zeros(width, np.float32), f"{i}.bias"),
-        ]
-        nodes += [
-            helper.make_node("MatMul", [x, f"{i}.weight"], [f"{i}.product"], name=f"{i}/MatMul"),
-            helper.make_node("Add", [f"{i}.product", f"{i}.bias"], [f"{i}.sum"], name=f"{i}/Add"),
-            helper.make_node("Relu", [f"{i}.sum"], [f"{i}.active"], name=f"{i}/Relu"),
-            helper.make_node("Add", [f"{i}.active", x], [f"{i}.y"], name=f"{i}/Residual"),
-        ]
-        x = f"{i}.y"
-    ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["N", width]) for name in ("x", x)]
-    graph = helper.make_graph(nodes, "residual_mlp", ends[:1], ends[1:], weights)
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
-
-
-def in_turns(**contenders: Callable[[], object]) -> dict[str, float]:
-    """The median time of each in seconds; they take turns, so that a noisy moment hits all."""
-    times: dict[str, list[float]] = {name: [] for name in contenders}
-    for _ in range(ROUNDS):
-        for name, run in contenders.items():
-            start = time.perf_counter()
-            run()
-            times[name].append(time.perf_counter() - start)
-    return {name: statistics.median(values) for name, values in times.items()}
+PAGE = HERE.parent / "docs" / "benchmarks.md"
 
 
 def reading_and_writing(folder: Path) -> dict[str, dict[str, float]]:
@@ -97,6 +66,7 @@ def working_on_large_graphs() -> dict[str, dict[str, float]]:
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         results = reading_and_writing(Path(folder)) | working_on_large_graphs()
+        gradients = differentiating(Path(folder))
     print(f"{'':26}{'onward':>10}   ratio to")
     for what, times in results.items():
         peers = ", ".join(f"{name} {times['onward'] / t:.2f}" for name, t in times.items() if name != "onward")
@@ -106,8 +76,11 @@ def main() -> None:
         "machine": platform.machine(),
         "onnx": onnx.__version__,
         "seconds": results,
+        "gradients": gradients,
     }
     (HERE / "results.json").write_text(json.dumps(record, indent=1) + "\n")
+    marked = re.compile(r"(<!-- gradients -->\n).*?(<!-- end -->)", re.DOTALL)
+    PAGE.write_text(marked.sub(lambda found: f"{found[1]}\n{table(gradients)}\n\n{found[2]}", PAGE.read_text()))
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ SOURCE = Path(__file__).resolve().parent.parent / "src"
 # From the ground up. A module of a tier imports from earlier tiers and from its own package, not from its neighbours.
 TIERS = [
     ["errors"],
-    ["shapes"],
+    ["containers", "shapes"],
     ["build"],
     ["model"],
     ["transform"],

@@ -10,7 +10,8 @@ import pytest
 import onward
 from models import digits_mlp, small_transformer
 from onward.build import Builder
-from onward.differentiate.simplify import remove_unused, simplify
+from onward.differentiate.simplify import simplify
+from onward.transform.unused import remove_unused
 from test_gradients import run
 
 

@@ -11,7 +11,7 @@ from onward.containers import content_type, is_optional, is_sequence
 from onward.differentiate.expand import expanded
 from onward.differentiate.path import way
 from onward.differentiate.recompute import Choice, recomputation
-from onward.differentiate.simplify import put_results_last, remove_unused, simplify
+from onward.differentiate.simplify import put_results_last, simplify
 from onward.differentiate.sweep import pull_back
 from onward.errors import UnknownNameError, UnsupportedError, near
 from onward.model import Model, Source, read
@@ -19,6 +19,7 @@ from onward.model.core import values
 from onward.model.walk import nodes_after
 from onward.transform.opset import convert_opset
 from onward.transform.types import fill_in_types
+from onward.transform.unused import remove_unused
 
 OLDEST_OPSET = 18
 """Rules write axes as inputs, which all reductions take from here on."""

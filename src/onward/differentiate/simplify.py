@@ -95,13 +95,6 @@ def _input(node: ir.Node, index: int) -> ir.Value:
     return value
 
 
-def remove_unused(graph: ir.Graph) -> None:
-    """Drop what nothing reads."""
-    for node in reversed(list(graph)):
-        if not any(output.uses() or output.is_graph_output() for output in node.outputs):
-            graph.remove(node, safe=True)
-
-
 def put_results_last(graph: ir.Graph, made: Iterable[ir.Node]) -> None:
     """Move the nodes that nothing else follows to the end, those that are ready first to the very end.
 

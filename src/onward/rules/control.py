@@ -24,9 +24,9 @@ from onward.rules.nested import (
     seeds_of,
     several,
     summed,
-    tidy,
 )
 from onward.rules.registry import gradient
+from onward.transform.unused import remove_unused
 
 
 @gradient("If")
@@ -42,7 +42,7 @@ def if_(op, dys, cond, *, node, then_branch, else_branch, active, pull_back):
             grads = pull_back(inner, nodes, seeds_of(inner, outputs, dys), wanted)
             return [grads[value] if value in grads else inner.filled_like(value, 0) for value in wanted]
 
-        return tidy(op.subgraph(body, name="gradient"))
+        return remove_unused(op.subgraph(body, name="gradient"))
 
     grads = several(op.If(cond, outputs=len(wanted), then_branch=back(then_branch), else_branch=back(else_branch)))
     return {value: grad.like(value) for value, grad in zip(wanted, grads, strict=True)}
@@ -189,7 +189,7 @@ def loop(op, dys, trip_count, cond, *inputs, node, body, active, pull_back):
         True,
         *back.start(dys[:count]),
         outputs=back.size,
-        body=tidy(op.subgraph(step, entries, name="gradient")),
+        body=remove_unused(op.subgraph(step, entries, name="gradient")),
     )
     return back.gradients(several(results), ())
 
@@ -299,7 +299,7 @@ def _after(op, node, body, trips, types):
     again = copied(op, body)
     del again.outputs[1 + len(types) :]
     _, cond, *states = node.inputs
-    results = several(op.Loop(trips, cond, *states, outputs=len(types), body=tidy(again)))
+    results = several(op.Loop(trips, cond, *states, outputs=len(types), body=remove_unused(again)))
     return [result.like(state) for result, state in zip(results, types, strict=True)]
 
 

@@ -9,7 +9,7 @@ import onnx_ir as ir
 
 from onward.build import Builder
 from onward.rules.indexing import along, joined
-from onward.rules.nested import tidy
+from onward.transform.unused import remove_unused
 
 
 def defer(op, body, positions, stacked):
@@ -25,7 +25,7 @@ def defer(op, body, positions, stacked):
     body.outputs.extend(inner.Identity(value).value for value in more)
     for i in sorted(sums, reverse=True):
         body.outputs.pop(i)
-    tidy(body)
+    remove_unused(body)
     for i in sorted(sums, reverse=True):
         body.inputs.pop(i)
     return sums, more

@@ -86,14 +86,6 @@ def _tensor_type(type_proto):
     return type_proto.tensor_type
 
 
-def tidy(graph):
-    """Without the nodes that nothing reads: of what was computed again, not all is needed."""
-    for node in reversed(list(graph)):
-        if not any(output.uses() or output.is_graph_output() for output in node.outputs):
-            graph.remove(node, safe=True)
-    return graph
-
-
 def seeds_of(op, outputs, dys):
     """The gradients of the outputs of a nested graph, one value of which may be several of them."""
     seeds = {}

@@ -11,9 +11,10 @@ import onnx_ir as ir
 
 from onward.containers import element_of, is_sequence
 from onward.rules.common import fixed_number
-from onward.rules.nested import captured_and_active, recomputed, refuse_sequences, seeds_of, several, summed, tidy
+from onward.rules.nested import captured_and_active, recomputed, refuse_sequences, seeds_of, several, summed
 from onward.rules.registry import gradient, no_gradient, simplification
 from onward.shapes import constant_ints, dims
+from onward.transform.unused import remove_unused
 
 INT64 = ir.DataType.INT64
 
@@ -123,7 +124,7 @@ def sequence_map(op, dys, *inputs, node, body, active, pull_back):
         return [grads[value] if value in grads else inner.filled_like(value, 0) for value in sources]
 
     entries = [*(dys[i].value for i in given), *node.inputs]  # of which the first has to be a sequence
-    graph = tidy(op.subgraph(back, [_entry(value) for value in entries], name="gradient"))
+    graph = remove_unused(op.subgraph(back, [_entry(value) for value in entries], name="gradient"))
     needed = [i for i, value in enumerate(graph.inputs) if i == 0 or value.uses()]
     graph.inputs[:] = [graph.inputs[i] for i in needed]
     results = op.SequenceMap(*(entries[i] for i in needed), outputs=len(wanted) + len(captured), body=graph)

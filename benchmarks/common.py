@@ -1,0 +1,45 @@
+"""What the benchmarks share: taking turns, and a model of any size."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper, numpy_helper
+
+ROUNDS = 7
+
+
+def residual_mlp(layers: int, width: int) -> onnx.ModelProto:
+    """`4 * layers` nodes and `2 * layers` weights."""
+    rng = np.random.default_rng(0)
+    nodes, weights, x = [], [], "x"
+    for i in range(layers):
+        weights += [
+            numpy_helper.from_array(rng.standard_normal((width, width), np.float32), f"{i}.weight"),
+            numpy_helper.from_array(np.zeros(width, np.float32), f"{i}.bias"),
+        ]
+        nodes += [
+            helper.make_node("MatMul", [x, f"{i}.weight"], [f"{i}.product"], name=f"{i}/MatMul"),
+            helper.make_node("Add", [f"{i}.product", f"{i}.bias"], [f"{i}.sum"], name=f"{i}/Add"),
+            helper.make_node("Relu", [f"{i}.sum"], [f"{i}.active"], name=f"{i}/Relu"),
+            helper.make_node("Add", [f"{i}.active", x], [f"{i}.y"], name=f"{i}/Residual"),
+        ]
+        x = f"{i}.y"
+    ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["N", width]) for name in ("x", x)]
+    graph = helper.make_graph(nodes, "residual_mlp", ends[:1], ends[1:], weights)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+
+
+def in_turns(**contenders: Callable[[], object]) -> dict[str, float]:
+    """The median time of each in seconds; they take turns, so that a noisy moment hits all."""
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    for _ in range(ROUNDS):
+        for name, run in contenders.items():
+            start = time.perf_counter()
+            run()
+            times[name].append(time.perf_counter() - start)
+    return {name: statistics.median(values) for name, values in times.items()}
