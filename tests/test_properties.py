@@ -19,7 +19,7 @@ SIZES = st.integers(0, 3)
 few = settings(max_examples=25, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 
 
-def gradients(operator, xs, y_shape, others=(), symbolic=False, **attributes):
+def gradients(operator, xs, y_shape, others=(), symbolic=False, opset=21, **attributes):
     """The gradients of `xs` by ONNX Runtime, for a fixed gradient of y; `others` are inputs without one."""
     arrays = {f"x{i}": x for i, x in enumerate(xs)}
     fixed = {f"c{i}": c for i, c in enumerate(others) if c is not None}
@@ -34,7 +34,7 @@ def gradients(operator, xs, y_shape, others=(), symbolic=False, **attributes):
     ]
     y = helper.make_tensor_value_info("y", TensorProto.FLOAT, [f"y_{i}" for i in range(len(y_shape))])
     graph = helper.make_graph([helper.make_node(operator, names, ["y"], **attributes)], "g", values, [y])
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=10)
     model = vjp(model, "y", list(arrays)).to_proto()
     onnx.checker.check_model(model, full_check=True)
     session = ort.InferenceSession(model.SerializeToString())
@@ -183,3 +183,29 @@ def test_gathers(shape, index_shape, data):
 
     given_axis = axis - len(shape) * data.draw(st.booleans())
     check("Gather", gathered, numbers(shape), others=[indices], symbolic=data.draw(st.booleans()), axis=given_axis)
+
+
+@few
+@given(
+    st.sampled_from([(2, 2), (4, 2), (3, 1)]),
+    st.integers(1, 4),
+    st.integers(1, 4),
+    st.sampled_from(["all", "causal", "boolean", "numbers"]),
+    st.booleans(),
+)
+def test_attention(heads, queries, keys, masking, symbolic):
+    """Heads that share keys, and masks, each of which shows a query at least its first key."""
+    import torch
+
+    q = numbers((2, heads[0], queries, 3))
+    k, v = (numbers((2, heads[1], keys, width), seed) for seed, width in ((1, 3), (2, 5)))
+    masks = {"boolean": numbers((queries, keys), 3) < 1.2, "numbers": numbers((1, heads[0], queries, keys), 3)}
+    masks["boolean"][:, 0] = True
+    mask, causal = masks.get(masking), masking == "causal"
+    seen = None if mask is None else torch.tensor(mask)
+
+    def attended(q, k, v):
+        function = torch.nn.functional.scaled_dot_product_attention
+        return function(q, k, v, attn_mask=seen, is_causal=causal, enable_gqa=heads[0] != heads[1])
+
+    check("Attention", attended, q, k, v, others=[mask], symbolic=symbolic, opset=24, is_causal=int(causal))
