@@ -63,7 +63,7 @@ def _softmax(op, scores, precision):
 
 def _split(op, x, heads):
     """(batch, length, heads * width) as (batch, heads, length, width)."""
-    count = _Size(heads, [heads])
+    count = _known(heads)
     split = _reshaped(op, x, _size(op, x, 0), _size(op, x, 1), count, _over(op, _size(op, x, 2), count))
     return op.Transpose(split, perm=[0, 2, 1, 3])
 
@@ -224,24 +224,22 @@ def linear_attention(op, q, k, v, past, decay, beta, *, q_num_heads, kv_num_head
     Half precision is computed in float32, as the operator does.
     """
     dtype = ir.DataType.FLOAT if q.dtype in (ir.DataType.FLOAT16, ir.DataType.BFLOAT16) else q.dtype
-    wide = [
-        None if x is None else op.Cast(x, to=dtype) if x.dtype != dtype else x for x in (q, k, v, past, decay, beta)
-    ]
-    queries, keys, values, state, decay, beta = wide
-    heads, shared = _known(kv_num_heads), _known(q_num_heads // kv_num_heads)
+
+    def wide(x):
+        return x if x is None or x.dtype == dtype else op.Cast(x, to=dtype)
+
+    queries, keys, values, state, decay, beta = map(wide, (q, k, v, past, decay, beta))
+    one, heads, shared = _known(1), _known(kv_num_heads), _known(q_num_heads // kv_num_heads)
     batch, length = _size(op, q, 0), _size(op, q, 1)
     key_width, width = _over(op, _size(op, k, 2), heads), _over(op, _size(op, v, 2), heads)
     if state is None:
-        state = filled(op, joined(op, batch.part, heads.part, key_width.part, width.part), 0, queries)
-        state.value.shape = ir.Shape([batch.dim, heads.dim, key_width.dim, width.dim])
-    queries = queries * (scale or _power(op, key_width, -0.5, queries))
+        state = _zeros(op, queries, batch, heads, key_width, width)
 
     def by_step(x, *sizes):
         return op.Transpose(_reshaped(op, x, batch, length, *sizes), perm=[1, 0, 2, 3, 4])
 
-    one = _known(1)
     items = [
-        by_step(queries, heads, shared, key_width),
+        by_step(queries * (scale or _power(op, key_width, -0.5, queries)), heads, shared, key_width),
         by_step(keys, heads, one, key_width),
         by_step(values, heads, one, width),
     ]
@@ -266,6 +264,12 @@ def linear_attention(op, q, k, v, past, decay, beta, *, q_num_heads, kv_num_head
     y.value.shape = ir.Shape([length.dim, batch.dim, heads.dim, shared.dim, width.dim])
     y = _reshaped(op, op.Transpose(y, perm=[1, 0, 2, 3, 4]), batch, length, _times(op, _known(q_num_heads), width))
     return cast_like(op, y, q), cast_like(op, state, q if past is None else past)
+
+
+def _zeros(op, like, *sizes):
+    zeros = filled(op, joined(op, *(size.part for size in sizes)), 0, like)
+    zeros.value.shape = ir.Shape([size.dim for size in sizes])
+    return zeros
 
 
 def _entry(name, shape, dtype):

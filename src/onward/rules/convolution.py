@@ -60,12 +60,11 @@ def causal_conv_with_state(op, x, w, b, past, *, activation):
     if past is None:
         past = op.CastLike(op.ConstantOfShape(op.Concat(op.Shape(x, end=2), width - 1, axis=0)), x)
     whole = op.Concat(past, x, axis=2)
-    channels = x.value.shape[1] if x.value.shape is not None else None
-    y = (
-        op.Conv(whole, w, b, group=channels)
-        if isinstance(channels, int)
-        else _by_channel(op, whole, w, b, length, width)
-    )
+    channels = size_of(op, x, 1)
+    if isinstance(channels, int):
+        y = op.Conv(whole, w, b, group=channels)
+    else:
+        y = _by_channel(op, whole, w, b, length, width)
     return (y if activation == "none" else y * op.Sigmoid(y)), op.Slice(whole, length, [END], [2])
 
 
