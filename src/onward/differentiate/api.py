@@ -9,17 +9,19 @@ import onnx_ir as ir
 from onward.build import Builder, Expr, uncollected
 from onward.containers import content_type, is_optional, is_sequence
 from onward.differentiate.expand import expanded
-from onward.differentiate.path import way
+from onward.differentiate.functions import FunctionRules
+from onward.differentiate.path import Find, way
 from onward.differentiate.recompute import Choice, recomputation
-from onward.differentiate.simplify import put_results_last, simplify
+from onward.differentiate.simplify import tidy
 from onward.differentiate.sweep import pull_back
 from onward.errors import UnknownNameError, UnsupportedError, near
 from onward.model import Model, Source, read
 from onward.model.core import values
 from onward.model.walk import nodes_after
+from onward.rules.registry import lookup
 from onward.transform.opset import convert_opset
+from onward.transform.training import drop_unused_definitions
 from onward.transform.types import fill_in_types
-from onward.transform.unused import remove_unused
 
 OLDEST_OPSET = 18
 """Rules write axes as inputs, which all reductions take from here on."""
@@ -27,7 +29,9 @@ COMMON_OPSET = 21
 
 
 @uncollected()
-def gradient(source: Source, y: str, xs: Sequence[str], *, recompute: Choice = None) -> Model:
+def gradient(
+    source: Source, y: str, xs: Sequence[str], *, recompute: Choice = None, keep_functions: bool = False
+) -> Model:
     """The model with one more output for each of `xs`: the derivative of `y` (of its sum, if it has several elements).
 
     `y` and `xs` are inputs, initializers or values in between. A derivative is called `<x>/grad` and has the type and
@@ -35,24 +39,29 @@ def gradient(source: Source, y: str, xs: Sequence[str], *, recompute: Choice = N
 
     The way back reads many of the values in between, which takes memory. Those that `recompute` names are computed a
     second time instead: nodes by patterns (`"*gelu*"`), or all, keeping only the result of every n-th layer (`2`).
+
+    Functions of the model on the way are replaced by their bodies. With `keep_functions` they stay: each gets a twin
+    that hands out what its gradient needs, `<Function>_forward`, and a gradient of its own, `<Function>_backward`.
     """
-    model, target, sources = _opened(source, y, xs)
+    model, target, sources = _opened(source, y, xs, keep_functions)
     op, last = _builder(model)
-    grads = _pulled_back(op, target, op.filled_like(target, 1), sources, recompute)
+    find = FunctionRules(model) if keep_functions else lookup
+    grads = _pulled_back(op, target, op.filled_like(target, 1), sources, recompute, find)
     return _finish(op, last, model, sources, grads, list(model.graph.outputs))
 
 
 @uncollected()
-def vjp(source: Source, y: str, xs: Sequence[str], *, recompute: Choice = None) -> Model:
+def vjp(source: Source, y: str, xs: Sequence[str], *, recompute: Choice = None, keep_functions: bool = False) -> Model:
     """A model with one more input `dy`, of the type and shape of `y`, whose outputs are the gradients of `xs`.
 
-    `recompute` is that of `gradient`.
+    `recompute` and `keep_functions` are those of `gradient`.
     """
-    model, target, sources = _opened(source, y, xs)
+    model, target, sources = _opened(source, y, xs, keep_functions)
     op, last = _builder(model)
     dy = ir.Value(name=op.names.fresh("dy"), type=content_type(target), shape=target.shape)
     model.graph.inputs.append(dy)
-    grads = _pulled_back(op, target, op(dy), sources, recompute)
+    find = FunctionRules(model) if keep_functions else lookup
+    grads = _pulled_back(op, target, op(dy), sources, recompute, find)
     return _finish(op, last, model, sources, grads, [])
 
 
@@ -78,11 +87,13 @@ def jvp(source: Source, xs: Sequence[str], y: str) -> Model:
     graph.outputs.clear()
     graph.outputs.append(op.Identity(tangent).named(f"d{y}").like(target).value)
     graph.sort()
-    _tidy(graph, nodes_after(last, graph))
+    tidy(graph, nodes_after(last, graph))
     return model
 
 
-def _opened(source: Source, y: str, xs: Sequence[str]) -> tuple[Model, ir.Value, list[ir.Value]]:
+def _opened(
+    source: Source, y: str, xs: Sequence[str], keep_functions: bool = False
+) -> tuple[Model, ir.Value, list[ir.Value]]:
     model = read(source)
     model = convert_opset(model, COMMON_OPSET) if model.opset < OLDEST_OPSET else model
     model = model.copy()
@@ -92,7 +103,7 @@ def _opened(source: Source, y: str, xs: Sequence[str]) -> tuple[Model, ir.Value,
     if missing:
         listed = ", ".join(f"`{name}`" for name in missing)
         raise UnknownNameError(f"there is no value {listed}", hint=near(missing[0], known))
-    model = expanded(model, y, xs)
+    model = expanded(model, y, xs, keep_functions=keep_functions)
     known = {value.name: value for value in values(model.graph) if value.name}
     fill_in_types(model, known.values())
     if known[y].type is None:
@@ -109,9 +120,11 @@ def _builder(model: Model) -> tuple[Builder, ir.Node | None]:
     return op, graph[-1] if len(graph) else None
 
 
-def _pulled_back(op: Builder, y: ir.Value, dy: Expr, xs: Sequence[ir.Value], recompute: Choice = None) -> list[Expr]:
-    nodes = way(y, xs)
-    found = pull_back(op, nodes, {y: dy}, xs, recomputation=recomputation(recompute, nodes, xs))
+def _pulled_back(
+    op: Builder, y: ir.Value, dy: Expr, xs: Sequence[ir.Value], recompute: Choice = None, find: Find = lookup
+) -> list[Expr]:
+    nodes = way(y, xs, find)
+    found = pull_back(op, nodes, {y: dy}, xs, recomputation=recomputation(recompute, nodes, xs), find=find)
     return [found[x] if x in found else op.filled_like(x, 0) for x in xs]
 
 
@@ -133,7 +146,8 @@ def _finish(
         output = grad if is_free else op.Identity(grad)
         output = _wrapped(op, output, x) if is_optional(x) else output.like(x)
         graph.outputs.append(output.named(f"{x.name}/grad").value)
-    _tidy(graph, nodes_after(last, graph))
+    tidy(graph, nodes_after(last, graph))
+    drop_unused_definitions(model)
     return model
 
 
@@ -154,11 +168,3 @@ def _wrapped(op: Builder, grad: Expr, x: ir.Value) -> Expr:
     wrapped: Expr = op.If(op.OptionalHasElement(x), then_branch=some, else_branch=none)
     wrapped.value.type, wrapped.value.shape = x.type, x.shape
     return wrapped
-
-
-def _tidy(graph: ir.Graph, made: Sequence[ir.Node]) -> None:
-    """Drop what nothing reads, such as gradients that nobody asked for, and shorten the rest of what was made."""
-    remove_unused(graph)
-    simplify(node for node in made if node.graph is graph)
-    remove_unused(graph)
-    put_results_last(graph, made)

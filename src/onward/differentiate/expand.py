@@ -10,24 +10,29 @@ from onnx import defs
 
 from onward.build import Builder, Names, declare
 from onward.differentiate.path import between
+from onward.differentiate.sweep import ROUNDED
 from onward.model import Model
 from onward.model.core import values
-from onward.model.walk import nested_graphs, nodes_after
+from onward.model.walk import is_random, nested_graphs, nodes_after
 from onward.rules import Rewrite
 from onward.rules.registry import apply, lookup, lookup_rewrite
 from onward.transform.inline import inline_operators
 from onward.transform.types import fill_in_types
 
 
-def expanded(model: Model, y: str, xs: Iterable[str]) -> Model:
+def expanded(model: Model, y: str, xs: Iterable[str], *, keep_functions: bool = False) -> Model:
     """The model in which all that lies between `xs` and `y` has a rule, as far as we know how.
 
-    Rewrites are made in place; where functions are replaced by their bodies, the result is another model.
+    Rewrites are made in place; where functions are replaced by their bodies, the result is another model. Those of the
+    model that can be differentiated as such are not replaced if they are to be kept.
     """
     names = list(xs)
     while True:
         nodes = _on_the_way(model, y, names)
-        calls = {(node.domain, node.op_type) for node in nodes if lookup(node) is None and _is_function(model, node)}
+        unknown = [node for node in nodes if lookup(node) is None]
+        known: dict[ir.OperatorIdentifier, bool] = {}
+        kept = {node for node in unknown if keep_functions and _can_stay(model, node, known)}
+        calls = {(node.domain, node.op_type) for node in unknown if node not in kept and _is_function(model, node)}
         if any(lookup_rewrite(node) for node in nodes):
             fill_in_types(model, values(model.graph))
             if _rewrite_all(model, nodes, names):
@@ -53,6 +58,35 @@ def _is_function(model: Model, node: ir.Node) -> bool:
     except defs.SchemaError:
         return False
     return bool(schema.has_function or schema.has_context_dependent_function)
+
+
+def _can_stay(model: Model, node: ir.Node, known: dict[ir.OperatorIdentifier, bool]) -> bool:
+    """Whether a node calls a function that can be differentiated as one; `known` are answers found so far.
+
+    What stands for the numbers that it was rounded from must be seen as such: it does not cross the border.
+    """
+    function = model.functions.get(node.op_identifier())
+    if function is None or _is_rounded(*node.inputs, *function.outputs):
+        return False
+    if node.op_identifier() not in known:
+        known[node.op_identifier()] = False  # the answer also for a function that calls itself
+        known[node.op_identifier()] = _is_self_contained(model, function, known)
+    return known[node.op_identifier()]
+
+
+def _is_self_contained(model: Model, function: ir.Function, known: dict[ir.OperatorIdentifier, bool]) -> bool:
+    """Whether a function uses the operators of the model, and none that must be seen: those that draw numbers."""
+    imports = {**model.graph.opset_imports, "": model.opset, "ai.onnx": model.opset}
+    if any(imports.get(domain, version) != version for domain, version in function.opset_imports.items()):
+        return False
+    inner = list(function.all_nodes())
+    calls = (node for node in inner if node.op_identifier() in model.functions)
+    return not any(map(is_random, inner)) and all(_can_stay(model, call, known) for call in calls)
+
+
+def _is_rounded(*values: ir.Value | None) -> bool:
+    producers = (value.producer() for value in values if value is not None)
+    return any(producer is not None and producer.op_type in ROUNDED for producer in producers)
 
 
 def _rewrite_all(model: Model, nodes: Iterable[ir.Node], xs: Sequence[str]) -> bool:

@@ -9,7 +9,11 @@ import onnx_ir as ir
 
 from onward.errors import UnsupportedError
 from onward.model.walk import ancestors, nested_graphs, read_by
+from onward.rules import NoGradient, Rewrite, Rule
 from onward.rules.registry import lookup
+
+Find = Callable[[ir.Node], Rule | Rewrite | NoGradient | None]
+"""How rules are found: `lookup` in the table, or what knows more of them."""
 
 
 def between(y: ir.Value, xs: Iterable[ir.Value]) -> list[ir.Node]:
@@ -27,14 +31,14 @@ def between(y: ir.Value, xs: Iterable[ir.Value]) -> list[ir.Node]:
     return found
 
 
-def way(y: ir.Value, xs: Iterable[ir.Value]) -> list[ir.Node]:
+def way(y: ir.Value, xs: Iterable[ir.Value], find: Find = lookup) -> list[ir.Node]:
     """The same, all of them with a rule; else an error that names the first without one, and where it stands."""
     sources = list(xs)
     nodes = between(y, sources)
     reached = {*sources, *(output for node in nodes for output in node.outputs)}
     for node in reversed(nodes):
         for inner in (node, *_nested(node, reached)):
-            if lookup(inner) is None:
+            if find(inner) is None:
                 raise _explained(inner, node, y, sources)
     return nodes
 

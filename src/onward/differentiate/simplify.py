@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 import onnx_ir as ir
 
 from onward.shapes import constant_ints
+from onward.transform.unused import remove_unused
 
 
 def simplify(nodes: Iterable[ir.Node]) -> None:
@@ -93,6 +94,14 @@ def _input(node: ir.Node, index: int) -> ir.Value:
     value = node.inputs[index]
     assert value is not None, node.name
     return value
+
+
+def tidy(graph: ir.Graph, made: Sequence[ir.Node]) -> None:
+    """Drop what nothing reads, such as gradients that nobody asked for, and shorten the rest of what was made."""
+    remove_unused(graph)
+    simplify(node for node in made if node.graph is graph)
+    remove_unused(graph)
+    put_results_last(graph, made)
 
 
 def put_results_last(graph: ir.Graph, made: Iterable[ir.Node]) -> None:

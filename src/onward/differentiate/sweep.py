@@ -6,6 +6,7 @@ otherwise repeat is here: what is needed, summing over broadcast axes, types, sh
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 
 import numpy as np
@@ -13,6 +14,7 @@ import onnx_ir as ir
 
 from onward.build import Builder, Expr
 from onward.containers import content_type
+from onward.differentiate.path import Find
 from onward.differentiate.recompute import Recomputation
 from onward.model.walk import read_by
 from onward.rules import NoGradient, Rule
@@ -27,6 +29,7 @@ def pull_back(
     wrt: Iterable[ir.Value],
     cut: Container[ir.Value] = (),
     recomputation: Recomputation | None = None,
+    find: Find = lookup,
 ) -> dict[ir.Value, Expr]:
     """The derivatives of what `seeds` belong to with respect to `wrt`, which is computed by `nodes`, in their order.
 
@@ -42,7 +45,7 @@ def pull_back(
             continue
         here = op.scoped(f"grad/{node.name or node.op_type}")
         seen, inputs = recomputation.seen(op, node, dys) if recomputation is not None else (node, node.inputs)
-        for value, dx in _derivatives(here, node, seen, inputs, dys, active):
+        for value, dx in _derivatives(here, node, seen, inputs, dys, active, find):
             if value in active:
                 found[value] = _accumulated(found.get(value), dx)
     return {value: found[value] for value in wanted if value in found}
@@ -68,7 +71,8 @@ def _depends_on(nodes: Iterable[ir.Node], values: Iterable[ir.Value]) -> set[ir.
 
 
 _FLOATS = (ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
-_ROUNDED = ("QuantizeLinear", "DynamicQuantizeLinear")
+ROUNDED = ("QuantizeLinear", "DynamicQuantizeLinear")
+"""Operators whose results, although integers, have a gradient: they stand for what was rounded."""
 
 
 def _may_be_float(value: ir.Value) -> bool:
@@ -76,7 +80,7 @@ def _may_be_float(value: ir.Value) -> bool:
     if value.dtype is None or value.dtype in _FLOATS:
         return True
     node = value.producer()
-    return node is not None and node.op_type in _ROUNDED
+    return node is not None and node.op_type in ROUNDED
 
 
 def _derivatives(
@@ -86,16 +90,22 @@ def _derivatives(
     inputs: Sequence[ir.Value | None],
     dys: list[Expr | None],
     active: Container[ir.Value],
+    find: Find,
 ) -> list[tuple[ir.Value, Contribution]]:
     """What one node contributes to the derivatives of its inputs, and of what graphs nested in it read.
 
     The rule looks at the node that is `seen`, the node itself or a copy of it, and at these inputs.
     """
-    rule = lookup(node)
+    rule = find(node)
     if isinstance(rule, NoGradient):
         return []
     assert isinstance(rule, Rule), node.op_type
-    results = _call(op, rule, seen, inputs, dys, active)
+    available = {
+        "active": active,
+        "wanted": [i for i, value in enumerate(node.inputs) if value is not None and value in active],
+        "pull_back": functools.partial(pull_back, find=find),
+    }
+    results = _call(op, rule, seen, inputs, dys, **available)
     if isinstance(results, dict):
         return [(value, _fitted(op, dx, value, broadcasts=False)) for value, dx in results.items()]
     return [
@@ -111,17 +121,18 @@ def _call(
     node: ir.Node,
     inputs: Sequence[ir.Value | None],
     dys: list[Expr | None],
-    active: Container[ir.Value],
+    **available: object,
 ) -> Sequence[Contribution | None] | dict[ir.Value, Expr]:
     """The derivatives by input; by value, where a rule of an operator with nested graphs gives them so.
 
-    Such a rule may ask for `active`, the values that need a derivative, and for `pull_back`, to go through its graphs.
+    Such a rule may ask for `active`, the values that need a derivative, and for `pull_back`, to go through its graphs;
+    and any rule for `wanted`, the positions of the inputs that need one.
     """
     if not rule.many and dys[0] is None:
         return ()
     ys = [op(y) for y in node.outputs]
     given = dys if rule.many else dys[0]
-    result = apply(rule, op, node, given, inputs=inputs, y=ys[0], ys=ys, active=active, pull_back=pull_back)
+    result = apply(rule, op, node, given, inputs=inputs, y=ys[0], ys=ys, **available)
     return result if isinstance(result, tuple | list | dict) else (result,)
 
 
