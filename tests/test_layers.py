@@ -32,7 +32,7 @@ TIERS = [
     ["rules"],
     ["differentiate"],
     ["recipe"],
-    ["checker", "lower"],
+    ["checker", "lowering"],
     ["inspect"],
     ["numeric"],
     ["run"],
@@ -68,7 +68,7 @@ PROTOBUF_EDGE = {
     "onward.transform": "the version converter and the inliner of `onnx` work on ModelProto",
     "onward.checker": "runs onnx.checker and shape inference, and checks the file as it is, not as we read it",
     "onward.convert": "exporters of other frameworks hand over ModelProto, and expect it",
-    "onward.lower.expand": "the body of a standard operator that is a function arrives as FunctionProto",
+    "onward.lowering.expand": "the body of a standard operator that is a function arrives as FunctionProto",
 }
 
 
@@ -216,11 +216,11 @@ def test_the_source_keeps(rule: Rule) -> None:
         (
             order,
             "onward.recipe.losses",
-            "def f():\n    from ..lower import lower",
-            "line 2: .*`lower` is below",
+            "def f():\n    from ..lowering import lower",
+            "line 2: .*`lowering` is below",
         ),
         (order, "onward.model", "from onward import cli", "`onward.cli`, but `cli` is below `model`"),
-        (order, "onward.checker", "import onward.lower as l", "`lower` is beside `checker`"),
+        (order, "onward.checker", "import onward.lowering as l", "`lowering` is beside `checker`"),
         (order, "onward.model", "from onward import Model", "public name"),
         (order, "onward.cli.show", "from onward import Model", ""),
         (order, "onward", "from .cli import main", ""),
@@ -234,16 +234,16 @@ def test_the_source_keeps(rule: Rule) -> None:
         (framework, "onward.run", "def door():\n    from . import torch", ""),
         (framework, "onward.run", "if TYPE_CHECKING:\n    from .torch import Engine", ""),
         (framework, "onward.convert.torch", "from onward.run.torch import table", ""),
-        (protobuf, "onward.lower.expand", "import onnx", ""),
-        (protobuf, "onward.lower.passes", "from onnx import helper", "not in PROTOBUF_EDGE"),
+        (protobuf, "onward.lowering.expand", "import onnx", ""),
+        (protobuf, "onward.lowering.passes", "from onnx import helper", "not in PROTOBUF_EDGE"),
         (protobuf, "onward.modelling", "import onnx", "not in PROTOBUF_EDGE"),
-        (protobuf, "onward.lower.passes", "from google.protobuf import message", "`google.protobuf.message`"),
+        (protobuf, "onward.lowering.passes", "from google.protobuf import message", "`google.protobuf.message`"),
         (protobuf, "onward.rules.basic", "from onnx import defs\nfrom onnx.defs import get_schema", ""),
         (protobuf, "onward.rules.basic", "import onnx_ir as ir", ""),
     ],
 )
 def test_a_rule_catches(rule: Rule, name: str, source: str, caught: str) -> None:
-    others = ["onward.build", "onward.cli", "onward.lower", "onward.recipe.parts", "onward.run.torch"]
+    others = ["onward.build", "onward.cli", "onward.lowering", "onward.recipe.parts", "onward.run.torch"]
     known = {other: Module(other, "") for other in others}
     known[name] = Module(name, source, is_package=name in ("onward", "onward.run"))
     found = "\n".join(violations(rule, known))

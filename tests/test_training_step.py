@@ -10,7 +10,7 @@ import pytest
 import onward
 from conftest import needs
 from models import digits_mlp, small_cnn
-from onward.lower.gradients import lower_gradients
+from onward.lowering.gradients import lower_gradients
 from onward.model import Model
 from stepping import Stepper
 from test_prepare import batches, torch_mlp, weights

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from onward.differentiate import gradient, jvp, vjp
     from onward.errors import Error
     from onward.inspect import describe
+    from onward.lowering import lower
     from onward.model import Model, Step, read
     from onward.numeric import check_gradients
     from onward.recipe import Recipe, prepare
@@ -39,6 +40,7 @@ _HOME = {
     "gradient": "differentiate",
     "inline": "transform",
     "jvp": "differentiate",
+    "lower": "lowering",
     "merge": "transform",
     "prepare": "recipe",
     "read": "model",
@@ -63,6 +65,7 @@ __all__ = [
     "gradient",
     "inline",
     "jvp",
+    "lower",
     "merge",
     "prepare",
     "read",

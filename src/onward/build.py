@@ -454,15 +454,21 @@ def _identity(
 
 def _by_identity(graph: ir.Graph) -> Iterator[tuple[tuple[object, ...], tuple[ir.Value, ...]]]:
     for node in graph:
-        if node.domain in ("", "ai.onnx") and node.op_type != "Constant":
-            settings = {name: attribute.value for name, attribute in node.attributes.items()}
-            key = _identity(node.op_type, node.inputs, len(node.outputs), settings)
-            if key is not None:
-                yield key, tuple(node.outputs)
+        key = identity(node)
+        if key is not None and node.op_type != "Constant":
+            yield key, tuple(node.outputs)
+
+
+def identity(node: ir.Node) -> tuple[object, ...] | None:
+    """Something that is equal for two nodes that compute the same; None for a node that has no equal."""
+    if node.domain not in ("", "ai.onnx"):
+        return None
+    settings = {name: attribute.value for name, attribute in node.attributes.items()}
+    return _identity(node.op_type, node.inputs, len(node.outputs), settings)
 
 
 def _comparable(value: Any) -> object:
-    if isinstance(value, ir.Tensor):
+    if isinstance(value, ir.Tensor | ir.serde.TensorProtoTensor) and value.size < 64:
         value = value.numpy()
     if isinstance(value, np.ndarray):
         return (value.dtype, value.shape, value.tobytes())

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
-from typing import cast
 
 import numpy as np
 import onnx_ir as ir
@@ -18,12 +17,12 @@ from onnx_ir.passes.common import InlinePass
 from onward.build import Builder, Expr, Names
 from onward.containers import content_type
 from onward.differentiate.expand import expanded
+from onward.differentiate.halves import split_off
 from onward.differentiate.path import way
-from onward.differentiate.simplify import tidy
 from onward.differentiate.sweep import pull_back
+from onward.errors import UnsupportedError
 from onward.model import Model
 from onward.model.core import values
-from onward.model.walk import nested_graphs, nodes_after, read_by
 from onward.rules import NoGradient, Rewrite, Rule
 from onward.rules.registry import lookup
 from onward.shapes import constant_ints
@@ -37,11 +36,11 @@ class _Halves:
 
     forward: str
     backward: str
-    kept: tuple[ir.Value, ...]
+    kept: tuple[tuple[str, ir.TypeProtocol | None], ...]
     """What the first half puts out after the outputs of the function."""
     read: tuple[int, ...]
     """What the second half reads, by positions among the inputs, the outputs and what is kept; then come gradients."""
-    gradients: dict[int, ir.Value]
+    gradients: dict[int, ir.TypeProtocol | None]
     """What the second half puts out, by the position of the input that it is the gradient of."""
 
 
@@ -77,8 +76,8 @@ class FunctionRules:
         read = [*(seen[i] for i in halves.read), *(dys[i] for i in given)]
         results = op.node(node.domain, halves.backward, *read, outputs=len(halves.gradients))
         results = results if isinstance(results, tuple) else (results,)
-        for result, (i, gradient) in zip(results, halves.gradients.items(), strict=True):
-            result.value.type = gradient.type
+        for result, (i, kind) in zip(results, halves.gradients.items(), strict=True):
+            result.value.type = kind
             found[i] = result
         return found
 
@@ -93,7 +92,10 @@ class FunctionRules:
             tuple(given),
         )
         if kind not in self._halves:
-            self._halves[kind] = self._differentiated(node, wanted, given)
+            try:
+                self._halves[kind] = self._differentiated(node, wanted, given)
+            except UnsupportedError as error:
+                raise UnsupportedError(f"{error}\nin the function `{node.op_type}`", hint=error.hint) from error
         return self._halves[kind]
 
     def _differentiated(self, node: ir.Node, wanted: Sequence[int], given: Sequence[int]) -> _Halves | None:
@@ -102,11 +104,10 @@ class FunctionRules:
         for i in given:
             output = model.graph.outputs[i].name or ""
             model = expanded(model, output, [formals[x] for x in wanted], keep_functions=True)
-        graph, last = model.graph, model.graph[-1]
-        known = {value.name: value for value in values(graph)}
+        known = {value.name: value for value in values(model.graph)}
         fill_in_types(model, known.values())
         inputs = [known[name] if name in known else ir.Value(name=name) for name in formals]
-        outputs = list(graph.outputs)
+        graph, last, outputs = model.graph, model.graph[-1], list(model.graph.outputs)
 
         names = model.names()
         names.take(formals)
@@ -115,28 +116,25 @@ class FunctionRules:
         )
         sources = [inputs[i] for i in wanted]
         on_the_way = {inner for i in given for inner in way(outputs[i], sources, self)}
-        seeds = {outputs[i]: op(_gradient_of(outputs[i], names)) for i in given}
+        dys = {outputs[i]: _gradient_of(outputs[i], names) for i in given}
+        seeds = {output: op(dy) for output, dy in dys.items()}
         found = pull_back(op, [inner for inner in graph if inner in on_the_way], seeds, sources, find=self)
         if not found:
             return None
-        results = {i: _put_out(op, last, found[inputs[i]], inputs[i]) for i in wanted if inputs[i] in found}
-        made = nodes_after(last, graph)
-        tidy(graph, made)
 
-        dys = [seed.value for seed in seeds.values()]
-        backward, read = _split_off([inner for inner in made if inner.graph is graph], dys, list(results.values()))
-        kept = tuple(value for value in read if value not in inputs and value not in outputs)
+        backward, read = split_off(op, last, list(dys.values()), found, [*inputs, *outputs])
+        kept = [value for value in read if value not in inputs and value not in outputs]
         graph.initializers.clear()
         graph.inputs.clear()
         graph.inputs.extend(inputs)
         graph.outputs.extend(kept)
         seen = [*inputs, *outputs, *kept]
         return _Halves(
-            self._written(graph, node, "forward", "with what its gradient needs"),
-            self._written(backward, node, "backward", "on the way back"),
-            kept,
-            tuple(seen.index(value) for value in read),
-            results,
+            kept=tuple((value.name or "", value.type) for value in kept),
+            read=tuple(seen.index(value) for value in read),
+            gradients={inputs.index(x): gradient.value.type for x, gradient in found.items()},
+            forward=self._written(graph, node, "forward", "with what its gradient needs"),
+            backward=self._written(backward, node, "backward", "on the way back"),
         )
 
     def _body(self, node: ir.Node) -> tuple[Model, list[str]]:
@@ -163,7 +161,7 @@ class FunctionRules:
             name=function.name,
         )
         InlinePass()(ir.Model(graph, ir_version=self._ir_version or 10, functions=[function]))
-        for inner, written in zip(graph, function, strict=True):
+        for inner, written in zip(graph.all_nodes(), function.all_nodes(), strict=True):
             inner.name = written.name  # the pass gives all of them names, such as node_7
         model = Model(ir.Model(graph, ir_version=self._ir_version or 10, functions=[*self._functions.values()]))
         drop_unused_definitions(model)
@@ -225,67 +223,12 @@ def _call_forward(op: Builder, node: ir.Node, halves: _Halves) -> list[ir.Value]
     node.attributes.clear()
     node.resize_outputs(count + len(halves.kept))
     label = node.name or node.op_type
-    for i, output in enumerate(node.outputs):
-        kept = halves.kept[i - count] if i >= count else None
-        if kept is not None:
-            output.type = kept.type
-        if not output.name:  # ONNX Runtime takes none that is left out before another
-            output.name = op.names.fresh(f"{label}/{kept.name if kept is not None else 'unused'}")
+    for output, (name, kind) in zip(node.outputs[count:], halves.kept, strict=True):
+        output.name, output.type = op.names.fresh(f"{label}/{name}"), kind
+    for output in node.outputs[:count]:  # ONNX Runtime takes none that is left out before another
+        output.name = output.name or op.names.fresh(f"{label}/unused")
     return list(node.outputs)
-
-
-# ---- the two halves --------------------------------------------------------------------------------------------------
 
 
 def _gradient_of(output: ir.Value, names: Names) -> ir.Value:
     return ir.Value(name=names.fresh(f"d{output.name}"), type=content_type(output), shape=output.shape)
-
-
-def _put_out(op: Builder, last: ir.Node, gradient: Expr, x: ir.Value) -> ir.Value:
-    """Make a gradient an output, under a name of its own; a copy of it where it is something else already."""
-    producer = gradient.value.producer()
-    is_free = producer in nodes_after(last, op.graph) and not gradient.value.is_graph_output()
-    result = (gradient if is_free else op.Identity(gradient)).named(f"d{x.name}").value
-    op.graph.outputs.append(result)
-    return result
-
-
-def _split_off(
-    made: Sequence[ir.Node], dys: Sequence[ir.Value], results: Sequence[ir.Value]
-) -> tuple[ir.Graph, list[ir.Value]]:
-    """Move nodes from the end of a graph, and `results`, into a graph of their own; and what that reads of the first.
-
-    The inputs of the new graph are in the order of what it reads, followed by `dys`. Constants are not among them: it
-    has its own.
-    """
-    graph = cast(ir.Graph, made[0].graph)
-    there = {*made, *(inner for node in made for nested in nested_graphs(node) for inner in nested.all_nodes())}
-    all_read = dict.fromkeys(value for node in made for value in read_by(node))
-    read = [value for value in all_read if value.graph is graph and value.producer() not in there]
-    order = {value: i for i, value in enumerate(values(graph))}
-    constants = [value for value in read if _is_constant(value)]
-    needed = sorted((value for value in read if value not in constants), key=order.__getitem__)
-
-    for value in results:
-        graph.outputs.remove(value)
-    graph.remove(made)
-    copies = [_copy_of_constant(value) for value in constants]
-    inputs = [ir.Value(name=value.name) for value in needed]
-    new = dict(zip((*constants, *needed), (*(copy.outputs[0] for copy in copies), *inputs), strict=True))
-    for old, value in new.items():
-        for reader, i in tuple(old.uses()):
-            if reader in there:
-                reader.replace_input_with(i, value)
-    return ir.Graph([*inputs, *dys], results, nodes=[*copies, *made], opset_imports={}, name=None), needed
-
-
-def _is_constant(value: ir.Value) -> bool:
-    producer = value.producer()
-    return producer is not None and producer.op_type == "Constant" and producer.domain == ""
-
-
-def _copy_of_constant(value: ir.Value) -> ir.Node:
-    node = cast(ir.Node, value.producer())
-    copy = ir.Node("", "Constant", [], list(node.attributes.values()), name=node.name)
-    copy.outputs[0].name = value.name
-    return copy

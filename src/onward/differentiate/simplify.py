@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import onnx_ir as ir
 
+from onward.model.walk import read_by
 from onward.shapes import constant_ints
 from onward.transform.unused import remove_unused
 
@@ -101,16 +102,23 @@ def tidy(graph: ir.Graph, made: Sequence[ir.Node]) -> None:
     remove_unused(graph)
     simplify(node for node in made if node.graph is graph)
     remove_unused(graph)
-    put_results_last(graph, made)
+    put_results_last(graph)
 
 
-def put_results_last(graph: ir.Graph, made: Iterable[ir.Node]) -> None:
+def put_results_last(graph: ir.Graph) -> None:
     """Move the nodes that nothing else follows to the end, those that are ready first to the very end.
 
     ONNX Runtime goes back from the last node of a file and computes what it needs, then from the one before it, and so
     on. Where the gradient at the first layer comes last, as is natural, it would go back through all layers before it
     turned to the gradients of their parameters, and all that these need would stay in memory until then.
     """
-    ends = [node for node in made if node.graph is graph and not any(output.uses() for output in node.outputs)]
-    graph.remove(ends)
-    graph.extend(reversed(ends))
+    depth: dict[ir.Value, int] = {}
+    ends: list[tuple[int, ir.Node]] = []
+    for node in graph:
+        length = 1 + max((depth.get(value, 0) for value in read_by(node)), default=0)
+        depth.update(dict.fromkeys(node.outputs, length))
+        if not any(output.uses() for output in node.outputs):
+            ends.append((length, node))
+    last = [node for _, node in sorted(ends, key=lambda end: -end[0])]
+    graph.remove(last)
+    graph.extend(last)

@@ -57,6 +57,15 @@ def ancestors(values: Iterable[ir.Value]) -> tuple[set[ir.Node], set[ir.Value]]:
     return nodes, reached
 
 
+def descendants(graph: ir.Graph, values: Iterable[ir.Value]) -> set[ir.Value]:
+    """What is computed from `values` in a graph, `values` among them."""
+    reached = set(values)
+    for node in graph:
+        if any(value in reached for value in read_by(node)):
+            reached.update(node.outputs)
+    return reached
+
+
 def attributes(node: ir.Node, opset: int) -> dict[str, Any]:
     """The attributes of a node by name, with the schema's defaults for those that it leaves out, else None."""
     found: dict[str, Any] = {name: attribute.value for name, attribute in node.attributes.items()}

@@ -10,7 +10,7 @@ from onnx import defs
 
 from onward.differentiate.api import COMMON_OPSET, OLDEST_OPSET
 from onward.errors import UnknownNameError, UnsupportedError, near
-from onward.lower.gradients import lower_gradients
+from onward.lowering.gradients import lower_gradients
 from onward.model import Model, Source, read
 from onward.model.core import string, strings, values
 from onward.model.walk import ancestors

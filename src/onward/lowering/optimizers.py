@@ -11,7 +11,7 @@ from typing import Any
 
 from onward.build import Builder, Expr
 from onward.errors import InvalidModelError
-from onward.lower.losses import Lowering
+from onward.lowering.losses import Lowering
 from onward.model import TRAINING_DOMAIN
 from onward.recipe.optimizers.parts import (
     adam_rate,

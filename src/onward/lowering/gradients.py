@@ -14,6 +14,7 @@ import onnx_ir as ir
 from onward.build import Builder, Expr, uncollected
 from onward.differentiate.expand import expanded
 from onward.differentiate.path import between, way
+from onward.differentiate.recompute import Choice, recomputation
 from onward.differentiate.sweep import pull_back
 from onward.errors import InvalidModelError
 from onward.model import TRAINING_DOMAIN, Model
@@ -22,7 +23,7 @@ from onward.transform.types import fill_in_types
 
 
 @uncollected()
-def lower_gradients(model: Model) -> Model:
+def lower_gradients(model: Model, *, recompute: Choice = None) -> Model:
     """A copy of a model without steps in which no `Gradient` is left; those of higher order are done in order."""
     model = model.copy()
     while (node := _first_gradient(model.graph)) is not None:
@@ -30,7 +31,7 @@ def lower_gradients(model: Model) -> Model:
         name = node.outputs[0].name if node.outputs else ""
         model = expanded(model, y, xs)
         node = next(n for n in model.graph if _is_gradient(n) and (not n.outputs or n.outputs[0].name == name))
-        _lower(model, node, xs, y)
+        _lower(model, node, xs, y, recompute)
     return model
 
 
@@ -42,7 +43,7 @@ def _first_gradient(graph: ir.Graph) -> ir.Node | None:
     return next((node for node in graph if _is_gradient(node)), None)
 
 
-def _lower(model: Model, node: ir.Node, xs: Sequence[str], y: str) -> None:
+def _lower(model: Model, node: ir.Node, xs: Sequence[str], y: str, recompute: Choice) -> None:
     graph = model.graph
     known = {value.name: value for value in values(graph)}
     named = (*xs, *strings(node, "zs"))
@@ -62,7 +63,8 @@ def _lower(model: Model, node: ir.Node, xs: Sequence[str], y: str) -> None:
         variables, target = _at(op, target, dict(zip(variables, given, strict=True)))
     wanted = variables[: len(xs)]
     nodes = way(target, wanted)
-    found = pull_back(op, nodes, {target: op.filled_like(target, 1)}, wanted, cut=set(variables))
+    again = recomputation(recompute, nodes, wanted)
+    found = pull_back(op, nodes, {target: op.filled_like(target, 1)}, wanted, cut=set(variables), recomputation=again)
     for x, output in zip(wanted, node.outputs, strict=False):
         if output.name:
             _replace(op, output, found[x] if x in found else op.filled_like(x, 0))

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import onnx_ir as ir
 
 from onward.build import Builder, Names
-from onward.lower import losses, optimizers
-from onward.lower.losses import Lowering
+from onward.lowering import losses, optimizers
+from onward.lowering.losses import Lowering
 from onward.model.walk import attributes
 
 LOWERINGS: Mapping[tuple[str, str], Lowering] = {**losses.LOWERINGS, **optimizers.LOWERINGS}

@@ -1,1 +1,0 @@
-"""From training models to plain ONNX."""

@@ -1,0 +1,83 @@
+"""Passes over a lowered graph, made for training steps: they never fold state, which is an input.
+
+Functions serve several types, so their bodies cast numbers at run time; each call computes anew what all calls share.
+After they have been inlined both can be told.
+"""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from onward.build import identity
+from onward.model import Model
+from onward.model.core import values
+from onward.transform.types import fill_in_types
+from onward.transform.unused import remove_unused
+
+
+def optimize(model: Model) -> None:
+    """Shorten the graph of a lowered model, in place."""
+    fill_in_types(model, values(model.graph))
+    for graph in (model.graph, *model.graph.subgraphs()):
+        settle_casts(graph)
+        share_equal_nodes(graph)
+        remove_unused(graph)
+
+
+def settle_casts(graph: ir.Graph) -> None:
+    """Casts to a type that is known: none where it is the type already, and constants in their final type."""
+    for node in list(graph):
+        if node.op_type not in ("Cast", "CastLike") or node.domain not in ("", "ai.onnx"):
+            continue
+        source, target = node.inputs[0], _target(node)
+        if source is None or target is None:
+            continue
+        constant = _constant(source)
+        if source.dtype == target and not node.outputs[0].is_graph_output():
+            node.outputs[0].replace_all_uses_with(source)
+        elif constant is not None and constant.size == 1:
+            array = constant.numpy().astype(target.numpy())
+            _become(node, "Constant", [], ir.AttrTensor("value", ir.Tensor(array, dtype=target)))
+        elif node.op_type == "CastLike":
+            _become(node, "Cast", [source], ir.AttrInt64("to", target.value))
+
+
+def _target(node: ir.Node) -> ir.DataType | None:
+    if node.op_type == "Cast":
+        return ir.DataType(node.attributes["to"].as_int())
+    like = node.inputs[1]
+    return like.dtype if like is not None else None
+
+
+def _constant(value: ir.Value) -> ir.TensorProtocol | None:
+    producer = value.producer()
+    if producer is None or producer.op_type != "Constant" or "value" not in producer.attributes:
+        return None
+    return producer.attributes["value"].as_tensor()
+
+
+def _become(node: ir.Node, op_type: str, inputs: list[ir.Value], attribute: ir.Attr) -> None:
+    node.op_type = op_type
+    node.resize_inputs(len(inputs))
+    for i, value in enumerate(inputs):
+        node.replace_input_with(i, value)
+    node.attributes.clear()
+    node.attributes[attribute.name] = attribute
+    node.outputs[0].type = ir.TensorType(_stated(attribute))
+
+
+def _stated(attribute: ir.Attr) -> ir.DataType:
+    return ir.DataType(attribute.as_int()) if attribute.name == "to" else attribute.as_tensor().dtype
+
+
+def share_equal_nodes(graph: ir.Graph) -> None:
+    """One node for all that compute the same."""
+    known: dict[tuple[object, ...], ir.Node] = {}
+    for node in list(graph):
+        key = identity(node)
+        if key is None:
+            continue
+        first = known.setdefault(key, node)
+        if first is not node and not any(output.is_graph_output() for output in node.outputs):
+            for old, new in zip(node.outputs, first.outputs, strict=True):
+                old.replace_all_uses_with(new)
