@@ -1,0 +1,1 @@
+"""Training: data, the loop, the log of a run and what is made of it."""

@@ -1,0 +1,128 @@
+"""The log of a run: JSON lines, one event each, added at the end only.
+
+| event | when | what it holds |
+|---|---|---|
+| `start` | once | `time`, `model`, `parameters`, `recipe`, `config`, `device`, `engine`, `steps_per_epoch`, `epochs` |
+| `step` | each step | `step`, `epoch`, `loss`, `lr`, other metrics; `samples` seen so far; `seconds` that it took |
+| `gradients` | now and then | `step`, `norms` by parameter |
+| `weights` | each epoch | `step`, `histograms` by parameter: `edges`, `counts` |
+| `validation` | each epoch | `step`, `epoch`, `loss`, other metrics |
+| `save` | after saving | `step`, `best` |
+| `resume` | on going on | `step`, `time` |
+| `end` | last | `step`, `reason`, `seconds` |
+
+The lines are strict JSON that any program reads: NaN and infinities, which JSON does not have, are texts ("NaN",
+"Infinity", "-Infinity"). A run may be killed at any moment, so the last line may be torn: readers skip it, and whoever
+goes on writing removes it first.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Iterator, Mapping
+from types import TracebackType
+from typing import Any
+
+PathLike = str | os.PathLike[str]
+
+_NAMES = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+_PATIENCE = 1.0
+"""Seconds that a step may wait for being written: if the process is killed, what waits is lost, and done again."""
+
+
+class Log:
+    """Writes a log, or goes on with one. Steps are gathered and written about once a second, other events at once."""
+
+    def __init__(self, path: PathLike):
+        _remove_torn_line(path)
+        self._file = open(path, "ab", buffering=1 << 16)  # noqa: SIM115 (open as long as the run lasts)
+        self._written = time.monotonic()
+
+    def write(self, event: str, /, **values: Any) -> None:
+        """Add an event. Values may be numbers and arrays of numpy, too."""
+        self._file.write(_line({"event": event, **values}))
+        if event != "step" or time.monotonic() - self._written > _PATIENCE:
+            self.flush()
+
+    def flush(self) -> None:
+        self._file.flush()
+        self._written = time.monotonic()
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> Log:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+
+def read_log(path: PathLike) -> Iterator[dict[str, Any]]:
+    """The events of a log, one by one. A line that is torn or damaged is passed over; the others are not lost by it."""
+    with open(path, "rb") as file:
+        for line in file:
+            try:
+                event = json.loads(line)
+            except (ValueError, RecursionError):  # not JSON, or not even text
+                continue
+            if isinstance(event, dict):
+                yield _with_numbers(event) if b'NaN"' in line or b'Infinity"' in line else event
+
+
+def _remove_torn_line(path: PathLike) -> None:
+    """Cut off what follows the last line break, which is all that a writer that was killed can leave behind."""
+    if not os.path.exists(path):
+        return
+    with open(path, "r+b") as file:
+        end = file.seek(0, os.SEEK_END)
+        start = end
+        while start > 0:
+            start = max(start - (1 << 16), 0)
+            file.seek(start)
+            found = file.read(min(1 << 16, end - start)).rfind(b"\n")
+            if found >= 0:
+                start += found + 1
+                break
+        if start < end:
+            file.truncate(start)
+
+
+def _line(event: Mapping[str, Any]) -> bytes:
+    try:
+        text = json.dumps(event, default=_plain, allow_nan=False)
+    except ValueError:  # there are such numbers: rare, so that only then each value is looked at
+        text = json.dumps(_with_names(event), allow_nan=False)
+    return text.encode() + b"\n"
+
+
+def _plain(value: Any) -> Any:
+    """A number or an array of numpy, or of a library like it, as Python has it."""
+    if getattr(value, "dtype", None) == "float32" and value.ndim == 0:
+        return float(str(value))  # the shortest text that is this number, where float64 would need 17 digits
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    raise TypeError(f"a log cannot hold a {type(value).__name__}")
+
+
+def _with_names(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _with_names(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_with_names(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return value if isinstance(value, str | int | float | None) else _with_names(_plain(value))
+
+
+def _with_numbers(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _with_numbers(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_with_numbers(item) for item in value]
+    return _NAMES.get(value, value) if isinstance(value, str) else value

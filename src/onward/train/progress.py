@@ -1,0 +1,165 @@
+"""What one wants to know while a model trains: epoch, loss, metric, samples per second, time left.
+
+On a terminal a bar that is drawn again a few times a second, elsewhere plain lines, few of them. Drawing happens inside
+`step`, so there is no thread, and nothing is drawn while nothing happens; most calls only add up numbers.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress as Bar
+
+_REDRAW, _LINE = 0.2, 5.0
+"""Seconds between two pictures of the bar, and between two plain lines."""
+_MEMORY = 50
+"""The loss that is shown is an average over about this many steps."""
+
+
+class Progress:
+    """Shows how far a run is. `done` is the number of steps that were made before, in a run that goes on.
+
+    `steps_per_epoch` is None where nobody knows it; the first epoch tells.
+    """
+
+    def __init__(
+        self,
+        epochs: int,
+        steps_per_epoch: int | None = None,
+        *,
+        done: int = 0,
+        quiet: bool = False,
+        console: Console | None = None,
+    ):
+        self._epochs, self._steps_per_epoch = epochs, steps_per_epoch
+        self._first = self._steps = done
+        self._epoch = done // steps_per_epoch if steps_per_epoch else 0
+        self._epoch_start = self._epoch * steps_per_epoch if steps_per_epoch else done
+        self._samples, self._loss, self._weight = 0, 0.0, 0.0
+        self._metrics: dict[str, float] = {}
+        self._quiet, self._console, self._bar = quiet, console, None if quiet else self._make_bar(console)
+        self._started = self._epoch_started = time.perf_counter()
+        self._due = self._started + (_REDRAW if self._bar else math.inf if quiet else _LINE)
+        self._rate, self._rate_at, self._rate_samples = 0.0, self._started, 0
+
+    # ---- what happens ------------------------------------------------------------------------------------------------
+
+    def step(self, loss: float, samples: int) -> None:
+        """A step was made, of so many samples. A loss that is no number is not averaged, and shown by nobody here."""
+        self._steps += 1
+        self._samples += samples
+        if loss - loss == 0:  # finite
+            keep = 1 - 1 / _MEMORY
+            self._loss = keep * self._loss + loss
+            self._weight = keep * self._weight + 1
+        now = time.perf_counter()
+        if now >= self._due:
+            self._show(now)
+
+    def epoch(self, metrics: Mapping[str, float] | None = None) -> None:
+        """An epoch has ended, with these results of validation. That is a line of its own, which stays."""
+        now = time.perf_counter()
+        self._epoch += 1
+        self._steps_per_epoch = self._steps_per_epoch or self._steps - self._epoch_start
+        self._metrics = dict(metrics or {})
+        parts = [f"epoch {self._epoch}/{self._epochs}", f"loss {self._average()}"]
+        parts += [f"{'validation loss' if name == 'loss' else name} {short(v)}" for name, v in self._metrics.items()]
+        self.say("  ".join([*parts, duration(now - self._epoch_started)]))
+        self._epoch_start = self._steps
+        self._epoch_started = self._rate_at = now  # validation has no part in samples per second
+        self._rate_samples = self._samples
+        if self._bar:
+            self._show(now)
+
+    def say(self, text: str) -> None:
+        """A line that stays, above the bar."""
+        if self._quiet:
+            return
+        console = self._bar.console if self._bar else self._plain_console()
+        console.print(text, soft_wrap=True, markup=False, highlight=False, emoji=False)
+
+    def close(self) -> None:
+        """The bar goes; the lines stay."""
+        if self._bar:
+            self._bar.stop()
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    # ---- what is shown -----------------------------------------------------------------------------------------------
+
+    def _show(self, now: float) -> None:
+        self._measure(now)
+        total = self._epochs * self._steps_per_epoch if self._steps_per_epoch else None
+        epoch = f"epoch {min(self._epoch + 1, self._epochs)}/{self._epochs}"
+        facts = [f"loss {self._average()}"]
+        facts += [f"{name} {short(value)}" for name, value in list(self._metrics.items())[:2] if name != "loss"]
+        facts += [f"{self._rate:,.0f} samples/s"]
+        if total:
+            facts.append(f"{duration(self._left(total, now))} left")
+        if self._bar:
+            self._due = now + _REDRAW
+            self._bar.update(self._bar.task_ids[0], completed=self._steps, total=total, description=epoch)
+            self._bar.update(self._bar.task_ids[0], facts="  ".join(facts), refresh=True)
+        else:
+            self._due = now + _LINE
+            self.say("  ".join([epoch, f"step {self._steps:,}{f'/{total:,}' if total else ''}", *facts]))
+
+    def _measure(self, now: float) -> None:
+        """Samples per second, of late: half of what is shown is older than the last measurement."""
+        if now == self._rate_at:
+            return
+        rate = (self._samples - self._rate_samples) / (now - self._rate_at)
+        self._rate = (self._rate + rate) / 2 if self._rate else rate
+        self._rate_at, self._rate_samples = now, self._samples
+
+    def _left(self, total: int, now: float) -> float:
+        """Seconds to the end, if all goes on as it did since the start, with validation and saving."""
+        made = self._steps - self._first
+        return (now - self._started) / max(made, 1) * max(total - self._steps, 0)
+
+    def _average(self) -> str:
+        return short(self._loss / self._weight) if self._weight else "-"
+
+    def _make_bar(self, console: Console | None) -> Bar | None:
+        self._console = console = console or self._plain_console()
+        if not console.is_terminal:
+            return None
+        from rich.progress import BarColumn, TextColumn
+        from rich.progress import Progress as Bar
+
+        columns = TextColumn("{task.description}"), BarColumn(bar_width=24), TextColumn("{task.fields[facts]}")
+        bar = Bar(*columns, console=console, auto_refresh=False, transient=True)
+        bar.add_task("starting", total=None, facts="")
+        bar.start()
+        return bar
+
+    def _plain_console(self) -> Console:
+        if self._console is None:
+            from rich.console import Console
+
+            self._console = Console(stderr=True, markup=False, highlight=False, emoji=False)
+        return self._console
+
+
+def short(value: float) -> str:
+    """`0.0213`, `1.32e-05`, `nan`."""
+    return f"{value:.4g}"
+
+
+def duration(seconds: float) -> str:
+    """`0.8 s`, `1:05`, `2:10:00`."""
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"

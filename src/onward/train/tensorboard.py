@@ -1,0 +1,148 @@
+"""Event files for TensorBoard, written without TensorFlow: scalars and histograms.
+
+A file is a sequence of records: length (8 bytes), its checksum, data, its checksum. The data of each is a message
+`Event` of protobuf, of which we need seven fields, so they are encoded by hand.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import struct
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+
+_POLYNOMIAL = 0x82F63B78  # CRC-32C (Castagnoli), its bits reversed
+_VARINT, _DOUBLE, _BYTES, _FLOAT = 0, 1, 2, 5
+_PATIENCE = 2.0
+"""Seconds that an event may wait for being written."""
+
+
+class EventWriter:
+    """Writes what TensorBoard shows into a folder, or goes on with what is there from step `step` on."""
+
+    def __init__(self, folder: str | os.PathLike[str], *, step: int = 0):
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        earlier = sorted(folder.glob("events.out.tfevents.*.onward"))
+        path = earlier[-1] if earlier else folder / f"events.out.tfevents.{int(time.time())}.onward"
+        kept = _intact_length(path) if earlier else 0
+        self._file = open(path, "ab")  # noqa: SIM115 (open as long as the run lasts)
+        self._file.truncate(kept)
+        if not kept:
+            self._write(_event(0, _field(3, b"brain.Event:2")))
+        if step:  # the start of a session: readers forget what earlier ones wrote about this step and later ones
+            self._write(_event(step, _field(7, _field(1, 1))))
+        self.flush()
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        """Numbers by name; a name before a slash becomes a section of the page: `loss/train`."""
+        self._add(step, (_field(1, tag.encode()) + _field(2, float(value)) for tag, value in values.items()))
+
+    def histogram(self, step: int, tag: str, edges: Sequence[float], counts: Sequence[float]) -> None:
+        """How often values lie between each two edges; there is one edge more than counts."""
+        self._add(step, [_field(1, tag.encode()) + _field(5, _histogram(edges, counts))])
+
+    def flush(self) -> None:
+        self._file.flush()
+        self._written = time.monotonic()
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> EventWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def _add(self, step: int, values: Iterable[bytes]) -> None:
+        self._write(_event(step, _field(5, b"".join(_field(1, value) for value in values))))
+        if time.monotonic() - self._written > _PATIENCE:
+            self.flush()
+
+    def _write(self, data: bytes) -> None:
+        length = struct.pack("<Q", len(data))
+        self._file.write(length + _checksum(length) + data + _checksum(data))
+
+
+# ---- messages --------------------------------------------------------------------------------------------------------
+
+
+def _event(step: int, what: bytes) -> bytes:
+    return _field(1, time.time(), wide=True) + _field(2, step) + what
+
+
+def _histogram(edges: Sequence[float], counts: Sequence[float]) -> bytes:
+    """Its message. The sums are those of values in the middle of their intervals: others are not known."""
+    edges, counts = [float(edge) for edge in edges], [float(count) for count in counts]
+    centres = [(low + high) / 2 for low, high in itertools.pairwise(edges)]
+    statistics = [
+        edges[0],
+        edges[-1],
+        sum(counts),
+        sum(count * centre for count, centre in zip(counts, centres, strict=True)),
+        sum(count * centre * centre for count, centre in zip(counts, centres, strict=True)),
+    ]
+    fields = [_field(i, value, wide=True) for i, value in enumerate(statistics, start=1)]
+    return b"".join([*fields, _field(6, _doubles(edges[1:])), _field(7, _doubles(counts))])
+
+
+def _doubles(values: Sequence[float]) -> bytes:
+    return struct.pack(f"<{len(values)}d", *values)
+
+
+def _field(number: int, value: int | float | bytes, *, wide: bool = False) -> bytes:
+    """A field of a message: a whole number, a float (a double if `wide`), a text or another message."""
+    if isinstance(value, bytes):
+        return _varint(number << 3 | _BYTES) + _varint(len(value)) + value
+    if isinstance(value, float):
+        return _varint(number << 3 | (_DOUBLE if wide else _FLOAT)) + struct.pack("<d" if wide else "<f", value)
+    return _varint(number << 3 | _VARINT) + _varint(value)
+
+
+def _varint(value: int) -> bytes:
+    found = bytearray()
+    while value >= 0x80:
+        found.append(value & 0x7F | 0x80)
+        value >>= 7
+    found.append(value)
+    return bytes(found)
+
+
+# ---- records ---------------------------------------------------------------------------------------------------------
+
+
+def _table() -> list[int]:
+    table = []
+    for value in range(256):
+        for _ in range(8):
+            value = value >> 1 ^ (_POLYNOMIAL if value & 1 else 0)
+        table.append(value)
+    return table
+
+
+_TABLE = _table()
+
+
+def _checksum(data: bytes) -> bytes:
+    """CRC-32C, rotated and shifted: a checksum of data that holds checksums would otherwise be weak."""
+    crc = 0xFFFFFFFF
+    for byte in data:
+        crc = _TABLE[(crc ^ byte) & 0xFF] ^ crc >> 8
+    crc ^= 0xFFFFFFFF
+    return struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF)
+
+
+def _intact_length(path: Path) -> int:
+    """How much of a file is whole records: the last one is torn where its writer was killed."""
+    size, kept = path.stat().st_size, 0
+    with open(path, "rb") as file:
+        while len(header := file.read(12)) == 12 and header[8:] == _checksum(header[:8]):
+            end = kept + 16 + int.from_bytes(header[:8], "little")
+            if end > size:
+                break
+            kept = file.seek(end)
+    return kept
