@@ -34,6 +34,14 @@ class RecipeError(Error, ValueError):
     """A recipe does not fit the model, or is written wrongly."""
 
 
+class DataError(Error, ValueError):
+    """Data that does not fit the model, or cannot be read."""
+
+
+class DataError(Error, ValueError):
+    """Data to train on is missing, damaged, changed while it was read, or does not fit the model."""
+
+
 class UnknownNameError(Error, LookupError):
     """A name or pattern matches nothing."""
 

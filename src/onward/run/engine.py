@@ -1,0 +1,102 @@
+"""What all engines can do."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+
+import numpy as np
+import onnx_ir as ir
+
+from onward.errors import DataError, UnknownNameError, near
+from onward.model import Model
+
+Arrays = Mapping[str, np.ndarray]
+
+
+class Engine(ABC):
+    """Runs one step of a training model, and holds its state meanwhile."""
+
+    def __init__(self, model: Model, step: int):
+        self.model = model
+        self.index = step
+        self.inputs: dict[str, ir.Value] = {}
+        """What a batch must hold, by name."""
+
+    @abstractmethod
+    def step(self, batch: Arrays) -> dict[str, np.ndarray]:
+        """One update of the state by a batch; the metrics of the step."""
+
+    @abstractmethod
+    def step_back(self) -> None:
+        """Undo the last step, once."""
+
+    @abstractmethod
+    def gradients(self, batch: Arrays) -> dict[str, np.ndarray]:
+        """The gradient of the loss by each parameter. The state stays."""
+
+    @abstractmethod
+    def evaluate(self, batch: Arrays) -> dict[str, np.ndarray]:
+        """The metrics and the outputs of the model for a batch, as inference computes them. The state stays."""
+
+    @abstractmethod
+    def state(self) -> dict[str, np.ndarray]:
+        """A copy of the state."""
+
+    @abstractmethod
+    def load_state(self, state: Arrays) -> None:
+        """Replace the state, or the part of it that is given."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give back memory and devices."""
+
+    def updated(self) -> Model:
+        """A copy of the training model that holds the state as it is now."""
+        model = self.model.copy()
+        known = {value.name: value for value in model.initializers()}
+        for name, array in self.state().items():
+            old = known[name].const_value
+            assert old is not None
+            tensor = ir.Tensor(array, dtype=old.dtype, name=name)
+            tensor.metadata_props.update(old.metadata_props)
+            known[name].const_value = tensor
+        return model
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def check_batch(batch: Arrays, inputs: Mapping[str, ir.Value]) -> None:
+    """Refuse a batch that is not what a model takes, before a runtime does with fewer words."""
+    missing = [name for name in inputs if name not in batch]
+    unknown = [name for name in batch if name not in inputs]
+    if missing or unknown:
+        lines = [f"`{name}` is missing" for name in missing] + [f"`{name}` is not an input" for name in unknown]
+        hint = near(unknown[0], inputs) if unknown else None
+        raise UnknownNameError(
+            "the batch does not fit the model: " + ", ".join(lines), hint=hint or f"it takes {', '.join(inputs)}"
+        )
+    wrong = [text for name, value in inputs.items() if (text := _misfit(batch[name], value))]
+    if wrong:
+        raise DataError("the batch does not fit the model: " + "; ".join(wrong))
+
+
+def _misfit(array: np.ndarray, value: ir.Value) -> str | None:
+    expected = value.dtype.numpy() if value.dtype is not None else None
+    shape = value.shape
+    if expected is not None and array.dtype != expected:
+        return f"`{value.name}` is {array.dtype}, not {expected}"
+    if shape is None:
+        return None
+    fits = len(shape) == array.ndim and all(
+        not isinstance(size, int) or size == given for size, given in zip(shape, array.shape, strict=True)
+    )
+    return None if fits else f"`{value.name}` has the shape {list(array.shape)}, not {_shown(shape)}"
+
+
+def _shown(shape: ir.Shape) -> str:
+    return "[" + ", ".join(str(size) if isinstance(size, int) else str(size.value or "?") for size in shape) + "]"

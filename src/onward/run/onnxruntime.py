@@ -1,0 +1,168 @@
+"""Training on stock ONNX Runtime, as one plain graph per step.
+
+The state lives in two sets of buffers on the device. A step reads one set and writes the other, and they change places:
+a buffer that is bound as input and output at once may be overwritten while other nodes still read it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime as ort
+
+from onward.differentiate.recompute import Choice
+from onward.errors import UnknownNameError, UnsupportedError, near
+from onward.lowering.step import contract_of, lower
+from onward.model import Model
+from onward.model.state import states
+from onward.run.engine import Arrays, Engine, check_batch
+
+_PROVIDERS = {
+    "cpu": "CPUExecutionProvider",
+    "cuda": "CUDAExecutionProvider",
+    "rocm": "ROCMExecutionProvider",
+    "directml": "DmlExecutionProvider",
+    "coreml": "CoreMLExecutionProvider",
+    "openvino": "OpenVINOExecutionProvider",
+    "webgpu": "WebGpuExecutionProvider",
+}
+_WITH_MEMORY = {"cuda": "cuda", "rocm": "cuda", "directml": "dml"}
+"""Devices with memory of their own that ONNX Runtime can hold state in; elsewhere it is in the memory of the CPU."""
+
+
+class OnnxRuntime(Engine):
+    def __init__(
+        self,
+        model: Model,
+        step: int = 0,
+        *,
+        device: str = "cpu",
+        threads: int | None = None,
+        recompute: Choice = None,
+    ):
+        super().__init__(model, step)
+        self._options = _options(threads)
+        self._providers = _providers(device)
+        self._memory = _WITH_MEMORY.get(device, "cpu")
+        lowered = lower(model, step, recompute=recompute)
+        contract = contract_of(lowered)
+        self.inputs = {v.name: v for v in lowered.graph.inputs if v.name is not None and v.name in contract["inputs"]}
+        self._metrics: list[str] = contract["metrics"]
+        self._step = self._session(lowered)
+        self._evaluation: ort.InferenceSession | None = None
+        self._gradients: tuple[ort.InferenceSession, dict[str, str]] | None = None
+        self._read = {s.name: self._buffer(s.value, fill=True) for s in states(model, step)}
+        bindings = {name: new for name, new in contract["state"].items() if new is not None}
+        written = {s.name: self._buffer(s.value) for s in states(model, step) if s.name in bindings}
+        self._write = {**self._read, **written}
+        self._bound = [
+            self._binding(bindings, self._read, self._write),
+            self._binding(bindings, self._write, self._read),
+        ]
+
+    def step(self, batch: Arrays) -> dict[str, np.ndarray]:
+        check_batch(batch, self.inputs)
+        binding = self._bound[0]
+        for name, array in batch.items():
+            binding.bind_cpu_input(name, np.ascontiguousarray(array) if array.ndim else array)
+        self._step.run_with_iobinding(binding)
+        self._bound.reverse()
+        self._read, self._write = self._write, self._read
+        return {name: value.numpy() for name, value in zip(self._metrics, binding.get_outputs(), strict=False)}
+
+    def step_back(self) -> None:
+        self._bound.reverse()
+        self._read, self._write = self._write, self._read
+
+    def gradients(self, batch: Arrays) -> dict[str, np.ndarray]:
+        if self._gradients is None:
+            lowered = lower(self.model, self.index, part="gradients")
+            self._gradients = self._session(lowered), contract_of(lowered)["gradients"]
+        session, names = self._gradients
+        results = self._run(session, batch, list(names.values()))
+        return {parameter: results[name] for parameter, name in names.items()}
+
+    def evaluate(self, batch: Arrays) -> dict[str, np.ndarray]:
+        if self._evaluation is None:
+            self._evaluation = self._session(lower(self.model, self.index, part="evaluation"))
+        return self._run(self._evaluation, batch, [value.name for value in self._evaluation.get_outputs()])
+
+    def _run(self, session: ort.InferenceSession, batch: Arrays, outputs: list[str]) -> dict[str, np.ndarray]:
+        """What a session computes from a batch and the state; it may take less than a step does."""
+        names = [value.name for value in session.get_inputs()]
+        taken = {name: value for name, value in self.inputs.items() if name in names}
+        check_batch({name: array for name, array in batch.items() if name not in self.inputs or name in taken}, taken)
+        feeds = {
+            name: self._read[name] if name in self._read else ort.OrtValue.ortvalue_from_numpy(_contiguous(batch[name]))
+            for name in names
+        }
+        results = session.run_with_ort_values(outputs, feeds)
+        return {name: np.asarray(value.numpy()) for name, value in zip(outputs, results, strict=True)}
+
+    def state(self) -> dict[str, np.ndarray]:
+        return {name: np.array(value.numpy()) for name, value in self._read.items()}
+
+    def load_state(self, state: Arrays) -> None:
+        for name, array in state.items():
+            if name not in self._read:
+                raise UnknownNameError(f"there is no state `{name}`", hint=near(name, self._read))
+            self._read[name].update_inplace(_contiguous(array))
+
+    def close(self) -> None:
+        self._bound.clear()
+        self._read.clear()
+        self._write.clear()
+
+    def _session(self, model: Model) -> ort.InferenceSession:
+        return ort.InferenceSession(model.to_proto().SerializeToString(), self._options, providers=self._providers)
+
+    def _buffer(self, value: ir.Value, *, fill: bool = False) -> ort.OrtValue:
+        """Memory of ONNX Runtime's own: what is backed by numpy would go with the array."""
+        tensor = value.const_value
+        assert tensor is not None
+        shape = list(tensor.shape.numpy())
+        buffer = ort.OrtValue.ortvalue_from_shape_and_type(shape, tensor.dtype.numpy(), self._memory)
+        if fill:
+            buffer.update_inplace(_contiguous(tensor.numpy()))
+        return buffer
+
+    def _binding(self, bindings: dict[str, str], read: dict[str, Any], write: dict[str, Any]) -> ort.IOBinding:
+        binding = self._step.io_binding()
+        known = {value.name for value in self._step.get_inputs()}
+        for name, buffer in read.items():
+            if name in known:
+                binding.bind_ortvalue_input(name, buffer)
+        for name in self._metrics:
+            binding.bind_output(name, "cpu")
+        for name, new in bindings.items():
+            binding.bind_ortvalue_output(new, write[name])
+        return binding
+
+
+def _contiguous(array: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(array).reshape(array.shape)  # which makes a row of a single number
+
+
+def _options(threads: int | None) -> ort.SessionOptions:
+    options = ort.SessionOptions()
+    options.log_severity_level = 3
+    if threads is not None:
+        options.intra_op_num_threads = threads
+    return options
+
+
+def _providers(device: str) -> list[str]:
+    provider = _PROVIDERS.get(device)
+    if provider is None:
+        raise UnknownNameError(
+            f"there is no device `{device}`", hint=near(device, _PROVIDERS) or f"devices: {', '.join(_PROVIDERS)}"
+        )
+    available = ort.get_available_providers()
+    if provider not in available:
+        known = [name for name, other in _PROVIDERS.items() if other in available]
+        raise UnsupportedError(
+            f"this build of ONNX Runtime has no {provider}", hint=f"it has: {', '.join(known)}; other wheels have more"
+        )
+    return [provider] if device == "cpu" else [provider, _PROVIDERS["cpu"]]
