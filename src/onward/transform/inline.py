@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from fnmatch import fnmatchcase
 
 import onnx_ir as ir
-from onnx import inliner
+from onnx import ModelProto, inliner
 from onnx_ir.passes.common import InlinePass
 
 from onward.errors import InvalidModelError
@@ -14,6 +14,7 @@ from onward.model import Model, Source, read
 from onward.model.core import values
 from onward.model.serde import from_proto, stamp, to_proto, with_data, without_data
 from onward.transform.expansion import check_expansion
+from onward.transform.opset import convert_function
 from onward.transform.training import drop_unused_definitions
 from onward.transform.types import value_types
 
@@ -59,7 +60,22 @@ def inline_operators(model: Model, operators: Iterable[tuple[str, str]]) -> Mode
         proto = to_proto(model)
     stated = {value.name for value in (*proto.graph.input, *proto.graph.output, *proto.graph.value_info)}
     proto.graph.value_info.extend(info for name, info in value_types(proto).items() if name not in stated)
+    _state_defaults(proto)
+    for function in proto.functions:  # the inliner takes none of another version than the model's
+        convert_function(function, model.opset)
     expanded = inliner.inline_selected_functions(proto, list(operators), inline_schema_functions=True)
     result = with_data(from_proto(expanded), tensors)
     result.path = model.path
     return result
+
+
+def _state_defaults(proto: ModelProto) -> None:
+    """Write the defaults of attributes of functions into calls that leave them out: the inliner forgets them."""
+    defaults = {(f.domain, f.name, f.overload): f.attribute_proto for f in proto.functions if f.attribute_proto}
+    pending = [*proto.graph.node, *(node for f in proto.functions for node in f.node)] if defaults else []
+    while pending:
+        node = pending.pop()
+        stated = {attribute.name for attribute in node.attribute}
+        missing = (a for a in defaults.get((node.domain, node.op_type, node.overload), ()) if a.name not in stated)
+        node.attribute.extend(missing)
+        pending += [inner for a in node.attribute for graph in (a.g, *a.graphs) for inner in graph.node]

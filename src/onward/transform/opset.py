@@ -48,7 +48,7 @@ def convert_opset(source: Source, version: int) -> Model:
         if info.HasField("initialization"):
             _convert_graph(info.initialization, opsets, version, names)
     for function in proto.functions:
-        _convert_function(function, version)
+        convert_function(function, version)
     for opset in proto.opset_import:
         if opset.domain in _STANDARD:
             opset.version = version
@@ -180,8 +180,9 @@ def _restore_notes(graph: GraphProto, before: GraphProto) -> None:
                 attribute.CopyFrom(references[attribute.name])
 
 
-def _convert_function(function: onnx.FunctionProto, version: int) -> None:
-    if not any(opset.domain in _STANDARD for opset in function.opset_import):
+def convert_function(function: onnx.FunctionProto, version: int) -> None:
+    """The same function in operator set `version`, in place."""
+    if all(opset.version == version for opset in function.opset_import if opset.domain in _STANDARD):
         return
     graph = GraphProto(name=function.name, node=function.node)
     graph.input.extend(ValueInfoProto(name=name) for name in function.input)
