@@ -544,12 +544,18 @@ def reference(change: Callable[..., onward.Model], *arguments: Any, **options: A
     return change("training.onnx", *arguments, **options).to_proto()
 
 
+def again(recompute: Any) -> onnx.ModelProto:
+    return onward.gradient("digits.onnx", "logits", ["fc1.weight", "fc1.bias"], recompute=recompute).to_proto()
+
+
 @pytest.mark.parametrize(
     ("arguments", "output", "wanted"),
     [
         ("rename T fc1.weight=w", "training-renamed", lambda: reference(onward.rename, {"fc1.weight": "w"})),
         ("prefix T net/", "training-prefixed", lambda: reference(onward.add_prefix, "net/")),
         ("grad digits.onnx --of logits --wrt fc1.*", "digits-gradient", None),
+        ("grad digits.onnx --of logits --wrt fc1.* --recompute 1", "digits-gradient", lambda: again(1)),
+        ("grad digits.onnx --of logits --wrt fc1.* --recompute active", "digits-gradient", lambda: again(["active"])),
         ("inline T", "training-inlined", lambda: reference(onward.inline)),
         ("inline T --function onward.A*", "training-inlined", lambda: reference(onward.inline, ["onward.A*"])),
         ("opset T 22", "training-opset22", lambda: reference(onward.convert_opset, 22)),

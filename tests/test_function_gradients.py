@@ -3,8 +3,10 @@
 import numpy as np
 import onnx
 import pytest
+from typer.testing import CliRunner
 
 import onward
+from onward.cli.commands import app
 from onward.errors import UnsupportedError
 from test_gradients import run
 
@@ -313,6 +315,13 @@ def test_vjp_keeps_functions():
     assert_same(kept, plain, {"x0": numbers(5, 4), "dy": numbers(5, 4, seed=1)})
 
 
+def test_command_line(tmp_path):
+    onnx.save(layers(2), tmp_path / "layers.onnx")
+    arguments = ["grad", str(tmp_path / "layers.onnx"), "--of", "y", "--wrt", "x0", "--keep-functions"]
+    assert CliRunner().invoke(app, arguments).exit_code == 0
+    assert names(onward.read(tmp_path / "layers-gradient.onnx")) == ["Layer_backward", "Layer_forward"]
+
+
 @pytest.mark.parametrize("recompute", [1, 2, "Layer_1", "*"])
 def test_calls_are_computed_again_on_request(recompute):
     """The first run is the function as it was; the second keeps what the gradient needs."""
@@ -326,10 +335,16 @@ def test_calls_are_computed_again_on_request(recompute):
 
 
 def test_lowered_training_replaces_functions():
-    """A training model has its gradients in a Gradient node, which is lowered without functions."""
-    model = onward.prepare(layers(2), loss="value:y", optimizer="sgd:lr=0.1")
-    lowered = onward.lower(model)
-    assert not any(node.domain == "acme" for node in lowered.graph.all_nodes())
+    """What a runtime is to execute has no functions, and the same gradients."""
+    proto = layers(2)
+    lowered = onward.lower(onward.prepare(proto, loss="value:y", optimizer="sgd:lr=0.1"), part="gradients")
+    assert not names(lowered)
+    state = {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in proto.graph.initializer}
+    inputs = {"x0": numbers(5, 4)}
+    expected = run(lowered, state | inputs)
+    found = run(onward.gradient(proto, "y", list(state), keep_functions=True), inputs)
+    for name in state:
+        np.testing.assert_allclose(found[f"{name}/grad"], expected[f"{name}/grad"], rtol=1e-4, atol=1e-6)
 
 
 # ---- functions that cannot stay --------------------------------------------------------------------------------------

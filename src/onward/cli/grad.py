@@ -17,6 +17,9 @@ from onward.cli.work import working
     BUILD,
     "onward grad digits.onnx --of logits --wrt image -o saliency.onnx",
     "onward grad digits.onnx --of logits --wrt 'fc1.*'",
+    "onward grad gpt.onnx --of loss --wrt '*.weight' --recompute 2",
+    "onward grad gpt.onnx --of loss --wrt '*.weight' --recompute '*gelu*' --recompute '*norm*'",
+    "onward grad gpt.onnx --of loss --wrt '*.weight' --keep-functions",
 )
 def grad(
     model: options.Model,
@@ -29,6 +32,19 @@ def grad(
             "--wrt", metavar="PATTERN", help="Inputs, weights or values by which to differentiate. May be repeated."
         ),
     ],
+    recompute: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--recompute",
+            metavar="N|PATTERN",
+            help="Save memory: compute nodes a second time on the way back, those whose names match (may be repeated), "
+            "or all, keeping the result of every N-th layer.",
+        ),
+    ] = None,
+    keep_functions: Annotated[
+        bool,
+        typer.Option("--keep-functions", help="Let functions of the model stay, with functions for their gradients."),
+    ] = False,
     output: options.Output = None,
     data: options.Data = "auto",
     force: options.Force = False,
@@ -41,5 +57,12 @@ def grad(
     with working(f"differentiating {model}", model):
         source = onward.read(str(model))
         names = floats_matching(source, wrt)
-        made = onward.gradient(source, of, names)
+        made = onward.gradient(source, of, names, recompute=_choice(recompute), keep_functions=keep_functions)
     place.write(made, f"{quantity(len(names), 'gradient')}, {quantity(len(made.graph), 'node')}")
+
+
+def _choice(recompute: list[str] | None) -> int | list[str] | None:
+    """What to compute again, as the library takes it: a number of layers, or patterns."""
+    if recompute and len(recompute) == 1 and recompute[0].isdecimal():
+        return int(recompute[0])
+    return recompute or None
