@@ -3,215 +3,21 @@
 import numpy as np
 import onnx
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 import onward
+from conftest import needs
+from function_models import CASES, SQUASH, X, in_functions, layers, numbers, parameters, parsed
+from models import small_cnn, small_transformer
 from onward.cli.commands import app
 from onward.errors import UnsupportedError
 from test_gradients import run
 
-LAYER = """
-Layer <slope: float = 0.1> (x, scale, up, down) => (y) {
-    normal = LayerNormalization (x, scale)
-    wide = MatMul (normal, up)
-    active = LeakyRelu <alpha: float = @slope> (wide)
-    narrow = MatMul (active, down)
-    y = Add (x, narrow)
-}
-"""
-
-
-def layers(count, batch="N"):
-    """Layers with parameters of their own, one function for all of them."""
-    shapes = {"scale": (4,), "up": (4, 6), "down": (6, 4)}
-    rng = np.random.default_rng(0)
-    calls = "".join(f"x{i + 1} = acme.Layer (x{i}, scale{i}, up{i}, down{i})\n" for i in range(count))
-    proto = parsed(f"(float[{batch}, 4] x0) => (float y) {{ {calls} y = ReduceMean <keepdims = 0> (x{count}) }}", LAYER)
-    for i in range(count):
-        for name, shape in shapes.items():
-            array = rng.normal(size=shape).astype(np.float32)
-            proto.graph.initializer.append(onnx.numpy_helper.from_array(array, f"{name}{i}"))
-    return proto
-
-
-def parameters(proto):
-    return [tensor.name for tensor in proto.graph.initializer]
-
-
-def parsed(text, *functions, opset=21):
-    header = '<domain: "acme", opset_import: ["": {}, "acme": 1]>'
-    body = "".join(f"{header.format(opset)} {function} " for function in functions)
-    return onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["": 21, "acme": 1]> model {text} {body}')
-
 
 def names(model):
     return sorted(name for _, name, _ in model.functions)
-
-
-def numbers(*shape, seed=0):
-    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
-
-
-X = {"x": numbers(2, 3)}
-SQUASH = """
-    Squash <rate: float = 2.0> (x) => (y) {
-        r = Constant <value_float: float = @rate> ()
-        h = Mul (x, r)
-        y = Tanh (h)
-    }
-"""
-LOOP = """
-    y = Loop (n, go, a) <body = b (int64 i, bool k, float[2, 3] s) => (bool m, float[2, 3] r) {
-        m = Identity (k)
-        p = Mul (s, x)
-        r = acme.Squash (p)
-    }>
-"""
-
-CASES = {
-    "nested": (
-        parsed(
-            """(float[2, 3] x, float[3, 3] w, float[3] b) => (float[2, 3] y) {
-                h = acme.Outer (x, w, b)
-                y = acme.Outer (h, w, b)
-            }""",
-            "Outer (x, w, b) => (y) { h = acme.Linear (x, w, b)  y = acme.Squash (h) }",
-            "Linear (x, w, b) => (y) { h = MatMul (x, w)  y = Add (h, b) }",
-            SQUASH,
-        ),
-        ["x", "w", "b"],
-        X | {"w": numbers(3, 3), "b": numbers(3)},
-    ),
-    "attributes": (
-        parsed(
-            """(float[2, 3] x) => (float[2, 3] y) {
-                a = acme.Squash (x)
-                b = acme.Squash <rate = 0.5> (a)
-                c = acme.Through <rate = 0.5> (b)
-                y = acme.Squash (c)
-            }""",
-            "Through <rate: float> (x) => (y) { y = acme.Squash <rate: float = @rate> (x) }",
-            SQUASH,
-        ),
-        ["x"],
-        X,
-    ),
-    "several outputs": (
-        parsed(
-            """(float[2, 3] x) => (float[2, 3] y) {
-                a, b, c = acme.Three (x)
-                d, e, f = acme.Three (b)
-                g, h, i = acme.Three (e)
-                y = Mul (a, h)
-            }""",
-            "Three (x) => (a, b, c) { a = Exp (x)  b = Sin (a)  c = Floor (x) }",
-        ),
-        ["x"],
-        X,
-    ),
-    "inputs and outputs left out": (
-        parsed(
-            """(float[2, 3] x, float z) => (float[2, 3] y) {
-                "", a = acme.Bounds (x, "", z)
-                b, c = acme.Bounds (a, z)
-                y = Mul (b, c)
-            }""",
-            "Bounds (x, low, high) => (y, z) { h = Clip (x, low, high)  y = Neg (x)  z = Mul (h, y) }",
-        ),
-        ["x"],
-        X | {"z": np.array(0.3, np.float32)},
-    ),
-    "shapes": (
-        parsed(
-            """(float[2, 3] x, float[N, 1, 3] z, float[M, 1, 3] u) => (float y) {
-                a = acme.Scaled (x, x)
-                b = acme.Scaled (x, z)
-                c = acme.Scaled (x, u)
-                d = ReduceSum <keepdims = 0> (a)
-                e = ReduceSum <keepdims = 0> (b)
-                f = ReduceSum <keepdims = 0> (c)
-                y = Sum (d, e, f)
-            }""",
-            "Scaled (x, z) => (y) { h = Mul (x, z)  y = Sigmoid (h) }",
-        ),
-        ["x", "z", "u"],
-        X | {"z": numbers(4, 1, 3), "u": numbers(5, 1, 3)},
-    ),
-    "types": (
-        parsed(
-            """(float[2, 3] x) => (double[2, 3] y) {
-                a = acme.Double (x)
-                b = Cast <to = 11> (a)
-                y = acme.Double (b)
-            }""",
-            "Double (x) => (y) { n = Constant <value_int = 2> ()  m = CastLike (n, x)  h = Mul (x, m)  y = Sin (h) }",
-        ),
-        ["x"],
-        X,
-    ),
-    "constants": (
-        parsed(
-            """(float[2, 3] x) => (float y) <int64[2] turned = {3, 2}, int64[1] flat = {6}> {
-                a = acme.View (x, turned)
-                b = acme.View (a, flat)
-                axes = Constant <value_ints = [0]> ()
-                y = acme.Sum (b, axes)
-            }""",
-            "View (x, shape) => (y) { h = Reshape (x, shape)  y = Sin (h) }",
-            "Sum (x, axes) => (y) { y = ReduceSumSquare <keepdims = 0> (x, axes) }",
-        ),
-        ["x"],
-        X,
-    ),
-    "control flow inside": (
-        parsed(
-            "(float[2, 3] x, bool c, int64 n) => (float[2, 3] y) { a = acme.Flow (x, c, n)  y = acme.Flow (a, c, n) }",
-            f"""Flow (x, c, n) => (y) {{
-                a = If (c) <
-                    then_branch = t () => (ta) {{ ta = Sin (x) }},
-                    else_branch = e () => (ea) {{ ea = Exp (x) }}
-                >
-                go = Constant <value = bool {{1}}> ()
-                {LOOP}
-            }}""",
-            SQUASH,
-        ),
-        ["x"],
-        X | {"c": np.array(True), "n": np.array(3)},
-    ),
-    "calls in nested graphs": (
-        parsed(
-            f"""(float[2, 3] x, int64 n) => (float[2, 3] y) {{
-                go = Constant <value = bool {{1}}> ()
-                a = acme.Squash (x)
-                {LOOP}
-            }}""",
-            SQUASH,
-        ),
-        ["x"],
-        X | {"n": np.array(3)},
-    ),
-    "an input twice": (
-        parsed(
-            "(float[2, 3] x) => (float[2, 3] y) { a = acme.Both (x, x)  y = acme.Both (a, x) }",
-            "Both (a, b) => (y) { c = Mul (a, b)  y = Sub (c, b) }",
-        ),
-        ["x"],
-        X,
-    ),
-    "gradients passed on": (
-        parsed(
-            """(float[2, 3] x, float[2, 3] z) => (float[2, 3] y) {
-                a = acme.Plus (x, z)
-                b = Mul (a, x)
-                y = acme.Plus (b, z)
-            }""",
-            "Plus (a, b) => (y) { y = Add (a, b) }",
-        ),
-        ["x", "z"],
-        X | {"z": numbers(2, 3, seed=1)},
-    ),
-}
 
 
 def assert_same(kept, plain, inputs):
@@ -220,6 +26,13 @@ def assert_same(kept, plain, inputs):
     assert list(found) == list(expected)
     for name, value in expected.items():
         np.testing.assert_allclose(found[name], value, rtol=1e-4, atol=1e-5, err_msg=name)
+
+
+TOKENS = np.random.default_rng(0).integers(0, 32, (2, 2, 8))
+TRANSFORMER = (small_transformer(2), "loss", dict(zip(("tokens", "labels"), TOKENS, strict=True)))
+CNN = (small_cnn(), "logits", {"image": numbers(2, 1, 8, 8)})
+AROUND = ("Shape", "ConstantOfShape", "Identity", "Add")
+"""What there is beside calls: the gradient of the result itself, and sums."""
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -235,6 +48,17 @@ def test_numbers_are_those_without_functions(case):
     )
     assert_same(again, none, inputs)
     assert_same(half, none, inputs)
+
+
+@settings(max_examples=12, derandomize=True, deadline=None)
+@given(st.data())
+def test_any_part_of_a_model_may_be_a_function(data):
+    proto, y, inputs = data.draw(st.sampled_from((TRANSFORMER, CNN)), label="model")
+    ends = data.draw(st.sets(st.integers(1, len(proto.graph.node) - 1), max_size=4).map(sorted), label="ends")
+    xs = [name for name in parameters(proto) if "running" not in name]
+    kept = onward.gradient(in_functions(proto, ends), y, xs, keep_functions=True)
+    assert {node.domain for node in kept.graph if node.op_type not in AROUND} == {"acme"}
+    assert_same(kept, onward.gradient(proto, y, xs), inputs)
 
 
 # ---- few pieces ------------------------------------------------------------------------------------------------------
@@ -288,8 +112,10 @@ def test_names_in_use_stay_what_they_are():
     assert_same(kept, onward.gradient(proto, "y", ["x"]), X)
 
 
+@needs("torch")
 def test_gradients_against_pytorch():
-    torch = pytest.importorskip("torch")
+    import torch
+
     proto = layers(4, batch=5)
     xs = ["x0", *parameters(proto)]
     inputs = {"x0": numbers(5, 4)}

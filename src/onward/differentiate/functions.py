@@ -218,11 +218,10 @@ def _input(value: ir.Value | None, formal: ir.Value) -> ir.Value | None:
 
 def _call_forward(op: Builder, node: ir.Node, halves: _Halves) -> list[ir.Value]:
     """Have a node call the first half in the place of the function; its outputs."""
-    count = len(node.outputs)
+    count, label = len(node.outputs), node.name or node.op_type
     node.op_type, node.overload = halves.forward, ""
     node.attributes.clear()
     node.resize_outputs(count + len(halves.kept))
-    label = node.name or node.op_type
     for output, (name, kind) in zip(node.outputs[count:], halves.kept, strict=True):
         output.name, output.type = op.names.fresh(f"{label}/{name}"), kind
     for output in node.outputs[:count]:  # ONNX Runtime takes none that is left out before another
