@@ -27,6 +27,7 @@ FACTS = {
     "train.optimizer": "list of groups: optimizer, variant, hyper-parameters as prepared, parameter names",
     "train.lr_scheduler": "the schedule by name, with its options",
     "train.loss": "list of losses: name, output, inputs, options",
+    "train.forward": "values that training computes in its own way -> those of inference that they stand for",
     "train.progress": "step, epoch, samples",
     "train.selection": "what is trained, frozen, constant, and why",
     "train.recipe": "the recipe as it was given",

@@ -75,6 +75,7 @@ class Recipe:
         for value in bind_statistics(assembly, trained):
             bind_initial_value(assembly, value, "file", self.seed)
         assembly.fact("selection", _selection_fact(selection))
+        assembly.fact("forward", {new.name: old.name for old, new in trained.items() if not old.is_initializer()})
         assembly.fact("recipe", self.fact())
         assembly.fact("progress", {"step": 0, "epoch": 0, "samples": 0})
         assembly.finish()

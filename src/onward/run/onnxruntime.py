@@ -14,7 +14,8 @@ import onnxruntime as ort
 
 from onward.differentiate.recompute import Choice
 from onward.errors import UnknownNameError, UnsupportedError, near
-from onward.lowering.step import contract_of, lower
+from onward.lowering.contract import contract_of
+from onward.lowering.step import lower
 from onward.model import Model
 from onward.model.state import states
 from onward.run.engine import Arrays, Engine, check_batch
@@ -48,13 +49,13 @@ class OnnxRuntime(Engine):
         self._memory = _WITH_MEMORY.get(device, "cpu")
         lowered = lower(model, step, recompute=recompute)
         contract = contract_of(lowered)
-        self.inputs = {v.name: v for v in lowered.graph.inputs if v.name is not None and v.name in contract["inputs"]}
+        self.inputs = {v.name: v for v in lowered.graph.inputs if v.name is not None and v.name in contract["batch"]}
         self._metrics: list[str] = contract["metrics"]
         self._step = self._session(lowered)
         self._evaluation: ort.InferenceSession | None = None
         self._gradients: tuple[ort.InferenceSession, dict[str, str]] | None = None
         self._read = {s.name: self._buffer(s.value, fill=True) for s in states(model, step)}
-        bindings = {name: new for name, new in contract["state"].items() if new is not None}
+        bindings: dict[str, str] = contract["update"]
         written = {s.name: self._buffer(s.value) for s in states(model, step) if s.name in bindings}
         self._write = {**self._read, **written}
         self._bound = [
@@ -81,8 +82,8 @@ class OnnxRuntime(Engine):
             lowered = lower(self.model, self.index, part="gradients")
             self._gradients = self._session(lowered), contract_of(lowered)["gradients"]
         session, names = self._gradients
-        results = self._run(session, batch, list(names.values()))
-        return {parameter: results[name] for parameter, name in names.items()}
+        results = self._run(session, batch, list(names))
+        return {parameter: results[name] for name, parameter in names.items()}
 
     def evaluate(self, batch: Arrays) -> dict[str, np.ndarray]:
         if self._evaluation is None:

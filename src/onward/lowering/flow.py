@@ -1,0 +1,130 @@
+"""What depends on what in the combined graph of a step: on the batch, on gradients, on random numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import onnx_ir as ir
+
+from onward.build import Builder
+from onward.errors import InvalidModelError
+from onward.model import TRAINING_DOMAIN, Model, Step
+from onward.model.core import string, strings, values
+from onward.model.state import State
+from onward.model.walk import ancestors, descendants
+
+
+class Flow:
+    """The combined graph of a step, in which the state has been made inputs."""
+
+    def __init__(self, combined: Model, step: Step, state: Sequence[State]):
+        self.combined = combined
+        self.graph = combined.graph
+        self.known = {value.name: value for value in values(combined.graph)}
+        self.state = {s.name: self.known[s.name] for s in state}
+        self._step = step
+        self._random = {self.state[s.name] for s in state if s.role == "rng"}
+        self.bindings = dict(step.update)
+        """State -> its new value."""
+        new = set(self.bindings.values())
+        self.metrics = [v.name or "" for v in step.algorithm.outputs if v.name not in new]
+        """The other outputs of the algorithm."""
+        for name in (*self.bindings.values(), *self.metrics):
+            self.value(name)
+
+    def value(self, name: str) -> ir.Value:
+        if name not in self.known:
+            raise InvalidModelError(
+                f"the training names `{name}`, which does not exist", hint="`onward check` says more"
+            )
+        return self.known[name]
+
+    # ---- gradients ---------------------------------------------------------------------------------------------------
+
+    def last_gradients(self) -> list[ir.Node]:
+        """The `Gradient` nodes that no other one differentiates once more."""
+        nodes = gradients(self.graph)
+        needed, _ = ancestors(self.value(string(node, "y")) for node in nodes)
+        return [node for node in nodes if node not in needed]
+
+    def results(self) -> list[tuple[str, ir.Value]]:
+        """What these compute: a variable and its gradient."""
+        pairs = [
+            pair for node in self.last_gradients() for pair in zip(strings(node, "xs"), node.outputs, strict=False)
+        ]
+        return [(x, output) for x, output in pairs if output.name]
+
+    def loss(self, metrics: Sequence[str]) -> str | None:
+        """The metric that is minimised: what is differentiated, or the last one on the way to it."""
+        targets = [self.value(string(node, "y")) for node in self.last_gradients()[:1]]
+        _, needed = ancestors(targets)
+        found = {value: name for name in metrics if (value := self.value(name)) in needed}
+        return next((found[value] for value in reversed(values(self.graph)) if value in found), None)
+
+    # ---- which results belong where ----------------------------------------------------------------------------------
+
+    def of_forward(self) -> tuple[dict[str, str], list[str]]:
+        """The bindings and metrics that belong to the forward pass: they depend on the batch, and on no gradient.
+
+        A generator that the loss draws from belongs to it too: it advances when it was used.
+        """
+        nodes = self.last_gradients()
+        derived, from_batch = self._derived(nodes), self._from_batch()
+        parameters = {self.known.get(x) for node in nodes for x in strings(node, "xs")}
+        _, needed = ancestors(self.value(string(node, "y")) for node in nodes)
+
+        def is_forward(new: str, state: str | None = None) -> bool:
+            value, old = self.value(new), self.state.get(state or "")
+            used = old in needed and old not in parameters
+            return value not in derived and (value in from_batch or used)
+
+        bindings = {state: new for state, new in self.bindings.items() if is_forward(new, state)}
+        return bindings, [name for name in self.metrics if is_forward(name)]
+
+    def of_evaluation(self) -> list[str]:
+        """The metrics that a batch has without an update, and without luck."""
+        derived, from_batch = self._derived(gradients(self.graph)), self._from_batch()
+
+        def is_kept(value: ir.Value) -> bool:
+            return value in from_batch and value not in derived and self._random.isdisjoint(ancestors([value])[1])
+
+        return [name for name in self.metrics if is_kept(self.value(name))]
+
+    def _derived(self, nodes: Sequence[ir.Node]) -> Collection[ir.Value]:
+        return descendants(self.graph, [output for node in nodes for output in node.outputs])
+
+    def _from_batch(self) -> Collection[ir.Value]:
+        state = set(self.state.values())
+        return descendants(self.graph, [value for value in self.graph.inputs if value not in state])
+
+    # ---- inference ---------------------------------------------------------------------------------------------------
+
+    def switch_to_inference(self) -> None:
+        """Let all read what inference computes, where training computes something of its own in its place."""
+        pairs = self._step.fact("train.forward")
+        op = Builder(self.graph, opset=self.combined.opset, names=self.combined.names())
+        for trained, plain in pairs.items() if isinstance(pairs, dict) else ():
+            old, new = self.known.get(trained), self.known.get(str(plain))
+            if old is None or new is None:
+                continue
+            if old.is_graph_output():  # which keeps its name
+                old.name = op.names.fresh(f"{trained}/trained")
+                self.known[trained] = op.Identity(new).like(new).value
+                self.known[trained].name = trained
+            old.replace_all_uses_with(new)
+
+
+def gradients(graph: ir.Graph) -> list[ir.Node]:
+    return [node for node in graph if (node.domain, node.op_type) == (TRAINING_DOMAIN, "Gradient")]
+
+
+def keep_what_is_needed(graph: ir.Graph) -> None:
+    """Drop nodes that nothing reads, in place. A Gradient reads its y, though only by name."""
+    differentiated: set[str] = set()
+    for node in reversed(list(graph)):
+        if any(output.uses() or output.is_graph_output() or output.name in differentiated for output in node.outputs):
+            if (node.domain, node.op_type) == (TRAINING_DOMAIN, "Gradient"):
+                differentiated.add(string(node, "y"))
+                differentiated.update(strings(node, "xs"))
+        else:
+            graph.remove(node, safe=True)
