@@ -29,6 +29,8 @@ from onward.shapes import constant_ints
 from onward.transform.training import drop_unused_definitions
 from onward.transform.types import fill_in_types
 
+_STANDARD = {"", "ai.onnx"}
+
 
 @dataclasses.dataclass(frozen=True)
 class _Halves:
@@ -144,6 +146,8 @@ class FunctionRules:
         at. An input that the call leaves out has a name, but is not there.
         """
         function = self._functions[node.op_identifier()]
+        for domain in sorted(function.opset_imports.keys() - _STANDARD):
+            self._imports.setdefault(domain, function.opset_imports[domain])
         inputs = [_input(value, formal) for value, formal in zip(node.inputs, function.inputs, strict=False)]
         attributes = list(node.attributes.values())
         call = ir.Node(
@@ -157,7 +161,7 @@ class FunctionRules:
             call.outputs[: len(node.outputs)],
             nodes=[call],
             initializers=[value for value in there if value.const_value is not None],
-            opset_imports={**function.opset_imports, **self._imports},
+            opset_imports=dict(self._imports),
             name=function.name,
         )
         InlinePass()(ir.Model(graph, ir_version=self._ir_version or 10, functions=[function]))
@@ -172,9 +176,9 @@ class FunctionRules:
         for value in values(graph):  # it serves all calls of a kind, and symbols of one mean nothing to another
             value.type = value.shape = None
         graph.name = None
-        domains = {"", *(inner.domain for inner in graph.all_nodes())}
+        domains = {inner.domain for inner in graph.all_nodes()} & self._imports.keys() - _STANDARD
         graph.opset_imports.clear()
-        graph.opset_imports.update({domain: self._imports[domain] for domain in domains if domain in self._imports})
+        graph.opset_imports.update({"": self._opset} | {domain: self._imports[domain] for domain in sorted(domains)})
         function = ir.Function(node.domain, "", graph=graph, attributes=[])
         content = ir.serde.serialize_function(function).SerializeToString(deterministic=True)
         key = (node.op_identifier(), half, content)
@@ -193,8 +197,10 @@ def _described(inputs: Iterable[ir.Value | None]) -> tuple[object, ...]:
     """What gradients of functions depend on. Of symbols among the sizes it only matters which are the same."""
     symbols: dict[object, str] = {}
 
-    def size(n: int | ir.SymbolicDim) -> object:
-        return n if isinstance(n, int) or n.value is None else symbols.setdefault(n.value, f"size{len(symbols)}")
+    def size(n: int | ir.SymbolicDim) -> int | str | None:
+        if isinstance(n, int) or n.value is None:
+            return n if isinstance(n, int) else None
+        return symbols.setdefault(n.value, f"size{len(symbols)}")
 
     return tuple(
         None
