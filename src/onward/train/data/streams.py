@@ -1,0 +1,63 @@
+"""Streams: batches that come as they are, in their own order: an iterable, a generator function, a torch DataLoader."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Sized
+from typing import Any
+
+from onward.errors import DataError
+from onward.train.data.dataset import Batch, Column, to_array
+from onward.train.data.samples import named
+
+
+class Stream:
+    """Batches without random access. The first one is read early, since it tells what the columns are."""
+
+    def __init__(self, source: Iterable[Any] | Callable[..., Iterable[Any]]):
+        self._source = source
+        self._is_once = not callable(source) and iter(source) is source
+        self._ready: tuple[int, Batch, Iterator[Batch]] | None = None  # an epoch of which the first batch was read
+        batches = self._start(0)
+        try:
+            first = next(batches)
+        except StopIteration:
+            raise DataError("the stream of batches is empty") from None
+        self._ready = (0, first, batches)
+        self.columns = {name: Column(array.dtype, array.shape[1:]) for name, array in first.items()}
+
+    @property
+    def batches_per_epoch(self) -> int | None:
+        """How many batches an epoch has, where the source says so."""
+        return len(self._source) if isinstance(self._source, Sized) else None
+
+    def epoch(self, epoch: int) -> Iterator[Batch]:
+        ready, self._ready = self._ready, None
+        if ready is not None and ready[0] == epoch:
+            yield ready[1]
+            yield from ready[2]
+        elif self._is_once:
+            hint = "pass a function that makes the generator, or something that can be iterated again"
+            raise DataError(f"the stream of batches has ended, and epoch {epoch} needs it again", hint=hint)
+        else:
+            yield from self._start(epoch)
+
+    def _start(self, epoch: int) -> Iterator[Batch]:
+        source = self._source
+        if not callable(source):
+            items = source
+        elif inspect.signature(source).parameters:  # the order of samples may depend on the epoch
+            items = source(epoch)
+        else:
+            items = source()
+        for number, item in enumerate(items):
+            yield _batch(item, number)
+
+
+def _batch(item: Any, number: int) -> Batch:
+    batch = {name: to_array(value, name, f"batch {number:,}") for name, value in named(item).items()}
+    lengths = {name: array.shape[0] if array.shape else None for name, array in batch.items()}
+    if len(set(lengths.values())) != 1 or None in lengths.values():
+        hint = "each item of a stream is a batch: arrays whose first dimension counts samples"
+        raise DataError(f"batch {number:,} has no common number of samples: {lengths}", hint=hint)
+    return batch
