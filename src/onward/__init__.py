@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from onward.lowering import lower
     from onward.model import Model, Step, read
     from onward.numeric import check_gradients
-    from onward.recipe import Recipe, prepare
+    from onward.recipe import Recipe, add_lora, load_adapter, merge_lora, prepare, replace_head, save_adapter
     from onward.transform import add_prefix, convert_opset, extract, inline, merge, refresh, rename, strip
 
 _HOME = {
@@ -31,6 +31,7 @@ _HOME = {
     "Model": "model",
     "Recipe": "recipe",
     "Step": "model",
+    "add_lora": "recipe",
     "add_prefix": "transform",
     "check": "checker",
     "check_gradients": "numeric",
@@ -40,12 +41,16 @@ _HOME = {
     "gradient": "differentiate",
     "inline": "transform",
     "jvp": "differentiate",
+    "load_adapter": "recipe",
     "lower": "lowering",
     "merge": "transform",
+    "merge_lora": "recipe",
     "prepare": "recipe",
     "read": "model",
     "refresh": "transform",
     "rename": "transform",
+    "replace_head": "recipe",
+    "save_adapter": "recipe",
     "strip": "transform",
     "vjp": "differentiate",
 }
@@ -56,6 +61,7 @@ __all__ = [
     "Model",
     "Recipe",
     "Step",
+    "add_lora",
     "add_prefix",
     "check",
     "check_gradients",
@@ -65,12 +71,16 @@ __all__ = [
     "gradient",
     "inline",
     "jvp",
+    "load_adapter",
     "lower",
     "merge",
+    "merge_lora",
     "prepare",
     "read",
     "refresh",
     "rename",
+    "replace_head",
+    "save_adapter",
     "strip",
     "vjp",
 ]

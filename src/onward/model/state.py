@@ -15,6 +15,7 @@ import onnx_ir as ir
 
 from onward.model.core import Model, Step
 
+_TAG = "train."
 ROLE_KEY = "train.role"
 PARAMETER_KEY = "train.param"
 SLOT_KEY = "train.slot"
@@ -27,6 +28,7 @@ FACTS = {
     "train.optimizer": "list of groups: optimizer, variant, hyper-parameters as prepared, parameter names",
     "train.lr_scheduler": "the schedule by name, with its options",
     "train.loss": "list of losses: name, output, inputs, options",
+    "train.distill": "what is learned from a teacher: list of distances, with the values compared, options, weight",
     "train.forward": "values that training computes in its own way -> those of inference that they stand for",
     "train.progress": "step, epoch, samples",
     "train.selection": "what is trained, frozen, constant, and why",
@@ -92,15 +94,23 @@ def hyperparameters(model: Model, index: int = 0) -> dict[str, float]:
 
 def tagged(tensor: ir.TensorProtocol, **tags: str | None) -> ir.TensorProtocol:
     """The same data with `train.*` tags: role, param, slot, group. The tensor itself, which others may share, stays."""
+    added = {f"{_TAG}{key}": value for key, value in tags.items() if value is not None}
+    return _with_metadata(tensor, {**tensor.metadata_props, **added})
+
+
+def untagged(tensor: ir.TensorProtocol) -> ir.TensorProtocol:
+    """The same data without `train.*` tags, for copies that are not the state that the tags speak of."""
+    kept = {key: value for key, value in tensor.metadata_props.items() if not key.startswith(_TAG)}
+    return tensor if len(kept) == len(tensor.metadata_props) else _with_metadata(tensor, kept)
+
+
+def _with_metadata(tensor: ir.TensorProtocol, metadata: dict[str, str]) -> ir.TensorProtocol:
     described: dict[str, Any] = {
         "dtype": tensor.dtype,
         "shape": ir.Shape(tensor.shape.numpy()),
         "name": tensor.name or "",
         "doc_string": tensor.doc_string,
-        "metadata_props": {
-            **tensor.metadata_props,
-            **{f"train.{key}": value for key, value in tags.items() if value is not None},
-        },
+        "metadata_props": metadata,
     }
     if isinstance(tensor, ir.ExternalTensor):
         return ir.ExternalTensor(tensor.location, tensor.offset, tensor.length, base_dir=tensor.base_dir, **described)

@@ -15,6 +15,7 @@ from onward.errors import RecipeError, UnknownNameError, near
 from onward.model import Model, read
 from onward.model.core import values
 from onward.recipe.assembly import Assembly
+from onward.recipe.embed import embed
 from onward.recipe.losses import loss as named_loss
 from onward.recipe.spec import Spec, parse
 from onward.transform.names import add_prefix
@@ -187,6 +188,7 @@ def _loss_model(
     wanted = {value: (value.name or "").removeprefix("loss/") for value in loss.inputs}
     matched = any(name in outputs for name in wanted.values())
     added: list[str] = []
+    sources: dict[ir.Value, ir.Value] = {}
     for i, (value, name) in enumerate(wanted.items()):
         if name in outputs:
             source = outputs[name]
@@ -197,22 +199,9 @@ def _loss_model(
                 raise RecipeError(f"the input `{name}` of the loss model has no type")
             source = assembly.input(name, value.dtype, value.shape).value
             added.append(source.name or "")
-        value.replace_all_uses_with(source)
+        sources[value] = source
     result = loss.outputs[0]
-    nodes, constants = list(loss.graph), list(loss.graph.initializers.values())
-    loss.graph.outputs.clear()
-    loss.graph.initializers.clear()
-    loss.graph.remove(nodes)
-    for constant in constants:
-        constant.name = assembly.op.names.fresh(constant.name or "constant")
-        assembly.step.algorithm.register_initializer(constant)
-    for node in nodes:
-        for output in node.outputs:
-            output.name = assembly.op.names.fresh(output.name) if output.name else output.name
-    assembly.step.algorithm.extend(nodes)
-    assembly.model.functions.update(loss.functions)
-    for domain, version in loss.ir.opset_imports.items():
-        assembly.model.ir.opset_imports.setdefault(domain, version)
+    embed(assembly, loss, sources)
     if result.producer() is None:
         raise RecipeError("the loss model computes nothing")
     return prediction.op(result), added

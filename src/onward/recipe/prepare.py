@@ -16,9 +16,11 @@ from onward.model.serde import stamp
 from onward.model.walk import ancestors
 from onward.recipe import objective
 from onward.recipe.assembly import Assembly
+from onward.recipe.distill import Distillation
 from onward.recipe.forward import Variance, bind_statistics, functions_to_inline, training_forward
-from onward.recipe.optimizers.groups import groups
+from onward.recipe.optimizers.groups import groups, patterns
 from onward.recipe.reset import bind_initial_value
+from onward.recipe.roles import roles
 from onward.recipe.spec import Spec, parse
 from onward.recipe.trainable import Selection, select
 from onward.recipe.update import Update
@@ -50,6 +52,8 @@ class Recipe:
     variance: Variance = "population"
     seed: int = 0
     append: bool = False
+    teacher: Any = None
+    distill: Any = None
 
     def apply(self, model: Model) -> Model:
         """The training model; `model` itself stays as it is."""
@@ -58,20 +62,36 @@ class Recipe:
                 "the model already carries its training",
                 hint="strip it first (`onward strip`), or add a second step with `append=True` (`--append`)",
             )
-        model = _at_common_opset(model)
+        if self.loss is None and self.teacher is None:
+            raise RecipeError("there is nothing to learn from", hint="give a `loss`, or a `teacher`")
+        teaching = None
+        if self.teacher is not None:
+            teaching = Distillation(self.teacher, self.distill or "kl", alone=self.loss is None)
+        elif self.distill is not None:
+            raise RecipeError("`distill` says how to learn from a teacher, but there is none", hint="give a `teacher`")
+        model = _at_common_opset(model, teaching.opset if teaching else 0)
         if hidden := functions_to_inline(model):
             model = inline(model, hidden)
         model = model.copy()
-        summands = objective.terms(self.loss)
+        summands = objective.terms(self.loss) if self.loss is not None else []
         predictions = objective.predictions(model, summands)
-        selection = select(model, predictions, _patterns(self.trainable), _patterns(self.freeze) or ())
+        students = teaching.students(model, predictions) if teaching else []
+        watched = list(dict.fromkeys([*predictions, *students]))
+        trainable, freeze = _patterns(self.trainable), _patterns(self.freeze) or ()
+        found = roles(model, watched, [*(trainable or ()), *freeze, *patterns(self.groups)])
+        selection = select(model, watched, trainable, freeze, found)
         assembly = Assembly(model, self.seed, name=f"training{len(model.steps) or ''}")
-        trained = training_forward(assembly, predictions, selection.choices, self.variance)
-        loss = objective.scalar(objective.build(assembly, summands, predictions, trained))
+        trained = training_forward(assembly, watched, selection.choices, self.variance)
+        loss: Expr | None = None
+        if summands:
+            loss = objective.scalar(objective.build(assembly, summands, predictions, trained))
+        if teaching:
+            loss = teaching.add(assembly, loss, students, trained)
+        assert loss is not None
         loss = assembly.metric("loss", loss)
         for value in selection.parameters:
             bind_initial_value(assembly, value, self.init, self.seed)
-        self._train(assembly, selection, loss)
+        self._train(assembly, selection, loss, found)
         for value in bind_statistics(assembly, trained):
             bind_initial_value(assembly, value, "file", self.seed)
         assembly.fact("selection", _selection_fact(selection))
@@ -81,8 +101,8 @@ class Recipe:
         assembly.finish()
         return stamp(model)
 
-    def _train(self, assembly: Assembly, selection: Selection, loss: Expr) -> None:
-        chosen = groups(selection.parameters, parse(self.optimizer), self.groups)
+    def _train(self, assembly: Assembly, selection: Selection, loss: Expr, found: Mapping[str, set[str]]) -> None:
+        chosen = groups(selection.parameters, parse(self.optimizer), self.groups, found)
         update = Update(
             assembly,
             chosen,
@@ -111,7 +131,7 @@ def prepare(model: Source, *, loss: Any, **recipe: Any) -> Model:
       (`"aux=mse:scale=0.3"`), an ONNX model or function, or `"value:NAME"` for a loss that the model computes itself
     - `optimizer`: such as `"adamw:lr=1e-3,weight_decay=0.01"`; `groups` gives some parameters their own settings
     - `schedule`: such as `"cosine:steps=1000,warmup=50"`, or a list of schedules with `until`
-    - `trainable`, `freeze`: patterns of parameter names
+    - `trainable`, `freeze`: patterns of parameter names, or `biases`, `norms`, `head`
     - `clip`: `"norm:1"`, `"value:0.5"` or `"tensor_norm:1"`; a number means the global norm
     - `accumulate`: number of batches whose gradients make one update
     - `ema`: decay of an exponential moving average of the parameters
@@ -119,6 +139,8 @@ def prepare(model: Source, *, loss: Any, **recipe: Any) -> Model:
     - `init`: what parameters are reset to: `"file"`, an initialiser such as `"kaiming_normal"`, or a mapping by pattern
     - `variance`: `"population"` (ONNX) or `"sample"` (PyTorch) running variance of BatchNormalization
     - `seed`: for initial values and random numbers during training
+    - `teacher`: a model to learn from, beside the loss or (`loss=None`) alone; `distill` says how, such as
+      `"kl:temperature=4,weight=0.5"`
     """
     known = {field.name for field in dataclasses.fields(Recipe)}
     unknown = [name for name in recipe if name not in known]
@@ -127,8 +149,10 @@ def prepare(model: Source, *, loss: Any, **recipe: Any) -> Model:
     return Recipe(loss=loss, **recipe).apply(read(model))
 
 
-def _at_common_opset(model: Model) -> Model:
-    return convert_opset(model, COMMON_OPSET) if model.opset < OLDEST_OPSET else model
+def _at_common_opset(model: Model, least: int) -> Model:
+    """The model at an operator set that training can work with, and that is at least that of its teacher."""
+    wanted = max(COMMON_OPSET if model.opset < OLDEST_OPSET else model.opset, least)
+    return convert_opset(model, wanted)
 
 
 def _patterns(given: Sequence[str] | str | None) -> Sequence[str] | None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 
 from onward.build import Builder, Expr
+from onward.model.state import untagged
 from onward.recipe import random
 from onward.recipe.assembly import Assembly
 from onward.recipe.initialize import initializer
@@ -15,6 +17,7 @@ from onward.recipe.spec import Spec, parse
 from onward.recipe.trainable import matching
 
 _FILE = "file"
+_OPSET = 21
 
 
 def bind_initial_value(assembly: Assembly, value: ir.Value, init: str | Mapping[str, Any], seed: int) -> None:
@@ -24,11 +27,29 @@ def bind_initial_value(assembly: Assembly, value: ir.Value, init: str | Mapping[
         assembly.reset(value, lambda op: _stored(op, value))
         return
 
-    def fresh(op: Builder) -> Expr:
-        key = random.site_key(op, op.constant(random.new_key(seed)), value.name or "")
-        return initializer(spec.name).build(op, key, value, **spec.options)
+    assembly.reset(value, lambda op: _fresh(op, value, spec, seed))
 
-    assembly.reset(value, fresh)
+
+def drawn(
+    name: str, dtype: ir.DataType, shape: tuple[int, ...], init: str | Mapping[str, Any] | Spec, seed: int
+) -> ir.Tensor:
+    """What a parameter of that name is reset to by an initialiser, as a tensor."""
+    import onnxruntime as ort
+
+    wide = ir.DataType.DOUBLE if dtype == ir.DataType.DOUBLE else ir.DataType.FLOAT
+    graph = ir.Graph([], [], nodes=[], opset_imports={"": _OPSET}, name="initialization")
+    op = Builder(graph, opset=_OPSET)
+    value = ir.Value(name=name, type=ir.TensorType(wide), shape=ir.Shape(shape))
+    graph.outputs.append(_fresh(op, value, parse(init), seed).value)
+    model = ir.Model(graph, ir_version=10, functions=list(op.functions.values()))
+    session = ort.InferenceSession(ir.to_proto(model).SerializeToString(), providers=["CPUExecutionProvider"])
+    numbers: np.ndarray = session.run(None, {})[0]
+    return ir.Tensor(numbers.astype(dtype.numpy()), dtype=dtype, name=name)
+
+
+def _fresh(op: Builder, value: ir.Value, spec: Spec, seed: int) -> Expr:
+    key = random.site_key(op, op.constant(random.new_key(seed)), value.name or "")
+    return initializer(spec.name).build(op, key, value, **spec.options)
 
 
 def _spec_for(name: str, init: str | Mapping[str, Any]) -> Spec:
@@ -41,8 +62,8 @@ def _spec_for(name: str, init: str | Mapping[str, Any]) -> Spec:
 
 def _stored(op: Builder, value: ir.Value) -> Expr:
     """A copy of the parameter as it is now; where its data is outside the file, both refer to the same bytes."""
-    tensor = value.const_value
-    assert tensor is not None
+    assert value.const_value is not None
+    tensor = untagged(value.const_value)
     kept = ir.Value(
         name=op.names.fresh(f"{value.name}"), type=value.type, shape=ir.Shape(tensor.shape.numpy()), const_value=tensor
     )

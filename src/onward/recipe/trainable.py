@@ -13,15 +13,17 @@ Then:
 6. everything else -> parameter
 
 Patterns come last: `freeze` takes parameters away, and `trainable`, where it is given, is the list of what is trained,
-and may name what rules 3 to 5 would leave out.
+and may name what rules 3 to 5 would leave out. Where it is not given and the model has adapters, these and a new head
+are trained, and nothing else.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
+from types import MappingProxyType
 from typing import Literal
 
 import numpy as np
@@ -30,14 +32,16 @@ from onnx import defs
 
 from onward.errors import RecipeError, UnknownNameError, near
 from onward.model import Model
+from onward.model.state import SLOT_KEY
 from onward.model.walk import nested_graphs
+from onward.recipe.constants import constant_tensor, expose, stored_shape
 
 Role = Literal["parameter", "frozen", "constant", "statistics"]
 
 _TORCH_KIND = "pkg.torch.export.graph_signature.InputSpec.kind"
 
 # Operators that hand a tensor on: what reads their output decides.
-_TRANSPARENT = {
+TRANSPARENT = {
     "Identity", "Transpose", "Reshape", "Flatten", "Squeeze", "Unsqueeze", "Cast", "CastLike", "Split", "Slice",
     "Concat", "Expand", "Tile", "QuantizeLinear", "SplitToSequence", "SequenceAt",
 }  # fmt: skip
@@ -80,6 +84,9 @@ _STEPS = {"Ceil", "Floor", "Round", "Sign", "BitwiseNot", "Not"}
 
 _MASK = -1e4
 
+HEAD, ADAPTERS = "head", ("lora_A", "lora_B")
+"""Slots, in the tags of tensors, of what was added to a model in order to train it for something else."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
@@ -106,23 +113,29 @@ def select(
     targets: Iterable[ir.Value],
     trainable: Sequence[str] | None = None,
     freeze: Sequence[str] = (),
+    roles: Mapping[str, Collection[str]] = MappingProxyType({}),
 ) -> Selection:
-    """Decide what is trained so that `targets` improve. Parameters that hide in nodes become initializers of it."""
-    candidates = dict(_candidates(model.graph))
+    """Decide what is trained so that `targets` improve. Parameters that hide in nodes become initializers of it.
+
+    `roles` says what the patterns that are no patterns of names stand for.
+    """
+    known = dict(candidates(model.graph))
     choices = {choice.name: choice for choice in judge(model, targets)}
-    _check_patterns([*(trainable or ()), *freeze], choices)
-    choices = {name: _match(choice, trainable, freeze) for name, choice in choices.items()}
+    _check_patterns([*(trainable or ()), *freeze], choices, roles)
+    if trainable is None:
+        choices = _adapters_alone(model.graph, choices)
+    choices = {name: _match(choice, trainable, freeze, roles) for name, choice in choices.items()}
     chosen = [name for name, choice in choices.items() if choice.role == "parameter"]
     if not chosen:
         raise RecipeError("nothing is left to train: " + _summary(choices.values()), hint="see `onward show --params`")
-    parameters = [_expose(model.graph, *candidates[name]) for name in chosen]
+    parameters = [expose(model.graph, known[name][0]) for name in chosen]
     return Selection(parameters, list(choices.values()))
 
 
 def judge(model: Model, targets: Iterable[ir.Value]) -> list[Choice]:
     """What the rule says about every candidate, before any pattern. Nothing is changed."""
     edges = gradient_edges(targets)
-    return [_judge(value, hidden, edges) for value, hidden in dict(_candidates(model.graph)).values()]
+    return [_judge(value, hidden, edges) for value, hidden in dict(candidates(model.graph)).values()]
 
 
 def gradient_edges(targets: Iterable[ir.Value]) -> dict[ir.Value, list[tuple[ir.Node, int]]]:
@@ -142,10 +155,16 @@ def gradient_edges(targets: Iterable[ir.Value]) -> dict[ir.Value, list[tuple[ir.
     return edges
 
 
-def matching(patterns: Iterable[str], names: Iterable[str]) -> list[str]:
-    """The names that match any of the patterns (`*` and `?` as in file names), in their own order."""
+def matching(
+    patterns: Iterable[str], names: Iterable[str], roles: Mapping[str, Collection[str]] = MappingProxyType({})
+) -> list[str]:
+    """The names that match any of the patterns (`*` and `?` as in file names, or a role), in their own order."""
     patterns = list(patterns)
-    return [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
+    return [name for name in names if any(_matches(name, pattern, roles) for pattern in patterns)]
+
+
+def _matches(name: str, pattern: str, roles: Mapping[str, Collection[str]]) -> bool:
+    return name in roles[pattern] if pattern in roles else fnmatchcase(name, pattern)
 
 
 def _differentiable(node: ir.Node, index: int) -> bool:
@@ -172,7 +191,7 @@ def _may_be_float(value: ir.Value) -> bool:
     return dtype is None or dtype.is_floating_point()
 
 
-def _candidates(graph: ir.Graph) -> Iterator[tuple[str, tuple[ir.Value, str]]]:
+def candidates(graph: ir.Graph) -> Iterator[tuple[str, tuple[ir.Value, str]]]:
     """Name -> (value, how it is hidden) of every constant with a floating-point type."""
     for name, value in graph.initializers.items():
         if value.const_value is not None and value.const_value.dtype.is_floating_point():
@@ -191,32 +210,22 @@ def _is_hidden_constant(node: ir.Node) -> bool:
     if node.op_type == "ConstantOfShape":
         tensor = node.attributes.get("value")
         dtype = tensor.as_tensor().dtype if tensor else ir.DataType.FLOAT
-        return dtype.is_floating_point() and bool(node.inputs) and _constant(node.inputs[0]) is not None
+        return dtype.is_floating_point() and bool(node.inputs) and constant_tensor(node.inputs[0]) is not None
     if node.op_type in ("DequantizeLinear", "Cast") and node.inputs:
         source = node.inputs[0]
-        integers = _constant(source) is not None and not (source and source.dtype and source.dtype.is_floating_point())
+        integers = constant_tensor(source) is not None and not (
+            source and source.dtype and source.dtype.is_floating_point()
+        )
         to_float = node.op_type != "Cast" or ir.DataType(node.attributes.get_int("to", 0)).is_floating_point()
-        return integers and to_float and all(v is None or _constant(v) is not None for v in node.inputs)
+        return integers and to_float and all(v is None or constant_tensor(v) is not None for v in node.inputs)
     return False
-
-
-def _constant(value: ir.Value | None) -> ir.TensorProtocol | None:
-    """The tensor behind an initializer or the output of a Constant node."""
-    if value is None:
-        return None
-    if value.is_initializer():
-        return value.const_value
-    node = value.producer()
-    if node is not None and node.op_type == "Constant" and "value" in node.attributes:
-        return node.attributes["value"].as_tensor()
-    return None
 
 
 def _judge(value: ir.Value, hidden: str, edges: dict[ir.Value, list[tuple[ir.Node, int]]]) -> Choice:
     name = value.name or ""
     if value not in edges:
         return Choice(name, "constant", "no gradient reaches it from the loss")
-    readers = list(_readers(value, edges))
+    readers = list(readers_of(value, edges))
     if readers and all(node.op_type == "BatchNormalization" and i >= 3 for node, i in readers):
         return Choice(name, "statistics", "running statistics of BatchNormalization")
     kind = value.metadata_props.get(_TORCH_KIND, "")
@@ -233,12 +242,12 @@ def _judge(value: ir.Value, hidden: str, edges: dict[ir.Value, list[tuple[ir.Nod
     return Choice(name, "parameter", hidden or f"read by {readers[0][0].op_type}" if readers else "read by the loss")
 
 
-def _readers(value: ir.Value, edges: dict[ir.Value, list[tuple[ir.Node, int]]]) -> Iterator[tuple[ir.Node, int]]:
+def readers_of(value: ir.Value, edges: Mapping[ir.Value, list[tuple[ir.Node, int]]]) -> Iterator[tuple[ir.Node, int]]:
     """The operators that use `value`, looking through those that only hand it on."""
     pending, seen = [value], {value}
     while pending:
         for node, i in edges.get(pending.pop(), ()):
-            if node.op_type not in _TRANSPARENT or _is_setting(node, i):
+            if node.op_type not in TRANSPARENT or _is_setting(node, i):
                 yield node, i
                 continue
             fresh = [output for output in node.outputs if output not in seen]
@@ -253,17 +262,8 @@ def _is_setting(node: ir.Node, index: int) -> bool:
     return settings is None or index in settings
 
 
-def _shape(value: ir.Value) -> tuple[int, ...] | None:
-    if value.const_value is not None:
-        return tuple(value.const_value.shape.numpy())
-    node = value.producer()
-    if node is not None and node.op_type == "Constant":
-        return tuple(node.attributes["value"].as_tensor().shape.numpy())
-    return tuple(value.shape.numpy()) if value.shape is not None and value.shape.is_static() else None
-
-
 def _is_number(value: ir.Value, readers: list[tuple[ir.Node, int]]) -> bool:
-    shape = _shape(value)
+    shape = stored_shape(value)
     if shape is None or np.prod(shape) > 1:
         return False
     return all(node.op_type in _ARITHMETIC and not _is_bias_of_one(node, i) for node, i in readers)
@@ -277,7 +277,7 @@ def _is_bias_of_one(node: ir.Node, index: int) -> bool:
         weight, axis = (layer.inputs[1] if layer.op_type == "MatMul" else None), -1
     else:
         return False
-    shape = _shape(weight) if weight is not None else None
+    shape = stored_shape(weight) if weight is not None else None
     return shape is not None and len(shape) > 0 and shape[axis] == 1
 
 
@@ -285,31 +285,46 @@ def _is_mask(value: ir.Value, readers: list[tuple[ir.Node, int]]) -> bool:
     """Whether it is added to scores to rule some out. Only tensors that are added or compared are looked into."""
     if not readers or any(node.op_type not in ("Add", "Sub", "Mul", "Softmax", "Where") for node, _ in readers):
         return False
-    tensor = _constant(value)
+    tensor = constant_tensor(value)
     if tensor is None or tensor.dtype.bitwidth < 16:
         return False
     numbers = tensor.numpy().astype(np.float32, copy=False)
     return bool(numbers.size and (np.isinf(numbers).any() or numbers.min() <= _MASK))
 
 
-def _check_patterns(patterns: Sequence[str], choices: dict[str, Choice]) -> None:
-    missing = [pattern for pattern in patterns if not matching([pattern], choices)]
+def _adapters_alone(graph: ir.Graph, choices: dict[str, Choice]) -> dict[str, Choice]:
+    """Where the model has adapters, they and a new head are trained, and what they adapt stays as it is."""
+    tags = {n: v.const_value.metadata_props for n, v in graph.initializers.items() if v.const_value is not None}
+    added = {name: tag[SLOT_KEY] for name, tag in tags.items() if tag.get(SLOT_KEY) in (HEAD, *ADAPTERS)}
+    if not set(ADAPTERS) & set(added.values()):
+        return choices
+    reason = "the model has adapters"
+    return {
+        name: Choice(name, "frozen", reason) if choice.role == "parameter" and name not in added else choice
+        for name, choice in choices.items()
+    }
+
+
+def _check_patterns(patterns: Sequence[str], choices: dict[str, Choice], roles: Mapping[str, Collection[str]]) -> None:
+    missing = [pattern for pattern in patterns if not matching([pattern], choices, roles)]
     if missing:
         names = ", ".join(f"`{pattern}`" for pattern in missing)
         hint = near(missing[0].strip("*"), choices) or f"the model has {', '.join(list(choices)[:5])}, ..."
         raise UnknownNameError(f"{names} matches no floating-point tensor of the model", hint=hint)
 
 
-def _match(choice: Choice, trainable: Sequence[str] | None, freeze: Sequence[str]) -> Choice:
+def _match(
+    choice: Choice, trainable: Sequence[str] | None, freeze: Sequence[str], roles: Mapping[str, Collection[str]]
+) -> Choice:
     # What no gradient reaches, and statistics, cannot be trained whatever a pattern says.
     impossible = choice.role == "statistics" or choice.reason == "no gradient reaches it from the loss"
     if trainable is not None and not impossible:
-        if matching(trainable, [choice.name]):
+        if matching(trainable, [choice.name], roles):
             choice = Choice(choice.name, "parameter", "named as trainable")
         elif choice.role == "parameter":
             choice = Choice(choice.name, "frozen", "not named as trainable")
-    if choice.role == "parameter" and matching(freeze, [choice.name]):
-        pattern = next(pattern for pattern in freeze if fnmatchcase(choice.name, pattern))
+    if choice.role == "parameter" and matching(freeze, [choice.name], roles):
+        pattern = next(pattern for pattern in freeze if _matches(choice.name, pattern, roles))
         return Choice(choice.name, "frozen", f"frozen by `{pattern}`")
     return choice
 
@@ -319,52 +334,3 @@ def _summary(choices: Iterable[Choice]) -> str:
     for choice in choices:
         counts[choice.reason] = counts.get(choice.reason, 0) + 1
     return "; ".join(f"{count} tensors: {reason}" for reason, count in counts.items()) or "the model has no weights"
-
-
-def _expose(graph: ir.Graph, value: ir.Value, hidden: str) -> ir.Value:
-    """Make a parameter an initializer, and only that: not an input with a default."""
-    if value in graph.inputs:
-        graph.inputs.remove(value)
-    if not hidden:
-        value.type = ir.TensorType(value.const_value.dtype)  # type: ignore[union-attr]
-        value.shape = ir.Shape(value.const_value.shape.numpy())  # type: ignore[union-attr]
-        return value
-    node = value.producer()
-    assert node is not None and value.name is not None
-    exposed = ir.Value(name=value.name, type=value.type, shape=value.shape, const_value=_evaluate(node))
-    exposed.type = ir.TensorType(exposed.const_value.dtype)  # type: ignore[union-attr]
-    exposed.shape = ir.Shape(exposed.const_value.shape.numpy())  # type: ignore[union-attr]
-    value.replace_all_uses_with(exposed, replace_graph_outputs=True)
-    graph.remove(node)
-    graph.register_initializer(exposed)
-    return exposed
-
-
-def _evaluate(node: ir.Node) -> ir.TensorProtocol:
-    """The value of a node whose inputs are constants."""
-    name = node.outputs[0].name
-    if node.op_type == "Constant":
-        tensor = node.attributes["value"].as_tensor()
-        return ir.Tensor(tensor.numpy(), dtype=tensor.dtype, name=name)
-    tensors = [_constant(value) for value in node.inputs]
-    if node.op_type == "ConstantOfShape":
-        fill = node.attributes["value"].as_tensor().numpy().item() if "value" in node.attributes else 0.0
-        dtype = node.attributes["value"].as_tensor().dtype if "value" in node.attributes else ir.DataType.FLOAT
-        # One number, repeated without copies until somebody writes to it.
-        shape = tuple(tensors[0].numpy())  # type: ignore[union-attr]
-        return ir.Tensor(np.broadcast_to(np.asarray(fill, dtype.numpy()), shape), dtype=dtype, name=name)
-    return _run(node, tensors)
-
-
-def _run(node: ir.Node, tensors: Sequence[ir.TensorProtocol | None]) -> ir.Tensor:
-    import onnxruntime as ort
-
-    values = [t if t is None else ir.Value(name=f"x{i}", const_value=t) for i, t in enumerate(tensors)]
-    copy = ir.Node(node.domain, node.op_type, values, list(node.attributes.values()), name="node")
-    copy.outputs[0].name = "y"
-    copy.outputs[0].type = ir.TensorType(node.outputs[0].dtype or ir.DataType.FLOAT)
-    opset = dict(node.graph.opset_imports) if node.graph is not None else {"": 21}
-    constants = [value for value in values if value is not None]
-    graph = ir.Graph([], copy.outputs, nodes=[copy], initializers=constants, opset_imports=opset, name="constant")
-    session = ort.InferenceSession(ir.to_proto(ir.Model(graph, ir_version=10)).SerializeToString())
-    return ir.Tensor(session.run(None, {})[0], name=node.outputs[0].name)

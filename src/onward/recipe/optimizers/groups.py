@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import onnx_ir as ir
@@ -33,21 +34,32 @@ class Group:
         }
 
 
-def groups(parameters: Sequence[ir.Value], default: Spec, given: Sequence[Any]) -> list[Group]:
+def patterns(given: Sequence[Any]) -> list[str]:
+    """All patterns of groups, as they are given."""
+    return [pattern for item in given for pattern in _given(item, Spec(""))[0]]
+
+
+def groups(
+    parameters: Sequence[ir.Value],
+    default: Spec,
+    given: Sequence[Any],
+    roles: Mapping[str, Collection[str]] = MappingProxyType({}),
+) -> list[Group]:
     """The parameters divided: each goes to the first given group that matches it, the rest to the default.
 
     A group is given as `{"match": "*.bias", "weight_decay": 0}` or `*.bias:weight_decay=0`; `optimizer` in it is
-    another optimizer than the default, and the other options change its settings.
+    another optimizer than the default, and the other options change its settings. `roles` says what the patterns that
+    are no patterns of names stand for.
     """
     remaining = {value.name or "": value for value in parameters}
     everything = list(remaining)
     found: list[tuple[Spec, list[ir.Value]]] = []
     for item in given:
-        patterns, spec = _given(item, default)
-        if not matching(patterns, everything):
-            listed = ", ".join(f"`{pattern}`" for pattern in patterns)
-            raise UnknownNameError(f"{listed} matches no parameter", hint=near(patterns[0].strip("*"), everything))
-        found.append((spec, [remaining.pop(name) for name in matching(patterns, list(remaining))]))
+        match, spec = _given(item, default)
+        if not matching(match, everything, roles):
+            listed = ", ".join(f"`{pattern}`" for pattern in match)
+            raise UnknownNameError(f"{listed} matches no parameter", hint=near(match[0].strip("*"), everything))
+        found.append((spec, [remaining.pop(name) for name in matching(match, list(remaining), roles)]))
     found.append((default, list(remaining.values())))
     return [
         Group(f"group{i}", optimizer(spec.name).configure(**spec.options), chosen)
@@ -61,7 +73,7 @@ def _given(item: Any, default: Spec) -> tuple[list[str], Spec]:
         item = {"match": pattern, **parse_options(rest, item)}
     if not isinstance(item, Mapping) or "match" not in item:
         raise RecipeError(f"the group {item!r} does not say which parameters it is for", hint="write `*.bias:lr=1e-4`")
-    patterns = [item["match"]] if isinstance(item["match"], str) else list(item["match"])
+    match = [item["match"]] if isinstance(item["match"], str) else list(item["match"])
     changes = {key: value for key, value in item.items() if key not in ("match", "optimizer")}
     base = parse(item["optimizer"]) if "optimizer" in item else default
-    return patterns, Spec(base.name, {**base.options, **changes})
+    return match, Spec(base.name, {**base.options, **changes})

@@ -1,0 +1,78 @@
+"""Constants of a model, wherever they are stored: in initializers, or hidden in nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import onnx_ir as ir
+
+
+def constant_tensor(value: ir.Value | None) -> ir.TensorProtocol | None:
+    """The tensor behind an initializer or the output of a Constant node."""
+    if value is None:
+        return None
+    if value.is_initializer():
+        return value.const_value
+    node = value.producer()
+    if node is not None and node.op_type == "Constant" and "value" in node.attributes:
+        return node.attributes["value"].as_tensor()
+    return None
+
+
+def stored_shape(value: ir.Value) -> tuple[int, ...] | None:
+    if value.const_value is not None:
+        return tuple(value.const_value.shape.numpy())
+    node = value.producer()
+    if node is not None and node.op_type == "Constant":
+        return tuple(node.attributes["value"].as_tensor().shape.numpy())
+    return tuple(value.shape.numpy()) if value.shape is not None and value.shape.is_static() else None
+
+
+def expose(graph: ir.Graph, value: ir.Value) -> ir.Value:
+    """Make a parameter an initializer, and only that: not an input with a default, nor hidden in a node."""
+    if value in graph.inputs:
+        graph.inputs.remove(value)
+    if value.producer() is None:
+        value.type = ir.TensorType(value.const_value.dtype)  # type: ignore[union-attr]
+        value.shape = ir.Shape(value.const_value.shape.numpy())  # type: ignore[union-attr]
+        return value
+    node = value.producer()
+    assert node is not None and value.name is not None
+    exposed = ir.Value(name=value.name, type=value.type, shape=value.shape, const_value=_evaluate(node))
+    exposed.type = ir.TensorType(exposed.const_value.dtype)  # type: ignore[union-attr]
+    exposed.shape = ir.Shape(exposed.const_value.shape.numpy())  # type: ignore[union-attr]
+    value.replace_all_uses_with(exposed, replace_graph_outputs=True)
+    graph.remove(node)
+    graph.register_initializer(exposed)
+    return exposed
+
+
+def _evaluate(node: ir.Node) -> ir.TensorProtocol:
+    """The value of a node whose inputs are constants."""
+    name = node.outputs[0].name
+    if node.op_type == "Constant":
+        tensor = node.attributes["value"].as_tensor()
+        return ir.Tensor(tensor.numpy(), dtype=tensor.dtype, name=name)
+    tensors = [constant_tensor(value) for value in node.inputs]
+    if node.op_type == "ConstantOfShape":
+        fill = node.attributes["value"].as_tensor().numpy().item() if "value" in node.attributes else 0.0
+        dtype = node.attributes["value"].as_tensor().dtype if "value" in node.attributes else ir.DataType.FLOAT
+        # One number, repeated without copies until somebody writes to it.
+        shape = tuple(tensors[0].numpy())  # type: ignore[union-attr]
+        return ir.Tensor(np.broadcast_to(np.asarray(fill, dtype.numpy()), shape), dtype=dtype, name=name)
+    return _run(node, tensors)
+
+
+def _run(node: ir.Node, tensors: Sequence[ir.TensorProtocol | None]) -> ir.Tensor:
+    import onnxruntime as ort
+
+    values = [t if t is None else ir.Value(name=f"x{i}", const_value=t) for i, t in enumerate(tensors)]
+    copy = ir.Node(node.domain, node.op_type, values, list(node.attributes.values()), name="node")
+    copy.outputs[0].name = "y"
+    copy.outputs[0].type = ir.TensorType(node.outputs[0].dtype or ir.DataType.FLOAT)
+    opset = dict(node.graph.opset_imports) if node.graph is not None else {"": 21}
+    constants = [value for value in values if value is not None]
+    graph = ir.Graph([], copy.outputs, nodes=[copy], initializers=constants, opset_imports=opset, name="constant")
+    session = ort.InferenceSession(ir.to_proto(ir.Model(graph, ir_version=10)).SerializeToString())
+    return ir.Tensor(session.run(None, {})[0], name=node.outputs[0].name)

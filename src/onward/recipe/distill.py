@@ -1,0 +1,219 @@
+"""Learning from a teacher: a model whose outputs the student shall come near.
+
+    onward.prepare("small.onnx", loss="cross_entropy", teacher="large.onnx", distill="kl:temperature=4,weight=0.5")
+
+The teacher's graph is part of the training step and of nothing else: the trained model does not hold it. It reads the
+same inputs, in inference mode, and no gradient goes into it, as nothing in it is trained. With weights w the loss is
+
+    (1 - sum w) * loss + sum w * distance,   for `kl`: distance = T^2 KL(softmax(teacher / T), softmax(student / T))
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from onward.build import Builder, Expr
+from onward.errors import RecipeError, UnknownNameError, near
+from onward.model import Model, Source, read
+from onward.model.core import values
+from onward.recipe.assembly import Assembly
+from onward.recipe.embed import embed
+from onward.recipe.losses import functions
+from onward.recipe.losses import loss as named_loss
+from onward.recipe.spec import Spec, check_options, lookup, parse
+from onward.transform.extract import extract
+from onward.transform.inline import inline
+from onward.transform.names import add_prefix
+from onward.transform.opset import convert_opset
+from onward.transform.training import strip
+from onward.transform.types import fill_in_types
+
+_PREFIX = "teacher/"
+_KL = "kl"
+_DISTANCES = {name: name for name in (_KL, "mse", "l1", "mae", "huber", "smooth_l1", "cosine")}
+_OWN_OPTIONS = {"student": None, "teacher": None, "weight": 0.5}
+_KL_OPTIONS = {"temperature": 1.0, "axis": 1}
+
+
+@dataclasses.dataclass(frozen=True)
+class Term:
+    """One distance between a value of the student and one of the teacher. Without a name: the output of the loss."""
+
+    spec: Spec
+    student: str | None
+    teacher: str | None
+    weight: float
+
+    def fact(self, student: str, teacher: str) -> dict[str, Any]:
+        named = {"name": self.spec.name, "student": student, "teacher": teacher}
+        return {**named, "options": dict(self.spec.options), "weight": self.weight}
+
+
+class Distillation:
+    """A teacher, and what is learned from it."""
+
+    def __init__(self, teacher: Source, distill: Any, alone: bool):
+        """`alone`: there is no other loss, so that the weight is 1 unless it is given."""
+        given = list(distill) if isinstance(distill, Sequence) and not isinstance(distill, str) else [distill]
+        self.terms = [_term(parse(item), 1.0 if alone else 0.5) for item in given]
+        if not alone and sum(term.weight for term in self.terms) > 1:
+            raise RecipeError("the weights of what is learned from the teacher add up to more than 1")
+        self.model = strip(inline(read(teacher)))
+        self.alone = alone
+
+    @property
+    def opset(self) -> int:
+        return self.model.opset
+
+    def students(self, model: Model, predictions: Sequence[ir.Value]) -> list[ir.Value]:
+        """The values of the inference graph that each term looks at: those that are named, else that of the loss."""
+        default = predictions[0] if predictions else None
+        return [_named(model, term.student, "the model", default) for term in self.terms]
+
+    def add(
+        self,
+        assembly: Assembly,
+        hard: Expr | None,
+        students: Sequence[ir.Value],
+        trained: Mapping[ir.Value, ir.Value],
+    ) -> Expr:
+        """Append the teacher, and return the whole loss; `trained` maps values of inference to those of training."""
+        wanted = [_counterpart(self.model, term, value) for term, value in zip(self.terms, students, strict=True)]
+        results = _run_teacher(assembly, self.model, list(dict.fromkeys(wanted)))
+        op = assembly.op.scoped("distill")
+        total, share, facts = None, None, []
+        for i, (term, value, name) in enumerate(zip(self.terms, students, wanted, strict=True)):
+            _check_shapes(value, results[name], name)
+            place = "distill" if len(self.terms) == 1 else f"distill/{i}"
+            distance = _distance(assembly, op, term, place, op(trained.get(value, value)), results[name])
+            weight = assembly.hyper(f"{place}/weight", term.weight)
+            weighted = distance * op.CastLike(weight, distance)
+            total = weighted if total is None else total + weighted
+            share = op(weight.value) if share is None else share + weight
+            facts.append(term.fact(value.name or "", name))
+        assert total is not None and share is not None
+        assembly.fact("distill", facts)
+        if hard is None:
+            return total
+        return op(hard.value) * op.CastLike(1.0 - share, hard) + total
+
+
+def _term(spec: Spec, weight: float) -> Term:
+    lookup("way to learn from a teacher", spec.name, _DISTANCES)
+    options = dict(spec.options)
+    own = {name: options.pop(name, None) for name in _OWN_OPTIONS}
+    weight = weight if own["weight"] is None else own["weight"]
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight <= 1:
+        raise RecipeError(f"the weight of `{spec}` is `{weight}`, but must be a number from 0 to 1")
+    if spec.name == _KL:
+        check_options("`kl`", options, {**_OWN_OPTIONS, **_KL_OPTIONS})
+        options = {**_KL_OPTIONS, **options}
+        temperature = options["temperature"]
+        if isinstance(temperature, bool) or not isinstance(temperature, int | float) or not temperature > 0:
+            raise RecipeError(f"the temperature is `{temperature}`, but must be a positive number")
+        if options["axis"] not in (1, -1):
+            raise RecipeError(f"the classes cannot be on axis `{options['axis']}`", hint="they are on axis 1 or -1")
+    return Term(Spec(spec.name, options), own["student"], own["teacher"], float(weight))
+
+
+def _named(model: Model, name: str | None, whose: str, default: ir.Value | None) -> ir.Value:
+    known = {value.name: value for value in values(model.graph) if value.name}
+    if name is not None:
+        if name not in known:
+            raise UnknownNameError(f"{whose} has no value `{name}`", hint=near(name, known) or _outputs(model))
+        return known[name]
+    floating = [value for value in model.outputs if value.dtype is None or value.dtype.is_floating_point()]
+    if default is not None:
+        return default
+    if len(floating) != 1:
+        raise RecipeError(f"{whose} has several outputs", hint=f"say which one counts; {_outputs(model)}")
+    return floating[0]
+
+
+def _outputs(model: Model) -> str:
+    return f"the outputs are {', '.join(value.name or '' for value in model.outputs)}"
+
+
+def _counterpart(teacher: Model, term: Term, student: ir.Value) -> str:
+    """The teacher's value for a term: the one that is named, that of the same name, or the only output."""
+    same = next((value for value in teacher.outputs if value.name == student.name), None)
+    return _named(teacher, term.teacher, "the teacher", same).name or ""
+
+
+# ---- the teacher in the step -----------------------------------------------------------------------------------------
+
+
+def _run_teacher(assembly: Assembly, teacher: Model, outputs: list[str]) -> dict[str, Expr]:
+    part = extract(teacher, [value.name or "" for value in teacher.inputs], outputs)
+    fill_in_types(part, part.outputs)
+    part = add_prefix(convert_opset(part, assembly.model.opset), _PREFIX)
+    results = dict(zip(outputs, part.outputs, strict=True))
+    read_values = [value for value in part.inputs if value.uses()]
+    sources = {value: _source(assembly, value, len(read_values) == 1) for value in read_values}
+    embed(assembly, part, sources)
+    return {name: assembly.op.scoped("distill")(value) for name, value in results.items()}
+
+
+def _source(assembly: Assembly, wanted: ir.Value, only: bool) -> ir.Value:
+    """The input of the student, or of its loss, that an input of the teacher is: by its name, or the only one."""
+    name = (wanted.name or "").removeprefix(_PREFIX)
+    own = assembly.model.inputs
+    known = {value.name: value for value in (*own, *assembly.step.algorithm.inputs)}
+    source = known.get(name, own[0] if only and len(own) == 1 else None)
+    if source is None:
+        raise RecipeError(
+            f"the teacher reads `{name}`, which is no input of the model",
+            hint=f"the inputs are {', '.join(str(n) for n in known)}; rename the teacher's (`onward rename`)",
+        )
+    if not _fit(wanted.shape, source.shape):
+        raise RecipeError(
+            f"the teacher reads `{name}` of shape {wanted.shape}, but `{source.name}` has {source.shape}",
+            hint="put what resizes it before the teacher (`onward merge`)",
+        )
+    return _in_type(assembly.op.scoped("distill")(source), wanted, f"the teacher's input `{name}`").value
+
+
+def _in_type(expr: Expr, wanted: ir.Value, what: str) -> Expr:
+    """The same in another floating-point type, where two models differ in that."""
+    if expr.dtype is None or wanted.dtype is None or expr.dtype == wanted.dtype:
+        return expr
+    if not (expr.dtype.is_floating_point() and wanted.dtype.is_floating_point()):
+        raise RecipeError(f"{what} is {wanted.dtype.name.lower()}, but `{expr.name}` is {expr.dtype.name.lower()}")
+    cast: Expr = expr.op.Cast(expr, to=wanted.dtype)
+    return cast
+
+
+def _check_shapes(student: ir.Value, teacher: Expr, name: str) -> None:
+    if not _fit(student.shape, teacher.value.shape):
+        raise RecipeError(
+            f"`{student.name}` of the model has shape {student.shape}, but `{name}` of the teacher has "
+            f"{teacher.value.shape}",
+            hint="name values of the same shape with `student=` and `teacher=`",
+        )
+
+
+def _fit(a: ir.Shape | None, b: ir.Shape | None) -> bool:
+    if a is None or b is None:
+        return True
+    return len(a) == len(b) and all(
+        x == y or not isinstance(x, int) or not isinstance(y, int) for x, y in zip(a, b, strict=True)
+    )
+
+
+def _distance(assembly: Assembly, op: Builder, term: Term, place: str, student: Expr, teacher: Expr) -> Expr:
+    target = _in_type(op(teacher.value), student.value, f"the teacher's `{teacher.name}`")
+    options = dict(term.spec.options)
+    if term.spec.name != _KL:
+        return named_loss(term.spec.name).build(op, student, target, **options)
+    temperature = op.CastLike(assembly.hyper(f"{place}/temperature", float(options["temperature"])), student)
+    softened = (op.LogSoftmax(scores / temperature, axis=options["axis"]) for scores in (student, target))
+    divergence = op.call(functions.KLDivergenceOfLogs, *softened)
+    each = op.ReduceSum(divergence, np.asarray([options["axis"]], np.int64), keepdims=0)
+    distance: Expr = op.ReduceMean(each, keepdims=0) * (temperature * temperature)
+    distance.value.shape = ir.Shape([])
+    return distance

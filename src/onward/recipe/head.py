@@ -1,0 +1,199 @@
+"""A new last layer for another number of classes.
+
+    model = onward.replace_head("resnet.onnx", classes=5)
+
+The weight and the bias of the layer that gives the logits are drawn anew, under their old names. Everything before
+stays as it is, and what comes after is told the new number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from onward.errors import RecipeError, UnsupportedError
+from onward.model import Model, Source, read
+from onward.model.state import tagged
+from onward.recipe.assembly import METADATA_IR_VERSION
+from onward.recipe.constants import constant_tensor, expose
+from onward.recipe.initialize import INITIALIZERS
+from onward.recipe.layers import Layer, downstream, find_head
+from onward.recipe.reset import drawn
+from onward.recipe.spec import Spec, parse
+from onward.recipe.trainable import HEAD
+from onward.transform.types import fill_in_types
+
+LINEAR = "kaiming_uniform:a=2.23606797749979"
+"""How torch.nn.Linear and torch.nn.Conv2d start: uniform within 1 / sqrt(fan_in)."""
+
+_Init = str | Mapping[str, Any] | Spec
+
+
+def replace_head(
+    model: Source,
+    classes: int,
+    *,
+    layer: str | None = None,
+    init: _Init = LINEAR,
+    bias_init: _Init = "zeros",
+    seed: int = 0,
+) -> Model:
+    """A copy whose last layer gives `classes` logits, from fresh weights.
+
+    - `layer`: which one, by the name of its weight, node or output; found from the outputs unless given
+    - `init`, `bias_init`: initialisers, such as `"normal:std=0.02"`
+    - `seed`: what they are drawn from
+    """
+    if isinstance(classes, bool) or not isinstance(classes, int) or classes < 1:
+        raise RecipeError(f"there cannot be {classes} classes", hint="give a whole number from 1 on")
+    source = read(model)
+    refuse_training(source, "replace its head")
+    changed = source.copy()
+    head = find_head(changed, layer)
+    bias = head.bias()
+    _check_alone(changed, head, bias[0] if bias else None)
+    old = head.units
+    after = [] if classes == old else list(_follow(changed, head))
+    _check_readers(after, old, bias[1] if bias else None)
+    axis = 0 if head.units_first else 1
+    _redraw(changed, head.weight, _resized(head.shape, axis, classes), _with_layout(init, head), seed)
+    if bias and (tensor := constant_tensor(bias[0])) is not None and tensor.size == old:
+        shape = tuple(classes if size == old else size for size in tensor.shape.numpy())
+        _redraw(changed, bias[0], shape, bias_init, seed)
+    _update_shapes(changed, head, after, old, classes)
+    changed.ir.ir_version = max(changed.ir.ir_version or 0, METADATA_IR_VERSION)
+    return changed
+
+
+def refuse_training(model: Model, purpose: str) -> None:
+    """Training that the file carries is for the model as it is; a change of its layers would break it."""
+    if model.steps:
+        raise RecipeError(
+            f"the model carries its training, so one cannot {purpose}",
+            hint="strip the training first (`onward strip`), and prepare the changed model",
+        )
+
+
+# ---- may it be changed? ----------------------------------------------------------------------------------------------
+
+
+def _check_alone(model: Model, head: Layer, bias: ir.Value | None) -> None:
+    """Refuse a head whose weights mean something elsewhere, or are not stored as what they are."""
+    name = head.weight.name
+    if head.is_quantised:
+        raise UnsupportedError(
+            f"the weight `{name}` of the head is quantised", hint="replace the head of the model before quantisation"
+        )
+    if head.node.graph is not model.graph:
+        raise UnsupportedError(f"the head `{head.names[0]}` is inside a nested graph")
+    if head.node.attributes.get_int("group", 1) != 1:
+        raise UnsupportedError(f"the head `{head.names[0]}` is a convolution with groups")
+    chain = [head.weight, *(node.outputs[0] for node in head.path), *([bias] if bias is not None else [])]
+    for value in chain:
+        others = [use.node for use in value.uses() if use.node not in (head.node, *head.path)]
+        others = [node for node in others if not (value is bias and node.op_type == "Add" and len(value.uses()) == 1)]
+        if others or value.is_graph_output():
+            reader = f"{others[0].op_type} `{others[0].name}`" if others else "the outputs"
+            raise UnsupportedError(
+                f"the weight `{value.name}` of the head is tied to another place: it is also read by {reader}",
+                hint="name another layer with `layer`, or untie the weights before the export",
+            )
+
+
+def _follow(model: Model, head: Layer) -> list[ir.Node]:
+    after = list(downstream(head.output))
+    if any(node.graph is not model.graph for node in after):
+        raise UnsupportedError(f"the logits of `{head.names[0]}` are read in a nested graph")
+    return after
+
+
+_SIZES = {"Reshape": 1, "Resize": 3, "Expand": 1}
+"""Operators that take a shape, and where: one that says the old number of classes is told the new one."""
+
+
+def _check_readers(after: list[ir.Node], old: int, bias_node: ir.Node | None) -> None:
+    for node in after:
+        for i, value in enumerate(node.inputs):
+            tensor = constant_tensor(value)
+            if value is None or tensor is None or node is bias_node or old == 1 or i == _SIZES.get(node.op_type):
+                continue
+            if old in tensor.shape.numpy():
+                raise UnsupportedError(
+                    f"`{value.name}`, which {node.op_type} `{node.name}` reads after the head, is for {old} classes",
+                    hint="cut it off first (`onward extract`)",
+                )
+
+
+# ---- changing it -----------------------------------------------------------------------------------------------------
+
+
+def _resized(shape: tuple[int, ...], axis: int, size: int) -> tuple[int, ...]:
+    return (*shape[:axis], size, *shape[axis + 1 :])
+
+
+def _with_layout(init: _Init, head: Layer) -> Spec:
+    """The initialiser told how the weight is stored, if it asks for that."""
+    spec = parse(init)
+    known = INITIALIZERS[spec.name].options if spec.name in INITIALIZERS else {}
+    if "layout" not in known or "layout" in spec.options:
+        return spec
+    return Spec(spec.name, {**spec.options, "layout": "torch" if head.units_first else "keras"})
+
+
+def _redraw(model: Model, value: ir.Value, shape: tuple[int, ...], init: _Init, seed: int) -> None:
+    stored = expose(model.graph, value)
+    assert stored.const_value is not None and stored.name is not None
+    tensor = drawn(stored.name, stored.const_value.dtype, shape, init, seed)
+    stored.const_value = tagged(tensor, role="parameter", slot=HEAD)
+    stored.shape = ir.Shape(shape)
+
+
+def _update_shapes(model: Model, head: Layer, after: list[ir.Node], old: int, new: int) -> None:
+    """Say the new number wherever a shape says the old one; dimensions that cannot be inferred keep their names."""
+    if not after and old == new:
+        return
+    for node in after:
+        if (place := _SIZES.get(node.op_type)) is not None and place < len(node.inputs):
+            _tell_size(model, node, place, old, new)
+    values = [v for node in (*head.path, head.node, *after) for v in node.outputs if v.name]
+    before = {value: value.shape for value in values}
+    for value in values:
+        value.shape = None
+    fill_in_types(model, values)
+    for value, shape in before.items():
+        if shape is None:  # it was not stated, and need not be
+            value.shape = None
+        else:
+            found = value.shape or ir.Shape([None] * len(shape))
+            value.shape = ir.Shape([_dimension(was, now, old) for was, now in zip(shape, found, strict=True)])
+
+
+def _dimension(was: int | ir.SymbolicDim, now: int | ir.SymbolicDim, old: int) -> int | ir.SymbolicDim | None:
+    if isinstance(now, int):
+        return now
+    return None if was == old else was
+
+
+def _tell_size(model: Model, node: ir.Node, place: int, old: int, new: int) -> None:
+    value = node.inputs[place]
+    tensor = constant_tensor(value)
+    if value is None or tensor is None or list(tensor.numpy()).count(old) != 1:
+        return
+    sizes = np.where(tensor.numpy() == old, new, tensor.numpy()).astype(np.int64)
+    name = model.names().fresh(f"{value.name}/resized")
+    changed = ir.Value(
+        name=name,
+        type=ir.TensorType(ir.DataType.INT64),
+        shape=ir.Shape(sizes.shape),
+        const_value=ir.Tensor(sizes, name=name),
+    )
+    model.graph.register_initializer(changed)
+    node.replace_input_with(place, changed)
+    if not value.uses() and not value.is_graph_output():
+        if (producer := value.producer()) is not None:
+            model.graph.remove(producer, safe=True)
+        elif value.name is not None and value.is_initializer() and not value.is_graph_input():
+            del model.graph.initializers[value.name]

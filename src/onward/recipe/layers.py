@@ -1,0 +1,164 @@
+"""Layers as a graph has them: a product of an activation with a stored weight, and the bias that is added to it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator
+
+import onnx_ir as ir
+
+from onward.errors import UnknownNameError, near
+from onward.model import Model
+from onward.recipe.constants import constant_tensor
+
+_PRODUCTS = {"MatMul", "Gemm", "Conv"}
+_ON_THE_WAY = {"Identity", "Transpose", "Cast", "DequantizeLinear"}
+_MOST_LISTED = 8
+
+# What may stand between the layer that gives the logits and an output, reading the logits as its first input.
+_AFTER_LOGITS = {
+    "ArgMax", "AveragePool", "Cast", "Clip", "Dropout", "Flatten", "Gather", "GlobalAveragePool", "GlobalMaxPool",
+    "Identity", "LogSoftmax", "NegativeLogLikelihoodLoss", "ReduceMax", "ReduceMean", "Relu", "Reshape", "Resize",
+    "Sigmoid", "Slice", "Softmax", "SoftmaxCrossEntropyLoss", "Squeeze", "TopK", "Transpose", "Unsqueeze", "Upsample",
+}  # fmt: skip
+_ELEMENTWISE = {"Add", "Sub", "Mul", "Div"}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Layer:
+    """A MatMul, Gemm or Conv whose second input is a stored weight."""
+
+    node: ir.Node
+    weight: ir.Value
+    """The weight as it is stored; `path` are the nodes from there to the product: Transpose, Cast, ..."""
+    path: tuple[ir.Node, ...]
+
+    @property
+    def is_convolution(self) -> bool:
+        return self.node.op_type == "Conv"
+
+    @property
+    def is_quantised(self) -> bool:
+        return any(node.op_type == "DequantizeLinear" for node in self.path)
+
+    @property
+    def output(self) -> ir.Value:
+        return self.node.outputs[0]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        tensor = constant_tensor(self.weight)
+        assert tensor is not None
+        return tuple(tensor.shape.numpy())
+
+    @property
+    def units_first(self) -> bool:
+        """Whether the weight is stored as [out, in, ...] and not as [in, out]."""
+        turns = sum(node.op_type == "Transpose" for node in self.path)
+        return self.is_convolution or (turns + self.node.attributes.get_int("transB", 0)) % 2 == 1
+
+    @property
+    def units(self) -> int:
+        """The number of outputs."""
+        return self.shape[0 if self.units_first else -1]
+
+    @property
+    def module(self) -> str:
+        """The name of what owns the weight, as frameworks have it."""
+        return (self.weight.name or "").removesuffix(".weight")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All that a person may call it."""
+        found = (self.weight.name, self.module, self.node.name, self.output.name)
+        return tuple(name for name in found if name)
+
+    def bias(self) -> tuple[ir.Value, ir.Node, int] | None:
+        """The stored bias, with the node and the input where it comes in."""
+        if self.node.op_type != "MatMul":
+            value = self.node.inputs[2] if len(self.node.inputs) > 2 else None
+            return (value, self.node, 2) if value is not None and constant_tensor(value) is not None else None
+        readers = tuple(self.output.uses())
+        if len(readers) == 1 and not self.output.is_graph_output():
+            node, index = readers[0]
+            other = node.inputs[1 - index] if node.op_type == "Add" else None
+            if other is not None and constant_tensor(other) is not None:
+                return other, node, 1 - index
+        return None
+
+
+def layers(graph: ir.Graph) -> list[Layer]:
+    """The layers of a graph, in order, those in nested graphs too where they use weights of the graph itself."""
+    found = (_layer(node, graph) for node in graph.all_nodes() if node.domain in ("", "ai.onnx"))
+    return [layer for layer in found if layer is not None]
+
+
+def _layer(node: ir.Node, graph: ir.Graph) -> Layer | None:
+    if node.op_type not in _PRODUCTS or len(node.inputs) < 2:
+        return None
+    value, path = node.inputs[1], []
+    while value is not None and constant_tensor(value) is None:
+        producer = value.producer()
+        if producer is None or producer.op_type not in _ON_THE_WAY:
+            return None
+        path.append(producer)
+        value = producer.inputs[0]
+    if value is None or value.graph is not graph:
+        return None
+    layer = Layer(node, value, tuple(reversed(path)))
+    rank, turns = len(layer.shape), any(step.op_type == "Transpose" for step in path)
+    fits = rank >= 3 and not turns if layer.is_convolution else rank == 2
+    return layer if fits else None
+
+
+def find_head(model: Model, name: str | None = None) -> Layer:
+    """The layer that gives the logits: the one of that name, or the last one before an output."""
+    known = layers(model.graph)
+    if name is not None:
+        named = [layer for layer in known if name in layer.names]
+        if len(named) != 1:
+            problem = f"there is no layer `{name}`" if not named else f"`{name}` is the name of {len(named)} layers"
+            names = [other for layer in known for other in layer.names]
+            raise UnknownNameError(problem, hint=near(name, names) or listing(known))
+        return named[0]
+    by_node = {layer.node: layer for layer in known}
+    found = dict.fromkeys(head for output in model.outputs if (head := _before(output, by_node)) is not None)
+    if len(found) == 1:
+        return next(iter(found))
+    problem = "it is not clear which layer gives the logits" if found else "no layer gives the logits of an output"
+    raise UnknownNameError(problem, hint=listing(found or known, "name it with `layer`; "))
+
+
+def _before(output: ir.Value, by_node: dict[ir.Node, Layer]) -> Layer | None:
+    value: ir.Value | None = output
+    while value is not None and (node := value.producer()) is not None:
+        if node in by_node:
+            return by_node[node]
+        if node.op_type in _AFTER_LOGITS:
+            value = node.inputs[0]
+        elif node.op_type in _ELEMENTWISE:
+            computed = [v for v in node.inputs if v is not None and constant_tensor(v) is None]
+            value = computed[0] if len(computed) == 1 else None
+        else:
+            return None
+    return None
+
+
+def listing(found: Iterable[Layer], before: str = "") -> str:
+    """A hint that says which layers there are, the last ones first."""
+    names = list(dict.fromkeys(layer.names[0] for layer in found))[::-1]
+    if not names:
+        return "there is no MatMul, Gemm or Conv with a stored weight; inline functions first (`onward inline`)"
+    return f"{before}there are {', '.join(names[:_MOST_LISTED])}{', ...' if len(names) > _MOST_LISTED else ''}"
+
+
+def downstream(value: ir.Value) -> Iterator[ir.Node]:
+    """The nodes that depend on a value, each once, in nested graphs too."""
+    pending, seen = [value], set()
+    while pending:
+        current = pending.pop(0)
+        for node in current.consumers():
+            if node not in seen:
+                seen.add(node)
+                pending += node.outputs
+                yield node

@@ -1,0 +1,81 @@
+"""Adapters that a model has, and the layers that can have some."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+import onnx_ir as ir
+
+from onward.model import Model
+from onward.model.state import PARAMETER_KEY, SLOT_KEY
+from onward.recipe.layers import Layer, layers
+from onward.recipe.trainable import ADAPTERS
+
+A, B = ADAPTERS
+SCALE = "lora_scale"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Adapter:
+    """What is added to one weight, as tensors of the file."""
+
+    weight: str
+    a: ir.Value
+    b: ir.Value
+    scale: ir.Value
+
+    @property
+    def rank(self) -> int:
+        shape = array(self.b).shape
+        return shape[0] if len(shape) == 2 else shape[1]
+
+    @property
+    def alpha(self) -> float:
+        return float(array(self.scale)) * self.rank
+
+    @property
+    def is_convolution(self) -> bool:
+        return array(self.b).ndim > 2
+
+
+def by_weight(model: Model) -> dict[str, list[Layer]]:
+    """The layers that can be adapted, by the name of their weight; adapters themselves do not count."""
+    found: dict[str, list[Layer]] = {}
+    for layer in layers(model.graph):
+        if layer.weight.name and _slot(layer.weight) not in ADAPTERS:
+            found.setdefault(layer.weight.name, []).append(layer)
+    return found
+
+
+def adapters(model: Model) -> list[Adapter]:
+    """The adapters of a model, by the tags of its tensors."""
+    parts: dict[str, dict[str, ir.Value]] = {}
+    for value in model.graph.initializers.values():
+        if (slot := _slot(value)) in (*ADAPTERS, SCALE) and value.const_value is not None:
+            parts.setdefault(value.const_value.metadata_props.get(PARAMETER_KEY, ""), {})[slot] = value
+    return [Adapter(weight, p[A], p[B], p[SCALE]) for weight, p in parts.items() if len(p) == 3]
+
+
+def _slot(value: ir.Value) -> str:
+    return value.const_value.metadata_props.get(SLOT_KEY, "") if value.const_value is not None else ""
+
+
+def array(value: ir.Value) -> np.ndarray:
+    assert value.const_value is not None
+    return value.const_value.numpy()
+
+
+def delta(adapter: Adapter, layer: Layer, dtype: type = np.float64) -> np.ndarray:
+    """(alpha / rank) A B, in the layout of the weight."""
+    a: np.ndarray = array(adapter.a).astype(dtype)
+    b: np.ndarray = array(adapter.b).astype(dtype)
+    scale: np.ndarray = array(adapter.scale).astype(dtype)
+    if not layer.is_convolution:
+        product = a @ b * scale
+        return product.T if layer.units_first else product
+    groups, rank = layer.node.attributes.get_int("group", 1), adapter.rank
+    inner = a.reshape(groups, rank, math.prod(a.shape[1:]))
+    outer = b.reshape(groups, b.shape[0] // groups, rank)
+    return (outer @ inner * scale).reshape(layer.shape)

@@ -1,0 +1,154 @@
+"""Adding adapters to layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import onnx_ir as ir
+
+from onward.build import Builder, Expr, Names
+from onward.errors import RecipeError, UnknownNameError, UnsupportedError
+from onward.model import Model, Source, read
+from onward.model.state import tagged
+from onward.recipe.assembly import METADATA_IR_VERSION
+from onward.recipe.constants import constant_tensor, expose
+from onward.recipe.head import LINEAR, refuse_training
+from onward.recipe.layers import Layer, listing
+from onward.recipe.lora.adapters import SCALE, A, B, adapters, by_weight
+from onward.recipe.reset import drawn
+from onward.recipe.trainable import matching
+from onward.transform.opset import convert_opset
+
+_OLDEST_OPSET, _COMMON_OPSET = 13, 21
+"""Dropout takes its ratio as an input from 12 on, and knows all types from 13 on."""
+_WINDOW = {"kernel_shape", "strides", "pads", "dilations", "auto_pad"}
+
+
+def add_lora(
+    model: Source,
+    rank: int = 8,
+    alpha: float = 16.0,
+    targets: str | Sequence[str] = "*attn*",
+    dropout: float = 0.0,
+    seed: int = 0,
+) -> Model:
+    """A copy with low-rank adapters beside the weights of MatMul, Gemm and Conv that match `targets`.
+
+    It computes what the model computes until the adapters are trained, as B is zero. A recipe that does not say what is
+    `trainable` trains them alone. `dropout` acts on what A reads, in training.
+    """
+    if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
+        raise RecipeError(f"an adapter cannot have rank {rank}", hint="give a whole number from 1 on")
+    if not 0 <= dropout < 1:
+        raise RecipeError(f"the dropout is {dropout}, but must be at least 0 and less than 1")
+    changed = adaptable(model)
+    patterns = [targets] if isinstance(targets, str) else list(targets)
+    known = by_weight(changed)
+    chosen = matching(patterns, known)
+    if not chosen:
+        listed = ", ".join(f"`{pattern}`" for pattern in patterns)
+        raise UnknownNameError(
+            f"{listed} matches no weight of a layer", hint=listing(found[0] for found in known.values())
+        )
+    names = changed.names()
+    for name in chosen:
+        a, b = _initial(known[name][0], rank, seed)
+        attach(changed, names, known[name], a, b, alpha / rank, dropout)
+    return changed
+
+
+def adaptable(model: Source) -> Model:
+    """A copy to which adapters can be added."""
+    source = read(model)
+    refuse_training(source, "add adapters")
+    changed = (convert_opset(source, _COMMON_OPSET) if source.opset < _OLDEST_OPSET else source).copy()
+    changed.ir.ir_version = max(changed.ir.ir_version or 0, METADATA_IR_VERSION)
+    return changed
+
+
+def _initial(layer: Layer, rank: int, seed: int) -> tuple[ir.Tensor, ir.Tensor]:
+    """A as torch.nn.Linear starts, and B zero, as their authors and PEFT have it."""
+    dtype = layer.node.inputs[1].dtype if layer.path else None  # type: ignore[union-attr]
+    tensor = constant_tensor(layer.weight)
+    dtype = dtype or (tensor.dtype if tensor is not None else None)
+    if dtype is None or not dtype.is_floating_point():
+        dtype = ir.DataType.FLOAT  # what a DequantizeLinear of unknown type most likely makes
+    inputs, *kernel = layer.shape[1:] if layer.units_first else layer.shape[:-1]
+    if layer.is_convolution:
+        groups = layer.node.attributes.get_int("group", 1)
+        a_shape, b_shape = (groups * rank, inputs, *kernel), (layer.units, rank, *(1 for _ in kernel))
+    else:
+        a_shape, b_shape = (inputs, rank), (rank, layer.units)
+    init = LINEAR + ("" if layer.is_convolution else ",layout=keras")
+    a = drawn(f"{layer.weight.name}/{A}", dtype, a_shape, init, seed)
+    return a, ir.Tensor(np.zeros(b_shape, dtype.numpy()), dtype=dtype)
+
+
+def attach(
+    model: Model, names: Names, of: Sequence[Layer], a: ir.Tensor, b: ir.Tensor, scale: float, dropout: float
+) -> None:
+    """Add an adapter with these values to the layers that share a weight, in place."""
+    weight = of[0].weight
+    if any(adapter.weight == weight.name for adapter in adapters(model)):
+        raise RecipeError(f"`{weight.name}` has an adapter already", hint="merge it first (`onward.merge_lora`)")
+    if len({(layer.units_first, layer.is_convolution) for layer in of}) > 1:
+        raise UnsupportedError(f"`{weight.name}` is used both as it is and transposed, so that no adapter fits both")
+    if weight.producer() is not None:
+        expose(model.graph, weight)
+        of = by_weight(model)[weight.name or ""]
+    number = ir.Tensor(np.asarray(scale, a.dtype.numpy()), dtype=a.dtype)
+    values = [
+        _stored(model, names, weight.name or "", slot, tensor) for slot, tensor in ((A, a), (B, b), (SCALE, number))
+    ]
+    for layer in of:
+        _insert(model, names, layer, values, dropout)
+
+
+def _stored(model: Model, names: Names, weight: str, slot: str, tensor: ir.Tensor) -> ir.Value:
+    tensor.name = names.fresh(f"{weight}/{slot}")
+    tensor_with_tags = tagged(tensor, role="hyper" if slot == SCALE else "parameter", param=weight, slot=slot)
+    value = ir.Value(
+        name=tensor.name,
+        type=ir.TensorType(tensor.dtype),
+        shape=ir.Shape(tensor.shape.numpy()),
+        const_value=tensor_with_tags,
+    )
+    model.graph.register_initializer(value)
+    return value
+
+
+def _insert(model: Model, names: Names, layer: Layer, values: Sequence[ir.Value], dropout: float) -> None:
+    """Add the branch behind a layer. Its sum has the name of the layer's output, which gets another one."""
+    branch = ir.Graph([], [], nodes=[], name="adapter")
+    op = Builder(branch, opset=model.opset, names=names, scope=f"{layer.weight.name}/lora")
+    y = layer.output
+    a, b, scale = (op(value) for value in values)
+    total = op(y) + _change(op, layer, a, b, scale, dropout)
+    nodes = list(branch)
+    branch.remove(nodes)
+    layer.node.append(nodes)
+    total.like(y)
+    y.replace_all_uses_with(total.value, replace_graph_outputs=True)
+    nodes[-1].replace_input_with(0, y)
+    name = y.name or ""
+    y.name = names.fresh(f"{name}/base")
+    total.value.name = name
+
+
+def _change(op: Builder, layer: Layer, a: Expr, b: Expr, scale: Expr, dropout: float) -> Expr:
+    """What the adapter adds to the output of a layer."""
+    node, x = layer.node, op(layer.node.inputs[0])  # type: ignore[arg-type]
+    if dropout:
+        x = op.Dropout(x, op.constant(np.float32(dropout)))
+    if layer.is_convolution:
+        settings = {name: attribute.value for name, attribute in node.attributes.items() if name in _WINDOW}
+        groups = node.attributes.get_int("group", 1)
+        inner = op.Conv(x, a, group=groups, **settings)
+        return op(op.Conv(inner * scale, b, group=groups).value)
+    if node.attributes.get_int("transA", 0):
+        x = op.Transpose(x, perm=[1, 0])
+    factor = node.attributes.get_float("alpha", 1.0)  # of a Gemm, which multiplies all that goes through the weight
+    inner = op.MatMul(x, a) * scale
+    changed: Expr = op.MatMul(inner * factor if factor != 1 else inner, b)
+    return changed

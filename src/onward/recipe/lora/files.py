@@ -1,0 +1,216 @@
+"""Adapters alone in a file, as PEFT writes them: `base_model.model.<module>.lora_A.weight`, of [rank, in], and so on.
+
+A path that ends in `.safetensors` is one file, whose header holds the configuration. Any other is a folder with
+`adapter_model.safetensors` and `adapter_config.json`, which PEFT reads.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from onward.errors import InvalidModelError, UnknownNameError, UnsupportedError, near
+from onward.model import Model, Source, read
+from onward.model.storage.transaction import Transaction
+from onward.recipe.layers import Layer
+from onward.recipe.lora.adapters import Adapter, adapters, array, by_weight
+from onward.recipe.lora.add import adaptable, attach
+from onward.recipe.lora.merge import detach
+
+_WEIGHTS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
+_KEY = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<part>[AB])(?:\.default)?\.weight")
+_METADATA = "adapter_config"
+_UNSUPPORTED = ("use_dora", "modules_to_save", "layer_replication")
+
+
+def save_adapter(model: Source, path: str | Path) -> Path:
+    """Write the adapters of a model, and nothing else; the path."""
+    source, target = read(model), Path(path)
+    found = adapters(source)
+    if not found:
+        raise UnknownNameError("the model has no adapters to save", hint="`onward.add_lora` adds some")
+    tensors = {key: array for adapter in found for key, array in _tensors(adapter).items()}
+    config = json.dumps(_config(source, found), indent=2)
+    if target.suffix == ".safetensors":
+        _write(target, _serialised(tensors, {"format": "pt", _METADATA: config}))
+        return target
+    target.mkdir(parents=True, exist_ok=True)
+    _write(target / _WEIGHTS, _serialised(tensors, {"format": "pt"}))
+    _write(target / _CONFIG, config.encode())
+    return target
+
+
+def load_adapter(model: Source, path: str | Path) -> Model:
+    """A copy with the adapters of a file that `save_adapter` or PEFT wrote; those that it had on the same weights go.
+
+    Modules are matched to weights by their names, or by the ends of these where only one weight fits.
+    """
+    pairs, config = _read(Path(path))
+    changed = adaptable(model)
+    known = by_weight(changed)
+    names = {weight: found[0].module for weight, found in known.items()}
+    placed = {module: _weight_of(module, names) for module in pairs}
+    for adapter in adapters(changed):
+        if adapter.weight in placed.values():
+            detach(changed, adapter)
+    taken, known = changed.names(), by_weight(changed)
+    for module, (a, b) in pairs.items():
+        layer = known[placed[module]][0]
+        inner, outer = _as_stored(module, layer, a, b)
+        scale = _scale(config, module, rank=b.shape[1])
+        attach(changed, taken, known[placed[module]], inner, outer, scale, float(config.get("lora_dropout", 0.0)))
+    return changed
+
+
+# ---- writing ---------------------------------------------------------------------------------------------------------
+
+
+def _module(adapter: Adapter) -> str:
+    return adapter.weight.removesuffix(".weight")
+
+
+def _tensors(adapter: Adapter) -> dict[str, np.ndarray]:
+    a, b = array(adapter.a), array(adapter.b)
+    a, b = (a, b) if adapter.is_convolution else (a.T, b.T)
+    return {f"base_model.model.{_module(adapter)}.lora_{part}.weight": x for part, x in (("A", a), ("B", b))}
+
+
+def _config(model: Model, found: list[Adapter]) -> dict[str, Any]:
+    """What PEFT wants to know, with the most common rank and alpha, and those of the others by their modules."""
+    rank = Counter(adapter.rank for adapter in found).most_common(1)[0][0]
+    alpha = Counter(adapter.alpha for adapter in found).most_common(1)[0][0]
+    return {
+        "peft_type": "LORA",
+        "base_model_name_or_path": model.path.name if model.path else None,
+        "r": rank,
+        "lora_alpha": alpha,
+        "lora_dropout": max(_dropout(adapter) for adapter in found),
+        "target_modules": [_module(adapter) for adapter in found],
+        "rank_pattern": {_module(adapter): adapter.rank for adapter in found if adapter.rank != rank},
+        "alpha_pattern": {_module(adapter): adapter.alpha for adapter in found if adapter.alpha != alpha},
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "task_type": None,
+    }
+
+
+def _dropout(adapter: Adapter) -> float:
+    for reader in adapter.a.consumers():
+        before = reader.inputs[0].producer() if reader.inputs[0] is not None else None
+        if before is not None and before.op_type == "Transpose" and before.inputs[0] is not None:
+            before = before.inputs[0].producer()
+        ratio = before.inputs[1] if before is not None and before.op_type == "Dropout" else None
+        constant = ratio.producer() if ratio is not None else None
+        if constant is not None and constant.op_type == "Constant":
+            return round(float(constant.attributes["value"].as_tensor().numpy()), 6)
+    return 0.0
+
+
+def _serialised(tensors: dict[str, np.ndarray], metadata: dict[str, str]) -> bytes:
+    from safetensors.numpy import save
+
+    return save({key: np.ascontiguousarray(array) for key, array in tensors.items()}, metadata)
+
+
+def _write(target: Path, payload: bytes) -> None:
+    with Transaction(target) as transaction:
+        transaction.commit(payload)
+
+
+# ---- reading ---------------------------------------------------------------------------------------------------------
+
+
+def _read(path: Path) -> tuple[dict[str, tuple[np.ndarray, np.ndarray]], dict[str, Any]]:
+    """A and B of each module, as they are in the file, and the configuration."""
+    import safetensors
+
+    file = path / _WEIGHTS if path.is_dir() else path
+    try:
+        entries = dict(safetensors.deserialize(file.read_bytes()))  # type: ignore[no-untyped-call]
+        config = _read_config(path, file)
+    except (OSError, ValueError, safetensors.SafetensorError) as error:
+        raise InvalidModelError(f"`{file}` holds no adapter: {error}") from error
+    if wrong := [key for key in entries if not _KEY.fullmatch(key)]:
+        raise UnsupportedError(f"`{file}` holds more than adapters of layers: `{wrong[0]}`")
+    if refused := [name for name in _UNSUPPORTED if config.get(name)]:
+        raise UnsupportedError(f"the adapter in `{path}` was made with `{refused[0]}`, which is not supported")
+    parts: dict[str, dict[str, np.ndarray]] = {}
+    for key, entry in entries.items():
+        match = _KEY.fullmatch(key)
+        assert match is not None
+        parts.setdefault(match["module"], {})[match["part"]] = _numbers(entry)
+    if not parts or any(len(pair) != 2 for pair in parts.values()):
+        raise InvalidModelError(f"`{file}` does not hold an A and a B for each of its modules")
+    return {module: (pair["A"], pair["B"]) for module, pair in parts.items()}, config
+
+
+_DTYPES = {"F64": "DOUBLE", "F32": "FLOAT", "F16": "FLOAT16", "BF16": "BFLOAT16"}
+
+
+def _numbers(entry: dict[str, Any]) -> np.ndarray:
+    dtype = ir.DataType[_DTYPES.get(entry["dtype"], "FLOAT")].numpy()
+    return np.frombuffer(bytes(entry["data"]), dtype).reshape(entry["shape"])
+
+
+def _read_config(path: Path, file: Path) -> dict[str, Any]:
+    beside = file.with_name(_CONFIG)
+    if path.is_dir() or beside.exists():
+        found = json.loads(beside.read_text(encoding="utf-8"))
+    else:
+        from safetensors import safe_open
+
+        with safe_open(file, "numpy") as opened:
+            found = json.loads((opened.metadata() or {}).get(_METADATA, "{}"))
+    if not isinstance(found, dict) or "lora_alpha" not in found:
+        raise ValueError("its configuration does not say `lora_alpha`")
+    return found
+
+
+def _weight_of(module: str, names: dict[str, str]) -> str:
+    """The weight of a module of the file: of the same name, or the only one of which one name ends in the other."""
+    exact = [weight for weight, known in names.items() if known == module]
+    ends = [w for w, known in names.items() if f".{known}".endswith(f".{module}") or f".{module}".endswith(f".{known}")]
+    found = exact or ends
+    if len(found) != 1:
+        problem = "matches several weights" if found else "is no layer of the model"
+        raise UnknownNameError(f"`{module}` of the adapter {problem}", hint=_hint(module, names.values()))
+    return found[0]
+
+
+def _hint(module: str, known: Iterable[str]) -> str:
+    return near(module, known) or f"the model has {', '.join(list(known)[:5])}, ..."
+
+
+def _scale(config: dict[str, Any], module: str, rank: int) -> float:
+    patterns = config.get("alpha_pattern") or {}
+    alpha = next((v for key, v in patterns.items() if module == key or module.endswith(f".{key}")), None)
+    alpha = config["lora_alpha"] if alpha is None else alpha
+    return float(alpha) / (math.sqrt(rank) if config.get("use_rslora") else rank)
+
+
+def _as_stored(module: str, layer: Layer, a: np.ndarray, b: np.ndarray) -> tuple[ir.Tensor, ir.Tensor]:
+    """A and B as a model holds them, in the type of the layer, if they fit it."""
+    value = layer.node.inputs[1]
+    dtype = (value.dtype if value is not None else None) or ir.DataType.FLOAT
+    if layer.is_convolution:
+        groups = layer.node.attributes.get_int("group", 1)
+        fits = a.shape[1:] == layer.shape[1:] and b.shape[:2] == (layer.units, a.shape[0] // groups)
+    else:
+        inputs = layer.shape[1] if layer.units_first else layer.shape[0]
+        fits = a.ndim == b.ndim == 2 and a.shape[1] == inputs and b.shape == (layer.units, a.shape[0])
+        a, b = a.T, b.T
+    if not fits:
+        raise InvalidModelError(
+            f"the adapter of `{module}` does not fit `{layer.weight.name}` of shape {list(layer.shape)}"
+        )
+    inner, outer = (ir.Tensor(np.ascontiguousarray(x).astype(dtype.numpy()), dtype=dtype) for x in (a, b))
+    return inner, outer
