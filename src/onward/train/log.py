@@ -1,5 +1,7 @@
 """The log of a run: JSON lines, one event each, added at the end only.
 
+`step` is the number of steps made so far, in every event.
+
 | event | when | what it holds |
 |---|---|---|
 | `start` | once | `time`, `model`, `parameters`, `recipe`, `config`, `device`, `engine`, `steps_per_epoch`, `epochs` |
@@ -9,7 +11,7 @@
 | `validation` | each epoch | `step`, `epoch`, `loss`, other metrics |
 | `save` | after saving | `step`, `best` |
 | `resume` | on going on | `step`, `time` |
-| `end` | last | `step`, `reason`, `seconds` |
+| `end` | last | `step`, `reason`, `seconds` since it was started or resumed; `loss` if that was not finite |
 
 The lines are strict JSON that any program reads: NaN and infinities, which JSON does not have, are texts ("NaN",
 "Infinity", "-Infinity"). A run may be killed at any moment, so the last line may be torn: readers skip it, and whoever

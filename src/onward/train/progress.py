@@ -43,7 +43,8 @@ class Progress:
         self._epoch_start = self._epoch * steps_per_epoch if steps_per_epoch else done
         self._samples, self._loss, self._weight = 0, 0.0, 0.0
         self._metrics: dict[str, float] = {}
-        self._quiet, self._console, self._bar = quiet, console, None if quiet else self._make_bar(console)
+        self._console = None if quiet else console or _on_stderr()
+        self._bar = _bar(self._console) if self._console and self._console.is_terminal else None
         self._started = self._epoch_started = time.perf_counter()
         self._due = self._started + (_REDRAW if self._bar else math.inf if quiet else _LINE)
         self._rate, self._rate_at, self._rate_samples = 0.0, self._started, 0
@@ -79,10 +80,8 @@ class Progress:
 
     def say(self, text: str) -> None:
         """A line that stays, above the bar."""
-        if self._quiet:
-            return
-        console = self._bar.console if self._bar else self._plain_console()
-        console.print(text, soft_wrap=True, markup=False, highlight=False, emoji=False)
+        if self._console:
+            self._console.print(text, soft_wrap=True, markup=False, highlight=False, emoji=False)
 
     def close(self) -> None:
         """The bar goes; the lines stay."""
@@ -130,25 +129,26 @@ class Progress:
     def _average(self) -> str:
         return short(self._loss / self._weight) if self._weight else "-"
 
-    def _make_bar(self, console: Console | None) -> Bar | None:
-        self._console = console = console or self._plain_console()
-        if not console.is_terminal:
-            return None
-        from rich.progress import BarColumn, TextColumn
-        from rich.progress import Progress as Bar
 
-        columns = TextColumn("{task.description}"), BarColumn(bar_width=24), TextColumn("{task.fields[facts]}")
-        bar = Bar(*columns, console=console, auto_refresh=False, transient=True)
-        bar.add_task("starting", total=None, facts="")
-        bar.start()
-        return bar
+def _on_stderr() -> Console:
+    from rich.console import Console
 
-    def _plain_console(self) -> Console:
-        if self._console is None:
-            from rich.console import Console
+    return Console(stderr=True)
 
-            self._console = Console(stderr=True, markup=False, highlight=False, emoji=False)
-        return self._console
+
+def _bar(console: Console) -> Bar:
+    from rich.progress import BarColumn, TextColumn
+    from rich.progress import Progress as Bar
+
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(bar_width=24),
+        TextColumn("{task.fields[facts]}", markup=False),
+    )
+    bar = Bar(*columns, console=console, auto_refresh=False, transient=True)
+    bar.add_task("starting", total=None, facts="")
+    bar.start()
+    return bar
 
 
 def short(value: float) -> str:
