@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from onward.model import Model, Step, read
     from onward.numeric import check_gradients
     from onward.recipe import Recipe, add_lora, load_adapter, merge_lora, prepare, replace_head, save_adapter
+    from onward.train.report import report
     from onward.transform import add_prefix, convert_opset, extract, inline, merge, refresh, rename, strip
 
 _HOME = {
@@ -50,6 +51,7 @@ _HOME = {
     "refresh": "transform",
     "rename": "transform",
     "replace_head": "recipe",
+    "report": "train.report",
     "save_adapter": "recipe",
     "strip": "transform",
     "vjp": "differentiate",
@@ -80,6 +82,7 @@ __all__ = [
     "refresh",
     "rename",
     "replace_head",
+    "report",
     "save_adapter",
     "strip",
     "vjp",
