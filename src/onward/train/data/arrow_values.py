@@ -23,7 +23,7 @@ class Reader:
         self._origin = origin
         self._decoders: dict[str, Decoder] = {}
         self.columns: Mapping[str, Column] = {
-            name: self._column(name, values.slice(0, 1), images)
+            name: self._column(name, _storage(values).slice(0, 1), images)
             for name, values in zip(first.schema.names, first.columns, strict=True)
         }
 
@@ -34,7 +34,7 @@ class Reader:
 
     def array(self, name: str, values: Any, rows: Sequence[int] | np.ndarray) -> np.ndarray:
         """Values of a column; `rows` are their numbers, for messages."""
-        column, where = self.columns[name], f"column `{name}` of {self._origin}"
+        column, where, values = self.columns[name], f"column `{name}` of {self._origin}", _storage(values)
         if values.null_count:
             row = rows[int(np.argmax(values.is_null().to_numpy(zero_copy_only=False)))]
             raise DataError(f"{where} has no value in row {row:,}", hint="fill it in, or leave the row out")
@@ -74,9 +74,10 @@ _PAD = "pad them to one length"
 def _flatten(values: Any, where: str) -> tuple[np.ndarray, tuple[int, ...]]:
     """The numbers in nested lists, and the shape of each row."""
     types = pyarrow().types
-    shape: list[int] = []
     if isinstance(values.type, pyarrow().FixedShapeTensorType):
-        values, shape = values.storage.flatten(), list(values.type.shape)
+        array = values.to_numpy_ndarray()
+        return array, array.shape[1:]
+    shape: list[int] = []
     while _is_list(values.type):
         if types.is_fixed_size_list(values.type):
             shape.append(values.type.list_size)
@@ -90,6 +91,14 @@ def _flatten(values: Any, where: str) -> tuple[np.ndarray, tuple[int, ...]]:
     if values.null_count:
         raise DataError(f"{where} has lists with missing numbers")
     return values.to_numpy(zero_copy_only=False), tuple(shape)
+
+
+def _storage(values: Any) -> Any:
+    """The values as they are stored, not as `datasets` wraps them where it is loaded; tensors stay tensors."""
+    pa = pyarrow()
+    while isinstance(values.type, pa.BaseExtensionType) and not isinstance(values.type, pa.FixedShapeTensorType):
+        values = values.storage
+    return values
 
 
 def _is_list(kind: Any) -> bool:

@@ -38,29 +38,28 @@ def open_data(
         return _open_paths([source], wanted)
     if isinstance(source, Dataset | Stream):
         return source
-    if hasattr(source, "with_format") and hasattr(source, "column_names"):
-        return HubDataset(source)
     if isinstance(source, Mapping):
         return _open_mapping(source, wanted)
+    if _has_length(source) and hasattr(source, "with_format"):
+        return HubDataset(source)
     if isinstance(source, list) and source and all(isinstance(item, str | Path) for item in source):
         return _open_paths(source, wanted)
     if isinstance(source, tuple) or hasattr(source, "__array__"):
         return _arrays(source if isinstance(source, tuple) else (source,))
-    if _is_stream(source):
-        return Stream(source)
-    if hasattr(source, "__len__") and hasattr(source, "__getitem__"):
+    if _has_length(source):
         _refuse_arrays(source)
         return Samples(source)
+    if isinstance(source, Iterable) or callable(source):
+        return Stream(source)
     raise DataError(f"cannot train on an object of type `{type(source).__name__}`", hint=f"use {_FILES}")
 
 
 # ---- objects ---------------------------------------------------------------------------------------------------------
 
 
-def _is_stream(source: Any) -> bool:
-    if hasattr(source, "__getitem__") and hasattr(source, "__len__"):
-        return False  # samples by number
-    return isinstance(source, Iterable) or callable(source)
+def _has_length(source: Any) -> bool:
+    """Whether an object has samples by number; a DataLoader has a length, but no numbers."""
+    return hasattr(source, "__getitem__") and hasattr(source, "__len__")
 
 
 def _refuse_arrays(source: Any) -> None:
@@ -72,6 +71,9 @@ def _refuse_arrays(source: Any) -> None:
 def _open_mapping(source: Mapping[Any, Any], images: ImageFormat) -> Dataset:
     if source and all(isinstance(value, str | Path) for value in source.values()):
         return Beside({str(name): _named_column(str(name), str(path), images) for name, path in source.items()})
+    if any(hasattr(value, "with_format") for value in source.values()):
+        listed = ", ".join(f"`{name}`" for name in source)
+        raise DataError(f"this holds several data sets: {listed}", hint="give one of them")
     return _arrays({str(name): value for name, value in source.items()})
 
 

@@ -11,6 +11,7 @@ import numpy as np
 from onward.errors import DataError
 from onward.train.data.dataset import Batch, Dataset, known
 from onward.train.data.order import Order
+from onward.train.data.streams import Stream
 
 
 def joined(parts: Sequence[Dataset], origin: str) -> Dataset:
@@ -95,8 +96,10 @@ class Subset:
         return self._data.row(int(self._order(np.array([index + self._start]))[0]))
 
 
-def split(data: Dataset, fraction: float, seed: int = 0) -> tuple[Dataset, Dataset]:
+def split(data: Dataset | Stream, fraction: float, seed: int = 0) -> tuple[Dataset, Dataset]:
     """The data in two parts, to train on and to validate with; `fraction` is the second's share. Both have rows."""
+    if isinstance(data, Stream):
+        raise DataError("a stream of batches cannot be split", hint="give validation data of their own")
     if not 0 < fraction < 1:
         raise DataError(f"a validation split of {fraction} leaves nothing", hint="use a fraction between 0 and 1")
     count = len(data)
