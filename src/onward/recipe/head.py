@@ -166,7 +166,7 @@ def _update_shapes(model: Model, head: Layer, after: list[ir.Node], old: int, ne
     for value, shape in before.items():
         if shape is None:  # it was not stated, and need not be
             value.shape = None
-        else:
+        elif value.shape is None or len(value.shape) == len(shape):
             found = value.shape or ir.Shape([None] * len(shape))
             value.shape = ir.Shape([_dimension(was, now, old) for was, now in zip(shape, found, strict=True)])
 

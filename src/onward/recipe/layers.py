@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterable, Iterator
 
 import onnx_ir as ir
@@ -11,6 +12,7 @@ from onward.errors import UnknownNameError, near
 from onward.model import Model
 from onward.recipe.constants import constant_tensor
 
+_TORCH_SCOPES = "pkg.torch.onnx.name_scopes"
 _PRODUCTS = {"MatMul", "Gemm", "Conv"}
 _ON_THE_WAY = {"Identity", "Transpose", "Cast", "DequantizeLinear"}
 _MOST_LISTED = 8
@@ -64,14 +66,26 @@ class Layer:
 
     @property
     def module(self) -> str:
-        """The name of what owns the weight, as frameworks have it."""
-        return (self.weight.name or "").removesuffix(".weight")
+        """The name of what owns the weight, as the framework had it.
+
+        Exporters that transpose a weight give it a name that says nothing (`val_54`, `onnx::MatMul_97`). Then the note
+        tells that the exporter left at the node, the node's name (`/layers.0/query/MatMul`), or the name of the bias.
+        """
+        name, bias = self.weight.name or "", self.bias()
+        if name.endswith(".weight"):
+            return name.removesuffix(".weight")
+        scopes = re.findall(r"'([^']*)'", self.node.metadata_props.get(_TORCH_SCOPES, ""))
+        if len(scopes) > 1 and scopes[-2]:
+            return str(scopes[-2])
+        if path := (self.node.name or "").strip("/").split("/")[:-1]:
+            return ".".join(path)
+        return (bias[0].name or "").removesuffix(".bias") if bias and (bias[0].name or "").endswith(".bias") else name
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All that a person may call it."""
-        found = (self.weight.name, self.module, self.node.name, self.output.name)
-        return tuple(name for name in found if name)
+        """All that a person may call it, the best name first."""
+        found = (self.module, f"{self.module}.weight", self.weight.name, self.node.name, self.output.name)
+        return tuple(dict.fromkeys(name for name in found if name))
 
     def bias(self) -> tuple[ir.Value, ir.Node, int] | None:
         """The stored bias, with the node and the input where it comes in."""

@@ -15,6 +15,7 @@ from onward.recipe.trainable import ADAPTERS
 
 A, B = ADAPTERS
 SCALE = "lora_scale"
+MODULE_KEY = "train.module"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -22,6 +23,8 @@ class Adapter:
     """What is added to one weight, as tensors of the file."""
 
     weight: str
+    module: str
+    """What owns the weight, as the framework called it."""
     a: ir.Value
     b: ir.Value
     scale: ir.Value
@@ -44,7 +47,7 @@ def by_weight(model: Model) -> dict[str, list[Layer]]:
     """The layers that can be adapted, by the name of their weight; adapters themselves do not count."""
     found: dict[str, list[Layer]] = {}
     for layer in layers(model.graph):
-        if layer.weight.name and _slot(layer.weight) not in ADAPTERS:
+        if layer.weight.name and _tag(layer.weight, SLOT_KEY) not in ADAPTERS:
             found.setdefault(layer.weight.name, []).append(layer)
     return found
 
@@ -53,13 +56,14 @@ def adapters(model: Model) -> list[Adapter]:
     """The adapters of a model, by the tags of its tensors."""
     parts: dict[str, dict[str, ir.Value]] = {}
     for value in model.graph.initializers.values():
-        if (slot := _slot(value)) in (*ADAPTERS, SCALE) and value.const_value is not None:
-            parts.setdefault(value.const_value.metadata_props.get(PARAMETER_KEY, ""), {})[slot] = value
-    return [Adapter(weight, p[A], p[B], p[SCALE]) for weight, p in parts.items() if len(p) == 3]
+        if (slot := _tag(value, SLOT_KEY)) in (*ADAPTERS, SCALE):
+            parts.setdefault(_tag(value, PARAMETER_KEY), {})[slot] = value
+    whole = {weight: slots for weight, slots in parts.items() if len(slots) == 3}
+    return [Adapter(weight, _tag(p[A], MODULE_KEY) or weight, p[A], p[B], p[SCALE]) for weight, p in whole.items()]
 
 
-def _slot(value: ir.Value) -> str:
-    return value.const_value.metadata_props.get(SLOT_KEY, "") if value.const_value is not None else ""
+def _tag(value: ir.Value, key: str) -> str:
+    return value.const_value.metadata_props.get(key, "") if value.const_value is not None else ""
 
 
 def array(value: ir.Value) -> np.ndarray:

@@ -45,7 +45,7 @@ def add_lora(
     changed = adaptable(model)
     patterns = [targets] if isinstance(targets, str) else list(targets)
     known = by_weight(changed)
-    chosen = matching(patterns, known)
+    chosen = [weight for weight, found in known.items() if matching(patterns, found[0].names)]
     if not chosen:
         listed = ", ".join(f"`{pattern}`" for pattern in patterns)
         raise UnknownNameError(
@@ -98,21 +98,21 @@ def attach(
         expose(model.graph, weight)
         of = by_weight(model)[weight.name or ""]
     number = ir.Tensor(np.asarray(scale, a.dtype.numpy()), dtype=a.dtype)
-    values = [
-        _stored(model, names, weight.name or "", slot, tensor) for slot, tensor in ((A, a), (B, b), (SCALE, number))
-    ]
+    parts = {A: a, B: b, SCALE: number}
+    values = [_stored(model, names, of[0], slot, tensor) for slot, tensor in parts.items()]
     for layer in of:
         _insert(model, names, layer, values, dropout)
 
 
-def _stored(model: Model, names: Names, weight: str, slot: str, tensor: ir.Tensor) -> ir.Value:
-    tensor.name = names.fresh(f"{weight}/{slot}")
-    tensor_with_tags = tagged(tensor, role="hyper" if slot == SCALE else "parameter", param=weight, slot=slot)
+def _stored(model: Model, names: Names, layer: Layer, slot: str, tensor: ir.Tensor) -> ir.Value:
+    tensor.name = names.fresh(f"{layer.weight.name}/{slot}")
+    role = "hyper" if slot == SCALE else "parameter"
+    const_value = tagged(tensor, role=role, param=layer.weight.name, slot=slot, module=layer.module)
     value = ir.Value(
         name=tensor.name,
         type=ir.TensorType(tensor.dtype),
         shape=ir.Shape(tensor.shape.numpy()),
-        const_value=tensor_with_tags,
+        const_value=const_value,
     )
     model.graph.register_initializer(value)
     return value

@@ -73,14 +73,10 @@ def load_adapter(model: Source, path: str | Path) -> Model:
 # ---- writing ---------------------------------------------------------------------------------------------------------
 
 
-def _module(adapter: Adapter) -> str:
-    return adapter.weight.removesuffix(".weight")
-
-
 def _tensors(adapter: Adapter) -> dict[str, np.ndarray]:
     a, b = array(adapter.a), array(adapter.b)
     a, b = (a, b) if adapter.is_convolution else (a.T, b.T)
-    return {f"base_model.model.{_module(adapter)}.lora_{part}.weight": x for part, x in (("A", a), ("B", b))}
+    return {f"base_model.model.{adapter.module}.lora_{part}.weight": x for part, x in (("A", a), ("B", b))}
 
 
 def _config(model: Model, found: list[Adapter]) -> dict[str, Any]:
@@ -93,9 +89,9 @@ def _config(model: Model, found: list[Adapter]) -> dict[str, Any]:
         "r": rank,
         "lora_alpha": alpha,
         "lora_dropout": max(_dropout(adapter) for adapter in found),
-        "target_modules": [_module(adapter) for adapter in found],
-        "rank_pattern": {_module(adapter): adapter.rank for adapter in found if adapter.rank != rank},
-        "alpha_pattern": {_module(adapter): adapter.alpha for adapter in found if adapter.alpha != alpha},
+        "target_modules": [adapter.module for adapter in found],
+        "rank_pattern": {adapter.module: adapter.rank for adapter in found if adapter.rank != rank},
+        "alpha_pattern": {adapter.module: adapter.alpha for adapter in found if adapter.alpha != alpha},
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
