@@ -18,6 +18,8 @@ from onward.shapes import constant_ints
 
 LARGEST_CONSTANT = 64
 """Identity matrices up to this size are written out."""
+LARGEST_KERNELS = 1 << 18
+"""Elements of the kernels that pick the elements of windows, for all channels, up to which they are written out."""
 END = np.iinfo(np.int64).max
 
 
@@ -177,16 +179,28 @@ def spread(op, windows, weight, window, group=1):
 
 
 def columns(op, image, kernel, **slide):
-    """The elements of each window, [N C, K, places...]: a convolution with one kernel for each element of a window."""
-    rank = len(kernel) if not isinstance(kernel, Expr) else None
-    size = None if rank is None else math.prod(kernel)
+    """The elements of each window, channel by channel: a convolution with one kernel for each element of a window.
+
+    Where the number of channels is known, each is a group: [N, C K, places...]; else an image: [N C, K, places...].
+    """
+    size = None if isinstance(kernel, Expr) else math.prod(kernel)
+    channels = None if image.value.shape is None else image.value.shape[1]
     if size is not None and size <= LARGEST_CONSTANT and image.dtype is not None:
-        kernels = op.constant(np.eye(size).reshape(size, 1, *kernel), image.dtype)
+        one_hot = np.eye(size).reshape(size, 1, *kernel)
+        if isinstance(channels, int) and channels * size * size <= LARGEST_KERNELS:
+            return op.Conv(
+                image,
+                op.constant(np.tile(one_hot, (channels, *[1] * (one_hot.ndim - 1))), image.dtype),
+                group=channels,
+                **slide,
+            )
+        kernels = op.constant(one_hot, image.dtype)
     else:
         shape = kernel if isinstance(kernel, Expr) else op.constant(np.asarray(kernel, np.int64))
         elements = op.ReduceProd(shape, keepdims=1)
-        one_hot = identity(op, op.Concat(elements, elements, axis=0), image)
-        kernels = op.Reshape(one_hot, op.Concat([-1, 1], shape, axis=0))
+        kernels = op.Reshape(
+            identity(op, op.Concat(elements, elements, axis=0), image), op.Concat([-1, 1], shape, axis=0)
+        )
     sizes = spatial(op, image)
     planes = op.Reshape(image, op.Concat([-1, 1], sizes, axis=0) if isinstance(sizes, Expr) else [-1, 1, *sizes])
     return op.Conv(planes, kernels, **slide)
