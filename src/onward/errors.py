@@ -35,11 +35,11 @@ class RecipeError(Error, ValueError):
 
 
 class DataError(Error, ValueError):
-    """Data that does not fit the model, or cannot be read."""
-
-
-class DataError(Error, ValueError):
     """Data to train on is missing, damaged, changed while it was read, or does not fit the model."""
+
+
+class TrainingError(Error, ArithmeticError):
+    """A run that cannot go on: its loss is not finite."""
 
 
 class UnknownNameError(Error, LookupError):

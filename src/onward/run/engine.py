@@ -54,13 +54,8 @@ class Engine(ABC):
     def updated(self) -> Model:
         """A copy of the training model that holds the state as it is now."""
         model = self.model.copy()
-        known = {value.name: value for value in model.initializers()}
         for name, array in self.state().items():
-            old = known[name].const_value
-            assert old is not None
-            tensor = ir.Tensor(array, dtype=old.dtype, name=name)
-            tensor.metadata_props.update(old.metadata_props)
-            known[name].const_value = tensor
+            model.set(name, array, self.index)
         return model
 
     def __enter__(self) -> Engine:

@@ -44,7 +44,8 @@ class OnnxRuntime(Engine):
         recompute: Choice = None,
     ):
         super().__init__(model, step)
-        self._options = _options(threads)
+        self._threads = threads
+        self._handed: list[ort.OrtValue] = []
         self._providers = _providers(device)
         self._memory = _WITH_MEMORY.get(device, "cpu")
         lowered = lower(model, step, recompute=recompute)
@@ -117,7 +118,9 @@ class OnnxRuntime(Engine):
         self._write.clear()
 
     def _session(self, model: Model) -> ort.InferenceSession:
-        return ort.InferenceSession(model.to_proto().SerializeToString(), self._options, providers=self._providers)
+        options = _options(self._threads)
+        self._handed += _hand_over_large_tensors(model, options)
+        return ort.InferenceSession(model.to_proto().SerializeToString(), options, providers=self._providers)
 
     def _buffer(self, value: ir.Value, *, fill: bool = False) -> ort.OrtValue:
         """Memory of ONNX Runtime's own: what is backed by numpy would go with the array."""
@@ -152,6 +155,38 @@ def _options(threads: int | None) -> ort.SessionOptions:
     if threads is not None:
         options.intra_op_num_threads = threads
     return options
+
+
+_LARGE = 2**20
+
+
+def _hand_over_large_tensors(model: Model, options: ort.SessionOptions) -> list[ort.OrtValue]:
+    """Let frozen weights pass by the serialised model, which holds 2 GiB at most.
+
+    Those in a data file are mapped from it. Others leave the model, which is ours alone, for the options: what is
+    returned must live as long as the session, which reads the same memory.
+    """
+    tensors = [tensor for value in model.graph.initializers.values() if (tensor := value.const_value) is not None]
+    folder = next((str(tensor.base_dir) for tensor in tensors if isinstance(tensor, ir.ExternalTensor)), None)
+    if folder is not None:
+        options.add_session_config_entry("session.model_external_initializers_file_folder_path", folder)
+    handed: dict[str, ort.OrtValue] = {}
+    for name, value in model.graph.initializers.items():
+        if (tensor := value.const_value) is None or not _is_large(tensor):
+            continue
+        array, kind, shape = _contiguous(tensor.numpy()), tensor.dtype.value, ir.Shape(tensor.shape.numpy())
+        handed[name] = ort.OrtValue.ortvalue_from_numpy_with_onnx_type(array, kind)
+        value.const_value = ir.ExternalTensor("memory", 0, tensor.nbytes, tensor.dtype, shape=shape, name=name)
+        options.add_initializer(name, handed[name])
+    if handed:
+        options.add_external_initializers(list(handed), list(handed.values()))
+    return list(handed.values())
+
+
+def _is_large(tensor: ir.TensorProtocol) -> bool:
+    """Whether it is worth the trouble; numpy has no arrays of what is smaller than a byte, nor such of strings."""
+    plain = tensor.dtype != ir.DataType.STRING and tensor.dtype.bitwidth >= 8
+    return plain and tensor.nbytes >= _LARGE and not isinstance(tensor, ir.ExternalTensor)
 
 
 def _providers(device: str) -> list[str]:
