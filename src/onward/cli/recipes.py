@@ -1,0 +1,129 @@
+"""The options of a recipe, which several commands share."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import typer
+
+from onward.cli.arguments import specs_by_pattern
+from onward.cli.failure import Misuse
+
+_Texts = list[str] | None
+
+
+def _option(panel: str, flag: str, metavar: str | None, help: str) -> Any:
+    return typer.Option(flag, metavar=metavar, help=help, rich_help_panel=panel)
+
+
+def _trains(flag: str, metavar: str | None, help: str) -> Any:
+    return _option("What is trained", flag, metavar, help)
+
+
+def _how(flag: str, metavar: str | None, help: str) -> Any:
+    return _option("How it is trained", flag, metavar, help)
+
+
+def _starts(flag: str, metavar: str | None, help: str) -> Any:
+    return _option("Where it starts", flag, metavar, help)
+
+
+Losses = Annotated[
+    _Texts,
+    _how(
+        "--loss",
+        "SPEC",
+        "What to minimise: a loss by name; `OUTPUT=SPEC` where the model has several outputs; a loss as an .onnx "
+        "file; or `value:NAME` for one that the model computes. Several are added up.",
+    ),
+]
+Optimizer = Annotated[str, _how("--optimizer", "SPEC", "By name; `adamw` unless given.")]
+Schedules = Annotated[
+    _Texts,
+    _how(
+        "--schedule",
+        "SPEC",
+        "How the learning rate changes. Several follow one another, each but the last with `until=STEP`.",
+    ),
+]
+ClipNorm = Annotated[float | None, _how("--clip-norm", "X", "Limit the norm of all gradients together.")]
+ClipTensorNorm = Annotated[float | None, _how("--clip-tensor-norm", "X", "Limit the norm of each gradient.")]
+ClipValue = Annotated[float | None, _how("--clip-value", "X", "Limit each element of gradients.")]
+Accumulate = Annotated[int, _how("--accumulate", "N", "Make one update from N batches.")]
+Ema = Annotated[float | None, _how("--ema", "DECAY", "Keep a moving average of parameters.")]
+LossScale = Annotated[str | None, _how("--loss-scale", "X", "Scale the loss, for float16: a number, or `dynamic`.")]
+NoMasterWeights = Annotated[
+    bool, _how("--no-master-weights", None, "Keep no float32 copies of parameters in float16 and bfloat16.")
+]
+Variance = Annotated[
+    Literal["population", "sample"],
+    _how("--variance", "KIND", "Running variance of BatchNormalization: `population` (ONNX) or `sample` (PyTorch)."),
+]
+Trainable = Annotated[_Texts, _trains("--trainable", "PATTERN", "Train these alone. May be repeated.")]
+Freeze = Annotated[_Texts, _trains("--freeze", "PATTERN", "Do not train these. May be repeated.")]
+Groups = Annotated[
+    _Texts,
+    _trains(
+        "--group",
+        "PATTERN:...",
+        "Settings of the optimizer for some parameters, such as '*.bias:weight_decay=0'. May be repeated.",
+    ),
+]
+Init = Annotated[
+    _Texts,
+    _starts(
+        "--init",
+        "SPEC",
+        "What a reset makes of parameters: an initializer by name, or `PATTERN=SPEC` for some; the values in the "
+        "file unless given. May be repeated.",
+    ),
+]
+Seed = Annotated[int, _starts("--seed", "N", "For initial values, and for random numbers in training.")]
+
+
+def recipe(
+    *,
+    loss: _Texts,
+    optimizer: str,
+    schedule: _Texts,
+    clip_norm: float | None,
+    clip_tensor_norm: float | None,
+    clip_value: float | None,
+    accumulate: int,
+    ema: float | None,
+    loss_scale: str | None,
+    no_master_weights: bool,
+    variance: str,
+    trainable: _Texts,
+    freeze: _Texts,
+    group: _Texts,
+    init: _Texts,
+) -> dict[str, Any]:
+    """The arguments of `onward.prepare` that the options stand for."""
+    return {
+        "loss": _one_or_all(loss),
+        "optimizer": optimizer,
+        "schedule": _one_or_all(schedule),
+        "trainable": trainable,
+        "freeze": freeze or (),
+        "groups": group or (),
+        "clip": _clip(norm=clip_norm, tensor_norm=clip_tensor_norm, value=clip_value),
+        "accumulate": accumulate,
+        "ema": ema,
+        "loss_scale": loss_scale,
+        "master_weights": False if no_master_weights else None,
+        "init": specs_by_pattern(init or ()) or "file",
+        "variance": variance,
+    }
+
+
+def _one_or_all(given: list[str] | None) -> str | list[str] | None:
+    return given[0] if given and len(given) == 1 else given or None
+
+
+def _clip(**limits: float | None) -> dict[str, float] | None:
+    given = {name: limit for name, limit in limits.items() if limit is not None}
+    if len(given) > 1:
+        flags = " and ".join(f"`--clip-{name.replace('_', '-')}`" for name in given)
+        raise Misuse(f"{flags} do not go together", "choose one way of clipping")
+    return given or None
