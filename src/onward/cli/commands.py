@@ -5,5 +5,6 @@ from onward.cli.app import app
 from onward.cli import prepare, grad, check, check_gradients, show, report, settings, names, parts, form, training
 
 __all__ = [
-    "app", "check", "check_gradients", "form", "grad", "names", "parts", "prepare", "report", "settings", "show", "training",
+    "app", "check", "check_gradients", "form", "grad", "names", "parts", "prepare", "report", "settings", "show",
+    "training",
 ]  # fmt: skip

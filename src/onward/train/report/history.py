@@ -14,7 +14,8 @@ from onward.train.progress import duration
 _KNOWN = {"event", "step", "epoch", "time", "lr", "samples", "seconds", "best"}
 """What is no metric in the events `step` and `validation`."""
 _MOST_SNAPSHOTS = 96
-_LARGEST = 2**53
+_LARGEST, _LONGEST = 2**53, 1e10
+"""Steps beyond which floats do not count, and seconds, which are 300 years."""
 
 
 @dataclass
@@ -123,8 +124,8 @@ class History:
 
     def _read_speed(self, step: int, event: dict[str, Any]) -> None:
         """Samples of a step over its time. Not each step need have a line, so that samples are those of several."""
-        seconds, samples = _number(event.get("seconds")), _number(event.get("samples"))
-        if seconds is None or not 0 < seconds < math.inf:
+        seconds, samples = _seconds(event.get("seconds")), _number(event.get("samples"))
+        if seconds is None:
             return
         self._session += seconds
         if samples is None:
@@ -166,12 +167,12 @@ class History:
     def _read_end(self, step: int, event: dict[str, Any]) -> None:
         self.step = max(self.step, step)
         self.reason = str(event.get("reason", "finished"))
-        seconds = _number(event.get("seconds"))
+        seconds = _seconds(event.get("seconds"))
         text = _ENDS.get(self.reason, f"ended: {self.reason}")
         if self.reason == "not_finite":
             self.failure = f"the loss of step {step + 1:,} was {_spelled(_number(event.get('loss')))}"
             text = f"stopped: {self.failure}"
-        if seconds is not None and math.isfinite(seconds):
+        if seconds is not None:
             self._session = seconds
             text += f" (after {duration(seconds)})"
         self._happened(self.reason, step, text, event)
@@ -221,6 +222,11 @@ def _number(value: Any) -> float | None:
         return float(value)
     except OverflowError:
         return math.inf
+
+
+def _seconds(value: Any) -> float | None:
+    number = _number(value)
+    return number if number is not None and 0 < number < _LONGEST else None
 
 
 def _whole(value: Any) -> int | None:

@@ -182,7 +182,7 @@ class Curves {
 /** One step that is pointed at in all charts: by a pointer, or by the arrow keys. */
 class Crosshair {
   constructor(run) {
-    Object.assign(this, { run, charts: [], step: null, waiting: false });
+    Object.assign(this, { run, charts: [], step: null });
   }
 
   place(step) {
@@ -207,11 +207,6 @@ class Crosshair {
 
   move(step) {
     this.step = step === null ? null : Math.round(Math.min(Math.max(step, 0), this.run.last));
-    if (this.waiting) return;
-    this.waiting = true;
-    requestAnimationFrame(() => {
-      this.waiting = false;
-      for (const chart of this.charts) chart.show(this.step);
-    });
+    for (const chart of this.charts) chart.show(this.step);
   }
 }
