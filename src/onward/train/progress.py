@@ -77,6 +77,8 @@ class Progress:
         self._rate_samples = self._samples
         if self._bar:
             self._show(now)
+        elif self._console:
+            self._due = now + _LINE
 
     def say(self, text: str) -> None:
         """A line that stays, above the bar."""
