@@ -2,9 +2,22 @@
 
 # ruff: noqa: I001
 from onward.cli.app import app
-from onward.cli import prepare, grad, check, check_gradients, show, report, settings, names, parts, form, training
+from onward.cli import (
+    train,
+    prepare,
+    grad,
+    check,
+    check_gradients,
+    show,
+    report,
+    settings,
+    names,
+    parts,
+    form,
+    training,
+)
 
 __all__ = [
-    "app", "check", "check_gradients", "form", "grad", "names", "parts", "prepare", "report", "settings", "show",
+    "app", "check", "check_gradients", "form", "grad", "names", "parts", "prepare", "report", "settings", "show", "train",
     "training",
 ]  # fmt: skip
