@@ -22,6 +22,7 @@ from onward.cli.work import working
     "onward prepare net.onnx --loss ce --optimizer adamw:lr=1e-3,weight_decay=0.01 \\\n"
     "      --schedule cosine:steps=1000,warmup=50 --freeze 'backbone.*' --clip-norm 1 -o training.onnx",
     "onward prepare net.onnx --loss logits=ce --loss box=huber:scale=0.5 --group '*.bias:weight_decay=0'",
+    "onward prepare net.onnx --loss ce --new-head classes=5 --lora 'rank=8,targets=*attn*'",
     "onward prepare --list optimizers",
     usage="MODEL --loss SPEC [OPTIONS]",
 )
@@ -38,6 +39,10 @@ def prepare(
     loss_scale: recipes.LossScale = None,
     no_master_weights: recipes.NoMasterWeights = False,
     variance: recipes.Variance = "population",
+    teacher: recipes.Teacher = None,
+    distill: recipes.Distill = None,
+    new_head: recipes.NewHead = None,
+    lora: recipes.Lora = None,
     trainable: recipes.Trainable = None,
     freeze: recipes.Freeze = None,
     group: recipes.Groups = None,
@@ -71,7 +76,7 @@ def prepare(
     if listed is not None:
         print_catalogue(listed, as_json)
         return
-    if model is None or not loss:
+    if model is None or not (loss or teacher):
         missing = "argument `MODEL`" if model is None else "option `--loss`"
         raise Misuse(f"missing {missing}", "see `onward prepare --help`, or `onward prepare --list losses`")
     place = target(model, output, "training", data=data, force=force)
@@ -91,6 +96,10 @@ def prepare(
         freeze=freeze,
         group=group,
         init=init,
+        new_head=new_head,
+        lora=lora,
+        teacher=teacher,
+        distill=distill,
     )
     import onward
 

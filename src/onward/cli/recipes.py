@@ -59,7 +59,23 @@ Variance = Annotated[
     Literal["population", "sample"],
     _how("--variance", "KIND", "Running variance of BatchNormalization: `population` (ONNX) or `sample` (PyTorch)."),
 ]
-Trainable = Annotated[_Texts, _trains("--trainable", "PATTERN", "Train these alone. May be repeated.")]
+Teacher = Annotated[str | None, _how("--teacher", "MODEL", "A model to learn from, beside the loss or alone.")]
+Distill = Annotated[
+    _Texts,
+    _how("--distill", "SPEC", "How to learn from the teacher, such as kl:temperature=4,weight=0.5. May be repeated."),
+]
+NewHead = Annotated[
+    str | None,
+    _trains("--new-head", "OPTIONS", "First give the model a new last layer: classes=5, or classes=5,layer=fc."),
+]
+Lora = Annotated[
+    str | None,
+    _trains("--lora", "OPTIONS", "First add low-rank adapters, such as rank=8,targets='*attn*', and train them alone."),
+]
+Trainable = Annotated[
+    _Texts,
+    _trains("--trainable", "PATTERN", "Train these alone; also `biases`, `norms` or the `head`. May be repeated."),
+]
 Freeze = Annotated[_Texts, _trains("--freeze", "PATTERN", "Do not train these. May be repeated.")]
 Groups = Annotated[
     _Texts,
@@ -98,6 +114,10 @@ def recipe(
     freeze: _Texts,
     group: _Texts,
     init: _Texts,
+    new_head: str | None = None,
+    lora: str | None = None,
+    teacher: str | None = None,
+    distill: _Texts = None,
 ) -> dict[str, Any]:
     """The arguments of `onward.prepare` that the options stand for."""
     return {
@@ -114,6 +134,10 @@ def recipe(
         "master_weights": False if no_master_weights else None,
         "init": specs_by_pattern(init or ()) or "file",
         "variance": variance,
+        "new_head": new_head,
+        "lora": lora,
+        "teacher": teacher,
+        "distill": _one_or_all(distill),
     }
 
 

@@ -73,7 +73,9 @@ class Distillation:
     def students(self, model: Model, predictions: Sequence[ir.Value]) -> list[ir.Value]:
         """The values of the inference graph that each term looks at: those that are named, else that of the loss."""
         default = predictions[0] if predictions else None
-        return [_named(model, term.student, "the model", default) for term in self.terms]
+        found = [_named(model, term.student, "the model", default) for term in self.terms]
+        fill_in_types(model, found)
+        return found
 
     def add(
         self,

@@ -18,10 +18,12 @@ from onward.recipe import objective
 from onward.recipe.assembly import Assembly
 from onward.recipe.distill import Distillation
 from onward.recipe.forward import Variance, bind_statistics, functions_to_inline, training_forward
+from onward.recipe.head import replace_head
+from onward.recipe.lora import add_lora
 from onward.recipe.optimizers.groups import groups, patterns
 from onward.recipe.reset import bind_initial_value
 from onward.recipe.roles import roles
-from onward.recipe.spec import Spec, parse
+from onward.recipe.spec import Spec, arguments, parse
 from onward.recipe.trainable import Selection, select
 from onward.recipe.update import Update
 from onward.transform.inline import inline
@@ -52,6 +54,8 @@ class Recipe:
     variance: Variance = "population"
     seed: int = 0
     append: bool = False
+    new_head: str | Mapping[str, Any] | None = None
+    lora: str | Mapping[str, Any] | None = None
     teacher: Any = None
     distill: Any = None
 
@@ -62,6 +66,10 @@ class Recipe:
                 "the model already carries its training",
                 hint="strip it first (`onward strip`), or add a second step with `append=True` (`--append`)",
             )
+        if self.new_head is not None:
+            model = replace_head(model, **{"seed": self.seed, **arguments(replace_head, self.new_head)})
+        if self.lora is not None:
+            model = add_lora(model, **{"seed": self.seed, **arguments(add_lora, self.lora)})
         if self.loss is None and self.teacher is None:
             raise RecipeError("there is nothing to learn from", hint="give a `loss`, or a `teacher`")
         teaching = None
@@ -139,6 +147,8 @@ def prepare(model: Source, *, loss: Any, **recipe: Any) -> Model:
     - `init`: what parameters are reset to: `"file"`, an initialiser such as `"kaiming_normal"`, or a mapping by pattern
     - `variance`: `"population"` (ONNX) or `"sample"` (PyTorch) running variance of BatchNormalization
     - `seed`: for initial values and random numbers during training
+    - `new_head`, `lora`: what is changed before, such as `"classes=5"` for `replace_head` and
+      `"rank=8,targets=*attn*"` for `add_lora`
     - `teacher`: a model to learn from, beside the loss or (`loss=None`) alone; `distill` says how, such as
       `"kl:temperature=4,weight=0.5"`
     """

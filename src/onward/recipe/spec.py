@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from onward.errors import RecipeError, UnknownNameError, near
@@ -56,6 +57,17 @@ def parse_options(rest: str, whole: str) -> dict[str, Any]:
     return options
 
 
+def arguments(function: Callable[..., Any], given: str | Mapping[str, Any]) -> dict[str, Any]:
+    """What a function takes beside a model, from `rank=8,targets=[*query*,*value*]` or a mapping, checked."""
+    options = parse_options(given, given) if isinstance(given, str) else dict(given)
+    parameters = dict(list(inspect.signature(function).parameters.items())[1:])
+    check_options(f"`{function.__name__}`", options, parameters)
+    missing = [name for name, p in parameters.items() if p.default is p.empty and name not in options]
+    if missing:
+        raise RecipeError(f"`{function.__name__}` needs `{missing[0]}`", hint=f"write `{missing[0]}=...`")
+    return options
+
+
 def lookup(what: str, name: str, table: Mapping[str, _Entry]) -> _Entry:
     """The entry of that name, or an error that suggests others."""
     if name not in table:
@@ -89,13 +101,14 @@ _WORDS = {"true": True, "false": False, "none": None}
 
 
 def _value(text: str) -> Any:
-    """A number, list, true, false or none; anything else is a string."""
+    """A number, true, false, none, or a list of such or of words; anything else is a string."""
     if text.lower() in _WORDS:
         return _WORDS[text.lower()]
     try:
         value = ast.literal_eval(text)
     except (ValueError, SyntaxError):
-        return text
+        words = text.startswith("[") and text.endswith("]") and "," in text
+        return [_value(part.strip()) for part in _split(text[1:-1])] if words else text
     return list(value) if isinstance(value, tuple) else value
 
 

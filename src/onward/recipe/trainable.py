@@ -32,7 +32,7 @@ from onnx import defs
 
 from onward.errors import RecipeError, UnknownNameError, near
 from onward.model import Model
-from onward.model.state import SLOT_KEY
+from onward.model.state import ROLE_KEY, SLOT_KEY
 from onward.model.walk import nested_graphs
 from onward.recipe.constants import constant_tensor, expose, stored_shape
 
@@ -83,6 +83,9 @@ _ARITHMETIC = {"Add", "Div", "Gemm", "Max", "Mean", "Min", "Mod", "Mul", "Pow", 
 _STEPS = {"Ceil", "Floor", "Round", "Sign", "BitwiseNot", "Not"}
 
 _MASK = -1e4
+
+_UNREACHED = "no gradient reaches it from the loss"
+_STEERS = "a number that steers training"
 
 HEAD, ADAPTERS = "head", ("lora_A", "lora_B")
 """Slots, in the tags of tensors, of what was added to a model in order to train it for something else."""
@@ -224,7 +227,9 @@ def _is_hidden_constant(node: ir.Node) -> bool:
 def _judge(value: ir.Value, hidden: str, edges: dict[ir.Value, list[tuple[ir.Node, int]]]) -> Choice:
     name = value.name or ""
     if value not in edges:
-        return Choice(name, "constant", "no gradient reaches it from the loss")
+        return Choice(name, "constant", _UNREACHED)
+    if value.const_value is not None and value.const_value.metadata_props.get(ROLE_KEY) == "hyper":
+        return Choice(name, "constant", _STEERS)
     readers = list(readers_of(value, edges))
     if readers and all(node.op_type == "BatchNormalization" and i >= 3 for node, i in readers):
         return Choice(name, "statistics", "running statistics of BatchNormalization")
@@ -316,8 +321,8 @@ def _check_patterns(patterns: Sequence[str], choices: dict[str, Choice], roles: 
 def _match(
     choice: Choice, trainable: Sequence[str] | None, freeze: Sequence[str], roles: Mapping[str, Collection[str]]
 ) -> Choice:
-    # What no gradient reaches, and statistics, cannot be trained whatever a pattern says.
-    impossible = choice.role == "statistics" or choice.reason == "no gradient reaches it from the loss"
+    # What no gradient reaches, numbers that steer, and statistics cannot be trained whatever a pattern says.
+    impossible = choice.role == "statistics" or choice.reason in (_UNREACHED, _STEERS)
     if trainable is not None and not impossible:
         if matching(trainable, [choice.name], roles):
             choice = Choice(choice.name, "parameter", "named as trainable")
