@@ -112,20 +112,6 @@ def test_names_in_use_stay_what_they_are():
     assert_same(kept, onward.gradient(proto, "y", ["x"]), X)
 
 
-def test_domains_that_only_a_function_imports():
-    text = "(float[2, 3] x) => (float[2, 3] y) { y = acme.Outer (x) }"
-    proto = parsed(text, "Outer (x) => (y) { h = Mul (x, x)  y = other.Inner (h) }")
-    inner = onnx.helper.make_function(
-        "other", "Inner", ["x"], ["y"], [onnx.helper.make_node("Sin", ["x"], ["y"])], [onnx.helper.make_opsetid("", 21)]
-    )
-    proto.functions.append(inner)
-    proto.functions[0].opset_import.add(domain="other", version=3)
-    kept = onward.gradient(proto, "y", ["x"], keep_functions=True)
-    assert names(kept) == ["Inner_backward", "Inner_forward", "Outer_backward", "Outer_forward"]
-    assert {function.opset_imports.get("other", 3) for function in kept.functions.values()} == {3}
-    assert_same(kept, onward.gradient(proto, "y", ["x"]), X)
-
-
 @needs("torch")
 def test_gradients_against_pytorch():
     import torch

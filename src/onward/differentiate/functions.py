@@ -146,8 +146,6 @@ class FunctionRules:
         at. An input that the call leaves out has a name, but is not there.
         """
         function = self._functions[node.op_identifier()]
-        for domain in sorted(function.opset_imports.keys() - _STANDARD):
-            self._imports.setdefault(domain, function.opset_imports[domain])
         inputs = [_input(value, formal) for value, formal in zip(node.inputs, function.inputs, strict=False)]
         attributes = list(node.attributes.values())
         call = ir.Node(
