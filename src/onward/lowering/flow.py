@@ -48,10 +48,11 @@ class Flow:
         return [node for node in nodes if node not in needed]
 
     def results(self) -> list[tuple[str, ir.Value]]:
-        """What these compute: a variable and its gradient."""
-        pairs = [
-            pair for node in self.last_gradients() for pair in zip(strings(node, "xs"), node.outputs, strict=False)
-        ]
+        """What these compute: a variable and its gradient, which has the same type."""
+        nodes = self.last_gradients()
+        pairs = [pair for node in nodes for pair in zip(strings(node, "xs"), node.outputs, strict=False)]
+        for x, output in pairs:
+            output.type, output.shape = self.value(x).type, self.value(x).shape
         return [(x, output) for x, output in pairs if output.name]
 
     def loss(self, metrics: Sequence[str]) -> str | None:
@@ -103,11 +104,12 @@ class Flow:
         """Let all read what inference computes, where training computes something of its own in its place."""
         pairs = self._step.fact("train.forward")
         op = Builder(self.graph, opset=self.combined.opset, names=self.combined.names())
+        self.graph.outputs.clear()  # others are set later
         for trained, plain in pairs.items() if isinstance(pairs, dict) else ():
             old, new = self.known.get(trained), self.known.get(str(plain))
             if old is None or new is None:
                 continue
-            if old.is_graph_output():  # which keeps its name
+            if trained in self.metrics:  # which keep their names
                 old.name = op.names.fresh(f"{trained}/trained")
                 self.known[trained] = op.Identity(new).like(new).value
                 self.known[trained].name = trained

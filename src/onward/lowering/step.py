@@ -201,6 +201,7 @@ def _plain(
     lowered = lower_gradients(flow.combined, recompute=recompute)
     expand(lowered.ir)
     made = _finished(inline(lowered))
+    made.graph.inputs[:] = sorted(made.graph.inputs, key=lambda value: value.name in flow.state)  # the state last
     inputs = [value.name or "" for value in made.graph.inputs]
     return made, {
         "batch": [name for name in inputs if name not in flow.state],
