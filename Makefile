@@ -34,6 +34,7 @@ check: $(VENV)/.dev ## ruff, mypy and the layer test; needs no framework
 
 bench: $(VENV)/.frameworks ## run the benchmarks
 	$(BIN)/python benchmarks/run.py
+	$(BIN)/python benchmarks/training.py
 
 docs: $(VENV)/.docs ## build the documentation into site/
 	$(BIN)/python docs/tables.py

@@ -1,16 +1,25 @@
-"""What the benchmarks share: taking turns, and a model of any size."""
+"""What the benchmarks share: taking turns, a model of any size, and where results go."""
 
 from __future__ import annotations
 
+import json
+import platform
+import re
 import statistics
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 ROUNDS = 7
+HERE = Path(__file__).parent
+RESULTS = HERE / "results.json"
+PAGE = HERE.parent / "docs" / "benchmarks.md"
 
 
 def residual_mlp(layers: int, width: int) -> onnx.ModelProto:
@@ -43,3 +52,16 @@ def in_turns(**contenders: Callable[[], object]) -> dict[str, float]:
             run()
             times[name].append(time.perf_counter() - start)
     return {name: statistics.median(values) for name, values in times.items()}
+
+
+def keep(results: dict[str, Any]) -> None:
+    """Put results beside those that results.json has already."""
+    record = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    record |= {"python": sys.version.split()[0], "machine": platform.machine(), "onnx": onnx.__version__, **results}
+    RESULTS.write_text(json.dumps(record, indent=1) + "\n")
+
+
+def fill_in(name: str, text: str) -> None:
+    """Put a text between its marks in docs/benchmarks.md."""
+    marked = re.compile(rf"(<!-- {name} -->\n).*?(<!-- end -->)", re.DOTALL)
+    PAGE.write_text(marked.sub(lambda found: f"{found[1]}\n{text}\n\n{found[2]}", PAGE.read_text()))

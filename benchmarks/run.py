@@ -5,22 +5,15 @@ Results go to benchmarks/results.json, and the table of gradients to docs/benchm
 
 from __future__ import annotations
 
-import json
-import platform
-import re
-import sys
 import tempfile
 from pathlib import Path
 
 import onnx
 import onnx_ir as ir
-from common import ROUNDS, in_turns, residual_mlp
+from common import ROUNDS, fill_in, in_turns, keep, residual_mlp
 from gradients import differentiating, table
 
 import onward
-
-HERE = Path(__file__).parent
-PAGE = HERE.parent / "docs" / "benchmarks.md"
 
 
 def reading_and_writing(folder: Path) -> dict[str, dict[str, float]]:
@@ -71,16 +64,8 @@ def main() -> None:
     for what, times in results.items():
         peers = ", ".join(f"{name} {times['onward'] / t:.2f}" for name, t in times.items() if name != "onward")
         print(f"{what:26}{times['onward'] * 1000:8.1f} ms   {peers}")
-    record = {
-        "python": sys.version.split()[0],
-        "machine": platform.machine(),
-        "onnx": onnx.__version__,
-        "seconds": results,
-        "gradients": gradients,
-    }
-    (HERE / "results.json").write_text(json.dumps(record, indent=1) + "\n")
-    marked = re.compile(r"(<!-- gradients -->\n).*?(<!-- end -->)", re.DOTALL)
-    PAGE.write_text(marked.sub(lambda found: f"{found[1]}\n{table(gradients)}\n\n{found[2]}", PAGE.read_text()))
+    keep({"seconds": results, "gradients": gradients})
+    fill_in("gradients", table(gradients))
 
 
 if __name__ == "__main__":

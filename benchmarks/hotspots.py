@@ -1,0 +1,93 @@
+"""Where the time of a training step goes on ONNX Runtime: `python benchmarks/hotspots.py gpt`.
+
+By operator, then by node; a node has the name of its first output, with the shapes of what it reads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime as ort
+from workloads import THREADS, WORKLOADS, Workload
+from workloads.on_onward import training_model
+
+import onward
+
+HERE = Path(__file__).parent
+WARM, STEPS = 5, 30
+
+
+def profiled(workload: Workload, folder: Path) -> list[dict[str, Any]]:
+    """The events of `STEPS` steps, after some that warm up."""
+    model = training_model(workload, folder)
+    lowered = onward.lower(model)
+    proto = lowered.to_proto()
+    for node in proto.graph.node:
+        node.name = node.output[0]
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = THREADS
+    options.enable_profiling = True
+    options.profile_file_prefix = str(folder / "profile")
+    session = ort.InferenceSession(proto.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    replaced = json.loads(lowered.metadata["train.lowered"])["state"]
+    initial = {value.name: value.const_value.numpy() for value in model.initializers()}
+    state = {name: initial[name] for name in replaced}
+    known = {value.name for value in session.get_inputs()}
+    batches = workload.batches()
+    for i in range(WARM + STEPS):
+        x, labels = batches[i % len(batches)]
+        feeds = {"x": x, "labels": labels, **{name: array for name, array in state.items() if name in known}}
+        outputs = dict(zip((o.name for o in session.get_outputs()), session.run(None, feeds), strict=True))
+        state |= {name: np.asarray(outputs[new]) for name, new in replaced.items() if new is not None}
+    events = json.loads(Path(session.end_profiling()).read_text())
+    runs = [event for event in events if event["name"] == "model_run"]
+    start = sorted(event["ts"] for event in runs)[WARM]
+    return [event for event in events if event["ts"] >= start]
+
+
+def report(events: list[dict[str, Any]], rows: int) -> None:
+    """Medians over the steps: a moment in which the machine was busy counts for nothing."""
+    by_node: dict[tuple[str, str], list[int]] = collections.defaultdict(list)
+    for event in events:
+        if event["cat"] == "Node" and event["name"].endswith("_kernel_time"):
+            by_node[event["args"]["op_name"], _described(event)].append(event["dur"])
+    nodes = {node: statistics.median(durations) for node, durations in by_node.items()}
+    whole = statistics.median(event["dur"] for event in events if event["name"] == "model_run")
+    by_operator: collections.Counter[str] = collections.Counter()
+    for (operator, _), spent in nodes.items():
+        by_operator[operator] += spent
+    count = collections.Counter(operator for operator, _ in nodes)
+    print(f"{whole / 1e3:.2f} ms a step, {len(nodes)} nodes that take {sum(nodes.values()) / 1e3:.2f} ms\n")
+    for operator, spent in by_operator.most_common(rows):
+        print(f"{spent / whole:6.1%} {spent / 1e3:8.3f} ms {count[operator]:4} x {operator}")
+    print()
+    for (_, described), spent in sorted(nodes.items(), key=lambda item: -item[1])[:rows]:
+        print(f"{spent / whole:6.1%} {spent / 1e3:8.3f} ms   {described}")
+
+
+def _described(event: dict[str, Any]) -> str:
+    shapes = [shape for given in event["args"].get("input_type_shape", []) for shape in given.values()]
+    return f"{event['args']['op_name']} {event['name'].removesuffix('_kernel_time')} {shapes}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition(":")[0])
+    parser.add_argument("workload", choices=WORKLOADS)
+    parser.add_argument("--rows", type=int, default=20)
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        subprocess.run([sys.executable, "-m", "workloads.on_torch", given.workload, folder], cwd=HERE, check=True)
+        report(profiled(WORKLOADS[given.workload], Path(folder)), given.rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,55 @@
+"""One contender of the benchmark of training, in a process of its own.
+
+    python -m workloads.worker WORKLOAD CONTENDER FOLDER
+
+It trains one step, and then as many as each line of its input asks for, so that it rests while others have their turn.
+Each answer is a line of JSON.
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+from workloads import THREADS, WORKLOADS, channels_last
+from workloads.contenders import CONTENDERS
+
+
+def main(name: str, contender: str, folder: str) -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # frameworks like to print
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:THREADS])
+    workload, made = WORKLOADS[name], CONTENDERS[contender]
+    batches = workload.batches()
+    if made.channels_last:
+        batches = [channels_last.batch(batch) for batch in batches]
+    step = importlib.import_module(f"workloads.{made.module}").load(workload, Path(folder), **made.variant)
+    endless = itertools.cycle(batches)
+    for wanted in itertools.chain(["1"], sys.stdin):
+        losses, seconds = [], []
+        for _ in range(int(wanted)):
+            x, labels = next(endless)
+            start = time.perf_counter()
+            losses.append(step(x, labels))
+            seconds.append(time.perf_counter() - start)
+        print(json.dumps({"losses": losses, "seconds": seconds, "memory": peak_memory()}), file=answers, flush=True)
+
+
+def peak_memory() -> int:
+    """The most memory that this process has had, in bytes; what it started for itself does not count."""
+    status = Path("/proc/self/status")
+    if status.exists():
+        return next(int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith("VmHWM")) * 1024
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
