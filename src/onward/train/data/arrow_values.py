@@ -75,8 +75,7 @@ def _flatten(values: Any, where: str) -> tuple[np.ndarray, tuple[int, ...]]:
     """The numbers in nested lists, and the shape of each row."""
     types = pyarrow().types
     if isinstance(values.type, pyarrow().FixedShapeTensorType):
-        array = values.to_numpy_ndarray()
-        return array, array.shape[1:]
+        return _tensors(values, where)
     shape: list[int] = []
     while _is_list(values.type):
         if types.is_fixed_size_list(values.type):
@@ -91,6 +90,15 @@ def _flatten(values: Any, where: str) -> tuple[np.ndarray, tuple[int, ...]]:
     if values.null_count:
         raise DataError(f"{where} has lists with missing numbers")
     return values.to_numpy(zero_copy_only=False), tuple(shape)
+
+
+def _tensors(values: Any, where: str) -> tuple[np.ndarray, tuple[int, ...]]:
+    stored = values.storage.flatten().to_numpy(zero_copy_only=False).reshape(len(values), *values.type.shape)
+    permutation = values.type.permutation or list(range(len(values.type.shape)))
+    if [permutation[dim] for dim in permutation] != sorted(permutation):  # pyarrow writes it the other way round
+        raise DataError(f"{where} has tensors with dimensions in an unclear order", hint="write them in C order")
+    array = stored.transpose(0, *(dim + 1 for dim in permutation))
+    return array, array.shape[1:]
 
 
 def _storage(values: Any) -> Any:

@@ -2,73 +2,74 @@
 
 from __future__ import annotations
 
+import io
 import shutil
 import struct
 import tempfile
 import zipfile
 from pathlib import Path
-from typing import IO, BinaryIO
+from typing import IO
 
 import numpy as np
 
 from onward.errors import DataError
 from onward.train.data.dataset import HELD, Columns
-from onward.train.data.files import FileRows, open_binary, rows_of
+from onward.train.data.files import DataFile, FileRows, rows_of
 
 _PICKLED = "save arrays of numbers: files with pickled objects can run code when loaded, so they are not"
+_LONGEST_HEADER = 1 << 20
 
 
 def open_npy(path: Path) -> Columns:
-    file = open_binary(path)
-    return Columns({path.stem: _array(file, 0, str(path))}, path.name)
+    return Columns({path.stem: _array(DataFile.open(path), 0, str(path))}, path.name)
 
 
-def open_npz(path: Path) -> Columns:
-    file = open_binary(path)
+def open_npz(path: Path, only: str | None = None) -> Columns:
+    """All arrays of a file as columns, or only one."""
+    file = DataFile.open(path)
     try:
         with zipfile.ZipFile(path) as archive:
-            members = [info for info in archive.infolist() if info.filename.endswith(".npy")]
-            arrays = {info.filename.removesuffix(".npy"): _member(archive, info, file, path) for info in members}
-    except (zipfile.BadZipFile, EOFError, OSError, struct.error) as error:
-        if isinstance(error, DataError):
-            raise
+            members = {info.filename.removesuffix(".npy"): info for info in archive.infolist()}
+            if only in members:
+                members = {only: members[only]}
+            arrays = {name: _member(archive, info, file) for name, info in members.items()}
+    except (zipfile.BadZipFile, EOFError, struct.error) as error:
         hint = "it was not written or copied to its end, or is something else; write it again"
         raise DataError(f"{path} is not a whole .npz file: {error}", hint=hint) from None
     return Columns(arrays, path.name)
 
 
-def _member(archive: zipfile.ZipFile, info: zipfile.ZipInfo, file: BinaryIO, path: Path) -> FileRows | np.ndarray:
-    origin = f"{path}, array `{info.filename.removesuffix('.npy')}`"
+def _member(archive: zipfile.ZipFile, info: zipfile.ZipInfo, file: DataFile) -> FileRows | np.ndarray:
+    origin = f"{file.origin}, array `{info.filename.removesuffix('.npy')}`"
     if info.compress_type == zipfile.ZIP_STORED:  # its bytes are in the file as they are
-        file.seek(info.header_offset + 26)  # the directory may give other lengths than the header before the bytes
-        name_length, extra_length = struct.unpack("<HH", file.read(4))
-        return _array(file, info.header_offset + 30 + name_length + extra_length, origin)
+        lengths = file.read(info.header_offset + 26, 4)  # of what is before them; the directory may have others
+        return _array(file, info.header_offset + 30 + sum(struct.unpack("<HH", lengths)), origin)
     unpacked = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 # vanishes when closed, or when the process ends
     with archive.open(info) as packed:
         shutil.copyfileobj(packed, unpacked, 1 << 20)
-    return _array(unpacked, 0, origin)
+    return _array(DataFile(unpacked, origin), 0, origin)
 
 
-def _array(file: BinaryIO, offset: int, origin: str) -> FileRows | np.ndarray:
+def _array(file: DataFile, offset: int, origin: str) -> FileRows | np.ndarray:
     """The array in .npy format that begins at `offset`."""
-    file.seek(offset)
+    start = io.BytesIO(file.read(offset, _LONGEST_HEADER))
     try:
-        shape, fortran, dtype = _header(file)
+        shape, is_fortran, dtype = _header(start)
     except (ValueError, EOFError) as error:
         raise DataError(f"{origin} is not a .npy file: {error}") from None
     if dtype.hasobject:
         raise DataError(f"{origin} holds Python objects, not numbers", hint=_PICKLED)
-    start = file.tell()
-    if not fortran or len(shape) < 2:
-        return rows_of(file, start, dtype, shape, origin)
+    offset += start.tell()
+    if not is_fortran or len(shape) < 2:
+        return rows_of(file, offset, dtype, shape)
     if dtype.itemsize * int(np.prod(shape, dtype=np.int64)) > HELD:
         hint = "save it with np.ascontiguousarray(...)"
         raise DataError(f"{origin} is stored column by column (Fortran order), so rows cannot be read", hint=hint)
-    flipped = rows_of(file, start, dtype, shape[::-1], origin)
-    return np.ascontiguousarray(np.asarray(flipped).T)
+    flipped = rows_of(file, offset, dtype, shape[::-1])
+    return np.ascontiguousarray((flipped if isinstance(flipped, np.ndarray) else flipped.all()).T)
 
 
 def _header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]:
-    version = np.lib.format.read_magic(file)  # type: ignore[no-untyped-call, unused-ignore]
+    version = np.lib.format.read_magic(file)
     read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-    return read(file)  # type: ignore[no-untyped-call, unused-ignore]
+    return read(file)

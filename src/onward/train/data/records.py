@@ -15,7 +15,7 @@ import numpy as np
 
 from onward.errors import DataError
 from onward.train.data.dataset import HELD, Batch, Column, check_not_empty, known
-from onward.train.data.files import FileRows
+from onward.train.data.files import DataFile, FileRows
 
 
 @dataclass
@@ -77,7 +77,7 @@ class Records:
                 raise
             hint = f"{record.itemsize * self._source.length:,} bytes are needed; TMPDIR says where they go"
             raise DataError(f"cannot write the columns of {self._source.origin}: {error}", hint=hint) from error
-        return FileRows(file, 0, record, shape, f"the temporary copy of {self._source.origin}")
+        return FileRows(DataFile(file, f"the temporary copy of {self._source.origin}"), 0, record, shape)
 
     def _field(self, name: str) -> tuple[np.dtype, tuple[int, ...]]:
         column = self.columns[name]

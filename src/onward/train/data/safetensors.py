@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 
 from onward.errors import DataError
 from onward.train.data.dataset import Columns
-from onward.train.data.files import open_binary, rows_of
+from onward.train.data.files import DataFile, FileRows, rows_of
 
 _DTYPES = {
     "BOOL": np.bool_, "U8": np.uint8, "I8": np.int8, "U16": np.uint16, "I16": np.int16, "U32": np.uint32,
@@ -19,28 +20,25 @@ _DTYPES = {
 }  # fmt: skip
 
 
-def open_safetensors(path: Path) -> Columns:
-    file = open_binary(path)
-    size = file.seek(0, 2)
-    file.seek(0)
-    length = int.from_bytes(file.read(8), "little")
-    if size < 8 or length > size - 8:
+def open_safetensors(path: Path, only: str | None = None) -> Columns:
+    """All tensors of a file as columns, or only one."""
+    file = DataFile.open(path)
+    length = int.from_bytes(file.read(0, 8), "little")
+    if length > file.size - 8:
         raise DataError(f"{path} is not a whole .safetensors file: its header would end beyond the file")
     try:
-        header = json.loads(file.read(length))
-        tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
-        arrays = {
-            name: rows_of(
-                file,
-                8 + length + int(entry["data_offsets"][0]),
-                np.dtype(_DTYPES[entry["dtype"]]),
-                tuple(entry["shape"]),
-                f"{path}, tensor `{name}`",
-            )
-            for name, entry in tensors.items()
-        }
+        tensors = json.loads(file.read(8, length))
+        tensors.pop("__metadata__", None)
+        if only in tensors:
+            tensors = {only: tensors[only]}
+        arrays = {name: _rows(file, 8 + length, entry) for name, entry in tensors.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         if isinstance(error, DataError):
             raise
         raise DataError(f"the header of {path} is not that of a .safetensors file: {error!r}") from None
     return Columns(arrays, path.name)
+
+
+def _rows(file: DataFile, start: int, entry: dict[str, Any]) -> FileRows | np.ndarray:
+    dtype = np.dtype(_DTYPES[entry["dtype"]])
+    return rows_of(file, start + int(entry["data_offsets"][0]), dtype, tuple(entry["shape"]))

@@ -118,12 +118,13 @@ def _named_column(name: str, path: str, images: ImageFormat) -> tuple[Dataset, s
         column = name
     else:
         path, _, column = path.rpartition(":")
-        data = _open_path(Path(path), images)
+        data = _open_path(Path(path), images, only=column)
     known([column], data.columns, path)
     return data, column
 
 
-def _open_path(path: Path, images: ImageFormat) -> Dataset:
+def _open_path(path: Path, images: ImageFormat, only: str | None = None) -> Dataset:
+    """A file or folder; `only` one column is used of it, so that others do not matter where they can be left out."""
     if not path.exists():
         raise DataError(f"there is no {path}", hint="check the path; it is relative to the current folder")
     if path.is_dir():
@@ -134,7 +135,7 @@ def _open_path(path: Path, images: ImageFormat) -> Dataset:
         case ".npz":
             from onward.train.data.npy import open_npz
 
-            return open_npz(path)
+            return open_npz(path, only)
         case ".npy":
             from onward.train.data.npy import open_npy
 
@@ -154,7 +155,7 @@ def _open_path(path: Path, images: ImageFormat) -> Dataset:
         case ".safetensors":
             from onward.train.data.safetensors import open_safetensors
 
-            return open_safetensors(path)
+            return open_safetensors(path, only)
         case suffix:
             raise DataError(f"{path} is of no kind that can be read (`{suffix}`)", hint=f"use {_FILES}")
 
