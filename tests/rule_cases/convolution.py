@@ -35,6 +35,9 @@ def _case(operator, x, w, output, bias=True, opset=18, **attributes):
 
 
 CASES: dict[str, tuple[onnx.ModelProto, dict[str, np.ndarray]]] = {
+    "conv_wide": _case("Conv", (1, 16, 5, 4), (2, 16, 3, 2), [1, 2, 5, 4], pads=[1, 0, 1, 1]),
+    "conv_wide_dilated": _case("Conv", (1, 17, 6), (2, 17, 3), [1, 2, 4], dilations=[2], pads=[1, 1]),
+    "conv_wide_padded_beyond_the_kernel": _case("Conv", (1, 16, 3), (2, 16, 2), [1, 2, 7], pads=[3, 2]),
     "conv_1d": _case("Conv", (2, 3, 7), (4, 3, 3), (2, 4, 4), strides=[2], pads=[1, 1]),
     "conv_1d_dilated": _case("Conv", (2, 3, 9), (4, 3, 3), (2, 4, 5), dilations=[2]),
     "conv_3d": _case("Conv", (1, 2, 4, 3, 5), (3, 2, 2, 2, 3), (1, 3, 3, 2, 3), kernel_shape=[2, 2, 3]),

@@ -18,6 +18,7 @@ from onward.shapes import constant_ints
 
 LARGEST_CONSTANT = 64
 """Identity matrices up to this size are written out."""
+WIDE = 16
 LARGEST_KERNELS = 1 << 18
 """Elements of the kernels that pick the elements of windows, for all channels, up to which they are written out."""
 END = np.iinfo(np.int64).max
@@ -172,10 +173,33 @@ def spread(op, windows, weight, window, group=1):
     slide = {"dilations": window.dilations, "strides": window.strides, "group": group}
     if not window.static:
         return _part(op, op.ConvTranspose(windows, weight, **slide), window.begin, window.sizes, window.rank)
+    if group == 1 and all(stride == 1 for stride in window.strides) and _is_wide(weight):
+        return _spread_by_convolution(op, windows, weight, window)
     after = window.covered - window.begin - window.sizes
     padding = [*window.begin.tolist(), *np.maximum(after, 0).tolist()]
     missing = np.maximum(-after, 0).tolist() if (after < 0).any() else None
     return op.ConvTranspose(windows, weight, **slide, pads=padding, output_padding=missing)
+
+
+def _is_wide(weight):
+    """Whether there are so many channels that a convolution is faster than a transposed one, on CPUs."""
+    channels = None if weight.value.shape is None else weight.value.shape[1]
+    return isinstance(channels, int) and channels >= WIDE
+
+
+def _spread_by_convolution(op, windows, weight, window):
+    """The same for strides of 1: a convolution with the kernels turned round, from as far away as windows reach."""
+    axes = list(range(2, window.rank + 2))
+    turned = op.Slice(weight, [-1] * window.rank, [-END] * window.rank, axes, [-1] * window.rank)
+    begin = window.extent - 1 - window.begin
+    end = window.sizes - window.count + window.extent - 1 - begin
+    image = windows
+    if (begin < 0).any() or (end < 0).any():  # windows that lie wholly in the padding
+        starts, ends = np.maximum(-begin, 0), window.count - np.maximum(-end, 0)
+        image = op.Slice(windows, starts.tolist(), ends.tolist(), axes)
+    padding = [*np.maximum(begin, 0).tolist(), *np.maximum(end, 0).tolist()]
+    kernels = op.Transpose(turned, perm=[1, 0, *axes])
+    return op.Conv(image, kernels, dilations=window.dilations, pads=padding)
 
 
 def columns(op, image, kernel, **slide):
