@@ -95,9 +95,9 @@ def _remove_torn_line(path: PathLike) -> None:
 
 def _line(event: Mapping[str, Any]) -> bytes:
     try:
-        text = json.dumps(event, default=_plain, allow_nan=False)
+        text = _ENCODER.encode(event)
     except ValueError:  # there are such numbers: rare, so that only then each value is looked at
-        text = json.dumps(_with_names(event), allow_nan=False)
+        text = _ENCODER.encode(_with_names(event))
     return text.encode() + b"\n"
 
 
@@ -110,6 +110,9 @@ def _plain(value: Any) -> Any:
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     raise TypeError(f"a log cannot hold a {type(value).__name__}")
+
+
+_ENCODER = json.JSONEncoder(default=_plain, allow_nan=False)
 
 
 def _with_names(value: Any) -> Any:

@@ -24,7 +24,7 @@ function make(parent, name, className = "", text = null) {
 function readable(value, digits = 4) {
   if (value === null || value === undefined) return "–";
   const size = Math.abs(value);
-  if (size !== 0 && (size < 1e-3 || size >= 1e7)) {
+  if (size !== 0 && (size < 1e-4 || size >= 1e7)) {
     return value.toExponential(digits - 1).replace(/\.?0+e/, "e").replace("e+", "e");
   }
   if (size >= 1000) return Math.round(value).toLocaleString("en-US");

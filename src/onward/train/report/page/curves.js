@@ -124,7 +124,7 @@ class Curves {
   line(svg, series, colour, x, y) {
     if (series.role === "validation" || series.role === "line") {
       draw(svg, "path", { d: path(series.x, series.y, x, y, this.log), class: "smooth", stroke: colour });
-      if (series.x.length > 40) return series.y;
+      if (series.x.length > (series.role === "line" ? 20 : 40)) return series.y;
       series.y.forEach((value, i) => {
         if (value === null || (this.log && value <= 0)) return;
         draw(svg, "circle", { cx: x(series.x[i]), cy: y(value), r: 3.2, fill: colour, class: "point" });

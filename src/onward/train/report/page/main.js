@@ -28,7 +28,12 @@ const watch = new ResizeObserver((entries) => {
 });
 for (const plot of pictures.keys()) watch.observe(plot);
 
+const printing = (begins) => {
+  document.documentElement.classList.toggle("printing", begins);
+  redraw();
+};
 window.addEventListener("beforeprint", () => {
   for (const folded of document.querySelectorAll("details")) folded.open = true;
-  redraw();
+  printing(true);
 });
+window.addEventListener("afterprint", () => printing(false));
