@@ -55,7 +55,8 @@ function linearTicks(low, high, about) {
 function logTicks(low, high, about) {
   const first = Math.floor(Math.log10(low)), last = Math.ceil(Math.log10(high));
   const every = Math.max(1, Math.ceil((last - first) / about));
-  const factors = last - first <= 1 ? [1, 2, 3, 5, 7] : last - first <= 2 ? [1, 2, 5] : [1];
+  const decades = Math.log10(high / low);
+  const factors = decades <= 1 ? [1, 2, 3, 5, 7] : decades <= 2.5 ? [1, 2, 5] : [1];
   const ticks = [];
   for (let power = first; power <= last; power += every) {
     for (const factor of factors) {
