@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 import onward
 from conftest import needs
 from models import digits_mlp, small_cnn, small_transformer
+from onward.recipe.lora.adapters import adapters
 from stepping import Stepper
 
 
@@ -69,6 +70,11 @@ HEADS = {
     ),
     "a fixed shape behind": (
         HEADER + "g (float[2,4] x) => (float[1,2,7] y) <int64[3] s = {1, 2, 7}> { p = MatMul(x, w) y = Reshape(p, s) }",
+        {"w": W},
+    ),
+    "a shape behind that is put together": (
+        HEADER + """g (float[N,4] x) => (float[N,1,7] y) <int64[2] t = {1, 7}> {
+            p = MatMul(x, w) f = Constant<value_ints = [-1]>() s = Concat<axis = 0>(f, t) y = Reshape(p, s) }""",
         {"w": W},
     ),
 }  # fmt: skip
@@ -146,6 +152,13 @@ def test_a_head_can_be_named_and_one_that_cannot_be_replaced_is_refused():
     scaled = HEADER + "g (float[N,4] x) => (float[N,7] y) { p = MatMul(x, w) y = Mul(p, b) }"
     with pytest.raises(onward.Error, match=r"`b`, which Mul .* is for 7 classes"):
         onward.replace_head(parsed(scaled, w=W, b=B), 3)
+    unclear = (
+        HEADER + "g (float[7,4] x) => (float[7,7] y) <int64[2] s = {7, -1}> { p = MatMul(x, w) y = Reshape(p, s) }"
+    )
+    unclear = parsed(unclear, w=W)
+    unclear.graph.value_info.append(onnx.helper.make_tensor_value_info("p", onnx.TensorProto.FLOAT, [7, 7]))
+    with pytest.raises(onward.Error, match="not clear which size 7 of Reshape"):
+        onward.replace_head(unclear, 3)
     with pytest.raises(onward.Error, match="carries its training") as error:
         onward.replace_head(onward.prepare(digits_mlp(), loss="ce"), 3)
     assert "strip" in error.value.hint
@@ -378,6 +391,72 @@ def test_names_of_the_framework_count_where_the_exporter_lost_them():
     model.graph.node[1].name = "/layer/key/MatMul"
     found = onward.add_lora(model, targets=["layer.query", "*key*", "*.value"])
     assert [n for n in found.graph.initializers if n.endswith("_A")] == [f"{name}/lora_A" for name in square]
+
+
+@needs("torch")
+def test_a_model_as_it_is_exported():
+    """By the exporter that traces, at an operator set without LayerNormalization: weights have lost their names."""
+    import torch
+
+    import torch_models
+    from torch_export import by_torchscript, quiet
+
+    torch.manual_seed(0)
+    with quiet():
+        bert = torch_models.bert("eager")
+        module = bert.module.eval()
+        with torch.no_grad():
+            for parameter in module.parameters():  # the exporter would merge those that are equal
+                parameter += torch.randn_like(parameter) / 20
+        inputs = bert.inputs(2, 6)
+        model = onward.read(by_torchscript(module, inputs, {}, opset=14))
+    names = dict(module.named_parameters())
+
+    def trained(**recipe):
+        return set(sound(onward.prepare(model, loss="value:loss", optimizer="sgd", **recipe)).step().differentiated())
+
+    assert trained(trainable="biases") == {name for name in names if name.endswith(".bias")}
+    assert trained(trainable="norms") == {name for name in names if "LayerNorm" in name}
+    assert trained(trainable="head") == {"model.classifier.weight", "model.classifier.bias"}
+    changed = adapted(model, rank=2, alpha=4, targets=["*query", "*value"])
+    assert len(trained()) > len(names) / 2 and len(trained(lora="rank=2,targets=*query")) == 4
+    saved = {a.module: a for a in adapters(changed)}
+    assert set(saved) == {
+        name.removesuffix(".weight") for name in names if name.endswith(("query.weight", "value.weight"))
+    }
+    with torch.no_grad():  # W + alpha / rank B A, where torch has them
+        for owner, adapter in saved.items():
+            product = adapter.a.const_value.numpy() @ adapter.b.const_value.numpy()
+            names[f"{owner}.weight"] += 4 / 2 * torch.tensor(product.T)
+        expected = float(module(*inputs.values()))
+    feeds = {name: x.numpy() for name, x in inputs.items()}
+    assert float(run(changed, feeds)[0]) == pytest.approx(expected, rel=1e-5)
+    assert float(run(onward.merge_lora(changed), feeds)[0]) == pytest.approx(expected, rel=1e-5)
+
+
+def test_layers_in_branches_are_adapted_too():
+    text = (
+        HEADER
+        + """g (float[N,4] x, bool c) => (float[N,7] y) { y = If(c) <
+        then_branch = t () => (float[N,7] a) { a = MatMul(x, w) },
+        else_branch = e () => (float[N,7] b) { h = Relu(x) b = MatMul(h, w) }> }"""
+    )
+    model = adapted(parsed(text, w=W), rank=2, targets="w")
+    merged, x = sound(onward.merge_lora(model)), numbers(3, 4)
+    for c in (True, False):
+        feeds = {"x": x, "c": np.array(c)}
+        np.testing.assert_allclose(run(merged, feeds)[0], run(model, feeds)[0], rtol=1e-5, atol=1e-5)
+    stepper = Stepper(onward.prepare(model, loss="mse", optimizer="sgd:lr=1e-3"), own_gradients=True)
+    batch = {"x": x, "c": np.array(True), "target": numbers(3, 7)}
+    losses = [float(stepper(batch)["loss"]) for _ in range(5)]
+    assert losses == sorted(losses, reverse=True) and losses[-1] < losses[0]
+
+
+def test_adapters_follow_their_weight_to_another_name():
+    training = onward.prepare(digits_mlp(), loss="ce", lora="rank=2,targets=fc1")
+    renamed = sound(onward.rename(training, {"fc1.weight": "first"}))
+    assert renamed.step().differentiated() == ["first/lora_A", "first/lora_B"]
+    assert arrays(onward.merge_lora(onward.strip(renamed))).keys() == {"first", "fc1.bias", "fc2.weight", "fc2.bias"}
 
 
 def test_weights_outside_the_file_stay_there(tmp_path):

@@ -24,6 +24,7 @@ from onward.recipe.layers import Layer, downstream, find_head
 from onward.recipe.reset import drawn
 from onward.recipe.spec import Spec, parse
 from onward.recipe.trainable import HEAD
+from onward.shapes import constant_ints
 from onward.transform.types import fill_in_types
 
 LINEAR = "kaiming_uniform:a=2.23606797749979"
@@ -178,11 +179,19 @@ def _dimension(was: int | ir.SymbolicDim, now: int | ir.SymbolicDim, old: int) -
 
 
 def _tell_size(model: Model, node: ir.Node, place: int, old: int, new: int) -> None:
-    value = node.inputs[place]
-    tensor = constant_tensor(value)
-    if value is None or tensor is None or list(tensor.numpy()).count(old) != 1:
+    """Change the one size in the shape that a node takes; it may be put together of constants and computed ones."""
+    pieces = [piece for piece in _pieces(node, place) if old in _integers(piece)]
+    if not pieces:
         return
-    sizes = np.where(tensor.numpy() == old, new, tensor.numpy()).astype(np.int64)
+    shape = node.inputs[0].shape if node.inputs[0] is not None else None
+    if sum(_integers(piece).count(old) for piece in pieces) > 1 or (shape is not None and list(shape).count(old) > 1):
+        raise UnsupportedError(
+            f"it is not clear which size {old} of {node.op_type} `{node.name}` is the one of classes"
+        )
+    ((reader, index),) = pieces
+    value = reader.inputs[index]
+    assert value is not None
+    sizes = np.asarray([new if size == old else size for size in _integers(pieces[0])], np.int64)
     name = model.names().fresh(f"{value.name}/resized")
     changed = ir.Value(
         name=name,
@@ -191,9 +200,27 @@ def _tell_size(model: Model, node: ir.Node, place: int, old: int, new: int) -> N
         const_value=ir.Tensor(sizes, name=name),
     )
     model.graph.register_initializer(changed)
-    node.replace_input_with(place, changed)
-    if not value.uses() and not value.is_graph_output():
-        if (producer := value.producer()) is not None:
-            model.graph.remove(producer, safe=True)
-        elif value.name is not None and value.is_initializer() and not value.is_graph_input():
-            del model.graph.initializers[value.name]
+    reader.replace_input_with(index, changed)
+    _drop_unread(model, value)
+
+
+def _pieces(node: ir.Node, place: int) -> list[tuple[ir.Node, int]]:
+    """Where the parts of a shape come in: the input itself, or those of the Concat that makes it."""
+    value = node.inputs[place]
+    producer = value.producer() if value is not None else None
+    if producer is not None and producer.op_type == "Concat":
+        return [(producer, i) for i in range(len(producer.inputs))]
+    return [(node, place)]
+
+
+def _integers(piece: tuple[ir.Node, int]) -> tuple[int, ...]:
+    return constant_ints(piece[0].inputs[piece[1]]) or ()
+
+
+def _drop_unread(model: Model, value: ir.Value) -> None:
+    if value.uses() or value.is_graph_output():
+        return
+    if (producer := value.producer()) is not None:
+        model.graph.remove(producer, safe=True)
+    elif value.name is not None and value.is_initializer() and not value.is_graph_input():
+        del model.graph.initializers[value.name]

@@ -26,8 +26,8 @@ def rename(source: Source, names: Mapping[str, str]) -> Model:
     wanted = dict(names)
     for value in model.initializers():
         owner = value.const_value.metadata_props.get(PARAMETER_KEY) if value.const_value is not None else None
-        if owner is not None and owner in names and value.name and value.name not in names:
-            wanted[value.name] = value.name.replace(owner, names[owner])
+        if owner is not None and owner in wanted and value.name and value.name not in wanted:
+            wanted[value.name] = value.name.replace(owner, wanted[owner])
     clashes = sorted({new for old, new in wanted.items() if new in known and new not in wanted})
     doubled = sorted({new for new in wanted.values() if list(wanted.values()).count(new) > 1})
     if clashes or doubled:
