@@ -70,8 +70,8 @@ class NodeTest(NamedTuple):
 @functools.cache
 def onnx_node_tests() -> dict[str, NodeTest]:
     """All node tests by name. `onnx` computes them anew on each start, which takes long, so they are kept on disk."""
-    path = _cache_folder() / f"node-tests-1-onnx-{onnx.__version__}-numpy-{np.__version__}.pickle"
-    with _locked(path.with_suffix(".lock")):  # the first worker builds, the others wait
+    path = cache_folder() / f"node-tests-1-onnx-{onnx.__version__}-numpy-{np.__version__}.pickle"
+    with locked(path.with_suffix(".lock")):  # the first worker builds, the others wait
         try:
             rows = pickle.loads(path.read_bytes())
         except Exception:  # not there, or unreadable for whatever reason: build it
@@ -110,7 +110,7 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"a node test holds a {type(value)}: say in conftest.py how to keep it")
 
 
-def _cache_folder() -> Path:
+def cache_folder() -> Path:
     """A folder of this user's alone, since what is read from it is unpickled."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     folder = Path(base) / "onward-tests"
@@ -124,7 +124,7 @@ def _cache_folder() -> Path:
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def locked(path: Path) -> Iterator[None]:
     with path.open("w") as file:
         if sys.platform != "win32":  # there, workers may do the work twice; the write is atomic either way
             import fcntl

@@ -26,7 +26,7 @@ from onward.cli import app as application
 from onward.cli.commands import app
 from onward.cli.failure import BUG
 
-BUILD, LOOK = ["prepare", "grad"], ["check", "check-gradients", "show", "report"]
+BUILD, LOOK = ["train", "prepare", "grad", "lower"], ["check", "check-gradients", "show", "report"]
 CHANGE = ["set", "rename", "prefix", "merge", "extract", "inline", "opset", "data", "strip", "refresh"]
 COMMANDS = [*BUILD, *LOOK, *CHANGE]
 RECIPE = ["--loss", "cross_entropy", "--optimizer", "adamw:lr=1e-3", "--schedule", "cosine:steps=1000,warmup=50"]

@@ -50,6 +50,13 @@ def number(text: str) -> Any:
         return text
 
 
+def recomputation(given: list[str] | None) -> int | list[str] | None:
+    """What to compute again, as the library takes it: a number of layers, or patterns."""
+    if given and len(given) == 1 and given[0].isdecimal():
+        return int(given[0])
+    return given or None
+
+
 def floats_matching(model: Model, patterns: Sequence[str]) -> list[str]:
     """The floating-point values of a model that match patterns: inputs, weights, and what is computed."""
     from onward.model.core import values

@@ -6,6 +6,7 @@ from onward.cli import (
     train,
     prepare,
     grad,
+    lower,
     check,
     check_gradients,
     show,
@@ -18,6 +19,6 @@ from onward.cli import (
 )
 
 __all__ = [
-    "app", "check", "check_gradients", "form", "grad", "names", "parts", "prepare", "report", "settings", "show", "train",
-    "training",
+    "app", "check", "check_gradients", "form", "grad", "lower", "names", "parts", "prepare", "report", "settings",
+    "show", "train", "training",
 ]  # fmt: skip

@@ -8,7 +8,7 @@ import typer
 
 from onward.cli import options
 from onward.cli.app import BUILD, command
-from onward.cli.arguments import floats_matching
+from onward.cli.arguments import floats_matching, recomputation
 from onward.cli.saving import target
 from onward.cli.work import working
 
@@ -32,15 +32,7 @@ def grad(
             "--wrt", metavar="PATTERN", help="Inputs, weights or values by which to differentiate. May be repeated."
         ),
     ],
-    recompute: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--recompute",
-            metavar="N|PATTERN",
-            help="Save memory: compute nodes a second time on the way back, those whose names match (may be repeated), "
-            "or all, keeping the result of every N-th layer.",
-        ),
-    ] = None,
+    recompute: options.Recompute = None,
     keep_functions: Annotated[
         bool,
         typer.Option("--keep-functions", help="Let functions of the model stay, with functions for their gradients."),
@@ -57,12 +49,5 @@ def grad(
     with working(f"differentiating {model}", model):
         source = onward.read(str(model))
         names = floats_matching(source, wrt)
-        made = onward.gradient(source, of, names, recompute=_choice(recompute), keep_functions=keep_functions)
+        made = onward.gradient(source, of, names, recompute=recomputation(recompute), keep_functions=keep_functions)
     place.write(made, f"{quantity(len(names), 'gradient')}, {quantity(len(made.graph), 'node')}")
-
-
-def _choice(recompute: list[str] | None) -> int | list[str] | None:
-    """What to compute again, as the library takes it: a number of layers, or patterns."""
-    if recompute and len(recompute) == 1 and recompute[0].isdecimal():
-        return int(recompute[0])
-    return recompute or None

@@ -33,3 +33,12 @@ Data = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 Step = Annotated[int, typer.Option("--step", metavar="N", help="Which training step, where a model has several.")]
+Recompute = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--recompute",
+        metavar="N|PATTERN",
+        help="Save memory: compute nodes a second time on the way back, those whose names match (may be repeated), "
+        "or all, keeping the result of every N-th layer.",
+    ),
+]

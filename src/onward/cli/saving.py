@@ -45,7 +45,14 @@ def target(source: Path, output: Path | None, ending: str, *, data: Where = "aut
     """The file to write: `output`, a file in it if it is a folder, or `model-ending.onnx` beside `model.onnx`."""
     name = f"{source.name.removesuffix('.onnx')}-{ending}.onnx"
     path = source.parent / name if output is None else output / name if output.is_dir() else output
-    if path.exists() and not force:
-        what = f"`{path}` is the model itself" if source.exists() and path.samefile(source) else f"`{path}` exists"
-        raise WriteError(what, hint="write elsewhere with `-o`, or overwrite it with `--force`")
+    if not force:
+        refuse_to_overwrite(path, source)
     return Target(source, path, data)
+
+
+def refuse_to_overwrite(path: Path, source: Path | None = None) -> None:
+    """Fail if there is a file already; `source` is the model that a command reads."""
+    if path.exists():
+        is_source = source is not None and source.exists() and path.samefile(source)
+        what = f"`{path}` is the model itself" if is_source else f"`{path}` exists"
+        raise WriteError(what, hint="write elsewhere with `-o`, or overwrite it with `--force`")

@@ -1,0 +1,100 @@
+"""`onward lower`: a training model as plain ONNX, for loops in any language."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from onward.cli import options
+from onward.cli.app import BUILD, command
+from onward.cli.arguments import recomputation
+from onward.cli.console import print_json, remark
+from onward.cli.failure import Misuse
+from onward.cli.saving import Target, refuse_to_overwrite, target
+from onward.cli.work import working
+
+if TYPE_CHECKING:
+    from onward import Model
+
+Part = Literal["step", "evaluation", "gradients", "apply", "initialization", "state"]
+
+
+@command(
+    BUILD,
+    "onward lower training.onnx -o step.onnx",
+    "onward lower training.onnx --part evaluation",
+    "onward lower training.onnx --all lowered/ --recompute 2",
+)
+def lower(
+    model: options.Model,
+    part: Annotated[
+        Part | None,
+        typer.Option(
+            "--part",
+            metavar="PART",
+            help="`step` (unless given), `evaluation`, `gradients`, `apply`, `initialization` or `state`.",
+        ),
+    ] = None,
+    everything: Annotated[
+        Path | None, typer.Option("--all", metavar="FOLDER", help="Write all parts into a folder, as `step.onnx` etc.")
+    ] = None,
+    step: options.Step = 0,
+    recompute: options.Recompute = None,
+    output: options.Output = None,
+    data: options.Data = "auto",
+    force: options.Force = False,
+    as_json: options.Json = False,
+) -> None:
+    """Turn a training model into plain ONNX, which any runtime executes.
+
+    A step takes a batch and the state, and gives metrics and the new state. Which output replaces which input says the
+    metadata `train.lowered`, and the .json file beside the model for runtimes that do not show metadata.
+    """
+    if everything is not None and (part or output):
+        raise Misuse(f"`--all` and `{'--part' if part else '--output'}` do not go together", "leave one of them out")
+    import onward
+    from onward.lowering.step import PARTS
+
+    with working(f"reading {model}", model):
+        source = onward.read(str(model))
+        has_initialization = source.step(step).initialization is not None
+    places: dict[str, Target]
+    if everything is None:
+        places = {part or "step": target(model, output, part or "step", data=data, force=force)}
+    else:
+        everything.mkdir(parents=True, exist_ok=True)
+        wanted = [name for name in PARTS if name != "initialization" or has_initialization]
+        places = {name: target(model, everything / f"{name}.onnx", name, data=data, force=force) for name in wanted}
+    for place in places.values():
+        _settle_contract(place, force)
+    written = []
+    for name, place in places.items():
+        with working(f"lowering {model}", model):
+            made = onward.lower(source, step, part=name, recompute=recomputation(recompute))
+        written.append(_write(made, place))
+    if as_json:
+        print_json(written if everything is not None else written[0])
+
+
+def _settle_contract(place: Target, force: bool) -> None:
+    """Refuse to lose a file to the .json file that goes beside the model."""
+    beside = place.path.with_suffix(".json")
+    if beside == place.path:
+        raise Misuse(f"`{place.path}` is the place of the .json file", "write the model to an .onnx file")
+    if not force:
+        refuse_to_overwrite(beside)
+
+
+def _write(made: Model, place: Target) -> dict[str, Any]:
+    from onward.inspect.wording import quantity
+    from onward.lowering.contract import contract_of
+
+    contract = contract_of(made)
+    place.save(made)
+    beside = place.path.with_suffix(".json")
+    beside.write_text(json.dumps(contract, indent=2) + "\n", encoding="utf-8")
+    remark(f"wrote {place.described()} and {beside}: {contract['part']}, {quantity(len(made.graph), 'node')}")
+    return {"output": str(place.path), "contract": contract}

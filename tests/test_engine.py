@@ -1,0 +1,110 @@
+"""Engines: the same numbers as the algorithm's, weights of any size, and the way back into the inference model."""
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+from onnx import helper, numpy_helper
+
+import onward
+from lowered import FLAT, SQUARE, assert_close, case, stored
+from models import digits_mlp, small_cnn
+from onward.run import load
+from stepping import Stepper
+
+__all__ = ["case"]  # a fixture
+
+
+def test_the_engine_computes_the_same(case):
+    """Over enough steps to use both sets of buffers, and with a last batch of another size."""
+    model, batch, lowered = case
+    reference = Stepper(model, own_gradients=True)
+    fewer = {name: array[: len(array) // 2] for name, array in batch.items()}
+    with load(model) as engine:
+        for one in (batch, batch, fewer, batch, fewer):
+            metrics, expected = engine.step(one), reference(one)
+            assert_close(metrics, {name: np.asarray(expected[name]) for name in metrics})
+        assert_close(engine.state(), reference.state)
+        before = engine.state()
+        results = engine.evaluate(batch)
+        assert_close(engine.state(), before, 0, 0)
+        assert_close(lowered("evaluation")({**batch, **before}), results, rtol=1e-5)
+        kept = stored(model)
+        engine.load_state(kept)
+        assert_close(engine.state(), kept, 0, 0)
+        results = engine.evaluate(fewer)
+        assert_close(lowered("evaluation")({**fewer, **kept}), results, rtol=1e-5)
+
+
+@pytest.mark.parametrize("data", ["none", "data", "safetensors"])
+def test_trained_weights_go_back_into_the_graph_as_it_was(tmp_path, data):
+    """Names, order, layout and metadata stay: only numbers differ, and only those of what was trained."""
+    original = small_cnn(channels=32)
+    original.producer_name, original.doc_string = "somebody", "A model of theirs."
+    helper.set_model_props(original, {"author": "they", "classes": "0 to 9"})
+    original.graph.node[0].doc_string = "the first layer"
+    onward.read(original).save(tmp_path / "original.onnx", data=data)
+    onward.prepare(tmp_path / "original.onnx", loss="cross_entropy", freeze="fc.*").save(tmp_path / "training.onnx")
+    with load(tmp_path / "training.onnx") as engine:
+        for _ in range(3):
+            engine.step(SQUARE)
+        state = engine.state()
+        onward.strip(engine.updated()).save(tmp_path / "trained.onnx")
+    before, after = (onnx.load(tmp_path / name) for name in ("original.onnx", "trained.onnx"))
+    old, new = ({t.name: numpy_helper.to_array(t) for t in proto.graph.initializer} for proto in (before, after))
+    assert list(old) == list(new)
+    changed = {name for name in old if not np.array_equal(old[name], new[name])}
+    assert changed == {f"conv.{x}" for x in ("weight", "bias")} | {
+        f"bn.{x}" for x in ("weight", "bias", "running_mean", "running_var")
+    }
+    for name in changed:
+        np.testing.assert_array_equal(new[name], state[name])
+    assert without_numbers(after) == without_numbers(before)
+
+
+def without_numbers(proto):
+    proto = onnx.ModelProto.FromString(proto.SerializeToString())
+    for tensor in proto.graph.initializer:
+        for field in ("raw_data", "float_data", "external_data", "data_location"):
+            tensor.ClearField(field)
+    return proto
+
+
+def test_frozen_weights_outside_the_file_stay_there(tmp_path, monkeypatch):
+    """Nothing reads them but the runtime, which maps the file."""
+    onward.read(digits_mlp(4096)).save(tmp_path / "digits.onnx", data="data")
+    model = onward.prepare(tmp_path / "digits.onnx", loss="cross_entropy", freeze="fc1.*", optimizer="sgd:lr=0.1")
+    read = []
+    original = ir.ExternalTensor.numpy
+    monkeypatch.setattr(ir.ExternalTensor, "numpy", lambda self: (read.append(self.name), original(self))[1])
+    with load(model) as engine:
+        losses = [float(engine.step(FLAT)["loss"]) for _ in range(3)]
+        engine.evaluate(FLAT)
+    assert "fc1.weight" not in read
+    with load(onward.prepare(digits_mlp(4096), loss="cross_entropy", freeze="fc1.*", optimizer="sgd:lr=0.1")) as engine:
+        assert losses == [float(engine.step(FLAT)["loss"]) for _ in range(3)]
+
+
+@pytest.mark.slow
+def test_more_than_fits_into_a_protobuf(tmp_path):
+    """Frozen weights of 2.1 GiB: in memory, and in a sparse file."""
+    rows = 550_000
+    nodes = [helper.make_node("Gather", ["table", "ids"], ["x"]), helper.make_node("MatMul", ["x", "w"], ["logits"])]
+    info = helper.make_tensor_value_info
+    inputs, outputs = [info("ids", onnx.TensorProto.INT64, ["N"])], [info("logits", onnx.TensorProto.FLOAT, ["N", 4])]
+    weight = numpy_helper.from_array(np.ones((1024, 4), np.float32), "w")
+    table = onnx.TensorProto(name="table", data_type=onnx.TensorProto.FLOAT, dims=[rows, 1024])
+    table.data_location = onnx.TensorProto.EXTERNAL
+    table.external_data.add(key="location", value="table.data")
+    with open(tmp_path / "table.data", "wb") as file:
+        file.truncate(rows * 4096)
+    graph = helper.make_graph(nodes, "table", inputs, outputs, [table, weight])
+    opsets = [helper.make_opsetid("", 21)]
+    onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=10), tmp_path / "model.onnx")
+    model = onward.prepare(tmp_path / "model.onnx", loss="cross_entropy", freeze="table")
+    batch = {"ids": np.array([0, rows - 1]), "labels": np.array([1, 2])}
+    with load(model) as engine:
+        assert float(engine.step(batch)["loss"]) == pytest.approx(np.log(4))
+    model.set("table", np.zeros((rows, 1024), np.float32))
+    with load(model) as engine:
+        assert float(engine.step(batch)["loss"]) == pytest.approx(np.log(4))
