@@ -272,6 +272,34 @@ def test_images_become_what_the_model_takes(tmp_path: Path) -> None:
     np.testing.assert_allclose(scaled.take(np.array([0]))["image"][0, 2, 4, 3], 59 / 255, rtol=1e-6)
 
 
+class HubLike:
+    """What a `datasets.Dataset` does, as far as it is asked to."""
+
+    def __init__(self, data: dict[str, np.ndarray]):
+        self._data = data
+
+    def __len__(self) -> int:
+        return ROWS
+
+    def with_format(self, kind: str, columns: list[str] | None = None) -> HubLike:
+        assert kind == "numpy"
+        return HubLike({name: self._data[name] for name in columns or self._data})
+
+    def __getitem__(self, indices: list[int]) -> dict[str, np.ndarray]:
+        return {name: array[indices] for name, array in self._data.items()}
+
+
+def test_datasets_as_objects() -> None:
+    data = digits()
+    opened = open_data(HubLike(data))
+    assert opened.columns["image"] == Column(np.dtype(np.uint8), (1, 8, 8))
+    batch = opened.take(np.array([9, 3]), ["label"])
+    assert list(batch) == ["label"]
+    np.testing.assert_array_equal(batch["label"], data["label"][[9, 3]])
+    with pytest.raises(DataError, match="several data sets: `train`, `test`"):
+        open_data({"train": HubLike(data), "test": HubLike(data)})
+
+
 # ---- streams ---------------------------------------------------------------------------------------------------------
 
 

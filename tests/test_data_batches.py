@@ -39,7 +39,7 @@ def test_an_order_is_always_the_same() -> None:
 @pytest.mark.parametrize("count", [5, 64, 100])
 def test_an_order_is_random(count: int) -> None:
     """Each row comes at each position equally often, and its neighbour is any other (chi squared, five sigma)."""
-    trials = 4000
+    trials = 2000
     rows = np.stack(
         [Order(count, seed, epoch)(np.arange(count)) for seed in range(40) for epoch in range(trials // 40)]
     )
@@ -104,6 +104,15 @@ def test_a_split_is_two_parts() -> None:
             split(source, fraction)
     with pytest.raises(DataError, match="stream"):
         split(open_data(lambda: iter([(np.zeros(3),)])), 0.1)
+
+
+def test_training_and_validation_share_data(tmp_path: Path) -> None:
+    """Both are fetched ahead, at the same time, and the data are converted when they are first taken."""
+    (tmp_path / "x.csv").write_text("x\n" + "\n".join(map(str, range(10_000))), encoding="utf-8")
+    parts = split(open_data(tmp_path / "x.csv"), 0.5)
+    running = [Batches(part, {"x": "x"}, 100, seed=2).epoch(0) for part in parts]
+    found = [batch["x"] for both in zip(*running, strict=True) for batch in both]
+    np.testing.assert_array_equal(np.sort(np.concatenate(found)), np.arange(10_000))
 
 
 # ---- ahead -----------------------------------------------------------------------------------------------------------

@@ -324,7 +324,7 @@ def test_bad_cells_name_their_line(tmp_path: Path) -> None:
         _run(_text(tmp_path, "\n".join(rows)), want)
     rows[4321] = "?,4319,text"
     with pytest.raises(DataError, match=r"column `x` is int64\[\] \(5000 classes, text: `\?` on line 4,322\)"):
-        _run(_text(tmp_path, "\n".join(rows)), want)
+        _run(_text(tmp_path, "\n".join(rows)), want)  # that most are numbers does not make classes amounts
 
 
 def test_samples_must_be_alike() -> None:

@@ -2,7 +2,7 @@
 
 These files are mapped, unlike others: where their rows are only Arrow knows, which wants the whole. So that a file
 that shrinks is an error and does not end the process, its size is looked at before each batch; what remains is the
-moment between.
+moment between. What was read stays mapped and counts as memory, but the system takes it back when it needs it.
 Files that are compressed would be copied to memory whole, so they are converted once, as Parquet is.
 """
 
@@ -25,7 +25,7 @@ from onward.train.data.views import joined
 
 
 def open_arrow(path: Path, images: ImageFormat) -> Dataset:
-    file = _open(path)
+    file = _File(path, is_mapped=True)
     lengths, is_mapped = _survey(file)
     check_not_empty(sum(lengths), str(path))
     if is_mapped:
@@ -55,6 +55,7 @@ class _Mapped:
         self._batches = batches
         self._starts = [0, *itertools.accumulate(batch.num_rows for batch in batches)]
         self._reader = Reader(batches[0], images, path.name)
+        self._views: dict[tuple[str, int], np.ndarray] = {}
         self.columns = self._reader.columns
 
     def __len__(self) -> int:
@@ -74,11 +75,19 @@ class _Mapped:
     def _column(self, name: str, indices: np.ndarray, places: np.ndarray) -> np.ndarray:
         column = self.columns[name]
         out = np.empty((len(indices), *(dim or 0 for dim in column.shape)), column.dtype)
-        for place in np.unique(places):
+        for place in np.unique(places).tolist():
             here = np.flatnonzero(places == place)
-            values = self._batches[place].column(name).take(pyarrow().array(indices[here] - self._starts[place]))
-            out[here] = self._reader.array(name, values, indices[here])
+            out[here] = self._rows(name, place, indices[here])
         return out
+
+    def _rows(self, name: str, place: int, indices: np.ndarray) -> np.ndarray:
+        """Rows of one batch. What is stored as numbers is looked at in place: Arrow's own way is much slower."""
+        values, start = self._batches[place].column(name), self._starts[place]
+        if self._reader.is_encoded(name):
+            return self._reader.array(name, values.take(pyarrow().array(indices - start)), indices)
+        if (name, place) not in self._views:
+            self._views[name, place] = self._reader.array(name, values, range(start, start + len(values)))
+        return self._views[name, place][indices - start]
 
     def _check_size(self) -> None:
         try:
@@ -91,12 +100,12 @@ class _Mapped:
 
 
 def _converted(path: Path, length: int, images: ImageFormat) -> Records:
-    first = next(batch for batch in _open(path) if batch.num_rows)
+    first = next(batch for batch in _File(path) if batch.num_rows)
     reader = Reader(first, images, path.name)
 
     def chunks(names: Sequence[str]) -> Iterator[Batch]:
         row = 0
-        for batch in _open(path):
+        for batch in _File(path):
             yield reader.batch(names, batch, row)
             row += batch.num_rows
 
@@ -107,45 +116,39 @@ def _converted(path: Path, length: int, images: ImageFormat) -> Records:
 
 
 class _File:
-    """The batches of rows in a file, read one after the other as often as one likes."""
+    """The batches of rows in a file."""
 
-    def __init__(self, path: Path):
-        pa = pyarrow()
-        self._path = path
-        self.bytes = pa.memory_map(str(path)).read_buffer()
-        try:
-            self._file = pa.ipc.open_file(self.bytes)
-        except pa.ArrowInvalid:  # `datasets` writes the other format: a stream, without the index at the end
-            self._file = None
-            pa.ipc.open_stream(self.bytes)
+    def __init__(self, path: Path, is_mapped: bool = False):
+        self._path, self._is_mapped = path, is_mapped
+        self.extent = range(0)  # the addresses of the file in memory, if it is mapped
 
     def __iter__(self) -> Iterator[Any]:
         pa = pyarrow()
         try:
-            if self._file is None:
-                yield from pa.ipc.open_stream(self.bytes)
+            source = pa.memory_map(str(self._path)) if self._is_mapped else pa.OSFile(str(self._path))
+            if self._is_mapped:
+                source = source.read_buffer()
+                self.extent = range(source.address, source.address + source.size)
+            try:
+                file = pa.ipc.open_file(source)
+            except pa.ArrowInvalid:  # `datasets` writes the other format: a stream, without the index at the end
+                if not self._is_mapped:
+                    source.seek(0)
+                yield from pa.ipc.open_stream(source)
             else:
-                yield from map(self._file.get_batch, range(self._file.num_record_batches))
+                yield from map(file.get_batch, range(file.num_record_batches))
         except (OSError, pa.ArrowException) as error:
             raise DataError(f"{self._path} is not a whole Arrow file: {error}") from None
 
 
-def _open(path: Path) -> _File:
-    try:
-        return _File(path)
-    except (OSError, pyarrow().ArrowException) as error:
-        raise DataError(f"{path} is not a whole Arrow file: {error}") from None
-
-
 def _survey(file: _File) -> tuple[list[int], bool]:
     """The number of rows of each batch, and whether batches are the file's own bytes, not copies."""
-    start, end = file.bytes.address, file.bytes.address + file.bytes.size
     lengths: list[int] = []
     is_mapped = True
     for batch in file:
         lengths.append(batch.num_rows)
         buffers = [buffer for column in batch.columns for buffer in column.buffers() if buffer and buffer.size]
-        is_mapped &= all(start <= buffer.address < end for buffer in buffers)
+        is_mapped &= all(buffer.address in file.extent for buffer in buffers)
     return lengths, is_mapped
 
 

@@ -27,6 +27,10 @@ class Reader:
             for name, values in zip(first.schema.names, first.columns, strict=True)
         }
 
+    def is_encoded(self, name: str) -> bool:
+        """Whether a column holds images in the bytes of their files, each of which is decoded."""
+        return name in self._decoders
+
     def batch(self, names: Sequence[str], batch: Any, first: int) -> Batch:
         """The named columns of a batch whose first row has the number `first`."""
         rows = range(first, first + batch.num_rows)

@@ -62,6 +62,11 @@ class Batches:
             return self._data.batches_per_epoch
         return self._rows // self._size if self._last == "drop" else -(-self._rows // self._size)
 
+    @property
+    def is_padded(self) -> bool:
+        """Whether the last batch may hold rows that were there before: `samples` tells."""
+        return self._last == "pad" and isinstance(self._data, Dataset)
+
     def samples(self, index: int) -> int:
         """How many rows of batch `index` of an epoch of data are not padding."""
         return max(0, min(self._rows - index * self._size, self._size))

@@ -30,6 +30,7 @@ class _Kind:
     why_text: str = ""  # the first cell that is no number
     missing: str = ""  # the first line without a value
     texts: set[str] = field(default_factory=set)
+    has_all_texts: bool = True  # not if there were numbers first, whose cells were not kept
 
 
 @dataclass
@@ -47,8 +48,12 @@ def open_csv(path: Path) -> Records:
         lines_are_rows &= chunk.lines == list(range(chunk.first_row + 2, chunk.first_row + 2 + len(chunk.lines)))
         length += len(chunk.lines)
         for kind, cells in zip(kinds, chunk.cells, strict=True):
-            _look(kind, cells, chunk.lines)
-    columns = {name: _column(kind, length) for name, kind in zip(names, kinds, strict=True)}
+            _look(kind, cells, chunk)
+    if not all(kind.has_all_texts for kind in kinds):
+        for chunk in _read(path)[1]:
+            for kind, cells in zip(kinds, chunk.cells, strict=True):
+                _keep_texts(kind, cells)
+    columns = {name: _column(kind) for name, kind in zip(names, kinds, strict=True)}
 
     def convert(wanted: Sequence[str]) -> Iterator[Batch]:
         for name in wanted:
@@ -127,16 +132,21 @@ def _is_number(cell: str) -> bool:
     return "_" not in cell  # Python reads 1_000 as a number, others do not
 
 
-def _look(kind: _Kind, cells: tuple[str, ...], lines: list[int]) -> None:
+def _look(kind: _Kind, cells: tuple[str, ...], chunk: _Chunk) -> None:
     if not kind.missing and not all(cells):
-        kind.missing = f"line {lines[cells.index('')]:,}"
+        kind.missing = f"line {chunk.lines[cells.index('')]:,}"
     if kind.number is int and not _all_convert(int, cells):
         kind.number = float
     if kind.number is float and not _all_convert(float, cells):
         kind.number = None
         at = next(at for at, cell in enumerate(cells) if cell and not _is_number(cell))
-        kind.why_text = f"`{cells[at][:20]}` on line {lines[at]:,}"
-    if len(kind.texts) <= _MOST_CLASSES:  # of numbers too: a column may turn out to be text further down
+        kind.why_text = f"`{cells[at][:20]}` on line {chunk.lines[at]:,}"
+        kind.has_all_texts = chunk.first_row == 0
+    _keep_texts(kind, cells)
+
+
+def _keep_texts(kind: _Kind, cells: tuple[str, ...]) -> None:
+    if kind.number is None and len(kind.texts) <= _MOST_CLASSES:
         kind.texts.update(cells)
 
 
@@ -149,7 +159,7 @@ def _all_convert(number: type[int] | type[float], cells: tuple[str, ...]) -> boo
     return fits and "_" not in "".join(cells)
 
 
-def _column(kind: _Kind, length: int) -> Column:
+def _column(kind: _Kind) -> Column:
     missing = f"no value on {kind.missing}" if kind.missing else ""
     if kind.number is not None:
         return Column(np.dtype(np.int64 if kind.number is int else np.float64), remark=missing)
@@ -163,6 +173,6 @@ def _values(column: Column, cells: tuple[str, ...], path: Path) -> np.ndarray:
     numbers: dict[str, int] = {text: number for number, text in enumerate(column.classes or ())}
     convert = numbers.__getitem__ if column.classes else (int if column.dtype.kind == "i" else float)
     try:
-        return np.fromiter(map(convert, cells), column.dtype, len(cells))
+        return np.array(list(map(convert, cells)), column.dtype)
     except (ValueError, KeyError, OverflowError) as error:
         raise DataError(f"{path} has changed since it was opened: {error}") from None

@@ -33,14 +33,10 @@ class Column:
         remarks += [self.remark] if self.remark else []
         return f"{name}[{dims}]" + (f" ({', '.join(remarks)})" if remarks else "")
 
-    @property
-    def row_bytes(self) -> int:
-        return self.dtype.itemsize * int(np.prod([dim or 1 for dim in self.shape], dtype=np.int64))
-
 
 @runtime_checkable
 class Dataset(Protocol):
-    """Rows that can be taken in any order. `take` may be called from another thread, one call at a time."""
+    """Rows that can be taken in any order, and by several threads: training and validation may share them."""
 
     @property
     def columns(self) -> Mapping[str, Column]: ...
@@ -71,7 +67,7 @@ class Rows(Protocol):
 class Columns:
     """A data set made of columns that are arrays, in memory or in files."""
 
-    def __init__(self, arrays: Mapping[str, Rows], origin: str = "the data", remark: str = ""):
+    def __init__(self, arrays: Mapping[str, Rows], origin: str = "the data"):
         if not arrays:
             raise DataError(f"{origin} has no columns")
         for name, array in arrays.items():
@@ -83,7 +79,7 @@ class Columns:
             raise DataError(f"columns of {origin} differ in their number of rows: {listed}", hint=hint)
         self._arrays = dict(arrays)
         self._origin = origin
-        self.columns = {name: Column(a.dtype, tuple(a.shape[1:]), remark=remark) for name, a in arrays.items()}
+        self.columns = {name: Column(a.dtype, tuple(a.shape[1:])) for name, a in arrays.items()}
         self._length = next(iter(lengths.values()))
         check_not_empty(self._length, origin)
 

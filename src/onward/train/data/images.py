@@ -55,17 +55,17 @@ class ImageFolder:
 
     def __init__(self, folder: Path, wanted: ImageFormat | None = None):
         classes = sorted(path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
-        self._files: list[Path] = []
+        self._files: list[str] = []  # there may be millions
         labels: list[int] = []
         for label, name in enumerate(classes):
             files = sorted(path for path in (folder / name).rglob("*") if path.suffix.lower() in SUFFIXES)
             if not files:
                 raise DataError(f"there are no images in {folder / name}", hint="each sub-folder is a class")
-            self._files += files
+            self._files += map(str, files)
             labels += [label] * len(files)
         check_not_empty(len(self._files), str(folder))
         self._labels = np.array(labels, np.int64)
-        self._decode = Decoder(wanted or ImageFormat(), _bytes(self._files[0]), str(self._files[0]))
+        self._decode = Decoder(wanted or ImageFormat(), _bytes(self._files[0]), self._files[0])
         self.columns = {
             "image": self._decode.column,
             "label": Column(np.dtype(np.int64), classes=tuple(classes)),
@@ -80,16 +80,16 @@ class ImageFolder:
         return {name: self._labels[indices] if name == "label" else self._images(indices) for name in wanted}
 
     def row(self, index: int) -> str:
-        return str(self._files[index])
+        return self._files[index]
 
     def _images(self, indices: np.ndarray) -> np.ndarray:
         files = [self._files[index] for index in indices]
-        return np.stack([self._decode(_bytes(path), str(path)) for path in files])
+        return np.stack([self._decode(_bytes(path), path) for path in files])
 
 
-def _bytes(path: Path) -> bytes:
+def _bytes(path: str) -> bytes:
     try:
-        return path.read_bytes()
+        return Path(path).read_bytes()
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror or error}") from error
 

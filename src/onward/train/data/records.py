@@ -8,6 +8,7 @@ the system allows that, so nothing is left behind, whatever ends the process. `T
 from __future__ import annotations
 
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -36,6 +37,7 @@ class Records:
         check_not_empty(source.length, source.origin)
         self.columns = source.columns
         self._source = source
+        self._lock = threading.Lock()
         self._tables: list[np.ndarray | FileRows] = []  # of rows that are records; each has columns of its own
 
     def __len__(self) -> int:
@@ -43,10 +45,11 @@ class Records:
 
     def take(self, indices: np.ndarray, columns: Sequence[str] | None = None) -> Batch:
         wanted = known(columns, self.columns, self._source.origin)
-        converted = {name for table in self._tables for name in table.dtype.names or ()}
-        missing = [name for name in wanted if name not in converted]
-        if missing:
-            self._tables.append(self._convert(missing))
+        with self._lock:
+            converted = {name for table in self._tables for name in table.dtype.names or ()}
+            missing = [name for name in wanted if name not in converted]
+            if missing:
+                self._tables.append(self._convert(missing))
         batch: Batch = {}
         for table in self._tables:
             used = [name for name in table.dtype.names or () if name in wanted]

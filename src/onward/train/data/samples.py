@@ -56,21 +56,26 @@ class HubDataset:
     def __init__(self, dataset: Any):
         check_not_empty(len(dataset), "the data set")
         self._dataset = dataset.with_format("numpy")
-        self.columns = {name: Column(array.dtype, array.shape[1:]) for name, array in self._arrays([0]).items()}
+        self._parts: dict[tuple[str, ...], Any] = {}  # the same with some columns: others may be large
+        first = _arrays(self._dataset, [0])
+        self.columns = {name: Column(array.dtype, array.shape[1:]) for name, array in first.items()}
 
     def __len__(self) -> int:
         return len(self._dataset)
 
     def take(self, indices: np.ndarray, columns: Sequence[str] | None = None) -> Batch:
-        wanted = known(columns, self.columns, "the data set")
-        arrays = self._arrays(indices.tolist())
-        for name in wanted:
-            if arrays[name].dtype.hasobject:
+        wanted = tuple(known(columns, self.columns, "the data set"))
+        if wanted not in self._parts:
+            self._parts[wanted] = self._dataset.with_format("numpy", columns=list(wanted))
+        arrays = _arrays(self._parts[wanted], indices.tolist())
+        for name, array in arrays.items():
+            if array.dtype.hasobject:
                 raise DataError(f"rows of column `{name}` differ in shape, or are no numbers", hint="pad them")
-        return {name: arrays[name] for name in wanted}
+        return arrays
 
     def row(self, index: int) -> str:
         return f"row {index:,} of the data set"
 
-    def _arrays(self, indices: list[int]) -> dict[str, np.ndarray]:
-        return {name: np.asarray(values) for name, values in self._dataset[indices].items()}
+
+def _arrays(dataset: Any, indices: list[int]) -> Batch:
+    return {name: np.asarray(values) for name, values in dataset[indices].items()}

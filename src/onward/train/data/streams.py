@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from onward.errors import DataError
@@ -29,7 +29,10 @@ class Stream:
     @property
     def batches_per_epoch(self) -> int | None:
         """How many batches an epoch has, where the source says so."""
-        return len(self._source) if isinstance(self._source, Sized) else None
+        try:
+            return len(self._source)  # type: ignore[arg-type] # not all have one
+        except TypeError:
+            return None
 
     def epoch(self, epoch: int) -> Iterator[Batch]:
         ready, self._ready = self._ready, None
