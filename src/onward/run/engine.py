@@ -22,6 +22,8 @@ class Engine(ABC):
         self.index = step
         self.inputs: dict[str, ir.Value] = {}
         """What a batch must hold, by name."""
+        self.loss = "loss"
+        """The metric that is minimised."""
 
     @abstractmethod
     def step(self, batch: Arrays) -> dict[str, np.ndarray]:

@@ -52,6 +52,7 @@ class OnnxRuntime(Engine):
         contract = contract_of(lowered)
         self.inputs = {v.name: v for v in lowered.graph.inputs if v.name is not None and v.name in contract["batch"]}
         self._metrics: list[str] = contract["metrics"]
+        self.loss = contract["loss"] or self.loss
         self._step = self._session(lowered)
         self._evaluation: ort.InferenceSession | None = None
         self._gradients: tuple[ort.InferenceSession, dict[str, str]] | None = None

@@ -2,47 +2,27 @@
 
 from __future__ import annotations
 
-import dataclasses
+import itertools
 import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from onward.errors import DataError, RecipeError
+from onward.errors import RecipeError, UnsupportedError
 from onward.model import Model, Source, read
 from onward.model.state import states
-from onward.recipe import prepare
+from onward.recipe import prepare, replace_head
+from onward.recipe.spec import arguments
 from onward.run import Engine, load
-from onward.train.data import Batches, Dataset, Stream, match, open_data, split
+from onward.train.config import Config, Last
+from onward.train.evaluation import Measures
+from onward.train.feed import Feed, feeds
 from onward.train.folder import Run
-from onward.train.loop import Loop, Measures, Settings
+from onward.train.loop import Loop, Place, Settings
+from onward.transform.rebatch import fixed_batch, rebatch
 
-Last = Literal["keep", "drop", "pad"]
-
-
-@dataclasses.dataclass(frozen=True)
-class Config:
-    """How a run was started: enough to go on with it."""
-
-    model: str
-    data: Any
-    epochs: int
-    batch_size: int
-    validation: Any
-    columns: Mapping[str, str]
-    shuffle: bool
-    last: Last
-    seed: int
-    metrics: tuple[str, ...]
-    monitor: str | None
-    patience: int | None
-    save_every: float
-    tensorboard: bool
-    engine: str
-    device: str
-    threads: int | None
-    recompute: Any
+_USUAL_BATCH = 32
 
 
 def train(
@@ -50,10 +30,10 @@ def train(
     data: Any,
     *,
     epochs: int = 1,
-    batch_size: int = 32,
+    batch_size: int | None = None,
     validation: Any = None,
     run: str | os.PathLike[str] | None = None,
-    columns: Mapping[str, str] | None = None,
+    columns: Mapping[str, str | Sequence[str]] | None = None,
     shuffle: bool = True,
     last: Last = "keep",
     seed: int = 0,
@@ -73,21 +53,26 @@ def train(
 
     - `model`: a training model, or any model and a recipe: `loss=...`, `optimizer=...` as in `onward.prepare`
     - `data`: a path (.npz, .csv, .parquet, a folder of images ...), arrays by name, or anything that gives batches
+    - `batch_size`: 32 unless given; a model for one size of batch is made to take any, where that is possible
     - `validation`: more data, or a share of it that is kept apart, such as 0.1
     - `run`: the folder; a new one below `runs/` if it is not given
     - `columns`: input of the model -> column of the data, where names and shapes do not say it
     - `last`: what happens to a last batch that is not full: `"keep"`, `"drop"` or `"pad"`
     - `metrics`: measured on the validation data, such as `"accuracy"`; by default what suits the loss
     - `monitor`: the metric that decides which model is the best; `patience`: epochs to wait for a better one
+    - `save_every`: seconds after which the state is saved, also within an epoch
     - `recompute`: saves memory, as in `onward.gradient`
+
+    Ctrl-C finishes the step, saves and returns; `onward.resume` goes on as if nothing had happened.
     """
     original = read(model)
-    if original.is_training_model and recipe:
-        raise RecipeError(
-            f"the model carries its training already, so `{next(iter(recipe))}` has no effect",
-            hint="leave it out, or strip the model first (`onward.strip`)",
-        )
-    training = original if original.is_training_model else prepare(original, **_with_loss(recipe), seed=seed)
+    _check(epochs, patience, validation)
+    folder = Run(run) if run is not None else _new_folder(original)
+    folder.refuse_if_in_use()
+    training, batch_size, notes = _prepared(original, batch_size, recipe, seed)
+    if "new_head" in recipe:  # then what is trained is not what was given
+        head = arguments(replace_head, recipe["new_head"])
+        original = replace_head(original, **{"seed": seed, **head})
     config = Config(
         model=str(original.path or "model.onnx"),
         data=data,
@@ -98,7 +83,7 @@ def train(
         shuffle=shuffle,
         last=last,
         seed=seed,
-        metrics=_measures(training, metrics),
+        metrics=_metrics(training, metrics),
         monitor=monitor,
         patience=patience,
         save_every=save_every,
@@ -108,103 +93,120 @@ def train(
         threads=threads,
         recompute=recompute,
     )
-    place = Path(run) if run is not None else _new_folder(original)
-    return _go(Run.start(place, training, original, _as_json(config)), training, config, quiet)
+    measures = _measures(training, config)
+    with _engine(training, config) as loaded:
+        feed = feeds(loaded, config)
+        folder.start(original, config.to_json())
+        return _go(folder, loaded, config, feed, measures, Place(), quiet, notes)
 
 
 def resume(
-    run: str | os.PathLike[str],
+    run: str | os.PathLike[str] | Run,
     data: Any = None,
     *,
     validation: Any = None,
     epochs: int | None = None,
     quiet: bool = False,
 ) -> Run:
-    """Go on with a run, as if nothing had happened. Data that came from Python must be given again."""
-    folder = Run(run)
-    training, stored = folder.model, folder.config
-    for name, given in (("data", data), ("validation", validation), ("epochs", epochs)):
-        if given is not None:
-            stored[name] = given
-        elif stored.get(name) == _OBJECT:
-            raise DataError(f"the {name} of this run came from Python", hint=f"give it again: resume(..., {name}=...)")
-    try:
-        config = Config(**{**stored, "metrics": tuple(stored["metrics"])})
-    except (TypeError, KeyError) as error:
-        raise DataError(f"`{folder.path}` was started by another version of Onward: {error}") from error
-    return _go(folder, training, config, quiet)
+    """Go on with a run, as if nothing had happened. Data that came from Python must be given again.
+
+    `epochs` is how many there are in all: with more of them, a run that has ended goes on.
+    """
+    folder = run if isinstance(run, Run) else Run(run)
+    training = folder.model
+    config = Config.from_json(folder.config, folder.path, data=data, validation=validation, epochs=epochs)
+    place = Place.of(training)
+    notes = [f"{place.epoch} of {config.epochs} epochs are done"] if place.epoch >= config.epochs else []
+    with _engine(training, config) as loaded:
+        feed = feeds(loaded, config)
+        folder.configure(config.to_json())
+        return _go(folder, loaded, config, feed, _measures(training, config), place, quiet, notes)
 
 
-def _go(run: Run, training: Model, config: Config, quiet: bool) -> Run:
-    with load(
+def _engine(training: Model, config: Config) -> Engine:
+    return load(
         training, engine=config.engine, device=config.device, threads=config.threads, recompute=config.recompute
-    ) as engine:
-        batches, validation = _batches(engine, config)
-        settings = Settings(
-            epochs=config.epochs,
-            monitor=config.monitor or (config.metrics[0] if config.metrics else "loss"),
-            patience=config.patience,
-            save_every=config.save_every,
-            tensorboard=config.tensorboard,
-            quiet=quiet,
-        )
-        names = {s.name for s in states(training) if s.role == "parameter"}
-        opening = {
-            "model": config.model,
-            "parameters": sum(
-                s.value.const_value.size for s in states(training) if s.name in names and s.value.const_value
-            ),
-            "recipe": training.step().fact("train.recipe"),
-            "config": _as_json(config),
-            "device": config.device,
-            "engine": config.engine,
-        }
-        Loop(run, engine, batches, validation, _measured(training, config), settings)(opening)
+    )
+
+
+def _go(
+    run: Run,
+    engine: Engine,
+    config: Config,
+    feed: Feed,
+    measures: Measures,
+    at: Place,
+    quiet: bool,
+    notes: Sequence[str],
+) -> Run:
+    settings = Settings(config.epochs, config.patience, config.save_every, config.tensorboard, quiet)
+    parameters = [s.value.const_value for s in states(engine.model) if s.role == "parameter"]
+    opening = {
+        "model": config.model,
+        "parameters": sum(tensor.size for tensor in parameters if tensor is not None),
+        "recipe": engine.model.step().fact("train.recipe"),
+        "config": config.to_json(),
+        "device": config.device,
+        "engine": config.engine,
+    }
+    loop = Loop(run, engine, feed.training, feed.validation, measures, settings, at)
+    loop(opening, [*notes, *feed.notes])
     return run
 
 
-def _batches(engine: Engine, config: Config) -> tuple[Batches, Batches | None]:
-    """Batches for training and for validation."""
-    data: Dataset | Stream = open_data(config.data, inputs=engine.inputs)
-    held_out: Dataset | Stream | None = None
-    if isinstance(config.validation, float):
-        data, held_out = split(data, config.validation, config.seed)
-    elif config.validation is not None:
-        held_out = open_data(config.validation, inputs=engine.inputs)
-    labels, classes, ignored = _classes(engine.model)
+# ---- before the run --------------------------------------------------------------------------------------------------
 
-    def batches(source: Dataset | Stream, shuffle: bool, last: Last) -> Batches:
-        return Batches(
-            source,
-            match(source.columns, engine.inputs, config.columns),
-            size=config.batch_size,
-            shuffle=shuffle,
-            seed=config.seed,
-            last=last,
-            classes={labels: classes} if labels is not None and classes is not None else None,
-            ignore=ignored,
+
+def _check(epochs: int, patience: int | None, validation: Any) -> None:
+    if epochs < 0:
+        raise RecipeError(f"a run cannot have {epochs} epochs", hint="use 1 or more")
+    if patience is not None and patience < 1:
+        raise RecipeError(f"one cannot wait for {patience} epochs", hint="use a `patience` of 1 or more")
+    if patience is not None and validation is None:
+        raise RecipeError(
+            "`patience` waits for better results on validation data, and there are none",
+            hint="give some, or a share of the data: `validation=0.1` (`--validation 0.1`)",
         )
 
-    training = batches(data, config.shuffle, config.last)
-    return training, batches(held_out, False, "keep") if held_out is not None else None
+
+def _prepared(
+    original: Model, batch_size: int | None, recipe: Mapping[str, Any], seed: int
+) -> tuple[Model, int, list[str]]:
+    """The training model, how large its batches are, and what the user should know about that."""
+    if original.is_training_model:
+        if recipe:
+            raise RecipeError(
+                f"the model carries its training already, so `{next(iter(recipe))}` has no effect",
+                hint="leave it out, or strip the model first (`onward.strip`)",
+            )
+        if len(original.steps) > 1:
+            raise UnsupportedError(
+                f"the model has {len(original.steps)} training steps, and a run makes one of them again and again",
+                hint="drive them yourself: `onward.run.load(model, step=...)` for each",
+            )
+        return original, batch_size or fixed_batch(original) or _USUAL_BATCH, []
+    if recipe.get("loss") is None and recipe.get("teacher") is None:
+        raise RecipeError(
+            "to train a model one must know its loss",
+            hint='for example `loss="cross_entropy"` (`--loss cross_entropy`)',
+        )
+    model, size, notes = _for_batches(original, batch_size)
+    return prepare(model, **{"loss": None, "seed": seed, **recipe}), size, notes
 
 
-def _classes(training: Model) -> tuple[str | None, int | None, int | None]:
-    """The input that holds classes by number, how many there are, and the number that means none."""
-    losses = training.step().fact("train.loss") or []
-    for loss in losses:
-        output = next((value for value in training.graph.outputs if value.name == loss.get("output")), None)
-        if loss.get("name") in ("cross_entropy", "nll") and output is not None and output.shape is not None:
-            count = output.shape[1] if len(output.shape) > 1 else None
-            ignored = (loss.get("options") or {}).get("ignore_index", -100)
-            return (loss.get("inputs") or [None])[0], count if isinstance(count, int) else None, ignored
-    return None, None, None
-
-
-def _with_loss(recipe: Mapping[str, Any]) -> Mapping[str, Any]:
-    if "loss" not in recipe:
-        raise RecipeError("to train a model one must know its loss", hint='for example loss="cross_entropy"')
-    return recipe
+def _for_batches(model: Model, wanted: int | None) -> tuple[Model, int, list[str]]:
+    """The model in a form that takes batches as large as wanted, that size, and what the user should know."""
+    size = fixed_batch(model)
+    if size is None or size == wanted or (size > 1 and wanted is None):
+        return model, wanted or size or _USUAL_BATCH, []
+    try:
+        freed = rebatch(model)
+    except UnsupportedError as error:
+        if wanted is not None:
+            raise
+        return model, size, [f"{error}; so it is trained with those"]
+    note = f"the model is for batches of {size}; for training it was made to take any size"
+    return freed, wanted or _USUAL_BATCH, [note]
 
 
 _SUITABLE = {
@@ -217,37 +219,26 @@ _SUITABLE = {
 }
 
 
-def _measures(training: Model, given: Sequence[str] | str | None) -> tuple[str, ...]:
+def _metrics(training: Model, given: Sequence[str] | str | None) -> tuple[str, ...]:
     if given is not None:
         return (given,) if isinstance(given, str) else tuple(given)
-    losses = training.step().fact("train.loss") or []
-    return (_SUITABLE[losses[0]["name"]],) if len(losses) == 1 and losses[0]["name"] in _SUITABLE else ()
+    losses = _losses(training)
+    return (_SUITABLE[losses[0]["name"]],) if len(losses) == 1 and losses[0].get("name") in _SUITABLE else ()
 
 
-def _measured(training: Model, config: Config) -> Measures:
-    losses = training.step().fact("train.loss") or [{}]
-    inputs = losses[0].get("inputs") or [None]
-    return Measures(config.metrics, losses[0].get("output"), inputs[0])
+def _measures(training: Model, config: Config) -> Measures:
+    losses = _losses(training) or [{}]
+    target = (losses[0].get("inputs") or [None])[0]
+    monitor = config.monitor or (config.metrics[0] if config.metrics else "loss")
+    return Measures(config.metrics, losses[0].get("output"), target, monitor)
 
 
-def _new_folder(model: Model) -> Path:
+def _losses(training: Model) -> list[dict[str, Any]]:
+    return training.step().fact("train.loss") or []
+
+
+def _new_folder(model: Model) -> Run:
     name = model.path.stem if model.path else model.graph.name or "model"
-    return Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
-
-
-_OBJECT = "<object>"
-
-
-def _as_json(config: Config) -> dict[str, Any]:
-    def plain(value: Any) -> Any:
-        if isinstance(value, str | int | float | bool) or value is None:
-            return value
-        if isinstance(value, os.PathLike):
-            return os.fspath(value)
-        if isinstance(value, list | tuple) and all(isinstance(item, str | int | os.PathLike) for item in value):
-            return [plain(item) for item in value]
-        if isinstance(value, Mapping) and all(isinstance(item, str | os.PathLike) for item in value.values()):
-            return {name: plain(item) for name, item in value.items()}
-        return _OBJECT
-
-    return {field.name: plain(getattr(config, field.name)) for field in dataclasses.fields(config)}
+    stem = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    names = itertools.chain([stem], (f"{stem}-{number}" for number in itertools.count(2)))
+    return Run(next(path for name in names if not (path := Path("runs") / name).exists()))

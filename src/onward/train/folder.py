@@ -4,7 +4,7 @@
 |---|---|
 | `training.onnx` | the training model with its full state; where the run stands is in its metadata |
 | `best.onnx`, `last.onnx` | inference models |
-| `original.onnx` | the model as it was given, where training needed another form of it |
+| `original.onnx` | the model as it was given: trained weights go back into it |
 | `config.json` | how the run was started |
 | `log.jsonl` | what happened |
 """
@@ -13,11 +13,15 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from onward.errors import DataError, InvalidModelError
+from onward.errors import DataError, WriteError
 from onward.model import Model, read
+from onward.model.storage.data import is_own
+from onward.model.storage.files import mentions
+from onward.train.export import in_form_of
 from onward.train.log import read_log
 from onward.transform.training import strip
 
@@ -31,20 +35,30 @@ class Run:
     def __init__(self, path: str | os.PathLike[str]):
         self.path = Path(path)
 
-    @classmethod
-    def start(cls, path: str | os.PathLike[str], model: Model, original: Model, config: dict[str, Any]) -> Run:
-        """Make the folder of a new run."""
-        run = cls(path)
-        if (run.path / TRAINING).exists():
+    def refuse_if_in_use(self) -> None:
+        """Fail if this cannot be the folder of a new run."""
+        if (self.path / TRAINING).exists():
             raise DataError(
-                f"`{run.path}` holds a run already",
-                hint=f"go on with it (`onward train --resume {run.path}`), or name another folder",
+                f"`{self.path}` holds a run already",
+                hint=f"go on with it (`onward train --resume {self.path}`), or name another folder",
             )
-        run.path.mkdir(parents=True, exist_ok=True)
-        if not _has_same_graph(strip(model), original):
-            original.save(run.path / ORIGINAL)
-        write_atomically(run.path / CONFIG, json.dumps(config, indent=1) + "\n")
-        return run
+        if self.path.is_dir() and any(self.path.iterdir()) and not (self.path / CONFIG).exists():
+            raise DataError(f"`{self.path}` holds other files", hint="name a new folder for the run")
+
+    def start(self, original: Model, config: dict[str, Any]) -> None:
+        """Make the folder of a new run, for a model as it was given."""
+        self.refuse_if_in_use()
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self.configure(config)
+        except OSError as error:
+            raise WriteError(
+                f"could not make the folder `{self.path}` of the run: {error.strerror or error}",
+                hint="name another one: `run=...` (`--run FOLDER`)",
+            ) from error
+        strip(original).save(self.path / ORIGINAL)
+
+    # ---- what is there -----------------------------------------------------------------------------------------------
 
     @property
     def model(self) -> Model:
@@ -55,16 +69,18 @@ class Run:
 
     @property
     def best(self) -> Model:
-        return read(self.path / (BEST if (self.path / BEST).exists() else LAST))
+        """The model with the best result on validation data; without such data, the last one."""
+        return read(self.path / BEST) if (self.path / BEST).exists() else self.last
 
     @property
     def last(self) -> Model:
-        return read(self.path / LAST)
+        """The model as it was last saved."""
+        return self._inference(self.model)
 
     @property
     def config(self) -> dict[str, Any]:
         try:
-            config: dict[str, Any] = json.loads((self.path / CONFIG).read_text())
+            config: dict[str, Any] = json.loads((self.path / CONFIG).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise DataError(f"`{self.path / CONFIG}` cannot be read: {error}") from error
         return config
@@ -79,42 +95,48 @@ class Run:
         """What happened, in order."""
         return list(read_log(self.path / LOG))
 
+    @property
+    def results(self) -> dict[str, float]:
+        """The latest results on validation data: `loss`, and the metrics."""
+        measured = [event for event in self.log if event["event"] == "validation"]
+        return {name: value for name, value in measured[-1].items() if name not in _WHEN} if measured else {}
+
+    # ---- what is written ---------------------------------------------------------------------------------------------
+
+    def configure(self, config: dict[str, Any]) -> None:
+        _write_atomically(self.path / CONFIG, json.dumps(config, indent=1) + "\n")
+
     def save(self, model: Model, progress: dict[str, Any]) -> None:
         """Keep the training model, and where the run stands, all at once."""
         model.step().metadata["train.progress"] = json.dumps(progress)
         model.save(self.path / TRAINING)
 
     def export(self, model: Model, name: str) -> Path:
-        """Write the inference model with the weights as they are now."""
-        original = self.path / ORIGINAL
-        return (with_weights_of(read(original), model) if original.exists() else strip(model)).save(self.path / name)
+        """Write the inference model with the weights that a training model has now."""
+        return self._inference(model).save(self.path / name)
+
+    def clean(self, log: int) -> None:
+        """Remove what a run that was killed left behind: half-written files, and the log after its first bytes."""
+        with suppress(FileNotFoundError):
+            os.truncate(self.path / LOG, min(log, (self.path / LOG).stat().st_size))
+        models = [self.path.resolve() / name for name in (TRAINING, BEST, LAST)]
+        for file in self.path.resolve().iterdir():
+            is_torn = file.suffix == ".tmp" and file.name.startswith(tuple(f".{model.name}." for model in models))
+            own = [model for model in models if is_own(model, file)]
+            if is_torn or (own and not any(model.exists() and mentions(model, file.name) for model in models)):
+                file.unlink(missing_ok=True)
+
+    def _inference(self, model: Model) -> Model:
+        return in_form_of(read(self.path / ORIGINAL), model)
 
     def __repr__(self) -> str:
         return f"<onward.Run {self.path}>"
 
 
-def with_weights_of(original: Model, trained: Model) -> Model:
-    """A copy of a model with the weights that another has under the same names."""
-    result = original.copy()
-    changed = trained.step().update if trained.steps else trained.graph.initializers
-    for name, value in result.graph.initializers.items():
-        if name not in changed or name not in trained.graph.initializers:
-            continue
-        tensor = trained.graph.initializers[name].const_value
-        assert tensor is not None and value.const_value is not None
-        if tensor.shape.numpy() != value.const_value.shape.numpy():
-            raise InvalidModelError(f"`{name}` has another shape in training than in the model")
-        result.set(name, tensor.numpy())
-    return result
+_WHEN = ("event", "step", "epoch")
 
 
-def _has_same_graph(a: Model, b: Model) -> bool:
-    """Whether two models differ in nothing but their weights."""
-    same_nodes = [n.op_identifier() for n in a.graph] == [n.op_identifier() for n in b.graph]
-    return a.opset == b.opset and same_nodes and set(a.graph.initializers) == set(b.graph.initializers)
-
-
-def write_atomically(path: Path, text: str) -> None:
+def _write_atomically(path: Path, text: str) -> None:
     temporary = path.with_suffix(".tmp")
-    temporary.write_text(text)
+    temporary.write_text(text, encoding="utf-8")
     os.replace(temporary, path)

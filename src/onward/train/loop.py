@@ -5,44 +5,34 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-import signal
-import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from onward.errors import TrainingError
+from onward.errors import Error, TrainingError, WriteError
+from onward.model import Model
 from onward.model.state import states
 from onward.run import Engine
 from onward.train.data import Batch, Batches
+from onward.train.evaluation import Measures, averaged, evaluated
 from onward.train.folder import BEST, LAST, LOG, Run
+from onward.train.interruption import Interruption
 from onward.train.log import Log
-from onward.train.metrics import METRICS, Metric, make
 from onward.train.progress import Progress
 from onward.train.tensorboard import EventWriter
 
-BINS = 30
-
-
-@dataclasses.dataclass(frozen=True)
-class Measures:
-    """What is measured on validation data, and on which output and input of the model."""
-
-    names: tuple[str, ...] = ()
-    output: str | None = None
-    target: str | None = None
-
-    def make(self) -> dict[str, Metric]:
-        return {name: make(name) for name in self.names if name != "perplexity"}
+_BINS = 30
+_LOOK_EVERY = 500
+"""Steps after which the gradients are looked at again, in epochs that are longer."""
+_SHORT = 1.0
+"""Seconds. Epochs that are shorter are not saved one by one."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
     epochs: int
-    monitor: str = "loss"
-    """What decides which model is the best: a metric of the validation data."""
     patience: int | None = None
     """Epochs without an improvement after which the run ends."""
     save_every: float = 60.0
@@ -53,7 +43,7 @@ class Settings:
 
 @dataclasses.dataclass
 class Place:
-    """Where a run stands: it is saved with the state, and is all that is needed to go on."""
+    """Where a run stands. It is saved with the state, and is all that is needed to go on."""
 
     step: int = 0
     epoch: int = 0
@@ -62,11 +52,23 @@ class Place:
     samples: int = 0
     best: float | None = None
     since_best: int = 0
+    """Epochs since the best result."""
+    log: int = 0
+    """How much of the log belongs to it, in bytes. What follows are steps that will be made again."""
 
     @classmethod
-    def of(cls, fact: Mapping[str, Any] | None) -> Place:
-        known = {field.name for field in dataclasses.fields(cls)}
-        return cls(**{name: value for name, value in (fact or {}).items() if name in known})
+    def of(cls, model: Model) -> Place:
+        """Where the run stood when this model was saved."""
+        fact = model.step().fact("train.progress") or {}
+        return cls(**{field.name: fact[field.name] for field in dataclasses.fields(cls) if field.name in fact})
+
+
+class _NotFiniteError(Exception):
+    """What is not finite, and the loss if it is that."""
+
+    def __init__(self, what: str, loss: float | None = None):
+        super().__init__(what)
+        self.loss = loss
 
 
 class Loop:
@@ -80,116 +82,147 @@ class Loop:
         validation: Batches | None,
         measures: Measures,
         settings: Settings,
+        at: Place,
     ):
         self.run, self.engine, self.batches, self.validation = run, engine, batches, validation
-        self.measures, self.settings = measures, settings
-        self.at = Place.of(engine.model.step(engine.index).fact("train.progress"))
-        self._interrupted = threading.Event()
+        self.measures, self.settings, self.at = measures, settings, at
+        self._saved = (at.step, at.epoch, at.batch) if at.log else None
+        self._saved_at = time.monotonic()
 
-    def __call__(self, opening: dict[str, Any]) -> str:
-        """Go on until the end; why it ended. `opening` is what the log says first."""
-        total = self.batches.per_epoch
-        with contextlib.ExitStack() as stack:
-            self.log = stack.enter_context(Log(self.run.path / LOG))
-            self.progress = stack.enter_context(
-                Progress(self.settings.epochs, total, done=self.at.step, quiet=self.settings.quiet)
-            )
-            self.board = (
-                stack.enter_context(EventWriter(self.run.path, step=self.at.step))
-                if self.settings.tensorboard
-                else None
-            )
-            stack.enter_context(self._until_interrupted())
-            started = time.perf_counter()
-            if self.at.step:
-                self.log.write("resume", step=self.at.step, time=time.time())
-            else:
-                self.log.write("start", time=time.time(), steps_per_epoch=total, epochs=self.settings.epochs, **opening)
-                self._save()
-                self._validate()
-            try:
-                reason = self._epochs()
-            except TrainingError:
-                self._end("not_finite", started)
+    def __call__(self, opening: Mapping[str, Any], notes: Sequence[str] = ()) -> str:
+        """Go on until the end; why it ended. `opening` is what the log says first, `notes` are said to the user."""
+        started = time.perf_counter()
+        try:
+            with contextlib.ExitStack() as stack:
+                self._open(stack)
+                for note in notes:
+                    self.progress.say(note)
+                try:
+                    self._begin(opening)
+                    self._interruption = stack.enter_context(Interruption(self.progress.say))
+                    reason = self._epochs()
+                    self._save()
+                    self._end(reason, started)
+                    return reason
+                except _NotFiniteError as error:
+                    raise self._stopped(error, started) from None
+                except Exception:
+                    with contextlib.suppress(Exception):  # what went wrong first is what counts
+                        self._save()
+                        self._end("failed", started)
+                    raise
+        except OSError as error:
+            if isinstance(error, Error):
                 raise
-            self._end(reason, started)
-            return reason
+            raise WriteError(
+                f"could not write to `{self.run.path}`: {error.strerror or error}",
+                hint=f"the run was saved at step {self._saved[0]:,}; go on with it when the cause is removed"
+                if self._saved
+                else None,
+            ) from error
+
+    def _open(self, stack: contextlib.ExitStack) -> None:
+        """The log, as it was when the state was saved, and all else that shows how it goes."""
+        self.run.clean(self.at.log)
+        self.log = stack.enter_context(Log(self.run.path / LOG))
+        settings, step = self.settings, self.at.step
+        self.progress = stack.enter_context(
+            Progress(settings.epochs, self.batches.per_epoch, done=step, quiet=settings.quiet)
+        )
+        first = step + 1 if self.at.log else 0  # what TensorBoard should forget
+        self.board = stack.enter_context(EventWriter(self.run.path, step=first)) if settings.tensorboard else None
+
+    def _begin(self, opening: Mapping[str, Any]) -> None:
+        if self.at.log:
+            self.log.write("save", step=self.at.step, best=False)  # as the file proves from which it goes on
+            self.log.write("resume", step=self.at.step, time=time.time())
+            return
+        per_epoch, epochs = self.batches.per_epoch, self.settings.epochs
+        self.log.write("start", time=time.time(), steps_per_epoch=per_epoch, epochs=epochs, **opening)
+        self._judge(self._measured())
+        self._save()
 
     # ---- epochs and steps --------------------------------------------------------------------------------------------
 
     def _epochs(self) -> str:
-        for epoch in range(self.at.epoch, self.settings.epochs):
-            if not self._epoch(epoch):
+        while (reason := self._reason_to_end()) is None:
+            if not self._epoch():
                 return "interrupted"
-            self.at.epoch, self.at.batch = epoch + 1, 0
+            results = self._measured(self._interruption)
+            if self._interruption.wanted:  # then what was measured is not of all data, and is measured again
+                return "interrupted"
+            self.at.epoch, self.at.batch = self.at.epoch + 1, 0
             self._look_at_weights()
-            results = self._validate()
+            self._judge(results)
+            self._save(after=min(self.settings.save_every, _SHORT))
             self.progress.epoch(results)
-            self._save()
-            patience = self.settings.patience
-            if patience is not None and self.at.since_best >= patience:
-                return "early_stopping"
-            if self._interrupted.is_set():
-                return "interrupted" if epoch + 1 < self.settings.epochs else "finished"
-        return "finished"
+        return reason
 
-    def _epoch(self, epoch: int) -> bool:
+    def _reason_to_end(self) -> str | None:
+        if self.settings.patience is not None and self.at.since_best >= self.settings.patience:
+            return "early_stopping"
+        return "finished" if self.at.epoch >= self.settings.epochs else None
+
+    def _epoch(self) -> bool:
         """The batches of an epoch that are left; whether it was finished."""
-        saved = time.monotonic()
-        first = True
-        for batch in self.batches.epoch(epoch, start=self.at.batch):
-            if first:
+        for batch in self.batches.epoch(self.at.epoch, start=self.at.batch):
+            if self._interruption.wanted:
+                return False
+            if self.at.batch == 0 or self.at.step % _LOOK_EVERY == 0:
                 self._look_at_gradients(batch)
-                first = False
-            self._step(epoch, batch)
-            if self._interrupted.is_set():
-                return self.at.batch == self.batches.per_epoch
-            if time.monotonic() - saved > self.settings.save_every:
-                self._save()
-                saved = time.monotonic()
-        return True
+            self._step(batch)
+            self._save(after=self.settings.save_every)
+        return not self._interruption.wanted
 
-    def _step(self, epoch: int, batch: Batch) -> None:
+    def _step(self, batch: Batch) -> None:
         start = time.perf_counter()
         metrics = {name: float(value) for name, value in self.engine.step(batch).items() if value.size == 1}
         seconds = time.perf_counter() - start
-        loss = metrics["loss"]
+        loss = metrics[self.engine.loss]
         if not math.isfinite(loss):
             self.engine.step_back()
-            raise TrainingError(
-                f"the loss of step {self.at.step + 1} is {loss}: the state before it was kept in `{self.run.path}`",
-                hint="try a smaller learning rate or `--clip norm:1`, and look for NaN in the data",
-            )
-        samples = _samples(batch)
-        self.at.step += 1
-        self.at.batch += 1
-        self.at.samples += samples
-        step = self.at.step
-        self.log.write("step", step=step, epoch=epoch, samples=self.at.samples, seconds=seconds, **metrics)
+            raise _NotFiniteError(f"the loss of step {self.at.step + 1:,} is {loss}", loss)
+        at, samples = self.at, _samples(batch)
+        at.step, at.batch, at.samples = at.step + 1, at.batch + 1, at.samples + samples
+        shown = {"loss": loss} | metrics
+        self.log.write("step", step=at.step, epoch=at.epoch, samples=at.samples, seconds=seconds, **shown)
         if self.board is not None:
-            self.board.scalars(step, {f"train/{name}": value for name, value in metrics.items()})
+            self.board.scalars(at.step, {f"train/{name}": value for name, value in shown.items()})
         self.progress.step(loss, samples)
 
-    # ---- now and then ------------------------------------------------------------------------------------------------
+    # ---- validation --------------------------------------------------------------------------------------------------
 
-    def _validate(self) -> dict[str, float]:
-        """Measure the model on the validation data, and keep it if it is the best so far."""
+    def _measured(self, unless: Interruption | None = None) -> dict[str, float]:
+        """The results on the validation data; on some of it if it is interrupted, and none if there is none."""
         if self.validation is None:
-            self.run.export(self.engine.updated(), LAST)
             return {}
-        results = evaluated(self.engine, self.validation.epoch(0), self.measures)
-        self.log.write("validation", step=self.at.step, epoch=self.at.epoch, **results)
+
+        def batches(source: Batches) -> Iterator[tuple[Batch, int]]:
+            for index, batch in enumerate(source.epoch(0)):
+                if unless is not None and unless.wanted:
+                    return
+                yield batch, source.samples(index) if source.is_padded else _samples(batch)
+
+        with averaged(self.engine):
+            return evaluated(self.engine, batches(self.validation), self.measures)
+
+    def _judge(self, results: Mapping[str, float]) -> None:
+        """Write results down, and keep the model if it is the best so far."""
+        if not results:
+            return
+        at = self.at
+        self.log.write("validation", step=at.step, epoch=at.epoch, **results)
         if self.board is not None:
-            self.board.scalars(self.at.step, {f"validation/{name}": value for name, value in results.items()})
-        value = results.get(self.settings.monitor, math.nan)
-        best = self.at.best
-        if math.isfinite(value) and (best is None or _is_better(self.settings.monitor, value, best)):
-            self.at.best, self.at.since_best = value, 0
+            self.board.scalars(at.step, {f"validation/{name}": value for name, value in results.items()})
+        value = results[self.measures.monitor]
+        if self.measures.is_better(value, at.best):
+            at.best, at.since_best = value, 0
             self.run.export(self.engine.updated(), BEST)
-            self.log.write("save", step=self.at.step, best=True)
+            self.log.write("save", step=at.step, best=True)
         else:
-            self.at.since_best += 1
-        return results
+            at.since_best += 1
+
+    # ---- a closer look -----------------------------------------------------------------------------------------------
 
     def _look_at_gradients(self, batch: Batch) -> None:
         norms = {name: float(np.linalg.norm(g.astype(np.float64))) for name, g in self.engine.gradients(batch).items()}
@@ -200,63 +233,53 @@ class Loop:
         histograms = {}
         for name, array in self.engine.state().items():
             if name in parameters and np.isfinite(array).all():
-                counts, edges = np.histogram(array.astype(np.float64), bins=BINS)
+                counts, edges = np.histogram(array.astype(np.float64), bins=_BINS)
                 histograms[name] = {"edges": edges.tolist(), "counts": counts.tolist()}
                 if self.board is not None:
                     self.board.histogram(self.at.step, name, edges.tolist(), counts.tolist())
         self.log.write("weights", step=self.at.step, histograms=histograms)
 
-    def _save(self) -> None:
-        self.run.save(self.engine.updated(), dataclasses.asdict(self.at))
+    # ---- saving and ending -------------------------------------------------------------------------------------------
+
+    def _save(self, after: float = 0.0) -> None:
+        """Save, unless that was done here already, or less than so many seconds ago."""
+        here = (self.at.step, self.at.epoch, self.at.batch)
+        if here == self._saved or time.monotonic() - self._saved_at < after:
+            return
+        model = self.engine.updated()
+        if strange := _not_finite(model):
+            raise _NotFiniteError(f"`{strange}` holds NaN or infinity after step {self.at.step:,}")
+        self.log.flush()
+        self.at.log = (self.run.path / LOG).stat().st_size
+        self.run.save(model, dataclasses.asdict(self.at))
+        self._saved, self._saved_at = here, time.monotonic()
         self.log.write("save", step=self.at.step, best=False)
 
-    def _end(self, reason: str, started: float) -> None:
-        model = self.engine.updated()
-        self.run.save(model, dataclasses.asdict(self.at))
-        self.run.export(model, LAST)
-        self.log.write("end", step=self.at.step, reason=reason, seconds=time.perf_counter() - started)
+    def _stopped(self, error: _NotFiniteError, started: float) -> TrainingError:
+        """Keep the last state that is good: the one before the step, or else the one that was saved."""
+        with contextlib.suppress(_NotFiniteError):
+            self._save()
+        if self._saved is None:
+            return TrainingError(f"{error}: the model itself is not sound", hint="look for NaN in its weights")
+        self._end("not_finite", started, **({"loss": error.loss} if error.loss is not None else {}))
+        return TrainingError(
+            f"{error}: the state after step {self._saved[0]:,} was kept in `{self.run.path}`",
+            hint="try a smaller learning rate or `clip` (`--clip-norm 1`), and look for extreme values in the data",
+        )
 
-    @contextlib.contextmanager
-    def _until_interrupted(self) -> Iterator[None]:
-        """The first Ctrl-C lets the step finish; a second one ends the program as usual."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-
-        def stop(number: int, frame: Any) -> None:
-            signal.signal(signal.SIGINT, before)
-            self._interrupted.set()
-            self.progress.say("finishing the step, then saving; Ctrl-C again to stop at once")
-
-        before = signal.signal(signal.SIGINT, stop)
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGINT, before)
+    def _end(self, reason: str, started: float, **more: float) -> None:
+        """The last inference model is that of the state which was saved."""
+        self.run.export(self.run.model, LAST)
+        self.log.write("end", step=self.at.step, reason=reason, seconds=time.perf_counter() - started, **more)
 
 
-def evaluated(engine: Engine, batches: Iterable[Batch], measures: Measures) -> dict[str, float]:
-    """The metrics of a model over all batches; the loss is the mean over samples."""
-    metrics = measures.make()
-    total, count = 0.0, 0
-    for batch in batches:
-        results = engine.evaluate(batch)
-        samples = _samples(batch)
-        total, count = total + float(results["loss"]) * samples, count + samples
-        if metrics and measures.output is not None and measures.target is not None:
-            for metric in metrics.values():
-                metric.add(results[measures.output], batch[measures.target])
-    loss = total / count if count else math.nan
-    found = {"loss": loss} | {name: metric.result() for name, metric in metrics.items()}
-    if "perplexity" in measures.names:
-        found["perplexity"] = math.exp(min(loss, 700.0))
-    return found
-
-
-def _is_better(monitor: str, value: float, best: float) -> bool:
-    name = monitor.partition(":")[0]
-    higher = name in METRICS and getattr(METRICS[name], "higher_is_better", True)
-    return value > best if higher else value < best
+def _not_finite(model: Model) -> str | None:
+    """A weight that training has made NaN or infinite."""
+    for state in states(model):
+        tensor = state.value.const_value
+        if state.role in ("parameter", "statistics") and tensor is not None and not np.isfinite(tensor.numpy()).all():
+            return state.name
+    return None
 
 
 def _samples(batch: Batch) -> int:

@@ -7,12 +7,13 @@ accuracy.result()
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 
-from onward.recipe.spec import lookup, parse
+from onward.recipe.spec import check_options, lookup, parse
 
 
 class Metric(ABC):
@@ -174,7 +175,7 @@ class R2(_Moments):
         return 1 - self._squared / variance if variance > 0 else float("nan")
 
 
-METRICS: Mapping[str, Callable[..., Metric]] = {
+METRICS: Mapping[str, type[Metric]] = {
     "accuracy": Accuracy,
     "top_k": TopK,
     "precision": Precision,
@@ -190,7 +191,9 @@ METRICS: Mapping[str, Callable[..., Metric]] = {
 def make(spec: str) -> Metric:
     """A metric by its name, with options: `"top_k:k=5"`."""
     wanted = parse(spec)
-    return lookup("metric", wanted.name, METRICS)(**wanted.options)
+    kind = lookup("metric", wanted.name, METRICS)
+    check_options(f"the metric `{wanted.name}`", wanted.options, inspect.signature(kind).parameters)
+    return kind(**wanted.options)
 
 
 def _chosen(predictions: np.ndarray) -> np.ndarray:

@@ -1,0 +1,85 @@
+"""How a run was started, as it is kept in its folder."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from onward.errors import DataError
+
+Last = Literal["keep", "drop", "pad"]
+
+_OBJECT = "<object>"
+"""What stands for data that were no files."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """How a run was started: enough to go on with it."""
+
+    model: str
+    data: Any
+    epochs: int
+    batch_size: int
+    validation: Any
+    columns: Mapping[str, Any]
+    shuffle: bool
+    last: Last
+    seed: int
+    metrics: tuple[str, ...]
+    monitor: str | None
+    patience: int | None
+    save_every: float
+    tensorboard: bool
+    engine: str
+    device: str
+    threads: int | None
+    recompute: Any
+
+    def to_json(self) -> dict[str, Any]:
+        """What JSON can hold of it. Paths become absolute, so that the run can go on from anywhere."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        places = {name: _stored(fields[name]) for name in ("data", "validation")}
+        return {**fields, **places, "metrics": list(self.metrics)}
+
+    @classmethod
+    def from_json(cls, stored: Mapping[str, Any], folder: Path, **given: Any) -> Config:
+        """What was stored, or was given anew; data that were objects must be."""
+        settings = {**stored, **{name: value for name, value in given.items() if value is not None}}
+        for name in ("data", "validation"):
+            if settings.get(name) == _OBJECT:
+                raise DataError(
+                    f"the {name} of this run came from Python", hint=f"give it again: `onward.resume(run, {name}=...)`"
+                )
+        known = {field.name for field in dataclasses.fields(cls)}
+        if settings.keys() != known:
+            names = ", ".join(f"`{name}`" for name in sorted(settings.keys() ^ known))
+            raise DataError(
+                f"`{folder}` was started by another version of Onward: its configuration differs in {names}",
+                hint=f"go on with that version, or start a new run from `{folder / 'training.onnx'}`",
+            )
+        return cls(**{**settings, "metrics": tuple(settings["metrics"])})
+
+
+def _stored(source: Any) -> Any:
+    if source is None or isinstance(source, float):
+        return source
+    if isinstance(source, str | os.PathLike):
+        return _absolute(os.fspath(source))
+    if isinstance(source, list) and source and all(isinstance(item, str | os.PathLike) for item in source):
+        return [_absolute(os.fspath(item)) for item in source]
+    if isinstance(source, Mapping) and all(isinstance(item, str | os.PathLike) for item in source.values()):
+        return {str(name): os.path.abspath(item) for name, item in source.items()}
+    return _OBJECT
+
+
+def _absolute(path: str) -> str:
+    """Also of the path in `name=path`."""
+    name = re.match(r"[^=/\\]+=", path)
+    if name is None or os.path.exists(path):
+        return os.path.abspath(path)
+    return name[0] + os.path.abspath(path[name.end() :])

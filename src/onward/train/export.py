@@ -1,0 +1,78 @@
+"""From a training model back to inference: trained weights in the graph that was given."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from onward.errors import UnsupportedError
+from onward.model import Model
+from onward.model.state import states
+from onward.recipe.lora import merge_lora
+from onward.recipe.lora.adapters import adapters
+from onward.transform.training import strip
+
+
+def in_form_of(original: Model, training: Model) -> Model:
+    """The inference model with the weights of a training model: moving averages of them, where it keeps such.
+
+    They are put into `original`, which stays as it was in all else. Where it has no place for one of them, the result
+    is the graph that was trained.
+    """
+    trained = strip(_with_averages(training))
+    names = [name for name in training.step().update if name in training.graph.initializers]
+    if (added := adapters(trained)) and not adapters(original):
+        names = [name for name in names if name in original.graph.initializers] + [adapter.weight for adapter in added]
+        try:
+            trained = merge_lora(trained)
+        except UnsupportedError:  # adapters of quantised weights stay beside them
+            return trained
+    result = original.copy()
+    return result if all(_put(result.graph, trained.graph.initializers.get(name)) for name in names) else trained
+
+
+def _with_averages(training: Model) -> Model:
+    averages = {state.parameter: state.value for state in states(training) if state.role == "ema" and state.parameter}
+    if not averages:
+        return training
+    result = training.copy()
+    for name, value in averages.items():
+        assert value.const_value is not None
+        result.set(name, value.const_value.numpy())
+    return result
+
+
+def _put(graph: ir.Graph, trained: ir.Value | None) -> bool:
+    """Give the tensor of that name, wherever the graph has it, the trained value; whether it has it."""
+    tensor = trained.const_value if trained is not None else None
+    if tensor is None:
+        return False
+    place = graph.initializers.get(tensor.name or "")
+    if place is not None and place.const_value is not None:
+        old = place.const_value
+        if not _is_alike(old, tensor):
+            return False
+        place.const_value = _described_as(old, tensor)
+        return True
+    for node in graph:
+        if node.op_type == "Constant" and node.outputs[0].name == tensor.name and "value" in node.attributes:
+            old = node.attributes["value"].as_tensor()
+            if not _is_alike(old, tensor):
+                return False
+            node.attributes["value"] = ir.AttrTensor("value", _described_as(old, tensor))
+            return True
+    return False
+
+
+def _is_alike(a: ir.TensorProtocol, b: ir.TensorProtocol) -> bool:
+    return a.dtype == b.dtype and a.shape.numpy() == b.shape.numpy()
+
+
+def _described_as(old: ir.TensorProtocol, new: ir.TensorProtocol) -> ir.Tensor:
+    """The new numbers under the old name, with what was said about the old ones."""
+    return ir.Tensor(
+        new.numpy(),
+        dtype=old.dtype,
+        name=old.name,
+        doc_string=old.doc_string,
+        metadata_props=dict(old.metadata_props),
+    )
