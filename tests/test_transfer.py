@@ -15,6 +15,7 @@ import onward
 from conftest import needs
 from models import digits_mlp, small_cnn, small_transformer
 from onward.recipe.lora.adapters import adapters
+from onward.train.export import in_form_of
 from stepping import Stepper
 
 
@@ -282,6 +283,16 @@ def test_a_tied_weight_is_merged_where_it_is_adapted():
     np.testing.assert_allclose(run(merged, i)[0], run(model, i)[0], rtol=1e-5, atol=1e-5)
     np.testing.assert_array_equal(arrays(merged)["t"], W.T)
     assert arrays(merged).keys() == {"t", "t/merged"}
+
+
+def test_a_run_gives_back_what_it_has_trained():
+    """The graph that was given where it has a place for all that was learned, else the graph that was trained."""
+    tied = HEADER + "g (int64[N] i) => (float[N,7] y) { x = Gather(t, i) w = Transpose(t) y = MatMul(x, w) }"
+    for proto, feeds in ((digits_mlp(), {"image": numbers(2, 64)}), (parsed(tied, t=W.T.copy()), {"i": np.arange(3)})):
+        model = adapted(proto, rank=2, targets="*")
+        given_back = sound(in_form_of(onward.read(proto), onward.prepare(model, loss="mse")))
+        np.testing.assert_allclose(run(given_back, feeds)[0], run(model, feeds)[0], rtol=1e-4, atol=1e-4)
+        assert len(given_back.graph) == len(proto.graph.node)
 
 
 @needs("torch")

@@ -55,7 +55,7 @@ def replace_head(
     changed = source.copy()
     head = find_head(changed, layer)
     bias = head.bias()
-    _check_alone(changed, head, bias[0] if bias else None)
+    _check_alone(changed, head)
     old = head.units
     after = [] if classes == old else list(_follow(changed, head))
     _check_readers(after, old, bias[1] if bias else None)
@@ -81,21 +81,23 @@ def refuse_training(model: Model, purpose: str) -> None:
 # ---- may it be changed? ----------------------------------------------------------------------------------------------
 
 
-def _check_alone(model: Model, head: Layer, bias: ir.Value | None) -> None:
+def _check_alone(model: Model, head: Layer) -> None:
     """Refuse a head whose weights mean something elsewhere, or are not stored as what they are."""
-    name = head.weight.name
     if head.is_quantised:
         raise UnsupportedError(
-            f"the weight `{name}` of the head is quantised", hint="replace the head of the model before quantisation"
+            f"the weight `{head.weight.name}` of the head is quantised",
+            hint="replace the head of the model before quantisation",
         )
     if head.node.graph is not model.graph:
         raise UnsupportedError(f"the head `{head.names[0]}` is inside a nested graph")
     if head.node.attributes.get_int("group", 1) != 1:
         raise UnsupportedError(f"the head `{head.names[0]}` is a convolution with groups")
-    chain = [head.weight, *(node.outputs[0] for node in head.path), *([bias] if bias is not None else [])]
-    for value in chain:
-        others = [use.node for use in value.uses() if use.node not in (head.node, *head.path)]
-        others = [node for node in others if not (value is bias and node.op_type == "Add" and len(value.uses()) == 1)]
+    own, values = {head.node, *head.path}, [head.weight, *(node.outputs[0] for node in head.path)]
+    if bias := head.bias():
+        own.add(bias[1])
+        values.append(bias[0])
+    for value in values:
+        others = [node for node in value.consumers() if node not in own]
         if others or value.is_graph_output():
             reader = f"{others[0].op_type} `{others[0].name}`" if others else "the outputs"
             raise UnsupportedError(

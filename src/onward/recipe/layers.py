@@ -54,6 +54,19 @@ class Layer:
         return tuple(tensor.shape.numpy())
 
     @property
+    def dtype(self) -> ir.DataType:
+        """The type in which the layer computes; that of the weight, unless it is stored in another one."""
+        tensor = constant_tensor(self.weight)
+        assert tensor is not None
+        dtype = tensor.dtype
+        for node in self.path:
+            if node.op_type == "Cast":
+                dtype = ir.DataType(node.attributes.get_int("to", dtype.value))
+            elif node.op_type == "DequantizeLinear" and (scale := node.inputs[1]) is not None:
+                dtype = scale.dtype or ir.DataType.FLOAT
+        return dtype
+
+    @property
     def units_first(self) -> bool:
         """Whether the weight is stored as [out, in, ...] and not as [in, out]."""
         turns = sum(node.op_type == "Transpose" for node in self.path)

@@ -66,17 +66,7 @@ class Recipe:
                 "the model already carries its training",
                 hint="strip it first (`onward strip`), or add a second step with `append=True` (`--append`)",
             )
-        if self.new_head is not None:
-            model = replace_head(model, **{"seed": self.seed, **arguments(replace_head, self.new_head)})
-        if self.lora is not None:
-            model = add_lora(model, **{"seed": self.seed, **arguments(add_lora, self.lora)})
-        if self.loss is None and self.teacher is None:
-            raise RecipeError("there is nothing to learn from", hint="give a `loss`, or a `teacher`")
-        teaching = None
-        if self.teacher is not None:
-            teaching = Distillation(self.teacher, self.distill or "kl", alone=self.loss is None)
-        elif self.distill is not None:
-            raise RecipeError("`distill` says how to learn from a teacher, but there is none", hint="give a `teacher`")
+        model, teaching = self._adapted(model), self._distillation()
         model = _at_common_opset(model, teaching.opset if teaching else 0)
         if hidden := functions_to_inline(model):
             model = inline(model, hidden)
@@ -108,6 +98,23 @@ class Recipe:
         assembly.fact("progress", {"step": 0, "epoch": 0, "samples": 0})
         assembly.finish()
         return stamp(model)
+
+    def _adapted(self, model: Model) -> Model:
+        """The model for its new task."""
+        if self.new_head is not None:
+            model = replace_head(model, **{"seed": self.seed, **arguments(replace_head, self.new_head)})
+        if self.lora is not None:
+            model = add_lora(model, **{"seed": self.seed, **arguments(add_lora, self.lora)})
+        return model
+
+    def _distillation(self) -> Distillation | None:
+        if self.teacher is not None:
+            return Distillation(self.teacher, self.distill or "kl", alone=self.loss is None)
+        if self.distill is not None:
+            raise RecipeError("`distill` says how to learn from a teacher, but there is none", hint="give a `teacher`")
+        if self.loss is None:
+            raise RecipeError("there is nothing to learn from", hint="give a `loss`, or a `teacher`")
+        return None
 
     def _train(self, assembly: Assembly, selection: Selection, loss: Expr, found: Mapping[str, set[str]]) -> None:
         chosen = groups(selection.parameters, parse(self.optimizer), self.groups, found)

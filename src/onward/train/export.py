@@ -26,6 +26,8 @@ def in_form_of(original: Model, training: Model) -> Model:
             trained = merge_lora(trained)
         except UnsupportedError:  # adapters of quantised weights stay beside them
             return trained
+        if any(f"{adapter.weight}/merged" in trained.graph.initializers for adapter in added):
+            return trained  # a weight that is tied to another place was merged beside it
     result = original.copy()
     return result if all(_put(result.graph, trained.graph.initializers.get(name)) for name in names) else trained
 

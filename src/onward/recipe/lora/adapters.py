@@ -31,8 +31,8 @@ class Adapter:
 
     @property
     def rank(self) -> int:
-        shape = array(self.b).shape
-        return shape[0] if len(shape) == 2 else shape[1]
+        shape = _shape(self.b)
+        return shape[1] if self.is_convolution else shape[0]
 
     @property
     def alpha(self) -> float:
@@ -40,7 +40,7 @@ class Adapter:
 
     @property
     def is_convolution(self) -> bool:
-        return array(self.b).ndim > 2
+        return len(_shape(self.b)) > 2
 
 
 def by_weight(model: Model) -> dict[str, list[Layer]]:
@@ -64,6 +64,11 @@ def adapters(model: Model) -> list[Adapter]:
 
 def _tag(value: ir.Value, key: str) -> str:
     return value.const_value.metadata_props.get(key, "") if value.const_value is not None else ""
+
+
+def _shape(value: ir.Value) -> tuple[int, ...]:
+    assert value.const_value is not None
+    return tuple(value.const_value.shape.numpy())
 
 
 def array(value: ir.Value) -> np.ndarray:

@@ -12,7 +12,7 @@ from onward.errors import RecipeError, UnknownNameError, UnsupportedError
 from onward.model import Model, Source, read
 from onward.model.state import tagged
 from onward.recipe.assembly import METADATA_IR_VERSION
-from onward.recipe.constants import constant_tensor, expose
+from onward.recipe.constants import expose
 from onward.recipe.head import LINEAR, refuse_training
 from onward.recipe.layers import Layer, listing
 from onward.recipe.lora.adapters import SCALE, A, B, adapters, by_weight
@@ -69,11 +69,7 @@ def adaptable(model: Source) -> Model:
 
 def _initial(layer: Layer, rank: int, seed: int) -> tuple[ir.Tensor, ir.Tensor]:
     """A as torch.nn.Linear starts, and B zero, as their authors and PEFT have it."""
-    dtype = layer.node.inputs[1].dtype if layer.path else None  # type: ignore[union-attr]
-    tensor = constant_tensor(layer.weight)
-    dtype = dtype or (tensor.dtype if tensor is not None else None)
-    if dtype is None or not dtype.is_floating_point():
-        dtype = ir.DataType.FLOAT  # what a DequantizeLinear of unknown type most likely makes
+    dtype = layer.dtype
     inputs, *kernel = layer.shape[1:] if layer.units_first else layer.shape[:-1]
     if layer.is_convolution:
         groups = layer.node.attributes.get_int("group", 1)

@@ -195,8 +195,7 @@ def _scale(config: dict[str, Any], module: str, rank: int) -> float:
 
 def _as_stored(module: str, layer: Layer, a: np.ndarray, b: np.ndarray) -> tuple[ir.Tensor, ir.Tensor]:
     """A and B as a model holds them, in the type of the layer, if they fit it."""
-    value = layer.node.inputs[1]
-    dtype = (value.dtype if value is not None else None) or ir.DataType.FLOAT
+    dtype = layer.dtype
     if layer.is_convolution:
         groups = layer.node.attributes.get_int("group", 1)
         fits = a.shape[1:] == layer.shape[1:] and b.shape[:2] == (layer.units, a.shape[0] // groups)
