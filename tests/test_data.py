@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,7 +17,7 @@ from sklearn.datasets import load_digits
 
 from conftest import needs
 from onward.errors import DataError
-from onward.train.data import Batches, Column, ImageFormat, Stream, dataset, match, open_data
+from onward.train.data import Batches, Column, ImageFormat, Stream, match, memory, open_data
 from onward.train.data.order import Order
 
 ROWS = 60
@@ -203,7 +204,7 @@ def _parameter(source: str) -> Any:
 @pytest.mark.parametrize("held", [True, False], ids=["held in memory", "read by rows"])
 def test_sources_agree(source: str, held: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if not held:
-        hold_nothing(monkeypatch)
+        monkeypatch.setattr(memory, "LIMIT", 0)
     data = digits()
     opened = open_data(SOURCES[source](tmp_path, data), inputs=DIGITS)
     assert len(opened) == ROWS
@@ -219,12 +220,18 @@ def test_sources_agree(source: str, held: bool, tmp_path: Path, monkeypatch: pyt
     assert at == ROWS
 
 
-def hold_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    from onward.train.data import files, npy, records
-
-    for module in (files, records):
-        monkeypatch.setattr(module, "HELD", 0)
-    monkeypatch.setattr(npy, "HELD", dataset.HELD)  # Fortran order cannot be read by rows
+def test_what_is_held_in_memory_has_a_limit(tmp_path: Path) -> None:
+    """Of all data together: a folder of many small files is large."""
+    before = memory._used
+    for number in range(5):
+        np.save(tmp_path / f"{number}.npy", np.full((memory.LIMIT // 4, 1), number, np.uint8))
+    files = [open_data({"x": tmp_path / f"{number}.npy"}) for number in range(5)]
+    assert memory._used <= memory.LIMIT
+    for number, file in enumerate(files):
+        assert file.take(np.array([7]))["x"] == number
+    del file, files
+    gc.collect()
+    assert memory._used <= before
 
 
 def test_bfloat16_of_safetensors(tmp_path: Path) -> None:

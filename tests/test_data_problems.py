@@ -152,6 +152,14 @@ def _npz(path: Path, **arrays: Any) -> Path:
     return path / "x.npz"
 
 
+def _damaged(path: Path) -> Path:
+    np.savez_compressed(path / "x.npz", x=np.random.default_rng(0).random(1000))
+    with open(path / "x.npz", "r+b") as file:
+        file.seek(3000)
+        file.write(bytes(100))
+    return path / "x.npz"
+
+
 class Explosive:
     """Something that says so if it is unpickled."""
 
@@ -168,6 +176,7 @@ BAD_FILES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "pickle": (lambda p: [(p / "x.npy").write_bytes(pickle.dumps(Explosive())), p / "x.npy"][1], "not a .npy file"),
     "npy cut off": (lambda p: _cut(_npy(p, np.zeros(9)), 8), "x.npy is cut off: it has 192 bytes of 200"),
     "npz cut off": (lambda p: _cut(_npz(p, x=np.zeros(99)), 50), "x.npz is not a whole .npz file"),
+    "npz damaged": (lambda p: _damaged(p), "x.npz is not a whole .npz file: "),
     "no rows": (lambda p: _npy(p, np.zeros((0, 4))), "x.npy has no rows"),
     "no columns": (lambda p: _npz(p), "x.npz has no columns"),
     "one number": (lambda p: _npz(p, x=np.float32(3)), "column `x` of x.npz is a single value"),
@@ -352,7 +361,7 @@ def test_other_classes_are_noticed(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["npy", "npz", pytest.param("arrow", marks=needs("pyarrow"))])
 def test_a_file_that_shrinks_is_an_error(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not the end of the process: that would be a SIGBUS."""
-    monkeypatch.setattr("onward.train.data.files.HELD", 0)
+    monkeypatch.setattr("onward.train.data.memory.LIMIT", 0)
     values = np.zeros((1000, 100))
     path = tmp_path / f"x.{kind}"
     if kind == "npy":

@@ -13,9 +13,6 @@ from onward.errors import DataError, UnsupportedError, near
 
 Batch = dict[str, np.ndarray]
 
-# What is smaller than this, decoded, is held in memory: quicker, and nothing can happen to it during a run.
-HELD = 64 << 20
-
 
 @dataclass(frozen=True)
 class Column:

@@ -7,15 +7,17 @@ count as memory of the process. A read per row costs a microsecond or two, and t
 
 from __future__ import annotations
 
+import tempfile
 import threading
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
 import numpy as np
 
 from onward.errors import DataError
-from onward.train.data.dataset import HELD
+from onward.train.data.memory import held
 
 
 class DataFile:
@@ -34,6 +36,23 @@ class DataFile:
             return cls(open(path, "rb", buffering=0), str(path))
         except OSError as error:
             raise DataError(f"cannot open {path}: {error.strerror or error}") from error
+
+    @classmethod
+    def temporary(cls, fill: Callable[[IO[bytes]], None], origin: str) -> DataFile:
+        """A copy of something, without a name where the system allows that, gone with the process or before."""
+        file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 # closed like the others
+        try:
+            fill(file)
+        except OSError as error:
+            file.close()
+            hint = "it takes space on the disk; TMPDIR says on which one"
+            raise DataError(
+                f"cannot make a temporary copy of {origin}: {error.strerror or error}", hint=hint
+            ) from error
+        except BaseException:
+            file.close()
+            raise
+        return cls(file, f"the temporary copy of {origin}")
 
     def read(self, at: int, count: int) -> bytes:
         """Some bytes, fewer where the file ends."""
@@ -81,10 +100,11 @@ class FileRows:
 
 
 def rows_of(file: DataFile, offset: int, dtype: np.dtype, shape: tuple[int, ...]) -> FileRows | np.ndarray:
-    """An array in a file: in memory if it is small, else to be read by rows. It must be there in full."""
+    """An array in a file: in memory if there is room, else to be read by rows. It must be there in full."""
     needed = offset + dtype.itemsize * int(np.prod(shape, dtype=np.int64))
     if file.size < needed:
         hint = "it was not written or copied to its end; write it again"
         raise DataError(f"{file.origin} is cut off: it has {file.size:,} bytes of {needed:,}", hint=hint)
     rows = FileRows(file, offset, dtype, shape)
-    return rows.all() if shape and needed - offset <= HELD else rows
+    in_memory = held(needed - offset, rows.all) if shape else None
+    return rows if in_memory is None else in_memory

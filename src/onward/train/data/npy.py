@@ -5,19 +5,20 @@ from __future__ import annotations
 import io
 import shutil
 import struct
-import tempfile
 import zipfile
+import zlib
 from pathlib import Path
 from typing import IO
 
 import numpy as np
 
 from onward.errors import DataError
-from onward.train.data.dataset import HELD, Columns
+from onward.train.data.dataset import Columns
 from onward.train.data.files import DataFile, FileRows, rows_of
 
 _PICKLED = "save arrays of numbers: files with pickled objects can run code when loaded, so they are not"
 _LONGEST_HEADER = 1 << 20
+_MOST_TURNED = 64 << 20  # bytes of an array in Fortran order that is turned in memory
 
 
 def open_npy(path: Path) -> Columns:
@@ -33,7 +34,7 @@ def open_npz(path: Path, only: str | None = None) -> Columns:
             if only in members:
                 members = {only: members[only]}
             arrays = {name: _member(archive, info, file) for name, info in members.items()}
-    except (zipfile.BadZipFile, EOFError, struct.error) as error:
+    except (zipfile.BadZipFile, zlib.error, EOFError, struct.error, NotImplementedError, RuntimeError) as error:
         hint = "it was not written or copied to its end, or is something else; write it again"
         raise DataError(f"{path} is not a whole .npz file: {error}", hint=hint) from None
     return Columns(arrays, path.name)
@@ -44,10 +45,9 @@ def _member(archive: zipfile.ZipFile, info: zipfile.ZipInfo, file: DataFile) -> 
     if info.compress_type == zipfile.ZIP_STORED:  # its bytes are in the file as they are
         lengths = file.read(info.header_offset + 26, 4)  # of what is before them; the directory may have others
         return _array(file, info.header_offset + 30 + sum(struct.unpack("<HH", lengths)), origin)
-    unpacked = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 # vanishes when closed, or when the process ends
     with archive.open(info) as packed:
-        shutil.copyfileobj(packed, unpacked, 1 << 20)
-    return _array(DataFile(unpacked, origin), 0, origin)
+        unpacked = DataFile.temporary(lambda file: shutil.copyfileobj(packed, file, 1 << 20), origin)
+    return _array(unpacked, 0, origin)
 
 
 def _array(file: DataFile, offset: int, origin: str) -> FileRows | np.ndarray:
@@ -62,7 +62,7 @@ def _array(file: DataFile, offset: int, origin: str) -> FileRows | np.ndarray:
     offset += start.tell()
     if not is_fortran or len(shape) < 2:
         return rows_of(file, offset, dtype, shape)
-    if dtype.itemsize * int(np.prod(shape, dtype=np.int64)) > HELD:
+    if dtype.itemsize * int(np.prod(shape, dtype=np.int64)) > _MOST_TURNED:
         hint = "save it with np.ascontiguousarray(...)"
         raise DataError(f"{origin} is stored column by column (Fortran order), so rows cannot be read", hint=hint)
     flipped = rows_of(file, offset, dtype, shape[::-1])

@@ -7,16 +7,17 @@ the system allows that, so nothing is left behind, whatever ends the process. `T
 
 from __future__ import annotations
 
-import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import IO
 
 import numpy as np
 
 from onward.errors import DataError
-from onward.train.data.dataset import HELD, Batch, Column, check_not_empty, known
+from onward.train.data.dataset import Batch, Column, check_not_empty, known
 from onward.train.data.files import DataFile, FileRows
+from onward.train.data.memory import held
 
 
 @dataclass
@@ -63,24 +64,25 @@ class Records:
 
     def _convert(self, names: Sequence[str]) -> np.ndarray | FileRows:
         record = np.dtype([(name, self._field(name)[0], self._field(name)[1]) for name in names])
-        shape = (self._source.length,)
-        if record.itemsize * self._source.length <= HELD:
-            table = np.empty(shape, record)
-            at = 0
-            for part in self._records(names, record):
-                table[at : at + len(part)] = part
-                at += len(part)
-            return table
-        file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 # as long as the data are used
-        try:
+        size = record.itemsize * self._source.length
+        in_memory = held(size, lambda: self._to_memory(names, record))
+        return self._to_file(names, record) if in_memory is None else in_memory
+
+    def _to_memory(self, names: Sequence[str], record: np.dtype) -> np.ndarray:
+        table = np.empty(self._source.length, record)
+        at = 0
+        for part in self._records(names, record):
+            table[at : at + len(part)] = part
+            at += len(part)
+        return table
+
+    def _to_file(self, names: Sequence[str], record: np.dtype) -> FileRows:
+        def fill(file: IO[bytes]) -> None:
             for part in self._records(names, record):
                 part.tofile(file)
-        except OSError as error:
-            if isinstance(error, DataError):
-                raise
-            hint = f"{record.itemsize * self._source.length:,} bytes are needed; TMPDIR says where they go"
-            raise DataError(f"cannot write the columns of {self._source.origin}: {error}", hint=hint) from error
-        return FileRows(DataFile(file, f"the temporary copy of {self._source.origin}"), 0, record, shape)
+
+        copy = DataFile.temporary(fill, self._source.origin)
+        return FileRows(copy, 0, record, (self._source.length,))
 
     def _field(self, name: str) -> tuple[np.dtype, tuple[int, ...]]:
         column = self.columns[name]
