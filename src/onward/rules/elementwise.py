@@ -52,7 +52,7 @@ elementwise(
     Erf=lambda op, x, y: op.Exp(-(x * x)) * (2 / math.sqrt(math.pi)),
     Exp=lambda op, x, y: op.Clip(y, None, largest(y)),
     HardSigmoid=lambda op, x, y, *, alpha: op.Sign(y * (1 - y)) * alpha,
-    Relu=lambda op, x, y: op.Sign(y),
+    Relu=lambda op, x, y: cast_like(op, y > 0, y),  # Sign runs on one thread in ONNX Runtime
     Sigmoid=lambda op, x, y: y * (1 - y),
     Sin=lambda op, x, y: op.Cos(x),
     Sinh=lambda op, x, y: op.Clip(op.Cosh(x), None, largest(x)),

@@ -130,13 +130,13 @@ def _grouped(op, x, groups):
 
 
 @gradient("BatchNormalization")
-def batch_normalization(op, dys, x, scale, bias, mean, variance, *, training_mode, momentum, epsilon):
+def batch_normalization(op, dys, x, scale, bias, mean, variance, *, ys, training_mode, momentum, epsilon):
     """N = (X - mean) / sqrt(variance + epsilon), Y = N scale + bias, for each channel."""
     dtype = _working_type(x, scale, mean)
     dys = [_as(op, d, dtype) for d in (*dys, None, None)[:3]]
     x, scale, mean, variance = (_as(op, value, dtype) for value in (x, scale, mean, variance))
     if training_mode:
-        return _batch_normalization_in_training(op, dys, x, scale, momentum, epsilon)
+        return _batch_normalization_in_training(op, dys, x, scale, ys, momentum, epsilon)
     dy = dys[0]
     inverse = op.Reciprocal(op.Sqrt(variance + epsilon))
     slope = scale * inverse
@@ -145,25 +145,37 @@ def batch_normalization(op, dys, x, scale, bias, mean, variance, *, training_mod
     return dy * _per_channel(op, slope, x), dscale, dbias, -(slope * dbias), slope * inverse * dscale * -0.5
 
 
-def _batch_normalization_in_training(op, dys, x, scale, momentum, epsilon):
+def _batch_normalization_in_training(op, dys, x, scale, ys, momentum, epsilon):
     """The same with the statistics of the batch, which the running ones approach by 1 - momentum."""
     dy, dmean, dvariance = dys
-    axes = _all_but_channel(op, x)
-    mean, inverse, normal = _standardised(op, x, axes, epsilon)
+    mean, variance = _statistics_of_batch(op, x, ys, momentum)
+    centred = x - _per_channel(op, mean, x)
+    inverse = op.Reciprocal(op.Sqrt(variance + epsilon))
     count = _count(op, x, scale)
     parts, dscale, dbias = [], None, None
     if dy is not None:
-        dscale, dbias = _channel_sum(op, dy * normal, x), _channel_sum(op, dy, x)
-        along = normal * _per_channel(op, dscale / count, x)
-        parts.append(inverse * _per_channel(op, scale, x) * (dy - _per_channel(op, dbias / count, x) - along))
+        dscale, dbias = _channel_sum(op, dy * centred, x) * inverse, _channel_sum(op, dy, x)
+        slope = scale * inverse
+        # dX = slope (dY - mean(dY) - N mean(dY N)), with what is the same for a channel put together first
+        along = centred * _per_channel(op, -(slope * inverse * dscale) / count, x)
+        parts.append(dy * _per_channel(op, slope, x) + (along - _per_channel(op, slope * dbias / count, x)))
     if dmean is not None:
         parts.append(_per_channel(op, dmean * (1 - momentum) / count, x))
     if dvariance is not None:
-        parts.append((x - mean) * _per_channel(op, dvariance * (2 * (1 - momentum)) / count, x))
+        parts.append(centred * _per_channel(op, dvariance * (2 * (1 - momentum)) / count, x))
     dx = _sum(parts)
     if dy is None and dvariance is None:
         dx = op.Expand(dx, op.Shape(x))
     return dx, dscale, dbias, *(None if d is None else d * momentum for d in (dmean, dvariance))
+
+
+def _statistics_of_batch(op, x, ys, momentum):
+    """Mean and variance of each channel. With a momentum of 0 the operator itself gives them out."""
+    if momentum == 0 and len(ys) == 3 and all(y.value.name for y in ys):
+        return tuple(_as(op, y, x.dtype) for y in ys[1:])
+    mean = _channel_mean(op, x, x)
+    centred = x - _per_channel(op, mean, x)
+    return mean, _channel_mean(op, centred * centred, x)
 
 
 @gradient("LRN")
@@ -330,6 +342,11 @@ def _channel_sum(op, values, x):
     """Sum over all axes but 1; without one, there is one channel."""
     total = op.ReduceSum(values, _all_but_channel(op, x), keepdims=0)
     return total if (_rank(x) or 0) > 1 else op.Reshape(total, [-1])
+
+
+def _channel_mean(op, values, x):
+    mean = op.ReduceMean(values, _all_but_channel(op, x), keepdims=0)
+    return mean if (_rank(x) or 0) > 1 else op.Reshape(mean, [-1])
 
 
 def _count(op, whole, part):
