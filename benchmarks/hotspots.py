@@ -61,12 +61,13 @@ def report(events: list[dict[str, Any]], rows: int) -> None:
         if event["cat"] == "Node" and event["name"].endswith("_kernel_time"):
             by_node[event["args"]["op_name"], _described(event)].append(event["dur"])
     nodes = {node: statistics.median(durations) for node, durations in by_node.items()}
-    whole = statistics.median(event["dur"] for event in events if event["name"] == "model_run")
+    whole = sum(nodes.values())
+    step = statistics.median(event["dur"] for event in events if event["name"] == "model_run")
     by_operator: collections.Counter[str] = collections.Counter()
     for (operator, _), spent in nodes.items():
         by_operator[operator] += spent
     count = collections.Counter(operator for operator, _ in nodes)
-    print(f"{whole / 1e3:.2f} ms a step, {len(nodes)} nodes that take {sum(nodes.values()) / 1e3:.2f} ms\n")
+    print(f"{step / 1e3:.2f} ms a step, {len(nodes)} nodes that take {whole / 1e3:.2f} ms\n")
     for operator, spent in by_operator.most_common(rows):
         print(f"{spent / whole:6.1%} {spent / 1e3:8.3f} ms {count[operator]:4} x {operator}")
     print()

@@ -66,6 +66,7 @@ class Worker:
         self.memory = 0
         self.rounds: list[float] = []
         """The median step of each turn."""
+        self.fastest = float("inf")
 
     def train(self, steps: int) -> list[float]:
         """The seconds of each step."""
@@ -102,6 +103,7 @@ def measured(workload: Workload, contenders: list[str], folder: Path, rounds: in
             for worker in workers:
                 seconds = worker.train(workload.steps + 1)
                 worker.rounds.append(statistics.median(seconds[1:]))  # the first finds what others left in the caches
+                worker.fastest = min(worker.fastest, *seconds)
     finally:
         for worker in workers:
             worker.close()
@@ -110,6 +112,7 @@ def measured(workload: Workload, contenders: list[str], folder: Path, rounds: in
         worker.name: {
             "step": statistics.median(worker.rounds),
             "ratio": _ratio(worker, base) if base else None,
+            "fastest": worker.fastest,
             "start": worker.start,
             "earlier_starts": earlier[worker.name],
             "memory": worker.memory,
