@@ -45,10 +45,8 @@ class DataFile:
             fill(file)
         except OSError as error:
             file.close()
-            hint = "it takes space on the disk; TMPDIR says on which one"
-            raise DataError(
-                f"cannot make a temporary copy of {origin}: {error.strerror or error}", hint=hint
-            ) from error
+            message = f"cannot make a temporary copy of {origin}: {error.strerror or error}"
+            raise DataError(message, hint="it takes space on the disk; TMPDIR says on which one") from error
         except BaseException:
             file.close()
             raise

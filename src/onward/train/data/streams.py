@@ -16,7 +16,6 @@ class Stream:
 
     def __init__(self, source: Iterable[Any] | Callable[..., Iterable[Any]]):
         self._source = source
-        self._is_once = not callable(source) and iter(source) is source
         self._ready: tuple[int, Batch, Iterator[Batch]] | None = None  # an epoch of which the first batch was read
         batches = self._start(0)
         try:
@@ -39,7 +38,7 @@ class Stream:
         if ready is not None and ready[0] == epoch:
             yield ready[1]
             yield from ready[2]
-        elif self._is_once:
+        elif isinstance(self._source, Iterator):
             hint = "pass a function that makes the generator, or something that can be iterated again"
             raise DataError(f"the stream of batches has ended, and epoch {epoch} needs it again", hint=hint)
         else:
@@ -47,14 +46,21 @@ class Stream:
 
     def _start(self, epoch: int) -> Iterator[Batch]:
         source = self._source
-        if not callable(source):
+        if isinstance(source, Iterable):
             items = source
-        elif inspect.signature(source).parameters:  # the order of samples may depend on the epoch
+        elif _takes_epoch(source):
             items = source(epoch)
         else:
             items = source()
         for number, item in enumerate(items):
             yield _batch(item, number)
+
+
+def _takes_epoch(function: Callable[..., Any]) -> bool:
+    """Whether a function must be given something: the epoch, on which the order of samples may depend."""
+    parameters = inspect.signature(function).parameters.values()
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return any(one.kind in kinds and one.default is inspect.Parameter.empty for one in parameters)
 
 
 def _batch(item: Any, number: int) -> Batch:
