@@ -95,9 +95,14 @@ class Layer:
         return (bias[0].name or "").removesuffix(".bias") if bias and (bias[0].name or "").endswith(".bias") else name
 
     @property
+    def weight_names(self) -> tuple[str, ...]:
+        """What a person may call the weight, the best name first."""
+        return tuple(dict.fromkeys((self.module, f"{self.module}.weight", self.weight.name or "")))
+
+    @property
     def names(self) -> tuple[str, ...]:
-        """All that a person may call it, the best name first."""
-        found = (self.module, f"{self.module}.weight", self.weight.name, self.node.name, self.output.name)
+        """What a person may call the layer, the best name first."""
+        found = (*self.weight_names, self.node.name, self.output.name)
         return tuple(dict.fromkeys(name for name in found if name))
 
     def bias(self) -> tuple[ir.Value, ir.Node, int] | None:

@@ -45,16 +45,17 @@ def add_lora(
     changed = adaptable(model)
     patterns = [targets] if isinstance(targets, str) else list(targets)
     known = by_weight(changed)
-    chosen = [weight for weight, found in known.items() if matching(patterns, found[0].names)]
+    called = {weight: [name for layer in found for name in layer.weight_names] for weight, found in known.items()}
+    chosen = [weight for weight, names in called.items() if matching(patterns, names)]
     if not chosen:
         listed = ", ".join(f"`{pattern}`" for pattern in patterns)
         raise UnknownNameError(
             f"{listed} matches no weight of a layer", hint=listing(found[0] for found in known.values())
         )
-    names = changed.names()
-    for name in chosen:
-        a, b = _initial(known[name][0], rank, seed)
-        attach(changed, names, known[name], a, b, alpha / rank, dropout)
+    taken = changed.names()
+    for weight in chosen:
+        a, b = _initial(known[weight][0], rank, seed)
+        attach(changed, taken, known[weight], a, b, alpha / rank, dropout)
     return changed
 
 
