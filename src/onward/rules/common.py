@@ -2,6 +2,7 @@
 
 import ml_dtypes
 import numpy as np
+import onnx_ir as ir
 
 
 def cast_like(op, x, like):
@@ -63,3 +64,16 @@ def kept(node, *names):
 
 def _limits(x):
     return ml_dtypes.finfo(np.float32 if x.dtype is None else x.dtype.numpy())
+
+
+def further_output(op, node, index, dtype, shape):
+    """An output of the forward node, which gets it where it has none."""
+    if len(node.outputs) <= index:
+        node.resize_outputs(index + 1)
+    value = node.outputs[index]
+    for output in node.outputs:
+        if output.name is None or (output is value and not output.name):
+            output.name = op.names.fresh(f"{node.outputs[0].name}/{node.op_type}")
+    value.type = value.type or ir.TensorType(dtype)
+    value.shape = value.shape or shape
+    return op(value)

@@ -6,7 +6,7 @@ Statistics of float16 and bfloat16 are taken in float32, as the operators themse
 import numpy as np
 import onnx_ir as ir
 
-from onward.rules.common import cast_like, fixed_number
+from onward.rules.common import cast_like, fixed_number, further_output
 from onward.rules.indexing import merged, shaped_like, split_axis
 from onward.rules.registry import gradient
 from onward.shapes import dims
@@ -44,7 +44,7 @@ def layer_normalization(op, dys, x, scale, bias, *, node, axis, epsilon):
     dy, dmean, dinverse = (_as(op, d, dtype) for d in (*dys, None, None)[:3])
     wide, axes = _as(op, x, dtype), _axes_from(op, x, axis)
     if dtype is ir.DataType.FLOAT:
-        mean, inverse = (_output(op, node, i, dtype, _reduced(x, axes)) for i in (1, 2))
+        mean, inverse = (further_output(op, node, i, dtype, _reduced(x, axes)) for i in (1, 2))
         normal = (wide - mean) * inverse
     else:  # the outputs would have less than the precision of X
         mean, inverse, normal = _standardised(op, wide, axes, epsilon)
@@ -251,7 +251,7 @@ def dropout(op, dy, x, ratio, training_mode, *, node):
     scale = op.Reciprocal(1 - (op.scalar(0.5, dy) if ratio is None else cast_like(op, ratio, dy)))
     if training is None:
         scale = op.Where(training_mode, scale, 1)
-    return op.Where(_output(op, node, 1, ir.DataType.BOOL, x.value.shape), dy * scale, 0)
+    return op.Where(further_output(op, node, 1, ir.DataType.BOOL, x.value.shape), dy * scale, 0)
 
 
 # ---- what they share -------------------------------------------------------------------------------------------------
@@ -281,19 +281,6 @@ def _working_type(*values):
 
 def _as(op, value, dtype):
     return value if value is None or dtype is None or value.dtype == dtype else op.Cast(value, to=dtype)
-
-
-def _output(op, node, index, dtype, shape):
-    """An output of the forward node, which gets it where it has none."""
-    if len(node.outputs) <= index:
-        node.resize_outputs(index + 1)
-    value = node.outputs[index]
-    for output in node.outputs:
-        if output.name is None or (output is value and not output.name):
-            output.name = op.names.fresh(f"{node.outputs[0].name}/{node.op_type}")
-    value.type = value.type or ir.TensorType(dtype)
-    value.shape = value.shape or shape
-    return op(value)
 
 
 def _reduced(x, axes):

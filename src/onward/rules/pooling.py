@@ -5,7 +5,7 @@ import onnx_ir as ir
 
 from onward.build import Expr
 from onward.errors import UnsupportedError
-from onward.rules.common import identity, largest
+from onward.rules.common import further_output, identity, largest
 from onward.rules.convolution import known_product, reshape, reshape_like, size_of, sliding, spatial, spread
 from onward.rules.indexing import merged
 from onward.rules.registry import gradient
@@ -15,12 +15,12 @@ HALVES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 
 
 @gradient("MaxPool")
-def max_pool(op, dys, x, *, ys, auto_pad, ceil_mode, dilations, kernel_shape, pads, storage_order, strides):
+def max_pool(op, dys, x, *, node, auto_pad, ceil_mode, dilations, kernel_shape, pads, storage_order, strides):
     """dX = dY at the place of each maximum, the first one in a window that has several."""
     if dys[0] is None:
         return None
-    if len(ys) > 1 and not storage_order:
-        places = ys[1]
+    if not storage_order:
+        places = further_output(op, node, 1, ir.DataType.INT64, node.outputs[0].shape)
     else:
         attributes = {"auto_pad": auto_pad, "ceil_mode": ceil_mode, "dilations": dilations, "pads": pads}
         _, places = op.MaxPool(x, outputs=2, kernel_shape=kernel_shape, strides=strides, **attributes)
