@@ -338,6 +338,11 @@ def test_streams_come_as_they_are() -> None:
                 np.testing.assert_array_equal(one["image"], other["image"])
 
 
+def test_a_stream_resumes_in_a_later_epoch() -> None:
+    stream = open_data(lambda epoch: iter([{"x": np.full(2, 10 * epoch)}, {"x": np.full(2, 10 * epoch + 1)}]))
+    assert [batch["x"].tolist() for batch in Batches(stream, {"x": "x"}).epoch(3, start=1)] == [[31, 31]]
+
+
 def test_a_stream_is_started_once_per_epoch() -> None:
     """A DataLoader starts its workers and draws random numbers whenever it is."""
     started = []
