@@ -61,6 +61,23 @@ class Names:
         return name
 
 
+def twin(node: ir.Node, inputs: Iterable[ir.Value | None], names: Names, pattern: str) -> ir.Node:
+    """A node that does the same to other inputs. Names follow `pattern`, where {} stands for the old one."""
+    copy = ir.Node(
+        node.domain,
+        node.op_type,
+        list(inputs),
+        list(node.attributes.values()),
+        overload=node.overload,
+        num_outputs=len(node.outputs),
+        name=names.fresh(pattern.format(node.name or node.op_type)),
+    )
+    for old, output in zip(node.outputs, copy.outputs, strict=True):
+        output.name = names.fresh(pattern.format(old.name)) if old.name else ""
+        output.type, output.shape = old.type, old.shape
+    return copy
+
+
 class Expr:
     """A tensor in a graph that is being built; or a sequence of tensors, whose sum is taken element by element."""
 

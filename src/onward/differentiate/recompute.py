@@ -13,7 +13,7 @@ from fnmatch import fnmatchcase
 
 import onnx_ir as ir
 
-from onward.build import Builder, Expr
+from onward.build import Builder, Expr, twin
 from onward.errors import UnknownNameError, UnsupportedError, near
 from onward.model.walk import is_random, nested_graphs
 
@@ -64,19 +64,8 @@ class Recomputation:
             return new[value]
 
         for node in part:
-            copy = ir.Node(
-                node.domain,
-                node.op_type,
-                [again(value) for value in node.inputs],
-                list(node.attributes.values()),
-                overload=node.overload,
-                num_outputs=len(node.outputs),
-                name=op.names.fresh(f"again/{node.name or node.op_type}"),
-            )
-            for old, output in zip(node.outputs, copy.outputs, strict=True):
-                output.name = op.names.fresh(f"again/{old.name}") if old.name else ""
-                output.type, output.shape = old.type, old.shape
-                new[old] = output
+            copy = twin(node, map(again, node.inputs), op.names, "again/{}")
+            new.update(zip(node.outputs, copy.outputs, strict=True))
             op.graph.append(copy)
             self._copies[node] = copy
 

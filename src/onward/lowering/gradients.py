@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import onnx_ir as ir
 
-from onward.build import Builder, Expr, uncollected
+from onward.build import Builder, Expr, twin, uncollected
 from onward.differentiate.expand import expanded
 from onward.differentiate.path import between, way
 from onward.differentiate.recompute import Choice, recomputation
@@ -78,20 +78,10 @@ def _at(op: Builder, y: ir.Value, given: dict[ir.Value, ir.Value]) -> tuple[list
     for node in between(y, list(given)):
         if all(output in given for output in node.outputs):
             continue
-        copy = ir.Node(
-            node.domain,
-            node.op_type,
-            [new.get(value, value) if value is not None else None for value in node.inputs],
-            list(node.attributes.values()),
-            overload=node.overload,
-            num_outputs=len(node.outputs),
-            name=op.names.fresh(f"{node.name or node.op_type}/at"),
+        copy = twin(
+            node, [new.get(value, value) if value is not None else None for value in node.inputs], op.names, "{}/at"
         )
-        for old, output in zip(node.outputs, copy.outputs, strict=True):
-            output.name = op.names.fresh(f"{old.name}/at") if old.name else ""
-            output.type, output.shape = old.type, old.shape
-            if old not in given:
-                new[old] = output
+        new |= {old: output for old, output in zip(node.outputs, copy.outputs, strict=True) if old not in given}
         op.graph.append(copy)
     return [new[value] for value in given], new.get(y, y)
 
