@@ -550,7 +550,7 @@ def with_facts(**facts: str) -> ModelProto:
     return proto
 
 
-FACTS = ["optimizer", "lr_scheduler", "loss", "progress", "selection", "recipe"]
+FACTS = ["optimizer", "lr_scheduler", "loss", "forward", "progress", "selection", "recipe"]
 HOSTILE: dict[str, Callable[[], Any]] = {
     "2^60 elements without data": lambda: with_initializer(TensorProto.FLOAT, [2**30, 2**30]),
     "2^60 elements, few bytes": lambda: with_initializer(TensorProto.FLOAT, [2**60], raw_data=b"1234"),
@@ -676,6 +676,8 @@ def every_command(path: Path) -> list[list[str]]:
         ["prepare", file, "--loss", "mse", *out],
         ["prepare", file, "--loss", "ce", "--append", "--optimizer", "sgd", "--json", *out],
         ["grad", file, "--of", "logits", "--wrt", "*", *out],
+        ["lower", file, *out],
+        ["lower", file, "--part", "evaluation", "--json", *out],
         ["set", file, "--list"],
         ["set", file, "step=3", "group0/lr=0.5", *out],
         ["rename", file, "logits=scores", *out],

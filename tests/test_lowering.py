@@ -6,6 +6,7 @@ import onnxruntime as ort
 import pytest
 
 import onward
+from broken_models import GOOD
 from lowered import IMAGES, LABELS, SQUARE, TOKENS, Part, assert_close, case, part, penalised, stored
 from models import digits_mlp, small_cnn, small_transformer
 from onward.lowering.contract import contract_of
@@ -124,6 +125,38 @@ def test_two_steps_that_take_turns():
         assert_close(step.new_state(results), reference.state)
         assert set(onward.lower(model, index, part="gradients").graph.outputs[1].name.split(".")[:1]) == {trained}
         assert_close(Part(onward.lower(model, index, part="state"))({}), stored(model, index), 0, 0)
+
+
+def made_up(values):
+    """A batch for inputs of any kind: numbers, or one of two classes."""
+    rng = np.random.default_rng(0)
+    batch = {}
+    for value in values:
+        numbers = rng.normal(size=[size if isinstance(size, int) else 4 for size in value.shape])
+        batch[value.name] = (numbers > 0 if value.dtype.is_integer() else numbers).astype(value.dtype.numpy())
+    return batch
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_models_as_others_would_write_them(name):
+    """Several steps, functions of their own, If and Loop, running statistics, gradients of gradients."""
+    model = onward.read(GOOD[name]())
+    for index in range(len(model.steps)):
+        step, gradients = (Part(onward.lower(model, index, part=part)) for part in ("step", "gradients"))
+        values = {value.name: value for value in (*model.inputs, *model.step(index).algorithm.inputs)}
+        batch = made_up([values[name] for name in step.contract["batch"]])
+        reference, state = Stepper(model, index, own_gradients=True), stored(model, index)
+        for _ in range(3):
+            reference(batch)
+            old, state = state, state | step.new_state(step({**batch, **state}))
+        assert_close(state, reference.state, rtol=1e-5)
+        if name == "control_flow":
+            with pytest.raises(onward.Error, match="the update reads `x`, not gradients and state alone"):
+                onward.lower(model, index, part="apply")
+            continue
+        apply, first = Part(onward.lower(model, index, part="apply")), gradients({**batch, **old})
+        old |= gradients.new_state(first)
+        assert_close(old | apply.new_state(apply({**first, **old})), state, rtol=1e-5)
 
 
 @pytest.mark.parametrize("opset", [13, 18])

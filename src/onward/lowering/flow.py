@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Sequence
 
 import onnx_ir as ir
@@ -29,7 +30,8 @@ class Flow:
         new = set(self.bindings.values())
         self.metrics = [v.name or "" for v in step.algorithm.outputs if v.name not in new]
         """The other outputs of the algorithm."""
-        for name in (*self.bindings.values(), *self.metrics):
+        differentiated = [(*strings(node, "xs"), string(node, "y")) for node in gradients(self.graph)]
+        for name in itertools.chain(self.bindings.values(), self.metrics, *differentiated):
             self.value(name)
 
     def value(self, name: str) -> ir.Value:

@@ -17,7 +17,7 @@ from onward.build import Builder, Names, uncollected
 from onward.differentiate.api import COMMON_OPSET, OLDEST_OPSET
 from onward.differentiate.recompute import Choice
 from onward.differentiate.simplify import put_results_last, simplify
-from onward.errors import UnknownNameError, UnsupportedError, near
+from onward.errors import InvalidModelError, UnknownNameError, UnsupportedError, near
 from onward.lowering.contract import record
 from onward.lowering.expand import expand
 from onward.lowering.flow import Flow, keep_what_is_needed
@@ -100,11 +100,13 @@ def _apply(model: Model, index: int, recompute: Choice) -> Made:
     flow = _opened(model, index)
     forward, forward_metrics = flow.of_forward()
     parameters = {}
+    flow.graph.outputs.clear()  # others are set later
     for x, output in flow.results():
         given = ir.Value(name=output.name, type=output.type, shape=output.shape)
         output.name = f"{output.name}/computed"
         output.replace_all_uses_with(given)
         flow.graph.inputs.append(given)
+        flow.known[given.name] = given
         parameters[given.name] = x
     bindings = {name: new for name, new in flow.bindings.items() if name not in forward}
     metrics = [name for name in flow.metrics if name not in forward_metrics]
@@ -132,6 +134,8 @@ def _initialization(model: Model, index: int, recompute: Choice) -> Made:
     op = Builder(graph, opset=made.opset, names=names)
     graph.outputs.clear()
     for state, output in step.reset.items():
+        if output not in known:
+            raise InvalidModelError(f"the initialization has no `{output}` to start `{state}` from")
         value = known[output]
         if value.producer() is None or value.is_graph_output():
             value = op.Identity(value).like(value).value
