@@ -76,8 +76,11 @@ _SETTINGS: dict[str, set[int] | None] = {
     "Where": {1, 2},
 }
 
-# Operators in which a single number is a constant: 1 / sqrt(d), an epsilon, a factor.
-_ARITHMETIC = {"Add", "Div", "Gemm", "Max", "Mean", "Min", "Mod", "Mul", "Pow", "Sub", "Sum", "Where"}
+# Operators in which a single number is a constant: 1 / sqrt(d), an epsilon, a factor, zeros in the place of a bias.
+_ARITHMETIC = {
+    "Add", "Conv", "ConvTranspose", "Div", "Gemm", "Max", "Mean", "Min", "Mod", "Mul", "Pow", "Sqrt", "Sub", "Sum",
+    "Where",
+}  # fmt: skip
 
 # The schema calls these differentiable, but their derivative is zero everywhere.
 _STEPS = {"Ceil", "Floor", "Round", "Sign", "BitwiseNot", "Not"}
@@ -278,6 +281,8 @@ def _is_bias_of_one(node: ir.Node, index: int) -> bool:
     """Whether input `index` is the bias of a layer with a single output, which is a single number, too."""
     if node.op_type == "Gemm":
         weight, axis = node.inputs[1], 0 if node.attributes.get_int("transB", 0) else -1
+    elif node.op_type in ("Conv", "ConvTranspose"):
+        weight, axis = node.inputs[1], 0 if node.op_type == "Conv" else 1
     elif node.op_type == "Add" and (other := node.inputs[1 - index]) is not None and (layer := other.producer()):
         weight, axis = (layer.inputs[1] if layer.op_type == "MatMul" else None), -1
     else:
