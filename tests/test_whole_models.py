@@ -5,13 +5,8 @@ element of that gradient, for each parameter and each input by itself. Only wher
 that of the bias of attention's keys, and autograd finds mere rounding errors, it is over the largest of all gradients.
 """
 
-import contextlib
 import copy
-import inspect
-import io
 import itertools
-import logging
-import warnings
 from typing import NamedTuple
 
 import numpy as np
@@ -72,11 +67,12 @@ def exported(case):
     import torch
 
     import torch_models
+    from torch_export import by_dynamo, by_torchscript, quiet
 
     torch.manual_seed(0)
     torch.compiler.reset()  # what was exported before must not count as a recompilation
     dtype = torch.float64 if case.double else torch.float32
-    with _quiet():
+    with quiet():
         model = getattr(torch_models, case.model)(*case.arguments)
         module = model.module.to(dtype).train(case.train)
         with torch.no_grad():
@@ -84,56 +80,19 @@ def exported(case):
                 parameter += torch.randn_like(parameter) / 20
         traced, given = model.inputs(2, 6), model.inputs(*((3, 5) if case.dynamic else (2, 6)))
         state = {name: value.clone() for name, value in module.state_dict().items()}
-        export = _by_torchscript if case.torchscript else _by_dynamo
+        export = by_torchscript if case.torchscript else by_dynamo
         proto = export(
             torch.jit.script(module) if case.scripted else module,
             _to(dtype, traced),
             model.axes if case.dynamic else {},
-            case.opset,
+            opset=case.opset,
         )
         module.load_state_dict(state)  # exporting may have moved the running statistics
     return Exported(proto, module, _to(dtype, given))
 
 
-@contextlib.contextmanager
-def _quiet():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        logging.disable(logging.WARNING)
-        try:
-            yield
-        finally:
-            logging.disable(logging.NOTSET)
-
-
 def _to(dtype, inputs):
     return {name: x.to(dtype) if x.is_floating_point() else x for name, x in inputs.items()}
-
-
-def _by_dynamo(module, inputs, axes, opset):
-    """Unoptimized: the exporter's optimizer merges parameters that are equal, and transposes or folds others away."""
-    import torch
-
-    dynamic = {name: dict.fromkeys(range(len(letters)), torch.export.Dim.DYNAMIC) for name, letters in axes.items()}
-    shapes = tuple(dynamic.get(name) for name in inputs)
-    if any(p.kind is p.VAR_POSITIONAL for p in inspect.signature(module.forward).parameters.values()):
-        shapes = (shapes,)
-    return torch.onnx.export(
-        module, tuple(inputs.values()), dynamo=True, verbose=False, optimize=False, opset_version=opset,
-        input_names=list(inputs), output_names=["loss"], dynamic_shapes=shapes if axes else None,
-    ).model_proto  # fmt: skip
-
-
-def _by_torchscript(module, inputs, axes, opset):
-    import torch
-
-    file = io.BytesIO()
-    torch.onnx.export(
-        module, tuple(inputs.values()), file, dynamo=False, verbose=False, do_constant_folding=False,
-        opset_version=opset, input_names=list(inputs), output_names=["loss"], training=torch.onnx.TrainingMode.PRESERVE,
-        dynamic_axes={name: dict(enumerate(letters)) for name, letters in axes.items()},
-    )  # fmt: skip
-    return onnx.load_from_string(file.getvalue())
 
 
 # ---- running and comparing -------------------------------------------------------------------------------------------
@@ -256,11 +215,12 @@ def test_what_the_exporter_has_optimized():
     """Given weights as inputs, the exporter's optimizer cannot fold or merge them."""
     import torch
 
+    from torch_export import quiet
     from torch_models import WeightsAsInputs
 
     model = exported(Case("cnn"))
     feeds = {name: x.detach().numpy() for name, x in model.leaves.items()} | model.feeds()
-    with _quiet():
+    with quiet():
         program = torch.onnx.export(
             WeightsAsInputs(model.module), tuple(map(torch.tensor, feeds.values())), dynamo=True, verbose=False,
             input_names=list(feeds), output_names=["loss"],

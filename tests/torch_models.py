@@ -61,12 +61,12 @@ def cnn():
         nn.Flatten(),
         nn.Linear(8, 5),
     )
-    _spread_statistics(net)
+    spread_statistics(net)
     inputs = lambda n, t: {"x": torch.randn(n, 3, 8, 8), "labels": torch.randint(0, 5, (n,))}
     return Model(WithLoss(net), inputs, {"x": "n", "labels": "n"})
 
 
-def _spread_statistics(net):
+def spread_statistics(net):
     """Running statistics that are not those of a fresh layer, so that it matters whether they are used."""
     for layer in net.modules():
         if isinstance(layer, nn.BatchNorm2d):

@@ -1,0 +1,319 @@
+"""Models that people train, out of PyTorch's exporters, through the engine: step by step as PyTorch trains them.
+
+Both start from the same weights and see the same batches, of which every seventh is smaller, as the last one of an
+epoch is. A loss may be off by 1e-4 of itself. So may a parameter, a gradient or an output, where the error is the
+largest absolute difference over the largest absolute element; parameters of which a loss does not depend are left out.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import onnxruntime as ort
+import pytest
+from onnx import numpy_helper
+
+import onward
+from conftest import needs
+from onward.model.state import STEP
+from onward.run import load
+from test_whole_models import assert_close
+
+pytestmark = needs("torch")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread():
+    """More have nothing to do in models of this size, and wait for one another."""
+    torch = pytest.importorskip("torch")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+STEPS = 20
+LOSSES = {"cross_entropy": "cross_entropy", "mse_loss": "mse", None: "value:loss"}
+
+
+class Case(NamedTuple):
+    model: str
+    """A function of torch_training.py."""
+    recipe: dict[str, Any]
+    optimizer: Callable
+    """What the recipe means in PyTorch, from torch.optim and the network."""
+    schedule: Callable | None = None
+    """The same, from torch.optim.lr_scheduler and the optimizer."""
+    torchscript: bool = False
+    scripted: bool = False
+    idle: str = "nothing"
+    """A part of the names of parameters on which the loss does not depend: their gradients are rounding errors."""
+
+
+def _warm_cosine(schedules, optimizer):
+    warm = schedules.LinearLR(optimizer, start_factor=0.1, total_iters=4)
+    return schedules.SequentialLR(optimizer, [warm, schedules.CosineAnnealingLR(optimizer, STEPS - 4)], [4])
+
+
+def _biases_apart(make, *, without, **settings):
+    """Two groups of parameters; of the biases, what `without` says."""
+
+    def optimizer(net):
+        biases = [x for name, x in net.named_parameters() if name.endswith(".bias")]
+        others = [x for name, x in net.named_parameters() if not name.endswith(".bias")]
+        return make([{"params": biases, **without}, {"params": others}], **settings)
+
+    return optimizer
+
+
+CASES = {
+    "mlp": Case(
+        "mlp",
+        {"optimizer": "sgd:lr=0.1,momentum=0.9,weight_decay=0.01"},
+        lambda optim, net: optim.SGD(net.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01),
+    ),
+    "lenet5": Case(
+        "lenet5",
+        {"optimizer": "adam:lr=1e-3"},
+        lambda optim, net: optim.Adam(net.parameters(), lr=1e-3),
+        torchscript=True,
+    ),
+    "resnet": Case(
+        "resnet",
+        {"optimizer": "nesterov:lr=0.02", "variance": "sample", "clip": 1.0},
+        lambda optim, net: optim.SGD(net.parameters(), lr=0.02, momentum=0.9, nesterov=True),
+        torchscript=True,
+    ),
+    "resnet, dynamo": Case(
+        "resnet",
+        {"optimizer": "sgd:lr=0.2", "variance": "sample", "accumulate": 2},
+        lambda optim, net: optim.SGD(net.parameters(), lr=0.2),
+    ),
+    "vit": Case(
+        "vit",
+        {"optimizer": "adamw:lr=3e-3", "schedule": "cosine:steps=20,warmup=4,warmup_start=0.1", "clip": 1.0},
+        lambda optim, net: optim.AdamW(net.parameters(), lr=3e-3),
+        _warm_cosine,
+        idle="k_proj.bias",
+    ),
+    "bert": Case(
+        "bert",
+        {"optimizer": "adamw:lr=2e-3,weight_decay=0.1", "groups": ["*.bias:weight_decay=0"], "accumulate": 2},
+        lambda optim, net: _biases_apart(optim.AdamW, without={"weight_decay": 0}, lr=2e-3, weight_decay=0.1)(net),
+        torchscript=True,
+        idle="key.bias",
+    ),
+    "gpt2": Case(
+        "gpt2",
+        {"optimizer": "adamw:lr=2e-3", "clip": 1.0, "accumulate": 2},
+        lambda optim, net: optim.AdamW(net.parameters(), lr=2e-3),
+        idle="attn.c_attn.bias",  # a third of which is the keys'
+    ),
+    "lstm": Case(
+        "lstm",
+        {"optimizer": "rmsprop:lr=0.02"},
+        lambda optim, net: optim.RMSprop(net.parameters(), lr=0.02),
+        torchscript=True,
+    ),
+    "autoencoder": Case(
+        "autoencoder",
+        {"optimizer": "nadam:lr=0.01"},
+        lambda optim, net: optim.NAdam(net.parameters(), lr=0.01),
+    ),
+    "if and loop": Case(
+        "branches",
+        {"optimizer": "adamax:lr=0.05"},
+        lambda optim, net: optim.Adamax(net.parameters(), lr=0.05),
+        torchscript=True,
+        scripted=True,
+    ),
+    "while": Case(
+        "settling",
+        {"optimizer": "adagrad:lr=0.1"},
+        lambda optim, net: optim.Adagrad(net.parameters(), lr=0.1),
+    ),
+    "tied": Case(
+        "tied",
+        {"optimizer": "momentum:lr=0.2", "schedule": "exponential:gamma=0.9"},
+        lambda optim, net: optim.SGD(net.parameters(), lr=0.2, momentum=0.9),
+        lambda schedules, optimizer: schedules.ExponentialLR(optimizer, 0.9),
+    ),
+}
+
+
+# ---- both sides ------------------------------------------------------------------------------------------------------
+
+
+def made(case):
+    import torch
+
+    import torch_training
+
+    torch.manual_seed(0)
+    subject = getattr(torch_training, case.model)()
+    with torch.no_grad():
+        for parameter in subject.net.parameters():  # of fresh ones, exporters merge those that are equal
+            parameter += torch.randn_like(parameter) / 20
+    return subject
+
+
+def exported(case, subject, *, fixed=None):
+    """The file of a network, whose batch may vary unless a fixed size is given."""
+    import torch
+
+    from torch_export import by_dynamo, by_torchscript, quiet
+
+    torch.compiler.reset()  # what was exported before must not count as a recompilation
+    with quiet():
+        net = subject.net.eval()
+        inputs = subject.inputs(fixed or 2)
+        axes = {} if fixed else subject.axes or dict.fromkeys(inputs, "n")
+        export = by_torchscript if case.torchscript else by_dynamo
+        module = torch.jit.script(net) if case.scripted else net
+        return export(module, inputs, axes, "loss" if subject.loss is None else "y")
+
+
+def prepared(case, subject, proto, **more):
+    return onward.prepare(proto, loss=LOSSES[subject.loss], **case.recipe, **more)
+
+
+def loop(case, subject):
+    from torch_training import Trainer
+
+    settings = {name: case.recipe[name] for name in ("clip", "accumulate") if name in case.recipe}
+    return Trainer(subject, case.optimizer, case.schedule, **settings)
+
+
+def arrays(batch):
+    return {name: x.numpy() for name, x in batch.items()}
+
+
+def assert_same_losses(engine, trainer, batches, tolerance=1e-4):
+    for batch in batches:
+        found, expected = float(engine.step(arrays(batch))[engine.loss]), trainer.step(batch)
+        assert found == pytest.approx(expected, rel=tolerance)
+
+
+def assert_same_state(engine, trainer, idle, tolerance=1e-4):
+    theirs = trainer.state()
+    state = {name: x for name, x in engine.state().items() if name in theirs and idle not in name}
+    assert_close(state, {name: theirs[name] for name in state}, tolerance)
+
+
+def on_plain_onnxruntime(model, batch):
+    session = ort.InferenceSession(model.to_proto().SerializeToString(), providers=["CPUExecutionProvider"])
+    return session.run(None, {value.name: arrays(batch)[value.name] for value in session.get_inputs()})[0]
+
+
+# ---- every model -----------------------------------------------------------------------------------------------------
+
+
+def _by_the_other_exporter():
+    for name in ("mlp", "lenet5", "vit", "bert", "autoencoder", "tied"):
+        case = CASES[name]
+        how = "dynamo" if case.torchscript else "torchscript"
+        yield pytest.param(case._replace(torchscript=not case.torchscript), id=f"{name}, {how}", marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("case", [*(pytest.param(c, id=name) for name, c in CASES.items()), *_by_the_other_exporter()])
+def test_trains_as_in_pytorch(case):
+    subject = made(case)
+    proto, trainer, kept = exported(case, subject), loop(case, subject), subject.batch(16)
+    with load(prepared(case, subject, proto), threads=1) as engine:
+        before = engine.evaluate(arrays(kept))
+        gradients = engine.gradients(arrays(kept))
+        assert_close(gradients, trainer.gradients(kept, gradients), 1e-4)
+        assert_same_losses(engine, trainer, [subject.batch(3 if i % 7 == 6 else 8) for i in range(STEPS)])
+        assert_same_state(engine, trainer, case.idle)
+        after = engine.evaluate(arrays(kept))
+        assert after[engine.loss] < 0.9 * before[engine.loss]
+        loss, outputs = trainer.evaluate(kept)
+        assert float(after[engine.loss]) == pytest.approx(loss, rel=1e-4)
+        output = proto.graph.output[0].name
+        assert_close({output: after[output]}, {output: outputs}, 1e-4)
+        assert_close({output: on_plain_onnxruntime(onward.strip(engine.updated()), kept)}, {output: outputs}, 1e-4)
+
+
+# ---- what else must hold ---------------------------------------------------------------------------------------------
+
+
+def test_what_is_frozen_stays_bit_for_bit():
+    """Also the statistics of a normalization whose weights are frozen: it stays in inference mode."""
+    from torch_models import spread_statistics
+
+    case = CASES["resnet"]
+    subject = made(case)
+    spread_statistics(subject.net)
+    frozen = [name for name in subject.net.state_dict() if name[0] in "014" and "tracked" not in name]
+    for name, parameter in subject.net.named_parameters():
+        parameter.requires_grad = name not in frozen
+    proto, trainer = exported(case, subject), loop(case, subject)
+    with load(prepared(case, subject, proto, freeze="[014].*"), threads=1) as engine:
+        assert_same_losses(engine, trainer, [subject.batch(8) for _ in range(STEPS)])
+        assert_same_state(engine, trainer, case.idle)
+        trained = initializers(onward.strip(engine.updated()).to_proto())
+    original = initializers(proto)
+    assert {name for name in original if np.array_equal(original[name], trained[name])} == set(frozen)
+
+
+def initializers(proto):
+    return {tensor.name: numpy_helper.to_array(tensor) for tensor in proto.graph.initializer}
+
+
+def test_fresh_statistics_that_the_exporter_merged():
+    """What is equal in a new network becomes one tensor in the file, but belongs to each layer by itself."""
+    case = CASES["resnet"]
+    subject = made(case)
+    proto, trainer = exported(case, subject), loop(case, subject)
+    names = {name for name, _ in subject.net.named_buffers() if "tracked" not in name}
+    assert len(names & initializers(proto).keys()) < len(names)
+    with load(prepared(case, subject, proto), threads=1) as engine:
+        trainer.step(batch := subject.batch(8))
+        engine.step(arrays(batch))
+        state = engine.state()
+    assert names <= state.keys()
+    assert_close({name: state[name] for name in names}, {name: trainer.state()[name] for name in names}, 1e-4)
+
+
+def test_a_fixed_batch_of_one():
+    """Four batches of one, accumulated, are a batch of four."""
+    case = CASES["mlp"]
+    subject = made(case)
+    proto, trainer = exported(case, subject, fixed=1), loop(case, subject)
+    with load(prepared(case, subject, proto, accumulate=4), threads=1) as engine:
+        for _ in range(STEPS):
+            batch = subject.batch(4)
+            single = [{name: x[i : i + 1].numpy() for name, x in batch.items()} for i in range(4)]
+            losses = [float(engine.step(one)["loss"]) for one in single]
+            assert np.mean(losses) == pytest.approx(trainer.step(batch), rel=1e-4)
+        assert_same_state(engine, trainer, case.idle)
+        with pytest.raises(onward.Error, match=r"`x` has the shape \[4, 12\], not \[1, 12\]"):
+            engine.step(arrays(batch))
+
+
+@pytest.mark.parametrize("scale", [128, "dynamic"])
+def test_float16_with_master_weights(scale):
+    """Against PyTorch in float32, which skips the batches whose gradients overflow in float16."""
+    case = CASES["mlp"]
+    subject = made(case)
+    subject.net.half()
+    halves = subject._replace(batch=lambda n: {k: x.half() if k == "x" else x for k, x in subject.batch(n).items()})
+    proto, kept, updates = exported(case, halves), halves.batch(16), 0
+    subject.net.float()
+    trainer = loop(case, subject)
+    with load(prepared(case, subject, proto, loss_scale=scale), threads=1) as engine:
+        before = engine.evaluate(arrays(kept))["loss"]
+        for _ in range(STEPS):
+            batch = halves.batch(8)
+            loss = float(engine.step(arrays(batch))["loss"])
+            if engine.state()[STEP] > updates:
+                updates += 1
+                assert loss == pytest.approx(trainer.step(batch | {"x": batch["x"].float()}), rel=2e-3)
+        assert updates == STEPS if scale == 128 else STEPS - 5 <= updates < STEPS
+        assert engine.evaluate(arrays(kept))["loss"] < 0.9 * before
+        state = engine.state()
+    masters = {name: state[f"{name}/master"] for name in trainer.state()}
+    assert_close(masters, trainer.state(), 2e-3)
+    for name, master in masters.items():
+        np.testing.assert_array_equal(master.astype(np.float16), state[name], strict=True)
+        assert not np.array_equal(master, state[name].astype(np.float32))
