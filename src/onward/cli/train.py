@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Set
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -9,14 +11,14 @@ import typer
 
 from onward.cli import options, recipes
 from onward.cli.app import BUILD, command
-from onward.cli.console import print_json, remark
-from onward.cli.failure import Misuse
-from onward.cli.saving import target
+from onward.cli.arguments import recomputation
+from onward.cli.console import print_json, remark, say
+from onward.cli.failure import INTERRUPTED, Misuse
+from onward.cli.saving import Target, target
 
 if TYPE_CHECKING:
     from onward.train.folder import Run
-
-_INTERRUPTED = 130
+    from onward.train.rates import Rates
 
 
 def _option(panel: str, *flags: str, metavar: str | None, help: str) -> Any:
@@ -41,6 +43,7 @@ def _runs(*flags: str, metavar: str | None, help: str) -> Any:
     usage="MODEL --data DATA [OPTIONS]",
 )
 def train(
+    context: typer.Context,
     model: options.OptionalModel = None,
     data: Annotated[
         list[str] | None,
@@ -58,7 +61,9 @@ def train(
         list[str] | None,
         _data("--map", metavar="INPUT=COLUMN", help="Which column an input takes, where names do not say it."),
     ] = None,
-    batch_size: Annotated[int, _data("--batch-size", "-b", metavar="N", help="Samples in a batch.")] = 32,
+    batch_size: Annotated[
+        int | None, _data("--batch-size", "-b", metavar="N", help="Samples in a batch; 32 unless given.")
+    ] = None,
     last: Annotated[
         Literal["keep", "drop", "pad"],
         _data("--last", metavar="HOW", help="A last batch that is not full: keep, drop or pad."),
@@ -75,6 +80,10 @@ def train(
     loss_scale: recipes.LossScale = None,
     no_master_weights: recipes.NoMasterWeights = False,
     variance: recipes.Variance = "population",
+    teacher: recipes.Teacher = None,
+    distill: recipes.Distill = None,
+    new_head: recipes.NewHead = None,
+    lora: recipes.Lora = None,
     trainable: recipes.Trainable = None,
     freeze: recipes.Freeze = None,
     group: recipes.Groups = None,
@@ -109,14 +118,10 @@ def train(
     tensorboard: Annotated[bool, _runs("--tensorboard", metavar=None, help="Write event files, too.")] = False,
     device: Annotated[str, _runs("--device", metavar="NAME", help="`cpu`, `cuda`, `directml`, `coreml` ...")] = "cpu",
     threads: Annotated[int | None, _runs("--threads", metavar="N", help="Threads of ONNX Runtime.")] = None,
-    recompute: Annotated[
-        int | None,
-        _runs(
-            "--recompute",
-            metavar="N",
-            help="Save memory: keep the results of every N-th layer, compute the rest again.",
-        ),
-    ] = None,
+    recompute: options.Recompute = None,
+    find_lr: Annotated[
+        bool, _runs("--find-lr", metavar=None, help="Do not train: search for a learning rate, and print it.")
+    ] = False,
     quiet: Annotated[bool, _runs("--quiet", "-q", metavar=None, help="Show no progress.")] = False,
     output: options.Output = None,
     force: options.Force = False,
@@ -127,8 +132,10 @@ def train(
     The model is a training model, or any model and a loss. Everything about the run is kept in a folder: Ctrl-C saves
     and stops, and `--resume` goes on. The best model is written to `-o`, its graph as it was, its weights trained.
     """
+    given = {name for name in context.params if context.get_parameter_source(name).name == "COMMANDLINE"}  # type: ignore[union-attr]
     if resume is not None:
-        _resume(resume, epochs, output, quiet, as_json, force)
+        _refuse_with("--resume", given - _WHEN_RESUMING, "it goes on as it was started")
+        _resume(context, resume)
         return
     if model is None or not data:
         missing = "argument `MODEL`" if model is None else "option `--data`"
@@ -136,82 +143,108 @@ def train(
             f"missing {missing}", "see `onward train --help`; to go on with a run: `onward train --resume RUN`"
         )
     place = target(model, output, "trained", force=force) if output is not None else None
-    recipe = recipes.recipe(
-        loss=loss,
-        optimizer=optimizer,
-        schedule=schedule,
-        clip_norm=clip_norm,
-        clip_tensor_norm=clip_tensor_norm,
-        clip_value=clip_value,
-        accumulate=accumulate,
-        ema=ema,
-        loss_scale=loss_scale,
-        no_master_weights=no_master_weights,
-        variance=variance,
-        trainable=trainable,
-        freeze=freeze,
-        group=group,
-        init=init,
-    )
+    names = inspect.signature(recipes.recipe).parameters
+    chosen: dict[str, Any] = {name: None if (v := context.params[name]) in ((), []) else v for name in names}
+    recipe = recipes.recipe(**chosen)
     import onward
-    from onward.train.api import train as start
+    from onward.train import api
 
     source = onward.read(str(model))
-    if source.is_training_model and not loss:
+    if source.is_training_model:
+        _refuse_with("a model that carries its training", given & names.keys(), "strip it first (`onward strip`)")
         recipe = {}
-    made = start(
+    common: dict[str, Any] = {
+        "batch_size": batch_size,
+        "columns": _columns(mapping or []),
+        "seed": seed,
+        "device": device,
+        "threads": threads,
+        **{name: value for name, value in recipe.items() if value is not None},
+    }
+    if find_lr:
+        _show_rate(api.find_lr(source, _source(data), **common), as_json)
+        return
+    made = api.train(
         source,
-        data[0] if len(data) == 1 and "=" not in Path(data[0]).name else data,
+        _source(data),
         epochs=1 if epochs is None else epochs,
-        batch_size=batch_size,
         validation=_validation(validation),
         run=run,
-        columns=_columns(mapping or []),
         shuffle=not no_shuffle,
         last=last,
-        seed=seed,
         metrics=metric,
         monitor=monitor,
         patience=patience,
         save_every=save_every,
         tensorboard=tensorboard,
-        device=device,
-        threads=threads,
-        recompute=recompute,
+        recompute=recomputation(recompute),
         quiet=quiet or as_json,
-        **{name: value for name, value in recipe.items() if value is not None},
+        **common,
     )
-    _finish(made, place.path if place else None, as_json)
+    _finish(made, place, as_json)
 
 
-def _resume(run: Path, epochs: int | None, output: Path | None, quiet: bool, as_json: bool, force: bool) -> None:
+_WHEN_RESUMING = {"resume", "data", "validation", "epochs", "output", "force", "quiet", "as_json"}
+
+
+def _refuse_with(what: str, options: Set[str], hint: str) -> None:
+    if options:
+        name = sorted(options)[0]
+        flag = "a model" if name == "model" else f"`--{_FLAGS.get(name, name.replace('_', '-'))}`"
+        raise Misuse(f"{flag} has no effect with {what}", hint)
+
+
+_FLAGS = {"mapping": "map"}
+
+
+def _resume(context: typer.Context, run: Path) -> None:
     from onward.train.api import resume
     from onward.train.folder import Run
 
-    place = target(Path(Run(run).config["model"]), output, "trained", force=force) if output is not None else None
-    _finish(resume(run, epochs=epochs, quiet=quiet or as_json), place.path if place else None, as_json)
+    given = context.params
+    folder, output = Run(run), given["output"]
+    place = target(Path(folder.config["model"]), output, "trained", force=given["force"]) if output else None
+    made = resume(
+        folder,
+        _source(given["data"]) if given["data"] else None,
+        validation=_validation(given["validation"]),
+        epochs=given["epochs"],
+        quiet=given["quiet"] or given["as_json"],
+    )
+    _finish(made, place, given["as_json"])
 
 
-def _finish(run: Run, output: Path | None, as_json: bool) -> None:
+def _finish(run: Run, place: Target | None, as_json: bool) -> None:
     """Write the best model and say what came out."""
-    events = run.log
-    end = events[-1]
+    end = run.log[-1]
     interrupted = end.get("reason") == "interrupted"
-    if output is not None and not interrupted:
-        run.best.save(output)
-    measured = [event for event in events if event["event"] == "validation"]
-    results = {k: v for k, v in measured[-1].items() if k not in ("event", "step", "epoch")} if measured else {}
+    if place is not None and not interrupted:
+        place.save(run.best)
     if as_json:
-        print_json({"run": str(run.path), "output": str(output) if output else None, **end, "validation": results})
+        output = str(place.path) if place is not None and not interrupted else None
+        print_json({"run": str(run.path), "output": output, **end, "validation": run.results})
     else:
-        remark(f"{end['reason'].replace('_', ' ')} after {end['step']} steps: {run.path}")
+        steps = f"{end['step']:,} step{'' if end['step'] == 1 else 's'}"
+        remark(f"{end['reason'].replace('_', ' ')} after {steps}: {run.path}")
         if interrupted:
             remark(f"to go on: onward train --resume {run.path}")
-        elif output is not None:
-            remark(f"wrote {output}")
+        elif place is not None:
+            remark(f"wrote {place.described()}")
         remark(f"to look at it: onward report {run.path}")
     if interrupted:
-        raise typer.Exit(_INTERRUPTED)
+        raise typer.Exit(INTERRUPTED)
+
+
+def _show_rate(found: Rates, as_json: bool) -> None:
+    if as_json:
+        print_json({"lr": found.suggested, "rates": found.rates, "losses": found.losses})
+    else:
+        say(f"lr={found.suggested:.2g}")
+
+
+def _source(data: list[str]) -> str | list[str]:
+    """One file, or several; with a name for each, they are columns."""
+    return data[0] if len(data) == 1 and "=" not in Path(data[0]).name else data
 
 
 def _validation(given: str | None) -> Any:

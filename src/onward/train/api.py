@@ -9,20 +9,21 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from onward.errors import RecipeError, UnsupportedError
+from onward.errors import RecipeError
 from onward.model import Model, Source, read
 from onward.model.state import states
-from onward.recipe import prepare, replace_head
+from onward.recipe import replace_head
 from onward.recipe.spec import arguments
 from onward.run import Engine, load
 from onward.train.config import Config, Last
 from onward.train.evaluation import Measures
 from onward.train.feed import Feed, feeds
-from onward.train.folder import Run
-from onward.train.loop import Loop, Place, Settings
-from onward.transform.rebatch import fixed_batch, rebatch
+from onward.train.folder import Place, Run
+from onward.train.loop import Loop, Settings
+from onward.train.preparation import prepared
+from onward.train.rates import find_lr
 
-_USUAL_BATCH = 32
+__all__ = ["find_lr", "resume", "train"]
 
 
 def train(
@@ -69,7 +70,7 @@ def train(
     _check(epochs, patience, validation)
     folder = Run(run) if run is not None else _new_folder(original)
     folder.refuse_if_in_use()
-    training, batch_size, notes = _prepared(original, batch_size, recipe, seed)
+    training, batch_size, notes = prepared(original, batch_size, recipe, seed)
     if "new_head" in recipe:  # then what is trained is not what was given
         head = arguments(replace_head, recipe["new_head"])
         original = replace_head(original, **{"seed": seed, **head})
@@ -167,46 +168,6 @@ def _check(epochs: int, patience: int | None, validation: Any) -> None:
             "`patience` waits for better results on validation data, and there are none",
             hint="give some, or a share of the data: `validation=0.1` (`--validation 0.1`)",
         )
-
-
-def _prepared(
-    original: Model, batch_size: int | None, recipe: Mapping[str, Any], seed: int
-) -> tuple[Model, int, list[str]]:
-    """The training model, how large its batches are, and what the user should know about that."""
-    if original.is_training_model:
-        if recipe:
-            raise RecipeError(
-                f"the model carries its training already, so `{next(iter(recipe))}` has no effect",
-                hint="leave it out, or strip the model first (`onward.strip`)",
-            )
-        if len(original.steps) > 1:
-            raise UnsupportedError(
-                f"the model has {len(original.steps)} training steps, and a run makes one of them again and again",
-                hint="drive them yourself: `onward.run.load(model, step=...)` for each",
-            )
-        return original, batch_size or fixed_batch(original) or _USUAL_BATCH, []
-    if recipe.get("loss") is None and recipe.get("teacher") is None:
-        raise RecipeError(
-            "to train a model one must know its loss",
-            hint='for example `loss="cross_entropy"` (`--loss cross_entropy`)',
-        )
-    model, size, notes = _for_batches(original, batch_size)
-    return prepare(model, **{"loss": None, "seed": seed, **recipe}), size, notes
-
-
-def _for_batches(model: Model, wanted: int | None) -> tuple[Model, int, list[str]]:
-    """The model in a form that takes batches as large as wanted, that size, and what the user should know."""
-    size = fixed_batch(model)
-    if size is None or size == wanted or (size > 1 and wanted is None):
-        return model, wanted or size or _USUAL_BATCH, []
-    try:
-        freed = rebatch(model)
-    except UnsupportedError as error:
-        if wanted is not None:
-            raise
-        return model, size, [f"{error}; so it is trained with those"]
-    note = f"the model is for batches of {size}; for training it was made to take any size"
-    return freed, wanted or _USUAL_BATCH, [note]
 
 
 _SUITABLE = {

@@ -23,22 +23,22 @@ class Config:
 
     model: str
     data: Any
-    epochs: int
     batch_size: int
-    validation: Any
-    columns: Mapping[str, Any]
-    shuffle: bool
-    last: Last
-    seed: int
-    metrics: tuple[str, ...]
-    monitor: str | None
-    patience: int | None
-    save_every: float
-    tensorboard: bool
-    engine: str
-    device: str
-    threads: int | None
-    recompute: Any
+    epochs: int = 1
+    validation: Any = None
+    columns: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    shuffle: bool = True
+    last: Last = "keep"
+    seed: int = 0
+    metrics: tuple[str, ...] = ()
+    monitor: str | None = None
+    patience: int | None = None
+    save_every: float = 60.0
+    tensorboard: bool = False
+    engine: str = "onnxruntime"
+    device: str = "cpu"
+    threads: int | None = None
+    recompute: Any = None
 
     def to_json(self) -> dict[str, Any]:
         """What JSON can hold of it. Paths become absolute, so that the run can go on from anywhere."""

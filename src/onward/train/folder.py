@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from contextlib import suppress
@@ -27,6 +28,28 @@ from onward.transform.training import strip
 
 TRAINING, BEST, LAST, ORIGINAL = "training.onnx", "best.onnx", "last.onnx", "original.onnx"
 CONFIG, LOG = "config.json", "log.jsonl"
+
+
+@dataclasses.dataclass
+class Place:
+    """Where a run stands. It is saved with the state, and is all that is needed to go on."""
+
+    step: int = 0
+    epoch: int = 0
+    batch: int = 0
+    """Batches of the epoch that are done."""
+    samples: int = 0
+    best: float | None = None
+    since_best: int = 0
+    """Epochs since the best result."""
+    log: int = 0
+    """How much of the log belongs to it, in bytes. What follows are steps that will be made again."""
+
+    @classmethod
+    def of(cls, model: Model) -> Place:
+        """Where the run stood when this model was saved."""
+        fact = model.step().fact("train.progress") or {}
+        return cls(**{field.name: fact[field.name] for field in dataclasses.fields(cls) if field.name in fact})
 
 
 class Run:
@@ -88,7 +111,7 @@ class Run:
     @property
     def progress(self) -> dict[str, Any]:
         """Where the run stands: `step`, `epoch`, `batch` in the epoch, `samples`."""
-        return {"step": 0, "epoch": 0, "batch": 0, "samples": 0} | (self.model.step().fact("train.progress") or {})
+        return dataclasses.asdict(Place.of(self.model))
 
     @property
     def log(self) -> list[dict[str, Any]]:
@@ -106,9 +129,9 @@ class Run:
     def configure(self, config: dict[str, Any]) -> None:
         _write_atomically(self.path / CONFIG, json.dumps(config, indent=1) + "\n")
 
-    def save(self, model: Model, progress: dict[str, Any]) -> None:
+    def save(self, model: Model, at: Place) -> None:
         """Keep the training model, and where the run stands, all at once."""
-        model.step().metadata["train.progress"] = json.dumps(progress)
+        model.step().metadata["train.progress"] = json.dumps(dataclasses.asdict(at))
         model.save(self.path / TRAINING)
 
     def export(self, model: Model, name: str) -> Path:

@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from onward.errors import Error, TrainingError, WriteError
+from onward.errors import DataError, Error, TrainingError, WriteError
 from onward.model import Model
 from onward.model.state import states
 from onward.run import Engine
 from onward.train.data import Batch, Batches
 from onward.train.evaluation import Measures, averaged, evaluated
-from onward.train.folder import BEST, LAST, LOG, Run
+from onward.train.folder import BEST, LAST, LOG, Place, Run
 from onward.train.interruption import Interruption
 from onward.train.log import Log
 from onward.train.progress import Progress
@@ -39,28 +39,6 @@ class Settings:
     """Seconds after which the state is saved, also within an epoch."""
     tensorboard: bool = False
     quiet: bool = False
-
-
-@dataclasses.dataclass
-class Place:
-    """Where a run stands. It is saved with the state, and is all that is needed to go on."""
-
-    step: int = 0
-    epoch: int = 0
-    batch: int = 0
-    """Batches of the epoch that are done."""
-    samples: int = 0
-    best: float | None = None
-    since_best: int = 0
-    """Epochs since the best result."""
-    log: int = 0
-    """How much of the log belongs to it, in bytes. What follows are steps that will be made again."""
-
-    @classmethod
-    def of(cls, model: Model) -> Place:
-        """Where the run stood when this model was saved."""
-        fact = model.step().fact("train.progress") or {}
-        return cls(**{field.name: fact[field.name] for field in dataclasses.fields(cls) if field.name in fact})
 
 
 class _NotFiniteError(Exception):
@@ -92,34 +70,28 @@ class Loop:
     def __call__(self, opening: Mapping[str, Any], notes: Sequence[str] = ()) -> str:
         """Go on until the end; why it ended. `opening` is what the log says first, `notes` are said to the user."""
         started = time.perf_counter()
-        try:
-            with contextlib.ExitStack() as stack:
-                self._open(stack)
-                for note in notes:
-                    self.progress.say(note)
-                try:
-                    self._begin(opening)
-                    self._interruption = stack.enter_context(Interruption(self.progress.say))
-                    reason = self._epochs()
-                    self._save()
-                    self._end(reason, started)
-                    return reason
-                except _NotFiniteError as error:
-                    raise self._stopped(error, started) from None
-                except Exception:
-                    with contextlib.suppress(Exception):  # what went wrong first is what counts
-                        self._save()
-                        self._end("failed", started)
-                    raise
-        except OSError as error:
-            if isinstance(error, Error):
+        with self._writing(), contextlib.ExitStack() as stack:
+            self._open(stack)
+            for note in notes:
+                self.progress.say(note)
+            try:
+                self._begin(opening)
+                self._interruption = stack.enter_context(Interruption(self.progress.say))
+                reason = self._epochs()
+                self._save()
+                self._end(reason, started)
+                return reason
+            except _NotFiniteError as error:
+                raise self._stopped(error, started) from None
+            except WriteError:  # then nothing more can be saved
                 raise
-            raise WriteError(
-                f"could not write to `{self.run.path}`: {error.strerror or error}",
-                hint=f"the run was saved at step {self._saved[0]:,}; go on with it when the cause is removed"
-                if self._saved
-                else None,
-            ) from error
+            except Exception as error:
+                with contextlib.suppress(Exception):  # what went wrong first is what counts
+                    self._save()
+                    self._end("failed", started)
+                if isinstance(error, OSError) and not isinstance(error, Error):
+                    raise DataError(f"the data could not be read: {error}") from error
+                raise
 
     def _open(self, stack: contextlib.ExitStack) -> None:
         """The log, as it was when the state was saved, and all else that shows how it goes."""
@@ -134,11 +106,11 @@ class Loop:
 
     def _begin(self, opening: Mapping[str, Any]) -> None:
         if self.at.log:
-            self.log.write("save", step=self.at.step, best=False)  # as the file proves from which it goes on
-            self.log.write("resume", step=self.at.step, time=time.time())
+            self._write("save", step=self.at.step, best=False)  # as the file proves from which it goes on
+            self._write("resume", step=self.at.step, time=time.time())
             return
         per_epoch, epochs = self.batches.per_epoch, self.settings.epochs
-        self.log.write("start", time=time.time(), steps_per_epoch=per_epoch, epochs=epochs, **opening)
+        self._write("start", time=time.time(), steps_per_epoch=per_epoch, epochs=epochs, **opening)
         self._judge(self._measured())
         self._save()
 
@@ -185,9 +157,8 @@ class Loop:
         at, samples = self.at, _samples(batch)
         at.step, at.batch, at.samples = at.step + 1, at.batch + 1, at.samples + samples
         shown = {"loss": loss} | metrics
-        self.log.write("step", step=at.step, epoch=at.epoch, samples=at.samples, seconds=seconds, **shown)
-        if self.board is not None:
-            self.board.scalars(at.step, {f"train/{name}": value for name, value in shown.items()})
+        self._write("step", step=at.step, epoch=at.epoch, samples=at.samples, seconds=seconds, **shown)
+        self._plot("train", shown)
         self.progress.step(loss, samples)
 
     # ---- validation --------------------------------------------------------------------------------------------------
@@ -211,14 +182,13 @@ class Loop:
         if not results:
             return
         at = self.at
-        self.log.write("validation", step=at.step, epoch=at.epoch, **results)
-        if self.board is not None:
-            self.board.scalars(at.step, {f"validation/{name}": value for name, value in results.items()})
+        self._write("validation", step=at.step, epoch=at.epoch, **results)
+        self._plot("validation", results)
         value = results[self.measures.monitor]
         if self.measures.is_better(value, at.best):
             at.best, at.since_best = value, 0
             self.run.export(self.engine.updated(), BEST)
-            self.log.write("save", step=at.step, best=True)
+            self._write("save", step=at.step, best=True)
         else:
             at.since_best += 1
 
@@ -226,7 +196,7 @@ class Loop:
 
     def _look_at_gradients(self, batch: Batch) -> None:
         norms = {name: float(np.linalg.norm(g.astype(np.float64))) for name, g in self.engine.gradients(batch).items()}
-        self.log.write("gradients", step=self.at.step, norms=norms)
+        self._write("gradients", step=self.at.step, norms=norms)
 
     def _look_at_weights(self) -> None:
         parameters = {s.name for s in states(self.engine.model, self.engine.index) if s.role == "parameter"}
@@ -237,7 +207,33 @@ class Loop:
                 histograms[name] = {"edges": edges.tolist(), "counts": counts.tolist()}
                 if self.board is not None:
                     self.board.histogram(self.at.step, name, edges.tolist(), counts.tolist())
-        self.log.write("weights", step=self.at.step, histograms=histograms)
+        self._write("weights", step=self.at.step, histograms=histograms)
+
+    # ---- writing -----------------------------------------------------------------------------------------------------
+
+    def _write(self, event: str, **values: Any) -> None:
+        with self._writing():
+            self.log.write(event, **values)
+
+    def _plot(self, section: str, values: Mapping[str, float]) -> None:
+        if self.board is not None:
+            with self._writing():
+                self.board.scalars(self.at.step, {f"{section}/{name}": value for name, value in values.items()})
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Say what a folder that cannot be written to means for the run."""
+        try:
+            yield
+        except Error:
+            raise
+        except OSError as error:
+            hint = (
+                f"the run was saved at step {self._saved[0]:,}: go on with it when there is room"
+                if self._saved
+                else None
+            )
+            raise WriteError(f"could not write to `{self.run.path}`: {error.strerror or error}", hint=hint) from error
 
     # ---- saving and ending -------------------------------------------------------------------------------------------
 
@@ -249,11 +245,14 @@ class Loop:
         model = self.engine.updated()
         if strange := _not_finite(model):
             raise _NotFiniteError(f"`{strange}` holds NaN or infinity after step {self.at.step:,}")
-        self.log.flush()
-        self.at.log = (self.run.path / LOG).stat().st_size
-        self.run.save(model, dataclasses.asdict(self.at))
+        with self._writing():
+            self.log.flush()
+            if self.board is not None:
+                self.board.flush()
+            self.at.log = (self.run.path / LOG).stat().st_size
+        self.run.save(model, self.at)
         self._saved, self._saved_at = here, time.monotonic()
-        self.log.write("save", step=self.at.step, best=False)
+        self._write("save", step=self.at.step, best=False)
 
     def _stopped(self, error: _NotFiniteError, started: float) -> TrainingError:
         """Keep the last state that is good: the one before the step, or else the one that was saved."""
@@ -270,7 +269,7 @@ class Loop:
     def _end(self, reason: str, started: float, **more: float) -> None:
         """The last inference model is that of the state which was saved."""
         self.run.export(self.run.model, LAST)
-        self.log.write("end", step=self.at.step, reason=reason, seconds=time.perf_counter() - started, **more)
+        self._write("end", step=self.at.step, reason=reason, seconds=time.perf_counter() - started, **more)
 
 
 def _not_finite(model: Model) -> str | None:
