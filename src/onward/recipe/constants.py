@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 import onnx_ir as ir
 
+from onward.model import Model
+
 
 def constant_tensor(value: ir.Value | None) -> ir.TensorProtocol | None:
     """The tensor behind an initializer or the output of a Constant node."""
@@ -48,6 +50,24 @@ def expose(graph: ir.Graph, value: ir.Value) -> ir.Value:
     return exposed
 
 
+def separate_merged(model: Model) -> None:
+    """Give each layer its own tensors where PyTorch's tracing exporter stored equal ones once.
+
+    It leaves an Identity, by the name of the tensor, in the place of each but the first. Weights that are tied look the
+    same; but what holds a single number throughout is the bias, scale or statistics of a fresh layer.
+    """
+    if model.ir.producer_name != "pytorch":
+        return
+    for node in list(model.graph):
+        tensor = constant_tensor(node.inputs[0]) if node.op_type == "Identity" else None
+        if tensor is not None and tensor.dtype.is_floating_point() and _is_uniform(tensor.numpy()):
+            expose(model.graph, node.outputs[0])
+
+
+def _is_uniform(array: np.ndarray) -> bool:
+    return bool(array.size) and bool((array == array.flat[0]).all())
+
+
 def _evaluate(node: ir.Node) -> ir.TensorProtocol:
     """The value of a node whose inputs are constants."""
     name = node.outputs[0].name
@@ -55,6 +75,8 @@ def _evaluate(node: ir.Node) -> ir.TensorProtocol:
         tensor = node.attributes["value"].as_tensor()
         return ir.Tensor(tensor.numpy(), dtype=tensor.dtype, name=name)
     tensors = [constant_tensor(value) for value in node.inputs]
+    if node.op_type == "Identity":
+        return ir.Tensor(tensors[0].numpy(), dtype=tensors[0].dtype, name=name)  # type: ignore[union-attr]
     if node.op_type == "ConstantOfShape":
         fill = node.attributes["value"].as_tensor().numpy().item() if "value" in node.attributes else 0.0
         dtype = node.attributes["value"].as_tensor().dtype if "value" in node.attributes else ir.DataType.FLOAT

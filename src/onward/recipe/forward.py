@@ -19,7 +19,6 @@ from onward.model.core import values
 from onward.model.walk import ancestors, read_by
 from onward.recipe import random
 from onward.recipe.assembly import Assembly, moving_average
-from onward.recipe.constants import constant_tensor, expose
 from onward.recipe.trainable import Choice
 
 Variance = Literal["population", "sample"]
@@ -58,19 +57,6 @@ def functions_to_inline(model: Model) -> list[str]:
         for function in model.functions.values()
         if any(node.op_type in SWITCHED and node.domain in ("", "ai.onnx") for node in function.all_nodes())
     ]
-
-
-def separate_statistics(model: Model) -> None:
-    """Give each normalization running statistics of its own, which part as soon as they are trained.
-
-    PyTorch's tracing exporter merges tensors that are equal, as those of fresh layers are, and leaves an Identity in
-    the place of each but the first.
-    """
-    for node in list(model.graph):
-        for value in node.inputs[3:5] if node.op_type == "BatchNormalization" else ():
-            merged = value.producer() if value is not None else None
-            if merged is not None and merged.op_type == "Identity" and constant_tensor(merged.inputs[0]) is not None:
-                expose(model.graph, merged.outputs[0])
 
 
 def _is_switchable(node: ir.Node, frozen: set[str]) -> bool:

@@ -16,14 +16,9 @@ from onward.model.serde import stamp
 from onward.model.walk import ancestors
 from onward.recipe import objective
 from onward.recipe.assembly import Assembly
+from onward.recipe.constants import separate_merged
 from onward.recipe.distill import Distillation
-from onward.recipe.forward import (
-    Variance,
-    bind_statistics,
-    functions_to_inline,
-    separate_statistics,
-    training_forward,
-)
+from onward.recipe.forward import Variance, bind_statistics, functions_to_inline, training_forward
 from onward.recipe.head import replace_head
 from onward.recipe.lora import add_lora
 from onward.recipe.optimizers.groups import groups, patterns
@@ -77,7 +72,7 @@ class Recipe:
         if hidden := functions_to_inline(model):
             model = inline(model, hidden)
         model = model.copy()
-        separate_statistics(model)
+        separate_merged(model)
         summands = objective.terms(self.loss) if self.loss is not None else []
         predictions = objective.predictions(model, summands)
         students = teaching.students(model, predictions) if teaching else []
