@@ -20,6 +20,7 @@ from onward.train.evaluation import Measures
 from onward.train.feed import Feed, feeds
 from onward.train.folder import Place, Run
 from onward.train.loop import Loop, Settings
+from onward.train.objective import Objective, objectives
 from onward.train.preparation import prepared
 from onward.train.rates import find_lr
 
@@ -171,31 +172,26 @@ def _check(epochs: int, patience: int | None, validation: Any) -> None:
 
 
 _SUITABLE = {
-    "cross_entropy": "accuracy",
-    "nll": "accuracy",
-    "bce": "accuracy",
-    "mse": "mae",
-    "l1": "mae",
-    "huber": "mae",
+    **dict.fromkeys(("cross_entropy", "nll", "binary_cross_entropy", "bce_with_logits", "hinge"), "accuracy"),
+    **dict.fromkeys(("mse", "l1", "huber", "smooth_l1"), "mae"),
 }
+"""What to measure, where the loss is the only one and nothing else is said."""
+_THRESHOLDS = {"binary_cross_entropy": 0.5, "bce_with_logits": 0.0, "hinge": 0.0, "squared_hinge": 0.0}
+"""Losses of decisions, and the outputs above which they mean yes."""
 
 
 def _metrics(training: Model, given: Sequence[str] | str | None) -> tuple[str, ...]:
     if given is not None:
         return (given,) if isinstance(given, str) else tuple(given)
-    losses = _losses(training)
-    return (_SUITABLE[losses[0]["name"]],) if len(losses) == 1 and losses[0].get("name") in _SUITABLE else ()
+    losses = objectives(training)
+    return (_SUITABLE[losses[0].name],) if len(losses) == 1 and losses[0].name in _SUITABLE else ()
 
 
 def _measures(training: Model, config: Config) -> Measures:
-    losses = _losses(training) or [{}]
-    target = (losses[0].get("inputs") or [None])[0]
+    loss = next(iter(objectives(training)), Objective(""))
     monitor = config.monitor or (config.metrics[0] if config.metrics else "loss")
-    return Measures(config.metrics, losses[0].get("output"), target, monitor)
-
-
-def _losses(training: Model) -> list[dict[str, Any]]:
-    return training.step().fact("train.loss") or []
+    threshold = _THRESHOLDS.get(loss.name)
+    return Measures(config.metrics, loss.output, loss.target, monitor, axis=loss.axis, threshold=threshold)
 
 
 def _new_folder(model: Model) -> Run:

@@ -7,6 +7,8 @@ import dataclasses
 import math
 from collections.abc import Iterable, Iterator
 
+import numpy as np
+
 from onward.errors import RecipeError, UnsupportedError
 from onward.model.state import states
 from onward.recipe.spec import lookup, parse
@@ -26,6 +28,10 @@ class Measures:
     target: str | None = None
     monitor: str = "loss"
     """What decides which model is the best."""
+    axis: int = 1
+    """Along which the output has classes."""
+    threshold: float | None = None
+    """Above which an output means yes, where each is a decision of its own."""
 
     def __post_init__(self) -> None:
         for name in self.names:
@@ -39,7 +45,7 @@ class Measures:
             )
 
     def make(self) -> dict[str, Metric]:
-        return {name: make(name) for name in self.names if name != _OF_LOSS}
+        return {name: make(name, threshold=self.threshold) for name in self.names if name != _OF_LOSS}
 
     def is_better(self, value: float, best: float | None) -> bool:
         if best is None or not math.isfinite(value):
@@ -62,7 +68,10 @@ def evaluated(engine: Engine, batches: Iterable[tuple[Batch, int]], measures: Me
         total, count = total + float(results[engine.loss]) * samples, count + samples
         for metric in metrics.values():
             assert measures.output is not None and measures.target is not None
-            metric.add(results[measures.output][:samples], batch[measures.target][:samples])
+            predictions = results[measures.output][:samples]
+            if measures.axis != 1 and predictions.ndim > 1:
+                predictions = np.moveaxis(predictions, measures.axis, 1)
+            metric.add(predictions, batch[measures.target][:samples])
     loss = total / count if count else math.nan
     found = {"loss": loss} | {name: metric.result() for name, metric in metrics.items()}
     if _OF_LOSS in measures.names:

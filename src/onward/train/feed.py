@@ -9,6 +9,7 @@ from onward.model import Model
 from onward.run import Engine
 from onward.train.config import Config, Last
 from onward.train.data import Batches, Dataset, Stream, match, open_data, split
+from onward.train.objective import objectives
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,11 +72,10 @@ def _fixed_size(engine: Engine) -> int | None:
 
 def _classes(training: Model) -> tuple[str | None, int | None, int | None]:
     """The input that holds classes by number, how many there are, and the number that means none."""
-    losses = training.step().fact("train.loss") or []
-    for loss in losses:
-        output = next((value for value in training.graph.outputs if value.name == loss.get("output")), None)
-        if loss.get("name") in ("cross_entropy", "nll") and output is not None and output.shape is not None:
-            count = output.shape[1] if len(output.shape) > 1 else None
-            ignored = (loss.get("options") or {}).get("ignore_index", -100)
-            return (loss.get("inputs") or [None])[0], count if isinstance(count, int) else None, ignored
+    shapes = {value.name: value.shape for value in training.graph.outputs}
+    for loss in objectives(training):
+        shape = shapes.get(loss.output)
+        by_number = loss.name == "nll" or (loss.name == "cross_entropy" and "target" not in loss.options)
+        if by_number and shape is not None and len(shape) > 1 and isinstance(count := shape[loss.axis], int):
+            return loss.target, count, loss.options.get("ignore_index", -100)
     return None, None, None

@@ -14,7 +14,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ from onward.transform.training import strip
 
 TRAINING, BEST, LAST, ORIGINAL = "training.onnx", "best.onnx", "last.onnx", "original.onnx"
 CONFIG, LOG = "config.json", "log.jsonl"
+_EVENTS = "events.out.tfevents.*.onward"
 
 
 @dataclasses.dataclass
@@ -44,6 +44,8 @@ class Place:
     """Epochs since the best result."""
     log: int = 0
     """How much of the log belongs to it, in bytes. What follows are steps that will be made again."""
+    board: int = 0
+    """The same for the event file of TensorBoard."""
 
     @classmethod
     def of(cls, model: Model) -> Place:
@@ -138,10 +140,16 @@ class Run:
         """Write the inference model with the weights that a training model has now."""
         return self._inference(model).save(self.path / name)
 
-    def clean(self, log: int) -> None:
-        """Remove what a run that was killed left behind: half-written files, and the log after its first bytes."""
-        with suppress(FileNotFoundError):
-            os.truncate(self.path / LOG, min(log, (self.path / LOG).stat().st_size))
+    def written(self, at: Place) -> None:
+        """Note how long the log and the event file are."""
+        at.log = (self.path / LOG).stat().st_size
+        at.board = sum(file.stat().st_size for file in self.path.glob(_EVENTS))
+
+    def clean(self, at: Place) -> None:
+        """Remove what a run left behind that was killed after it stood there: lost steps, half-written files."""
+        for file, length in [(self.path / LOG, at.log), *((file, at.board) for file in self.path.glob(_EVENTS))]:
+            if file.exists():
+                os.truncate(file, min(length, file.stat().st_size))
         models = [self.path.resolve() / name for name in (TRAINING, BEST, LAST)]
         for file in self.path.resolve().iterdir():
             is_torn = file.suffix == ".tmp" and file.name.startswith(tuple(f".{model.name}." for model in models))

@@ -95,14 +95,13 @@ class Loop:
 
     def _open(self, stack: contextlib.ExitStack) -> None:
         """The log, as it was when the state was saved, and all else that shows how it goes."""
-        self.run.clean(self.at.log)
+        self.run.clean(self.at)
         self.log = stack.enter_context(Log(self.run.path / LOG))
         settings, step = self.settings, self.at.step
         self.progress = stack.enter_context(
             Progress(settings.epochs, self.batches.per_epoch, done=step, quiet=settings.quiet)
         )
-        first = step + 1 if self.at.log else 0  # what TensorBoard should forget
-        self.board = stack.enter_context(EventWriter(self.run.path, step=first)) if settings.tensorboard else None
+        self.board = stack.enter_context(EventWriter(self.run.path)) if settings.tensorboard else None
 
     def _begin(self, opening: Mapping[str, Any]) -> None:
         if self.at.log:
@@ -249,7 +248,7 @@ class Loop:
             self.log.flush()
             if self.board is not None:
                 self.board.flush()
-            self.at.log = (self.run.path / LOG).stat().st_size
+            self.run.written(self.at)
         self.run.save(model, self.at)
         self._saved, self._saved_at = here, time.monotonic()
         self._write("save", step=self.at.step, best=False)

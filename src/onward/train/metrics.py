@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
@@ -17,7 +18,7 @@ from onward.recipe.spec import check_options, lookup, parse
 
 
 class Metric(ABC):
-    """A number that sums up predictions. Scores are logits or probabilities, classes along the second axis."""
+    """A number that sums up predictions. It is NaN where there is nothing to sum up."""
 
     higher_is_better = True
 
@@ -28,151 +29,213 @@ class Metric(ABC):
     def result(self) -> float: ...
 
 
-class Accuracy(Metric):
-    """The share of labels that have the highest score."""
+# ---- classes ---------------------------------------------------------------------------------------------------------
 
-    def __init__(self) -> None:
-        self._right = self._all = 0
+
+class _OfClasses(Metric):
+    """Scores, logits or probabilities, have classes along the second axis; targets are numbers of classes, or scores.
+
+    With a `threshold`, and where there is only one score, each is a decision of its own: those above it mean yes.
+    Negative labels, such as -100, do not count.
+    """
+
+    def __init__(self, threshold: float | None = None) -> None:
+        self._threshold = threshold
 
     def add(self, predictions: np.ndarray, targets: np.ndarray) -> None:
-        chosen, labels = _chosen(predictions), _labels(targets, predictions)
-        counted = labels >= 0  # a negative label, such as -100, says: do not count
-        self._right += int(np.sum((chosen == labels) & counted))
-        self._all += int(np.sum(counted))
+        if self._threshold is not None or predictions.ndim < 2 or predictions.shape[1] == 1:
+            self._add(predictions.reshape(len(predictions), -1), (targets > 0.5).reshape(len(predictions), -1))
+            return
+        labels = targets.argmax(1) if targets.shape == predictions.shape else targets
+        scores = np.moveaxis(predictions, 1, -1).reshape(-1, predictions.shape[1])
+        labels = labels.reshape(-1).astype(np.int64)
+        self._add(scores[labels >= 0], labels[labels >= 0])
+
+    @abstractmethod
+    def _add(self, scores: np.ndarray, labels: np.ndarray) -> None:
+        """Scores as rows, with the number of a class each; or as a table of decisions, with one of yes and no."""
+
+    def _chosen(self, scores: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """What was chosen, and what is right, as numbers of classes."""
+        if labels.dtype == bool:
+            return (scores > (self._threshold or 0.0)).reshape(-1).astype(np.int64), labels.reshape(-1).astype(np.int64)
+        return scores.argmax(1), labels
+
+
+class Accuracy(_OfClasses):
+    """The share of labels that have the highest score."""
+
+    def __init__(self, threshold: float | None = None) -> None:
+        super().__init__(threshold)
+        self._right = self._all = 0
+
+    def _add(self, scores: np.ndarray, labels: np.ndarray) -> None:
+        chosen, right = self._chosen(scores, labels)
+        self._right += int(np.sum(chosen == right))
+        self._all += len(right)
 
     def result(self) -> float:
         return self._right / self._all if self._all else float("nan")
 
 
-class TopK(Metric):
+class TopK(_OfClasses):
     """The share of labels that are among the k highest scores."""
 
     def __init__(self, k: int = 5) -> None:
+        super().__init__()
         self._k, self._right, self._all = int(k), 0, 0
 
-    def add(self, predictions: np.ndarray, targets: np.ndarray) -> None:
-        k = min(self._k, predictions.shape[1])
-        best = np.argpartition(-predictions, k - 1, axis=1)[:, :k] if k < predictions.shape[1] else None
-        labels = _labels(targets, predictions)
-        self._right += labels.size if best is None else int(np.sum(best == np.expand_dims(labels, 1)))
-        self._all += labels.size
+    def _add(self, scores: np.ndarray, labels: np.ndarray) -> None:
+        own = np.take_along_axis(scores, labels.reshape(-1, 1).astype(np.int64), axis=1)
+        self._right += int(np.sum(np.sum(scores > own, axis=1) < self._k))
+        self._all += len(labels)
 
     def result(self) -> float:
         return self._right / self._all if self._all else float("nan")
 
 
-class _Confusion(Metric):
+class _Confusion(_OfClasses):
     """Counts of label and chosen class; for two classes, the second is what is looked for, else the mean of all."""
 
-    def __init__(self) -> None:
+    def __init__(self, threshold: float | None = None) -> None:
+        super().__init__(threshold)
         self._counts = np.zeros((0, 0), np.int64)
 
-    def add(self, predictions: np.ndarray, targets: np.ndarray) -> None:
-        chosen, labels = _chosen(predictions).reshape(-1), _labels(targets, predictions).reshape(-1)
-        chosen, labels = chosen[labels >= 0], labels[labels >= 0]
-        classes = max(2, predictions.shape[1] if predictions.ndim > 1 else 2, int(labels.max(initial=0)) + 1)
+    def _add(self, scores: np.ndarray, labels: np.ndarray) -> None:
+        chosen, right = self._chosen(scores, labels)
+        classes = max(2, scores.shape[1] if labels.dtype != bool else 2, int(right.max(initial=0)) + 1)
         grown = np.zeros((max(classes, len(self._counts)),) * 2, np.int64)
         grown[: len(self._counts), : len(self._counts)] = self._counts
-        np.add.at(grown, (labels, chosen), 1)
+        np.add.at(grown, (right, chosen), 1)
         self._counts = grown
 
-    def _averaged(self, of_classes: np.ndarray) -> float:
+    def _averaged(self, part: np.ndarray, whole: np.ndarray) -> float:
+        of_classes = np.divide(part, whole, out=np.zeros(len(part)), where=whole > 0)
         if len(of_classes) == 2:
             return float(of_classes[1])
         present = self._counts.sum(0) + self._counts.sum(1) > 0
         return float(of_classes[present].mean()) if present.any() else float("nan")
-
-    def _precision(self) -> np.ndarray:
-        return _ratio(np.diag(self._counts), self._counts.sum(0))
-
-    def _recall(self) -> np.ndarray:
-        return _ratio(np.diag(self._counts), self._counts.sum(1))
 
 
 class Precision(_Confusion):
     """How many of those that were chosen are right."""
 
     def result(self) -> float:
-        return self._averaged(self._precision())
+        return self._averaged(np.diag(self._counts), self._counts.sum(0))
 
 
 class Recall(_Confusion):
     """How many of those that are right were chosen."""
 
     def result(self) -> float:
-        return self._averaged(self._recall())
+        return self._averaged(np.diag(self._counts), self._counts.sum(1))
 
 
 class F1(_Confusion):
     """The harmonic mean of precision and recall."""
 
     def result(self) -> float:
-        right = np.diag(self._counts)
-        return self._averaged(_ratio(2 * right, self._counts.sum(0) + self._counts.sum(1)))
+        return self._averaged(2 * np.diag(self._counts), self._counts.sum(0) + self._counts.sum(1))
 
 
-class AUC(Metric):
+class AUC(_OfClasses):
     """The chance that one of a class scores higher than one of the others; of several classes, the mean."""
 
-    def __init__(self) -> None:
+    def __init__(self, threshold: float | None = None) -> None:
+        super().__init__(threshold)
         self._scores: list[np.ndarray] = []
         self._labels: list[np.ndarray] = []
 
-    def add(self, predictions: np.ndarray, targets: np.ndarray) -> None:
-        scores = predictions.astype(np.float32).reshape(len(predictions), -1)
-        self._scores.append(scores[:, 1:] - scores[:, :1] if scores.shape[1] == 2 else scores)
-        self._labels.append(_labels(targets, predictions).reshape(-1))
+    def _add(self, scores: np.ndarray, labels: np.ndarray) -> None:
+        self._scores.append(scores)
+        self._labels.append(labels)
 
     def result(self) -> float:
         if not self._scores:
             return float("nan")
         scores, labels = np.concatenate(self._scores), np.concatenate(self._labels)
-        classes = [1] if scores.shape[1] == 1 else range(scores.shape[1])
-        areas = [_area(scores[:, i if scores.shape[1] > 1 else 0], labels == i) for i in classes]
-        return float(np.nanmean(areas)) if not np.all(np.isnan(areas)) else float("nan")
+        if labels.dtype == bool:
+            areas = [_area(scores[:, i], labels[:, i]) for i in range(scores.shape[1])]
+        else:
+            areas = [_area(chances, labels == i) for i, chances in _chances(scores).items()]
+        known = [area for area in areas if area == area]
+        return float(np.mean(known)) if known else float("nan")
 
 
-class _Moments(Metric):
-    """Sums of differences and of targets, in float64."""
+def _chances(scores: np.ndarray) -> dict[int, np.ndarray]:
+    """By class, what grows with its probability, as logits of different samples do not. Of two classes, one will do."""
+    scores = scores.astype(np.float64)
+    if scores.shape[1] == 2:
+        return {1: scores[:, 1] - scores[:, 0]}
+    if (scores < 0).any() or not np.allclose(scores.sum(1), 1, atol=1e-3):
+        powers = np.exp(scores - scores.max(1, keepdims=True))
+        scores = powers / powers.sum(1, keepdims=True)
+    return dict(enumerate(scores.T))
+
+
+def _area(scores: np.ndarray, positive: np.ndarray) -> float:
+    """By ranks; equal scores share theirs."""
+    if positive.all() or not positive.any():
+        return float("nan")
+    _, where, counts = np.unique(scores, return_inverse=True, return_counts=True)
+    ranks = (np.cumsum(counts) - (counts - 1) / 2)[where]
+    count = int(positive.sum())
+    return float((ranks[positive].sum() - count * (count + 1) / 2) / (count * (len(scores) - count)))
+
+
+# ---- amounts ---------------------------------------------------------------------------------------------------------
+
+
+class _OfAmounts(Metric):
+    """Differences to targets, in float64, and how targets vary, per column."""
 
     def __init__(self) -> None:
         self._count = 0
-        self._absolute = self._squared = self._total = self._total_squared = 0.0
+        self._absolute: Any = 0.0
+        self._squared: Any = 0.0
+        self._mean: Any = 0.0
+        self._variation: Any = 0.0
+        """The sum of squares of differences to the mean."""
 
     def add(self, predictions: np.ndarray, targets: np.ndarray) -> None:
-        given = np.asarray(targets, np.float64)
-        difference = np.asarray(predictions, np.float64).reshape(given.shape) - given
-        self._count += given.size
-        self._absolute += float(np.abs(difference).sum())
-        self._squared += float(np.square(difference).sum())
-        self._total += float(given.sum())
-        self._total_squared += float(np.square(given).sum())
+        wanted = targets.astype(np.float64).reshape(len(targets), -1)
+        difference = predictions.astype(np.float64).reshape(wanted.shape) - wanted
+        self._absolute = self._absolute + np.abs(difference).sum(0)
+        self._squared = self._squared + np.square(difference).sum(0)
+        mean, count = wanted.mean(0), len(wanted)
+        shift, total = mean - self._mean, self._count + count  # as Chan and others add variances up
+        self._variation = self._variation + np.square(wanted - mean).sum(0) + shift**2 * (self._count * count / total)
+        self._mean = self._mean + shift * (count / total)
+        self._count = total
 
 
-class MAE(_Moments):
+class MAE(_OfAmounts):
     """The mean absolute difference."""
 
     higher_is_better = False
 
     def result(self) -> float:
-        return self._absolute / self._count if self._count else float("nan")
+        return float(np.mean(self._absolute / self._count)) if self._count else float("nan")
 
 
-class RMSE(_Moments):
+class RMSE(_OfAmounts):
     """The root of the mean squared difference."""
 
     higher_is_better = False
 
     def result(self) -> float:
-        return float(np.sqrt(self._squared / self._count)) if self._count else float("nan")
+        return float(np.sqrt(np.mean(self._squared / self._count))) if self._count else float("nan")
 
 
-class R2(_Moments):
-    """The share of the variance that the predictions explain."""
+class R2(_OfAmounts):
+    """The share of the variance that the predictions explain; of several columns, the mean."""
 
     def result(self) -> float:
-        variance = self._total_squared - self._total**2 / self._count if self._count else 0.0
-        return 1 - self._squared / variance if variance > 0 else float("nan")
+        if not self._count:
+            return float("nan")
+        perfect = np.where(self._squared == 0, 1.0, 0.0)  # what it is where nothing varies
+        varies = self._variation > 0
+        return float(np.mean(np.where(varies, 1 - self._squared / np.where(varies, self._variation, 1.0), perfect)))
 
 
 METRICS: Mapping[str, type[Metric]] = {
@@ -188,37 +251,10 @@ METRICS: Mapping[str, type[Metric]] = {
 }
 
 
-def make(spec: str) -> Metric:
-    """A metric by its name, with options: `"top_k:k=5"`."""
+def make(spec: str, **defaults: Any) -> Metric:
+    """A metric by its name, with options: `"top_k:k=5"`. `defaults` are for those that have such options."""
     wanted = parse(spec)
     kind = lookup("metric", wanted.name, METRICS)
-    check_options(f"the metric `{wanted.name}`", wanted.options, inspect.signature(kind).parameters)
-    return kind(**wanted.options)
-
-
-def _chosen(predictions: np.ndarray) -> np.ndarray:
-    if predictions.ndim > 1 and predictions.shape[1] > 1:
-        return np.argmax(predictions, axis=1)
-    return (predictions.reshape(len(predictions), -1)[:, 0] > 0).astype(np.int64)  # the logit of the second class
-
-
-def _labels(targets: np.ndarray, predictions: np.ndarray) -> np.ndarray:
-    """Classes by number, also where targets are given as probabilities."""
-    if targets.shape == predictions.shape and predictions.ndim > 1 and predictions.shape[1] > 1:
-        return np.argmax(targets, axis=1)
-    binary = predictions.ndim == 1 or predictions.shape[1] == 1
-    return targets.reshape(len(targets)).astype(np.int64) if binary else targets.astype(np.int64)
-
-
-def _ratio(part: np.ndarray, whole: np.ndarray) -> np.ndarray:
-    return np.divide(part, whole, out=np.zeros(len(part)), where=whole > 0)
-
-
-def _area(scores: np.ndarray, positive: np.ndarray) -> float:
-    """By ranks; equal scores share theirs."""
-    if positive.all() or not positive.any():
-        return float("nan")
-    _, where, counts = np.unique(scores, return_inverse=True, return_counts=True)
-    ranks = (np.cumsum(counts) - (counts - 1) / 2)[where]
-    count = int(positive.sum())
-    return float((ranks[positive].sum() - count * (count + 1) / 2) / (count * (len(scores) - count)))
+    known = inspect.signature(kind).parameters
+    check_options(f"the metric `{wanted.name}`", wanted.options, known)
+    return kind(**{**{name: value for name, value in defaults.items() if name in known}, **wanted.options})
