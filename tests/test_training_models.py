@@ -17,6 +17,7 @@ import onward
 from conftest import needs
 from onward.model.state import STEP
 from onward.run import load
+from onward.transform.rebatch import rebatch
 from test_whole_models import assert_close
 
 pytestmark = needs("torch")
@@ -289,6 +290,27 @@ def test_a_fixed_batch_of_one():
         assert_same_state(engine, trainer, case.idle)
         with pytest.raises(onward.Error, match=r"`x` has the shape \[4, 12\], not \[1, 12\]"):
             engine.step(arrays(batch))
+
+
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("vit", "gpt2", "lstm", "resnet, dynamo")]
+
+
+@pytest.mark.parametrize("name", ["lenet5", "autoencoder", *SLOW])
+def test_a_fixed_batch_of_one_made_to_take_any(name):
+    case = CASES[name]
+    subject = made(case)
+    model, trainer = rebatch(exported(case, subject, fixed=1)), loop(case, subject)
+    with load(prepared(case, subject, model), threads=1) as engine:
+        assert_same_losses(engine, trainer, [subject.batch(3 if i % 7 == 6 else 8) for i in range(STEPS)])
+        assert_same_state(engine, trainer, case.idle)
+
+
+def test_a_fixed_batch_of_one_that_must_remain():
+    case = CASES["bert"]
+    proto = exported(case, made(case), fixed=1)
+    with pytest.raises(onward.Error, match="works for batches of 1 only") as caught:
+        rebatch(proto)
+    assert "train it with batches of 1" in caught.value.hint
 
 
 @pytest.mark.parametrize("scale", [128, "dynamic"])

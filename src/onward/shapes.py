@@ -6,6 +6,7 @@ Dimensions may be symbols: two that are the same symbol are equal. Where nothing
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import chain
 
 import onnx_ir as ir
 
@@ -85,6 +86,9 @@ def constant_ints(value: ir.Value | None) -> tuple[int, ...] | None:
         if "value_ints" in given:
             return tuple(given["value_ints"].as_ints())
         tensor = given["value"].value if "value" in given else None
+    elif tensor is None and producer is not None and producer.op_type == "Concat":
+        parts = [part for value in producer.inputs if (part := constant_ints(value)) is not None]
+        return tuple(chain.from_iterable(parts)) if len(parts) == len(producer.inputs) else None
     if tensor is None or tensor.size > 64 or not tensor.dtype.is_integer():
         return None
     return tuple(int(n) for n in tensor.numpy().reshape(-1))

@@ -30,8 +30,9 @@ def fixed_batch(model: Model) -> int | None:
 def rebatch(source: Source) -> Model:
     """A copy of a model for a fixed size of batch that takes any size, such as one that was exported for one image.
 
-    The first dimension of inputs becomes a symbol, and shapes that nodes reshape to follow it. Then the model is run:
-    for twice as many samples it must give what it gives for each half, else it is refused.
+    The first dimension of inputs becomes a symbol, and shapes that nodes reshape or expand to follow it. Then the model
+    is run: for twice as many samples it must give what it gives for each half, or their mean where it gives a single
+    number, else it is refused.
     """
     model = read(source)
     size = fixed_batch(model)
@@ -44,8 +45,8 @@ def rebatch(source: Source) -> Model:
         for output in node.outputs:
             if not output.is_graph_output():
                 output.shape = None
-        if node.op_type == "Reshape" and node.domain in ("", "ai.onnx"):
-            _free_target(result, node, size)
+        if node.op_type in _FREED and node.domain in ("", "ai.onnx") and (target := constant_ints(node.inputs[1])):
+            _FREED[node.op_type](result, node, target, size)
     _compare(model, result, size)
     return result
 
@@ -56,22 +57,48 @@ def _freed(shape: ir.Shape | None, size: int) -> ir.Shape | None:
     return ir.Shape([_BATCH, *list(shape)[1:]])
 
 
-def _free_target(model: Model, node: ir.Node, size: int) -> None:
-    """Let a constant shape follow the batch: its first dimension is what remains, or that of the input."""
-    target = constant_ints(node.inputs[1])
-    if not target or target[0] <= 0:
+def _free_reshape(model: Model, node: ir.Node, target: tuple[int, ...], size: int) -> None:
+    """The first dimension becomes what remains or, where another is that, the dimension of the input."""
+    if target[0] <= 0:
         return
     if -1 not in target:
         new = (-1, *target[1:])
-    elif target[0] == size and not node.attributes.get_int("allowzero", 0):
+    elif target[0] == size and (0 not in target or not node.attributes.get_int("allowzero", 0)):
         new = (0, *target[1:])
+        node.attributes.pop("allowzero", None)
     else:
         return
-    name = model.names().fresh(f"{node.name or 'reshape'}/shape")
-    shape = ir.Value(name=name, type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape([len(new)]))
-    shape.const_value = ir.Tensor(np.asarray(new, np.int64), name=name)
-    model.graph.register_initializer(shape)
-    node.replace_input_with(1, shape)
+    node.replace_input_with(1, _constant(model, f"{node.name or 'reshape'}/shape", new))
+
+
+def _free_expand(model: Model, node: ir.Node, target: tuple[int, ...], size: int) -> None:
+    """The first dimension becomes that of the first input of the model; a dimension alone is that of no batch."""
+    if target[0] != size or len(target) == 1:
+        return
+    name = node.name or "expand"
+    names = model.names()
+    shape = ir.Node("", "Shape", [model.inputs[0]], name=names.fresh(f"{name}/input"))
+    first = _constant(model, f"{name}/first", (0,))
+    batch = ir.Node("", "Gather", [shape.outputs[0], first], name=names.fresh(f"{name}/batch"))
+    rest = _constant(model, f"{name}/rest", target[1:])
+    axis = ir.AttrInt64("axis", 0)
+    joined = ir.Node("", "Concat", [batch.outputs[0], rest], [axis], name=names.fresh(f"{name}/shape"))
+    for made in (shape, batch, joined):
+        made.outputs[0].name = names.fresh(made.name or "")
+    model.graph.insert_before(node, [shape, batch, joined])
+    node.replace_input_with(1, joined.outputs[0])
+
+
+_FREED = {"Expand": _free_expand, "Reshape": _free_reshape}
+"""Operators whose second input is a shape."""
+
+
+def _constant(model: Model, name: str, numbers: tuple[int, ...]) -> ir.Value:
+    name = model.names().fresh(name)
+    value = ir.Value(name=name, type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape([len(numbers)]))
+    value.const_value = ir.Tensor(np.asarray(numbers, np.int64), name=name)
+    model.graph.register_initializer(value)
+    return value
 
 
 # ---- whether it is the same model ------------------------------------------------------------------------------------
@@ -87,7 +114,7 @@ def _compare(old: Model, new: Model, size: int) -> None:
     except Exception as error:  # whatever the runtime says about it
         raise _refused(size, str(error).strip().splitlines()[0]) from error
     for value, first, second, both in zip(new.outputs, *expected, found, strict=True):
-        wanted = np.concatenate([first, second]) if first.ndim else first
+        wanted = np.concatenate([first, second]) if first.ndim else np.mean([first, second])  # such as a loss
         if both.shape != wanted.shape:
             raise _refused(size, f"for {2 * size} samples `{value.name}` has the shape {list(both.shape)}")
         if not np.allclose(both, wanted, rtol=_TOLERANCE, atol=_TOLERANCE):
