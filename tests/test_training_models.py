@@ -2,7 +2,7 @@
 
 Both start from the same weights and see the same batches, of which every seventh is smaller, as the last one of an
 epoch is. A loss may be off by 1e-4 of itself. So may a parameter, a gradient or an output, where the error is the
-largest absolute difference over the largest absolute element; parameters of which a loss does not depend are left out.
+largest absolute difference over the largest absolute element; parameters on which the loss does not depend are left out.
 """
 
 from collections.abc import Callable
@@ -190,16 +190,16 @@ def arrays(batch):
     return {name: x.numpy() for name, x in batch.items()}
 
 
-def assert_same_losses(engine, trainer, batches, tolerance=1e-4):
+def assert_same_losses(engine, trainer, batches):
     for batch in batches:
         found, expected = float(engine.step(arrays(batch))[engine.loss]), trainer.step(batch)
-        assert found == pytest.approx(expected, rel=tolerance)
+        assert found == pytest.approx(expected, rel=1e-4)
 
 
-def assert_same_state(engine, trainer, idle, tolerance=1e-4):
+def assert_same_state(engine, trainer, idle):
     theirs = trainer.state()
     state = {name: x for name, x in engine.state().items() if name in theirs and idle not in name}
-    assert_close(state, {name: theirs[name] for name in state}, tolerance)
+    assert_close(state, {name: theirs[name] for name in state}, 1e-4)
 
 
 def on_plain_onnxruntime(model, batch):
