@@ -2,7 +2,7 @@
 
 Both start from the same weights and see the same batches, of which every seventh is smaller, as the last one of an
 epoch is. A loss may be off by 1e-4 of itself. So may a parameter, a gradient or an output, where the error is the
-largest absolute difference over the largest absolute element; parameters on which the loss does not depend are left out.
+largest absolute difference over the largest absolute element. Parameters on which no loss depends are left out.
 """
 
 from collections.abc import Callable
