@@ -117,7 +117,7 @@ class Loop:
 
     def _epochs(self) -> str:
         while (reason := self._reason_to_end()) is None:
-            if not self._epoch():
+            if self._interruption.wanted or not self._epoch():
                 return "interrupted"
             results = self._measured(self._interruption)
             if self._interruption.wanted:  # then what was measured is not of all data, and is measured again
@@ -137,13 +137,13 @@ class Loop:
     def _epoch(self) -> bool:
         """The batches of an epoch that are left; whether it was finished."""
         for batch in self.batches.epoch(self.at.epoch, start=self.at.batch):
-            if self._interruption.wanted:
-                return False
             if self.at.batch == 0 or self.at.step % _LOOK_EVERY == 0:
                 self._look_at_gradients(batch)
             self._step(batch)
+            if self._interruption.wanted:  # before the next batch, for which one may have to wait
+                return False
             self._save(after=self.settings.save_every)
-        return not self._interruption.wanted
+        return True
 
     def _step(self, batch: Batch) -> None:
         start = time.perf_counter()
@@ -188,7 +188,7 @@ class Loop:
             at.best, at.since_best = value, 0
             self.run.export(self.engine.updated(), BEST)
             self._write("save", step=at.step, best=True)
-        else:
+        elif at.epoch:  # the model as it was given is measured, too, but no epoch
             at.since_best += 1
 
     # ---- a closer look -----------------------------------------------------------------------------------------------
