@@ -25,7 +25,7 @@ from onward.errors import DataError, RecipeError, TrainingError, UnknownNameErro
 from onward.train.api import resume, train
 from onward.train.folder import Run
 from onward.train.loop import Loop
-from runs import QUIET, RECIPE, Arrays, digits, filled, interrupted_after, state
+from runs import QUIET, RECIPE, Arrays, digits, filled, interrupted_after, outputs, state
 
 
 @pytest.fixture
@@ -166,6 +166,19 @@ def test_interrupt_often(whole: Run, folder: Path, monkeypatch: pytest.MonkeyPat
         assert_same(run, whole)
 
 
+def test_what_a_kill_leaves_behind_is_removed(folder: Path) -> None:
+    onnx.save(digits_mlp(256), "large.onnx", save_as_external_data=True, location="large.bin", size_threshold=512)
+    run = train("large.onnx", "digits.npz", run="run", **RECIPE, **QUIET)
+    assert list(run.path.glob("training*.data"))
+    for name in ("training.9.data", "best.data", ".training.onnx.0a1b2c3d.tmp", ".last.onnx.0a1b2c3d.tmp"):
+        (run.path / name).write_bytes(b"half of it")
+    (run.path / "notes.txt").write_text("mine")
+    resume(run, epochs=2, quiet=True)
+    left = {path.name for path in run.path.iterdir() if path.read_bytes() == b"half of it"}
+    assert not left and (run.path / "notes.txt").exists()
+    assert np.isfinite(outputs(run.best, digits()["image"])).all()
+
+
 def test_a_run_goes_on_from_another_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     columns = ["image=digits.npz:image", "labels=digits.npz:labels"]
     for data in ("digits.npz", columns):
@@ -203,13 +216,14 @@ def test_weights_that_are_not_finite(folder: Path) -> None:
     assert np.isfinite(state(Run("run"))["w"]).all() and Run("run").progress["step"] == 3
 
 
-def test_data_that_end_in_the_run(folder: Path) -> None:
+def test_data_that_end_in_the_run(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     def batches() -> Iterator[Arrays]:
         yield {name: array[:16] for name, array in digits().items()}
         raise DataError("the file is gone")
 
     with pytest.raises(DataError, match="the file is gone"):
-        train(digits_mlp(), batches, run="run", **RECIPE, **QUIET)
+        train(digits_mlp(), batches, run="run", threads=1, **RECIPE)
+    assert "saved after step 1: `onward train --resume run` goes on" in capfd.readouterr().err
     run = Run("run")
     assert run.progress["step"] == 1 and run.log[-1]["reason"] == "failed"
     data = digits()

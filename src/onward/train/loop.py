@@ -89,6 +89,9 @@ class Loop:
                 with contextlib.suppress(Exception):  # what went wrong first is what counts
                     self._save()
                     self._end("failed", started)
+                    self.progress.say(
+                        f"saved after step {self.at.step:,}: `onward train --resume {self.run.path}` goes on"
+                    )
                 if isinstance(error, OSError) and not isinstance(error, Error):
                     raise DataError(f"the data could not be read: {error}") from error
                 raise
