@@ -161,6 +161,17 @@ def test_a_last_batch_that_is_not_full(folder: Path, capfd: pytest.CaptureFixtur
         train(onward.prepare(model, **RECIPE), data, batch_size=16, **QUIET)
 
 
+def test_a_stream_with_a_last_batch_that_does_not_fit(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    data = digits(80)
+
+    def batches() -> Iterator[Arrays]:
+        yield from ({name: array[at : at + 32] for name, array in data.items()} for at in (0, 32, 64))
+
+    run = train(fixed(32), batches, validation=batches, epochs=2, run="run", threads=1, **RECIPE)
+    assert run.progress["step"] == 4
+    assert capfd.readouterr().err.count("a batch of 16 was left out, since the model takes 32") == 1
+
+
 def accuracy_in_batches(model: onward.Model, data: Arrays, size: int) -> float:
     rows = np.arange(-(-len(data["labels"]) // size) * size) % len(data["labels"])
     logits = [outputs(model, data["image"][part]) for part in rows.reshape(-1, size)]

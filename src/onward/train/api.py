@@ -141,7 +141,7 @@ def _go(
     quiet: bool,
     notes: Sequence[str],
 ) -> Run:
-    settings = Settings(config.epochs, config.patience, config.save_every, config.tensorboard, quiet)
+    settings = Settings(config.epochs, config.patience, config.save_every, config.tensorboard, quiet, feed.size)
     parameters = [s.value.const_value for s in states(engine.model) if s.role == "parameter"]
     opening = {
         "model": config.model,

@@ -18,6 +18,8 @@ class Feed:
     validation: Batches | None
     notes: list[str]
     """What the user should know about them."""
+    size: int | None = None
+    """The only size of batch that the model takes."""
 
 
 def feeds(engine: Engine, config: Config) -> Feed:
@@ -60,7 +62,7 @@ def feeds(engine: Engine, config: Config) -> Feed:
         notes[f"{rest} rows of each epoch do not fill a batch of {fixed}, and are left out (`last` says otherwise)"] = (
             None
         )
-    return Feed(training, batches(held_out, False, "pad") if held_out is not None else None, list(notes))
+    return Feed(training, batches(held_out, False, "pad") if held_out is not None else None, list(notes), fixed)
 
 
 def _fixed_size(engine: Engine) -> int | None:

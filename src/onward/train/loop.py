@@ -39,6 +39,8 @@ class Settings:
     """Seconds after which the state is saved, also within an epoch."""
     tensorboard: bool = False
     quiet: bool = False
+    size: int | None = None
+    """The only size of batch that the model takes; others, which a stream may have, are left out."""
 
 
 class _NotFiniteError(Exception):
@@ -66,6 +68,7 @@ class Loop:
         self.measures, self.settings, self.at = measures, settings, at
         self._saved = (at.step, at.epoch, at.batch) if at.log else None
         self._saved_at = time.monotonic()
+        self._left_out = False
 
     def __call__(self, opening: Mapping[str, Any], notes: Sequence[str] = ()) -> str:
         """Go on until the end; why it ended. `opening` is what the log says first, `notes` are said to the user."""
@@ -140,6 +143,9 @@ class Loop:
     def _epoch(self) -> bool:
         """The batches of an epoch that are left; whether it was finished."""
         for batch in self.batches.epoch(self.at.epoch, start=self.at.batch):
+            if not self._fits(batch):
+                self.at.batch += 1
+                continue
             if self.at.batch == 0 or self.at.step % _LOOK_EVERY == 0:
                 self._look_at_gradients(batch)
             self._step(batch)
@@ -147,6 +153,15 @@ class Loop:
                 return False
             self._save(after=self.settings.save_every)
         return True
+
+    def _fits(self, batch: Batch) -> bool:
+        if self.settings.size in (None, samples := _samples(batch)):
+            return True
+        if not self._left_out:
+            text = f"a batch of {samples} was left out, since the model takes {self.settings.size}; so will be others"
+            self.progress.say(text)
+        self._left_out = True
+        return False
 
     def _step(self, batch: Batch) -> None:
         start = time.perf_counter()
@@ -174,7 +189,8 @@ class Loop:
             for index, batch in enumerate(source.epoch(0)):
                 if unless is not None and unless.wanted:
                     return
-                yield batch, source.samples(index) if source.is_padded else _samples(batch)
+                if self._fits(batch):
+                    yield batch, source.samples(index) if source.is_padded else _samples(batch)
 
         with averaged(self.engine):
             return evaluated(self.engine, batches(self.validation), self.measures)
