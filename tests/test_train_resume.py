@@ -147,20 +147,21 @@ def test_tensorboard_shows_each_step_once(whole: Run, folder: Path, monkeypatch:
 
 
 @pytest.mark.slow
-def test_interrupt_often(whole: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupt_often(whole: Run, folder: Path) -> None:
     rng = np.random.default_rng(0)
     for number in range(100):
-        run = None
-        while run is None or run.log[-1]["reason"] == "interrupted":
+        run, is_over = Run(f"run{number}"), False
+        while not is_over:
             timer = threading.Timer(rng.uniform(0.2, 1), os.kill, (os.getpid(), signal.SIGINT))
             timer.start()
             try:
-                if run is None:
-                    run = train("model.onnx", "data.npz", run=f"run{number}", **killed_runs.SETTINGS)
-                else:
+                if (run.path / "training.onnx").exists():
                     resume(run, quiet=True)
-            except KeyboardInterrupt:  # before the run began
-                run = None if run is None else run
+                else:
+                    train("model.onnx", "data.npz", run=run.path, **killed_runs.SETTINGS)
+                is_over = run.log[-1]["reason"] == "finished"
+            except KeyboardInterrupt:  # it came before the run listened, or after it
+                continue
             finally:
                 timer.cancel()
         assert_same(run, whole)
