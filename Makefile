@@ -17,7 +17,7 @@ PYTHON ?= $(shell for p in python3.11 python3; do \
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-9s %s\n", $$1, $$2}'
 
-demo: $(VENV)/.core ## run the main job on a small model
+demo: $(VENV)/.demo ## run the main job on a small model
 	$(BIN)/python examples/demo.py
 
 test: $(VENV)/.frameworks check ## the checks, then all tests but the slow ones, with every framework installed
@@ -53,6 +53,10 @@ $(BIN)/python:
 
 $(VENV)/.core: pyproject.toml requirements/constraints.txt | $(BIN)/python
 	$(PIP) -e .
+	@touch $@
+
+$(VENV)/.demo: $(VENV)/.core
+	$(PIP) -e '.[demo]'
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.core

@@ -13,7 +13,7 @@ import onnx
 
 import onward
 from models import digits_mlp, small_transformer
-from onward.train.log import Log
+from onward.training.log import Log
 
 STEPS_PER_EPOCH, BATCH = 45, 32
 STARTED = 1_790_000_000.0

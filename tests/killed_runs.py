@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import onward.run.onnxruntime  # noqa: F401 (slow to import, and so done once)
-from onward.train.api import resume, train
+from onward.training.api import resume, train
 
 SETTINGS: dict[str, Any] = {
     "epochs": 4,

@@ -17,8 +17,8 @@ from sklearn.datasets import load_digits
 
 from conftest import needs
 from onward.errors import DataError
-from onward.train.data import Batches, Column, ImageFormat, Stream, match, memory, open_data
-from onward.train.data.order import Order
+from onward.training.data import Batches, Column, ImageFormat, Stream, match, memory, open_data
+from onward.training.data.order import Order
 
 ROWS = 60
 

@@ -17,9 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onward.errors import DataError
-from onward.train.data import Batches, open_data, split
-from onward.train.data.order import Order
-from onward.train.data.prefetch import prefetched
+from onward.training.data import Batches, open_data, split
+from onward.training.data.order import Order
+from onward.training.data.prefetch import prefetched
 
 # ---- order -----------------------------------------------------------------------------------------------------------
 
@@ -165,7 +165,7 @@ def test_an_error_comes_where_its_item_would() -> None:
 PEAK = """
 import sys
 import numpy as np
-from onward.train.data import Batches, open_data
+from onward.training.data import Batches, open_data
 
 def peak():
     return next(int(line.split()[1]) // 1024 for line in open("/proc/self/status") if line.startswith("VmHWM"))

@@ -17,7 +17,7 @@ import pytest
 
 from conftest import needs
 from onward.errors import DataError, Error, UnknownNameError, UnsupportedError
-from onward.train.data import Batches, Column, dataset, match, open_data
+from onward.training.data import Batches, Column, dataset, match, open_data
 
 FLOAT, INT64, INT32, STRING = ir.DataType.FLOAT, ir.DataType.INT64, ir.DataType.INT32, ir.DataType.STRING
 
@@ -361,7 +361,7 @@ def test_other_classes_are_noticed(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["npy", "npz", pytest.param("arrow", marks=needs("pyarrow"))])
 def test_a_file_that_shrinks_is_an_error(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not the end of the process: that would be a SIGBUS."""
-    monkeypatch.setattr("onward.train.data.memory.LIMIT", 0)
+    monkeypatch.setattr("onward.training.data.memory.LIMIT", 0)
     values = np.zeros((1000, 100))
     path = tmp_path / f"x.{kind}"
     if kind == "npy":
@@ -393,7 +393,7 @@ def test_a_csv_that_changes_is_an_error(tmp_path: Path) -> None:
 
 
 def test_nothing_is_loaded_that_is_not_used() -> None:
-    code = "import sys, onward.train.data; print({'pyarrow', 'PIL', 'torch', 'pandas'} & sys.modules.keys())"
+    code = "import sys, onward.training.data; print({'pyarrow', 'PIL', 'torch', 'pandas'} & sys.modules.keys())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "set()", done.stdout + done.stderr
 

@@ -15,9 +15,9 @@ import pytest
 from rich.console import Console
 
 from conftest import needs
-from onward.train.log import Log, read_log
-from onward.train.progress import Progress, duration
-from onward.train.tensorboard import EventWriter
+from onward.training.log import Log, read_log
+from onward.training.progress import Progress, duration
+from onward.training.tensorboard import EventWriter
 
 # ---- the log ---------------------------------------------------------------------------------------------------------
 

@@ -13,8 +13,8 @@ import sklearn.metrics as sk
 from hypothesis import given, settings
 
 from models import digits_mlp, small_transformer
-from onward.train.api import train
-from onward.train.metrics import make
+from onward.training.api import train
+from onward.training.metrics import make
 
 pytestmark = pytest.mark.filterwarnings("ignore::sklearn.exceptions.UndefinedMetricWarning")
 

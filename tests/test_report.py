@@ -20,9 +20,9 @@ import onward
 from fake_runs import STEPS_PER_EPOCH, fake_run
 from models import digits_mlp
 from onward.cli.commands import app
-from onward.train.log import Log
-from onward.train.report.history import History, Series
-from onward.train.report.thinning import curve
+from onward.training.log import Log
+from onward.training.report.history import History, Series
+from onward.training.report.thinning import curve
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 VOID = {"meta", "input"}
@@ -348,7 +348,7 @@ def test_command(tmp_path: Path) -> None:
 
 
 def test_history_reads_what_a_log_wrote(tmp_path: Path) -> None:
-    from onward.train.log import read_log
+    from onward.training.log import read_log
 
     history = History().read(read_log(fake_run(tmp_path) / "log.jsonl"))
     assert history.steps_per_epoch == STEPS_PER_EPOCH and history.step == 225 and history.best == 180

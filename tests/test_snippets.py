@@ -1,7 +1,8 @@
 """What the README and the documentation show is executed: Python blocks, and `$ onward ...` lines of console blocks.
 
-The blocks of a file run in order, in one namespace, in an empty folder that holds a `digits.onnx`. A block whose info
-string says `no-run` (```python no-run) is only shown. A command must succeed; what it prints may differ from the page.
+The blocks of a file run in order, in one namespace, in a folder that holds a `digits.onnx` and a `digits.npz`. A block
+whose info string says `no-run` (```python no-run) is only shown. A command must succeed; what it prints may differ
+from the page.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import onnx
 import pytest
 from markdown_it import MarkdownIt
@@ -61,6 +63,8 @@ def run(block: Block, namespace: dict[str, Any], file: Path) -> None:
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     onnx.save(digits_mlp(), tmp_path / "digits.onnx")
+    rng = np.random.default_rng(0)
+    np.savez(tmp_path / "digits.npz", image=rng.random((200, 64), np.float32), labels=rng.integers(0, 10, 200))
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

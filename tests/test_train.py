@@ -13,8 +13,8 @@ from onnx import numpy_helper
 import onward
 from models import digits_mlp, small_cnn
 from onward.errors import DataError, UnsupportedError
-from onward.train.api import find_lr, resume, train
-from onward.train.folder import Run
+from onward.training.api import find_lr, resume, train
+from onward.training.folder import Run
 from runs import QUIET, RECIPE, Arrays, accuracy, digits, filled, outputs, state
 
 

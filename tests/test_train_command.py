@@ -10,8 +10,8 @@ import onnx
 import pytest
 
 import onward
-from onward.train.api import train
-from onward.train.folder import Run
+from onward.training.api import train
+from onward.training.folder import Run
 from runs import QUIET, filled, interrupted_after, state
 
 

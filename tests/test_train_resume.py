@@ -22,9 +22,9 @@ import onward
 from conftest import needs
 from models import digits_mlp
 from onward.errors import DataError, RecipeError, TrainingError, UnknownNameError, UnsupportedError, WriteError
-from onward.train.api import resume, train
-from onward.train.folder import Run
-from onward.train.loop import Loop
+from onward.training.api import resume, train
+from onward.training.folder import Run
+from onward.training.loop import Loop
 from runs import QUIET, RECIPE, Arrays, digits, filled, interrupted_after, outputs, state
 
 
@@ -267,7 +267,7 @@ def test_a_full_disk(whole: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_full_disk_while_the_log_is_written(whole: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from onward.train.log import Log
+    from onward.training.log import Log
 
     def fails(self: Log, event: str, /, **values: Any) -> None:
         if event == "step" and values["step"] > 3:

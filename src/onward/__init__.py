@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from onward.model import Model, Step, read
     from onward.numeric import check_gradients
     from onward.recipe import Recipe, add_lora, load_adapter, merge_lora, prepare, replace_head, save_adapter
-    from onward.train.report import report
+    from onward.training.api import find_lr, resume, train
+    from onward.training.report import report
     from onward.transform import add_prefix, convert_opset, extract, inline, merge, refresh, rename, strip
 
 _HOME = {
@@ -39,6 +40,7 @@ _HOME = {
     "convert_opset": "transform",
     "describe": "inspect",
     "extract": "transform",
+    "find_lr": "training.api",
     "gradient": "differentiate",
     "inline": "transform",
     "jvp": "differentiate",
@@ -51,9 +53,11 @@ _HOME = {
     "refresh": "transform",
     "rename": "transform",
     "replace_head": "recipe",
-    "report": "train.report",
+    "report": "training.report",
+    "resume": "training.api",
     "save_adapter": "recipe",
     "strip": "transform",
+    "train": "training.api",
     "vjp": "differentiate",
 }
 
@@ -70,6 +74,7 @@ __all__ = [
     "convert_opset",
     "describe",
     "extract",
+    "find_lr",
     "gradient",
     "inline",
     "jvp",
@@ -83,13 +88,17 @@ __all__ = [
     "rename",
     "replace_head",
     "report",
+    "resume",
     "save_adapter",
     "strip",
+    "train",
     "vjp",
 ]
 
 
 def __getattr__(name: str) -> Any:
+    if name == "run":  # the engines, as `onward.run.load`
+        return importlib.import_module("onward.run")
     if name not in _HOME:
         raise AttributeError(f"module 'onward' has no attribute {name!r}")
     value = getattr(importlib.import_module(f"onward.{_HOME[name]}"), name)

@@ -28,7 +28,7 @@ def report(
     still be going on; making the page again brings it up to date.
     """
     from onward.inspect.wording import size
-    from onward.train.report import report as write
+    from onward.training.report import report as write
 
     with working(f"reading {run}"):
         path = write(run, output)

@@ -17,8 +17,8 @@ from onward.cli.failure import INTERRUPTED, Misuse
 from onward.cli.saving import Target, target
 
 if TYPE_CHECKING:
-    from onward.train.folder import Run
-    from onward.train.rates import Rates
+    from onward.training.folder import Run
+    from onward.training.rates import Rates
 
 
 def _option(panel: str, *flags: str, metavar: str | None, help: str) -> Any:
@@ -147,7 +147,7 @@ def train(
     chosen: dict[str, Any] = {name: None if (v := context.params[name]) in ((), []) else v for name in names}
     recipe = recipes.recipe(**chosen)
     import onward
-    from onward.train import api
+    from onward.training import api
 
     source = onward.read(str(model))
     if source.is_training_model:
@@ -198,8 +198,8 @@ _FLAGS = {"mapping": "map"}
 
 
 def _resume(context: typer.Context, run: Path) -> None:
-    from onward.train.api import resume
-    from onward.train.folder import Run
+    from onward.training.api import resume
+    from onward.training.folder import Run
 
     given = context.params
     folder, output = Run(run), given["output"]

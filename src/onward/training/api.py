@@ -1,0 +1,201 @@
+"""`onward.train` and `onward.resume`."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from onward.errors import RecipeError
+from onward.model import Model, Source, read
+from onward.model.state import states
+from onward.recipe import replace_head
+from onward.recipe.spec import arguments
+from onward.run import Engine, load
+from onward.training.config import Config, Last
+from onward.training.evaluation import Measures
+from onward.training.feed import Feed, feeds
+from onward.training.folder import Place, Run
+from onward.training.loop import Loop, Settings
+from onward.training.objective import Objective, objectives
+from onward.training.preparation import prepared
+from onward.training.rates import find_lr
+
+__all__ = ["find_lr", "resume", "train"]
+
+
+def train(
+    model: Source,
+    data: Any,
+    *,
+    epochs: int = 1,
+    batch_size: int | None = None,
+    validation: Any = None,
+    run: str | os.PathLike[str] | None = None,
+    columns: Mapping[str, str | Sequence[str]] | None = None,
+    shuffle: bool = True,
+    last: Last = "keep",
+    seed: int = 0,
+    metrics: Sequence[str] | str | None = None,
+    monitor: str | None = None,
+    patience: int | None = None,
+    save_every: float = 60.0,
+    tensorboard: bool = False,
+    engine: str = "onnxruntime",
+    device: str = "cpu",
+    threads: int | None = None,
+    recompute: Any = None,
+    quiet: bool = False,
+    **recipe: Any,
+) -> Run:
+    """Train a model on data. What comes back is a folder with everything: `run.best` is the model to use.
+
+    - `model`: a training model, or any model and a recipe: `loss=...`, `optimizer=...` as in `onward.prepare`
+    - `data`: a path (.npz, .csv, .parquet, a folder of images ...), arrays by name, or anything that gives batches
+    - `batch_size`: 32 unless given; a model for one size of batch is made to take any, where that is possible
+    - `validation`: more data, or a share of it that is kept apart, such as 0.1
+    - `run`: the folder; a new one below `runs/` if it is not given
+    - `columns`: input of the model -> column of the data, where names and shapes do not say it
+    - `last`: what happens to a last batch that is not full: `"keep"`, `"drop"` or `"pad"`
+    - `metrics`: measured on the validation data, such as `"accuracy"`; by default what suits the loss
+    - `monitor`: the metric that decides which model is the best; `patience`: epochs to wait for a better one
+    - `save_every`: seconds after which the state is saved, also within an epoch
+    - `recompute`: saves memory, as in `onward.gradient`
+
+    Ctrl-C finishes the step, saves and returns; `onward.resume` goes on as if nothing had happened.
+    """
+    original = read(model)
+    _check(epochs, patience, validation)
+    folder = Run(run) if run is not None else _new_folder(original)
+    folder.refuse_if_in_use()
+    training, batch_size, notes = prepared(original, batch_size, recipe, seed)
+    if "new_head" in recipe:  # then what is trained is not what was given
+        head = arguments(replace_head, recipe["new_head"])
+        original = replace_head(original, **{"seed": seed, **head})
+    config = Config(
+        model=str(original.path or "model.onnx"),
+        data=data,
+        epochs=epochs,
+        batch_size=batch_size,
+        validation=validation,
+        columns=dict(columns or {}),
+        shuffle=shuffle,
+        last=last,
+        seed=seed,
+        metrics=_metrics(training, metrics),
+        monitor=monitor,
+        patience=patience,
+        save_every=save_every,
+        tensorboard=tensorboard,
+        engine=engine,
+        device=device,
+        threads=threads,
+        recompute=recompute,
+    )
+    measures = _measures(training, config)
+    with _engine(training, config) as loaded:
+        feed = feeds(loaded, config)
+        folder.start(original, config.to_json())
+        return _go(folder, loaded, config, feed, measures, Place(), quiet, notes)
+
+
+def resume(
+    run: str | os.PathLike[str] | Run,
+    data: Any = None,
+    *,
+    validation: Any = None,
+    epochs: int | None = None,
+    quiet: bool = False,
+) -> Run:
+    """Go on with a run, as if nothing had happened. Data that came from Python must be given again.
+
+    `epochs` is how many there are in all: with more of them, a run that has ended goes on.
+    """
+    folder = run if isinstance(run, Run) else Run(run)
+    training = folder.model
+    config = Config.from_json(folder.config, folder.path, data=data, validation=validation, epochs=epochs)
+    place = Place.of(training)
+    notes = [f"{place.epoch} of {config.epochs} epochs are done"] if place.epoch >= config.epochs else []
+    with _engine(training, config) as loaded:
+        feed = feeds(loaded, config)
+        folder.configure(config.to_json())
+        return _go(folder, loaded, config, feed, _measures(training, config), place, quiet, notes)
+
+
+def _engine(training: Model, config: Config) -> Engine:
+    return load(
+        training, engine=config.engine, device=config.device, threads=config.threads, recompute=config.recompute
+    )
+
+
+def _go(
+    run: Run,
+    engine: Engine,
+    config: Config,
+    feed: Feed,
+    measures: Measures,
+    at: Place,
+    quiet: bool,
+    notes: Sequence[str],
+) -> Run:
+    settings = Settings(config.epochs, config.patience, config.save_every, config.tensorboard, quiet, feed.size)
+    parameters = [s.value.const_value for s in states(engine.model) if s.role == "parameter"]
+    opening = {
+        "model": config.model,
+        "parameters": sum(tensor.size for tensor in parameters if tensor is not None),
+        "recipe": engine.model.step().fact("train.recipe"),
+        "config": config.to_json(),
+        "device": config.device,
+        "engine": config.engine,
+    }
+    loop = Loop(run, engine, feed.training, feed.validation, measures, settings, at)
+    loop(opening, [*notes, *feed.notes])
+    return run
+
+
+# ---- before the run --------------------------------------------------------------------------------------------------
+
+
+def _check(epochs: int, patience: int | None, validation: Any) -> None:
+    if epochs < 0:
+        raise RecipeError(f"a run cannot have {epochs} epochs", hint="use 1 or more")
+    if patience is not None and patience < 1:
+        raise RecipeError(f"one cannot wait for {patience} epochs", hint="use a `patience` of 1 or more")
+    if patience is not None and validation is None:
+        raise RecipeError(
+            "`patience` waits for better results on validation data, and there are none",
+            hint="give some, or a share of the data: `validation=0.1` (`--validation 0.1`)",
+        )
+
+
+_SUITABLE = {
+    **dict.fromkeys(("cross_entropy", "nll", "binary_cross_entropy", "bce_with_logits", "hinge"), "accuracy"),
+    **dict.fromkeys(("mse", "l1", "huber", "smooth_l1"), "mae"),
+}
+"""What to measure, where the loss is the only one and nothing else is said."""
+_THRESHOLDS = {"binary_cross_entropy": 0.5, "bce_with_logits": 0.0, "hinge": 0.0, "squared_hinge": 0.0}
+"""Losses of decisions, and the outputs above which they mean yes."""
+
+
+def _metrics(training: Model, given: Sequence[str] | str | None) -> tuple[str, ...]:
+    if given is not None:
+        return (given,) if isinstance(given, str) else tuple(given)
+    losses = objectives(training)
+    return (_SUITABLE[losses[0].name],) if len(losses) == 1 and losses[0].name in _SUITABLE else ()
+
+
+def _measures(training: Model, config: Config) -> Measures:
+    loss = next(iter(objectives(training)), Objective(""))
+    monitor = config.monitor or (config.metrics[0] if config.metrics else "loss")
+    threshold = _THRESHOLDS.get(loss.name)
+    return Measures(config.metrics, loss.output, loss.target, monitor, axis=loss.axis, threshold=threshold)
+
+
+def _new_folder(model: Model) -> Run:
+    name = model.path.stem if model.path else model.graph.name or "model"
+    stem = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    names = itertools.chain([stem], (f"{stem}-{number}" for number in itertools.count(2)))
+    return Run(next(path for name in names if not (path := Path("runs") / name).exists()))

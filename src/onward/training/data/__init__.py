@@ -1,0 +1,20 @@
+"""Data to train on: from files and objects of many kinds to batches that fit a model.
+
+    data = open_data("digits.npz")
+    matched = match(data.columns, inputs)
+    for batch in Batches(data, matched, size=32, seed=0).epoch(0):
+        ...
+
+Data may be larger than memory: what is not small is read row by row, in an order that is computed and not stored.
+"""
+
+from onward.training.data.batches import Batches
+from onward.training.data.dataset import Batch, Column, Dataset
+from onward.training.data.fitting import Binding
+from onward.training.data.images import ImageFormat
+from onward.training.data.matching import match
+from onward.training.data.sources import open_data
+from onward.training.data.streams import Stream
+from onward.training.data.views import split
+
+__all__ = ["Batch", "Batches", "Binding", "Column", "Dataset", "ImageFormat", "Stream", "match", "open_data", "split"]

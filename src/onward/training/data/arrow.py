@@ -1,0 +1,160 @@
+"""Columns of Arrow: `.arrow` and `.feather` files, and data sets that Hugging Face `datasets` saved to a folder.
+
+These files are mapped, unlike others: where their rows are only Arrow knows, which wants the whole. So that a file
+that shrinks is an error and does not end the process, its size is looked at before each batch; what remains is the
+moment between. What was read stays mapped and counts as memory, but the system takes it back when it needs it.
+Files that are compressed would be copied to memory whole, so they are converted once, as Parquet is.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from onward.errors import DataError
+from onward.training.data.arrow_values import Reader, pyarrow
+from onward.training.data.dataset import Batch, Dataset, check_not_empty, known
+from onward.training.data.images import ImageFormat
+from onward.training.data.records import Conversion, Records
+from onward.training.data.views import joined
+
+
+def open_arrow(path: Path, images: ImageFormat) -> Dataset:
+    file = _File(path, is_mapped=True)
+    lengths, is_mapped = _survey(file)
+    check_not_empty(sum(lengths), str(path))
+    if is_mapped:
+        return _Mapped(path, [batch for batch in file if batch.num_rows], images)
+    return _converted(path, sum(lengths), images)
+
+
+def open_saved(folder: Path, images: ImageFormat) -> Dataset:
+    """A folder that `Dataset.save_to_disk` wrote; `datasets` itself is not needed to read it."""
+    if (folder / "dataset_dict.json").exists():
+        splits = [str(split) for split in _json(folder / "dataset_dict.json").get("splits", [])]
+        hint = "name one: " + " or ".join(str(folder / split) for split in splits)
+        raise DataError(f"{folder} holds {len(splits)} data sets: {', '.join(splits)}", hint=hint)
+    try:
+        files = [folder / Path(file["filename"]).name for file in _json(folder / "state.json")["_data_files"]]
+    except (KeyError, TypeError):
+        raise DataError(f"{folder / 'state.json'} does not name the files of the data set") from None
+    check_not_empty(len(files), str(folder))
+    return joined([open_arrow(file, images) for file in files], folder.name)
+
+
+class _Mapped:
+    """Rows of a mapped file."""
+
+    def __init__(self, path: Path, batches: list[Any], images: ImageFormat):
+        self._path, self._size = path, path.stat().st_size
+        self._batches = batches
+        self._starts = [0, *itertools.accumulate(batch.num_rows for batch in batches)]
+        self._reader = Reader(batches[0], images, path.name)
+        self._views: dict[tuple[str, int], np.ndarray] = {}
+        self.columns = self._reader.columns
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    def take(self, indices: np.ndarray, columns: Sequence[str] | None = None) -> Batch:
+        wanted = known(columns, self.columns, self._path.name)
+        if len(indices) and not 0 <= indices.min() <= indices.max() < len(self):
+            raise IndexError(f"rows {indices.min()} to {indices.max()} of {len(self)}")
+        self._check_size()
+        places = np.searchsorted(self._starts, indices, side="right") - 1
+        return {name: self._column(name, indices, places) for name in wanted}
+
+    def row(self, index: int) -> str:
+        return f"row {index:,} of {self._path.name}"
+
+    def _column(self, name: str, indices: np.ndarray, places: np.ndarray) -> np.ndarray:
+        column = self.columns[name]
+        out = np.empty((len(indices), *(dim or 0 for dim in column.shape)), column.dtype)
+        for place in np.unique(places).tolist():
+            here = np.flatnonzero(places == place)
+            out[here] = self._rows(name, place, indices[here])
+        return out
+
+    def _rows(self, name: str, place: int, indices: np.ndarray) -> np.ndarray:
+        """Rows of one batch. What is stored as numbers is looked at in place: Arrow's own way is much slower."""
+        values, start = self._batches[place].column(name), self._starts[place]
+        if self._reader.is_encoded(name):
+            return self._reader.array(name, values.take(pyarrow().array(indices - start)), indices)
+        if (name, place) not in self._views:
+            self._views[name, place] = self._reader.array(name, values, range(start, start + len(values)))
+        return self._views[name, place][indices - start]
+
+    def _check_size(self) -> None:
+        try:
+            size = self._path.stat().st_size
+        except OSError:
+            return  # its name is gone; what is open can still be read
+        if size < self._size:
+            hint = "leave data as they are until the run is over; the run can be resumed"
+            raise DataError(f"{self._path} has become shorter since it was opened", hint=hint)
+
+
+def _converted(path: Path, length: int, images: ImageFormat) -> Records:
+    first = next(batch for batch in _File(path) if batch.num_rows)
+    reader = Reader(first, images, path.name)
+
+    def chunks(names: Sequence[str]) -> Iterator[Batch]:
+        row = 0
+        for batch in _File(path):
+            yield reader.batch(names, batch, row)
+            row += batch.num_rows
+
+    return Records(Conversion(reader.columns, length, chunks, lambda index: f"row {index:,} of {path.name}", path.name))
+
+
+# ---- reading ---------------------------------------------------------------------------------------------------------
+
+
+class _File:
+    """The batches of rows in a file."""
+
+    def __init__(self, path: Path, is_mapped: bool = False):
+        self._path, self._is_mapped = path, is_mapped
+        self.extent = range(0)  # the addresses of the file in memory, if it is mapped
+
+    def __iter__(self) -> Iterator[Any]:
+        pa = pyarrow()
+        try:
+            source = pa.memory_map(str(self._path)) if self._is_mapped else pa.OSFile(str(self._path))
+            if self._is_mapped:
+                source = source.read_buffer()
+                self.extent = range(source.address, source.address + source.size)
+            try:
+                file = pa.ipc.open_file(source)
+            except pa.ArrowInvalid:  # `datasets` writes the other format: a stream, without the index at the end
+                if not self._is_mapped:
+                    source.seek(0)
+                yield from pa.ipc.open_stream(source)
+            else:
+                yield from map(file.get_batch, range(file.num_record_batches))
+        except (OSError, pa.ArrowException) as error:
+            raise DataError(f"{self._path} is not a whole Arrow file: {error}") from None
+
+
+def _survey(file: _File) -> tuple[list[int], bool]:
+    """The number of rows of each batch, and whether batches are the file's own bytes, not copies."""
+    lengths: list[int] = []
+    is_mapped = True
+    for batch in file:
+        lengths.append(batch.num_rows)
+        buffers = [buffer for column in batch.columns for buffer in column.buffers() if buffer and buffer.size]
+        is_mapped &= all(buffer.address in file.extent for buffer in buffers)
+    return lengths, is_mapped
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DataError(f"cannot read {path}: {error}") from None
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,179 @@
+"""Batches for a model: rows in an order that depends on seed and epoch alone, converted, checked and fetched ahead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Literal
+
+import numpy as np
+
+from onward.errors import DataError
+from onward.training.data.dataset import Batch, Dataset
+from onward.training.data.fitting import Binding
+from onward.training.data.order import Order
+from onward.training.data.prefetch import prefetched
+from onward.training.data.streams import Stream
+
+_ORDERED_AT_ONCE = 1 << 16  # rows whose order is computed together
+
+
+class Batches:
+    """Batches of data or of a stream, epoch by epoch.
+
+    - `size`, `shuffle`, `seed` and `last` are for data. A stream has batches and an order of its own.
+    - `last` says what becomes of rows that do not fill a batch: "keep" (a smaller one), "drop", or "pad" (filled up
+      with the first rows of the epoch; `samples` says how many are not).
+    - `classes` are the numbers of classes of inputs that are labels, which must be less than that, or be `ignore`.
+    - `ahead` batches are fetched while one is used; 0 for none.
+    """
+
+    def __init__(
+        self,
+        data: Dataset | Stream,
+        matched: Mapping[str, Binding | str],
+        size: int = 32,
+        *,
+        shuffle: bool = True,
+        seed: int = 0,
+        last: Literal["keep", "drop", "pad"] = "keep",
+        classes: Mapping[str, int] | None = None,
+        ignore: int | None = None,
+        ahead: int = 2,
+    ):
+        if size < 1:
+            raise DataError(f"a batch cannot have {size} rows", hint="use a size of at least 1")
+        if last not in ("keep", "drop", "pad"):
+            raise DataError(f"the last batch cannot be `{last}`", hint="use keep, drop or pad")
+        self._data = data
+        self._bindings = {name: _binding(given) for name, given in matched.items()}
+        self._names = list(dict.fromkeys(column for b in self._bindings.values() for column in b.columns))
+        self._size, self._shuffle, self._seed, self._last = size, shuffle, seed, last
+        self._classes, self._ignore, self._ahead = dict(classes or {}), ignore, ahead
+        self._check_columns()
+        if self.per_epoch == 0:
+            hint = "make batches smaller, or keep the last one"
+            raise DataError(f"{self._rows:,} rows do not fill a batch of {size}, and the rest is dropped", hint=hint)
+
+    @property
+    def per_epoch(self) -> int | None:
+        """The number of batches in an epoch; None for a stream that does not know."""
+        if isinstance(self._data, Stream):
+            return self._data.batches_per_epoch
+        return self._rows // self._size if self._last == "drop" else -(-self._rows // self._size)
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether the last batch may hold rows that were there before: `samples` tells."""
+        return self._last == "pad" and isinstance(self._data, Dataset)
+
+    def samples(self, index: int) -> int:
+        """How many rows of batch `index` of an epoch of data are not padding."""
+        return max(0, min(self._rows - index * self._size, self._size))
+
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
+        """The batches of an epoch, beginning with number `start`: exactly those that come when nothing is left out."""
+        batches = self._of_stream(epoch, start) if isinstance(self._data, Stream) else self._of_data(epoch, start)
+        return prefetched(batches, self._ahead) if self._ahead else batches
+
+    # ---- where batches come from ----
+
+    def _of_data(self, epoch: int, start: int) -> Iterator[Batch]:
+        assert isinstance(self._data, Dataset)
+        for rows in self._orders(epoch, start):
+            yield self._made(self._data.take(rows, self._names), partial(_row, self._data, rows))
+
+    def _orders(self, epoch: int, start: int) -> Iterator[np.ndarray]:
+        """The rows of each batch. Their order is computed piece by piece, so that it takes no memory."""
+        order = Order(self._rows, self._seed, epoch) if self._shuffle else np.asarray
+        at_once = max(_ORDERED_AT_ONCE // self._size, 1)
+        count = self.per_epoch or 0
+        for first in range(start, count, at_once):
+            end = min(first + at_once, count) * self._size
+            positions = np.arange(first * self._size, end if self._last == "pad" else min(end, self._rows))
+            rows = order(positions % self._rows)
+            yield from (rows[at : at + self._size] for at in range(0, len(rows), self._size))
+
+    def _of_stream(self, epoch: int, start: int) -> Iterator[Batch]:
+        assert isinstance(self._data, Stream)
+        for number, batch in enumerate(self._data.epoch(epoch)):
+            if number < start:
+                continue
+            for name in self._names:
+                if name not in batch:
+                    raise DataError(f"batch {number:,} of the stream has no column `{name}`, as the first one has")
+            yield self._made(batch, f"sample {{:,}} of batch {number:,}".format)
+
+    # ---- what is made of them ----
+
+    @property
+    def _rows(self) -> int:
+        assert isinstance(self._data, Dataset)
+        return len(self._data)
+
+    def _made(self, batch: Batch, where: Callable[[int], str]) -> Batch:
+        made: Batch = {}
+        for name, binding in self._bindings.items():
+            for column in binding.columns:
+                _check_numbers(column, batch[column], binding.dtype, where)
+            made[name] = binding(batch)
+            if name in self._classes:
+                self._check_labels(name, made[name], where)
+        return made
+
+    def _check_columns(self) -> None:
+        for name, binding in self._bindings.items():
+            for column in binding.columns:
+                there = self._data.columns.get(column)
+                if there is None:
+                    raise DataError(f"the data have no column `{column}`, which input `{name}` takes")
+                if binding.classes is not None and there.classes != binding.classes:
+                    hint = "both must have the same classes in the same order; or split one data set"
+                    listed = f"{_few(there.classes)}, not {_few(binding.classes)}"
+                    raise DataError(f"column `{column}` has other classes than it had before: {listed}", hint=hint)
+
+    def _check_labels(self, name: str, labels: np.ndarray, where: Callable[[int], str]) -> None:
+        classes = self._classes[name]
+        if labels.size and 0 <= labels.min() <= labels.max() < classes:
+            return
+        is_wrong = (labels < 0) | (labels >= classes)
+        if self._ignore is not None:
+            is_wrong &= labels != self._ignore
+        if is_wrong.any():
+            at = np.argwhere(is_wrong)[0]
+            hint = f"labels go from 0 to {classes - 1}; check that they do not begin at 1"
+            message = (
+                f"label {labels[tuple(at)]} in {where(at[0])} is out of range: input `{name}` has {classes} classes"
+            )
+            raise DataError(message, hint=hint)
+
+
+def _row(data: Dataset, rows: np.ndarray, at: int) -> str:
+    return data.row(int(rows[at]))
+
+
+def _binding(given: Binding | str) -> Binding:
+    return Binding((given,)) if isinstance(given, str) else given
+
+
+def _few(classes: tuple[str, ...] | None) -> str:
+    return ", ".join((classes or ("none",))[:3]) + (", ..." if len(classes or ()) > 3 else "")
+
+
+def _check_numbers(column: str, values: np.ndarray, wanted: np.dtype | None, where: Callable[[int], str]) -> None:
+    """No NaN, which would spread to every weight, and no whole number that its new type cannot hold.
+
+    Infinity may be meant: masks of attention have it.
+    """
+    if not values.size:
+        return
+    if values.dtype.kind == "f" and np.isnan(values.min()):  # the least of numbers is NaN if one is, without a copy
+        at = np.argwhere(np.isnan(values))[0]
+        hint = "fill in what is missing, or leave the row out"
+        raise DataError(f"column `{column}` is NaN (not a number) in {where(at[0])}", hint=hint)
+    if wanted is None or wanted.kind not in "iu" or values.dtype.kind not in "iu" or np.can_cast(values.dtype, wanted):
+        return
+    limits = np.iinfo(wanted)
+    if values.min() < limits.min or values.max() > limits.max:
+        at = np.argwhere((values < limits.min) | (values > limits.max))[0]
+        raise DataError(f"column `{column}` is {values[tuple(at)]} in {where(at[0])}, too large for {wanted.name}")

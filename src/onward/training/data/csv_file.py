@@ -1,0 +1,178 @@
+"""CSV: a header and a value per cell. Columns are whole numbers, numbers, or text.
+
+A first pass finds types and problems, a second converts. Text becomes the numbers of its classes, the distinct texts in
+sorted order, as folders of images do. A cell that is missing matters only where its column is used.
+"""
+
+from __future__ import annotations
+
+import csv
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from onward.errors import DataError
+from onward.training.data.dataset import Batch, Column
+from onward.training.data.records import Conversion, Records
+
+_CHUNK = 4096  # rows
+_MOST_CLASSES = 10_000  # text with more different values is no class but prose
+
+
+@dataclass
+class _Kind:
+    """What the cells of a column have been so far."""
+
+    number: type[int] | type[float] | None = int  # None: text
+    why_text: str = ""  # the first cell that is no number
+    missing: str = ""  # the first line without a value
+    texts: set[str] = field(default_factory=set)
+    has_all_texts: bool = True  # not if there were numbers first, whose cells were not kept
+
+
+@dataclass
+class _Chunk:
+    first_row: int
+    lines: list[int]  # the line on which each row ends: a quoted cell may hold several
+    cells: list[tuple[str, ...]]  # by column
+
+
+def open_csv(path: Path) -> Records:
+    names, chunks = _read(path)
+    kinds = [_Kind() for _ in names]
+    length, lines_are_rows = 0, True
+    for chunk in chunks:
+        lines_are_rows &= chunk.lines == list(range(chunk.first_row + 2, chunk.first_row + 2 + len(chunk.lines)))
+        length += len(chunk.lines)
+        for kind, cells in zip(kinds, chunk.cells, strict=True):
+            _look(kind, cells, chunk)
+    if not all(kind.has_all_texts for kind in kinds):
+        for chunk in _read(path)[1]:
+            for kind, cells in zip(kinds, chunk.cells, strict=True):
+                _keep_texts(kind, cells)
+    columns = {name: _column(kind) for name, kind in zip(names, kinds, strict=True)}
+
+    def convert(wanted: Sequence[str]) -> Iterator[Batch]:
+        for name in wanted:
+            if line := kinds[names.index(name)].missing:
+                hint = "fill it in, leave the row out, or use another column"
+                raise DataError(f"{line} of {path} has no value in column `{name}`", hint=hint)
+        for chunk in _read(path)[1]:
+            yield {name: _values(columns[name], chunk.cells[names.index(name)], path) for name in wanted}
+
+    def row(index: int) -> str:
+        return f"line {index + 2:,} of {path.name}" if lines_are_rows else f"row {index:,} of {path.name}"
+
+    return Records(Conversion(columns, length, convert, row, path.name))
+
+
+# ---- reading ---------------------------------------------------------------------------------------------------------
+
+
+def _read(path: Path) -> tuple[list[str], Iterator[_Chunk]]:
+    """The names in the header, and the rows below it."""
+    rows = _rows(path)
+    _, names = next(rows, (0, []))
+    _check_header(names, path)
+    return names, _chunks(rows, names, path)
+
+
+def _rows(path: Path) -> Iterator[tuple[int, list[str]]]:
+    """The line on which each row ends, and its cells; empty lines are passed over."""
+    line = 0
+    try:
+        with open(path, newline="", encoding="utf-8-sig") as file:
+            header = file.readline()
+            file.seek(0)
+            reader = csv.reader(file, delimiter=max(",;\t|", key=header.count), skipinitialspace=True, strict=True)
+            for cells in reader:
+                line = reader.line_num
+                if cells:
+                    yield line, cells
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not text in UTF-8: {error.reason} at byte {error.start:,}") from None
+    except csv.Error as error:
+        raise DataError(f"{path} is not CSV after line {line:,}: {error}") from None
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror or error}") from error
+
+
+def _check_header(names: list[str], path: Path) -> None:
+    hint = "the first line gives each column a name: length,width,label"
+    if not names:
+        raise DataError(f"{path} is empty", hint=hint)
+    if all(_is_number(name) for name in names):
+        raise DataError(f"{path} has no header: its first line holds numbers", hint=hint)
+    for name in names:
+        if not name.strip() or names.count(name) > 1:
+            raise DataError(f"the header of {path} has the name `{name}` more than once, or an empty one", hint=hint)
+
+
+def _chunks(rows: Iterator[tuple[int, list[str]]], names: list[str], path: Path) -> Iterator[_Chunk]:
+    first_row = 0
+    while part := list(itertools.islice(rows, _CHUNK)):
+        for line, cells in part:
+            if len(cells) != len(names):
+                raise DataError(f"line {line:,} of {path} has {len(cells)} cells, but the header has {len(names)}")
+        yield _Chunk(first_row, [line for line, _ in part], list(zip(*(cells for _, cells in part), strict=True)))
+        first_row += len(part)
+
+
+# ---- types -----------------------------------------------------------------------------------------------------------
+
+
+def _is_number(cell: str) -> bool:
+    try:
+        float(cell)
+    except ValueError:
+        return False
+    return "_" not in cell  # Python reads 1_000 as a number, others do not
+
+
+def _look(kind: _Kind, cells: tuple[str, ...], chunk: _Chunk) -> None:
+    if not kind.missing and not all(cells):
+        kind.missing = f"line {chunk.lines[cells.index('')]:,}"
+    if kind.number is int and not _all_convert(int, cells):
+        kind.number = float
+    if kind.number is float and not _all_convert(float, cells):
+        kind.number = None
+        at = next(at for at, cell in enumerate(cells) if cell and not _is_number(cell))
+        kind.why_text = f"`{cells[at][:20]}` on line {chunk.lines[at]:,}"
+        kind.has_all_texts = chunk.first_row == 0
+    _keep_texts(kind, cells)
+
+
+def _keep_texts(kind: _Kind, cells: tuple[str, ...]) -> None:
+    if kind.number is None and len(kind.texts) <= _MOST_CLASSES:
+        kind.texts.update(cells)
+
+
+def _all_convert(number: type[int] | type[float], cells: tuple[str, ...]) -> bool:
+    try:
+        values = list(map(number, filter(None, cells)))
+    except ValueError:
+        return False
+    fits = number is float or not values or (min(values) >= -(2**63) and max(values) < 2**63)
+    return fits and "_" not in "".join(cells)
+
+
+def _column(kind: _Kind) -> Column:
+    missing = f"no value on {kind.missing}" if kind.missing else ""
+    if kind.number is not None:
+        return Column(np.dtype(np.int64 if kind.number is int else np.float64), remark=missing)
+    remark = ", ".join(filter(None, [f"text: {kind.why_text}", missing]))
+    if len(kind.texts) > _MOST_CLASSES:
+        return Column(np.dtype(str), remark=remark)
+    return Column(np.dtype(np.int64), classes=tuple(sorted(kind.texts - {""})), remark=remark)
+
+
+def _values(column: Column, cells: tuple[str, ...], path: Path) -> np.ndarray:
+    numbers: dict[str, int] = {text: number for number, text in enumerate(column.classes or ())}
+    convert = numbers.__getitem__ if column.classes else (int if column.dtype.kind == "i" else float)
+    try:
+        return np.array(list(map(convert, cells)), column.dtype)
+    except (ValueError, KeyError, OverflowError) as error:
+        raise DataError(f"{path} has changed since it was opened: {error}") from None

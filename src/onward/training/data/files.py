@@ -1,0 +1,108 @@
+"""Arrays in files, read row by row.
+
+Files are read, not mapped. A mapped file that shrinks while it is used ends the process at once (SIGBUS), and with it
+a run that could have been saved; a read that comes back short is an error like any other. Pages of a mapped file also
+count as memory of the process. A read per row costs a microsecond or two, and the system's cache keeps what fits.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+
+from onward.errors import DataError
+from onward.training.data.memory import held
+
+
+class DataFile:
+    """A file to read from at any place; closed when nobody uses it any more."""
+
+    def __init__(self, file: IO[bytes], origin: str):
+        self.origin = origin
+        self.size = file.seek(0, 2)
+        self._file = file
+        self._lock = threading.Lock()  # a file has one position
+        weakref.finalize(self, file.close)
+
+    @classmethod
+    def open(cls, path: Path) -> DataFile:
+        try:
+            return cls(open(path, "rb", buffering=0), str(path))
+        except OSError as error:
+            raise DataError(f"cannot open {path}: {error.strerror or error}") from error
+
+    @classmethod
+    def temporary(cls, fill: Callable[[IO[bytes]], None], origin: str) -> DataFile:
+        """A copy of something, without a name where the system allows that, gone with the process or before."""
+        file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 # closed like the others
+        try:
+            fill(file)
+        except OSError as error:
+            file.close()
+            message = f"cannot make a temporary copy of {origin}: {error.strerror or error}"
+            raise DataError(message, hint="it takes space on the disk; TMPDIR says on which one") from error
+        except BaseException:
+            file.close()
+            raise
+        return cls(file, f"the temporary copy of {origin}")
+
+    def read(self, at: int, count: int) -> bytes:
+        """Some bytes, fewer where the file ends."""
+        buffer = np.empty(max(min(count, self.size - at), 0), np.uint8)
+        self.read_into(buffer, at)
+        return buffer.tobytes()
+
+    def read_into(self, buffer: np.ndarray, at: int) -> None:
+        """Fill a flat buffer of bytes."""
+        view = buffer.data
+        try:
+            with self._lock:
+                self._file.seek(at)
+                while view.nbytes:  # a system may return less than asked for, and does beyond 2 GiB
+                    count = self._file.readinto(view)  # type: ignore[attr-defined] # raw files have it
+                    if not count:
+                        hint = "leave data as they are until the run is over; the run can be resumed"
+                        raise DataError(f"{self.origin} has become shorter since it was opened", hint=hint)
+                    view = view[count:]
+        except OSError as error:
+            raise DataError(f"cannot read {self.origin}: {error.strerror or error}") from error
+
+
+class FileRows:
+    """An array in a file, in C order, of which rows are read when asked for."""
+
+    def __init__(self, file: DataFile, offset: int, dtype: np.dtype, shape: tuple[int, ...]):
+        self.dtype, self.shape = dtype, shape
+        self._file, self._offset = file, offset
+        self._row_bytes = dtype.itemsize * int(np.prod(shape[1:], dtype=np.int64))
+
+    def __getitem__(self, indices: np.ndarray) -> np.ndarray:
+        if len(indices) and not 0 <= indices.min() <= indices.max() < self.shape[0]:
+            raise IndexError(f"rows {indices.min()} to {indices.max()} of {self.shape[0]}")
+        raw = np.empty(len(indices) * self._row_bytes, np.uint8)
+        breaks = np.flatnonzero(np.diff(indices) != 1) + 1  # neighbours are read at once
+        for start, stop in zip([0, *breaks.tolist()], [*breaks.tolist(), len(indices)], strict=True):
+            if start < stop:
+                part = raw[start * self._row_bytes : stop * self._row_bytes]
+                self._file.read_into(part, self._offset + int(indices[start]) * self._row_bytes)
+        return raw.view(self.dtype).reshape(len(indices), *self.shape[1:])
+
+    def all(self) -> np.ndarray:
+        return self[np.arange(self.shape[0])]
+
+
+def rows_of(file: DataFile, offset: int, dtype: np.dtype, shape: tuple[int, ...]) -> FileRows | np.ndarray:
+    """An array in a file: in memory if there is room, else to be read by rows. It must be there in full."""
+    needed = offset + dtype.itemsize * int(np.prod(shape, dtype=np.int64))
+    if file.size < needed:
+        hint = "it was not written or copied to its end; write it again"
+        raise DataError(f"{file.origin} is cut off: it has {file.size:,} bytes of {needed:,}", hint=hint)
+    rows = FileRows(file, offset, dtype, shape)
+    in_memory = held(needed - offset, rows.all) if shape else None
+    return rows if in_memory is None else in_memory

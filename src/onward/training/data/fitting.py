@@ -1,0 +1,106 @@
+"""Whether a column can be an input of a model, and how: conversions that keep the meaning, shapes with one reading."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from onward.training.data.dataset import Batch, Column
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What an input takes per sample."""
+
+    dtype: np.dtype
+    shape: tuple[int | None, ...] | None  # None: whatever comes
+
+    @classmethod
+    def by(cls, value: Any) -> Wanted:
+        """By an input: something with a `dtype` (of onnx_ir) and a `shape` that begins with the batch."""
+        shape = None
+        if value.shape is not None:
+            shape = tuple(dim if isinstance(dim, int) else None for dim in list(value.shape)[1:])
+        return cls(np.dtype(value.dtype.numpy()), shape)
+
+    def __str__(self) -> str:
+        return f"{self.dtype.name}[...]" if self.shape is None else str(Column(self.dtype, self.shape))
+
+
+@dataclass(frozen=True)
+class Binding:
+    """How an input is made of columns."""
+
+    columns: tuple[str, ...]  # several: numbers that together are one row
+    dtype: np.dtype | None = None  # None: as it is
+    shape: tuple[int, ...] | None = None  # of a sample; None: as it is
+    classes: tuple[str, ...] | None = None
+    note: str = ""  # what a user should know
+
+    def __call__(self, batch: Batch) -> np.ndarray:
+        parts = [batch[name] for name in self.columns]
+        values = parts[0] if len(parts) == 1 else np.stack(parts, axis=1)
+        if self.shape is not None:
+            values = values.reshape(len(values), *self.shape)
+        if self.dtype is None or self.dtype == values.dtype:
+            return values
+        with np.errstate(over="ignore"):  # float64 beyond float32 becomes infinite, as it does anywhere
+            return values.astype(self.dtype)
+
+
+def fit(names: Sequence[str], columns: Mapping[str, Column], wanted: Wanted) -> Binding | None:
+    """How these columns, side by side if there are several, make what is wanted; None if they do not."""
+    parts = [columns[name] for name in names]
+    if not all(_converts(part, wanted.dtype) for part in parts):
+        return None
+    if len(parts) > 1 and any(part.shape for part in parts):
+        return None
+    given = parts[0].shape if len(parts) == 1 else (len(parts),)
+    shape = None
+    if wanted.shape is not None and not _is_same(given, wanted.shape):
+        shape = _reshaped(given, wanted.shape)
+        if shape is None:
+            return None
+    note = ""
+    if parts[0].dtype == np.uint8 and is_float(wanted.dtype):
+        note = f"`{names[0]}` is given as it is, 0 to 255, not scaled"
+    return Binding(tuple(names), wanted.dtype, shape, parts[0].classes, note)
+
+
+def is_float(dtype: np.dtype) -> bool:
+    return "float" in dtype.name  # bfloat16 and its like are of no kind that numpy knows
+
+
+def _converts(column: Column, wanted: np.dtype) -> bool:
+    """Whether a conversion keeps the meaning: never of fractions to whole numbers, nor of classes to amounts.
+
+    Whole numbers may become narrower: each batch is checked.
+    """
+    given = column.dtype
+    if column.classes is not None:
+        return wanted.kind in "iu"
+    if given.kind in "US" or wanted.kind == "O":
+        return given.kind in "US" and wanted.kind == "O"
+    if is_float(wanted):
+        return is_float(given) or given.kind in "iub"
+    if wanted.kind in "iu":
+        return given.kind in "iub"
+    return given == wanted
+
+
+def _is_same(given: tuple[int | None, ...], wanted: tuple[int | None, ...]) -> bool:
+    return len(given) == len(wanted) and all(b is None or a == b for a, b in zip(given, wanted, strict=True))
+
+
+def _reshaped(given: tuple[int | None, ...], wanted: tuple[int | None, ...]) -> tuple[int, ...] | None:
+    """The wanted shape, if values in their order can mean only that: one of both is flat, or only ones differ."""
+    old = tuple(dim for dim in given if dim is not None)
+    new = tuple(dim for dim in wanted if dim is not None)
+    if len(old) != len(given) or len(new) != len(wanted) or math.prod(old) != math.prod(new):
+        return None
+    is_flat = len(old) == 1 or len(new) == 1
+    return new if is_flat or [dim for dim in old if dim != 1] == [dim for dim in new if dim != 1] else None

@@ -1,0 +1,148 @@
+"""Folders of images: a sub-folder per class, its name the class, `image` and `label` the columns."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from onward.errors import DataError
+from onward.training.data.dataset import Batch, Column, check_not_empty, known, optional_package
+
+SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm"}
+_MODES = {1: "L", 3: "RGB", 4: "RGBA"}
+_SAY_FORMAT = "say what all images shall be: ImageFormat(size=(height, width), mode=...)"
+_CHANNELS = {mode: channels for channels, mode in _MODES.items()}
+
+
+@dataclass(frozen=True)
+class ImageFormat:
+    """What images are decoded to. What is None is that of the first image, and all must have it."""
+
+    size: tuple[int, int] | None = None  # height, width; others are resized to it
+    mode: str | None = None  # L (grey), RGB or RGBA; others are converted to it
+    channels_last: bool = False  # height, width, channels; else channels, height, width
+    scaled: bool = False  # float32 from 0 to 1; else uint8 from 0 to 255
+
+    def __post_init__(self) -> None:
+        if self.mode is not None and self.mode not in _CHANNELS:
+            raise DataError(f"images cannot be decoded to mode `{self.mode}`", hint="use L (grey), RGB or RGBA")
+
+
+def format_for(inputs: Mapping[str, Any]) -> ImageFormat:
+    """The format that a model wants: that of its only input of four dimensions that could be images."""
+    formats = [wanted for value in inputs.values() if (wanted := _format_of(value)) is not None]
+    return formats[0] if len(formats) == 1 else ImageFormat()
+
+
+def _format_of(value: Any) -> ImageFormat | None:
+    dims = [dim if isinstance(dim, int) else None for dim in value.shape or ()]
+    if len(dims) != 4:
+        return None
+    _, first, middle, last = dims
+    if first in _MODES or last not in _MODES:
+        size = (middle, last) if middle and last else None
+        return ImageFormat(size, _MODES.get(first or 0))
+    return ImageFormat((first, middle) if first and middle else None, _MODES[last or 0], channels_last=True)
+
+
+class ImageFolder:
+    """Images are decoded when they are taken."""
+
+    def __init__(self, folder: Path, wanted: ImageFormat | None = None):
+        classes = sorted(path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
+        self._files: list[str] = []  # there may be millions
+        labels: list[int] = []
+        for label, name in enumerate(classes):
+            files = sorted(path for path in (folder / name).rglob("*") if path.suffix.lower() in SUFFIXES)
+            if not files:
+                raise DataError(f"there are no images in {folder / name}", hint="each sub-folder is a class")
+            self._files += map(str, files)
+            labels += [label] * len(files)
+        check_not_empty(len(self._files), str(folder))
+        self._labels = np.array(labels, np.int64)
+        self._decode = Decoder(wanted or ImageFormat(), _bytes(self._files[0]), self._files[0])
+        self.columns = {
+            "image": self._decode.column,
+            "label": Column(np.dtype(np.int64), classes=tuple(classes)),
+        }
+        self._folder = folder
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def take(self, indices: np.ndarray, columns: Sequence[str] | None = None) -> Batch:
+        wanted = known(columns, self.columns, self._folder.name)
+        return {name: self._labels[indices] if name == "label" else self._images(indices) for name in wanted}
+
+    def row(self, index: int) -> str:
+        return self._files[index]
+
+    def _images(self, indices: np.ndarray) -> np.ndarray:
+        files = [self._files[index] for index in indices]
+        return np.stack([self._decode(_bytes(path), path) for path in files])
+
+
+def _bytes(path: str) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror or error}") from error
+
+
+# ---- decoding --------------------------------------------------------------------------------------------------------
+
+
+class Decoder:
+    """Makes arrays of images. What the format leaves open is taken from a first image, and then all must have it."""
+
+    def __init__(self, wanted: ImageFormat, first: bytes, origin: str):
+        image = _open(first, origin)
+        self._wanted = wanted
+        self._size = wanted.size or (image.height, image.width)
+        self._mode = wanted.mode or _natural_mode(image, origin)
+        channels = _CHANNELS[self._mode]
+        shape = (*self._size, channels) if wanted.channels_last else (channels, *self._size)
+        self.column = Column(np.dtype(np.float32 if wanted.scaled else np.uint8), shape)
+
+    def __call__(self, encoded: bytes, origin: str) -> np.ndarray:
+        image = _open(encoded, origin)
+        mode, size = _natural_mode(image, origin), (image.height, image.width)
+        if self._wanted.mode is None and _CHANNELS[mode] > _CHANNELS[self._mode]:
+            raise DataError(f"{origin} is {mode}, but the first image is {self._mode}", hint=_SAY_FORMAT)
+        if self._wanted.size is None and size != self._size:
+            this, first = (f"{width} x {height}" for height, width in (size, self._size))
+            raise DataError(f"{origin} is {this} pixels, but the first image is {first}", hint=_SAY_FORMAT)
+        image = image.convert(self._mode)
+        if size != self._size:
+            image = image.resize(self._size[::-1], _pillow().Resampling.BILINEAR)
+        values = np.asarray(image).reshape(*self._size, -1)
+        if not self._wanted.channels_last:
+            values = np.ascontiguousarray(values.transpose(2, 0, 1))
+        return values.astype(np.float32) / np.float32(255) if self._wanted.scaled else values
+
+
+def _natural_mode(image: Any, origin: str) -> str:
+    """The mode that keeps what an image holds."""
+    if image.mode[0] in "IF":  # Pillow would clip them
+        raise DataError(f"{origin} has more than 8 bits per channel", hint="convert it, or train on arrays (.npy)")
+    transparent = "A" in image.mode or "transparency" in image.info
+    return "RGBA" if transparent else "L" if image.mode in ("1", "L") else "RGB"
+
+
+def _open(encoded: bytes, origin: str) -> Any:
+    pillow = _pillow()
+    try:
+        image = pillow.open(io.BytesIO(encoded))
+        image.load()
+    except (OSError, ValueError, SyntaxError, pillow.DecompressionBombError) as error:  # what it raises for bad files
+        raise DataError(f"{origin} is not a whole image: {error}", hint="replace it, or take it away") from None
+    return image
+
+
+def _pillow() -> Any:
+    return optional_package("PIL.Image", "reading images")

@@ -1,0 +1,146 @@
+"""Which column goes to which input of the model: by name, else by type and shape where there is exactly one way."""
+
+from __future__ import annotations
+
+import fnmatch
+import itertools
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from onward.errors import DataError, UnknownNameError, near
+from onward.training.data.dataset import Column
+from onward.training.data.fitting import Binding, Wanted, fit, is_float
+
+_NAMELESS = re.compile(r"(arr_)?\d+")  # parts of a tuple, and what np.savez calls an array without a name
+_MOST_LISTED = 20
+
+Way = dict[str, Binding]
+
+
+def match(
+    columns: Mapping[str, Column],
+    inputs: Mapping[str, Any],
+    mapping: Mapping[str, str | Sequence[str]] | None = None,
+) -> Way:
+    """What each input gets. `inputs` have a `dtype` (of onnx_ir) and a `shape` that begins with the batch.
+
+    `mapping` says it for some: {input: column}; a pattern (`pixel*`) or a list means several columns side by side.
+    """
+    return _Sides(columns, {name: Wanted.by(value) for name, value in inputs.items()}).match(mapping or {})
+
+
+class _Sides:
+    """The columns of the data and the inputs of the model."""
+
+    def __init__(self, columns: Mapping[str, Column], wanted: Mapping[str, Wanted]):
+        self._columns, self._wanted = columns, wanted
+
+    def match(self, mapping: Mapping[str, str | Sequence[str]]) -> Way:
+        bound: Way = {}
+        for name, given in mapping.items():
+            if name not in self._wanted:
+                hint = near(name, self._wanted) or _listed("inputs", self._wanted)
+                raise UnknownNameError(f"the model has no input `{name}`", hint=hint)
+            bound[name] = self._bind(name, self._resolve(given))
+        for name in self._wanted:
+            if name in self._columns and name not in bound:
+                bound[name] = self._bind(name, [name])
+        used = {column for binding in bound.values() for column in binding.columns}
+        rest = [name for name in self._wanted if name not in bound]
+        free = [name for name in self._columns if name not in used]
+        bound |= self._by_position(rest, free) or self._only_way(rest, free)
+        return {name: bound[name] for name in self._wanted}
+
+    # ---- as the user says, or by name ----
+
+    def _resolve(self, given: str | Sequence[str]) -> list[str]:
+        """The columns that are meant by names or patterns."""
+        names: list[str] = []
+        for pattern in [given] if isinstance(given, str) else given:
+            found = [pattern] if pattern in self._columns else fnmatch.filter(self._columns, pattern)
+            if not found:
+                hint = near(pattern, self._columns) or _listed("columns", self._columns)
+                raise UnknownNameError(f"the data have no column `{pattern}`", hint=hint)
+            names += found
+        return names
+
+    def _bind(self, name: str, chosen: Sequence[str]) -> Binding:
+        binding = self._fit(name, *chosen)
+        if binding is not None:
+            return binding
+        wanted, column = self._wanted[name], self._columns[chosen[0]]
+        together = "" if len(chosen) == 1 else f", {len(chosen)} of them side by side"
+        hint = f"convert the column, or choose another: {_say(name, 'COLUMN')}"
+        if is_float(column.dtype) and wanted.dtype.kind in "iu":
+            hint = "numbers with a fraction are not rounded; if these are whole numbers, store them as such"
+        raise self._misfit(f"input `{name}` takes {wanted}, but column `{chosen[0]}` is {column}{together}", hint)
+
+    def _fit(self, name: str, *chosen: str) -> Binding | None:
+        return fit(chosen, self._columns, self._wanted[name])
+
+    # ---- by what fits ----
+
+    def _by_position(self, rest: list[str], free: list[str]) -> Way:
+        """Columns without names, as many as inputs, mean those in their order, if they fit."""
+        if len(rest) != len(free) or not all(_NAMELESS.fullmatch(name) for name in free):
+            return {}
+        found = {name: self._fit(name, column) for name, column in zip(rest, free, strict=True)}
+        fitting = {name: binding for name, binding in found.items() if binding is not None}
+        return fitting if len(fitting) == len(found) else {}
+
+    def _only_way(self, rest: list[str], free: list[str]) -> Way:
+        ways = list(itertools.islice(self._ways(rest, free), 2))
+        if len(ways) == 1:
+            return ways[0]
+        candidates = {name: [column for column in free if self._fit(name, column)] for name in rest}
+        name = next((name for name in rest if not candidates[name]), max(rest, key=lambda one: len(candidates[one])))
+        found = candidates[name]
+        why = f"input `{name}` could be " + " or ".join(f"`{column}`" for column in [*found[:4], "..."][: len(found)])
+        if not found:
+            why = f"no column can be input `{name}`"
+        raise self._misfit(why, f"say which column it is: {_say(name, found[0] if found else 'COLUMN')}")
+
+    def _ways(self, rest: list[str], free: list[str]) -> Iterator[Way]:
+        """All ways to give each input a column of its own, or one of them all numbers that are left, side by side."""
+        for several in [None, *rest]:
+            for way in self._one_each([name for name in rest if name != several], free):
+                if several is None:
+                    yield way
+                    continue
+                used = {binding.columns[0] for binding in way.values()}
+                left = [name for name in free if name not in used]
+                binding = self._fit(several, *left) if len(left) > 1 else None
+                if binding is not None:
+                    yield {**way, several: binding}
+
+    def _one_each(self, rest: list[str], free: list[str]) -> Iterator[Way]:
+        if not rest:
+            yield {}
+            return
+        name, *others = rest
+        for column in free:
+            binding = self._fit(name, column)
+            if binding is not None:
+                for way in self._one_each(others, [other for other in free if other != column]):
+                    yield {name: binding, **way}
+
+    def _misfit(self, why: str, hint: str) -> DataError:
+        lines = [f"the data do not fit the model: {why}"]
+        sides: list[tuple[str, Mapping[str, object]]] = [
+            ("the model takes, per sample:", self._wanted),
+            ("the data have, per row:", self._columns),
+        ]
+        for title, side in sides:
+            lines += [f"  {title}", *(f"    {name}: {what}" for name, what in list(side.items())[:_MOST_LISTED])]
+            if len(side) > _MOST_LISTED:
+                lines.append(f"    and {len(side) - _MOST_LISTED} more")
+        return DataError("\n".join(lines), hint=hint)
+
+
+def _say(name: str, column: str) -> str:
+    return f'--map {name}={column}, or columns={{"{name}": "{column}"}}'
+
+
+def _listed(what: str, names: Mapping[str, object]) -> str:
+    return f"{what} are " + ", ".join(f"`{name}`" for name in list(names)[:_MOST_LISTED])

@@ -1,0 +1,81 @@
+"""Samples one by one: a list of dicts or tuples, or any object with a length and samples by number."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from onward.errors import DataError
+from onward.training.data.dataset import Batch, Column, check_not_empty, known, to_array
+
+
+def named(item: Any) -> dict[str, Any]:
+    """The parts of a sample or a batch by name; parts without a name have their position for one."""
+    if isinstance(item, Mapping):
+        return {str(name): value for name, value in item.items()}
+    if isinstance(item, tuple | list):
+        return {str(position): value for position, value in enumerate(item)}
+    return {"0": item}
+
+
+class Samples:
+    """A data set of samples, fetched one by one and stacked."""
+
+    def __init__(self, samples: Any, origin: str = "the samples"):
+        check_not_empty(len(samples), origin)
+        self._samples, self._origin = samples, origin
+        first = {name: to_array(value, name, origin) for name, value in named(samples[0]).items()}
+        self.columns = {name: Column(array.dtype, array.shape) for name, array in first.items()}
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def take(self, indices: np.ndarray, columns: Sequence[str] | None = None) -> Batch:
+        wanted = known(columns, self.columns, self._origin)
+        samples = [(int(index), named(self._samples[int(index)])) for index in indices]
+        return {name: np.stack([self._value(name, *sample) for sample in samples]) for name in wanted}
+
+    def row(self, index: int) -> str:
+        return f"sample {index:,}"
+
+    def _value(self, name: str, index: int, sample: dict[str, Any]) -> np.ndarray:
+        if name not in sample:
+            raise DataError(f"{self.row(index)} has no `{name}`, as sample 0 has")
+        column, array = self.columns[name], to_array(sample[name], name, self.row(index))
+        if array.shape != column.shape or not np.can_cast(array.dtype, column.dtype, "same_kind"):
+            other = Column(array.dtype, array.shape)
+            raise DataError(f"`{name}` is {other} in {self.row(index)}, but {column} in sample 0")
+        return array.astype(column.dtype, copy=False)
+
+
+class HubDataset:
+    """A `datasets.Dataset` in memory or on disk, asked for whole batches of arrays."""
+
+    def __init__(self, dataset: Any):
+        check_not_empty(len(dataset), "the data set")
+        self._dataset = dataset.with_format("numpy")
+        self._parts: dict[tuple[str, ...], Any] = {}  # the same with some columns: others may be large
+        first = _arrays(self._dataset, [0])
+        self.columns = {name: Column(array.dtype, array.shape[1:]) for name, array in first.items()}
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def take(self, indices: np.ndarray, columns: Sequence[str] | None = None) -> Batch:
+        wanted = tuple(known(columns, self.columns, "the data set"))
+        if wanted not in self._parts:
+            self._parts[wanted] = self._dataset.with_format("numpy", columns=list(wanted))
+        arrays = _arrays(self._parts[wanted], indices.tolist())
+        for name, array in arrays.items():
+            if array.dtype.hasobject:
+                raise DataError(f"rows of column `{name}` differ in shape, or are no numbers", hint="pad them")
+        return arrays
+
+    def row(self, index: int) -> str:
+        return f"row {index:,} of the data set"
+
+
+def _arrays(dataset: Any, indices: list[int]) -> Batch:
+    return {name: np.asarray(values) for name, values in dataset[indices].items()}

@@ -1,0 +1,178 @@
+"""Opening data, whatever they are."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from onward.errors import DataError
+from onward.training.data.dataset import Columns, Dataset, Rows, known, to_array
+from onward.training.data.images import SUFFIXES, ImageFolder, ImageFormat, format_for
+from onward.training.data.samples import HubDataset, Samples
+from onward.training.data.streams import Stream
+from onward.training.data.views import Beside, joined
+
+_FILES = ".npz, .npy, .csv, .tsv, .parquet, .arrow, .feather, .safetensors, or a folder of images or of such files"
+
+
+def open_data(
+    source: Any, *, inputs: Mapping[str, Any] | None = None, images: ImageFormat | None = None
+) -> Dataset | Stream:
+    """Open data to train on.
+
+    - A path: `.npz`, `.npy`, `.csv`, `.tsv`, `.parquet`, `.arrow`, `.feather`, `.safetensors`; a folder with a
+      sub-folder of images per class; a folder that Hugging Face `datasets` saved; a folder of files of one kind.
+    - Several paths of one kind are read one after the other; with names (`{"image": "x.npy", "label": "y.npy"}`, or
+      strings `image=x.npy`) they are columns side by side. `image=mnist.npz:x_train` takes one array of a file.
+    - A dict or a tuple of arrays; a list of samples, or anything with a length and samples by number.
+    - An iterable of batches (dicts or tuples of arrays), a function that makes one, a torch DataLoader: a stream.
+
+    `inputs` of the model tell what images are decoded to, unless `images` does.
+    """
+    wanted = images or (format_for(inputs) if inputs else ImageFormat())
+    if isinstance(source, str | Path):
+        return _open_paths([source], wanted)
+    if isinstance(source, Dataset | Stream):
+        return source
+    if isinstance(source, Mapping):
+        return _open_mapping(source, wanted)
+    if _has_length(source) and hasattr(source, "with_format"):
+        return HubDataset(source)
+    if isinstance(source, list) and source and all(isinstance(item, str | Path) for item in source):
+        return _open_paths(source, wanted)
+    if isinstance(source, tuple) or hasattr(source, "__array__"):
+        return _arrays(source if isinstance(source, tuple) else (source,))
+    if _has_length(source):
+        _refuse_arrays(source)
+        return Samples(source)
+    if isinstance(source, Iterable) or callable(source):
+        return Stream(source)
+    raise DataError(f"cannot train on an object of type `{type(source).__name__}`", hint=f"use {_FILES}")
+
+
+# ---- objects ---------------------------------------------------------------------------------------------------------
+
+
+def _has_length(source: Any) -> bool:
+    """Whether an object has samples by number; a DataLoader has a length, but no numbers."""
+    return hasattr(source, "__getitem__") and hasattr(source, "__len__")
+
+
+def _refuse_arrays(source: Any) -> None:
+    if isinstance(source, list) and source and isinstance(source[0], np.ndarray):
+        hint = "for columns use a tuple or a dict of arrays; for samples a list of dicts or tuples"
+        raise DataError("a list of arrays could be columns or samples", hint=hint)
+
+
+def _open_mapping(source: Mapping[Any, Any], images: ImageFormat) -> Dataset:
+    if source and all(isinstance(value, str | Path) for value in source.values()):
+        return Beside({str(name): _named_column(str(name), str(path), images) for name, path in source.items()})
+    if any(hasattr(value, "with_format") for value in source.values()):
+        listed = ", ".join(f"`{name}`" for name in source)
+        raise DataError(f"this holds several data sets: {listed}", hint="give one of them")
+    return _arrays({str(name): value for name, value in source.items()})
+
+
+def _arrays(arrays: tuple[Any, ...] | Mapping[str, Any]) -> Columns:
+    named = arrays if isinstance(arrays, Mapping) else {str(at): value for at, value in enumerate(arrays)}
+    found: dict[str, Rows] = {name: to_array(value, name) for name, value in named.items()}
+    return Columns(found)
+
+
+# ---- files -----------------------------------------------------------------------------------------------------------
+
+
+def _open_paths(paths: Sequence[str | Path], images: ImageFormat) -> Dataset:
+    names = [_name_of(path) for path in paths]
+    if all(name is None for name in names):
+        return joined([_open_path(Path(path), images) for path in paths], f"{len(paths)} files")
+    if None in names:
+        raise DataError(
+            "some paths have a name and some have none", hint="image=x.npy label=y.npy, or none with a name"
+        )
+    return Beside(
+        {
+            name: _named_column(name, str(path).partition("=")[2], images)
+            for name, path in zip(names, paths, strict=True)
+            if name
+        }
+    )
+
+
+def _name_of(path: str | Path) -> str | None:
+    """The name in `name=path`, unless the whole is a path."""
+    found = re.match(r"([^=/\\]+)=", str(path))
+    return found[1] if found and not Path(path).exists() else None
+
+
+def _named_column(name: str, path: str, images: ImageFormat) -> tuple[Dataset, str]:
+    """A data set, and the column of it that `path` or `path:column` means."""
+    if Path(path).exists() or ":" not in path:
+        data = _open_path(Path(path), images)
+        if len(data.columns) == 1:
+            return data, next(iter(data.columns))
+        column = name
+    else:
+        path, _, column = path.rpartition(":")
+        data = _open_path(Path(path), images, only=column)
+    known([column], data.columns, path)
+    return data, column
+
+
+def _open_path(path: Path, images: ImageFormat, only: str | None = None) -> Dataset:
+    """A file or folder; `only` one column is used of it, so that others do not matter where they can be left out."""
+    if not path.exists():
+        raise DataError(f"there is no {path}", hint="check the path; it is relative to the current folder")
+    if path.is_dir():
+        return _open_folder(path, images)
+    if not path.stat().st_size:
+        raise DataError(f"{path} is empty")
+    match path.suffix.lower():
+        case ".npz":
+            from onward.training.data.npy import open_npz
+
+            return open_npz(path, only)
+        case ".npy":
+            from onward.training.data.npy import open_npy
+
+            return open_npy(path)
+        case ".csv" | ".tsv":
+            from onward.training.data.csv_file import open_csv
+
+            return open_csv(path)
+        case ".parquet" | ".pq":
+            from onward.training.data.parquet import open_parquet
+
+            return open_parquet(path, images)
+        case ".arrow" | ".feather" | ".ipc":
+            from onward.training.data.arrow import open_arrow
+
+            return open_arrow(path, images)
+        case ".safetensors":
+            from onward.training.data.safetensors import open_safetensors
+
+            return open_safetensors(path, only)
+        case suffix:
+            raise DataError(f"{path} is of no kind that can be read (`{suffix}`)", hint=f"use {_FILES}")
+
+
+def _open_folder(folder: Path, images: ImageFormat) -> Dataset:
+    if (folder / "state.json").exists() or (folder / "dataset_dict.json").exists():
+        from onward.training.data.arrow import open_saved
+
+        return open_saved(folder, images)
+    inside = sorted(path for path in folder.iterdir() if not path.name.startswith("."))
+    files = [path for path in inside if path.is_file()]
+    if any(path.is_dir() for path in inside):
+        return ImageFolder(folder, images)
+    if any(path.suffix.lower() in SUFFIXES for path in files):
+        raise DataError(f"the images in {folder} have no classes", hint="put them into a sub-folder per class")
+    if not files:
+        raise DataError(f"{folder} is empty", hint=f"use {_FILES}")
+    if len({path.suffix for path in files}) > 1:
+        raise DataError(f"{folder} holds files of different kinds", hint="name the ones that are meant")
+    return joined([_open_path(path, images) for path in files], folder.name)

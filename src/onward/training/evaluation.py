@@ -1,0 +1,94 @@
+"""How good a model is on data that it does not learn from."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+
+from onward.errors import RecipeError, UnsupportedError
+from onward.model.state import states
+from onward.recipe.spec import lookup, parse
+from onward.run import Engine
+from onward.training.data import Batch
+from onward.training.metrics import METRICS, Metric, make
+
+_OF_LOSS = "perplexity"
+
+
+@dataclasses.dataclass(frozen=True)
+class Measures:
+    """What is measured on validation data, and on which output and input of the model."""
+
+    names: tuple[str, ...] = ()
+    output: str | None = None
+    target: str | None = None
+    monitor: str = "loss"
+    """What decides which model is the best."""
+    axis: int = 1
+    """Along which the output has classes."""
+    threshold: float | None = None
+    """Above which an output means yes, where each is a decision of its own."""
+
+    def __post_init__(self) -> None:
+        for name in self.names:
+            if name != _OF_LOSS:
+                make(name)  # which refuses what there is not
+        lookup("metric to monitor", self.monitor, dict.fromkeys(("loss", *self.names)))
+        if any(name != _OF_LOSS for name in self.names) and (self.output is None or self.target is None):
+            raise RecipeError(
+                f"`{self.names[0]}` compares predictions with targets, and the loss of this model does not say which",
+                hint="only `perplexity` comes from the loss alone",
+            )
+
+    def make(self) -> dict[str, Metric]:
+        return {name: make(name, threshold=self.threshold) for name in self.names if name != _OF_LOSS}
+
+    def is_better(self, value: float, best: float | None) -> bool:
+        if best is None or not math.isfinite(value):
+            return math.isfinite(value)
+        metric = METRICS.get(parse(self.monitor).name)
+        return value > best if metric is not None and metric.higher_is_better else value < best
+
+
+def evaluated(engine: Engine, batches: Iterable[tuple[Batch, int]], measures: Measures) -> dict[str, float]:
+    """The metrics of a model over batches, of which so many samples count; the loss is the mean over samples."""
+    metrics = measures.make()
+    total, count = 0.0, 0
+    for batch, samples in batches:
+        results = engine.evaluate(batch)
+        if engine.loss not in results:
+            raise UnsupportedError(
+                "the loss of this model cannot be computed without training: it depends on random numbers or gradients",
+                hint="train without validation data",
+            )
+        total, count = total + float(results[engine.loss]) * samples, count + samples
+        for metric in metrics.values():
+            assert measures.output is not None and measures.target is not None
+            predictions = results[measures.output][:samples]
+            if measures.axis != 1 and predictions.ndim > 1:
+                predictions = np.moveaxis(predictions, measures.axis, 1)
+            metric.add(predictions, batch[measures.target][:samples])
+    loss = total / count if count else math.nan
+    found = {"loss": loss} | {name: metric.result() for name, metric in metrics.items()}
+    if _OF_LOSS in measures.names:
+        found[_OF_LOSS] = math.exp(loss) if loss < 700 else math.inf
+    return {name: found[name] for name in ("loss", *measures.names)}
+
+
+@contextlib.contextmanager
+def averaged(engine: Engine) -> Iterator[None]:
+    """Within it, parameters are their moving averages, where training keeps such: those are what is exported."""
+    averages = {s.parameter: s.name for s in states(engine.model, engine.index) if s.role == "ema" and s.parameter}
+    if not averages:
+        yield
+        return
+    state = engine.state()
+    engine.load_state({name: state[average].astype(state[name].dtype) for name, average in averages.items()})
+    try:
+        yield
+    finally:
+        engine.load_state({name: state[name] for name in averages})

@@ -1,0 +1,173 @@
+"""A run as a folder: everything that is needed to look at it, to use what came out of it, and to go on.
+
+| file | what it is |
+|---|---|
+| `training.onnx` | the training model with its full state; where the run stands is in its metadata |
+| `best.onnx`, `last.onnx` | inference models |
+| `original.onnx` | the model as it was given: trained weights go back into it |
+| `config.json` | how the run was started |
+| `log.jsonl` | what happened |
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from onward.errors import DataError, WriteError
+from onward.model import Model, read
+from onward.model.storage.data import is_own
+from onward.model.storage.files import mentions
+from onward.training.export import in_form_of
+from onward.training.log import read_log
+from onward.transform.training import strip
+
+TRAINING, BEST, LAST, ORIGINAL = "training.onnx", "best.onnx", "last.onnx", "original.onnx"
+CONFIG, LOG = "config.json", "log.jsonl"
+_EVENTS = "events.out.tfevents.*.onward"
+
+
+@dataclasses.dataclass
+class Place:
+    """Where a run stands. It is saved with the state, and is all that is needed to go on."""
+
+    step: int = 0
+    epoch: int = 0
+    batch: int = 0
+    """Batches of the epoch that are done."""
+    samples: int = 0
+    best: float | None = None
+    since_best: int = 0
+    """Epochs since the best result."""
+    log: int = 0
+    """How much of the log belongs to it, in bytes. What follows are steps that will be made again."""
+    board: int = 0
+    """The same for the event file of TensorBoard."""
+
+    @classmethod
+    def of(cls, model: Model) -> Place:
+        """Where the run stood when this model was saved."""
+        fact = model.step().fact("train.progress") or {}
+        return cls(**{field.name: fact[field.name] for field in dataclasses.fields(cls) if field.name in fact})
+
+
+class Run:
+    """A run on disk. `run.best` and `run.last` are the models that came out of it."""
+
+    def __init__(self, path: str | os.PathLike[str]):
+        self.path = Path(path)
+
+    def refuse_if_in_use(self) -> None:
+        """Fail if this cannot be the folder of a new run."""
+        if (self.path / TRAINING).exists():
+            raise DataError(
+                f"`{self.path}` holds a run already",
+                hint=f"go on with it (`onward train --resume {self.path}`), or name another folder",
+            )
+        if self.path.is_dir() and any(self.path.iterdir()) and not (self.path / CONFIG).exists():
+            raise DataError(f"`{self.path}` holds other files", hint="name a new folder for the run")
+
+    def start(self, original: Model, config: dict[str, Any]) -> None:
+        """Make the folder of a new run, for a model as it was given."""
+        self.refuse_if_in_use()
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self.configure(config)
+        except OSError as error:
+            raise WriteError(
+                f"could not make the folder `{self.path}` of the run: {error.strerror or error}",
+                hint="name another one: `run=...` (`--run FOLDER`)",
+            ) from error
+        strip(original).save(self.path / ORIGINAL)
+
+    # ---- what is there -----------------------------------------------------------------------------------------------
+
+    @property
+    def model(self) -> Model:
+        """The training model as it was last saved."""
+        if not (self.path / TRAINING).exists():
+            raise DataError(f"`{self.path}` holds no run: there is no {TRAINING}", hint="start one with `onward train`")
+        return read(self.path / TRAINING)
+
+    @property
+    def best(self) -> Model:
+        """The model with the best result on validation data; without such data, the last one."""
+        return read(self.path / BEST) if (self.path / BEST).exists() else self.last
+
+    @property
+    def last(self) -> Model:
+        """The model as it was last saved."""
+        return self._inference(self.model)
+
+    @property
+    def config(self) -> dict[str, Any]:
+        try:
+            config: dict[str, Any] = json.loads((self.path / CONFIG).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise DataError(f"`{self.path / CONFIG}` cannot be read: {error}") from error
+        return config
+
+    @property
+    def progress(self) -> dict[str, Any]:
+        """Where the run stands: `step`, `epoch`, `batch` in the epoch, `samples`."""
+        return dataclasses.asdict(Place.of(self.model))
+
+    @property
+    def log(self) -> list[dict[str, Any]]:
+        """What happened, in order."""
+        return list(read_log(self.path / LOG))
+
+    @property
+    def results(self) -> dict[str, float]:
+        """The latest results on validation data: `loss`, and the metrics."""
+        measured = [event for event in self.log if event["event"] == "validation"]
+        return {name: value for name, value in measured[-1].items() if name not in _WHEN} if measured else {}
+
+    # ---- what is written ---------------------------------------------------------------------------------------------
+
+    def configure(self, config: dict[str, Any]) -> None:
+        _write_atomically(self.path / CONFIG, json.dumps(config, indent=1) + "\n")
+
+    def save(self, model: Model, at: Place) -> None:
+        """Keep the training model, and where the run stands, all at once."""
+        model.step().metadata["train.progress"] = json.dumps(dataclasses.asdict(at))
+        model.save(self.path / TRAINING)
+
+    def export(self, model: Model, name: str) -> Path:
+        """Write the inference model with the weights that a training model has now."""
+        return self._inference(model).save(self.path / name)
+
+    def written(self, at: Place) -> None:
+        """Note how long the log and the event file are."""
+        at.log = (self.path / LOG).stat().st_size
+        at.board = sum(file.stat().st_size for file in self.path.glob(_EVENTS))
+
+    def clean(self, at: Place) -> None:
+        """Remove what a run left behind that was killed after it stood there: lost steps, half-written files."""
+        for file, length in [(self.path / LOG, at.log), *((file, at.board) for file in self.path.glob(_EVENTS))]:
+            if file.exists():
+                os.truncate(file, min(length, file.stat().st_size))
+        models = [self.path.resolve() / name for name in (TRAINING, BEST, LAST)]
+        for file in self.path.resolve().iterdir():
+            is_torn = file.suffix == ".tmp" and file.name.startswith(tuple(f".{model.name}." for model in models))
+            own = [model for model in models if is_own(model, file)]
+            if is_torn or (own and not any(model.exists() and mentions(model, file.name) for model in models)):
+                file.unlink(missing_ok=True)
+
+    def _inference(self, model: Model) -> Model:
+        return in_form_of(read(self.path / ORIGINAL), model)
+
+    def __repr__(self) -> str:
+        return f"<onward.Run {self.path}>"
+
+
+_WHEN = ("event", "step", "epoch")
+
+
+def _write_atomically(path: Path, text: str) -> None:
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)

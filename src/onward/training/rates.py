@@ -1,0 +1,100 @@
+"""Finding a learning rate: a short run in which it rises until the loss does."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from onward.errors import RecipeError
+from onward.model import Source, read
+from onward.recipe.spec import Spec, parse
+from onward.run import load
+from onward.training.config import Config
+from onward.training.data import Batch, Batches
+from onward.training.feed import feeds
+from onward.training.preparation import prepared
+
+_MEMORY = 0.9
+"""How much of the smoothed loss is what it was before."""
+_TOO_HIGH = 4.0
+"""The search ends when the loss is so many times the least."""
+_FEWEST = 10
+
+
+@dataclasses.dataclass(frozen=True)
+class Rates:
+    """What a search found: the rate to use, and the curve that says why."""
+
+    suggested: float
+    """A tenth of the rate at which the loss is least."""
+    rates: tuple[float, ...]
+    losses: tuple[float, ...]
+    """The smoothed loss at each rate."""
+
+
+def find_lr(
+    model: Source,
+    data: Any,
+    *,
+    lowest: float = 1e-6,
+    highest: float = 1.0,
+    steps: int = 100,
+    batch_size: int | None = None,
+    columns: Mapping[str, str | Sequence[str]] | None = None,
+    seed: int = 0,
+    device: str = "cpu",
+    threads: int | None = None,
+    **recipe: Any,
+) -> Rates:
+    """Search for a learning rate: some steps in which it rises from `lowest` to `highest`, on a copy of the model.
+
+    The recipe is that of `onward.train`, and `suggested` is what to write into it: `optimizer="adam:lr=..."`. The rates
+    of groups of parameters rise with it.
+    """
+    if not 0 < lowest < highest:
+        raise RecipeError(f"a rate cannot rise from {lowest:g} to {highest:g}", hint="both must be positive")
+    if steps < _FEWEST:
+        raise RecipeError(f"{steps} steps are too few to see anything", hint=f"use at least {_FEWEST}")
+    original = read(model)
+    if original.is_training_model:
+        raise RecipeError("the model carries its training already", hint="give the model without it, and its recipe")
+    optimizer = parse(recipe.get("optimizer", "adamw"))
+    growth = (highest / lowest) ** (1 / (steps - 1))
+    rising = {
+        "optimizer": Spec(optimizer.name, {**optimizer.options, "lr": lowest}),
+        "schedule": Spec("exponential", {"gamma": growth}),
+    }
+    training, size, _ = prepared(original, batch_size, {**recipe, **rising, "accumulate": 1}, seed)
+    config = Config(str(original.path), data, size, columns=dict(columns or {}), seed=seed)
+    losses: list[float] = []
+    with load(training, device=device, threads=threads) as engine:
+        smoothed = 0.0
+        for batch in itertools.islice(_endless(feeds(engine, config).training), steps):
+            loss = float(engine.step(batch)[engine.loss])
+            smoothed = _MEMORY * smoothed + (1 - _MEMORY) * loss
+            now = smoothed / (1 - _MEMORY ** (len(losses) + 1))
+            if not math.isfinite(loss) or (losses and now > _TOO_HIGH * min(losses)):
+                break
+            losses.append(now)
+    rates = [lowest * growth**step for step in range(len(losses))]
+    return Rates(_suggested(rates, losses), tuple(rates), tuple(losses))
+
+
+def _endless(batches: Batches) -> Iterator[Batch]:
+    for epoch in itertools.count():
+        yield from batches.epoch(epoch)
+
+
+def _suggested(rates: Sequence[float], losses: Sequence[float]) -> float:
+    """A tenth of the rate at which the loss is least: a little later it rises, and so many steps are yet to come."""
+    least = int(np.argmin(losses)) if losses else 0
+    if least == 0:
+        raise RecipeError(
+            "the loss does not fall at any learning rate", hint="begin lower, or look at the data and the loss"
+        )
+    return rates[least] / 10

@@ -1,0 +1,63 @@
+"""`report`: a run as one HTML page to look at and to send to a colleague.
+
+history.py reads the log; headline.py, charts.py and layers.py make words and pictures of it; document.py writes them
+down, with the style and the scripts in page/.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from onward.errors import DataError, WriteError
+
+__all__ = ["report"]
+
+PathLike = str | os.PathLike[str]
+
+
+def report(run: PathLike, output: PathLike | None = None) -> Path:
+    """Write the report of a run, and say where: `report.html` in its folder unless told otherwise.
+
+    The run may still be going on, or have been killed; files that are missing or damaged are told on the page.
+    """
+    from onward.training.log import read_log
+    from onward.training.report.document import document
+    from onward.training.report.headline import summary_of
+    from onward.training.report.history import History
+
+    folder = Path(run)
+    log = folder / "log.jsonl"
+    if not log.is_file():
+        raise DataError(f"`{folder}` holds no run: there is no log.jsonl", hint="name the folder that a run wrote")
+    history = History().read(read_log(log))
+    config, complaint = _config(folder / "config.json")
+    summary, missing = summary_of(folder)
+    page = document(history, config, summary, [remark for remark in (complaint, missing) if remark])
+    path = folder if output is None else Path(output)
+    path = path / "report.html" if path.is_dir() else path
+    _write(path, page)
+    return path
+
+
+def _config(path: Path) -> tuple[dict[str, Any], str | None]:
+    try:
+        config = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return {}, None
+    except (OSError, ValueError, RecursionError) as error:
+        return {}, f"config.json cannot be read: {error}"
+    return (config, None) if isinstance(config, dict) else ({}, "config.json is not an object.")
+
+
+def _write(path: Path, text: str) -> None:
+    """All or nothing: whoever has the page open may reload it at any moment."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise WriteError(f"`{path}` cannot be written: {error.strerror or error}") from error

@@ -1,0 +1,234 @@
+"""The history of a run, put together from its log. Whatever a line lacks is left out; nothing in it is believed."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from bisect import bisect_left
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from onward.training.progress import duration
+
+_KNOWN = {"event", "step", "epoch", "time", "lr", "samples", "seconds", "best"}
+"""What is no metric in the events `step` and `validation`."""
+_MOST_SNAPSHOTS = 96
+_LARGEST, _LONGEST = 2**53, 1e10
+"""Steps beyond which floats do not count, and seconds, which are 300 years."""
+
+
+@dataclass
+class Series:
+    """Values by step, in the order of steps."""
+
+    steps: array[float] = field(default_factory=lambda: array("d"))
+    values: array[float] = field(default_factory=lambda: array("d"))
+
+    def add(self, step: int, value: float) -> None:
+        if self.steps and step <= self.steps[-1]:
+            self.forget(step)
+        self.steps.append(step)
+        self.values.append(value)
+
+    def forget(self, step: int) -> None:
+        """Drop this step and later ones."""
+        start = bisect_left(self.steps, step)
+        del self.steps[start:], self.values[start:]
+
+    def at(self, step: float) -> float | None:
+        index = bisect_left(self.steps, step)
+        return self.values[index] if index < len(self.steps) and self.steps[index] == step else None
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that happened at a moment of the run, other than training itself."""
+
+    kind: str
+    step: int
+    text: str
+    time: float | None = None
+
+
+@dataclass
+class History:
+    """What a log tells. Steps that were made again after a resume are there once, as they were made last."""
+
+    start: dict[str, Any] = field(default_factory=dict)
+    train: dict[str, Series] = field(default_factory=dict)
+    validation: dict[str, Series] = field(default_factory=dict)
+    rate: Series = field(default_factory=Series)
+    speed: Series = field(default_factory=Series)
+    """Samples per second."""
+    norms: dict[str, Series] = field(default_factory=dict)
+    weights: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
+    """Steps, and the histograms of parameters at them: all, or evenly chosen ones where there are many."""
+    events: list[Event] = field(default_factory=list)
+    reason: str | None = None
+    """Why the run ended; None where it goes on, or was killed."""
+    steps_per_epoch: int | None = None
+    failure: str = ""
+    """What was not finite, in words."""
+    step: int = 0
+    """Steps made."""
+    seconds: float = 0.0
+    best: int | None = None
+    """The step after which the best model was saved."""
+    _session: float = 0.0
+    _seen: tuple[int, float] | None = (0, 0.0)
+    """The last step that told how many samples were seen so far, and how many."""
+
+    def read(self, events: Iterable[dict[str, Any]]) -> History:
+        readers = {
+            "start": self._read_start,
+            "step": self._read_step,
+            "gradients": self._read_gradients,
+            "weights": self._read_weights,
+            "validation": self._read_validation,
+            "save": self._read_save,
+            "resume": self._read_resume,
+            "end": self._read_end,
+        }
+        for event in events:
+            step = _whole(event.get("step", 0))
+            reader = readers.get(str(event.get("event")))
+            if reader is not None and step is not None:
+                reader(step, event)
+        self.seconds += self._session
+        return self
+
+    # ---- events ------------------------------------------------------------------------------------------------------
+
+    def _read_start(self, step: int, event: dict[str, Any]) -> None:
+        self.start = event
+        self.steps_per_epoch = _whole(event.get("steps_per_epoch")) or None
+        self._happened("start", step, "started", event)
+
+    def _read_step(self, step: int, event: dict[str, Any]) -> None:
+        loss = self.train.get("loss")
+        if loss and step <= loss.steps[-1]:
+            self._made_again(step)
+        self.reason = None
+        self.step = step
+        if self.steps_per_epoch is None and event.get("epoch") == 1:  # nobody knew, but now the first one is over
+            self.steps_per_epoch = step - 1 or None
+        for name in event.keys() - _KNOWN:
+            self._add(self.train, name, step, event[name])
+        if (rate := _number(event.get("lr"))) is not None:
+            self.rate.add(step, rate)
+        self._read_speed(step, event)
+
+    def _read_speed(self, step: int, event: dict[str, Any]) -> None:
+        """Samples of a step over its time. Not each step need have a line, so that samples are those of several."""
+        seconds, samples = _seconds(event.get("seconds")), _number(event.get("samples"))
+        if seconds is None:
+            return
+        self._session += seconds
+        if samples is None:
+            return
+        if self._seen and step > self._seen[0] and samples > self._seen[1]:
+            self.speed.add(step, (samples - self._seen[1]) / (step - self._seen[0]) / seconds)
+        self._seen = (step, samples)
+
+    def _read_gradients(self, step: int, event: dict[str, Any]) -> None:
+        for name, value in _entries(event.get("norms")):
+            self._add(self.norms, name, step, value)
+
+    def _read_weights(self, step: int, event: dict[str, Any]) -> None:
+        self.weights = [item for item in self.weights if item[0] < step]
+        self.weights.append((step, dict(_entries(event.get("histograms")))))
+        if len(self.weights) > 2 * _MOST_SNAPSHOTS:
+            del self.weights[1::2]
+
+    def _read_validation(self, step: int, event: dict[str, Any]) -> None:
+        for name in event.keys() - _KNOWN:
+            self._add(self.validation, name, step, event[name])
+
+    def _read_save(self, step: int, event: dict[str, Any]) -> None:
+        """The state was saved, or the best model, or one and then the other, which is told once."""
+        is_best = event.get("best") is True
+        if is_best:
+            self.best = step
+        last = self.events[-1] if self.events else None
+        if last and last.kind == "save" and last.step == step:
+            is_best = is_best or last.text != "saved"
+            self.events.pop()
+        self._happened("save", step, "saved, the best so far" if is_best else "saved", event)
+
+    def _read_resume(self, step: int, event: dict[str, Any]) -> None:
+        self.seconds, self._session = self.seconds + self._session, 0.0
+        self.reason = None
+        self._happened("resume", step, f"resumed after {step:,} steps", event)
+
+    def _read_end(self, step: int, event: dict[str, Any]) -> None:
+        self.step = max(self.step, step)
+        self.reason = str(event.get("reason", "finished"))
+        seconds = _seconds(event.get("seconds"))
+        text = _ENDS.get(self.reason, f"ended: {self.reason}")
+        if self.reason == "not_finite":
+            self.failure = f"the loss of step {step + 1:,} was {_spelled(_number(event.get('loss')))}"
+            text = f"stopped: {self.failure}"
+        if seconds is not None:
+            self._session = seconds
+            text += f" (after {duration(seconds)})"
+        self._happened(self.reason, step, text, event)
+
+    # ---- helpers -----------------------------------------------------------------------------------------------------
+
+    def _add(self, to: dict[str, Series], name: str, step: int, value: Any) -> None:
+        if (number := _number(value)) is not None:
+            to.setdefault(name, Series()).add(step, number)
+
+    def _happened(self, kind: str, step: int, text: str, event: dict[str, Any]) -> None:
+        time = _number(event.get("time"))
+        self.events.append(Event(kind, step, text, time if time is not None and math.isfinite(time) else None))
+
+    def _made_again(self, step: int) -> None:
+        """The run went back to its last save: what came after it is no part of its history."""
+        for series in [self.rate, self.speed, *self.train.values(), *self.validation.values(), *self.norms.values()]:
+            series.forget(step)
+        self.weights = [item for item in self.weights if item[0] < step]
+        if self.best is not None and self.best >= step:
+            self.best = None
+        self._seen = None
+
+
+_ENDS = {
+    "finished": "finished",
+    "interrupted": "interrupted, and saved",
+    "early_stopping": "stopped early: no longer getting better",
+}
+
+
+def _spelled(value: float | None) -> str:
+    """A number that is not finite, as people write it."""
+    if value is None or math.isfinite(value):
+        return "not finite"
+    return "NaN" if math.isnan(value) else "infinite" if value > 0 else "minus infinity"
+
+
+def _entries(value: Any) -> Iterable[tuple[str, Any]]:
+    return value.items() if isinstance(value, dict) else ()
+
+
+def _number(value: Any) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
+
+
+def _seconds(value: Any) -> float | None:
+    number = _number(value)
+    return number if number is not None and 0 < number < _LONGEST else None
+
+
+def _whole(value: Any) -> int | None:
+    number = _number(value)
+    return int(number) if number is not None and 0 <= number < _LARGEST else None
