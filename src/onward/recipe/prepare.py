@@ -8,7 +8,7 @@ from typing import Any
 
 import onnx_ir as ir
 
-from onward.build import Builder, Expr
+from onward.build import Builder, Expr, uncollected
 from onward.errors import RecipeError
 from onward.model import TRAINING_DOMAIN, Model, Source, read
 from onward.model.core import values
@@ -60,6 +60,7 @@ class Recipe:
     teacher: Any = None
     distill: Any = None
 
+    @uncollected()
     def apply(self, model: Model) -> Model:
         """The training model; `model` itself stays as it is."""
         if model.steps and not self.append:
