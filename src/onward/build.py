@@ -78,6 +78,16 @@ def twin(node: ir.Node, inputs: Iterable[ir.Value | None], names: Names, pattern
     return copy
 
 
+def become(node: ir.Node, op_type: str, inputs: Sequence[ir.Value | None], *attributes: ir.Attr) -> None:
+    """Make another operator of a node, in its place."""
+    node.op_type = op_type
+    node.resize_inputs(len(inputs))
+    for i, value in enumerate(inputs):
+        node.replace_input_with(i, value)
+    node.attributes.clear()
+    node.attributes.update({attribute.name: attribute for attribute in attributes})
+
+
 class Expr:
     """A tensor in a graph that is being built; or a sequence of tensors, whose sum is taken element by element."""
 
@@ -452,10 +462,10 @@ def _scalar_tensor(value: float, dtype: ir.DataType, shape: tuple[int, ...] = ()
     return ir.Tensor(np.full(shape, value).astype(dtype.numpy()), dtype=dtype)
 
 
-_NEVER_SHARED = {
-    "Bernoulli", "Dropout", "Identity", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform",
-    "RandomUniformLike",
-}  # fmt: skip
+RANDOM = frozenset(
+    ("Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike")
+)
+_NEVER_SHARED = RANDOM | {"Dropout", "Identity"}
 """Operators of which two equal nodes are not the same thing: they draw numbers, or are there for their name."""
 
 

@@ -27,6 +27,7 @@ from onward.cli.work import working
     usage="MODEL --loss SPEC [OPTIONS]",
 )
 def prepare(
+    context: typer.Context,
     model: options.OptionalModel = None,
     loss: recipes.Losses = None,
     optimizer: recipes.Optimizer = "adamw",
@@ -80,27 +81,7 @@ def prepare(
         missing = "argument `MODEL`" if model is None else "option `--loss`"
         raise Misuse(f"missing {missing}", "see `onward prepare --help`, or `onward prepare --list losses`")
     place = target(model, output, "training", data=data, force=force)
-    recipe = recipes.recipe(
-        loss=loss,
-        optimizer=optimizer,
-        schedule=schedule,
-        clip_norm=clip_norm,
-        clip_tensor_norm=clip_tensor_norm,
-        clip_value=clip_value,
-        accumulate=accumulate,
-        ema=ema,
-        loss_scale=loss_scale,
-        no_master_weights=no_master_weights,
-        variance=variance,
-        trainable=trainable,
-        freeze=freeze,
-        group=group,
-        init=init,
-        new_head=new_head,
-        lora=lora,
-        teacher=teacher,
-        distill=distill,
-    )
+    recipe = recipes.chosen(context)
     import onward
 
     with working(f"preparing {model}", model):

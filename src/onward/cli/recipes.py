@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Annotated, Any, Literal
 
 import typer
@@ -97,7 +98,13 @@ Init = Annotated[
 Seed = Annotated[int, _starts("--seed", "N", "For initial values, and for random numbers in training.")]
 
 
-def recipe(
+def chosen(context: typer.Context) -> dict[str, Any]:
+    """The arguments of `onward.prepare` that the options of a command stand for."""
+    given: dict[str, Any] = {name: context.params[name] for name in OPTIONS}
+    return _recipe(**given | {name: list(v) or None for name, v in given.items() if isinstance(v, list | tuple)})
+
+
+def _recipe(
     *,
     loss: _Texts,
     optimizer: str,
@@ -119,7 +126,6 @@ def recipe(
     teacher: str | None = None,
     distill: _Texts = None,
 ) -> dict[str, Any]:
-    """The arguments of `onward.prepare` that the options stand for."""
     return {
         "loss": _one_or_all(loss),
         "optimizer": optimizer,
@@ -139,6 +145,10 @@ def recipe(
         "teacher": teacher,
         "distill": _one_or_all(distill),
     }
+
+
+OPTIONS = frozenset(inspect.signature(_recipe).parameters)
+"""The names of the options that make a recipe."""
 
 
 def _one_or_all(given: list[str] | None) -> str | list[str] | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Set
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -143,15 +142,13 @@ def train(
             f"missing {missing}", "see `onward train --help`; to go on with a run: `onward train --resume RUN`"
         )
     place = target(model, output, "trained", force=force) if output is not None else None
-    names = inspect.signature(recipes.recipe).parameters
-    chosen: dict[str, Any] = {name: None if (v := context.params[name]) in ((), []) else v for name in names}
-    recipe = recipes.recipe(**chosen)
+    recipe = recipes.chosen(context)
     import onward
     from onward.training import api
 
     source = onward.read(str(model))
     if source.is_training_model:
-        _refuse_with("a model that carries its training", given & names.keys(), "strip it first (`onward strip`)")
+        _refuse_with("a model that carries its training", given & recipes.OPTIONS, "strip it first (`onward strip`)")
         recipe = {}
     common: dict[str, Any] = {
         "batch_size": batch_size,

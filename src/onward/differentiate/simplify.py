@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import onnx_ir as ir
 
+from onward.build import become
 from onward.model.walk import read_by
 from onward.shapes import constant_ints
 from onward.transform.unused import remove_unused
@@ -47,18 +48,9 @@ def _transpose_of_product(node: ir.Node) -> None:
     turned = product.outputs[0]
     order = [*range(len(other.shape) - 2), len(other.shape) - 1, len(other.shape) - 2]
     turned.shape = ir.Shape([other.shape[axis] for axis in order])
-    _become(product, "Transpose", [other], ir.AttrInt64s("perm", order))
-    _become(node, "MatMul", [turned, a] if a is not None else [b, turned])
+    become(product, "Transpose", [other], ir.AttrInt64s("perm", order))
+    become(node, "MatMul", [turned, a] if a is not None else [b, turned])
     node.name, product.name = product.name, node.name
-
-
-def _become(node: ir.Node, op_type: str, inputs: Sequence[ir.Value | None], *attributes: ir.Attr) -> None:
-    node.op_type = op_type
-    node.resize_inputs(len(inputs))
-    for i, value in enumerate(inputs):
-        node.replace_input_with(i, value)
-    node.attributes.clear()
-    node.attributes.update({attribute.name: attribute for attribute in attributes})
 
 
 def _reshape_of_reshape(node: ir.Node) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from onward.build import identity
+from onward.build import become, identity
 from onward.model import Model
 from onward.model.core import values
 from onward.transform.types import fill_in_types
@@ -37,9 +37,10 @@ def settle_casts(graph: ir.Graph) -> None:
             node.outputs[0].replace_all_uses_with(source)
         elif constant is not None and constant.size == 1:
             array = constant.numpy().astype(target.numpy())
-            _become(node, "Constant", [], ir.AttrTensor("value", ir.Tensor(array, dtype=target)))
+            become(node, "Constant", [], ir.AttrTensor("value", ir.Tensor(array, dtype=target)))
         elif node.op_type == "CastLike":
-            _become(node, "Cast", [source], ir.AttrInt64("to", target.value))
+            become(node, "Cast", [source], ir.AttrInt64("to", target.value))
+        node.outputs[0].type = ir.TensorType(target)
 
 
 def _target(node: ir.Node) -> ir.DataType | None:
@@ -54,20 +55,6 @@ def _constant(value: ir.Value) -> ir.TensorProtocol | None:
     if producer is None or producer.op_type != "Constant" or "value" not in producer.attributes:
         return None
     return producer.attributes["value"].as_tensor()
-
-
-def _become(node: ir.Node, op_type: str, inputs: list[ir.Value], attribute: ir.Attr) -> None:
-    node.op_type = op_type
-    node.resize_inputs(len(inputs))
-    for i, value in enumerate(inputs):
-        node.replace_input_with(i, value)
-    node.attributes.clear()
-    node.attributes[attribute.name] = attribute
-    node.outputs[0].type = ir.TensorType(_stated(attribute))
-
-
-def _stated(attribute: ir.Attr) -> ir.DataType:
-    return ir.DataType(attribute.as_int()) if attribute.name == "to" else attribute.as_tensor().dtype
 
 
 def share_equal_nodes(graph: ir.Graph) -> None:

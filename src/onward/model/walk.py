@@ -9,6 +9,8 @@ from typing import Any
 import onnx_ir as ir
 from onnx import defs
 
+from onward.build import RANDOM
+
 
 def nested_graphs(node: ir.Node) -> Iterator[ir.Graph]:
     """The graphs in the attributes of a node: branches of an If, the body of a Loop or Scan."""
@@ -27,13 +29,10 @@ def read_by(node: ir.Node) -> Iterator[ir.Value]:
         yield from (value for value in reader.inputs if value is not None)
 
 
-_RANDOM = {"Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike"}
-
-
 def is_random(node: ir.Node) -> bool:
     """Whether a node draws numbers: the same node once more would not give the same."""
     drops = node.op_type == "Dropout" and len(node.inputs) > 2 and node.inputs[2] is not None
-    return drops or node.op_type in _RANDOM
+    return drops or node.op_type in RANDOM
 
 
 def nodes_after(last: ir.Node | None, graph: ir.Graph) -> list[ir.Node]:
