@@ -24,6 +24,7 @@ SOURCE = Path(__file__).resolve().parent.parent / "src"
 
 # From the ground up. A module of a tier imports from earlier tiers and from its own package, not from its neighbours.
 TIERS = [
+    ["deferral"],
     ["errors"],
     ["containers", "shapes"],
     ["build"],

@@ -14,6 +14,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from onward.deferral import defer_sympy
+
 if TYPE_CHECKING:
     from onward.checker import Finding, check
     from onward.differentiate import gradient, jvp, vjp
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
     from onward.training.api import find_lr, resume, train
     from onward.training.report import report
     from onward.transform import add_prefix, convert_opset, extract, inline, merge, refresh, rename, strip
+
+defer_sympy()
 
 _HOME = {
     "Error": "errors",

@@ -1,0 +1,75 @@
+"""sympy, loaded when it is first needed.
+
+The graph library `onnx_ir` imports sympy for arithmetic with symbolic dimensions, which few programs ever do, and sympy
+takes longer to load than everything else together. While `onnx_ir` is being imported it finds a stand-in, and keeps it;
+the first use of that imports sympy. Nobody else sees it: see docs/decisions/0014-sympy-when-needed.md.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+_USER, _DEFERRED = "onnx_ir._core", "sympy"
+
+
+def defer_sympy() -> None:
+    """Until it is needed. Does nothing if it, or `onnx_ir`, has been imported before."""
+    if _USER not in sys.modules and _DEFERRED not in sys.modules:
+        sys.meta_path.insert(0, _Watch())
+
+
+class _StandIn(ModuleType):
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # what Python asks of a module, not what sympy has
+            raise AttributeError(name)
+        if sys.modules.get(_DEFERRED) is self:  # asked for while `onnx_ir` is imported, to be called later
+            return _later(name)
+        return getattr(importlib.import_module(_DEFERRED), name)
+
+
+def _later(name: str) -> Callable[..., Any]:
+    def call(*args: Any) -> Any:
+        return getattr(importlib.import_module(_DEFERRED), name)(*args)
+
+    return call
+
+
+class _Watch(MetaPathFinder):
+    """Waits for the import of one module, and then goes."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name != _USER:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Loader(spec.loader)
+        return spec
+
+
+class _Loader(Loader):
+    """Loads a module as its usual loader does, with a stand-in for sympy in sight."""
+
+    def __init__(self, usual: Loader):
+        self._usual = usual
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._usual.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        assert module.__spec__ is not None
+        module.__spec__.loader = module.__loader__ = self._usual
+        stand_in = _StandIn(_DEFERRED)
+        found = sys.modules.setdefault(_DEFERRED, stand_in)
+        try:
+            self._usual.exec_module(module)
+        finally:
+            if found is stand_in:
+                del sys.modules[_DEFERRED]
