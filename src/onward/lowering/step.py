@@ -9,7 +9,7 @@ Which output replaces which input says the metadata of the file, as JSON: see co
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import onnx_ir as ir
 
@@ -36,7 +36,9 @@ IR_VERSION = 10
 
 
 @uncollected()
-def lower(source: Source, step: int = 0, *, part: str = "step", recompute: Choice = None) -> Model:
+def lower(
+    source: Source, step: int = 0, *, part: str = "step", recompute: Choice = None, differentiate: bool = True
+) -> Model:
     """A plain ONNX model for one step of a training model: only operators of the standard, no training operator.
 
     The parts:
@@ -48,7 +50,9 @@ def lower(source: Source, step: int = 0, *, part: str = "step", recompute: Choic
     - `"initialization"`: () -> the state to start from
     - `"state"`: () -> the state as it is in the file
 
-    `recompute` names what is computed twice to save memory, as in `onward.gradient`.
+    `recompute` names what is computed twice to save memory, as in `onward.gradient`. Without `differentiate` the
+    training operators stay, functions are replaced by their bodies, and nothing else is done: for an engine that has
+    derivatives of its own.
     """
     if part not in PARTS:
         raise UnknownNameError(f"there is no part `{part}`", hint=near(part, PARTS) or f"parts: {', '.join(PARTS)}")
@@ -57,7 +61,7 @@ def lower(source: Source, step: int = 0, *, part: str = "step", recompute: Choic
         model = convert_opset(model, COMMON_OPSET)
     elif model.opset > NEWEST_OPSET:
         model = convert_opset(model, NEWEST_OPSET)
-    made, contract = PARTS[part](model, step, recompute)
+    made, contract = PARTS[part](model, step, Manner(recompute, differentiate))
     made.ir.ir_version = IR_VERSION
     record(made, {"part": part, **contract})
     return made
@@ -68,9 +72,16 @@ def lower(source: Source, step: int = 0, *, part: str = "step", recompute: Choic
 Made = tuple[Model, dict[str, Any]]
 
 
-def _step(model: Model, index: int, recompute: Choice) -> Made:
+class Manner(NamedTuple):
+    """How a part is lowered."""
+
+    recompute: Choice = None
+    differentiate: bool = True
+
+
+def _step(model: Model, index: int, manner: Manner) -> Made:
     flow = _opened(model, index)
-    made, contract = _plain(flow, flow.bindings, flow.metrics, recompute=recompute)
+    made, contract = _plain(manner, flow, flow.bindings, flow.metrics)
     inputs = made.graph.inputs
     read = {value.name for value in inputs}
     for name, value in flow.state.items():  # a loop hands over all state, also what is only written
@@ -79,24 +90,24 @@ def _step(model: Model, index: int, recompute: Choice) -> Made:
     return made, contract | {"state": [*contract["state"], *(name for name in flow.state if name not in read)]}
 
 
-def _evaluation(model: Model, index: int, recompute: Choice) -> Made:
+def _evaluation(model: Model, index: int, manner: Manner) -> Made:
     flow = _opened(model, index)
     outputs = [value.name or "" for value in model.graph.outputs]
     loss = flow.loss(flow.metrics)
     flow.switch_to_inference()
     metrics = flow.of_evaluation()
-    made, contract = _plain(flow, {}, metrics, outputs)
+    made, contract = _plain(manner, flow, {}, metrics, outputs)
     return made, contract | {"outputs": outputs, "loss": loss if loss in metrics else None}
 
 
-def _gradient_part(model: Model, index: int, recompute: Choice) -> Made:
+def _gradient_part(model: Model, index: int, manner: Manner) -> Made:
     flow = _opened(model, index)
     gradients = {output.name or "": x for x, output in flow.results()}
-    made, contract = _plain(flow, *flow.of_forward(), list(gradients), recompute=recompute)
+    made, contract = _plain(manner, flow, *flow.of_forward(), list(gradients))
     return made, contract | {"gradients": gradients}
 
 
-def _apply(model: Model, index: int, recompute: Choice) -> Made:
+def _apply(model: Model, index: int, manner: Manner) -> Made:
     flow = _opened(model, index)
     forward, forward_metrics = flow.of_forward()
     parameters = {}
@@ -110,7 +121,7 @@ def _apply(model: Model, index: int, recompute: Choice) -> Made:
         parameters[given.name] = x
     bindings = {name: new for name, new in flow.bindings.items() if name not in forward}
     metrics = [name for name in flow.metrics if name not in forward_metrics]
-    made, contract = _plain(flow, bindings, metrics)
+    made, contract = _plain(manner, flow, bindings, metrics)
     if strange := [name for name in contract["batch"] if name not in parameters]:
         raise UnsupportedError(
             f"the update reads `{strange[0]}`, not gradients and state alone", hint="run the whole step: part `step`"
@@ -118,7 +129,7 @@ def _apply(model: Model, index: int, recompute: Choice) -> Made:
     return made, contract | {"batch": [], "gradients": {name: parameters[name] for name in contract["batch"]}}
 
 
-def _initialization(model: Model, index: int, recompute: Choice) -> Made:
+def _initialization(model: Model, index: int, manner: Manner) -> Made:
     step = model.step(index)
     if step.initialization is None:
         raise UnsupportedError("the step has no initialization", hint="take the state of the file: part `state`")
@@ -144,7 +155,7 @@ def _initialization(model: Model, index: int, recompute: Choice) -> Made:
     return _finished(made), {"update": {name: name for name in step.reset}}
 
 
-def _state(model: Model, index: int, recompute: Choice) -> Made:
+def _state(model: Model, index: int, manner: Manner) -> Made:
     graph = ir.Graph([], [], nodes=[], opset_imports={"": model.opset}, name="state")
     stored = states(model, index)
     op = Builder(graph, opset=model.opset, names=Names(state.name for state in stored))
@@ -161,7 +172,7 @@ def _state(model: Model, index: int, recompute: Choice) -> Made:
     return Model(ir.Model(graph, ir_version=IR_VERSION)), {"update": {state.name: state.name for state in stored}}
 
 
-PARTS: dict[str, Callable[[Model, int, Choice], Made]] = {
+PARTS: dict[str, Callable[[Model, int, Manner], Made]] = {
     "step": _step,
     "evaluation": _evaluation,
     "gradients": _gradient_part,
@@ -190,21 +201,20 @@ def _opened(model: Model, index: int) -> Flow:
 
 
 def _plain(
-    flow: Flow,
-    bindings: Mapping[str, str],
-    metrics: Sequence[str],
-    more: Sequence[str] = (),
-    *,
-    recompute: Choice = None,
+    manner: Manner, flow: Flow, bindings: Mapping[str, str], metrics: Sequence[str], more: Sequence[str] = ()
 ) -> Made:
     """Keep what metrics, `more` outputs and new state need, and lower it."""
     loss = flow.loss(metrics)
     graph = flow.graph
     graph.outputs[:] = [flow.value(name) for name in dict.fromkeys((*metrics, *more, *bindings.values()))]
     keep_what_is_needed(graph)
-    lowered = lower_gradients(flow.combined, recompute=recompute)
-    expand(lowered.ir)
-    made = _finished(inline(lowered))
+    if manner.differentiate:
+        lowered = lower_gradients(flow.combined, recompute=manner.recompute)
+        expand(lowered.ir)
+        made = _finished(inline(lowered))
+    else:
+        made = inline(flow.combined)
+        _drop_unused_inputs(made.graph)
     made.graph.inputs[:] = sorted(made.graph.inputs, key=lambda value: value.name in flow.state)  # the state last
     inputs = [value.name or "" for value in made.graph.inputs]
     return made, {
@@ -222,10 +232,7 @@ def _finished(model: Model) -> Model:
     optimize(model)
     simplify(list(graph))
     remove_unused(graph)
-    for name, value in list(graph.initializers.items()):
-        if not value.uses() and not value.is_graph_output():
-            graph.initializers.pop(name)
-    graph.inputs[:] = [value for value in graph.inputs if value.uses() or value.is_graph_output()]
+    _drop_unused_inputs(graph)
     put_results_last(graph)
     for domain in list(graph.opset_imports):
         if domain not in ("", "ai.onnx") and not any(node.domain == domain for node in graph.all_nodes()):
@@ -237,3 +244,10 @@ def _finished(model: Model) -> Model:
             hint="a runtime needs them too; export the model without them",
         )
     return model
+
+
+def _drop_unused_inputs(graph: ir.Graph) -> None:
+    for name, value in list(graph.initializers.items()):
+        if not value.uses() and not value.is_graph_output():
+            graph.initializers.pop(name)
+    graph.inputs[:] = [value for value in graph.inputs if value.uses() or value.is_graph_output()]
