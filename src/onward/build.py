@@ -231,7 +231,7 @@ class Builder:
         """Add one node; its output, or a tuple of them if there are several. Attributes that are None are left out."""
         values = self._operands(domain, op_type, inputs)
         attributes = {name: value for name, value in attributes.items() if value is not None}
-        key = _identity(op_type, values, outputs, attributes) if self._share and domain == "" else None
+        key = identity_of(op_type, values, outputs, attributes) if self._share and domain == "" else None
         if key is not None and key in self._made:
             found = tuple(Expr(self, value) for value in self._made[key])
             return found[0] if outputs == 1 else found
@@ -469,10 +469,10 @@ _NEVER_SHARED = RANDOM | {"Dropout", "Identity"}
 """Operators of which two equal nodes are not the same thing: they draw numbers, or are there for their name."""
 
 
-def _identity(
+def identity_of(
     op_type: str, inputs: Sequence[ir.Value | None], outputs: int, attributes: dict[str, Any]
 ) -> tuple[object, ...] | None:
-    """What makes two nodes the same; None for one that has no equal."""
+    """Something that is equal for two nodes of standard operators that compute the same; None for what has no equal."""
     if op_type in _NEVER_SHARED:
         return None
     settings = tuple((name, _comparable(attributes[name])) for name in sorted(attributes))
@@ -487,11 +487,11 @@ def _by_identity(graph: ir.Graph) -> Iterator[tuple[tuple[object, ...], tuple[ir
 
 
 def identity(node: ir.Node) -> tuple[object, ...] | None:
-    """Something that is equal for two nodes that compute the same; None for a node that has no equal."""
+    """The same for a node that exists."""
     if node.domain not in ("", "ai.onnx"):
         return None
     settings = {name: attribute.value for name, attribute in node.attributes.items()}
-    return _identity(node.op_type, node.inputs, len(node.outputs), settings)
+    return identity_of(node.op_type, node.inputs, len(node.outputs), settings)
 
 
 def _comparable(value: Any) -> object:

@@ -47,4 +47,4 @@ def _replace(
         old.name = names.fresh(f"{name}/replaced")
         old.replace_all_uses_with(value, replace_graph_outputs=True)
         value.name = name
-    graph.remove(node)
+    graph.remove(node, safe=True)

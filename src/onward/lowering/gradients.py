@@ -20,18 +20,19 @@ from onward.errors import InvalidModelError
 from onward.model import TRAINING_DOMAIN, Model
 from onward.model.core import string, strings, values
 from onward.transform.types import fill_in_types
+from onward.transform.unused import remove_unused
 
 
 @uncollected()
 def lower_gradients(model: Model, *, recompute: Choice = None) -> Model:
-    """A copy of a model without steps in which no `Gradient` is left; those of higher order are done in order."""
-    model = model.copy()
+    """A model without steps, which may be changed, with no `Gradient` left; those of higher order are done in order."""
     while (node := _first_gradient(model.graph)) is not None:
         xs, y = strings(node, "xs"), string(node, "y")
         name = node.outputs[0].name if node.outputs else ""
         model = expanded(model, y, xs)
         node = next(n for n in model.graph if _is_gradient(n) and (not n.outputs or n.outputs[0].name == name))
         _lower(model, node, xs, y, recompute)
+    remove_unused(model.graph)
     return model
 
 

@@ -18,6 +18,7 @@ from onward.differentiate.api import COMMON_OPSET, OLDEST_OPSET
 from onward.differentiate.recompute import Choice
 from onward.differentiate.simplify import put_results_last, simplify
 from onward.errors import InvalidModelError, UnknownNameError, UnsupportedError, near
+from onward.lowering.calls import write_calls
 from onward.lowering.contract import record
 from onward.lowering.expand import expand
 from onward.lowering.flow import Flow, keep_what_is_needed
@@ -26,7 +27,7 @@ from onward.lowering.optimize import optimize
 from onward.model import Model, Source, read
 from onward.model.core import values
 from onward.model.state import states
-from onward.transform.inline import inline
+from onward.transform.inline import inline_calls
 from onward.transform.opset import convert_opset
 from onward.transform.unused import remove_unused
 
@@ -136,8 +137,8 @@ def _initialization(model: Model, index: int, manner: Manner) -> Made:
     graph = step.initialization.clone()
     graph.opset_imports.update(model.ir.opset_imports)
     functions = [function.clone() for function in model.functions.values()]
-    made = inline(Model(ir.Model(graph, ir_version=IR_VERSION, functions=functions)))
-    graph = made.graph
+    made = Model(ir.Model(graph, ir_version=IR_VERSION, functions=functions))
+    inline_calls(made)
     names = Names([*step.reset, *(name for value in values(graph) if (name := value.name))])
     known = {value.name: value for value in values(graph)}
     for value in known.values():  # an output bears the name of its state, which may be in use
@@ -152,7 +153,8 @@ def _initialization(model: Model, index: int, manner: Manner) -> Made:
             value = op.Identity(value).like(value).value
         value.name = state
         graph.outputs.append(value)
-    return _finished(made), {"update": {name: name for name in step.reset}}
+    _finish(made)
+    return made, {"update": {name: name for name in step.reset}}
 
 
 def _state(model: Model, index: int, manner: Manner) -> Made:
@@ -209,11 +211,14 @@ def _plain(
     graph.outputs[:] = [flow.value(name) for name in dict.fromkeys((*metrics, *more, *bindings.values()))]
     keep_what_is_needed(graph)
     if manner.differentiate:
-        lowered = lower_gradients(flow.combined, recompute=manner.recompute)
-        expand(lowered.ir)
-        made = _finished(inline(lowered))
+        made = lower_gradients(flow.combined, recompute=manner.recompute)
+        expand(made.ir)
+        write_calls(made)
+        inline_calls(made)
+        _finish(made)
     else:
-        made = inline(flow.combined)
+        made = flow.combined
+        inline_calls(made)
         _drop_unused_inputs(made.graph)
     made.graph.inputs[:] = sorted(made.graph.inputs, key=lambda value: value.name in flow.state)  # the state last
     inputs = [value.name or "" for value in made.graph.inputs]
@@ -226,8 +231,8 @@ def _plain(
     }
 
 
-def _finished(model: Model) -> Model:
-    """Without what nothing needs: nodes, inputs, initializers, imports."""
+def _finish(model: Model) -> None:
+    """Drop what nothing needs: nodes, inputs, initializers, imports; and shorten the rest."""
     graph = model.graph
     optimize(model)
     simplify(list(graph))
@@ -243,7 +248,6 @@ def _finished(model: Model) -> Model:
             f"the step has operators of {', '.join(f'`{domain}`' for domain in foreign)}, not of the standard",
             hint="a runtime needs them too; export the model without them",
         )
-    return model
 
 
 def _drop_unused_inputs(graph: ir.Graph) -> None:

@@ -22,6 +22,12 @@ from onward.transform.types import value_types
 def inline(source: Source, names: Iterable[str] = ("*",)) -> Model:
     """A copy in which calls of the functions that match `names` (as `domain.Name`) are replaced by their bodies."""
     model = read(source).copy()
+    inline_calls(model, names)
+    return stamp(model)
+
+
+def inline_calls(model: Model, names: Iterable[str] = ("*",)) -> None:
+    """The same in place."""
     check_expansion(model)
     patterns = list(names)
 
@@ -31,7 +37,7 @@ def inline(source: Source, names: Iterable[str] = ("*",)) -> Model:
     graphs = [model.graph, *(graph for step in model.steps for graph in (step.algorithm, step.initialization) if graph)]
     functions = list(model.functions.values())
     names_in_use = model.names()
-    for graph in graphs:
+    for graph in graphs if functions else ():
         before = set(values(graph))
         graph.opset_imports.update(model.ir.opset_imports)
         holder = ir.Model(graph, ir_version=model.ir.ir_version or 10, functions=[f.clone() for f in functions])
@@ -47,7 +53,6 @@ def inline(source: Source, names: Iterable[str] = ("*",)) -> Model:
         if wanted(function):
             model.functions.pop(function.identifier(), None)
     drop_unused_definitions(model)
-    return stamp(model)
 
 
 def inline_operators(model: Model, operators: Iterable[tuple[str, str]]) -> Model:
