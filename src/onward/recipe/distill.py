@@ -83,10 +83,14 @@ class Distillation:
         hard: Expr | None,
         students: Sequence[ir.Value],
         trained: Mapping[ir.Value, ir.Value],
+        inputs: Mapping[str, ir.Value],
     ) -> Expr:
-        """Append the teacher, and return the whole loss; `trained` maps values of inference to those of training."""
+        """Append the teacher, and return the whole loss; `trained` maps values of inference to those of training.
+
+        `inputs` are what the student gets of inputs that are preprocessed: so does the teacher.
+        """
         wanted = [_counterpart(self.model, term, value) for term, value in zip(self.terms, students, strict=True)]
-        results = _run_teacher(assembly, self.model, list(dict.fromkeys(wanted)))
+        results = _run_teacher(assembly, self.model, list(dict.fromkeys(wanted)), inputs)
         op = assembly.op.scoped("distill")
         total, share, facts = None, None, []
         for i, (term, value, name) in enumerate(zip(self.terms, students, wanted, strict=True)):
@@ -150,27 +154,31 @@ def _counterpart(teacher: Model, term: Term, student: ir.Value) -> str:
 # ---- the teacher in the step -----------------------------------------------------------------------------------------
 
 
-def _run_teacher(assembly: Assembly, teacher: Model, outputs: list[str]) -> dict[str, Expr]:
+def _run_teacher(
+    assembly: Assembly, teacher: Model, outputs: list[str], inputs: Mapping[str, ir.Value]
+) -> dict[str, Expr]:
     part = extract(teacher, [value.name or "" for value in teacher.inputs], outputs)
     fill_in_types(part, part.outputs)
     part = add_prefix(convert_opset(part, assembly.model.opset), _PREFIX)
     results = dict(zip(outputs, part.outputs, strict=True))
     read_values = [value for value in part.inputs if value.uses()]
-    sources = {value: _source(assembly, value, len(read_values) == 1) for value in read_values}
+    fed = (*assembly.model.inputs, *assembly.step.algorithm.inputs)
+    known = {value.name or "": value for value in fed} | dict(inputs)
+    own = [inputs.get(value.name or "", value) for value in assembly.model.inputs]
+    only = own[0] if len(own) == len(read_values) == 1 else None
+    sources = {value: _source(assembly, value, known, only) for value in read_values}
     embed(assembly, part, sources)
     return {name: assembly.op.scoped("distill")(value) for name, value in results.items()}
 
 
-def _source(assembly: Assembly, wanted: ir.Value, only: bool) -> ir.Value:
+def _source(assembly: Assembly, wanted: ir.Value, known: Mapping[str, ir.Value], only: ir.Value | None) -> ir.Value:
     """The input of the student, or of its loss, that an input of the teacher is: by its name, or the only one."""
     name = (wanted.name or "").removeprefix(_PREFIX)
-    own = assembly.model.inputs
-    known = {value.name: value for value in (*own, *assembly.step.algorithm.inputs)}
-    source = known.get(name, own[0] if only and len(own) == 1 else None)
+    source = known.get(name, only)
     if source is None:
         raise RecipeError(
             f"the teacher reads `{name}`, which is no input of the model",
-            hint=f"the inputs are {', '.join(str(n) for n in known)}; rename the teacher's (`onward rename`)",
+            hint=f"the inputs are {', '.join(known)}; rename the teacher's (`onward rename`)",
         )
     if not _fit(wanted.shape, source.shape):
         raise RecipeError(

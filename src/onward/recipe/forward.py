@@ -6,7 +6,7 @@ of these nodes in training mode, and of everything behind them on the way to the
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Literal
 
 import numpy as np
@@ -28,16 +28,21 @@ SWITCHED = {"Dropout", "BatchNormalization"}
 
 
 def training_forward(
-    assembly: Assembly, outputs: Iterable[ir.Value], choices: Iterable[Choice], variance: Variance
+    assembly: Assembly,
+    outputs: Iterable[ir.Value],
+    choices: Iterable[Choice],
+    variance: Variance,
+    changed: Mapping[ir.Value, ir.Value],
 ) -> dict[ir.Value, ir.Value]:
     """Add the training-mode part of the forward pass; value of inference -> value of training, where they differ.
 
-    A BatchNormalization whose scale is frozen keeps its statistics and stays in inference mode. `variance` is what
-    becomes the running variance: the population's, as ONNX has it, or the sample's with n - 1, as PyTorch has it.
+    Some differ from the beginning: `changed`, what augmentation makes of the data. A BatchNormalization whose scale is
+    frozen keeps its statistics and stays in inference mode. `variance` is what becomes the running variance: the
+    population's, as ONNX has it, or the sample's with n - 1, as PyTorch has it.
     """
     frozen = {choice.name for choice in choices if choice.role == "frozen"}
     needed, _ = ancestors(outputs)
-    new: dict[ir.Value, ir.Value] = {}
+    new = dict(changed)
     for node in list(assembly.model.graph):
         if node not in needed:
             continue

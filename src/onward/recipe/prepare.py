@@ -14,7 +14,7 @@ from onward.model import TRAINING_DOMAIN, Model, Source, read
 from onward.model.core import values
 from onward.model.serde import stamp
 from onward.model.walk import ancestors
-from onward.recipe import objective
+from onward.recipe import objective, preprocessing
 from onward.recipe.assembly import Assembly
 from onward.recipe.constants import separate_merged
 from onward.recipe.distill import Distillation
@@ -59,6 +59,8 @@ class Recipe:
     lora: str | Mapping[str, Any] | None = None
     teacher: Any = None
     distill: Any = None
+    preprocess: Any = None
+    augment: Any = None
 
     @uncollected()
     def apply(self, model: Model) -> Model:
@@ -69,7 +71,8 @@ class Recipe:
                 hint="strip it first (`onward strip`), or add a second step with `append=True` (`--append`)",
             )
         model, teaching = self._adapted(model), self._distillation()
-        model = _at_common_opset(model, teaching.opset if teaching else 0)
+        before = preprocessing.opened(self.preprocess)
+        model = _at_common_opset(model, max(teaching.opset if teaching else 0, preprocessing.opset_of(before)))
         if hidden := functions_to_inline(model):
             model = inline(model, hidden)
         model = model.copy()
@@ -81,13 +84,16 @@ class Recipe:
         trainable, freeze = _patterns(self.trainable), _patterns(self.freeze) or ()
         found = roles(model, watched, [*(trainable or ()), *freeze, *patterns(self.groups)])
         selection = select(model, watched, trainable, freeze, found)
+        varied = preprocessing.by_input(model, self.augment) if self.augment else {}
+        entries = preprocessing.put_before(model, before)  # now that it is known what is trained: nothing of this
         assembly = Assembly(model, self.seed, name=f"training{len(model.steps) or ''}")
-        trained = training_forward(assembly, watched, selection.choices, self.variance)
+        changed = preprocessing.augmented(assembly, entries, varied)
+        trained = training_forward(assembly, watched, selection.choices, self.variance, changed)
         loss: Expr | None = None
         if summands:
             loss = objective.scalar(objective.build(assembly, summands, predictions, trained))
         if teaching:
-            loss = teaching.add(assembly, loss, students, trained)
+            loss = teaching.add(assembly, loss, students, trained, _seen(model, entries, trained))
         assert loss is not None
         loss = assembly.metric("loss", loss)
         for value in selection.parameters:
@@ -161,6 +167,8 @@ def prepare(model: Source, *, loss: Any, **recipe: Any) -> Model:
       `"rank=8,targets=*attn*"` for `add_lora`
     - `teacher`: a model to learn from, beside the loss or (`loss=None`) alone; `distill` says how, such as
       `"kl:temperature=4,weight=0.5"`
+    - `preprocess`: what happens to data before the model, such as `"resize:size=32 scale channels_first"`, or a model;
+      `augment`: what happens to them in training alone, such as `"flip crop:padding=4"`
     """
     known = {field.name for field in dataclasses.fields(Recipe)}
     unknown = [name for name in recipe if name not in known]
@@ -173,6 +181,14 @@ def _at_common_opset(model: Model, least: int) -> Model:
     """The model at an operator set that training can work with, and that is at least that of its teacher."""
     wanted = max(COMMON_OPSET if model.opset < OLDEST_OPSET else model.opset, least)
     return convert_opset(model, wanted)
+
+
+def _seen(
+    model: Model, entries: Mapping[str, preprocessing.Entry], trained: Mapping[ir.Value, ir.Value]
+) -> dict[str, ir.Value]:
+    """What the model gets of its inputs in training, where that is not what is fed."""
+    read = {value.name or "": value for value in model.inputs} | {name: e.value for name, e in entries.items()}
+    return {name: trained.get(value, value) for name, value in read.items() if name in entries or value in trained}
 
 
 def _patterns(given: Sequence[str] | str | None) -> Sequence[str] | None:

@@ -85,11 +85,16 @@ def check_options(what: str, given: Mapping[str, Any], known: Mapping[str, Any])
         raise RecipeError(f"{what} has no option {names}", hint=hint)
 
 
-def _split(text: str) -> list[str]:
+def words(text: str) -> list[str]:
+    """Several specs with spaces between them; a space inside brackets belongs to the value."""
+    return _split(" ".join(text.split()), " ")
+
+
+def _split(text: str, separator: str = ",") -> list[str]:
     parts, depth, current = [], 0, ""
     for character in text:
         depth += (character in "([") - (character in ")]")
-        if character == "," and depth == 0:
+        if character == separator and depth == 0:
             parts.append(current)
             current = ""
         else:

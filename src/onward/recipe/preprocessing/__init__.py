@@ -1,0 +1,22 @@
+"""What happens to data before the model: preprocessing, and augmentation while it is trained.
+
+    onward.train(..., preprocess="resize:size=32 scale normalize:preset=imagenet channels_first", augment="flip")
+
+Both are ONNX, made of operators of the standard. Preprocessing is the first part of the training model's inference
+graph, so that training and evaluation share it. Augmentation is part of the training step alone: see join.py.
+"""
+
+from onward.recipe.preprocessing.join import Entry, augmented, opened, opset_of, put_before, with_preprocessing
+from onward.recipe.preprocessing.pipeline import Raw, by_input, pipelines
+
+__all__ = [
+    "Entry",
+    "Raw",
+    "augmented",
+    "by_input",
+    "opened",
+    "opset_of",
+    "pipelines",
+    "put_before",
+    "with_preprocessing",
+]

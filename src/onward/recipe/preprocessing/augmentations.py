@@ -1,0 +1,166 @@
+"""Augmentation by name: what a picture could look like as well. Every sample of a batch has luck of its own.
+
+The numbers come from the generator in the file (random.py), so that a run that is resumed draws what it would have
+drawn. Types, shapes and the places of channels stay as they are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+import onnx_ir as ir
+
+from onward.build import Builder, Expr
+from onward.errors import RecipeError
+from onward.recipe import random
+from onward.recipe.preprocessing.picture import Picture, is_number
+
+_LAST = np.iinfo(np.int64).min  # where a slice that goes backwards ends, so that it takes the first as well
+
+
+@dataclasses.dataclass(frozen=True)
+class Chance(Picture):
+    """A picture, and the key of its luck."""
+
+    key: Expr = dataclasses.field(kw_only=True)
+
+    def per_sample(self, count: int = 1) -> list[Expr]:
+        """Numbers from 0 to 1, each as a tensor with one for every sample, to go with a batch."""
+        op = self.op
+        numbers = random.uniform(op, self.key, op.Concat([count], self._one_each(), axis=0))
+        return [op.CastLike(op.Gather(numbers, np.int64(at)), self.x) for at in range(count)]
+
+    def happens(self, p: float) -> Expr:
+        """For each sample, whether something happens that has the probability `p`."""
+        _check_probability(p)
+        return random.bernoulli_mask(self.op, self.key, self._one_each(), float(p))
+
+    def clipped(self, x: Expr) -> Expr:
+        """Values as pictures have them, where it is known which those are."""
+        if self.limit is None:
+            return x
+        clipped: Expr = self.op.Clip(x, self.op.scalar(0.0, x), self.op.scalar(self.limit, x))
+        return clipped
+
+    def _one_each(self) -> Expr:
+        op = self.op
+        batch = op.Slice(op.Shape(self.x), [0], [1])
+        ones: Expr = op.Concat(batch, [1] * len(self.form.dims), axis=0)
+        return ones
+
+
+# ---- geometry --------------------------------------------------------------------------------------------------------
+
+
+def flip(chance: Chance, p: float = 0.5, direction: Literal["horizontal", "vertical"] = "horizontal") -> Expr:
+    """Mirrors a picture with probability `p`; `direction` is `horizontal` or `vertical`."""
+    chance.check("flip")
+    if direction not in ("horizontal", "vertical"):
+        raise RecipeError(f"a flip cannot be `{direction}`", hint="use `horizontal` or `vertical`")
+    axis = chance.form.axes[direction == "horizontal"]
+    mirrored = chance.op.Slice(chance.x, [-1], [_LAST], [axis], [-1])
+    flipped: Expr = chance.op.Where(chance.happens(p), mirrored, chance.x)
+    return flipped
+
+
+def crop(chance: Chance, padding: int) -> Expr:
+    """Moves a picture by up to `padding` pixels in each direction; what is laid open is 0."""
+    chance.check("crop")
+    _check("padding", padding, isinstance(padding, int) and padding is not True and padding > 0, "a number of pixels")
+    op, axes = chance.op, chance.form.axes
+    padded = op.Pad(chance.x, [padding] * 4, None, list(axes))
+    offsets = [op.Cast(op.Floor(u * (2 * padding + 1)), to=ir.DataType.INT64) for u in chance.per_sample(2)]
+    shape, wide = op.Shape(chance.x), op.Shape(padded)
+    places: Expr | None = None
+    for axis in range(4):
+        along = _along(op, op.Range(np.int64(0), op.Gather(shape, np.int64(axis)), np.int64(1)), axis)
+        if axis in axes:
+            along = along + offsets[axes.index(axis)]
+        if axis < 3:
+            along = along * op.ReduceProd(op.Slice(wide, [axis + 1], [4]), keepdims=0)
+        places = along if places is None else places + along
+    window: Expr = op.Gather(op.Reshape(padded, [-1]), places)
+    return window
+
+
+def erase(chance: Chance, p: float = 0.5, area: Sequence[float] = (0.02, 0.33)) -> Expr:
+    """Blackens a rectangle with probability `p`, of a share of the picture between two numbers: `area=[0.02,0.33]`."""
+    chance.check("erase")
+    small, large = _range("area", area)
+    op = chance.op
+    happens, share, ratio, *places = chance.per_sample(5)
+    _check_probability(p)
+    lengths = [op.CastLike(op.Gather(op.Shape(chance.x), np.int64(axis)), chance.x) for axis in chance.form.axes]
+    root = op.Sqrt(lengths[0] * lengths[1] * (small + (large - small) * share))
+    stretch = op.Exp((ratio - 0.5) * math.log(_LONGEST))  # height / width is its square
+    covered = happens < float(p)
+    for axis, length, place, side in zip(
+        chance.form.axes, lengths, places, (root * stretch, root / stretch), strict=True
+    ):
+        side = op.Min(op.Round(side), length)
+        start = op.Floor(place * (length - side + 1.0))
+        along = _along(op, op.Range(op.scalar(0.0, length), length, op.scalar(1.0, length)), axis)
+        covered = op.And(covered, op.And(along >= start, along < start + side))
+    erased: Expr = op.Where(covered, op.scalar(0.0, chance.x), chance.x)
+    return erased
+
+
+_LONGEST = 3.3  # times as long as wide is a rectangle at most
+
+
+def _along(op: Builder, numbers: Expr, axis: int) -> Expr:
+    """A list as a tensor of four dimensions, of which it is one."""
+    along: Expr = op.Reshape(numbers, [-1 if other == axis else 1 for other in range(4)])
+    return along
+
+
+# ---- values ----------------------------------------------------------------------------------------------------------
+
+
+def brightness(chance: Chance, amount: float = 0.2) -> Expr:
+    """Multiplies a picture by a number between 1 - `amount` and 1 + `amount`."""
+    return chance.clipped(chance.x * _factor(chance, amount))
+
+
+def contrast(chance: Chance, amount: float = 0.2) -> Expr:
+    """Multiplies what differs from a picture's mean by a number between 1 - `amount` and 1 + `amount`."""
+    mean = chance.op.ReduceMean(chance.x, list(range(1, len(chance.form.dims) + 1)), keepdims=1)
+    return chance.clipped(mean + (chance.x - mean) * _factor(chance, amount))
+
+
+def noise(chance: Chance, std: float = 0.05) -> Expr:
+    """Adds normal noise with the standard deviation `std`, in the units that values have there."""
+    _check("std", std, is_number(std) and std > 0, "a positive number")
+    numbers = random.normal(chance.op, chance.key, chance.op.Shape(chance.x))
+    return chance.clipped(chance.x + chance.op.CastLike(numbers, chance.x) * float(std))
+
+
+def _factor(chance: Chance, amount: Any) -> Expr:
+    _check("amount", amount, is_number(amount) and 0 < amount <= 1, "a number from 0 to 1")
+    (number,) = chance.per_sample()
+    return number * (2.0 * amount) + (1.0 - amount)
+
+
+AUGMENTATIONS: Mapping[str, Callable[..., Expr]] = {
+    function.__name__: function for function in (flip, crop, erase, brightness, contrast, noise)
+}
+
+
+def _check_probability(p: Any) -> None:
+    _check("p", p, is_number(p) and 0 <= p <= 1, "a probability")
+
+
+def _check(name: str, value: Any, is_right: bool, what: str) -> None:
+    if not is_right:
+        raise RecipeError(f"`{name}` is `{value}`, but must be {what}")
+
+
+def _range(name: str, given: Any) -> tuple[float, float]:
+    numbers = list(given) if isinstance(given, Sequence) and not isinstance(given, str) else []
+    is_right = len(numbers) == 2 and all(is_number(number) for number in numbers) and 0 < numbers[0] <= numbers[1] < 1
+    _check(name, given, is_right, f"two numbers between 0 and 1, such as {name}=[0.02,0.33]")
+    return float(numbers[0]), float(numbers[1])

@@ -1,0 +1,213 @@
+"""Putting preprocessing before a model, and augmentation into its training step.
+
+Preprocessing becomes the first part of the inference graph. Its input has the name of the model's, and takes the data
+as they are; what the model takes is called `NAME/preprocessed`. Augmentation hangs between two values of that graph:
+the step computes a picture of its own from the first, and has its own copy of everything behind it, as for Dropout.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import onnx_ir as ir
+
+from onward.build import Builder, Names
+from onward.errors import RecipeError
+from onward.model import Model, read
+from onward.model.serde import stamp
+from onward.recipe.assembly import Assembly
+from onward.recipe.preprocessing.augmentations import AUGMENTATIONS, Chance
+from onward.recipe.preprocessing.picture import Form
+from onward.recipe.preprocessing.pipeline import Pipeline, Raw, by_input, form_of, pipelines, specs_of
+from onward.recipe.spec import arguments, lookup
+from onward.transform.inline import inline
+from onward.transform.names import add_prefix
+from onward.transform.opset import convert_opset
+from onward.transform.training import strip
+from onward.transform.types import fill_in_types
+
+_PREFIX = "preprocess/"
+_OLDEST_OPSET = 18
+"""The first with what resizing needs."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """How data come into the model by one of its inputs."""
+
+    value: ir.Value
+    """What the model reads."""
+    point: ir.Value
+    """What augmentation changes: before the values are normalized."""
+    form: Form
+    limit: float | None = None
+
+
+def with_preprocessing(source: Model, preprocess: Any) -> Model:
+    """A copy of a model that takes data as they are."""
+    preprocess = opened(preprocess)
+    model = convert_opset(source, max(source.opset, opset_of(preprocess))).copy()
+    put_before(model, preprocess)
+    return stamp(model)
+
+
+def opened(preprocess: Any) -> Any:
+    """Preprocessing, read if it is a file."""
+    is_file = isinstance(preprocess, str) and preprocess.strip().endswith(".onnx")
+    is_source = isinstance(preprocess, os.PathLike | bytes) or hasattr(preprocess, "SerializeToString")
+    return strip(inline(read(preprocess))) if is_file or is_source or isinstance(preprocess, Model) else preprocess
+
+
+def opset_of(preprocess: Any) -> int:
+    """The least operator set that it needs."""
+    if isinstance(preprocess, Model):
+        return preprocess.opset
+    return 0 if preprocess is None else _OLDEST_OPSET
+
+
+def put_before(model: Model, preprocess: Any) -> dict[str, Entry]:
+    """Put preprocessing, which is opened, before a model, in place; what has become of those inputs."""
+    if preprocess is None:
+        return {}
+    if isinstance(preprocess, Model):
+        return _put_graph_before(model, preprocess)
+    return {name: _put_pipeline_before(model, name, pipe) for name, pipe in pipelines(model, preprocess).items()}
+
+
+# ---- operations by name ----------------------------------------------------------------------------------------------
+
+
+def _put_pipeline_before(model: Model, name: str, pipeline: Pipeline) -> Entry:
+    value = next(value for value in model.inputs if value.name == name)
+    batch = next(iter(value.shape or ()), None)
+    dims = pipeline.dims(form_of(value))
+    symbols = [f"{name}_{axis}" for axis in range(1, len(dims) + 1)]  # such as image_2, for what may be of any size
+    raw = ir.Value(
+        name=name,
+        type=ir.TensorType((pipeline.raw or Raw()).dtype),
+        shape=ir.Shape([batch, *(dim or symbol for dim, symbol in zip(dims, symbols, strict=True))]),
+        doc_string=value.doc_string,
+    )
+    first = ir.Graph([], [], nodes=[], name="preprocessing", opset_imports={"": model.opset})
+    op = Builder(first, opset=model.opset, names=model.names(), scope=_PREFIX.rstrip("/"))
+    picture, made = pipeline.build(op, raw, value)
+    if made.value is raw:
+        made = op.Identity(made)
+    value.name = op.names.fresh(f"{name}/preprocessed")
+    made.value.type, made.value.shape, made.value.name = value.type, value.shape, value.name
+    value.replace_all_uses_with(made.value, replace_graph_outputs=True)
+    model.graph.inputs[model.graph.inputs.index(value)] = raw
+    _move_before(model.graph, first)
+    return Entry(made.value, picture.x.value, picture.form, picture.limit)
+
+
+def _move_before(graph: ir.Graph, first: ir.Graph) -> None:
+    nodes, constants = list(first), list(first.initializers.values())
+    first.inputs.clear()
+    first.outputs.clear()
+    first.initializers.clear()
+    first.remove(nodes)
+    for constant in constants:
+        graph.register_initializer(constant)
+    graph.insert_before(graph[0], nodes) if len(graph) else graph.extend(nodes)
+
+
+# ---- a graph that somebody drew --------------------------------------------------------------------------------------
+
+
+def _put_graph_before(model: Model, source: Model) -> dict[str, Entry]:
+    first = add_prefix(convert_opset(source, model.opset), _PREFIX)
+    fill_in_types(first, first.outputs)
+    inputs = {value.name or "": value for value in model.inputs}
+    joins = _joins(model, first)
+    names = model.names()
+    entries: dict[str, Entry] = {}
+    raw = list(first.graph.inputs)
+    kept = [value for value in model.graph.inputs if value.name not in joins]
+    for name, output in joins.items():
+        value = inputs[name]
+        _check_join(output, value)
+        value.name = names.fresh(f"{name}/preprocessed")
+        output.name, output.type, output.shape = value.name, value.type, value.shape
+        value.replace_all_uses_with(output, replace_graph_outputs=True)
+        entries[name] = Entry(output, output, form_of(value))
+    for value in raw:  # they are called as they were; the name of an input that is joined is free again
+        name = (value.name or "").removeprefix(_PREFIX)
+        value.name = name if name in joins else names.fresh(name)
+    model.graph.inputs.clear()
+    _move_before(model.graph, first.graph)
+    model.graph.inputs.extend([*raw, *kept])
+    for domain, version in first.ir.opset_imports.items():
+        model.ir.opset_imports.setdefault(domain, version)
+    return entries
+
+
+def _joins(model: Model, first: Model) -> dict[str, ir.Value]:
+    """Input -> output: of the same name; where there is none, in order, or the only one to the picture."""
+    inputs = [value.name or "" for value in model.inputs]
+    outputs = {(value.name or "").removeprefix(_PREFIX): value for value in first.outputs}
+    if idle := [name for name, output in outputs.items() if output.producer() is None]:
+        raise RecipeError(f"the preprocessing hands `{idle[0]}` on as it is", hint="leave that out of it")
+    if same := [name for name in outputs if name in inputs]:
+        return {name: outputs[name] for name in same}
+    if len(outputs) == 1:
+        return dict.fromkeys(by_input(model, ()), *outputs.values())
+    if len(outputs) != len(inputs):
+        raise RecipeError(
+            f"the preprocessing gives {', '.join(f'`{name}`' for name in outputs)}, and the model takes "
+            f"{', '.join(f'`{name}`' for name in inputs)}",
+            hint="name its outputs as the inputs that they are for (`onward rename`)",
+        )
+    return dict(zip(inputs, outputs.values(), strict=True))
+
+
+def _check_join(output: ir.Value, value: ir.Value) -> None:
+    name = (output.name or "").removeprefix(_PREFIX)
+    if output.dtype is not None and value.dtype is not None and output.dtype != value.dtype:
+        raise RecipeError(
+            f"`{name}` of the preprocessing is {output.dtype.name.lower()}, but `{value.name}` of the model is "
+            f"{value.dtype.name.lower()}",
+            hint="let it end with a Cast",
+        )
+    if output.shape is not None and value.shape is not None:
+        a, b = ([dim if isinstance(dim, int) else None for dim in v.shape or ()] for v in (output, value))
+        if not Form(tuple(b), 0).fits(a):
+            raise RecipeError(
+                f"`{name}` of the preprocessing has the shape {Form(tuple(a), 0)}, but `{value.name}` of the model "
+                f"has {Form(tuple(b), 0)}"
+            )
+
+
+# ---- augmentation ----------------------------------------------------------------------------------------------------
+
+
+def augmented(assembly: Assembly, entries: Mapping[str, Entry], augment: Mapping[str, Any]) -> dict[ir.Value, ir.Value]:
+    """Append augmentation to the algorithm: what is augmented -> what training has in its place."""
+    inputs = {value.name: value for value in assembly.model.inputs}
+    found = {name: entries.get(name) or _as_it_is(inputs[name]) for name in augment}
+    return {found[name].point: _augmented(assembly, name, found[name], given) for name, given in augment.items()}
+
+
+def _as_it_is(value: ir.Value) -> Entry:
+    return Entry(value, value, form_of(value))
+
+
+def _augmented(assembly: Assembly, name: str, entry: Entry, given: Any) -> ir.Value:
+    if entry.point.dtype is None or not entry.point.dtype.is_floating_point():
+        raise RecipeError(
+            f"what is augmented are floating-point numbers, and `{name}` is not",
+            hint="add preprocessing, such as `scale`, which makes it such",
+        )
+    op = assembly.op.scoped("augment")
+    x = op(entry.point)
+    sites = Names()
+    for spec in specs_of(given):
+        function = lookup("augmentation", spec.name, AUGMENTATIONS)
+        options = arguments(function, spec.options)
+        key = assembly.random_key(sites.fresh(f"augment/{name}/{spec.name}"))
+        x = function(Chance(x, entry.form, entry.limit, key=key), **options)
+        x = x.like(entry.point)
+    return x.named(f"{name}/augmented").value

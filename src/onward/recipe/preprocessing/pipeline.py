@@ -1,0 +1,184 @@
+"""Operations in a row, as people type them: `resize:size=32 scale normalize:mean=0.5,std=0.25 channels_first`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from onward.build import Builder, Expr
+from onward.errors import RecipeError, UnknownNameError, near
+from onward.model import Model
+from onward.recipe.preprocessing.operations import OPERATIONS
+from onward.recipe.preprocessing.picture import Dims, Form, Picture
+from onward.recipe.spec import Spec, arguments, check_options, lookup, parse, words
+
+INPUT = "input"
+"""The name of what may stand first: which type and shape the data have."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Raw:
+    """What the data are: a type, and the shape of a sample, unless that of the first operation."""
+
+    dtype: ir.DataType = ir.DataType.UINT8
+    dims: Dims | None = None
+
+    @classmethod
+    def by(cls, spec: Spec) -> Raw:
+        check_options(f"`{INPUT}`", spec.options, {"dtype": "", "shape": ""})
+        name, shape = str(spec.options.get("dtype", "uint8")), spec.options.get("shape")
+        types = {kind.name.lower(): kind for kind in ir.DataType if kind.is_floating_point() or kind.is_integer()}
+        dims = [None if dim == "?" else dim for dim in shape] if isinstance(shape, Sequence) else shape
+        if dims is not None and not (isinstance(dims, list) and all(d is None or isinstance(d, int) for d in dims)):
+            raise RecipeError(f"`{shape}` is no shape", hint="such as `input:shape=[28,28]`, or [?,?,3] for any size")
+        return cls(lookup("type", name, types), None if dims is None else tuple(dims))
+
+    def spec(self) -> Spec:
+        shape = {} if self.dims is None else {"shape": ["?" if dim is None else dim for dim in self.dims]}
+        return Spec(INPUT, {"dtype": self.dtype.name.lower(), **shape})
+
+
+@dataclasses.dataclass(frozen=True)
+class Pipeline:
+    """Operations for one input of a model. `raw` is what the data are, if that was said."""
+
+    specs: tuple[Spec, ...]
+    raw: Raw | None = None
+
+    @classmethod
+    def of(cls, given: Any) -> Pipeline:
+        specs = specs_of(given)
+        raw = Raw.by(specs.pop(0)) if specs and specs[0].name == INPUT else None
+        for spec in specs:
+            arguments(lookup("preprocessing", spec.name, OPERATIONS).build, spec.options)
+        return cls(tuple(specs), raw)
+
+    def form(self, model: Form) -> Form:
+        """The form of the data from which the operations make what the model takes."""
+        for spec in reversed(self.specs):
+            model = OPERATIONS[spec.name].before(model)
+        return model
+
+    def dims(self, model: Form) -> Dims:
+        """The shape of a sample: as it was said, or as it follows."""
+        implied = self.form(model)
+        if self.raw is None or self.raw.dims is None:
+            return implied.dims
+        given = self.raw.dims
+        if implied.fits(given) or (_lacks_channel(given, implied) and implied.dims[implied.channels] in (None, 1)):
+            return given
+        raise RecipeError(
+            f"samples of the shape {Form(given, 0)} are not what `{self}` takes, which is {implied}",
+            hint=_way_out(given, implied),
+        )
+
+    def build(self, op: Builder, raw: ir.Value, model: ir.Value) -> tuple[Picture, Expr]:
+        """Append the operations: the picture that augmentation is for, and what the model reads."""
+        target = form_of(model)
+        implied, dims = self.form(target), self.dims(target)
+        x = op(raw)
+        if _lacks_channel(dims, implied):
+            x = op.Unsqueeze(x, [implied.channels + 1])
+            dims = (*dims[: implied.channels], 1, *dims[implied.channels :])
+            x.value.shape = ir.Shape([(raw.shape or [None])[0], *dims])
+        limit = 255.0 if raw.dtype is ir.DataType.UINT8 else None
+        if raw.dtype is not ir.DataType.FLOAT:
+            x = op.Cast(x, to=ir.DataType.FLOAT)
+        picture = Picture(x, Form(dims, implied.channels), limit)
+        point: Picture | None = None
+        for spec in self.specs:
+            if spec.name == "normalize" and point is None:
+                point = picture
+            picture = OPERATIONS[spec.name].build(picture, **spec.options)
+        if not target.fits(picture.form.dims):
+            raise RecipeError(
+                f"`{self}` gives samples of the shape {picture.form}, but `{model.name}` takes {target}",
+                hint="let it end with a `resize` to that size",
+            )
+        return point or picture, _in_type(picture.x, model)
+
+    def __str__(self) -> str:
+        return " ".join(str(spec) for spec in self.specs)
+
+
+def form_of(value: ir.Value) -> Form:
+    """The form of the samples in a batch."""
+    if value.shape is None or not len(value.shape):
+        raise RecipeError(f"the shape of `{value.name}` is not known, so that nothing can be put before it")
+    return Form.of([dim if isinstance(dim, int) else None for dim in list(value.shape)[1:]])
+
+
+def specs_of(given: Any) -> list[Spec]:
+    """Specs in a text with spaces between them, or in a list."""
+    if isinstance(given, str):
+        return [parse(word) for word in words(given)]
+    if isinstance(given, Mapping | Spec):
+        return [parse(given)]
+    return [spec for item in given for spec in specs_of(item)]
+
+
+def pipelines(model: Model, given: Any) -> dict[str, Pipeline]:
+    """The operations for each input of a model: {input: operations}, or operations for the one they are for."""
+    return {name: Pipeline.of(operations) for name, operations in by_input(model, given).items()}
+
+
+def by_input(model: Model, given: Any) -> dict[str, Any]:
+    """What is given for each input: {input: ...}, or `INPUT=...` in a text; without a name, for the only picture."""
+    if isinstance(given, Mapping) and "name" not in given:
+        named = {str(name): value for name, value in given.items()}
+    elif isinstance(given, str) and "=" in (head := given.strip().partition(":")[0]) and " " not in head:
+        name, _, rest = given.strip().partition("=")
+        named = {name: rest}
+    else:
+        named = {_picture_of(model): given}
+    known = [value.name or "" for value in model.inputs]
+    for name in named:
+        if name not in known:
+            hint = near(name, known) or f"its inputs are {', '.join(known)}"
+            raise UnknownNameError(f"the model has no input `{name}`", hint=hint)
+    return named
+
+
+def _picture_of(model: Model) -> str:
+    """The only input, or the only one that takes pictures."""
+    inputs = {value.name or "": value for value in model.inputs}
+    pictures = [name for name, value in inputs.items() if value.shape is not None and len(value.shape) == 4]
+    found = list(inputs) if len(inputs) == 1 else pictures
+    if len(found) != 1:
+        raise RecipeError(
+            f"the model has the inputs {', '.join(f'`{name}`' for name in inputs)}, and it is not said which is meant",
+            hint=f'write {{"{next(iter(inputs), "input")}": ...}}, or {next(iter(inputs), "input")}=... as a text',
+        )
+    return found[0]
+
+
+def _lacks_channel(dims: Dims, form: Form) -> bool:
+    """Whether these are grey pictures without an axis for their only channel."""
+    if not form.is_picture or len(dims) != 2:
+        return False
+    sizes = [dim for axis, dim in enumerate(form.dims) if axis != form.channels]
+    return all(a is None or b is None or a == b for a, b in zip(dims, sizes, strict=True))
+
+
+def _way_out(given: Dims, implied: Form) -> str:
+    if len(given) == 3 and implied.is_picture:
+        if implied.turned().fits(given):
+            return f"`{'channels_first' if implied.channels == 0 else 'channels_last'}` moves the channels"
+        if implied.with_channels(None).fits(given) and given[implied.channels] == 1:
+            return "`to_rgb` gives grey pictures three channels"
+    return "`resize` and `center_crop` change sizes, `to_rgb` and `channels_first` change channels"
+
+
+def _in_type(x: Expr, model: ir.Value) -> Expr:
+    """In the type that the model takes: whole numbers are rounded, and stay in the range of their type."""
+    wanted = model.dtype or ir.DataType.FLOAT
+    if wanted.is_integer():
+        limits = np.iinfo(wanted.numpy())
+        x = x.op.Clip(x.op.Round(x), np.float32(limits.min), np.float32(limits.max))
+    if wanted is not ir.DataType.FLOAT:
+        x = x.op.Cast(x, to=wanted)
+    return x
