@@ -8,23 +8,40 @@ model = engine.updated()                      # the training model with the stat
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from onward.errors import UnknownNameError, near
 from onward.model import Source, read
 from onward.run.engine import Engine
 
-ENGINES = ("onnxruntime",)
+ENGINES = ("onnxruntime", "numpy", "torch", "jax", "tensorflow")
 
-__all__ = ["ENGINES", "Engine", "load"]
+__all__ = ["ENGINES", "Engine", "function", "load"]
 
 
 def load(source: Source, step: int = 0, *, engine: str = "onnxruntime", **options: Any) -> Engine:
     """Make a step of a training model ready to run. Options are the engine's: `device`, `threads`, `recompute`."""
-    if engine not in ENGINES:
-        raise UnknownNameError(
-            f"there is no engine `{engine}`", hint=near(engine, ENGINES) or f"engines: {', '.join(ENGINES)}"
-        )
-    from onward.run.onnxruntime import OnnxRuntime
+    _check(engine, ENGINES)
+    if engine == "onnxruntime":
+        from onward.run.onnxruntime import OnnxRuntime
 
-    return OnnxRuntime(read(source), step, **options)
+        return OnnxRuntime(read(source), step, **options)
+    from onward.run.interpreted import Interpreted
+
+    return Interpreted.on(engine, read(source), step, **options)
+
+
+def function(source: Source, *, engine: str = "numpy", **options: Any) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
+    """The graph of any model as a function of arrays by name, executed by a framework."""
+    _check(engine, ENGINES[1:])
+    from onward.run.interpreted import array_function
+
+    return array_function(engine, read(source), **options)
+
+
+def _check(engine: str, engines: tuple[str, ...]) -> None:
+    if engine not in engines:
+        raise UnknownNameError(
+            f"there is no engine `{engine}`", hint=near(engine, engines) or f"engines: {', '.join(engines)}"
+        )

@@ -26,7 +26,7 @@ class Engine(ABC):
         """The metric that is minimised."""
 
     @abstractmethod
-    def step(self, batch: Arrays) -> dict[str, np.ndarray]:
+    def step(self, batch: Arrays) -> Arrays:
         """One update of the state by a batch; the metrics of the step."""
 
     @abstractmethod

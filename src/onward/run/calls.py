@@ -1,0 +1,83 @@
+"""A node as the call of a function: operator, inputs and attributes as the newest version of the standard has them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from onward.model.walk import attributes
+
+NEWEST = 28
+"""The version of the standard's operators that tables implement."""
+OLDEST = 13
+"""Graphs of older versions are converted first."""
+
+
+@dataclasses.dataclass
+class Form:
+    """What a function is called with. An input that used to be an attribute is an array."""
+
+    operator: str
+    inputs: list[ir.Value | np.ndarray | None]
+    attributes: dict[str, Any]
+
+
+def qualified(node: ir.Node) -> str:
+    """How tables name an operator."""
+    return node.op_type if node.domain in ("", "ai.onnx") else f"{node.domain}.{node.op_type}"
+
+
+def newest_form(node: ir.Node, opset: int) -> Form:
+    """A node of version `opset`, brought to the newest one."""
+    given = {name: _plain(value) for name, value in attributes(node, opset).items()}
+    form = Form(qualified(node), list(node.inputs), given)
+    if opset < NEWEST:
+        form.attributes = {name: _plain(value) for name, value in attributes(node, NEWEST).items()} | given
+        for below, change in _CHANGES.get(form.operator, ()):
+            if opset < below:
+                change(form)
+    return form
+
+
+def has_other_meaning(node: ir.Node, opset: int) -> bool:
+    """Whether the newest version of an operator cannot say what this node means, so that its own body is needed."""
+    return qualified(node) == "GroupNormalization" and opset < 21  # one scale per group, not per channel
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, ir.TensorProtocol):
+        return value.numpy()
+    return list(value) if isinstance(value, tuple) else value
+
+
+# ---- what changed since ----------------------------------------------------------------------------------------------
+
+
+def _axes_were_an_attribute(form: Form) -> None:
+    axes = form.attributes.pop("axes", None)
+    if axes is not None:
+        form.inputs = [form.inputs[0], np.array(axes, np.int64)]
+
+
+def _axis_was_an_attribute(form: Form) -> None:
+    axis = form.attributes.pop("axis")
+    form.inputs = [*form.inputs, None, None][:2] + [np.array(axis, np.int64)]
+
+
+def _modes_had_other_names(form: Form) -> None:
+    names = {"bilinear": "linear", "bicubic": "cubic"}
+    form.attributes["mode"] = names.get(form.attributes["mode"], form.attributes["mode"])
+
+
+_Change = tuple[int, Callable[[Form], None]]
+_REDUCTIONS = ["L1", "L2", "LogSum", "LogSumExp", "Max", "Mean", "Min", "Prod", "SumSquare"]
+_CHANGES: dict[str, list[_Change]] = {
+    **{f"Reduce{name}": [(18, _axes_were_an_attribute)] for name in _REDUCTIONS},
+    "DFT": [(20, _axis_was_an_attribute)],
+    "GridSample": [(20, _modes_had_other_names)],
+}
+"""Operator -> (below this version, what to change)."""

@@ -1,0 +1,110 @@
+"""What the interpreter asks of a framework: a table of operators, ways to and from numpy, and a derivative.
+
+A table maps an operator to a function of its inputs, in the order of its documentation. One that a node leaves out is
+None, or not given if none follows. What the function asks for by keyword are attributes, which come with the schema's
+defaults (a graph comes as a callable), and `outputs`, how many of them the node wants. It returns the output, or a
+tuple of them. Inputs are tensors, but for those that say how large or where something is: these are numpy arrays (see
+host.py), and so may be outputs that are known from shapes alone.
+
+    operators = Operators()
+    operators(Abs=torch.abs, Floor=torch.floor)
+
+    @operators.define("Concat")
+    def concat(*inputs, axis):
+        return torch.cat(inputs, axis)
+
+Operators are as the newest version of the standard has them: older forms are brought to it before the call.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+
+Function = Callable[..., Any]
+
+
+class Operators(dict[str, Function]):
+    """Operator -> function. Operators of other domains than the standard's are named `domain.Operator`."""
+
+    def __call__(self, **functions: Function) -> None:
+        for name, function in functions.items():
+            self._add(name, function)
+
+    def define(self, *names: str) -> Callable[[Function], Function]:
+        def register(function: Function) -> Function:
+            for name in names:
+                self._add(name, function)
+            return function
+
+        return register
+
+    def _add(self, name: str, function: Function) -> None:
+        if name in self:
+            raise ValueError(f"`{name}` is in the table twice")
+        self[name] = function
+
+
+class NotOnHost(Exception):
+    """A value is needed while a step is traced, when there are only shapes."""
+
+
+class Framework(ABC):
+    """One framework, on one device."""
+
+    name: ClassVar[str]
+    operators: ClassVar[Operators]
+    cannot: ClassVar[Mapping[str, str]] = {}
+    """Operators that the framework has no way to express, and why."""
+
+    @abstractmethod
+    def supports(self, dtype: np.dtype) -> bool:
+        """Whether tensors may have this type; what may not stays on the host."""
+
+    @abstractmethod
+    def tensor(self, array: np.ndarray) -> Any:
+        """An array as a tensor on the device."""
+
+    @abstractmethod
+    def array(self, tensor: Any) -> np.ndarray:
+        """A tensor as an array. Raises `NotOnHost` while a step is traced."""
+
+    @abstractmethod
+    def derivative(
+        self, function: Callable[[Sequence[Any]], tuple[Any, list[Any]]], xs: Sequence[Any]
+    ) -> tuple[Any, list[Any], Callable[[], Sequence[Any]]]:
+        """`y, more = function(xs)`, and a function that computes the gradient of the sum of `y` by each of `xs`.
+
+        `y` may itself be differentiated later, and so may the gradients.
+        """
+
+    def host(self, value: Any) -> np.ndarray:
+        """A value, wherever it is, as an array."""
+        return value if isinstance(value, np.ndarray) else self.array(value)
+
+    def place(self, value: Any) -> Any:
+        """A value, wherever it is, as a tensor."""
+        return self.tensor(value) if isinstance(value, np.ndarray) else value
+
+    def compile(self, function: Function) -> Function:
+        """The same function made faster: (state, constants, batch) -> (new state, results), dictionaries of tensors."""
+        return function
+
+    def is_tracing(self) -> bool:
+        """Whether operators are being recorded, and not computed."""
+        return False
+
+
+@functools.cache
+def keywords(function: Function) -> list[str]:
+    """What a function asks for by keyword."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except ValueError:  # written in C: it takes the inputs, and has no options that we would use
+        return []
+    return [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]

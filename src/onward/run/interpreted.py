@@ -1,0 +1,207 @@
+"""Training on a framework: the interpreter executes a step with the framework's operators and its own derivative."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from onward.differentiate.api import COMMON_OPSET
+from onward.errors import UnknownNameError, UnsupportedError, near
+from onward.lowering.contract import contract_of
+from onward.lowering.step import lower
+from onward.model import Model
+from onward.model.state import states
+from onward.run.calls import NEWEST, OLDEST
+from onward.run.engine import Arrays, Engine, check_batch
+from onward.run.expression import expressed
+from onward.run.framework import Framework
+from onward.run.host import ONLY_ON_HOST
+from onward.run.interpreter import Interpreter
+from onward.run.numpy import Numpy
+from onward.run.plan import plan
+from onward.transform.opset import convert_opset
+
+Tensors = dict[str, Any]
+
+
+def interpreter(model: Model, framework: Framework) -> Interpreter:
+    """What executes the graph of a model on a framework. The model is changed: it must be the caller's own."""
+    if not OLDEST <= model.opset <= NEWEST:
+        model = convert_opset(model, min(max(model.opset, COMMON_OPSET), NEWEST))
+    available = framework.operators.keys() | ONLY_ON_HOST
+    model = expressed(model, available, framework.cannot, framework.name)
+    return Interpreter(plan(model.graph, framework.operators, Numpy.operators, model.opset), framework)
+
+
+def framework_of(engine: str, **options: Any) -> Framework:
+    """The framework of that name; options are its own."""
+    module, name = _FRAMEWORKS[engine]
+    try:
+        return getattr(importlib.import_module(module), name)(**options)
+    except ModuleNotFoundError as error:
+        if str(error.name).startswith("onward"):
+            raise
+        raise UnsupportedError(f"{engine} is not installed", hint=f"pip install 'onward[{engine}]'") from error
+
+
+_FRAMEWORKS = {
+    "numpy": ("onward.run.numpy", "Numpy"),
+    "torch": ("onward.run.torch", "Torch"),
+    "jax": ("onward.run.jax", "Jax"),
+    "tensorflow": ("onward.run.tensorflow", "TensorFlow"),
+}
+
+
+def array_function(engine: str, model: Model, **options: Any) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
+    """The graph of a model as a function of arrays, lists of arrays and None, by name."""
+    framework = framework_of(engine, **options)
+    execute = interpreter(model.copy(), framework)
+
+    def run(inputs: Mapping[str, Any]) -> dict[str, Any]:
+        results = execute({name: _mapped(_placing(framework), value) for name, value in inputs.items()})
+        return {name: _mapped(framework.host, value) for name, value in results.items()}
+
+    return run
+
+
+def _placing(framework: Framework) -> Callable[[Any], Any]:
+    return lambda array: framework.tensor(array) if framework.supports(array.dtype) else array
+
+
+def _mapped(function: Callable[[Any], Any], value: Any) -> Any:
+    """A function of arrays, on what may be a sequence of them, or nothing."""
+    if isinstance(value, list):
+        return [_mapped(function, item) for item in value]
+    return None if value is None else function(value)
+
+
+class Interpreted(Engine):
+    """A step of a training model on a framework.
+
+    With `rules` it executes the lowered step, whose gradients our rules have written, in place of the framework's own.
+    """
+
+    def __init__(self, model: Model, step: int, framework: Framework, *, compiled: bool = True, rules: bool = False):
+        super().__init__(model, step)
+        self._framework = framework
+        self._compiled = compiled
+        self._rules = rules
+        self._state: Tensors = {s.name: framework.tensor(_array(s.value)) for s in states(model, step)}
+        self._previous = self._state
+        self._parts: dict[str, _Part] = {}
+        part = self._part("step")
+        self.inputs = {v.name: v for v in part.model.graph.inputs if v.name and v.name in part.contract["batch"]}
+        self.loss = part.contract["loss"] or self.loss
+
+    @classmethod
+    def on(
+        cls, engine: str, model: Model, step: int = 0, *, compile: bool = True, rules: bool = False, **options: Any
+    ) -> Interpreted:
+        """On the framework of that name; further options are its own."""
+        rules = rules or engine == "numpy"
+        return cls(model, step, framework_of(engine, **options), compiled=compile, rules=rules)
+
+    def step(self, batch: Arrays) -> Mapping[str, np.ndarray]:
+        check_batch(batch, self.inputs)
+        part = self._part("step")
+        new, results = part.run(self._state, batch)
+        self._previous, self._state = self._state, new
+        return Results(self._framework, {name: results[name] for name in part.contract["metrics"]})
+
+    def step_back(self) -> None:
+        self._state = self._previous
+
+    def gradients(self, batch: Arrays) -> dict[str, np.ndarray]:
+        part = self._part("gradients")
+        _, results = part.run(self._state, batch)
+        return {x: self._framework.host(results[name]) for name, x in part.contract["gradients"].items()}
+
+    def evaluate(self, batch: Arrays) -> dict[str, np.ndarray]:
+        part = self._part("evaluation")
+        _, results = part.run(self._state, batch)
+        names = (*part.contract["metrics"], *part.contract["outputs"])
+        return {name: self._framework.host(results[name]) for name in names}
+
+    def state(self) -> dict[str, np.ndarray]:
+        return {name: np.array(self._framework.host(tensor)) for name, tensor in self._state.items()}
+
+    def load_state(self, state: Arrays) -> None:
+        for name, array in state.items():
+            if name not in self._state:
+                raise UnknownNameError(f"there is no state `{name}`", hint=near(name, self._state))
+            self._state = self._state | {name: self._framework.tensor(np.asarray(array))}
+
+    def close(self) -> None:
+        self._state, self._previous = {}, {}
+        self._parts.clear()
+
+    def _part(self, name: str) -> _Part:
+        if name not in self._parts:
+            lowered = lower(self.model, self.index, part=name, differentiate=self._rules)
+            self._parts[name] = _Part(lowered, self._framework, self._compiled)
+        return self._parts[name]
+
+
+class _Part:
+    """One part of a training step, as a function of (state, constants, batch)."""
+
+    def __init__(self, lowered: Model, framework: Framework, compiled: bool):
+        self.model = lowered
+        self.contract = contract_of(lowered)
+        self._framework = framework
+        self._constants = {name: framework.tensor(array) for name, array in _large_constants(lowered).items()}
+        execute = interpreter(lowered, framework)
+        update: dict[str, str] = self.contract["update"]
+
+        def compute(state: Tensors, constants: Tensors, batch: Tensors) -> tuple[Tensors, Tensors]:
+            results = execute(state | constants | batch)
+            return state | {name: results[new] for name, new in update.items()}, results
+
+        self._compute = framework.compile(compute) if compiled else compute
+
+    def run(self, state: Tensors, batch: Arrays) -> tuple[Tensors, Tensors]:
+        tensors = {name: self._framework.place(batch[name]) for name in self.contract["batch"]}
+        return self._compute(state, self._constants, tensors)
+
+
+_LARGE = 1024
+
+
+def _large_constants(model: Model) -> dict[str, np.ndarray]:
+    """Frozen weights, which are made inputs of the graph: what is large is not to be built into compiled code."""
+    graph, found = model.graph, {}
+    for name, value in list(graph.initializers.items()):
+        tensor = value.const_value
+        if tensor is not None and tensor.dtype.is_floating_point() and tensor.size >= _LARGE:
+            found[name] = _array(value)
+            value.type, value.shape = ir.TensorType(tensor.dtype), ir.Shape(tensor.shape.numpy())
+            value.const_value = None
+            graph.initializers.pop(name)
+            graph.inputs.append(value)
+    return found
+
+
+def _array(value: ir.Value) -> np.ndarray:
+    assert value.const_value is not None
+    return value.const_value.numpy()
+
+
+class Results(Mapping[str, np.ndarray]):
+    """Metrics that are fetched from the device when they are looked at, so that a step need not wait for them."""
+
+    def __init__(self, framework: Framework, tensors: Tensors):
+        self._framework = framework
+        self._tensors = tensors
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        return self._framework.host(self._tensors[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)

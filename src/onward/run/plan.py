@@ -1,0 +1,278 @@
+"""What the interpreter does, worked out once per graph: calls in order, and what is differentiated as a whole."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import heapq
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from onward.model import TRAINING_DOMAIN
+from onward.model.core import string, strings
+from onward.model.walk import read_by
+from onward.run.calls import newest_form
+from onward.run.framework import Function, keywords
+from onward.run.host import ONLY_ON_HOST
+
+_GRADIENT = (TRAINING_DOMAIN, "Gradient")
+
+
+@dataclasses.dataclass
+class Call:
+    """A node that is computed by a function of the table."""
+
+    operator: str
+    function: Function | None
+    """With its attributes; None if the operator is always computed on the host."""
+    on_host: Function | None
+    """What computes it where all inputs are on the host."""
+    inputs: Sequence[ir.Value | None]
+    outputs: Sequence[ir.Value | None]
+    graphs: dict[str, Plan]
+    described: str
+    last_used: list[ir.Value] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass
+class Differentiation:
+    """The nodes between the variables of a `Gradient` and its result, and the gradient itself."""
+
+    plan: Plan
+    variables: Sequence[ir.Value]
+    given: Sequence[ir.Value]
+    """What the variables are; usually themselves."""
+    y: ir.Value
+    kept: Sequence[ir.Value]
+    """What others read of what is computed on the way."""
+    outputs: Sequence[ir.Value | None]
+    others: Mapping[ir.Value, ir.Value]
+    """Values that the nodes between read others in place of."""
+    last_used: list[ir.Value] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass
+class Plan:
+    """A graph, or a part of one."""
+
+    inputs: dict[str, ir.Value]
+    outputs: list[ir.Value]
+    constants: dict[ir.Value, np.ndarray]
+    items: list[Call | Differentiation]
+    captured: list[ir.Value]
+    """What is read from around it."""
+
+
+def plan(graph: ir.Graph, functions: Mapping[str, Function], host: Mapping[str, Function], opset: int) -> Plan:
+    """The plan of a whole graph, all operators of which are in `functions`, or are computed on the host."""
+    return _Planner(functions, host, opset).graph(graph, {})
+
+
+class _Planner:
+    def __init__(self, functions: Mapping[str, Function], host: Mapping[str, Function], opset: int):
+        self._functions = functions
+        self._host = host
+        self._opset = opset
+        self._known: dict[str, ir.Value] = {}
+
+    def graph(self, graph: ir.Graph, known: Mapping[str, ir.Value]) -> Plan:
+        outside, self._known = self._known, {**known, **_named_values(graph)}
+        inputs = {value.name or "": value for value in graph.inputs if not value.is_initializer()}
+        outputs = list(graph.outputs)
+        constants = {
+            value: tensor.numpy() for value in graph.initializers.values() if (tensor := value.const_value) is not None
+        }
+        made = self._part(list(graph), inputs.values(), outputs, constants)
+        self._known = outside
+        return dataclasses.replace(made, inputs=inputs)
+
+    def _part(
+        self,
+        nodes: Sequence[ir.Node],
+        inputs: Iterable[ir.Value],
+        outputs: Iterable[ir.Value],
+        constants: dict[ir.Value, np.ndarray],
+    ) -> Plan:
+        """The plan of some nodes of the graph at hand."""
+        outputs = list(outputs)
+        units: list[Call | Differentiation] = []
+        left = dict.fromkeys(nodes)
+        for node in reversed(nodes):  # the derivative of a derivative comes last, and contains the other
+            if node in left and _is_gradient(node):
+                del left[node]
+                units.append(self._differentiation(node, left, outputs))
+        for node in left:
+            if node.op_type == "Constant" and node.domain in ("", "ai.onnx"):
+                constants[node.outputs[0]] = _constant(node)
+            else:
+                units.append(self._call(node, constants))
+        items = _sorted(units)
+        available = {*inputs, *constants, *(value for item in items for value in _written(item))}
+        captured = dict.fromkeys(value for item in items for value in _read(item) if value not in available)
+        captured.update(dict.fromkeys(value for value in outputs if value not in available))
+        _mark_last_uses(items, {*outputs, *constants})
+        return Plan({}, outputs, constants, items, list(captured))
+
+    # ---- calls -------------------------------------------------------------------------------------------------------
+
+    def _call(self, node: ir.Node, constants: dict[ir.Value, np.ndarray]) -> Call:
+        form = newest_form(node, self._opset)
+        inputs: list[ir.Value | None] = []
+        for given in form.inputs:
+            if isinstance(given, np.ndarray):
+                constants[value := ir.Value()] = given
+                inputs.append(value)
+            else:
+                inputs.append(given)
+        while inputs and inputs[-1] is None:
+            inputs.pop()
+        graphs = {
+            name: self.graph(attribute.as_graph(), self._known)
+            for name, attribute in node.attributes.items()
+            if attribute.type == ir.AttributeType.GRAPH
+        }
+        outputs = [value if value.name else None for value in node.outputs]
+        available = {name: value for name, value in form.attributes.items() if name not in graphs}
+        available["outputs"] = len(outputs)
+        return Call(
+            form.operator,
+            None if form.operator in ONLY_ON_HOST else _with(self._functions[form.operator], available),
+            _with(self._host[form.operator], available) if form.operator in self._host else None,
+            inputs,
+            outputs,
+            graphs,
+            f"`{node.op_type}` (node `{node.name or (node.outputs[0].name if node.outputs else '')}`)",
+        )
+
+    # ---- derivatives -------------------------------------------------------------------------------------------------
+
+    def _differentiation(
+        self, node: ir.Node, left: dict[ir.Node, None], outputs: Sequence[ir.Value]
+    ) -> Differentiation:
+        """A Gradient. The nodes that it differentiates are taken out of `left`, to be executed only once.
+
+        If it is to be taken at other values than those of its variables, or another one has taken some of its nodes,
+        they are executed a second time for it, and stay.
+        """
+        names = strings(node, "xs")
+        variables = [self._known[name] for name in (*names, *strings(node, "zs"))]
+        given = [value for value in node.inputs if value is not None]
+        y = self._known[string(node, "y")]
+        as_it_is = given == variables
+        nodes = self._between(y, variables[: len(names)] if as_it_is else variables)
+        kept: list[ir.Value] = []
+        if as_it_is and all(inner in left for inner in nodes):
+            for inner in nodes:
+                del left[inner]
+            read = {*outputs, *(value for other in left for value in self._reads(other))}
+            kept = [value for inner in nodes for value in inner.outputs if value in read]
+        return Differentiation(
+            self._part(nodes, variables[: len(names)], [y, *kept], {}),
+            variables[: len(names)],
+            given[: len(names)],
+            y,
+            kept,
+            [value if value.name else None for value in node.outputs],
+            {} if as_it_is else dict(zip(variables[len(names) :], given[len(names) :], strict=True)),
+        )
+
+    def _between(self, y: ir.Value, variables: Sequence[ir.Value]) -> list[ir.Node]:
+        """The nodes on the ways from the variables to `y`, in the order of the graph."""
+        needed: set[ir.Node] = set()
+        pending = [y]
+        while pending:
+            node = pending.pop().producer()
+            if node is not None and node not in needed:
+                needed.add(node)
+                pending += self._reads(node)
+        reached, found = set(variables), []
+        producer = y.producer()
+        for node in producer.graph if producer is not None and producer.graph is not None else ():
+            if node in needed and any(value in reached for value in self._reads(node)):
+                fresh = [value for value in node.outputs if value not in reached]
+                reached.update(fresh)
+                found += [node] if fresh else []
+        return found
+
+    def _reads(self, node: ir.Node) -> Iterator[ir.Value]:
+        yield from read_by(node)
+        if _is_gradient(node):  # which reads its result, and what that depends on, by name
+            yield self._known[string(node, "y")]
+
+
+def _with(function: Function, attributes: Mapping[str, Any]) -> Function:
+    """A function that has the attributes that it asks for."""
+    asked = {name: attributes[name] for name in keywords(function) if name in attributes}
+    return functools.partial(function, **asked) if asked else function
+
+
+def _is_gradient(node: ir.Node) -> bool:
+    return (node.domain, node.op_type) == (TRAINING_DOMAIN, "Gradient")
+
+
+def _named_values(graph: ir.Graph) -> dict[str, ir.Value]:
+    known = [*graph.inputs, *graph.initializers.values(), *(value for node in graph for value in node.outputs)]
+    return {value.name: value for value in known if value.name}
+
+
+def _constant(node: ir.Node) -> np.ndarray:
+    name, attribute = next(iter(node.attributes.items()))
+    value = attribute.value
+    if isinstance(value, ir.TensorProtocol):
+        return value.numpy()
+    if "string" in name:
+        return np.array(value, object)
+    return np.array(value, np.float32 if "float" in name else np.int64)
+
+
+# ---- order -----------------------------------------------------------------------------------------------------------
+
+
+def _read(item: Call | Differentiation) -> Iterator[ir.Value]:
+    if isinstance(item, Call):
+        yield from (value for value in item.inputs if value is not None)
+        for nested in item.graphs.values():
+            yield from nested.captured
+    else:
+        yield from item.given
+        yield from (item.others.get(value, value) for value in item.plan.captured)
+
+
+def _written(item: Call | Differentiation) -> Iterator[ir.Value]:
+    yield from (value for value in item.outputs if value is not None)
+    if isinstance(item, Differentiation):
+        yield from item.kept
+
+
+def _sorted(items: Sequence[Call | Differentiation]) -> list[Call | Differentiation]:
+    """An order in which what is read has been written, as near to the given one as may be."""
+    writer = {value: i for i, item in enumerate(items) for value in _written(item)}
+    needs = [{writer[value] for value in _read(item) if value in writer} for item in items]
+    readers: list[list[int]] = [[] for _ in items]
+    for i, sources in enumerate(needs):
+        for source in sources:
+            readers[source].append(i)
+    ready = [i for i, sources in enumerate(needs) if not sources]
+    heapq.heapify(ready)
+    order = []
+    while ready:
+        i = heapq.heappop(ready)
+        order.append(items[i])
+        for reader in readers[i]:
+            needs[reader].discard(i)
+            if not needs[reader]:
+                heapq.heappush(ready, reader)
+    return order
+
+
+def _mark_last_uses(items: Sequence[Call | Differentiation], needed: set[ir.Value]) -> None:
+    """Let values go when nothing reads them any more."""
+    seen = set(needed)
+    for item in reversed(items):
+        for value in {*_read(item), *_written(item)}:
+            if value not in seen:
+                seen.add(value)
+                item.last_used.append(value)

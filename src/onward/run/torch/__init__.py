@@ -1,0 +1,48 @@
+"""PyTorch: eager, or compiled as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from onward.run.framework import Framework, Operators
+from onward.run.shared import control, sequence
+from onward.run.torch import elementwise
+
+
+class Torch(Framework):
+    name = "torch"
+    operators = Operators(
+        {name: function for part in (elementwise, control, sequence) for name, function in part.operators.items()}
+    )
+
+    def __init__(self, device: str = "cpu"):
+        self._device = torch.device(device)
+
+    def supports(self, dtype: np.dtype) -> bool:
+        return dtype.kind in "fiub"
+
+    def tensor(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(np.array(array)).to(self._device)
+
+    def array(self, tensor: torch.Tensor) -> np.ndarray:
+        return tensor.detach().cpu().numpy()
+
+    def derivative(
+        self, function: Callable[[Sequence[Any]], tuple[Any, list[Any]]], xs: Sequence[Any]
+    ) -> tuple[Any, list[Any], Callable[[], Sequence[Any]]]:
+        nested = torch.is_grad_enabled() and any(x.requires_grad for x in xs)
+        with torch.enable_grad():
+            variables = [x.view_as(x) if x.requires_grad else x.detach().requires_grad_() for x in xs]
+            y, more = function(variables)
+
+        def gradients() -> list[torch.Tensor]:
+            found = torch.autograd.grad(
+                y, variables, torch.ones_like(y), create_graph=nested, retain_graph=nested, materialize_grads=True
+            )
+            return list(found)
+
+        return (y, more, gradients) if nested else (y.detach(), [tensor.detach() for tensor in more], gradients)

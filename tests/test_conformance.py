@@ -1,0 +1,37 @@
+"""Each engine on ONNX's own node tests: a case passes, or is listed with the reason why it does not."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+
+from conformity import listed, outcome
+from conftest import onnx_node_tests
+from operator_families import FAMILIES
+
+FRAMEWORKS = [
+    pytest.param("numpy"),
+    pytest.param("torch", marks=pytest.mark.needs("torch")),
+    pytest.param("jax", marks=pytest.mark.needs("jax")),
+    pytest.param("tensorflow", marks=pytest.mark.needs("tensorflow")),
+]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("engine", FRAMEWORKS)
+@pytest.mark.parametrize("name", onnx_node_tests())
+def test_a_case_passes_or_is_listed(engine: str, name: str) -> None:
+    passed, reason = outcome(onnx_node_tests()[name], engine)
+    known = listed(name, engine)
+    assert passed == (known is None), reason or f"it passes, and is listed: {known}"
+
+
+@pytest.mark.parametrize("engine", FRAMEWORKS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tables_have_the_same_rows_in_the_same_order(engine: str, family: str) -> None:
+    try:
+        module = importlib.import_module(f"onward.run.{engine}.{family}")
+    except ModuleNotFoundError:
+        return  # all of it is shared, or expressed by other operators: the cases above tell
+    assert list(module.operators) == [name for name in FAMILIES[family] if name in module.operators]
