@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import time
@@ -69,8 +70,8 @@ def train(
     """
     original = read(model)
     _check(epochs, patience, validation)
-    folder = Run(run) if run is not None else _new_folder(original)
-    folder.refuse_if_in_use()
+    if run is not None:
+        Run(run).refuse_if_in_use()
     training, batch_size, notes = prepared(original, batch_size, recipe, seed)
     if "new_head" in recipe:  # then what is trained is not what was given
         head = arguments(replace_head, recipe["new_head"])
@@ -98,8 +99,9 @@ def train(
     measures = _measures(training, config)
     with _engine(training, config) as loaded:
         feed = feeds(loaded, config)
-        folder.start(original, config.to_json())
-        return _go(folder, loaded, config, feed, measures, Place(), quiet, notes)
+        folder = Run(run) if run is not None else _new_folder(original)
+        with folder.started(original, config.to_json()):
+            return _go(folder, loaded, config, feed, measures, Place(), quiet, notes)
 
 
 def resume(
@@ -115,14 +117,14 @@ def resume(
     `epochs` is how many there are in all: with more of them, a run that has ended goes on.
     """
     folder = run if isinstance(run, Run) else Run(run)
-    training = folder.model
-    config = Config.from_json(folder.config, folder.path, data=data, validation=validation, epochs=epochs)
-    place = Place.of(training)
-    notes = [f"{place.epoch} of {config.epochs} epochs are done"] if place.epoch >= config.epochs else []
-    with _engine(training, config) as loaded:
-        feed = feeds(loaded, config)
-        folder.configure(config.to_json())
-        return _go(folder, loaded, config, feed, _measures(training, config), place, quiet, notes)
+    with folder.resumed() as training:
+        config = Config.from_json(folder.config, folder.path, data=data, validation=validation, epochs=epochs)
+        place = Place.of(training)
+        notes = [f"{place.epoch} of {config.epochs} epochs are done"] if place.epoch >= config.epochs else []
+        with _engine(training, config) as loaded:
+            feed = feeds(loaded, config)
+            folder.configure(config.to_json())
+            return _go(folder, loaded, config, feed, _measures(training, config), place, quiet, notes)
 
 
 def _engine(training: Model, config: Config) -> Engine:
@@ -195,7 +197,12 @@ def _measures(training: Model, config: Config) -> Measures:
 
 
 def _new_folder(model: Model) -> Run:
+    """A folder that was not there, and is now: another process may look for one in the same second."""
     name = model.path.stem if model.path else model.graph.name or "model"
     stem = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    names = itertools.chain([stem], (f"{stem}-{number}" for number in itertools.count(2)))
-    return Run(next(path for name in names if not (path := Path("runs") / name).exists()))
+    for number in itertools.count(1):
+        run = Run(Path("runs") / (stem if number == 1 else f"{stem}-{number}"))
+        with contextlib.suppress(FileExistsError):
+            run.make(new=True)
+            return run
+    raise AssertionError("there is always another name")

@@ -7,13 +7,16 @@
 | `original.onnx` | the model as it was given: trained weights go back into it |
 | `config.json` | how the run was started |
 | `log.jsonl` | what happened |
+| `.lock` | who trains here, while somebody does |
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,7 @@ from onward.model import Model, read
 from onward.model.storage.data import is_own
 from onward.model.storage.files import mentions
 from onward.training.export import in_form_of
+from onward.training.lock import LOCK, locked
 from onward.training.log import read_log
 from onward.transform.training import strip
 
@@ -67,29 +71,45 @@ class Run:
                 f"`{self.path}` holds a run already",
                 hint=f"go on with it (`onward train --resume {self.path}`), or name another folder",
             )
-        if self.path.is_dir() and any(self.path.iterdir()) and not (self.path / CONFIG).exists():
+        others = [path for path in self.path.iterdir() if path.name != LOCK] if self.path.is_dir() else []
+        if others and not (self.path / CONFIG).exists():
             raise DataError(f"`{self.path}` holds other files", hint="name a new folder for the run")
 
-    def start(self, original: Model, config: dict[str, Any]) -> None:
-        """Make the folder of a new run, for a model as it was given."""
-        self.refuse_if_in_use()
+    def make(self, *, new: bool = False) -> None:
+        """Make the folder, if it is not there; one that must be new is not."""
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            self.configure(config)
+            self.path.mkdir(parents=True, exist_ok=not new)
         except OSError as error:
+            if new and isinstance(error, FileExistsError):
+                raise
             raise WriteError(
                 f"could not make the folder `{self.path}` of the run: {error.strerror or error}",
                 hint="name another one: `run=...` (`--run FOLDER`)",
             ) from error
-        strip(original).save(self.path / ORIGINAL)
+
+    @contextlib.contextmanager
+    def started(self, original: Model, config: dict[str, Any]) -> Iterator[None]:
+        """The folder of a new run, for a model as it was given. Within it, the folder is ours alone."""
+        self.make()
+        with locked(self.path):
+            self.refuse_if_in_use()  # again: it may just have been
+            self.configure(config)
+            strip(original).save(self.path / ORIGINAL)
+            yield
+
+    @contextlib.contextmanager
+    def resumed(self) -> Iterator[Model]:
+        """The training model as it was last saved. Within it, the folder is ours alone."""
+        self._refuse_if_empty()
+        with locked(self.path):
+            yield self.model
 
     # ---- what is there -----------------------------------------------------------------------------------------------
 
     @property
     def model(self) -> Model:
         """The training model as it was last saved."""
-        if not (self.path / TRAINING).exists():
-            raise DataError(f"`{self.path}` holds no run: there is no {TRAINING}", hint="start one with `onward train`")
+        self._refuse_if_empty()
         return read(self.path / TRAINING)
 
     @property
@@ -157,6 +177,10 @@ class Run:
             if is_torn or (own and not any(model.exists() and mentions(model, file.name) for model in models)):
                 file.unlink(missing_ok=True)
 
+    def _refuse_if_empty(self) -> None:
+        if not (self.path / TRAINING).exists():
+            raise DataError(f"`{self.path}` holds no run: there is no {TRAINING}", hint="start one with `onward train`")
+
     def _inference(self, model: Model) -> Model:
         return in_form_of(read(self.path / ORIGINAL), model)
 
@@ -169,5 +193,11 @@ _WHEN = ("event", "step", "epoch")
 
 def _write_atomically(path: Path, text: str) -> None:
     temporary = path.with_suffix(".tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise WriteError(
+            f"could not write `{path}`: {error.strerror or error}", hint="what was there before is still there"
+        ) from error
