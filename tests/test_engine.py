@@ -10,6 +10,7 @@ import onward
 from lowered import FLAT, SQUARE, assert_close, case, stored
 from models import digits_mlp, small_cnn
 from onward.run import load
+from onward.run.onnxruntime import OnnxRuntime
 from stepping import Stepper
 
 __all__ = ["case"]  # a fixture
@@ -83,6 +84,21 @@ def test_frozen_weights_outside_the_file_stay_there(tmp_path, monkeypatch):
     assert "fc1.weight" not in read
     with load(onward.prepare(digits_mlp(4096), loss="cross_entropy", freeze="fc1.*", optimizer="sgd:lr=0.1")) as engine:
         assert losses == [float(engine.step(FLAT)["loss"]) for _ in range(3)]
+
+
+def test_gradients_save_memory_as_the_step_does(monkeypatch):
+    """What is computed again, is so wherever gradients are computed, and changes no number."""
+    model, made = onward.prepare(digits_mlp(), loss="cross_entropy", optimizer="sgd:lr=0.1"), []
+    session = OnnxRuntime._session
+    monkeypatch.setattr(OnnxRuntime, "_session", lambda self, model: (made.append(model), session(self, model))[1])
+    found = []
+    for recompute in (None, "relu"):
+        with load(model, recompute=recompute) as engine:
+            engine.step(FLAT)
+            found.append(engine.gradients(FLAT))
+    counts = [sum(node.op_type == "Relu" for node in part.graph) for part in made]
+    assert counts == [1, 1, 2, 2]  # step and gradients, kept and computed again
+    assert_close(*found, 0, 0)
 
 
 @pytest.mark.slow

@@ -44,7 +44,7 @@ class OnnxRuntime(Engine):
         recompute: Choice = None,
     ):
         super().__init__(model, step)
-        self._threads = threads
+        self._threads, self._recompute = threads, recompute
         self._handed: list[ort.OrtValue] = []
         self._providers = _providers(device)
         self._memory = _WITH_MEMORY.get(device, "cpu")
@@ -81,7 +81,7 @@ class OnnxRuntime(Engine):
 
     def gradients(self, batch: Arrays) -> dict[str, np.ndarray]:
         if self._gradients is None:
-            lowered = lower(self.model, self.index, part="gradients")
+            lowered = lower(self.model, self.index, part="gradients", recompute=self._recompute)
             self._gradients = self._session(lowered), contract_of(lowered)["gradients"]
         session, names = self._gradients
         results = self._run(session, batch, list(names))
