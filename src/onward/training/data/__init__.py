@@ -14,7 +14,20 @@ from onward.training.data.fitting import Binding
 from onward.training.data.images import ImageFormat
 from onward.training.data.matching import match
 from onward.training.data.sources import open_data
+from onward.training.data.splits import split
 from onward.training.data.streams import Stream
-from onward.training.data.views import split
+from onward.training.data.views import with_classes
 
-__all__ = ["Batch", "Batches", "Binding", "Column", "Dataset", "ImageFormat", "Stream", "match", "open_data", "split"]
+__all__ = [
+    "Batch",
+    "Batches",
+    "Binding",
+    "Column",
+    "Dataset",
+    "ImageFormat",
+    "Stream",
+    "match",
+    "open_data",
+    "split",
+    "with_classes",
+]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,6 +23,7 @@ class Reader:
     def __init__(self, first: Any, images: ImageFormat, origin: str):
         self._origin = origin
         self._decoders: dict[str, Decoder] = {}
+        self._classes = _class_names(first.schema)
         self.columns: Mapping[str, Column] = {
             name: self._column(name, _storage(values).slice(0, 1), images)
             for name, values in zip(first.schema.names, first.columns, strict=True)
@@ -64,12 +66,22 @@ class Reader:
         if first.null_count:
             return Column(np.dtype(str), remark="no value in row 0")
         flat, shape = _flatten(first, where)
-        return Column(flat.dtype, shape)
+        return Column(flat.dtype, shape, self._classes.get(name))
 
     def _decode(self, name: str, encoded: bytes | None, where: str) -> np.ndarray:
         if encoded is None:
             raise DataError(f"{where} names a file in place of an image", hint="save it with the images embedded")
         return self._decoders[name](encoded, where)
+
+
+def _class_names(schema: Any) -> dict[str, tuple[str, ...]]:
+    """The names that numbers stand for, as `datasets` writes them beside a schema: {column: names}."""
+    try:
+        features = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))["info"]["features"]
+        labels = {name: kind for name, kind in features.items() if kind.get("_type") == "ClassLabel"}
+        return {name: tuple(map(str, kind["names"])) for name, kind in labels.items() if kind.get("names")}
+    except (ValueError, KeyError, TypeError, AttributeError):  # nothing of the kind is there
+        return {}
 
 
 _PAD = "pad them to one length"

@@ -19,7 +19,7 @@ from onward.training.data.dataset import Batch, Column
 from onward.training.data.records import Conversion, Records
 
 _CHUNK = 4096  # rows
-_MOST_CLASSES = 10_000  # text with more different values is no class but prose
+MOST_CLASSES = 10_000  # text with more different values is no class but prose
 
 
 @dataclass
@@ -146,7 +146,7 @@ def _look(kind: _Kind, cells: tuple[str, ...], chunk: _Chunk) -> None:
 
 
 def _keep_texts(kind: _Kind, cells: tuple[str, ...]) -> None:
-    if kind.number is None and len(kind.texts) <= _MOST_CLASSES:
+    if kind.number is None and len(kind.texts) <= MOST_CLASSES:
         kind.texts.update(cells)
 
 
@@ -164,7 +164,7 @@ def _column(kind: _Kind) -> Column:
     if kind.number is not None:
         return Column(np.dtype(np.int64 if kind.number is int else np.float64), remark=missing)
     remark = ", ".join(filter(None, [f"text: {kind.why_text}", missing]))
-    if len(kind.texts) > _MOST_CLASSES:
+    if len(kind.texts) > MOST_CLASSES:
         return Column(np.dtype(str), remark=remark)
     return Column(np.dtype(np.int64), classes=tuple(sorted(kind.texts - {""})), remark=remark)
 

@@ -52,10 +52,13 @@ class Binding:
             return values.astype(self.dtype)
 
 
-def fit(names: Sequence[str], columns: Mapping[str, Column], wanted: Wanted) -> Binding | None:
-    """How these columns, side by side if there are several, make what is wanted; None if they do not."""
+def fit(names: Sequence[str], columns: Mapping[str, Column], wanted: Wanted, is_named: bool = False) -> Binding | None:
+    """How these columns, side by side if there are several, make what is wanted; None if they do not.
+
+    `is_named`: that it is these is certain, so that two classes may be no and yes, 0 and 1.
+    """
     parts = [columns[name] for name in names]
-    if not all(_converts(part, wanted.dtype) for part in parts):
+    if not all(_converts(part, wanted.dtype, is_named) for part in parts):
         return None
     if len(parts) > 1 and any(part.shape for part in parts):
         return None
@@ -75,14 +78,14 @@ def is_float(dtype: np.dtype) -> bool:
     return "float" in dtype.name  # bfloat16 and its like are of no kind that numpy knows
 
 
-def _converts(column: Column, wanted: np.dtype) -> bool:
+def _converts(column: Column, wanted: np.dtype, is_named: bool) -> bool:
     """Whether a conversion keeps the meaning: never of fractions to whole numbers, nor of classes to amounts.
 
     Whole numbers may become narrower: each batch is checked.
     """
     given = column.dtype
     if column.classes is not None:
-        return wanted.kind in "iu"
+        return wanted.kind in "iu" or (is_named and is_float(wanted) and len(column.classes) == 2)
     if given.kind in "US" or wanted.kind == "O":
         return given.kind in "US" and wanted.kind == "O"
     if is_float(wanted):

@@ -66,7 +66,7 @@ class _Sides:
         return names
 
     def _bind(self, name: str, chosen: Sequence[str]) -> Binding:
-        binding = self._fit(name, *chosen)
+        binding = fit(chosen, self._columns, self._wanted[name], is_named=True)
         if binding is not None:
             return binding
         wanted, column = self._wanted[name], self._columns[chosen[0]]

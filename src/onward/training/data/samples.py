@@ -58,7 +58,8 @@ class HubDataset:
         self._dataset = dataset.with_format("numpy")
         self._parts: dict[tuple[str, ...], Any] = {}  # the same with some columns: others may be large
         first = _arrays(self._dataset, [0])
-        self.columns = {name: Column(array.dtype, array.shape[1:]) for name, array in first.items()}
+        names = {name: _class_names(feature) for name, feature in (getattr(dataset, "features", None) or {}).items()}
+        self.columns = {name: Column(a.dtype, a.shape[1:], names.get(name)) for name, a in first.items()}
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -75,6 +76,12 @@ class HubDataset:
 
     def row(self, index: int) -> str:
         return f"row {index:,} of the data set"
+
+
+def _class_names(feature: Any) -> tuple[str, ...] | None:
+    """The names of a `ClassLabel`."""
+    names = getattr(feature, "names", None) if type(feature).__name__ == "ClassLabel" else None
+    return tuple(names) if names else None
 
 
 def _arrays(dataset: Any, indices: list[int]) -> Batch:

@@ -11,6 +11,7 @@ import numpy as np
 
 from onward.errors import DataError
 from onward.training.data.dataset import Columns, Dataset, Rows, known, to_array
+from onward.training.data.frames import is_frame, open_frame
 from onward.training.data.images import SUFFIXES, ImageFolder, ImageFormat, format_for
 from onward.training.data.samples import HubDataset, Samples
 from onward.training.data.streams import Stream
@@ -28,7 +29,8 @@ def open_data(
       sub-folder of images per class; a folder that Hugging Face `datasets` saved; a folder of files of one kind.
     - Several paths of one kind are read one after the other; with names (`{"image": "x.npy", "label": "y.npy"}`, or
       strings `image=x.npy`) they are columns side by side. `image=mnist.npz:x_train` takes one array of a file.
-    - A dict or a tuple of arrays; a list of samples, or anything with a length and samples by number.
+    - A dict or a tuple of arrays; a data frame of pandas; a list of samples, or anything with a length and samples by
+      number.
     - An iterable of batches (dicts or tuples of arrays), a function that makes one, a torch DataLoader: a stream.
 
     `inputs` of the model tell what images are decoded to, unless `images` does.
@@ -36,6 +38,8 @@ def open_data(
     wanted = images or (format_for(inputs) if inputs else ImageFormat())
     if isinstance(source, str | Path):
         return _open_paths([source], wanted)
+    if is_frame(source):
+        return open_frame(source)
     if isinstance(source, Dataset | Stream):
         return source
     if isinstance(source, Mapping):

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from onward.errors import DataError
+from onward.errors import DataError, near
 from onward.training.data.dataset import Batch, Dataset, known
-from onward.training.data.order import Order
-from onward.training.data.streams import Stream
 
 
 def joined(parts: Sequence[Dataset], origin: str) -> Dataset:
@@ -80,34 +79,63 @@ class Beside:
 
 
 class Subset:
-    """Some rows of a data set: those that an order puts at `start` to `stop`."""
+    """Some rows of a data set: `rows` tells which, by their numbers here."""
 
-    def __init__(self, data: Dataset, order: Order, start: int, stop: int):
+    def __init__(self, data: Dataset, length: int, rows: Callable[[np.ndarray], np.ndarray]):
         self.columns = data.columns
-        self._data, self._order, self._start, self._stop = data, order, start, stop
+        self._data, self._length, self._rows = data, length, rows
 
     def __len__(self) -> int:
-        return self._stop - self._start
+        return self._length
 
     def take(self, indices: np.ndarray, columns: Sequence[str] | None = None) -> Batch:
-        return self._data.take(self._order(indices + self._start), columns)
+        return self._data.take(self._rows(indices), columns)
 
     def row(self, index: int) -> str:
-        return self._data.row(int(self._order(np.array([index + self._start]))[0]))
+        return self._data.row(int(self._rows(np.array([index]))[0]))
 
 
-def split(data: Dataset | Stream, fraction: float, seed: int = 0) -> tuple[Dataset, Dataset]:
-    """The data in two parts, to train on and to validate with; `fraction` is the second's share. Both have rows."""
-    if isinstance(data, Stream):
-        raise DataError("a stream of batches cannot be split", hint="give validation data of their own")
-    if not 0 < fraction < 1:
-        raise DataError(f"a validation split of {fraction} leaves nothing", hint="use a fraction between 0 and 1")
-    count = len(data)
-    if count < 2:
-        raise DataError("one row cannot be split in two", hint="give validation data of their own")
-    held_out = min(max(round(count * fraction), 1), count - 1)
-    order = Order(count, seed, _SPLIT)
-    return Subset(data, order, held_out, count), Subset(data, order, 0, held_out)
+def with_classes(data: Dataset, column: str, classes: tuple[str, ...], origin: str) -> Dataset:
+    """Data in which a column has the classes that it has in `origin`, by the same numbers."""
+    mine = data.columns[column].classes
+    if mine == classes:
+        return data
+    if mine is None:
+        raise DataError(
+            f"column `{column}` has numbers, but names of classes in {origin}, such as `{classes[0]}`",
+            hint="write classes in the same way in both",
+        )
+    strange = [name for name in mine if name not in classes]
+    if strange:
+        raise DataError(
+            f"column `{column}` has the class `{strange[0]}`, which is not in {origin}",
+            hint=near(strange[0], classes) or f"classes are {', '.join(classes[:10])}",
+        )
+    return _Renumbered(data, column, classes)
 
 
-_SPLIT = 2**64 - 1  # takes the place of the epoch, which is never that large
+class _Renumbered:
+    """A data set whose classes have the numbers that they have elsewhere."""
+
+    def __init__(self, data: Dataset, column: str, classes: tuple[str, ...]):
+        old = data.columns[column]
+        self.columns = {**data.columns, column: dataclasses.replace(old, classes=classes)}
+        self._data, self._column = data, column
+        self._numbers = np.array([classes.index(name) for name in old.classes or ()], old.dtype)
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def take(self, indices: np.ndarray, columns: Sequence[str] | None = None) -> Batch:
+        batch = self._data.take(indices, columns)
+        if self._column in batch:
+            batch[self._column] = self._renumbered(batch[self._column])
+        return batch
+
+    def row(self, index: int) -> str:
+        return self._data.row(index)
+
+    def _renumbered(self, labels: np.ndarray) -> np.ndarray:
+        """The new numbers; what is no number of a class, such as -1 for none, stays."""
+        is_class = (labels >= 0) & (labels < len(self._numbers))
+        return np.where(is_class, self._numbers[np.where(is_class, labels, 0)], labels)
