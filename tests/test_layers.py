@@ -37,7 +37,7 @@ TIERS = [
     ["inspect"],
     ["numeric"],
     ["run"],
-    ["training", "convert", "checkpoint"],
+    ["verification", "training", "convert", "checkpoint"],
     ["distribute"],
     ["cli", "web"],
     ["__main__"],

@@ -62,6 +62,7 @@ _HOME = {
     "save_adapter": "recipe",
     "strip": "transform",
     "train": "training.api",
+    "verify": "verification",
     "vjp": "differentiate",
 }
 
@@ -96,6 +97,7 @@ __all__ = [
     "save_adapter",
     "strip",
     "train",
+    "verify",
     "vjp",
 ]
 

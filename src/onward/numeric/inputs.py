@@ -36,21 +36,26 @@ def generator(seed: int) -> np.random.Generator:
 
 def given_inputs(subject: Subject, given: Given) -> dict[str, np.ndarray]:
     """What the user gives, as arrays that fit the inputs of the model; those that y does not depend on are left out."""
-    if isinstance(given, str | Path):
-        try:
-            with np.load(given, allow_pickle=False) as arrays:
-                given = dict(arrays)
-        except (ValueError, AttributeError) as error:
-            raise InvalidModelError(f"`{given}` is not an .npz file", hint="write one with `numpy.savez`") from error
     known = {value.name or "": value for value in subject.model.inputs}
     found = {}
-    for name, array in (given or {}).items():
+    for name, array in read_given(given).items():
         if name in known:
-            found[name] = _fitting(known[name], np.asarray(array))
+            found[name] = _fitting(known[name], array)
         elif name not in subject.spare:
             hint = near(name, known) or f"it has {', '.join(f'`{name}`' for name in known) or 'none'}"
             raise UnknownNameError(f"the model has no input `{name}`", hint=hint)
     return found
+
+
+def read_given(given: Given) -> dict[str, np.ndarray]:
+    """Arrays by name, from a file if need be."""
+    if isinstance(given, str | Path):
+        try:
+            with np.load(given, allow_pickle=False) as arrays:
+                return dict(arrays)
+        except (ValueError, AttributeError) as error:
+            raise InvalidModelError(f"`{given}` is not an .npz file", hint="write one with `numpy.savez`") from error
+    return {name: np.asarray(array) for name, array in (given or {}).items()}
 
 
 def made_up(model: Model, given: Mapping[str, np.ndarray], seed: int) -> Iterator[dict[str, np.ndarray]]:

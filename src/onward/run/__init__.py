@@ -8,6 +8,7 @@ model = engine.updated()                      # the training model with the stat
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,12 +18,17 @@ from onward.run.engine import Engine
 
 ENGINES = ("onnxruntime", "numpy", "torch", "jax", "tensorflow")
 
-__all__ = ["ENGINES", "Engine", "function", "load"]
+__all__ = ["ENGINES", "Engine", "function", "is_installed", "load"]
+
+
+def is_installed(engine: str) -> bool:
+    """Whether the framework of an engine is there."""
+    return importlib.util.find_spec(engine) is not None
 
 
 def load(source: Source, step: int = 0, *, engine: str = "onnxruntime", **options: Any) -> Engine:
     """Make a step of a training model ready to run. Options are the engine's: `device`, `threads`, `recompute`."""
-    _check(engine, ENGINES)
+    _check(engine)
     if engine == "onnxruntime":
         from onward.run.onnxruntime import OnnxRuntime
 
@@ -33,15 +39,19 @@ def load(source: Source, step: int = 0, *, engine: str = "onnxruntime", **option
 
 
 def function(source: Source, *, engine: str = "numpy", **options: Any) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
-    """The graph of any model as a function of arrays by name, executed by a framework."""
-    _check(engine, ENGINES[1:])
+    """The graph of any model as a function of arrays by name. Options are the engine's."""
+    _check(engine)
+    if engine == "onnxruntime":
+        from onward.run import onnxruntime
+
+        return onnxruntime.array_function(read(source), **options)
     from onward.run.interpreted import array_function
 
     return array_function(engine, read(source), **options)
 
 
-def _check(engine: str, engines: tuple[str, ...]) -> None:
-    if engine not in engines:
+def _check(engine: str) -> None:
+    if engine not in ENGINES:
         raise UnknownNameError(
-            f"there is no engine `{engine}`", hint=near(engine, engines) or f"engines: {', '.join(engines)}"
+            f"there is no engine `{engine}`", hint=near(engine, ENGINES) or f"engines: {', '.join(ENGINES)}"
         )

@@ -6,6 +6,7 @@ a buffer that is bound as input and output at once may be overwritten while othe
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -144,6 +145,13 @@ class OnnxRuntime(Engine):
         for name, new in bindings.items():
             binding.bind_ortvalue_output(new, write[name])
         return binding
+
+
+def array_function(model: Model) -> Callable[[Arrays], dict[str, Any]]:
+    """The graph of a model as a function of arrays by name."""
+    session = ort.InferenceSession(model.to_proto().SerializeToString(), _options(None))
+    names = [value.name for value in session.get_outputs()]
+    return lambda inputs: dict(zip(names, session.run(names, dict(inputs)), strict=True))
 
 
 def _contiguous(array: np.ndarray) -> np.ndarray:

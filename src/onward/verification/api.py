@@ -1,0 +1,166 @@
+"""Running the same steps on every engine."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+from onward.errors import Error, UnsupportedError
+from onward.lowering.contract import contract_of
+from onward.lowering.step import lower
+from onward.model import Model, Source, read
+from onward.model.state import states
+from onward.numeric.inputs import GIVE, Given, made_up, read_given
+from onward.run import ENGINES, Engine, is_installed, load
+from onward.verification.distance import Arrays, farthest
+from onward.verification.divergence import Way, first_difference
+from onward.verification.report import Report, Row
+
+_WITH_A_DERIVATIVE = ("torch", "jax", "tensorflow")
+
+
+def verify(
+    source: Source,
+    *,
+    engines: Sequence[str] | None = None,
+    steps: int = 5,
+    inputs: Given = None,
+    tolerance: float | None = None,
+    seed: int = 0,
+    step: int = 0,
+    compile: bool = False,
+    on_start: Callable[[str], None] = lambda name: None,
+) -> Report:
+    """Run the same steps of a training model on all engines that are installed, or on those named, and compare.
+
+    PyTorch, JAX and TensorFlow run it twice: with their own derivative and with ours. The reference is the engine that
+    is nearest to the others, so that the odd one out is named, whichever it is. Where an engine differs, the first
+    value that does is found by running the step again with all values as outputs. `inputs`, a dict of arrays or the
+    path of an .npz file, is one batch, used in each step; what it lacks is made up. `tolerance` is relative to the
+    largest element of a tensor: 1e-4 unless given, 1e-9 for models in float64.
+    """
+    model = read(source)
+    names = engines if engines is not None else [name for name in ENGINES if is_installed(name)]
+    ways = [Way((name, rules)) for name in names for rules in _rules(name)]
+    given = read_given(inputs)
+    batches: list[Arrays] = []
+    runs: dict[Way, _Run] = {}
+    refusals: dict[Way, str] = {}
+    for way in ways:
+        on_start(f"{way.engine} ({way.derivative})")
+        try:
+            with _loaded(model, step, way, compile) as engine:
+                batches = batches or _batches(model, step, engine, given, steps, seed)
+                runs[way] = _run(engine, batches)
+        except Error as error:
+            refusals[way] = str(error)
+    if not runs:
+        raise UnsupportedError("no engine can run this model:\n" + "\n".join(dict.fromkeys(refusals.values())))
+    limit = _default_tolerance(model, step) if tolerance is None else tolerance
+    reference = _nearest_to_all(runs)
+    rows = [
+        _compared(model, step, way, reference, runs, batches, limit)
+        if way in runs
+        else Row(way.engine, way.derivative, "cannot", note=refusals[way])
+        for way in ways
+    ]
+    unknown = tuple(name for name in batches[0] if name not in given)
+    return Report(tuple(rows), f"{reference.engine} ({reference.derivative})", steps, limit, unknown)
+
+
+def _rules(engine: str) -> tuple[bool, ...]:
+    return (False, True) if engine in _WITH_A_DERIVATIVE else (True,)
+
+
+def _loaded(model: Model, step: int, way: Way, compile: bool) -> Engine:
+    if way.engine in _WITH_A_DERIVATIVE:
+        return load(model, step, engine=way.engine, rules=way.rules, compile=compile)
+    return load(model, step, engine=way.engine)
+
+
+# ---- the steps -------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class _Run:
+    losses: list[float]
+    metrics: list[Arrays]
+    states: list[Arrays]
+    """Before each step, and after the last."""
+    seconds: float
+
+
+def _run(engine: Engine, batches: Sequence[Arrays]) -> _Run:
+    metrics: list[Arrays] = []
+    found: list[Arrays] = [engine.state()]
+    seconds = 0.0
+    for batch in batches:
+        start = time.perf_counter()
+        metrics.append({name: np.array(value) for name, value in engine.step(batch).items()})
+        seconds += time.perf_counter() - start
+        found.append(engine.state())
+    return _Run([float(step[engine.loss]) for step in metrics], metrics, found, seconds)
+
+
+def _batches(model: Model, step: int, engine: Engine, given: Arrays, steps: int, seed: int) -> list[Arrays]:
+    """A batch for each step: what is given, and for the rest other numbers each time, of shapes that work."""
+    kept = {name: array for name, array in given.items() if name in engine.inputs}
+    failure: Exception | None = None
+    candidates = [list(_candidates(model, step, kept, seed + i)) for i in range(steps)]
+    for number, batch in enumerate(candidates[0]):
+        try:
+            if np.isfinite(engine.evaluate(batch).get(engine.loss, 0.0)).all():
+                return [row[min(number, len(row) - 1)] for row in candidates]
+        except Exception as error:  # engines' own exceptions have no common base
+            failure = error
+    raise UnsupportedError("the model does not run on inputs that are made up", hint=GIVE) from failure
+
+
+def _candidates(model: Model, step: int, given: Arrays, seed: int) -> Iterator[Arrays]:
+    whole = lower(model, step, differentiate=False)
+    batch = [value for value in whole.graph.inputs if value.name in contract_of(whole)["batch"]]
+    state = {s.name: s.value.const_value.numpy() for s in states(model, step) if s.value.const_value is not None}
+    for found in made_up(whole, {**given, **state}, seed):
+        yield {
+            name: array.astype(value.dtype.numpy() if value.dtype is not None else array.dtype)
+            for value in batch
+            if (array := {**given, **found}[name := value.name or ""]) is not None
+        }
+
+
+# ---- the comparison --------------------------------------------------------------------------------------------------
+
+
+def _default_tolerance(model: Model, step: int) -> float:
+    parameters = [s.value.dtype for s in states(model, step) if s.role == "parameter"]
+    return 1e-9 if all(dtype is not None and dtype.bitwidth == 64 for dtype in parameters) else 1e-4
+
+
+def _nearest_to_all(runs: dict[Way, _Run]) -> Way:
+    return min(runs, key=lambda way: sum(farthest(runs[way].states[-1], other.states[-1]) for other in runs.values()))
+
+
+def _compared(
+    model: Model, index: int, way: Way, reference: Way, runs: dict[Way, _Run], batches: Sequence[Arrays], limit: float
+) -> Row:
+    run, other = runs[way], runs[reference]
+    metrics = [farthest(a, b) for a, b in zip(run.metrics, other.metrics, strict=True)]
+    after = [farthest(a, b) for a, b in zip(run.states[1:], other.states[1:], strict=True)]
+    wrong = next((i for i, far in enumerate(zip(metrics, after, strict=True)) if not max(far) <= limit), None)
+    difference = None
+    if wrong is not None:
+        inputs = {**other.states[wrong], **batches[wrong]}
+        difference = first_difference(model, index, way, reference, wrong, inputs, limit)
+    return Row(
+        way.engine,
+        way.derivative,
+        "agrees" if wrong is None else "differs",
+        tuple(run.losses),
+        max(metrics),
+        after[-1],
+        run.seconds,
+        difference=difference,
+    )

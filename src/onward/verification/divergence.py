@@ -1,0 +1,59 @@
+"""Finding the first value that two engines compute differently: one step again, with all values as outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import onnx_ir as ir
+
+from onward.lowering.step import lower
+from onward.model import Model
+from onward.model.core import values
+from onward.run import function
+from onward.transform.types import fill_in_types
+from onward.verification.distance import Arrays, distance, largest
+from onward.verification.report import Difference
+
+
+class Way(tuple[str, bool]):
+    """An engine, and whether it takes our rules for the derivative."""
+
+    @property
+    def engine(self) -> str:
+        return self[0]
+
+    @property
+    def rules(self) -> bool:
+        return self[1]
+
+    @property
+    def derivative(self) -> str:
+        return "rules" if self.rules else "own"
+
+
+def first_difference(
+    model: Model, index: int, way: Way, reference: Way, step: int, inputs: Arrays, tolerance: float
+) -> Difference | None:
+    """The first value of the step, from the same state and batch, in the order of the graph."""
+    found, expected = (_values(model, index, which, inputs) for which in (way, reference))
+    for name in found:
+        if name in expected and (far := distance(found[name], expected[name])) > tolerance:
+            magnitude, other = largest(found[name]), largest(expected[name])
+            return Difference(name, step, way.engine, reference.engine, magnitude, other, far)
+    return None
+
+
+def _values(model: Model, index: int, way: Way, inputs: Arrays) -> dict[str, np.ndarray]:
+    lowered = lower(model, index, differentiate=way.rules)
+    graph = lowered.graph
+    fill_in_types(lowered, values(graph))
+    graph.outputs[:] = dict.fromkeys((*_tensors(graph), *graph.outputs))
+    given = {value.name: inputs[value.name] for value in graph.inputs if value.name and value.name in inputs}
+    results = function(lowered, engine=way.engine)(given)
+    return {name: value for name, value in results.items() if isinstance(value, np.ndarray)}
+
+
+def _tensors(graph: ir.Graph) -> Iterable[ir.Value]:
+    produced = (value for node in graph for value in node.outputs if value.name)
+    return (value for value in produced if isinstance(value.type, ir.TensorType))
