@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import errno
 import importlib.util
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ import numpy as np
 import onnx
 import pytest
 
+import full_disks
 import killed_runs
 import onward
 from conftest import needs
@@ -242,45 +245,59 @@ def test_a_file_that_disappears_in_the_run(folder: Path) -> None:
     assert Run("run").progress["step"] == 1
 
 
-def full(monkeypatch: pytest.MonkeyPatch, after: int) -> None:
-    from onward.model.storage.transaction import Transaction
+@contextmanager
+def files_of_at_most(size: int) -> Iterator[None]:
+    """Within it, the system writes no file that is larger: an error like that of a full disk, at any moment."""
+    import resource
 
-    commit, calls = Transaction.commit, iter(range(1000))
-
-    def fails(self: Transaction, payload: bytes) -> None:
-        if next(calls) >= after:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        commit(self, payload)
-
-    monkeypatch.setattr(Transaction, "commit", fails)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_full_disk(whole: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.skipif(os.name == "nt", reason="needs limits of POSIX")
+@pytest.mark.parametrize(
+    ("save_every", "size", "message"),
+    [(0.0, 30_000, r"could not write `.*training.onnx`"), (60.0, 12_000, "could not write to `run`")],
+)
+def test_a_file_that_cannot_be_written(
+    save_every: float, size: int, message: str, whole: Run, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The state, or the log before it; what was saved is intact."""
     with monkeypatch.context() as patch:
-        full(patch, after=9)
-        with pytest.raises(WriteError, match=r"could not write `.*training.onnx`: No space left") as error:
-            train("model.onnx", "data.npz", run="run", **killed_runs.SETTINGS)
-    assert "make room" in error.value.hint
-    run = Run("run")
-    assert run.progress["step"] > 1
+        interrupted_after(3, patch)
+        run = train("model.onnx", "data.npz", run="run", **{**killed_runs.SETTINGS, "save_every": save_every})
+    with files_of_at_most(size), pytest.raises(WriteError, match=f"{message}: File too large") as error:
+        resume(run, quiet=True)
+    assert "then `onward train --resume run` goes on from step 3" in (error.value.hint or "")
+    assert run.progress["step"] == 3
     assert_same(resume(run, quiet=True), whole)
 
 
-def test_a_full_disk_while_the_log_is_written(whole: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from onward.training.log import Log
+def can_mount() -> bool:
+    mount = ["sh", "-c", 'd=$(mktemp -d) && mount -t tmpfs tmpfs "$d" && umount "$d"; rmdir "$d"']
+    return bool(shutil.which("unshare")) and not subprocess.run([*NAMESPACE, *mount], capture_output=True).returncode
 
-    def fails(self: Log, event: str, /, **values: Any) -> None:
-        if event == "step" and values["step"] > 3:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        write(self, event, **values)
 
-    write = Log.write
-    with monkeypatch.context() as patch:
-        patch.setattr(Log, "write", fails)
-        with pytest.raises(WriteError, match="could not write to `run`: No space left") as error:
-            train("model.onnx", "data.npz", run="run", **killed_runs.SETTINGS)
-    assert "saved at step" in error.value.hint
-    assert_same(resume("run", quiet=True), whole)
+NAMESPACE = ["unshare", "--user", "--map-root-user", "--mount"]
+
+
+@pytest.mark.skipif(not can_mount(), reason="needs namespaces of users, for disks that are small")
+def test_a_full_disk(whole: Run, folder: Path) -> None:
+    """At every stage of a run: its folder, its log, its first state, a later one."""
+    stages = {4: "config", 12: "original", 20: "run", 28: "best", 60: "training", 88: "training", 150: "training"}
+    arguments = [*NAMESPACE, sys.executable, full_disks.__file__, str(folder), *map(str, stages)]
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    said = {int(room): (text, hint) for room, text, hint in (line.split("|") for line in done.stdout.splitlines())}
+    assert said.keys() == stages.keys()
+    for room, (text, hint) in said.items():
+        assert re.search(rf"could not write (to )?`.*{stages[room]}(\.\w+)?`: No space left", text)
+        assert ("goes on from step" in hint) == (room > 80) and (room < 20 or "make room" in hint)
+        assert_same(Run(f"run{room}"), whole)
 
 
 def test_folders_that_cannot_be_used(folder: Path) -> None:

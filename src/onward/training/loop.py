@@ -243,15 +243,19 @@ class Loop:
         """Say what a folder that cannot be written to means for the run."""
         try:
             yield
+        except WriteError as error:
+            raise WriteError(str(error), hint=self._way_on()) from error
         except Error:
             raise
         except OSError as error:
-            hint = (
-                f"the run was saved at step {self._saved[0]:,}: go on with it when there is room"
-                if self._saved
-                else None
-            )
-            raise WriteError(f"could not write to `{self.run.path}`: {error.strerror or error}", hint=hint) from error
+            text = f"could not write to `{self.run.path}`: {error.strerror or error}"
+            raise WriteError(text, hint=self._way_on()) from error
+
+    def _way_on(self) -> str:
+        if self._saved is None:
+            return "make room, if that is the cause, and start again: nothing was saved yet"
+        again = f"`onward train --resume {self.run.path}`"
+        return f"make room, if that is the cause; then {again} goes on from step {self._saved[0]:,}"
 
     # ---- saving and ending -------------------------------------------------------------------------------------------
 
