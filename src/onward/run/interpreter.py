@@ -32,7 +32,8 @@ class Interpreter:
     def __call__(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """The outputs of the graph by name, from its inputs by name: tensors, or arrays that stay on the host."""
         values: Values = {value: given[name] for name, value in self._plan.inputs.items()}
-        self.execute(self._plan, values)
+        with np.errstate(all="ignore"):  # infinities and NaN are results like others
+            self.execute(self._plan, values)
         return {value.name or "": values[value] for value in self._plan.outputs}
 
     # ---- execution ---------------------------------------------------------------------------------------------------
@@ -75,8 +76,8 @@ class Interpreter:
         if not isinstance(results, tuple):
             results = (results,)
         for value, result in zip(call.outputs, results, strict=False):
-            if value is not None:
-                values[value] = result
+            if value is not None:  # where there are no axes, numpy returns scalars
+                values[value] = np.asarray(result) if isinstance(result, np.generic) else result
 
     def _differentiate(self, item: Differentiation, values: Values) -> None:
         around = {value: values[item.others.get(value, value)] for value in item.plan.captured}
