@@ -9,6 +9,8 @@ from onward.cli import (
     lower,
     check,
     check_gradients,
+    verify,
+    engines,
     show,
     report,
     settings,
@@ -19,6 +21,6 @@ from onward.cli import (
 )
 
 __all__ = [
-    "app", "check", "check_gradients", "form", "grad", "lower", "names", "parts", "prepare", "report", "settings",
-    "show", "train", "training",
+    "app", "check", "check_gradients", "engines", "form", "grad", "lower", "names", "parts", "prepare", "report",
+    "settings", "show", "train", "training", "verify",
 ]  # fmt: skip

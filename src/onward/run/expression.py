@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Container, Mapping
-from typing import Any
 
 import onnx_ir as ir
-from onnx import defs
 
 from onward.differentiate.expand import replace_node
 from onward.errors import UnsupportedError
@@ -16,7 +14,7 @@ from onward.model.core import values
 from onward.rules import Rewrite
 from onward.rules.registry import lookup
 from onward.run.calls import has_other_meaning, qualified
-from onward.transform.inline import inline_operators
+from onward.transform.inline import has_body, inline_operators
 from onward.transform.types import fill_in_types
 
 _ALWAYS = {"Constant", f"{TRAINING_DOMAIN}.Gradient"}
@@ -55,17 +53,10 @@ def _by_lowerings(model: Model, unknown: list[ir.Node]) -> Model | None:
 
 
 def _by_bodies(model: Model, unknown: list[ir.Node]) -> Model | None:
-    calls = {(node.domain, node.op_type) for node in unknown if _has_body(node, model.opset)}
+    imports = {**model.graph.opset_imports, "": model.opset, "ai.onnx": model.opset}
+    bodies = (node for node in unknown if has_body(node.op_type, imports.get(node.domain, 1), node.domain))
+    calls = {(node.domain, node.op_type) for node in bodies}
     return inline_operators(model, calls) if calls else None
-
-
-def _has_body(node: ir.Node, opset: int) -> bool:
-    try:
-        version = opset if node.domain in ("", "ai.onnx") else defs.onnx_opset_version()
-        schema: Any = defs.get_schema(node.op_type, version, node.domain)
-    except defs.SchemaError:
-        return False
-    return bool(schema.has_function or schema.has_context_dependent_function)
 
 
 def _by_rewrites(model: Model, unknown: list[ir.Node]) -> Model | None:

@@ -62,6 +62,11 @@ class Framework(ABC):
     cannot: ClassVar[Mapping[str, str]] = {}
     """Operators that the framework has no way to express, and why."""
 
+    @classmethod
+    def devices(cls) -> list[str]:
+        """What `device` may be, on this machine."""
+        return ["cpu"]
+
     @abstractmethod
     def supports(self, dtype: np.dtype) -> bool:
         """Whether tensors may have this type; what may not stays on the host."""

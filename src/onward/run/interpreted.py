@@ -39,9 +39,14 @@ def interpreter(model: Model, framework: Framework) -> Interpreter:
 
 def framework_of(engine: str, **options: Any) -> Framework:
     """The framework of that name; options are its own."""
+    return framework_class(engine)(**options)
+
+
+def framework_class(engine: str) -> type[Framework]:
     module, name = _FRAMEWORKS[engine]
     try:
-        return getattr(importlib.import_module(module), name)(**options)
+        found: type[Framework] = getattr(importlib.import_module(module), name)
+        return found
     except ModuleNotFoundError as error:
         if str(error.name).startswith("onward"):
             raise

@@ -198,16 +198,21 @@ def _is_large(tensor: ir.TensorProtocol) -> bool:
     return plain and tensor.nbytes >= _LARGE and not isinstance(tensor, ir.ExternalTensor)
 
 
+def devices() -> list[str]:
+    """What `device` may be, with this build of ONNX Runtime."""
+    available = ort.get_available_providers()
+    return [name for name, provider in _PROVIDERS.items() if provider in available]
+
+
 def _providers(device: str) -> list[str]:
     provider = _PROVIDERS.get(device)
     if provider is None:
         raise UnknownNameError(
             f"there is no device `{device}`", hint=near(device, _PROVIDERS) or f"devices: {', '.join(_PROVIDERS)}"
         )
-    available = ort.get_available_providers()
-    if provider not in available:
-        known = [name for name, other in _PROVIDERS.items() if other in available]
+    if device not in devices():
         raise UnsupportedError(
-            f"this build of ONNX Runtime has no {provider}", hint=f"it has: {', '.join(known)}; other wheels have more"
+            f"this build of ONNX Runtime has no {provider}",
+            hint=f"it has: {', '.join(devices())}; other wheels have more",
         )
     return [provider] if device == "cpu" else [provider, _PROVIDERS["cpu"]]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
+from typing import Any
 
 import onnx_ir as ir
-from onnx import ModelProto, inliner
+from onnx import ModelProto, defs, inliner
 from onnx_ir.passes.common import InlinePass
 
 from onward.errors import InvalidModelError
@@ -72,6 +73,15 @@ def inline_operators(model: Model, operators: Iterable[tuple[str, str]]) -> Mode
     result = with_data(from_proto(expanded), tensors)
     result.path = model.path
     return result
+
+
+def has_body(operator: str, opset: int, domain: str = "") -> bool:
+    """Whether the standard defines an operator as a function of others."""
+    try:
+        schema: Any = defs.get_schema(operator, opset, "" if domain == "ai.onnx" else domain)
+    except defs.SchemaError:
+        return False
+    return bool(schema.has_function or schema.has_context_dependent_function)
 
 
 def _state_defaults(proto: ModelProto) -> None:

@@ -1,0 +1,84 @@
+"""Which engines there are here, on which devices, and how many operators each has."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+from collections.abc import Mapping
+
+from onnx import defs
+
+from onward.rules.registry import RULES, Rewrite
+from onward.run import ENGINES, is_installed
+from onward.run.calls import NEWEST
+from onward.run.framework import Framework
+from onward.run.host import ONLY_ON_HOST
+from onward.run.interpreted import framework_class
+from onward.transform.inline import has_body
+
+_PACKAGES = {"tensorflow": ("tensorflow", "tensorflow-cpu")}
+"""Engine -> the packages that it may come in, if not one of its name."""
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineInfo:
+    name: str
+    version: str | None
+    """None if it is not installed."""
+    devices: tuple[str, ...] = ()
+    operators: int | None = None
+    """How many of the standard's operators it has; None where the engine itself decides that."""
+    cannot: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Operators that it does not have, and why."""
+
+    @property
+    def install(self) -> str:
+        """How to get it."""
+        return f"pip install 'onward[{self.name}]'"
+
+
+def engines() -> list[EngineInfo]:
+    """All engines, installed or not. Those that are installed are imported, which takes a while."""
+    return [_info(name) for name in ENGINES]
+
+
+def standard_operators() -> list[str]:
+    """The operators of the standard at its newest version."""
+    schemas = (schema for schema in defs.get_all_schemas() if schema.domain == "")
+    return sorted(schema.name for schema in schemas if not schema.deprecated)
+
+
+def lacking(framework: type[Framework]) -> dict[str, str]:
+    """The standard operators that a framework neither has nor can express by others, with reasons."""
+    reason = "nobody has written it"
+    return {
+        name: framework.cannot.get(name, reason)
+        for name in standard_operators()
+        if name in framework.cannot or not _is_expressible(name, framework)
+    }
+
+
+def _is_expressible(name: str, framework: type[Framework]) -> bool:
+    if name == "Constant" or name in ONLY_ON_HOST or name in framework.operators:
+        return True
+    return has_body(name, NEWEST) or isinstance(RULES.get(("", name)), Rewrite)
+
+
+def _info(name: str) -> EngineInfo:
+    if not is_installed(name):
+        return EngineInfo(name, None)
+    version = next(v for package in _PACKAGES.get(name, (name,)) if (v := _version(package)))
+    if name == "onnxruntime":
+        from onward.run.onnxruntime import devices
+
+        return EngineInfo(name, version, tuple(devices()))
+    framework = framework_class(name)
+    missing = lacking(framework)
+    return EngineInfo(name, version, tuple(framework.devices()), len(standard_operators()) - len(missing), missing)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
