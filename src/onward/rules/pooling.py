@@ -6,9 +6,9 @@ import onnx_ir as ir
 from onward.build import Expr
 from onward.errors import UnsupportedError
 from onward.rules.common import further_output, identity, largest
-from onward.rules.convolution import known_product, reshape, reshape_like, size_of, sliding, spatial, spread
 from onward.rules.indexing import merged
 from onward.rules.registry import gradient
+from onward.rules.windows import known_product, reshape, reshape_like, size_of, sliding, spatial, spread
 
 FLOAT, INT64 = ir.DataType.FLOAT, ir.DataType.INT64
 HALVES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
