@@ -18,6 +18,7 @@ Operators are as the newest version of the standard has them: older forms are br
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from abc import ABC, abstractmethod
@@ -99,6 +100,10 @@ class Framework(ABC):
     def compile(self, function: Function) -> Function:
         """The same function made faster: (state, constants, batch) -> (new state, results), dictionaries of tensors."""
         return function
+
+    def active(self) -> contextlib.AbstractContextManager[None]:
+        """What has to be switched on while operators run."""
+        return contextlib.nullcontext()
 
     def is_tracing(self) -> bool:
         """Whether operators are being recorded, and not computed."""

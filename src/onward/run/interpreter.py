@@ -32,7 +32,7 @@ class Interpreter:
     def __call__(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """The outputs of the graph by name, from its inputs by name: tensors, or arrays that stay on the host."""
         values: Values = {value: given[name] for name, value in self._plan.inputs.items()}
-        with np.errstate(all="ignore"):  # infinities and NaN are results like others
+        with self._framework.active(), np.errstate(all="ignore"):  # infinities and NaN are results like others
             self.execute(self._plan, values)
         return {value.name or "": values[value] for value in self._plan.outputs}
 
