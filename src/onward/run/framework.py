@@ -63,6 +63,9 @@ class Framework(ABC):
     cannot: ClassVar[Mapping[str, str]] = {}
     """Operators that the framework has no way to express, and why."""
 
+    fuses: ClassVar[bool] = False
+    """Whether nodes that amount to attention are handed to the operator of that name, which is then faster."""
+
     @classmethod
     def devices(cls) -> list[str]:
         """What `device` may be, on this machine."""

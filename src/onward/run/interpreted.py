@@ -34,7 +34,8 @@ def interpreter(model: Model, framework: Framework) -> Interpreter:
         model = convert_opset(model, min(max(model.opset, COMMON_OPSET), NEWEST))
     available = framework.operators.keys() | ONLY_ON_HOST
     model = expressed(model, available, framework.cannot, framework.name)
-    return Interpreter(plan(model.graph, framework.operators, Numpy.operators, model.opset), framework)
+    planned = plan(model.graph, framework.operators, Numpy.operators, model.opset, fuses=framework.fuses)
+    return Interpreter(planned, framework)
 
 
 def framework_of(engine: str, **options: Any) -> Framework:

@@ -15,8 +15,9 @@ import onnx_ir as ir
 
 from onward.errors import Error, UnsupportedError
 from onward.run.framework import Framework, NotOnHost
+from onward.run.fusion import attend
 from onward.run.host import HOST_INPUTS
-from onward.run.plan import Call, Differentiation, Plan
+from onward.run.plan import Call, Differentiation, Fused, Plan
 
 Values = dict[ir.Value, Any]
 
@@ -41,10 +42,13 @@ class Interpreter:
     def execute(self, plan: Plan, values: Values) -> None:
         values.update(plan.constants)
         for item in plan.items:
-            if isinstance(item, Differentiation):
-                self._differentiate(item, values)
-            else:
-                self._call(item, values)
+            match item:
+                case Call():
+                    self._call(item, values)
+                case Differentiation():
+                    self._differentiate(item, values)
+                case Fused():
+                    self._fuse(item, values)
             for value in item.last_used:
                 values.pop(value, None)
 
@@ -78,6 +82,14 @@ class Interpreter:
         for value, result in zip(call.outputs, results, strict=False):
             if value is not None:  # where there are no axes, numpy returns scalars
                 values[value] = np.asarray(result) if isinstance(result, np.generic) else result
+
+    def _fuse(self, item: Fused, values: Values) -> None:
+        result = attend(item.match, self._framework, values)
+        if result is NotImplemented:
+            inner = {value: values[value] for value in item.plan.captured}
+            self.execute(item.plan, inner)
+            result = inner[item.match.output]
+        values[item.match.output] = result
 
     def _differentiate(self, item: Differentiation, values: Values) -> None:
         around = {value: values[item.others.get(value, value)] for value in item.plan.captured}

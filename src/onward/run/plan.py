@@ -16,6 +16,7 @@ from onward.model.core import string, strings
 from onward.model.walk import read_by
 from onward.run.calls import newest_form
 from onward.run.framework import Function, keywords
+from onward.run.fusion import Match, matches
 from onward.run.host import ONLY_ON_HOST
 
 _GRADIENT = (TRAINING_DOMAIN, "Gradient")
@@ -55,27 +56,50 @@ class Differentiation:
 
 
 @dataclasses.dataclass
+class Fused:
+    """Nodes that a framework may compute as one."""
+
+    match: Match
+    plan: Plan
+    """The nodes as they stand."""
+    last_used: list[ir.Value] = dataclasses.field(default_factory=list)
+
+    @property
+    def outputs(self) -> list[ir.Value]:
+        return [self.match.output]
+
+
+Item = Call | Differentiation | Fused
+
+
+@dataclasses.dataclass
 class Plan:
     """A graph, or a part of one."""
 
     inputs: dict[str, ir.Value]
     outputs: list[ir.Value]
     constants: dict[ir.Value, np.ndarray]
-    items: list[Call | Differentiation]
+    items: list[Item]
     captured: list[ir.Value]
     """What is read from around it."""
 
 
-def plan(graph: ir.Graph, functions: Mapping[str, Function], host: Mapping[str, Function], opset: int) -> Plan:
-    """The plan of a whole graph, all operators of which are in `functions`, or are computed on the host."""
-    return _Planner(functions, host, opset).graph(graph, {})
+def plan(
+    graph: ir.Graph, functions: Mapping[str, Function], host: Mapping[str, Function], opset: int, *, fuses: bool = False
+) -> Plan:
+    """The plan of a whole graph, all operators of which are in `functions`, or are computed on the host.
+
+    With `fuses`, what amounts to one operator of the table is handed to it.
+    """
+    return _Planner(functions, host, opset, fuses).graph(graph, {})
 
 
 class _Planner:
-    def __init__(self, functions: Mapping[str, Function], host: Mapping[str, Function], opset: int):
+    def __init__(self, functions: Mapping[str, Function], host: Mapping[str, Function], opset: int, fuses: bool):
         self._functions = functions
         self._host = host
         self._opset = opset
+        self._fuses = fuses
         self._known: dict[str, ir.Value] = {}
 
     def graph(self, graph: ir.Graph, known: Mapping[str, ir.Value]) -> Plan:
@@ -95,15 +119,21 @@ class _Planner:
         inputs: Iterable[ir.Value],
         outputs: Iterable[ir.Value],
         constants: dict[ir.Value, np.ndarray],
+        *,
+        fuses: bool = True,
     ) -> Plan:
         """The plan of some nodes of the graph at hand."""
         outputs = list(outputs)
-        units: list[Call | Differentiation] = []
+        units: list[Item] = []
         left = dict.fromkeys(nodes)
         for node in reversed(nodes):  # the derivative of a derivative comes last, and contains the other
             if node in left and _is_gradient(node):
                 del left[node]
                 units.append(self._differentiation(node, left, outputs))
+        for match in matches(list(left), outputs) if fuses and self._fuses else ():
+            for node in match.nodes:
+                del left[node]
+            units.append(Fused(match, self._part(match.nodes, (), [match.output], {}, fuses=False)))
         for node in left:
             if node.op_type == "Constant" and node.domain in ("", "ai.onnx"):
                 constants[node.outputs[0]] = _constant(node)
@@ -231,23 +261,26 @@ def _constant(node: ir.Node) -> np.ndarray:
 # ---- order -----------------------------------------------------------------------------------------------------------
 
 
-def _read(item: Call | Differentiation) -> Iterator[ir.Value]:
+def _read(item: Item) -> Iterator[ir.Value]:
     if isinstance(item, Call):
         yield from (value for value in item.inputs if value is not None)
         for nested in item.graphs.values():
             yield from nested.captured
+    elif isinstance(item, Fused):
+        yield from item.match.inputs
+        yield from item.plan.captured
     else:
         yield from item.given
         yield from (item.others.get(value, value) for value in item.plan.captured)
 
 
-def _written(item: Call | Differentiation) -> Iterator[ir.Value]:
+def _written(item: Item) -> Iterator[ir.Value]:
     yield from (value for value in item.outputs if value is not None)
     if isinstance(item, Differentiation):
         yield from item.kept
 
 
-def _sorted(items: Sequence[Call | Differentiation]) -> list[Call | Differentiation]:
+def _sorted(items: Sequence[Item]) -> list[Item]:
     """An order in which what is read has been written, as near to the given one as may be."""
     writer = {value: i for i, item in enumerate(items) for value in _written(item)}
     needs = [{writer[value] for value in _read(item) if value in writer} for item in items]
@@ -268,7 +301,7 @@ def _sorted(items: Sequence[Call | Differentiation]) -> list[Call | Differentiat
     return order
 
 
-def _mark_last_uses(items: Sequence[Call | Differentiation], needed: set[ir.Value]) -> None:
+def _mark_last_uses(items: Sequence[Item], needed: set[ir.Value]) -> None:
     """Let values go when nothing reads them any more."""
     seen = set(needed)
     for item in reversed(items):
