@@ -1,0 +1,60 @@
+"""TensorFlow: eager, or a `tf.function` of the whole step."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # before the import: what it has to say is not about the model
+
+import tensorflow as tf
+
+from onward.run.framework import Framework, Operators
+from onward.run.shared import control, sequence
+from onward.run.tensorflow import (
+    activation,
+    convolution,
+    elementwise,
+    grids,
+    indexing,
+    matrix,
+    movement,
+    reduction,
+)
+from onward.run.tensorflow.tensors import TYPES, fetched
+
+_TABLES = (elementwise, activation, reduction, movement, indexing, matrix, convolution, grids, control, sequence)
+
+
+class TensorFlow(Framework):
+    name = "tensorflow"
+    operators = Operators({name: function for table in _TABLES for name, function in table.operators.items()})
+
+    def supports(self, dtype: np.dtype) -> bool:
+        return dtype in TYPES
+
+    def tensor(self, array: np.ndarray) -> tf.Tensor:
+        return tf.constant(array)
+
+    def array(self, tensor: tf.Tensor) -> np.ndarray:
+        return fetched(tensor)
+
+    def derivative(
+        self, function: Callable[[Sequence[Any]], tuple[Any, list[Any]]], xs: Sequence[Any]
+    ) -> tuple[Any, list[Any], Callable[[], Sequence[Any]]]:
+        with tf.GradientTape() as tape:
+            variables = [tf.identity(x) for x in xs]  # others may read the same tensor under another name
+            tape.watch(variables)
+            y, more = function(variables)
+
+        def gradients() -> list[tf.Tensor]:
+            found = tape.gradient(y, variables, unconnected_gradients=tf.UnconnectedGradients.ZERO)
+            return [tf.convert_to_tensor(gradient) for gradient in found]  # those of Gather are sparse
+
+        return y, more, gradients
+
+    def is_tracing(self) -> bool:
+        return not tf.executing_eagerly()

@@ -1,0 +1,176 @@
+"""Operators on each element: arithmetic, functions, comparison, bits and types."""
+
+from __future__ import annotations
+
+import functools
+
+import tensorflow as tf
+
+from onward.run.framework import Operators
+from onward.run.tensorflow.tensors import FLOATS, SMALL, UNSIGNED, computed_as, dtype_of, on_host
+
+operators = Operators()
+
+
+def _either(choose, reduce):
+    """The larger or smaller of tensors; those that tie share the gradient evenly."""
+
+    def of_two(a, b):
+        return tf.where(a == b, a / 2 + b / 2, choose(a, b)) if a.dtype.is_floating else choose(a, b)
+
+    def chosen(first, *others):
+        if len(others) > 1 and first.dtype.is_floating:
+            shape = functools.reduce(tf.broadcast_static_shape, (x.shape for x in others), first.shape)
+            return reduce(tf.stack([tf.broadcast_to(x, shape) for x in (first, *others)]), axis=0)
+        return functools.reduce(of_two, others, first)
+
+    return chosen
+
+
+def _sum(*xs):
+    return functools.reduce(tf.add, xs)
+
+
+operators(
+    Add=tf.add,
+    Sub=tf.subtract,
+    Mul=tf.multiply,
+    Div=lambda a, b: tf.divide(a, b) if a.dtype.is_floating else tf.truncatediv(a, b),
+)
+
+
+@operators.define("Mod")
+def mod(a, b, *, fmod):
+    if not fmod:
+        return tf.math.floormod(a, b)
+    remainder = computed_as(tf.truncatemod, FLOATS | SMALL | UNSIGNED)(tf.stop_gradient(a), tf.stop_gradient(b))
+    if not a.dtype.is_floating:
+        return remainder
+    # TensorFlow has no derivative of it. What is added is 0, and has one: a remainder is a - n b.
+    n = tf.stop_gradient(tf.round((a - remainder) / b))
+    return remainder + (a - tf.stop_gradient(a)) - n * (b - tf.stop_gradient(b))
+
+
+@operators.define("Pow")
+def power(x, exponent):
+    if x.dtype.is_floating:
+        return tf.pow(x, tf.cast(exponent, x.dtype))
+    if exponent.dtype.is_floating:
+        return tf.cast(tf.pow(tf.cast(x, exponent.dtype), exponent), x.dtype)
+    return computed_as(tf.pow, SMALL | UNSIGNED)(x, tf.cast(exponent, x.dtype))
+
+
+operators(
+    Max=_either(tf.maximum, tf.reduce_max),
+    Min=_either(tf.minimum, tf.reduce_min),
+    Sum=_sum,
+    Mean=lambda *xs: _sum(*xs) / len(xs),
+)
+
+operators(
+    Abs=lambda x: x if x.dtype.is_unsigned else tf.abs(x),
+    Neg=tf.negative,
+    Sign=lambda x: tf.cast(x > 0, x.dtype) if x.dtype.is_unsigned else tf.sign(x),
+    Reciprocal=tf.math.reciprocal,
+    Sqrt=tf.sqrt,
+    Exp=tf.exp,
+    Log=tf.math.log,
+    Erf=lambda x: computed_as(tf.math.erf, SMALL)(x) if x.dtype.is_floating else _erf_of_integers(x),
+    Ceil=tf.math.ceil,
+    Floor=tf.floor,
+    Round=tf.round,
+)
+
+
+def _erf_of_integers(x):
+    return tf.cast(tf.math.erf(tf.cast(x, tf.float32)), x.dtype)
+
+
+operators(
+    Sin=tf.sin,
+    Cos=tf.cos,
+    Tan=tf.tan,
+    Asin=tf.asin,
+    Acos=tf.acos,
+    Atan=tf.atan,
+    Sinh=tf.sinh,
+    Cosh=tf.cosh,
+    Tanh=tf.tanh,
+    Asinh=tf.asinh,
+    Acosh=tf.acosh,
+    Atanh=tf.atanh,
+)
+
+operators(
+    Equal=tf.equal,
+    Greater=tf.greater,
+    GreaterOrEqual=tf.greater_equal,
+    Less=tf.less,
+    LessOrEqual=tf.less_equal,
+    And=tf.logical_and,
+    Or=tf.logical_or,
+    Xor=tf.math.logical_xor,
+    Not=tf.logical_not,
+)
+
+
+@operators.define("IsInf")
+def is_inf(x, *, detect_negative, detect_positive):
+    if detect_negative and detect_positive:
+        return tf.math.is_inf(x)
+    sign = x < 0 if detect_negative else x > 0
+    return tf.math.is_inf(x) & sign & bool(detect_negative or detect_positive)
+
+
+operators(
+    IsNaN=tf.math.is_nan,
+    Where=tf.where,
+)
+
+operators(
+    BitwiseAnd=tf.bitwise.bitwise_and,
+    BitwiseOr=tf.bitwise.bitwise_or,
+    BitwiseXor=tf.bitwise.bitwise_xor,
+    BitwiseNot=tf.bitwise.invert,
+)
+
+
+@operators.define("BitShift")
+def bit_shift(x, count, *, direction):
+    return (tf.bitwise.left_shift if direction == "LEFT" else tf.bitwise.right_shift)(x, count)
+
+
+operators(Identity=lambda x: x)
+
+
+@operators.define("Cast")
+def cast(x, *, to, saturate, round_mode):
+    dtype = dtype_of(to)
+    if dtype is None:
+        return on_host("Cast")(x, to=to, saturate=saturate, round_mode=round_mode)
+    return tf.cast(x, dtype)
+
+
+operators(
+    CastLike=lambda x, like: tf.cast(x, like.dtype),
+)
+
+
+@operators.define("BitCast")
+def bit_cast(x, *, to):
+    dtype = dtype_of(to)
+    return on_host("BitCast")(x, to=to) if dtype is None else _same_bits(x, dtype)
+
+
+def _same_bits(x, dtype):
+    """TensorFlow does not cast the bits of truth values, which are bytes of 0 and 1."""
+    if x.dtype == tf.bool:
+        return tf.bitcast(tf.cast(x, tf.uint8), dtype)
+    return tf.cast(tf.bitcast(x, tf.uint8), tf.bool) if dtype == tf.bool else tf.bitcast(x, dtype)
+
+
+@operators.define("Clip")
+def clip(x, low=None, high=None):
+    """At a bound the gradient is that of x; if they are crossed, the upper one holds."""
+    x = x if low is None else tf.maximum(x, low)
+    return x if high is None else tf.minimum(x, high)

@@ -1,0 +1,126 @@
+"""Operators that sample images between their elements."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import tensorflow as tf
+
+from onward.run.framework import Operators
+from onward.run.shared.resize import resized_axes
+from onward.run.tensorflow.tensors import FLOATS, computed_as, scalar, sizes
+
+operators = Operators()
+
+
+@operators.define("Resize")
+def resize(
+    x, roi=None, scales=None, new_sizes=None,
+    *, antialias, axes, coordinate_transformation_mode, cubic_coeff_a, exclude_outside, extrapolation_value,
+    keep_aspect_ratio_policy, mode, nearest_mode,
+):  # fmt: skip
+    resized = resized_axes(
+        sizes(x), roi, scales, new_sizes,
+        antialias=antialias, axes=axes, coordinate_transformation_mode=coordinate_transformation_mode,
+        cubic_coeff_a=cubic_coeff_a, exclude_outside=exclude_outside,
+        keep_aspect_ratio_policy=keep_aspect_ratio_policy, mode=mode, nearest_mode=nearest_mode,
+    )  # fmt: skip
+    rank, y = x.shape.rank, x if mode == "nearest" or x.dtype.is_floating else tf.cast(x, tf.float32)
+    outside = np.zeros([1] * rank, bool)
+    for one in resized:
+        y = tf.gather(y, one.matrix.argmax(1), axis=one.axis) if one.picks else _times(y, one.matrix, one.axis)
+        outside = outside | one.outside.reshape([-1 if axis == one.axis else 1 for axis in range(rank)])
+    y = y if y.dtype == x.dtype else tf.cast(tf.round(y), x.dtype)
+    return tf.where(outside, tf.cast(extrapolation_value, y.dtype), y) if outside.any() else y
+
+
+def _times(x, matrix, axis):
+    """Each line of a tensor along an axis times a matrix."""
+    rank = x.shape.rank
+    product = tf.tensordot(x, tf.constant(matrix, x.dtype), [[axis], [1]])
+    return tf.transpose(product, [*range(axis), rank - 1, *range(axis, rank - 1)])
+
+
+# ---- sampling at given points ----------------------------------------------------------------------------------------
+
+
+def elements_at(x, places):
+    """Of images [N, C, ...] the elements at places [N, P], one whole number per axis: [N, C, P], 0 outside."""
+    n, channels, *shape = sizes(x)
+    rows = tf.transpose(tf.reshape(x, [n, channels, -1]), [0, 2, 1])
+    inside = tf.reduce_all([(place >= 0) & (place < size) for place, size in zip(places, shape, strict=True)], 0)
+    steps = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+    flat = sum(tf.cast(place, tf.int64) * step for place, step in zip(places, steps, strict=True))
+    found = tf.gather(rows, tf.where(inside, flat, 0), batch_dims=1)
+    return tf.transpose(tf.where(inside[..., None], found, scalar(0, x)), [0, 2, 1])
+
+
+def corners(x, points):
+    """The elements round each point, [N, C, P], with their weights in linear interpolation, [N, 1, P]."""
+    lower = [tf.floor(point) for point in points]
+    for corner in itertools.product((0, 1), repeat=len(points)):
+        places = [low + step for low, step in zip(lower, corner, strict=True)]
+        weights = [1 - tf.abs(point - place) for point, place in zip(points, places, strict=True)]
+        yield math.prod(weights)[:, None], elements_at(x, places)
+
+
+def linear(x, points):
+    """Images between their elements, at points given by one number per axis, [N, P]: [N, C, P]."""
+    return sum(weight * value for weight, value in corners(x, points))
+
+
+@operators.define("GridSample")
+def grid_sample(x, grid, *, align_corners, mode, padding_mode):
+    shape = sizes(x)[2:]
+    n, *places, _ = sizes(grid)
+    flat = tf.reshape(grid, [n, -1, len(shape)])
+    points = [_on_image(flat[..., -1 - axis], size, align_corners) for axis, size in enumerate(shape)]
+    if mode == "cubic":
+        y = _cubic(x, points, lambda place, size: _brought_back(place, size, padding_mode, align_corners))
+    else:
+        pairs = zip(points, shape, strict=True)
+        points = [_brought_back(point, size, padding_mode, align_corners) for point, size in pairs]
+        y = linear(x, points) if mode == "linear" else elements_at(x, [tf.round(point) for point in points])
+    return tf.reshape(y, [n, x.shape[1], *places])
+
+
+def _on_image(point, size, align_corners):
+    """From -1 to 1 between the centres or the outer borders of the first and the last element."""
+    return (point + 1) / 2 * (size - 1) if align_corners else ((point + 1) * size - 1) / 2
+
+
+def _brought_back(point, size, mode, align_corners):
+    """What is outside, where it is taken from."""
+    if mode == "reflection":
+        low, length = (0.0, size - 1.0) if align_corners else (-0.5, float(size))
+        away = tf.math.floormod(point - low, 2 * length) if length else tf.zeros_like(point)
+        point = low + tf.where(away > length, 2 * length - away, away)
+    return point if mode == "zeros" else tf.clip_by_value(point, 0, size - 1)
+
+
+def _cubic(x, points, brought_back):
+    lower = [tf.floor(point) for point in points]
+    total = 0
+    for steps in itertools.product((-1, 0, 1, 2), repeat=len(points)):
+        places = [low + step for low, step in zip(lower, steps, strict=True)]
+        weights = [_keys(tf.abs(point - place)) for point, place in zip(points, places, strict=True)]
+        taken = [brought_back(place, size) for place, size in zip(places, x.shape[2:], strict=True)]
+        total += math.prod(weights)[:, None] * elements_at(x, taken)
+    return total
+
+
+def _keys(x, a=-0.75):
+    near = ((a + 2) * x - (a + 3)) * x * x + 1
+    return tf.where(x <= 1, near, ((a * x - 5 * a) * x + 8 * a) * x - 4 * a)
+
+
+@operators.define("AffineGrid")
+def affine_grid(theta, size, *, align_corners):
+    """Points from -1 to 1 along each axis, the last axis first, under a linear map."""
+    n, _, *shape = size.tolist()
+    lines = [np.linspace(-1, 1, k) if align_corners else (2 * np.arange(k) + 1) / k - 1 for k in shape]
+    points = np.stack([*np.meshgrid(*lines, indexing="ij")[::-1], np.ones(shape)], -1).reshape(-1, len(shape) + 1)
+    moved = computed_as(tf.matmul, FLOATS)(tf.constant(points, theta.dtype), theta, transpose_b=True)
+    return tf.reshape(moved, [n, *shape, len(shape)])
