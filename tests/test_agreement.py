@@ -1,0 +1,153 @@
+"""The same training on every engine: the losses and the state of ONNX Runtime, by other operators and derivatives.
+
+Models and recipes are those that test_training_models.py compares with PyTorch's own training: every kind of model,
+clipping, accumulation, groups, schedules. Losses agree to 1e-5 of themselves over the first 10 steps. After that
+rounding errors grow with the training itself, and a loss may be off by 1e-4, the state by 1e-3 of its largest element.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+from onnx import parser
+
+import onward
+from conftest import needs
+from onward.model.state import states
+from onward.numeric.precision import converted
+from onward.run import load
+from test_training_models import CASES, arrays, exported, made, prepared
+
+pytestmark = needs("torch")
+
+FRAMEWORKS = [
+    pytest.param("numpy"),
+    pytest.param("torch"),
+    pytest.param("jax", marks=needs("jax")),
+    pytest.param("tensorflow", marks=needs("tensorflow")),
+]
+STEPS = 12
+ALL_STEPS = 50
+
+
+@functools.cache
+def training(name):
+    """A training model, and batches for it; every seventh is smaller."""
+    case = CASES[name]
+    subject = made(case)
+    model = prepared(case, subject, exported(case, subject))
+    return model, [arrays(subject.batch(3 if i % 7 == 6 else 8)) for i in range(ALL_STEPS)]
+
+
+def run(model, batches, engine, **options):
+    """The losses of all steps, and the state after them."""
+    with load(model, engine=engine, **options) as loaded:
+        losses = [float(loaded.step(batch)[loaded.loss]) for batch in batches]
+        return losses, loaded.state()
+
+
+@functools.cache
+def on_onnxruntime(name, steps):
+    model, batches = training(name)
+    return run(model, batches[:steps], "onnxruntime", threads=1)
+
+
+def assert_agreement(name, engine, steps, **options):
+    model, batches = training(name)
+    losses, state = run(model, batches[:steps], engine, **options)
+    expected, other = on_onnxruntime(name, steps)
+    np.testing.assert_allclose(losses[:10], expected[:10], rtol=1e-5)
+    np.testing.assert_allclose(losses, expected, rtol=1e-4)
+    idle = CASES[name].idle
+    for key in state:
+        if idle not in key:
+            size = max(np.abs(other[key]).max(initial=0), 1e-3)
+            assert np.abs(state[key].astype(np.float64) - other[key]).max(initial=0) <= 1e-3 * size, key
+
+
+@pytest.mark.parametrize("engine", FRAMEWORKS)
+@pytest.mark.parametrize("name", CASES)
+def test_engines_agree(name, engine):
+    assert_agreement(name, engine, STEPS, **({} if engine == "numpy" else {"compile": False}))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", FRAMEWORKS)
+@pytest.mark.parametrize("name", CASES)
+def test_engines_agree_for_long(name, engine):
+    assert_agreement(name, engine, ALL_STEPS, **({} if engine == "numpy" else {"compile": False}))
+
+
+@pytest.mark.parametrize("engine", FRAMEWORKS[1:])
+@pytest.mark.parametrize("name", ["mlp", "resnet", "gpt2"])
+def test_engines_agree_by_our_rules(name, engine):
+    assert_agreement(name, engine, STEPS, rules=True, compile=False)
+
+
+@pytest.mark.parametrize("engine", FRAMEWORKS[1:])
+@pytest.mark.parametrize("name", ["mlp", pytest.param("lenet5", marks=pytest.mark.slow)])
+def test_engines_agree_when_compiled(name, engine):
+    assert_agreement(name, engine, STEPS)
+
+
+@pytest.mark.parametrize("engine", FRAMEWORKS)
+@pytest.mark.parametrize("optimizer", ["sgd:lr=0.1", "adam:lr=0.01,eps=1e-3", "lion:lr=1e-3", "adadelta:lr=1"])
+def test_engines_agree_in_float64(optimizer, engine):
+    """The rounding errors of float64 are all that is left: 1e-10 over 50 steps."""
+    import models
+
+    graph = converted(onward.read(models.digits_mlp()), ir.DataType.DOUBLE)
+    model = onward.prepare(graph, loss="cross_entropy", optimizer=optimizer)
+    rng = np.random.default_rng(0)
+    x = next(value.name for value in graph.inputs)
+    batches = [{x: rng.standard_normal((16, 64)), "labels": rng.integers(0, 10, 16)} for _ in range(ALL_STEPS)]
+    expected, other = run(model, batches, "onnxruntime", threads=1)
+    losses, state = run(model, batches, engine, **({} if engine == "numpy" else {"compile": False}))
+    np.testing.assert_allclose(losses, expected, rtol=1e-10)
+    for key in state:
+        np.testing.assert_allclose(state[key], other[key], rtol=1e-8, atol=1e-10 * np.abs(other[key]).max(initial=0))
+
+
+@pytest.mark.parametrize("engine", FRAMEWORKS)
+def test_dropout_draws_the_same_numbers_everywhere(engine):
+    text = """<ir_version: 10, opset_import: ["" : 21]>
+        g (float[n, 8] x) => (float[n, 4] y)
+        { h = MatMul(x, w1)  a = Relu(h)  ratio = Constant<value = float {0.4}>()  d = Dropout(a, ratio)
+          y = MatMul(d, w2) }"""
+    rng = np.random.default_rng(0)
+    proto = parser.parse_model(text)
+    for name, shape in (("w1", (8, 16)), ("w2", (16, 4))):
+        proto.graph.initializer.append(onnx.numpy_helper.from_array(rng.standard_normal(shape).astype("f"), name))
+    model = onward.prepare(proto, loss="cross_entropy", optimizer="sgd:lr=0.1")
+    assert "rng" in {state.role for state in states(model)}
+    batches = [{"x": rng.standard_normal((8, 8)).astype("f"), "labels": rng.integers(0, 4, 8)} for _ in range(STEPS)]
+    expected, _ = run(model, batches, "onnxruntime", threads=1)
+    losses, _ = run(model, batches, engine, **({} if engine == "numpy" else {"compile": False}))
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("engine", FRAMEWORKS)
+def test_a_gradient_of_a_gradient(engine):
+    """A penalty on the gradient by the input, as a Wasserstein GAN has it."""
+    from broken_models import second_order
+
+    model = onward.read(second_order())
+    rng = np.random.default_rng(0)
+    with load(model, threads=1) as reference:
+        batches = [
+            {name: rng.standard_normal(_shape(value)).astype("f") for name, value in reference.inputs.items()}
+            for _ in range(STEPS)
+        ]
+    expected, other = run(model, batches, "onnxruntime", threads=1)
+    losses, state = run(model, batches, engine, **({} if engine == "numpy" else {"compile": False}))
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    for key in state:
+        np.testing.assert_allclose(state[key], other[key], rtol=1e-4, atol=1e-6)
+
+
+def _shape(value):
+    return [size if isinstance(size, int) else 5 for size in value.shape]
