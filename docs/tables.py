@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import re
+import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -125,9 +127,62 @@ def _kind(rule: Rule | Rewrite | NoGradient) -> str:
     return "rewritten" if isinstance(rule, Rewrite) else "rule"
 
 
+# ---- engines on the standard's own tests -----------------------------------------------------------------------------
+
+
+def _conformity() -> Any:
+    """The tests know which cases there are, and which an engine does not pass."""
+    sys.path.insert(0, str(HERE.parent / "tests"))
+    return importlib.import_module("conformity")
+
+
+def conformance() -> str:
+    tests = _conformity()
+    cases = list(tests.onnx_node_tests())
+    lines = []
+    for engine in tests.ENGINES:
+        passed = sum(tests.listed(case, engine) is None for case in cases)
+        lines.append((f"`{engine}`", f"{passed:,} of {len(cases):,}", f"{passed / len(cases):.1%}"))
+    return rows("engine|cases that pass|share", lines)
+
+
+def exceptions() -> str:
+    tests = _conformity()
+    engines: dict[tuple[str, str], list[str]] = {}
+    for engine in tests.ENGINES:
+        for entry in tests.exceptions(engine).items():
+            engines.setdefault(entry, []).append(f"`{engine}`")
+    return rows("cases|engines|why", ((f"`{case}`", ", ".join(engines[case, why]), why) for case, why in engines))
+
+
+def scoreboard() -> str:
+    tests = _conformity()
+    operators: dict[str, list[str]] = {}
+    for case in tests.onnx_node_tests().values():
+        operators.setdefault(tests.operator_of(case), []).append(case.name)
+    lines = []
+    for operator, cases in sorted(operators.items()):
+        passed = [sum(tests.listed(case, engine) is None for case in cases) for engine in tests.ENGINES]
+        counts = (f"{count} of {len(cases)}" if count < len(cases) else f"{count}" for count in passed)
+        lines.append((f"`{operator}`", *counts))
+    return rows("operator|" + "|".join(tests.ENGINES), lines)
+
+
 TABLES = {
     function.__name__: function
-    for function in (losses, optimizers, schedules, initializers, codes, gradients, classical, microsoft)
+    for function in (
+        losses,
+        optimizers,
+        schedules,
+        initializers,
+        codes,
+        gradients,
+        classical,
+        microsoft,
+        conformance,
+        exceptions,
+        scoreboard,
+    )
 }
 
 

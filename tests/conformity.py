@@ -20,6 +20,9 @@ RANDOM = ["test_bernoulli*", "test_training_dropout*"]
 """Cases whose result is a matter of chance: shapes and types are compared."""
 
 
+ENGINES = ("numpy", "torch", "jax", "tensorflow")
+
+
 class Outcome(NamedTuple):
     passed: bool
     reason: str = ""
@@ -53,11 +56,11 @@ def outcome(case: NodeTest, engine: str) -> Outcome:
 
 def listed(case: str, engine: str) -> str | None:
     """Why an engine does not pass a case, if we know."""
-    return next((why for pattern, why in _exceptions(engine).items() if fnmatch.fnmatch(case, pattern)), None)
+    return next((why for pattern, why in exceptions(engine).items() if fnmatch.fnmatch(case, pattern)), None)
 
 
 @functools.cache
-def _exceptions(engine: str) -> dict[str, str]:
+def exceptions(engine: str) -> dict[str, str]:
     """The cases (patterns) that an engine does not pass, and why: lines of a file."""
     lines = (Path(__file__).parent / "conformance" / f"{engine}.txt").read_text().splitlines()
     return dict(line.split(maxsplit=1) for line in lines if line and not line.startswith("#"))
