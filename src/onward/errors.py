@@ -52,5 +52,6 @@ class UnsupportedError(Error, NotImplementedError):
 
 def near(name: str, known: Iterable[str], *, most: int = 3) -> str | None:
     """A hint that names what the user may have meant, or None when nothing is close."""
-    matches = difflib.get_close_matches(name, list(known), n=most, cutoff=0.5)
-    return "did you mean " + " or ".join(f"`{m}`" for m in matches) + "?" if matches else None
+    lower = {other.lower(): other for other in known}
+    matches = difflib.get_close_matches(name.lower(), list(lower), n=most, cutoff=0.5)
+    return "did you mean " + " or ".join(f"`{lower[m]}`" for m in matches) + "?" if matches else None

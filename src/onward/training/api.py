@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import os
 import time
@@ -14,6 +15,7 @@ from onward.errors import RecipeError
 from onward.model import Model, Source, read
 from onward.model.state import states
 from onward.recipe import replace_head
+from onward.recipe.preprocessing import with_preprocessing
 from onward.recipe.spec import arguments
 from onward.run import Engine, load
 from onward.training.config import Config, Last
@@ -43,6 +45,8 @@ def train(
     metrics: Sequence[str] | str | None = None,
     monitor: str | None = None,
     patience: int | None = None,
+    stratify: bool | None = None,
+    keep_preprocessing: bool = False,
     save_every: float = 60.0,
     tensorboard: bool = False,
     engine: str = "onnxruntime",
@@ -59,6 +63,9 @@ def train(
     - `batch_size`: 32 unless given; a model for one size of batch is made to take any, where that is possible
     - `validation`: more data, or a share of it that is kept apart, such as 0.1
     - `run`: the folder; a new one below `runs/` if it is not given
+    - `stratify`: whether a share has its part of every class; where labels are classes, unless they are costly to read
+    - `preprocess`, `augment`: what happens to data first, as in `onward.prepare`; what comes out takes what the model
+      took, or with `keep_preprocessing` data as they are
     - `columns`: input of the model -> column of the data, where names and shapes do not say it
     - `last`: what happens to a last batch that is not full: `"keep"`, `"drop"` or `"pad"`
     - `metrics`: measured on the validation data, such as `"accuracy"`; by default what suits the loss
@@ -72,15 +79,20 @@ def train(
     _check(epochs, patience, validation)
     if run is not None:
         Run(run).refuse_if_in_use()
-    training, batch_size, notes = prepared(original, batch_size, recipe, seed)
+    made = prepared(original, data, columns or {}, batch_size, recipe, seed)
+    training = made.model
     if "new_head" in recipe:  # then what is trained is not what was given
         head = arguments(replace_head, recipe["new_head"])
         original = replace_head(original, **{"seed": seed, **head})
+    if keep_preprocessing:
+        if made.preprocess is None:
+            raise RecipeError("there is no preprocessing to keep", hint="give some: `preprocess=...`")
+        original = with_preprocessing(original, made.preprocess)
     config = Config(
         model=str(original.path or "model.onnx"),
         data=data,
         epochs=epochs,
-        batch_size=batch_size,
+        batch_size=made.batch_size,
         validation=validation,
         columns=dict(columns or {}),
         shuffle=shuffle,
@@ -95,13 +107,15 @@ def train(
         device=device,
         threads=threads,
         recompute=recompute,
+        stratify=stratify,
     )
     measures = _measures(training, config)
     with _engine(training, config) as loaded:
-        feed = feeds(loaded, config)
+        feed = feeds(loaded, config, made.data)
+        config = dataclasses.replace(config, classes=list(feed.classes) if feed.classes else None)
         folder = Run(run) if run is not None else _new_folder(original)
         with folder.started(original, config.to_json()):
-            return _go(folder, loaded, config, feed, measures, Place(), quiet, notes)
+            return _go(folder, loaded, config, feed, measures, Place(), quiet, made.notes)
 
 
 def resume(

@@ -16,6 +16,9 @@ Last = Literal["keep", "drop", "pad"]
 _OBJECT = "<object>"
 """What stands for data that were no files."""
 
+_BEFORE: Mapping[str, Any] = {"stratify": False, "classes": None}
+"""Settings that were not there once, and what they would have been."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Config:
@@ -39,6 +42,9 @@ class Config:
     device: str = "cpu"
     threads: int | None = None
     recompute: Any = None
+    stratify: bool | None = None
+    classes: list[str] | None = None
+    """What the numbers of labels stand for."""
 
     def to_json(self) -> dict[str, Any]:
         """What JSON can hold of it. Paths become absolute, so that the run can go on from anywhere."""
@@ -49,9 +55,9 @@ class Config:
     @classmethod
     def from_json(cls, stored: Mapping[str, Any], folder: Path, **given: Any) -> Config:
         """What was stored, or was given anew; data that were objects must be."""
-        settings = {**stored, **{name: value for name, value in given.items() if value is not None}}
+        settings = {**_BEFORE, **stored, **{name: value for name, value in given.items() if value is not None}}
         for name in ("data", "validation"):
-            if settings.get(name) == _OBJECT:
+            if isinstance(settings.get(name), str) and settings[name] == _OBJECT:
                 raise DataError(
                     f"the {name} of this run came from Python", hint=f"give it again: `onward.resume(run, {name}=...)`"
                 )

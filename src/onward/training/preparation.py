@@ -2,21 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from onward.errors import RecipeError, UnsupportedError
 from onward.model import Model
 from onward.recipe import prepare
+from onward.recipe.preprocessing import opened, pipelines
+from onward.training.data import Dataset, Stream, open_data
+from onward.training.raw import with_data
 from onward.transform.rebatch import fixed_batch, rebatch
 
 _USUAL_BATCH = 32
 
 
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """A training model, and what goes with it."""
+
+    model: Model
+    batch_size: int
+    notes: list[str] = dataclasses.field(default_factory=list)
+    """What the user should know about that."""
+    data: Dataset | Stream | None = None
+    """The data, if it was needed to open them."""
+    preprocess: Any = None
+
+
 def prepared(
-    original: Model, batch_size: int | None, recipe: Mapping[str, Any], seed: int
-) -> tuple[Model, int, list[str]]:
-    """The training model, how large its batches are, and what the user should know about that."""
+    original: Model,
+    data: Any,
+    columns: Mapping[str, str | Sequence[str]],
+    batch_size: int | None,
+    recipe: Mapping[str, Any],
+    seed: int,
+) -> Prepared:
+    """The training model for a model, a recipe and data; the latter matter if they are preprocessed."""
     if original.is_training_model:
         if recipe:
             raise RecipeError(
@@ -28,14 +50,23 @@ def prepared(
                 f"the model has {len(original.steps)} training steps, and a run makes one of them again and again",
                 hint="drive them yourself: `onward.run.load(model, step=...)` for each",
             )
-        return original, batch_size or fixed_batch(original) or _USUAL_BATCH, []
+        return Prepared(original, batch_size or fixed_batch(original) or _USUAL_BATCH)
     if recipe.get("loss") is None and recipe.get("teacher") is None:
         raise RecipeError(
             "to train a model one must know its loss",
             hint='for example `loss="cross_entropy"` (`--loss cross_entropy`)',
         )
     model, size, notes = _for_batches(original, batch_size)
-    return prepare(model, **{"loss": None, "seed": seed, **recipe}), size, notes
+    preprocess = opened(recipe.get("preprocess"))
+    recipe = {"loss": None, "seed": seed, **recipe, "preprocess": preprocess}
+    training = prepare(model, **recipe)
+    if preprocess is None or isinstance(preprocess, Model):
+        return Prepared(training, size, notes, preprocess=preprocess)
+    inputs = {value.name or "": value for value in (*training.inputs, *training.step().algorithm.inputs)}
+    source = open_data(data, inputs=inputs)
+    told = with_data(pipelines(model, preprocess), inputs, source.columns, columns)
+    preprocess = {name: pipeline.all_specs for name, pipeline in told.items()}
+    return Prepared(prepare(model, **{**recipe, "preprocess": preprocess}), size, notes, source, preprocess)
 
 
 def _for_batches(model: Model, wanted: int | None) -> tuple[Model, int, list[str]]:

@@ -12,6 +12,7 @@ import numpy as np
 
 from onward.errors import RecipeError
 from onward.model import Source, read
+from onward.recipe.optimizers.table import optimizer
 from onward.recipe.spec import Spec, parse
 from onward.run import load
 from onward.training.config import Config
@@ -53,8 +54,8 @@ def find_lr(
 ) -> Rates:
     """Search for a learning rate: some steps in which it rises from `lowest` to `highest`, on a copy of the model.
 
-    The recipe is that of `onward.train`, and `suggested` is what to write into it: `optimizer="adam:lr=..."`. The rates
-    of groups of parameters rise with it.
+    The recipe is that of `onward.train`, and `suggested` is what to write into it: `optimizer="adam:lr=..."`. A group of
+    parameters with a rate of its own keeps that in proportion: it is to be multiplied like that of the optimizer.
     """
     if not 0 < lowest < highest:
         raise RecipeError(f"a rate cannot rise from {lowest:g} to {highest:g}", hint="both must be positive")
@@ -63,18 +64,17 @@ def find_lr(
     original = read(model)
     if original.is_training_model:
         raise RecipeError("the model carries its training already", hint="give the model without it, and its recipe")
-    optimizer = parse(recipe.get("optimizer", "adamw"))
+    rate = _rate(recipe.get("optimizer", "adamw"))
     growth = (highest / lowest) ** (1 / (steps - 1))
-    rising = {
-        "optimizer": Spec(optimizer.name, {**optimizer.options, "lr": lowest}),
-        "schedule": Spec("exponential", {"gamma": growth}),
-    }
-    training, size, _ = prepared(original, batch_size, {**recipe, **rising, "accumulate": 1}, seed)
-    config = Config(str(original.path), data, size, columns=dict(columns or {}), seed=seed)
+    rising = {"schedule": Spec("exponential", {"gamma": growth}), "accumulate": 1}
+    made = prepared(original, data, columns or {}, batch_size, {**recipe, **rising}, seed)
+    config = Config(str(original.path), data, made.batch_size, columns=dict(columns or {}), seed=seed)
+    for group in made.model.step().fact("train.optimizer"):
+        made.model.set(f"{group['group']}/lr", group["hyper"]["lr"] / rate * lowest)
     losses: list[float] = []
-    with load(training, device=device, threads=threads) as engine:
+    with load(made.model, device=device, threads=threads) as engine:
         smoothed = 0.0
-        for batch in itertools.islice(_endless(feeds(engine, config).training), steps):
+        for batch in itertools.islice(_endless(feeds(engine, config, made.data).training), steps):
             loss = float(engine.step(batch)[engine.loss])
             smoothed = _MEMORY * smoothed + (1 - _MEMORY) * loss
             now = smoothed / (1 - _MEMORY ** (len(losses) + 1))
@@ -83,6 +83,15 @@ def find_lr(
             losses.append(now)
     rates = [lowest * growth**step for step in range(len(losses))]
     return Rates(_suggested(rates, losses), tuple(rates), tuple(losses))
+
+
+def _rate(given: str | Mapping[str, Any] | Spec) -> float:
+    """The learning rate of an optimizer, if it were to be used as it is given."""
+    spec = parse(given)
+    rate = optimizer(spec.name).configure(**spec.options).values["lr"]
+    if rate <= 0:
+        raise RecipeError(f"a learning rate of {rate:g} cannot rise", hint="leave it out")
+    return rate
 
 
 def _endless(batches: Batches) -> Iterator[Batch]:

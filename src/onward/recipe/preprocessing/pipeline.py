@@ -57,6 +57,11 @@ class Pipeline:
             arguments(lookup("preprocessing", spec.name, OPERATIONS).build, spec.options)
         return cls(tuple(specs), raw)
 
+    @property
+    def all_specs(self) -> list[Spec]:
+        """All that is known, as it could have been given."""
+        return [*([self.raw.spec()] if self.raw is not None else []), *self.specs]
+
     def form(self, model: Form) -> Form:
         """The form of the data from which the operations make what the model takes."""
         for spec in reversed(self.specs):

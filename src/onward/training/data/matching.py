@@ -60,7 +60,7 @@ class _Sides:
         for pattern in [given] if isinstance(given, str) else given:
             found = [pattern] if pattern in self._columns else fnmatch.filter(self._columns, pattern)
             if not found:
-                hint = near(pattern, self._columns) or _listed("columns", self._columns)
+                hint = " ".join(filter(None, [near(pattern, self._columns), _listed("columns", self._columns)]))
                 raise UnknownNameError(f"the data have no column `{pattern}`", hint=hint)
             names += found
         return names
@@ -97,9 +97,13 @@ class _Sides:
         name = next((name for name in rest if not candidates[name]), max(rest, key=lambda one: len(candidates[one])))
         found = candidates[name]
         why = f"input `{name}` could be " + " or ".join(f"`{column}`" for column in [*found[:4], "..."][: len(found)])
-        if not found:
-            why = f"no column can be input `{name}`"
-        raise self._misfit(why, f"say which column it is: {_say(name, found[0] if found else 'COLUMN')}")
+        if found:
+            raise self._misfit(why, f"say which column it is: {_say(name, found[0])}")
+        meant = near(name, free)
+        hint = (
+            f"{meant} It must be {self._wanted[name]}" if meant else f"say which column it is: {_say(name, 'COLUMN')}"
+        )
+        raise self._misfit(f"no column can be input `{name}`", hint)
 
     def _ways(self, rest: list[str], free: list[str]) -> Iterator[Way]:
         """All ways to give each input a column of its own, or one of them all numbers that are left, side by side."""
@@ -143,4 +147,4 @@ def _say(name: str, column: str) -> str:
 
 
 def _listed(what: str, names: Mapping[str, object]) -> str:
-    return f"{what} are " + ", ".join(f"`{name}`" for name in list(names)[:_MOST_LISTED])
+    return f"{what} are " + ", ".join(f"`{name}` ({kind})" for name, kind in list(names.items())[:_MOST_LISTED])

@@ -1,0 +1,58 @@
+"""What data are before they are preprocessed: the type and shape that the first operation gets, as the data have it."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import onnx_ir as ir
+
+from onward.errors import DataError
+from onward.recipe.preprocessing import Pipeline, Raw
+from onward.recipe.preprocessing.pipeline import form_of
+from onward.training.data import Binding, Column, match
+
+
+def with_data(
+    given: Mapping[str, Pipeline],
+    inputs: Mapping[str, ir.Value],
+    columns: Mapping[str, Column],
+    mapping: Mapping[str, str | Sequence[str]],
+) -> dict[str, Pipeline]:
+    """The operations for each input, with what the data are. `inputs` are those of the training model without that."""
+    open_ones = {name: _shapes(inputs[name]) for name, pipeline in given.items() if pipeline.raw is None}
+    first_problem: DataError | None = None
+    for shapes in itertools.product(*open_ones.values()):
+        wanted = {**inputs, **{name: _number(name, dims) for name, dims in zip(open_ones, shapes, strict=True)}}
+        try:
+            way = match(columns, wanted, mapping)
+        except DataError as problem:
+            first_problem = first_problem or problem
+            continue
+        found = {
+            name: dataclasses.replace(given[name], raw=Raw(_type(way[name], columns), dims))
+            for name, dims in zip(open_ones, shapes, strict=True)
+        }
+        return {**given, **found}
+    assert first_problem is not None
+    raise first_problem
+
+
+def _shapes(value: ir.Value) -> list[tuple[int | None, ...]]:
+    """The shapes that a sample may have: grey pictures may be without an axis for their only channel."""
+    form = form_of(value)
+    grey = [dim for axis, dim in enumerate(form.dims) if axis != form.channels]
+    is_grey = form.is_picture and form.dims[form.channels] in (None, 1)
+    return [form.dims, *([tuple(grey)] if is_grey else [])]
+
+
+def _number(name: str, dims: Sequence[int | None]) -> ir.Value:
+    """An input that takes any number."""
+    return ir.Value(name=name, type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape([None, *dims]))
+
+
+def _type(binding: Binding, columns: Mapping[str, Column]) -> ir.DataType:
+    are_bytes = all(columns[name].dtype == np.uint8 for name in binding.columns)
+    return ir.DataType.UINT8 if are_bytes else ir.DataType.FLOAT
