@@ -85,11 +85,11 @@ def check_batch(batch: Arrays, inputs: Mapping[str, ir.Value]) -> None:
 def _misfit(array: np.ndarray, value: ir.Value) -> str | None:
     expected = value.dtype.numpy() if value.dtype is not None else None
     shape = value.shape
-    if expected is not None and array.dtype != expected:
+    if expected is not None and isinstance(array, np.ndarray) and array.dtype != expected:  # else the framework says it
         return f"`{value.name}` is {array.dtype}, not {expected}"
     if shape is None:
         return None
-    fits = len(shape) == array.ndim and all(
+    fits = len(shape) == len(array.shape) and all(
         not isinstance(size, int) or size == given for size, given in zip(shape, array.shape, strict=True)
     )
     return None if fits else f"`{value.name}` has the shape {list(array.shape)}, not {_shown(shape)}"

@@ -100,6 +100,10 @@ class Framework(ABC):
         """A value, wherever it is, as a tensor."""
         return self.tensor(value) if isinstance(value, np.ndarray) else value
 
+    def adopt(self, value: Any) -> Any:
+        """A tensor of any framework as one of this, without a copy where both can see the memory."""
+        return self.place(value)
+
     def compile(self, function: Function) -> Function:
         """The same function made faster: (state, constants, batch) -> (new state, results), dictionaries of tensors."""
         return function

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -39,8 +40,16 @@ def interpreter(model: Model, framework: Framework) -> Interpreter:
 
 
 def framework_of(engine: str, **options: Any) -> Framework:
-    """The framework of that name; options are its own."""
-    return framework_class(engine)(**options)
+    """The framework of that name; options are its own, and None stands for one that is not given."""
+    made = framework_class(engine)
+    given = {name: value for name, value in options.items() if value is not None}
+    known = list(inspect.signature(made).parameters)
+    for name in given:
+        if name not in known:
+            raise UnsupportedError(
+                f"the engine `{engine}` has no `{name}`", hint=f"it has {', '.join(known)}" if known else None
+            )
+    return made(**given)
 
 
 def framework_class(engine: str) -> type[Framework]:
@@ -135,11 +144,11 @@ class Interpreted(Engine):
     def state(self) -> dict[str, np.ndarray]:
         return {name: np.array(self._framework.host(tensor)) for name, tensor in self._state.items()}
 
-    def load_state(self, state: Arrays) -> None:
-        for name, array in state.items():
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        for name in state:
             if name not in self._state:
                 raise UnknownNameError(f"there is no state `{name}`", hint=near(name, self._state))
-            self._state = self._state | {name: self._framework.tensor(np.asarray(array))}
+        self._state = self._state | {name: self._framework.adopt(value) for name, value in state.items()}
 
     def close(self) -> None:
         self._state, self._previous = {}, {}
@@ -170,7 +179,7 @@ class _Part:
         self._compute = framework.compile(compute) if compiled else compute
 
     def run(self, state: Tensors, batch: Arrays) -> tuple[Tensors, Tensors]:
-        tensors = {name: self._framework.place(batch[name]) for name in self.contract["batch"]}
+        tensors = {name: self._framework.adopt(batch[name]) for name in self.contract["batch"]}
         return self._compute(state, self._constants, tensors)
 
 
