@@ -29,8 +29,9 @@ def is_installed(engine: str) -> bool:
 def load(source: Source, step: int = 0, *, engine: str = "onnxruntime", **options: Any) -> Engine:
     """Make a step of a training model ready to run.
 
-    Options are the engine's. All have `device`; ONNX Runtime has `threads` and `recompute`; frameworks have `compile`, whether
-    the step is compiled as a whole, `rules`, whether gradients are those of our rules, `precision` and `deterministic`.
+    Options are the engine's. All have `device`; ONNX Runtime has `threads` and `recompute`; frameworks have `compile`,
+    whether the step is compiled as a whole, `rules`, whether gradients are those of our rules, `precision` and
+    `deterministic`.
     """
     _check(engine)
     if engine == "onnxruntime":
