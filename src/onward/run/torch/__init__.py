@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,26 +11,68 @@ import torch
 
 from onward.run.framework import Framework, Operators
 from onward.run.shared import control, sequence
-from onward.run.torch import elementwise
+from onward.run.torch import (
+    activation,
+    attention,
+    classical,
+    convolution,
+    elementwise,
+    grids,
+    indexing,
+    loss,
+    matrix,
+    movement,
+    normalization,
+    pooling,
+    quantization,
+    reduction,
+    sampling,
+    spectral,
+)
+from onward.run.torch.types import from_array, has_type, to_array
+
+_FAMILIES = (
+    elementwise,
+    activation,
+    reduction,
+    movement,
+    indexing,
+    matrix,
+    convolution,
+    pooling,
+    grids,
+    normalization,
+    attention,
+    loss,
+    quantization,
+    spectral,
+    sampling,
+    classical,
+    control,
+    sequence,
+)
+_MAKE_TENSORS = ("ConstantOfShape", "Range", "RandomNormal", "RandomUniform")
+"""Operators without a tensor among their inputs, so that they have to be told where it should be."""
 
 
 class Torch(Framework):
     name = "torch"
-    operators = Operators(
-        {name: function for part in (elementwise, control, sequence) for name, function in part.operators.items()}
-    )
+    operators = Operators({name: function for part in _FAMILIES for name, function in part.operators.items()})
 
     def __init__(self, device: str = "cpu"):
         self._device = torch.device(device)
+        self.operators = Operators(self.operators)
+        for name in _MAKE_TENSORS:
+            self.operators[name] = functools.partial(self.operators[name], device=self._device)
 
     def supports(self, dtype: np.dtype) -> bool:
-        return dtype.kind in "fiub"
+        return has_type(dtype)
 
     def tensor(self, array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(np.array(array)).to(self._device)
+        return from_array(array).to(self._device)
 
     def array(self, tensor: torch.Tensor) -> np.ndarray:
-        return tensor.detach().cpu().numpy()
+        return to_array(tensor)
 
     def derivative(
         self, function: Callable[[Sequence[Any]], tuple[Any, list[Any]]], xs: Sequence[Any]

@@ -2,27 +2,141 @@
 
 from __future__ import annotations
 
+import functools
+
+import numpy as np
 import torch
 
 from onward.run.framework import Operators
+from onward.run.torch.types import CODES, FLOAT8, TYPES, by_bits, in_int64, on_numpy
 
 operators = Operators()
 operators(
-    Add=torch.add,
-    Mul=torch.multiply,
-    Sub=torch.subtract,
-    Relu=torch.relu,
-    Identity=lambda x: x,
-    Reshape=lambda x, s, *, allowzero: x.reshape(s.tolist()),
-    MatMul=torch.matmul,
-    Div=torch.divide,
-    Pow=torch.pow,
-    Sqrt=torch.sqrt,
-    ReduceMean=lambda x, a=None, *, keepdims: x.mean(),
-    ReduceSum=lambda x, a=None, *, keepdims: x.sum() if a is None else x.sum(tuple(a.tolist()), keepdim=bool(keepdims)),
-    Gemm=lambda a, b, c=None, *, alpha, beta, transA, transB: (a.T if transA else a) @ (b.T if transB else b) + c,
-    SoftmaxCrossEntropyLoss=lambda x, l: torch.nn.functional.cross_entropy(x, l),
-    Cast=lambda x, *, to: x.to({1: torch.float32, 7: torch.int64, 11: torch.float64}[to]),
-    ReduceProd=lambda x, a=None, *, keepdims: x.prod(),
-    Shape=lambda x: __import__("numpy").array(x.shape),
+    Add=by_bits(torch.add),
+    Sub=by_bits(torch.subtract),
+    Mul=by_bits(torch.multiply),
 )
+
+
+@operators.define("Div")
+@in_int64
+def div(x, y):
+    return torch.div(x, y, rounding_mode=None if x.is_floating_point() else "trunc")
+
+
+@operators.define("Mod")
+@in_int64
+def mod(x, y, *, fmod):
+    return torch.fmod(x, y) if fmod else torch.remainder(x, y)
+
+
+@operators.define("Pow")
+@in_int64
+def power(x, y):
+    if isinstance(y, np.ndarray):  # a number that is known makes for products in place of powers
+        y = y.item() if y.ndim == 0 else torch.from_numpy(y).to(x.device)
+    if x.is_floating_point():
+        return torch.pow(x, y).to(x.dtype)
+    return torch.pow(x.double(), y).to(x.dtype)
+
+
+@operators.define("Max")
+@in_int64
+def maximum(*inputs):
+    return functools.reduce(torch.maximum, inputs)
+
+
+@operators.define("Min")
+@in_int64
+def minimum(*inputs):
+    return functools.reduce(torch.minimum, inputs)
+
+
+operators(
+    Sum=lambda *inputs: functools.reduce(torch.add, inputs),
+    Mean=lambda *inputs: functools.reduce(torch.add, inputs) / len(inputs),
+    Abs=lambda x: torch.abs(x) if x.dtype.is_signed else x,
+    Neg=torch.neg,
+    Sign=in_int64(torch.sign),
+    Reciprocal=torch.reciprocal,
+    Sqrt=torch.sqrt,
+    Exp=torch.exp,
+    Log=torch.log,
+    Erf=torch.erf,
+    Ceil=torch.ceil,
+    Floor=torch.floor,
+    Round=torch.round,
+    Sin=torch.sin,
+    Cos=torch.cos,
+    Tan=torch.tan,
+    Asin=torch.asin,
+    Acos=torch.acos,
+    Atan=torch.atan,
+    Sinh=torch.sinh,
+    Cosh=torch.cosh,
+    Tanh=torch.tanh,
+    Asinh=torch.asinh,
+    Acosh=torch.acosh,
+    Atanh=torch.atanh,
+    Equal=by_bits(torch.eq),
+    Greater=in_int64(torch.gt),
+    GreaterOrEqual=in_int64(torch.ge),
+    Less=in_int64(torch.lt),
+    LessOrEqual=in_int64(torch.le),
+    And=torch.logical_and,
+    Or=torch.logical_or,
+    Xor=torch.logical_xor,
+    Not=torch.logical_not,
+)
+
+
+@operators.define("IsInf")
+def is_inf(x, *, detect_negative, detect_positive):
+    x = x.float() if x.dtype in FLOAT8 else x
+    return torch.isinf(x) & ((x > 0) & bool(detect_positive) | (x < 0) & bool(detect_negative))
+
+
+operators(
+    IsNaN=lambda x: torch.isnan(x.float() if x.dtype in FLOAT8 else x),
+    Where=by_bits(torch.where),
+    BitwiseAnd=by_bits(torch.bitwise_and),
+    BitwiseOr=by_bits(torch.bitwise_or),
+    BitwiseXor=by_bits(torch.bitwise_xor),
+    BitwiseNot=by_bits(torch.bitwise_not),
+)
+
+
+@operators.define("BitShift")
+@in_int64
+def bit_shift(x, y, *, direction):
+    return x << y if direction == "LEFT" else x >> y
+
+
+operators(Identity=lambda x: x)
+
+
+@operators.define("Cast")
+def cast(x, *, to, saturate=1, round_mode="up"):
+    dtype = TYPES.get(to)
+    if dtype is None:
+        return on_numpy("Cast", x, to=to, saturate=saturate, round_mode=round_mode)
+    if dtype in FLOAT8 and saturate:
+        largest = torch.finfo(dtype).max
+        x = (x if x.is_floating_point() else x.float()).clamp(-largest, largest)
+    return x.to(dtype)
+
+
+@operators.define("CastLike")
+def cast_like(x, like, *, saturate, round_mode):
+    return cast(x, to=CODES[like.dtype], saturate=saturate, round_mode=round_mode)
+
+
+@operators.define("BitCast")
+def bit_cast(x, *, to):
+    return x.view(TYPES[to]) if to in TYPES else on_numpy("BitCast", x, to=to)
+
+
+@operators.define("Clip")
+@in_int64
+def clip(x, low=None, high=None):
+    return x if low is None and high is None else torch.clamp(x, low, high)

@@ -1,0 +1,68 @@
+"""Where the windows of convolutions and pools lie. Numbers are per spatial axis."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+Pair = tuple[int, int]
+
+
+def paddings(
+    auto_pad: str,
+    pads: Sequence[int] | None,
+    sizes: Sequence[int],
+    kernel: Sequence[int],
+    strides: Sequence[int],
+    dilations: Sequence[int],
+) -> list[Pair]:
+    """How much is added before and after each axis."""
+    count = len(sizes)
+    if auto_pad in ("NOTSET", "VALID"):
+        pads = pads if pads and auto_pad == "NOTSET" else [0] * 2 * count
+        return list(zip(pads[:count], pads[count:], strict=True))
+    totals = [
+        max((math.ceil(size / stride) - 1) * stride + reach(length, dilation) - size, 0)
+        for size, length, stride, dilation in zip(sizes, kernel, strides, dilations, strict=True)
+    ]
+    return [halves(total, larger_last=auto_pad == "SAME_UPPER") for total in totals]
+
+
+def halves(total: int, *, larger_last: bool) -> Pair:
+    small, large = total // 2, total - total // 2
+    return (small, large) if larger_last else (large, small)
+
+
+def reach(length: int, dilation: int) -> int:
+    """How many elements a window covers."""
+    return (length - 1) * dilation + 1
+
+
+def with_ceiling(
+    amounts: Sequence[Pair],
+    sizes: Sequence[int],
+    kernel: Sequence[int],
+    strides: Sequence[int],
+    dilations: Sequence[int],
+) -> list[Pair]:
+    """More at the end, so that windows that are not full count; none that starts in what is added there."""
+    more = []
+    for (before, after), size, length, stride, dilation in zip(
+        amounts, sizes, kernel, strides, dilations, strict=True
+    ):
+        covered = reach(length, dilation)
+        count = math.ceil((before + size + after - covered) / stride) + 1
+        count -= (count - 1) * stride >= before + size
+        more.append((before, max(after, (count - 1) * stride + covered - before - size)))
+    return more
+
+
+def counts(size: int, amount: Pair, counted: Pair, length: int, stride: int, dilation: int) -> np.ndarray:
+    """How many elements each window along an axis has, with as many of those that are added as `counted`."""
+    before, after = amount
+    inside = np.zeros(before + size + after, np.int64)
+    inside[before - counted[0] : before + size + counted[1]] = 1
+    starts = np.arange(0, len(inside) - reach(length, dilation) + 1, stride)
+    return inside[starts[:, None] + dilation * np.arange(length)].sum(1)

@@ -1,0 +1,100 @@
+"""Convolutions."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from torch.nn import functional as F
+
+from onward.run.framework import Operators
+from onward.run.shared.windows import halves, paddings, reach
+
+operators = Operators()
+
+
+def padded(x, amounts, value=0.0):
+    """With (before, after) more along the spatial axes; fewer where these are negative."""
+    flat = [amount for pair in reversed(amounts) for amount in pair]
+    return F.pad(x, flat, value=value) if any(flat) else x
+
+
+@operators.define("Conv")
+def conv(x, w, b=None, *, auto_pad, dilations, group, kernel_shape, pads, strides):
+    rank = x.ndim - 2
+    strides, dilations = strides or [1] * rank, dilations or [1] * rank
+    amounts = paddings(auto_pad, pads, x.shape[2:], w.shape[2:], strides, dilations)
+    if all(before == after for before, after in amounts):
+        before = [before for before, _ in amounts]
+    else:
+        x, before = padded(x, amounts), [0] * rank
+    return torch.convolution(x, w, b, strides, before, dilations, False, [0] * rank, group)
+
+
+@operators.define("ConvTranspose")
+def conv_transpose(
+    x, w, b=None, *, auto_pad, dilations, group, kernel_shape, output_padding, output_shape, pads, strides
+):
+    rank = x.ndim - 2
+    strides, dilations, more = strides or [1] * rank, dilations or [1] * rank, output_padding or [0] * rank
+    if output_shape is None and auto_pad.startswith("SAME"):
+        output_shape = [size * stride for size, stride in zip(x.shape[2:], strides, strict=True)]
+    if output_shape:
+        reaches = map(reach, w.shape[2:], dilations)
+        whole = [(size - 1) * s + r + m for size, s, r, m in zip(x.shape[2:], strides, reaches, more, strict=True)]
+        totals = [size - wanted for size, wanted in zip(whole, output_shape, strict=True)]
+        amounts = [halves(total, larger_last=auto_pad == "SAME_UPPER") for total in totals]
+    else:
+        amounts = paddings("NOTSET", pads, x.shape[2:], w.shape[2:], strides, dilations)
+    if all(before == after >= 0 for before, after in amounts) and all(m < s for m, s in zip(more, strides)):
+        before = [before for before, _ in amounts]
+        return torch.convolution(x, w, b, strides, before, dilations, True, more, group)
+    y = torch.convolution(x, w, None, strides, [0] * rank, dilations, True, [0] * rank, group)
+    y = padded(y, [(-before, m - after) for (before, after), m in zip(amounts, more, strict=True)])
+    return y if b is None else y + b.reshape(-1, *[1] * rank)
+
+
+@operators.define("DeformConv")
+def deform_conv(x, w, offset, b=None, mask=None, *, dilations, group, kernel_shape, offset_group, pads, strides):
+    """Samples where the offsets point to, and the product with the weights."""
+    (n, channels, *sizes), kernel, out = x.shape, w.shape[2:], offset.shape[2:]
+    rank, taps, count = len(sizes), math.prod(kernel), math.prod(out)
+    strides, dilations, pads = strides or [1] * rank, dilations or [1] * rank, pads or [0] * 2 * rank
+    base = np.stack(
+        [
+            np.arange(k)[(slice(None), *[None] * rank)].reshape([-1 if i == axis else 1 for i in range(2 * rank)]) * d
+            + (np.arange(o) * s - p).reshape([-1 if i == rank + axis else 1 for i in range(2 * rank)])
+            + np.zeros((*kernel, *out), np.int64)
+            for axis, (k, o, s, d, p) in enumerate(zip(kernel, out, strides, dilations, pads[:rank], strict=True))
+        ]
+    ).reshape(rank, taps, count)
+    places = torch.from_numpy(base).to(x) + offset.reshape(n * offset_group, taps, rank, count).transpose(1, 2)
+    scale = torch.tensor(sizes, dtype=x.dtype, device=x.device).reshape(-1, 1, 1)
+    grid = ((2 * places + 1) / scale - 1).flip(1).movedim(1, -1)
+    grid = grid.reshape(n * offset_group, *[1] * (rank - 2), taps, count, rank)
+    image = x.reshape(n * offset_group, channels // offset_group, *sizes)
+    found = F.grid_sample(image, grid, align_corners=False).reshape(n, offset_group, -1, taps, count)
+    if mask is not None:
+        found = found * mask.reshape(n, offset_group, 1, taps, count)
+    columns = found.reshape(n, group, -1, count)
+    y = w.reshape(group, w.shape[0] // group, -1) @ columns
+    y = y.reshape(n, -1, *out)
+    return y if b is None else y + b.reshape(-1, *[1] * rank)
+
+
+@operators.define("Col2Im")
+def col2im(x, image_shape, block_shape, *, dilations, pads, strides):
+    """A transposed convolution, whose kernels put one element of a block each."""
+    sizes, block = image_shape.tolist(), block_shape.tolist()
+    rank, taps = len(sizes), math.prod(block)
+    strides, dilations = strides or [1] * rank, dilations or [1] * rank
+    amounts = paddings("NOTSET", pads, sizes, block, strides, dilations)
+    numbers = zip(sizes, amounts, map(reach, block, dilations), strides, strict=True)
+    places = [(size + sum(amount) - covered) // stride + 1 for size, amount, covered, stride in numbers]
+    kernels = torch.eye(taps, dtype=x.dtype, device=x.device).reshape(taps, 1, *block)
+    columns = x.reshape(-1, taps, *places)
+    y = torch.convolution(columns, kernels, None, strides, [0] * rank, dilations, True, [0] * rank, 1)
+    ends = [size + before for size, (before, _) in zip(sizes, amounts, strict=True)]
+    crop = [(-before, end - whole) for (before, _), end, whole in zip(amounts, ends, y.shape[2:], strict=True)]
+    return padded(y, crop).reshape(x.shape[0], -1, *sizes)
