@@ -1,14 +1,15 @@
-"""What a recipe can name: the tables of losses, optimizers, schedules and initializers, with options and defaults."""
+"""What a recipe can name: losses, optimizers, schedules, initializers, preprocessing, with options and defaults."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import inspect
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from onward.cli.console import print_json, print_rows, say, word
 
-Catalogue = Literal["losses", "optimizers", "schedules", "initializers"]
+Catalogue = Literal["losses", "optimizers", "schedules", "initializers", "preprocessing", "augmentations"]
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,8 @@ def entries(catalogue: Catalogue) -> dict[str, Entry]:
         "optimizers": _optimizers,
         "schedules": _schedules,
         "initializers": _initializers,
+        "preprocessing": _preprocessing,
+        "augmentations": _augmentations,
     }
     return dict(tables[catalogue]())
 
@@ -63,6 +66,28 @@ def _initializers() -> Iterator[tuple[str, Entry]]:
     yield "file", Entry("the value in the file", {})
     for name, kind in INITIALIZERS.items():
         yield name, Entry(kind.summary, kind.options, kind.choices)
+
+
+def _preprocessing() -> Iterator[tuple[str, Entry]]:
+    from onward.recipe.preprocessing.operations import OPERATIONS
+
+    for name, operation in OPERATIONS.items():
+        yield name, _of_function(operation.build)
+
+
+def _augmentations() -> Iterator[tuple[str, Entry]]:
+    from onward.recipe.preprocessing.augmentations import AUGMENTATIONS
+
+    for name, function in AUGMENTATIONS.items():
+        yield name, _of_function(function)
+
+
+def _of_function(function: Callable[..., Any]) -> Entry:
+    """What a function makes of a picture, which is its first argument, and its further ones."""
+    options = dict(list(inspect.signature(function).parameters.items())[1:])
+    defaults = {name: None if option.default is option.empty else option.default for name, option in options.items()}
+    required = tuple(name for name, option in options.items() if option.default is option.empty)
+    return Entry((function.__doc__ or "").splitlines()[0], defaults, required=required)
 
 
 def print_catalogue(catalogue: Catalogue, as_json: bool) -> None:

@@ -51,6 +51,8 @@ def prepare(
         bool,
         typer.Option("--append", help="Add a step to those that the model has.", rich_help_panel="What is trained"),
     ] = False,
+    preprocess: recipes.Preprocess = None,
+    augment: recipes.Augment = None,
     init: recipes.Init = None,
     seed: recipes.Seed = 0,
     listed: Annotated[
@@ -58,7 +60,8 @@ def prepare(
         typer.Option(
             "--list",
             metavar="WHAT",
-            help="List `losses`, `optimizers`, `schedules` or `initializers` with options and defaults, and exit.",
+            help="List `losses`, `optimizers`, `schedules`, `initializers`, `preprocessing` or `augmentations` with "
+            "options and defaults, and exit.",
         ),
     ] = None,
     output: options.Output = None,

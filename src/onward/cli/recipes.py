@@ -29,6 +29,10 @@ def _starts(flag: str, metavar: str | None, help: str) -> Any:
     return _option("Where it starts", flag, metavar, help)
 
 
+def _first(flag: str, metavar: str | None, help: str) -> Any:
+    return _option("What happens to data", flag, metavar, help)
+
+
 Losses = Annotated[
     _Texts,
     _how(
@@ -95,6 +99,19 @@ Init = Annotated[
         "file unless given. May be repeated.",
     ),
 ]
+Preprocess = Annotated[
+    _Texts,
+    _first(
+        "--preprocess",
+        "SPECS",
+        "What happens to data before the model, such as 'resize:size=32 scale channels_first', or an .onnx file that "
+        "does it; 'INPUT=...' where several inputs take pictures. May be repeated.",
+    ),
+]
+Augment = Annotated[
+    _Texts,
+    _first("--augment", "SPECS", "What happens to them in training alone, such as 'flip crop:padding=4'."),
+]
 Seed = Annotated[int, _starts("--seed", "N", "For initial values, and for random numbers in training.")]
 
 
@@ -125,6 +142,8 @@ def _recipe(
     lora: str | None = None,
     teacher: str | None = None,
     distill: _Texts = None,
+    preprocess: _Texts = None,
+    augment: _Texts = None,
 ) -> dict[str, Any]:
     return {
         "loss": _one_or_all(loss),
@@ -144,6 +163,8 @@ def _recipe(
         "lora": lora,
         "teacher": teacher,
         "distill": _one_or_all(distill),
+        "preprocess": _one_or_all(preprocess),
+        "augment": _one_or_all(augment),
     }
 
 

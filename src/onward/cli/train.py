@@ -38,6 +38,8 @@ def _runs(*flags: str, metavar: str | None, help: str) -> Any:
     "      -o digits-trained.onnx",
     "onward train net.onnx --data train.parquet --validation 0.1 --loss ce --schedule cosine:steps=2000 --patience 3",
     "onward train net.onnx --data photos/ --loss ce --freeze 'backbone.*' --map image=pixels",
+    "onward train net.onnx --data photos.npz --loss ce --preprocess 'resize:size=32 scale channels_first' \\\n"
+    "      --augment 'flip crop:padding=4'",
     "onward train --resume runs/digits-20260101-120000",
     usage="MODEL --data DATA [OPTIONS]",
 )
@@ -56,6 +58,14 @@ def train(
     validation: Annotated[
         str | None, _data("--validation", metavar="DATA", help="More data, or a share of it to keep apart: 0.1.")
     ] = None,
+    stratify: Annotated[
+        bool | None,
+        _data(
+            "--stratify/--no-stratify",
+            metavar=None,
+            help="Whether a share for validation has its part of every class; so it is where labels are classes.",
+        ),
+    ] = None,
     mapping: Annotated[
         list[str] | None,
         _data("--map", metavar="INPUT=COLUMN", help="Which column an input takes, where names do not say it."),
@@ -68,6 +78,17 @@ def train(
         _data("--last", metavar="HOW", help="A last batch that is not full: keep, drop or pad."),
     ] = "keep",
     no_shuffle: Annotated[bool, _data("--no-shuffle", metavar=None, help="Take samples in their order.")] = False,
+    preprocess: recipes.Preprocess = None,
+    augment: recipes.Augment = None,
+    keep_preprocessing: Annotated[
+        bool,
+        _option(
+            "What happens to data",
+            "--keep-preprocessing",
+            metavar=None,
+            help="The model that comes out takes data as they are, not what the model took.",
+        ),
+    ] = False,
     loss: recipes.Losses = None,
     optimizer: recipes.Optimizer = "adamw",
     schedule: recipes.Schedules = None,
@@ -166,6 +187,8 @@ def train(
         _source(data),
         epochs=1 if epochs is None else epochs,
         validation=_validation(validation),
+        stratify=stratify,
+        keep_preprocessing=keep_preprocessing,
         run=run,
         shuffle=not no_shuffle,
         last=last,

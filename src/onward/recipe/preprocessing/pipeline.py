@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from onward.recipe.spec import Spec, arguments, check_options, lookup, parse, wo
 
 INPUT = "input"
 """The name of what may stand first: which type and shape the data have."""
+_NAMED = re.compile(r"\s*[^\s:=]+=")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,12 +134,12 @@ def pipelines(model: Model, given: Any) -> dict[str, Pipeline]:
 
 
 def by_input(model: Model, given: Any) -> dict[str, Any]:
-    """What is given for each input: {input: ...}, or `INPUT=...` in a text; without a name, for the only picture."""
+    """What is given for each input: {input: ...}, or texts `INPUT=...`; without a name, for the only picture."""
+    texts = [given] if isinstance(given, str) else given
     if isinstance(given, Mapping) and "name" not in given:
         named = {str(name): value for name, value in given.items()}
-    elif isinstance(given, str) and "=" in (head := given.strip().partition(":")[0]) and " " not in head:
-        name, _, rest = given.strip().partition("=")
-        named = {name: rest}
+    elif texts and all(isinstance(text, str) and _NAMED.match(text) for text in texts):
+        named = dict(text.strip().split("=", 1) for text in texts)
     else:
         named = {_picture_of(model): given}
     known = [value.name or "" for value in model.inputs]
