@@ -12,7 +12,7 @@ from onnx import numpy_helper
 
 import onward
 from models import digits_mlp, small_cnn
-from onward.errors import DataError, UnsupportedError
+from onward.errors import DataError, RecipeError, UnsupportedError
 from onward.training.api import find_lr, resume, train
 from onward.training.folder import Run
 from runs import QUIET, RECIPE, Arrays, accuracy, digits, filled, outputs, state
@@ -301,6 +301,19 @@ def test_find_lr(folder: Path) -> None:
     usual = train(model, digits(), run="usual", loss="cross_entropy", optimizer=f"sgd:lr={found.suggested}", **QUIET)
     timid = train(model, digits(), run="timid", loss="cross_entropy", optimizer="sgd:lr=1e-5", **QUIET)
     assert last_loss(usual) < last_loss(timid)
+
+
+def test_find_lr_keeps_the_proportions_of_groups(folder: Path) -> None:
+    def losses(rate: float, *groups: str, lowest: float = 1e-4) -> tuple[float, ...]:
+        recipe = {"loss": "cross_entropy", "optimizer": f"sgd:lr={rate}", "groups": groups}
+        return find_lr(digits_mlp(), digits(), steps=20, lowest=lowest, highest=lowest * 100, **recipe).losses
+
+    alone, twice = losses(0.1), losses(0.1, "fc2.*:lr=0.2")
+    assert losses(0.1, "fc2.*:lr=0.1") == alone != twice
+    assert losses(1e-3, "fc2.*:lr=2e-3") == pytest.approx(twice, rel=1e-6)
+    assert losses(0.1, "*:lr=1", lowest=1e-5) == pytest.approx(losses(1, lowest=1e-4), rel=1e-6)
+    with pytest.raises(RecipeError, match="rate of 0 cannot rise"):
+        losses(0)
 
 
 def last_loss(run: Run) -> float:
