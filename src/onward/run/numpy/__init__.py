@@ -11,15 +11,22 @@ from typing import Any
 import numpy as np
 
 from onward.run.framework import Framework, Operators
-from onward.run.numpy import elementwise
+from onward.run.numpy import elementwise, indexing, movement, reduction
 from onward.run.shared import control, sequence
+
+_FAMILIES = (
+    elementwise,
+    movement,
+    indexing,
+    reduction,
+    control,
+    sequence,
+)
 
 
 class Numpy(Framework):
     name = "numpy"
-    operators = Operators(
-        {name: function for part in (elementwise, control, sequence) for name, function in part.operators.items()}
-    )
+    operators = Operators({name: function for part in _FAMILIES for name, function in part.operators.items()})
 
     def supports(self, dtype: np.dtype) -> bool:
         return True

@@ -1,0 +1,36 @@
+"""Operators that nobody trains through are taken from the reference implementation of `onnx`, loaded on first use."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from onnx import defs
+
+from onward.run.framework import Function
+
+
+def from_reference(name: str, domain: str = "") -> Function:
+    """The function of an operator as `onnx.reference` has it."""
+
+    def compute(*inputs, outputs, **attributes):
+        from onnx.reference.ops import load_op
+
+        given = {key: _as_proto(value) for key, value in attributes.items() if value is not None}
+        return load_op(domain, name).eval(*inputs, n_outputs=outputs, **given)
+
+    parameter = inspect.Parameter
+    attributes = [*defs.get_schema(name, domain).attributes, "outputs"]
+    compute.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [
+            parameter("inputs", parameter.VAR_POSITIONAL),
+            *(parameter(key, parameter.KEYWORD_ONLY) for key in attributes),
+        ]
+    )
+    return compute
+
+
+def _as_proto(value: Any) -> Any:
+    return ir.to_proto(ir.tensor(value)) if isinstance(value, np.ndarray) else value
