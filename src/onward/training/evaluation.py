@@ -58,14 +58,15 @@ def evaluated(engine: Engine, batches: Iterable[tuple[Batch, int]], measures: Me
     """The metrics of a model over batches, of which so many samples count; the loss is the mean over samples."""
     metrics = measures.make()
     total, count = 0.0, 0
-    for batch, samples in batches:
+    for whole, samples in batches:
+        batch = _padded_with_last(whole, samples)
         results = engine.evaluate(batch)
         if engine.loss not in results:
             raise UnsupportedError(
                 "the loss of this model cannot be computed without training: it depends on random numbers or gradients",
                 hint="train without validation data",
             )
-        total, count = total + float(results[engine.loss]) * samples, count + samples
+        total, count = total + _sum_of_losses(engine, batch, samples, float(results[engine.loss])), count + samples
         for metric in metrics.values():
             assert measures.output is not None and measures.target is not None
             predictions = results[measures.output][:samples]
@@ -77,6 +78,26 @@ def evaluated(engine: Engine, batches: Iterable[tuple[Batch, int]], measures: Me
     if _OF_LOSS in measures.names:
         found[_OF_LOSS] = math.exp(loss) if loss < 700 else math.inf
     return {name: found[name] for name in ("loss", *measures.names)}
+
+
+def _padded_with_last(batch: Batch, samples: int) -> Batch:
+    """The batch, with copies of its last sample in the place of others that do not count."""
+    if samples == samples_in(batch):
+        return batch
+    return {name: array[np.minimum(np.arange(len(array)), samples - 1)] for name, array in batch.items()}
+
+
+def _sum_of_losses(engine: Engine, batch: Batch, samples: int, mean: float) -> float:
+    """The sum of the losses of the samples that count. What the copies of the last one add, a batch of them tells."""
+    size = samples_in(batch)
+    if samples == size:
+        return mean * samples
+    copies = {name: array[np.full(size, samples - 1)] for name, array in batch.items()}
+    return mean * size - float(engine.evaluate(copies)[engine.loss]) * (size - samples)
+
+
+def samples_in(batch: Batch) -> int:
+    return max((len(array) for array in batch.values() if array.ndim), default=1)
 
 
 @contextlib.contextmanager

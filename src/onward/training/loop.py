@@ -16,7 +16,7 @@ from onward.model import Model
 from onward.model.state import states
 from onward.run import Engine
 from onward.training.data import Batch, Batches
-from onward.training.evaluation import Measures, averaged, evaluated
+from onward.training.evaluation import Measures, averaged, evaluated, samples_in
 from onward.training.folder import BEST, LAST, LOG, Place, Run
 from onward.training.interruption import Interruption
 from onward.training.log import Log
@@ -155,7 +155,7 @@ class Loop:
         return True
 
     def _fits(self, batch: Batch) -> bool:
-        if self.settings.size in (None, samples := _samples(batch)):
+        if self.settings.size in (None, samples := samples_in(batch)):
             return True
         if not self._left_out:
             text = f"a batch of {samples} was left out, since the model takes {self.settings.size}; so will be others"
@@ -171,7 +171,7 @@ class Loop:
         if not math.isfinite(loss):
             self.engine.step_back()
             raise _NotFiniteError(f"the loss of step {self.at.step + 1:,} is {loss}", loss)
-        at, samples = self.at, _samples(batch)
+        at, samples = self.at, samples_in(batch)
         at.step, at.batch, at.samples = at.step + 1, at.batch + 1, at.samples + samples
         shown = {"loss": loss} | metrics
         self._write("step", step=at.step, epoch=at.epoch, samples=at.samples, seconds=seconds, **shown)
@@ -190,7 +190,7 @@ class Loop:
                 if unless is not None and unless.wanted:
                     return
                 if self._fits(batch):
-                    yield batch, source.samples(index) if source.is_padded else _samples(batch)
+                    yield batch, source.samples(index) if source.is_padded else samples_in(batch)
 
         with averaged(self.engine):
             return evaluated(self.engine, batches(self.validation), self.measures)
@@ -301,7 +301,3 @@ def _not_finite(model: Model) -> str | None:
         if state.role in ("parameter", "statistics") and tensor is not None and not np.isfinite(tensor.numpy()).all():
             return state.name
     return None
-
-
-def _samples(batch: Batch) -> int:
-    return max((len(array) for array in batch.values() if array.ndim), default=1)
