@@ -55,8 +55,13 @@ def _by_lowerings(model: Model, unknown: list[ir.Node]) -> Model | None:
 def _by_bodies(model: Model, unknown: list[ir.Node]) -> Model | None:
     imports = {**model.graph.opset_imports, "": model.opset, "ai.onnx": model.opset}
     bodies = (node for node in unknown if has_body(node.op_type, imports.get(node.domain, 1), node.domain))
-    calls = {(node.domain, node.op_type) for node in bodies}
+    calls = {(node.domain, node.op_type) for node in bodies if not _stops_the_inliner(node)}
     return inline_operators(model, calls) if calls else None
+
+
+def _stops_the_inliner(node: ir.Node) -> bool:
+    """It asks for the types of inputs that are left out; a rewrite does not."""
+    return None in node.inputs and isinstance(lookup(node), Rewrite)
 
 
 def _by_rewrites(model: Model, unknown: list[ir.Node]) -> Model | None:

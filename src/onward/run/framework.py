@@ -59,7 +59,7 @@ class Framework(ABC):
     """One framework, on one device."""
 
     name: ClassVar[str]
-    operators: ClassVar[Operators]
+    operators: Operators
     cannot: ClassVar[Mapping[str, str]] = {}
     """Operators that the framework has no way to express, and why."""
 

@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import onnx_ir as ir
-from onnx import ModelProto, defs, inliner
+from onnx import AttributeProto, ModelProto, defs, inliner
 from onnx_ir.passes.common import InlinePass
 
 from onward.errors import InvalidModelError
@@ -66,10 +66,11 @@ def inline_operators(model: Model, operators: Iterable[tuple[str, str]]) -> Mode
         proto = to_proto(model)
     stated = {value.name for value in (*proto.graph.input, *proto.graph.output, *proto.graph.value_info)}
     proto.graph.value_info.extend(info for name, info in value_types(proto).items() if name not in stated)
-    _state_defaults(proto)
+    operators = list(operators)
+    _state_defaults(proto, operators, model.opset)
     for function in proto.functions:  # the inliner takes none of another version than the model's
         convert_function(function, model.opset)
-    expanded = inliner.inline_selected_functions(proto, list(operators), inline_schema_functions=True)
+    expanded = inliner.inline_selected_functions(proto, operators, inline_schema_functions=True)
     result = with_data(from_proto(expanded), tensors)
     result.path = model.path
     return result
@@ -84,9 +85,15 @@ def has_body(operator: str, opset: int, domain: str = "") -> bool:
     return bool(schema.has_function or schema.has_context_dependent_function)
 
 
-def _state_defaults(proto: ModelProto) -> None:
+def _state_defaults(proto: ModelProto, operators: Iterable[tuple[str, str]], opset: int) -> None:
     """Write the defaults of attributes of functions into calls that leave them out: the inliner forgets them."""
-    defaults = {(f.domain, f.name, f.overload): f.attribute_proto for f in proto.functions if f.attribute_proto}
+    defaults: dict[tuple[str, str, str], Iterable[AttributeProto]] = {
+        (f.domain, f.name, f.overload): f.attribute_proto for f in proto.functions if f.attribute_proto
+    }
+    for domain, name in operators:
+        if domain in ("", "ai.onnx") and has_body(name, opset):
+            possible = (attribute.default_value for attribute in defs.get_schema(name, opset).attributes.values())
+            defaults[domain, name, ""] = [default for default in possible if default.name]
     pending = [*proto.graph.node, *(node for f in proto.functions for node in f.node)] if defaults else []
     while pending:
         node = pending.pop()

@@ -49,9 +49,7 @@ def with_ceiling(
 ) -> list[Pair]:
     """More at the end, so that windows that are not full count; none that starts in what is added there."""
     more = []
-    for (before, after), size, length, stride, dilation in zip(
-        amounts, sizes, kernel, strides, dilations, strict=True
-    ):
+    for (before, after), size, length, stride, dilation in zip(amounts, sizes, kernel, strides, dilations, strict=True):
         covered = reach(length, dilation)
         count = math.ceil((before + size + after - covered) / stride) + 1
         count -= (count - 1) * stride >= before + size

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-
 from onward.run.framework import Operators
 from onward.run.torch.types import on_numpy
 
@@ -21,18 +19,20 @@ def tree_ensemble(
     aggregate_function,
     leaf_targetids,
     leaf_weights,
-    membership_values,
+    membership_values=None,
     n_targets,
     nodes_falseleafs,
     nodes_falsenodeids,
     nodes_featureids,
-    nodes_missing_value_tracks_true,
+    nodes_missing_value_tracks_true=None,
     nodes_modes,
     nodes_splits,
     nodes_trueleafs,
     nodes_truenodeids,
     post_transform,
     tree_roots,
+    outputs,
 ):
-    """Steps of a tree have no derivative."""
-    return on_numpy("ai.onnx.ml.TreeEnsemble", x, **{name: value for name, value in locals().items() if name != "x"})
+    """The steps of a tree have no derivative."""
+    attributes = {name: value for name, value in locals().items() if name != "x"}
+    return on_numpy("ai.onnx.ml.TreeEnsemble", x, **attributes)

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from onward.run.framework import Operators
 from onward.run.shared.windows import halves, paddings, reach
+from onward.run.torch.grids import linear
 
 operators = Operators()
 
@@ -47,7 +48,7 @@ def conv_transpose(
         amounts = [halves(total, larger_last=auto_pad == "SAME_UPPER") for total in totals]
     else:
         amounts = paddings("NOTSET", pads, x.shape[2:], w.shape[2:], strides, dilations)
-    if all(before == after >= 0 for before, after in amounts) and all(m < s for m, s in zip(more, strides)):
+    if all(before == after >= 0 for before, after in amounts) and all(m < s for m, s in zip(more, strides, strict=True)):
         before = [before for before, _ in amounts]
         return torch.convolution(x, w, b, strides, before, dilations, True, more, group)
     y = torch.convolution(x, w, None, strides, [0] * rank, dilations, True, [0] * rank, group)
@@ -61,26 +62,27 @@ def deform_conv(x, w, offset, b=None, mask=None, *, dilations, group, kernel_sha
     (n, channels, *sizes), kernel, out = x.shape, w.shape[2:], offset.shape[2:]
     rank, taps, count = len(sizes), math.prod(kernel), math.prod(out)
     strides, dilations, pads = strides or [1] * rank, dilations or [1] * rank, pads or [0] * 2 * rank
-    base = np.stack(
-        [
-            np.arange(k)[(slice(None), *[None] * rank)].reshape([-1 if i == axis else 1 for i in range(2 * rank)]) * d
-            + (np.arange(o) * s - p).reshape([-1 if i == rank + axis else 1 for i in range(2 * rank)])
-            + np.zeros((*kernel, *out), np.int64)
-            for axis, (k, o, s, d, p) in enumerate(zip(kernel, out, strides, dilations, pads[:rank], strict=True))
-        ]
-    ).reshape(rank, taps, count)
-    places = torch.from_numpy(base).to(x) + offset.reshape(n * offset_group, taps, rank, count).transpose(1, 2)
-    scale = torch.tensor(sizes, dtype=x.dtype, device=x.device).reshape(-1, 1, 1)
-    grid = ((2 * places + 1) / scale - 1).flip(1).movedim(1, -1)
-    grid = grid.reshape(n * offset_group, *[1] * (rank - 2), taps, count, rank)
-    image = x.reshape(n * offset_group, channels // offset_group, *sizes)
-    found = F.grid_sample(image, grid, align_corners=False).reshape(n, offset_group, -1, taps, count)
+    steps = [
+        np.add.outer(np.arange(k) * d, np.arange(o) * s - p)
+        for k, o, s, d, p in zip(kernel, out, strides, dilations, pads[:rank], strict=True)
+    ]
+    base = [_spread_out(step, axis, kernel, out) for axis, step in enumerate(steps)]
+    offsets = offset.reshape(n * offset_group, taps, rank, count).unbind(2)
+    places = [offsets[axis] + torch.from_numpy(base[axis]).to(x) for axis in range(rank)]
+    found = linear(x.reshape(n * offset_group, channels // offset_group, *sizes), places)
+    found = found.reshape(n, offset_group, -1, taps, count)
     if mask is not None:
         found = found * mask.reshape(n, offset_group, 1, taps, count)
     columns = found.reshape(n, group, -1, count)
     y = w.reshape(group, w.shape[0] // group, -1) @ columns
     y = y.reshape(n, -1, *out)
     return y if b is None else y + b.reshape(-1, *[1] * rank)
+
+
+def _spread_out(step, axis, kernel, out):
+    """What is known for an element of the kernel and a place along one axis, for all of them: [taps, places]."""
+    shape = [n if i == axis else 1 for part in (kernel, out) for i, n in enumerate(part)]
+    return np.broadcast_to(step.reshape(shape), (*kernel, *out)).reshape(math.prod(kernel), math.prod(out))
 
 
 @operators.define("Col2Im")

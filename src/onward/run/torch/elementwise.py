@@ -123,6 +123,8 @@ def cast(x, *, to, saturate=1, round_mode="up"):
     if dtype in FLOAT8 and saturate:
         largest = torch.finfo(dtype).max
         x = (x if x.is_floating_point() else x.float()).clamp(-largest, largest)
+    elif dtype == torch.float8_e4m3fn:  # which PyTorch saturates; 464 is where rounding leads out of range
+        x = torch.where(x.abs() > 464, torch.nan, x)
     return x.to(dtype)
 
 

@@ -30,7 +30,7 @@ def gather(x, indices, *, axis):
         indices = _places(indices, x.shape[axis])
     axis %= x.ndim
     y = x.index_select(axis, indices.reshape(-1))
-    return y.reshape(*x.shape[:axis], *indices.shape, *x.shape[axis + 1 :])
+    return y.reshape([*x.shape[:axis], *indices.shape, *x.shape[axis + 1 :]])
 
 
 @operators.define("GatherElements")
@@ -128,5 +128,5 @@ def unique(x, *, axis, sorted):
 
 
 @operators.define("NonMaxSuppression")
-def non_max_suppression(*inputs, center_point_box):
-    return on_numpy("NonMaxSuppression", *inputs, center_point_box=center_point_box)
+def non_max_suppression(*inputs, center_point_box, outputs):
+    return on_numpy("NonMaxSuppression", *inputs, center_point_box=center_point_box, outputs=outputs)

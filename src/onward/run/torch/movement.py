@@ -31,19 +31,19 @@ def flatten(x, *, axis):
 
 @operators.define("Squeeze")
 def squeeze(x, axes=None):
-    return x.squeeze() if axes is None else x.squeeze(tuple(axes.tolist()))
+    return x.squeeze() if axes is None else x.squeeze(tuple(axes.reshape(-1).tolist()))
 
 
 @operators.define("Unsqueeze")
 def unsqueeze(x, axes):
     rank = x.ndim + axes.size
-    for axis in sorted(axis % rank for axis in axes.tolist()):
+    for axis in sorted(axis % rank for axis in axes.flat):
         x = x.unsqueeze(axis)
     return x
 
 
 operators(
-    Transpose=lambda x, *, perm: x.permute(perm or range(x.ndim)[::-1]),
+    Transpose=lambda x, *, perm: x.permute(perm or tuple(range(x.ndim))[::-1]),
     Concat=lambda *inputs, axis: torch.cat(inputs, axis),
 )
 

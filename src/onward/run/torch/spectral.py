@@ -34,5 +34,5 @@ def stft(x, step, window=None, length=None, *, onesided):
 
 
 @operators.define("MelWeightMatrix")
-def mel_weight_matrix(*inputs, output_datatype):
-    return on_numpy("MelWeightMatrix", *inputs, output_datatype=output_datatype)
+def mel_weight_matrix(*inputs, output_datatype, outputs):
+    return on_numpy("MelWeightMatrix", *inputs, output_datatype=output_datatype, outputs=outputs)

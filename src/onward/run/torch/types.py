@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from onnx_ir import DataType
 
-from onward.run.framework import NotOnHost
+from onward.run.framework import NotOnHost, keywords
 from onward.run.numpy import Numpy
 
 TYPES = {
@@ -77,7 +77,9 @@ def is_fake(tensor: torch.Tensor) -> bool:
 
 def on_numpy(name: str, *inputs: Any, **attributes: Any) -> Any:
     """An operator whose results have no derivative, or a type that PyTorch lacks, as numpy computes it."""
-    return Numpy.operators[name](*(to_array(x) if isinstance(x, torch.Tensor) else x for x in inputs), **attributes)
+    function = Numpy.operators[name]
+    arrays = (to_array(x) if isinstance(x, torch.Tensor) else x for x in inputs)
+    return function(*arrays, **{key: attributes[key] for key in keywords(function) if key in attributes})
 
 
 # ---- types that PyTorch has few functions for ------------------------------------------------------------------------
