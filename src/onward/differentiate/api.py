@@ -17,6 +17,7 @@ from onward.differentiate.sweep import pull_back
 from onward.errors import UnknownNameError, UnsupportedError, near
 from onward.model import Model, Source, read
 from onward.model.core import values
+from onward.model.signature import sound
 from onward.model.walk import nodes_after
 from onward.rules.registry import lookup
 from onward.transform.opset import convert_opset
@@ -94,7 +95,7 @@ def jvp(source: Source, xs: Sequence[str], y: str) -> Model:
 def _opened(
     source: Source, y: str, xs: Sequence[str], keep_functions: bool = False
 ) -> tuple[Model, ir.Value, list[ir.Value]]:
-    model = read(source)
+    model = sound(read(source))
     model = convert_opset(model, COMMON_OPSET) if model.opset < OLDEST_OPSET else model
     model = model.copy()
     model.steps = []

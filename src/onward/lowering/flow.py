@@ -33,6 +33,11 @@ class Flow:
         differentiated = [(*strings(node, "xs"), string(node, "y")) for node in gradients(self.graph)]
         for name in itertools.chain(self.bindings.values(), self.metrics, *differentiated):
             self.value(name)
+        for name in self.bindings:
+            if name not in self.state:
+                raise InvalidModelError(
+                    f"the training updates `{name}`, which is no initializer", hint="`onward check` says more"
+                )
 
     def value(self, name: str) -> ir.Value:
         if name not in self.known:

@@ -26,6 +26,7 @@ from onward.lowering.gradients import lower_gradients
 from onward.lowering.optimize import optimize
 from onward.model import Model, Source, read
 from onward.model.core import values
+from onward.model.signature import sound
 from onward.model.state import states
 from onward.transform.inline import inline_calls
 from onward.transform.opset import convert_opset
@@ -57,7 +58,7 @@ def lower(
     """
     if part not in PARTS:
         raise UnknownNameError(f"there is no part `{part}`", hint=near(part, PARTS) or f"parts: {', '.join(PARTS)}")
-    model = read(source)
+    model = sound(read(source))
     if model.opset < OLDEST_OPSET:
         model = convert_opset(model, COMMON_OPSET)
     elif model.opset > NEWEST_OPSET:

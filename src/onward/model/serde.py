@@ -17,6 +17,7 @@ from onward.errors import Error, InvalidModelError
 from onward.model import legacy, residue, storage
 from onward.model.core import Model, Step
 from onward.model.fingerprint import FINGERPRINT, fingerprint
+from onward.model.tensors import check_tensors
 
 _CARRIER = "onward.carrier"
 
@@ -54,7 +55,7 @@ def _from_nowhere(proto: ModelProto) -> Model:
 def from_proto(proto: ModelProto) -> Model:
     """Make a `Model` of a proto, which it takes over. Who calls it vouches for references to external data."""
     with _quiet(), _library_errors():
-        _check_tensors(proto)
+        check_tensors(proto)
         legacy.convert(proto)
         aside = residue.set_aside(proto)
         inference, algorithms = _deserialize(proto)
@@ -63,17 +64,6 @@ def from_proto(proto: ModelProto) -> Model:
         residue.attach(aside, ("graph",), inference.graph)
         entries = enumerate(zip(proto.training_info, algorithms, strict=True))
         return Model(inference, [_step(i, info, algorithm, aside) for i, (info, algorithm) in entries])
-
-
-def _check_tensors(proto: ModelProto) -> None:
-    """Refuse tensors of absurd rank, whose size alone would keep us busy, and data in a field of another type."""
-    for tensor in storage.walk_tensors(proto):
-        if len(tensor.dims) > _MAX_RANK:
-            raise InvalidModelError(f"tensor `{tensor.name}` has {len(tensor.dims)} dimensions")
-        for field, types in _DATA_FIELDS.items():
-            if len(getattr(tensor, field)) and tensor.data_type not in types:
-                kind = onnx.TensorProto.DataType.Name(tensor.data_type).lower()
-                raise InvalidModelError(f"tensor `{tensor.name}` of type {kind} has its data in `{field}`")
 
 
 def _step(index: int, info: onnx.TrainingInfoProto, algorithm: ir.Graph, aside: residue.Residue) -> Step:
@@ -281,14 +271,6 @@ def _initializers(model: Model) -> Iterator[ir.Value]:
             yield from graph.initializers.values()
 
 
-_MAX_RANK = 256
-_DATA_FIELDS = {
-    "float_data": (onnx.TensorProto.FLOAT, onnx.TensorProto.COMPLEX64),
-    "double_data": (onnx.TensorProto.DOUBLE, onnx.TensorProto.COMPLEX128),
-    "int64_data": (onnx.TensorProto.INT64,),
-    "uint64_data": (onnx.TensorProto.UINT32, onnx.TensorProto.UINT64),
-    "string_data": (onnx.TensorProto.STRING,),
-}
 _ELSEWHERE = "onward:elsewhere"
 _LARGE = 1024
 

@@ -16,6 +16,7 @@ import onnx_ir as ir
 
 from onward.errors import RecipeError, UnsupportedError
 from onward.model import Model, Source, read
+from onward.model.signature import sound
 from onward.model.state import tagged
 from onward.recipe.assembly import METADATA_IR_VERSION
 from onward.recipe.constants import constant_tensor, expose
@@ -50,7 +51,7 @@ def replace_head(
     """
     if isinstance(classes, bool) or not isinstance(classes, int) or classes < 1:
         raise RecipeError(f"there cannot be {classes} classes", hint="give a whole number from 1 on")
-    source = read(model)
+    source = sound(read(model))
     refuse_training(source, "replace its head")
     changed = source.copy()
     head = find_head(changed, layer)

@@ -13,6 +13,7 @@ from onward.errors import RecipeError
 from onward.model import TRAINING_DOMAIN, Model, Source, read
 from onward.model.core import values
 from onward.model.serde import stamp
+from onward.model.signature import sound
 from onward.model.walk import ancestors
 from onward.recipe import objective, preprocessing
 from onward.recipe.assembly import Assembly
@@ -174,7 +175,7 @@ def prepare(model: Source, *, loss: Any, **recipe: Any) -> Model:
     unknown = [name for name in recipe if name not in known]
     if unknown:
         raise TypeError(f"prepare() got an unexpected keyword argument {unknown[0]!r}")
-    return Recipe(loss=loss, **recipe).apply(read(model))
+    return Recipe(loss=loss, **recipe).apply(sound(read(model)))
 
 
 def _at_common_opset(model: Model, least: int) -> Model:

@@ -6,15 +6,18 @@ a buffer that is bound as input and output at once may be overwritten while othe
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import re
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
+from onnxruntime.capi import onnxruntime_pybind11_state as native
 
 from onward.differentiate.recompute import Choice
-from onward.errors import UnknownNameError, UnsupportedError, near
+from onward.errors import DataError, UnknownNameError, UnsupportedError, near
 from onward.lowering.contract import contract_of
 from onward.lowering.step import lower
 from onward.model import Model
@@ -71,7 +74,8 @@ class OnnxRuntime(Engine):
         binding = self._bound[0]
         for name, array in batch.items():
             binding.bind_cpu_input(name, np.ascontiguousarray(array) if array.ndim else array)
-        self._step.run_with_iobinding(binding)
+        with _explained(DataError, "could not make a step with this batch"):
+            self._step.run_with_iobinding(binding)
         self._bound.reverse()
         self._read, self._write = self._write, self._read
         return {name: value.numpy() for name, value in zip(self._metrics, binding.get_outputs(), strict=False)}
@@ -102,7 +106,8 @@ class OnnxRuntime(Engine):
             name: self._read[name] if name in self._read else ort.OrtValue.ortvalue_from_numpy(_contiguous(batch[name]))
             for name in names
         }
-        results = session.run_with_ort_values(outputs, feeds)
+        with _explained(DataError, "could not compute anything from this batch"):
+            results = session.run_with_ort_values(outputs, feeds)
         return {name: np.asarray(value.numpy()) for name, value in zip(outputs, results, strict=True)}
 
     def state(self) -> dict[str, np.ndarray]:
@@ -122,7 +127,8 @@ class OnnxRuntime(Engine):
     def _session(self, model: Model) -> ort.InferenceSession:
         options = _options(self._threads)
         self._handed += _hand_over_large_tensors(model, options)
-        return ort.InferenceSession(model.to_proto().SerializeToString(), options, providers=self._providers)
+        with _explained(UnsupportedError, "does not run this model"):
+            return ort.InferenceSession(model.to_proto().SerializeToString(), options, providers=self._providers)
 
     def _buffer(self, value: ir.Value, *, fill: bool = False) -> ort.OrtValue:
         """Memory of ONNX Runtime's own: what is backed by numpy would go with the array."""
@@ -154,13 +160,36 @@ def array_function(model: Model) -> Callable[[Arrays], dict[str, Any]]:
     return lambda inputs: dict(zip(names, session.run(names, dict(inputs)), strict=True))
 
 
+_FAILURES = (
+    native.EPFail,
+    native.Fail,
+    native.InvalidArgument,
+    native.InvalidGraph,
+    native.InvalidProtobuf,
+    native.NotImplemented,
+    native.RuntimeException,
+    RuntimeError,  # of bound outputs
+)
+
+
+@contextlib.contextmanager
+def _explained(kind: type[DataError | UnsupportedError], what: str) -> Iterator[None]:
+    """What ONNX Runtime raises, as an error of ours."""
+    try:
+        yield
+    except _FAILURES as error:
+        reason = re.sub(r"^(\[ONNXRuntimeError\] : \d+ : \w+|Error in execution) ?: ", "", str(error)).splitlines()[0]
+        hint = "`onward check MODEL --for onnxruntime` looks for the cause"
+        raise kind(f"ONNX Runtime {what}: {reason}", hint=hint) from error
+
+
 def _contiguous(array: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(array).reshape(array.shape)  # which makes a row of a single number
 
 
 def _options(threads: int | None) -> ort.SessionOptions:
     options = ort.SessionOptions()
-    options.log_severity_level = 3
+    options.log_severity_level = 4  # what it would print is in the errors that it raises
     if threads is not None:
         options.intra_op_num_threads = threads
     return options

@@ -108,8 +108,8 @@ def _compare(old: Model, new: Model, size: int) -> None:
     rng = np.random.default_rng(0)
     halves = [{value.name or "": _sample(rng, value) for value in old.inputs} for _ in range(2)]
     whole = {name: np.concatenate([half[name] for half in halves]) for name in halves[0]}
-    expected = [_run(old, half) for half in halves]
     try:
+        expected = [_run(old, half) for half in halves]
         found = _run(new, whole)
     except Exception as error:  # whatever the runtime says about it
         raise _refused(size, str(error).strip().splitlines()[0]) from error

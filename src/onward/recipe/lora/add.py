@@ -10,6 +10,7 @@ import onnx_ir as ir
 from onward.build import Builder, Expr, Names
 from onward.errors import RecipeError, UnknownNameError, UnsupportedError
 from onward.model import Model, Source, read
+from onward.model.signature import sound
 from onward.model.state import tagged
 from onward.recipe.assembly import METADATA_IR_VERSION
 from onward.recipe.constants import expose
@@ -61,7 +62,7 @@ def add_lora(
 
 def adaptable(model: Source) -> Model:
     """A copy to which adapters can be added."""
-    source = read(model)
+    source = sound(read(model))
     refuse_training(source, "add adapters")
     changed = (convert_opset(source, _COMMON_OPSET) if source.opset < _OLDEST_OPSET else source).copy()
     changed.ir.ir_version = max(changed.ir.ir_version or 0, METADATA_IR_VERSION)

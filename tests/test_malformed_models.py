@@ -1,0 +1,150 @@
+"""Models that can be read, and break a rule deeper down: what works on them says so, with an error of ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import ModelProto, TensorProto, helper
+
+import onward
+from models import digits_mlp
+from onward.errors import DataError, InvalidModelError
+from onward.run import load
+from runs import QUIET, digits
+
+
+def node(proto: ModelProto, name: str) -> onnx.NodeProto:
+    return next(node for node in proto.graph.node if node.name == name)
+
+
+def changed(change: Callable[[ModelProto], Any]) -> ModelProto:
+    proto = digits_mlp()
+    change(proto)
+    return proto
+
+
+def prepared(proto: ModelProto) -> onward.Model:
+    return onward.prepare(proto, loss="cross_entropy")
+
+
+WORK: dict[str, Callable[[ModelProto], Any]] = {
+    "prepare": prepared,
+    "gradient": lambda proto: onward.gradient(proto, "logits", "*"),
+    "replace_head": lambda proto: onward.replace_head(proto, classes=3),
+    "add_lora": lambda proto: onward.add_lora(proto, rank=2, targets="*"),
+    "train": lambda proto: onward.train(proto, digits(), loss="cross_entropy", **QUIET),
+}
+NODES: dict[str, tuple[Callable[[ModelProto], Any], str]] = {
+    "no inputs": (lambda proto: node(proto, "fc2").ClearField("input"), r"`fc2` \(Gemm\) has 0 inputs, and needs 2"),
+    "an attribute of another type": (
+        lambda proto: node(proto, "fc1").attribute.append(helper.make_attribute("transA", 1.5)),
+        r"`fc1` \(Gemm\) has an attribute `transA` of type float, not int",
+    ),
+    "an attribute without a type": (
+        lambda proto: node(proto, "fc1").attribute.append(onnx.AttributeProto(name="transA", i=1)),
+        r"`fc1` \(Gemm\) has an attribute `transA` of type undefined, not int",
+    ),
+    "no attribute": (
+        lambda proto: node(proto, "relu").MergeFrom(onnx.NodeProto(op_type="Cast")),
+        r"`relu` \(Cast\) has no attribute `to`",
+    ),
+}
+
+
+@pytest.mark.parametrize("work", WORK)
+@pytest.mark.parametrize("case", NODES)
+def test_nodes_that_break_the_rules_of_their_operator(
+    case: str, work: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    change, message = NODES[case]
+    proto = changed(change)
+    onward.read(proto)  # can be looked at
+    with pytest.raises(InvalidModelError, match=message):
+        WORK[work](proto)
+
+
+def test_nodes_of_a_function_and_of_an_algorithm() -> None:
+    proto = digits_mlp()
+    opsets = [helper.make_opsetid("", 21)]
+    proto.functions.append(
+        helper.make_function("f", "F", ["x"], ["y"], [helper.make_node("Add", ["x"], ["y"])], opsets)
+    )
+    with pytest.raises(InvalidModelError, match=r"`y` \(Add\) has 1 inputs, and needs 2"):
+        prepared(proto)
+    training = prepared(digits_mlp()).to_proto()
+    next(n for n in training.training_info[0].algorithm.node if n.op_type == "Gradient").ClearField("input")
+    with pytest.raises(InvalidModelError, match=r"\(Gradient\) has 0 inputs, and needs 1"):
+        onward.lower(training)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"raw_data": b"123"}, "`fc1.weight` has 3 bytes, and needs 8192"),
+        ({"data_type": TensorProto.DOUBLE}, "`fc1.weight` has 8192 bytes, and needs 16384"),
+        ({"data_type": TensorProto.UNDEFINED}, "`fc1.weight` has data, but no type"),
+    ],
+)
+def test_tensors_that_are_damaged(change: dict[str, Any], message: str) -> None:
+    proto = digits_mlp()
+    weight = next(tensor for tensor in proto.graph.initializer if tensor.name == "fc1.weight")
+    weight.MergeFrom(TensorProto(**change))
+    with pytest.raises(InvalidModelError, match=message):
+        onward.read(proto)
+
+
+@pytest.mark.parametrize("key", ["nothing", "image", b"\xc3("])
+def test_updates_of_what_is_no_state(key: str | bytes) -> None:
+    proto = prepared(digits_mlp()).to_proto()
+    name = key if isinstance(key, bytes) else key.encode()  # protobuf reads what is no text, but does not write it
+    binding = proto.training_info[0].update_binding[0]
+    value = onnx.StringStringEntryProto(value=binding.value).SerializeToString()
+    binding.ParseFromString(b"\x0a" + bytes([len(name)]) + name + value)
+    with pytest.raises(InvalidModelError, match=r"updates .*, which is no initializer"):
+        onward.lower(proto)
+
+
+def test_operators_of_a_domain_that_is_not_imported() -> None:
+    proto = changed(lambda proto: node(proto, "relu").MergeFrom(onnx.NodeProto(domain="nowhere")))
+    with pytest.raises(onward.Error):
+        WORK["replace_head"](proto)
+
+
+def test_a_value_of_a_type_that_the_library_cannot_hold() -> None:
+    proto = prepared(digits_mlp()).to_proto()
+    proto.graph.output[0].type.map_type.SetInParent()
+    onward.lower(proto, part="evaluation")
+
+
+def test_what_the_runtime_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shapes that do not go together, which only shows when they are known."""
+    monkeypatch.chdir(tmp_path)
+    proto = digits_mlp()
+    proto.graph.initializer.append(onnx.numpy_helper.from_array(np.ones(7, np.float32), "seven"))
+    proto.graph.node.append(helper.make_node("Mul", ["logits", "seven"], ["scaled"], name="scale"))
+    proto.graph.output[0].name = "scaled"
+    with pytest.raises(onward.Error):
+        WORK["train"](proto)
+
+
+def test_what_the_runtime_cannot_compute() -> None:
+    proto = digits_mlp()
+    nodes = [
+        helper.make_node("Shape", ["logits"], ["shape"]),
+        helper.make_node("ReduceSum", ["shape"], ["far"], keepdims=0),
+        helper.make_node("Gather", ["logits", "far"], ["row"], name="gather"),
+        helper.make_node("Add", ["logits", "row"], ["scores"]),
+    ]
+    proto.graph.node.extend(nodes)
+    proto.graph.output[0].name = "scores"
+    batch = {name: array[:4] for name, array in digits().items()}
+    with load(prepared(proto), threads=1) as engine:
+        for use in (engine.step, engine.evaluate, engine.gradients):
+            with pytest.raises(DataError, match=r"ONNX Runtime could not .* Gather"):
+                use(batch)
