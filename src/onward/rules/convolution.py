@@ -24,21 +24,35 @@ from onward.shapes import constant_ints, dims
 COPIES_OF_OUTPUTS = 0.5
 MULTIPLICATIONS = 1 / 32
 """The time that these take on CPUs, beside copying an element of a window."""
+CACHED = 1 << 20
+"""How many elements stay in the caches of a CPU."""
+MOST_PIECES = 8
 
 
 @gradient("Conv")
 def conv(op, dy, x, w, b, *, y, auto_pad, dilations, group, kernel_shape, pads, strides):
     """Y = X * W: dX is the transposed convolution of dY, dW the product of the windows of X and dY, summed over N."""
     kernel = spatial(op, w) if kernel_shape is None else list(kernel_shape)
-    window = sliding(op, x, y, kernel, auto_pad=auto_pad, dilations=dilations, pads=pads, strides=strides)
-    dx = spread(op, dy, w, window, group=group)
-    if _pays_in_parts(window, w, group):
-        return dx, _weight_gradient_in_parts(op, x, dy, w, window), _bias_gradient(op, dy, window)
-    if window.is_pointwise and window.covers_exactly:
-        windows = x
-    else:
-        windows = columns(op, x, kernel, auto_pad=auto_pad, dilations=dilations, pads=pads, strides=strides)
-    return dx, _weight_gradient(op, windows, dy, w, group), _bias_gradient(op, dy, window)
+    slide = {"auto_pad": auto_pad, "dilations": dilations, "pads": pads, "strides": strides}
+    window = sliding(op, x, y, kernel, **slide)
+    dy, factor = _without_factor(op, dy, w)
+    dx = spread(op, dy, w if factor is None else w * factor, window, group=group)
+    dw, db = _weight_gradient(op, x, dy, w, window, kernel, group, **slide), _bias_gradient(op, dy, window)
+    if factor is None:
+        return dx, dw, db
+    return dx, dw * factor, db * op.Reshape(factor, [-1])
+
+
+def _without_factor(op, dy, w):
+    """What `dy` is times a number per channel, and these numbers: they go to the weights, of which there are less."""
+    product, rank = dy.value.producer(), len(dims(w.value) or ())
+    if product is None or product.op_type != "Mul" or product.domain != "" or rank < 3:
+        return dy, None
+    rest, numbers = product.inputs
+    shape = dims(numbers)
+    if shape is None or len(shape) != rank - 1 or shape[1:] != (1,) * (rank - 2) or shape[0] != dims(w.value)[0]:
+        return dy, None
+    return op(rest), op.Unsqueeze(op(numbers), [rank - 1])
 
 
 @gradient("ConvTranspose")
@@ -56,10 +70,7 @@ def conv_transpose(
     image, padding = exactly_covered(op, dy, window)
     slide = {"dilations": window.dilations, "strides": window.strides, "pads": padding}
     dx = op.Conv(image, w, group=group, **slide)
-    if _pays_in_parts(window, w, group):
-        return dx, _weight_gradient_in_parts(op, image, x, w, window), _bias_gradient(op, dy, window)
-    windows = image if window.is_pointwise and padding is None else columns(op, image, kernel, **slide)
-    return dx, _weight_gradient(op, windows, x, w, group), _bias_gradient(op, dy, window)
+    return dx, _weight_gradient(op, image, x, w, window, kernel, group, **slide), _bias_gradient(op, dy, window)
 
 
 @rewrite("CausalConvWithState")
@@ -89,10 +100,45 @@ def _bias_gradient(op, dy, window):
     return op.ReduceSum(dy, [0, *range(2, window.rank + 2)], keepdims=0)
 
 
-def _weight_gradient(op, windows, outputs, w, group):
-    """The sum over N of windows [N, C K, P] times outputs [N, O, P], group by group, in the shape of W [O, C K].
+def _weight_gradient(op, image, outputs, w, window, kernel, group, **slide):
+    """The product of the windows of an image and of outputs, summed over N, in the shape of W."""
+    if _pays_in_parts(window, w, group):
+        channels, inputs = dims(w.value)[:2]
+        rows, *row = window.kernel.tolist()
+        copied = (inputs * math.prod(row) + channels * rows) * math.prod(window.count.tolist())
+        total = _by_pieces(op, lambda x, y: _products_by_row(op, x, y, w, window), image, outputs, copied)
+        apart, rank = op.Reshape(total, [inputs, *row, channels, rows]), window.rank
+        return op.Transpose(apart, perm=[rank, 0, rank + 1, *range(1, rank)])
 
-    The large factor comes first, the small result is transposed: the fastest order on CPUs.
+    def products(image, outputs):
+        windows = image if window.is_image else columns(op, image, kernel, **slide)
+        return _products(op, windows, outputs, w, group)
+
+    sizes = known_product(w, 1), known_product(outputs, 2)
+    copied = 0 if window.is_image or None in sizes else math.prod((group, *sizes))
+    total = _by_pieces(op, products, image, outputs, copied)
+    axes = 3 if group > 1 else 2
+    return reshape_like(op, op.Transpose(total, perm=[*range(axes - 2), axes - 1, axes - 2]), w)
+
+
+def _by_pieces(op, products, image, outputs, copied):
+    """The products of an image and outputs, a few of N at a time: what is copied for them stays cached."""
+    count, axes = size_of(op, outputs, 0), dims(image.value)
+    pieces = 1
+    if isinstance(count, int) and axes is not None and axes[0] == count:
+        enough = [n for n in range(1, MOST_PIECES + 1) if count % n == 0 and count // n * copied <= CACHED]
+        pieces = min(enough, default=1)
+    if pieces == 1:
+        return products(image, outputs)
+    sizes = [count // pieces] * pieces
+    parts = (op.Split(value, sizes, axis=0, outputs=pieces) for value in (image, outputs))
+    return op.Sum(*(products(x, y) for x, y in zip(*parts, strict=True)))
+
+
+def _products(op, windows, outputs, w, group):
+    """The sum over N of windows [N, C K, P] times outputs [N, O, P], group by group: [C K, O].
+
+    The large factor comes first, the small result is transposed afterwards: the fastest order on CPUs.
     """
     count = size_of(op, outputs, 0)
     places = known_product(outputs, 2)
@@ -109,13 +155,11 @@ def _weight_gradient(op, windows, outputs, w, group):
     right = reshape(op, outputs, count, *groups, channels, places)
     axes = len(groups) + 3
     swap = [*range(axes - 2), axes - 1, axes - 2]
-    total = op.ReduceSum(op.MatMul(left, op.Transpose(right, perm=swap)), [0], keepdims=0)
-    turned = op.Transpose(total, perm=[*range(axes - 3), axes - 2, axes - 3])
-    return reshape_like(op, turned, w)
+    return op.ReduceSum(op.MatMul(left, op.Transpose(right, perm=swap)), [0], keepdims=0)
 
 
-def _weight_gradient_in_parts(op, image, outputs, w, window):
-    """The same, but windows are of one row, [N, C K, R W], and outputs are put beside themselves row by row instead.
+def _products_by_row(op, image, outputs, w, window):
+    """The same for windows of one row, [N, C K, R W], and outputs put beside themselves row by row: [C K, O K].
 
     The element of a window in row i of K meets the outputs i rows further down. That takes K copies of each, and not
     K K of the image. `window` has a stride of 1 along its first axis, which is that of rows.
@@ -133,10 +177,7 @@ def _weight_gradient_in_parts(op, image, outputs, w, window):
     count, places = size_of(op, outputs, 0), int(window.covered[0]) * width
     left = reshape(op, windows, count, inputs * math.prod(row), places)
     right = reshape(op, shifted, count, channels * rows, places)
-    total = op.ReduceSum(op.MatMul(left, op.Transpose(right, perm=[0, 2, 1])), [0], keepdims=0)
-    rank = window.rank
-    apart = op.Reshape(total, [inputs, *row, channels, rows])
-    return op.Transpose(apart, perm=[rank, 0, rank + 1, *range(1, rank)])
+    return op.ReduceSum(op.MatMul(left, op.Transpose(right, perm=[0, 2, 1])), [0], keepdims=0)
 
 
 def _pays_in_parts(window, w, group):

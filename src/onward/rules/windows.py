@@ -48,13 +48,9 @@ class Window(NamedTuple):
         return isinstance(self.sizes, np.ndarray)
 
     @property
-    def covers_exactly(self):
-        """Whether it is certain that windows begin and end with the image."""
-        return self.static and not self.begin.any() and bool((self.covered == self.sizes).all())
-
-    @property
-    def is_pointwise(self):
-        return self.static and all(n == 1 for n in (*self.kernel, *self.strides))
+    def is_image(self):
+        """Whether it is certain that windows are the elements of the image, all that they cover and nothing else."""
+        return self.static and all(n == 1 for n in (*self.kernel, *self.strides)) and not any(self.padding)
 
     @property
     def padding(self):
