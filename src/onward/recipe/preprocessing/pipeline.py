@@ -19,6 +19,10 @@ from onward.recipe.spec import Spec, arguments, check_options, lookup, parse, wo
 
 INPUT = "input"
 """The name of what may stand first: which type and shape the data have."""
+_TYPES = {
+    name: ir.DataType.from_numpy(np.dtype(name))
+    for name in ("uint8", "float32", "float16", "float64", "uint16", "int16", "int32", "int64", "int8", "bool")
+}
 _NAMED = re.compile(r"\s*[^\s:=]+=")
 
 
@@ -33,15 +37,14 @@ class Raw:
     def by(cls, spec: Spec) -> Raw:
         check_options(f"`{INPUT}`", spec.options, {"dtype": "", "shape": ""})
         name, shape = str(spec.options.get("dtype", "uint8")), spec.options.get("shape")
-        types = {kind.name.lower(): kind for kind in ir.DataType if kind.is_floating_point() or kind.is_integer()}
         dims = [None if dim == "?" else dim for dim in shape] if isinstance(shape, Sequence) else shape
         if dims is not None and not (isinstance(dims, list) and all(d is None or isinstance(d, int) for d in dims)):
             raise RecipeError(f"`{shape}` is no shape", hint="such as `input:shape=[28,28]`, or [?,?,3] for any size")
-        return cls(lookup("type", name, types), None if dims is None else tuple(dims))
+        return cls(lookup("type", name, _TYPES), None if dims is None else tuple(dims))
 
     def spec(self) -> Spec:
         shape = {} if self.dims is None else {"shape": ["?" if dim is None else dim for dim in self.dims]}
-        return Spec(INPUT, {"dtype": self.dtype.name.lower(), **shape})
+        return Spec(INPUT, {"dtype": self.dtype.numpy().name, **shape})
 
 
 @dataclasses.dataclass(frozen=True)
