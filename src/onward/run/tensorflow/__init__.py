@@ -16,17 +16,28 @@ from onward.run.framework import Framework, Operators
 from onward.run.shared import control, sequence
 from onward.run.tensorflow import (
     activation,
+    attention,
+    classical,
     convolution,
     elementwise,
     grids,
     indexing,
+    loss,
     matrix,
     movement,
+    normalization,
+    pooling,
+    quantization,
     reduction,
+    sampling,
+    spectral,
 )
 from onward.run.tensorflow.tensors import TYPES, fetched
 
-_TABLES = (elementwise, activation, reduction, movement, indexing, matrix, convolution, grids, control, sequence)
+_TABLES = (
+    elementwise, activation, reduction, movement, indexing, matrix, convolution, pooling, grids, normalization,
+    attention, loss, quantization, spectral, sampling, classical, control, sequence,
+)  # fmt: skip
 
 
 class TensorFlow(Framework):

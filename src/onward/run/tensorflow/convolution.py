@@ -12,8 +12,9 @@ import numpy as np
 import tensorflow as tf
 
 from onward.run.framework import Operators
+from onward.run.shared.windows import halves, paddings, reach
 from onward.run.tensorflow.grids import linear
-from onward.run.tensorflow.tensors import sizes
+from onward.run.tensorflow.tensors import sizes, wide
 
 operators = Operators()
 
@@ -22,22 +23,9 @@ operators = Operators()
 def conv(x, w, b=None, *, auto_pad, dilations, group, pads, strides):
     rank = x.shape.rank - 2
     strides, dilations = strides or [1] * rank, dilations or [1] * rank
-    window = [(k - 1) * d + 1 for k, d in zip(w.shape[2:], dilations, strict=True)]
-    widths = padding(auto_pad, pads, sizes(x)[2:], window, strides)
-    x, w = _padded(_channels_last(x), widths), _kernel_last(w)
-    y = _channels_first(_convolved(x, w, group, strides, dilations))
+    widths = paddings(auto_pad, pads, sizes(x)[2:], w.shape[2:], strides, dilations)
+    y = channels_first(_convolved(_padded(channels_last(x), widths), _kernel_last(w), group, strides, dilations))
     return y if b is None else y + per_channel(b, rank)
-
-
-def padding(auto_pad, pads, shape, window, strides):
-    """How many elements are added before and after each axis."""
-    if auto_pad in ("SAME_UPPER", "SAME_LOWER"):
-        totals = [max((-(-n // s) - 1) * s + k - n, 0) for n, k, s in zip(shape, window, strides, strict=True)]
-        halves = [((total // 2), (total + 1) // 2) for total in totals]
-        return halves if auto_pad == "SAME_UPPER" else [half[::-1] for half in halves]
-    if auto_pad == "VALID" or not pads:
-        return [(0, 0)] * len(shape)
-    return list(zip(pads[: len(shape)], pads[len(shape) :], strict=True))
 
 
 def per_channel(b, rank):
@@ -45,11 +33,11 @@ def per_channel(b, rank):
     return tf.reshape(b, [-1, *[1] * rank])
 
 
-def _channels_last(x):
+def channels_last(x):
     return tf.transpose(x, [0, *range(2, x.shape.rank), 1])
 
 
-def _channels_first(x):
+def channels_first(x):
     return tf.transpose(x, [0, x.shape.rank - 1, *range(1, x.shape.rank - 1)])
 
 
@@ -100,22 +88,21 @@ def _with_gaps(w, dilations):
 @operators.define("ConvTranspose")
 def conv_transpose(x, w, b=None, *, auto_pad, dilations, group, output_padding, output_shape, pads, strides):
     rank = x.shape.rank - 2
-    strides, dilations = strides or [1] * rank, dilations or [1] * rank
-    more = output_padding or [0] * rank
-    whole = [
-        (n - 1) * s + (k - 1) * d + 1 for n, s, k, d in zip(x.shape[2:], strides, w.shape[2:], dilations, strict=True)
-    ]
-    if output_shape or auto_pad in ("SAME_UPPER", "SAME_LOWER"):
-        wanted = output_shape or [n * s for n, s in zip(x.shape[2:], strides, strict=True)]
+    strides, dilations, more = strides or [1] * rank, dilations or [1] * rank, output_padding or [0] * rank
+    reaches = map(reach, w.shape[2:], dilations)
+    whole = [(n - 1) * s + covered for n, s, covered in zip(x.shape[2:], strides, reaches, strict=True)]
+    if output_shape or auto_pad.startswith("SAME"):
+        wanted = output_shape[-rank:] if output_shape else [n * s for n, s in zip(x.shape[2:], strides, strict=True)]
         totals = [n + m - size for n, m, size in zip(whole, more, wanted, strict=True)]
-        halves = [(total // 2, total - total // 2) for total in totals]
-        cut = halves if auto_pad == "SAME_UPPER" else [half[::-1] for half in halves]
+        cut = [halves(total, larger_last=auto_pad == "SAME_UPPER") for total in totals]
     else:
-        cut = padding(auto_pad, pads, x.shape[2:], None, None)
-    y = _spread(_channels_last(x), _with_gaps(_kernel_last(w), dilations), group, strides, whole)
-    y = _padded(y, [(0, max(m, 0)) for m in more])
-    y = y[(slice(None), *(slice(low, n + m - high) for n, m, (low, high) in zip(whole, more, cut, strict=True)))]
-    y = _channels_first(y)
+        cut = paddings(auto_pad, pads, x.shape[2:], w.shape[2:], strides, dilations)
+    y = _spread(channels_last(x), _with_gaps(_kernel_last(w), dilations), group, strides, whole)
+    # Cut off at both ends; where less than nothing is, zeros are added.
+    ends = [(-low, m - high) for (low, high), m in zip(cut, more, strict=True)]
+    y = _padded(y, [(max(low, 0), max(high, 0)) for low, high in ends])
+    kept = [slice(max(-low, 0), n + min(high, 0)) for n, (low, high) in zip(y.shape[1:-1], ends, strict=True)]
+    y = channels_first(y[(slice(None), *kept)])
     return y if b is None else y + per_channel(b, rank)
 
 
@@ -151,6 +138,16 @@ def deform_conv(x, w, offset, b=None, mask=None, *, dilations, group, offset_gro
     windows = tf.reshape(windows, [n, group, channels // group * count, -1])
     y = tf.reshape(tf.matmul(tf.reshape(w, [group, -1, windows.shape[2]]), windows), [n, -1, *places])
     return y if b is None else y + per_channel(b, rank)
+
+
+@operators.define("CausalConvWithState")
+def causal_conv_with_state(x, w, b=None, past=None, *, activation):
+    """Each channel by its own kernel, over what was before and what is now; the last of that is the new state."""
+    length = w.shape[2] - 1
+    whole = tf.pad(x, [(0, 0), (0, 0), (length, 0)]) if past is None else tf.concat([past, x], 2)
+    slide = {"auto_pad": "VALID", "dilations": None, "pads": None, "strides": None}
+    y = tf.cast(conv(wide(whole), wide(w), None if b is None else wide(b), group=x.shape[1], **slide), x.dtype)
+    return y if activation == "none" else tf.cast(tf.nn.silu(wide(y)), x.dtype), whole[:, :, x.shape[2] :]
 
 
 @operators.define("Col2Im")

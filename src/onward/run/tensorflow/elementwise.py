@@ -7,7 +7,7 @@ import functools
 import tensorflow as tf
 
 from onward.run.framework import Operators
-from onward.run.tensorflow.tensors import FLOATS, SMALL, UNSIGNED, computed_as, dtype_of, on_host
+from onward.run.tensorflow.tensors import FLOATS, SMALL, UNSIGNED, computed_as, dtype_of, on_host, scalar
 
 operators = Operators()
 
@@ -137,7 +137,12 @@ operators(
 
 @operators.define("BitShift")
 def bit_shift(x, count, *, direction):
-    return (tf.bitwise.left_shift if direction == "LEFT" else tf.bitwise.right_shift)(x, count)
+    """By as many bits as there are, or more, nothing is left but the sign. Less than 0 counts as more."""
+    last = x.dtype.size * 8 - 1
+    if direction == "RIGHT" and not x.dtype.is_unsigned:
+        return tf.bitwise.right_shift(x, tf.where((count < 0) | (count > last), scalar(last, x), count))
+    shifted = (tf.bitwise.left_shift if direction == "LEFT" else tf.bitwise.right_shift)(x, count)
+    return tf.where((count < 0) | (count > last), scalar(0, x), shifted)
 
 
 operators(Identity=lambda x: x)

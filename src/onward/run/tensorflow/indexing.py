@@ -86,7 +86,7 @@ def tensor_scatter(cache, update, begins=None, *, axis, mode):
 def one_hot(indices, depth, values, *, axis):
     size = int(depth.item())
     places = tf.cast(indices, tf.int64)
-    chosen = tf.one_hot(from_start(places, size), size, True, False, axis, tf.bool)
+    chosen = tf.one_hot(from_start(places, size), size, True, False, axis % (places.shape.rank + 1), tf.bool)
     return tf.where(chosen, values[1], values[0])
 
 

@@ -80,7 +80,9 @@ def pad(x, pads, value=None, axes=None, *, mode):
     chosen = range(rank) if axes is None else [axis % rank for axis in axes.tolist()]
     before, after = np.zeros((2, rank), int)
     before[chosen], after[chosen] = np.split(pads, 2)
-    kept = x[tuple(slice(max(0, -low), size + min(0, high)) for low, high, size in zip(before, after, x.shape))]
+    kept = x[
+        tuple(slice(max(0, -low), size + min(0, high)) for low, high, size in zip(before, after, x.shape, strict=True))
+    ]
     widths = np.maximum(np.stack([before, after], 1), 0)
     if mode == "constant":
         return tf.pad(kept, widths, constant_values=scalar(0, x) if value is None else tf.reshape(value, []))
