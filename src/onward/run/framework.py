@@ -63,6 +63,9 @@ class Framework(ABC):
     cannot: ClassVar[Mapping[str, str]] = {}
     """Operators that the framework has no way to express, and why."""
 
+    takes_numbers: ClassVar[Mapping[str, Sequence[int]]] = {}
+    """Inputs of operators that stay arrays if they are scalars on the host: numbers may become a part of kernels."""
+
     fuses: ClassVar[bool] = False
     """Whether nodes that amount to attention are handed to the operator of that name, which is then faster."""
 

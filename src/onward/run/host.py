@@ -6,6 +6,10 @@ one graph goes through `jax.jit` and `torch.compile` for each shape that comes.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
+
 _ALL = range(16)
 
 HOST_INPUTS: dict[str, range | tuple[int, ...]] = {
@@ -66,3 +70,13 @@ ONLY_ON_HOST = frozenset(
     }
 )
 """Operators on text and files, which no framework here has, nor a derivative: always computed by numpy."""
+
+_MANY = 1 << 14
+
+
+def counts_far(operator: str, inputs: Sequence[np.ndarray]) -> bool:
+    """Whether a node makes so many numbers that they are better made on the device: those that random ones are of."""
+    if operator != "Range":
+        return False
+    start, limit, step = (array.item() for array in inputs)
+    return bool((limit - start) / step >= _MANY)

@@ -16,7 +16,7 @@ import onnx_ir as ir
 from onward.errors import Error, UnsupportedError
 from onward.run.framework import Framework, NotOnHost
 from onward.run.fusion import attend
-from onward.run.host import HOST_INPUTS
+from onward.run.host import HOST_INPUTS, counts_far
 from onward.run.plan import Call, Differentiation, Fused, Plan
 
 Values = dict[ir.Value, Any]
@@ -58,13 +58,16 @@ class Interpreter:
             if call.graphs and call.function is not None:
                 bodies = {name: _Body(self, plan, values) for name, plan in call.graphs.items()}
                 results = call.function(*inputs, **bodies, framework=self._framework)
-            elif call.on_host is not None and (call.function is None or self._belong_on_host(inputs)):
+            elif call.on_host is not None and (call.function is None or self._belongs_on_host(call.operator, inputs)):
                 results = call.on_host(*map(self._fetch, inputs))
             else:
                 assert call.function is not None
                 host = HOST_INPUTS.get(call.operator, ())
+                numbers = self._framework.takes_numbers.get(call.operator, ())
                 placed = (
-                    self._fetch(given) if i in host else self._place(value, given)
+                    self._fetch(given)
+                    if i in host or (i in numbers and _is_number(given))
+                    else self._place(value, given)
                     for i, (value, given) in enumerate(zip(call.inputs, inputs, strict=True))
                 )
                 results = call.function(*placed)
@@ -114,10 +117,12 @@ class Interpreter:
 
     # ---- where values are --------------------------------------------------------------------------------------------
 
-    def _belong_on_host(self, inputs: Iterable[Any]) -> bool:
-        """Whether all are there already, or one is of a type that the framework does not have."""
+    def _belongs_on_host(self, operator: str, inputs: Iterable[Any]) -> bool:
+        """Whether all inputs are there already, or one is of a type that the framework does not have."""
         given = [value for value in inputs if value is not None]
-        return bool(given) and (all(map(self._is_host, given)) or not all(map(self._can_place, given)))
+        if all(map(self._is_host, given)):
+            return bool(given) and not counts_far(operator, given)
+        return not all(map(self._can_place, given))
 
     def _is_host(self, value: Any) -> bool:
         return all(map(self._is_host, value)) if isinstance(value, list) else isinstance(value, np.ndarray)
@@ -161,6 +166,10 @@ class _Body:
         values = {**self._captured, **dict(zip(self._plan.inputs.values(), inputs, strict=True))}
         self._interpreter.execute(self._plan, values)
         return [values[value] for value in self._plan.outputs]
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, np.ndarray) and value.ndim == 0
 
 
 def _dtype(value: ir.Value) -> np.dtype | None:

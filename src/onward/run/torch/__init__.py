@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -58,6 +58,18 @@ _MAKE_TENSORS = ("ConstantOfShape", "Range", "RandomNormal", "RandomUniform")
 class Torch(Framework):
     name = "torch"
     operators = Operators({name: function for part in _FAMILIES for name, function in part.operators.items()})
+
+    takes_numbers: ClassVar[Mapping[str, Sequence[int]]] = {
+        **dict.fromkeys(
+            ("Add", "Sub", "Mul", "Div", "Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual"), (0, 1)
+        ),
+        "BitShift": (1,),
+        "BitwiseXor": (0, 1),
+        "Clip": (1, 2),
+        "Gather": (1,),
+        "Pad": (2,),
+        "Pow": (1,),
+    }
 
     def __init__(self, device: str = "cpu"):
         self._device = torch.device(device)

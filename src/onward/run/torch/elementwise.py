@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
+import operator
 
-import numpy as np
 import torch
 
 from onward.run.framework import Operators
@@ -12,16 +12,17 @@ from onward.run.torch.types import CODES, FLOAT8, TYPES, by_bits, in_int64, on_n
 
 operators = Operators()
 operators(
-    Add=by_bits(torch.add),
-    Sub=by_bits(torch.subtract),
-    Mul=by_bits(torch.multiply),
+    Add=by_bits(operator.add),
+    Sub=by_bits(operator.sub),
+    Mul=by_bits(operator.mul),
 )
 
 
 @operators.define("Div")
 @in_int64
 def div(x, y):
-    return torch.div(x, y, rounding_mode=None if x.is_floating_point() else "trunc")
+    floating = any(torch.is_tensor(part) and part.is_floating_point() for part in (x, y))
+    return x / y if floating else torch.div(x, y, rounding_mode="trunc")
 
 
 @operators.define("Mod")
@@ -33,8 +34,6 @@ def mod(x, y, *, fmod):
 @operators.define("Pow")
 @in_int64
 def power(x, y):
-    if isinstance(y, np.ndarray):  # a number that is known makes for products in place of powers
-        y = y.item() if y.ndim == 0 else torch.from_numpy(y).to(x.device)
     if x.is_floating_point():
         return torch.pow(x, y).to(x.dtype)
     return torch.pow(x.double(), y).to(x.dtype)
@@ -78,11 +77,11 @@ operators(
     Asinh=torch.asinh,
     Acosh=torch.acosh,
     Atanh=torch.atanh,
-    Equal=by_bits(torch.eq),
-    Greater=in_int64(torch.gt),
-    GreaterOrEqual=in_int64(torch.ge),
-    Less=in_int64(torch.lt),
-    LessOrEqual=in_int64(torch.le),
+    Equal=by_bits(operator.eq),
+    Greater=in_int64(operator.gt),
+    GreaterOrEqual=in_int64(operator.ge),
+    Less=in_int64(operator.lt),
+    LessOrEqual=in_int64(operator.le),
     And=torch.logical_and,
     Or=torch.logical_or,
     Xor=torch.logical_xor,

@@ -22,12 +22,9 @@ def _places(indices, size):
 @operators.define("Gather")
 @by_bits
 def gather(x, indices, *, axis):
-    if isinstance(indices, np.ndarray):
-        if indices.ndim == 0:
-            return x.select(axis, indices.item())
-        indices = torch.from_numpy(indices % x.shape[axis]).to(x.device)
-    else:
-        indices = _places(indices, x.shape[axis])
+    if not torch.is_tensor(indices):
+        return x.select(axis, indices)
+    indices = _places(indices, x.shape[axis])
     axis %= x.ndim
     y = x.index_select(axis, indices.reshape(-1))
     return y.reshape([*x.shape[:axis], *indices.shape, *x.shape[axis + 1 :]])
@@ -95,7 +92,7 @@ def tensor_scatter(x, update, first=None, *, axis, mode):
 @operators.define("OneHot")
 @by_bits
 def one_hot(indices, depth, values, *, axis):
-    depth = int(depth.item())
+    depth = int(np.ravel(depth)[0])
     axis %= indices.ndim + 1
     indices = _places(indices, depth).unsqueeze(axis)
     classes = torch.arange(depth, device=indices.device).reshape(-1, *[1] * (indices.ndim - 1 - axis))

@@ -99,8 +99,8 @@ def pad(x, pads, value=None, axes=None, *, mode):
     for axis, begin, end in zip(axes, before, after, strict=True):
         amounts[axis] = begin, end
     flat = [amount for pair in reversed(amounts) for amount in pair]
-    if value is None or isinstance(value, np.ndarray):
-        return F.pad(x, flat, value=None if value is None else value.item())
+    if not torch.is_tensor(value):
+        return F.pad(x, flat, value=value)
     return torch.where(F.pad(torch.ones_like(x, dtype=torch.bool), flat), F.pad(x, flat), value)
 
 
@@ -145,8 +145,8 @@ def reverse_sequence(x, lengths, *, batch_axis, time_axis):
 
 @operators.define("Trilu")
 @by_bits
-def trilu(x, k=None, *, upper):
-    return (torch.triu if upper else torch.tril)(x, 0 if k is None else k.item())
+def trilu(x, k=0, *, upper):
+    return (torch.triu if upper else torch.tril)(x, k)
 
 
 @operators.define("ConstantOfShape")

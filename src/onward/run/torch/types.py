@@ -92,9 +92,15 @@ def by_bits(function):
     def call(*inputs, **attributes):
         dtype = next((x.dtype for x in inputs if isinstance(x, torch.Tensor) and x.dtype in _SAME_BITS), None)
         if dtype is None:
-            return function(*inputs, **attributes)
+            return function(*map(_number, inputs), **attributes)
         other = _SAME_BITS[dtype]
-        views = (x.view(other) if isinstance(x, torch.Tensor) and x.dtype == dtype else x for x in inputs)
+        integers, unsigned = CODES[other].numpy(), CODES[dtype].numpy()
+        views = (
+            (x.view(other) if x.dtype == dtype else x)
+            if isinstance(x, torch.Tensor)
+            else _number(x.view(integers) if isinstance(x, np.ndarray) and x.dtype == unsigned else x)
+            for x in inputs
+        )
         result = function(*views, **attributes)
         return result.view(dtype) if result.dtype == other else result
 
@@ -108,9 +114,14 @@ def in_int64(function):
     def call(*inputs, **attributes):
         dtype = next((x.dtype for x in inputs if isinstance(x, torch.Tensor) and x.dtype in _WIDER), None)
         if dtype is None:
-            return function(*inputs, **attributes)
-        wide = (x.long() if isinstance(x, torch.Tensor) and x.dtype == dtype else x for x in inputs)
+            return function(*map(_number, inputs), **attributes)
+        wide = (x.long() if isinstance(x, torch.Tensor) and x.dtype == dtype else _number(x) for x in inputs)
         result = function(*wide, **attributes)
         return result.to(dtype) if result.dtype == torch.int64 else result
 
     return call
+
+
+def _number(value):
+    """A scalar that is known."""
+    return value.item() if isinstance(value, np.ndarray) and value.ndim == 0 else value
