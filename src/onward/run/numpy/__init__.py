@@ -11,14 +11,39 @@ from typing import Any
 import numpy as np
 
 from onward.run.framework import Framework, Operators
-from onward.run.numpy import elementwise, indexing, movement, reduction
+from onward.run.numpy import (
+    activation,
+    classical,
+    convolution,
+    elementwise,
+    grids,
+    indexing,
+    loss,
+    matrix,
+    movement,
+    normalization,
+    pooling,
+    reduction,
+    sampling,
+    text,
+)
 from onward.run.shared import control, sequence
 
 _FAMILIES = (
     elementwise,
+    activation,
+    reduction,
     movement,
     indexing,
-    reduction,
+    matrix,
+    convolution,
+    pooling,
+    grids,
+    normalization,
+    loss,
+    sampling,
+    text,
+    classical,
     control,
     sequence,
 )

@@ -28,7 +28,7 @@ def reshape(x, shape, *, allowzero):
 operators(
     Flatten=lambda x, *, axis: x.reshape(math.prod(x.shape[:axis]), math.prod(x.shape[axis:])),
     Squeeze=lambda x, axes=None: np.squeeze(x, None if axes is None else tuple(axes.tolist())),
-    Unsqueeze=lambda x, axes: np.expand_dims(x, tuple(axes.tolist())),
+    Unsqueeze=lambda x, axes: np.expand_dims(x, tuple(np.atleast_1d(axes).tolist())),
     Transpose=lambda x, *, perm: x.transpose(perm),
     Concat=lambda *xs, axis: np.concatenate(xs, axis),
 )

@@ -1,0 +1,35 @@
+"""Products of matrices."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from onward.run.framework import Operators
+from onward.run.numpy.precision import in_float32
+
+operators = Operators()
+
+operators(MatMul=in_float32(lambda a, b: np.matmul(a, b)))
+
+
+@operators.define("Gemm")
+@in_float32
+def gemm(a, b, c=None, *, alpha, beta, transA, transB):
+    y = (a.T if transA else a) @ (b.T if transB else b)
+    if y.dtype.kind != "f":  # integers are scaled as numbers
+        y = (y * alpha + (0 if c is None else c * beta)).astype(y.dtype)
+        return y
+    y = y if alpha == 1 else alpha * y
+    return y if c is None else y + (c if beta == 1 else beta * c)
+
+
+@operators.define("Einsum")
+@in_float32
+def einsum(first, *others, equation):
+    return np.einsum(equation, first, *others)
+
+
+@operators.define("Det")
+@in_float32
+def det(x):
+    return np.linalg.det(x)
