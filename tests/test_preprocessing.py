@@ -139,15 +139,16 @@ LABELS = np.arange(16) % 10
 
 
 def test_training_is_that_of_data_which_were_prepared_before() -> None:
-    with load(onward.prepare(digits_mlp(), preprocess="scale:max=16", **RECIPE)) as raw:
-        with load(onward.prepare(digits_mlp(), **RECIPE)) as plain:
-            scaled = {"image": FLAT.astype(np.float32) / np.float32(16), "labels": LABELS}
-            batch = {"image": FLAT, "labels": LABELS}
-            for _ in range(3):
-                assert raw.step(batch) == plain.step(scaled)
-                before, after = raw.evaluate(batch), plain.evaluate(scaled)
-                assert all(np.array_equal(before[name], after[name]) for name in after)
-            a, b = raw.state(), plain.state()
+    batch = {"image": FLAT, "labels": LABELS}
+    scaled = {"image": FLAT.astype(np.float32) / np.float32(16), "labels": LABELS}
+    raw = load(onward.prepare(digits_mlp(), preprocess="scale:max=16", **RECIPE))
+    plain = load(onward.prepare(digits_mlp(), **RECIPE))
+    with raw, plain:
+        for _ in range(3):
+            assert raw.step(batch) == plain.step(scaled)
+            before, after = raw.evaluate(batch), plain.evaluate(scaled)
+            assert all(np.array_equal(before[name], after[name]) for name in after)
+        a, b = raw.state(), plain.state()
     assert a.keys() == b.keys() and all(np.array_equal(a[name], b[name]) for name in a)
 
 
@@ -174,13 +175,11 @@ def test_nothing_of_it_is_trained() -> None:
 
 def drawn(*names: str) -> onward.Model:
     """Preprocessing that somebody drew: from bytes to numbers around 0, with a weight of its own."""
-    text = """<ir_version: 9, opset_import: ["" : 18]>
-    prep (uint8[N, 64] pixels) => (%s) <float[64] mean = {%s}>
-    { wide = Cast<to = 1>(pixels) %s }""" % (
-        ", ".join(f"float[N, 64] {name}" for name in names),
-        ",".join(["8"] * 64),
-        " ".join(f"{name} = Sub(wide, mean)" for name in names),
-    )
+    outputs = ", ".join(f"float[N, 64] {name}" for name in names)
+    nodes = " ".join(f"{name} = Sub(wide, mean)" for name in names)
+    text = f"""<ir_version: 9, opset_import: ["" : 18]>
+    prep (uint8[N, 64] pixels) => ({outputs}) <float[64] mean = {{{",".join(["8"] * 64)}}}>
+    {{ wide = Cast<to = 1>(pixels) {nodes} }}"""
     return onward.read(onnx.parser.parse_model(text))
 
 

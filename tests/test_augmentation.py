@@ -1,0 +1,225 @@
+"""Augmentation: what comes out could have come out, as often as it should, and again when a run is resumed."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime as ort
+import pytest
+from scipy import stats
+
+import onward
+from models import small_cnn
+from onward.errors import Error
+from onward.lowering.flow import keep_what_is_needed
+from onward.model import Model
+from onward.run import load
+from onward.training.api import resume, train
+from onward.training.folder import Run
+from runs import QUIET, accuracy, interrupted_after, state
+
+RECIPE: dict[str, Any] = {"loss": "cross_entropy", "optimizer": "sgd:lr=0.05"}
+PICTURES = np.random.default_rng(0).random((512, 1, 8, 8), np.float32)  # no two pixels are alike
+
+
+def pictures(augment: Any, images: np.ndarray = PICTURES, seed: int = 0, steps: int = 1, **recipe: Any) -> np.ndarray:
+    """What the model gets to see of images, in a step after so many others."""
+    model = onward.prepare(small_cnn(), augment=augment, seed=seed, **RECIPE, **recipe)
+    with load(model) as engine:
+        for _ in range(steps - 1):
+            engine.step({"image": images[:2], "labels": np.zeros(2, np.int64)})
+        model = engine.updated()
+    combined = Model(model.combined())
+    graph = combined.graph
+    seen = next(value for node in graph for value in node.outputs if value.name == "image/augmented")
+    graph.outputs[:] = [seen]
+    keep_what_is_needed(graph)
+    graph.inputs[:] = [value for value in graph.inputs if value.name == "image"]
+    return ort.InferenceSession(combined.to_proto().SerializeToString()).run(None, {"image": images})[0]
+
+
+def assert_share(happened: np.ndarray, p: float) -> None:
+    """That something happened as often as its probability says, to one in a million."""
+    assert stats.binomtest(int(happened.sum()), happened.size, p).pvalue > 1e-6
+
+
+def same(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Which pictures are equal."""
+    return (a == b).reshape(len(a), -1).all(1)
+
+
+@pytest.mark.parametrize(
+    ("augment", "axis", "p"), [("flip", 3, 0.5), ("flip:p=0.2", 3, 0.2), ("flip:direction=vertical", 2, 0.5)]
+)
+def test_flips(augment: str, axis: int, p: float) -> None:
+    seen = pictures(augment)
+    flipped = same(seen, np.flip(PICTURES, axis))
+    assert (flipped ^ same(seen, PICTURES)).all()
+    assert_share(flipped, p)
+
+
+def test_crops_are_windows_of_a_padded_picture() -> None:
+    seen, padded = pictures("crop:padding=2"), np.pad(PICTURES, ((0, 0), (0, 0), (2, 2), (2, 2)))
+    windows = [padded[:, :, y : y + 8, x : x + 8] for y, x in itertools.product(range(5), repeat=2)]
+    found = np.stack([same(seen, window) for window in windows])
+    assert (found.sum(0) == 1).all()
+    assert stats.chisquare(found.sum(1)).pvalue > 1e-6
+
+
+def test_channels_last() -> None:
+    """The same, for pictures whose channels are at the other end."""
+    images = PICTURES.transpose(0, 2, 3, 1)
+    preprocess = "input:dtype=float32 normalize:mean=0 channels_first"  # augmentation comes before it
+    for augment in ("flip", "flip:direction=vertical", "crop:padding=2", "erase", "contrast"):
+        seen = pictures(augment, images, preprocess=preprocess)
+        np.testing.assert_allclose(seen.transpose(0, 3, 1, 2), pictures(augment), rtol=1e-6)
+
+
+def test_rectangles_are_erased() -> None:
+    seen = pictures("erase:p=0.75,area=[0.1,0.4]")
+    black = (seen == 0)[:, 0]
+    np.testing.assert_array_equal(seen[:, 0][~black], PICTURES[:, 0][~black])
+    erased = black.any((1, 2))
+    assert_share(erased, 0.75)
+    for mask in black[erased]:
+        rows, columns = np.flatnonzero(mask.any(1)), np.flatnonzero(mask.any(0))
+        assert mask.sum() == (np.ptp(rows) + 1) * (np.ptp(columns) + 1)  # a rectangle
+    shares = black[erased].mean((1, 2))
+    assert shares.min() > 0.05 and shares.max() < 0.5 and shares.std() > 0.05  # sides are whole numbers
+    corners = {(np.flatnonzero(mask.any(1))[0], np.flatnonzero(mask.any(0))[0]) for mask in black[erased]}
+    assert len(corners) > 20
+
+
+def test_brightness() -> None:
+    factors = (pictures("brightness:amount=0.3") / PICTURES)[:, 0]
+    np.testing.assert_allclose(factors, np.broadcast_to(factors[:, :1, :1], factors.shape), rtol=1e-5)
+    assert stats.kstest(factors[:, 0, 0], "uniform", (0.7, 0.6)).pvalue > 1e-6
+
+
+def test_contrast() -> None:
+    seen, means = pictures("contrast:amount=0.5"), PICTURES.mean((1, 2, 3), keepdims=True)
+    np.testing.assert_allclose(seen.mean((1, 2, 3), keepdims=True), means, rtol=1e-5)
+    factors = np.median((seen - means) / (PICTURES - means), (1, 2, 3))
+    np.testing.assert_allclose(seen, means + (PICTURES - means) * factors.reshape(-1, 1, 1, 1), atol=1e-5)
+    assert stats.kstest(factors, "uniform", (0.5, 1.0)).pvalue > 1e-6
+
+
+def test_noise() -> None:
+    noise = pictures("noise:std=0.5") - PICTURES
+    assert stats.kstest(noise.ravel(), "norm", (0, 0.5)).pvalue > 1e-6
+
+
+def test_values_of_bytes_stay_in_their_range() -> None:
+    bytes_ = (PICTURES * 256).astype(np.uint8)
+    seen = pictures("noise:std=0.5 brightness:amount=1", bytes_, preprocess="scale")
+    assert seen.min() == 0 and seen.max() == 1
+    assert pictures("noise:std=0.5").max() > 1  # of other numbers the range is not known
+
+
+def test_luck_differs_by_sample_step_place_and_seed() -> None:
+    one = np.repeat(PICTURES[:1], 64, 0)
+    seen = pictures("brightness", one)
+    assert len(np.unique(seen[:, 0, 0, 0])) == 64
+    np.testing.assert_array_equal(seen, pictures("brightness", one))
+    assert not same(seen, pictures("brightness", one, steps=2)).any()
+    assert not same(seen, pictures("brightness", one, seed=1)).any()
+    flips = same(pictures("flip flip:direction=vertical"), np.flip(PICTURES, (2, 3)))
+    assert_share(flips, 0.25)  # each flips by itself
+    np.testing.assert_array_equal(
+        pictures("flip crop:padding=2 flip:p=0", seed=5), pictures("flip crop:padding=2", seed=5)
+    )
+
+
+def test_evaluation_does_not_augment() -> None:
+    batch = {"image": PICTURES[:16], "labels": np.arange(16) % 10}
+    noisy = load(onward.prepare(small_cnn(), augment="noise:std=2", **RECIPE))
+    plain = load(onward.prepare(small_cnn(), **RECIPE))
+    with noisy, plain:
+        np.testing.assert_array_equal(noisy.evaluate(batch)["logits"], plain.evaluate(batch)["logits"])
+        assert noisy.evaluate(batch)["loss"] == plain.evaluate(batch)["loss"]
+
+
+@pytest.mark.parametrize(
+    ("augment", "why"),
+    [
+        ("turn", "there is no augmentation `turn`"),
+        ("crop", "`crop` needs `padding`"),
+        ("crop:padding=0", "`padding` is `0`, but must be a number of pixels"),
+        ("flip:p=2", "`p` is `2`, but must be a probability"),
+        ("flip:direction=up", "a flip cannot be `up`"),
+        ("erase:area=2", "`area` is `2`, but must be two numbers"),
+        ("noise:std=-1", "`std` is `-1`, but must be a positive number"),
+        ("brightness:amount=2", "`amount` is `2`, but must be a number from 0 to 1"),
+        ("picture=flip", "the model has no input `picture`"),
+    ],
+)
+def test_what_does_not_go(augment: str, why: str) -> None:
+    with pytest.raises(Error) as caught:
+        onward.prepare(small_cnn(), augment=augment, **RECIPE)
+    assert why in str(caught.value)
+
+
+# ---- in runs ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def raw_digits(count: int = 96) -> dict[str, np.ndarray]:
+    """Pictures of bytes, of another size, without an axis for channels. Two bright rows show the class."""
+    rng = np.random.default_rng(0)
+    labels = rng.integers(0, 8, count)
+    images = rng.integers(0, 100, (count, 16, 16), np.uint8)
+    images[np.arange(count), labels * 2] = images[np.arange(count), labels * 2 + 1] = 255
+    return {"image": images, "labels": labels}
+
+
+PREPROCESS = "resize:size=8 scale normalize:mean=0.25,std=0.25"
+SETTINGS: dict[str, Any] = {"preprocess": PREPROCESS, "augment": "flip noise:std=0.05", **RECIPE, **QUIET}
+
+
+def test_an_interrupted_run_goes_on_bit_for_bit(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = raw_digits()
+    whole = train(small_cnn(), data, run="whole", epochs=2, validation=0.25, **SETTINGS)
+    with monkeypatch.context() as patch:
+        interrupted_after(4, patch)
+        run = train(small_cnn(), data, run="run", epochs=2, validation=0.25, **SETTINGS)
+    assert run.progress["step"] == 4 and run.log[-1]["reason"] == "interrupted"
+    run = resume(run, data, quiet=True)
+    a, b = state(run), state(whole)
+    assert "rng" in a and a.keys() == b.keys() and all(np.array_equal(a[name], b[name]) for name in a)
+    assert run.results == whole.results
+    assert not np.array_equal(
+        a["fc.weight"], state(train(small_cnn(), data, run="other", seed=1, **SETTINGS))["fc.weight"]
+    )
+
+
+def test_the_model_that_comes_out_takes_what_it_took(folder: Path) -> None:
+    data = raw_digits(192)
+    settings = {**SETTINGS, "augment": "flip", "optimizer": "adam:lr=1e-2", "epochs": 12, "validation": data}
+    run = train(small_cnn(), data, run="run", **settings)
+    original = onward.read(small_cnn()).to_proto().graph
+    best = run.best.to_proto().graph
+    assert (best.input, best.output, best.node) == (original.input, original.output, original.node)
+    halves = data["image"].astype(np.float32).reshape(-1, 8, 2, 8, 2)
+    weights = np.array([0.5, 0.5], np.float32)
+    shrunk = np.einsum("nhawb,a,b->nhw", halves, weights, weights)  # not what resizing does, but near it
+    prepared = {"image": (shrunk[:, None] / 255 - 0.25) / 0.25, "labels": data["labels"]}
+    assert accuracy(run.best, prepared) > 0.9
+
+    kept = train(small_cnn(), data, run="kept", keep_preprocessing=True, **settings)
+    assert kept.results == run.results
+    assert accuracy(kept.best, data) == pytest.approx(max(_accuracies(kept)))
+    for name, value in run.best.graph.initializers.items():
+        np.testing.assert_array_equal(kept.best.graph.initializers[name].const_value.numpy(), value.const_value.numpy())
+    assert accuracy(onward.strip(run.model), data) == pytest.approx(run.results["accuracy"])
+
+
+def _accuracies(run: Run) -> list[float]:
+    return [event["accuracy"] for event in run.log if event["event"] == "validation"]
