@@ -1,0 +1,37 @@
+"""Losses by class."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from onward.run.framework import Operators
+
+operators = Operators()
+
+
+@operators.define("SoftmaxCrossEntropyLoss")
+def softmax_cross_entropy_loss(scores, labels, weights=None, *, ignore_index=None, reduction):
+    log_prob = jax.nn.log_softmax(scores, 1)
+    return _of_classes(log_prob, labels, weights, ignore_index, reduction), log_prob
+
+
+@operators.define("NegativeLogLikelihoodLoss")
+def negative_log_likelihood_loss(log_prob, labels, weights=None, *, ignore_index=None, reduction):
+    return _of_classes(log_prob, labels, weights, ignore_index, reduction)
+
+
+def _of_classes(log_prob, labels, weights, ignore_index, reduction):
+    counted = None if ignore_index is None else labels != ignore_index
+    classes = labels if counted is None else jnp.where(counted, labels, 0)
+    losses = -jnp.squeeze(jnp.take_along_axis(log_prob, classes[:, None], 1, mode="clip"), 1)
+    share = None if weights is None else jnp.take(weights, classes, mode="clip")
+    if counted is not None:
+        share = jnp.where(counted, 1 if share is None else share, 0).astype(losses.dtype)
+    losses = losses if share is None else losses * share
+    if reduction == "none":
+        return losses
+    if reduction == "sum":
+        return jnp.sum(losses)
+    return jnp.mean(losses) if share is None else jnp.sum(losses) / jnp.sum(share)

@@ -1,0 +1,157 @@
+"""Pools."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from onward.run.framework import Operators
+from onward.run.jax.grids import linear_corners
+from onward.run.jax.values import known
+from onward.run.jax.windows import counts, paddings, windows, with_ceiling
+
+operators = Operators()
+
+
+def _placed(x, auto_pad, ceil_mode, dilations, kernel_shape, pads, strides):
+    """Strides, dilations, what the node adds around, and what is added in the end."""
+    count = x.ndim - 2
+    strides, dilations = strides or [1] * count, dilations or [1] * count
+    asked = paddings(auto_pad, pads, x.shape[2:], kernel_shape, strides, dilations)
+    added = with_ceiling(asked, x.shape[2:], kernel_shape, strides, dilations) if ceil_mode else asked
+    return strides, dilations, asked, added
+
+
+def _reduced(x, start, function, kernel, strides, dilations, added):
+    return lax.reduce_window(
+        x, start, function, (1, 1, *kernel), (1, 1, *strides), [(0, 0)] * 2 + added, window_dilation=(1, 1, *dilations)
+    )
+
+
+def _lowest(dtype):
+    return -np.inf if jnp.issubdtype(dtype, jnp.floating) else np.iinfo(dtype).min
+
+
+@operators.define("MaxPool")
+def max_pool(
+    x, *, auto_pad, ceil_mode, dilations=None, kernel_shape, pads=None, storage_order, strides=None, outputs
+):
+    strides, dilations, _, added = _placed(x, auto_pad, ceil_mode, dilations, kernel_shape, pads, strides)
+    lowest = x.dtype.type(_lowest(x.dtype))
+    y = _reduced(x, lowest, lax.max, kernel_shape, strides, dilations, added)
+    if outputs == 1:
+        return y
+    order = range(x.ndim) if storage_order == 0 else (0, 1, *reversed(range(2, x.ndim)))
+    shape = [x.shape[i] for i in order]
+    places = np.arange(x.size).reshape(shape).transpose(np.argsort(order))
+    find = functools.partial(windows, kernel=kernel_shape, strides=strides, dilations=dilations, amounts=added)
+    best = jnp.argmax(find(lax.stop_gradient(x), fill=lowest), -1, keepdims=True)
+    return y, jnp.take_along_axis(find(jnp.asarray(places), fill=0), best, -1)[..., 0]
+
+
+@operators.define("AveragePool")
+def average_pool(
+    x, *, auto_pad, ceil_mode, count_include_pad, dilations=None, kernel_shape, pads=None, strides=None
+):
+    strides, dilations, asked, added = _placed(x, auto_pad, ceil_mode, dilations, kernel_shape, pads, strides)
+    total = _reduced(x, x.dtype.type(0), lax.add, kernel_shape, strides, dilations, added)
+    per_axis = [
+        counts(*given, padded=pads if count_include_pad else (0, 0))
+        for *given, pads in zip(
+            x.shape[2:], *zip(*added, strict=True), kernel_shape, strides, dilations, asked, strict=True
+        )
+    ]
+    return total / functools.reduce(np.multiply.outer, per_axis).astype(x.dtype)
+
+
+@operators.define("LpPool")
+def lp_pool(x, *, auto_pad, ceil_mode, dilations=None, kernel_shape, p, pads=None, strides=None):
+    strides, dilations, _, added = _placed(x, auto_pad, ceil_mode, dilations, kernel_shape, pads, strides)
+    powers = _reduced(jnp.abs(x) ** p, x.dtype.type(0), lax.add, kernel_shape, strides, dilations, added)
+    return powers ** (1 / p)
+
+
+def _space(x):
+    return tuple(range(2, x.ndim))
+
+
+operators(
+    GlobalMaxPool=lambda x: jnp.max(x, _space(x), keepdims=True),
+    GlobalAveragePool=lambda x: jnp.mean(x, _space(x), keepdims=True),
+    GlobalLpPool=lambda x, *, p: jnp.sum(jnp.abs(x) ** p, _space(x), keepdims=True) ** (1 / p),
+)
+
+
+@operators.define("MaxUnpool")
+def max_unpool(x, places, output_shape=None, *, kernel_shape, pads=None, strides=None):
+    count = x.ndim - 2
+    strides, pads = strides or [1] * count, pads or [0] * 2 * count
+    sizes = [
+        (size - 1) * stride + length - pads[i] - pads[count + i]
+        for i, (size, stride, length) in enumerate(zip(x.shape[2:], strides, kernel_shape, strict=True))
+    ]
+    shape = (*x.shape[:2], *sizes) if output_shape is None else tuple(output_shape.tolist())
+    return jnp.zeros(int(np.prod(shape)), x.dtype).at[places.reshape(-1)].set(x.reshape(-1)).reshape(shape)
+
+
+@operators.define("MaxRoiPool")
+def max_roi_pool(x, rois, *, pooled_shape, spatial_scale):
+    images, corners = rois[:, 0].astype(np.int32), jnp.round(rois[:, 1:] * spatial_scale)
+    chosen = x[images]
+    for axis, bins in zip((2, 3), pooled_shape, strict=True):
+        start, end = corners[:, 3 - axis, None], corners[:, 5 - axis, None]
+        size = jnp.maximum(end - start + 1, 1) / bins
+        first = jnp.floor(np.arange(bins) * size) + start
+        last = jnp.ceil(np.arange(1, bins + 1) * size) + start
+        places = np.arange(x.shape[axis])
+        inside = (places >= first[..., None]) & (places < last[..., None])  # (rois, bins, places)
+        spread = jnp.expand_dims(chosen, axis)
+        shape = (len(rois), 1, bins, x.shape[2], 1) if axis == 2 else (len(rois), 1, 1, bins, x.shape[3])
+        if axis == 2:
+            inside = inside.reshape(len(rois), 1, bins, x.shape[2], 1)
+            chosen = jnp.max(jnp.where(inside, spread, -jnp.inf), 3)
+        else:
+            inside = inside.reshape(len(rois), 1, 1, bins, x.shape[3])
+            chosen = jnp.max(jnp.where(inside, spread, -jnp.inf), 4)
+    return jnp.where(jnp.isneginf(chosen), 0, chosen)
+
+
+@operators.define("RoiAlign")
+def roi_align(
+    x,
+    rois,
+    batch_indices,
+    *,
+    coordinate_transformation_mode,
+    mode,
+    output_height,
+    output_width,
+    sampling_ratio,
+    spatial_scale,
+):
+    half = coordinate_transformation_mode == "half_pixel"
+    corners = rois * spatial_scale - (0.5 if half else 0)
+    places, shares = [], []
+    for axis, bins in ((1, output_height), (0, output_width)):
+        length = corners[:, 2 + axis] - corners[:, axis]
+        size = (length if half else jnp.maximum(length, 1)) / bins
+        samples = jnp.full(len(rois), sampling_ratio) if sampling_ratio else jnp.maximum(jnp.ceil(size), 1)
+        most = sampling_ratio or int(known(samples).max(initial=1))
+        steps = (np.arange(most) + 0.5) / samples[:, None]  # (rois, samples)
+        at = (np.arange(bins)[:, None] + steps[:, None]) * size[:, None, None] + corners[:, axis, None, None]
+        places.append(at)
+        shares.append(jnp.where(np.arange(most) < samples[:, None], 1 / samples[:, None], 0))
+    rows, columns = places[0][:, :, None, :, None], places[1][:, None, :, None, :]
+    h, w = x.shape[2:]
+    inside = (rows >= -1) & (rows <= h) & (columns >= -1) & (columns <= w)
+    at = jnp.broadcast_arrays(jnp.clip(rows, 0, h - 1), jnp.clip(columns, 0, w - 1))
+    corners_there = [jnp.where(inside[:, None], part, 0) for part in linear_corners(x[batch_indices], at)]
+    counted = shares[0][:, :, None] * shares[1][:, None, :]
+    if mode == "avg":
+        return jnp.einsum("rchwij,rij->rchw", sum(corners_there), counted).astype(x.dtype)
+    largest = functools.reduce(jnp.maximum, corners_there)  # of weighted corners, as the standard's reference has it
+    return jnp.max(jnp.where((counted > 0)[:, None, None, None], largest, -jnp.inf), (4, 5)).astype(x.dtype)
