@@ -65,10 +65,8 @@ class Interpreter:
                 host = HOST_INPUTS.get(call.operator, ())
                 numbers = self._framework.takes_numbers.get(call.operator, ())
                 placed = (
-                    self._fetch(given)
-                    if i in host or (i in numbers and _is_number(given))
-                    else self._place(value, given)
-                    for i, (value, given) in enumerate(zip(call.inputs, inputs, strict=True))
+                    self._fetch(x) if i in host or (i in numbers and _is_number(x)) else self._place(value, x)
+                    for i, (value, x) in enumerate(zip(call.inputs, inputs, strict=True))
                 )
                 results = call.function(*placed)
         except NotOnHost as error:

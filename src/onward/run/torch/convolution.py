@@ -48,9 +48,8 @@ def conv_transpose(
         amounts = [halves(total, larger_last=auto_pad == "SAME_UPPER") for total in totals]
     else:
         amounts = paddings("NOTSET", pads, x.shape[2:], w.shape[2:], strides, dilations)
-    if all(before == after >= 0 for before, after in amounts) and all(
-        m < s for m, s in zip(more, strides, strict=True)
-    ):
+    fits = all(before == after >= 0 for before, after in amounts)
+    if fits and all(m < s for m, s in zip(more, strides, strict=True)):
         before = [before for before, _ in amounts]
         return torch.convolution(x, w, b, strides, before, dilations, True, more, group)
     y = torch.convolution(x, w, None, strides, [0] * rank, dilations, True, [0] * rank, group)
