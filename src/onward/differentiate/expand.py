@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import onnx_ir as ir
-from onnx import defs
 
 from onward.build import Builder, Names, declare
 from onward.differentiate.path import between
@@ -16,8 +14,8 @@ from onward.model.core import values
 from onward.model.walk import is_random, nested_graphs, nodes_after
 from onward.rules import Rewrite
 from onward.rules.registry import apply, lookup, lookup_rewrite
-from onward.transform.inline import inline_operators
-from onward.transform.types import fill_in_types
+from onward.transform.inline import has_body, inline_operators
+from onward.transform.types import fill_in_types_before
 
 
 def expanded(model: Model, y: str, xs: Iterable[str], *, keep_functions: bool = False) -> Model:
@@ -34,7 +32,7 @@ def expanded(model: Model, y: str, xs: Iterable[str], *, keep_functions: bool = 
         kept = {node for node in unknown if keep_functions and _can_stay(model, node, known)}
         calls = {(node.domain, node.op_type) for node in unknown if node not in kept and _is_function(model, node)}
         if any(lookup_rewrite(node) for node in nodes):
-            fill_in_types(model, values(model.graph))
+            fill_in_types_before(model, [value for value in values(model.graph) if value.name == y])
             if _rewrite_all(model, nodes, names):
                 continue
         if calls:
@@ -51,13 +49,7 @@ def _on_the_way(model: Model, y: str, xs: list[str]) -> list[ir.Node]:
 
 
 def _is_function(model: Model, node: ir.Node) -> bool:
-    if node.op_identifier() in model.functions:
-        return True
-    try:
-        schema: Any = defs.get_schema(node.op_type, model.opset, node.domain)
-    except defs.SchemaError:
-        return False
-    return bool(schema.has_function or schema.has_context_dependent_function)
+    return node.op_identifier() in model.functions or has_body(node.op_type, model.opset, node.domain)
 
 
 def _can_stay(model: Model, node: ir.Node, known: dict[ir.OperatorIdentifier, bool]) -> bool:

@@ -96,7 +96,7 @@ class _Writer:
             read = [new[value] for value in node.inputs]
             stated = _resolved(node.attributes, given)
             if node.op_identifier() in self._functions:
-                results: Results = self._body(node, read, stated, metadata | node.metadata_props, nodes)
+                results: Results = self._body(node, read, stated, {**metadata, **node.metadata_props}, nodes)
             else:
                 results = self._node(node, read, stated, metadata, nodes)
             new.update(zip(node.outputs, results, strict=False))
@@ -128,7 +128,7 @@ class _Writer:
             overload=node.overload,
             num_outputs=len(node.outputs),
             name=self._names.fresh(node.name or op_type),
-            metadata_props=dict(metadata | node.metadata_props),
+            metadata_props={**metadata, **node.metadata_props},
         )
         for old, output in zip(node.outputs, copy.outputs, strict=True):
             output.name = self._names.fresh(old.name) if old.name else old.name

@@ -19,7 +19,7 @@ from onward.differentiate.sweep import pull_back
 from onward.errors import InvalidModelError
 from onward.model import TRAINING_DOMAIN, Model
 from onward.model.core import string, strings, values
-from onward.transform.types import fill_in_types
+from onward.transform.types import fill_in_types_before
 from onward.transform.unused import remove_unused
 
 
@@ -56,10 +56,10 @@ def _lower(model: Model, node: ir.Node, xs: Sequence[str], y: str, recompute: Ch
             else f"the Gradient `{node.name}` has {len(node.inputs)} inputs for {len(named)} variables",
             hint="`onward check` says more",
         )
-    fill_in_types(model, known.values())
-    op = Builder(graph, opset=model.opset, names=model.names(), functions=model.functions, share=True)
     variables, target = [known[name] for name in named], known[y]
     given = [value for value in node.inputs if value is not None]
+    fill_in_types_before(model, (target, *given))
+    op = Builder(graph, opset=model.opset, names=model.names(), functions=model.functions, share=True)
     if given != variables:
         variables, target = _at(op, target, dict(zip(variables, given, strict=True)))
     wanted = variables[: len(xs)]

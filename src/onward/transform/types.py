@@ -3,21 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
+from typing import Any
 
 import onnx
 import onnx_ir as ir
 from onnx import AttributeProto, GraphProto, ModelProto, ValueInfoProto
 
+from onward.errors import InvalidModelError
 from onward.model import Model
 from onward.model.serde import to_proto, without_data
+from onward.model.walk import ancestors, read_by
 from onward.transform.expansion import check_expansion
+
+_HINT = "`onward check` says more"
 
 
 def value_types(proto: ModelProto) -> dict[str, ValueInfoProto]:
     """What can be said about the values of the inference graph."""
     inference = ModelProto(ir_version=proto.ir_version, opset_import=proto.opset_import, functions=proto.functions)
     inference.graph.CopyFrom(proto.graph)
-    graph = onnx.shape_inference.infer_shapes(inference, data_prop=_is_cheap_to_follow(inference)).graph
+    return _inferred(inference)
+
+
+def _inferred(proto: ModelProto) -> dict[str, ValueInfoProto]:
+    try:
+        graph = onnx.shape_inference.infer_shapes(proto, data_prop=_is_cheap_to_follow(proto)).graph
+    except onnx.shape_inference.InferenceError as error:
+        reason = str(error).splitlines()[0]
+        raise InvalidModelError(f"the types of the model do not go together: {reason}", hint=_HINT) from error
     types = {value.name: value for value in (*graph.value_info, *graph.output, *graph.input)}
     for tensor in graph.initializer:
         types[tensor.name] = onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims)
@@ -26,19 +40,64 @@ def value_types(proto: ModelProto) -> dict[str, ValueInfoProto]:
 
 def fill_in_types(model: Model, values: Iterable[ir.Value]) -> None:
     """Give those of `values` whose type or shape is not known in full what follows from the graph, in place."""
-    untyped = [value for value in values if value.type is None or not _is_static(value.shape)]
+    untyped = [value for value in values if value.graph is model.graph and not _is_known(value)]
     if not untyped:
         return
-    check_expansion(model)
+    part = _part(model, untyped)
+    check_expansion(part)
     with without_data(model):
-        types = value_types(to_proto(model))
+        types = _inferred(to_proto(part))
     for value in untyped:
         if value.name in types and not (value.is_initializer() or value.is_graph_input()):
-            ir.serde.deserialize_value_info_proto(types[value.name], value)
+            with suppress(ir.serde.SerdeError):  # a type that the graph library cannot hold remains unknown
+                ir.serde.deserialize_value_info_proto(types[value.name], value)
 
 
-def _is_static(shape: ir.Shape | None) -> bool:
-    return shape is not None and shape.is_static()
+def fill_in_types_before(model: Model, ends: Iterable[ir.Value]) -> None:
+    """The same for `ends` and all that is computed on the way to them."""
+    nodes, read = ancestors(ends)
+    fill_in_types(model, read.union(*(node.outputs for node in nodes)))
+
+
+def _is_known(value: ir.Value) -> bool:
+    return value.type is not None and value.shape is not None and value.shape.is_static()
+
+
+def _part(model: Model, untyped: Iterable[ir.Value]) -> Model:
+    """What the types of these values follow from: the nodes that compute them, back to where all is known.
+
+    Without functions, if it calls none: with them, inference does not follow the integers that shapes are made of.
+    """
+    graph = model.graph
+    pending = [node for value in untyped if (node := value.producer()) is not None]
+    needed = set(pending)
+    read: dict[ir.Value, None] = {}
+    while pending:
+        fresh = {value: None for value in read_by(pending.pop()) if value not in read and value.graph is graph}
+        read.update(fresh)
+        before = {node for value in fresh if not _is_border(value) and (node := value.producer()) is not None}
+        pending += before - needed
+        needed |= before
+    view: Any = ir.GraphView(
+        [value for value in read if value.producer() not in needed and not value.is_initializer()],
+        [value for value in graph.outputs if value.producer() in needed],
+        nodes=[node for node in graph if node in needed],
+        initializers=[value for value in read if value.is_initializer()],
+        opset_imports=graph.opset_imports,
+        name=graph.name,
+    )
+    calls = any(node.op_identifier() in model.functions for node in ir.traversal.RecursiveGraphIterator(view))
+    functions = list(model.functions.values()) if calls else []
+    return Model(ir.Model(view, ir_version=model.ir.ir_version, functions=functions))
+
+
+def _is_border(value: ir.Value) -> bool:
+    """Whether nothing before a value matters: its type is known in full, and it is nothing to compute shapes with."""
+    if not _is_known(value):
+        return False
+    node, shape = value.producer(), value.shape
+    is_list = value.dtype is not None and value.dtype.is_integer() and shape is not None and len(shape) < 2
+    return not is_list and node is not None and node.op_type != "Constant"
 
 
 _LONGEST = 10_000
