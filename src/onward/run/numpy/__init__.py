@@ -13,6 +13,7 @@ import numpy as np
 from onward.run.framework import Framework, Operators
 from onward.run.numpy import (
     activation,
+    attention,
     classical,
     convolution,
     elementwise,
@@ -23,8 +24,10 @@ from onward.run.numpy import (
     movement,
     normalization,
     pooling,
+    quantization,
     reduction,
     sampling,
+    spectral,
     text,
 )
 from onward.run.shared import control, sequence
@@ -40,7 +43,10 @@ _FAMILIES = (
     pooling,
     grids,
     normalization,
+    attention,
     loss,
+    quantization,
+    spectral,
     sampling,
     text,
     classical,

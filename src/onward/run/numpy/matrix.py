@@ -9,18 +9,19 @@ from onward.run.numpy.precision import in_float32
 
 operators = Operators()
 
-operators(MatMul=in_float32(lambda a, b: np.matmul(a, b)))
+
+@operators.define("MatMul")
+@in_float32
+def matmul(a, b):
+    return np.matmul(a, b)
 
 
 @operators.define("Gemm")
 @in_float32
 def gemm(a, b, c=None, *, alpha, beta, transA, transB):
     y = (a.T if transA else a) @ (b.T if transB else b)
-    if y.dtype.kind != "f":  # integers are scaled as numbers
-        y = (y * alpha + (0 if c is None else c * beta)).astype(y.dtype)
-        return y
-    y = y if alpha == 1 else alpha * y
-    return y if c is None else y + (c if beta == 1 else beta * c)
+    y = y if alpha == 1 else (alpha * y).astype(a.dtype)
+    return y if c is None else y + (c if beta == 1 else (beta * c).astype(a.dtype))
 
 
 @operators.define("Einsum")

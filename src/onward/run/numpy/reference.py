@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
 
-import numpy as np
-import onnx_ir as ir
 from onnx import defs
 
 from onward.run.framework import Function
 
 
-def from_reference(name: str, domain: str = "") -> Function:
+def from_reference(name: str) -> Function:
     """The function of an operator as `onnx.reference` has it."""
 
     def compute(*inputs, outputs, **attributes):
         from onnx.reference.ops import load_op
 
-        given = {key: _as_proto(value) for key, value in attributes.items() if value is not None}
-        return load_op(domain, name).eval(*inputs, n_outputs=outputs, **given)
+        given = {key: value for key, value in attributes.items() if value is not None}
+        return load_op("", name).eval(*inputs, n_outputs=outputs, **given)
 
     parameter = inspect.Parameter
-    attributes = [*defs.get_schema(name, domain).attributes, "outputs"]
+    attributes = [*defs.get_schema(name).attributes, "outputs"]
     compute.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
         [
             parameter("inputs", parameter.VAR_POSITIONAL),
@@ -30,7 +27,3 @@ def from_reference(name: str, domain: str = "") -> Function:
         ]
     )
     return compute
-
-
-def _as_proto(value: Any) -> Any:
-    return ir.to_proto(ir.tensor(value)) if isinstance(value, np.ndarray) else value
