@@ -47,6 +47,7 @@ def prepare(
     trainable: recipes.Trainable = None,
     freeze: recipes.Freeze = None,
     group: recipes.Groups = None,
+    lr_decay: recipes.RateDecay = None,
     append: Annotated[
         bool,
         typer.Option("--append", help="Add a step to those that the model has.", rich_help_panel="What is trained"),

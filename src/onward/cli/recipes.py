@@ -90,6 +90,10 @@ Groups = Annotated[
         "Settings of the optimizer for some parameters, such as '*.bias:weight_decay=0'. May be repeated.",
     ),
 ]
+RateDecay = Annotated[
+    float | None,
+    _trains("--lr-decay", "X", "Give each block of the network X times the learning rate of the block after it."),
+]
 Init = Annotated[
     _Texts,
     _starts(
@@ -137,6 +141,7 @@ def _recipe(
     trainable: _Texts,
     freeze: _Texts,
     group: _Texts,
+    lr_decay: float | None,
     init: _Texts,
     new_head: str | None = None,
     lora: str | None = None,
@@ -152,6 +157,7 @@ def _recipe(
         "trainable": trainable,
         "freeze": freeze or (),
         "groups": group or (),
+        "lr_decay": lr_decay,
         "clip": _clip(norm=clip_norm, tensor_norm=clip_tensor_norm, value=clip_value),
         "accumulate": accumulate,
         "ema": ema,

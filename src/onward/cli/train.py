@@ -107,6 +107,7 @@ def train(
     trainable: recipes.Trainable = None,
     freeze: recipes.Freeze = None,
     group: recipes.Groups = None,
+    lr_decay: recipes.RateDecay = None,
     init: recipes.Init = None,
     seed: recipes.Seed = 0,
     epochs: Annotated[

@@ -18,6 +18,7 @@ from onward.model.walk import ancestors
 from onward.recipe import objective, preprocessing
 from onward.recipe.assembly import Assembly
 from onward.recipe.constants import separate_merged
+from onward.recipe.depth import layered
 from onward.recipe.distill import Distillation
 from onward.recipe.forward import Variance, bind_statistics, functions_to_inline, training_forward
 from onward.recipe.head import replace_head
@@ -47,6 +48,7 @@ class Recipe:
     trainable: Sequence[str] | str | None = None
     freeze: Sequence[str] | str = ()
     groups: Sequence[Any] = ()
+    lr_decay: float | None = None
     clip: str | float | Mapping[str, Any] | None = None
     accumulate: int = 1
     ema: float | None = None
@@ -128,6 +130,8 @@ class Recipe:
 
     def _train(self, assembly: Assembly, selection: Selection, loss: Expr, found: Mapping[str, set[str]]) -> None:
         chosen = groups(selection.parameters, parse(self.optimizer), self.groups, found)
+        if self.lr_decay is not None:
+            chosen = layered(chosen, assembly.model.graph, self.lr_decay)
         update = Update(
             assembly,
             chosen,
@@ -155,6 +159,7 @@ def prepare(model: Source, *, loss: Any, **recipe: Any) -> Model:
     - `loss`: a name with options (`"cross_entropy:label_smoothing=0.1"`), a mapping or list of several
       (`"aux=mse:scale=0.3"`), an ONNX model or function, or `"value:NAME"` for a loss that the model computes itself
     - `optimizer`: such as `"adamw:lr=1e-3,weight_decay=0.01"`; `groups` gives some parameters their own settings
+    - `lr_decay`: such as 0.8: each block of the network gets so much of the learning rate of the block after it
     - `schedule`: such as `"cosine:steps=1000,warmup=50"`, or a list of schedules with `until`
     - `trainable`, `freeze`: patterns of parameter names, or `biases`, `norms`, `head`
     - `clip`: `"norm:1"`, `"value:0.5"` or `"tensor_norm:1"`; a number means the global norm
