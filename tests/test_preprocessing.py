@@ -10,11 +10,10 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
-import torch
 from onnx import TensorProto, helper
-from PIL import Image
 
 import onward
+from conftest import needs
 from models import digits_mlp, small_cnn
 from onward.errors import Error, RecipeError
 from onward.recipe.preprocessing import with_preprocessing
@@ -42,6 +41,8 @@ def made(model: onward.Model, preprocess: Any, images: np.ndarray) -> np.ndarray
 
 def resized(images: np.ndarray, height: int, width: int) -> np.ndarray:
     """Channels come first."""
+    import torch
+
     pictures = torch.from_numpy(images.astype(np.float32).transpose(0, 3, 1, 2))
     return torch.nn.functional.interpolate(pictures, (height, width), mode="bilinear", antialias=True).numpy()
 
@@ -81,6 +82,7 @@ def _counted() -> np.ndarray:
     return (np.arange(128.0).reshape(2, 64) - 2) / 4
 
 
+@needs("torch")
 @pytest.mark.parametrize(("shape", "preprocess", "images", "expected"), CASES, ids=[case[1] for case in CASES])
 def test_operations(
     shape: tuple[Any, ...], preprocess: str, images: np.ndarray, expected: Callable[[], np.ndarray]
@@ -90,12 +92,16 @@ def test_operations(
     np.testing.assert_allclose(found, expected(), rtol=1e-5, atol=2e-3)
 
 
+@needs("PIL")
 def test_resizing_is_that_of_pillow() -> None:
+    from PIL import Image
+
     found = made(identity("N", 24, 17, 3), "resize:size=24x17", RGB)
     pillow = [np.asarray(Image.fromarray(image).resize((17, 24), Image.Resampling.BILINEAR)) for image in RGB]
     assert np.abs(found - np.stack(pillow)).max() <= 1  # Pillow rounds, twice
 
 
+@needs("torch")
 def test_a_model_that_takes_whole_numbers() -> None:
     found = made(identity("N", 24, 17, 3, dtype=TensorProto.UINT8), "resize:size=24x17", RGB)
     assert found.dtype == np.uint8
