@@ -247,6 +247,30 @@ def test_operator_set_conversion_of_an_old_model_with_nested_graphs():
         np.testing.assert_allclose(after, inference(proto, x=x, c=np.array(c))[0], rtol=1e-6)
 
 
+def test_a_scan_of_operator_set_8_goes_through_its_batch():
+    """And not through one axis less, as `onnx` would have it."""
+    text = """
+        <ir_version: 3, opset_import: ["" : 8]>
+        f (LENGTHSfloat[N,2] start, float[N,T,2] x) => (float[N,2] last, float[N,T,2] sums) {
+            last, sums = Scan (FIRST, start, x) <num_scan_inputs = 1, directions = [1],
+                body = add (float[2] before, float[2] next) => (float[2] after, float[2] sum) {
+                    after = Add (before, next)
+                    sum = Identity (after)
+                }>
+        }"""
+    model = onnx.parser.parse_model(text.replace("LENGTHS", "").replace("FIRST", '""'))
+    converted = onward.convert_opset(model, 21)
+    onnx.checker.check_model(converted.to_proto(), full_check=True)
+    start, x = batch(shape=(4, 2))["image"], batch(shape=(4, 5, 2))["image"]
+    last, sums = inference(converted.to_proto(), start=start, x=x)
+    expected = start[:, None] + np.cumsum(x[:, ::-1], axis=1)
+    np.testing.assert_allclose(sums, expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(last, expected[:, -1], rtol=1e-5, atol=1e-6)
+    with_lengths = text.replace("LENGTHS", "int64[N] lengths, ").replace("FIRST", "lengths")
+    with pytest.raises(onward.errors.UnsupportedError, match="lengths"):
+        onward.convert_opset(onnx.parser.parse_model(with_lengths), 21)
+
+
 def test_what_onnx_cannot_convert_is_refused(training):
     with pytest.raises(onward.Error, match="cannot convert") as error:
         onward.convert_opset(training, 9)

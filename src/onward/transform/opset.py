@@ -17,6 +17,7 @@ from onward.transform.types import value_types
 
 _STANDARD = ("", "ai.onnx")
 _NUMPY_BROADCAST = 7
+_SCAN_WITHOUT_BATCHES = 9
 _INITIALIZERS_APART = 4
 """From this IR version on an initializer need not be an input as well, which the converter relies on."""
 
@@ -78,9 +79,14 @@ def _convert_graph(
     shell.graph.input.extend(captured)
     if version >= _NUMPY_BROADCAST > _standard_version(shell):
         _spread_slopes(shell)
+    has_batches = version >= _SCAN_WITHOUT_BATCHES > _standard_version(shell)
+    if has_batches:
+        _refuse_sequence_lengths(shell.graph)
     _put_aside(shell)
     result = _convert(shell, version)
     _put_back(result)
+    if has_batches:
+        _scan_batches(result)
     _name_afresh(result, before, names)
     del graph.node[:]
     graph.node.extend(result.node)
@@ -112,6 +118,44 @@ def _spread_slopes(shell: ModelProto) -> None:
         nodes.append(onnx.NodeProto.FromString(node.SerializeToString()))
     del graph.node[:]
     graph.node.extend(nodes)
+
+
+def _refuse_sequence_lengths(graph: GraphProto) -> None:
+    for inner in _with_subgraphs(graph):
+        for node in inner.node:
+            if node.op_type == "Scan" and node.input[0]:
+                raise UnsupportedError(f"`Scan` (node `{node.name}`) has lengths of sequences, which no later one has")
+
+
+def _scan_batches(graph: GraphProto) -> None:
+    """Put each Scan into another over the batch, which the converter fails to do.
+
+    In operator set 8 all inputs and outputs of a Scan had a first axis of samples, each of which was scanned by itself.
+    """
+    for scan in [node for inner in _with_subgraphs(graph) for node in inner.node if node.op_type == "Scan"]:
+        one = onnx.NodeProto.FromString(scan.SerializeToString())
+        one.input[:] = [f"{name}/sample" for name in scan.input]
+        one.output[:] = [f"{name}/sample" for name in scan.output]
+        given = {attribute.name: attribute for attribute in scan.attribute}
+        body, states = given["body"].g, len(scan.input) - given["num_scan_inputs"].i
+        inputs, outputs = (
+            [_sample(*pair, is_sequence=i >= states) for i, pair in enumerate(zip(names, values, strict=True))]
+            for names, values in ((one.input, body.input), (one.output, body.output))
+        )
+        sample = onnx.helper.make_graph([one], f"{body.name}/sample", inputs, outputs)
+        del scan.attribute[:]
+        scan.attribute.append(onnx.helper.make_attribute("body", sample))
+        scan.attribute.append(onnx.helper.make_attribute("num_scan_inputs", len(scan.input)))
+
+
+def _sample(name: str, value: ValueInfoProto, is_sequence: bool) -> ValueInfoProto:
+    """What one sample is for a Scan whose body has this value: itself, or a sequence of it."""
+    described = value.type.tensor_type
+    result = onnx.helper.make_tensor_value_info(name, described.elem_type, None)
+    if described.HasField("shape"):
+        sizes = ([onnx.TensorShapeProto.Dimension()] if is_sequence else []) + [*described.shape.dim]
+        result.type.tensor_type.shape.CopyFrom(onnx.TensorShapeProto(dim=sizes))
+    return result
 
 
 _FOREIGN = {"LayerNormalization": 17, "SimplifiedLayerNormalization": 1000}

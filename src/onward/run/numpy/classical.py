@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import math
 import operator
 import statistics
@@ -75,9 +76,9 @@ def tree_ensemble(
 
     scores = np.zeros((len(x), n_targets), x.dtype)
     for row, result in zip(x.tolist(), scores, strict=True):
-        found: dict[int, list[float]] = {}
+        found = collections.defaultdict(list)
         for reached in (leaf(row, root) for root in tree_roots):
-            found.setdefault(leaf_targetids[reached], []).append(leaf_weights[reached].item())
+            found[leaf_targetids[reached]].append(leaf_weights[reached].item())
         for target, weights in found.items():
             result[target] = [lambda w: sum(w) / len(tree_roots), sum, min, max][aggregate_function](weights)
     return _TRANSFORMS[post_transform](scores).astype(x.dtype)
@@ -89,7 +90,7 @@ _MEMBER = 6
 
 def _sets(values):
     """The members of each set; NaN stands between them."""
-    found: list[set[float]] = [set()]
+    found = [set()]
     for value in [] if values is None else values.tolist():
         if math.isnan(value):
             found.append(set())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -31,7 +30,7 @@ class Windows:
         """From the first element of the first window to the last of the last."""
         return [(n - 1) * s + e for n, s, e in zip(self.counts, self.strides, self.extents, strict=True)]
 
-    def of(self, x: np.ndarray, fill: Any = 0) -> np.ndarray:
+    def of(self, x, fill=0):
         """All windows of an array: [..., *counts, *kernel], with `fill` outside of it."""
         rank = len(self.kernel)
         axes = tuple(range(x.ndim - rank, x.ndim))
@@ -42,7 +41,7 @@ class Windows:
         found = np.lib.stride_tricks.sliding_window_view(padded, self.extents, axes)
         return found[(..., *(slice(None, None, s) for s in (*self.strides, *self.dilations)))]
 
-    def sum(self, values: np.ndarray, sizes: Sequence[int]) -> np.ndarray:
+    def sum(self, values, sizes):
         """The reverse: an array of these sizes, to which each window [..., *counts, *kernel] adds its values."""
         rank = len(self.kernel)
         room = [max(c, b + n) for c, b, n in zip(self.covered, self.begins, sizes, strict=True)]
