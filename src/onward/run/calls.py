@@ -40,6 +40,8 @@ def newest_form(node: ir.Node, opset: int) -> Form:
         for below, change in _CHANGES.get(form.operator, ()):
             if opset < below:
                 change(form)
+    if form.operator == "CastLike":
+        _name_the_type(form)
     return form
 
 
@@ -71,6 +73,14 @@ def _axis_was_an_attribute(form: Form) -> None:
 def _modes_had_other_names(form: Form) -> None:
     names = {"bilinear": "linear", "bicubic": "cubic"}
     form.attributes["mode"] = names.get(form.attributes["mode"], form.attributes["mode"])
+
+
+def _name_the_type(form: Form) -> None:
+    """A cast to a type that is known needs no other tensor, and so may stay on the host."""
+    like = form.inputs[1]
+    if isinstance(like, ir.Value) and like.dtype is not None:
+        form.operator, form.inputs = "Cast", form.inputs[:1]
+        form.attributes["to"] = like.dtype.value
 
 
 _Change = tuple[int, Callable[[Form], None]]

@@ -17,10 +17,6 @@ import onnx_ir as ir
 
 from onward.run.framework import Framework
 
-NEEDED = "Attention"
-"""The row of a table that makes it worth looking."""
-
-
 @dataclasses.dataclass(frozen=True)
 class Match:
     """Nodes that compute attention, and of what."""
@@ -185,7 +181,7 @@ def attend(match: Match, framework: Framework, values: dict[ir.Value, Any]) -> A
         return NotImplemented
     placed = None if causal or mask is None else framework.place(mask)
     given = {"scale": float(scale), "is_causal": int(causal)} | _PLAIN
-    return framework.operators[NEEDED](q, k, v, placed, **given)
+    return framework.operators["Attention"](q, k, v, placed, **given)[0]
 
 
 _PLAIN = {
