@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,10 @@ from onward.checker import CODES, FAMILIES
 from onward.recipe.initialize import INITIALIZERS
 from onward.recipe.losses import LOSSES
 from onward.recipe.optimizers import OPTIMIZERS
+from onward.recipe.preprocessing.augmentations import AUGMENTATIONS
+from onward.recipe.preprocessing.operations import OPERATIONS
 from onward.recipe.schedules import SCHEDULES
+from onward.recipe.spec import options_of
 from onward.rules import RULES, NoGradient, Rewrite, Rule
 
 HERE = Path(__file__).parent
@@ -79,6 +82,20 @@ def schedules() -> str:
 def initializers() -> str:
     lines = ((f"`{name}`", kind.summary, options(kind.options)) for name, kind in INITIALIZERS.items())
     return rows("initialiser|values|options", lines)
+
+
+def preprocessing() -> str:
+    return _of_functions("operation", {name: operation.build for name, operation in OPERATIONS.items()})
+
+
+def augmentations() -> str:
+    return _of_functions("augmentation", AUGMENTATIONS)
+
+
+def _of_functions(what: str, functions: Mapping[str, Callable[..., Any]]) -> str:
+    summaries = {name: (function.__doc__ or "").splitlines()[0] for name, function in functions.items()}
+    lines = ((f"`{name}`", summaries[name], options(options_of(functions[name])[0])) for name in functions)
+    return rows(f"{what}|what it does|options", lines)
 
 
 def codes() -> str:
@@ -175,6 +192,8 @@ TABLES = {
         optimizers,
         schedules,
         initializers,
+        preprocessing,
+        augmentations,
         codes,
         gradients,
         classical,

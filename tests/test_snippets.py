@@ -1,6 +1,7 @@
 """What the README and the documentation show is executed: Python blocks, and `$ onward ...` lines of console blocks.
 
-The blocks of a file run in order, in one namespace, in a folder that holds a `digits.onnx` and a `digits.npz`. A block
+The blocks of a file run in order, in one namespace, in a folder that holds a `digits.onnx` and a `digits.npz`, and a
+`scans.onnx` for pictures with a `scans.npz` of bytes. A block
 whose info string says `no-run` (```python no-run) is only shown. A command must succeed; what it prints may differ
 from the page.
 """
@@ -20,7 +21,7 @@ import onnx
 import pytest
 from markdown_it import MarkdownIt
 
-from models import digits_mlp
+from models import digits_mlp, small_cnn
 
 ROOT = Path(__file__).resolve().parent.parent
 FILES = [file for file in [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))] if file.exists()]
@@ -65,6 +66,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     onnx.save(digits_mlp(), tmp_path / "digits.onnx")
     rng = np.random.default_rng(0)
     np.savez(tmp_path / "digits.npz", image=rng.random((200, 64), np.float32), labels=rng.integers(0, 10, 200))
+    onnx.save(small_cnn(), tmp_path / "scans.onnx")
+    scans = rng.integers(0, 256, (100, 20, 24), np.uint8)
+    np.savez(tmp_path / "scans.npz", image=scans, labels=rng.integers(0, 10, 100))
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
@@ -83,11 +82,10 @@ def _augmentations() -> Iterator[tuple[str, Entry]]:
 
 
 def _of_function(function: Callable[..., Any]) -> Entry:
-    """What a function makes of a picture, which is its first argument, and its further ones."""
-    options = dict(list(inspect.signature(function).parameters.items())[1:])
-    defaults = {name: None if option.default is option.empty else option.default for name, option in options.items()}
-    required = tuple(name for name, option in options.items() if option.default is option.empty)
-    return Entry((function.__doc__ or "").splitlines()[0], defaults, required=required)
+    from onward.recipe.spec import options_of
+
+    options, required = options_of(function)
+    return Entry((function.__doc__ or "").splitlines()[0], options, required=required)
 
 
 def print_catalogue(catalogue: Catalogue, as_json: bool) -> None:

@@ -60,12 +60,19 @@ def parse_options(rest: str, whole: str) -> dict[str, Any]:
 def arguments(function: Callable[..., Any], given: str | Mapping[str, Any]) -> dict[str, Any]:
     """What a function takes beside a model, from `rank=8,targets=[*query*,*value*]` or a mapping, checked."""
     options = parse_options(given, given) if isinstance(given, str) else dict(given)
-    parameters = dict(list(inspect.signature(function).parameters.items())[1:])
-    check_options(f"`{function.__name__}`", options, parameters)
-    missing = [name for name, p in parameters.items() if p.default is p.empty and name not in options]
+    known, required = options_of(function)
+    check_options(f"`{function.__name__}`", options, known)
+    missing = [name for name in required if name not in options]
     if missing:
         raise RecipeError(f"`{function.__name__}` needs `{missing[0]}`", hint=f"write `{missing[0]}=...`")
     return options
+
+
+def options_of(function: Callable[..., Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """What a function takes beside its first argument, with defaults, and what it must be given."""
+    parameters = list(inspect.signature(function).parameters.values())[1:]
+    required = tuple(p.name for p in parameters if p.default is p.empty)
+    return {p.name: None if p.name in required else p.default for p in parameters}, required
 
 
 def lookup(what: str, name: str, table: Mapping[str, _Entry]) -> _Entry:

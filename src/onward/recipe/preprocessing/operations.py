@@ -22,10 +22,6 @@ class Operation:
     build: Callable[..., Picture]
     before: Callable[[Form], Form] = lambda form: form
 
-    @property
-    def summary(self) -> str:
-        return (self.build.__doc__ or "").splitlines()[0]
-
 
 # ---- values ----------------------------------------------------------------------------------------------------------
 
