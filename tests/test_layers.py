@@ -69,6 +69,7 @@ PROTOBUF_EDGE = {
     "onward.transform": "the version converter and the inliner of `onnx` work on ModelProto",
     "onward.checker": "runs onnx.checker and shape inference, and checks the file as it is, not as we read it",
     "onward.convert": "exporters of other frameworks hand over ModelProto, and expect it",
+    "onward.run.numpy.reference": "takes rare operators from the reference implementation of `onnx`",
     "onward.lowering.expand": "the body of a standard operator that is a function arrives as FunctionProto",
 }
 

@@ -49,21 +49,21 @@ def resize(
 
 
 def _original_places(mode, n, m, scale, start, end):
-    """Where in an axis of `n` elements each of `m` new ones is."""
-    new = np.arange(m)
+    """Where in an axis of `n` elements each of `m` new ones is. The new length may have a fraction, by its scale."""
+    new, length = np.arange(m), scale * n
     if mode == "align_corners":
-        return new * (n - 1) / (m - 1) if m > 1 else new * 0.0
+        return new * (n - 1) / (length - 1) if length != 1 else new * 0.0
     if mode == "asymmetric":
         return new / scale
     if mode == "tf_crop_and_resize":
-        if m == 1:
+        if length == 1:
             return np.array([0.5 * (start + end) * (n - 1)])
-        return start * (n - 1) + new * (end - start) * (n - 1) / (m - 1)
+        return start * (n - 1) + new * (end - start) * (n - 1) / (length - 1)
     if mode == "pytorch_half_pixel" and m == 1:
         return new * 0.0
     centers = (new + 0.5) / scale - 0.5
     if mode == "half_pixel_symmetric":
-        centers = centers + n / 2 * (1 - m / (scale * n))
+        centers = centers + n / 2 * (1 - m / length)
     return centers
 
 
