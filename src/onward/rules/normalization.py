@@ -155,9 +155,10 @@ def _batch_normalization_in_training(op, dys, x, scale, ys, momentum, epsilon):
     parts, dscale, dbias = [], None, None
     if dy is not None:
         dscale, dbias = _channel_sum(op, dy * centred, x) * inverse, _channel_sum(op, dy, x)
-        # dX = slope (dY - mean(dY) - N mean(dY N)), where the last two are X normalised, with other weights
-        shared = op.BatchNormalization(x, dscale / count, dbias / count, mean, variance, epsilon=epsilon)
-        parts.append((dy - shared.like(x.value)) * _per_channel(op, scale * inverse, x))
+        # dX = slope (dY - mean(dY) - N mean(dY N)). What is the same for a channel is put together first, and slope
+        # stays outside: the gradient of a convolution takes it to the weights.
+        along = centred * _per_channel(op, dscale * inverse / count, x) + _per_channel(op, dbias / count, x)
+        parts.append((dy - along) * _per_channel(op, scale * inverse, x))
     if dmean is not None:
         parts.append(_per_channel(op, dmean * (1 - momentum) / count, x))
     if dvariance is not None:
