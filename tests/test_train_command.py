@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+import onnxruntime as ort
 import pytest
 
 import onward
@@ -51,6 +52,18 @@ def test_command_is_the_function_of_the_same_name(folder: Path) -> None:
     settings = {"loss": "cross_entropy", "optimizer": "sgd:lr=0.1", "clip": "norm:1", "ema": 0.5, "seed": 3}
     same = train("digits.onnx", "digits.npz", run="same", batch_size=8, shuffle=False, last="drop", **settings, **QUIET)
     assert all(np.array_equal(a, b) for a, b in zip(state(Run("run")).values(), state(same).values(), strict=True))
+
+
+def test_command_preprocesses(folder: Path) -> None:
+    scans = np.random.default_rng(0).integers(0, 256, (48, 16, 12), np.uint8)
+    np.savez("scans.npz", image=scans, labels=np.arange(48) % 10)
+    operations = ["--preprocess", "resize:size=8 scale", "--augment", "flip crop:padding=1", "--keep-preprocessing"]
+    flags = ["--data", "scans.npz", "--loss", "ce", "--validation", "0.25", "--no-stratify", "--threads", "1"]
+    command("model.onnx", *flags, *operations, "--run", "run", "-o", "out.onnx")
+    settings = {"loss": "ce", "preprocess": ["resize:size=8", "scale"], "augment": ["flip", "crop:padding=1"]}
+    same = train("model.onnx", "scans.npz", run="same", validation=0.25, stratify=False, **settings, **QUIET)
+    assert all(np.array_equal(a, b) for a, b in zip(state(Run("run")).values(), state(same).values(), strict=True))
+    assert ort.InferenceSession("out.onnx").run(None, {"image": scans})[0].shape == (48, 10)
 
 
 def test_command_finds_a_learning_rate(folder: Path) -> None:

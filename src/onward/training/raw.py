@@ -37,7 +37,8 @@ def with_data(
         }
         return {**given, **found}
     assert first_problem is not None
-    raise first_problem
+    hint = f"{first_problem.hint}; or let preprocessing begin with `channels_first`, `to_rgb` or `resize`"
+    raise DataError(str(first_problem), hint=hint)
 
 
 def _shapes(value: ir.Value) -> list[tuple[int | None, ...]]:

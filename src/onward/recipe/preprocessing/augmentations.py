@@ -75,15 +75,19 @@ def crop(chance: Chance, padding: int) -> Expr:
     padded = op.Pad(chance.x, [padding] * 4, None, list(axes))
     offsets = [op.Cast(op.Floor(u * (2 * padding + 1)), to=ir.DataType.INT64) for u in chance.per_sample(2)]
     shape, wide = op.Shape(chance.x), op.Shape(padded)
+    last = max(axes) + 1  # behind it are the channels, if anything: they are moved together
     places: Expr | None = None
-    for axis in range(4):
-        along = _along(op, op.Range(np.int64(0), op.Gather(shape, np.int64(axis)), np.int64(1)), axis)
+    for axis in range(last):
+        along = op.Range(np.int64(0), op.Gather(shape, np.int64(axis)), np.int64(1))
+        along = op.Reshape(along, [-1 if other == axis else 1 for other in range(last)])
         if axis in axes:
-            along = along + offsets[axes.index(axis)]
-        if axis < 3:
-            along = along * op.ReduceProd(op.Slice(wide, [axis + 1], [4]), keepdims=0)
+            offset = offsets[axes.index(axis)]
+            along = along + (offset if last == 4 else op.Squeeze(offset, [3]))
+        if axis < last - 1:
+            along = along * op.ReduceProd(op.Slice(wide, [axis + 1], [last]), keepdims=0)
         places = along if places is None else places + along
-    window: Expr = op.Gather(op.Reshape(padded, [-1]), places)
+    pixels = op.Reshape(padded, op.Concat([-1], op.Slice(shape, [last], [4]), axis=0))
+    window: Expr = op.Gather(pixels, places)
     return window
 
 
