@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from onward.run.framework import Framework, Operators
+from onward.run.framework import Framework, Function, Operators
 from onward.run.jax import (
     activation,
+    attention,
     classical,
     control,
     convolution,
@@ -34,7 +35,7 @@ from onward.run.shared import sequence
 
 _TABLE = (
     elementwise, activation, reduction, movement, indexing, matrix, convolution, pooling, grids, normalization,
-    loss, quantization, spectral, sampling, classical, control, sequence,
+    attention, loss, quantization, spectral, sampling, classical, control, sequence,
 )  # fmt: skip
 
 
@@ -65,6 +66,15 @@ class Jax(Framework):
 
     def array(self, tensor: jax.Array) -> np.ndarray:
         return known(tensor)
+
+    def compile(self, function: Function) -> Function:
+        compiled = jax.jit(function)
+
+        def run(*tensors: Any) -> Any:
+            with self.active():
+                return compiled(*tensors)
+
+        return run
 
     def derivative(
         self, function: Callable[[Sequence[Any]], tuple[Any, list[Any]]], xs: Sequence[Any]

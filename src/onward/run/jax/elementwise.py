@@ -131,6 +131,8 @@ def converted(x, dtype, *, saturate=True, round_mode="up"):
     if dtype.itemsize == 1 and jnp.issubdtype(dtype, jnp.floating) and saturate and is_float(x):
         limit = jnp.finfo(dtype).max.astype(np.float32)
         x = jnp.clip(x.astype(np.float32), -limit, limit)
+    if jnp.issubdtype(dtype, jnp.integer) and jnp.iinfo(dtype).bits < 8:
+        x = x.astype(np.int32)  # of which the last bits are kept
     return x.astype(dtype)
 
 
@@ -152,7 +154,10 @@ def cast_like(x, like, *, saturate, round_mode):
 
 @operators.define("BitCast")
 def bit_cast(x, *, to):
-    return lax.bitcast_convert_type(x, dtype_of(to))
+    dtype = dtype_of(to)
+    if x.dtype == bool or dtype == bool:
+        return lax.bitcast_convert_type(x.astype(np.uint8), np.uint8).astype(dtype)
+    return lax.bitcast_convert_type(x, dtype)
 
 
 @operators.define("Clip")

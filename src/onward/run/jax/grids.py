@@ -71,7 +71,7 @@ def _places(mode, size, factor, length, region):
     """Where each new element lies among the old ones."""
     new = np.arange(length)
     if mode == "align_corners":
-        return new * ((size - 1) / (length - 1)) if length > 1 else np.zeros(1)
+        return new * ((size - 1) / (factor * size - 1)) if length > 1 else np.zeros(1)
     if mode == "asymmetric":
         return new / factor
     if mode == "pytorch_half_pixel" and length == 1:

@@ -101,4 +101,4 @@ def unique(x, *, axis=None, sorted):
 def non_max_suppression(boxes, scores, *limits, center_point_box):
     from onward.run.numpy import Numpy
 
-    return Numpy.operators["NonMaxSuppression"](known(boxes), known(scores), *limits, center_point_box=center_point_box)
+    return Numpy.operators["NonMaxSuppression"](known(boxes), known(scores), *limits, center_point_box=center_point_box, outputs=1)

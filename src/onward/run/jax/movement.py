@@ -126,6 +126,7 @@ def eye_like(x, *, dtype=None, k):
 
 @operators.define("Range")
 def steps(start, limit, delta):
+    start, limit, delta = (number.reshape(()) for number in (start, limit, delta))
     count = max(math.ceil((limit - start) / delta), 0)
     return (start + np.arange(count) * delta).astype(start.dtype)
 

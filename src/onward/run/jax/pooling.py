@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
+import math
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -94,8 +94,11 @@ def max_unpool(x, places, output_shape=None, *, kernel_shape, pads=None, strides
         (size - 1) * stride + length - pads[i] - pads[count + i]
         for i, (size, stride, length) in enumerate(zip(x.shape[2:], strides, kernel_shape, strict=True))
     ]
-    shape = (*x.shape[:2], *sizes) if output_shape is None else tuple(output_shape.tolist())
-    return jnp.zeros(int(np.prod(shape)), x.dtype).at[places.reshape(-1)].set(x.reshape(-1)).reshape(shape)
+    shape = (*x.shape[:2], *sizes)
+    y = jnp.zeros(math.prod(shape), x.dtype).at[places.reshape(-1)].set(x.reshape(-1)).reshape(shape)
+    if output_shape is None:
+        return y
+    return jnp.pad(y, [(0, whole - size) for whole, size in zip(output_shape.tolist(), shape, strict=True)])
 
 
 @operators.define("MaxRoiPool")
@@ -110,13 +113,8 @@ def max_roi_pool(x, rois, *, pooled_shape, spatial_scale):
         places = np.arange(x.shape[axis])
         inside = (places >= first[..., None]) & (places < last[..., None])  # (rois, bins, places)
         spread = jnp.expand_dims(chosen, axis)
-        shape = (len(rois), 1, bins, x.shape[2], 1) if axis == 2 else (len(rois), 1, 1, bins, x.shape[3])
-        if axis == 2:
-            inside = inside.reshape(len(rois), 1, bins, x.shape[2], 1)
-            chosen = jnp.max(jnp.where(inside, spread, -jnp.inf), 3)
-        else:
-            inside = inside.reshape(len(rois), 1, 1, bins, x.shape[3])
-            chosen = jnp.max(jnp.where(inside, spread, -jnp.inf), 4)
+        inside = inside.reshape(len(rois), *[1] * (axis - 1), *inside.shape[1:], *[1] * (3 - axis))
+        chosen = jnp.max(jnp.where(inside, spread, -jnp.inf), axis + 1)
     return jnp.where(jnp.isneginf(chosen), 0, chosen)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.extend
 import numpy as np
 import onnx_ir as ir
 
