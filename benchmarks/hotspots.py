@@ -15,12 +15,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import onnxruntime as ort
 from workloads import THREADS, WORKLOADS, Workload
-from workloads.on_onward import training_model
 
-import onward
+from lowered import LoweredStep
 
 HERE = Path(__file__).parent
 WARM, STEPS = 5, 30
@@ -28,27 +26,14 @@ WARM, STEPS = 5, 30
 
 def profiled(workload: Workload, folder: Path) -> list[dict[str, Any]]:
     """The events of `STEPS` steps, after some that warm up."""
-    model = training_model(workload, folder)
-    lowered = onward.lower(model)
-    proto = lowered.to_proto()
-    for node in proto.graph.node:
-        node.name = node.output[0]
     options = ort.SessionOptions()
     options.intra_op_num_threads = THREADS
     options.enable_profiling = True
     options.profile_file_prefix = str(folder / "profile")
-    session = ort.InferenceSession(proto.SerializeToString(), options, providers=["CPUExecutionProvider"])
-    replaced = json.loads(lowered.metadata["train.lowered"])["state"]
-    initial = {value.name: value.const_value.numpy() for value in model.initializers()}
-    state = {name: initial[name] for name in replaced}
-    known = {value.name for value in session.get_inputs()}
-    batches = workload.batches()
-    for i in range(WARM + STEPS):
-        x, labels = batches[i % len(batches)]
-        feeds = {"x": x, "labels": labels, **{name: array for name, array in state.items() if name in known}}
-        outputs = dict(zip((o.name for o in session.get_outputs()), session.run(None, feeds), strict=True))
-        state |= {name: np.asarray(outputs[new]) for name, new in replaced.items() if new is not None}
-    events = json.loads(Path(session.end_profiling()).read_text())
+    step = LoweredStep(workload, folder, options)
+    for _ in range(WARM + STEPS):
+        step()
+    events = json.loads(Path(step.session.end_profiling()).read_text())
     runs = [event for event in events if event["name"] == "model_run"]
     start = sorted(event["ts"] for event in runs)[WARM]
     return [event for event in events if event["ts"] >= start]

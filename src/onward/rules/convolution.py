@@ -102,7 +102,7 @@ def _bias_gradient(op, dy, window):
 
 def _weight_gradient(op, image, outputs, w, window, kernel, group, **slide):
     """The product of the windows of an image and of outputs, summed over N, in the shape of W."""
-    if _pays_in_parts(window, w, group):
+    if _pays_by_row(window, w, group):
         channels, inputs = dims(w.value)[:2]
         rows, *row = window.kernel.tolist()
         copied = (inputs * math.prod(row) + channels * rows) * math.prod(window.count.tolist())
@@ -180,7 +180,7 @@ def _products_by_row(op, image, outputs, w, window):
     return op.ReduceSum(op.MatMul(left, op.Transpose(right, perm=[0, 2, 1])), [0], keepdims=0)
 
 
-def _pays_in_parts(window, w, group):
+def _pays_by_row(window, w, group):
     """Whether copying less outweighs that outputs are copied too, and multiplied where they are padded."""
     sizes = dims(w.value)
     if group > 1 or not window.static or window.strides[0] > 1 or sizes is None or not all(sizes):

@@ -1,0 +1,41 @@
+"""A lowered step on ONNX Runtime, by itself: what passes.py compares and hotspots.py looks into."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import onnxruntime as ort
+from workloads import Workload
+from workloads.on_onward import training_model
+
+import onward
+from onward.lowering.contract import contract_of
+
+
+class LoweredStep:
+    """The step of a workload as it is lowered now. Each call trains on the next batch, and returns the loss."""
+
+    def __init__(self, workload: Workload, folder: Path, options: ort.SessionOptions):
+        model = training_model(workload, folder)
+        lowered = onward.lower(model)
+        contract = contract_of(lowered)
+        proto = lowered.to_proto()
+        for node in proto.graph.node:
+            node.name = node.output[0]
+        self.nodes = len(proto.graph.node)
+        self.content = proto.SerializeToString(deterministic=True)
+        self.session = ort.InferenceSession(self.content, options, providers=["CPUExecutionProvider"])
+        stored = {value.name: value.const_value for value in model.initializers()}
+        self._state = {name: ort.OrtValue.ortvalue_from_numpy(stored[name].numpy()) for name in contract["state"]}
+        self._batches = itertools.cycle(workload.batches())
+        self._inputs = [value.name for value in self.session.get_inputs()]
+        self._outputs = [contract["loss"], *contract["update"].values()]
+        self._updated = list(contract["update"])
+
+    def __call__(self) -> float:
+        x, labels = (ort.OrtValue.ortvalue_from_numpy(array) for array in next(self._batches))
+        feeds = {"x": x, "labels": labels, **self._state}
+        loss, *new = self.session.run_with_ort_values(self._outputs, {name: feeds[name] for name in self._inputs})
+        self._state |= dict(zip(self._updated, new, strict=True))
+        return float(loss.numpy())
