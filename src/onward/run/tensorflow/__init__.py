@@ -12,12 +12,13 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # before the import: what it
 
 import tensorflow as tf
 
-from onward.run.framework import Framework, Operators
-from onward.run.shared import control, sequence
+from onward.run.framework import Framework, Function, Operators
+from onward.run.shared import sequence
 from onward.run.tensorflow import (
     activation,
     attention,
     classical,
+    control,
     convolution,
     elementwise,
     grids,
@@ -44,6 +45,9 @@ class TensorFlow(Framework):
     name = "tensorflow"
     operators = Operators({name: function for table in _TABLES for name, function in table.operators.items()})
 
+    def __init__(self, on_compile: Callable[[str], None] | None = None):
+        self._on_compile = on_compile
+
     def supports(self, dtype: np.dtype) -> bool:
         return dtype in TYPES
 
@@ -66,6 +70,16 @@ class TensorFlow(Framework):
             return [tf.convert_to_tensor(gradient) for gradient in found]  # those of Gather are sparse
 
         return y, more, gradients
+
+    def compile(self, function: Function) -> Function:
+        """One graph for each set of shapes."""
+
+        def traced(state: Any, constants: Any, batch: Any) -> Any:
+            if self._on_compile is not None:
+                self._on_compile(", ".join(f"{name} {list(tensor.shape)}" for name, tensor in batch.items()))
+            return function(state, constants, batch)
+
+        return tf.function(traced, autograph=False)
 
     def is_tracing(self) -> bool:
         return not tf.executing_eagerly()

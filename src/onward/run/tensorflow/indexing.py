@@ -8,7 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 from onward.run.framework import Operators
-from onward.run.tensorflow.tensors import fetched, on_host, sizes
+from onward.run.tensorflow.tensors import fetched, length, on_host, sizes
 
 operators = Operators()
 
@@ -19,7 +19,7 @@ def from_start(indices, size):
 
 
 operators(
-    Gather=lambda x, indices, *, axis: tf.gather(x, from_start(indices, x.shape[axis]), axis=axis),
+    Gather=lambda x, indices, *, axis: tf.gather(x, from_start(indices, length(x, axis)), axis=axis),
 )
 
 
@@ -69,9 +69,9 @@ def _scattered(x, places, updates, reduction):
 
 @operators.define("TensorScatter")
 def tensor_scatter(cache, update, begins=None, *, axis, mode):
-    batch, length = update.shape[0], update.shape[axis]
+    batch, count = update.shape[0], update.shape[axis]
     begins = tf.zeros([batch], tf.int64) if begins is None else begins
-    places = begins[:, None] + tf.range(length, dtype=begins.dtype)
+    places = begins[:, None] + tf.range(count, dtype=begins.dtype)
     if mode == "circular":
         places %= cache.shape[axis]
     rows = tf.broadcast_to(tf.range(batch, dtype=begins.dtype)[:, None], places.shape)

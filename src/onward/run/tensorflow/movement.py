@@ -12,10 +12,15 @@ from onward.run.tensorflow.tensors import computed_as, dtype_of, on_host, scalar
 
 operators = Operators()
 
-operators(
-    Shape=lambda x, *, start, end: np.array(sizes(x)[start:end], np.int64),
-    Size=lambda x: np.array(math.prod(sizes(x)), np.int64),
-)
+
+@operators.define("Shape")
+def shape(x, *, start, end):
+    """Known, but where a traced loop has gone round nobody knows how often."""
+    part = x.shape[start:end]
+    return np.array(part, np.int64) if part.is_fully_defined() else tf.shape(x, tf.int64)[start:end]
+
+
+operators(Size=lambda x: np.array(math.prod(x.shape), np.int64) if x.shape.is_fully_defined() else tf.size(x, tf.int64))
 
 
 @operators.define("Reshape")
@@ -40,10 +45,9 @@ def squeeze(x, axes=None):
 @operators.define("Unsqueeze")
 def unsqueeze(x, axes):
     rank = x.shape.rank + axes.size
-    shape = sizes(x)
-    for axis in sorted(axis % rank for axis in axes.tolist()):
-        shape.insert(axis, 1)
-    return tf.reshape(x, shape)
+    for axis in sorted(axis % rank for axis in axes.reshape(-1).tolist()):
+        x = tf.expand_dims(x, axis)
+    return x
 
 
 operators(
