@@ -47,6 +47,7 @@ class Worker:
             "JAX_PLATFORMS": "cpu",
             "TF_CPP_MIN_LOG_LEVEL": "2",
             "TORCHINDUCTOR_CACHE_DIR": str(folder / "compiled"),
+            "PYTHONDONTWRITEBYTECODE": "",  # Onward runs from its sources, all others as installed, which compiles
         }
         command = [sys.executable, "-m", "workloads.worker", workload.name, contender, folder]
         start = time.perf_counter()

@@ -10,11 +10,13 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable, Sequence
-from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from importlib.abc import Loader  # which is slow to import
 
 _USER, _DEFERRED = "onnx_ir._core", "sympy"
 
@@ -41,7 +43,7 @@ def _later(name: str) -> Callable[..., Any]:
     return call
 
 
-class _Watch(MetaPathFinder):
+class _Watch:
     """Waits for the import of one module, and then goes."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
@@ -50,11 +52,11 @@ class _Watch(MetaPathFinder):
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
         if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader)
+            spec.loader = cast("Loader", _Loader(spec.loader))
         return spec
 
 
-class _Loader(Loader):
+class _Loader:
     """Loads a module as its usual loader does, with a stand-in for sympy in sight."""
 
     def __init__(self, usual: Loader):

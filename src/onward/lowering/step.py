@@ -215,7 +215,8 @@ def _plain(
         made = lower_gradients(flow.combined, recompute=manner.recompute)
         expand(made.ir)
         write_calls(made)
-        inline_calls(made)
+        if made.functions:
+            inline_calls(made)
         _finish(made)
     else:
         made = flow.combined
@@ -240,10 +241,10 @@ def _finish(model: Model) -> None:
     remove_unused(graph)
     _drop_unused_inputs(graph)
     put_results_last(graph)
+    foreign = sorted({node.domain for node in graph.all_nodes()} - {"", "ai.onnx"})
     for domain in list(graph.opset_imports):
-        if domain not in ("", "ai.onnx") and not any(node.domain == domain for node in graph.all_nodes()):
+        if domain not in ("", "ai.onnx", *foreign):
             graph.opset_imports.pop(domain)
-    foreign = sorted({node.domain for node in graph.all_nodes() if node.domain not in ("", "ai.onnx")})
     if foreign:
         raise UnsupportedError(
             f"the step has operators of {', '.join(f'`{domain}`' for domain in foreign)}, not of the standard",

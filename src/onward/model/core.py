@@ -18,6 +18,7 @@ import onnx_ir as ir
 
 from onward.build import Names
 from onward.errors import InvalidModelError, UnknownNameError, near
+from onward.model.walk import graphs_in
 
 TRAINING_DOMAIN = "ai.onnx.preview.training"
 
@@ -167,7 +168,7 @@ class Model:
         """All names of values and nodes of the model, to find fresh ones beside them."""
         graphs = [self.graph, *(step.algorithm for step in self.steps)]
         names = Names(name for graph in graphs for name in all_names(graph))
-        names.take(node.name for graph in graphs for node in graph.all_nodes() if node.name)
+        names.take(node.name for graph in graphs for inner in graphs_in(graph) for node in inner if node.name)
         return names
 
     def to_proto(self) -> Any:
@@ -215,7 +216,7 @@ def values(graph: ir.Graph) -> list[ir.Value]:
 
 def all_names(graph: ir.Graph) -> Iterator[str]:
     """The names of all values of a graph and of the graphs nested in it."""
-    for inner in (graph, *graph.subgraphs()):
+    for inner in graphs_in(graph):
         yield from (value.name for value in values(inner) if value.name)
 
 

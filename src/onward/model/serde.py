@@ -18,6 +18,7 @@ from onward.model import legacy, residue, storage
 from onward.model.core import Model, Step
 from onward.model.fingerprint import FINGERPRINT, fingerprint
 from onward.model.tensors import check_tensors
+from onward.model.walk import graphs_in
 
 _CARRIER = "onward.carrier"
 
@@ -218,7 +219,7 @@ def stamp(model: Model) -> Model:
     ours = [step for step in model.steps if FINGERPRINT in step.metadata or "train.recipe" in step.metadata]
     if ours:
         with without_data(model):
-            mark = fingerprint(to_proto(model).graph)
+            mark = fingerprint(to_proto(Model(model.ir)).graph)  # without steps, which have no part in it
         for step in ours:
             step.metadata[FINGERPRINT] = mark
     return model
@@ -266,8 +267,7 @@ def with_data(model: Model, tensors: Mapping[int, ir.TensorProtocol]) -> Model:
 
 def _initializers(model: Model) -> Iterator[ir.Value]:
     for container in _containers(model):
-        top = container.graph if isinstance(container, ir.Function) else container
-        for graph in (top, *top.subgraphs()):
+        for graph in graphs_in(container.graph if isinstance(container, ir.Function) else container):
             yield from graph.initializers.values()
 
 

@@ -31,6 +31,7 @@ broadcasting (`broadcasts=True`, or the positions of inputs), the type of the re
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -220,14 +221,19 @@ def _times_dy(derivative: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _rule(operator: tuple[str, str], function: Callable[..., Any], broadcasts: bool | tuple[int, ...]) -> Rule:
-    gradients = list(inspect.signature(function).parameters)[1]
+    gradients = _parameters(function)[1].name
     keywords, positional = _asked(function, leading=2)
     return Rule(operator, function, broadcasts, keywords, gradients == "dys", positional)
 
 
+@functools.cache  # many operators share a rule
+def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
+    return list(inspect.signature(function).parameters.values())
+
+
 def _asked(function: Callable[..., Any], leading: int) -> tuple[dict[str, Any], int | None]:
     """What a rule asks for by keyword, with defaults, and how many inputs it takes after the `leading` parameters."""
-    parameters = list(inspect.signature(function).parameters.values())
+    parameters = _parameters(function)
     keywords = {p.name: None if p.default is p.empty else p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
     positional = [p for p in parameters if p.kind is not p.KEYWORD_ONLY]
     variadic = any(p.kind is p.VAR_POSITIONAL for p in positional)

@@ -8,7 +8,6 @@ from typing import Any
 
 import onnx_ir as ir
 from onnx import AttributeProto, ModelProto, defs, inliner
-from onnx_ir.passes.common import InlinePass
 
 from onward.errors import InvalidModelError
 from onward.model import Model, Source, read
@@ -29,6 +28,8 @@ def inline(source: Source, names: Iterable[str] = ("*",)) -> Model:
 
 def inline_calls(model: Model, names: Iterable[str] = ("*",)) -> None:
     """The same in place."""
+    from onnx_ir.passes.common import InlinePass  # slow to import, and seldom needed
+
     check_expansion(model)
     patterns = list(names)
 
