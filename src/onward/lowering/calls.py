@@ -21,9 +21,11 @@ Results = Sequence[ir.Value | None]
 def write_calls(model: Model) -> None:
     """Replace calls in the outermost graph, in place, but for those of functions that need the general way."""
     writer = _Writer(model)
-    for node in list(model.graph):
-        if writer.can_write(node):
-            writer.replace(node)
+    calls = [node for node in model.graph if writer.can_write(node)]
+    for call in calls:
+        writer.replace(call)
+    if calls:
+        model.graph.remove(calls, safe=True)  # all at once: each removal looks at all outputs of the graph
     drop_unused_definitions(model)
 
 
@@ -35,6 +37,7 @@ class _Writer:
         self._names = model.names()
         self._made: dict[tuple[object, ...], Results] = {}
         self._simple: dict[ir.OperatorIdentifier, bool] = {}
+        self._ends = {value: i for i, value in enumerate(model.graph.outputs)}
 
     def can_write(self, node: ir.Node) -> bool:
         """Whether a node calls a function without nested graphs that uses the operators of the model."""
@@ -64,7 +67,6 @@ class _Writer:
         for old, new in zip(call.outputs, results, strict=False):
             self._hand_over(old, new, nodes)
         call.prepend(nodes)
-        self._graph.remove(call, safe=True)
 
     def _hand_over(self, old: ir.Value, new: ir.Value | None, nodes: list[ir.Node]) -> None:
         """Let those that read the output of a call read a result of its body, which takes over its name if it can."""
@@ -75,6 +77,8 @@ class _Writer:
             new, named = nodes[-1].outputs[0], True
         new.type = new.type if old.type is None else old.type
         new.shape = new.shape if old.shape is None else old.shape
+        if old in self._ends:
+            self._graph.outputs[self._ends[old]] = new
         old.replace_all_uses_with(new, replace_graph_outputs=True)
         if named:
             new.name, old.name = old.name, None
@@ -94,7 +98,7 @@ class _Writer:
         new.update(zip(function.inputs, inputs, strict=False))
         for node in function:
             read = [new[value] for value in node.inputs]
-            stated = _resolved(node.attributes, given)
+            stated = _resolved(node.attributes.data, given)
             if node.op_identifier() in self._functions:
                 results: Results = self._body(node, read, stated, {**metadata, **node.metadata_props}, nodes)
             else:
