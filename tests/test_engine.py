@@ -86,6 +86,42 @@ def test_frozen_weights_outside_the_file_stay_there(tmp_path, monkeypatch):
         assert losses == [float(engine.step(FLAT)["loss"]) for _ in range(3)]
 
 
+@pytest.mark.parametrize("name", ["onnxruntime", "numpy"])
+def test_steps_that_take_turns_read_what_the_other_has_changed(name):
+    """A step hands its weights to the other; what comes out is what comes out of both in one, with their own rates."""
+    model = onward.prepare(digits_mlp(8), loss="cross_entropy", optimizer="sgd:lr=0.1", freeze="fc2.*")
+    model = onward.prepare(model, loss="cross_entropy", optimizer="sgd:lr=0.2", freeze="fc1.*", append=True)
+    targets = [next(value.name for value in step.algorithm.inputs) for step in model.steps]
+    reference = {tensor.name: numpy_helper.to_array(tensor) for tensor in digits_mlp(8).graph.initializer}
+    with load(model, 0, engine=name) as first, load(model, 1, engine=name) as second:
+        for _ in range(3):
+            for engine, other, target, part, rate in (
+                (first, second, targets[0], "fc1", 0.1),
+                (second, first, targets[1], "fc2", 0.2),
+            ):
+                engine.step({"image": FLAT["image"], target: FLAT["labels"]})
+                changed = {name: array for name, array in engine.state().items() if name.startswith(part)}
+                other.load_state(changed)
+                gradients = of_the_classifier(reference, FLAT["image"], FLAT["labels"])
+                reference |= {name: reference[name] - rate * gradients[name] for name in changed}
+                for name, array in changed.items():
+                    np.testing.assert_allclose(array, reference[name], rtol=1e-4, atol=1e-6)
+
+
+def of_the_classifier(weights, images, labels):
+    """Gradients of the cross entropy of `digits_mlp`, by hand."""
+    hidden = images @ weights["fc1.weight"].T + weights["fc1.bias"]
+    active = np.maximum(hidden, 0)
+    logits = active @ weights["fc2.weight"].T + weights["fc2.bias"]
+    shares = np.exp(logits - logits.max(1, keepdims=True))
+    upstream = (shares / shares.sum(1, keepdims=True) - np.eye(logits.shape[1])[labels]) / len(labels)
+    inner = upstream @ weights["fc2.weight"] * (hidden > 0)
+    return {
+        "fc2.weight": upstream.T @ active, "fc2.bias": upstream.sum(0),
+        "fc1.weight": inner.T @ images, "fc1.bias": inner.sum(0),
+    }  # fmt: skip
+
+
 def test_gradients_save_memory_as_the_step_does(monkeypatch):
     """What is computed again, is so wherever gradients are computed, and changes no number."""
     model, made = onward.prepare(digits_mlp(), loss="cross_entropy", optimizer="sgd:lr=0.1"), []

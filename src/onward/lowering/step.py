@@ -27,7 +27,7 @@ from onward.lowering.optimize import optimize
 from onward.model import Model, Source, read
 from onward.model.core import values
 from onward.model.signature import sound
-from onward.model.state import states
+from onward.model.state import carried, states
 from onward.transform.inline import inline_calls
 from onward.transform.opset import convert_opset
 from onward.transform.unused import remove_unused
@@ -86,10 +86,10 @@ def _step(model: Model, index: int, manner: Manner) -> Made:
     made, contract = _plain(manner, flow, flow.bindings, flow.metrics)
     inputs = made.graph.inputs
     read = {value.name for value in inputs}
-    for name, value in flow.state.items():  # a loop hands over all state, also what is only written
-        if name not in read:
-            inputs.append(ir.Value(name=name, type=value.type, shape=value.shape))
-    return made, contract | {"state": [*contract["state"], *(name for name in flow.state if name not in read)]}
+    unread = [state.name for state in states(model, index) if state.name not in read]
+    for value in (flow.state[name] for name in unread):  # a loop hands over all state, also what is only written
+        inputs.append(ir.Value(name=value.name, type=value.type, shape=value.shape))
+    return made, contract | {"state": [*contract["state"], *unread]}
 
 
 def _evaluation(model: Model, index: int, manner: Manner) -> Made:
@@ -160,7 +160,7 @@ def _initialization(model: Model, index: int, manner: Manner) -> Made:
 
 def _state(model: Model, index: int, manner: Manner) -> Made:
     graph = ir.Graph([], [], nodes=[], opset_imports={"": model.opset}, name="state")
-    stored = states(model, index)
+    stored = carried(model, index)
     op = Builder(graph, opset=model.opset, names=Names(state.name for state in stored))
     for state in stored:
         tensor = state.value.const_value
@@ -191,7 +191,7 @@ PARTS: dict[str, Callable[[Model, int, Manner], Made]] = {
 def _opened(model: Model, index: int) -> Flow:
     """The combined graph, with the state as inputs: what is constant might be folded, by rules or passes."""
     combined = Model(model.combined(index))
-    graph, state = combined.graph, states(model, index)
+    graph, state = combined.graph, carried(model, index)
     graph.inputs[:] = [value for value in graph.inputs if not value.is_initializer()]
     for name in (s.name for s in state):
         value = graph.initializers.pop(name)

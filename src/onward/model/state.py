@@ -61,6 +61,15 @@ def states(model: Model, index: int = 0) -> list[State]:
     return [_state(value, step, trained) for value in known if value.name in bound]
 
 
+def carried(model: Model, index: int = 0) -> list[State]:
+    """The state of a step, and weights that it may read while other steps change them."""
+    own = states(model, index)
+    names = {state.name for state in own}
+    others = {name for step in model.steps for name in step.update} - names
+    step = model.step(index)
+    return own + [_state(value, step, set()) for name, value in model.graph.initializers.items() if name in others]
+
+
 def _state(value: ir.Value, step: Step, trained: set[str]) -> State:
     name = value.name or ""
     tags = value.const_value.metadata_props if value.const_value is not None else {}

@@ -15,7 +15,7 @@ from onward.errors import UnknownNameError, UnsupportedError, near
 from onward.lowering.contract import contract_of
 from onward.lowering.step import lower
 from onward.model import Model
-from onward.model.state import states
+from onward.model.state import carried
 from onward.run.calls import NEWEST, OLDEST
 from onward.run.engine import Arrays, Engine, check_batch
 from onward.run.expression import expressed
@@ -105,7 +105,7 @@ class Interpreted(Engine):
         self._framework = framework
         self._compiled = compiled
         self._rules = rules
-        self._state: Tensors = {s.name: framework.tensor(_array(s.value)) for s in states(model, step)}
+        self._state: Tensors = {s.name: framework.tensor(_array(s.value)) for s in carried(model, step)}
         self._previous = self._state
         self._parts: dict[str, _Part] = {}
         part = self._part("step")

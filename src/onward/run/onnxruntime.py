@@ -21,7 +21,7 @@ from onward.errors import DataError, UnknownNameError, UnsupportedError, near
 from onward.lowering.contract import contract_of
 from onward.lowering.step import lower
 from onward.model import Model
-from onward.model.state import states
+from onward.model.state import carried, states
 from onward.run.engine import Arrays, Engine, check_batch
 
 _PROVIDERS = {
@@ -60,7 +60,7 @@ class OnnxRuntime(Engine):
         self._step = self._session(lowered)
         self._evaluation: ort.InferenceSession | None = None
         self._gradients: tuple[ort.InferenceSession, dict[str, str]] | None = None
-        self._read = {s.name: self._buffer(s.value, fill=True) for s in states(model, step)}
+        self._read = {s.name: self._buffer(s.value, fill=True) for s in carried(model, step)}
         bindings: dict[str, str] = contract["update"]
         written = {s.name: self._buffer(s.value) for s in states(model, step) if s.name in bindings}
         self._write = {**self._read, **written}
