@@ -126,8 +126,8 @@ def _by_pieces(op, products, image, outputs, copied):
     count, axes = size_of(op, outputs, 0), dims(image.value)
     pieces = 1
     if isinstance(count, int) and axes is not None and axes[0] == count:
-        enough = [n for n in range(1, MOST_PIECES + 1) if count % n == 0 and count // n * copied <= CACHED]
-        pieces = min(enough, default=1)
+        possible = [n for n in range(1, MOST_PIECES + 1) if count % n == 0]
+        pieces = next((n for n in possible if count // n * copied <= CACHED), possible[-1])
     if pieces == 1:
         return products(image, outputs)
     sizes = [count // pieces] * pieces
