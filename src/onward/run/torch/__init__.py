@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
@@ -86,10 +87,13 @@ class Torch(Framework):
     def array(self, tensor: torch.Tensor) -> np.ndarray:
         return to_array(tensor)
 
+    def active(self) -> contextlib.AbstractContextManager[None]:
+        return torch.no_grad()
+
     def derivative(
         self, function: Callable[[Sequence[Any]], tuple[Any, list[Any]]], xs: Sequence[Any]
     ) -> tuple[Any, list[Any], Callable[[], Sequence[Any]]]:
-        nested = torch.is_grad_enabled() and any(x.requires_grad for x in xs)
+        nested = torch.is_grad_enabled()  # within another derivative
         with torch.enable_grad():
             variables = [x.view_as(x) if x.requires_grad else x.detach().requires_grad_() for x in xs]
             y, more = function(variables)
