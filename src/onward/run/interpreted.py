@@ -24,6 +24,7 @@ from onward.run.host import ONLY_ON_HOST
 from onward.run.interpreter import Interpreter
 from onward.run.numpy import Numpy
 from onward.run.plan import plan
+from onward.transform.inline import inline
 from onward.transform.opset import convert_opset
 
 Tensors = dict[str, Any]
@@ -74,7 +75,7 @@ _FRAMEWORKS = {
 def array_function(engine: str, model: Model, **options: Any) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
     """The graph of a model as a function of arrays, lists of arrays and None, by name."""
     framework = framework_of(engine, **options)
-    execute = interpreter(model.copy(), framework)
+    execute = interpreter(inline(model), framework)
 
     def run(inputs: Mapping[str, Any]) -> dict[str, Any]:
         results = execute({name: _mapped(_placing(framework), value) for name, value in inputs.items()})

@@ -133,15 +133,15 @@ def sampled(x, places, mode, padding_mode="zeros", align_corners=0):
 
 
 def _inside(places, sizes, padding_mode, align_corners):
-    """Places, such that those outside are at the border, or are reflected there."""
-    if padding_mode == "border":
-        return places.clip(0, sizes - 1)
-    if padding_mode != "reflection":
+    """Places, of which those outside are moved to the border, or are reflected there."""
+    if padding_mode == "zeros":
         return places
     low, high = (0, sizes - 1) if align_corners else (-0.5, sizes - 0.5)
-    length = np.maximum(high - low, 1e-30)
-    turned = np.abs((places - low + length) % (2 * length) - length) + low
-    return np.where((places < low) | (places > high), turned, places)
+    moved = places.clip(0, sizes - 1)
+    if padding_mode == "reflection":
+        length = np.maximum(high - low, 1e-30)
+        moved = np.abs((places - low + length) % (2 * length) - length) + low
+    return np.where((places < low) | (places > high), moved, places)
 
 
 @operators.define("AffineGrid")

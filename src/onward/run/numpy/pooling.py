@@ -98,7 +98,8 @@ def max_unpool(x, places, shape=None, *, kernel_shape, pads, strides):
 @operators.define("MaxRoiPool")
 def max_roi_pool(x, rois, *, pooled_shape, spatial_scale):
     result = np.zeros((len(rois), x.shape[1], *pooled_shape), x.dtype)
-    corners = np.floor(rois[:, 1:] * spatial_scale + 0.5).astype(int)
+    scaled = rois[:, 1:] * spatial_scale
+    corners = np.trunc(scaled + np.copysign(0.5, scaled)).astype(int)  # halves away from zero
     for n, (batch, (left, top, right, bottom)) in enumerate(zip(rois[:, 0].astype(int), corners, strict=True)):
         rows = _bins(top, bottom, pooled_shape[0], x.shape[2])
         columns = _bins(left, right, pooled_shape[1], x.shape[3])

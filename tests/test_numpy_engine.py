@@ -1,0 +1,136 @@
+"""The reference in numpy: operators as on ONNX Runtime, steps as on ONNX Runtime, rules as differences."""
+
+import numpy as np
+import onnxruntime as ort
+import pytest
+
+import gradcheck
+import onward
+from conftest import needs
+from lowered import CASES as TRAINING
+from lowered import FLAT, assert_close, penalised
+from models import digits_mlp, small_cnn
+from onward.model import read
+from onward.run import function, load
+from onward.run.interpreted import Interpreted
+from onward.run.numpy import Numpy
+from test_control_flow import CASES as CONTROL_FLOW
+from test_rules import FAMILIES
+
+# ---- operators -------------------------------------------------------------------------------------------------------
+
+OPERATORS = {
+    **{f"{family.__name__}.{name}": case for family in FAMILIES for name, case in family.CASES.items()},
+    **{f"control_flow.{name}": case for name, case in CONTROL_FLOW.items()},
+}
+NOT_AS_ON_ONNXRUNTIME = {
+    "rule_cases.attention.scores_behind_a_mask": "it writes the lowest number for minus infinity",
+    "rule_cases.movement.split_with_an_output_left_out": "it crashes",
+    "rule_cases.recurrent.gru_reverse": "for a sequence of no elements it returns zeros, not the initial state",
+    "rule_cases.sampling.grid_sample_cubic_border_corners": "it moves to the border only what it reads, no coordinate",
+    "rule_cases.sampling.grid_sample_cubic_border_edges": "it moves to the border only what it reads, no coordinate",
+}
+
+
+def on_onnxruntime(proto, inputs):
+    """What ONNX Runtime computes; None if it refuses."""
+    options = ort.SessionOptions()
+    options.log_severity_level = 4
+    try:
+        session = ort.InferenceSession((gradcheck.for_onnxruntime(proto) or proto).SerializeToString(), options)
+        found = session.run(None, {value.name: inputs[value.name] for value in session.get_inputs()})
+    except Exception:  # it has many ways to say so
+        return None
+    return dict(zip((value.name for value in session.get_outputs()), found, strict=True))
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_operators_are_as_on_onnxruntime(name):
+    """Where it does not compute a case, as the evaluator of `onnx` has it."""
+    proto, inputs = OPERATORS[name][:2]
+    expected = None if name in NOT_AS_ON_ONNXRUNTIME else on_onnxruntime(proto, inputs)
+    expected = expected or gradcheck.evaluate(proto, inputs)
+    found = function(read(proto))(inputs)
+    half = any(array.itemsize == 2 for value in inputs.values() for array in gradcheck.flat(value))
+    rtol = 2e-3 if half or "float16" in name else 2e-5
+    for output, wanted in expected.items():
+        for ours, theirs in zip(gradcheck.flat(found[output]), gradcheck.flat(wanted), strict=True):
+            assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
+            if gradcheck.is_float(theirs):
+                ours, theirs = ours.astype(np.float64), theirs.astype(np.float64)
+            np.testing.assert_allclose(ours, theirs, rtol=rtol, atol=rtol, err_msg=output)
+
+
+# ---- steps -----------------------------------------------------------------------------------------------------------
+
+
+WITH_IDLE_PARAMETERS = ("cnn", "transformer", "transformer with dropout")
+"""The gradients of some are rounding errors. They would be whole steps to optimizers that divide by their size."""
+
+
+@pytest.mark.parametrize("name", TRAINING)
+def test_steps_are_as_on_onnxruntime(name):
+    proto, batch, recipe = TRAINING[name]
+    more = {"optimizer": "momentum:lr=0.1"} if name in WITH_IDLE_PARAMETERS else {}
+    model = onward.prepare(proto(), **recipe | more)
+    fewer = {name: array[: len(array) // 2] for name, array in batch.items()}
+    tolerance = 2e-2 if name == "float16" else 1e-5
+    with load(model, engine="numpy") as ours, load(model) as theirs:
+        assert_close(ours.gradients(batch), theirs.gradients(batch), tolerance, tolerance)
+        for one in (batch, fewer, batch):
+            assert_close(ours.step(one), dict(theirs.step(one)), tolerance, tolerance)
+        assert_close(ours.state(), theirs.state(), tolerance, tolerance)
+        assert_close(ours.evaluate(batch), theirs.evaluate(batch), tolerance, tolerance)
+
+
+@needs("torch")
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["resnet", "vit", "bert", "gpt2", "lstm", "autoencoder", "if and loop", "while"])
+def test_larger_models_train_as_on_onnxruntime(name):
+    import test_training_models as torch_models
+
+    case = torch_models.CASES[name]
+    subject = torch_models.made(case)
+    model = torch_models.prepared(case, subject, torch_models.exported(case, subject))
+    with load(model, engine="numpy") as ours, load(model, threads=1) as theirs:
+        for size in (8, 3, 8):
+            batch = torch_models.arrays(subject.batch(size))
+            assert float(ours.step(batch)[ours.loss]) == pytest.approx(float(theirs.step(batch)[ours.loss]), rel=1e-4)
+        state = theirs.state()
+        for parameter, array in ours.state().items():
+            if case.idle not in parameter:
+                scale = max(1.0, float(np.abs(state[parameter]).max()))
+                np.testing.assert_allclose(array, state[parameter], rtol=1e-3, atol=1e-3 * scale, err_msg=parameter)
+
+
+# ---- float64, and differences ----------------------------------------------------------------------------------------
+
+
+def doubled(proto, batch):
+    images = {name: array.astype(np.float64) if array.dtype == np.float32 else array for name, array in batch.items()}
+    return gradcheck.to_double(proto), images
+
+
+def test_float64_stays_float64():
+    recipe = {"loss": "cross_entropy", "optimizer": "sgd:lr=0.1,momentum=0.9", "schedule": "cosine:steps=9"}
+    proto, batch = doubled(digits_mlp(8), FLAT)
+    model = onward.prepare(proto, **recipe)
+    with load(model, engine="numpy") as ours, load(model) as theirs:
+        for _ in range(3):
+            assert_close(ours.step(batch), dict(theirs.step(batch)), 1e-12, 1e-12)
+        assert {array.dtype for name, array in ours.state().items() if name.startswith("fc")} == {np.dtype(np.float64)}
+        assert_close(ours.state(), theirs.state(), 1e-12, 1e-12)
+
+
+def test_the_rules_agree_with_differences():
+    proto, batch = doubled(small_cnn(2), {"image": FLAT["image"].reshape(-1, 1, 8, 8), "labels": FLAT["labels"]})
+    model = onward.prepare(proto, loss="cross_entropy", optimizer="sgd:lr=0.1")
+    rules, differences = load(model, engine="numpy"), Interpreted(model, 0, Numpy(), rules=False)
+    assert_close(rules.gradients(batch), differences.gradients(batch), 1e-7, 1e-8)
+
+
+def test_the_rules_agree_with_differences_of_differences():
+    proto, batch = doubled(penalised(21), {"x": np.array([0.5, -1.5, 2])})
+    rules, differences = load(proto, engine="numpy"), Interpreted(read(proto), 0, Numpy(), rules=False)
+    assert_close(rules.step(batch), differences.step(batch), 1e-4, 1e-4)
+    assert_close(rules.state(), differences.state(), 1e-4, 1e-4)
