@@ -13,7 +13,7 @@ from onnx import ModelProto, TensorProto, helper
 
 import onward
 from models import digits_mlp
-from onward.errors import DataError, InvalidModelError
+from onward.errors import DataError, InvalidModelError, UnsupportedError
 from onward.run import load
 from runs import QUIET, digits
 
@@ -120,6 +120,10 @@ def test_a_value_of_a_type_that_the_library_cannot_hold() -> None:
     proto = prepared(digits_mlp()).to_proto()
     proto.graph.output[0].type.map_type.SetInParent()
     onward.lower(proto, part="evaluation")
+    model = digits_mlp()
+    model.graph.output[0].type.map_type.SetInParent()
+    with pytest.raises(UnsupportedError, match="the type of `loss` is not known"):
+        onward.lower(prepared(model))
 
 
 def test_what_the_runtime_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from onward.differentiate.expand import expanded
 from onward.differentiate.path import between, way
 from onward.differentiate.recompute import Choice, recomputation
 from onward.differentiate.sweep import pull_back
-from onward.errors import InvalidModelError
+from onward.errors import InvalidModelError, UnsupportedError
 from onward.model import TRAINING_DOMAIN, Model
 from onward.model.core import string, strings, values
 from onward.transform.types import fill_in_types_before
@@ -59,6 +59,8 @@ def _lower(model: Model, node: ir.Node, xs: Sequence[str], y: str, recompute: Ch
     variables, target = [known[name] for name in named], known[y]
     given = [value for value in node.inputs if value is not None]
     fill_in_types_before(model, (target, *given))
+    if target.dtype is None:
+        raise UnsupportedError(f"the type of `{y}` is not known", hint="state the types of the model's outputs")
     op = Builder(graph, opset=model.opset, names=model.names(), functions=model.functions, share=True)
     if given != variables:
         variables, target = _at(op, target, dict(zip(variables, given, strict=True)))
