@@ -389,11 +389,25 @@ class Function:
     def __init__(self, body: Callable[..., Any], outputs: Sequence[str], name: str):
         self.name = name
         self.outputs = tuple(outputs)
-        self.doc = inspect.getdoc(body) or ""
         self._body = body
-        parameters = list(inspect.signature(body, eval_str=True).parameters.values())[1:]
-        self.inputs = tuple(p.name for p in parameters if p.kind is not p.KEYWORD_ONLY)
-        self._attributes = {p.name: _declared(p) for p in parameters if p.kind is p.KEYWORD_ONLY}
+
+    # Of the functions that are loaded few are used, so these wait until they are asked for.
+
+    @functools.cached_property
+    def doc(self) -> str:
+        return inspect.getdoc(self._body) or ""
+
+    @functools.cached_property
+    def inputs(self) -> tuple[str, ...]:
+        return tuple(p.name for p in self._parameters if p.kind is not p.KEYWORD_ONLY)
+
+    @functools.cached_property
+    def _attributes(self) -> dict[str, ir.Attr]:
+        return {p.name: _declared(p) for p in self._parameters if p.kind is p.KEYWORD_ONLY}
+
+    @functools.cached_property
+    def _parameters(self) -> list[inspect.Parameter]:
+        return list(inspect.signature(self._body, eval_str=True).parameters.values())[1:]
 
     def define(self, functions: dict[ir.OperatorIdentifier, ir.Function], opset: int) -> None:
         """Add this function, and those that it calls, to `functions`."""
