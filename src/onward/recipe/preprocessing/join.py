@@ -19,8 +19,9 @@ from onward.errors import RecipeError
 from onward.model import Model, read
 from onward.model.serde import stamp
 from onward.recipe.assembly import Assembly
+from onward.recipe.embed import emptied
 from onward.recipe.preprocessing.augmentations import AUGMENTATIONS, Chance
-from onward.recipe.preprocessing.picture import Form
+from onward.recipe.preprocessing.picture import Form, dims_of
 from onward.recipe.preprocessing.pipeline import Pipeline, Raw, by_input, form_of, pipelines, specs_of
 from onward.recipe.spec import arguments, lookup
 from onward.transform.inline import inline
@@ -105,14 +106,10 @@ def _put_pipeline_before(model: Model, name: str, pipeline: Pipeline) -> Entry:
 
 
 def _move_before(graph: ir.Graph, first: ir.Graph) -> None:
-    nodes, constants = list(first), list(first.initializers.values())
-    first.inputs.clear()
-    first.outputs.clear()
-    first.initializers.clear()
-    first.remove(nodes)
+    nodes, constants = emptied(first)
     for constant in constants:
         graph.register_initializer(constant)
-    graph.insert_before(graph[0], nodes) if len(graph) else graph.extend(nodes)
+    graph.insert_before(graph[0], nodes)
 
 
 # ---- a graph that somebody drew --------------------------------------------------------------------------------------
@@ -173,11 +170,10 @@ def _check_join(output: ir.Value, value: ir.Value) -> None:
             hint="let it end with a Cast",
         )
     if output.shape is not None and value.shape is not None:
-        a, b = ([dim if isinstance(dim, int) else None for dim in v.shape or ()] for v in (output, value))
-        if not Form(tuple(b), 0).fits(a):
+        given, wanted = (Form(dims_of(shape), 0) for shape in (output.shape, value.shape))
+        if not wanted.fits(given.dims):
             raise RecipeError(
-                f"`{name}` of the preprocessing has the shape {Form(tuple(a), 0)}, but `{value.name}` of the model "
-                f"has {Form(tuple(b), 0)}"
+                f"`{name}` of the preprocessing has the shape {given}, but `{value.name}` of the model has {wanted}"
             )
 
 

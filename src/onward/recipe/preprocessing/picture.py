@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from onward.build import Builder, Expr
@@ -12,6 +12,11 @@ from onward.errors import RecipeError
 Dims = tuple[int | None, ...]
 
 _CHANNELS = (1, 3, 4)
+
+
+def dims_of(shape: Iterable[Any]) -> Dims:
+    """The dimensions of a shape of onnx_ir, as far as they are numbers."""
+    return tuple(dim if isinstance(dim, int) else None for dim in shape)
 
 
 @dataclasses.dataclass(frozen=True)

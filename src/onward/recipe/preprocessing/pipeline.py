@@ -14,7 +14,7 @@ from onward.build import Builder, Expr
 from onward.errors import RecipeError, UnknownNameError, near
 from onward.model import Model
 from onward.recipe.preprocessing.operations import OPERATIONS
-from onward.recipe.preprocessing.picture import Dims, Form, Picture
+from onward.recipe.preprocessing.picture import Dims, Form, Picture, dims_of
 from onward.recipe.spec import Spec, arguments, check_options, lookup, parse, words
 
 INPUT = "input"
@@ -119,7 +119,7 @@ def form_of(value: ir.Value) -> Form:
     """The form of the samples in a batch."""
     if value.shape is None or not len(value.shape):
         raise RecipeError(f"the shape of `{value.name}` is not known, so that nothing can be put before it")
-    return Form.of([dim if isinstance(dim, int) else None for dim in list(value.shape)[1:]])
+    return Form.of(dims_of(value.shape)[1:])
 
 
 def specs_of(given: Any) -> list[Spec]:

@@ -1,0 +1,87 @@
+"""Labels that are classes: what their numbers stand for, and splits with the same share of every class."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+import numpy as np
+
+from onward.errors import DataError, UnsupportedError
+from onward.model import Model
+from onward.training.data import Binding, Dataset, Stream, with_classes
+from onward.training.data.samples import Samples
+from onward.training.objective import objectives
+
+_FEW = 1_000_000
+"""Rows that are split with the same share of every class by themselves; of more, chance does not make a difference."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Labels:
+    """An input that holds classes by number."""
+
+    name: str
+    count: int
+    ignored: int | None
+    """The number that means none."""
+
+
+def labels_of(training: Model) -> Labels | None:
+    shapes = {value.name: value.shape for value in training.graph.outputs}
+    for loss in objectives(training):
+        shape = shapes.get(loss.output)
+        by_number = loss.name == "nll" or (loss.name == "cross_entropy" and "target" not in loss.options)
+        if not by_number or loss.target is None or shape is None or len(shape) < 2:
+            continue
+        if isinstance(count := shape[loss.axis], int):
+            return Labels(loss.target, count, loss.options.get("ignore_index", -100))
+    return None
+
+
+def check_classes(classes: tuple[str, ...] | None, labels: Labels) -> None:
+    """Refuse data with more classes than the model knows."""
+    if classes is not None and len(classes) > labels.count:
+        raise DataError(
+            f"the data have {len(classes)} classes, and the model tells {labels.count} apart",
+            hint=f'give it a new last layer: `new_head="classes={len(classes)}"` (`--new-head classes={len(classes)}`)',
+        )
+
+
+def in_classes(
+    data: Dataset | Stream, binding: Binding, classes: tuple[str, ...] | None, origin: str
+) -> Dataset | Stream:
+    """Data whose labels have the numbers that they have in `origin`."""
+    theirs = data.columns[binding.columns[0]].classes
+    if isinstance(data, Stream) or theirs == classes:
+        return data
+    if classes is None:
+        raise DataError(
+            f"column `{binding.columns[0]}` has names of classes, but numbers in {origin}",
+            hint="write classes in the same way in both",
+        )
+    return with_classes(data, binding.columns[0], classes, origin)
+
+
+def strata_of(
+    data: Dataset | Stream, matched: Mapping[str, Binding], labels: Labels | None, wanted: bool | None
+) -> np.ndarray | None:
+    """The class of each row, if every class is to have its share; None for a split at random.
+
+    Unless it is said, that is so where labels are classes, and can be read without the samples they belong to.
+    """
+    if wanted is False or isinstance(data, Stream):
+        return None
+    binding = matched[labels.name] if labels is not None else None
+    is_class_each = binding is not None and all(not data.columns[name].shape for name in binding.columns)
+    if not is_class_each:
+        if wanted:
+            raise UnsupportedError(
+                "a split with the same share of every class needs a class for each row, which the loss has not",
+                hint="leave `stratify` out",
+            )
+        return None
+    if wanted is None and (isinstance(data, Samples) or len(data) > _FEW):
+        return None
+    assert binding is not None
+    return binding(data.take(np.arange(len(data)), list(binding.columns))).reshape(len(data))
