@@ -44,13 +44,20 @@ def on_onnxruntime(proto, inputs):
     return dict(zip((value.name for value in session.get_outputs()), found, strict=True))
 
 
+def read_only(array):
+    """Of which an operator must not change an element."""
+    view = np.asarray(array).view()
+    view.flags.writeable = False
+    return view
+
+
 @pytest.mark.parametrize("name", OPERATORS)
 def test_operators_are_as_on_onnxruntime(name):
     """Where it does not compute a case, as the evaluator of `onnx` has it."""
     proto, inputs = OPERATORS[name][:2]
     expected = None if name in NOT_AS_ON_ONNXRUNTIME else on_onnxruntime(proto, inputs)
     expected = expected or gradcheck.evaluate(proto, inputs)
-    found = function(read(proto))(inputs)
+    found = function(read(proto))({name: gradcheck.mapped(read_only, value) for name, value in inputs.items()})
     half = any(array.itemsize == 2 for value in inputs.values() for array in gradcheck.flat(value))
     rtol = 2e-3 if half or "float16" in name else 2e-5
     for output, wanted in expected.items():

@@ -59,7 +59,7 @@ def deform_conv(x, w, offset, b=None, mask=None, *, dilations, group, offset_gro
     kernel, rank = w.shape[2:], w.ndim - 2
     where = windows(sizes, kernel, dilations=dilations, pads=pads, strides=strides)
     shape = (n * offset_group, *kernel, rank, *where.counts)
-    places = np.moveaxis(offset.reshape(shape), 1 + rank, -1)  # [N * groups, *kernel, *counts, rank]
+    places = np.moveaxis(offset.reshape(shape), 1 + rank, -1).copy()  # [N * groups, *kernel, *counts, rank]
     for axis in range(rank):
         taps = np.arange(kernel[axis]) * where.dilations[axis]
         begins = np.arange(where.counts[axis]) * where.strides[axis] - where.begins[axis]

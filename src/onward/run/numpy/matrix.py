@@ -27,7 +27,7 @@ def gemm(a, b, c=None, *, alpha, beta, transA, transB):
 @operators.define("Einsum")
 @in_float32
 def einsum(first, *others, equation):
-    return np.einsum(equation, first, *others)
+    return np.einsum(equation, first, *others, optimize=True)
 
 
 @operators.define("Det")

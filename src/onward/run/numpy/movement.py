@@ -28,7 +28,18 @@ def reshape(x, shape, *, allowzero):
 operators(
     Flatten=lambda x, *, axis: x.reshape(math.prod(x.shape[:axis]), math.prod(x.shape[axis:])),
     Squeeze=lambda x, axes=None: np.squeeze(x, None if axes is None else tuple(axes.tolist())),
-    Unsqueeze=lambda x, axes: np.expand_dims(x, tuple(np.atleast_1d(axes).tolist())),
+)
+
+
+@operators.define("Unsqueeze")
+def unsqueeze(x, axes):
+    rank = x.ndim + axes.size
+    new = {axis % rank for axis in axes.ravel().tolist()}
+    old = iter(x.shape)
+    return x.reshape([1 if i in new else next(old) for i in range(rank)])
+
+
+operators(
     Transpose=lambda x, *, perm: x.transpose(perm),
     Concat=lambda *xs, axis: np.concatenate(xs, axis),
 )

@@ -30,7 +30,7 @@ def batch_normalization(x, scale, bias, mean, var, *, epsilon, momentum, trainin
 
 @operators.define("LayerNormalization")
 def layer_normalization(x, scale, bias=None, *, axis, epsilon, stash_type):
-    wide = x.astype(ir.DataType(stash_type).numpy()) if x.dtype.itemsize < 4 else x
+    wide = x.astype(ir.DataType(stash_type).numpy())
     axes = tuple(range(axis % x.ndim, x.ndim))
     mean = wide.mean(axes, keepdims=True)
     inverse = 1 / np.sqrt(wide.var(axes, keepdims=True) + epsilon)
@@ -40,16 +40,16 @@ def layer_normalization(x, scale, bias=None, *, axis, epsilon, stash_type):
 
 @operators.define("RMSNormalization")
 def rms_normalization(x, scale, *, axis, epsilon, stash_type):
-    wide = x.astype(ir.DataType(stash_type).numpy()) if x.dtype.itemsize < 4 else x
+    wide = x.astype(ir.DataType(stash_type).numpy())
     axes = tuple(range(axis % x.ndim, x.ndim))
     y = wide / np.sqrt(np.square(wide).mean(axes, keepdims=True) + epsilon)
     return (y.astype(scale.dtype) * scale).astype(scale.dtype)
 
 
 @operators.define("GroupNormalization")
-@in_float32
-def group_normalization(x, scale, bias, *, epsilon, num_groups):
-    y = _standardized(x.reshape(len(x), num_groups, -1), (2,), epsilon).reshape(x.shape)
+def group_normalization(x, scale, bias, *, epsilon, num_groups, stash_type):
+    groups = x.astype(ir.DataType(stash_type).numpy()).reshape(len(x), num_groups, -1)
+    y = _standardized(groups, (2,), epsilon).reshape(x.shape).astype(x.dtype)
     return y * _per_channel(scale, x) + _per_channel(bias, x)
 
 

@@ -16,12 +16,14 @@ operators = Operators()
 
 @operators.define("MaxPool")
 @in_float32
-def max_pool(x, *, auto_pad, ceil_mode, dilations, kernel_shape, pads, storage_order, strides):
+def max_pool(x, *, auto_pad, ceil_mode, dilations, kernel_shape, outputs, pads, storage_order, strides):
     sizes = x.shape[2:]
     where = windows(
         sizes, kernel_shape, auto_pad=auto_pad, ceil_mode=ceil_mode, dilations=dilations, pads=pads, strides=strides
     )
     values = _flat(where.of(x, lowest(x.dtype)), len(sizes))
+    if outputs == 1:
+        return values.max(-1)
     numbers = np.arange(x.size).reshape(x.shape[:2] + sizes[:: -1 if storage_order else 1])
     if storage_order:  # within a plane by columns
         numbers = numbers.transpose(0, 1, *range(x.ndim - 1, 1, -1))
