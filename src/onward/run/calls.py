@@ -52,8 +52,15 @@ def has_other_meaning(node: ir.Node, opset: int) -> bool:
 
 def _plain(value: Any) -> Any:
     if isinstance(value, ir.TensorProtocol):
-        return value.numpy()
+        return array_of(value)
     return list(value) if isinstance(value, tuple) else value
+
+
+def array_of(tensor: ir.TensorProtocol) -> np.ndarray:
+    """The numbers of a tensor, or its text, which files hold as bytes."""
+    if tensor.dtype != ir.DataType.STRING:
+        return tensor.numpy()
+    return np.array([text.decode() for text in tensor.numpy().ravel()], object).reshape(tensor.numpy().shape)
 
 
 # ---- what changed since ----------------------------------------------------------------------------------------------

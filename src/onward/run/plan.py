@@ -14,7 +14,7 @@ import onnx_ir as ir
 from onward.model import TRAINING_DOMAIN
 from onward.model.core import string, strings
 from onward.model.walk import read_by
-from onward.run.calls import newest_form
+from onward.run.calls import array_of, newest_form
 from onward.run.framework import Function, keywords
 from onward.run.fusion import Match, matches
 from onward.run.host import ONLY_ON_HOST
@@ -107,7 +107,9 @@ class _Planner:
         inputs = {value.name or "": value for value in graph.inputs if not value.is_initializer()}
         outputs = list(graph.outputs)
         constants = {
-            value: tensor.numpy() for value in graph.initializers.values() if (tensor := value.const_value) is not None
+            value: array_of(tensor)
+            for value in graph.initializers.values()
+            if (tensor := value.const_value) is not None
         }
         made = self._part(list(graph), inputs.values(), outputs, constants)
         self._known = outside
@@ -252,7 +254,7 @@ def _constant(node: ir.Node) -> np.ndarray:
     name, attribute = next(iter(node.attributes.items()))
     value = attribute.value
     if isinstance(value, ir.TensorProtocol):
-        return value.numpy()
+        return array_of(value)
     if "string" in name:
         return np.array(value, object)
     return np.array(value, np.float32 if "float" in name else np.int64)
