@@ -125,7 +125,7 @@ class Interpreted(Engine):
         check_batch(batch, self.inputs)
         part = self._part("step")
         new, results = part.run(self._state, batch)
-        self._previous, self._state = self._state, new
+        self._previous, self._state = self._state, self._state | new
         return Results(self._framework, {name: results[name] for name in part.contract["metrics"]})
 
     def step_back(self) -> None:
@@ -163,7 +163,7 @@ class Interpreted(Engine):
 
 
 class _Part:
-    """One part of a training step, as a function of (state, constants, batch)."""
+    """One part of a training step: (state, constants, batch) -> (what is new of the state, results to be shown)."""
 
     def __init__(self, lowered: Model, framework: Framework, compiled: bool):
         self.model = lowered
@@ -172,10 +172,11 @@ class _Part:
         self._constants = {name: framework.tensor(array) for name, array in _large_constants(lowered).items()}
         execute = interpreter(lowered, framework)
         update: dict[str, str] = self.contract["update"]
+        shown = [*self.contract["metrics"], *self.contract["outputs"], *self.contract["gradients"]]
 
         def compute(state: Tensors, constants: Tensors, batch: Tensors) -> tuple[Tensors, Tensors]:
             results = execute(state | constants | batch)
-            return state | {name: results[new] for name, new in update.items()}, results
+            return {name: results[new] for name, new in update.items()}, {name: results[name] for name in shown}
 
         self._compute = framework.compile(compute) if compiled else compute
 
