@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import onnxruntime as ort
 import pytest
 from scipy import stats
@@ -131,6 +132,23 @@ def test_luck_differs_by_sample_step_place_and_seed() -> None:
     np.testing.assert_array_equal(
         pictures("flip crop:padding=2 flip:p=0", seed=5), pictures("flip crop:padding=2", seed=5)
     )
+
+
+def test_half_precision() -> None:
+    """There is luck that float16 would round to 1; a step sees finite numbers all the same."""
+    model = small_cnn()
+    for tensor in model.graph.initializer:
+        tensor.CopyFrom(
+            onnx.numpy_helper.from_array(onnx.numpy_helper.to_array(tensor).astype(np.float16), tensor.name)
+        )
+    for value in (*model.graph.input, *model.graph.output):
+        value.type.tensor_type.elem_type = onnx.TensorProto.FLOAT16
+    everything = "flip crop:padding=2 erase brightness contrast noise"
+    training = onward.prepare(model, augment=everything, loss_scale=8.0, master_weights=False, **RECIPE)
+    assert onward.check(training) == []
+    batch = {"image": np.tile(PICTURES, (8, 1, 1, 1)).astype(np.float16), "labels": np.zeros(4096, np.int64)}
+    with load(training) as engine:
+        assert np.isfinite(engine.step(batch)["loss"])
 
 
 def test_evaluation_does_not_augment() -> None:

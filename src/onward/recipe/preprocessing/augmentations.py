@@ -29,10 +29,10 @@ class Chance(Picture):
     key: Expr = dataclasses.field(kw_only=True)
 
     def per_sample(self, count: int = 1) -> list[Expr]:
-        """Numbers from 0 to 1, each as a tensor with one for every sample, to go with a batch."""
+        """Numbers from 0 to 1, each as a float32 tensor with one for every sample, to go with a batch."""
         op = self.op
         numbers = random.uniform(op, self.key, op.Concat([count], self._one_each(), axis=0))
-        return [op.CastLike(op.Gather(numbers, np.int64(at)), self.x) for at in range(count)]
+        return [op.Gather(numbers, np.int64(at)) for at in range(count)]
 
     def happens(self, p: float) -> Expr:
         """For each sample, whether something happens that has the probability `p`."""
@@ -78,8 +78,7 @@ def crop(chance: Chance, padding: int) -> Expr:
     last = max(axes) + 1  # behind it are the channels, if anything: they are moved together
     places: Expr | None = None
     for axis in range(last):
-        along = op.Range(np.int64(0), op.Gather(shape, np.int64(axis)), np.int64(1))
-        along = op.Reshape(along, [-1 if other == axis else 1 for other in range(last)])
+        along = _along(op, op.Gather(shape, np.int64(axis)), axis, last)
         if axis in axes:
             offset = offsets[axes.index(axis)]
             along = along + (offset if last == 4 else op.Squeeze(offset, [3]))
@@ -94,20 +93,19 @@ def crop(chance: Chance, padding: int) -> Expr:
 def erase(chance: Chance, p: float = 0.5, area: Sequence[float] = (0.02, 0.33)) -> Expr:
     """Blackens a rectangle with probability `p`, of a share of the picture between two numbers: `area=[0.02,0.33]`."""
     chance.check("erase")
+    _check_probability(p)
     small, large = _range("area", area)
     op = chance.op
     happens, share, ratio, *places = chance.per_sample(5)
-    _check_probability(p)
-    lengths = [op.CastLike(op.Gather(op.Shape(chance.x), np.int64(axis)), chance.x) for axis in chance.form.axes]
+    counts = [op.Gather(op.Shape(chance.x), np.int64(axis)) for axis in chance.form.axes]
+    lengths = [op.Cast(count, to=ir.DataType.FLOAT) for count in counts]
     root = op.Sqrt(lengths[0] * lengths[1] * (small + (large - small) * share))
     stretch = op.Exp((ratio - 0.5) * math.log(_LONGEST))  # height / width is its square
     covered = happens < float(p)
-    for axis, length, place, side in zip(
-        chance.form.axes, lengths, places, (root * stretch, root / stretch), strict=True
-    ):
-        side = op.Min(op.Round(side), length)
-        start = op.Floor(place * (length - side + 1.0))
-        along = _along(op, op.Range(op.scalar(0.0, length), length, op.scalar(1.0, length)), axis)
+    for at, side in enumerate((root * stretch, root / stretch)):
+        side = op.Min(op.Round(side), lengths[at])
+        start = op.Floor(places[at] * (lengths[at] - side + 1.0))
+        along = op.Cast(_along(op, counts[at], chance.form.axes[at], 4), to=ir.DataType.FLOAT)
         covered = op.And(covered, op.And(along >= start, along < start + side))
     erased: Expr = op.Where(covered, op.scalar(0.0, chance.x), chance.x)
     return erased
@@ -116,9 +114,10 @@ def erase(chance: Chance, p: float = 0.5, area: Sequence[float] = (0.02, 0.33)) 
 _LONGEST = 3.3  # times as long as wide is a rectangle at most
 
 
-def _along(op: Builder, numbers: Expr, axis: int) -> Expr:
-    """A list as a tensor of four dimensions, of which it is one."""
-    along: Expr = op.Reshape(numbers, [-1 if other == axis else 1 for other in range(4)])
+def _along(op: Builder, count: Expr, axis: int, rank: int) -> Expr:
+    """The numbers 0, 1, 2 ... up to a count, along one of so many axes."""
+    numbers = op.Range(np.int64(0), count, np.int64(1))
+    along: Expr = op.Reshape(numbers, [-1 if other == axis else 1 for other in range(rank)])
     return along
 
 
@@ -146,7 +145,8 @@ def noise(chance: Chance, std: float = 0.05) -> Expr:
 def _factor(chance: Chance, amount: Any) -> Expr:
     _check("amount", amount, is_number(amount) and 0 < amount <= 1, "a number from 0 to 1")
     (number,) = chance.per_sample()
-    return number * (2.0 * amount) + (1.0 - amount)
+    factor: Expr = chance.op.CastLike(number * (2.0 * amount) + (1.0 - amount), chance.x)
+    return factor
 
 
 AUGMENTATIONS: Mapping[str, Callable[..., Expr]] = {
