@@ -141,7 +141,7 @@ class _Planner:
                 constants[node.outputs[0]] = _constant(node)
             else:
                 units.append(self._call(node, constants))
-        items = _sorted(units)
+        items = _needed(_sorted(units), outputs)
         available = {*inputs, *constants, *(value for item in items for value in _written(item))}
         captured = dict.fromkeys(value for item in items for value in _read(item) if value not in available)
         captured.update(dict.fromkeys(value for value in outputs if value not in available))
@@ -301,6 +301,16 @@ def _sorted(items: Sequence[Item]) -> list[Item]:
             if not needs[reader]:
                 heapq.heappush(ready, reader)
     return order
+
+
+def _needed(items: Sequence[Item], outputs: Iterable[ir.Value]) -> list[Item]:
+    """Without those of which nothing is read: rewrites compute all outputs of an operator."""
+    needed, kept = set(outputs), []
+    for item in reversed(items):
+        if any(value in needed for value in _written(item)):
+            needed.update(_read(item))
+            kept.append(item)
+    return kept[::-1]
 
 
 def _mark_last_uses(items: Sequence[Item], needed: set[ir.Value]) -> None:
