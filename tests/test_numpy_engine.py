@@ -1,6 +1,8 @@
 """The reference in numpy: operators as on ONNX Runtime, steps as on ONNX Runtime, rules as differences."""
 
 import numpy as np
+import onnx
+import onnx.parser
 import onnxruntime as ort
 import pytest
 
@@ -66,6 +68,66 @@ def test_operators_are_as_on_onnxruntime(name):
             if gradcheck.is_float(theirs):
                 ours, theirs = ours.astype(np.float64), theirs.astype(np.float64)
             np.testing.assert_allclose(ours, theirs, rtol=rtol, atol=rtol, err_msg=output)
+
+
+def test_nothing_scanned_leaves_an_empty_axis():
+    text = """<ir_version: 10, opset_import: ["" : 21]>
+        f (float[2] start, float[2,T] x) => (float[2] last, float[2,T] sums) {
+            last, sums = Scan <num_scan_inputs = 1, scan_input_axes = [1], scan_output_axes = [-1],
+                body = add (float[2] before, float[2] next) => (float[2] after, float[2] sum) {
+                    after = Add (before, next)
+                    sum = Identity (after)
+                }> (start, x)
+        }"""
+    start = np.array([1, 2], np.float32)
+    for count in (0, 3):
+        x = np.ones((2, count), np.float32)
+        found = function(onnx.parser.parse_model(text))({"start": start, "x": x})
+        np.testing.assert_array_equal(found["sums"], start[:, None] + np.cumsum(x, 1))
+        np.testing.assert_array_equal(found["last"], start + count)
+
+
+def test_text():
+    text = """<ir_version: 10, opset_import: ["" : 21]>
+        f (string[N] x) => (string[N] y, bool[N] same, float[N] z) <string[1] end = {"5"}> {
+            begin = Constant <value_strings = ["1."]> ()
+            x_end = StringConcat (x, end)
+            y = StringConcat (begin, x_end)
+            same = Equal (x, end)
+            z = Cast <to = 1> (y)
+        }"""
+    found = function(onnx.parser.parse_model(text))({"x": np.array(["2", "5"], object)})
+    assert found["y"].tolist() == ["1.25", "1.55"] and found["same"].tolist() == [False, True]
+    np.testing.assert_array_equal(found["z"], np.array([1.25, 1.55], np.float32))
+
+
+@pytest.mark.parametrize(
+    ("call", "mean", "deviation"),
+    [
+        ("RandomNormal <shape = [100, 1000], mean = 3.0, scale = 2.0>", 3, 2),
+        ("RandomUniform <shape = [100, 1000], low = -1.0, high = 5.0>", 2, 6 / 12**0.5),
+        ("RandomNormalLike <mean = 3.0, scale = 2.0>", 3, 2),
+        ("RandomUniformLike <low = -1.0, high = 5.0>", 2, 6 / 12**0.5),
+        ("Bernoulli", 0.25, 0.1875**0.5),
+        ("Dropout", 0.25, (0.25**2 / 3) ** 0.5),
+        ("Multinomial <sample_size = 1000, dtype = 1>", 499.5, ((1000**2 - 1) / 12) ** 0.5),
+    ],
+)
+def test_random_numbers(call, mean, deviation):
+    """Of 100 rows of 1000, all 0.25; their moments are right, and a seed repeats them."""
+    arguments = {"Dropout": "x, ratio, training"}.get(call, "" if "shape" in call else "x")
+    text = """<ir_version: 10, opset_import: ["" : 22]>
+        f (float[N,M] x) => (float[N,M] y, float[N,M] same, float[N,M] other)
+        <float ratio = {0.25}, bool training = {1}> {"""
+    for name, seed in (("y", 1.5), ("same", 1.5), ("other", 2.5)):
+        seeded = f"{call[:-1]}, seed = {seed}>" if ">" in call else f"{call} <seed = {seed}>"
+        text += f"{name} = {seeded} ({arguments}) "
+    x = np.full((100, 1000), 0.25, np.float32)
+    found = function(onnx.parser.parse_model(text + "}"))({"x": x})
+    np.testing.assert_array_equal(found["y"], found["same"])
+    assert (found["y"] != found["other"]).any()
+    assert found["y"].mean(dtype=np.float64) == pytest.approx(mean, abs=5 * deviation / len(x.ravel()) ** 0.5)
+    assert found["y"].std(dtype=np.float64) == pytest.approx(deviation, rel=0.02)
 
 
 # ---- steps -----------------------------------------------------------------------------------------------------------

@@ -82,7 +82,9 @@ def joined(framework: Framework, items: list[Any], axis: int, kind: tuple[np.dty
     """Tensors one after the other along a new axis; without any, what is known of their shape."""
     if not items:
         dtype, shape = kind
-        return np.zeros((0, *(size or 0 for size in shape or ())), dtype)
+        sizes = [size or 0 for size in shape or ()]
+        sizes.insert(axis % (len(sizes) + 1), 0)
+        return np.zeros(sizes, dtype)
     if all(isinstance(item, np.ndarray) for item in items):
         return np.stack(items, axis)
     unsqueezed = [framework.operators["Unsqueeze"](framework.place(item), np.array([axis])) for item in items]
