@@ -28,18 +28,7 @@ def div(x, y):
     return (x - np.fmod(x, y)) // y  # integers: towards zero, where `//` is towards minus infinity
 
 
-@operators.define("Mod")
-def mod(x, y, *, fmod):
-    if fmod:
-        return np.fmod(x, y)
-    return np.remainder(x, y) if not is_float(x.dtype) else _floored_remainder(x, y)
-
-
-@in_float32
-def _floored_remainder(x, y):
-    """As `np.remainder`, but for a divisor that is infinite, where that is NaN."""
-    beyond = np.isinf(y) & np.isfinite(x)
-    return np.where(beyond, np.where((x == 0) | (np.signbit(x) == np.signbit(y)), np.copysign(x, y), y), x % y)
+operators(Mod=lambda x, y, *, fmod: np.fmod(x, y) if fmod else np.remainder(x, y))
 
 
 @operators.define("Pow")

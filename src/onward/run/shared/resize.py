@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -68,7 +68,7 @@ def _by_sizes(before: list[int], sizes: list[int], policy: str) -> tuple[list[fl
     return [factor] * len(before), [math.floor(n * factor + 0.5) for n in before]
 
 
-def _places(mode: str, n: int, count: int, factor: float, region: tuple[float, float]) -> np.ndarray:
+def _places(mode: str, n: int, count: int, factor: float, region: Sequence[float]) -> np.ndarray:
     """Where the elements of the result are on the image."""
     x = np.arange(count, dtype=np.float64)
     start, end = region
@@ -90,13 +90,13 @@ def _places(mode: str, n: int, count: int, factor: float, region: tuple[float, f
 
 
 def _picked(places: np.ndarray, n: int, rounding: str) -> np.ndarray:
-    round_ = {
+    roundings: dict[str, Callable[[np.ndarray], np.ndarray]] = {
         "round_prefer_floor": lambda x: np.ceil(x - 0.5),
         "round_prefer_ceil": lambda x: np.floor(x + 0.5),
         "floor": np.floor,
         "ceil": np.ceil,
-    }[rounding]
-    return np.eye(n)[np.clip(round_(places), 0, n - 1).astype(int)]
+    }
+    return np.eye(n)[np.clip(roundings[rounding](places), 0, n - 1).astype(int)]
 
 
 def _weighted(places: np.ndarray, n: int, mode: str, a: float, stretch: float, exclude_outside: bool) -> np.ndarray:
@@ -105,7 +105,7 @@ def _weighted(places: np.ndarray, n: int, mode: str, a: float, stretch: float, e
     first = np.floor(places).astype(int)[:, None]
     neighbours = first + np.arange(1 - reach, 1 + reach)
     distance = np.abs(neighbours - places[:, None]) * stretch
-    weights = np.maximum(1 - distance, 0) if mode == "linear" else _cubic(distance, a)
+    weights = np.maximum(1 - distance, 0) if mode == "linear" else cubic(distance, a)
     if exclude_outside:
         weights = np.where((neighbours >= 0) & (neighbours < n), weights, 0)
     if exclude_outside or stretch < 1:
@@ -115,7 +115,7 @@ def _weighted(places: np.ndarray, n: int, mode: str, a: float, stretch: float, e
     return matrix
 
 
-def _cubic(x: np.ndarray, a: float) -> np.ndarray:
+def cubic(x: np.ndarray, a: float) -> np.ndarray:
     """The piecewise cubic kernel of Keys, of distances."""
     near = ((a + 2) * x - (a + 3)) * x * x + 1
     far = ((a * x - 5 * a) * x + 8 * a) * x - 4 * a
