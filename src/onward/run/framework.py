@@ -107,6 +107,10 @@ class Framework(ABC):
         """A tensor of any framework as one of this, without a copy where both can see the memory."""
         return self.place(value)
 
+    def feed(self, value: Any) -> Any:
+        """What a compiled function takes in place of a tensor of any framework."""
+        return self.adopt(value)
+
     def compile(self, function: Function) -> Function:
         """The same function made faster: (state, constants, batch) -> (new state, results), dictionaries of tensors."""
         return function

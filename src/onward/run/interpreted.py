@@ -124,8 +124,9 @@ class Interpreted(Engine):
     def step(self, batch: Arrays) -> Mapping[str, np.ndarray]:
         check_batch(batch, self.inputs)
         part = self._part("step")
+        self._previous = self._state  # the one before that goes first: memory holds two states, never three
         new, results = part.run(self._state, batch)
-        self._previous, self._state = self._state, self._state | new
+        self._state = self._state | new
         return Results(self._framework, {name: results[name] for name in part.contract["metrics"]})
 
     def step_back(self) -> None:
@@ -179,9 +180,10 @@ class _Part:
             return {name: results[new] for name, new in update.items()}, {name: results[name] for name in shown}
 
         self._compute = framework.compile(compute) if compiled else compute
+        self._take = framework.feed if compiled else framework.adopt
 
     def run(self, state: Tensors, batch: Arrays) -> tuple[Tensors, Tensors]:
-        tensors = {name: self._framework.adopt(batch[name]) for name in self.contract["batch"]}
+        tensors = {name: self._take(batch[name]) for name in self.contract["batch"]}
         return self._compute(state, self._constants, tensors)
 
 
