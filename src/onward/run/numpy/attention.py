@@ -26,19 +26,20 @@ def attention(
     if past_key is not None:
         offset = past_key.shape[2]
         k, v = np.concatenate([past_key, k], 2), np.concatenate([past_value, v], 2)
-    bias = _bias(q, k, mask, lengths, offset, 0 if is_causal else None, left_window_size, right_window_size)
+    bias = _bias(q, k, mask, lengths, offset, left_window_size, 0 if is_causal else right_window_size)
     present = k, v
     k, v = (x.repeat(q.shape[1] // x.shape[1], 1) for x in (k, v))
 
     root = q.dtype.type(np.sqrt(1 / np.sqrt(q.shape[3]) if scale is None else scale))
-    scores = [matmul(q * root, (k * root).swapaxes(2, 3))]
-    scores.append(np.tanh(scores[0] / q.dtype.type(softcap)) * q.dtype.type(softcap) if softcap else scores[0])
-    scores.append(scores[1] + bias)
-    logits = scores[2] if softmax_precision is None else scores[2].astype(ir.DataType(softmax_precision).numpy())
+    cap = q.dtype.type(softcap)
+    raw = matmul(q * root, (k * root).swapaxes(2, 3))
+    capped = np.tanh(raw / cap) * cap if softcap else raw
+    biased = capped + bias
+    logits = biased if softmax_precision is None else biased.astype(ir.DataType(softmax_precision).numpy())
     masked = np.isneginf(bias.max(-1, keepdims=True))  # a query that sees no key has no result
-    scores.append(np.where(masked, logits.dtype.type(0), softmax(logits, axis=-1)).astype(q.dtype))
-    y = matmul(scores[3], v)
-    return y.swapaxes(1, 2).reshape(*_packed_shape(y)) if packed else y, *present, scores[qk_matmul_output_mode]
+    weights = np.where(masked, logits.dtype.type(0), softmax(logits, axis=-1)).astype(q.dtype)
+    y = matmul(weights, v)
+    return _packed(y) if packed else y, *present, (raw, capped, biased, weights)[qk_matmul_output_mode]
 
 
 def _heads(x, count):
@@ -46,18 +47,17 @@ def _heads(x, count):
     return x.reshape(*x.shape[:2], count, -1).swapaxes(1, 2)
 
 
-def _packed_shape(y):
-    n, heads, length, size = y.shape
-    return n, length, heads * size
+def _packed(x):
+    """The reverse."""
+    n, heads, length, size = x.shape
+    return x.swapaxes(1, 2).reshape(n, length, heads * size)
 
 
-def _bias(q, k, mask, lengths, offset, causal, left, right):
-    """What is added to the scores: minus infinity where a query does not see a key."""
+def _bias(q, k, mask, lengths, offset, left, right):
+    """What is added to the scores: the mask, and minus infinity where a query does not see a key."""
     keys = np.arange(k.shape[2])
     distance = keys - (np.arange(q.shape[2])[:, None] + offset)
     seen = np.ones_like(distance, bool)
-    if causal is not None:
-        seen = seen & (distance <= causal)
     if left >= 0:
         seen = seen & (distance >= -left)
     if right >= 0:
@@ -68,7 +68,7 @@ def _bias(q, k, mask, lengths, offset, causal, left, right):
     if mask is None:
         return bias.astype(q.dtype)
     mask = np.where(mask, 0, -np.inf) if mask.dtype == np.bool_ else widened(mask)
-    missing = k.shape[2] - mask.shape[-1]
+    missing = k.shape[2] - mask.shape[-1]  # keys at the end that a mask may leave out
     mask = np.pad(mask, [(0, 0)] * (mask.ndim - 1) + [(0, missing)], constant_values=-np.inf)
     return (bias + mask).astype(q.dtype)
 
@@ -110,4 +110,4 @@ def rotary_embedding(x, cos, sin, positions=None, *, interleaved, num_heads, rot
     parts = [a * cos - b * sin, a * sin + b * cos]
     turned = np.stack(parts, -1).reshape(turned.shape) if interleaved else np.concatenate(parts, -1)
     y = np.concatenate([turned, rest], -1)
-    return y.swapaxes(1, 2).reshape(x.shape) if x.ndim == 3 else y
+    return _packed(y) if x.ndim == 3 else y
