@@ -45,8 +45,7 @@ def _key(key):
 
 
 def _items(values):
-    """As Python's own, text as text."""
-    return [v.decode() if isinstance(v, bytes) else v for v in np.asarray(values).ravel().tolist()]
+    return np.asarray(values).ravel().tolist()
 
 
 @operators.define("ai.onnx.ml.TreeEnsemble")
