@@ -1,5 +1,6 @@
 """The reference in numpy: operators as on ONNX Runtime, steps as on ONNX Runtime, rules as differences."""
 
+import ml_dtypes
 import numpy as np
 import onnx
 import onnx.parser
@@ -10,7 +11,7 @@ import gradcheck
 import onward
 from conftest import needs
 from lowered import CASES as TRAINING
-from lowered import FLAT, assert_close, penalised
+from lowered import FLAT, SQUARE, assert_close, penalised
 from models import digits_mlp, small_cnn
 from onward.model import read
 from onward.run import function, load
@@ -172,7 +173,7 @@ def test_larger_models_train_as_on_onnxruntime(name):
                 np.testing.assert_allclose(array, state[parameter], rtol=1e-3, atol=1e-3 * scale, err_msg=parameter)
 
 
-# ---- float64, and differences ----------------------------------------------------------------------------------------
+# ---- other types, and differences ------------------------------------------------------------------------------------
 
 
 def doubled(proto, batch):
@@ -191,8 +192,23 @@ def test_float64_stays_float64():
         assert_close(ours.state(), theirs.state(), 1e-12, 1e-12)
 
 
+@pytest.mark.parametrize("proto", [digits_mlp(), small_cnn()], ids=["mlp", "cnn"])
+def test_bfloat16_stays_near_float32(proto):
+    """Which ONNX Runtime does not compute on CPUs."""
+    recipe = {"loss": "cross_entropy", "optimizer": "sgd:lr=0.05"}
+    half = gradcheck.in_type(proto, onnx.TensorProto.BFLOAT16)
+    batch = SQUARE if len(proto.graph.input[0].type.tensor_type.shape.dim) == 4 else FLAT
+    rounded = batch | {"image": batch["image"].astype(ml_dtypes.bfloat16)}
+    with load(onward.prepare(half, **recipe), engine="numpy") as narrow, load(onward.prepare(proto, **recipe)) as wide:
+        for _ in range(3):
+            assert float(narrow.step(rounded)["loss"]) == pytest.approx(float(wide.step(batch)["loss"]), rel=2e-2)
+        state = narrow.state()
+        for parameter in (name for name in wide.state() if name.endswith(".weight")):
+            assert state[parameter].dtype == ml_dtypes.bfloat16
+
+
 def test_the_rules_agree_with_differences():
-    proto, batch = doubled(small_cnn(2), {"image": FLAT["image"].reshape(-1, 1, 8, 8), "labels": FLAT["labels"]})
+    proto, batch = doubled(small_cnn(2), SQUARE)
     model = onward.prepare(proto, loss="cross_entropy", optimizer="sgd:lr=0.1")
     rules, differences = load(model, engine="numpy"), Interpreted(model, 0, Numpy(), rules=False)
     assert_close(rules.gradients(batch), differences.gradients(batch), 1e-7, 1e-8)
