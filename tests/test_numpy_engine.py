@@ -13,8 +13,10 @@ from conftest import needs
 from lowered import CASES as TRAINING
 from lowered import FLAT, SQUARE, assert_close, penalised
 from models import digits_mlp, small_cnn
+from onward.errors import UnsupportedError
 from onward.model import read
 from onward.run import function, load
+from onward.run.expression import expressed
 from onward.run.interpreted import Interpreted
 from onward.run.numpy import Numpy
 from test_control_flow import CASES as CONTROL_FLOW
@@ -129,6 +131,13 @@ def test_random_numbers(call, mean, deviation):
     assert (found["y"] != found["other"]).any()
     assert found["y"].mean(dtype=np.float64) == pytest.approx(mean, abs=5 * deviation / len(x.ravel()) ** 0.5)
     assert found["y"].std(dtype=np.float64) == pytest.approx(deviation, rel=0.02)
+
+
+def test_a_body_of_a_newer_operator_set_is_of_no_use():
+    """Relu has been a function since operator set 14, whose body is of 18."""
+    text = '<ir_version: 9, opset_import: ["" : 14]> f (float[N] x) => (float[N] y) { y = Relu (x) }'
+    with pytest.raises(UnsupportedError, match="Relu"):
+        expressed(read(onnx.parser.parse_model(text)), Numpy.operators.keys() - {"Relu"}, {}, "numpy")
 
 
 # ---- steps -----------------------------------------------------------------------------------------------------------

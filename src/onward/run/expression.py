@@ -56,7 +56,11 @@ def _by_bodies(model: Model, unknown: list[ir.Node]) -> Model | None:
     imports = {**model.graph.opset_imports, "": model.opset, "ai.onnx": model.opset}
     bodies = (node for node in unknown if has_body(node.op_type, imports.get(node.domain, 1), node.domain))
     calls = {(node.domain, node.op_type) for node in bodies if not _stops_the_inliner(node)}
-    return inline_operators(model, calls) if calls else None
+    if not calls:
+        return None
+    result = inline_operators(model, calls)
+    left = {(node.domain, node.op_type) for node in result.graph.all_nodes()}
+    return None if calls <= left else result  # some bodies are for newer versions of the standard than the model's
 
 
 def _stops_the_inliner(node: ir.Node) -> bool:
