@@ -1,8 +1,14 @@
-"""JAX: operators one by one, or a whole step compiled by XLA."""
+"""JAX: operators one by one, or a whole step compiled by XLA.
+
+ONNX has numbers of 64 bits, which JAX has only where it is told so. The switch is a part of JAX's context, of which each
+thread has its own, and of the key of compiled code. So it is on while this engine runs, and the rest of the process
+does not notice. Python's numbers do not count as 64 bits: `x / 2` has the type of x.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -10,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from onward.errors import UnknownNameError, UnsupportedError
 from onward.run.framework import Framework, Function, Operators
 from onward.run.jax import (
     activation,
@@ -30,6 +37,7 @@ from onward.run.jax import (
     sampling,
     spectral,
 )
+from onward.run.jax.compilation import Compiled, Report
 from onward.run.jax.values import known
 from onward.run.shared import sequence
 
@@ -37,42 +45,69 @@ _TABLE = (
     elementwise, activation, reduction, movement, indexing, matrix, convolution, pooling, grids, normalization,
     attention, loss, quantization, spectral, sampling, classical, control, sequence,
 )  # fmt: skip
+_PRECISIONS = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
+_PRODUCTS = ("MatMul", "Gemm", "Einsum", "Conv", "ConvTranspose", "DeformConv", "Attention")
+"""What is computed in the chosen precision: products, where time goes. Sums, norms and losses stay in float32."""
 
 
 class Jax(Framework):
-    """ONNX has numbers of 64 bits, which JAX has only where it is told so.
-
-    The switch is part of JAX's thread-local context, and of the key under which it keeps compiled code: it is on while
-    this engine runs (`active`), and the rest of the process does not notice.
-    """
-
     name = "jax"
     operators = Operators({name: function for part in _TABLE for name, function in part.operators.items()})
 
-    def __init__(self, device: str = "cpu"):
+    def __init__(
+        self,
+        device: str = "cpu",
+        *,
+        precision: str = "float32",
+        deterministic: bool = False,
+        on_compile: Report | None = None,
+    ):
+        """`on_compile` is told when a step is compiled, which takes a while."""
+        if device not in self.devices():
+            raise UnknownNameError(f"JAX has no device `{device}` here", hint=f"it has {', '.join(self.devices())}")
+        if precision not in _PRECISIONS:
+            raise UnknownNameError(f"there is no precision `{precision}`", hint=f"it is {', '.join(_PRECISIONS)}")
         self._device = jax.devices(device)[0]
+        self._on_compile = on_compile
+        self._options = {"xla_gpu_deterministic_ops": True} if deterministic and device != "cpu" else {}
+        if precision != "float32":
+            products = {name: _in_precision(self.operators[name], _PRECISIONS[precision]) for name in _PRODUCTS}
+            self.operators = Operators({**self.operators, **products})
+
+    @classmethod
+    def devices(cls) -> list[str]:
+        return sorted({"cuda" if device.platform == "gpu" else device.platform for device in jax.devices()} | {"cpu"})
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        with jax.enable_x64(True), jax.default_device(self._device):
+        exact = jax.default_matmul_precision("highest")  # and not the 10 bits that GPUs would take of a float32
+        with jax.enable_x64(True), jax.default_device(self._device), exact:
             yield
 
     def supports(self, dtype: np.dtype) -> bool:
         return dtype.kind not in "OSU"
 
     def tensor(self, array: np.ndarray) -> jax.Array:
-        with self.active(), jax.ensure_compile_time_eval():
-            return jax.device_put(array, self._device)
+        with self.active(), jax.ensure_compile_time_eval():  # what is known is a constant, also of what is traced
+            return jax.device_put(array, self._device, may_alias=False)
 
     def array(self, tensor: jax.Array) -> np.ndarray:
         return known(tensor)
 
-    def compile(self, function: Function) -> Function:
-        compiled = jax.jit(function)
+    def adopt(self, value: Any) -> Any:
+        if isinstance(value, np.ndarray | jax.Array):
+            return self.place(value)
+        return jax.device_put(jnp.from_dlpack(value), self._device)
 
-        def run(*tensors: Any) -> Any:
+    def feed(self, value: Any) -> Any:
+        return value if isinstance(value, np.ndarray) else self.adopt(value)
+
+    def compile(self, function: Function) -> Function:
+        compiled = Compiled(function, self.adopt, self._on_compile, self._options)
+
+        def run(state: Any, constants: Any, batch: Any) -> Any:
             with self.active():
-                return compiled(*tensors)
+                return compiled(state, constants, batch)
 
         return run
 
@@ -80,4 +115,30 @@ class Jax(Framework):
         self, function: Callable[[Sequence[Any]], tuple[Any, list[Any]]], xs: Sequence[Any]
     ) -> tuple[Any, list[Any], Callable[[], Sequence[Any]]]:
         y, pull_back, more = jax.vjp(function, list(xs), has_aux=True)
-        return y, more, lambda: pull_back(jnp.ones_like(y))[0]
+
+        def gradients() -> Sequence[Any]:
+            try:
+                return pull_back(jnp.ones_like(y))[0]
+            except ValueError as error:
+                if "lax.while_loop" not in str(error):
+                    raise
+                raise UnsupportedError(
+                    "JAX cannot differentiate a Loop that ends by a condition after any number of iterations",
+                    hint="run without compiling: `compile=False`, or `--no-compile`",
+                ) from error
+
+        return y, more, gradients
+
+
+def _in_precision(function: Function, dtype: Any) -> Function:
+    """The same on fewer bits; results are float32 again."""
+
+    @functools.wraps(function)
+    def run(*inputs: Any, **attributes: Any) -> Any:
+        return _cast(function(*_cast(inputs, jnp.float32, dtype), **attributes), dtype, jnp.float32)
+
+    return run
+
+
+def _cast(tensors: Any, old: Any, new: Any) -> Any:
+    return jax.tree.map(lambda x: x.astype(new) if x.dtype == old else x, tensors)

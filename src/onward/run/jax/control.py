@@ -115,8 +115,7 @@ def scan(
     axes = scan_output_axes or [0] * len(collected)
     reversals = scan_output_directions or [0] * len(collected)
     outputs = (
-        jnp.moveaxis(_flipped(x, reverse), 0, axis)
-        for x, axis, reverse in zip(collected, axes, reversals, strict=True)
+        jnp.moveaxis(_flipped(x, reverse), 0, axis) for x, axis, reverse in zip(collected, axes, reversals, strict=True)
     )
     return (*values, *outputs)
 

@@ -10,7 +10,7 @@ from jax import lax
 
 from onward.run.framework import Operators
 from onward.run.jax.grids import linear
-from onward.run.jax.windows import halves, paddings, reach
+from onward.run.shared.windows import halves, paddings, reach
 
 operators = Operators()
 
@@ -62,9 +62,7 @@ def conv_transpose(
 
 
 @operators.define("DeformConv")
-def deform_conv(
-    x, w, offset, bias=None, mask=None, *, dilations=None, group, offset_group, pads=None, strides=None
-):
+def deform_conv(x, w, offset, bias=None, mask=None, *, dilations=None, group, offset_group, pads=None, strides=None):
     count = x.ndim - 2
     strides, dilations, pads = strides or [1] * count, dilations or [1] * count, pads or [0] * 2 * count
     kernel, sizes = w.shape[2:], offset.shape[2:]
@@ -97,7 +95,8 @@ def col2im(columns, image_shape, block_shape, *, dilations=None, pads=None, stri
     image = jnp.zeros((n, columns.shape[1], *whole), columns.dtype)
     for tap, place in enumerate(itertools.product(*map(range, kernel))):
         at = tuple(
-            slice(i * d, i * d + (b - 1) * s + 1, s) for i, d, b, s in zip(place, dilations, blocks, strides, strict=True)
+            slice(i * d, i * d + (b - 1) * s + 1, s)
+            for i, d, b, s in zip(place, dilations, blocks, strides, strict=True)
         )
         image = image.at[:, :, *at].add(columns[:, :, tap])
     return image[:, :, *(slice(before, before + size) for size, (before, _) in zip(sizes, amounts, strict=True))]

@@ -155,8 +155,8 @@ def cast_like(x, like, *, saturate, round_mode):
 @operators.define("BitCast")
 def bit_cast(x, *, to):
     dtype = dtype_of(to)
-    if x.dtype == bool or dtype == bool:
-        return lax.bitcast_convert_type(x.astype(np.uint8), np.uint8).astype(dtype)
+    if np.bool_ in (x.dtype, dtype):  # a byte that is 0 or 1
+        return x.astype(np.uint8).astype(dtype)
     return lax.bitcast_convert_type(x, dtype)
 
 

@@ -40,7 +40,9 @@ def gather_nd(x, indices, *, batch_dims):
 def _places(indices, batch_dims=0):
     """Index tuples along the last axis, as one array per axis; the first axes go along with those of the result."""
     free = indices.ndim - 1 - batch_dims
-    batch = (places.reshape(*places.shape, *[1] * free) for places in np.ix_(*map(np.arange, indices.shape[:batch_dims])))
+    batch = (
+        places.reshape(*places.shape, *[1] * free) for places in np.ix_(*map(np.arange, indices.shape[:batch_dims]))
+    )
     return (*batch, *jnp.moveaxis(indices, -1, 0))
 
 
@@ -101,4 +103,6 @@ def unique(x, *, axis=None, sorted):
 def non_max_suppression(boxes, scores, *limits, center_point_box):
     from onward.run.numpy import Numpy
 
-    return Numpy.operators["NonMaxSuppression"](known(boxes), known(scores), *limits, center_point_box=center_point_box, outputs=1)
+    return Numpy.operators["NonMaxSuppression"](
+        known(boxes), known(scores), *limits, center_point_box=center_point_box, outputs=1
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ from jax import lax
 from onward.run.framework import Operators
 from onward.run.jax.grids import linear_corners
 from onward.run.jax.values import known
-from onward.run.jax.windows import counts, paddings, windows, with_ceiling
+from onward.run.shared.windows import counts, paddings, reach, with_ceiling
 
 operators = Operators()
 
@@ -36,10 +37,23 @@ def _lowest(dtype):
     return -np.inf if jnp.issubdtype(dtype, jnp.floating) else np.iinfo(dtype).min
 
 
+def _windows(x, kernel, strides, dilations, amounts, fill):
+    """The elements of each window along a new last axis."""
+    padded = lax.pad(x, jnp.asarray(fill, x.dtype), [(0, 0, 0)] * 2 + [(*amount, 0) for amount in amounts])
+    sizes = [
+        (whole - reach(length, dilation)) // stride + 1
+        for whole, length, stride, dilation in zip(padded.shape[2:], kernel, strides, dilations, strict=True)
+    ]
+    found = []
+    for place in itertools.product(*map(range, kernel)):
+        starts = [i * dilation for i, dilation in zip(place, dilations, strict=True)]
+        ends = [start + (n - 1) * stride + 1 for start, n, stride in zip(starts, sizes, strides, strict=True)]
+        found.append(lax.slice(padded, (0, 0, *starts), (*padded.shape[:2], *ends), (1, 1, *strides)))
+    return jnp.stack(found, -1)
+
+
 @operators.define("MaxPool")
-def max_pool(
-    x, *, auto_pad, ceil_mode, dilations=None, kernel_shape, pads=None, storage_order, strides=None, outputs
-):
+def max_pool(x, *, auto_pad, ceil_mode, dilations=None, kernel_shape, pads=None, storage_order, strides=None, outputs):
     strides, dilations, _, added = _placed(x, auto_pad, ceil_mode, dilations, kernel_shape, pads, strides)
     lowest = x.dtype.type(_lowest(x.dtype))
     y = _reduced(x, lowest, lax.max, kernel_shape, strides, dilations, added)
@@ -48,23 +62,17 @@ def max_pool(
     order = range(x.ndim) if storage_order == 0 else (0, 1, *reversed(range(2, x.ndim)))
     shape = [x.shape[i] for i in order]
     places = np.arange(x.size).reshape(shape).transpose(np.argsort(order))
-    find = functools.partial(windows, kernel=kernel_shape, strides=strides, dilations=dilations, amounts=added)
+    find = functools.partial(_windows, kernel=kernel_shape, strides=strides, dilations=dilations, amounts=added)
     best = jnp.argmax(find(lax.stop_gradient(x), fill=lowest), -1, keepdims=True)
     return y, jnp.take_along_axis(find(jnp.asarray(places), fill=0), best, -1)[..., 0]
 
 
 @operators.define("AveragePool")
-def average_pool(
-    x, *, auto_pad, ceil_mode, count_include_pad, dilations=None, kernel_shape, pads=None, strides=None
-):
+def average_pool(x, *, auto_pad, ceil_mode, count_include_pad, dilations=None, kernel_shape, pads=None, strides=None):
     strides, dilations, asked, added = _placed(x, auto_pad, ceil_mode, dilations, kernel_shape, pads, strides)
     total = _reduced(x, x.dtype.type(0), lax.add, kernel_shape, strides, dilations, added)
-    per_axis = [
-        counts(*given, padded=pads if count_include_pad else (0, 0))
-        for *given, pads in zip(
-            x.shape[2:], *zip(*added, strict=True), kernel_shape, strides, dilations, asked, strict=True
-        )
-    ]
+    counted = asked if count_include_pad else [(0, 0)] * len(asked)
+    per_axis = map(counts, x.shape[2:], added, counted, kernel_shape, strides, dilations)
     return total / functools.reduce(np.multiply.outer, per_axis).astype(x.dtype)
 
 
