@@ -135,6 +135,15 @@ def test_factors_of_channels_go_to_the_weights(group, monkeypatch):
         np.testing.assert_allclose(found[gradient], same[gradient], rtol=1e-3, atol=1e-4)
 
 
+def test_factors_stay_where_the_gradient_has_one_channel():
+    body = "z = Conv(x, w) p = Mul(z, k) axes = Constant<value_ints=[1]>() y = ReduceSum(p, axes)"
+    feeds = {"x": array(2, 3, 5, 5), "w": array(4, 3, 2, 2), "k": array(4, 1, 1)}
+    shape, expected = torch_gradients(lambda x, w, k: (torch.conv2d(x, w) * k).sum(1, keepdim=True), feeds)
+    _, found = gradients(body, feeds, shape)
+    for gradient, value in expected.items():
+        np.testing.assert_allclose(found[gradient], value, rtol=1e-4, atol=1e-4)
+
+
 def _products_of_images(model):
     return sum(node.op_type == "Mul" and list(node.outputs[0].shape or ()) == [5, 4, 6, 7] for node in model.graph)
 

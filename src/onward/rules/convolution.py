@@ -45,12 +45,12 @@ def conv(op, dy, x, w, b, *, y, auto_pad, dilations, group, kernel_shape, pads, 
 
 def _without_factor(op, dy, w):
     """What `dy` is times a number per channel, and these numbers: they go to the weights, of which there are less."""
-    product, rank = dy.value.producer(), len(dims(w.value) or ())
-    if product is None or product.op_type != "Mul" or product.domain != "" or rank < 3:
+    product, sizes = dy.value.producer(), dims(w.value)
+    if product is None or product.op_type != "Mul" or product.domain != "" or sizes is None:
         return dy, None
-    rest, numbers = product.inputs
-    shape = dims(numbers)
-    if shape is None or len(shape) != rank - 1 or shape[1:] != (1,) * (rank - 2) or shape[0] != dims(w.value)[0]:
+    (rest, numbers), rank = product.inputs, len(sizes)
+    whole, shape = dims(rest), dims(numbers)
+    if whole is None or len(whole) != rank or whole[1] != sizes[0] or shape != (sizes[0], *[1] * (rank - 2)):
         return dy, None
     return op(rest), op.Unsqueeze(op(numbers), [rank - 1])
 
