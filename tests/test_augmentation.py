@@ -13,6 +13,7 @@ import pytest
 from scipy import stats
 
 import onward
+from conftest import needs
 from models import small_cnn
 from onward.errors import Error
 from onward.lowering.flow import keep_what_is_needed
@@ -178,6 +179,17 @@ def test_what_does_not_go(augment: str, why: str) -> None:
     with pytest.raises(Error) as caught:
         onward.prepare(small_cnn(), augment=augment, **RECIPE)
     assert why in str(caught.value)
+
+
+@pytest.mark.parametrize("engine", ["numpy", pytest.param("torch", marks=needs("torch"))])
+def test_engines_draw_the_same(engine: str) -> None:
+    augment = "flip crop:padding=1 erase brightness contrast noise"
+    model = onward.prepare(small_cnn(), preprocess="resize:size=8 scale", augment=augment, **RECIPE)
+    images = np.random.default_rng(0).integers(0, 256, (16, 1, 12, 10), np.uint8)
+    batch = {"image": images, "labels": np.arange(16) % 10}
+    with load(model) as ours, load(model, engine=engine, compile=False) as other:
+        for _ in range(2):
+            assert float(other.step(batch)["loss"]) == pytest.approx(float(ours.step(batch)["loss"]), rel=1e-5)
 
 
 # ---- in runs ---------------------------------------------------------------------------------------------------------
