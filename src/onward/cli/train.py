@@ -32,6 +32,10 @@ def _runs(*flags: str, metavar: str | None, help: str) -> Any:
     return _option("The run", *flags, metavar=metavar, help=help)
 
 
+def _engines(*flags: str, metavar: str | None, help: str) -> Any:
+    return _option("The engine", *flags, metavar=metavar, help=help)
+
+
 @command(
     BUILD,
     "onward train digits.onnx --data digits.npz --loss cross_entropy --optimizer adam:lr=1e-3 --epochs 5 \\\n"
@@ -40,6 +44,7 @@ def _runs(*flags: str, metavar: str | None, help: str) -> Any:
     "onward train net.onnx --data photos/ --loss ce --freeze 'backbone.*' --map image=pixels",
     "onward train net.onnx --data photos.npz --loss ce --preprocess 'resize:size=32 scale channels_first' \\\n"
     "      --augment 'flip crop:padding=4'",
+    "onward train net.onnx --data photos/ --loss ce --engine torch --device cuda --precision bfloat16",
     "onward train --resume runs/digits-20260101-120000",
     usage="MODEL --data DATA [OPTIONS]",
 )
@@ -137,8 +142,23 @@ def train(
         float, _runs("--save-every", metavar="SECONDS", help="How often to save within an epoch.")
     ] = 60.0,
     tensorboard: Annotated[bool, _runs("--tensorboard", metavar=None, help="Write event files, too.")] = False,
-    device: Annotated[str, _runs("--device", metavar="NAME", help="`cpu`, `cuda`, `directml`, `coreml` ...")] = "cpu",
-    threads: Annotated[int | None, _runs("--threads", metavar="N", help="Threads of ONNX Runtime.")] = None,
+    engine: Annotated[
+        str, _engines("--engine", metavar="NAME", help="`onnxruntime`, `torch`, `jax`, `tensorflow`, `numpy`.")
+    ] = "onnxruntime",
+    device: Annotated[
+        str, _engines("--device", metavar="NAME", help="`cpu`, `cuda`, `directml` ...: what `onward engines` lists.")
+    ] = "cpu",
+    threads: Annotated[int | None, _engines("--threads", metavar="N", help="Threads of the CPU.")] = None,
+    precision: Annotated[
+        str | None,
+        _engines("--precision", metavar="TYPE", help="`bfloat16`, `float16` or `tf32`, where the engine has it."),
+    ] = None,
+    no_compile: Annotated[
+        bool, _engines("--no-compile", metavar=None, help="Run operator by operator on torch, jax and tensorflow.")
+    ] = False,
+    deterministic: Annotated[
+        bool, _engines("--deterministic", metavar=None, help="Same numbers in every run, where the engine has it.")
+    ] = False,
     recompute: options.Recompute = None,
     find_lr: Annotated[
         bool, _runs("--find-lr", metavar=None, help="Do not train: search for a learning rate, and print it.")
@@ -148,12 +168,12 @@ def train(
     force: options.Force = False,
     as_json: options.Json = False,
 ) -> None:
-    """Train a model on data, on stock ONNX Runtime.
+    """Train a model on data, on stock ONNX Runtime or another engine.
 
     The model is a training model, or any model and a loss. Everything about the run is kept in a folder: Ctrl-C saves
     and stops, and `--resume` goes on. The best model is written to `-o`, its graph as it was, its weights trained.
     """
-    given = {name for name in context.params if context.get_parameter_source(name).name == "COMMANDLINE"}  # type: ignore[union-attr]
+    given = {name for name in context.params if _is_stated(context, name)}
     if resume is not None:
         _refuse_with("--resume", given - _WHEN_RESUMING, "it goes on as it was started")
         _resume(context, resume)
@@ -176,6 +196,7 @@ def train(
         "batch_size": batch_size,
         "columns": _columns(mapping or []),
         "seed": seed,
+        "engine": engine,
         "device": device,
         "threads": threads,
         **{name: value for name, value in recipe.items() if value is not None},
@@ -199,13 +220,27 @@ def train(
         save_every=save_every,
         tensorboard=tensorboard,
         recompute=recomputation(recompute),
+        compile=not no_compile,
+        precision=precision,
+        deterministic=deterministic,
         quiet=quiet or as_json,
         **common,
     )
     _finish(made, place, as_json)
 
 
-_WHEN_RESUMING = {"resume", "data", "validation", "epochs", "output", "force", "quiet", "as_json"}
+_WHEN_RESUMING = {
+    "resume", "data", "validation", "epochs", "engine", "device", "output", "force", "quiet", "as_json",
+}  # fmt: skip
+
+
+def _is_stated(context: typer.Context, name: str) -> bool:
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
+def _if_stated(context: typer.Context, name: str) -> Any:
+    return context.params[name] if _is_stated(context, name) else None
 
 
 def _refuse_with(what: str, options: Set[str], hint: str) -> None:
@@ -230,6 +265,8 @@ def _resume(context: typer.Context, run: Path) -> None:
         _source(given["data"]) if given["data"] else None,
         validation=_validation(given["validation"]),
         epochs=given["epochs"],
+        engine=_if_stated(context, "engine"),
+        device=_if_stated(context, "device"),
         quiet=given["quiet"] or given["as_json"],
     )
     _finish(made, place, given["as_json"])

@@ -14,7 +14,7 @@ from typing import Any
 
 from onward.errors import UnknownNameError, near
 from onward.model import Source, read
-from onward.run.engine import Engine
+from onward.run.engine import Engine, check_options
 
 ENGINES = ("onnxruntime", "numpy", "torch", "jax", "tensorflow")
 
@@ -37,6 +37,8 @@ def load(source: Source, step: int = 0, *, engine: str = "onnxruntime", **option
     if engine == "onnxruntime":
         from onward.run.onnxruntime import OnnxRuntime
 
+        options.pop("compile", None)  # it does what it does
+        check_options(engine, options, OnnxRuntime)
         return OnnxRuntime(read(source), step, **options)
     from onward.run.interpreted import Interpreted
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
-from onward.errors import DataError, UnknownNameError, near
+from onward.errors import DataError, UnknownNameError, UnsupportedError, near
 from onward.model import Model
 
 Arrays = Mapping[str, np.ndarray]
@@ -65,6 +67,16 @@ class Engine(ABC):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def check_options(engine: str, options: Iterable[str], made: Callable[..., Any]) -> None:
+    """Refuse options that an engine does not have, by the signature of what makes it."""
+    parameters = inspect.signature(made).parameters.values()
+    known = [p.name for p in parameters if p.name not in ("model", "step") and p.kind is not p.VAR_KEYWORD]
+    for name in options:
+        if name not in known:
+            hint = near(name, known) or (f"it has {', '.join(known)}" if known else None)
+            raise UnsupportedError(f"the engine `{engine}` has no option `{name}`", hint=hint)
 
 
 def check_batch(batch: Arrays, inputs: Mapping[str, ir.Value]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -11,13 +10,14 @@ import numpy as np
 import onnx_ir as ir
 
 from onward.differentiate.api import COMMON_OPSET
+from onward.differentiate.recompute import Choice
 from onward.errors import UnknownNameError, UnsupportedError, near
 from onward.lowering.contract import contract_of
 from onward.lowering.step import lower
 from onward.model import Model
 from onward.model.state import carried
 from onward.run.calls import NEWEST, OLDEST
-from onward.run.engine import Arrays, Engine, check_batch
+from onward.run.engine import Arrays, Engine, check_batch, check_options
 from onward.run.expression import expressed
 from onward.run.framework import Framework
 from onward.run.host import ONLY_ON_HOST
@@ -41,16 +41,10 @@ def interpreter(model: Model, framework: Framework) -> Interpreter:
 
 
 def framework_of(engine: str, **options: Any) -> Framework:
-    """The framework of that name; options are its own, and None stands for one that is not given."""
+    """The framework of that name; options are its own."""
     made = framework_class(engine)
-    given = {name: value for name, value in options.items() if value is not None}
-    known = list(inspect.signature(made).parameters)
-    for name in given:
-        if name not in known:
-            raise UnsupportedError(
-                f"the engine `{engine}` has no `{name}`", hint=f"it has {', '.join(known)}" if known else None
-            )
-    return made(**given)
+    check_options(engine, options, made)
+    return made(**options)
 
 
 def framework_class(engine: str) -> type[Framework]:
@@ -101,11 +95,21 @@ class Interpreted(Engine):
     With `rules` it executes the lowered step, whose gradients our rules have written, in place of the framework's own.
     """
 
-    def __init__(self, model: Model, step: int, framework: Framework, *, compiled: bool = True, rules: bool = False):
+    def __init__(
+        self,
+        model: Model,
+        step: int,
+        framework: Framework,
+        *,
+        compiled: bool = True,
+        rules: bool = False,
+        recompute: Choice = None,
+    ):
         super().__init__(model, step)
         self._framework = framework
         self._compiled = compiled
         self._rules = rules
+        self._recompute = recompute
         self._state: Tensors = {s.name: framework.tensor(_array(s.value)) for s in carried(model, step)}
         self._previous = self._state
         self._parts: dict[str, _Part] = {}
@@ -115,11 +119,25 @@ class Interpreted(Engine):
 
     @classmethod
     def on(
-        cls, engine: str, model: Model, step: int = 0, *, compile: bool = True, rules: bool = False, **options: Any
+        cls,
+        engine: str,
+        model: Model,
+        step: int = 0,
+        *,
+        compile: bool = True,
+        rules: bool = False,
+        recompute: Choice = None,
+        **options: Any,
     ) -> Interpreted:
         """On the framework of that name; further options are its own."""
         rules = rules or engine == "numpy"
-        return cls(model, step, framework_of(engine, **options), compiled=compile, rules=rules)
+        if recompute is not None and not rules:
+            raise UnsupportedError(
+                "what is computed twice is decided by our rules, not by the framework's own derivative",
+                hint="do without `recompute`, or take our rules: `rules=True`",
+            )
+        framework = framework_of(engine, **options)
+        return cls(model, step, framework, compiled=compile, rules=rules, recompute=recompute)
 
     def step(self, batch: Arrays) -> Mapping[str, np.ndarray]:
         check_batch(batch, self.inputs)
@@ -158,7 +176,7 @@ class Interpreted(Engine):
 
     def _part(self, name: str) -> _Part:
         if name not in self._parts:
-            lowered = lower(self.model, self.index, part=name, differentiate=self._rules)
+            lowered = lower(self.model, self.index, part=name, differentiate=self._rules, recompute=self._recompute)
             self._parts[name] = _Part(lowered, self._framework, self._compiled)
         return self._parts[name]
 

@@ -17,7 +17,7 @@ from onward.model.state import states
 from onward.recipe import replace_head
 from onward.recipe.preprocessing import with_preprocessing
 from onward.recipe.spec import arguments
-from onward.run import Engine, load
+from onward.run import Engine
 from onward.training.config import Config, Last
 from onward.training.evaluation import Measures
 from onward.training.feed import Feed, feeds
@@ -53,6 +53,9 @@ def train(
     device: str = "cpu",
     threads: int | None = None,
     recompute: Any = None,
+    compile: bool = True,
+    precision: str | None = None,
+    deterministic: bool = False,
     quiet: bool = False,
     **recipe: Any,
 ) -> Run:
@@ -72,6 +75,8 @@ def train(
     - `monitor`: the metric that decides which model is the best; `patience`: epochs to wait for a better one
     - `save_every`: seconds after which the state is saved, also within an epoch
     - `recompute`: saves memory, as in `onward.gradient`
+    - `engine`, `device`: what runs it, and where; `compile`, `precision` (`"bfloat16"` ...) and `deterministic` are for
+      engines that have them: see `onward.run.load`
 
     Ctrl-C finishes the step, saves and returns; `onward.resume` goes on as if nothing had happened.
     """
@@ -107,10 +112,13 @@ def train(
         device=device,
         threads=threads,
         recompute=recompute,
+        compile=compile,
+        precision=precision,
+        deterministic=deterministic,
         stratify=stratify,
     )
     measures = _measures(training, config)
-    with _engine(training, config) as loaded:
+    with config.load(training) as loaded:
         feed = feeds(loaded, config, made.data)
         config = dataclasses.replace(config, classes=list(feed.classes) if feed.classes else None)
         folder = Run(run) if run is not None else _new_folder(original)
@@ -124,27 +132,27 @@ def resume(
     *,
     validation: Any = None,
     epochs: int | None = None,
+    engine: str | None = None,
+    device: str | None = None,
     quiet: bool = False,
 ) -> Run:
     """Go on with a run, as if nothing had happened. Data that came from Python must be given again.
 
-    `epochs` is how many there are in all: with more of them, a run that has ended goes on.
+    `epochs` is how many there are in all: with more of them, a run that has ended goes on. With another `engine` or
+    `device` than before, it goes on there.
     """
     folder = run if isinstance(run, Run) else Run(run)
     with folder.resumed() as training:
-        config = Config.from_json(folder.config, folder.path, data=data, validation=validation, epochs=epochs)
+        before = Config.from_json(folder.config, folder.path, data=data, validation=validation, epochs=epochs)
+        config = before.moved(engine or before.engine, device or before.device)
         place = Place.of(training)
         notes = [f"{place.epoch} of {config.epochs} epochs are done"] if place.epoch >= config.epochs else []
-        with _engine(training, config) as loaded:
+        if config.precision != before.precision:
+            notes.append(f"precision `{before.precision}` was that of {before.engine}; it goes on in the model's own")
+        with config.load(training) as loaded:
             feed = feeds(loaded, config)
             folder.configure(config.to_json())
             return _go(folder, loaded, config, feed, _measures(training, config), place, quiet, notes)
-
-
-def _engine(training: Model, config: Config) -> Engine:
-    return load(
-        training, engine=config.engine, device=config.device, threads=config.threads, recompute=config.recompute
-    )
 
 
 def _go(

@@ -10,13 +10,21 @@ from pathlib import Path
 from typing import Any, Literal
 
 from onward.errors import DataError
+from onward.model import Model
+from onward.run import Engine, load
 
 Last = Literal["keep", "drop", "pad"]
 
 _OBJECT = "<object>"
 """What stands for data that were no files."""
 
-_BEFORE: Mapping[str, Any] = {"stratify": False, "classes": None}
+_BEFORE: Mapping[str, Any] = {
+    "stratify": False,
+    "classes": None,
+    "compile": True,
+    "precision": None,
+    "deterministic": False,
+}
 """Settings that were not there once, and what they would have been."""
 
 
@@ -42,9 +50,33 @@ class Config:
     device: str = "cpu"
     threads: int | None = None
     recompute: Any = None
+    compile: bool = True
+    precision: str | None = None
+    deterministic: bool = False
     stratify: bool | None = None
     classes: list[str] | None = None
     """What the numbers of labels stand for."""
+
+    def load(self, training: Model) -> Engine:
+        """The engine that the run is on. What is not asked for is not mentioned: not every engine has it."""
+        wanted = {
+            "device": None if self.device == "cpu" else self.device,
+            "threads": self.threads,
+            "recompute": self.recompute,
+            "compile": None if self.compile else False,
+            "precision": self.precision,
+            "deterministic": self.deterministic or None,
+        }
+        return load(
+            training, engine=self.engine, **{name: value for name, value in wanted.items() if value is not None}
+        )
+
+    def moved(self, engine: str, device: str) -> Config:
+        """The same on another engine or device. What is the engine's own business stays behind with it."""
+        if engine == self.engine:
+            return dataclasses.replace(self, device=device)
+        apart = {"threads": None, "recompute": None, "precision": None, "deterministic": False}
+        return dataclasses.replace(self, engine=engine, device=device, **apart)
 
     def to_json(self) -> dict[str, Any]:
         """What JSON can hold of it. Paths become absolute, so that the run can go on from anywhere."""

@@ -14,7 +14,6 @@ from onward.errors import RecipeError
 from onward.model import Source, read
 from onward.recipe.optimizers.table import optimizer
 from onward.recipe.spec import Spec, parse
-from onward.run import load
 from onward.training.config import Config
 from onward.training.data import Batch, Batches
 from onward.training.feed import feeds
@@ -48,14 +47,15 @@ def find_lr(
     batch_size: int | None = None,
     columns: Mapping[str, str | Sequence[str]] | None = None,
     seed: int = 0,
+    engine: str = "onnxruntime",
     device: str = "cpu",
     threads: int | None = None,
     **recipe: Any,
 ) -> Rates:
     """Search for a learning rate: some steps in which it rises from `lowest` to `highest`, on a copy of the model.
 
-    The recipe is that of `onward.train`, and `suggested` is what to write into it: `optimizer="adam:lr=..."`. A group of
-    parameters with a rate of its own keeps that in proportion: it is to be multiplied like that of the optimizer.
+    The recipe is that of `onward.train`, and `suggested` is what to write into it: `optimizer="adam:lr=..."`. A group
+    of parameters with a rate of its own keeps that in proportion: it is to be multiplied like that of the optimizer.
     """
     if not 0 < lowest < highest:
         raise RecipeError(f"a rate cannot rise from {lowest:g} to {highest:g}", hint="both must be positive")
@@ -68,14 +68,23 @@ def find_lr(
     growth = (highest / lowest) ** (1 / (steps - 1))
     rising = {"schedule": Spec("exponential", {"gamma": growth}), "accumulate": 1}
     made = prepared(original, data, columns or {}, batch_size, {**recipe, **rising}, seed)
-    config = Config(str(original.path), data, made.batch_size, columns=dict(columns or {}), seed=seed)
+    config = Config(
+        str(original.path),
+        data,
+        made.batch_size,
+        columns=dict(columns or {}),
+        seed=seed,
+        engine=engine,
+        device=device,
+        threads=threads,
+    )
     for group in made.model.step().fact("train.optimizer"):
         made.model.set(f"{group['group']}/lr", group["hyper"]["lr"] / rate * lowest)
     losses: list[float] = []
-    with load(made.model, device=device, threads=threads) as engine:
+    with config.load(made.model) as running:
         smoothed = 0.0
-        for batch in itertools.islice(_endless(feeds(engine, config, made.data).training), steps):
-            loss = float(engine.step(batch)[engine.loss])
+        for batch in itertools.islice(_endless(feeds(running, config, made.data).training), steps):
+            loss = float(running.step(batch)[running.loss])
             smoothed = _MEMORY * smoothed + (1 - _MEMORY) * loss
             now = smoothed / (1 - _MEMORY ** (len(losses) + 1))
             if not math.isfinite(loss) or (losses and now > _TOO_HIGH * min(losses)):

@@ -1,0 +1,67 @@
+"""Runs on every engine: the same losses, and a run that changes from one to another goes on."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import models
+import onward
+from conftest import needs
+from onward.errors import UnknownNameError, UnsupportedError
+
+FRAMEWORKS = [
+    pytest.param("numpy", {}),
+    pytest.param("torch", {"compile": False}, marks=needs("torch")),
+    pytest.param("jax", {}, marks=needs("jax")),
+    pytest.param("tensorflow", {"compile": False}, marks=needs("tensorflow")),
+]
+RECIPE = {"loss": "cross_entropy", "optimizer": "adam:lr=1e-3,eps=1e-3", "schedule": "cosine:steps=20"}
+
+
+def data():
+    rng = np.random.default_rng(0)
+    name = onward.read(models.digits_mlp()).inputs[0].name
+    return {name: rng.standard_normal((160, 64)).astype("f"), "labels": rng.integers(0, 10, 160)}
+
+
+def losses(run):
+    return [row["loss"] for row in run.log if row["event"] == "step"]
+
+
+def trained(folder, epochs=2, **options):
+    return onward.train(
+        models.digits_mlp(), data(), epochs=epochs, batch_size=16, run=folder, quiet=True, **RECIPE, **options
+    )
+
+
+@pytest.mark.parametrize(("engine", "options"), FRAMEWORKS)
+def test_a_run_gives_the_same_losses_everywhere(engine, options, tmp_path):
+    expected, found = trained(tmp_path / "a"), trained(tmp_path / "b", engine=engine, **options)
+    assert len(losses(found)) == 20
+    np.testing.assert_allclose(losses(found), losses(expected), rtol=1e-5)
+    best = [run.best.graph.initializers["fc1.weight"].const_value.numpy() for run in (expected, found)]
+    np.testing.assert_allclose(best[1], best[0], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(("engine", "options"), FRAMEWORKS)
+@pytest.mark.parametrize("back", [False, True])
+def test_a_run_goes_on_with_another_engine(engine, options, back, tmp_path):
+    """Moments, step count, schedule and the order of data move with it."""
+    whole = trained(tmp_path / "whole")
+    first, second = (engine, "onnxruntime") if back else ("onnxruntime", engine)
+    run = trained(tmp_path / "moving", 1, engine=first, **(options if back else {}))
+    run = onward.resume(run, data(), epochs=2, engine=second, quiet=True)
+    assert run.config["engine"] == second
+    np.testing.assert_allclose(losses(run), losses(whole), rtol=1e-5)
+
+
+def test_options_that_an_engine_lacks(tmp_path):
+    with pytest.raises(UnsupportedError, match="`onnxruntime` has no option `precision`"):
+        trained(tmp_path / "a", precision="bfloat16")
+    with pytest.raises(UnsupportedError, match="`numpy` has no option `device`"):
+        trained(tmp_path / "b", engine="numpy", device="cuda")
+    with pytest.raises(UnknownNameError, match="there is no engine `tourch`") as caught:
+        trained(tmp_path / "c", engine="tourch")
+    assert "torch" in caught.value.hint
+    assert not list(tmp_path.iterdir())
