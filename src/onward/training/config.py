@@ -75,8 +75,9 @@ class Config:
         """The same on another engine or device. What is the engine's own business stays behind with it."""
         if engine == self.engine:
             return dataclasses.replace(self, device=device)
-        apart = {"threads": None, "recompute": None, "precision": None, "deterministic": False}
-        return dataclasses.replace(self, engine=engine, device=device, **apart)
+        return dataclasses.replace(
+            self, engine=engine, device=device, threads=None, recompute=None, precision=None, deterministic=False
+        )
 
     def to_json(self) -> dict[str, Any]:
         """What JSON can hold of it. Paths become absolute, so that the run can go on from anywhere."""
