@@ -117,11 +117,12 @@ def by_cuda_graph(work: Workload, module: nn.Module) -> Step:
 
 
 def by_onward(work: Workload, file: Path, engine: str) -> Step:
-    options = ",".join(f"{name}={value}" for name, value in work.options.items())
+    rates = ",".join(f"{name}={value}" for name, value in work.options.items())
     training = onward.prepare(
-        file, loss="cross_entropy:axis=-1", optimizer=f"{work.optimizer}:{options}", variance="sample"
+        file, loss="cross_entropy:axis=-1", optimizer=f"{work.optimizer}:{rates}", variance="sample"
     )
-    loaded = onward.run.load(training, engine=engine, device="cuda", precision=work.precision)
+    options = {} if work.precision == "float32" else {"precision": work.precision}
+    loaded = onward.run.load(training, engine=engine, device="cuda", **options)
     x, labels = work.batch()
     if engine == "jax":
         import jax
