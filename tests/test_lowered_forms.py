@@ -2,12 +2,14 @@
 
 import numpy as np
 import onnx.parser
+import onnx_ir as ir
 import pytest
 import torch
 
 import onward
 from lowered import SQUARE, Part, assert_close, part, stored
 from models import small_cnn
+from onward.build import Builder
 from onward.rules import convolution
 from test_gradients import run
 
@@ -135,13 +137,18 @@ def test_factors_of_channels_go_to_the_weights(group, monkeypatch):
         np.testing.assert_allclose(found[gradient], same[gradient], rtol=1e-3, atol=1e-4)
 
 
-def test_factors_stay_where_the_gradient_has_one_channel():
-    body = "z = Conv(x, w) p = Mul(z, k) axes = Constant<value_ints=[1]>() y = ReduceSum(p, axes)"
-    feeds = {"x": array(2, 3, 5, 5), "w": array(4, 3, 2, 2), "k": array(4, 1, 1)}
-    shape, expected = torch_gradients(lambda x, w, k: (torch.conv2d(x, w) * k).sum(1, keepdim=True), feeds)
-    _, found = gradients(body, feeds, shape)
-    for gradient, value in expected.items():
-        np.testing.assert_allclose(found[gradient], value, rtol=1e-4, atol=1e-4)
+@pytest.mark.parametrize(("channels", "taken"), [(4, True), (1, False)])
+def test_factors_stay_where_they_make_the_channels(channels, taken):
+    """A gradient may be one image times a number per channel; without the numbers it has too few channels."""
+    image, numbers, weights = (
+        ir.Value(name=name, shape=ir.Shape(shape), type=ir.TensorType(ir.DataType.FLOAT))
+        for name, shape in (("image", (2, channels, 5, 5)), ("numbers", (4, 1, 1)), ("weights", (4, 3, 2, 2)))
+    )
+    op = Builder(ir.Graph([image, numbers, weights], [], nodes=[], opset_imports={"": 21}), opset=21)
+    dy = op.Mul(image, numbers)
+    rest, factor = convolution._without_factor(op, dy, op(weights))
+    assert rest.value is (image if taken else dy.value)
+    assert (factor is not None) == taken
 
 
 def _products_of_images(model):
