@@ -9,8 +9,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
-from onward.run.framework import Framework, Operators
+from onward.run.framework import Framework, Function, Operators
 from onward.run.shared import control, sequence
 from onward.run.torch import (
     activation,
@@ -30,6 +31,7 @@ from onward.run.torch import (
     sampling,
     spectral,
 )
+from onward.run.torch.compilation import Compiled
 from onward.run.torch.types import from_array, has_type, to_array
 
 _FAMILIES = (
@@ -72,8 +74,9 @@ class Torch(Framework):
         "Pow": (1,),
     }
 
-    def __init__(self, device: str = "cpu"):
+    def __init__(self, device: str = "cpu", *, on_compile: Callable[[str], None] | None = None):
         self._device = torch.device(device)
+        self._on_compile = on_compile
         self.operators = Operators(self.operators)
         for name in _MAKE_TENSORS:
             self.operators[name] = functools.partial(self.operators[name], device=self._device)
@@ -82,10 +85,17 @@ class Torch(Framework):
         return has_type(dtype)
 
     def tensor(self, array: np.ndarray) -> torch.Tensor:
-        return from_array(array).to(self._device)
+        with _disable_current_modes():  # also while a step is traced, what is known is a constant of it
+            return from_array(array).to(self._device)
 
     def array(self, tensor: torch.Tensor) -> np.ndarray:
         return to_array(tensor)
+
+    def compile(self, function: Function) -> Function:
+        return Compiled(function, self._on_compile)
+
+    def is_tracing(self) -> bool:
+        return bool(_get_current_dispatch_mode_stack())
 
     def active(self) -> contextlib.AbstractContextManager[None]:
         return torch.no_grad()
