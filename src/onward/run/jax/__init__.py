@@ -1,8 +1,8 @@
 """JAX: operators one by one, or a whole step compiled by XLA.
 
-ONNX has numbers of 64 bits, which JAX has only where it is told so. The switch is a part of JAX's context, of which each
-thread has its own, and of the key of compiled code. So it is on while this engine runs, and the rest of the process
-does not notice. Python's numbers do not count as 64 bits: `x / 2` has the type of x.
+ONNX has numbers of 64 bits, which JAX has only where it is told so. The switch is a part of JAX's context, of which
+each thread has its own, and of the key of compiled code. So it is on while this engine runs, and the rest of the
+process does not notice. Python's numbers do not count as 64 bits: `x / 2` has the type of x.
 """
 
 from __future__ import annotations

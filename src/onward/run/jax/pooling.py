@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 
 import jax.numpy as jnp
@@ -27,60 +26,58 @@ def _placed(x, auto_pad, ceil_mode, dilations, kernel_shape, pads, strides):
     return strides, dilations, asked, added
 
 
-def _reduced(x, start, function, kernel, strides, dilations, added):
-    return lax.reduce_window(
-        x, start, function, (1, 1, *kernel), (1, 1, *strides), [(0, 0)] * 2 + added, window_dilation=(1, 1, *dilations)
-    )
+def _over_windows(combine, tensors, fills, kernel, strides, dilations, added):
+    """Tensors, the same windows of which are combined, one axis after the other.
+
+    What is combined are slices of whole tensors: XLA makes one loop of them, and of their derivative. Its own windows
+    are several times slower on CPUs.
+    """
+    amounts = [(0, 0, 0)] * 2 + [(*amount, 0) for amount in added]
+    tensors = [lax.pad(x, jnp.asarray(fill, x.dtype), amounts) for x, fill in zip(tensors, fills, strict=True)]
+    for axis in reversed(range(2, tensors[0].ndim)):
+        length, stride, dilation = kernel[axis - 2], strides[axis - 2], dilations[axis - 2]
+        last = (tensors[0].shape[axis] - reach(length, dilation)) // stride * stride
+        starts = range(0, length * dilation, dilation)
+        parts = ([lax.slice_in_dim(x, i, i + last + 1, stride, axis) for x in tensors] for i in starts)
+        tensors = functools.reduce(combine, parts)
+    return tensors
 
 
-def _lowest(dtype):
-    return -np.inf if jnp.issubdtype(dtype, jnp.floating) else np.iinfo(dtype).min
+def _larger(first, second):
+    """Whichever is larger, with what belongs to it; the first where they are equal."""
+    better = (second[0] > first[0]) | jnp.isnan(second[0])
+    return [jnp.where(better, b, a) for a, b in zip(first, second, strict=True)]
 
 
-def _windows(x, kernel, strides, dilations, amounts, fill):
-    """The elements of each window along a new last axis."""
-    padded = lax.pad(x, jnp.asarray(fill, x.dtype), [(0, 0, 0)] * 2 + [(*amount, 0) for amount in amounts])
-    sizes = [
-        (whole - reach(length, dilation)) // stride + 1
-        for whole, length, stride, dilation in zip(padded.shape[2:], kernel, strides, dilations, strict=True)
-    ]
-    found = []
-    for place in itertools.product(*map(range, kernel)):
-        starts = [i * dilation for i, dilation in zip(place, dilations, strict=True)]
-        ends = [start + (n - 1) * stride + 1 for start, n, stride in zip(starts, sizes, strides, strict=True)]
-        found.append(lax.slice(padded, (0, 0, *starts), (*padded.shape[:2], *ends), (1, 1, *strides)))
-    return jnp.stack(found, -1)
+def _sum(x, *windows):
+    return _over_windows(lambda first, second: [first[0] + second[0]], [x], [0], *windows)[0]
 
 
 @operators.define("MaxPool")
 def max_pool(x, *, auto_pad, ceil_mode, dilations=None, kernel_shape, pads=None, storage_order, strides=None, outputs):
     strides, dilations, _, added = _placed(x, auto_pad, ceil_mode, dilations, kernel_shape, pads, strides)
-    lowest = x.dtype.type(_lowest(x.dtype))
-    y = _reduced(x, lowest, lax.max, kernel_shape, strides, dilations, added)
+    lowest = -np.inf if jnp.issubdtype(x.dtype, jnp.floating) else np.iinfo(x.dtype).min
+    windows = kernel_shape, strides, dilations, added
     if outputs == 1:
-        return y
+        return _over_windows(_larger, [x], [lowest], *windows)[0]
     order = range(x.ndim) if storage_order == 0 else (0, 1, *reversed(range(2, x.ndim)))
-    shape = [x.shape[i] for i in order]
-    places = np.arange(x.size).reshape(shape).transpose(np.argsort(order))
-    find = functools.partial(_windows, kernel=kernel_shape, strides=strides, dilations=dilations, amounts=added)
-    best = jnp.argmax(find(lax.stop_gradient(x), fill=lowest), -1, keepdims=True)
-    return y, jnp.take_along_axis(find(jnp.asarray(places), fill=0), best, -1)[..., 0]
+    places = np.arange(x.size).reshape([x.shape[i] for i in order]).transpose(np.argsort(order))
+    return tuple(_over_windows(_larger, [x, jnp.asarray(places)], [lowest, 0], *windows))
 
 
 @operators.define("AveragePool")
 def average_pool(x, *, auto_pad, ceil_mode, count_include_pad, dilations=None, kernel_shape, pads=None, strides=None):
     strides, dilations, asked, added = _placed(x, auto_pad, ceil_mode, dilations, kernel_shape, pads, strides)
-    total = _reduced(x, x.dtype.type(0), lax.add, kernel_shape, strides, dilations, added)
     counted = asked if count_include_pad else [(0, 0)] * len(asked)
     per_axis = map(counts, x.shape[2:], added, counted, kernel_shape, strides, dilations)
+    total = _sum(x, kernel_shape, strides, dilations, added)
     return total / functools.reduce(np.multiply.outer, per_axis).astype(x.dtype)
 
 
 @operators.define("LpPool")
 def lp_pool(x, *, auto_pad, ceil_mode, dilations=None, kernel_shape, p, pads=None, strides=None):
     strides, dilations, _, added = _placed(x, auto_pad, ceil_mode, dilations, kernel_shape, pads, strides)
-    powers = _reduced(jnp.abs(x) ** p, x.dtype.type(0), lax.add, kernel_shape, strides, dilations, added)
-    return powers ** (1 / p)
+    return _sum(jnp.abs(x) ** p, kernel_shape, strides, dilations, added) ** (1 / p)
 
 
 def _space(x):
