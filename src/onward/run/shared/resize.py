@@ -44,7 +44,7 @@ def resized_axes(
         factors = scales.tolist()
         after = [math.floor(n * factor) for n, factor in zip(before, factors, strict=True)]
     crops = coordinate_transformation_mode == "tf_crop_and_resize"
-    regions = roi.reshape(2, -1).T.tolist() if crops and roi is not None else [(0.0, 1.0)] * len(chosen)
+    regions = [(0.0, 1.0)] * len(chosen) if roi is None or not crops else list(zip(*np.split(roi, 2), strict=True))
     results = []
     for axis, n, factor, count, region in zip(chosen, before, factors, after, regions, strict=True):
         if factor == 1 and n == count and not crops:

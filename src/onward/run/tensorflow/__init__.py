@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -44,6 +44,8 @@ _TABLES = (
 class TensorFlow(Framework):
     name = "tensorflow"
     operators = Operators({name: function for table in _TABLES for name, function in table.operators.items()})
+
+    takes_numbers: ClassVar[Mapping[str, Sequence[int]]] = {"BitShift": (1,), "Pow": (1,)}
 
     def __init__(self, on_compile: Callable[[str], None] | None = None):
         self._on_compile = on_compile

@@ -33,13 +33,30 @@ operators(
     HardSwish=lambda x: x * _cut(x / 6 + 0.5),
     Sigmoid=tf.sigmoid,
     Softplus=tf.math.softplus,
-    Softsign=tf.nn.softsign,
+    Softsign=lambda x: x / (1 + tf.abs(x)),
 )
 
 
 def _cut(x):
     """Between 0 and 1; at both ends the derivative is 0."""
     return tf.where(x <= 0, scalar(0, x), tf.where(x >= 1, scalar(1, x), x))
+
+
+def _softmax(x, axis):
+    """A row of nothing but -inf, which a mask leaves, is NaN. Its derivative is 0, for the graph to choose another."""
+
+    @tf.custom_gradient
+    def softmax(x):
+        y = tf.nn.softmax(x, axis)
+
+        def gradient(dy):
+            weight = tf.where(tf.math.is_nan(y), scalar(0, y), y)
+            weighted = dy * weight
+            return weighted - weight * tf.reduce_sum(weighted, axis, keepdims=True)
+
+        return y, gradient
+
+    return softmax(x)
 
 
 @operators.define("Shrink")
@@ -51,7 +68,7 @@ def shrink(x, *, bias, lambd):
 
 operators(
     ThresholdedRelu=lambda x, *, alpha: tf.where(x > alpha, x, scalar(0, x)),
-    Softmax=lambda x, *, axis: tf.nn.softmax(x, axis),
+    Softmax=lambda x, *, axis: _softmax(x, axis),
     LogSoftmax=lambda x, *, axis: tf.nn.log_softmax(x, axis),
     Hardmax=lambda x, *, axis: tf.one_hot(tf.argmax(x, axis), x.shape[axis], axis=axis, dtype=x.dtype),
 )

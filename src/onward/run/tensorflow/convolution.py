@@ -50,20 +50,26 @@ def _padded(x, widths):
     return tf.pad(x, [(0, 0), *widths, (0, 0)]) if np.any(widths) else x
 
 
+_LAYOUTS = {4: "NHWC", 5: "NDHWC"}
+"""For derivatives it has to be said."""
+
+
 def _convolved(x, w, group, strides, dilations):
     rank = len(strides)
     if rank == 1:
         x, w, strides, dilations = x[:, None], w[None], [1, *strides], [1, *dilations]
-    if max(dilations) > 1 and (max(strides) > 1 or group > 1):
+    if max(dilations) > 1 and (max(strides) > 1 or group > 1 or rank == 3):
         w, dilations = _with_gaps(w, dilations), [1] * len(dilations)
     channels = x.shape[-1]
     if group == 1:
-        y = tf.nn.convolution(x, w, strides, "VALID", dilations=dilations)
+        y = tf.nn.convolution(x, w, strides, "VALID", _LAYOUTS[x.shape.rank], dilations)
     elif group == channels and len(strides) == 2 and strides[0] == strides[1]:
         y = tf.nn.depthwise_conv2d(x, _depthwise(w, channels), [1, *strides, 1], "VALID")
     else:
         parts = zip(tf.split(x, group, -1), tf.split(w, group, -1), strict=True)
-        y = tf.concat([tf.nn.convolution(part, kernel, strides, "VALID") for part, kernel in parts], -1)
+        y = tf.concat(
+            [tf.nn.convolution(part, kernel, strides, "VALID", _LAYOUTS[x.shape.rank]) for part, kernel in parts], -1
+        )
     return y[:, 0] if rank == 1 else y
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 
+import numpy as np
 import tensorflow as tf
 
 from onward.run.framework import Operators
@@ -54,10 +55,19 @@ def mod(a, b, *, fmod):
 @operators.define("Pow")
 def power(x, exponent):
     if x.dtype.is_floating:
-        return tf.pow(x, tf.cast(exponent, x.dtype))
+        if isinstance(exponent, np.ndarray) and exponent.item() in _POWERS:
+            return _POWERS[exponent.item()](x)
+        exponent = tf.cast(exponent, x.dtype)
+        none = (x == 0) & (exponent == 0)  # 0^0 is 1, and has the derivative 0
+        return tf.pow(tf.where(none, scalar(1, x), x), exponent)
+    exponent = tf.convert_to_tensor(exponent)
     if exponent.dtype.is_floating:
         return tf.cast(tf.pow(tf.cast(x, exponent.dtype), exponent), x.dtype)
     return computed_as(tf.pow, SMALL | UNSIGNED)(x, tf.cast(exponent, x.dtype))
+
+
+_POWERS = {0: tf.ones_like, 1: tf.identity, 2: tf.square, 3: lambda x: x * x * x, 0.5: tf.sqrt, -1: tf.math.reciprocal}
+"""What is faster and has more exact derivatives, if the exponent is known."""
 
 
 operators(
@@ -67,15 +77,27 @@ operators(
     Mean=lambda *xs: _sum(*xs) / len(xs),
 )
 
+
+def _with_slope(function, slope):
+    """A function with a derivative (of x and y) that may be infinite: times a gradient of 0 that is 0, and not NaN."""
+
+    @tf.custom_gradient
+    def compute(x):
+        y = function(x)
+        return y, lambda dy: tf.math.multiply_no_nan(slope(x, y), dy)
+
+    return compute
+
+
 operators(
     Abs=lambda x: x if x.dtype.is_unsigned else tf.abs(x),
     Neg=tf.negative,
     Sign=lambda x: tf.cast(x > 0, x.dtype) if x.dtype.is_unsigned else tf.sign(x),
     Reciprocal=tf.math.reciprocal,
     Sqrt=tf.sqrt,
-    Exp=tf.exp,
-    Log=tf.math.log,
-    Erf=lambda x: computed_as(tf.math.erf, SMALL)(x) if x.dtype.is_floating else _erf_of_integers(x),
+    Exp=_with_slope(tf.exp, lambda x, y: y),
+    Log=_with_slope(tf.math.log, lambda x, y: tf.math.reciprocal(x)),
+    Erf=lambda x: tf.math.erf(x) if x.dtype.is_floating else _erf_of_integers(x),
     Ceil=tf.math.ceil,
     Floor=tf.floor,
     Round=tf.round,
@@ -90,15 +112,15 @@ operators(
     Sin=tf.sin,
     Cos=tf.cos,
     Tan=tf.tan,
-    Asin=tf.asin,
-    Acos=tf.acos,
+    Asin=_with_slope(tf.asin, lambda x, y: tf.math.rsqrt((1 - x) * (1 + x))),
+    Acos=_with_slope(tf.acos, lambda x, y: -tf.math.rsqrt((1 - x) * (1 + x))),
     Atan=tf.atan,
-    Sinh=tf.sinh,
-    Cosh=tf.cosh,
+    Sinh=_with_slope(tf.sinh, lambda x, y: tf.cosh(x)),
+    Cosh=_with_slope(tf.cosh, lambda x, y: tf.sinh(x)),
     Tanh=tf.tanh,
     Asinh=tf.asinh,
-    Acosh=tf.acosh,
-    Atanh=tf.atanh,
+    Acosh=_with_slope(tf.acosh, lambda x, y: tf.math.rsqrt((x - 1) * (x + 1))),
+    Atanh=_with_slope(tf.atanh, lambda x, y: tf.math.reciprocal((1 - x) * (1 + x))),
 )
 
 operators(
@@ -139,10 +161,13 @@ operators(
 def bit_shift(x, count, *, direction):
     """By as many bits as there are, or more, nothing is left but the sign. Less than 0 counts as more."""
     last = x.dtype.size * 8 - 1
+    shift = tf.bitwise.left_shift if direction == "LEFT" else tf.bitwise.right_shift
+    too_far = (count < 0) | (count > last)
+    if isinstance(count, np.ndarray) and not too_far:
+        return shift(x, count)
     if direction == "RIGHT" and not x.dtype.is_unsigned:
-        return tf.bitwise.right_shift(x, tf.where((count < 0) | (count > last), scalar(last, x), count))
-    shifted = (tf.bitwise.left_shift if direction == "LEFT" else tf.bitwise.right_shift)(x, count)
-    return tf.where((count < 0) | (count > last), scalar(0, x), shifted)
+        return shift(x, tf.where(too_far, scalar(last, x), count))
+    return tf.where(too_far, scalar(0, x), shift(x, count))
 
 
 operators(Identity=lambda x: x)

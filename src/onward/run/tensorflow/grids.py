@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 
@@ -62,7 +63,8 @@ def corners(x, points):
     lower = [tf.floor(point) for point in points]
     for corner in itertools.product((0, 1), repeat=len(points)):
         places = [low + step for low, step in zip(lower, corner, strict=True)]
-        weights = [1 - tf.abs(point - place) for point, place in zip(points, places, strict=True)]
+        above = [point - low for point, low in zip(points, lower, strict=True)]
+        weights = [share if step else 1 - share for share, step in zip(above, corner, strict=True)]
         yield math.prod(weights)[:, None], elements_at(x, places)
 
 
@@ -77,11 +79,14 @@ def grid_sample(x, grid, *, align_corners, mode, padding_mode):
     n, *places, _ = sizes(grid)
     flat = tf.reshape(grid, [n, -1, len(shape)])
     points = [_on_image(flat[..., -1 - axis], size, align_corners) for axis, size in enumerate(shape)]
+
+    def each(function, values):
+        return [function(x, size, padding_mode, align_corners) for x, size in zip(values, shape, strict=True)]
+
     if mode == "cubic":
-        y = _cubic(x, points, lambda place, size: _brought_back(place, size, padding_mode, align_corners))
+        y = _cubic(x, each(_from_outside, points), functools.partial(each, _brought_back))
     else:
-        pairs = zip(points, shape, strict=True)
-        points = [_brought_back(point, size, padding_mode, align_corners) for point, size in pairs]
+        points = each(_brought_back, points)
         y = linear(x, points) if mode == "linear" else elements_at(x, [tf.round(point) for point in points])
     return tf.reshape(y, [n, x.shape[1], *places])
 
@@ -93,27 +98,54 @@ def _on_image(point, size, align_corners):
 
 def _brought_back(point, size, mode, align_corners):
     """What is outside, where it is taken from."""
+    if mode == "zeros":
+        return point
+    return _clipped(_mirrored(point, size, align_corners) if mode == "reflection" else point, size)
+
+
+def _mirrored(point, size, align_corners):
+    """At the centres or the outer borders of the first and the last element, as often as it takes."""
+    low, extent = (0.0, max(size - 1.0, 1.0)) if align_corners else (-0.5, float(size))
+    away = tf.math.floormod(point - low, 2 * extent)
+    return low + tf.where(away > extent, 2 * extent - away, away)
+
+
+def _clipped(point, size):
+    """On the image; on its border the derivative is 0."""
+    last = scalar(size - 1, point)
+    return tf.where(point <= 0, scalar(0, point), tf.where(point >= last, last, point))
+
+
+def _from_outside(point, size, mode, align_corners):
+    """For a cubic kernel only points outside are brought back at first: what is round others may be outside, too."""
     if mode == "reflection":
-        low, length = (0.0, size - 1.0) if align_corners else (-0.5, float(size))
-        away = tf.math.floormod(point - low, 2 * length) if length else tf.zeros_like(point)
-        point = low + tf.where(away > length, 2 * length - away, away)
-    return point if mode == "zeros" else tf.clip_by_value(point, 0, size - 1)
+        return _mirrored(point, size, align_corners)
+    beyond = 0.0 if align_corners else 0.5
+    outside = (point < -beyond) | (point > size - 1 + beyond)
+    return tf.where(outside, _clipped(point, size), point) if mode == "border" else point
 
 
 def _cubic(x, points, brought_back):
     lower = [tf.floor(point) for point in points]
+    weights = [_keys(point - low) for point, low in zip(points, lower, strict=True)]
     total = 0
-    for steps in itertools.product((-1, 0, 1, 2), repeat=len(points)):
-        places = [low + step for low, step in zip(lower, steps, strict=True)]
-        weights = [_keys(tf.abs(point - place)) for point, place in zip(points, places, strict=True)]
-        taken = [brought_back(place, size) for place, size in zip(places, x.shape[2:], strict=True)]
-        total += math.prod(weights)[:, None] * elements_at(x, taken)
+    for taps in itertools.product(range(4), repeat=len(points)):
+        places = [low + (tap - 1) for low, tap in zip(lower, taps, strict=True)]
+        weight = math.prod(four[tap] for four, tap in zip(weights, taps, strict=True))
+        total += weight[:, None] * elements_at(x, brought_back(places))
     return total
 
 
-def _keys(x, a=-0.75):
-    near = ((a + 2) * x - (a + 3)) * x * x + 1
-    return tf.where(x <= 1, near, ((a * x - 5 * a) * x + 8 * a) * x - 4 * a)
+def _keys(t, a=-0.75):
+    """Weights of two neighbours below and two above, of which the nearer ones are `t` and 1 - `t` away."""
+
+    def near(t):
+        return ((a + 2) * t - (a + 3)) * t * t + 1
+
+    def far(t):
+        return ((a * t - 5 * a) * t + 8 * a) * t - 4 * a
+
+    return far(1 + t), near(t), near(1 - t), far(2 - t)
 
 
 @operators.define("AffineGrid")

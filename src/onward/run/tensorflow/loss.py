@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import tensorflow as tf
 
 from onward.run.framework import Operators
 from onward.run.tensorflow.convolution import channels_last
+from onward.run.tensorflow.tensors import scalar
 
 operators = Operators()
 
@@ -48,4 +51,9 @@ def _reduced(losses, weight, reduction):
         return losses
     if reduction == "sum":
         return tf.reduce_sum(losses)
-    return tf.reduce_mean(losses) if weight is None else tf.reduce_sum(losses) / tf.reduce_sum(weight)
+    if weight is None:
+        return tf.reduce_mean(losses)
+    total = tf.reduce_sum(weight)
+    nothing = total == 0  # the mean of it is NaN, and has the derivative 0
+    mean = tf.reduce_sum(losses) / tf.where(nothing, scalar(1, total), total)
+    return tf.where(nothing, scalar(math.nan, mean), mean)

@@ -8,7 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 from onward.run.framework import Operators
-from onward.run.tensorflow.tensors import computed_as, dtype_of, on_host, scalar, sizes
+from onward.run.tensorflow.tensors import computed_as, dtype_of, on_host, sizes
 
 operators = Operators()
 
@@ -88,8 +88,11 @@ def pad(x, pads, value=None, axes=None, *, mode):
         tuple(slice(max(0, -low), size + min(0, high)) for low, high, size in zip(before, after, x.shape, strict=True))
     ]
     widths = np.maximum(np.stack([before, after], 1), 0)
-    if mode == "constant":
-        return tf.pad(kept, widths, constant_values=scalar(0, x) if value is None else tf.reshape(value, []))
+    if mode == "constant" and value is None:
+        return tf.pad(kept, widths)
+    if mode == "constant":  # in tf.pad it has no derivative
+        inside = tf.pad(tf.ones(kept.shape, tf.bool), widths)
+        return tf.where(inside, tf.pad(kept, widths), tf.reshape(value, []))
     for axis, width in enumerate(widths):
         if width.any():
             kept = tf.gather(kept, np.pad(np.arange(kept.shape[axis]), width, mode), axis=axis)
@@ -126,9 +129,7 @@ def trilu(x, k=None, *, upper):
     return tf.where(np.triu(ones, place) if upper else np.tril(ones, place), x, tf.zeros([], x.dtype))
 
 
-@operators.define("ConstantOfShape")
-def constant_of_shape(shape, *, value):
-    return np.full(shape.tolist(), 0 if value is None else value.item(), np.float32 if value is None else value.dtype)
+operators(ConstantOfShape=on_host("ConstantOfShape"))
 
 
 @operators.define("EyeLike")
@@ -138,7 +139,7 @@ def eye_like(x, *, dtype, k):
     return on_host("EyeLike")(x, dtype=dtype, k=k) if kind is None else tf.cast(np.eye(rows, columns, k), kind)
 
 
-operators(Range=lambda start, limit, delta: np.arange(start, limit, delta, start.dtype))
+operators(Range=on_host("Range"))
 
 
 @operators.define("ConcatFromSequence")

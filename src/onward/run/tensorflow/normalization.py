@@ -12,6 +12,12 @@ from onward.run.tensorflow.tensors import dtype_of, scalar, sizes, wide
 operators = Operators()
 
 
+def _moments(x, axes):
+    """Mean and variance. The second derivative of `tf.nn.moments` is wrong: it takes the mean for a constant."""
+    mean = tf.reduce_mean(x, axes, keepdims=True)
+    return tf.reshape(mean, [-1]), tf.reduce_mean(tf.square(x - mean), axes)
+
+
 def _standardised(x, axes, epsilon):
     """The mean, the inverse of the deviation, and x standardised."""
     mean = tf.reduce_mean(x, axes, keepdims=True)
@@ -25,7 +31,7 @@ def batch_normalization(x, scale, bias, mean, variance, *, epsilon, momentum, tr
     wide_x, rank = wide(x), x.shape.rank - 2
     given_mean, given_variance = (tf.cast(value, wide_x.dtype) for value in (mean, variance))
     if training_mode:
-        used = tf.nn.moments(wide_x, [0, *range(2, x.shape.rank)])
+        used = _moments(wide_x, [0, *range(2, x.shape.rank)])
     else:
         used = given_mean, given_variance
     slope = tf.cast(scale, wide_x.dtype) * tf.math.rsqrt(used[1] + epsilon)
@@ -81,7 +87,7 @@ def lrn(x, *, alpha, beta, bias, size):
 def lp_normalization(x, *, axis, p):
     norm = tf.reduce_sum(tf.abs(x) if p == 1 else tf.square(x), axis, keepdims=True)
     safe = tf.where(norm == 0, scalar(1, x), norm)
-    return x / (safe if p == 1 else tf.sqrt(safe))
+    return tf.where(norm == 0, scalar(0, x), x / (safe if p == 1 else tf.sqrt(safe)))
 
 
 @operators.define("MeanVarianceNormalization")

@@ -143,8 +143,13 @@ def _whole(reduce):
     return pooled
 
 
+def _largest(x):
+    """The first of the largest elements along the last axis, which has the whole gradient."""
+    return tf.gather(x, tf.argmax(x, -1), batch_dims=x.shape.rank - 1)
+
+
 operators(
-    GlobalMaxPool=_whole(lambda x: tf.gather(x, tf.argmax(x, -1)[..., None], batch_dims=2)),
+    GlobalMaxPool=_whole(_largest),
     GlobalAveragePool=_whole(lambda x: tf.reduce_mean(x, -1)),
     GlobalLpPool=lambda x, *, p: _whole(lambda y: _root(tf.reduce_sum(tf.abs(y) ** p, -1), p))(x),
 )
@@ -174,21 +179,25 @@ def max_roi_pool(x, rois, *, pooled_shape, spatial_scale):
     """Regions are made of whole elements, so that it must be known where they are."""
     results = []
     for image, *box in fetched(rois).tolist():
-        left, top, right, bottom = (math.floor(side * spatial_scale + 0.5) for side in box)
+        left, top, right, bottom = (_rounded(side * spatial_scale) for side in box)
         rows = _bins(top, bottom, pooled_shape[0], x.shape[2])
         columns = _bins(left, right, pooled_shape[1], x.shape[3])
         for (low, high), (first, end) in itertools.product(rows, columns):
-            part = x[int(image), :, low:high, first:end]
-            empty = low >= high or first >= end
-            results.append(tf.zeros_like(x[0, :, 0, 0]) if empty else tf.reduce_max(part, [1, 2]))
+            part = tf.reshape(x[int(image), :, low:high, first:end], [x.shape[1], -1])
+            results.append(_largest(part) if part.shape[1] else tf.zeros([x.shape[1]], x.dtype))
     y = tf.reshape(tf.stack(results), [-1, *pooled_shape, x.shape[1]])
     return channels_first(y)
 
 
+def _rounded(x):
+    """Halves away from 0."""
+    return int(math.copysign(math.floor(abs(x) + 0.5), x))
+
+
 def _bins(low, high, count, size):
-    width = max(high - low + 1, 1) / count
+    width = max(high - low + 1, 1)
     for i in range(count):
-        start, end = low + math.floor(i * width), low + math.ceil((i + 1) * width)
+        start, end = low + i * width // count, low - (-(i + 1) * width // count)
         yield min(max(start, 0), size), min(max(end, 0), size)
 
 
@@ -232,8 +241,8 @@ class _Points(NamedTuple):
 
 
 def _points(low, high, bins, ratio, half, size):
-    length = (high - low if half else tf.maximum(high - low, 1.0)) / bins
-    numbers = tf.fill(low.shape, float(ratio)) if ratio else tf.maximum(tf.math.ceil(length), 1)
+    length = (high - low if half else tf.maximum(high - low, scalar(1, low))) / bins
+    numbers = tf.fill(low.shape, scalar(ratio, low)) if ratio else tf.maximum(tf.math.ceil(length), 1)
     most = ratio or int(fetched(tf.reduce_max(numbers)).item())
     point = tf.tile(tf.range(most, dtype=low.dtype), [bins])
     start = tf.repeat(tf.range(bins, dtype=low.dtype), most)

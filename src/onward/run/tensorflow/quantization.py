@@ -1,4 +1,8 @@
-"""Quantization, and products of quantized tensors."""
+"""Quantization, and products of quantized tensors. Rounding counts as the identity when it is differentiated.
+
+Integers have no derivative in TensorFlow. So a quantized tensor carries its levels as floating-point numbers, which
+`DequantizeLinear` finds there.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ import tensorflow as tf
 from onward.run.framework import Operators
 from onward.run.tensorflow.convolution import conv
 from onward.run.tensorflow.matrix import matmul
-from onward.run.tensorflow.tensors import dtype_of, on_host, sizes
+from onward.run.tensorflow.tensors import dtype_of, on_host, sizes, wide
 
 operators = Operators()
 
@@ -33,20 +37,24 @@ def quantize_linear(x, scale, zero=None, *, axis, block_size, output_dtype, prec
         attributes = {"axis": axis, "block_size": block_size, "output_dtype": output_dtype}
         return on_host("QuantizeLinear")(x, scale, zero, precision=precision, saturate=saturate, **attributes)
     kind = dtype_of(precision) if precision else scale.dtype
-    divided = tf.round(tf.cast(x, kind) / tf.cast(_spread(scale, x, axis, block_size), kind))
-    whole = tf.cast(divided, tf.float32)
+    divided = wide(tf.cast(x, kind) / tf.cast(_spread(scale, x, axis, block_size), kind))
+    levels = divided + tf.stop_gradient(tf.round(divided) - divided)
     if zero is not None:
-        whole += tf.cast(_spread(zero, x, axis, block_size), tf.float32)
-    return tf.saturate_cast(whole, dtype)
+        levels += tf.cast(_spread(zero, x, axis, block_size), levels.dtype)
+    levels = tf.minimum(tf.maximum(levels, dtype.min), dtype.max)
+    quantized = tf.cast(levels, dtype)
+    quantized.levels = levels
+    return quantized
 
 
 @operators.define("DequantizeLinear")
 def dequantize_linear(x, scale, zero=None, *, axis, block_size, output_dtype):
     dtype = dtype_of(output_dtype) if output_dtype else scale.dtype
-    number = tf.cast(x, tf.int32)
+    levels = getattr(x, "levels", None)
+    levels = tf.cast(x, tf.int32) if levels is None else levels
     if zero is not None:
-        number -= tf.cast(_spread(zero, x, axis, block_size), tf.int32)
-    return tf.cast(number, dtype) * tf.cast(_spread(scale, x, axis, block_size), dtype)
+        levels -= tf.cast(_spread(zero, x, axis, block_size), levels.dtype)
+    return tf.cast(levels, dtype) * tf.cast(_spread(scale, x, axis, block_size), dtype)
 
 
 @operators.define("MatMulInteger")

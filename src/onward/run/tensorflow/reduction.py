@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import tensorflow as tf
 
 from onward.run.framework import Operators
@@ -19,6 +21,32 @@ def _reduction(reduce):
         return reduce(x, [] if noop_with_empty_axes else None, bool(keepdims))
 
     return reduced
+
+
+def _product(x, axes, keepdims):
+    """Halves times halves. TensorFlow's own has a second derivative that is wrong at zeros."""
+    if not x.dtype.is_floating:
+        return tf.reduce_prod(x, axes, keepdims)
+    rank = x.shape.rank
+    gone = list(range(rank)) if axes is None else [axis % rank for axis in axes]
+    kept = [axis for axis in range(rank) if axis not in gone]
+    lines = tf.reshape(tf.transpose(x, [*kept, *gone]), [*(x.shape[axis] for axis in kept), -1])
+    while (size := lines.shape[-1]) > 1:
+        middle = size // 2
+        product = lines[..., :middle] * lines[..., middle : 2 * middle]
+        lines = tf.concat([product, lines[..., 2 * middle :]], -1) if size % 2 else product
+    shape = [1 if axis in gone else x.shape[axis] for axis in range(rank) if keepdims or axis not in gone]
+    return tf.reshape(lines, shape) if size else tf.ones(shape, x.dtype)
+
+
+def _log_sum_exp(x, axes, keepdims):
+    """The derivative where all is -inf is 0."""
+    largest = tf.stop_gradient(tf.reduce_max(x, axes, keepdims=True))
+    largest = tf.where(tf.math.is_inf(largest), scalar(0, x), largest)
+    total = tf.reduce_sum(tf.exp(x - largest), axes, keepdims)
+    zero = total == 0
+    logarithm = tf.where(zero, scalar(-math.inf, x), tf.math.log(tf.where(zero, scalar(1, x), total)))
+    return logarithm + tf.reshape(largest, total.shape)
 
 
 def _of_truth_values(reduce, logical):
@@ -50,11 +78,11 @@ operators(
     ReduceMean=_reduction(tf.reduce_mean),
     ReduceMax=_reduction(_of_truth_values(tf.reduce_max, tf.reduce_any)),
     ReduceMin=_reduction(_of_truth_values(tf.reduce_min, tf.reduce_all)),
-    ReduceProd=_reduction(tf.reduce_prod),
+    ReduceProd=_reduction(_product),
     ReduceL1=_reduction(lambda x, axes, keepdims: tf.reduce_sum(tf.abs(x), axes, keepdims)),
     ReduceL2=_reduction(_length),
     ReduceLogSum=_reduction(_in_floats(lambda x, axes, keepdims: tf.math.log(tf.reduce_sum(x, axes, keepdims)))),
-    ReduceLogSumExp=_reduction(_in_floats(tf.reduce_logsumexp)),
+    ReduceLogSumExp=_reduction(_in_floats(_log_sum_exp)),
     ReduceSumSquare=_reduction(lambda x, axes, keepdims: tf.reduce_sum(x * x, axes, keepdims)),
 )
 
@@ -74,8 +102,26 @@ operators(
     ArgMax=_position(tf.argmax),
     ArgMin=_position(tf.argmin),
     CumSum=lambda x, axis, *, exclusive, reverse: tf.cumsum(x, axis.item(), bool(exclusive), bool(reverse)),
-    CumProd=lambda x, axis, *, exclusive, reverse: tf.math.cumprod(x, axis.item(), bool(exclusive), bool(reverse)),
 )
+
+
+@operators.define("CumProd")
+def cumulative_product(x, axis, *, exclusive, reverse):
+    """The product of ever longer pieces. TensorFlow's own has a derivative that is wrong at zeros."""
+    place = axis.item() % x.shape.rank
+    y = tf.reverse(x, [place]) if reverse else x
+    y = _moved(y, 1, place) if exclusive else y
+    step = 1
+    while step < x.shape[place]:
+        y, step = y * _moved(y, step, place), 2 * step
+    return tf.reverse(y, [place]) if reverse else y
+
+
+def _moved(x, step, axis):
+    """Further along an axis, with ones at its beginning."""
+    size = x.shape[axis]
+    kept = tf.gather(x, range(max(size - step, 0)), axis=axis)
+    return tf.pad(kept, [(min(step, size) * (i == axis), 0) for i in range(x.shape.rank)], constant_values=1)
 
 
 @operators.define("TopK")
