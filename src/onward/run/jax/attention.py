@@ -51,7 +51,8 @@ def attention(
     allowed = _allowed(q.shape[2], k.shape[2], offset, valid, left, right)
     scores = _masked(capped, mask, allowed)
     exact = scores if softmax_precision is None else scores.astype(dtype_of(softmax_precision))
-    weights = _softmax(exact, mask is not None or valid is not None).astype(q.dtype)
+    may_be_empty = mask is not None or valid is not None or left >= 0
+    weights = _softmax(exact, may_be_empty).astype(q.dtype)
     y = jnp.einsum("bhqk,bhkd->bhqd", weights, v)
     y = y.swapaxes(1, 2).reshape(len(y), y.shape[2], -1) if packed else y
     return y if outputs == 1 else (y, *present, (products, capped, scores, weights)[qk_matmul_output_mode])

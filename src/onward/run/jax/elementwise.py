@@ -39,7 +39,11 @@ def mod(a, b, *, fmod):
 
 @operators.define("Pow")
 def power(x, exponent):
-    return jnp.power(x, exponent).astype(x.dtype)
+    if not is_float(x):
+        return jnp.power(x, exponent).astype(x.dtype)
+    exponent = exponent.astype(x.dtype)
+    base = jnp.where((x == 0) & (exponent == 0), 1, x)  # which has the same power, and the derivative 0
+    return jnp.power(base, exponent)
 
 
 def _extreme(of_two, of_all):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from onward.run.framework import Operators
 from onward.run.jax.values import known
@@ -57,8 +59,30 @@ def scatter_nd(x, indices, updates, *, reduction):
 
 
 def _scattered(x, places, updates, reduction):
+    if reduction == "mul":
+        return _multiplied(x, places, updates)
     at = x.at[places]
-    return {"none": at.set, "add": at.add, "mul": at.multiply, "max": at.max, "min": at.min}[reduction](updates)
+    return {"none": at.set, "add": at.add, "max": at.max, "min": at.min}[reduction](updates)
+
+
+@jax.custom_jvp
+def _multiplied(x, places, updates):
+    return x.at[places].multiply(updates)
+
+
+@_multiplied.defjvp
+def _multiplied_jvp(given, tangents):
+    """JAX has a derivative only of factors that meet no other: one after the other."""
+    x, places, updates = given
+    places = jnp.broadcast_arrays(*places)
+    count = places[0].size
+    each = [at.reshape(count) for at in places], updates.reshape(count, *updates.shape[places[0].ndim :])
+
+    def multiply(x, updates):
+        step = lambda x, one: (x.at[tuple(one[0])].multiply(one[1], unique_indices=True), None)
+        return lax.scan(step, x, (each[0], updates.reshape(each[1].shape)))[0]
+
+    return jax.jvp(multiply, (x, updates), (tangents[0], tangents[2]))
 
 
 @operators.define("TensorScatter")
