@@ -29,11 +29,7 @@ class Engine(ABC):
 
     @abstractmethod
     def step(self, batch: Arrays) -> Arrays:
-        """One update of the state by a batch; the metrics of the step."""
-
-    @abstractmethod
-    def step_back(self) -> None:
-        """Undo the last step, once."""
+        """One update of the state by a batch; the metrics of the step. If the loss is not finite, the state stays."""
 
     @abstractmethod
     def gradients(self, batch: Arrays) -> dict[str, np.ndarray]:

@@ -111,8 +111,15 @@ class Framework(ABC):
         """What a compiled function takes in place of a tensor of any framework."""
         return self.adopt(value)
 
+    def copy(self, tensor: Any) -> Any:
+        """The same in memory that nobody else has, where tensors can change or are given away."""
+        return tensor
+
     def compile(self, function: Function) -> Function:
-        """The same function made faster: (state, constants, batch) -> (new state, results), dictionaries of tensors."""
+        """The same function made faster: (state, constants, batch) -> (new state, results), dictionaries of tensors.
+
+        It may overwrite the state that it is given.
+        """
         return function
 
     def active(self) -> contextlib.AbstractContextManager[None]:

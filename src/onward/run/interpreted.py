@@ -110,8 +110,7 @@ class Interpreted(Engine):
         self._compiled = compiled
         self._rules = rules
         self._recompute = recompute
-        self._state: Tensors = {s.name: framework.tensor(_array(s.value)) for s in carried(model, step)}
-        self._previous = self._state
+        self._state: Tensors = {s.name: framework.copy(framework.tensor(_array(s.value))) for s in carried(model, step)}
         self._parts: dict[str, _Part] = {}
         part = self._part("step")
         self.inputs = {v.name: v for v in part.model.graph.inputs if v.name and v.name in part.contract["batch"]}
@@ -142,13 +141,9 @@ class Interpreted(Engine):
     def step(self, batch: Arrays) -> Mapping[str, np.ndarray]:
         check_batch(batch, self.inputs)
         part = self._part("step")
-        self._previous = self._state  # the one before that goes first: memory holds two states, never three
         new, results = part.run(self._state, batch)
         self._state = self._state | new
         return Results(self._framework, {name: results[name] for name in part.contract["metrics"]})
-
-    def step_back(self) -> None:
-        self._state = self._previous
 
     def gradients(self, batch: Arrays) -> dict[str, np.ndarray]:
         part = self._part("gradients")
@@ -168,10 +163,11 @@ class Interpreted(Engine):
         for name in state:
             if name not in self._state:
                 raise UnknownNameError(f"there is no state `{name}`", hint=near(name, self._state))
-        self._state = self._state | {name: self._framework.adopt(value) for name, value in state.items()}
+        given = {name: self._framework.copy(self._framework.adopt(value)) for name, value in state.items()}
+        self._state = self._state | given
 
     def close(self) -> None:
-        self._state, self._previous = {}, {}
+        self._state = {}
         self._parts.clear()
 
     def _part(self, name: str) -> _Part:
@@ -191,11 +187,15 @@ class _Part:
         self._constants = {name: framework.tensor(array) for name, array in _large_constants(lowered).items()}
         execute = interpreter(lowered, framework)
         update: dict[str, str] = self.contract["update"]
+        loss = self.contract["loss"]
         shown = [*self.contract["metrics"], *self.contract["outputs"], *self.contract["gradients"]]
 
         def compute(state: Tensors, constants: Tensors, batch: Tensors) -> tuple[Tensors, Tensors]:
             results = execute(state | constants | batch)
-            return {name: results[new] for name, new in update.items()}, {name: results[name] for name in shown}
+            new = {name: framework.place(results[value]) for name, value in update.items()}
+            if loss in results:
+                new = _if_finite(framework, framework.place(results[loss]), new, state)
+            return new, {name: results[name] for name in shown}
 
         self._compute = framework.compile(compute) if compiled else compute
         self._take = framework.feed if compiled else framework.adopt
@@ -203,6 +203,14 @@ class _Part:
     def run(self, state: Tensors, batch: Arrays) -> tuple[Tensors, Tensors]:
         tensors = {name: self._take(batch[name]) for name in self.contract["batch"]}
         return self._compute(state, self._constants, tensors)
+
+
+def _if_finite(framework: Framework, loss: Any, new: Tensors, old: Tensors) -> Tensors:
+    """The new state, or the old one where the loss is not a number: decided on the device, so that nothing waits."""
+    op = framework.operators
+    with framework.active():
+        bad = op["Or"](op["IsNaN"](loss), op["IsInf"](loss, detect_negative=1, detect_positive=1))
+        return {name: op["Where"](bad, old[name], tensor) for name, tensor in new.items()}
 
 
 _LARGE = 1024

@@ -76,13 +76,11 @@ class OnnxRuntime(Engine):
             binding.bind_cpu_input(name, np.ascontiguousarray(array) if array.ndim else array)
         with _explained(DataError, "could not make a step with this batch"):
             self._step.run_with_iobinding(binding)
-        self._bound.reverse()
-        self._read, self._write = self._write, self._read
-        return {name: value.numpy() for name, value in zip(self._metrics, binding.get_outputs(), strict=False)}
-
-    def step_back(self) -> None:
-        self._bound.reverse()
-        self._read, self._write = self._write, self._read
+        metrics = {name: value.numpy() for name, value in zip(self._metrics, binding.get_outputs(), strict=False)}
+        if np.all(np.isfinite(metrics.get(self.loss, 0.0))):  # else what was written is not taken
+            self._bound.reverse()
+            self._read, self._write = self._write, self._read
+        return metrics
 
     def gradients(self, batch: Arrays) -> dict[str, np.ndarray]:
         if self._gradients is None:

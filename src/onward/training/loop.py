@@ -168,8 +168,7 @@ class Loop:
         metrics = {name: float(value) for name, value in self.engine.step(batch).items() if value.size == 1}
         seconds = time.perf_counter() - start
         loss = metrics[self.engine.loss]
-        if not math.isfinite(loss):
-            self.engine.step_back()
+        if not math.isfinite(loss):  # the engine has kept the state as it was
             raise _NotFiniteError(f"the loss of step {self.at.step + 1:,} is {loss}", loss)
         at, samples = self.at, samples_in(batch)
         at.step, at.batch, at.samples = at.step + 1, at.batch + 1, at.samples + samples
