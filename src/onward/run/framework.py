@@ -116,11 +116,12 @@ class Framework(ABC):
         return tensor
 
     def compile(self, function: Function) -> Function:
-        """The same function made faster: (state, constants, batch) -> (new state, results), dictionaries of tensors.
-
-        It may overwrite the state that it is given.
-        """
+        """The same function made faster: (state, constants, batch) -> (new state, results), dictionaries of tensors."""
         return function
+
+    def compile_step(self, function: Function) -> Function:
+        """The same of a training step, which may overwrite the state that it is given."""
+        return self.compile(function)
 
     def active(self) -> contextlib.AbstractContextManager[None]:
         """What has to be switched on while operators run."""

@@ -186,18 +186,20 @@ class _Part:
         self._framework = framework
         self._constants = {name: framework.tensor(array) for name, array in _large_constants(lowered).items()}
         execute = interpreter(lowered, framework)
-        update: dict[str, str] = self.contract["update"]
+        is_step = self.contract["part"] == "step"
+        update: dict[str, str] = self.contract["update"] if is_step else {}
         loss = self.contract["loss"]
         shown = [*self.contract["metrics"], *self.contract["outputs"], *self.contract["gradients"]]
 
         def compute(state: Tensors, constants: Tensors, batch: Tensors) -> tuple[Tensors, Tensors]:
             results = execute(state | constants | batch)
             new = {name: framework.place(results[value]) for name, value in update.items()}
-            if loss in results:
+            if is_step and loss in results:
                 new = _if_finite(framework, framework.place(results[loss]), new, state)
             return new, {name: results[name] for name in shown}
 
-        self._compute = framework.compile(compute) if compiled else compute
+        compile = framework.compile_step if is_step else framework.compile
+        self._compute = compile(compute) if compiled else compute
         self._take = framework.feed if compiled else framework.adopt
 
     def run(self, state: Tensors, batch: Arrays) -> tuple[Tensors, Tensors]:
