@@ -102,8 +102,22 @@ class Jax(Framework):
     def feed(self, value: Any) -> Any:
         return value if isinstance(value, np.ndarray) else self.adopt(value)
 
+    def copy(self, tensor: Any) -> Any:
+        with self.active():
+            return jnp.array(tensor)
+
     def compile(self, function: Function) -> Function:
-        compiled = Compiled(function, self.adopt, self._on_compile, self._options)
+        return self._compiled(function, in_place=False)
+
+    def compile_step(self, function: Function) -> Function:
+        def step(state: Any, constants: Any, batch: Any) -> Any:
+            new, results = function(state, constants, batch)
+            return state | new, results
+
+        return self._compiled(step, in_place=True)
+
+    def _compiled(self, function: Function, *, in_place: bool) -> Function:
+        compiled = Compiled(function, self.adopt, self._on_compile, self._options, in_place=in_place)
 
         def run(state: Any, constants: Any, batch: Any) -> Any:
             with self.active():

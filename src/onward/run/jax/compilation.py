@@ -1,8 +1,4 @@
-"""A training step compiled as a whole by XLA, once for each set of batch shapes.
-
-The state is not donated: a step can be undone as long as the state before it is there. What was before that has been
-let go when the step starts, so that its memory is used again.
-"""
+"""A training step compiled as a whole by XLA, once for each set of batch shapes."""
 
 from __future__ import annotations
 
@@ -21,11 +17,14 @@ Report = Callable[[str], None]
 class Compiled:
     """A step that is compiled when it is first called with a batch of some shapes, or executed as it is if it must."""
 
-    def __init__(self, step: Function, place: Function, report: Report | None, options: Mapping[str, Any]):
+    def __init__(
+        self, step: Function, place: Function, report: Report | None, options: Mapping[str, Any], *, in_place: bool
+    ):
+        """With `in_place` new state is written over the old one, all of which is returned."""
         self._step = step
         self._place = place
         self._report = report or (lambda text: None)
-        self._compiled = jax.jit(step, compiler_options=dict(options) or None)
+        self._compiled = jax.jit(step, donate_argnums=0 if in_place else (), compiler_options=dict(options) or None)
         self._seen: set[Any] = set()
         self._refused: set[Any] = set()
 

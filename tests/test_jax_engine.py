@@ -1,0 +1,243 @@
+"""Training on JAX: losses and state as on ONNX Runtime, control flow as it is compiled, and what the options mean."""
+
+import math
+import warnings
+
+import numpy as np
+import pytest
+
+import onward
+from conftest import needs
+from lowered import CASES, FLAT, SQUARE, penalised
+from models import digits_mlp, small_cnn
+from onward.errors import UnknownNameError, UnsupportedError
+from onward.lowering.gradients import lower_gradients
+from onward.model import read
+from onward.recipe.optimizers import OPTIMIZERS
+from onward.run import function, load
+from onward.run.interpreted import interpreter
+from test_control_flow import CASES as CONTROL_FLOW
+
+pytestmark = needs("jax")
+
+STEPS = 20
+IDLE = {"cnn": ["conv.bias"], "transformer": ["qkv.bias"]}
+"""Parameters on which the loss does not depend, or not all of it: a bias before a normalization, that of keys."""
+MODES = {
+    "compiled": {},
+    "eager": {"compile": False},
+    "compiled, rules": {"rules": True},
+    "eager, rules": {"compile": False, "rules": True},
+}
+
+
+def trained(model, batches, **options):
+    with load(model, **options) as engine:
+        losses = [float(engine.step(batch)[engine.loss]) for batch in batches]
+        return losses, engine.state()
+
+
+def assert_trains_alike(model, batches, idle=(), tolerance=1e-5, **options):
+    """Losses, and state by its largest element."""
+    losses, state = trained(model, batches, threads=1)
+    found, found_state = trained(model, batches, engine="jax", **options)
+    np.testing.assert_allclose(found, losses, rtol=tolerance, atol=1e-8)
+    assert found_state.keys() == state.keys()
+    for name, expected in state.items():
+        assert found_state[name].dtype == expected.dtype, name
+        if not any(part in name for part in idle):
+            scale = np.abs(expected.astype(np.float64)).max(initial=0)
+            np.testing.assert_allclose(found_state[name], expected, rtol=0, atol=10 * tolerance * scale, err_msg=name)
+
+
+def some_smaller(batch):
+    fewer = {name: array[: len(array) // 2] for name, array in batch.items()}
+    return [fewer if i % 7 == 6 else batch for i in range(STEPS)]
+
+
+# ---- the same as on ONNX Runtime -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_trains_as_on_onnxruntime(name):
+    proto, batch, recipe = CASES[name]
+    idle = next((names for part, names in IDLE.items() if part in name), ())
+    tolerance = 1e-3 if name == "float16" else 1e-5
+    assert_trains_alike(onward.prepare(proto(), **recipe), some_smaller(batch), idle, tolerance)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", ["mlp, everything", "cnn", "transformer with dropout"])
+def test_modes_agree(name, mode):
+    """Dropout is our own generator's, of whole numbers: the same elements are dropped everywhere."""
+    proto, batch, recipe = CASES[name]
+    idle = next((names for part, names in IDLE.items() if part in name), ())
+    assert_trains_alike(onward.prepare(proto(), **recipe), some_smaller(batch), idle, **MODES[mode])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_penalty_on_a_gradient_is_differentiated(mode):
+    batches = [{"x": np.random.default_rng(i).normal(size=4).astype(np.float32)} for i in range(STEPS)]
+    assert_trains_alike(read(penalised(21)), batches, **MODES[mode])
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers(name):
+    model = onward.prepare(digits_mlp(8), loss="cross_entropy", optimizer=name)
+    assert_trains_alike(model, [FLAT] * STEPS)
+
+
+@pytest.mark.slow
+@needs("torch")
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("name", ["resnet", "vit", "bert", "gpt2", "lstm", "if and loop"])
+def test_trains_what_pytorch_exports(name, compiled):
+    from test_training_models import CASES, arrays, exported, made, prepared
+
+    case = CASES[name]
+    subject = made(case)
+    model = prepared(case, subject, exported(case, subject))
+    batches = [arrays(subject.batch(3 if i % 7 == 6 else 8)) for i in range(STEPS)]
+    assert_trains_alike(model, batches, idle=["key.bias", "k_proj.bias", "c_attn.bias"], compile=compiled)
+
+
+@pytest.mark.slow
+@needs("torch")
+def test_a_loop_without_an_end_that_is_known_is_not_compiled():
+    """JAX has no derivative of it. It is trained all the same, operator by operator."""
+    from test_training_models import CASES, arrays, exported, made, prepared
+
+    case = CASES["while"]
+    subject = made(case)
+    model = prepared(case, subject, exported(case, subject))
+    with pytest.warns(UserWarning, match="the step is not compiled: JAX cannot differentiate a Loop"):
+        assert_trains_alike(model, [arrays(subject.batch(8)) for _ in range(3)])
+
+
+# ---- operators -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["scatter_elements_mul", "scatter_elements_mul_with_two_zeros", "scatter_nd_mul"])
+def test_factors_that_are_scattered_have_a_derivative(name):
+    from onnx import helper
+
+    import rule_cases.indexing
+
+    proto, inputs = rule_cases.indexing.CASES[name]
+    xs = [value.name for value in proto.graph.input if inputs[value.name].dtype.kind == "f"]
+    names = [f"d{x}" for x in xs]
+    domain = "ai.onnx.preview.training"
+    y = proto.graph.output[0].name
+    proto.graph.node.append(helper.make_node("Gradient", xs, names, domain=domain, xs=xs, y=y))
+    proto.graph.output.extend(helper.make_tensor_value_info(name, 1, None) for name in names)
+    proto.opset_import.append(helper.make_opsetid(domain, 1))
+    own = function(read(proto), engine="jax")(inputs)
+    rules = function(lower_gradients(read(proto)), engine="jax")(inputs)
+    for name in names:
+        np.testing.assert_allclose(own[name], rules[name], rtol=1e-5, err_msg=name)
+
+
+NOT_COMPILED = {"scan outputs", "unread output", "tangled"}
+"""A Loop that collects something in each iteration, and only the batch says how many these are."""
+
+
+@pytest.mark.parametrize("name", [name for name, (proto, _) in CONTROL_FLOW.items() if not proto.functions])
+def test_control_flow_is_the_same_compiled(name):
+    from onward.run.jax import Jax
+
+    proto, inputs = CONTROL_FLOW[name]
+    if not all(isinstance(value, np.ndarray) for value in inputs.values()):
+        pytest.skip("a batch is of arrays")
+    framework = Jax()
+    execute = interpreter(read(proto).copy(), framework)
+    step = framework.compile(lambda state, constants, batch: ({}, execute(batch)))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        _, found = step({}, {}, inputs)
+    assert bool(caught) == (name in NOT_COMPILED), [str(warning.message) for warning in caught]
+    for output, expected in function(read(proto), engine="numpy")(inputs).items():
+        np.testing.assert_allclose(framework.host(found[output]), expected, rtol=1e-5, err_msg=output)
+
+
+# ---- the engine ------------------------------------------------------------------------------------------------------
+
+
+def cnn():
+    return onward.prepare(small_cnn(), loss="cross_entropy", optimizer="adam:lr=1e-2")
+
+
+def test_the_process_keeps_its_numbers_of_32_bits():
+    import jax.numpy as jnp
+
+    with load(cnn(), engine="jax") as engine:
+        engine.step(SQUARE)
+        assert engine.state()["step"].dtype == np.int64
+    assert jnp.arange(3).dtype == jnp.int32 and jnp.asarray(np.float64(1)).dtype == jnp.float32
+
+
+def test_a_step_is_compiled_once_for_each_shape():
+    said = []
+    fewer = {name: array[:3] for name, array in SQUARE.items()}
+    with load(cnn(), engine="jax", on_compile=said.append) as engine:
+        for batch in (SQUARE, SQUARE, fewer, SQUARE, fewer):
+            engine.step(batch)
+    assert said == [f"jax compiles the step for image [{n}, 1, 8, 8], labels [{n}]" for n in (6, 3)]
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_step_without_a_loss_changes_nothing(compiled):
+    bad = SQUARE | {"image": np.full_like(SQUARE["image"], np.nan)}
+    with load(cnn(), engine="jax", compile=compiled) as engine:
+        engine.step(SQUARE)
+        before = engine.state()
+        assert math.isnan(engine.step(bad)["loss"])
+        for name, array in engine.state().items():
+            np.testing.assert_array_equal(array, before[name], err_msg=name)
+        assert math.isfinite(engine.step(SQUARE)["loss"])
+
+
+def test_state_that_was_handed_out_stays():
+    """A step is in place, and what was read before must not change with it; nor may what only looks at the state."""
+    with load(cnn(), engine="jax") as engine, load(cnn()) as other:
+        engine.step(SQUARE)
+        state = engine.state()
+        kept = {name: array.copy() for name, array in state.items()}
+        engine.load_state(state)
+        engine.evaluate(SQUARE)
+        engine.gradients(SQUARE)
+        engine.step(SQUARE)
+        for name, array in kept.items():
+            np.testing.assert_array_equal(state[name], array, err_msg=name)
+        other.step(SQUARE)
+        other.step(SQUARE)
+        np.testing.assert_allclose(engine.state()["fc.weight"], other.state()["fc.weight"], rtol=1e-4, atol=1e-6)
+
+
+def test_steps_leave_the_model_and_the_batch_alone():
+    model = cnn()
+    before = {name: value.const_value.numpy().copy() for name, value in model.graph.initializers.items()}
+    with load(model, engine="jax") as engine:
+        for _ in range(3):
+            engine.step(SQUARE)
+    for name, array in before.items():
+        np.testing.assert_array_equal(model.graph.initializers[name].const_value.numpy(), array, err_msg=name)
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
+def test_products_of_fewer_bits(precision):
+    """Losses are near, though not the same; weights remain float32."""
+    exact, _ = trained(cnn(), [SQUARE] * STEPS, engine="jax")
+    found, state = trained(cnn(), [SQUARE] * STEPS, engine="jax", precision=precision)
+    assert found != exact
+    np.testing.assert_allclose(found[:5], exact[:5], rtol=2e-2)
+    assert found[-1] < 0.5 * found[0]
+    assert state["fc.weight"].dtype == np.float32
+
+
+def test_options_that_there_are_not():
+    with pytest.raises(UnknownNameError, match="no device `abacus`"):
+        load(cnn(), engine="jax", device="abacus")
+    with pytest.raises(UnknownNameError, match="no precision `int8`"):
+        load(cnn(), engine="jax", precision="int8")
+    with pytest.raises(UnsupportedError, match="no option `speed`"):
+        load(cnn(), engine="jax", speed=11)
