@@ -108,13 +108,14 @@ def max_unpool(x, places, output_shape=None, *, kernel_shape, pads=None, strides
 
 @operators.define("MaxRoiPool")
 def max_roi_pool(x, rois, *, pooled_shape, spatial_scale):
-    images, corners = rois[:, 0].astype(np.int32), jnp.round(rois[:, 1:] * spatial_scale)
+    images, scaled = rois[:, 0].astype(np.int32), rois[:, 1:] * spatial_scale
+    corners = jnp.trunc(scaled + jnp.copysign(0.5, scaled)).astype(np.int32)  # halves away from zero
     chosen = x[images]
     for axis, bins in zip((2, 3), pooled_shape, strict=True):
         start, end = corners[:, 3 - axis, None], corners[:, 5 - axis, None]
-        size = jnp.maximum(end - start + 1, 1) / bins
-        first = jnp.floor(np.arange(bins) * size) + start
-        last = jnp.ceil(np.arange(1, bins + 1) * size) + start
+        size = jnp.maximum(end - start + 1, 1)
+        first = start + np.arange(bins) * size // bins
+        last = start - np.arange(-1, -bins - 1, -1) * size // bins
         places = np.arange(x.shape[axis])
         inside = (places >= first[..., None]) & (places < last[..., None])  # (rois, bins, places)
         spread = jnp.expand_dims(chosen, axis)
