@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import os
+import contextlib
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
 
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # before the import: what it has to say is not about the model
+from onward.run.tensorflow.quiet import tensorflow as tf  # isort: skip  (other imports of it are not quiet)
 
-import tensorflow as tf
-
+from onward.errors import UnknownNameError
 from onward.run.framework import Framework, Function, Operators
 from onward.run.shared import sequence
+from onward.run.shared.compilation import Compiled, Report
 from onward.run.tensorflow import (
     activation,
     attention,
@@ -41,23 +42,70 @@ _TABLES = (
 )  # fmt: skip
 
 
+_DEVICES = {"cpu": "CPU", "cuda": "GPU"}
+_PRECISIONS = {"float32": tf.float32, "bfloat16": tf.bfloat16, "float16": tf.float16}
+_PRODUCTS = ("MatMul", "Gemm", "Einsum", "Conv", "ConvTranspose", "DeformConv", "Attention")
+"""What is computed in the chosen precision: products, where time goes. Sums, norms and losses stay in float32."""
+
+
 class TensorFlow(Framework):
     name = "tensorflow"
     operators = Operators({name: function for table in _TABLES for name, function in table.operators.items()})
 
     takes_numbers: ClassVar[Mapping[str, Sequence[int]]] = {"BitShift": (1,), "Pow": (1,)}
 
-    def __init__(self, on_compile: Callable[[str], None] | None = None):
+    def __init__(
+        self,
+        device: str = "cpu",
+        *,
+        precision: str = "float32",
+        deterministic: bool = False,
+        on_compile: Report | None = None,
+    ):
+        """`deterministic` holds for all of TensorFlow in this process, and cannot be taken back."""
+        if device not in self.devices():
+            raise UnknownNameError(
+                f"TensorFlow has no device `{device}` here", hint=f"it has {', '.join(self.devices())}"
+            )
+        if precision not in _PRECISIONS:
+            raise UnknownNameError(f"there is no precision `{precision}`", hint=f"it is {', '.join(_PRECISIONS)}")
+        self._device = f"/{_DEVICES[device]}:0"
         self._on_compile = on_compile
+        if deterministic:
+            tf.config.experimental.enable_op_determinism()
+        if precision != "float32":
+            products = {name: _in_precision(self.operators[name], _PRECISIONS[precision]) for name in _PRODUCTS}
+            self.operators = Operators({**self.operators, **products})
+
+    @classmethod
+    def devices(cls) -> list[str]:
+        return [name for name, kind in _DEVICES.items() if tf.config.list_physical_devices(kind)]
+
+    def active(self) -> contextlib.AbstractContextManager[None]:
+        return tf.device(self._device)
 
     def supports(self, dtype: np.dtype) -> bool:
         return dtype in TYPES
 
     def tensor(self, array: np.ndarray) -> tf.Tensor:
-        return tf.constant(array)
+        with self.active():
+            return tf.constant(array)
 
     def array(self, tensor: tf.Tensor) -> np.ndarray:
         return fetched(tensor)
+
+    def adopt(self, value: Any) -> Any:
+        if isinstance(value, np.ndarray | tf.Tensor):
+            return self.place(value)
+        with self.active():
+            return tf.identity(tf.experimental.dlpack.from_dlpack(value.__dlpack__()))
+
+    def copy(self, tensor: tf.Tensor) -> tf.Tensor:
+        with self.active():
+            return tf.raw_ops.DeepCopy(x=tensor)
+
+    def compile(self, function: Function) -> Function:
+        return Compiled(self, function, tf.function(function, autograph=False), self._on_compile)
 
     def derivative(
         self, function: Callable[[Sequence[Any]], tuple[Any, list[Any]]], xs: Sequence[Any]
@@ -73,15 +121,19 @@ class TensorFlow(Framework):
 
         return y, more, gradients
 
-    def compile(self, function: Function) -> Function:
-        """One graph for each set of shapes."""
-
-        def traced(state: Any, constants: Any, batch: Any) -> Any:
-            if self._on_compile is not None:
-                self._on_compile(", ".join(f"{name} {list(tensor.shape)}" for name, tensor in batch.items()))
-            return function(state, constants, batch)
-
-        return tf.function(traced, autograph=False)
-
     def is_tracing(self) -> bool:
         return not tf.executing_eagerly()
+
+
+def _in_precision(function: Function, dtype: tf.DType) -> Function:
+    """The same on fewer bits; results are float32 again."""
+
+    @functools.wraps(function)
+    def run(*inputs: Any, **attributes: Any) -> Any:
+        return _cast(function(*_cast(inputs, tf.float32, dtype), **attributes), dtype, tf.float32)
+
+    return run
+
+
+def _cast(tensors: Any, old: tf.DType, new: tf.DType) -> Any:
+    return tf.nest.map_structure(lambda x: tf.cast(x, new) if tf.is_tensor(x) and x.dtype == old else x, tensors)

@@ -24,8 +24,8 @@ def conv(x, w, b=None, *, auto_pad, dilations, group, pads, strides):
     rank = x.shape.rank - 2
     strides, dilations = strides or [1] * rank, dilations or [1] * rank
     widths = paddings(auto_pad, pads, sizes(x)[2:], w.shape[2:], strides, dilations)
-    y = channels_first(_convolved(_padded(channels_last(x), widths), _kernel_last(w), group, strides, dilations))
-    return y if b is None else y + per_channel(b, rank)
+    y = _convolved(_padded(channels_last(x), widths), _kernel_last(w), group, strides, dilations)
+    return channels_first(y if b is None else y + b)
 
 
 def per_channel(b, rank):
@@ -108,8 +108,8 @@ def conv_transpose(x, w, b=None, *, auto_pad, dilations, group, output_padding, 
     ends = [(-low, m - high) for (low, high), m in zip(cut, more, strict=True)]
     y = _padded(y, [(max(low, 0), max(high, 0)) for low, high in ends])
     kept = [slice(max(-low, 0), n + min(high, 0)) for n, (low, high) in zip(y.shape[1:-1], ends, strict=True)]
-    y = channels_first(y[(slice(None), *kept)])
-    return y if b is None else y + per_channel(b, rank)
+    y = y[(slice(None), *kept)]
+    return channels_first(y if b is None else y + b)
 
 
 def _spread(x, w, group, strides, whole):

@@ -6,16 +6,10 @@ import numpy as np
 import tensorflow as tf
 
 from onward.run.framework import Operators
-from onward.run.tensorflow.convolution import per_channel
+from onward.run.tensorflow.convolution import channels_first, channels_last, per_channel
 from onward.run.tensorflow.tensors import dtype_of, scalar, sizes, wide
 
 operators = Operators()
-
-
-def _moments(x, axes):
-    """Mean and variance. The second derivative of `tf.nn.moments` is wrong: it takes the mean for a constant."""
-    mean = tf.reduce_mean(x, axes, keepdims=True)
-    return tf.reshape(mean, [-1]), tf.reduce_mean(tf.square(x - mean), axes)
 
 
 def _standardised(x, axes, epsilon):
@@ -28,19 +22,19 @@ def _standardised(x, axes, epsilon):
 
 @operators.define("BatchNormalization")
 def batch_normalization(x, scale, bias, mean, variance, *, epsilon, momentum, training_mode):
-    wide_x, rank = wide(x), x.shape.rank - 2
-    given_mean, given_variance = (tf.cast(value, wide_x.dtype) for value in (mean, variance))
-    if training_mode:
-        used = _moments(wide_x, [0, *range(2, x.shape.rank)])
-    else:
-        used = given_mean, given_variance
-    slope = tf.cast(scale, wide_x.dtype) * tf.math.rsqrt(used[1] + epsilon)
-    offset = tf.cast(bias, wide_x.dtype) - used[0] * slope
-    y = tf.cast(wide_x * per_channel(slope, rank) + per_channel(offset, rank), x.dtype)
+    """Channels last, which makes it twice as fast. What is the same for a channel is put together first."""
+    last = channels_last(wide(x))
+    used = old = [tf.cast(value, last.dtype) for value in (mean, variance)]
+    if training_mode:  # not tf.nn.moments, whose second derivative is wrong: it takes the mean for a constant
+        axes = list(range(x.shape.rank - 1))
+        centre = tf.reduce_mean(last, axes)
+        used = [centre, tf.reduce_mean(tf.square(last - centre), axes)]
+    slope = tf.cast(scale, last.dtype) * tf.math.rsqrt(used[1] + epsilon)
+    y = channels_first(tf.cast(last * slope + (tf.cast(bias, last.dtype) - used[0] * slope), x.dtype))
     if not training_mode:
         return y
-    pairs = ((mean, given_mean, used[0]), (variance, given_variance, used[1]))
-    return y, *(tf.cast(old * momentum + new * (1 - momentum), like.dtype) for like, old, new in pairs)
+    running = [before * momentum + now * (1 - momentum) for before, now in zip(old, used, strict=True)]
+    return y, tf.cast(running[0], mean.dtype), tf.cast(running[1], variance.dtype)
 
 
 @operators.define("LayerNormalization")
