@@ -37,10 +37,10 @@ def trained(model, batches, **options):
         return losses, engine.state()
 
 
-def assert_trains_alike(model, batches, idle=(), tolerance=1e-5, **options):
+def assert_trains_alike(model, batches, idle=(), tolerance=1e-5, engine="jax", **options):
     """Losses, and state by its largest element."""
     losses, state = trained(model, batches, threads=1)
-    found, found_state = trained(model, batches, engine="jax", **options)
+    found, found_state = trained(model, batches, engine=engine, **options)
     np.testing.assert_allclose(found, losses, rtol=tolerance, atol=1e-8)
     assert found_state.keys() == state.keys()
     for name, expected in state.items():
