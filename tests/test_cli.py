@@ -26,7 +26,8 @@ from onward.cli import app as application
 from onward.cli.commands import app
 from onward.cli.failure import BUG
 
-BUILD, LOOK = ["train", "prepare", "grad", "lower"], ["check", "check-gradients", "show", "report"]
+BUILD = ["train", "prepare", "grad", "lower"]
+LOOK = ["check", "check-gradients", "verify", "engines", "show", "report"]
 CHANGE = ["set", "rename", "prefix", "merge", "extract", "inline", "opset", "data", "strip", "refresh"]
 COMMANDS = [*BUILD, *LOOK, *CHANGE]
 RECIPE = ["--loss", "cross_entropy", "--optimizer", "adamw:lr=1e-3", "--schedule", "cosine:steps=1000,warmup=50"]

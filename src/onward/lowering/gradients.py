@@ -59,13 +59,13 @@ def _lower(model: Model, node: ir.Node, xs: Sequence[str], y: str, recompute: Ch
     variables, target = [known[name] for name in named], known[y]
     given = [value for value in node.inputs if value is not None]
     fill_in_types_before(model, (target, *given))
-    if target.dtype is None:
-        raise UnsupportedError(f"the type of `{y}` is not known", hint="state the types of the model's outputs")
     op = Builder(graph, opset=model.opset, names=model.names(), functions=model.functions, share=True)
     if given != variables:
         variables, target = _at(op, target, dict(zip(variables, given, strict=True)))
     wanted = variables[: len(xs)]
     nodes = way(target, wanted)
+    if target.dtype is None:
+        raise UnsupportedError(f"the type of `{y}` is not known", hint="state the types of the model's outputs")
     again = recomputation(recompute, nodes, wanted)
     found = pull_back(op, nodes, {target: op.filled_like(target, 1)}, wanted, cut=set(variables), recomputation=again)
     for x, output in zip(wanted, node.outputs, strict=False):
