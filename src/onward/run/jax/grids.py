@@ -70,13 +70,11 @@ def grid_sample(x, grid, *, align_corners, mode, padding_mode):
         for at, size in zip(jnp.moveaxis(grid, -1, 0)[::-1], sizes, strict=True)
     ]
     if mode == "nearest":
-        return _gathered(
-            x,
-            [_within(jnp.round(at), size, padding_mode, align_corners) for at, size in zip(places, sizes, strict=True)],
-        )
-    if mode == "linear":
+        places = map(jnp.round, places)
+    if mode != "cubic":
         places = [_within(at, size, padding_mode, align_corners) for at, size in zip(places, sizes, strict=True)]
-        return linear(x, places)
+        return linear(x, places) if mode == "linear" else _gathered(x, places)
+    places = [_inside(at, size, padding_mode, align_corners) for at, size in zip(places, sizes, strict=True)]
     base = [jnp.floor(at) for at in places]
     parts = []
     for shifts in itertools.product(range(-1, 3), repeat=len(sizes)):
@@ -92,17 +90,22 @@ def _cubic_weight(distance, a=-0.75):
     return jnp.where(distance <= 1, near, far)
 
 
-def _within(at, size, mode, align_corners):
-    """Places outside of the grid, brought into it, or left there."""
+def _inside(at, size, mode, align_corners):
+    """Coordinates outside of the image, brought into it. It ends in the middle of the last element, or with it."""
+    low, high = (0, size - 1) if align_corners else (-0.5, size - 0.5)
+    if mode == "border":
+        return jnp.where((at < low) | (at > high), jnp.clip(at, 0, size - 1), at)
     if mode == "zeros":
         return at
-    if mode == "reflection":
-        low, high = (0, size - 1) if align_corners else (-0.5, size - 0.5)
-        if high == low:
-            return jnp.zeros_like(at)
-        over = jnp.abs(at - low) % (2 * (high - low))
-        at = jnp.where(over > high - low, 2 * (high - low) - over, over) + low
-    return jnp.clip(at, 0, size - 1)
+    if high == low:
+        return jnp.zeros_like(at)
+    over = jnp.abs(at - low) % (2 * (high - low))
+    return jnp.where(over > high - low, 2 * (high - low) - over, over) + low
+
+
+def _within(at, size, mode, align_corners):
+    """Where there is an element, or outside of the image if zeros are around it."""
+    return at if mode == "zeros" else jnp.clip(_inside(at, size, mode, align_corners), 0, size - 1)
 
 
 def linear(x, places):
