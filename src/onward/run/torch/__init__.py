@@ -31,7 +31,7 @@ from onward.run.torch import (
     sampling,
     spectral,
 )
-from onward.run.torch.compilation import Compiled
+from onward.run.torch.compilation import Compiled, seed
 from onward.run.torch.types import from_array, has_type, to_array
 
 _FAMILIES = (
@@ -110,7 +110,12 @@ class Torch(Framework):
 
         def gradients() -> list[torch.Tensor]:
             found = torch.autograd.grad(
-                y, variables, torch.ones_like(y), create_graph=nested, retain_graph=nested, materialize_grads=True
+                y,
+                variables,
+                torch.ones_like(y) if nested else seed(y),
+                create_graph=nested,
+                retain_graph=nested,
+                materialize_grads=True,
             )
             return list(found)
 

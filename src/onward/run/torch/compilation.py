@@ -1,18 +1,23 @@
-"""A training step compiled as a whole: forward, derivative and update become one graph for TorchInductor.
+"""A training step compiled as a whole: forward, derivative and update, for TorchInductor.
 
 The interpreter runs once for each set of batch shapes, with tensors that have only shapes, and what it does is
-recorded. So there is one compilation per set of shapes. New state is written into tensors that held the state before
-the last step, in turn: it is neither allocated anew nor does it overwrite what a step can be undone with.
+recorded as one graph. That is parted in two where the derivative begins, as PyTorch's own compiler does it: what is
+cheap is computed again for the derivative, rather than kept.
 """
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch._inductor.compile_fx import compile_fx
+from torch import fx
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+from torch._inductor.decomposition import select_decomp_table
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from onward.errors import UnsupportedError
@@ -20,6 +25,14 @@ from onward.errors import UnsupportedError
 Tensors = dict[str, torch.Tensor]
 Step = Callable[[Tensors, Tensors, Tensors], tuple[Tensors, dict[str, Any]]]
 Report = Callable[[str], None]
+
+_seed: contextvars.ContextVar[torch.Tensor | None] = contextvars.ContextVar("_seed", default=None)
+
+
+def seed(y: torch.Tensor) -> torch.Tensor:
+    """Ones, of which derivatives are made. While a step is traced they are an input, to know what comes of them."""
+    one = _seed.get()
+    return torch.ones_like(y) if one is None else one.to(y.dtype).expand_as(y)
 
 
 class Compiled:
@@ -42,7 +55,7 @@ class Compiled:
         try:
             traced = _Traced(self._step, state, constants, batch)
         except UnsupportedError as error:
-            warnings.warn(f"the step is not compiled: {error}", stacklevel=3)
+            warnings.warn(f"the step runs without being compiled: {error}", stacklevel=3)
             return self._step
         return traced.compiled()
 
@@ -52,26 +65,98 @@ class _Traced:
 
     def __init__(self, step: Step, state: Tensors, constants: Tensors, batch: Tensors):
         self._inputs = [*state.values(), *constants.values(), *batch.values()]
-        self._known: dict[str, Any] = {}
+        self._inputs.append(torch.ones((), device=self._inputs[0].device))
 
         def run(*tensors: torch.Tensor) -> list[torch.Tensor]:
             given = iter(tensors)
-            parts = [dict(zip(part, given, strict=False)) for part in (state, constants, batch)]
-            new, results = step(*parts)
-            self._updated = [name for name in new if new[name] is not parts[0][name]]
+            parts = [{name: next(given) for name in part} for part in (state, constants, batch)]
+            with _seeding(next(given)):
+                new, results = step(*parts)
             self._known = {name: value for name, value in results.items() if not torch.is_tensor(value)}
-            self._results = [name for name in results if name not in self._known]
-            return [*(new[name] for name in self._updated), *(results[name] for name in self._results)]
+            made = {("new", name): _plain(value) for name, value in new.items() if value is not parts[0][name]}
+            made |= {("result", name): value for name, value in results.items() if name not in self._known}
+            self._made = list(made)
+            return list(made.values())
 
-        self._graph = make_fx(run, tracing_mode="fake", _allow_non_fake_inputs=True)(*self._inputs)
+        table = dict(select_decomp_table())
+        if self._inputs[0].device.type == "cpu":  # where pools are slow to compute again
+            table.pop(torch.ops.aten.max_pool2d_with_indices.default, None)
+        trace = make_fx(run, table, tracing_mode="fake", _allow_non_fake_inputs=True)
+        self._graph = trace(*self._inputs)
 
     def compiled(self) -> Step:
-        call = compile_fx(self._graph, self._inputs)
-        updated, names, known = self._updated, self._results, self._known
+        call, order = self._parted()
+        made, known, one = [self._made[i] for i in order], self._known, self._inputs[-1]
 
         def run(state: Tensors, constants: Tensors, batch: Tensors) -> tuple[Tensors, dict[str, Any]]:
-            outputs = call(*state.values(), *constants.values(), *batch.values())
-            new = dict(zip(updated, outputs, strict=False))
-            return state | new, known | dict(zip(names, outputs[len(updated) :], strict=True))
+            outputs = call(*state.values(), *constants.values(), *batch.values(), one)
+            new, results = dict(state), dict(known)
+            for (kind, name), tensor in zip(made, outputs, strict=True):
+                (new if kind == "new" else results)[name] = tensor
+            return new, results
 
         return run
+
+    def _parted(self) -> tuple[Callable[..., list[torch.Tensor]], list[int]]:
+        """A compiled function, and which of the outputs are those that it returns, in their order."""
+        *others, one = (node for node in self._graph.graph.nodes if node.op == "placeholder")
+        output = self._graph.graph.output_node()
+        outputs = output.args[0]
+        later = _reached(one)
+        order = sorted(range(len(outputs)), key=lambda i: outputs[i] in later)
+        early = sum(node not in later for node in outputs)
+        if early == len(outputs):
+            return compile_fx(self._graph, self._inputs), order
+        output.args = ([outputs[i] for i in order],)
+        one.name = one.target = "tangents_1"  # names by which the parts are found
+        for i, node in enumerate(others, 1):
+            node.name = node.target = f"primals_{i}"
+        self._graph.recompile()
+        forward, backward = min_cut_rematerialization_partition(self._graph, self._inputs, num_fwd_outputs=early)
+        for part, count in (forward, early), (backward, len(outputs) - early):  # what they keep may have any layout
+            part.graph.output_node().meta["user_visible_output_idxs"] = range(count)
+        first, second = _lazily(forward), _lazily(backward)
+
+        def call(*inputs: torch.Tensor) -> list[torch.Tensor]:
+            *outputs, one = *first([*inputs[:-1]]), inputs[-1]
+            made, kept = outputs[:early], outputs[early:]
+            del outputs
+            return [*made, *second([*kept, one])]
+
+        return call, order
+
+
+def _lazily(graph: fx.GraphModule) -> Callable[[list[torch.Tensor]], list[torch.Tensor]]:
+    """Compiled for the inputs that come, whose layout is a matter of the compiler."""
+    compiled: list[Callable[[list[torch.Tensor]], list[torch.Tensor]]] = []
+
+    def call(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        if not compiled:
+            compiled.append(compile_fx_inner(graph, list(inputs)))
+        return compiled[0](inputs)
+
+    return call
+
+
+@contextlib.contextmanager
+def _seeding(one: torch.Tensor) -> Iterator[None]:
+    token = _seed.set(one)
+    try:
+        yield
+    finally:
+        _seed.reset(token)
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """In rows, whatever layout the compiler chooses: the next step takes no other."""
+    return tensor.clone(memory_format=torch.contiguous_format) if tensor.ndim > 2 else tensor
+
+
+def _reached(node: fx.Node) -> set[fx.Node]:
+    """All that is computed from a node."""
+    found, pending = {node}, [node]
+    while pending:
+        fresh = [user for user in pending.pop().users if user not in found]
+        found.update(fresh)
+        pending += fresh
+    return found

@@ -92,6 +92,8 @@ operators(
 @operators.define("IsInf")
 def is_inf(x, *, detect_negative, detect_positive):
     x = x.float() if x.dtype in FLOAT8 else x
+    if detect_negative and detect_positive:
+        return torch.isinf(x)
     return torch.isinf(x) & ((x > 0) & bool(detect_positive) | (x < 0) & bool(detect_negative))
 
 

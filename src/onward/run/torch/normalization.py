@@ -17,9 +17,9 @@ def batch_normalization(x, scale, bias, mean, variance, *, epsilon, momentum, tr
     y = F.batch_norm(x, None, None, scale, bias, True, 0, epsilon)
     if outputs == 1:
         return y
-    of_batch = torch.var_mean(x, (0, *range(2, x.ndim)), correction=0)
+    of_batch = torch.var_mean(x, (0, *range(2, x.ndim)), correction=0, keepdim=True)  # as batch_norm has it: shared
     new_variance, new_mean = (
-        old * momentum + new * (1 - momentum) for old, new in zip((variance, mean), of_batch, strict=True)
+        old * momentum + new.flatten() * (1 - momentum) for old, new in zip((variance, mean), of_batch, strict=True)
     )
     return y, new_mean, new_variance
 
