@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -41,9 +43,22 @@ def shrink(x, *, bias, lambd):
 
 operators(
     ThresholdedRelu=lambda x, *, alpha: jnp.where(x > alpha, x, 0),
-    Softmax=lambda x, *, axis: jax.nn.softmax(x, axis),
+    Softmax=lambda x, *, axis: softmax(x, axis),
     LogSoftmax=lambda x, *, axis: jax.nn.log_softmax(x, axis),
 )
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def softmax(x, axis):
+    return jax.nn.softmax(x, axis)
+
+
+@softmax.defjvp
+def _softmax_jvp(axis, given, tangents):
+    """What has no result, as a row that is masked as a whole, has no slope: a NaN that is replaced later stays away."""
+    y, (change,) = softmax(*given, axis), tangents
+    slope = jnp.where(jnp.isnan(y), 0, y)
+    return y, slope * (change - jnp.sum(slope * change, axis, keepdims=True))
 
 
 @operators.define("Hardmax")

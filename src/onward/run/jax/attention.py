@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from onward.run.framework import Operators
+from onward.run.jax.activation import softmax
 from onward.run.jax.values import dtype_of
 
 operators = Operators()
@@ -87,7 +87,5 @@ def _masked(scores, mask, allowed):
 
 def _softmax(scores, may_be_empty):
     """A query that sees no key gets zeros."""
-    if not may_be_empty:
-        return jax.nn.softmax(scores)
-    empty = jnp.max(scores, -1, keepdims=True) == -np.inf
-    return jnp.where(empty, 0, jax.nn.softmax(jnp.where(empty, 0, scores)))
+    weights = softmax(scores, -1)
+    return jnp.where(jnp.max(scores, -1, keepdims=True) == -np.inf, 0, weights) if may_be_empty else weights
