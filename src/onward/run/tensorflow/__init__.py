@@ -48,6 +48,10 @@ _PRODUCTS = ("MatMul", "Gemm", "Einsum", "Conv", "ConvTranspose", "DeformConv", 
 """What is computed in the chosen precision: products, where time goes. Sums, norms and losses stay in float32."""
 
 
+_DLPACK_CPU = 1
+"""The number of the device in the protocol by which frameworks exchange tensors."""
+
+
 class TensorFlow(Framework):
     name = "tensorflow"
     operators = Operators({name: function for table in _TABLES for name, function in table.operators.items()})
@@ -95,14 +99,13 @@ class TensorFlow(Framework):
         return fetched(tensor)
 
     def adopt(self, value: Any) -> Any:
+        """Always a copy: TensorFlow ends the process where memory is not aligned as its own is."""
         if isinstance(value, np.ndarray | tf.Tensor):
             return self.place(value)
+        if value.__dlpack_device__()[0] == _DLPACK_CPU:
+            return self.tensor(np.from_dlpack(value))
         with self.active():
-            return tf.identity(tf.experimental.dlpack.from_dlpack(value.__dlpack__()))
-
-    def copy(self, tensor: tf.Tensor) -> tf.Tensor:
-        with self.active():
-            return tf.raw_ops.DeepCopy(x=tensor)
+            return tf.raw_ops.DeepCopy(x=tf.experimental.dlpack.from_dlpack(value.__dlpack__()))
 
     def compile(self, function: Function) -> Function:
         return Compiled(self, function, tf.function(function, autograph=False), self._on_compile)

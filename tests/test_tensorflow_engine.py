@@ -1,0 +1,248 @@
+"""Training on TensorFlow: losses and state as on ONNX Runtime, derivatives as our rules have them, and its options."""
+
+import functools
+import subprocess
+import sys
+import warnings
+
+import numpy as np
+import pytest
+
+import gradcheck
+import onward
+from conftest import needs
+from lowered import CASES, FLAT, SQUARE, penalised
+from models import digits_mlp, small_cnn
+from onward.differentiate import vjp
+from onward.errors import UnknownNameError
+from onward.model import read
+from onward.recipe.optimizers import OPTIMIZERS
+from onward.run import function, load
+from onward.run.interpreted import interpreter
+from test_control_flow import CASES as CONTROL_FLOW
+from test_jax_engine import IDLE, MODES, STEPS, assert_trains_alike, some_smaller, trained
+from test_rules import CASES as RULE_CASES
+from test_rules import EDGES
+
+pytestmark = needs("tensorflow")
+
+trains_alike = functools.partial(assert_trains_alike, engine="tensorflow")
+
+
+@functools.cache
+def tensorflow():
+    from onward.run.tensorflow import TensorFlow
+
+    return TensorFlow()
+
+
+# ---- the same as on ONNX Runtime -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_trains_as_on_onnxruntime(name):
+    proto, batch, recipe = CASES[name]
+    idle = next((names for part, names in IDLE.items() if part in name), ())
+    tolerance = 1e-3 if name == "float16" else 1e-5
+    trains_alike(onward.prepare(proto(), **recipe), some_smaller(batch), idle, tolerance)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", ["mlp, everything", "cnn", "transformer with dropout"])
+def test_modes_agree(name, mode):
+    proto, batch, recipe = CASES[name]
+    idle = next((names for part, names in IDLE.items() if part in name), ())
+    trains_alike(onward.prepare(proto(), **recipe), some_smaller(batch), idle, **MODES[mode])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_penalty_on_a_gradient_is_differentiated(mode):
+    batches = [{"x": np.random.default_rng(i).normal(size=4).astype(np.float32)} for i in range(STEPS)]
+    trains_alike(read(penalised(21)), batches, **MODES[mode])
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers(name):
+    trainable = "*.weight" if name == "muon" else None  # it is for matrices
+    trains_alike(
+        onward.prepare(digits_mlp(8), loss="cross_entropy", optimizer=name, trainable=trainable), [FLAT] * STEPS
+    )
+
+
+@pytest.mark.slow
+@needs("torch")
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", ["resnet", "vit", "bert", "gpt2", "lstm", "if and loop", "while"])
+def test_trains_what_pytorch_exports(name, mode):
+    """Compiled as well: a loop that ends when the data say so is a part of the graph."""
+    from test_training_models import CASES, arrays, exported, made, prepared
+
+    case = CASES[name]
+    subject = made(case)
+    model = prepared(case, subject, exported(case, subject))
+    batches = [arrays(subject.batch(3 if i % 7 == 6 else 8)) for i in range(STEPS)]
+    trains_alike(model, batches, idle=["key.bias", "k_proj.bias", "c_attn.bias"], **MODES[mode])
+
+
+# ---- derivatives -----------------------------------------------------------------------------------------------------
+
+ON_HOST = "a type that TensorFlow lacks stays on the host, where nothing is differentiated"
+OTHER_TYPES = "its body has constants of float32, which do not go with float64"
+EXCLUDED = {
+    **dict.fromkeys(
+        [f"test_dequantizelinear_{kind}" for kind in ("e4m3fn", "e4m3fn_float16", "e4m3fn_zero_point")], ON_HOST
+    ),
+    **dict.fromkeys([f"test_dequantizelinear_{kind}" for kind in ("int4", "uint4", "int2", "uint2")], ON_HOST),
+    "test_dequantizelinear_float4e2m1": ON_HOST,
+    "test_dynamicquantizelinear": OTHER_TYPES,
+    "test_dynamicquantizelinear_max_adjusted": OTHER_TYPES,
+    "quantization_dynamic_scale": OTHER_TYPES,
+    "quantization_dynamic_scale_of_positive_values": OTHER_TYPES,
+    "elementwise_Where_hides_what_is_not_a_number": "0 / 0 in a branch that is not taken is NaN in the reverse, too",
+    "matrix_det_of_singular": "the derivative of tf.linalg.det needs the inverse",
+}
+
+
+def derivative(proto, inputs, y, xs, dy):
+    """By TensorFlow itself: the gradient of the sum of `dy` times `y`."""
+    framework = tensorflow()
+    execute = interpreter(read(proto).copy(), framework)
+    given = {name: placed(framework, value) for name, value in inputs.items()}
+
+    def forward(tensors):
+        tensors = iter(tensors)
+        at = {x: gradcheck.mapped(lambda _: next(tensors), inputs[x]) for x in xs}
+        found = execute({**given, **at})[y]
+        pairs = zip(found if isinstance(found, list) else [found], gradcheck.flat(dy), strict=True)
+        sums = [framework.operators["Where"](d != 0, framework.place(part), d) * d for part, d in pairs]
+        return sum(framework.operators["ReduceSum"](s, keepdims=0, noop_with_empty_axes=0) for s in sums), []
+
+    flat = [framework.tensor(array) for x in xs for array in gradcheck.flat(inputs[x])]
+    _, _, gradients = framework.derivative(forward, flat)
+    return [framework.array(gradient) for gradient in gradients()]
+
+
+def placed(framework, value):
+    if isinstance(value, list):
+        return [placed(framework, item) for item in value]
+    return framework.tensor(value) if value is not None and framework.supports(np.asarray(value).dtype) else value
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", [name for name in RULE_CASES if name not in EXCLUDED])
+def test_derivatives_are_those_of_our_rules(name):
+    proto, inputs = RULE_CASES[name]
+    inputs, xs = gradcheck.double(proto, inputs), gradcheck.differentiable(proto, inputs)
+    proto = gradcheck.to_double(proto)
+    before = gradcheck.evaluate(proto, inputs)
+    for y in gradcheck.float_outputs(proto):
+        if not gradcheck.is_float(before[y]):
+            continue
+        dy = gradcheck.direction(np.random.default_rng(0), before[y])
+        model = vjp(proto, y, xs).to_proto()
+        expected = gradcheck.gradients(model, {**inputs, model.graph.input[-1].name: dy}, xs)
+        wanted = [array for value in expected.values() for array in gradcheck.flat(value)]
+        scale = max([1e-3, *(np.abs(array).max(initial=0) for array in wanted)])
+        for found, array in zip(derivative(proto, inputs, y, xs, dy), wanted, strict=True):
+            np.testing.assert_allclose(found, array, rtol=1e-5, atol=1e-6 * scale)
+
+
+OTHER_EDGES = {"elementwise_Div_by_0_under_a_gradient_of_0", "elementwise_Pow_of_0"}
+"""Where TensorFlow has infinity, and infinity times 0."""
+
+
+@pytest.mark.parametrize("name", [name for name in EDGES if name not in OTHER_EDGES])
+def test_derivatives_at_kinks(name):
+    proto, inputs, dy, expected = EDGES[name]
+    found = derivative(proto, inputs, "y", list(expected), dy.astype(np.float32))
+    for gradient, wanted in zip(found, expected.values(), strict=True):
+        np.testing.assert_allclose(gradient, wanted, rtol=1e-5, atol=1e-6)
+
+
+# ---- compiled steps --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [name for name, (proto, _) in CONTROL_FLOW.items() if not proto.functions])
+def test_control_flow_is_the_same_compiled(name):
+    proto, inputs = CONTROL_FLOW[name]
+    if not all(isinstance(value, np.ndarray) for value in inputs.values()):
+        pytest.skip("a batch is of arrays")
+    framework = tensorflow()
+    execute = interpreter(read(proto).copy(), framework)
+    step = framework.compile(lambda state, constants, batch: ({}, execute(batch)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _, found = step({}, {}, {name: framework.adopt(value) for name, value in inputs.items()})
+    for output, expected in function(read(proto), engine="numpy")(inputs).items():
+        np.testing.assert_allclose(framework.host(found[output]), expected, rtol=1e-5, err_msg=output)
+
+
+def cnn():
+    return onward.prepare(small_cnn(), loss="cross_entropy", optimizer="adam:lr=1e-2")
+
+
+def test_a_step_is_compiled_once_for_each_shape():
+    said = []
+    fewer = {name: array[:3] for name, array in SQUARE.items()}
+    with load(cnn(), engine="tensorflow", on_compile=said.append) as engine:
+        for batch in (SQUARE, SQUARE, fewer, SQUARE, fewer):
+            engine.step(batch)
+    assert said == [f"tensorflow compiles the step for image [{n}, 1, 8, 8], labels [{n}]" for n in (6, 3)]
+
+
+def test_what_needs_a_value_is_not_compiled():
+    """How many elements are not zero, only the batch says: the step runs operator by operator, and says why."""
+    from onnx import parser
+
+    proto = parser.parse_model("""<ir_version: 10, opset_import: ["" : 21]>
+        g (float[n] x) => (float[m] y) { c = Cast<to = 9>(x)  y = Compress(x, c) }""")
+    framework = tensorflow()
+    execute = interpreter(read(proto).copy(), framework)
+    step = framework.compile(lambda state, constants, batch: ({}, execute(batch)))
+    for n in (1, 2):
+        batch = {"x": framework.tensor(np.arange(3 * n, dtype=np.float32))}
+        with pytest.warns(UserWarning, match="the step is not compiled: `Compress`"):
+            _, found = step({}, {}, batch)
+        np.testing.assert_array_equal(framework.array(found["y"]), np.arange(1, 3 * n))
+
+
+# ---- options ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
+def test_products_of_fewer_bits(precision):
+    exact, _ = trained(cnn(), [SQUARE] * STEPS, engine="tensorflow")
+    found, state = trained(cnn(), [SQUARE] * STEPS, engine="tensorflow", precision=precision)
+    assert found != exact
+    np.testing.assert_allclose(found[:5], exact[:5], rtol=2e-2)
+    assert found[-1] < 0.5 * found[0]
+    assert state["fc.weight"].dtype == np.float32
+
+
+def test_options_that_there_are_not():
+    with pytest.raises(UnknownNameError, match="no device `abacus`"):
+        load(cnn(), engine="tensorflow", device="abacus")
+    with pytest.raises(UnknownNameError, match="no precision `int8`"):
+        load(cnn(), engine="tensorflow", precision="int8")
+
+
+@needs("torch")
+def test_tensors_of_another_framework():
+    """Wherever they begin in memory; and what is state does not change with them."""
+    import torch
+
+    with load(cnn(), engine="tensorflow") as engine, load(cnn(), engine="tensorflow") as other:
+        mine = {name: torch.from_numpy(np.concatenate([array[:1], array]))[1:] for name, array in SQUARE.items()}
+        assert float(engine.step(mine)["loss"]) == float(other.step(SQUARE)["loss"])
+        state = {name: torch.from_numpy(array.copy()) for name, array in engine.state().items() if array.dtype == "f4"}
+        engine.load_state(state)
+        for tensor in state.values():
+            tensor.zero_()
+        assert np.abs(engine.state()["fc.weight"]).max() > 0
+
+
+def test_nothing_is_printed_on_import():
+    code = "import onward.run.tensorflow, tensorflow as tf; tf.function(lambda x: x + 1)(tf.constant(1.0))"
+    environment = {"PATH": "", "PYTHONPATH": ":".join(filter(None, sys.path))}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("", "")
