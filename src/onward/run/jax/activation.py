@@ -41,13 +41,6 @@ def shrink(x, *, bias, lambd):
     return shrunk.astype(x.dtype)
 
 
-operators(
-    ThresholdedRelu=lambda x, *, alpha: jnp.where(x > alpha, x, 0),
-    Softmax=lambda x, *, axis: softmax(x, axis),
-    LogSoftmax=lambda x, *, axis: jax.nn.log_softmax(x, axis),
-)
-
-
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def softmax(x, axis):
     return jax.nn.softmax(x, axis)
@@ -59,6 +52,13 @@ def _softmax_jvp(axis, given, tangents):
     y, (change,) = softmax(*given, axis), tangents
     slope = jnp.where(jnp.isnan(y), 0, y)
     return y, slope * (change - jnp.sum(slope * change, axis, keepdims=True))
+
+
+operators(
+    ThresholdedRelu=lambda x, *, alpha: jnp.where(x > alpha, x, 0),
+    Softmax=lambda x, *, axis: softmax(x, axis),
+    LogSoftmax=lambda x, *, axis: jax.nn.log_softmax(x, axis),
+)
 
 
 @operators.define("Hardmax")

@@ -72,17 +72,19 @@ def _multiplied(x, places, updates):
 
 @_multiplied.defjvp
 def _multiplied_jvp(given, tangents):
-    """JAX has a derivative only of factors that meet no other: one after the other."""
+    """JAX has a derivative only where no two factors meet: here they come one after the other."""
     x, places, updates = given
     places = jnp.broadcast_arrays(*places)
-    count = places[0].size
-    each = [at.reshape(count) for at in places], updates.reshape(count, *updates.shape[places[0].ndim :])
+    rows = [at.reshape(-1) for at in places]
 
     def multiply(x, updates):
-        step = lambda x, one: (x.at[tuple(one[0])].multiply(one[1], unique_indices=True), None)
-        return lax.scan(step, x, (each[0], updates.reshape(each[1].shape)))[0]
+        factors = updates.reshape(-1, *updates.shape[places[0].ndim :])
+        return lax.scan(
+            lambda x, one: (x.at[one[0]].multiply(one[1], unique_indices=True), None), x, (tuple(rows), factors)
+        )
 
-    return jax.jvp(multiply, (x, updates), (tangents[0], tangents[2]))
+    (y, _), (change, _) = jax.jvp(multiply, (x, updates), (tangents[0], tangents[2]))
+    return y, change
 
 
 @operators.define("TensorScatter")
