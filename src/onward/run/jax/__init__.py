@@ -37,9 +37,9 @@ from onward.run.jax import (
     sampling,
     spectral,
 )
-from onward.run.jax.compilation import Compiled, Report
 from onward.run.jax.values import known
 from onward.run.shared import sequence
+from onward.run.shared.compilation import Compiled, Report
 
 _TABLE = (
     elementwise, activation, reduction, movement, indexing, matrix, convolution, pooling, grids, normalization,
@@ -62,7 +62,10 @@ class Jax(Framework):
         deterministic: bool = False,
         on_compile: Report | None = None,
     ):
-        """`on_compile` is told when a step is compiled, which takes a while."""
+        """`on_compile` is told when a step is compiled, which takes a while.
+
+        `deterministic` is about GPUs, and about compiled steps; on CPUs the same step always gives the same bits.
+        """
         if device not in self.devices():
             raise UnknownNameError(f"JAX has no device `{device}` here", hint=f"it has {', '.join(self.devices())}")
         if precision not in _PRECISIONS:
@@ -97,7 +100,8 @@ class Jax(Framework):
     def adopt(self, value: Any) -> Any:
         if isinstance(value, np.ndarray | jax.Array):
             return self.place(value)
-        return jax.device_put(jnp.from_dlpack(value), self._device)
+        with self.active():
+            return jax.device_put(jnp.from_dlpack(value), self._device)
 
     def feed(self, value: Any) -> Any:
         return value if isinstance(value, np.ndarray) else self.adopt(value)
@@ -117,7 +121,9 @@ class Jax(Framework):
         return self._compiled(step, in_place=True)
 
     def _compiled(self, function: Function, *, in_place: bool) -> Function:
-        compiled = Compiled(function, self.adopt, self._on_compile, self._options, in_place=in_place)
+        donated = 0 if in_place else ()
+        jitted = jax.jit(function, donate_argnums=donated, compiler_options=self._options or None)
+        compiled = Compiled(self, function, jitted, self._on_compile)
 
         def run(state: Any, constants: Any, batch: Any) -> Any:
             with self.active():
