@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
+from onward.errors import UnknownNameError, near
 from onward.run.framework import Framework, Function, Operators
 from onward.run.shared import control, sequence
 from onward.run.torch import (
@@ -54,6 +56,9 @@ _FAMILIES = (
     control,
     sequence,
 )
+PRECISIONS = {None: None, "float32": None, "tf32": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
+"""What products may be computed in; None for what the tensors are."""
+_PRODUCTS = ("MatMul", "Gemm", "Einsum", "Conv", "ConvTranspose", "Attention")
 _MAKE_TENSORS = ("ConstantOfShape", "Range", "RandomNormal", "RandomUniform")
 """Operators without a tensor among their inputs, so that they have to be told where it should be."""
 
@@ -62,6 +67,7 @@ class Torch(Framework):
     name = "torch"
     operators = Operators({name: function for part in _FAMILIES for name, function in part.operators.items()})
 
+    fuses = True
     takes_numbers: ClassVar[Mapping[str, Sequence[int]]] = {
         **dict.fromkeys(
             ("Add", "Sub", "Mul", "Div", "Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual"), (0, 1)
@@ -74,12 +80,56 @@ class Torch(Framework):
         "Pow": (1,),
     }
 
-    def __init__(self, device: str = "cpu", *, on_compile: Callable[[str], None] | None = None):
+    def __init__(
+        self,
+        device: str = "cpu",
+        *,
+        precision: str | None = None,
+        deterministic: bool = False,
+        threads: int | None = None,
+        on_compile: Callable[[str], None] | None = None,
+    ):
+        """`precision` is that of products in the model and its derivative; all else is as the model has it.
+
+        Products in float16 need a loss that is scaled: a matter of the recipe (`loss_scale`).
+        """
+        if precision not in PRECISIONS:
+            known = [name for name in PRECISIONS if name]
+            raise UnknownNameError(
+                f"there is no precision `{precision}`", hint=near(str(precision), known) or f"one of {', '.join(known)}"
+            )
         self._device = torch.device(device)
+        self._tf32 = precision == "tf32"
+        self._deterministic = deterministic
         self._on_compile = on_compile
+        self._in_model = False
+        if threads is not None:
+            torch.set_num_threads(threads)
         self.operators = Operators(self.operators)
         for name in _MAKE_TENSORS:
             self.operators[name] = functools.partial(self.operators[name], device=self._device)
+        if (half := PRECISIONS[precision]) is not None:
+            for name in _PRODUCTS:
+                self.operators[name] = self._in_half(self.operators[name], half)
+
+    @classmethod
+    def devices(cls) -> list[str]:
+        return ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
+
+    def _in_half(self, function: Function, half: torch.dtype) -> Function:
+        """Products of float32 that are computed with half of the bits, up to where the update of the state begins."""
+
+        @functools.wraps(function)
+        def call(*inputs, **attributes):
+            if not self._in_model or all(x is None or x.dtype != torch.float32 for x in inputs):
+                return function(*inputs, **attributes)
+            short = (x.to(half) if x is not None and x.dtype == torch.float32 else x for x in inputs)
+            results = function(*short, **attributes)
+            if isinstance(results, tuple):
+                return tuple(y.float() if y.dtype == half else y for y in results)
+            return results.float() if results.dtype == half else results
+
+        return call
 
     def supports(self, dtype: np.dtype) -> bool:
         return has_type(dtype)
@@ -91,20 +141,33 @@ class Torch(Framework):
     def array(self, tensor: torch.Tensor) -> np.ndarray:
         return to_array(tensor)
 
+    def copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.clone()
+
     def compile(self, function: Function) -> Function:
-        return Compiled(function, self._on_compile)
+        return self._activated(Compiled(function, self._on_compile))
+
+    def _activated(self, function: Function) -> Function:
+        def call(*parts: Any) -> Any:
+            with self.active():
+                return function(*parts)
+
+        return call
 
     def is_tracing(self) -> bool:
         return bool(_get_current_dispatch_mode_stack())
 
-    def active(self) -> contextlib.AbstractContextManager[None]:
-        return torch.no_grad()
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        self._in_model = True
+        with torch.no_grad(), _tf32(self._tf32), _deterministic(self._deterministic):
+            yield
 
     def derivative(
         self, function: Callable[[Sequence[Any]], tuple[Any, list[Any]]], xs: Sequence[Any]
     ) -> tuple[Any, list[Any], Callable[[], Sequence[Any]]]:
-        nested = torch.is_grad_enabled()  # within another derivative
-        with torch.enable_grad():
+        nested = torch.is_grad_enabled()  # within another derivative, which fused attention does not have
+        with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH) if nested else contextlib.nullcontext():
             variables = [x.view_as(x) if x.requires_grad else x.detach().requires_grad_() for x in xs]
             y, more = function(variables)
 
@@ -117,6 +180,31 @@ class Torch(Framework):
                 retain_graph=nested,
                 materialize_grads=True,
             )
+            self._in_model = self._in_model and nested
             return list(found)
 
         return (y, more, gradients) if nested else (y.detach(), [tensor.detach() for tensor in more], gradients)
+
+
+@contextlib.contextmanager
+def _tf32(on: bool) -> Iterator[None]:
+    """Whether products of float32 on a GPU may round to 10 bits; PyTorch's own default is: in convolutions."""
+    places = torch.backends.cuda.matmul, torch.backends.cudnn
+    before = [place.allow_tf32 for place in places]
+    for place in places:
+        place.allow_tf32 = on
+    try:
+        yield
+    finally:
+        for place, was in zip(places, before, strict=True):
+            place.allow_tf32 = was
+
+
+@contextlib.contextmanager
+def _deterministic(on: bool) -> Iterator[None]:
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(on or before)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)

@@ -73,7 +73,7 @@ class _Traced:
             with _seeding(next(given)):
                 new, results = step(*parts)
             self._known = {name: value for name, value in results.items() if not torch.is_tensor(value)}
-            made = {("new", name): _plain(value) for name, value in new.items() if value is not parts[0][name]}
+            made = {("new", name): _plain(value) for name, value in new.items() if value is not parts[0].get(name)}
             made |= {("result", name): value for name, value in results.items() if name not in self._known}
             self._made = list(made)
             return list(made.values())
@@ -90,7 +90,8 @@ class _Traced:
 
         def run(state: Tensors, constants: Tensors, batch: Tensors) -> tuple[Tensors, dict[str, Any]]:
             outputs = call(*state.values(), *constants.values(), *batch.values(), one)
-            new, results = dict(state), dict(known)
+            new: Tensors = {}
+            results = dict(known)
             for (kind, name), tensor in zip(made, outputs, strict=True):
                 (new if kind == "new" else results)[name] = tensor
             return new, results
