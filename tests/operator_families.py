@@ -27,7 +27,7 @@ _ROWS = {
         Gather GatherElements GatherND ScatterElements ScatterND TensorScatter OneHot Compress NonZero Unique
         NonMaxSuppression
     """,
-    "matrix": "MatMul Gemm Einsum Det",
+    "matrix": "MatMul Gemm Einsum Det onward.Linear",
     "convolution": "Conv ConvTranspose DeformConv CausalConvWithState Col2Im",
     "pooling": """
         MaxPool AveragePool LpPool GlobalMaxPool GlobalAveragePool GlobalLpPool MaxUnpool MaxRoiPool RoiAlign

@@ -1,4 +1,4 @@
-"""Attention that is written out, found and computed by the framework's own: the same numbers, or left as it is."""
+"""Nodes that amount to one operator, found and computed by that: the same numbers, or left as they are."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from onnx import numpy_helper, parser
 
 from conftest import needs
 from onward.model import read
-from onward.run import fusion, interpreter
+from onward.run.fusion.attention import Attention
+from onward.run.fusion.linear import Linear
 from onward.run.interpreted import array_function
 
 pytestmark = needs("torch")
@@ -74,29 +75,38 @@ OTHERS = {
 }
 
 
-def computed(model, monkeypatch, *, fuses):
-    """What torch computes, and how many times it was asked for its own attention, and took it."""
+def computed(model, inputs, monkeypatch, *, fuses=("Attention", "onward.Linear")):
+    """What torch computes, and how many times nodes were taken as one."""
     from onward.run.torch import Torch
 
     monkeypatch.setattr(Torch, "fuses", fuses)
-    answers = []
+    taken = []
+    for kind in (Attention, Linear):
 
-    def attend(*arguments):
-        answers.append(fusion.attend(*arguments))
-        return answers[-1]
+        def compute(self, *arguments, plain=kind.compute):
+            result = plain(self, *arguments)
+            taken.append(result is not NotImplemented)
+            return result
 
-    monkeypatch.setattr(interpreter, "attend", attend)
-    rng = np.random.default_rng(0)
-    inputs = {name: rng.standard_normal((N, HEADS, LENGTH, SIZE)).astype("f") for name in "qkv"}
+        monkeypatch.setattr(kind, "compute", compute)
     y = array_function("torch", read(model))(inputs)["y"]
-    return y, sum(answer is not NotImplemented for answer in answers)
+    monkeypatch.undo()
+    return y, sum(taken)
+
+
+def normal(**shapes):
+    rng = np.random.default_rng(0)
+    return {name: rng.standard_normal(shape).astype("f") for name, shape in shapes.items()}
+
+
+QKV = normal(**dict.fromkeys("qkv", (N, HEADS, LENGTH, SIZE)))
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_attention_is_found(case, monkeypatch):
     lines, mask = CASES[case]
     model = attention(*lines, mask=mask)
-    (expected, _), (y, taken) = (computed(model, monkeypatch, fuses=fuses) for fuses in (False, True))
+    (expected, _), (y, taken) = computed(model, QKV, monkeypatch, fuses=()), computed(model, QKV, monkeypatch)
     assert taken == 1
     np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-6)
 
@@ -105,7 +115,7 @@ def test_attention_is_found(case, monkeypatch):
 def test_what_only_looks_like_it_is_left_alone(case, monkeypatch):
     lines, mask = OTHERS[case]
     model = attention(*lines, mask=mask)
-    (expected, _), (y, taken) = (computed(model, monkeypatch, fuses=fuses) for fuses in (False, True))
+    (expected, _), (y, taken) = computed(model, QKV, monkeypatch, fuses=()), computed(model, QKV, monkeypatch)
     assert taken == 0
     np.testing.assert_array_equal(y, expected)
 
@@ -113,5 +123,34 @@ def test_what_only_looks_like_it_is_left_alone(case, monkeypatch):
 def test_weights_that_others_read_stay(monkeypatch):
     model = attention(*PLAIN)
     model.graph.output.append(onnx.helper.make_tensor_value_info("soft", onnx.TensorProto.FLOAT, None))
-    _, taken = computed(model, monkeypatch, fuses=True)
+    _, taken = computed(model, QKV, monkeypatch)
     assert taken == 0
+
+
+LAYERS = {
+    "a transposed weight": (
+        "t = Transpose<perm = [1, 0]>(w)  p = MatMul(x, t)  y = Add(p, b)",
+        (3, 2, 4),
+        (5, 4),
+        (5,),
+        1,
+    ),
+    "a weight as it is": ("p = MatMul(x, w)  y = Add(b, p)", (3, 4), (4, 5), (5,), 1),
+    "a bias for each row": ("p = MatMul(x, w)  y = Add(p, b)", (3, 4), (4, 5), (3, 5), 0),
+    "a bias that is spread": ("p = MatMul(x, w)  y = Add(p, b)", (3, 4), (4, 5), (1,), 0),
+    "many products": ("p = MatMul(x, w)  y = Add(p, b)", (2, 3, 4), (2, 4, 5), (5,), 0),
+    "a product that others read": ("p = MatMul(x, w)  s = Add(p, b)  y = Mul(s, p)", (3, 4), (4, 5), (5,), 0),
+}
+
+
+@pytest.mark.parametrize("case", LAYERS)
+def test_linear_layers(case, monkeypatch):
+    lines, x, w, b, times = LAYERS[case]
+    model = parser.parse_model(
+        f"""<ir_version: 10, opset_import: ["" : 20]>
+        g (float{list(x)} x, float{list(w)} w, float{list(b)} b) => (float y) {{ {lines} }}"""
+    )
+    inputs = normal(x=x, w=w, b=b)
+    (expected, _), (y, taken) = computed(model, inputs, monkeypatch, fuses=()), computed(model, inputs, monkeypatch)
+    assert taken == times
+    np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-6)

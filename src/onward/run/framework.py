@@ -66,8 +66,8 @@ class Framework(ABC):
     takes_numbers: ClassVar[Mapping[str, Sequence[int]]] = {}
     """Inputs of operators that stay arrays if they are scalars on the host: numbers may become a part of kernels."""
 
-    fuses: ClassVar[bool] = False
-    """Whether nodes that amount to attention are handed to the operator of that name, which is then faster."""
+    fuses: ClassVar[Sequence[str]] = ()
+    """Operators that nodes which amount to them are handed to: `Attention`, `onward.Linear` (see fusion/)."""
 
     @classmethod
     def devices(cls) -> list[str]:

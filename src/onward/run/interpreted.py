@@ -36,7 +36,7 @@ def interpreter(model: Model, framework: Framework) -> Interpreter:
         model = convert_opset(model, min(max(model.opset, COMMON_OPSET), NEWEST))
     available = framework.operators.keys() | ONLY_ON_HOST
     model = expressed(model, available, framework.cannot, framework.name)
-    planned = plan(model.graph, framework.operators, Numpy.operators, model.opset, fuses=framework.fuses)
+    planned = plan(model.graph, framework.operators, Numpy.operators, model.opset, framework.fuses)
     return Interpreter(planned, framework)
 
 

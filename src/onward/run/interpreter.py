@@ -15,7 +15,6 @@ import onnx_ir as ir
 
 from onward.errors import Error, UnsupportedError
 from onward.run.framework import Framework, NotOnHost
-from onward.run.fusion import attend
 from onward.run.host import HOST_INPUTS, counts_far
 from onward.run.plan import Call, Differentiation, Fused, Plan
 
@@ -85,7 +84,7 @@ class Interpreter:
                 values[value] = np.asarray(result) if isinstance(result, np.generic) else result
 
     def _fuse(self, item: Fused, values: Values) -> None:
-        result = attend(item.match, self._framework, values)
+        result = item.match.compute(self._framework, values)
         if result is NotImplemented:
             inner = {value: values[value] for value in item.plan.captured}
             self.execute(item.plan, inner)

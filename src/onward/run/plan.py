@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import heapq
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -85,17 +85,19 @@ class Plan:
 
 
 def plan(
-    graph: ir.Graph, functions: Mapping[str, Function], host: Mapping[str, Function], opset: int, *, fuses: bool = False
+    graph: ir.Graph, functions: Mapping[str, Function], host: Mapping[str, Function], opset: int, fuses: Container[str]
 ) -> Plan:
     """The plan of a whole graph, all operators of which are in `functions`, or are computed on the host.
 
-    With `fuses`, what amounts to one operator of the table is handed to it.
+    What amounts to one of the operators that are in `fuses` is handed to it.
     """
     return _Planner(functions, host, opset, fuses).graph(graph, {})
 
 
 class _Planner:
-    def __init__(self, functions: Mapping[str, Function], host: Mapping[str, Function], opset: int, fuses: bool):
+    def __init__(
+        self, functions: Mapping[str, Function], host: Mapping[str, Function], opset: int, fuses: Container[str]
+    ):
         self._functions = functions
         self._host = host
         self._opset = opset
@@ -132,7 +134,7 @@ class _Planner:
             if node in left and _is_gradient(node):
                 del left[node]
                 units.append(self._differentiation(node, left, outputs))
-        for match in matches(list(left), outputs) if fuses and self._fuses else ():
+        for match in matches(list(left), outputs, self._fuses) if fuses else ():
             for node in match.nodes:
                 del left[node]
             units.append(Fused(match, self._part(match.nodes, (), [match.output], {}, fuses=False)))

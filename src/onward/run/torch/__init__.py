@@ -67,7 +67,7 @@ class Torch(Framework):
     name = "torch"
     operators = Operators({name: function for part in _FAMILIES for name, function in part.operators.items()})
 
-    fuses = True
+    fuses = ("Attention", "onward.Linear")
     takes_numbers: ClassVar[Mapping[str, Sequence[int]]] = {
         **dict.fromkeys(
             ("Add", "Sub", "Mul", "Div", "Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual"), (0, 1)

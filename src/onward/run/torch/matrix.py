@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch.nn import functional as F
 
 from onward.run.framework import Operators
 from onward.run.torch.types import in_int64
@@ -26,3 +27,4 @@ operators(
     Einsum=lambda *inputs, equation: torch.einsum(equation, *inputs),
     Det=torch.linalg.det,
 )
+operators.define("onward.Linear")(lambda x, weight, bias: F.linear(x, weight.T, bias))
