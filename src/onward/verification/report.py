@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from onward.numeric.report import aligned
+
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
@@ -80,10 +82,7 @@ class Report:
         return notes + [str(row.difference) for row in self.rows if row.difference is not None]
 
     def __str__(self) -> str:
-        rows = self.table()
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
-        return "\n".join([self.heading, *lines, *self.remarks])
+        return "\n".join([self.heading, *aligned(self.table()), *self.remarks])
 
     def to_json(self) -> dict[str, Any]:
         return {"ok": self.ok, **dataclasses.asdict(self)}
