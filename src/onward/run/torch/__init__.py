@@ -58,7 +58,7 @@ _FAMILIES = (
 )
 PRECISIONS = {None: None, "float32": None, "tf32": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """What products may be computed in; None for what the tensors are."""
-_PRODUCTS = ("MatMul", "Gemm", "Einsum", "Conv", "ConvTranspose", "Attention")
+_PRODUCTS = ("MatMul", "Gemm", "onward.Linear", "Einsum", "Conv", "ConvTranspose", "Attention")
 _MAKE_TENSORS = ("ConstantOfShape", "Range", "RandomNormal", "RandomUniform")
 """Operators without a tensor among their inputs, so that they have to be told where it should be."""
 
