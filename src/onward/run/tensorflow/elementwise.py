@@ -144,10 +144,15 @@ def is_inf(x, *, detect_negative, detect_positive):
     return tf.math.is_inf(x) & sign & bool(detect_negative or detect_positive)
 
 
-operators(
-    IsNaN=tf.math.is_nan,
-    Where=tf.where,
-)
+operators(IsNaN=tf.math.is_nan)
+
+
+@operators.define("Where")
+def where(condition, x, y):
+    if condition.shape.rank == 0 and x.shape == y.shape:  # hands on one of them, without a copy
+        return tf.raw_ops.Select(condition=condition, x=x, y=y)
+    return tf.where(condition, x, y)
+
 
 operators(
     BitwiseAnd=tf.bitwise.bitwise_and,
