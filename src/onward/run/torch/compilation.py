@@ -21,6 +21,7 @@ from torch._inductor.decomposition import select_decomp_table
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from onward.errors import UnsupportedError
+from onward.run.torch.types import SAME_BITS
 
 Tensors = dict[str, torch.Tensor]
 Step = Callable[[Tensors, Tensors, Tensors], tuple[Tensors, dict[str, Any]]]
@@ -64,36 +65,39 @@ class _Traced:
     """What a step does, as a graph of PyTorch's operators."""
 
     def __init__(self, step: Step, state: Tensors, constants: Tensors, batch: Tensors):
-        self._inputs = [*state.values(), *constants.values(), *batch.values()]
+        self._inputs = _signed(*state.values(), *constants.values(), *batch.values())
         self._inputs.append(torch.ones((), device=self._inputs[0].device))
 
         def run(*tensors: torch.Tensor) -> list[torch.Tensor]:
             given = iter(tensors)
-            parts = [{name: next(given) for name in part} for part in (state, constants, batch)]
+            parts = [
+                {name: next(given).view(x.dtype) for name, x in part.items()} for part in (state, constants, batch)
+            ]
             with _seeding(next(given)):
                 new, results = step(*parts)
             self._known = {name: value for name, value in results.items() if not torch.is_tensor(value)}
             made = {("new", name): _plain(value) for name, value in new.items() if value is not parts[0].get(name)}
             made |= {("result", name): value for name, value in results.items() if name not in self._known}
-            self._made = list(made)
-            return list(made.values())
+            self._made = [(kind, name, value.dtype) for (kind, name), value in made.items()]
+            return _signed(*made.values())
 
         table = dict(select_decomp_table())
         if self._inputs[0].device.type == "cpu":  # where pools are slow to compute again
             table.pop(torch.ops.aten.max_pool2d_with_indices.default, None)
         trace = make_fx(run, table, tracing_mode="fake", _allow_non_fake_inputs=True)
         self._graph = trace(*self._inputs)
+        _merge_views(self._graph)
 
     def compiled(self) -> Step:
         call, order = self._parted()
         made, known, one = [self._made[i] for i in order], self._known, self._inputs[-1]
 
         def run(state: Tensors, constants: Tensors, batch: Tensors) -> tuple[Tensors, dict[str, Any]]:
-            outputs = call(*state.values(), *constants.values(), *batch.values(), one)
+            outputs = call(*_signed(*state.values(), *constants.values(), *batch.values()), one)
             new: Tensors = {}
             results = dict(known)
-            for (kind, name), tensor in zip(made, outputs, strict=True):
-                (new if kind == "new" else results)[name] = tensor
+            for (kind, name, dtype), tensor in zip(made, outputs, strict=True):
+                (new if kind == "new" else results)[name] = tensor.view(dtype)
             return new, results
 
         return run
@@ -146,6 +150,34 @@ def _seeding(one: torch.Tensor) -> Iterator[None]:
         yield
     finally:
         _seed.reset(token)
+
+
+def _signed(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """As types that the compiler has: int32 in place of uint32, and the like."""
+    return [tensor.view(SAME_BITS[tensor.dtype]) if tensor.dtype in SAME_BITS else tensor for tensor in tensors]
+
+
+def _merge_views(graph: fx.GraphModule) -> None:
+    """Let tensors that are taken as another type and back again be what they are, and constants what they are taken as.
+
+    There is nothing but such views of types that the compiler lacks.
+    """
+    as_type, alias = torch.ops.aten.view.dtype, torch.ops.aten.alias.default
+    types: dict[fx.Node, torch.dtype] = {}
+    for node in graph.graph.nodes:
+        if node.op == "get_attr":
+            (constant,) = _signed(getattr(graph, node.target))
+            setattr(graph, node.target, constant)
+            types[node] = constant.dtype
+        elif node.target is as_type:
+            source = node.args[0]
+            while source.target in (as_type, alias):
+                source = source.args[0]
+            node.args = (source, node.args[1])
+            if (types.get(source) or source.meta["val"].dtype) == node.args[1]:
+                node.replace_all_uses_with(source)
+    graph.graph.eliminate_dead_code()
+    graph.recompile()
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:

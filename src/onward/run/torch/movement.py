@@ -19,36 +19,42 @@ operators(
 
 
 @operators.define("Reshape")
+@by_bits
 def reshape(x, shape, *, allowzero):
     sizes = shape.tolist()
     return x.reshape(sizes if allowzero else [x.shape[i] if size == 0 else size for i, size in enumerate(sizes)])
 
 
 @operators.define("Flatten")
+@by_bits
 def flatten(x, *, axis):
     return x.reshape(math.prod(x.shape[:axis]), math.prod(x.shape[axis:]))
 
 
 @operators.define("Squeeze")
+@by_bits
 def squeeze(x, axes=None):
-    return x.squeeze() if axes is None else x.squeeze(tuple(axes.reshape(-1).tolist()))
+    return x.squeeze() if axes is None else x.squeeze(tuple(np.ravel(axes).tolist()))
 
 
 @operators.define("Unsqueeze")
+@by_bits
 def unsqueeze(x, axes):
-    rank = x.ndim + axes.size
-    for axis in sorted(axis % rank for axis in axes.flat):
+    axes = np.ravel(axes).tolist()
+    rank = x.ndim + len(axes)
+    for axis in sorted(axis % rank for axis in axes):
         x = x.unsqueeze(axis)
     return x
 
 
 operators(
-    Transpose=lambda x, *, perm: x.permute(perm or tuple(range(x.ndim))[::-1]),
-    Concat=lambda *inputs, axis: torch.cat(inputs, axis),
+    Transpose=by_bits(lambda x, *, perm: x.permute(perm or tuple(range(x.ndim))[::-1])),
+    Concat=by_bits(lambda *inputs, axis: torch.cat(inputs, axis)),
 )
 
 
 @operators.define("Split")
+@by_bits
 def split(x, sizes=None, *, axis, num_outputs, outputs):
     return x.split(parts(x.shape[axis], outputs) if sizes is None else sizes.tolist(), axis)
 
@@ -80,8 +86,8 @@ def _sliced(x, places, axis):
 
 
 operators(
-    Expand=lambda x, shape: x.expand(torch.broadcast_shapes(x.shape, tuple(shape.tolist()))),
-    Tile=lambda x, repeats: x.repeat(repeats.tolist()),
+    Expand=by_bits(lambda x, shape: x.expand(torch.broadcast_shapes(x.shape, tuple(shape.tolist())))),
+    Tile=by_bits(lambda x, repeats: x.repeat(repeats.tolist())),
 )
 
 

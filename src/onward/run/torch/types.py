@@ -39,8 +39,8 @@ FLOAT8 = {torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.f
 
 _OF_ARRAYS = {code.numpy(): dtype for code, dtype in TYPES.items()}
 _WITHOUT_NUMPY = {dtype: CODES[dtype].numpy() for dtype in (torch.bfloat16, *FLOAT8)}
-_SAME_BITS = {torch.uint16: torch.int16, torch.uint32: torch.int32, **dict.fromkeys(FLOAT8, torch.int8)}
-_WIDER = (torch.uint16, torch.uint32)
+SAME_BITS = {torch.uint16: torch.int16, torch.uint32: torch.int32, **dict.fromkeys(FLOAT8, torch.int8)}
+_MASKS = {torch.uint16: 0xFFFF, torch.uint32: 0xFFFFFFFF}
 
 
 # ---- to and from numpy -----------------------------------------------------------------------------------------------
@@ -90,10 +90,10 @@ def by_bits(function):
 
     @functools.wraps(function)
     def call(*inputs, **attributes):
-        dtype = next((x.dtype for x in inputs if isinstance(x, torch.Tensor) and x.dtype in _SAME_BITS), None)
+        dtype = next((x.dtype for x in inputs if isinstance(x, torch.Tensor) and x.dtype in SAME_BITS), None)
         if dtype is None:
             return function(*map(_number, inputs), **attributes)
-        other = _SAME_BITS[dtype]
+        other = SAME_BITS[dtype]
         integers, unsigned = CODES[other].numpy(), CODES[dtype].numpy()
         views = (
             (x.view(other) if x.dtype == dtype else x)
@@ -102,6 +102,8 @@ def by_bits(function):
             for x in inputs
         )
         result = function(*views, **attributes)
+        if isinstance(result, tuple):
+            return tuple(part.view(dtype) for part in result)
         return result.view(dtype) if result.dtype == other else result
 
     return call
@@ -112,14 +114,23 @@ def in_int64(function):
 
     @functools.wraps(function)
     def call(*inputs, **attributes):
-        dtype = next((x.dtype for x in inputs if isinstance(x, torch.Tensor) and x.dtype in _WIDER), None)
+        dtype = next((x.dtype for x in inputs if isinstance(x, torch.Tensor) and x.dtype in _MASKS), None)
         if dtype is None:
             return function(*map(_number, inputs), **attributes)
-        wide = (x.long() if isinstance(x, torch.Tensor) and x.dtype == dtype else _number(x) for x in inputs)
-        result = function(*wide, **attributes)
-        return result.to(dtype) if result.dtype == torch.int64 else result
+        result = function(*(widened(x) if isinstance(x, torch.Tensor) else _number(x) for x in inputs), **attributes)
+        return narrowed(result, dtype) if result.dtype == torch.int64 else result
 
     return call
+
+
+def widened(x: torch.Tensor) -> torch.Tensor:
+    """uint16 and uint32 as int64."""
+    return x.view(SAME_BITS[x.dtype]).long() & _MASKS[x.dtype] if x.dtype in _MASKS else x
+
+
+def narrowed(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The lower bits of integers, as uint16 or uint32."""
+    return x.to(SAME_BITS[dtype]).view(dtype)
 
 
 def _number(value):

@@ -1,0 +1,231 @@
+"""What only the torch engine has: unsigned integers, compiled steps, precision. Expected values are those of numpy
+and ONNX Runtime."""
+
+from __future__ import annotations
+
+import warnings
+
+import ml_dtypes
+import numpy as np
+import onnx
+import pytest
+from onnx import parser
+
+import models
+import onward
+from conftest import needs
+from onward.errors import UnknownNameError
+from onward.recipe.optimizers import OPTIMIZERS
+from onward.run import function, load
+from onward.run.framework import NotOnHost
+from test_agreement import run
+
+pytestmark = needs("torch")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread():
+    """More have nothing to do in models of this size, and wait for one another."""
+    torch = pytest.importorskip("torch")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+# ---- types that PyTorch has few functions for ------------------------------------------------------------------------
+
+UNSIGNED = {
+    "Add": np.add,
+    "Sub": np.subtract,
+    "Mul": np.multiply,
+    "Div": np.floor_divide,
+    "Mod": np.remainder,
+    "Max": np.maximum,
+    "Less": np.less,
+    "Equal": np.equal,
+    "BitwiseXor": np.bitwise_xor,
+}
+
+
+@pytest.mark.parametrize("dtype", ["uint16", "uint32"])
+@pytest.mark.parametrize("operator", UNSIGNED)
+def test_unsigned_integers_wrap_around(operator, dtype):
+    rng = np.random.default_rng(0)
+    x, y = (rng.integers(1, np.iinfo(dtype).max, (5, 7), dtype, endpoint=True) for _ in range(2))
+    y[0] = x[0]
+    result = "bool" if operator in ("Less", "Equal") else dtype
+    text = f'<ir_version: 10, opset_import: ["": 21]> g ({dtype}[5,7] x, {dtype}[5,7] y) => ({result}[5,7] z)'
+    text += f" {{ z = {operator}(x, y) }}"
+    found = function(parser.parse_model(text), engine="torch")({"x": x, "y": y})["z"]
+    expected = UNSIGNED[operator](x, y)
+    assert found.dtype == expected.dtype
+    np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, np.uint32])
+def test_types_are_the_same_there_and_back(dtype):
+    from onward.run.torch import Torch
+
+    size = np.dtype(dtype).itemsize
+    array = np.arange(2 ** (8 * min(size, 2)), dtype=f"u{size}").view(dtype).reshape(-1, 2)
+    assert Torch().supports(array.dtype)
+    back = Torch().array(Torch().tensor(array))
+    assert back.dtype == array.dtype
+    np.testing.assert_array_equal(back.view(f"u{size}"), array.view(f"u{size}"))
+
+
+# ---- training --------------------------------------------------------------------------------------------------------
+
+
+def digits(optimizer="sgd:lr=0.1", steps=6, **recipe):
+    """A training model, and batches for it."""
+    model = onward.prepare(models.digits_mlp(), loss="cross_entropy", optimizer=optimizer, **recipe)
+    rng = np.random.default_rng(0)
+    with load(model) as engine:
+        image = next(name for name in engine.inputs if name != "labels")
+    return model, [
+        {image: rng.standard_normal((16, 64)).astype("f"), "labels": rng.integers(0, 10, 16)} for _ in range(steps)
+    ]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer(name):
+    model, batches = digits(name, freeze=["*bias"] if name == "muon" else [])  # which is for matrices
+    expected, state = run(model, batches, "onnxruntime", threads=1)
+    losses, other = run(model, batches, "torch", compile=False)
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    for key in state:
+        size = max(np.abs(state[key]).max(initial=0), 1e-3)
+        assert np.abs(state[key].astype(np.float64) - other[key]).max(initial=0) <= 1e-4 * size, key
+
+
+def with_dropout(width):
+    text = """<ir_version: 10, opset_import: ["" : 21]>
+        g (float[n, 8] x) => (float[n, 4] y)
+        { h = MatMul(x, w1)  ratio = Constant<value = float {0.4}>()  d = Dropout(h, ratio)  y = MatMul(d, w2) }"""
+    rng = np.random.default_rng(0)
+    proto = parser.parse_model(text)
+    for name, shape in (("w1", (8, width)), ("w2", (width, 4))):
+        proto.graph.initializer.append(onnx.numpy_helper.from_array(rng.standard_normal(shape).astype("f"), name))
+    batches = [{"x": rng.standard_normal((8, 8)).astype("f"), "labels": rng.integers(0, 4, 8)} for _ in range(4)]
+    return onward.prepare(proto, loss="cross_entropy", optimizer="sgd:lr=0.01"), batches
+
+
+@pytest.mark.parametrize("width", [16, 4096])
+def test_random_numbers_of_many_elements(width):
+    """Many are counted on the device, few on the host."""
+    model, batches = with_dropout(width)
+    expected, _ = run(model, batches, "onnxruntime", threads=1)
+    losses, _ = run(model, batches, "torch", compile=False)
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+
+
+def test_quantised_tensors_pass_gradients():
+    """Straight through the rounding, as our rules have it."""
+    text = """<ir_version: 10, opset_import: ["" : 21]>
+        g (float[n, 8] x) => (float[n, 4] y) <float scale = {0.05}, int8 zero = {3}>
+        { q = QuantizeLinear(w, scale, zero)  d = DequantizeLinear(q, scale, zero)  y = MatMul(x, d) }"""
+    rng = np.random.default_rng(0)
+    proto = parser.parse_model(text)
+    weights = 3 * rng.standard_normal((8, 4)).astype("f")  # of which some saturate
+    proto.graph.initializer.append(onnx.numpy_helper.from_array(weights, "w"))
+    model = onward.prepare(proto, loss="cross_entropy", optimizer="sgd")
+    batch = {"x": rng.standard_normal((8, 8)).astype("f"), "labels": rng.integers(0, 4, 8)}
+    with load(model, threads=1) as reference, load(model, engine="torch", compile=False) as engine:
+        expected, found = reference.gradients(batch)["w"], engine.gradients(batch)["w"]
+    assert (expected == 0).any()
+    assert (expected != 0).any()
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-7)
+
+
+# ---- compiled --------------------------------------------------------------------------------------------------------
+
+
+def test_a_compiled_step_is_compiled_once_for_each_shape():
+    model, batches = digits("adam:lr=0.01", steps=4)
+    small = {name: array[:5] for name, array in batches[0].items()}
+    batches = [*batches, small, batches[0], small]
+    expected, state = run(model, batches, "onnxruntime", threads=1)
+    said = []
+    losses, other = run(model, batches, "torch", on_compile=said.append)
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    for key in state:
+        np.testing.assert_allclose(other[key], state[key], rtol=1e-4, atol=1e-6)
+    assert len(said) == 2
+    assert "labels [16]" in said[0]
+    assert "labels [5]" in said[1]
+
+
+def test_a_compiled_step_draws_the_same_numbers():
+    model, batches = with_dropout(4096)
+    expected, _ = run(model, batches, "onnxruntime", threads=1)
+    losses, _ = run(model, batches, "torch")
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+
+
+def test_what_depends_on_values_runs_without_being_compiled():
+    text = """<ir_version: 10, opset_import: ["" : 21]>
+        g (float[n, 8] x) => (float[m, 4] y)
+        { s = ReduceSum<keepdims = 0>(x)  zero = Constant<value = float {0.0}>()  c = Greater(s, zero)
+          h = If(c) <then_branch = t () => (float[n, 8] a) { a = Identity(x) },
+                     else_branch = e () => (float[n, 8] b) { b = Neg(x) }>
+          y = MatMul(h, w) }"""
+    rng = np.random.default_rng(0)
+    proto = parser.parse_model(text)
+    proto.graph.initializer.append(onnx.numpy_helper.from_array(rng.standard_normal((8, 4)).astype("f"), "w"))
+    model = onward.prepare(proto, loss="cross_entropy", optimizer="sgd:lr=0.1")
+    batches = [{"x": rng.standard_normal((8, 8)).astype("f"), "labels": rng.integers(0, 4, 8)} for _ in range(4)]
+    expected, _ = run(model, batches, "onnxruntime", threads=1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        losses, _ = run(model, batches, "torch")
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    assert sum("without being compiled" in str(warning.message) for warning in caught) == 1
+
+
+def test_a_traced_tensor_has_no_values():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from onward.run.torch import Torch
+
+    framework = Torch()
+    tensor = framework.tensor(np.zeros(3, np.float32))
+    assert not framework.is_tracing()
+    with FakeTensorMode() as mode:
+        assert framework.is_tracing()
+        with pytest.raises(NotOnHost):
+            framework.array(mode.from_tensor(tensor))
+        constant = framework.tensor(np.ones(3, np.float32))
+    assert framework.array(constant).tolist() == [1, 1, 1]
+
+
+# ---- options ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("precision", "close"), [("bfloat16", 2e-2), ("float16", 2e-3)])
+def test_products_with_half_of_the_bits(precision, close):
+    model, batches = digits("adam:lr=0.01")
+    exact, _ = run(model, batches, "torch", compile=False)
+    losses, state = run(model, batches, "torch", compile=False, precision=precision)
+    np.testing.assert_allclose(losses, exact, rtol=close)
+    assert losses != exact
+    assert {array.dtype for array in state.values() if array.dtype.kind == "f"} == {np.dtype(np.float32)}
+    with load(model, engine="torch", compile=False, precision=precision) as engine:
+        assert all(array.dtype == np.float32 for array in engine.evaluate(batches[0]).values())
+
+
+def test_a_precision_that_does_not_exist():
+    with pytest.raises(UnknownNameError, match="bfloat61"):
+        load(digits()[0], engine="torch", precision="bfloat61")
+
+
+def test_settings_are_those_of_before_when_a_step_is_done():
+    import torch
+
+    model, batches = digits(steps=1)
+    before = torch.backends.cudnn.allow_tf32
+    run(model, batches, "torch", compile=False, deterministic=True, precision="tf32")
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert torch.backends.cudnn.allow_tf32 == before
+    assert torch.is_grad_enabled()
