@@ -32,11 +32,32 @@ def _sum(*xs):
     return functools.reduce(tf.add, xs)
 
 
+@tf.custom_gradient
+def _quotient(a, b):
+    y = a / b
+
+    def gradient(dy):
+        """Times 0, infinity is 0: where the graph has chosen something else, that counts, and not NaN."""
+        inverse = tf.math.reciprocal(b)
+        slopes = (a, inverse), (b, -inverse * y)
+        return [_summed_like(x, tf.math.multiply_no_nan(slope, dy)) for x, slope in slopes]
+
+    return y, gradient
+
+
+def _summed_like(x, dx):
+    """A gradient, added up along the axes along which x was broadcast."""
+    if x.shape.is_fully_defined() and x.shape == dx.shape:
+        return dx
+    axes, _ = tf.raw_ops.BroadcastGradientArgs(s0=tf.shape(x), s1=tf.shape(dx))
+    return tf.reshape(tf.reduce_sum(dx, axes), tf.shape(x))
+
+
 operators(
     Add=tf.add,
     Sub=tf.subtract,
     Mul=tf.multiply,
-    Div=lambda a, b: tf.divide(a, b) if a.dtype.is_floating else tf.truncatediv(a, b),
+    Div=lambda a, b: _quotient(a, b) if a.dtype.is_floating else tf.truncatediv(a, b),
 )
 
 
@@ -66,8 +87,15 @@ def power(x, exponent):
     return computed_as(tf.pow, SMALL | UNSIGNED)(x, tf.cast(exponent, x.dtype))
 
 
-_POWERS = {0: tf.ones_like, 1: tf.identity, 2: tf.square, 3: lambda x: x * x * x, 0.5: tf.sqrt, -1: tf.math.reciprocal}
-"""What is faster and has more exact derivatives, if the exponent is known."""
+_POWERS = {
+    0: tf.ones_like,
+    1: tf.identity,
+    2: tf.square,
+    3: lambda x: x * x * x,
+    0.5: lambda x: operators["Sqrt"](x),
+    -1: lambda x: operators["Reciprocal"](x),
+}
+"""What is faster and has better derivatives, if the exponent is known."""
 
 
 operators(
@@ -93,8 +121,8 @@ operators(
     Abs=lambda x: x if x.dtype.is_unsigned else tf.abs(x),
     Neg=tf.negative,
     Sign=lambda x: tf.cast(x > 0, x.dtype) if x.dtype.is_unsigned else tf.sign(x),
-    Reciprocal=tf.math.reciprocal,
-    Sqrt=tf.sqrt,
+    Reciprocal=_with_slope(tf.math.reciprocal, lambda x, y: -y * y),
+    Sqrt=_with_slope(tf.sqrt, lambda x, y: 0.5 / y),
     Exp=_with_slope(tf.exp, lambda x, y: y),
     Log=_with_slope(tf.math.log, lambda x, y: tf.math.reciprocal(x)),
     Erf=lambda x: tf.math.erf(x) if x.dtype.is_floating else _erf_of_integers(x),
