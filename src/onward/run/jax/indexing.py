@@ -117,12 +117,12 @@ operators(NonZero=lambda x: np.stack(np.nonzero(known(x))) if x.ndim else np.zer
 
 @operators.define("Unique")
 def unique(x, *, axis=None, sorted):
-    _, first, inverse, counts = np.unique(known(x), True, True, True, axis)
+    values, first, inverse, counts = np.unique(known(x), True, True, True, axis)
     if not sorted:
         order = np.argsort(first)
+        values = np.take(values, order, 0 if axis is None else axis)
         first, counts, inverse = first[order], counts[order], np.argsort(order)[inverse]
-    chosen = jnp.take(x.reshape(-1) if axis is None else x, first, 0 if axis is None else axis)
-    return chosen, first, inverse.reshape(-1), counts
+    return values, first, inverse.reshape(-1), counts
 
 
 @operators.define("NonMaxSuppression")
