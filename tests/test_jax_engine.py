@@ -128,11 +128,6 @@ NOT_AS_THE_RULES = {
     "elementwise.Where_hides_what_is_not_a_number": "JAX multiplies the gradient 0 by a slope that is no number",
 }
 QUICK = ("elementwise.Pow", "indexing.scatter_elements_mul", "indexing.scatter_nd_mul", "normalization.softmax")
-    "indexing.scatter_elements_mul",
-    "indexing.scatter_nd_mul",
-    "normalization.softmax_of_masked",
-    "elementwise.Pow",
-)
 
 
 def differentiated(proto, inputs):
