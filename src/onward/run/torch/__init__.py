@@ -142,10 +142,13 @@ class Torch(Framework):
         return to_array(tensor)
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.clone()
+        return tensor.clone(memory_format=torch.contiguous_format)
 
     def compile(self, function: Function) -> Function:
-        return self._activated(Compiled(function, self._on_compile))
+        return self._activated(Compiled(function, self._on_compile, overwrites=False))
+
+    def compile_step(self, function: Function) -> Function:
+        return self._activated(Compiled(function, self._on_compile, overwrites=True))
 
     def _activated(self, function: Function) -> Function:
         def call(*parts: Any) -> Any:
