@@ -14,7 +14,7 @@ from conftest import needs
 from lowered import CASES, FLAT, SQUARE, penalised
 from models import digits_mlp, small_cnn
 from onward.differentiate import vjp
-from onward.errors import UnknownNameError
+from onward.errors import DataError, UnknownNameError
 from onward.model import read
 from onward.recipe.optimizers import OPTIMIZERS
 from onward.run import function, load
@@ -188,6 +188,13 @@ def test_a_step_is_compiled_once_for_each_shape():
         for batch in (SQUARE, SQUARE, fewer, SQUARE, fewer):
             engine.step(batch)
     assert said == [f"tensorflow compiles the step for image [{n}, 1, 8, 8], labels [{n}]" for n in (6, 3)]
+
+
+def test_a_label_that_there_is_not():
+    with load(cnn(), engine="tensorflow") as engine:
+        engine.step(SQUARE)
+        with pytest.raises(DataError, match=r"label value of 99 which is outside the valid range of \[0, 10\)"):
+            engine.step(SQUARE | {"labels": np.full_like(SQUARE["labels"], 99)})
 
 
 def test_what_needs_a_value_is_not_compiled():

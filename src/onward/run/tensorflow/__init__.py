@@ -11,7 +11,7 @@ import numpy as np
 
 from onward.run.tensorflow.quiet import tensorflow as tf  # isort: skip  (other imports of it are not quiet)
 
-from onward.errors import UnknownNameError
+from onward.errors import DataError, UnknownNameError
 from onward.run.framework import Framework, Function, Operators
 from onward.run.shared import sequence
 from onward.run.shared.compilation import Compiled, Report
@@ -108,7 +108,16 @@ class TensorFlow(Framework):
             return tf.raw_ops.DeepCopy(x=tf.experimental.dlpack.from_dlpack(value.__dlpack__()))
 
     def compile(self, function: Function) -> Function:
-        return Compiled(self, function, tf.function(function, autograph=False), self._on_compile)
+        graph = tf.function(function, autograph=False)
+
+        def run(state: Any, constants: Any, batch: Any) -> Any:
+            try:
+                return graph(state, constants, batch)
+            except tf.errors.InvalidArgumentError as error:  # an index that is out of range, a label
+                said = error.message.rpartition("\n\n")[2].partition("\n")[0]
+                raise DataError(f"tensorflow fails: {said}", hint="`compile=False` tells in which node") from error
+
+        return Compiled(self, function, run, self._on_compile)
 
     def derivative(
         self, function: Callable[[Sequence[Any]], tuple[Any, list[Any]]], xs: Sequence[Any]

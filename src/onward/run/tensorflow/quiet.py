@@ -1,4 +1,4 @@
-"""Importing TensorFlow without what it prints about the machine, unless the user has said how much that should be."""
+"""Importing TensorFlow without what it prints about the machine, unless its log is asked for in full."""
 
 from __future__ import annotations
 
@@ -22,6 +22,5 @@ def _without_errors_of_c() -> Iterator[None]:
         os.close(kept)
 
 
-with contextlib.nullcontext() if _LEVEL in os.environ else _without_errors_of_c():
-    os.environ.setdefault(_LEVEL, "3")
+with contextlib.nullcontext() if os.environ.setdefault(_LEVEL, "3") == "0" else _without_errors_of_c():
     import tensorflow as tensorflow
