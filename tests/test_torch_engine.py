@@ -164,13 +164,24 @@ def test_a_compiled_step_draws_the_same_numbers():
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
 
 
+def test_accumulated_gradients_are_compiled():
+    """Whether a step updates the parameters depends on a counter."""
+    model, batches = digits("adam:lr=0.01", accumulate=2)
+    expected, state = run(model, batches, "onnxruntime", threads=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        losses, other = run(model, batches, "torch")
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    for key in state:
+        np.testing.assert_allclose(other[key], state[key], rtol=1e-4, atol=1e-6)
+
+
 def test_what_depends_on_values_runs_without_being_compiled():
     text = """<ir_version: 10, opset_import: ["" : 21]>
-        g (float[n, 8] x) => (float[m, 4] y)
-        { s = ReduceSum<keepdims = 0>(x)  zero = Constant<value = float {0.0}>()  c = Greater(s, zero)
-          h = If(c) <then_branch = t () => (float[n, 8] a) { a = Identity(x) },
-                     else_branch = e () => (float[n, 8] b) { b = Neg(x) }>
-          y = MatMul(h, w) }"""
+        g (float[n, 8] x) => (float[n, 4] y)
+        { h = MatMul(x, w)  s = ReduceSum<keepdims = 0>(x)  zero = Constant<value = float {0.0}>()  c = Greater(s, zero)
+          y = If(c) <then_branch = t () => (float[n, 4] a) { a = Identity(h) },
+                     else_branch = e () => (float[n, 4] b) { b = Neg(h) }> }"""
     rng = np.random.default_rng(0)
     proto = parser.parse_model(text)
     proto.graph.initializer.append(onnx.numpy_helper.from_array(rng.standard_normal((8, 4)).astype("f"), "w"))

@@ -14,11 +14,13 @@ from torch.utils._python_dispatch import _disable_current_modes, _get_current_di
 
 from onward.errors import UnknownNameError, near
 from onward.run.framework import Framework, Function, Operators
-from onward.run.shared import control, sequence
+from onward.run.shared import control as shared_control
+from onward.run.shared import sequence
 from onward.run.torch import (
     activation,
     attention,
     classical,
+    control,
     convolution,
     elementwise,
     grids,
@@ -53,6 +55,7 @@ _FAMILIES = (
     spectral,
     sampling,
     classical,
+    shared_control,
     control,
     sequence,
 )
