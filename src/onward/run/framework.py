@@ -26,6 +26,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
+import onnx_ir as ir
 
 Function = Callable[..., Any]
 
@@ -102,6 +103,10 @@ class Framework(ABC):
     def place(self, value: Any) -> Any:
         """A value, wherever it is, as a tensor."""
         return self.tensor(value) if isinstance(value, np.ndarray) else value
+
+    def typed(self, tensor: Any, dtype: ir.DataType | None) -> Any:
+        """A result as the graph has it, where the framework may have computed it with fewer bits."""
+        return tensor
 
     def adopt(self, value: Any) -> Any:
         """A tensor of any framework as one of this, without a copy where both can see the memory."""

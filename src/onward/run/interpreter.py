@@ -34,7 +34,10 @@ class Interpreter:
         values: Values = {value: given[name] for name, value in self._plan.inputs.items()}
         with self._framework.active(), np.errstate(all="ignore"):  # infinities and NaN are results like others
             self.execute(self._plan, values)
-        return {value.name or "": values[value] for value in self._plan.outputs}
+            return {value.name or "": self._typed(value, values[value]) for value in self._plan.outputs}
+
+    def _typed(self, value: ir.Value, result: Any) -> Any:
+        return self._framework.typed(result, value.dtype) if self._is_tensor(result) else result
 
     # ---- execution ---------------------------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
+import onnx_ir as ir
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
@@ -36,7 +37,7 @@ from onward.run.torch import (
     spectral,
 )
 from onward.run.torch.compilation import Compiled, seed
-from onward.run.torch.types import from_array, has_type, to_array
+from onward.run.torch.types import TYPES, from_array, has_type, to_array
 
 _FAMILIES = (
     elementwise,
@@ -61,7 +62,6 @@ _FAMILIES = (
 )
 PRECISIONS = {None: None, "float32": None, "tf32": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """What products may be computed in; None for what the tensors are."""
-_PRODUCTS = ("MatMul", "Gemm", "onward.Linear", "Einsum", "Conv", "ConvTranspose", "Attention")
 _MAKE_TENSORS = ("ConstantOfShape", "Range", "RandomNormal", "RandomUniform")
 """Operators without a tensor among their inputs, so that they have to be told where it should be."""
 
@@ -92,7 +92,8 @@ class Torch(Framework):
         threads: int | None = None,
         on_compile: Callable[[str], None] | None = None,
     ):
-        """`precision` is that of products in the model and its derivative; all else is as the model has it.
+        """`precision` is that of products in the model and its derivative; what follows from them is as PyTorch has it
+        (`torch.autocast`), and the state, the update and all results are as the model has them.
 
         Products in float16 need a loss that is scaled: a matter of the recipe (`loss_scale`).
         """
@@ -105,34 +106,16 @@ class Torch(Framework):
         self._tf32 = precision == "tf32"
         self._deterministic = deterministic
         self._on_compile = on_compile
-        self._in_model = False
+        self._half = PRECISIONS[precision]
         if threads is not None:
             torch.set_num_threads(threads)
         self.operators = Operators(self.operators)
         for name in _MAKE_TENSORS:
             self.operators[name] = functools.partial(self.operators[name], device=self._device)
-        if (half := PRECISIONS[precision]) is not None:
-            for name in _PRODUCTS:
-                self.operators[name] = self._in_half(self.operators[name], half)
 
     @classmethod
     def devices(cls) -> list[str]:
         return ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
-
-    def _in_half(self, function: Function, half: torch.dtype) -> Function:
-        """Products of float32 that are computed with half of the bits, up to where the update of the state begins."""
-
-        @functools.wraps(function)
-        def call(*inputs, **attributes):
-            if not self._in_model or all(x is None or x.dtype != torch.float32 for x in inputs):
-                return function(*inputs, **attributes)
-            short = (x.to(half) if x is not None and x.dtype == torch.float32 else x for x in inputs)
-            results = function(*short, **attributes)
-            if isinstance(results, tuple):
-                return tuple(y.float() if y.dtype == half else y for y in results)
-            return results.float() if results.dtype == half else results
-
-        return call
 
     def supports(self, dtype: np.dtype) -> bool:
         return has_type(dtype)
@@ -143,6 +126,11 @@ class Torch(Framework):
 
     def array(self, tensor: torch.Tensor) -> np.ndarray:
         return to_array(tensor)
+
+    def typed(self, tensor: torch.Tensor, dtype: ir.DataType | None) -> torch.Tensor:
+        if self._half is None or dtype is None or not tensor.is_floating_point():
+            return tensor
+        return tensor.to(TYPES[dtype])
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.clone(memory_format=torch.contiguous_format)
@@ -165,8 +153,9 @@ class Torch(Framework):
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        self._in_model = True
-        with torch.no_grad(), _tf32(self._tf32), _deterministic(self._deterministic):
+        kind = self._device.type
+        half = torch.autocast(kind, self._half, enabled=self._half is not None, cache_enabled=False)
+        with torch.no_grad(), half, _tf32(self._tf32), _deterministic(self._deterministic):
             yield
 
     def derivative(
@@ -186,7 +175,8 @@ class Torch(Framework):
                 retain_graph=nested,
                 materialize_grads=True,
             )
-            self._in_model = self._in_model and nested
+            if not nested:  # what follows is the update
+                torch.set_autocast_enabled(self._device.type, False)
             return list(found)
 
         return (y, more, gradients) if nested else (y.detach(), [tensor.detach() for tensor in more], gradients)

@@ -14,6 +14,9 @@ from onward.run.torch.grids import linear
 
 operators = Operators()
 
+_CONVOLUTIONS = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+_TRANSPOSED = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
+
 
 def padded(x, amounts, value=0.0):
     """With (before, after) more along the spatial axes; fewer where these are negative."""
@@ -32,7 +35,7 @@ def conv(x, w, b=None, *, auto_pad, dilations, group, kernel_shape, pads, stride
         x, before = padded(x, amounts), [0] * rank
     if x.is_cuda and rank == 2:  # the layout for which GPUs have kernels
         x, w = (tensor.contiguous(memory_format=torch.channels_last) for tensor in (x, w))
-    return torch.convolution(x, w, b, strides, before, dilations, False, [0] * rank, group)
+    return _CONVOLUTIONS[rank](x, w, b, strides, before, dilations, group)
 
 
 @operators.define("ConvTranspose")
@@ -53,8 +56,8 @@ def conv_transpose(
     fits = all(before == after >= 0 for before, after in amounts)
     if fits and all(m < s for m, s in zip(more, strides, strict=True)):
         before = [before for before, _ in amounts]
-        return torch.convolution(x, w, b, strides, before, dilations, True, more, group)
-    y = torch.convolution(x, w, None, strides, [0] * rank, dilations, True, [0] * rank, group)
+        return _TRANSPOSED[rank](x, w, b, strides, before, more, group, dilations)
+    y = _TRANSPOSED[rank](x, w, None, strides, 0, 0, group, dilations)
     y = padded(y, [(-before, m - after) for (before, after), m in zip(amounts, more, strict=True)])
     return y if b is None else y + b.reshape(-1, *[1] * rank)
 
