@@ -8,6 +8,7 @@ import pytest
 
 from conformity import listed, outcome
 from conftest import onnx_node_tests
+from onward.run import framework
 from operator_families import FAMILIES
 
 FRAMEWORKS = [
@@ -25,6 +26,10 @@ def test_a_case_passes_or_is_listed(engine: str, name: str) -> None:
     passed, reason = outcome(onnx_node_tests()[name], engine)
     known = listed(name, engine)
     assert passed == (known is None), reason or f"it passes, and is listed: {known}"
+
+
+def test_families_are_those_of_the_tables() -> None:
+    assert tuple(FAMILIES) == framework.FAMILIES
 
 
 @pytest.mark.parametrize("engine", FRAMEWORKS)

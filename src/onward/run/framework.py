@@ -20,6 +20,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
+import importlib.util
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -50,6 +52,25 @@ class Operators(dict[str, Function]):
         if name in self:
             raise ValueError(f"`{name}` is in the table twice")
         self[name] = function
+
+
+FAMILIES = (
+    "elementwise", "activation", "reduction", "movement", "indexing", "matrix", "convolution", "pooling", "grids",
+    "normalization", "attention", "recurrent", "loss", "quantization", "spectral", "sampling", "text", "classical",
+    "control", "sequence",
+)  # fmt: skip
+"""The files of a table, in the order in which all have them."""
+
+
+def table(package: str) -> Operators:
+    """The rows of all files of a framework's package; a family for which it has no file is the shared one, if any."""
+    made = Operators()
+    for family in FAMILIES:
+        places = (f"{place}.{family}" for place in (package, "onward.run.shared"))
+        found = next((place for place in places if importlib.util.find_spec(place) is not None), None)
+        if found is not None:
+            made(**importlib.import_module(found).operators)
+    return made
 
 
 class NotOnHost(Exception):

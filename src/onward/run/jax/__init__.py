@@ -17,34 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from onward.errors import UnknownNameError, UnsupportedError
-from onward.run.framework import Framework, Function, Operators
-from onward.run.jax import (
-    activation,
-    attention,
-    classical,
-    control,
-    convolution,
-    elementwise,
-    grids,
-    indexing,
-    loss,
-    matrix,
-    movement,
-    normalization,
-    pooling,
-    quantization,
-    reduction,
-    sampling,
-    spectral,
-)
+from onward.run.framework import Framework, Function, Operators, table
 from onward.run.jax.values import known
-from onward.run.shared import sequence
 from onward.run.shared.compilation import Compiled, Report
 
-_TABLE = (
-    elementwise, activation, reduction, movement, indexing, matrix, convolution, pooling, grids, normalization,
-    attention, loss, quantization, spectral, sampling, classical, control, sequence,
-)  # fmt: skip
 _PRECISIONS = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
 _PRODUCTS = ("MatMul", "Gemm", "Einsum", "Conv", "ConvTranspose", "DeformConv", "Attention")
 """What is computed in the chosen precision: products, where time goes. Sums, norms and losses stay in float32."""
@@ -52,7 +28,7 @@ _PRODUCTS = ("MatMul", "Gemm", "Einsum", "Conv", "ConvTranspose", "DeformConv", 
 
 class Jax(Framework):
     name = "jax"
-    operators = Operators({name: function for part in _TABLE for name, function in part.operators.items()})
+    operators = table(__name__)
 
     def __init__(
         self,

@@ -10,56 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from onward.run.framework import Framework, Operators
-from onward.run.numpy import (
-    activation,
-    attention,
-    classical,
-    convolution,
-    elementwise,
-    grids,
-    indexing,
-    loss,
-    matrix,
-    movement,
-    normalization,
-    pooling,
-    quantization,
-    recurrent,
-    reduction,
-    sampling,
-    spectral,
-    text,
-)
-from onward.run.shared import control, sequence
-
-_FAMILIES = (
-    elementwise,
-    activation,
-    reduction,
-    movement,
-    indexing,
-    matrix,
-    convolution,
-    pooling,
-    grids,
-    normalization,
-    attention,
-    recurrent,
-    loss,
-    quantization,
-    spectral,
-    sampling,
-    text,
-    classical,
-    control,
-    sequence,
-)
+from onward.run.framework import Framework, table
 
 
 class Numpy(Framework):
     name = "numpy"
-    operators = Operators({name: function for part in _FAMILIES for name, function in part.operators.items()})
+    operators = table(__name__)
 
     def supports(self, dtype: np.dtype) -> bool:
         return True

@@ -12,35 +12,9 @@ import numpy as np
 from onward.run.tensorflow.quiet import tensorflow as tf  # isort: skip  (other imports of it are not quiet)
 
 from onward.errors import DataError, UnknownNameError
-from onward.run.framework import Framework, Function, Operators
-from onward.run.shared import sequence
+from onward.run.framework import Framework, Function, Operators, table
 from onward.run.shared.compilation import Compiled, Report
-from onward.run.tensorflow import (
-    activation,
-    attention,
-    classical,
-    control,
-    convolution,
-    elementwise,
-    grids,
-    indexing,
-    loss,
-    matrix,
-    movement,
-    normalization,
-    pooling,
-    quantization,
-    reduction,
-    sampling,
-    spectral,
-)
 from onward.run.tensorflow.tensors import TYPES, fetched
-
-_TABLES = (
-    elementwise, activation, reduction, movement, indexing, matrix, convolution, pooling, grids, normalization,
-    attention, loss, quantization, spectral, sampling, classical, control, sequence,
-)  # fmt: skip
-
 
 _DEVICES = {"cpu": "CPU", "cuda": "GPU"}
 _PRECISIONS = {"float32": tf.float32, "bfloat16": tf.bfloat16, "float16": tf.float16}
@@ -54,7 +28,7 @@ _DLPACK_CPU = 1
 
 class TensorFlow(Framework):
     name = "tensorflow"
-    operators = Operators({name: function for table in _TABLES for name, function in table.operators.items()})
+    operators = table(__name__)
 
     takes_numbers: ClassVar[Mapping[str, Sequence[int]]] = {"BitShift": (1,), "Pow": (1,)}
 

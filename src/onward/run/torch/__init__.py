@@ -14,52 +14,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
 from onward.errors import UnknownNameError, near
-from onward.run.framework import Framework, Function, Operators
-from onward.run.shared import control as shared_control
-from onward.run.shared import sequence
-from onward.run.torch import (
-    activation,
-    attention,
-    classical,
-    control,
-    convolution,
-    elementwise,
-    grids,
-    indexing,
-    loss,
-    matrix,
-    movement,
-    normalization,
-    pooling,
-    quantization,
-    reduction,
-    sampling,
-    spectral,
-)
+from onward.run.framework import Framework, Function, Operators, table
 from onward.run.torch.compilation import Compiled, seed
 from onward.run.torch.types import TYPES, from_array, has_type, to_array
 
-_FAMILIES = (
-    elementwise,
-    activation,
-    reduction,
-    movement,
-    indexing,
-    matrix,
-    convolution,
-    pooling,
-    grids,
-    normalization,
-    attention,
-    loss,
-    quantization,
-    spectral,
-    sampling,
-    classical,
-    shared_control,
-    control,
-    sequence,
-)
 PRECISIONS = {None: None, "float32": None, "tf32": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """What products may be computed in; None for what the tensors are."""
 _MAKE_TENSORS = ("ConstantOfShape", "Range", "RandomNormal", "RandomUniform")
@@ -68,7 +26,7 @@ _MAKE_TENSORS = ("ConstantOfShape", "Range", "RandomNormal", "RandomUniform")
 
 class Torch(Framework):
     name = "torch"
-    operators = Operators({name: function for part in _FAMILIES for name, function in part.operators.items()})
+    operators = table(__name__)
 
     fuses = ("Attention", "onward.Linear")
     takes_numbers: ClassVar[Mapping[str, Sequence[int]]] = {
