@@ -63,13 +63,13 @@ FAMILIES = (
 
 
 def table(package: str) -> Operators:
-    """The rows of all files of a framework's package; a family for which it has no file is the shared one, if any."""
+    """The rows of all files of a framework's package, and shared ones for what it has none for."""
     made = Operators()
     for family in FAMILIES:
-        places = (f"{place}.{family}" for place in (package, "onward.run.shared"))
-        found = next((place for place in places if importlib.util.find_spec(place) is not None), None)
-        if found is not None:
-            made(**importlib.import_module(found).operators)
+        for place in (f"{package}.{family}", f"onward.run.shared.{family}"):
+            if importlib.util.find_spec(place) is not None:
+                rows = importlib.import_module(place).operators
+                made(**{name: function for name, function in rows.items() if name not in made})
     return made
 
 
