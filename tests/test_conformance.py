@@ -9,6 +9,8 @@ import pytest
 from conformity import listed, outcome
 from conftest import onnx_node_tests
 from onward.run import framework
+from onward.run.catalogue import UNWRITTEN, lacking
+from onward.run.interpreted import framework_class
 from operator_families import FAMILIES
 
 FRAMEWORKS = [
@@ -40,3 +42,9 @@ def test_tables_have_the_same_rows_in_the_same_order(engine: str, family: str) -
     except ModuleNotFoundError:
         return  # all of it is shared, or expressed by other operators: the cases above tell
     assert list(module.operators) == [name for name in FAMILIES[family] if name in module.operators]
+
+
+@pytest.mark.parametrize("engine", FRAMEWORKS)
+def test_what_an_engine_lacks_has_a_reason(engine: str) -> None:
+    missing = lacking(framework_class(engine))
+    assert not [name for name, reason in missing.items() if reason == UNWRITTEN]

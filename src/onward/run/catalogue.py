@@ -16,6 +16,8 @@ from onward.run.host import ONLY_ON_HOST
 from onward.run.interpreted import framework_class
 from onward.transform.inline import has_body
 
+UNWRITTEN = "nobody has written it"
+
 _PACKAGES = {"tensorflow": ("tensorflow", "tensorflow-cpu")}
 """Engine -> the packages that it may come in, if not one of its name."""
 
@@ -50,9 +52,8 @@ def standard_operators() -> list[str]:
 
 def lacking(framework: type[Framework]) -> dict[str, str]:
     """The standard operators that a framework neither has nor can express by others, with reasons."""
-    reason = "nobody has written it"
     return {
-        name: framework.cannot.get(name, reason)
+        name: framework.cannot.get(name, UNWRITTEN)
         for name in standard_operators()
         if name in framework.cannot or not _is_expressible(name, framework)
     }
