@@ -335,7 +335,8 @@ def test_prepare_is_the_function_of_the_same_name(folder: Path) -> None:
     onnx.save(small_cnn(), "cnn.onnx")
     options = """--loss logits=ce:label_smoothing=0.1 --loss logits=ce:scale=0.5 --optimizer sgd:lr=0.1,momentum=0.9
         --schedule warmup:steps=5,until=5 --schedule step:size=10 --trainable conv.* --trainable fc.* --freeze *.bias
-        --group fc.*:lr=0.01 --lr-decay 0.5 --clip-tensor-norm 2 --accumulate 3 --ema 0.9 --loss-scale dynamic --no-master-weights
+        --group fc.*:lr=0.01 --lr-decay 0.5 --clip-tensor-norm 2 --accumulate 3 --ema 0.9 --loss-scale dynamic
+        --no-master-weights
         --init conv.*=normal:std=0.02 --init zeros --variance sample --seed 7"""
     run("prepare", "cnn.onnx", *options.split(), "-o", "made.onnx")
     made = onward.prepare(
