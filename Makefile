@@ -35,6 +35,7 @@ check: $(VENV)/.dev ## ruff, mypy and the layer test; needs no framework
 bench: $(VENV)/.frameworks ## run the benchmarks
 	$(BIN)/python benchmarks/run.py
 	$(BIN)/python benchmarks/training.py
+	$(BIN)/python benchmarks/engines.py
 	$(BIN)/python benchmarks/passes.py
 
 docs: $(VENV)/.docs ## build the documentation into site/

@@ -22,7 +22,7 @@ from typing import Any
 
 from common import fill_in, keep
 from workloads import THREADS, WORKLOADS, Workload
-from workloads.contenders import CONTENDERS
+from workloads.contenders import ALL, CONTENDERS
 
 HERE = Path(__file__).parent
 ROUNDS = 9
@@ -91,7 +91,9 @@ class Worker:
         return json.loads(line)
 
 
-def measured(workload: Workload, contenders: list[str], folder: Path, rounds: int, starts: int) -> dict[str, Any]:
+def measured(
+    workload: Workload, contenders: list[str], folder: Path, rounds: int, starts: int, base: str = BASE
+) -> dict[str, Any]:
     """What each contender needs for a workload: seconds a step, seconds until the first is done, bytes."""
     _exported(workload, folder)
     earlier = {name: [_started_once(workload, name, folder) for _ in range(starts - 1)] for name in contenders}
@@ -108,11 +110,11 @@ def measured(workload: Workload, contenders: list[str], folder: Path, rounds: in
     finally:
         for worker in workers:
             worker.close()
-    base = next((worker for worker in workers if worker.name == BASE), None)
+    peer = next((worker for worker in workers if worker.name == base), None)
     return {
         worker.name: {
             "step": statistics.median(worker.rounds),
-            "ratio": _ratio(worker, base) if base else None,
+            "ratio": _ratio(worker, peer) if peer else None,
             "fastest": worker.fastest,
             "start": worker.start,
             "earlier_starts": earlier[worker.name],
@@ -149,7 +151,7 @@ def _ratio(worker: Worker, base: Worker) -> float:
 
 def table(results: dict[str, Any], what: str, shown: Any) -> str:
     names = list(next(iter(results.values())))
-    titles = [CONTENDERS[name].title for name in names]
+    titles = [ALL[name].title for name in names]
     lines = [f"| {what} | " + " | ".join(titles) + " |", "|---" * (len(names) + 1) + "|"]
     for workload, row in results.items():
         lines.append(f"| {WORKLOADS[workload].title} | " + " | ".join(shown(row[name]) for name in names) + " |")

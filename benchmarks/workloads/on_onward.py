@@ -19,6 +19,7 @@ def training_model(workload: Workload, folder: Path) -> onward.Model:
     )
 
 
-def load(workload: Workload, folder: Path) -> Step:
-    engine = onward.run.load(training_model(workload, folder), threads=THREADS)
-    return lambda x, labels: float(engine.step({"x": x, "labels": labels})["loss"])
+def load(workload: Workload, folder: Path, *, engine: str = "onnxruntime") -> Step:
+    options = {"threads": THREADS} if engine in ("onnxruntime", "torch") else {}
+    running = onward.run.load(training_model(workload, folder), engine=engine, **options)
+    return lambda x, labels: float(running.step({"x": x, "labels": labels})["loss"])

@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 from workloads import THREADS, WORKLOADS, channels_last
-from workloads.contenders import CONTENDERS
+from workloads.contenders import ALL
 
 
 def main(name: str, contender: str, folder: str) -> None:
@@ -25,7 +25,7 @@ def main(name: str, contender: str, folder: str) -> None:
     os.dup2(2, 1)  # frameworks like to print
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:THREADS])
-    workload, made = WORKLOADS[name], CONTENDERS[contender]
+    workload, made = WORKLOADS[name], ALL[contender]
     batches = workload.batches()
     if made.channels_last:
         batches = [channels_last.batch(batch) for batch in batches]
