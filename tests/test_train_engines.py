@@ -65,3 +65,11 @@ def test_options_that_an_engine_lacks(tmp_path):
         trained(tmp_path / "c", engine="tourch")
     assert "torch" in caught.value.hint
     assert not list(tmp_path.iterdir())
+
+
+@needs("jax")
+def test_a_run_says_when_it_compiles(tmp_path, capsys):
+    trained(tmp_path / "run", 1, engine="jax")
+    assert capsys.readouterr().err == ""  # it was asked to be quiet
+    onward.resume(tmp_path / "run", data(), epochs=2)
+    assert "jax compiles the step for" in capsys.readouterr().err

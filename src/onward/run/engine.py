@@ -26,6 +26,8 @@ class Engine(ABC):
         """What a batch must hold, by name."""
         self.loss = "loss"
         """The metric that is minimised."""
+        self.on_compile: Callable[[str], None] = lambda text: None
+        """Told when a step is compiled, which takes a while."""
 
     @abstractmethod
     def step(self, batch: Arrays) -> Arrays:

@@ -66,6 +66,10 @@ _FRAMEWORKS = {
 }
 
 
+_COMPILE = ("torch", "jax", "tensorflow")
+"""Those that compile a step, and say so."""
+
+
 def array_function(engine: str, model: Model, **options: Any) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
     """The graph of a model as a function of arrays, lists of arrays and None, by name."""
     framework = framework_of(engine, **options)
@@ -135,8 +139,12 @@ class Interpreted(Engine):
                 "what is computed twice is decided by our rules, not by the framework's own derivative",
                 hint="do without `recompute`, or take our rules: `rules=True`",
             )
+        made: Interpreted
+        if engine in _COMPILE:
+            options = {"on_compile": lambda text: made.on_compile(text), **options}
         framework = framework_of(engine, **options)
-        return cls(model, step, framework, compiled=compile, rules=rules, recompute=recompute)
+        made = cls(model, step, framework, compiled=compile, rules=rules, recompute=recompute)
+        return made
 
     def step(self, batch: Arrays) -> Mapping[str, np.ndarray]:
         check_batch(batch, self.inputs)

@@ -107,6 +107,7 @@ class Loop:
         self.progress = stack.enter_context(
             Progress(settings.epochs, self.batches.per_epoch, done=step, quiet=settings.quiet)
         )
+        self.engine.on_compile = self.progress.say
         self.board = stack.enter_context(EventWriter(self.run.path)) if settings.tensorboard else None
 
     def _begin(self, opening: Mapping[str, Any]) -> None:
