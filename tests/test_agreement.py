@@ -93,7 +93,7 @@ def test_engines_agree_by_our_rules(name, engine):
 
 
 @pytest.mark.parametrize("engine", FRAMEWORKS[1:])
-@pytest.mark.parametrize("name", ["mlp", pytest.param("lenet5", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["mlp", "resnet", pytest.param("lenet5", marks=pytest.mark.slow)])
 def test_engines_agree_when_compiled(name, engine):
     assert_agreement(name, engine, STEPS)
 

@@ -94,10 +94,7 @@ class Torch(Framework):
         return tensor.clone(memory_format=torch.contiguous_format)
 
     def compile(self, function: Function) -> Function:
-        return self._activated(Compiled(function, self._on_compile, overwrites=False))
-
-    def compile_step(self, function: Function) -> Function:
-        return self._activated(Compiled(function, self._on_compile, overwrites=True))
+        return self._activated(Compiled(function, self._on_compile))
 
     def _activated(self, function: Function) -> Function:
         def call(*parts: Any) -> Any:

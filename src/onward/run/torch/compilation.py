@@ -37,13 +37,9 @@ def seed(y: torch.Tensor) -> torch.Tensor:
 
 
 class Compiled:
-    """A step that is compiled when it is first called with tensors of some shapes.
+    """A step that is compiled when it is first called with tensors of some shapes."""
 
-    It may overwrite the state that it is given, which spares memory and its traffic.
-    """
-
-    def __init__(self, step: Step, report: Report | None, *, overwrites: bool):
-        self._overwrites = overwrites
+    def __init__(self, step: Step, report: Report | None):
         self._step = step
         self._report = report or (lambda text: None)
         self._versions: dict[Any, Step] = {}
@@ -59,7 +55,7 @@ class Compiled:
         shown = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in batch.items())
         self._report(f"torch compiles the step for {shown}" if shown else "torch compiles the step")
         try:
-            traced = _Traced(self._step, state, constants, batch, self._overwrites)
+            traced = _Traced(self._step, state, constants, batch)
         except UnsupportedError as error:
             warnings.warn(f"the step runs without being compiled: {error}", stacklevel=3)
             return self._step
@@ -69,9 +65,7 @@ class Compiled:
 class _Traced:
     """What a step does, as a graph of PyTorch's operators."""
 
-    def __init__(self, step: Step, state: Tensors, constants: Tensors, batch: Tensors, overwrites: bool):
-        self._state = list(state)
-        self._overwrites = overwrites
+    def __init__(self, step: Step, state: Tensors, constants: Tensors, batch: Tensors):
         self._inputs = _signed(*state.values(), *constants.values(), *batch.values())
         self._inputs.append(torch.ones((), device=self._inputs[0].device))
 
@@ -125,48 +119,17 @@ class _Traced:
             node.name = node.target = f"primals_{i}"
         self._graph.recompile()
         forward, backward = min_cut_rematerialization_partition(self._graph, self._inputs, num_fwd_outputs=early)
-        forward.graph.output_node().meta["user_visible_output_idxs"] = range(early)  # others may have any layout
-        overwritten = self._overwritten(order[early:])
-        more = _write_into_inputs(backward, overwritten)
+        for part, count in (forward, early), (backward, len(outputs) - early):  # what else they hand on has any layout
+            part.graph.output_node().meta["user_visible_output_idxs"] = range(count)
         first, second = _lazily(forward), _lazily(backward)
 
         def call(*inputs: torch.Tensor) -> list[torch.Tensor]:
             made = list(first([*inputs[:-1]]))
-            kept = [*made[early:], inputs[-1], *(inputs[i] for i in more)]
+            kept = [*made[early:], inputs[-1]]
             del made[early:]  # the second part lets go of what it has read
-            rest = iter(second(kept))
-            made += [inputs[overwritten[i]] if i in overwritten else next(rest) for i in range(len(outputs) - early)]
-            return made
+            return made + list(second(kept))
 
         return call, order
-
-    def _overwritten(self, made: list[int]) -> dict[int, int]:
-        """Which outputs, of those that are numbered, go where: into an input that holds the state."""
-        if not self._overwrites:
-            return {}
-        kinds = [self._made[i] for i in made]
-        return {i: self._state.index(name) for i, (kind, name, _) in enumerate(kinds) if kind == "new"}
-
-
-def _write_into_inputs(graph: fx.GraphModule, places: dict[int, int]) -> list[int]:
-    """Have outputs of a graph written into inputs of the step; the inputs that it needs for this besides its own."""
-    nodes = {node.name: node for node in graph.graph.nodes if node.op == "placeholder"}
-    output, more = graph.graph.output_node(), []
-    values = output.args[0]
-    for i, place in places.items():
-        name = f"primals_{place + 1}"
-        if name not in nodes:
-            with graph.graph.inserting_after(list(nodes.values())[-1]):
-                nodes[name] = graph.graph.placeholder(name)
-            nodes[name].meta["val"] = values[i].meta["val"]
-            more.append(place)
-        with graph.graph.inserting_before(output):
-            graph.graph.call_function(torch.ops.aten.copy_.default, (nodes[name], values[i]))
-    rest = [value for i, value in enumerate(values) if i not in places]
-    output.args = (rest,)
-    output.meta["user_visible_output_idxs"] = range(len(rest))
-    graph.recompile()
-    return more
 
 
 def _lazily(graph: fx.GraphModule) -> Callable[[list[torch.Tensor]], list[torch.Tensor]]:
