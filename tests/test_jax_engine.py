@@ -1,5 +1,6 @@
 """Training on JAX: losses and state as on ONNX Runtime, control flow as it is compiled, and what the options mean."""
 
+import functools
 import math
 import warnings
 
@@ -11,85 +12,23 @@ from onnx import helper
 import gradcheck
 import onward
 from conftest import needs
-from lowered import CASES, FLAT, SQUARE, penalised
-from models import digits_mlp, small_cnn
+from lowered import SQUARE
+from models import small_cnn
 from onward.errors import UnknownNameError, UnsupportedError
 from onward.lowering.gradients import lower_gradients
 from onward.model import read
-from onward.recipe.optimizers import OPTIMIZERS
 from onward.run import function, load
 from onward.run.interpreted import interpreter
 from test_control_flow import CASES as CONTROL_FLOW
+from test_framework_training import STEPS, assert_trains_alike, trained
 from test_rules import FAMILIES
 
 pytestmark = needs("jax")
 
-STEPS = 20
-IDLE = {"cnn": ["conv.bias", "bn.running_mean"], "transformer": ["qkv.bias"]}
-"""A bias before a normalization, and that of keys: the loss does not depend on them, and where they go is rounding."""
-MODES = {
-    "compiled": {},
-    "eager": {"compile": False},
-    "compiled, rules": {"rules": True},
-    "eager, rules": {"compile": False, "rules": True},
-}
-
-
-def trained(model, batches, **options):
-    with load(model, **options) as engine:
-        losses = [float(engine.step(batch)[engine.loss]) for batch in batches]
-        return losses, engine.state()
-
-
-def assert_trains_alike(model, batches, idle=(), tolerance=1e-5, engine="jax", **options):
-    """Losses, and state by its largest element."""
-    losses, state = trained(model, batches, threads=1)
-    found, found_state = trained(model, batches, engine=engine, **options)
-    np.testing.assert_allclose(found, losses, rtol=tolerance, atol=1e-7)
-    assert found_state.keys() == state.keys()
-    for name, expected in state.items():
-        assert found_state[name].dtype == expected.dtype, name
-        if not any(part in name for part in idle):
-            scale = np.abs(expected.astype(np.float64)).max(initial=0)
-            np.testing.assert_allclose(found_state[name], expected, rtol=0, atol=10 * tolerance * scale, err_msg=name)
-
-
-def some_smaller(batch):
-    fewer = {name: array[: len(array) // 2] for name, array in batch.items()}
-    return [fewer if i % 7 == 6 else batch for i in range(STEPS)]
+trains_alike = functools.partial(assert_trains_alike, engine="jax")
 
 
 # ---- the same as on ONNX Runtime -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_trains_as_on_onnxruntime(name):
-    proto, batch, recipe = CASES[name]
-    idle = next((names for part, names in IDLE.items() if part in name), ())
-    tolerance = 1e-3 if name == "float16" else 1e-5
-    assert_trains_alike(onward.prepare(proto(), **recipe), some_smaller(batch), idle, tolerance)
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", ["mlp, everything", "cnn", "transformer with dropout"])
-def test_modes_agree(name, mode):
-    """Dropout is our own generator's, of whole numbers: the same elements are dropped everywhere."""
-    proto, batch, recipe = CASES[name]
-    idle = next((names for part, names in IDLE.items() if part in name), ())
-    assert_trains_alike(onward.prepare(proto(), **recipe), some_smaller(batch), idle, **MODES[mode])
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_a_penalty_on_a_gradient_is_differentiated(mode):
-    batches = [{"x": np.random.default_rng(i).normal(size=4).astype(np.float32)} for i in range(STEPS)]
-    assert_trains_alike(read(penalised(21)), batches, **MODES[mode])
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_optimizers(name):
-    trainable = "*.weight" if name == "muon" else None  # it is for matrices
-    model = onward.prepare(digits_mlp(8), loss="cross_entropy", optimizer=name, trainable=trainable)
-    assert_trains_alike(model, [FLAT] * STEPS)
 
 
 @pytest.mark.slow
@@ -103,7 +42,7 @@ def test_trains_what_pytorch_exports(name, compiled):
     subject = made(case)
     model = prepared(case, subject, exported(case, subject))
     batches = [arrays(subject.batch(3 if i % 7 == 6 else 8)) for i in range(STEPS)]
-    assert_trains_alike(model, batches, idle=["key.bias", "k_proj.bias", "c_attn.bias"], compile=compiled)
+    trains_alike(model, batches, idle=["key.bias", "k_proj.bias", "c_attn.bias"], compile=compiled)
 
 
 @pytest.mark.slow
@@ -116,7 +55,7 @@ def test_a_loop_without_an_end_that_is_known_is_not_compiled():
     subject = made(case)
     model = prepared(case, subject, exported(case, subject))
     with pytest.warns(UserWarning, match="the step is not compiled: JAX cannot differentiate a Loop"):
-        assert_trains_alike(model, [arrays(subject.batch(8)) for _ in range(3)])
+        trains_alike(model, [arrays(subject.batch(8)) for _ in range(3)])
 
 
 # ---- operators -------------------------------------------------------------------------------------------------------

@@ -11,16 +11,15 @@ import pytest
 import gradcheck
 import onward
 from conftest import needs
-from lowered import CASES, FLAT, SQUARE, penalised
-from models import digits_mlp, small_cnn
+from lowered import SQUARE
+from models import small_cnn
 from onward.differentiate import vjp
 from onward.errors import DataError, UnknownNameError
 from onward.model import read
-from onward.recipe.optimizers import OPTIMIZERS
 from onward.run import function, load
 from onward.run.interpreted import interpreter
 from test_control_flow import CASES as CONTROL_FLOW
-from test_jax_engine import IDLE, MODES, STEPS, assert_trains_alike, some_smaller, trained
+from test_framework_training import MODES, STEPS, assert_trains_alike, trained
 from test_rules import CASES as RULE_CASES
 from test_rules import EDGES
 
@@ -37,36 +36,6 @@ def tensorflow():
 
 
 # ---- the same as on ONNX Runtime -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_trains_as_on_onnxruntime(name):
-    proto, batch, recipe = CASES[name]
-    idle = next((names for part, names in IDLE.items() if part in name), ())
-    tolerance = 1e-3 if name == "float16" else 1e-5
-    trains_alike(onward.prepare(proto(), **recipe), some_smaller(batch), idle, tolerance)
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", ["mlp, everything", "cnn", "transformer with dropout"])
-def test_modes_agree(name, mode):
-    proto, batch, recipe = CASES[name]
-    idle = next((names for part, names in IDLE.items() if part in name), ())
-    trains_alike(onward.prepare(proto(), **recipe), some_smaller(batch), idle, **MODES[mode])
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_a_penalty_on_a_gradient_is_differentiated(mode):
-    batches = [{"x": np.random.default_rng(i).normal(size=4).astype(np.float32)} for i in range(STEPS)]
-    trains_alike(read(penalised(21)), batches, **MODES[mode])
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_optimizers(name):
-    trainable = "*.weight" if name == "muon" else None  # it is for matrices
-    trains_alike(
-        onward.prepare(digits_mlp(8), loss="cross_entropy", optimizer=name, trainable=trainable), [FLAT] * STEPS
-    )
 
 
 @pytest.mark.slow

@@ -20,17 +20,7 @@ from onward.run import function, load
 from onward.run.framework import NotOnHost
 from test_agreement import run
 
-pytestmark = needs("torch")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    """More have nothing to do in models of this size, and wait for one another."""
-    torch = pytest.importorskip("torch")
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = [needs("torch"), pytest.mark.usefixtures("one_torch_thread")]
 
 
 # ---- types that PyTorch has few functions for ------------------------------------------------------------------------

@@ -20,17 +20,7 @@ from onward.run import load
 from onward.transform.rebatch import rebatch
 from test_whole_models import assert_close
 
-pytestmark = needs("torch")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    """More have nothing to do in models of this size, and wait for one another."""
-    torch = pytest.importorskip("torch")
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = [needs("torch"), pytest.mark.usefixtures("one_torch_thread")]
 
 
 STEPS = 20

@@ -9,8 +9,8 @@ import onnx_ir as ir
 
 from onward.build import Builder
 from onward.errors import InvalidModelError
-from onward.model import TRAINING_DOMAIN, Model, Step
-from onward.model.core import string, strings, values
+from onward.model import Model, Step
+from onward.model.core import is_gradient, string, strings, values
 from onward.model.state import State
 from onward.model.walk import ancestors, descendants
 
@@ -124,7 +124,7 @@ class Flow:
 
 
 def gradients(graph: ir.Graph) -> list[ir.Node]:
-    return [node for node in graph if (node.domain, node.op_type) == (TRAINING_DOMAIN, "Gradient")]
+    return [node for node in graph if is_gradient(node)]
 
 
 def keep_what_is_needed(graph: ir.Graph) -> None:
@@ -132,7 +132,7 @@ def keep_what_is_needed(graph: ir.Graph) -> None:
     differentiated: set[str] = set()
     for node in reversed(list(graph)):
         if any(output.uses() or output.is_graph_output() or output.name in differentiated for output in node.outputs):
-            if (node.domain, node.op_type) == (TRAINING_DOMAIN, "Gradient"):
+            if is_gradient(node):
                 differentiated.add(string(node, "y"))
                 differentiated.update(strings(node, "xs"))
         else:

@@ -17,8 +17,8 @@ from onward.differentiate.path import between, way
 from onward.differentiate.recompute import Choice, recomputation
 from onward.differentiate.sweep import pull_back
 from onward.errors import InvalidModelError, UnsupportedError
-from onward.model import TRAINING_DOMAIN, Model
-from onward.model.core import string, strings, values
+from onward.model import Model
+from onward.model.core import is_gradient, string, strings, values
 from onward.transform.types import fill_in_types_before
 from onward.transform.unused import remove_unused
 
@@ -30,18 +30,14 @@ def lower_gradients(model: Model, *, recompute: Choice = None) -> Model:
         xs, y = strings(node, "xs"), string(node, "y")
         name = node.outputs[0].name if node.outputs else ""
         model = expanded(model, y, xs)
-        node = next(n for n in model.graph if _is_gradient(n) and (not n.outputs or n.outputs[0].name == name))
+        node = next(n for n in model.graph if is_gradient(n) and (not n.outputs or n.outputs[0].name == name))
         _lower(model, node, xs, y, recompute)
     remove_unused(model.graph)
     return model
 
 
-def _is_gradient(node: ir.Node) -> bool:
-    return (node.domain, node.op_type) == (TRAINING_DOMAIN, "Gradient")
-
-
 def _first_gradient(graph: ir.Graph) -> ir.Node | None:
-    return next((node for node in graph if _is_gradient(node)), None)
+    return next((node for node in graph if is_gradient(node)), None)
 
 
 def _lower(model: Model, node: ir.Node, xs: Sequence[str], y: str, recompute: Choice) -> None:

@@ -49,7 +49,7 @@ class Step:
 
     def gradients(self) -> list[ir.Node]:
         """The `Gradient` nodes of the algorithm, in order, nested ones included."""
-        return [n for n in self.algorithm.all_nodes() if (n.domain, n.op_type) == (TRAINING_DOMAIN, "Gradient")]
+        return [node for node in self.algorithm.all_nodes() if is_gradient(node)]
 
     def differentiated(self) -> list[str]:
         """The names in the `xs` of its Gradients, in order."""
@@ -190,6 +190,11 @@ class Model:
     def __repr__(self) -> str:
         name = self.path.name if self.path else self.graph.name or "model"
         return f"<onward.Model {name}: {len(self.graph)} nodes, {len(self.steps)} training step(s)>"
+
+
+def is_gradient(node: ir.Node) -> bool:
+    """Whether a node is the standard's `Gradient`."""
+    return (node.domain, node.op_type) == (TRAINING_DOMAIN, "Gradient")
 
 
 def strings(node: ir.Node, attribute: str) -> tuple[str, ...]:

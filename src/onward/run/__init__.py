@@ -16,9 +16,11 @@ from onward.errors import UnknownNameError, near
 from onward.model import Source, read
 from onward.run.engine import Engine, check_options
 
-ENGINES = ("onnxruntime", "numpy", "torch", "jax", "tensorflow")
+FRAMEWORKS = ("torch", "jax", "tensorflow")
+"""Engines with a derivative and a compiler of their own."""
+ENGINES = ("onnxruntime", "numpy", *FRAMEWORKS)
 
-__all__ = ["ENGINES", "Engine", "function", "is_installed", "load"]
+__all__ = ["ENGINES", "FRAMEWORKS", "Engine", "function", "is_installed", "load"]
 
 
 def is_installed(engine: str) -> bool:

@@ -16,6 +16,7 @@ from onward.lowering.contract import contract_of
 from onward.lowering.step import lower
 from onward.model import Model
 from onward.model.state import carried
+from onward.run import FRAMEWORKS
 from onward.run.calls import NEWEST, OLDEST
 from onward.run.engine import Arrays, Engine, check_batch, check_options
 from onward.run.expression import expressed
@@ -64,10 +65,6 @@ _FRAMEWORKS = {
     "jax": ("onward.run.jax", "Jax"),
     "tensorflow": ("onward.run.tensorflow", "TensorFlow"),
 }
-
-
-_COMPILE = ("torch", "jax", "tensorflow")
-"""Those that compile a step, and say so."""
 
 
 def array_function(engine: str, model: Model, **options: Any) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
@@ -140,7 +137,7 @@ class Interpreted(Engine):
                 hint="do without `recompute`, or take our rules: `rules=True`",
             )
         made: Interpreted
-        if engine in _COMPILE:
+        if engine in FRAMEWORKS:
             options = {"on_compile": lambda text: made.on_compile(text), **options}
         framework = framework_of(engine, **options)
         made = cls(model, step, framework, compiled=compile, rules=rules, recompute=recompute)

@@ -11,15 +11,12 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from onward.model import TRAINING_DOMAIN
-from onward.model.core import string, strings
+from onward.model.core import is_gradient, string, strings
 from onward.model.walk import read_by
 from onward.run.calls import array_of, newest_form
 from onward.run.framework import Function, keywords
 from onward.run.fusion import Match, matches
 from onward.run.host import ONLY_ON_HOST
-
-_GRADIENT = (TRAINING_DOMAIN, "Gradient")
 
 
 @dataclasses.dataclass
@@ -131,10 +128,10 @@ class _Planner:
         units: list[Item] = []
         left = dict.fromkeys(nodes)
         for node in reversed(nodes):  # the derivative of a derivative comes last, and contains the other
-            if node in left and _is_gradient(node):
+            if node in left and is_gradient(node):
                 del left[node]
                 units.append(self._differentiation(node, left, outputs))
-        for match in matches(list(left), outputs, self._fuses) if fuses else ():
+        for match in matches(list(left), set(outputs), self._fuses) if fuses else ():
             for node in match.nodes:
                 del left[node]
             units.append(Fused(match, self._part(match.nodes, (), [match.output], {}, fuses=False)))
@@ -233,7 +230,7 @@ class _Planner:
 
     def _reads(self, node: ir.Node) -> Iterator[ir.Value]:
         yield from read_by(node)
-        if _is_gradient(node):  # which reads its result, and what that depends on, by name
+        if is_gradient(node):  # which reads its result, and what that depends on, by name
             yield self._known[string(node, "y")]
 
 
@@ -241,10 +238,6 @@ def _with(function: Function, attributes: Mapping[str, Any]) -> Function:
     """A function that has the attributes that it asks for."""
     asked = {name: attributes[name] for name in keywords(function) if name in attributes}
     return functools.partial(function, **asked) if asked else function
-
-
-def _is_gradient(node: ir.Node) -> bool:
-    return (node.domain, node.op_type) == (TRAINING_DOMAIN, "Gradient")
 
 
 def _named_values(graph: ir.Graph) -> dict[str, ir.Value]:

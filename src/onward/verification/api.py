@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 
@@ -14,12 +15,10 @@ from onward.lowering.step import lower
 from onward.model import Model, Source, read
 from onward.model.state import states
 from onward.numeric.inputs import GIVE, Given, made_up, read_given
-from onward.run import ENGINES, Engine, is_installed, load
+from onward.run import ENGINES, FRAMEWORKS, Engine, is_installed, load
 from onward.verification.distance import Arrays, farthest
 from onward.verification.divergence import Way, first_difference
 from onward.verification.report import Report, Row
-
-_WITH_A_DERIVATIVE = ("torch", "jax", "tensorflow")
 
 
 def verify(
@@ -44,7 +43,7 @@ def verify(
     """
     model = read(source)
     names = engines if engines is not None else [name for name in ENGINES if is_installed(name)]
-    ways = [Way((name, rules)) for name in names for rules in _rules(name)]
+    ways = [Way(name, rules) for name in names for rules in _rules(name)]
     given = read_given(inputs)
     batches: list[Arrays] = []
     runs: dict[Way, _Run] = {}
@@ -72,11 +71,11 @@ def verify(
 
 
 def _rules(engine: str) -> tuple[bool, ...]:
-    return (False, True) if engine in _WITH_A_DERIVATIVE else (True,)
+    return (False, True) if engine in FRAMEWORKS else (True,)
 
 
 def _loaded(model: Model, step: int, way: Way, compile: bool) -> Engine:
-    if way.engine in _WITH_A_DERIVATIVE:
+    if way.engine in FRAMEWORKS:
         return load(model, step, engine=way.engine, rules=way.rules, compile=compile)
     return load(model, step, engine=way.engine)
 
@@ -109,19 +108,21 @@ def _batches(model: Model, step: int, engine: Engine, given: Arrays, steps: int,
     """A batch for each step: what is given, and for the rest other numbers each time, of shapes that work."""
     kept = {name: array for name, array in given.items() if name in engine.inputs}
     failure: Exception | None = None
-    candidates = [list(_candidates(model, step, kept, seed + i)) for i in range(steps)]
-    for number, batch in enumerate(candidates[0]):
+    whole = lower(model, step, differentiate=False)
+    for number, batch in enumerate(_candidates(whole, model, step, kept, seed)):
         try:
             if np.isfinite(engine.evaluate(batch).get(engine.loss, 0.0)).all():
-                return [row[min(number, len(row) - 1)] for row in candidates]
+                others = (_candidates(whole, model, step, kept, seed + i) for i in range(1, steps))
+                return [batch, *(next(itertools.islice(other, number, None)) for other in others)]
         except Exception as error:  # engines' own exceptions have no common base
             failure = error
     raise UnsupportedError("the model does not run on inputs that are made up", hint=GIVE) from failure
 
 
-def _candidates(model: Model, step: int, given: Arrays, seed: int) -> Iterator[Arrays]:
-    whole = lower(model, step, differentiate=False)
-    batch = [value for value in whole.graph.inputs if value.name in contract_of(whole)["batch"]]
+def _candidates(whole: Model, model: Model, step: int, given: Arrays, seed: int) -> Iterator[Arrays]:
+    """Batches for the step as a whole, of other shapes each."""
+    names = contract_of(whole)["batch"]
+    batch = [value for value in whole.graph.inputs if value.name in names]
     state = {s.name: s.value.const_value.numpy() for s in states(model, step) if s.value.const_value is not None}
     for found in made_up(whole, {**given, **state}, seed):
         yield {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import numpy as np
 import onnx_ir as ir
@@ -16,16 +17,11 @@ from onward.verification.distance import Arrays, distance, largest
 from onward.verification.report import Difference
 
 
-class Way(tuple[str, bool]):
+class Way(NamedTuple):
     """An engine, and whether it takes our rules for the derivative."""
 
-    @property
-    def engine(self) -> str:
-        return self[0]
-
-    @property
-    def rules(self) -> bool:
-        return self[1]
+    engine: str
+    rules: bool
 
     @property
     def derivative(self) -> str:

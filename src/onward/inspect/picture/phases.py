@@ -11,7 +11,8 @@ from onward.build import DOMAIN
 from onward.inspect.parts import Training
 from onward.inspect.training import differentiated_values
 from onward.inspect.values import ancestors, nested, reads
-from onward.model import TRAINING_DOMAIN, Model, Step
+from onward.model import Model, Step
+from onward.model.core import is_gradient
 from onward.model.state import State, states
 from onward.recipe.optimizers.clip import clip_to_value, scale_to_norm, scale_to_norm_optax, squared_norm
 
@@ -81,7 +82,7 @@ def purposes(algorithm: Algorithm, training: Training, index: int) -> dict[ir.No
     found: dict[ir.Node, Purpose] = {}
     for node in algorithm.nodes:
         depends, read_by = _joined(sources, node.outputs), _joined(readers, node.outputs)
-        if _is_gradient(node):
+        if is_gradient(node):
             found[node] = (Phase.GRADIENT, 0)
         elif depends & _GRADIENT and node not in needed:
             found[node] = _after(node, read_by)
@@ -136,10 +137,6 @@ def _precedes(node: ir.Node, found: dict[ir.Node, Purpose], phase: Phase) -> boo
     return any(found[reader][0] is phase for reader in readers if reader in found)
 
 
-def _is_gradient(node: ir.Node) -> bool:
-    return (node.domain, node.op_type) == (TRAINING_DOMAIN, "Gradient")
-
-
 def _joined(bits: dict[ir.Value, int], values: Iterable[ir.Value]) -> int:
     joined = 0
     for value in values:
@@ -153,7 +150,7 @@ def _sources(algorithm: Algorithm, variables: Sequence[State]) -> dict[ir.Value,
     bits |= dict.fromkeys(algorithm.step.algorithm.inputs, _TARGET)
     bits |= {state.value: _GRADIENT for state in variables if state.role in ("accum", "optimizer_state", "ema")}
     for node in (*algorithm.model.graph, *algorithm.nodes):
-        own = _GRADIENT if _is_gradient(node) else _joined(bits, map(algorithm.resolve, reads(node)))
+        own = _GRADIENT if is_gradient(node) else _joined(bits, map(algorithm.resolve, reads(node)))
         bits |= dict.fromkeys(node.outputs, own)
     return bits
 

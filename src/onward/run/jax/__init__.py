@@ -8,7 +8,6 @@ process does not notice. Python's numbers do not count as 64 bits: `x / 2` has t
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -17,13 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from onward.errors import UnknownNameError, UnsupportedError
-from onward.run.framework import Framework, Function, Operators, table
+from onward.run.framework import Framework, Function, table
 from onward.run.jax.values import known
 from onward.run.shared.compilation import Compiled, Report
+from onward.run.shared.precision import with_products_in
 
 _PRECISIONS = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
-_PRODUCTS = ("MatMul", "Gemm", "Einsum", "Conv", "ConvTranspose", "DeformConv", "Attention")
-"""What is computed in the chosen precision: products, where time goes. Sums, norms and losses stay in float32."""
 
 
 class Jax(Framework):
@@ -44,14 +42,10 @@ class Jax(Framework):
         """
         if device not in self.devices():
             raise UnknownNameError(f"JAX has no device `{device}` here", hint=f"it has {', '.join(self.devices())}")
-        if precision not in _PRECISIONS:
-            raise UnknownNameError(f"there is no precision `{precision}`", hint=f"it is {', '.join(_PRECISIONS)}")
+        self.operators = with_products_in(precision, self.operators, _PRECISIONS, _cast)
         self._device = jax.devices(device)[0]
         self._on_compile = on_compile
         self._options = {"xla_gpu_deterministic_ops": True} if deterministic and device != "cpu" else {}
-        if precision != "float32":
-            products = {name: _in_precision(self.operators[name], _PRECISIONS[precision]) for name in _PRODUCTS}
-            self.operators = Operators({**self.operators, **products})
 
     @classmethod
     def devices(cls) -> list[str]:
@@ -124,16 +118,6 @@ class Jax(Framework):
                 ) from error
 
         return y, more, gradients
-
-
-def _in_precision(function: Function, dtype: Any) -> Function:
-    """The same on fewer bits; results are float32 again."""
-
-    @functools.wraps(function)
-    def run(*inputs: Any, **attributes: Any) -> Any:
-        return _cast(function(*_cast(inputs, jnp.float32, dtype), **attributes), dtype, jnp.float32)
-
-    return run
 
 
 def _cast(tensors: Any, old: Any, new: Any) -> Any:

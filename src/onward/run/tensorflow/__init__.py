@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -12,14 +11,13 @@ import numpy as np
 from onward.run.tensorflow.quiet import tensorflow as tf  # isort: skip  (other imports of it are not quiet)
 
 from onward.errors import DataError, UnknownNameError
-from onward.run.framework import Framework, Function, Operators, table
+from onward.run.framework import Framework, Function, table
 from onward.run.shared.compilation import Compiled, Report
+from onward.run.shared.precision import with_products_in
 from onward.run.tensorflow.tensors import TYPES, fetched
 
 _DEVICES = {"cpu": "CPU", "cuda": "GPU"}
 _PRECISIONS = {"float32": tf.float32, "bfloat16": tf.bfloat16, "float16": tf.float16}
-_PRODUCTS = ("MatMul", "Gemm", "Einsum", "Conv", "ConvTranspose", "DeformConv", "Attention")
-"""What is computed in the chosen precision: products, where time goes. Sums, norms and losses stay in float32."""
 
 
 _DLPACK_CPU = 1
@@ -45,15 +43,11 @@ class TensorFlow(Framework):
             raise UnknownNameError(
                 f"TensorFlow has no device `{device}` here", hint=f"it has {', '.join(self.devices())}"
             )
-        if precision not in _PRECISIONS:
-            raise UnknownNameError(f"there is no precision `{precision}`", hint=f"it is {', '.join(_PRECISIONS)}")
+        self.operators = with_products_in(precision, self.operators, _PRECISIONS, _cast)
         self._device = f"/{_DEVICES[device]}:0"
         self._on_compile = on_compile
         if deterministic:
             tf.config.experimental.enable_op_determinism()
-        if precision != "float32":
-            products = {name: _in_precision(self.operators[name], _PRECISIONS[precision]) for name in _PRODUCTS}
-            self.operators = Operators({**self.operators, **products})
 
     @classmethod
     def devices(cls) -> list[str]:
@@ -109,16 +103,6 @@ class TensorFlow(Framework):
 
     def is_tracing(self) -> bool:
         return not tf.executing_eagerly()
-
-
-def _in_precision(function: Function, dtype: tf.DType) -> Function:
-    """The same on fewer bits; results are float32 again."""
-
-    @functools.wraps(function)
-    def run(*inputs: Any, **attributes: Any) -> Any:
-        return _cast(function(*_cast(inputs, tf.float32, dtype), **attributes), dtype, tf.float32)
-
-    return run
 
 
 def _cast(tensors: Any, old: tf.DType, new: tf.DType) -> Any:

@@ -1,0 +1,83 @@
+"""Training on JAX and TensorFlow, compiled or not, by their derivative or our rules: as on ONNX Runtime."""
+
+import numpy as np
+import pytest
+
+import onward
+from conftest import needs
+from lowered import CASES, FLAT, penalised
+from models import digits_mlp
+from onward.model import read
+from onward.recipe.optimizers import OPTIMIZERS
+from onward.run import load
+
+ON_EACH = pytest.mark.parametrize(
+    "engine", [pytest.param("jax", marks=needs("jax")), pytest.param("tensorflow", marks=needs("tensorflow"))]
+)
+STEPS = 20
+IDLE = {"cnn": ["conv.bias", "bn.running_mean"], "transformer": ["qkv.bias"]}
+"""A bias before a normalization, and that of keys: the loss does not depend on them, and where they go is rounding."""
+MODES = {
+    "compiled": {},
+    "eager": {"compile": False},
+    "compiled, rules": {"rules": True},
+    "eager, rules": {"compile": False, "rules": True},
+}
+
+
+def trained(model, batches, **options):
+    with load(model, **options) as engine:
+        losses = [float(engine.step(batch)[engine.loss]) for batch in batches]
+        return losses, engine.state()
+
+
+def assert_trains_alike(model, batches, idle=(), tolerance=1e-5, *, engine, **options):
+    """Losses, and state by its largest element."""
+    losses, state = trained(model, batches, threads=1)
+    found, found_state = trained(model, batches, engine=engine, **options)
+    np.testing.assert_allclose(found, losses, rtol=tolerance, atol=1e-7)
+    assert found_state.keys() == state.keys()
+    for name, expected in state.items():
+        assert found_state[name].dtype == expected.dtype, name
+        if not any(part in name for part in idle):
+            scale = np.abs(expected.astype(np.float64)).max(initial=0)
+            np.testing.assert_allclose(found_state[name], expected, rtol=0, atol=10 * tolerance * scale, err_msg=name)
+
+
+def some_smaller(batch):
+    fewer = {name: array[: len(array) // 2] for name, array in batch.items()}
+    return [fewer if i % 7 == 6 else batch for i in range(STEPS)]
+
+
+@ON_EACH
+@pytest.mark.parametrize("name", CASES)
+def test_trains_as_on_onnxruntime(name, engine):
+    proto, batch, recipe = CASES[name]
+    idle = next((names for part, names in IDLE.items() if part in name), ())
+    tolerance = 1e-3 if name == "float16" else 1e-5
+    assert_trains_alike(onward.prepare(proto(), **recipe), some_smaller(batch), idle, tolerance, engine=engine)
+
+
+@ON_EACH
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", ["mlp, everything", "cnn", "transformer with dropout"])
+def test_modes_agree(name, mode, engine):
+    """Dropout is our own generator's, of whole numbers: the same elements are dropped everywhere."""
+    proto, batch, recipe = CASES[name]
+    idle = next((names for part, names in IDLE.items() if part in name), ())
+    assert_trains_alike(onward.prepare(proto(), **recipe), some_smaller(batch), idle, engine=engine, **MODES[mode])
+
+
+@ON_EACH
+@pytest.mark.parametrize("mode", MODES)
+def test_a_penalty_on_a_gradient_is_differentiated(mode, engine):
+    batches = [{"x": np.random.default_rng(i).normal(size=4).astype(np.float32)} for i in range(STEPS)]
+    assert_trains_alike(read(penalised(21)), batches, engine=engine, **MODES[mode])
+
+
+@ON_EACH
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers(name, engine):
+    trainable = "*.weight" if name == "muon" else None  # it is for matrices
+    model = onward.prepare(digits_mlp(8), loss="cross_entropy", optimizer=name, trainable=trainable)
+    assert_trains_alike(model, [FLAT] * STEPS, engine=engine)
