@@ -73,6 +73,17 @@ def assert_agreement(name, engine, steps, **options):
             assert np.abs(state[key].astype(np.float64) - other[key]).max(initial=0) <= 1e-3 * size, key
 
 
+@pytest.mark.parametrize("engine", FRAMEWORKS[1:])
+@pytest.mark.parametrize("name", CASES)
+def test_products_of_fewer_bits(name, engine):
+    """Losses and gradients are near those of all bits; the state is float32 as before."""
+    model, batches = training(name)
+    losses, state = run(model, batches[:5], engine, compile=False, precision="bfloat16")
+    expected, other = on_onnxruntime(name, STEPS)
+    np.testing.assert_allclose(losses, expected[:5], rtol=5e-2)
+    assert {key: array.dtype for key, array in state.items()} == {key: array.dtype for key, array in other.items()}
+
+
 @pytest.mark.parametrize("engine", FRAMEWORKS)
 @pytest.mark.parametrize("name", CASES)
 def test_engines_agree(name, engine):

@@ -11,9 +11,10 @@ from conftest import needs
 from onward.model import read
 from onward.run.fusion.attention import Attention
 from onward.run.fusion.linear import Linear
-from onward.run.interpreted import array_function
+from onward.run.interpreted import array_function, framework_class
 
 pytestmark = needs("torch")
+ENGINES = pytest.mark.parametrize("engine", ["torch", pytest.param("jax", marks=needs("jax"))])
 
 N, HEADS, LENGTH, SIZE = 2, 3, 5, 4
 CAUSAL = np.where(np.tri(LENGTH), 0, -np.inf).astype("f")
@@ -75,11 +76,9 @@ OTHERS = {
 }
 
 
-def computed(model, inputs, monkeypatch, *, fuses=("Attention", "onward.Linear")):
-    """What torch computes, and how many times nodes were taken as one."""
-    from onward.run.torch import Torch
-
-    monkeypatch.setattr(Torch, "fuses", fuses)
+def computed(model, inputs, monkeypatch, engine, *, fuses=("Attention", "onward.Linear")):
+    """What an engine computes, and how many times nodes were taken as one."""
+    monkeypatch.setattr(framework_class(engine), "fuses", fuses)
     taken = []
     for kind in (Attention, Linear):
 
@@ -89,7 +88,7 @@ def computed(model, inputs, monkeypatch, *, fuses=("Attention", "onward.Linear")
             return result
 
         monkeypatch.setattr(kind, "compute", compute)
-    y = array_function("torch", read(model))(inputs)["y"]
+    y = array_function(engine, read(model))(inputs)["y"]
     monkeypatch.undo()
     return y, sum(taken)
 
@@ -102,28 +101,33 @@ def normal(**shapes):
 QKV = normal(**dict.fromkeys("qkv", (N, HEADS, LENGTH, SIZE)))
 
 
+@ENGINES
 @pytest.mark.parametrize("case", CASES)
-def test_attention_is_found(case, monkeypatch):
+def test_attention_is_found(case, engine, monkeypatch):
     lines, mask = CASES[case]
     model = attention(*lines, mask=mask)
-    (expected, _), (y, taken) = computed(model, QKV, monkeypatch, fuses=()), computed(model, QKV, monkeypatch)
+    expected, _ = computed(model, QKV, monkeypatch, engine, fuses=())
+    y, taken = computed(model, QKV, monkeypatch, engine)
     assert taken == 1
     np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-6)
 
 
+@ENGINES
 @pytest.mark.parametrize("case", OTHERS)
-def test_what_only_looks_like_it_is_left_alone(case, monkeypatch):
+def test_what_only_looks_like_it_is_left_alone(case, engine, monkeypatch):
     lines, mask = OTHERS[case]
     model = attention(*lines, mask=mask)
-    (expected, _), (y, taken) = computed(model, QKV, monkeypatch, fuses=()), computed(model, QKV, monkeypatch)
+    expected, _ = computed(model, QKV, monkeypatch, engine, fuses=())
+    y, taken = computed(model, QKV, monkeypatch, engine)
     assert taken == 0
     np.testing.assert_array_equal(y, expected)
 
 
-def test_weights_that_others_read_stay(monkeypatch):
+@ENGINES
+def test_weights_that_others_read_stay(engine, monkeypatch):
     model = attention(*PLAIN)
     model.graph.output.append(onnx.helper.make_tensor_value_info("soft", onnx.TensorProto.FLOAT, None))
-    _, taken = computed(model, QKV, monkeypatch)
+    _, taken = computed(model, QKV, monkeypatch, engine)
     assert taken == 0
 
 
@@ -143,14 +147,16 @@ LAYERS = {
 }
 
 
+@ENGINES
 @pytest.mark.parametrize("case", LAYERS)
-def test_linear_layers(case, monkeypatch):
+def test_linear_layers(case, engine, monkeypatch):
     lines, x, w, b, times = LAYERS[case]
     model = parser.parse_model(
         f"""<ir_version: 10, opset_import: ["" : 20]>
         g (float{list(x)} x, float{list(w)} w, float{list(b)} b) => (float y) {{ {lines} }}"""
     )
     inputs = normal(x=x, w=w, b=b)
-    (expected, _), (y, taken) = computed(model, inputs, monkeypatch, fuses=()), computed(model, inputs, monkeypatch)
+    expected, _ = computed(model, inputs, monkeypatch, engine, fuses=())
+    y, taken = computed(model, inputs, monkeypatch, engine)
     assert taken == times
     np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-6)

@@ -34,9 +34,9 @@ class Interpreter:
         values: Values = {value: given[name] for name, value in self._plan.inputs.items()}
         with self._framework.active(), np.errstate(all="ignore"):  # infinities and NaN are results like others
             self.execute(self._plan, values)
-            return {value.name or "": self._typed(value, values[value]) for value in self._plan.outputs}
+            return {value.name or "": self.typed(value, values[value]) for value in self._plan.outputs}
 
-    def _typed(self, value: ir.Value, result: Any) -> Any:
+    def typed(self, value: ir.Value, result: Any) -> Any:
         return self._framework.typed(result, value.dtype) if self._is_tensor(result) else result
 
     # ---- execution ---------------------------------------------------------------------------------------------------
@@ -165,7 +165,7 @@ class _Body:
     def __call__(self, *inputs: Any) -> list[Any]:
         values = {**self._captured, **dict(zip(self._plan.inputs.values(), inputs, strict=True))}
         self._interpreter.execute(self._plan, values)
-        return [values[value] for value in self._plan.outputs]
+        return [self._interpreter.typed(value, values[value]) for value in self._plan.outputs]
 
 
 def _is_number(value: Any) -> bool:

@@ -8,15 +8,18 @@ process does not notice. Python's numbers do not count as 64 bits: `x / 2` has t
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import onnx_ir as ir
 
 from onward.errors import UnknownNameError, UnsupportedError
-from onward.run.framework import Framework, Function, table
+from onward.run.framework import Framework, Function, Operators, table
+from onward.run.jax.attention import derivatives
 from onward.run.jax.values import known
 from onward.run.shared.compilation import Compiled, Report
 from onward.run.shared.precision import with_products_in
@@ -27,6 +30,8 @@ _PRECISIONS = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.
 class Jax(Framework):
     name = "jax"
     operators = table(__name__)
+
+    fuses = ("Attention", "onward.Linear")
 
     def __init__(
         self,
@@ -42,8 +47,12 @@ class Jax(Framework):
         """
         if device not in self.devices():
             raise UnknownNameError(f"JAX has no device `{device}` here", hint=f"it has {', '.join(self.devices())}")
-        self.operators = with_products_in(precision, self.operators, _PRECISIONS, _cast)
         self._device = jax.devices(device)[0]
+        rows = Operators(self.operators)
+        if device == "cuda":
+            rows["Attention"] = functools.partial(rows["Attention"], fused=True)
+        self.operators = with_products_in(precision, rows, _PRECISIONS, _cast, promotes=True)
+        self._mixed = precision != "float32"
         self._on_compile = on_compile
         self._options = {"xla_gpu_deterministic_ops": True} if deterministic and device != "cpu" else {}
 
@@ -66,6 +75,11 @@ class Jax(Framework):
 
     def array(self, tensor: jax.Array) -> np.ndarray:
         return known(tensor)
+
+    def typed(self, tensor: jax.Array, dtype: ir.DataType | None) -> jax.Array:
+        if not self._mixed or dtype is None or not jnp.issubdtype(tensor.dtype, jnp.floating):
+            return tensor
+        return tensor.astype(dtype.numpy())
 
     def adopt(self, value: Any) -> Any:
         if isinstance(value, np.ndarray | jax.Array):
@@ -104,7 +118,11 @@ class Jax(Framework):
     def derivative(
         self, function: Callable[[Sequence[Any]], tuple[Any, list[Any]]], xs: Sequence[Any]
     ) -> tuple[Any, list[Any], Callable[[], Sequence[Any]]]:
-        y, pull_back, more = jax.vjp(function, list(xs), has_aux=True)
+        before = derivatives.set(derivatives.get() + 1)
+        try:
+            y, pull_back, more = jax.vjp(function, list(xs), has_aux=True)
+        finally:
+            derivatives.reset(before)
 
         def gradients() -> Sequence[Any]:
             try:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextvars
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -26,15 +28,17 @@ def attention(
     *,
     is_causal,
     kv_num_heads=None,
-    left_window_size,
+    left_window_size=-1,
     q_num_heads=None,
     qk_matmul_output_mode,
-    right_window_size,
+    right_window_size=-1,
     scale=None,
     softcap,
     softmax_precision=None,
     outputs,
+    fused=False,
 ):
+    """`fused` allows for cuDNN's, which computes no more than `y`, in few bits."""
     packed = q.ndim == 3
     if packed:
         q, k, v = _heads(q, q_num_heads), _heads(k, kv_num_heads), _heads(v, kv_num_heads)
@@ -44,10 +48,14 @@ def attention(
     present = k, v
     if q.shape[1] != k.shape[1]:
         k, v = (jnp.repeat(x, q.shape[1] // x.shape[1], 1) for x in (k, v))
+    left, right = left_window_size, 0 if is_causal else right_window_size
+    plain = mask is None and past_key is None and valid is None and not softcap and outputs == 1 and left < 0
+    if fused and plain and (is_causal or right < 0) and _has_kernel(q, k, v):
+        y = _fused(q, k, v, is_causal, scale)
+        return (y.reshape(*y.shape[:2], -1) if packed else y.swapaxes(1, 2),)
     root = math.sqrt(1 / math.sqrt(q.shape[3]) if scale is None else scale)
     products = jnp.einsum("bhqd,bhkd->bhqk", q * root, k * root)
     capped = softcap * jnp.tanh(products / softcap) if softcap else products
-    left, right = left_window_size, 0 if is_causal else right_window_size
     allowed = _allowed(q.shape[2], k.shape[2], offset, valid, left, right)
     scores = _masked(capped, mask, allowed)
     exact = scores if softmax_precision is None else scores.astype(dtype_of(softmax_precision))
@@ -55,7 +63,23 @@ def attention(
     weights = _softmax(exact, may_be_empty).astype(q.dtype)
     y = jnp.einsum("bhqk,bhkd->bhqd", weights, v)
     y = y.swapaxes(1, 2).reshape(len(y), y.shape[2], -1) if packed else y
-    return y if outputs == 1 else (y, *present, (products, capped, scores, weights)[qk_matmul_output_mode])
+    return (y, *present, (products, capped, scores, weights)[qk_matmul_output_mode])[:outputs]
+
+
+derivatives: contextvars.ContextVar[int] = contextvars.ContextVar("derivatives", default=0)
+"""How many derivatives there will be: fused attention has only one."""
+
+
+def _has_kernel(q, k, v):
+    sizes = {x.shape[-1] for x in (q, k, v)}
+    half = all(x.dtype in (jnp.bfloat16, jnp.float16) for x in (q, k, v))
+    return half and len(sizes) == 1 and max(sizes) <= 128 and max(sizes) % 8 == 0 and derivatives.get() < 2
+
+
+def _fused(q, k, v, is_causal, scale):
+    """(batch, heads, length, size) -> (batch, length, heads, size)."""
+    q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
+    return jax.nn.dot_product_attention(q, k, v, scale=scale, is_causal=bool(is_causal), implementation="cudnn")
 
 
 def _heads(x, count):

@@ -8,6 +8,7 @@ from onward.run.framework import Operators
 
 operators = Operators()
 operators(MatMul=jnp.matmul)
+operators.define("onward.Linear")(lambda x, weight, bias: jnp.matmul(x, weight) + bias)
 
 
 @operators.define("Gemm")

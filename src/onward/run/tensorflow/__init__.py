@@ -43,7 +43,7 @@ class TensorFlow(Framework):
             raise UnknownNameError(
                 f"TensorFlow has no device `{device}` here", hint=f"it has {', '.join(self.devices())}"
             )
-        self.operators = with_products_in(precision, self.operators, _PRECISIONS, _cast)
+        self.operators = with_products_in(precision, self.operators, _PRECISIONS, _cast, promotes=False)
         self._device = f"/{_DEVICES[device]}:0"
         self._on_compile = on_compile
         if deterministic:

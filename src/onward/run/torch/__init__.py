@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes, _get_current_di
 
 from onward.errors import UnknownNameError, near
 from onward.run.framework import Framework, Function, Operators, table
-from onward.run.torch.compilation import Compiled, seed
+from onward.run.torch.compilation import Compiled
 from onward.run.torch.types import TYPES, from_array, has_type, to_array
 
 PRECISIONS = {None: None, "float32": None, "tf32": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -125,7 +125,7 @@ class Torch(Framework):
             found = torch.autograd.grad(
                 y,
                 variables,
-                torch.ones_like(y) if nested else seed(y),
+                torch.ones_like(y),
                 create_graph=nested,
                 retain_graph=nested,
                 materialize_grads=True,

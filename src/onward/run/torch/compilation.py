@@ -1,23 +1,20 @@
 """A training step compiled as a whole: forward, derivative and update, for TorchInductor.
 
 The interpreter runs once for each set of batch shapes, with tensors that have only shapes, and what it does is
-recorded as one graph. That is parted in two where the derivative begins, as PyTorch's own compiler does it: what is
-cheap is computed again for the derivative, rather than kept.
+recorded as one graph, which writes the new state over the old. On a GPU its kernels are launched at once, by a CUDA
+graph.
 """
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import fx
-from torch._functorch.partitioners import min_cut_rematerialization_partition
-from torch._inductor.compile_fx import compile_fx, compile_fx_inner
-from torch._inductor.decomposition import select_decomp_table
+from torch._dispatch.python import enable_python_dispatcher
+from torch._inductor.compile_fx import compile_fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from onward.errors import UnsupportedError
@@ -27,14 +24,6 @@ Tensors = dict[str, torch.Tensor]
 Step = Callable[[Tensors, Tensors, Tensors], tuple[Tensors, dict[str, Any]]]
 Report = Callable[[str], None]
 
-_seed: contextvars.ContextVar[torch.Tensor | None] = contextvars.ContextVar("_seed", default=None)
-
-
-def seed(y: torch.Tensor) -> torch.Tensor:
-    """Ones, of which derivatives are made. While a step is traced they are an input, to know what comes of them."""
-    one = _seed.get()
-    return torch.ones_like(y) if one is None else one.to(y.dtype).expand_as(y)
-
 
 class Compiled:
     """A step that is compiled when it is first called with tensors of some shapes."""
@@ -43,6 +32,7 @@ class Compiled:
         self._step = step
         self._report = report or (lambda text: None)
         self._versions: dict[Any, Step] = {}
+        self._pool: list[Any] = []
 
     def __call__(self, state: Tensors, constants: Tensors, batch: Tensors) -> tuple[Tensors, dict[str, Any]]:
         batch = {name: tensor.contiguous() for name, tensor in batch.items()}
@@ -59,7 +49,8 @@ class Compiled:
         except UnsupportedError as error:
             warnings.warn(f"the step runs without being compiled: {error}", stacklevel=3)
             return self._step
-        return traced.compiled()
+        compiled = traced.compiled()
+        return _Replayed(compiled, self._pool) if traced.device.type == "cuda" else compiled
 
 
 class _Traced:
@@ -67,90 +58,89 @@ class _Traced:
 
     def __init__(self, step: Step, state: Tensors, constants: Tensors, batch: Tensors):
         self._inputs = _signed(*state.values(), *constants.values(), *batch.values())
-        self._inputs.append(torch.ones((), device=self._inputs[0].device))
+        self.device = self._inputs[0].device
 
         def run(*tensors: torch.Tensor) -> list[torch.Tensor]:
             given = iter(tensors)
             parts = [
                 {name: next(given).view(x.dtype) for name, x in part.items()} for part in (state, constants, batch)
             ]
-            with _seeding(next(given)):
-                new, results = step(*parts)
+            new, results = step(*parts)
             self._known = {name: value for name, value in results.items() if not torch.is_tensor(value)}
-            made = {("new", name): _plain(value) for name, value in new.items() if value is not parts[0].get(name)}
-            made |= {("result", name): value for name, value in results.items() if name not in self._known}
-            self._made = [(kind, name, value.dtype) for (kind, name), value in made.items()]
-            return _signed(*made.values())
+            shown = {name: value.clone() for name, value in results.items() if name not in self._known}
+            self._shown = [(name, value.dtype) for name, value in shown.items()]
+            for name, old in zip(state, tensors, strict=False):
+                if name in new and new[name] is not parts[0][name]:
+                    old.copy_(*_signed(new[name]))
+            return _signed(*shown.values())
 
-        table = dict(select_decomp_table())
-        if self._inputs[0].device.type == "cpu":  # where pools are slow to compute again
-            table.pop(torch.ops.aten.max_pool2d_with_indices.default, None)
-        trace = make_fx(run, table, tracing_mode="fake", _allow_non_fake_inputs=True)
-        self._graph = trace(*self._inputs)
+        with enable_python_dispatcher():  # which takes operators apart as the compiler wants them
+            self._graph = make_fx(run, tracing_mode="fake", _allow_non_fake_inputs=True)(*self._inputs)
         _merge_views(self._graph)
 
     def compiled(self) -> Step:
-        call, order = self._parted()
-        made, known, one = [self._made[i] for i in order], self._known, self._inputs[-1]
+        call = compile_fx(self._graph, self._inputs)
+        shown, known = self._shown, self._known
 
         def run(state: Tensors, constants: Tensors, batch: Tensors) -> tuple[Tensors, dict[str, Any]]:
-            outputs = call(*_signed(*state.values(), *constants.values(), *batch.values()), one)
-            new: Tensors = {}
-            results = dict(known)
-            for (kind, name, dtype), tensor in zip(made, outputs, strict=True):
-                (new if kind == "new" else results)[name] = tensor.view(dtype)
-            return new, results
+            outputs = call(*_signed(*state.values(), *constants.values(), *batch.values()))
+            return {}, known | {name: x.view(dtype) for (name, dtype), x in zip(shown, outputs, strict=True)}
 
         return run
 
-    def _parted(self) -> tuple[Callable[..., list[torch.Tensor]], list[int]]:
-        """A compiled function, and which of the outputs are those that it returns, in their order."""
-        *others, one = (node for node in self._graph.graph.nodes if node.op == "placeholder")
-        output = self._graph.graph.output_node()
-        outputs = output.args[0]
-        later = _reached(one)
-        order = sorted(range(len(outputs)), key=lambda i: outputs[i] in later)
-        early = sum(node not in later for node in outputs)
-        if early == len(outputs):
-            return compile_fx(self._graph, self._inputs), order
-        output.args = ([outputs[i] for i in order],)
-        one.name = one.target = "tangents_1"  # names by which the parts are found
-        for i, node in enumerate(others, 1):
-            node.name = node.target = f"primals_{i}"
-        self._graph.recompile()
-        forward, backward = min_cut_rematerialization_partition(self._graph, self._inputs, num_fwd_outputs=early)
-        for part, count in (forward, early), (backward, len(outputs) - early):  # what else they hand on has any layout
-            part.graph.output_node().meta["user_visible_output_idxs"] = range(count)
-        first, second = _lazily(forward), _lazily(backward)
 
-        def call(*inputs: torch.Tensor) -> list[torch.Tensor]:
-            made = list(first([*inputs[:-1]]))
-            kept = [*made[early:], inputs[-1]]
-            del made[early:]  # the second part lets go of what it has read
-            return made + list(second(kept))
+class _Replayed:
+    """A compiled step, recorded as a CUDA graph once it has run a few times, which sets up what may not be recorded.
 
-        return call, order
+    All that share a pool of memory use the same for what they compute on the way.
+    """
 
+    def __init__(self, step: Step, pool: list[Any]):
+        self._step = step
+        self._pool = pool
+        self._calls = 0
+        self._recording: _Recording | None = None
 
-def _lazily(graph: fx.GraphModule) -> Callable[[list[torch.Tensor]], list[torch.Tensor]]:
-    """Compiled for the inputs that come, whose layout is a matter of the compiler."""
-    compiled: list[Callable[[list[torch.Tensor]], list[torch.Tensor]]] = []
+    def __call__(self, state: Tensors, constants: Tensors, batch: Tensors) -> tuple[Tensors, dict[str, Any]]:
+        if self._recording is None and self._calls == _PLAIN_CALLS:
+            self._recording = self._record(state, constants, batch)
+        self._calls += 1
+        if self._recording is None:
+            return self._step(state, constants, batch)
+        return self._recording(state, batch)
 
-    def call(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-        if not compiled:
-            compiled.append(compile_fx_inner(graph, list(inputs)))
-        return compiled[0](inputs)
-
-    return call
+    def _record(self, state: Tensors, constants: Tensors, batch: Tensors) -> _Recording | None:
+        torch.cuda.empty_cache()  # the graph has memory of its own, and what was used before it is free
+        try:
+            made = _Recording(self._step, state, constants, batch, self._pool[0] if self._pool else None)
+        except RuntimeError as error:
+            warnings.warn(f"the step runs without a CUDA graph: {error}", stacklevel=5)
+            return None
+        self._pool[:] = [made.pool]
+        return made
 
 
-@contextlib.contextmanager
-def _seeding(one: torch.Tensor) -> Iterator[None]:
-    token = _seed.set(one)
-    try:
-        yield
-    finally:
-        _seed.reset(token)
+_PLAIN_CALLS = 2
+
+
+class _Recording:
+    """A CUDA graph of a step, that reads and writes the memory of one state and one batch."""
+
+    def __init__(self, step: Step, state: Tensors, constants: Tensors, batch: Tensors, pool: Any):
+        self._state = dict(state)
+        self._constants = constants  # memory that is read must not be given back
+        self._batch = {name: tensor.clone() for name, tensor in batch.items()}
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph, pool=pool):
+            _, self._results = step(self._state, constants, self._batch)
+        self.pool = self._graph.pool()
+
+    def __call__(self, state: Tensors, batch: Tensors) -> tuple[Tensors, dict[str, Any]]:
+        for name, tensor in batch.items():
+            self._batch[name].copy_(tensor)
+        moved = {name: self._state[name].copy_(x) for name, x in state.items() if x is not self._state[name]}
+        self._graph.replay()
+        return moved, {name: x.clone() if torch.is_tensor(x) else x for name, x in self._results.items()}
 
 
 def _signed(*tensors: torch.Tensor) -> list[torch.Tensor]:
@@ -179,18 +169,3 @@ def _merge_views(graph: fx.GraphModule) -> None:
                 node.replace_all_uses_with(source)
     graph.graph.eliminate_dead_code()
     graph.recompile()
-
-
-def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    """In rows, whatever layout the compiler chooses: the next step takes no other."""
-    return tensor.clone(memory_format=torch.contiguous_format) if tensor.ndim > 2 else tensor
-
-
-def _reached(node: fx.Node) -> set[fx.Node]:
-    """All that is computed from a node."""
-    found, pending = {node}, [node]
-    while pending:
-        fresh = [user for user in pending.pop().users if user not in found]
-        found.update(fresh)
-        pending += fresh
-    return found

@@ -33,7 +33,7 @@ def conv(x, w, b=None, *, auto_pad, dilations, group, kernel_shape, pads, stride
         before = [before for before, _ in amounts]
     else:
         x, before = padded(x, amounts), [0] * rank
-    if x.is_cuda and rank == 2:  # the layout for which GPUs have kernels
+    if rank == 2:  # the layout for which there are the better kernels
         x, w = (tensor.contiguous(memory_format=torch.channels_last) for tensor in (x, w))
     return _CONVOLUTIONS[rank](x, w, b, strides, before, dilations, group)
 
