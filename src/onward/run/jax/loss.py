@@ -24,7 +24,8 @@ def negative_log_likelihood_loss(log_prob, labels, weights=None, *, ignore_index
 def _of_classes(log_prob, labels, weights, ignore_index, reduction):
     counted = None if ignore_index is None else labels != ignore_index
     classes = labels if counted is None else jnp.where(counted, labels, 0)
-    losses = -jnp.squeeze(jnp.take_along_axis(log_prob, classes[:, None], 1, mode="clip"), 1)
+    every = jnp.arange(log_prob.shape[1]).reshape(-1, *[1] * (log_prob.ndim - 2))
+    losses = -jnp.sum(jnp.where(classes[:, None] == every, log_prob, 0), 1)  # which is fused, and so is its gradient
     share = None if weights is None else jnp.take(weights, classes, mode="clip")
     if counted is not None:
         share = jnp.where(counted, 1 if share is None else share, 0).astype(losses.dtype)

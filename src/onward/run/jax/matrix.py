@@ -8,7 +8,6 @@ from onward.run.framework import Operators
 
 operators = Operators()
 operators(MatMul=jnp.matmul)
-operators.define("onward.Linear")(lambda x, weight, bias: jnp.matmul(x, weight) + bias)
 
 
 @operators.define("Gemm")
@@ -24,3 +23,4 @@ operators(
     Einsum=lambda *xs, equation: jnp.einsum(equation, *xs),
     Det=jnp.linalg.det,
 )
+operators.define("onward.Linear")(lambda x, weight, bias: jnp.matmul(x, weight) + bias)

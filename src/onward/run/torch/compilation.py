@@ -79,11 +79,14 @@ class _Traced:
         _merge_views(self._graph)
 
     def compiled(self) -> Step:
-        call = compile_fx(self._graph, self._inputs)
+        numbers = _split_off_numbers(self._graph)
+        first = compile_fx(numbers, self._inputs)
+        call = compile_fx(self._graph, [*self._inputs, *first(*self._inputs)])
         shown, known = self._shown, self._known
 
         def run(state: Tensors, constants: Tensors, batch: Tensors) -> tuple[Tensors, dict[str, Any]]:
-            outputs = call(*_signed(*state.values(), *constants.values(), *batch.values()))
+            inputs = _signed(*state.values(), *constants.values(), *batch.values())
+            outputs = call(*inputs, *first(*inputs))
             return {}, known | {name: x.view(dtype) for (name, dtype), x in zip(shown, outputs, strict=True)}
 
         return run
@@ -169,3 +172,46 @@ def _merge_views(graph: fx.GraphModule) -> None:
                 node.replace_all_uses_with(source)
     graph.graph.eliminate_dead_code()
     graph.recompile()
+
+
+def _split_off_numbers(graph: fx.GraphModule) -> fx.GraphModule:
+    """A graph of what is computed of single numbers alone: rates, corrections of moments, schedules.
+
+    The given graph takes them as further inputs. Within a kernel they would be computed again for every element.
+    """
+    numbers: list[fx.Node] = []
+    of_numbers: set[fx.Node] = set()
+    for node in graph.graph.nodes:
+        if _is_number(graph, node) and all(source in of_numbers for source in node.all_input_nodes):
+            of_numbers.add(node)
+            if node.op == "call_function" and not _is_view(node):
+                numbers.append(node)
+    handed = [node for node in numbers if any(user not in of_numbers or _is_view(user) for user in node.users)]
+    first = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in graph.graph.nodes:
+        if node.op == "placeholder" or node in of_numbers:
+            copies[node] = first.node_copy(node, copies.__getitem__)
+    first.output([copies[node] for node in handed])
+    *_, last = (node for node in graph.graph.nodes if node.op == "placeholder")
+    for i, node in enumerate(handed):
+        with graph.graph.inserting_after(last):
+            last = graph.graph.placeholder(f"number_{i}")
+        last.meta = node.meta
+        node.replace_all_uses_with(last)
+    graph.graph.eliminate_dead_code()
+    graph.recompile()
+    made = fx.GraphModule(graph, first)
+    made.graph.eliminate_dead_code()
+    made.recompile()
+    return made
+
+
+def _is_number(graph: fx.GraphModule, node: fx.Node) -> bool:
+    value = getattr(graph, str(node.target)) if node.op == "get_attr" else node.meta.get("val")
+    mutable = isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+    return isinstance(value, torch.Tensor) and value.numel() == 1 and not mutable
+
+
+def _is_view(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target.is_view
