@@ -1,0 +1,143 @@
+"""A training run in words that no framework owns: what every carrier is read into, and made from.
+
+A carrier is read in three parts: the forward pass becomes an inference model whose initializers have the names of the
+framework's parameters; loss, optimizer and schedule become words of a recipe; the optimizer's state becomes slots.
+`assemble` makes a training model of these, and `disassemble` finds them in one, whoever wrote it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import glob
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from onward.build import DOMAIN
+from onward.errors import UnsupportedError
+from onward.inspect import describe
+from onward.inspect.parts import Group as Described
+from onward.inspect.parts import LossTerm, Training
+from onward.model import Model
+from onward.model.state import STEP, states
+from onward.recipe import prepare
+from onward.recipe.forward import Variance
+from onward.recipe.optimizers import optimizer
+from onward.recipe.optimizers.clip import scale_to_norm_optax
+from onward.recipe.spec import Spec
+from onward.transform import strip
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """Parameters that one optimizer updates with the same settings."""
+
+    optimizer: Spec
+    """As a recipe has it. All numbers and choices that matter are given, `variant` among them."""
+    parameters: Sequence[str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A training run at some moment."""
+
+    model: Model
+    """The inference model, with its weights as they are now."""
+    loss: Any
+    """What `prepare` takes: such as `Spec("cross_entropy", {"label_smoothing": 0.1})`, or a list of several."""
+    groups: Sequence[Group]
+    slots: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
+    """Optimizer state by the names of a training model: `fc.weight/exp_avg`. What is missing has not begun yet."""
+    step: int = 0
+    """Updates made so far."""
+    schedule: Sequence[Spec] = ()
+    """Of the learning rate, by updates; each but the last says `until` which."""
+    clip: Mapping[str, Any] | None = None
+    """Such as `{"norm": 1.0, "variant": "torch"}`."""
+    statistics: Variance = "population"
+    """Which variance BatchNormalization keeps."""
+    recipe: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Whatever else `prepare` is told: accumulate, ema, seed."""
+
+    @property
+    def parameters(self) -> list[str]:
+        return [name for group in self.groups for name in group.parameters]
+
+
+def assemble(run: Run) -> Model:
+    """The training model that goes on where a run is."""
+    model = prepare(
+        run.model,
+        loss=run.loss,
+        optimizer=run.groups[0].optimizer,
+        groups=[_given(group) for group in run.groups],
+        trainable=[glob.escape(name) for name in run.parameters],
+        schedule=list(run.schedule) or None,
+        clip=run.clip,
+        variance=run.statistics,
+        **run.recipe,
+    )
+    for name, array in run.slots.items():
+        model.set(name, array)
+    model.set(STEP, np.int64(run.step))
+    return model
+
+
+def _given(group: Group) -> dict[str, Any]:
+    match = [glob.escape(name) for name in group.parameters]
+    return {"match": match, "optimizer": {"name": group.optimizer.name, **group.optimizer.options}}
+
+
+def disassemble(model: Model, index: int = 0) -> Run:
+    """The run that a training model holds, with its numbers as they are now."""
+    training = describe(model).steps[index]
+    unknown = [group.name for group in training.groups if group.optimizer is None]
+    if unknown or not training.loss.terms:
+        what = f"the updates of {', '.join(unknown)} are" if unknown else "the loss is"
+        raise UnsupportedError(
+            f"{what} written out in plain operators, of which no framework has an object",
+            hint="run the training model as it is: `onward.run.load(model, engine=...)`",
+        )
+    slots = {state.name: _array(state.value) for state in states(model, index) if state.role == "optimizer_state"}
+    recipe = model.step(index).fact("train.recipe") or {}
+    return Run(
+        model=strip(model),
+        loss=[_term(term) for term in training.loss.terms],
+        groups=[Group(_optimizer(group), group.parameters) for group in training.groups],
+        slots=slots,
+        step=int(training.progress.step or 0),
+        schedule=[Spec(part.name, {**part.numbers, **part.choices}) for part in training.schedule],
+        clip=_clip(training),
+        statistics=recipe.get("variance", "population"),
+        recipe={key: recipe[key] for key in ("accumulate", "ema", "seed", "loss_scale") if key in recipe},
+    )
+
+
+def _array(value: ir.Value) -> np.ndarray:
+    assert value.const_value is not None
+    return value.const_value.numpy()
+
+
+def _term(term: LossTerm) -> dict[str, Any]:
+    scale = {} if term.scale == 1 else {"scale": term.scale}
+    return {term.output: {"name": term.name, **term.options, **scale}}
+
+
+def _optimizer(group: Described) -> Spec:
+    """Its settings but for those that this kind has no use for as it is configured."""
+    kind = optimizer(str(group.optimizer))
+    settings = {**group.hyper, **group.options}
+    return Spec(kind.name, {key: value for key, value in settings.items() if key in {**kind.hyper, **kind.choices}})
+
+
+def _clip(training: Training) -> dict[str, Any] | None:
+    clip = training.clip
+    if clip is None:
+        return None
+    return {clip.kind: clip.limit, **({} if clip.kind == "value" else {"variant": _variant_of_clip(clip.operator)})}
+
+
+def _variant_of_clip(operator: str) -> str:
+    return "optax" if operator == f"{DOMAIN}.{scale_to_norm_optax.name}" else "torch"

@@ -1,0 +1,60 @@
+"""A training model taken apart into a run, and put together again: the same training."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import models
+import onward
+from onward.convert.run import assemble, disassemble
+from onward.errors import UnsupportedError
+from onward.recipe.optimizers import OPTIMIZERS
+from onward.run import load
+
+RNG = np.random.default_rng(0)
+BATCH = {"image": RNG.standard_normal((8, 64)).astype("f"), "labels": RNG.integers(0, 10, 8)}
+RECIPES = {
+    "schedules, clipping, groups": {
+        "optimizer": "adamw:lr=1e-2",
+        "schedule": ["linear:steps=3,start_factor=0.1,until=3", "cosine:steps=20,min=1e-4"],
+        "groups": ["*bias:weight_decay=0,lr=2e-3", {"match": "fc1*", "optimizer": "sgd:lr=0.01,momentum=0.9"}],
+        "clip": {"norm": 0.5, "variant": "optax"},
+    },
+    "some are frozen, gradients accumulate, an average": {"freeze": ["fc1*"], "accumulate": 2, "ema": 0.9},
+    "a smooth loss of half weight": {"loss": "cross_entropy:label_smoothing=0.1,scale=0.5", "optimizer": "sgd:lr=0.1"},
+    **{f"optimizer {name}": {"optimizer": name, "freeze": ["*bias"]} for name in OPTIMIZERS},
+    "clipped by value": {"clip": "value:0.01"},
+    "clipped tensor by tensor": {"clip": "tensor_norm:0.1", "schedule": "step:size=2,gamma=0.5,warmup=2"},
+}
+
+
+def steps(model, count):
+    with load(model, threads=1) as engine:
+        losses = [float(engine.step(BATCH)["loss"]) for _ in range(count)]
+        return losses, engine.updated()
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_run_goes_on(name):
+    recipe = {"loss": "cross_entropy", **RECIPES[name]}
+    _, model = steps(onward.prepare(models.digits_mlp(), **recipe), 4)
+    again = assemble(disassemble(model))
+    onward.check(again)
+    expected, end = steps(model, 4)
+    losses, other = steps(again, 4)
+    if "average" not in name:
+        assert losses == expected
+    for state in onward.describe(model).with_role("trained", "frozen"):
+        np.testing.assert_array_equal(
+            other.graph.initializers[state.name].const_value.numpy(),
+            end.graph.initializers[state.name].const_value.numpy(),
+            err_msg=state.name,
+        )
+
+
+def test_what_is_written_out_is_no_run():
+    model = onward.prepare(models.digits_mlp(), loss="cross_entropy")
+    model.step().algorithm.metadata_props.pop("train.loss")
+    with pytest.raises(UnsupportedError, match="the loss is written out"):
+        disassemble(model)
