@@ -48,8 +48,9 @@ class Run:
     loss: Any
     """What `prepare` takes: such as `Spec("cross_entropy", {"label_smoothing": 0.1})`, or a list of several."""
     groups: Sequence[Group]
-    slots: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
-    """Optimizer state by the names of a training model: `fc.weight/exp_avg`. What is missing has not begun yet."""
+    state: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
+    """What else there is beside the weights, by the names of a training model: slots of optimizers
+    (`fc.weight/exp_avg`), averages, random keys. What is missing has not begun yet."""
     step: int = 0
     """Updates made so far."""
     schedule: Sequence[Spec] = ()
@@ -79,7 +80,7 @@ def assemble(run: Run) -> Model:
         variance=run.statistics,
         **run.recipe,
     )
-    for name, array in run.slots.items():
+    for name, array in run.state.items():
         model.set(name, array)
     model.set(STEP, np.int64(run.step))
     return model
@@ -100,13 +101,13 @@ def disassemble(model: Model, index: int = 0) -> Run:
             f"{what} written out in plain operators, of which no framework has an object",
             hint="run the training model as it is: `onward.run.load(model, engine=...)`",
         )
-    slots = {state.name: _array(state.value) for state in states(model, index) if state.role == "optimizer_state"}
+    own = [state for state in states(model, index) if state.role not in ("parameter", "statistics")]
     recipe = model.step(index).fact("train.recipe") or {}
     return Run(
         model=strip(model),
         loss=[_term(term) for term in training.loss.terms],
         groups=[Group(_optimizer(group), group.parameters) for group in training.groups],
-        slots=slots,
+        state={state.name: _array(state.value) for state in own if state.name != STEP},
         step=int(training.progress.step or 0),
         schedule=[Spec(part.name, {**part.numbers, **part.choices}) for part in training.schedule],
         clip=_clip(training),
