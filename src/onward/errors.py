@@ -42,6 +42,10 @@ class TrainingError(Error, ArithmeticError):
     """A run that cannot go on: its loss is not finite."""
 
 
+class MismatchError(Error, ArithmeticError):
+    """Two sides of a conversion do not compute the same."""
+
+
 class UnknownNameError(Error, LookupError):
     """A name or pattern matches nothing."""
 

@@ -1,0 +1,65 @@
+"""The same steps on both sides of a conversion: what a carrier computes, and what its training model does.
+
+Dropout is left out, since no two frameworks draw the same numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+import numpy as np
+import onnx_ir as ir
+
+from onward.errors import MismatchError
+from onward.model import Model
+from onward.run import load
+from onward.run.engine import Arrays
+
+TOLERANCE = 1e-4
+"""Of losses, and of weights as parts of their largest element."""
+
+
+def probe(
+    model: Model,
+    batches: Iterable[Arrays],
+    step: Callable[[Arrays], float],
+    weights: Callable[[], Mapping[str, np.ndarray]],
+    *,
+    carrier: str,
+) -> None:
+    """Let both sides make the same steps, or say what differs first. The training model itself stays as it is.
+
+    `step` is a step of the carrier, with its loss; `weights` are its parameters and statistics at that moment.
+    """
+    with load(model, threads=1) as engine:
+        for number, batch in enumerate(batches, 1):
+            found, expected = float(engine.step(batch)[engine.loss]), step(batch)
+            _compare("the loss", np.asarray(found), np.asarray(expected), number, carrier)
+            state = engine.state()
+            for name, array in weights().items():
+                _compare(f"`{name}`", state.get(name, array), array, number, carrier)
+
+
+def _compare(what: str, found: np.ndarray, expected: np.ndarray, step: int, carrier: str) -> None:
+    size = max(float(np.abs(expected).max(initial=0)), 1e-3)
+    difference = float(np.abs(found.astype(np.float64) - expected).max(initial=0))
+    if not difference <= TOLERANCE * size:
+        raise MismatchError(
+            f"after step {step} {what} is off by {difference:.3g} from that of {carrier}, where it is {size:.3g} large",
+            hint="the conversion is not exact: please report the model that it was",
+        )
+
+
+def without_dropout(model: Model) -> Model:
+    """A copy of an inference model without Dropout."""
+    made = model.copy()
+    for node in list(made.graph.all_nodes()):
+        if node.op_type == "Dropout" and not node.domain:
+            kept, source = node.outputs[0], node.inputs[0]
+            assert source is not None and node.graph is not None
+            identity = ir.node("Identity", [source])
+            node.graph.insert_before(node, identity)
+            identity.outputs[0].type, identity.outputs[0].shape = kept.type, kept.shape
+            kept.replace_all_uses_with(identity.outputs[0], replace_graph_outputs=True)
+            node.graph.remove(node)
+    return made
