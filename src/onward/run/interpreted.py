@@ -182,6 +182,28 @@ class Interpreted(Engine):
         return self._parts[name]
 
 
+Computation = Callable[[Tensors], tuple[Tensors, Tensors]]
+
+
+def computation(lowered: Model, framework: Framework) -> Computation:
+    """A part of a training step: (state and batch) -> (what is new of the state, results to be shown)."""
+    contract = contract_of(lowered)
+    execute = interpreter(lowered, framework)
+    is_step = contract["part"] == "step"
+    update: dict[str, str] = contract["update"] if is_step else {}
+    loss = contract["loss"]
+    shown = [*contract["metrics"], *contract["outputs"], *contract["gradients"]]
+
+    def compute(given: Tensors) -> tuple[Tensors, Tensors]:
+        results = execute(given)
+        new = {name: framework.place(results[value]) for name, value in update.items()}
+        if is_step and loss in results:
+            new = _if_finite(framework, framework.place(results[loss]), new, given)
+        return new, {name: results[name] for name in shown}
+
+    return compute
+
+
 class _Part:
     """One part of a training step: (state, constants, batch) -> (what is new of the state, results to be shown)."""
 
@@ -190,20 +212,12 @@ class _Part:
         self.contract = contract_of(lowered)
         self._framework = framework
         self._constants = {name: framework.tensor(array) for name, array in _large_constants(lowered).items()}
-        execute = interpreter(lowered, framework)
-        is_step = self.contract["part"] == "step"
-        update: dict[str, str] = self.contract["update"] if is_step else {}
-        loss = self.contract["loss"]
-        shown = [*self.contract["metrics"], *self.contract["outputs"], *self.contract["gradients"]]
+        of_all = computation(lowered, framework)
 
         def compute(state: Tensors, constants: Tensors, batch: Tensors) -> tuple[Tensors, Tensors]:
-            results = execute(state | constants | batch)
-            new = {name: framework.place(results[value]) for name, value in update.items()}
-            if is_step and loss in results:
-                new = _if_finite(framework, framework.place(results[loss]), new, state)
-            return new, {name: results[name] for name in shown}
+            return of_all(state | constants | batch)
 
-        compile = framework.compile_step if is_step else framework.compile
+        compile = framework.compile_step if self.contract["part"] == "step" else framework.compile
         self._compute = compile(compute) if compiled else compute
         self._take = framework.feed if compiled else framework.adopt
 

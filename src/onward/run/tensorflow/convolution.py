@@ -23,7 +23,7 @@ operators = Operators()
 def conv(x, w, b=None, *, auto_pad, dilations, group, pads, strides):
     rank = x.shape.rank - 2
     strides, dilations = strides or [1] * rank, dilations or [1] * rank
-    widths = paddings(auto_pad, pads, sizes(x)[2:], w.shape[2:], strides, dilations)
+    widths = paddings(auto_pad, pads, sizes(x, 2), w.shape[2:], strides, dilations)
     y = _convolved(_padded(channels_last(x), widths), _kernel_last(w), group, strides, dilations)
     return channels_first(y if b is None else y + b)
 
@@ -129,7 +129,7 @@ def _spread(x, w, group, strides, whole):
 def deform_conv(x, w, offset, b=None, mask=None, *, dilations, group, offset_group, pads, strides):
     """Each element of a window is sampled where its offset says, and windows times kernels are added up."""
     n, channels, *_ = sizes(x)
-    count, kernel, places = math.prod(w.shape[2:]), w.shape[2:].as_list(), sizes(offset)[2:]
+    count, kernel, places = math.prod(w.shape[2:]), w.shape[2:].as_list(), sizes(offset, 2)
     rank = len(kernel)
     starts = [np.arange(m) * s - p for m, s, p in zip(places, strides or [1] * rank, pads or [0] * rank, strict=False)]
     steps = [np.arange(k) * d for k, d in zip(kernel, dilations or [1] * rank, strict=True)]

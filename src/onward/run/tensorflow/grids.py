@@ -75,7 +75,7 @@ def linear(x, points):
 
 @operators.define("GridSample")
 def grid_sample(x, grid, *, align_corners, mode, padding_mode):
-    shape = sizes(x)[2:]
+    shape = sizes(x, 2)
     n, *places, _ = sizes(grid)
     flat = tf.reshape(grid, [n, -1, len(shape)])
     points = [_on_image(flat[..., -1 - axis], size, align_corners) for axis, size in enumerate(shape)]

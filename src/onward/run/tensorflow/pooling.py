@@ -38,7 +38,7 @@ class _Window(NamedTuple):
 
 
 def _window(x, kernel, auto_pad, ceil_mode, dilations, pads, strides):
-    shape, rank = sizes(x)[2:], len(kernel)
+    shape, rank = sizes(x, 2), len(kernel)
     slide = kernel, strides or [1] * rank, dilations or [1] * rank
     pads = paddings(auto_pad, pads, shape, *slide)
     return _Window(*slide, pads, with_ceiling(pads, shape, *slide) if ceil_mode else pads)
@@ -86,7 +86,7 @@ def max_pool(x, *, auto_pad, ceil_mode, dilations, kernel_shape, pads, storage_o
 
 def _positions(x, window, chosen, storage_order):
     """Where on the whole tensor, laid out flat, the chosen elements of windows are."""
-    shape = sizes(x)[2:]
+    shape = sizes(x, 2)
     rank, elements = len(shape), np.unravel_index(np.arange(math.prod(window.kernel)), window.kernel)
     flat = np.zeros([1] * (rank + 1), np.int64)
     for axis, (places, (before, _)) in enumerate(zip(window.places(shape), window.filled, strict=True)):
@@ -101,7 +101,7 @@ def _positions(x, window, chosen, storage_order):
 @operators.define("AveragePool")
 def average_pool(x, *, auto_pad, ceil_mode, count_include_pad, dilations, kernel_shape, pads, strides):
     window = _window(x, kernel_shape, auto_pad, ceil_mode, dilations, pads, strides)
-    numbers = _numbers(sizes(x)[2:], window, count_include_pad)
+    numbers = _numbers(sizes(x, 2), window, count_include_pad)
     if (numbers == math.prod(kernel_shape)).all():
         return _means(x, window)
     return _means(x, window) * tf.constant(math.prod(kernel_shape) / numbers, x.dtype)

@@ -80,8 +80,8 @@ def length(x: tf.Tensor, axis: int) -> int | tf.Tensor:
     return tf.shape(x)[axis] if x.shape[axis] is None else x.shape[axis]
 
 
-def sizes(x: tf.Tensor) -> list[int]:
-    """The shape of a tensor, which is known unless it depends on values."""
-    if not x.shape.is_fully_defined():
+def sizes(x: tf.Tensor, first: int = 0) -> list[int]:
+    """The shape of a tensor from an axis on, which is known unless it depends on values."""
+    if not x.shape[first:].is_fully_defined():
         raise NotOnHost
-    return x.shape.as_list()
+    return x.shape[first:].as_list()
