@@ -69,7 +69,7 @@ def _choices(allowed: Any) -> str:
 
 
 def schedules() -> str:
-    common = ("warmup", "warmup_start")
+    common = ("warmup", "warmup_start", "every")
     return rows(
         "schedule|the learning rate|options",
         (

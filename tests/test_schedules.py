@@ -90,6 +90,14 @@ def test_torch_has_the_same(name: str, options: dict[str, Any], make: Callable[.
 
 
 @needs("torch")
+@pytest.mark.parametrize(("name", "options", "make"), TORCH)
+def test_torch_has_the_same_by_epochs(name: str, options: dict[str, Any], make: Callable[..., Any]) -> None:
+    """A scheduler that steps once in seven updates."""
+    expected = np.repeat(torch_rates(make), 7)[:STEPS]
+    agree(rates((name, {**options, "every": 7})), list(expected))
+
+
+@needs("torch")
 @pytest.mark.parametrize("three_phase", [False, True])
 @pytest.mark.parametrize("anneal", ["cos", "linear"])
 @pytest.mark.parametrize("numbers", [{}, {"pct_start": 0.4, "div_factor": 10.0, "final_div_factor": 100.0}], ids=str)
@@ -226,6 +234,11 @@ def test_long_runs_restart_when_they_should() -> None:
         assert graph(np.int64(start - 1)) < LR / 2
 
 
+def test_warm_up_by_epochs() -> None:
+    options = {"steps": 20, "warmup": 4, "warmup_start": 0.1}
+    agree(rates(("cosine", {**options, "every": 5})), list(np.repeat(rates(("cosine", options)), 5)[:STEPS]))
+
+
 def test_a_milestone_may_be_a_single_number() -> None:
     assert np.array_equal(rates(("multistep", {"milestones": 4})), rates(("multistep", {"milestones": [4]})))
 
@@ -286,6 +299,7 @@ def test_the_file_names_the_schedule_and_its_numbers(name: str) -> None:
         ("cosine_restarts", {"period": 3, "mult": 0.5}, "`mult` .* 1 or more", None),
         ("one_cycle", {"steps": 3, "pct_start": 1.0}, "between 0 and 1", None),
         ("inverse_sqrt", {}, "needs the option `timescale`", None),
+        ("step", {"size": 3, "every": 0.5}, "`every` .* a whole number", None),
     ],
 )
 def test_what_is_wrong_is_said(name: str, options: dict[str, Any], message: str, hint: str | None) -> None:

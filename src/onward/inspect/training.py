@@ -196,9 +196,13 @@ def _end(schedule: Sequence[ScheduleSection]) -> int | None:
     """The update at which the last schedule ends, which begins where the one before it says `until`."""
     if not schedule:
         return None
+    last = schedule[-1].numbers
     start = schedule[-2].numbers.get("until") if len(schedule) > 1 else 0
-    length = schedule[-1].numbers.get("steps")
-    return int(start + length) if isinstance(start, int | float) and isinstance(length, int | float) else None
+    numbers = [number for number in (start, last.get("steps"), last.get("every", 1)) if isinstance(number, int | float)]
+    if len(numbers) < 3:
+        return None
+    begin, length, every = numbers
+    return int(begin + length * every)
 
 
 def _state_amounts(variables: Iterable[State]) -> tuple[StateAmount, ...]:

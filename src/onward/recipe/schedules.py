@@ -9,6 +9,9 @@ Each is a function `(lr, step, *numbers) -> rate` in the domain `onward`. `step`
 
 Every schedule takes `warmup=N`: during the first N updates the rate rises in a straight line from lr * warmup_start to
 lr, and only then the schedule begins. Its `steps` still count from the first update, so it ends where it did.
+
+Every schedule takes `every=N`: it then counts groups of N updates, such as epochs, in all its numbers, and the rate
+stays the same within a group.
 """
 
 from __future__ import annotations
@@ -137,6 +140,12 @@ def steps_since(op: Builder, step: Expr, start: Expr) -> Expr:
     return op.Max(_double(op, step) - start, 0.0)
 
 
+@function("count")
+def groups_of_steps(op: Builder, step: Expr, every: Expr) -> Expr:
+    """count = floor(step / every)"""
+    return op.Floor(_double(op, step) / every)
+
+
 @function("rate")
 def schedule_switch(op: Builder, step: Expr, until: Expr, before: Expr, after: Expr) -> Expr:
     """rate = before while step < until, then after"""
@@ -183,6 +192,8 @@ class Schedule:
             if "warmup_start" in options:
                 raise RecipeError(f"schedule `{self.name}` has `warmup_start` but no `warmup`", hint="write warmup=N")
             del settings["warmup"], settings["warmup_start"]
+        if settings["every"] == 1:
+            del settings["every"]
         if settings.get("timescale", ...) is None:
             settings["timescale"] = settings.get("warmup")
         choices = {name: self._choice(name, settings.pop(name)) for name in self.choices}
@@ -194,6 +205,8 @@ class Schedule:
 
     def build(self, op: Builder, lr: Expr, step: Expr, numbers: Mapping[str, Expr], **choices: str | bool) -> Expr:
         """The learning rate at `step`; each of `numbers` is a float64 scalar, or a vector where it is a list."""
+        if "every" in numbers:
+            step = op.call(groups_of_steps, step, numbers["every"])
         if "warmup" not in numbers:
             return self._rate(op, lr, step, numbers, choices)
         warmup = numbers["warmup"]
@@ -239,6 +252,7 @@ _RANGES: dict[str, tuple[str, Callable[[float], bool]]] = {
     ),
     **dict.fromkeys(["warmup", "milestones"], ("zero or positive", lambda x: x >= 0)),
     "mult": ("1 or more", lambda x: x >= 1),
+    "every": ("a whole number, 1 or more", lambda x: x >= 1 and x == int(x)),
     "pct_start": ("between 0 and 1", lambda x: 0 < x < 1),
 }
 
@@ -254,7 +268,8 @@ def _add(name: str, summary: str, function: Callable[..., Function], **options: 
     """Enter a schedule. An option is its default, None if it must be given, or the tuple of its choices."""
     choices = {key: value for key, value in options.items() if isinstance(value, tuple)}
     defaults = {key: value[0] if key in choices else value for key, value in options.items()}
-    SCHEDULES[name] = Schedule(name, summary, function, {**defaults, "warmup": 0.0, "warmup_start": 0.0}, choices)
+    common = {"warmup": 0.0, "warmup_start": 0.0, "every": 1.0}
+    SCHEDULES[name] = Schedule(name, summary, function, {**defaults, **common}, choices)
 
 
 _add("constant", "lr", lambda: constant_schedule)
