@@ -137,8 +137,9 @@ def _whole(reduce):
     """A function of all elements of each channel: [N, C, elements] -> [N, C, 1]."""
 
     def pooled(x, **attributes):
-        n, channels, *shape = sizes(x)
-        return tf.reshape(reduce(tf.reshape(x, [n, channels, -1]), **attributes), [n, channels, *[1] * len(shape)])
+        channels, *shape = sizes(x, 1)
+        planes = tf.reshape(x, [-1, channels, math.prod(shape)])
+        return tf.reshape(reduce(planes, **attributes), [-1, channels, *[1] * len(shape)])
 
     return pooled
 
