@@ -8,9 +8,11 @@ defined (below 0) a very large number stands for it: times the gradient 0 of a b
 import functools
 import math
 
+from onward.build import DOMAIN
 from onward.rules.common import cast_like, finite, fixed_number, largest, least_root, never_zero, tiny
 from onward.rules.registry import elementwise, gradient, no_gradient
 
+no_gradient("it is there to stop it", "StopGradient", domain=DOMAIN)
 no_gradient("its derivative is zero almost everywhere", "Ceil", "Floor", "Hardmax", "Round", "Sign")
 no_gradient(
     "the result is a truth value",

@@ -1,0 +1,99 @@
+"""Calls, which are written out, and control flow."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from onward.convert.jax.jaxpr.emitter import declared
+from onward.convert.jax.jaxpr.movement import positions
+from onward.run.framework import Operators
+
+primitives = Operators()
+
+
+@primitives.define("jit", "pjit", "remat2", "checkpoint")
+def call(op, *xs, jaxpr):
+    return op.inline(jaxpr, *xs)
+
+
+@primitives.define("closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "custom_lin")
+def custom_call(op, *xs, call_jaxpr):
+    return op.inline(call_jaxpr, *xs)
+
+
+def _within(op, xs):
+    """Values around a nested graph, as it sees them."""
+    return [op(x.value) for x in xs]
+
+
+def _scalar(name, dtype):
+    return ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape(()))
+
+
+def _results(outputs, count):
+    return (outputs,) if count == 1 else outputs
+
+
+# ---- If --------------------------------------------------------------------------------------------------------------
+
+
+@primitives.define("cond")
+def cond(op, which, *xs, branches, outs):
+    return _branch(op, which, xs, branches, outs, 0)
+
+
+def _branch(op, which, xs, branches, outs, first):
+    """One of the branches, of which the first has this number."""
+    if len(branches) == 1:
+        return op.inline(branches[0], *_within(op, xs))
+    chosen = op.subgraph(lambda inner: inner.inline(branches[0], *_within(inner, xs)), name="branch")
+    others = op.subgraph(
+        lambda inner: _branch(inner, inner(which.value), xs, branches[1:], outs, first + 1), name="branch"
+    )
+    results = op.If(op.Equal(which, first), then_branch=chosen, else_branch=others, outputs=len(outs))
+    return [expr.like(declared(out)) for expr, out in zip(_results(results, len(outs)), outs, strict=True)]
+
+
+# ---- Loop ------------------------------------------------------------------------------------------------------------
+
+
+@primitives.define("while")
+def repeat(op, *xs, cond_jaxpr, body_jaxpr, cond_nconsts, body_nconsts, outs):
+    of_condition, xs = xs[:cond_nconsts], xs[cond_nconsts:]
+    of_body, start = xs[:body_nconsts], xs[body_nconsts:]
+
+    def step(inner, _number, _goes_on, *carried):
+        after = inner.inline(body_jaxpr, *_within(inner, of_body), *carried)
+        (again,) = inner.inline(cond_jaxpr, *_within(inner, of_condition), *after)
+        return [again, *after]
+
+    (begin,) = op.inline(cond_jaxpr, *of_condition, *start)
+    carried = [declared(out, "carried") for out in outs]
+    body = op.subgraph(step, [_scalar("iteration", ir.DataType.INT64), _scalar("goes_on", ir.DataType.BOOL), *carried])
+    return _results(op.Loop(None, begin, *start, body=body, outputs=len(outs)), len(outs))
+
+
+# ---- Scan ------------------------------------------------------------------------------------------------------------
+
+
+@primitives.define("scan")
+def scan(op, *xs, jaxpr, length, num_consts, num_carry, reverse, outs):
+    """A Scan needs something to go along: where there is nothing, the numbers of the steps."""
+    consts, start, items = xs[:num_consts], xs[num_consts : num_consts + num_carry], xs[num_consts + num_carry :]
+    variables = jaxpr.jaxpr.invars[num_consts:]
+    inputs = [declared(var.aval, "carried" if i < num_carry else "item") for i, var in enumerate(variables)]
+    if not items:
+        items = (positions(op, length),)
+        inputs.append(_scalar("iteration", ir.DataType.INT64))
+    step = lambda inner, *values: inner.inline(jaxpr, *_within(inner, consts), *values[: len(variables)])
+    way = int(reverse)
+    results = op.Scan(
+        *start,
+        *items,
+        outputs=len(outs),
+        body=op.subgraph(step, inputs),
+        num_scan_inputs=len(items),
+        scan_input_directions=[way] * len(items),
+        scan_output_directions=[way] * (len(outs) - num_carry) or None,
+    )
+    return _results(results, len(outs))

@@ -1,0 +1,51 @@
+"""Convolutions."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from onward.convert.jax.jaxpr.movement import padded, spread
+from onward.convert.jax.jaxpr.values import cast, inverse, reshaped, transposed
+from onward.run.framework import Operators
+
+primitives = Operators()
+
+
+@primitives.define("conv_general_dilated")
+def convolution(
+    op, x, kernel, *, window_strides, padding, lhs_dilation, rhs_dilation, dimension_numbers, feature_group_count,
+    batch_group_count, ins, outs,
+):  # fmt: skip
+    """Conv, with the axes in the order that it has; where elements of `x` are to lie apart, zeros between them."""
+    x, kernel = (cast(op, tensor, outs[0].dtype) for tensor in (x, kernel))
+    order_x, order_kernel, order_y = dimension_numbers
+    x, kernel = transposed(op, x, order_x), transposed(op, kernel, order_kernel)
+    sizes = [ins[0].shape[axis] for axis in order_x]
+    zero = op.constant(np.zeros((), outs[0].dtype))
+    for i, apart in enumerate(lhs_dilation):
+        if apart > 1:
+            x = spread(op, x, zero, 2 + i, sizes, apart - 1)
+            sizes[2 + i] = (sizes[2 + i] - 1) * apart + 1
+    if batch_group_count > 1:
+        x = _groups_as_features(op, x, sizes, batch_group_count)
+    around = [(0, 0), (0, 0), *padding]
+    if any(min(pair) < 0 for pair in padding):
+        x, around = padded(op, x, zero, around), [(0, 0)] * len(around)
+    y = op.Conv(
+        x,
+        kernel,
+        kernel_shape=[ins[1].shape[axis] for axis in order_kernel[2:]],
+        strides=list(window_strides),
+        pads=[pair[side] for side in (0, 1) for pair in around[2:]],
+        dilations=list(rhs_dilation),
+        group=feature_group_count * batch_group_count,
+    )
+    return transposed(op, y, inverse(order_y))
+
+
+def _groups_as_features(op, x, sizes, groups):
+    """Groups of examples, each of which has kernels of its own, as groups of features."""
+    count, features, *rest = sizes
+    apart = reshaped(op, x, [groups, count // groups, features, *rest])
+    order = [1, 0, *range(2, 3 + len(rest))]
+    return reshaped(op, op.Transpose(apart, perm=order), [count // groups, groups * features, *rest])

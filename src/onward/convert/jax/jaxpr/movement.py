@@ -1,0 +1,144 @@
+"""Shapes, and elements that move."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from onward.convert.jax.jaxpr.values import cast, filled, reshaped, transposed
+from onward.errors import UnsupportedError
+from onward.run.framework import Operators
+
+primitives = Operators()
+_END = np.iinfo(np.int64).max
+
+# ---- shapes ----------------------------------------------------------------------------------------------------------
+
+
+@primitives.define("reshape")
+def reshape(op, x, *, dimensions, ins, outs):
+    if dimensions is not None:
+        x = transposed(op, x, dimensions)
+    return x if ins[0].shape == outs[0].shape else reshaped(op, x, outs[0].shape)
+
+
+@primitives.define("squeeze")
+def squeeze(op, x, *, dimensions):
+    return op.Squeeze(x, list(dimensions)) if dimensions else x
+
+
+@primitives.define("expand_dims")
+def expand_dims(op, x, *, dimensions):
+    return op.Unsqueeze(x, list(dimensions))
+
+
+@primitives.define("transpose")
+def transpose(op, x, *, permutation, ins):
+    return transposed(op, x, [*permutation, *range(len(permutation), len(ins[0].shape))])
+
+
+@primitives.define("broadcast_in_dim")
+def broadcast_in_dim(op, x, *sizes, broadcast_dimensions, ins, outs):
+    """The axes of `x` among others of size 1, and then as large as they are to be."""
+    shape, own = outs[0].shape, list(broadcast_dimensions)
+    own += range(len(shape) - len(ins[0].shape) + len(own), len(shape))  # the numbers of a random key stay last
+    new = [axis for axis in range(len(shape)) if axis not in own]
+    before = [ins[0].shape[own.index(axis)] if axis in own else 1 for axis in range(len(shape))]
+    x = op.Unsqueeze(x, new) if new and own else x
+    return x if tuple(before) == tuple(shape) and own else op.Expand(x, op.shape(shape))
+
+
+@primitives.define("concatenate")
+def concatenate(op, *xs, dimension):
+    return op.Concat(*xs, axis=dimension)
+
+
+@primitives.define("split")
+def split(op, x, *, sizes, axis):
+    return op.Split(x, list(sizes), axis=axis, outputs=len(sizes))
+
+
+primitives(
+    dim_as_value=lambda op, *, dim, outs: cast(op, op.size(dim), outs[0].dtype),
+    dimension_size=lambda op, x, *, dimension, ins, outs: cast(op, op.size(ins[0].shape[dimension]), outs[0].dtype),
+)
+
+
+# ---- parts -----------------------------------------------------------------------------------------------------------
+
+
+@primitives.define("slice")
+def cut(op, x, *, start_indices, limit_indices, strides, ins):
+    steps = strides or [1] * len(start_indices)
+    parts = [
+        (axis, start, limit, step)
+        for axis, (start, limit, step) in enumerate(zip(start_indices, limit_indices, steps, strict=True))
+        if (start, limit, step) != (0, ins[0].shape[axis], 1)
+    ]
+    if not parts:
+        return x
+    axes, starts, limits, steps = zip(*parts, strict=True)
+    return op.Slice(x, op.shape(starts), op.shape(limits), list(axes), list(steps))
+
+
+@primitives.define("rev")
+def rev(op, x, *, dimensions):
+    count = len(dimensions)
+    return op.Slice(x, [-1] * count, [-_END] * count, list(dimensions), [-1] * count) if count else x
+
+
+@primitives.define("pad")
+def pad(op, x, value, *, padding_config, ins):
+    """Between elements first, then around them; what is negative is cut off."""
+    sizes = list(ins[0].shape)
+    for axis, (_, _, between) in enumerate(padding_config):
+        if between:
+            x = spread(op, x, value, axis, sizes, between)
+            sizes[axis] = (sizes[axis] - 1) * (between + 1) + 1
+    return padded(op, x, value, [(low, high) for low, high, _ in padding_config])
+
+
+def spread(op, x, value, axis, sizes, between):
+    """`x` with so many times `value` between its elements along an axis."""
+    apart = [*sizes[: axis + 1], 1, *sizes[axis + 1 :]]
+    together = [*sizes[:axis], sizes[axis] * (between + 1), *sizes[axis + 1 :]]
+    x = padded(op, op.Unsqueeze(x, [axis + 1]), value, [(0, between * (i == axis + 1)) for i in range(len(apart))])
+    return op.Slice(reshaped(op, x, together), [0], [-between], [axis])
+
+
+def padded(op, x, value, amounts):
+    """`x` with so many times `value` before and after its elements along each axis."""
+    cut_away = [(axis, -min(low, 0), -min(high, 0)) for axis, (low, high) in enumerate(amounts) if min(low, high) < 0]
+    if cut_away:
+        axes, starts, ends = (list(part) for part in zip(*cut_away, strict=True))
+        x = op.Slice(x, starts, [-end or _END for end in ends], axes)
+    axes = [axis for axis, pair in enumerate(amounts) if max(pair) > 0]
+    if not axes:
+        return x
+    lows, highs = ([max(amounts[axis][side], 0) for axis in axes] for side in (0, 1))
+    return op.Pad(x, [*lows, *highs], value, axes, mode="constant")
+
+
+# ---- made ------------------------------------------------------------------------------------------------------------
+
+
+@primitives.define("iota")
+def iota(op, *sizes, dtype, shape, dimension):
+    if sizes:
+        raise UnsupportedError("its size is only known at run time")
+    numbers = cast(op, positions(op, shape[dimension]), dtype)
+    if len(shape) == 1:
+        return numbers
+    column = op.Unsqueeze(numbers, [axis for axis in range(len(shape)) if axis != dimension])
+    return op.Expand(column, op.shape(shape))
+
+
+def positions(op, size):
+    """The numbers from 0 to a size, in 64 bits."""
+    if isinstance(size, int):
+        return op.constant(np.arange(size))
+    return op.Range(op.constant(np.int64(0)), op.size(size), op.constant(np.int64(1)))
+
+
+@primitives.define("empty", "empty2")
+def empty(op, *, outs):
+    return filled(op, outs[0].shape, 0, outs[0].dtype)

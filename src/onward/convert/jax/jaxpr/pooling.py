@@ -1,0 +1,104 @@
+"""Reductions of windows that slide."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from onward.convert.jax.jaxpr.movement import padded, spread
+from onward.convert.jax.jaxpr.values import cast, extreme, filled, inverse, reshaped, transposed
+from onward.errors import UnsupportedError
+from onward.run.framework import Operators
+
+primitives = Operators()
+
+
+class Pool:
+    """A window over some axes of a tensor, as pooling has it: two axes without a window first, then those with one."""
+
+    def __init__(self, shape, window, strides, padding, dilation=None):
+        dilation = dilation or [1] * len(shape)
+        settings = list(zip(window, strides, padding, dilation, strict=True))
+        self.sliding = [i for i, (size, step, pads, _) in enumerate(settings) if (size, step, pads) != (1, 1, (0, 0))]
+        self.sliding = self.sliding or [len(shape) - 1]
+        self.resting = [axis for axis in range(len(shape)) if axis not in self.sliding]
+        self.shape, self.order = shape, [*self.resting, *self.sliding]
+        chosen = [settings[axis] for axis in self.sliding]
+        self.size = math.prod(window)
+        self.attributes = {
+            "kernel_shape": [size for size, _, _, _ in chosen],
+            "strides": [step for _, step, _, _ in chosen],
+            "pads": [pads[side] for side in (0, 1) for _, _, pads, _ in chosen],
+            "dilations": [apart for _, _, _, apart in chosen],
+        }
+
+    def enter(self, op, x, shape=None):
+        shape = shape or self.shape
+        x = transposed(op, x, self.order)
+        if len(self.resting) == 2:
+            return x
+        return op.Reshape(x, op.shape([1, -1, *(shape[axis] for axis in self.sliding)]))
+
+    def leave(self, op, y, shape):
+        if len(self.resting) != 2:
+            y = reshaped(op, y, [shape[axis] for axis in self.order])
+        return transposed(op, y, inverse(self.order))
+
+
+def _windowed(slide, start):
+    """A reduction by a pooling operator: `slide(op, x, pool)`; `start(dtype)` is what lies around."""
+
+    def windowed(
+        op, x, *, window_dimensions, window_strides, padding, base_dilation, window_dilation, ins, outs
+    ):  # fmt: skip
+        sizes, around = list(ins[0].shape), list(padding)
+        nothing = op.constant(np.asarray(start(ins[0].dtype), ins[0].dtype))
+        for axis, apart in enumerate(base_dilation):
+            if apart > 1:
+                x = spread(op, x, nothing, axis, sizes, apart - 1)
+                sizes[axis] = (sizes[axis] - 1) * apart + 1
+        if any(min(pads) < 0 or max(pads) >= size for pads, size in zip(around, window_dimensions, strict=True)):
+            x = padded(op, x, nothing, around)
+            sizes = [size + low + high for size, (low, high) in zip(sizes, around, strict=True)]
+            around = [(0, 0)] * len(sizes)
+        pool = Pool(sizes, window_dimensions, window_strides, around, window_dilation)
+        y = slide(op, pool.enter(op, _pooled_type(op, x)), pool)
+        return cast(op, pool.leave(op, y, outs[0].shape), outs[0].dtype)
+
+    return windowed
+
+
+def _pooled_type(op, x):
+    """Integers as doubles, which hold those of 32 bits."""
+    return x if x.dtype.is_floating_point() else cast(op, x, np.float64)
+
+
+primitives(
+    reduce_window_max=_windowed(
+        lambda op, x, pool: op.MaxPool(x, **pool.attributes), lambda dtype: extreme(dtype, largest=False)
+    ),
+    reduce_window_min=_windowed(
+        lambda op, x, pool: -op.MaxPool(-x, **pool.attributes), lambda dtype: extreme(dtype, largest=True)
+    ),
+    reduce_window_sum=_windowed(
+        lambda op, x, pool: op.AveragePool(x, count_include_pad=1, **pool.attributes) * pool.size, lambda dtype: 0
+    ),
+)
+
+
+@primitives.define("select_and_scatter_add")
+def select_and_scatter_add(
+    op, source, x, *, select_prim, window_dimensions, window_strides, padding, ins
+):  # fmt: skip
+    """The way back through a MaxPool: what comes for a window goes to where its largest element was."""
+    if select_prim.name != "ge":
+        raise UnsupportedError(f"windows that are chosen from by `{select_prim.name}` are not known")
+    shape = ins[1].shape
+    pool = Pool(shape, window_dimensions, window_strides, padding)
+    _, places = op.MaxPool(pool.enter(op, x), outputs=2, **pool.attributes)
+    entered = op.shape([shape[axis] for axis in pool.order])
+    empty = filled(op, [math.prod(shape)], 0, ins[0].dtype)
+    flat = pool.enter(op, source, ins[0].shape)
+    sums = op.ScatterElements(empty, op.Reshape(places, [-1]), op.Reshape(flat, [-1]), axis=0, reduction="add")
+    return transposed(op, op.Reshape(sums, entered), inverse(pool.order))

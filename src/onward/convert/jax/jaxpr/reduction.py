@@ -1,0 +1,48 @@
+"""Reductions along axes."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from onward.convert.jax.jaxpr.values import cast, widely
+from onward.run.framework import Operators
+
+primitives = Operators()
+
+
+def _reduced(operator):
+    """A reduction. Truth values and small integers are counted in 64 bits."""
+
+    @widely
+    def reduced(op, x, axes):
+        return getattr(op, operator)(x, axes, keepdims=0) if axes else x
+
+    return lambda op, x, *, axes: reduced(op, x, list(axes))
+
+
+primitives(
+    reduce_sum=_reduced("ReduceSum"),
+    reduce_prod=_reduced("ReduceProd"),
+    reduce_max=_reduced("ReduceMax"),
+    reduce_min=_reduced("ReduceMin"),
+    reduce_or=_reduced("ReduceMax"),
+    reduce_and=_reduced("ReduceMin"),
+)
+
+
+@primitives.define("reduce_xor")
+def reduce_xor(op, x, *, axes):
+    """Of truth values: whether an odd number of them is true."""
+    count = op.ReduceSum(cast(op, x, np.int64), list(axes), keepdims=0)
+    return op.Equal(op.Mod(count, 2), 1)
+
+
+def _position(operator):
+    def position(op, x, *, axes, index_dtype):
+        wide = x if x.dtype.is_floating_point() else cast(op, x, np.int64)
+        return cast(op, getattr(op, operator)(wide, axis=axes[0], keepdims=0), index_dtype)
+
+    return position
+
+
+primitives(argmax=_position("ArgMax"), argmin=_position("ArgMin"))

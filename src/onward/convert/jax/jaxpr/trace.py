@@ -1,0 +1,111 @@
+"""From a function to a jaxpr whose shapes may have symbols in them."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.export
+import numpy as np
+import onnx_ir as ir
+from jax.extend.core import ClosedJaxpr
+
+
+@dataclasses.dataclass(frozen=True)
+class Traced:
+    jaxpr: ClosedJaxpr
+    results: Any
+    """The tree that the function returns, of shapes."""
+
+    def sizes(self, inputs: Iterable[ir.Value]) -> dict[str, tuple[ir.Value, int]]:
+        """Where each symbol can be read: an input, and an axis of it."""
+        found: dict[str, tuple[ir.Value, int]] = {}
+        for value in inputs:
+            assert value.shape is not None
+            for axis, size in enumerate(value.shape):
+                if isinstance(size, ir.SymbolicDim) and size.value is not None:
+                    found.setdefault(size.value, (value, axis))
+        return found
+
+
+def trace(function: Callable[..., Any], params: Any, inputs: Sequence[Any], batch: str | None) -> Traced:
+    """The jaxpr of a function of the arrays in `params` and `inputs`; other leaves (functions, names) stay what they
+    are."""
+    shapes = jax.tree.map(_shape, inputs)
+    free = _with_free_size(shapes, batch) if batch else None
+    if free is not None:
+        try:
+            return _trace(function, params, free)
+        except Exception as error:  # what JAX, or the function, raises where it asks how large a symbol is
+            fixed = _trace(function, params, shapes)
+            reason = str(error).strip().splitlines()[0]
+            warnings.warn(
+                f"the batch size is fixed, since JAX cannot trace a free one: {reason}", stacklevel=_outside()
+            )
+            return fixed
+    return _trace(function, params, shapes)
+
+
+def _trace(function: Callable[..., Any], params: Any, inputs: Sequence[Any]) -> Traced:
+    flat, tree = jax.tree.flatten((params, inputs))
+    traced = [i for i, leaf in enumerate(flat) if _is_array(leaf)]
+
+    def of_arrays(arrays: Sequence[Any]) -> Any:
+        whole = list(flat)
+        for i, array in zip(traced, arrays, strict=True):
+            whole[i] = array
+        given, arguments = jax.tree.unflatten(tree, whole)
+        return function(given, *arguments)
+
+    jaxpr, results = jax.make_jaxpr(of_arrays, return_shape=True)([flat[i] for i in traced])
+    return Traced(jaxpr, results)
+
+
+def _outside() -> int:
+    """How many calls up the code is that called this package."""
+    package = __name__.rpartition(".")[0]
+    frames = [frame.frame.f_globals.get("__name__", "") for frame in inspect.stack(context=0)[1:]]
+    return next((i for i, name in enumerate(frames, 1) if not name.startswith(package)), 1)
+
+
+def _with_free_size(inputs: Sequence[Any], batch: str) -> Sequence[Any] | None:
+    """The same shapes with a symbol for the first size; None where there is nothing to set free."""
+    first = next((leaf.shape[0] for leaf in jax.tree.leaves(inputs) if getattr(leaf, "shape", ())), None)
+    if not isinstance(first, int):
+        return None
+    symbol = jax.export.symbolic_shape(batch)
+
+    def freed(leaf: Any) -> Any:
+        if getattr(leaf, "shape", ())[:1] != (first,):
+            return leaf
+        return jax.ShapeDtypeStruct((*symbol, *leaf.shape[1:]), leaf.dtype)
+
+    return jax.tree.map(freed, inputs)
+
+
+def _shape(leaf: Any) -> Any:
+    if not isinstance(leaf, jax.Array | np.ndarray | np.generic):
+        return leaf
+    return jax.ShapeDtypeStruct(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype))
+
+
+def _is_array(leaf: Any) -> bool:
+    return hasattr(leaf, "dtype") or isinstance(leaf, bool | int | float)
+
+
+def leaves(tree: Any, empty: str = "params") -> Iterator[tuple[str, Any]]:
+    """The arrays of a tree with their places; that of a tree which is an array is `empty`."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        if _is_array(leaf):
+            yield path_of(path) or empty, leaf
+
+
+def path_of(path: Any) -> str:
+    """A place in a tree, such as `dense/kernel`. The variable that Flax wraps an array in has no place of its own."""
+    if len(path) > 1 and getattr(path[-1], "name", getattr(path[-1], "key", None)) in ("value", "raw_value"):
+        path = path[:-1]
+    return jax.tree_util.keystr(path, simple=True, separator="/")
