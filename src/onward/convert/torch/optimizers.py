@@ -1,0 +1,252 @@
+"""Optimizers of PyTorch: read into the groups and slots of a run, and made from them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from onward.convert.problems import Problems
+from onward.convert.run import Group, Run
+from onward.convert.torch.counterparts import FROM_TORCH, REFUSED, counterpart
+from onward.convert.torch.exact.optimizer import ExactOptimizer, Together
+from onward.convert.torch.schedules import ReadSchedule
+from onward.recipe.optimizers import ConfiguredOptimizer, optimizer
+from onward.recipe.optimizers.updates import SCALAR_SLOTS
+from onward.recipe.spec import Spec
+
+_TUPLES: dict[str, tuple[str, ...]] = {"betas": ("beta1", "beta2"), "ns_coefficients": ("ns_a", "ns_b", "ns_c")}
+_EPS_OF_ADAFACTOR = ("eps1", "eps2")
+_NO_STEPS = (torch.optim.SGD,)
+"""Classes that do not count updates."""
+
+
+# ---- reading ---------------------------------------------------------------------------------------------------------
+
+
+def read_optimizer(
+    optimizer: Optimizer, names: Mapping[int, str], schedule: ReadSchedule | None = None
+) -> tuple[list[Group], dict[str, np.ndarray], int]:
+    """The groups of an optimizer, its slots by the names of a training model, and the updates made so far.
+
+    `names` has the parameters that the model uses, by `id`. Others are left out, unless the optimizer has state of
+    them; so are frozen ones. With a `schedule`, learning rates are what it begins with, and where the optimizer itself
+    does not count, the schedule's position says how many updates there were.
+    """
+    problems = Problems(f"the optimizer {type(optimizer).__name__}")
+    parts = list(_parts(optimizer))
+    for part in parts:
+        _check_class(part, problems)
+    problems.refuse()
+    settings = [(part, group) for part in parts for group in part.param_groups]
+    rates = schedule.base_rates if schedule else [float(group["lr"]) for _, group in settings]
+    reading = _Reading(names, problems)
+    for (part, group), rate in zip(settings, rates, strict=True):
+        reading.add(part, group, rate)
+    step = reading.step(schedule)
+    problems.refuse()
+    return reading.groups, reading.slots, step
+
+
+def _parts(given: Optimizer) -> Iterator[Optimizer]:
+    if isinstance(given, Together):
+        yield from given.optimizers
+    else:
+        yield given
+
+
+def _check_class(part: Optimizer, problems: Problems) -> None:
+    kind = type(part)
+    if kind in REFUSED:
+        problems.add(*REFUSED[kind])
+    elif kind not in FROM_TORCH:
+        problems.add(f"what a step of the class `{kind.__qualname__}` computes is not known", "use one of torch.optim")
+    if part._optimizer_step_pre_hooks or part._optimizer_step_post_hooks:
+        problems.add("it has hooks, which could do anything", "remove the hooks")
+
+
+class _Reading:
+    """Groups and slots, as they are found."""
+
+    def __init__(self, names: Mapping[int, str], problems: Problems) -> None:
+        self.groups: list[Group] = []
+        self.slots: dict[str, np.ndarray] = {}
+        self._names = names
+        self._problems = problems
+        self._counts: dict[str, int] = {}
+        """Updates of parameters that mind how many there were."""
+        self._begun: dict[str, bool] = {}
+        """Whether there was an update, of parameters that mind only this."""
+        self._most = 0
+        """Updates of any parameter, at least."""
+
+    def add(self, part: Optimizer, settings: Mapping[str, Any], rate: float) -> None:
+        chosen = {self._names[id(p)]: p for p in settings["params"] if p.requires_grad and id(p) in self._names}
+        spec = _spec(type(part), settings, rate, next(iter(chosen.values()), None))
+        minds = _minds_step(_configured(spec))
+        for parameter in settings["params"]:
+            self._check(parameter, part)
+        for name, parameter in chosen.items():
+            self._read(name, dict(part.state.get(parameter, {})), minds, counts=not isinstance(part, _NO_STEPS))
+        if chosen:
+            self.groups.append(Group(spec, list(chosen)))
+
+    def _check(self, parameter: Parameter, part: Optimizer) -> None:
+        name = self._names.get(id(parameter))
+        if name is None:
+            if parameter.requires_grad and part.state.get(parameter):
+                what = f"it has state of a parameter of shape {list(parameter.shape)} that the model does not use"
+                self._problems.add(what, "give it the parameters of this model only")
+            return
+        if parameter.is_complex():
+            self._problems.add(f"`{name}` is complex", "use real parameters")
+        if parameter.grad is not None and parameter.grad.is_sparse:
+            self._problems.add(f"the gradient of `{name}` is sparse", "use `sparse=False` in the embedding")
+
+    def _read(self, name: str, state: dict[str, Any], minds: bool, counts: bool) -> None:
+        step = state.pop("step", 0)
+        tensors = {slot: value.detach().cpu().numpy() for slot, value in state.items() if value is not None}
+        count = int(step) if counts else int(bool(tensors))
+        self._most = max(self._most, count)
+        if minds and counts:
+            self._counts[name] = count
+        elif minds:
+            self._begun[name] = bool(count)
+        for slot, array in tensors.items() if count else ():
+            self.slots[f"{name}/{slot}"] = array.astype(np.float64 if slot in SCALAR_SLOTS else array.dtype)
+
+    def step(self, schedule: ReadSchedule | None) -> int:
+        """How many updates there were, as far as it matters."""
+        step = max(self._counts.values(), default=self._most)
+        if schedule is not None and step // schedule.every != schedule.position:
+            if self._counts:
+                self._problems.add(
+                    f"it made {step} updates, but its scheduler {schedule.position} steps, one in {schedule.every}",
+                    "say how many updates there are for each step of the scheduler",
+                )
+            step = schedule.position * schedule.every
+        behind = [name for name, count in self._counts.items() if count != step]
+        behind += [name for name, begun in self._begun.items() if begun != (step > 0)]
+        if behind and not self._problems.found:
+            what = f"{_listed(behind)} had fewer updates than other parameters"
+            self._problems.add(what, "leave parameters without gradients out of the optimizer, or begin anew")
+        return step
+
+
+def _configured(spec: Spec) -> ConfiguredOptimizer:
+    return optimizer(spec.name).configure(**spec.options)
+
+
+def _minds_step(configured: ConfiguredOptimizer) -> bool:
+    """Whether the update depends on how many there were before."""
+    if configured.kind.name == "adagrad" and not configured.values["lr_decay"]:
+        return False
+    return "t" in configured.kind.choose(configured.settings, None).function.inputs
+
+
+def _spec(kind: type[Optimizer], settings: Mapping[str, Any], rate: float, example: Parameter | None) -> Spec:
+    """The words of a recipe for a group."""
+    name, variant = FROM_TORCH[kind](settings)
+    known = optimizer(name)
+    given = {**_flattened(settings, example), "lr": rate, "variant": variant}
+    if not given.get("momentum"):
+        given.pop("dampening", None)  # without momentum, PyTorch does not look at it
+    wanted = {**known.hyper, **known.choices}
+    options = {key: given[key] for key in wanted if key in given}
+    return Spec(
+        name, {key: value if isinstance(value, bool | str) else _number(value) for key, value in options.items()}
+    )
+
+
+def _number(value: Any) -> int | float:
+    return value if isinstance(value, int) else float(value)
+
+
+def _flattened(settings: Mapping[str, Any], example: Parameter | None) -> dict[str, Any]:
+    """Settings with one name for each number."""
+    flat: dict[str, Any] = {}
+    for key, value in settings.items():
+        if key == "eps" and isinstance(value, tuple):
+            smallest = torch.finfo(example.dtype if example is not None else torch.float32).eps
+            flat |= zip(_EPS_OF_ADAFACTOR, (smallest if value[0] is None else value[0], value[1]), strict=True)
+        elif key in _TUPLES:
+            flat |= zip(_TUPLES[key], value, strict=True)
+        else:
+            flat[key] = value
+    return flat
+
+
+def _listed(names: Sequence[str], most: int = 5) -> str:
+    shown = ", ".join(f"`{name}`" for name in names[:most])
+    return f"{shown} and {len(names) - most} more" if len(names) > most else shown
+
+
+# ---- making ----------------------------------------------------------------------------------------------------------
+
+
+def make_optimizer(run: Run, parameters: Mapping[str, Parameter]) -> Optimizer:
+    """The optimizer that goes on where a run is: PyTorch's own where that computes the same, else an exact one."""
+    _check_run(run)
+    configured = [_configured(group.optimizer) for group in run.groups]
+    by_class: dict[type[Optimizer], list[int]] = {}
+    for i, one in enumerate(configured):
+        by_class.setdefault(counterpart(one), []).append(i)
+    made = []
+    for kind, indices in by_class.items():
+        groups = [
+            {"params": [parameters[name] for name in run.groups[i].parameters], **_arguments(kind, configured[i])}
+            for i in indices
+        ]
+        made.append(kind(groups, **_arguments(kind, configured[indices[0]])))
+    for part in made:
+        _fill(part, run, {id(parameter): name for name, parameter in parameters.items()})
+    return made[0] if len(made) == 1 else Together(made)
+
+
+def _check_run(run: Run) -> None:
+    problems = Problems("the optimizer")
+    masters = [name for name in run.parameters if f"{name}/master" in run.state]
+    if masters:
+        what = f"it works on float32 copies of {_listed(masters)}, of which PyTorch's optimizers have none"
+        problems.add(what, "make the training model with `master_weights=False`, or of float32 weights")
+    problems.refuse()
+
+
+def _arguments(kind: type[Optimizer], configured: ConfiguredOptimizer) -> dict[str, Any]:
+    """All settings of a class that mean what ours mean."""
+    settings = {**configured.values, **configured.options}
+    name, variant = configured.kind.name, configured.options["variant"]
+    decoupled = name in ("adamw", "sgdw", "lion", "muon") or variant == "keras"
+    settings["decoupled_weight_decay"] = decoupled or settings.get("decoupled_weight_decay", False)
+    tuples = {**_TUPLES, **({"eps": _EPS_OF_ADAFACTOR} if "eps1" in settings else {})}
+    settings |= {key: tuple(settings[part] for part in parts) for key, parts in tuples.items() if parts[0] in settings}
+    return {key: settings[key] for key in _settings_of(kind) if key in settings}
+
+
+def _settings_of(kind: type[Optimizer]) -> list[str]:
+    if issubclass(kind, ExactOptimizer):
+        return [*{**kind.COMMON, **kind.SETTINGS}]
+    return [*inspect.signature(kind).parameters]
+
+
+def _fill(made: Optimizer, run: Run, names: Mapping[int, str]) -> None:
+    """Give an optimizer the state that a run has; one that has not begun makes its own."""
+    if not run.step:
+        return
+    for group in made.param_groups:
+        for parameter in group["params"]:
+            name = names[id(parameter)]
+            slots = {key.removeprefix(f"{name}/"): value for key, value in run.state.items() if _is_slot(key, name)}
+            state = {slot: torch.tensor(value, device=parameter.device) for slot, value in slots.items()}
+            if not isinstance(made, _NO_STEPS):
+                state = {"step": torch.tensor(float(run.step)), **state}
+            made.state[parameter] = state
+
+
+def _is_slot(key: str, parameter: str) -> bool:
+    return key.startswith(f"{parameter}/") and "/" not in key.removeprefix(f"{parameter}/")

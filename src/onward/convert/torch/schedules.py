@@ -1,0 +1,214 @@
+"""Schedulers of PyTorch as schedules of a recipe."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from torch.optim import Optimizer, lr_scheduler
+from torch.optim.lr_scheduler import LRScheduler
+
+from onward.convert.problems import Problems
+from onward.convert.torch.exact.rates import Factor
+from onward.convert.torch.lambdas import FOREVER, Pieces, complete, read_lambda
+from onward.convert.torch.schedulers import make_scheduler, updates_per_step
+from onward.errors import RecipeError
+from onward.recipe.spec import Spec
+
+__all__ = ["ReadSchedule", "make_scheduler", "read_scheduler", "updates_per_step"]
+
+
+class ReadSchedule(NamedTuple):
+    """What a scheduler says."""
+
+    specs: list[Spec]
+    """As a `Run` has them; empty where the rate stays as it is."""
+    base_rates: list[float]
+    """What the optimizer's groups begin with."""
+    position: int
+    """The steps that the scheduler has made."""
+    every: int
+    """The updates between its steps."""
+
+
+def read_scheduler(scheduler: LRScheduler, every: int = 1) -> ReadSchedule:
+    """The schedules of a recipe that give the rates of a scheduler which steps once in `every` updates."""
+    problems = Problems(f"the scheduler {type(scheduler).__name__}")
+    base_rates = _base_rates(scheduler)
+    pieces = _Reader(problems, base_rates).pieces(scheduler)
+    problems.refuse()
+    schedules = _completed(pieces, problems)
+    problems.refuse()
+    position = _position(scheduler)
+    for base, group in zip(base_rates, _optimizer(scheduler).param_groups, strict=True):
+        expected, found = Factor(base, schedules).rate(position), float(group["lr"])
+        if not math.isclose(expected, found, rel_tol=1e-6, abs_tol=1e-6 * base):
+            what = (
+                f"the learning rate is {found:g}, and by the scheduler it would be {expected:g} after {position} steps"
+            )
+            problems.add(what, "change the scheduler instead of the rate")
+    problems.refuse()
+    return ReadSchedule(_by_updates(pieces, every), base_rates, position, every)
+
+
+def _optimizer(scheduler: LRScheduler) -> Optimizer:
+    return scheduler.optimizer
+
+
+def _base_rates(scheduler: LRScheduler) -> list[float]:
+    key = "max_lr" if isinstance(scheduler, lr_scheduler.OneCycleLR) else "initial_lr"
+    return [float(group.get(key, group["lr"])) for group in _optimizer(scheduler).param_groups]
+
+
+def _position(scheduler: LRScheduler) -> int:
+    inner = scheduler._schedulers[0] if isinstance(scheduler, lr_scheduler.ChainedScheduler) else scheduler
+    return _position(inner) if inner is not scheduler else int(scheduler.last_epoch)
+
+
+def _completed(pieces: Pieces, problems: Problems) -> list[dict[str, Any]]:
+    try:
+        return complete(pieces)
+    except RecipeError as error:
+        problems.add(str(error), error.hint or "use other numbers")
+        return []
+
+
+def _by_updates(pieces: Pieces, every: int) -> list[Spec]:
+    """Schedules that count updates, where those of the scheduler count its steps."""
+    unit = {} if every == 1 else {"every": every}
+    specs = []
+    for spec, until in pieces:
+        end = {} if until == FOREVER else {"until": until * every}
+        specs.append(Spec(spec.name, {**spec.options, **unit, **end}))
+    return [] if [spec.name for spec in specs] == ["constant"] and not pieces[0][0].options else specs
+
+
+# ---- one class after the other ---------------------------------------------------------------------------------------
+
+
+class _Reader:
+    def __init__(self, problems: Problems, base_rates: Sequence[float]) -> None:
+        self._problems = problems
+        self._base_rates = base_rates
+
+    def pieces(self, scheduler: LRScheduler) -> Pieces:
+        kind = type(scheduler)
+        if kind in _REFUSED:
+            self._problems.add(*_REFUSED[kind])
+        elif kind in _SIMPLE:
+            return _SIMPLE[kind](scheduler)
+        elif isinstance(scheduler, lr_scheduler.SequentialLR):
+            return self._sequence(scheduler)
+        elif isinstance(scheduler, lr_scheduler.ChainedScheduler):
+            return self._chain(scheduler)
+        elif kind is lr_scheduler.LambdaLR:
+            return self._lambda(scheduler)
+        elif kind is lr_scheduler.OneCycleLR:
+            return self._one_cycle(scheduler)
+        else:
+            what = f"what a step of the class `{kind.__qualname__}` does is not known"
+            self._problems.add(what, "use one of torch.optim.lr_scheduler")
+        return []
+
+    def _sequence(self, scheduler: Any) -> Pieces:
+        ends = [*scheduler._milestones, FOREVER]
+        starts = [0, *scheduler._milestones]
+        found: Pieces = []
+        for inner, start, end in zip(scheduler._schedulers, starts, ends, strict=True):
+            if isinstance(inner, lr_scheduler.OneCycleLR):
+                what = "OneCycleLR in a sequence changes the rates of the schedulers before it"
+                self._problems.add(what, "let OneCycleLR be the only scheduler")
+                continue
+            for spec, until in self.pieces(inner):
+                if start < end:
+                    found.append((spec, min(start + until, end)))
+                if start + until >= end:
+                    break
+        return found
+
+    def _chain(self, scheduler: Any) -> Pieces:
+        """A product of rates, where that is a schedule again."""
+        factors = [self.pieces(inner) for inner in scheduler._schedulers]
+        moving = [pieces for pieces in factors if pieces != [(Spec("constant"), FOREVER)]]
+        if len(moving) <= 1:
+            return moving[0] if moving else factors[0]
+        specs = [pieces[0][0] for pieces in moving if len(pieces) == 1]
+        names, gammas = {spec.name for spec in specs}, [spec.options.get("gamma") for spec in specs]
+        if len(specs) == len(moving) and names == {"exponential"}:
+            return [(Spec("exponential", {"gamma": math.prod(gammas)}), FOREVER)]
+        if len(specs) == len(moving) and names == {"multistep"} and len(set(gammas)) == 1:
+            milestones = sorted(milestone for spec in specs for milestone in spec.options["milestones"])
+            return [(Spec("multistep", {"milestones": milestones, "gamma": gammas[0]}), FOREVER)]
+        self._problems.add("its rate is a product of schedules", "use SequentialLR, or a single scheduler")
+        return []
+
+    def _lambda(self, scheduler: Any) -> Pieces:
+        functions = scheduler.lr_lambdas
+        read = [read_lambda(function, self._base_rates) for function in functions]
+        if all(isinstance(function, Factor) for function in functions) or all(f is functions[0] for f in functions):
+            if read[0] is not None and all(pieces == read[0] for pieces in read):
+                return read[0]
+            what = "its function is not known" if read[0] is None else "its groups have different functions"
+        else:
+            what = "its groups have different functions"
+        self._problems.add(what, "use one of torch.optim.lr_scheduler, or `transformers.get_scheduler`")
+        return []
+
+    def _one_cycle(self, scheduler: Any) -> Pieces:
+        if scheduler.cycle_momentum:
+            what = "it moves the momentum, which is a fixed number in a training model"
+            self._problems.add(what, "make it with `cycle_momentum=False`")
+        group, phases = _optimizer(scheduler).param_groups[0], scheduler._schedule_phases
+        options = {
+            "steps": scheduler.total_steps,
+            "pct_start": (phases[0]["end_step"] + 1) / scheduler.total_steps,
+            "div_factor": group["max_lr"] / group["initial_lr"],
+            "final_div_factor": group["initial_lr"] / group["min_lr"],
+            "anneal": scheduler._anneal_func_type,
+            "three_phase": len(phases) == 3,
+        }
+        return [(Spec("one_cycle", options), FOREVER)]
+
+
+def _one(name: str, **options: Any) -> Pieces:
+    return [(Spec(name, options), FOREVER)]
+
+
+def _constant(scheduler: Any) -> Pieces:
+    """A part of the rate for some steps, and then all of it."""
+    if scheduler.factor == 1 or scheduler.total_iters < 1:
+        return _one("constant")
+    level = Spec("linear", {"steps": 1, "start_factor": scheduler.factor, "end_factor": scheduler.factor})
+    return [(level, scheduler.total_iters), (Spec("constant"), FOREVER)]
+
+
+def _multistep(scheduler: Any) -> Pieces:
+    milestones = sorted(scheduler.milestones.elements())
+    return _one("multistep", milestones=milestones, gamma=scheduler.gamma) if milestones else _one("constant")
+
+
+_SIMPLE: dict[type[LRScheduler], Callable[[Any], Pieces]] = {
+    lr_scheduler.StepLR: lambda s: _one("step", size=s.step_size, gamma=s.gamma),
+    lr_scheduler.MultiStepLR: _multistep,
+    lr_scheduler.ExponentialLR: lambda s: _one("exponential", gamma=s.gamma),
+    lr_scheduler.LinearLR: lambda s: _one(
+        "linear", steps=s.total_iters, start_factor=s.start_factor, end_factor=s.end_factor
+    ),
+    lr_scheduler.ConstantLR: _constant,
+    lr_scheduler.PolynomialLR: lambda s: _one("polynomial", steps=s.total_iters, power=s.power),
+    lr_scheduler.CosineAnnealingLR: lambda s: _one("cosine", steps=s.T_max, min=s.eta_min, after="torch"),
+    lr_scheduler.CosineAnnealingWarmRestarts: lambda s: _one(
+        "cosine_restarts", period=s.T_0, mult=s.T_mult, min=s.eta_min
+    ),
+}
+
+_REFUSED: dict[type[LRScheduler], tuple[str, str]] = {
+    lr_scheduler.ReduceLROnPlateau: (
+        "what it does depends on a measure that a training model does not see",
+        "set the rate between runs, or use another scheduler",
+    ),
+    lr_scheduler.CyclicLR: ("a training model has no such cycles", "use CosineAnnealingWarmRestarts or OneCycleLR"),
+    lr_scheduler.MultiplicativeLR: ("its function is not known", "use StepLR, MultiStepLR or ExponentialLR"),
+}
+"""What is wrong with them, and what to do."""
