@@ -1,0 +1,190 @@
+"""Updates that optax does not have, as transformations of optax: our own definitions, executed by JAX.
+
+A definition is the function that a training model has for it (see recipe/optimizers/updates.py).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import onnx_ir as ir
+import optax
+
+from onward.build import DOMAIN, DOMAIN_VERSION, Builder, Expr
+from onward.differentiate.api import COMMON_OPSET
+from onward.model import Model
+from onward.recipe.optimizers import ConfiguredOptimizer, optimizer
+from onward.recipe.optimizers.clip import clip_by_global_norm, clip_by_norm
+from onward.recipe.schedules import Part, schedule, sequence
+from onward.recipe.spec import Spec, parse
+from onward.run.interpreted import interpreter
+from onward.run.jax import Jax
+from onward.transform.inline import inline
+
+Rate = float | Callable[[Any], Any]
+"""A learning rate, or a function of the updates already made."""
+
+Function = Callable[[Mapping[str, Any]], dict[str, Any]]
+"""Of arrays by name."""
+
+Sizes = tuple[tuple[int, ...], str]
+"""A shape, and the name of a type."""
+
+
+class ExactState(NamedTuple):
+    """The state of `exact`: updates made, and by slot a tree like that of the parameters."""
+
+    count: Any
+    slots: dict[str, Any]
+
+
+def exact(spec: Spec, rate: Rate) -> optax.GradientTransformation:
+    """An optimizer of a recipe; `rate` is in place of its learning rate."""
+
+    def init(params: Any) -> ExactState:
+        leaves, structure = jax.tree.flatten(params)
+        made = [{slot.name: _filled(slot) for slot in _configured(spec).slots(_value("x", _sizes(x)))} for x in leaves]
+        names = dict.fromkeys(name for slots in made for name in slots)
+        slots = {name: structure.unflatten([slots.get(name) for slots in made]) for name in names}
+        return ExactState(jnp.zeros([], jnp.int32), slots)
+
+    def update(gradients: Any, state: ExactState, params: Any = None) -> tuple[Any, ExactState]:
+        if params is None:
+            raise ValueError(optax.NO_PARAMS_MSG)
+        leaves, structure = jax.tree.flatten(params)
+        numbers = {"lr": rate(state.count) if callable(rate) else rate, "t": state.count + 1}
+        slots = {name: structure.flatten_up_to(tree) for name, tree in state.slots.items()}
+        changes = []
+        for i, (x, g) in enumerate(zip(leaves, jax.tree.leaves(gradients), strict=True)):
+            own = {name: trees[i] for name, trees in slots.items() if trees[i] is not None}
+            new = _update(str(spec), _sizes(x))({"x": x, "g": g, **own, **numbers})
+            changes.append(new["x/new"] - x)
+            for name in own:
+                slots[name][i] = new[f"{name}/new"]
+        after = {name: structure.unflatten(trees) for name, trees in slots.items()}
+        return structure.unflatten(changes), ExactState(numbers["t"], after)
+
+    return optax.GradientTransformation(init, update)
+
+
+def exact_clip(kind: str, limit: float, variant: str) -> optax.GradientTransformation:
+    """Clipping by the norm of all gradients (`norm`) or of each (`tensor_norm`), as a recipe has it."""
+
+    def update(gradients: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        leaves, structure = jax.tree.flatten(gradients)
+        run = _clip(kind, limit, variant, tuple(map(_sizes, leaves)))
+        results = run({f"g{i}": leaf for i, leaf in enumerate(leaves)})
+        return structure.unflatten([results[f"clipped{i}"] for i in range(len(leaves))]), state
+
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+
+
+def rate_of(specs: Sequence[Spec], lr: float) -> Callable[[Any], Any]:
+    """Schedules of a recipe that follow one another, as a function of the updates already made."""
+
+    def rate(count: Any) -> Any:
+        return _rate(tuple(map(str, specs)), lr)({"step": count})["rate"]
+
+    return rate
+
+
+# ---- what is built of a definition -----------------------------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=256)
+def _update(spec: str, sizes: Sizes) -> Function:
+    configured = _configured(parse(spec))
+    made = _Graph()
+    x, g = made.input(_value("x", sizes)), made.input(_value("g", sizes))
+    slots = {slot.name: made.input(_typed(slot.name, slot.dtype, slot.shape)) for slot in configured.slots(x.value)}
+    lr, t = made.input(_typed("lr", ir.DataType.DOUBLE, ())), made.input(_typed("t", ir.DataType.INT64, ()))
+    hyper = {name: made.number(configured.values[name]) for name in configured.inputs(x.value)}
+    new, after = configured.update(made.op, x, g, slots, lr=lr, t=t, hyper=hyper)
+    return made.function({f"{name}/new": expr for name, expr in {"x": new, **after}.items()})
+
+
+@functools.lru_cache(maxsize=16)
+def _clip(kind: str, limit: float, variant: str, sizes: tuple[Sizes, ...]) -> Function:
+    made = _Graph()
+    gradients = [made.input(_value(f"g{i}", each)) for i, each in enumerate(sizes)]
+    if kind == "tensor_norm":
+        clipped = clip_by_norm(made.op, gradients, made.number(limit), variant)
+    else:
+        clipped, _ = clip_by_global_norm(made.op, gradients, made.number(limit), variant)
+    return made.function({f"clipped{i}": expr for i, expr in enumerate(clipped)})
+
+
+@functools.lru_cache(maxsize=64)
+def _rate(specs: tuple[str, ...], lr: float) -> Function:
+    made = _Graph()
+    step = made.input(_typed("step", ir.DataType.INT64, ()))
+    parts = [_part(made, parse(spec)) for spec in specs]
+    return made.function({"rate": sequence(made.op, made.number(lr), step, parts)})
+
+
+def _part(made: _Graph, spec: Spec) -> Part:
+    kind = schedule(spec.name)
+    numbers, choices = kind.resolve(spec.without("until").options)
+    until = made.number(spec.options.get("until", math.inf))
+    return Part(kind, {name: made.number(value) for name, value in numbers.items()}, choices, until)
+
+
+class _Graph:
+    """A graph while it is built."""
+
+    def __init__(self) -> None:
+        imports = {"": COMMON_OPSET, DOMAIN: DOMAIN_VERSION}
+        self._graph = ir.Graph([], [], nodes=[], opset_imports=imports, name="exact")
+        self._functions: dict[ir.OperatorIdentifier, ir.Function] = {}
+        self.op = Builder(self._graph, opset=COMMON_OPSET, functions=self._functions)
+
+    def input(self, value: ir.Value) -> Expr:
+        self._graph.inputs.append(value)
+        return self.op(value)
+
+    def number(self, value: Any) -> Expr:
+        return self.op.constant(np.asarray(value, np.float64))
+
+    def function(self, outputs: Mapping[str, Expr]) -> Function:
+        """What the graph computes, by JAX."""
+        for name, expr in outputs.items():
+            self._graph.outputs.append(self.op.Identity(expr).named(name).like(expr.value).value)
+        types = {value.name: value.dtype.numpy() for value in self._graph.inputs if value.dtype}
+        model = Model(ir.Model(self._graph, ir_version=10, functions=list(self._functions.values())))
+        framework = Jax()
+        execute = interpreter(inline(model), framework)
+
+        def run(given: Mapping[str, Any]) -> dict[str, Any]:
+            with framework.active():
+                return execute({name: jnp.asarray(array, types[name]) for name, array in given.items()})
+
+        return run
+
+
+def _configured(spec: Spec) -> ConfiguredOptimizer:
+    """The optimizer, as the function that it is even where the standard has an operator for it."""
+    kind = optimizer(spec.name)
+    return kind.configure(**spec.options, **({"standard": False} if kind.standard else {}))
+
+
+def _filled(slot: Any) -> jax.Array:
+    with Jax().active():
+        return jnp.full(slot.shape, slot.initial, slot.dtype.numpy())
+
+
+def _sizes(array: Any) -> Sizes:
+    return tuple(array.shape), str(array.dtype)
+
+
+def _value(name: str, sizes: Sizes) -> ir.Value:
+    return _typed(name, ir.DataType.from_numpy(jnp.dtype(sizes[1])), sizes[0])
+
+
+def _typed(name: str, dtype: ir.DataType, shape: Sequence[int]) -> ir.Value:
+    return ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape(shape))

@@ -1,0 +1,100 @@
+"""An optimizer of optax and the one of a recipe that it was read as, or made from, side by side."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import onnx_ir as ir
+import optax
+
+from onward.build import Builder
+from onward.convert.jax.closures import Tree, named_leaves, path_name
+from onward.convert.run import Run, assemble
+from onward.errors import MismatchError
+from onward.model import Model
+from onward.run import load
+
+TOLERANCE = 1e-5
+"""Of updates, as parts of the largest: optax computes rates and some decays in float32."""
+_OPSET = 21
+
+
+def try_updates(tx: Any, opt_state: Any, params: Tree, run: Run) -> None:
+    """Let both make a few updates with the same random gradients, in float64, and compare."""
+    generator = np.random.default_rng(0)
+    accumulated = int(run.recipe.get("accumulate", 1))
+    update = jax.jit(tx.update) if accumulated > 1 else tx.update  # which would compile its branches at each call
+    with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
+        theirs, state = _double(params), _double_state(opt_state)
+        start = {name: np.asarray(leaf) for name, leaf in named_leaves(theirs).items()}
+        inputs = {name: f"gradient{i}" for i, name in enumerate(run.parameters)}
+        with load(_trainer(run, start, inputs), threads=1) as engine:
+            for _ in range(3 * accumulated):
+                gradients = {name: _random(generator, array.shape) for name, array in start.items()}
+                engine.step({inputs[name]: gradients[name] for name in run.parameters})
+                given = jax.tree_util.tree_map_with_path(lambda path, _: gradients[path_name(path)], theirs)  # noqa: B023
+                changes, state = update(given, state, theirs)
+                new = optax.apply_updates(theirs, changes)
+                _compare(named_leaves(theirs), named_leaves(new), engine.state(), run)
+                theirs = _follow(new, engine.state(), run)
+
+
+def _compare(old: dict[str, Any], new: dict[str, Any], ours: dict[str, np.ndarray], run: Run) -> None:
+    for name in run.parameters:
+        expected, found = np.asarray(new[name] - old[name]), ours[name] - np.asarray(old[name])
+        size = float(np.abs(expected).max(initial=0))
+        difference = float(np.abs(found - expected).max(initial=0))
+        if not difference <= TOLERANCE * size + 1e-12:
+            spec = next(group.optimizer for group in run.groups if name in group.parameters)
+            raise MismatchError(
+                f"an update of `{name}` by optax is off by {difference:.3g} from that of `{spec}`, "
+                f"where it is {size:.3g} large",
+                hint="the optimizer was not understood: please report its transformations",
+            )
+
+
+def _follow(theirs: Tree, ours: dict[str, np.ndarray], run: Run) -> Tree:
+    """Parameters with the bits of our side, so that differences do not add up."""
+    own = set(run.parameters)
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: jnp.asarray(ours[path_name(path)]) if path_name(path) in own else leaf, theirs
+    )
+
+
+def _random(generator: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    """Of very different sizes, so that it matters where an epsilon is."""
+    return generator.normal(size=shape) * 10.0 ** generator.uniform(-6, 0, shape)
+
+
+def _double(tree: Tree) -> Tree:
+    return jax.tree.map(lambda x: jnp.asarray(x, np.float64) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree)
+
+
+def _double_state(state: Any) -> Any:
+    if isinstance(state, optax.MultiStepsState):  # whose accumulators have a type of their own
+        return state._replace(inner_opt_state=_double(state.inner_opt_state))
+    return _double(state)
+
+
+def _trainer(run: Run, start: dict[str, np.ndarray], inputs: dict[str, str]) -> Model:
+    """A training model of the same parameters and optimizers whose gradients are what it is fed."""
+    graph = ir.Graph([], [], nodes=[], opset_imports={"": _OPSET}, name="trial")
+    op = Builder(graph, opset=_OPSET)
+    terms = []
+    for name in run.parameters:
+        parameter = ir.Value(name=name, const_value=ir.Tensor(start[name], name=name))
+        parameter.type, parameter.shape = ir.TensorType(ir.DataType.DOUBLE), ir.Shape(start[name].shape)
+        graph.register_initializer(parameter)
+        gradient = ir.Value(name=inputs[name], type=parameter.type, shape=parameter.shape)
+        graph.inputs.append(gradient)
+        terms.append(op.ReduceSum(op(parameter) * op(gradient), keepdims=0))
+    loss = op.Sum(*terms).named("loss")
+    loss.value.type, loss.value.shape = ir.TensorType(ir.DataType.DOUBLE), ir.Shape(())
+    graph.outputs.append(loss.value)
+    model = Model(ir.Model(graph, ir_version=10))
+    state = {name: np.asarray(a, np.float64) if a.dtype.kind == "f" else a for name, a in run.state.items()}
+    return assemble(dataclasses.replace(run, model=model, loss="value:loss", state=state))
