@@ -18,6 +18,7 @@ from onward.deferral import defer_sympy
 
 if TYPE_CHECKING:
     from onward.checker import Finding, check
+    from onward.convert.torch import from_torch, to_torch
     from onward.differentiate import gradient, jvp, vjp
     from onward.errors import Error
     from onward.inspect import describe
@@ -45,6 +46,7 @@ _HOME = {
     "describe": "inspect",
     "extract": "transform",
     "find_lr": "training.api",
+    "from_torch": "convert.torch",
     "gradient": "differentiate",
     "inline": "transform",
     "jvp": "differentiate",
@@ -61,6 +63,7 @@ _HOME = {
     "resume": "training.api",
     "save_adapter": "recipe",
     "strip": "transform",
+    "to_torch": "convert.torch",
     "train": "training.api",
     "verify": "verification",
     "vjp": "differentiate",
@@ -80,6 +83,7 @@ __all__ = [
     "describe",
     "extract",
     "find_lr",
+    "from_torch",
     "gradient",
     "inline",
     "jvp",
@@ -96,6 +100,7 @@ __all__ = [
     "resume",
     "save_adapter",
     "strip",
+    "to_torch",
     "train",
     "verify",
     "vjp",

@@ -29,7 +29,8 @@ def probe(
 ) -> None:
     """Let both sides make the same steps, or say what differs first. The training model itself stays as it is.
 
-    `step` is a step of the carrier, with its loss; `weights` are its parameters and statistics at that moment.
+    `step` is a step of the carrier, with its loss; `weights` are its parameters and statistics at that moment. Elements
+    that are masked are not compared.
     """
     with load(model, threads=1) as engine:
         for number, batch in enumerate(batches, 1):
@@ -41,8 +42,8 @@ def probe(
 
 
 def _compare(what: str, found: np.ndarray, expected: np.ndarray, step: int, carrier: str) -> None:
-    size = max(float(np.abs(expected).max(initial=0)), 1e-3)
-    difference = float(np.abs(found.astype(np.float64) - expected).max(initial=0))
+    size = max(float(np.abs(np.ma.getdata(expected)).max(initial=0)), 1e-3)
+    difference = float(np.ma.filled(np.abs(found.astype(np.float64) - expected), 0).max(initial=0))
     if not difference <= TOLERANCE * size:
         raise MismatchError(
             f"after step {step} {what} is off by {difference:.3g} from that of {carrier}, where it is {size:.3g} large",

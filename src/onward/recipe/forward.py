@@ -6,7 +6,7 @@ of these nodes in training mode, and of everything behind them on the way to the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Literal
 
 import numpy as np
@@ -46,7 +46,7 @@ def training_forward(
     for node in list(assembly.model.graph):
         if node not in needed:
             continue
-        if node.op_type == "BatchNormalization" and _is_switchable(node, frozen):
+        if node.op_type == "BatchNormalization" and is_switchable(node, frozen):
             _batch_normalization(assembly, node, new, variance)
         elif node.op_type == "Dropout" and _constant(node, 1, 0.5) != 0.0:
             _dropout(assembly, node, new)
@@ -64,7 +64,8 @@ def functions_to_inline(model: Model) -> list[str]:
     ]
 
 
-def _is_switchable(node: ir.Node, frozen: set[str]) -> bool:
+def is_switchable(node: ir.Node, frozen: Collection[str]) -> bool:
+    """Whether training lets a BatchNormalization use the statistics of the batch."""
     if any(value is None or not value.is_initializer() for value in node.inputs[3:5]):
         return False  # statistics that are computed are not ours to update
     return node.inputs[1] is None or node.inputs[1].name not in frozen

@@ -1,0 +1,217 @@
+"""PyTorch, both ways: a module with its loss, optimizer and scheduler as a training model, and back."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import onnx_ir as ir
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from onward.convert.problems import Problems
+from onward.convert.run import Run, assemble, disassemble
+from onward.convert.torch.capture import captured, into_training
+from onward.convert.torch.clipping import Clip, clip_of
+from onward.convert.torch.losses import make_loss, read_loss
+from onward.convert.torch.module import COUNTER, OnnxModule, to_module
+from onward.convert.torch.native import NativeRun, probe_native
+from onward.convert.torch.optimizers import make_optimizer, read_optimizer
+from onward.convert.torch.schedules import make_scheduler, read_scheduler
+from onward.errors import UnsupportedError
+from onward.model import Model, Source, read
+from onward.recipe import objective
+from onward.recipe.trainable import gradient_edges
+
+__all__ = ["Carried", "captured", "from_torch", "to_module", "to_torch"]
+
+_GROUP = "torch.group"
+"""Of a parameter that is not trained: the group in which the optimizer has it nevertheless."""
+_STEP = "torch.step"
+"""Of a counter of batches: the updates that there had been when it was read."""
+
+
+class Carried(NamedTuple):
+    """A training run as PyTorch has it."""
+
+    module: OnnxModule
+    optimizer: Optimizer
+    scheduler: LRScheduler | None
+    loss: nn.Module
+
+
+# ---- from PyTorch ----------------------------------------------------------------------------------------------------
+
+
+def from_torch(
+    module: nn.Module,
+    example_inputs: Any,
+    *,
+    loss: Any,
+    optimizer: Optimizer,
+    scheduler: LRScheduler | None = None,
+    clip: float | Mapping[str, float] | None = None,
+    steps_per_epoch: int = 1,
+    dynamic_shapes: Mapping[str, Any] | None = None,
+    probe: bool = True,
+) -> Model:
+    """A run of PyTorch, at any moment, as a training model that goes on from there. What is given stays as it is.
+
+    - `example_inputs`: what the module takes: a tensor, a sequence of arguments, or a mapping by their names
+    - `loss`: of torch.nn or torch.nn.functional, such as `nn.CrossEntropyLoss()`; a mapping of output -> loss where the
+      module has several outputs; or the name of the output that is the loss
+    - `scheduler`, `steps_per_epoch`: how many updates there are between two of its steps
+    - `clip`: what happens to gradients before each update: `clip_grad_norm_` to a number, or `{"value": 0.5}`
+    - `dynamic_shapes`: argument -> axis -> name, for axes of any size; without it, the first axis of all tensors
+    - `probe`: make three steps on both sides with the example, and compare
+    """
+    clip = clip_of(optimizer, clip)
+    if isinstance(module, OnnxModule):
+        example_inputs = module.named(example_inputs)
+    native = NativeRun(*copy.deepcopy((module, optimizer, scheduler)), loss, clip, steps_per_epoch)
+    into_training(native.module)
+    _freeze_others(native)
+    if isinstance(module, OnnxModule):
+        model = native.module.to_model()
+    else:
+        model = captured(native.module, example_inputs, dynamic_shapes)
+    run = _read(native, model)
+    if probe:
+        probe_native(native, run, example_inputs)
+    return assemble(run)
+
+
+def _freeze_others(native: NativeRun) -> None:
+    """Parameters that no optimizer has do not learn, whatever they require."""
+    named = {id(parameter) for parameter in native.module.parameters()}
+    optimized = {id(parameter) for group in native.optimizer.param_groups for parameter in group["params"]}
+    if optimized - named:
+        raise UnsupportedError(
+            f"the optimizer has {len(optimized - named)} parameters that the module does not have",
+            hint="make them parameters of the module: of one that holds the other and the loss, for example",
+        )
+    for parameter in native.module.parameters():
+        if id(parameter) not in optimized:
+            parameter.requires_grad_(False)
+
+
+def _read(native: NativeRun, model: Model) -> Run:
+    loss = _read_loss(native.loss)
+    named = dict(native.module.named_parameters())
+    edges = gradient_edges(objective.predictions(model, objective.terms(loss)))
+    trained = {
+        id(parameter): name
+        for name, parameter in named.items()
+        if parameter.requires_grad and model.graph.initializers[name] in edges
+    }
+    if not trained:
+        raise UnsupportedError("no parameter of the optimizer has an effect on the loss", hint="check which loss it is")
+    schedule = read_scheduler(native.scheduler, native.every) if native.scheduler is not None else None
+    groups, state, step = read_optimizer(native.optimizer, trained, schedule)
+    _tag(model, native.optimizer, {id(p): name for name, p in named.items() if id(p) not in trained}, step)
+    return Run(
+        model=model,
+        loss=loss,
+        groups=groups,
+        state=state,
+        step=step,
+        schedule=schedule.specs if schedule else (),
+        clip=native.clip,
+        statistics="sample",
+    )
+
+
+def _read_loss(loss: Any) -> Any:
+    if isinstance(loss, str):
+        return f"value:{loss}"
+    if isinstance(loss, Mapping):
+        return {output: read_loss(term) for output, term in loss.items()}
+    return read_loss(loss)
+
+
+def _tag(model: Model, optimizer: Optimizer, idle: Mapping[int, str], step: int) -> None:
+    """Write down what a training model has no place for, and the way back needs."""
+    for i, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            if id(parameter) in idle:
+                model.graph.initializers[idle[id(parameter)]].metadata_props[_GROUP] = str(i)
+    for value in _counters(model):
+        value.metadata_props[_STEP] = str(step)
+
+
+def _counters(model: Model) -> Iterator[ir.Value]:
+    return (value for name, value in model.graph.initializers.items() if name.endswith(f".{COUNTER}"))
+
+
+# ---- to PyTorch ------------------------------------------------------------------------------------------------------
+
+
+def to_torch(training: Source) -> Carried:
+    """The run that a training model holds, as objects of PyTorch that go on from there.
+
+    A training loop is as usual: the scheduler steps after the optimizer (once in an epoch, where it counts epochs), and
+    gradients are clipped by the optimizer's own step, where the training model clips.
+    """
+    run = disassemble(read(training))
+    _check(run)
+    _count(run)
+    module = to_module(run.model, trainable=run.parameters, statistics=run.statistics)
+    parameters = module.parameters_by_name()
+    optimizer = make_optimizer(run, parameters)
+    scheduler = make_scheduler(run, optimizer)
+    _add_idle(optimizer, run, parameters)
+    if run.clip is not None:
+        optimizer.register_step_pre_hook(Clip(run.clip))
+    return Carried(module.train(), optimizer, scheduler, _made_loss(run.loss))
+
+
+def _check(run: Run) -> None:
+    problems = Problems("the training model")
+    words = {
+        "accumulate": "it accumulates gradients",
+        "ema": "it averages its parameters",
+        "loss_scale": "it scales its loss",
+    }
+    for key in run.recipe.keys() & words.keys():
+        problems.add(f"{words[key]}, of which PyTorch has no object", "prepare it without, and do so in the loop")
+    problems.refuse()
+
+
+def _count(run: Run) -> None:
+    """Let the counters of batches count what was trained elsewhere."""
+    for value in _counters(run.model):
+        assert value.const_value is not None and value.name is not None
+        since = run.step - int(value.metadata_props.get(_STEP, run.step))
+        run.model.set(value.name, value.const_value.numpy() + since)
+
+
+def _add_idle(optimizer: Optimizer, run: Run, parameters: Mapping[str, nn.Parameter]) -> None:
+    """Give the optimizer back the parameters that it had without training them, in the order of the module."""
+    order = {id(parameter): i for i, parameter in enumerate(parameters.values())}
+    for name, parameter in parameters.items():
+        at = run.model.graph.initializers[name].metadata_props.get(_GROUP)
+        if at is not None and name not in run.parameters:
+            params = optimizer.param_groups[min(int(at), len(optimizer.param_groups) - 1)]["params"]
+            params.append(parameter)
+            params.sort(key=lambda other: order[id(other)])
+
+
+class _Own(nn.Module):  # type: ignore[misc]
+    """The loss that a module computes itself."""
+
+    def __init__(self, output: str):
+        super().__init__()
+        self.output = output
+
+    def forward(self, outputs: Any) -> torch.Tensor:
+        return outputs[self.output] if isinstance(outputs, Mapping) else outputs
+
+
+def _made_loss(loss: Any) -> nn.Module:
+    terms = objective.terms(loss)
+    if len(terms) == 1 and terms[0].spec.name == "value":
+        return _Own(terms[0].output or "")
+    return make_loss(loss)

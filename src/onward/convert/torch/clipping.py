@@ -1,0 +1,62 @@
+"""Clipping of gradients as a part of an optimizer's step, where PyTorch leaves it to the loop."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+from torch.optim import Optimizer
+
+from onward.errors import UnsupportedError
+
+_Settings = Mapping[str, Any]
+
+
+class Clip:
+    """Clips the gradients of an optimizer before it steps: for `register_step_pre_hook`."""
+
+    def __init__(self, settings: _Settings):
+        self.settings = settings
+
+    def __call__(self, optimizer: Optimizer, *_: Any) -> None:
+        clip_gradients([p for group in optimizer.param_groups for p in group["params"]], self.settings)
+
+
+def clip_gradients(parameters: list[torch.nn.Parameter], settings: _Settings) -> None:
+    """Clip as a recipe says, such as `{"norm": 1.0, "variant": "torch"}`."""
+    given = [parameter for parameter in parameters if parameter.grad is not None]
+    if "value" in settings:
+        clip_grad_value_(given, settings["value"])
+    elif "norm" in settings:
+        _to_norm(given, settings["norm"], settings.get("variant"))
+    else:
+        for parameter in given:
+            _to_norm([parameter], settings["tensor_norm"], settings.get("variant"))
+
+
+def _to_norm(parameters: list[torch.nn.Parameter], limit: float, variant: str | None) -> None:
+    if variant != "optax":
+        clip_grad_norm_(parameters, limit)
+        return
+    norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in parameters])
+    if norm > limit:
+        for parameter in parameters:
+            parameter.grad.mul_(limit / norm)
+
+
+def clip_of(optimizer: Optimizer, given: float | _Settings | None) -> dict[str, Any] | None:
+    """What is done to gradients before a step, by the caller's loop or by hooks of ours; other hooks are refused."""
+    hooks = list(optimizer._optimizer_step_pre_hooks.values())
+    ours = [hook.settings for hook in hooks if isinstance(hook, Clip)]
+    if len(ours) < len(hooks) or optimizer._optimizer_step_post_hooks:
+        raise UnsupportedError(
+            "the optimizer has hooks around its steps, which could do anything",
+            hint="remove them, and say what they clip: `clip=1.0`",
+        )
+    if ours:
+        return dict(ours[0])
+    if given is None or isinstance(given, Mapping):
+        return None if given is None else {**given, **({} if "value" in given else {"variant": "torch"})}
+    return {"norm": float(given), "variant": "torch"}

@@ -1,0 +1,154 @@
+"""A run as PyTorch executes it, to compare a training model with."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import torch
+from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from onward.convert.probe import probe, without_dropout
+from onward.convert.run import Run, assemble
+from onward.convert.torch.capture import Flat
+from onward.convert.torch.clipping import clip_gradients
+from onward.inspect import describe
+from onward.inspect.parts import LossTerm
+from onward.model import Model
+from onward.run.engine import Arrays
+from onward.run.torch.types import from_array, to_array
+
+_STEPS = 3
+_NOISE = 1e-4
+"""What is so much smaller than the largest gradient has too few digits to be compared: Adam divides by its size."""
+
+
+@dataclasses.dataclass
+class NativeRun:
+    """What a training loop works with."""
+
+    module: nn.Module
+    optimizer: Optimizer
+    scheduler: LRScheduler | None
+    loss: Any
+    clip: Mapping[str, Any] | None
+    every: int
+    """Updates between two steps of the scheduler."""
+
+
+def probe_native(native: NativeRun, run: Run, example_inputs: Any) -> None:
+    """Compare a run with its training model. The run makes the steps: it must be the caller's own.
+
+    Targets are made up. Losses that take more than these are not compared.
+    """
+    model = assemble(dataclasses.replace(run, model=without_dropout(run.model)))
+    terms = describe(model).steps[0].loss.terms
+    if any(len(term.inputs) > 1 for term in terms):
+        return
+    _turn_dropout_off(native.module)
+    prober = _Prober(native, run.step, Flat(native.module, example_inputs), terms)
+    with torch.random.fork_rng(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a copy of a scheduler does not know that its optimizer steps before it
+        probe(model, [prober.batch(model)] * _STEPS, prober.step, prober.weights, carrier="PyTorch")
+
+
+def _turn_dropout_off(module: nn.Module) -> None:
+    """Also in layers that have dropout inside, such as attention."""
+    for layer in module.modules():
+        if isinstance(layer, _DropoutNd) or any("drop" in name for name in vars(layer)):
+            layer.training = False
+
+
+class _Prober:
+    def __init__(self, native: NativeRun, made: int, forward: Flat, terms: Sequence[LossTerm]):
+        self._native = native
+        self._made = made
+        """Updates so far."""
+        self._forward = forward
+        self._terms = terms
+        self._noisy: dict[str, np.ndarray] = {}
+
+    def batch(self, model: Model) -> Arrays:
+        """The example, and random targets that go with it."""
+        inputs = self._forward.inputs
+        with torch.no_grad():
+            outputs = copy.deepcopy(self._forward)(*inputs.values())
+        sizes = _sizes(model, {**inputs, **outputs})
+        rng = np.random.default_rng(0)
+        targets = {value.name: value for value in model.step().algorithm.inputs}
+        made = {name: to_array(tensor) for name, tensor in inputs.items()}
+        for term in self._terms:
+            for name in term.inputs:
+                prediction = outputs[term.output]
+                classes = prediction.shape[term.options.get("axis", 1)] if prediction.ndim > 1 else 2
+                made[name] = _drawn(rng, targets[name], sizes, classes)
+        return made
+
+    def step(self, batch: Arrays) -> float:
+        native = self._native
+        native.optimizer.zero_grad()
+        loss = self._loss(batch)
+        loss.backward()
+        self._find_noise()
+        if native.clip is not None:
+            clip_gradients(list(native.module.parameters()), native.clip)
+        native.optimizer.step()
+        self._made += 1
+        if native.scheduler is not None and self._made % native.every == 0:
+            native.scheduler.step()
+        return float(loss.detach())
+
+    def _loss(self, batch: Arrays) -> torch.Tensor:
+        outputs = self._forward(*self._forward.inputs.values())
+        loss, total = self._native.loss, torch.zeros(())
+        for term in self._terms:
+            if isinstance(loss, str):
+                return outputs[loss]
+            compute = loss[term.output] if isinstance(loss, Mapping) else loss
+            device = outputs[term.output].device
+            total = total + compute(outputs[term.output], from_array(batch[term.inputs[0]]).to(device))
+        return total
+
+    def _find_noise(self) -> None:
+        gradients = {
+            name: np.abs(to_array(parameter.grad).astype(np.float64))
+            for name, parameter in self._native.module.named_parameters()
+            if parameter.grad is not None
+        }
+        least = _NOISE * max(float(gradient.max(initial=0)) for gradient in gradients.values())
+        for name, gradient in gradients.items():
+            self._noisy[name] = self._noisy.get(name, False) | ((gradient > 0) & (gradient < least))
+
+    def weights(self) -> dict[str, np.ndarray]:
+        """Parameters and statistics, but for elements whose gradients are little more than rounding errors."""
+        module = self._native.module
+        held = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        arrays = {name: to_array(x) for name, x in held.items() if x.is_floating_point()}
+        return {name: np.ma.masked_array(array, self._noisy.get(name, False)) for name, array in arrays.items()}
+
+
+def _drawn(rng: np.random.Generator, target: ir.Value, sizes: Mapping[str, int], classes: int) -> np.ndarray:
+    """Classes, or numbers from 0 to 1, which are probabilities if need be."""
+    assert target.shape is not None and target.dtype is not None
+    shape = [size if isinstance(size, int) else sizes.get(str(size), 1) for size in target.shape]
+    drawn = rng.random(shape) if target.dtype.is_floating_point() else rng.integers(0, classes, shape)
+    return drawn.astype(target.dtype.numpy())
+
+
+def _sizes(model: Model, tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    """What the sizes that may vary are in this batch, by their names."""
+    return {
+        str(dim): size
+        for value in (*model.graph.inputs, *model.graph.outputs)
+        if value.name and value.name in tensors and value.shape is not None
+        for dim, size in zip(value.shape, tensors[value.name].shape, strict=True)
+        if not isinstance(dim, int)
+    }

@@ -1,0 +1,78 @@
+"""What PyTorch's exporter would leave out, said in operators that it has: where gradients end, and what is dropped.
+
+ONNX has no operator that stops gradients. Rounding does, and a number that is scaled up far enough has nothing to be
+rounded: `round(x * 2^100) / 2^100` is `x`, for all that is larger than 1e-23, and has no derivative.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import onnx_ir as ir
+import torch
+from onnxscript import opset20 as op
+from torch.export import ExportedProgram
+from torch.fx import Node
+
+_FAR = 2.0**100
+
+
+def rewrite(program: ExportedProgram) -> None:
+    """Say in plain operators, in place, what the exporter does not translate."""
+    graph = program.graph_module.graph
+    for node in list(graph.nodes):
+        if node.target is torch.ops.higher_order.wrap_with_set_grad_enabled and node.args[0] is False:
+            for result in list(node.users):
+                _detach(result)
+        elif node.target is torch.ops.aten.feature_dropout.default:
+            _drop_channels(node)
+    graph.lint()
+    program.graph_module.recompile()
+
+
+def _detach(node: Node) -> None:
+    """What is computed under `torch.no_grad()` has no derivative."""
+    with node.graph.inserting_after(node):
+        detached = node.graph.call_function(torch.ops.aten.detach.default, (node,))
+    detached.meta = dict(node.meta)
+    node.replace_all_uses_with(detached, delete_user_cb=lambda user: user is not detached)
+
+
+def _drop_channels(node: Node) -> None:
+    """Whole channels are dropped by a dropout of as many ones."""
+    x, share, is_on = node.args
+    assert isinstance(x, Node)
+    call = node.graph.call_function
+    with node.graph.inserting_before(node):
+        one = x
+        for axis in range(2, x.meta["val"].ndim):
+            one = call(torch.ops.aten.slice.Tensor, (one, axis, 0, 1))
+        ones = call(torch.ops.aten.ones_like.default, (one,))
+        kept = call(torch.ops.aten.dropout.default, (ones, share, is_on))
+        product = call(torch.ops.aten.mul.Tensor, (x, kept))
+    product.meta = dict(node.meta)
+    node.replace_all_uses_with(product)
+    node.graph.erase_node(node)
+
+
+def _stopped(x: Any) -> Any:
+    if x.dtype not in (ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16, ir.DataType.BFLOAT16):
+        return op.Identity(x)
+    wide = x if x.dtype == ir.DataType.DOUBLE else op.Cast(x, to=ir.DataType.FLOAT.value)
+    far, near = (op.CastLike(op.Constant(value_float=factor), wide) for factor in (_FAR, 1 / _FAR))
+    return op.CastLike(op.Mul(op.Round(op.Mul(wide, far)), near), x)
+
+
+def _embedding(
+    weight: Any, indices: Any, padding_idx: int = -1, scale_grad_by_freq: bool = False, sparse: bool = False
+) -> Any:
+    """Rows of a table; that of the padding is not trained."""
+    rows = op.Gather(weight, indices)
+    if padding_idx < 0:
+        return rows
+    is_padding = op.Equal(indices, op.CastLike(op.Constant(value_int=padding_idx), indices))
+    return op.Where(op.Unsqueeze(is_padding, op.Constant(value_ints=[-1])), _stopped(rows), rows)
+
+
+TRANSLATIONS = {torch.ops.aten.detach.default: _stopped, torch.ops.aten.embedding.default: _embedding}
+"""For `torch.onnx.export`."""
