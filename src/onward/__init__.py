@@ -18,6 +18,7 @@ from onward.deferral import defer_sympy
 
 if TYPE_CHECKING:
     from onward.checker import Finding, check
+    from onward.convert.tensorflow import from_tensorflow, to_tensorflow
     from onward.convert.torch import from_torch, to_torch
     from onward.differentiate import gradient, jvp, vjp
     from onward.errors import Error
@@ -46,6 +47,7 @@ _HOME = {
     "describe": "inspect",
     "extract": "transform",
     "find_lr": "training.api",
+    "from_tensorflow": "convert.tensorflow",
     "from_torch": "convert.torch",
     "gradient": "differentiate",
     "inline": "transform",
@@ -63,6 +65,7 @@ _HOME = {
     "resume": "training.api",
     "save_adapter": "recipe",
     "strip": "transform",
+    "to_tensorflow": "convert.tensorflow",
     "to_torch": "convert.torch",
     "train": "training.api",
     "verify": "verification",
@@ -83,6 +86,7 @@ __all__ = [
     "describe",
     "extract",
     "find_lr",
+    "from_tensorflow",
     "from_torch",
     "gradient",
     "inline",
@@ -100,6 +104,7 @@ __all__ = [
     "resume",
     "save_adapter",
     "strip",
+    "to_tensorflow",
     "to_torch",
     "train",
     "verify",

@@ -1,0 +1,63 @@
+"""Whether a model computes what the function did that it was made of, at the example inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from onward.run.tensorflow.quiet import tensorflow as tf  # isort: skip  (other imports of it are not quiet)
+
+from onward.convert.probe import TOLERANCE
+from onward.errors import MismatchError
+from onward.model import Model
+from onward.run import function as function_of
+
+
+def confirm(model: Model, function: Any, arguments: Sequence[Any], named: dict[str, Any]) -> None:
+    """Compare results, or say what differs. Batch normalization is compared as it trains.
+
+    Without example arrays there is nothing to compare at, and with dropout nothing to compare.
+    """
+    examples = [x for x in (*arguments, *named.values()) if _is_array(x)]
+    nodes = list(model.graph.all_nodes())
+    if len(examples) < len(model.inputs) or any(node.op_type == "Dropout" for node in nodes):
+        return
+    before = [(variable, variable.numpy()) for variable in function.graph.variables if not variable.trainable]
+    expected = tf.nest.flatten(function(*map(_tensor, arguments), **{name: _tensor(x) for name, x in named.items()}))
+    for variable, value in before:
+        variable.assign(value)
+    fed = {x.op.name: np.asarray(example) for x, example in zip(function.inputs, examples, strict=False)}
+    given = {value.name or "": fed[value.name or ""] for value in model.inputs}
+    found = function_of(_in_training(model), engine="numpy")(given)
+    for (name, array), other in zip(found.items(), expected, strict=True):
+        _compare(name, np.asarray(array), other.numpy())
+
+
+def _is_array(x: Any) -> bool:
+    return isinstance(x, np.ndarray | tf.Tensor)
+
+
+def _tensor(x: Any) -> Any:
+    return tf.convert_to_tensor(x) if _is_array(x) else x
+
+
+def _in_training(model: Model) -> Model:
+    made = model.copy()
+    for node in made.graph.all_nodes():
+        mean = node.inputs[3] if node.op_type == "BatchNormalization" else None
+        if mean is not None and mean.is_initializer():
+            node.attributes["training_mode"] = ir.AttrInt64("training_mode", 1)
+    return made
+
+
+def _compare(name: str, found: np.ndarray, expected: np.ndarray) -> None:
+    size = max(float(np.abs(expected).max(initial=0)), 1e-3)
+    difference = float(np.abs(found.astype(np.float64) - expected).max(initial=0)) if found.size else 0.0
+    if found.shape != expected.shape or not difference <= TOLERANCE * size:
+        raise MismatchError(
+            f"`{name}` is off by {difference:.3g} from that of TensorFlow, where it is {size:.3g} large",
+            hint="the conversion is not exact: please report the function that it was",
+        )

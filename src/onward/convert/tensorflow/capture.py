@@ -1,0 +1,192 @@
+"""Functions and modules of TensorFlow as training models."""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+import onnx_ir as ir
+
+from onward.run.tensorflow.quiet import tensorflow as tf  # isort: skip  (other imports of it are not quiet)
+
+from onward.build import Builder, Names, uncollected
+from onward.convert.tensorflow.agreement import confirm
+from onward.convert.tensorflow.graph import Resource, Walk, dtype_of
+from onward.convert.tensorflow.restore import is_training_module, loaded, restored
+from onward.convert.tensorflow.running import keep_averages
+from onward.errors import RecipeError, UnsupportedError
+from onward.model import Model
+from onward.model.walk import ancestors
+from onward.recipe import prepare
+from onward.transform.unused import remove_unused
+
+OPSET = 21
+_IR_VERSION = 10
+BATCH = "N"
+"""What the size of the first axis is called."""
+
+
+def from_tensorflow(
+    carrier: Any, example_inputs: Any = None, *, loss: Any = None, optimizer: Any = "sgd:lr=0.01", **recipe: Any
+) -> Model:
+    """Make a training model of a `tf.function`, a `tf.Module` (its `__call__`) or any function of tensors.
+
+    `example_inputs` are its arguments: a tuple, a mapping by name, or one tensor. Of arrays and tensors the first axis
+    is taken to be that of the batch, of any size; a `tf.TensorSpec` says it otherwise; all else is handed to the
+    function as it is, such as `training=True`. A function with an `input_signature` needs none.
+
+    `loss`, `optimizer` and more are those of `prepare`: `loss="cross_entropy"` for an output, `loss="value:NAME"` for
+    one that the function computes itself. Trainable variables are trained, others are not.
+
+    A module that `to_tensorflow` made, or the folder of a SavedModel of one, is the training model that it was made
+    of, with the values that its variables have now.
+    """
+    if isinstance(carrier, str | os.PathLike):
+        return restored(loaded(carrier))
+    if is_training_module(carrier):
+        return restored(carrier)
+    if loss is None and recipe.get("teacher") is None:
+        raise RecipeError("there is nothing to learn from", hint='give a `loss`, such as "cross_entropy"')
+    model, trainable, variance = exported(carrier, example_inputs)
+    chosen = recipe.pop("trainable", [glob.escape(name) for name in trainable])
+    return prepare(model, loss=loss, optimizer=optimizer, trainable=chosen, variance=variance, **recipe)
+
+
+def exported(carrier: Any, example_inputs: Any) -> tuple[Model, list[str], Literal["population", "sample"]]:
+    """The inference model of a function, the names of its trainable variables, and which variance it averages."""
+    arguments, named = _arguments(example_inputs)
+    function = _concrete(carrier, arguments, named)
+    variables = _variables(function)
+    names = _names(carrier, variables)
+    model, variance = _model(function, [(v, names[id(v)]) for v in variables])
+    confirm(model, function, arguments, named)
+    used = model.graph.initializers
+    return model, [names[id(v)] for v in variables if v.trainable and names[id(v)] in used], variance
+
+
+@uncollected()
+def _model(function: Any, variables: Sequence[tuple[Any, str]]) -> tuple[Model, Literal["population", "sample"]]:
+    count = len(function.inputs) - len(function.captured_inputs)
+    results = list(_paths(function.structured_outputs))
+    weights = {id(variable.handle): _initializer(variable, name) for variable, name in variables}
+    fed = [_input(x) for x in function.inputs[:count]]
+    taken = Names([*(name for _, name in variables), *(value.name or "" for value in fed), *results])
+    graph = ir.Graph(fed, [], nodes=[], initializers=list(weights.values()), opset_imports={"": OPSET}, name="function")
+    op, walk = Builder(graph, opset=OPSET, names=taken, share=True), Walk()
+    captured = [_captured(op, tensor, weights) for tensor in function.captured_inputs]
+    outputs = walk.inline(op, function.graph, [*map(op, fed), *captured])
+    for name, result in zip(results, outputs, strict=True):
+        made_here = result.value.producer() is not None and not result.value.is_graph_output()
+        output = result.value if made_here else op.Identity(result).like(result.value).value
+        output.name = name
+        graph.outputs.append(output)
+    variance = keep_averages(op, walk)
+    graph.sort()
+    _check(graph, walk)
+    return Model(ir.Model(remove_unused(graph), ir_version=_IR_VERSION, producer_name="onward")), variance
+
+
+def _check(graph: ir.Graph, walk: Walk) -> None:
+    """Refuse if results depend on something that could not be expressed."""
+    _, reached = ancestors(graph.outputs)
+    reasons = dict.fromkeys(reason for value, reason in walk.unknown.items() if value in reached)
+    if reasons:
+        raise UnsupportedError(
+            "the function cannot be carried over:\n" + "\n".join(f"- {reason}" for reason in reasons),
+            hint="write it with other operations, or export the part before them",
+        )
+
+
+# ---- the function ----------------------------------------------------------------------------------------------------
+
+
+def _arguments(example_inputs: Any) -> tuple[Sequence[Any], dict[str, Any]]:
+    if isinstance(example_inputs, Mapping):
+        return (), dict(example_inputs)
+    if example_inputs is None:
+        return (), {}
+    return example_inputs if isinstance(example_inputs, tuple | list) else (example_inputs,), {}
+
+
+def _concrete(carrier: Any, arguments: Sequence[Any], named: Mapping[str, Any]) -> Any:
+    if hasattr(carrier, "captured_inputs"):  # it is one already
+        return carrier
+    function = carrier.__call__ if isinstance(carrier, tf.Module) else carrier
+    if not hasattr(function, "get_concrete_function"):
+        function = tf.function(function)
+    return function.get_concrete_function(*map(_spec, arguments), **{name: _spec(x, name) for name, x in named.items()})
+
+
+def _spec(example: Any, name: str | None = None) -> Any:
+    if not isinstance(example, np.ndarray | tf.Tensor):
+        return example
+    sizes = list(example.shape)
+    return tf.TensorSpec([None, *sizes[1:]] if sizes else [], example.dtype, name)
+
+
+def _input(tensor: Any) -> ir.Value:
+    if tensor.shape.rank is None:
+        raise UnsupportedError(
+            f"nobody knows how many axes `{tensor.op.name}` has", hint="give a `tf.TensorSpec` with a shape"
+        )
+    sizes = [_size(tensor.op.name, axis) if size is None else size for axis, size in enumerate(tensor.shape.as_list())]
+    return ir.Value(name=tensor.op.name, type=ir.TensorType(dtype_of(tensor.dtype)), shape=ir.Shape(sizes))
+
+
+def _size(name: str, axis: int) -> str:
+    return f"{name}_{axis}" if axis else BATCH
+
+
+def _paths(results: Any, path: str = "") -> Iterator[str]:
+    """A name for each tensor of what a function returns, in the order in which TensorFlow has them."""
+    if isinstance(results, Mapping):
+        for key in sorted(results):
+            yield from _paths(results[key], f"{path}/{key}" if path else str(key))
+    elif isinstance(results, Sequence):
+        for i, result in enumerate(results):
+            yield from _paths(result, f"{path}/{i}" if path else f"output_{i}")
+    elif results is not None:
+        yield path or "output"
+
+
+# ---- variables -------------------------------------------------------------------------------------------------------
+
+
+def _variables(function: Any) -> list[Any]:
+    """In the order in which the function reads them."""
+    known = {id(variable.handle): variable for variable in function.graph.variables}
+    return [known[id(tensor)] for tensor in function.captured_inputs if id(tensor) in known]
+
+
+def _names(carrier: Any, variables: Sequence[Any]) -> dict[int, str]:
+    """What variables are called: as they were named, or if that is not clear after their place in the module."""
+    given = [variable.name.partition(":")[0] for variable in variables]
+    if len(set(given)) == len(given):
+        return {id(variable): name for variable, name in zip(variables, given, strict=True)}
+    places = {}
+    if isinstance(carrier, tf.Module):
+        found = carrier._flatten(predicate=lambda value: isinstance(value, tf.Variable), with_path=True)
+        places = {id(variable): ".".join(map(str, path)) for path, variable in found}
+    names = Names()
+    return {
+        id(variable): names.fresh(places.get(id(variable), name))
+        for variable, name in zip(variables, given, strict=True)
+    }
+
+
+def _initializer(variable: Any, name: str) -> ir.Value:
+    tensor = ir.Tensor(variable.numpy(), name=name)
+    shape = ir.Shape(tensor.shape.numpy())
+    return ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=shape, const_value=tensor)
+
+
+def _captured(op: Builder, tensor: Any, weights: Mapping[int, ir.Value]) -> Any:
+    """A variable, or a tensor that the function found around it."""
+    if tensor.dtype == tf.resource:
+        if id(tensor) not in weights:
+            raise UnsupportedError("the function reads a table or a queue, which ONNX does not have")
+        return Resource(weights[id(tensor)])
+    return op.constant(tensor.numpy())

@@ -1,0 +1,239 @@
+"""The walk over a graph of TensorFlow: each operation hands its inputs to the function that its type has in a table.
+
+Such a function takes a builder and the inputs. By keyword it may ask for attributes of the operation, and for `node`,
+which knows the shapes of inputs and the values of constant ones. It returns the result, or several.
+
+    operators(Tanh=lambda op, x: op.Tanh(x))
+
+    @operators.define("ExpandDims")
+    def expand_dims(op, x, _, *, node):
+        return op.Unsqueeze(x, node.numbers(1))
+
+An operation that is not in the table, or that its function refuses, becomes a value that nothing computes. If the
+results turn out to depend on it, that is an error, and all such values are named in one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import importlib
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from onward.run.tensorflow.quiet import tensorflow as tf  # isort: skip  (other imports of it are not quiet)
+
+from tensorflow.python.framework.function_def_to_graph import function_def_to_graph
+
+from onward.build import Builder, Expr
+from onward.run.framework import Operators, keywords
+
+FAMILIES = (
+    "elementwise", "activation", "reduction", "movement", "indexing", "matrix", "convolution", "normalization",
+    "loss", "random", "variables", "lists", "control",
+)  # fmt: skip
+
+
+@functools.cache
+def operators() -> Operators:
+    """The rows of all families."""
+    made = Operators()
+    for family in FAMILIES:
+        made(**importlib.import_module(f"onward.convert.tensorflow.operators.{family}").operators)
+    return made
+
+
+class Refused(Exception):
+    """An operation that ONNX cannot express as it is used; why."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Resource:
+    """A variable, as operations hand it to each other."""
+
+    value: ir.Value
+    """The initializer that holds it."""
+
+
+@dataclasses.dataclass
+class Statistics:
+    """A batch normalization in training: what it normalizes with, and what it hands out for averages to follow."""
+
+    node: ir.Node
+    batch: tuple[ir.Value, ir.Value]
+    """Mean and variance of the batch."""
+    sample: bool
+    """Whether the variance is that of a sample, with n - 1."""
+
+
+Value = Expr | Resource
+Environment = dict[Any, Value]
+
+
+class Walk:
+    """What is known over all graphs of a function: how variables change, and what could not be expressed."""
+
+    def __init__(self) -> None:
+        self.unknown: dict[ir.Value, str] = {}
+        """Values that nothing computes, and why."""
+        self.updates: dict[ir.Value, Expr] = {}
+        """Variables, and what they are assigned last."""
+        self.statistics: list[Statistics] = []
+
+    @contextlib.contextmanager
+    def without_updates(self) -> Iterator[None]:
+        """Refuse what is assigned to variables meanwhile."""
+        before = dict(self.updates)
+        yield
+        if self.updates != before:
+            self.updates = before
+            raise Refused("variables are assigned in a branch or in a loop")
+
+    def inline(self, op: Builder, graph: Any, arguments: Iterable[Value]) -> list[Value]:
+        """Write the operations of a graph, given its inputs; what it returns."""
+        known: Environment = {x.ref(): _inside(op, value) for x, value in zip(graph.inputs, arguments, strict=True)}
+        for operation in graph.get_operations():
+            if operation.type != "Placeholder":
+                results = self._results(op, operation, known)
+                known.update(zip((y.ref() for y in operation.outputs), results, strict=False))
+        return [known[y.ref()] for y in graph.outputs]
+
+    def _results(self, op: Builder, operation: Any, known: Environment) -> Sequence[Value]:
+        function = operators().get(operation.type)
+        node = Node(self, operation, known)
+        try:
+            if function is None:
+                raise Refused("there is no such operator in the table")
+            given = {name: node if name == "node" else node.attribute(name) for name in keywords(function)}
+            results = function(op, *(known[x.ref()] for x in operation.inputs), **given)
+        except Refused as refusal:
+            reason = f"`{operation.type}` (`{operation.name}`): {refusal}"
+            return [self.placeholder(op, reason, y) for y in operation.outputs]
+        results = results if isinstance(results, tuple | list) else (results,)
+        for y, result in zip(operation.outputs, results, strict=False):
+            if isinstance(result, Expr) and result.value.producer() is not None and y.dtype not in _OPAQUE:
+                result.value.type, result.value.shape = ir.TensorType(dtype_of(y.dtype)), _shape(y.shape, result.value)
+        return results
+
+    def placeholder(self, op: Builder, reason: str, like: Any) -> Expr:
+        """A value that nothing computes."""
+        value = ir.Value(name=op.names.fresh("unknown"), shape=_shape(like.shape, None))
+        value.type = None if like.dtype in _OPAQUE else ir.TensorType(dtype_of(like.dtype))
+        self.unknown[value] = reason
+        return op(value)
+
+
+def _inside(op: Builder, value: Value) -> Value:
+    """The same value for expressions that this builder writes: it may be that of a nested graph."""
+    return op(value.value) if isinstance(value, Expr) else value
+
+
+_OPAQUE = (tf.resource, tf.variant, tf.string)
+
+
+class Node:
+    """One operation, as functions of the table see it."""
+
+    def __init__(self, walk: Walk, operation: Any, known: Environment):
+        self.walk = walk
+        self.operation = operation
+        self._known = known
+
+    def attribute(self, name: str) -> Any:
+        value = self.operation.get_attr(name)
+        return value.decode() if isinstance(value, bytes) else value
+
+    def shape(self, index: int) -> list[int | None]:
+        shape = self.operation.inputs[index].shape
+        if shape.rank is None:
+            raise Refused("nobody knows how many axes its input has")
+        found: list[int | None] = shape.as_list()
+        return found
+
+    def rank(self, index: int) -> int:
+        return len(self.shape(index))
+
+    def size(self, index: int, axis: int) -> int:
+        found = self.shape(index)[axis]
+        if found is None:
+            raise Refused(f"the size of its input along axis {axis} is not known")
+        return found
+
+    def known(self, index: int) -> np.ndarray | None:
+        """The value of an input, if it is constant."""
+        return self.constant(self.operation.inputs[index])
+
+    def constant(self, tensor: Any) -> np.ndarray | None:
+        found = tf.get_static_value(tensor)
+        if found is not None:
+            return np.asarray(found)
+        value = self._known[tensor.ref()]
+        producer = value.value.producer()  # of another graph, if this is a function that was called with a constant
+        if producer is None or producer.op_type != "Constant":
+            return None
+        return producer.attributes["value"].as_tensor().numpy()
+
+    def array(self, index: int) -> np.ndarray:
+        found = self.known(index)
+        if found is None:
+            raise Refused(f"its input {index} is computed, where ONNX needs a constant")
+        return found
+
+    def numbers(self, index: int) -> list[int]:
+        """A constant vector, or number, of integers."""
+        found: list[int] = self.array(index).reshape(-1).tolist()
+        return found
+
+    def number(self, index: int) -> Any:
+        return self.array(index).item()
+
+    def value(self, tensor: Any) -> Value:
+        """What another operation of the same graph has computed."""
+        return self._known[tensor.ref()]
+
+    def read(self, op: Builder, variable: Resource) -> Expr:
+        """What a variable is at this point."""
+        updated = self.walk.updates.get(variable.value)
+        return op(variable.value if updated is None else updated.value)
+
+    def function(self, attribute: str, inputs: Sequence[Any]) -> Any:
+        """The graph of a function that the operation calls."""
+        name = self.operation.get_attr(attribute).name
+        definition = self.operation.graph._get_function(name).cached_definition
+        return function_def_to_graph(definition, input_shapes=[x.shape for x in inputs], include_library_functions=True)
+
+
+# ---- types -----------------------------------------------------------------------------------------------------------
+
+
+def dtype_of(dtype: Any) -> ir.DataType:
+    return ir.DataType.from_numpy(np.dtype(dtype.as_numpy_dtype))
+
+
+def cast(op: Builder, x: Expr, dtype: ir.DataType) -> Expr:
+    """`x` in another type, where it has another."""
+    return x if x.dtype is dtype else op.Cast(x, to=dtype)
+
+
+def as_int64(op: Builder, x: Expr) -> Expr:
+    """What says how large or where something is, as ONNX has it."""
+    return cast(op, x, ir.DataType.INT64)
+
+
+def transposed(op: Builder, x: Expr, order: Sequence[int]) -> Expr:
+    """`x` with its axes in another order. Of two such operations, which convolutions leave, one remains, or none."""
+    before = x.value.producer()
+    if before is not None and before.op_type == "Transpose" and before.inputs[0] is not None:
+        perm = before.attributes["perm"].as_ints()
+        return transposed(op, op(before.inputs[0]), [perm[axis] for axis in order])
+    return x if list(order) == sorted(order) else op.Transpose(x, perm=list(order))
+
+
+def _shape(found: Any, value: ir.Value | None) -> ir.Shape | None:
+    if found.rank is None:
+        return None if value is None else value.shape
+    return ir.Shape(found.as_list())

@@ -1,0 +1,195 @@
+"""A training model as a `tf.Module`: its state are variables, its step is a graph of TensorFlow's own operations."""
+
+from __future__ import annotations
+
+import inspect
+import keyword
+import re
+import zlib
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from onward.run.tensorflow.quiet import tensorflow as tf  # isort: skip  (other imports of it are not quiet)
+
+from onward.build import Names
+from onward.convert.tensorflow.sizes import OpenSizes
+from onward.errors import Error, UnsupportedError
+from onward.inspect import describe
+from onward.lowering.contract import contract_of
+from onward.lowering.step import lower
+from onward.model import Model, Source, read
+from onward.model.state import carried
+from onward.run.framework import Framework
+from onward.run.interpreted import Tensors, computation, interpreter
+from onward.transform import inline, strip
+
+
+class TrainingModule(tf.Module):  # type: ignore[misc]
+    """What `to_tensorflow` makes. Saved as a SavedModel it trains wherever TensorFlow is, without Onward."""
+
+    state: dict[str, Any]
+    """All that a step reads and changes, as variables by name; the parameters are trainable ones."""
+    train_step: Callable[..., dict[str, Any]]
+    """One update by a batch; the metrics of the step. If the loss is not finite, the variables stay."""
+    evaluate: Callable[..., dict[str, Any]]
+    """The metrics and the outputs for a batch, as inference computes them."""
+    infer: Callable[..., dict[str, Any]]
+    """The outputs of the model."""
+    training_model: Callable[[], Any]
+    """The training model in which the values of variables are left out, as compressed bytes of ONNX."""
+
+    @property
+    def __call__(self) -> Callable[..., dict[str, Any]]:
+        return self.infer
+
+
+def to_tensorflow(source: Source, step: int = 0, *, sizes: Mapping[str, int] | None = None) -> TrainingModule:
+    """Make a `tf.Module` that goes on where a training model is.
+
+    Sizes that the model leaves open stay open. `sizes` fixes some of them by name, such as `{"N": 32}`, for graphs that
+    need to know them.
+    """
+    model, framework = read(source), OpenSizes()
+    module = TrainingModule(name="training")
+    state = {found.name: found for found in carried(model, step)}
+    frozen = {name: model.initializer(name) for name in _frozen(model, framework) if name not in state}
+    values = {name: found.value for name, found in state.items()} | frozen
+    trainable = {name for name, found in state.items() if found.role == "parameter"}
+    module.state = {name: _variable(name, value, name in trainable) for name, value in values.items()}
+    known = dict(sizes or {})
+    module.train_step = _part(module, lower(model, step, part="step", differentiate=False), framework, known)
+    module.evaluate = _part(module, lower(model, step, part="evaluation", differentiate=False), framework, known)
+    module.infer = _inference(module, inline(strip(model)), framework, known)
+    packed = zlib.compress(_without_values(model, module.state, step))
+    module.training_model = tf.function(lambda: tf.constant(packed), input_signature=[], autograph=False)
+    for what in ("train_step", "evaluate", "infer"):
+        _trace(getattr(module, what), what)
+    return module
+
+
+def _frozen(model: Model, framework: Framework) -> Iterable[str]:
+    weights = describe(model).with_role("frozen")
+    initializers = model.graph.initializers
+    return [
+        weight.name
+        for weight in weights
+        if weight.name in initializers and framework.supports(_dtype(initializers[weight.name]))
+    ]
+
+
+def _dtype(value: ir.Value) -> np.dtype:
+    assert value.dtype is not None
+    return value.dtype.numpy()
+
+
+def _variable(name: str, value: ir.Value, trainable: bool) -> Any:
+    assert value.const_value is not None
+    return tf.Variable(value.const_value.numpy(), trainable=trainable, name=_PLAIN.sub("_", name))
+
+
+_PLAIN = re.compile(r"[^\w./-]")
+"""What names of variables may not contain."""
+
+
+def _part(module: TrainingModule, lowered: Model, framework: Framework, sizes: Mapping[str, int]) -> Any:
+    """A part of the step as a function of a batch."""
+    given = _as_inputs(lowered, module.state)
+    batch = [value for value in lowered.graph.inputs if value.name in contract_of(lowered)["batch"]]
+    compute = computation(lowered, framework)
+
+    def run(tensors: Tensors) -> Tensors:
+        new, results = compute(tensors | {name: tf.identity(module.state[name]) for name in given})
+        for name, tensor in new.items():
+            module.state[name].assign(tensor)
+        return {name: framework.place(tensor) for name, tensor in results.items()}
+
+    return _function(run, batch, sizes)
+
+
+def _inference(module: TrainingModule, model: Model, framework: Framework, sizes: Mapping[str, int]) -> Any:
+    inputs = model.inputs
+    given = _as_inputs(model, module.state)
+    execute = interpreter(model, framework)
+
+    def run(tensors: Tensors) -> Tensors:
+        results = execute(tensors | {name: tf.identity(module.state[name]) for name in given})
+        return {name: framework.place(tensor) for name, tensor in results.items()}
+
+    return _function(run, inputs, sizes)
+
+
+def _as_inputs(model: Model, names: Iterable[str]) -> list[str]:
+    """Make inputs of initializers; the names among these that the graph reads."""
+    graph = model.graph
+    for name in names:
+        value = graph.initializers.pop(name, None)
+        if value is not None:
+            tensor = value.const_value
+            assert tensor is not None
+            value.type, value.shape = ir.TensorType(tensor.dtype), ir.Shape(tensor.shape.numpy())
+            value.const_value = None
+            if value not in graph.inputs:
+                graph.inputs.append(value)
+    read = {value.name for value in graph.inputs}
+    return [name for name in names if name in read]
+
+
+# ---- functions -------------------------------------------------------------------------------------------------------
+
+
+def _function(run: Callable[[Tensors], Tensors], inputs: Iterable[ir.Value], sizes: Mapping[str, int]) -> Any:
+    """A `tf.function` that takes inputs by position or by name."""
+    names = Names()
+    arguments = {names.fresh(_identifier(value.name or "")): value for value in inputs}
+
+    def call(*given: Any) -> Tensors:
+        return run({value.name or "": tensor for value, tensor in zip(arguments.values(), given, strict=True)})
+
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    call.__signature__ = inspect.Signature([inspect.Parameter(name, kind) for name in arguments])  # type: ignore[attr-defined]
+    specs = [tf.TensorSpec(_open_shape(value, sizes), _dtype(value), name) for name, value in arguments.items()]
+    return tf.function(call, input_signature=specs, autograph=False)
+
+
+def _identifier(name: str) -> str:
+    plain = re.sub(r"\W", "_", name)
+    return plain if plain.isidentifier() and not keyword.iskeyword(plain) else f"_{plain}"
+
+
+def _open_shape(value: ir.Value, sizes: Mapping[str, int]) -> list[int | None] | None:
+    if value.shape is None:
+        return None
+    return [size if isinstance(size, int) else sizes.get(size.value or "") for size in value.shape]
+
+
+def _trace(function: Any, what: str) -> None:
+    try:
+        function.get_concrete_function()
+    except Error as error:
+        open_sizes = any(None in (spec.shape or [None]) for spec in function.input_signature)
+        raise UnsupportedError(
+            f"`{what}` cannot be made a graph of TensorFlow: {error}",
+            hint='fix sizes that the model leaves open: `to_tensorflow(model, sizes={"N": 32})`'
+            if open_sizes
+            else None,
+        ) from error
+
+
+# ---- the way back ----------------------------------------------------------------------------------------------------
+
+
+def _without_values(model: Model, names: Iterable[str], step: int) -> bytes:
+    """The model as bytes, in which tensors that are variables are zeros: they will be asked for what they are then."""
+    empty, left_out = model.copy(), set(names)
+    for value in empty.initializers():
+        if isinstance(value.const_value, ir.ExternalTensor) and value.name not in left_out:
+            value.const_value = ir.Tensor(value.const_value.numpy(), name=value.name)
+    for name in left_out:
+        tensor = empty.initializer(name, step).const_value
+        assert tensor is not None
+        empty.set(name, np.zeros(tuple(tensor.shape), tensor.dtype.numpy()), step)
+    made: bytes = empty.to_proto().SerializeToString()
+    return made

@@ -1,0 +1,194 @@
+"""Arithmetic, comparison, functions of each element, and types."""
+
+from __future__ import annotations
+
+import tensorflow as tf
+
+from onward.convert.tensorflow.graph import Refused, dtype_of
+from onward.run.framework import Operators
+
+operators = Operators()
+
+
+def _is_float(x):
+    return x.dtype.is_floating_point()
+
+
+# ---- arithmetic ------------------------------------------------------------------------------------------------------
+
+
+def _floor_mod(op, a, b):
+    return a - op.Floor(a / b) * b if _is_float(a) else op.Mod(a, b)
+
+
+operators(
+    Add=lambda op, a, b: a + b,
+    AddV2=lambda op, a, b: a + b,
+    AddN=lambda op, *xs: op.Sum(*xs) if len(xs) > 1 else xs[0],
+    Sub=lambda op, a, b: a - b,
+    Mul=lambda op, a, b: a * b,
+    RealDiv=lambda op, a, b: a / b,
+    Div=lambda op, a, b: a / b,
+    TruncateDiv=lambda op, a, b: a / b,
+    FloorDiv=lambda op, a, b: op.Floor(a / b) if _is_float(a) else (a - op.Mod(a, b)) / b,
+    FloorMod=_floor_mod,
+    Pow=lambda op, a, b: a**b,
+    SquaredDifference=lambda op, a, b: (a - b) * (a - b),
+    Neg=lambda op, x: -x,
+    Abs=lambda op, x: op.Abs(x),
+    Sign=lambda op, x: op.Sign(x),
+    Square=lambda op, x: x * x,
+    Sqrt=lambda op, x: op.Sqrt(x),
+    Rsqrt=lambda op, x: op.Reciprocal(op.Sqrt(x)),
+    Reciprocal=lambda op, x: op.Reciprocal(x),
+    Inv=lambda op, x: op.Reciprocal(x),
+)
+
+
+@operators.define("DivNoNan")
+def div_no_nan(op, a, b):
+    """0 where the divisor is 0, with a derivative of 0."""
+    zero = op.Equal(b, 0)
+    return op.Where(zero, 0, a / op.Where(zero, 1, b))
+
+
+@operators.define("Maximum")
+def maximum(op, a, b):
+    return op.Max(a, b)
+
+
+@operators.define("Minimum")
+def minimum(op, a, b):
+    return op.Min(a, b)
+
+
+@operators.define("ClipByValue")
+def clip_by_value(op, x, low, high):
+    return op.Min(op.Max(x, low), high)
+
+
+# ---- functions -------------------------------------------------------------------------------------------------------
+
+operators(
+    Exp=lambda op, x: op.Exp(x),
+    Expm1=lambda op, x: op.Exp(x) - 1,
+    Log=lambda op, x: op.Log(x),
+    Log1p=lambda op, x: op.Log(x + 1),
+    Erf=lambda op, x: op.Erf(x),
+    Erfc=lambda op, x: 1 - op.Erf(x),
+    Sin=lambda op, x: op.Sin(x),
+    Cos=lambda op, x: op.Cos(x),
+    Tan=lambda op, x: op.Tan(x),
+    Asin=lambda op, x: op.Asin(x),
+    Acos=lambda op, x: op.Acos(x),
+    Atan=lambda op, x: op.Atan(x),
+    Sinh=lambda op, x: op.Sinh(x),
+    Cosh=lambda op, x: op.Cosh(x),
+    Asinh=lambda op, x: op.Asinh(x),
+    Acosh=lambda op, x: op.Acosh(x),
+    Atanh=lambda op, x: op.Atanh(x),
+    Floor=lambda op, x: op.Floor(x),
+    Ceil=lambda op, x: op.Ceil(x),
+    Rint=lambda op, x: op.Round(x),
+    Round=lambda op, x: op.Round(x) if _is_float(x) else x,
+)
+
+
+# ---- truth -----------------------------------------------------------------------------------------------------------
+
+
+def _equal(op, a, b):
+    return op.Equal(a, b)
+
+
+operators(
+    Equal=_equal,
+    NotEqual=lambda op, a, b: op.Not(_equal(op, a, b)),
+    Less=lambda op, a, b: a < b,
+    LessEqual=lambda op, a, b: a <= b,
+    Greater=lambda op, a, b: a > b,
+    GreaterEqual=lambda op, a, b: a >= b,
+    LogicalAnd=lambda op, a, b: op.And(a, b),
+    LogicalOr=lambda op, a, b: op.Or(a, b),
+    LogicalNot=lambda op, x: op.Not(x),
+    IsNan=lambda op, x: op.IsNaN(x),
+    IsInf=lambda op, x: op.IsInf(x),
+    IsFinite=lambda op, x: op.Not(op.Or(op.IsNaN(x), op.IsInf(x))),
+)
+
+
+@operators.define("Select")
+def select(op, condition, x, y, *, node):
+    """A vector chooses among rows."""
+    if node.rank(0) == 1 and node.rank(1) > 1:
+        condition = op.Unsqueeze(condition, list(range(1, node.rank(1))))
+    return op.Where(condition, x, y)
+
+
+# ---- types and names -------------------------------------------------------------------------------------------------
+
+
+@operators.define("Cast")
+def cast(op, x, *, DstT):
+    wanted = dtype_of(DstT)
+    return x if x.dtype is wanted else op.Cast(x, to=wanted)
+
+
+operators(
+    Identity=lambda op, x: x,
+    IdentityN=lambda op, *xs: xs,
+    Snapshot=lambda op, x: x,
+    PreventGradient=lambda op, x: x,
+    CheckNumerics=lambda op, x: x,
+    EnsureShape=lambda op, x: x,
+)
+
+
+@operators.define("StopGradient")
+def stop_gradient(op, x, *, node):
+    """ONNX has no such thing. It may go where the derivative that it stops is 0 anyway."""
+    source = _source(node.operation.inputs[0])
+    readers = node.operation.outputs[0].consumers()
+    if x.dtype is not None and not _is_float(x):
+        return x
+    if source.type == "Mean" and all(_is_deviation(reader, source.inputs[0]) for reader in readers):
+        return x  # the sum of all deviations from a mean is 0
+    if source.type == "Max" and len(readers) == 2 and {"Sub", "AddV2"} >= {reader.type for reader in readers}:
+        return x  # of log(sum(exp(x - m))) + m, whatever m is
+    raise Refused("ONNX has nothing that stops a gradient")
+
+
+def _source(tensor):
+    """The operation behind a tensor, and behind a choice of numbers that are finite."""
+    operation = tensor.op
+    while operation.type in ("SelectV2", "Identity"):
+        operation = operation.inputs[operation.type == "SelectV2"].op
+    return operation
+
+
+def _is_deviation(reader, x):
+    return reader.type == "SquaredDifference" and reader.inputs[0] is x
+
+
+@operators.define("Const")
+def constant(op, *, value, dtype):
+    if dtype == tf.string:
+        raise Refused("it is text")
+    return op.constant(tf.make_ndarray(value))
+
+
+operators(
+    ZerosLike=lambda op, x: op.filled_like(x.value, 0),
+    OnesLike=lambda op, x: op.filled_like(x.value, 1),
+)
+
+
+@operators.define("Xlogy")
+def x_log_y(op, x, y):
+    zero = op.Equal(x, 0)
+    return op.Where(zero, 0, x * op.Log(op.Where(zero, 1, y)))
+
+
+@operators.define("L2Loss")
+def half_of_squares(op, x):
+    return op.ReduceSumSquare(x, keepdims=0) * 0.5

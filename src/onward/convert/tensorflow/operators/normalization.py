@@ -1,0 +1,38 @@
+"""Batch normalization, in training and in inference."""
+
+from __future__ import annotations
+
+from onward.convert.tensorflow.graph import Refused, Statistics
+from onward.convert.tensorflow.operators.convolution import channels_first, channels_last
+from onward.run.framework import Operators
+
+operators = Operators()
+
+
+@operators.define("FusedBatchNormV3", "FusedBatchNormV2", "FusedBatchNorm")
+def batch_norm(op, x, scale, bias, mean, variance, *, node, is_training, epsilon, data_format):
+    """In training it hands out the statistics of the batch, for running averages: see running.py.
+
+    The model has the form of inference. Statistics that are given, and not averaged, do not follow the data in training
+    either: ONNX has an Identity between, which says so.
+    """
+    images = channels_first(op, x, data_format)
+    if not is_training:
+        y = op.BatchNormalization(images, scale, bias, op.Identity(mean), op.Identity(variance), epsilon=epsilon)
+        return channels_last(op, y, data_format), mean, variance
+    _check_factor(node)
+    _, like_mean, like_variance, *_ = node.operation.outputs
+    unkept = f"`{node.operation.type}` (`{node.operation.name}`): it keeps no running averages of its statistics"
+    kept = [node.walk.placeholder(op, unkept, like) for like in (like_mean, like_variance)]
+    others = (
+        f"`{node.operation.type}` (`{node.operation.name}`): its statistics are used for more than running averages"
+    )
+    batch = [node.walk.placeholder(op, others, like) for like in (like_mean, like_variance)]
+    y = op.BatchNormalization(images, scale, bias, *kept, epsilon=epsilon)
+    node.walk.statistics.append(Statistics(y.value.producer(), (batch[0].value, batch[1].value), sample=True))
+    return channels_last(op, y, data_format), *batch
+
+
+def _check_factor(node):
+    if node.operation.type == "FusedBatchNormV3" and node.attribute("exponential_avg_factor") != 1:
+        raise Refused("it averages its statistics itself")
