@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from onward.convert.jax.jaxpr.values import cast, dtype_of
+from onward.convert.jax.jaxpr.values import cast, dtype_of, where
 from onward.errors import UnsupportedError
 from onward.run.framework import Operators
 
@@ -41,7 +41,8 @@ def _shifted(op, x, by, direction):
     """As unsigned numbers of a width that ONNX Runtime has; by more than there are bits, nothing is left."""
     wide = np.uint64 if _bits(x.dtype.numpy()) > 32 else np.uint32
     bits, count = (cast(op, cast(op, n, _unsigned(n.dtype.numpy())), wide) for n in (x, by))
-    left = op.Where(count < _bits(x.dtype.numpy()), op.BitShift(bits, count, direction=direction), 0)
+    shifted = op.BitShift(bits, count, direction=direction)
+    left = where(op, count < _bits(x.dtype.numpy()), shifted, op.scalar(0, shifted))
     return cast(op, cast(op, left, _unsigned(x.dtype.numpy())), x.dtype)
 
 
@@ -61,8 +62,8 @@ def shift_right_arithmetic(op, x, by):
     if not x.dtype.is_signed():
         return shift_right_logical(op, x, by)
     negative = x < 0
-    positive = shift_right_logical(op, op.Where(negative, op.BitwiseNot(x), x), by)
-    return op.Where(negative, op.BitwiseNot(positive), positive)
+    positive = shift_right_logical(op, where(op, negative, op.BitwiseNot(x), x), by)
+    return where(op, negative, op.BitwiseNot(positive), positive)
 
 
 @primitives.define("population_count")
@@ -92,6 +93,17 @@ def bitcast(op, x, *, new_dtype):
     if new.kind in "iu":
         return cast(op, _bits_of_float(op, x), new)
     raise UnsupportedError(f"{old} cannot be read as {new}")
+
+
+@primitives.define("nextafter")
+def nextafter(op, x, towards):
+    """The number whose bits, read as an integer, are one more or less."""
+    unsigned, signed = _unsigned(x.dtype.numpy()), np.dtype(f"int{_bits(x.dtype.numpy())}")
+    bits = cast(op, _bits_of_float(op, x), signed)
+    step = op.Where(op.Equal(towards > x, x > 0), op.scalar(1, bits), op.scalar(-1, bits))
+    moved = _float_of_bits(op, cast(op, bits + step, unsigned), x.dtype.numpy())
+    least = op.Sign(towards) * np.finfo(x.dtype.numpy()).smallest_subnormal
+    return op.Where(op.Equal(x, towards), towards, op.Where(op.Equal(x, 0), least, moved))
 
 
 def _float_of_bits(op, bits, dtype):

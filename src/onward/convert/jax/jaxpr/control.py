@@ -11,12 +11,12 @@ from onward.run.framework import Operators
 primitives = Operators()
 
 
-@primitives.define("jit", "pjit", "remat2", "checkpoint")
+@primitives.define("jit", "remat2")
 def call(op, *xs, jaxpr):
     return op.inline(jaxpr, *xs)
 
 
-@primitives.define("closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "custom_lin")
+@primitives.define("closed_call", "custom_jvp_call", "custom_vjp_call")
 def custom_call(op, *xs, call_jaxpr):
     return op.inline(call_jaxpr, *xs)
 

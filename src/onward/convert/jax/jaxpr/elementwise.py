@@ -98,6 +98,22 @@ primitives(
 )
 
 
+@primitives.define("eq_to")
+def equal_in_order(op, a, b):
+    """Where NaN is a number, the largest."""
+    return op.Or(op.Equal(a, b), op.And(op.IsNaN(a), op.IsNaN(b))) if a.dtype.is_floating_point() else op.Equal(a, b)
+
+
+@primitives.define("lt_to")
+def before_in_order(op, a, b):
+    return op.Or(a < b, op.And(op.IsNaN(b), op.Not(op.IsNaN(a)))) if a.dtype.is_floating_point() else a < b
+
+
+@primitives.define("le_to")
+def not_after_in_order(op, a, b):
+    return op.Or(a <= b, op.IsNaN(b)) if a.dtype.is_floating_point() else a <= b
+
+
 @primitives.define("select_n")
 def select(op, which, *cases):
     if which.dtype is ir.DataType.BOOL:
@@ -193,10 +209,10 @@ def reduce_precision(op, x, *, exponent_bits, mantissa_bits):
 
 primitives(
     copy=lambda op, x: x,
-    copy_p=lambda op, x: x,
     name=lambda op, x: x,
     pvary=lambda op, x: x,
     sharding_constraint=lambda op, x: x,
+    device_put=lambda op, *xs: xs,
     optimization_barrier=lambda op, *xs: xs,
     stop_gradient=lambda op, x: op.call(stop_gradient, x).like(x.value) if x.dtype.is_floating_point() else x,
 )

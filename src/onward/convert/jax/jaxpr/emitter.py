@@ -161,7 +161,7 @@ def _keywords(function: Callable[..., Any]) -> tuple[str, ...]:
 
 def _asked_for(function: Callable[..., Any], eqn: JaxprEqn) -> dict[str, Any]:
     known = {
-        **eqn.params,
+        **{name: int(value) if isinstance(value, np.integer) else value for name, value in eqn.params.items()},
         "eqn": eqn,
         "ins": [stored(atom.aval) for atom in eqn.invars],
         "outs": [stored(var.aval) for var in eqn.outvars],

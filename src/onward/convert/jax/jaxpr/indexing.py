@@ -176,12 +176,17 @@ def _scatter(reduction, neutral):
 primitives.update(
     {
         "scatter-add": _scatter("add", lambda dtype: 0),
-        "scatter_add": _scatter("add", lambda dtype: 0),
-        "scatter_mul": _scatter("mul", lambda dtype: 1),
-        "scatter_min": _scatter("min", lambda dtype: extreme(dtype, largest=True)),
-        "scatter_max": _scatter("max", lambda dtype: extreme(dtype, largest=False)),
+        "scatter-mul": _scatter("mul", lambda dtype: 1),
+        "scatter-min": _scatter("min", lambda dtype: extreme(dtype, largest=True)),
+        "scatter-max": _scatter("max", lambda dtype: extreme(dtype, largest=False)),
     }
 )
+
+
+@primitives.define("scatter-sub")
+def scatter_sub(op, x, indices, updates, *, dimension_numbers, mode, ins):
+    add = primitives["scatter-add"]
+    return add(op, x, indices, -updates, dimension_numbers=dimension_numbers, mode=mode, ins=ins)
 
 
 @primitives.define("scatter")

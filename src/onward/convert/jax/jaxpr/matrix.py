@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import string
 
-from onward.convert.jax.jaxpr.values import cast, transposed
+from onward.convert.jax.jaxpr.values import cast, transposed, widely
 from onward.run.framework import Operators
 
 primitives = Operators()
@@ -14,9 +14,14 @@ primitives = Operators()
 def dot_general(op, a, b, *, dimension_numbers, ins, outs):
     """Gemm for two matrices, of which it transposes both for nothing; MatMul where axes lie well; Einsum otherwise."""
     a, b = (cast(op, x, outs[0].dtype) for x in (a, b))
+    return _product(op, a, b, dimension_numbers=dimension_numbers, ranks=(len(ins[0].shape), len(ins[1].shape)))
+
+
+@widely
+def _product(op, a, b, *, dimension_numbers, ranks):
     (summed_a, summed_b), (batch_a, batch_b) = dimension_numbers
-    ranks = len(ins[0].shape), len(ins[1].shape)
-    if len(summed_a) != 1 or batch_a != tuple(range(len(batch_a))) or batch_b != batch_a:
+    # ONNX Runtime gets MatMul of a vector wrong where it takes a Transpose before it along: no vectors.
+    if len(summed_a) != 1 or 1 in ranks or batch_a != tuple(range(len(batch_a))) or batch_b != batch_a:
         return _einsum(op, a, b, dimension_numbers, ranks)
     (k_a,), (k_b,), batch = summed_a, summed_b, len(batch_a)
     if ranks == (2, 2) and not batch and a.dtype.is_floating_point():
@@ -24,8 +29,6 @@ def dot_general(op, a, b, *, dimension_numbers, ins, outs):
         return op.Gemm(a, b, transA=int(flipped[0]), transB=int(flipped[1])) if any(flipped) else a @ b
     if ranks[1] == batch + 2 and (ranks[0] == batch + 2 or not batch):
         return transposed(op, a, _moved(ranks[0], k_a, ranks[0] - 1)) @ transposed(op, b, _moved(ranks[1], k_b, batch))
-    if ranks[1] == 1 and not batch:
-        return transposed(op, a, _moved(ranks[0], k_a, ranks[0] - 1)) @ b
     return _einsum(op, a, b, dimension_numbers, ranks)
 
 

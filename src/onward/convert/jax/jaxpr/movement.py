@@ -26,11 +26,6 @@ def squeeze(op, x, *, dimensions):
     return op.Squeeze(x, list(dimensions)) if dimensions else x
 
 
-@primitives.define("expand_dims")
-def expand_dims(op, x, *, dimensions):
-    return op.Unsqueeze(x, list(dimensions))
-
-
 @primitives.define("transpose")
 def transpose(op, x, *, permutation, ins):
     return transposed(op, x, [*permutation, *range(len(permutation), len(ins[0].shape))])
@@ -52,9 +47,24 @@ def concatenate(op, *xs, dimension):
     return op.Concat(*xs, axis=dimension)
 
 
+@primitives.define("tile")
+def tile(op, x, *, reps):
+    return op.Tile(x, list(reps))
+
+
 @primitives.define("split")
 def split(op, x, *, sizes, axis):
-    return op.Split(x, list(sizes), axis=axis, outputs=len(sizes))
+    return op.Split(x, [int(size) for size in sizes], axis=axis, outputs=len(sizes))
+
+
+@primitives.define("stack")
+def stack(op, *xs, axis):
+    return op.Concat(*(op.Unsqueeze(x, [axis]) for x in xs), axis=axis)
+
+
+@primitives.define("unstack")
+def unstack(op, x, *, axis, outs):
+    return [op.Gather(x, op.constant(np.int64(i)), axis=axis) for i in range(len(outs))]
 
 
 primitives(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
+import onnx_ir as ir
 
 from onward.convert.jax.jaxpr.movement import padded, spread
 from onward.convert.jax.jaxpr.values import cast, extreme, filled, inverse, reshaped, transposed
@@ -25,7 +27,6 @@ class Pool:
         self.resting = [axis for axis in range(len(shape)) if axis not in self.sliding]
         self.shape, self.order = shape, [*self.resting, *self.sliding]
         chosen = [settings[axis] for axis in self.sliding]
-        self.size = math.prod(window)
         self.attributes = {
             "kernel_shape": [size for size, _, _, _ in chosen],
             "strides": [step for _, step, _, _ in chosen],
@@ -74,6 +75,23 @@ def _pooled_type(op, x):
     return x if x.dtype.is_floating_point() else cast(op, x, np.float64)
 
 
+def _sum(op, x, pool):
+    """An average times its count; ONNX Runtime has none of doubles, for which the elements of windows are added."""
+    if x.dtype is not ir.DataType.DOUBLE:
+        return op.AveragePool(x, count_include_pad=1, **pool.attributes) * math.prod(pool.attributes["kernel_shape"])
+    kernel, steps, pads, apart = pool.attributes.values()
+    rank = len(kernel)
+    x = padded(op, x, op.scalar(0, x), [(0, 0), (0, 0), *zip(pads[:rank], pads[rank:], strict=True)])
+    full = [pool.shape[axis] + pads[i] + pads[rank + i] for i, axis in enumerate(pool.sliding)]
+    last = [size - gap * (count - 1) for size, gap, count in zip(full, apart, kernel, strict=True)]
+    parts = []
+    for place in itertools.product(*map(range, kernel)):
+        starts = [i * gap for i, gap in zip(place, apart, strict=True)]
+        ends = [start + end for start, end in zip(starts, last, strict=True)]
+        parts.append(op.Slice(x, starts, op.shape(ends), list(range(2, 2 + rank)), steps))
+    return op.Sum(*parts)
+
+
 primitives(
     reduce_window_max=_windowed(
         lambda op, x, pool: op.MaxPool(x, **pool.attributes), lambda dtype: extreme(dtype, largest=False)
@@ -81,9 +99,7 @@ primitives(
     reduce_window_min=_windowed(
         lambda op, x, pool: -op.MaxPool(-x, **pool.attributes), lambda dtype: extreme(dtype, largest=True)
     ),
-    reduce_window_sum=_windowed(
-        lambda op, x, pool: op.AveragePool(x, count_include_pad=1, **pool.attributes) * pool.size, lambda dtype: 0
-    ),
+    reduce_window_sum=_windowed(_sum, lambda dtype: 0),
 )
 
 
