@@ -47,10 +47,10 @@ def terms(loss: Any) -> list[Term]:
     """The summands of a loss as given: a spec, a model or function, a list of them, or a mapping from output names."""
     if isinstance(loss, Mapping) and "name" not in loss:
         return [dataclasses.replace(term, output=output) for output, spec in loss.items() for term in terms(spec)]
-    if isinstance(loss, Sequence) and not isinstance(loss, str | bytes):
-        return [term for item in loss for term in terms(item)]
     if isinstance(loss, Model | ir.Function | os.PathLike | bytes) or hasattr(loss, "SerializeToString"):
         return [Term(Spec("custom"), custom=loss)]
+    if isinstance(loss, Sequence) and not isinstance(loss, str):  # which a function is, too: of nodes
+        return [term for item in loss for term in terms(item)]
     if isinstance(loss, str) and loss.endswith(".onnx"):
         return [Term(Spec("custom", {"file": os.path.basename(loss)}), custom=loss)]
     output = None

@@ -1,0 +1,182 @@
+"""Layers with windows: convolutions, pooling, padding, cropping and upsampling, in one, two or three dimensions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from onward.build import Expr
+from onward.convert.keras.layers.activations import activate
+from onward.convert.keras.rows import Call, row
+from onward.convert.keras.tensors import Tensor
+
+
+def _channels_last(c: Call) -> bool:
+    """Some layers of one dimension have no choice."""
+    return getattr(c.layer, "data_format", "channels_last") == "channels_last"
+
+
+def _entry(c: Call, x: Tensor) -> Expr:
+    """The input with its channels where ONNX has them."""
+    return x.moved if _channels_last(c) else x.plain
+
+
+def _result(c: Call, y: Expr) -> Tensor:
+    return Tensor(c.shape, moved=y) if _channels_last(c) else Tensor(c.shape, plain=y)
+
+
+def _extent(c: Call, x: Tensor) -> list[int | None]:
+    """The sizes that windows move over."""
+    return list(x.shape[1:-1] if _channels_last(c) else x.shape[2:])
+
+
+def _padding(c: Call, x: Tensor, kernel: Sequence[int], strides: Sequence[int], dilations: Sequence[int]) -> Any:
+    """Attributes: `same` has more at the end where it is uneven; `causal` has all at the beginning."""
+    wide = [(k - 1) * d + 1 for k, d in zip(kernel, dilations, strict=True)]
+    if c.layer.padding == "valid":
+        return {}
+    if c.layer.padding == "causal":
+        return {"pads": [wide[0] - 1, 0]}
+    begin, end = [], []
+    for size, stride, window in zip(_extent(c, x), strides, wide, strict=True):
+        if size is None and stride > 1:
+            return {"auto_pad": "SAME_UPPER"}
+        total = max((-(-(size or 1) // stride) - 1) * stride + window - (size or 1), 0)
+        begin.append(total // 2)
+        end.append(total - total // 2)
+    return {"pads": [*begin, *end]}
+
+
+def _biased(c: Call, y: Expr) -> Tensor:
+    """With the bias of the layer, and its activation."""
+    layer = c.layer
+    if layer.use_bias:
+        bias = c.weight(layer.bias)
+        y = y + c.op.Reshape(bias, [-1, *[1] * (len(c.shape) - 2)])
+    return activate(c, layer.activation, _result(c, y))
+
+
+def _outermost(kernel: Expr, rank: int, *, swap: bool = False) -> Expr:
+    """A kernel (*window, a, b) as (b, a, *window), or as (a, b, *window)."""
+    front = [rank - 2, rank - 1] if swap else [rank - 1, rank - 2]
+    return kernel.op.Transpose(kernel, perm=[*front, *range(rank - 2)])
+
+
+@row("Conv1D", "Conv2D", "Conv3D")
+def convolution(c: Call, x: Tensor) -> Tensor:
+    layer = c.layer
+    c.refuse_unless(not getattr(layer, "lora_enabled", False), "has adapters")
+    window, strides, dilations = list(layer.kernel_size), list(layer.strides), list(layer.dilation_rate)
+    y = c.op.Conv(
+        _entry(c, x),
+        _outermost(c.weight(layer.kernel), x.rank),
+        kernel_shape=window,
+        strides=strides,
+        dilations=dilations,
+        group=int(layer.groups),
+        **_padding(c, x, window, strides, dilations),
+    )
+    return _biased(c, y)
+
+
+@row("DepthwiseConv1D", "DepthwiseConv2D")
+def depthwise(c: Call, x: Tensor) -> Tensor:
+    return _biased(c, _each_channel(c, x, c.layer.kernel))
+
+
+@row("SeparableConv1D", "SeparableConv2D")
+def separable(c: Call, x: Tensor) -> Tensor:
+    each = _each_channel(c, x, c.layer.depthwise_kernel)
+    return _biased(c, c.op.Conv(each, _outermost(c.weight(c.layer.pointwise_kernel), x.rank)))
+
+
+def _each_channel(c: Call, x: Tensor, kernel: Any) -> Expr:
+    """Every channel with windows of its own."""
+    layer = c.layer
+    *window, channels, _ = (int(size) for size in kernel.shape)
+    strides, dilations = list(layer.strides), list(layer.dilation_rate)
+    grouped = c.op.Reshape(_outermost(c.weight(kernel), x.rank, swap=True), [-1, 1, *window])
+    padding = _padding(c, x, window, strides, dilations)
+    return c.op.Conv(
+        _entry(c, x), grouped, kernel_shape=window, strides=strides, dilations=dilations, group=channels, **padding
+    )
+
+
+@row("Conv1DTranspose", "Conv2DTranspose", "Conv3DTranspose")
+def transposed(c: Call, x: Tensor) -> Tensor:
+    layer = c.layer
+    plain = layer.output_padding is None and all(d == 1 for d in layer.dilation_rate)
+    c.refuse_unless(plain, "has an output padding or a dilation")
+    window, strides = list(layer.kernel_size), list(layer.strides)
+    beyond = [k - s for k, s in zip(window, strides, strict=True)]
+    pads = [max(n, 0) if layer.padding == "same" else 0 for n in beyond]
+    y = c.op.ConvTranspose(
+        _entry(c, x),
+        _outermost(c.weight(layer.kernel), x.rank),
+        kernel_shape=window,
+        strides=strides,
+        pads=[*(n // 2 for n in pads), *(n - n // 2 for n in pads)],
+        output_padding=[max(-n, 0) for n in beyond],
+    )
+    return _biased(c, y)
+
+
+# ---- pooling ---------------------------------------------------------------------------------------------------------
+
+
+@row("MaxPooling1D", "MaxPooling2D", "MaxPooling3D", "AveragePooling1D", "AveragePooling2D", "AveragePooling3D")
+def pooling(c: Call, x: Tensor) -> Tensor:
+    window, strides = _sizes(c.layer.pool_size, x), _sizes(c.layer.strides, x)
+    operator = c.op.MaxPool if type(c.layer).__name__.startswith("Max") else c.op.AveragePool
+    padding = _padding(c, x, window, strides, [1] * len(window))
+    return _result(c, operator(_entry(c, x), kernel_shape=window, strides=strides, **padding))
+
+
+def _sizes(given: Any, x: Tensor) -> list[int]:
+    return [int(given)] * (x.rank - 2) if isinstance(given, int) else [int(size) for size in given]
+
+
+_DIMENSIONS = ("1D", "2D", "3D")
+
+
+@row(*(f"GlobalAveragePooling{n}" for n in _DIMENSIONS), *(f"GlobalMaxPooling{n}" for n in _DIMENSIONS))
+def global_pooling(c: Call, x: Tensor) -> Tensor:
+    reduce = c.op.ReduceMean if "Average" in type(c.layer).__name__ else c.op.ReduceMax
+    keep = int(c.layer.keepdims)
+    if _channels_last(c) and not x.is_moved:
+        return Tensor(c.shape, plain=reduce(x.plain, list(range(1, x.rank - 1)), keepdims=keep))
+    return _result(c, reduce(_entry(c, x), list(range(2, x.rank)), keepdims=keep))
+
+
+# ---- sizes -----------------------------------------------------------------------------------------------------------
+
+
+@row("ZeroPadding1D", "ZeroPadding2D", "ZeroPadding3D")
+def zero_padding(c: Call, x: Tensor) -> Tensor:
+    begin, end = _margins(c.layer.padding)
+    return _result(c, c.op.Pad(_entry(c, x), [0, 0, *begin, 0, 0, *end]))
+
+
+@row("Cropping1D", "Cropping2D", "Cropping3D")
+def cropping(c: Call, x: Tensor) -> Tensor:
+    begin, end = _margins(c.layer.cropping)
+    stop = [-n if n else np.iinfo(np.int64).max for n in end]
+    return _result(c, c.op.Slice(_entry(c, x), begin, stop, list(range(2, x.rank))))
+
+
+def _margins(given: Any) -> tuple[list[int], list[int]]:
+    pairs = [given] if isinstance(given[0], int) else given
+    return [int(pair[0]) for pair in pairs], [int(pair[1]) for pair in pairs]
+
+
+@row("UpSampling1D", "UpSampling2D", "UpSampling3D")
+def upsampling(c: Call, x: Tensor) -> Tensor:
+    layer = c.layer
+    method = getattr(layer, "interpolation", "nearest")
+    c.refuse_unless(method in ("nearest", "bilinear"), f"interpolates by `{method}`")
+    linear = {"mode": "linear", "coordinate_transformation_mode": "half_pixel"}
+    nearest = {"mode": "nearest", "coordinate_transformation_mode": "asymmetric", "nearest_mode": "floor"}
+    scales = c.constant(np.asarray([1, 1, *_sizes(layer.size, x)], np.float32))
+    return _result(c, c.op.Resize(_entry(c, x), None, scales, **(nearest if method == "nearest" else linear)))

@@ -1,0 +1,141 @@
+"""Keras's optimizers: which of ours each is, what its settings are called, and where its variables are."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import keras
+import numpy as np
+
+from onward.convert.keras.rows import Refused
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """One of Keras's optimizers in our words."""
+
+    name: str
+    numbers: Mapping[str, str]
+    """Our number -> attribute of Keras's."""
+    slots: Mapping[str, str]
+    """Our slot -> attribute of Keras's, a list with a variable for each parameter."""
+    flags: tuple[str, ...] = ()
+
+
+_BETAS = {"beta1": "beta_1", "beta2": "beta_2"}
+_ADAM = Kind(
+    "adam",
+    {**_BETAS, "eps": "epsilon"},
+    {"exp_avg": "_momentums", "exp_avg_sq": "_velocities", "max_exp_avg_sq": "_velocity_hats"},
+    ("amsgrad",),
+)
+_MOMENTS = {"exp_avg": "_momentums", "exp_avg_sq": "_velocities"}
+KINDS = {
+    "SGD": Kind("sgd", {"momentum": "momentum"}, {"momentum_buffer": "momentums"}, ("nesterov",)),
+    "Adam": _ADAM,
+    "AdamW": dataclasses.replace(_ADAM, name="adamw"),
+    "Adagrad": Kind(
+        "adagrad",
+        {"eps": "epsilon", "initial_accumulator_value": "initial_accumulator_value"},
+        {"sum": "_accumulators"},
+    ),
+    "Adadelta": Kind(
+        "adadelta",
+        {"rho": "rho", "eps": "epsilon"},
+        {"square_avg": "_accumulated_grads", "acc_delta": "_accumulated_delta_vars"},
+    ),
+    "Adamax": Kind("adamax", {**_BETAS, "eps": "epsilon"}, {"exp_avg": "_m", "exp_inf": "_u"}),
+    "Nadam": Kind("nadam", {**_BETAS, "eps": "epsilon"}, _MOMENTS),
+    "RMSprop": Kind(
+        "rmsprop",
+        {"alpha": "rho", "eps": "epsilon", "momentum": "momentum"},
+        {"square_avg": "_velocities", "grad_avg": "_average_gradients", "momentum_buffer": "_momentums"},
+        ("centered",),
+    ),
+    "Lion": Kind("lion", _BETAS, {"exp_avg": "_momentums"}),
+    "Lamb": Kind("lamb", {**_BETAS, "eps": "epsilon"}, _MOMENTS),
+}
+
+
+def kind_of(optimizer: Any) -> Kind:
+    name = type(optimizer).__name__
+    if name not in KINDS or not type(optimizer).__module__.startswith("keras."):
+        raise Refused(f"optimizer {name} has no counterpart")
+    return KINDS[name]
+
+
+def settings_of(optimizer: Any) -> dict[str, Any]:
+    """All numbers and choices but the learning rate and the decay of weights."""
+    kind = kind_of(optimizer)
+    numbers = {ours: float(getattr(optimizer, theirs)) for ours, theirs in kind.numbers.items()}
+    flags = {flag: bool(getattr(optimizer, flag)) for flag in kind.flags}
+    if flags.get("nesterov") and not numbers["momentum"]:
+        flags["nesterov"] = False  # Keras has no look ahead without a momentum either
+    return {**numbers, **flags, "variant": "keras"}
+
+
+def slots_of(optimizer: Any, variable: Any) -> dict[str, np.ndarray]:
+    """What an optimizer keeps beside a variable, by our names."""
+    if not optimizer.built:
+        return {}
+    index = optimizer._get_variable_index(variable)
+    lists = {ours: getattr(optimizer, theirs, None) for ours, theirs in kind_of(optimizer).slots.items()}
+    found = {ours: array_of(variables[index]) for ours, variables in lists.items() if variables}
+    if hasattr(optimizer, "_u_product"):
+        found["mu_product"] = array_of(optimizer._u_product).astype(np.float64)
+    return found
+
+
+def array_of(variable: Any) -> np.ndarray:
+    return np.array(keras.ops.convert_to_numpy(variable.value))
+
+
+_CLIPS = {"clipnorm": "tensor_norm", "global_clipnorm": "norm", "clipvalue": "value"}
+
+
+def clip_of(optimizer: Any) -> dict[str, Any] | None:
+    for theirs, ours in _CLIPS.items():
+        if limit := getattr(optimizer, theirs):
+            return {ours: float(limit), **({} if ours == "value" else {"variant": "keras"})}
+    return None
+
+
+def recipe_of(optimizer: Any) -> dict[str, Any]:
+    """Accumulation of gradients, and the average of the weights."""
+    recipe: dict[str, Any] = {}
+    if optimizer.loss_scale_factor is not None:
+        raise Refused("optimizer has a `loss_scale_factor`")
+    if optimizer.use_ema:
+        if optimizer.ema_overwrite_frequency:
+            raise Refused("optimizer has `ema_overwrite_frequency`: averages that become the weights")
+        if not int(optimizer.iterations):
+            raise Refused("optimizer has `use_ema` and no step was made: Keras's average begins after the first")
+        recipe["ema"] = float(optimizer.ema_momentum)
+    if optimizer.gradient_accumulation_steps:
+        if not hasattr(optimizer._learning_rate, "numpy"):
+            raise Refused("optimizer accumulates gradients under a schedule that counts batches, not updates")
+        recipe["accumulate"] = int(optimizer.gradient_accumulation_steps)
+    return recipe
+
+
+def state_of(optimizer: Any, names: Mapping[int, str], variables: list[Any]) -> dict[str, np.ndarray]:
+    """All that an optimizer has gathered, by the names of a training model."""
+    state: dict[str, np.ndarray] = {}
+    for variable in variables:
+        name = names[id(variable)]
+        state |= {f"{name}/{slot}": array for slot, array in slots_of(optimizer, variable).items()}
+        if not optimizer.built:
+            continue
+        index = optimizer._get_variable_index(variable)
+        if optimizer.use_ema:
+            state[f"ema/{name}"] = array_of(optimizer._model_variables_moving_average[index])
+        if optimizer.gradient_accumulation_steps:
+            state[f"accum/{name}"] = array_of(optimizer._accumulated_gradients[index])
+    if optimizer.use_ema:
+        state["ema/n_averaged"] = np.asarray(int(optimizer.iterations), np.int64)
+    if optimizer.gradient_accumulation_steps:
+        done = int(optimizer._iterations) % optimizer.gradient_accumulation_steps
+        state["micro_step"] = np.asarray(done, np.int64)
+    return state
