@@ -25,6 +25,7 @@ RECIPES = {
     "some are frozen, gradients accumulate, an average": {"freeze": ["fc1*"], "accumulate": 2, "ema": 0.9},
     "a smooth loss of half weight": {"loss": "cross_entropy:label_smoothing=0.1,scale=0.5", "optimizer": "sgd:lr=0.1"},
     **{f"optimizer {name}": {"optimizer": name, "freeze": ["*bias"]} for name in OPTIMIZERS},
+    "a number without a use": {"optimizer": "nadam:variant=optax"},
     "clipped by value": {"clip": "value:0.01"},
     "clipped tensor by tensor": {"clip": "tensor_norm:0.1", "schedule": "step:size=2,gamma=0.5,warmup=2"},
 }

@@ -129,8 +129,11 @@ def _term(term: LossTerm) -> dict[str, Any]:
 def _optimizer(group: Described) -> Spec:
     """Its settings but for those that this kind has no use for as it is configured."""
     kind = optimizer(str(group.optimizer))
-    settings = {**group.hyper, **group.options}
-    return Spec(kind.name, {key: value for key, value in settings.items() if key in {**kind.hyper, **kind.choices}})
+    choices = {key: value for key, value in group.options.items() if key in kind.choices}
+    numbers = {key: value for key, value in group.hyper.items() if key in kind.hyper and isinstance(value, int | float)}
+    complete = dataclasses.replace(kind.configure(**choices), values={**kind.hyper, **numbers})
+    used = {key: value for key, value in numbers.items() if key in complete.effective}
+    return Spec(kind.name, {**used, **choices})
 
 
 def _clip(training: Training) -> dict[str, Any] | None:
