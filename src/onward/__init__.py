@@ -18,6 +18,7 @@ from onward.deferral import defer_sympy
 
 if TYPE_CHECKING:
     from onward.checker import Finding, check
+    from onward.convert.keras import from_keras, to_keras
     from onward.convert.tensorflow import from_tensorflow, to_tensorflow
     from onward.convert.torch import from_torch, to_torch
     from onward.differentiate import gradient, jvp, vjp
@@ -47,6 +48,7 @@ _HOME = {
     "describe": "inspect",
     "extract": "transform",
     "find_lr": "training.api",
+    "from_keras": "convert.keras",
     "from_tensorflow": "convert.tensorflow",
     "from_torch": "convert.torch",
     "gradient": "differentiate",
@@ -65,6 +67,7 @@ _HOME = {
     "resume": "training.api",
     "save_adapter": "recipe",
     "strip": "transform",
+    "to_keras": "convert.keras",
     "to_tensorflow": "convert.tensorflow",
     "to_torch": "convert.torch",
     "train": "training.api",
@@ -86,6 +89,7 @@ __all__ = [
     "describe",
     "extract",
     "find_lr",
+    "from_keras",
     "from_tensorflow",
     "from_torch",
     "gradient",
@@ -104,6 +108,7 @@ __all__ = [
     "resume",
     "save_adapter",
     "strip",
+    "to_keras",
     "to_tensorflow",
     "to_torch",
     "train",
