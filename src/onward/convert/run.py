@@ -131,7 +131,8 @@ def _optimizer(group: Described) -> Spec:
     kind = optimizer(str(group.optimizer))
     choices = {key: value for key, value in group.options.items() if key in kind.choices}
     numbers = {key: value for key, value in group.hyper.items() if key in kind.hyper and isinstance(value, int | float)}
-    complete = dataclasses.replace(kind.configure(**choices), values={**kind.hyper, **numbers})
+    default = kind.configure()  # some choices would be refused without the numbers that go with them
+    complete = dataclasses.replace(default, values={**kind.hyper, **numbers}, options={**default.options, **choices})
     used = {key: value for key, value in numbers.items() if key in complete.effective}
     return Spec(kind.name, {**used, **choices})
 

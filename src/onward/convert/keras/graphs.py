@@ -1,0 +1,164 @@
+"""The parts of a training model that a Keras model runs, each a graph with the state as inputs.
+
+`forward` computes the outputs and what the loss looks at, in inference or in training, where it also changes state;
+`loss` is the loss of these; `apply` is the whole update, from gradients to new state.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import onnx_ir as ir
+
+from onward.build import twin
+from onward.convert.tensorflow.sizes import OpenSizes
+from onward.errors import UnsupportedError
+from onward.inspect import describe
+from onward.lowering.contract import contract_of
+from onward.lowering.flow import keep_what_is_needed
+from onward.lowering.step import lower
+from onward.model import Model
+from onward.model.core import values
+from onward.model.state import carried
+from onward.run.interpreted import interpreter
+from onward.transform import inline
+
+
+class Executable:
+    """A graph as a function of tensors by name."""
+
+    def __init__(self, model: Model):
+        self.inputs = [value for value in model.graph.inputs if not value.is_initializer()]
+        self._framework = OpenSizes()
+        self._execute = interpreter(inline(model), self._framework)
+
+    def __call__(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
+        given = {value.name or "": tensors[value.name or ""] for value in self.inputs}
+        return {name: self._framework.place(tensor) for name, tensor in self._execute(given).items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class Forward:
+    """A forward pass, with the names of its results."""
+
+    graph: Executable
+    outputs: Sequence[str]
+    watched: Sequence[str]
+    """What the loss looks at."""
+    updates: Mapping[str, str]
+    """State -> what it becomes."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Loss:
+    graph: Executable
+    name: str
+    watched: Sequence[str]
+    """The inputs that stand for what the forward pass hands over, in its order."""
+    targets: Sequence[ir.Value]
+
+
+class Parts:
+    """A training model in pieces. The parameters and what is frozen are inputs of all of them."""
+
+    def __init__(self, model: Model):
+        self.model = model
+        gradients = contract_of(lower(model, part="gradients", differentiate=False))
+        self._loss_name = str(gradients["loss"])
+        self._updates: dict[str, str] = gradients["update"]
+        terms = describe(model).steps[0].loss.terms
+        self._watched = list(dict.fromkeys(term.output for term in terms))
+        self._targets = [name for term in terms for name in term.inputs]
+        self.frozen = _frozen(model)
+        pairs = model.step().fact("train.forward") or {}
+        self._trained = {plain: trained for trained, plain in pairs.items()}
+
+    def inference(self) -> Forward:
+        graph = self.model.copy()
+        graph.steps.clear()
+        names = {value.name: value for value in values(graph.graph)}
+        outputs = [value.name or "" for value in graph.outputs]
+        self._open(graph, [names[name] for name in dict.fromkeys((*outputs, *self._watched))])
+        return Forward(Executable(graph), outputs, self._watched, {})
+
+    def training(self) -> Forward:
+        """What is behind a value that training computes in its own way, it must compute in its own way, too."""
+        combined = Model(self.model.combined())
+        graph, names = combined.graph, combined.names()
+        known = {value.name: value for value in values(graph)}
+        new = {known[plain]: known[trained] for plain, trained in self._trained.items() if trained in known}
+        inference = {value.name for value in values(self.model.graph)}
+        for node in list(graph):
+            own = [output for output in node.outputs if output.name in inference and output not in new]
+            if own and any(value in new for value in node.inputs if value is not None):
+                inputs = [new.get(value, value) if value is not None else None for value in node.inputs]
+                copy = twin(node, inputs, names, "train/{}")
+                graph.append(copy)
+                new |= dict(zip(node.outputs, copy.outputs, strict=True))
+
+        def trained(name: str) -> ir.Value:
+            return new.get(known[name], known[name])
+
+        outputs = [trained(value.name or "") for value in self.model.outputs]
+        watched = [trained(name) for name in self._watched]
+        results = [*outputs, *watched, *(known[name] for name in self._updates.values())]
+        self._open(combined, list(dict.fromkeys(results)))
+        return Forward(Executable(combined), _names(outputs), _names(watched), self._updates)
+
+    def loss(self) -> Loss:
+        combined = Model(self.model.combined())
+        known = {value.name: value for value in values(combined.graph)}
+        watched = [known[self._trained.get(name, name)] for name in self._watched]
+        loss = known[self._loss_name]
+        combined.graph.outputs.clear()
+        given = [_as_input(combined.graph, value) for value in watched]
+        self._open(combined, [loss])
+        graph = Executable(combined)
+        targets = [value for name in self._targets for value in graph.inputs if value.name == name]
+        accepted = {*(_names(given)), *self._targets, *self.frozen, *(state.name for state in carried(self.model))}
+        if strange := [value.name for value in graph.inputs if value.name not in accepted]:
+            raise UnsupportedError(
+                f"the loss reads `{strange[0]}` beside outputs and targets, which a loss of Keras cannot",
+                hint="run the training model as it is: `onward.run.load(model, engine='tensorflow')`",
+            )
+        return Loss(graph, self._loss_name, _names(given), targets)
+
+    def apply(self) -> tuple[Executable, dict[str, Any]]:
+        """The update as a function of gradients and state, and its contract."""
+        lowered = lower(self.model, part="apply", differentiate=False)
+        return Executable(lowered), contract_of(lowered)
+
+    def _open(self, model: Model, outputs: Sequence[ir.Value]) -> None:
+        """Keep what these need, with the state and what is frozen as inputs."""
+        graph = model.graph
+        graph.outputs[:] = outputs
+        keep_what_is_needed(graph)
+        for name in (*(state.name for state in carried(self.model)), *self.frozen):
+            if (value := graph.initializers.pop(name, None)) is not None:
+                tensor = value.const_value
+                assert tensor is not None
+                value.type, value.shape, value.const_value = ir.TensorType(tensor.dtype), tensor.shape, None  # type: ignore[assignment]
+                if value not in graph.inputs:
+                    graph.inputs.append(value)
+        graph.inputs[:] = [value for value in graph.inputs if value.uses() or value.is_graph_output()]
+
+
+def _frozen(model: Model) -> list[str]:
+    """Weights that are not trained."""
+    weights = describe(model).weights
+    return [weight.name for weight in weights if weight.role == "frozen" and weight.name in model.graph.initializers]
+
+
+def _as_input(graph: ir.Graph, value: ir.Value) -> ir.Value:
+    """An input in the place of what was computed."""
+    given = ir.Value(name=value.name, type=value.type, shape=value.shape)
+    value.name = f"{value.name}/computed"
+    value.replace_all_uses_with(given)
+    graph.inputs.append(given)
+    return given
+
+
+def _names(found: Iterable[ir.Value]) -> list[str]:
+    return [value.name or "" for value in found]

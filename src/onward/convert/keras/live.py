@@ -1,0 +1,149 @@
+"""A training model as a Keras model: its state are variables, and its graphs run as TensorFlow's own operations."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import keras
+import numpy as np
+
+from onward.run.tensorflow.quiet import tensorflow as tf  # isort: skip  (other imports of it are not quiet)
+
+from onward.convert.keras.graphs import Executable, Loss, Parts
+from onward.errors import UnsupportedError
+from onward.model import Model
+from onward.model.state import STEP, states
+
+
+class TrainingModel(keras.Model):  # type: ignore[misc]
+    """What `to_keras` makes. `variables_by_name` are its variables by their names in the training model."""
+
+    def __init__(self, model: Model):
+        super().__init__(name=_identifier(model.graph.name or "model"))
+        parts = Parts(model)
+        self._forward = {False: parts.inference(), True: parts.training()}
+        self._loss_graph: Loss | None = parts.loss()
+        self._inputs = [value.name or "" for value in model.inputs]
+        trained = {state.name for state in states(model) if state.role == "parameter"}
+        held = [*trained, *self._forward[True].updates, *parts.frozen]
+        order = [name for name in (*model.graph.initializers, *held) if name in set(held)]
+        self._held = [variable(n, _array(model, n), trainable=n in trained) for n in dict.fromkeys(order)]
+        self.variables_by_name = dict(zip(dict.fromkeys(order), self._held, strict=True))
+        self._watched: list[Any] = []
+        self.built = True
+
+    def call(self, inputs: Any, training: bool = False) -> Any:
+        forward = self._forward[bool(training)]
+        results = forward.graph(self._tensors() | self._named(inputs))
+        for name, new in forward.updates.items():
+            self.variables_by_name[name].assign(results[new])
+        # A loss may look at what is behind the outputs; what it sees is of this pass.
+        self._watched = [results[name] for name in forward.watched]
+        outputs = [tf.identity(results[name]) for name in forward.outputs]
+        return outputs[0] if len(outputs) == 1 else outputs
+
+    def compute_loss(
+        self, x: Any = None, y: Any = None, y_pred: Any = None, sample_weight: Any = None, training: bool = True
+    ) -> Any:
+        """The loss of the training model, for what the last forward pass has computed."""
+        loss = self._loss_graph
+        if loss is None:
+            return super().compute_loss(x, y, y_pred, sample_weight, training)
+        if sample_weight is not None:
+            raise UnsupportedError("the loss of a training model has no weights of samples", hint="leave them out")
+        given = y if isinstance(y, Mapping) else dict(zip((t.name for t in loss.targets), _listed(y), strict=True))
+        targets = {value.name: _fitted(given[value.name], value) for value in loss.targets}
+        watched = dict(zip(loss.watched, self._watched, strict=True))
+        return loss.graph({**self._tensors(), **targets, **watched})[loss.name]
+
+    def use_native_loss(self) -> None:
+        """Leave the loss to what the model is compiled with."""
+        self._loss_graph = None
+
+    def _tensors(self) -> dict[str, Any]:
+        return {name: _dense(held.value) for name, held in self.variables_by_name.items()}
+
+    def _named(self, inputs: Any) -> dict[str, Any]:
+        if isinstance(inputs, Mapping):
+            return dict(inputs)
+        return dict(zip(self._inputs, _listed(inputs), strict=True))
+
+
+class GraphOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
+    """The update of a training model: optimizers, schedule, clipping, averages, all as its graph has them.
+
+    The learning rate is that of the graph.
+    """
+
+    def __init__(self, model: Model, held: Mapping[str, Any], learning_rate: float):
+        super().__init__(learning_rate=learning_rate, name="training")
+        graph, contract = Parts(model).apply()
+        self._graph: Executable = graph
+        self._gradients: dict[str, str] = contract["gradients"]
+        self._updates: dict[str, str] = contract["update"]
+        self._own = {name: _array(model, name) for name in contract["state"] if name not in held}
+        self._names = {id(v): name for name, v in held.items()}
+        self._state: dict[str, Any] = {}
+        self._iterations.assign(int(model.initializer(STEP).const_value.numpy()))  # type: ignore[union-attr]
+
+    def build(self, variables: Any) -> None:
+        super().build(variables)
+        for name, array in self._own.items():
+            made = self.add_variable(array.shape, dtype=str(array.dtype), name=_identifier(name))
+            made.assign(array)
+            self._state[name] = made
+        self._state |= {self._names[id(v)]: v for v in variables}
+
+    def apply(self, grads: Any, trainable_variables: Any = None) -> None:
+        variables = list(trainable_variables or self._trainable_variables)
+        if not self.built:
+            self.build(variables)
+        found = {self._names[id(v)]: g for v, g in zip(variables, grads, strict=True)}
+        tensors = {name: found[parameter] for name, parameter in self._gradients.items()}
+        results = self._graph(tensors | {name: tf.convert_to_tensor(v.value) for name, v in self._state.items()})
+        for name, new in self._updates.items():
+            if name in self._state:
+                self._state[name].assign(results[new])
+        self._iterations.assign(tf.cast(self._state[STEP].value, self._iterations.dtype))
+
+
+def variable(name: str, array: np.ndarray, *, trainable: bool) -> Any:
+    """A variable whose path is the name, as far as TensorFlow allows such names."""
+    *scopes, last = [part for part in name.split("/") if part]
+    with contextlib.ExitStack() as stack:
+        for scope in scopes:
+            stack.enter_context(keras.name_scope(_identifier(scope)))
+        return keras.Variable(array, trainable=trainable, dtype=str(array.dtype), name=_identifier(last))
+
+
+def _identifier(name: str) -> str:
+    plain = re.sub(r"[^A-Za-z0-9_.-]", "_", name)
+    return plain if re.match(r"[A-Za-z0-9.]", plain) else f"v{plain}"
+
+
+def _array(model: Model, name: str) -> np.ndarray:
+    tensor = model.initializer(name).const_value
+    assert tensor is not None
+    return tensor.numpy()
+
+
+def _listed(values: Any) -> Iterable[Any]:
+    return values if isinstance(values, list | tuple) else [values]
+
+
+def _fitted(target: Any, value: Any) -> Any:
+    """A target in the type and rank of the graph's: Keras lets labels have a last axis of size 1, or lack one."""
+    tensor = tf.cast(tf.convert_to_tensor(target), value.dtype.numpy())
+    rank = None if value.shape is None else len(value.shape)
+    if rank is not None and tensor.shape.rank == rank + 1:
+        return tf.squeeze(tensor, -1)
+    return tf.expand_dims(tensor, -1) if rank is not None and tensor.shape.rank == rank - 1 else tensor
+
+
+@tf.custom_gradient  # type: ignore[untyped-decorator]
+def _dense(x: Any) -> Any:
+    """The same tensor. A gradient that comes row by row is added up: Keras's optimizers would square the rows."""
+    return tf.identity(x), tf.convert_to_tensor

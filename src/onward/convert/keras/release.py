@@ -1,0 +1,30 @@
+"""From a training model to a compiled Keras model."""
+
+from __future__ import annotations
+
+import keras
+
+from onward.convert.keras.live import GraphOptimizer, TrainingModel
+from onward.convert.run import disassemble
+from onward.errors import UnsupportedError
+from onward.model import Source, read
+
+
+def to_keras(training: Source) -> TrainingModel:
+    """A compiled Keras model that goes on where a training model is: `fit` continues the run.
+
+    Its variables have the names of the training model's tensors, its optimizer is Keras's own where that computes the
+    same, else the update of the training model, and so is its loss.
+    """
+    if keras.backend.backend() != "tensorflow":
+        raise UnsupportedError(
+            f"training models become Keras models on the TensorFlow backend, and this is {keras.backend.backend()}",
+            hint="set KERAS_BACKEND=tensorflow before Keras is imported",
+        )
+    model = read(training)
+    made = TrainingModel(model)
+    run = disassemble(model)
+    optimizer = GraphOptimizer(model, made.variables_by_name, float(run.groups[0].optimizer.options["lr"]))
+    optimizer.build(made.trainable_variables)
+    made.compile(optimizer=optimizer)
+    return made
