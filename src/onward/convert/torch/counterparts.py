@@ -109,7 +109,7 @@ FROM_TORCH: dict[type[Optimizer], Words] = {
     descent.KerasSGD: _always("sgd", "keras"),
     descent.SGDW: _always("sgdw"),
     adam.KerasAdam: _always("adam", "keras"),
-    adam.OptaxAMSGrad: lambda settings: ("adamw" if settings["decoupled_weight_decay"] else "amsgrad", "optax"),
+    adam.OptaxAMSGrad: _always("amsgrad", "optax"),
     adam.KerasAdamax: _always("adamax", "keras"),
     adam.OptaxNAdam: _always("nadam", "optax"),
     adam.OptaxRAdam: _always("radam", "optax"),

@@ -30,7 +30,7 @@ def read_lambda(function: Callable[[int], float], bases: Sequence[float]) -> Pie
         return [(_spec(one), one.get("until", FOREVER)) for one in function.schedules]
     name, numbers = _origin(function)
     reader = _READERS.get(name)
-    if reader is None:
+    if reader is None or not numbers.keys() <= inspect.signature(reader).parameters.keys():
         return None
     pieces = reader(bases[0], **numbers)
     relative = len(set(bases)) > 1 and any(spec.options.get("min") or spec.options.get("end") for spec, _ in pieces)

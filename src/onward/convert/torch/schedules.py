@@ -120,6 +120,10 @@ class _Reader:
                 what = "OneCycleLR in a sequence changes the rates of the schedulers before it"
                 self._problems.add(what, "let OneCycleLR be the only scheduler")
                 continue
+            if isinstance(inner, lr_scheduler.SequentialLR | lr_scheduler.ChainedScheduler):
+                what = f"{type(inner).__name__} in a sequence miscounts its steps in PyTorch"
+                self._problems.add(what, "give all schedulers to one SequentialLR")
+                continue
             for spec, until in self.pieces(inner):
                 if start < end:
                     found.append((spec, min(start + until, end)))
