@@ -195,6 +195,10 @@ class Node:
         """What another operation of the same graph has computed."""
         return self._known[tensor.ref()]
 
+    def of(self, operation: Any) -> Node:
+        """Another operation of the same graph."""
+        return Node(self.walk, operation, self._known)
+
     def read(self, op: Builder, variable: Resource) -> Expr:
         """What a variable is at this point."""
         updated = self.walk.updates.get(variable.value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import onnx_ir as ir
+import tensorflow as tf
 
 from onward.convert.tensorflow.graph import Refused, Resource
 from onward.run.framework import Operators
@@ -49,7 +50,7 @@ def loop(op, *initial, node):
 
     counter = ir.Value(name="iteration", type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape([]))
     again = ir.Value(name="again", type=ir.TensorType(ir.DataType.BOOL), shape=ir.Shape([]))
-    inputs = [ir.Value(name="carried", type=initial[i].value.type, shape=_loosest(body, i)) for i in carried]
+    inputs = [ir.Value(name="carried", type=initial[i].value.type, shape=_shape(body, i, initial[i])) for i in carried]
     with node.walk.without_updates():
         first = goes_on(op, initial)
         graph = op.subgraph(iteration, [counter, again, *inputs])
@@ -70,6 +71,9 @@ def _is_kept(body, index, value):
     return result is body.inputs[index]
 
 
-def _loosest(body, index):
-    shape = body.outputs[index].shape
-    return None if shape.rank is None else ir.Shape(shape.as_list())
+def _shape(body, index, value):
+    """The shape that something has in all iterations. A list is no scalar here, as it is in TensorFlow."""
+    result = body.outputs[index]
+    if result.dtype == tf.variant:
+        return value.value.shape
+    return None if result.shape.rank is None else ir.Shape(result.shape.as_list())

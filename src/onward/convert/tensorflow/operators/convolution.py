@@ -6,6 +6,7 @@ import numpy as np
 
 from onward.convert.tensorflow.graph import Refused, transposed
 from onward.run.framework import Operators
+from onward.run.shared.windows import paddings
 
 operators = Operators()
 
@@ -28,9 +29,22 @@ def _spatial(numbers, layout):
 
 def _padding(padding, explicit, layout):
     if padding == "EXPLICIT":
-        pairs = _spatial(list(zip(explicit[::2], explicit[1::2], strict=True)), layout)
-        return {"pads": [low for low, _ in pairs] + [high for _, high in pairs]}
+        return _pads(_spatial(list(zip(explicit[::2], explicit[1::2], strict=True)), layout))
     return {"auto_pad": "SAME_UPPER"} if padding == "SAME" else {}
+
+
+def _pads(pairs):
+    return {"pads": [low for low, _ in pairs] + [high for _, high in pairs]}
+
+
+def _slide(node, strides, dilations, padding, explicit, layout):
+    """How a kernel, the second input, slides over images."""
+    amount, gaps, steps = _padding(padding, explicit, layout), _spatial(dilations, layout), _spatial(strides, layout)
+    if padding == "SAME" and max(gaps) > 1:  # of which ONNX Runtime has no kernel
+        kernel = [node.size(1, axis) for axis in range(len(gaps))]
+        sizes = [node.size(0, axis) if max(steps) > 1 else 1 for axis, name in enumerate(layout) if name not in "NC"]
+        amount = _pads(paddings("SAME_UPPER", None, sizes, kernel, steps, gaps))
+    return {"strides": steps, "dilations": gaps, **amount}
 
 
 def _kernel(op, w, rank):
@@ -40,24 +54,17 @@ def _kernel(op, w, rank):
 
 @operators.define("Conv2D")
 def conv_2d(op, x, w, *, node, strides, dilations, padding, explicit_paddings, data_format):
-    return _conv(op, x, w, node, strides, dilations, _padding(padding, explicit_paddings, data_format), data_format)
+    return _conv(op, x, w, node, data_format, _slide(node, strides, dilations, padding, explicit_paddings, data_format))
 
 
 @operators.define("Conv3D")
 def conv_3d(op, x, w, *, node, strides, dilations, padding, data_format):
-    return _conv(op, x, w, node, strides, dilations, _padding(padding, [], data_format), data_format)
+    return _conv(op, x, w, node, data_format, _slide(node, strides, dilations, padding, [], data_format))
 
 
-def _conv(op, x, w, node, strides, dilations, padding, layout):
+def _conv(op, x, w, node, layout, slide):
     groups = node.size(0, layout.index("C")) // node.size(1, -2)
-    y = op.Conv(
-        channels_first(op, x, layout),
-        _kernel(op, w, len(layout)),
-        strides=_spatial(strides, layout),
-        dilations=_spatial(dilations, layout),
-        group=groups,
-        **padding,
-    )
+    y = op.Conv(channels_first(op, x, layout), _kernel(op, w, len(layout)), group=groups, **slide)
     return channels_last(op, y, layout)
 
 
@@ -66,14 +73,8 @@ def depthwise(op, x, w, *, node, strides, dilations, padding, explicit_paddings,
     """A kernel is [height, width, channels, multiplier]."""
     height, width, channels, multiplier = (node.size(1, axis) for axis in range(4))
     kernel = op.Reshape(transposed(op, w, [2, 3, 0, 1]), [channels * multiplier, 1, height, width])
-    y = op.Conv(
-        channels_first(op, x, data_format),
-        kernel,
-        strides=_spatial(strides, data_format),
-        dilations=_spatial(dilations, data_format),
-        group=channels,
-        **_padding(padding, explicit_paddings, data_format),
-    )
+    slide = _slide(node, strides, dilations, padding, explicit_paddings, data_format)
+    y = op.Conv(channels_first(op, x, data_format), kernel, group=channels, **slide)
     return channels_last(op, y, data_format)
 
 

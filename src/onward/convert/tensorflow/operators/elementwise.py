@@ -52,19 +52,22 @@ def div_no_nan(op, a, b):
     return op.Where(zero, 0, a / op.Where(zero, 1, b))
 
 
-@operators.define("Maximum")
-def maximum(op, a, b):
-    return op.Max(a, b)
+def _chosen(op, second, a, b):
+    """One of two, the second where it is not a number. Of two that tie the first has the whole gradient."""
+    return op.Where(op.Or(second, op.IsNaN(b)), b, a)
 
 
-@operators.define("Minimum")
-def minimum(op, a, b):
-    return op.Min(a, b)
+operators(
+    Maximum=lambda op, a, b: _chosen(op, a < b, a, b) if _is_float(a) else op.Max(a, b),
+    Minimum=lambda op, a, b: _chosen(op, a > b, a, b) if _is_float(a) else op.Min(a, b),
+)
 
 
 @operators.define("ClipByValue")
-def clip_by_value(op, x, low, high):
-    return op.Min(op.Max(x, low), high)
+def clip_by_value(op, x, low, high, *, node):
+    if node.rank(1) or node.rank(2):
+        raise Refused("ONNX has the same bounds for all elements")
+    return op.Clip(x, low, high)
 
 
 # ---- functions -------------------------------------------------------------------------------------------------------
@@ -148,12 +151,12 @@ operators(
 def stop_gradient(op, x, *, node):
     """ONNX has no such thing. It may go where the derivative that it stops is 0 anyway."""
     source = _source(node.operation.inputs[0])
-    readers = node.operation.outputs[0].consumers()
-    if x.dtype is not None and not _is_float(x):
+    readers = list(_readers(node.operation.outputs[0]))
+    if not _is_float(x):
         return x
     if source.type == "Mean" and all(_is_deviation(reader, source.inputs[0]) for reader in readers):
         return x  # the sum of all deviations from a mean is 0
-    if source.type == "Max" and len(readers) == 2 and {"Sub", "AddV2"} >= {reader.type for reader in readers}:
+    if source.type == "Max" and sorted(reader.type for reader in readers) in (["AddV2", "Sub"], ["Sub"]):
         return x  # of log(sum(exp(x - m))) + m, whatever m is
     raise Refused("ONNX has nothing that stops a gradient")
 
@@ -164,6 +167,15 @@ def _source(tensor):
     while operation.type in ("SelectV2", "Identity"):
         operation = operation.inputs[operation.type == "SelectV2"].op
     return operation
+
+
+def _readers(tensor):
+    """The operations that read a tensor, in this shape or in another."""
+    for reader in tensor.consumers():
+        if reader.type == "Reshape":
+            yield from _readers(reader.outputs[0])
+        else:
+            yield reader
 
 
 def _is_deviation(reader, x):

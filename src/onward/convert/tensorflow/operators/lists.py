@@ -12,12 +12,28 @@ operators = Operators()
 
 
 @operators.define("TensorListReserve")
-def reserve(op, element_shape, count, *, element_dtype, node):
-    sizes = node.known(0)
-    if element_dtype == tf.variant or sizes is None or sizes.ndim == 0 or (sizes < 0).any():
+def reserve(op, _, count, *, element_dtype, node):
+    sizes = next((shape.as_list() for shape in _element_shapes(node) if shape.is_fully_defined()), None)
+    if element_dtype == tf.variant or sizes is None:
         raise Refused("the shape of the elements of a list is not known")
-    shape = op.Concat(op.Reshape(as_int64(op, count), [1]), sizes.astype(np.int64), axis=0)
+    shape = op.Concat(op.Reshape(as_int64(op, count), [1]), np.array(sizes, np.int64), axis=0)
     return op.Expand(op.constant(np.zeros([], dtype_of(element_dtype).numpy())), shape)
+
+
+def _element_shapes(node):
+    """What is said about elements: where the list is made, and where a loop writes them."""
+    said = node.known(0)
+    if said is not None:
+        yield tf.TensorShape(None if said.ndim == 0 else [None if size < 0 else size for size in said])
+    made = node.operation.outputs[0]
+    for reader in made.consumers():
+        if reader.type in ("While", "StatelessWhile"):
+            body = node.of(reader).function("body", reader.inputs)
+            result = body.outputs[[x is made for x in reader.inputs].index(True)].op
+            while result.type == "Identity":
+                result = result.inputs[0].op
+            if result.type == "TensorListSetItem":
+                yield result.inputs[2].shape
 
 
 @operators.define("TensorListSetItem")

@@ -102,12 +102,12 @@ def split_by_sizes(op, x, parts, _, *, num_split, node):
 
 @operators.define("Slice")
 def slice_(op, x, begin, size, *, node):
-    begins, sizes = node.numbers(1), node.known(2)
-    axes = list(range(len(begins)))
-    if sizes is None:
-        return op.Slice(x, begins, as_int64(op, begin) + as_int64(op, size), axes)
-    ends = [_END if size < 0 else low + size for low, size in zip(begins, sizes.tolist(), strict=True)]
-    return op.Slice(x, begins, ends, axes)
+    begins, sizes = node.known(1), node.known(2)
+    if begins is None or sizes is None:  # all that is left is -1, if anything
+        low, count = as_int64(op, begin), as_int64(op, size)
+        return op.Slice(x, low, op.Where(count < 0, np.int64(_END), low + count))
+    ends = [_END if size < 0 else low + size for low, size in zip(begins.tolist(), sizes.tolist(), strict=True)]
+    return op.Slice(x, begins.tolist(), ends)
 
 
 _END = (1 << 63) - 1

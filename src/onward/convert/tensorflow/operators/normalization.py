@@ -18,6 +18,8 @@ def batch_norm(op, x, scale, bias, mean, variance, *, node, is_training, epsilon
     """
     images = channels_first(op, x, data_format)
     if not is_training:
+        if any(value.value.producer() and node.known(i) is None for i, value in ((3, mean), (4, variance))):
+            raise Refused("its statistics are computed, and TensorFlow would not differentiate them")
         y = op.BatchNormalization(images, scale, bias, op.Identity(mean), op.Identity(variance), epsilon=epsilon)
         return channels_last(op, y, data_format), mean, variance
     _check_factor(node)
