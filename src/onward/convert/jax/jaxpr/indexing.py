@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from onward.build import Expr
-from onward.convert.jax.jaxpr.movement import positions
+from onward.convert.jax.jaxpr.movement import padded, positions
 from onward.convert.jax.jaxpr.values import cast, extreme, inverse, transposed, where
 from onward.run.framework import Operators
 
@@ -203,7 +203,7 @@ def scatter_set(op, x, indices, updates, *, dimension_numbers, mode, ins):
     beyond = op.Concat(op.Unsqueeze(size, [0]), op.constant(np.zeros(len(windows.indexed) - 1, np.int64)), axis=0)
     mask = _beside(op, inside, len(windows.starts) + len(windows.windowed) + 1, len(windows.starts))
     places = op.Where(mask, places, beyond)
-    longer = op.Pad(x, [0, 1], None, [first], mode="constant")
+    longer = padded(op, x, None, [(0, int(axis == first)) for axis in range(len(windows.operand))])
     written = _written(op, longer, places, updates, windows, None)
     return op.Slice(written, [0], op.Unsqueeze(size, [0]), [first])
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from onward.convert.jax.jaxpr.values import cast, filled, reshaped, transposed
+from onward.convert.jax.jaxpr.values import cast, constant_of, filled, reshaped, transposed
 from onward.errors import UnsupportedError
 from onward.run.framework import Operators
 
@@ -35,6 +35,8 @@ def transpose(op, x, *, permutation, ins):
 def broadcast_in_dim(op, x, *sizes, broadcast_dimensions, ins, outs):
     """The axes of `x` among others of size 1, and then as large as they are to be."""
     shape, own = outs[0].shape, list(broadcast_dimensions)
+    if not ins[0].shape and (number := constant_of(x)) is not None:
+        return filled(op, shape, number, outs[0].dtype) if shape else x
     own += range(len(shape) - len(ins[0].shape) + len(own), len(shape))  # the numbers of a random key stay last
     new = [axis for axis in range(len(shape)) if axis not in own]
     before = [ins[0].shape[own.index(axis)] if axis in own else 1 for axis in range(len(shape))]
@@ -121,11 +123,9 @@ def padded(op, x, value, amounts):
     if cut_away:
         axes, starts, ends = (list(part) for part in zip(*cut_away, strict=True))
         x = op.Slice(x, starts, [-end or _END for end in ends], axes)
-    axes = [axis for axis, pair in enumerate(amounts) if max(pair) > 0]
-    if not axes:
-        return x
-    lows, highs = ([max(amounts[axis][side], 0) for axis in axes] for side in (0, 1))
-    return op.Pad(x, [*lows, *highs], value, axes, mode="constant")
+    # Of all axes: ONNX Runtime, where it moves a Transpose past a Pad, does not look at the axes that a Pad names.
+    around = [max(pair[side], 0) for side in (0, 1) for pair in amounts]
+    return op.Pad(x, around, value, mode="constant") if any(around) else x
 
 
 # ---- made ------------------------------------------------------------------------------------------------------------

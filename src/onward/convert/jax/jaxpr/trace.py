@@ -90,7 +90,7 @@ def _with_free_size(inputs: Sequence[Any], batch: str) -> Sequence[Any] | None:
 def _shape(leaf: Any) -> Any:
     if not isinstance(leaf, jax.Array | np.ndarray | np.generic):
         return leaf
-    return jax.ShapeDtypeStruct(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype))
+    return jax.ShapeDtypeStruct(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True))
 
 
 def _is_array(leaf: Any) -> bool:
@@ -106,6 +106,6 @@ def leaves(tree: Any, empty: str = "params") -> Iterator[tuple[str, Any]]:
 
 def path_of(path: Any) -> str:
     """A place in a tree, such as `dense/kernel`. The variable that Flax wraps an array in has no place of its own."""
-    if len(path) > 1 and getattr(path[-1], "name", getattr(path[-1], "key", None)) in ("value", "raw_value"):
+    if len(path) > 1 and path[-1] == jax.tree_util.GetAttrKey("value"):
         path = path[:-1]
     return jax.tree_util.keystr(path, simple=True, separator="/")

@@ -70,6 +70,12 @@ def reshaped(op: Any, x: Expr, sizes: Sequence[Any]) -> Expr:
     return op.Reshape(x, op.shape(sizes), allowzero=1 if 0 in sizes else None)
 
 
+def constant_of(x: Expr) -> np.ndarray | None:
+    """What a constant is."""
+    node = x.value.producer()
+    return node.attributes["value"].as_tensor().numpy() if node is not None and node.op_type == "Constant" else None
+
+
 def filled(op: Any, sizes: Sequence[Any], number: Any, dtype: Any) -> Expr:
     """A tensor that is the same number everywhere."""
     return op.ConstantOfShape(op.shape(sizes), value=ir.Tensor(np.full((1,), number, dtype)))
