@@ -75,7 +75,12 @@ _MANY = 1 << 14
 
 
 def counts_far(operator: str, inputs: Sequence[np.ndarray]) -> bool:
-    """Whether a node makes so many numbers that they are better made on the device: those that random ones are of."""
+    """Whether a node makes so many numbers that they are better made on the device: those that random ones are of.
+
+    What is dropped is drawn by the framework's own generator, however few numbers there are.
+    """
+    if operator == "Dropout":
+        return True
     if operator != "Range":
         return False
     start, limit, step = (array.item() for array in inputs)

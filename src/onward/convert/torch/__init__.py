@@ -143,7 +143,7 @@ def _tag(model: Model, optimizer: Optimizer, idle: Mapping[int, str], step: int)
 
 
 def _counters(model: Model) -> Iterator[ir.Value]:
-    return (value for name, value in model.graph.initializers.items() if name.endswith(f".{COUNTER}"))
+    return (value for name, value in model.graph.initializers.items() if name.rpartition(".")[2] == COUNTER)
 
 
 # ---- to PyTorch ------------------------------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ from onward.run.torch.types import CODES, to_array
 KIND = "pkg.torch.export.graph_signature.InputSpec.kind"
 PERSISTENT = "pkg.torch.export.graph_signature.InputSpec.persistent"
 ALSO = "torch.also"
-"""Of an initializer: the other names, as JSON, under which the module has it."""
+"""Of an initializer: the other names under which the module has it, and which place in its order these have; JSON."""
 LEARNS = "torch.requires_grad"
 """Of a parameter that is not trained: whether PyTorch computes a gradient for it nevertheless."""
 
@@ -260,7 +260,11 @@ def _restore(model: Model, module: nn.Module) -> None:
     for name in dict.fromkeys(first.values()):
         value = found.get(name) or ir.Value()
         _describe(value, name, named[name], is_kept=name in persistent)
-        also = [other for other, tensor in named.items() if first[id(tensor)] == name and other != name]
+        also = {
+            other: place
+            for place, (other, tensor) in enumerate(named.items())
+            if other != name and first[id(tensor)] == name
+        }
         if also:
             value.metadata_props[ALSO] = json.dumps(also)
         graph.register_initializer(value)
@@ -308,7 +312,7 @@ def _switch(model: Model, module: nn.Module) -> None:
     A normalization is switched if its statistics are stored and its scale is not frozen (see recipe/forward.py): an
     Identity before the one or the other is how one is kept from it, or made to.
     """
-    running = {f"{name}.running_mean" for name, layer in _normalizations(module) if layer.training}
+    running = {f"{prefix}running_mean" for prefix, layer in _normalizations(module) if layer.training}
     frozen = {name for name, parameter in module.named_parameters() if not parameter.requires_grad}
     for node in list(model.graph.all_nodes()):
         if node.op_type == "Dropout":
@@ -337,16 +341,16 @@ def _behind_identity(node: ir.Node, *places: int) -> None:
 
 
 def _normalizations(module: nn.Module) -> Iterator[tuple[str, _BatchNorm]]:
-    """Those that keep running statistics."""
+    """Those that keep running statistics, and what the names of these begin with."""
     for name, layer in module.named_modules():
         if isinstance(layer, _BatchNorm) and layer.running_mean is not None:
-            yield name, layer
+            yield f"{name}." if name else "", layer
 
 
 def _untrainable(module: nn.Module) -> Iterator[str]:
-    for name, layer in _normalizations(module):
+    for prefix, layer in _normalizations(module):
         if layer.training and layer.momentum is None:
-            yield f"`{name}` averages its statistics over all batches (give it a momentum)"
+            yield f"`{prefix}running_mean` is an average over all batches (give the layer a momentum)"
     for name, layer in module.named_modules():
         if isinstance(layer, nn.Embedding | nn.EmbeddingBag):
             options = {
@@ -367,8 +371,8 @@ def _untrainable(module: nn.Module) -> Iterator[str]:
 def _changed_buffers(program: torch.onnx.ONNXProgram, module: nn.Module) -> Iterator[str]:
     assert program.exported_program is not None
     expected = {
-        f"{_PREFIX}{name}.{part}"
-        for name, _ in _normalizations(module)
+        f"{_PREFIX}{prefix}{part}"
+        for prefix, _ in _normalizations(module)
         for part in ("running_mean", "running_var", "num_batches_tracked")
     }
     for name in program.exported_program.graph_signature.buffers_to_mutate.values():

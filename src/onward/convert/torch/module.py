@@ -54,20 +54,21 @@ class OnnxModule(nn.Module):  # type: ignore[misc]
     def __init__(self, graph: _Graph):
         super().__init__()
         self._graph = graph
-        self._paths: dict[str, str] = {}
+        tensors: dict[str, torch.Tensor] = {}
         for name, tensor in graph.state.items():
             made = from_array(tensor.numpy()).clone()
-            self._hold(name, nn.Parameter(made, graph.learns[name]) if name in graph.learns else made)
+            tensors[name] = nn.Parameter(made, graph.learns[name]) if name in graph.learns else made
+        for name, main in graph.names():
+            self._hold(name, tensors[main], is_constant=main in graph.constants)
+        paths = {id(x): path for path, x in (*self.named_parameters(), *self.named_buffers())}
+        self._paths = {name: paths[id(tensor)] for name, tensor in tensors.items()}
 
-    def _hold(self, name: str, tensor: torch.Tensor) -> None:
-        names = [name, *self._graph.also.get(name, ())]
-        for other in names:
-            owner, attribute = _place(self, other)
-            if isinstance(tensor, nn.Parameter):
-                owner.register_parameter(attribute, tensor)
-            else:
-                owner.register_buffer(attribute, tensor, persistent=name not in self._graph.constants)
-        self._paths[name] = _path(self, tensor)
+    def _hold(self, name: str, tensor: torch.Tensor, *, is_constant: bool) -> None:
+        owner, attribute = _place(self, name)
+        if isinstance(tensor, nn.Parameter):
+            owner.register_parameter(attribute, tensor)
+        else:
+            owner.register_buffer(attribute, tensor, persistent=not is_constant)
 
     def _state(self) -> dict[str, torch.Tensor]:
         held = dict(self.named_parameters()) | dict(self.named_buffers())
@@ -127,11 +128,6 @@ def _free(owner: nn.Module, part: str, kind: type | None = None) -> str:
     return part
 
 
-def _path(module: nn.Module, tensor: torch.Tensor) -> str:
-    held = (*module.named_parameters(), *module.named_buffers())
-    return next(path for path, other in held if other is tensor)
-
-
 # ---- the graph -------------------------------------------------------------------------------------------------------
 
 
@@ -149,7 +145,8 @@ class _Graph:
     """Parameters, and whether they require gradients."""
     constants: set[str]
     """State that is no part of a `state_dict`."""
-    also: dict[str, list[str]]
+    also: dict[str, dict[str, int]]
+    """Other names of tied weights, and their places in the order of all."""
     switched: list[str]
     """Names of the normalizations that follow their batches."""
     counters: list[str]
@@ -178,6 +175,14 @@ class _Graph:
         )
         _make_inputs(model, held.values())
         return graph
+
+    def names(self) -> list[tuple[str, str]]:
+        """All names in their order, and what they are names of."""
+        names = [(name, name) for name in self.state]
+        others = sorted((place, other, main) for main, also in self.also.items() for other, place in also.items())
+        for place, other, main in others:
+            names.insert(place, (other, main))
+        return names
 
     def __deepcopy__(self, memo: Any) -> _Graph:
         return self
@@ -268,7 +273,8 @@ def _switched(model: Model, frozen: Collection[str]) -> list[ir.Node]:
 def _counter(node: ir.Node) -> str:
     mean = node.inputs[3]
     assert mean is not None and mean.name is not None
-    return f"{mean.name.rpartition('.')[0]}.{COUNTER}"
+    prefix, dot, _ = mean.name.rpartition(".")
+    return f"{prefix}{dot}{COUNTER}"
 
 
 def _make_inputs(model: Model, held: Collection[ir.Value]) -> None:

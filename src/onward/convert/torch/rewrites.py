@@ -56,9 +56,13 @@ def _drop_channels(node: Node) -> None:
 
 
 def _stopped(x: Any) -> Any:
-    if x.dtype not in (ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16, ir.DataType.BFLOAT16):
+    return _without_derivative(x, x.dtype)
+
+
+def _without_derivative(x: Any, dtype: ir.DataType) -> Any:
+    if not dtype.is_floating_point():
         return op.Identity(x)
-    wide = x if x.dtype == ir.DataType.DOUBLE else op.Cast(x, to=ir.DataType.FLOAT.value)
+    wide = x if dtype == ir.DataType.DOUBLE else op.Cast(x, to=ir.DataType.FLOAT.value)
     far, near = (op.CastLike(op.Constant(value_float=factor), wide) for factor in (_FAR, 1 / _FAR))
     return op.CastLike(op.Mul(op.Round(op.Mul(wide, far)), near), x)
 
@@ -71,7 +75,9 @@ def _embedding(
     if padding_idx < 0:
         return rows
     is_padding = op.Equal(indices, op.CastLike(op.Constant(value_int=padding_idx), indices))
-    return op.Where(op.Unsqueeze(is_padding, op.Constant(value_ints=[-1])), _stopped(rows), rows)
+    return op.Where(
+        op.Unsqueeze(is_padding, op.Constant(value_ints=[-1])), _without_derivative(rows, weight.dtype), rows
+    )
 
 
 TRANSLATIONS = {torch.ops.aten.detach.default: _stopped, torch.ops.aten.embedding.default: _embedding}

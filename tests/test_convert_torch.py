@@ -1,0 +1,529 @@
+"""Runs of PyTorch that go on as training models and come back: the losses, weights and names of PyTorch itself.
+
+Each run has made five steps before, so that its optimizer has state. Dropout is in the models, but off where numbers
+are compared with those of another generator.
+"""
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+
+import models
+import onward
+from conftest import needs
+from onward.errors import UnsupportedError
+from onward.run import load
+
+torch = pytest.importorskip("torch")
+from torch import nn  # noqa: E402
+from torch.nn import functional as F  # noqa: E402
+
+from onward.convert.torch import captured, from_torch, to_module, to_torch  # noqa: E402
+from onward.convert.torch.module import OnnxModule  # noqa: E402
+
+pytestmark = [needs("torch"), needs("onnxscript"), pytest.mark.usefixtures("one_torch_thread")]
+
+lr_scheduler = torch.optim.lr_scheduler
+
+
+# ---- models ----------------------------------------------------------------------------------------------------------
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm = nn.LSTM(4, 6, num_layers=2, batch_first=True, dropout=0.3)
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.head(self.lstm(x)[0][:, -1])
+
+
+class Encoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(11, 8, padding_idx=0)
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, tokens, mask):
+        y = self.encoder(self.embed(tokens), src_key_padding_mask=mask)
+        return self.head(y.mean(1))
+
+
+class Decoder(nn.Module):
+    """A token is predicted from those before it; embedding and head are tied."""
+
+    def __init__(self, tokens=13, width=8, length=6):
+        super().__init__()
+        self.embed = nn.Embedding(tokens, width)
+        self.position = nn.Parameter(torch.randn(length, width) / 10)
+        self.norm = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.mix = nn.Linear(width, width)
+        self.drop = nn.Dropout(0.1)
+        self.head = nn.Linear(width, tokens, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens):
+        x = self.drop(self.embed(tokens) + self.position[: tokens.shape[1]])
+        q, k, v = (part.unflatten(-1, (2, -1)).transpose(1, 2) for part in self.qkv(self.norm(x)).chunk(3, -1))
+        x = x + self.mix(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return self.head(x).transpose(1, 2)
+
+
+def mlp():
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 4))
+
+
+def cnn():
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout2d(0.2), nn.MaxPool2d(2),
+        nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6, momentum=0.3), nn.ReLU(), nn.Flatten(), nn.Dropout(0.3), nn.Linear(6, 5),
+    )  # fmt: skip
+
+
+class Case(NamedTuple):
+    module: Callable
+    inputs: Callable[[int], dict]
+    target: Callable[[int], torch.Tensor]
+    loss: Callable
+    optimizer: Callable
+    scheduler: Callable | None = None
+    clip: float | None = None
+    shapes: dict | None = None
+
+
+def _tokens(n, vocabulary=11):
+    return torch.randint(0, vocabulary, (n, 6))
+
+
+CASES = {
+    "mlp": Case(
+        mlp,
+        lambda n: {"input": torch.randn(n, 6)},
+        lambda n: torch.randint(0, 4, (n,)),
+        nn.CrossEntropyLoss(label_smoothing=0.1),
+        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01),
+        lambda o: lr_scheduler.ExponentialLR(o, 0.9),
+    ),
+    "cnn": Case(
+        cnn,
+        lambda n: {"input": torch.randn(n, 2, 6, 6)},
+        lambda n: torch.randint(0, 5, (n,)),
+        nn.CrossEntropyLoss(),
+        lambda p: torch.optim.Adam(p, lr=1e-2, eps=1e-3),
+        clip=1.0,
+    ),
+    "lstm": Case(
+        Recurrent,
+        lambda n: {"x": torch.randn(n, 5, 4)},
+        lambda n: torch.randn(n, 3),
+        nn.MSELoss(),
+        lambda p: torch.optim.RMSprop(p, lr=1e-2, momentum=0.5),
+    ),
+    "encoder": Case(
+        Encoder,
+        lambda n: {"tokens": _tokens(n), "mask": torch.arange(6)[None] >= torch.randint(2, 7, (n, 1))},
+        lambda n: torch.randint(0, 3, (n,)),
+        nn.CrossEntropyLoss(),
+        lambda p: torch.optim.AdamW(p, lr=1e-2, eps=1e-3),
+        lambda o: lr_scheduler.CosineAnnealingLR(o, 30),
+    ),
+    "decoder": Case(
+        Decoder,
+        lambda n: {"tokens": _tokens(n, 13)},
+        lambda n: _tokens(n, 13),
+        nn.CrossEntropyLoss(),
+        lambda p: torch.optim.AdamW(p, lr=1e-2, eps=1e-3),
+        shapes={"tokens": {0: "batch", 1: "time"}},
+    ),
+}
+
+
+class Loop:
+    """Training as people write it."""
+
+    def __init__(self, case, module, optimizer, scheduler, loss, *, clip):
+        self.module, self.optimizer, self.scheduler, self.loss, self.clip = module, optimizer, scheduler, loss, clip
+        self.case = case
+
+    @classmethod
+    def of(cls, case):
+        torch.manual_seed(0)
+        module = case.module()
+        optimizer = case.optimizer(module.parameters())
+        scheduler = case.scheduler(optimizer) if case.scheduler else None
+        return cls(case, module, optimizer, scheduler, case.loss, clip=case.clip)
+
+    @classmethod
+    def back(cls, case, training):
+        return cls(case, *to_torch(training), clip=None)
+
+    def steps(self, batches):
+        losses = []
+        for inputs, target in batches:
+            self.optimizer.zero_grad()
+            loss = self.loss(self.module(**inputs), target)
+            loss.backward()
+            if self.clip:
+                nn.utils.clip_grad_norm_(self.module.parameters(), self.clip)
+            self.optimizer.step()
+            if self.scheduler:
+                self.scheduler.step()
+            losses.append(float(loss.detach()))
+        return losses
+
+    def captured(self, **more):
+        case = self.case
+        inputs, _ = batches(case, 1)[0]
+        return from_torch(
+            self.module, inputs, loss=self.loss, optimizer=self.optimizer, scheduler=self.scheduler,
+            clip=self.clip, dynamic_shapes=case.shapes, **more,
+        )  # fmt: skip
+
+
+def batches(case, count, seed=0):
+    torch.manual_seed(seed)
+    sizes = [3 if i % 4 == 3 else 8 for i in range(count)]
+    return [(case.inputs(n), case.target(n)) for n in sizes]
+
+
+def without_dropout(case):
+    def made():
+        module = case.module()
+        for layer in module.modules():
+            for name in ("p", "dropout"):
+                if isinstance(getattr(layer, name, None), float):
+                    setattr(layer, name, 0.0)
+        return module
+
+    return case._replace(module=made)
+
+
+def on_onnxruntime(training, given):
+    target = training.step().algorithm.inputs[0].name
+    with load(training, threads=1) as engine:
+        arrays = [{**{k: x.numpy() for k, x in inputs.items()}, target: t.numpy()} for inputs, t in given]
+        losses = [float(engine.step(batch)[engine.loss]) for batch in arrays]
+        return losses, engine.updated()
+
+
+def assert_same(found, expected):
+    """State dicts: names in order, types, shapes, bytes."""
+    assert list(found) == list(expected)
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype, name
+        assert torch.equal(found[name], tensor), name
+
+
+def assert_near(found, expected, tolerance=1e-4):
+    assert list(found) == list(expected)
+    for name, tensor in expected.items():
+        off = float((found[name].double() - tensor.double()).abs().max())
+        assert off <= tolerance * max(float(tensor.abs().max()), 1e-3), name
+
+
+# ---- there and back --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_run_goes_on_elsewhere_and_comes_back(name, tmp_path):
+    case = without_dropout(CASES[name])
+    loop, given = Loop.of(case), batches(case, 25, seed=1)
+    loop.steps(given[:5])
+    before = copy.deepcopy((loop.module.state_dict(), loop.optimizer.state_dict()))
+    training = loop.captured()
+    assert_same(loop.module.state_dict(), before[0])
+    assert onward.check(training) == []
+
+    training.save(tmp_path / "training.onnx")
+    back = Loop.back(case, tmp_path / "training.onnx")
+    assert_same(back.module.state_dict(), before[0])
+    assert_same_optimizer(back.optimizer.state_dict(), before[1])
+    assert list(dict(back.module.named_parameters())) == list(dict(loop.module.named_parameters()))
+
+    expected = loop.steps(given[5:15])
+    np.testing.assert_allclose(back.steps(given[5:15]), expected, rtol=1e-5)
+    losses, end = on_onnxruntime(training, given[5:15])
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    back = Loop.back(case, end)
+    assert_near(back.module.state_dict(), loop.module.state_dict())
+    np.testing.assert_allclose(back.steps(given[15:]), loop.steps(given[15:]), rtol=1e-5)
+
+
+def test_dropout_draws_from_the_generator_of_pytorch():
+    loop = Loop.of(CASES["cnn"])
+    given = batches(loop.case, 10)
+    back = Loop.back(loop.case, loop.captured(probe=False))
+    torch.manual_seed(2)
+    expected = loop.steps(given)
+    torch.manual_seed(2)
+    assert back.steps(given) == pytest.approx(expected, rel=1e-5)
+    torch.manual_seed(3)
+    assert back.steps(given) != pytest.approx(loop.steps(given), rel=1e-2)
+
+
+def assert_same_optimizer(found, expected):
+    assert found["state"].keys() == expected["state"].keys()
+    for i, state in expected["state"].items():
+        slots = {key: value for key, value in state.items() if value is not None}
+        assert found["state"][i].keys() == slots.keys()
+        for slot, value in slots.items():
+            np.testing.assert_array_equal(found["state"][i][slot], value)
+    for group, other in zip(found["param_groups"], expected["param_groups"], strict=True):
+        assert group["params"] == other["params"]
+        assert group["lr"] == pytest.approx(other["lr"], rel=1e-12)
+
+
+def test_a_module_that_came_from_a_model_goes_back():
+    case = without_dropout(CASES["cnn"])
+    loop, given = Loop.of(case), batches(case, 10, seed=1)
+    loop.steps(given[:5])
+    training = loop.captured(probe=False)
+    again = Loop.back(case, training).captured()
+    assert on_onnxruntime(again, given[5:])[0] == on_onnxruntime(training, given[5:])[0]
+
+
+# ---- what is trained, and how ----------------------------------------------------------------------------------------
+
+
+class Assorted(nn.Module):
+    """Normalizations of all kinds, tied and equal and unused and frozen weights, two inputs, several outputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(1, 3, 3, padding=1, bias=False)
+        self.moving = nn.BatchNorm2d(3)
+        self.fixed = nn.BatchNorm2d(3)
+        self.frozen_scale = nn.BatchNorm2d(3)
+        self.plain = nn.BatchNorm2d(3, affine=False)
+        self.local = nn.BatchNorm2d(3, track_running_stats=False)
+        self.first = nn.Linear(48, 4)
+        self.second = nn.Linear(48, 4)
+        self.second.weight = self.first.weight
+        self.idle = nn.Linear(2, 2)
+        self.frozen = nn.Linear(4, 4)
+        self.register_buffer("scale", torch.full((4,), 0.5))
+        self.register_buffer("shift", torch.ones(4), persistent=False)
+        for parameter in (*self.frozen.parameters(), *self.frozen_scale.parameters()):
+            parameter.requires_grad = False
+        for layer in (self.moving, self.fixed, self.frozen_scale, self.plain):
+            nn.init.normal_(layer.running_mean, std=0.1)
+            nn.init.uniform_(layer.running_var, 0.5, 2)
+
+    def train(self, mode=True):
+        super().train(mode)
+        self.fixed.eval()
+        return self
+
+    def forward(self, image, *, pair):
+        y = self.conv(image)
+        for norm in (self.moving, self.fixed, self.frozen_scale, self.plain, self.local):
+            y = norm(torch.tanh(y))
+        y = self.first(y.flatten(1)) + self.second(y.flatten(1))
+        with torch.no_grad():
+            fixed = self.first.bias * 2
+        logits = self.frozen(y * self.scale + self.shift) + pair[0] + fixed + self.second.bias.detach()
+        return {"logits": logits, "more": (y.sum(1), pair[1] + 1, None)}
+
+
+@pytest.fixture(scope="module")
+def assorted():
+    torch.manual_seed(0)
+    module = Assorted().train()
+    inputs = {"image": torch.randn(5, 1, 4, 4), "pair": (torch.randn(5, 4), torch.randn(5, 2))}
+    return module, inputs, captured(module, inputs)
+
+
+def test_names_of_inputs_and_outputs(assorted):
+    _, _, model = assorted
+    assert [value.name for value in model.inputs] == ["image", "pair_0", "pair_1"]
+    assert [value.name for value in model.outputs] == ["logits", "more_0", "more_1"]
+    assert [str(value.shape[0]) for value in (*model.inputs, *model.outputs[:2])] == ["batch"] * 5
+
+
+def test_every_tensor_keeps_its_name(assorted):
+    module, _, model = assorted
+    back = to_module(model)
+    assert_same(back.state_dict(), module.state_dict())
+    assert [n for n, _ in back.named_parameters()] == [n for n, _ in module.named_parameters()]
+    assert [p.requires_grad for p in back.parameters()] == [p.requires_grad for p in module.parameters()]
+    assert back.first.weight is back.second.weight
+    assert "shift" in dict(back.named_buffers())
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_modes_and_derivatives(assorted, training):
+    module, inputs, model = assorted
+    back, module = to_module(model).train(training), copy.deepcopy(module).train(training)
+    flat = {"image": inputs["image"], "pair_0": inputs["pair"][0], "pair_1": inputs["pair"][1]}
+    for _ in range(2):  # the second time with other statistics
+        found, expected = back(**flat), module(**inputs)
+        torch.testing.assert_close(found["logits"], expected["logits"], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(found["more_0"], expected["more"][0], rtol=1e-5, atol=1e-5)
+    assert_near(back.state_dict(), module.state_dict(), 1e-5)
+    found["logits"].square().sum().backward()
+    expected["logits"].square().sum().backward()
+    theirs = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+    assert_near({name: p.grad for name, p in back.named_parameters() if p.grad is not None}, theirs)
+
+
+def test_what_the_optimizer_knows_but_does_not_train(assorted):
+    module, inputs, _ = assorted
+    module = copy.deepcopy(module)
+    wide = [p for name, p in module.named_parameters() if not name.startswith("moving")]
+    optimizer = torch.optim.Adam(
+        [{"params": wide, "lr": 1e-2}, {"params": module.moving.parameters(), "lr": 1e-3}], eps=1e-3
+    )
+    training = from_torch(module, inputs, loss={"logits": nn.MSELoss()}, optimizer=optimizer)
+    trained = {state for state in training.step().update if "/" not in state}
+    assert not {name for name in trained if name.startswith(("idle", "frozen."))}
+    assert {"frozen_scale.running_mean", "moving.running_mean", "plain.running_mean"} <= trained
+    assert not {"fixed.running_mean", "frozen_scale.weight"} & trained
+    back = to_torch(training)
+    assert_same(back.module.state_dict(), module.state_dict())
+    places = {id(p): name for name, p in back.module.named_parameters()}
+    groups = [[places[id(p)] for p in group["params"]] for group in back.optimizer.param_groups]
+    ours = {id(p): name for name, p in module.named_parameters()}
+    assert groups == [[ours[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+
+
+def test_a_module_in_eval_is_captured_as_in_training():
+    module = cnn().eval()
+    model = captured(module, torch.randn(4, 2, 6, 6))
+    assert not module.training
+    training = onward.prepare(model, loss="cross_entropy", variance="sample")
+    assert {"1.running_mean", "rng"} <= training.step().update.keys()
+
+
+def test_batches_that_were_seen_elsewhere_are_counted():
+    case = without_dropout(CASES["cnn"])
+    loop, given = Loop.of(case), batches(case, 7)
+    loop.steps(given[:3])
+    _, end = on_onnxruntime(loop.captured(probe=False), given[3:])
+    assert int(to_torch(end).module.state_dict()["1.num_batches_tracked"]) == 7
+
+
+# ---- modules ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def small():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    return net, to_module(captured(net, torch.randn(2, 3)))
+
+
+def test_copies_types_and_files(small):
+    net, module = small
+    x = torch.randn(5, 3)
+    other = copy.deepcopy(module)
+    other.load_state_dict({name: tensor + 1 for name, tensor in net.state_dict().items()})
+    torch.testing.assert_close(module(x), net(x))
+    assert not torch.allclose(other(x), module(x))
+    torch.testing.assert_close(copy.deepcopy(module).double()(x.double()), copy.deepcopy(net).double()(x.double()))
+    restored = pickle.loads(pickle.dumps(module))
+    torch.testing.assert_close(restored(x), net(x))
+    assert isinstance(restored, OnnxModule)
+
+
+def test_second_derivatives(small):
+    _, module = small
+    x = torch.randn(2, 3, dtype=torch.float64, requires_grad=True)
+    double = copy.deepcopy(module).double()
+    assert torch.autograd.gradcheck(double, (x,))
+    assert torch.autograd.gradgradcheck(double, (x,))
+
+
+def test_names_that_pytorch_cannot_take():
+    """Such as those of other frameworks, and of attributes that every module has."""
+    rng = np.random.default_rng(0)
+    model = onward.read(models.digits_mlp())
+    names = dict(
+        zip(["fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias"], ["type", "dense/kernel:0", "a", "a.b"], strict=True)
+    )
+    module = to_module(onward.rename(model, names))
+    assert [*module.state_dict()] == ["type_", "dense/kernel:0", "a", "a_.b"]
+    assert list(module.parameters_by_name()) == list(names.values())
+    image = rng.standard_normal((3, 64)).astype("f")
+    torch.testing.assert_close(module(torch.from_numpy(image)), to_module(model)(torch.from_numpy(image)))
+
+
+def test_population_statistics():
+    """As other frameworks keep them."""
+    net = nn.BatchNorm1d(2)
+    x = torch.randn(4, 2)
+    module = to_module(captured(net, x), statistics="population")
+    module(x)
+    torch.testing.assert_close(module.running_var, 0.9 + 0.1 * x.var(0, correction=0))
+    net(x)
+    torch.testing.assert_close(module.running_mean, net.running_mean)
+
+
+# ---- refusals --------------------------------------------------------------------------------------------------------
+
+
+class Deciding(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+
+    def forward(self, x):
+        return self.layer(x) if x.sum() > 0 else -self.layer(x)
+
+
+class Noisy(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls += 1
+        return self.layer(x + torch.randn_like(x))
+
+
+@pytest.mark.parametrize(
+    ("module", "x", "message"),
+    [
+        (Deciding(), torch.randn(2, 3), r"decides by the values of tensors what to do \(.*test_convert_torch.py"),
+        (Noisy(), torch.randn(2, 3), "changes the buffer `calls`; .*random numbers other than for dropout"),
+        (
+            nn.Sequential(nn.Embedding(4, 3, sparse=True), nn.Linear(3, 2), nn.BatchNorm1d(2, momentum=None)),
+            torch.tensor([1, 2]),
+            "`2.running_mean` is an average over all batches .*; `0` has sparse=True",
+        ),
+        (nn.Sequential(nn.LazyLinear(2)), torch.randn(2, 3), "`0.weight` has no values yet"),
+    ],
+    ids=["decides by values", "is random", "has options", "is lazy"],
+)
+def test_a_module_that_is_refused(module, x, message):
+    with pytest.raises(UnsupportedError, match=message):
+        captured(module, x)
+
+
+def test_an_optimizer_of_something_else():
+    net, other = nn.Linear(3, 2), nn.Linear(3, 2)
+    optimizer = torch.optim.SGD([*net.parameters(), *other.parameters()], lr=0.1)
+    with pytest.raises(UnsupportedError, match="2 parameters that the module does not have"):
+        from_torch(net, torch.randn(2, 3), loss=nn.MSELoss(), optimizer=optimizer)
+
+
+def test_an_optimizer_with_hooks():
+    net = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    optimizer.register_step_pre_hook(lambda *_: None)
+    with pytest.raises(UnsupportedError, match="hooks"):
+        from_torch(net, torch.randn(2, 3), loss=nn.MSELoss(), optimizer=optimizer)
+
+
+def test_what_a_loop_does_has_no_object():
+    training = onward.prepare(models.digits_mlp(), loss="cross_entropy", accumulate=2, ema=0.9)
+    with pytest.raises(UnsupportedError, match=r"accumulates gradients.*averages|averages.*accumulates gradients"):
+        to_torch(training)
