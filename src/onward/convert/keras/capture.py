@@ -29,6 +29,9 @@ def from_keras(model: Any, *, probe: bool = True, approx: bool = False) -> Model
     On TensorFlow most of Keras's optimizers square the gradients of an Embedding row by row, before those of the same
     token are added up. With `approx` they are added up first, as on all other backends; else this is refused.
     """
+    if hasattr(model, "to_training_model"):
+        restored: Model = model.to_training_model()
+        return restored
     _check_kind(model)
     walk = Walk(model)
     problems = [*walk.problems, *_types(model), *([] if approx else _sparse(model))]

@@ -13,6 +13,7 @@ import numpy as np
 from onward.run.tensorflow.quiet import tensorflow as tf  # isort: skip  (other imports of it are not quiet)
 
 from onward.convert.keras.graphs import Executable, Loss, Parts
+from onward.convert.keras.optimizers import array_of, state_of
 from onward.errors import UnsupportedError
 from onward.model import Model
 from onward.model.state import STEP, states
@@ -33,6 +34,8 @@ class TrainingModel(keras.Model):  # type: ignore[misc]
         self._held = [variable(n, _array(model, n), trainable=n in trained) for n in dict.fromkeys(order)]
         self.variables_by_name = dict(zip(dict.fromkeys(order), self._held, strict=True))
         self._watched: list[Any] = []
+        self._source = model
+        self._compiled_with: Any = None
         self.built = True
 
     def call(self, inputs: Any, training: bool = False) -> Any:
@@ -55,13 +58,33 @@ class TrainingModel(keras.Model):  # type: ignore[misc]
         if sample_weight is not None:
             raise UnsupportedError("the loss of a training model has no weights of samples", hint="leave them out")
         given = y if isinstance(y, Mapping) else dict(zip((t.name for t in loss.targets), _listed(y), strict=True))
-        targets = {value.name: _fitted(given[value.name], value) for value in loss.targets}
+        targets = {value.name or "": _fitted(given[value.name], value) for value in loss.targets}
         watched = dict(zip(loss.watched, self._watched, strict=True))
         return loss.graph({**self._tensors(), **targets, **watched})[loss.name]
 
-    def use_native_loss(self) -> None:
-        """Leave the loss to what the model is compiled with."""
-        self._loss_graph = None
+    def compile_as(self, optimizer: Any, **losses: Any) -> None:
+        """Compile the model with what its training model has; losses, if there are any, stand for the graph's."""
+        self._compiled_with = optimizer
+        if losses:
+            self._loss_graph = None
+        self.compile(optimizer=optimizer, **losses)
+
+    def to_training_model(self) -> Model:
+        """The training model with all state as it is now."""
+        if self.optimizer is not self._compiled_with:
+            raise UnsupportedError(
+                "the model was compiled anew, with what its training model does not have",
+                hint="`onward.prepare` its inference model with the new loss and optimizer",
+            )
+        model, names = self._source.copy(), {id(v): name for name, v in self.variables_by_name.items()}
+        if isinstance(self.optimizer, GraphOptimizer):
+            state = self.optimizer.state()
+        else:
+            state = state_of(self.optimizer, names, self.trainable_variables)
+            state[STEP] = np.asarray(int(self.optimizer.iterations), np.int64)
+        for name, array in {**state, **{name: array_of(v) for name, v in self.variables_by_name.items()}}.items():
+            model.set(name, array)
+        return model
 
     def _tensors(self) -> dict[str, Any]:
         return {name: _dense(held.value) for name, held in self.variables_by_name.items()}
@@ -96,6 +119,10 @@ class GraphOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
             made.assign(array)
             self._state[name] = made
         self._state |= {self._names[id(v)]: v for v in variables}
+
+    def state(self) -> dict[str, np.ndarray]:
+        """What belongs to the update alone, as it is now."""
+        return {name: array_of(self._state[name]) for name in self._own}
 
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
         variables = list(trainable_variables or self._trainable_variables)

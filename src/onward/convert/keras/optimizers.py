@@ -92,11 +92,11 @@ def array_of(variable: Any) -> np.ndarray:
     return np.array(keras.ops.convert_to_numpy(variable.value))
 
 
-_CLIPS = {"clipnorm": "tensor_norm", "global_clipnorm": "norm", "clipvalue": "value"}
+CLIPS = {"clipnorm": "tensor_norm", "global_clipnorm": "norm", "clipvalue": "value"}
 
 
 def clip_of(optimizer: Any) -> dict[str, Any] | None:
-    for theirs, ours in _CLIPS.items():
+    for theirs, ours in CLIPS.items():
         if limit := getattr(optimizer, theirs):
             return {ours: float(limit), **({} if ours == "value" else {"variant": "keras"})}
     return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import keras
 
 from onward.convert.keras.live import GraphOptimizer, TrainingModel
+from onward.convert.keras.native import native_losses, native_optimizer
 from onward.convert.run import disassemble
 from onward.errors import UnsupportedError
 from onward.model import Source, read
@@ -22,9 +23,11 @@ def to_keras(training: Source) -> TrainingModel:
             hint="set KERAS_BACKEND=tensorflow before Keras is imported",
         )
     model = read(training)
-    made = TrainingModel(model)
-    run = disassemble(model)
-    optimizer = GraphOptimizer(model, made.variables_by_name, float(run.groups[0].optimizer.options["lr"]))
-    optimizer.build(made.trainable_variables)
-    made.compile(optimizer=optimizer)
+    made, run = TrainingModel(model), disassemble(model)
+    held = made.variables_by_name
+    optimizer = native_optimizer(run, held)
+    if optimizer is None:
+        optimizer = GraphOptimizer(model, held, float(run.groups[0].optimizer.options["lr"]))
+        optimizer.build(made.trainable_variables)
+    made.compile_as(optimizer, **(native_losses(run, model) or {}))
     return made
