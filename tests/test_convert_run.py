@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import onnx
 import pytest
 
 import models
@@ -31,9 +32,9 @@ RECIPES = {
 }
 
 
-def steps(model, count):
+def steps(model, count, batch=BATCH):
     with load(model, threads=1) as engine:
-        losses = [float(engine.step(BATCH)["loss"]) for _ in range(count)]
+        losses = [float(engine.step(batch)["loss"]) for _ in range(count)]
         return losses, engine.updated()
 
 
@@ -49,6 +50,15 @@ def test_a_run_goes_on(name):
     assert [state.name for state in states(other)] == [state.name for state in states(end)]
     for found, state in zip(states(other), states(end), strict=True):
         np.testing.assert_array_equal(found.value.const_value.numpy(), state.value.const_value.numpy(), state.name)
+
+
+def test_a_loss_that_the_model_computes():
+    proto = models.digits_mlp()
+    proto.graph.node.append(onnx.helper.make_node("ReduceMean", ["logits"], ["mean"], keepdims=0))
+    proto.graph.output.append(onnx.helper.make_tensor_value_info("mean", onnx.TensorProto.FLOAT, ()))
+    model = onward.prepare(proto, loss="value:mean")
+    image = {"image": BATCH["image"]}
+    assert steps(assemble(disassemble(model)), 3, image)[0] == steps(model, 3, image)[0]
 
 
 def test_what_is_written_out_is_no_run():

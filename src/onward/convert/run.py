@@ -121,7 +121,9 @@ def _array(value: ir.Value) -> np.ndarray:
     return value.const_value.numpy()
 
 
-def _term(term: LossTerm) -> dict[str, Any]:
+def _term(term: LossTerm) -> Any:
+    if term.name == "value":
+        return f"value:{term.output}"
     scale = {} if term.scale == 1 else {"scale": term.scale}
     return {term.output: {"name": term.name, **term.options, **scale}}
 

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from onward.convert.problems import Problems
 from onward.convert.run import Group, Run
+from onward.convert.torch.clipping import Clip
 from onward.convert.torch.counterparts import FROM_TORCH, REFUSED, counterpart
 from onward.convert.torch.exact.optimizer import ExactOptimizer, Together
 from onward.convert.torch.schedules import ReadSchedule
@@ -66,7 +67,8 @@ def _check_class(part: Optimizer, problems: Problems) -> None:
         problems.add(*REFUSED[kind])
     elif kind not in FROM_TORCH:
         problems.add(f"what a step of the class `{kind.__qualname__}` computes is not known", "use one of torch.optim")
-    if part._optimizer_step_pre_hooks or part._optimizer_step_post_hooks:
+    hooks = [*part._optimizer_step_pre_hooks.values(), *part._optimizer_step_post_hooks.values()]
+    if any(not isinstance(hook, Clip) for hook in hooks):
         problems.add("it has hooks, which could do anything", "remove the hooks")
 
 
