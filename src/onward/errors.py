@@ -42,6 +42,10 @@ class TrainingError(Error, ArithmeticError):
     """A run that cannot go on: its loss is not finite."""
 
 
+class OutOfMemoryError(Error, MemoryError):
+    """A step needs more memory than a device has."""
+
+
 class MismatchError(Error, ArithmeticError):
     """Two sides of a conversion do not compute the same."""
 

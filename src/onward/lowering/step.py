@@ -241,13 +241,13 @@ def _finish(model: Model) -> None:
     remove_unused(graph)
     _drop_unused_inputs(graph)
     put_results_last(graph)
-    foreign = sorted({node.domain for node in graph.all_nodes()} - {"", "ai.onnx"})
     for domain in list(graph.opset_imports):
-        if domain not in ("", "ai.onnx", *foreign):
+        if domain not in ("", "ai.onnx"):
             graph.opset_imports.pop(domain)
+    foreign = {f"`{node.domain}.{node.op_type}`" for node in graph.all_nodes() if node.domain not in ("", "ai.onnx")}
     if foreign:
         raise UnsupportedError(
-            f"the step has operators of {', '.join(f'`{domain}`' for domain in foreign)}, not of the standard",
+            f"the step has operators that are not of the standard: {', '.join(sorted(foreign))}",
             hint="a runtime needs them too; export the model without them",
         )
 

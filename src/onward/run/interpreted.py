@@ -23,6 +23,7 @@ from onward.run.expression import expressed
 from onward.run.framework import Framework
 from onward.run.host import ONLY_ON_HOST
 from onward.run.interpreter import Interpreter
+from onward.run.memory import memory_of
 from onward.run.numpy import Numpy
 from onward.run.plan import plan
 from onward.transform.inline import inline
@@ -222,8 +223,9 @@ class _Part:
         self._take = framework.feed if compiled else framework.adopt
 
     def run(self, state: Tensors, batch: Arrays) -> tuple[Tensors, Tensors]:
-        tensors = {name: self._take(batch[name]) for name in self.contract["batch"]}
-        return self._compute(state, self._constants, tensors)
+        with memory_of(self._framework.name):
+            tensors = {name: self._take(batch[name]) for name in self.contract["batch"]}
+            return self._compute(state, self._constants, tensors)
 
 
 def _if_finite(framework: Framework, loss: Any, new: Tensors, old: Tensors) -> Tensors:
@@ -264,7 +266,8 @@ class Results(Mapping[str, np.ndarray]):
         self._tensors = tensors
 
     def __getitem__(self, name: str) -> np.ndarray:
-        return self._framework.host(self._tensors[name])
+        with memory_of(self._framework.name):  # a step that nobody has waited for may fail only now
+            return self._framework.host(self._tensors[name])
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._tensors)

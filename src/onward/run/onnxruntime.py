@@ -23,6 +23,7 @@ from onward.lowering.step import lower
 from onward.model import Model
 from onward.model.state import carried, states
 from onward.run.engine import Arrays, Engine, check_batch
+from onward.run.memory import memory_of
 
 _PROVIDERS = {
     "cpu": "CPUExecutionProvider",
@@ -74,7 +75,7 @@ class OnnxRuntime(Engine):
         binding = self._bound[0]
         for name, array in batch.items():
             binding.bind_cpu_input(name, np.ascontiguousarray(array) if array.ndim else array)
-        with _explained(DataError, "could not make a step with this batch"):
+        with memory_of("ONNX Runtime"), _explained(DataError, "could not make a step with this batch"):
             self._step.run_with_iobinding(binding)
         metrics = {name: value.numpy() for name, value in zip(self._metrics, binding.get_outputs(), strict=False)}
         if np.all(np.isfinite(metrics.get(self.loss, 0.0))):  # else what was written is not taken

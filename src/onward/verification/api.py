@@ -141,7 +141,18 @@ def _default_tolerance(model: Model, step: int) -> float:
 
 
 def _nearest_to_all(runs: dict[Way, _Run]) -> Way:
-    return min(runs, key=lambda way: sum(farthest(runs[way].states[-1], other.states[-1]) for other in runs.values()))
+    """Of those with losses that are numbers. Each engine has one vote, however it derives."""
+    sound = {way: run for way, run in runs.items() if np.isfinite(run.losses).all()} or runs
+
+    def distance(way: Way) -> float:
+        nearest: dict[str, float] = {}
+        for other, run in sound.items():
+            if other.engine != way.engine:
+                far = farthest(sound[way].states[-1], run.states[-1])
+                nearest[other.engine] = min(far, nearest.get(other.engine, far))
+        return sum(nearest.values())
+
+    return min(sound, key=distance)
 
 
 def _compared(
@@ -154,7 +165,7 @@ def _compared(
     difference = None
     if wrong is not None:
         inputs = {**other.states[wrong], **batches[wrong]}
-        difference = first_difference(model, index, way, reference, wrong, inputs, limit)
+        difference = first_difference(model, index, way, reference, wrong + 1, inputs, limit)
     return Row(
         way.engine,
         way.derivative,

@@ -13,7 +13,7 @@ from onward.model import Model
 from onward.model.core import values
 from onward.run import function
 from onward.transform.types import fill_in_types
-from onward.verification.distance import Arrays, distance, largest
+from onward.verification.distance import Arrays, distance
 from onward.verification.report import Difference
 
 
@@ -35,7 +35,7 @@ def first_difference(
     found, expected = (_values(model, index, which, inputs) for which in (way, reference))
     for name in found:
         if name in expected and (far := distance(found[name], expected[name])) > tolerance:
-            magnitude, other = largest(found[name]), largest(expected[name])
+            magnitude, other = (float(np.abs(x[name].astype(np.float64)).max(initial=0)) for x in (found, expected))
             return Difference(name, step, way.engine, reference.engine, magnitude, other, far)
     return None
 

@@ -14,10 +14,11 @@ class Difference:
 
     value: str
     step: int
+    """The first is 1."""
     engine: str
     reference: str
     magnitude: float
-    """The largest element by the engine."""
+    """The largest element by the engine; NaN if one is."""
     expected: float
     """The largest element by the reference."""
     relative: float

@@ -60,6 +60,8 @@ class Torch(Framework):
             raise UnknownNameError(
                 f"there is no precision `{precision}`", hint=near(str(precision), known) or f"one of {', '.join(known)}"
             )
+        if device not in self.devices():
+            raise UnknownNameError(f"PyTorch has no device `{device}` here", hint=f"it has {', '.join(self.devices())}")
         self._device = torch.device(device)
         self._tf32 = precision == "tf32"
         self._deterministic = deterministic
@@ -73,7 +75,8 @@ class Torch(Framework):
 
     @classmethod
     def devices(cls) -> list[str]:
-        return ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
+        cuda = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
+        return ["cpu", *(["cuda", *cuda] if cuda else []), *(["mps"] if torch.backends.mps.is_available() else [])]
 
     def supports(self, dtype: np.dtype) -> bool:
         return has_type(dtype)

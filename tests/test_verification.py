@@ -1,0 +1,133 @@
+"""`verify`: engines that agree, one that does not, and what no engine can run."""
+
+from __future__ import annotations
+
+import math
+import warnings
+
+import numpy as np
+import onnx
+import pytest
+from onnx import numpy_helper, parser
+
+import models
+import onward
+from conftest import needs
+from onward.errors import OutOfMemoryError, UnknownNameError, UnsupportedError
+from onward.run import load
+from onward.run.interpreted import framework_class
+
+FRAMEWORKS = [pytest.param(name, marks=needs(name)) for name in ("torch", "jax", "tensorflow")]
+EVERYWHERE = ["onnxruntime", "numpy", *FRAMEWORKS]
+
+
+def training():
+    return onward.prepare(models.digits_mlp(), loss="cross_entropy", optimizer="adam:lr=0.01")
+
+
+@needs("torch", "jax", "tensorflow")
+def test_all_engines_agree():
+    report = onward.verify(training(), steps=3)
+    assert report.ok
+    assert {(row.engine, row.derivative) for row in report.rows} >= {("torch", "own"), ("torch", "rules")}
+    assert {row.verdict for row in report.rows} == {"agrees"}
+    assert max(row.state for row in report.rows) < 1e-5
+
+
+def spoiled(monkeypatch, engine, operator, change):
+    """Let one engine compute one operator otherwise."""
+    rows = framework_class(engine).operators
+    right = rows[operator]
+    monkeypatch.setitem(rows, operator, lambda *inputs, **attributes: change(right(*inputs, **attributes)))
+
+
+@pytest.mark.parametrize("engine", FRAMEWORKS)
+def test_the_first_value_that_differs_is_named(engine, monkeypatch):
+    spoiled(monkeypatch, engine, "Relu", lambda y: y * 1.01)
+    report = onward.verify(training(), engines=["onnxruntime", "numpy", engine], steps=3)
+    assert not report.ok
+    odd = [row for row in report.rows if row.verdict == "differs"]
+    assert {row.engine for row in odd} == {engine}
+    for row in odd:
+        found = row.difference
+        assert found.step == 1
+        assert found.value == first_relu()
+        assert (found.engine, found.reference) in {(engine, "onnxruntime"), (engine, "numpy")}
+        assert found.magnitude == pytest.approx(1.01 * found.expected, rel=1e-4)
+
+
+@pytest.mark.parametrize("engine", FRAMEWORKS)
+def test_a_nan_on_one_engine(engine, monkeypatch):
+    spoiled(monkeypatch, engine, "Relu", lambda y: y * math.nan)
+    report = onward.verify(training(), engines=["onnxruntime", "numpy", engine], steps=2)
+    odd = [row for row in report.rows if row.verdict != "agrees"]
+    assert {row.engine for row in odd} == {engine}
+    for row in odd:
+        assert row.difference.value == first_relu()
+        assert math.isnan(row.difference.magnitude)
+        assert math.isfinite(row.difference.expected)
+
+
+def first_relu():
+    return next(node.output[0] for node in models.digits_mlp().graph.node if node.op_type == "Relu")
+
+
+# ---- what cannot run -------------------------------------------------------------------------------------------------
+
+
+def of(text, **weights):
+    proto = parser.parse_model(f'<ir_version: 10, opset_import: ["" : 21, "acme" : 1]> {text}')
+    for name, shape in weights.items():
+        proto.graph.initializer.append(numpy_helper.from_array(np.ones(shape, "f"), name))
+    return proto
+
+
+@pytest.mark.parametrize("engine", EVERYWHERE)
+def test_operators_that_no_engine_has_are_named_at_once(engine):
+    proto = of(
+        """g (float[n, 4] x) => (float[n, 4] y)
+        { h = MatMul(x, w)  a = acme.Twist(x)  b = acme.Turn(a)  y = Add(h, b) }""",
+        w=(4, 4),
+    )
+    proto.graph.value_info.extend(onnx.helper.make_tensor_value_info(n, 1, ["n", 4]) for n in "ab")
+    model = onward.prepare(proto, loss="mse", optimizer="sgd")
+    with pytest.raises(UnsupportedError) as caught:
+        load(model, engine=engine)
+    assert "acme.Twist" in str(caught.value)
+    assert "acme.Turn" in str(caught.value)
+
+
+@pytest.mark.parametrize("engine", ["onnxruntime", *FRAMEWORKS])
+def test_a_device_that_is_not_there(engine):
+    with pytest.raises((UnsupportedError, UnknownNameError), match="abacus"):
+        load(training(), engine=engine, device="abacus")
+
+
+@pytest.mark.parametrize(
+    ("engine", "options"),
+    [
+        ("onnxruntime", {}),
+        ("numpy", {}),
+        pytest.param("torch", {}, marks=needs("torch")),
+        pytest.param("torch", {"compile": False}, marks=needs("torch")),
+        pytest.param("tensorflow", {"compile": False}, marks=needs("tensorflow")),
+    ],
+)
+def test_a_model_that_is_too_large(engine, options):
+    """XLA ends the process where a CPU has too little memory; on GPUs it raises an exception."""
+    proto = of(
+        """g (float[n, 4] x) => (float[n, 2] y)
+        { size = Constant<value = int64[2] {4398046511104, 4}>()  wide = Expand(w, size)  p = MatMul(wide, v)
+          s = ReduceSum<keepdims = 0>(p)  h = MatMul(x, v)  y = Add(h, s) }""",
+        w=(1, 4),
+        v=(4, 2),
+    )
+    model = onward.prepare(proto, loss="mse", optimizer="sgd")
+    batch = {"x": np.ones((3, 4), "f"), "target": np.ones((3, 2), "f")}
+    with warnings.catch_warnings(), load(model, engine=engine, **options) as loaded:
+        warnings.simplefilter("ignore")
+        before = loaded.state()
+        with pytest.raises(OutOfMemoryError, match="does not fit into the memory") as caught:
+            loaded.step(batch)["loss"]
+        assert "smaller" in caught.value.hint
+        np.testing.assert_array_equal(loaded.state()["v"], before["v"])
