@@ -230,3 +230,16 @@ def test_settings_are_those_of_before_when_a_step_is_done():
     assert not torch.are_deterministic_algorithms_enabled()
     assert torch.backends.cudnn.allow_tf32 == before
     assert torch.is_grad_enabled()
+
+
+def test_borders_of_regions_round_halves_away_from_zero():
+    text = """<ir_version: 8, opset_import: ["" : 17]>
+        g (float[1, 2, 8, 8] x, float[4, 5] rois) => (float[4, 2, 2, 3] y)
+        { y = MaxRoiPool<pooled_shape = [2, 3], spatial_scale = 0.5>(x, rois) }"""
+    x = np.random.default_rng(0).standard_normal((1, 2, 8, 8)).astype("f")
+    rois = np.array([[0, 1, 1, 5, 5], [0, 3, 1, 9, 7], [0, 5, 5, 5, 5], [0, 0, 3, 13, 13]], "f")
+    expected, found = (
+        function(parser.parse_model(text), engine=engine)({"x": x, "rois": rois})["y"]
+        for engine in ("onnxruntime", "torch")
+    )
+    np.testing.assert_array_equal(found, expected)

@@ -117,7 +117,8 @@ def max_unpool(x, places, output_shape=None, *, kernel_shape, pads, strides):
 def max_roi_pool(x, rois, *, pooled_shape, spatial_scale):
     """The largest element of each bin; first along the rows, then along the columns."""
     images = x[rois[:, 0].long()]
-    left, top, right, bottom = (rois[:, 1:] * spatial_scale).round().unbind(1)
+    scaled = rois[:, 1:] * spatial_scale
+    left, top, right, bottom = (scaled.sign() * torch.floor(scaled.abs() + 0.5)).unbind(1)  # halves away from zero
     for start, end, bins in ((left, right, pooled_shape[1]), (top, bottom, pooled_shape[0])):
         size, i = images.shape[3], torch.arange(bins, device=x.device)
         step = (end - start + 1).clamp(min=1)[:, None] / bins
@@ -126,7 +127,7 @@ def max_roi_pool(x, rois, *, pooled_shape, spatial_scale):
         inside = (place >= first[..., None]) & (place < last[..., None])
         chosen = torch.where(inside[:, None, None], images[:, :, :, None], -torch.inf)
         images = chosen.amax(-1).transpose(2, 3)
-    return torch.where(images.isinf(), 0, images)
+    return torch.where(images == -torch.inf, 0, images)
 
 
 @operators.define("RoiAlign")
