@@ -18,6 +18,7 @@ from onward.deferral import defer_sympy
 
 if TYPE_CHECKING:
     from onward.checker import Finding, check
+    from onward.convert.jax import from_jax, to_jax
     from onward.convert.keras import from_keras, to_keras
     from onward.convert.tensorflow import from_tensorflow, to_tensorflow
     from onward.convert.torch import from_torch, to_torch
@@ -48,6 +49,7 @@ _HOME = {
     "describe": "inspect",
     "extract": "transform",
     "find_lr": "training.api",
+    "from_jax": "convert.jax",
     "from_keras": "convert.keras",
     "from_tensorflow": "convert.tensorflow",
     "from_torch": "convert.torch",
@@ -67,6 +69,7 @@ _HOME = {
     "resume": "training.api",
     "save_adapter": "recipe",
     "strip": "transform",
+    "to_jax": "convert.jax",
     "to_keras": "convert.keras",
     "to_tensorflow": "convert.tensorflow",
     "to_torch": "convert.torch",
@@ -89,6 +92,7 @@ __all__ = [
     "describe",
     "extract",
     "find_lr",
+    "from_jax",
     "from_keras",
     "from_tensorflow",
     "from_torch",
@@ -108,6 +112,7 @@ __all__ = [
     "resume",
     "save_adapter",
     "strip",
+    "to_jax",
     "to_keras",
     "to_tensorflow",
     "to_torch",

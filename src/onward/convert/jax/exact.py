@@ -170,7 +170,7 @@ class _Graph:
 def _configured(spec: Spec) -> ConfiguredOptimizer:
     """The optimizer, as the function that it is even where the standard has an operator for it."""
     kind = optimizer(spec.name)
-    return kind.configure(**spec.options, **({"standard": False} if kind.standard else {}))
+    return kind.configure(**{**spec.options, **({"standard": False} if kind.standard else {})})
 
 
 def _filled(slot: Any) -> jax.Array:

@@ -27,7 +27,7 @@ def try_updates(tx: Any, opt_state: Any, params: Tree, run: Run) -> None:
     """Let both make a few updates with the same random gradients, in float64, and compare."""
     generator = np.random.default_rng(0)
     accumulated = int(run.recipe.get("accumulate", 1))
-    update = jax.jit(tx.update) if accumulated > 1 else tx.update  # which would compile its branches at each call
+    update = jax.jit(tx.update)
     with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
         theirs, state = _double(params), _double_state(opt_state)
         start = {name: np.asarray(leaf) for name, leaf in named_leaves(theirs).items()}
@@ -96,5 +96,16 @@ def _trainer(run: Run, start: dict[str, np.ndarray], inputs: dict[str, str]) -> 
     loss.value.type, loss.value.shape = ir.TensorType(ir.DataType.DOUBLE), ir.Shape(())
     graph.outputs.append(loss.value)
     model = Model(ir.Model(graph, ir_version=10))
-    state = {name: np.asarray(a, np.float64) if a.dtype.kind == "f" else a for name, a in run.state.items()}
-    return assemble(dataclasses.replace(run, model=model, loss="value:loss", state=state))
+    recipe = {"accumulate": run.recipe.get("accumulate", 1)}
+    return assemble(dataclasses.replace(run, model=model, loss="value:loss", state=_slots(run), recipe=recipe))
+
+
+def _slots(run: Run) -> dict[str, np.ndarray]:
+    """What of the state belongs to optimizers, in float64."""
+    owned = {"micro_step", *(f"accum/{name}" for name in run.parameters)}
+    kept = (name for name in run.state if name in owned or name.rpartition("/")[0] in run.parameters)
+    return {name: _double_array(np.asarray(run.state[name])) for name in kept}
+
+
+def _double_array(array: np.ndarray) -> np.ndarray:
+    return array.astype(np.float64) if jnp.issubdtype(array.dtype, jnp.floating) else array

@@ -1,0 +1,194 @@
+"""A training run of JAX, its function, parameters and optimizer of optax, as a training model."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import onnx_ir as ir
+import optax
+
+from onward.build import Builder
+from onward.convert.jax.closures import Tree, named_leaves
+from onward.convert.jax.jaxpr import export
+from onward.convert.jax.optimizers import read_optimizer
+from onward.convert.jax.trial import try_updates
+from onward.convert.probe import probe, without_dropout
+from onward.convert.run import Run, assemble
+from onward.errors import MismatchError, UnsupportedError
+from onward.model import Model
+from onward.model.state import tagged
+from onward.run import load
+from onward.transform import rename
+
+_TOLERANCE = 1e-4
+"""Of outputs, as parts of their largest element."""
+
+
+def from_jax(
+    function: Callable[..., Any],
+    params: Tree,
+    batch: Any,
+    *,
+    optimizer: optax.GradientTransformation,
+    opt_state: Any = None,
+    loss: Any = None,
+    statistics: Tree = None,
+) -> Model:
+    """The training model that goes on where a run of JAX is.
+
+    - `function`: without `loss`, the loss itself, `(params, batch) -> scalar`; with `statistics`
+      `(params, statistics, batch) -> (scalar, new statistics)`. With a `loss` of a recipe, such as `"cross_entropy"`,
+      what computes the predictions, `(params, inputs) -> outputs`
+    - `params`: any tree: plain dicts, Flax, Equinox. Parameters are named after their place: `Dense_0/kernel`
+    - `batch`: an example, by name, whose first axis is free; for predictions the inputs alone
+    - `optimizer`, `opt_state`: of optax; without a state the run begins
+    """
+    captured = _Captured(function, params, statistics, batch)
+    weights = captured.weights
+    state = optimizer.init(weights) if opt_state is None else opt_state
+    found = read_optimizer(optimizer, state, weights)
+    model = captured.model(["loss", *captured.new_statistics()] if loss is None else None)
+    run = Run(
+        model=model,
+        loss="value:loss" if loss is None else loss,
+        groups=found.groups,
+        state=found.state,
+        step=found.step,
+        schedule=found.schedule,
+        clip=found.clip,
+        recipe=found.recipe,
+    )
+    training = _assembled(run, captured)
+    try_updates(optimizer, state, weights, run)
+    if loss is None:
+        still = dataclasses.replace(run, model=without_dropout(model))
+        _probe_steps(_assembled(still, captured), captured, optimizer, state)
+    else:
+        _compare_outputs(model, captured)
+    return training
+
+
+class _Captured:
+    """A function of JAX and what it is called with."""
+
+    def __init__(self, function: Callable[..., Any], params: Tree, statistics: Tree, batch: Any):
+        self.function, self.params, self.statistics, self.batch = function, params, statistics, batch
+        self.weights = jax.tree.map(lambda leaf: leaf if _is_parameter(leaf) else None, params)
+
+    def __call__(self, weights: Tree, statistics: Tree, batch: Any) -> Any:
+        """The result with other weights in the place of the parameters."""
+        params = jax.tree.map(lambda old, new: old if new is None else new, self.params, _aligned(weights, self.params))
+        return self.function(params, batch) if statistics is None else self.function(params, statistics, batch)
+
+    def new_statistics(self) -> list[str]:
+        return [f"{name}/next" for name in named_leaves(self.statistics)] if self.statistics is not None else []
+
+    def model(self, results: list[str] | None) -> Model:
+        names = list(named_leaves(self.batch)) if isinstance(self.batch, Mapping) else None
+        if self.statistics is None:
+            return export(self.function, self.params, self.batch, names=results, input_names=names)
+
+        def both(trees: tuple[Tree, Tree], batch: Any) -> Any:
+            return self.function(*trees, batch)
+
+        made = export(both, (self.params, self.statistics), self.batch, names=results, input_names=names)
+        places = {name: name.partition("/")[2] or "params" for name in made.graph.initializers}
+        return rename(made, {old: new for old, new in places.items() if old[:2] in ("0/", "1/")})
+
+
+def _is_parameter(leaf: Any) -> bool:
+    return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating)
+
+
+def _aligned(weights: Tree, params: Tree) -> Tree:
+    """The weights as a tree of the same form: None is a leaf of it."""
+    leaves, structure = jax.tree.flatten(params)
+    return structure.unflatten(structure.flatten_up_to(weights)) if leaves else weights
+
+
+def _assembled(run: Run, captured: _Captured) -> Model:
+    training = assemble(run)
+    if captured.statistics is not None:
+        for name in named_leaves(captured.statistics):
+            _bind(training, name, f"{name}/next")
+    return training
+
+
+def _bind(model: Model, name: str, new: str) -> None:
+    """Let a step put a value of the graph in the place of a statistic."""
+    step, graph = model.step(), model.graph
+    value = graph.initializers[name]
+    assert value.const_value is not None
+    value.const_value = tagged(value.const_value, role="statistics")
+    output = next(each for each in graph.outputs if each.name == new)
+    graph.outputs.remove(output)
+    op = Builder(step.algorithm, opset=model.opset, names=model.names())
+    result = op.Identity(output).named(f"{name}/new").like(value)
+    step.algorithm.outputs.append(result.value)
+    step.update[name] = result.name
+
+
+# ---- both sides ------------------------------------------------------------------------------------------------------
+
+
+def _probe_steps(training: Model, captured: _Captured, tx: optax.GradientTransformation, opt_state: Any) -> None:
+    """Three steps on both sides."""
+    with load(training, threads=1) as engine:
+        types = {name: value.dtype.numpy() for name, value in engine.inputs.items() if value.dtype}
+    batch = {name: np.asarray(array, types[name]) for name, array in named_leaves(captured.batch).items()}
+    sides = [captured.weights, captured.statistics, opt_state]
+
+    def advance(weights: Tree, statistics: Tree, opt_state: Any) -> Any:
+        def loss(weights: Tree) -> Any:
+            result = captured(weights, statistics, captured.batch)
+            return result if statistics is not None else (result, None)
+
+        (value, following), gradients = jax.value_and_grad(loss, has_aux=True)(weights)
+        updates, opt_state = tx.update(gradients, opt_state, weights)
+        return value, optax.apply_updates(weights, updates), following, opt_state
+
+    compiled = jax.jit(advance)
+
+    def step(_: Any) -> float:
+        value, *sides[:] = compiled(*sides)
+        return float(value)
+
+    def weights() -> dict[str, np.ndarray]:
+        return {name: np.asarray(leaf) for tree in sides[:2] for name, leaf in named_leaves(tree).items()}
+
+    probe(training, _repeated(batch, 3), step, weights, carrier="JAX")
+
+
+def _repeated(batch: dict[str, np.ndarray], times: int) -> Iterator[dict[str, np.ndarray]]:
+    for _ in range(times):
+        yield batch
+
+
+def _compare_outputs(model: Model, captured: _Captured) -> None:
+    """What the model computes, and what the function does."""
+    import onnxruntime
+
+    if captured.statistics is not None:
+        raise UnsupportedError(
+            "predictions with statistics do not say how these change",
+            hint="give the loss itself as the function: (params, statistics, batch) -> (scalar, new statistics)",
+        )
+    session = onnxruntime.InferenceSession(
+        ir.to_proto(model.ir).SerializeToString(), providers=["CPUExecutionProvider"]
+    )
+    fed = zip(model.inputs, jax.tree.leaves(captured.batch), strict=True)
+    feeds = {value.name: np.asarray(leaf, value.dtype.numpy()) for value, leaf in fed if value.dtype}
+    expected = jax.tree.leaves(captured.function(captured.params, captured.batch))
+    for value, ours, theirs in zip(model.outputs, session.run(None, feeds), expected, strict=True):
+        size = max(float(np.abs(theirs).max(initial=0)), 1e-3)
+        difference = float(np.abs(ours.astype(np.float64) - np.asarray(theirs, np.float64)).max(initial=0))
+        if not difference <= _TOLERANCE * size:
+            raise MismatchError(
+                f"`{value.name}` is off by {difference:.3g} from what JAX computes, where it is {size:.3g} large",
+                hint="the conversion is not exact: please report the function",
+            )

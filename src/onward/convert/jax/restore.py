@@ -1,0 +1,195 @@
+"""A training model as JAX: pure functions, parameters by name, and an optimizer of optax with its state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import onnx_ir as ir
+import optax
+
+from onward.convert.jax.native import make_optimizer
+from onward.convert.jax.optimizers import read_optimizer
+from onward.convert.jax.trial import try_updates
+from onward.convert.run import Run, disassemble
+from onward.errors import UnsupportedError
+from onward.lowering.contract import contract_of
+from onward.lowering.step import lower
+from onward.model import Model, Source, read
+from onward.model.state import STEP, State, states
+from onward.model.walk import ancestors
+from onward.run.interpreted import interpreter
+from onward.run.jax import Jax
+from onward.transform.inline import inline
+
+Arrays = Mapping[str, Any]
+Tree = dict[str, Any]
+
+
+class JaxTraining(NamedTuple):
+    """A training run of JAX. All functions are pure: they can be compiled, mapped and differentiated."""
+
+    step: Callable[[Tree, Arrays], tuple[Tree, dict[str, Any]]]
+    """(state, batch) -> (new state, metrics)"""
+    state: Tree
+    """`params`, `statistics`, `random` (the key of dropout), `opt_state`, `step`, and `ema` if there is one."""
+    apply: Callable[[Tree, Arrays], dict[str, Any]]
+    """(state, inputs) -> outputs of the model, as inference computes them"""
+    loss: Callable[[Arrays, Tree, Arrays], tuple[Any, tuple[dict[str, Any], Tree]]]
+    """(params, state, batch) -> (loss, (metrics, what the forward pass changes of the state))"""
+    tx: optax.GradientTransformation
+    training: Callable[[Tree], Model]
+    """state -> the training model that goes on from there"""
+
+
+def to_jax(training: Source, step: int = 0) -> JaxTraining:
+    """The run that a training model holds as functions of JAX: `step, state = onward.to_jax(training)[:2]`.
+
+    Gradients are JAX's own. The optimizer is a chain of optax's where that computes the same; see `SUPPORT`.
+    """
+    model = read(training)
+    run = disassemble(model, step)
+    parts = _Parts(model, step, run)
+    with parts.framework.active():
+        params = parts.arrays("parameter")
+        tx, opt_state = make_optimizer(run, params)
+        state = {
+            "params": params,
+            "statistics": parts.arrays("statistics"),
+            "random": parts.arrays("rng"),
+            "opt_state": opt_state,
+            "step": jnp.asarray(run.step, jnp.int32),
+        }
+        if "ema" in run.recipe:
+            state["ema"] = parts.arrays("ema")
+    try_updates(tx, opt_state, params, run)
+    loss = parts.loss()
+
+    def one_step(state: Tree, batch: Arrays) -> tuple[Tree, dict[str, Any]]:
+        with parts.framework.active():
+            (_, (metrics, changed)), gradients = jax.value_and_grad(loss, has_aux=True)(state["params"], state, batch)
+            updates, opt_state = tx.update(gradients, state["opt_state"], state["params"])
+            params = optax.apply_updates(state["params"], updates)
+            count = opt_state.gradient_step if isinstance(opt_state, optax.MultiStepsState) else state["step"] + 1
+            new = {**state, **changed, "params": params, "opt_state": opt_state, "step": count}
+            return _averaged(new, state, run), metrics
+
+    return JaxTraining(one_step, state, parts.apply(), loss, tx, lambda state: parts.training(state, tx))
+
+
+def _averaged(new: Tree, old: Tree, run: Run) -> Tree:
+    """The averages of the parameters follow them where there was an update."""
+    if "ema" not in new:
+        return new
+    decay, happened = float(run.recipe["ema"]), new["step"] > old["step"]
+
+    def average(name: str, past: Any) -> Any:
+        return jnp.where(happened, past * decay + new["params"][name] * (1 - decay), past)
+
+    return {**new, "ema": {name: average(name, past) for name, past in old["ema"].items()}}
+
+
+class _Parts:
+    """What of a training model is what in JAX."""
+
+    def __init__(self, model: Model, index: int, run: Run):
+        self._model, self._index, self._run = model, index, run
+        self._states = states(model, index)
+        self.framework = Jax("cuda" if jax.default_backend() == "gpu" else "cpu")
+        strange = [s.name for s in self._states if s.role in ("master", "scaler", "state")]
+        if strange or "loss_scale" in run.recipe:
+            what = f"state that optax has no place for: {', '.join(strange)}" if strange else "a scale of its loss"
+            raise UnsupportedError(
+                f"the training model has {what}",
+                hint='train it as it is, on JAX too: `onward.run.load(model, engine="jax")`',
+            )
+
+    def arrays(self, role: str) -> dict[str, jax.Array]:
+        """State of a role by name, or by the parameter that an average is of. No two arrays share memory."""
+        found = [state for state in self._states if state.role == role]
+        return {_key(state): self.framework.tensor(_array(state.value)) for state in found}
+
+    def loss(self) -> Callable[[Arrays, Tree, Arrays], tuple[Any, tuple[dict[str, Any], Tree]]]:
+        """The forward pass of training."""
+        lowered = lower(self._model, self._index, part="gradients", differentiate=False)
+        contract = contract_of(lowered)
+        _drop_gradients(lowered, contract["gradients"])
+        types = _types(lowered)
+        execute = interpreter(lowered, self.framework)
+        kinds = {s.name: "random" if s.role == "rng" else s.role for s in self._states}
+
+        def loss(params: Arrays, state: Tree, batch: Arrays) -> tuple[Any, tuple[dict[str, Any], Tree]]:
+            with self.framework.active():
+                known = {**batch, **state["statistics"], **state["random"], **params, STEP: state["step"]}
+                results = execute({name: jnp.asarray(known[name], dtype) for name, dtype in types.items()})
+                changed: Tree = {kind: dict(state[kind]) for kind in ("statistics", "random")}
+                for name, output in contract["update"].items():
+                    changed[kinds[name]][name] = results[output]
+                value = results[contract["loss"]]
+                metrics = {name: results[name] for name in contract["metrics"] if name != contract["loss"]}
+                return value, ({"loss": value, **metrics}, changed)
+
+        return loss
+
+    def apply(self) -> Callable[[Tree, Arrays], dict[str, Any]]:
+        inference = inline(self._run.model)
+        graph = inference.graph
+        carried = [s.name for s in self._states if s.role in ("parameter", "statistics")]
+        for name in (name for name in carried if name in graph.initializers):
+            graph.inputs.append(_opened(graph.initializers.pop(name)))
+        types = _types(inference)
+        execute = interpreter(inference, self.framework)
+
+        def apply(state: Tree, inputs: Arrays) -> dict[str, Any]:
+            with self.framework.active():
+                known = {**inputs, **state["statistics"], **state["params"]}
+                return execute({name: jnp.asarray(known[name], dtype) for name, dtype in types.items()})
+
+        return apply
+
+    def training(self, state: Tree, tx: optax.GradientTransformation) -> Model:
+        """The training model with other numbers."""
+        made = self._model.copy()
+        found = read_optimizer(tx, state["opt_state"], state["params"])
+        averages = {f"ema/{name}": array for name, array in state.get("ema", {}).items()}
+        if averages:
+            before = _array(made.initializer("ema/n_averaged", self._index))
+            averages["ema/n_averaged"] = before + int(state["step"]) - self._run.step
+        numbers = {**state["params"], **state["statistics"], **state["random"], **averages, **found.state}
+        for name, array in {**numbers, STEP: state["step"]}.items():
+            made.set(name, np.asarray(array), self._index)
+        return made
+
+
+def _key(state: State) -> str:
+    return state.parameter or state.name if state.role == "ema" else state.name
+
+
+def _array(value: ir.Value) -> np.ndarray:
+    assert value.const_value is not None
+    return value.const_value.numpy()
+
+
+def _types(model: Model) -> dict[str, np.dtype]:
+    return {value.name or "": value.dtype.numpy() for value in model.graph.inputs if value.dtype}
+
+
+def _opened(value: ir.Value) -> ir.Value:
+    """An initializer as an input."""
+    tensor = value.const_value
+    assert tensor is not None
+    value.type, value.shape = ir.TensorType(tensor.dtype), ir.Shape(tensor.shape.numpy())
+    value.const_value = None
+    return value
+
+
+def _drop_gradients(lowered: Model, gradients: Mapping[str, str]) -> None:
+    """Leave the forward pass, and its inputs."""
+    graph = lowered.graph
+    graph.outputs[:] = [value for value in graph.outputs if value.name not in gradients]
+    nodes, needed = ancestors(graph.outputs)
+    graph.remove([node for node in graph if node not in nodes])
+    graph.inputs[:] = [value for value in graph.inputs if value in needed]
