@@ -63,16 +63,16 @@ def data(
 def inference(weights: dict[str, np.ndarray]) -> onnx.ModelProto:
     """Σ p·g: with the absolute error from a far lower target as the loss, g is the gradient of p."""
     helper, nodes = onnx.helper, []
+    kind = helper.np_dtype_to_tensor_dtype(next(iter(weights.values())).dtype)
     for i, name in enumerate(weights):
         nodes.append(helper.make_node("Mul", [name, f"g{i}"], [f"product{i}"]))
         nodes.append(helper.make_node("ReduceSum", [f"product{i}"], [f"sum{i}"], keepdims=0))
     nodes.append(helper.make_node("Sum", [f"sum{i}" for i in range(len(weights))], ["total"]))
-    double = onnx.TensorProto.DOUBLE
     graph = helper.make_graph(
         nodes,
         "sum",
-        [helper.make_tensor_value_info(f"g{i}", double, array.shape) for i, array in enumerate(weights.values())],
-        [helper.make_tensor_value_info("total", double, ())],
+        [helper.make_tensor_value_info(f"g{i}", kind, array.shape) for i, array in enumerate(weights.values())],
+        [helper.make_tensor_value_info("total", kind, ())],
         [onnx.numpy_helper.from_array(np.asarray(array), name) for name, array in weights.items()],
     )
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
@@ -176,12 +176,54 @@ def test_groups_and_frozen_parameters() -> None:
     assert run.step == BEFORE
 
 
-def test_rates_that_are_tensors_and_state_on_its_way() -> None:
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda parameters: torch.optim.Adam(parameters, lr=torch.tensor(0.01), eps=1e-3),
+        lambda parameters: torch.optim.Adafactor(parameters),
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1, dampening=0.5),
+    ],
+    ids=["a rate that is a tensor", "an eps that depends on the type", "a number without effect"],
+)
+def test_settings_as_torch_has_them(make: Any) -> None:
     start, gradients = data(tuple(SHAPES))
     parameters = as_parameters(start)
-    theirs = torch.optim.Adam(parameters.values(), lr=torch.tensor(0.01), eps=1e-3)
+    theirs = make(parameters.values())
     on_torch(theirs, parameters, gradients[:BEFORE])
     goes_on_in_onnx(theirs, parameters, gradients[BEFORE:])
+
+
+@pytest.mark.parametrize("make", [torch.optim.Adagrad, torch.optim.Adam])
+def test_parameters_that_the_model_does_not_use(make: Any) -> None:
+    """They have no gradients, and no state but what the optimizer began with."""
+    start, gradients = data(tuple(SHAPES))
+    parameters = as_parameters(start)
+    theirs = make([*parameters.values(), torch.nn.Parameter(torch.ones(3))], lr=0.1)
+    on_torch(theirs, parameters, gradients[:BEFORE])
+    goes_on_in_onnx(theirs, parameters, gradients[BEFORE:])
+
+
+@pytest.mark.parametrize(("name", "cls", "settings"), NATIVE, ids=case_id)
+def test_there_and_back_nothing_changes(name: str, cls: str, settings: dict[str, Any]) -> None:
+    """In float32, as most people have it."""
+    torch.set_default_dtype(torch.float32)
+    start, gradients = data(tuple(SHAPES))
+    parameters = {key: torch.nn.Parameter(torch.tensor(array.astype("f"))) for key, array in start.items()}
+    kind = getattr(torch.optim, cls)
+    theirs = kind(parameters.values(), **torch_arguments(optimizer(name).configure(**settings), kind))
+    on_torch(theirs, parameters, [{key: g.astype("f") for key, g in step.items()} for step in gradients[:BEFORE]])
+    groups, slots, step = read_optimizer(theirs, names_of(parameters))
+    weights = {name: parameter.detach().numpy() for name, parameter in parameters.items()}
+    run = disassemble(assemble(Run(onward.read(inference(weights)), LOSS, groups, slots, step)))
+    found, expected = make_optimizer(run, parameters).state_dict(), theirs.state_dict()
+    [found_group], [group] = found["param_groups"], expected["param_groups"]
+    assert {**found_group, "dampening": None} == {**group, "dampening": None}
+    assert found_group.get("dampening", 0) == pytest.approx(group.get("dampening", 0))  # the operator has 1 - dampening
+    assert found["state"].keys() == expected["state"].keys()
+    for i, state in expected["state"].items():
+        assert found["state"][i].keys() == {slot for slot, value in state.items() if value is not None}
+        for slot, value in found["state"][i].items():
+            torch.testing.assert_close(value, state[slot], rtol=0, atol=0)
 
 
 # ---- to PyTorch ------------------------------------------------------------------------------------------------------
@@ -320,6 +362,12 @@ def test_where_steps_do_not_matter_they_may_differ() -> None:
     on_torch(theirs, parameters, gradients[:2])
     parameters["layer.2"].requires_grad_(True)
     goes_on_in_onnx(theirs, parameters, gradients[2:])
+
+
+def test_less_than_float32_is_refused() -> None:
+    parameters = {"p": torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))}
+    with pytest.raises(UnsupportedError, match="`p` is bfloat16"):
+        read_optimizer(torch.optim.SGD(parameters.values()), names_of(parameters))
 
 
 def test_copies_in_float32_are_refused() -> None:

@@ -94,33 +94,35 @@ class _Reading:
         for parameter in settings["params"]:
             self._check(parameter, part)
         for name, parameter in chosen.items():
-            self._read(name, dict(part.state.get(parameter, {})), minds, counts=not isinstance(part, _NO_STEPS))
+            self._read(name, part, dict(part.state.get(parameter, {})), minds)
         if chosen:
             self.groups.append(Group(spec, list(chosen)))
 
     def _check(self, parameter: Parameter, part: Optimizer) -> None:
         name = self._names.get(id(parameter))
         if name is None:
-            if parameter.requires_grad and part.state.get(parameter):
+            if parameter.requires_grad and _updates(part, part.state.get(parameter, {})):
                 what = f"it has state of a parameter of shape {list(parameter.shape)} that the model does not use"
                 self._problems.add(what, "give it the parameters of this model only")
             return
-        if parameter.is_complex():
-            self._problems.add(f"`{name}` is complex", "use real parameters")
+        if parameter.dtype not in (torch.float32, torch.float64):
+            what = (
+                f"`{name}` is {str(parameter.dtype).removeprefix('torch.')}, and PyTorch rounds to that within a step"
+            )
+            self._problems.add(what, "keep parameters in float32, and compute with less in `torch.autocast`")
         if parameter.grad is not None and parameter.grad.is_sparse:
             self._problems.add(f"the gradient of `{name}` is sparse", "use `sparse=False` in the embedding")
 
-    def _read(self, name: str, state: dict[str, Any], minds: bool, counts: bool) -> None:
-        step = state.pop("step", 0)
-        tensors = {slot: value.detach().cpu().numpy() for slot, value in state.items() if value is not None}
-        count = int(step) if counts else int(bool(tensors))
+    def _read(self, name: str, part: Optimizer, state: dict[str, Any], minds: bool) -> None:
+        count = _updates(part, state)
         self._most = max(self._most, count)
-        if minds and counts:
-            self._counts[name] = count
-        elif minds:
+        if minds and isinstance(part, _NO_STEPS):
             self._begun[name] = bool(count)
-        for slot, array in tensors.items() if count else ():
-            self.slots[f"{name}/{slot}"] = array.astype(np.float64 if slot in SCALAR_SLOTS else array.dtype)
+        elif minds:
+            self._counts[name] = count
+        if count:
+            slots = {slot: value for slot, value in state.items() if slot != "step" and value is not None}
+            self.slots |= {f"{name}/{slot}": _array(slot, value) for slot, value in slots.items()}
 
     def step(self, schedule: ReadSchedule | None) -> int:
         """How many updates there were, as far as it matters."""
@@ -138,6 +140,18 @@ class _Reading:
             what = f"{_listed(behind)} had fewer updates than other parameters"
             self._problems.add(what, "leave parameters without gradients out of the optimizer, or begin anew")
         return step
+
+
+def _updates(part: Optimizer, state: Mapping[str, Any]) -> int:
+    """How many updates there were of a parameter, or at least whether there was one."""
+    if isinstance(part, _NO_STEPS):
+        return int(any(value is not None for value in state.values()))
+    return int(state.get("step", 0))
+
+
+def _array(slot: str, value: torch.Tensor) -> np.ndarray:
+    array: np.ndarray = value.detach().cpu().numpy()
+    return array.astype(np.float64) if slot in SCALAR_SLOTS else array.copy()
 
 
 def _configured(spec: Spec) -> ConfiguredOptimizer:
@@ -244,10 +258,16 @@ def _fill(made: Optimizer, run: Run, names: Mapping[int, str]) -> None:
         for parameter in group["params"]:
             name = names[id(parameter)]
             slots = {key.removeprefix(f"{name}/"): value for key, value in run.state.items() if _is_slot(key, name)}
-            state = {slot: torch.tensor(value, device=parameter.device) for slot, value in slots.items()}
+            state = {slot: _tensor(slot, value, parameter) for slot, value in slots.items()}
             if not isinstance(made, _NO_STEPS):
                 state = {"step": torch.tensor(float(run.step)), **state}
             made.state[parameter] = state
+
+
+def _tensor(slot: str, value: np.ndarray, parameter: Parameter) -> torch.Tensor:
+    if slot in SCALAR_SLOTS:  # as PyTorch itself makes them
+        return torch.tensor(float(value))
+    return torch.tensor(value, device=parameter.device)
 
 
 def _is_slot(key: str, parameter: str) -> bool:
