@@ -19,7 +19,6 @@ from onward.convert.tensorflow.restore import is_training_module, loaded, restor
 from onward.convert.tensorflow.running import keep_averages
 from onward.errors import RecipeError, UnsupportedError
 from onward.model import Model
-from onward.model.walk import ancestors
 from onward.recipe import prepare
 from onward.transform.unused import remove_unused
 
@@ -90,13 +89,11 @@ def _model(function: Any, variables: Sequence[tuple[Any, str]]) -> tuple[Model, 
 
 
 def _check(graph: ir.Graph, walk: Walk) -> None:
-    """Refuse if results depend on something that could not be expressed."""
-    _, reached = ancestors(graph.outputs)
-    reasons = dict.fromkeys(reason for value, reason in walk.unknown.items() if value in reached)
-    if reasons:
+    obstacles = walk.obstacles(graph.outputs)
+    if obstacles:
         raise UnsupportedError(
-            "the function cannot be carried over:\n" + "\n".join(f"- {reason}" for reason in reasons),
-            hint="write it with other operations, or export the part before them",
+            "the function cannot be carried over:\n" + "\n".join(f"- {reason}" for reason in obstacles),
+            hint="write it with other operations, or carry over the part before them",
         )
 
 

@@ -30,6 +30,7 @@ from onward.run.tensorflow.quiet import tensorflow as tf  # isort: skip  (other 
 from tensorflow.python.framework.function_def_to_graph import function_def_to_graph
 
 from onward.build import Builder, Expr
+from onward.model.walk import ancestors
 from onward.run.framework import Operators, keywords
 
 FAMILIES = (
@@ -59,6 +60,14 @@ class Resource:
     """The initializer that holds it."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Unknown:
+    """Why nothing computes a value, and what that would have read."""
+
+    reason: str
+    inputs: Sequence[ir.Value]
+
+
 @dataclasses.dataclass
 class Statistics:
     """A batch normalization in training: what it normalizes with, and what it hands out for averages to follow."""
@@ -78,8 +87,8 @@ class Walk:
     """What is known over all graphs of a function: how variables change, and what could not be expressed."""
 
     def __init__(self) -> None:
-        self.unknown: dict[ir.Value, str] = {}
-        """Values that nothing computes, and why."""
+        self.unknown: dict[ir.Value, Unknown] = {}
+        """Values that nothing computes."""
         self.updates: dict[ir.Value, Expr] = {}
         """Variables, and what they are assigned last."""
         self.statistics: list[Statistics] = []
@@ -111,20 +120,32 @@ class Walk:
             given = {name: node if name == "node" else node.attribute(name) for name in keywords(function)}
             results = function(op, *(known[x.ref()] for x in operation.inputs), **given)
         except Refused as refusal:
-            reason = f"`{operation.type}` (`{operation.name}`): {refusal}"
-            return [self.placeholder(op, reason, y) for y in operation.outputs]
+            inputs = [known[x.ref()].value for x in operation.inputs]
+            return [self.placeholder(op, node, str(refusal), y, inputs) for y in operation.outputs]
         results = results if isinstance(results, tuple | list) else (results,)
         for y, result in zip(operation.outputs, results, strict=False):
             if isinstance(result, Expr) and result.value.producer() is not None and y.dtype not in _OPAQUE:
                 result.value.type, result.value.shape = ir.TensorType(dtype_of(y.dtype)), _shape(y.shape, result.value)
         return results
 
-    def placeholder(self, op: Builder, reason: str, like: Any) -> Expr:
-        """A value that nothing computes."""
+    def placeholder(self, op: Builder, node: Node, reason: str, like: Any, inputs: Sequence[ir.Value] = ()) -> Expr:
+        """A value that nothing computes, since an operation could not be expressed."""
         value = ir.Value(name=op.names.fresh("unknown"), shape=_shape(like.shape, None))
         value.type = None if like.dtype in _OPAQUE else ir.TensorType(dtype_of(like.dtype))
-        self.unknown[value] = reason
+        self.unknown[value] = Unknown(f"`{node.operation.type}` (`{node.operation.name}`): {reason}", inputs)
         return op(value)
+
+    def obstacles(self, outputs: Iterable[ir.Value]) -> list[str]:
+        """What could not be expressed of all that results depend on."""
+        reasons: dict[str, None] = {}
+        pending, seen = set(outputs), set[ir.Value]()
+        while pending:
+            _, reached = ancestors(pending)
+            found = [value for value in self.unknown if value in reached and value not in seen]
+            seen.update(found)
+            reasons.update(dict.fromkeys(self.unknown[value].reason for value in found))
+            pending = {x for value in found for x in self.unknown[value].inputs}
+        return list(reasons)
 
 
 def _inside(op: Builder, value: Value) -> Value:

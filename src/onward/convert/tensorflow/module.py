@@ -33,7 +33,7 @@ class TrainingModule(tf.Module):  # type: ignore[misc]
     state: dict[str, Any]
     """All that a step reads and changes, as variables by name; the parameters are trainable ones."""
     train_step: Callable[..., dict[str, Any]]
-    """One update by a batch; the metrics of the step. If the loss is not finite, the variables stay."""
+    """One update by a batch; the metrics, `loss` among them. If the loss is not finite, the variables stay."""
     evaluate: Callable[..., dict[str, Any]]
     """The metrics and the outputs for a batch, as inference computes them."""
     infer: Callable[..., dict[str, Any]]
@@ -96,15 +96,16 @@ _PLAIN = re.compile(r"[^\w./-]")
 
 def _part(module: TrainingModule, lowered: Model, framework: Framework, sizes: Mapping[str, int]) -> Any:
     """A part of the step as a function of a batch."""
-    given = _as_inputs(lowered, module.state)
-    batch = [value for value in lowered.graph.inputs if value.name in contract_of(lowered)["batch"]]
+    given, contract = _as_inputs(lowered, module.state), contract_of(lowered)
+    batch = [value for value in lowered.graph.inputs if value.name in contract["batch"]]
+    called = {contract["loss"]: "loss"} if contract["part"] == "step" else {}  # whatever it is called in the model
     compute = computation(lowered, framework)
 
     def run(tensors: Tensors) -> Tensors:
         new, results = compute(tensors | {name: tf.identity(module.state[name]) for name in given})
         for name, tensor in new.items():
             module.state[name].assign(tensor)
-        return {name: framework.place(tensor) for name, tensor in results.items()}
+        return {called.get(name, name): framework.place(tensor) for name, tensor in results.items()}
 
     return _function(run, batch, sizes)
 

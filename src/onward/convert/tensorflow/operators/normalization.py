@@ -24,12 +24,9 @@ def batch_norm(op, x, scale, bias, mean, variance, *, node, is_training, epsilon
         return channels_last(op, y, data_format), mean, variance
     _check_factor(node)
     _, like_mean, like_variance, *_ = node.operation.outputs
-    unkept = f"`{node.operation.type}` (`{node.operation.name}`): it keeps no running averages of its statistics"
-    kept = [node.walk.placeholder(op, unkept, like) for like in (like_mean, like_variance)]
-    others = (
-        f"`{node.operation.type}` (`{node.operation.name}`): its statistics are used for more than running averages"
-    )
-    batch = [node.walk.placeholder(op, others, like) for like in (like_mean, like_variance)]
+    likes = like_mean, like_variance
+    kept = [node.walk.placeholder(op, node, "it keeps no running averages", like) for like in likes]
+    batch = [node.walk.placeholder(op, node, "more than averages read its statistics", like) for like in likes]
     y = op.BatchNormalization(images, scale, bias, *kept, epsilon=epsilon)
     node.walk.statistics.append(Statistics(y.value.producer(), (batch[0].value, batch[1].value), sample=True))
     return channels_last(op, y, data_format), *batch
