@@ -6,6 +6,7 @@ import copy
 import functools
 import inspect
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -375,3 +376,22 @@ def test_copies_in_float32_are_refused() -> None:
     object.__setattr__(run, "groups", [onward.convert.run.Group(Spec("sgd"), ["layer.0"])])
     with pytest.raises(UnsupportedError, match="float32 copies of"):
         make_optimizer(run, {})
+
+
+# ---- programs that run without us ------------------------------------------------------------------------------------
+
+
+def test_exact_classes_need_nothing_but_torch() -> None:
+    """Put together in one file, they work without this package."""
+    folder = Path(inspect.getfile(ExactOptimizer)).parent
+    files = sorted(folder.glob("*.py"), key=lambda path: (path.stem != "optimizer", path.stem))
+    lines = [line for path in files for line in path.read_text().splitlines()]
+    ours = [line for line in lines if "onward" in line]
+    assert all(line.startswith("from onward.convert.torch.exact.") for line in ours), ours
+    program = "\n".join(line for line in lines if line not in ours and "__future__" not in line)
+    names: dict[str, Any] = {}
+    exec(compile("from __future__ import annotations\n" + program, "program", "exec"), names)
+    parameter = torch.nn.Parameter(torch.ones(3, 2))
+    parameter.grad = torch.ones(3, 2)
+    names["Lion"]([parameter], lr=0.1).step()
+    torch.testing.assert_close(parameter.detach(), torch.full((3, 2), 0.9))
