@@ -13,12 +13,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 import onnx_ir as ir
 
-from onward.build import Names, uncollected
-from onward.convert.jax.jaxpr.emitter import Emitter, declared
-from onward.convert.jax.jaxpr.trace import Traced, leaves, path_of, trace
+from onward.build import Expr, Names, uncollected
+from onward.convert.jax.jaxpr.emitter import Emitter, data_of, declared
+from onward.convert.jax.jaxpr.trace import leaves, path_of, trace
 from onward.errors import UnsupportedError
 from onward.model import Model
 from onward.transform.unused import remove_unused
@@ -46,43 +45,32 @@ def export(
     leaves all shapes as they are. Where JAX cannot trace a free size there is a warning, and the size is fixed.
     """
     traced = trace(function, params, inputs, batch)
-    known = {name: _array(leaf) for name, leaf in leaves(params)}
-    argument_names = list(input_names or _argument_names(function, inputs))
-    result_names = list(names or _result_names(traced.results))
-    _check_count("inputs", argument_names, len(traced.jaxpr.jaxpr.invars) - len(known))
-    _check_count("results", result_names, len(traced.jaxpr.jaxpr.outvars))
-    return _model(traced, known, argument_names, result_names, getattr(function, "__name__", "function"))
-
-
-def _model(
-    traced: Traced, params: dict[str, np.ndarray], input_names: list[str], result_names: list[str], name: str
-) -> Model:
-    names = Names([*params, *input_names, *result_names])
-    variables = traced.jaxpr.jaxpr.invars
-    weights = [_initializer(name, array) for name, array in params.items()]
-    fed = [declared(var.aval, name) for var, name in zip(variables[len(weights) :], input_names, strict=True)]
+    taken = Names()
+    weights = [_initializer(taken.fresh(name), leaf) for name, leaf in leaves(params)]
+    called = _called(taken, "inputs", input_names, _argument_names(function, inputs))
+    fed = [declared(var.aval, name) for var, name in zip(traced.variables[len(weights) :], called, strict=True)]
+    result_names = _called(taken, "results", names, _result_names(traced.results))
+    name = getattr(function, "__name__", "function")
     graph = ir.Graph(fed, [], nodes=[], initializers=weights, opset_imports={"": OPSET}, name=name)
-    op = Emitter.of(graph, OPSET, names, traced.sizes(fed))
+    op = Emitter.of(graph, OPSET, taken, traced.sizes(fed))
     results = op.inline(traced.jaxpr, *map(op, [*weights, *fed]))
     op.check()
     for result, wanted in zip(results, result_names, strict=True):
-        made_here = result.value.producer() is not None and not result.value.is_graph_output()
-        output = result.value if made_here else op.Identity(result).like(result.value).value
-        output.name = wanted
-        graph.outputs.append(output)
+        _put_out(op, result, wanted)
     functions = list(op.functions.values())
     return Model(ir.Model(remove_unused(graph), ir_version=_IR_VERSION, producer_name="onward", functions=functions))
 
 
-def _array(leaf: Any) -> np.ndarray:
-    if jax.dtypes.issubdtype(getattr(leaf, "dtype", None), jax.dtypes.prng_key):
-        leaf = jax.random.key_data(leaf)
-    return np.asarray(leaf if hasattr(leaf, "dtype") else jax.numpy.asarray(leaf))
+def _put_out(op: Emitter, result: Expr, name: str) -> None:
+    is_own = result.value.producer() is not None and not result.value.is_graph_output()
+    output = result.value if is_own else op.Identity(result).like(result.value).value
+    output.name = name
+    op.graph.outputs.append(output)
 
 
-def _initializer(name: str, array: np.ndarray) -> ir.Value:
-    tensor = ir.Tensor(array, name=name)
-    return ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(array.shape), const_value=tensor)
+def _initializer(name: str, leaf: Any) -> ir.Value:
+    tensor = ir.Tensor(data_of(jax.numpy.asarray(leaf)), name=name)
+    return ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(tensor.shape), const_value=tensor)
 
 
 def _argument_names(function: Callable[..., Any], inputs: Sequence[Any]) -> list[str]:
@@ -104,6 +92,16 @@ def _result_names(results: Any) -> list[str]:
     return [f"output_{place}" if place[:1].isdigit() else place for place in places]
 
 
-def _check_count(what: str, names: Sequence[str], count: int) -> None:
-    if len(names) != count:
-        raise UnsupportedError(f"{len(names)} names were given for {count} {what}", hint=f"they are: {list(names)}")
+def _called(taken: Names, what: str, given: Sequence[str] | None, default: Sequence[str]) -> list[str]:
+    """The names that were given, or else such as nothing has yet."""
+    if given is None:
+        return [taken.fresh(name) for name in default]
+    if len(given) != len(default):
+        raise UnsupportedError(
+            f"there are {len(default)} {what}, and names for {len(given)}",
+            hint=f"otherwise called {', '.join(default)}",
+        )
+    clashes = [name for name in given if taken.fresh(name) != name]
+    if clashes:
+        raise UnsupportedError(f"more than one value would be called {', '.join(clashes)}", hint="choose other names")
+    return list(given)

@@ -6,6 +6,7 @@ import onnx_ir as ir
 
 from onward.convert.jax.jaxpr.emitter import declared
 from onward.convert.jax.jaxpr.movement import positions
+from onward.convert.jax.jaxpr.values import beside, where
 from onward.run.framework import Operators
 
 primitives = Operators()
@@ -59,18 +60,29 @@ def _branch(op, which, xs, branches, outs, first):
 
 @primitives.define("while")
 def repeat(op, *xs, cond_jaxpr, body_jaxpr, cond_nconsts, body_nconsts, outs):
+    """Of many loops at once (vmap), each has a condition: all go on while one does, and those that ended stay."""
     of_condition, xs = xs[:cond_nconsts], xs[cond_nconsts:]
     of_body, start = xs[:body_nconsts], xs[body_nconsts:]
+    many = len(cond_jaxpr.out_avals[0].shape)
+
+    def goes_on(inner, carried):
+        (each,) = inner.inline(cond_jaxpr, *_within(inner, of_condition), *carried)
+        return each, inner.ReduceMax(each, keepdims=0) if many else each
 
     def step(inner, _number, _goes_on, *carried):
         after = inner.inline(body_jaxpr, *_within(inner, of_body), *carried)
-        (again,) = inner.inline(cond_jaxpr, *_within(inner, of_condition), *after)
-        return [again, *after]
+        if many:
+            each, _ = goes_on(inner, carried)
+            after = [
+                where(inner, beside(inner, each, len(out.shape), many), new, old)
+                for new, old, out in zip(after, carried, outs, strict=True)
+            ]
+        return [goes_on(inner, after)[1], *after]
 
-    (begin,) = op.inline(cond_jaxpr, *of_condition, *start)
     carried = [declared(out, "carried") for out in outs]
     body = op.subgraph(step, [_scalar("iteration", ir.DataType.INT64), _scalar("goes_on", ir.DataType.BOOL), *carried])
-    return _results(op.Loop(None, begin, *start, body=body, outputs=len(outs)), len(outs))
+    results = op.Loop(None, goes_on(op, start)[1], *start, body=body, outputs=len(outs))
+    return _results(results, len(outs))
 
 
 # ---- Scan ------------------------------------------------------------------------------------------------------------

@@ -105,7 +105,7 @@ class Emitter(Builder):
 
     def inline(self, closed: ClosedJaxpr | Jaxpr, *operands: Expr) -> list[Expr]:
         """The results of a jaxpr for these operands."""
-        consts = [self.constant(_data(const)) for const in getattr(closed, "consts", ())]
+        consts = [self.constant(data_of(const)) for const in getattr(closed, "consts", ())]
         jaxpr: Jaxpr = getattr(closed, "jaxpr", closed)
         known = dict(zip([*jaxpr.constvars, *jaxpr.invars], [expr.value for expr in (*consts, *operands)], strict=True))
         for eqn in _live(jaxpr):
@@ -187,9 +187,10 @@ def stored(aval: Any) -> Any:
     return jax.ShapeDtypeStruct((*aval.shape, 2), np.dtype(np.uint32))
 
 
-def _data(const: Any) -> np.ndarray:
+def data_of(const: Any) -> np.ndarray:
+    """An array as it is kept."""
     is_key = jax.dtypes.issubdtype(const.dtype, jax.dtypes.prng_key)
-    return np.asarray(jax.random.key_data(const) if is_key else const)
+    return np.asarray(jax.random.keydata_of(const) if is_key else const)
 
 
 def declared(aval: Any, name: str | None = None) -> ir.Value:

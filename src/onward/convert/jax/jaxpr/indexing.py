@@ -14,7 +14,7 @@ import numpy as np
 
 from onward.build import Expr
 from onward.convert.jax.jaxpr.movement import padded, positions
-from onward.convert.jax.jaxpr.values import cast, extreme, inverse, transposed, where
+from onward.convert.jax.jaxpr.values import beside, cast, extreme, inverse, transposed, where
 from onward.run.framework import Operators
 
 primitives = Operators()
@@ -109,11 +109,6 @@ def _along(op, vector, axis, rank):
     return op.Unsqueeze(vector, new) if new else vector
 
 
-def _beside(op, mask, rank, count):
-    """A mask over starts, for what has more axes after them."""
-    return op.Unsqueeze(mask, list(range(count, rank))) if rank > count else mask
-
-
 # ---- gather ----------------------------------------------------------------------------------------------------------
 
 
@@ -131,7 +126,7 @@ def gather(op, x, indices, *, dimension_numbers, slice_sizes, mode, fill_value, 
         found = op.GatherND(ordered, _places(op, columns, windows)) if windows.indexed else _repeated(op, x, windows)
     if inside is not None:
         fill = op.constant(np.asarray(_fill(fill_value, outs[0].dtype), outs[0].dtype))
-        found = where(op, _beside(op, inside, len(outs[0].shape), len(windows.starts)), found, fill)
+        found = where(op, beside(op, inside, len(outs[0].shape), len(windows.starts)), found, fill)
     return transposed(op, found, windows.order(numbers.offset_dims))
 
 
@@ -165,7 +160,7 @@ def _scatter(reduction, neutral):
         columns, inside = _bounded(op, _columns(op, indices, windows), windows, mode)
         updates = transposed(op, updates, inverse(order))
         if inside is not None:
-            mask = _beside(op, inside, len(ins[2].shape), len(windows.starts))
+            mask = beside(op, inside, len(ins[2].shape), len(windows.starts))
             nothing = op.constant(np.asarray(neutral(ins[0].dtype), ins[0].dtype))
             updates = where(op, mask, updates, nothing)
         return _written(op, x, _places(op, columns, windows), updates, windows, reduction)
@@ -201,7 +196,7 @@ def scatter_set(op, x, indices, updates, *, dimension_numbers, mode, ins):
     first = windows.indexed[0]
     size = op.size(windows.operand[first])
     beyond = op.Concat(op.Unsqueeze(size, [0]), op.constant(np.zeros(len(windows.indexed) - 1, np.int64)), axis=0)
-    mask = _beside(op, inside, len(windows.starts) + len(windows.windowed) + 1, len(windows.starts))
+    mask = beside(op, inside, len(windows.starts) + len(windows.windowed) + 1, len(windows.starts))
     places = op.Where(mask, places, beyond)
     longer = padded(op, x, None, [(0, int(axis == first)) for axis in range(len(windows.operand))])
     written = _written(op, longer, places, updates, windows, None)

@@ -10,7 +10,6 @@ import onnx_ir as ir
 
 from onward.convert.jax.jaxpr.movement import padded, spread
 from onward.convert.jax.jaxpr.values import cast, extreme, filled, inverse, reshaped, transposed
-from onward.errors import UnsupportedError
 from onward.run.framework import Operators
 
 primitives = Operators()
@@ -34,12 +33,11 @@ class Pool:
             "dilations": [apart for _, _, _, apart in chosen],
         }
 
-    def enter(self, op, x, shape=None):
-        shape = shape or self.shape
+    def enter(self, op, x):
         x = transposed(op, x, self.order)
         if len(self.resting) == 2:
             return x
-        return op.Reshape(x, op.shape([1, -1, *(shape[axis] for axis in self.sliding)]))
+        return op.Reshape(x, op.shape([1, -1, *(self.shape[axis] for axis in self.sliding)]))
 
     def leave(self, op, y, shape):
         if len(self.resting) != 2:
@@ -103,18 +101,33 @@ primitives(
 )
 
 
+# ---- derivatives of windows ------------------------------------------------------------------------------------------
+
+
+def _chosen(op, x, pool, select_prim):
+    """Where the largest (`ge`) or smallest element of each window is, if all elements are counted in a row."""
+    entered = pool.enter(op, x)
+    return op.MaxPool(entered if select_prim.name == "ge" else -entered, outputs=2, **pool.attributes)[1]
+
+
 @primitives.define("select_and_scatter_add")
-def select_and_scatter_add(
-    op, source, x, *, select_prim, window_dimensions, window_strides, padding, ins
-):  # fmt: skip
+def select_and_scatter_add(op, source, x, *, select_prim, window_dimensions, window_strides, padding, ins):
     """The way back through a MaxPool: what comes for a window goes to where its largest element was."""
-    if select_prim.name != "ge":
-        raise UnsupportedError(f"windows that are chosen from by `{select_prim.name}` are not known")
     shape = ins[1].shape
     pool = Pool(shape, window_dimensions, window_strides, padding)
-    _, places = op.MaxPool(pool.enter(op, x), outputs=2, **pool.attributes)
-    entered = op.shape([shape[axis] for axis in pool.order])
+    places = op.Reshape(_chosen(op, x, pool, select_prim), [-1])
+    given = op.Reshape(transposed(op, source, pool.order), [-1])
     empty = filled(op, [math.prod(shape)], 0, ins[0].dtype)
-    flat = pool.enter(op, source, ins[0].shape)
-    sums = op.ScatterElements(empty, op.Reshape(places, [-1]), op.Reshape(flat, [-1]), axis=0, reduction="add")
+    sums = op.ScatterElements(empty, places, given, axis=0, reduction="add")
+    entered = op.shape([shape[axis] for axis in pool.order])
     return transposed(op, op.Reshape(sums, entered), inverse(pool.order))
+
+
+@primitives.define("select_and_gather_add")
+def select_and_gather_add(
+    op, source, x, *, select_prim, window_dimensions, window_strides, padding, window_dilation, ins, outs
+):  # fmt: skip
+    """And forward: of each window, what `source` has where its largest element is."""
+    pool = Pool(ins[1].shape, window_dimensions, window_strides, padding, window_dilation)
+    flat = op.Reshape(transposed(op, source, pool.order), [-1])
+    return pool.leave(op, op.Gather(flat, _chosen(op, x, pool, select_prim), axis=0), outs[0].shape)

@@ -21,6 +21,11 @@ class Traced:
     results: Any
     """The tree that the function returns, of shapes."""
 
+    @property
+    def variables(self) -> list[Any]:
+        """The parameters and inputs."""
+        return list(self.jaxpr.jaxpr.invars)
+
     def sizes(self, inputs: Iterable[ir.Value]) -> dict[str, tuple[ir.Value, int]]:
         """Where each symbol can be read: an input, and an axis of it."""
         found: dict[str, tuple[ir.Value, int]] = {}

@@ -53,6 +53,11 @@ def _where(op: Any, yes: Expr, no: Expr, *, which: Expr) -> Expr:
     return op.Where(which, yes, no)
 
 
+def beside(op: Any, mask: Expr, rank: int, count: int) -> Expr:
+    """A mask over the first axes, for what has more axes after them."""
+    return op.Unsqueeze(mask, list(range(count, rank))) if rank > count else mask
+
+
 def transposed(op: Any, x: Expr, order: Sequence[int]) -> Expr:
     """`x` with its axes in another order, where that is another."""
     return x if list(order) == sorted(order) else op.Transpose(x, perm=list(order))
