@@ -395,3 +395,12 @@ def test_exact_classes_need_nothing_but_torch() -> None:
     parameter.grad = torch.ones(3, 2)
     names["Lion"]([parameter], lr=0.1).step()
     torch.testing.assert_close(parameter.detach(), torch.full((3, 2), 0.9))
+
+
+def test_the_page_has_the_table() -> None:
+    page = (Path(__file__).parent.parent / "docs" / "frameworks" / "torch.md").read_text().splitlines()
+    for row in SUPPORT:
+        when = f", {row.when.words}" if row.when else ""
+        names = ", ".join(f"`{name}`" for name in row.optimizers)
+        assert f"| {names} | {', '.join(row.variants)}{when} | `{row.made.__name__}` | {row.way} |" in page
+    assert sum(line.endswith(("| native |", "| exact subclass |")) for line in page) == len(SUPPORT)
