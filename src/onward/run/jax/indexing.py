@@ -19,7 +19,12 @@ def gather(x, indices, *, axis):
 
 
 def wrapped(indices, size):
-    return jnp.where(indices < 0, indices + size, indices)
+    return _short(jnp.where(indices < 0, indices + size, indices), size)
+
+
+def _short(indices, size):
+    """In 32 bits where these suffice: a compiled caller whose JAX has no others can then take them, too."""
+    return indices.astype(np.int32) if size < 2**31 else indices
 
 
 @operators.define("GatherElements")
@@ -36,7 +41,7 @@ def _along(indices, axis):
 
 @operators.define("GatherND")
 def gather_nd(x, indices, *, batch_dims):
-    return x[_places(indices, batch_dims)]
+    return x[_places(_short(indices, max(x.shape)), batch_dims)]
 
 
 def _places(indices, batch_dims=0):
@@ -55,7 +60,7 @@ def scatter_elements(x, indices, updates, *, axis, reduction):
 
 @operators.define("ScatterND")
 def scatter_nd(x, indices, updates, *, reduction):
-    return _scattered(x, _places(indices), updates, reduction)
+    return _scattered(x, _places(_short(indices, max(x.shape))), updates, reduction)
 
 
 def _scattered(x, places, updates, reduction):

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from onward.run.framework import Operators
+from onward.run.jax.indexing import wrapped
 
 operators = Operators()
 
@@ -26,7 +27,7 @@ def _of_classes(log_prob, labels, weights, ignore_index, reduction):
     classes = labels if counted is None else jnp.where(counted, labels, 0)
     every = jnp.arange(log_prob.shape[1]).reshape(-1, *[1] * (log_prob.ndim - 2))
     losses = -jnp.sum(jnp.where(classes[:, None] == every, log_prob, 0), 1)  # which is fused, and so is its gradient
-    share = None if weights is None else jnp.take(weights, classes, mode="clip")
+    share = None if weights is None else jnp.take(weights, wrapped(classes, len(weights)), mode="clip")
     if counted is not None:
         share = jnp.where(counted, 1 if share is None else share, 0).astype(losses.dtype)
     losses = losses if share is None else losses * share
