@@ -1,0 +1,218 @@
+"""Training models as compiled Keras models: `fit` goes on as ONNX Runtime does, and what comes back is the same."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import models
+import onward
+from conftest import needs
+
+keras = pytest.importorskip("keras")
+from keras_runs import Run, batches, layers, mlp, named, one_hot, real, step, whole  # noqa: E402
+from onward.convert.keras import from_keras, to_keras  # noqa: E402
+from onward.errors import UnsupportedError  # noqa: E402
+from onward.recipe.optimizers import OPTIMIZERS  # noqa: E402
+from onward.run import load  # noqa: E402
+
+pytestmark = [needs("keras"), needs("tensorflow")]
+
+
+@pytest.fixture(scope="module")
+def plain():
+    """An inference model: five numbers in, three out."""
+    return onward.strip(from_keras(mlp().model, probe=False))
+
+
+def begun(model, data, *, steps=3):
+    """A training model after some steps on ONNX Runtime."""
+    with load(model, threads=1) as engine:
+        for _ in range(steps):
+            engine.step(named(engine.inputs, next(data)))
+        for name, array in engine.state().items():
+            model.set(name, array)
+    return model
+
+
+def continues(training, data, *, steps=10, within=1e-5):
+    """Keras and ONNX Runtime make the same steps; the Keras model, and the state of the other side."""
+    made = to_keras(training)
+    with load(training, threads=1) as engine:
+        for _ in range(steps):
+            batch = next(data)
+            expected = float(engine.step(named(engine.inputs, batch))["loss"])
+            np.testing.assert_allclose(step(made, batch), expected, rtol=within, atol=1e-7)
+        return made, engine.state()
+
+
+def same_state(made, state, *, within=1e-5):
+    back = from_keras(made)
+    for name, array in state.items():
+        found = back.initializer(name).const_value.numpy()
+        assert found.dtype == array.dtype and found.shape == array.shape, name
+        np.testing.assert_allclose(found, array, rtol=within, atol=1e-6, err_msg=name)
+
+
+# ---- optimizers ------------------------------------------------------------------------------------------------------
+
+NATIVE = {"torch": {"sgd", "sgdw", "adadelta"}, "optax": {"sgd", "sgdw", "adadelta", "adagrad", "rmsprop", "lion"}}
+"""Where the arithmetic of others is that of Keras, too."""
+CASES = [(name, variant) for name, kind in OPTIMIZERS.items() for variant in kind.variants if name != "muon"]
+
+
+@pytest.mark.parametrize(("name", "variant"), CASES)
+def test_optimizers(plain, name, variant):
+    options = {"eps": 1e-3} if "eps" in OPTIMIZERS[name].hyper else {}
+    given = {"name": name, "variant": variant, "lr": 0.02, **options}
+    data = batches(real(5), whole(3))
+    training = begun(onward.prepare(plain, loss="cross_entropy", optimizer=given), data)
+    made, state = continues(training, data)
+    native = variant == "keras" or name in NATIVE[variant]
+    assert type(made.optimizer).__module__.startswith("keras.") == native
+    assert int(made.optimizer.iterations) == 13
+    same_state(made, state)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "native"),
+    [
+        ("exponential:gamma=0.9", True),
+        ("step:size=3,gamma=0.5", True),
+        ("multistep:milestones=[4,8],gamma=0.3", True),
+        ("linear:steps=10", True),
+        ("polynomial:steps=10,power=2,end=0.001", True),
+        ("cosine:steps=12,min=0.001", True),
+        ("cosine:steps=12,warmup=6,warmup_start=0.1", True),
+        ("cosine:steps=5,after=torch", False),
+        ("one_cycle:steps=20", False),
+        ("linear:steps=10,warmup=5", False),
+    ],
+)
+def test_schedules(plain, schedule, native):
+    optimizer = "momentum:lr=0.1,variant=keras"
+    training = onward.prepare(plain, loss="cross_entropy", optimizer=optimizer, schedule=schedule)
+    made, _ = continues(training, batches(real(5), whole(3)))
+    assert (type(made.optimizer).__name__ == "SGD") == native
+
+
+@pytest.mark.parametrize(
+    ("options", "native"),
+    [
+        ({"clip": {"norm": 0.1, "variant": "keras"}}, True),
+        ({"clip": {"tensor_norm": 0.1, "variant": "keras"}}, True),
+        ({"clip": "value:0.01"}, True),
+        ({"clip": "norm:0.1"}, False),
+        ({"groups": [{"match": "*bias", "weight_decay": 0.0}]}, True),
+        ({"groups": [{"match": "*bias", "lr": 0.1}]}, False),
+        ({"accumulate": 2}, False),
+        ({"ema": 0.9}, False),
+        ({"freeze": "*hidden*"}, True),
+    ],
+)
+def test_recipes(plain, options, native):
+    optimizer = "adamw:lr=0.02,variant=keras,weight_decay=0.1"
+    data = batches(real(5), whole(3))
+    training = begun(onward.prepare(plain, loss="cross_entropy", optimizer=optimizer, **options), data)
+    made, state = continues(training, data)
+    assert (type(made.optimizer).__name__ == "AdamW") == native
+    same_state(made, state)
+
+
+# ---- losses ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("loss", "target", "native"),
+    [
+        ("mse", real(3), True),
+        ("huber:delta=0.5", real(3), True),
+        ("cross_entropy", whole(3), True),
+        ("cross_entropy:target=probabilities,label_smoothing=0.1", one_hot(3), True),
+        ("bce_with_logits", one_hot(3), True),
+        ("cross_entropy:label_smoothing=0.1", whole(3), False),
+        ("cross_entropy:weight=[1,2,3]", whole(3), False),
+        ("mse:reduction=sum", real(3), False),
+        ("smooth_l1", real(3), False),
+    ],
+)
+def test_losses(plain, loss, target, native):
+    training = onward.prepare(plain, loss=loss, optimizer="sgd:lr=0.02")
+    made, _ = continues(training, batches(real(5), target))
+    assert (made.loss is not None) == native
+
+
+def test_what_from_keras_reads_comes_back():
+    """Losses of Keras's own, on what is behind the outputs, with a penalty of weights, for several outputs."""
+    a, b = layers.Input((4,), name="a"), layers.Input((4,), name="b")
+    shared = layers.Dense(6, "tanh", kernel_regularizer="l2")
+    x = layers.BatchNormalization()(layers.Concatenate()([shared(a), shared(b)]))
+    frozen = layers.Dense(5, trainable=False, name="frozen")
+    outputs = [layers.Dense(3, "softmax")(frozen(x)), layers.Dense(2)(x)]
+    model = keras.Model([a, b], outputs)
+    model.compile(
+        keras.optimizers.Nadam(1e-2), ["sparse_categorical_crossentropy", "log_cosh"], loss_weights=[0.5, 2.0]
+    )
+    run = Run(model, batches([real(4), real(4)], [whole(3), real(2)]))
+    for _ in range(3):
+        step(run.model, next(run.batches))
+    made = to_keras(from_keras(run.model))
+    assert {v.path for v in model.trainable_variables} == {v.path for v in made.trainable_variables}
+    assert "frozen/kernel" in {v.path for v in made.non_trainable_variables}
+    assert type(made.optimizer) is keras.optimizers.Nadam
+    for _ in range(10):
+        batch = next(run.batches)
+        np.testing.assert_allclose(step(made, batch), step(model, batch), rtol=1e-5)
+
+
+# ---- as a Keras model ------------------------------------------------------------------------------------------------
+
+
+def test_fit_evaluate_and_predict():
+    """With dropout, whose random numbers are those of the training model, and sizes of batches that differ."""
+    model = keras.Sequential(
+        [layers.Input((5,)), layers.Dense(6, "tanh"), layers.BatchNormalization(), layers.Dropout(0.3), layers.Dense(3)]
+    )
+    model.compile("sgd", "mse")
+    plain = onward.strip(from_keras(model, probe=False))
+    training = onward.prepare(plain, loss="cross_entropy", optimizer="adam:lr=0.01", schedule="cosine:steps=100")
+    made = to_keras(training)
+    x, y = (array for array in next(batches(real(5), whole(3), samples=40)))
+    history = made.fit(x, y, batch_size=16, epochs=2, shuffle=False, verbose=0).history["loss"]
+    with load(training, threads=1) as engine:
+        parts = [slice(0, 16), slice(16, 32), slice(32, 40)]
+        for epoch in range(2):
+            found = [float(engine.step(named(engine.inputs, (x[part], y[part])))["loss"]) for part in parts]
+            np.testing.assert_allclose(np.average(found, weights=[16, 16, 8]), history[epoch], rtol=1e-5)
+        expected = engine.evaluate(named(engine.inputs, (x, y)))
+        same_state(made, engine.state())
+    np.testing.assert_allclose(made.evaluate(x, y, batch_size=40, verbose=0), expected["loss"], rtol=1e-5)
+    np.testing.assert_allclose(made.predict(x, verbose=0), expected[plain.outputs[0].name], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("build", [models.digits_mlp, models.small_cnn])
+def test_models_of_others(build):
+    """Models that did not come from Keras, with layouts of their own and PyTorch's arithmetic."""
+    model = onward.read(build())
+    shape = [size if isinstance(size, int) else 1 for size in model.inputs[0].shape][1:]
+    training = onward.prepare(model, loss="cross_entropy", optimizer="adamw:lr=1e-3,eps=1e-3", variance="sample")
+    made, state = continues(training, batches(real(*shape), whole(10)))
+    assert {v.path for v in made.trainable_variables} <= set(training.graph.initializers)
+    same_state(made, state)
+
+
+def test_a_model_that_was_compiled_anew_does_not_come_back(plain):
+    made = to_keras(onward.prepare(plain, loss="mse"))
+    made.compile("sgd", "mse")
+    with pytest.raises(UnsupportedError, match="compiled anew"):
+        from_keras(made)
+
+
+def test_embeddings_have_dense_gradients():
+    """Keras would square the gradients of a token that occurs twice before it adds them up."""
+    tokens = layers.Input((6,), dtype="int32")
+    model = keras.Model(tokens, layers.Dense(3)(layers.GlobalAveragePooling1D()(layers.Embedding(9, 4)(tokens))))
+    model.compile(keras.optimizers.Adam(1e-2), "mse")
+    data = batches(lambda rng, n: rng.integers(0, 9, (n, 6)).astype(np.int32), real(3))
+    made, _ = continues(from_keras(model, approx=True), data)
+    assert type(made.optimizer) is keras.optimizers.Adam
