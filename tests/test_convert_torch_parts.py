@@ -294,6 +294,7 @@ def test_groups_of_several_optimizers(kinds: tuple[str, str]) -> None:
     made = make_optimizer(disassemble(model), parameters)
     assert isinstance(made, Together) == (kinds[0] != kinds[1])
     made.load_state_dict(copy.deepcopy(made.state_dict()))
+    parameters, made = copy.deepcopy((parameters, made))
     model = on_onnxruntime(model, gradients[BEFORE : BEFORE + 3])
     on_torch(made, parameters, gradients[BEFORE : BEFORE + 3])
     agree(weights_of(model), parameters)
@@ -340,6 +341,10 @@ def test_all_that_is_wrong_is_said_at_once() -> None:
     theirs.register_step_pre_hook(lambda *_: None)
     with pytest.raises(UnsupportedError, match="`Mine` computes is not known; it has hooks"):
         read_optimizer(theirs, names)
+    together = Together([torch.optim.SGD([parameters["a"]]), torch.optim.Adam([parameters["b"]])])
+    together.register_step_post_hook(lambda *_: None)
+    with pytest.raises(UnsupportedError, match="it has hooks"):
+        read_optimizer(together, names)
 
 
 def test_steps_that_differ() -> None:

@@ -43,6 +43,8 @@ def read_optimizer(
     parts = list(_parts(optimizer))
     for part in parts:
         _check_class(part, problems)
+    if any(_other_hooks(part) for part in {optimizer, *parts}):
+        problems.add("it has hooks, which could do anything", "remove the hooks")
     problems.refuse()
     settings = [(part, group) for part in parts for group in part.param_groups]
     rates = schedule.base_rates if schedule else [float(group["lr"]) for _, group in settings]
@@ -67,9 +69,11 @@ def _check_class(part: Optimizer, problems: Problems) -> None:
         problems.add(*REFUSED[kind])
     elif kind not in FROM_TORCH:
         problems.add(f"what a step of the class `{kind.__qualname__}` computes is not known", "use one of torch.optim")
+
+
+def _other_hooks(part: Optimizer) -> bool:
     hooks = [*part._optimizer_step_pre_hooks.values(), *part._optimizer_step_post_hooks.values()]
-    if any(not isinstance(hook, Clip) for hook in hooks):
-        problems.add("it has hooks, which could do anything", "remove the hooks")
+    return any(not isinstance(hook, Clip) for hook in hooks)
 
 
 class _Reading:

@@ -62,8 +62,9 @@ def _base_rates(scheduler: LRScheduler) -> list[float]:
 
 
 def _position(scheduler: LRScheduler) -> int:
-    inner = scheduler._schedulers[0] if isinstance(scheduler, lr_scheduler.ChainedScheduler) else scheduler
-    return _position(inner) if inner is not scheduler else int(scheduler.last_epoch)
+    if isinstance(scheduler, lr_scheduler.ChainedScheduler):
+        return _position(scheduler._schedulers[0])
+    return int(scheduler.last_epoch)
 
 
 def _completed(pieces: Pieces, problems: Problems) -> list[dict[str, Any]]:
@@ -149,15 +150,12 @@ class _Reader:
 
     def _lambda(self, scheduler: Any) -> Pieces:
         functions = scheduler.lr_lambdas
-        read = [read_lambda(function, self._base_rates) for function in functions]
-        if all(isinstance(function, Factor) for function in functions) or all(f is functions[0] for f in functions):
-            if read[0] is not None and all(pieces == read[0] for pieces in read):
-                return read[0]
-            what = "its function is not known" if read[0] is None else "its groups have different functions"
-        else:
-            what = "its groups have different functions"
-        self._problems.add(what, "use one of torch.optim.lr_scheduler, or `transformers.get_scheduler`")
-        return []
+        same = all(_same(function, functions[0]) for function in functions)
+        pieces = read_lambda(functions[0], self._base_rates) if same else None
+        if pieces is None:
+            what = "its function is not known" if same else "its groups have different functions"
+            self._problems.add(what, "use one of torch.optim.lr_scheduler, or `transformers.get_scheduler`")
+        return pieces or []
 
     def _one_cycle(self, scheduler: Any) -> Pieces:
         if scheduler.cycle_momentum:
@@ -173,6 +171,13 @@ class _Reader:
             "three_phase": len(phases) == 3,
         }
         return [(Spec("one_cycle", options), FOREVER)]
+
+
+def _same(function: Any, other: Any) -> bool:
+    """Formulas of ours know the rate of their group, and are the same if their schedules are."""
+    if isinstance(function, Factor) and isinstance(other, Factor):
+        return function.schedules == other.schedules
+    return function is other
 
 
 def _one(name: str, **options: Any) -> Pieces:
