@@ -80,7 +80,7 @@ class _Prober:
         """The example, and random targets that go with it."""
         inputs = self._forward.inputs
         with torch.no_grad():
-            outputs = copy.deepcopy(self._forward)(*inputs.values())
+            outputs = self._outputs(copy.deepcopy(self._forward))
         sizes = _sizes(model, {**inputs, **outputs})
         rng = np.random.default_rng(0)
         targets = {value.name: value for value in model.step().algorithm.inputs}
@@ -91,6 +91,12 @@ class _Prober:
                 classes = prediction.shape[term.options.get("axis", 1)] if prediction.ndim > 1 else 2
                 made[name] = _drawn(rng, targets[name], sizes, classes)
         return made
+
+    def _outputs(self, forward: Flat) -> dict[str, torch.Tensor]:
+        """By their names in the model; one that was made from a model returns a single output without its name."""
+        outputs = forward(*forward.inputs.values())
+        only = {term.output for term in self._terms} if len(outputs) == 1 else set()
+        return dict(zip(only, outputs.values(), strict=True)) if len(only) == 1 else outputs
 
     def step(self, batch: Arrays) -> float:
         native = self._native
@@ -107,7 +113,7 @@ class _Prober:
         return float(loss.detach())
 
     def _loss(self, batch: Arrays) -> torch.Tensor:
-        outputs = self._forward(*self._forward.inputs.values())
+        outputs = self._outputs(self._forward)
         loss, total = self._native.loss, torch.zeros(())
         for term in self._terms:
             if isinstance(loss, str):
