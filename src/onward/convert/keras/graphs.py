@@ -17,11 +17,11 @@ from onward.convert.tensorflow.sizes import OpenSizes
 from onward.errors import UnsupportedError
 from onward.inspect import describe
 from onward.lowering.contract import contract_of
-from onward.lowering.flow import keep_what_is_needed
 from onward.lowering.step import lower
 from onward.model import Model
 from onward.model.core import values
 from onward.model.state import carried
+from onward.model.walk import ancestors
 from onward.run.interpreted import interpreter
 from onward.transform import inline
 
@@ -132,17 +132,20 @@ class Parts:
 
     def _open(self, model: Model, outputs: Sequence[ir.Value]) -> None:
         """Keep what these need, with the state and what is frozen as inputs."""
-        graph = model.graph
+        graph, (needed, reached) = model.graph, ancestors(outputs)
         graph.outputs[:] = outputs
-        keep_what_is_needed(graph)
+        graph.remove([node for node in graph if node not in needed])
+        for name in [name for name, value in graph.initializers.items() if value not in reached]:
+            graph.initializers.pop(name)
         for name in (*(state.name for state in carried(self.model)), *self.frozen):
             if (value := graph.initializers.pop(name, None)) is not None:
                 tensor = value.const_value
                 assert tensor is not None
-                value.type, value.shape, value.const_value = ir.TensorType(tensor.dtype), tensor.shape, None  # type: ignore[assignment]
+                value.type, value.shape = ir.TensorType(tensor.dtype), ir.Shape(tensor.shape.numpy())
+                value.const_value = None
                 if value not in graph.inputs:
                     graph.inputs.append(value)
-        graph.inputs[:] = [value for value in graph.inputs if value.uses() or value.is_graph_output()]
+        graph.inputs[:] = [value for value in graph.inputs if value in reached]
 
 
 def _frozen(model: Model) -> list[str]:

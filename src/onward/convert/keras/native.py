@@ -89,10 +89,13 @@ def _is_same(ours: ConfiguredOptimizer, name: str) -> bool:
     free = {"lr", "weight_decay", *KINDS[name].numbers}
     if any(ours.values[number] != fixed[number] for number in ours.effective - free):
         return False
-    function = ours.kind.choose(ours.settings, None).function
-    decayed = name != "AdamW" or ours.values["weight_decay"]
-    same = twin.kind if decayed else optimizer("adam")
-    return bool(function.name == same.choose(twin.settings, None).function.name)
+    return _function(ours) == _function(twin)
+
+
+def _function(configured: ConfiguredOptimizer) -> str:
+    """The name of the update. A decay by nothing is none."""
+    name = configured.kind.choose(configured.settings, None).function.name
+    return name if configured.values.get("weight_decay") else name.removesuffix("W")
 
 
 def _clips_alike(run: Run) -> bool:

@@ -38,6 +38,11 @@ def softmax(c: Call, x: Tensor, axis: int) -> Tensor:
     return result
 
 
+def _hard_sigmoid(op: Builder, x: Expr) -> Expr:
+    """Not the operator of that name, which rounds in another way: logarithms of it are taken."""
+    return op.Clip(x + 3.0, 0.0, 6.0) / 6.0
+
+
 _ELEMENTWISE: dict[str, Callable[[Builder, Expr], Expr]] = {
     "relu": lambda op, x: op.Relu(x),
     "leaky_relu": lambda op, x: op.LeakyRelu(x, alpha=0.2),
@@ -58,8 +63,8 @@ _ELEMENTWISE: dict[str, Callable[[Builder, Expr], Expr]] = {
     "sigmoid": lambda op, x: op.Sigmoid(x),
     "log_sigmoid": lambda op, x: -op.Softplus(-x),
     "exponential": lambda op, x: op.Exp(x),
-    "hard_sigmoid": lambda op, x: op.HardSigmoid(x, alpha=1 / 6, beta=0.5),
-    "hard_silu": lambda op, x: x * op.HardSigmoid(x, alpha=1 / 6, beta=0.5),
+    "hard_sigmoid": _hard_sigmoid,
+    "hard_silu": lambda op, x: x * _hard_sigmoid(op, x),
     "mish": lambda op, x: x * op.Tanh(op.Softplus(x)),
 }
 
