@@ -186,16 +186,18 @@ def _quiet() -> Iterator[None]:
 
 def _explained(error: Exception) -> UnsupportedError:
     """What the user can do about a failure of the exporter."""
-    causes = [error, *(cause for cause in (error.__cause__, error.__context__) if cause is not None)]
+    causes: list[BaseException] = [error]
+    while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None:
+        causes.append(cause)
     if any(isinstance(cause, GuardOnDataDependentSymNode) for cause in causes):
         return UnsupportedError(
             f"the forward pass decides by the values of tensors what to do ({_place(error)}), and a graph cannot",
             hint="choose by `torch.where`, or write both branches with `torch.cond`",
         )
-    reason = str(error).strip().splitlines()[0]
+    reason = str(causes[-1]).strip().partition("\n")[0]
     return UnsupportedError(
         f"PyTorch cannot export the module: {reason}",
-        hint="`torch.export.export(module, example_inputs, strict=False)` says more",
+        hint="`torch.onnx.export(module, example_inputs, dynamo=True, optimize=False)` says more",
     )
 
 

@@ -15,6 +15,7 @@ from torch.export import ExportedProgram
 from torch.fx import Node
 
 _FAR = 2.0**100
+_MOVES = (torch.ops.aten.transpose.int, torch.ops.aten.permute.default, torch.ops.aten.contiguous.default)
 
 
 def rewrite(program: ExportedProgram) -> None:
@@ -26,6 +27,8 @@ def rewrite(program: ExportedProgram) -> None:
                 _detach(result)
         elif node.target is torch.ops.aten.feature_dropout.default:
             _drop_channels(node)
+        elif node.target in (torch.ops.aten.view.default, torch.ops.aten.reshape.default):
+            _lay_out(node)
     graph.lint()
     program.graph_module.recompile()
 
@@ -57,6 +60,16 @@ def _drop_channels(node: Node) -> None:
 
 def _stopped(x: Any) -> Any:
     return _without_derivative(x, x.dtype)
+
+
+def _lay_out(node: Node) -> None:
+    """Let a view be one of contiguous memory: what attention returns is laid out otherwise when it is translated."""
+    x, *_ = node.args
+    assert isinstance(x, Node)
+    if x.target in _MOVES:
+        with node.graph.inserting_before(node):
+            kind = {"memory_format": torch.contiguous_format}
+            node.replace_input_with(x, node.graph.call_function(torch.ops.aten.clone.default, (x,), kind))
 
 
 def _without_derivative(x: Any, dtype: ir.DataType) -> Any:
