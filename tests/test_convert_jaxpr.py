@@ -1,23 +1,14 @@
-"""Functions of JAX as models: what JAX computes, ONNX Runtime and the numpy engine compute from the model too."""
+"""Primitives of JAX as operators: of numbers, bits, control flow, random numbers."""
 
 from __future__ import annotations
 
-import functools
-import re
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
-from conftest import needs
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-import onward
-from onward.errors import UnsupportedError
-from onward.model import Model
-from onward.run import function as function_of
+from conftest import needs
 
 pytestmark = needs("jax")
 jax = pytest.importorskip("jax")
@@ -25,60 +16,8 @@ jax = pytest.importorskip("jax")
 import jax.numpy as jnp  # noqa: E402
 from jax import lax  # noqa: E402
 
+from jaxpr_agreement import BOTH, agrees, numbers, results, same  # noqa: E402
 from onward.convert.jax.jaxpr import export  # noqa: E402
-
-BOTH = ("numpy", "onnxruntime")
-
-
-def numbers(*shape: int, dtype: Any = np.float32, seed: int = 0, low: float = -2, high: float = 2) -> np.ndarray:
-    """Numbers of any type, integers from `low` to `high` too."""
-    random = np.random.default_rng([seed, *shape])
-    if np.dtype(dtype) == bool:
-        return random.random(shape) < 0.5
-    if np.dtype(dtype).kind in "iu":
-        return random.integers(int(low), int(high), shape, endpoint=True).astype(dtype)
-    return random.uniform(low, high, shape).astype(dtype)
-
-
-def results(model: Model, inputs: Sequence[Any], engine: str) -> list[np.ndarray]:
-    fed = {value.name: np.asarray(x) for value, x in zip(model.inputs, inputs, strict=True)}
-    computed = function_of(model, engine=engine)(fed)
-    return [np.asarray(computed[value.name]) for value in model.outputs]
-
-
-def same(found: Sequence[np.ndarray], expected: Any, tolerance: float = 2e-6) -> None:
-    leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(expected)]
-    assert len(found) == len(leaves)
-    for ours, theirs in zip(found, leaves, strict=True):
-        assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape)
-        wide = [x if x.dtype.kind in "biuf" else x.astype(np.float32) for x in (ours, theirs)]
-        np.testing.assert_allclose(*wide, rtol=tolerance, atol=tolerance)
-
-
-def agrees(
-    function: Callable[..., Any],
-    *inputs: Any,
-    engines: Sequence[str] = BOTH,
-    tolerance: float = 2e-6,
-    batch: str | None = "batch",
-) -> Model:
-    """The model of a function without parameters, which computes the same, and the same of twice as large a batch."""
-    model = export(lambda _, *xs: function(*xs), {}, *inputs, batch=batch)
-    assert onward.check(model) == []
-    cases = [inputs]
-    free = [x.shape is not None and len(x.shape) > 0 and not isinstance(x.shape[0], int) for x in model.inputs]
-    if any(free):
-        cases.append([np.concatenate([x, x]) if of_batch else x for x, of_batch in zip(inputs, free, strict=True)])
-    for case in cases:
-        expected = jax.jit(function)(*case)
-        for engine in engines:
-            same(results(model, case, engine), expected, tolerance)
-    return model
-
-
-def operators_of(model: Model) -> set[str]:
-    return {node.op_type for node in model.graph.all_nodes()}
-
 
 # ---- primitives ------------------------------------------------------------------------------------------------------
 
@@ -104,12 +43,15 @@ FLOATS = {
     "movement": lambda x: (x.T, x.reshape(-1), x[None, :, None], jnp.squeeze(x[:, :1], 1), jnp.tile(x, (2, 1))),
     "parts": lambda x: (x[1:], x[:, ::2], x[::-1], x[:, -1], x[1, 2], jnp.split(x, 2, axis=1), jnp.roll(x, 1, 1)),
     "stacks": lambda x: (jnp.stack([x, 2 * x]), jnp.concatenate([x, x], 1), jnp.hstack([x, x]), jnp.repeat(x, 2, 1)),
-    "padding": lambda x: (jnp.pad(x, 1), lax.pad(x, 7.0, [(1, 0, 2), (-1, 2, 1)]), lax.pad(x, 0.0, [(0, -1, 0), (0, 0, 0)])),
+    "padding": lambda x: (jnp.pad(x, 1), lax.pad(x, 7.0, [(1, 0, 2), (-1, 2, 1)]), lax.pad(x, 0.0, [(0, -1, 0), (0,
+        0, 0)])),
     "triangles": lambda x: (jnp.tril(x), jnp.triu(x, 1), jnp.eye(4) @ x[:1].T, jnp.diag(x[0])),
     "orders": lambda x: (jnp.sort(x), jnp.argsort(x, 0), jnp.sort(x, descending=True), lax.top_k(x, 2), jnp.median(x)),
     "products": lambda x: (x @ x.T, x.T @ x, jnp.einsum("ij,kj->ik", x, x), jnp.dot(x[0], x[1]), jnp.outer(x[0], x[1])),
-    "ranges": lambda x: (jnp.arange(x.shape[0]), jnp.linspace(0, 1, 5) + x[0, 0], jnp.zeros_like(x), jnp.full((2, 3), x[0, 0])),
-    "types": lambda x: (x.astype(jnp.int32), x.astype(bool), x.astype(jnp.float16), x.astype(jnp.bfloat16).astype(jnp.float32)),
+    "ranges": lambda x: (jnp.arange(x.shape[0]), jnp.linspace(0, 1, 5) + x[0, 0], jnp.zeros_like(x), jnp.full((2,
+        3), x[0, 0])),
+    "types": lambda x: (x.astype(jnp.int32), x.astype(bool), x.astype(jnp.float16),
+        x.astype(jnp.bfloat16).astype(jnp.float32)),
     "precision": lambda x: lax.reduce_precision(x, 8, 7),
     "marks": lambda x: (lax.stop_gradient(x), lax.optimization_barrier(x), jax.checkpoint(jnp.sin)(x)),
 }  # fmt: skip
@@ -125,7 +67,8 @@ INTEGERS = {
     "python's division": lambda x: (x // 3, x % 3, x / 2),
     "bits": lambda x: (x & 3, x | 4, x ^ 5, ~x, x << 2, x >> 1, lax.shift_right_logical(x, x.dtype.type(1))),
     "wide shifts": lambda x: (lax.shift_left(x, x.dtype.type(40)), lax.population_count(x)),
-    "choices": lambda x: (jnp.where(x > 1, x, -x), jnp.clip(x, 0, 2), jnp.maximum(x, 1), lax.select_n(x % 2 == 0, x, x)),
+    "choices": lambda x: (jnp.where(x > 1, x, -x), jnp.clip(x, 0, 2), jnp.maximum(x, 1), lax.select_n(x % 2 == 0,
+        x, x)),
     "reductions": lambda x: (x.sum(1), x.max(0), x.min(), x.prod(0), jnp.any(x > 1), jnp.all(x > 1, 1), x.cumsum(0)),
     "orders": lambda x: (jnp.sort(x), jnp.argsort(-x, 1), x.argmax(1), lax.top_k(x, 1)),
     "products": lambda x: (x @ x.T, x.astype(jnp.float32)),
@@ -202,164 +145,6 @@ def test_bfloat16() -> None:
     agrees(lambda x: (x @ x.T, jax.nn.relu(x) + 1, x.sum(1)), x, engines=["numpy"], tolerance=2e-2)
 
 
-# ---- indexing --------------------------------------------------------------------------------------------------------
-
-AT = {
-    "rows": lambda x, i: x[i],
-    "columns": lambda x, i: x[:, i],
-    "pairs": lambda x, i: x[i, i[::-1]],
-    "one place": lambda x, i: (x[i[0]], x[i[1], i[2]]),
-    "between": lambda x, i: x[i, :, None, i],
-    "after rows": lambda x, i: x[1:, i],
-    "take": lambda x, i: (jnp.take(x, i, 0), jnp.take(x, i, 1, mode="clip"), jnp.take(x, i + 3, 0, mode="fill")),
-    "filled": lambda x, i: (x.at[i + 2].get(mode="fill", fill_value=-1), x.at[i * 3].get(mode="clip")),
-    "along": lambda x, i: (jnp.take_along_axis(x, i[None, :, None], 1), jnp.take_along_axis(x, i[:, None, None], 0)),
-    "two axes": lambda x, i: x[jnp.stack([i, i])],
-    "windows": lambda x, i: lax.dynamic_slice(x, (i[0], i[1], 0), (2, 2, 3)),
-    "window outside": lambda x, i: lax.dynamic_slice_in_dim(x, i[0] + 3, 3),
-    "written window": lambda x, i: lax.dynamic_update_slice(x, jnp.ones((2, 1, 3)), (i[0], i[1], 0)),
-    "written row": lambda x, i: lax.dynamic_update_index_in_dim(x, jnp.ones((4, 3)), i[2], 0),
-    "set": lambda x, i: (x.at[i[0]].set(1), x.at[:, 1].set(2), x.at[i[:1], i[1:2]].set(3), x.at[1:3, ::2].set(4)),
-    "set outside": lambda x, i: (x.at[i + 4].set(jnp.ones((3, 4, 3))), x.at[i[:1] + 9, i[:1]].set(5)),
-    "add": lambda x, i: (x.at[i].add(1), x.at[:, i].add(2), x.at[i, i].add(3), x.at[i + 4].add(7)),
-    "multiply": lambda x, i: (x.at[i].multiply(2), x.at[i].min(0), x.at[i].max(0.5), x.at[i + 4].max(3)),
-    "one hot": lambda x, i: (jax.nn.one_hot(i, 5), jax.nn.one_hot(i, 3, axis=0)),
-    "counts": lambda x, i: (jnp.bincount(i, length=4), jax.ops.segment_sum(x[i], i, 5), jnp.searchsorted(jnp.sort(x[0, 0]), x[1, 1])),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", AT)
-def test_indexing(name: str) -> None:
-    agrees(AT[name], numbers(4, 4, 3), np.array([2, 0, 2], np.int32), batch=None)
-
-
-def test_indexing_of_a_batch() -> None:
-    x, i = numbers(5, 4, 3), numbers(5, dtype=np.int32, low=0, high=3)
-
-    def read(x: Any, i: Any) -> Any:
-        along = jnp.take_along_axis(x, i[:, None, None], 1)
-        mapped = jax.vmap(lambda row, place: row[place])(x, i)
-        return along, mapped, x[jnp.arange(x.shape[0]), i], x[:, 1], x.at[jnp.arange(x.shape[0]), i].add(1)
-
-    agrees(read, x, i)
-    agrees(lambda x, i: jax.vmap(lambda row, place: row.at[place].set(0))(x, i), x, i)
-    agrees(lambda x, i: jax.vmap(lambda row, place: lax.dynamic_slice_in_dim(row, place, 2))(x, i), x, i)
-
-
-@given(
-    st.lists(st.integers(2, 4), min_size=1, max_size=3).flatmap(
-        lambda shape: st.tuples(
-            st.just(shape),
-            st.lists(st.integers(-9, 9), min_size=1, max_size=4),
-            st.integers(0, len(shape) - 1),
-            st.sampled_from(["fill", "clip"]),
-        )
-    )
-)
-@settings(max_examples=25)
-def test_any_place_along_any_axis(case: tuple[list[int], list[int], int, str]) -> None:
-    shape, places, axis, mode = case
-    agrees(lambda x, i: jnp.take(x, i, axis, mode=mode), numbers(*shape), np.array(places, np.int32), batch=None)
-    write = lambda x, i: jnp.moveaxis(x, axis, 0).at[i].add(1, mode="drop")
-    agrees(write, numbers(*shape), np.array(places, np.int32), batch=None)
-
-
-# ---- products and convolutions ---------------------------------------------------------------------------------------
-
-
-@given(st.data())
-@settings(max_examples=40)
-def test_any_product(data: st.DataObject) -> None:
-    """Axes that are summed, shared or free, in any order on both sides."""
-    kinds = data.draw(st.lists(st.sampled_from("sba"), max_size=4))
-    left = data.draw(st.permutations([*enumerate(kinds)]))
-    right = data.draw(st.permutations([*enumerate(kinds)]))
-    size = lambda i: 2 + i
-    sides = [[(i, k) for i, k in side if k != "a" or free] for side, free in ((left, True), (right, False))]
-    sides[1] = data.draw(st.permutations([*sides[1], *((9 + n, "c") for n in range(data.draw(st.integers(0, 2))))]))
-    axis = lambda side, kind: [
-        next(p for p, (j, _) in enumerate(side) if j == i) for i, k in enumerate(kinds) if k == kind
-    ]
-    dimensions = tuple(tuple(tuple(axis(side, kind)) for side in sides) for kind in "sb")
-    a, b = (numbers(*(size(i % 7) for i, _ in side)) for side in sides)
-    agrees(lambda a, b: lax.dot_general(a, b, dimensions), a, b, batch=None, tolerance=1e-5)
-
-
-def test_products_that_lie_well_are_no_einsum() -> None:
-    x, w = numbers(2, 3, 4), numbers(4, 5)
-    for function, inputs in {
-        (lambda x, w: x @ w): (x, w),
-        (lambda x, w: x @ w.T): (x, w.T.copy()),
-        (lambda x, w: jnp.einsum("bij,bkj->bik", x, x) + w[0, 0]): (x, w),
-    }.items():
-        assert "MatMul" in operators_of(agrees(function, *inputs, tolerance=1e-5))
-    flipped = agrees(
-        lambda a, b: lax.dot_general(a, b, (((0,), (1,)), ((), ()))), numbers(4, 3), w.T.copy(), batch=None
-    )
-    assert "Gemm" in operators_of(flipped) and "Transpose" not in operators_of(flipped)
-
-
-CONVOLUTIONS: dict[str, dict[str, Any]] = {
-    "same": {"padding": "SAME"},
-    "strided": {"window_strides": (2, 1), "padding": "SAME"},
-    "dilated": {"rhs_dilation": (2, 1), "padding": "VALID"},
-    "spread": {"lhs_dilation": (2, 3), "padding": [(1, 2), (0, 1)]},
-    "cut": {"padding": [(-1, 0), (2, -2)]},
-    "grouped": {"feature_group_count": 2, "padding": "SAME"},
-    "groups of examples": {"batch_group_count": 2, "padding": "VALID"},
-}
-LAYOUTS = [("NHWC", "HWIO", "NHWC"), ("NCHW", "OIHW", "NCHW"), ("CHWN", "IHWO", "HWNC")]
-
-
-def laid_out(array: np.ndarray, old: str, new: str) -> np.ndarray:
-    return np.ascontiguousarray(array.transpose([old.index(axis) for axis in new]))
-
-
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda names: names[0])
-@pytest.mark.parametrize("name", CONVOLUTIONS)
-def test_convolutions(name: str, layout: tuple[str, str, str]) -> None:
-    options = {"window_strides": (1, 1), **CONVOLUTIONS[name]}
-    x, kernel = numbers(4, 4, 7, 6), numbers(6, 4 // options.get("feature_group_count", 1), 3, 2)
-    inputs = laid_out(x, "NCHW", layout[0]), laid_out(kernel, "OIHW", layout[1])
-    batch = "batch" if layout[0][0] == "N" and name != "groups of examples" else None
-    function = functools.partial(lax.conv_general_dilated, dimension_numbers=layout, **options)
-    agrees(lambda x, kernel: function(x, kernel), *inputs, batch=batch, tolerance=1e-5)
-
-
-@pytest.mark.parametrize("rank", [1, 3])
-def test_convolutions_of_other_ranks(rank: int) -> None:
-    x, kernel = numbers(2, 3, *(5,) * rank), numbers(4, 3, *(2,) * rank)
-    agrees(lambda x, k: lax.conv(x, k, (2,) * rank, "SAME"), x, kernel, tolerance=1e-5, batch=None)
-
-
-def test_transposed_convolution() -> None:
-    x, kernel = numbers(2, 4, 4, 3), numbers(3, 3, 3, 5)
-    agrees(lambda x, k: lax.conv_transpose(x, k, (2, 2), "SAME"), x, kernel, tolerance=1e-5)
-
-
-POOLS: dict[str, Callable[[Any], Any]] = {
-    "max": lambda x: lax.reduce_window(x, -jnp.inf, lax.max, (1, 2, 3, 1), (1, 2, 1, 1), "SAME"),
-    "min": lambda x: lax.reduce_window(x, jnp.inf, lax.min, (1, 2, 2, 1), (1, 2, 2, 1), "VALID"),
-    "sum": lambda x: lax.reduce_window(x, 0.0, lax.add, (1, 3, 2, 1), (1, 1, 2, 1), "SAME"),
-    "one axis": lambda x: lax.reduce_window(x, -jnp.inf, lax.max, (1, 3, 1, 1), (1, 1, 1, 1), "SAME"),
-    "three axes": lambda x: lax.reduce_window(x, 0.0, lax.add, (1, 2, 2, 2), (1, 1, 1, 1), "VALID"),
-    "far around": lambda x: lax.reduce_window(x, -jnp.inf, lax.max, (1, 2, 2, 1), (1, 1, 1, 1), [(0, 0), (2, 3), (0, 1), (0, 0)]),
-    "spread": lambda x: lax.reduce_window(x, 0.0, lax.add, (1, 2, 2, 1), (1, 1, 1, 1), "VALID", base_dilation=(1, 2, 1, 1)),
-    "nothing": lambda x: lax.reduce_window(x, 0.0, lax.add, (1, 1, 1, 1), (1, 1, 1, 1), "VALID"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", POOLS)
-def test_pools(name: str) -> None:
-    agrees(POOLS[name], numbers(2, 6, 5, 3), tolerance=1e-5)
-
-
-def test_a_dilated_pool() -> None:
-    dilated = functools.partial(lax.reduce_window, window_dilation=(1, 2, 2, 1))
-    pool = lambda x: dilated(x, -jnp.inf, lax.max, (1, 2, 2, 1), (1, 1, 1, 1), "VALID")
-    agrees(pool, numbers(2, 6, 5, 3))
-
-
 # ---- control flow ----------------------------------------------------------------------------------------------------
 
 
@@ -431,7 +216,3 @@ def test_a_key_of_its_own_type_and_from_a_seed() -> None:
     for engine in BOTH:
         same(results(model, [x], engine), expected)
     agrees(lambda seed: jax.random.uniform(jax.random.key(seed), (3,)), np.int32(12), batch=None)
-
-
-def test_a_vector_times_a_matrix_that_was_transposed() -> None:
-    agrees(lambda a, v: (a.T @ v, v @ a, a @ a[1]), numbers(3, 3), numbers(3), batch=None)

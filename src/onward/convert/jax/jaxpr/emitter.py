@@ -190,7 +190,7 @@ def stored(aval: Any) -> Any:
 def data_of(const: Any) -> np.ndarray:
     """An array as it is kept."""
     is_key = jax.dtypes.issubdtype(const.dtype, jax.dtypes.prng_key)
-    return np.asarray(jax.random.keydata_of(const) if is_key else const)
+    return np.asarray(jax.random.key_data(const) if is_key else const)
 
 
 def declared(aval: Any, name: str | None = None) -> ir.Value:
