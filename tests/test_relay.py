@@ -1,0 +1,92 @@
+"""Runs that go from PyTorch to Keras to JAX: 30 steps in each, and the losses are those of PyTorch alone."""
+
+import itertools
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import onward
+from conftest import needs
+
+torch = pytest.importorskip("torch")
+
+from test_convert_torch import CASES, Loop, batches, lr_scheduler, without_dropout  # noqa: E402
+
+pytestmark = [
+    *(needs(name) for name in ("onnxscript", "tensorflow", "jax", "optax")),
+    pytest.mark.usefixtures("one_torch_thread"),
+]
+
+LEG = 30
+
+
+def lion(parameters):
+    from onward.convert.torch.exact.adam import Lion
+
+    return Lion(parameters, lr=1e-3, weight_decay=0.01)
+
+
+def decaying(optimizer):
+    return lr_scheduler.ExponentialLR(optimizer, 0.97)
+
+
+OPTIMIZERS = {
+    "momentum, decaying": (lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9), decaying),
+    "adagrad, small accumulators": (lambda p: torch.optim.Adagrad(p, 1e-2, initial_accumulator_value=1e-6), None),
+    "adam, large eps": (lambda p: torch.optim.Adam(p, 1e-2, eps=1e-3), None),
+    "adamw": (lambda p: torch.optim.AdamW(p, 1e-2, eps=1e-6, weight_decay=0.1), decaying),
+    "rmsprop with momentum": (lambda p: torch.optim.RMSprop(p, 1e-3, momentum=0.9, eps=1e-4), decaying),
+    "lion": (lion, None),
+}
+GRID = list(itertools.product(CASES, OPTIMIZERS))
+DIAGONAL = set(zip([*CASES, "mlp"], OPTIMIZERS, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "optimizer"),
+    [pytest.param(*pair, marks=[] if pair in DIAGONAL else [pytest.mark.slow]) for pair in GRID],
+)
+def test_a_relay(name, optimizer):
+    made, schedule = OPTIMIZERS[optimizer]
+    case = without_dropout(CASES[name]._replace(optimizer=made, scheduler=schedule, clip=None))
+    loop, given = Loop.of(case), batches(case, 3 * LEG, seed=1)
+    expected = loop.steps(given[:LEG])
+    training = loop.captured()
+    expected += loop.steps(given[LEG:])
+    losses, training = in_keras(training, given[LEG : 2 * LEG])
+    more, _ = in_jax(training, given[2 * LEG :])
+    np.testing.assert_allclose([*losses, *more], expected[LEG:], rtol=1e-5)
+
+
+def in_keras(training, given):
+    model = onward.to_keras(training)
+    losses = []
+    for inputs, target in given:
+        model.reset_metrics()
+        x = [array.numpy() for array in inputs.values()]
+        losses.append(float(model.train_on_batch(x[0] if len(x) == 1 else x, target.numpy())))
+    return losses, onward.from_keras(model)
+
+
+def in_jax(training, given):
+    import jax
+
+    carried = onward.to_jax(training)
+    step, state = jax.jit(carried.step), carried.state
+    target_name = training.step().algorithm.inputs[0].name
+    losses = []
+    for inputs, target in given:
+        batch = {**{key: x.numpy() for key, x in inputs.items()}, target_name: target.numpy()}
+        state, metrics = step(state, batch)
+        losses.append(float(metrics["loss"]))
+    return losses, carried.training(state)
+
+
+@pytest.mark.slow
+def test_the_example(tmp_path):
+    script = Path(__file__).parent.parent / "examples" / "relay" / "relay.py"
+    done = subprocess.run([sys.executable, script, "--leg", "3"], capture_output=True, text=True, check=True)
+    assert done.stdout.count("from PyTorch alone") == 4
