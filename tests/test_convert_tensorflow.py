@@ -1,4 +1,4 @@
-"""Training models as `tf.Module` and back, and functions of TensorFlow as training models: the same losses everywhere."""
+"""Training models as `tf.Module` and back, functions of TensorFlow as training models: the same losses everywhere."""
 
 from __future__ import annotations
 

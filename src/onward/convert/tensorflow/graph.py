@@ -102,14 +102,18 @@ class Walk:
             self.updates = before
             raise Refused("variables are assigned in a branch or in a loop")
 
-    def inline(self, op: Builder, graph: Any, arguments: Iterable[Value]) -> list[Value]:
-        """Write the operations of a graph, given its inputs; what it returns."""
+    def inline(
+        self, op: Builder, graph: Any, arguments: Iterable[Value], outputs: Sequence[Any] | None = None
+    ) -> list[Value]:
+        """Write the operations of a graph, given its inputs; what it returns, or other tensors of it."""
+        wanted = graph.outputs if outputs is None else outputs
+        needed = _needed(graph, wanted)
         known: Environment = {x.ref(): _inside(op, value) for x, value in zip(graph.inputs, arguments, strict=True)}
         for operation in graph.get_operations():
-            if operation.type != "Placeholder":
+            if operation in needed and operation.type != "Placeholder":
                 results = self._results(op, operation, known)
                 known.update(zip((y.ref() for y in operation.outputs), results, strict=False))
-        return [known[y.ref()] for y in graph.outputs]
+        return [known[y.ref()] for y in wanted]
 
     def _results(self, op: Builder, operation: Any, known: Environment) -> Sequence[Value]:
         function = operators().get(operation.type)
@@ -148,6 +152,21 @@ class Walk:
         return list(reasons)
 
 
+_EFFECTS = ("AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp", "StatefulPartitionedCall", "If", "While")
+
+
+def _needed(graph: Any, outputs: Iterable[Any]) -> set[Any]:
+    """The operations that results depend on, and those that may change variables."""
+    pending = [y.op for y in outputs] + [found for found in graph.get_operations() if found.type in _EFFECTS]
+    needed: set[Any] = set()
+    while pending:
+        operation = pending.pop()
+        if operation not in needed:
+            needed.add(operation)
+            pending += [x.op for x in operation.inputs]
+    return needed
+
+
 def _inside(op: Builder, value: Value) -> Value:
     """The same value for expressions that this builder writes: it may be that of a nested graph."""
     return op(value.value) if isinstance(value, Expr) else value
@@ -169,11 +188,18 @@ class Node:
         return value.decode() if isinstance(value, bytes) else value
 
     def shape(self, index: int) -> list[int | None]:
-        shape = self.operation.inputs[index].shape
+        shape = self._shape(self.operation.inputs[index])
         if shape.rank is None:
             raise Refused("nobody knows how many axes its input has")
         found: list[int | None] = shape.as_list()
         return found
+
+    def _shape(self, tensor: Any) -> Any:
+        """As TensorFlow has it, or, behind calls of which it does not know what they return, as we have it."""
+        value = self._known.get(tensor.ref())
+        if tensor.shape.rank is not None or not isinstance(value, Expr) or value.value.shape is None:
+            return tensor.shape
+        return tf.TensorShape([size if isinstance(size, int) else None for size in value.value.shape])
 
     def rank(self, index: int) -> int:
         return len(self.shape(index))
@@ -229,7 +255,8 @@ class Node:
         """The graph of a function that the operation calls."""
         name = self.operation.get_attr(attribute).name
         definition = self.operation.graph._get_function(name).cached_definition
-        return function_def_to_graph(definition, input_shapes=[x.shape for x in inputs], include_library_functions=True)
+        shapes = [self._shape(x) for x in inputs]
+        return function_def_to_graph(definition, input_shapes=shapes, include_library_functions=True)
 
 
 # ---- types -----------------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import onnx_ir as ir
 import tensorflow as tf
 
-from onward.convert.tensorflow.graph import Refused, Resource
+from onward.convert.tensorflow.graph import Refused, Resource, dtype_of
 from onward.run.framework import Operators
 
 operators = Operators()
@@ -32,9 +32,11 @@ def branch(op, condition, *arguments, node):
 
 @operators.define("While", "StatelessWhile")
 def loop(op, *initial, node):
-    """What no iteration changes is read from around the loop."""
+    """What no iteration changes is read from around the loop; lists that are only written are what Loop collects."""
     condition, body = (node.function(name, node.operation.inputs) for name in ("cond", "body"))
-    carried = [i for i, value in enumerate(initial) if not _is_kept(body, i, value)]
+    changed = [i for i, value in enumerate(initial) if not _is_kept(body, i, value)]
+    items = {i: item for i in changed if (item := _collected(body, i, initial)) is not None}
+    carried = [i for i in changed if i not in items]
 
     def goes_on(inner, values):
         return inner.Reshape(node.walk.inline(inner, condition, values)[0], [])
@@ -43,10 +45,10 @@ def loop(op, *initial, node):
         given = list(initial)
         for i, value in zip(carried, values, strict=True):
             given[i] = value
-        results = node.walk.inline(inner, body, given)
-        for i in carried:
-            given[i] = results[i]
-        return goes_on(inner, given), *(results[i] for i in carried)
+        results = node.walk.inline(inner, body, given, [*(body.outputs[i] for i in carried), *items.values()])
+        for i, result in zip(carried, results, strict=False):
+            given[i] = result
+        return goes_on(inner, given), *results
 
     counter = ir.Value(name="iteration", type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape([]))
     again = ir.Value(name="again", type=ir.TensorType(ir.DataType.BOOL), shape=ir.Shape([]))
@@ -54,21 +56,52 @@ def loop(op, *initial, node):
     with node.walk.without_updates():
         first = goes_on(op, initial)
         graph = op.subgraph(iteration, [counter, again, *inputs])
-        found = op.Loop(None, first, *(initial[i] for i in carried), body=graph, outputs=len(carried))
+        start = (initial[i] for i in carried)
+        found = op.Loop(None, first, *start, body=graph, outputs=len(carried) + len(items))
     results = list(initial)
-    for i, value in zip(carried, found if isinstance(found, tuple) else (found,), strict=True):
+    for i, value in zip([*carried, *items], found if isinstance(found, tuple) else (found,), strict=True):
         results[i] = value
+    for i, item in items.items():
+        results[i].value.type = ir.TensorType(dtype_of(item.dtype))
+        results[i].value.shape = None if item.shape.rank is None else ir.Shape([None, *item.shape.as_list()])
     return results
 
 
 def _is_kept(body, index, value):
     """Whether a loop hands something on as it is."""
-    result = body.outputs[index]
-    while result.op.type == "Identity":
-        result = result.op.inputs[0]
-    if isinstance(value, Resource) and result is not body.inputs[index]:
+    kept = _source(body.outputs[index]) is body.inputs[index]
+    if isinstance(value, Resource) and not kept:
         raise Refused("a variable is another one after each iteration")
-    return result is body.inputs[index]
+    return kept
+
+
+def _source(tensor):
+    while tensor.op.type == "Identity":
+        tensor = tensor.op.inputs[0]
+    return tensor
+
+
+def _collected(body, index, initial):
+    """What each iteration writes to a list, if it writes to the place after that of the one before, from 0 on."""
+    written = _source(body.outputs[index]).op
+    if written.type != "TensorListSetItem" or written.inputs[0] is not body.inputs[index]:
+        return None
+    if len(body.inputs[index].consumers()) > 1:
+        return None
+    place = next((i for i, x in enumerate(body.inputs) if x is _source(written.inputs[1])), None)
+    if place is None or not _is_number(initial[place], 0):
+        return None
+    after = _source(body.outputs[place]).op
+    one = after.type == "AddV2" and after.inputs[0] is body.inputs[place] and tf.get_static_value(after.inputs[1]) == 1
+    return written.inputs[2] if one else None
+
+
+def _is_number(value, number):
+    producer = value.value.producer()
+    if producer is None or producer.op_type != "Constant":
+        return False
+    array = producer.attributes["value"].as_tensor().numpy()
+    return array.ndim == 0 and array == number
 
 
 def _shape(body, index, value):
