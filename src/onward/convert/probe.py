@@ -5,18 +5,23 @@ Dropout is left out, since no two frameworks draw the same numbers.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
 import onnx_ir as ir
 
 from onward.errors import MismatchError
+from onward.inspect import describe
 from onward.model import Model
 from onward.run import load
 from onward.run.engine import Arrays
 
 TOLERANCE = 1e-4
 """Of losses, and of weights as parts of their largest element."""
+
+_FOLLOW_SIGNS = ("lion",)
+"""Optimizers that make whole steps of rounding errors, where a gradient is almost zero: only one can be compared."""
 
 
 def probe(
@@ -32,8 +37,10 @@ def probe(
     `step` is a step of the carrier, with its loss; `weights` are its parameters and statistics at that moment. Elements
     that are masked are not compared.
     """
+    groups = describe(model).steps[0].groups
+    comparable = 1 if any(group.optimizer in _FOLLOW_SIGNS for group in groups) else None
     with load(model, threads=1) as engine:
-        for number, batch in enumerate(batches, 1):
+        for number, batch in enumerate(itertools.islice(batches, comparable), 1):
             used = {name: batch[name] for name in engine.inputs}  # some may not matter to the loss
             found, expected = float(engine.step(used)[engine.loss]), step(batch)
             _compare("the loss", np.asarray(found), np.asarray(expected), number, carrier)
