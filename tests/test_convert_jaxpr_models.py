@@ -169,6 +169,21 @@ def test_a_stopped_gradient_stays_stopped() -> None:
     same(results(model, [x], "onnxruntime")[1:], jax.grad(loss)(params, x))
 
 
+@pytest.mark.parametrize(
+    "engine", ["onnxruntime", "numpy", "jax", *(pytest.param(e, marks=needs(e)) for e in ("torch", "tensorflow"))]
+)
+def test_and_so_it_does_while_any_engine_trains(engine: str) -> None:
+    """Also with derivatives of its own."""
+    params, x = weights(a=(3, 3), b=(3, 3)), numbers(4, 3)
+    apply = lambda params, x: lax.stop_gradient(jnp.tanh(x @ params["a"])) * (x @ params["b"] + params["a"][0])
+    model = onward.prepare(export(apply, params, x), loss="cross_entropy", optimizer="sgd:lr=0.1")
+    gradients = jax.grad(lambda params: cross_entropy(apply(params, x), LABELS))(params)
+    with onward.run.load(model, engine=engine) as training:
+        training.step({"x": x, "labels": LABELS.astype(np.int64)})
+        trained = training.state()
+    same([trained[name] for name in params], jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients))
+
+
 # ---- Flax ------------------------------------------------------------------------------------------------------------
 
 

@@ -28,6 +28,7 @@ from onward.model import Model, Source, read
 from onward.model.core import values
 from onward.model.signature import sound
 from onward.model.state import carried, states
+from onward.rules import RULES
 from onward.transform.inline import inline_calls
 from onward.transform.opset import convert_opset
 from onward.transform.unused import remove_unused
@@ -220,7 +221,7 @@ def _plain(
         _finish(made)
     else:
         made = flow.combined
-        inline_calls(made)
+        inline_calls(made, _without_a_rule(made))
         _drop_unused_inputs(made.graph)
     made.graph.inputs[:] = sorted(made.graph.inputs, key=lambda value: value.name in flow.state)  # the state last
     inputs = [value.name or "" for value in made.graph.inputs]
@@ -250,6 +251,11 @@ def _finish(model: Model) -> None:
             f"the step has operators that are not of the standard: {', '.join(sorted(foreign))}",
             hint="a runtime needs them too; export the model without them",
         )
+
+
+def _without_a_rule(model: Model) -> list[str]:
+    """The functions whose derivative is that of their body; StopGradient's is not, and frameworks have their own."""
+    return [f"{domain}.{name}" for domain, name, _ in model.functions if (domain, name) not in RULES]
 
 
 def _drop_unused_inputs(graph: ir.Graph) -> None:

@@ -117,6 +117,7 @@ def bit_shift(x, places, *, direction):
 
 
 operators(Identity=lambda x: x)
+operators.define("onward.StopGradient")(lax.stop_gradient)
 
 
 @operators.define("Cast")

@@ -111,6 +111,7 @@ def bit_shift(x, y, *, direction):
 
 
 operators(Identity=lambda x: x)
+operators.define("onward.StopGradient")(lambda x: x)
 
 
 @operators.define("Cast")

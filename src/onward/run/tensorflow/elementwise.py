@@ -204,6 +204,7 @@ def bit_shift(x, count, *, direction):
 
 
 operators(Identity=lambda x: x)
+operators.define("onward.StopGradient")(tf.stop_gradient)
 
 
 @operators.define("Cast")

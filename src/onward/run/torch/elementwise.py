@@ -122,6 +122,7 @@ def _shifted(x, y, *, direction):
 
 
 operators(Identity=lambda x: x)
+operators.define("onward.StopGradient")(torch.detach)
 
 
 @operators.define("Cast")
