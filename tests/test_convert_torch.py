@@ -394,6 +394,28 @@ def test_what_the_optimizer_knows_but_does_not_train(assorted):
     assert groups == [[ours[id(p)] for p in group["params"]] for group in optimizer.param_groups]
 
 
+class Namesake(nn.Module):
+    """Parameters that are called as an argument is, and as values of the graph are."""
+
+    def __init__(self):
+        super().__init__()
+        self.x = nn.Parameter(torch.randn(3))
+        self.mul = nn.Parameter(torch.randn(3))
+        self.output = nn.Parameter(torch.randn(3))
+
+    def forward(self, x):
+        return x * self.x + self.mul * self.output
+
+
+def test_parameters_keep_names_that_others_have():
+    net, x = Namesake(), torch.randn(2, 3)
+    model = captured(net, x)
+    assert [value.name for value in model.inputs] == ["x_input"]
+    module = to_module(model)
+    assert_same(module.state_dict(), net.state_dict())
+    torch.testing.assert_close(module(x), net(x))
+
+
 def test_a_module_in_eval_is_captured_as_in_training():
     module = cnn().eval()
     model = captured(module, torch.randn(4, 2, 6, 6))
@@ -493,15 +515,16 @@ class Noisy(nn.Module):
     ("module", "x", "message"),
     [
         (Deciding(), torch.randn(2, 3), r"decides by the values of tensors what to do \(.*test_convert_torch.py"),
-        (Noisy(), torch.randn(2, 3), "changes the buffer `calls`; .*random numbers other than for dropout"),
+        (Noisy(), torch.randn(2, 3), "changes the buffer `calls`; it draws random numbers other than for dropout"),
         (
             nn.Sequential(nn.Embedding(4, 3, sparse=True), nn.Linear(3, 2), nn.BatchNorm1d(2, momentum=None)),
             torch.tensor([1, 2]),
-            "`2.running_mean` is an average over all batches .*; `0` has sparse=True",
+            "`2.running_mean` is an average over all batches; `0` has sparse=True",
         ),
         (nn.Sequential(nn.LazyLinear(2)), torch.randn(2, 3), "`0.weight` has no values yet"),
+        (nn.Sequential(nn.Unflatten(0, (2, 2)), nn.Linear(3, 2)), torch.randn(4, 3), "size of 4 along axis 0 only"),
     ],
-    ids=["decides by values", "is random", "has options", "is lazy"],
+    ids=["decides by values", "is random", "has options", "is lazy", "has a fixed batch"],
 )
 def test_a_module_that_is_refused(module, x, message):
     with pytest.raises(UnsupportedError, match=message):

@@ -17,21 +17,17 @@ from onward.convert.run import Run, assemble, disassemble
 from onward.convert.torch.capture import captured, into_training
 from onward.convert.torch.clipping import Clip, clip_of
 from onward.convert.torch.losses import make_loss, read_loss
-from onward.convert.torch.module import COUNTER, OnnxModule, to_module
+from onward.convert.torch.module import OnnxModule, to_module
 from onward.convert.torch.native import NativeRun, probe_native
 from onward.convert.torch.optimizers import make_optimizer, read_optimizer
 from onward.convert.torch.schedules import make_scheduler, read_scheduler
+from onward.convert.torch.tags import COUNTER, GROUP, STEP
 from onward.errors import UnsupportedError
 from onward.model import Model, Source, read
 from onward.recipe import objective
 from onward.recipe.trainable import gradient_edges
 
 __all__ = ["Carried", "captured", "from_torch", "to_module", "to_torch"]
-
-_GROUP = "torch.group"
-"""Of a parameter that is not trained: the group in which the optimizer has it nevertheless."""
-_STEP = "torch.step"
-"""Of a counter of batches: the updates that there had been when it was read."""
 
 
 class Carried(NamedTuple):
@@ -137,9 +133,9 @@ def _tag(model: Model, optimizer: Optimizer, idle: Mapping[int, str], step: int)
     for i, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
             if id(parameter) in idle:
-                model.graph.initializers[idle[id(parameter)]].metadata_props[_GROUP] = str(i)
+                model.graph.initializers[idle[id(parameter)]].metadata_props[GROUP] = str(i)
     for value in _counters(model):
-        value.metadata_props[_STEP] = str(step)
+        value.metadata_props[STEP] = str(step)
 
 
 def _counters(model: Model) -> Iterator[ir.Value]:
@@ -184,7 +180,7 @@ def _count(run: Run) -> None:
     """Let the counters of batches count what was trained elsewhere."""
     for value in _counters(run.model):
         assert value.const_value is not None and value.name is not None
-        since = run.step - int(value.metadata_props.get(_STEP, run.step))
+        since = run.step - int(value.metadata_props.get(STEP, run.step))
         run.model.set(value.name, value.const_value.numpy() + since)
 
 
@@ -192,7 +188,7 @@ def _add_idle(optimizer: Optimizer, run: Run, parameters: Mapping[str, nn.Parame
     """Give the optimizer back the parameters that it had without training them, in the order of the module."""
     order = {id(parameter): i for i, parameter in enumerate(parameters.values())}
     for name, parameter in parameters.items():
-        at = run.model.graph.initializers[name].metadata_props.get(_GROUP)
+        at = run.model.graph.initializers[name].metadata_props.get(GROUP)
         if at is not None and name not in run.parameters:
             params = optimizer.param_groups[min(int(at), len(optimizer.param_groups) - 1)]["params"]
             params.append(parameter)

@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from onward.convert.probe import probe, without_dropout
 from onward.convert.run import Run, assemble
-from onward.convert.torch.capture import Flat
+from onward.convert.torch.arguments import Flat
 from onward.convert.torch.clipping import clip_gradients
 from onward.inspect import describe
 from onward.inspect.parts import LossTerm

@@ -1,0 +1,76 @@
+"""What a module takes and returns, however it is nested, as tensors with names."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+
+def _arguments(module: nn.Module, example_inputs: Any) -> inspect.BoundArguments:
+    signature = inspect.signature(module.forward)
+    if isinstance(example_inputs, Mapping):
+        return signature.bind(**example_inputs)
+    if isinstance(example_inputs, torch.Tensor):
+        return signature.bind(example_inputs)
+    return signature.bind(*example_inputs)
+
+
+class Flat(nn.Module):  # type: ignore[misc]
+    """A module as a function from tensors to tensors, however it takes and returns them."""
+
+    def __init__(self, module: nn.Module, example_inputs: Any):
+        super().__init__()
+        self.module = module
+        arguments = _arguments(module, example_inputs)
+        leaves, self._structure = pytree.tree_flatten_with_path((arguments.args, arguments.kwargs))
+        names, held = _argument_names(arguments), dict(held_by(module))
+        self._leaves = [None if isinstance(leaf, torch.Tensor) else leaf for _, leaf in leaves]
+        self._places = [place for place, (_, leaf) in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        self.inputs: dict[str, torch.Tensor] = {}
+        for place in self._places:
+            path, tensor = leaves[place]
+            name = _joined((names[path[:2]], *path[2:]))
+            self.inputs[f"{name}_input" if name in held else name] = tensor
+
+    def forward(self, *tensors: torch.Tensor) -> dict[str, torch.Tensor]:
+        leaves = list(self._leaves)
+        for place, tensor in zip(self._places, tensors, strict=True):
+            leaves[place] = tensor
+        args, kwargs = pytree.tree_unflatten(leaves, self._structure)
+        found = pytree.tree_flatten_with_path(self.module(*args, **kwargs))[0]
+        return {_joined(path or ("output",)): x for path, x in found if isinstance(x, torch.Tensor)}
+
+
+def held_by(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """All parameters and buffers, as `state_dict` orders them, those that are not kept by it among them."""
+    held = {
+        **dict(module.named_parameters(remove_duplicate=False)),
+        **dict(module.named_buffers(remove_duplicate=False)),
+    }
+    order = [name for name in module.state_dict() if name in held]
+    for name in dict.fromkeys([*order, *held]):
+        yield name, held[name]
+
+
+def _argument_names(arguments: inspect.BoundArguments) -> dict[tuple[Any, ...], str]:
+    """Where `(args, kwargs)` have an argument -> its name."""
+    names: list[str] = []
+    for name, value in arguments.arguments.items():
+        kind = arguments.signature.parameters[name].kind
+        if kind is inspect.Parameter.VAR_POSITIONAL:
+            names += [f"{name}_{i}" for i in range(len(value))]
+        elif len(names) < len(arguments.args):
+            names.append(name)
+    placed = {(pytree.SequenceKey(0), pytree.SequenceKey(i)): name for i, name in enumerate(names)}
+    return placed | {(pytree.SequenceKey(1), pytree.MappingKey(name)): name for name in arguments.kwargs}
+
+
+def _joined(path: Sequence[Any]) -> str:
+    """A name from where something is: `state_0`, `logits`, and `output_1` for what has no name."""
+    parts = [str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in path]
+    return "_".join(["output", *parts] if parts[0].isdigit() else parts)

@@ -1,0 +1,177 @@
+"""PyTorch's exporter: told what not to do, quiet, and with errors that say what can be done about them."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+import traceback
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import onnx_ir as ir
+import torch
+from torch.export import Dim
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+from onward.convert.torch.arguments import Flat
+from onward.convert.torch.rewrites import TRANSLATIONS, rewrite
+from onward.errors import UnsupportedError
+from onward.model import Model
+
+
+class Exported(NamedTuple):
+    """A graph as the exporter makes it, with names of inputs and outputs, but not yet of what the module holds."""
+
+    model: Model
+    changed: list[str]
+    """Buffers that the forward pass changes."""
+
+
+def export(flat: Flat, dynamic_shapes: Mapping[str, Any] | None) -> Exported:
+    """The graph of a module. It is not optimized: that would merge parameters that are equal, and fold others away."""
+    axes = {name: _axes(name, tensor, dynamic_shapes) for name, tensor in flat.inputs.items()}
+    made = _exported(flat, axes)
+    program = made.exported_program
+    assert program is not None
+    model = Model(made.model)
+    model.ir.producer_name = "onward"  # not the exporter that merges what is equal, which `prepare` would undo
+    _settle_sizes(model)
+    _name_outputs(model, program.call_spec.out_spec.context)
+    _check_axes(model, axes, each=dynamic_shapes is not None)
+    _name_axes(model, axes)
+    return Exported(model, list(program.graph_signature.buffers_to_mutate.values()))
+
+
+def _axes(name: str, tensor: torch.Tensor, dynamic_shapes: Mapping[str, Any] | None) -> dict[int, Any]:
+    if dynamic_shapes is None:
+        return {0: "batch"} if tensor.ndim else {}
+    given = dynamic_shapes.get(name) or {}
+    return dict(given.items() if isinstance(given, Mapping) else enumerate(given))
+
+
+def _exported(flat: Flat, axes: Mapping[str, Mapping[int, Any]]) -> torch.onnx.ONNXProgram:
+    dims = {name: {axis: _dim(size) for axis, size in sizes.items()} for name, sizes in axes.items()}
+    with _quiet(), torch.random.fork_rng():
+        try:
+            program = torch.export.export(
+                flat, tuple(flat.inputs.values()), dynamic_shapes=(tuple(dims.values()),), strict=False
+            )
+            rewrite(program)
+            made = torch.onnx.export(
+                program,
+                dynamo=True,
+                optimize=False,
+                verbose=False,
+                input_names=list(flat.inputs),
+                custom_translation_table=TRANSLATIONS,
+            )
+        except Exception as error:
+            raise _explained(error) from error
+    assert made is not None
+    return made
+
+
+def _dim(size: Any) -> Any:
+    return Dim.AUTO if isinstance(size, str) else size
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """The exporter has much to say."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        before = logging.root.manager.disable
+        logging.disable(logging.WARNING)
+        try:
+            yield
+        finally:
+            logging.disable(before)
+
+
+def _explained(error: Exception) -> UnsupportedError:
+    """What the user can do about a failure of the exporter."""
+    causes: list[BaseException] = [error]
+    while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None:
+        causes.append(cause)
+    if any(isinstance(cause, GuardOnDataDependentSymNode) for cause in causes):
+        return UnsupportedError(
+            f"the forward pass decides by the values of tensors what to do ({_place(error)}), and a graph cannot",
+            hint="choose by `torch.where`, or write both branches with `torch.cond`",
+        )
+    reason = str(causes[-1]).strip().partition("\n")[0]
+    return UnsupportedError(
+        f"PyTorch cannot export the module: {reason}",
+        hint="`torch.onnx.export(module, example_inputs, dynamo=True, optimize=False)` says more",
+    )
+
+
+def _place(error: BaseException) -> str:
+    """The last line of the user's own code on the way to an error."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [f for f in frames if not re.search(r"[/\\](torch|onward)[/\\]", f.filename)]
+    return f"{own[-1].filename}, line {own[-1].lineno}" if own else str(error).splitlines()[0]
+
+
+# ---- names -----------------------------------------------------------------------------------------------------------
+
+
+def _name_outputs(model: Model, names: Iterable[str]) -> None:
+    taken = model.names()
+    for value, name in zip(model.graph.outputs, names, strict=True):
+        value.name = taken.fresh(name)
+
+
+def _name_axes(model: Model, axes: Mapping[str, Mapping[int, Any]]) -> None:
+    """Call sizes that may vary as the user does: the exporter numbers them."""
+    names: dict[str, str] = {}
+    for value, axis, name in _named_axes(model, axes):
+        assert value.shape is not None
+        if isinstance(dim := value.shape[axis], ir.SymbolicDim) and dim.value:
+            names.setdefault(dim.value, name)
+    for value in _all_values(model):
+        if value.shape is not None and not value.shape.is_static():
+            value.shape = ir.Shape([_renamed(dim, names) for dim in value.shape])
+
+
+def _settle_sizes(model: Model) -> None:
+    """Make sizes numbers that turned out to be numbers: the exporter leaves them symbols, of the name `4`."""
+    for value in _all_values(model):
+        if value.shape is not None:
+            dims = [int(str(dim)) if str(dim).isdigit() else dim for dim in value.shape]
+            value.shape = ir.Shape(dims)
+
+
+def _named_axes(model: Model, axes: Mapping[str, Mapping[int, Any]]) -> Iterator[tuple[ir.Value, int, str]]:
+    for value in model.graph.inputs:
+        for axis, name in axes[value.name or ""].items():
+            if isinstance(name, str):
+                yield value, axis, name
+
+
+def _check_axes(model: Model, axes: Mapping[str, Mapping[int, Any]], *, each: bool) -> None:
+    """Each size that the user named must be able to vary; of those that we did, at least one."""
+    named = list(_named_axes(model, axes))
+    fixed = [
+        (value, axis) for value, axis, _ in named if value.shape is not None and isinstance(value.shape[axis], int)
+    ]
+    if fixed and (each or len(fixed) == len(named)):
+        value, axis = fixed[0]
+        assert value.shape is not None
+        raise UnsupportedError(
+            f"the module takes `{value.name}` with a size of {value.shape[axis]} along axis {axis} only",
+            hint="give an example in which it is at least 2; or allow no other sizes: `dynamic_shapes={}`",
+        )
+
+
+def _all_values(model: Model) -> Iterator[ir.Value]:
+    yield from model.graph.inputs
+    for node in model.graph.all_nodes():
+        yield from node.outputs
+
+
+def _renamed(dim: int | ir.SymbolicDim, names: Mapping[str, str]) -> int | str | None:
+    if isinstance(dim, int) or dim.value is None:
+        return dim if isinstance(dim, int) else None
+    return re.sub(r"\w+", lambda found: names.get(found[0], found[0]), dim.value)
