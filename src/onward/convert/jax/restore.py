@@ -45,10 +45,11 @@ class JaxTraining(NamedTuple):
     """state -> the training model that goes on from there"""
 
 
-def to_jax(training: Source, step: int = 0) -> JaxTraining:
+def to_jax(training: Source, step: int = 0, *, probe: bool = True) -> JaxTraining:
     """The run that a training model holds as functions of JAX: `step, state = onward.to_jax(training)[:2]`.
 
-    Gradients are JAX's own. The optimizer is a chain of optax's where that computes the same; see `SUPPORT`.
+    Gradients are JAX's own. The optimizer is a chain of optax's where that computes the same, else ours; both
+    sides make a few updates, which must agree, unless `probe` is false.
     """
     model = read(training)
     run = disassemble(model, step)
@@ -65,7 +66,8 @@ def to_jax(training: Source, step: int = 0) -> JaxTraining:
         }
         if "ema" in run.recipe:
             state["ema"] = parts.arrays("ema")
-    try_updates(tx, opt_state, params, run)
+    if probe:
+        try_updates(tx, opt_state, params, run)
     loss = parts.loss()
 
     def one_step(state: Tree, batch: Arrays) -> tuple[Tree, dict[str, Any]]:
