@@ -27,8 +27,6 @@ import onnx_ir as ir
 
 from onward.run.tensorflow.quiet import tensorflow as tf  # isort: skip  (other imports of it are not quiet)
 
-from tensorflow.python.framework.function_def_to_graph import function_def_to_graph
-
 from onward.build import Builder, Expr
 from onward.model.walk import ancestors
 from onward.run.framework import Operators, keywords
@@ -251,12 +249,9 @@ class Node:
         updated = self.walk.updates.get(variable.value)
         return op(variable.value if updated is None else updated.value)
 
-    def function(self, attribute: str, inputs: Sequence[Any]) -> Any:
+    def function(self, attribute: str) -> Any:
         """The graph of a function that the operation calls."""
-        name = self.operation.get_attr(attribute).name
-        definition = self.operation.graph._get_function(name).cached_definition
-        shapes = [self._shape(x) for x in inputs]
-        return function_def_to_graph(definition, input_shapes=shapes, include_library_functions=True)
+        return self.operation.graph._get_function(self.operation.get_attr(attribute).name).graph
 
 
 # ---- types -----------------------------------------------------------------------------------------------------------
@@ -286,6 +281,11 @@ def transposed(op: Builder, x: Expr, order: Sequence[int]) -> Expr:
 
 
 def _shape(found: Any, value: ir.Value | None) -> ir.Shape | None:
+    """What TensorFlow knows of a shape, and what we know."""
+    ours = None if value is None else value.shape
     if found.rank is None:
-        return None if value is None else value.shape
-    return ir.Shape(found.as_list())
+        return ours
+    sizes = found.as_list()
+    if ours is not None and ours.rank() == found.rank:
+        sizes = [size or known for size, known in zip(sizes, ours, strict=True)]
+    return ir.Shape(sizes)

@@ -13,7 +13,7 @@ operators = Operators()
 
 @operators.define("PartitionedCall", "StatefulPartitionedCall")
 def call(op, *arguments, node):
-    return node.walk.inline(op, node.function("f", node.operation.inputs), arguments)
+    return node.walk.inline(op, node.function("f"), arguments)
 
 
 operators(NoOp=lambda op: (), Assert=lambda op, *_: ())
@@ -25,7 +25,7 @@ def branch(op, condition, *arguments, node):
         branches = {
             name: op.subgraph(lambda inner, graph=graph: node.walk.inline(inner, graph, arguments), name=name)
             for name in ("then_branch", "else_branch")
-            for graph in [node.function(name, node.operation.inputs[1:])]
+            for graph in [node.function(name)]
         }
     return op.If(op.Reshape(condition, []), outputs=len(node.operation.outputs), **branches)
 
@@ -33,7 +33,7 @@ def branch(op, condition, *arguments, node):
 @operators.define("While", "StatelessWhile")
 def loop(op, *initial, node):
     """What no iteration changes is read from around the loop; lists that are only written are what Loop collects."""
-    condition, body = (node.function(name, node.operation.inputs) for name in ("cond", "body"))
+    condition, body = (node.function(name) for name in ("cond", "body"))
     changed = [i for i, value in enumerate(initial) if not _is_kept(body, i, value)]
     items = {i: item for i in changed if (item := _collected(body, i, initial)) is not None}
     carried = [i for i in changed if i not in items]

@@ -28,7 +28,7 @@ def _element_shapes(node):
     made = node.operation.outputs[0]
     for reader in made.consumers():
         if reader.type in ("While", "StatelessWhile"):
-            body = node.of(reader).function("body", reader.inputs)
+            body = node.of(reader).function("body")
             result = body.outputs[[x is made for x in reader.inputs].index(True)].op
             while result.type == "Identity":
                 result = result.inputs[0].op
