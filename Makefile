@@ -12,13 +12,16 @@ PYTHON ?= $(shell for p in python3.11 python3; do \
 
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all check bench docs clean
+.PHONY: help demo relay test test-all check bench docs clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-9s %s\n", $$1, $$2}'
 
 demo: $(VENV)/.demo ## run the main job on a small model
 	$(BIN)/python examples/demo.py
+
+relay: $(VENV)/.frameworks ## hand a training run from PyTorch to Keras to JAX, and draw its losses
+	$(BIN)/python examples/relay/relay.py
 
 test: $(VENV)/.frameworks check ## the checks, then all tests but the slow ones, with every framework installed
 	$(BIN)/pytest -n $(WORKERS) -m "not slow"
