@@ -141,6 +141,8 @@ CASES = {
     "scatter update": (lambda x, y: tf().tensor_scatter_nd_update(x, [[1]], y[:1]), X, Y),
     "scatter add": (lambda x, y: tf().tensor_scatter_nd_add(x, [[1], [1]], y[:2]), X, Y),
     "one hot": (lambda x, i: x[:, :3] * tf().one_hot(i - 1, 3, 0.9, 0.1), X, ROWS),
+    "one hot, first": (lambda x, i: x[:3, :3] * tf().one_hot(i, 3, axis=0), X, ROWS),
+    "segments": (lambda x, i: tf().math.unsorted_segment_sum(x, i % 2, 3), X, ROWS),
     "sort": (lambda x: tf().math.top_k(x, 2)[0], X),
     "argmax": (lambda x: tf().cast(tf().argmax(x, 1), tf().float32) * x[:, 0], X),
     "cumsum": (lambda x: tf().cumsum(x, 1, exclusive=True, reverse=True), X),
@@ -172,6 +174,12 @@ CASES = {
     ),
     "max pool": (lambda x: tf().nn.max_pool2d(x, 3, 2, "SAME"), IMAGE),
     "average pool": (lambda x: tf().nn.avg_pool2d(x, [2, 3], 1, "SAME"), IMAGE),
+    "resized": (lambda x: tf().image.resize(x, [9, 4]), IMAGE),
+    "resized to the nearest": (lambda x: tf().image.resize(x, [14, 9], "nearest"), IMAGE),
+    "resized, corners aligned": (
+        lambda x: tf().compat.v1.image.resize_bilinear(x, [11, 13], align_corners=True), IMAGE,
+    ),
+    "resized as of old": (lambda x: tf().compat.v1.image.resize_nearest_neighbor(x, [3, 9]), IMAGE),
     "bias": (lambda x, b: tf().nn.bias_add(x, b), IMAGE, normal(3)),
     "bias of channels first": (lambda x, b: tf().nn.bias_add(x, b, "NCHW"), IMAGE, normal(7)),
     "normalized by given statistics": (

@@ -32,8 +32,8 @@ from onward.model.walk import ancestors
 from onward.run.framework import Operators, keywords
 
 FAMILIES = (
-    "elementwise", "activation", "reduction", "movement", "indexing", "matrix", "convolution", "normalization",
-    "loss", "random", "variables", "lists", "control",
+    "elementwise", "activation", "reduction", "movement", "indexing", "matrix", "convolution", "images",
+    "normalization", "loss", "random", "variables", "lists", "control",
 )  # fmt: skip
 
 
@@ -287,5 +287,5 @@ def _shape(found: Any, value: ir.Value | None) -> ir.Shape | None:
         return ours
     sizes = found.as_list()
     if ours is not None and ours.rank() == found.rank:
-        sizes = [size or known for size, known in zip(sizes, ours, strict=True)]
+        sizes = [known if size is None else size for size, known in zip(sizes, ours, strict=True)]
     return ir.Shape(sizes)

@@ -243,12 +243,3 @@ def gather_elements(x, indices, *, axis):
 def gather_nd(x, indices, *, batch_dims):
     indexed = _shape(x)[batch_dims : batch_dims + indices.shape[-1]]
     return tf.gather_nd(x, from_start(indices, _vector(indexed)), batch_dims)
-
-
-@operators.define("GroupNormalization")
-def group_normalization(x, scale, bias, *, epsilon, num_groups):
-    groups = tf.reshape(x, _vector([_size(x, 0), num_groups, -1]))
-    centred = groups - tf.reduce_mean(groups, 2, keepdims=True)
-    normal = centred * tf.math.rsqrt(tf.reduce_mean(tf.square(centred), 2, keepdims=True) + epsilon)
-    per_channel = [-1, *[1] * (x.shape.rank - 2)]
-    return tf.reshape(normal, _vector(_shape(x))) * tf.reshape(scale, per_channel) + tf.reshape(bias, per_channel)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import tensorflow as tf
 
@@ -55,8 +57,9 @@ def rms_normalization(x, scale, *, axis, epsilon):
 
 @operators.define("GroupNormalization")
 def group_normalization(x, scale, bias, *, epsilon, num_groups):
-    groups = tf.reshape(wide(x), [x.shape[0], num_groups, -1])
-    normal = tf.reshape(_standardised(groups, [2], epsilon)[2], sizes(x))
+    image = sizes(x, 1)
+    groups = tf.reshape(wide(x), [-1, num_groups, math.prod(image) // num_groups])
+    normal = tf.reshape(_standardised(groups, [2], epsilon)[2], [-1, *image])
     return tf.cast(normal, x.dtype) * per_channel(scale, x.shape.rank - 2) + per_channel(bias, x.shape.rank - 2)
 
 

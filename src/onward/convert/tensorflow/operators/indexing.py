@@ -40,14 +40,25 @@ def scatter_nd(op, indices, updates, shape):
     return op.ScatterND(zeros, as_int64(op, indices), updates, reduction="add")
 
 
+@operators.define("UnsortedSegmentSum")
+def sum_of_segments(op, x, segments, count, *, node):
+    if node.rank(1) != 1:
+        raise Refused("its segments are not those of rows")
+    row = op.Slice(op.Shape(x), [1], [_FAR])
+    zeros = op.Expand(op.scalar(0, x), op.Concat(op.Reshape(as_int64(op, count), [1]), row, axis=0))
+    return op.ScatterND(zeros, op.Unsqueeze(as_int64(op, segments), [-1]), x, reduction="add")
+
+
+_FAR = (1 << 63) - 1
+
+
 @operators.define("OneHot")
-def one_hot(op, indices, depth, on, off, *, axis):
+def one_hot(op, indices, depth, on, off, *, axis, node):
     """Nothing is set where an index is out of range; ONNX would count it from the end."""
-    count = op.Reshape(as_int64(op, depth), [])
-    places = op.Range(np.int64(0), count, np.int64(1))
-    if axis != -1:
-        raise Refused("ONNX has the new axis last here")
-    return op.Where(op.Equal(op.Unsqueeze(as_int64(op, indices), [-1]), places), on, off)
+    places = op.Range(np.int64(0), op.Reshape(as_int64(op, depth), []), np.int64(1))
+    behind = 0 if axis == -1 else node.rank(0) - axis
+    places = op.Unsqueeze(places, list(range(1, behind + 1))) if behind else places
+    return op.Where(op.Equal(op.Unsqueeze(as_int64(op, indices), [axis]), places), on, off)
 
 
 @operators.define("Where")
