@@ -20,12 +20,9 @@ def convolution(
     x, kernel = (cast(op, tensor, outs[0].dtype) for tensor in (x, kernel))
     order_x, order_kernel, order_y = dimension_numbers
     x, kernel = transposed(op, x, order_x), transposed(op, kernel, order_kernel)
-    sizes = [ins[0].shape[axis] for axis in order_x]
     zero = op.constant(np.zeros((), outs[0].dtype))
-    for i, apart in enumerate(lhs_dilation):
-        if apart > 1:
-            x = spread(op, x, zero, 2 + i, sizes, apart - 1)
-            sizes[2 + i] = (sizes[2 + i] - 1) * apart + 1
+    shape = [ins[0].shape[axis] for axis in order_x]
+    x, sizes = spread(op, x, zero, shape, [0, 0, *(apart - 1 for apart in lhs_dilation)])
     if batch_group_count > 1:
         x = _groups_as_features(op, x, sizes, batch_group_count)
     around = [(0, 0), (0, 0), *padding]

@@ -101,20 +101,21 @@ def rev(op, x, *, dimensions):
 @primitives.define("pad")
 def pad(op, x, value, *, padding_config, ins):
     """Between elements first, then around them; what is negative is cut off."""
-    sizes = list(ins[0].shape)
-    for axis, (_, _, between) in enumerate(padding_config):
-        if between:
-            x = spread(op, x, value, axis, sizes, between)
-            sizes[axis] = (sizes[axis] - 1) * (between + 1) + 1
+    x, _ = spread(op, x, value, ins[0].shape, [between for _, _, between in padding_config])
     return padded(op, x, value, [(low, high) for low, high, _ in padding_config])
 
 
-def spread(op, x, value, axis, sizes, between):
-    """`x` with so many times `value` between its elements along an axis."""
-    apart = [*sizes[: axis + 1], 1, *sizes[axis + 1 :]]
-    together = [*sizes[:axis], sizes[axis] * (between + 1), *sizes[axis + 1 :]]
-    x = padded(op, op.Unsqueeze(x, [axis + 1]), value, [(0, between * (i == axis + 1)) for i in range(len(apart))])
-    return op.Slice(reshaped(op, x, together), [0], [-between], [axis])
+def spread(op, x, value, shape, between):
+    """`x` with so many times `value` between its elements along each axis, and its shape then."""
+    sizes = list(shape)
+    for axis, count in enumerate(between):
+        if count:
+            amounts = [(0, count * (i == axis + 1)) for i in range(len(sizes) + 1)]
+            x = padded(op, op.Unsqueeze(x, [axis + 1]), value, amounts)
+            sizes[axis] *= count + 1
+            x = op.Slice(reshaped(op, x, sizes), [0], [-count], [axis])
+            sizes[axis] -= count
+    return x, sizes
 
 
 def padded(op, x, value, amounts):
@@ -125,7 +126,7 @@ def padded(op, x, value, amounts):
         x = op.Slice(x, starts, [-end or _END for end in ends], axes)
     # Of all axes: ONNX Runtime, where it moves a Transpose past a Pad, does not look at the axes that a Pad names.
     around = [max(pair[side], 0) for side in (0, 1) for pair in amounts]
-    return op.Pad(x, around, value, mode="constant") if any(around) else x
+    return op.Pad(x, op.shape(around), value, mode="constant") if any(around) else x
 
 
 # ---- made ------------------------------------------------------------------------------------------------------------

@@ -51,12 +51,8 @@ def _windowed(slide, start):
     def windowed(
         op, x, *, window_dimensions, window_strides, padding, base_dilation, window_dilation, ins, outs
     ):  # fmt: skip
-        sizes, around = list(ins[0].shape), list(padding)
-        nothing = op.constant(np.asarray(start(ins[0].dtype), ins[0].dtype))
-        for axis, apart in enumerate(base_dilation):
-            if apart > 1:
-                x = spread(op, x, nothing, axis, sizes, apart - 1)
-                sizes[axis] = (sizes[axis] - 1) * apart + 1
+        around, nothing = list(padding), op.constant(np.asarray(start(ins[0].dtype), ins[0].dtype))
+        x, sizes = spread(op, x, nothing, ins[0].shape, [apart - 1 for apart in base_dilation])
         if any(min(pads) < 0 or max(pads) >= size for pads, size in zip(around, window_dimensions, strict=True)):
             x = padded(op, x, nothing, around)
             sizes = [size + low + high for size, (low, high) in zip(sizes, around, strict=True)]
