@@ -15,16 +15,17 @@ import optax
 from onward.build import Builder, Names
 from onward.convert.jax.closures import Tree, named_leaves
 from onward.convert.jax.jaxpr import export
-from onward.convert.jax.optimizers import read_optimizer
+from onward.convert.jax.optimizers import Optimization, read_optimizer
 from onward.convert.jax.trial import try_updates
 from onward.convert.probe import probe as compare_steps
 from onward.convert.probe import without_dropout
-from onward.convert.run import Run, assemble
+from onward.convert.run import Group, Run, assemble
 from onward.errors import MismatchError, UnsupportedError
 from onward.model import Model
 from onward.model.core import values
 from onward.model.serde import stamp
 from onward.model.state import tagged
+from onward.model.walk import ancestors
 from onward.run import load
 from onward.transform import rename
 
@@ -59,8 +60,8 @@ def from_jax(
     captured = _Captured(function, params, statistics, batch)
     weights = captured.weights
     state = optimizer.init(weights) if opt_state is None else opt_state
-    found = read_optimizer(optimizer, state, weights)
     model = captured.model(["loss", *captured.new_statistics()] if loss is None else None)
+    found = _used(read_optimizer(optimizer, state, weights), model)
     run = Run(
         model=model,
         loss="value:loss" if loss is None else loss,
@@ -83,6 +84,37 @@ def from_jax(
     return training
 
 
+def _used(found: Optimization, model: Model) -> Optimization:
+    """The same without parameters that no result depends on, if their updates are zero."""
+    _, reached = ancestors(model.outputs)
+    idle = {name for name, value in model.graph.initializers.items() if value not in reached}
+    moving = [
+        name
+        for group in found.groups
+        for name in idle.intersection(group.parameters)
+        if group.optimizer.options.get("weight_decay") or _is_moving(found, name)
+    ]
+    if moving:
+        raise UnsupportedError(
+            f"the optimizer changes {', '.join(f'`{name}`' for name in moving)}, on which the function does not depend",
+            hint="leave it out of the parameters, or freeze it with `optax.set_to_zero()`",
+        )
+    groups = [Group(group.optimizer, [name for name in group.parameters if name not in idle]) for group in found.groups]
+    dropped = {key for name in idle for key in _slots(found, name)}
+    state = {key: array for key, array in found.state.items() if key not in dropped}
+    return found._replace(groups=[group for group in groups if group.parameters], state=state)
+
+
+def _is_moving(found: Optimization, parameter: str) -> bool:
+    """Whether it has momentum."""
+    kept = (f"{parameter}/momentum_buffer", f"{parameter}/exp_avg", f"accum/{parameter}")
+    return any(found.state[key].any() for key in kept if key in found.state)
+
+
+def _slots(found: Optimization, parameter: str) -> list[str]:
+    return [key for key in found.state if key.rpartition("/")[0] == parameter or key == f"accum/{parameter}"]
+
+
 class _Captured:
     """A function of JAX and what it is called with."""
 
@@ -92,8 +124,10 @@ class _Captured:
 
     def __call__(self, weights: Tree, statistics: Tree, batch: Any) -> Any:
         """The result with other weights in the place of the parameters."""
-        params = jax.tree.map(lambda old, new: old if new is None else new, self.params, _aligned(weights, self.params))
-        return self.function(params, batch) if statistics is None else self.function(params, statistics, batch)
+        params = jax.tree.map(lambda old, new: old if new is None else new, self.params, weights)
+        if statistics is None:
+            return self.function(params, batch)
+        return self.function(params, jax.tree.map(lambda leaf: leaf, statistics), batch)  # a copy, which may be changed
 
     def new_statistics(self) -> list[str]:
         return [f"{name}/next" for name in named_leaves(self.statistics)] if self.statistics is not None else []
@@ -113,12 +147,6 @@ class _Captured:
 
 def _is_parameter(leaf: Any) -> bool:
     return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating)
-
-
-def _aligned(weights: Tree, params: Tree) -> Tree:
-    """The weights as a tree of the same form: None is a leaf of it."""
-    leaves, structure = jax.tree.flatten(params)
-    return structure.unflatten(structure.flatten_up_to(weights)) if leaves else weights
 
 
 def _assembled(run: Run, captured: _Captured) -> Model:
@@ -190,7 +218,7 @@ def _rounding(gradients: Tree) -> dict[str, np.ndarray]:
     """Where gradients are little more than rounding errors, of which an optimizer may make steps of full length."""
     sizes = {name: np.abs(leaf) for name, leaf in named_leaves(gradients).items()}
     least = _NOISE * max(float(size.max(initial=0)) for size in sizes.values())
-    return {name: (size > 0) & (size < least) for name, size in sizes.items()}
+    return {name: size < least for name, size in sizes.items()}
 
 
 def _repeated(batch: dict[str, np.ndarray], times: int) -> Iterator[dict[str, np.ndarray]]:

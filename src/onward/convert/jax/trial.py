@@ -34,7 +34,8 @@ def try_updates(tx: Any, opt_state: Any, params: Tree, run: Run) -> None:
         inputs = {name: f"gradient{i}" for i, name in enumerate(run.parameters)}
         with load(_trainer(run, start, inputs), threads=1) as engine:
             for _ in range(3 * accumulated):
-                gradients = {name: _random(generator, array.shape) for name, array in start.items()}
+                gradients = {name: np.zeros(array.shape) for name, array in start.items()}  # of what is not trained
+                gradients |= {name: _random(generator, start[name].shape) for name in run.parameters}
                 engine.step({inputs[name]: gradients[name] for name in run.parameters})
                 given = jax.tree_util.tree_map_with_path(lambda path, _: gradients[path_name(path)], theirs)  # noqa: B023
                 changes, state = update(given, state, theirs)
@@ -67,7 +68,7 @@ def _follow(theirs: Tree, ours: dict[str, np.ndarray], run: Run) -> Tree:
 
 def _random(generator: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
     """Of very different sizes, so that it matters where an epsilon is."""
-    return generator.normal(size=shape) * 10.0 ** generator.uniform(-6, 0, shape)
+    return np.asarray(generator.normal(size=shape) * 10.0 ** generator.uniform(-6, 0, shape))
 
 
 def _double(tree: Tree) -> Tree:
