@@ -15,7 +15,7 @@ import pytest
 import models
 import onward
 from conftest import needs
-from onward.errors import UnsupportedError
+from onward.errors import MismatchError, UnsupportedError
 from onward.run import load
 
 torch = pytest.importorskip("torch")
@@ -486,6 +486,42 @@ def test_population_statistics():
     torch.testing.assert_close(module.running_var, 0.9 + 0.1 * x.var(0, correction=0))
     net(x)
     torch.testing.assert_close(module.running_mean, net.running_mean)
+
+
+# ---- probes ----------------------------------------------------------------------------------------------------------
+
+
+class _Doubled(torch.autograd.Function):
+    """A derivative that is not that of what is computed."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return 2 * gradient
+
+
+class Doubled(nn.Linear):
+    def forward(self, input):
+        return _Doubled.apply(super().forward(input))
+
+
+def test_a_derivative_that_the_graph_does_not_have():
+    net, x = Doubled(3, 2), torch.randn(4, 3)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with pytest.raises(MismatchError, match="after step 1 `weight` is off by"):
+        from_torch(net, x, loss=nn.MSELoss(), optimizer=optimizer)
+    from_torch(net, x, loss=nn.MSELoss(), optimizer=optimizer, probe=False)
+
+
+def test_rounding_errors_that_adam_makes_large():
+    """The gradient of a bias before a normalization is nothing else, and running statistics follow the bias."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(16, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
+    from_torch(net, torch.randn(8, 16), loss=nn.CrossEntropyLoss(), optimizer=optimizer)
 
 
 # ---- refusals --------------------------------------------------------------------------------------------------------

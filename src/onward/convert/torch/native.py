@@ -131,7 +131,7 @@ class _Prober:
         }
         least = _NOISE * max(float(gradient.max(initial=0)) for gradient in gradients.values())
         for name, gradient in gradients.items():
-            self._noisy[name] = self._noisy.get(name, False) | ((gradient > 0) & (gradient < least))
+            self._noisy[name] = self._noisy.get(name, False) | (gradient < least)
 
     def weights(self) -> dict[str, np.ndarray]:
         """Parameters and statistics, but for elements whose gradients are little more than rounding errors."""
