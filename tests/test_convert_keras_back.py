@@ -208,6 +208,12 @@ def test_a_model_that_was_compiled_anew_does_not_come_back(plain):
         from_keras(made)
 
 
+def test_the_rate_of_a_graph_is_not_changed_from_outside(plain):
+    made = to_keras(onward.prepare(plain, loss="mse", optimizer="adam"))
+    with pytest.raises(UnsupportedError, match="learning rate"):
+        made.optimizer.learning_rate = 0.1
+
+
 def test_embeddings_have_dense_gradients():
     """Keras would square the gradients of a token that occurs twice before it adds them up."""
     tokens = layers.Input((6,), dtype="int32")

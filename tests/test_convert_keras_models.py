@@ -204,6 +204,24 @@ def test_frozen_shared_regularized_nested_and_several_outputs():
     assert all(not name.endswith("bias") for name in describe(training).steps[0].groups[0].parameters)
 
 
+def test_layers_that_are_called_as_in_inference():
+    """As in transfer learning: a body whose statistics stay, though it is trained."""
+    body = keras.Sequential(
+        [layers.Input((4,)), layers.Dense(6), layers.BatchNormalization(name="kept"), layers.Dropout(0.5)], name="body"
+    )
+    inputs = layers.Input((4,))
+    x = layers.BatchNormalization(name="moved")(body(inputs, training=False))
+    model = compiled(inputs, layers.Dense(2)(x), keras.optimizers.Adam(1e-2, epsilon=1e-3), "mse")
+    run = Run(model, batches(real(4), real(2)))
+    training = goes_on(run)
+    updated = set(training.step().update)
+    assert "moved/moving_mean" in updated and "body/kept/moving_mean" not in updated and "body/kept/gamma" in updated
+
+    model = compiled(inputs, layers.Dropout(0.5, name="always")(layers.Dense(2)(inputs), training=True), "sgd", "mse")
+    with pytest.raises(UnsupportedError, match=r"always.*training=True"):
+        from_keras(model)
+
+
 def test_dropout_is_carried():
     inputs = layers.Input((4,))
     model = compiled(inputs, layers.Dense(2)(layers.Dropout(0.4)(layers.Dense(8)(inputs))), "sgd", "mse")

@@ -112,6 +112,17 @@ class GraphOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
         self._state: dict[str, Any] = {}
         self._iterations.assign(int(model.initializer(STEP).const_value.numpy()))  # type: ignore[union-attr]
 
+    @property
+    def learning_rate(self) -> Any:
+        return self._learning_rate
+
+    @learning_rate.setter
+    def learning_rate(self, learning_rate: Any) -> None:
+        raise UnsupportedError(
+            "the learning rate is that of the training model, with its schedule",
+            hint="change it there: `training.set('group0/lr', ...)`, and convert again",
+        )
+
     def build(self, variables: Any) -> None:
         super().build(variables)
         for name, array in self._own.items():

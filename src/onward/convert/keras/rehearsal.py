@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -13,52 +13,75 @@ from onward.convert.keras.losses import Term
 from onward.convert.keras.optimizers import array_of
 from onward.convert.keras.tensors import Tensor
 from onward.convert.keras.walk import Walk, functional_of
-from onward.convert.probe import probe, without_dropout
+from onward.convert.probe import TOLERANCE, probe, without_dropout
 from onward.convert.run import Run, assemble
-from onward.model import Model
-from onward.run import load
-from onward.run.engine import Arrays
 
 _SAMPLES, _LENGTH, _STEPS = 4, 5, 3
-_ROUNDING = 1e-5
-"""Of the largest gradient: what a difference of numbers of that size may leave over in float32."""
+_SHAKE = 1e-6
+"""A change in the last digits of float32, as sums of many terms have it."""
+_SENSITIVE = TOLERANCE / 20
+"""What such a change may lead to in values that are compared."""
+
+
+class _Step(NamedTuple):
+    """What Keras has computed: the loss, and then the weights, but for those that rounding decides about."""
+
+    loss: float
+    weights: dict[str, np.ndarray]
+    is_certain: bool
+    """Whether the loss can be compared."""
 
 
 def rehearse(run: Run, model: Any, walk: Walk, terms: Sequence[Term]) -> None:
     """Three steps of a copy of `model`, and of the training model; neither original is changed."""
-    copy = _copied(model)
-    names = {id(theirs): walk.names[id(ours)] for ours, theirs in zip(model.variables, copy.variables, strict=True)}
-
-    def step(batch: Arrays) -> float:
-        copy.reset_metrics()
-        inputs = [batch[x.plain.name] for x in walk.inputs]
-        targets: list[Any] = [None] * len(walk.outputs)
-        for term in terms:
-            targets[term.output] = batch[term.target]
-        logs = copy.train_on_batch(_alone(inputs), _targets(model, targets), return_dict=True)
-        return float(logs["loss"])
-
     rng = np.random.default_rng(0)
     batches = [_batch(rng, walk.inputs, terms) for _ in range(_STEPS)]
+    places = {walk.names[id(v)]: i for i, v in enumerate(model.variables)}
+    names = {name: i for name, i in places.items() if name in run.model.graph.initializers}
+    shaken = _copied(model)
+    for variable in shaken.trainable_variables:
+        array = array_of(variable)
+        variable.assign(array * (1 + _SHAKE * rng.uniform(-1, 1, array.shape).astype(array.dtype)))
+    pair = [_copied(model), shaken]
+    steps: list[_Step] = []
+    for batch in batches:
+        step = _step(pair, names, *_arguments(batch, model, walk, terms))
+        if steps and not step.is_certain:
+            break
+        steps.append(step)
     trained = assemble(dataclasses.replace(run, model=without_dropout(run.model)))
-    undetermined = _undetermined(trained, batches[0])
-    # Statistics follow such parameters wherever they go.
-    compared = set(run.parameters if undetermined else run.model.graph.initializers) - undetermined
-
-    def weights() -> dict[str, np.ndarray]:
-        return {names[id(v)]: array_of(v) for v in copy.variables if names[id(v)] in compared}
-
-    probe(trained, batches, step, weights, carrier=f"Keras on {keras.backend.backend()}")
+    losses, weights = (iter([getattr(step, part) for step in steps]) for part in ("loss", "weights"))
+    carrier = f"Keras on {keras.backend.backend()}"
+    probe(trained, batches[: len(steps)], lambda batch: next(losses), lambda: next(weights), carrier=carrier)
 
 
-def _undetermined(trained: Model, batch: dict[str, np.ndarray]) -> set[str]:
-    """Parameters whose gradient is nothing but rounding, such as a bias before a normalization.
+def _step(pair: Sequence[Any], names: dict[str, int], inputs: Any, targets: Any) -> _Step:
+    """One step of two copies whose weights differ in the last digits: what differs more afterwards is rounding.
 
-    An optimizer that divides by the size of gradients makes real steps of it, in any direction.
+    So it is with a bias before a normalization, whose gradient is zero but for rounding, and which is moved all the
+    same by an optimizer that divides by the size of gradients; and with deep networks in which differences grow.
     """
-    with load(trained, threads=1) as engine:
-        sizes = {name: float(np.abs(g).max(initial=0)) for name, g in engine.gradients(batch).items()}
-    return {name for name, size in sizes.items() if size < _ROUNDING * max(sizes.values())}
+    found = []
+    for copy in pair:
+        copy.reset_metrics()
+        found.append(float(copy.train_on_batch(inputs, targets, return_dict=True)["loss"]))
+    weights = {}
+    for name, i in names.items():
+        array, other = (array_of(copy.variables[i]) for copy in pair)
+        limit = _SENSITIVE * max(float(np.abs(array).max(initial=0)), 1e-3)
+        if np.abs(array - other).max(initial=0) <= limit:
+            weights[name] = array
+    return _Step(found[0], weights, abs(found[0] - found[1]) <= _SENSITIVE * abs(found[0]))
+
+
+def _arguments(batch: dict[str, np.ndarray], model: Any, walk: Walk, terms: Sequence[Term]) -> tuple[Any, Any]:
+    """A batch as Keras takes it."""
+    inputs = [batch[x.plain.name] for x in walk.inputs]
+    targets: list[Any] = [None] * len(walk.outputs)
+    for term in terms:
+        targets[term.output] = batch[term.target]
+    structure = functional_of(model)._outputs_struct
+    return inputs[0] if len(inputs) == 1 else inputs, keras.tree.pack_sequence_as(structure, targets)
 
 
 def _batch(rng: np.random.Generator, inputs: Sequence[Tensor], terms: Sequence[Term]) -> dict[str, np.ndarray]:
@@ -73,14 +96,6 @@ def _drawn(rng: np.random.Generator, x: Tensor) -> np.ndarray:
     if x.below is not None or dtype.kind in "iub":
         return rng.integers(0, x.below or 2, shape).astype(dtype)
     return rng.normal(size=shape).astype(dtype)
-
-
-def _alone(values: list[Any]) -> Any:
-    return values[0] if len(values) == 1 else values
-
-
-def _targets(model: Any, targets: list[Any]) -> Any:
-    return keras.tree.pack_sequence_as(functional_of(model)._outputs_struct, targets)
 
 
 def _copied(model: Any) -> Any:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import reduce
 from typing import Any
 
+import keras
 import numpy as np
 import onnx_ir as ir
 
@@ -101,6 +102,13 @@ def rescaling(c: Call, x: Tensor) -> Tensor | Expr:
     return value.map(lambda e: e * float(c.layer.scale) + float(c.layer.offset))
 
 
+@row("Normalization")
+def normalization(c: Call, x: Tensor) -> Expr:
+    c.refuse_unless(not c.layer.invert, "inverts a normalization")
+    mean, deviation = (np.asarray(keras.ops.convert_to_numpy(v)) for v in (c.layer.mean, c.layer.variance**0.5))
+    return (x.plain - mean) / np.maximum(deviation, np.float32(keras.config.epsilon()))
+
+
 def _is_integer(x: Tensor) -> bool:
     dtype = x.plain.dtype if not x.is_moved else x.moved.dtype
     return dtype is not None and dtype.is_integer()
@@ -190,7 +198,7 @@ def multi_head_attention(
         lower = op.Trilu(op.filled_like(scores.value, 1.0), upper=0)
         scores = op.Where(lower > 0.0, scores, _MASKED)
     weights = op.Softmax(scores, axis=-1)
-    if layer.dropout:
+    if layer.dropout and not c.is_still:
         weights = op.Dropout(weights, np.float32(layer.dropout))
     context = op.Transpose(weights @ v, perm=[0, 2, 1, 3])
     return _joined(c, layer.output_dense, context)
