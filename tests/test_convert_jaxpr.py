@@ -129,15 +129,30 @@ def test_types_stay_as_they_are() -> None:
     same(results(model, inputs, "numpy"), [x[:, ::-1] for x in inputs])
 
 
-def test_64_bits_where_jax_has_them() -> None:
+WIDE: dict[str, Callable[..., Any]] = {
+    "arithmetic": lambda x, i: (jnp.tanh(x) * i, x.mean(0), i.sum(), jnp.log1p(x * x), jnp.expm1(x)),
+    "indexing": lambda x, i: (x[i[0] % 3], x.at[i[0] % 3].add(1), jnp.argsort(x, 0), lax.top_k(x, 2)),
+    "windows": lambda x, i: lax.reduce_window(x, 0.0, lax.add, (2, 2), (1, 1), "SAME"),
+    "convolutions": lambda x, i: lax.conv(x[None, None], i[None, None, :2, :2].astype(float), (1, 1), "SAME"),
+    "random": lambda x, i: (jax.random.uniform(jax.random.key(i[0, 0] + 2**40), (3,)),
+        jax.random.bits(jax.random.key(i[0, 1]), (3,), "uint64")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WIDE)
+def test_64_bits_where_jax_has_them(name: str) -> None:
     with jax.enable_x64(True):
-        agrees(
-            lambda x, i: (jnp.tanh(x) * i, x.mean(0), i.sum()),
-            numbers(3, 4, dtype=np.float64),
-            numbers(3, 4, dtype=np.int64),
-        )
-    model = export(lambda _, x: x.mean(), {}, numbers(3, 4))
-    assert model.outputs[0].dtype.numpy() == np.float32  # the batch size, which has 64 bits, does not make it double
+        inputs = numbers(3, 4, dtype=np.float64), numbers(3, 4, dtype=np.int64)
+        agrees(WIDE[name], *inputs, engines=["numpy"], tolerance=1e-12, batch=None)
+
+
+def test_sizes_have_64_bits_and_make_nothing_wide() -> None:
+    model = export(lambda _, x: (x.mean(), x.shape[0] * x.sum()), {}, numbers(3, 4))
+    assert [value.dtype.numpy() for value in model.outputs] == [np.float32, np.float32]
+    wide = export(lambda params, x: x * params, np.float64(2), numbers(3, 4).astype(np.float64))
+    assert {value.dtype.numpy() for value in (*wide.inputs, *wide.initializers(), *wide.outputs)} == {
+        np.dtype(np.float32)
+    }
 
 
 def test_bfloat16() -> None:

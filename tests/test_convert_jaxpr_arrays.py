@@ -186,6 +186,25 @@ def test_a_dilated_pool() -> None:
     agrees(pool, numbers(2, 6, 5, 3))
 
 
+@given(st.data())
+@settings(max_examples=20)
+def test_any_convolution(data: st.DataObject) -> None:
+    """With its way back to both inputs."""
+    pair = lambda low, high: tuple(data.draw(st.integers(low, high)) for _ in range(2))
+    groups = data.draw(st.sampled_from([1, 2]))
+    options = {
+        "window_strides": pair(1, 2),
+        "padding": [(data.draw(st.integers(-1, 2)), data.draw(st.integers(-1, 2))) for _ in range(2)],
+        "lhs_dilation": pair(1, 2),
+        "rhs_dilation": pair(1, 2),
+        "feature_group_count": groups,
+        "dimension_numbers": ("NHWC", "HWIO", "NHWC"),
+    }
+    x, kernel = numbers(2, 6, 7, 2), numbers(*pair(1, 2), 2 // groups, 4)
+    loss = lambda x, kernel: jnp.sin(lax.conv_general_dilated(x, kernel, **options)).sum()
+    agrees(jax.value_and_grad(loss, argnums=(0, 1)), x, kernel, engines=["onnxruntime"], tolerance=2e-5, batch=None)
+
+
 # ---- derivatives -----------------------------------------------------------------------------------------------------
 
 PLACES = np.array([0, 2])

@@ -225,6 +225,48 @@ def test_flax_nnx() -> None:
     same(results(model, [x], "onnxruntime"), net(x))
 
 
+@needs("flax")
+@pytest.mark.parametrize("cell", ["LSTMCell", "GRUCell"])
+def test_flax_recurrent(cell: str) -> None:
+    from flax import linen as nn
+
+    net, x = nn.RNN(getattr(nn, cell)(5)), numbers(3, 6, 4)
+    variables = jax.jit(net.init)(jax.random.key(0), x)
+    model = export(net.apply, variables, x)
+    assert "Scan" in {node.op_type for node in model.graph}
+    for batch in (x, more(x)):
+        same(results(model, [batch], "onnxruntime"), jax.jit(net.apply)(variables, batch))
+
+
+@needs("flax")
+def test_flax_with_statistics_and_random_keys() -> None:
+    """A step of a module that normalizes by its batch and drops out: what changes is put out, in its order."""
+    from flax import nnx
+
+    class Net(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs):
+            self.conv = nnx.Conv(3, 4, (3, 3), rngs=rngs)
+            self.norm = nnx.BatchNorm(4, rngs=rngs)
+            self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+        def __call__(self, x: Any) -> Any:
+            return self.dropout(nnx.relu(self.norm(self.conv(x))))
+
+    graph, state = nnx.split(Net(nnx.Rngs(0)))
+
+    def step(state: Tree, x: Any) -> Any:
+        net = nnx.merge(graph, state)
+        return net(x), nnx.state(net, nnx.BatchStat), nnx.state(net, nnx.RngCount)
+
+    x = numbers(4, 5, 5, 3)
+    model = export(step, state, x)
+    assert [value.name for value in model.outputs][1:] == [
+        "output_1/norm/mean", "output_1/norm/var", "output_2/dropout/rngs/count"
+    ]  # fmt: skip
+    for batch in (x, more(x)):
+        same(results(model, [batch], "onnxruntime"), jax.jit(step)(state, batch))
+
+
 # ---- training --------------------------------------------------------------------------------------------------------
 
 
