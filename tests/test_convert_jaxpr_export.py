@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ optax = pytest.importorskip("optax")
 import jax.numpy as jnp  # noqa: E402
 from jax import lax  # noqa: E402
 
-from jaxpr_agreement import numbers, results, same, weights  # noqa: E402
+from jaxpr_agreement import agrees, numbers, results, same, weights  # noqa: E402
 from onward.convert.jax.jaxpr import export  # noqa: E402
 
 Tree = Any
@@ -68,6 +69,34 @@ def test_sizes_that_are_computed() -> None:
     model = export(mixed, {}, numbers(4, 3), numbers(4, 2))
     for n in (4, 7):
         same(results(model, [numbers(n, 3), numbers(n, 2)], "onnxruntime"), mixed(None, numbers(n, 3), numbers(n, 2)))
+
+
+FREE: dict[str, Callable[[Any], Any]] = {
+    "parts": lambda x: (jnp.roll(x, 1, 0), x[::-1], jnp.diff(x, axis=0), jnp.take(x, jnp.array([0, -1]), 0), x[-1]),
+    "padding": lambda x: jnp.pad(x, ((x.shape[0], 0), (0, 0)))[: x.shape[0] + 1],
+    "products": lambda x: (x.T @ x, x @ x.T, jnp.einsum("ij,kj->ik", x, x)),
+    "orders": lambda x: (jnp.sort(x, axis=0), x[jnp.argsort(x[:, 0])], jnp.argmax(x, axis=0)),
+    "sums": lambda x: (jnp.cumsum(jnp.ones_like(x[:, 0])) / x.shape[0], x.mean(0), lax.cummax(x, 0)),
+    "loop": lambda x: lax.fori_loop(0, x.shape[0], lambda i, c: c.at[i].set(c[i] * 2), x),
+    "random": lambda x: jax.random.normal(jax.random.key(0), x.shape) * x,
+    "windows": lambda x: jax.vmap(lambda r: lax.reduce_window(r, 0.0, lax.add, (2,), (1,), "VALID"))(x),
+    "derivative": jax.grad(lambda x: jnp.sin(jnp.concatenate([x, x * 2])[x.shape[0] :]).sum()),
+}
+
+
+@pytest.mark.parametrize("name", FREE)
+def test_any_number_of_examples(name: str) -> None:
+    model = agrees(FREE[name], numbers(3, 4), tolerance=1e-5)
+    assert str(model.inputs[0].shape[0]) == "batch"
+
+
+def test_a_derivative_by_hand_is_part_of_what_jax_computes() -> None:
+    @jax.custom_vjp
+    def twice_as_steep(x: Any) -> Any:
+        return jnp.sin(x)
+
+    twice_as_steep.defvjp(lambda x: (jnp.sin(x), x), lambda x, dy: (dy * jnp.cos(x) * 2,))
+    agrees(jax.value_and_grad(lambda x: twice_as_steep(x).sum()), numbers(3, 2))
 
 
 def test_symbols_of_the_caller() -> None:

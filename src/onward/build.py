@@ -14,7 +14,7 @@ import gc
 import inspect
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import onnx_ir as ir
@@ -210,7 +210,7 @@ class Builder:
         """An expression for a value that is already in the graph, or in one around it."""
         return Expr(self, value)
 
-    def scoped(self, scope: str) -> Builder:
+    def scoped(self, scope: str) -> Self:
         """The same builder, prefixing the names of what it adds."""
         inner = copy.copy(self)
         inner._scope = scope

@@ -9,6 +9,7 @@ function was given by hand is not known to the model; `jax.lax.stop_gradient` is
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ import onnx_ir as ir
 
 from onward.build import Expr, Names, uncollected
 from onward.convert.jax.jaxpr.emitter import Emitter, data_of, declared
-from onward.convert.jax.jaxpr.trace import leaves, path_of, trace
+from onward.convert.jax.jaxpr.trace import leaves, path_of, shape_of, trace, with_free_size
 from onward.errors import UnsupportedError
 from onward.model import Model
 from onward.transform.unused import remove_unused
@@ -44,7 +45,31 @@ def export(
     their tree. What has the length of the first input along its first axis gets the free dimension `batch` there; None
     leaves all shapes as they are. Where JAX cannot trace a free size there is a warning, and the size is fixed.
     """
-    traced = trace(function, params, inputs, batch)
+    fixed = jax.tree.map(shape_of, inputs)
+    free = with_free_size(fixed, batch)
+    if free is fixed:
+        return _exported(function, params, fixed, names, input_names)
+    try:
+        return _exported(function, params, free, names, input_names)
+    except UnsupportedError:
+        raise
+    except Exception as error:  # what JAX, or the function, raises where it asks how large a symbol is
+        model = _exported(function, params, fixed, names, input_names)
+        reason = (
+            f"the batch size is fixed, since JAX cannot trace a free one: {str(error).strip().partition(chr(10))[0]}"
+        )
+        warnings.warn(reason, stacklevel=3)
+        return model
+
+
+def _exported(
+    function: Callable[..., Any],
+    params: Any,
+    inputs: Sequence[Any],
+    names: Sequence[str] | None,
+    input_names: Sequence[str] | None,
+) -> Model:
+    traced = trace(function, params, inputs)
     taken = Names()
     weights = [_initializer(taken.fresh(name), leaf) for name, leaf in leaves(params)]
     called = _called(taken, "inputs", input_names, _argument_names(function, inputs))

@@ -109,7 +109,7 @@ class Emitter(Builder):
         jaxpr: Jaxpr = getattr(closed, "jaxpr", closed)
         known = dict(zip([*jaxpr.constvars, *jaxpr.invars], [expr.value for expr in (*consts, *operands)], strict=True))
         for eqn in _live(jaxpr):
-            op: Emitter = self.scoped(str(eqn.source_info.name_stack))  # type: ignore[assignment]
+            op = self.scoped(str(eqn.source_info.name_stack))
             results = op._equation(eqn, [op._read(atom, known) for atom in eqn.invars])
             known.update(zip(eqn.outvars, results, strict=True))
         return [self._read(atom, known) for atom in jaxpr.outvars]

@@ -56,7 +56,7 @@ def tile(op, x, *, reps):
 
 @primitives.define("split")
 def split(op, x, *, sizes, axis):
-    return op.Split(x, [int(size) for size in sizes], axis=axis, outputs=len(sizes))
+    return op.Split(x, op.shape(sizes), axis=axis, outputs=len(sizes))
 
 
 @primitives.define("stack")

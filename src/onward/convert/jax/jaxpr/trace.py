@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -37,25 +35,8 @@ class Traced:
         return found
 
 
-def trace(function: Callable[..., Any], params: Any, inputs: Sequence[Any], batch: str | None) -> Traced:
-    """The jaxpr of a function of the arrays in `params` and `inputs`; other leaves (functions, names) stay what they
-    are."""
-    shapes = jax.tree.map(_shape, inputs)
-    free = _with_free_size(shapes, batch) if batch else None
-    if free is not None:
-        try:
-            return _trace(function, params, free)
-        except Exception as error:  # what JAX, or the function, raises where it asks how large a symbol is
-            fixed = _trace(function, params, shapes)
-            reason = str(error).strip().splitlines()[0]
-            warnings.warn(
-                f"the batch size is fixed, since JAX cannot trace a free one: {reason}", stacklevel=_outside()
-            )
-            return fixed
-    return _trace(function, params, shapes)
-
-
-def _trace(function: Callable[..., Any], params: Any, inputs: Sequence[Any]) -> Traced:
+def trace(function: Callable[..., Any], params: Any, inputs: Sequence[Any]) -> Traced:
+    """The jaxpr of a function of the arrays in `params` and `inputs`; other leaves (functions, names) belong to it."""
     flat, tree = jax.tree.flatten((params, inputs))
     traced = [i for i, leaf in enumerate(flat) if _is_array(leaf)]
 
@@ -70,18 +51,11 @@ def _trace(function: Callable[..., Any], params: Any, inputs: Sequence[Any]) -> 
     return Traced(jaxpr, results)
 
 
-def _outside() -> int:
-    """How many calls up the code is that called this package."""
-    package = __name__.rpartition(".")[0]
-    frames = [frame.frame.f_globals.get("__name__", "") for frame in inspect.stack(context=0)[1:]]
-    return next((i for i, name in enumerate(frames, 1) if not name.startswith(package)), 1)
-
-
-def _with_free_size(inputs: Sequence[Any], batch: str) -> Sequence[Any] | None:
-    """The same shapes with a symbol for the first size; None where there is nothing to set free."""
+def with_free_size(inputs: Sequence[Any], batch: str | None) -> Sequence[Any]:
+    """The same shapes with a symbol for the first size, where there is one to set free."""
     first = next((leaf.shape[0] for leaf in jax.tree.leaves(inputs) if getattr(leaf, "shape", ())), None)
-    if not isinstance(first, int):
-        return None
+    if batch is None or not isinstance(first, int):
+        return inputs
     symbol = jax.export.symbolic_shape(batch)
 
     def freed(leaf: Any) -> Any:
@@ -92,7 +66,8 @@ def _with_free_size(inputs: Sequence[Any], batch: str) -> Sequence[Any] | None:
     return jax.tree.map(freed, inputs)
 
 
-def _shape(leaf: Any) -> Any:
+def shape_of(leaf: Any) -> Any:
+    """An array as its shape and type; what is none stays itself."""
     if not isinstance(leaf, jax.Array | np.ndarray | np.generic):
         return leaf
     return jax.ShapeDtypeStruct(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True))
