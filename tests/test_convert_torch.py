@@ -15,7 +15,7 @@ import pytest
 import models
 import onward
 from conftest import needs
-from onward.errors import MismatchError, UnsupportedError
+from onward.errors import MismatchError, UnknownNameError, UnsupportedError
 from onward.run import load
 
 torch = pytest.importorskip("torch")
@@ -565,6 +565,16 @@ class Noisy(nn.Module):
 def test_a_module_that_is_refused(module, x, message):
     with pytest.raises(UnsupportedError, match=message):
         captured(module, x)
+
+
+def test_inputs_that_are_not_there(small):
+    net, module = small
+    with pytest.raises(UnknownNameError, match="there is no input `inputs`") as caught:
+        captured(net, torch.randn(2, 3), {"inputs": {0: "batch"}})
+    assert "`input`" in caught.value.hint
+    for wrong in [(), (torch.randn(2, 3),) * 2]:
+        with pytest.raises(TypeError, match="the module takes input"):
+            module(*wrong)
 
 
 def test_an_optimizer_of_something_else():

@@ -17,7 +17,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from onward.convert.torch.arguments import Flat
 from onward.convert.torch.rewrites import TRANSLATIONS, rewrite
-from onward.errors import UnsupportedError
+from onward.errors import UnknownNameError, UnsupportedError, near
 from onward.model import Model
 
 
@@ -31,6 +31,12 @@ class Exported(NamedTuple):
 
 def export(flat: Flat, dynamic_shapes: Mapping[str, Any] | None) -> Exported:
     """The graph of a module. It is not optimized: that would merge parameters that are equal, and fold others away."""
+    for name in dynamic_shapes or ():
+        if name not in flat.inputs:
+            known = list(flat.inputs)
+            raise UnknownNameError(
+                f"there is no input `{name}`", hint=near(name, known) or f"one of {', '.join(known)}"
+            )
     axes = {name: _axes(name, tensor, dynamic_shapes) for name, tensor in flat.inputs.items()}
     made = _exported(flat, axes)
     program = made.exported_program

@@ -62,6 +62,8 @@ class OnnxModule(nn.Module):  # type: ignore[misc]
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         given = dict(zip(self._graph.inputs, inputs, strict=False)) | named
+        if given.keys() != set(self._graph.inputs) or len(given) != len(inputs) + len(named):
+            raise TypeError(f"the module takes {', '.join(self._graph.inputs)}")
         state = self._state()
         if self.training:
             for counter in self._graph.counters:
