@@ -75,7 +75,7 @@ $(VENV)/.torch: requirements/constraints.txt | $(BIN)/python
 	@touch $@
 
 $(VENV)/.frameworks: $(VENV)/.torch $(VENV)/.core
-	$(PIP) -e '.[torch,jax,tensorflow]'
+	$(PIP) -e '.[torch,jax,tensorflow]' flax
 	@touch $@
 
 $(VENV)/.docs: $(VENV)/.core

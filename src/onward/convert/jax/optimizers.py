@@ -43,34 +43,47 @@ def read_optimizer(tx: Any, opt_state: Any, params: Tree) -> Optimization:
     trained = {name: chain for name, chain in chains.items() if not _is_frozen(chain)}
     if not trained:
         raise UnsupportedError("the optimizer changes no parameter")
-    recognized: dict[str, Recognized] = {}
-    clips: dict[str, dict[str, Any] | None] = {}
     problems: dict[str, UnsupportedError] = {}
-    for name, chain in trained.items():
-        try:
-            clips[name], rest = _clipped(chain, set(trained))
-            recognized[name] = recognize(rest)
-        except UnsupportedError as error:
-            problems.setdefault(str(error), error)
+    recognized, clip = _recognized(trained, problems)
     rates = _rates(recognized, problems)
-    limits = list({str(clip): clip for clip in clips.values()}.values())
-    if len(limits) > 1:
-        _add(problems, "some gradients are clipped in another way than others, or not at all")
     if problems:
         raise _refusal(problems, found)
     for t in found:
-        steps += counts(t.state)
         state |= read_slots(t)
+    step = _common([*steps, *(count for t in found for count in counts(t.state))])
+    kept = _kept(state, recognized, {name: rate for name, (rate, _) in rates.items()})
+    schedule = next(iter(rates.values()))[1]
+    groups = _groups({name: _with_rate(recognized[name].optimizer, rates[name][0]) for name in trained})
+    return Optimization(groups, kept, step, schedule, clip, recipe)
+
+
+def _recognized(
+    trained: Mapping[str, Sequence[Transformation]], problems: dict[str, UnsupportedError]
+) -> tuple[dict[str, Recognized], dict[str, Any] | None]:
+    """The optimizer of each parameter, and how all gradients are clipped."""
+    recognized: dict[str, Recognized] = {}
+    clips: dict[str, dict[str, Any] | None] = {}
+    for name, chain in trained.items():
+        try:
+            clip, rest = _clipped(chain, set(trained))
+            clips[str(clip)] = clip
+            recognized[name] = recognize(rest)
+        except UnsupportedError as error:
+            problems.setdefault(str(error), error)
+    if len(clips) > 1:
+        _add(problems, "some gradients are clipped in another way than others, or not at all")
+    return recognized, next(iter(clips.values()), None)
+
+
+def _common(steps: Sequence[int]) -> int:
+    """The number of updates; where nothing counts them it does not matter."""
     if len(set(steps)) > 1:
         listed = ", ".join(map(str, sorted(set(steps))))
         raise UnsupportedError(
             f"parts of the optimizer have made different numbers of updates ({listed}), and a training model has one",
             hint="start all schedules and moments together",
         )
-    kept = _kept(state, recognized, {name: rate for name, (rate, _) in rates.items()})
-    schedule = next(iter(rates.values()))[1]
-    groups = _groups({name: _with_rate(recognized[name].optimizer, rates[name][0]) for name in trained})
-    return Optimization(groups, kept, steps[0] if steps else 0, schedule, limits[0], recipe)
+    return steps[0] if steps else 0
 
 
 def _transformations(tx: Any, opt_state: Any, params: Tree) -> list[Transformation]:

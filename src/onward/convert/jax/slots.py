@@ -32,12 +32,12 @@ Arrays = dict[str, np.ndarray]
 def read_slots(found: Transformation) -> Arrays:
     """What a transformation remembers of parameters, as `<parameter>/<slot>`."""
     if found.name == "exact":
-        fields = {slot: (slot, tree) for slot, tree in found.state.slots.items()}
+        trees = found.state.slots
     else:
-        fields = {f: (slot, getattr(found.state, f)) for f, slot in FIELDS.get(found.name, {}).items()}
+        trees = {slot: getattr(found.state, field) for field, slot in FIELDS.get(found.name, {}).items()}
     params = named_leaves(found.params)
     slots: Arrays = {}
-    for slot, tree in fields.values():
+    for slot, tree in trees.items():
         for name, leaf in named_leaves(tree).items():
             axis = _reduced_axis(found, slot, params[name].shape)
             if axis is not None:
