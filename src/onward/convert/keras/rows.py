@@ -38,8 +38,6 @@ class Call:
     """Of the result, or of the first one."""
     weight: Callable[[Any], Expr]
     """The initializer of a variable."""
-    is_still: bool = False
-    """Whether the layer does in training what it does in inference."""
 
     def refuse_unless(self, condition: bool, reason: str) -> None:
         if not condition:

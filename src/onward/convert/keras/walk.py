@@ -84,39 +84,36 @@ class Walk:
         self.graph.outputs.append(tensor.plain.named(name).value)
         return tensor
 
-    def _model(self, model: Any, inputs: Sequence[Any], is_still: bool = False) -> list[Tensor]:
+    def _model(self, model: Any, inputs: Sequence[Any]) -> list[Tensor]:
         functional = functional_of(model)
         known: dict[int, Tensor] = {id(x): y for x, y in zip(functional.inputs, inputs, strict=True)}
         for depth in sorted(functional._nodes_by_depth, reverse=True):
             for node in functional._nodes_by_depth[depth]:
                 if not node.is_input:
                     arguments, named = node.arguments.fill_in(known)
-                    results = self._call(node, list(arguments), dict(named), is_still)
+                    results = self._call(node, list(arguments), dict(named))
                     known |= {id(x): y for x, y in zip(node.outputs, results, strict=True)}
         return [known[id(x)] for x in functional.outputs]
 
-    def _call(self, node: Any, arguments: list[Any], named: dict[str, Any], is_still: bool) -> list[Tensor]:
-        """What a call comes to; one with `training=False` is the same in training, also for all layers inside."""
-        layer, training = node.operation, named.pop("training", None)
-        is_still = training is False or (is_still and training is None)
+    def _call(self, node: Any, arguments: list[Any], named: dict[str, Any]) -> list[Tensor]:
+        layer = node.operation
+        named.pop("training", None)  # Keras puts in its place what the whole model is called with
+        if isinstance(layer, keras.Model) and hasattr(functional_of(layer), "_nodes_by_depth"):
+            return self._model(layer, keras.tree.flatten(arguments))
         try:
-            if training:
-                raise Refused("is called with `training=True`")
-            if isinstance(layer, keras.Model) and hasattr(functional_of(layer), "_nodes_by_depth"):
-                return self._model(layer, keras.tree.flatten(arguments), is_still)
-            return self._layer(node, arguments, named, is_still)
+            return self._layer(node, arguments, named)
         except Refused as reason:
             self.problems.append(f"{type(layer).__name__} `{layer.name}` {reason}")
             return [self._stand_in(x) for x in node.outputs]
 
-    def _layer(self, node: Any, arguments: list[Any], named: dict[str, Any], is_still: bool) -> list[Tensor]:
+    def _layer(self, node: Any, arguments: list[Any], named: dict[str, Any]) -> list[Tensor]:
         layer, shapes = node.operation, [tuple(x.shape) for x in node.outputs]
         function = find(layer)
         if function is None:
             raise Refused("is a layer without a counterpart")
         if getattr(layer, "activity_regularizer", None) is not None:
             raise Refused("adds to the loss what depends on its output")
-        call = Call(self.op.scoped(layer.name), layer, shapes[0], self._weight, is_still)
+        call = Call(self.op.scoped(layer.name), layer, shapes[0], self._weight)
         made = function(call, *arguments, **accepted(function, named))
         results = made if isinstance(made, list) else [made]
         return [

@@ -107,8 +107,6 @@ def prelu(c: Call, x: Tensor) -> Expr:
 @row("Dropout", "SpatialDropout1D", "SpatialDropout2D", "SpatialDropout3D")
 def dropout(c: Call, x: Tensor) -> Tensor | Expr:
     """Where whole slices are dropped together, ones of the shape that they have in common are."""
-    if c.is_still:
-        return x
     ratio = np.float32(c.layer.rate)
     shape = _noise_shape(c, x)
     if shape is None:

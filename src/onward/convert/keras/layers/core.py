@@ -198,7 +198,7 @@ def multi_head_attention(
         lower = op.Trilu(op.filled_like(scores.value, 1.0), upper=0)
         scores = op.Where(lower > 0.0, scores, _MASKED)
     weights = op.Softmax(scores, axis=-1)
-    if layer.dropout and not c.is_still:
+    if layer.dropout:
         weights = op.Dropout(weights, np.float32(layer.dropout))
     context = op.Transpose(weights @ v, perm=[0, 2, 1, 3])
     return _joined(c, layer.output_dense, context)

@@ -19,13 +19,12 @@ def batch_normalization(c: Call, x: Tensor) -> Tensor:
     c.refuse_unless(not layer.renorm if hasattr(layer, "renorm") else True, "renormalizes")
     last = axis == x.rank - 1
     mean, variance = c.weight(layer.moving_mean), c.weight(layer.moving_variance)
-    # Statistics that are not read as they are, training leaves alone.
-    statistics = [c.op.Identity(v).like(v.value) if c.is_still else v for v in (mean, variance)]
     y = c.op.BatchNormalization(
         x.moved if last else x.plain,
         _scale(c, mean, layer.gamma, 1.0),
         _scale(c, mean, layer.beta, 0.0),
-        *statistics,
+        mean,
+        variance,
         epsilon=float(layer.epsilon),
         momentum=float(layer.momentum),
     )
