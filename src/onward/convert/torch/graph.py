@@ -12,6 +12,7 @@ import numpy as np
 import onnx_ir as ir
 import torch
 
+from onward.convert.probe import without_dropout
 from onward.convert.torch.live import Live
 from onward.convert.torch.tags import ALSO, COUNTER, KIND, LEARNS, PERSISTENT
 from onward.differentiate.api import COMMON_OPSET, OLDEST_OPSET
@@ -101,6 +102,9 @@ class Graph:
                 model = converted(model, dtype)
             self._made[key] = interpreter(model, Live(device, self.statistics))
         return self._made[key]
+
+    def without_dropout(self) -> Graph:
+        return dataclasses.replace(self, model=without_dropout(self.model))
 
     def with_state(self, state: Mapping[str, torch.Tensor]) -> Model:
         """The model with the tensors that a module holds."""

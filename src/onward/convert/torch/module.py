@@ -77,6 +77,10 @@ class OnnxModule(nn.Module):  # type: ignore[misc]
             return dict(inputs)
         return dict(zip(self._graph.inputs, [inputs] if isinstance(inputs, torch.Tensor) else inputs, strict=True))
 
+    def leave_out_dropout(self) -> None:
+        """Drop nothing from now on, while all else is as in training."""
+        self._graph = self._graph.without_dropout()
+
     def to_model(self) -> Model:
         """The model that this is, with the weights as they are now."""
         return self._graph.with_state(self._state())

@@ -20,6 +20,7 @@ from onward.convert.probe import probe, without_dropout
 from onward.convert.run import Run, assemble
 from onward.convert.torch.arguments import Flat
 from onward.convert.torch.clipping import clip_gradients
+from onward.convert.torch.module import OnnxModule
 from onward.inspect import describe
 from onward.inspect.parts import LossTerm
 from onward.model import Model
@@ -65,6 +66,8 @@ def _turn_dropout_off(module: nn.Module) -> None:
     for layer in module.modules():
         if isinstance(layer, _DropoutNd) or any("drop" in name for name in vars(layer)):
             layer.training = False
+        elif isinstance(layer, OnnxModule):
+            layer.leave_out_dropout()
 
 
 class _Prober:
