@@ -46,6 +46,16 @@ def collected(x):
     return rows.stack()
 
 
+def recurrent(x, w):
+    """Neither the batch nor the length is known."""
+    t = tf()
+    state, states = t.zeros([t.shape(x)[0], 4]), t.TensorArray(t.float32, size=t.shape(x)[1])
+    for i in t.range(t.shape(x)[1]):
+        state = t.tanh(x[:, i] + state @ w)
+        states = states.write(i, state)
+    return t.transpose(states.stack(), [1, 0, 2])
+
+
 def halved(x):
     t = tf()
     while t.reduce_sum(t.abs(x)) > 1.0:
@@ -204,6 +214,7 @@ CASES = {
     ),
     # ---- control flow
     "a loop that collects": (collected, X),
+    "a loop over time": (recurrent, SERIES, normal(4, 4)),
     "a loop that ends when the data say so": (halved, X),
     "a branch": (branched, np.abs(X)),
     "the other branch": (branched, -np.abs(X)),

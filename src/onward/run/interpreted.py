@@ -241,16 +241,22 @@ _LARGE = 1024
 
 def _large_constants(model: Model) -> dict[str, np.ndarray]:
     """Frozen weights, which are made inputs of the graph: what is large is not to be built into compiled code."""
-    graph, found = model.graph, {}
-    for name, value in list(graph.initializers.items()):
-        tensor = value.const_value
-        if tensor is not None and tensor.dtype.is_floating_point() and tensor.size >= _LARGE:
-            found[name] = _array(value)
-            value.type, value.shape = ir.TensorType(tensor.dtype), ir.Shape(tensor.shape.numpy())
-            value.const_value = None
-            graph.initializers.pop(name)
-            graph.inputs.append(value)
-    return found
+    graph = model.graph
+    tensors = {name: value.const_value for name, value in graph.initializers.items()}
+    large = [name for name, x in tensors.items() if x is not None and x.dtype.is_floating_point() and x.size >= _LARGE]
+    return {name: as_input(graph, name) for name in large}
+
+
+def as_input(graph: ir.Graph, name: str) -> np.ndarray:
+    """Make an input of an initializer; what it held."""
+    value = graph.initializers.pop(name)
+    array, tensor = _array(value), value.const_value
+    assert tensor is not None
+    value.type, value.shape = ir.TensorType(tensor.dtype), ir.Shape(tensor.shape.numpy())
+    value.const_value = None
+    if value not in graph.inputs:
+        graph.inputs.append(value)
+    return array
 
 
 def _array(value: ir.Value) -> np.ndarray:

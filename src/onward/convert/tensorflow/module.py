@@ -23,7 +23,7 @@ from onward.lowering.step import lower
 from onward.model import Model, Source, read
 from onward.model.state import carried
 from onward.run.framework import Framework
-from onward.run.interpreted import Tensors, computation, interpreter
+from onward.run.interpreted import Tensors, as_input, computation, interpreter
 from onward.transform import inline, strip
 
 
@@ -38,8 +38,8 @@ class TrainingModule(tf.Module):  # type: ignore[misc]
     """The metrics and the outputs for a batch, as inference computes them."""
     infer: Callable[..., dict[str, Any]]
     """The outputs of the model."""
-    training_model: Callable[[], Any]
-    """The training model in which the values of variables are left out, as compressed bytes of ONNX."""
+    training_model: Callable[[], dict[str, Any]]
+    """The training model without the values of variables, as compressed bytes of ONNX, and which step of it this is."""
 
     @property
     def __call__(self) -> Callable[..., dict[str, Any]]:
@@ -64,7 +64,8 @@ def to_tensorflow(source: Source, step: int = 0, *, sizes: Mapping[str, int] | N
     module.evaluate = _part(module, lower(model, step, part="evaluation", differentiate=False), framework, known)
     module.infer = _inference(module, inline(strip(model)), framework, known)
     packed = zlib.compress(_without_values(model, module.state, step))
-    module.training_model = tf.function(lambda: tf.constant(packed), input_signature=[], autograph=False)
+    carried_along = {"onnx": packed, "step": step}
+    module.training_model = tf.function(lambda: tf.nest.map_structure(tf.constant, carried_along), input_signature=[])
     for what in ("train_step", "evaluate", "infer"):
         _trace(getattr(module, what), what)
     return module
@@ -126,14 +127,8 @@ def _as_inputs(model: Model, names: Iterable[str]) -> list[str]:
     """Make inputs of initializers; the names among these that the graph reads."""
     graph = model.graph
     for name in names:
-        value = graph.initializers.pop(name, None)
-        if value is not None:
-            tensor = value.const_value
-            assert tensor is not None
-            value.type, value.shape = ir.TensorType(tensor.dtype), ir.Shape(tensor.shape.numpy())
-            value.const_value = None
-            if value not in graph.inputs:
-                graph.inputs.append(value)
+        if name in graph.initializers:
+            as_input(graph, name)
     read = {value.name for value in graph.inputs}
     return [name for name in names if name in read]
 
@@ -173,10 +168,11 @@ def _trace(function: Any, what: str) -> None:
         open_sizes = any(None in (spec.shape or [None]) for spec in function.input_signature)
         raise UnsupportedError(
             f"`{what}` cannot be made a graph of TensorFlow: {error}",
-            hint='fix sizes that the model leaves open: `to_tensorflow(model, sizes={"N": 32})`'
-            if open_sizes
-            else None,
+            hint=_FIXING if open_sizes else None,
         ) from error
+
+
+_FIXING = 'fix sizes that the model leaves open: `to_tensorflow(model, sizes={"N": 32})`'
 
 
 # ---- the way back ----------------------------------------------------------------------------------------------------
@@ -187,7 +183,8 @@ def _without_values(model: Model, names: Iterable[str], step: int) -> bytes:
     empty, left_out = model.copy(), set(names)
     for value in empty.initializers():
         if isinstance(value.const_value, ir.ExternalTensor) and value.name not in left_out:
-            value.const_value = ir.Tensor(value.const_value.numpy(), name=value.name)
+            kept = dict(value.const_value.metadata_props)
+            value.const_value = ir.Tensor(value.const_value.numpy(), name=value.name, metadata_props=kept)
     for name in left_out:
         tensor = empty.initializer(name, step).const_value
         assert tensor is not None

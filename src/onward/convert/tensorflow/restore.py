@@ -33,10 +33,8 @@ def loaded(path: str | os.PathLike[str]) -> Any:
 
 def restored(module: Any) -> Model:
     """The training model of a module, with the values that its variables have now."""
-    model = read(zlib.decompress(module.training_model().numpy()))
+    along = module.training_model()
+    model = read(zlib.decompress(along["onnx"].numpy()))
     for name, variable in module.state.items():
-        step = next(
-            i for i, step in enumerate(model.steps) if name in {*model.graph.initializers, *step.algorithm.initializers}
-        )
-        model.set(name, variable.numpy(), step)
+        model.set(name, variable.numpy(), int(along["step"]))
     return model

@@ -88,12 +88,24 @@ def _collected(body, index, initial):
         return None
     if len(body.inputs[index].consumers()) > 1:
         return None
-    place = next((i for i, x in enumerate(body.inputs) if x is _source(written.inputs[1])), None)
+    place = _input(body, written.inputs[1])
     if place is None or not _is_number(initial[place], 0):
         return None
     after = _source(body.outputs[place]).op
-    one = after.type == "AddV2" and after.inputs[0] is body.inputs[place] and tf.get_static_value(after.inputs[1]) == 1
-    return written.inputs[2] if one else None
+    follows = after.type in ("Add", "AddV2") and _input(body, after.inputs[0]) == place
+    return written.inputs[2] if follows and _is_one(body, after.inputs[1], initial) else None
+
+
+def _input(body, tensor):
+    """Which input of a graph a tensor is, if it is one."""
+    return next((i for i, x in enumerate(body.inputs) if x is _source(tensor)), None)
+
+
+def _is_one(body, tensor, initial):
+    place = _input(body, tensor)
+    if place is None:
+        return tf.get_static_value(tensor) == 1
+    return _is_kept(body, place, initial[place]) and _is_number(initial[place], 1)
 
 
 def _is_number(value, number):
