@@ -291,6 +291,37 @@ def test_a_module_that_came_from_a_model_goes_back():
     assert on_onnxruntime(again, given[5:])[0] == on_onnxruntime(training, given[5:])[0]
 
 
+@pytest.mark.parametrize("kind", ["SGD", "Adam"])
+def test_a_scheduler_that_counts_epochs(kind):
+    """In the middle of one. SGD does not count updates, and has to be told."""
+    torch.manual_seed(0)
+    net = nn.Linear(4, 3)
+    optimizer = getattr(torch.optim, kind)(net.parameters(), lr=0.1)
+    scheduler = lr_scheduler.StepLR(optimizer, 1, 0.5)
+    given = [({"input": torch.randn(5, 4)}, torch.randint(0, 3, (5,))) for _ in range(16)]
+
+    def steps(start, end):
+        losses = []
+        for i in range(start, end):
+            optimizer.zero_grad()
+            loss = F.cross_entropy(net(**given[i][0]), given[i][1])
+            loss.backward()
+            nn.utils.clip_grad_value_(net.parameters(), 0.05)
+            optimizer.step()
+            if (i + 1) % 4 == 0:
+                scheduler.step()
+            losses.append(float(loss.detach()))
+        return losses
+
+    steps(0, 6)
+    run = {"loss": F.cross_entropy, "optimizer": optimizer, "scheduler": scheduler, "clip": {"value": 0.05}}
+    training = from_torch(net, given[0][0], **run, steps_per_epoch=4, step=6)
+    losses, _ = on_onnxruntime(training, given[6:])
+    np.testing.assert_allclose(losses, steps(6, 16), rtol=1e-5)
+    with pytest.raises(UnsupportedError, match="has made 16 updates, and not 5"):
+        from_torch(net, given[0][0], **run, steps_per_epoch=4, step=5)
+
+
 # ---- what is trained, and how ----------------------------------------------------------------------------------------
 
 

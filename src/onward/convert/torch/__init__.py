@@ -51,6 +51,7 @@ def from_torch(
     scheduler: LRScheduler | None = None,
     clip: float | Mapping[str, float] | None = None,
     steps_per_epoch: int = 1,
+    step: int | None = None,
     dynamic_shapes: Mapping[str, Any] | None = None,
     probe: bool = True,
 ) -> Model:
@@ -60,6 +61,8 @@ def from_torch(
     - `loss`: of torch.nn or torch.nn.functional, such as `nn.CrossEntropyLoss()`; a mapping of output -> loss where the
       module has several outputs; or the name of the output that is the loss
     - `scheduler`, `steps_per_epoch`: how many updates there are between two of its steps
+    - `step`: the updates made so far, for an optimizer that does not count them (SGD) in the middle of an epoch;
+      without it, its scheduler has just stepped
     - `clip`: what happens to gradients before each update: `clip_grad_norm_` to a number, or `{"value": 0.5}`
     - `dynamic_shapes`: argument -> axis -> name, for axes of any size; without it, the first axis of all tensors
     - `probe`: make three steps on both sides with the example, and compare
@@ -74,7 +77,7 @@ def from_torch(
         model = native.module.to_model()
     else:
         model = captured(native.module, example_inputs, dynamic_shapes)
-    run = _read(native, model)
+    run = _read(native, model, step)
     if probe:
         probe_native(native, run, example_inputs)
     return assemble(run)
@@ -94,7 +97,7 @@ def _freeze_others(native: NativeRun) -> None:
             parameter.requires_grad_(False)
 
 
-def _read(native: NativeRun, model: Model) -> Run:
+def _read(native: NativeRun, model: Model, given: int | None) -> Run:
     loss = _read_loss(native.loss)
     named = dict(native.module.named_parameters())
     edges = gradient_edges(objective.predictions(model, objective.terms(loss)))
@@ -106,7 +109,8 @@ def _read(native: NativeRun, model: Model) -> Run:
     if not trained:
         raise UnsupportedError("no parameter of the optimizer has an effect on the loss", hint="check which loss it is")
     schedule = read_scheduler(native.scheduler, native.every) if native.scheduler is not None else None
-    groups, state, step = read_optimizer(native.optimizer, trained, schedule)
+    groups, state, found = read_optimizer(native.optimizer, trained, schedule)
+    step = _step(native, found, given)
     _tag(model, native.optimizer, {id(p): name for name, p in named.items() if id(p) not in trained}, step)
     return Run(
         model=model,
@@ -118,6 +122,20 @@ def _read(native: NativeRun, model: Model) -> Run:
         clip=native.clip,
         statistics="sample",
     )
+
+
+def _step(native: NativeRun, found: int, given: int | None) -> int:
+    """The updates that the user says there were, if that is what optimizer and scheduler say, too."""
+    if given is None:
+        return found
+    counts = any("step" in state for state in native.optimizer.state.values())
+    unit = 1 if counts else native.every
+    if (counts or native.scheduler is not None) and given // unit != found // unit:
+        raise UnsupportedError(
+            f"by its optimizer or scheduler the run has made {found} updates, and not {given}",
+            hint="leave `step` out, or correct `steps_per_epoch`",
+        )
+    return given
 
 
 def _read_loss(loss: Any) -> Any:
