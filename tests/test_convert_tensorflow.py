@@ -154,6 +154,25 @@ def test_a_saved_model_trains_without_us(tmp_path):
     assert_same_state(onward.from_tensorflow(tmp_path / "trained"), end, rtol=1e-3, atol=2e-5)
 
 
+def test_a_second_step():
+    """Slots of the same name belong to each step."""
+    model = onward.prepare(models.digits_mlp(), loss="cross_entropy", optimizer="adam:lr=1e-2")
+    model = onward.prepare(model, loss="cross_entropy", optimizer="adam:lr=5e-2", append=True)
+    module = onward.to_tensorflow(model, 1)
+    with load(model, 1) as engine:
+        for batch in FLAT[:3]:
+            given = dict(zip(engine.inputs, batch.values(), strict=True))
+            loss = float(engine.step(given)[engine.loss])
+            np.testing.assert_allclose(module.train_step(**given)["loss"], loss, rtol=1e-5)
+        expected = engine.updated()
+    back = onward.from_tensorflow(module)
+    for step in range(2):
+        found, wanted = ({s.name: s.value.const_value.numpy() for s in states(m, step)} for m in (back, expected))
+        assert found.keys() == wanted.keys()
+        for name, array in wanted.items():
+            np.testing.assert_allclose(found[name], array, rtol=1e-3, atol=2e-5, err_msg=f"{name} of step {step}")
+
+
 def test_sizes_may_be_fixed():
     model = onward.prepare(models.digits_mlp(), loss="cross_entropy")
     module = onward.to_tensorflow(model, sizes={"N": 8})
