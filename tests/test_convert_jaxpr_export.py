@@ -138,7 +138,7 @@ def test_what_is_not_used_is_not_missing() -> None:
         jax.debug.print("{}", x)
         return x + 1
 
-    same(results(export(function, {}, numbers(3, 3)), [numbers(3, 3)], "numpy"), numbers(3, 3) + 1)
+    same(results(export(function, {}, numbers(3, 3), batch=None), [numbers(3, 3)], "numpy"), numbers(3, 3) + 1)
 
 
 # ---- optax -----------------------------------------------------------------------------------------------------------
