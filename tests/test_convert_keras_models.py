@@ -224,6 +224,22 @@ def test_dropout_is_carried():
     assert "rng" in {state.role for state in states(training)}
 
 
+def test_what_rounding_decides_is_not_compared():
+    """The gradient of a bias before a normalization is rounding alone, of which RMSprop makes real steps."""
+    inputs = layers.Input((4,))
+    x = layers.BatchNormalization()(layers.Dense(6)(inputs))
+    model = compiled(inputs, layers.Dense(2)(x), keras.optimizers.RMSprop(1e-2, momentum=0.9), "mse")
+    goes_on(Run(model, batches(real(4), real(2))))
+
+
+@pytest.mark.slow
+def test_a_network_that_comes_with_keras():
+    model = keras.applications.MobileNetV3Small(weights=None, classes=5, input_shape=(32, 32, 3))
+    model.compile(keras.optimizers.SGD(0.01, momentum=0.9), "sparse_categorical_crossentropy")
+    training = from_keras(model)
+    assert {v.path for v in model.trainable_variables} <= set(training.step().update)
+
+
 # ---- refusals --------------------------------------------------------------------------------------------------------
 
 

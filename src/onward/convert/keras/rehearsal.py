@@ -16,7 +16,7 @@ from onward.convert.keras.walk import Walk, functional_of
 from onward.convert.probe import TOLERANCE, probe, without_dropout
 from onward.convert.run import Run, assemble
 
-_SAMPLES, _LENGTH, _STEPS = 4, 5, 3
+_SAMPLES, _LENGTH, _STEPS = 8, 5, 3
 _SHAKE = 1e-6
 """A change in the last digits of float32, as sums of many terms have it."""
 _SENSITIVE = TOLERANCE / 20
