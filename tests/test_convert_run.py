@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import numpy as np
 import onnx
 import pytest
+from onnx import parser
 
 import models
 import onward
+from onward.convert.probe import without_dropout
 from onward.convert.run import assemble, disassemble
 from onward.errors import UnsupportedError
 from onward.model.state import states
@@ -66,3 +71,16 @@ def test_what_is_written_out_is_no_run():
     model.step().algorithm.metadata_props.pop("train.loss")
     with pytest.raises(UnsupportedError, match="the loss is written out"):
         disassemble(model)
+
+
+def test_a_framework_that_is_not_installed():
+    code = "import sys; sys.modules['torch'] = None; import onward; onward.from_torch"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "`onward.from_torch` needs `torch`, which is not installed" in done.stderr
+
+
+def test_an_output_that_dropout_computes_keeps_its_name():
+    text = """<ir_version: 10, opset_import: ["" : 21]> g (float[n, 4] x) => (float[n, 4] y) { y = Dropout(x) }"""
+    model = without_dropout(onward.read(parser.parse_model(text)))
+    assert [node.op_type for node in model.graph] == ["Identity"]
+    assert [value.name for value in model.outputs] == ["y"]

@@ -127,9 +127,25 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module("onward.run")
     if name not in _HOME:
         raise AttributeError(f"module 'onward' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"onward.{_HOME[name]}"), name)
+    try:
+        value = getattr(importlib.import_module(f"onward.{_HOME[name]}"), name)
+    except ModuleNotFoundError as error:
+        raise _missing(name, error) from error
     globals()[name] = value
     return value
+
+
+def _missing(name: str, error: ModuleNotFoundError) -> Exception:
+    """What to say of a name that needs a framework which is not there."""
+    if not _HOME[name].startswith("convert.") or str(error.name).startswith("onward"):
+        return error
+    from onward.errors import UnsupportedError
+
+    framework = _HOME[name].split(".")[1]
+    extra = "tensorflow" if framework == "keras" else framework
+    return UnsupportedError(
+        f"`onward.{name}` needs `{error.name}`, which is not installed", hint=f"pip install 'onward[{extra}]'"
+    )
 
 
 def __dir__() -> list[str]:

@@ -76,4 +76,5 @@ def without_dropout(model: Model) -> Model:
             identity.outputs[0].type, identity.outputs[0].shape = kept.type, kept.shape
             kept.replace_all_uses_with(identity.outputs[0], replace_graph_outputs=True)
             node.graph.remove(node)
+            identity.outputs[0].name = kept.name
     return made
