@@ -4,6 +4,7 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
+from onnx import numpy_helper, parser
 
 import onward
 from broken_models import GOOD
@@ -234,3 +235,29 @@ def test_what_is_refused():
     with pytest.raises(onward.Error, match="not a lowered model"):
         contract_of(model)
     assert list(PARTS) == ["step", "evaluation", "gradients", "apply", "initialization", "state"]
+
+
+@pytest.mark.parametrize(
+    ("shape", "perm", "result"), [("n, 4", "1, 0", "3"), ("2, n, 4", "0, 2, 1", "2, 3"), ("n, 4", None, "3")]
+)
+def test_a_transposed_matrix_times_a_vector(shape, perm, result):
+    """ONNX Runtime 1.31 computes it wrongly as it stands, and this is how PyTorch exports `w.T @ v`."""
+    attribute = f"<perm = [{perm}]>" if perm else ""
+    proto = parser.parse_model(
+        f"""<ir_version: 10, opset_import: ["" : 21]> g (float[{shape}] x, float[n] v) => (float[{result}] y)
+        {{ h = MatMul(x, w)  t = Transpose{attribute}(h)  y = MatMul(t, v) }}"""
+    )
+    rng = np.random.default_rng(0)
+    weights = rng.standard_normal((4, 3)).astype("f")
+    proto.graph.initializer.append(numpy_helper.from_array(weights, "w"))
+    model = onward.prepare(proto, loss="mse", optimizer="sgd")
+    x = rng.standard_normal([5 if size == "n" else int(size) for size in shape.split(", ")]).astype("f")
+    v = rng.standard_normal(5).astype("f")
+    expected = v @ (x @ weights)
+    batch = {"x": x, "v": v, "target": np.zeros_like(expected)}
+    found = {}
+    for engine in ("onnxruntime", "numpy"):
+        with load(model, engine=engine) as loaded:
+            found[engine] = [float(loaded.step(batch)["loss"]) for _ in range(3)]
+    np.testing.assert_allclose(found["onnxruntime"], found["numpy"], rtol=1e-6)
+    assert found["numpy"][0] == pytest.approx(float((expected**2).mean()), rel=1e-5)

@@ -20,6 +20,7 @@ def optimize(model: Model) -> None:
     fill_in_types(model, values(model.graph))
     for graph in (model.graph, *model.graph.subgraphs()):
         settle_casts(graph)
+        turn_products_with_vectors(graph)
         share_equal_nodes(graph)
         remove_unused(graph)
 
@@ -55,6 +56,26 @@ def _constant(value: ir.Value) -> ir.TensorProtocol | None:
     if producer is None or producer.op_type != "Constant" or "value" not in producer.attributes:
         return None
     return producer.attributes["value"].as_tensor()
+
+
+def turn_products_with_vectors(graph: ir.Graph) -> None:
+    """Aᵀ v is v A, without a Transpose; and what ONNX Runtime 1.31 makes of Aᵀ v is wrong."""
+    for node in list(graph):
+        if node.op_type != "MatMul" or node.domain not in ("", "ai.onnx"):
+            continue
+        matrix, vector = node.inputs
+        turned = matrix.producer() if matrix is not None else None
+        is_vector = vector is not None and vector.shape is not None and vector.shape.rank() == 1
+        if is_vector and turned is not None and turned.op_type == "Transpose" and _transposes(turned):
+            become(node, "MatMul", [vector, turned.inputs[0]])
+
+
+def _transposes(node: ir.Node) -> bool:
+    """Whether it transposes matrices: swaps the last two axes, and no others."""
+    source = node.inputs[0]
+    rank = source.shape.rank() if source is not None and source.shape is not None else 0
+    perm = list(node.attributes.get_ints("perm", range(rank)[::-1]))
+    return rank >= 2 and perm == [*range(rank - 2), rank - 1, rank - 2]
 
 
 def share_equal_nodes(graph: ir.Graph) -> None:
