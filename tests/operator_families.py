@@ -9,7 +9,7 @@ _ROWS = {
         Sin Cos Tan Asin Acos Atan Sinh Cosh Tanh Asinh Acosh Atanh
         Equal Greater GreaterOrEqual Less LessOrEqual And Or Xor Not IsInf IsNaN Where
         BitwiseAnd BitwiseOr BitwiseXor BitwiseNot BitShift
-        Identity Cast CastLike BitCast Clip
+        Identity onward.StopGradient Cast CastLike BitCast Clip
     """,
     "activation": """
         Relu LeakyRelu PRelu Elu Celu Selu Gelu Mish Swish SwiGLU HardSigmoid HardSwish Sigmoid Softplus Softsign

@@ -42,12 +42,17 @@ OPTIMIZERS = {
     "lion": (lion, None),
 }
 GRID = list(itertools.product(CASES, OPTIMIZERS))
-DIAGONAL = set(zip([*CASES, "mlp"], OPTIMIZERS, strict=True))
+QUICK = {
+    ("mlp", "lion"),
+    ("cnn", "adagrad, small accumulators"),
+    ("lstm", "adam, large eps"),
+    ("decoder", "momentum, decaying"),
+}
 
 
 @pytest.mark.parametrize(
     ("name", "optimizer"),
-    [pytest.param(*pair, marks=[] if pair in DIAGONAL else [pytest.mark.slow]) for pair in GRID],
+    [pytest.param(*pair, marks=[] if pair in QUICK else [pytest.mark.slow]) for pair in GRID],
 )
 def test_a_relay(name, optimizer):
     made, schedule = OPTIMIZERS[optimizer]
