@@ -216,8 +216,8 @@ class Builder:
         inner._scope = scope
         return inner
 
-    def _for(self, graph: ir.Graph, scope: str) -> Builder:
-        return Builder(
+    def _for(self, graph: ir.Graph, scope: str) -> Self:
+        return type(self)(
             graph,
             opset=self.opset,
             names=self.names,

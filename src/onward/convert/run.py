@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import onnx_ir as ir
 
 from onward.build import DOMAIN
 from onward.errors import UnsupportedError
@@ -107,18 +106,13 @@ def disassemble(model: Model, index: int = 0) -> Run:
         model=strip(model),
         loss=[_term(term) for term in training.loss.terms],
         groups=[Group(_optimizer(group), group.parameters) for group in training.groups],
-        state={state.name: _array(state.value) for state in own if state.name != STEP},
+        state={state.name: state.array for state in own if state.name != STEP},
         step=int(training.progress.step or 0),
         schedule=[Spec(part.name, {**part.numbers, **part.choices}) for part in training.schedule],
         clip=_clip(training),
         statistics=recipe.get("variance", "population"),
         recipe={key: recipe[key] for key in ("accumulate", "ema", "seed", "loss_scale") if key in recipe},
     )
-
-
-def _array(value: ir.Value) -> np.ndarray:
-    assert value.const_value is not None
-    return value.const_value.numpy()
 
 
 def _term(term: LossTerm) -> Any:

@@ -132,6 +132,12 @@ class Model:
             raise UnknownNameError(f"there is no initializer `{name}`", hint=near(name, known))
         return known[name]
 
+    def array(self, name: str, step: int = 0) -> np.ndarray:
+        """What an initializer holds."""
+        tensor = self.initializer(name, step).const_value
+        assert tensor is not None
+        return tensor.numpy()
+
     def set(self, name: str, array: Any, step: int = 0) -> None:
         """Give an initializer (a weight, a hyper-parameter, a counter) a new value of the same type and shape."""
         value = self.initializer(name, step)

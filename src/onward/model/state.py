@@ -48,6 +48,11 @@ class State:
     slot: str | None = None
 
     @property
+    def array(self) -> np.ndarray:
+        assert self.value.const_value is not None
+        return self.value.const_value.numpy()
+
+    @property
     def nbytes(self) -> int:
         return self.value.const_value.nbytes if self.value.const_value is not None else 0
 

@@ -62,6 +62,14 @@ FAMILIES = (
 """The files of a table, in the order in which all have them."""
 
 
+def collected(package: str, families: Sequence[str], name: str = "operators") -> Operators:
+    """The rows of all files of a package."""
+    made = Operators()
+    for family in families:
+        made(**getattr(importlib.import_module(f"{package}.{family}"), name))
+    return made
+
+
 def table(package: str) -> Operators:
     """The rows of all files of a framework's package, and shared ones for what it has none for."""
     made = Operators()

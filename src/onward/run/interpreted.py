@@ -112,7 +112,7 @@ class Interpreted(Engine):
         self._compiled = compiled
         self._rules = rules
         self._recompute = recompute
-        self._state: Tensors = {s.name: framework.copy(framework.tensor(_array(s.value))) for s in carried(model, step)}
+        self._state: Tensors = {s.name: framework.copy(framework.tensor(s.array)) for s in carried(model, step)}
         self._parts: dict[str, _Part] = {}
         part = self._part("step")
         self.inputs = {v.name: v for v in part.model.graph.inputs if v.name and v.name in part.contract["batch"]}
@@ -250,18 +250,13 @@ def _large_constants(model: Model) -> dict[str, np.ndarray]:
 def as_input(graph: ir.Graph, name: str) -> np.ndarray:
     """Make an input of an initializer; what it held."""
     value = graph.initializers.pop(name)
-    array, tensor = _array(value), value.const_value
+    tensor = value.const_value
     assert tensor is not None
     value.type, value.shape = ir.TensorType(tensor.dtype), ir.Shape(tensor.shape.numpy())
     value.const_value = None
     if value not in graph.inputs:
         graph.inputs.append(value)
-    return array
-
-
-def _array(value: ir.Value) -> np.ndarray:
-    assert value.const_value is not None
-    return value.const_value.numpy()
+    return tensor.numpy()
 
 
 class Results(Mapping[str, np.ndarray]):

@@ -112,7 +112,7 @@ class _Parts:
     def arrays(self, role: str) -> dict[str, jax.Array]:
         """State of a role by name, or by the parameter that an average is of. No two arrays share memory."""
         found = [state for state in self._states if state.role == role]
-        return {_key(state): self.framework.tensor(_array(state.value)) for state in found}
+        return {_key(state): self.framework.tensor(state.array) for state in found}
 
     def loss(self) -> Callable[[Arrays, Tree, Arrays], tuple[Any, tuple[dict[str, Any], Tree]]]:
         """The forward pass of training."""
@@ -158,7 +158,7 @@ class _Parts:
         found = read_optimizer(tx, state["opt_state"], state["params"])
         averages = {f"ema/{name}": array for name, array in state.get("ema", {}).items()}
         if averages:
-            before = _array(made.initializer("ema/n_averaged", self._index))
+            before = made.array("ema/n_averaged", self._index)
             averages["ema/n_averaged"] = before + int(state["step"]) - self._run.step
         numbers = {**state["params"], **state["statistics"], **state["random"], **averages, **found.state}
         for name, array in {**numbers, STEP: state["step"]}.items():
@@ -168,11 +168,6 @@ class _Parts:
 
 def _key(state: State) -> str:
     return state.parameter or state.name if state.role == "ema" else state.name
-
-
-def _array(value: ir.Value) -> np.ndarray:
-    assert value.const_value is not None
-    return value.const_value.numpy()
 
 
 def _types(model: Model) -> dict[str, np.dtype]:

@@ -31,7 +31,7 @@ class TrainingModel(keras.Model):  # type: ignore[misc]
         trained = {state.name for state in states(model) if state.role == "parameter"}
         held = [*trained, *self._forward[True].updates, *parts.frozen]
         order = [name for name in (*model.graph.initializers, *held) if name in set(held)]
-        self._held = [variable(n, _array(model, n), trainable=n in trained) for n in dict.fromkeys(order)]
+        self._held = [variable(n, model.array(n), trainable=n in trained) for n in dict.fromkeys(order)]
         self.variables_by_name = dict(zip(dict.fromkeys(order), self._held, strict=True))
         self._watched: list[Any] = []
         self._source = model
@@ -107,7 +107,7 @@ class GraphOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
         self._graph: Executable = graph
         self._gradients: dict[str, str] = contract["gradients"]
         self._updates: dict[str, str] = contract["update"]
-        self._own = {name: _array(model, name) for name in contract["state"] if name not in held}
+        self._own = {name: model.array(name) for name in contract["state"] if name not in held}
         self._names = {id(v): name for name, v in held.items()}
         self._state: dict[str, Any] = {}
         self._iterations.assign(int(model.initializer(STEP).const_value.numpy()))  # type: ignore[union-attr]
@@ -160,12 +160,6 @@ def variable(name: str, array: np.ndarray, *, trainable: bool) -> Any:
 def _identifier(name: str) -> str:
     plain = re.sub(r"[^A-Za-z0-9_.-]", "_", name)
     return plain if re.match(r"[A-Za-z0-9.]", plain) else f"v{plain}"
-
-
-def _array(model: Model, name: str) -> np.ndarray:
-    tensor = model.initializer(name).const_value
-    assert tensor is not None
-    return tensor.numpy()
 
 
 def _listed(values: Any) -> Iterable[Any]:

@@ -18,7 +18,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import importlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -29,7 +28,7 @@ from onward.run.tensorflow.quiet import tensorflow as tf  # isort: skip  (other 
 
 from onward.build import Builder, Expr
 from onward.model.walk import ancestors
-from onward.run.framework import Operators, keywords
+from onward.run.framework import Operators, collected, keywords
 
 FAMILIES = (
     "elementwise", "activation", "reduction", "movement", "indexing", "matrix", "convolution", "images",
@@ -40,10 +39,7 @@ FAMILIES = (
 @functools.cache
 def operators() -> Operators:
     """The rows of all families."""
-    made = Operators()
-    for family in FAMILIES:
-        made(**importlib.import_module(f"onward.convert.tensorflow.operators.{family}").operators)
-    return made
+    return collected("onward.convert.tensorflow.operators", FAMILIES)
 
 
 class Refused(Exception):

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import ast
 import functools
-import importlib
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -27,7 +26,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from onward.build import Builder, Expr, Names
 from onward.errors import UnsupportedError
-from onward.run.framework import Operators
+from onward.run.framework import Operators, collected
 
 FAMILIES = (
     "elementwise", "bits", "reduction", "cumulative", "movement", "indexing", "sorting", "matrix", "convolution",
@@ -38,10 +37,7 @@ FAMILIES = (
 @functools.cache
 def primitives() -> Operators:
     """The rows of all families."""
-    made = Operators()
-    for family in FAMILIES:
-        made(**importlib.import_module(f"onward.convert.jax.jaxpr.{family}").primitives)
-    return made
+    return collected("onward.convert.jax.jaxpr", FAMILIES, "primitives")
 
 
 class Emitter(Builder):
@@ -61,15 +57,7 @@ class Emitter(Builder):
         return op
 
     def _for(self, graph: ir.Graph, scope: str) -> Emitter:
-        inner = Emitter(
-            graph,
-            opset=self.opset,
-            names=self.names,
-            functions=self.functions,
-            imports=self.imports,
-            scope=scope,
-            share=True,
-        )
+        inner = super()._for(graph, scope)
         inner.sizes, inner.refused = self.sizes, self.refused
         return inner
 

@@ -10,7 +10,23 @@ from torch import Tensor
 from onward.convert.torch.exact.optimizer import ExactOptimizer
 
 
-class KerasSGD(ExactOptimizer):
+class _Descent(ExactOptimizer):
+    """Along the gradient, or along a buffer of gradients if there is a momentum."""
+
+    def begin(self, x: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+        return {"momentum_buffer": torch.zeros_like(x)} if group["momentum"] else {}
+
+    def update(self, x: Tensor, g: Tensor, state: dict[str, Any], lr: float, t: int, group: dict[str, Any]) -> None:
+        if group["momentum"]:
+            self.follow(x, g, state["momentum_buffer"], lr, t, group)
+        else:
+            x.sub_(lr * g)
+
+    def follow(self, x: Tensor, g: Tensor, buffer: Tensor, lr: float, t: int, group: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+
+class KerasSGD(_Descent):
     """m ← μ·m − lr·g;  x ← x + m: the learning rate of each step stays in the buffer."""
 
     SETTINGS: ClassVar[dict[str, Any]] = {
@@ -20,18 +36,12 @@ class KerasSGD(ExactOptimizer):
         "decoupled_weight_decay": True,
     }
 
-    def begin(self, x: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
-        return {"momentum_buffer": torch.zeros_like(x)} if group["momentum"] else {}
-
-    def update(self, x: Tensor, g: Tensor, state: dict[str, Any], lr: float, t: int, group: dict[str, Any]) -> None:
-        if not group["momentum"]:
-            x.sub_(lr * g)
-            return
-        m = state["momentum_buffer"].mul_(group["momentum"]).sub_(lr * g)
+    def follow(self, x: Tensor, g: Tensor, buffer: Tensor, lr: float, t: int, group: dict[str, Any]) -> None:
+        m = buffer.mul_(group["momentum"]).sub_(lr * g)
         x.add_(group["momentum"] * m - lr * g if group["nesterov"] else m)
 
 
-class SGDW(ExactOptimizer):
+class SGDW(_Descent):
     """v ← μ·v + (1−τ)·g, but v ← g in the first update;  x ← x·(1 − lr·λ) − lr·v."""
 
     SETTINGS: ClassVar[dict[str, Any]] = {
@@ -43,13 +53,7 @@ class SGDW(ExactOptimizer):
         "decoupled_weight_decay": True,
     }
 
-    def begin(self, x: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
-        return {"momentum_buffer": torch.zeros_like(x)} if group["momentum"] else {}
-
-    def update(self, x: Tensor, g: Tensor, state: dict[str, Any], lr: float, t: int, group: dict[str, Any]) -> None:
-        if not group["momentum"]:
-            x.sub_(lr * g)
-            return
+    def follow(self, x: Tensor, g: Tensor, buffer: Tensor, lr: float, t: int, group: dict[str, Any]) -> None:
         share = 1 - group["dampening"] if t > 1 else 1.0
-        v = state["momentum_buffer"].mul_(group["momentum"]).add_(g, alpha=share)
+        v = buffer.mul_(group["momentum"]).add_(g, alpha=share)
         x.sub_(lr * (g + group["momentum"] * v if group["nesterov"] else v))
