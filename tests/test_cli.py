@@ -26,7 +26,7 @@ from onward.cli import app as application
 from onward.cli.commands import app
 from onward.cli.failure import BUG
 
-BUILD = ["train", "prepare", "grad", "lower"]
+BUILD = ["train", "prepare", "grad", "lower", "convert"]
 LOOK = ["check", "check-gradients", "verify", "engines", "show", "report"]
 CHANGE = ["set", "rename", "prefix", "merge", "extract", "inline", "opset", "data", "strip", "refresh"]
 COMMANDS = [*BUILD, *LOOK, *CHANGE]

@@ -7,6 +7,7 @@ from onward.cli import (
     prepare,
     grad,
     lower,
+    convert,
     check,
     check_gradients,
     verify,
@@ -21,6 +22,6 @@ from onward.cli import (
 )
 
 __all__ = [
-    "app", "check", "check_gradients", "engines", "form", "grad", "lower", "names", "parts", "prepare", "report",
-    "settings", "show", "train", "training", "verify",
+    "app", "check", "check_gradients", "convert", "engines", "form", "grad", "lower", "names", "parts", "prepare",
+    "report", "settings", "show", "train", "training", "verify",
 ]  # fmt: skip

@@ -1,0 +1,101 @@
+"""Runs as files of other frameworks, and back: what `onward convert` does.
+
+What is written needs nothing of Onward. What is read back is never executed: state refills a training model.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, get_args
+
+import numpy as np
+
+from onward.convert.problems import Problems
+from onward.errors import UnsupportedError
+from onward.model import Model
+
+Framework = Literal["torch", "keras", "jax", "tensorflow"]
+FRAMEWORKS: tuple[Framework, ...] = get_args(Framework)
+
+
+class Kind(NamedTuple):
+    """How the files of a framework are called."""
+
+    ending: str
+    """Of the file that holds the state; none where it is a folder."""
+    beside: tuple[str, ...] = ()
+    """Endings of further files of the same name."""
+
+
+KINDS: dict[Framework, Kind] = {
+    "torch": Kind(".pt", (".py",)),
+    "keras": Kind(".keras"),
+    "jax": Kind(""),
+    "tensorflow": Kind(""),
+}
+
+
+def write(model: Model, framework: Framework, path: Path) -> list[Path]:
+    """Write the run that a training model holds for a framework; the files, or folders, that were written."""
+    made: list[Path] = _files_of(framework).write(model, path)
+    return made
+
+
+def restore(framework: Framework, path: Path, like: Model | None = None) -> Model:
+    """The training model that goes on where a run of a framework is: `like`, with the state that its files have."""
+    made: Model = _files_of(framework).restore(path, like)
+    return made
+
+
+def _files_of(framework: Framework) -> Any:
+    try:
+        return importlib.import_module(f"onward.convert.{framework}.files")
+    except ModuleNotFoundError as error:
+        if str(error.name).startswith("onward"):
+            raise
+        extra = "tensorflow" if framework == "keras" else framework
+        raise UnsupportedError(
+            f"this needs `{error.name}`, which is not installed", hint=f"pip install 'onward[{extra}]'"
+        ) from error
+
+
+def recognized(path: Path) -> Framework | None:
+    """The framework that a file or a folder is of, by what it is called and what is in it."""
+    if path.is_dir():
+        return "tensorflow" if (path / "saved_model.pb").exists() else "jax"
+    return next((name for name, kind in KINDS.items() if kind.ending and path.suffix == kind.ending), None)
+
+
+def refilled(like: Model | None, state: Mapping[str, np.ndarray], of: str) -> Model:
+    """A copy of a training model with other values, by its own names; refused is what it has no place for.
+
+    `of` is what the values come from, such as a path.
+    """
+    if like is None:
+        raise UnsupportedError(
+            f"`{of}` holds the state of a run, and not what it computes",
+            hint="give the training model that it was made of: `--like training.onnx`",
+        )
+    made, problems = like.copy(), Problems(f"the state of `{of}`")
+    for name, array in state.items():
+        try:
+            tensor = made.initializer(name).const_value
+        except LookupError:
+            problems.add(f"the training model has no `{name}`", _OTHER)
+            continue
+        assert tensor is not None
+        if tuple(tensor.shape) != array.shape or tensor.dtype.numpy() != array.dtype:
+            problems.add(
+                f"`{name}` is {array.dtype}{list(array.shape)}, "
+                f"where the training model has {tensor.dtype.numpy()}{list(tensor.shape)}",
+                _OTHER,
+            )
+            continue
+        made.set(name, array)
+    problems.refuse()
+    return made
+
+
+_OTHER = "give the training model that it was made of"
