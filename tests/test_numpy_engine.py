@@ -13,7 +13,7 @@ from conftest import needs
 from lowered import CASES as TRAINING
 from lowered import FLAT, SQUARE, assert_close, penalised
 from models import digits_mlp, small_cnn
-from onward.errors import UnsupportedError
+from onward.errors import UnknownNameError, UnsupportedError
 from onward.model import read
 from onward.run import function, load
 from onward.run.expression import expressed
@@ -228,3 +228,13 @@ def test_the_rules_agree_with_differences_of_differences():
     rules, differences = load(proto, engine="numpy"), Interpreted(read(proto), 0, Numpy(), rules=False)
     assert_close(rules.step(batch), differences.step(batch), 1e-4, 1e-4)
     assert_close(rules.state(), differences.state(), 1e-4, 1e-4)
+
+
+@pytest.mark.parametrize("engine", ["numpy", "onnxruntime"])
+def test_names_that_are_no_inputs(engine):
+    text = """<ir_version: 10, opset_import: ["" : 22]>
+        f (float[N] image, float[N] weight) => (float[N] y) <float factor = {2.0}> { y = Mul (image, factor) }"""
+    run = function(onnx.parser.parse_model(text), engine=engine)
+    with pytest.raises(UnknownNameError, match="`image` is missing, `images` is not an input") as caught:
+        run({"images": np.ones(2, np.float32), "weight": np.ones(2, np.float32)})
+    assert caught.value.hint == "did you mean `image`?"

@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from onward.errors import UnknownNameError, near
-from onward.model import Source, read
-from onward.run.engine import Engine, check_options
+from onward.model import Model, Source, read
+from onward.run.engine import Engine, check_names, check_options
 
 FRAMEWORKS = ("torch", "jax", "tensorflow")
 """Engines with a derivative and a compiler of their own."""
@@ -50,13 +50,28 @@ def load(source: Source, step: int = 0, *, engine: str = "onnxruntime", **option
 def function(source: Source, *, engine: str = "numpy", **options: Any) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
     """The graph of any model as a function of arrays by name. Options are the engine's."""
     _check(engine)
+    model = read(source)
+    inputs = [value.name or "" for value in model.inputs]
+    defaults = list(model.graph.initializers)
+    compute = _array_function(model, engine, options)
+
+    def checked(arrays: Mapping[str, Any]) -> dict[str, Any]:
+        check_names(arrays, inputs, defaults)
+        return compute(arrays)
+
+    return checked
+
+
+def _array_function(
+    model: Model, engine: str, options: Mapping[str, Any]
+) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
     if engine == "onnxruntime":
         from onward.run import onnxruntime
 
-        return onnxruntime.array_function(read(source), **options)
+        return onnxruntime.array_function(model, **options)
     from onward.run.interpreted import array_function
 
-    return array_function(engine, read(source), **options)
+    return array_function(engine, model, **options)
 
 
 def _check(engine: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -79,17 +79,22 @@ def check_options(engine: str, options: Iterable[str], made: Callable[..., Any])
 
 def check_batch(batch: Arrays, inputs: Mapping[str, ir.Value]) -> None:
     """Refuse a batch that is not what a model takes, before a runtime does with fewer words."""
+    check_names(batch, inputs)
+    wrong = [text for name, value in inputs.items() if (text := _misfit(batch[name], value))]
+    if wrong:
+        raise DataError("the batch does not fit the model: " + "; ".join(wrong))
+
+
+def check_names(batch: Collection[str], inputs: Collection[str], defaults: Collection[str] = ()) -> None:
+    """Refuse names that are missing or not inputs; those with a default may be given or not."""
     missing = [name for name in inputs if name not in batch]
-    unknown = [name for name in batch if name not in inputs]
+    unknown = [name for name in batch if name not in inputs and name not in defaults]
     if missing or unknown:
         lines = [f"`{name}` is missing" for name in missing] + [f"`{name}` is not an input" for name in unknown]
         hint = near(unknown[0], inputs) if unknown else None
         raise UnknownNameError(
             "the batch does not fit the model: " + ", ".join(lines), hint=hint or f"it takes {', '.join(inputs)}"
         )
-    wrong = [text for name, value in inputs.items() if (text := _misfit(batch[name], value))]
-    if wrong:
-        raise DataError("the batch does not fit the model: " + "; ".join(wrong))
 
 
 def _misfit(array: np.ndarray, value: ir.Value) -> str | None:
