@@ -8,15 +8,19 @@ import sys
 import sysconfig
 
 import numpy as np
+import onnx.parser
 import pytest
+from onnx.reference import ReferenceEvaluator
 
 import models
 import onward
 from conftest import needs
 from onward.errors import MismatchError, RecipeError, UnsupportedError
+from onward.model import read
 from onward.model.state import states
 from onward.run import load
 from onward.run.framework import Operators
+from onward.run.interpreted import interpreter
 
 pytestmark = needs("tensorflow")
 
@@ -194,6 +198,37 @@ def test_what_needs_a_size_says_so(monkeypatch):
     assert "sizes=" in caught.value.hint
     module = onward.to_tensorflow(model, sizes={"N": 8})
     assert np.isfinite(module.train_step(**SQUARE[0])["loss"])
+
+
+@pytest.mark.parametrize(
+    ("operator", "places"),
+    [
+        ("ScatterND <reduction = 'add'>", [[0], [-1]]),
+        ("ScatterND", [[1], [-3]]),
+        ("ScatterElements <axis = 1, reduction = 'add'>", [[0, -1], [2, 0]]),
+        ("ScatterElements <axis = 0>", [[0, -1, 1, 2], [1, 0, -1, 0]]),
+    ],
+)
+def test_places_in_tensors_of_open_sizes(operator, places):
+    text = f"""<ir_version: 10, opset_import: ["" : 18]>
+        f (float[N,M] x, int64[I,J] places, float[I,K] updates) => (float[N,M] y) {{
+            y = {operator.replace("'", '"')} (x, places, updates)
+        }}"""
+    from onward.convert.tensorflow.sizes import OpenSizes
+
+    places = np.array(places)
+    x = RNG.standard_normal((3, 4)).astype("f")
+    updates = RNG.standard_normal((2, 4) if "ND" in operator else places.shape).astype("f")
+    model = onnx.parser.parse_model(text)
+    expected = ReferenceEvaluator(model).run(None, {"x": x, "places": places, "updates": updates})[0]
+    execute = interpreter(read(model), OpenSizes())
+    specs = [tf().TensorSpec([None, None], array.dtype) for array in (x, places, updates)]
+    if "ND" in operator:
+        specs[1] = tf().TensorSpec([None, 1], places.dtype)  # how deep places are must be known
+    graph = tf().function(
+        lambda *given: execute(dict(zip(("x", "places", "updates"), given, strict=True)))["y"], input_signature=specs
+    )
+    np.testing.assert_array_equal(graph(x, places, updates), expected)
 
 
 # ---- from TensorFlow -------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from onward.run.tensorflow.quiet import tensorflow as tf  # isort: skip  (other 
 
 from onward.run.framework import Operators
 from onward.run.tensorflow import TensorFlow
-from onward.run.tensorflow.indexing import from_start
+from onward.run.tensorflow.indexing import from_start, scattered
 from onward.run.tensorflow.tensors import length, scalar
 
 operators = Operators()
@@ -243,3 +243,16 @@ def gather_elements(x, indices, *, axis):
 def gather_nd(x, indices, *, batch_dims):
     indexed = _shape(x)[batch_dims : batch_dims + indices.shape[-1]]
     return tf.gather_nd(x, from_start(indices, _vector(indexed)), batch_dims)
+
+
+@operators.define("ScatterND")
+def scatter_nd(x, indices, updates, *, reduction):
+    return scattered(x, from_start(indices, _vector(_shape(x)[: indices.shape[-1]])), updates, reduction)
+
+
+@operators.define("ScatterElements")
+def scatter_elements(x, indices, updates, *, axis, reduction):
+    ranges = [tf.range(tf.cast(size, indices.dtype)) for size in _shape(indices)]
+    places = tf.meshgrid(*ranges, indexing="ij")
+    places[axis] = from_start(indices, length(x, axis))
+    return scattered(x, tf.stack(places, -1), updates, reduction)

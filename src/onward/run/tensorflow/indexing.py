@@ -41,12 +41,12 @@ def gather_nd(x, indices, *, batch_dims):
 def scatter_elements(x, indices, updates, *, axis, reduction):
     places = list(np.indices(sizes(indices), indices.dtype.as_numpy_dtype))
     places[axis] = from_start(indices, x.shape[axis])
-    return _scattered(x, tf.stack(places, -1), updates, reduction)
+    return scattered(x, tf.stack(places, -1), updates, reduction)
 
 
 @operators.define("ScatterND")
 def scatter_nd(x, indices, updates, *, reduction):
-    return _scattered(x, from_start(indices, x.shape[: indices.shape[-1]].as_list()), updates, reduction)
+    return scattered(x, from_start(indices, x.shape[: indices.shape[-1]].as_list()), updates, reduction)
 
 
 _REDUCTIONS = {
@@ -57,7 +57,8 @@ _REDUCTIONS = {
 }
 
 
-def _scattered(x, places, updates, reduction):
+def scattered(x, places, updates, reduction):
+    """What is there, with updates at places that count from the start."""
     if reduction in _REDUCTIONS:
         return _REDUCTIONS[reduction](x, places, updates)
     depth = places.shape[-1]
