@@ -1,4 +1,7 @@
-"""Models of Hugging Face, trained by PyTorch for five steps, go on as training models and as modules again."""
+"""Models of Hugging Face, trained by PyTorch for five steps, go on elsewhere, and as modules again."""
+
+import functools
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -10,15 +13,13 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 from torch import nn  # noqa: E402
 
-from onward.convert.torch import from_torch, to_torch  # noqa: E402
+import onward  # noqa: E402
+from onward.errors import UnsupportedError  # noqa: E402
 
-pytestmark = [
-    needs("torch", "transformers", "onnxscript"),
-    pytest.mark.slow,
-    pytest.mark.usefixtures("one_torch_thread"),
-]
+pytestmark = [needs("torch", "transformers", "onnxscript"), pytest.mark.usefixtures("one_torch_thread")]
 
 SIZES = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
+WHISPER = {"layers": 2, "attention_heads": 2, "ffn_dim": 16}
 TEXT = {0: "batch", 1: "time"}
 
 
@@ -54,6 +55,13 @@ MODELS = {
         {**SIZES, "image_size": 8, "patch_size": 4, "num_labels": 3},
         lambda n: {"pixel_values": torch.randn(n, 3, 8, 8)},
     ),
+    "whisper": (
+        "WhisperForConditionalGeneration",
+        {"vocab_size": 23, "d_model": 8, "num_mel_bins": 4, "max_source_positions": 6, "max_target_positions": 16}
+        | {f"{side}_{key}": n for side in ("encoder", "decoder") for key, n in WHISPER.items()}
+        | {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1},
+        lambda n: {"input_features": torch.randn(n, 4, 12), "labels": tokens(n)},
+    ),
 }
 
 
@@ -84,8 +92,23 @@ def steps(module, optimizer, scheduler, loss, batches):
     return losses
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_a_run_goes_on(name):
+class Begun(NamedTuple):
+    """A run after five steps, and what PyTorch alone makes of it in ten more."""
+
+    training: onward.Model
+    state: dict[str, torch.Tensor]
+    batches: list[Any]
+    """Inputs, and classes for models that do not compute their loss."""
+    losses: list[float]
+
+    def arrays(self):
+        return [
+            {key: x.numpy() for key, x in {"labels": classes, **inputs}.items()} for inputs, classes in self.batches
+        ]
+
+
+@functools.cache
+def begun(name):
     kind, options, inputs = MODELS[name]
     module = built(kind, options)
     optimizer = torch.optim.AdamW(module.parameters(), lr=3e-3, eps=1e-3)
@@ -94,22 +117,68 @@ def test_a_run_goes_on(name):
     has_loss, entropy = "labels" in batches[0][0], nn.CrossEntropyLoss()
     native = (lambda y, _: y.loss) if has_loss else lambda y, classes: entropy(y.logits, classes)
     steps(module, optimizer, scheduler, native, batches[:5])
-
     shapes = {key: TEXT if x.dtype == torch.int64 else {0: "batch"} for key, x in batches[0][0].items()}
-    training = from_torch(
+    training = onward.from_torch(
         module, batches[0][0], loss="loss" if has_loss else entropy,
         optimizer=optimizer, scheduler=scheduler, dynamic_shapes=shapes,
     )  # fmt: skip
-    back = to_torch(training)
-    expected, found = module.state_dict(), back.module.state_dict()
-    assert list(found) == list(expected)
-    assert all(torch.equal(found[key], tensor) for key, tensor in expected.items())
+    state = {key: tensor.clone() for key, tensor in module.state_dict().items()}
+    return Begun(training, state, batches[5:], steps(module, optimizer, scheduler, native, batches[5:]))
 
-    losses = steps(module, optimizer, scheduler, native, batches[5:])
-    carried = (lambda y, _: back.loss(y)) if has_loss else back.loss
-    again = steps(back.module, back.optimizer, back.scheduler, carried, batches[5:])
-    np.testing.assert_allclose(again, losses, rtol=1e-5)
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_in_torch(name):
+    run = begun(name)
+    back = onward.to_torch(run.training)
+    found = back.module.state_dict()
+    assert list(found) == list(run.state)
+    assert all(torch.equal(found[key], tensor) for key, tensor in run.state.items())
+    loss = (lambda y, _: back.loss(y)) if "labels" in run.batches[0][0] else back.loss
+    losses = steps(back.module, back.optimizer, back.scheduler, loss, run.batches)
+    np.testing.assert_allclose(losses, run.losses, rtol=1e-5)
+
+
+def on_onnxruntime(training, batches):
     with load(training, threads=1) as engine:
-        given = [{**x, "labels": x.get("labels", classes)} for x, classes in batches[5:]]
-        ours = [float(engine.step({k: x.numpy() for k, x in batch.items()})[engine.loss]) for batch in given]
-    np.testing.assert_allclose(ours, losses, rtol=1e-5)
+        return [float(engine.step(batch)[engine.loss]) for batch in batches]
+
+
+def in_jax(training, batches):
+    import jax
+
+    step, state = onward.to_jax(training)[:2]
+    step, losses = jax.jit(step), []
+    for batch in batches:
+        state, metrics = step(state, batch)
+        losses.append(float(metrics["loss"]))
+    return losses
+
+
+def in_tensorflow(training, batches):
+    module = onward.to_tensorflow(training)
+    return [float(module.train_step(**batch)["loss"]) for batch in batches]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "target",
+    [on_onnxruntime, pytest.param(in_jax, marks=needs("jax")), pytest.param(in_tensorflow, marks=needs("tensorflow"))],
+)
+def test_elsewhere(name, target):
+    run = begun(name)
+    np.testing.assert_allclose(target(run.training, run.arrays()), run.losses, rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_layers_that_are_left_out_at_random():
+    kind, options, inputs = MODELS["whisper"]
+    module = built(kind, options)
+    module.model.encoder.layerdrop, module.config.apply_spec_augment = 0.5, True
+    given = {"loss": "loss", "optimizer": torch.optim.AdamW(module.parameters())}
+    with pytest.raises(UnsupportedError, match=r"`model.encoder` leaves out whole layers at random \(layerdrop=0.5\)"):
+        onward.from_torch(module, inputs(4), **given)
+    module.model.encoder.layerdrop = 0.0
+    with pytest.raises(UnsupportedError, match=r"draws random numbers by `numpy.random`"):
+        onward.from_torch(module, inputs(4), **given)

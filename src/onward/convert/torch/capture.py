@@ -168,6 +168,11 @@ def _check(module: nn.Module) -> None:
             for option in ("sparse", "max_norm", "scale_grad_by_freq"):
                 if value := getattr(layer, option):
                     problems.add(f"`{name}` has {option}={value}", "make the embedding without")
+        if layer.training and getattr(layer, "layerdrop", None):
+            problems.add(
+                f"`{name}` leaves out whole layers at random (layerdrop={layer.layerdrop})",
+                "train on without: `layerdrop = 0.0`",
+            )
     for name, tensor in held_by(module):
         if tensor.is_meta or isinstance(tensor, nn.UninitializedParameter | nn.UninitializedBuffer):
             problems.add(f"`{name}` has no values yet", "call the module once, or load its weights")

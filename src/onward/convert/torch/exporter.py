@@ -16,8 +16,9 @@ from torch.export import Dim
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from onward.convert.torch.arguments import Flat
+from onward.convert.torch.chance import no_chance
 from onward.convert.torch.rewrites import TRANSLATIONS, rewrite
-from onward.errors import UnknownNameError, UnsupportedError, near
+from onward.errors import Error, UnknownNameError, UnsupportedError, near
 from onward.model import Model
 
 
@@ -61,9 +62,10 @@ def _exported(flat: Flat, axes: Mapping[str, Mapping[int, Any]]) -> torch.onnx.O
     dims = {name: {axis: _dim(size) for axis, size in sizes.items()} for name, sizes in axes.items()}
     with _quiet(), torch.random.fork_rng():
         try:
-            program = torch.export.export(
-                flat, tuple(flat.inputs.values()), dynamic_shapes=(tuple(dims.values()),), strict=False
-            )
+            with no_chance():
+                program = torch.export.export(
+                    flat, tuple(flat.inputs.values()), dynamic_shapes=(tuple(dims.values()),), strict=False
+                )
             rewrite(program)
             made = torch.onnx.export(
                 program,
@@ -73,6 +75,8 @@ def _exported(flat: Flat, axes: Mapping[str, Mapping[int, Any]]) -> torch.onnx.O
                 input_names=list(flat.inputs),
                 custom_translation_table=TRANSLATIONS,
             )
+        except Error:
+            raise
         except Exception as error:
             raise _explained(error) from error
     assert made is not None

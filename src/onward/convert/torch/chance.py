@@ -1,0 +1,58 @@
+"""Chance in a forward pass, which an exporter runs only once: what is drawn by Python or NumPy would be a constant."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch.overrides import TorchFunctionMode
+
+from onward.convert.problems import Problems
+
+
+@contextlib.contextmanager
+def no_chance() -> Iterator[None]:
+    """Refuse a forward pass that asks Python or NumPy for random numbers."""
+    before = _generators()
+    with _NeverBelowZero():
+        yield
+    problems = Problems("the module")
+    for generator, state in _generators().items():
+        if state != before[generator]:
+            problems.add(
+                f"its forward pass draws random numbers by `{generator}`, and a graph would have the same ones always",
+                "turn off what is random, such as layers that are left out or masks on inputs; or use `nn.Dropout`",
+            )
+    problems.refuse()
+
+
+def _generators() -> dict[str, Any]:
+    kind, keys, *rest = np.random.get_state()
+    return {"random": random.getstate(), "numpy.random": (kind, keys.tobytes(), *rest)}
+
+
+class _NeverBelowZero(TorchFunctionMode):  # type: ignore[misc]
+    """Answers whether a number from `torch.rand` is below 0, as modules ask that leave out layers with probability 0.
+
+    Without an answer the exporter takes it for a decision by values.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._drawn: dict[int, torch.Tensor] = {}
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.Tensor.lt and id(args[0]) in self._drawn and _is_zero(args[1]):
+            return False
+        result = function(*args, **(kwargs or {}))
+        if function is torch.rand and result.ndim == 0:
+            self._drawn[id(result)] = result  # which keeps its id from being used again
+        return result
+
+
+def _is_zero(limit: Any) -> bool:
+    return isinstance(limit, int | float) and limit <= 0
