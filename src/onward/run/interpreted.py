@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,12 +20,12 @@ from onward.run import FRAMEWORKS
 from onward.run.calls import NEWEST, OLDEST
 from onward.run.engine import Arrays, Engine, check_batch, check_options
 from onward.run.expression import expressed
-from onward.run.framework import Framework
+from onward.run.framework import Framework, Function
 from onward.run.host import ONLY_ON_HOST
 from onward.run.interpreter import Interpreter
 from onward.run.memory import memory_of
 from onward.run.numpy import Numpy
-from onward.run.plan import plan
+from onward.run.plan import Plan, plan
 from onward.transform.inline import inline
 from onward.transform.opset import convert_opset
 
@@ -34,12 +34,18 @@ Tensors = dict[str, Any]
 
 def interpreter(model: Model, framework: Framework) -> Interpreter:
     """What executes the graph of a model on a framework. The model is changed: it must be the caller's own."""
+    return Interpreter(planned(model, framework, framework.fuses), framework)
+
+
+def planned(
+    model: Model, framework: Framework, fuses: Sequence[str] = (), host: Mapping[str, Function] = Numpy.operators
+) -> Plan:
+    """The calls of operators that a model is: of a framework's, and on the host of others. The model is changed."""
     if not OLDEST <= model.opset <= NEWEST:
         model = convert_opset(model, min(max(model.opset, COMMON_OPSET), NEWEST))
     available = framework.operators.keys() | ONLY_ON_HOST
     model = expressed(model, available, framework.cannot, framework.name)
-    planned = plan(model.graph, framework.operators, Numpy.operators, model.opset, framework.fuses)
-    return Interpreter(planned, framework)
+    return plan(model.graph, framework.operators, host, model.opset, fuses)
 
 
 def framework_of(engine: str, **options: Any) -> Framework:
