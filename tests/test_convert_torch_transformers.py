@@ -171,6 +171,23 @@ def test_elsewhere(name, target):
     np.testing.assert_allclose(target(run.training, run.arrays()), run.losses, rtol=1e-5)
 
 
+@needs("jax")
+def test_a_small_one_in_jax():
+    """What the slow tests do, at the price of one."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**SIZES | {"num_hidden_layers": 1}, vocab_size=23)
+    module = transformers.LlamaForCausalLM(config).train()
+    optimizer = torch.optim.AdamW(module.parameters(), lr=3e-3, eps=1e-3)
+    scheduler = transformers.get_linear_schedule_with_warmup(optimizer, 4, 40)
+    batches = [(labelled(4), None) for _ in range(10)]
+    steps(module, optimizer, scheduler, lambda y, _: y.loss, batches[:5])
+    given = {"loss": "loss", "optimizer": optimizer, "scheduler": scheduler, "probe": False}
+    training = onward.from_torch(module, batches[0][0], **given)
+    losses = steps(module, optimizer, scheduler, lambda y, _: y.loss, batches[5:])
+    arrays = [{key: x.numpy() for key, x in inputs.items()} for inputs, _ in batches[5:]]
+    np.testing.assert_allclose(in_jax(training, arrays), losses, rtol=1e-5)
+
+
 @pytest.mark.slow
 def test_layers_that_are_left_out_at_random():
     kind, options, inputs = MODELS["whisper"]
