@@ -259,7 +259,7 @@ KEYS = {
     "steps.accumulation": "batches seen",
     "steps.average": "decay updates",
     "steps.clip": "kind limit operator",
-    "steps.groups": "hyper lr_now name operators optimizer options parameters slots",
+    "steps.groups": "hyper is_function lr_now name operators optimizer options parameters slots",
     "steps.inputs": "name shape type",
     "steps.loss": "differentiated operators outputs terms",
     "steps.loss.terms": "inputs name options output scale",

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from onward.build import DOMAIN
+from onward.convert.function import function_of
 from onward.errors import UnsupportedError
 from onward.inspect import describe
 from onward.inspect.parts import Group as Described
@@ -23,7 +24,7 @@ from onward.model import Model
 from onward.model.state import STEP, states
 from onward.recipe import prepare
 from onward.recipe.forward import Variance
-from onward.recipe.optimizers import optimizer
+from onward.recipe.optimizers import FunctionOptimizer, optimizer
 from onward.recipe.optimizers.clip import scale_to_norm_optax
 from onward.recipe.spec import Spec
 from onward.transform import strip
@@ -33,9 +34,24 @@ from onward.transform import strip
 class Group:
     """Parameters that one optimizer updates with the same settings."""
 
-    optimizer: Spec
+    optimizer: Spec | FunctionOptimizer
     """As a recipe has it. All numbers and choices that matter are given, `variant` among them."""
     parameters: Sequence[str]
+
+    @property
+    def spec(self) -> Spec:
+        """The optimizer by its name, where it has one."""
+        if isinstance(self.optimizer, FunctionOptimizer):
+            raise UnsupportedError(
+                f"the optimizer `{self.optimizer.name}` is a function, and none that has a name in recipes",
+                hint="run the training model as it is: `onward.run.load(model, engine=...)`",
+            )
+        return self.optimizer
+
+    @property
+    def lr(self) -> float:
+        given = self.optimizer
+        return given.lr if isinstance(given, FunctionOptimizer) else float(given.options["lr"])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +103,7 @@ def assemble(run: Run) -> Model:
 
 def _given(group: Group) -> dict[str, Any]:
     match = [glob.escape(name) for name in group.parameters]
-    return {"match": match, "optimizer": {"name": group.optimizer.name, **group.optimizer.options}}
+    return {"match": match, "optimizer": group.optimizer}
 
 
 def disassemble(model: Model, index: int = 0) -> Run:
@@ -105,7 +121,7 @@ def disassemble(model: Model, index: int = 0) -> Run:
     return Run(
         model=strip(model),
         loss=[_term(term) for term in training.loss.terms],
-        groups=[Group(_optimizer(group), group.parameters) for group in training.groups],
+        groups=[Group(_optimizer(model, index, group), group.parameters) for group in training.groups],
         state={state.name: state.array for state in own if state.name != STEP},
         step=int(training.progress.step or 0),
         schedule=[Spec(part.name, {**part.numbers, **part.choices}) for part in training.schedule],
@@ -122,8 +138,10 @@ def _term(term: LossTerm) -> Any:
     return {term.output: {"name": term.name, **term.options, **scale}}
 
 
-def _optimizer(group: Described) -> Spec:
-    """Its settings but for those that this kind has no use for as it is configured."""
+def _optimizer(model: Model, index: int, group: Described) -> Spec | FunctionOptimizer:
+    """Its settings but for those that this kind has no use for as it is configured; or a graph."""
+    if group.is_function:
+        return function_of(model, index, group)
     kind = optimizer(str(group.optimizer))
     choices = {key: value for key, value in group.options.items() if key in kind.choices}
     numbers = {key: value for key, value in group.hyper.items() if key in kind.hyper and isinstance(value, int | float)}

@@ -149,8 +149,9 @@ def _recorded(step: Step, fact: dict[str, Any], updates: Sequence[_Update]) -> G
         hyper={**hyper, **observed, **_tagged_numbers(step, name)},
         lr_now=None,
         options=plain(options) if isinstance(options, dict) else {},
-        slots=_slots(step, updates),
+        slots=_slots(step, updates, name),
         parameters=tuple(update.parameter for update in updates),
+        is_function=fact.get("is_function") is True,
     )
 
 
@@ -190,14 +191,15 @@ def _observed(step: Step, updates: Sequence[_Update], name: str) -> Group:
     )
 
 
-def _slots(step: Step, updates: Sequence[_Update]) -> tuple[str, ...]:
-    """The names of the slots that parameters have: as tagged, or as the end of `<param>/<slot>`."""
+def _slots(step: Step, updates: Sequence[_Update], group: str | None = None) -> tuple[str, ...]:
+    """The names of the slots that parameters or their group have: as tagged, or as the end of `<param>/<slot>`."""
     owners = {update.parameter for update in updates}
     found: dict[str, None] = {}
     for name, value in step.algorithm.initializers.items():
         tags = value.const_value.metadata_props if value.const_value is not None else {}
         owner, _, slot = name.rpartition("/")
-        if tags.get(PARAMETER_KEY) in owners and tags.get(ROLE_KEY) == "optimizer_state":
+        is_owned = tags.get(PARAMETER_KEY) in owners or (PARAMETER_KEY not in tags and tags.get(GROUP_KEY) == group)
+        if is_owned and tags.get(ROLE_KEY) == "optimizer_state":
             found[tags.get(SLOT_KEY, slot)] = None
         elif ROLE_KEY not in tags and owner in owners and name in step.update:
             found[slot] = None

@@ -112,6 +112,8 @@ class Group:
     options: dict[str, Any]
     slots: tuple[str, ...]
     parameters: tuple[str, ...]
+    is_function: bool = False
+    """Whether the optimizer is none of a recipe's by name, but a function that updates all parameters at once."""
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ class Summary:
     - `steps`: none for an inference model, else a list of
         - `name`, `nodes`, `initialization`; `inputs` and `metrics` that inference does not have
         - `loss`: differentiated, operators, outputs, and terms: list of name, output, inputs, options, scale
-        - `groups`: list of name, optimizer, operators, hyper, lr_now, options, slots, parameters
+        - `groups`: list of name, optimizer, operators, hyper, lr_now, options, slots, parameters, is_function
         - `trained`: tensors, numbers, bytes
         - `schedule`: list of name, numbers, choices
         - `clip`: null, or kind, limit, operator; `accumulation`: null, or batches, seen; `average`: null, or decay,

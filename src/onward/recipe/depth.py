@@ -17,6 +17,7 @@ import onnx_ir as ir
 from onward.errors import RecipeError
 from onward.recipe.layers import layers
 from onward.recipe.optimizers.configured import ConfiguredOptimizer
+from onward.recipe.optimizers.function import FunctionOptimizer
 from onward.recipe.optimizers.groups import Group
 
 _FIRST, _LAST = "first", "last"
@@ -26,6 +27,12 @@ def layered(groups: Sequence[Group], graph: ir.Graph, decay: float) -> list[Grou
     """The groups divided by depth: the rate of a block is `decay` times that of the block after it."""
     if not 0 < decay <= 1:
         raise RecipeError(f"the learning rate cannot be multiplied by {decay} from block to block", hint="such as 0.8")
+    whole = [group.optimizer.name for group in groups if isinstance(group.optimizer, FunctionOptimizer)]
+    if whole:
+        raise RecipeError(
+            f"the optimizer `{whole[0]}` updates all its parameters at once, which cannot be divided by depth",
+            hint="leave `lr_decay` out",
+        )
     found = depths(graph, [value for group in groups for value in group.parameters])
     parts = [
         (group, depth, members)
@@ -39,7 +46,8 @@ def layered(groups: Sequence[Group], graph: ir.Graph, decay: float) -> list[Grou
     ]
 
 
-def _slower(optimizer: ConfiguredOptimizer, factor: float) -> ConfiguredOptimizer:
+def _slower(optimizer: ConfiguredOptimizer | FunctionOptimizer, factor: float) -> ConfiguredOptimizer:
+    assert isinstance(optimizer, ConfiguredOptimizer)
     return dataclasses.replace(optimizer, values={**optimizer.values, "lr": optimizer.values["lr"] * factor})
 
 

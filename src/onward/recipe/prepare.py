@@ -23,10 +23,12 @@ from onward.recipe.distill import Distillation
 from onward.recipe.forward import Variance, bind_statistics, functions_to_inline, training_forward
 from onward.recipe.head import replace_head
 from onward.recipe.lora import add_lora
-from onward.recipe.optimizers.groups import groups, patterns
+from onward.recipe.optimizers.function import FunctionOptimizer
+from onward.recipe.optimizers.given import given_optimizer
+from onward.recipe.optimizers.groups import Group, groups, opset_of, patterns
 from onward.recipe.reset import bind_initial_value
 from onward.recipe.roles import roles
-from onward.recipe.spec import Spec, arguments, parse
+from onward.recipe.spec import Spec, arguments
 from onward.recipe.trainable import Selection, select
 from onward.recipe.update import Update
 from onward.transform.inline import inline
@@ -43,7 +45,7 @@ class Recipe:
     """What turns an inference model into a training model."""
 
     loss: Any
-    optimizer: str | Mapping[str, Any] | Spec = "adamw"
+    optimizer: Any = "adamw"
     schedule: Any = None
     trainable: Sequence[str] | str | None = None
     freeze: Sequence[str] | str = ()
@@ -75,7 +77,9 @@ class Recipe:
             )
         model, teaching = self._adapted(model), self._distillation()
         before = preprocessing.opened(self.preprocess)
-        model = _at_common_opset(model, max(teaching.opset if teaching else 0, preprocessing.opset_of(before)))
+        optimizer = given_optimizer(self.optimizer)
+        needed = (preprocessing.opset_of(before), opset_of(optimizer, self.groups))
+        model = _at_common_opset(model, max(teaching.opset if teaching else 0, *needed))
         if hidden := functions_to_inline(model):
             model = inline(model, hidden)
         model = model.copy()
@@ -101,7 +105,7 @@ class Recipe:
         loss = assembly.metric("loss", loss)
         for value in selection.parameters:
             bind_initial_value(assembly, value, self.init, self.seed)
-        self._train(assembly, selection, loss, found)
+        self._train(assembly, selection, loss, groups(selection.parameters, optimizer, self.groups, found))
         for value in bind_statistics(assembly, trained):
             bind_initial_value(assembly, value, "file", self.seed)
         assembly.fact("selection", _selection_fact(selection))
@@ -128,8 +132,7 @@ class Recipe:
             raise RecipeError("there is nothing to learn from", hint="give a `loss`, or a `teacher`")
         return None
 
-    def _train(self, assembly: Assembly, selection: Selection, loss: Expr, found: Mapping[str, set[str]]) -> None:
-        chosen = groups(selection.parameters, parse(self.optimizer), self.groups, found)
+    def _train(self, assembly: Assembly, selection: Selection, loss: Expr, chosen: list[Group]) -> None:
         if self.lr_decay is not None:
             chosen = layered(chosen, assembly.model.graph, self.lr_decay)
         update = Update(
@@ -158,7 +161,8 @@ def prepare(model: Source, *, loss: Any, **recipe: Any) -> Model:
 
     - `loss`: a name with options (`"cross_entropy:label_smoothing=0.1"`), a mapping or list of several
       (`"aux=mse:scale=0.3"`), an ONNX model or function, or `"value:NAME"` for a loss that the model computes itself
-    - `optimizer`: such as `"adamw:lr=1e-3,weight_decay=0.01"`; `groups` gives some parameters their own settings
+    - `optimizer`: such as `"adamw:lr=1e-3,weight_decay=0.01"`, or an ONNX model or function, which can be given a rate
+      (`{"function": update, "lr": 1e-3}`); `groups` gives some parameters their own settings
     - `lr_decay`: such as 0.8: each block of the network gets so much of the learning rate of the block after it
     - `schedule`: such as `"cosine:steps=1000,warmup=50"`, or a list of schedules with `until`
     - `trainable`, `freeze`: patterns of parameter names, or `biases`, `norms`, `head`
@@ -239,7 +243,7 @@ def _selection_fact(selection: Selection) -> dict[str, Any]:
 def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, Spec):
+    if isinstance(value, Spec | FunctionOptimizer):
         return str(value)
     if isinstance(value, str | int | float | bool) or value is None:
         return value

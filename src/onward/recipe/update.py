@@ -16,6 +16,7 @@ from onward.build import Builder, Expr
 from onward.errors import RecipeError
 from onward.model.state import STEP
 from onward.recipe.assembly import Assembly, fill, filled, moving_average
+from onward.recipe.optimizers.append import declared
 from onward.recipe.optimizers.clip import clip_by_global_norm, clip_by_norm, clip_by_value
 from onward.recipe.optimizers.groups import Group
 from onward.recipe.schedules import Part, schedule, sequence
@@ -54,7 +55,8 @@ class Update:
         self.dynamic_scale = loss_scale == "dynamic"
         self._scale = self._declare_scale(loss_scale)
         self._masters = self._declare_masters(master_weights)
-        self._slots = {value: self._declare_slots(group, value) for group in groups for value in group.parameters}
+        targets = {value: self._target(value) for value in self.parameters}
+        self._appended = {group.name: declared(assembly, group, targets) for group in groups}
         self._step = self._counter(STEP)
         self._rates = self._learning_rates(schedule)
         self._ema = self._declare_ema(ema)
@@ -105,22 +107,6 @@ class Update:
             param=value.name,
             slot="master",
         )
-
-    def _declare_slots(self, group: Group, value: ir.Value) -> dict[str, ir.Value]:
-        target = self._target(value)
-        found = {}
-        for slot in group.optimizer.slots(target):
-            state = self.assembly.state(
-                f"{value.name}/{slot.name}",
-                filled(slot.initial, slot.dtype, slot.shape),
-                lambda op, slot=slot: fill(op, slot.initial, slot.dtype, slot.shape),  # type: ignore[misc]
-                role="optimizer_state",
-                param=value.name,
-                slot=slot.name,
-                group=group.name,
-            )
-            found[slot.name] = state.value
-        return found
 
     def _declare_ema(self, decay: float | None) -> Expr | None:
         if decay is None:
@@ -263,10 +249,8 @@ class Update:
         new = {STEP: t}
         clipped = self._clipped(op, [op(g) for g in gradients], report)
         by_parameter = dict(zip(self.parameters, clipped, strict=True))
-        for group in self.groups:
-            rate = op(self._rates[group.name])
-            for value in group.parameters:
-                new |= self._updated(op, group, value, by_parameter[value], rate, t)
+        for name, group in self._appended.items():
+            new |= group.new_state(op, by_parameter, op(self._rates[name]), t)
         if self._ema is not None:
             new |= self._averaged(op, new)
         return new
@@ -285,24 +269,6 @@ class Update:
         if report:
             self.assembly.metric("grad_norm", norm)
         return clipped
-
-    def _updated(
-        self, op: Builder, group: Group, value: ir.Value, gradient: Expr, rate: Expr, t: Expr
-    ) -> dict[str, Expr]:
-        target, name = self._target(value), value.name or ""
-        op = op.scoped(name)
-        if target is not value:
-            gradient = op.Cast(gradient, to=target.dtype)
-        hyper = {
-            key: op(self.assembly.hyper(f"{group.name}/{key}", group.optimizer.values[key], group.name).value)
-            for key in group.optimizer.inputs(target)
-        }
-        slots = {slot: op(state) for slot, state in self._slots[value].items()}
-        x, after = group.optimizer.update(op, op(target), op(gradient.value), slots, lr=rate, t=t, hyper=hyper)
-        new = {f"{name}/{slot}": expr for slot, expr in after.items()}
-        if target is value:
-            return {name: x, **new}
-        return {name: op.Cast(x, to=value.dtype), f"{name}/master": x, **new}
 
     def _averaged(self, op: Builder, new: Mapping[str, Expr]) -> dict[str, Expr]:
         assert self._ema is not None

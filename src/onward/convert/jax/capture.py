@@ -92,7 +92,7 @@ def _used(found: Optimization, model: Model) -> Optimization:
         name
         for group in found.groups
         for name in idle.intersection(group.parameters)
-        if group.optimizer.options.get("weight_decay") or _is_moving(found, name)
+        if group.spec.options.get("weight_decay") or _is_moving(found, name)
     ]
     if moving:
         raise UnsupportedError(

@@ -10,7 +10,7 @@ import keras
 from onward.convert.keras.optimizers import CLIPS, KINDS, Kind
 from onward.convert.run import Run
 from onward.model import Model
-from onward.recipe.optimizers import ConfiguredOptimizer, optimizer
+from onward.recipe.optimizers import ConfiguredOptimizer, FunctionOptimizer, optimizer
 from onward.recipe.spec import Spec
 
 _CLASSES = {
@@ -25,16 +25,18 @@ _CLASSES = {
 
 def native_optimizer(run: Run, held: Mapping[str, Any]) -> Any | None:
     """Keras's optimizer with the state of a run, if there is one that computes the same."""
-    settings = [_comparable(group.optimizer) for group in run.groups]
-    rate = _rate(float(run.groups[0].optimizer.options["lr"]), run.schedule)
+    if any(isinstance(group.optimizer, FunctionOptimizer) for group in run.groups):
+        return None
+    settings = [_comparable(group.spec) for group in run.groups]
+    rate = _rate(run.groups[0].lr, run.schedule)
     other = run.recipe.keys() - {"seed"}  # accumulation, averages, scales: Keras counts and begins in other ways
     if rate is None or other or any(found != settings[0] for found in settings) or not _clips_alike(run):
         return None
-    first = _configured(run.groups[0].optimizer)
+    first = _configured(run.groups[0].spec)
     name = _CLASSES.get(first.kind.name, "")
-    if not name or not all(_is_same(_configured(group.optimizer), name) for group in run.groups):
+    if not name or not all(_is_same(_configured(group.spec), name) for group in run.groups):
         return None
-    decays = [float(group.optimizer.options.get("weight_decay", 0.0)) for group in run.groups]
+    decays = [float(group.spec.options.get("weight_decay", 0.0)) for group in run.groups]
     if len({decay for decay in decays if decay}) > 1:
         return None
     return _made(name, first, rate, run, held, decays)

@@ -27,7 +27,7 @@ def to_keras(training: Source) -> TrainingModel:
     held = made.variables_by_name
     optimizer = native_optimizer(run, held)
     if optimizer is None:
-        optimizer = GraphOptimizer(model, held, float(run.groups[0].optimizer.options["lr"]))
+        optimizer = GraphOptimizer(model, held, run.groups[0].lr)
         optimizer.build(made.trainable_variables)
     made.compile_as(optimizer, **(native_losses(run, model) or {}))
     return made

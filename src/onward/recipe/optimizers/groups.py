@@ -11,8 +11,10 @@ import onnx_ir as ir
 
 from onward.errors import RecipeError, UnknownNameError, near
 from onward.recipe.optimizers.configured import ConfiguredOptimizer
+from onward.recipe.optimizers.function import FunctionOptimizer
+from onward.recipe.optimizers.given import Given, given_optimizer
 from onward.recipe.optimizers.table import optimizer
-from onward.recipe.spec import Spec, parse, parse_options
+from onward.recipe.spec import Spec, parse_options
 from onward.recipe.trainable import matching
 
 
@@ -21,15 +23,19 @@ class Group:
     """Parameters that share an optimizer and its settings."""
 
     name: str
-    optimizer: ConfiguredOptimizer
+    optimizer: ConfiguredOptimizer | FunctionOptimizer
     parameters: list[ir.Value]
 
     def fact(self) -> dict[str, Any]:
+        kind = (
+            {"name": self.optimizer.kind.name, "options": dict(self.optimizer.options)}
+            if isinstance(self.optimizer, ConfiguredOptimizer)
+            else {"name": self.optimizer.name, "options": {}, "is_function": True}
+        )
         return {
             "group": self.name,
-            "name": self.optimizer.kind.name,
+            **kind,
             "hyper": dict(self.optimizer.values),
-            "options": dict(self.optimizer.options),
             "params": [value.name for value in self.parameters],
         }
 
@@ -39,9 +45,15 @@ def patterns(given: Sequence[Any]) -> list[str]:
     return [pattern for item in given for pattern in _given(item, Spec(""))[0]]
 
 
+def opset_of(default: Given, given: Sequence[Any]) -> int:
+    """The operator set that optimizers which are graphs need; 0 where there are none."""
+    optimizers = [default, *(_given(item, default)[1] for item in given)]
+    return max((one.update.opset for one in optimizers if isinstance(one, FunctionOptimizer)), default=0)
+
+
 def groups(
     parameters: Sequence[ir.Value],
-    default: Spec,
+    default: Given,
     given: Sequence[Any],
     roles: Mapping[str, Collection[str]] = MappingProxyType({}),
 ) -> list[Group]:
@@ -53,7 +65,7 @@ def groups(
     """
     remaining = {value.name or "": value for value in parameters}
     everything = list(remaining)
-    found: list[tuple[Spec, list[ir.Value]]] = []
+    found: list[tuple[Given, list[ir.Value]]] = []
     for item in given:
         match, spec = _given(item, default)
         if not matching(match, everything, roles):
@@ -62,12 +74,16 @@ def groups(
         found.append((spec, [remaining.pop(name) for name in matching(match, list(remaining), roles)]))
     found.append((default, list(remaining.values())))
     return [
-        Group(f"group{i}", optimizer(spec.name).configure(**spec.options), chosen)
+        Group(f"group{i}", _configured(spec), chosen)
         for i, (spec, chosen) in enumerate(item for item in found if item[1])
     ]
 
 
-def _given(item: Any, default: Spec) -> tuple[list[str], Spec]:
+def _configured(given: Given) -> ConfiguredOptimizer | FunctionOptimizer:
+    return given if isinstance(given, FunctionOptimizer) else optimizer(given.name).configure(**given.options)
+
+
+def _given(item: Any, default: Given) -> tuple[list[str], Given]:
     if isinstance(item, str):
         pattern, _, rest = item.partition(":")
         item = {"match": pattern, **parse_options(rest, item)}
@@ -75,5 +91,7 @@ def _given(item: Any, default: Spec) -> tuple[list[str], Spec]:
         raise RecipeError(f"the group {item!r} does not say which parameters it is for", hint="write `*.bias:lr=1e-4`")
     match = [item["match"]] if isinstance(item["match"], str) else list(item["match"])
     changes = {key: value for key, value in item.items() if key not in ("match", "optimizer")}
-    base = parse(item["optimizer"]) if "optimizer" in item else default
+    base = given_optimizer(item["optimizer"]) if "optimizer" in item else default
+    if isinstance(base, FunctionOptimizer):
+        return match, base if not changes else given_optimizer({"function": base, **changes})
     return match, Spec(base.name, {**base.options, **changes})

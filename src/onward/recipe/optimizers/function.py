@@ -1,0 +1,187 @@
+"""An optimizer as a graph that somebody else wrote or traced: from gradients and state to new parameters and state.
+
+There are two kinds, told apart by the names of their inputs:
+
+- for any one parameter, `x`, with its gradient `g`: it is called for each;
+- for certain parameters at once, which may depend on one another (a norm over all of them): each is an input of its own
+  name, with its gradient `NAME/grad`.
+
+`lr` is the learning rate (float64), `t` counts updates, this one included (int64). All other inputs are state: that of
+a parameter is called `NAME/SLOT`, or `SLOT` where there is but one `x`; whatever else belongs to the group. Outputs are
+the new parameters and then the new state, in the order of the inputs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import onnx_ir as ir
+
+from onward.build import Builder, Names
+from onward.errors import RecipeError
+from onward.model import Model
+from onward.recipe.embed import emptied
+from onward.transform.inline import inline
+from onward.transform.opset import convert_opset
+
+RATE, COUNT, GRADIENT = "lr", "t", "grad"
+DOMAIN = "onward.optimizers"
+"""Of the functions that such optimizers become in a training model."""
+_ONE = ("x", "g")
+
+
+@dataclasses.dataclass(frozen=True)
+class FunctionOptimizer:
+    """An optimizer that is a graph, with its learning rate and what its state begins with."""
+
+    name: str
+    update: Model
+    lr: float
+    initial: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
+    """By input. What is not named begins as zero; a single number fills a tensor."""
+
+    @property
+    def values(self) -> dict[str, float]:
+        return {RATE: self.lr}
+
+    @property
+    def inputs(self) -> list[ir.Value]:
+        return list(self.update.graph.inputs)
+
+    @property
+    def is_for_one(self) -> bool:
+        return set(_ONE) <= {value.name for value in self.inputs}
+
+    @property
+    def parameters(self) -> list[str]:
+        """The parameters that it is for, by the names of its inputs."""
+        names = [value.name or "" for value in self.inputs]
+        return ["x"] if self.is_for_one else [name for name in names if gradient_of(name) in names]
+
+    @property
+    def state(self) -> list[ir.Value]:
+        """The inputs that are state."""
+        gradients = ["g"] if self.is_for_one else map(gradient_of, self.parameters)
+        others = {RATE, COUNT, *self.parameters, *gradients}
+        return [value for value in self.inputs if value.name not in others]
+
+    def check(self) -> None:
+        """Refuse a graph that updates nothing, or not all that it reads."""
+        if not self.parameters:
+            raise RecipeError(
+                f"the optimizer `{self.name}` has no parameters among its inputs",
+                hint="name them `x` and `g`, or, for several at once, as the parameters, with `NAME/grad`",
+            )
+        wanted, found = len(self.parameters) + len(self.state), len(self.update.graph.outputs)
+        if wanted != found:
+            raise RecipeError(
+                f"the optimizer `{self.name}` has {found} outputs, but {len(self.parameters)} parameters and "
+                f"{len(self.state)} tensors of state",
+                hint="its outputs are the new parameters, and then the new state, in the order of the inputs",
+            )
+
+    def bound(self, targets: Mapping[str, ir.Value]) -> FunctionOptimizer:
+        """The same for all parameters of a group at once, given by their names the tensors that are updated."""
+        made = _for_each(self, targets) if self.is_for_one else self
+        missing = [name for name in targets if name not in made.parameters]
+        others = [name for name in made.parameters if name not in targets]
+        if missing or others:
+            what = f"does not update {_listed(missing)}" if missing else f"is for {_listed(others)}, too"
+            raise RecipeError(
+                f"the optimizer `{self.name}` {what}",
+                hint="give it the parameters that it was made for, no more and no less: `groups`, `trainable`",
+            )
+        return made
+
+    def owner_of(self, state: str) -> str | None:
+        """The parameter that a state belongs to; None where that is the whole group."""
+        return max((name for name in self.parameters if state.startswith(f"{name}/")), key=len, default=None)
+
+    def define(self, functions: dict[ir.OperatorIdentifier, ir.Function], opset: int) -> ir.Function:
+        """Add the graph to the functions of a model, under a name that is not taken, with those that it calls."""
+        update = convert_opset(self.update, opset)
+        others = [f"{domain}.{name}" for (domain, name, _), one in update.functions.items() if _clashes(one, functions)]
+        update = inline(update, others) if others else update.copy()
+        functions.update(update.functions)
+        taken = Names(name for domain, name, _ in functions if domain == DOMAIN)
+        function = _as_function(update, taken.fresh(update.graph.name or self.name))
+        functions[function.identifier()] = function
+        return function
+
+    def __str__(self) -> str:
+        return f"{self.name}:lr={self.lr:g}"
+
+
+def gradient_of(parameter: str) -> str:
+    """The name of the input for the gradient of a parameter."""
+    return f"{parameter}/{GRADIENT}"
+
+
+def _listed(names: Sequence[str], most: int = 3) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(f"`{name}`" for name in names[:most]) + more
+
+
+def _clashes(function: ir.Function, functions: Mapping[ir.OperatorIdentifier, ir.Function]) -> bool:
+    other = functions.get(function.identifier())
+    return other is not None and ir.to_proto(other) != ir.to_proto(function)
+
+
+def _as_function(update: Model, name: str) -> ir.Function:
+    """A graph, which is used up, as a function: its initializers become constants."""
+    graph, names = update.graph, update.names()
+    inputs, outputs, doc = list(graph.inputs), list(graph.outputs), graph.doc_string
+    nodes, initializers = emptied(graph)
+    body = ir.Graph(inputs, [], nodes=[], opset_imports=dict(update.ir.opset_imports), name=name)
+    op = Builder(body, opset=update.opset, names=names)
+    for value in initializers:
+        assert value.const_value is not None
+        constant = op.constant(ir.Tensor(value.const_value.numpy(), dtype=value.const_value.dtype)).value
+        value.replace_all_uses_with(constant)
+        outputs = [constant if output is value else output for output in outputs]
+    body.extend(nodes)
+    for output in outputs:
+        is_fresh = output.producer() is not None and not output.is_graph_output()
+        body.outputs.append(output if is_fresh else op.Identity(output).like(output).value)
+    function = ir.Function(DOMAIN, name, graph=body, attributes=[])
+    function.doc_string = doc
+    return function
+
+
+def _for_each(single: FunctionOptimizer, targets: Mapping[str, ir.Value]) -> FunctionOptimizer:
+    """An optimizer of one parameter as one of several: a function, and a call of it for each."""
+    opset, state = single.update.opset, single.state
+    graph = ir.Graph([], [], nodes=[], opset_imports={"": opset}, name=f"{single.name}ForEach")
+    op = Builder(graph, opset=opset)
+    function = single.define(op.functions, opset)
+    common = {RATE: _scalar(RATE, ir.DataType.DOUBLE), COUNT: _scalar(COUNT, ir.DataType.INT64)}
+    arguments: list[dict[str, ir.Value]] = []
+    for name, target in targets.items():
+        slots = {slot.name or "": _like(f"{name}/{slot.name}", slot, target) for slot in state}
+        own = {"x": _like(name, target, target), "g": _like(gradient_of(name), target, target)}
+        arguments.append({**common, **own, **slots})
+    for kind in ("x", "g", *(slot.name or "" for slot in state)):
+        graph.inputs.extend(of[kind] for of in arguments)
+    graph.inputs[:0] = common.values()
+    results = []
+    for of in arguments:
+        inputs = [of[value.name or ""] for value in single.inputs]
+        made = op.node(DOMAIN, function.name, *inputs, outputs=1 + len(state))
+        results.append(made if isinstance(made, tuple) else (made,))
+    for column in zip(*results, strict=True):
+        graph.outputs.extend(expr.value for expr in column)
+    initial = {f"{name}/{slot}": value for slot, value in single.initial.items() for name in targets}
+    update = Model(ir.Model(graph, ir_version=10, functions=list(op.functions.values())))
+    return dataclasses.replace(single, update=update, initial=initial)
+
+
+def _scalar(name: str, dtype: ir.DataType) -> ir.Value:
+    return ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape([]))
+
+
+def _like(name: str, declared: ir.Value, target: ir.Value) -> ir.Value:
+    """An input of the type and shape that are declared, or else those of a parameter."""
+    shape = target.shape if declared.shape is None else declared.shape
+    return ir.Value(name=name, type=declared.type or target.type, shape=shape)
