@@ -51,10 +51,15 @@ class Jax(Framework):
         rows = Operators(self.operators)
         if device == "cuda":
             rows["Attention"] = functools.partial(rows["Attention"], fused=True)
+            for product in ("MatMul", "Gemm", "onward.Linear"):
+                rows[product] = functools.partial(rows[product], aligned=True)
         self.operators = with_products_in(precision, rows, _PRECISIONS, _cast, promotes=True)
         self._mixed = precision != "float32"
         self._on_compile = on_compile
         self._options = {"xla_gpu_deterministic_ops": True} if deterministic and device != "cpu" else {}
+        if device == "cuda" and self._mixed:
+            # XLA would compute some products by kernels of its own, with copies of what they read; cuBLAS is faster.
+            self._options["xla_gpu_enable_triton_gemm"] = False
 
     @classmethod
     def devices(cls) -> list[str]:

@@ -19,10 +19,10 @@ def gather(x, indices, *, axis):
 
 
 def wrapped(indices, size):
-    return _short(jnp.where(indices < 0, indices + size, indices), size)
+    return short(jnp.where(indices < 0, indices + size, indices), size)
 
 
-def _short(indices, size):
+def short(indices, size):
     """In 32 bits where these suffice: a compiled caller whose JAX has no others can then take them, too."""
     return indices.astype(np.int32) if size < 2**31 else indices
 
@@ -41,7 +41,7 @@ def _along(indices, axis):
 
 @operators.define("GatherND")
 def gather_nd(x, indices, *, batch_dims):
-    return x[_places(_short(indices, max(x.shape)), batch_dims)]
+    return x[_places(short(indices, max(x.shape)), batch_dims)]
 
 
 def _places(indices, batch_dims=0):
@@ -60,7 +60,7 @@ def scatter_elements(x, indices, updates, *, axis, reduction):
 
 @operators.define("ScatterND")
 def scatter_nd(x, indices, updates, *, reduction):
-    return _scattered(x, _places(_short(indices, max(x.shape))), updates, reduction)
+    return _scattered(x, _places(short(indices, max(x.shape))), updates, reduction)
 
 
 def _scattered(x, places, updates, reduction):
