@@ -247,7 +247,10 @@ class Node:
 
     def function(self, attribute: str) -> Any:
         """The graph of a function that the operation calls."""
-        return self.operation.graph._get_function(self.operation.get_attr(attribute).name).graph
+        found = self.operation.graph._get_function(self.operation.get_attr(attribute).name)
+        if not hasattr(found, "graph"):
+            raise Refused("it calls a function that TensorFlow keeps without its graph")
+        return found.graph
 
 
 # ---- types -----------------------------------------------------------------------------------------------------------
