@@ -116,7 +116,15 @@ def _rate(lr: float, schedule: Sequence[Spec]) -> Any | None:
     options = dict(schedule[0].options)
     if options.get("warmup") and schedule[0].name != "cosine":
         return None
+    every = options.pop("every", 1)
+    if every != 1:  # it counts epochs, say, and Keras counts updates
+        stairs = {"exponential": 1, "step": options.get("size")}.get(schedule[0].name)
+        return _stairs(lr, stairs * every, options["gamma"]) if stairs else None
     return _SCHEDULES[schedule[0].name](lr, options)
+
+
+def _stairs(lr: float, size: float, gamma: float) -> Any:
+    return keras.optimizers.schedules.ExponentialDecay(lr, size, gamma, staircase=True)
 
 
 def _multistep(lr: float, n: dict[str, Any]) -> Any:
@@ -143,7 +151,7 @@ def _polynomial(start: float, steps: float, end: float, power: float = 1.0) -> A
 _SCHEDULES: dict[str, Callable[[float, dict[str, Any]], Any | None]] = {
     "constant": lambda lr, n: lr,
     "exponential": lambda lr, n: keras.optimizers.schedules.ExponentialDecay(lr, 1, n["gamma"]),
-    "step": lambda lr, n: keras.optimizers.schedules.ExponentialDecay(lr, n["size"], n["gamma"], staircase=True),
+    "step": lambda lr, n: _stairs(lr, n["size"], n["gamma"]),
     "multistep": _multistep,
     "linear": lambda lr, n: _polynomial(lr * n["start_factor"], n["steps"], lr * n["end_factor"]),
     "polynomial": lambda lr, n: _polynomial(lr, n["steps"], n["end"], n["power"]),
