@@ -17,10 +17,12 @@ import onnx_ir as ir
 import optax
 
 from onward.build import DOMAIN, DOMAIN_VERSION, Builder, Expr
+from onward.convert.run import Group
 from onward.differentiate.api import COMMON_OPSET
 from onward.model import Model
 from onward.recipe.optimizers import ConfiguredOptimizer, optimizer
 from onward.recipe.optimizers.clip import clip_by_global_norm, clip_by_norm
+from onward.recipe.optimizers.configured import Slot
 from onward.recipe.schedules import Part, schedule, sequence
 from onward.recipe.spec import Spec, parse
 from onward.run.interpreted import interpreter
@@ -49,7 +51,7 @@ def exact(spec: Spec, rate: Rate) -> optax.GradientTransformation:
 
     def init(params: Any) -> ExactState:
         leaves, structure = jax.tree.flatten(params)
-        made = [{slot.name: _filled(slot) for slot in _configured(spec).slots(_value("x", _sizes(x)))} for x in leaves]
+        made = [{slot.name: _filled(slot) for slot in slots_of(spec, sizes_of(x))} for x in leaves]
         names = dict.fromkeys(name for slots in made for name in slots)
         slots = {name: structure.unflatten([slots.get(name) for slots in made]) for name in names}
         return ExactState(jnp.zeros([], jnp.int32), slots)
@@ -63,7 +65,7 @@ def exact(spec: Spec, rate: Rate) -> optax.GradientTransformation:
         changes = []
         for i, (x, g) in enumerate(zip(leaves, jax.tree.leaves(gradients), strict=True)):
             own = {name: trees[i] for name, trees in slots.items() if trees[i] is not None}
-            new = _update(str(spec), _sizes(x))({"x": x, "g": g, **own, **numbers})
+            new = _update(str(spec), sizes_of(x))({"x": x, "g": g, **own, **numbers})
             changes.append(new["x/new"] - x)
             for name in own:
                 slots[name][i] = new[f"{name}/new"]
@@ -78,7 +80,7 @@ def exact_clip(kind: str, limit: float, variant: str) -> optax.GradientTransform
 
     def update(gradients: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         leaves, structure = jax.tree.flatten(gradients)
-        run = _clip(kind, limit, variant, tuple(map(_sizes, leaves)))
+        run = _clip(kind, limit, variant, tuple(map(sizes_of, leaves)))
         results = run({f"g{i}": leaf for i, leaf in enumerate(leaves)})
         return structure.unflatten([results[f"clipped{i}"] for i in range(len(leaves))]), state
 
@@ -94,38 +96,69 @@ def rate_of(specs: Sequence[Spec], lr: float) -> Callable[[Any], Any]:
     return rate
 
 
+class Objects:
+    """Functions of optax, and ours for what it has none for."""
+
+    rate_of = staticmethod(rate_of)
+    exact_clip = staticmethod(exact_clip)
+
+    def exact(self, group: Group, rate: Rate) -> optax.GradientTransformation:
+        return exact(group.spec, rate)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(optax, name)
+
+
+OBJECTS = Objects()
+
+
 # ---- what is built of a definition -----------------------------------------------------------------------------------
 
 
 @functools.lru_cache(maxsize=256)
 def _update(spec: str, sizes: Sizes) -> Function:
-    configured = _configured(parse(spec))
+    return _executed(update_model(parse(spec), sizes))
+
+
+def update_model(spec: Spec, sizes: Sizes) -> Model:
+    """The update of a parameter: x, g, its slots, lr and t -> x/new, and each slot's."""
+    configured = _configured(spec)
     made = _Graph()
     x, g = made.input(_value("x", sizes)), made.input(_value("g", sizes))
     slots = {slot.name: made.input(_typed(slot.name, slot.dtype, slot.shape)) for slot in configured.slots(x.value)}
     lr, t = made.input(_typed("lr", ir.DataType.DOUBLE, ())), made.input(_typed("t", ir.DataType.INT64, ()))
     hyper = {name: made.number(configured.values[name]) for name in configured.inputs(x.value)}
     new, after = configured.update(made.op, x, g, slots, lr=lr, t=t, hyper=hyper)
-    return made.function({f"{name}/new": expr for name, expr in {"x": new, **after}.items()})
+    return made.model({f"{name}/new": expr for name, expr in {"x": new, **after}.items()})
 
 
 @functools.lru_cache(maxsize=16)
 def _clip(kind: str, limit: float, variant: str, sizes: tuple[Sizes, ...]) -> Function:
+    return _executed(clip_model(kind, limit, variant, sizes))
+
+
+def clip_model(kind: str, limit: float, variant: str, sizes: Sequence[Sizes]) -> Model:
+    """Clipping: g0, g1 ... -> clipped0, clipped1 ..."""
     made = _Graph()
     gradients = [made.input(_value(f"g{i}", each)) for i, each in enumerate(sizes)]
     if kind == "tensor_norm":
         clipped = clip_by_norm(made.op, gradients, made.number(limit), variant)
     else:
         clipped, _ = clip_by_global_norm(made.op, gradients, made.number(limit), variant)
-    return made.function({f"clipped{i}": expr for i, expr in enumerate(clipped)})
+    return made.model({f"clipped{i}": expr for i, expr in enumerate(clipped)})
 
 
 @functools.lru_cache(maxsize=64)
 def _rate(specs: tuple[str, ...], lr: float) -> Function:
+    return _executed(rate_model([parse(spec) for spec in specs], lr))
+
+
+def rate_model(specs: Sequence[Spec], lr: float) -> Model:
+    """Schedules that follow one another: step -> rate."""
     made = _Graph()
     step = made.input(_typed("step", ir.DataType.INT64, ()))
-    parts = [_part(made, parse(spec)) for spec in specs]
-    return made.function({"rate": sequence(made.op, made.number(lr), step, parts)})
+    parts = [_part(made, spec) for spec in specs]
+    return made.model({"rate": sequence(made.op, made.number(lr), step, parts)})
 
 
 def _part(made: _Graph, spec: Spec) -> Part:
@@ -151,20 +184,23 @@ class _Graph:
     def number(self, value: Any) -> Expr:
         return self.op.constant(np.asarray(value, np.float64))
 
-    def function(self, outputs: Mapping[str, Expr]) -> Function:
-        """What the graph computes, by JAX."""
+    def model(self, outputs: Mapping[str, Expr]) -> Model:
         for name, expr in outputs.items():
             self._graph.outputs.append(self.op.Identity(expr).named(name).like(expr.value).value)
-        types = {value.name: value.dtype.numpy() for value in self._graph.inputs if value.dtype}
-        model = Model(ir.Model(self._graph, ir_version=10, functions=list(self._functions.values())))
-        framework = Jax()
-        execute = interpreter(inline(model), framework)
+        return inline(Model(ir.Model(self._graph, ir_version=10, functions=list(self._functions.values()))))
 
-        def run(given: Mapping[str, Any]) -> dict[str, Any]:
-            with framework.active():
-                return execute({name: jnp.asarray(array, types[name]) for name, array in given.items()})
 
-        return run
+def _executed(model: Model) -> Function:
+    """What a model computes, by JAX."""
+    types = {value.name: value.dtype.numpy() for value in model.graph.inputs if value.dtype}
+    framework = Jax()
+    execute = interpreter(model, framework)
+
+    def run(given: Mapping[str, Any]) -> dict[str, Any]:
+        with framework.active():
+            return execute({name: jnp.asarray(array, types[name]) for name, array in given.items()})
+
+    return run
 
 
 def _configured(spec: Spec) -> ConfiguredOptimizer:
@@ -173,12 +209,17 @@ def _configured(spec: Spec) -> ConfiguredOptimizer:
     return kind.configure(**{**spec.options, **({"standard": False} if kind.standard else {})})
 
 
-def _filled(slot: Any) -> jax.Array:
+def slots_of(spec: Spec, sizes: Sizes) -> tuple[Slot, ...]:
+    """What an optimizer remembers of a parameter."""
+    return _configured(spec).slots(_value("x", sizes))
+
+
+def _filled(slot: Slot) -> jax.Array:
     with Jax().active():
         return jnp.full(slot.shape, slot.initial, slot.dtype.numpy())
 
 
-def _sizes(array: Any) -> Sizes:
+def sizes_of(array: Any) -> Sizes:
     return tuple(array.shape), str(array.dtype)
 
 

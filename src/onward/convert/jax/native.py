@@ -12,7 +12,7 @@ import numpy as np
 import optax
 
 from onward.convert.jax.closures import walk
-from onward.convert.jax.exact import Rate, exact, exact_clip
+from onward.convert.jax.exact import OBJECTS, Rate
 from onward.convert.jax.schedules import make_schedule
 from onward.convert.jax.slots import filled
 from onward.convert.run import Group, Run
@@ -20,14 +20,12 @@ from onward.recipe.optimizers import optimizer
 from onward.recipe.spec import Spec
 
 Settings = SimpleNamespace
-Parts = Sequence[optax.GradientTransformation]
+Parts = Sequence[Any]
 
 
 def make_optimizer(run: Run, params: Mapping[str, Any]) -> tuple[optax.GradientTransformation, Any]:
     """The optimizer of a run, and its state. `params` are by name."""
-    tx = _grouped(run)
-    if run.clip:
-        tx = optax.chain(_clip(run.clip), tx)
+    tx = transformation(run, OBJECTS)
     slots = {**run.state, **_traces(run)}
     with jax.enable_x64(True):
         state = walk(tx.update, tx.init(params), params, lambda found: filled(found, slots, run.step))
@@ -40,36 +38,38 @@ def make_optimizer(run: Run, params: Mapping[str, Any]) -> tuple[optax.GradientT
 
 def is_native(spec: Spec) -> bool:
     """Whether optax itself has this optimizer."""
-    return _native(spec, 1.0) is not None
+    return _native(OBJECTS, spec, 1.0) is not None
 
 
-def _grouped(run: Run) -> optax.GradientTransformation:
-    made = [_transformation(group, run) for group in run.groups]
-    if len(made) == 1:
-        return made[0]
-    labels = {name: f"group{i}" for i, group in enumerate(run.groups) for name in group.parameters}
-    return optax.partition({f"group{i}": tx for i, tx in enumerate(made)}, labels)
+def transformation(run: Run, ox: Any) -> Any:
+    """The optimizer of a run, without accumulation: of the functions of `ox`, which makes objects or says which."""
+    made = [_transformation(ox, group, run) for group in run.groups]
+    tx = made[0]
+    if len(made) > 1:
+        labels = {name: f"group{i}" for i, group in enumerate(run.groups) for name in group.parameters}
+        tx = ox.partition({f"group{i}": tx for i, tx in enumerate(made)}, labels)
+    return ox.chain(_clip(ox, run.clip), tx) if run.clip else tx
 
 
-def _transformation(group: Group, run: Run) -> optax.GradientTransformation:
-    rate = make_schedule(run.schedule, float(group.optimizer.options["lr"]))
-    return _native(group.optimizer, rate) or exact(group.optimizer, rate)
+def _transformation(ox: Any, group: Group, run: Run) -> Any:
+    rate = make_schedule(run.schedule, group.lr, ox)
+    return _native(ox, group.spec, rate) or ox.exact(group, rate)
 
 
-def _native(spec: Spec, rate: Rate) -> optax.GradientTransformation | None:
+def _native(ox: Any, spec: Spec, rate: Rate) -> Any:
     settings = optimizer(spec.name).configure(**spec.options).settings
-    parts = None if settings.maximize or spec.name not in _MAKERS else _MAKERS[spec.name](settings, rate)
-    return None if parts is None else optax.chain(*parts)
+    parts = None if settings.maximize or spec.name not in _MAKERS else _MAKERS[spec.name](ox, settings, rate)
+    return None if parts is None else ox.chain(*parts)
 
 
-def _clip(clip: Mapping[str, Any]) -> optax.GradientTransformation:
+def _clip(ox: Any, clip: Mapping[str, Any]) -> Any:
     if "value" in clip:
-        return optax.clip(clip["value"])
+        return ox.clip(clip["value"])
     kind = "norm" if "norm" in clip else "tensor_norm"
     variant = clip.get("variant", "torch")
     if kind == "norm" and variant != "torch":
-        return optax.clip_by_global_norm(clip["norm"])
-    return exact_clip(kind, clip[kind], variant)
+        return ox.clip_by_global_norm(clip["norm"])
+    return ox.exact_clip(kind, clip[kind], variant)
 
 
 # ---- state -----------------------------------------------------------------------------------------------------------
@@ -77,7 +77,7 @@ def _clip(clip: Mapping[str, Any]) -> optax.GradientTransformation:
 
 def _traces(run: Run) -> dict[str, np.ndarray]:
     """Momentum that has the rate in it has the sign of updates in optax."""
-    names = [n for group in run.groups if _momentum_is_outer(group.optimizer) for n in group.parameters]
+    names = [n for group in run.groups if _momentum_is_outer(group.spec) for n in group.parameters]
     slots = (f"{name}/momentum_buffer" for name in names)
     return {slot: -run.state[slot] for slot in slots if slot in run.state}
 
@@ -100,100 +100,100 @@ def _accumulated(state: optax.MultiStepsState, inner: Any, run: Run) -> optax.Mu
 # ---- the table -------------------------------------------------------------------------------------------------------
 
 
-def _with_decay(s: Settings, direction: Parts, rate: Rate) -> Parts | None:
+def _with_decay(ox: Any, s: Settings, direction: Parts, rate: Rate) -> Parts | None:
     """A direction with weight decay in the gradient, or beside it; Keras decouples every decay."""
-    decay = [optax.add_decayed_weights(s.weight_decay)] if s.weight_decay else []
+    decay = [ox.add_decayed_weights(s.weight_decay)] if s.weight_decay else []
     decoupled = s.variant == "keras" or getattr(s, "decoupled_weight_decay", False)
     around = [*direction, *decay] if decoupled else [*decay, *direction]
-    return [*around, optax.scale_by_learning_rate(rate)]
+    return [*around, ox.scale_by_learning_rate(rate)]
 
 
-def _sgd(s: Settings, rate: Rate) -> Parts | None:
+def _sgd(ox: Any, s: Settings, rate: Rate) -> Parts | None:
     if s.momentum and (s.dampening or s.variant == "keras"):
         return None
-    return _with_decay(s, [optax.trace(s.momentum, s.nesterov)] if s.momentum else [optax.identity()], rate)
+    return _with_decay(ox, s, [ox.trace(s.momentum, s.nesterov)] if s.momentum else [ox.identity()], rate)
 
 
-def _sgdw(s: Settings, rate: Rate) -> Parts | None:
-    return _sgd(Settings(**{**vars(s), "decoupled_weight_decay": True}), rate)
+def _sgdw(ox: Any, s: Settings, rate: Rate) -> Parts | None:
+    return _sgd(ox, Settings(**{**vars(s), "decoupled_weight_decay": True}), rate)
 
 
-def _adam(s: Settings, rate: Rate) -> Parts | None:
+def _adam(ox: Any, s: Settings, rate: Rate) -> Parts | None:
     if s.variant == "keras":
         return None
     if not s.amsgrad:
-        return _with_decay(s, [optax.scale_by_adam(s.beta1, s.beta2, s.eps)], rate)
-    return _with_decay(s, [optax.scale_by_amsgrad(s.beta1, s.beta2, s.eps)], rate) if s.variant == "optax" else None
+        return _with_decay(ox, s, [ox.scale_by_adam(s.beta1, s.beta2, s.eps)], rate)
+    return _with_decay(ox, s, [ox.scale_by_amsgrad(s.beta1, s.beta2, s.eps)], rate) if s.variant == "optax" else None
 
 
-def _adamw(s: Settings, rate: Rate) -> Parts | None:
-    return _adam(Settings(**{**vars(s), "decoupled_weight_decay": True}), rate)
+def _adamw(ox: Any, s: Settings, rate: Rate) -> Parts | None:
+    return _adam(ox, Settings(**{**vars(s), "decoupled_weight_decay": True}), rate)
 
 
-def _adagrad(s: Settings, rate: Rate) -> Parts | None:
+def _adagrad(ox: Any, s: Settings, rate: Rate) -> Parts | None:
     if s.variant == "torch" or not s.eps:
         return None
-    return _with_decay(s, [optax.scale_by_rss(s.initial_accumulator_value, s.eps)], rate)
+    return _with_decay(ox, s, [ox.scale_by_rss(s.initial_accumulator_value, s.eps)], rate)
 
 
-def _adamax(s: Settings, rate: Rate) -> Parts | None:
-    return None if s.variant == "keras" else _with_decay(s, [optax.scale_by_adamax(s.beta1, s.beta2, s.eps)], rate)
+def _adamax(ox: Any, s: Settings, rate: Rate) -> Parts | None:
+    return None if s.variant == "keras" else _with_decay(ox, s, [ox.scale_by_adamax(s.beta1, s.beta2, s.eps)], rate)
 
 
-def _nadam(s: Settings, rate: Rate) -> Parts | None:
+def _nadam(ox: Any, s: Settings, rate: Rate) -> Parts | None:
     if s.variant != "optax":
         return None
-    return _with_decay(s, [optax.scale_by_adam(s.beta1, s.beta2, s.eps, nesterov=True)], rate)
+    return _with_decay(ox, s, [ox.scale_by_adam(s.beta1, s.beta2, s.eps, nesterov=True)], rate)
 
 
-def _radam(s: Settings, rate: Rate) -> Parts | None:
-    return _with_decay(s, [optax.scale_by_radam(s.beta1, s.beta2, s.eps)], rate) if s.variant == "optax" else None
+def _radam(ox: Any, s: Settings, rate: Rate) -> Parts | None:
+    return _with_decay(ox, s, [ox.scale_by_radam(s.beta1, s.beta2, s.eps)], rate) if s.variant == "optax" else None
 
 
-def _rmsprop(s: Settings, rate: Rate) -> Parts | None:
-    scale = optax.scale_by_stddev if s.centered else optax.scale_by_rms
+def _rmsprop(ox: Any, s: Settings, rate: Rate) -> Parts | None:
+    scale = ox.scale_by_stddev if s.centered else ox.scale_by_rms
     inside = s.variant != "torch"
     direction = [scale(s.alpha, s.eps, eps_in_sqrt=inside)]
-    momentum = [optax.trace(s.momentum)] if s.momentum else []
+    momentum = [ox.trace(s.momentum)] if s.momentum else []
     if not inside:
-        return _with_decay(s, [*direction, *momentum], rate)
+        return _with_decay(ox, s, [*direction, *momentum], rate)
     if s.variant == "keras" and s.weight_decay and s.momentum:
         return None
-    return [*(_with_decay(s, direction, rate) or []), *momentum]
+    return [*(_with_decay(ox, s, direction, rate) or []), *momentum]
 
 
-def _adadelta(s: Settings, rate: Rate) -> Parts | None:
-    return _with_decay(s, [optax.scale_by_adadelta(s.rho, s.eps)], rate)
+def _adadelta(ox: Any, s: Settings, rate: Rate) -> Parts | None:
+    return _with_decay(ox, s, [ox.scale_by_adadelta(s.rho, s.eps)], rate)
 
 
-def _adafactor(s: Settings, rate: Rate) -> Parts | None:
+def _adafactor(ox: Any, s: Settings, rate: Rate) -> Parts | None:
     if s.variant != "optax":
         return None
     return [
-        optax.scale_by_factored_rms(
+        ox.scale_by_factored_rms(
             decay_rate=-s.beta2_decay, epsilon=s.eps1, min_dim_size_to_factor=s.min_dim_size_to_factor
         ),
-        optax.clip_by_block_rms(s.d),
-        optax.scale_by_learning_rate(rate, flip_sign=False),
-        optax.scale_by_param_block_rms(s.eps2),
-        optax.add_decayed_weights(s.weight_decay),
-        optax.scale(-1),
+        ox.clip_by_block_rms(s.d),
+        ox.scale_by_learning_rate(rate, flip_sign=False),
+        ox.scale_by_param_block_rms(s.eps2),
+        ox.add_decayed_weights(s.weight_decay),
+        ox.scale(-1),
     ]
 
 
-def _lion(s: Settings, rate: Rate) -> Parts | None:
-    direction = [optax.scale_by_lion(s.beta1, s.beta2), optax.add_decayed_weights(s.weight_decay)]
-    return [*direction, optax.scale_by_learning_rate(rate)]
+def _lion(ox: Any, s: Settings, rate: Rate) -> Parts | None:
+    direction = [ox.scale_by_lion(s.beta1, s.beta2), ox.add_decayed_weights(s.weight_decay)]
+    return [*direction, ox.scale_by_learning_rate(rate)]
 
 
-def _lamb(s: Settings, rate: Rate) -> Parts | None:
+def _lamb(ox: Any, s: Settings, rate: Rate) -> Parts | None:
     if s.variant == "keras" and s.weight_decay:
         return None
-    direction = [optax.scale_by_adam(s.beta1, s.beta2, s.eps), optax.add_decayed_weights(s.weight_decay)]
-    return [*direction, optax.scale_by_trust_ratio(), optax.scale_by_learning_rate(rate)]
+    direction = [ox.scale_by_adam(s.beta1, s.beta2, s.eps), ox.add_decayed_weights(s.weight_decay)]
+    return [*direction, ox.scale_by_trust_ratio(), ox.scale_by_learning_rate(rate)]
 
 
-_MAKERS: dict[str, Callable[[Settings, Rate], Parts | None]] = {
+_MAKERS: dict[str, Callable[[Any, Settings, Rate], Parts | None]] = {
     "sgd": _sgd,
     "momentum": _sgd,
     "nesterov": _sgd,

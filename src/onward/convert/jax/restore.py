@@ -28,6 +28,9 @@ from onward.transform.inline import inline
 Arrays = Mapping[str, Any]
 Tree = dict[str, Any]
 
+PARTS = {"parameter": "params", "statistics": "statistics", "rng": "random"}
+"""Roles of a training model's state, and where they are in that of a run."""
+
 
 class JaxTraining(NamedTuple):
     """A training run of JAX. All functions are pure: they can be compiled, mapped and differentiated."""
@@ -51,23 +54,11 @@ def to_jax(training: Source, step: int = 0, *, probe: bool = True) -> JaxTrainin
     Gradients are JAX's own. The optimizer is a chain of optax's where that computes the same, else ours; both
     sides make a few updates, which must agree, unless `probe` is false.
     """
-    model = read(training)
-    run = disassemble(model, step)
-    parts = _Parts(model, step, run)
-    with parts.framework.active():
-        params = parts.arrays("parameter")
-        tx, opt_state = make_optimizer(run, params)
-        state = {
-            "params": params,
-            "statistics": parts.arrays("statistics"),
-            "random": parts.arrays("rng"),
-            "opt_state": opt_state,
-            "step": jnp.asarray(run.step, jnp.int32),
-        }
-        if "ema" in run.recipe:
-            state["ema"] = parts.arrays("ema")
+    parts = Parts(read(training), step)
+    run = parts.run
+    state, tx = parts.state()
     if probe:
-        try_updates(tx, opt_state, params, run)
+        try_updates(tx, state["opt_state"], state["params"], run)
     loss = parts.loss()
 
     def one_step(state: Tree, batch: Arrays) -> tuple[Tree, dict[str, Any]]:
@@ -94,15 +85,15 @@ def _averaged(new: Tree, old: Tree, run: Run) -> Tree:
     return {**new, "ema": {name: average(name, past) for name, past in old["ema"].items()}}
 
 
-class _Parts:
+class Parts:
     """What of a training model is what in JAX."""
 
-    def __init__(self, model: Model, index: int, run: Run):
-        self._model, self._index, self._run = model, index, run
+    def __init__(self, model: Model, index: int = 0):
+        self._model, self._index, self.run = model, index, disassemble(model, index)
         self._states = states(model, index)
         self.framework = Jax("cuda" if jax.default_backend() == "gpu" else "cpu")
         strange = [s.name for s in self._states if s.role in ("master", "scaler", "state")]
-        if strange or "loss_scale" in run.recipe:
+        if strange or "loss_scale" in self.run.recipe:
             what = f"state that optax has no place for: {', '.join(strange)}" if strange else "a scale of its loss"
             raise UnsupportedError(
                 f"the training model has {what}",
@@ -114,14 +105,46 @@ class _Parts:
         found = [state for state in self._states if state.role == role]
         return {_key(state): self.framework.tensor(state.array) for state in found}
 
-    def loss(self) -> Callable[[Arrays, Tree, Arrays], tuple[Any, tuple[dict[str, Any], Tree]]]:
-        """The forward pass of training."""
+    def state(self) -> tuple[Tree, optax.GradientTransformation]:
+        """Where the run is, and its optimizer."""
+        with self.framework.active():
+            params = self.arrays("parameter")
+            tx, opt_state = make_optimizer(self.run, params)
+            state = {
+                "params": params,
+                "statistics": self.arrays("statistics"),
+                "random": self.arrays("rng"),
+                "opt_state": opt_state,
+                "step": jnp.asarray(self.run.step, jnp.int32),
+            }
+            return (state | {"ema": self.arrays("ema")} if "ema" in self.run.recipe else state), tx
+
+    def forward(self) -> tuple[Model, Mapping[str, Any]]:
+        """The forward pass of training as a model, and what its inputs and outputs are."""
         lowered = lower(self._model, self._index, part="gradients", differentiate=False)
         contract = contract_of(lowered)
         _drop_gradients(lowered, contract["gradients"])
-        types = _types(lowered)
+        return lowered, contract
+
+    def inference(self) -> Model:
+        """The model as it predicts, with what is trained among its inputs."""
+        inference = inline(self.run.model)
+        graph = inference.graph
+        carried = [s.name for s in self._states if s.role in ("parameter", "statistics")]
+        for name in (name for name in carried if name in graph.initializers):
+            graph.inputs.append(_opened(graph.initializers.pop(name)))
+        return inference
+
+    @property
+    def kinds(self) -> dict[str, str]:
+        """By name: which part of the state has it."""
+        return {s.name: PARTS[s.role] for s in self._states if s.role in PARTS}
+
+    def loss(self) -> Callable[[Arrays, Tree, Arrays], tuple[Any, tuple[dict[str, Any], Tree]]]:
+        """The forward pass of training."""
+        lowered, contract = self.forward()
+        types, kinds = types_of(lowered), self.kinds
         execute = interpreter(lowered, self.framework)
-        kinds = {s.name: "random" if s.role == "rng" else s.role for s in self._states}
 
         def loss(params: Arrays, state: Tree, batch: Arrays) -> tuple[Any, tuple[dict[str, Any], Tree]]:
             with self.framework.active():
@@ -137,12 +160,8 @@ class _Parts:
         return loss
 
     def apply(self) -> Callable[[Tree, Arrays], dict[str, Any]]:
-        inference = inline(self._run.model)
-        graph = inference.graph
-        carried = [s.name for s in self._states if s.role in ("parameter", "statistics")]
-        for name in (name for name in carried if name in graph.initializers):
-            graph.inputs.append(_opened(graph.initializers.pop(name)))
-        types = _types(inference)
+        inference = self.inference()
+        types = types_of(inference)
         execute = interpreter(inference, self.framework)
 
         def apply(state: Tree, inputs: Arrays) -> dict[str, Any]:
@@ -159,7 +178,7 @@ class _Parts:
         averages = {f"ema/{name}": array for name, array in state.get("ema", {}).items()}
         if averages:
             before = made.array("ema/n_averaged", self._index)
-            averages["ema/n_averaged"] = before + int(state["step"]) - self._run.step
+            averages["ema/n_averaged"] = before + int(state["step"]) - self.run.step
         numbers = {**state["params"], **state["statistics"], **state["random"], **averages, **found.state}
         for name, array in {**numbers, STEP: state["step"]}.items():
             made.set(name, np.asarray(array), self._index)
@@ -170,7 +189,7 @@ def _key(state: State) -> str:
     return state.parameter or state.name if state.role == "ema" else state.name
 
 
-def _types(model: Model) -> dict[str, np.dtype]:
+def types_of(model: Model) -> dict[str, np.dtype]:
     return {value.name or "": value.dtype.numpy() for value in model.graph.inputs if value.dtype}
 
 

@@ -12,10 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-import optax
-
 from onward.convert.jax.closures import free_variables, origin
-from onward.convert.jax.exact import rate_of
+from onward.convert.jax.exact import OBJECTS
 from onward.errors import UnsupportedError
 from onward.recipe.spec import Spec
 
@@ -223,37 +221,38 @@ _READERS: dict[str, Callable[[Mapping[str, Any], float], Pieces]] = {
 # ---- to optax --------------------------------------------------------------------------------------------------------
 
 
-def make_schedule(specs: Sequence[Spec], lr: float) -> float | Schedule:
+def make_schedule(specs: Sequence[Spec], lr: float, ox: Any = OBJECTS) -> Any:
     """The rate, or the schedule of optax, that these schedules of a recipe give with a base rate.
 
-    Where optax has none that computes the same, it is a function that does.
+    Where optax has none that computes the same, it is a function that does. `ox` has both (see exact.py).
     """
     if not specs:
         return lr
-    made = [function for spec in specs if (function := _native(spec.without("until"), lr))]
+    made = [function for spec in specs if (function := _native(ox, spec.without("until"), lr))]
     if len(made) < len(specs):
-        return rate_of(specs, lr)
-    return made[0] if len(made) == 1 else optax.join_schedules(made, [int(s.options["until"]) for s in specs[:-1]])
+        return ox.rate_of(specs, lr)
+    return made[0] if len(made) == 1 else ox.join_schedules(made, [int(s.options["until"]) for s in specs[:-1]])
 
 
-def _native(spec: Spec, lr: float) -> Schedule | None:
+def _native(ox: Any, spec: Spec, lr: float) -> Schedule | None:
     numbers = {name: value for name, value in spec.options.items() if name not in ("warmup", "warmup_start")}
     warmup = float(spec.options.get("warmup", 0))
     if warmup and "steps" in numbers:
         numbers["steps"] -= warmup
     make = _WRITERS.get(spec.name) if numbers.pop("every", 1) == 1 else None
-    found = make(lr, **numbers) if make else None
+    found = make(ox, lr, **numbers) if make else None
     if found is None or not warmup:
         return found
-    rising = optax.linear_schedule(lr * float(spec.options.get("warmup_start", 0)), lr, int(warmup))
-    return optax.join_schedules([rising, found], [int(warmup)]) if warmup == int(warmup) else None
+    rising = ox.linear_schedule(lr * float(spec.options.get("warmup_start", 0)), lr, int(warmup))
+    return ox.join_schedules([rising, found], [int(warmup)]) if warmup == int(warmup) else None
 
 
-def _cosine_schedule(lr: float, steps: float, min: float = 0.0, after: str = "floor") -> Schedule | None:
-    return optax.cosine_decay_schedule(lr, steps, min / lr) if after == "floor" and lr else None
+def _cosine_schedule(ox: Any, lr: float, steps: float, min: float = 0.0, after: str = "floor") -> Schedule | None:
+    return ox.cosine_decay_schedule(lr, steps, min / lr) if after == "floor" and lr else None
 
 
 def _one_cycle_schedule(
+    ox: Any,
     lr: float,
     steps: float,
     pct_start: float = 0.3,
@@ -267,26 +266,26 @@ def _one_cycle_schedule(
     if three_phase or abs(peak - round(peak)) > 1e-9 or not 0 < round(peak) < last or last != int(last):
         return None
     scales = {round(peak): div_factor, int(last): 1 / (div_factor * final_div_factor)}
-    return optax.piecewise_interpolate_schedule("cosine" if anneal == "cos" else "linear", lr / div_factor, scales)
+    return ox.piecewise_interpolate_schedule("cosine" if anneal == "cos" else "linear", lr / div_factor, scales)
 
 
-def _multistep_schedule(lr: float, milestones: Sequence[float] | float, gamma: float = 0.1) -> Schedule | None:
+def _multistep_schedule(ox: Any, lr: float, milestones: Sequence[float] | float, gamma: float = 0.1) -> Schedule | None:
     listed = list(milestones) if isinstance(milestones, Sequence) else [milestones]
     if len(set(listed)) < len(listed):
         return None
-    return optax.piecewise_constant_schedule(lr, dict.fromkeys(listed, gamma))
+    return ox.piecewise_constant_schedule(lr, dict.fromkeys(listed, gamma))
 
 
 _WRITERS: dict[str, Callable[..., Schedule | None]] = {
-    "constant": optax.constant_schedule,
-    "step": lambda lr, size, gamma=0.1: optax.exponential_decay(lr, size, gamma, staircase=True),
+    "constant": lambda ox, lr: ox.constant_schedule(lr),
+    "step": lambda ox, lr, size, gamma=0.1: ox.exponential_decay(lr, size, gamma, staircase=True),
     "multistep": _multistep_schedule,
-    "exponential": lambda lr, gamma: optax.exponential_decay(lr, 1, gamma) if gamma else None,
-    "linear": lambda lr, steps, start_factor=1.0, end_factor=0.0: optax.linear_schedule(
+    "exponential": lambda ox, lr, gamma: ox.exponential_decay(lr, 1, gamma) if gamma else None,
+    "linear": lambda ox, lr, steps, start_factor=1.0, end_factor=0.0: ox.linear_schedule(
         lr * start_factor, lr * end_factor, steps
     ),
-    "polynomial": lambda lr, steps, power=1.0, end=0.0: optax.polynomial_schedule(lr, end, power, steps),
+    "polynomial": lambda ox, lr, steps, power=1.0, end=0.0: ox.polynomial_schedule(lr, end, power, steps),
     "cosine": _cosine_schedule,
     "one_cycle": _one_cycle_schedule,
-    "warmup": lambda lr, steps, start_factor=0.0: optax.linear_schedule(lr * start_factor, lr, steps),
+    "warmup": lambda ox, lr, steps, start_factor=0.0: ox.linear_schedule(lr * start_factor, lr, steps),
 }

@@ -7,7 +7,8 @@ import math
 import numpy as np
 import onnx_ir as ir
 
-from onward.convert.jax.jaxpr.values import cast, dtype_of, stop_gradient, where, widely
+from onward.convert.jax.jaxpr.values import cast, dtype_of, where, widely
+from onward.convert.stop_gradient import stop_gradient
 from onward.errors import UnsupportedError
 from onward.run.framework import Operators
 

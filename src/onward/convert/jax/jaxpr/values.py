@@ -8,15 +8,9 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from onward.build import Expr, function
+from onward.build import Expr
 
 _WIDE = {ir.DataType.INT32, ir.DataType.INT64, ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16}
-
-
-@function("y")
-def stop_gradient(op, x):
-    """The same tensor, through which no gradient flows."""
-    return op.Identity(x)
 
 
 def dtype_of(dtype: Any) -> ir.DataType:

@@ -1,0 +1,55 @@
+"""A run as a folder: a program for JAX, and its state. And back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from onward.convert.files import refilled
+from onward.convert.jax.program.runtime import filled, named, read
+from onward.convert.jax.program.runtime import write as write_arrays
+from onward.convert.jax.program.source import CONSTANTS, STATE, program
+from onward.convert.jax.restore import Parts
+from onward.convert.problems import Problems
+from onward.errors import InvalidModelError
+from onward.model import Model
+
+
+def write(model: Model, path: Path) -> list[Path]:
+    """Write `run.py` and the arrays that it reads into a folder."""
+    parts = Parts(model)
+    state, _ = parts.state()
+    made = program(parts, state["params"], path.name)
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "run.py").write_text(made.source)
+    write_arrays(named(state), path / STATE)
+    if made.constants:
+        write_arrays(made.constants, path / CONSTANTS)
+    return [path]
+
+
+def restore(path: Path, like: Model | None) -> Model:
+    """The training model `like` with the state of a folder, of which nothing is executed."""
+    if like is None:
+        return refilled(like, {}, str(path))
+    try:
+        arrays = read(path / STATE)
+    except (OSError, ValueError, KeyError) as error:
+        raise InvalidModelError(f"`{path / STATE}` cannot be read: {error}") from error
+    parts = Parts(like)
+    state, tx = parts.state()
+    _check(arrays, named(state), path)
+    with parts.framework.active():
+        return parts.training(filled(state, arrays), tx)
+
+
+def _check(found: dict[str, np.ndarray], expected: dict[str, np.ndarray], path: Path) -> None:
+    problems, hint = Problems(f"the state of `{path}`"), "give the training model that it was made of"
+    for name in found.keys() ^ expected.keys():
+        problems.add(f"only one of it and the training model has `{name}`", hint)
+    for name in found.keys() & expected.keys():
+        ours, theirs = expected[name], found[name]
+        if (ours.shape, ours.dtype) != (theirs.shape, theirs.dtype):
+            problems.add(f"`{name}` is {theirs.dtype}{list(theirs.shape)}, not {ours.dtype}{list(ours.shape)}", hint)
+    problems.refuse()

@@ -1,0 +1,210 @@
+"""The source of functions, with that of everything that they mention: what a file needs to stand alone."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import functools
+import importlib
+import inspect
+import symtable
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+from onward.errors import UnsupportedError
+
+_OURS = "onward."
+
+
+class Definitions:
+    """Definitions of modules of ours, collected under names that are unique, each after those that it needs."""
+
+    def __init__(self, instead: Mapping[str, str]):
+        """`instead` says which modules have definitions that stand for those of others."""
+        self._instead = instead
+        self._names: dict[tuple[str, str], str] = {}
+        self._imports: dict[str, None] = {}
+        self._texts: dict[str, str] = {}
+        self._taken: set[str] = set()
+
+    def __contains__(self, called: str) -> bool:
+        return called in self._texts
+
+    def text(self) -> str:
+        return "\n\n\n".join(self._texts.values())
+
+    def imports(self) -> list[str]:
+        """The lines that import what the definitions take from elsewhere."""
+        return list(self._imports)
+
+    # ---- what is asked for -------------------------------------------------------------------------------------------
+
+    def function(self, module: str, name: str, called: str | None = None) -> str:
+        """Have a definition of a module; what it is called here."""
+        module = self._instead.get(f"{module}.{name}", self._instead.get(module, module))
+        if (module, name) in self._names:
+            return self._again(self._names[module, name], called)
+        source = _Source.of(module)
+        statement = source.definitions.get(name)
+        if statement is None:
+            raise UnsupportedError(f"`{module}` has no definition of `{name}` that can be written to a file")
+        if isinstance(statement, ast.Import | ast.ImportFrom):
+            return self._import(statement, name)
+        made = called or self._fresh(name, module)
+        self._taken.add(made)
+        self._names[module, name] = made
+        text = self._copied(source, statement)
+        self._texts[made] = text.replace(f"def {name}(", f"def {made}(", 1)
+        for other in source.completing(name):
+            self.function(module, other)
+        return made
+
+    def _again(self, known: str, called: str | None) -> str:
+        if called is None or called == known:
+            return known
+        self._texts[called] = f"{called} = {known}"
+        return called
+
+    def value(self, called: str, module: str, expression: ast.expr) -> None:
+        """Have a name for what an expression of a module is."""
+        text = self._copied(_Source.of(module), expression)
+        self._taken.add(called)
+        self._texts[called] = _as_function(called, text) if isinstance(expression, ast.Lambda) else f"{called} = {text}"
+
+    def _copied(self, source: _Source, node: ast.stmt | ast.expr) -> str:
+        """The text of a part of a module, with the names that things have here."""
+        inner = (each for each in ast.walk(node) if isinstance(each, ast.ImportFrom))
+        if any(str(each.module).startswith(_OURS) for each in inner):
+            raise UnsupportedError(f"`{getattr(node, 'name', node)}` of `{source.module}` cannot be written to a file")
+        renamed = {name: self.function(source.module, name) for name in source.mentioned(node)}
+        return source.text(node, {old: new for old, new in renamed.items() if old != new})
+
+    def _import(self, statement: ast.Import | ast.ImportFrom, name: str) -> str:
+        alias = next(alias for alias in statement.names if (alias.asname or alias.name.partition(".")[0]) == name)
+        if isinstance(statement, ast.ImportFrom):
+            if str(statement.module).startswith(_OURS):
+                return self.function(str(statement.module), alias.name)
+            line = ast.unparse(ast.ImportFrom(statement.module, [alias], statement.level))
+        else:
+            line = ast.unparse(ast.Import([alias]))
+        self._imports[line] = None
+        self._taken.add(name)
+        return name
+
+    def _fresh(self, name: str, module: str) -> str:
+        called = name if name not in self._taken else f"{name}_{module.rpartition('.')[2]}"
+        self._taken.add(called)
+        return called
+
+
+def parsed(module: str) -> ast.Module:
+    """The source of a module."""
+    return _Source.of(module).tree
+
+
+class _Source:
+    """A module as text."""
+
+    def __init__(self, module: str):
+        self.module = module
+        self._text = inspect.getsource(importlib.import_module(module))
+        self._lines = self._text.splitlines()
+        self.tree = ast.parse(self._text)
+        self.definitions = {name: statement for statement in self.tree.body for name in _defined(statement)}
+
+    @classmethod
+    @functools.cache
+    def of(cls, module: str) -> _Source:
+        return cls(module)
+
+    def completing(self, name: str) -> Iterator[str]:
+        """Functions that are handed to this one by a decorator: `@softmax.defjvp`."""
+        for statement in self.tree.body:
+            if isinstance(statement, ast.FunctionDef):
+                owners = (d.value for d in statement.decorator_list if isinstance(d, ast.Attribute))
+                if any(isinstance(owner, ast.Name) and owner.id == name for owner in owners):
+                    yield statement.name
+
+    def mentioned(self, node: ast.AST) -> list[str]:
+        """The names of the module that a part of it reads."""
+        free = _globals(self._plain(node))
+        return [name for name in self.definitions if name in free]
+
+    def text(self, node: ast.AST, renamed: Mapping[str, str]) -> str:
+        """A part of the module as it stands, but for other names, annotations, and what registers it in a table."""
+        text = self._plain(node)
+        lines = [line.encode() for line in text.splitlines()]
+        for edit in sorted(_edits(ast.parse(text), renamed), reverse=True):
+            old = lines[edit.line - 1]
+            lines[edit.line - 1] = old[: edit.start] + edit.text.encode() + old[edit.end :]
+        return b"\n".join(lines).decode()
+
+    def _plain(self, node: ast.AST) -> str:
+        if not isinstance(node, ast.FunctionDef | ast.ClassDef):
+            text = ast.get_source_segment(self._text, node) or ""
+            return f"({text})" if isinstance(node, ast.expr) and "\n" in text else text
+        kept = [d for d in node.decorator_list if "operators.define" not in ast.unparse(d)]
+        above = [f"@{ast.get_source_segment(self._text, decorator)}" for decorator in kept]
+        return "\n".join([*above, *self._lines[node.lineno - 1 : node.end_lineno]])
+
+
+@functools.cache
+def _globals(text: str) -> frozenset[str]:
+    """What a text reads that it does not define within functions."""
+    found: set[str] = set()
+    pending = [symtable.symtable(ast.unparse(_Unannotated().visit(ast.parse(text))), "program", "exec")]
+    while pending:
+        table = pending.pop()
+        found.update(
+            symbol.get_name()
+            for symbol in table.get_symbols()
+            if symbol.is_referenced() and (symbol.is_global() or table.get_type() == "module")
+        )
+        pending += table.get_children()
+    return frozenset(found - set(dir(builtins)))
+
+
+class _Edit(NamedTuple):
+    line: int
+    start: int
+    end: int
+    text: str = ""
+
+
+def _edits(tree: ast.AST, renamed: Mapping[str, str]) -> Iterator[_Edit]:
+    for node in ast.walk(tree):
+        match node:
+            case ast.Name(id=name) if name in renamed:
+                yield _Edit(node.lineno, node.col_offset, node.col_offset + len(name), renamed[name])
+            case ast.arg(arg=name, annotation=ast.expr() as annotation):
+                yield _Edit(node.lineno, node.col_offset + len(name), annotation.end_col_offset or 0)
+            case ast.FunctionDef(returns=ast.expr() as returns):
+                yield _Edit(returns.lineno, returns.col_offset - len(" -> "), returns.end_col_offset or 0)
+
+
+class _Unannotated(ast.NodeTransformer):
+    """The same without annotations, which nobody evaluates."""
+
+    def visit_arg(self, node: ast.arg) -> ast.arg:
+        return ast.arg(node.arg)
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
+        node.returns = None
+        return self.generic_visit(node)
+
+
+def _defined(statement: ast.stmt) -> list[str]:
+    match statement:
+        case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+            return [name]
+        case ast.Assign(targets=[ast.Name(id=name)]) | ast.AnnAssign(target=ast.Name(id=name)):
+            return [name]
+        case ast.Import(names=names) | ast.ImportFrom(names=names):
+            return [alias.asname or alias.name.partition(".")[0] for alias in names]
+    return []
+
+
+def _as_function(called: str, text: str) -> str:
+    made = ast.parse(text, mode="eval").body
+    assert isinstance(made, ast.Lambda)
+    return f"def {called}({ast.unparse(made.args)}):\n    return {ast.unparse(made.body)}"

@@ -1,0 +1,112 @@
+"""Numbers, types and names as source."""
+
+from __future__ import annotations
+
+import json
+import keyword
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+_FEW = 8
+"""Up to so many numbers are written out."""
+_WIDE = 112
+
+
+def identifier(name: str) -> str:
+    """A name of the graph as one of Python."""
+    plain = re.sub(r"\W+", "_", name, flags=re.ASCII).strip("_").lower()  # operators are written with capitals
+    plain = f"_{plain}" if plain[:1].isdigit() or not plain else plain
+    return f"{plain}_" if keyword.iskeyword(plain) else plain
+
+
+def quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def pairs(values: Mapping[str, str]) -> str:
+    """The inside of a dictionary."""
+    return ", ".join(f"{quoted(name)}: {text}" for name, text in values.items())
+
+
+def literal(array: np.ndarray) -> str | None:
+    """Few numbers as they are written."""
+    dtype = _numpy_type(array.dtype)
+    if array.size > _FEW or dtype is None:
+        return None
+    if array.ndim == 0:
+        return f"{dtype}({number(array[()])})"
+    if array.size == 0:
+        return f"np.zeros({array.shape}, {dtype})"
+    return f"np.array({_nested(array.tolist())}, {dtype})"
+
+
+def number(value: Any) -> str:
+    if isinstance(value, float | np.floating) and not np.isfinite(value):
+        return "np.nan" if np.isnan(value) else "np.inf" if value > 0 else "-np.inf"
+    if isinstance(value, str):
+        return quoted(value)
+    return str(value) if isinstance(value, np.generic) else repr(value)
+
+
+def _nested(value: Any) -> str:
+    return f"[{', '.join(map(_nested, value))}]" if isinstance(value, list) else number(value)
+
+
+# ---- types -----------------------------------------------------------------------------------------------------------
+
+_NAME_A_TYPE = ("to", "dtype", "stash_type", "softmax_precision", "output_dtype", "precision", "output_datatype")
+"""Attributes that do."""
+
+
+def type_name(dtype: np.dtype) -> str:
+    """How a type is written."""
+    return _numpy_type(dtype) or f"jnp.{dtype.name}"
+
+
+def _numpy_type(dtype: np.dtype) -> str | None:
+    """The same if numpy has it."""
+    if dtype.kind == "b":
+        return "np.bool_"
+    return f"np.{dtype.name}" if dtype.kind in "iuf" and hasattr(np, dtype.name) else None
+
+
+def plain_type(number: int) -> str | None:
+    """A type that every number can be converted to in one way."""
+    dtype = ir.DataType(number)
+    if dtype is ir.DataType.BFLOAT16:
+        return "jnp.bfloat16"
+    return None if dtype is ir.DataType.STRING else _numpy_type(dtype.numpy())
+
+
+def attribute(name: str, value: Any) -> str:
+    if isinstance(value, np.ndarray):
+        return f"np.array({_nested(value.tolist())}, {type_name(value.dtype)})"
+    if name in _NAME_A_TYPE and isinstance(value, int) and value:
+        return quoted(str(ir.DataType(value).numpy()))
+    return _nested(list(value)) if isinstance(value, list | tuple) else number(value)
+
+
+def declared(value: ir.Value) -> str:
+    """Type and shape of a value, with None for what is not known."""
+    sizes = None if value.shape is None else [size if isinstance(size, int) else None for size in value.shape]
+    return f"({None if value.dtype is None else quoted(str(value.dtype.numpy()))}, {sizes})"
+
+
+# ---- lines -----------------------------------------------------------------------------------------------------------
+
+
+def call(function: str, arguments: Sequence[str], width: int = _WIDE) -> str:
+    """A call in one line, or with each argument in one of its own."""
+    return f"{function}({listed(arguments, width - len(function))})"
+
+
+def listed(parts: Sequence[str], width: int = _WIDE) -> str:
+    """The inside of brackets."""
+    if sum(map(len, parts)) + 2 * len(parts) <= width and not any("\n" in part for part in parts):
+        return ", ".join(parts)
+    lines = (part.replace("\n", "\n    ") for part in parts)
+    return "".join(f"\n    {line}," for line in lines) + "\n"

@@ -1,0 +1,71 @@
+"""The rows of the engine's table as source."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib.util
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from onward.convert.jax.program.definitions import Definitions, parsed
+from onward.run.framework import FAMILIES
+
+_RUNTIME = "onward.convert.jax.program.runtime"
+INSTEAD = {
+    "onward.run.jax.values.dtype_of": _RUNTIME,
+    "onward.run.jax.elementwise.cast": _RUNTIME,
+}
+"""What of the engine needs more of us than a file should, and where it is written without that."""
+
+
+class Row(NamedTuple):
+    module: str
+    value: ast.expr | str
+    """An expression, or the name of a function."""
+
+    @property
+    def library(self) -> str | None:
+        """The function of JAX that it is, if so; such take arrays of numpy, too."""
+        return ast.unparse(self.value) if isinstance(self.value, ast.Attribute) else None
+
+
+@functools.cache
+def rows() -> dict[str, Row]:
+    """By operator: where its row is."""
+    found: dict[str, Row] = {}
+    for family in FAMILIES:
+        for module in (f"onward.run.jax.{family}", f"onward.run.shared.{family}"):
+            if importlib.util.find_spec(module) is not None:
+                for name, value in _rows_of(parsed(module)):
+                    found.setdefault(name, Row(module, value))
+    return found
+
+
+def _rows_of(tree: ast.Module) -> Iterator[tuple[str, ast.expr | str]]:
+    """`operators(Abs=jnp.abs)`, `operators.define("onward.Linear")(lambda ...)`, and functions decorated so."""
+    for statement in tree.body:
+        match statement:
+            case ast.Expr(ast.Call(ast.Name("operators"), keywords=keywords)):
+                yield from ((str(keyword.arg), keyword.value) for keyword in keywords)
+            case ast.Expr(ast.Call(ast.Call(ast.Attribute(ast.Name("operators"), "define"), names), [value])):
+                yield from ((str(ast.literal_eval(name)), value) for name in names)
+            case ast.FunctionDef(name=function, decorator_list=decorators):
+                for decorator in decorators:
+                    match decorator:
+                        case ast.Call(ast.Attribute(ast.Name("operators"), "define"), names):
+                            yield from ((str(ast.literal_eval(name)), function) for name in names)
+
+
+def short(operator: str) -> str:
+    """What an operator is called in a program."""
+    return operator.rpartition(".")[2]
+
+
+def define(definitions: Definitions, operator: str) -> None:
+    """Have the row of an operator under its name."""
+    module, value = rows()[operator]
+    if isinstance(value, str):
+        definitions.function(module, value, short(operator))
+    else:
+        definitions.value(short(operator), module, value)

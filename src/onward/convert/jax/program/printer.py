@@ -1,0 +1,217 @@
+"""A graph as the body of a Python function: one line for each node."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from onnx import defs
+
+from onward.build import Names
+from onward.convert.jax.program.definitions import Definitions
+from onward.convert.jax.program.forms import short_form
+from onward.convert.jax.program.literals import attribute, call, declared, identifier, literal, quoted
+from onward.convert.jax.program.operators import define, rows, short
+from onward.errors import UnsupportedError
+from onward.model import Model
+from onward.model.core import values
+from onward.run.host import HOST_INPUTS, ONLY_ON_HOST
+from onward.run.interpreted import planned
+from onward.run.jax import Jax
+from onward.run.plan import Call, Plan
+from onward.transform.types import fill_in_types
+
+_RUNTIME = "onward.convert.jax.program.runtime"
+_MAKE_ARRAYS = ("Shape", "Size", "ConstantOfShape", "Range")
+"""What they return is of numpy."""
+_DRAW = (
+    "Bernoulli",
+    "Dropout",
+    "Multinomial",
+    "RandomNormal",
+    "RandomNormalLike",
+    "RandomUniform",
+    "RandomUniformLike",
+)
+_MENTIONED = (
+    "np", "jnp", "jax", "lax", "params", "state", "batch", "inputs", "constants", "at_once", "several", "known"
+)  # fmt: skip
+"""What a function mentions beside its own variables."""
+
+
+class Printer:
+    """Writes graphs as functions; the operators that they call are collected on the way."""
+
+    def __init__(self, definitions: Definitions):
+        self.definitions = definitions
+        self.constants: dict[str, np.ndarray] = {}
+        """What is too large to be written out."""
+        self._stored = Names()
+
+    def body(self, model: Model, given: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
+        """The statements that compute a model, and its outputs; its inputs are expressions. The model is changed."""
+        fill_in_types(model, values(model.graph))
+        plan = planned(model, Jax())
+        known = {value: given[name] for name, value in plan.inputs.items()}
+        body = _Body(self, known, Names([*_MENTIONED, *given.values()]))
+        body.write(plan)
+        return body.lines, {value.name or "": body[value] for value in plan.outputs}
+
+    def helper(self, name: str) -> str:
+        return self.definitions.function(_RUNTIME, name)
+
+    def operator(self, name: str) -> str:
+        """What computes an operator: a function of JAX, or one that is defined for it."""
+        row = rows()[name]
+        if (library := row.library) is not None:
+            self.definitions.function(row.module, library.partition(".")[0])  # which is imported
+            return library
+        if short(name) not in self.definitions:
+            define(self.definitions, name)
+        return short(name)
+
+    def stored(self, name: str, array: np.ndarray) -> str:
+        """A constant of the file, by a name of its own."""
+        for known, other in self.constants.items():
+            if other is array:
+                return f"constants[{quoted(known)}]"
+        fresh = self._stored.fresh(name or "constant")
+        self.constants[fresh] = array
+        return f"constants[{quoted(fresh)}]"
+
+
+class _Body:
+    """The statements of one function."""
+
+    def __init__(self, printer: Printer, known: dict[ir.Value, str], names: Names, arrays: Iterable[ir.Value] = ()):
+        self._printer = printer
+        self._known = known
+        self._names = names
+        self._constants: dict[ir.Value, np.ndarray] = {}
+        self._arrays = set(arrays)
+        """What is of numpy, or may be."""
+        self._written: dict[str, list[str]] = {}
+        """Expressions, and what they are called."""
+        self.lines: list[str] = []
+
+    def __getitem__(self, value: ir.Value) -> str:
+        """The expression for a value."""
+        if value not in self._known:
+            array = self._constants[value]
+            self._known[value] = literal(array) or self._printer.stored(value.name or "", array)
+        return self._known[value]
+
+    def write(self, plan: Plan) -> None:
+        self._arrays.update(plan.constants)
+        self._constants.update(plan.constants)
+        for item in plan.items:
+            assert isinstance(item, Call), item
+            self._call(item)
+
+    def _call(self, call: Call) -> None:
+        if call.operator in ONLY_ON_HOST:
+            raise UnsupportedError(f"{call.described} cannot be computed by JAX")
+        source, result = call.inputs[0] if call.inputs else None, call.outputs[0]
+        if call.operator == "Identity" and source is not None and result is not None and source not in self._constants:
+            self._known[result] = self[source]
+            self._arrays.update([result] if source in self._arrays else [])
+            return
+        if self._fold(call):
+            return
+        bodies = {name: self._nested(name, call, plan) for name, plan in call.graphs.items()}
+        given = [value for value in call.inputs if value is not None]
+        at_once = bool(given) and not bodies and all(value in self._arrays for value in given)
+        text = self._short(call) if not at_once and not bodies else None
+        self._assign(call, text or self._text(call, bodies, at_once))
+        if at_once or call.operator in _MAKE_ARRAYS:
+            self._arrays.update(value for value in call.outputs if value is not None)
+
+    def _fold(self, call: Call) -> bool:
+        """Compute what is constant."""
+        given = [value for value in call.inputs if value is not None]
+        if not given or call.on_host is None or call.graphs or call.operator in _DRAW:
+            return False
+        if not all(value in self._constants and self._constants[value].size <= 1 for value in given):
+            return False
+        arrays = [None if value is None else self._constants[value] for value in call.inputs]
+        results = call.on_host(*arrays)
+        for value, result in zip(call.outputs, results if isinstance(results, tuple) else (results,), strict=False):
+            if value is not None:
+                self._arrays.add(value)
+                self._constants[value] = np.asarray(result)
+        return True
+
+    def _short(self, call: Call) -> str | None:
+        inputs = ["None" if value is None else self[value] for value in call.inputs]
+        constants = [None if value is None else self._constants.get(value) for value in call.inputs]
+        types = [None if value is None else value.dtype for value in call.inputs]
+        return short_form(call.operator, inputs, constants, _attributes(call), types)
+
+    def _text(self, node: Call, bodies: Mapping[str, str], at_once: bool) -> str:
+        printer, on_host = self._printer, HOST_INPUTS.get(node.operator, ())
+        library, function = rows()[node.operator].library, printer.operator(node.operator)
+        arguments = []
+        for i, value in enumerate(node.inputs):
+            text = "None" if value is None else self[value]
+            if value is not None and not at_once and not bodies:
+                is_array = value in self._arrays
+                if i in on_host and not is_array:
+                    text = f"{printer.definitions.function('onward.run.jax.values', 'known')}({text})"
+                elif i not in on_host and is_array and library is None:
+                    text = f"jnp.asarray({text})"
+            arguments.append(text)
+        given = {name: value for name, value in _attributes(node).items() if value is not None}
+        arguments += [f"{name}={attribute(name, value)}" for name, value in given.items()]
+        arguments += [f"{name}={body}" for name, body in bodies.items()]
+        if bodies:
+            arguments.append(f"framework={printer.helper('Values')}")
+        if at_once:
+            return call(printer.helper("at_once"), [function, *arguments])
+        return call(function, arguments)
+
+    def _assign(self, call: Call, text: str) -> None:
+        """Names for the results, or those that they have already."""
+        several = _may_return_several(call)
+        text = f"{self._printer.helper('several')}({text})" if several else text
+        targets = self._written.get(text) if call.operator not in _DRAW and not call.graphs else None
+        if targets is None or len(targets) < len(call.outputs):
+            fresh = (value.name or short(call.operator) if value else "_" for value in call.outputs)
+            targets = [name if name == "_" else self._names.fresh(identifier(name)) for name in fresh]
+            self._written[text] = targets
+            left = ", ".join([*targets, *(["*_"] if several else [])])
+            lines = f"{left}{',' * (bool(call.graphs) and len(targets) == 1)} = {text}".splitlines()
+            self.lines += lines
+        for value, target in zip(call.outputs, targets, strict=False):
+            if value is not None:
+                self._known[value] = target
+
+    def _nested(self, name: str, call: Call, plan: Plan) -> str:
+        """A nested graph, as a function that is defined before the call."""
+        function = self._names.fresh(identifier(name))
+        arguments = {value: self._names.fresh(identifier(key)) for key, value in plan.inputs.items()}
+        may_be_arrays = plan.inputs.values() if call.operator == "Loop" else ()
+        inner = _Body(self._printer, {**self._known, **arguments}, self._names, {*self._arrays, *may_be_arrays})
+        inner._constants.update(self._constants)
+        inner.write(plan)
+        results = ", ".join(inner[value] for value in plan.outputs)
+        self.lines += [
+            f"def {function}({', '.join(arguments.values())}):",
+            *(f"    {line}" for line in [*inner.lines, f"return [{results}]"]),
+        ]
+        if call.operator == "Loop":
+            self.lines.append(f"{function}.types = [{', '.join(map(declared, plan.outputs))}]")
+        return function
+
+
+def _attributes(call: Call) -> dict[str, Any]:
+    """As the row asks for them."""
+    return dict(call.function.keywords) if isinstance(call.function, functools.partial) else {}
+
+
+def _may_return_several(call: Call) -> bool:
+    domain, _, name = call.operator.rpartition(".")
+    schema = defs.get_schema(name, domain=domain) if defs.has(name, domain=domain) else None
+    return schema is not None and schema.max_output > 1 and not call.graphs and name not in ("Split", "TopK")

@@ -1,0 +1,163 @@
+"""What programs are made of beside a graph: copied into them, definition by definition, where they mention it.
+
+So nothing here may need more than JAX, optax and numpy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from onward.run.jax.elementwise import converted
+from onward.run.jax.values import known
+
+# ---- arithmetic ------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def exact():
+    """Numbers of 64 bits where they are asked for, and products of matrices in all their bits."""
+    with jax.enable_x64(True), jax.default_matmul_precision("highest"):
+        yield
+
+
+def at_once(function, *inputs, **attributes):
+    """What follows from shapes alone is known while the rest is traced: arrays of numpy give arrays of numpy."""
+    if not all(isinstance(x, np.ndarray | np.generic) for x in inputs if x is not None):
+        return function(*inputs, **attributes)
+    with jax.ensure_compile_time_eval():
+        placed = (None if x is None else jnp.asarray(x) for x in inputs)
+        return jax.tree.map(np.asarray, function(*placed, **attributes))
+
+
+def several(results):
+    """Some operators return one result or several, by what they are told."""
+    return results if isinstance(results, tuple) else (results,)
+
+
+def dtype_of(name):
+    return jnp.dtype(name)
+
+
+def cast(x, *, to, saturate=True, round_mode="up"):
+    return converted(x, dtype_of(to), saturate=saturate, round_mode=round_mode)
+
+
+class Values:
+    """What control flow has to know about arrays: where they are."""
+
+    operators: ClassVar = {
+        "Unsqueeze": lambda x, axes: jnp.expand_dims(x, tuple(axes.tolist())),
+        "Concat": lambda *xs, axis: jnp.concatenate(xs, axis),
+    }
+
+    @staticmethod
+    def host(value):
+        return value if isinstance(value, np.ndarray) else known(value)
+
+    @staticmethod
+    def place(value):
+        return jnp.asarray(value) if isinstance(value, np.ndarray) else value
+
+
+# ---- state in files --------------------------------------------------------------------------------------------------
+
+TYPES = {
+    **{"bool": "BOOL", "bfloat16": "BF16", "float16": "F16", "float32": "F32", "float64": "F64"},
+    **{f"{kind}{bits}": f"{kind[0].upper()}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)},
+}
+"""Types, and how a safetensors file says them."""
+
+
+def read(path: str | Path) -> dict[str, np.ndarray]:
+    """The arrays of a safetensors file, by name."""
+    data = Path(path).read_bytes()
+    start = 8 + struct.unpack("<Q", data[:8])[0]
+    header, types = json.loads(data[8:start]), {code: jnp.dtype(name) for name, code in TYPES.items()}
+    arrays = {}
+    for name, entry in header.items():
+        if name != "__metadata__":
+            first, last = entry["data_offsets"]
+            array = np.frombuffer(data[start + first : start + last], types[entry["dtype"]])
+            arrays[name] = array.reshape(entry["shape"])
+    return arrays
+
+
+def write(arrays: Mapping[str, Any], path: str | Path) -> None:
+    """Arrays by name as a safetensors file."""
+    header, end = {}, 0
+    arrays = {name: np.asarray(array) for name, array in arrays.items()}
+    for name, array in arrays.items():
+        start, end = end, end + array.nbytes
+        header[name] = {"dtype": TYPES[str(array.dtype)], "shape": array.shape, "data_offsets": [start, end]}
+    head = json.dumps(header).encode()
+    head += b" " * (-len(head) % 8)
+    with Path(path).open("wb") as file:
+        file.write(struct.pack("<Q", len(head)) + head)
+        for array in arrays.values():
+            file.write(array.tobytes())
+
+
+def named(tree: Any) -> dict[str, Any]:
+    """The leaves of a tree by their place in it: `opt_state/0/mu/fc1.weight`."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
+
+
+def filled(tree: Any, arrays: Mapping[str, Any]) -> Any:
+    """The same tree with arrays in place of its leaves, by name."""
+    leaves = [jnp.asarray(arrays[name], leaf.dtype) for name, leaf in named(tree).items()]
+    return jax.tree.unflatten(jax.tree.structure(tree), leaves)
+
+
+# ---- updates that optax does not have --------------------------------------------------------------------------------
+
+
+class ExactState(NamedTuple):
+    """Updates made, and by slot what is remembered of each parameter."""
+
+    count: Any
+    slots: Any
+
+
+def transformation(rules, rate):
+    """An optimizer. By parameter, `rules` are what it remembers at first, and the function that updates both."""
+
+    def init(params):
+        first = {name: slots(params[name]) for name, (slots, _) in rules.items()}
+        slots = dict.fromkeys(slot for each in first.values() for slot in each)
+        kept = {slot: {name: each[slot] for name, each in first.items() if slot in each} for slot in slots}
+        return ExactState(jnp.zeros([], jnp.int32), kept)
+
+    def update(gradients, state, params=None):
+        changes, kept = dict(gradients), {slot: dict(values) for slot, values in state.slots.items()}
+        lr = jnp.asarray(rate(state.count) if callable(rate) else rate, np.float64)
+        t = jnp.asarray(state.count + 1, np.int64)
+        for name, (_, rule) in rules.items():
+            own = {slot: values[name] for slot, values in kept.items() if name in values}
+            new, after = rule(params[name], gradients[name], lr=lr, t=t, **own)
+            changes[name] = new - params[name]
+            for slot, value in after.items():
+                kept[slot][name] = value
+        return changes, ExactState(state.count + 1, kept)
+
+    return optax.GradientTransformation(init, update)
+
+
+def clipping(clip):
+    """Gradients that a function of all of them has changed."""
+
+    def update(gradients, state, params=None):
+        leaves, structure = jax.tree.flatten(gradients)
+        return jax.tree.unflatten(structure, clip(*leaves)), state
+
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)

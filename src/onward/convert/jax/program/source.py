@@ -1,0 +1,182 @@
+"""The file `run.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from onward.convert.jax.program.definitions import Definitions
+from onward.convert.jax.program.literals import identifier, pairs, quoted, type_name
+from onward.convert.jax.program.operators import INSTEAD
+from onward.convert.jax.program.printer import Printer
+from onward.convert.jax.program.spelling import Spelling
+from onward.convert.jax.restore import Parts, types_of
+from onward.model import Model
+from onward.model.state import STEP
+
+STATE = "state.safetensors"
+CONSTANTS = "constants.safetensors"
+_RULE = 120
+
+
+class Program(NamedTuple):
+    source: str
+    constants: Mapping[str, np.ndarray]
+    """What the source reads from a file of its own."""
+
+
+def program(parts: Parts, params: Mapping[str, Any], name: str) -> Program:
+    """The program that goes on with a run."""
+    printer = Printer(Definitions(INSTEAD))
+    for helper in ("read", "write", "named", "filled", "exact"):
+        printer.helper(helper)
+    loss, apply, batch = _loss(parts, printer), _apply(parts, printer), _batch(parts)
+    spelling = Spelling(printer, params)
+    optimizer = spelling.optimizer(parts.run)
+    sections = {
+        "the run": _run(parts, optimizer),
+        "the model": f"{loss}\n\n\n{apply}",
+        "updates that optax does not have": "\n\n\n".join(spelling.functions),
+        "what these call": printer.definitions.text().rstrip(),
+        "": f"constants = read(HERE / {quoted(CONSTANTS)})" if printer.constants else "",
+    }
+    imports = _sorted({*printer.definitions.imports(), *_IMPORTS})
+    written = [f"{_title(title)}\n\n\n{text}" if title else text for title, text in sections.items() if text]
+    docstring = _DOCSTRING.format(name=name, batch=", ".join(f"{quoted(key)}: ..." for key in batch))
+    head = f'"""{docstring}"""\n\n{imports}\n\nHERE = Path(__file__).parent'
+    return Program("\n\n".join([head, *(f"{text}\n" for text in written)]), printer.constants)
+
+
+_IMPORTS = ("import jax", "import jax.numpy as jnp", "import numpy as np", "import optax", "from pathlib import Path")
+
+_DOCSTRING = """A training run of {name} that goes on in JAX. Written by Onward; it needs JAX and optax.
+
+    import jax, run
+
+    step, state = jax.jit(run.step), run.load()
+    state, metrics = step(state, {{{batch}}})
+    run.save(state)
+"""
+
+
+def _title(text: str) -> str:
+    return f"# ---- {text} ".ljust(_RULE, "-")
+
+
+def _sorted(imports: set[str]) -> str:
+    """As linters want them: the standard library first."""
+    standard = sorted(line for line in imports if line.split()[1].partition(".")[0] not in ("jax", "numpy", "optax"))
+    others = sorted(imports - set(standard), key=lambda line: line.split()[1])
+    plain = [line for lines in (standard, others) for line in sorted(lines, key=lambda line: line.startswith("from"))]
+    return "\n".join([*plain[: len(standard)], "", *plain[len(standard) :]])
+
+
+def _batch(parts: Parts) -> list[str]:
+    return list(parts.forward()[1]["batch"])
+
+
+# ---- the model -------------------------------------------------------------------------------------------------------
+
+
+def _given(parts: Parts, model: Model, fed: str) -> tuple[list[str], dict[str, str]]:
+    """Statements that take what a model is fed, and the expressions for all its inputs."""
+    kinds, lines, given = parts.kinds, [], {}
+    for name, dtype in types_of(model).items():
+        if name in kinds:
+            place = "params" if kinds[name] == "params" else f'state["{kinds[name]}"]'
+            given[name] = f"{place}[{quoted(name)}]"
+        else:
+            place = 'state["step"]' if name == STEP else f"{fed}[{quoted(name)}]"
+            given[name] = identifier(name)
+            lines.append(f"{given[name]} = jnp.asarray({place}, {type_name(dtype)})")
+    return lines, given
+
+
+def _loss(parts: Parts, printer: Printer) -> str:
+    model, contract = parts.forward()
+    taken, given = _given(parts, model, "batch")
+    lines, results = printer.body(model, given)
+    kinds, changes = parts.kinds, {"statistics": {}, "random": {}}  # type: dict[str, str], dict[str, dict[str, str]]
+    for name, output in contract["update"].items():
+        changes[kinds[name]][name] = results[output]
+    metrics = {"loss": results[contract["loss"]]}
+    metrics |= {name: results[name] for name in contract["metrics"] if name != contract["loss"]}
+    changed = [
+        f'"{kind}": {{**state["{kind}"], {pairs(new)}}}' if new else f'"{kind}": state["{kind}"]'
+        for kind, new in changes.items()
+    ]
+    body = [*taken, *lines, f"metrics = {{{pairs(metrics)}}}", f"changed = {{{', '.join(changed)}}}"]
+    return _function(
+        "loss(params, state, batch)",
+        "The forward pass of training: the loss, and with it metrics and what it changes of the state.",
+        [*body, f"return {metrics['loss']}, (metrics, changed)"],
+    )
+
+
+def _apply(parts: Parts, printer: Printer) -> str:
+    model = parts.inference()
+    taken, given = _given(parts, model, "inputs")
+    lines, results = printer.body(model, given)
+    body = ['params = state["params"]', *taken, *lines, f"return {{{pairs(results)}}}"]
+    return _function("apply(state, inputs)", "The outputs of the model, as inference computes them.", body)
+
+
+def _function(signature: str, summary: str, lines: Sequence[str]) -> str:
+    body = "\n".join(f"        {line}" for line in lines)
+    return f'def {signature}:\n    """{summary}"""\n    with exact():\n{body}'
+
+
+# ---- the run ---------------------------------------------------------------------------------------------------------
+
+
+def _run(parts: Parts, optimizer: str) -> str:
+    recipe = parts.run.recipe
+    shown = optimizer.replace("\n", "\n    ")
+    accumulates = int(recipe.get("accumulate", 1)) > 1
+    count = "opt_state.gradient_step" if accumulates else 'state["step"] + 1'
+    kinds = ", ".join(map(quoted, ["params", "statistics", "random", *(["ema"] if "ema" in recipe else [])]))
+    averages = _AVERAGES.format(decay=float(recipe["ema"])) if "ema" in recipe else ""
+    return _STEP.format(optimizer=shown, count=count, averages=averages, kinds=f"({kinds})", state=STATE)
+
+
+_STEP = '''def optimizer():
+    """The optimizer: a transformation of optax."""
+    return {optimizer}
+
+
+def step(state, batch):
+    """One update: the new state, and metrics, the loss among them."""
+    with exact():
+        (_, (metrics, changed)), gradients = jax.value_and_grad(loss, has_aux=True)(state["params"], state, batch)
+        changes, opt_state = optimizer().update(gradients, state["opt_state"], state["params"])
+        params = optax.apply_updates(state["params"], changes)
+        count = {count}
+        new = {{**state, **changed, "params": params, "opt_state": opt_state, "step": count}}
+{averages}        return new, metrics
+
+
+def load(path=HERE / "{state}"):
+    """The state of the run: parameters by name, statistics, random keys, and what the optimizer remembers."""
+    with exact():
+        arrays = read(path)
+
+        def part(kind):
+            names = [name for name in arrays if name.startswith(f"{{kind}}/")]
+            return {{name[len(kind) + 1 :]: jnp.asarray(arrays[name]) for name in names}}
+
+        state = {{kind: part(kind) for kind in {kinds}}} | {{"step": jnp.zeros([], jnp.int32)}}
+        state["opt_state"] = optimizer().init(state["params"])
+        return filled(state, arrays)
+
+
+def save(state, path=HERE / "{state}"):
+    write(named(state), path)'''
+
+_AVERAGES = """        happened = count > state["step"]
+        new["ema"] = {{
+            name: jnp.where(happened, past * {decay} + params[name] * (1 - {decay}), past)
+            for name, past in state["ema"].items()
+        }}
+"""

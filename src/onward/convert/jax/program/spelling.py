@@ -1,0 +1,116 @@
+"""Optimizers as source: calls of optax, and functions for what it does not have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from onward.build import Names
+from onward.convert.jax.exact import Sizes, clip_model, rate_model, sizes_of, slots_of, update_model
+from onward.convert.jax.native import transformation
+from onward.convert.jax.program.literals import call, identifier, listed, quoted, type_name
+from onward.convert.jax.program.printer import Printer
+from onward.convert.run import Group, Run
+from onward.recipe.spec import Spec
+
+_WIDTH = 96
+
+
+class Text(str):
+    """Source that is an expression."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+class Spelling:
+    """Says which functions of optax make an optimizer, in place of calling them (see native.py)."""
+
+    def __init__(self, printer: Printer, params: Mapping[str, Any]):
+        self.functions: list[str] = []
+        """Definitions that what is said needs."""
+        self._printer = printer
+        self._params = params
+        self._names = Names()
+        self._known: dict[tuple[str, str], str] = {}
+
+    def __getattr__(self, name: str) -> Callable[..., Text]:
+        def made(*given: Any, **options: Any) -> Text:
+            return Text(call(f"optax.{name}", [*map(_written, given), *_keywords(options)], _WIDTH))
+
+        return made
+
+    def optimizer(self, run: Run) -> Text:
+        tx = transformation(run, self)
+        every = int(run.recipe.get("accumulate", 1))
+        if every == 1:
+            return tx
+        dtype = type_name(jnp.result_type(*self._params.values()))
+        return Text(
+            f"optax.MultiSteps({listed([tx, str(every), f'accumulator_dtype={dtype}'])}).gradient_transformation()"
+        )
+
+    # ---- what optax does not have ------------------------------------------------------------------------------------
+
+    def rate_of(self, specs: Sequence[Spec], lr: float) -> Text:
+        lines, results = self._printer.body(rate_model(specs, lr), {"step": "count"})
+        text = _function(["count"], ["count = jnp.asarray(count, np.int64)", *lines, f"return {results['rate']}"])
+        return Text(self._define("rate", text))
+
+    def exact_clip(self, kind: str, limit: float, variant: str) -> Text:
+        sizes = [sizes_of(self._params[name]) for name in sorted(self._params)]
+        given = [f"g{i}" for i in range(len(sizes))]
+        lines, results = self._printer.body(clip_model(kind, limit, variant, sizes), {name: name for name in given})
+        clipped = ", ".join(results[f"clipped{i}"] for i in range(len(sizes)))
+        name = self._define("clip", _function(given, [*lines, f"return [{clipped}]"]))
+        return Text(f"{self._printer.helper('clipping')}({name})")
+
+    def exact(self, group: Group, rate: Any) -> Text:
+        rules = {name: self._rule(group.spec, sizes_of(self._params[name])) for name in group.parameters}
+        pairs = [f"{quoted(name)}: ({slots}, {update})" for name, (slots, update) in rules.items()]
+        return Text(
+            call(self._printer.helper("transformation"), [f"{{{listed(pairs, _WIDTH)}}}", _written(rate)], _WIDTH)
+        )
+
+    def _rule(self, spec: Spec, sizes: Sizes) -> tuple[str, str]:
+        """What a parameter of these sizes begins with, and its update."""
+        slots = slots_of(spec, sizes)
+        starts = []
+        for slot in slots:
+            dtype = type_name(slot.dtype.numpy())
+            shape = "x.shape" if slot.shape == sizes[0] and slot.shape else str(slot.shape)
+            starts.append(f"{quoted(slot.name)}: jnp.full({shape}, {slot.initial!r}, {dtype})")
+        begin = _function(["x"], [f"return {{{', '.join(starts)}}}"])
+        names = ["x", "g", *(slot.name for slot in slots), "lr", "t"]
+        lines, results = self._printer.body(update_model(spec, sizes), {name: name for name in names})
+        after = ", ".join(f"{quoted(slot.name)}: {results[f'{slot.name}/new']}" for slot in slots)
+        step = _function(names, [*lines, f"return {results['x/new']}, {{{after}}}"])
+        kind = identifier(spec.name)
+        return self._define(f"{kind}_slots", begin), self._define(f"{kind}_update", step)
+
+    def _define(self, name: str, text: str) -> str:
+        """Have a function; one that is there already is not written again."""
+        if (name, text) not in self._known:
+            self._known[name, text] = self._names.fresh(name)
+            self.functions.append(f"def {self._known[name, text]}{text}")
+        return self._known[name, text]
+
+
+def _function(arguments: Sequence[str], lines: Sequence[str]) -> str:
+    return "\n    ".join([f"({', '.join(arguments)}):", *lines])
+
+
+def _keywords(options: Mapping[str, Any]) -> list[str]:
+    return [f"{name}={_written(value)}" for name, value in options.items()]
+
+
+def _written(value: Any) -> str:
+    if isinstance(value, dict):
+        return f"{{{listed([f'{quoted(key)}: {_written(item)}' for key, item in value.items()])}}}"
+    if isinstance(value, list):
+        return f"[{listed([*map(_written, value)])}]"
+    return quoted(value) if isinstance(value, str) and not isinstance(value, Text) else repr(value)
