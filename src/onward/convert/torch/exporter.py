@@ -7,7 +7,7 @@ import logging
 import re
 import traceback
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import onnx_ir as ir
@@ -17,7 +17,8 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from onward.convert.torch.arguments import Flat
 from onward.convert.torch.chance import no_chance
-from onward.convert.torch.rewrites import TRANSLATIONS, rewrite
+from onward.convert.torch.rewrites import rewrite
+from onward.convert.torch.translations import TRANSLATIONS, define_functions
 from onward.errors import Error, UnknownNameError, UnsupportedError, near
 from onward.model import Model
 
@@ -43,12 +44,36 @@ def export(flat: Flat, dynamic_shapes: Mapping[str, Any] | None) -> Exported:
     program = made.exported_program
     assert program is not None
     model = Model(made.model)
+    define_functions(model)
     model.ir.producer_name = "onward"  # not the exporter that merges what is equal, which `prepare` would undo
     _settle_sizes(model)
     _name_outputs(model, program.call_spec.out_spec.context)
     _check_axes(model, axes, each=dynamic_shapes is not None)
     _name_axes(model, axes)
     return Exported(model, list(program.graph_signature.buffers_to_mutate.values()))
+
+
+class _Function(torch.nn.Module):  # type: ignore[misc]
+    def __init__(self, function: Callable[..., Any]):
+        super().__init__()
+        self._function = function
+
+    def forward(self, *tensors: torch.Tensor) -> Any:
+        return self._function(*tensors)
+
+
+def export_function(function: Callable[..., Any], inputs: tuple[torch.Tensor, ...], what: str) -> Model:
+    """The graph of a function of tensors that have these shapes; errors say `what` it is."""
+    with _quiet(), torch.random.fork_rng():
+        try:
+            program = torch.export.export(_Function(function), inputs, strict=False)
+            made = torch.onnx.export(program, dynamo=True, optimize=False, verbose=False)
+        except Error:
+            raise
+        except Exception as error:
+            raise _explained(error, what) from error
+    assert made is not None
+    return Model(made.model)
 
 
 def _axes(name: str, tensor: torch.Tensor, dynamic_shapes: Mapping[str, Any] | None) -> dict[int, Any]:
@@ -100,7 +125,7 @@ def _quiet() -> Iterator[None]:
             logging.disable(before)
 
 
-def _explained(error: Exception) -> UnsupportedError:
+def _explained(error: Exception, what: str = "the module") -> UnsupportedError:
     """What the user can do about a failure of the exporter."""
     causes: list[BaseException] = [error]
     while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None:
@@ -112,7 +137,7 @@ def _explained(error: Exception) -> UnsupportedError:
         )
     reason = str(causes[-1]).strip().partition("\n")[0]
     return UnsupportedError(
-        f"PyTorch cannot export the module: {reason}",
+        f"PyTorch cannot export {what}: {reason}",
         hint="`torch.onnx.export(module, example_inputs, dynamo=True, optimize=False)` says more",
     )
 

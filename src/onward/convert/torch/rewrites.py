@@ -1,20 +1,11 @@
-"""What PyTorch's exporter would leave out, said in operators that it has: where gradients end, and what is dropped.
-
-ONNX has no operator that stops gradients. Rounding does, and a number that is scaled up far enough has nothing to be
-rounded: `round(x * 2^100) / 2^100` is `x`, for all that is larger than 1e-23, and has no derivative.
-"""
+"""What PyTorch's exporter would leave out, said in operators that it has: where gradients end, and what is dropped."""
 
 from __future__ import annotations
 
-from typing import Any
-
-import onnx_ir as ir
 import torch
-from onnxscript import opset20 as op
 from torch.export import ExportedProgram
 from torch.fx import Node
 
-_FAR = 2.0**100
 _MOVES = (torch.ops.aten.transpose.int, torch.ops.aten.permute.default, torch.ops.aten.contiguous.default)
 
 
@@ -58,10 +49,6 @@ def _drop_channels(node: Node) -> None:
     node.graph.erase_node(node)
 
 
-def _stopped(x: Any) -> Any:
-    return _without_derivative(x, x.dtype)
-
-
 def _lay_out(node: Node) -> None:
     """Let a view be one of contiguous memory: what attention returns is laid out otherwise when it is translated."""
     x, *_ = node.args
@@ -70,28 +57,3 @@ def _lay_out(node: Node) -> None:
         with node.graph.inserting_before(node):
             kind = {"memory_format": torch.contiguous_format}
             node.replace_input_with(x, node.graph.call_function(torch.ops.aten.clone.default, (x,), kind))
-
-
-def _without_derivative(x: Any, dtype: ir.DataType) -> Any:
-    if not dtype.is_floating_point():
-        return op.Identity(x)
-    wide = x if dtype == ir.DataType.DOUBLE else op.Cast(x, to=ir.DataType.FLOAT.value)
-    far, near = (op.CastLike(op.Constant(value_float=factor), wide) for factor in (_FAR, 1 / _FAR))
-    return op.CastLike(op.Mul(op.Round(op.Mul(wide, far)), near), x)
-
-
-def _embedding(
-    weight: Any, indices: Any, padding_idx: int = -1, scale_grad_by_freq: bool = False, sparse: bool = False
-) -> Any:
-    """Rows of a table; that of the padding is not trained."""
-    rows = op.Gather(weight, indices)
-    if padding_idx < 0:
-        return rows
-    is_padding = op.Equal(indices, op.CastLike(op.Constant(value_int=padding_idx), indices))
-    return op.Where(
-        op.Unsqueeze(is_padding, op.Constant(value_ints=[-1])), _without_derivative(rows, weight.dtype), rows
-    )
-
-
-TRANSLATIONS = {torch.ops.aten.detach.default: _stopped, torch.ops.aten.embedding.default: _embedding}
-"""For `torch.onnx.export`."""
