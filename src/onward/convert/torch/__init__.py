@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import onnx_ir as ir
-import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -16,6 +15,7 @@ from onward.convert.problems import Problems
 from onward.convert.run import Run, assemble, disassemble
 from onward.convert.torch.capture import captured, into_training
 from onward.convert.torch.clipping import Clip, clip_of
+from onward.convert.torch.exact.losses import OwnLoss
 from onward.convert.torch.losses import make_loss, read_loss
 from onward.convert.torch.module import OnnxModule, to_module
 from onward.convert.torch.native import NativeRun, probe_native
@@ -33,7 +33,7 @@ __all__ = ["Carried", "captured", "from_torch", "to_module", "to_torch"]
 class Carried(NamedTuple):
     """A training run as PyTorch has it."""
 
-    module: OnnxModule
+    module: nn.Module
     optimizer: Optimizer
     scheduler: LRScheduler | None
     loss: nn.Module
@@ -163,13 +163,27 @@ def _counters(model: Model) -> Iterator[ir.Value]:
 # ---- to PyTorch ------------------------------------------------------------------------------------------------------
 
 
-def to_torch(training: Source) -> Carried:
+def to_torch(training: Source, *, live: bool = True, probe: bool = True) -> Carried:
     """The run that a training model holds, as objects of PyTorch that go on from there.
 
     A training loop is as usual: the scheduler steps after the optimizer (once in an epoch, where it counts epochs), and
     gradients are clipped by the optimizer's own step, where the training model clips.
+
+    - `live`: the module executes the graph as it is; without, it is of a class that is written for it, of layers of
+      torch.nn, and needs nothing of Onward: what `onward convert --to torch` writes
+    - `probe`: make a few steps on both sides with inputs that are made up, and compare
     """
-    run = disassemble(read(training))
+    model = read(training)
+    run = disassemble(model)
+    carried = _carried(run)
+    if live:
+        return carried
+    from onward.convert.torch.source import built, written_of
+
+    return Carried(*built(written_of(model, carried), carried))
+
+
+def _carried(run: Run) -> Carried:
     _check(run)
     _count(run)
     module = to_module(run.model, trainable=run.parameters, statistics=run.statistics)
@@ -213,19 +227,8 @@ def _add_idle(optimizer: Optimizer, run: Run, parameters: Mapping[str, nn.Parame
             params.sort(key=lambda other: order[id(other)])
 
 
-class _Own(nn.Module):  # type: ignore[misc]
-    """The loss that a module computes itself."""
-
-    def __init__(self, output: str):
-        super().__init__()
-        self.output = output
-
-    def forward(self, outputs: Any) -> torch.Tensor:
-        return outputs[self.output] if isinstance(outputs, Mapping) else outputs
-
-
 def _made_loss(loss: Any) -> nn.Module:
     terms = objective.terms(loss)
     if len(terms) == 1 and terms[0].spec.name == "value":
-        return _Own(terms[0].output or "")
+        return OwnLoss(terms[0].output or "")
     return make_loss(loss)

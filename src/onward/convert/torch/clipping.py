@@ -9,6 +9,7 @@ import torch
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.optim import Optimizer
 
+from onward.convert.torch.exact.clipping import scale_to_norm
 from onward.errors import UnsupportedError
 
 _Settings = Mapping[str, Any]
@@ -37,13 +38,7 @@ def clip_gradients(parameters: list[torch.nn.Parameter], settings: _Settings) ->
 
 
 def _to_norm(parameters: list[torch.nn.Parameter], limit: float, variant: str | None) -> None:
-    if variant != "optax":
-        clip_grad_norm_(parameters, limit)
-        return
-    norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in parameters])
-    if norm > limit:
-        for parameter in parameters:
-            parameter.grad.mul_(limit / norm)
+    (scale_to_norm if variant == "optax" else clip_grad_norm_)(parameters, limit)
 
 
 def clip_of(optimizer: Optimizer, given: float | _Settings | None) -> dict[str, Any] | None:

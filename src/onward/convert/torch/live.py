@@ -42,7 +42,7 @@ def _batch_normalization(
     outputs: int,
 ) -> Any:
     """In training the running statistics change in place, as those of PyTorch's own layer do."""
-    share = float(str(np.float32(1 - momentum)))  # of the batch: 0.1, not 0.10000002
+    share = share_of_batch(momentum)
     if training_mode and statistics == "sample":
         return F.batch_norm(x, mean, variance, scale, bias, True, share, epsilon)
     if training_mode:
@@ -53,3 +53,8 @@ def _batch_normalization(
     return batch_normalization(
         x, scale, bias, mean, variance, epsilon=epsilon, momentum=momentum, training_mode=training_mode, outputs=1
     )
+
+
+def share_of_batch(momentum: float) -> float:
+    """What PyTorch calls the momentum of its layers: 0.1, not 0.10000002."""
+    return round(1 - float(str(np.float32(momentum))), 9)

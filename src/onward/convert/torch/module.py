@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from onward.convert.torch.graph import Graph
 from onward.model import Model, Source, read
 from onward.recipe.forward import Variance
-from onward.run.torch.types import from_array
+from onward.run.torch.types import from_array, to_array
 
 
 def to_module(
@@ -59,6 +60,10 @@ class OnnxModule(nn.Module):  # type: ignore[misc]
         """Parameters by their names in the model, which PyTorch may not allow."""
         held = dict(self.named_parameters())
         return {name: held[path] for name, path in self._paths.items() if path in held}
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """What a `state_dict` holds, by the names in the model."""
+        return {n: to_array(x) for n, x in self._state().items() if n not in self._graph.constants}
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         given = dict(zip(self._graph.inputs, inputs, strict=False)) | named

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor, nn
 
@@ -109,3 +111,14 @@ class SumOfLosses(nn.Module):  # type: ignore[misc]
     def forward(self, *inputs: tuple[Tensor, ...]) -> Tensor:
         losses = [loss(*given) for loss, given in zip(self.losses, inputs, strict=True)]
         return torch.stack(losses).sum()
+
+
+class OwnLoss(nn.Module):  # type: ignore[misc]
+    """The loss that a module computes itself: its output of this name, or the only one."""
+
+    def __init__(self, output: str) -> None:
+        super().__init__()
+        self.output = output
+
+    def forward(self, outputs: Tensor | Mapping[str, Tensor]) -> Tensor:
+        return outputs[self.output] if isinstance(outputs, Mapping) else outputs

@@ -55,8 +55,20 @@ def warming_up(lr: float, step: float, steps: float, start_factor: float) -> flo
     return lr * line_between(start_factor, 1, min(step / steps, 1))
 
 
+def constant(lr: float, step: float) -> float:
+    return lr
+
+
+def in_steps(lr: float, step: float, size: float, gamma: float) -> float:
+    return float(lr * gamma ** (step // size))
+
+
 def multistep(lr: float, step: float, milestones: list[float], gamma: float) -> float:
     return lr * gamma ** sum(milestone <= step for milestone in milestones)
+
+
+def exponential(lr: float, step: float, gamma: float) -> float:
+    return float(lr * gamma**step)
 
 
 def linear(lr: float, step: float, steps: float, start_factor: float, end_factor: float) -> float:
@@ -100,16 +112,20 @@ def one_cycle(
     return low / final_div_factor
 
 
+def inverse_sqrt(lr: float, step: float, timescale: float) -> float:
+    return lr / math.sqrt(1 + step / timescale)
+
+
 RATES: dict[str, Callable[..., float]] = {
-    "constant": lambda lr, step: lr,
-    "step": lambda lr, step, size, gamma: lr * gamma ** (step // size),
+    "constant": constant,
+    "step": in_steps,
     "multistep": multistep,
-    "exponential": lambda lr, step, gamma: lr * gamma**step,
+    "exponential": exponential,
     "linear": linear,
     "polynomial": polynomial,
     "cosine": cosine,
     "cosine_restarts": cosine_restarts,
     "one_cycle": one_cycle,
-    "inverse_sqrt": lambda lr, step, timescale: lr / math.sqrt(1 + step / timescale),
+    "inverse_sqrt": inverse_sqrt,
     "warmup": warming_up,
 }

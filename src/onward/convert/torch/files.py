@@ -1,0 +1,111 @@
+"""Runs as a state file of PyTorch with a program beside it, and back."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from onward.convert.files import refilled
+from onward.convert.problems import Problems
+from onward.convert.run import disassemble
+from onward.convert.torch import Carried, to_torch
+from onward.convert.torch.optimizers import read_optimizer
+from onward.convert.torch.schedulers import updates_per_step
+from onward.convert.torch.schedules import read_scheduler
+from onward.convert.torch.source import built, state_of, written_of
+from onward.convert.torch.tags import COUNTER
+from onward.convert.torch.tags import STEP as STEP_TAG
+from onward.errors import InvalidModelError
+from onward.model import Model
+from onward.model.state import STEP
+
+
+def write(model: Model, path: Path) -> list[Path]:
+    """Write the state to `path`, and beside it the program that makes the run again; both."""
+    live = to_torch(model)
+    source = written_of(model, live)
+    built(source, live)
+    program = path.with_suffix(".py")
+    torch.save(state_of(source, live), path)
+    program.write_text(source.text.replace("run.pt", path.name), encoding="utf-8")
+    return [path, program]
+
+
+def restore(path: Path, like: Model | None = None) -> Model:
+    """The training model `like` with the state of a file. Nothing in it is executed."""
+    state = _read(path)
+    if like is None:
+        return refilled(None, {}, str(path))
+    run, carried = disassemble(like), to_torch(like, probe=False)
+    names = {id(parameter): name for name, parameter in carried.module.parameters_by_name().items()}
+    every = updates_per_step(run)
+    before, _, _ = _optimizer(carried, names, every)
+    _load(carried, state, path)
+    after, slots, step = _optimizer(carried, names, every)
+    problems = Problems(f"the optimizer of `{path}`")
+    if before != after:
+        problems.add("its settings are others than those of the training model", "set them there: `onward set`")
+    problems.refuse()
+    weights = carried.module.arrays()
+    arrays = {**weights, **{name: array.astype(like.array(name).dtype) for name, array in slots.items()}}
+    made = refilled(like, {**arrays, STEP: np.asarray(max(step, run.step), np.int64)}, str(path))
+    for name in weights:
+        if name.rpartition(".")[2] == COUNTER:
+            made.graph.initializers[name].metadata_props[STEP_TAG] = str(step)
+    return made
+
+
+def _optimizer(carried: Carried, names: Mapping[int, str], every: int) -> Any:
+    schedule = read_scheduler(carried.scheduler, every) if carried.scheduler is not None else None
+    return read_optimizer(carried.optimizer, names, schedule)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """What a file holds, if it is a dictionary of state dictionaries."""
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        raise InvalidModelError(
+            f"`{path}` is not a file of tensors that PyTorch reads without executing it",
+            hint="write it with `save` of the program beside it",
+        ) from error
+    if not isinstance(state, dict) or not {"module", "optimizer", "scheduler"} <= state.keys():
+        raise InvalidModelError(
+            f"`{path}` does not hold a module, an optimizer and a scheduler",
+            hint="write it with `save` of the program beside it",
+        )
+    return state
+
+
+def _load(carried: Carried, state: Mapping[str, Any], path: Path) -> None:
+    """Fill the objects of PyTorch, if they are the same."""
+    problems = Problems(f"the state of `{path}`")
+    held = carried.module.state_dict()
+    hint = "give the training model that it was made of"
+    for name in {**held, **state["module"]}:
+        if name not in held or name not in state["module"]:
+            problems.add(f"{'the training model' if name not in held else 'it'} has no `{name}`", hint)
+        elif held[name].shape != state["module"][name].shape or held[name].dtype != state["module"][name].dtype:
+            new, old = state["module"][name], held[name]
+            what = f"`{name}` is {_kind(new)}, where the training model has {_kind(old)}"
+            problems.add(what, hint)
+    if (carried.scheduler is None) != (state["scheduler"] is None):
+        problems.add("only one of both has a scheduler", hint)
+    problems.refuse()
+    try:
+        carried.module.load_state_dict(state["module"])
+        carried.optimizer.load_state_dict(state["optimizer"])
+        if carried.scheduler is not None:
+            carried.scheduler.load_state_dict(state["scheduler"])
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        problems.add(f"its optimizer or scheduler is another one: {error}", hint)
+    problems.refuse()
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"

@@ -1,0 +1,215 @@
+"""A run as a program: one Python file that needs nothing but PyTorch, and makes all its objects again."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import linecache
+import textwrap
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from onward.convert.torch.module import OnnxModule
+from onward.convert.torch.source.borrowed import borrowed
+from onward.convert.torch.source.layout import wrapped
+from onward.convert.torch.source.model import ModelSource, model_source
+from onward.convert.torch.source.program import LIVE
+from onward.convert.torch.source.statements import argument_names
+from onward.convert.torch.source.tracing import Program, traced
+from onward.convert.torch.source.training import Definitions, schedules_of
+from onward.errors import UnsupportedError
+from onward.inspect import describe
+from onward.inspect.parts import LossTerm
+from onward.model import Model
+
+_SIZES = 4, 7
+"""What sizes that vary are while the forward pass is written down, at first and once more."""
+
+
+@dataclasses.dataclass
+class Source:
+    """The file, and what its own state does not hold."""
+
+    text: str
+    constants: dict[str, torch.Tensor]
+    """Tensors that the module needs beside its `state_dict`."""
+
+
+def written(
+    module: OnnxModule, optimizer: Optimizer, scheduler: LRScheduler | None, loss: nn.Module, terms: Sequence[LossTerm]
+) -> Source:
+    """The program of a run, given as live objects. `terms` say what the loss is of."""
+    program, model = _model(module)
+    definitions = Definitions()
+    functions = [
+        definitions.clip(optimizer),
+        [
+            "def make_optimizer(module: nn.Module) -> torch.optim.Optimizer:",
+            *_indented(definitions.optimizer(optimizer, module)),
+        ],
+    ]
+    if scheduler is not None:
+        made = [*schedules_of(scheduler), f"return {definitions.scheduler(scheduler)}"]
+        functions.append(["def make_scheduler(optimizer: torch.optim.Optimizer) -> LRScheduler:", *_indented(made)])
+    functions.append(["def make_loss() -> nn.Module:", f"    return {definitions.loss(loss)}"])
+    functions.append(_load(scheduler is not None, bool(model.constants)))
+    functions.append(_save(scheduler is not None, bool(model.constants)))
+    own, imports = borrowed([*model.helpers, *definitions.borrowed], definitions.replaced)
+    parts = [*own, model.text, *("\n".join(lines) for lines in functions if lines)]
+    body = "\n\n\n".join(parts)
+    heading = _heading(_loop(program, terms, scheduler is not None))
+    return Source(wrapped(f"{heading}\n\n{_imports(imports, body)}\n\n\n{body}\n"), model.constants)
+
+
+def _model(module: OnnxModule) -> tuple[Program, ModelSource]:
+    """The class of a module, if it is the same for all sizes."""
+    programs = [traced(module, size) for size in _SIZES]
+    sources = [model_source(module, program) for program in programs]
+    if sources[0].text != sources[1].text:
+        raise UnsupportedError(
+            "what the module does depends on sizes that vary",
+            hint="fix them in the model's inputs, or take the live module: `onward.to_torch`",
+        )
+    return programs[0], sources[0]
+
+
+def written_of(training: Model, live: Any) -> Source:
+    """The program of the run that a training model holds, given what `to_torch` made of it."""
+    module, optimizer, scheduler, loss = live
+    return written(module, optimizer, scheduler, loss, describe(training).steps[0].loss.terms)
+
+
+def state_of(source: Source, live: Any) -> dict[str, Any]:
+    """What the program loads."""
+    module, optimizer, scheduler, _ = live
+    state = {
+        "module": module.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "scheduler": scheduler.state_dict() if scheduler is not None else None,
+    }
+    return {**state, **({"constants": source.constants} if source.constants else {})}
+
+
+def built(source: Source, live: Any) -> tuple[nn.Module, Optimizer, LRScheduler | None, nn.Module]:
+    """What the program makes, with the state of what it was made of; tracebacks show its lines."""
+    name = f"<written by Onward, {id(source):x}>"
+    linecache.cache[name] = len(source.text), None, source.text.splitlines(True), name
+    space: dict[str, Any] = {"__name__": "written_by_onward"}
+    exec(compile(source.text, name, "exec"), space)
+    with io.BytesIO() as file:
+        torch.save(state_of(source, live), file)
+        file.seek(0)
+        made = space["load"](file)
+    expected, found = live[0].state_dict(), made[0].state_dict()
+    if [(k, v.shape) for k, v in expected.items()] != [(k, v.shape) for k, v in found.items()]:
+        raise UnsupportedError("names of parameters are none of Python's", hint=LIVE)
+    return made
+
+
+# ---- parts of the file -----------------------------------------------------------------------------------------------
+
+
+def _heading(loop: list[str]) -> str:
+    lines = ["A model and its training, written by Onward.", "", *(f"    {line}" for line in loop)]
+    return '"""' + "\n".join(lines) + '\n"""'
+
+
+def _loop(program: Program, terms: Sequence[LossTerm], scheduled: bool) -> list[str]:
+    """How to train."""
+    arguments = argument_names(program)
+    called = f"module({', '.join(arguments)})"
+    targets = list(dict.fromkeys(name for term in terms for name in term.inputs))
+    several = len(program.outputs) > 1
+    outputs = [f'outputs["{term.output}"]' if several else called for term in terms]
+    pairs = [", ".join([output, *term.inputs]) for output, term in zip(outputs, terms, strict=True)]
+    own = terms[0].name == "value"
+    given = (
+        ("outputs" if several else called)
+        if own
+        else pairs[0]
+        if len(terms) == 1
+        else ", ".join(f"({p})" for p in pairs)
+    )
+    return [
+        'module, optimizer, scheduler, loss = load("run.pt")',
+        f"for {', '.join([*arguments, *targets])} in batches:",
+        "    optimizer.zero_grad()",
+        *([f"    outputs = {called}"] if several else []),
+        f"    loss({given}).backward()",
+        "    optimizer.step()",
+        *(["    scheduler.step()"] if scheduled else []),
+        'save("run.pt", module, optimizer, scheduler)',
+    ]
+
+
+_KNOWN = {
+    "math.": "import math",
+    "Any": "from typing import Any",
+    "torch.": "import torch",
+    "nn.": "from torch import nn",
+    "Tensor": "from torch import Tensor",
+    "F.": "from torch.nn import functional as F",
+    "lr_scheduler.": "from torch.optim import lr_scheduler",
+    "LRScheduler": "from torch.optim.lr_scheduler import LRScheduler",
+}
+
+
+def _imports(needed: list[str], body: str) -> str:
+    found = {*needed, *(line for use, line in _KNOWN.items() if use in body)} - {
+        "from torch import Tensor",
+        "from torch import nn",
+    }
+    found.add("from torch import Tensor, nn")
+    frameworks = sorted((line for line in found if "torch" in line), key=_order)
+    standard = sorted((line for line in found if "torch" not in line), key=_order)
+    blocks = [["from __future__ import annotations"], standard, frameworks]
+    return "\n\n".join("\n".join(block) for block in blocks if block)
+
+
+def _order(line: str) -> tuple[bool, str]:
+    return line.startswith("from"), line
+
+
+def _load(scheduled: bool, constants: bool) -> list[str]:
+    result = "tuple[Model, torch.optim.Optimizer, LRScheduler | None, nn.Module]"
+    lines = [
+        '"""The run that a file holds: module, optimizer, scheduler and loss, which go on where it was."""',
+        "state = torch.load(path, weights_only=True)",
+        "module = Model()",
+        'module.load_state_dict(state["module"])',
+        *(
+            ['for name, constant in state["constants"].items():', "    module.get_buffer(name).copy_(constant)"]
+            if constants
+            else []
+        ),
+        "optimizer = make_optimizer(module)",
+        "scheduler = make_scheduler(optimizer)" if scheduled else "",
+        'optimizer.load_state_dict(state["optimizer"])',
+        'scheduler.load_state_dict(state["scheduler"])' if scheduled else "",
+        f"return module, optimizer, {'scheduler' if scheduled else 'None'}, make_loss()",
+    ]
+    return [f"def load(path: str) -> {result}:", *_indented([line for line in lines if line])]
+
+
+def _save(scheduled: bool, constants: bool) -> list[str]:
+    lines = [
+        '"""Write the run as it is now."""',
+        'state = {"module": module.state_dict(), "optimizer": optimizer.state_dict()}',
+        'state["scheduler"] = scheduler.state_dict()' if scheduled else 'state["scheduler"] = None',
+        "kept = module.state_dict()" if constants else "",
+        'state["constants"] = {name: x for name, x in module.named_buffers() if name not in kept}' if constants else "",
+        "torch.save(state, path)",
+    ]
+    head = (
+        "def save(path: str, module: Model, optimizer: torch.optim.Optimizer, scheduler: LRScheduler | None) -> None:"
+    )
+    return [head, *_indented([line for line in lines if line])]
+
+
+def _indented(lines: Sequence[Any]) -> list[str]:
+    return [textwrap.indent(line, "    ") for line in lines]

@@ -1,0 +1,162 @@
+"""PyTorch as a framework that writes down what it is asked to compute."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn import functional as F
+
+from onward.convert.torch.live import Live, share_of_batch
+from onward.convert.torch.source.program import Recorder, Value
+from onward.convert.torch.source.sizes import array_of, is_open
+from onward.errors import UnsupportedError
+from onward.recipe.forward import Variance
+from onward.run.framework import Function, NotOnHost
+from onward.run.shared.windows import paddings
+
+
+class Writing(Live):
+    """Operators as a person would call them. What computes something else in training asks the module how it is."""
+
+    def __init__(self, recorder: Recorder, statistics: Variance):
+        super().__init__(torch.device("cpu"), statistics)
+        self.recorder = recorder
+        self.statistics = statistics
+        own: dict[str, Function] = {
+            "Shape": lambda x, *, start, end: array_of(list(x.shape)[start:end]),
+            "Size": lambda x: array_of(math.prod(x.shape)),
+            "Range": lambda start, limit, delta: torch.arange(*(x.item() for x in (start, limit, delta))),
+            "ConstantOfShape": _full,
+            "Reshape": _reshape,
+            "Gather": self._gather,
+            "MatMul": self._matmul,
+            "Gemm": self._gemm,
+            "onward.Linear": self._linear,
+            "Conv": self._conv,
+            "Dropout": self._dropout,
+            "BatchNormalization": self._batch_norm,
+        }
+        rest = {name: function for name, function in self.operators.items() if name not in own}
+        self.operators = type(self.operators)({**rest, **own})
+
+    def is_tracing(self) -> bool:
+        return False  # constants are made once
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        with self.recorder.fake, self.recorder:
+            yield
+
+    def supports(self, dtype: np.dtype) -> bool:
+        return dtype.kind == "O" or super().supports(dtype)  # sizes that are symbols
+
+    def tensor(self, array: np.ndarray) -> torch.Tensor:
+        if not is_open(array):
+            return self.recorder.constant(array)
+        if array.ndim:
+            return torch.stack([torch.scalar_tensor(x) for x in array.flat]).reshape(array.shape)
+        return torch.scalar_tensor(array.item())
+
+    def array(self, tensor: torch.Tensor) -> np.ndarray:
+        found = self.recorder.known.get(id(tensor))
+        if found is None or found.array is None:
+            raise NotOnHost
+        return found.array
+
+    # ---- operators ---------------------------------------------------------------------------------------------------
+
+    def _transposed(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """What a matrix is the transpose of, if it was made so."""
+        found = self.recorder.known.get(id(tensor))
+        step = found.step if found is not None else None
+        if step is None or step.function != "torch.Tensor.permute" or tensor.ndim != 2:
+            return None
+        source: Value = step.arguments[0]
+        return source.tensor
+
+    def _linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        turned = self._transposed(weight)
+        return F.linear(x, weight.T if turned is None else turned, bias)
+
+    def _matmul(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        turned = self._transposed(y)
+        return x @ y if turned is None else F.linear(x, turned)
+
+    def _gemm(self, a, b, c=None, *, alpha, beta, transA, transB):  # type: ignore[no-untyped-def]
+        a = a.T if transA else a
+        if alpha == 1 and (c is None or (beta == 1 and c.ndim == 1)) and (transB or c is not None):
+            return F.linear(a, b if transB else b.T, c)
+        product = a @ (b.T if transB else b)
+        product = product if alpha == 1 else alpha * product
+        return product if c is None else product + (c if beta == 1 else beta * c)
+
+    def _gather(self, x: torch.Tensor, indices: Any, *, axis: int) -> torch.Tensor:
+        if isinstance(indices, np.ndarray) and not is_open(indices):
+            return x.select(axis, indices.item())
+        if x.ndim == 2 and axis in (0, -2) and x.is_floating_point():
+            return F.embedding(indices if indices.dtype == torch.int32 else indices.long(), x)
+        axis %= x.ndim
+        flat = x.index_select(axis, indices.long().remainder(x.shape[axis]).flatten())
+        return flat.reshape([*x.shape[:axis], *indices.shape, *x.shape[axis + 1 :]])
+
+    def _conv(self, x, w, b=None, *, auto_pad, dilations, group, kernel_shape, pads, strides):  # type: ignore[no-untyped-def]
+        rank = x.ndim - 2
+        strides, dilations = strides or [1] * rank, dilations or [1] * rank
+        amounts = paddings(auto_pad, pads, x.shape[2:], w.shape[2:], strides, dilations)
+        before = [before for before, _ in amounts]
+        if any(low != high for low, high in amounts):
+            flat = [amount for pair in reversed(amounts) for amount in pair]
+            x, before = F.pad(x, flat), [0] * rank
+        function = (F.conv1d, F.conv2d, F.conv3d)[rank - 1]
+        given = {"stride": one(strides), "padding": one(before), "dilation": one(dilations), "groups": group}
+        usual = {"stride": 1, "padding": 0, "dilation": 1, "groups": 1}
+        return function(x, w, b, **{key: value for key, value in given.items() if value != usual[key]})
+
+    def _dropout(self, x, ratio=None, training_mode=None, *, seed, outputs):  # type: ignore[no-untyped-def]
+        if outputs > 1 or seed is not None:
+            raise UnsupportedError("a Dropout has a seed of its own, or gives its mask away")
+        share = 0.5 if ratio is None else _short(float(ratio))
+        if training_mode is not None and training_mode:
+            return F.dropout(x, share)
+        return self.recorder.record("nn.Dropout", [x, share], {}, _like(x))
+
+    def _batch_norm(self, x, scale, bias, mean, variance, *, epsilon, momentum, training_mode, outputs):  # type: ignore[no-untyped-def]
+        if not training_mode:
+            return F.batch_norm(x, mean, variance, scale, bias, eps=epsilon)
+        arguments = [x, mean, variance, scale, bias]
+        named = {"momentum": share_of_batch(momentum), "eps": epsilon}
+        return self.recorder.record(f"nn.BatchNorm:{self.statistics}", arguments, named, _like(x))
+
+
+def _like(x: torch.Tensor) -> torch.Tensor:
+    with torch._C.DisableTorchFunction():
+        return torch.empty_like(x)
+
+
+def _short(number: float) -> float:
+    """0.1 for the float32 that is nearest to it."""
+    return float(str(np.float32(number))) if float(np.float32(number)) == number else number
+
+
+def one(numbers: Sequence[int]) -> Any:
+    """A number in place of several that are equal."""
+    return numbers[0] if len(set(numbers)) == 1 else tuple(numbers)
+
+
+def _full(shape: np.ndarray, *, value: Any) -> torch.Tensor:
+    number = np.zeros(1, np.float32) if value is None else value
+    return torch.full(shape.tolist(), number.item(), dtype=torch.from_numpy(number).dtype)
+
+
+def _reshape(x: torch.Tensor, shape: np.ndarray, *, allowzero: int) -> torch.Tensor:
+    sizes = shape.tolist()
+    if not allowzero:
+        sizes = [x.shape[i] if isinstance(size, int) and size == 0 else size for i, size in enumerate(sizes)]
+    if len(sizes) == 2 and x.ndim > 2 and isinstance(sizes[1], int) and sizes[1] == math.prod(x.shape[1:]):
+        return x.flatten(1)
+    return x.reshape(sizes)

@@ -1,0 +1,62 @@
+"""Long lines of Python, as a formatter would break them."""
+
+from __future__ import annotations
+
+WIDTH = 100
+
+
+def wrapped(text: str) -> str:
+    return "\n".join(part for line in text.split("\n") for part in _broken(line))
+
+
+def _broken(line: str) -> list[str]:
+    """A line, or its last call with one argument in each line."""
+    if len(line) <= WIDTH or not line.endswith((")", "]", "}", "):", ") -> None:")):
+        return [line]
+    opened = _opening(line)
+    if opened is None:
+        return [line]
+    begin, end = opened
+    indent = " " * (len(line) - len(line.lstrip()))
+    arguments = _arguments(line[begin + 1 : end])
+    together = f"{indent}    {', '.join(arguments)}"
+    inner = [together] if len(together) <= WIDTH else [f"{indent}    {argument}," for argument in arguments]
+    return [line[: begin + 1], *(part for each in inner for part in _broken(each)), f"{indent}{line[end:]}"]
+
+
+def _opening(line: str) -> tuple[int, int] | None:
+    """Where the outermost bracket that holds most opens, and where it closes."""
+    found: tuple[int, int] | None = None
+    depth, start, quoted = 0, 0, ""
+    for i, character in enumerate(line):
+        if quoted:
+            quoted = "" if character == quoted else quoted
+        elif character in "\"'":
+            quoted = character
+        elif character in "([{":
+            start = i if not depth else start
+            depth += 1
+        elif character in ")]}":
+            depth -= 1
+            if not depth and (found is None or i - start > found[1] - found[0]):
+                found = start, i
+    return found
+
+
+def _arguments(text: str) -> list[str]:
+    """What commas divide, outside of brackets and quotes."""
+    parts, depth, quoted, start = [], 0, "", 0
+    for i, character in enumerate(text):
+        if quoted:
+            quoted = "" if character == quoted else quoted
+        elif character in "\"'":
+            quoted = character
+        elif character in "([{":
+            depth += 1
+        elif character in ")]}":
+            depth -= 1
+        elif character == "," and not depth:
+            parts.append(text[start:i].strip())
+            start = i + 1
+    last = text[start:].strip()
+    return [*parts, last] if last else parts

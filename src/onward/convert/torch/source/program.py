@@ -1,0 +1,157 @@
+"""What a forward pass does, as calls of PyTorch's own functions: recorded while operators run on tensors without data.
+
+Sizes that vary are symbols meanwhile, so that what is computed from them is known as a formula.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+from torch.overrides import TorchFunctionMode, resolve_name
+
+from onward.errors import UnsupportedError
+from onward.run.torch.types import from_array
+
+LIVE = "take the live module, which computes all of them: `onward.to_torch`"
+
+
+@dataclasses.dataclass(eq=False)
+class Value:
+    """A tensor of the forward pass."""
+
+    tensor: torch.Tensor
+    """Its shape and type; kept, since it is known by its identity."""
+    name: str = ""
+    """Of an input; of a constant, if it has one."""
+    path: str = ""
+    """Where the module holds it, if it does."""
+    array: np.ndarray | None = None
+    """What it is, if it is a constant."""
+    step: Step | None = None
+    """What computes it, if something does."""
+
+
+@dataclasses.dataclass(eq=False)
+class Step:
+    """One call; in its arguments are values where there were tensors."""
+
+    function: str
+    """`torch.relu`, `torch.Tensor.reshape`, or what the module calls: `self.dropout`."""
+    arguments: list[Any]
+    named: dict[str, Any]
+    results: list[Value] = dataclasses.field(default_factory=list)
+    is_tuple: bool = False
+    defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """What its arguments are unless they are given."""
+
+    def values(self) -> Iterator[Value]:
+        """What it reads."""
+        return values_in([self.arguments, self.named])
+
+
+def values_in(argument: Any) -> Iterator[Value]:
+    if isinstance(argument, Value):
+        yield argument
+    elif isinstance(argument, Mapping):
+        yield from values_in(list(argument.values()))
+    elif isinstance(argument, list | tuple):
+        for item in argument:
+            yield from values_in(item)
+
+
+class Recorder(TorchFunctionMode):  # type: ignore[misc]
+    """Writes down each call that makes tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes = ShapeEnv()
+        self.fake = FakeTensorMode(shape_env=self.sizes, allow_non_fake_inputs=True)
+        self.steps: list[Step] = []
+        self.known: dict[int, Value] = {}
+
+    # ---- tensors from outside ----------------------------------------------------------------------------------------
+
+    def add(self, value: Value) -> torch.Tensor:
+        self.known[id(value.tensor)] = value
+        return value.tensor
+
+    def stand_in(self, example: torch.Tensor, varies: list[bool]) -> torch.Tensor:
+        """A tensor without data; axes that vary, and have the same size in the examples, are the same symbol."""
+        dynamic = [DimDynamic.DYNAMIC if varying else DimDynamic.STATIC for varying in varies]
+        with torch._C.DisableTorchFunction():
+            return self.fake.from_tensor(example, symbolic_context=StatelessSymbolicContext(dynamic_sizes=dynamic))
+
+    def constant(self, array: np.ndarray) -> torch.Tensor:
+        """A tensor whose elements are known."""
+        with torch.utils._python_dispatch._disable_current_modes(), torch._C.DisableTorchFunction():
+            made = from_array(array)
+        return self.add(Value(self.stand_in(made, [False] * made.ndim), array=array))
+
+    # ---- calls -------------------------------------------------------------------------------------------------------
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        made = result if isinstance(result, tuple | list) else (result,)
+        if not any(isinstance(x, FakeTensor) for x in made) or isinstance(function, torch._ops.OpOverload):
+            return result
+        if not all(id(x) in self.known for x in made):  # else it returned what it was given
+            self.record(resolve_name(function), args, kwargs or {}, result, _defaults(function))
+        return result
+
+    def record(
+        self, function: str, args: Any, named: Mapping[str, Any], result: Any, defaults: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Write a call down; its result."""
+        step = Step(function, self._valued(list(args)), self._valued(dict(named)), defaults=defaults or {})
+        step.is_tuple = isinstance(result, tuple | list)
+        step.results = [Value(x, step=step) for x in (result if step.is_tuple else [result])]
+        for value in step.results:
+            self.add(value)
+        self.steps.append(step)
+        return result
+
+    def value(self, tensor: torch.Tensor) -> Value:
+        if id(tensor) not in self.known:
+            if isinstance(tensor, FakeTensor):
+                raise UnsupportedError("a tensor comes from nowhere", hint=LIVE)
+            self.add(Value(tensor, array=tensor.detach().numpy()))
+        return self.known[id(tensor)]
+
+    def _valued(self, argument: Any) -> Any:
+        if isinstance(argument, torch.Tensor):
+            return self.value(argument)
+        if isinstance(argument, dict):
+            return {key: self._valued(item) for key, item in argument.items()}
+        if isinstance(argument, list | tuple):
+            return (
+                [self._valued(item) for item in argument]
+                if isinstance(argument, list)
+                else tuple(self._valued(item) for item in argument)
+            )
+        return argument
+
+
+def _defaults(function: Any) -> dict[str, Any]:
+    import inspect
+
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # written in C
+        return {}
+    return {p.name: p.default for p in parameters if p.default is not p.empty}
+
+
+def without_unused(steps: list[Step], outputs: list[Value]) -> list[Step]:
+    """Only those steps that an output depends on."""
+    needed, kept = set(outputs), []
+    for step in reversed(steps):
+        if not needed.isdisjoint(step.results):
+            needed.update(step.values())
+            kept.append(step)
+    return kept[::-1]

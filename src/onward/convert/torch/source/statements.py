@@ -1,0 +1,192 @@
+"""The body of `forward`: which calls stand inside of others, and how the rest is called."""
+
+from __future__ import annotations
+
+import keyword
+import re
+from collections.abc import Callable, Iterator, Mapping
+
+from onward.convert.torch.source.expressions import Expression, Printer
+from onward.convert.torch.source.program import Step, Value, values_in
+from onward.convert.torch.source.tracing import Program
+
+WIDTH, DEEPEST = 88, 2
+"""How long a line gets, and how many calls stand inside of one another, before a part of it gets a name."""
+
+_LETTERS = ("x", "y", "z", "u", "v", "w", "a", "b", "c", "d", "e")
+_ROLES = {"torch.nn.functional.scaled_dot_product_attention": ("q", "k", "v", "mask")}
+"""What arguments of functions are usually called."""
+
+
+def statements(program: Program, place: Callable[[Value], str]) -> Iterator[str]:
+    """Lines of Python. `place` says where the module holds a parameter, a buffer or a constant."""
+    yield from _Writer(program, place).lines()
+
+
+class _Writer:
+    def __init__(self, program: Program, place: Callable[[Value], str]):
+        self._program = program
+        self._place = place
+        self._arguments = argument_names(program)
+        self._names: dict[Value, str] = dict(zip(program.inputs, self._arguments, strict=True))
+        self._inline: dict[Value, Expression] = {}
+        self._last = _last_uses(program)
+        self._uses = _count_uses(program)
+        sizes = _size_names(program, set(self._arguments))
+        device = f"{self._arguments[0]}.device" if self._arguments else '"cpu"'
+        self._printer = Printer(self._named, sizes, device)
+        self._sizes = sizes
+        self._roles = _roles(program)
+
+    def lines(self) -> Iterator[str]:
+        body = [line for step in self._program.steps for line in self._statement(step)]
+        result = self._return()
+        yield from self._size_lines()
+        yield from (*body, result)
+
+    # ---- names -------------------------------------------------------------------------------------------------------
+
+    def _named(self, value: Value) -> Expression:
+        if value in self._inline:
+            return self._inline[value]
+        return Expression(self._names[value] if value in self._names else self._place(value))
+
+    def _fresh(self, step: Step, value: Value) -> str:
+        """A name: that of an operand which is not used any more, or a letter that is free."""
+        number = self._program.steps.index(step)
+        held = {self._names[v] for v in self._names if self._last.get(v, -1) > number} | set(self._arguments)
+        held |= set(self._sizes.values())
+        role = self._roles.get(value)
+        if role is not None and role not in held:
+            return role
+        operands = [self._names[v] for v in self._operands(step) if v in self._names]
+        reused = next((n for n in operands if n in _LETTERS and n not in held), None)
+        letters = (n for n in (*_LETTERS, *(f"x{i}" for i in range(1, 10**6))) if n not in held)
+        return reused or next(letters)
+
+    def _operands(self, step: Step) -> Iterator[Value]:
+        """What a statement reads, also within the calls that stand in it."""
+        for value in step.values():
+            if value in self._inline and value.step is not None:
+                yield from self._operands(value.step)
+            else:
+                yield value
+
+    # ---- lines -------------------------------------------------------------------------------------------------------
+
+    def _statement(self, step: Step) -> Iterator[str]:
+        made = self._printer.step(step)
+        if not step.is_tuple and self._stands_inside(step, made):
+            self._inline[step.results[0]] = made
+            return
+        targets = []
+        for value in step.results:
+            if value in self._last:
+                name = self._fresh(step, value)
+                self._names[value] = name
+                targets.append(name)
+            else:
+                targets.append("_")
+        while len(targets) > 1 and targets[-1] == "_" and not step.is_tuple:
+            targets.pop()
+        for value in self._operands(step):
+            if self._last.get(value) == self._program.steps.index(step) and value not in step.results:
+                self._names.pop(value, None) if value not in self._program.inputs else None
+        yield f"{', '.join(targets)}{',' if step.is_tuple and len(targets) == 1 else ''} = {made.text}"
+
+    def _stands_inside(self, step: Step, made: Expression) -> bool:
+        """Whether a call goes into the one line that reads it: if that is the next, and stays short."""
+        value = step.results[0]
+        if self._uses.get(value) != 1 or made.depth >= DEEPEST + 1 or len(made.text) > WIDTH - 30:
+            return False
+        if value in self._program.outputs.values():
+            return True
+        reader = next(other for other in self._program.steps if value in values_in([other.arguments, other.named]))
+        between = self._program.steps[self._program.steps.index(step) + 1 : self._program.steps.index(reader)]
+        if any(other.results[0] not in self._inline and not self._will_go_inside(other, reader) for other in between):
+            return False
+        self._inline[value] = made
+        known = all(v in self._names or v in self._inline or v.step is None for v in reader.values())
+        whole = self._printer.step(reader) if known else made
+        del self._inline[value]
+        return len(whole.text) <= WIDTH - 8 and whole.depth <= DEEPEST
+
+    def _will_go_inside(self, step: Step, reader: Step) -> bool:
+        return self._uses.get(step.results[0]) == 1 and step.results[0] in set(reader.values())
+
+    def _return(self) -> str:
+        results = {name: self._named(value).text for name, value in self._program.outputs.items()}
+        if len(results) == 1:
+            return f"return {next(iter(results.values()))}"
+        return f"return {{{', '.join(f'{name!r}: {text}' for name, text in results.items())}}}".replace("'", '"')
+
+    def _size_lines(self) -> Iterator[str]:
+        """Sizes that formulas use, read from the inputs."""
+        left = {symbol: name for symbol, name in self._sizes.items() if symbol in self._printer.used_sizes}
+        for value, argument in zip(self._program.inputs, self._arguments, strict=True):
+            symbols = [str(size) for size in value.tensor.shape]
+            if (
+                len(symbols) > 1
+                and symbols
+                and all(symbol in left for symbol in symbols)
+                and len(set(symbols)) == len(symbols)
+            ):
+                yield f"{', '.join(left.pop(symbol) for symbol in symbols)} = {argument}.shape"
+            for axis, symbol in enumerate(symbols):
+                if symbol in left:
+                    yield f"{left.pop(symbol)} = {argument}.shape[{axis}]"
+
+
+# ---- names -----------------------------------------------------------------------------------------------------------
+
+
+def argument_names(program: Program) -> list[str]:
+    """What `forward` calls the inputs of the graph."""
+    names: list[str] = []
+    for value in program.inputs:
+        names.append(_unlike(identifier(value.name), {*names, "self"}))
+    return names
+
+
+def identifier(name: str) -> str:
+    """A name of Python's that is like another one."""
+    plain = re.sub(r"\W+", "_", name).strip("_") or "x"
+    plain = f"_{plain}" if plain[0].isdigit() else plain
+    return f"{plain}_" if keyword.iskeyword(plain) or plain in ("torch", "nn", "F", "self", "math") else plain
+
+
+def _unlike(name: str, taken: set[str]) -> str:
+    while name in taken:
+        name += "_"
+    return name
+
+
+def _size_names(program: Program, taken: set[str]) -> dict[str, str]:
+    names: dict[str, str] = {}
+    for symbol, name in program.sizes.items():
+        names[symbol] = _unlike(identifier(name), {*taken, *names.values(), *_LETTERS})
+    return names
+
+
+def _roles(program: Program) -> dict[Value, str]:
+    return {
+        value: role
+        for step in program.steps
+        for value, role in zip(step.arguments, _ROLES.get(step.function, ()), strict=False)
+        if isinstance(value, Value)
+    }
+
+
+# ---- uses ------------------------------------------------------------------------------------------------------------
+
+
+def _last_uses(program: Program) -> Mapping[Value, int]:
+    found = {value: i for i, step in enumerate(program.steps) for value in step.values()}
+    return found | dict.fromkeys(program.outputs.values(), len(program.steps))
+
+
+def _count_uses(program: Program) -> dict[Value, int]:
+    counts: dict[Value, int] = {}
+    for value in (*(v for step in program.steps for v in step.values()), *program.outputs.values()):
+        counts[value] = counts.get(value, 0) + 1
+    return counts
