@@ -66,7 +66,8 @@ def export_function(function: Callable[..., Any], inputs: tuple[torch.Tensor, ..
     """The graph of a function of tensors that have these shapes; errors say `what` it is."""
     with _quiet(), torch.random.fork_rng():
         try:
-            program = torch.export.export(_Function(function), inputs, strict=False)
+            with torch.no_grad():
+                program = torch.export.export(_Function(function), inputs, strict=False)
             made = torch.onnx.export(program, dynamo=True, optimize=False, verbose=False)
         except Error:
             raise
