@@ -1,6 +1,8 @@
 """Runs that go from PyTorch to Keras to JAX: 30 steps in each, and the losses are those of PyTorch alone."""
 
+import gzip
 import itertools
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -91,7 +93,22 @@ def in_jax(training, given):
 
 
 @pytest.mark.slow
-def test_the_example(tmp_path):
+@pytest.mark.parametrize("data", ["digits", "mnist", "packed mnist"])
+def test_the_example(data, tmp_path):
+    if data != "digits":
+        write_mnist(tmp_path, pack=data == "packed mnist")
     script = Path(__file__).parent.parent / "examples" / "relay" / "relay.py"
-    done = subprocess.run([sys.executable, script, "--leg", "3"], capture_output=True, text=True, check=True)
-    assert done.stdout.count("from PyTorch alone") == 4
+    options = ["--leg", "3", *([] if data == "digits" else ["--mnist", tmp_path])]
+    done = subprocess.run([sys.executable, script, *options], capture_output=True, text=True, check=True)
+    apart = [float(number) for number in re.findall(r"at most (\S+) from PyTorch alone", done.stdout)]
+    assert len(apart) == 4 and max(apart) < 1e-5
+
+
+def write_mnist(folder, *, pack):
+    """A few images of noise, in the format of MNIST."""
+    rng = np.random.default_rng(0)
+    labels = rng.integers(0, 10, 100).astype(np.uint8)
+    images = rng.integers(0, 100, (100, 28, 28)).astype(np.uint8) + labels[:, None, None] * 15
+    for name, array in {"train-images-idx3-ubyte": images, "train-labels-idx1-ubyte": labels}.items():
+        data = bytes([0, 0, 8, array.ndim]) + np.array(array.shape, ">i4").tobytes() + array.tobytes()
+        (folder / (f"{name}.gz" if pack else name)).write_bytes(gzip.compress(data) if pack else data)

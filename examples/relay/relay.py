@@ -7,7 +7,7 @@ first third of the steps. What it hands over is one ONNX file: weights, moments,
 with it, then JAX with optax. ONNX Runtime starts from the same file as PyTorch did and runs all the way, and so does
 PyTorch: the curves lie on each other. Files, losses and a picture are in examples/relay/out/.
 
-With MNIST's four IDX files in a folder: `python examples/relay/relay.py --mnist FOLDER`.
+With MNIST's IDX files in a folder, packed or not: `python examples/relay/relay.py --mnist FOLDER`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-os.environ |= {"KERAS_BACKEND": "tensorflow", "TF_CPP_MIN_LOG_LEVEL": "2"}
+os.environ |= {"KERAS_BACKEND": "tensorflow", "TF_CPP_MIN_LOG_LEVEL": "2", "TF_ENABLE_ONEDNN_OPTS": "0"}
 
 import jax
 import numpy as np
@@ -149,6 +149,8 @@ def mnist(folder: Path) -> tuple[np.ndarray, np.ndarray]:
 def idx(file: Path) -> np.ndarray:
     """MNIST's own format: a magic number whose last byte is the rank, the sizes, the bytes."""
     packed = file.with_name(file.name + ".gz")
+    if not (packed.exists() or file.exists()):
+        raise SystemExit(f"error: there is neither {file} nor {packed.name}")
     data = gzip.decompress(packed.read_bytes()) if packed.exists() else file.read_bytes()
     rank = data[3]
     sizes = np.frombuffer(data, ">i4", rank, 4)
