@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from onward.build import function
+from typing import Any
+
+from onward.build import Expr, function
 
 
 @function("y")
-def stop_gradient(op, x):
+def stop_gradient(op: Any, x: Expr) -> Any:
     """The same tensor, through which no gradient flows."""
     return op.Identity(x)

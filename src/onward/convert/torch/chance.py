@@ -1,4 +1,4 @@
-"""Chance in a forward pass, which an exporter runs only once: what is drawn by Python or NumPy would be a constant."""
+"""Chance in a forward pass: what an exporter, which runs it once, would make a constant; and how it is turned off."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from onward.convert.problems import Problems
@@ -31,8 +32,7 @@ def no_chance() -> Iterator[None]:
 
 
 def _generators() -> dict[str, Any]:
-    kind, keys, *rest = np.random.get_state()
-    return {"random": random.getstate(), "numpy.random": (kind, keys.tobytes(), *rest)}
+    return {"random": random.getstate(), "numpy.random": repr(np.random.get_state(legacy=False))}
 
 
 class _NeverBelowZero(TorchFunctionMode):  # type: ignore[misc]
@@ -56,3 +56,25 @@ class _NeverBelowZero(TorchFunctionMode):  # type: ignore[misc]
 
 def _is_zero(limit: Any) -> bool:
     return isinstance(limit, int | float) and limit <= 0
+
+
+class NothingDropped(TorchFunctionMode):  # type: ignore[misc]
+    """Leaves out dropout, also where a module calls it as a function."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = dict(kwargs or {})
+        if function in _DROPOUTS:
+            return args[0] if args else given["input"]
+        if function is torch.Tensor.bernoulli_:
+            return args[0].fill_(given.get("p", (*args[1:], 0.5)[0]))
+        if function is F.scaled_dot_product_attention:
+            args, given = args[:4], {**given, **dict(zip(_AFTER_MASK, args[4:], strict=False)), "dropout_p": 0.0}
+        return function(*args, **given)
+
+
+_DROPOUTS = (
+    *(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout),
+    *(torch.dropout, torch.feature_dropout, torch.alpha_dropout),
+)
+_AFTER_MASK = ("dropout_p", "is_causal")
+"""Arguments of attention that may be given by position, after queries, keys, values and the mask."""

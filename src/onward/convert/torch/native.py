@@ -12,13 +12,13 @@ import numpy as np
 import onnx_ir as ir
 import torch
 from torch import nn
-from torch.nn.modules.dropout import _DropoutNd
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from onward.convert.probe import probe, without_dropout
 from onward.convert.run import Run, assemble
 from onward.convert.torch.arguments import Flat
+from onward.convert.torch.chance import NothingDropped
 from onward.convert.torch.clipping import clip_gradients
 from onward.convert.torch.module import OnnxModule
 from onward.inspect import describe
@@ -56,15 +56,15 @@ def probe_native(native: NativeRun, run: Run, example_inputs: Any) -> None:
         return
     _turn_dropout_off(native.module)
     prober = _Prober(native, run.step, Flat(native.module, example_inputs), terms)
-    with torch.random.fork_rng(), warnings.catch_warnings():
+    with torch.random.fork_rng(), NothingDropped(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a copy of a scheduler does not know that its optimizer steps before it
         probe(model, [prober.batch(model)] * _STEPS, prober.step, prober.weights, carrier="PyTorch")
 
 
 def _turn_dropout_off(module: nn.Module) -> None:
-    """Also in layers that have dropout inside, such as attention."""
+    """Also in layers that have dropout inside, such as attention, or stochastic depth, which hold nothing."""
     for layer in module.modules():
-        if isinstance(layer, _DropoutNd) or any("drop" in name for name in vars(layer)):
+        if not layer.state_dict() or any("drop" in name for name in vars(layer)):
             layer.training = False
         elif isinstance(layer, OnnxModule):
             layer.leave_out_dropout()
