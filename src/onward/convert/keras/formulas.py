@@ -7,7 +7,7 @@ others give one for each sample.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import onnx_ir as ir
@@ -135,6 +135,62 @@ def sparse(eps: float, backend: str) -> Formula:
 
 def _clipped_share(op: Builder, p: Expr, eps: float) -> Expr:
     return op.Clip(p / op.ReduceSum(p, [-1], keepdims=1), eps, 1.0 - eps)
+
+
+# ---- focal losses, and those of regions ------------------------------------------------------------------------------
+
+
+def binary_focal(eps: float, options: Mapping[str, Any], from_logits: bool) -> Formula:
+    entropy = binary(eps, 0.0, from_logits)
+    alpha, gamma, smoothing = (float(options[name]) for name in ("alpha", "gamma", "label_smoothing"))
+
+    def formula(op: Builder, p: Expr, t: Expr) -> Expr:
+        t = t * (1.0 - smoothing) + 0.5 * smoothing
+        loss = entropy(op, p, t)
+        p = op.Sigmoid(p) if from_logits else p
+        loss = (1.0 - (t * p + (1.0 - t) * (1.0 - p))) ** gamma * loss
+        return (t * alpha + (1.0 - t) * (1.0 - alpha)) * loss if options["apply_class_balancing"] else loss
+
+    return formula
+
+
+def categorical_focal(eps: float, options: Mapping[str, Any], classes: int) -> Formula:
+    alpha, gamma, smoothing = (float(options[name]) for name in ("alpha", "gamma", "label_smoothing"))
+
+    def formula(op: Builder, p: Expr, t: Expr) -> Expr:
+        t = t * (1.0 - smoothing) + smoothing / classes
+        share = _clipped_share(op, op.Softmax(p, axis=-1) if options["from_logits"] else p, eps)
+        return -op.ReduceSum(t * op.Log(share) * (1.0 - share) ** gamma * alpha, [-1], keepdims=0)
+
+    return formula
+
+
+def overlap(eps: float, missed: float, invented: float) -> Formula:
+    """1 - common / (common + missed + invented), over all elements of the batch."""
+
+    def formula(op: Builder, p: Expr, t: Expr) -> Expr:
+        common, only_t, only_p = (op.ReduceSum(part, keepdims=0) for part in (t * p, (1.0 - p) * t, p * (1.0 - t)))
+        return 1.0 - common / (common + only_t * missed + only_p * invented + eps)
+
+    return formula
+
+
+def dice(eps: float) -> Formula:
+    def formula(op: Builder, p: Expr, t: Expr) -> Expr:
+        common, both = op.ReduceSum(t * p, keepdims=0), op.ReduceSum(t, keepdims=0) + op.ReduceSum(p, keepdims=0)
+        return 1.0 - common * 2.0 / (both + eps)
+
+    return formula
+
+
+def generalized(q: float) -> Formula:
+    """(1 - p^q) / q of the probability of the right class."""
+
+    def formula(op: Builder, p: Expr, labels: Expr) -> Expr:
+        right = op.Squeeze(op.GatherElements(p, op.Unsqueeze(labels, [-1]), axis=-1), [-1])
+        return (1.0 - right**q) / q
+
+    return formula
 
 
 # ---- as a loss of a recipe -------------------------------------------------------------------------------------------

@@ -113,7 +113,7 @@ class _Reader:
     def formula(self, formula: formulas.Formula, draw: Any, *, on: Tensor | None = None, each: bool = True) -> Term:
         """A formula of Keras's own."""
         prediction = (on or self.output).plain.value
-        sparse = self.name.startswith("sparse")
+        sparse = self.name in _OF_LABELS
         target = ir.Value(
             name=self._input("labels" if sparse else "target", str(prediction.name)),
             type=ir.TensorType(ir.DataType.INT64) if sparse else prediction.type,
@@ -217,6 +217,28 @@ def _formula(r: _Reader) -> Term:
     return r.formula(make(r.eps), draw.get(r.name, _positive)(r), each=each)
 
 
+def _binary_focal(r: _Reader) -> Term:
+    _axis(r)
+    return r.formula(formulas.binary_focal(r.eps, r.options, r.logits is not None), _binary(r), on=r.logits)
+
+
+def _categorical_focal(r: _Reader) -> Term:
+    _axis(r)
+    formula = formulas.categorical_focal(r.eps, r.options, int(r.output.shape[-1] or 0))
+    return r.formula(formula, _one_hot(r), each=False)
+
+
+def _of_regions(r: _Reader) -> Term:
+    if r.option("axis") is not None:
+        raise Refused(f"loss {r.name} has an `axis`")
+    shares = float(r.option("alpha", 0.5)), float(r.option("beta", 0.5))
+    formula = formulas.dice(r.eps) if r.name == "dice" else formulas.overlap(r.eps, *shares)
+    return r.formula(formula, _binary(r), each=False)
+
+
+_OF_LABELS = ("sparse_categorical_crossentropy", "categorical_generalized_cross_entropy")
+"""Losses whose targets are whole numbers."""
+
 _READERS: dict[str, Callable[[_Reader], Term]] = {
     "sparse_categorical_crossentropy": _sparse_crossentropy,
     "categorical_crossentropy": _crossentropy,
@@ -225,5 +247,12 @@ _READERS: dict[str, Callable[[_Reader], Term]] = {
     "mean_absolute_error": lambda r: r.named("l1", _real(r)),
     "huber": lambda r: r.named("huber", _real(r), delta=float(r.option("delta", 1.0))),
     "poisson": lambda r: r.named("poisson_nll", _positive(r), log_input=False, eps=r.eps),
+    "binary_focal_crossentropy": _binary_focal,
+    "categorical_focal_crossentropy": _categorical_focal,
+    "dice": _of_regions,
+    "tversky": _of_regions,
+    "categorical_generalized_cross_entropy": lambda r: r.formula(
+        formulas.generalized(float(r.option("q"))), _labels(r), each=False
+    ),
     **dict.fromkeys((*formulas.ELEMENTWISE, *formulas.BY_SAMPLE), _formula),
 }
