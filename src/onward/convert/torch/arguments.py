@@ -10,14 +10,33 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from onward.errors import DataError
+
 
 def _arguments(module: nn.Module, example_inputs: Any) -> inspect.BoundArguments:
     signature = inspect.signature(module.forward)
-    if isinstance(example_inputs, Mapping):
-        return signature.bind(**example_inputs)
-    if isinstance(example_inputs, torch.Tensor):
-        return signature.bind(example_inputs)
-    return signature.bind(*example_inputs)
+    try:
+        if isinstance(example_inputs, Mapping):
+            return signature.bind(**example_inputs)
+        if isinstance(example_inputs, torch.Tensor):
+            return signature.bind(example_inputs)
+        return signature.bind(*example_inputs)
+    except TypeError as error:
+        raise DataError(
+            f"the module does not take the example: {error}",
+            hint=f"it takes {', '.join(signature.parameters)}: give a tensor, a sequence, or a mapping by these names",
+        ) from error
+
+
+def _check_devices(module: nn.Module, inputs: Mapping[str, torch.Tensor]) -> None:
+    """Refuse examples that are elsewhere than the module is."""
+    devices = {str(tensor.device) for _, tensor in held_by(module)} or {"cpu"}
+    wrong = [f"`{name}` is on {tensor.device}" for name, tensor in inputs.items() if str(tensor.device) not in devices]
+    if wrong:
+        raise DataError(
+            f"the module is on {', '.join(sorted(devices))}, but of the example {', '.join(wrong)}",
+            hint="move both to one device: `module.to(device)`, `tensor.to(device)`",
+        )
 
 
 class Flat(nn.Module):  # type: ignore[misc]
@@ -36,6 +55,7 @@ class Flat(nn.Module):  # type: ignore[misc]
             path, tensor = leaves[place]
             name = _joined((names[path[:2]], *path[2:]))
             self.inputs[f"{name}_input" if name in held else name] = tensor
+        _check_devices(module, self.inputs)
 
     def forward(self, *tensors: torch.Tensor) -> dict[str, torch.Tensor]:
         leaves = list(self._leaves)

@@ -21,7 +21,7 @@ from onward.convert.torch.arguments import Flat, held_by
 from onward.convert.torch.exporter import export
 from onward.convert.torch.tags import ALSO, COUNTER, KIND, LEARNS, PERSISTENT
 from onward.model import Model
-from onward.run.torch.types import CODES, to_array
+from onward.run.torch.types import CODES, FLOAT8, to_array
 
 _PREFIX = "module."
 """What names begin with in the exported graph."""
@@ -164,21 +164,37 @@ def _check(module: nn.Module) -> None:
         if layer.training and layer.momentum is None:
             problems.add(f"`{prefix}running_mean` is an average over all batches", "give the layer a momentum")
     for name, layer in module.named_modules():
-        if isinstance(layer, nn.Embedding | nn.EmbeddingBag):
-            for option in ("sparse", "max_norm", "scale_grad_by_freq"):
-                if value := getattr(layer, option):
-                    problems.add(f"`{name}` has {option}={value}", "make the embedding without")
-        if layer.training and getattr(layer, "layerdrop", None):
-            problems.add(
-                f"`{name}` leaves out whole layers at random (layerdrop={layer.layerdrop})",
-                "train on without: `layerdrop = 0.0`",
-            )
+        _check_layer(name, layer, problems)
     for name, tensor in held_by(module):
-        if tensor.is_meta or isinstance(tensor, nn.UninitializedParameter | nn.UninitializedBuffer):
-            problems.add(f"`{name}` has no values yet", "call the module once, or load its weights")
-        elif tensor.dtype not in CODES:
-            problems.add(f"`{name}` is {str(tensor.dtype).removeprefix('torch.')}", "use another type")
+        _check_tensor(name, tensor, problems)
     problems.refuse()
+
+
+def _check_layer(name: str, layer: nn.Module, problems: Problems) -> None:
+    if isinstance(layer, nn.Embedding | nn.EmbeddingBag):
+        for option in ("sparse", "max_norm", "scale_grad_by_freq"):
+            if value := getattr(layer, option):
+                problems.add(f"`{name}` has {option}={value}", "make the embedding without")
+    if layer.training and getattr(layer, "layerdrop", None):
+        problems.add(
+            f"`{name}` leaves out whole layers at random (layerdrop={layer.layerdrop})",
+            "train on without: `layerdrop = 0.0`",
+        )
+    if ".nn.quantized" in type(layer).__module__ or isinstance(layer, torch.jit.ScriptModule):
+        kind = "compiled by TorchScript" if isinstance(layer, torch.jit.ScriptModule) else "quantised"
+        problems.add(
+            f"`{name}` is {kind}", "give the module as it was before that, in which its weights can be trained"
+        )
+
+
+def _check_tensor(name: str, tensor: torch.Tensor, problems: Problems) -> None:
+    if tensor.is_meta or isinstance(tensor, nn.UninitializedParameter | nn.UninitializedBuffer):
+        problems.add(f"`{name}` has no values yet", "call the module once, or load its weights")
+    elif tensor.dtype not in CODES or tensor.dtype in FLOAT8 or tensor.is_complex():
+        problems.add(f"`{name}` is {str(tensor.dtype).removeprefix('torch.')}", "use float32")
+    elif type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout is not torch.strided:
+        kind = tensor.layout if type(tensor) in (torch.Tensor, nn.Parameter) else type(tensor).__name__
+        problems.add(f"`{name}` is no plain tensor ({kind})", "use dense tensors of PyTorch")
 
 
 def _check_graph(model: Model, module: nn.Module, changed: Iterable[str]) -> None:
@@ -189,5 +205,8 @@ def _check_graph(model: Model, module: nn.Module, changed: Iterable[str]) -> Non
         if name not in expected:
             problems.add(f"its forward pass changes the buffer `{name}`", "return it, and keep it in the loop")
     if any(node.op_type in _RANDOM for node in model.graph.all_nodes()):
-        problems.add("it draws random numbers other than for dropout", "give them to the module as an input")
+        problems.add(
+            "it draws random numbers other than for dropout",
+            "give them to the module as an input; or use `nn.Dropout`, or stochastic depth in its usual form",
+        )
     problems.refuse()

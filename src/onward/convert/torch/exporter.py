@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
-import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -13,10 +12,10 @@ from typing import Any, NamedTuple
 import onnx_ir as ir
 import torch
 from torch.export import Dim
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from onward.convert.torch.arguments import Flat
 from onward.convert.torch.chance import no_chance
+from onward.convert.torch.failures import explained, fault_of_example
 from onward.convert.torch.rewrites import rewrite
 from onward.convert.torch.translations import TRANSLATIONS, define_functions
 from onward.errors import Error, UnknownNameError, UnsupportedError, near
@@ -72,7 +71,7 @@ def export_function(function: Callable[..., Any], inputs: tuple[torch.Tensor, ..
         except Error:
             raise
         except Exception as error:
-            raise _explained(error, what) from error
+            raise explained(error, what) from error
     assert made is not None
     return Model(made.model)
 
@@ -104,7 +103,7 @@ def _exported(flat: Flat, axes: Mapping[str, Mapping[int, Any]]) -> torch.onnx.O
         except Error:
             raise
         except Exception as error:
-            raise _explained(error) from error
+            raise fault_of_example(flat) or explained(error) from error
     assert made is not None
     return made
 
@@ -124,30 +123,6 @@ def _quiet() -> Iterator[None]:
             yield
         finally:
             logging.disable(before)
-
-
-def _explained(error: Exception, what: str = "the module") -> UnsupportedError:
-    """What the user can do about a failure of the exporter."""
-    causes: list[BaseException] = [error]
-    while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None:
-        causes.append(cause)
-    if any(isinstance(cause, GuardOnDataDependentSymNode) for cause in causes):
-        return UnsupportedError(
-            f"the forward pass decides by the values of tensors what to do ({_place(error)}), and a graph cannot",
-            hint="choose by `torch.where`, or write both branches with `torch.cond`",
-        )
-    reason = str(causes[-1]).strip().partition("\n")[0]
-    return UnsupportedError(
-        f"PyTorch cannot export {what}: {reason}",
-        hint="`torch.onnx.export(module, example_inputs, dynamo=True, optimize=False)` says more",
-    )
-
-
-def _place(error: BaseException) -> str:
-    """The last line of the user's own code on the way to an error."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [f for f in frames if not re.search(r"[/\\](torch|onward)[/\\]", f.filename)]
-    return f"{own[-1].filename}, line {own[-1].lineno}" if own else str(error).splitlines()[0]
 
 
 # ---- names -----------------------------------------------------------------------------------------------------------
