@@ -56,6 +56,8 @@ HOST_INPUTS: dict[str, range | tuple[int, ...]] = {
     "Trilu": (1,),
     "Unsqueeze": (1,),
     "Upsample": (1,),
+    "onward.PairedRandomBits": (1,),
+    "onward.RandomBits": (1,),
 }
 
 ONLY_ON_HOST = frozenset(

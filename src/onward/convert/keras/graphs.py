@@ -13,7 +13,7 @@ from typing import Any
 import onnx_ir as ir
 
 from onward.build import twin
-from onward.convert.tensorflow.sizes import OpenSizes
+from onward.convert.keras.ops import KerasOps, interpreted
 from onward.errors import UnsupportedError
 from onward.inspect import describe
 from onward.lowering.contract import contract_of
@@ -22,8 +22,6 @@ from onward.model import Model
 from onward.model.core import values
 from onward.model.state import carried
 from onward.model.walk import ancestors
-from onward.run.interpreted import interpreter
-from onward.transform import inline
 
 
 class Executable:
@@ -31,8 +29,8 @@ class Executable:
 
     def __init__(self, model: Model):
         self.inputs = [value for value in model.graph.inputs if not value.is_initializer()]
-        self._framework = OpenSizes()
-        self._execute = interpreter(inline(model), self._framework)
+        self._framework = KerasOps()
+        self._execute = interpreted(model, self._framework)
 
     def __call__(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
         given = {value.name or "": tensors[value.name or ""] for value in self.inputs}
@@ -121,7 +119,7 @@ class Parts:
         if strange := [value.name for value in graph.inputs if value.name not in accepted]:
             raise UnsupportedError(
                 f"the loss reads `{strange[0]}` beside outputs and targets, which a loss of Keras cannot",
-                hint="run the training model as it is: `onward.run.load(model, engine='tensorflow')`",
+                hint="run the training model as it is: `onward.run.load(model, engine=...)`",
             )
         return Loss(graph, self._loss_name, _names(given), targets)
 

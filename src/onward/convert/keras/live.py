@@ -1,4 +1,4 @@
-"""A training model as a Keras model: its state are variables, and its graphs run as TensorFlow's own operations."""
+"""A training model as a Keras model: its state are variables, and its graphs run as operations of `keras.ops`."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 
 import keras
 import numpy as np
-
-from onward.run.tensorflow.quiet import tensorflow as tf  # isort: skip  (other imports of it are not quiet)
+from keras import ops
 
 from onward.convert.keras.graphs import Executable, Loss, Parts
+from onward.convert.keras.ops.types import available
 from onward.convert.keras.optimizers import array_of, state_of
 from onward.errors import UnsupportedError
 from onward.model import Model
@@ -45,7 +45,7 @@ class TrainingModel(keras.Model):  # type: ignore[misc]
             self.variables_by_name[name].assign(results[new])
         # A loss may look at what is behind the outputs; what it sees is of this pass.
         self._watched = [results[name] for name in forward.watched]
-        outputs = [tf.identity(results[name]) for name in forward.outputs]
+        outputs = [results[name] for name in forward.outputs]
         return outputs[0] if len(outputs) == 1 else outputs
 
     def compute_loss(
@@ -87,7 +87,7 @@ class TrainingModel(keras.Model):  # type: ignore[misc]
         return model
 
     def _tensors(self) -> dict[str, Any]:
-        return {name: _dense(held.value) for name, held in self.variables_by_name.items()}
+        return {name: ops.convert_to_tensor(held.value) for name, held in self.variables_by_name.items()}
 
     def _named(self, inputs: Any) -> dict[str, Any]:
         if isinstance(inputs, Mapping):
@@ -126,10 +126,9 @@ class GraphOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
     def build(self, variables: Any) -> None:
         super().build(variables)
         for name, array in self._own.items():
-            made = self.add_variable(array.shape, dtype=str(array.dtype), name=_identifier(name))
+            made = self.add_variable(array.shape, dtype=available(str(array.dtype)), name=_identifier(name))
             made.assign(array)
             self._state[name] = made
-        self._state |= {self._names[id(v)]: v for v in variables}
 
     def state(self) -> dict[str, np.ndarray]:
         """What belongs to the update alone, as it is now."""
@@ -141,20 +140,23 @@ class GraphOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
             self.build(variables)
         found = {self._names[id(v)]: g for v, g in zip(variables, grads, strict=True)}
         tensors = {name: found[parameter] for name, parameter in self._gradients.items()}
-        results = self._graph(tensors | {name: tf.convert_to_tensor(v.value) for name, v in self._state.items()})
+        state = self._state | {self._names[id(v)]: v for v in variables}
+        results = self._graph(tensors | {name: ops.convert_to_tensor(v.value) for name, v in state.items()})
         for name, new in self._updates.items():
-            if name in self._state:
-                self._state[name].assign(results[new])
-        self._iterations.assign(tf.cast(self._state[STEP].value, self._iterations.dtype))
+            if name in state:
+                state[name].assign(results[new])
+        self._iterations.assign(ops.cast(self._state[STEP], self._iterations.dtype))
 
 
 def variable(name: str, array: np.ndarray, *, trainable: bool) -> Any:
-    """A variable whose path is the name, as far as TensorFlow allows such names."""
-    *scopes, last = [part for part in name.split("/") if part]
+    """A variable whose path is the name, as far as the backend allows: PyTorch's names have no dots."""
+    plain = name.replace(".", "/") if keras.backend.backend() == "torch" else name
+    *scopes, last = [part for part in plain.split("/") if part]
     with contextlib.ExitStack() as stack:
         for scope in scopes:
             stack.enter_context(keras.name_scope(_identifier(scope)))
-        return keras.Variable(array, trainable=trainable, dtype=str(array.dtype), name=_identifier(last))
+        dtype = available(str(array.dtype))
+        return keras.Variable(array.astype(dtype), trainable=trainable, dtype=dtype, name=_identifier(last))
 
 
 def _identifier(name: str) -> str:
@@ -168,14 +170,8 @@ def _listed(values: Any) -> Iterable[Any]:
 
 def _fitted(target: Any, value: Any) -> Any:
     """A target in the type and rank of the graph's: Keras lets labels have a last axis of size 1, or lack one."""
-    tensor = tf.cast(tf.convert_to_tensor(target), value.dtype.numpy())
+    tensor = ops.cast(target, available(value.dtype.numpy().name))
     rank = None if value.shape is None else len(value.shape)
-    if rank is not None and tensor.shape.rank == rank + 1:
-        return tf.squeeze(tensor, -1)
-    return tf.expand_dims(tensor, -1) if rank is not None and tensor.shape.rank == rank - 1 else tensor
-
-
-@tf.custom_gradient  # type: ignore[untyped-decorator]
-def _dense(x: Any) -> Any:
-    """The same tensor. A gradient that comes row by row is added up: Keras's optimizers would square the rows."""
-    return tf.identity(x), tf.convert_to_tensor
+    if rank is not None and len(tensor.shape) == rank + 1:
+        return ops.squeeze(tensor, -1)
+    return ops.expand_dims(tensor, -1) if rank is not None and len(tensor.shape) == rank - 1 else tensor

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import keras
-
 from onward.convert.keras.live import GraphOptimizer, TrainingModel
 from onward.convert.keras.native import native_losses, native_optimizer
 from onward.convert.run import disassemble
-from onward.errors import UnsupportedError
 from onward.model import Source, read
 
 
@@ -17,11 +14,6 @@ def to_keras(training: Source) -> TrainingModel:
     Its variables have the names of the training model's tensors, its optimizer is Keras's own where that computes the
     same, else the update of the training model, and so is its loss.
     """
-    if keras.backend.backend() != "tensorflow":
-        raise UnsupportedError(
-            f"training models become Keras models on the TensorFlow backend, and this is {keras.backend.backend()}",
-            hint="set KERAS_BACKEND=tensorflow before Keras is imported",
-        )
     model = read(training)
     made, run = TrainingModel(model), disassemble(model)
     held = made.variables_by_name

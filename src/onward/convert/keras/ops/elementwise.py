@@ -1,0 +1,136 @@
+"""Elementwise operators. A number that is known comes as one of Python."""
+
+from __future__ import annotations
+
+import functools
+
+from keras import ops
+
+from onward.convert.keras.ops.types import available, dtype_of, is_float
+from onward.run.framework import Operators
+
+operators = Operators()
+operators(Add=ops.add, Sub=ops.subtract, Mul=ops.multiply)
+
+
+@operators.define("Div")
+def divided(a, b):
+    if is_float(a if hasattr(a, "dtype") else b):
+        return ops.divide(a, b)
+    towards_zero = ops.sign(a) * ops.sign(b)
+    return ops.cast(ops.floor_divide(ops.abs(a), ops.abs(b)), dtype_of(a)) * ops.cast(towards_zero, dtype_of(a))
+
+
+@operators.define("Mod")
+def remainder(a, b, *, fmod=0):
+    return ops.fmod(a, b) if fmod else ops.mod(a, b)
+
+
+@operators.define("Pow")
+def power(x, exponent):
+    """Where both are 0, the power is 1, and its slope 0."""
+    if hasattr(exponent, "dtype"):
+        exponent = ops.cast(exponent, dtype_of(x))
+        return ops.power(ops.where(ops.logical_and(x == 0, exponent == 0), ops.ones_like(x), x), exponent)
+    return ops.square(x) if exponent == 2 else ops.sqrt(x) if exponent == 0.5 else ops.power(x, exponent)
+
+
+@operators.define("Max")
+def largest(*xs):
+    return functools.reduce(ops.maximum, xs)
+
+
+@operators.define("Min")
+def smallest(*xs):
+    return functools.reduce(ops.minimum, xs)
+
+
+@operators.define("Sum")
+def total(*xs):
+    return functools.reduce(ops.add, xs)
+
+
+@operators.define("Mean")
+def average(*xs):
+    return total(*xs) / len(xs)
+
+
+operators(
+    Abs=ops.abs,
+    Neg=ops.negative,
+    Sign=ops.sign,
+    Reciprocal=ops.reciprocal,
+    Sqrt=ops.sqrt,
+    Exp=ops.exp,
+    Log=ops.log,
+    Erf=ops.erf,
+    Ceil=ops.ceil,
+    Floor=ops.floor,
+    Round=ops.round,
+    Sin=ops.sin,
+    Cos=ops.cos,
+    Tan=ops.tan,
+    Asin=ops.arcsin,
+    Acos=ops.arccos,
+    Atan=ops.arctan,
+    Sinh=ops.sinh,
+    Cosh=ops.cosh,
+    Tanh=ops.tanh,
+    Asinh=ops.arcsinh,
+    Acosh=ops.arccosh,
+    Atanh=ops.arctanh,
+    Equal=ops.equal,
+    Greater=ops.greater,
+    GreaterOrEqual=ops.greater_equal,
+    Less=ops.less,
+    LessOrEqual=ops.less_equal,
+    And=ops.logical_and,
+    Or=ops.logical_or,
+    Xor=ops.logical_xor,
+    Not=ops.logical_not,
+    IsNaN=ops.isnan,
+    Where=ops.where,
+    BitwiseAnd=ops.bitwise_and,
+    BitwiseOr=ops.bitwise_or,
+    BitwiseXor=ops.bitwise_xor,
+    BitwiseNot=ops.bitwise_not,
+)
+
+
+@operators.define("IsInf")
+def is_infinite(x, *, detect_negative=1, detect_positive=1):
+    sought = {(1, 1): ops.isinf, (1, 0): ops.isneginf, (0, 1): ops.isposinf}
+    found = sought.get((detect_negative, detect_positive))
+    return ops.zeros_like(x, "bool") if found is None else found(x)
+
+
+@operators.define("BitShift")
+def shifted(x, places, *, direction):
+    return ops.left_shift(x, places) if direction == "LEFT" else ops.right_shift(x, places)
+
+
+@operators.define("Identity")
+def same(x):
+    return x
+
+
+operators.define("onward.StopGradient")(ops.stop_gradient)
+
+
+@operators.define("Cast")
+def converted(x, *, to):
+    if "int" in to and is_float(x):
+        x = ops.trunc(x)
+    return ops.cast(x, available(to))
+
+
+@operators.define("CastLike")
+def converted_like(x, like):
+    return converted(x, to=dtype_of(like))
+
+
+@operators.define("Clip")
+def clipped(x, low=None, high=None):
+    """At a bound the slope is that of x."""
+    x = x if low is None else ops.where(x < low, low, x)
+    return x if high is None else ops.where(x > high, high, x)

@@ -1,0 +1,169 @@
+"""Shapes, and elements that move. What says how large something is, is a list of whole numbers.
+
+On TensorFlow a number that nobody knows yet is a tensor.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from keras import ops
+
+from onward.convert.keras.ops.types import available, dtype_of
+from onward.run.framework import Operators
+
+operators = Operators()
+
+
+@operators.define("Reshape")
+def reshaped(x, shape, *, allowzero=0):
+    sizes = [x.shape[i] if _is(size, 0) and not allowzero else size for i, size in enumerate(shape)]
+    sizes = [ops.shape(x)[i] if size is None else size for i, size in enumerate(sizes)]
+    open_sizes = [i for i, size in enumerate(sizes) if not isinstance(size, int)]
+    if len(open_sizes) == 1 and not any(_is(size, -1) or _is(size, 0) for size in sizes):
+        sizes[open_sizes[0]] = -1
+    return ops.reshape(x, sizes)
+
+
+def _is(size, number):
+    return isinstance(size, int) and size == number
+
+
+@operators.define("Flatten")
+def flattened(x, *, axis=1):
+    after = x.shape[axis:] if axis else x.shape
+    if None in after:
+        return ops.reshape(x, (math.prod(x.shape[:axis]), -1))
+    return ops.reshape(x, (-1, math.prod(after)) if math.prod(after) else (x.shape[0], 0))
+
+
+@operators.define("Squeeze")
+def squeezed(x, axes=None):
+    return ops.squeeze(x, None if axes is None else tuple(axes))
+
+
+@operators.define("Unsqueeze")
+def unsqueezed(x, axes):
+    return ops.expand_dims(x, tuple(axes))
+
+
+@operators.define("Transpose")
+def transposed(x, *, perm=None):
+    return ops.transpose(x, perm)
+
+
+@operators.define("Concat")
+def joined(*xs, axis):
+    return ops.concatenate(xs, axis)
+
+
+@operators.define("Split")
+def parts(x, sizes=None, *, axis=0, num_outputs=None, outputs=1):
+    if sizes is None:
+        count = num_outputs or outputs
+        sizes = [-(-x.shape[axis] // count)] * count
+    return tuple(ops.split(x, np.cumsum(sizes)[:-1].tolist(), axis)) if len(sizes) > 1 else (x,)
+
+
+@operators.define("Slice")
+def cut(x, starts, ends, axes=None, steps=None):
+    """On PyTorch, steps only go forward."""
+    for axis, start, end, step in zip(
+        axes or range(len(starts)), starts, ends, steps or [1] * len(starts), strict=True
+    ):
+        if isinstance(step, int) and step < 0:
+            size = x.shape[axis]
+            places = np.arange(size)[slice(start, None if end < -size else end, step)]
+            x = ops.take(x, places.astype(np.int32), axis)
+        else:
+            before = (slice(None),) * (axis % len(x.shape))
+            x = x[(*before, slice(start, None if isinstance(end, int) and end >= 2**31 - 1 else end, step))]
+    return x
+
+
+@operators.define("Expand")
+def expanded(x, shape):
+    rank = max(len(x.shape), len(shape))
+    pairs = zip([1] * (rank - len(x.shape)) + list(ops.shape(x)), [1] * (rank - len(shape)) + list(shape), strict=True)
+    return ops.broadcast_to(x, [own if _is(wanted, 1) else wanted for own, wanted in pairs])
+
+
+@operators.define("Tile")
+def tiled(x, repeats):
+    return ops.tile(x, repeats)
+
+
+@operators.define("Pad")
+def padded(x, pads, value=None, axes=None, *, mode="constant"):
+    amounts, count = [(0, 0)] * len(x.shape), len(pads) // 2
+    for i, axis in enumerate(range(len(x.shape)) if axes is None else axes):
+        amounts[axis] = (pads[i], pads[count + i])
+    if any(amount < 0 for pair in amounts for amount in pair):
+        x = x[tuple(slice(max(-a, 0), min(b, 0) or None) for a, b in amounts)]
+    amounts = [(max(a, 0), max(b, 0)) for a, b in amounts]
+    if mode != "constant":
+        for axis, amount in enumerate(amounts):
+            if any(amount):
+                x = ops.take(x, np.pad(np.arange(x.shape[axis], dtype=np.int32), amount, mode), axis)
+        return x
+    y = ops.pad(x, amounts)
+    if value is None:
+        return y
+    inside = ops.pad(ops.ones_like(x, "bool"), amounts, constant_values=False)
+    return ops.where(inside, y, ops.cast(ops.reshape(value, ()), dtype_of(x)))
+
+
+@operators.define("DepthToSpace")
+def depth_to_space(x, *, blocksize, mode="DCR"):
+    (_, c, h, w), b = x.shape, blocksize
+    if mode == "DCR":
+        blocks = ops.transpose(ops.reshape(x, (-1, b, b, c // b**2, h, w)), (0, 3, 4, 1, 5, 2))
+    else:
+        blocks = ops.transpose(ops.reshape(x, (-1, c // b**2, b, b, h, w)), (0, 1, 4, 2, 5, 3))
+    return ops.reshape(blocks, (-1, c // b**2, h * b, w * b))
+
+
+@operators.define("SpaceToDepth")
+def space_to_depth(x, *, blocksize, mode="DCR"):
+    (_, c, h, w), b = x.shape, blocksize
+    blocks = ops.transpose(
+        ops.reshape(x, (-1, c, h // b, b, w // b, b)), (0, 3, 5, 1, 2, 4) if mode == "DCR" else (0, 1, 3, 5, 2, 4)
+    )
+    return ops.reshape(blocks, (-1, c * b**2, h // b, w // b))
+
+
+@operators.define("Trilu")
+def triangle(x, k=0, *, upper=1):
+    rows, columns = (ops.arange(ops.shape(x)[axis], dtype="int32") for axis in (-2, -1))
+    kept = columns - rows[:, None] >= k if upper else columns - rows[:, None] <= k
+    return ops.where(kept, x, ops.zeros_like(x))
+
+
+@operators.define("ConstantOfShape")
+def filled(shape, *, value=None):
+    number, dtype = (0.0, "float32") if value is None else (value.item(), str(value.dtype))
+    return ops.full(shape, number, dtype=available(dtype))
+
+
+@operators.define("EyeLike")
+def eye_like(x, *, dtype=None, k=0):
+    return ops.eye(*x.shape, k=k, dtype=dtype_of(x) if dtype is None else available(dtype))
+
+
+@operators.define("Range")
+def numbers(start, limit, step):
+    is_float = any(isinstance(number, float) for number in (start, limit, step))
+    return ops.arange(start, limit, step, dtype="float32" if is_float else available("int64"))
+
+
+@operators.define("ReverseSequence")
+def reverse_sequence(x, lengths, *, batch_axis=1, time_axis=0):
+    times = ops.arange(x.shape[time_axis])
+    lengths = ops.cast(lengths, dtype_of(times))[:, None]
+    places = ops.where(times < lengths, lengths - 1 - times, times)
+    places = places if batch_axis < time_axis else ops.transpose(places)
+    places = ops.reshape(
+        places, [-1 if i == batch_axis else x.shape[i] if i == time_axis else 1 for i in range(len(x.shape))]
+    )
+    return ops.take_along_axis(x, ops.broadcast_to(places, ops.shape(x)), time_axis)

@@ -1,0 +1,88 @@
+"""Normalization."""
+
+from __future__ import annotations
+
+import math
+
+from keras import ops
+
+from onward.convert.keras.ops.types import available, dtype_of
+from onward.run.framework import Operators
+
+operators = Operators()
+
+
+def channels(parameter, x):
+    return ops.reshape(parameter, (-1, *[1] * (len(x.shape) - 2)))
+
+
+@operators.define("BatchNormalization")
+def batch_normalization(x, scale, bias, mean, variance, *, epsilon=1e-5, momentum=0.9, training_mode=0):
+    """In training also the statistics as they are now."""
+    if not training_mode:
+        return normalized(x, scale, bias, mean, variance, epsilon)
+    over = (0, *range(2, len(x.shape)))
+    here = ops.mean(x, over)
+    spread = ops.mean(ops.square(x - channels(here, x)), over)
+    running = [old * momentum + new * (1 - momentum) for old, new in ((mean, here), (variance, spread))]
+    return (normalized(x, scale, bias, here, spread, epsilon), *running)
+
+
+def normalized(x, scale, bias, mean, variance, epsilon):
+    slope = scale * ops.rsqrt(variance + epsilon)
+    return ops.cast((x - channels(mean, x)) * channels(slope, x) + channels(bias, x), dtype_of(x))
+
+
+def last_axes(x, axis):
+    return tuple(range(axis % len(x.shape), len(x.shape)))
+
+
+@operators.define("LayerNormalization")
+def layer_normalization(x, scale, bias=None, *, axis=-1, epsilon=1e-5, stash_type="float32"):
+    """Also the mean and the inverse of the deviation."""
+    exact = ops.cast(x, available(stash_type))
+    mean = ops.mean(exact, last_axes(x, axis), keepdims=True)
+    deviation = exact - mean
+    inverse = ops.rsqrt(ops.mean(ops.square(deviation), last_axes(x, axis), keepdims=True) + epsilon)
+    y = ops.cast(deviation * inverse, dtype_of(x)) * scale
+    return y if bias is None else y + bias, mean, inverse
+
+
+@operators.define("RMSNormalization")
+def rms_normalization(x, scale, *, axis=-1, epsilon=1e-5, stash_type="float32"):
+    exact = ops.cast(x, available(stash_type))
+    inverse = ops.rsqrt(ops.mean(ops.square(exact), last_axes(x, axis), keepdims=True) + epsilon)
+    return ops.cast(exact * inverse, dtype_of(scale)) * scale
+
+
+def standardized(x, over, epsilon):
+    deviation = x - ops.mean(x, over, keepdims=True)
+    return deviation * ops.rsqrt(ops.mean(ops.square(deviation), over, keepdims=True) + epsilon)
+
+
+@operators.define("GroupNormalization")
+def group_normalization(x, scale, bias, *, epsilon=1e-5, num_groups, stash_type="float32"):
+    size = math.prod(x.shape[1:]) // num_groups
+    groups = ops.reshape(ops.cast(x, available(stash_type)), (-1, num_groups, size))
+    normal = ops.cast(ops.reshape(standardized(groups, 2, epsilon), (-1, *x.shape[1:])), dtype_of(x))
+    return normal * channels(scale, x) + channels(bias, x)
+
+
+@operators.define("InstanceNormalization")
+def instance_normalization(x, scale, bias, *, epsilon=1e-5):
+    return standardized(x, tuple(range(2, len(x.shape))), epsilon) * channels(scale, x) + channels(bias, x)
+
+
+@operators.define("LRN")
+def lrn(x, *, alpha=0.0001, beta=0.75, bias=1.0, size):
+    around = [(0, 0), ((size - 1) // 2, size // 2), *[(0, 0)] * (len(x.shape) - 2)]
+    squares = ops.pad(ops.square(x), around)
+    total = sum(squares[:, i : i + x.shape[1]] for i in range(size))
+    return x / ops.power(bias + alpha / size * total, beta)
+
+
+@operators.define("LpNormalization")
+def lp_normalization(x, *, axis=-1, p=2):
+    powers = ops.sum(ops.power(ops.abs(x), p), axis, keepdims=True)
+    zero = powers == 0
+    return ops.where(zero, ops.zeros_like(x), x / ops.power(ops.where(zero, ops.ones_like(powers), powers), 1 / p))

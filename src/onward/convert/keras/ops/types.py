@@ -1,0 +1,30 @@
+"""Types of tensors, as all of Keras's backends have them."""
+
+from __future__ import annotations
+
+import functools
+
+import keras
+import numpy as np
+from keras import ops
+
+_NARROW = {"float64": "float32", "int64": "int32", "uint64": "uint32"}
+
+
+@functools.cache
+def available(dtype):
+    """The type, or the widest that the backend has: JAX has 32 bits, unless it is told otherwise."""
+    is_wide = dtype_of(ops.convert_to_tensor(np.zeros(()))) == "float64"
+    return dtype if is_wide else _NARROW.get(dtype, dtype)
+
+
+def dtype_of(x):
+    return keras.backend.standardize_dtype(x.dtype)
+
+
+def is_float(x):
+    return "float" in dtype_of(x)
+
+
+def constant(array, dtype):
+    return ops.convert_to_tensor(np.asarray(array), available(dtype))
