@@ -16,6 +16,7 @@ from onward.build import Builder, Names
 from onward.convert.jax.closures import Tree, named_leaves
 from onward.convert.jax.jaxpr import export
 from onward.convert.jax.optimizers import Optimization, read_optimizer
+from onward.convert.jax.traced import trace_optimizer
 from onward.convert.jax.trial import try_updates
 from onward.convert.probe import probe as compare_steps
 from onward.convert.probe import without_dropout
@@ -61,7 +62,7 @@ def from_jax(
     weights = captured.weights
     state = optimizer.init(weights) if opt_state is None else opt_state
     model = captured.model(["loss", *captured.new_statistics()] if loss is None else None)
-    found = _used(read_optimizer(optimizer, state, weights), model)
+    found, is_traced = _updates(optimizer, state, weights, model)
     run = Run(
         model=model,
         loss="value:loss" if loss is None else loss,
@@ -75,7 +76,8 @@ def from_jax(
     training = _assembled(run, captured)
     if not probe:
         return training
-    try_updates(optimizer, state, weights, run)
+    if not is_traced:
+        try_updates(optimizer, state, weights, run)
     if loss is None:
         still = dataclasses.replace(run, model=without_dropout(model))
         _probe_steps(_assembled(still, captured), captured, optimizer, state)
@@ -84,10 +86,23 @@ def from_jax(
     return training
 
 
-def _used(found: Optimization, model: Model) -> Optimization:
-    """The same without parameters that no result depends on, if their updates are zero."""
+def _updates(tx: optax.GradientTransformation, state: Any, weights: Tree, model: Model) -> tuple[Optimization, bool]:
+    """The optimizer in the words of a recipe, or else its update as a function; and whether it is that."""
     _, reached = ancestors(model.outputs)
     idle = {name for name, value in model.graph.initializers.items() if value not in reached}
+    try:
+        found = read_optimizer(tx, state, weights)
+    except UnsupportedError as unread:
+        try:
+            return trace_optimizer(tx, state, weights, idle), True
+        except UnsupportedError as error:
+            hints = "; ".join(hint for each in (unread, error) if (hint := each.hint))
+            raise UnsupportedError(f"{unread}; and as a function: {error}", hint=hints) from error
+    return _used(found, idle), False
+
+
+def _used(found: Optimization, idle: set[str]) -> Optimization:
+    """The same without parameters that no result depends on, if their updates are zero."""
     moving = [
         name
         for group in found.groups

@@ -17,7 +17,6 @@ import onnx_ir as ir
 import optax
 
 from onward.build import DOMAIN, DOMAIN_VERSION, Builder, Expr
-from onward.convert.run import Group
 from onward.differentiate.api import COMMON_OPSET
 from onward.model import Model
 from onward.recipe.optimizers import ConfiguredOptimizer, optimizer
@@ -96,28 +95,12 @@ def rate_of(specs: Sequence[Spec], lr: float) -> Callable[[Any], Any]:
     return rate
 
 
-class Objects:
-    """Functions of optax, and ours for what it has none for."""
-
-    rate_of = staticmethod(rate_of)
-    exact_clip = staticmethod(exact_clip)
-
-    def exact(self, group: Group, rate: Rate) -> optax.GradientTransformation:
-        return exact(group.spec, rate)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(optax, name)
-
-
-OBJECTS = Objects()
-
-
 # ---- what is built of a definition -----------------------------------------------------------------------------------
 
 
 @functools.lru_cache(maxsize=256)
 def _update(spec: str, sizes: Sizes) -> Function:
-    return _executed(update_model(parse(spec), sizes))
+    return executed_by_jax(update_model(parse(spec), sizes))
 
 
 def update_model(spec: Spec, sizes: Sizes) -> Model:
@@ -134,7 +117,7 @@ def update_model(spec: Spec, sizes: Sizes) -> Model:
 
 @functools.lru_cache(maxsize=16)
 def _clip(kind: str, limit: float, variant: str, sizes: tuple[Sizes, ...]) -> Function:
-    return _executed(clip_model(kind, limit, variant, sizes))
+    return executed_by_jax(clip_model(kind, limit, variant, sizes))
 
 
 def clip_model(kind: str, limit: float, variant: str, sizes: Sequence[Sizes]) -> Model:
@@ -150,7 +133,7 @@ def clip_model(kind: str, limit: float, variant: str, sizes: Sequence[Sizes]) ->
 
 @functools.lru_cache(maxsize=64)
 def _rate(specs: tuple[str, ...], lr: float) -> Function:
-    return _executed(rate_model([parse(spec) for spec in specs], lr))
+    return executed_by_jax(rate_model([parse(spec) for spec in specs], lr))
 
 
 def rate_model(specs: Sequence[Spec], lr: float) -> Model:
@@ -190,8 +173,8 @@ class _Graph:
         return inline(Model(ir.Model(self._graph, ir_version=10, functions=list(self._functions.values()))))
 
 
-def _executed(model: Model) -> Function:
-    """What a model computes, by JAX."""
+def executed_by_jax(model: Model) -> Function:
+    """What a model, of which nothing is a function, computes, by JAX. The model is changed."""
     types = {value.name: value.dtype.numpy() for value in model.graph.inputs if value.dtype}
     framework = Jax()
     execute = interpreter(model, framework)

@@ -12,11 +12,12 @@ import numpy as np
 import optax
 
 from onward.convert.jax.closures import walk
-from onward.convert.jax.exact import OBJECTS, Rate
+from onward.convert.jax.exact import Rate
+from onward.convert.jax.objects import OBJECTS
 from onward.convert.jax.schedules import make_schedule
 from onward.convert.jax.slots import filled
 from onward.convert.run import Group, Run
-from onward.recipe.optimizers import optimizer
+from onward.recipe.optimizers import FunctionOptimizer, optimizer
 from onward.recipe.spec import Spec
 
 Settings = SimpleNamespace
@@ -43,7 +44,7 @@ def is_native(spec: Spec) -> bool:
 
 def transformation(run: Run, ox: Any) -> Any:
     """The optimizer of a run, without accumulation: of the functions of `ox`, which makes objects or says which."""
-    made = [_transformation(ox, group, run) for group in run.groups]
+    made = [_transformation(ox, group, f"group{i}", run) for i, group in enumerate(run.groups)]
     tx = made[0]
     if len(made) > 1:
         labels = {name: f"group{i}" for i, group in enumerate(run.groups) for name in group.parameters}
@@ -51,8 +52,10 @@ def transformation(run: Run, ox: Any) -> Any:
     return ox.chain(_clip(ox, run.clip), tx) if run.clip else tx
 
 
-def _transformation(ox: Any, group: Group, run: Run) -> Any:
+def _transformation(ox: Any, group: Group, name: str, run: Run) -> Any:
     rate = make_schedule(run.schedule, group.lr, ox)
+    if isinstance(group.optimizer, FunctionOptimizer):
+        return ox.executed(group.optimizer, name, rate)
     return _native(ox, group.spec, rate) or ox.exact(group, rate)
 
 
@@ -77,7 +80,8 @@ def _clip(ox: Any, clip: Mapping[str, Any]) -> Any:
 
 def _traces(run: Run) -> dict[str, np.ndarray]:
     """Momentum that has the rate in it has the sign of updates in optax."""
-    names = [n for group in run.groups if _momentum_is_outer(group.spec) for n in group.parameters]
+    specs = {name: group.optimizer for group in run.groups for name in group.parameters}
+    names = [name for name, spec in specs.items() if isinstance(spec, Spec) and _momentum_is_outer(spec)]
     slots = (f"{name}/momentum_buffer" for name in names)
     return {slot: -run.state[slot] for slot in slots if slot in run.state}
 

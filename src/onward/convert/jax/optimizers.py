@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -14,9 +15,13 @@ from onward.convert.jax.schedules import read_schedule, scaled
 from onward.convert.jax.slots import Arrays, counts, read_slots
 from onward.convert.run import Group
 from onward.errors import UnsupportedError
+from onward.recipe.optimizers import FunctionOptimizer
+from onward.recipe.optimizers.given import Given
 from onward.recipe.spec import Spec
 
 _CLIPS = ("clip", "clip_by_global_norm", "exact_clip")
+_OF_GROUPS = "group"
+"""How the names of state begin that belongs to no parameter."""
 _CHANGE_NOTHING = ("identity", "inject_hyperparams", "scale", "scale_by_schedule", *_CLIPS)
 
 
@@ -179,7 +184,7 @@ def _refusal(problems: Mapping[str, UnsupportedError], found: Sequence[Transform
 
 def _kept(state: Arrays, recognized: Mapping[str, Recognized], rates: Mapping[str, float]) -> Arrays:
     """The state of what is trained, with momentum as a recipe has it."""
-    kept = {name: array for name, array in state.items() if name == "micro_step"}
+    kept = {name: array for name, array in state.items() if name == "micro_step" or name.startswith(_OF_GROUPS)}
     for name, found in recognized.items():
         for key in (key for key in state if key.rpartition("/")[0] == name or key == f"accum/{name}"):
             factor = found.buffer_over_trace(rates[name]) if key.endswith("/momentum_buffer") else 1.0
@@ -187,13 +192,16 @@ def _kept(state: Arrays, recognized: Mapping[str, Recognized], rates: Mapping[st
     return kept
 
 
-def _with_rate(spec: Spec, lr: float) -> Spec:
-    return Spec(spec.name, {"lr": lr, **spec.without("lr").options})
+def _with_rate(optimizer: Given, lr: float) -> Given:
+    if isinstance(optimizer, FunctionOptimizer):
+        return dataclasses.replace(optimizer, lr=lr)
+    return Spec(optimizer.name, {"lr": lr, **optimizer.without("lr").options})
 
 
-def _groups(specs: Mapping[str, Spec]) -> list[Group]:
+def _groups(optimizers: Mapping[str, Given]) -> list[Group]:
     """Parameters with the same settings together."""
-    members: dict[str, list[str]] = {}
-    for name, spec in specs.items():
-        members.setdefault(str(spec), []).append(name)
-    return [Group(specs[names[0]], names) for names in members.values()]
+    members: dict[Any, list[str]] = {}
+    for name, given in optimizers.items():
+        key = id(given.update) if isinstance(given, FunctionOptimizer) else str(given)
+        members.setdefault(key, []).append(name)
+    return [Group(optimizers[names[0]], names) for names in members.values()]

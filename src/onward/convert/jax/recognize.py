@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from onward.convert.jax.closures import Scheduled, Transformation, free_variables, origin
 from onward.errors import UnsupportedError
+from onward.recipe.optimizers.given import Given
 from onward.recipe.spec import Spec
 
 
@@ -27,7 +28,7 @@ class Rate(NamedTuple):
 class Recognized(NamedTuple):
     """An optimizer without its learning rate, and that rate."""
 
-    optimizer: Spec
+    optimizer: Given
     rate: Rate
     buffer_over_trace: Callable[[float], float] = lambda lr: 1.0
     """What our momentum buffer is, as a multiple of optax's trace."""
@@ -44,8 +45,8 @@ def recognize(chain: Sequence[Transformation]) -> Recognized:
         )
     if any(t.name == "scale_by_factored_rms" for t in chain):
         return _adafactor(tokens)
-    if any(t.name == "exact" for t in chain):
-        return _exact(tokens)
+    if any(t.name in ("exact", "executed") for t in chain):
+        return _ours(tokens)
     coupled = tokens.decay()
     direction = tokens.take(*_DIRECTIONS)
     inner = tokens.momentum()
@@ -57,10 +58,9 @@ def recognize(chain: Sequence[Transformation]) -> Recognized:
     name, options = _DIRECTIONS[direction.name](direction.arguments) if direction else ("sgd", {"variant": "optax"})
     if trust:
         name, options = _lamb(name, options, trust.arguments)
-    made = Recognized(Spec(name, {**options, **_decay(name, options, coupled, decoupled)}), rate)
-    if decoupled and name in _WITH_DECAY:
-        made = made._replace(optimizer=Spec(_WITH_DECAY[name], made.optimizer.options))
-    return _with_momentum(made, inner, outer)
+    options |= _decay(name, options, coupled, decoupled)
+    spec = Spec(_WITH_DECAY[name] if decoupled and name in _WITH_DECAY else name, options)
+    return _with_momentum(spec, rate, inner, outer)
 
 
 class _Tokens:
@@ -222,12 +222,12 @@ def _decay(name: str, options: Mapping[str, Any], coupled: float, decoupled: flo
     raise UnsupportedError(f"decoupled weight decay of {name} has no counterpart in a recipe", hint="put it before")
 
 
-def _with_momentum(made: Recognized, inner: dict[str, Any] | None, outer: dict[str, Any] | None) -> Recognized:
+def _with_momentum(spec: Spec, rate: Rate, inner: dict[str, Any] | None, outer: dict[str, Any] | None) -> Recognized:
     """Momentum has the rate outside its buffer (inner) or inside (outer)."""
     momentum = inner or outer
     if momentum is None:
-        return made
-    name, options = made.optimizer.name, dict(made.optimizer.options)
+        return Recognized(spec, rate)
+    name, options = spec.name, dict(spec.options)
     if inner and outer:
         raise UnsupportedError("there is momentum both before and after the learning rate")
     if name in ("sgd", "sgdw"):
@@ -236,7 +236,7 @@ def _with_momentum(made: Recognized, inner: dict[str, Any] | None, outer: dict[s
                 "weight decay before a learning rate with momentum after it has no counterpart in a recipe"
             )
         options |= {**momentum, **({"variant": "keras"} if outer else {})}
-        return made._replace(optimizer=Spec(name, options))
+        return Recognized(Spec(name, options), rate)
     if name != "rmsprop" or momentum["nesterov"]:
         what = "Nesterov momentum" if momentum["nesterov"] else "momentum"
         raise UnsupportedError(f"{what} after {name} has no counterpart in a recipe")
@@ -250,7 +250,7 @@ def _with_momentum(made: Recognized, inner: dict[str, Any] | None, outer: dict[s
         (True, False): lambda lr: lr,
         (False, True): lambda lr: -1.0 / lr,
     }
-    return Recognized(Spec(name, options), made.rate, factors[inside, outer is not None], inside != (outer is not None))
+    return Recognized(Spec(name, options), rate, factors[inside, outer is not None], inside != (outer is not None))
 
 
 def _adafactor(tokens: _Tokens) -> Recognized:
@@ -285,10 +285,10 @@ _NO_AXIS = 2**31
 """Longer than any axis."""
 
 
-def _exact(tokens: _Tokens) -> Recognized:
+def _ours(tokens: _Tokens) -> Recognized:
     """One that `to_jax` made."""
-    found = tokens.take("exact")
+    found = tokens.take("exact", "executed")
     tokens.finish()
     assert found is not None
-    rate = found.arguments["rate"]
-    return Recognized(found.arguments["spec"], Rate(-1.0, rate) if callable(rate) else Rate(-float(rate)))
+    rate, optimizer = found.arguments["rate"], found.arguments["spec" if found.name == "exact" else "function"]
+    return Recognized(optimizer, Rate(-1.0, rate) if callable(rate) else Rate(-float(rate)))

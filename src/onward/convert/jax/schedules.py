@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from onward.convert.jax.closures import free_variables, origin
-from onward.convert.jax.exact import OBJECTS
+from onward.convert.jax.objects import OBJECTS
 from onward.errors import UnsupportedError
 from onward.recipe.spec import Spec
 
@@ -224,7 +224,7 @@ _READERS: dict[str, Callable[[Mapping[str, Any], float], Pieces]] = {
 def make_schedule(specs: Sequence[Spec], lr: float, ox: Any = OBJECTS) -> Any:
     """The rate, or the schedule of optax, that these schedules of a recipe give with a base rate.
 
-    Where optax has none that computes the same, it is a function that does. `ox` has both (see exact.py).
+    Where optax has none that computes the same, it is a function that does. `ox` has both (see objects.py).
     """
     if not specs:
         return lr

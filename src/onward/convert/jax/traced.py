@@ -1,0 +1,202 @@
+"""Any transformation of optax as an optimizer: its update, traced, is a function of all parameters at once.
+
+What it counts, schedules among it, is state like the rest. Its learning rate is inside; that of the training model is
+a factor of all updates, and 1.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from onward.convert.jax.closures import Transformation, Tree, named_leaves, path_name, walk
+from onward.convert.jax.executed import places_of
+from onward.convert.jax.jaxpr import export
+from onward.convert.jax.jaxpr.emitter import data_of
+from onward.convert.jax.optimizers import Optimization
+from onward.convert.jax.trial import random_gradient
+from onward.convert.run import Group
+from onward.errors import UnsupportedError
+from onward.model import Model
+from onward.recipe.optimizers import FunctionOptimizer
+from onward.recipe.optimizers.function import COUNT, RATE, gradient_of
+from onward.run.interpreted import array_function
+
+_UPDATES = 3
+_TOLERANCE = 1e-5
+"""Of updates, as parts of the largest."""
+
+
+def trace_optimizer(tx: Any, opt_state: Any, params: Tree, idle: Collection[str] = ()) -> Optimization:
+    """The function that a transformation of optax is, and its state. Nothing that is trained depends on `idle` ones."""
+    state = jax.tree.map(jnp.asarray, opt_state)
+    traced = _Traced(tx, state, params, idle)
+    model = traced.model()
+    _try_updates(model, traced)
+    values = {name: data_of(leaf) for name, leaf in zip(traced.state_names, jax.tree.leaves(state), strict=True)}
+    function = FunctionOptimizer(model.graph.name or "optax", model, 1.0, values)
+    places = places_of(function, "group0")  # there are no others
+    kept = {places[name]: value for name, value in values.items()}
+    return Optimization([Group(function, traced.trained)], kept, _updates_in(state), [], None, {})
+
+
+class _Traced:
+    """An update, with names for all that it reads."""
+
+    def __init__(self, tx: Any, state: Any, params: Tree, idle: Collection[str]):
+        self.tx, self.state, self.params, self._idle = tx, state, params, idle
+        self.trained = [name for name in named_leaves(params) if name not in idle]
+        self.state_names = _state_names(state, params, set(self.trained))
+
+    def model(self) -> Model:
+        names = [*self.trained, *map(gradient_of, self.trained), *self.state_names, RATE]
+        results = [f"{name}/new" for name in (*self.trained, *self.state_names)]
+        parameters = [leaf for name, leaf in named_leaves(self.params).items() if name in self.trained]
+        rate = jax.ShapeDtypeStruct((), jnp.float32)
+
+        def update(_: Any, parameters: Any, gradients: Any, state: Any, rate: Any) -> Any:
+            params, slopes = self.whole(parameters), self.whole(gradients, zero=True)
+            changes, state = self.tx.update(slopes, state, params)
+            scaled = jax.tree.map(lambda change: change * rate.astype(change.dtype), changes)
+            return self._trained_of(optax.apply_updates(params, scaled)), state
+
+        update.__name__ = _name_of(self.tx, self.state, self.params)
+        given = (parameters, parameters, self.state, rate)
+        try:
+            return export(update, (), *given, names=results, input_names=names, batch=None)
+        except UnsupportedError:
+            raise
+        except Exception as error:  # whatever a function of somebody else's may raise where there are only shapes
+            reason = str(error).strip().partition("\n")[0]
+            raise UnsupportedError(
+                f"its update cannot be traced: {reason}",
+                hint="an update must be a function of gradients, state and parameters, of operations of JAX",
+            ) from error
+
+    def whole(self, leaves: Iterable[Any], *, zero: bool = False) -> Tree:
+        """The tree of parameters with others in the place of those that are trained."""
+        given = dict(zip(self.trained, leaves, strict=True))
+
+        def leaf(path: Any, old: Any) -> Any:
+            return given.get(path_name(path), jnp.zeros_like(old) if zero else old)
+
+        return jax.tree_util.tree_map_with_path(leaf, self.params)
+
+    def _trained_of(self, params: Tree) -> list[Any]:
+        return [leaf for name, leaf in named_leaves(params).items() if name in self.trained]
+
+
+# ---- names -----------------------------------------------------------------------------------------------------------
+
+
+class _Place(NamedTuple):
+    owner: str | None
+    path: tuple[Any, ...]
+
+    def named(self, label: str) -> str:
+        return f"{self.owner}/{label}" if self.owner else label
+
+    @property
+    def long(self) -> str:
+        return self.named(".".join(["state", *map(_word, self.path)]))
+
+    @property
+    def short(self) -> str:
+        words = [word for key in self.path if not (word := _word(key)).isdigit()]
+        return self.named(words[-1] if words else "state")
+
+
+def _state_names(state: Any, params: Tree, trained: set[str]) -> list[str]:
+    """Names for the leaves of a state: those of what mirrors a parameter begin with the parameter's."""
+    owners = {path: path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)}
+    places = [_place(path, owners, trained) for path, _ in jax.tree_util.tree_leaves_with_path(state)]
+    taken = Counter(place.short for place in places)
+    reserved = {RATE, COUNT, "x", "g", *trained, *map(gradient_of, trained)}
+    return [p.short if taken[p.short] == 1 and p.short not in reserved else p.long for p in places]
+
+
+def _place(path: tuple[Any, ...], owners: Mapping[tuple[Any, ...], str], trained: set[str]) -> _Place:
+    for start in range(len(path)):
+        owner = owners.get(path[start:])
+        if owner in trained:
+            return _Place(owner, path[:start])
+    return _Place(None, path)
+
+
+def _word(key: Any) -> str:
+    return re.sub(r"\W+", "_", jax.tree_util.keystr((key,), simple=True))
+
+
+def _name_of(tx: Any, state: Any, params: Tree) -> str:
+    """What the transformations that it is made of are called."""
+    found: list[str] = []
+
+    def visit(each: Transformation) -> Any:
+        maker = each.name.partition(".<locals>")[0].removesuffix(".update")  # a function, or a class
+        found.append(maker.rpartition(".")[2].removeprefix("scale_by_"))
+        return each.state
+
+    try:
+        walk(tx.update, state, params, visit)
+    except Exception:  # somebody else's objects need not look like those of optax
+        found = [type(tx).__name__]
+    names = [name for name in dict.fromkeys(found) if name not in _PLAIN]
+    return re.sub(r"\W+", "_", "_".join(names[:3])) or "optax"
+
+
+_PLAIN = ("identity", "inject_hyperparams", "scale", "schedule", "add_decayed_weights")
+"""What is part of most optimizers."""
+
+
+def _updates_in(state: Any) -> int:
+    """How many updates there were, as far as the state says."""
+    leaves = jax.tree_util.tree_leaves_with_path(state)
+    return max((int(leaf) for path, leaf in leaves if _word(path[-1]) == "count" and leaf.ndim == 0), default=0)
+
+
+# ---- both sides ------------------------------------------------------------------------------------------------------
+
+
+def _try_updates(model: Model, traced: _Traced) -> None:
+    """Some updates by optax, as Python and not as traced, and by the function, with the same random gradients."""
+    run = array_function("numpy", model)
+    generator = np.random.default_rng(0)
+    params, state = traced.params, traced.state
+    ours = dict(zip(traced.state_names, map(data_of, jax.tree.leaves(state)), strict=True))
+    for _ in range(_UPDATES):
+        old = {name: np.asarray(leaf) for name, leaf in named_leaves(params).items()}
+        drawn = [np.asarray(random_gradient(generator, old[name].shape), old[name].dtype) for name in traced.trained]
+        given = {gradient_of(name): g for name, g in zip(traced.trained, drawn, strict=True)}
+        trained = {name: old[name] for name in traced.trained}
+        found = run({**ours, **given, **trained, RATE: np.ones((), np.float32)})
+        changes, state = traced.tx.update(traced.whole(map(jnp.asarray, drawn), zero=True), state, params)
+        params = optax.apply_updates(params, changes)
+        ours = {name: found[f"{name}/new"] for name in traced.state_names}
+        for name, leaf in named_leaves(params).items():
+            if name in traced.trained:
+                _compare(name, found[f"{name}/new"], np.asarray(leaf), old[name])
+            elif not np.array_equal(leaf, old[name]):
+                raise UnsupportedError(
+                    f"the optimizer changes `{name}`, on which the function does not depend",
+                    hint="leave it out of the parameters, or freeze it with `optax.set_to_zero()`",
+                )
+
+
+def _compare(name: str, found: np.ndarray, expected: np.ndarray, old: np.ndarray) -> None:
+    """To some digits of the change, and of what rounding leaves."""
+    size, change = (float(np.abs(array.astype(np.float64)).max(initial=0)) for array in (expected, expected - old))
+    allowed = _TOLERANCE * change + 8 * float(jnp.finfo(expected.dtype).eps) * size
+    difference = float(np.abs(found.astype(np.float64) - expected.astype(np.float64)).max(initial=0))
+    if not difference <= allowed:
+        raise UnsupportedError(
+            f"what was traced of its update changes `{name}` by {difference:.3g} more than the update itself, "
+            f"which changes it by {change:.3g}",
+            hint="it may keep state of its own in Python, beside what `init` returns",
+        )
