@@ -11,14 +11,13 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from onward.convert.problems import Problems
+from onward.convert.problems import Parts, Problems
 from onward.convert.run import Run, assemble, disassemble
-from onward.convert.torch.capture import captured, into_training
+from onward.convert.torch.capture import captured, into_training, unwrapped
 from onward.convert.torch.clipping import Clip, clip_of
-from onward.convert.torch.exact.losses import OwnLoss
-from onward.convert.torch.losses import make_loss, read_loss
 from onward.convert.torch.module import OnnxModule, to_module
 from onward.convert.torch.native import NativeRun, probe_native
+from onward.convert.torch.objective import make_objective, read_objective, summands
 from onward.convert.torch.optimizers import make_optimizer, read_optimizer
 from onward.convert.torch.schedules import make_scheduler, read_scheduler
 from onward.convert.torch.tags import COUNTER, GROUP, STEP
@@ -49,6 +48,7 @@ def from_torch(
     loss: Any,
     optimizer: Optimizer,
     scheduler: LRScheduler | None = None,
+    example_targets: Any = None,
     clip: float | Mapping[str, float] | None = None,
     steps_per_epoch: int = 1,
     step: int | None = None,
@@ -59,7 +59,10 @@ def from_torch(
 
     - `example_inputs`: what the module takes: a tensor, a sequence of arguments, or a mapping by their names
     - `loss`: of torch.nn or torch.nn.functional, such as `nn.CrossEntropyLoss()`; a mapping of output -> loss where the
-      module has several outputs; or the name of the output that is the loss
+      module has several outputs; or the name of the output that is the loss. Losses are added up: in place of one there
+      may be a list of several, or a pair `(0.5, loss)`
+    - `example_targets`: what the loss takes beside an output: a tensor, or a tuple of several; in a mapping or list, as
+      the losses are. To a cross entropy, floats are class probabilities; without an example it takes classes
     - `scheduler`, `steps_per_epoch`: how many updates there are between two of its steps
     - `step`: the updates made so far, for an optimizer that does not count them (SGD) in the middle of an epoch;
       without it, its scheduler has just stepped
@@ -67,17 +70,15 @@ def from_torch(
     - `dynamic_shapes`: argument -> axis -> name, for axes of any size; without it, the first axis of all tensors
     - `probe`: make three steps on both sides with the example, and compare
     """
+    module = unwrapped(module)
+    terms = summands(loss, example_targets)
     clip = clip_of(optimizer, clip)
     if isinstance(module, OnnxModule):
         example_inputs = module.named(example_inputs)
-    native = NativeRun(*copy.deepcopy((module, optimizer, scheduler)), loss, clip, steps_per_epoch)
+    native = NativeRun(*copy.deepcopy((module, optimizer, scheduler)), loss, terms, clip, steps_per_epoch)
     into_training(native.module)
     _freeze_others(native)
-    if isinstance(module, OnnxModule):
-        model = native.module.to_model()
-    else:
-        model = captured(native.module, example_inputs, dynamic_shapes)
-    run = _read(native, model, step)
+    run = _read(native, example_inputs, dynamic_shapes, step)
     if probe:
         probe_native(native, run, example_inputs)
     return assemble(run)
@@ -97,9 +98,20 @@ def _freeze_others(native: NativeRun) -> None:
             parameter.requires_grad_(False)
 
 
-def _read(native: NativeRun, model: Model, given: int | None) -> Run:
-    loss = _read_loss(native.loss)
+def _read(native: NativeRun, example_inputs: Any, dynamic_shapes: Mapping[str, Any] | None, given: int | None) -> Run:
+    parts, schedule = Parts(), None
+    with parts.reading():
+        model = _model(native.module, example_inputs, dynamic_shapes)
+    with parts.reading():
+        loss = read_objective(native.loss, native.summands)
+    with parts.reading():
+        schedule = read_scheduler(native.scheduler, native.every) if native.scheduler is not None else None
     named = dict(native.module.named_parameters())
+    if parts.errors:
+        with parts.reading():  # what else there is to say, of all parameters that had updates
+            begun = {id(p): name for name, p in named.items() if p in native.optimizer.state}
+            read_optimizer(native.optimizer, begun or {id(p): name for name, p in named.items()}, schedule)
+        parts.refuse()
     edges = gradient_edges(objective.predictions(model, objective.terms(loss)))
     trained = {
         id(parameter): name
@@ -108,7 +120,6 @@ def _read(native: NativeRun, model: Model, given: int | None) -> Run:
     }
     if not trained:
         raise UnsupportedError("no parameter of the optimizer has an effect on the loss", hint="check which loss it is")
-    schedule = read_scheduler(native.scheduler, native.every) if native.scheduler is not None else None
     groups, state, found = read_optimizer(native.optimizer, trained, schedule)
     step = _step(native, found, given)
     _tag(model, native.optimizer, {id(p): name for name, p in named.items() if id(p) not in trained}, step)
@@ -124,6 +135,10 @@ def _read(native: NativeRun, model: Model, given: int | None) -> Run:
     )
 
 
+def _model(module: nn.Module, example_inputs: Any, dynamic_shapes: Mapping[str, Any] | None) -> Model:
+    return module.to_model() if isinstance(module, OnnxModule) else captured(module, example_inputs, dynamic_shapes)
+
+
 def _step(native: NativeRun, found: int, given: int | None) -> int:
     """The updates that the user says there were, if that is what optimizer and scheduler say, too."""
     if given is None:
@@ -136,14 +151,6 @@ def _step(native: NativeRun, found: int, given: int | None) -> int:
             hint="leave `step` out, or correct `steps_per_epoch`",
         )
     return given
-
-
-def _read_loss(loss: Any) -> Any:
-    if isinstance(loss, str):
-        return f"value:{loss}"
-    if isinstance(loss, Mapping):
-        return {output: read_loss(term) for output, term in loss.items()}
-    return read_loss(loss)
 
 
 def _tag(model: Model, optimizer: Optimizer, idle: Mapping[int, str], step: int) -> None:
@@ -193,7 +200,7 @@ def _carried(run: Run) -> Carried:
     _add_idle(optimizer, run, parameters)
     if run.clip is not None:
         optimizer.register_step_pre_hook(Clip(run.clip))
-    return Carried(module.train(), optimizer, scheduler, _made_loss(run.loss))
+    return Carried(module.train(), optimizer, scheduler, make_objective(run.loss))
 
 
 def _check(run: Run) -> None:
@@ -225,10 +232,3 @@ def _add_idle(optimizer: Optimizer, run: Run, parameters: Mapping[str, nn.Parame
             params = optimizer.param_groups[min(int(at), len(optimizer.param_groups) - 1)]["params"]
             params.append(parameter)
             params.sort(key=lambda other: order[id(other)])
-
-
-def _made_loss(loss: Any) -> nn.Module:
-    terms = objective.terms(loss)
-    if len(terms) == 1 and terms[0].spec.name == "value":
-        return OwnLoss(terms[0].output or "")
-    return make_loss(loss)

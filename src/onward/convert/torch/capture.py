@@ -15,6 +15,7 @@ import onnx_ir as ir
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from onward.convert.problems import Problems
 from onward.convert.torch.arguments import Flat, held_by
@@ -49,8 +50,17 @@ def captured(module: nn.Module, example_inputs: Any, dynamic_shapes: Mapping[str
     return model
 
 
+def unwrapped(module: nn.Module) -> nn.Module:
+    """The module inside of what `torch.compile` and data parallelism make of one."""
+    while isinstance(module, DataParallel | DistributedDataParallel) or hasattr(module, "_orig_mod"):
+        module = module._orig_mod if hasattr(module, "_orig_mod") else module.module
+    return module
+
+
 def into_training(module: nn.Module) -> None:
     """Put a module, in place, into the mode that it is captured in."""
+    for layer in module.modules():
+        layer._compiled_call_impl = None  # of `module.compile()`
     if not module.training:
         module.train()
     if getattr(getattr(module, "config", None), "use_cache", False):

@@ -5,11 +5,10 @@ from __future__ import annotations
 import copy
 import dataclasses
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import onnx_ir as ir
 import torch
 from torch import nn
 from torch.optim import Optimizer
@@ -21,6 +20,8 @@ from onward.convert.torch.arguments import Flat
 from onward.convert.torch.chance import NothingDropped
 from onward.convert.torch.clipping import clip_gradients
 from onward.convert.torch.module import OnnxModule
+from onward.convert.torch.objective import Summand
+from onward.convert.torch.targets import drawn_targets
 from onward.inspect import describe
 from onward.inspect.parts import LossTerm
 from onward.model import Model
@@ -40,6 +41,8 @@ class NativeRun:
     optimizer: Optimizer
     scheduler: LRScheduler | None
     loss: Any
+    summands: Sequence[Summand]
+    """Of the loss, unless the module computes it."""
     clip: Mapping[str, Any] | None
     every: int
     """Updates between two steps of the scheduler."""
@@ -48,12 +51,10 @@ class NativeRun:
 def probe_native(native: NativeRun, run: Run, example_inputs: Any) -> None:
     """Compare a run with its training model. The run makes the steps: it must be the caller's own.
 
-    Targets are made up. Losses that take more than these are not compared.
+    Targets are made up where there are none.
     """
     model = assemble(dataclasses.replace(run, model=without_dropout(run.model)))
     terms = describe(model).steps[0].loss.terms
-    if any(len(term.inputs) > 1 for term in terms):
-        return
     _turn_dropout_off(native.module)
     prober = _Prober(native, run.step, Flat(native.module, example_inputs), terms)
     with torch.random.fork_rng(), NothingDropped(), warnings.catch_warnings():
@@ -76,24 +77,28 @@ class _Prober:
         self._made = made
         """Updates so far."""
         self._forward = forward
+        self._forward.inputs = {name: _varied(tensor) for name, tensor in forward.inputs.items()}
         self._terms = terms
         self._noisy: dict[str, np.ndarray] = {}
 
     def batch(self, model: Model) -> Arrays:
-        """The example, and random targets that go with it."""
+        """The example, and its targets or random ones that go with it."""
         inputs = self._forward.inputs
         with torch.no_grad():
             outputs = self._outputs(copy.deepcopy(self._forward))
         sizes = _sizes(model, {**inputs, **outputs})
         rng = np.random.default_rng(0)
-        targets = {value.name: value for value in model.step().algorithm.inputs}
+        targets = {value.name or "": value for value in model.step().algorithm.inputs}
         made = {name: to_array(tensor) for name, tensor in inputs.items()}
-        for term in self._terms:
-            for name in term.inputs:
-                prediction = outputs[term.output]
-                classes = prediction.shape[term.options.get("axis", 1)] if prediction.ndim > 1 else 2
-                made[name] = _drawn(rng, targets[name], sizes, classes)
+        for term, summand in self._summands():
+            if summand.targets:
+                made |= {name: to_array(x) for name, x in zip(term.inputs, summand.targets, strict=True)}
+            else:
+                made |= drawn_targets(rng, term, outputs[term.output], targets, sizes)
         return made
+
+    def _summands(self) -> Iterator[tuple[LossTerm, Summand]]:
+        return zip(self._terms, self._native.summands, strict=True) if self._native.summands else iter(())
 
     def _outputs(self, forward: Flat) -> dict[str, torch.Tensor]:
         """By their names in the model; one that was made from a model returns a single output without its name."""
@@ -117,13 +122,13 @@ class _Prober:
 
     def _loss(self, batch: Arrays) -> torch.Tensor:
         outputs = self._outputs(self._forward)
-        loss, total = self._native.loss, torch.zeros(())
-        for term in self._terms:
-            if isinstance(loss, str):
-                return outputs[loss]
-            compute = loss[term.output] if isinstance(loss, Mapping) else loss
-            device = outputs[term.output].device
-            total = total + compute(outputs[term.output], from_array(batch[term.inputs[0]]).to(device))
+        if not self._native.summands:
+            return outputs[self._terms[0].output]
+        total = torch.zeros(())
+        for term, summand in self._summands():
+            prediction = outputs[term.output]
+            targets = [from_array(batch[name]).to(prediction.device) for name in term.inputs]
+            total = total + summand.value(prediction, targets)
         return total
 
     def _find_noise(self) -> None:
@@ -144,12 +149,11 @@ class _Prober:
         return {name: np.ma.masked_array(array, self._noisy.get(name, False)) for name, array in arrays.items()}
 
 
-def _drawn(rng: np.random.Generator, target: ir.Value, sizes: Mapping[str, int], classes: int) -> np.ndarray:
-    """Classes, or numbers from 0 to 1, which are probabilities if need be."""
-    assert target.shape is not None and target.dtype is not None
-    shape = [size if isinstance(size, int) else sizes.get(str(size), 1) for size in target.shape]
-    drawn = rng.random(shape) if target.dtype.is_floating_point() else rng.integers(0, classes, shape)
-    return drawn.astype(target.dtype.numpy())
+def _varied(tensor: torch.Tensor) -> torch.Tensor:
+    """An example that is the same everywhere tells little, and leaves nothing but rounding errors of a BatchNorm."""
+    if tensor.is_floating_point() and tensor.numel() > 1 and bool((tensor == tensor.flatten()[0]).all()):
+        return torch.rand_like(tensor)
+    return tensor
 
 
 def _sizes(model: Model, tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
