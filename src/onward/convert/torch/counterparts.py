@@ -126,8 +126,6 @@ _ANOTHER = "use an optimizer of one gradient for each update, such as AdamW"
 
 REFUSED: dict[type[Optimizer], tuple[str, str]] = {
     optim.LBFGS: ("LBFGS evaluates the model several times for each step", _ANOTHER),
-    optim.ASGD: ("a training model has no averaged gradient descent", "use SGD, and an average of the weights (`ema`)"),
-    optim.Rprop: ("a training model has no step sizes of single elements", "use RMSprop"),
     optim.SparseAdam: ("a training model has no sparse gradients", "use Adam, and `sparse=False` in embeddings"),
     optim.Muon: (
         "PyTorch's Muon orthogonalises in bfloat16, a training model in the type of the parameter",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -17,7 +18,9 @@ from onward.convert.torch.clipping import Clip
 from onward.convert.torch.counterparts import FROM_TORCH, REFUSED, counterpart
 from onward.convert.torch.exact.optimizer import ExactOptimizer, Together
 from onward.convert.torch.schedules import ReadSchedule
-from onward.recipe.optimizers import ConfiguredOptimizer, optimizer
+from onward.convert.torch.traced.groups import traced
+from onward.convert.torch.traced.optimizer import GraphOptimizer
+from onward.recipe.optimizers import ConfiguredOptimizer, FunctionOptimizer, optimizer
 from onward.recipe.optimizers.updates import SCALAR_SLOTS
 from onward.recipe.spec import Spec
 
@@ -46,11 +49,16 @@ def read_optimizer(
     if any(_other_hooks(part) for part in {optimizer, *parts}):
         problems.add("it has hooks, which could do anything", "remove the hooks")
     problems.refuse()
-    settings = [(part, group) for part in parts for group in part.param_groups]
-    rates = schedule.base_rates if schedule else [float(group["lr"]) for _, group in settings]
+    settings = [group for part in parts for group in part.param_groups]
+    rates = iter(schedule.base_rates if schedule else [float(group["lr"]) for group in settings])
     reading = _Reading(names, problems)
-    for (part, group), rate in zip(settings, rates, strict=True):
-        reading.add(part, group, rate)
+    for part in parts:
+        of_part = [next(rates) for _ in part.param_groups]
+        if type(part) in FROM_TORCH:
+            for group, rate in zip(part.param_groups, of_part, strict=True):
+                reading.add(part, group, rate)
+        else:
+            reading.add_function(part, of_part)
     step = reading.step(schedule)
     problems.refuse()
     return reading.groups, reading.slots, step
@@ -67,8 +75,6 @@ def _check_class(part: Optimizer, problems: Problems) -> None:
     kind = type(part)
     if kind in REFUSED:
         problems.add(*REFUSED[kind])
-    elif kind not in FROM_TORCH:
-        problems.add(f"what a step of the class `{kind.__qualname__}` computes is not known", "use one of torch.optim")
 
 
 def _other_hooks(part: Optimizer) -> bool:
@@ -101,6 +107,20 @@ class _Reading:
             self._read(name, part, dict(part.state.get(parameter, {})), minds)
         if chosen:
             self.groups.append(Group(spec, list(chosen)))
+
+    def add_function(self, part: Optimizer, rates: Sequence[float]) -> None:
+        """An optimizer of a class that is not in the table: a step is traced, unless it is a graph already."""
+        for settings in part.param_groups:
+            for parameter in settings["params"]:
+                self._check(parameter, part)
+        self._problems.refuse()
+        if isinstance(part, GraphOptimizer):
+            function = part.function(self._names, rates[0])
+            groups, step = [Group(function, function.parameters)], int(part.param_groups[0]["t"])
+        else:
+            groups, step = traced(part, self._names, rates)
+        self.groups += groups
+        self._most = max(self._most, step)
 
     def _check(self, parameter: Parameter, part: Optimizer) -> None:
         name = self._names.get(id(parameter))
@@ -212,20 +232,28 @@ def _listed(names: Sequence[str], most: int = 5) -> str:
 def make_optimizer(run: Run, parameters: Mapping[str, Parameter]) -> Optimizer:
     """The optimizer that goes on where a run is: PyTorch's own where that computes the same, else an exact one."""
     _check_run(run)
-    configured = [_configured(group.optimizer) for group in run.groups]
-    by_class: dict[type[Optimizer], list[int]] = {}
-    for i, one in enumerate(configured):
-        by_class.setdefault(counterpart(one), []).append(i)
-    made = []
-    for kind, indices in by_class.items():
-        groups = [
-            {"params": [parameters[name] for name in run.groups[i].parameters], **_arguments(kind, configured[i])}
-            for i in indices
-        ]
-        made.append(kind(groups, **_arguments(kind, configured[indices[0]])))
-    for part in made:
+    by_class: dict[type[Optimizer], list[Group]] = {}
+    made: list[Optimizer] = []
+    for i, group in enumerate(run.groups):
+        if isinstance(group.optimizer, FunctionOptimizer):
+            made.append(GraphOptimizer(_at_present(group.optimizer, run, f"group{i}"), parameters, run.step))
+        else:
+            by_class.setdefault(counterpart(_configured(group.optimizer)), []).append(group)
+    for kind, groups in by_class.items():
+        settings = [_arguments(kind, _configured(group.spec)) for group in groups]
+        chosen = [[parameters[name] for name in group.parameters] for group in groups]
+        part = kind([{"params": own, **of} for own, of in zip(chosen, settings, strict=True)], **settings[0])
         _fill(part, run, {id(parameter): name for name, parameter in parameters.items()})
+        made.append(part)
     return made[0] if len(made) == 1 else Together(made)
+
+
+def _at_present(function: FunctionOptimizer, run: Run, group: str) -> FunctionOptimizer:
+    """A function whose state begins as it is in a run now."""
+    names = [value.name or "" for value in function.state]
+    held = {name: run.state.get(name if function.owner_of(name) else f"{group}/{name}") for name in names}
+    present = {name: array for name, array in held.items() if array is not None}
+    return dataclasses.replace(function, initial={**function.initial, **present})
 
 
 def _check_run(run: Run) -> None:

@@ -99,6 +99,20 @@ class FunctionOptimizer:
         """The parameter that a state belongs to; None where that is the whole group."""
         return max((name for name in self.parameters if state.startswith(f"{name}/")), key=len, default=None)
 
+    def renamed(self, parameters: Mapping[str, str]) -> FunctionOptimizer:
+        """The same for parameters that are called otherwise."""
+        names = {name: parameters.get(name, name) for name in self.parameters}
+        names |= {gradient_of(name): gradient_of(new) for name, new in names.items()}
+        for value in self.state:
+            state = value.name or ""
+            owner = self.owner_of(state)
+            names[state] = state if owner is None else f"{names[owner]}/{state.removeprefix(f'{owner}/')}"
+        update = self.update.copy()
+        for value in update.graph.inputs:
+            value.name = names.get(value.name or "", value.name)
+        initial = {names[name]: array for name, array in self.initial.items()}
+        return dataclasses.replace(self, update=update, initial=initial)
+
     def define(self, functions: dict[ir.OperatorIdentifier, ir.Function], opset: int) -> ir.Function:
         """Add the graph to the functions of a model, under a name that is not taken, with those that it calls."""
         update = convert_opset(self.update, opset)
