@@ -18,6 +18,7 @@ from onward.convert.torch.module import OnnxModule
 from onward.convert.torch.source.borrowed import borrowed
 from onward.convert.torch.source.layout import wrapped
 from onward.convert.torch.source.model import ModelSource, model_source
+from onward.convert.torch.source.passes import shortened
 from onward.convert.torch.source.program import LIVE
 from onward.convert.torch.source.statements import argument_names
 from onward.convert.torch.source.tracing import Program, traced
@@ -68,7 +69,7 @@ def written(
 
 def _model(module: OnnxModule) -> tuple[Program, ModelSource]:
     """The class of a module, if it is the same for all sizes."""
-    programs = [traced(module, size) for size in _SIZES]
+    programs = [shortened(traced(module, size)) for size in _SIZES]
     sources = [model_source(module, program) for program in programs]
     if sources[0].text != sources[1].text:
         raise UnsupportedError(

@@ -10,15 +10,11 @@ import sympy  # type: ignore[import-untyped]
 import torch
 from torch.utils._sympy.printers import PythonPrinter
 
-from onward.convert.torch.source.program import LIVE, Step, Value
+from onward.convert.torch.source.program import LIVE, TRAINING, Step, Value, WhileTraining, defaults_of
 from onward.errors import UnsupportedError
 
 ATOM, POWER, UNARY, PRODUCT, SUM, BITS, COMPARISON, WIDE = 0, 1, 2, 3, 4, 5, 6, 7
 """How loosely the parts of an expression hold together."""
-
-
-TRAINING = object()
-"""An argument that is whether the module is in training."""
 
 
 class Expression(NamedTuple):
@@ -76,7 +72,7 @@ class Printer:
     def step(self, step: Step) -> Expression:
         method = step.function.removeprefix(_TENSOR)
         if method == step.function:
-            return self._call(_shortened(step.function), step.arguments, step.named, step.defaults)
+            return self._call(_shortened(step.function), step.arguments, step.named, defaults_of(step.call))
         first, *rest = step.arguments
         if method.endswith(".__get__"):
             return self._after(first, f".{method.removesuffix('.__get__')}")
@@ -91,7 +87,9 @@ class Printer:
             return self._after(first, f"[{', '.join([*[':'] * rest[0], self.value(rest[1]).text])}]")
         if method in _SPREAD and len(rest) == 1 and isinstance(rest[0], list | tuple):
             rest = list(rest[0])
-        called = self._call(method, rest, step.named, step.defaults)
+        if method == "permute" and len(moved := [i for i, axis in enumerate(rest) if axis != i]) == 2:
+            method, rest = "transpose", moved
+        called = self._call(method, rest, step.named, defaults_of(step.call))
         return self._after(first, f".{called.text}", called.depth)
 
     def _after(self, first: Value, text: str, depth: int = 1) -> Expression:
@@ -129,6 +127,8 @@ class Printer:
             return self._name(given)
         if isinstance(given, torch.SymInt | torch.SymFloat):
             return self._formula(given.node.expr)
+        if isinstance(given, WhileTraining):
+            return Expression(f"{number(given.value)} if self.training else 0.0", WIDE)
         if isinstance(given, list | tuple):
             parts = [self.value(item) for item in given]
             inside = ", ".join(part.text for part in parts)

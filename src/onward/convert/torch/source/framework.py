@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from torch.nn import functional as F
 
 from onward.convert.torch.live import Live, share_of_batch
+from onward.convert.torch.source import recurrent
 from onward.convert.torch.source.program import Recorder, Value
 from onward.convert.torch.source.sizes import array_of, is_open
 from onward.errors import UnsupportedError
@@ -33,6 +35,7 @@ class Writing(Live):
             "Range": lambda start, limit, delta: torch.arange(*(x.item() for x in (start, limit, delta))),
             "ConstantOfShape": _full,
             "Reshape": _reshape,
+            "Slice": functools.partial(_slice, self.operators["Slice"]),
             "Gather": self._gather,
             "MatMul": self._matmul,
             "Gemm": self._gemm,
@@ -40,6 +43,7 @@ class Writing(Live):
             "Conv": self._conv,
             "Dropout": self._dropout,
             "BatchNormalization": self._batch_norm,
+            **recurrent.rows(recorder),
         }
         rest = {name: function for name, function in self.operators.items() if name not in own}
         self.operators = type(self.operators)({**rest, **own})
@@ -160,3 +164,34 @@ def _reshape(x: torch.Tensor, shape: np.ndarray, *, allowzero: int) -> torch.Ten
     if len(sizes) == 2 and x.ndim > 2 and isinstance(sizes[1], int) and sizes[1] == math.prod(x.shape[1:]):
         return x.flatten(1)
     return x.reshape(sizes)
+
+
+def _slice(by_numbers: Function, x: Any, starts: Any, ends: Any, axes: Any = None, steps: Any = None) -> torch.Tensor:
+    """As Python has it, also where sizes are symbols; backwards only where they are known."""
+    along = range(len(starts)) if axes is None else axes.tolist()
+    strides = [1] * len(starts) if steps is None else steps.tolist()
+    if any(stride < 0 for stride in strides):
+        return by_numbers(x, starts, ends, axes, steps)
+    at = [slice(None)] * x.ndim
+    for start, end, axis, stride in zip(starts.tolist(), ends.tolist(), along, strides, strict=True):
+        size = x.shape[axis]
+        ends_there = isinstance(end, int) and (end >= _FAR or (isinstance(size, int) and end >= size))
+        at[axis] = slice(
+            _from(start), None if ends_there or str(end) == str(size) else end, None if stride == 1 else stride
+        )
+    return x if all(place == slice(None) for place in at) else x[_without_rest(at)]
+
+
+_FAR = 2**31 - 1
+"""What is beyond any end."""
+
+
+def _from(start: Any) -> Any:
+    return None if isinstance(start, int) and (start == 0 or start <= -_FAR) else start
+
+
+def _without_rest(places: list[slice]) -> tuple[slice, ...]:
+    """Places without those at the end that choose everything."""
+    while places[-1] == slice(None):
+        places = places[:-1]
+    return tuple(places)

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from onward.convert.torch.source.expressions import number
-from onward.convert.torch.source.program import Step, Value
+from onward.convert.torch.source.program import Step, Value, values_in
+from onward.convert.torch.source.recurrent import is_zero
 
 F_ = "torch.nn.functional."
 
@@ -21,8 +22,10 @@ class Layer(NamedTuple):
     """How the layer is made."""
     state: dict[str, Value]
     """What the layer holds, in the order of its class."""
-    inputs: list[Value]
+    inputs: list[Any]
     """What is left to call it with."""
+    pattern: str = ""
+    """How its results lie in one another, if not side by side."""
 
 
 def layer_of(step: Step) -> Layer | None:
@@ -136,6 +139,26 @@ def _batch_norm(kind: Callable[[Value], str]) -> Callable[[Step], Layer]:
     return rule
 
 
+def _recurrent(step: Step) -> Layer | None:
+    """Of one layer, in one direction or two."""
+    x, first, weights, has_biases, *_, both, _ = step.arguments
+    kind = {"torch.lstm": "nn.LSTM", "torch.gru": "nn.GRU"}.get(step.function, "nn.RNN")
+    parts = ("weight_ih", "weight_hh", *(("bias_ih", "bias_hh") if has_biases else ()))
+    names = [f"{part}_l0{end}" for end in (("", "_reverse") if both else ("",)) for part in parts]
+    states = list(values_in(first))
+    made = argument_list(
+        weights[0].tensor.shape[1],
+        weights[1].tensor.shape[1],
+        nonlinearity=("relu" if step.function == "torch.rnn_relu" else "tanh", "tanh"),
+        bias=(has_biases, True),
+        bidirectional=(both, False),
+        dtype=weights[0].tensor.dtype,
+    )
+    given = [x] if all(map(is_zero, states)) else [x, first]
+    pattern = "{}, ({}, {})" if kind == "nn.LSTM" else ""
+    return Layer(f"{kind}({made})", dict(zip(names, weights, strict=True)), given, pattern)
+
+
 def _short(eps: float) -> float:
     return float(number(eps))
 
@@ -148,11 +171,10 @@ _RULES: Mapping[str, Callable[[Step], Layer | None]] = {
     f"{F_}layer_norm": _layer_norm,
     f"{F_}rms_norm": _rms_norm,
     f"{F_}group_norm": _group_norm,
+    **dict.fromkeys(("torch.lstm", "torch.gru", "torch.rnn_tanh", "torch.rnn_relu"), _recurrent),
     "nn.BatchNorm:sample": _batch_norm(lambda x: f"nn.BatchNorm{max(1, x.tensor.ndim - 2)}d"),
     "nn.BatchNorm:population": _batch_norm(lambda x: "PopulationBatchNorm"),
 }
-
-COUNTED = ("nn.BatchNorm",)
 
 
 def own_state(module: nn.Module) -> list[str]:

@@ -11,10 +11,10 @@ from torch import nn
 
 from onward.convert.torch.exact import layers as exact
 from onward.convert.torch.module import OnnxModule
-from onward.convert.torch.source.expressions import TRAINING, number
+from onward.convert.torch.source.expressions import number
 from onward.convert.torch.source.framework import one
 from onward.convert.torch.source.layers import F_, layer_of
-from onward.convert.torch.source.program import Step, Value
+from onward.convert.torch.source.program import TRAINING, Step, Value, defaults_of, without_unused
 from onward.convert.torch.source.statements import argument_names, identifier, statements
 from onward.convert.torch.source.structure import Structure
 from onward.convert.torch.source.tracing import Program
@@ -51,7 +51,8 @@ class _Class:
         self._helpers: list[Any] = []
 
     def source(self) -> ModelSource:
-        self._program.steps = [self._called(step) for step in self._program.steps]
+        steps = [self._called(step) for step in self._program.steps]
+        self._program.steps = without_unused(steps, list(self._program.outputs.values()))
         forward = list(statements(self._program, self._place))
         self._settle_constants()
         body = [
@@ -84,6 +85,7 @@ class _Class:
         if layer is not None and path is not None:
             if layer.made.startswith(exact.PopulationBatchNorm.__name__):
                 self._helpers.append(exact.PopulationBatchNorm)
+            step.pattern = layer.pattern
             return _instead(step, self._structure.access(path), layer.inputs)
         if step.function.startswith("nn.BatchNorm"):
             return self._batch_norm(step)
@@ -147,7 +149,7 @@ class _Class:
 
 
 def _instead(step: Step, function: str, arguments: list[Any]) -> Step:
-    made = Step(function, arguments, {}, step.results, step.is_tuple)
+    made = Step(function, arguments, {}, step.results, step.is_tuple, pattern=step.pattern)
     for value in step.results:
         value.step = made
     return made
@@ -159,7 +161,14 @@ def _tidied(step: Step) -> Step:
         x, kernel, *rest = step.arguments
         names = ("stride", "padding", "dilation")
         named = {**dict(zip(names, map(_one, rest), strict=False)), **{k: _one(v) for k, v in step.named.items()}}
-        usual = {"stride": _one(kernel), "padding": 0, "dilation": 1, "count_include_pad": True, **step.defaults}
+        usual = {
+            "stride": _one(kernel),
+            "padding": 0,
+            "dilation": 1,
+            "count_include_pad": True,
+            **_OFF,
+            **defaults_of(step.call),
+        }
         usual["stride"] = _one(kernel)
         step.arguments = [x, _one(kernel)]
         step.named = {key: value for key, value in named.items() if key not in usual or value != usual[key]}
@@ -170,6 +179,9 @@ def _tidied(step: Step) -> Step:
         if step.named.get("dtype") == dtype == first.tensor.dtype and dtype.is_floating_point:
             del step.named["dtype"]
     return step
+
+
+_OFF = {"ceil_mode": False, "return_indices": False}
 
 
 def _one(numbers: Any) -> Any:

@@ -5,9 +5,12 @@ Sizes that vary are symbols meanwhile, so that what is computed from them is kno
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping
-from typing import Any
+import inspect
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -47,12 +50,24 @@ class Step:
     named: dict[str, Any]
     results: list[Value] = dataclasses.field(default_factory=list)
     is_tuple: bool = False
-    defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """What its arguments are unless they are given."""
+    pattern: str = ""
+    """How the results lie in one another, if not side by side: `{}, ({}, {})`."""
+    call: Callable[..., Any] | None = None
+    """The function itself, if it is one of PyTorch's own."""
 
     def values(self) -> Iterator[Value]:
         """What it reads."""
         return values_in([self.arguments, self.named])
+
+
+TRAINING = object()
+"""An argument that is whether the module is in training."""
+
+
+class WhileTraining(NamedTuple):
+    """An argument that is zero in inference."""
+
+    value: float
 
 
 def values_in(argument: Any) -> Iterator[Value]:
@@ -63,6 +78,13 @@ def values_in(argument: Any) -> Iterator[Value]:
     elif isinstance(argument, list | tuple):
         for item in argument:
             yield from values_in(item)
+
+
+@contextlib.contextmanager
+def unrecorded() -> Iterator[None]:
+    """Compute with real numbers, also where calls are written down."""
+    with torch.utils._python_dispatch._disable_current_modes(), torch._C.DisableTorchFunction():
+        yield
 
 
 class Recorder(TorchFunctionMode):  # type: ignore[misc]
@@ -89,7 +111,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]
 
     def constant(self, array: np.ndarray) -> torch.Tensor:
         """A tensor whose elements are known."""
-        with torch.utils._python_dispatch._disable_current_modes(), torch._C.DisableTorchFunction():
+        with unrecorded():
             made = from_array(array)
         return self.add(Value(self.stand_in(made, [False] * made.ndim), array=array))
 
@@ -101,14 +123,14 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]
         if not any(isinstance(x, FakeTensor) for x in made) or isinstance(function, torch._ops.OpOverload):
             return result
         if not all(id(x) in self.known for x in made):  # else it returned what it was given
-            self.record(resolve_name(function), args, kwargs or {}, result, _defaults(function))
+            self.record(resolve_name(function), args, kwargs or {}, result, function)
         return result
 
     def record(
-        self, function: str, args: Any, named: Mapping[str, Any], result: Any, defaults: Mapping[str, Any] | None = None
+        self, function: str, args: Any, named: Mapping[str, Any], result: Any, call: Callable[..., Any] | None = None
     ) -> Any:
         """Write a call down; its result."""
-        step = Step(function, self._valued(list(args)), self._valued(dict(named)), defaults=defaults or {})
+        step = Step(function, self._valued(list(args)), self._valued(dict(named)), call=call)
         step.is_tuple = isinstance(result, tuple | list)
         step.results = [Value(x, step=step) for x in (result if step.is_tuple else [result])]
         for value in step.results:
@@ -137,16 +159,6 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]
         return argument
 
 
-def _defaults(function: Any) -> dict[str, Any]:
-    import inspect
-
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # written in C
-        return {}
-    return {p.name: p.default for p in parameters if p.default is not p.empty}
-
-
 def without_unused(steps: list[Step], outputs: list[Value]) -> list[Step]:
     """Only those steps that an output depends on."""
     needed, kept = set(outputs), []
@@ -155,3 +167,56 @@ def without_unused(steps: list[Step], outputs: list[Value]) -> list[Step]:
             needed.update(step.values())
             kept.append(step)
     return kept[::-1]
+
+
+def defaults_of(call: Callable[..., Any] | None) -> dict[str, Any]:
+    """What the arguments of a function are unless they are given."""
+    try:
+        parameters = inspect.signature(call).parameters.values() if call is not None else ()
+    except (TypeError, ValueError):  # written in C
+        return {}
+    return {p.name: p.default for p in parameters if p.default is not p.empty}
+
+
+# ---- trying it -------------------------------------------------------------------------------------------------------
+
+
+def sources(value: Value) -> set[Value]:
+    """What a value is computed from: inputs, and what the module holds."""
+    if value.step is None:
+        return set() if value.array is not None else {value}
+    return {source for operand in value.step.values() for source in sources(operand)}
+
+
+def computed(value: Value, given: Mapping[Value, torch.Tensor]) -> torch.Tensor:
+    """A value as real numbers, from others; sizes that vary are as they were when it was recorded."""
+    if value in given:
+        return given[value]
+    if value.array is not None:
+        return from_array(value.array)
+    if value.step is None or value.step.call is None:
+        raise LookupError("it is not known how this is computed")
+    arguments, named = (_real(part, given) for part in (value.step.arguments, value.step.named))
+    result = value.step.call(*arguments, **named)
+    return result[value.step.results.index(value)] if value.step.is_tuple else result
+
+
+def _real(argument: Any, given: Mapping[Value, torch.Tensor]) -> Any:
+    if isinstance(argument, Value):
+        return computed(argument, given)
+    if isinstance(argument, dict):
+        return {key: _real(item, given) for key, item in argument.items()}
+    if isinstance(argument, list | tuple):
+        return type(argument)(_real(item, given) for item in argument)
+    return hint(argument)
+
+
+def hint(size: Any) -> Any:
+    """The number that a symbol stands for while a program is recorded."""
+    return size.node.hint if isinstance(size, torch.SymInt | torch.SymFloat) else size
+
+
+def numbered(shape: Iterable[Any], start: int = 0) -> torch.Tensor:
+    """A tensor of different numbers, to see where they go."""
+    sizes = [hint(size) for size in shape]
+    return torch.arange(start, start + math.prod(sizes)).reshape(sizes)

@@ -13,7 +13,7 @@ from onward.convert.torch.source.tracing import Program
 WIDTH, DEEPEST = 88, 2
 """How long a line gets, and how many calls stand inside of one another, before a part of it gets a name."""
 
-_LETTERS = ("x", "y", "z", "u", "v", "w", "a", "b", "c", "d", "e")
+_LETTERS = ("x", "y", "z", "u", "w", "a", "b", "c", "d", "e")
 _ROLES = {"torch.nn.functional.scaled_dot_product_attention": ("q", "k", "v", "mask")}
 """What arguments of functions are usually called."""
 
@@ -87,12 +87,12 @@ class _Writer:
                 targets.append(name)
             else:
                 targets.append("_")
-        while len(targets) > 1 and targets[-1] == "_" and not step.is_tuple:
-            targets.pop()
         for value in self._operands(step):
             if self._last.get(value) == self._program.steps.index(step) and value not in step.results:
                 self._names.pop(value, None) if value not in self._program.inputs else None
-        yield f"{', '.join(targets)}{',' if step.is_tuple and len(targets) == 1 else ''} = {made.text}"
+        listed = f"{', '.join(targets)}{',' if step.is_tuple and len(targets) == 1 else ''}"
+        nested = step.pattern.format(*targets).replace("(_, _)", "_")
+        yield f"{nested or listed} = {made.text}"
 
     def _stands_inside(self, step: Step, made: Expression) -> bool:
         """Whether a call goes into the one line that reads it: if that is the next, and stays short."""

@@ -47,7 +47,9 @@ def traced(module: OnnxModule, first_size: int) -> Program:
     try:
         results = Interpreter(planned(model, framework, framework.fuses, host_table(framework)), framework)(given)
     except Error as error:
-        raise UnsupportedError(f"the module cannot be written as a program: {error}", hint=LIVE) from error
+        raise UnsupportedError(
+            f"the module cannot be written as a program: {str(error).splitlines()[0]}", hint=LIVE
+        ) from error
     outputs = {name: recorder.value(framework.place(result)) for name, result in results.items()}
     return Program(inputs, outputs, without_unused(recorder.steps, list(outputs.values())), sizes.names(inputs))
 
