@@ -37,7 +37,8 @@ _DRAW = (
     "RandomUniformLike",
 )
 _MENTIONED = (
-    "np", "jnp", "jax", "lax", "params", "state", "batch", "inputs", "constants", "at_once", "several", "known"
+    "np", "jnp", "jax", "lax", "params", "state", "batch", "inputs", "gradients", "lr", "t", "constants", "at_once",
+    "several", "known",
 )  # fmt: skip
 """What a function mentions beside its own variables."""
 

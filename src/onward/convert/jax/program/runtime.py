@@ -161,3 +161,25 @@ def clipping(clip):
         return jax.tree.unflatten(structure, clip(*leaves)), state
 
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+
+
+class ExecutedState(NamedTuple):
+    """Updates made, and what the function remembers, by name."""
+
+    count: Any
+    state: Any
+
+
+def joint(names, rule, initial, rate):
+    """An optimizer of these parameters at once: a function of all parameters, their gradients and its state."""
+
+    def init(params):
+        return ExecutedState(jnp.zeros([], jnp.int32), initial())
+
+    def update(gradients, state, params=None):
+        lr = jnp.asarray(rate(state.count) if callable(rate) else rate, np.float64)
+        new, after = rule(params, gradients, state.state, lr, jnp.asarray(state.count + 1, np.int64))
+        changes = {**gradients, **{name: new[name] - params[name] for name in names}}
+        return changes, ExecutedState(state.count + 1, after)
+
+    return optax.GradientTransformation(init, update)

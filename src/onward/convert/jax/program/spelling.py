@@ -6,14 +6,19 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 
 from onward.build import Names
 from onward.convert.jax.exact import Sizes, clip_model, rate_model, sizes_of, slots_of, update_model
+from onward.convert.jax.executed import initial_state, places_of
 from onward.convert.jax.native import transformation
-from onward.convert.jax.program.literals import call, identifier, listed, quoted, type_name
+from onward.convert.jax.program.literals import call, identifier, listed, number, pairs, quoted, type_name
 from onward.convert.jax.program.printer import Printer
 from onward.convert.run import Group, Run
+from onward.recipe.optimizers import FunctionOptimizer
+from onward.recipe.optimizers.function import COUNT, RATE, gradient_of
 from onward.recipe.spec import Spec
+from onward.transform.inline import inline
 
 _WIDTH = 96
 
@@ -71,10 +76,38 @@ class Spelling:
 
     def exact(self, group: Group, rate: Any) -> Text:
         rules = {name: self._rule(group.spec, sizes_of(self._params[name])) for name in group.parameters}
-        pairs = [f"{quoted(name)}: ({slots}, {update})" for name, (slots, update) in rules.items()]
+        entries = [f"{quoted(name)}: ({slots}, {update})" for name, (slots, update) in rules.items()]
         return Text(
-            call(self._printer.helper("transformation"), [f"{{{listed(pairs, _WIDTH)}}}", _written(rate)], _WIDTH)
+            call(self._printer.helper("transformation"), [f"{{{listed(entries, _WIDTH)}}}", _written(rate)], _WIDTH)
         )
+
+    def executed(self, function: FunctionOptimizer, group: str, rate: Any) -> Text:
+        names, places = function.parameters, places_of(function, group)
+        given = {name: f"params[{quoted(name)}]" for name in names}
+        given |= {gradient_of(name): f"gradients[{quoted(name)}]" for name in names}
+        given |= {name: f"state[{quoted(place)}]" for name, place in places.items()}
+        for value in function.inputs:
+            if value.name in (RATE, COUNT) and value.dtype is not None:
+                given[value.name] = f"{value.name}.astype({type_name(value.dtype.numpy())})"
+        model = inline(function.update)
+        results = [value.name or "" for value in model.graph.outputs]
+        lines, found = self._printer.body(model, given)
+        after = dict(zip([*names, *places.values()], (found[result] for result in results), strict=True))
+        new = pairs({name: after[name] for name in names})
+        kept = pairs({place: after[place] for place in places.values()})
+        kind = identifier(function.name)
+        arguments = ["params", "gradients", "state", "lr", "t"]
+        step = self._define(f"{kind}_update", _function(arguments, [*lines, f"return {{{new}}}, {{{kept}}}"]))
+        starts = {places[name]: self._start(name, array) for name, array in initial_state(function).items()}
+        begin = self._define(f"{kind}_state", _function([], [f"return {{{pairs(starts)}}}"]))
+        listed_names = f"[{listed([quoted(name) for name in names], _WIDTH)}]"
+        return Text(call(self._printer.helper("joint"), [listed_names, step, begin, _written(rate)], _WIDTH))
+
+    def _start(self, name: str, array: np.ndarray) -> str:
+        """An array, as it is written where it is the same number everywhere."""
+        if array.size and (array == array.flat[0]).all():
+            return f"jnp.full({array.shape}, {number(array.flat[0])}, {type_name(array.dtype)})"
+        return f"jnp.asarray({self._printer.stored(f'{name}/initial', array)})"
 
     def _rule(self, spec: Spec, sizes: Sizes) -> tuple[str, str]:
         """What a parameter of these sizes begins with, and its update."""
