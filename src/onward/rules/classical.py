@@ -110,7 +110,7 @@ def imputer(
 def feature_vectorizer(op, *inputs, inputdimensions):
     """Features side by side, each input cut or filled up to its width."""
     parts = [op.Reshape(op.Cast(x, to=FLOAT), op.Concat(op.Shape(x, end=1), [-1], axis=0)) for x in inputs]
-    wide = [op.Pad(part, [0, width], None, [1]) for part, width in zip(parts, inputdimensions, strict=True)]
+    wide = [op.Pad(part, [0, 0, 0, width]) for part, width in zip(parts, inputdimensions, strict=True)]
     return op.Concat(*(op.Slice(w, [0], [n], [1]) for w, n in zip(wide, inputdimensions, strict=True)), axis=1)
 
 

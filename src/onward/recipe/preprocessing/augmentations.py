@@ -72,7 +72,8 @@ def crop(chance: Chance, padding: int) -> Expr:
     chance.check("crop")
     _check("padding", padding, isinstance(padding, int) and padding is not True and padding > 0, "a number of pixels")
     op, axes = chance.op, chance.form.axes
-    padded = op.Pad(chance.x, [padding] * 4, None, list(axes))
+    around = [padding if axis in axes else 0 for axis in range(4)]
+    padded = op.Pad(chance.x, around * 2)  # all axes: with some, ONNX Runtime 1.31 fails between Transposes
     offsets = [op.Cast(op.Floor(u * (2 * padding + 1)), to=ir.DataType.INT64) for u in chance.per_sample(2)]
     shape, wide = op.Shape(chance.x), op.Shape(padded)
     last = max(axes) + 1  # behind it are the channels, if anything: they are moved together

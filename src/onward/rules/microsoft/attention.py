@@ -165,7 +165,7 @@ def _inserted(op, past, new, before, total):
     """Earlier keys or values with the new ones in their places, from `before` on, in each sequence."""
     have, count = op.Shape(past, start=2, end=3), op.Shape(new, start=2, end=3)
     length = op.Max(have, total)
-    padded = op.Pad(past, op.Concat([0], length - have, axis=0), None, [2])
+    padded = op.Pad(past, op.Concat([0] * 6, length - have, [0], axis=0))
     place = counted(op, length) - before
     inside = op.And(place >= 0, place < count)
     source = op.Unsqueeze(op.Min(op.Max(place, 0), count - 1), [1, 3])
