@@ -92,6 +92,14 @@ def test_simplification_keeps_the_values(body, shape, left):
     assert len(model.graph) == left
 
 
+def test_what_only_a_dropped_branch_reads_is_dropped_with_it():
+    branch = "() => (float[3] b) { b = Neg (a) }"
+    body = f"a = Exp (x)  c = If (flag) <then_branch = one {branch}, else_branch = two {branch}>  y = Relu (x)"
+    model = onward.read(parsed(body, "float[3] x, bool flag", "float[3] y")).copy()
+    remove_unused(model.graph)
+    assert [node.op_type for node in model.graph] == ["Relu"]
+
+
 def test_shape_arithmetic_is_followed_unless_it_explodes():
     """Exporters compute shapes in the graph; where they can be followed, broadcasting is known beforehand."""
     arithmetic = "n = Shape <start = 0, end = 1> (x)  k = Constant <value_ints = [12]> ()  s = Concat <axis = 0> (n, k)"

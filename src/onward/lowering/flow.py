@@ -13,6 +13,7 @@ from onward.model import Model, Step
 from onward.model.core import is_gradient, string, strings, values
 from onward.model.state import State
 from onward.model.walk import ancestors, descendants
+from onward.transform.unused import remove
 
 
 class Flow:
@@ -136,4 +137,4 @@ def keep_what_is_needed(graph: ir.Graph) -> None:
                 differentiated.add(string(node, "y"))
                 differentiated.update(strings(node, "xs"))
         else:
-            graph.remove(node, safe=True)
+            remove(graph, [node])

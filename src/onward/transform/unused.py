@@ -2,15 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import onnx_ir as ir
+
+from onward.model.walk import nested_graphs
 
 
 def remove_unused(graph: ir.Graph) -> ir.Graph:
     """Drop the nodes whose results nothing reads, in place; the graph."""
-    unused: set[ir.Node] = set()
+    unused: list[ir.Node] = []
+    dead: set[ir.Node] = set()
     for node in reversed(graph):
-        if not any(output.is_graph_output() or not unused.issuperset(output.consumers()) for output in node.outputs):
-            unused.add(node)
+        if not any(output.is_graph_output() or not dead.issuperset(output.consumers()) for output in node.outputs):
+            unused.append(node)
+            dead.update([node], _nested(node))
     if unused:
-        graph.remove(unused, safe=True)  # all at once: each call looks at all outputs of the graph
+        remove(graph, unused)  # all at once: each removal looks at all outputs of the graph
     return graph
+
+
+def remove(graph: ir.Graph, nodes: Collection[ir.Node]) -> None:
+    """Drop nodes that nothing else reads. What is nested in them does not read anything any more, either."""
+    for node in nodes:
+        for inner in _nested(node):
+            for i in range(len(inner.inputs)):
+                inner.replace_input_with(i, None)
+    graph.remove(nodes, safe=True)
+
+
+def _nested(node: ir.Node) -> list[ir.Node]:
+    return [inner for graph in nested_graphs(node) for inner in graph.all_nodes()]
