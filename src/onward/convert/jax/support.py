@@ -67,8 +67,7 @@ READ = {
     "adadelta": "`adadelta`",
     "rmsprop": "`rmsprop`; of PyTorch with `eps_in_sqrt=False`",
     "adafactor": "`adafactor`, but for `multiply_by_parameter_scale=False` and `momentum`",
-    "adamaxw": "refused: decoupled weight decay of Adamax is in no recipe",
-    "adabelief, adan, fromage, lars, novograd, rprop, sign_sgd, sm3, yogi": "refused: no recipe has them",
-    "lbfgs, noisy_sgd, polyak_sgd": "refused: they need more than gradients",
+    "adabelief, adamaxw, adan, fromage, lars, noisy_sgd, novograd, rprop, sign_sgd, sm3, yogi": "traced",
+    "lbfgs, polyak_sgd": "refused: they need more than gradients",
 }
 """Functions of optax, and what they are read as."""
