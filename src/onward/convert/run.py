@@ -84,6 +84,8 @@ class Run:
 
 def assemble(run: Run) -> Model:
     """The training model that goes on where a run is."""
+    if not run.parameters:
+        raise nothing_learns()
     model = prepare(
         run.model,
         loss=run.loss,
@@ -99,6 +101,12 @@ def assemble(run: Run) -> Model:
         model.set(name, array)
     model.set(STEP, np.int64(run.step))
     return model
+
+
+def nothing_learns() -> UnsupportedError:
+    return UnsupportedError(
+        "no parameter of the optimizer has an effect on the loss", hint="check which loss it is, and what is frozen"
+    )
 
 
 def _given(group: Group) -> dict[str, Any]:

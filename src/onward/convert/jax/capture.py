@@ -14,12 +14,14 @@ import optax
 
 from onward.build import Builder, Names
 from onward.convert.jax.closures import Tree, named_leaves
+from onward.convert.jax.examples import check_function, check_optimizer
 from onward.convert.jax.jaxpr import export
 from onward.convert.jax.optimizers import Optimization, read_optimizer
 from onward.convert.jax.traced import trace_optimizer
 from onward.convert.jax.trial import try_updates
 from onward.convert.probe import probe as compare_steps
 from onward.convert.probe import without_dropout
+from onward.convert.problems import Parts
 from onward.convert.run import Group, Run, assemble
 from onward.errors import MismatchError, UnsupportedError
 from onward.model import Model
@@ -60,9 +62,20 @@ def from_jax(
     """
     captured = _Captured(function, params, statistics, batch)
     weights = captured.weights
+    parts = Parts()
+    with parts.reading():
+        check_function(captured, weights, statistics, batch)
+    with parts.reading():
+        check_optimizer(optimizer, opt_state, weights)
+    parts.refuse()
     state = optimizer.init(weights) if opt_state is None else opt_state
-    model = captured.model(["loss", *captured.new_statistics()] if loss is None else None)
-    found, is_traced = _updates(optimizer, state, weights, model)
+    idle: set[str] = set()
+    with parts.reading():
+        model = captured.model(["loss", *captured.new_statistics()] if loss is None else None)
+        idle = _idle(model)
+    with parts.reading():
+        found, is_traced = _updates(optimizer, state, weights, idle)
+    parts.refuse()
     run = Run(
         model=model,
         loss="value:loss" if loss is None else loss,
@@ -86,10 +99,14 @@ def from_jax(
     return training
 
 
-def _updates(tx: optax.GradientTransformation, state: Any, weights: Tree, model: Model) -> tuple[Optimization, bool]:
-    """The optimizer in the words of a recipe, or else its update as a function; and whether it is that."""
+def _idle(model: Model) -> set[str]:
+    """Parameters that no result depends on."""
     _, reached = ancestors(model.outputs)
-    idle = {name for name, value in model.graph.initializers.items() if value not in reached}
+    return {name for name, value in model.graph.initializers.items() if value not in reached}
+
+
+def _updates(tx: optax.GradientTransformation, state: Any, weights: Tree, idle: set[str]) -> tuple[Optimization, bool]:
+    """The optimizer in the words of a recipe, or else its update as a function; and whether it is that."""
     try:
         found = read_optimizer(tx, state, weights)
     except UnsupportedError as unread:

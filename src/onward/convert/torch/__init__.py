@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from onward.convert.problems import Parts, Problems
-from onward.convert.run import Run, assemble, disassemble
-from onward.convert.torch.capture import captured, into_training, unwrapped
+from onward.convert.run import Run, assemble, disassemble, nothing_learns
+from onward.convert.torch.capture import captured, check_copyable, into_training, unwrapped
 from onward.convert.torch.clipping import Clip, clip_of
 from onward.convert.torch.module import OnnxModule, to_module
 from onward.convert.torch.native import NativeRun, probe_native
@@ -21,6 +21,7 @@ from onward.convert.torch.objective import make_objective, read_objective, summa
 from onward.convert.torch.optimizers import make_optimizer, read_optimizer
 from onward.convert.torch.schedules import make_scheduler, read_scheduler
 from onward.convert.torch.tags import COUNTER, GROUP, STEP
+from onward.convert.torch.traced.held import copied
 from onward.errors import UnsupportedError
 from onward.model import Model, Source, read
 from onward.recipe import objective
@@ -71,11 +72,14 @@ def from_torch(
     - `probe`: make three steps on both sides with the example, and compare
     """
     module = unwrapped(module)
+    check_copyable(module)
     terms = summands(loss, example_targets)
     clip = clip_of(optimizer, clip)
     if isinstance(module, OnnxModule):
         example_inputs = module.named(example_inputs)
-    native = NativeRun(*copy.deepcopy((module, optimizer, scheduler)), loss, terms, clip, steps_per_epoch)
+    memo: dict[int, Any] = {}
+    twins = (copy.deepcopy(module, memo), copied(optimizer, memo), copy.deepcopy(scheduler, memo))
+    native = NativeRun(*twins, loss, terms, clip, steps_per_epoch)
     into_training(native.module)
     _freeze_others(native)
     run = _read(native, example_inputs, dynamic_shapes, step)
@@ -119,7 +123,7 @@ def _read(native: NativeRun, example_inputs: Any, dynamic_shapes: Mapping[str, A
         if parameter.requires_grad and model.graph.initializers[name] in edges
     }
     if not trained:
-        raise UnsupportedError("no parameter of the optimizer has an effect on the loss", hint="check which loss it is")
+        raise nothing_learns()
     groups, state, found = read_optimizer(native.optimizer, trained, schedule)
     step = _step(native, found, given)
     _tag(model, native.optimizer, {id(p): name for name, p in named.items() if id(p) not in trained}, step)

@@ -57,6 +57,19 @@ def unwrapped(module: nn.Module) -> nn.Module:
     return module
 
 
+def check_copyable(module: nn.Module) -> None:
+    """Refuse modules that keep results of computations, of which PyTorch makes no copies."""
+    problems = Problems("the module")
+    for prefix, layer in module.named_modules():
+        for name, kept in vars(layer).items():
+            if isinstance(kept, torch.Tensor) and kept.grad_fn is not None:
+                problems.add(
+                    f"it keeps `{f'{prefix}.{name}' if prefix else name}`, which is computed from other tensors",
+                    "keep it detached; in place of `torch.nn.utils.weight_norm` use that of `parametrizations`",
+                )
+    problems.refuse()
+
+
 def into_training(module: nn.Module) -> None:
     """Put a module, in place, into the mode that it is captured in."""
     for layer in module.modules():

@@ -1,41 +1,15 @@
-"""Chance in a forward pass: what an exporter, which runs it once, would make a constant; and how it is turned off."""
+"""Chance in a forward pass: where it decides nothing, and how it is turned off."""
 
 from __future__ import annotations
 
-import contextlib
-import random
-from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import torch
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from onward.convert.problems import Problems
 
-
-@contextlib.contextmanager
-def no_chance() -> Iterator[None]:
-    """Refuse a forward pass that asks Python or NumPy for random numbers."""
-    before = _generators()
-    with _NeverBelowZero():
-        yield
-    problems = Problems("the module")
-    for generator, state in _generators().items():
-        if state != before[generator]:
-            problems.add(
-                f"its forward pass draws random numbers by `{generator}`, and a graph would have the same ones always",
-                "turn off what is random, such as layers that are left out or masks on inputs; or use `nn.Dropout`",
-            )
-    problems.refuse()
-
-
-def _generators() -> dict[str, Any]:
-    return {"random": random.getstate(), "numpy.random": repr(np.random.get_state(legacy=False))}
-
-
-class _NeverBelowZero(TorchFunctionMode):  # type: ignore[misc]
+class NeverBelowZero(TorchFunctionMode):  # type: ignore[misc]
     """Answers whether a number from `torch.rand` is below 0, as modules ask that leave out layers with probability 0.
 
     Without an answer the exporter takes it for a decision by values.

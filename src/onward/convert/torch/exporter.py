@@ -13,8 +13,9 @@ import onnx_ir as ir
 import torch
 from torch.export import Dim
 
+from onward.convert.chance import no_chance
 from onward.convert.torch.arguments import Flat
-from onward.convert.torch.chance import no_chance
+from onward.convert.torch.chance import NeverBelowZero
 from onward.convert.torch.failures import explained, fault_of_example
 from onward.convert.torch.rewrites import rewrite
 from onward.convert.torch.translations import TRANSLATIONS, define_functions
@@ -87,7 +88,7 @@ def _exported(flat: Flat, axes: Mapping[str, Mapping[int, Any]]) -> torch.onnx.O
     dims = {name: {axis: _dim(size) for axis, size in sizes.items()} for name, sizes in axes.items()}
     with _quiet(), torch.random.fork_rng():
         try:
-            with no_chance():
+            with no_chance("the module"), NeverBelowZero():
                 program = torch.export.export(
                     flat, tuple(flat.inputs.values()), dynamic_shapes=(tuple(dims.values()),), strict=False
                 )
