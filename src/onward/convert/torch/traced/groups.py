@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -11,13 +12,15 @@ from torch.optim import Optimizer
 
 from onward.build import Builder
 from onward.convert.run import Group
+from onward.convert.torch.traced.alike import traced_alike
 from onward.convert.torch.traced.begin import begun
 from onward.convert.torch.traced.held import Path, parameters_of
 from onward.convert.torch.traced.trace import Trace, is_rate, trace
 from onward.convert.torch.traced.trial import Side, try_out
+from onward.errors import MismatchError, UnsupportedError
 from onward.lowering.optimize import optimize
 from onward.model import Model
-from onward.model.walk import ancestors
+from onward.model.walk import ancestors, is_random
 from onward.recipe.optimizers import FunctionOptimizer
 from onward.recipe.optimizers.function import RATE, gradient_of
 from onward.run.torch.types import to_array
@@ -40,10 +43,15 @@ def traced(optimizer: Optimizer, names: Mapping[int, str], rates: Sequence[float
     """
     trained = {i: names[id(p)] for i, p in enumerate(parameters_of(optimizer)) if id(p) in names and p.requires_grad}
     ready = begun(optimizer, trained)
-    found = trace(ready, list(trained))
+    if (alike := traced_alike(ready, list(trained))) is not None:
+        with contextlib.suppress(MismatchError):  # where parameters that are alike are not treated alike
+            return _tried(optimizer, trained, alike, rates)
+    return _tried(optimizer, trained, trace(ready, list(trained)), rates)
+
+
+def _tried(optimizer: Optimizer, trained: Mapping[int, str], found: Trace, rates: Sequence[float]) -> Traced:
     _clean(found.model)
-    making = _Making(type(optimizer).__name__, found, trained, _group_of_each(optimizer), rates)
-    sides = making.functions()
+    sides = _Making(type(optimizer).__name__, found, trained, _group_of_each(optimizer), rates).functions()
     try_out(optimizer, trained, sides)
     count = found.state.get(("each", _COUNT))
     groups = [Group(side.function, side.function.parameters) for side in sides]
@@ -53,6 +61,11 @@ def traced(optimizer: Optimizer, names: Mapping[int, str], rates: Sequence[float
 def _clean(model: Model) -> None:
     """Shorten a graph in place: what was written once for each parameter may be the same for all."""
     graph = model.graph
+    if any(is_random(node) for node in graph.all_nodes()):
+        raise UnsupportedError(
+            "a step of the optimizer draws random numbers, which no two frameworks draw alike",
+            hint="use an optimizer without noise",
+        )
     for name, value in list(graph.initializers.items()):
         assert value.const_value is not None
         tensor = ir.Tensor(value.const_value.numpy().copy(), dtype=value.const_value.dtype)
@@ -82,12 +95,7 @@ class _Making:
         self._trained = trained
         self._group_of = group_of
         self._rates = rates
-        self._places: list[Path] = [
-            *(("parameter", i) for i in trained),
-            *(("gradient", i) for i in trained),
-            *found.rates,
-            *found.state,
-        ]
+        self._places = found.places
         self._indices = list(dict.fromkeys(group_of[i] for i in trained))
 
     def functions(self) -> list[Side]:
@@ -101,14 +109,13 @@ class _Making:
             return self._group_of[place[1]]
         return place[1] if place[0] == "group" else None
 
-    def _results(self) -> list[Path]:
-        return [place for place in self._places if _is_result(place)]
-
     def _stands_alone(self, index: int) -> bool:
         """Whether a group depends on nothing of another."""
         graph = self._found.model.graph
         own = [
-            r for place, r in zip(self._results(), graph.outputs, strict=True) if self._owner(place) in (index, None)
+            r
+            for place, r in zip(self._found.results, graph.outputs, strict=True)
+            if self._owner(place) in (index, None)
         ]
         _, reached = ancestors(own)
         read = (place for place, value in zip(self._places, graph.inputs, strict=True) if value in reached)
@@ -119,7 +126,7 @@ class _Making:
         graph = model.graph
         graph.name = self._name
         inputs = dict(zip(self._places, graph.inputs, strict=True))
-        results = dict(zip(self._results(), graph.outputs, strict=True))
+        results = dict(zip(self._found.results, graph.outputs, strict=True))
         own = [p for p in self._places if self._owner(p) in (*indices, None) and not is_rate(p)]
         rate = _one_rate(model, [inputs["group", i, RATE] for i in indices], [self._rates[i] for i in indices])
         graph.outputs[:] = [results[place] for place in own if place in results]
@@ -147,10 +154,6 @@ class _Making:
                 return slot if is_alone else f"{slot}.{i}"
             case _:
                 return ".".join(str(part) for part in place[1:]).replace("/", ".")
-
-
-def _is_result(place: Path) -> bool:
-    return place[0] != "gradient" and not is_rate(place)
 
 
 def _one_rate(model: Model, inputs: Sequence[ir.Value], rates: Sequence[float]) -> ir.Value:

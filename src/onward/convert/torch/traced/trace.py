@@ -30,20 +30,36 @@ class Trace:
 
     model: Model
     """Inputs are parameters, gradients, learning rates and state; outputs are the new parameters and state."""
+    trained: list[int]
+    """The parameters, by their places among all of the optimizer."""
     rates: list[Path]
     state: dict[Path, Tensor]
     """Where state is, and its values. `("each", "step")` is a number that all parameters have in common."""
 
+    @property
+    def places(self) -> list[Path]:
+        """What each input is."""
+        own = [(kind, i) for kind in ("parameter", "gradient") for i in self.trained]
+        return [*own, *self.rates, *self.state]
 
-def trace(optimizer: Optimizer, trained: Sequence[int]) -> Trace:
-    """The graph of a step; the optimizer must hold all state that it ever does. It stays as it is."""
+    @property
+    def results(self) -> list[Path]:
+        """What each output is."""
+        return [*(("parameter", i) for i in self.trained), *self.state]
+
+
+def trace(optimizer: Optimizer, trained: Sequence[int], among: Sequence[int] | None = None) -> Trace:
+    """The graph of a step; the optimizer must hold all state that it ever does. It stays as it is.
+
+    `trained` are the parameters that have gradients, by their places `among` others.
+    """
     varying: set[Path] = set()
     shared = True
     while True:
-        step = _Step(optimizer, trained, varying, shared)
+        step = _Step(optimizer, trained, varying, among or trained if shared else ())
         try:
             model = export_function(step, tuple(step.examples), f"a step of {type(optimizer).__name__}")
-            return Trace(model, list(step.rates), step.state)
+            return Trace(model, list(trained), list(step.rates), step.state)
         except _Varies as found:
             varying |= found.paths
         except _NotShared:
@@ -64,12 +80,12 @@ class _NotShared(BaseException):
 class _Step:
     """A step as a function from tensors to tensors."""
 
-    def __init__(self, optimizer: Optimizer, trained: Sequence[int], varying: set[Path], shared: bool):
+    def __init__(self, optimizer: Optimizer, trained: Sequence[int], varying: set[Path], sharing: Sequence[int]):
         self._optimizer = optimizer
         self._trained = trained
         self._leaves = leaves_of(optimizer)
         self._inputs = {
-            path: _common(path, self._leaves, trained, shared) for path in self._leaves if self._is_input(path, varying)
+            path: common(path, self._leaves, sharing) for path in self._leaves if self._is_input(path, varying)
         }
         places = {place: _tensor(self._leaves[path]) for path, place in self._inputs.items()}
         self.rates = {place: tensor for place, tensor in places.items() if is_rate(place)}
@@ -152,12 +168,12 @@ class _Step:
         return [new[place].to(example.dtype).clone() for place, example in self.state.items()]
 
 
-def _common(path: Path, leaves: Leaves, trained: Sequence[int], shared: bool) -> Path:
-    """Where a number is that all parameters have in common; else where it is."""
+def common(path: Path, leaves: Leaves, sharing: Sequence[int]) -> Path:
+    """Where a number is that these parameters have in common; else where it is."""
     leaf = leaves[path]
-    if not shared or path[0] != "state" or path[1] not in trained:
+    if path[0] != "state" or path[1] not in sharing:
         return path
-    others = [leaves.get(("state", i, *path[2:])) for i in trained]
+    others = [leaves.get(("state", i, *path[2:])) for i in sharing]
     return ("each", *path[2:]) if all(_are_equal_numbers(leaf, other) for other in others) else path
 
 
