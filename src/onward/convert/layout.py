@@ -21,6 +21,7 @@ def _broken(line: str) -> list[str]:
     arguments = _arguments(line[begin + 1 : end])
     together = f"{indent}    {', '.join(arguments)}"
     inner = [together] if len(together) <= WIDTH else [f"{indent}    {argument}," for argument in arguments]
+    inner = [together] if len(arguments) == 1 else inner  # a comma would make a tuple of what is in brackets
     return [line[: begin + 1], *(part for each in inner for part in _broken(each)), f"{indent}{line[end:]}"]
 
 

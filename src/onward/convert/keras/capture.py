@@ -34,7 +34,7 @@ def from_keras(model: Any, *, probe: bool = True, approx: bool = False) -> Model
         return restored
     _check_kind(model)
     walk = Walk(model)
-    problems = [*walk.problems, *_types(model), *([] if approx else _sparse(model))]
+    problems = [*walk.problems, *_own_methods(model), *_types(model), *([] if approx else _sparse(model))]
     terms: list[Term] = _gather(problems, lambda: terms_of(model, walk.outputs), [])
     rate = _gather(problems, lambda: rate_of(model.optimizer), Rate(0.0))
     recipe = _gather(problems, lambda: recipe_of(model.optimizer), {})
@@ -69,6 +69,16 @@ def _check_kind(model: Any) -> None:
             f"the model `{model.name}` is a subclass with Python of its own, or was not built yet",
             hint="make it of layers: `keras.Sequential` with an Input, or `keras.Model(inputs, outputs)`",
         )
+
+
+def _own_methods(model: Any) -> list[str]:
+    """What a subclass of functional models may do otherwise than Keras."""
+    names = ("train_step", "compute_loss")
+    return [
+        f"it has a `{name}` of its own"
+        for name in names
+        if getattr(type(model), name) is not getattr(keras.Model, name)
+    ]
 
 
 def _types(model: Any) -> list[str]:

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import onnx_ir as ir
@@ -28,7 +28,7 @@ class Executable:
     """A graph as a function of tensors by name."""
 
     def __init__(self, model: Model):
-        self.inputs = [value for value in model.graph.inputs if not value.is_initializer()]
+        self.inputs = open_inputs(model)
         self._framework = KerasOps()
         self._execute = interpreted(model, self._framework)
 
@@ -37,11 +37,15 @@ class Executable:
         return {name: self._framework.place(tensor) for name, tensor in self._execute(given).items()}
 
 
+def open_inputs(model: Model) -> list[ir.Value]:
+    return [value for value in model.graph.inputs if not value.is_initializer()]
+
+
 @dataclasses.dataclass(frozen=True)
 class Forward:
     """A forward pass, with the names of its results."""
 
-    graph: Executable
+    graph: Any
     outputs: Sequence[str]
     watched: Sequence[str]
     """What the loss looks at."""
@@ -51,7 +55,7 @@ class Forward:
 
 @dataclasses.dataclass(frozen=True)
 class Loss:
-    graph: Executable
+    graph: Any
     name: str
     watched: Sequence[str]
     """The inputs that stand for what the forward pass hands over, in its order."""
@@ -61,8 +65,10 @@ class Loss:
 class Parts:
     """A training model in pieces. The parameters and what is frozen are inputs of all of them."""
 
-    def __init__(self, model: Model):
+    def __init__(self, model: Model, made: Callable[[Model], Any] = Executable):
+        """`made` says what becomes of the graph of each piece."""
         self.model = model
+        self._made = made
         gradients = contract_of(lower(model, part="gradients", differentiate=False))
         self._loss_name = str(gradients["loss"])
         self._updates: dict[str, str] = gradients["update"]
@@ -79,7 +85,7 @@ class Parts:
         names = {value.name: value for value in values(graph.graph)}
         outputs = [value.name or "" for value in graph.outputs]
         self._open(graph, [names[name] for name in dict.fromkeys((*outputs, *self._watched))])
-        return Forward(Executable(graph), outputs, self._watched, {})
+        return Forward(self._made(graph), outputs, self._watched, {})
 
     def training(self) -> Forward:
         """What is behind a value that training computes in its own way, it must compute in its own way, too."""
@@ -103,7 +109,7 @@ class Parts:
         watched = [trained(name) for name in self._watched]
         results = [*outputs, *watched, *(known[name] for name in self._updates.values())]
         self._open(combined, list(dict.fromkeys(results)))
-        return Forward(Executable(combined), _names(outputs), _names(watched), self._updates)
+        return Forward(self._made(combined), _names(outputs), _names(watched), self._updates)
 
     def loss(self) -> Loss:
         combined = Model(self.model.combined())
@@ -113,20 +119,20 @@ class Parts:
         combined.graph.outputs.clear()
         given = [_as_input(combined.graph, value) for value in watched]
         self._open(combined, [loss])
-        graph = Executable(combined)
-        targets = [value for name in self._targets for value in graph.inputs if value.name == name]
+        inputs = open_inputs(combined)
+        targets = [value for name in self._targets for value in inputs if value.name == name]
         accepted = {*(_names(given)), *self._targets, *self.frozen, *(state.name for state in carried(self.model))}
-        if strange := [value.name for value in graph.inputs if value.name not in accepted]:
+        if strange := [value.name for value in inputs if value.name not in accepted]:
             raise UnsupportedError(
                 f"the loss reads `{strange[0]}` beside outputs and targets, which a loss of Keras cannot",
                 hint="run the training model as it is: `onward.run.load(model, engine=...)`",
             )
-        return Loss(graph, self._loss_name, _names(given), targets)
+        return Loss(self._made(combined), self._loss_name, _names(given), targets)
 
-    def apply(self) -> tuple[Executable, dict[str, Any]]:
+    def apply(self) -> tuple[Any, dict[str, Any]]:
         """The update as a function of gradients and state, and its contract."""
         lowered = lower(self.model, part="apply", differentiate=False)
-        return Executable(lowered), contract_of(lowered)
+        return self._made(lowered), contract_of(lowered)
 
     def _open(self, model: Model, outputs: Sequence[ir.Value]) -> None:
         """Keep what these need, with the state and what is frozen as inputs."""

@@ -27,15 +27,16 @@ class TrainingModel(keras.Model):  # type: ignore[misc]
         parts = Parts(model)
         self._forward = {False: parts.inference(), True: parts.training()}
         self._loss_graph: Loss | None = parts.loss()
-        self._inputs = [value.name or "" for value in model.inputs]
+        self.input_names = [value.name or "" for value in model.inputs]
         trained = {state.name for state in states(model) if state.role == "parameter"}
         held = [*trained, *self._forward[True].updates, *parts.frozen]
         order = [name for name in (*model.graph.initializers, *held) if name in set(held)]
         self._held = [variable(n, model.array(n), trainable=n in trained) for n in dict.fromkeys(order)]
         self.variables_by_name = dict(zip(dict.fromkeys(order), self._held, strict=True))
         self._watched: list[Any] = []
-        self._source = model
+        self.source = model
         self._compiled_with: Any = None
+        self.losses_given: dict[str, Any] = {}
         self.built = True
 
     def call(self, inputs: Any, training: bool = False) -> Any:
@@ -64,7 +65,7 @@ class TrainingModel(keras.Model):  # type: ignore[misc]
 
     def compile_as(self, optimizer: Any, **losses: Any) -> None:
         """Compile the model with what its training model has; losses, if there are any, stand for the graph's."""
-        self._compiled_with = optimizer
+        self._compiled_with, self.losses_given = optimizer, losses
         if losses:
             self._loss_graph = None
         self.compile(optimizer=optimizer, **losses)
@@ -76,15 +77,21 @@ class TrainingModel(keras.Model):  # type: ignore[misc]
                 "the model was compiled anew, with what its training model does not have",
                 hint="`onward.prepare` its inference model with the new loss and optimizer",
             )
-        model, names = self._source.copy(), {id(v): name for name, v in self.variables_by_name.items()}
+        model = self.source.copy()
+        for name, array in self.state().items():
+            model.set(name, array)
+        return model
+
+    def state(self) -> dict[str, np.ndarray]:
+        """All that training changes, and what is frozen, by the names and in the types of the training model."""
         if isinstance(self.optimizer, GraphOptimizer):
             state = self.optimizer.state()
         else:
+            names = {id(v): name for name, v in self.variables_by_name.items()}
             state = state_of(self.optimizer, names, self.trainable_variables)
             state[STEP] = np.asarray(int(self.optimizer.iterations), np.int64)
-        for name, array in {**state, **{name: array_of(v) for name, v in self.variables_by_name.items()}}.items():
-            model.set(name, array)
-        return model
+        state |= {name: array_of(v) for name, v in self.variables_by_name.items()}
+        return {name: array.astype(self.source.array(name).dtype) for name, array in state.items()}
 
     def _tensors(self) -> dict[str, Any]:
         return {name: ops.convert_to_tensor(held.value) for name, held in self.variables_by_name.items()}
@@ -92,7 +99,7 @@ class TrainingModel(keras.Model):  # type: ignore[misc]
     def _named(self, inputs: Any) -> dict[str, Any]:
         if isinstance(inputs, Mapping):
             return dict(inputs)
-        return dict(zip(self._inputs, _listed(inputs), strict=True))
+        return dict(zip(self.input_names, _listed(inputs), strict=True))
 
 
 class GraphOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]

@@ -105,7 +105,9 @@ class KerasOps(Framework):
 
 
 def _named(attribute: str, value: Any) -> Any:
-    """Types by their names."""
+    """Types by their names, and a number with its type as a pair."""
+    if attribute == "value" and isinstance(value, np.ndarray):
+        return [value.item(), str(value.dtype)]
     if attribute not in _NAME_TYPES or not isinstance(value, int):
         return value
     name = ir.DataType(value).name if value == ir.DataType.STRING else ir.DataType(value).numpy().name

@@ -142,7 +142,8 @@ def triangle(x, k=0, *, upper=1):
 
 @operators.define("ConstantOfShape")
 def filled(shape, *, value=None):
-    number, dtype = (0.0, "float32") if value is None else (value.item(), str(value.dtype))
+    """The value is a number and its type."""
+    number, dtype = value or (0.0, "float32")
     return ops.full(shape, number, dtype=available(dtype))
 
 

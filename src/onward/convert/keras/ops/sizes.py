@@ -94,7 +94,12 @@ def _number(array: np.ndarray) -> Any:
 
 # ---- operators on the host -------------------------------------------------------------------------------------------
 
-_AS_THEY_ARE = ("Add", "Sub", "Mul", "Gather", "Concat", "Slice", "Unsqueeze", "Squeeze", "Identity", "Split", "Where")
+_AS_THEY_ARE = frozenset(
+    {
+        "Add", "Sub", "Mul", "Gather", "Concat", "Slice", "Unsqueeze", "Squeeze", "Identity", "Split", "Where",
+        "Shape", "Size",
+    }
+)  # fmt: skip
 _OWN: Mapping[str, Callable[..., Any]] = {
     "Cast": lambda x: x,
     "Div": lambda a, b: a // b,

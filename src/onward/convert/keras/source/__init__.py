@@ -1,0 +1,274 @@
+"""A run as a program of Keras: a model class with its passes and its loss, and where Keras has none, its optimizer."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+
+from onward.build import Names
+from onward.convert.borrowed import borrowed
+from onward.convert.keras import ops as table
+from onward.convert.keras.graphs import Forward, Parts
+from onward.convert.keras.live import GraphOptimizer, TrainingModel
+from onward.convert.keras.ops.types import available
+from onward.convert.keras.source.recording import Choices, Program, identifier, recorded
+from onward.convert.layout import wrapped
+from onward.model import Model
+from onward.model.state import STEP
+from onward.run.framework import Function
+
+_HOMES = (table.__name__, "onward.run.shared")
+_TAKEN = ("name", "dtype", "losses", "metrics", "weights", "inputs", "outputs", "call", "build", "optimizer", "loss")
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """A program, and how its variables are called."""
+
+    text: str
+    model: Mapping[str, str]
+    """Name in the training model -> attribute of the program's model."""
+    optimizer: Mapping[str, str]
+    """The same of the state that is the program's own optimizer's; empty if that is one of Keras."""
+    constants: Mapping[str, np.ndarray]
+    """Attribute of the model -> what it holds, and never changes."""
+    class_name: str
+
+
+def program_of(model: Model, live: TrainingModel, package: str) -> Source:
+    """The program that computes what a live model does. `package` is what Keras registers its classes under."""
+    writer = _Writer(model, live, package)
+    return writer.source()
+
+
+class _Writer:
+    def __init__(self, model: Model, live: TrainingModel, package: str):
+        self._live = live
+        self._package = package
+        self._parts = Parts(model, lambda graph: graph)
+        self._choices = Choices()
+        self._constants: dict[str, np.ndarray] = {}
+        self._used: dict[str, Function] = {}
+        names = Names((*_TAKEN, *dir(keras.Model), *dir(keras.optimizers.Optimizer)))
+        self._held = {name: names.fresh(identifier(name)) for name in live.variables_by_name}
+        own = live.optimizer.state() if isinstance(live.optimizer, GraphOptimizer) else {}
+        self._own = {name: names.fresh(identifier(name)) for name in own}
+
+    def source(self) -> Source:
+        passes = self._passes()
+        optimizer = self._optimizer() if isinstance(self._live.optimizer, GraphOptimizer) else []
+        model = [*self._heading(), *passes]
+        sources, imports = borrowed([_needed_by_all, *self._used.values()], _HOMES + (__name__,))
+        sources.remove(next(text for text in sources if text.startswith("def _needed_by_all")))
+        standard = [line for line in imports if "keras" not in line and "numpy" not in line]
+        others = sorted(
+            {"import keras", "from keras import ops", *(x for x in imports if x not in standard)}, key=_order
+        )
+        blocks = [
+            self._docstring(),
+            "\n".join(["from __future__ import annotations\n", *standard, *([""] if standard else []), *others]),
+            *(f"\n{text}" for text in sources),
+            "\n" + wrapped("\n".join(model)),
+            *(["\n" + wrapped("\n".join(optimizer))] if optimizer else []),
+        ]
+        return Source("\n\n".join(blocks) + "\n", self._held, self._own, self._constants, _class_name(self._live.name))
+
+    def _docstring(self) -> str:
+        return (
+            f'"""A run of Keras, written by Onward: needs nothing but Keras, on any of its backends.\n\n'
+            f"    import keras\n    import {self._package}\n\n"
+            f'    model = keras.models.load_model("{self._package}.keras")\n'
+            f'    model.fit(...)  # goes on where the run is\n"""'
+        )
+
+    # ---- the model ---------------------------------------------------------------------------------------------------
+
+    def _heading(self) -> list[str]:
+        lines = [
+            f'@keras.saving.register_keras_serializable(package="{self._package}")',
+            f"class {_class_name(self._live.name)}(keras.Model):",
+            "    def __init__(self, **options):",
+            "        super().__init__(**options)",
+        ]
+        for name, variable in self._live.variables_by_name.items():
+            lines.append(self._variable(self._held[name], variable.shape, _dtype(self._live, name), variable.trainable))
+        for name, array in self._constants.items():
+            lines.append(self._variable(name, array.shape, str(array.dtype), False))
+        return [*lines, "        self.built = True", ""]
+
+    def _variable(self, name: str, shape: Any, dtype: str, trainable: bool) -> str:
+        options = [f'name="{name}"', f"shape={tuple(shape)}"]
+        options += [] if dtype == "float32" else [f"dtype={_written_type(dtype)}"]
+        options += ['initializer="zeros"'] + ([] if trainable else ["trainable=False"])
+        return f"        self.{name} = self.add_weight({', '.join(options)})"
+
+    def _passes(self) -> list[str]:
+        inference, training = (self._pass(forward) for forward in (self._parts.inference(), self._parts.training()))
+        call = ["    def call(self, inputs, training=False):", *inference]
+        if training != inference:
+            call[1:] = [
+                "        return self.training_pass(inputs) if training else self.inference_pass(inputs)",
+                "",
+                "    def inference_pass(self, inputs):",
+                *inference,
+                "",
+                "    def training_pass(self, inputs):",
+                *training,
+            ]
+        return [*call, *([] if self._live.loss is not None else self._loss()), *self._exclusions()]
+
+    def _pass(self, forward: Forward) -> list[str]:
+        inputs = self._input_names()
+        wanted = {new: f"new_{self._held[name]}" for name, new in forward.updates.items()}
+        program = self._program(forward.graph, inputs, wanted)
+        listed = ", ".join(inputs.values())
+        lines = [f"{listed} = inputs" if len(inputs) > 1 else f"{listed} = as_single(inputs)", *program.lines]
+        lines += [f"self.{self._held[name]}.assign({program.results[new]})" for name, new in forward.updates.items()]
+        if self._live.loss is None:
+            watched = [program.results[name] for name in forward.watched]
+            lines.append(f"self.watched = {written_list(watched)}  # what the loss looks at")
+        outputs = [program.results[name] for name in forward.outputs]
+        lines.append(f"return {outputs[0] if len(outputs) == 1 else written_list(outputs)}")
+        return _indented(lines)
+
+    def _input_names(self) -> dict[str, str]:
+        names = Names(("inputs", "self"))
+        return {name: names.fresh(identifier(name)) for name in self._live.input_names}
+
+    def _program(self, graph: Model, given: Mapping[str, str], wanted: Mapping[str, str]) -> Program:
+        state = {name: f"self.{attribute}" for name, attribute in self._held.items()}
+        program = recorded(graph, {**state, **given}, self._choices, self._constants, wanted)
+        self._used |= program.used
+        return program
+
+    def _loss(self) -> list[str]:
+        loss = self._parts.loss()
+        names = Names(("targets", "watched"))
+        watched = {name: names.fresh(identifier(name)) for name in loss.watched}
+        targets = {value.name or "": names.fresh(identifier(value.name or "")) for value in loss.targets}
+        program = self._program(loss.graph, {**watched, **targets}, {loss.name: "loss"})
+        self._used["fitted"] = fitted
+        lines = [
+            'assert sample_weight is None, "the loss has no weights of samples"',
+            f"{written_list(list(watched.values()))} = self.watched",
+            f"{written_list(list(targets.values()))} = y if isinstance(y, (list, tuple)) else [y]",
+        ]
+        for value in loss.targets:
+            rank, dtype = len(value.shape or ()), str(value.dtype.numpy().name if value.dtype else "float32")
+            lines.append(f'{targets[value.name or ""]} = fitted({targets[value.name or ""]}, "{dtype}", {rank})')
+        return [
+            "",
+            "    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):",
+            *_indented([*lines, *program.lines, f"return {program.results[loss.name]}"]),
+        ]
+
+    def _exclusions(self) -> list[str]:
+        """What weight decay spares: Keras does not keep it in a file."""
+        optimizer = self._live.optimizer
+        if isinstance(optimizer, GraphOptimizer) or not optimizer.weight_decay:
+            return []
+        held = self._live.variables_by_name.items()
+        spared = [self._held[name] for name, v in held if v.trainable and not optimizer._use_weight_decay(v)]
+        if not spared:
+            return []
+        return [
+            "",
+            "    def compile_from_config(self, config):",
+            *_indented(
+                [
+                    "config = keras.saving.deserialize_keras_object(config)",
+                    f"spared = [{', '.join(f'self.{name}' for name in spared)}]",
+                    'config["optimizer"].exclude_from_weight_decay(var_list=spared)',
+                    "self.compile(**config)",
+                    "self.optimizer.build(self.trainable_variables)",
+                ]
+            ),
+        ]
+
+    # ---- the optimizer -----------------------------------------------------------------------------------------------
+
+    def _optimizer(self) -> list[str]:
+        graph, contract = self._parts.apply()
+        trained = {n: self._held[n] for n, v in self._live.variables_by_name.items() if v.trainable}
+        gradients = {name: f"{self._held[parameter]}_grad" for name, parameter in contract["gradients"].items()}
+        own = {name: f"self.{attribute}" for name, attribute in self._own.items()}
+        wanted = {new: f"new_{({**self._own, **trained})[name]}" for name, new in contract["update"].items()}
+        program = recorded(graph, {**trained, **own, **gradients}, self._choices, self._constants, wanted)
+        self._used |= program.used
+        targets = {**own, **trained}
+        given = [f"{name}_grad" for name in trained.values()]
+        apply = [
+            "variables = list(trainable_variables or self._trainable_variables)",
+            "if not self.built:",
+            "    self.build(variables)",
+            f"{written_list(list(trained.values()))} = variables",
+            f"{written_list(given)} = grads",
+            *program.lines,
+            *(f"{targets[n]}.assign({program.results[new]})" for n, new in contract["update"].items() if n in targets),
+            f"self.iterations.assign(ops.cast({own[STEP]}, self.iterations.dtype))",
+        ]
+        state = self._live.optimizer.state()
+        return [
+            f'@keras.saving.register_keras_serializable(package="{self._package}")',
+            "class Update(keras.optimizers.Optimizer):",
+            '    """The whole update of the run, with its learning rate; that of Keras stands aside."""',
+            "",
+            "    def build(self, variables):",
+            "        if self.built:",
+            "            return",
+            "        super().build(variables)",
+            *(self._slot(attribute, state[name]) for name, attribute in self._own.items()),
+            "",
+            "    def apply(self, grads, trainable_variables=None):",
+            *_indented(apply),
+        ]
+
+    def _slot(self, name: str, array: np.ndarray) -> str:
+        dtype = _written_type(str(array.dtype))
+        return f'        self.{name} = self.add_variable({array.shape}, dtype={dtype}, name="{name}")'
+
+
+def as_single(inputs):  # type: ignore[no-untyped-def]
+    return inputs[0] if isinstance(inputs, list | tuple) else inputs
+
+
+def fitted(target, dtype, rank):  # type: ignore[no-untyped-def]
+    """A target in the type and rank of the loss: labels may have a last axis of size 1, or lack one."""
+    target = keras.ops.cast(target, available(dtype))
+    if len(target.shape) == rank + 1:
+        return keras.ops.squeeze(target, -1)
+    return keras.ops.expand_dims(target, -1) if len(target.shape) == rank - 1 else target
+
+
+def _needed_by_all():  # type: ignore[no-untyped-def]
+    return available, as_single
+
+
+def _dtype(live: TrainingModel, name: str) -> str:
+    return str(live.source.array(name).dtype)
+
+
+def _written_type(dtype: str) -> str:
+    return f'available("{dtype}")' if dtype.endswith("64") else f'"{dtype}"'
+
+
+def _class_name(name: str) -> str:
+    words = [word for word in identifier(name).split("_") if word]
+    joined = "".join(word[:1].upper() + word[1:] for word in words)
+    return joined if joined.isidentifier() else f"Model{joined}"
+
+
+def written_list(items: Sequence[str]) -> str:
+    return f"[{', '.join(items)}]"
+
+
+def _indented(lines: Iterable[str]) -> list[str]:
+    return [f"        {line}" for line in lines]
+
+
+def _order(line: str) -> tuple[bool, str]:
+    return line.startswith("from"), line
