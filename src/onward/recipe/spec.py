@@ -36,6 +36,8 @@ def parse(text: str | Mapping[str, Any] | Spec) -> Spec:
         if "name" not in text:
             raise RecipeError(f"{dict(text)} does not say which it is", hint='give it a "name"')
         return Spec(str(text["name"]), {key: value for key, value in text.items() if key != "name"})
+    if not isinstance(text, str):
+        raise RecipeError(f"{text!r} is no text and no mapping", hint="write it as `adamw:lr=1e-3`")
     name, _, rest = text.partition(":")
     if not name.strip():
         raise RecipeError(f"`{text}` has no name before its options", hint="write it as `adamw:lr=1e-3`")

@@ -13,11 +13,12 @@ import onnx_ir as ir
 from onward.run.tensorflow.quiet import tensorflow as tf  # isort: skip  (other imports of it are not quiet)
 
 from onward.build import Builder, Names, uncollected
+from onward.convert.chance import no_chance
 from onward.convert.tensorflow.agreement import confirm
 from onward.convert.tensorflow.graph import Resource, Walk, dtype_of
 from onward.convert.tensorflow.restore import is_training_module, loaded, restored
 from onward.convert.tensorflow.running import keep_averages
-from onward.errors import RecipeError, UnsupportedError
+from onward.errors import DataError, RecipeError, UnsupportedError
 from onward.model import Model
 from onward.recipe import prepare
 from onward.transform.unused import remove_unused
@@ -112,9 +113,19 @@ def _concrete(carrier: Any, arguments: Sequence[Any], named: Mapping[str, Any]) 
     if hasattr(carrier, "captured_inputs"):  # it is one already
         return carrier
     function = carrier.__call__ if isinstance(carrier, tf.Module) else carrier
+    if not callable(function):
+        raise UnsupportedError(f"{carrier!r} is no function of tensors", hint="give a `tf.function` or a `tf.Module`")
     if not hasattr(function, "get_concrete_function"):
         function = tf.function(function)
-    return function.get_concrete_function(*map(_spec, arguments), **{name: _spec(x, name) for name, x in named.items()})
+    specs = {name: _spec(x, name) for name, x in named.items()}
+    try:
+        with no_chance("the function"):
+            return function.get_concrete_function(*map(_spec, arguments), **specs)
+    except (TypeError, ValueError, LookupError, tf.errors.OpError) as error:
+        raise DataError(
+            f"the function fails with the example: {str(error).strip().splitlines()[-1].strip()}",
+            hint="check names, shapes and types of the example; axes that are not of the batch are as large as there",
+        ) from error
 
 
 def _spec(example: Any, name: str | None = None) -> Any:
