@@ -72,7 +72,7 @@ class TestTorch:
 
     def test_numbers_that_python_draws(self):
         module = of_forward(lambda layer, x: layer(x) if random.random() < 2 else x)
-        refused(from_torch(module), UnsupportedError, "draws random numbers by `random`", hint="nn.Dropout")
+        refused(from_torch(module), UnsupportedError, "draws random numbers by `random`", hint="dropout")
 
     def test_other_random_numbers(self):
         module = of_forward(lambda layer, x: layer(x + torch().randn_like(x)))
