@@ -14,6 +14,7 @@ import onward
 from conftest import needs
 from onward.errors import UnsupportedError
 from onward.recipe.losses import LOSSES
+from onward.recipe.objective import terms
 from onward.recipe.spec import Spec
 from onward.run import load
 
@@ -22,6 +23,7 @@ import torch.nn.functional as F  # noqa: E402
 from torch import nn  # noqa: E402
 
 from onward.convert.torch.losses import ROWS, make_loss, read_loss  # noqa: E402
+from onward.convert.torch.objective import summands  # noqa: E402
 
 pytestmark = [needs("torch"), pytest.mark.usefixtures("one_torch_thread")]
 
@@ -257,7 +259,21 @@ OURS: list[tuple[dict[str, Any], Inputs]] = [
 
 @pytest.mark.parametrize(("given", "inputs"), OURS, ids=lambda value: str(value) if isinstance(value, dict) else "")
 def test_ours(given: dict[str, Any], inputs: Inputs) -> None:
-    agree(on_torch(make_loss([{"prediction": given}]).double(), inputs), on_onnxruntime(given, inputs))
+    made = make_loss([{"prediction": given}]).double()
+    agree(on_torch(made, inputs), on_onnxruntime(given, inputs))
+    (summand,) = summands(made, tuple(torch.tensor(target) for target in inputs[1].values()))
+    assert complete(summand.spec()) == complete(given)
+
+
+def complete(given: Any) -> tuple[Any, ...]:
+    """The name, the scale and all options of a loss."""
+    (term,) = terms(given)
+    options = {**LOSSES[term.spec.name].options, **term.spec.options}
+    return (
+        LOSSES[term.spec.name].name,
+        term.scale,
+        {"ignore_index": -100} | {k: v for k, v in options.items() if v is not None},
+    )
 
 
 def test_all_of_ours_can_be_made() -> None:

@@ -54,6 +54,11 @@ def read_loss(loss: Any, *, probabilities: bool = False) -> Spec:
 
     `probabilities` says that the targets of a cross entropy are probabilities of classes rather than their indices.
     """
+    if isinstance(loss, exact.ClassesLast):
+        spec = read_loss(loss.loss, probabilities=probabilities)
+        return Spec(spec.name, {**spec.options, "axis": -1})
+    if type(loss) in _OURS:
+        return _read_ours(loss)
     problems = Problems(f"the loss {_name_of(loss)}")
     found = _row_and_settings(loss, problems)
     problems.refuse()
@@ -68,6 +73,13 @@ def read_loss(loss: Any, *, probabilities: bool = False) -> Spec:
     if row.name == "smooth_l1" and not options["beta"]:
         return Spec("l1", {"reduction": options["reduction"]})
     return Spec(row.name, options)
+
+
+def _read_ours(loss: nn.Module) -> Spec:
+    """A module that `make_loss` made, where PyTorch has none."""
+    name = _OURS[type(loss)]
+    settings = {key: getattr(loss, key) for key in named_loss(name).options}
+    return Spec(name, {key: _plain(value) for key, value in settings.items() if value is not None})
 
 
 def _name_of(loss: Any) -> str:
@@ -107,12 +119,16 @@ def _options(row: Row, settings: Mapping[str, Any], defaults: Mapping[str, Any],
     for name, value in settings.items():
         if name in known:
             if value is not None:
-                options[name] = value.tolist() if isinstance(value, torch.Tensor) else value
+                options[name] = _plain(value)
         elif value is not defaults[name] and value != defaults[name]:
             problems.add(f"`{name}={value}` has no counterpart", f"leave `{name}` out")
     if options["reduction"] == "none":
         problems.add("it is not one number", 'use `reduction="mean"` or "sum"')
     return {name: float(value) if isinstance(known[name], float) else value for name, value in options.items()}
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if isinstance(value, torch.Tensor) else value
 
 
 # ---- making ----------------------------------------------------------------------------------------------------------
@@ -162,4 +178,11 @@ _EXACT: dict[str, Callable[..., nn.Module]] = {
     "hinge": exact.Hinge,
     "squared_hinge": exact.SquaredHinge,
     "cosine": exact.CosineDistance,
+}
+_OURS: dict[type[nn.Module], str] = {
+    exact.Hinge: "hinge",
+    exact.SquaredHinge: "squared_hinge",
+    exact.CosineDistance: "cosine",
+    exact.ClippedBCELoss: "binary_cross_entropy",
+    exact.CTC: "ctc",
 }
