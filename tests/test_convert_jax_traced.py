@@ -158,6 +158,27 @@ def test_names_and_programs_of_it(tmp_path: Path) -> None:
     np.testing.assert_allclose(again.array("fc1/kernel"), run.end["fc1"]["kernel"], rtol=1e-4, atol=1e-6)
 
 
+def test_parameters_of_16_bits() -> None:
+    """Are updated as they are, and not as copies in float32; of their arithmetic ONNX Runtime has little."""
+    import jax
+    import jax.numpy as jnp
+
+    def half(tree: Any) -> Any:
+        return jax.tree.map(lambda x: x.astype(jnp.bfloat16), tree)
+
+    def loss(params: Any, batch: Any) -> Any:
+        return cross_entropy(mlp(params, half(batch["image"])).astype(jnp.float32), batch["labels"])
+
+    batches, tx, params = with_short_labels(digits(8, 64)), optax("sgd", 0.05, 0.9), half(start())
+    training = onward.from_jax(loss, params, batches[0], optimizer=tx)
+    step, state = trained(loss, tx), tx.init(params)
+    with load(training, engine="jax") as engine:
+        for batch in batches:
+            params, state, _, value = step(params, state, None, batch)
+            assert float(engine.step(batch)[engine.loss]) == pytest.approx(float(value), rel=1e-3)
+        assert engine.state()["fc1/kernel"].dtype == jnp.bfloat16
+
+
 # ---- refused ---------------------------------------------------------------------------------------------------------
 
 

@@ -53,6 +53,8 @@ FLOATS = {
     "types": lambda x: (x.astype(jnp.int32), x.astype(bool), x.astype(jnp.float16),
         x.astype(jnp.bfloat16).astype(jnp.float32)),
     "precision": lambda x: lax.reduce_precision(x, 8, 7),
+    "named axes": lambda x: jax.vmap(lambda row: (row - lax.psum(row, "rows"), lax.pmax(row, "rows"),
+        lax.pmin(row, "rows")), axis_name="rows")(x),
     "marks": lambda x: (lax.stop_gradient(x), lax.optimization_barrier(x), jax.checkpoint(jnp.sin)(x)),
 }  # fmt: skip
 

@@ -135,8 +135,12 @@ def disassemble(model: Model, index: int = 0) -> Run:
         schedule=[Spec(part.name, {**part.numbers, **part.choices}) for part in training.schedule],
         clip=_clip(training),
         statistics=recipe.get("variance", "population"),
-        recipe={key: recipe[key] for key in ("accumulate", "ema", "seed", "loss_scale") if key in recipe},
+        recipe={key: recipe[key] for key in _KEPT if key in recipe},
     )
+
+
+_KEPT = ("accumulate", "ema", "seed", "loss_scale", "master_weights")
+"""What `prepare` was told beside what a run says in its own words."""
 
 
 def _term(term: LossTerm) -> Any:

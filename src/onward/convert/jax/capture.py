@@ -16,11 +16,12 @@ from onward.build import Builder, Names
 from onward.convert.jax.closures import Tree, named_leaves
 from onward.convert.jax.examples import check_function, check_optimizer
 from onward.convert.jax.jaxpr import export
+from onward.convert.jax.jaxpr.emitter import data_of
 from onward.convert.jax.optimizers import Optimization, read_optimizer
 from onward.convert.jax.traced import trace_optimizer
 from onward.convert.jax.trial import try_updates
 from onward.convert.probe import probe as compare_steps
-from onward.convert.probe import without_dropout
+from onward.convert.probe import types_in, without_dropout
 from onward.convert.problems import Parts
 from onward.convert.run import Group, Run, assemble
 from onward.errors import MismatchError, UnsupportedError
@@ -29,7 +30,6 @@ from onward.model.core import values
 from onward.model.serde import stamp
 from onward.model.state import tagged
 from onward.model.walk import ancestors
-from onward.run import load
 from onward.transform import rename
 
 _TOLERANCE = 1e-4
@@ -107,6 +107,9 @@ def _idle(model: Model) -> set[str]:
 
 def _updates(tx: optax.GradientTransformation, state: Any, weights: Tree, idle: set[str]) -> tuple[Optimization, bool]:
     """The optimizer in the words of a recipe, or else its update as a function; and whether it is that."""
+    if any(leaf.dtype.itemsize < 4 for leaf in jax.tree.leaves(weights)):  # which a recipe would update in float32
+        traced = trace_optimizer(tx, state, weights, idle)
+        return traced._replace(recipe={**traced.recipe, "master_weights": False}), True
     try:
         found = read_optimizer(tx, state, weights)
     except UnsupportedError as unread:
@@ -216,9 +219,8 @@ def _bind(model: Model, name: str, new: str) -> None:
 
 def _probe_steps(training: Model, captured: _Captured, tx: optax.GradientTransformation, opt_state: Any) -> None:
     """Three steps on both sides."""
-    with load(training, threads=1) as engine:
-        types = {name: value.dtype.numpy() for name, value in engine.inputs.items() if value.dtype}
-    batch = {name: np.asarray(array, types[name]) for name, array in named_leaves(captured.batch).items()}
+    types = {value.name: value.dtype.numpy() for value in training.inputs if value.dtype}
+    batch = {name: data_of(jnp.asarray(x)).astype(types[name]) for name, x in named_leaves(captured.batch).items()}
     sides = [captured.weights, captured.statistics, opt_state]
     noisy: dict[str, Any] = {}
 
@@ -240,15 +242,22 @@ def _probe_steps(training: Model, captured: _Captured, tx: optax.GradientTransfo
         return float(value)
 
     def weights() -> dict[str, np.ndarray]:
-        leaves = {name: np.asarray(leaf) for tree in sides[:2] for name, leaf in named_leaves(tree).items()}
+        leaves = {name: _plain(leaf) for tree in sides[:2] for name, leaf in named_leaves(tree).items()}
         return {name: np.ma.masked_array(leaf, noisy.get(name, False)) for name, leaf in leaves.items()}
 
-    compare_steps(training, _repeated(batch, 3), step, weights, carrier="JAX")
+    engine = "jax" if ir.DataType.BFLOAT16 in types_in(training) else None  # of which ONNX Runtime has few kernels
+    compare_steps(training, _repeated(batch, 3), step, weights, carrier="JAX", engine=engine)
+
+
+def _plain(leaf: Any) -> np.ndarray:
+    """An array of a type of numpy."""
+    array = data_of(leaf)
+    return array.astype(np.float32) if jnp.issubdtype(array.dtype, jnp.floating) and array.itemsize < 4 else array
 
 
 def _rounding(gradients: Tree) -> dict[str, np.ndarray]:
     """Where gradients are little more than rounding errors, of which an optimizer may make steps of full length."""
-    sizes = {name: np.abs(leaf) for name, leaf in named_leaves(gradients).items()}
+    sizes = {name: np.abs(_plain(leaf)) for name, leaf in named_leaves(gradients).items()}
     least = _NOISE * max(float(size.max(initial=0)) for size in sizes.values())
     return {name: size < least for name, size in sizes.items()}
 

@@ -103,7 +103,7 @@ def _trainer(run: Run, start: dict[str, np.ndarray], inputs: dict[str, str]) -> 
     loss.value.type, loss.value.shape = ir.TensorType(ir.DataType.DOUBLE), ir.Shape(())
     graph.outputs.append(loss.value)
     model = Model(ir.Model(graph, ir_version=10))
-    recipe = {"accumulate": run.recipe.get("accumulate", 1)}
+    recipe = {key: run.recipe[key] for key in ("accumulate", "master_weights") if key in run.recipe}
     made = assemble(dataclasses.replace(run, model=model, loss="value:loss", state={}, recipe=recipe))
     for state in states(made):
         if state.role != "parameter" and state.name in run.state:

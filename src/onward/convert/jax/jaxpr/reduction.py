@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from onward.convert.jax.jaxpr.values import cast, widely
+from onward.errors import UnsupportedError
 from onward.run.framework import Operators
 
 primitives = Operators()
@@ -28,6 +29,21 @@ primitives(
     reduce_or=_reduced("ReduceMax"),
     reduce_and=_reduced("ReduceMin"),
 )
+
+
+def _collected(operator):
+    """A reduction over an axis that `vmap` gave a name; nothing here lives on several devices."""
+    reduced = _reduced(operator)
+
+    def collected(op, *xs, axes, axis_index_groups):
+        if axis_index_groups is not None or any(isinstance(axis, str) for axis in axes):
+            raise UnsupportedError("it is about several devices, or groups of them")
+        return [reduced(op, x, axes=axes) for x in xs]
+
+    return collected
+
+
+primitives(psum=_collected("ReduceSum"), pmax=_collected("ReduceMax"), pmin=_collected("ReduceMin"))
 
 
 @primitives.define("reduce_xor")
