@@ -326,6 +326,22 @@ def test_parameters_are_found_wherever_they_hide():
     np.testing.assert_allclose(after, before, rtol=1e-6)
 
 
+def test_numbers_that_fill_a_first_state_are_not_trained():
+    proto = onnx.parser.parse_model("""<ir_version: 10, opset_import: ["": 21]>
+        cell (float[N,1] x) => (float[N,1] y) <float[1,1] weight = {2.0}, float[1,1] recurrent = {0.5}>
+        {
+            zero = Constant <value = float {0.0}> ()
+            size = Shape (x)
+            state = Expand (zero, size)
+            a = MatMul (x, weight)
+            b = MatMul (state, recurrent)
+            y = Add (a, b)
+        }""")
+    found = selection(onward.prepare(proto, loss="mse", optimizer="sgd"))
+    assert found["zero"] == ("constant", "a single number")
+    assert found["weight"][0] == found["recurrent"][0] == "parameter"
+
+
 def test_patterns_choose_what_is_trained():
     proto = onnx.parser.parse_model(HIDDEN)
     assert onward.prepare(proto, loss="mse", trainable=["scale", "plain"]).steps[0].differentiated() == [

@@ -8,8 +8,9 @@ Then:
 2. it is a running mean or variance of BatchNormalization -> statistics
 3. the exporter wrote down that it is a parameter or a buffer (PyTorch does) -> parameter or constant
 4. it is only read where operators take settings (limits, scales, masks, initial states) -> constant
-5. it is a single number in arithmetic and not the bias of a layer with one output, or it is a mask (it holds an
-   infinity or a number below -10000) -> constant
+5. it is a single number in arithmetic and not the bias of a layer with one output, or a number without axes that fills
+   a factor of a matrix product (a first state), or it is a mask (it holds an infinity or a number below -10000)
+   -> constant
 6. everything else -> parameter
 
 Patterns come last: `freeze` takes parameters away, and `trainable`, where it is given, is the list of what is trained,
@@ -81,6 +82,9 @@ _ARITHMETIC = {
     "Add", "Conv", "ConvTranspose", "Div", "Gemm", "Max", "Mean", "Min", "Mod", "Mul", "Pow", "Sqrt", "Sub", "Sum",
     "Where",
 }  # fmt: skip
+
+# Operators whose factors have axes: a number that has none was spread out for them, as the first state of a loop is.
+_PRODUCTS = {"MatMul", "Gemm"}
 
 # The schema calls these differentiable, but their derivative is zero everywhere.
 _STEPS = {"Ceil", "Floor", "Round", "Sign", "BitwiseNot", "Not"}
@@ -274,7 +278,8 @@ def _is_number(value: ir.Value, readers: list[tuple[ir.Node, int]]) -> bool:
     shape = stored_shape(value)
     if shape is None or np.prod(shape) > 1:
         return False
-    return all(node.op_type in _ARITHMETIC and not _is_bias_of_one(node, i) for node, i in readers)
+    usual = _ARITHMETIC if shape else _ARITHMETIC | _PRODUCTS
+    return all(node.op_type in usual and not _is_bias_of_one(node, i) for node, i in readers)
 
 
 def _is_bias_of_one(node: ir.Node, index: int) -> bool:
