@@ -46,7 +46,7 @@ def _log_sum_exp(x, axes, keepdims):
     total = tf.reduce_sum(tf.exp(x - largest), axes, keepdims)
     zero = total == 0
     logarithm = tf.where(zero, scalar(-math.inf, x), tf.math.log(tf.where(zero, scalar(1, x), total)))
-    return logarithm + tf.reshape(largest, total.shape)
+    return logarithm + tf.reshape(largest, tf.shape(total))  # whose sizes may be open
 
 
 def _of_truth_values(reduce, logical):
