@@ -61,10 +61,10 @@ def written(
     functions.append(_load(scheduler is not None, bool(model.constants)))
     functions.append(_save(scheduler is not None, bool(model.constants)))
     own, imports = borrowed([*model.helpers, *definitions.borrowed], definitions.replaced)
-    parts = [*own, model.text, *("\n".join(lines) for lines in functions if lines)]
-    body = "\n\n\n".join(parts)
+    parts = [model.text, *("\n".join(lines) for lines in functions if lines)]
+    body = "\n\n\n".join([*own, *map(wrapped, parts)])
     heading = _heading(_loop(program, terms, scheduler is not None))
-    return Source(wrapped(f"{heading}\n\n{_imports(imports, body)}\n\n\n{body}\n"), model.constants)
+    return Source(f"{heading}\n\n{_imports(imports, body)}\n\n\n{body}\n", model.constants)
 
 
 def _model(module: OnnxModule) -> tuple[Program, ModelSource]:

@@ -56,6 +56,8 @@ _BETWEEN = {
 _BEFORE = {"neg": "-", "__invert__": "~"}
 _SPREAD = {"reshape", "permute", "expand", "repeat", "view", "flip"}
 """Methods that take sizes or axes one by one."""
+_DEFAULTS: Mapping[str, Mapping[str, Any]] = {"F.gelu": {"approximate": "none"}}
+"""Of functions that do not say so themselves."""
 _TENSOR, _FUNCTIONAL = "torch.Tensor.", "torch.nn.functional."
 
 
@@ -71,6 +73,10 @@ class Printer:
 
     def step(self, step: Step) -> Expression:
         method = step.function.removeprefix(_TENSOR)
+        if step.function == "torch.where" and len(step.arguments) == 3:
+            condition, x, y = step.arguments
+            texts = [self.value(condition), self._operand(x, y), self._operand(y, x)]
+            return Expression(f"torch.where({', '.join(t.text for t in texts)})", ATOM, 1 + max(t.depth for t in texts))
         if method == step.function:
             return self._call(_shortened(step.function), step.arguments, step.named, defaults_of(step.call))
         first, *rest = step.arguments
@@ -106,13 +112,16 @@ class Printer:
     def _operand(self, given: Any, other: Any) -> Expression:
         """A number in place of a tensor with one element, if the other operand has the axes and the type."""
         if isinstance(given, Value) and given.array is not None and isinstance(other, Value):
-            one, shape = given.tensor, other.tensor
-            if given.array.size == 1 and one.ndim <= shape.ndim and other.array is None and one.dtype == shape.dtype:
+            one, whole = given.tensor, other.tensor
+            usual = one.dtype in (torch.float32, torch.int64) and one.ndim == 0
+            fits = given.array.size == 1 and one.ndim <= whole.ndim and one.dtype == whole.dtype
+            if fits and (other.array is None or usual):
                 return Expression(number(given.array.item()))
         return self.value(given)
 
     def _call(self, function: str, arguments: Any, named: Mapping[str, Any], defaults: Mapping[str, Any]) -> Expression:
         given = [self.value(argument) for argument in arguments]
+        defaults = {**_DEFAULTS.get(function, {}), **defaults}
         by_name = {key: value for key, value in named.items() if key not in defaults or not _same(value, defaults[key])}
         parts = {key: self.value(value) for key, value in by_name.items()}
         texts = [*(part.text for part in given), *(f"{key}={part.text}" for key, part in parts.items())]

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
+import onnx_ir as ir
 import torch
 from torch.nn import functional as F
 
@@ -20,6 +21,7 @@ from onward.errors import UnsupportedError
 from onward.recipe.forward import Variance
 from onward.run.framework import Function, NotOnHost
 from onward.run.shared.windows import paddings
+from onward.run.torch.types import TYPES
 
 
 class Writing(Live):
@@ -32,11 +34,12 @@ class Writing(Live):
         own: dict[str, Function] = {
             "Shape": lambda x, *, start, end: array_of(list(x.shape)[start:end]),
             "Size": lambda x: array_of(math.prod(x.shape)),
-            "Range": lambda start, limit, delta: torch.arange(*(x.item() for x in (start, limit, delta))),
+            "Range": _range,
             "ConstantOfShape": _full,
             "Reshape": _reshape,
             "Slice": functools.partial(_slice, self.operators["Slice"]),
             "Gather": self._gather,
+            "Pad": functools.partial(self._pad, self.operators["Pad"]),
             "MatMul": self._matmul,
             "Gemm": self._gemm,
             "onward.Linear": self._linear,
@@ -108,6 +111,18 @@ class Writing(Live):
         flat = x.index_select(axis, indices.long().remainder(x.shape[axis]).flatten())
         return flat.reshape([*x.shape[:axis], *indices.shape, *x.shape[axis + 1 :]])
 
+    def _pad(self, by_numbers: Function, x: Any, pads: Any, value: Any = None, axes: Any = None, *, mode: str) -> Any:
+        if mode != "constant" or not (value is None or isinstance(value, np.ndarray)):
+            return by_numbers(x, pads, value, axes, mode=mode)
+        along = range(x.ndim) if axes is None else [axis % x.ndim for axis in axes.tolist()]
+        amounts = dict(zip(along, zip(*np.reshape(pads, (2, -1)).tolist(), strict=True), strict=True))
+        outermost = min((axis for axis, pair in amounts.items() if any(pair)), default=x.ndim)
+        flat = [amount for axis in range(x.ndim - 1, outermost - 1, -1) for amount in amounts.get(axis, (0, 0))]
+        named = {} if value is None or not value.item() else {"value": value.item()}
+        with torch._C.DisableTorchFunction():  # PyTorch wants to know sizes that are symbols
+            padded = x.new_empty([size + sum(amounts.get(axis, (0, 0))) for axis, size in enumerate(x.shape)])
+        return self.recorder.record("torch.nn.functional.pad", [x, tuple(flat)], named, padded, F.pad)
+
     def _conv(self, x, w, b=None, *, auto_pad, dilations, group, kernel_shape, pads, strides):  # type: ignore[no-untyped-def]
         rank = x.ndim - 2
         strides, dilations = strides or [1] * rank, dilations or [1] * rank
@@ -152,9 +167,22 @@ def one(numbers: Sequence[int]) -> Any:
     return numbers[0] if len(set(numbers)) == 1 else tuple(numbers)
 
 
+_ANYWHERE = torch.device("cpu")
+"""Written as the device of an input."""
+
+
+def _range(start: np.ndarray, limit: np.ndarray, delta: np.ndarray) -> torch.Tensor:
+    first, end, step = (x.item() for x in (start, limit, delta))
+    if isinstance(first, int) and first == 0 and isinstance(step, int) and step == 1:
+        return torch.arange(end, device=_ANYWHERE)
+    return torch.arange(first, end, step, device=_ANYWHERE)
+
+
 def _full(shape: np.ndarray, *, value: Any) -> torch.Tensor:
     number = np.zeros(1, np.float32) if value is None else value
-    return torch.full(shape.tolist(), number.item(), dtype=torch.from_numpy(number).dtype)
+    return torch.full(
+        shape.tolist(), number.item(), dtype=TYPES[ir.DataType.from_numpy(number.dtype)], device=_ANYWHERE
+    )
 
 
 def _reshape(x: torch.Tensor, shape: np.ndarray, *, allowzero: int) -> torch.Tensor:

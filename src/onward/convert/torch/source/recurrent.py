@@ -119,7 +119,7 @@ def rows(recorder: Recorder) -> dict[str, Callable[..., Any]]:
         direction,
         input_forget,
         layout,
-    ):  # type: ignore[no-untyped-def]  # noqa: E501
+    ):  # type: ignore[no-untyped-def]
         settings = {"lengths": lengths, "peepholes": peepholes, "activations": activations, "clip": clip}
         settings |= {"direction": direction, "input_forget": input_forget, "layout": layout}
         return kinds["LSTM"].run(x, w, r, b, [h, c], settings)

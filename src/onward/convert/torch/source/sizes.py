@@ -49,6 +49,8 @@ def _either(name: str, function: Function, framework: Framework) -> Function:
     def call(*inputs: Any, **attributes: Any) -> Any:
         chosen = symbolic if any(map(is_open, inputs)) else function
         results = chosen(*inputs, **{key: attributes[key] for key in keywords(chosen) if key in attributes})
+        if _is_symbol(results):  # numpy returns elements, where there are no axes
+            return array_of(results)
         return _plain(results) if isinstance(results, np.ndarray) else results
 
     return _asking(call, asked)

@@ -17,6 +17,7 @@ from onward.convert.torch.clipping import Clip
 from onward.convert.torch.exact import clipping, rates
 from onward.convert.torch.exact.optimizer import ExactOptimizer, Together
 from onward.convert.torch.source.expressions import number
+from onward.errors import UnsupportedError
 
 _USUAL = ("params", "foreach", "fused", "capturable", "differentiable", "maximize")
 """Settings that only say how PyTorch computes, or are left out unless they are on."""
@@ -63,6 +64,11 @@ class Definitions:
         if issubclass(kind, ExactOptimizer):
             self.borrowed.append(kind)
             return kind.__name__
+        if not hasattr(torch.optim, kind.__name__):
+            raise UnsupportedError(
+                f"a program of PyTorch alone cannot have a {kind.__name__}, which executes a graph",
+                hint="keep the training model, or use one of torch.optim",
+            )
         return f"torch.optim.{kind.__name__}"
 
     def clip(self, made: Optimizer) -> list[str]:
