@@ -190,12 +190,12 @@ def test_all_operators_can_be_written() -> None:
     import symtable
 
     from onward.convert.jax.program.definitions import Definitions
-    from onward.convert.jax.program.operators import INSTEAD, define
+    from onward.convert.jax.program.operators import INSTEAD, define, short
 
     definitions, refused = Definitions(INSTEAD), []
     for name in _operators():
         try:
-            define(definitions, name)
+            define(definitions, name, short(name))
         except UnsupportedError:
             refused.append(name)
     text = "\n".join([*definitions.imports(), definitions.text()])

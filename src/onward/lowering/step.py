@@ -40,7 +40,13 @@ IR_VERSION = 10
 
 @uncollected()
 def lower(
-    source: Source, step: int = 0, *, part: str = "step", recompute: Choice = None, differentiate: bool = True
+    source: Source,
+    step: int = 0,
+    *,
+    part: str = "step",
+    recompute: Choice = None,
+    differentiate: bool = True,
+    keep_functions: bool = False,
 ) -> Model:
     """A plain ONNX model for one step of a training model: only operators of the standard, no training operator.
 
@@ -54,8 +60,8 @@ def lower(
     - `"state"`: () -> the state as it is in the file
 
     `recompute` names what is computed twice to save memory, as in `onward.gradient`. Without `differentiate` the
-    training operators stay, functions are replaced by their bodies, and nothing else is done: for an engine that has
-    derivatives of its own.
+    training operators stay, functions are replaced by their bodies unless they are kept, and nothing else is done: for
+    an engine that has derivatives of its own.
     """
     if part not in PARTS:
         raise UnknownNameError(f"there is no part `{part}`", hint=near(part, PARTS) or f"parts: {', '.join(PARTS)}")
@@ -64,7 +70,7 @@ def lower(
         model = convert_opset(model, COMMON_OPSET)
     elif model.opset > NEWEST_OPSET:
         model = convert_opset(model, NEWEST_OPSET)
-    made, contract = PARTS[part](model, step, Manner(recompute, differentiate))
+    made, contract = PARTS[part](model, step, Manner(recompute, differentiate, keep_functions))
     made.ir.ir_version = IR_VERSION
     record(made, {"part": part, **contract})
     return made
@@ -80,6 +86,7 @@ class Manner(NamedTuple):
 
     recompute: Choice = None
     differentiate: bool = True
+    keep_functions: bool = False
 
 
 def _step(model: Model, index: int, manner: Manner) -> Made:
@@ -221,7 +228,8 @@ def _plain(
         _finish(made)
     else:
         made = flow.combined
-        inline_calls(made, _without_a_rule(made))
+        if not manner.keep_functions:
+            inline_calls(made, _without_a_rule(made))
         _drop_unused_inputs(made.graph)
     made.graph.inputs[:] = sorted(made.graph.inputs, key=lambda value: value.name in flow.state)  # the state last
     inputs = [value.name or "" for value in made.graph.inputs]

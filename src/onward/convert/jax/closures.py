@@ -60,7 +60,7 @@ class Scheduled(float):
 def origin(function: Callable[..., Any]) -> str:
     """The function that made this one by closing over its arguments, by its short name if it is optax's or ours."""
     function = inspect.unwrap(function)
-    module, name = getattr(function, "__module__", ""), getattr(function, "__qualname__", repr(function))
+    module, name = getattr(function, "__module__", None) or "", getattr(function, "__qualname__", repr(function))
     maker, inner, _ = name.partition(".<locals>")
     ours = module.startswith(("optax.", "onward."))
     return maker if ours and inner else f"{module}.{name}"

@@ -20,7 +20,7 @@ def write(model: Model, path: Path) -> list[Path]:
     """Write `run.py` and the arrays that it reads into a folder."""
     parts = Parts(model)
     state, _ = parts.state()
-    made = program(parts, state["params"], path.name)
+    made = program(parts, state["params"], model.graph.name or path.name)
     path.mkdir(parents=True, exist_ok=True)
     (path / "run.py").write_text(made.source)
     write_arrays(named(state), path / STATE)

@@ -119,16 +119,16 @@ class Parts:
             }
             return (state | {"ema": self.arrays("ema")} if "ema" in self.run.recipe else state), tx
 
-    def forward(self) -> tuple[Model, Mapping[str, Any]]:
+    def forward(self, *, keep_functions: bool = False) -> tuple[Model, Mapping[str, Any]]:
         """The forward pass of training as a model, and what its inputs and outputs are."""
-        lowered = lower(self._model, self._index, part="gradients", differentiate=False)
+        lowered = lower(self._model, self._index, part="gradients", differentiate=False, keep_functions=keep_functions)
         contract = contract_of(lowered)
         _drop_gradients(lowered, contract["gradients"])
         return lowered, contract
 
-    def inference(self) -> Model:
+    def inference(self, *, keep_functions: bool = False) -> Model:
         """The model as it predicts, with what is trained among its inputs."""
-        inference = inline(self.run.model)
+        inference = self.run.model.copy() if keep_functions else inline(self.run.model)
         graph = inference.graph
         carried = [s.name for s in self._states if s.role in ("parameter", "statistics")]
         for name in (name for name in carried if name in graph.initializers):

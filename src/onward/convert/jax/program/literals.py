@@ -13,7 +13,8 @@ import onnx_ir as ir
 
 _FEW = 8
 """Up to so many numbers are written out."""
-_WIDE = 112
+_WIDE = 88
+"""Of expressions: names stand before them, and spaces."""
 
 
 def identifier(name: str) -> str:

@@ -62,10 +62,10 @@ def short(operator: str) -> str:
     return operator.rpartition(".")[2]
 
 
-def define(definitions: Definitions, operator: str) -> None:
-    """Have the row of an operator under its name."""
+def define(definitions: Definitions, operator: str, called: str) -> None:
+    """Have the row of an operator under a name."""
     module, value = rows()[operator]
     if isinstance(value, str):
-        definitions.function(module, value, short(operator))
+        definitions.function(module, value, called)
     else:
-        definitions.value(short(operator), module, value)
+        definitions.value(called, module, value)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -13,11 +13,13 @@ from onnx import defs
 from onward.build import Names
 from onward.convert.jax.program.definitions import Definitions
 from onward.convert.jax.program.forms import short_form
+from onward.convert.jax.program.functions import Functions
 from onward.convert.jax.program.literals import attribute, call, declared, identifier, literal, quoted
 from onward.convert.jax.program.operators import define, rows, short
 from onward.errors import UnsupportedError
 from onward.model import Model
 from onward.model.core import values
+from onward.run.framework import Operators
 from onward.run.host import HOST_INPUTS, ONLY_ON_HOST
 from onward.run.interpreted import planned
 from onward.run.jax import Jax
@@ -50,16 +52,41 @@ class Printer:
         self.definitions = definitions
         self.constants: dict[str, np.ndarray] = {}
         """What is too large to be written out."""
-        self._stored = Names()
+        self.functions: list[str] = []
+        """Definitions of functions of models."""
+        self._stored, self._called = Names(), Names()
+        self._operators: dict[str, str] = {}
+        self._known: dict[tuple[str, str], str] = {}
 
     def body(self, model: Model, given: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
         """The statements that compute a model, and its outputs; its inputs are expressions. The model is changed."""
-        fill_in_types(model, values(model.graph))
-        plan = planned(model, Jax())
-        known = {value: given[name] for name, value in plan.inputs.items()}
-        body = _Body(self, known, Names([*_MENTIONED, *given.values()]))
-        body.write(plan)
+        body, plan = self._body(model, given, ())
         return body.lines, {value.name or "": body[value] for value in plan.outputs}
+
+    def _body(self, model: Model, given: Mapping[str, str], arrays: Collection[str]) -> tuple[_Body, Plan]:
+        functions = Functions(model)
+        fill_in_types(model, values(model.graph))
+        framework = Jax()
+        framework.operators = Operators({**functions.rows(), **framework.operators})
+        plan = planned(model, framework)
+        known = {value: given[name] for name, value in plan.inputs.items()}
+        of_numpy = [value for name, value in plan.inputs.items() if name in arrays]
+        body = _Body(self, known, Names([*_MENTIONED, *given.values()]), functions, of_numpy)
+        body.write(plan)
+        return body, plan
+
+    def function(self, functions: Functions, call: Call, arrays: Collection[ir.Value]) -> tuple[str, list[bool]]:
+        """What a function is called that computes a call of a model's own; and which results are of numpy."""
+        model, formals = functions.one_call(call)
+        given = {name: identifier(name) for name in formals}
+        body, plan = self._body(model, given, [name for name, value in formals.items() if value in arrays])
+        lines = [*body.lines, f"return {', '.join(body[value] for value in plan.outputs)}"]
+        text = "\n    ".join([f"({', '.join(given.values())}):", *functions.summary(call), *lines])
+        name = short(call.operator)
+        if (name, text) not in self._known:
+            self._known[name, text] = self._called.fresh(name)
+            self.functions.append(f"def {self._known[name, text]}{text}")
+        return self._known[name, text], [value in body.arrays for value in plan.outputs]
 
     def helper(self, name: str) -> str:
         return self.definitions.function(_RUNTIME, name)
@@ -70,9 +97,10 @@ class Printer:
         if (library := row.library) is not None:
             self.definitions.function(row.module, library.partition(".")[0])  # which is imported
             return library
-        if short(name) not in self.definitions:
-            define(self.definitions, name)
-        return short(name)
+        if name not in self._operators:
+            self._operators[name] = self._called.fresh(short(name))
+            define(self.definitions, name, self._operators[name])
+        return self._operators[name]
 
     def stored(self, name: str, array: np.ndarray) -> str:
         """A constant of the file, by a name of its own."""
@@ -87,12 +115,20 @@ class Printer:
 class _Body:
     """The statements of one function."""
 
-    def __init__(self, printer: Printer, known: dict[ir.Value, str], names: Names, arrays: Iterable[ir.Value] = ()):
+    def __init__(
+        self,
+        printer: Printer,
+        known: dict[ir.Value, str],
+        names: Names,
+        functions: Functions,
+        arrays: Iterable[ir.Value],
+    ):
         self._printer = printer
         self._known = known
         self._names = names
+        self._functions = functions
         self._constants: dict[ir.Value, np.ndarray] = {}
-        self._arrays = set(arrays)
+        self.arrays = set(arrays)
         """What is of numpy, or may be."""
         self._written: dict[str, list[str]] = {}
         """Expressions, and what they are called."""
@@ -106,7 +142,7 @@ class _Body:
         return self._known[value]
 
     def write(self, plan: Plan) -> None:
-        self._arrays.update(plan.constants)
+        self.arrays.update(plan.constants)
         self._constants.update(plan.constants)
         for item in plan.items:
             assert isinstance(item, Call), item
@@ -118,17 +154,26 @@ class _Body:
         source, result = call.inputs[0] if call.inputs else None, call.outputs[0]
         if call.operator == "Identity" and source is not None and result is not None and source not in self._constants:
             self._known[result] = self[source]
-            self._arrays.update([result] if source in self._arrays else [])
+            self.arrays.update([result] if source in self.arrays else [])
             return
         if self._fold(call):
             return
+        if call.operator in self._functions:
+            self._call_function(call)
+            return
         bodies = {name: self._nested(name, call, plan) for name, plan in call.graphs.items()}
         given = [value for value in call.inputs if value is not None]
-        at_once = bool(given) and not bodies and all(value in self._arrays for value in given)
+        at_once = bool(given) and not bodies and all(value in self.arrays for value in given)
         text = self._short(call) if not at_once and not bodies else None
         self._assign(call, text or self._text(call, bodies, at_once))
         if at_once or call.operator in _MAKE_ARRAYS:
-            self._arrays.update(value for value in call.outputs if value is not None)
+            self.arrays.update(value for value in call.outputs if value is not None)
+
+    def _call_function(self, node: Call) -> None:
+        name, of_numpy = self._printer.function(self._functions, node, self.arrays)
+        self._assign(node, call(name, [self[value] for value in node.inputs if value is not None]))
+        made = zip(node.outputs, of_numpy, strict=True)
+        self.arrays.update(value for value, is_array in made if value is not None and is_array)
 
     def _fold(self, call: Call) -> bool:
         """Compute what is constant."""
@@ -141,7 +186,7 @@ class _Body:
         results = call.on_host(*arrays)
         for value, result in zip(call.outputs, results if isinstance(results, tuple) else (results,), strict=False):
             if value is not None:
-                self._arrays.add(value)
+                self.arrays.add(value)
                 self._constants[value] = np.asarray(result)
         return True
 
@@ -158,10 +203,10 @@ class _Body:
         for i, value in enumerate(node.inputs):
             text = "None" if value is None else self[value]
             if value is not None and not at_once and not bodies:
-                is_array = value in self._arrays
+                is_array = value in self.arrays
                 if i in on_host and not is_array:
                     text = f"{printer.definitions.function('onward.run.jax.values', 'known')}({text})"
-                elif i not in on_host and is_array and library is None:
+                elif i not in on_host and is_array and library is None and not self._is_number(value):
                     text = f"jnp.asarray({text})"
             arguments.append(text)
         given = {name: value for name, value in _attributes(node).items() if value is not None}
@@ -172,6 +217,9 @@ class _Body:
         if at_once:
             return call(printer.helper("at_once"), [function, *arguments])
         return call(function, arguments)
+
+    def _is_number(self, value: ir.Value) -> bool:
+        return value in self._constants and self._constants[value].ndim == 0
 
     def _assign(self, call: Call, text: str) -> None:
         """Names for the results, or those that they have already."""
@@ -194,7 +242,8 @@ class _Body:
         function = self._names.fresh(identifier(name))
         arguments = {value: self._names.fresh(identifier(key)) for key, value in plan.inputs.items()}
         may_be_arrays = plan.inputs.values() if call.operator == "Loop" else ()
-        inner = _Body(self._printer, {**self._known, **arguments}, self._names, {*self._arrays, *may_be_arrays})
+        known, arrays = {**self._known, **arguments}, {*self.arrays, *may_be_arrays}
+        inner = _Body(self._printer, known, self._names, self._functions, arrays)
         inner._constants.update(self._constants)
         inner.write(plan)
         results = ", ".join(inner[value] for value in plan.outputs)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from onward.convert.jax.program.definitions import Definitions
-from onward.convert.jax.program.literals import identifier, pairs, quoted, type_name
+from onward.convert.jax.program.literals import identifier, listed, pairs, quoted, type_name
 from onward.convert.jax.program.operators import INSTEAD
 from onward.convert.jax.program.printer import Printer
 from onward.convert.jax.program.spelling import Spelling
@@ -33,11 +33,13 @@ def program(parts: Parts, params: Mapping[str, Any], name: str) -> Program:
     for helper in ("read", "write", "named", "filled", "exact"):
         printer.helper(helper)
     loss, apply, batch = _loss(parts, printer), _apply(parts, printer), _batch(parts)
+    functions = list(printer.functions)
     spelling = Spelling(printer, params)
     optimizer = spelling.optimizer(parts.run)
     sections = {
         "the run": _run(parts, optimizer),
         "the model": f"{loss}\n\n\n{apply}",
+        "functions of the model": "\n\n\n".join(functions),
         "updates that optax does not have": "\n\n\n".join(spelling.functions),
         "what these call": printer.definitions.text().rstrip(),
         "": f"constants = read(HERE / {quoted(CONSTANTS)})" if printer.constants else "",
@@ -95,19 +97,21 @@ def _given(parts: Parts, model: Model, fed: str) -> tuple[list[str], dict[str, s
 
 
 def _loss(parts: Parts, printer: Printer) -> str:
-    model, contract = parts.forward()
+    model, contract = parts.forward(keep_functions=True)
     taken, given = _given(parts, model, "batch")
     lines, results = printer.body(model, given)
-    kinds, changes = parts.kinds, {"statistics": {}, "random": {}}  # type: dict[str, str], dict[str, dict[str, str]]
+    kinds = parts.kinds
+    changes: dict[str, dict[str, str]] = {"statistics": {}, "random": {}}
     for name, output in contract["update"].items():
         changes[kinds[name]][name] = results[output]
     metrics = {"loss": results[contract["loss"]]}
     metrics |= {name: results[name] for name in contract["metrics"] if name != contract["loss"]}
-    changed = [
-        f'"{kind}": {{**state["{kind}"], {pairs(new)}}}' if new else f'"{kind}": state["{kind}"]'
-        for kind, new in changes.items()
-    ]
-    body = [*taken, *lines, f"metrics = {{{pairs(metrics)}}}", f"changed = {{{', '.join(changed)}}}"]
+    changed = []
+    for kind, new in changes.items():
+        own = f'state["{kind}"]'
+        after = [f"**{own}", *(f"{quoted(name)}: {text}" for name, text in new.items())]
+        changed.append(f"{quoted(kind)}: {f'{{{listed(after)}}}' if new else own}")
+    body = [*taken, *lines, f"metrics = {{{pairs(metrics)}}}", *f"changed = {{{listed(changed)}}}".splitlines()]
     return _function(
         "loss(params, state, batch)",
         "The forward pass of training: the loss, and with it metrics and what it changes of the state.",
@@ -116,7 +120,7 @@ def _loss(parts: Parts, printer: Printer) -> str:
 
 
 def _apply(parts: Parts, printer: Printer) -> str:
-    model = parts.inference()
+    model = parts.inference(keep_functions=True)
     taken, given = _given(parts, model, "inputs")
     lines, results = printer.body(model, given)
     body = ['params = state["params"]', *taken, *lines, f"return {{{pairs(results)}}}"]

@@ -20,8 +20,6 @@ from onward.recipe.optimizers.function import COUNT, RATE, gradient_of
 from onward.recipe.spec import Spec
 from onward.transform.inline import inline
 
-_WIDTH = 96
-
 
 class Text(str):
     """Source that is an expression."""
@@ -45,7 +43,7 @@ class Spelling:
 
     def __getattr__(self, name: str) -> Callable[..., Text]:
         def made(*given: Any, **options: Any) -> Text:
-            return Text(call(f"optax.{name}", [*map(_written, given), *_keywords(options)], _WIDTH))
+            return Text(call(f"optax.{name}", [*map(_written, given), *_keywords(options)]))
 
         return made
 
@@ -77,9 +75,7 @@ class Spelling:
     def exact(self, group: Group, rate: Any) -> Text:
         rules = {name: self._rule(group.spec, sizes_of(self._params[name])) for name in group.parameters}
         entries = [f"{quoted(name)}: ({slots}, {update})" for name, (slots, update) in rules.items()]
-        return Text(
-            call(self._printer.helper("transformation"), [f"{{{listed(entries, _WIDTH)}}}", _written(rate)], _WIDTH)
-        )
+        return Text(call(self._printer.helper("transformation"), [f"{{{listed(entries)}}}", _written(rate)]))
 
     def executed(self, function: FunctionOptimizer, group: str, rate: Any) -> Text:
         names, places = function.parameters, places_of(function, group)
@@ -100,8 +96,8 @@ class Spelling:
         step = self._define(f"{kind}_update", _function(arguments, [*lines, f"return {{{new}}}, {{{kept}}}"]))
         starts = {places[name]: self._start(name, array) for name, array in initial_state(function).items()}
         begin = self._define(f"{kind}_state", _function([], [f"return {{{pairs(starts)}}}"]))
-        listed_names = f"[{listed([quoted(name) for name in names], _WIDTH)}]"
-        return Text(call(self._printer.helper("joint"), [listed_names, step, begin, _written(rate)], _WIDTH))
+        listed_names = f"[{listed([quoted(name) for name in names])}]"
+        return Text(call(self._printer.helper("joint"), [listed_names, step, begin, _written(rate)]))
 
     def _start(self, name: str, array: np.ndarray) -> str:
         """An array, as it is written where it is the same number everywhere."""
