@@ -9,22 +9,25 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import onnx_ir as ir
 import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from onward.convert.probe import probe, without_dropout
+from onward.convert.probe import probe, types_in, without_dropout
 from onward.convert.run import Run, assemble
 from onward.convert.torch.arguments import Flat
 from onward.convert.torch.chance import NothingDropped
 from onward.convert.torch.clipping import clip_gradients
 from onward.convert.torch.module import OnnxModule
+from onward.errors import Error
 from onward.convert.torch.objective import Summand
 from onward.convert.torch.targets import drawn_targets
 from onward.inspect import describe
 from onward.inspect.parts import LossTerm
 from onward.model import Model
+from onward.numeric.inputs import made_up
 from onward.run.engine import Arrays
 from onward.run.torch.types import from_array, to_array
 
@@ -59,7 +62,24 @@ def probe_native(native: NativeRun, run: Run, example_inputs: Any) -> None:
     prober = _Prober(native, run.step, Flat(native.module, example_inputs), terms)
     with torch.random.fork_rng(), NothingDropped(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a copy of a scheduler does not know that its optimizer steps before it
-        probe(model, [prober.batch(model)] * _STEPS, prober.step, prober.weights, carrier="PyTorch")
+        engine = "torch" if ir.DataType.BFLOAT16 in types_in(model) else None
+        probe(model, [prober.batch(model)] * _STEPS, prober.step, prober.weights, carrier="PyTorch", engine=engine)
+
+
+def probe_made(native: NativeRun, run: Run) -> None:
+    """Compare a run with what was made of it, whose module is a live one, with inputs that are made up.
+
+    Where the module runs on none of them, or a sum of losses cannot be taken apart, nothing is compared.
+    """
+    for arrays in made_up(run.model, {}, seed=0):
+        inputs = {name: from_array(array) for name, array in arrays.items()}
+        try:
+            with torch.no_grad():
+                copy.deepcopy(native.module)(**inputs)
+        except (Error, RuntimeError, IndexError):
+            continue
+        probe_native(native, run, inputs)
+        return
 
 
 def _turn_dropout_off(module: nn.Module) -> None:
