@@ -12,6 +12,7 @@ from onward.convert.keras.optimizers import clip_of, kind_of, recipe_of, setting
 from onward.convert.keras.rehearsal import rehearse
 from onward.convert.keras.rows import Refused
 from onward.convert.keras.schedules import Rate, rate_of
+from onward.convert.keras.traced import traced
 from onward.convert.keras.walk import REGULARIZATION, Walk, functional_of
 from onward.convert.run import Group, Run, assemble
 from onward.errors import UnsupportedError
@@ -115,7 +116,10 @@ def _gather(problems: list[str], read: Callable[[], Any], default: Any) -> Any:
 
 def _groups(optimizer: Any, lr: float, variables: Sequence[Any], walk: Walk) -> list[Group]:
     """One, or two where weight decay leaves some variables out."""
-    kind, settings = kind_of(optimizer), {"lr": lr, **settings_of(optimizer)}
+    kind = kind_of(optimizer)
+    if kind is None:
+        return [Group(traced(optimizer, variables, walk.names, lr), [walk.names[id(v)] for v in variables])]
+    settings = {"lr": lr, **settings_of(optimizer)}
     decay = float(optimizer.weight_decay or 0.0)
     decayed = [v for v in variables if decay and optimizer._use_weight_decay(v)]
     ids = {id(v) for v in decayed}

@@ -59,16 +59,18 @@ KINDS = {
 }
 
 
-def kind_of(optimizer: Any) -> Kind:
-    name = type(optimizer).__name__
-    if name not in KINDS or not type(optimizer).__module__.startswith("keras."):
-        raise Refused(f"optimizer {name} has no counterpart")
-    return KINDS[name]
+def kind_of(optimizer: Any) -> Kind | None:
+    """What it is in our words; None for a class that has none, whose update is traced."""
+    if hasattr(optimizer, "inner_optimizer"):
+        raise Refused(f"optimizer {type(optimizer).__name__} is one around another")
+    is_own = type(optimizer).__module__.startswith("keras.")
+    return KINDS.get(type(optimizer).__name__) if is_own else None
 
 
 def settings_of(optimizer: Any) -> dict[str, Any]:
     """All numbers and choices but the learning rate and the decay of weights."""
     kind = kind_of(optimizer)
+    assert kind is not None
     numbers = {ours: float(getattr(optimizer, theirs)) for ours, theirs in kind.numbers.items()}
     flags = {flag: bool(getattr(optimizer, flag)) for flag in kind.flags}
     if flags.get("nesterov") and not numbers["momentum"]:
@@ -78,10 +80,11 @@ def settings_of(optimizer: Any) -> dict[str, Any]:
 
 def slots_of(optimizer: Any, variable: Any) -> dict[str, np.ndarray]:
     """What an optimizer keeps beside a variable, by our names."""
-    if not optimizer.built:
+    kind = kind_of(optimizer)
+    if not optimizer.built or kind is None:
         return {}
     index = optimizer._get_variable_index(variable)
-    lists = {ours: getattr(optimizer, theirs, None) for ours, theirs in kind_of(optimizer).slots.items()}
+    lists = {ours: getattr(optimizer, theirs, None) for ours, theirs in kind.slots.items()}
     found = {ours: array_of(variables[index]) for ours, variables in lists.items() if variables}
     if hasattr(optimizer, "_u_product"):
         found["mu_product"] = array_of(optimizer._u_product).astype(np.float64)

@@ -100,7 +100,9 @@ def _drawn(rng: np.random.Generator, x: Tensor) -> np.ndarray:
 
 def _copied(model: Any) -> Any:
     """A model of the same layers with the same state, but for dropout."""
-    copy = keras.models.clone_model(model)
+    kind = type(model.optimizer)
+    with keras.saving.custom_object_scope({kind.__name__: kind}):  # a clone is compiled before we do so
+        copy = keras.models.clone_model(model)
     for ours, theirs in zip(model.variables, copy.variables, strict=True):
         theirs.assign(ours.value)
     for layer in copy._flatten_layers():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -67,8 +67,28 @@ def exported(carrier: Any, example_inputs: Any) -> tuple[Model, list[str], Liter
     return model, [names[id(v)] for v in variables if v.trainable and names[id(v)] in used], variance
 
 
-@uncollected()
+def exported_function(function: Callable[..., Any], examples: Sequence[np.ndarray]) -> Model:
+    """The graph of a function of tensors that have these shapes; results are in the order of its list."""
+    specs = [tf.TensorSpec(example.shape, example.dtype) for example in examples]
+    concrete = tf.function(function, autograph=False).get_concrete_function(*specs)
+    op, walk = _written(concrete, [(variable, f"variable{i}") for i, variable in enumerate(_variables(concrete))])
+    return _finished(op, walk)
+
+
 def _model(function: Any, variables: Sequence[tuple[Any, str]]) -> tuple[Model, Literal["population", "sample"]]:
+    op, walk = _written(function, variables)
+    variance = keep_averages(op, walk)
+    return _finished(op, walk), variance
+
+
+def _finished(op: Builder, walk: Walk) -> Model:
+    op.graph.sort()
+    _check(op.graph, walk)
+    return Model(ir.Model(remove_unused(op.graph), ir_version=_IR_VERSION, producer_name="onward"))
+
+
+@uncollected()
+def _written(function: Any, variables: Sequence[tuple[Any, str]]) -> tuple[Builder, Walk]:
     count = len(function.inputs) - len(function.captured_inputs)
     results = list(_paths(function.structured_outputs))
     weights = {id(variable.handle): _initializer(variable, name) for variable, name in variables}
@@ -83,10 +103,7 @@ def _model(function: Any, variables: Sequence[tuple[Any, str]]) -> tuple[Model, 
         output = result.value if made_here else op.Identity(result).like(result.value).value
         output.name = name
         graph.outputs.append(output)
-    variance = keep_averages(op, walk)
-    graph.sort()
-    _check(graph, walk)
-    return Model(ir.Model(remove_unused(graph), ir_version=_IR_VERSION, producer_name="onward")), variance
+    return op, walk
 
 
 def _check(graph: ir.Graph, walk: Walk) -> None:

@@ -22,6 +22,8 @@ import onnx_ir as ir
 from onward.build import Builder, Names
 from onward.errors import RecipeError
 from onward.model import Model
+from onward.model.core import values
+from onward.model.walk import graphs_in
 from onward.recipe.embed import emptied
 from onward.transform.inline import inline
 from onward.transform.opset import convert_opset
@@ -108,8 +110,7 @@ class FunctionOptimizer:
             owner = self.owner_of(state)
             names[state] = state if owner is None else f"{names[owner]}/{state.removeprefix(f'{owner}/')}"
         update = self.update.copy()
-        for value in update.graph.inputs:
-            value.name = names.get(value.name or "", value.name)
+        name_inputs(update, [names.get(value.name or "", value.name or "") for value in update.graph.inputs])
         initial = {names[name]: array for name, array in self.initial.items()}
         return dataclasses.replace(self, update=update, initial=initial)
 
@@ -126,6 +127,17 @@ class FunctionOptimizer:
 
     def __str__(self) -> str:
         return f"{self.name}:lr={self.lr:g}"
+
+
+def name_inputs(update: Model, names: Sequence[str]) -> None:
+    """Give the inputs of a graph names, in place; what else has one of these gets another."""
+    graph, taken, wanted = update.graph, update.names(), set(names)
+    taken.take(wanted)
+    for value in [value for inner in graphs_in(graph) for value in values(inner)]:
+        if value.name in wanted and value not in graph.inputs:
+            value.name = taken.fresh(value.name)
+    for value, name in zip(graph.inputs, names, strict=True):
+        value.name = name
 
 
 def gradient_of(parameter: str) -> str:

@@ -17,6 +17,7 @@ from onward.convert.torch.clipping import Clip
 from onward.convert.torch.exact import clipping, rates
 from onward.convert.torch.exact.optimizer import ExactOptimizer, Together
 from onward.convert.torch.source.expressions import number
+from onward.convert.torch.source.program import defaults_of
 from onward.errors import UnsupportedError
 
 _USUAL = ("params", "foreach", "fused", "capturable", "differentiable", "maximize")
@@ -173,7 +174,9 @@ def _settings(part: Optimizer, group: Mapping[str, Any]) -> dict[str, Any]:
     told = {key: value for key, value in group.items() if key in known and (key not in _USUAL or value is True)}
     if issubclass(kind, ExactOptimizer):
         told = {key: value for key, value in told.items() if key not in kind.COMMON or value != kind.COMMON[key]}
+    usual = defaults_of(kind)
     plain = {key: value for key, value in told.items() if value is not False or key == "decoupled_weight_decay"}
+    plain = {key: value for key, value in plain.items() if value != 0 or usual.get(key, value) != 0}
     if not issubclass(kind, ExactOptimizer) and not plain.get("decoupled_weight_decay"):
         plain.pop("decoupled_weight_decay", None)
     return {**plain, "lr": group.get("initial_lr", group["lr"])}

@@ -22,7 +22,7 @@ from onward.lowering.optimize import optimize
 from onward.model import Model
 from onward.model.walk import ancestors, is_random
 from onward.recipe.optimizers import FunctionOptimizer
-from onward.recipe.optimizers.function import RATE, gradient_of
+from onward.recipe.optimizers.function import RATE, gradient_of, name_inputs
 from onward.run.torch.types import to_array
 
 _COUNT = "step"
@@ -132,8 +132,7 @@ class _Making:
         graph.outputs[:] = [results[place] for place in own if place in results]
         graph.inputs[:] = [rate, *(inputs[place] for place in own)]
         optimize(model)
-        for place in own:
-            inputs[place].name = self._named(place, len(indices) == 1)
+        name_inputs(model, [RATE, *(self._named(place, len(indices) == 1) for place in own)])
         places = {inputs[place].name or "": place for place in self._found.state if place in own}
         initial = {name: to_array(self._found.state[place]).copy() for name, place in places.items()}
         made = FunctionOptimizer(self._name, model, self._rates[indices[0]], initial)

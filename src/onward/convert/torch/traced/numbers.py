@@ -8,15 +8,17 @@ way is taken, and `Numbers` remembers the question, so that the other way can be
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from onward.convert.torch.exporter import export_function
 from onward.convert.torch.traced.rewritten import REWRITTEN, in_double, number
 from onward.errors import UnsupportedError
+from onward.model import Model
 
 _MOST_QUESTIONS = 6
 _CONCRETE = {"__float__", "__int__", "__index__", "__complex__", "tolist", "numpy", "__array__", "__contains__"}
@@ -143,3 +145,13 @@ def _filling(name: str, args: Any, kwargs: dict[str, Any]) -> Tensor | None:
         return None
     value = args[place] if place < len(args) else kwargs.get("fill_value")
     return value if isinstance(value, Tensor) else None
+
+
+def exported_update(update: Callable[..., Any], inputs: tuple[Tensor, ...]) -> Model:
+    """The graph of a function of tensors, which computes with numbers as an optimizer does."""
+
+    def computed(*tensors: Tensor) -> Any:
+        with Numbers((), (), {}):
+            return update(*tensors)
+
+    return export_function(computed, inputs, "an update")

@@ -1,7 +1,4 @@
-"""An optimizer and what was traced of it, side by side: steps with random gradients, large and small, at several rates.
-
-A number that was taken for a constant, and is none, shows here.
-"""
+"""An optimizer of PyTorch and what was traced of it, side by side."""
 
 from __future__ import annotations
 
@@ -15,19 +12,12 @@ from torch.optim import Optimizer
 
 from onward.convert.torch.traced.begin import step_of
 from onward.convert.torch.traced.held import Path, copied, leaves_of, parameters_of
-from onward.errors import MismatchError
+from onward.convert.trial import TRIALS, compare
 from onward.numeric.evaluate import Session
 from onward.recipe.optimizers import FunctionOptimizer
 from onward.recipe.optimizers.function import COUNT, RATE, gradient_of
 from onward.run.torch.types import to_array
 from onward.transform.inline import inline
-
-_TRIALS = ((1.0, 1.0), (0.4, 1e-3), (2.5, 30.0), (1.0, 0.1))
-"""By what the learning rate is multiplied, and how large gradients are."""
-_TOLERANCE = 1e-5
-"""Of a change, as a part of the largest in the tensor."""
-_ROUNDING = 4.0
-"""In the last digit of the largest element: what adding a change may cost."""
 
 
 class Side(NamedTuple):
@@ -49,7 +39,7 @@ def try_out(optimizer: Optimizer, trained: Mapping[int, str], sides: Sequence[Si
         {value.name or "": side.function.initial[value.name or ""] for value in side.function.state} for side in sides
     ]
     generator = torch.Generator().manual_seed(0)
-    for count, (factor, size) in enumerate(_TRIALS, 1):
+    for count, (factor, size) in enumerate(TRIALS, 1):
         before = {name: to_array(parameter).copy() for name, parameter in held.items()}
         given = {}
         for name, parameter in held.items():
@@ -66,7 +56,7 @@ def try_out(optimizer: Optimizer, trained: Mapping[int, str], sides: Sequence[Si
             expected = after | _state(theirs, side, trained)
             names = [*side.function.parameters, *states[i]]
             for name, array in zip(names, found, strict=True):
-                _compare(name, array, expected[name], {**before, **states[i]}[name], side.function.name)
+                compare(name, array, expected[name], {**before, **states[i]}[name], side.function.name)
             states[i] = {name: expected[name] for name in states[i]}
 
 
@@ -77,15 +67,3 @@ def _state(optimizer: Optimizer, side: Side, trained: Mapping[int, str]) -> dict
         leaf = leaves[("state", first, *place[1:]) if place[0] == "each" else place]
         found[name] = to_array(leaf).copy() if isinstance(leaf, Tensor) else np.asarray(leaf, np.float64)
     return found
-
-
-def _compare(name: str, found: np.ndarray, expected: np.ndarray, before: np.ndarray, optimizer: str) -> None:
-    change, size = (float(np.abs(x).max(initial=0)) for x in (expected - before, expected))
-    epsilon = float(np.finfo(expected.dtype).eps) if expected.dtype.kind == "f" else 0.0
-    difference = float(np.abs(found.astype(np.float64) - expected).max(initial=0))
-    if not difference <= _TOLERANCE * change + _ROUNDING * epsilon * size:
-        raise MismatchError(
-            f"an update of `{name}` by the optimizer {optimizer} is off by {difference:.3g} in what was traced of it, "
-            f"where it is {change:.3g} large",
-            hint="a step depends on what a trace does not see: random numbers, or something outside of the optimizer",
-        )

@@ -1,0 +1,178 @@
+"""Optimizers of any class of one's own, by tracing an update on the backend that Keras has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+
+from onward.build import Names
+from onward.convert.keras.optimizers import array_of
+from onward.convert.trial import TRIALS, compare
+from onward.errors import Error, UnsupportedError
+from onward.model import Model
+from onward.numeric.evaluate import Session
+from onward.recipe.optimizers import FunctionOptimizer
+from onward.recipe.optimizers.function import COUNT, RATE, gradient_of, name_inputs
+
+_ELSEWHERE = {
+    **dict.fromkeys(("clipnorm", "clipvalue", "global_clipnorm", "loss_scale_factor", "gradient_accumulation_steps")),
+    "use_ema": False,
+}
+"""Settings that are words of a recipe, and no part of the update."""
+
+
+class _Slot(NamedTuple):
+    """A variable of an optimizer."""
+
+    place: tuple[int | None, str]
+    """Whose it is, by the place among the variables that are trained, and its name."""
+    variable: Any
+
+    def called(self, names: Sequence[str]) -> str:
+        owner, name = self.place
+        return name if owner is None else f"{names[owner]}/{name}"
+
+
+def traced(optimizer: Any, variables: Sequence[Any], names: Mapping[int, str], lr: float) -> FunctionOptimizer:
+    """The update of these variables at once, which is compared with the optimizer's own; `names` are by `id`."""
+    kind = type(optimizer).__name__
+    twin = _Twin(optimizer, variables, lr)
+    called = [names[id(variable)] for variable in variables]
+    taken = Names([RATE, COUNT, *called, *map(gradient_of, called)])
+    slots = [taken.fresh(slot.called(called)) for slot in twin.slots]
+    inputs = [RATE, COUNT, *called, *map(gradient_of, called), *slots]
+    try:
+        update = _exported(twin)
+    except Error:
+        raise
+    except Exception as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise UnsupportedError(
+            f"an update of the optimizer {kind} cannot be traced: {reason}",
+            hint="compute with `keras.ops`, and let nothing depend on numbers of Python that change",
+        ) from error
+    update.graph.name = kind
+    name_inputs(update, inputs)
+    begun = _Twin(optimizer, optimizer._trainable_variables, lr).values_of(optimizer) if optimizer.built else {}
+    places = {id(variable): i for i, variable in enumerate(optimizer._trainable_variables)} if optimizer.built else {}
+    initial = {}
+    for name, slot in zip(slots, twin.slots, strict=True):
+        owner, own = slot.place
+        place = None if owner is None else places.get(id(variables[owner]))
+        initial[name] = begun.get((place, own), array_of(slot.variable))
+    made = FunctionOptimizer(kind, update, lr, initial)
+    made.check()
+    _try_out(made, twin, called, slots)
+    return made
+
+
+def _exported(twin: _Twin) -> Model:
+    """The graph of an update, on the backend that Keras has."""
+    examples = twin.examples()
+    match keras.backend.backend():
+        case "jax":
+            from onward.convert.jax.jaxpr import export
+
+            return export(lambda _, *tensors: twin.update(*tensors), {}, *examples, batch=None)
+        case "tensorflow":
+            from onward.convert.tensorflow.capture import exported_function
+
+            return exported_function(twin.update_in_place, examples)
+        case _:
+            from onward.convert.torch.traced.numbers import exported_update
+
+            return exported_update(twin.update, tuple(map(keras.ops.convert_to_tensor, examples)))
+
+
+class _Twin:
+    """An optimizer of the same class and settings, of variables of its own."""
+
+    def __init__(self, optimizer: Any, variables: Sequence[Any], lr: float):
+        config = {**optimizer.get_config(), "learning_rate": lr}
+        self._optimizer = type(optimizer).from_config({k: _ELSEWHERE.get(k, v) for k, v in config.items()})
+        self._variables = [
+            keras.Variable(array_of(v), dtype=v.dtype, name=f"variable{i}") for i, v in enumerate(variables)
+        ]
+        spared = [own for v, own in zip(variables, self._variables, strict=True) if not optimizer._use_weight_decay(v)]
+        if spared:
+            self._optimizer.exclude_from_weight_decay(var_list=spared)
+        self._owners: dict[int, tuple[int, str]] = {}
+        self._watch()
+        self._optimizer.build(self._variables)
+        common = (self._optimizer.iterations, self._optimizer._learning_rate)
+        own = [v for v in self._optimizer.variables if all(v is not other for other in common)]
+        self.slots = [_Slot(self._owners.get(id(v), (None, v.name)), v) for v in own]
+
+    def _watch(self) -> None:
+        """Note to which variables those of the optimizer belong."""
+        add, places = self._optimizer.add_variable_from_reference, {id(v): i for i, v in enumerate(self._variables)}
+
+        def noted(reference_variable: Any, name: str | None = None, **settings: Any) -> Any:
+            made = add(reference_variable, name=name, **settings)
+            self._owners[id(made)] = (places[id(reference_variable)], name or "var")
+            return made
+
+        self._optimizer.add_variable_from_reference = noted
+
+    def values_of(self, optimizer: Any) -> dict[tuple[int | None, str], np.ndarray]:
+        """What another optimizer, which is built of as many variables, has in the same places."""
+        others = (*(getattr(optimizer, "_model_variables_moving_average", None) or ()),)
+        others += (
+            *(getattr(optimizer, "_accumulated_gradients", None) or ()),
+            optimizer.iterations,
+            optimizer._learning_rate,
+        )
+        own = [v for v in optimizer.variables if all(v is not other for other in others)]
+        return {slot.place: array_of(v) for slot, v in zip(self.slots, own, strict=True)}
+
+    def examples(self) -> list[np.ndarray]:
+        variables = [array_of(v) for v in self._variables]
+        scalars = (self._optimizer._learning_rate, self._optimizer.iterations)
+        slots = [array_of(slot.variable) for slot in self.slots]
+        return [*map(array_of, scalars), *variables, *(np.zeros_like(x) for x in variables), *slots]
+
+    def update(self, lr: Any, t: Any, *tensors: Any) -> list[Any]:
+        """A step as a function: from variables, gradients and slots to new variables and slots."""
+        count = len(self._variables)
+        given = {id(slot.variable): x for slot, x in zip(self.slots, tensors[2 * count :], strict=True)}
+        given |= {id(self._optimizer._learning_rate): lr, id(self._optimizer.iterations): t - 1}
+        own = [given[id(v)] for v in self._optimizer.variables]
+        new, after = self._optimizer.stateless_apply(own, list(tensors[count : 2 * count]), list(tensors[:count]))
+        found = {id(v): x for v, x in zip(self._optimizer.variables, after, strict=True)}
+        return [*new, *(found[id(slot.variable)] for slot in self.slots)]
+
+    def update_in_place(self, lr: Any, t: Any, *tensors: Any) -> list[Any]:
+        """The same, for a backend on which an optimizer cannot do without its variables."""
+        count = len(self._variables)
+        slots = [slot.variable for slot in self.slots]
+        own = (self._optimizer._learning_rate, self._optimizer.iterations, *self._variables, *slots)
+        for variable, new in zip(own, (lr, t - 1, *tensors[:count], *tensors[2 * count :]), strict=True):
+            variable.assign(new)
+        self._optimizer.apply(list(tensors[count : 2 * count]), self._variables)
+        return [keras.ops.convert_to_tensor(variable) for variable in (*self._variables, *slots)]
+
+    def step(self, gradients: Sequence[np.ndarray], lr: float) -> None:
+        self._optimizer.learning_rate = lr
+        self._optimizer.apply([keras.ops.convert_to_tensor(g) for g in gradients], self._variables)
+
+    def state(self) -> list[np.ndarray]:
+        return [*map(array_of, self._variables), *(array_of(slot.variable) for slot in self.slots)]
+
+
+def _try_out(made: FunctionOptimizer, twin: _Twin, names: Sequence[str], slots: Sequence[str]) -> None:
+    session, rng = Session(made.update), np.random.default_rng(0)
+    counter = next(value.dtype for value in made.inputs if value.name == COUNT)
+    assert counter is not None
+    order = [*names, *slots]
+    for count, (factor, size) in enumerate(TRIALS, 1):
+        before = dict(zip(order, twin.state(), strict=True))
+        gradients = [(size * rng.standard_normal(before[name].shape)).astype(before[name].dtype) for name in names]
+        given = dict(zip(map(gradient_of, names), gradients, strict=True))
+        scalars = {RATE: np.asarray(made.lr * factor), COUNT: np.asarray(count, counter.numpy())}
+        found = session({**before, **given, **scalars})
+        twin.step(gradients, made.lr * factor)
+        for name, array, expected in zip(order, found, twin.state(), strict=True):
+            compare(name, array, expected, before[name], made.name)
