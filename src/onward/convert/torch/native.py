@@ -21,9 +21,9 @@ from onward.convert.torch.arguments import Flat
 from onward.convert.torch.chance import NothingDropped
 from onward.convert.torch.clipping import clip_gradients
 from onward.convert.torch.module import OnnxModule
-from onward.errors import Error
 from onward.convert.torch.objective import Summand
 from onward.convert.torch.targets import drawn_targets
+from onward.errors import Error
 from onward.inspect import describe
 from onward.inspect.parts import LossTerm
 from onward.model import Model
