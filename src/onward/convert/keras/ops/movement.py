@@ -66,6 +66,22 @@ def parts(x, sizes=None, *, axis=0, num_outputs=None, outputs=1):
     return tuple(ops.split(x, np.cumsum(sizes)[:-1].tolist(), axis)) if len(sizes) > 1 else (x,)
 
 
+@operators.define("SplitToSequence")
+def sequence_of_parts(x, sizes=None, *, axis=0, keepdims=1):
+    """Parts of given sizes, or of one size but for the last, which may be smaller."""
+    if not isinstance(sizes, list):
+        whole, rest = divmod(x.shape[axis], sizes or 1)
+        pieces = parts(x, [sizes or 1] * whole + [rest] * bool(rest), axis=axis)
+    else:
+        pieces = parts(x, sizes, axis=axis)
+    return [ops.squeeze(piece, axis) if sizes is None and not keepdims else piece for piece in pieces]
+
+
+@operators.define("ConcatFromSequence")
+def joined_sequence(sequence, *, axis, new_axis=0):
+    return ops.stack(sequence, axis) if new_axis else ops.concatenate(sequence, axis)
+
+
 @operators.define("Slice")
 def cut(x, starts, ends, axes=None, steps=None):
     """On PyTorch, steps only go forward."""

@@ -120,7 +120,8 @@ def _either(name: str, function: Function, row: Function | None, place: Callable
     @functools.wraps(function)
     def call(*inputs: Any, **attributes: Any) -> Any:
         if not any(map(is_open, inputs)) or name in _AS_THEY_ARE:
-            return function(*inputs, **_asked(function, attributes))
+            result = function(*inputs, **_asked(function, attributes))
+            return np.array(result, object) if isinstance(result, Size) else result
         if name in _OWN and not ir.DataType(attributes.get("to", ir.DataType.INT64)).is_floating_point():
             result = _OWN[name](*inputs, **_asked(_OWN[name], attributes))
             return result if isinstance(result, np.ndarray) else np.array(result, object)
