@@ -16,9 +16,10 @@ from onward.convert.run import Run, assemble, disassemble, nothing_learns
 from onward.convert.torch.capture import captured, check_copyable, into_training, unwrapped
 from onward.convert.torch.clipping import Clip, clip_of
 from onward.convert.torch.module import OnnxModule, to_module
-from onward.convert.torch.native import NativeRun, probe_native
+from onward.convert.torch.native import NativeRun, probe_made, probe_native
 from onward.convert.torch.objective import make_objective, read_objective, summands
 from onward.convert.torch.optimizers import make_optimizer, read_optimizer
+from onward.convert.torch.schedulers import updates_per_step
 from onward.convert.torch.schedules import make_scheduler, read_scheduler
 from onward.convert.torch.tags import COUNTER, GROUP, STEP
 from onward.convert.torch.traced.held import copied
@@ -187,6 +188,8 @@ def to_torch(training: Source, *, live: bool = True, probe: bool = True) -> Carr
     model = read(training)
     run = disassemble(model)
     carried = _carried(run)
+    if probe:
+        _probe(carried, run)
     if live:
         return carried
     from onward.convert.torch.source import built, written_of
@@ -205,6 +208,11 @@ def _carried(run: Run) -> Carried:
     if run.clip is not None:
         optimizer.register_step_pre_hook(Clip(run.clip))
     return Carried(module.train(), optimizer, scheduler, make_objective(run.loss))
+
+
+def _probe(carried: Carried, run: Run) -> None:
+    twins = copy.deepcopy(carried[:3])  # without the hook that clips
+    probe_made(NativeRun(*twins, carried.loss, summands(carried.loss, None), run.clip, updates_per_step(run)), run)
 
 
 def _check(run: Run) -> None:

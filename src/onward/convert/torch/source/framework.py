@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from onward.convert.torch.live import Live, share_of_batch
 from onward.convert.torch.source import recurrent
-from onward.convert.torch.source.program import Recorder, Value
+from onward.convert.torch.source.program import Recorder, Value, is_zero
 from onward.convert.torch.source.sizes import array_of, is_open
 from onward.errors import UnsupportedError
 from onward.recipe.forward import Variance
@@ -37,6 +37,7 @@ class Writing(Live):
             "Range": _range,
             "ConstantOfShape": _full,
             "Reshape": _reshape,
+            "Flatten": _flatten,
             "Slice": functools.partial(_slice, self.operators["Slice"]),
             "Gather": self._gather,
             "Pad": functools.partial(self._pad, self.operators["Pad"]),
@@ -131,6 +132,7 @@ class Writing(Live):
         if any(low != high for low, high in amounts):
             flat = [amount for pair in reversed(amounts) for amount in pair]
             x, before = F.pad(x, flat), [0] * rank
+        b = None if b is not None and is_zero(self.recorder.value(b)) else b  # which exporters write for none
         function = (F.conv1d, F.conv2d, F.conv3d)[rank - 1]
         given = {"stride": one(strides), "padding": one(before), "dilation": one(dilations), "groups": group}
         usual = {"stride": 1, "padding": 0, "dilation": 1, "groups": 1}
@@ -192,6 +194,12 @@ def _reshape(x: torch.Tensor, shape: np.ndarray, *, allowzero: int) -> torch.Ten
     if len(sizes) == 2 and x.ndim > 2 and isinstance(sizes[1], int) and sizes[1] == math.prod(x.shape[1:]):
         return x.flatten(1)
     return x.reshape(sizes)
+
+
+def _flatten(x: torch.Tensor, *, axis: int) -> torch.Tensor:
+    if axis == 1 and x.ndim > 1:
+        return x.flatten(1) if x.ndim > 2 else x
+    return x.reshape(math.prod(x.shape[:axis]), math.prod(x.shape[axis:]))
 
 
 def _slice(by_numbers: Function, x: Any, starts: Any, ends: Any, axes: Any = None, steps: Any = None) -> torch.Tensor:

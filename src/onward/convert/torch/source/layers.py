@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from onward.convert.torch.source.expressions import number
-from onward.convert.torch.source.program import Step, Value, values_in
-from onward.convert.torch.source.recurrent import is_zero
+from onward.convert.torch.source.program import Step, Value, is_zero, values_in
 
 F_ = "torch.nn.functional."
 

@@ -22,6 +22,7 @@ def shortened(program: Program) -> Program:
     uses = _uses(steps, program)
     for step in steps:
         _fuse_attention(step, uses)
+        _reduce_at_once(step, uses)
     program.steps = _in_order(program)
     return program
 
@@ -62,6 +63,27 @@ def _uses(steps: list[Step], program: Program) -> dict[Value, int]:
     for value in values_in([*([step.arguments, step.named] for step in steps), list(program.outputs.values())]):
         counts[value] = counts.get(value, 0) + 1
     return counts
+
+
+def _reduce_at_once(squeeze: Step, uses: dict[Value, int]) -> None:
+    """A reduction that keeps axes, which are taken away then, as one that does not keep them."""
+    source = squeeze.arguments[0] if squeeze.function == "torch.Tensor.squeeze" else None
+    reduction = _only(source, uses, *_REDUCTIONS)
+    if reduction is None or not reduction.named.get("keepdim") or len(squeeze.arguments) != 2:
+        return
+    rank = reduction.arguments[0].tensor.ndim
+    axes = [sorted(axis % rank for axis in _axes(step.arguments[1])) for step in (reduction, squeeze)]
+    if axes[0] == axes[1]:
+        squeeze.function, squeeze.call = reduction.function, reduction.call
+        squeeze.arguments = reduction.arguments
+        squeeze.named = {key: value for key, value in reduction.named.items() if key != "keepdim"}
+
+
+_REDUCTIONS = ("torch.Tensor.sum", "torch.Tensor.mean", "torch.amax", "torch.amin")
+
+
+def _axes(given: Any) -> list[int]:
+    return list(given) if isinstance(given, list | tuple) else [given]
 
 
 # ---- attention -------------------------------------------------------------------------------------------------------

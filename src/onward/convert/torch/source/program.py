@@ -211,6 +211,15 @@ def _real(argument: Any, given: Mapping[Value, torch.Tensor]) -> Any:
     return hint(argument)
 
 
+def is_zero(value: Value) -> bool:
+    """Whether a value is zero, whatever the inputs are."""
+    try:
+        with unrecorded():
+            return not sources(value) and not bool(computed(value, {}).any())
+    except LookupError:
+        return False
+
+
 def hint(size: Any) -> Any:
     """The number that a symbol stands for while a program is recorded."""
     return size.node.hint if isinstance(size, torch.SymInt | torch.SymFloat) else size

@@ -135,11 +135,3 @@ def rows(recorder: Recorder) -> dict[str, Callable[..., Any]]:
         return kinds["RNN"].run(x, w, r, b, [h], {**settings, "layout": layout})
 
     return {"LSTM": lstm, "GRU": gru, "RNN": rnn}
-
-
-def is_zero(value: Value) -> bool:
-    """Whether a value is zero, whatever the inputs are."""
-    try:
-        return not sources(value) and not bool(computed(value, {}).any())
-    except LookupError:
-        return False
