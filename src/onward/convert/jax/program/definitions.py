@@ -8,7 +8,7 @@ import functools
 import importlib
 import inspect
 import symtable
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from onward.errors import UnsupportedError
@@ -19,13 +19,13 @@ _OURS = "onward."
 class Definitions:
     """Definitions of modules of ours, collected under names that are unique, each after those that it needs."""
 
-    def __init__(self, instead: Mapping[str, str]):
-        """`instead` says which modules have definitions that stand for those of others."""
+    def __init__(self, instead: Mapping[str, str], taken: Iterable[str] = ()):
+        """`instead` says which modules have definitions that stand for those of others; `taken` names are others'."""
         self._instead = instead
         self._names: dict[tuple[str, str], str] = {}
         self._imports: dict[str, None] = {}
         self._texts: dict[str, str] = {}
-        self._taken: set[str] = set()
+        self._taken = set(taken)
 
     def __contains__(self, called: str) -> bool:
         return called in self._texts

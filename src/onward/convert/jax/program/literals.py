@@ -5,11 +5,19 @@ from __future__ import annotations
 import json
 import keyword
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
+
+from onward.build import Names
+
+MENTIONED = (
+    "np", "jnp", "jax", "lax", "params", "state", "batch", "inputs", "gradients", "lr", "t", "constants", "at_once",
+    "several", "known",
+)  # fmt: skip
+"""What a function mentions beside its own variables."""
 
 _FEW = 8
 """Up to so many numbers are written out."""
@@ -22,6 +30,18 @@ def identifier(name: str) -> str:
     plain = re.sub(r"\W+", "_", name, flags=re.ASCII).strip("_").lower()  # operators are written with capitals
     plain = f"_{plain}" if plain[:1].isdigit() or not plain else plain
     return f"{plain}_" if keyword.iskeyword(plain) else plain
+
+
+def variables(names: Iterable[str]) -> dict[str, str]:
+    """A variable for each name of a graph."""
+    taken = Names(MENTIONED)
+    return {name: taken.fresh(identifier(name)) for name in names}
+
+
+def capitalised(name: str) -> str:
+    """The name of a function of a model, which no variable has."""
+    plain = re.sub(r"\W+", "_", name, flags=re.ASCII).strip("_") or "Function"
+    return f"{plain[0].upper()}{plain[1:]}" if plain[0].isalpha() else f"Function_{plain}"
 
 
 def quoted(text: str) -> str:

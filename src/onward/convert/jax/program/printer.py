@@ -14,8 +14,19 @@ from onward.build import Names
 from onward.convert.jax.program.definitions import Definitions
 from onward.convert.jax.program.forms import short_form
 from onward.convert.jax.program.functions import Functions
-from onward.convert.jax.program.literals import attribute, call, declared, identifier, literal, quoted
+from onward.convert.jax.program.literals import (
+    MENTIONED,
+    attribute,
+    call,
+    capitalised,
+    declared,
+    identifier,
+    literal,
+    quoted,
+    variables,
+)
 from onward.convert.jax.program.operators import define, rows, short
+from onward.convert.jax.program.runtime import TYPES
 from onward.errors import UnsupportedError
 from onward.model import Model
 from onward.model.core import values
@@ -38,11 +49,6 @@ _DRAW = (
     "RandomUniform",
     "RandomUniformLike",
 )
-_MENTIONED = (
-    "np", "jnp", "jax", "lax", "params", "state", "batch", "inputs", "gradients", "lr", "t", "constants", "at_once",
-    "several", "known",
-)  # fmt: skip
-"""What a function mentions beside its own variables."""
 
 
 class Printer:
@@ -54,7 +60,7 @@ class Printer:
         """What is too large to be written out."""
         self.functions: list[str] = []
         """Definitions of functions of models."""
-        self._stored, self._called = Names(), Names()
+        self._stored, self._called = Names(), Names(["Values", "Path", "ExactState", "ExecutedState"])
         self._operators: dict[str, str] = {}
         self._known: dict[tuple[str, str], str] = {}
 
@@ -71,18 +77,18 @@ class Printer:
         plan = planned(model, framework)
         known = {value: given[name] for name, value in plan.inputs.items()}
         of_numpy = [value for name, value in plan.inputs.items() if name in arrays]
-        body = _Body(self, known, Names([*_MENTIONED, *given.values()]), functions, of_numpy)
+        body = _Body(self, known, Names([*MENTIONED, *given.values()]), functions, of_numpy)
         body.write(plan)
         return body, plan
 
     def function(self, functions: Functions, call: Call, arrays: Collection[ir.Value]) -> tuple[str, list[bool]]:
         """What a function is called that computes a call of a model's own; and which results are of numpy."""
         model, formals = functions.one_call(call)
-        given = {name: identifier(name) for name in formals}
+        given = variables(formals)
         body, plan = self._body(model, given, [name for name, value in formals.items() if value in arrays])
         lines = [*body.lines, f"return {', '.join(body[value] for value in plan.outputs)}"]
         text = "\n    ".join([f"({', '.join(given.values())}):", *functions.summary(call), *lines])
-        name = short(call.operator)
+        name = capitalised(short(call.operator))
         if (name, text) not in self._known:
             self._known[name, text] = self._called.fresh(name)
             self.functions.append(f"def {self._known[name, text]}{text}")
@@ -104,6 +110,8 @@ class Printer:
 
     def stored(self, name: str, array: np.ndarray) -> str:
         """A constant of the file, by a name of its own."""
+        if str(array.dtype) not in TYPES:
+            raise UnsupportedError(f"the constant `{name}` is of the type {array.dtype}, which a file cannot hold")
         for known, other in self.constants.items():
             if other is array:
                 return f"constants[{quoted(known)}]"

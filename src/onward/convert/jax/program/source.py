@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from onward.convert.jax.program.definitions import Definitions
-from onward.convert.jax.program.literals import identifier, listed, pairs, quoted, type_name
+from onward.convert.jax.program.literals import listed, pairs, quoted, type_name, variables
 from onward.convert.jax.program.operators import INSTEAD
 from onward.convert.jax.program.printer import Printer
 from onward.convert.jax.program.spelling import Spelling
@@ -29,7 +29,7 @@ class Program(NamedTuple):
 
 def program(parts: Parts, params: Mapping[str, Any], name: str) -> Program:
     """The program that goes on with a run."""
-    printer = Printer(Definitions(INSTEAD))
+    printer = Printer(Definitions(INSTEAD, _NAMES))
     for helper in ("read", "write", "named", "filled", "exact"):
         printer.helper(helper)
     loss, apply, batch = _loss(parts, printer), _apply(parts, printer), _batch(parts)
@@ -51,6 +51,8 @@ def program(parts: Parts, params: Mapping[str, Any], name: str) -> Program:
     return Program("\n\n".join([head, *(f"{text}\n" for text in written)]), printer.constants)
 
 
+_NAMES = ("loss", "apply", "step", "load", "save", "optimizer", "constants", "rate", "clip")
+"""Of functions that are not copied."""
 _IMPORTS = ("import jax", "import jax.numpy as jnp", "import numpy as np", "import optax", "from pathlib import Path")
 
 _DOCSTRING = """A training run of {name} that goes on in JAX. Written by Onward; it needs JAX and optax.
@@ -84,14 +86,15 @@ def _batch(parts: Parts) -> list[str]:
 
 def _given(parts: Parts, model: Model, fed: str) -> tuple[list[str], dict[str, str]]:
     """Statements that take what a model is fed, and the expressions for all its inputs."""
-    kinds, lines, given = parts.kinds, [], {}
-    for name, dtype in types_of(model).items():
+    kinds, types, lines, given = parts.kinds, types_of(model), [], {}
+    own = variables(name for name in types if name not in kinds)
+    for name, dtype in types.items():
         if name in kinds:
             place = "params" if kinds[name] == "params" else f'state["{kinds[name]}"]'
             given[name] = f"{place}[{quoted(name)}]"
         else:
             place = 'state["step"]' if name == STEP else f"{fed}[{quoted(name)}]"
-            given[name] = identifier(name)
+            given[name] = own[name]
             lines.append(f"{given[name]} = jnp.asarray({place}, {type_name(dtype)})")
     return lines, given
 
