@@ -33,6 +33,7 @@ EXCLUDED = {
     "test_range_int32_type*": "numbers of types that Python does not have",
     "test_training_dropout*": "a matter of chance",
     "test_cast*_STRING*": "text",
+    "test_split_to_sequence*": "a sequence",
 }
 OTHER_TYPES = ("UINT64", "UI64", "FLOAT8", "INT4", "INT2", "FLOAT4", "E4M3", "E5M2", "E8M0")
 ON_TORCH = {"test_top_k_same_values*": "PyTorch chooses others of equals", "test_bitwise_not_3d": "has no uint16"}

@@ -52,9 +52,9 @@ def convert(
 ) -> None:
     """Write a training model for another framework, or read what was trained there.
 
-    A run goes on where it was: weights, optimizer, schedule. What is written needs the framework only. For PyTorch it
-    is a .pt file, and beside it a .py file that says what it is; for Keras a .keras file; for JAX and TensorFlow a
-    folder. On the way back the state in them refills the training model `--like`, and no code of theirs is executed.
+    A run goes on where it was: weights, optimizer, schedule. What is written needs the framework only. For PyTorch and
+    Keras it is a .pt or .keras file, and beside it a .py file that says what it is; for JAX and TensorFlow a folder. On
+    the way back the state in them refills the training model `--like`, and no code of theirs is executed.
     """
     if not source.exists():
         raise _missing(source)

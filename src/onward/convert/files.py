@@ -31,7 +31,7 @@ class Kind(NamedTuple):
 
 KINDS: dict[Framework, Kind] = {
     "torch": Kind(".pt", (".py",)),
-    "keras": Kind(".keras"),
+    "keras": Kind(".keras", (".py",)),
     "jax": Kind(""),
     "tensorflow": Kind(""),
 }
