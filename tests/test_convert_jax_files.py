@@ -207,3 +207,23 @@ def test_all_operators_can_be_written() -> None:
         tables += table.get_children()
         read = [symbol.get_name() for symbol in table.get_symbols() if symbol.is_global() and symbol.is_referenced()]
         assert not [name for name in read if name not in module and not hasattr(builtins, name)]
+
+
+def test_names_that_a_program_has_itself(tmp_path: Path) -> None:
+    proto = models.digits_mlp()
+    renamed = {"image": "state", "hidden": "np", "active": "at.once", "logits": "loss"}
+    for node in proto.graph.node:
+        node.input[:] = [renamed.get(name, name) for name in node.input]
+        node.output[:] = [renamed.get(name, name) for name in node.output]
+    for value in (*proto.graph.input, *proto.graph.output):
+        value.name = renamed[value.name]
+    training = onward.prepare(onward.read(proto), loss="cross_entropy", optimizer="sgd")
+    write(training, "jax", tmp_path)
+    module: dict[str, Any] = {"__file__": str(tmp_path / "run.py")}
+    exec((tmp_path / "run.py").read_text(), module)
+    (batch,) = digits(1, 64)
+    batch["state"] = batch.pop("image")
+    with load(training, threads=1) as engine:
+        expected = float(engine.step(batch)[engine.loss])
+    found, _ = module["loss"]((state := module["load"]())["params"], state, batch)
+    assert float(found) == pytest.approx(expected, rel=1e-6)

@@ -21,7 +21,7 @@ from onward.run.engine import Arrays
 TOLERANCE = 1e-4
 """Of losses, and of weights as parts of their largest element."""
 
-_FOLLOW_SIGNS = ("lion",)
+_FOLLOW_SIGNS = ("lion", "sign", "rprop")
 """Optimizers that make whole steps of rounding errors, where a gradient is almost zero: only one can be compared."""
 
 
