@@ -52,6 +52,11 @@ def check_optimizer(optimizer: Any, state: Any, weights: Any) -> None:
             f"the optimizer does not take the state that is given: {_first_line(error)}",
             hint="give what its `init` made, after the updates since; or none for a run that begins",
         ) from error
+    except TypeError as error:
+        raise UnsupportedError(
+            f"the optimizer cannot be carried: an update takes more than gradients: {_first_line(error)}",
+            hint="use one that needs nothing but gradients and parameters",
+        ) from error
 
 
 def _first_line(error: Exception) -> str:

@@ -61,7 +61,7 @@ KINDS = {
 
 def kind_of(optimizer: Any) -> Kind | None:
     """What it is in our words; None for a class that has none, whose update is traced."""
-    if hasattr(optimizer, "inner_optimizer"):
+    if hasattr(optimizer, "inner_optimizer") or hasattr(optimizer, "optimizers"):
         raise Refused(f"optimizer {type(optimizer).__name__} is one around another")
     is_own = type(optimizer).__module__.startswith("keras.")
     return KINDS.get(type(optimizer).__name__) if is_own else None

@@ -56,6 +56,7 @@ def traced(optimizer: Any, variables: Sequence[Any], names: Mapping[int, str], l
         ) from error
     update.graph.name = kind
     name_inputs(update, inputs)
+    _check_owners(optimizer, variables, twin)
     begun = _Twin(optimizer, optimizer._trainable_variables, lr).values_of(optimizer) if optimizer.built else {}
     places = {id(variable): i for i, variable in enumerate(optimizer._trainable_variables)} if optimizer.built else {}
     initial = {}
@@ -67,6 +68,17 @@ def traced(optimizer: Any, variables: Sequence[Any], names: Mapping[int, str], l
     made.check()
     _try_out(made, twin, called, slots)
     return made
+
+
+def _check_owners(optimizer: Any, variables: Sequence[Any], twin: _Twin) -> None:
+    """Refuse tensors of which nobody knows to which variable they belong, if there are others than these."""
+    others = optimizer.built and list(map(id, variables)) != list(map(id, optimizer._trainable_variables))
+    unknown = [slot for slot in twin.slots if slot.place[0] is None and slot.variable.shape]
+    if others and unknown:
+        raise UnsupportedError(
+            f"the optimizer {type(optimizer).__name__} has tensors that are of no variable, and variables without use",
+            hint="leave variables that the loss does not depend on out of the model",
+        )
 
 
 def _exported(twin: _Twin) -> Model:
@@ -104,7 +116,8 @@ class _Twin:
         self._optimizer.build(self._variables)
         common = (self._optimizer.iterations, self._optimizer._learning_rate)
         own = [v for v in self._optimizer.variables if all(v is not other for other in common)]
-        self.slots = [_Slot(self._owners.get(id(v), (None, v.name)), v) for v in own]
+        names = Names()  # Adafactor calls all that belongs to a variable as that
+        self.slots = [_Slot(self._owners.get(id(v)) or (None, names.fresh(v.name)), v) for v in own]
 
     def _watch(self) -> None:
         """Note to which variables those of the optimizer belong."""
