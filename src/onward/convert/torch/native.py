@@ -72,10 +72,7 @@ def probe_made(native: NativeRun, run: Run) -> None:
 
     Where the module runs on none of them, nothing is compared.
     """
-    known = {value.name or "": value.dtype for value in run.model.inputs}
-    _, *larger = smallest_first = list(itertools.islice(made_up(run.model, {}, seed=0), 4))
-    for arrays in (*larger, *smallest_first):  # a BatchNorm of two samples gives nothing but signs
-        inputs = {name: from_array(array.astype(known[name].numpy())) for name, array in arrays.items()}
+    for inputs in example_inputs(run.model):
         try:
             with torch.no_grad():
                 copy.deepcopy(native.module)(**inputs)
@@ -84,6 +81,14 @@ def probe_made(native: NativeRun, run: Run) -> None:
         slots = {key: array for key, array in run.state.items() if key.rpartition("/")[0] in set(run.parameters)}
         probe_native(native, dataclasses.replace(run, state=slots), inputs)  # without what Dropout draws from
         return
+
+
+def example_inputs(model: Model) -> Iterator[dict[str, torch.Tensor]]:
+    """Inputs that are made up: the caller takes the first with which the model runs."""
+    known = {value.name or "": value.dtype.numpy() for value in model.inputs if value.dtype is not None}
+    smallest, *larger = itertools.islice(made_up(model, {}, seed=0), 4)
+    for arrays in (*larger, smallest):  # a BatchNorm of two samples gives nothing but signs
+        yield {name: from_array(array.astype(known[name])) for name, array in arrays.items()}
 
 
 def _turn_dropout_off(module: nn.Module) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import io
 import linecache
@@ -15,6 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from onward.convert.torch.module import OnnxModule
+from onward.convert.torch.native import example_inputs
 from onward.convert.torch.source.borrowed import borrowed
 from onward.convert.torch.source.layout import wrapped
 from onward.convert.torch.source.model import ModelSource, model_source
@@ -23,7 +25,7 @@ from onward.convert.torch.source.program import LIVE
 from onward.convert.torch.source.statements import argument_names
 from onward.convert.torch.source.tracing import Program, traced
 from onward.convert.torch.source.training import Definitions, schedules_of
-from onward.errors import UnsupportedError
+from onward.errors import Error, MismatchError, UnsupportedError
 from onward.inspect import describe
 from onward.inspect.parts import LossTerm
 from onward.model import Model
@@ -109,7 +111,27 @@ def built(source: Source, live: Any) -> tuple[nn.Module, Optimizer, LRScheduler 
     expected, found = live[0].state_dict(), made[0].state_dict()
     if [(k, v.shape) for k, v in expected.items()] != [(k, v.shape) for k, v in found.items()]:
         raise UnsupportedError("names of parameters are none of Python's", hint=LIVE)
+    _compare(made[0], live[0])
     return made
+
+
+def _compare(made: nn.Module, live: OnnxModule) -> None:
+    """Whether the class computes what the live module does, on inputs that are made up."""
+    for inputs in example_inputs(live.to_model()):
+        modules = [copy.deepcopy(module).eval() for module in (made, live)]
+        try:
+            with torch.no_grad():
+                found, expected = (module(*inputs.values()) for module in modules)
+        except (Error, RuntimeError, IndexError):
+            continue
+        for name in found if isinstance(found, dict) else [""]:
+            ours, theirs = (result[name] if name else result for result in (found, expected))
+            if not torch.allclose(ours, theirs, 1e-3, 1e-4 * float(theirs.abs().max()), equal_nan=True):
+                raise MismatchError(
+                    f"`{name or 'the output'}` of the program is not that of the live module",
+                    hint="please report the model; the live module is `onward.to_torch(training)`",
+                )
+        return
 
 
 # ---- parts of the file -----------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from onward.convert.torch.source.program import Recorder, Value, computed, numbered, sources, unrecorded
+from onward.convert.torch.source.sizes import asking
 from onward.errors import UnsupportedError
 
 Tensors = Sequence[torch.Tensor]
@@ -100,38 +101,27 @@ class Recurrent:
         return torch.cat([chunks[i] for i in self._gates])
 
 
+_ASKED = ("activations", "clip", "direction", "input_forget", "layout", "linear_before_reset")
+
+
 def rows(recorder: Recorder) -> dict[str, Callable[..., Any]]:
     """The rows of a table."""
-    kinds = {name: Recurrent(name, recorder) for name in GATES}
+    return {name: asking(_row(Recurrent(name, recorder), name), _ASKED) for name in GATES}
 
-    def lstm(
-        x,
-        w,
-        r,
-        b=None,
-        lengths=None,
-        h=None,
-        c=None,
-        peepholes=None,
-        *,
-        activations,
-        clip,
-        direction,
-        input_forget,
-        layout,
-    ):  # type: ignore[no-untyped-def]
-        settings = {"lengths": lengths, "peepholes": peepholes, "activations": activations, "clip": clip}
-        settings |= {"direction": direction, "input_forget": input_forget, "layout": layout}
-        return kinds["LSTM"].run(x, w, r, b, [h, c], settings)
 
-    def gru(x, w, r, b=None, lengths=None, h=None, *, activations, clip, direction, layout, linear_before_reset):  # type: ignore[no-untyped-def]
-        settings = {"lengths": lengths, "activations": activations, "clip": clip, "direction": direction}
-        return kinds["GRU"].run(
-            x, w, r, b, [h], {**settings, "layout": layout, "linear_before_reset": linear_before_reset}
-        )
+def _row(kind: Recurrent, operator: str) -> Callable[..., Any]:
+    def call(
+        x: Any,
+        w: Any,
+        r: Any,
+        b: Any = None,
+        lengths: Any = None,
+        h: Any = None,
+        c: Any = None,
+        peepholes: Any = None,
+        **attributes: Any,
+    ) -> tuple[Any, ...]:
+        states = [h, c] if operator == "LSTM" else [h]
+        return kind.run(x, w, r, b, states, {**attributes, "lengths": lengths, "peepholes": peepholes})
 
-    def rnn(x, w, r, b=None, lengths=None, h=None, *, activations, clip, direction, layout):  # type: ignore[no-untyped-def]
-        settings = {"lengths": lengths, "activations": activations, "clip": clip, "direction": direction}
-        return kinds["RNN"].run(x, w, r, b, [h], {**settings, "layout": layout})
-
-    return {"LSTM": lstm, "GRU": gru, "RNN": rnn}
+    return call

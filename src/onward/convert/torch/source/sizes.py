@@ -53,7 +53,7 @@ def _either(name: str, function: Function, framework: Framework) -> Function:
             return array_of(results)
         return _plain(results) if isinstance(results, np.ndarray) else results
 
-    return _asking(call, asked)
+    return asking(call, asked)
 
 
 def _placing(name: str, framework: Framework) -> Function:
@@ -66,10 +66,10 @@ def _placing(name: str, framework: Framework) -> Function:
     def call(*inputs: Any, **attributes: Any) -> Any:
         return function(*(x if i in host else framework.place(x) for i, x in enumerate(inputs)), **attributes)
 
-    return _asking(call, keywords(function))
+    return asking(call, keywords(function))
 
 
-def _asking(call: Function, asked: Iterable[str]) -> Function:
+def asking(call: Function, asked: Iterable[str]) -> Function:
     """A function that asks for attributes by these names."""
     names = dict.fromkeys(asked)
     inputs = inspect.Parameter("inputs", inspect.Parameter.VAR_POSITIONAL)

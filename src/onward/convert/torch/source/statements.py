@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import keyword
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 
 from onward.convert.torch.source.expressions import Expression, Printer
-from onward.convert.torch.source.program import Step, Value, values_in
+from onward.convert.torch.source.program import Step, Value
 from onward.convert.torch.source.tracing import Program
 
 WIDTH, DEEPEST = 88, 2
@@ -30,6 +31,8 @@ class _Writer:
         self._arguments = argument_names(program)
         self._names: dict[Value, str] = dict(zip(program.inputs, self._arguments, strict=True))
         self._inline: dict[Value, Expression] = {}
+        self._at = {step: i for i, step in enumerate(program.steps)}
+        self._readers = {value: step for step in program.steps for value in step.values()}
         self._last = _last_uses(program)
         self._uses = _count_uses(program)
         sizes = _size_names(program, set(self._arguments))
@@ -53,7 +56,7 @@ class _Writer:
 
     def _fresh(self, step: Step, value: Value) -> str:
         """A name: that of an operand which is not used any more, or a letter that is free."""
-        number = self._program.steps.index(step)
+        number = self._at[step]
         held = {self._names[v] for v in self._names if self._last.get(v, -1) > number} | set(self._arguments)
         held |= set(self._sizes.values())
         role = self._roles.get(value)
@@ -61,8 +64,8 @@ class _Writer:
             return role
         operands = [self._names[v] for v in self._operands(step) if v in self._names]
         reused = next((n for n in operands if n in _LETTERS and n not in held), None)
-        letters = (n for n in (*_LETTERS, *(f"x{i}" for i in range(1, 10**6))) if n not in held)
-        return reused or next(letters)
+        letters = itertools.chain(_LETTERS, (f"x{i}" for i in itertools.count(1)))
+        return reused or next(name for name in letters if name not in held)
 
     def _operands(self, step: Step) -> Iterator[Value]:
         """What a statement reads, also within the calls that stand in it."""
@@ -78,6 +81,7 @@ class _Writer:
         made = self._printer.step(step)
         if not step.is_tuple and self._stands_inside(step, made):
             self._inline[step.results[0]] = made
+            self._keep(step)
             return
         targets = []
         for value in step.results:
@@ -88,11 +92,17 @@ class _Writer:
             else:
                 targets.append("_")
         for value in self._operands(step):
-            if self._last.get(value) == self._program.steps.index(step) and value not in step.results:
+            if self._last.get(value) == self._at[step] and value not in step.results:
                 self._names.pop(value, None) if value not in self._program.inputs else None
         listed = f"{', '.join(targets)}{',' if step.is_tuple and len(targets) == 1 else ''}"
         nested = step.pattern.format(*targets).replace("(_, _)", "_")
         yield f"{nested or listed} = {made.text}"
+
+    def _keep(self, step: Step) -> None:
+        """Let what a call reads keep its name until the line that the call stands in."""
+        until = self._last[step.results[0]]
+        for value in self._operands(step):
+            self._last[value] = max(self._last.get(value, 0), until)
 
     def _stands_inside(self, step: Step, made: Expression) -> bool:
         """Whether a call goes into the one line that reads it: if that is the next, and stays short."""
@@ -101,8 +111,8 @@ class _Writer:
             return False
         if value in self._program.outputs.values():
             return True
-        reader = next(other for other in self._program.steps if value in values_in([other.arguments, other.named]))
-        between = self._program.steps[self._program.steps.index(step) + 1 : self._program.steps.index(reader)]
+        reader = self._readers[value]
+        between = self._program.steps[self._at[step] + 1 : self._at[reader]]
         if any(other.results[0] not in self._inline and not self._will_go_inside(other, reader) for other in between):
             return False
         self._inline[value] = made
@@ -180,7 +190,7 @@ def _roles(program: Program) -> dict[Value, str]:
 # ---- uses ------------------------------------------------------------------------------------------------------------
 
 
-def _last_uses(program: Program) -> Mapping[Value, int]:
+def _last_uses(program: Program) -> dict[Value, int]:
     found = {value: i for i, step in enumerate(program.steps) for value in step.values()}
     return found | dict.fromkeys(program.outputs.values(), len(program.steps))
 
