@@ -29,16 +29,17 @@ def conv(x, w, bias=None, *, auto_pad="NOTSET", dilations=None, group=1, pads=No
     count = len(x.shape) - 2
     strides, dilations = strides or [1] * count, dilations or [1] * count
     amounts = paddings(auto_pad, pads, x.shape[2:], w.shape[2:], strides, dilations)
+    if max(strides) > 1 and max(dilations) > 1:  # which TensorFlow does not do at once
+        w, dilations = spread(w, dilations), [1] * count
     kernel = ops.transpose(w, (*range(2, count + 2), 1, 0))
 
     def convolved(x, layout):
-        return ops.conv(x, kernel, tuple(strides), "valid", layout, tuple(dilations))
+        y = ops.conv(x, kernel, tuple(strides), "valid", layout, tuple(dilations))
+        if bias is None:
+            return y
+        return y + (bias if layout == "channels_last" else ops.reshape(bias, (-1, *[1] * count)))
 
-    return with_bias(on_windows(convolved, x, amounts), bias)
-
-
-def with_bias(y, bias):
-    return y if bias is None else y + ops.reshape(bias, (-1, *[1] * (len(y.shape) - 2)))
+    return on_windows(convolved, x, amounts)
 
 
 @operators.define("ConvTranspose")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import keras
 from keras import ops
 
 from onward.convert.keras.ops.types import available, dtype_of
@@ -18,19 +19,25 @@ def channels(parameter, x):
 
 @operators.define("BatchNormalization")
 def batch_normalization(x, scale, bias, mean, variance, *, epsilon=1e-5, momentum=0.9, training_mode=0):
-    """In training also the statistics as they are now."""
+    """In training also the statistics as they are now. Channels come last where that is faster."""
+    last = keras.backend.backend() == "tensorflow"
+    x = ops.moveaxis(x, 1, -1) if last else x
+    channel = len(x.shape) - 1 if last else 1
+    over = [axis for axis in range(len(x.shape)) if axis != channel]
+
+    def spread(parameter):
+        return parameter if last else channels(parameter, x)
+
+    here, there = mean, variance
+    if training_mode:
+        here = ops.mean(x, over)
+        there = ops.mean(ops.square(x - spread(here)), over)
+    slope = scale * ops.rsqrt(there + epsilon)
+    y = ops.cast(x * spread(slope) + spread(bias - here * slope), dtype_of(x))
+    y = ops.moveaxis(y, -1, 1) if last else y
     if not training_mode:
-        return normalized(x, scale, bias, mean, variance, epsilon)
-    over = (0, *range(2, len(x.shape)))
-    here = ops.mean(x, over)
-    spread = ops.mean(ops.square(x - channels(here, x)), over)
-    running = [old * momentum + new * (1 - momentum) for old, new in ((mean, here), (variance, spread))]
-    return (normalized(x, scale, bias, here, spread, epsilon), *running)
-
-
-def normalized(x, scale, bias, mean, variance, epsilon):
-    slope = scale * ops.rsqrt(variance + epsilon)
-    return ops.cast((x - channels(mean, x)) * channels(slope, x) + channels(bias, x), dtype_of(x))
+        return y
+    return y, mean * momentum + here * (1 - momentum), variance * momentum + there * (1 - momentum)
 
 
 def last_axes(x, axis):
