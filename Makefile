@@ -12,7 +12,7 @@ PYTHON ?= $(shell for p in python3.11 python3; do \
 
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help demo relay test test-all check bench docs clean
+.PHONY: help demo relay test test-all check bench grid docs clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-9s %s\n", $$1, $$2}'
@@ -40,6 +40,9 @@ bench: $(VENV)/.frameworks ## run the benchmarks
 	$(BIN)/python benchmarks/training.py
 	$(BIN)/python benchmarks/engines.py
 	$(BIN)/python benchmarks/passes.py
+
+grid: $(VENV)/.frameworks ## try what becomes of every optimizer, loss and schedule in every framework, for the documentation
+	$(BIN)/python tests/conversion_grid.py
 
 docs: $(VENV)/.docs ## build the documentation into site/
 	$(BIN)/python docs/tables.py

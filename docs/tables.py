@@ -149,8 +149,12 @@ def _kind(rule: Rule | Rewrite | NoGradient) -> str:
 
 def _conformity() -> Any:
     """The tests know which cases there are, and which an engine does not pass."""
+    return _from_tests("conformity")
+
+
+def _from_tests(name: str) -> Any:
     sys.path.insert(0, str(HERE.parent / "tests"))
-    return importlib.import_module("conformity")
+    return importlib.import_module(name)
 
 
 def conformance() -> str:
@@ -185,6 +189,49 @@ def scoreboard() -> str:
     return rows("operator|" + "|".join(tests.ENGINES), lines)
 
 
+# ---- what frameworks make of optimizers, losses and schedules --------------------------------------------------------
+
+
+def _read(kind: str) -> str:
+    """What users of a framework write, and what a training model has for it."""
+    grid = _from_tests("grid.record")
+    found = {title: list(grid.read(kind, framework)) for framework, title in grid.FRAMEWORKS.items()}
+    return "\n\n".join(f"**{title}**\n\n" + rows(f"{kind}|", lines) for title, lines in found.items() if lines)
+
+
+def _made(kind: str) -> str:
+    """What a recipe says, and what frameworks have for it."""
+    grid = _from_tests("grid.record")
+    lines, reasons = grid.made(kind)
+    first = f"{kind}|as in" if kind == "optimizers" else kind
+    notes = [f"{number}. {reason}" for number, reason in enumerate(reasons, 1)]
+    return "\n".join([rows("|".join([first, *grid.FRAMEWORKS.values()]), lines), *(["", *notes] if notes else [])])
+
+
+def optimizers_read() -> str:
+    return _read("optimizers")
+
+
+def optimizers_made() -> str:
+    return _made("optimizers")
+
+
+def losses_read() -> str:
+    return _read("losses")
+
+
+def losses_made() -> str:
+    return _made("losses")
+
+
+def schedules_read() -> str:
+    return _read("schedules")
+
+
+def schedules_made() -> str:
+    return _made("schedules")
+
+
 TABLES = {
     function.__name__: function
     for function in (
@@ -201,6 +248,12 @@ TABLES = {
         conformance,
         exceptions,
         scoreboard,
+        optimizers_read,
+        optimizers_made,
+        losses_read,
+        losses_made,
+        schedules_read,
+        schedules_made,
     )
 }
 

@@ -15,9 +15,9 @@ import numpy as np
 
 os.environ.setdefault("KERAS_BACKEND", "tensorflow")
 
-import conftest  # noqa: F401  (it sets what frameworks read when they are imported)
+import conftest
 from grid import recipes
-from grid.record import FRAMEWORKS, RECORD, Cell, Outcome, record, recorded
+from grid.record import FRAMEWORKS, Cell, Outcome, record, recorded
 from grid.side import KINDS, Framework
 from onward.errors import UnsupportedError
 
@@ -59,17 +59,18 @@ def tried(cell: Cell) -> Outcome:
 
 def main(words: list[str]) -> int:
     """Try cells; the number of those whose two sides do not agree."""
-    known, wrong = recorded() if RECORD.exists() else {}, 0
-    everything = cells()
+    everything, wrong = cells(), 0
     for cell in (cell for cell in everything if all(word in str(cell) for word in words)):
         try:
-            known[cell] = tried(cell)
-            print(f"{cell}: {' '.join(known[cell])}")
+            outcome = tried(cell)
+            print(f"{cell}: {' '.join(outcome)}", flush=True)
         except Exception as error:
             wrong += 1
-            known.pop(cell, None)
-            print(f"{cell}: {type(error).__name__}: {error}")
-    record({cell: known[cell] for cell in everything if cell in known})
+            outcome = None
+            print(f"{cell}: {type(error).__name__}: {error}", flush=True)
+        with conftest.locked(conftest.cache_folder() / "conversion-grid.lock"):  # others may try other cells
+            known = recorded() | {cell: outcome}
+            record({cell: known[cell] for cell in everything if known.get(cell)})
     return wrong
 
 

@@ -138,7 +138,7 @@ def read(kind: str, row: str) -> Outcome:
         return float(loss)
 
     def convert() -> Model:
-        return from_jax(function, params, _named("xtu", data.batch(0)), optimizer=tx, opt_state=state)
+        return from_jax(function, params, _named("xtu", data.batch(0)), optimizer=tx, opt_state=state, probe=False)
 
     before = 0 if name_of(row) in MORE_THAN_GRADIENTS else BEFORE
     return in_words(kind, goes_on(step, convert, data, before, lambda _, batch: _named("xtu", batch)))
@@ -191,7 +191,7 @@ def _named(names: str, batch: list[np.ndarray]) -> Arrays:
 
 
 def make(kind: str, training: Model, batches: Iterable[Arrays]) -> tuple[Outcome, list[float]]:
-    carried = to_jax(training)
+    carried = to_jax(training, probe=False)
     step, state, losses = jax.jit(carried.step), carried.state, []
     for batch in batches:
         state, metrics = step(state, batch)
@@ -211,10 +211,10 @@ def _outcome(kind: str, carried: Any, training: Model) -> Outcome:
 
     walk(carried.tx.update, carried.state["opt_state"], carried.state["params"], visit)
     if kind == "optimizers":
-        own = "exact" in found
-        return Outcome(
-            "exact" if own else "native", "" if own else ", ".join(f"`{n}`" for n in found if n != "identity")
-        )
+        chain = ", ".join(f"`{name}`" for name in found if name != "identity")
+        return Outcome("native", chain) if all(hasattr(optax, name) for name in found) else Outcome("exact")
     made = make_schedule(disassemble(training).schedule, 0.1)
-    name = origin(made) if callable(made) else ""
-    return Outcome("exact") if name == "rate_of" else Outcome("native", f"`{name}`" if name else "")
+    if not callable(made):
+        return Outcome("native")
+    name = origin(made)
+    return Outcome("native", f"`{name}`") if hasattr(optax, name) else Outcome("exact")

@@ -175,7 +175,8 @@ def read(kind: str, row: str) -> Outcome:
     def convert() -> Model:
         inputs = [torch.from_numpy(array) for array in data.batch(0)]
         example = inputs if row.endswith(INSIDE) else inputs[:1]
-        return from_torch(run.module, example, loss=run.loss, optimizer=run.optimizer, scheduler=run.scheduler)
+        parts = {"loss": run.loss, "optimizer": run.optimizer, "scheduler": run.scheduler}
+        return from_torch(run.module, example, **parts, probe=False)
 
     return in_words(kind, goes_on(run.step, convert, data, 0 if begins else BEFORE))
 

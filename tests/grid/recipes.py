@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 import onnx
-from onnx import helper, numpy_helper
+from onnx import helper, numpy_helper, parser
 
 import onward
 from grid.side import AFTER, BEFORE, HIDDEN, INPUTS, OUTPUTS, Arrays, Data
@@ -40,6 +40,25 @@ OPTIONS = {
     "muon": ("nesterov=false", "adjust_lr_fn=match_rms_adamw"),
 }
 """What is tried beside the defaults, in all variants that know it."""
+
+FUNCTION = parser.parse_function(
+    """
+    <domain: "mine", opset_import: ["" : 21]>
+    Steady (x, g, mean, lr) => (x_new, mean_new) {
+        kept = Constant <value_float = 0.9> ()
+        small = Constant <value_float = 0.01> ()
+        before = Mul (mean, kept)
+        mean_new = Add (before, g)
+        size = ReduceL2 <keepdims = 0> (mean_new)
+        length = Add (size, small)
+        way = Div (mean_new, length)
+        rate = CastLike (lr, x)
+        change = Mul (rate, way)
+        x_new = Sub (x, change)
+    }
+    """
+)
+"""An optimizer that no framework has: steps of the same length, whatever the gradients are."""
 
 RATES = {"adadelta": 1.0, "lion": 2e-3, "adagrad": 0.1}
 RATE = 0.02
@@ -108,7 +127,7 @@ SCHEDULE_ROWS = [
 def rows(kind: str) -> list[str]:
     """What the grid has a row for."""
     if kind == "optimizers":
-        return [row for name in OPTIMIZERS for row in _optimizers(name)]
+        return [*(row for name in OPTIMIZERS for row in _optimizers(name)), "function"]
     return list(LOSSES) if kind == "losses" else SCHEDULE_ROWS
 
 
@@ -134,7 +153,7 @@ def known(kind: str) -> set[str]:
     """All names that a recipe knows."""
     if kind == "losses":
         return {loss.name for loss in onward.recipe.losses.LOSSES.values()}
-    return {*(OPTIMIZERS if kind == "optimizers" else SCHEDULES)}
+    return {*OPTIMIZERS, "function"} if kind == "optimizers" else {*SCHEDULES}
 
 
 # ---- runs ------------------------------------------------------------------------------------------------------------
@@ -169,7 +188,9 @@ def prepared(kind: str, row: str, last: str | None) -> onward.Model:
         parts = [part.strip() for part in row.split("|")]
         return onward.prepare(model, loss="mse", optimizer="sgd:lr=0.1", schedule=parts)
     spec = parse(row)
-    optimizer = Spec(spec.name, {"lr": RATES.get(spec.name, RATE), **spec.options})
+    rate = RATES.get(spec.name, RATE)
+    named = Spec(spec.name, {"lr": rate, **spec.options})
+    optimizer = {"function": FUNCTION, "lr": rate} if row == "function" else named
     only = {"trainable": ["*.weight"]} if spec.name == "muon" else {}  # which is for matrices
     return onward.prepare(model, loss="mse", optimizer=optimizer, schedule=FALLING, **only)
 

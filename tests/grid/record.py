@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -49,31 +48,41 @@ def record(outcomes: dict[Cell, Outcome]) -> None:
 Line = tuple[str, ...]
 
 
-def read(kind: str, framework: str) -> Iterator[Line]:
+def read(kind: str, framework: str) -> list[Line]:
     """Expressions of a framework, and what a training model has for them."""
+    shown: dict[str, list[str]] = {}
     for cell, outcome in recorded().items():
         if cell[:3] == (kind, "from", framework):
-            shown = f"{outcome.way}: {_short(outcome.what)}" if outcome.what else outcome.way
-            yield f"`{cell.row}`", shown
+            becomes = f"{outcome.way}: {_short(outcome.what)}" if outcome.what else outcome.way
+            shown.setdefault(becomes, []).append(cell.row)
+    return [(_listed(rows), becomes) for becomes, rows in shown.items()]
 
 
 def made(kind: str) -> tuple[list[Line], list[str]]:
     """What a recipe says, and what each framework has for it; and why not, by the numbers in the lines.
 
-    Variants of an optimizer that become the same share a line.
+    What becomes the same shares a line: variants of an optimizer, and then options.
     """
     reasons: list[str] = []
     outcomes = {cell: outcome for cell, outcome in recorded().items() if cell[:2] == (kind, "to")}
-    shown: dict[tuple[str, Line], list[str]] = {}
+    variants: dict[tuple[str, Line], list[str]] = {}
     for row in dict.fromkeys(cell.row for cell in outcomes):
         ways = tuple(_way(outcomes[Cell(kind, "to", name, row)], reasons) for name in FRAMEWORKS)
         plain, _, variant = row.partition("variant=")
-        shown.setdefault((plain.rstrip(":,"), ways), []).append(variant)
-    lines = (
-        ((f"`{row}`", ", ".join(variants), *ways) if kind == "optimizers" else (f"`{row}`", *ways))
-        for (row, ways), variants in shown.items()
-    )
-    return list(lines), reasons
+        variants.setdefault((plain.rstrip(":,"), ways), []).append(variant)
+    together: dict[tuple[str, Line, Line], list[str]] = {}
+    for (row, ways), alike in variants.items():
+        together.setdefault((row.partition(":")[0], tuple(alike), ways), []).append(row)
+    with_variants = kind == "optimizers"
+    lines = [
+        (_listed(rows), *([", ".join(alike)] if with_variants else []), *ways)
+        for (_, alike, ways), rows in together.items()
+    ]
+    return lines, reasons
+
+
+def _listed(rows: list[str]) -> str:
+    return ", ".join(f"`{row}`" for row in rows)
 
 
 def _way(outcome: Outcome, reasons: list[str]) -> str:
@@ -86,5 +95,8 @@ def _way(outcome: Outcome, reasons: list[str]) -> str:
 
 
 def _short(reason: str) -> str:
-    """A message without what every message begins with."""
-    return re.sub(r"^the .*? cannot be carried( over| exactly)?: (- )?", "", reason)
+    """A message without what every message begins with, and without what Markdown would take for a tag."""
+    text = re.sub(r"^the .*? cannot be carried( over| exactly)?: (- )?", "", reason)
+    plain_and_code = text.split("`")
+    plain_and_code[::2] = (part.replace("<", "&lt;") for part in plain_and_code[::2])
+    return "`".join(plain_and_code)

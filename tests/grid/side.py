@@ -89,7 +89,10 @@ def goes_on(
     before: int = BEFORE,
     named: Callable[[Sequence[str], list[np.ndarray]], Arrays] = in_order,
 ) -> Model:
-    """Let a framework make steps, convert its run, and let both make further steps with the same losses."""
+    """Let a framework make steps, convert its run, and let both make further steps with the same losses.
+
+    Conversions need no probe, which is the same with fewer steps.
+    """
     for seed in range(before):
         step(data.batch(seed))
     training = convert()
@@ -105,12 +108,12 @@ def goes_on(
 def in_words(kind: str, training: Model) -> Outcome:
     """What a training model has that was made of a framework's run."""
     run = disassemble(training)
+    optimizer = run.groups[0].optimizer
+    if kind != "losses" and isinstance(optimizer, FunctionOptimizer):  # with its rates
+        return Outcome("traced")
     if kind == "schedules":
         return Outcome("native", ", then ".join(f"`{spec.name}`" for spec in run.schedule) or "`constant`")
     if kind == "optimizers":
-        optimizer = run.groups[0].optimizer
-        if isinstance(optimizer, FunctionOptimizer):
-            return Outcome("traced")
         return Outcome("native", f"`{optimizer.name}` of {optimizer.options['variant']}")
     (term,) = run.loss
     if isinstance(term, str):  # the value of an output
