@@ -15,10 +15,11 @@ import pytest
 
 import models
 import onward
-from conftest import needs
+from conftest import needs, onnx_node_tests
 from onward.convert.files import restore, write
 from onward.errors import UnsupportedError
 from onward.run import load
+from onward.run.interpreted import array_function
 from test_convert_jax import Arrays, digits, sentences
 
 pytestmark = needs("jax", "optax")
@@ -207,6 +208,49 @@ def test_all_operators_can_be_written() -> None:
         tables += table.get_children()
         read = [symbol.get_name() for symbol in table.get_symbols() if symbol.is_global() and symbol.is_referenced()]
         assert not [name for name in read if name not in module and not hasattr(builtins, name)]
+
+
+@pytest.mark.slow
+def test_programs_of_the_standards_own_tests() -> None:
+    """Some of all operators, and all control flow, as a program without an interpreter, and as the engine has them."""
+    names = list(onnx_node_tests())
+    flow = [name for name in names if name.startswith(("test_loop", "test_if", "test_scan", "test_lstm"))]
+    for name in dict.fromkeys([*names[::40], *flow]):
+        case = onnx_node_tests()[name]
+        values = [value for inputs, outputs in case.data for value in (*inputs, *outputs)]
+        if name.startswith(("test_nonmaxsuppression", "test_image_decoder")):  # which are refused
+            continue
+        if not all(isinstance(value, np.ndarray) and value.dtype.kind not in "OSU" for value in values):
+            continue
+        given = [value.name for value in case.proto().graph.input]
+        engine = array_function("jax", onward.read(case.proto()))
+        for inputs, _ in case.data:
+            fed = dict(zip(given, inputs, strict=False))
+            for found, expected in zip(executed(case.proto(), fed), engine(fed).values(), strict=True):
+                assert (found.dtype, found.shape) == (expected.dtype, expected.shape), name
+                same = [array.astype(np.complex128) for array in (found, expected)]
+                np.testing.assert_allclose(*same, rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+def executed(proto: onnx.ModelProto, inputs: Arrays) -> list[np.ndarray]:
+    """What a program of a model computes."""
+    import jax.numpy as jnp
+
+    from onward.convert.jax.program.definitions import Definitions
+    from onward.convert.jax.program.operators import INSTEAD
+    from onward.convert.jax.program.printer import Printer
+
+    model, printer = onward.read(proto), Printer(Definitions(INSTEAD))
+    given = {value.name: f"inputs[{value.name!r}]" for value in model.graph.inputs if not value.is_initializer()}
+    lines, results = printer.body(model, given)
+    exact = printer.helper("exact")
+    body = [*lines, f"return [{', '.join(results.values())}]"]
+    run = "\n".join(["def run(inputs):", *(f"    {line}" for line in body)])
+    imports = ["import jax", "import jax.numpy as jnp", "import numpy as np", *printer.definitions.imports()]
+    module: dict[str, Any] = {"constants": printer.constants}
+    exec("\n".join([*imports, printer.definitions.text(), *printer.functions, run]), module)
+    with module[exact]():
+        return [np.asarray(x) for x in module["run"]({name: jnp.asarray(x) for name, x in inputs.items()})]
 
 
 def test_names_that_a_program_has_itself(tmp_path: Path) -> None:

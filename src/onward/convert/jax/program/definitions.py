@@ -75,7 +75,10 @@ class Definitions:
         """The text of a part of a module, with the names that things have here."""
         inner = (each for each in ast.walk(node) if isinstance(each, ast.ImportFrom))
         if any(str(each.module).startswith(_OURS) for each in inner):
-            raise UnsupportedError(f"`{getattr(node, 'name', node)}` of `{source.module}` cannot be written to a file")
+            raise UnsupportedError(
+                f"`{getattr(node, 'name', node)}` of the engine needs more of Onward than can be written to a file",
+                hint="have it as live functions: `onward.to_jax`",
+            )
         renamed = {name: self.function(source.module, name) for name in source.mentioned(node)}
         return source.text(node, {old: new for old, new in renamed.items() if old != new})
 
