@@ -209,7 +209,7 @@ class Recorder(KerasOps):
         pairs = [(first, second)] if is_single else zip(first, second, strict=True)
         made = [Recorded(self._names.numbered(stem), (tuple(a.shape), tuple(b.shape)), str(a.dtype)) for a, b in pairs]
         self.lines.append(Line([x.name for x in made], call, is_single))
-        return made[0] if is_single else tuple(made)
+        return made[0] if is_single else made if isinstance(first, list) else tuple(made)  # a list is one value
 
     def _computed(self, function: Function, inputs: list[Any], attributes: dict[str, Any], choice: int) -> Any:
         def stand_in(x: Any) -> Any:
