@@ -81,6 +81,7 @@ SLOTS = {
     "Distance": {"p0", "s", "d", "numerator", "k"},
     "ScheduleFree": {"z", "k", "weight_sum", "lr_max"},
     "Rectified": {"step", "square", "slow"},
+    "Flagged": {"warm", "k"},
 }
 QUICK = {("LARS", 0), ("AdaBelief", 3)}
 CASES = [

@@ -159,6 +159,23 @@ class Rectified(Optimizer):
                     p.copy_(state["slow"])
 
 
+class Flagged(Optimizer):
+    """Notes in its group whether it has warmed up, and in words what it does."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr, "warm": False, "k": 0})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            rate = group["lr"] if group["warm"] else 0.1 * group["lr"]
+            for p in group["params"]:
+                p.add_(p.grad, alpha=-rate)
+            group["k"] += 1
+            if group["k"] >= 5:
+                group["warm"] = True
+
+
 class First(Optimizer):
     """Begins with the first gradient."""
 

@@ -101,7 +101,7 @@ class _State(defaultdict[Any, Any]):
     """The state of all parameters, which remembers the same."""
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        if not isinstance(value, _Slots):
+        if isinstance(value, dict) and not isinstance(value, _Slots):
             given, value = value, _Slots()
             value.update(given)
         super().__setitem__(key, value)
@@ -113,7 +113,7 @@ def _first_state(optimizer: Optimizer, trained: Collection[int], seed: int) -> d
     held = made.state
     made.state = _State(_Slots)
     for parameter, slots in held.items():
-        dict.__setitem__(made.state, parameter, _Slots(slots) if isinstance(parameter, Tensor) else slots)
+        dict.__setitem__(made.state, parameter, _Slots(slots) if isinstance(slots, dict) else slots)
     stepped(made, trained, seed)
     parameters = parameters_of(made)
     state = {i: made.state[parameters[i]] for i in trained if parameters[i] in made.state}

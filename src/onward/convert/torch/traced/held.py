@@ -67,6 +67,11 @@ def shell_of(optimizer: Optimizer, parameters: Mapping[int, Tensor], new: Callab
     return made
 
 
+def is_scalar(value: Any) -> bool:
+    """Whether it is a number, or true or false."""
+    return isinstance(value, int | float)
+
+
 def is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 

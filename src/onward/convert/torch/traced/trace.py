@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from onward.convert.torch.exporter import export_function
 from onward.convert.torch.traced.begin import step_of
 from onward.convert.torch.traced.builtins import shadowed
-from onward.convert.torch.traced.held import Leaves, Path, is_number, leaves_of, parameters_of, shell_of
+from onward.convert.torch.traced.held import Leaves, Path, is_number, is_scalar, leaves_of, parameters_of, shell_of
 from onward.convert.torch.traced.numbers import Numbers
 from onward.errors import UnsupportedError
 from onward.model import Model
@@ -83,6 +83,7 @@ class _Step:
     def __init__(self, optimizer: Optimizer, trained: Sequence[int], varying: set[Path], sharing: Sequence[int]):
         self._optimizer = optimizer
         self._trained = trained
+        self._ways = 0
         self._leaves = leaves_of(optimizer)
         self._inputs = {
             path: common(path, self._leaves, sharing) for path in self._leaves if self._is_input(path, varying)
@@ -98,11 +99,11 @@ class _Step:
         leaf = self._leaves[path]
         if path[0] == "state" and isinstance(path[1], int) and path[1] not in self._trained:
             return False
-        varies = path[0] == "state" or is_rate(path) or path in varying
-        return isinstance(leaf, Tensor) or (is_number(leaf) and varies)
+        varies = is_rate(path) or path in varying or (path[0] == "state" and is_number(leaf))
+        return isinstance(leaf, Tensor) or (is_scalar(leaf) and varies)
 
     def __call__(self, *tensors: Tensor) -> list[Tensor]:
-        self._ways = 0
+        self._ways = 0  # of the trace that begins
         return self._explored(tensors, {})
 
     def _explored(self, tensors: Sequence[Tensor], answers: dict[object, bool]) -> list[Tensor]:
@@ -141,14 +142,13 @@ class _Step:
         return [*own.values(), *self._new_state(leaves_of(shell), mode)], mode.asked
 
     def _new_state(self, after: Leaves, mode: Numbers) -> list[Tensor]:
+        constant = {path: leaf for path, leaf in self._leaves.items() if path not in self._inputs}
         varying = {
-            path
-            for path, leaf in self._leaves.items()
-            if path not in self._inputs
-            and is_number(leaf)
-            and path[-1] not in _SLOWER
-            and not _is_same(leaf, after.get(path))
+            path for path, leaf in constant.items() if path[-1] not in _SLOWER and _differs(leaf, after.get(path))
         }
+        for path in varying:
+            if not is_scalar(constant[path]):
+                raise _refused(path, "a step changes it, and it is neither a tensor nor a number")
         if varying:
             raise _Varies(varying)
         if any(mode.key(after[path]) != path for path in self.rates):
@@ -157,7 +157,7 @@ class _Step:
         for path, place in self._inputs.items():
             if is_rate(path):
                 continue
-            if path not in after or not (isinstance(after[path], Tensor) or is_number(after[path])):
+            if path not in after or not (isinstance(after[path], Tensor) or is_scalar(after[path])):
                 raise _refused(path, "a step leaves no tensor there")
             result, example = _tensor(after[path]), self.state[place]
             if result.shape != example.shape:
@@ -191,8 +191,9 @@ def _tensor(leaf: Any) -> Tensor:
     return leaf.detach() if isinstance(leaf, Tensor) else torch.tensor(float(leaf), dtype=torch.float64)
 
 
-def _is_same(leaf: Any, other: Any) -> bool:
-    return not isinstance(other, Tensor) and type(leaf) is type(other) and leaf == other
+def _differs(leaf: Any, other: Any) -> bool:
+    is_plain = is_scalar(leaf) or isinstance(leaf, str | None)  # other objects are compared by nobody
+    return is_plain and (isinstance(other, Tensor) or type(leaf) is not type(other) or bool(leaf != other))
 
 
 def _refused(path: Path, problem: str) -> UnsupportedError:
