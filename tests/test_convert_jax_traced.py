@@ -81,7 +81,7 @@ def slow(name: str, make: Callable[[], Transformation]) -> Any:
 
 TRANSFORMATIONS = [
     pytest.param(lambda: contrib("prodigy", 1.0), id="prodigy"),
-    pytest.param(partitioned, id="partitioned"),
+    slow("partitioned", partitioned),
     slow("coupled", coupled),
     slow("schedule-free", lambda: contrib("schedule_free_adamw", 1e-2)),
     slow("ademamix", lambda: contrib("ademamix", 1e-2)),
@@ -158,6 +158,25 @@ def test_names_and_programs_of_it(tmp_path: Path) -> None:
     np.testing.assert_allclose(again.array("fc1/kernel"), run.end["fc1"]["kernel"], rtol=1e-4, atol=1e-6)
 
 
+def test_averages_beside_the_parameters() -> None:
+    """`lookahead` keeps slow weights, on which the loss does not depend, in the tree of the parameters."""
+    import optax
+
+    ahead = optax.lookahead(optax.sgd(0.1), sync_period=3, slow_step_size=0.5)
+    tx = optax.GradientTransformation(ahead.init, lambda g, state, params=None: ahead.update(g.fast, state, params))
+    own = lambda params, batch: loss(params.fast, batch)
+    params = optax.LookaheadParams.init_synced(start())
+    batches, step, state = with_short_labels(digits(10, 64)), trained(own, tx), tx.init(params)
+    training = onward.from_jax(own, params, batches[0], optimizer=tx)
+    with load(training, threads=1) as engine:
+        for batch in batches:
+            params, state, _, value = step(params, state, None, batch)
+            assert float(engine.step(batch)[engine.loss]) == pytest.approx(float(value), rel=1e-5)
+        slow = engine.state()["group0/parameter.slow.fc1.kernel"]
+    np.testing.assert_allclose(slow, params.slow["fc1"]["kernel"], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.slow
 def test_parameters_of_16_bits() -> None:
     """Are updated as they are, and not as copies in float32; of their arithmetic ONNX Runtime has little."""
     import jax

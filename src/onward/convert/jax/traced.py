@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -35,40 +35,59 @@ _TOLERANCE = 1e-5
 
 
 def trace_optimizer(tx: Any, opt_state: Any, params: Tree, idle: Collection[str] = ()) -> Optimization:
-    """The function that a transformation of optax is, and its state. Nothing that is trained depends on `idle` ones."""
-    state = jax.tree.map(jnp.asarray, opt_state)
-    traced = _Traced(tx, state, params, idle)
+    """The function that a transformation of optax is, and its state.
+
+    Parameters on which no result depends, `idle` ones, are state, too: an optimizer may keep averages there.
+    """
+    traced = _Traced(tx, jax.tree.map(jnp.asarray, opt_state), params, idle)
     model = traced.model()
     _try_updates(model, traced)
-    values = {name: data_of(leaf) for name, leaf in zip(traced.state_names, jax.tree.leaves(state), strict=True)}
-    function = FunctionOptimizer(model.graph.name or "optax", model, 1.0, values)
+    function = FunctionOptimizer(model.graph.name or "optax", model, 1.0, traced.begin)
     places = places_of(function, "group0")  # there are no others
-    kept = {places[name]: value for name, value in values.items()}
-    return Optimization([Group(function, traced.trained)], kept, _updates_in(state), [], None, {})
+    kept = {places[name]: value for name, value in traced.begin.items()}
+    return Optimization([Group(function, traced.trained)], kept, _updates_in(opt_state), [], None, {})
 
 
 class _Traced:
     """An update, with names for all that it reads."""
 
-    def __init__(self, tx: Any, state: Any, params: Tree, idle: Collection[str]):
-        self.tx, self.state, self.params, self._idle = tx, state, params, idle
+    def __init__(self, tx: Any, opt_state: Any, params: Tree, idle: Collection[str]):
+        self.tx, self.opt_state, self.params = tx, opt_state, params
         self.trained = [name for name in named_leaves(params) if name not in idle]
-        self.state_names = _state_names(state, params, set(self.trained))
+        self.others = [name for name in named_leaves(params) if name in idle]
+        of_others = [f"parameter.{name.replace('/', '.')}" for name in self.others]
+        self.state_names = [*_state_names(opt_state, params, set(self.trained)), *of_others]
+
+    @property
+    def begin(self) -> dict[str, np.ndarray]:
+        """The state by name."""
+        leaves = jax.tree.leaves((self.opt_state, self.of(self.others, self.params)))
+        return dict(zip(self.state_names, map(data_of, leaves), strict=True))
+
+    def of(self, names: Collection[str], params: Tree) -> list[Any]:
+        return [leaf for name, leaf in named_leaves(params).items() if name in names]
+
+    def whole(self, leaves: Mapping[str, Any]) -> Tree:
+        """A tree like that of the parameters, with zeros where nothing is given."""
+        return jax.tree_util.tree_map_with_path(
+            lambda path, old: leaves.get(path_name(path), jnp.zeros_like(old)), self.params
+        )
 
     def model(self) -> Model:
         names = [*self.trained, *map(gradient_of, self.trained), *self.state_names, RATE]
         results = [f"{name}/new" for name in (*self.trained, *self.state_names)]
-        parameters = [leaf for name, leaf in named_leaves(self.params).items() if name in self.trained]
-        rate = jax.ShapeDtypeStruct((), jnp.float32)
 
-        def update(_: Any, parameters: Any, gradients: Any, state: Any, rate: Any) -> Any:
-            params, slopes = self.whole(parameters), self.whole(gradients, zero=True)
-            changes, state = self.tx.update(slopes, state, params)
+        def update(_: Any, parameters: Any, gradients: Any, state: Any, others: Any, rate: Any) -> Any:
+            params = self.whole(dict(zip([*self.trained, *self.others], [*parameters, *others], strict=True)))
+            changes, state = self.tx.update(self.whole(dict(zip(self.trained, gradients, strict=True))), state, params)
             scaled = jax.tree.map(lambda change: change * rate.astype(change.dtype), changes)
-            return self._trained_of(optax.apply_updates(params, scaled)), state
+            new = optax.apply_updates(params, scaled)
+            return self.of(self.trained, new), state, self.of(self.others, new)
 
-        update.__name__ = _name_of(self.tx, self.state, self.params)
-        given = (parameters, parameters, self.state, rate)
+        update.__name__ = _name_of(self.tx, self.opt_state, self.params)
+        trained = self.of(self.trained, self.params)
+        rate = jax.ShapeDtypeStruct((), jnp.float32)
+        given = (trained, trained, self.opt_state, self.of(self.others, self.params), rate)
         try:
             return export(update, (), *given, names=results, input_names=names, batch=None)
         except UnsupportedError:
@@ -79,18 +98,6 @@ class _Traced:
                 f"its update cannot be traced: {reason}",
                 hint="an update must be a function of gradients, state and parameters, of operations of JAX",
             ) from error
-
-    def whole(self, leaves: Iterable[Any], *, zero: bool = False) -> Tree:
-        """The tree of parameters with others in the place of those that are trained."""
-        given = dict(zip(self.trained, leaves, strict=True))
-
-        def leaf(path: Any, old: Any) -> Any:
-            return given.get(path_name(path), jnp.zeros_like(old) if zero else old)
-
-        return jax.tree_util.tree_map_with_path(leaf, self.params)
-
-    def _trained_of(self, params: Tree) -> list[Any]:
-        return [leaf for name, leaf in named_leaves(params).items() if name in self.trained]
 
 
 # ---- names -----------------------------------------------------------------------------------------------------------
@@ -168,25 +175,22 @@ def _try_updates(model: Model, traced: _Traced) -> None:
     """Some updates by optax, as Python and not as traced, and by the function, with the same random gradients."""
     run = array_function("numpy", model)
     generator = np.random.default_rng(0)
-    params, state = traced.params, traced.state
-    ours = dict(zip(traced.state_names, map(data_of, jax.tree.leaves(state)), strict=True))
+    params, state, ours = traced.params, traced.opt_state, traced.begin
     for _ in range(_UPDATES):
         old = {name: np.asarray(leaf) for name, leaf in named_leaves(params).items()}
-        drawn = [np.asarray(random_gradient(generator, old[name].shape), old[name].dtype) for name in traced.trained]
-        given = {gradient_of(name): g for name, g in zip(traced.trained, drawn, strict=True)}
+        drawn = {
+            name: np.asarray(random_gradient(generator, old[name].shape), old[name].dtype) for name in traced.trained
+        }
+        given = {gradient_of(name): gradient for name, gradient in drawn.items()}
         trained = {name: old[name] for name in traced.trained}
         found = run({**ours, **given, **trained, RATE: np.ones((), np.float32)})
-        changes, state = traced.tx.update(traced.whole(map(jnp.asarray, drawn), zero=True), state, params)
-        params = optax.apply_updates(params, changes)
         ours = {name: found[f"{name}/new"] for name in traced.state_names}
-        for name, leaf in named_leaves(params).items():
-            if name in traced.trained:
-                _compare(name, found[f"{name}/new"], np.asarray(leaf), old[name])
-            elif not np.array_equal(leaf, old[name]):
-                raise UnsupportedError(
-                    f"the optimizer changes `{name}`, on which the function does not depend",
-                    hint="leave it out of the parameters, or freeze it with `optax.set_to_zero()`",
-                )
+        slopes = traced.whole({name: jnp.asarray(gradient) for name, gradient in drawn.items()})
+        changes, state = traced.tx.update(slopes, state, params)
+        params = optax.apply_updates(params, changes)
+        new = named_leaves(params)
+        for name in traced.trained:
+            _compare(name, found[f"{name}/new"], np.asarray(new[name]), old[name])
 
 
 def _compare(name: str, found: np.ndarray, expected: np.ndarray, old: np.ndarray) -> None:
