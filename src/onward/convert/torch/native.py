@@ -78,7 +78,8 @@ def probe_made(native: NativeRun, run: Run) -> None:
                 copy.deepcopy(native.module)(**inputs)
         except (Error, RuntimeError, IndexError):
             continue
-        slots = {key: array for key, array in run.state.items() if key.rpartition("/")[0] in set(run.parameters)}
+        owners = {*run.parameters, *(f"group{i}" for i in range(len(run.groups)))}
+        slots = {key: array for key, array in run.state.items() if key.rpartition("/")[0] in owners}
         probe_native(native, dataclasses.replace(run, state=slots), inputs)  # without what Dropout draws from
         return
 
