@@ -120,6 +120,26 @@ def test_what_the_table_lacks_is_named_at_once():
         interpreted(read(onnx.parser.parse_model(text)), KerasOps())
 
 
+def test_a_single_size_that_is_not_known():
+    import tensorflow as tf
+
+    text = """<ir_version: 10, opset_import: ["" : 21]>
+        g (float[n, 6] x) => (float[n, 2, 3] y) {
+            sizes = Shape(x)
+            first = Constant<value_int = 0>()
+            n = Gather(sizes, first)
+            one = Constant<value_ints = [1]>()
+            vector = Reshape(n, one)
+            others = Constant<value_ints = [2, 3]>()
+            shape = Concat<axis = 0>(vector, others)
+            y = Reshape(x, shape)
+        }"""
+    run = interpreted(read(onnx.parser.parse_model(text)), KerasOps())
+    traced = tf.function(lambda x: run({"x": x})["y"], input_signature=[tf.TensorSpec([None, 6])])
+    x = np.arange(24, dtype="f").reshape(4, 6)
+    np.testing.assert_array_equal(traced(x), x.reshape(4, 2, 3))
+
+
 def test_a_branch_that_only_data_decide_about_is_chosen(monkeypatch):
     """While a step is compiled there are no values: both sides are computed."""
     proto = onnx_node_tests()["test_if"].proto()
