@@ -196,8 +196,8 @@ def ended():
     return Of(compute, into=nn.Linear(5, 5), out=nn.Linear(5, 3)), (torch.randn(4, 5),)
 
 
-QUICK = [attention_without_heads, bags, ended, tied]
-SLOW = [attention, cell, encoder, in_place, nested, recurrent, transformer, unet, weight_norm]
+QUICK = [attention_without_heads, bags, ended]
+SLOW = [attention, cell, encoder, in_place, nested, recurrent, tied, transformer, unet, weight_norm]
 
 
 @pytest.mark.parametrize("kind", [*QUICK, *(pytest.param(kind, marks=pytest.mark.slow) for kind in SLOW)])

@@ -58,7 +58,13 @@ CASES = {
 
 
 @pytest.mark.parametrize(
-    ("name", "is_given"), [*((name, True) for name in CASES), pytest.param("several targets", False, id="made up")]
+    ("name", "is_given"),
+    [
+        ("class probabilities", True),
+        ("two losses of an output", True),
+        pytest.param("several targets", True, marks=pytest.mark.slow),
+        ("several targets", False),
+    ],
 )
 def test_a_run_goes_on(name, is_given):
     """Targets are tried as they are given, or made up."""
