@@ -16,7 +16,7 @@ from onward.convert.keras.live import GraphOptimizer, TrainingModel
 from onward.convert.keras.optimizers import array_of
 from onward.convert.keras.release import to_keras
 from onward.convert.keras.source import Source, program_of
-from onward.convert.keras.source.recording import identifier
+from onward.convert.keras.source.lines import identifier
 from onward.convert.problems import Problems
 from onward.errors import InvalidModelError
 from onward.model import Model

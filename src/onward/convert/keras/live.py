@@ -12,7 +12,7 @@ import numpy as np
 from keras import ops
 
 from onward.convert.keras.graphs import Executable, Loss, Parts
-from onward.convert.keras.ops.types import available
+from onward.convert.keras.ops.types import available, fitted
 from onward.convert.keras.optimizers import array_of, state_of
 from onward.errors import UnsupportedError
 from onward.model import Model
@@ -176,9 +176,5 @@ def _listed(values: Any) -> Iterable[Any]:
 
 
 def _fitted(target: Any, value: Any) -> Any:
-    """A target in the type and rank of the graph's: Keras lets labels have a last axis of size 1, or lack one."""
-    tensor = ops.cast(target, available(value.dtype.numpy().name))
     rank = None if value.shape is None else len(value.shape)
-    if rank is not None and len(tensor.shape) == rank + 1:
-        return ops.squeeze(tensor, -1)
-    return ops.expand_dims(tensor, -1) if rank is not None and len(tensor.shape) == rank - 1 else tensor
+    return fitted(target, value.dtype.numpy().name, rank)  # type: ignore[no-untyped-call]

@@ -28,3 +28,18 @@ def is_float(x):
 
 def constant(array, dtype):
     return ops.convert_to_tensor(np.asarray(array), available(dtype))
+
+
+# ---- what a model is given -------------------------------------------------------------------------------------------
+
+
+def as_single(inputs):
+    return inputs[0] if isinstance(inputs, list | tuple) else inputs
+
+
+def fitted(target, dtype, rank):
+    """A target in the type and rank of the loss: labels may have a last axis of size 1, or lack one."""
+    target = ops.cast(target, available(dtype))
+    if rank is not None and len(target.shape) == rank + 1:
+        return ops.squeeze(target, -1)
+    return ops.expand_dims(target, -1) if rank is not None and len(target.shape) == rank - 1 else target

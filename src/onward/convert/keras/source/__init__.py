@@ -14,8 +14,9 @@ from onward.convert.borrowed import borrowed
 from onward.convert.keras import ops as table
 from onward.convert.keras.graphs import Forward, Parts
 from onward.convert.keras.live import GraphOptimizer, TrainingModel
-from onward.convert.keras.ops.types import available
-from onward.convert.keras.source.recording import Choices, Program, identifier, recorded
+from onward.convert.keras.ops.types import as_single, available, fitted
+from onward.convert.keras.source.lines import identifier
+from onward.convert.keras.source.recording import Choices, Program, recorded
 from onward.convert.layout import wrapped
 from onward.model import Model
 from onward.model.state import STEP
@@ -62,8 +63,9 @@ class _Writer:
         passes = self._passes()
         optimizer = self._optimizer() if isinstance(self._live.optimizer, GraphOptimizer) else []
         model = [*self._heading(), *passes]
-        sources, imports = borrowed([_needed_by_all, *self._used.values()], _HOMES + (__name__,))
-        sources.remove(next(text for text in sources if text.startswith("def _needed_by_all")))
+        body = "\n".join([*model, *optimizer])
+        helpers = [function for function in (available, as_single, fitted) if f"{function.__name__}(" in body]
+        sources, imports = borrowed([*helpers, *self._used.values()], _HOMES)
         standard = [line for line in imports if "keras" not in line and "numpy" not in line]
         others = sorted(
             {"import keras", "from keras import ops", *(x for x in imports if x not in standard)}, key=_order
@@ -81,8 +83,8 @@ class _Writer:
         return (
             f'"""A run of Keras, written by Onward: needs nothing but Keras, on any of its backends.\n\n'
             f"    import keras\n    import {self._package}\n\n"
-            f'    model = keras.models.load_model("{self._package}.keras")\n'
-            f'    model.fit(...)  # goes on where the run is\n"""'
+            f'    loaded = keras.models.load_model("{self._package}.keras")\n'
+            f'    loaded.fit(...)  # goes on where the run is\n"""'
         )
 
     # ---- the model ---------------------------------------------------------------------------------------------------
@@ -151,7 +153,6 @@ class _Writer:
         watched = {name: names.fresh(identifier(name)) for name in loss.watched}
         targets = {value.name or "": names.fresh(identifier(value.name or "")) for value in loss.targets}
         program = self._program(loss.graph, {**watched, **targets}, {loss.name: "loss"})
-        self._used["fitted"] = fitted
         lines = [
             'assert sample_weight is None, "the loss has no weights of samples"',
             f"{written_list(list(watched.values()))} = self.watched",
@@ -230,22 +231,6 @@ class _Writer:
     def _slot(self, name: str, array: np.ndarray) -> str:
         dtype = _written_type(str(array.dtype))
         return f'        self.{name} = self.add_variable({array.shape}, dtype={dtype}, name="{name}")'
-
-
-def as_single(inputs):  # type: ignore[no-untyped-def]
-    return inputs[0] if isinstance(inputs, list | tuple) else inputs
-
-
-def fitted(target, dtype, rank):  # type: ignore[no-untyped-def]
-    """A target in the type and rank of the loss: labels may have a last axis of size 1, or lack one."""
-    target = keras.ops.cast(target, available(dtype))
-    if len(target.shape) == rank + 1:
-        return keras.ops.squeeze(target, -1)
-    return keras.ops.expand_dims(target, -1) if len(target.shape) == rank - 1 else target
-
-
-def _needed_by_all():  # type: ignore[no-untyped-def]
-    return available, as_single
 
 
 def _dtype(live: TrainingModel, name: str) -> str:

@@ -6,10 +6,8 @@ size does not depend on the choice; where they differ, it is asked for when the 
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import inspect
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -22,6 +20,7 @@ from onward.convert.keras.ops.elementwise import converted, converted_like, divi
 from onward.convert.keras.ops.random import dropout
 from onward.convert.keras.ops.sizes import listed
 from onward.convert.keras.ops.types import available, constant
+from onward.convert.keras.source.lines import NAME, Line, Numbered, identifier, needed, nested
 from onward.errors import UnsupportedError
 from onward.model import Model
 from onward.run.framework import Function, NotOnHost
@@ -76,46 +75,6 @@ class Recorded:
         return tuple(a if a == b else None for a, b in zip(*self.shapes, strict=True))
 
 
-@dataclasses.dataclass
-class Line:
-    targets: list[str]
-    text: str
-    is_single: bool = True
-
-    def __str__(self) -> str:
-        return f"{', '.join(self.targets)}{'' if self.is_single or len(self.targets) > 1 else ','} = {self.text}"
-
-    @property
-    def reads(self) -> list[str]:
-        return _NAME.findall(self.text)
-
-
-_NAME = re.compile(r"[A-Za-z_][A-Za-z_0-9.]*")
-
-
-class _Numbered:
-    """Names of Python's, counted from 1."""
-
-    def __init__(self, taken: Iterable[str]):
-        self._taken = set(taken)
-        self._counts: dict[str, int] = {}
-
-    def numbered(self, stem: str) -> str:
-        while True:
-            self._counts[stem] = self._counts.get(stem, 0) + 1
-            name = f"{stem}_{self._counts[stem]}"
-            if name not in self._taken:
-                return name
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._taken
-
-    def fresh(self, wanted: str) -> str:
-        name = wanted if wanted not in self._taken else self.numbered(wanted)
-        self._taken.add(name)
-        return name
-
-
 class _Computation(keras.Operation):  # type: ignore[misc]
     """A function of the table, which Keras tells the shape of."""
 
@@ -136,7 +95,7 @@ _LITERAL = 64
 class Recorder(KerasOps):
     """Keras while it writes a program."""
 
-    def __init__(self, names: _Numbered, constants: dict[str, np.ndarray]):
+    def __init__(self, names: Numbered, constants: dict[str, np.ndarray]):
         super().__init__()
         self.lines: list[Line] = []
         self.used: dict[str, Function] = {}
@@ -267,12 +226,6 @@ def written(value: Any) -> str:
     return f'"{value}"' if isinstance(value, str) else repr(value)
 
 
-def identifier(name: str) -> str:
-    """A name of the graph as one of Python's."""
-    plain = re.sub(r"\W+", "_", name, flags=re.ASCII).strip("_")
-    return plain if plain.isidentifier() else f"_{plain}"
-
-
 # ---- whole graphs ----------------------------------------------------------------------------------------------------
 
 
@@ -325,7 +278,7 @@ def recorded(
 
     `wanted_names` says how results would best be called, by the names of outputs.
     """
-    names = _Numbered([*given.values(), "self", "inputs", "training", "ops", "keras", "np"])
+    names = Numbered([*given.values(), "self", "inputs", "training", "ops", "keras", "np"])
     recorder = Recorder(names, constants)
     inputs = {}
     for value in model.graph.inputs:
@@ -335,7 +288,7 @@ def recorded(
         recorder.name_sizes(inputs[value.name or ""], dims)
     results = interpreted(model, recorder)(inputs)
     texts = {name: (recorder.place(x)).name for name, x in results.items()}
-    lines = _needed(recorder.lines, texts.values())
+    lines = needed(recorder.lines, texts.values())
     better = {
         texts[name]: wanted
         for name, wanted in wanted_names.items()
@@ -344,66 +297,12 @@ def recorded(
     texts = {name: better.get(text, text) for name, text in texts.items()}
     for line in lines:
         line.targets = [better.get(name, name) for name in line.targets]
-        line.text = _NAME.sub(lambda found: better.get(found[0], found[0]), line.text)
-    nested = _nested(lines, texts.values())
-    return Program(nested, texts, _called(recorder.used, nested))
+        line.text = NAME.sub(lambda found: better.get(found[0], found[0]), line.text)
+    inlined = nested(lines, texts.values())
+    return Program(inlined, texts, _called(recorder.used, inlined))
 
 
 def _called(used: Mapping[str, Function], lines: Iterable[str]) -> dict[str, Function]:
     """The functions that lines call."""
-    names = {name for line in lines for name in _NAME.findall(line)}
+    names = {name for line in lines for name in NAME.findall(line)}
     return {name: function for name, function in used.items() if name in names}
-
-
-def _needed(lines: Sequence[Line], wanted: Iterable[str]) -> list[Line]:
-    """Without what nobody reads."""
-    read, kept = set(wanted), []
-    for line in reversed(lines):
-        if any(name in read for name in line.targets):
-            if len(line.targets) > 1:
-                line.targets = [name if name in read else "_" for name in line.targets]
-            read.update(line.reads)
-            kept.append(line)
-    return kept[::-1]
-
-
-_WIDTH = 84
-
-
-def _nested(lines: Sequence[Line], wanted: Iterable[str]) -> list[str]:
-    """What is read once, in its place, as long as lines do not grow long."""
-    uses = collections.Counter([name for line in lines for name in line.reads])
-    uses.update(dict.fromkeys(wanted, 2))  # results keep their names: state may be assigned before they are read
-    inside: dict[str, Line] = {}
-    kept: list[str] = []
-    for line in lines:
-        text = line.text
-        for name in line.reads:
-            if name in inside:
-                text = _put(text, name, inside[name].text)
-        (target, *others) = line.targets
-        if line.is_single and not others and uses[target] == 1 and len(text) < _WIDTH // 2:
-            inside[target] = Line([target], text)
-        else:
-            kept.append(str(Line(line.targets, text, line.is_single)))
-    return kept
-
-
-def _put(text: str, name: str, expression: str) -> str:
-    """An expression in the place of a name, in brackets where it needs them."""
-    place = re.search(rf"(?<![\w.]){name}(?![\w.])", text)
-    assert place is not None
-    before, after = text[: place.start()], text[place.end() :]
-    is_argument = before.endswith(("(", ", ", "=", "[")) and after[:1] in (")", ",", "]")
-    bare = (not before and not after) or is_argument or not re.search(r" [-+*/@] ", _outside(expression))
-    return f"{before}{expression if bare else f'({expression})'}{after}"
-
-
-def _outside(text: str) -> str:
-    """What is in no brackets."""
-    depth, kept = 0, []
-    for character in text:
-        depth -= character in ")]"
-        kept.append(character if not depth else "")
-        depth += character in "(["
-    return "".join(kept)
