@@ -8,13 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import onnx_ir as ir
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from onward.build import twin
 from onward.convert.torch.traced.held import Leaves, Path, leaves_of, parameters_of
-from onward.convert.torch.traced.trace import Trace, trace
+from onward.convert.torch.traced.trace import Trace, tensor_of, trace
 from onward.model.walk import ancestors, descendants, nested_graphs
 
 _FEW = 4
@@ -74,7 +73,7 @@ def _widened(few: Trace, trained: Sequence[int], example: Mapping[int, int], lea
     state: dict[Path, Tensor] = {}
     for i in trained:
         places = [place for place in few.state if _owner(place) == example[i]]
-        state |= {_moved(place, i): _detached(leaves[_moved(place, i)]) for place in places}
+        state |= {_moved(place, i): tensor_of(leaves[_moved(place, i)]) for place in places}
     state |= {place: tensor for place, tensor in few.state.items() if _owner(place) is None}
     wide = Trace(few.model, list(trained), few.rates, state)
     graph.inputs[:] = [inputs[place] for place in wide.places]
@@ -103,7 +102,3 @@ def _own_nodes(
     wanted, _ = ancestors([value for place, value in outputs.items() if _owner(place) == parameter])
     nodes = [node for node in graph if node in wanted and any(value in touched for value in node.outputs)]
     return None if any(True for node in nodes for _ in nested_graphs(node)) else nodes
-
-
-def _detached(leaf: object) -> Tensor:
-    return leaf.detach() if isinstance(leaf, Tensor) else torch.tensor(leaf, dtype=torch.float64)

@@ -88,7 +88,7 @@ class _Step:
         self._inputs = {
             path: common(path, self._leaves, sharing) for path in self._leaves if self._is_input(path, varying)
         }
-        places = {place: _tensor(self._leaves[path]) for path, place in self._inputs.items()}
+        places = {place: tensor_of(self._leaves[path]) for path, place in self._inputs.items()}
         self.rates = {place: tensor for place, tensor in places.items() if is_rate(place)}
         self.state = {place: tensor for place, tensor in places.items() if not is_rate(place)}
         parameters = [parameters_of(optimizer)[i].detach() for i in trained]
@@ -159,7 +159,7 @@ class _Step:
                 continue
             if path not in after or not (isinstance(after[path], Tensor) or is_scalar(after[path])):
                 raise _refused(path, "a step leaves no tensor there")
-            result, example = _tensor(after[path]), self.state[place]
+            result, example = tensor_of(after[path]), self.state[place]
             if result.shape != example.shape:
                 raise _refused(path, "a step changes its shape")
             if place in new and mode.key(after[path]) != mode.key(new[place]):
@@ -187,7 +187,8 @@ def is_rate(path: Path) -> bool:
     return path[0] == "group" and path[2:] == (RATE,)
 
 
-def _tensor(leaf: Any) -> Tensor:
+def tensor_of(leaf: Any) -> Tensor:
+    """What an optimizer holds as an input of a graph; numbers of Python are in double precision."""
     return leaf.detach() if isinstance(leaf, Tensor) else torch.tensor(float(leaf), dtype=torch.float64)
 
 
