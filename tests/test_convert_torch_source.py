@@ -310,6 +310,29 @@ def test_dropout_drops_in_training_only() -> None:
     assert module.dropout.p == 0.25
 
 
+@pytest.mark.slow
+@needs("transformers", "onnxscript")
+@pytest.mark.parametrize("name", ["bert", "gpt2"])
+def test_models_of_hugging_face(name: str) -> None:
+    from test_convert_torch_transformers import begun, steps
+
+    run = begun(name)
+    made = onward.to_torch(run.training, live=False)
+    assert list(made.module.state_dict()) == list(run.state)
+    loss = (lambda outputs, _: made.loss(outputs)) if "labels" in run.batches[0][0] else made.loss
+    losses = steps(made.module, made.optimizer, made.scheduler, loss, run.batches)
+    np.testing.assert_allclose(losses, run.losses, rtol=1e-5)
+
+
+def test_names_are_never_code() -> None:
+    odd = {"fc1.weight": 'a"]; raise SystemExit(1) #.class', "fc1.bias": "b/c:0", "logits": '"""', "image": "for"}
+    training = onward.rename(mlp(optimizer="adamw", groups=["*bias:lr=0.1"]).training, odd)
+    live, made = (onward.to_torch(training, live=way) for way in (True, False))
+    assert list(made.module.state_dict()) == list(live.module.state_dict())
+    x = torch.tensor(normal(3, 64))
+    torch.testing.assert_close(made.module(x), live.module(x))
+
+
 # ---- what is refused -------------------------------------------------------------------------------------------------
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 WIDTH = 100
 
 
@@ -25,16 +27,20 @@ def _broken(line: str) -> list[str]:
     return [line[: begin + 1], *(part for each in inner for part in _broken(each)), f"{indent}{line[end:]}"]
 
 
+_TEXT = re.compile(r"""("|')(?:\\.|(?!\1)[^\\])*\1""")
+
+
+def _masked(line: str) -> str:
+    """The same, with other signs in place of texts: what is in these is no code."""
+    return _TEXT.sub(lambda found: "_" * len(found[0]), line)
+
+
 def _opening(line: str) -> tuple[int, int] | None:
     """Where the outermost bracket that holds most opens, and where it closes."""
     found: tuple[int, int] | None = None
-    depth, start, quoted = 0, 0, ""
-    for i, character in enumerate(line):
-        if quoted:
-            quoted = "" if character == quoted else quoted
-        elif character in "\"'":
-            quoted = character
-        elif character in "([{":
+    depth, start = 0, 0
+    for i, character in enumerate(_masked(line)):
+        if character in "([{":
             start = i if not depth else start
             depth += 1
         elif character in ")]}":
@@ -46,13 +52,9 @@ def _opening(line: str) -> tuple[int, int] | None:
 
 def _arguments(text: str) -> list[str]:
     """What commas divide, outside of brackets and quotes."""
-    parts, depth, quoted, start = [], 0, "", 0
-    for i, character in enumerate(text):
-        if quoted:
-            quoted = "" if character == quoted else quoted
-        elif character in "\"'":
-            quoted = character
-        elif character in "([{":
+    parts, depth, start = [], 0, 0
+    for i, character in enumerate(_masked(text)):
+        if character in "([{":
             depth += 1
         elif character in ")]}":
             depth -= 1

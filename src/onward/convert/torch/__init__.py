@@ -192,9 +192,9 @@ def to_torch(training: Source, *, live: bool = True, probe: bool = True) -> Carr
         _probe(carried, run)
     if live:
         return carried
-    from onward.convert.torch.source import built, written_of
+    from onward.convert.torch.source import built, written
 
-    return Carried(*built(written_of(model, carried), carried))
+    return Carried(*built(written(model, carried), carried))
 
 
 def _carried(run: Run) -> Carried:

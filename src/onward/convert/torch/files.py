@@ -17,7 +17,7 @@ from onward.convert.torch import Carried, to_torch
 from onward.convert.torch.optimizers import read_optimizer
 from onward.convert.torch.schedulers import updates_per_step
 from onward.convert.torch.schedules import read_scheduler
-from onward.convert.torch.source import built, state_of, written_of
+from onward.convert.torch.source import built, state_of, written
 from onward.convert.torch.tags import COUNTER
 from onward.convert.torch.tags import STEP as STEP_TAG
 from onward.errors import InvalidModelError
@@ -28,11 +28,11 @@ from onward.model.state import STEP
 def write(model: Model, path: Path) -> list[Path]:
     """Write the state to `path`, and beside it the program that makes the run again; both."""
     live = to_torch(model)
-    source = written_of(model, live)
+    source = written(model, live, path.name)
     built(source, live)
     program = path.with_suffix(".py")
     torch.save(state_of(source, live), path)
-    program.write_text(source.text.replace("run.pt", path.name), encoding="utf-8")
+    program.write_text(source.text, encoding="utf-8")
     return [path, program]
 
 

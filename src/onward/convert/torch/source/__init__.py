@@ -15,14 +15,15 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from onward.convert.layout import wrapped
 from onward.convert.torch.module import OnnxModule
 from onward.convert.torch.native import example_inputs
 from onward.convert.torch.source.borrowed import borrowed
-from onward.convert.torch.source.layout import wrapped
+from onward.convert.torch.source.expressions import quoted
 from onward.convert.torch.source.model import ModelSource, model_source
 from onward.convert.torch.source.passes import shortened
 from onward.convert.torch.source.program import LIVE
-from onward.convert.torch.source.statements import argument_names
+from onward.convert.torch.source.statements import argument_names, identifier
 from onward.convert.torch.source.tracing import Program, traced
 from onward.convert.torch.source.training import Definitions, schedules_of
 from onward.errors import Error, MismatchError, UnsupportedError
@@ -43,10 +44,9 @@ class Source:
     """Tensors that the module needs beside its `state_dict`."""
 
 
-def written(
-    module: OnnxModule, optimizer: Optimizer, scheduler: LRScheduler | None, loss: nn.Module, terms: Sequence[LossTerm]
-) -> Source:
-    """The program of a run, given as live objects. `terms` say what the loss is of."""
+def written(training: Model, live: Any, file: str = "run.pt") -> Source:
+    """The program of the run that a training model holds, given what `to_torch` made of it; `file` is for its state."""
+    module, optimizer, scheduler, loss = live
     program, model = _model(module)
     definitions = Definitions()
     functions = [
@@ -65,7 +65,8 @@ def written(
     own, imports = borrowed([*model.helpers, *definitions.borrowed], definitions.replaced)
     parts = [model.text, *("\n".join(lines) for lines in functions if lines)]
     body = "\n\n\n".join([*own, *map(wrapped, parts)])
-    heading = _heading(_loop(program, terms, scheduler is not None))
+    terms = describe(training).steps[0].loss.terms
+    heading = _heading(_loop(program, terms, scheduler is not None, quoted(file)))
     return Source(f"{heading}\n\n{_imports(imports, body)}\n\n\n{body}\n", model.constants)
 
 
@@ -79,12 +80,6 @@ def _model(module: OnnxModule) -> tuple[Program, ModelSource]:
             hint="fix them in the model's inputs, or take the live module: `onward.to_torch`",
         )
     return programs[0], sources[0]
-
-
-def written_of(training: Model, live: Any) -> Source:
-    """The program of the run that a training model holds, given what `to_torch` made of it."""
-    module, optimizer, scheduler, loss = live
-    return written(module, optimizer, scheduler, loss, describe(training).steps[0].loss.terms)
 
 
 def state_of(source: Source, live: Any) -> dict[str, Any]:
@@ -103,7 +98,10 @@ def built(source: Source, live: Any) -> tuple[nn.Module, Optimizer, LRScheduler 
     name = f"<written by Onward, {id(source):x}>"
     linecache.cache[name] = len(source.text), None, source.text.splitlines(True), name
     space: dict[str, Any] = {"__name__": "written_by_onward"}
-    exec(compile(source.text, name, "exec"), space)
+    try:
+        exec(compile(source.text, name, "exec"), space)
+    except SyntaxError as error:
+        raise UnsupportedError("some names cannot stand in a program", hint=LIVE) from error
     with io.BytesIO() as file:
         torch.save(state_of(source, live), file)
         file.seek(0)
@@ -118,12 +116,13 @@ def built(source: Source, live: Any) -> tuple[nn.Module, Optimizer, LRScheduler 
 def _compare(made: nn.Module, live: OnnxModule) -> None:
     """Whether the class computes what the live module does, on inputs that are made up."""
     for inputs in example_inputs(live.to_model()):
-        modules = [copy.deepcopy(module).eval() for module in (made, live)]
         try:
             with torch.no_grad():
-                found, expected = (module(*inputs.values()) for module in modules)
+                expected = copy.deepcopy(live).eval()(*inputs.values())
         except (Error, RuntimeError, IndexError):
             continue
+        with torch.no_grad():
+            found = copy.deepcopy(made).eval()(*inputs.values())
         for name in found if isinstance(found, dict) else [""]:
             ours, theirs = (result[name] if name else result for result in (found, expected))
             if not torch.allclose(ours, theirs, 1e-3, 1e-4 * float(theirs.abs().max()), equal_nan=True):
@@ -142,14 +141,14 @@ def _heading(loop: list[str]) -> str:
     return '"""' + "\n".join(lines) + '\n"""'
 
 
-def _loop(program: Program, terms: Sequence[LossTerm], scheduled: bool) -> list[str]:
+def _loop(program: Program, terms: Sequence[LossTerm], scheduled: bool, file: str) -> list[str]:
     """How to train."""
     arguments = argument_names(program)
     called = f"module({', '.join(arguments)})"
-    targets = list(dict.fromkeys(name for term in terms for name in term.inputs))
+    targets = list(dict.fromkeys(identifier(name) for term in terms for name in term.inputs))
     several = len(program.outputs) > 1
-    outputs = [f'outputs["{term.output}"]' if several else called for term in terms]
-    pairs = [", ".join([output, *term.inputs]) for output, term in zip(outputs, terms, strict=True)]
+    outputs = [f"outputs[{quoted(term.output)}]" if several else called for term in terms]
+    pairs = [", ".join([output, *map(identifier, term.inputs)]) for output, term in zip(outputs, terms, strict=True)]
     own = terms[0].name == "value"
     given = (
         ("outputs" if several else called)
@@ -159,14 +158,14 @@ def _loop(program: Program, terms: Sequence[LossTerm], scheduled: bool) -> list[
         else ", ".join(f"({p})" for p in pairs)
     )
     return [
-        'module, optimizer, scheduler, loss = load("run.pt")',
+        f"module, optimizer, scheduler, loss = load({file})",
         f"for {', '.join([*arguments, *targets])} in batches:",
         "    optimizer.zero_grad()",
         *([f"    outputs = {called}"] if several else []),
         f"    loss({given}).backward()",
         "    optimizer.step()",
         *(["    scheduler.step()"] if scheduled else []),
-        'save("run.pt", module, optimizer, scheduler)',
+        f"save({file}, module, optimizer, scheduler)",
     ]
 
 

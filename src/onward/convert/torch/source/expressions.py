@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import keyword
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -148,7 +150,7 @@ class Printer:
         if isinstance(given, bool | int | float | np.generic):
             return Expression(number(given))
         if given is None or given is Ellipsis or isinstance(given, str):
-            return Expression("..." if given is Ellipsis else repr(given).replace("'", '"'))
+            return Expression("..." if given is Ellipsis else "None" if given is None else quoted(given))
         if isinstance(given, torch.dtype | torch.memory_format):
             return Expression(str(given))
         if given is TRAINING:
@@ -175,6 +177,16 @@ class Printer:
         return f"{start}:{stop}{f':{step}' if step else ''}"
 
 
+def quoted(text: str) -> str:
+    """A string of Python's, whatever is in it: names come from models, which anybody may have written."""
+    return json.dumps(text)
+
+
+def is_plain(name: str) -> bool:
+    """Whether Python takes it as the name of an attribute."""
+    return name.isidentifier() and not keyword.iskeyword(name)
+
+
 def number(value: Any) -> str:
     """A number, as short as float32 allows where it is one."""
     plain = value.item() if isinstance(value, np.generic) else value
@@ -184,7 +196,9 @@ def number(value: Any) -> str:
         return "math.nan" if np.isnan(plain) else "math.inf" if plain > 0 else "-math.inf"
     with np.errstate(over="ignore"):
         single = np.float32(plain)
-    return repr(float(str(single))) if float(single) == plain else repr(plain)
+    short = float(str(single))
+    fits = float(single) == plain and abs(short) <= float(np.finfo(np.float32).max)  # which its own digits are above
+    return repr(short) if fits else repr(plain)
 
 
 def _shortened(function: str) -> str:

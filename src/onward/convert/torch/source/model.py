@@ -11,7 +11,7 @@ from torch import nn
 
 from onward.convert.torch.exact import layers as exact
 from onward.convert.torch.module import OnnxModule
-from onward.convert.torch.source.expressions import number
+from onward.convert.torch.source.expressions import number, quoted
 from onward.convert.torch.source.framework import one
 from onward.convert.torch.source.layers import F_, layer_of
 from onward.convert.torch.source.program import TRAINING, Step, Value, defaults_of, without_unused
@@ -144,7 +144,7 @@ class _Class:
             tensor = torch.tensor(value.array)
             self._settle(name, tensor)
             made = self._written.get(name, f"torch.zeros({', '.join(map(str, tensor.shape))}, dtype={tensor.dtype})")
-            lines.append(f'self.register_buffer("{name}", {made}, persistent=False)')
+            lines.append(f"self.register_buffer({quoted(name)}, {made}, persistent=False)")
         return lines
 
 

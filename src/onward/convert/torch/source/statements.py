@@ -7,7 +7,7 @@ import keyword
 import re
 from collections.abc import Callable, Iterator
 
-from onward.convert.torch.source.expressions import Expression, Printer
+from onward.convert.torch.source.expressions import Expression, Printer, quoted
 from onward.convert.torch.source.program import Step, Value
 from onward.convert.torch.source.tracing import Program
 
@@ -92,8 +92,8 @@ class _Writer:
             else:
                 targets.append("_")
         for value in self._operands(step):
-            if self._last.get(value) == self._at[step] and value not in step.results:
-                self._names.pop(value, None) if value not in self._program.inputs else None
+            if self._last.get(value) == self._at[step] and value not in self._program.inputs:
+                self._names.pop(value, None)
         listed = f"{', '.join(targets)}{',' if step.is_tuple and len(targets) == 1 else ''}"
         nested = step.pattern.format(*targets).replace("(_, _)", "_")
         yield f"{nested or listed} = {made.text}"
@@ -128,7 +128,7 @@ class _Writer:
         results = {name: self._named(value).text for name, value in self._program.outputs.items()}
         if len(results) == 1:
             return f"return {next(iter(results.values()))}"
-        return f"return {{{', '.join(f'{name!r}: {text}' for name, text in results.items())}}}".replace("'", '"')
+        return f"return {{{', '.join(f'{quoted(name)}: {text}' for name, text in results.items())}}}"
 
     def _size_lines(self) -> Iterator[str]:
         """Sizes that formulas use, read from the inputs."""

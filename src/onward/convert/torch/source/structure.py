@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from onward.convert.torch.source.expressions import is_plain, quoted
 from onward.convert.torch.source.layers import Layer, own_state
 
 ROOT = "self"
@@ -67,10 +68,10 @@ class Structure:
         if path in self._modules:
             if self.kind(owner) == "nn.ModuleList":
                 return f"{where}[{name}]"
-            return f"{where}.{name}" if name.isidentifier() else f'{where}["{name}"]'
-        if name.isidentifier():
+            return f"{where}.{name}" if is_plain(name) else f"{where}[{quoted(name)}]"
+        if is_plain(name):
             return f"{where}.{name}"
-        return f'{where}.get_{"parameter" if name in held._parameters else "buffer"}("{name}")'
+        return f"{where}.get_{'parameter' if name in held._parameters else 'buffer'}({quoted(name)})"
 
     def kind(self, path: str) -> str:
         """The class of what only holds parts."""
@@ -78,7 +79,7 @@ class Structure:
         names = [name for name, _ in module.named_children()]
         if path and names == [str(i) for i in range(len(names))] and not module._parameters and not module._buffers:
             return "nn.ModuleList"
-        return "nn.Module" if all(name.isidentifier() for name in names) else "nn.ModuleDict"
+        return "nn.Module" if all(map(is_plain, names)) else "nn.ModuleDict"
 
     # ---- making ------------------------------------------------------------------------------------------------------
 
@@ -96,8 +97,8 @@ class Structure:
         for name, buffer in module._buffers.items():
             kept = name not in module._non_persistent_buffers_set
             made = values.get(_joined(path, name), _empty(buffer, "zeros"))
-            yield f'{where}.register_buffer("{name}", {made}{"" if kept else ", persistent=False"})'
-        for name, child in module.named_children():
+            yield f"{where}.register_buffer({quoted(name)}, {made}{'' if kept else ', persistent=False'})"
+        for name, _ in module.named_children():
             inner = _joined(path, name)
             made = self.layers[inner].made if inner in self.layers else f"{self.kind(inner)}()"
             if self.kind(path) == "nn.ModuleList":
@@ -106,7 +107,6 @@ class Structure:
                 yield f"{self.access(inner)} = {made}"
             if inner not in self.layers:
                 yield from self._lines(inner, values)
-            del child
 
     def _ties(self) -> Iterator[str]:
         for path, main in self._aliases.items():
@@ -137,7 +137,7 @@ def _joined(path: str, name: str) -> str:
 
 
 def _assigned(where: str, name: str, made: str, otherwise: str) -> str:
-    return f"{where}.{name} = {made}" if name.isidentifier() else f'{where}.{otherwise}("{name}", {made})'
+    return f"{where}.{name} = {made}" if is_plain(name) else f"{where}.{otherwise}({quoted(name)}, {made})"
 
 
 def _empty(tensor: torch.Tensor, function: str = "empty") -> str:

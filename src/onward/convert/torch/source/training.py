@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import math
-import textwrap
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from onward.convert.torch.clipping import Clip
 from onward.convert.torch.exact import clipping, rates
 from onward.convert.torch.exact.optimizer import ExactOptimizer, Together
-from onward.convert.torch.source.expressions import number
+from onward.convert.torch.source.expressions import number, quoted
 from onward.convert.torch.source.program import defaults_of
 from onward.errors import UnsupportedError
 
@@ -187,11 +186,23 @@ def _group(part: Optimizer, names: list[str], group: Mapping[str, Any], common: 
     own = {**{key: group[key] for key in common}, **_settings(part, group)}
     different = {key: value for key, value in own.items() if key not in common or not _equal(value, common[key])}
     other = "".join(f', "{key}": {_text(value)}' for key, value in different.items())
-    rows = textwrap.wrap(", ".join(f'"{name}"' for name in names), 100, break_on_hyphens=False, break_long_words=False)
+    rows = _rows([quoted(name) for name in names])
     if len(rows) == 1 and len(rows[0]) + len(other) < 60:
         return [f'{{"params": [named[name] for name in [{rows[0]}]]{other}}},']
     return ["{", '    "params": [', "        named[name]", "        for name in [",
             *(f"            {row}" for row in rows), "        ]", f"    ]{other}", "},"]  # fmt: skip
+
+
+def _rows(texts: list[str]) -> list[str]:
+    """Texts side by side, in as many lines as they need."""
+    rows = [""]
+    for text in texts:
+        rows += [""] if rows[-1] and len(rows[-1]) + len(text) > _WIDTH else []
+        rows[-1] += f"{text}, "
+    return [row.rstrip() for row in rows[:-1]] + [rows[-1].removesuffix(", ")]
+
+
+_WIDTH = 80
 
 
 def _one_cycle(made: lr_scheduler.OneCycleLR) -> dict[str, Any]:
@@ -222,5 +233,5 @@ def _text(value: Any) -> str:
         inside = ", ".join(map(_text, value))
         return f"[{inside}]" if isinstance(value, list) else f"({inside}{',' if len(value) == 1 else ''})"
     if isinstance(value, str):
-        return f'"{value}"'
+        return quoted(value)
     return number(value) if isinstance(value, float) and not math.isfinite(value) else repr(value)
