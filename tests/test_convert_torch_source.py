@@ -324,6 +324,13 @@ def test_models_of_hugging_face(name: str) -> None:
     np.testing.assert_allclose(losses, run.losses, rtol=1e-5)
 
 
+def test_the_loop_says_when_a_scheduler_steps(tmp_path: Path) -> None:
+    training = onward.prepare(models.digits_mlp(), loss="cross_entropy", schedule="step:size=2,every=30")
+    write(training, "torch", tmp_path / "epochs.pt")
+    text = (tmp_path / "epochs.py").read_text()
+    assert 'load("epochs.pt")' in text and "    scheduler.step()  # once in 30 updates\n" in text
+
+
 def test_names_are_never_code() -> None:
     odd = {"fc1.weight": 'a"]; raise SystemExit(1) #.class', "fc1.bias": "b/c:0", "logits": '"""', "image": "for"}
     training = onward.rename(mlp(optimizer="adamw", groups=["*bias:lr=0.1"]).training, odd)

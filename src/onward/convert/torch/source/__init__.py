@@ -16,8 +16,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from onward.convert.layout import wrapped
+from onward.convert.run import disassemble
 from onward.convert.torch.module import OnnxModule
 from onward.convert.torch.native import example_inputs
+from onward.convert.torch.schedulers import updates_per_step
 from onward.convert.torch.source.borrowed import borrowed
 from onward.convert.torch.source.expressions import quoted
 from onward.convert.torch.source.model import ModelSource, model_source
@@ -66,7 +68,8 @@ def written(training: Model, live: Any, file: str = "run.pt") -> Source:
     parts = [model.text, *("\n".join(lines) for lines in functions if lines)]
     body = "\n\n\n".join([*own, *map(wrapped, parts)])
     terms = describe(training).steps[0].loss.terms
-    heading = _heading(_loop(program, terms, scheduler is not None, quoted(file)))
+    every = updates_per_step(disassemble(training)) if scheduler is not None else 0
+    heading = _heading(_loop(program, terms, every, quoted(file)))
     return Source(f"{heading}\n\n{_imports(imports, body)}\n\n\n{body}\n", model.constants)
 
 
@@ -141,8 +144,9 @@ def _heading(loop: list[str]) -> str:
     return '"""' + "\n".join(lines) + '\n"""'
 
 
-def _loop(program: Program, terms: Sequence[LossTerm], scheduled: bool, file: str) -> list[str]:
-    """How to train."""
+def _loop(program: Program, terms: Sequence[LossTerm], every: int, file: str) -> list[str]:
+    """How to train; `every` is how many updates there are for a step of the scheduler, if there is one."""
+    often = f"  # once in {every} updates" if every > 1 else ""
     arguments = argument_names(program)
     called = f"module({', '.join(arguments)})"
     targets = list(dict.fromkeys(identifier(name) for term in terms for name in term.inputs))
@@ -164,7 +168,7 @@ def _loop(program: Program, terms: Sequence[LossTerm], scheduled: bool, file: st
         *([f"    outputs = {called}"] if several else []),
         f"    loss({given}).backward()",
         "    optimizer.step()",
-        *(["    scheduler.step()"] if scheduled else []),
+        *([f"    scheduler.step(){often}"] if every else []),
         f"save({file}, module, optimizer, scheduler)",
     ]
 
