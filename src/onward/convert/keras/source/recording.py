@@ -76,15 +76,22 @@ class Recorded:
 
 
 class _Computation(keras.Operation):  # type: ignore[misc]
-    """A function of the table, which Keras tells the shape of."""
+    """A function of the table, which Keras tells the shape of. Only tensors are arguments: JAX takes nothing else."""
 
-    def __init__(self, function: Function, attributes: Mapping[str, Any]):
+    def __init__(self, function: Function, inputs: list[Any], attributes: Mapping[str, Any]):
         super().__init__()
-        self._function = function
-        self._attributes = attributes
+        self._given = function, inputs, attributes
 
-    def call(self, *inputs: Any) -> Any:
-        return self._function(*inputs, **self._attributes)
+    def call(self, tensors: list[Any]) -> Any:
+        function, inputs, attributes = self._given
+        remaining = iter(tensors)
+
+        def filled(x: Any) -> Any:
+            if isinstance(x, list):
+                return [filled(item) for item in x]
+            return next(remaining) if isinstance(x, keras.KerasTensor) else x
+
+        return function(*map(filled, inputs), **attributes)
 
 
 _INFIX = {"add": "+", "subtract": "-", "multiply": "*"}
@@ -171,14 +178,19 @@ class Recorder(KerasOps):
         return made[0] if is_single else made if isinstance(first, list) else tuple(made)  # a list is one value
 
     def _computed(self, function: Function, inputs: list[Any], attributes: dict[str, Any], choice: int) -> Any:
+        tensors: list[Any] = []
+
         def stand_in(x: Any) -> Any:
             if isinstance(x, list):
                 return [stand_in(item) for item in x]
             if isinstance(x, Extent):
                 return x.pair[choice]
-            return keras.KerasTensor(x.shapes[choice], x.dtype) if isinstance(x, Recorded) else x
+            if not isinstance(x, Recorded):
+                return x
+            tensors.append(keras.KerasTensor(x.shapes[choice], x.dtype))
+            return tensors[-1]
 
-        return _Computation(function, attributes).compute_output_spec(*map(stand_in, inputs))
+        return _Computation(function, [stand_in(x) for x in inputs], attributes).compute_output_spec(tensors)
 
     def _call_text(self, text: str, function: Function, inputs: list[Any], attributes: dict[str, Any]) -> str:
         arguments = [written(x) for x in inputs]
