@@ -15,6 +15,7 @@ from onward.convert.keras.tensors import Tensor
 from onward.convert.keras.walk import Walk, functional_of
 from onward.convert.probe import TOLERANCE, probe, without_dropout
 from onward.convert.run import Run, assemble
+from onward.errors import UnsupportedError
 
 _SAMPLES, _LENGTH, _STEPS = 8, 5, 3
 _SHAKE = 1e-6
@@ -102,7 +103,7 @@ def _copied(model: Any) -> Any:
     """A model of the same layers with the same state, but for dropout."""
     kind = type(model.optimizer)
     with keras.saving.custom_object_scope({kind.__name__: kind}):  # a clone is compiled before we do so
-        copy = keras.models.clone_model(model)
+        copy = _cloned(model)
     for ours, theirs in zip(model.variables, copy.variables, strict=True):
         theirs.assign(ours.value)
     for layer in copy._flatten_layers():
@@ -115,6 +116,24 @@ def _copied(model: Any) -> Any:
         run_eagerly=True,
     )
     return copy
+
+
+def _cloned(model: Any) -> Any:
+    own = [layer for layer in model._flatten_layers() if isinstance(layer, keras.layers.Lambda)]
+    try:
+        return keras.models.clone_model(model, clone_function=_same) if own else keras.models.clone_model(model)
+    except (TypeError, NotImplementedError) as error:
+        raise UnsupportedError(
+            f"the model cannot be copied, to be tried: {str(error).strip().partition(chr(10))[0]}",
+            hint="give its layers a `get_config`, or do without a trial: `probe=False`",
+        ) from error
+
+
+def _same(layer: Any) -> Any:
+    """A layer like this. Of functions of Python Keras makes none from their settings, which may be a stranger's."""
+    if not isinstance(layer, keras.layers.Lambda):
+        return layer.__class__.from_config(layer.get_config())
+    return keras.layers.Lambda(layer.function, layer._output_shape, layer.mask, layer.arguments, name=layer.name)
 
 
 def _without_dropout(layer: Any) -> None:

@@ -11,6 +11,7 @@ import onnx_ir as ir
 
 from onward.build import Builder, Expr, Names, uncollected
 from onward.convert.keras import layers  # noqa: F401 (the rows)
+from onward.convert.keras.custom import traced
 from onward.convert.keras.rows import Call, Refused, accepted, find
 from onward.convert.keras.tensors import Tensor
 from onward.model import Model
@@ -108,13 +109,14 @@ class Walk:
 
     def _layer(self, node: Any, arguments: list[Any], named: dict[str, Any]) -> list[Tensor]:
         layer, shapes = node.operation, [tuple(x.shape) for x in node.outputs]
-        function = find(layer)
-        if function is None:
-            raise Refused("is a layer without a counterpart")
+        function, op = find(layer), self.op.scoped(layer.name)
         if getattr(layer, "activity_regularizer", None) is not None:
             raise Refused("adds to the loss what depends on its output")
-        call = Call(self.op.scoped(layer.name), layer, shapes[0], self._weight)
-        made = function(call, *arguments, **accepted(function, named))
+        if function is None:
+            made = traced(op, node, (arguments, named), self._weight)
+        else:
+            call = Call(op, layer, shapes[0], self._weight)
+            made = function(call, *arguments, **accepted(function, named))
         results = made if isinstance(made, list) else [made]
         return [
             x if isinstance(x, Tensor) else Tensor(shape, plain=x) for x, shape in zip(results, shapes, strict=True)
