@@ -97,15 +97,13 @@ def _exported(call: _Call) -> Model:
 
 
 def _by_jax(call: _Call) -> Model:
-    import jax
-
     from onward.convert.jax.jaxpr import export
 
     if any(None in tensor.shape[1:] for tensor in call.tensors):
         raise Refused("has inputs of more than one open size, which is not traced on JAX, but on TensorFlow")
     sizes = {size for variable in call.variables for size in variable.shape}
     free = next(size for size in itertools.count(_SAMPLES) if size not in sizes)
-    examples = [jax.ShapeDtypeStruct(*example) for example in call.examples(free)]
+    examples = [np.zeros(*example) for example in call.examples(free)]
     return export(lambda _, *given: call(*given), {}, *examples)
 
 
