@@ -103,7 +103,7 @@ def _by_jax(call: _Call) -> Model:
         raise Refused("has inputs of more than one open size, which is not traced on JAX, but on TensorFlow")
     sizes = {size for variable in call.variables for size in variable.shape}
     free = next(size for size in itertools.count(_SAMPLES) if size not in sizes)
-    examples = [np.zeros(*example) for example in call.examples(free)]
+    examples = [np.zeros([size or 1 for size in shape], dtype) for shape, dtype in call.examples(free)]
     return export(lambda _, *given: call(*given), {}, *examples)
 
 
