@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 class Error(Exception):
@@ -56,6 +56,17 @@ class UnknownNameError(Error, LookupError):
 
 class UnsupportedError(Error, NotImplementedError):
     """Something valid that Onward does not do (yet)."""
+
+
+def first_line(error: BaseException) -> str:
+    """What an error of somebody else says, in one line; what it is, if it says nothing."""
+    return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
+def listed(names: Sequence[str], most: int) -> str:
+    """The first names for a sentence, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(f"`{name}`" for name in names[:most]) + more
 
 
 def near(name: str, known: Iterable[str], *, most: int = 3) -> str | None:

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from onward.convert.chance import no_chance
-from onward.errors import DataError, UnsupportedError
+from onward.errors import DataError, UnsupportedError, first_line
 
 _DECISIONS = (
     jax.errors.ConcretizationTypeError,
@@ -26,13 +26,13 @@ def check_function(function: Callable[..., Any], weights: Any, statistics: Any, 
             jax.eval_shape(function, weights, statistics, batch)
     except _DECISIONS as error:
         raise UnsupportedError(
-            f"the function asks in Python for the values of arrays, and a graph cannot: {_first_line(error)}",
+            f"the function asks in Python for the values of arrays, and a graph cannot: {first_line(error)}",
             hint="choose by `jnp.where` or `jax.lax.cond`, repeat by `jax.lax.scan`",
         ) from error
     except (TypeError, ValueError, LookupError, AttributeError) as error:
         shapes = jax.tree.map(lambda leaf: getattr(leaf, "shape", leaf), batch)
         raise DataError(
-            f"the function fails with the example: {type(error).__name__}: {_first_line(error)}",
+            f"the function fails with the example: {type(error).__name__}: {first_line(error)}",
             hint=f"check names, shapes and types of the example: {shapes}",
         ) from error
 
@@ -49,15 +49,11 @@ def check_optimizer(optimizer: Any, state: Any, weights: Any) -> None:
         jax.eval_shape(optimizer.update, weights, state, weights)
     except (AttributeError, ValueError) as error:
         raise DataError(
-            f"the optimizer does not take the state that is given: {_first_line(error)}",
+            f"the optimizer does not take the state that is given: {first_line(error)}",
             hint="give what its `init` made, after the updates since; or none for a run that begins",
         ) from error
     except TypeError as error:
         raise UnsupportedError(
-            f"the optimizer cannot be carried: an update takes more than gradients: {_first_line(error)}",
+            f"the optimizer cannot be carried: an update takes more than gradients: {first_line(error)}",
             hint="use one that needs nothing but gradients and parameters",
         ) from error
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]

@@ -23,7 +23,7 @@ from onward.convert.jax.jaxpr.emitter import data_of
 from onward.convert.jax.optimizers import Optimization
 from onward.convert.jax.trial import random_gradient
 from onward.convert.run import Group
-from onward.errors import UnsupportedError
+from onward.errors import UnsupportedError, first_line
 from onward.model import Model
 from onward.recipe.optimizers import FunctionOptimizer
 from onward.recipe.optimizers.function import COUNT, RATE, gradient_of
@@ -93,9 +93,8 @@ class _Traced:
         except UnsupportedError:
             raise
         except Exception as error:  # whatever a function of somebody else's may raise where there are only shapes
-            reason = str(error).strip().partition("\n")[0]
             raise UnsupportedError(
-                f"its update cannot be traced: {reason}",
+                f"its update cannot be traced: {first_line(error)}",
                 hint="an update must be a function of gradients, state and parameters, of operations of JAX",
             ) from error
 

@@ -12,6 +12,7 @@ import numpy as np
 from onward.build import Builder, Expr
 from onward.convert.keras.rows import Refused
 from onward.convert.keras.tensors import Tensor
+from onward.errors import first_line
 from onward.model import Model
 from onward.recipe.embed import emptied
 from onward.transform.inline import inline
@@ -29,7 +30,7 @@ def traced(op: Builder, node: Any, arguments: Any, weight: Callable[[Any], Expr]
     except Refused:
         raise
     except Exception as error:  # what the backend, or the layer, raises
-        raise Refused(f"cannot be traced: {str(error).strip().partition(chr(10))[0]}") from error
+        raise Refused(f"cannot be traced: {first_line(error)}") from error
     sources = [*(tensor.plain for tensor in call.tensors), *map(weight, call.variables)]
     return _placed(op, model, sources, layer.name)
 

@@ -15,7 +15,7 @@ from onward.convert.keras.tensors import Tensor
 from onward.convert.keras.walk import Walk, functional_of
 from onward.convert.probe import TOLERANCE, probe, without_dropout
 from onward.convert.run import Run, assemble
-from onward.errors import UnsupportedError
+from onward.errors import UnsupportedError, first_line
 
 _SAMPLES, _LENGTH, _STEPS = 8, 5, 3
 _SHAKE = 1e-6
@@ -124,7 +124,7 @@ def _cloned(model: Any) -> Any:
         return keras.models.clone_model(model, clone_function=_same) if own else keras.models.clone_model(model)
     except (TypeError, NotImplementedError) as error:
         raise UnsupportedError(
-            f"the model cannot be copied, to be tried: {str(error).strip().partition(chr(10))[0]}",
+            f"the model cannot be copied, to be tried: {first_line(error)}",
             hint="give its layers a `get_config`, or do without a trial: `probe=False`",
         ) from error
 

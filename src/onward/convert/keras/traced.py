@@ -11,7 +11,7 @@ import numpy as np
 from onward.build import Names
 from onward.convert.keras.optimizers import array_of
 from onward.convert.trial import TRIALS, compare
-from onward.errors import Error, UnsupportedError
+from onward.errors import Error, UnsupportedError, first_line
 from onward.model import Model
 from onward.numeric.evaluate import Session
 from onward.recipe.optimizers import FunctionOptimizer
@@ -49,9 +49,8 @@ def traced(optimizer: Any, variables: Sequence[Any], names: Mapping[int, str], l
     except Error:
         raise
     except Exception as error:
-        reason = str(error).strip().partition("\n")[0]
         raise UnsupportedError(
-            f"an update of the optimizer {kind} cannot be traced: {reason}",
+            f"an update of the optimizer {kind} cannot be traced: {first_line(error)}",
             hint="compute with `keras.ops`, and let nothing depend on numbers of Python that change",
         ) from error
     update.graph.name = kind

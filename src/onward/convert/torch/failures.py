@@ -12,7 +12,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn.utils.rnn import PackedSequence
 
 from onward.convert.torch.arguments import Flat
-from onward.errors import DataError, UnsupportedError
+from onward.errors import DataError, UnsupportedError, first_line
 
 
 def explained(error: Exception, what: str = "the module") -> UnsupportedError:
@@ -31,7 +31,7 @@ def explained(error: Exception, what: str = "the module") -> UnsupportedError:
             hint="choose by `torch.where`, or write both branches with `torch.cond`",
         )
     return UnsupportedError(
-        f"PyTorch cannot export {what}: {_first_line(causes[-1])}",
+        f"PyTorch cannot export {what}: {first_line(causes[-1])}",
         hint="`torch.onnx.export(module, example_inputs, dynamo=True, optimize=False)` says more",
     )
 
@@ -43,7 +43,7 @@ def fault_of_example(flat: Flat) -> DataError | None:
             copy.deepcopy(flat)(*flat.inputs.values())
     except Exception as error:
         return DataError(
-            f"the module fails with the example: {_first_line(error)}",
+            f"the module fails with the example: {first_line(error)}",
             hint=f"check shapes and types of the example: {_shown(flat.inputs)}",
         )
     return None
@@ -58,11 +58,7 @@ def _place(error: BaseException) -> str:
     """The last line of the user's own code on the way to an error."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [f for f in frames if not re.search(r"[/\\](torch|onward)[/\\]", f.filename)]
-    return f"{own[-1].filename}, line {own[-1].lineno}" if own else str(error).splitlines()[0]
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().partition("\n")[0] or type(error).__name__
+    return f"{own[-1].filename}, line {own[-1].lineno}" if own else first_line(error)
 
 
 def _shown(inputs: Mapping[str, torch.Tensor]) -> str:

@@ -20,6 +20,7 @@ from onward.convert.torch.exact.optimizer import ExactOptimizer, Together
 from onward.convert.torch.schedules import ReadSchedule
 from onward.convert.torch.traced.groups import traced
 from onward.convert.torch.traced.optimizer import GraphOptimizer
+from onward.errors import listed
 from onward.recipe.optimizers import ConfiguredOptimizer, FunctionOptimizer, optimizer
 from onward.recipe.optimizers.updates import SCALAR_SLOTS
 from onward.recipe.spec import Spec
@@ -161,7 +162,7 @@ class _Reading:
         behind = [name for name, count in self._counts.items() if count != step]
         behind += [name for name, begun in self._begun.items() if begun != (step > 0)]
         if behind and not self._problems.found:
-            what = f"{_listed(behind)} had fewer updates than other parameters"
+            what = f"{listed(behind, 5)} had fewer updates than other parameters"
             self._problems.add(what, "leave parameters without gradients out of the optimizer, or begin anew")
         return step
 
@@ -221,11 +222,6 @@ def _flattened(settings: Mapping[str, Any], example: Parameter | None) -> dict[s
     return flat
 
 
-def _listed(names: Sequence[str], most: int = 5) -> str:
-    shown = ", ".join(f"`{name}`" for name in names[:most])
-    return f"{shown} and {len(names) - most} more" if len(names) > most else shown
-
-
 # ---- making ----------------------------------------------------------------------------------------------------------
 
 
@@ -260,7 +256,7 @@ def _check_run(run: Run) -> None:
     problems = Problems("the optimizer")
     masters = [name for name in run.parameters if f"{name}/master" in run.state]
     if masters:
-        what = f"it works on float32 copies of {_listed(masters)}, of which PyTorch's optimizers have none"
+        what = f"it works on float32 copies of {listed(masters, 5)}, of which PyTorch's optimizers have none"
         problems.add(what, "make the training model with `master_weights=False`, or of float32 weights")
     problems.refuse()
 

@@ -20,7 +20,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onward.build import Builder, Names
-from onward.errors import RecipeError
+from onward.errors import RecipeError, listed
 from onward.model import Model
 from onward.model.core import values
 from onward.model.walk import graphs_in
@@ -90,7 +90,7 @@ class FunctionOptimizer:
         missing = [name for name in targets if name not in made.parameters]
         others = [name for name in made.parameters if name not in targets]
         if missing or others:
-            what = f"does not update {_listed(missing)}" if missing else f"is for {_listed(others)}, too"
+            what = f"does not update {listed(missing, 3)}" if missing else f"is for {listed(others, 3)}, too"
             raise RecipeError(
                 f"the optimizer `{self.name}` {what}",
                 hint="give it the parameters that it was made for, no more and no less: `groups`, `trainable`",
@@ -143,11 +143,6 @@ def name_inputs(update: Model, names: Sequence[str]) -> None:
 def gradient_of(parameter: str) -> str:
     """The name of the input for the gradient of a parameter."""
     return f"{parameter}/{GRADIENT}"
-
-
-def _listed(names: Sequence[str], most: int = 3) -> str:
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(f"`{name}`" for name in names[:most]) + more
 
 
 def _clashes(function: ir.Function, functions: Mapping[ir.OperatorIdentifier, ir.Function]) -> bool:

@@ -19,7 +19,7 @@ import onnx_ir as ir
 from onward.build import Expr, Names, uncollected
 from onward.convert.jax.jaxpr.emitter import Emitter, data_of, declared
 from onward.convert.jax.jaxpr.trace import leaves, path_of, shape_of, trace, with_free_size
-from onward.errors import UnsupportedError
+from onward.errors import UnsupportedError, first_line
 from onward.model import Model
 from onward.transform.unused import remove_unused
 
@@ -55,9 +55,7 @@ def export(
         raise
     except Exception as error:  # what JAX, or the function, raises where it asks how large a symbol is
         model = _exported(function, params, fixed, names, input_names)
-        reason = (
-            f"the batch size is fixed, since JAX cannot trace a free one: {str(error).strip().partition(chr(10))[0]}"
-        )
+        reason = f"the batch size is fixed, since JAX cannot trace a free one: {first_line(error)}"
         warnings.warn(reason, stacklevel=3)
         return model
 

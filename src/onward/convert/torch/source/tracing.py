@@ -13,7 +13,7 @@ from onward.convert.torch.module import OnnxModule
 from onward.convert.torch.source.framework import Writing
 from onward.convert.torch.source.program import LIVE, Recorder, Step, Value, without_unused
 from onward.convert.torch.source.sizes import host_table
-from onward.errors import Error, UnsupportedError
+from onward.errors import Error, UnsupportedError, first_line
 from onward.model import Model
 from onward.run.interpreted import planned
 from onward.run.interpreter import Interpreter
@@ -47,9 +47,7 @@ def traced(module: OnnxModule, first_size: int) -> Program:
     try:
         results = Interpreter(planned(model, framework, framework.fuses, host_table(framework)), framework)(given)
     except Error as error:
-        raise UnsupportedError(
-            f"the module cannot be written as a program: {str(error).splitlines()[0]}", hint=LIVE
-        ) from error
+        raise UnsupportedError(f"the module cannot be written as a program: {first_line(error)}", hint=LIVE) from error
     outputs = {name: recorder.value(framework.place(result)) for name, result in results.items()}
     return Program(inputs, outputs, without_unused(recorder.steps, list(outputs.values())), sizes.names(inputs))
 

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from onward.convert.torch.traced.held import copied, leaves_of, parameters_of
-from onward.errors import UnsupportedError
+from onward.errors import UnsupportedError, first_line
 
 _ONE_STEP = "make one step with the optimizer first"
 
@@ -52,8 +52,9 @@ def stepped(optimizer: Optimizer, trained: Collection[int], seed: int, scale: fl
     except UnsupportedError:
         raise
     except Exception as error:
-        reason = str(error).strip().partition("\n")[0] or type(error).__name__
-        raise _refused(optimizer, f"a step of it fails: {reason}", "see that `optimizer.step()` works") from error
+        raise _refused(
+            optimizer, f"a step of it fails: {first_line(error)}", "see that `optimizer.step()` works"
+        ) from error
     return optimizer
 
 
