@@ -25,7 +25,7 @@ from onward.lowering.flow import Flow, keep_what_is_needed
 from onward.lowering.gradients import lower_gradients
 from onward.lowering.optimize import optimize
 from onward.model import Model, Source, read
-from onward.model.core import values
+from onward.model.core import as_input, values
 from onward.model.signature import sound
 from onward.model.state import carried, states
 from onward.rules import RULES
@@ -202,12 +202,7 @@ def _opened(model: Model, index: int) -> Flow:
     graph, state = combined.graph, carried(model, index)
     graph.inputs[:] = [value for value in graph.inputs if not value.is_initializer()]
     for name in (s.name for s in state):
-        value = graph.initializers.pop(name)
-        tensor = value.const_value
-        assert tensor is not None
-        value.type, value.shape = ir.TensorType(tensor.dtype), ir.Shape(tensor.shape.numpy())
-        value.const_value = None
-        graph.inputs.append(value)
+        as_input(graph, name)
     return Flow(combined, model.step(index), state)
 
 

@@ -225,6 +225,18 @@ def values(graph: ir.Graph) -> list[ir.Value]:
     return list(dict.fromkeys(found))
 
 
+def as_input(graph: ir.Graph, name: str) -> ir.TensorProtocol:
+    """Make an input of an initializer; what it held."""
+    value = graph.initializers.pop(name)
+    tensor = value.const_value
+    assert tensor is not None
+    value.type, value.shape = ir.TensorType(tensor.dtype), ir.Shape(tensor.shape.numpy())
+    value.const_value = None
+    if not value.is_graph_input():
+        graph.inputs.append(value)
+    return tensor
+
+
 def all_names(graph: ir.Graph) -> Iterator[str]:
     """The names of all values of a graph and of the graphs nested in it."""
     for inner in graphs_in(graph):

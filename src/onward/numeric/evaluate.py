@@ -15,8 +15,8 @@ from onward.errors import Error, UnsupportedError
 from onward.model import Model
 from onward.model.core import values
 from onward.numeric.standins import with_standins
-from onward.numeric.subject import keep_only
 from onward.transform.opset import convert_opset
+from onward.transform.unused import keep_only
 
 Arrays = Mapping[str, np.ndarray]
 Maker = Callable[[ir.DataType], Model]

@@ -18,10 +18,11 @@ from onward.numeric.check import Settings, function_of, rows, settle
 from onward.numeric.evaluate import Arrays, Runner
 from onward.numeric.precision import FLOATS, converted
 from onward.numeric.report import Culprit
-from onward.numeric.subject import Subject, keep_only
+from onward.numeric.subject import Subject
 from onward.transform.extract import extract
 from onward.transform.inline import inline
 from onward.transform.types import fill_in_types
+from onward.transform.unused import keep_only
 
 
 def culprit(subject: Subject, wrong: Iterable[str], inputs: Arrays, settings: Settings) -> Culprit | None:

@@ -20,6 +20,7 @@ from onward.rules import NoGradient
 from onward.rules.registry import lookup
 from onward.transform.opset import convert_opset
 from onward.transform.types import fill_in_types
+from onward.transform.unused import keep_only
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,19 +59,6 @@ def subject(source: Source, y: str | None, xs: Sequence[str] | None, step: int) 
     keep_only(model, [target])
     spare = before - {value.name for value in model.inputs}
     return Subject(lower_gradients(model), target.name or "", names, frozenset(spare))
-
-
-def keep_only(model: Model, outputs: Iterable[ir.Value]) -> None:
-    """Make these the outputs, and drop what is not needed for them, inputs included, in place."""
-    graph, wanted = model.graph, list(outputs)
-    needed, read = ancestors(wanted)
-    graph.outputs.clear()
-    graph.remove([node for node in graph if node not in needed], safe=True)
-    graph.outputs.extend(wanted)
-    for value in [value for value in graph.inputs if value not in read]:
-        graph.inputs.remove(value)
-    for name in [name for name, value in graph.initializers.items() if value not in read]:
-        del graph.initializers[name]
 
 
 def _unknown(names: Sequence[str], known: Iterable[str]) -> ir.Value:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import onnx_ir as ir
 
 from onward.differentiate.api import COMMON_OPSET
 from onward.differentiate.recompute import Choice
@@ -15,6 +14,7 @@ from onward.errors import UnknownNameError, UnsupportedError, near
 from onward.lowering.contract import contract_of
 from onward.lowering.step import lower
 from onward.model import Model
+from onward.model.core import as_input
 from onward.model.state import carried
 from onward.run import FRAMEWORKS
 from onward.run.calls import NEWEST, OLDEST
@@ -250,19 +250,7 @@ def _large_constants(model: Model) -> dict[str, np.ndarray]:
     graph = model.graph
     tensors = {name: value.const_value for name, value in graph.initializers.items()}
     large = [name for name, x in tensors.items() if x is not None and x.dtype.is_floating_point() and x.size >= _LARGE]
-    return {name: as_input(graph, name) for name in large}
-
-
-def as_input(graph: ir.Graph, name: str) -> np.ndarray:
-    """Make an input of an initializer; what it held."""
-    value = graph.initializers.pop(name)
-    tensor = value.const_value
-    assert tensor is not None
-    value.type, value.shape = ir.TensorType(tensor.dtype), ir.Shape(tensor.shape.numpy())
-    value.const_value = None
-    if value not in graph.inputs:
-        graph.inputs.append(value)
-    return tensor.numpy()
+    return {name: as_input(graph, name).numpy() for name in large}
 
 
 class Results(Mapping[str, np.ndarray]):

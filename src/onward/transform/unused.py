@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 import onnx_ir as ir
 
-from onward.model.walk import nested_graphs
+from onward.model import Model
+from onward.model.walk import ancestors, nested_graphs
 
 
 def remove_unused(graph: ir.Graph) -> ir.Graph:
@@ -20,6 +21,19 @@ def remove_unused(graph: ir.Graph) -> ir.Graph:
     if unused:
         remove(graph, unused)  # all at once: each removal looks at all outputs of the graph
     return graph
+
+
+def keep_only(model: Model, outputs: Iterable[ir.Value]) -> None:
+    """Make these the outputs, and drop what is not needed for them, inputs included, in place."""
+    graph, wanted = model.graph, list(outputs)
+    needed, read = ancestors(wanted)
+    graph.outputs.clear()
+    remove(graph, [node for node in graph if node not in needed])
+    graph.outputs.extend(wanted)
+    for value in [value for value in graph.inputs if value not in read]:
+        graph.inputs.remove(value)
+    for name in [name for name, value in graph.initializers.items() if value not in read]:
+        del graph.initializers[name]
 
 
 def remove(graph: ir.Graph, nodes: Collection[ir.Node]) -> None:

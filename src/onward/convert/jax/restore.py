@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import onnx_ir as ir
 import optax
 
 from onward.convert.jax.native import make_optimizer
@@ -19,11 +18,12 @@ from onward.errors import UnsupportedError
 from onward.lowering.contract import contract_of
 from onward.lowering.step import lower
 from onward.model import Model, Source, read
+from onward.model.core import as_input
 from onward.model.state import STEP, State, states
-from onward.model.walk import ancestors
 from onward.run.interpreted import interpreter
 from onward.run.jax import Jax
 from onward.transform.inline import inline
+from onward.transform.unused import keep_only
 
 Arrays = Mapping[str, Any]
 Tree = dict[str, Any]
@@ -123,7 +123,7 @@ class Parts:
         """The forward pass of training as a model, and what its inputs and outputs are."""
         lowered = lower(self._model, self._index, part="gradients", differentiate=False, keep_functions=keep_functions)
         contract = contract_of(lowered)
-        _drop_gradients(lowered, contract["gradients"])
+        keep_only(lowered, [value for value in lowered.outputs if value.name not in contract["gradients"]])
         return lowered, contract
 
     def inference(self, *, keep_functions: bool = False) -> Model:
@@ -132,7 +132,7 @@ class Parts:
         graph = inference.graph
         carried = [s.name for s in self._states if s.role in ("parameter", "statistics")]
         for name in (name for name in carried if name in graph.initializers):
-            graph.inputs.append(_opened(graph.initializers.pop(name)))
+            as_input(graph, name)
         return inference
 
     @property
@@ -191,21 +191,3 @@ def _key(state: State) -> str:
 
 def types_of(model: Model) -> dict[str, np.dtype]:
     return {value.name or "": value.dtype.numpy() for value in model.graph.inputs if value.dtype}
-
-
-def _opened(value: ir.Value) -> ir.Value:
-    """An initializer as an input."""
-    tensor = value.const_value
-    assert tensor is not None
-    value.type, value.shape = ir.TensorType(tensor.dtype), ir.Shape(tensor.shape.numpy())
-    value.const_value = None
-    return value
-
-
-def _drop_gradients(lowered: Model, gradients: Mapping[str, str]) -> None:
-    """Leave the forward pass, and its inputs."""
-    graph = lowered.graph
-    graph.outputs[:] = [value for value in graph.outputs if value.name not in gradients]
-    nodes, needed = ancestors(graph.outputs)
-    graph.remove([node for node in graph if node not in nodes])
-    graph.inputs[:] = [value for value in graph.inputs if value in needed]

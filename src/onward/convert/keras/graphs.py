@@ -19,9 +19,9 @@ from onward.inspect import describe
 from onward.lowering.contract import contract_of
 from onward.lowering.step import lower
 from onward.model import Model
-from onward.model.core import values
+from onward.model.core import as_input, values
 from onward.model.state import carried
-from onward.model.walk import ancestors
+from onward.transform.unused import keep_only
 
 
 class Executable:
@@ -136,20 +136,10 @@ class Parts:
 
     def _open(self, model: Model, outputs: Sequence[ir.Value]) -> None:
         """Keep what these need, with the state and what is frozen as inputs."""
-        graph, (needed, reached) = model.graph, ancestors(outputs)
-        graph.outputs[:] = outputs
-        graph.remove([node for node in graph if node not in needed])
-        for name in [name for name, value in graph.initializers.items() if value not in reached]:
-            graph.initializers.pop(name)
+        keep_only(model, outputs)
         for name in (*(state.name for state in carried(self.model)), *self.frozen):
-            if (value := graph.initializers.pop(name, None)) is not None:
-                tensor = value.const_value
-                assert tensor is not None
-                value.type, value.shape = ir.TensorType(tensor.dtype), ir.Shape(tensor.shape.numpy())
-                value.const_value = None
-                if value not in graph.inputs:
-                    graph.inputs.append(value)
-        graph.inputs[:] = [value for value in graph.inputs if value in reached]
+            if name in model.graph.initializers:
+                as_input(model.graph, name)
 
 
 def _frozen(model: Model) -> list[str]:

@@ -21,9 +21,10 @@ from onward.inspect import describe
 from onward.lowering.contract import contract_of
 from onward.lowering.step import lower
 from onward.model import Model, Source, read
+from onward.model.core import as_input
 from onward.model.state import carried
 from onward.run.framework import Framework
-from onward.run.interpreted import Tensors, as_input, computation, interpreter
+from onward.run.interpreted import Tensors, computation, interpreter
 from onward.transform import inline, strip
 
 

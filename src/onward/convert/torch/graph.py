@@ -17,6 +17,7 @@ from onward.convert.torch.live import Live
 from onward.convert.torch.tags import ALSO, COUNTER, KIND, LEARNS, PERSISTENT
 from onward.differentiate.api import COMMON_OPSET, OLDEST_OPSET
 from onward.model import Model, read
+from onward.model.core import as_input
 from onward.numeric.precision import converted
 from onward.recipe.forward import Variance, functions_to_inline, is_switchable
 from onward.recipe.trainable import judge
@@ -69,7 +70,8 @@ class Graph:
             switched=[node.name or "" for node in switched],
             counters=[name for node in switched if (name := _counter(node)) in held],
         )
-        _make_inputs(model, held.values())
+        for name in held:
+            as_input(model.graph, name)
         return graph
 
     def names(self) -> list[tuple[str, str]]:
@@ -174,17 +176,6 @@ def _counter(node: ir.Node) -> str:
     assert mean is not None and mean.name is not None
     prefix, dot, _ = mean.name.rpartition(".")
     return f"{prefix}{dot}{COUNTER}"
-
-
-def _make_inputs(model: Model, held: Collection[ir.Value]) -> None:
-    for value in held:
-        tensor = value.const_value
-        assert tensor is not None and value.name is not None
-        value.type, value.shape = ir.TensorType(tensor.dtype), ir.Shape(tensor.shape.numpy())
-        value.const_value = None
-        model.graph.initializers.pop(value.name)
-        if value not in model.graph.inputs:
-            model.graph.inputs.append(value)
 
 
 def _where(state: Mapping[str, torch.Tensor], declared: Mapping[str, Any]) -> tuple[torch.device, ir.DataType | None]:
