@@ -5,12 +5,14 @@ What is written needs nothing of Onward. What is read back is never executed: st
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
+import onnx_ir as ir
 
 from onward.convert.problems import Problems
 from onward.errors import UnsupportedError
@@ -78,24 +80,30 @@ def refilled(like: Model | None, state: Mapping[str, np.ndarray], of: str) -> Mo
             f"`{of}` holds the state of a run, and not what it computes",
             hint="give the training model that it was made of: `--like training.onnx`",
         )
-    made, problems = like.copy(), Problems(f"the state of `{of}`")
-    for name, array in state.items():
-        try:
-            tensor = made.initializer(name).const_value
-        except LookupError:
-            problems.add(f"the training model has no `{name}`", _OTHER)
-            continue
-        assert tensor is not None
-        if tuple(tensor.shape) != array.shape or tensor.dtype.numpy() != array.dtype:
-            problems.add(
-                f"`{name}` is {array.dtype}{list(array.shape)}, "
-                f"where the training model has {tensor.dtype.numpy()}{list(tensor.shape)}",
-                _OTHER,
-            )
-            continue
-        made.set(name, array)
+    made, problems, known = like.copy(), Problems(f"the state of `{of}`"), {}
+    for name in state:
+        with contextlib.suppress(LookupError):
+            known[name] = made.initializer(name).const_value
+    compare(problems, state, known)
     problems.refuse()
+    for name, array in state.items():
+        made.set(name, array)
     return made
 
 
-_OTHER = "give the training model that it was made of"
+def compare(problems: Problems, found: Mapping[str, Any], known: Mapping[str, Any]) -> None:
+    """Note what tensors of a file, and those that a training model has, do not have in common."""
+    for name in {**known, **found}:
+        if name not in known or name not in found:
+            problems.add(f"{'the training model' if name not in known else 'it'} has no `{name}`", OTHER)
+        elif _kind(found[name]) != _kind(known[name]):
+            problems.add(f"`{name}` is {_kind(found[name])}, not {_kind(known[name])}", OTHER)
+
+
+def _kind(tensor: Any) -> str:
+    """Type and shape, of tensors of any framework."""
+    dtype = tensor.dtype.numpy() if isinstance(tensor.dtype, ir.DataType) else tensor.dtype
+    return f"{str(dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+OTHER = "give the training model that it was made of"

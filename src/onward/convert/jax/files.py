@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
-
-from onward.convert.files import refilled
+from onward.convert.files import compare, refilled
 from onward.convert.jax.program.runtime import filled, named, read
 from onward.convert.jax.program.runtime import write as write_arrays
 from onward.convert.jax.program.source import CONSTANTS, STATE, program
@@ -39,17 +37,8 @@ def restore(path: Path, like: Model | None) -> Model:
         raise InvalidModelError(f"`{path / STATE}` cannot be read: {error}") from error
     parts = Parts(like)
     state, tx = parts.state()
-    _check(arrays, named(state), path)
+    problems = Problems(f"the state of `{path}`")
+    compare(problems, arrays, named(state))
+    problems.refuse()
     with parts.framework.active():
         return parts.training(filled(state, arrays), tx)
-
-
-def _check(found: dict[str, np.ndarray], expected: dict[str, np.ndarray], path: Path) -> None:
-    problems, hint = Problems(f"the state of `{path}`"), "give the training model that it was made of"
-    for name in found.keys() ^ expected.keys():
-        problems.add(f"only one of it and the training model has `{name}`", hint)
-    for name in found.keys() & expected.keys():
-        ours, theirs = expected[name], found[name]
-        if (ours.shape, ours.dtype) != (theirs.shape, theirs.dtype):
-            problems.add(f"`{name}` is {theirs.dtype}{list(theirs.shape)}, not {ours.dtype}{list(ours.shape)}", hint)
-    problems.refuse()

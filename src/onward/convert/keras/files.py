@@ -11,9 +11,9 @@ from typing import Any
 import h5py
 import numpy as np
 
-from onward.convert.files import refilled
+from onward.convert.files import OTHER, refilled
 from onward.convert.keras.live import GraphOptimizer, TrainingModel
-from onward.convert.keras.optimizers import array_of
+from onward.convert.keras.optimizers import array_of, twin_of
 from onward.convert.keras.release import to_keras
 from onward.convert.keras.source import Source, program_of
 from onward.convert.keras.source.lines import identifier
@@ -61,10 +61,7 @@ def _optimizer(module: Any, made: Any, live: TrainingModel, source: Source) -> A
             getattr(optimizer, source.optimizer[name]).assign(array)
         optimizer.iterations.assign(given.iterations.value)
         return optimizer
-    optimizer = type(given).from_config(given.get_config())
-    pairs = zip(live.trainable_variables, made.trainable_variables, strict=True)
-    if spared := [theirs for ours, theirs in pairs if not given._use_weight_decay(ours)]:
-        optimizer.exclude_from_weight_decay(var_list=spared)
+    optimizer = twin_of(given, zip(live.trainable_variables, made.trainable_variables, strict=True))
     optimizer.build(made.trainable_variables)
     for ours, theirs in zip(given.variables, optimizer.variables, strict=True):
         theirs.assign(ours.value)
@@ -87,19 +84,16 @@ def restore(path: Path, like: Model | None = None) -> Model:
     for place, variables in places.items():
         arrays = stored.get(place, [])
         if len(arrays) < len(variables):
-            problems.add(f"`{place}` has {len(arrays)} arrays, where the training model has {len(variables)}", _OTHER)
+            problems.add(f"`{place}` has {len(arrays)} arrays, where the training model has {len(variables)}", OTHER)
         for variable, array in zip(variables, arrays, strict=False):
             if tuple(variable.shape) != array.shape:
                 shapes = f"{list(array.shape)}, where the training model has {list(variable.shape)}"
-                problems.add(f"`{variable.path}` is {shapes}", _OTHER)
+                problems.add(f"`{variable.path}` is {shapes}", OTHER)
     problems.refuse()
     for place, variables in places.items():
         for variable, array in zip(variables, stored[place], strict=False):
             variable.assign(array.astype(array_of(variable).dtype))
     return refilled(like, live.state(), str(path))
-
-
-_OTHER = "give the training model that it was made of"
 
 
 def _stored(path: Path) -> dict[str, list[np.ndarray]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import keras
@@ -96,6 +96,18 @@ def array_of(variable: Any) -> np.ndarray:
 
 
 CLIPS = {"clipnorm": "tensor_norm", "global_clipnorm": "norm", "clipvalue": "value"}
+
+
+def twin_of(optimizer: Any, variables: Iterable[tuple[Any, Any]], **changed: Any) -> Any:
+    """An optimizer with the same settings, but for those that are changed, and no state yet.
+
+    `variables` are pairs: those of the optimizer, and those that the new one is for; what weight decay spares is the
+    same.
+    """
+    made = type(optimizer).from_config({**optimizer.get_config(), **changed})
+    if spared := [theirs for ours, theirs in variables if not optimizer._use_weight_decay(ours)]:
+        made.exclude_from_weight_decay(var_list=spared)
+    return made
 
 
 def clip_of(optimizer: Any) -> dict[str, Any] | None:

@@ -10,7 +10,7 @@ import keras
 import numpy as np
 
 from onward.convert.keras.losses import Term
-from onward.convert.keras.optimizers import array_of
+from onward.convert.keras.optimizers import array_of, twin_of
 from onward.convert.keras.tensors import Tensor
 from onward.convert.keras.walk import Walk, functional_of
 from onward.convert.probe import TOLERANCE, probe, without_dropout
@@ -146,11 +146,7 @@ def _without_dropout(layer: Any) -> None:
 
 def _copied_optimizer(model: Any, copy: Any) -> Any:
     optimizer = model.optimizer
-    made = type(optimizer).from_config(optimizer.get_config())
-    pairs = list(zip(model.trainable_variables, copy.trainable_variables, strict=True))
-    spared = [theirs for ours, theirs in pairs if not optimizer._use_weight_decay(ours)]
-    if spared:
-        made.exclude_from_weight_decay(var_list=spared)
+    made = twin_of(optimizer, zip(model.trainable_variables, copy.trainable_variables, strict=True))
     _with_dense_gradients(made)
     if not optimizer.built:
         return made

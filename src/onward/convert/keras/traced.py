@@ -9,7 +9,7 @@ import keras
 import numpy as np
 
 from onward.build import Names
-from onward.convert.keras.optimizers import array_of
+from onward.convert.keras.optimizers import array_of, twin_of
 from onward.convert.trial import TRIALS, compare
 from onward.errors import Error, UnsupportedError, first_line
 from onward.model import Model
@@ -102,14 +102,12 @@ class _Twin:
     """An optimizer of the same class and settings, of variables of its own."""
 
     def __init__(self, optimizer: Any, variables: Sequence[Any], lr: float):
-        config = {**optimizer.get_config(), "learning_rate": lr}
-        self._optimizer = type(optimizer).from_config({k: _ELSEWHERE.get(k, v) for k, v in config.items()})
+        elsewhere = {name: off for name, off in _ELSEWHERE.items() if name in optimizer.get_config()}
         self._variables = [
             keras.Variable(array_of(v), dtype=v.dtype, name=f"variable{i}") for i, v in enumerate(variables)
         ]
-        spared = [own for v, own in zip(variables, self._variables, strict=True) if not optimizer._use_weight_decay(v)]
-        if spared:
-            self._optimizer.exclude_from_weight_decay(var_list=spared)
+        pairs = zip(variables, self._variables, strict=True)
+        self._optimizer = twin_of(optimizer, pairs, learning_rate=lr, **elsewhere)
         self._owners: dict[int, tuple[int, str]] = {}
         self._watch()
         self._optimizer.build(self._variables)

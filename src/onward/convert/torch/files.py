@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from onward.convert.files import refilled
+from onward.convert.files import OTHER, compare, refilled
 from onward.convert.problems import Problems
 from onward.convert.run import disassemble
 from onward.convert.torch import Carried, to_torch
@@ -85,17 +85,9 @@ def _read(path: Path) -> dict[str, Any]:
 def _load(carried: Carried, state: Mapping[str, Any], path: Path) -> None:
     """Fill the objects of PyTorch, if they are the same."""
     problems = Problems(f"the state of `{path}`")
-    held = carried.module.state_dict()
-    hint = "give the training model that it was made of"
-    for name in {**held, **state["module"]}:
-        if name not in held or name not in state["module"]:
-            problems.add(f"{'the training model' if name not in held else 'it'} has no `{name}`", hint)
-        elif held[name].shape != state["module"][name].shape or held[name].dtype != state["module"][name].dtype:
-            new, old = state["module"][name], held[name]
-            what = f"`{name}` is {_kind(new)}, where the training model has {_kind(old)}"
-            problems.add(what, hint)
+    compare(problems, state["module"], carried.module.state_dict())
     if (carried.scheduler is None) != (state["scheduler"] is None):
-        problems.add("only one of both has a scheduler", hint)
+        problems.add("only one of both has a scheduler", OTHER)
     problems.refuse()
     try:
         carried.module.load_state_dict(state["module"])
@@ -103,9 +95,5 @@ def _load(carried: Carried, state: Mapping[str, Any], path: Path) -> None:
         if carried.scheduler is not None:
             carried.scheduler.load_state_dict(state["scheduler"])
     except (ValueError, KeyError, AttributeError, TypeError) as error:
-        problems.add(f"its optimizer or scheduler is another one: {error}", hint)
+        problems.add(f"its optimizer or scheduler is another one: {error}", OTHER)
     problems.refuse()
-
-
-def _kind(tensor: torch.Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
