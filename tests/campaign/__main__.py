@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
 
-from campaign.kinds import damaged_case, good_case, kinds, made
+from campaign.kinds import Kind, damaged_case, good_case, kinds, made
+
+
+def cases(kind: Kind, first: int, count: int) -> Iterator[tuple[object, str | None]]:
+    with made(kind) as good:
+        for use in kind.uses:
+            yield str(use), good_case(good, use)
+        for number in range(first, first + count):
+            yield number, damaged_case(kind, good, number)
 
 
 def main(name: str, first: int = 0, count: int = 100) -> int:
-    kind, failures = kinds()[name], 0
-    with made(kind) as good:
-        cases = [(str(use), good_case(good, use)) for use in kind.uses]
-        for number in range(first, first + count):
-            cases.append((number, damaged_case(kind, good, number)))
-        for number, wrong in cases:
-            if wrong is not None:
-                failures += 1
-                print(json.dumps([number, wrong]), flush=True)
-    return int(failures > 0)
+    failed = False
+    for case, wrong in cases(kinds()[name], first, count):
+        if wrong is not None:
+            failed = True
+            print(json.dumps([case, wrong]), flush=True)
+    return int(failed)
 
 
 if __name__ == "__main__":
