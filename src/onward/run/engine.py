@@ -12,6 +12,7 @@ import onnx_ir as ir
 
 from onward.errors import DataError, UnknownNameError, UnsupportedError, near
 from onward.model import Model
+from onward.model.state import carried
 
 Arrays = Mapping[str, np.ndarray]
 
@@ -28,6 +29,9 @@ class Engine(ABC):
         """The metric that is minimised."""
         self.on_compile: Callable[[str], None] = lambda text: None
         """Told when a step is compiled, which takes a while."""
+        self._takes_tensors = False
+        """Whether a batch may be on a device, as tensors of another framework."""
+        self._carried = {state.name: state.value for state in carried(model, step)}
 
     @abstractmethod
     def step(self, batch: Arrays) -> Arrays:
@@ -53,6 +57,44 @@ class Engine(ABC):
     def close(self) -> None:
         """Give back memory and devices."""
 
+    def _fitting(self, batch: Arrays, names: Collection[str]) -> dict[str, Any]:
+        """What a part of the step takes of a batch. Refuses one that is not what the step takes, before a runtime does
+        with fewer words; a part may take less."""
+        given = {name: _array(array) for name, array in batch.items() if name not in self.inputs or name in names}
+        check_names(given, names)
+        wrong = [self._misfit(name, given[name], self.inputs[name].dtype, self.inputs[name].shape) for name in names]
+        if any(wrong):
+            raise DataError("the batch does not fit the model: " + "; ".join(filter(None, wrong)))
+        return given
+
+    def _fitting_state(self, state: Arrays) -> dict[str, Any]:
+        """What is given in place of the state, or of a part of it."""
+        wrong = []
+        given = {name: _array(array) for name, array in state.items()}
+        for name, array in given.items():
+            if name not in self._carried:
+                raise UnknownNameError(f"there is no state `{name}`", hint=near(name, self._carried))
+            tensor = self._carried[name].const_value
+            assert tensor is not None
+            wrong.append(self._misfit(name, array, tensor.dtype, ir.Shape(tensor.shape.numpy())))
+        if any(wrong):
+            raise DataError("the state does not fit the model: " + "; ".join(filter(None, wrong)))
+        return given
+
+    def _misfit(self, name: str, array: Any, dtype: ir.DataType | None, shape: ir.Shape | None) -> str | None:
+        """What is wrong with an array, in words."""
+        if not isinstance(array, np.ndarray) and not (self._takes_tensors and hasattr(array, "__dlpack__")):
+            return f"`{name}` is {type(array).__name__}, not an array in the memory of the CPU"
+        expected = dtype.numpy() if dtype is not None else None
+        if expected is not None and isinstance(array, np.ndarray) and not _is_of(array, expected):
+            return f"`{name}` is {array.dtype}, not {expected}"  # of what is on a device, the framework says it
+        if shape is None:
+            return None
+        fits = len(shape) == len(array.shape) and all(
+            not isinstance(size, int) or size == given for size, given in zip(shape, array.shape, strict=True)
+        )
+        return None if fits else f"`{name}` has the shape {list(array.shape)}, not {_shown(shape)}"
+
     def updated(self) -> Model:
         """A copy of the training model that holds the state as it is now."""
         model = self.model.copy()
@@ -77,14 +119,6 @@ def check_options(engine: str, options: Iterable[str], made: Callable[..., Any])
             raise UnsupportedError(f"the engine `{engine}` has no option `{name}`", hint=hint)
 
 
-def check_batch(batch: Arrays, inputs: Mapping[str, ir.Value]) -> None:
-    """Refuse a batch that is not what a model takes, before a runtime does with fewer words."""
-    check_names(batch, inputs)
-    wrong = [text for name, value in inputs.items() if (text := _misfit(batch[name], value))]
-    if wrong:
-        raise DataError("the batch does not fit the model: " + "; ".join(wrong))
-
-
 def check_names(batch: Collection[str], inputs: Collection[str], defaults: Collection[str] = ()) -> None:
     """Refuse names that are missing or not inputs; those with a default may be given or not."""
     missing = [name for name in inputs if name not in batch]
@@ -97,17 +131,19 @@ def check_names(batch: Collection[str], inputs: Collection[str], defaults: Colle
         )
 
 
-def _misfit(array: np.ndarray, value: ir.Value) -> str | None:
-    expected = value.dtype.numpy() if value.dtype is not None else None
-    shape = value.shape
-    if expected is not None and isinstance(array, np.ndarray) and array.dtype != expected:  # else the framework says it
-        return f"`{value.name}` is {array.dtype}, not {expected}"
-    if shape is None:
-        return None
-    fits = len(shape) == len(array.shape) and all(
-        not isinstance(size, int) or size == given for size, given in zip(shape, array.shape, strict=True)
-    )
-    return None if fits else f"`{value.name}` has the shape {list(array.shape)}, not {_shown(shape)}"
+def _array(value: Any) -> Any:
+    """What is given as an array, without a copy; what is on another device stays there, for the framework to take."""
+    if isinstance(value, np.ndarray) or not hasattr(value, "__dlpack__"):
+        return np.asarray(value) if isinstance(value, np.generic) else value
+    try:
+        return np.from_dlpack(value)
+    except (BufferError, RuntimeError, TypeError):  # another device, a type that numpy lacks, or a variable
+        return value
+
+
+def _is_of(array: np.ndarray, expected: np.dtype) -> bool:
+    """Whether an array has a type; text may be of any length."""
+    return array.dtype == expected or (expected.kind == "O" and array.dtype.kind in "US")
 
 
 def _shown(shape: ir.Shape) -> str:

@@ -129,6 +129,10 @@ class Framework(ABC):
         """A value, wherever it is, as an array."""
         return value if isinstance(value, np.ndarray) else self.array(value)
 
+    def owned(self, value: Any) -> np.ndarray:
+        """The same in memory that the engine will never read or write again: what is handed to a caller."""
+        return np.array(self.host(value))
+
     def place(self, value: Any) -> Any:
         """A value, wherever it is, as a tensor."""
         return self.tensor(value) if isinstance(value, np.ndarray) else value

@@ -10,7 +10,7 @@ import numpy as np
 
 from onward.differentiate.api import COMMON_OPSET
 from onward.differentiate.recompute import Choice
-from onward.errors import UnknownNameError, UnsupportedError, near
+from onward.errors import UnsupportedError
 from onward.lowering.contract import contract_of
 from onward.lowering.step import lower
 from onward.model import Model
@@ -18,7 +18,7 @@ from onward.model.core import as_input
 from onward.model.state import carried
 from onward.run import FRAMEWORKS
 from onward.run.calls import NEWEST, OLDEST
-from onward.run.engine import Arrays, Engine, check_batch, check_options
+from onward.run.engine import Arrays, Engine, check_options
 from onward.run.expression import expressed
 from onward.run.framework import Framework, Function
 from onward.run.host import ONLY_ON_HOST
@@ -81,7 +81,7 @@ def array_function(engine: str, model: Model, **options: Any) -> Callable[[Mappi
 
     def run(inputs: Mapping[str, Any]) -> dict[str, Any]:
         results = execute({name: _mapped(_placing(framework), value) for name, value in inputs.items()})
-        return {name: _mapped(framework.host, value) for name, value in results.items()}
+        return {name: _mapped(framework.owned, value) for name, value in results.items()}
 
     return run
 
@@ -115,6 +115,7 @@ class Interpreted(Engine):
     ):
         super().__init__(model, step)
         self._framework = framework
+        self._takes_tensors = framework.name in FRAMEWORKS
         self._compiled = compiled
         self._rules = rules
         self._recompute = recompute
@@ -151,32 +152,30 @@ class Interpreted(Engine):
         return made
 
     def step(self, batch: Arrays) -> Mapping[str, np.ndarray]:
-        check_batch(batch, self.inputs)
         part = self._part("step")
-        new, results = part.run(self._state, batch)
+        new, results = part.run(self._state, self._fitting(batch, self.inputs))
         self._state = self._state | new
         return Results(self._framework, {name: results[name] for name in part.contract["metrics"]})
 
     def gradients(self, batch: Arrays) -> dict[str, np.ndarray]:
         part = self._part("gradients")
-        _, results = part.run(self._state, batch)
-        return {x: self._framework.host(results[name]) for name, x in part.contract["gradients"].items()}
+        _, results = part.run(self._state, self._fitting(batch, part.contract["batch"]))
+        return {x: self._framework.owned(results[name]) for name, x in part.contract["gradients"].items()}
 
     def evaluate(self, batch: Arrays) -> dict[str, np.ndarray]:
         part = self._part("evaluation")
-        _, results = part.run(self._state, batch)
+        _, results = part.run(self._state, self._fitting(batch, part.contract["batch"]))
         names = (*part.contract["metrics"], *part.contract["outputs"])
-        return {name: self._framework.host(results[name]) for name in names}
+        return {name: _mapped(self._framework.owned, results[name]) for name in names}
 
     def state(self) -> dict[str, np.ndarray]:
-        return {name: np.array(self._framework.host(tensor)) for name, tensor in self._state.items()}
+        return {name: self._framework.owned(tensor) for name, tensor in self._state.items()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        for name in state:
-            if name not in self._state:
-                raise UnknownNameError(f"there is no state `{name}`", hint=near(name, self._state))
-        given = {name: self._framework.copy(self._framework.adopt(value)) for name, value in state.items()}
-        self._state = self._state | given
+        given = self._fitting_state(state)
+        self._state = self._state | {
+            name: self._framework.copy(self._framework.adopt(value)) for name, value in given.items()
+        }
 
     def close(self) -> None:
         self._state = {}
@@ -206,9 +205,16 @@ def computation(lowered: Model, framework: Framework) -> Computation:
         new = {name: framework.place(results[value]) for name, value in update.items()}
         if is_step and loss in results:
             new = _if_finite(framework, framework.place(results[loss]), new, given)
-        return new, {name: results[name] for name in shown}
+        elif is_step:
+            new = {name: framework.copy(tensor) for name, tensor in new.items()}
+        return new, {name: _apart(framework, results[name]) if is_step else results[name] for name in shown}
 
     return compute
+
+
+def _apart(framework: Framework, value: Any) -> Any:
+    """A metric in memory of its own: it is looked at later, when state and batch may have been written again."""
+    return np.array(value) if isinstance(value, np.ndarray) else framework.copy(value)
 
 
 class _Part:
@@ -259,10 +265,13 @@ class Results(Mapping[str, np.ndarray]):
     def __init__(self, framework: Framework, tensors: Tensors):
         self._framework = framework
         self._tensors = tensors
+        self._fetched: dict[str, np.ndarray] = {}
 
     def __getitem__(self, name: str) -> np.ndarray:
-        with memory_of(self._framework.name):  # a step that nobody has waited for may fail only now
-            return self._framework.host(self._tensors[name])
+        if name not in self._fetched:
+            with memory_of(self._framework.name):  # a step that nobody has waited for may fail only now
+                self._fetched[name] = self._framework.owned(self._tensors[name])
+        return self._fetched[name]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._tensors)

@@ -22,7 +22,7 @@ from onward.lowering.contract import contract_of
 from onward.lowering.step import lower
 from onward.model import Model
 from onward.model.state import carried, states
-from onward.run.engine import Arrays, Engine, check_batch
+from onward.run.engine import Arrays, Engine
 from onward.run.memory import memory_of
 
 _PROVIDERS = {
@@ -71,13 +71,13 @@ class OnnxRuntime(Engine):
         ]
 
     def step(self, batch: Arrays) -> dict[str, np.ndarray]:
-        check_batch(batch, self.inputs)
         binding = self._bound[0]
-        for name, array in batch.items():
+        for name, array in self._fitting(batch, self.inputs).items():
             binding.bind_cpu_input(name, np.ascontiguousarray(array) if array.ndim else array)
         with memory_of("ONNX Runtime"), _explained(DataError, "could not make a step with this batch"):
             self._step.run_with_iobinding(binding)
-        metrics = {name: value.numpy() for name, value in zip(self._metrics, binding.get_outputs(), strict=False)}
+        results = zip(self._metrics, binding.get_outputs(), strict=False)
+        metrics = {name: np.array(value.numpy()) for name, value in results}  # whose memory the next step writes again
         if np.all(np.isfinite(metrics.get(self.loss, 0.0))):  # else what was written is not taken
             self._bound.reverse()
             self._read, self._write = self._write, self._read
@@ -99,10 +99,9 @@ class OnnxRuntime(Engine):
     def _run(self, session: ort.InferenceSession, batch: Arrays, outputs: list[str]) -> dict[str, np.ndarray]:
         """What a session computes from a batch and the state; it may take less than a step does."""
         names = [value.name for value in session.get_inputs()]
-        taken = {name: value for name, value in self.inputs.items() if name in names}
-        check_batch({name: array for name, array in batch.items() if name not in self.inputs or name in taken}, taken)
+        given = self._fitting(batch, [name for name in self.inputs if name in names])
         feeds = {
-            name: self._read[name] if name in self._read else ort.OrtValue.ortvalue_from_numpy(_contiguous(batch[name]))
+            name: self._read[name] if name in self._read else ort.OrtValue.ortvalue_from_numpy(_contiguous(given[name]))
             for name in names
         }
         with _explained(DataError, "could not compute anything from this batch"):
@@ -113,9 +112,7 @@ class OnnxRuntime(Engine):
         return {name: np.array(value.numpy()) for name, value in self._read.items()}
 
     def load_state(self, state: Arrays) -> None:
-        for name, array in state.items():
-            if name not in self._read:
-                raise UnknownNameError(f"there is no state `{name}`", hint=near(name, self._read))
+        for name, array in self._fitting_state(state).items():
             self._read[name].update_inplace(_contiguous(array))
 
     def close(self) -> None:

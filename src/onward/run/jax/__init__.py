@@ -93,7 +93,8 @@ class Jax(Framework):
             return jax.device_put(jnp.from_dlpack(value), self._device)
 
     def feed(self, value: Any) -> Any:
-        return value if isinstance(value, np.ndarray) else self.adopt(value)
+        """A copy: compiled functions read an array where it is, and go on reading after they have returned."""
+        return np.array(value) if isinstance(value, np.ndarray) else self.adopt(value)
 
     def copy(self, tensor: Any) -> Any:
         with self.active():

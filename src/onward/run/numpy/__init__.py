@@ -26,6 +26,9 @@ class Numpy(Framework):
     def array(self, tensor: Any) -> np.ndarray:
         return np.asarray(tensor)
 
+    def copy(self, tensor: Any) -> np.ndarray:
+        return np.array(tensor)
+
     def derivative(
         self, function: Callable[[Sequence[Any]], tuple[Any, list[Any]]], xs: Sequence[Any]
     ) -> tuple[Any, list[Any], Callable[[], Sequence[Any]]]:

@@ -88,10 +88,18 @@ class Torch(Framework):
     def array(self, tensor: torch.Tensor) -> np.ndarray:
         return to_array(tensor)
 
+    def owned(self, value: Any) -> np.ndarray:
+        is_copied_anyway = torch.is_tensor(value) and value.device.type != "cpu"
+        return self.array(value) if is_copied_anyway else super().owned(value)
+
     def typed(self, tensor: torch.Tensor, dtype: ir.DataType | None) -> torch.Tensor:
         if self._half is None or dtype is None or not tensor.is_floating_point():
             return tensor
         return tensor.to(TYPES[dtype])
+
+    def adopt(self, value: Any) -> Any:
+        known = isinstance(value, np.ndarray | torch.Tensor)
+        return self.place(value) if known else torch.from_dlpack(value).to(self._device)
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.clone(memory_format=torch.contiguous_format)

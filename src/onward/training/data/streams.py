@@ -6,6 +6,8 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import numpy as np
+
 from onward.errors import DataError
 from onward.training.data.dataset import Batch, Column, to_array
 from onward.training.data.samples import named
@@ -64,7 +66,8 @@ def _takes_epoch(function: Callable[..., Any]) -> bool:
 
 
 def _batch(item: Any, number: int) -> Batch:
-    batch = {name: to_array(value, name, f"batch {number:,}") for name, value in named(item).items()}
+    """A batch of our own: batches are read ahead, and a source may write the next one where the last one was."""
+    batch = {name: np.array(to_array(value, name, f"batch {number:,}")) for name, value in named(item).items()}
     lengths = {name: array.shape[0] if array.shape else None for name, array in batch.items()}
     if len(set(lengths.values())) != 1 or None in lengths.values():
         hint = "each item of a stream is a batch: arrays whose first dimension counts samples"
