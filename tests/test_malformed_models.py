@@ -12,7 +12,7 @@ import pytest
 from onnx import ModelProto, TensorProto, helper
 
 import onward
-from models import digits_mlp
+from models import digits_mlp, small_cnn
 from onward.errors import DataError, InvalidModelError, UnsupportedError
 from onward.run import load
 from runs import QUIET, digits
@@ -97,6 +97,15 @@ def test_tensors_that_are_damaged(change: dict[str, Any], message: str) -> None:
     weight.MergeFrom(TensorProto(**change))
     with pytest.raises(InvalidModelError, match=message):
         onward.read(proto)
+
+
+def test_sizes_that_no_machine_has() -> None:
+    proto = small_cnn(channels=2)
+    conv = next(node for node in proto.graph.node if node.op_type == "Conv")
+    next(attribute for attribute in conv.attribute if attribute.name == "pads").ints[:] = [1, 1, 1, 2**60]
+    del proto.graph.value_info[:]
+    with pytest.raises(InvalidModelError, match="which no machine can hold"):
+        onward.lower(prepared(proto))
 
 
 @pytest.mark.parametrize("key", ["nothing", "image", b"\xc3("])

@@ -10,6 +10,7 @@ import select
 import signal
 import sys
 import sysconfig
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -153,6 +154,7 @@ def _become_a_case(use: Use, folder: Path, refusable: bool, tell: int) -> None:
         for stream in range(3):
             os.dup2(nothing, stream)
         os.chdir(folder)
+        _have_a_home(folder / ".home")
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + BYTES,) * 2)
         resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS + 5))
@@ -165,6 +167,13 @@ def _become_a_case(use: Use, folder: Path, refusable: bool, tell: int) -> None:
     with os.fdopen(tell, "w") as pipe:
         json.dump({"wrong": wrong, "modules": list(sys.modules)}, pipe)
     os._exit(0)
+
+
+def _have_a_home(home: Path) -> None:
+    """What a user has elsewhere, such as caches and temporary files, a case has in its own folder."""
+    home.mkdir()
+    os.environ |= dict.fromkeys(("HOME", "TMPDIR", "XDG_CACHE_HOME"), str(home))
+    tempfile.tempdir = str(home)
 
 
 def _call(use: Callable[[], object], refusable: bool) -> str | None:

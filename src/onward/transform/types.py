@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any
@@ -40,9 +41,15 @@ def _inferred(proto: ModelProto) -> dict[str, ValueInfoProto]:
 
 def fill_in_types(model: Model, values: Iterable[ir.Value]) -> None:
     """Give those of `values` whose type or shape is not known in full what follows from the graph, in place."""
+    values = list(values)
     untyped = [value for value in values if value.graph is model.graph and not _is_known(value)]
-    if not untyped:
-        return
+    if untyped:
+        _infer(model, untyped)
+    for value in values:
+        _check_size(value)
+
+
+def _infer(model: Model, untyped: list[ir.Value]) -> None:
     part = _part(model, untyped)
     check_expansion(part)
     with without_data(model):
@@ -51,6 +58,20 @@ def fill_in_types(model: Model, values: Iterable[ir.Value]) -> None:
         if value.name in types and not (value.is_initializer() or value.is_graph_input()):
             with suppress(ir.serde.SerdeError):  # a type that the graph library cannot hold remains unknown
                 ir.serde.deserialize_value_info_proto(types[value.name], value)
+
+
+_MOST_ELEMENTS = 2**48
+"""More than any machine holds; sizes that are computed of such sizes may not be numbers of 64 bits."""
+
+
+def _check_size(value: ir.Value) -> None:
+    shape = value.shape or ()
+    if math.prod(abs(dim) for dim in shape if isinstance(dim, int)) > _MOST_ELEMENTS:
+        sizes = ", ".join(map(str, shape))
+        raise InvalidModelError(
+            f"`{value.name}` would be a tensor of [{sizes}], which no machine can hold",
+            hint="look at the sizes, pads and shapes before it: one of them is wrong",
+        )
 
 
 def fill_in_types_before(model: Model, ends: Iterable[ir.Value]) -> None:
