@@ -186,6 +186,19 @@ def _compare(proto, inputs, y, dy, grads, rng, rtol):
     assert abs(numeric - ours) <= rtol * scale, f"d{y}: {ours} by the rule, {numeric} by differences"
 
 
+def assert_close(found, expected, tolerance):
+    """Arrays by name, to within a part of their largest element; of the largest of all where one is all but zero."""
+    assert found.keys() == expected.keys()
+    sizes = {name: float(np.abs(wanted).max()) for name, wanted in expected.items()}
+    largest = max(sizes.values())
+    errors = {
+        name: float(np.abs(found[name] - wanted).max()) / (sizes[name] if sizes[name] > 1e-7 * largest else largest)
+        for name, wanted in expected.items()
+    }
+    wrong = {name: error for name, error in errors.items() if not error <= tolerance}
+    assert not wrong, f"relative errors: {wrong}"
+
+
 def for_onnxruntime(proto, newest=26):
     """The same model at an operator set that ONNX Runtime loads; None if its operators are newer than that."""
     proto = onnx.ModelProto.FromString(proto.SerializeToString())

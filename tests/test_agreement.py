@@ -17,10 +17,11 @@ from onnx import parser
 
 import onward
 from conftest import needs
+from framework_training import trained
 from onward.model.state import states
 from onward.numeric.precision import converted
 from onward.run import load
-from test_training_models import CASES, arrays, exported, made, prepared
+from training_cases import CASES, arrays, exported, made, prepared
 
 pytestmark = needs("torch")
 
@@ -47,22 +48,15 @@ def training(name):
     return model, [arrays(subject.batch(3 if i % 7 == 6 else 8)) for i in range(ALL_STEPS)]
 
 
-def run(model, batches, engine, **options):
-    """The losses of all steps, and the state after them."""
-    with load(model, engine=engine, **options) as loaded:
-        losses = [float(loaded.step(batch)[loaded.loss]) for batch in batches]
-        return losses, loaded.state()
-
-
 @functools.cache
 def on_onnxruntime(name, steps):
     model, batches = training(name)
-    return run(model, batches[:steps], "onnxruntime", threads=1)
+    return trained(model, batches[:steps], "onnxruntime", threads=1)
 
 
 def assert_agreement(name, engine, steps, **options):
     model, batches = training(name)
-    losses, state = run(model, batches[:steps], engine, **options)
+    losses, state = trained(model, batches[:steps], engine, **options)
     expected, other = on_onnxruntime(name, steps)
     np.testing.assert_allclose(losses[:10], expected[:10], rtol=1e-5)
     np.testing.assert_allclose(losses, expected, rtol=1e-4)
@@ -91,7 +85,7 @@ WHILE = "ignore:the step is not compiled. JAX cannot differentiate a Loop"
 def test_products_of_fewer_bits(name, engine):
     """Losses and gradients are near those of all bits; the state is float32 as before."""
     model, batches = training(name)
-    losses, state = run(model, batches[:5], engine, **SOONEST[engine], precision="bfloat16")
+    losses, state = trained(model, batches[:5], engine, **SOONEST[engine], precision="bfloat16")
     expected, other = on_onnxruntime(name, STEPS)
     np.testing.assert_allclose(losses, expected[:5], rtol=5e-2)
     assert {key: array.dtype for key, array in state.items()} == {key: array.dtype for key, array in other.items()}
@@ -137,8 +131,8 @@ def test_engines_agree_in_float64(optimizer, engine):
     rng = np.random.default_rng(0)
     x = next(value.name for value in graph.inputs)
     batches = [{x: rng.standard_normal((16, 64)), "labels": rng.integers(0, 10, 16)} for _ in range(ALL_STEPS)]
-    expected, other = run(model, batches, "onnxruntime", threads=1)
-    losses, state = run(model, batches, engine, **({} if engine == "numpy" else {"compile": False}))
+    expected, other = trained(model, batches, "onnxruntime", threads=1)
+    losses, state = trained(model, batches, engine, **({} if engine == "numpy" else {"compile": False}))
     np.testing.assert_allclose(losses, expected, rtol=1e-10)
     for key in state:
         np.testing.assert_allclose(state[key], other[key], rtol=1e-8, atol=1e-10 * np.abs(other[key]).max(initial=0))
@@ -157,8 +151,8 @@ def test_dropout_draws_the_same_numbers_everywhere(engine):
     model = onward.prepare(proto, loss="cross_entropy", optimizer="sgd:lr=0.1")
     assert "rng" in {state.role for state in states(model)}
     batches = [{"x": rng.standard_normal((8, 8)).astype("f"), "labels": rng.integers(0, 4, 8)} for _ in range(STEPS)]
-    expected, _ = run(model, batches, "onnxruntime", threads=1)
-    losses, _ = run(model, batches, engine, **({} if engine == "numpy" else {"compile": False}))
+    expected, _ = trained(model, batches, "onnxruntime", threads=1)
+    losses, _ = trained(model, batches, engine, **({} if engine == "numpy" else {"compile": False}))
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
 
 
@@ -174,8 +168,8 @@ def test_a_gradient_of_a_gradient(engine):
             {name: rng.standard_normal(_shape(value)).astype("f") for name, value in reference.inputs.items()}
             for _ in range(STEPS)
         ]
-    expected, other = run(model, batches, "onnxruntime", threads=1)
-    losses, state = run(model, batches, engine, **({} if engine == "numpy" else {"compile": False}))
+    expected, other = trained(model, batches, "onnxruntime", threads=1)
+    losses, state = trained(model, batches, engine, **({} if engine == "numpy" else {"compile": False}))
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
     for key in state:
         np.testing.assert_allclose(state[key], other[key], rtol=1e-4, atol=1e-6)

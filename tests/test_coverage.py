@@ -11,7 +11,7 @@ from onnx import TensorProto, defs, helper
 import gradcheck
 from onward.differentiate import vjp
 from onward.rules import RULES, NoGradient
-from test_rules import CASES, known
+from rule_tables import CASES, known
 
 NEWEST = {schema.name: schema for schema in defs.get_all_schemas() if schema.domain == "" and not schema.deprecated}
 """The operators of the newest operator set."""

@@ -5,43 +5,17 @@ import pytest
 
 import onward
 from conftest import needs
+from framework_training import MODES, STEPS, assert_trains_alike
 from lowered import CASES, FLAT, penalised
 from models import digits_mlp
 from onward.model import read
 from onward.recipe.optimizers import OPTIMIZERS
-from onward.run import load
 
 ON_EACH = pytest.mark.parametrize(
     "engine", [pytest.param("jax", marks=needs("jax")), pytest.param("tensorflow", marks=needs("tensorflow"))]
 )
-STEPS = 20
 IDLE = {"cnn": ["conv.bias", "bn.running_mean"], "transformer": ["qkv.bias"]}
 """A bias before a normalization, and that of keys: the loss does not depend on them, and where they go is rounding."""
-MODES = {
-    "compiled": {},
-    "eager": {"compile": False},
-    "compiled, rules": {"rules": True},
-    "eager, rules": {"compile": False, "rules": True},
-}
-
-
-def trained(model, batches, **options):
-    with load(model, **options) as engine:
-        losses = [float(engine.step(batch)[engine.loss]) for batch in batches]
-        return losses, engine.state()
-
-
-def assert_trains_alike(model, batches, idle=(), tolerance=1e-5, *, engine, **options):
-    """Losses, and state by its largest element."""
-    losses, state = trained(model, batches, threads=1)
-    found, found_state = trained(model, batches, engine=engine, **options)
-    np.testing.assert_allclose(found, losses, rtol=tolerance, atol=1e-7)
-    assert found_state.keys() == state.keys()
-    for name, expected in state.items():
-        assert found_state[name].dtype == expected.dtype, name
-        if not any(part in name for part in idle):
-            scale = np.abs(expected.astype(np.float64)).max(initial=0)
-            np.testing.assert_allclose(found_state[name], expected, rtol=0, atol=10 * tolerance * scale, err_msg=name)
 
 
 def some_smaller(batch):

@@ -12,6 +12,8 @@ from onnx import helper
 import gradcheck
 import onward
 from conftest import needs
+from control_flow import CASES as CONTROL_FLOW
+from framework_training import STEPS, assert_trains_alike, trained
 from lowered import SQUARE
 from models import small_cnn
 from onward.errors import UnknownNameError, UnsupportedError
@@ -19,9 +21,7 @@ from onward.lowering.gradients import lower_gradients
 from onward.model import read
 from onward.run import function, load
 from onward.run.interpreted import interpreter
-from test_control_flow import CASES as CONTROL_FLOW
-from test_framework_training import STEPS, assert_trains_alike, trained
-from test_rules import FAMILIES
+from rule_tables import FAMILIES
 
 pytestmark = needs("jax")
 
@@ -36,7 +36,7 @@ trains_alike = functools.partial(assert_trains_alike, engine="jax")
 @pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("name", ["resnet", "vit", "bert", "gpt2", "lstm", "if and loop"])
 def test_trains_what_pytorch_exports(name, compiled):
-    from test_training_models import CASES, arrays, exported, made, prepared
+    from training_cases import CASES, arrays, exported, made, prepared
 
     case = CASES[name]
     subject = made(case)
@@ -49,7 +49,7 @@ def test_trains_what_pytorch_exports(name, compiled):
 @needs("torch")
 def test_a_loop_without_an_end_that_is_known_is_not_compiled():
     """JAX has no derivative of it. It is trained all the same, operator by operator."""
-    from test_training_models import CASES, arrays, exported, made, prepared
+    from training_cases import CASES, arrays, exported, made, prepared
 
     case = CASES["while"]
     subject = made(case)

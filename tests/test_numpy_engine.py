@@ -10,6 +10,7 @@ import pytest
 import gradcheck
 import onward
 from conftest import needs
+from control_flow import CASES as CONTROL_FLOW
 from lowered import CASES as TRAINING
 from lowered import FLAT, SQUARE, assert_close, penalised
 from models import digits_mlp, small_cnn
@@ -19,8 +20,7 @@ from onward.run import function, load
 from onward.run.expression import expressed
 from onward.run.interpreted import Interpreted
 from onward.run.numpy import Numpy
-from test_control_flow import CASES as CONTROL_FLOW
-from test_rules import FAMILIES
+from rule_tables import FAMILIES
 
 # ---- operators -------------------------------------------------------------------------------------------------------
 
@@ -166,7 +166,7 @@ def test_steps_are_as_on_onnxruntime(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["resnet", "vit", "bert", "gpt2", "lstm", "autoencoder", "if and loop", "while"])
 def test_larger_models_train_as_on_onnxruntime(name):
-    import test_training_models as torch_models
+    import training_cases as torch_models
 
     case = torch_models.CASES[name]
     subject = torch_models.made(case)

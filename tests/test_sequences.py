@@ -4,11 +4,11 @@ import numpy as np
 import onnx
 import pytest
 
+from control_flow import on_onnxruntime, parsed
 from gradcheck import check, check_on_onnxruntime, differentiable, flat, mapped, with_symbolic_dims
 from onward.differentiate import gradient, jvp, vjp
 from onward.errors import UnsupportedError
 from rule_cases.sequence import f32
-from test_control_flow import on_onnxruntime, parsed
 
 LIST_RNN = parsed("""
 g (int64 n, float[2,3] x, float[3,4] w, float[4,4] r, float[2,4] h0) => (float[t,2,4] y, float[2,4] h) {

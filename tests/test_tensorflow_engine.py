@@ -11,6 +11,8 @@ import pytest
 import gradcheck
 import onward
 from conftest import needs
+from control_flow import CASES as CONTROL_FLOW
+from framework_training import MODES, STEPS, assert_trains_alike, trained
 from lowered import SQUARE
 from models import small_cnn
 from onward.differentiate import vjp
@@ -18,10 +20,8 @@ from onward.errors import DataError, UnknownNameError
 from onward.model import read
 from onward.run import function, load
 from onward.run.interpreted import interpreter
-from test_control_flow import CASES as CONTROL_FLOW
-from test_framework_training import MODES, STEPS, assert_trains_alike, trained
-from test_rules import CASES as RULE_CASES
-from test_rules import EDGES
+from rule_tables import CASES as RULE_CASES
+from rule_tables import EDGES
 
 pytestmark = needs("tensorflow")
 
@@ -44,7 +44,7 @@ def tensorflow():
 @pytest.mark.parametrize("name", ["resnet", "vit", "bert", "gpt2", "lstm", "if and loop", "while"])
 def test_trains_what_pytorch_exports(name, mode):
     """Compiled as well: a loop that ends when the data say so is a part of the graph."""
-    from test_training_models import CASES, arrays, exported, made, prepared
+    from training_cases import CASES, arrays, exported, made, prepared
 
     case = CASES[name]
     subject = made(case)

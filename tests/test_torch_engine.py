@@ -14,11 +14,11 @@ from onnx import parser
 import models
 import onward
 from conftest import needs
+from framework_training import trained
 from onward.errors import UnknownNameError
 from onward.recipe.optimizers import OPTIMIZERS
 from onward.run import function, load
 from onward.run.framework import NotOnHost
-from test_agreement import run
 
 pytestmark = [needs("torch"), pytest.mark.usefixtures("one_torch_thread")]
 
@@ -82,8 +82,8 @@ def digits(optimizer="sgd:lr=0.1", steps=6, **recipe):
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer(name):
     model, batches = digits(name, freeze=["*bias"] if name == "muon" else [])  # which is for matrices
-    expected, state = run(model, batches, "onnxruntime", threads=1)
-    losses, other = run(model, batches, "torch", compile=False)
+    expected, state = trained(model, batches, "onnxruntime", threads=1)
+    losses, other = trained(model, batches, "torch", compile=False)
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
     for key in state:
         size = max(np.abs(state[key]).max(initial=0), 1e-3)
@@ -106,8 +106,8 @@ def with_dropout(width):
 def test_random_numbers_of_many_elements(width):
     """Many are counted on the device, few on the host."""
     model, batches = with_dropout(width)
-    expected, _ = run(model, batches, "onnxruntime", threads=1)
-    losses, _ = run(model, batches, "torch", compile=False)
+    expected, _ = trained(model, batches, "onnxruntime", threads=1)
+    losses, _ = trained(model, batches, "torch", compile=False)
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
 
 
@@ -136,9 +136,9 @@ def test_a_compiled_step_is_compiled_once_for_each_shape():
     model, batches = digits("adam:lr=0.01", steps=4)
     small = {name: array[:5] for name, array in batches[0].items()}
     batches = [*batches, small, batches[0], small]
-    expected, state = run(model, batches, "onnxruntime", threads=1)
+    expected, state = trained(model, batches, "onnxruntime", threads=1)
     said = []
-    losses, other = run(model, batches, "torch", on_compile=said.append)
+    losses, other = trained(model, batches, "torch", on_compile=said.append)
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
     for key in state:
         np.testing.assert_allclose(other[key], state[key], rtol=1e-4, atol=1e-6)
@@ -149,18 +149,18 @@ def test_a_compiled_step_is_compiled_once_for_each_shape():
 
 def test_a_compiled_step_draws_the_same_numbers():
     model, batches = with_dropout(4096)
-    expected, _ = run(model, batches, "onnxruntime", threads=1)
-    losses, _ = run(model, batches, "torch")
+    expected, _ = trained(model, batches, "onnxruntime", threads=1)
+    losses, _ = trained(model, batches, "torch")
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
 
 
 def test_accumulated_gradients_are_compiled():
     """Whether a step updates the parameters depends on a counter."""
     model, batches = digits("adam:lr=0.01", accumulate=2)
-    expected, state = run(model, batches, "onnxruntime", threads=1)
+    expected, state = trained(model, batches, "onnxruntime", threads=1)
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
-        losses, other = run(model, batches, "torch")
+        losses, other = trained(model, batches, "torch")
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
     for key in state:
         np.testing.assert_allclose(other[key], state[key], rtol=1e-4, atol=1e-6)
@@ -177,10 +177,10 @@ def test_what_depends_on_values_runs_without_being_compiled():
     proto.graph.initializer.append(onnx.numpy_helper.from_array(rng.standard_normal((8, 4)).astype("f"), "w"))
     model = onward.prepare(proto, loss="cross_entropy", optimizer="sgd:lr=0.1")
     batches = [{"x": rng.standard_normal((8, 8)).astype("f"), "labels": rng.integers(0, 4, 8)} for _ in range(4)]
-    expected, _ = run(model, batches, "onnxruntime", threads=1)
+    expected, _ = trained(model, batches, "onnxruntime", threads=1)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        losses, _ = run(model, batches, "torch")
+        losses, _ = trained(model, batches, "torch")
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
     assert sum("without being compiled" in str(warning.message) for warning in caught) == 1
 
@@ -207,8 +207,8 @@ def test_a_traced_tensor_has_no_values():
 @pytest.mark.parametrize(("precision", "close"), [("bfloat16", 2e-2), ("float16", 2e-3)])
 def test_products_with_half_of_the_bits(precision, close):
     model, batches = digits("adam:lr=0.01")
-    exact, _ = run(model, batches, "torch", compile=False)
-    losses, state = run(model, batches, "torch", compile=False, precision=precision)
+    exact, _ = trained(model, batches, "torch", compile=False)
+    losses, state = trained(model, batches, "torch", compile=False, precision=precision)
     np.testing.assert_allclose(losses, exact, rtol=close)
     assert losses != exact
     assert {array.dtype for array in state.values() if array.dtype.kind == "f"} == {np.dtype(np.float32)}
@@ -226,7 +226,7 @@ def test_settings_are_those_of_before_when_a_step_is_done():
 
     model, batches = digits(steps=1)
     before = torch.backends.cudnn.allow_tf32
-    run(model, batches, "torch", compile=False, deterministic=True, precision="tf32")
+    trained(model, batches, "torch", compile=False, deterministic=True, precision="tf32")
     assert not torch.are_deterministic_algorithms_enabled()
     assert torch.backends.cudnn.allow_tf32 == before
     assert torch.is_grad_enabled()

@@ -17,6 +17,7 @@ from onnx.reference import ReferenceEvaluator
 
 import onward
 from conftest import needs
+from gradcheck import assert_close
 from reference_ops import OPERATORS
 
 pytestmark = needs("torch")
@@ -132,19 +133,6 @@ def autograd(model):
     leaves = {**dict(model.module.named_parameters(remove_duplicate=False)), **inputs}
     assert all(x.grad is None or any(x is leaf for leaf in model.leaves.values()) for x in leaves.values())
     return {name: np.zeros(x.shape) if x.grad is None else x.grad.numpy() for name, x in model.leaves.items()}
-
-
-def assert_close(found, expected, tolerance):
-    """By the measure that is described at the top."""
-    assert found.keys() == expected.keys()
-    sizes = {name: float(np.abs(wanted).max()) for name, wanted in expected.items()}
-    largest = max(sizes.values())
-    errors = {
-        name: float(np.abs(found[name] - wanted).max()) / (sizes[name] if sizes[name] > 1e-7 * largest else largest)
-        for name, wanted in expected.items()
-    }
-    wrong = {name: error for name, error in errors.items() if not error <= tolerance}
-    assert not wrong, f"relative errors: {wrong}"
 
 
 def gradients(proto, feeds, xs):
