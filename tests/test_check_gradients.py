@@ -434,6 +434,21 @@ def test_the_command_fails_where_a_gradient_is_wrong(digits, monkeypatch):
     assert {row["x"]: row["verdict"] for row in found["rows"]}["image"] == "wrong"
 
 
+def test_inputs_that_are_none_are_refused(digits, tmp_path):
+    def said(path):
+        result = CliRunner().invoke(app, ["check-gradients", str(digits), "--inputs", str(path)])
+        assert result.exit_code == 1, result.output
+        return result.stderr
+
+    batch = tmp_path / "batch.npz"
+    batch.write_bytes(b"")
+    assert "is not an .npz file" in said(batch)
+    batch.unlink()
+    batch.symlink_to("/dev/zero")
+    assert "a device, not a file" in said(batch)
+    assert "No such file" in said(tmp_path / "none.npz")
+
+
 def test_the_command_takes_inputs(digits, tmp_path):
     np.savez(tmp_path / "batch.npz", image=np.full((1, 64), np.nan, np.float32))
     found = json.loads(run(digits, "--inputs", tmp_path / "batch.npz", "--json", code=1))

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import pickle
 import subprocess
 import sys
+import time
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,10 +17,17 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+import onward
 from conftest import needs
-from onward.errors import DataError, Error, UnknownNameError, UnsupportedError
+from models import digits_mlp
+from onward.convert.files import restore
+from onward.errors import DataError, Error, InvalidModelError, UnknownNameError, UnsupportedError
+from onward.numeric.inputs import fitting
 from onward.training.data import Batches, Column, dataset, match, open_data
+from onward.training.data.fitting import Wanted, fit
 
 FLOAT, INT64, INT32, STRING = ir.DataType.FLOAT, ir.DataType.INT64, ir.DataType.INT32, ir.DataType.STRING
 
@@ -89,7 +99,7 @@ def test_match(have: dict[str, Column], want: dict[str, ir.Value], found: dict[s
         (columns(x="U7", y="int64"), IMAGES, "no column can be input `image`"),
         (columns(x="complex64 64", y="int64"), IMAGES, "no column can be input `image`"),
         ({"x": Column(np.dtype(np.int64), (), ("cat", "dog"))}, inputs(y=(FLOAT, ["N"])), "no column can be"),
-        (columns(a="int64", b="int64", c="int64"), inputs(x=(FLOAT, [None, 2]), y=(INT64, [None])), "no column can be"),
+        (columns(a="int64", b="int64", c="int64"), inputs(x=(FLOAT, [None, 2]), y=(INT64, [None])), "`y` could be `a`"),
     ],
 )
 def test_no_match(have: dict[str, Column], want: dict[str, ir.Value], why: str) -> None:
@@ -126,6 +136,70 @@ def test_columns_side_by_side_keep_their_order() -> None:
     wanted = inputs(x=(FLOAT, [None, 2, 1]), y=(INT64, [None]))
     batch = next(Batches(data, match(data.columns, wanted), shuffle=False).epoch(0))
     np.testing.assert_array_equal(batch["x"], np.float32([[[0], [10]], [[1], [11]], [[2], [12]]]))
+
+
+DTYPES = {FLOAT: "float32", INT64: "int64", ir.DataType.BOOL: "bool"}
+
+
+def counted(have: dict[str, Column], want: dict[str, ir.Value]) -> list[dict[str, tuple[str, ...]]]:
+    """All ways, by trying them: each input a column, or one of them all that are left."""
+    found = []
+    wanted = {name: Wanted.by(value) for name, value in want.items()}
+    for several in [None, *wanted]:
+        singles = [name for name in wanted if name != several]
+        for chosen in itertools.permutations(have, len(singles)):
+            way: dict[str, tuple[str, ...]] = {name: (column,) for name, column in zip(singles, chosen, strict=True)}
+            left = tuple(name for name in have if name not in chosen)
+            if several is not None:
+                way[several] = left
+            if (several is None or len(left) > 1) and all(fit(c, have, wanted[name]) for name, c in way.items()):
+                found.append(way)
+    return found
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.data())
+def test_matching_finds_the_only_way(draw: st.DataObject) -> None:
+    kinds = st.tuples(st.sampled_from(list(DTYPES)), st.sampled_from([(), (), (2,), (3,)]))
+    have = {
+        f"c{i}": Column(np.dtype(DTYPES[dtype]), shape)
+        for i, (dtype, shape) in enumerate(draw.draw(st.lists(kinds, min_size=1, max_size=5)))
+    }
+    want = inputs(
+        **{
+            f"i{i}": (dtype, None if dims == (9,) else [None, *dims])
+            for i, (dtype, dims) in enumerate(
+                draw.draw(
+                    st.lists(
+                        st.tuples(
+                            st.sampled_from(list(DTYPES)), st.sampled_from([(), (1,), (2,), (3,), (None,), (9,)])
+                        ),
+                        min_size=1,
+                        max_size=4,
+                    )
+                )
+            )
+        }
+    )
+    ways = counted(have, want)
+    if len(ways) == 1:
+        assert {name: binding.columns for name, binding in match(have, want).items()} == ways[0]
+    else:
+        with pytest.raises(DataError, match="could be" if ways else "the data do not fit"):
+            match(have, want)
+
+
+def test_matching_many_columns_takes_no_time() -> None:
+    have = {f"c{i}": Column(np.dtype(np.int64)) for i in range(60)}
+    many = inputs(**{f"i{i}": (INT64, ["N"]) for i in range(5)})
+    wide = {f"c{i}": Column(np.dtype(np.float32)) for i in range(2000)}
+    start = time.process_time()
+    with pytest.raises(DataError, match=r"input `i0` could be `c0` or `c1` or `c2` or `c3` or \.\.\."):
+        match(have, many)
+    with pytest.raises(DataError, match="could be"):
+        match(wide, inputs(x=(FLOAT, ["N", 1999]), y=(FLOAT, ["N"])))
+    assert match({**wide, "y": Column(np.dtype(bool))}, inputs(x=(FLOAT, ["N", 2000]), y=(ir.DataType.BOOL, ["N"])))
+    assert time.process_time() - start < 5
 
 
 # ---- bad files -------------------------------------------------------------------------------------------------------
@@ -205,6 +279,129 @@ def test_bad_files(case: str, tmp_path: Path) -> None:
     make, message = BAD_FILES[case]
     with pytest.raises(DataError, match=message):
         open_data(make(tmp_path))
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+@needs("pyarrow")
+@needs("PIL")
+def test_what_is_no_file_is_not_read(tmp_path: Path) -> None:
+    """A pipe would be waited for, and a device has no end."""
+    picture = tmp_path / "photos" / "cat" / "1.png"
+    picture.parent.mkdir(parents=True)
+    endings = ("csv", "tsv", "npz", "npy", "safetensors", "parquet", "arrow", "feather")
+    for path in [*(tmp_path / f"x.{ending}" for ending in endings), picture]:
+        source = tmp_path / "photos" if path == picture else path
+        os.mkfifo(path)
+        with pytest.raises(DataError, match=rf"{path.name} is a pipe, not a file") as caught:
+            open_data(source)
+        assert caught.value.hint
+        path.unlink()
+        path.symlink_to("/dev/zero")
+        with pytest.raises(DataError, match=rf"{path.name} is a device, not a file"):
+            open_data(source)
+        path.unlink()
+    (tmp_path / "state.json").write_text('{"_data_files": [{"filename": "data.arrow"}]}', encoding="utf-8")
+    os.mkfifo(tmp_path / "data.arrow")
+    with pytest.raises(DataError, match=r"data.arrow is a pipe"):
+        open_data(tmp_path)
+    os.mkfifo(tmp_path / "adapter.safetensors")
+    with pytest.raises(InvalidModelError, match="holds no adapter: a pipe, not a file"):
+        onward.load_adapter(onward.add_lora(digits_mlp(), targets="*", rank=2), tmp_path / "adapter.safetensors")
+    for framework, name in (("torch", "run.pt"), ("keras", "run.keras")):
+        (tmp_path / name).symlink_to("/dev/zero")
+        with pytest.raises(InvalidModelError, match=f"{name}`: a device, not a file"):
+            restore(framework, tmp_path / name)
+
+
+def header(dtype: str, shape: str, order: str = "False") -> bytes:
+    text = f"{{'descr': {dtype}, 'fortran_order': {order}, 'shape': {shape}, }}".encode()
+    return b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text
+
+
+HEADERS: dict[str, tuple[bytes, str]] = {
+    "negative": (header("'<f4'", "(-1, 2)"), "is no shape"),
+    "huge": (header("'<f4'", "(2**62,)".replace("2**62", str(2**62))), "larger than any file"),
+    "beyond numpy": (header("'<f4'", f"({10**30},)"), "is no shape"),
+    "a fraction": (header("'<f4'", "(1.5,)"), "is no shape"),
+    "true": (header("'<f4'", "(True, 2)"), "is no shape"),
+    "many dimensions": (header("'<f4'", str((1,) * 99)), "is no shape"),
+    "a list": (header("'<f4'", "[2]"), "order and shape"),
+    "order": (header("'<f4'", "(2,)", "None"), "order and shape"),
+    "records": (header("[('a', '<f4'), ('b', '<i8')]", "(2,)"), "records of several fields"),
+    "nothing": (header("'|V0'", "(2,)"), "no type of numbers"),
+    "code": (header("__import__('os')", "(2,)"), "does not say type"),
+    "comma": (header("'f4,f4'", "(2,)"), "no type of numbers"),
+    "unknown": (header("'<q9'", "(2,)"), "no type of numbers"),
+    "deep": (header("[" * 5000, "(2,)"), "does not say type"),
+    "unhashable": (b"\x93NUMPY\x01\x00\x06\x00{[]:1}", "does not say type"),
+    "long": (b"\x93NUMPY\x02\x00\xff\xff\xff\x7f{}", "not all there"),
+    "version": (b"\x93NUMPY\x09\x00\x02\x00{}", "version 9.0"),
+    "cut off": (header("'<f4'", "(9,)"), "cut off"),
+}
+
+
+@pytest.mark.parametrize("case", HEADERS)
+def test_bad_headers(case: str, tmp_path: Path) -> None:
+    """The same in a file, in an archive that is data, and in one that is given to a command."""
+    data, message = HEADERS[case]
+    (tmp_path / "x.npy").write_bytes(data)
+    with pytest.raises(DataError, match=message):
+        open_data(tmp_path / "x.npy")
+    for packing in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+        with zipfile.ZipFile(tmp_path / "x.npz", "w", packing) as archive:
+            archive.writestr("x.npy", data)
+        with pytest.raises(DataError, match=message):
+            open_data(tmp_path / "x.npz")
+        with pytest.raises(DataError, match=message):
+            fitting(tmp_path / "x.npz", {})
+
+
+def test_arrays_are_read_as_numpy_reads_them(tmp_path: Path) -> None:
+    arrays = {
+        "fortran": np.asfortranarray(np.arange(6.0).reshape(3, 2)),
+        "big": np.arange(6, dtype=">i4").reshape(3, 2),
+        "flags": np.array([True, False, True]),
+        "half": np.arange(3, dtype=np.float16),
+        "empty": np.zeros((3, 0), np.float32),
+    }
+    np.savez_compressed(tmp_path / "x.npz", **arrays)
+    known = {name: ir.Value(name=name) for name in arrays}
+    given = fitting(tmp_path / "x.npz", known)
+    data = open_data(tmp_path / "x.npz").take(np.arange(3))
+    with np.load(tmp_path / "x.npz") as theirs:
+        for name in arrays:
+            np.testing.assert_array_equal(given[name], theirs[name], strict=False)
+            np.testing.assert_array_equal(data[name], theirs[name], strict=False)
+            assert given[name].flags.c_contiguous and given[name].dtype.isnative
+
+
+ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+TENSORS: dict[str, tuple[Any, str]] = {
+    "no table": ([], "no table"),
+    "no entry": ({"x": 5}, "no type that is known"),
+    "type": ({"x": ENTRY | {"dtype": ["F32"]}}, "no type that is known"),
+    "negative": ({"x": ENTRY | {"shape": [-2]}}, "is no shape"),
+    "text": ({"x": ENTRY | {"shape": "2"}}, "does not say its shape"),
+    "true": ({"x": ENTRY | {"shape": [True, 2]}}, "is no shape"),
+    "huge": ({"x": ENTRY | {"shape": [2**62, 2**62]}}, "larger than any file"),
+    "offsets": ({"x": ENTRY | {"data_offsets": [0, 8, 9]}}, "does not say its shape"),
+    "fraction": ({"x": ENTRY | {"data_offsets": [0.0, 8.0]}}, "does not say its shape"),
+    "before": ({"x": ENTRY | {"data_offsets": [-8, 0]}}, "outside of the file"),
+    "after": ({"x": ENTRY | {"data_offsets": [8, 16]}}, "outside of the file"),
+    "other size": ({"x": ENTRY | {"data_offsets": [0, 4]}}, "has 4 bytes, and its type and shape need 8"),
+    "overlap": ({"x": ENTRY, "y": ENTRY}, "overlap"),
+    "twice": (f'{{"x": {json.dumps(ENTRY)}, "x": {json.dumps(ENTRY)}}}', "`x` twice"),
+    "deep": ("[" * 100_000, "nested too deeply"),
+}
+
+
+@pytest.mark.parametrize("case", TENSORS)
+def test_bad_safetensors(case: str, tmp_path: Path) -> None:
+    content, message = TENSORS[case]
+    text = (content if isinstance(content, str) else json.dumps(content)).encode()
+    (tmp_path / "x.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + bytes(8))
+    with pytest.raises(DataError, match=message):
+        open_data(tmp_path / "x.safetensors")
 
 
 @needs("pyarrow")

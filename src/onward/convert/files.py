@@ -15,8 +15,9 @@ import numpy as np
 import onnx_ir as ir
 
 from onward.convert.problems import Problems
-from onward.errors import UnsupportedError
+from onward.errors import InvalidModelError, UnsupportedError
 from onward.model import Model
+from onward.model.storage.files import reason, regular
 
 Framework = Literal["torch", "keras", "jax", "tensorflow"]
 FRAMEWORKS: tuple[Framework, ...] = get_args(Framework)
@@ -47,6 +48,11 @@ def write(model: Model, framework: Framework, path: Path) -> list[Path]:
 
 def restore(framework: Framework, path: Path, like: Model | None = None) -> Model:
     """The training model that goes on where a run of a framework is: `like`, with the state that its files have."""
+    try:
+        if not path.is_dir():
+            regular(path)
+    except (OSError, ValueError) as error:
+        raise InvalidModelError(f"could not read `{path}`: {reason(error)}") from error
     made: Model = _files_of(framework).restore(path, like)
     return made
 

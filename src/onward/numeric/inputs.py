@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
-from onward.errors import InvalidModelError, UnknownNameError, UnsupportedError, near
+from onward.errors import DataError, InvalidModelError, UnknownNameError, UnsupportedError, near
 from onward.inspect.values import number, port
 from onward.inspect.wording import shape as shown_shape
 from onward.model import Model
 from onward.model.core import values
+from onward.model.storage.files import reason
+from onward.model.storage.npz import read_npz
 from onward.numeric.precision import FLOATS
 from onward.numeric.subject import Subject
 from onward.transform.inline import inline
@@ -36,25 +38,30 @@ def generator(seed: int) -> np.random.Generator:
 
 def given_inputs(subject: Subject, given: Given) -> dict[str, np.ndarray]:
     """What the user gives, as arrays that fit the inputs of the model; those that y does not depend on are left out."""
-    known = {value.name or "": value for value in subject.model.inputs}
+    return fitting(given, {value.name or "": value for value in subject.model.inputs}, subject.spare)
+
+
+def fitting(given: Given, known: Mapping[str, ir.Value], spare: Container[str] = ()) -> dict[str, np.ndarray]:
+    """What the user gives, as arrays that fit inputs that are known; those that are to spare are left out."""
     found = {}
-    for name, array in read_given(given).items():
+    for name, array in _read(given).items():
         if name in known:
             found[name] = _fitting(known[name], array)
-        elif name not in subject.spare:
+        elif name not in spare:
             hint = near(name, known) or f"it has {', '.join(f'`{name}`' for name in known) or 'none'}"
             raise UnknownNameError(f"the model has no input `{name}`", hint=hint)
     return found
 
 
-def read_given(given: Given) -> dict[str, np.ndarray]:
+def _read(given: Given) -> dict[str, np.ndarray]:
     """Arrays by name, from a file if need be."""
     if isinstance(given, str | Path):
         try:
-            with np.load(given, allow_pickle=False) as arrays:
-                return dict(arrays)
-        except (ValueError, AttributeError) as error:
-            raise InvalidModelError(f"`{given}` is not an .npz file", hint="write one with `numpy.savez`") from error
+            return read_npz(given)
+        except OSError as error:
+            raise DataError(f"cannot read `{given}`: {reason(error)}") from error
+        except ValueError as error:
+            raise DataError(f"`{given}` is not an .npz file: {error}", hint="write one with `numpy.savez`") from error
     return {name: np.asarray(array) for name, array in (given or {}).items()}
 
 
@@ -86,6 +93,10 @@ def _fitting(value: ir.Value, array: np.ndarray) -> np.ndarray:
     )
     if not fits or (array.dtype.kind not in kinds and array.dtype != wanted):
         raise InvalidModelError(f"{expected}, not {array.dtype} {list(array.shape)}", hint="give an array like that")
+    if array.size and wanted.kind in "iu" and array.dtype.kind in "iu":
+        limits = np.iinfo(wanted)
+        if array.min() < limits.min or array.max() > limits.max:
+            raise InvalidModelError(f"{expected}, and some of the numbers are too large for that")
     return array.astype(wanted)
 
 

@@ -14,7 +14,7 @@ from onward.lowering.contract import contract_of
 from onward.lowering.step import lower
 from onward.model import Model, Source, read
 from onward.model.state import states
-from onward.numeric.inputs import GIVE, Given, made_up, read_given
+from onward.numeric.inputs import GIVE, Given, fitting, made_up
 from onward.run import ENGINES, FRAMEWORKS, Engine, is_installed, load
 from onward.verification.distance import Arrays, farthest
 from onward.verification.divergence import Way, first_difference
@@ -44,7 +44,8 @@ def verify(
     model = read(source)
     names = engines if engines is not None else [name for name in ENGINES if is_installed(name)]
     ways = [Way(name, rules) for name in names for rules in _rules(name)]
-    given = read_given(inputs)
+    known = [*model.inputs, *(value for one in model.steps[step:][:1] for value in one.algorithm.inputs)]
+    given = fitting(inputs, {value.name or "": value for value in known})
     batches: list[Arrays] = []
     runs: dict[Way, _Run] = {}
     refusals: dict[Way, str] = {}

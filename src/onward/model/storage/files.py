@@ -5,11 +5,38 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import stat
 from pathlib import Path
 from typing import BinaryIO
 
 PathLike = str | os.PathLike[str]
 PAGE = 4096
+
+
+_KINDS = {
+    stat.S_IFDIR: "folder",
+    stat.S_IFIFO: "pipe",
+    stat.S_IFSOCK: "socket",
+    stat.S_IFCHR: "device",
+    stat.S_IFBLK: "device",
+}
+
+
+def regular(path: PathLike) -> os.stat_result:
+    """What the system says of a file; an OSError if there is none, or if it is something else.
+
+    All that is opened for reading is asked for here first: a pipe may keep one waiting for ever, and a device may have
+    no end.
+    """
+    info = os.stat(path)
+    if not stat.S_ISREG(info.st_mode):
+        what = _KINDS.get(stat.S_IFMT(info.st_mode), "special file")
+        raise NotRegularError(errno.EINVAL, f"a {what}, not a file", os.fspath(path))
+    return info
+
+
+class NotRegularError(OSError):
+    """A path that names something other than a file."""
 
 
 def listing(folder: Path) -> list[os.DirEntry[str]]:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import stat
 from pathlib import Path
 
 from google.protobuf.message import DecodeError
 from onnx import ModelProto
 
 from onward.errors import Error, InvalidModelError, near
-from onward.model.storage.files import PAGE, PathLike, listing, reason
+from onward.model.storage.files import PAGE, NotRegularError, PathLike, listing, reason, regular
 
 PROTO_LIMIT = 2**31 - 1  # protobuf counts bytes in a signed 32-bit integer
 OUTSIDE_HINT = "store its tensors beside it, as external data"
@@ -25,10 +24,7 @@ def read_proto(path: PathLike) -> ModelProto:
     """Parse a model file. External data is neither read nor checked."""
     name, path = f"`{os.fspath(path)}`", Path(path)
     try:
-        info = path.stat()
-        if not stat.S_ISREG(info.st_mode):
-            kind = "folder" if stat.S_ISDIR(info.st_mode) else "device or pipe"
-            raise InvalidModelError(f"{name} is a {kind}, not a file", hint="name an `.onnx` file, or pass its bytes")
+        info = regular(path)
         with path.open("rb") as file:
             _refuse_other_formats(name, file.read(PAGE), info.st_size)  # before reading gigabytes of something else
             file.seek(0)
@@ -36,6 +32,9 @@ def read_proto(path: PathLike) -> ModelProto:
     except FileNotFoundError:
         siblings = (entry.name for entry in listing(path.parent))
         raise InvalidModelError(f"there is no file {name}", hint=near(path.name, siblings)) from None
+    except NotRegularError as error:
+        hint = "name an `.onnx` file, or pass its bytes"
+        raise InvalidModelError(f"{name} is {reason(error)}", hint=hint) from None
     except Error:
         raise
     except (OSError, ValueError) as error:

@@ -19,6 +19,7 @@ import onnx_ir as ir
 
 from onward.errors import InvalidModelError, UnknownNameError, UnsupportedError, near
 from onward.model import Model, Source, read
+from onward.model.storage.files import reason, regular
 from onward.model.storage.transaction import Transaction
 from onward.recipe.layers import Layer
 from onward.recipe.lora.adapters import Adapter, adapters, array, by_weight
@@ -131,10 +132,11 @@ def _read(path: Path) -> tuple[dict[str, tuple[np.ndarray, np.ndarray]], dict[st
 
     file = path / _WEIGHTS if path.is_dir() else path
     try:
+        regular(file)
         entries = dict(safetensors.deserialize(file.read_bytes()))  # type: ignore[no-untyped-call]
         config = _read_config(path, file)
     except (OSError, ValueError, safetensors.SafetensorError) as error:
-        raise InvalidModelError(f"`{file}` holds no adapter: {error}") from error
+        raise InvalidModelError(f"`{file}` holds no adapter: {reason(error)}") from error
     if wrong := [key for key in entries if not _KEY.fullmatch(key)]:
         raise UnsupportedError(f"`{file}` holds more than adapters of layers: `{wrong[0]}`")
     if refused := [name for name in _UNSUPPORTED if config.get(name)]:
@@ -160,6 +162,7 @@ def _numbers(entry: dict[str, Any]) -> np.ndarray:
 def _read_config(path: Path, file: Path) -> dict[str, Any]:
     beside = file.with_name(_CONFIG)
     if path.is_dir() or beside.exists():
+        regular(beside)
         found = json.loads(beside.read_text(encoding="utf-8"))
     else:
         from safetensors import safe_open

@@ -19,6 +19,7 @@ import numpy as np
 from onward.errors import DataError
 from onward.training.data.arrow_values import Reader, pyarrow
 from onward.training.data.dataset import Batch, Dataset, check_not_empty, known
+from onward.training.data.files import check_file
 from onward.training.data.images import ImageFormat
 from onward.training.data.records import Conversion, Records
 from onward.training.data.views import joined
@@ -124,6 +125,7 @@ class _File:
 
     def __iter__(self) -> Iterator[Any]:
         pa = pyarrow()
+        check_file(self._path)
         try:
             source = pa.memory_map(str(self._path)) if self._is_mapped else pa.OSFile(str(self._path))
             if self._is_mapped:
@@ -134,11 +136,17 @@ class _File:
             except pa.ArrowInvalid:  # `datasets` writes the other format: a stream, without the index at the end
                 if not self._is_mapped:
                     source.seek(0)
-                yield from pa.ipc.open_stream(source)
+                yield from map(_validated, pa.ipc.open_stream(source))
             else:
-                yield from map(file.get_batch, range(file.num_record_batches))
+                yield from (_validated(file.get_batch(number)) for number in range(file.num_record_batches))
         except (OSError, pa.ArrowException) as error:
             raise DataError(f"{self._path} is not a whole Arrow file: {error}") from None
+
+
+def _validated(batch: Any) -> Any:
+    """A batch whose offsets lead to its own bytes: Arrow itself follows them wherever they lead."""
+    batch.validate(full=True)
+    return batch
 
 
 def _survey(file: _File) -> tuple[list[int], bool]:
@@ -153,8 +161,9 @@ def _survey(file: _File) -> tuple[list[int], bool]:
 
 
 def _json(path: Path) -> dict[str, Any]:
+    check_file(path)
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"cannot read {path}: {error}") from None
     return found if isinstance(found, dict) else {}

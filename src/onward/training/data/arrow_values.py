@@ -80,7 +80,7 @@ def _class_names(schema: Any) -> dict[str, tuple[str, ...]]:
         features = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))["info"]["features"]
         labels = {name: kind for name, kind in features.items() if kind.get("_type") == "ClassLabel"}
         return {name: tuple(map(str, kind["names"])) for name, kind in labels.items() if kind.get("names")}
-    except (ValueError, KeyError, TypeError, AttributeError):  # nothing of the kind is there
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):  # nothing of the kind is there
         return {}
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import itertools
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +17,7 @@ import numpy as np
 
 from onward.errors import DataError
 from onward.training.data.dataset import Batch, Column
+from onward.training.data.files import check_file
 from onward.training.data.records import Conversion, Records
 
 _CHUNK = 4096  # rows
@@ -54,14 +56,15 @@ def open_csv(path: Path) -> Records:
             for kind, cells in zip(kinds, chunk.cells, strict=True):
                 _keep_texts(kind, cells)
     columns = {name: _column(kind) for name, kind in zip(names, kinds, strict=True)}
+    places = {name: at for at, name in enumerate(names)}
 
     def convert(wanted: Sequence[str]) -> Iterator[Batch]:
         for name in wanted:
-            if line := kinds[names.index(name)].missing:
+            if line := kinds[places[name]].missing:
                 hint = "fill it in, leave the row out, or use another column"
                 raise DataError(f"{line} of {path} has no value in column `{name}`", hint=hint)
         for chunk in _read(path)[1]:
-            yield {name: _values(columns[name], chunk.cells[names.index(name)], path) for name in wanted}
+            yield {name: _values(columns[name], chunk.cells[places[name]], path) for name in wanted}
 
     def row(index: int) -> str:
         return f"line {index + 2:,} of {path.name}" if lines_are_rows else f"row {index:,} of {path.name}"
@@ -83,6 +86,7 @@ def _read(path: Path) -> tuple[list[str], Iterator[_Chunk]]:
 def _rows(path: Path) -> Iterator[tuple[int, list[str]]]:
     """The line on which each row ends, and its cells; empty lines are passed over."""
     line = 0
+    check_file(path)
     try:
         with open(path, newline="", encoding="utf-8-sig") as file:
             header = file.readline()
@@ -106,8 +110,8 @@ def _check_header(names: list[str], path: Path) -> None:
         raise DataError(f"{path} is empty", hint=hint)
     if all(_is_number(name) for name in names):
         raise DataError(f"{path} has no header: its first line holds numbers", hint=hint)
-    for name in names:
-        if not name.strip() or names.count(name) > 1:
+    for name, count in Counter(names).items():
+        if not name.strip() or count > 1:
             raise DataError(f"the header of {path} has the name `{name}` more than once, or an empty one", hint=hint)
 
 

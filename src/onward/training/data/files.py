@@ -17,7 +17,20 @@ from typing import IO
 import numpy as np
 
 from onward.errors import DataError
+from onward.model.storage.files import NotRegularError, PathLike, reason, regular
+from onward.model.storage.headers import Stored
 from onward.training.data.memory import held
+
+
+def check_file(path: PathLike) -> int:
+    """The size of a file that is there to be read; what is none is refused."""
+    try:
+        return regular(path).st_size
+    except NotRegularError as error:
+        hint = "write the data to a file first: it is read more than once"
+        raise DataError(f"{path} is {reason(error)}", hint=hint) from None
+    except (OSError, ValueError) as error:
+        raise DataError(f"cannot read {path}: {reason(error)}") from error
 
 
 class DataFile:
@@ -32,6 +45,7 @@ class DataFile:
 
     @classmethod
     def open(cls, path: Path) -> DataFile:
+        check_file(path)
         try:
             return cls(open(path, "rb", buffering=0), str(path))
         except OSError as error:
@@ -97,12 +111,14 @@ class FileRows:
         return self[np.arange(self.shape[0])]
 
 
-def rows_of(file: DataFile, offset: int, dtype: np.dtype, shape: tuple[int, ...]) -> FileRows | np.ndarray:
+def rows_of(file: DataFile, stored: Stored) -> FileRows | np.ndarray:
     """An array in a file: in memory if there is room, else to be read by rows. It must be there in full."""
-    needed = offset + dtype.itemsize * int(np.prod(shape, dtype=np.int64))
+    needed = stored.offset + stored.size
     if file.size < needed:
         hint = "it was not written or copied to its end; write it again"
         raise DataError(f"{file.origin} is cut off: it has {file.size:,} bytes of {needed:,}", hint=hint)
-    rows = FileRows(file, offset, dtype, shape)
-    in_memory = held(needed - offset, rows.all) if shape else None
+    if not stored.size:
+        return np.empty(stored.shape, stored.dtype)
+    rows = FileRows(file, stored.offset, stored.dtype, stored.shape)
+    in_memory = held(stored.size, rows.all) if stored.shape else None
     return rows if in_memory is None else in_memory

@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from onward.errors import DataError
+from onward.errors import DataError, first_line
 from onward.training.data.dataset import Batch, Column, check_not_empty, known, optional_package
+from onward.training.data.files import check_file
 
 SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm"}
 _MODES = {1: "L", 3: "RGB", 4: "RGBA"}
@@ -88,6 +89,7 @@ class ImageFolder:
 
 
 def _bytes(path: str) -> bytes:
+    check_file(path)
     try:
         return Path(path).read_bytes()
     except OSError as error:
@@ -139,8 +141,9 @@ def _open(encoded: bytes, origin: str) -> Any:
     try:
         image = pillow.open(io.BytesIO(encoded))
         image.load()
-    except (OSError, ValueError, SyntaxError, pillow.DecompressionBombError) as error:  # what it raises for bad files
-        raise DataError(f"{origin} is not a whole image: {error}", hint="replace it, or take it away") from None
+    except Exception as error:  # Pillow raises many kinds for bad files, and nothing in here is ours
+        text = f"{origin} is not a whole image: {first_line(error)}"
+        raise DataError(text, hint="replace it, or take it away") from None
     return image
 
 

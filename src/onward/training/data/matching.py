@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import fnmatch
 import itertools
 import re
@@ -9,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from onward.errors import DataError, UnknownNameError, near
+from onward.training.data.assignment import assign
 from onward.training.data.dataset import Column
 from onward.training.data.fitting import Binding, Wanted, fit, is_float
 
@@ -90,14 +92,17 @@ class _Sides:
         return fitting if len(fitting) == len(found) else {}
 
     def _only_way(self, rest: list[str], free: list[str]) -> Way:
-        ways = list(itertools.islice(self._ways(rest, free), 2))
+        fitting = {name: {c: found for c in free if (found := self._fit(name, c)) is not None} for name in rest}
+        ways = list(itertools.islice(self._ways(fitting, free), 2))
         if len(ways) == 1:
             return ways[0]
-        candidates = {name: [column for column in free if self._fit(name, column)] for name in rest}
-        name = next((name for name in rest if not candidates[name]), max(rest, key=lambda one: len(candidates[one])))
-        found = candidates[name]
-        why = f"input `{name}` could be " + " or ".join(f"`{column}`" for column in [*found[:4], "..."][: len(found)])
+        name = max(rest, key=lambda one: len(fitting[one]))
+        if not ways:
+            name = next((name for name in rest if not fitting[name]), name)
+        found = list(fitting[name])
         if found:
+            could = [*(f"`{column}`" for column in found[:4]), "..."][: len(found)]
+            why = f"input `{name}` could be {' or '.join(could)}" + (" or several" if len(found) == 1 and ways else "")
             raise self._misfit(why, f"say which column it is: {_say(name, found[0])}")
         meant = near(name, free)
         hint = (
@@ -105,29 +110,31 @@ class _Sides:
         )
         raise self._misfit(f"no column can be input `{name}`", hint)
 
-    def _ways(self, rest: list[str], free: list[str]) -> Iterator[Way]:
-        """All ways to give each input a column of its own, or one of them all numbers that are left, side by side."""
-        for several in [None, *rest]:
-            for way in self._one_each([name for name in rest if name != several], free):
-                if several is None:
-                    yield way
-                    continue
-                used = {binding.columns[0] for binding in way.values()}
-                left = [name for name in free if name not in used]
-                binding = self._fit(several, *left) if len(left) > 1 else None
-                if binding is not None:
-                    yield {**way, several: binding}
+    def _ways(self, fitting: Mapping[str, Mapping[str, Binding]], free: list[str]) -> Iterator[Way]:
+        """Ways to give each input a column of its own, or one of them all numbers that are left, side by side.
 
-    def _one_each(self, rest: list[str], free: list[str]) -> Iterator[Way]:
-        if not rest:
-            yield {}
-            return
-        name, *others = rest
-        for column in free:
-            binding = self._fit(name, column)
-            if binding is not None:
-                for way in self._one_each(others, [other for other in free if other != column]):
-                    yield {name: binding, **way}
+        All there are, as long as there is one at most of each kind; of many, two.
+        """
+        for several in [None, *fitting]:
+            others = {name: columns for name, columns in fitting.items() if name != several}
+            alone = self._not_beside_others(several, free) if several is not None else ()
+            found = assign(others, alone)
+            if found is None:
+                continue
+            way = {name: others[name][column] for name, column in found.chosen.items()}
+            if several is not None:
+                used = set(found.chosen.values())
+                left = [name for name in free if name not in used]
+                together = self._fit(several, *left) if len(left) > 1 else None
+                if together is None:
+                    continue
+                way[several] = together
+            yield from [way] if found.is_only else [way, way]
+
+    def _not_beside_others(self, name: str, free: list[str]) -> list[str]:
+        """The columns that cannot be a part of what an input gets."""
+        part = dataclasses.replace(self._wanted[name], shape=())
+        return [c for c in free if self._columns[c].shape or fit([c], self._columns, part) is None]
 
     def _misfit(self, why: str, hint: str) -> DataError:
         lines = [f"the data do not fit the model: {why}"]

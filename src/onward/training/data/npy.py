@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import io
-import shutil
 import struct
 import zipfile
-import zlib
 from pathlib import Path
 from typing import IO
 
 import numpy as np
 
-from onward.errors import DataError
+from onward.errors import DataError, Error
+from onward.model.storage.headers import npy_header
+from onward.model.storage.npz import BAD_ZIP, members_of
 from onward.training.data.dataset import Columns
 from onward.training.data.files import DataFile, FileRows, rows_of
 
 _PICKLED = "save arrays of numbers: files with pickled objects can run code when loaded, so they are not"
 _LONGEST_HEADER = 1 << 20
 _MOST_TURNED = 64 << 20  # bytes of an array in Fortran order that is turned in memory
+_AT_ONCE = 1 << 20
 
 
 def open_npy(path: Path) -> Columns:
@@ -30,11 +30,13 @@ def open_npz(path: Path, only: str | None = None) -> Columns:
     file = DataFile.open(path)
     try:
         with zipfile.ZipFile(path) as archive:
-            members = {info.filename.removesuffix(".npy"): info for info in archive.infolist()}
+            members = members_of(archive)
             if only in members:
                 members = {only: members[only]}
             arrays = {name: _member(archive, info, file) for name, info in members.items()}
-    except (zipfile.BadZipFile, zlib.error, EOFError, struct.error, NotImplementedError, RuntimeError) as error:
+    except Error:
+        raise
+    except BAD_ZIP as error:
         hint = "it was not written or copied to its end, or is something else; write it again"
         raise DataError(f"{path} is not a whole .npz file: {error}", hint=hint) from None
     return Columns(arrays, path.name)
@@ -44,32 +46,37 @@ def _member(archive: zipfile.ZipFile, info: zipfile.ZipInfo, file: DataFile) -> 
     origin = f"{file.origin}, array `{info.filename.removesuffix('.npy')}`"
     if info.compress_type == zipfile.ZIP_STORED:  # its bytes are in the file as they are
         lengths = file.read(info.header_offset + 26, 4)  # of what is before them; the directory may have others
-        return _array(file, info.header_offset + 30 + sum(struct.unpack("<HH", lengths)), origin)
-    with archive.open(info) as packed:
-        unpacked = DataFile.temporary(lambda file: shutil.copyfileobj(packed, file, 1 << 20), origin)
-    return _array(unpacked, 0, origin)
+        return _array(file, info.header_offset + 30 + sum(struct.unpack("<HH", lengths)), origin, info.file_size)
+
+    def unpack(target: IO[bytes]) -> None:
+        """All that the header promises, and no more: a small file can unpack to a very large one."""
+        with archive.open(info) as packed:
+            start = packed.read(_LONGEST_HEADER)
+            stored = npy_header(start)
+            target.write(start)
+            left = stored.offset + stored.size - len(start)
+            while left > 0 and (part := packed.read(min(left, _AT_ONCE))):
+                target.write(part)
+                left -= len(part)
+
+    return _array(DataFile.temporary(unpack, origin), 0, origin)
 
 
-def _array(file: DataFile, offset: int, origin: str) -> FileRows | np.ndarray:
-    """The array in .npy format that begins at `offset`."""
-    start = io.BytesIO(file.read(offset, _LONGEST_HEADER))
+def _array(file: DataFile, offset: int, origin: str, room: int | None = None) -> FileRows | np.ndarray:
+    """The array in .npy format that begins at `offset`, and takes so much `room` at most."""
     try:
-        shape, is_fortran, dtype = _header(start)
-    except (ValueError, EOFError) as error:
+        stored = npy_header(file.read(offset, _LONGEST_HEADER))
+    except ValueError as error:
         raise DataError(f"{origin} is not a .npy file: {error}") from None
-    if dtype.hasobject:
+    if stored.dtype.hasobject:
         raise DataError(f"{origin} holds Python objects, not numbers", hint=_PICKLED)
-    offset += start.tell()
-    if not is_fortran or len(shape) < 2:
-        return rows_of(file, offset, dtype, shape)
-    if dtype.itemsize * int(np.prod(shape, dtype=np.int64)) > _MOST_TURNED:
+    if room is not None and stored.offset + stored.size > room:
+        raise DataError(f"{origin} is cut off: it has {room:,} bytes of {stored.offset + stored.size:,}")
+    stored = stored._replace(offset=offset + stored.offset)
+    if not stored.is_fortran or len(stored.shape) < 2:
+        return rows_of(file, stored)
+    if stored.size > _MOST_TURNED:
         hint = "save it with np.ascontiguousarray(...)"
         raise DataError(f"{origin} is stored column by column (Fortran order), so rows cannot be read", hint=hint)
-    flipped = rows_of(file, offset, dtype, shape[::-1])
+    flipped = rows_of(file, stored._replace(shape=stored.shape[::-1]))
     return np.ascontiguousarray((flipped if isinstance(flipped, np.ndarray) else flipped.all()).T)
-
-
-def _header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]:
-    version = np.lib.format.read_magic(file)
-    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-    return read(file)

@@ -9,6 +9,7 @@ from typing import Any
 from onward.errors import DataError
 from onward.training.data.arrow_values import Reader, pyarrow
 from onward.training.data.dataset import Batch, check_not_empty, optional_package
+from onward.training.data.files import check_file
 from onward.training.data.images import ImageFormat
 from onward.training.data.records import Conversion, Records
 
@@ -43,6 +44,7 @@ def _batches(path: Path, names: Sequence[str] | None, rows: int = _CHUNK) -> Ite
 
 def _open(path: Path) -> Any:
     parquet = optional_package("pyarrow.parquet", "reading Parquet files")
+    check_file(path)
     try:
         return parquet.ParquetFile(path, memory_map=False, pre_buffer=False)
     except (OSError, pyarrow().ArrowException) as error:

@@ -11,6 +11,7 @@ import numpy as np
 
 from onward.errors import DataError
 from onward.training.data.dataset import Columns, Dataset, Rows, known, to_array
+from onward.training.data.files import check_file
 from onward.training.data.frames import is_frame, open_frame
 from onward.training.data.images import SUFFIXES, ImageFolder, ImageFormat, format_for
 from onward.training.data.samples import HubDataset, Samples
@@ -133,7 +134,7 @@ def _open_path(path: Path, images: ImageFormat, only: str | None = None) -> Data
         raise DataError(f"there is no {path}", hint="check the path; it is relative to the current folder")
     if path.is_dir():
         return _open_folder(path, images)
-    if not path.stat().st_size:
+    if not check_file(path):
         raise DataError(f"{path} is empty")
     match path.suffix.lower():
         case ".npz":
@@ -170,7 +171,7 @@ def _open_folder(folder: Path, images: ImageFormat) -> Dataset:
 
         return open_saved(folder, images)
     inside = sorted(path for path in folder.iterdir() if not path.name.startswith("."))
-    files = [path for path in inside if path.is_file()]
+    files = [path for path in inside if not path.is_dir()]
     if any(path.is_dir() for path in inside):
         return ImageFolder(folder, images)
     if any(path.suffix.lower() in SUFFIXES for path in files):

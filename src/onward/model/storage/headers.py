@@ -1,0 +1,137 @@
+"""The headers of files of arrays, `.npy` and `.safetensors`: what they say is checked before anything is made of it.
+
+A header is text that anybody can write. What comes out of here has types that numpy has, and shapes whose bytes are
+there. What is wrong is said by a ValueError, as the rest of a sentence about the file.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import math
+import re
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+LONGEST = 100 << 20
+"""Bytes of a header. More is no header."""
+
+_MAGIC = b"\x93NUMPY"
+_TYPE = re.compile(r"[<>|=]?([biufcmMSUVO]\d{1,9}(\[\w{1,20}\])?|O|\?)")
+_MOST_DIMS = 64
+_OLD_LONG = re.compile(r"(?<=\d)L(?=[,)])")  # as Python 2 wrote whole numbers
+
+SAFETENSORS_TYPES = {
+    "BOOL": np.bool_, "U8": np.uint8, "I8": np.int8, "U16": np.uint16, "I16": np.int16, "U32": np.uint32,
+    "I32": np.int32, "U64": np.uint64, "I64": np.int64, "F16": np.float16, "F32": np.float32, "F64": np.float64,
+    "BF16": ml_dtypes.bfloat16, "F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E5M2": ml_dtypes.float8_e5m2,
+}  # fmt: skip
+
+
+class Stored(NamedTuple):
+    """An array in a file."""
+
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    offset: int
+    is_fortran: bool = False
+
+    @property
+    def size(self) -> int:
+        """In bytes."""
+        return self.dtype.itemsize * math.prod(self.shape)
+
+
+def npy_header(start: bytes) -> Stored:
+    """What an array is, by the first bytes of a file in .npy format. `offset` is where its own bytes begin."""
+    if len(start) < 10 or start[:6] != _MAGIC:
+        raise ValueError("it does not begin as one")
+    if start[6] not in (1, 2, 3) or start[7]:
+        raise ValueError(f"version {start[6]}.{start[7]} of the format is not known")
+    width = 2 if start[6] == 1 else 4
+    offset = 8 + width + int.from_bytes(start[8 : 8 + width], "little")
+    if offset > len(start):
+        raise ValueError("its header is not all there")
+    text = start[8 + width : offset].decode("utf-8" if start[6] == 3 else "latin-1")
+    try:
+        header = ast.literal_eval(_OLD_LONG.sub("", text).strip())
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+        header = None
+    if not isinstance(header, dict) or header.keys() != {"descr", "fortran_order", "shape"}:
+        raise ValueError("its header does not say type, order and shape")
+    shape, is_fortran = header["shape"], header["fortran_order"]
+    if not isinstance(shape, tuple) or not isinstance(is_fortran, bool):
+        raise ValueError("its header does not say order and shape")
+    return _checked(Stored(_npy_type(header["descr"]), shape, offset, is_fortran))
+
+
+def _npy_type(given: Any) -> np.dtype:
+    if isinstance(given, list):
+        raise ValueError("it holds records of several fields; save each as an array of its own")
+    try:
+        found = np.dtype(given) if isinstance(given, str) and _TYPE.fullmatch(given) else None
+    except (TypeError, ValueError):
+        found = None
+    if found is None or not found.itemsize:
+        raise ValueError(f"`{str(given)[:40]}` is no type of numbers")
+    return found
+
+
+def safetensors_header(text: bytes, start: int, end: int) -> dict[str, Stored]:
+    """The tensors that a header of .safetensors names, whose bytes lie between `start` and `end` of the file."""
+    try:
+        header = json.loads(text, object_pairs_hook=_without_doubles)
+    except RecursionError:
+        raise ValueError("its header is nested too deeply") from None
+    if not isinstance(header, dict):
+        raise ValueError("its header is no table")
+    header.pop("__metadata__", None)
+    found = {name: _tensor(name, entry, start, end) for name, entry in header.items()}
+    _refuse_overlaps(found)
+    return found
+
+
+def _without_doubles(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:  # readers differ in which one they take
+            raise ValueError(f"its header has `{name[:40]}` twice")
+        found[name] = value
+    return found
+
+
+def _tensor(name: str, entry: Any, start: int, end: int) -> Stored:
+    what = f"`{name[:40]}` in its header"
+    dtype = entry.get("dtype") if isinstance(entry, dict) else None
+    if not isinstance(dtype, str) or dtype not in SAFETENSORS_TYPES:
+        raise ValueError(f"{what} has no type that is known")
+    shape, offsets = entry.get("shape"), entry.get("data_offsets")
+    if not isinstance(shape, list) or not isinstance(offsets, list) or list(map(type, offsets)) != [int, int]:
+        raise ValueError(f"{what} does not say its shape and place")
+    stored = _checked(Stored(np.dtype(SAFETENSORS_TYPES[dtype]), tuple(shape), start + offsets[0]))
+    if offsets[1] - offsets[0] != stored.size:
+        raise ValueError(f"{what} has {offsets[1] - offsets[0]:,} bytes, and its type and shape need {stored.size:,}")
+    if offsets[0] < 0 or start + offsets[1] > end:
+        raise ValueError(f"{what} lies outside of the file: it was not written or copied to its end")
+    return stored
+
+
+def _refuse_overlaps(tensors: dict[str, Stored]) -> None:
+    end, before = 0, ""
+    for name, stored in sorted(tensors.items(), key=lambda item: item[1].offset):
+        if stored.size and stored.offset < end:
+            raise ValueError(f"`{before[:40]}` and `{name[:40]}` overlap")
+        end, before = max(end, stored.offset + stored.size), name
+
+
+def _checked(stored: Stored) -> Stored:
+    """With a shape that an array can have."""
+    dims = stored.shape
+    if len(dims) > _MOST_DIMS or not all(type(dim) is int and 0 <= dim < 2**63 for dim in dims):
+        raise ValueError(f"`{str(list(dims))[:40]}` is no shape")
+    if stored.dtype.itemsize * math.prod(dim for dim in dims if dim) >= 2**63:
+        raise ValueError(f"its shape {list(dims)} is larger than any file")
+    return stored

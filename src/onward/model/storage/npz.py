@@ -1,0 +1,63 @@
+"""`.npz`, a zip file of arrays: read without numpy's own reader, which trusts what files say."""
+
+from __future__ import annotations
+
+import lzma
+import struct
+import zipfile
+import zlib
+from typing import Literal
+
+import numpy as np
+
+from onward.model.storage.files import PathLike, regular
+from onward.model.storage.headers import npy_header
+
+_LONGEST_HEADER = 1 << 20
+
+BAD_ZIP = (
+    zipfile.BadZipFile, zlib.error, lzma.LZMAError, struct.error, EOFError, OSError, ValueError, OverflowError,
+    NotImplementedError, RuntimeError,
+)  # fmt: skip
+"""What is raised for zip files that are damaged, or of a kind that is not read."""
+
+
+def members_of(archive: zipfile.ZipFile) -> dict[str, zipfile.ZipInfo]:
+    """The arrays of an archive by name."""
+    found: dict[str, zipfile.ZipInfo] = {}
+    for info in archive.infolist():
+        name = info.filename.removesuffix(".npy")
+        if name in found:  # readers differ in which one they take
+            raise ValueError(f"`{name}` is in it twice")
+        found[name] = info
+    return found
+
+
+def read_npz(path: PathLike) -> dict[str, np.ndarray]:
+    """All arrays of a file, which is small. What is wrong with it is said by a ValueError or an OSError."""
+    regular(path)
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return {name: _array(name, archive, info) for name, info in members_of(archive).items()}
+    except (OSError, ValueError):
+        raise
+    except BAD_ZIP as error:
+        raise ValueError(str(error) or "it is not whole") from error
+
+
+def _array(name: str, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> np.ndarray:
+    try:
+        with archive.open(info) as packed:
+            start = packed.read(_LONGEST_HEADER)
+            stored = npy_header(start)
+            if stored.dtype.hasobject:
+                raise ValueError("it holds Python objects, which are not loaded")
+            end = stored.offset + stored.size
+            data = start + packed.read(max(end - len(start), 0))  # and no more, which may be very much
+        if end > len(data):
+            raise ValueError("it is cut off")
+    except ValueError as error:
+        raise ValueError(f"array `{name}`: {error}") from None
+    flat = np.frombuffer(data, stored.dtype, stored.size // stored.dtype.itemsize, stored.offset)
+    order: Literal["F", "C"] = "F" if stored.is_fortran else "C"
+    return flat.reshape(stored.shape, order=order).astype(stored.dtype.newbyteorder("="), order="C")
