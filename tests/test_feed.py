@@ -14,9 +14,9 @@ from sklearn.model_selection import train_test_split
 
 import onward
 from conftest import needs
-from models import digits_mlp
+from models import digits_mlp, small_cnn
 from onward.errors import DataError, UnknownNameError, UnsupportedError
-from onward.training.api import resume, train
+from onward.training.api import find_lr, resume, train
 from onward.training.data import open_data, split
 from onward.training.folder import Run
 from runs import QUIET, RECIPE, digits, outputs, state
@@ -26,6 +26,80 @@ from runs import QUIET, RECIPE, digits, outputs, state
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+# ---- folders of parts ------------------------------------------------------------------------------------------------
+
+
+def pictures(folder: Path, **classes: int) -> None:
+    """So many pictures of each class, of 8 by 8."""
+    from PIL import Image
+
+    rng = np.random.default_rng(len(folder.parts[-1]))
+    for name, count in classes.items():
+        (folder / name).mkdir(parents=True)
+        for number in range(count):
+            Image.fromarray(rng.integers(0, 256, (8, 8), np.uint8)).save(folder / name / f"{number}.png")
+
+
+@needs("PIL")
+def test_a_folder_with_train_and_val_is_what_it_says(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for part, count in {"train": 6, "val": 3, "test": 2}.items():
+        pictures(folder / "photos" / part, cat=count, dog=count)
+    (folder / "photos" / "readme.txt").write_text("photos")
+    recipe = {**RECIPE, "preprocess": "scale"}
+    run = train(small_cnn(), "photos", run="run", batch_size=4, **recipe)
+    assert run.config["data"] == str(folder / "photos" / "train")
+    assert run.config["validation"] == str(folder / "photos" / "val")
+    assert run.config["classes"] == ["cat", "dog"]
+    assert run.log[0]["steps_per_epoch"] == 3
+    said = "photos: trains on `train/`, validates with `val/`, leaves `test/` for an evaluation"
+    assert said in capsys.readouterr().err
+    alike = train(small_cnn(), "photos/train", validation="photos/val", run="alike", batch_size=4, **recipe, **QUIET)
+    assert alike.results == run.results
+    share = train(small_cnn(), "photos", validation=0.5, run="share", batch_size=4, **recipe)
+    assert share.config["validation"] == 0.5 and share.log[0]["steps_per_epoch"] == 2
+    assert "leaves `val/` alone, since other data to validate with are named" in capsys.readouterr().err
+    assert find_lr(small_cnn(), "photos", steps=10, **recipe).rates
+    (folder / "photos").rename(folder / "moved")
+    assert resume("run", "moved", epochs=2, quiet=True).config["validation"] == str(folder / "moved" / "val")
+
+
+@needs("PIL")
+def test_parts_that_are_not_clear_are_refused(folder: Path) -> None:
+    pictures(folder / "a" / "train", cat=2, dog=2)
+    pictures(folder / "a" / "val", cat=2, cow=2)
+    with pytest.raises(DataError, match="has the class `cow`, which is not in the training data"):
+        train(small_cnn(), "a", **RECIPE, preprocess="scale", **QUIET)
+    with pytest.raises(DataError, match="a holds several sets of data: `train/` and `val/`") as caught:
+        train(small_cnn(), "a/train", validation="a", **RECIPE, preprocess="scale", **QUIET)
+    assert caught.value.hint == "say which: --data a/train --validation a/val"
+    for names, problem in {
+        ("val", "test"): "of which none is to train on",
+        ("train", "val", "dev"): "of which two are for the same",
+        ("train", "val", "more"): "beside `more/`, so that it is not clear",
+    }.items():
+        for name in names:
+            pictures(folder / "-".join(names) / name, cat=1, dog=1)
+        with pytest.raises(DataError, match=problem):
+            train(small_cnn(), "-".join(names), **RECIPE, preprocess="scale", **QUIET)
+    pictures(folder / "vehicles", car=2, train=2)  # these are classes
+    run = train(small_cnn(), "vehicles", run="vehicles-run", **RECIPE, preprocess="scale", **QUIET)
+    assert run.config["classes"] == ["car", "train"]
+    pictures(folder / "flat", train=2, val=2)
+    with pytest.raises(DataError, match="the images in flat/train have no classes"):
+        train(small_cnn(), "flat", **RECIPE, preprocess="scale", **QUIET)
+
+
+def test_files_may_be_parts(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, rows in {"train-0": 12, "train-1": 8, "validation": 6, "test": 4}.items():
+        (folder / "digits").mkdir(exist_ok=True)
+        np.savez(folder / "digits" / f"{name}.npz", **{key: array[:rows] for key, array in digits().items()})
+    run = train(digits_mlp(), "digits", run="run", batch_size=4, **RECIPE)
+    assert run.log[0]["steps_per_epoch"] == 5
+    assert [Path(path).name for path in run.config["data"]] == ["train-0.npz", "train-1.npz"]
+    assert Path(run.config["validation"]).name == "validation.npz"
+    assert "trains on 2 files `train-0.npz` ..., validates with `validation.npz`" in capsys.readouterr().err
 
 
 # ---- stratified splits -----------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from onward.recipe.preprocessing import with_preprocessing
 from onward.recipe.spec import arguments
 from onward.run import Engine
 from onward.training.config import Config, Last
+from onward.training.data import in_parts
 from onward.training.evaluation import Measures
 from onward.training.feed import Feed, feeds
 from onward.training.folder import Place, Run
@@ -81,6 +82,7 @@ def train(
     Ctrl-C finishes the step, saves and returns; `onward.resume` goes on as if nothing had happened.
     """
     original = read(model)
+    data, validation, notes = in_parts(data, validation)
     _check(epochs, patience, validation)
     if run is not None:
         Run(run).refuse_if_in_use()
@@ -123,7 +125,7 @@ def train(
         config = dataclasses.replace(config, classes=list(feed.classes) if feed.classes else None)
         folder = Run(run) if run is not None else _new_folder(original)
         with folder.started(original, config.to_json()):
-            return _go(folder, loaded, config, feed, measures, Place(), quiet, made.notes)
+            return _go(folder, loaded, config, feed, measures, Place(), quiet, [*notes, *made.notes])
 
 
 def resume(
@@ -143,6 +145,9 @@ def resume(
     """
     folder = run if isinstance(run, Run) else Run(run)
     with folder.resumed() as training:
+        data, own, _ = in_parts(data, validation)
+        if isinstance(folder.config.get("validation"), str | list):  # not a share of the data, nor nothing
+            validation = own
         before = Config.from_json(folder.config, folder.path, data=data, validation=validation, epochs=epochs)
         config = before.moved(engine or before.engine, device or before.device)
         place = Place.of(training)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from onward.errors import DataError
+from onward.errors import DataError, listed
 from onward.run import Engine
 from onward.training.config import Config, Last
 from onward.training.data import Batches, Binding, Dataset, Stream, match, open_data, split
@@ -30,6 +30,7 @@ class _Part:
 
     data: Dataset | Stream
     way: Mapping[str, Binding]
+    notes: tuple[str, ...] = ()
 
 
 def feeds(engine: Engine, config: Config, opened: Dataset | Stream | None = None) -> Feed:
@@ -37,6 +38,7 @@ def feeds(engine: Engine, config: Config, opened: Dataset | Stream | None = None
     labels = labels_of(engine.model)
     part, held_out = _parts(engine, config, opened, labels)
     notes = dict.fromkeys(binding.note for binding in part.way.values() if binding.note)
+    notes |= dict.fromkeys(held_out.notes if held_out is not None else ())
 
     def batches(of: _Part, shuffle: bool, last: Last) -> Batches:
         return Batches(
@@ -101,6 +103,10 @@ def _matched_alike(
     same = {name: list(binding.columns) for name, binding in training.items()}
     if not all(column in held_out.columns for columns in same.values() for column in columns):
         same = dict(config.columns)
+    notes = []
     for name, binding in match(held_out.columns, engine.inputs, same).items():
-        held_out = in_classes(held_out, binding, training[name].classes, "the training data")
-    return _Part(held_out, match(held_out.columns, engine.inputs, same))
+        classes = training[name].classes
+        held_out = in_classes(held_out, binding, classes, "the training data")
+        if missing := [one for one in classes or () if one not in (binding.classes or classes or ())]:
+            notes.append(f"the validation data have no {listed(missing, 3)}")
+    return _Part(held_out, match(held_out.columns, engine.inputs, same), tuple(notes))

@@ -15,7 +15,7 @@ from onward.model import Source, read
 from onward.recipe.optimizers.table import optimizer
 from onward.recipe.spec import Spec, parse
 from onward.training.config import Config
-from onward.training.data import Batch, Batches
+from onward.training.data import Batch, Batches, in_parts
 from onward.training.feed import feeds
 from onward.training.preparation import prepared
 
@@ -67,6 +67,7 @@ def find_lr(
     rate = _rate(recipe.get("optimizer", "adamw"))
     growth = (highest / lowest) ** (1 / (steps - 1))
     rising = {"schedule": Spec("exponential", {"gamma": growth}), "accumulate": 1}
+    data = in_parts(data).data
     made = prepared(original, data, columns or {}, batch_size, {**recipe, **rising}, seed)
     config = Config(
         str(original.path),

@@ -13,6 +13,7 @@ from onward.training.data.dataset import Batch, Column, Dataset
 from onward.training.data.fitting import Binding
 from onward.training.data.images import ImageFormat
 from onward.training.data.matching import match
+from onward.training.data.parts import in_parts
 from onward.training.data.sources import open_data
 from onward.training.data.splits import split
 from onward.training.data.streams import Stream
@@ -26,6 +27,7 @@ __all__ = [
     "Dataset",
     "ImageFormat",
     "Stream",
+    "in_parts",
     "match",
     "open_data",
     "split",

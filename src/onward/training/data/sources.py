@@ -14,6 +14,7 @@ from onward.training.data.dataset import Columns, Dataset, Rows, known, to_array
 from onward.training.data.files import check_file
 from onward.training.data.frames import is_frame, open_frame
 from onward.training.data.images import SUFFIXES, ImageFolder, ImageFormat, format_for
+from onward.training.data.parts import refuse_parts
 from onward.training.data.samples import HubDataset, Samples
 from onward.training.data.streams import Stream
 from onward.training.data.views import Beside, joined
@@ -28,6 +29,7 @@ def open_data(
 
     - A path: `.npz`, `.npy`, `.csv`, `.tsv`, `.parquet`, `.arrow`, `.feather`, `.safetensors`; a folder with a
       sub-folder of images per class; a folder that Hugging Face `datasets` saved; a folder of files of one kind.
+      A folder of parts, `train/` and `val/`, is for `in_parts`.
     - Several paths of one kind are read one after the other; with names (`{"image": "x.npy", "label": "y.npy"}`, or
       strings `image=x.npy`) they are columns side by side. `image=mnist.npz:x_train` takes one array of a file.
     - A dict or a tuple of arrays; a data frame of pandas; a list of samples, or anything with a length and samples by
@@ -166,6 +168,7 @@ def _open_path(path: Path, images: ImageFormat, only: str | None = None) -> Data
 
 
 def _open_folder(folder: Path, images: ImageFormat) -> Dataset:
+    refuse_parts(folder)
     if (folder / "state.json").exists() or (folder / "dataset_dict.json").exists():
         from onward.training.data.arrow import open_saved
 
