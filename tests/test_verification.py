@@ -34,6 +34,19 @@ def test_all_engines_agree():
     assert max(row.state for row in report.rows) < 1e-5
 
 
+def test_a_bias_before_a_normalization_follows_rounding_errors():
+    """Its gradient is zero, and Adam makes whole steps of what is left of it."""
+    model = onward.prepare(models.small_cnn(), loss="cross_entropy", optimizer="adam:lr=0.01")
+    states = []
+    for engine in ("onnxruntime", "numpy"):
+        with load(model, engine=engine) as running:
+            batch = {"image": np.random.default_rng(0).random((4, 1, 8, 8), np.float32), "labels": np.arange(4)}
+            running.step(batch)
+            states.append(running.state()["conv.bias"])
+    assert np.abs(states[0] - states[1]).max() > 1e-3
+    assert onward.verify(model, engines=["onnxruntime", "numpy"], steps=3).ok
+
+
 def spoiled(monkeypatch, engine, operator, change):
     """Let one engine compute one operator otherwise."""
     rows = framework_class(engine).operators

@@ -9,14 +9,19 @@ import numpy as np
 Arrays = Mapping[str, np.ndarray]
 
 
-def distance(a: np.ndarray, b: np.ndarray) -> float:
-    """The largest difference of two elements, relative to the largest element; inf where one is not a number alone."""
+def distance(a: np.ndarray, b: np.ndarray, ignored: np.ndarray | None = None) -> float:
+    """The largest difference of two elements, relative to the largest element; inf where one is not a number alone.
+
+    Elements that are `ignored` are not compared.
+    """
     if a.shape != b.shape:
         return np.inf
     if a.dtype.kind in "OUSb":
         return float(not np.array_equal(a, b))
     x, y = a.astype(np.float64), b.astype(np.float64)
     same = (x == y) | (np.isnan(x) & np.isnan(y))
+    if ignored is not None:
+        same |= ignored
     if same.all():
         return 0.0
     x, y = x[~same], y[~same]
@@ -32,6 +37,7 @@ def largest(array: np.ndarray) -> float:
     return float(finite.max()) if finite.size else 0.0
 
 
-def farthest(a: Arrays, b: Arrays) -> float:
+def farthest(a: Arrays, b: Arrays, ignored: Arrays | None = None) -> float:
     """The largest distance of two tensors of the same name."""
-    return max((distance(np.asarray(a[name]), np.asarray(b[name])) for name in a.keys() & b.keys()), default=0.0)
+    masks, names = ignored or {}, a.keys() & b.keys()
+    return max((distance(np.asarray(a[n]), np.asarray(b[n]), masks.get(n)) for n in names), default=0.0)
