@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from onward.errors import DataError, listed
 from onward.run import Engine
 from onward.training.config import Config, Last
-from onward.training.data import Batches, Binding, Dataset, Stream, match, open_data, split
+from onward.training.data import Batches, Binding, Dataset, Stream, format_for, match, open_data, split
 from onward.training.labels import Labels, check_classes, in_classes, labels_of, strata_of
+from onward.training.raw import single_pictures
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +80,8 @@ def _parts(
     engine: Engine, config: Config, opened: Dataset | Stream | None, labels: Labels | None
 ) -> tuple[_Part, _Part | None]:
     """What is trained on, and what is validated with, if anything."""
-    data = open_data(config.data, inputs=engine.inputs) if opened is None else opened
+    images = format_for(engine.inputs, single_pictures(engine.model))
+    data = open_data(config.data, images=images) if opened is None else opened
     way = match(data.columns, engine.inputs, config.columns)
     if labels is not None:
         if config.classes is not None:  # a run that is resumed
@@ -93,7 +95,7 @@ def _parts(
         return _Part(rest, way), _Part(share, way)
     if config.validation is None:
         return _Part(data, way), None
-    return _Part(data, way), _matched_alike(open_data(config.validation, inputs=engine.inputs), engine, config, way)
+    return _Part(data, way), _matched_alike(open_data(config.validation, images=images), engine, config, way)
 
 
 def _matched_alike(

@@ -6,12 +6,14 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import onnx_ir as ir
+
 from onward.errors import RecipeError, UnsupportedError
 from onward.model import Model
 from onward.recipe import prepare
 from onward.recipe.preprocessing import opened, pipelines
-from onward.training.data import Dataset, Stream, open_data
-from onward.training.raw import with_data
+from onward.training.data import Dataset, Stream, format_for, open_data
+from onward.training.raw import as_bytes, with_data
 from onward.transform.rebatch import fixed_batch, rebatch
 
 _USUAL_BATCH = 32
@@ -63,10 +65,13 @@ def prepared(
     if preprocess is None or isinstance(preprocess, Model):
         return Prepared(training, size, notes, preprocess=preprocess)
     inputs = {value.name or "": value for value in (*training.inputs, *training.step().algorithm.inputs)}
-    source = open_data(data, inputs=inputs)
-    told = with_data(pipelines(model, preprocess), inputs, source.columns, columns)
+    given = pipelines(model, preprocess)
+    singles = {name: one for name, one in given.items() if one.raw is None or one.raw.dtype is ir.DataType.FLOAT}
+    source = open_data(data, images=format_for(inputs, singles))
+    told = with_data(given, inputs, source.columns, columns)
     preprocess = {name: pipeline.all_specs for name, pipeline in told.items()}
-    return Prepared(prepare(model, **{**recipe, "preprocess": preprocess}), size, notes, source, preprocess)
+    kept = {name: as_bytes(pipeline).all_specs for name, pipeline in told.items()}
+    return Prepared(prepare(model, **{**recipe, "preprocess": preprocess}), size, notes, source, kept)
 
 
 def _for_batches(model: Model, wanted: int | None) -> tuple[Model, int, list[str]]:

@@ -10,6 +10,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onward.errors import DataError
+from onward.model import Model
 from onward.recipe.preprocessing import Pipeline, Raw
 from onward.recipe.preprocessing.pipeline import form_of
 from onward.training.data import Binding, Column, match
@@ -32,7 +33,7 @@ def with_data(
             first_problem = first_problem or problem
             continue
         found = {
-            name: dataclasses.replace(given[name], raw=Raw(_type(way[name], columns), dims))
+            name: dataclasses.replace(given[name], raw=_raw(way[name], columns, dims))
             for name, dims in zip(open_ones, shapes, strict=True)
         }
         return {**given, **found}
@@ -54,6 +55,25 @@ def _number(name: str, dims: Sequence[int | None]) -> ir.Value:
     return ir.Value(name=name, type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape([None, *dims]))
 
 
-def _type(binding: Binding, columns: Mapping[str, Column]) -> ir.DataType:
-    are_bytes = all(columns[name].dtype == np.uint8 for name in binding.columns)
-    return ir.DataType.UINT8 if are_bytes else ir.DataType.FLOAT
+def _raw(binding: Binding, columns: Mapping[str, Column], dims: Sequence[int | None]) -> Raw:
+    found = [columns[name] for name in binding.columns]
+    are_bytes = all(column.dtype == np.uint8 for column in found)
+    return Raw(ir.DataType.UINT8 if are_bytes else ir.DataType.FLOAT, tuple(dims), found[0].limit)
+
+
+def single_pictures(training: Model) -> dict[str, Pipeline]:
+    """The operations of a training model that take numbers, so that the first may be done with each picture alone."""
+    inputs = {value.name or "": value for value in training.inputs}
+    recipe = training.step().fact("train.recipe")
+    given = recipe.get("preprocess") if isinstance(recipe, dict) else None
+    if not isinstance(given, dict) or not all(isinstance(operations, list) for operations in given.values()):
+        return {}
+    floats = [name for name in given if name in inputs and inputs[name].dtype is ir.DataType.FLOAT]
+    return {name: Pipeline.of(given[name]) for name in floats}
+
+
+def as_bytes(pipeline: Pipeline) -> Pipeline:
+    """The same for pictures as they are in files, of any size."""
+    if pipeline.raw is None or pipeline.raw.limit is None:
+        return pipeline
+    return dataclasses.replace(pipeline, raw=Raw(ir.DataType.UINT8, pipeline.raw.dims))

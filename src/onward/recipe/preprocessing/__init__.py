@@ -8,11 +8,13 @@ graph, so that training and evaluation share it. Augmentation is part of the tra
 
 from onward.recipe.preprocessing.join import Entry, augmented, opened, opset_of, put_before, with_preprocessing
 from onward.recipe.preprocessing.pipeline import Pipeline, Raw, by_input, pipelines
+from onward.recipe.preprocessing.single import Single
 
 __all__ = [
     "Entry",
     "Pipeline",
     "Raw",
+    "Single",
     "augmented",
     "by_input",
     "opened",

@@ -67,7 +67,7 @@ def _per_channel(form: Form, name: str, given: Any) -> np.ndarray:
 def resize(picture: Picture, size: Any) -> Picture:
     """To a height and width, such as `size=32` or `size=32x48`: bilinear, and smooth where it becomes smaller."""
     picture.check("resize")
-    height, width = _size("resize", size)
+    height, width = size_of("resize", size)
     made = picture.op.Resize(
         picture.x,
         None,
@@ -84,7 +84,7 @@ def resize(picture: Picture, size: Any) -> Picture:
 def center_crop(picture: Picture, size: Any) -> Picture:
     """The middle of a picture, such as `size=28` or `size=28x32`."""
     picture.check("center_crop")
-    op, wanted, axes = picture.op, _size("center_crop", size), picture.form.axes
+    op, wanted, axes = picture.op, size_of("center_crop", size), picture.form.axes
     for axis, length in zip(axes, wanted, strict=True):
         if (known := picture.form.dims[axis - 1]) is not None and known < length:
             raise RecipeError(f"`center_crop:size={wanted[0]}x{wanted[1]}` is more than a picture of {picture.form}")
@@ -148,7 +148,7 @@ OPERATIONS: Mapping[str, Operation] = {
 }
 
 
-def _size(name: str, given: Any) -> tuple[int, int]:
+def size_of(name: str, given: Any) -> tuple[int, int]:
     """Height and width of `32`, `32x48` or `[32, 48]`."""
     parts = given.split("x") if isinstance(given, str) else list(given) if isinstance(given, Sequence) else [given] * 2
     try:

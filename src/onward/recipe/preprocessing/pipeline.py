@@ -14,7 +14,7 @@ from onward.build import Builder, Expr
 from onward.errors import RecipeError, UnknownNameError, near
 from onward.model import Model
 from onward.recipe.preprocessing.operations import OPERATIONS
-from onward.recipe.preprocessing.picture import Dims, Form, Picture, dims_of
+from onward.recipe.preprocessing.picture import Dims, Form, Picture, dims_of, is_number
 from onward.recipe.spec import Spec, arguments, check_options, lookup, parse, words
 
 INPUT = "input"
@@ -32,19 +32,26 @@ class Raw:
 
     dtype: ir.DataType = ir.DataType.UINT8
     dims: Dims | None = None
+    limit: float | None = None
+    """Values go from 0 to this, where that is known; for bytes it is."""
 
     @classmethod
     def by(cls, spec: Spec) -> Raw:
-        check_options(f"`{INPUT}`", spec.options, {"dtype": "", "shape": ""})
-        name, shape = str(spec.options.get("dtype", "uint8")), spec.options.get("shape")
+        check_options(f"`{INPUT}`", spec.options, {"dtype": "", "shape": "", "max": ""})
+        name, shape, limit = str(spec.options.get("dtype", "uint8")), spec.options.get("shape"), spec.options.get("max")
+        if limit is not None and not (is_number(limit) and limit > 0):
+            raise RecipeError(
+                f"`{limit}` is not the largest value of data", hint="such as `input:dtype=float32,max=255`"
+            )
         dims = [None if dim == "?" else dim for dim in shape] if isinstance(shape, Sequence) else shape
         if dims is not None and not (isinstance(dims, list) and all(d is None or isinstance(d, int) for d in dims)):
             raise RecipeError(f"`{shape}` is no shape", hint="such as `input:shape=[28,28]`, or [?,?,3] for any size")
-        return cls(lookup("type", name, _TYPES), None if dims is None else tuple(dims))
+        return cls(lookup("type", name, _TYPES), None if dims is None else tuple(dims), limit)
 
     def spec(self) -> Spec:
         shape = {} if self.dims is None else {"shape": ["?" if dim is None else dim for dim in self.dims]}
-        return Spec(INPUT, {"dtype": self.dtype.numpy().name, **shape})
+        limit = {} if self.limit is None else {"max": self.limit}
+        return Spec(INPUT, {"dtype": self.dtype.numpy().name, **shape, **limit})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +102,9 @@ class Pipeline:
             x = op.Unsqueeze(x, [implied.channels + 1])
             dims = (*dims[: implied.channels], 1, *dims[implied.channels :])
             x.value.shape = ir.Shape([(raw.shape or [None])[0], *dims])
-        limit = 255.0 if raw.dtype is ir.DataType.UINT8 else None
+        limit = self.raw.limit if self.raw is not None else None
+        if limit is None and raw.dtype is ir.DataType.UINT8:
+            limit = 255.0
         if raw.dtype is not ir.DataType.FLOAT:
             x = op.Cast(x, to=ir.DataType.FLOAT)
         picture = Picture(x, Form(dims, implied.channels), limit)

@@ -11,7 +11,7 @@ Data may be larger than memory: what is not small is read row by row, in an orde
 from onward.training.data.batches import Batches
 from onward.training.data.dataset import Batch, Column, Dataset
 from onward.training.data.fitting import Binding
-from onward.training.data.images import ImageFormat
+from onward.training.data.images import ImageFormat, format_for
 from onward.training.data.matching import match
 from onward.training.data.parts import in_parts
 from onward.training.data.sources import open_data
@@ -27,6 +27,7 @@ __all__ = [
     "Dataset",
     "ImageFormat",
     "Stream",
+    "format_for",
     "in_parts",
     "match",
     "open_data",

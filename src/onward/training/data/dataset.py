@@ -22,6 +22,7 @@ class Column:
     shape: tuple[int | None, ...] = ()
     classes: tuple[str, ...] | None = None  # the numbers stand for these names
     remark: str = ""  # what a user may wonder about
+    limit: float | None = None  # numbers that were bytes go from 0 to this
 
     def __str__(self) -> str:
         name = "text" if self.dtype.kind in "USO" else self.dtype.name

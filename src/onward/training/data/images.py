@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,12 +12,17 @@ from typing import Any
 import numpy as np
 
 from onward.errors import DataError, first_line
+from onward.recipe.preprocessing import Pipeline, Single
+from onward.recipe.preprocessing.pipeline import form_of
 from onward.training.data.dataset import Batch, Column, check_not_empty, known, optional_package
 from onward.training.data.files import check_file
 
 SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm"}
 _MODES = {1: "L", 3: "RGB", 4: "RGBA"}
-_SAY_FORMAT = "say what all images shall be: ImageFormat(size=(height, width), mode=...)"
+_ALL_ALIKE = {
+    "size": "let preprocessing begin with `resize`, or `center_crop`: `--preprocess 'resize:size=32 ...'`",
+    "mode": "convert them, so that all are grey, or RGB, or RGBA; or give the model a fixed number of channels",
+}
 _CHANNELS = {mode: channels for channels, mode in _MODES.items()}
 
 
@@ -28,16 +34,26 @@ class ImageFormat:
     mode: str | None = None  # L (grey), RGB or RGBA; others are converted to it
     channels_last: bool = False  # height, width, channels; else channels, height, width
     scaled: bool = False  # float32 from 0 to 1; else uint8 from 0 to 255
+    single: Single | None = None  # brings images of any size to one; then they are float32 from 0 to 255
 
     def __post_init__(self) -> None:
         if self.mode is not None and self.mode not in _CHANNELS:
             raise DataError(f"images cannot be decoded to mode `{self.mode}`", hint="use L (grey), RGB or RGBA")
 
 
-def format_for(inputs: Mapping[str, Any]) -> ImageFormat:
-    """The format that a model wants: that of its only input of four dimensions that could be images."""
-    formats = [wanted for value in inputs.values() if (wanted := _format_of(value)) is not None]
-    return formats[0] if len(formats) == 1 else ImageFormat()
+def format_for(inputs: Mapping[str, Any], first: Mapping[str, Pipeline] | None = None) -> ImageFormat:
+    """The format that a model wants: that of its only input of four dimensions that could be images.
+
+    Of what happens `first` to that input, the operations that bring images of any size to one are done with each alone.
+    """
+    formats = {name: wanted for name, value in inputs.items() if (wanted := _format_of(value)) is not None}
+    if len(formats) != 1:
+        return ImageFormat()
+    [(name, wanted)] = formats.items()
+    pipeline = (first or {}).get(name)
+    if pipeline is None or wanted.size is not None:
+        return wanted
+    return dataclasses.replace(wanted, single=Single.of(pipeline, form_of(inputs[name])))
 
 
 def _format_of(value: Any) -> ImageFormat | None:
@@ -110,22 +126,39 @@ class Decoder:
         channels = _CHANNELS[self._mode]
         shape = (*self._size, channels) if wanted.channels_last else (channels, *self._size)
         self.column = Column(np.dtype(np.float32 if wanted.scaled else np.uint8), shape)
+        if wanted.single is not None:
+            made = self(first, origin)
+            self.column = Column(made.dtype, made.shape, limit=255.0)
 
     def __call__(self, encoded: bytes, origin: str) -> np.ndarray:
         image = _open(encoded, origin)
         mode, size = _natural_mode(image, origin), (image.height, image.width)
         if self._wanted.mode is None and _CHANNELS[mode] > _CHANNELS[self._mode]:
-            raise DataError(f"{origin} is {mode}, but the first image is {self._mode}", hint=_SAY_FORMAT)
-        if self._wanted.size is None and size != self._size:
-            this, first = (f"{width} x {height}" for height, width in (size, self._size))
-            raise DataError(f"{origin} is {this} pixels, but the first image is {first}", hint=_SAY_FORMAT)
+            raise DataError(f"{origin} is {mode}, but the first image is {self._mode}", hint=_ALL_ALIKE["mode"])
         image = image.convert(self._mode)
+        if self._wanted.single is not None:
+            self._check_least(size, self._wanted.single, origin)
+            return self._wanted.single(self._values(image))
+        if self._wanted.size is None and size != self._size:
+            this, first = map(_pixels, (size, self._size))
+            raise DataError(f"{origin} is {this} pixels, but the first image is {first}", hint=_ALL_ALIKE["size"])
         if size != self._size:
             image = image.resize(self._size[::-1], _pillow().Resampling.BILINEAR)
-        values = np.asarray(image).reshape(*self._size, -1)
-        if not self._wanted.channels_last:
-            values = np.ascontiguousarray(values.transpose(2, 0, 1))
+        values = self._values(image)
         return values.astype(np.float32) / np.float32(255) if self._wanted.scaled else values
+
+    def _values(self, image: Any) -> np.ndarray:
+        values = np.asarray(image).reshape(image.height, image.width, -1)
+        return values if self._wanted.channels_last else np.ascontiguousarray(values.transpose(2, 0, 1))
+
+    def _check_least(self, size: tuple[int, int], single: Single, origin: str) -> None:
+        if any(given < least for given, least in zip(size, single.least, strict=True)):
+            hint = "put a `resize` before it, or leave that image out"
+            raise DataError(f"{origin} is {_pixels(size)} pixels, which is less than `{single}` takes", hint=hint)
+
+
+def _pixels(size: tuple[int, int]) -> str:
+    return f"{size[1]} x {size[0]}"
 
 
 def _natural_mode(image: Any, origin: str) -> str:
@@ -141,10 +174,15 @@ def _open(encoded: bytes, origin: str) -> Any:
     try:
         image = pillow.open(io.BytesIO(encoded))
         image.load()
+        return _turned(image)
     except Exception as error:  # Pillow raises many kinds for bad files, and nothing in here is ours
         text = f"{origin} is not a whole image: {first_line(error)}"
         raise DataError(text, hint="replace it, or take it away") from None
-    return image
+
+
+def _turned(image: Any) -> Any:
+    """As people see it: a camera that was held upright says so beside the pixels."""
+    return optional_package("PIL.ImageOps", "reading images").exif_transpose(image)
 
 
 def _pillow() -> Any:

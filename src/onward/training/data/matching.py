@@ -92,7 +92,7 @@ class _Sides:
         return fitting if len(fitting) == len(found) else {}
 
     def _only_way(self, rest: list[str], free: list[str]) -> Way:
-        fitting = {name: {c: found for c in free if (found := self._fit(name, c)) is not None} for name in rest}
+        fitting = {name: {c: one for c in free if (one := self._fit(name, c)) is not None} for name in rest}
         ways = list(itertools.islice(self._ways(fitting, free), 2))
         if len(ways) == 1:
             return ways[0]
