@@ -2,13 +2,19 @@
 
 import numpy as np
 import onnx
+import onnxruntime as ort
 import pytest
+from hypothesis import HealthCheck, given, settings
+from onnx.reference import ReferenceEvaluator
 
 from control_flow import on_onnxruntime, parsed
 from gradcheck import check, check_on_onnxruntime, differentiable, flat, mapped, with_symbolic_dims
 from onward.differentiate import gradient, jvp, vjp
 from onward.errors import UnsupportedError
+from onward.model import read
+from onward.recipe.trainable import judge
 from rule_cases.sequence import f32
+from sequence_programs import programs
 
 LIST_RNN = parsed("""
 g (int64 n, float[2,3] x, float[3,4] w, float[4,4] r, float[2,4] h0) => (float[t,2,4] y, float[2,4] h) {
@@ -116,6 +122,13 @@ g (int64 n, seq(float[2]) s, float[2] w) => (seq(float[2]) y) {
   }> (n, , s)
 }""")
 
+WHOLE = parsed("""
+g (seq(float[2]) s, seq(float[2]) t) => (seq(float[2]) y) {
+  zero = Constant <value_int = 0> ()
+  y = SequenceMap <body = b (float[2] a) => (float[2] d) { e = SequenceAt(t, zero)  d = Mul(a, e) }> (s)
+}""")
+"""A body that captures a sequence."""
+
 WEIGHTS = {"w": f32(3, 4), "r": f32(4, 4, seed=1), "h0": f32(2, 4, seed=2)}
 PAIRS = [f32(2), f32(2, seed=1), f32(2, seed=2)]
 TRIPLES = [f32(3), f32(3, seed=1), f32(3, seed=2)]
@@ -129,6 +142,7 @@ CASES = {
     "queue": (QUEUE, {"n": np.array(2), "s": TRIPLES, "w": f32(3, seed=3)}),
     **{f"branches {c}": (BRANCHES, {"c": np.array(c), "s": PAIRS, "x": f32(2, seed=3)}) for c in (True, False)},
     "maybe": (MAYBE, {"o": f32(2), "x": f32(2, seed=1)}),
+    "captured by a map": (WHOLE, {"s": PAIRS, "t": PAIRS[:2]}),
     "map in loop": (MAPPED_IN_LOOP, {"n": np.array(2), "s": PAIRS, "w": f32(2, seed=3)}),
 }
 
@@ -147,6 +161,38 @@ def test_no_dimension_known(name):
 @pytest.mark.parametrize("name", CASES)
 def test_onnxruntime(name):
     check_on_onnxruntime(*CASES[name])
+
+
+@settings(max_examples=40, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(programs())
+def test_programs(program):
+    check_program(*program)
+
+
+@pytest.mark.slow
+@settings(max_examples=1500, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(programs())
+def test_many_programs(program):
+    check_program(*program)
+
+
+def check_program(proto, inputs):
+    """Against differences; and on ONNX Runtime, where it loads the program itself."""
+    onnx.checker.check_model(proto, full_check=True)
+    check(proto, inputs, order=1)
+    if is_loaded_by_onnxruntime(proto):
+        check_on_onnxruntime(proto, inputs)
+
+
+def is_loaded_by_onnxruntime(proto):
+    """It does not load every SequenceMap that stands in a graph that is nested in another."""
+    options = ort.SessionOptions()
+    options.log_severity_level = 4
+    try:
+        ort.InferenceSession(proto.SerializeToString(), options)
+    except ort.capi.onnxruntime_pybind11_state.InvalidGraph:
+        return False
+    return True
 
 
 TAKEN_APART = parsed("""
@@ -197,6 +243,73 @@ def test_torch(name):
     grads = on_onnxruntime(vjp(proto, "y", list(inputs)).to_proto(), {**inputs, "dy": dy})
     for grad, expected in zip(grads, wanted, strict=True):
         np.testing.assert_allclose(grad, expected.numpy(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.needs("torch")
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+def test_embedding_bag(mode):
+    """A Loop that appends a row for each bag, as PyTorch exports it; one is empty, and an index is there twice."""
+    import torch
+
+    import torch_sequences
+
+    x, offsets = torch.tensor([1, 2, 4, 5, 4, 3, 2, 9]), torch.tensor([0, 3, 4, 4, 8])
+    bag = torch_sequences.Bag(mode)
+    y = bag(x, offsets)
+    dy = f32(*y.shape)
+    (wanted,) = torch.autograd.grad(y, [bag.bag.weight], torch.tensor(dy))
+    proto = torch_sequences.exported_by_dynamo(bag, {"x": x, "offsets": offsets})
+    choices = judge(whole := read(proto), whole.graph.outputs)
+    assert [choice.name for choice in choices if choice.role == "parameter"] == ["bag.weight"]
+    model = vjp(proto, "y", ["bag.weight"]).to_proto()
+    inputs = {"x": x.numpy(), "offsets": offsets.numpy(), "dy": dy}
+    for run in (on_onnxruntime, on_stock_evaluator):
+        np.testing.assert_allclose(run(model, inputs)[0], wanted.numpy(), rtol=1e-5, atol=1e-6)
+
+
+def on_stock_evaluator(proto, inputs):
+    return ReferenceEvaluator(proto).run(None, inputs)
+
+
+@pytest.mark.needs("torch")
+def test_dstack():
+    """SequenceConstruct, SequenceMap over an If on ranks, one branch of which is never taken, and SequenceAt."""
+    import torch
+
+    import torch_sequences
+
+    inputs = {name: f32(3, seed=i) for i, name in enumerate("abc")}
+    tensors = {name: torch.tensor(array, requires_grad=True) for name, array in inputs.items()}
+    y = torch_sequences.Stack()(**tensors)
+    dy = f32(*y.shape, seed=3)
+    wanted = torch.autograd.grad(y, list(tensors.values()), torch.tensor(dy))
+    proto = torch_sequences.exported_by_dynamo(torch_sequences.Stack(), tensors, optimize=False)
+    model = vjp(proto, "y", list(inputs)).to_proto()
+    for run in (on_onnxruntime, on_stock_evaluator):
+        for grad, expected in zip(run(model, {**inputs, "dy": dy}), wanted, strict=True):
+            np.testing.assert_allclose(grad, expected.numpy(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("position", [0, 1, 2, -1, -3])
+@pytest.mark.parametrize("operator", ["SequenceAt", "SequenceErase"])
+def test_positions_on_the_stock_evaluator(operator, position):
+    """onnx's own evaluator inserts at the front where the position is the end: no gradient depends on that."""
+    result = "e = Mul(t, t)" if operator == "SequenceAt" else "e = ConcatFromSequence <axis = 0> (t)"
+    proto = parsed(f"""g (seq(float[2]) s, int64 p) => (float[k] y) {{
+      t = {operator}(s, p)
+      {result}
+      y = Sin(e)
+    }}""")
+    known = parsed(f"""g (seq(float[2]) s) => (float[k] y) {{
+      p = Constant <value_int = {position}> ()
+      t = {operator}(s, p)
+      {result}
+      y = Sin(e)
+    }}""")
+    wanted = on_onnxruntime(gradient(known, "y", ["s"]).to_proto(), {"s": PAIRS})[1]
+    for model, more in ((proto, {"p": np.array(position)}), (known, {})):
+        found = on_stock_evaluator(gradient(model, "y", ["s"]).to_proto(), {"s": PAIRS, **more})[1]
+        np.testing.assert_allclose(found, wanted, rtol=1e-5)
 
 
 def test_known_parts_leave_no_sequence():
@@ -291,16 +404,9 @@ g (seq(float[2]) s, float[3,2] xs, float[2] h0) => (float[2] y) {
   }> (h0, xs)
 }""")
 
-WHOLE = parsed("""
-g (seq(float[2]) s, seq(float[2]) t) => (seq(float[2]) y) {
-  zero = Constant <value_int = 0> ()
-  y = SequenceMap <body = b (float[2] a) => (float[2] d) { e = SequenceAt(t, zero)  d = Mul(a, e) }> (s)
-}""")
 
-
-@pytest.mark.parametrize(("proto", "xs"), [(SCAN, ["s"]), (WHOLE, ["t"])], ids=["Scan", "SequenceMap"])
-def test_refused(proto, xs):
+def test_refused():
     """Gradients of sequences that a body reads as a whole, where the operator could not carry them."""
     with pytest.raises(UnsupportedError, match="reads the sequence") as caught:
-        vjp(proto, "y", xs)
+        vjp(SCAN, "y", ["s"])
     assert "Loop" in caught.value.hint

@@ -41,3 +41,24 @@ def exported(function, inputs):
     names = {"input_names": list(inputs), "output_names": ["y"], "dynamic_axes": {"x": [0]}}
     torch.onnx.export(function, tuple(inputs.values()), file, dynamo=False, opset_version=18, **names)
     return file.getvalue()
+
+
+class Bag(torch.nn.Module):
+    def __init__(self, mode):
+        super().__init__()
+        self.bag = torch.nn.EmbeddingBag(10, 3, mode=mode)
+
+    def forward(self, x, offsets):
+        return self.bag(x, offsets)
+
+
+class Stack(torch.nn.Module):
+    def forward(self, a, b, c):
+        return torch.dstack([a, b * 2, c.sin()])
+
+
+def exported_by_dynamo(module, inputs, **options):
+    names = {"input_names": list(inputs), "output_names": ["y"]}
+    return torch.onnx.export(
+        module.eval(), tuple(inputs.values()), dynamo=True, verbose=False, **names, **options
+    ).model_proto

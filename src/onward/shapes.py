@@ -172,12 +172,23 @@ def _split(node: ir.Node, index: int) -> Dims | None:
     return None if sizes is None else (*shape[:axis], sizes[index], *shape[axis + 1 :])
 
 
+def _constant(node: ir.Node) -> Dims | None:
+    given = node.attributes
+    if "value" in given:
+        return tuple(given["value"].as_tensor().shape.numpy())
+    lists = [name for name in ("value_ints", "value_floats", "value_strings") if name in given]
+    if lists:
+        return (len(given[lists[0]].value),)
+    return None if "sparse_value" in given else ()
+
+
 def _shape(node: ir.Node) -> Dims | None:
     shape = node.inputs[0].shape if node.inputs[0] is not None else None
     return None if shape is None or node.attributes else (len(shape),)
 
 
 _SPECIAL: dict[str, Callable[[ir.Node], Dims | None]] = {
+    "Constant": _constant,
     "Gemm": _gemm,
     "MatMul": _matmul,
     "Reshape": _reshape,

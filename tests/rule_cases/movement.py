@@ -140,6 +140,9 @@ CASES = {
         "(float[] x, int64[2] s, int64[2] e, int64[2] a) => (float[] y) {y = Slice(x, s, e, a)}",
         x=numbers(5, 6, 2), s=[-100, -3], e=[3, -1], a=[-2, 0],
     ),
+    "slice_of_first_axes": case(
+        "(float[n, m] x, int64[k] s, int64[k] e) => (float[] y) {y = Slice(x, s, e)}", x=numbers(5, 6), s=[1], e=[3],
+    ),
     "slice_int32": case(
         "(float[n, m] x, int32[2] s, int32[2] e, int32[2] a) => (float[j, k] y) {y = Slice(x, s, e, a)}",
         x=numbers(5, 6), s=np.int32([1, -4]), e=np.int32([3, 6]), a=np.int32([1, 0]),

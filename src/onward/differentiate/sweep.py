@@ -154,9 +154,10 @@ def _fitted_to(op: Builder, dx: Expr, value: ir.Value, broadcasts: bool) -> Expr
         dx = sum_to(op, dx, op(value))
     if value.dtype is not None and dx.dtype is not None and dx.dtype != value.dtype:
         dx = op.Cast(dx, to=value.dtype)
-    dx.value.type = content_type(value) if value.type is not None else dx.value.type
-    if dx.value.shape is None:
-        dx.value.shape = value.shape
+    if dx.value.graph is op.graph and dx.value.producer() is not None:
+        # What comes from outside, as dY may, has its own type: in a branch that is not taken it may differ.
+        dx.value.type = content_type(value) if value.type is not None else dx.value.type
+        dx.value.shape = value.shape if dx.value.shape is None else dx.value.shape
     return dx
 
 

@@ -60,11 +60,12 @@ def separate_merged(model: Model) -> None:
         return
     for node in list(model.graph):
         tensor = constant_tensor(node.inputs[0]) if node.op_type == "Identity" else None
-        if tensor is not None and tensor.dtype.is_floating_point() and _is_uniform(tensor.numpy()):
+        if tensor is not None and tensor.dtype.is_floating_point() and is_uniform(tensor.numpy()):
             expose(model.graph, node.outputs[0])
 
 
-def _is_uniform(array: np.ndarray) -> bool:
+def is_uniform(array: np.ndarray) -> bool:
+    """Whether it is the same number throughout."""
     return bool(array.size) and bool((array == array.flat[0]).all())
 
 

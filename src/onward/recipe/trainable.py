@@ -6,7 +6,8 @@ Then:
 
 1. no gradient reaches it from the loss -> constant
 2. it is a running mean or variance of BatchNormalization -> statistics
-3. the exporter wrote down that it is a parameter or a buffer (PyTorch does) -> parameter or constant
+3. the exporter wrote down that it is a parameter or a buffer (PyTorch does) -> parameter or constant; or that it was
+   computed beforehand, and it is one number throughout -> constant
 4. it is only read where operators take settings (limits, scales, masks, initial states) -> constant
 5. it is a single number in arithmetic and not the bias of a layer with one output, or a number without axes that fills
    a factor of a matrix product (a first state), or it is a mask (it holds an infinity or a number below -10000)
@@ -35,11 +36,12 @@ from onward.errors import RecipeError, UnknownNameError, near
 from onward.model import Model
 from onward.model.state import ROLE_KEY, SLOT_KEY
 from onward.model.walk import nested_graphs
-from onward.recipe.constants import constant_tensor, expose, stored_shape
+from onward.recipe.constants import constant_tensor, expose, is_uniform, stored_shape
 
 Role = Literal["parameter", "frozen", "constant", "statistics"]
 
 _TORCH_KIND = "pkg.torch.export.graph_signature.InputSpec.kind"
+_TORCH_FOLDED = "pkg.onnxscript.optimizer.folded_from"
 
 # Operators that hand a tensor on: what reads their output decides.
 TRANSPARENT = {
@@ -245,6 +247,8 @@ def _judge(value: ir.Value, hidden: str, edges: dict[ir.Value, list[tuple[ir.Nod
         return Choice(name, "parameter", "a parameter of the PyTorch module")
     if "BUFFER" in kind:
         return Choice(name, "constant", "a buffer of the PyTorch module")
+    if _TORCH_FOLDED in value.metadata_props and (tensor := constant_tensor(value)) and is_uniform(tensor.numpy()):
+        return Choice(name, "constant", "equal numbers that the exporter computed")
     if readers and all(_is_setting(node, i) for node, i in readers):
         return Choice(name, "constant", f"a setting of {readers[0][0].op_type}")
     if _is_number(value, readers):

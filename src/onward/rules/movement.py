@@ -108,8 +108,7 @@ def slice_(op, dy, x, starts, ends, axes, steps):
     """dX = dY at the elements that were taken, else 0."""
     if steps is not None and set(constant_ints(steps.value) or (0,)) != {1}:
         return undo_selection(op, dy, x, lambda numbers: op.Slice(numbers, starts, ends, axes, steps), "none")
-    if axes is None and starts.value.shape is not None and isinstance(starts.value.shape[0], int):
-        axes = op.constant(list(range(starts.value.shape[0])))
+    axes = _first_axes(op, starts) if axes is None else axes
     pads = _known_frame(x, starts, ends, axes)
     if pads is None:
         size, left, first = _sizes(op, x, axes), _sizes(op, dy, axes), _long(op, starts)
@@ -120,10 +119,18 @@ def slice_(op, dy, x, starts, ends, axes, steps):
     return padded(op, dy, pads, axes)
 
 
+def _first_axes(op, starts):
+    """The axes of a Slice that names none: the first ones, as many as it has starts."""
+    shape = starts.value.shape
+    if shape is not None and isinstance(shape[0], int):
+        return op.constant(list(range(shape[0])))
+    return op.Range(np.int64(0), op.Size(starts), np.int64(1))
+
+
 def _known_frame(x, starts, ends, axes):
     """How many elements a slice leaves out in front of and behind what it takes, if that is certain."""
     first, last = constant_ints(starts.value), constant_ints(ends.value)
-    over = range(len(first or ())) if axes is None else constant_ints(axes.value)
+    over = constant_ints(axes.value)
     if first is None or last is None or over is None or x.value.shape is None:
         return None
     sizes = [x.value.shape[axis] for axis in over]

@@ -12,7 +12,7 @@ from onward.model.walk import is_random, nested_graphs, read_by
 from onward.transform.types import value_types
 
 
-def _captured(nodes):
+def captured(nodes):
     """The values that nodes, or graphs nested in them, read and that none of them defines; each once, in order."""
     inside = {value for node in nodes for value in node.outputs}
     for graph in (graph for node in nodes for outer in nested_graphs(node) for graph in (outer, *outer.subgraphs())):
@@ -23,7 +23,7 @@ def _captured(nodes):
 def captured_and_active(node, active):
     refuse_random(node)
     inner = [inner for graph in nested_graphs(node) for inner in graph]
-    return [value for value in _captured(inner) if value in active and value.graph not in tuple(nested_graphs(node))]
+    return [value for value in captured(inner) if value in active and value.graph not in tuple(nested_graphs(node))]
 
 
 def copied(op, graph):
@@ -57,7 +57,7 @@ def recomputed(op, graph, given):
 
 def _fill_in_types(op, nodes):
     """Types and shapes of what the nodes compute, as far as they follow from what they read."""
-    read = [value for value in _captured(nodes) if value.type is not None]
+    read = [value for value in captured(nodes) if value.type is not None]
     # Declared symbols may be of the nested graph alone, so only numbers are certain.
     untyped = {v.name: v for node in nodes for v in node.outputs if v.name and not (v.type and _is_static(v.shape))}
     if not untyped:

@@ -10,10 +10,11 @@ element that is taken from a sequence is the tensor that was put into it, and no
 import onnx_ir as ir
 
 from onward.containers import element_of, is_sequence
+from onward.model.walk import nested_graphs
 from onward.rules.common import fixed_number
-from onward.rules.nested import captured_and_active, recomputed, refuse_sequences, seeds_of, several, summed
+from onward.rules.nested import captured, captured_and_active, recomputed, refuse_sequences, seeds_of, several, summed
 from onward.rules.registry import gradient, no_gradient, simplification
-from onward.shapes import constant_ints, dims
+from onward.shapes import constant_ints, dims, output_shape
 from onward.transform.unused import remove_unused
 
 INT64 = ir.DataType.INT64
@@ -40,7 +41,8 @@ def sequence_at(op, dy, sequence, position):
         element = dy if total is None else op.SequenceAt(total, position) + dy
         total = op.filled_like(sequence.value, 0) if total is None else total
         place = _from_front(op, position, op.SequenceLength(total))
-        return op.SequenceInsert(op.SequenceErase(total, position), element, place)
+        # The new one comes in before the old one goes: onnx's reference evaluator takes a place at the end for 0.
+        return op.SequenceErase(op.SequenceInsert(total, element, place), _after(op, place))
 
     return added_to
 
@@ -59,12 +61,21 @@ def sequence_erase(op, dy, sequence, position):
     """dY, with zeros where the erased element was."""
     erased = op.SequenceAt(sequence, _position(op, -1) if position is None else position)
     zeros = op.filled_like(erased.value, 0)
-    place = None if position is None else _from_front(op, position, op.SequenceLength(sequence))
-    return op.SequenceInsert(dy, zeros, place)
+    longer = op.SequenceInsert(dy, zeros)
+    if position is None:
+        return longer
+    place = _from_front(op, position, op.SequenceLength(sequence))
+    return op.SequenceErase(op.SequenceInsert(longer, zeros, place))
 
 
 def _position(op, number):
     return op.constant(number, INT64)
+
+
+def _after(op, place):
+    """The next position."""
+    number = fixed_number(place)
+    return place + 1 if number is None else _position(op, int(number) + 1)
 
 
 def _from_front(op, position, length):
@@ -147,6 +158,38 @@ def _total(op, grads, value):
     return op.ReduceSum(stacked, [0], keepdims=0)
 
 
+@simplification("SequenceMap")
+def map_as_loop(op, *inputs, node, body):
+    """A Loop that appends, where a body captures sequences, whose gradients only a Loop can carry, or nests graphs.
+
+    ONNX Runtime does not load every SequenceMap in a graph that is nested in another one, as gradients would have it.
+    """
+    outside = [value for value in captured(body) if value not in body.inputs]
+    plain = all(isinstance(value.type, ir.TensorType) for value in outside)
+    dtypes = [outer.dtype or made.dtype for outer, made in zip(node.outputs, body.outputs, strict=True)]
+    if (plain and not any(any(nested_graphs(inner)) for inner in body)) or None in dtypes:
+        return NotImplemented
+
+    def step(inner, number, go_on, *lists):
+        items = [inner.SequenceAt(x.value, number).like(_entry(x.value)) if is_sequence(x.value) else x for x in inputs]
+        _, outputs = recomputed(inner, body, items)
+        longer = [inner.SequenceInsert(*pair) for pair in zip(lists, outputs, strict=True)]
+        return [inner.Identity(go_on), *longer]
+
+    entries = [
+        ir.Value(name="iteration", type=ir.TensorType(INT64), shape=ir.Shape([])),
+        ir.Value(name="condition", type=ir.TensorType(ir.DataType.BOOL), shape=ir.Shape([])),
+        *(ir.Value(name="list", type=ir.SequenceType(ir.TensorType(dtype))) for dtype in dtypes),
+    ]
+    return op.Loop(
+        op.SequenceLength(inputs[0]),
+        True,
+        *(op.SequenceEmpty(dtype=dtype) for dtype in dtypes),
+        outputs=len(node.outputs),
+        body=op.subgraph(step, entries, name="map"),
+    )
+
+
 # ---- sequences whose elements are known ------------------------------------------------------------------------------
 
 
@@ -219,11 +262,20 @@ def _number(position):
 
 def _sizes(x, split, axis):
     """The sizes of the parts that SplitToSequence makes, if they are known."""
-    given = None if split is None else constant_ints(split.value)
-    if given is not None and split.value.shape.rank() == 1:
-        return given
+    given = (1,) if split is None else constant_ints(split.value)
+    rank = 0 if split is None else _rank(split.value)
+    if given is None or rank is None or rank == 1:
+        return given if rank == 1 else None
     shape = dims(x.value)
-    if shape is None or not isinstance(shape[axis], int) or (split is not None and given is None):
+    if shape is None or not isinstance(shape[axis], int):
         return None
-    size = 1 if split is None else given[0]
+    (size,) = given
     return [min(size, shape[axis] - start) for start in range(0, shape[axis], size)]
+
+
+def _rank(value):
+    """How many axes a constant has; the values of nested graphs are not declared."""
+    shape = value.shape
+    if shape is None and value.producer() is not None:
+        shape = output_shape(value.producer())
+    return None if shape is None else shape.rank()
