@@ -14,6 +14,7 @@ from onnx import ModelProto, TensorProto, helper
 import onward
 from models import digits_mlp, small_cnn
 from onward.errors import DataError, InvalidModelError, UnsupportedError
+from onward.rules import RULES, Rule
 from onward.run import load
 from runs import QUIET, digits
 
@@ -81,6 +82,34 @@ def test_nodes_of_a_function_and_of_an_algorithm() -> None:
     next(n for n in training.training_info[0].algorithm.node if n.op_type == "Gradient").ClearField("input")
     with pytest.raises(InvalidModelError, match=r"\(Gradient\) has 0 inputs, and needs 1"):
         onward.lower(training)
+
+
+EVERYWHERE = {
+    **WORK,
+    "lower": onward.lower,
+    "inline": onward.inline,
+    "onnxruntime": load,
+    "numpy": lambda proto: load(proto, "numpy"),
+}
+
+
+@pytest.mark.parametrize("work", EVERYWHERE)
+@pytest.mark.parametrize("length", [1, 3])
+def test_functions_that_call_themselves(
+    length: int, work: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Directly, or in a circle: one error, wherever such a model is used."""
+    monkeypatch.chdir(tmp_path)
+    proto = digits_mlp()
+    opsets = [helper.make_opsetid("", 21), helper.make_opsetid("f", 1)]
+    for i in range(length):
+        call = helper.make_node(f"F{(i + 1) % length}", ["x"], ["y"], domain="f")
+        proto.functions.append(helper.make_function("f", f"F{i}", ["x"], ["y"], [call], opsets))
+    node(proto, "relu").MergeFrom(onnx.NodeProto(op_type="F0", domain="f"))
+    proto.opset_import.append(opsets[1])
+    with pytest.raises(InvalidModelError, match=r"a function calls itself: `f\.F0` -> ") as raised:
+        EVERYWHERE[work](proto)
+    assert "Loop" in (raised.value.hint or "")
 
 
 @pytest.mark.parametrize(
@@ -161,3 +190,31 @@ def test_what_the_runtime_cannot_compute() -> None:
         for use in (engine.step, engine.evaluate, engine.gradients):
             with pytest.raises(DataError, match=r"ONNX Runtime could not .* Gather"):
                 use(batch)
+
+
+def test_a_rule_that_fails_is_a_bug(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not blamed on the model: the error is what it was, with a note that says where."""
+
+    def relu(op: Any, dy: Any, x: Any) -> Any:
+        assert x is None, "a bug"
+
+    monkeypatch.setitem(RULES, ("", "Relu"), Rule(("", "Relu"), relu, positional=1))
+    with pytest.raises(AssertionError, match="a bug") as raised:
+        onward.gradient(digits_mlp(), "logits", ["fc1.weight"])
+    assert not isinstance(raised.value, onward.Error)
+    assert raised.value.__notes__ == ["in the rule for `Relu`, at the node `relu`"]
+
+
+INVALID = {
+    "(float[2,3] x, float[2,3] z) => (float[2,6] y) { y = Concat <axis = 7> (x, z) }": "axis must be in",
+    "(float[2,3] x) => (float[2,3] y) { y = com.microsoft.CropAndResize(x) }": "has input size 1",
+}
+
+
+@pytest.mark.parametrize("text", INVALID)
+def test_a_node_that_no_rule_can_take(text: str) -> None:
+    """Whether the node is to blame is for `onnx` to say, and for ONNX Runtime where the operator is its own."""
+    imports = '"" : 21, "com.microsoft" : 1'
+    proto = onnx.parser.parse_model(f"<ir_version: 10, opset_import: [{imports}]> g {text}")
+    with pytest.raises(InvalidModelError, match=f"cannot be differentiated, because .*{INVALID[text]}"):
+        onward.gradient(proto, "y", ["x"])

@@ -61,7 +61,6 @@ def _can_stay(model: Model, node: ir.Node, known: dict[ir.OperatorIdentifier, bo
     if function is None or _is_rounded(*node.inputs, *function.outputs):
         return False
     if node.op_identifier() not in known:
-        known[node.op_identifier()] = False  # the answer also for a function that calls itself
         known[node.op_identifier()] = _is_self_contained(model, function, known)
     return known[node.op_identifier()]
 

@@ -46,7 +46,6 @@ class _Writer:
         if function is None or len(node.inputs) > len(function.inputs):
             return False
         if identifier not in self._simple:
-            self._simple[identifier] = False  # the answer also for a function that calls itself
             self._simple[identifier] = self._is_simple(function)
         return self._simple[identifier]
 

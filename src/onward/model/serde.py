@@ -17,6 +17,7 @@ from onward.errors import Error, InvalidModelError
 from onward.model import legacy, residue, storage
 from onward.model.core import Model, Step
 from onward.model.fingerprint import FINGERPRINT, fingerprint
+from onward.model.functions import callees_first
 from onward.model.tensors import check_tensors
 from onward.model.walk import graphs_in
 
@@ -60,6 +61,7 @@ def from_proto(proto: ModelProto) -> Model:
         legacy.convert(proto)
         aside = residue.set_aside(proto)
         inference, algorithms = _deserialize(proto)
+        callees_first(inference.functions)
         _type_function_inputs(proto, inference)
         residue.attach_model(aside, inference)
         residue.attach(aside, ("graph",), inference.graph)

@@ -245,13 +245,12 @@ class _Back:
             again[value].replace_all_uses_with(known.value)
 
         def found(value):
-            return grads[value] if value in grads else op.filled_like(value, 0)
+            grad = grads[value] if value in grads else op.filled_like(value, 0)
+            # An input of the graph must not be declared anew, and ONNX Runtime wants a Scan's outputs declared.
+            made = grad if grad.value.producer() is not None and grad.value.graph is op.graph else op.Identity(grad)
+            return made.like(value)
 
-        return [
-            *(found(expr.value) for expr in inputs),
-            *(grads[value] for value in self.captured),
-            *(found(expr.value) for expr in items),
-        ]
+        return [found(value) for value in (*(expr.value for expr in inputs), *self.captured, *(e.value for e in items))]
 
     def gradients(self, carried, others):
         """Per value, which may be an input twice, or captured as well."""

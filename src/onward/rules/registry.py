@@ -43,6 +43,7 @@ from onward.build import Builder, Expr
 from onward.errors import Error, InvalidModelError, UnsupportedError
 from onward.model.walk import attributes
 from onward.rules import plugins
+from onward.transform.faults import fault_of
 
 STANDARD = ""
 
@@ -190,7 +191,10 @@ def apply(
     inputs: Sequence[ir.Value | None] | None = None,
     **available: Any,
 ) -> Any:
-    """Call a rule for a node: with `leading`, its inputs (or others for them), and what it asks for by keyword."""
+    """Call a rule for a node: with `leading`, its inputs (or others for them), and what it asks for by keyword.
+
+    Rules take valid nodes for granted. Where one fails, the model is to blame if the node is not; else the rule is.
+    """
     given = [op(value) if value is not None else None for value in (node.inputs if inputs is None else inputs)]
     if rule.positional is not None:
         given += [None] * (rule.positional - len(given))
@@ -198,12 +202,16 @@ def apply(
     keywords = {name: available.get(name, default) for name, default in rule.keywords.items()}
     try:
         return rule.function(op, *leading, *given, **keywords)
-    except (TypeError, ValueError, LookupError, AttributeError, AssertionError) as error:
-        if isinstance(error, Error):
+    except Error:
+        raise
+    except Exception as error:
+        fault = fault_of(node, {**op.imports, STANDARD: op.opset})
+        if fault is None:
+            error.add_note(f"in the rule for `{node.op_type}`, at the node `{node.name}`")
             raise
         raise InvalidModelError(
-            f"node `{node.name}` cannot be differentiated: its inputs or attributes are not those of `{node.op_type}`",
-            hint="see what `onward check` says; if that is nothing, the rule is wrong, and we should know",
+            f"node `{node.name}` cannot be differentiated, because it is no valid `{node.op_type}`: {fault}",
+            hint="see what `onward check` says",
         ) from error
 
 
