@@ -28,6 +28,44 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+# ---- labels and heads ------------------------------------------------------------------------------------------------
+
+
+def test_a_head_for_more_classes_than_there_are_is_mentioned(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data, said = digits(), "the model tells 10 classes apart, and the data have 3: a last layer for these is"
+    few = {**data, "labels": data["labels"] % 3}
+    train(digits_mlp(), few, run="few", **RECIPE)
+    assert f'{said} `new_head="classes=3"` (`--new-head classes=3`)' in capsys.readouterr().err
+    text = "\n".join(
+        ["labels," + ",".join(f"p{i}" for i in range(64)), *(f"{'abc'[i % 3]}" + ",0" * 64 for i in range(9))]
+    )
+    (folder / "few.csv").write_text(text)
+    train(digits_mlp(), "few.csv", run="named", **RECIPE)
+    assert said in capsys.readouterr().err
+    train(digits_mlp(), few, new_head="classes=3", run="new", **RECIPE)
+    train(digits_mlp(), data, run="all", **RECIPE)
+    assert "classes apart" not in capsys.readouterr().err
+
+
+def test_one_hot_labels_are_recognized(folder: Path) -> None:
+    data = digits()
+    one_hot = {"image": data["image"], "labels": np.eye(10, dtype=np.float32)[data["labels"]]}
+    for columns in (one_hot, {"image": data["image"], "kind": one_hot["labels"].astype(np.int64)}):
+        with pytest.raises(DataError) as caught:
+            train(digits_mlp(), columns, **RECIPE, **QUIET)
+        assert "`ce:target=probabilities`" in (caught.value.hint or "")
+    train(digits_mlp(), one_hot, **{**RECIPE, "loss": "ce:target=probabilities"}, **QUIET)
+
+
+def test_labels_beyond_the_head_name_their_row(folder: Path) -> None:
+    data = digits()
+    wrong = {**data, "labels": np.where(np.arange(96) == 40, 10, data["labels"])}
+    with pytest.raises(
+        DataError, match="label 10 in row 40 of the data is out of range: input `labels` has 10 classes"
+    ):
+        train(digits_mlp(), wrong, **RECIPE, **QUIET)
+
+
 # ---- folders of parts ------------------------------------------------------------------------------------------------
 
 

@@ -13,8 +13,10 @@ import sklearn.metrics as sk
 from hypothesis import given, settings
 
 from models import digits_mlp, small_transformer
+from onward.errors import RecipeError
 from onward.training.api import train
 from onward.training.metrics import make
+from runs import QUIET, RECIPE, digits
 
 pytestmark = pytest.mark.filterwarnings("ignore::sklearn.exceptions.UndefinedMetricWarning")
 
@@ -172,3 +174,29 @@ def test_what_suits_the_loss(loss: str, tmp_path: Any) -> None:
     logits = ort.InferenceSession(run.last.to_proto().SerializeToString()).run(None, {"image": images})[0]
     right = (logits > 0) == (wanted > 0.5) if loss.startswith("bce") else logits.argmax(1) == wanted.argmax(1)
     assert run.results["accuracy"] == pytest.approx(np.mean(right))
+
+
+def test_what_is_monitored_is_measured(tmp_path: Any) -> None:
+    data = digits()
+    run = train(digits_mlp(), data, validation=0.25, monitor="f1", run=tmp_path / "run", **RECIPE, **QUIET)
+    assert list(run.results) == ["loss", "accuracy", "f1"] and run.config["metrics"] == ["accuracy", "f1"]
+
+
+def test_labels_that_are_ignored_do_not_count(tmp_path: Any) -> None:
+    """Whatever the number that means none, also one that is larger than those of classes."""
+    data, recipe = digits(), {**RECIPE, "optimizer": "sgd:lr=0"}
+    kept = {name: array[::2] for name, array in data.items()}
+    ignored = {**data, "labels": np.where(np.arange(96) % 2, 255, data["labels"])}
+    recipe["loss"] = "ce:ignore_index=255"
+    metrics = ["accuracy", "top_k:k=2", "f1", "auc"]
+    runs = [
+        train(digits_mlp(), data, validation=part, metrics=metrics, run=tmp_path / name, **recipe, **QUIET).results
+        for name, part in {"kept": kept, "ignored": ignored}.items()
+    ]
+    assert {name: runs[0][name] for name in metrics} == {name: runs[1][name] for name in metrics}
+
+
+def test_shapes_that_do_not_go_together() -> None:
+    for name, predictions, targets in [("mae", (4, 3), (4,)), ("accuracy", (4, 3), (4, 2)), ("r2", (4, 2), (2, 4))]:
+        with pytest.raises(RecipeError, match="compares predictions with as many targets"):
+            make(name).add(np.zeros(predictions), np.zeros(targets, np.int64))

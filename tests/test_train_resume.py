@@ -334,7 +334,15 @@ def test_a_configuration_of_another_version(folder: Path) -> None:
     [
         ({"metrics": "accuarcy"}, UnknownNameError, "no metric `accuarcy`"),
         ({"metrics": "top_k:n=3"}, RecipeError, "`top_k` has no option `n`"),
-        ({"monitor": "f1"}, UnknownNameError, "no metric to monitor `f1`"),
+        ({"monitor": "f0"}, UnknownNameError, "no metric `f0`"),
+        (
+            {"metrics": ["accuracy", "mae"]},
+            RecipeError,
+            "`mae` compares amounts, and the targets of this loss are numbers",
+        ),
+        ({"monitor": "rmse"}, RecipeError, "`rmse` compares amounts"),
+        ({"metrics": [max]}, RecipeError, "`max` is no name of a metric"),
+        ({"metrics": max}, RecipeError, "`max` is no name of a metric"),
         ({"patience": 3}, RecipeError, "there are none"),
         ({"epochs": -1}, RecipeError, "-1 epochs"),
         ({"loss": None}, RecipeError, "must know its loss"),

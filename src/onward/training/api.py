@@ -23,7 +23,9 @@ from onward.training.data import in_parts
 from onward.training.evaluation import Measures
 from onward.training.feed import Feed, feeds
 from onward.training.folder import Place, Run
+from onward.training.labels import labels_of
 from onward.training.loop import Loop, Settings
+from onward.training.metrics import METRICS
 from onward.training.objective import Objective, objectives
 from onward.training.preparation import prepared
 from onward.training.rates import find_lr
@@ -73,7 +75,8 @@ def train(
     - `columns`: input of the model -> column of the data, where names and shapes do not say it
     - `last`: what happens to a last batch that is not full: `"keep"`, `"drop"` or `"pad"`
     - `metrics`: measured on the validation data, such as `"accuracy"`; by default what suits the loss
-    - `monitor`: the metric that decides which model is the best; `patience`: epochs to wait for a better one
+    - `monitor`: the metric that decides which model is the best, which is measured, too; `patience`: epochs to wait for
+      a better one
     - `save_every`: seconds after which the state is saved, also within an epoch
     - `recompute`: saves memory, as in `onward.gradient`
     - `engine`, `device`: what runs it, and where; `compile`, `precision` (`"bfloat16"` ...) and `deterministic` are for
@@ -105,7 +108,7 @@ def train(
         shuffle=shuffle,
         last=last,
         seed=seed,
-        metrics=_metrics(training, metrics),
+        metrics=_metrics(training, metrics, monitor),
         monitor=monitor,
         patience=patience,
         save_every=save_every,
@@ -209,18 +212,35 @@ _THRESHOLDS = {"binary_cross_entropy": 0.5, "bce_with_logits": 0.0, "hinge": 0.0
 """Losses of decisions, and the outputs above which they mean yes."""
 
 
-def _metrics(training: Model, given: Sequence[str] | str | None) -> tuple[str, ...]:
-    if given is not None:
-        return (given,) if isinstance(given, str) else tuple(given)
+def _metrics(training: Model, given: Sequence[str] | str | None, monitor: str | None) -> tuple[str, ...]:
+    """What is measured: what is given, or suits the loss, and what is monitored."""
     losses = objectives(training)
-    return (_SUITABLE[losses[0].name],) if len(losses) == 1 and losses[0].name in _SUITABLE else ()
+    if given is None:
+        given = (_SUITABLE[losses[0].name],) if len(losses) == 1 and losses[0].name in _SUITABLE else ()
+    chosen: tuple[Any, ...] = (given,) if isinstance(given, str) or callable(given) else tuple(given)
+    for metric in chosen:
+        if not isinstance(metric, str):
+            raise RecipeError(
+                f"`{getattr(metric, '__name__', metric)}` is no name of a metric",
+                hint=f"there are {', '.join(METRICS)} and perplexity; functions of your own can be applied to what "
+                "`run.best` predicts",
+            )
+    return chosen if monitor in (None, "loss", *chosen) else (*chosen, str(monitor))
 
 
 def _measures(training: Model, config: Config) -> Measures:
     loss = next(iter(objectives(training)), Objective(""))
-    monitor = config.monitor or (config.metrics[0] if config.metrics else "loss")
-    threshold = _THRESHOLDS.get(loss.name)
-    return Measures(config.metrics, loss.output, loss.target, monitor, axis=loss.axis, threshold=threshold)
+    labels = labels_of(training)
+    return Measures(
+        config.metrics,
+        loss.output,
+        loss.target,
+        config.monitor or (config.metrics[0] if config.metrics else "loss"),
+        axis=loss.axis,
+        threshold=_THRESHOLDS.get(loss.name),
+        are_classes=loss.by_number,
+        ignored=labels.ignored if labels is not None and labels.name == loss.target else None,
+    )
 
 
 def _new_folder(model: Model) -> Run:

@@ -14,7 +14,7 @@ from onward.model.state import states
 from onward.recipe.spec import lookup, parse
 from onward.run import Engine
 from onward.training.data import Batch
-from onward.training.metrics import METRICS, Metric, make
+from onward.training.metrics import METRICS, OF_CLASSES, Metric, make
 
 _OF_LOSS = "perplexity"
 
@@ -32,11 +32,21 @@ class Measures:
     """Along which the output has classes."""
     threshold: float | None = None
     """Above which an output means yes, where each is a decision of its own."""
+    are_classes: bool = False
+    """Whether targets are numbers of classes."""
+    ignored: int | None = None
+    """The number that means none of them."""
 
     def __post_init__(self) -> None:
         for name in self.names:
-            if name != _OF_LOSS:
-                make(name)  # which refuses what there is not
+            if name == _OF_LOSS:
+                continue
+            make(name)  # which refuses what there is not
+            if self.are_classes and parse(name).name not in OF_CLASSES:
+                raise RecipeError(
+                    f"`{name}` compares amounts, and the targets of this loss are numbers of classes",
+                    hint=f"for these there are {', '.join(OF_CLASSES)} and {_OF_LOSS}",
+                )
         lookup("metric to monitor", self.monitor, dict.fromkeys(("loss", *self.names)))
         if any(name != _OF_LOSS for name in self.names) and (self.output is None or self.target is None):
             raise RecipeError(
@@ -46,6 +56,10 @@ class Measures:
 
     def make(self) -> dict[str, Metric]:
         return {name: make(name, threshold=self.threshold) for name in self.names if name != _OF_LOSS}
+
+    def counted(self, targets: np.ndarray) -> np.ndarray:
+        """Targets as metrics take them: what is negative does not count."""
+        return np.where(targets == self.ignored, -1, targets) if self.are_classes else targets
 
     def is_better(self, value: float, best: float | None) -> bool:
         if best is None or not math.isfinite(value):
@@ -72,7 +86,7 @@ def evaluated(engine: Engine, batches: Iterable[tuple[Batch, int]], measures: Me
             predictions = results[measures.output][:samples]
             if measures.axis != 1 and predictions.ndim > 1:
                 predictions = np.moveaxis(predictions, measures.axis, 1)
-            metric.add(predictions, batch[measures.target][:samples])
+            metric.add(predictions, measures.counted(batch[measures.target][:samples]))
     loss = total / count if count else math.nan
     found = {"loss": loss} | {name: metric.result() for name, metric in metrics.items()}
     if _OF_LOSS in measures.names:

@@ -9,7 +9,7 @@ from onward.errors import DataError, listed
 from onward.run import Engine
 from onward.training.config import Config, Last
 from onward.training.data import Batches, Binding, Dataset, Stream, format_for, match, open_data, split
-from onward.training.labels import Labels, check_classes, in_classes, labels_of, strata_of
+from onward.training.labels import Labels, check_classes, in_classes, labels_of, strata_of, too_few_classes
 from onward.training.raw import single_pictures
 
 
@@ -39,6 +39,8 @@ def feeds(engine: Engine, config: Config, opened: Dataset | Stream | None = None
     labels = labels_of(engine.model)
     part, held_out = _parts(engine, config, opened, labels)
     notes = dict.fromkeys(binding.note for binding in part.way.values() if binding.note)
+    if few := too_few_classes(part.data, part.way, labels):
+        notes[few] = None
     notes |= dict.fromkeys(held_out.notes if held_out is not None else ())
 
     def batches(of: _Part, shuffle: bool, last: Last) -> Batches:

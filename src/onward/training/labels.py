@@ -31,8 +31,7 @@ def labels_of(training: Model) -> Labels | None:
     shapes = {value.name: value.shape for value in training.graph.outputs}
     for loss in objectives(training):
         shape = shapes.get(loss.output)
-        by_number = loss.name == "nll" or (loss.name == "cross_entropy" and "target" not in loss.options)
-        if not by_number or loss.target is None or shape is None or len(shape) < 2:
+        if not loss.by_number or loss.target is None or shape is None or len(shape) < 2:
             continue
         if isinstance(count := shape[loss.axis], int):
             return Labels(loss.target, count, loss.options.get("ignore_index", -100))
@@ -46,6 +45,23 @@ def check_classes(classes: tuple[str, ...] | None, labels: Labels) -> None:
             f"the data have {len(classes)} classes, and the model tells {labels.count} apart",
             hint=f'give it a new last layer: `new_head="classes={len(classes)}"` (`--new-head classes={len(classes)}`)',
         )
+
+
+def too_few_classes(data: Dataset | Stream, matched: Mapping[str, Binding], labels: Labels | None) -> str | None:
+    """What to say where the model tells more classes apart than the data have: its head was made for something else."""
+    if labels is None:
+        return None
+    names = matched[labels.name].classes
+    numbers = None if names is not None else _numbers(data, matched[labels.name])
+    count = (
+        len(names) if names is not None else int(numbers.max(initial=-1)) + 1 if numbers is not None else labels.count
+    )
+    if count >= labels.count or (names is None and 2 * count > labels.count):  # by chance, some numbers may be missing
+        return None
+    return (
+        f"the model tells {labels.count} classes apart, and the data have {count}: a last layer for these is "
+        f'`new_head="classes={count}"` (`--new-head classes={count}`)'
+    )
 
 
 def in_classes(
@@ -73,15 +89,24 @@ def strata_of(
     if wanted is False or isinstance(data, Stream):
         return None
     binding = matched[labels.name] if labels is not None else None
-    is_class_each = binding is not None and all(not data.columns[name].shape for name in binding.columns)
-    if not is_class_each:
+    if binding is None or not _is_class_each(data, binding):
         if wanted:
             raise UnsupportedError(
                 "a split with the same share of every class needs a class for each row, which the loss has not",
                 hint="leave `stratify` out",
             )
         return None
-    if wanted is None and (isinstance(data, Samples) or len(data) > _FEW):
+    return _numbers(data, binding, at_any_cost=wanted is True)
+
+
+def _is_class_each(data: Dataset, binding: Binding) -> bool:
+    return all(not data.columns[name].shape for name in binding.columns)
+
+
+def _numbers(data: Dataset | Stream, binding: Binding, at_any_cost: bool = False) -> np.ndarray | None:
+    """The class of each row, if that is to be had without much ado."""
+    if isinstance(data, Stream) or not _is_class_each(data, binding):
         return None
-    assert binding is not None
+    if not at_any_cost and (isinstance(data, Samples) or len(data) > _FEW):
+        return None
     return binding(data.take(np.arange(len(data)), list(binding.columns))).reshape(len(data))

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from onward.errors import RecipeError
 from onward.recipe.spec import check_options, lookup, parse
 
 
@@ -27,6 +28,15 @@ class Metric(ABC):
 
     @abstractmethod
     def result(self) -> float: ...
+
+
+def _check_sizes(predictions: np.ndarray, targets: np.ndarray) -> None:
+    if predictions.size != targets.size or len(predictions) != len(targets):
+        shapes = f"{list(predictions.shape)} and {list(targets.shape)}"
+        raise RecipeError(
+            f"this metric compares predictions with as many targets, and a batch has {shapes} of them",
+            hint="choose others: `metrics=[]` measures the loss alone",
+        )
 
 
 # ---- classes ---------------------------------------------------------------------------------------------------------
@@ -44,9 +54,11 @@ class _OfClasses(Metric):
 
     def add(self, predictions: np.ndarray, targets: np.ndarray) -> None:
         if self._threshold is not None or predictions.ndim < 2 or predictions.shape[1] == 1:
+            _check_sizes(predictions, targets)
             self._add(predictions.reshape(len(predictions), -1), (targets > 0.5).reshape(len(predictions), -1))
             return
         labels = targets.argmax(1) if targets.shape == predictions.shape else targets
+        _check_sizes(predictions[:, 0], labels)
         scores = np.moveaxis(predictions, 1, -1).reshape(-1, predictions.shape[1])
         labels = labels.reshape(-1).astype(np.int64)
         self._add(scores[labels >= 0], labels[labels >= 0])
@@ -198,6 +210,7 @@ class _OfAmounts(Metric):
         """The sum of squares of differences to the mean."""
 
     def add(self, predictions: np.ndarray, targets: np.ndarray) -> None:
+        _check_sizes(predictions, targets)
         wanted = targets.astype(np.float64).reshape(len(targets), -1)
         difference = predictions.astype(np.float64).reshape(wanted.shape) - wanted
         self._absolute = self._absolute + np.abs(difference).sum(0)
@@ -249,6 +262,10 @@ METRICS: Mapping[str, type[Metric]] = {
     "rmse": RMSE,
     "r2": R2,
 }
+
+
+OF_CLASSES = tuple(name for name, kind in METRICS.items() if issubclass(kind, _OfClasses))
+"""Metrics of labels that are numbers of classes. Others are of amounts."""
 
 
 def make(spec: str, **defaults: Any) -> Metric:

@@ -25,6 +25,11 @@ class Objective:
         """Along which the output has classes."""
         return int(self.options.get("axis", 1))
 
+    @property
+    def by_number(self) -> bool:
+        """Whether targets are numbers of classes."""
+        return self.name == "nll" or (self.name == "cross_entropy" and "target" not in self.options)
+
 
 def objectives(training: Model) -> list[Objective]:
     """The losses that are added up, as far as the model says which they are."""

@@ -16,6 +16,7 @@ from onward.training.data.fitting import Binding, Wanted, fit, is_float
 
 _NAMELESS = re.compile(r"(arr_)?\d+")  # parts of a tuple, and what np.savez calls an array without a name
 _MOST_LISTED = 20
+_ONE_HOT = "if it has a number for each class, as one-hot labels do, say so to the loss: `ce:target=probabilities`"
 
 Way = dict[str, Binding]
 
@@ -76,6 +77,8 @@ class _Sides:
         hint = f"convert the column, or choose another: {_say(name, 'COLUMN')}"
         if is_float(column.dtype) and wanted.dtype.kind in "iu":
             hint = "numbers with a fraction are not rounded; if these are whole numbers, store them as such"
+        if self._may_be_one_hot(name, chosen):
+            hint = _ONE_HOT
         raise self._misfit(f"input `{name}` takes {wanted}, but column `{chosen[0]}` is {column}{together}", hint)
 
     def _fit(self, name: str, *chosen: str) -> Binding | None:
@@ -108,7 +111,17 @@ class _Sides:
         hint = (
             f"{meant} It must be {self._wanted[name]}" if meant else f"say which column it is: {_say(name, 'COLUMN')}"
         )
+        idle = [column for column in free if not any(column in columns for columns in fitting.values())]
+        if any(self._may_be_one_hot(name, [column]) for column in idle):
+            hint = _ONE_HOT
         raise self._misfit(f"no column can be input `{name}`", hint)
+
+    def _may_be_one_hot(self, name: str, chosen: Sequence[str]) -> bool:
+        """Whether an input takes the number of a class, and a column has a number for each class."""
+        wanted, shape = self._wanted[name], self._columns[chosen[0]].shape
+        return (
+            len(chosen) == 1 and wanted.dtype.kind in "iu" and wanted.shape == () and len(shape) == 1 and shape != (1,)
+        )
 
     def _ways(self, fitting: Mapping[str, Mapping[str, Binding]], free: list[str]) -> Iterator[Way]:
         """Ways to give each input a column of its own, or one of them all numbers that are left, side by side.
