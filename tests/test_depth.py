@@ -85,7 +85,7 @@ def test_only_what_is_trained_counts() -> None:
 
 @pytest.mark.parametrize("decay", [0, -1, 1.5])
 def test_decays_that_make_no_sense(decay: float) -> None:
-    with pytest.raises(RecipeError, match="cannot be multiplied by"):
+    with pytest.raises(RecipeError, match="`lr_decay` is"):
         rates(digits_mlp(), loss="cross_entropy", lr_decay=decay)
 
 

@@ -26,6 +26,7 @@ SOURCE = Path(__file__).resolve().parent.parent / "src"
 TIERS = [
     ["deferral"],
     ["errors"],
+    ["arguments"],
     ["containers", "shapes"],
     ["build"],
     ["model"],

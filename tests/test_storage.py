@@ -170,7 +170,7 @@ HEADER = b'{"w":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'
 NOT_MODELS = {
     "nothing": (b"", "is empty"),
     "git lfs": (b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 5\n", "Git LFS pointer"),
-    "zip": (zipped(), "a zip archive"),
+    "zip": (zipped(), "a PyTorch file"),
     "pickle": (pickle.dumps({"a": [1]}), "a Python pickle"),
     "safetensors": (len(HEADER).to_bytes(8, "little") + HEADER + bytes(4), "a safetensors file"),
     "gzip": (b"\x1f\x8b\x08\x00" + bytes(20), "a gzip archive"),

@@ -50,6 +50,10 @@ class MismatchError(Error, ArithmeticError):
     """Two sides of a conversion do not compute the same."""
 
 
+class ArgumentError(Error, TypeError):
+    """A function was called with an argument that it does not have, without one that it needs, or of another type."""
+
+
 class UnknownNameError(Error, LookupError):
     """A name or pattern matches nothing."""
 
@@ -69,8 +73,52 @@ def listed(names: Sequence[str], most: int) -> str:
     return ", ".join(f"`{name}`" for name in names[:most]) + more
 
 
-def near(name: str, known: Iterable[str], *, most: int = 3) -> str | None:
+def alternatives(words: Sequence[str]) -> str:
+    """`a, b or c`."""
+    *others, last = words
+    return f"{', '.join(others)} or {last}" if others else last
+
+
+_SYNONYMS = {
+    "learning_rate": "lr",
+    "rate": "lr",
+    "wd": "weight_decay",
+    "epsilon": "eps",
+    "betas": "beta1",
+    "optimiser": "optimizer",
+    "scheduler": "schedule",
+    "lr_scheduler": "schedule",
+    "num_epochs": "epochs",
+    "n_epochs": "epochs",
+    "bs": "batch_size",
+    "val": "validation",
+    "validation_data": "validation",
+    "validation_split": "validation",
+    "early_stopping": "patience",
+    "grad_clip": "clip",
+    "gradient_clip": "clip",
+    "pytorch": "torch",
+    "tf": "tensorflow",
+    "ort": "onnxruntime",
+    "gpu": "cuda",
+    "bf16": "bfloat16",
+    "fp16": "float16",
+}
+"""What other tools call what has another name here."""
+_CLEAR = 0.8
+
+
+def near(name: str, known: Iterable[str], *, most: int = 3, likeness: float = 0.5) -> str | None:
     """A hint that names what the user may have meant, or None when nothing is close."""
     lower = {other.lower(): other for other in known}
-    matches = difflib.get_close_matches(name.lower(), list(lower), n=most, cutoff=0.5)
-    return "did you mean " + " or ".join(f"`{lower[m]}`" for m in matches) + "?" if matches else None
+    word = str(name).lower()
+    synonym = _SYNONYMS.get(word)
+    found = [difflib.get_close_matches(word, list(lower), most, least) for least in (_CLEAR, likeness)]
+    matches = [synonym] if synonym in lower else found[0] or found[1]  # beside a clear match, others only confuse
+    return f"did you mean {' or '.join(f'`{lower[match]}`' for match in matches)}?" if matches else None
+
+
+def near_or_first(name: str, known: Iterable[str], *, most: int = 6) -> str:
+    """A hint that names what the user may have meant, or the first of what there is."""
+    names = list(known)
+    return near(name, names) or (f"there are {listed(names, most)}" if names else "there are none")

@@ -13,6 +13,7 @@ from typing import TypeVar
 
 from onnx import ModelProto
 
+from onward.arguments import checked
 from onward.checker import (
     bindings,
     counters,
@@ -88,6 +89,7 @@ def check_proto(
     return worst_first(findings)
 
 
+@checked()
 def check(source: Source, *, target: str | None = None) -> list[Finding]:
     """All findings about a model in a file, in bytes, in a `ModelProto` or in memory; see `check_proto`."""
     if isinstance(source, ModelProto):

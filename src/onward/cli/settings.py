@@ -59,6 +59,8 @@ def set_(
             f"missing {missing}", "write for example `onward set training.onnx group0/lr=3e-4`, or use `--list`"
         )
     wanted = pairs(settings or [], "group0/lr=3e-4")
+    if listed and wanted:
+        raise Misuse("`--list` sets nothing", "leave it out, or the settings")
     place = Target(model, model) if output is None else target(model, output, "changed", force=force)
     from onward.model import read
 
@@ -79,13 +81,17 @@ def set_(
 
 def _change(source: Model, name: str, text: str, step: int) -> dict[str, Any]:
     """Set one tensor, in memory; what it was and is."""
+    from onward.recipe.settings import check_setting
+
     tensor = _initializer(source, name, step)
     if tensor.size > _MOST:
         raise InvalidModelError(
             f"`{name}` has {tensor.size:,} elements: a weight, not a setting",
             hint="change weights in Python, with `Model.set`",
         )
-    source.set(name, _array(name, text, tensor.dtype), step)
+    array = _array(name, text, tensor.dtype)
+    check_setting(source, name, array.tolist(), step)
+    source.set(name, array, step)
     return {"name": name, "old": _plain(tensor), "new": _plain(_initializer(source, name, step))}
 
 

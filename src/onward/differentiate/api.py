@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import onnx_ir as ir
 
+from onward.arguments import checked
 from onward.build import Builder, Expr, uncollected
 from onward.containers import content_type, is_optional, is_sequence
 from onward.differentiate.expand import expanded
@@ -14,7 +15,7 @@ from onward.differentiate.path import Find, way
 from onward.differentiate.recompute import Choice, recomputation
 from onward.differentiate.simplify import tidy
 from onward.differentiate.sweep import pull_back
-from onward.errors import UnknownNameError, UnsupportedError, near
+from onward.errors import UnknownNameError, UnsupportedError, near_or_first
 from onward.model import Model, Source, read
 from onward.model.core import values
 from onward.model.signature import sound
@@ -29,6 +30,7 @@ OLDEST_OPSET = 18
 COMMON_OPSET = 21
 
 
+@checked()
 @uncollected()
 def gradient(
     source: Source, y: str, xs: Sequence[str], *, recompute: Choice = None, keep_functions: bool = False
@@ -51,6 +53,7 @@ def gradient(
     return _finish(op, last, model, sources, grads, list(model.graph.outputs))
 
 
+@checked()
 @uncollected()
 def vjp(source: Source, y: str, xs: Sequence[str], *, recompute: Choice = None, keep_functions: bool = False) -> Model:
     """A model with one more input `dy`, of the type and shape of `y`, whose outputs are the gradients of `xs`.
@@ -66,6 +69,7 @@ def vjp(source: Source, y: str, xs: Sequence[str], *, recompute: Choice = None, 
     return _finish(op, last, model, sources, grads, [])
 
 
+@checked()
 @uncollected()
 def jvp(source: Source, xs: Sequence[str], y: str) -> Model:
     """A model with one more input `d<x>` for each x, a direction; its output `d<y>` is how y changes along them.
@@ -103,7 +107,7 @@ def _opened(
     missing = [name for name in (y, *xs) if name not in known]
     if missing:
         listed = ", ".join(f"`{name}`" for name in missing)
-        raise UnknownNameError(f"there is no value {listed}", hint=near(missing[0], known))
+        raise UnknownNameError(f"there is no value {listed}", hint=near_or_first(missing[0], known))
     model = expanded(model, y, xs, keep_functions=keep_functions)
     known = {value.name: value for value in values(model.graph) if value.name}
     fill_in_types(model, known.values())

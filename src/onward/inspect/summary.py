@@ -9,6 +9,7 @@ from typing import Any
 
 import onnx_ir as ir
 
+from onward.arguments import checked
 from onward.errors import Error, InvalidModelError
 from onward.inspect.parameters import weights
 from onward.inspect.parts import ROLES, Amount, File, Port, Role, Training, Weight
@@ -69,6 +70,7 @@ def _plain(item: Any) -> Any:
     return [_plain(value) for value in item] if isinstance(item, list | tuple) else item
 
 
+@checked()
 def describe(source: Source) -> Summary:
     """Say what is in a model, by its file alone: it is not run, and weights outside the file are not loaded."""
     model = read(source)

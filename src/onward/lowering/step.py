@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import onnx_ir as ir
 
+from onward.arguments import checked
 from onward.build import Builder, Names, uncollected
 from onward.differentiate.api import COMMON_OPSET, OLDEST_OPSET
 from onward.differentiate.recompute import Choice
@@ -38,6 +39,7 @@ IR_VERSION = 10
 """What stock ONNX Runtime loads."""
 
 
+@checked()
 @uncollected()
 def lower(
     source: Source,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -16,8 +17,9 @@ from typing import Any, Literal
 import numpy as np
 import onnx_ir as ir
 
+from onward.arguments import checked
 from onward.build import Names
-from onward.errors import InvalidModelError, UnknownNameError, near
+from onward.errors import InvalidModelError, UnknownNameError, near_or_first
 from onward.model.walk import graphs_in
 
 TRAINING_DOMAIN = "ai.onnx.preview.training"
@@ -94,6 +96,7 @@ class Model:
     def is_training_model(self) -> bool:
         return bool(self.steps)
 
+    @checked()
     def step(self, index: int = 0) -> Step:
         if not -len(self.steps) <= index < len(self.steps):
             raise UnknownNameError(
@@ -123,13 +126,14 @@ class Model:
         for step in self.steps:
             yield from step.algorithm.initializers.values()
 
+    @checked()
     def initializer(self, name: str, step: int = 0) -> ir.Value:
         """An initializer by name: of the inference graph, else of a step's algorithm."""
         known = dict(self.graph.initializers)
         if self.steps:
             known = {**self.step(step).algorithm.initializers, **known}
         if name not in known:
-            raise UnknownNameError(f"there is no initializer `{name}`", hint=near(name, known))
+            raise UnknownNameError(f"there is no initializer `{name}`", hint=near_or_first(name, known))
         return known[name]
 
     def array(self, name: str, step: int = 0) -> np.ndarray:
@@ -138,6 +142,7 @@ class Model:
         assert tensor is not None
         return tensor.numpy()
 
+    @checked()
     def set(self, name: str, array: Any, step: int = 0) -> None:
         """Give an initializer (a weight, a hyper-parameter, a counter) a new value of the same type and shape."""
         value = self.initializer(name, step)
@@ -145,8 +150,10 @@ class Model:
         assert old is not None
         new = np.asarray(array)
         if tuple(new.shape) != tuple(old.shape):
-            raise InvalidModelError(f"`{name}` has shape {list(old.shape)}, not {list(new.shape)}")
-        tensor = ir.Tensor(new.astype(old.dtype.numpy()), dtype=old.dtype, name=name, doc_string=old.doc_string)
+            raise InvalidModelError(
+                f"`{name}` has shape {list(old.shape)}, not {list(new.shape)}", hint="give as many numbers as it has"
+            )
+        tensor = ir.Tensor(_held(name, new, old.dtype), dtype=old.dtype, name=name, doc_string=old.doc_string)
         tensor.metadata_props.update(old.metadata_props)
         value.const_value = tensor
 
@@ -183,7 +190,10 @@ class Model:
 
         return to_proto(self)
 
-    def save(self, path: str | Path, *, data: Literal["auto", "none", "data", "safetensors"] = "auto") -> Path:
+    @checked()
+    def save(
+        self, path: str | os.PathLike[str], *, data: Literal["auto", "none", "data", "safetensors"] = "auto"
+    ) -> Path:
         """Write the model, all or nothing: a crash or a full disk leaves the old file.
 
         `data` says where tensors go: "none" (into the file), "data" (a `.data` file beside it), "safetensors" (a valid
@@ -196,6 +206,22 @@ class Model:
     def __repr__(self) -> str:
         name = self.path.name if self.path else self.graph.name or "model"
         return f"<onward.Model {name}: {len(self.graph)} nodes, {len(self.steps)} training step(s)>"
+
+
+def _held(name: str, array: np.ndarray, dtype: ir.DataType) -> np.ndarray:
+    """An array in the type of a tensor, if that can hold it: rounded where that has a fraction, and never cut."""
+    if array.dtype == dtype.numpy():
+        return array
+    kind = dtype.name.lower()
+    if array.dtype.kind in "OSUmM" or (array.dtype.kind == "b") != (dtype == ir.DataType.BOOL):
+        raise InvalidModelError(
+            f"`{name}` is {kind}, and what it was given is {array.dtype}", hint=f"give it as {kind}"
+        )
+    with np.errstate(all="ignore"):
+        converted = array.astype(dtype.numpy())
+    if dtype.is_integer() and not (converted == array).all():
+        raise InvalidModelError(f"`{name}` is {kind}, which cannot hold {array}", hint="give whole numbers that fit")
+    return converted
 
 
 def is_gradient(node: ir.Node) -> bool:

@@ -13,6 +13,7 @@ import onnx
 import onnx_ir as ir
 from onnx import ModelProto
 
+from onward.arguments import OPENED
 from onward.errors import Error, InvalidModelError
 from onward.model import legacy, residue, storage
 from onward.model.core import Model, Step
@@ -26,6 +27,7 @@ _CARRIER = "onward.carrier"
 
 Source = str | os.PathLike[str] | bytes | ModelProto | Model
 """What a model can be read from."""
+OPENED.add(Source)
 
 
 def read(source: Source) -> Model:
@@ -38,8 +40,8 @@ def read(source: Source) -> Model:
         return _from_nowhere(proto)
     if isinstance(source, bytes | bytearray | memoryview):
         return _from_nowhere(storage.parse_proto(bytes(source)))
-    path = Path(source)
-    proto, folder = storage.read_proto(path), storage.folder_of(path)
+    proto, path = storage.read_proto(source), Path(source)
+    folder = storage.folder_of(path)
     storage.check_external(proto, folder)
     model = from_proto(proto)
     for container in _containers(model):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Annotated
 
 import onnx_ir as ir
 
+from onward.arguments import Count, Range, Seed, checked
 from onward.model import Source
 from onward.numeric.check import Settings, function_of, rows, settle
 from onward.numeric.compare import default_tolerance
@@ -16,16 +18,17 @@ from onward.numeric.report import Report
 from onward.numeric.subject import subject
 
 
+@checked()
 def check_gradients(
     source: Source,
     y: str | None = None,
     xs: Sequence[str] | None = None,
     *,
     inputs: Given = None,
-    directions: int = 1,
-    order: int = 1,
-    seed: int = 0,
-    tolerance: float | None = None,
+    directions: Count = 1,
+    order: Annotated[int, Range(least=1, most=2)] = 1,
+    seed: Seed = 0,
+    tolerance: Annotated[float, Range(least=0)] | None = None,
     step: int = 0,
 ) -> Report:
     """Compare the gradient of `y` by each of `xs` with central differences, along random directions.

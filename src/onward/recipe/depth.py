@@ -25,8 +25,6 @@ _FIRST, _LAST = "first", "last"
 
 def layered(groups: Sequence[Group], graph: ir.Graph, decay: float) -> list[Group]:
     """The groups divided by depth: the rate of a block is `decay` times that of the block after it."""
-    if not 0 < decay <= 1:
-        raise RecipeError(f"the learning rate cannot be multiplied by {decay} from block to block", hint="such as 0.8")
     whole = [group.optimizer.name for group in groups if isinstance(group.optimizer, FunctionOptimizer)]
     if whole:
         raise RecipeError(

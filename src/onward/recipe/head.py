@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from onward.arguments import Count, Seed, checked
 from onward.errors import RecipeError, UnsupportedError
 from onward.model import Model, Source, read
 from onward.model.signature import sound
@@ -34,14 +35,15 @@ LINEAR = "kaiming_uniform:a=2.23606797749979"
 _Init = str | Mapping[str, Any] | Spec
 
 
+@checked()
 def replace_head(
     model: Source,
-    classes: int,
+    classes: Count,
     *,
     layer: str | None = None,
     init: _Init = LINEAR,
     bias_init: _Init = "zeros",
-    seed: int = 0,
+    seed: Seed = 0,
 ) -> Model:
     """A copy whose last layer gives `classes` logits, from fresh weights.
 
@@ -49,8 +51,6 @@ def replace_head(
     - `init`, `bias_init`: initialisers, such as `"normal:std=0.02"`
     - `seed`: what they are drawn from
     """
-    if isinstance(classes, bool) or not isinstance(classes, int) or classes < 1:
-        raise RecipeError(f"there cannot be {classes} classes", hint="give a whole number from 1 on")
     source = sound(read(model))
     refuse_training(source, "replace its head")
     changed = source.copy()

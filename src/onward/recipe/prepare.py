@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any, get_type_hints
 
 import onnx_ir as ir
 
+from onward.arguments import Count, Range, Seed, checked, fitting
 from onward.build import Builder, Expr, uncollected
 from onward.errors import RecipeError
 from onward.model import TRAINING_DOMAIN, Model, Source, read
@@ -24,8 +25,9 @@ from onward.recipe.forward import Variance, bind_statistics, functions_to_inline
 from onward.recipe.head import replace_head
 from onward.recipe.lora import add_lora
 from onward.recipe.optimizers.function import FunctionOptimizer
-from onward.recipe.optimizers.given import given_optimizer
+from onward.recipe.optimizers.given import given_optimizer, with_rate
 from onward.recipe.optimizers.groups import Group, groups, opset_of, patterns
+from onward.recipe.ranges import DECAY_RATE, POSITIVE
 from onward.recipe.reset import bind_initial_value
 from onward.recipe.roles import roles
 from onward.recipe.spec import Spec, arguments
@@ -48,24 +50,28 @@ class Recipe:
     optimizer: Any = "adamw"
     schedule: Any = None
     trainable: Sequence[str] | str | None = None
-    freeze: Sequence[str] | str = ()
-    groups: Sequence[Any] = ()
-    lr_decay: float | None = None
-    clip: str | float | Mapping[str, Any] | None = None
-    accumulate: int = 1
-    ema: float | None = None
-    loss_scale: float | str | None = None
+    freeze: Sequence[str] | str | None = ()
+    groups: Sequence[str | Mapping[str, Any]] = ()
+    lr_decay: Annotated[float, Range(above=0, most=1)] | None = None
+    clip: str | Annotated[float, Range(finite=False)] | Mapping[str, Any] | None = None
+    accumulate: Count = 1
+    ema: Annotated[float, DECAY_RATE] | None = None
+    loss_scale: Annotated[float, POSITIVE] | str | None = None
     master_weights: bool | None = None
     init: str | Mapping[str, Any] = "file"
     variance: Variance = "population"
-    seed: int = 0
+    seed: Seed = 0
     append: bool = False
-    new_head: str | Mapping[str, Any] | None = None
-    lora: str | Mapping[str, Any] | None = None
+    new_head: str | Mapping[str, Any] | int | None = None
+    lora: str | Mapping[str, Any] | int | None = None
     teacher: Any = None
     distill: Any = None
     preprocess: Any = None
     augment: Any = None
+
+    def __post_init__(self) -> None:
+        for name, hint in get_type_hints(Recipe, include_extras=True).items():
+            object.__setattr__(self, name, fitting(f"`{name}`", getattr(self, name), hint))
 
     @uncollected()
     def apply(self, model: Model) -> Model:
@@ -156,13 +162,15 @@ class Recipe:
         return {name: _plain(value) for name, value in changed.items() if name != "append"}
 
 
-def prepare(model: Source, *, loss: Any, **recipe: Any) -> Model:
+@checked(rest=Recipe)
+def prepare(model: Source, *, loss: Any, lr: float | None = None, **recipe: Any) -> Model:
     """Make a training model: the same inference graph, and a step that improves it.
 
     - `loss`: a name with options (`"cross_entropy:label_smoothing=0.1"`), a mapping or list of several
       (`"aux=mse:scale=0.3"`), an ONNX model or function, or `"value:NAME"` for a loss that the model computes itself
     - `optimizer`: such as `"adamw:lr=1e-3,weight_decay=0.01"`, or an ONNX model or function, which can be given a rate
       (`{"function": update, "lr": 1e-3}`); `groups` gives some parameters their own settings
+    - `lr`: the learning rate, where the optimizer does not say it
     - `lr_decay`: such as 0.8: each block of the network gets so much of the learning rate of the block after it
     - `schedule`: such as `"cosine:steps=1000,warmup=50"`, or a list of schedules with `until`
     - `trainable`, `freeze`: patterns of parameter names, or `biases`, `norms`, `head`
@@ -180,10 +188,8 @@ def prepare(model: Source, *, loss: Any, **recipe: Any) -> Model:
     - `preprocess`: what happens to data before the model, such as `"resize:size=32 scale channels_first"`, or a model;
       `augment`: what happens to them in training alone, such as `"flip crop:padding=4"`
     """
-    known = {field.name for field in dataclasses.fields(Recipe)}
-    unknown = [name for name in recipe if name not in known]
-    if unknown:
-        raise TypeError(f"prepare() got an unexpected keyword argument {unknown[0]!r}")
+    if lr is not None:
+        recipe["optimizer"] = with_rate(recipe.get("optimizer", Recipe.optimizer), lr)
     return Recipe(loss=loss, **recipe).apply(sound(read(model)))
 
 

@@ -27,6 +27,7 @@ import onnx_ir as ir
 
 from onward.build import Builder, Expr, Function, function
 from onward.errors import RecipeError
+from onward.recipe.ranges import ANY, OF_SCHEDULES
 from onward.recipe.spec import check_options, lookup
 
 DOUBLE = ir.DataType.DOUBLE
@@ -197,7 +198,7 @@ class Schedule:
         if settings.get("timescale", ...) is None:
             settings["timescale"] = settings.get("warmup")
         choices = {name: self._choice(name, settings.pop(name)) for name in self.choices}
-        numbers: Numbers = {name: self._number(name, value) for name, value in settings.items()}
+        numbers: Numbers = {name: self.number(name, value) for name, value in settings.items()}
         if numbers.get("warmup", 0) >= numbers.get("steps", math.inf):
             message = f"the warm-up of schedule `{self.name}` is not shorter than its {numbers['steps']:g} steps"
             raise RecipeError(message, hint="`steps` counts all updates, those of the warm-up included")
@@ -227,7 +228,8 @@ class Schedule:
             raise RecipeError(f"schedule `{self.name}` has no choice `{name}={value}`", hint=hint)
         return value
 
-    def _number(self, name: str, value: Any) -> float | list[float]:
+    def number(self, name: str, value: Any) -> float | list[float]:
+        """A number, or several, as this schedule takes it."""
         if value is None:
             hint = f"write it as in `{self.name}:{name}=100`"
             raise RecipeError(f"schedule `{self.name}` needs the option `{name}`", hint=hint)
@@ -236,25 +238,16 @@ class Schedule:
         return self._scalar(name, value)
 
     def _scalar(self, name: str, value: Any) -> float:
-        wanted, allowed = _RANGES.get(name, ("a number", lambda x: True))
+        what = f"`{name}` of schedule `{self.name}`"
         try:
             number = float(value)
         except (TypeError, ValueError):
-            number = math.nan
-        if not math.isfinite(number) or not allowed(number):
-            raise RecipeError(f"`{name}` of schedule `{self.name}` is {value!r}, but must be {wanted}")
+            raise RecipeError(f"{what} is `{value}`, which is not a number") from None
+        OF_SCHEDULES.get(name, ANY).check(what, number)
+        if name == "every" and number != int(number):
+            raise RecipeError(f"{what} is {number:g}, but must be a whole number")
         return number
 
-
-_RANGES: dict[str, tuple[str, Callable[[float], bool]]] = {
-    **dict.fromkeys(
-        ["steps", "size", "period", "timescale", "div_factor", "final_div_factor"], ("positive", lambda x: x > 0)
-    ),
-    **dict.fromkeys(["warmup", "milestones"], ("zero or positive", lambda x: x >= 0)),
-    "mult": ("1 or more", lambda x: x >= 1),
-    "every": ("a whole number, 1 or more", lambda x: x >= 1 and x == int(x)),
-    "pct_start": ("between 0 and 1", lambda x: 0 < x < 1),
-}
 
 SCHEDULES: dict[str, Schedule] = {}
 

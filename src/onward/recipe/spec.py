@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from onward.errors import RecipeError, UnknownNameError, near
@@ -54,15 +54,32 @@ def parse_options(rest: str, whole: str) -> dict[str, Any]:
                 f"`{part}` in `{whole}` is not `option=value`", hint="write it as `adamw:lr=1e-3,eps=1e-8`"
             )
         if key.strip() in options:
-            raise RecipeError(f"`{whole}` gives `{key.strip()}` twice")
+            raise RecipeError(f"`{whole}` gives `{key.strip()}` twice", hint="give it once")
         options[key.strip()] = _value(value.strip())
     return options
 
 
-def arguments(function: Callable[..., Any], given: str | Mapping[str, Any]) -> dict[str, Any]:
-    """What a function takes beside a model, from `rank=8,targets=[*query*,*value*]` or a mapping, checked."""
-    options = parse_options(given, given) if isinstance(given, str) else dict(given)
+def by_name(pairs: Iterable[Sequence[str]]) -> dict[str, str]:
+    """A mapping of what was given as pairs, in which no name stands twice."""
+    found: dict[str, str] = {}
+    for name, value in pairs:
+        if name in found:
+            raise RecipeError(f"`{name}` is given twice: as `{found[name]}` and as `{value}`", hint="give it once")
+        found[name] = value
+    return found
+
+
+def arguments(function: Callable[..., Any], given: str | Mapping[str, Any] | int) -> dict[str, Any]:
+    """What a function takes beside a model, from `rank=8,targets=[*query*,*value*]` or a mapping, checked.
+
+    What stands first may go without its name: `8,targets=*query*`, or just 8.
+    """
     known, required = options_of(function)
+    if isinstance(given, Mapping):
+        options = dict(given)
+    else:
+        text = str(given)
+        options = parse_options(text if "=" in _split(text)[0] else f"{next(iter(known))}={text}", text)
     check_options(f"`{function.__name__}`", options, known)
     missing = [name for name in required if name not in options]
     if missing:

@@ -19,6 +19,7 @@ from onward.recipe.assembly import Assembly, fill, filled, moving_average
 from onward.recipe.optimizers.append import declared
 from onward.recipe.optimizers.clip import clip_by_global_norm, clip_by_norm, clip_by_value
 from onward.recipe.optimizers.groups import Group
+from onward.recipe.ranges import OF_UPDATES
 from onward.recipe.schedules import Part, schedule, sequence
 from onward.recipe.spec import Spec, parse, parse_options
 
@@ -43,10 +44,6 @@ class Update:
         loss_scale: float | str | None = None,
         master_weights: bool | None = None,
     ):
-        if not isinstance(accumulate, int) or accumulate < 1:
-            raise RecipeError(f"gradients cannot be accumulated over {accumulate} batches", hint="use 1 or more")
-        if ema is not None and not 0 <= ema < 1:
-            raise RecipeError(f"the decay of the average is {ema}, but must be at least 0 and less than 1")
         self.assembly = assembly
         self.groups = groups
         self.parameters = [value for group in groups for value in group.parameters]
@@ -76,6 +73,7 @@ class Update:
             except ValueError:
                 message = f"the loss scale `{loss_scale}` is neither a number nor `dynamic`"
                 raise RecipeError(message) from None
+            OF_UPDATES["loss_scale"].check("the loss scale", number)
             return self.assembly.hyper("loss_scale", number)
         for name, value in _SCALER.items():
             self.assembly.hyper(f"scaler/{name}", value)
@@ -292,7 +290,7 @@ def _parse_clip(given: Any) -> Spec | None:
     """`1.0`, `norm:1`, `value:0.5`, `tensor_norm:1,variant=optax` or `{"norm": 1}`."""
     if given is None:
         return None
-    if isinstance(given, int | float):
+    if isinstance(given, int | float) and not isinstance(given, bool):
         given = {"norm": given}
     if isinstance(given, Mapping):
         options = dict(given)
@@ -310,7 +308,7 @@ def _parse_clip(given: Any) -> Spec | None:
         limit = float(limit)
     except (TypeError, ValueError):
         raise RecipeError(f"`{given}` does not say by how much to clip", hint=f"write `{kind}:1`") from None
-    if not limit > 0:
+    if limit not in OF_UPDATES["clip/limit"]:
         raise RecipeError(f"gradients cannot be clipped to {limit:g}", hint="the limit must be positive")
     return Spec(kind, {"limit": limit, **options})
 

@@ -9,12 +9,14 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from onward.errors import RecipeError
+from onward.arguments import Count, Range, Seed, Threads, checked
+from onward.differentiate.recompute import Choice
+from onward.errors import DataError, RecipeError
 from onward.model import Model, Source, read
 from onward.model.state import states
-from onward.recipe import replace_head
+from onward.recipe import prepare, replace_head
 from onward.recipe.preprocessing import with_preprocessing
 from onward.recipe.spec import arguments
 from onward.run import Engine
@@ -33,29 +35,30 @@ from onward.training.rates import find_lr
 __all__ = ["find_lr", "resume", "train"]
 
 
+@checked(rest=prepare)
 def train(
     model: Source,
     data: Any,
     *,
-    epochs: int = 1,
-    batch_size: int | None = None,
+    epochs: Annotated[int, Range(least=0)] = 1,
+    batch_size: Count | None = None,
     validation: Any = None,
     run: str | os.PathLike[str] | None = None,
     columns: Mapping[str, str | Sequence[str]] | None = None,
     shuffle: bool = True,
     last: Last = "keep",
-    seed: int = 0,
+    seed: Seed = 0,
     metrics: Sequence[str] | str | None = None,
     monitor: str | None = None,
-    patience: int | None = None,
+    patience: Count | None = None,
     stratify: bool | None = None,
     keep_preprocessing: bool = False,
-    save_every: float = 60.0,
+    save_every: Annotated[float, Range(least=0)] = 60.0,
     tensorboard: bool = False,
     engine: str = "onnxruntime",
     device: str = "cpu",
-    threads: int | None = None,
-    recompute: Any = None,
+    threads: Threads | None = None,
+    recompute: Choice = None,
     compile: bool = True,
     precision: str | None = None,
     deterministic: bool = False,
@@ -86,7 +89,7 @@ def train(
     """
     original = read(model)
     data, validation, notes = in_parts(data, validation)
-    _check(epochs, patience, validation)
+    _check(patience, validation)
     if run is not None:
         Run(run).refuse_if_in_use()
     made = prepared(original, data, columns or {}, batch_size, recipe, seed)
@@ -131,12 +134,13 @@ def train(
             return _go(folder, loaded, config, feed, measures, Place(), quiet, [*notes, *made.notes])
 
 
+@checked()
 def resume(
     run: str | os.PathLike[str] | Run,
     data: Any = None,
     *,
     validation: Any = None,
-    epochs: int | None = None,
+    epochs: Annotated[int, Range(least=0)] | None = None,
     engine: str | None = None,
     device: str | None = None,
     quiet: bool = False,
@@ -191,11 +195,11 @@ def _go(
 # ---- before the run --------------------------------------------------------------------------------------------------
 
 
-def _check(epochs: int, patience: int | None, validation: Any) -> None:
-    if epochs < 0:
-        raise RecipeError(f"a run cannot have {epochs} epochs", hint="use 1 or more")
-    if patience is not None and patience < 1:
-        raise RecipeError(f"one cannot wait for {patience} epochs", hint="use a `patience` of 1 or more")
+def _check(patience: int | None, validation: Any) -> None:
+    if isinstance(validation, int | float) and not 0 < validation < 1:
+        raise DataError(
+            f"`validation={validation}` is no share of the data", hint="give a number between 0 and 1, or more data"
+        )
     if patience is not None and validation is None:
         raise RecipeError(
             "`patience` waits for better results on validation data, and there are none",

@@ -6,12 +6,14 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
+from onward.arguments import Count, Range, Seed, Threads, checked
 from onward.errors import RecipeError
 from onward.model import Source, read
+from onward.recipe import prepare
 from onward.recipe.optimizers.table import optimizer
 from onward.recipe.spec import Spec, parse
 from onward.training.config import Config
@@ -37,19 +39,20 @@ class Rates:
     """The smoothed loss at each rate."""
 
 
+@checked(rest=prepare)
 def find_lr(
     model: Source,
     data: Any,
     *,
-    lowest: float = 1e-6,
-    highest: float = 1.0,
-    steps: int = 100,
-    batch_size: int | None = None,
+    lowest: Annotated[float, Range(above=0)] = 1e-6,
+    highest: Annotated[float, Range(above=0)] = 1.0,
+    steps: Annotated[int, Range(least=_FEWEST)] = 100,
+    batch_size: Count | None = None,
     columns: Mapping[str, str | Sequence[str]] | None = None,
-    seed: int = 0,
+    seed: Seed = 0,
     engine: str = "onnxruntime",
     device: str = "cpu",
-    threads: int | None = None,
+    threads: Threads | None = None,
     **recipe: Any,
 ) -> Rates:
     """Search for a learning rate: some steps in which it rises from `lowest` to `highest`, on a copy of the model.
@@ -57,10 +60,10 @@ def find_lr(
     The recipe is that of `onward.train`, and `suggested` is what to write into it: `optimizer="adam:lr=..."`. A group
     of parameters with a rate of its own keeps that in proportion: it is to be multiplied like that of the optimizer.
     """
-    if not 0 < lowest < highest:
-        raise RecipeError(f"a rate cannot rise from {lowest:g} to {highest:g}", hint="both must be positive")
-    if steps < _FEWEST:
-        raise RecipeError(f"{steps} steps are too few to see anything", hint=f"use at least {_FEWEST}")
+    if not lowest < highest:
+        raise RecipeError(f"a rate cannot rise from {lowest:g} to {highest:g}", hint="begin with the lower one")
+    if "lr" in recipe:
+        raise RecipeError("the learning rate is what is searched for", hint="leave `lr` (`--lr`) out")
     original = read(model)
     if original.is_training_model:
         raise RecipeError("the model carries its training already", hint="give the model without it, and its recipe")

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import onnx_ir as ir
 
-from onward.errors import UnknownNameError, UnsupportedError, near
+from onward.arguments import checked
+from onward.errors import UnknownNameError, UnsupportedError, near_or_first
 from onward.model import Model, Source, read
 from onward.model.core import Step, string, strings, values
 from onward.model.serde import stamp
@@ -16,6 +17,7 @@ from onward.transform.training import drop_unused_definitions
 from onward.transform.types import fill_in_types
 
 
+@checked()
 def extract(source: Source, inputs: Sequence[str], outputs: Sequence[str]) -> Model:
     """The part of a model that computes `outputs` from `inputs`, which may be values in the middle of it.
 
@@ -27,7 +29,9 @@ def extract(source: Source, inputs: Sequence[str], outputs: Sequence[str]) -> Mo
     missing = [name for name in (*inputs, *outputs) if name not in known]
     if missing:
         listed = ", ".join(f"`{name}`" for name in missing)
-        raise UnknownNameError(f"there is no value {listed} in the inference graph", hint=near(missing[0], known))
+        raise UnknownNameError(
+            f"there is no value {listed} in the inference graph", hint=near_or_first(missing[0], known)
+        )
     fill_in_types(model, [known[name] for name in (*inputs, *outputs)])
     graph = model.graph
     fresh = [_as_input(known[name]) for name in inputs]

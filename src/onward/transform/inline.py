@@ -9,6 +9,7 @@ from typing import Any
 import onnx_ir as ir
 from onnx import AttributeProto, ModelProto, defs, inliner
 
+from onward.arguments import checked
 from onward.errors import InvalidModelError
 from onward.model import Model, Source, read
 from onward.model.core import values
@@ -19,6 +20,7 @@ from onward.transform.training import drop_unused_definitions
 from onward.transform.types import value_types
 
 
+@checked()
 def inline(source: Source, names: Iterable[str] = ("*",)) -> Model:
     """A copy in which calls of the functions that match `names` (as `domain.Name`) are replaced by their bodies."""
     model = read(source).copy()

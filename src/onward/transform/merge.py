@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import onnx_ir as ir
 
+from onward.arguments import checked
 from onward.errors import InvalidModelError, UnknownNameError, near
 from onward.model import Model, Source, read
 from onward.model.core import values
@@ -14,6 +15,7 @@ from onward.transform.names import add_prefix, replace_names
 from onward.transform.opset import convert_opset
 
 
+@checked()
 def merge(
     first: Source,
     second: Source,

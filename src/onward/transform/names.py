@@ -8,13 +8,15 @@ from typing import Any
 
 import onnx_ir as ir
 
-from onward.errors import InvalidModelError, UnknownNameError, near
+from onward.arguments import checked
+from onward.errors import InvalidModelError, UnknownNameError, near_or_first
 from onward.model import Model, Source, read
 from onward.model.core import Step, string, strings, values
 from onward.model.serde import stamp
 from onward.model.state import PARAMETER_KEY, tagged
 
 
+@checked()
 def rename(source: Source, names: Mapping[str, str]) -> Model:
     """A copy in which values have new names. The optimizer state of a renamed parameter is renamed along with it."""
     model = read(source).copy()
@@ -22,7 +24,7 @@ def rename(source: Source, names: Mapping[str, str]) -> Model:
     missing = [name for name in names if name not in known]
     if missing:
         listed = ", ".join(f"`{name}`" for name in missing)
-        raise UnknownNameError(f"there is no value {listed}", hint=near(missing[0], [n for n in known if n]))
+        raise UnknownNameError(f"there is no value {listed}", hint=near_or_first(missing[0], known))
     wanted = dict(names)
     for value in model.initializers():
         owner = value.const_value.metadata_props.get(PARAMETER_KEY) if value.const_value is not None else None
@@ -37,6 +39,7 @@ def rename(source: Source, names: Mapping[str, str]) -> Model:
     return stamp(model)
 
 
+@checked()
 def add_prefix(source: Source, prefix: str) -> Model:
     """A copy in which every value and node, nested ones included, has `prefix` before its name."""
     model = read(source).copy()

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 import onnx
 from onnx import GraphProto, ModelProto, TensorProto, ValueInfoProto, version_converter
 
+from onward.arguments import Count, checked
 from onward.build import Names
 from onward.errors import UnsupportedError
 from onward.model import Model, Source, read
@@ -22,7 +23,8 @@ _INITIALIZERS_APART = 4
 """From this IR version on an initializer need not be an input as well, which the converter relies on."""
 
 
-def convert_opset(source: Source, version: int) -> Model:
+@checked()
+def convert_opset(source: Source, version: Count) -> Model:
     """The same model in operator set `version`: inference graph, algorithms, initializations and functions.
 
     The conversion itself is `onnx.version_converter`'s, which knows nothing of training and functions, so each graph is

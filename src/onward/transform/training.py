@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import onnx_ir as ir
 
+from onward.arguments import checked
 from onward.errors import InvalidModelError
 from onward.model import Model, Source, read
 from onward.model.core import values
@@ -13,6 +14,7 @@ from onward.model.serde import stamp
 from onward.transform.opset import convert_opset
 
 
+@checked()
 def strip(source: Source) -> Model:
     """A copy without training: the inference graph, its weights as they are, and nothing that only training used."""
     model = read(source).copy()
@@ -41,6 +43,7 @@ def drop_unused_definitions(model: Model) -> None:
         del model.ir.opset_imports[domain]
 
 
+@checked()
 def refresh(changed: Source, training: Source) -> Model:
     """The inference graph of `changed` with the training of `training`, which was made for an earlier form of it.
 

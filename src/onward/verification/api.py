@@ -6,9 +6,11 @@ import dataclasses
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import Annotated
 
 import numpy as np
 
+from onward.arguments import Count, Range, Seed, checked
 from onward.errors import Error, UnsupportedError
 from onward.lowering.contract import contract_of
 from onward.lowering.step import lower
@@ -22,14 +24,15 @@ from onward.verification.noise import distances_without_noise
 from onward.verification.report import Report, Row
 
 
+@checked()
 def verify(
     source: Source,
     *,
     engines: Sequence[str] | None = None,
-    steps: int = 5,
+    steps: Count = 5,
     inputs: Given = None,
-    tolerance: float | None = None,
-    seed: int = 0,
+    tolerance: Annotated[float, Range(least=0)] | None = None,
+    seed: Seed = 0,
     step: int = 0,
     compile: bool = False,
     on_start: Callable[[str], None] = lambda name: None,

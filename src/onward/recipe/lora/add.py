@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Annotated
 
 import numpy as np
 import onnx_ir as ir
 
+from onward.arguments import Count, Range, Seed, checked
 from onward.build import Builder, Expr, Names
 from onward.errors import RecipeError, UnknownNameError, UnsupportedError
 from onward.model import Model, Source, read
@@ -26,23 +28,20 @@ _OLDEST_OPSET, _COMMON_OPSET = 13, 21
 _WINDOW = {"kernel_shape", "strides", "pads", "dilations", "auto_pad"}
 
 
+@checked()
 def add_lora(
     model: Source,
-    rank: int = 8,
+    rank: Count = 8,
     alpha: float = 16.0,
     targets: str | Sequence[str] = "*attn*",
-    dropout: float = 0.0,
-    seed: int = 0,
+    dropout: Annotated[float, Range(least=0, below=1)] = 0.0,
+    seed: Seed = 0,
 ) -> Model:
     """A copy with low-rank adapters beside the weights of MatMul, Gemm and Conv that match `targets`.
 
     It computes what the model computes until the adapters are trained, as B is zero. A recipe that does not say what is
     `trainable` trains them alone. `dropout` acts on what A reads, in training.
     """
-    if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
-        raise RecipeError(f"an adapter cannot have rank {rank}", hint="give a whole number from 1 on")
-    if not 0 <= dropout < 1:
-        raise RecipeError(f"the dropout is {dropout}, but must be at least 0 and less than 1")
     changed = adaptable(model)
     patterns = [targets] if isinstance(targets, str) else list(targets)
     known = by_weight(changed)

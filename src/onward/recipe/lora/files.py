@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from collections import Counter
 from collections.abc import Iterable
@@ -17,6 +18,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from onward.arguments import checked
 from onward.errors import InvalidModelError, UnknownNameError, UnsupportedError, near
 from onward.model import Model, Source, read
 from onward.model.storage.files import reason, regular
@@ -32,7 +34,8 @@ _METADATA = "adapter_config"
 _UNSUPPORTED = ("use_dora", "modules_to_save", "layer_replication")
 
 
-def save_adapter(model: Source, path: str | Path) -> Path:
+@checked()
+def save_adapter(model: Source, path: str | os.PathLike[str]) -> Path:
     """Write the adapters of a model, and nothing else; the path."""
     source, target = read(model), Path(path)
     found = adapters(source)
@@ -49,7 +52,8 @@ def save_adapter(model: Source, path: str | Path) -> Path:
     return target
 
 
-def load_adapter(model: Source, path: str | Path) -> Model:
+@checked()
+def load_adapter(model: Source, path: str | os.PathLike[str]) -> Model:
     """A copy with the adapters of a file that `save_adapter` or PEFT wrote; those that it had on the same weights go.
 
     Modules are matched to weights by their names, or by the ends of these where only one weight fits.

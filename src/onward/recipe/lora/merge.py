@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import onnx_ir as ir
 
+from onward.arguments import checked
 from onward.build import Names
 from onward.errors import UnknownNameError, UnsupportedError
 from onward.model import Model, Source, read
@@ -15,6 +16,7 @@ from onward.recipe.layers import Layer
 from onward.recipe.lora.adapters import Adapter, adapters, by_weight, delta
 
 
+@checked()
 def merge_lora(model: Source) -> Model:
     """A copy in which adapters are added to the weights that they adapt: W + (alpha / rank) A B, and nothing remains.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -15,6 +14,7 @@ from onward.build import Builder, Expr, Function
 from onward.errors import RecipeError
 from onward.model import TRAINING_DOMAIN
 from onward.recipe.optimizers.updates import SCALAR_SLOTS
+from onward.recipe.ranges import NOT_NEGATIVE, OF_OPTIMIZERS
 from onward.recipe.spec import check_options
 
 Settings = SimpleNamespace
@@ -95,7 +95,7 @@ class Optimizer:
         """An optimizer with these settings, numbers and choices alike, and defaults for the rest."""
         check_options(f"optimizer `{self.name}`", settings, {**self.hyper, **self.choices})
         options = {name: self._choice(name, allowed, settings.get(name)) for name, allowed in self.choices.items()}
-        given = {name: self._number(name, settings[name]) for name in self.hyper if name in settings}
+        given = {name: self.number(name, settings[name]) for name in self.hyper if name in settings}
         configured = ConfiguredOptimizer(self, {**self.hyper, **self.variants[options["variant"]], **given}, options)
         unused = {name for name, value in given.items() if value} - configured.effective
         if unused:
@@ -106,14 +106,13 @@ class Optimizer:
             )
         return configured
 
-    def _number(self, name: str, given: Any) -> float:
+    def number(self, name: str, given: Any) -> float:
+        """A number as this optimizer takes it."""
         try:
             value = float(given)
         except (TypeError, ValueError):
             raise RecipeError(f"`{name}` of optimizer `{self.name}` is `{given}`, which is not a number") from None
-        wanted, allowed = _RANGES.get(name, _NOT_NEGATIVE)
-        if not math.isfinite(value) or not allowed(value):
-            raise RecipeError(f"`{name}` of optimizer `{self.name}` is {value:g}, but must be {wanted}")
+        OF_OPTIMIZERS.get(name, NOT_NEGATIVE).check(f"`{name}` of optimizer `{self.name}`", value)
         return value
 
     def _choice(self, name: str, allowed: tuple[Any, ...] | int, given: Any) -> Any:
@@ -127,17 +126,6 @@ class Optimizer:
         if meant is None:
             raise RecipeError(f"`{name}` of optimizer `{self.name}` is `{given}`, but must be {wanted}")
         return meant
-
-
-_NOT_NEGATIVE = ("at least 0", lambda value: value >= 0)
-_DECAY_RATE = ("at least 0 and less than 1", lambda value: 0 <= value < 1)
-_ANY = ("finite", lambda value: True)
-_RANGES: dict[str, tuple[str, Callable[[float], bool]]] = {
-    **dict.fromkeys(("beta1", "beta2", "alpha", "rho"), _DECAY_RATE),
-    **dict.fromkeys(("ns_a", "ns_b", "ns_c"), _ANY),
-    "beta2_decay": ("at most 0", lambda value: value <= 0),
-    "d": ("at least 1", lambda value: value >= 1),
-}
 
 
 @dataclass(frozen=True)

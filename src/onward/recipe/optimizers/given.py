@@ -13,6 +13,7 @@ import onnx_ir as ir
 from onward.errors import RecipeError
 from onward.model import Model, read
 from onward.recipe.optimizers.function import RATE, FunctionOptimizer
+from onward.recipe.ranges import NOT_NEGATIVE
 from onward.recipe.spec import Spec, check_options, parse
 
 Given = Spec | FunctionOptimizer
@@ -33,6 +34,18 @@ def given_optimizer(given: Any) -> Given:
         check_options("an optimizer that is a function", given, dict.fromkeys(_OPTIONS))
         return _changed(_opened(given["function"]), given)
     return _opened(given) if _is_graph(given) else parse(given)
+
+
+def with_rate(given: Any, lr: float) -> Any:
+    """The optimizer with a learning rate that was given beside it."""
+    optimizer = given_optimizer(given)
+    if isinstance(optimizer, FunctionOptimizer):
+        return _changed(optimizer, {RATE: lr})
+    if RATE in optimizer.options:
+        raise RecipeError(
+            f"the learning rate is given twice: as {lr:g}, and in `{optimizer}`", hint="leave one of them out"
+        )
+    return Spec(optimizer.name, {RATE: lr, **optimizer.options})
 
 
 def _is_graph(given: Any) -> bool:
@@ -73,6 +86,7 @@ def _changed(made: FunctionOptimizer, options: Mapping[str, Any]) -> FunctionOpt
         lr = float(options.get(RATE, made.lr))
     except (TypeError, ValueError):
         raise RecipeError(f"`lr` of optimizer `{made.name}` is `{options[RATE]}`, which is not a number") from None
+    NOT_NEGATIVE.check(f"`lr` of optimizer `{made.name}`", lr)
     arrays = {name: np.asarray(value) for name, value in initial.items()}
     name = str(options.get("name", made.name))
     return dataclasses.replace(made, name=name, lr=lr, initial={**made.initial, **arrays})

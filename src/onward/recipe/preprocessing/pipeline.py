@@ -15,7 +15,7 @@ from onward.errors import RecipeError, UnknownNameError, near
 from onward.model import Model
 from onward.recipe.preprocessing.operations import OPERATIONS
 from onward.recipe.preprocessing.picture import Dims, Form, Picture, dims_of, is_number
-from onward.recipe.spec import Spec, arguments, check_options, lookup, parse, words
+from onward.recipe.spec import Spec, arguments, by_name, check_options, lookup, parse, words
 
 INPUT = "input"
 """The name of what may stand first: which type and shape the data have."""
@@ -147,11 +147,13 @@ def pipelines(model: Model, given: Any) -> dict[str, Pipeline]:
 
 def by_input(model: Model, given: Any) -> dict[str, Any]:
     """What is given for each input: {input: ...}, or texts `INPUT=...`; without a name, for the only picture."""
-    texts = [given] if isinstance(given, str) else given
+    if not isinstance(given, str | Spec | Mapping | Sequence):
+        raise RecipeError(f"{given!r} is no text, no mapping and no list", hint="write it as 'resize:size=32 scale'")
+    texts = [given] if isinstance(given, str | Spec) else given
     if isinstance(given, Mapping) and "name" not in given:
         named = {str(name): value for name, value in given.items()}
     elif texts and all(isinstance(text, str) and _NAMED.match(text) for text in texts):
-        named = dict(text.strip().split("=", 1) for text in texts)
+        named = by_name([str(text).strip().split("=", 1) for text in texts])
     else:
         named = {_picture_of(model): given}
     known = [value.name or "" for value in model.inputs]

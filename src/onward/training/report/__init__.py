@@ -11,6 +11,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from onward.arguments import checked
 from onward.errors import DataError, WriteError
 
 __all__ = ["report"]
@@ -18,6 +19,7 @@ __all__ = ["report"]
 PathLike = str | os.PathLike[str]
 
 
+@checked()
 def report(run: PathLike, output: PathLike | None = None) -> Path:
     """Write the report of a run, and say where: `report.html` in its folder unless told otherwise.
 

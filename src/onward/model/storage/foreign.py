@@ -1,0 +1,128 @@
+"""What is taken for a model by mistake: objects, folders and files of other kinds, what they are and what to do."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from onward.errors import ArgumentError, Error, InvalidModelError
+
+# ---- objects ---------------------------------------------------------------------------------------------------------
+
+_MAKERS = {"torch": "from_torch", "keras": "from_keras", "tensorflow": "from_tensorflow", "flax": "from_jax"}
+_OTHERS = {
+    "onnx.onnx_ml_pb2": "put it into a model first: `onnx.helper.make_model(graph)`",
+    "onnx_ir": "wrap it: `onward.Model(model)`",
+    "onnxruntime": "give the file that it was made of",
+}
+
+
+def no_model(source: Any) -> Error:
+    """What to say of something that is neither a path nor a model."""
+    if isinstance(source, str):
+        return InvalidModelError("the path of the model is empty", hint="name an `.onnx` file")
+    of = [kind.__module__ for kind in type(source).__mro__]
+    hint = "give the path of an `.onnx` file, its bytes, an `onnx.ModelProto` or an `onward.Model`"
+    for package, maker in _MAKERS.items():
+        if any(module.partition(".")[0] == package for module in of):
+            hint = f"make a training model of it: `onward.{maker}(...)`"
+            break
+    else:
+        hint = next((text for prefix, text in _OTHERS.items() if of[0].startswith(prefix)), hint)
+    return ArgumentError(f"a `{type(source).__name__}` is no ONNX model", hint=hint)
+
+
+# ---- folders ---------------------------------------------------------------------------------------------------------
+
+
+def instead_of(path: Path) -> str:
+    """What to do instead of giving a folder, or what is no file, for a model."""
+    for name, hint in _FOLDERS.items():
+        if (path / name).exists():
+            return hint.format(path=os.fspath(path), name=name)
+    models = sorted(file.name for file in path.glob("*.onnx"))
+    return f"name a file in it, such as `{path / models[0]}`" if models else "name an `.onnx` file, or pass its bytes"
+
+
+_FOLDERS = {
+    "training.onnx": "it is the folder of a run, whose model is in `{path}/{name}`; `onward report {path}` shows it",
+    "saved_model.pb": "it is a SavedModel: `onward.from_tensorflow` makes a training model of it",
+}
+
+# ---- files -----------------------------------------------------------------------------------------------------------
+
+_BACK = "what `onward convert` wrote goes back with `onward convert FILE --like training.onnx`"
+_TORCH = f"it holds no graph: make a training model of its module with `onward.from_torch`; {_BACK}"
+_KERAS = f"load it with Keras, and make a training model of it with `onward.from_keras`; {_BACK}"
+EXPORT, _UNPACK = "export the model to ONNX with the framework that wrote it", "unpack it first"
+_DATA = "it holds data: give it to `--data` of `onward train`, and the model first"
+_DOWNLOAD, _TEXT = "the download gave a page instead of the file", "read it with `onnx.load(..., format=...)`"
+_MADE_FROM = "use the `.onnx` file that it was made from"
+_ZIPPED = {
+    "data.pkl": ("a PyTorch file", _TORCH),
+    ".npy": ("a NumPy file", _DATA),
+    ".json": ("a Keras file", _KERAS),
+}
+"""What a zip archive is, by how the name of its first file ends."""
+# Where the mark of a format is, the mark, what it is, what to do. No ONNX model begins with these.
+_FORMATS = [
+    (0, b"version https://git-lfs", "a Git LFS pointer instead of the file", "fetch the file with `git lfs pull`"),
+    (0, b"PK\x03\x04", "a zip archive", _UNPACK),
+    *((0, bytes([128, n]), "a Python pickle, such as an old PyTorch checkpoint", _TORCH) for n in (2, 3, 4, 5)),
+    (0, b"\x89HDF\r\n\x1a\n", "an HDF5 file, such as a Keras model or its weights", _KERAS),
+    (8, b'{"', "a safetensors file: tensors without a graph", EXPORT),
+    (4, b"TFL3", "a TensorFlow Lite model", "convert the model that it was made from"),
+    (4, b"ORTM", "a model in ONNX Runtime's own format", _MADE_FROM),
+    (0, b"\x93NUMPY", "a NumPy array", _DATA),
+    (0, b"PAR1", "a Parquet file", _DATA),
+    (0, b"ARROW1", "an Arrow file", _DATA),
+    (0, b"\x89PNG", "a picture", _DATA),
+    (0, b"\xff\xd8\xff", "a picture", _DATA),
+    (0, b"GGUF", "a GGUF file", EXPORT),
+    (0, b"\x1f\x8b", "a gzip archive", _UNPACK),
+    (0, b"BZh", "a bzip2 archive", _UNPACK),
+    (0, b"\xfd7zXZ\x00", "an xz archive", _UNPACK),
+    (0, b"\x28\xb5\x2f\xfd", "a zstd archive", _UNPACK),
+    (257, b"ustar", "a tar archive", _UNPACK),
+    (0, b"<!DOCTYPE", "a web page", _DOWNLOAD),
+    (0, b"<!doctype", "a web page", _DOWNLOAD),
+    (0, b"<html", "a web page", _DOWNLOAD),
+    (0, b"<?xml", "an XML file", EXPORT),
+    (0, b"ir_version:", "a model written as text", _TEXT),
+    (0, b"{", "a JSON file", _TEXT),
+]
+
+
+def refuse_other_formats(name: str, start: bytes, size: int) -> None:
+    """Refuse a file by the bytes with which it begins, before gigabytes of it are read."""
+    if size == 0:
+        raise InvalidModelError(f"{name} is empty", hint="a download or copy may have failed")
+    for at, mark, what, hint in _FORMATS:
+        if not start.startswith(mark, at):
+            continue
+        if at == 8 and int.from_bytes(start[:8], "little") > size:  # safetensors begin with the length of their header
+            continue
+        what, hint = _zipped(start) if mark.startswith(b"PK") else (what, hint)
+        raise InvalidModelError(f"{name} is not an ONNX model but {what}", hint=hint)
+
+
+def _zipped(start: bytes) -> tuple[str, str]:
+    length = int.from_bytes(start[26:28], "little")
+    first = start[30 : 30 + length].decode("utf-8", "replace")
+    found = next((known for ending, known in _ZIPPED.items() if first.endswith(ending)), None)
+    return found or ("a zip archive", _UNPACK)
+
+
+def refuse_text(name: str, start: bytes) -> None:
+    """Say so where what is no model is a text."""
+    if _is_text(start):
+        raise InvalidModelError(f"{name} is not an ONNX model but a text file", hint="name an `.onnx` file")
+
+
+def _is_text(start: bytes) -> bool:
+    try:
+        text = start.decode()
+    except UnicodeDecodeError:
+        return False
+    return all(character.isprintable() or character in "\t\r\n" for character in text)

@@ -1,0 +1,202 @@
+"""What Python callers get wrong: names, types and ranges of arguments, refused with errors of ours before any work."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import typing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+
+import onward
+from models import digits_mlp
+from onward.arguments import Range
+from onward.errors import ArgumentError
+
+DATA = {"image": np.zeros((8, 64), np.float32), "labels": np.zeros(8, np.int64)}
+NAN, INFINITY = float("nan"), float("inf")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with `digits.onnx` and `training.onnx`."""
+    path = tmp_path_factory.mktemp("arguments")
+    onnx.save(digits_mlp(), path / "digits.onnx")
+    onward.prepare(digits_mlp(), loss="ce").save(path / "training.onnx")
+    return path
+
+
+@pytest.fixture(autouse=True)
+def _inside(folder: Path, monkeypatch: pytest.MonkeyPatch) -> typing.Iterator[None]:
+    """What fails at the door leaves nothing behind."""
+    monkeypatch.chdir(folder)
+    before = sorted(os.listdir())
+    yield
+    assert sorted(os.listdir()) == before
+
+
+def told(function: Any, *arguments: Any, **named: Any) -> str:
+    with pytest.raises(onward.Error) as caught:
+        function(*arguments, **named)
+    return f"{caught.value} | {caught.value.hint}"
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "said"),
+    [
+        ("epoch", 3, "`train` has no argument `epoch` | did you mean `epochs`?"),
+        ("learning_rate", 1e-3, "did you mean `lr`?"),
+        ("optimiser", "adam", "did you mean `optimizer`?"),
+        ("epochs", -1, "`epochs` is -1, but must be at least 0"),
+        ("epochs", "3", "`epochs` is `'3'`, but must be a whole number, at least 0 | give a number, without quotes"),
+        ("epochs", NAN, "`epochs` is `nan`, but must be a whole number"),
+        ("epochs", True, "`epochs` is `True`"),
+        ("batch_size", 0, "`batch_size` is 0, but must be at least 1"),
+        ("batch_size", 8.0, "`batch_size` is `8.0`"),
+        ("seed", -1, "`seed` is -1"),
+        ("seed", None, "`seed` is `None`, but must be a whole number"),
+        ("threads", 0, "`threads` is 0"),
+        ("threads", 10**20, "`threads` is 100000000000000000000, but must be at least 1 and at most 1,024"),
+        ("patience", 0, "`patience` is 0"),
+        ("validation", 1.5, "`validation=1.5` is no share of the data"),
+        ("validation", 0, "`validation=0` is no share of the data"),
+        ("validation", NAN, "is no share"),
+        ("save_every", NAN, "`save_every` is nan"),
+        ("last", "trop", "`last` is `'trop'`, but must be `keep`, `drop` or `pad` | did you mean `drop`?"),
+        ("columns", ["a"], "`columns` is `['a']`, but must be a mapping"),
+        ("run", 3, "`run` is `3`"),
+        ("engine", None, "`engine` is `None`"),
+        ("shuffle", "no", "`shuffle` is `'no'`, but must be `True` or `False`"),
+        ("accumulate", 0, "`accumulate` is 0"),
+        ("ema", 1.0, "`ema` is 1, but must be at least 0 and less than 1"),
+        ("ema", NAN, "`ema` is nan"),
+        ("lr", -1.0, "`lr` of optimizer `adamw` is -1, but must be at least 0"),
+        ("lr", INFINITY, "`lr` is inf, but must be finite"),
+        ("lr_decay", 0.0, "`lr_decay` is 0, but must be positive and at most 1"),
+        ("loss_scale", NAN, "`loss_scale` is nan"),
+        ("loss_scale", "0", "the loss scale is 0, but must be positive"),
+        ("clip", NAN, "`clip` is nan"),
+        ("clip", 0.0, "cannot be clipped to 0"),
+        ("clip", True, "`clip` is `True`, but must be a text, a number"),
+        ("variance", "x", "`variance` is `'x'`, but must be `population` or `sample`"),
+        ("freeze", [3], "`freeze` is `[3]`"),
+        ("groups", 3, "`groups` is `3`"),
+        ("init", None, "`init` is `None`"),
+        ("preprocess", 3, "3 is no text"),
+        ("teacher", 3, "a `int` is no ONNX model"),
+        ("optimizer", {"name": "adam", "learning_rate": 1}, "no option `learning_rate` | did you mean `lr`?"),
+    ],
+)
+def test_train_refuses(name: str, given: Any, said: str) -> None:
+    assert said in told(onward.train, "digits.onnx", DATA, **{"loss": "ce", name: given})
+
+
+def test_a_learning_rate_is_given_once() -> None:
+    by_name = onward.prepare("digits.onnx", loss="ce", optimizer="sgd", lr=0.1)
+    assert by_name.steps[0].fact("train.optimizer")[0]["hyper"]["lr"] == 0.1
+    again = onward.prepare("digits.onnx", loss="ce", optimizer="sgd:lr=0.1")
+    assert by_name.to_proto() == again.to_proto()
+    assert "given twice" in told(onward.prepare, "digits.onnx", loss="ce", optimizer="adam:lr=1", lr=1)
+    assert "searched for" in told(onward.find_lr, "digits.onnx", DATA, loss="ce", lr=1)
+
+
+def test_a_number_says_how_many_classes_a_head_has() -> None:
+    for given in (3, "3", "classes=3", {"classes": 3}):
+        made = onward.prepare("digits.onnx", loss="ce", new_head=given)
+        assert made.outputs[0].shape is not None and made.outputs[0].shape[1] == 3
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda: onward.train("digits.onnx"), "`train` needs `data`"),
+        (lambda: onward.train("digits.onnx", DATA, 3), "takes 2 arguments without a name, not 3 | give the others"),
+        (lambda: onward.prepare("digits.onnx", "ce"), "such as `loss=...`"),
+        (lambda: onward.prepare("digits.onnx"), "`prepare` needs `loss`"),
+        (lambda: onward.resume(None), "`run` is `None`"),
+        (lambda: onward.resume("nope", epoch=3), "did you mean `epochs`?"),
+        (lambda: onward.find_lr("digits.onnx", DATA, loss="ce", steps="x"), "`steps` is `'x'`"),
+        (lambda: onward.find_lr("digits.onnx", DATA, loss="ce", lowest=NAN), "`lowest` is nan"),
+        (lambda: onward.read(None), "a `NoneType` is no ONNX model"),
+        (lambda: onward.read(["digits.onnx"]), "a `list` is no ONNX model"),
+        (lambda: onward.read(digits_mlp().graph), "onnx.helper.make_model"),
+        (lambda: onward.read(""), "the path of the model is empty"),
+        (lambda: onward.check(3), "a `int` is no ONNX model"),
+        (lambda: onward.gradient("digits.onnx", 3, ["image"]), "`y` is `3`"),
+        (lambda: onward.gradient("digits.onnx", "qqqq", ["image"]), "there are `image`, `fc1.weight`"),
+        (lambda: onward.rename("digits.onnx", ["x"]), "`names` is `['x']`, but must be a mapping"),
+        (lambda: onward.rename("digits.onnx", {"image": 3}), "`names` is"),
+        (lambda: onward.extract("digits.onnx", ["qqqq"], ["logits"]), "there are `image`"),
+        (lambda: onward.convert_opset("digits.onnx", "21"), "`version` is `'21'`"),
+        (lambda: onward.lower("training.onnx", "step"), "`step` is `'step'`"),
+        (lambda: onward.verify("training.onnx", engines=["onnxruntime"], steps=0), "`steps` is 0"),
+        (lambda: onward.check_gradients("digits.onnx", order=3), "`order` is 3"),
+        (lambda: onward.replace_head("digits.onnx", 2.5), "`classes` is `2.5`"),
+        (lambda: onward.add_lora("digits.onnx", targets=3), "`targets` is `3`"),
+        (lambda: onward.load_adapter("digits.onnx", 3), "`path` is `3`"),
+        (lambda: onward.read("training.onnx").save(3), "`path` is `3`"),
+        (lambda: onward.read("training.onnx").step("x"), "`index` is `'x'`"),
+        (lambda: onward.read("training.onnx").set("group0/lr", "x"), "`group0/lr` is double"),
+        (lambda: onward.read("training.onnx").set("step", 1.5), "`step` is int64, which cannot hold 1.5"),
+    ],
+)
+def test_calls_that_cannot_be(call: Any, said: str) -> None:
+    assert said in told(call)
+
+
+def test_modules_of_frameworks_are_told_the_way_in() -> None:
+    class Module:
+        __module__ = "torch.nn.modules.linear"
+
+    class Subclass(Module):
+        pass
+
+    class Layers:
+        __module__ = "keras.src.models.sequential"
+
+    for module, way in ((Subclass(), "onward.from_torch"), (Layers(), "onward.from_keras")):
+        assert way in told(onward.train, module, DATA, loss="ce")
+
+
+def test_numbers_of_numpy_and_single_names_are_taken() -> None:
+    assert (
+        onward.prepare("digits.onnx", loss="ce", accumulate=np.int64(2)).steps[0].fact("train.recipe")["accumulate"]
+        == 2
+    )
+    assert [v.name for v in onward.gradient("digits.onnx", "logits", "image").outputs][-1] == "image/grad"
+
+
+def test_errors_are_also_those_of_python() -> None:
+    with pytest.raises(TypeError):
+        onward.train("digits.onnx", DATA, nope=1)
+    with pytest.raises(ValueError):
+        onward.train("digits.onnx", DATA, loss="ce", epochs=-1)
+    assert issubclass(ArgumentError, onward.Error)
+
+
+def test_every_public_function_is_checked() -> None:
+    frameworks = ("from_", "to_")  # whose arguments are objects of others
+    own = [name for name in onward.__all__ if name.islower() and not name.startswith(frameworks) and name != "read"]
+    for name in own:
+        function = getattr(onward, name)
+        assert "rest" in vars(function), f"`onward.{name}` is not `checked`"
+        typing.get_type_hints(inspect.unwrap(function), include_extras=True)  # all of them are there at run time
+
+
+@pytest.mark.parametrize(
+    ("within", "inside", "outside", "words"),
+    [
+        (Range(), 0, NAN, "finite"),
+        (Range(least=0), 0, -1, "at least 0"),
+        (Range(above=0), 1e-300, 0, "positive"),
+        (Range(above=0, finite=False), INFINITY, NAN, "positive"),
+        (Range(least=0, below=1), 0.5, 1, "at least 0 and less than 1"),
+        (Range(above=1, most=2**64), 2, INFINITY, "more than 1 and at most 18,446,744,073,709,551,616"),
+    ],
+)
+def test_ranges(within: Range, inside: float, outside: float, words: str) -> None:
+    assert inside in within and outside not in within and str(within) == words
