@@ -12,7 +12,7 @@ PYTHON ?= $(shell for p in python3.11 python3; do \
 
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help demo relay test test-all check bench grid docs clean
+.PHONY: help demo relay smoke test test-all check bench grid docs clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-9s %s\n", $$1, $$2}'
@@ -23,11 +23,18 @@ demo: $(VENV)/.demo ## run the main job on a small model
 relay: $(VENV)/.frameworks ## hand a training run from PyTorch to Keras to JAX, and draw its losses
 	$(BIN)/python examples/relay/relay.py
 
-test: $(VENV)/.frameworks check ## the checks, then all tests but the slow ones, with every framework installed
-	$(BIN)/pytest -n $(WORKERS) -m "not slow"
+# Each worker gets its share in one piece, so that what tests of a file have in common is made once, and takes from
+# the other when it has nothing left.
+PYTEST = $(BIN)/pytest -n $(WORKERS) --dist worksteal
 
-test-all: $(VENV)/.frameworks check ## the same with the slow tests
-	$(BIN)/pytest -n $(WORKERS)
+smoke: $(VENV)/.dev ## every main job once, in seconds; needs no framework
+	$(BIN)/pytest -q tests/test_smoke.py
+
+test: $(VENV)/.frameworks check ## the checks, then all tests but the slow ones, with every framework installed
+	$(PYTEST) -m "not slow"
+
+test-all: $(VENV)/.frameworks check ## the same with the slow tests, and with random tests that search anew
+	$(PYTEST) --hypothesis-profile=search
 
 check: $(VENV)/.dev ## ruff, mypy and the layer test; needs no framework
 	$(BIN)/ruff check

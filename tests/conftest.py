@@ -6,6 +6,7 @@ import functools
 import importlib.util
 import os
 import pickle
+import random
 import sys
 import tempfile
 import warnings
@@ -23,9 +24,14 @@ from hypothesis import settings
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# Most of what JAX does in tests is to compile what runs once: a third less of it.
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
-settings.register_profile("onward", deadline=None)  # a first call that imports or compiles is slow, and no failure
-settings.load_profile("onward")
+# A first call that imports or compiles is slow, and no failure. `make test` says the same of the same source each time;
+# `make test-all` searches anew, and more.
+settings.register_profile("quick", deadline=None, derandomize=True)
+settings.register_profile("search", deadline=None, max_examples=300, print_blob=True)
+settings.load_profile("quick")
 
 
 # ---- frameworks ------------------------------------------------------------------------------------------------------
@@ -49,6 +55,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if importlib.util.find_spec(module) is None:
                 how = f"pip install 'onward[{extra}]'" if extra else f"pip install {module}"
                 item.add_marker(pytest.mark.skip(reason=f"needs {module}, which is not installed: {how}"))
+
+
+@pytest.fixture(autouse=True)
+def same_random_numbers() -> None:
+    """What a test draws without a seed does not depend on the tests before it."""
+    random.seed(0)
+    np.random.seed(0)
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(0)
+    if tensorflow := sys.modules.get("tensorflow"):
+        tensorflow.random.set_seed(0)
 
 
 @pytest.fixture(scope="module")

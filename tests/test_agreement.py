@@ -8,6 +8,7 @@ rounding errors grow with the training itself, and a loss may be off by 1e-4, th
 from __future__ import annotations
 
 import functools
+import itertools
 
 import numpy as np
 import onnx
@@ -21,6 +22,7 @@ from framework_training import trained
 from onward.model.state import states
 from onward.numeric.precision import converted
 from onward.run import load
+from representatives import chosen
 from training_cases import CASES, arrays, exported, made, prepared
 
 pytestmark = needs("torch")
@@ -77,10 +79,25 @@ SOONEST = {
 WHILE = "ignore:the step is not compiled. JAX cannot differentiate a Loop"
 
 
+QUICK = ("mlp", "resnet", "gpt2")
+"""Layers, convolutions and normalizations, attention."""
+MORE = {
+    "numpy": CASES.keys(),
+    "torch": {*QUICK, "while"},
+    "jax": {*QUICK[:2], "if and loop"},
+    "tensorflow": {*QUICK, "lstm", "if and loop"},
+}
+"""On numpy all are quick, since nothing is compiled; on others, what they execute in ways of their own."""
+
+
+def quick_on_each_engine():
+    for name, parameter in itertools.product(CASES, FRAMEWORKS):
+        slow = () if name in MORE[parameter.values[0]] else (pytest.mark.slow,)
+        yield pytest.param(name, *parameter.values, marks=(*parameter.marks, *slow))
+
+
 @pytest.mark.parametrize("engine", ["torch", pytest.param("jax", marks=needs("jax"))])
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if name in ("bert", "vit") else name for name in CASES]
-)
+@pytest.mark.parametrize("name", chosen(CASES, QUICK))
 @pytest.mark.filterwarnings(WHILE)
 def test_products_of_fewer_bits(name, engine):
     """Losses and gradients are near those of all bits; the state is float32 as before."""
@@ -91,8 +108,7 @@ def test_products_of_fewer_bits(name, engine):
     assert {key: array.dtype for key, array in state.items()} == {key: array.dtype for key, array in other.items()}
 
 
-@pytest.mark.parametrize("engine", FRAMEWORKS)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "engine"), quick_on_each_engine())
 @pytest.mark.filterwarnings(WHILE)
 def test_engines_agree(name, engine):
     assert_agreement(name, engine, STEPS, **SOONEST[engine])
@@ -107,15 +123,13 @@ def test_engines_agree_for_long(name, engine):
 
 
 @pytest.mark.parametrize("engine", FRAMEWORKS[1:])
-@pytest.mark.parametrize("name", ["mlp", "resnet", "gpt2"])
+@pytest.mark.parametrize("name", chosen(QUICK, ["mlp"]))
 def test_engines_agree_by_our_rules(name, engine):
     assert_agreement(name, engine, STEPS, rules=True, **SOONEST[engine])
 
 
 @pytest.mark.parametrize("engine", FRAMEWORKS[1:])
-@pytest.mark.parametrize(
-    "name", ["mlp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("resnet", "lenet5"))]
-)
+@pytest.mark.parametrize("name", chosen(["mlp", "resnet", "lenet5"], ["mlp"]))
 def test_engines_agree_when_compiled(name, engine):
     assert_agreement(name, engine, STEPS)
 

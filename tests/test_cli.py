@@ -18,9 +18,10 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
-from typer.testing import CliRunner, Result
+from typer.testing import CliRunner
 
 import onward
+from commands import failed, run
 from models import digits_mlp, small_cnn
 from onward.cli import app as application
 from onward.cli.commands import app
@@ -42,22 +43,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "training.onnx"
     )
     return tmp_path
-
-
-def run(*arguments: str, code: int = 0) -> Result:
-    result = CliRunner().invoke(app, arguments)
-    assert result.exit_code == code, f"{result.stdout}{result.stderr}"
-    assert "Traceback" not in result.stderr and BUG not in result.stderr, result.stderr
-    return result
-
-
-def failed(*arguments: str, code: int = 1) -> tuple[str, str]:
-    """The message and the hint of a command that must fail, and say so in just this form."""
-    result = run(*arguments, code=code)
-    assert not result.stdout
-    match = re.fullmatch(r"error: (.+?)\n(?:hint:  (.+)\n)?", result.stderr, re.DOTALL)
-    assert match, result.stderr
-    return match[1], match[2] or ""
 
 
 def process(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:

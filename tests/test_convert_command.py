@@ -11,9 +11,9 @@ import pytest
 
 import models
 import onward
+from commands import failed, run
 from conftest import needs
 from onward.run import load
-from test_cli import failed, run
 
 BATCH = {
     "image": np.random.default_rng(0).standard_normal((8, 64)).astype("f"),

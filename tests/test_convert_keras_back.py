@@ -62,7 +62,13 @@ def same_state(made, state, *, within=1e-5):
 
 NATIVE = {"torch": {"sgd", "sgdw", "adadelta"}, "optax": {"sgd", "sgdw", "adadelta", "adagrad", "rmsprop", "lion"}}
 """Where the arithmetic of others is that of Keras, too."""
-CASES = [(name, variant) for name, kind in OPTIMIZERS.items() for variant in kind.variants if name != "muon"]
+CASES = [
+    pytest.param(name, variant, marks=() if variant == [*kind.variants][-1] else pytest.mark.slow)
+    for name, kind in OPTIMIZERS.items()
+    for variant in kind.variants
+    if name != "muon"
+]
+"""Of the arithmetics of an optimizer the last is quick, which is that of Keras where it has one."""
 
 
 @pytest.mark.parametrize(("name", "variant"), CASES)

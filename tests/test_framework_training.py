@@ -1,5 +1,7 @@
 """Training on JAX and TensorFlow, compiled or not, by their derivative or our rules: as on ONNX Runtime."""
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -32,9 +34,16 @@ def test_trains_as_on_onnxruntime(name, engine):
     assert_trains_alike(onward.prepare(proto(), **recipe), some_smaller(batch), idle, tolerance, engine=engine)
 
 
+def modes():
+    """Those that are not compiled by JAX's or TensorFlow's own derivative, which is how all are trained above."""
+    for name, mode in itertools.product(["mlp, everything", "cnn", "transformer with dropout"], MODES):
+        if MODES[mode]:
+            is_quick = name == "mlp, everything" or mode == "eager, rules"
+            yield pytest.param(name, mode, marks=() if is_quick else pytest.mark.slow)
+
+
 @ON_EACH
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", ["mlp, everything", "cnn", "transformer with dropout"])
+@pytest.mark.parametrize(("name", "mode"), modes())
 def test_modes_agree(name, mode, engine):
     """Dropout is our own generator's, of whole numbers: the same elements are dropped everywhere."""
     proto, batch, recipe = CASES[name]
@@ -49,8 +58,14 @@ def test_a_penalty_on_a_gradient_is_differentiated(mode, engine):
     assert_trains_alike(read(penalised(21)), batches, engine=engine, **MODES[mode])
 
 
-@ON_EACH
-@pytest.mark.parametrize("name", OPTIMIZERS)
+def optimizers():
+    """Each on one of them, in turn; the other is slow."""
+    for i, name in enumerate(OPTIMIZERS):
+        for engine, turn in (("jax", 0), ("tensorflow", 1)):
+            yield pytest.param(name, engine, marks=(needs(engine), *([] if i % 2 == turn else [pytest.mark.slow])))
+
+
+@pytest.mark.parametrize(("name", "engine"), optimizers())
 def test_optimizers(name, engine):
     trainable = "*.weight" if name == "muon" else None  # it is for matrices
     model = onward.prepare(digits_mlp(8), loss="cross_entropy", optimizer=name, trainable=trainable)

@@ -508,9 +508,9 @@ def test_weights_outside_the_file_are_not_loaded(huge: Path, monkeypatch: pytest
 
     for method in ("numpy", "tobytes", "_load", "__array__"):
         monkeypatch.setattr(ir.ExternalTensor, method, loaded)
-    start = time.perf_counter()
+    start = time.process_time()
     summary = describe(huge)
-    assert time.perf_counter() - start < 2
+    assert time.process_time() - start < 2
     assert summary.parameters["trainable"].numbers == 8 * (2**28 + 2**14)
     assert summary.file.external_bytes == 4 * summary.parameters["trainable"].numbers
     assert "8.0 GiB in huge.data" in "\n".join(screen(render, summary))
@@ -750,9 +750,9 @@ def test_blocks_do_not_overlap_and_lie_inside() -> None:
 @pytest.mark.parametrize("names", [True, False], ids=["named", "nameless"])
 def test_a_large_model_is_drawn_by_parts(names: bool) -> None:
     model = prepared(scoped(250, names=names), "adamw", freeze=[])
-    start = time.perf_counter()
+    start = time.process_time()
     svg = draw(model)
-    assert time.perf_counter() - start < 20
+    assert time.process_time() - start < 20
     kinds = blocks(svg)
     assert 8 <= kinds.count("inference") <= 80
     assert kinds.count("optimizer") == 1

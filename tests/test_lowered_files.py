@@ -11,12 +11,12 @@ import onnx
 import pytest
 
 import onward
+from commands import failed, run
 from conftest import cache_folder, locked
 from lowered import SQUARE, Part, penalised
 from models import digits_mlp, small_cnn
 from onward.lowering.contract import contract_of
 from onward.lowering.step import PARTS
-from test_cli import failed, run
 
 # ---- the command -----------------------------------------------------------------------------------------------------
 

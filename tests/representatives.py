@@ -1,0 +1,42 @@
+"""Which cases of a large table `make test` runs: of those that are alike, the first. `make test-all` runs them all."""
+
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import AttributeProto
+
+Case = tuple[onnx.ModelProto, Mapping[str, Any]]
+
+
+def chosen(values: Iterable[Any], quick: Collection[Any]) -> list[Any]:
+    """Values as parameters of a test; those that are not quick are slow."""
+    return [pytest.param(value, marks=() if value in quick else pytest.mark.slow) for value in values]
+
+
+def first_of_each(cases: Mapping[str, Case], kind: Callable[..., Hashable]) -> list[str]:
+    """The names of the first case of each kind."""
+    first: dict[Hashable, str] = {}
+    for name, (proto, inputs, *_) in cases.items():
+        first.setdefault(kind(proto, inputs), name)
+    return list(first.values())
+
+
+def by_mode(proto: onnx.ModelProto, inputs: Mapping[str, Any]) -> Hashable:
+    """The operators, and the words among their attributes: the same rows of a table compute alike cases."""
+    return tuple(
+        (node.op_type, *sorted((a.name, a.s) for a in node.attribute if a.type == AttributeProto.STRING))
+        for node in proto.graph.node
+    )
+
+
+def by_attributes_and_ranks(proto: onnx.ModelProto, inputs: Mapping[str, Any]) -> Hashable:
+    """Also which attributes are set and which inputs given, and how many axes these have."""
+    given = tuple((*sorted(a.name for a in node.attribute), *map(bool, node.input)) for node in proto.graph.node)
+    return by_mode(proto, inputs), given, tuple(_ranks(value) for value in inputs.values())
+
+
+def _ranks(value: Any) -> Hashable:
+    return tuple(map(_ranks, value)) if isinstance(value, list) else np.ndim(value)

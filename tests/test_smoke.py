@@ -1,0 +1,73 @@
+"""Every main job once, on a small model and with no framework installed: `make smoke`, in seconds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+
+import onward
+from commands import run
+from models import digits_mlp
+from onward.run import load
+from onward.training.folder import Run
+from runs import accuracy, digits, state
+
+RECIPE = ["--loss", "cross_entropy", "--optimizer", "adamw:lr=1e-2"]
+TRAIN = ["train", "digits.onnx", "--data", "digits.npz", "--validation", "0.25", "--seed", "3", "--threads", "1"]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with a model without training, and data for it."""
+    monkeypatch.chdir(tmp_path)
+    onnx.save(digits_mlp(), "digits.onnx")
+    np.savez("digits.npz", **digits(400))
+    return tmp_path
+
+
+def test_a_training_model_is_prepared_checked_and_shown(folder: Path) -> None:
+    run("prepare", "digits.onnx", *RECIPE, "--schedule", "cosine:steps=9", "-o", "training.onnx")
+    onnx.checker.check_model("training.onnx", full_check=True)
+    run("check", "training.onnx", "--strict")
+    assert "adamw" in run("show", "training.onnx").stdout
+    run("set", "training.onnx", "group0/lr=0.5")
+    assert onward.read("training.onnx").initializer("group0/lr").const_value.numpy() == 0.5
+    run("strip", "training.onnx", "-o", "plain.onnx")
+    assert not onnx.load("plain.onnx").training_info
+
+
+def test_a_model_is_trained_and_the_run_goes_on(folder: Path) -> None:
+    """What was begun and resumed is what was trained at once, bit for bit."""
+    run(*TRAIN, *RECIPE, "--epochs", "4", "--run", "whole", "-o", "trained.onnx")
+    run(*TRAIN, *RECIPE, "--epochs", "2", "--run", "parts")
+    run("train", "--resume", "parts", "--epochs", "4")
+    whole, parts = (state(Run(name)) for name in ("whole", "parts"))
+    assert whole.keys() == parts.keys()
+    for name, array in whole.items():
+        np.testing.assert_array_equal(parts[name], array, err_msg=name)
+    data = digits(400)
+    assert accuracy(onward.read("trained.onnx"), data) > 0.5 > accuracy(onward.read("digits.onnx"), data)
+    run("report", "whole", "-o", "page.html")
+
+
+def test_a_lowered_step_is_a_step_of_the_engine(folder: Path) -> None:
+    model = onward.prepare("digits.onnx", loss="cross_entropy", optimizer="adamw:lr=1e-2")
+    model.save("training.onnx")
+    run("lower", "training.onnx", "-o", "step.onnx")
+    batch = digits(16)
+    with load(model, threads=1) as engine:
+        feeds = {**batch, **engine.state()}
+        loss = engine.step(batch)["loss"]
+    session = ort.InferenceSession("step.onnx")
+    found = session.run(["loss"], {value.name: feeds[value.name] for value in session.get_inputs()})
+    np.testing.assert_allclose(found[0], loss, rtol=1e-6)
+
+
+def test_gradients_are_those_of_differences(folder: Path) -> None:
+    run("grad", "digits.onnx", "--of", "logits", "--wrt", "image", "-o", "saliency.onnx")
+    assert "image/grad" in [value.name for value in ort.InferenceSession("saliency.onnx").get_outputs()]
+    assert run("check-gradients", "digits.onnx", "--of", "logits", "--order", "2").stdout.count(" ok\n") > 4
