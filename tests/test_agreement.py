@@ -128,8 +128,9 @@ def test_engines_agree_by_our_rules(name, engine):
     assert_agreement(name, engine, STEPS, rules=True, **SOONEST[engine])
 
 
+@pytest.mark.slow  # the quick ones are those of test_framework_training.py and test_torch_engine.py
 @pytest.mark.parametrize("engine", FRAMEWORKS[1:])
-@pytest.mark.parametrize("name", chosen(["mlp", "resnet", "lenet5"], ["mlp"]))
+@pytest.mark.parametrize("name", ["mlp", "resnet", "lenet5"])
 def test_engines_agree_when_compiled(name, engine):
     assert_agreement(name, engine, STEPS)
 
@@ -193,7 +194,10 @@ def _shape(value):
     return [size if isinstance(size, int) else 5 for size in value.shape]
 
 
-@pytest.mark.parametrize("engine", ["onnxruntime", *FRAMEWORKS])
+@pytest.mark.parametrize(
+    "engine",  # a quick one for JAX is in test_jax_engine.py
+    ["onnxruntime", *FRAMEWORKS[:2], pytest.param("jax", marks=[needs("jax"), pytest.mark.slow]), *FRAMEWORKS[3:]],
+)
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_step_without_a_finite_loss_changes_nothing(engine, compiled):
     import models
