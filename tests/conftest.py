@@ -24,6 +24,9 @@ from hypothesis import settings
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# One thread: more would wait for one another in models of this size, and sums would depend on the number of cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TF_NUM_INTRAOP_THREADS", "1")
 # Most of what JAX does in tests is to compile what runs once: a third less of it.
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 

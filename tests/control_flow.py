@@ -2,7 +2,8 @@
 
 import numpy as np
 import onnx
-import onnxruntime as ort
+
+from sessions import session
 
 
 def parsed(text, **domains):
@@ -204,6 +205,4 @@ CASES = {
 
 
 def on_onnxruntime(proto, inputs):
-    options = ort.SessionOptions()
-    options.log_severity_level = 4
-    return ort.InferenceSession(proto.SerializeToString(), options).run(None, inputs)
+    return session(proto).run(None, inputs)

@@ -6,12 +6,12 @@ A value is an array, a list of arrays (a sequence), or None (an Optional that ho
 import ml_dtypes
 import numpy as np
 import onnx
-import onnxruntime as ort
 from onnx import AttributeProto, TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
 from onward.differentiate import vjp
 from reference_ops import OPERATORS
+from sessions import session
 
 FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.DOUBLE)
 EPS = 1e-6
@@ -238,14 +238,12 @@ def check_on_onnxruntime(proto, inputs, xs=None, *, rtol=None):
         expected = gradients(exact, {**double(proto, inputs), exact.graph.input[-1].name: dy}, xs)
         model = for_onnxruntime(vjp(proto, y, xs).to_proto())
         assert model is not None, "its operators are newer than ONNX Runtime"
-        options = ort.SessionOptions()
-        options.log_severity_level = 4
-        session = ort.InferenceSession(model.SerializeToString(), options)
+        loaded = session(model)
         seed = model.graph.input[-1]
         dtype = onnx.helper.tensor_dtype_to_np_dtype(tensor_type(seed).elem_type)
         given = {**inputs, seed.name: mapped(lambda a, dtype=dtype: a.astype(dtype), dy)}
-        feeds = {v.name: given[v.name] for v in session.get_inputs()}
-        for x, grad in zip(xs, session.run(None, feeds), strict=True):
+        feeds = {v.name: given[v.name] for v in loaded.get_inputs()}
+        for x, grad in zip(xs, loaded.run(None, feeds), strict=True):
             for found, wanted in zip(flat(grad), flat(expected[x]), strict=True):
                 scale = max(1e-6, float(np.abs(wanted).max()))
                 np.testing.assert_allclose(found, wanted, rtol=rtol, atol=rtol * scale, equal_nan=False)

@@ -4,11 +4,11 @@ import zlib
 
 import numpy as np
 import onnx
-import onnxruntime as ort
 from onnx import TensorProto, helper, numpy_helper
 
 import gradcheck
 import onward
+from sessions import session
 
 
 def case(op_type, inputs, outputs=1, *, domain="com.microsoft", constants=(), types=(), **attributes):
@@ -58,11 +58,9 @@ def run(proto, inputs):
 
 def runner(proto):
     """A function from inputs to outputs, by their names."""
-    options = ort.SessionOptions()
-    options.log_severity_level = 4
-    session = ort.InferenceSession(proto.SerializeToString(), options, providers=["CPUExecutionProvider"])
-    names = [value.name for value in session.get_outputs()]
-    return lambda inputs: dict(zip(names, session.run(None, inputs), strict=True))
+    loaded = session(proto)
+    names = [value.name for value in loaded.get_outputs()]
+    return lambda inputs: dict(zip(names, loaded.run(None, inputs), strict=True))
 
 
 def check(proto, inputs, *, xs=None, rtol=2e-5, step=0.02, gradient_rtol=5e-3, expected=None):

@@ -20,6 +20,7 @@ from onward.errors import UnsupportedError
 from onward.recipe.optimizers import optimizer
 from onward.recipe.spec import Spec
 from onward.run import load
+from representatives import chosen
 from test_optimizers import BETAS, KERAS, OPTAX, TORCH, torch_arguments
 
 torch = pytest.importorskip("torch")
@@ -249,7 +250,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("before", [0, BEFORE])
+@pytest.mark.parametrize("before", chosen([0, BEFORE], [BEFORE]))
 @pytest.mark.parametrize(("name", "variant", "settings"), CASES, ids=case_id)
 def test_to_torch_and_back(name: str, variant: str, settings: dict[str, Any], before: int) -> None:
     start, gradients = data(tuple(MATRICES if name == "muon" else SHAPES))

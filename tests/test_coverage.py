@@ -12,6 +12,7 @@ import gradcheck
 from onward.differentiate import vjp
 from onward.rules import RULES, NoGradient
 from rule_tables import CASES, known
+from sessions import session
 
 NEWEST = {schema.name: schema for schema in defs.get_all_schemas() if schema.domain == "" and not schema.deprecated}
 """The operators of the newest operator set."""
@@ -196,10 +197,8 @@ def _compare(proto, inputs, y, xs, model, dtype):
 
 
 def _on_onnxruntime(model, given, xs):
-    options = ort.SessionOptions()
-    options.log_severity_level = 4
-    session = ort.InferenceSession(gradcheck.for_onnxruntime(model).SerializeToString(), options)
-    return dict(zip(xs, session.run(None, {v.name: given[v.name] for v in session.get_inputs()}), strict=True))
+    loaded = session(gradcheck.for_onnxruntime(model))
+    return dict(zip(xs, loaded.run(None, {v.name: given[v.name] for v in loaded.get_inputs()}), strict=True))
 
 
 # ---- no elements -----------------------------------------------------------------------------------------------------

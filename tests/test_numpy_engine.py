@@ -4,7 +4,6 @@ import ml_dtypes
 import numpy as np
 import onnx
 import onnx.parser
-import onnxruntime as ort
 import pytest
 
 import gradcheck
@@ -21,6 +20,7 @@ from onward.run.expression import expressed
 from onward.run.interpreted import Interpreted
 from onward.run.numpy import Numpy
 from rule_tables import FAMILIES
+from sessions import session
 
 # ---- operators -------------------------------------------------------------------------------------------------------
 
@@ -39,14 +39,12 @@ NOT_AS_ON_ONNXRUNTIME = {
 
 def on_onnxruntime(proto, inputs):
     """What ONNX Runtime computes; None if it refuses."""
-    options = ort.SessionOptions()
-    options.log_severity_level = 4
     try:
-        session = ort.InferenceSession((gradcheck.for_onnxruntime(proto) or proto).SerializeToString(), options)
-        found = session.run(None, {value.name: inputs[value.name] for value in session.get_inputs()})
+        loaded = session(gradcheck.for_onnxruntime(proto) or proto)
+        found = loaded.run(None, {value.name: inputs[value.name] for value in loaded.get_inputs()})
     except Exception:  # it has many ways to say so
         return None
-    return dict(zip((value.name for value in session.get_outputs()), found, strict=True))
+    return dict(zip((value.name for value in loaded.get_outputs()), found, strict=True))
 
 
 def read_only(array):

@@ -7,7 +7,6 @@ defaults of alpha and beta are 0 for Affine, ScaledTanh and ThresholdedRelu.
 
 import numpy as np
 import onnx
-import onnxruntime as ort
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,6 +16,7 @@ import gradcheck
 from conftest import needs
 from onward.differentiate import gradient
 from rule_cases.recurrent import ACTIVATIONS, EVALUATORS, FUNCTIONS, GATES, OUTPUTS, layer
+from sessions import session
 
 DIRECTIONS = ["forward", "reverse", "bidirectional"]
 gradcheck.OPERATORS += EVALUATORS
@@ -24,11 +24,9 @@ EVERYTHING = {"LSTM": "bhcp", "GRU": "bh", "RNN": "bh"}
 
 
 def run(proto, inputs):
-    options = ort.SessionOptions()
-    options.log_severity_level = 4
-    session = ort.InferenceSession(proto.SerializeToString(), options)
-    names = [value.name for value in session.get_outputs()]
-    return dict(zip(names, session.run(None, {v.name: inputs[v.name] for v in session.get_inputs()}), strict=True))
+    loaded = session(proto)
+    names = [value.name for value in loaded.get_outputs()]
+    return dict(zip(names, loaded.run(None, {v.name: inputs[v.name] for v in loaded.get_inputs()}), strict=True))
 
 
 def rewritten(proto, inputs):

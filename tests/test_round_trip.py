@@ -5,11 +5,11 @@ import os
 
 import numpy as np
 import onnx
-import onnxruntime as ort
 import pytest
 
 import onward
 from conftest import onnx_node_tests
+from sessions import session
 
 ROOT = os.path.join(os.path.dirname(onnx.__file__), "backend", "test", "data")
 FILES = sorted(os.path.relpath(path, ROOT) for path in glob.glob(ROOT + "/**/*.onnx", recursive=True))
@@ -77,9 +77,7 @@ def with_recipe(proto, **recipe):
 
 
 def run(proto, feeds):
-    options = ort.SessionOptions()
-    options.log_severity_level = 4
-    return ort.InferenceSession(proto.SerializeToString(), options).run(None, feeds)
+    return session(proto).run(None, feeds)
 
 
 def feeds_for(proto):
