@@ -58,6 +58,17 @@ class TestTorch:
         module = of_forward(lambda layer, x: layer(x) if x.sum() > 0 else layer(-x))
         refused(from_torch(module), UnsupportedError, "decides by the values", "test_convert_refusals.py", hint="where")
 
+    @pytest.mark.parametrize("folder", ["onward", "torch", "onward/torch"])
+    def test_decisions_in_a_folder_of_any_name(self, folder, tmp_path):
+        """A place is the user's by where our package is installed, and not by what a folder is called."""
+        path = tmp_path / folder / "net.py"
+        path.parent.mkdir(parents=True)
+        path.write_text("def compute(layer, x):\n    return layer(x) if x.sum() > 0 else layer(-x)\n")
+        names = {}
+        exec(compile(path.read_text(), str(path), "exec"), names)
+        module = of_forward(names["compute"])
+        refused(from_torch(module), UnsupportedError, f"({path}, line 2)", hint="where")
+
     def test_lengths_of_sequences(self):
         nn = torch().nn
         pack, pad = nn.utils.rnn.pack_padded_sequence, nn.utils.rnn.pad_packed_sequence
@@ -131,6 +142,11 @@ class TestTorch:
             module = torch().nn.utils.weight_norm(torch().nn.Linear(5, 3))
         module(torch().ones(4, 5))
         refused(from_torch(module), UnsupportedError, "`weight`, which is computed", hint="parametrizations")
+
+    def test_an_optimizer_is_not_guessed(self):
+        module = torch().nn.Linear(5, 3)
+        call = from_torch(module, optimizer="adam")
+        refused(call, UnsupportedError, "'adam' is no optimizer of PyTorch", hint="torch.optim")
 
     def test_modules_inside_of_others(self):
         """They are no reason to refuse."""
@@ -210,7 +226,7 @@ class TestTensorFlow:
         from onward.run.tensorflow.quiet import tensorflow as tf
 
         weight = tf.Variable(tf.ones([5, 3]), name="weight")
-        recipe = {"loss": "cross_entropy", **options}
+        recipe = {"loss": "cross_entropy", "optimizer": "sgd", **options}
         return lambda: onward.from_tensorflow(lambda x: change(tf, x @ weight), example, **recipe)
 
     def test_operations(self):
@@ -237,7 +253,7 @@ class TestTensorFlow:
         call = self.call(lambda tf, y: y, optimizer=object())
         refused(call, RecipeError, "is no text", hint="adamw")
         with pytest.raises(UnsupportedError, match="3 is no function"):
-            onward.from_tensorflow(3, self.X, loss="cross_entropy")
+            onward.from_tensorflow(3, self.X, loss="cross_entropy", optimizer="sgd")
 
 
 # ---- Keras -----------------------------------------------------------------------------------------------------------

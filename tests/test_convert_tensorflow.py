@@ -369,7 +369,8 @@ def trained_by_hand(module, batches, update):
         yield float(loss)
 
 
-def captured(module, batch, **recipe):
+def captured(module, batch, **given):
+    recipe = {"optimizer": "sgd:lr=0.01", **given}
     if "tokens" in batch:
         specs = {name: tf().TensorSpec([None, None], array.dtype) for name, array in batch.items()}
         return onward.from_tensorflow(module, specs, loss="value:loss", **recipe)
@@ -469,7 +470,7 @@ def test_a_function_with_a_signature():
 def test_dropout_is_dropout():
     t, weight = tf(), tf().Variable(np.ones((64, 10), "f"), name="weight")
     model = onward.from_tensorflow(
-        lambda image: t.nn.dropout(image, 0.25) @ weight, FLAT[0]["image"], loss="cross_entropy"
+        lambda image: t.nn.dropout(image, 0.25) @ weight, FLAT[0]["image"], loss="cross_entropy", optimizer="sgd"
     )
     dropout = next(node for node in model.graph if node.op_type == "Dropout")
     assert dropout.inputs[1].producer().attributes["value"].as_tensor().numpy() == 0.25
@@ -502,7 +503,7 @@ def test_what_cannot_be_carried_is_named_at_once():
         return t.linalg.inv(y[:4]) + t.random.normal([4, 4]) + t.math.digamma(y[:4])
 
     with pytest.raises(UnsupportedError) as caught:
-        onward.from_tensorflow(strange, np.ones((4, 4), "f"), loss="mse")
+        onward.from_tensorflow(strange, np.ones((4, 4), "f"), loss="mse", optimizer="sgd")
     said = str(caught.value)
     for operation in ("StopGradient", "MatrixInverse", "RandomStandardNormal", "Digamma"):
         assert f"`{operation}`" in said
@@ -517,12 +518,17 @@ def test_assignments_that_are_no_averages():
         return x @ weight
 
     with pytest.raises(UnsupportedError, match="not running averages of a batch normalization: `count`"):
-        onward.from_tensorflow(counted, np.ones((3, 4), "f"), loss="mse")
+        onward.from_tensorflow(counted, np.ones((3, 4), "f"), loss="mse", optimizer="sgd")
 
 
 def test_without_a_loss_there_is_nothing_to_learn():
     with pytest.raises(RecipeError, match="nothing to learn from"):
         onward.from_tensorflow(mlp(), FLAT[0]["image"])
+
+
+def test_an_optimizer_is_not_guessed():
+    with pytest.raises(RecipeError, match="not said how to learn"):
+        onward.from_tensorflow(mlp(), FLAT[0]["image"], loss="cross_entropy")
 
 
 def test_a_folder_that_holds_something_else(tmp_path):

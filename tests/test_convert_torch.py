@@ -628,3 +628,80 @@ def test_what_a_loop_does_has_no_object():
     training = onward.prepare(models.digits_mlp(), loss="cross_entropy", accumulate=2, ema=0.9)
     with pytest.raises(UnsupportedError, match=r"accumulates gradients.*averages|averages.*accumulates gradients"):
         to_torch(training)
+
+
+# ---- wrappers --------------------------------------------------------------------------------------------------------
+
+
+class AcceleratedOptimizer(torch.optim.Optimizer):
+    """As Hugging Face's Accelerate has it: an optimizer by its class, that holds nothing but another."""
+
+    def __init__(self, optimizer, num_steps=1, scaler=None):
+        self.optimizer = optimizer
+        self.gradient_state = type("GradientState", (), {"num_steps": num_steps})()
+        self.scaler = scaler
+
+    state = property(lambda self: self.optimizer.state)
+    param_groups = property(lambda self: self.optimizer.param_groups)
+    defaults = property(lambda self: self.optimizer.defaults)
+
+    def step(self, closure=None):
+        self.optimizer.step(closure)
+
+    def zero_grad(self, set_to_none=None):
+        self.optimizer.zero_grad()
+
+
+class AcceleratedScheduler:
+    def __init__(self, scheduler, optimizers):
+        self.scheduler, self.optimizers = scheduler, optimizers
+
+    def step(self, *args, **kwargs):
+        self.scheduler.step(*args, **kwargs)
+
+    def __getattr__(self, name):
+        return getattr(self.scheduler, name)
+
+
+def accelerate():
+    """The real ones where they are installed, else what they are like."""
+    try:
+        from accelerate.optimizer import AcceleratedOptimizer as Optimizer
+        from accelerate.scheduler import AcceleratedScheduler as Scheduler
+        from accelerate.state import AcceleratorState
+
+        AcceleratorState()
+    except ImportError:
+        return AcceleratedOptimizer, AcceleratedScheduler
+    return Optimizer, Scheduler
+
+
+@pytest.mark.parametrize("scheduler_of", ["the wrapper", "the optimizer"])
+def test_what_accelerate_puts_around_a_run(scheduler_of):
+    torch.manual_seed(0)
+    module, x, y = nn.Linear(4, 3), torch.randn(5, 4), torch.randint(0, 3, (5,))
+    inner = torch.optim.AdamW(module.parameters(), lr=0.1)
+    around, scheduled = accelerate()
+    optimizer = around(inner)
+    plain = lr_scheduler.StepLR(optimizer if scheduler_of == "the wrapper" else inner, 2)
+    scheduler = scheduled(plain, [optimizer])
+    for _ in range(3):
+        optimizer.zero_grad()
+        F.cross_entropy(module(x), y).backward()
+        optimizer.step()
+        plain.step()
+    training = from_torch(module, x, loss=nn.CrossEntropyLoss(), optimizer=optimizer, scheduler=scheduler)
+    expected = from_torch(module, x, loss=nn.CrossEntropyLoss(), optimizer=inner, scheduler=plain)
+    assert training.to_proto() == expected.to_proto()
+    assert int(training.array("step")) == 3
+    assert isinstance(optimizer, around) and plain.optimizer in (optimizer, inner)  # what is given stays as it is
+
+
+@pytest.mark.parametrize(
+    ("options", "message"), [({"num_steps": 4}, "gradients of 4 batches"), ({"scaler": object()}, "scales the loss")]
+)
+def test_wrappers_that_do_more(options, message):
+    module = nn.Linear(4, 3)
+    wrapper = AcceleratedOptimizer(torch.optim.SGD(module.parameters(), lr=0.1), **options)
+    with pytest.raises(UnsupportedError, match=message):
+        from_torch(module, torch.randn(5, 4), loss=nn.MSELoss(), optimizer=wrapper)

@@ -321,7 +321,18 @@ def test_probabilities_ignore_nothing() -> None:
         read_loss(nn.CrossEntropyLoss(ignore_index=3), probabilities=True)
 
 
-def test_a_loss_inside_the_model_is_not_made() -> None:
-    with pytest.raises(UnsupportedError, match="computed by the model"):
-        make_loss("value:loss")
+def test_what_the_model_computes_is_picked() -> None:
+    """Its own loss, alone and in a sum, and a value inside of it that a loss looks at."""
+    x, y = torch.randn(4, 3), torch.randn(4, 3)
+    outputs = {"probabilities": torch.zeros(4, 3), "inner": x, "penalty": torch.tensor(2.0)}
+    assert make_loss("value:penalty")(outputs) == 2
+    watching = make_loss([{"inner": "mse"}], ["inner"])
+    assert watching(outputs, y) == watching(x, y) == nn.MSELoss()(x, y)
+    both = make_loss([{"inner": "mse"}, {"penalty": {"name": "value", "scale": 0.5}}], ["inner"])
+    assert both((outputs, y), (outputs,)) == both((x, y), (outputs["penalty"],)) == nn.MSELoss()(x, y) + 1
     assert isinstance(make_loss(Spec("mse")), nn.MSELoss)
+
+
+def test_a_graph_of_its_own_is_not_made() -> None:
+    with pytest.raises(UnsupportedError, match="a graph of its own"):
+        make_loss([{"y": {"name": "custom"}}])

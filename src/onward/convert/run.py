@@ -114,6 +114,22 @@ def _given(group: Group) -> dict[str, Any]:
     return {"match": match, "optimizer": group.optimizer}
 
 
+def step_of(model: Model, asked: int | None = None) -> int:
+    """The step of a training model that a run is made of: the one that was asked for, or the only one."""
+    if not model.steps:
+        raise UnsupportedError(
+            "this is an inference model: it holds no training that could be carried over",
+            hint="make it a training model first: `onward prepare`, or `onward.prepare`",
+        )
+    if asked is None and len(model.steps) > 1:
+        names = ", ".join(f"`{step.algorithm.name}`" for step in model.steps)
+        raise UnsupportedError(
+            f"the training model has {len(model.steps)} steps ({names}), and a run of a framework has one",
+            hint="run them as they are: `onward.run.load(model, engine=..., step=...)`",
+        )
+    return asked or 0
+
+
 def disassemble(model: Model, index: int = 0) -> Run:
     """The run that a training model holds, with its numbers as they are now."""
     training = describe(model).steps[index]
@@ -144,7 +160,7 @@ _KEPT = ("accumulate", "ema", "seed", "loss_scale", "master_weights")
 
 
 def _term(term: LossTerm) -> Any:
-    if term.name == "value":
+    if term.name == "value" and term.scale == 1:
         return f"value:{term.output}"
     scale = {} if term.scale == 1 else {"scale": term.scale}
     return {term.output: {"name": term.name, **term.options, **scale}}

@@ -13,13 +13,13 @@ import optax
 from onward.convert.jax.native import make_optimizer
 from onward.convert.jax.optimizers import read_optimizer
 from onward.convert.jax.trial import try_updates
-from onward.convert.run import Run, disassemble
+from onward.convert.run import Run, disassemble, step_of
 from onward.errors import UnsupportedError
 from onward.lowering.contract import contract_of
 from onward.lowering.step import lower
 from onward.model import Model, Source, read
 from onward.model.core import as_input
-from onward.model.state import STEP, State, states
+from onward.model.state import STEP, State, carried, states
 from onward.run.interpreted import interpreter
 from onward.run.jax import Jax
 from onward.transform.inline import inline
@@ -48,11 +48,11 @@ class JaxTraining(NamedTuple):
     """state -> the training model that goes on from there"""
 
 
-def to_jax(training: Source, step: int = 0, *, probe: bool = True) -> JaxTraining:
+def to_jax(training: Source, step: int | None = None, *, probe: bool = True) -> JaxTraining:
     """The run that a training model holds as functions of JAX: `step, state = onward.to_jax(training)[:2]`.
 
-    Gradients are JAX's own. The optimizer is a chain of optax's where that computes the same, else ours; both
-    sides make a few updates, which must agree, unless `probe` is false.
+    Of a model with several steps, `step` says which one. Gradients are JAX's own. The optimizer is a chain of optax's
+    where that computes the same, else ours; both sides make a few updates, which must agree, unless `probe` is false.
     """
     parts = Parts(read(training), step)
     run = parts.run
@@ -88,11 +88,13 @@ def _averaged(new: Tree, old: Tree, run: Run) -> Tree:
 class Parts:
     """What of a training model is what in JAX."""
 
-    def __init__(self, model: Model, index: int = 0):
+    def __init__(self, model: Model, asked: int | None = None):
+        index = step_of(model, asked)
         self._model, self._index, self.run = model, index, disassemble(model, index)
         self._states = states(model, index)
         self.framework = Jax("cuda" if jax.default_backend() == "gpu" else "cpu")
         strange = [s.name for s in self._states if s.role in ("master", "scaler", "state")]
+        strange += [s.name for s in carried(model, index)[len(self._states) :]]  # which other steps change
         if strange or "loss_scale" in self.run.recipe:
             what = f"state that optax has no place for: {', '.join(strange)}" if strange else "a scale of its loss"
             raise UnsupportedError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from onward.convert.keras.live import GraphOptimizer, TrainingModel
 from onward.convert.keras.native import native_losses, native_optimizer
-from onward.convert.run import disassemble
+from onward.convert.run import disassemble, step_of
 from onward.model import Source, read
 
 
@@ -15,7 +15,8 @@ def to_keras(training: Source) -> TrainingModel:
     same, else the update of the training model, and so is its loss.
     """
     model = read(training)
-    made, run = TrainingModel(model), disassemble(model)
+    run = disassemble(model, step_of(model))
+    made = TrainingModel(model)
     held = made.variables_by_name
     optimizer = native_optimizer(run, held)
     if optimizer is None:

@@ -30,7 +30,7 @@ BATCH = "N"
 
 
 def from_tensorflow(
-    carrier: Any, example_inputs: Any = None, *, loss: Any = None, optimizer: Any = "sgd:lr=0.01", **recipe: Any
+    carrier: Any, example_inputs: Any = None, *, loss: Any = None, optimizer: Any = None, **recipe: Any
 ) -> Model:
     """Make a training model of a `tf.function`, a `tf.Module` (its `__call__`) or any function of tensors.
 
@@ -50,6 +50,8 @@ def from_tensorflow(
         return restored(carrier)
     if loss is None and recipe.get("teacher") is None:
         raise RecipeError("there is nothing to learn from", hint='give a `loss`, such as "cross_entropy"')
+    if optimizer is None:
+        raise RecipeError("it is not said how to learn", hint='give an `optimizer`, such as "adamw:lr=1e-3"')
     model, trainable, variance = exported(carrier, example_inputs)
     chosen = recipe.pop("trainable", [glob.escape(name) for name in trainable])
     return prepare(model, loss=loss, optimizer=optimizer, trainable=chosen, variance=variance, **recipe)

@@ -15,6 +15,7 @@ import onnx_ir as ir
 from onward.run.tensorflow.quiet import tensorflow as tf  # isort: skip  (other imports of it are not quiet)
 
 from onward.build import Names
+from onward.convert.run import step_of
 from onward.convert.tensorflow.sizes import OpenSizes
 from onward.errors import Error, UnsupportedError
 from onward.inspect import describe
@@ -47,13 +48,14 @@ class TrainingModule(tf.Module):  # type: ignore[misc]
         return self.infer
 
 
-def to_tensorflow(source: Source, step: int = 0, *, sizes: Mapping[str, int] | None = None) -> TrainingModule:
-    """Make a `tf.Module` that goes on where a training model is.
+def to_tensorflow(source: Source, step: int | None = None, *, sizes: Mapping[str, int] | None = None) -> TrainingModule:
+    """Make a `tf.Module` that goes on where a training model is; of one with several steps, `step` says which it is.
 
     Sizes that the model leaves open stay open. `sizes` fixes some of them by name, such as `{"N": 32}`, for graphs that
     need to know them.
     """
     model, framework = read(source), OpenSizes()
+    step = step_of(model, step)
     module = TrainingModule(name="training")
     state = {found.name: found for found in carried(model, step)}
     frozen = {name: model.initializer(name) for name in _frozen(model, framework) if name not in state}

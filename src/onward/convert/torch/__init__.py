@@ -12,17 +12,19 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from onward.convert.problems import Parts, Problems
-from onward.convert.run import Run, assemble, disassemble, nothing_learns
+from onward.convert.run import Run, assemble, disassemble, nothing_learns, step_of
 from onward.convert.torch.capture import captured, check_copyable, into_training, unwrapped
 from onward.convert.torch.clipping import Clip, clip_of
+from onward.convert.torch.losses import make_loss
 from onward.convert.torch.module import OnnxModule, to_module
 from onward.convert.torch.native import NativeRun, probe_made, probe_native
-from onward.convert.torch.objective import make_objective, read_objective, summands
+from onward.convert.torch.objective import inner_values, read_objective, summands
 from onward.convert.torch.optimizers import make_optimizer, read_optimizer
 from onward.convert.torch.schedulers import updates_per_step
 from onward.convert.torch.schedules import make_scheduler, read_scheduler
 from onward.convert.torch.tags import COUNTER, GROUP, STEP
 from onward.convert.torch.traced.held import copied
+from onward.convert.torch.wrappers import bare_optimizer, bare_scheduler
 from onward.errors import UnsupportedError
 from onward.model import Model, Source, read
 from onward.recipe import objective
@@ -72,7 +74,7 @@ def from_torch(
     - `dynamic_shapes`: argument -> axis -> name, for axes of any size; without it, the first axis of all tensors
     - `probe`: make three steps on both sides with the example, and compare
     """
-    module = unwrapped(module)
+    module, optimizer, scheduler = unwrapped(module), bare_optimizer(optimizer), bare_scheduler(scheduler)
     check_copyable(module)
     terms = summands(loss, example_targets)
     clip = clip_of(optimizer, clip)
@@ -179,14 +181,15 @@ def to_torch(training: Source, *, live: bool = True, probe: bool = True) -> Carr
     """The run that a training model holds, as objects of PyTorch that go on from there.
 
     A training loop is as usual: the scheduler steps after the optimizer (once in an epoch, where it counts epochs), and
-    gradients are clipped by the optimizer's own step, where the training model clips.
+    gradients are clipped by the optimizer's own step, where the training model clips. A module with several outputs
+    returns them by name, and among them values inside of the model that the loss looks at: `loss(module(x), y)`.
 
     - `live`: the module executes the graph as it is; without, it is of a class that is written for it, of layers of
       torch.nn, and needs nothing of Onward: what `onward convert --to torch` writes
     - `probe`: make a few steps on both sides with inputs that are made up, and compare
     """
     model = read(training)
-    run = disassemble(model)
+    run = disassemble(model, step_of(model))
     carried = _carried(run)
     if probe:
         _probe(carried, run)
@@ -200,14 +203,15 @@ def to_torch(training: Source, *, live: bool = True, probe: bool = True) -> Carr
 def _carried(run: Run) -> Carried:
     _check(run)
     _count(run)
-    module = to_module(run.model, trainable=run.parameters, statistics=run.statistics)
+    inner = inner_values(run.loss, run.model)
+    module = to_module(run.model, trainable=run.parameters, statistics=run.statistics, inner=inner)
     parameters = module.parameters_by_name()
     optimizer = make_optimizer(run, parameters)
     scheduler = make_scheduler(run, optimizer)
     _add_idle(optimizer, run, parameters)
     if run.clip is not None:
         optimizer.register_step_pre_hook(Clip(run.clip))
-    return Carried(module.train(), optimizer, scheduler, make_objective(run.loss))
+    return Carried(module.train(), optimizer, scheduler, make_loss(run.loss, inner))
 
 
 def _probe(carried: Carried, run: Run) -> None:

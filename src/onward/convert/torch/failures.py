@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
-import re
+import sysconfig
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import torch
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
@@ -27,7 +28,7 @@ def explained(error: Exception, what: str = "the module") -> UnsupportedError:
         )
     if any(isinstance(cause, GuardOnDataDependentSymNode) for cause in causes):
         return UnsupportedError(
-            f"the forward pass decides by the values of tensors what to do ({_place(error)}), and a graph cannot",
+            f"the forward pass decides by the values of tensors what to do ({_place(causes)}), and a graph cannot",
             hint="choose by `torch.where`, or write both branches with `torch.cond`",
         )
     return UnsupportedError(
@@ -54,11 +55,26 @@ def _has_packed(error: BaseException) -> bool:
     return any(isinstance(value, PackedSequence) for frame in frames for value in frame.f_locals.values())
 
 
-def _place(error: BaseException) -> str:
-    """The last line of the user's own code on the way to an error."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [f for f in frames if not re.search(r"[/\\](torch|onward)[/\\]", f.filename)]
-    return f"{own[-1].filename}, line {own[-1].lineno}" if own else first_line(error)
+def _place(causes: Sequence[BaseException]) -> str:
+    """The last line of the user's own code on the way to an error, or to what caused it."""
+    frames = [frame for cause in causes for frame in traceback.extract_tb(cause.__traceback__)]
+    own = [frame for frame in frames if _is_users(frame.filename)]
+    in_files = [frame for frame in own if not frame.filename.startswith("<")]  # `<string>`: what a library wrote itself
+    for frame in (in_files or own)[-1:]:
+        return f"{frame.filename}, line {frame.lineno}"
+    return first_line(causes[0])
+
+
+_HOMES = [Path(str(torch.__file__)).parent, Path(__file__).parents[2]]
+"""The packages of PyTorch and Onward."""
+_LIBRARY = Path(sysconfig.get_path("stdlib"))
+
+
+def _is_users(filename: str) -> bool:
+    """Whether a file is neither ours nor of PyTorch or Python, wherever these are installed."""
+    path = Path(filename)
+    of_python = path.is_relative_to(_LIBRARY) and "site-packages" not in path.relative_to(_LIBRARY).parts
+    return not of_python and not any(path.is_relative_to(home) for home in _HOMES)
 
 
 def _shown(inputs: Mapping[str, torch.Tensor]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from onward.convert.torch.live import Live
 from onward.convert.torch.tags import ALSO, COUNTER, KIND, LEARNS, PERSISTENT
 from onward.differentiate.api import COMMON_OPSET, OLDEST_OPSET
 from onward.model import Model, read
-from onward.model.core import as_input
+from onward.model.core import as_input, values
 from onward.numeric.precision import converted
 from onward.recipe.forward import Variance, functions_to_inline, is_switchable
 from onward.recipe.trainable import judge
@@ -47,14 +47,20 @@ class Graph:
     switched: list[str]
     """Names of the normalizations that follow their batches."""
     counters: list[str]
+    inner: Sequence[str] = ()
+    """Those outputs that the model itself does not have."""
 
     @classmethod
-    def of(cls, model: Model, trainable: Collection[str] | None, statistics: Variance) -> Graph:
+    def of(
+        cls, model: Model, trainable: Collection[str] | None, statistics: Variance, inner: Sequence[str] = ()
+    ) -> Graph:
         model = convert_opset(model, COMMON_OPSET) if model.opset < OLDEST_OPSET else model
         if hidden := functions_to_inline(model):
             model = inline(model, hidden)
         model = model.copy()
         _name_nodes(model)
+        known = {value.name: value for value in values(model.graph)}
+        model.graph.outputs.extend(known[name] for name in inner)
         learns = _parameters(model, trainable)
         held = {name: value for name, value in model.graph.initializers.items() if name in learns or _is_held(value)}
         switched = _switched(model, [name for name, learn in learns.items() if not learn])
@@ -69,6 +75,7 @@ class Graph:
             also={name: json.loads(v.metadata_props[ALSO]) for name, v in held.items() if ALSO in v.metadata_props},
             switched=[node.name or "" for node in switched],
             counters=[name for node in switched if (name := _counter(node)) in held],
+            inner=inner,
         )
         for name in held:
             as_input(model.graph, name)
@@ -113,6 +120,7 @@ class Graph:
         _, dtype = _where(state, self.state)
         model = self.model.copy() if dtype is None else converted(self.model, dtype)
         constants = list(model.graph.initializers.values())
+        del model.graph.outputs[len(model.graph.outputs) - len(self.inner) :]
         model.graph.initializers.clear()
         held = {value.name: value for value in model.graph.inputs if value.name in state}
         for name, tensor in state.items():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -134,20 +134,24 @@ def _plain(value: Any) -> Any:
 # ---- making ----------------------------------------------------------------------------------------------------------
 
 
-def make_loss(terms: Any) -> nn.Module:
+def make_loss(terms: Any, inner: Collection[str] = ()) -> nn.Module:
     """The loss of a `Run`: a class of PyTorch's own, or a small module with the formula.
 
-    It takes a prediction and its targets; where there are several terms, a tuple of these for each.
+    It takes a prediction and its targets; where there are several terms, a tuple of these for each. A value that the
+    model computes itself is picked from what it returns, and so is one that is `inner`, and no output for others.
     """
     made = []
     problems = Problems("the loss")
     for term in terms_of(terms):
-        if term.custom is not None or term.spec.name == "value":
-            what = "it is computed by the model" if term.custom is None else "it is a graph of its own"
-            problems.add(what, "run the training model as it is: `onward.run.load(model, engine=...)`")
+        if term.custom is not None or term.spec.name == "custom":
+            problems.add(
+                "it is a graph of its own", "run the training model as it is: `onward.run.load(model, engine=...)`"
+            )
             continue
-        loss = _make(term.spec)
-        made.append(loss if term.scale == 1 else exact.Scaled(loss, term.scale))
+        is_own = term.spec.name == "value"
+        loss = exact.OwnLoss(term.output or "") if is_own else _make(term.spec)
+        loss = loss if term.scale == 1 else exact.Scaled(loss, term.scale)
+        made.append(exact.Watching(term.output, loss) if term.output in inner and not is_own else loss)
     problems.refuse()
     return made[0] if len(made) == 1 else exact.SumOfLosses(made)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,14 +16,19 @@ from onward.run.torch.types import from_array, to_array
 
 
 def to_module(
-    source: Source, *, trainable: Collection[str] | None = None, statistics: Variance = "sample"
+    source: Source,
+    *,
+    trainable: Collection[str] | None = None,
+    statistics: Variance = "sample",
+    inner: Sequence[str] = (),
 ) -> OnnxModule:
     """The inference graph of a model as a module.
 
     Without a list of what is trainable, all that looks like a parameter is. `statistics` is the running variance that
-    BatchNorm keeps in training: that of the sample, as PyTorch has it, or of the population.
+    BatchNorm keeps in training: that of the sample, as PyTorch has it, or of the population. `inner` are values that it
+    returns beside its outputs.
     """
-    return OnnxModule(Graph.of(read(source), trainable, statistics))
+    return OnnxModule(Graph.of(read(source), trainable, statistics, inner))
 
 
 class OnnxModule(nn.Module):  # type: ignore[misc]
@@ -75,6 +80,11 @@ class OnnxModule(nn.Module):  # type: ignore[misc]
                 state[counter] += 1
         results = self._graph.execute(state, given, training=self.training)
         return results if len(results) > 1 else next(iter(results.values()))
+
+    @property
+    def output_names(self) -> list[str]:
+        """What the tensors are called that it returns, a single one too."""
+        return self._graph.outputs
 
     def named(self, inputs: Any) -> dict[str, Any]:
         """Inputs by name, where they are a tensor or a sequence of them."""

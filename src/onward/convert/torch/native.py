@@ -133,8 +133,8 @@ class _Prober:
     def _outputs(self, forward: Flat) -> dict[str, torch.Tensor]:
         """By their names in the model; one that was made from a model returns a single output without its name."""
         outputs = forward(*forward.inputs.values())
-        only = {term.output for term in self._terms} if len(outputs) == 1 else set()
-        return dict(zip(only, outputs.values(), strict=True)) if len(only) == 1 else outputs
+        made = isinstance(forward.module, OnnxModule)
+        return dict(zip(forward.module.output_names, outputs.values(), strict=True)) if made else outputs
 
     def step(self, batch: Arrays) -> float:
         native = self._native

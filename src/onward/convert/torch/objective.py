@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 
-from onward.convert.torch.exact.losses import OwnLoss, Scaled, SumOfLosses
-from onward.convert.torch.losses import make_loss, read_loss
+from onward.convert.torch.exact.losses import OwnLoss, Scaled, SumOfLosses, Watching
+from onward.convert.torch.losses import read_loss
 from onward.errors import DataError
+from onward.model import Model
 from onward.recipe.objective import terms as terms_of
 from onward.recipe.spec import Spec
 
@@ -30,7 +30,8 @@ class Summand(NamedTuple):
     def spec(self) -> Any:
         """The summand in the words of a recipe."""
         is_soft = bool(self.targets) and self.targets[0].is_floating_point()
-        spec = read_loss(self.loss, probabilities=is_soft)
+        is_own = isinstance(self.loss, OwnLoss)
+        spec = Spec("value") if is_own else read_loss(self.loss, probabilities=is_soft)
         options = {**spec.options, **({} if self.scale == 1 else {"scale": self.scale})}
         return Spec(spec.name, options) if self.output is None else {self.output: {"name": spec.name, **options}}
 
@@ -62,11 +63,16 @@ def _of_output(output: str | None, loss: Any, targets: Any) -> Iterator[Summand]
         for one, its_targets in zip(loss, given, strict=True):
             yield from _of_output(output, one, its_targets)
         return
+    if isinstance(loss, Watching):
+        yield from _of_output(loss.output, loss.loss, targets)
+        return
     scale = 1.0
     if isinstance(loss, tuple) and len(loss) == 2 and isinstance(loss[0], int | float):
         scale, loss = loss
     if isinstance(loss, Scaled):
         scale, loss = scale * loss.scale, loss.loss
+    if isinstance(loss, OwnLoss):
+        output = loss.output
     given = () if targets is None else (targets,) if isinstance(targets, torch.Tensor) else tuple(targets)
     yield Summand(output, loss, float(scale), given)
 
@@ -79,9 +85,7 @@ def read_objective(loss: Any, terms: Sequence[Summand]) -> Any:
     return specs[0] if len(specs) == 1 else specs
 
 
-def make_objective(loss: Any) -> nn.Module:
-    """The loss of a `Run` as a module; for one that is computed by the model, it picks that."""
-    terms = terms_of(loss)
-    if len(terms) == 1 and terms[0].spec.name == "value":
-        return OwnLoss(terms[0].output or "")
-    return make_loss(loss)
+def inner_values(loss: Any, model: Model) -> list[str]:
+    """The values that the loss of a `Run` looks at, and that are no outputs of its model."""
+    outputs = {value.name for value in model.outputs}
+    return list(dict.fromkeys(t.output for t in terms_of(loss) if t.output is not None and t.output not in outputs))

@@ -113,6 +113,18 @@ class SumOfLosses(nn.Module):  # type: ignore[misc]
         return torch.stack(losses).sum()
 
 
+class Watching(nn.Module):  # type: ignore[misc]
+    """A loss of a value that the module returns under this name, beside what it is for."""
+
+    def __init__(self, output: str, loss: nn.Module) -> None:
+        super().__init__()
+        self.output = output
+        self.loss = loss
+
+    def forward(self, outputs: Tensor | Mapping[str, Tensor], *targets: Tensor) -> Tensor:
+        return self.loss(outputs[self.output] if isinstance(outputs, Mapping) else outputs, *targets)
+
+
 class OwnLoss(nn.Module):  # type: ignore[misc]
     """The loss that a module computes itself: its output of this name, or the only one."""
 

@@ -153,13 +153,13 @@ def _loop(program: Program, terms: Sequence[LossTerm], every: int, file: str) ->
     several = len(program.outputs) > 1
     outputs = [f"outputs[{quoted(term.output)}]" if several else called for term in terms]
     pairs = [", ".join([output, *map(identifier, term.inputs)]) for output, term in zip(outputs, terms, strict=True)]
-    own = terms[0].name == "value"
+    own = terms[0].name == "value" and len(terms) == 1
     given = (
         ("outputs" if several else called)
         if own
         else pairs[0]
         if len(terms) == 1
-        else ", ".join(f"({p})" for p in pairs)
+        else ", ".join(f"({p})" if term.inputs else f"({p},)" for p, term in zip(pairs, terms, strict=True))
     )
     return [
         f"module, optimizer, scheduler, loss = load({file})",
