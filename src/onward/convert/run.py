@@ -16,14 +16,18 @@ import numpy as np
 
 from onward.build import DOMAIN
 from onward.convert.function import function_of
-from onward.errors import UnsupportedError
+from onward.convert.problems import Problems
+from onward.convert.whole import differences
+from onward.errors import UnsupportedError, listed
 from onward.inspect import describe
 from onward.inspect.parts import Group as Described
 from onward.inspect.parts import LossTerm, Training
-from onward.model import Model
+from onward.model import Model, Step
+from onward.model.core import string
 from onward.model.state import STEP, states
 from onward.recipe import prepare
 from onward.recipe.forward import Variance
+from onward.recipe.objective import terms
 from onward.recipe.optimizers import FunctionOptimizer, optimizer
 from onward.recipe.optimizers.clip import scale_to_norm_optax
 from onward.recipe.spec import Spec
@@ -130,8 +134,64 @@ def step_of(model: Model, asked: int | None = None) -> int:
     return asked or 0
 
 
-def disassemble(model: Model, index: int = 0) -> Run:
-    """The run that a training model holds, with its numbers as they are now."""
+def disassemble(model: Model, index: int = 0, *, forward: bool = True) -> Run:
+    """The run that a training model holds, with its numbers as they are now, if it is the whole of it.
+
+    Without `forward` the caller executes the forward pass and the loss as the file has them, and only the update is
+    what the run says.
+    """
+    run = _found(model, index)
+    if not forward:
+        _check_differentiated(model.step(index))
+    if forward and any(term.spec.name == "custom" for term in terms(run.loss)):
+        raise UnsupportedError(
+            "the loss is a graph of its own, of which no framework has an object",
+            hint="run the training model as it is: `onward.run.load(model, engine=...)`",
+        )
+    left_out = differences(model, index, _again(run, forward), forward=forward)
+    if left_out:
+        words = [_WORDS[key] for key in model.step(index).fact("train.recipe") or {} if key in _WORDS and forward]
+        problems = Problems("the training model")
+        for what in words or [f"what it does to {' and '.join(left_out[:3])} is not what its recipe says"]:
+            problems.add(what, "run it as it is: `onward.run.load(model, engine=...)`")
+        problems.refuse()
+    return run
+
+
+def _check_differentiated(step: Step) -> None:
+    """A framework differentiates the loss that is reported."""
+    reported = {value.name for value in step.algorithm.outputs} - {*step.update.values()}
+    others = [y for node in step.gradients() if (y := string(node, "y")) not in reported]
+    if others or len(step.gradients()) != 1:
+        is_scaled = "loss_scale" in (step.fact("train.recipe") or {})
+        what = "it scales its loss" if is_scaled else f"it differentiates {listed(others, 3) or 'more than its loss'}"
+        problems = Problems("the training model")
+        problems.add(what, "run it as it is: `onward.run.load(model, engine=...)`")
+        problems.refuse()
+
+
+_WORDS = {"augment": "it augments its data", "teacher": "it learns from a teacher"}
+"""Parts of a recipe that no framework has an object for."""
+
+
+def _again(run: Run, forward: bool) -> Model:
+    """The training model that a run would become, without its state; if its loss is not to be compared, with any."""
+    if forward:
+        return assemble(dataclasses.replace(run, state={}))
+    watched = [term.output for term in terms(run.loss) if term.output is not None]
+    floating = [value.name or "" for value in run.model.outputs if value.dtype and value.dtype.is_floating_point()]
+    anything = [{name: "mse"} for name in dict.fromkeys([*watched, *floating])]
+    return assemble(dataclasses.replace(run, state={}, loss=anything))
+
+
+def is_plain(model: Model, index: int, run: Run) -> bool:
+    """Whether a run is the whole of a step, with its forward pass and its loss."""
+    named = all(term.spec.name != "custom" for term in terms(run.loss))
+    return named and not differences(model, index, _again(run, forward=True), forward=True)
+
+
+def _found(model: Model, index: int) -> Run:
+    """What a converter knows to look for."""
     training = describe(model).steps[index]
     unknown = [group.name for group in training.groups if group.optimizer is None]
     if unknown or not training.loss.terms:

@@ -156,7 +156,6 @@ def _copy(assembly: Assembly, node: ir.Node, new: dict[ir.Value, ir.Value]) -> N
         attributes,
         overload=node.overload,
         num_outputs=len(node.outputs),
-        name=f"train/{node.name or node.op_type}",
         metadata_props=dict(node.metadata_props),
     )
     for old, output in zip(node.outputs, copy.outputs, strict=True):
@@ -166,6 +165,9 @@ def _copy(assembly: Assembly, node: ir.Node, new: dict[ir.Value, ir.Value]) -> N
             new[old] = output
         else:
             output.name = ""
+    copy.name = assembly.op.names.fresh(
+        f"train/{node.name or node.op_type}"
+    )  # after those of values, which matter more
     assembly.step.algorithm.append(copy)
 
 

@@ -20,6 +20,7 @@ from onward.recipe.losses import loss as named_loss
 from onward.recipe.spec import Spec, parse
 from onward.transform.names import add_prefix
 from onward.transform.opset import convert_opset
+from onward.transform.types import fill_in_types
 
 _EXISTING = "value"
 
@@ -71,7 +72,9 @@ def terms(loss: Any) -> list[Term]:
 def predictions(model: Model, summands: Sequence[Term]) -> list[ir.Value]:
     """The values of the inference graph that each summand looks at."""
     known = {value.name: value for value in values(model.graph) if value.name}
-    return [_prediction(model, term, known) for term in summands]
+    found = [_prediction(model, term, known) for term in summands]
+    fill_in_types(model, [value for value in found if value.type is None or value.shape is None])
+    return found
 
 
 def _prediction(model: Model, term: Term, known: Mapping[str, ir.Value]) -> ir.Value:

@@ -90,17 +90,16 @@ class Parts:
 
     def __init__(self, model: Model, asked: int | None = None):
         index = step_of(model, asked)
-        self._model, self._index, self.run = model, index, disassemble(model, index)
-        self._states = states(model, index)
+        self._model, self._index, self._states = model, index, states(model, index)
         self.framework = Jax("cuda" if jax.default_backend() == "gpu" else "cpu")
-        strange = [s.name for s in self._states if s.role in ("master", "scaler", "state")]
+        strange = [s.name for s in self._states if s.role in ("master", "state")]
         strange += [s.name for s in carried(model, index)[len(self._states) :]]  # which other steps change
-        if strange or "loss_scale" in self.run.recipe:
-            what = f"state that optax has no place for: {', '.join(strange)}" if strange else "a scale of its loss"
+        if strange:
             raise UnsupportedError(
-                f"the training model has {what}",
+                f"the training model has state that optax has no place for: {', '.join(strange)}",
                 hint='train it as it is, on JAX too: `onward.run.load(model, engine="jax")`',
             )
+        self.run = disassemble(model, index, forward=False)
 
     def arrays(self, role: str) -> dict[str, jax.Array]:
         """State of a role by name, or by the parameter that an average is of. No two arrays share memory."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from onward.convert.keras.live import GraphOptimizer, TrainingModel
 from onward.convert.keras.native import native_losses, native_optimizer
-from onward.convert.run import disassemble, step_of
+from onward.convert.run import disassemble, is_plain, step_of
 from onward.model import Source, read
 
 
@@ -15,12 +15,13 @@ def to_keras(training: Source) -> TrainingModel:
     same, else the update of the training model, and so is its loss.
     """
     model = read(training)
-    run = disassemble(model, step_of(model))
+    index = step_of(model)
+    run = disassemble(model, index, forward=False)
     made = TrainingModel(model)
     held = made.variables_by_name
     optimizer = native_optimizer(run, held)
     if optimizer is None:
         optimizer = GraphOptimizer(model, held, run.groups[0].lr)
         optimizer.build(made.trainable_variables)
-    made.compile_as(optimizer, **(native_losses(run, model) or {}))
+    made.compile_as(optimizer, **(native_losses(run, model) or {} if is_plain(model, index, run) else {}))
     return made

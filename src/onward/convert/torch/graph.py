@@ -104,7 +104,7 @@ class Graph:
     def _interpreter(self, training: bool, device: torch.device, dtype: ir.DataType | None) -> Interpreter:
         key = training, device, dtype
         if key not in self._made:
-            model = self.model.copy()
+            model = inline(self.model)
             if training:
                 _train(model, self.switched)
             if dtype is not None:

@@ -1,0 +1,124 @@
+"""Whether a run is the whole of a training model: put together again, it must compute the same, node by node.
+
+A converter knows what it looks for. What a file has beside that would be left out without a word: here it is found by
+construction, whatever it is, since every binding, every metric and all that they are computed by must come back.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from onward.model import Model
+from onward.model.core import is_gradient, string, strings
+from onward.model.state import states
+
+Digest = bytes
+
+_OF_THE_FORWARD_PASS = ("statistics", "rng")
+"""Roles of state that the forward pass changes, and not the update."""
+
+
+def differences(model: Model, index: int, again: Model, *, forward: bool) -> list[str]:
+    """The state and metrics of a step that another model with the same state computes in another way, or has not.
+
+    Without `forward`, gradients are compared by what they are of, and not by what computes them.
+    """
+    ours, theirs = _Step(model, index, forward).results(), _Step(again, 0, forward).results()
+    return [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
+
+
+class _Step:
+    """The values of an algorithm, each as a digest of how it is computed; names that mean nothing are not in it."""
+
+    def __init__(self, model: Model, index: int, forward: bool):
+        self._model, self._index, self._forward = model, index, forward
+        self._step = model.step(index)
+        self._known: dict[ir.Value, Digest] = {}
+        self._functions: dict[ir.OperatorIdentifier, Digest] = {}
+        self._names: dict[str, Digest] = {}
+
+    def results(self) -> dict[str, Digest]:
+        """What becomes of state, and what is reported."""
+        step, algorithm = self._step, self._step.algorithm
+        bound = {**step.update, **step.reset}
+        for place, value in enumerate(algorithm.inputs):
+            self._know(value, _digest("input", place))
+        for name, value in algorithm.initializers.items():
+            self._know(value, _digest("state", name) if name in bound else _tensor(value.const_value))
+        self._walk(algorithm)
+        roles = {state.name: state.role for state in states(self._model, self._index)}
+        updated = {n: new for n, new in step.update.items() if self._forward or roles[n] not in _OF_THE_FORWARD_PASS}
+        new = set(step.update.values())
+        reported = [v.name or "" for v in algorithm.outputs if v.name not in new] if self._forward else []
+        results = {f"`{name}`": self._names[new] for name, new in updated.items()}
+        return results | {f"the metric `{name}`": self._names[name] for name in reported}
+
+    def _walk(self, graph: ir.Graph) -> None:
+        for node in graph:
+            for value, digest in zip(node.outputs, self._results(node), strict=True):
+                self._know(value, digest)
+
+    def _know(self, value: ir.Value, digest: Digest) -> None:
+        self._known[value] = self._names[value.name or ""] = digest
+
+    def _of(self, value: ir.Value | None) -> Digest:
+        """Values of the inference graph are known by their names, which both models have in common."""
+        if value is None:
+            return b""
+        return self._known[value] if value in self._known else _digest("value", value.name)
+
+    def _results(self, node: ir.Node) -> Iterator[Digest]:
+        if is_gradient(node):
+            loss = self._named(string(node, "y")) if self._forward else b""
+            yield from (_digest("gradient", x, loss) for x in strings(node, "xs"))
+            return
+        attributes = [(name, *self._attribute(node.attributes[name])) for name in sorted(node.attributes)]
+        inputs = [self._of(value) for value in node.inputs]
+        while inputs and not inputs[-1]:
+            inputs.pop()
+        operator = node.domain, node.op_type, self._function(node.op_identifier())
+        yield from (_digest(*operator, attributes, inputs, place) for place in range(len(node.outputs)))
+
+    def _named(self, name: str) -> Digest:
+        return self._names.get(name, _digest("value", name))
+
+    def _attribute(self, attribute: ir.Attr) -> Sequence[Any]:
+        if attribute.is_ref():
+            return "reference", attribute.ref_attr_name
+        if attribute.type == ir.AttributeType.TENSOR:
+            return ("tensor", _tensor(attribute.as_tensor()))
+        if attribute.type == ir.AttributeType.GRAPH:
+            return ("graph", *self._graph(attribute.as_graph()))
+        return attribute.type, str(attribute.value)
+
+    def _graph(self, graph: ir.Graph) -> list[Digest]:
+        """The results of a graph or function in which inputs are known by their places."""
+        for place, value in enumerate(graph.inputs):
+            self._known[value] = _digest("formal", place)
+        for value in graph.initializers.values():
+            self._known[value] = _tensor(value.const_value)
+        self._walk(graph)
+        return [self._of(value) for value in graph.outputs]
+
+    def _function(self, identifier: ir.OperatorIdentifier) -> Digest:
+        functions: Mapping[ir.OperatorIdentifier, ir.Function] = self._model.functions
+        if identifier not in functions:
+            return b""
+        if identifier not in self._functions:
+            self._functions[identifier] = _digest(*self._graph(functions[identifier].graph))
+        return self._functions[identifier]
+
+
+def _tensor(tensor: ir.TensorProtocol | None) -> Digest:
+    assert tensor is not None
+    array = tensor.numpy()
+    return _digest("tensor", str(tensor.dtype), array.shape, np.ascontiguousarray(array).tobytes())
+
+
+def _digest(*parts: Any) -> Digest:
+    return hashlib.sha256(repr(parts).encode()).digest()
