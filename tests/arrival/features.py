@@ -38,6 +38,7 @@ class Draft:
     has_pictures: bool = False
     changes: list[Callable[[onnx.ModelProto], None]] = dataclasses.field(default_factory=list)
     """Of the network, between its layers."""
+    has_teacher: bool = False
     second: dict[str, Any] | None = None
     """The recipe of a second step."""
 
@@ -56,8 +57,16 @@ class Draft:
             _append(proto, helper.make_node("Softsign", ["y"], ["behind"]))
             proto.graph.output[0].name = "behind"
         first = self.custom if self.custom is not None else self._options(self.loss)
-        made = onward.prepare(proto, loss=[{"y": first}, *self.added], **self.recipe)
+        made = onward.prepare(proto, loss=[{"y": first}, *self.added], **self.recipe, **self._teaching())
         return made if self.second is None else onward.prepare(made, append=True, **self.second)
+
+    def _teaching(self) -> dict[str, Any]:
+        if not self.has_teacher:
+            return {}
+        teacher = recipes.network(None)
+        if self.has_pictures:
+            _take_pictures(teacher)
+        return {"teacher": teacher}
 
     @staticmethod
     def _options(row: str) -> Any:
@@ -154,17 +163,18 @@ def _quantised(proto: onnx.ModelProto) -> None:
         proto,
         helper.make_node("QuantizeLinear", ["IN", "q.scale", "q.zero"], ["whole"]),
         helper.make_node("DequantizeLinear", ["whole", "q.scale", "q.zero"], ["rounded"]),
-        **{"q.scale": np.array(0.05, "f"), "q.zero": np.array(0, np.int8)},
+        **{"q.scale": np.array(0.05, "f"), "q.zero": np.array(128, np.uint8)},
     )
 
 
 def _branch(proto: onnx.ModelProto) -> None:
     """A choice that depends on the batch."""
-    then = helper.make_graph([helper.make_node("Sin", ["hidden"], ["bent"])], "then", [], [_any("bent")])
-    other = helper.make_graph([helper.make_node("Cos", ["hidden"], ["turned"])], "else", [], [_any("turned")])
+    before = next(node.input[0] for node in proto.graph.node if node.output[0] == "product2")
+    then = helper.make_graph([helper.make_node("Sin", [before], ["bent"])], "then", [], [_any("bent")])
+    other = helper.make_graph([helper.make_node("Cos", [before], ["turned"])], "else", [], [_any("turned")])
     _insert(
         proto,
-        helper.make_node("ReduceSum", ["IN"], ["total"], keepdims=0),
+        helper.make_node("ReduceSum", ["x"], ["total"], keepdims=0),
         helper.make_node("Greater", ["total", "zero"], ["is_large"]),
         helper.make_node("If", ["is_large"], ["chosen"], then_branch=then, else_branch=other),
         zero=np.array(0, "f"),
@@ -263,7 +273,7 @@ def _changed(change: Callable[[onnx.ModelProto], None], **recipe: Any) -> Callab
 
 
 def _teacher(draft: Draft) -> None:
-    draft.recipe["teacher"] = recipes.network(None)
+    draft.has_teacher = True
 
 
 def _second(draft: Draft) -> None:
@@ -297,7 +307,7 @@ def features() -> dict[str, Feature]:
             _told(optimizer={"function": recipes.FUNCTION, "lr": 0.02}),
             _UPDATE,
         ),
-        Feature("groups", "groups", _told(groups=["*bias:lr=0.01", {"match": "fc1*", "optimizer": "adam:lr=0.01"}])),
+        Feature("groups", "groups", _told(groups=["*bias:lr=0.01", {"match": "fc2*", "optimizer": "adam:lr=0.01"}])),
         Feature("rates by depth", "groups", _told(lr_decay=0.5)),
         Feature("frozen weights", "frozen", _told(freeze=["fc1*"])),
         Feature("clipped by norm", "clip", _told(clip={"norm": 0.1})),
@@ -326,7 +336,7 @@ def features() -> dict[str, Feature]:
         Feature("a function", "function", _changed(_function)),
         Feature("a branch", "branch", _changed(_branch), "`If`"),
         Feature("quantisation", "quantisation", _changed(_quantised)),
-        Feature("initialization", "initialization", _told(init={"*.weight": "kaiming_normal"}, seed=3)),
+        Feature("initialization", "initialization", _told(init={"fc?.weight": "kaiming_normal"}, seed=3)),
         Feature("a teacher", "teacher", _teacher, "teacher|the loss reads"),
         Feature("low-rank adapters", "adapters", _told(lora="rank=2,targets=fc1*")),
         Feature("two steps", "steps", _second, "2 steps"),

@@ -81,8 +81,8 @@ class _Step:
         inputs = [self._of(value) for value in node.inputs]
         while inputs and not inputs[-1]:
             inputs.pop()
-        operator = node.domain, node.op_type, self._function(node.op_identifier())
-        yield from (_digest(*operator, attributes, inputs, place) for place in range(len(node.outputs)))
+        operator = self._function(node.op_identifier()) or (node.domain, node.op_type)
+        yield from (_digest(operator, attributes, inputs, place) for place in range(len(node.outputs)))
 
     def _named(self, name: str) -> Digest:
         return self._names.get(name, _digest("value", name))
