@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 import pytest
@@ -496,7 +497,17 @@ def _run(source: Any, want: dict[str, ir.Value], **options: Any) -> list[dict[st
 def test_bad_values_name_their_row(tmp_path: Path) -> None:
     x, y = np.ones((9, 3), np.float32), np.arange(9)
     want = inputs(x=(FLOAT, ["N", 3]), y=(INT32, ["N"]))
-    _run({"x": np.where(x == 1, -np.inf, x), "y": y}, want, classes={"y": 9})  # infinity may be meant
+    _run({"x": np.where(x == 1, -np.inf, x), "y": y}, want, classes={"y": 9})  # as masks of attention have it
+    for number, why in ((np.nan, r"NaN \(not a number\) in row 7"), (np.inf, "infinite in row 7")):
+        for dtype in (np.float64, np.float32, np.float16, ml_dtypes.bfloat16):
+            wrong = x.astype(dtype)
+            wrong[7, 1] = number
+            with pytest.raises(DataError, match=f"column `x` is {why}"):
+                _run({"x": wrong, "y": y}, want)
+    large = x.astype(np.float64)
+    large[7, 1] = -1e300
+    with pytest.raises(DataError, match=r"column `x` is -1e\+300 in row 7 of the data, too large for float32"):
+        _run({"x": large, "y": y}, want)
 
     x[7, 1] = np.nan
     with pytest.raises(DataError, match=r"column `x` is NaN \(not a number\) in row 7 of x.npz"):

@@ -198,7 +198,7 @@ def test_a_run_goes_on_from_another_folder(folder: Path, monkeypatch: pytest.Mon
 
 def test_a_loss_that_is_not_finite(folder: Path) -> None:
     data = digits()
-    data["image"][60] = np.inf
+    data["image"][60] = -np.inf
     with pytest.raises(TrainingError, match="the loss of step 2 is nan: the state after step 1 was kept") as error:
         train(digits_mlp(), data, shuffle=False, run="run", **RECIPE, **QUIET)
     assert "learning rate" in (error.value.hint or "")

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Literal
 
+import ml_dtypes
 import numpy as np
 
 from onward.errors import DataError
 from onward.training.data.dataset import Batch, Dataset
-from onward.training.data.fitting import Binding
+from onward.training.data.fitting import Binding, is_float
 from onward.training.data.order import Order
 from onward.training.data.prefetch import prefetched
 from onward.training.data.streams import Stream
@@ -161,19 +163,39 @@ def _few(classes: tuple[str, ...] | None) -> str:
 
 
 def _check_numbers(column: str, values: np.ndarray, wanted: np.dtype | None, where: Callable[[int], str]) -> None:
-    """No NaN, which would spread to every weight, and no whole number that its new type cannot hold.
-
-    Infinity may be meant: masks of attention have it.
-    """
+    """Refuse what would spread to every weight, and what its new type cannot hold."""
     if not values.size:
         return
-    if values.dtype.kind == "f" and np.isnan(values.min()):  # the least of numbers is NaN if one is, without a copy
-        at = np.argwhere(np.isnan(values))[0]
-        hint = "fill in what is missing, or leave the row out"
-        raise DataError(f"column `{column}` is NaN (not a number) in {where(at[0])}", hint=hint)
-    if wanted is None or wanted.kind not in "iu" or values.dtype.kind not in "iu" or np.can_cast(values.dtype, wanted):
-        return
-    limits = np.iinfo(wanted)
-    if values.min() < limits.min or values.max() > limits.max:
-        at = np.argwhere((values < limits.min) | (values > limits.max))[0]
-        raise DataError(f"column `{column}` is {values[tuple(at)]} in {where(at[0])}, too large for {wanted.name}")
+    if is_float(values.dtype):
+        _check_floats(column, values, wanted, where)
+    elif wanted is not None and wanted.kind in "iu" and values.dtype.kind in "iu":
+        if np.can_cast(values.dtype, wanted):
+            return
+        limits = np.iinfo(wanted)
+        if values.min() < limits.min or values.max() > limits.max:
+            _refuse(column, values, (values < limits.min) | (values > limits.max), wanted, where)
+
+
+def _check_floats(column: str, values: np.ndarray, wanted: np.dtype | None, where: Callable[[int], str]) -> None:
+    """No NaN, and no infinity but that below zero: masks of attention have it."""
+    with np.errstate(invalid="ignore"):
+        least, most = float(values.min()), float(values.max())  # both are NaN if one value is, without a copy
+    if math.isnan(least) or most == math.inf:
+        is_nan = math.isnan(least)
+        at = np.argwhere(np.isnan(values) if is_nan else values == math.inf)[0]
+        hint = "fill in what is missing, or leave the row out" if is_nan else "leave the row out, or put a limit to it"
+        what = "NaN (not a number)" if is_nan else "infinite"
+        raise DataError(f"column `{column}` is {what} in {where(at[0])}", hint=hint)
+    if wanted is not None and is_float(wanted) and wanted.itemsize < values.dtype.itemsize:
+        limit = float(ml_dtypes.finfo(wanted).max)  # type: ignore[no-untyped-call]
+        if most > limit or least < -limit:
+            is_large = np.isfinite(values) & (np.abs(values) > limit)
+            if is_large.any():
+                _refuse(column, values, is_large, wanted, where)
+
+
+def _refuse(
+    column: str, values: np.ndarray, is_large: np.ndarray, wanted: np.dtype, where: Callable[[int], str]
+) -> None:
+    at = np.argwhere(is_large)[0]
+    raise DataError(f"column `{column}` is {values[tuple(at)]} in {where(at[0])}, too large for {wanted.name}")

@@ -48,8 +48,7 @@ class Binding:
             values = values.reshape(len(values), *self.shape)
         if self.dtype is None or self.dtype == values.dtype:
             return values
-        with np.errstate(over="ignore"):  # float64 beyond float32 becomes infinite, as it does anywhere
-            return values.astype(self.dtype)
+        return values.astype(self.dtype)
 
 
 def fit(names: Sequence[str], columns: Mapping[str, Column], wanted: Wanted, is_named: bool = False) -> Binding | None:
