@@ -18,6 +18,7 @@ from onward.deferral import defer_sympy
 
 if TYPE_CHECKING:
     from onward.checker import Finding, check
+    from onward.checkpoint import open_checkpoint
     from onward.convert.jax import from_jax, to_jax
     from onward.convert.keras import from_keras, to_keras
     from onward.convert.tensorflow import from_tensorflow, to_tensorflow
@@ -60,6 +61,7 @@ _HOME = {
     "lower": "lowering",
     "merge": "transform",
     "merge_lora": "recipe",
+    "open_checkpoint": "checkpoint",
     "prepare": "recipe",
     "read": "model",
     "refresh": "transform",
@@ -103,6 +105,7 @@ __all__ = [
     "lower",
     "merge",
     "merge_lora",
+    "open_checkpoint",
     "prepare",
     "read",
     "refresh",

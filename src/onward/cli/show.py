@@ -9,7 +9,7 @@ import typer
 
 from onward.cli import options
 from onward.cli.app import LOOK, command
-from onward.cli.console import out, print_json, remark
+from onward.cli.console import out, print_json, remark, say
 from onward.cli.work import working
 from onward.errors import WriteError
 
@@ -20,6 +20,7 @@ from onward.errors import WriteError
     "onward show training.onnx --params",
     "onward show training.onnx --graph training.svg",
     "onward show training.onnx --json | jq .",
+    "onward show checkpoint-500/",
 )
 def show(
     model: options.Model,
@@ -34,10 +35,16 @@ def show(
     """Show what is in a file.
 
     What goes in and out, how many parameters there are and which are trained, loss, optimizer, schedule, state, and how
-    far it is trained.
+    far it is trained. It may also be a checkpoint of PyTorch, Lightning or Hugging Face, a file or a folder: nothing in
+    it is executed.
     """
+    from onward.checkpoint import is_checkpoint
     from onward.inspect import describe, draw, render, render_parameters
     from onward.model import read
+
+    if is_checkpoint(model):
+        _show_checkpoint(model, params, as_json)
+        return
 
     if graph is not None and graph.exists() and not force:
         raise WriteError(f"`{graph}` exists", hint="draw into another file, or overwrite it with `--force`")
@@ -55,3 +62,19 @@ def show(
         render_parameters(summary, out())
     elif graph is None:
         render(summary, out())
+
+
+def _show_checkpoint(path: Path, params: bool, as_json: bool) -> None:
+    from onward.checkpoint import open_checkpoint
+    from onward.checkpoint.summary import lines, tensor_lines, to_json
+
+    checkpoint = open_checkpoint(path)
+    if as_json:
+        print_json(to_json(checkpoint))
+    elif params:
+        for line in tensor_lines(checkpoint):
+            say(line)
+    else:
+        say(path.name or str(path), style="bold")
+        for label, text in lines(checkpoint):
+            say(f"  {label:<12}{text}")

@@ -1,0 +1,126 @@
+"""A checkpoint in a few lines, and as JSON."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from onward.checkpoint.description import Checkpoint, Optimizer
+from onward.checkpoint.tensors import ScatteredTensor, StoredTensor, Tensor
+from onward.errors import listed
+from onward.inspect.wording import size
+
+_MOST_NAMES, _MOST_SETTINGS = 6, 12
+
+
+def lines(checkpoint: Checkpoint) -> list[tuple[str, str]]:
+    """What there is to say, and under which words."""
+    model = checkpoint.configuration.get("architectures") or [checkpoint.configuration.get("model_type")]
+    rows = [
+        ("format", checkpoint.format),
+        ("parameters", _amount(checkpoint.tensors.values())),
+        ("model", ", ".join(str(name) for name in model if name)),
+        *(("optimizer", _optimizer(optimizer)) for optimizer in checkpoint.optimizers),
+        *(("schedule", _settings(schedule)) for schedule in checkpoint.schedules),
+        ("progress", _settings(checkpoint.progress)),
+        ("random", "; ".join(checkpoint.randomness)),
+        ("arguments", _settings(checkpoint.arguments)),
+        *(("note", remark) for remark in checkpoint.remarks),
+        ("not in it", "; ".join(checkpoint.missing)),
+        (
+            "names code",
+            listed(checkpoint.executes, _MOST_NAMES)
+            and f"{listed(checkpoint.executes, _MOST_NAMES)}, and none of it ran",
+        ),
+    ]
+    return [(label, text) for label, text in rows if text]
+
+
+def tensor_lines(checkpoint: Checkpoint) -> list[str]:
+    """A line for each tensor of the model."""
+    return [
+        f"{name}  {list(tensor.shape)}  {tensor.dtype}  {size(tensor.nbytes)}"
+        for name, tensor in checkpoint.tensors.items()
+    ]
+
+
+def to_json(checkpoint: Checkpoint) -> dict[str, Any]:
+    return {
+        "path": str(checkpoint.path),
+        "format": checkpoint.format,
+        "tensors": {name: _tensor(tensor) for name, tensor in checkpoint.tensors.items()},
+        "optimizers": [
+            {
+                "families": list(optimizer.families),
+                "groups": [
+                    {"settings": _plain(group.settings), "parameters": list(group.parameters)}
+                    for group in optimizer.groups
+                ],
+                "slots": {str(name): _plain(slots) for name, slots in optimizer.slots.items()},
+            }
+            for optimizer in checkpoint.optimizers
+        ],
+        "schedules": _plain(checkpoint.schedules),
+        "progress": _plain(checkpoint.progress),
+        "randomness": list(checkpoint.randomness),
+        "configuration": _plain(checkpoint.configuration),
+        "arguments": _plain(checkpoint.arguments),
+        "missing": list(checkpoint.missing),
+        "executes": list(checkpoint.executes),
+        "remarks": list(checkpoint.remarks),
+    }
+
+
+def _amount(tensors: Iterable[Tensor]) -> str:
+    found = list(tensors)
+    types = ", ".join(sorted({str(tensor.dtype) for tensor in found}))
+    numbers = sum(math.prod(tensor.shape) for tensor in found)
+    return (
+        f"{len(found):,} tensors of {types}, {numbers:,} numbers, {size(sum(each.nbytes for each in found))}"
+        if found
+        else ""
+    )
+
+
+def _optimizer(optimizer: Optimizer) -> str:
+    name = " or ".join(optimizer.families) or "of a kind that is not known"
+    groups = "; ".join(f"{len(group.parameters)} parameters: {_settings(group.settings)}" for group in optimizer.groups)
+    return f"{name}, keeps {_amount(optimizer.tensors) or 'nothing'}; {groups}"
+
+
+def _settings(settings: Mapping[str, Any]) -> str:
+    """Numbers and words that say something; the rest is left to JSON."""
+    kinds = (bool, int, float, str, tuple)
+    shown = [
+        f"{key} {value}"
+        for key, value in settings.items()
+        if isinstance(value, kinds)
+        and value not in (False, "", ())
+        and not key.startswith("_")
+        and len(str(value)) < 40
+    ]
+    more = f" and {len(settings) - _MOST_SETTINGS} more" if len(shown) > _MOST_SETTINGS else ""
+    return ", ".join(shown[:_MOST_SETTINGS]) + more
+
+
+def _tensor(tensor: Tensor) -> dict[str, Any]:
+    place = (
+        {"file": tensor.path.name, "offset": tensor.offset}
+        if isinstance(tensor, StoredTensor)
+        else {"pieces": len(tensor.pieces)}
+    )
+    return {"dtype": str(tensor.dtype), "shape": list(tensor.shape), **place}
+
+
+def _plain(tree: Any, depth: int = 12) -> Any:
+    """What JSON can say; the rest by its kind."""
+    if isinstance(tree, StoredTensor | ScatteredTensor):
+        return _tensor(tree)
+    if depth and isinstance(tree, Mapping):
+        return {str(key): _plain(value, depth - 1) for key, value in tree.items()}
+    if depth and isinstance(tree, list | tuple):
+        return [_plain(item, depth - 1) for item in tree]
+    if isinstance(tree, float):
+        return tree if math.isfinite(tree) else str(tree)
+    return tree if isinstance(tree, bool | int | str | None) else str(tree)[:200]

@@ -1,0 +1,260 @@
+"""Checkpoints of others: what Onward reads without executing anything is what their own loaders give."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import pickle
+import random
+import zipfile
+from collections import OrderedDict, defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+import onward
+from campaign.checkpoints import pickled
+from conftest import needs
+from onward.checkpoint import ScatteredTensor, StoredTensor
+from onward.checkpoint.objects import Attributed, Object
+from onward.checkpoint.pickles import read_pickle
+from onward.checkpoint.torch_file import read_torch_file
+from onward.cli.commands import app
+
+RECORDED = Path(__file__).parent / "checkpoints"
+
+
+def same(ours: Any, theirs: Any) -> None:
+    """Ours is what PyTorch makes of a file, as data."""
+    torch = pytest.importorskip("torch")
+    if isinstance(theirs, torch.Tensor):
+        bits = {2: torch.int16, 1: torch.int8}.get(theirs.element_size())
+        narrow = bits is not None and theirs.is_floating_point()
+        array = ours.array()
+        assert np.array_equal(
+            array.view(f"i{array.itemsize}") if narrow else array,
+            (theirs.view(bits) if narrow else theirs).detach().numpy(),
+        )
+    elif isinstance(theirs, Mapping):
+        assert isinstance(ours, dict) and list(ours) == list(theirs)
+        for key, value in theirs.items():
+            same(ours[key], value)
+        if hasattr(theirs, "_metadata"):
+            assert isinstance(ours, Attributed) and ours.attributes["_metadata"] == theirs._metadata
+    elif isinstance(theirs, list | tuple):
+        assert type(ours) is type(theirs) and len(ours) == len(theirs)
+        for mine, other in zip(ours, theirs, strict=True):
+            same(mine, other)
+    elif isinstance(theirs, np.ndarray):
+        assert ours.dtype == theirs.dtype and np.array_equal(ours, theirs)
+    else:
+        assert ours == theirs and type(ours) is type(theirs)
+
+
+@needs("torch")
+def test_what_torch_saves(tmp_path: Path) -> None:
+    import torch
+
+    module = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3))
+    optimizer = torch.optim.AdamW(module.named_parameters(), lr=1e-3)
+    module(torch.rand(5, 4)).sum().backward()
+    optimizer.step()
+    base = torch.arange(12.0)
+    tree = {
+        "module": module.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "generators": [torch.get_rng_state(), random.getstate(), np.random.get_state()],
+        "shared": (base, base[3:7], base.reshape(3, 4).T, torch.zeros(0, 3), torch.tensor(3)),
+        "types": [torch.ones(3).to(dtype) for dtype in (torch.float64, torch.float16, torch.bfloat16, torch.int8,
+                  torch.bool, torch.complex64, torch.uint16, torch.float8_e4m3fn, torch.float8_e5m2)],
+        "parameter": torch.nn.Parameter(torch.rand(2)),
+        "arrays": [np.arange(6.0).reshape(2, 3), np.asfortranarray(np.eye(2, 3)), np.arange(3, dtype=">f4")],
+        "plain": [1, 2.5, "text", b"bytes", None, True, {1, 2}, frozenset({3}), 1j, np.float32(2), OrderedDict(a=1)],
+    }  # fmt: skip
+    path = tmp_path / "x.pt"
+    torch.save(tree, path)
+    found = read_torch_file(path)
+    same(found, torch.load(path, weights_only=False))
+    whole, part = found["shared"][:2]
+    assert (part.path, part.offset) == (whole.path, whole.offset + 12)
+    assert whole.is_contiguous and not found["shared"][2].is_contiguous
+    checkpoint = onward.open_checkpoint(path)
+    assert list(checkpoint.tensors) == list(module.state_dict())
+    (kept,) = checkpoint.optimizers
+    assert kept.families == ("adamw",) and kept.has_names
+    assert checkpoint.missing == ("schedule", "progress")
+
+
+@needs("torch")
+def test_classes_become_data_and_nothing_runs(tmp_path: Path) -> None:
+    import torch
+
+    class Harm:
+        def __init__(self, *call: Any):
+            self._call = call
+
+        def __reduce__(self) -> Any:
+            return self._call
+
+    marker = tmp_path / "executed"
+    path = tmp_path / "x.pt"
+    harm = Harm(os.system, (f"touch {marker}",))
+    evaluated = Harm(eval, (f"open({str(marker)!r}, 'w')",))
+    torch.save({"a": harm, "b": evaluated, "c": argparse.Namespace(rate=1), "d": defaultdict(list, k=[1])}, path)
+    found = read_torch_file(path)
+    assert str(found["a"].of).endswith(".system") and found["a"].arguments == (f"touch {marker}",)
+    assert isinstance(found["c"], Object) and found["c"].state == {"rate": 1}
+    assert found["d"] == {"k": [1]}
+    names = onward.open_checkpoint(path).executes
+    assert any(name.endswith(".system") for name in names) and any(name.endswith(".eval") for name in names)
+    said = CliRunner().invoke(app, ["show", str(path)]).stdout
+    assert ".system" in said and not marker.exists()
+
+
+FILES = [
+    "trainer/optimizer.pt",
+    "trainer/scheduler.pt",
+    "trainer/rng_state.pth",
+    "accelerate/optimizer.bin",
+    "accelerate/random_states_0.pkl",
+    "lightning.ckpt",
+]
+HOSTILE = {
+    "a registry": b"\x80\x02\x82\x01.",
+    "attributes for a list": b"\x80\x02]}b.",
+    "a call of a number": b"\x80\x02K\x01)R.",
+    "an enormous bytearray": b"\x80\x05\x96" + (2**62).to_bytes(8, "little") + b"x.",
+    "an enormous text": b"\x80\x04\x8d" + (2**62).to_bytes(8, "little") + b"x.",
+    "nothing": b"",
+    "no end": b"\x80\x02K\x01",
+    "a stack that is empty": b"\x80\x020.",
+    "something elsewhere": b"\x80\x02K\x01Q.",
+    "no such protocol": b"\x80\xffN.",
+    "an array without bytes": pickled(np.arange(3.0)).replace(b"f8", b"O8"),
+    "an array that is too short": pickled(np.arange(3.0)).replace(b"K\x03\x85", b"K\x7f\x85"),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_pickles_that_make_no_sense(case: str) -> None:
+    with pytest.raises(onward.Error):
+        read_pickle(HOSTILE[case], "x.pt")
+
+
+def test_trees_that_share_and_circle() -> None:
+    loop: list[Any] = []
+    loop.append(loop)
+    found = read_pickle(pickle.dumps(loop, 2), "x")
+    assert found[0] is found
+    tree: Any = ["x"]
+    for _ in range(60):
+        tree = [tree, tree]  # as a tree, more than any memory holds
+    assert read_pickle(pickle.dumps(tree, 2), "x")[0] is not None
+    nested = b"\x80\x02" + b"]" * 5000 + b"a" * 4999 + b"."
+    with pytest.raises(onward.Error, match="damaged"):
+        read_pickle(nested, "x")
+
+
+@needs("torch")
+@pytest.mark.parametrize("file", FILES)
+def test_recorded_files(file: str) -> None:
+    import torch
+
+    same(read_torch_file(RECORDED / file), torch.load(RECORDED / file, weights_only=False))
+
+
+def test_a_checkpoint_of_the_trainer() -> None:
+    checkpoint = onward.open_checkpoint(RECORDED / "trainer")
+    assert checkpoint.format == "Hugging Face Trainer"
+    assert checkpoint.configuration["architectures"] == ["BertForSequenceClassification"]
+    (optimizer,) = checkpoint.optimizers
+    assert optimizer.families == ("adamw",) and not optimizer.has_names
+    assert [group.settings["weight_decay"] for group in optimizer.groups] == [0.1, 0.0]
+    assert checkpoint.progress == {"global_step": 3, "epoch": 0.5, "max_steps": 6, "num_train_epochs": 1}
+    assert checkpoint.arguments["warmup_steps"] == 1 and checkpoint.arguments["learning_rate"] == 0.01
+    assert set(checkpoint.randomness) == {"torch, CPU", "numpy", "Python"}
+    assert checkpoint.missing == ("names of what the optimizer keeps",)
+
+
+def test_checkpoints_of_accelerate_and_lightning() -> None:
+    one, other = onward.open_checkpoint(RECORDED / "accelerate"), onward.open_checkpoint(RECORDED / "lightning.ckpt")
+    assert (one.format, other.format) == ("Accelerate", "Lightning 2.6.6")
+    assert [each.optimizers[0].families for each in (one, other)] == [("sgd",), ("adam",)]
+    assert [list(each.tensors) for each in (one, other)] == [["bias", "weight"], ["layer.weight", "layer.bias"]]
+    assert one.schedules[0]["step_size"] == 2 and other.schedules[0]["gamma"] == 0.9
+    assert other.progress == {"global_step": 4, "epoch": 2} and other.arguments == {"width": 2}
+    assert "state of random numbers" in other.missing
+
+
+@needs("torch")
+def test_a_distributed_checkpoint(tmp_path: Path) -> None:
+    import torch
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    module = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 2))
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
+    module(torch.rand(5, 4)).sum().backward()
+    optimizer.step()
+    weights, kept = get_state_dict(module, optimizer)
+    dcp.save({"model": weights, "optim": kept, "step": 5}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    checkpoint = onward.open_checkpoint(tmp_path / "dcp")
+    assert checkpoint.progress == {"step": 5}
+    for name, tensor in weights.items():
+        found = checkpoint.tensors[name]
+        assert isinstance(found, ScatteredTensor) and np.array_equal(found.array(), tensor.numpy())
+    (ours,) = checkpoint.optimizers
+    assert ours.families == ("adamw",) and ours.has_names
+    for name, slots in kept["state"].items():
+        assert np.array_equal(ours.slots[name]["exp_avg_sq"].array(), slots["exp_avg_sq"].numpy())
+
+
+def test_pieces_that_are_missing_or_do_not_fit(tmp_path: Path) -> None:
+    path = tmp_path / "data"
+    np.arange(8, dtype=np.float32).tofile(path)
+    half = lambda start: lambda: StoredTensor(path, start * 4, np.dtype(np.float32), (4,), (1,))
+    kind = np.dtype(np.float32)
+    whole = ScatteredTensor(kind, (8,), (((0,), half(0)), ((4,), half(4))))
+    assert np.array_equal(whole.array(), np.arange(8))
+    for pieces in ((((0,), half(0)),), (((0,), half(0)), ((6,), half(4)))):
+        with pytest.raises(onward.Error):
+            ScatteredTensor(kind, (8,), pieces).array()
+
+
+def test_large_files_open_at_once(tmp_path: Path) -> None:
+    """64 GB, of which nothing is read: the file is a hole."""
+    path = tmp_path / "model.safetensors"
+    header = b'{"w":{"dtype":"BF16","shape":[32,1073741824],"data_offsets":[0,68719476736]}}'
+    with open(path, "wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + (64 << 30))
+    checkpoint = onward.open_checkpoint(path)
+    assert checkpoint.tensors["w"].nbytes == 64 << 30
+    assert checkpoint.tensors["w"].array()[31, -1] == ml_dtypes.bfloat16(0)
+
+
+def test_what_is_no_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "runs" / "checkpoint-3").mkdir(parents=True)
+    (tmp_path / "runs" / "checkpoint-3" / "trainer_state.json").write_text("{}")
+    with pytest.raises(onward.Error, match="no format") as caught:
+        onward.open_checkpoint(tmp_path / "runs")
+    assert "checkpoint-3" in str(caught.value.hint)
+    with pytest.raises(onward.Error, match="there is no"):
+        onward.open_checkpoint(tmp_path / "nothing")
+    with zipfile.ZipFile(tmp_path / "x.pt", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("x/data.pkl", b"\x80\x02N.")
+    assert onward.open_checkpoint(tmp_path / "x.pt").tensors == {}
+
+
+@needs("torch")
+def test_files_of_old_pytorch(tmp_path: Path) -> None:
+    import torch
+
+    torch.save({"a": torch.ones(2)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    with pytest.raises(onward.Error, match=r"before 1\.6"):
+        onward.open_checkpoint(tmp_path / "old.pt")
