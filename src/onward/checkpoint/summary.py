@@ -96,7 +96,8 @@ def _settings(settings: Mapping[str, Any]) -> str:
         f"{key} {value}"
         for key, value in settings.items()
         if isinstance(value, kinds)
-        and value not in (False, "", ())
+        and value is not False
+        and value not in ("", ())
         and not key.startswith("_")
         and len(str(value)) < 40
     ]
