@@ -46,19 +46,20 @@ FORMS = ["auto", "none", "data", "safetensors"]
 class Opened:
     """The least that can hold a training model: what `storage` needs of a model, and no meaning."""
 
-    def __init__(self, proto: onnx.ModelProto, base_dir: Path | None = None):
+    def __init__(self, proto: onnx.ModelProto, base_dir: Path | None = None, files: Any = None):
         storage.check_external(proto, base_dir)
         self.ir = ir.from_proto(proto)
         self.steps = [
             (ir.serde.deserialize_graph(info.initialization), ir.serde.deserialize_graph(info.algorithm))
             for info in proto.training_info
         ]
-        for container in self.containers if base_dir else []:
-            storage.set_base_dir(container, base_dir)
+        if base_dir:
+            storage.hold_data(self.places(), base_dir, files or {})
 
     @classmethod
     def at(cls, path: Path) -> Opened:
-        return cls(storage.read_proto(path), storage.folder_of(path))
+        opened = storage.open_model(path)
+        return cls(opened.proto, opened.folder, opened.files)
 
     @property
     def containers(self) -> list[storage.Container]:

@@ -91,10 +91,11 @@ def _settle_contract(place: Target, force: bool) -> None:
 def _write(made: Model, place: Target) -> dict[str, Any]:
     from onward.inspect.wording import quantity
     from onward.lowering.contract import contract_of
+    from onward.model.storage import write_file
 
     contract = contract_of(made)
     place.save(made)
     beside = place.path.with_suffix(".json")
-    beside.write_text(json.dumps(contract, indent=2) + "\n", encoding="utf-8")
+    write_file(beside, json.dumps(contract, indent=2) + "\n")
     remark(f"wrote {place.described()} and {beside}: {contract['part']}, {quantity(len(made.graph), 'node')}")
     return {"output": str(place.path), "contract": contract}

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from onward.cli import options
 from onward.cli.app import LOOK, command
 from onward.cli.console import remark
 from onward.cli.work import working
@@ -21,6 +22,7 @@ def report(
             "--output", "-o", metavar="FILE", help="Where to write. `report.html` in the folder unless given."
         ),
     ] = None,
+    force: options.Force = False,
 ) -> None:
     """Make a page of a run: curves, gradients, weights, and what was trained.
 
@@ -31,5 +33,5 @@ def report(
     from onward.training.report import report as write
 
     with working(f"reading {run}"):
-        path = write(run, output)
+        path = write(run, output, force=force)
     remark(f"wrote {path} ({size(path.stat().st_size)})")

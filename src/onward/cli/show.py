@@ -41,6 +41,7 @@ def show(
     from onward.checkpoint import is_checkpoint
     from onward.inspect import describe, draw, render, render_parameters
     from onward.model import read
+    from onward.model.storage import write_file
 
     if is_checkpoint(model):
         _show_checkpoint(model, params, as_json)
@@ -54,7 +55,7 @@ def show(
     if graph is not None:
         with working("laying out the graph", model):
             picture = draw(source, step)
-        graph.write_text(picture, encoding="utf-8")
+        write_file(graph, picture)
         remark(f"wrote {graph}")
     if as_json:
         print_json(summary.to_json())

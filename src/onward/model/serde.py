@@ -40,12 +40,9 @@ def read(source: Source) -> Model:
         return _from_nowhere(proto)
     if isinstance(source, bytes | bytearray | memoryview):
         return _from_nowhere(storage.parse_proto(bytes(source)))
-    proto, path = storage.read_proto(source), Path(source)
-    folder = storage.folder_of(path)
-    storage.check_external(proto, folder)
-    model = from_proto(proto)
-    for container in _containers(model):
-        storage.set_base_dir(container, folder)
+    opened, path = storage.open_model(source), Path(source)
+    model = from_proto(opened.proto)
+    storage.hold_data(places_of(model), opened.folder, opened.files)
     model.path = path
     return model
 
@@ -175,10 +172,16 @@ def _says_nothing(value: ir.Value) -> bool:
     return not value.metadata_props and not value.doc_string and not (value.type and value.type.denotation)
 
 
-def save(model: Model, path: str | os.PathLike[str], data: storage.External) -> Path:
-    storage.save(path, lambda: to_proto(model), storage.places(*_containers(model)), external=data)
+def save(model: Model, path: str | os.PathLike[str], data: storage.External = "auto", **options: Any) -> Path:
+    """Write a model, with the options of `storage.save`."""
+    storage.save(path, lambda: to_proto(model), places_of(model), external=data, **options)
     model.path = Path(path)
     return model.path
+
+
+def places_of(model: Model) -> list[storage.Place]:
+    """Every place of a model that holds a tensor."""
+    return storage.places(*_containers(model))
 
 
 def _containers(model: Model) -> Iterator[ir.Graph | ir.Function]:

@@ -14,6 +14,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onward.model.core import Model, Step
+from onward.model.storage.held import HeldTensor
 
 _TAG = "train."
 ROLE_KEY = "train.role"
@@ -126,6 +127,9 @@ def _with_metadata(tensor: ir.TensorProtocol, metadata: dict[str, str]) -> ir.Te
         "doc_string": tensor.doc_string,
         "metadata_props": metadata,
     }
+    if isinstance(tensor, HeldTensor):
+        where = (tensor.source, tensor.location, tensor.offset, tensor.length)
+        return HeldTensor(*where, base_dir=tensor.base_dir, **described)
     if isinstance(tensor, ir.ExternalTensor):
         return ir.ExternalTensor(tensor.location, tensor.offset, tensor.length, base_dir=tensor.base_dir, **described)
     if isinstance(tensor, ir.LazyTensor):

@@ -126,12 +126,12 @@ def train(
         stratify=stratify,
     )
     measures = _measures(training, config)
-    with config.load(training) as loaded:
+    folder, at = Run(run) if run is not None else _new_folder(original), Place()
+    with folder.started(original, training, config.to_json(), at), config.load(training) as loaded:
         feed = feeds(loaded, config, made.data)
         config = dataclasses.replace(config, classes=list(feed.classes) if feed.classes else None)
-        folder = Run(run) if run is not None else _new_folder(original)
-        with folder.started(original, config.to_json()):
-            return _go(folder, loaded, config, feed, measures, Place(), quiet, [*notes, *made.notes])
+        folder.configure(config.to_json())
+        return _go(folder, loaded, config, feed, measures, at, quiet, [*notes, *made.notes])
 
 
 @checked()

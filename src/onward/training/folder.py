@@ -5,6 +5,7 @@
 | `training.onnx` | the training model with its full state; where the run stands is in its metadata |
 | `best.onnx`, `last.onnx` | inference models |
 | `original.onnx` | the model as it was given: trained weights go back into it |
+| `original.data` | beside a model that has its tensors outside: those that were given, which the others refer to, too |
 | `config.json` | how the run was started |
 | `log.jsonl` | what happened |
 | `.lock` | who trains here, while somebody does |
@@ -21,15 +22,20 @@ from pathlib import Path
 from typing import Any
 
 from onward.errors import DataError, WriteError
-from onward.model import Model, read
+from onward.model import Model, read, storage
+from onward.model.serde import places_of, save
+from onward.model.storage import goes_outside, is_external, write_file
 from onward.model.storage.data import is_own
 from onward.model.storage.files import mentions
+from onward.model.storage.places import is_in
+from onward.model.storage.transaction import is_torn
 from onward.training.export import in_form_of
-from onward.training.lock import LOCK, locked
+from onward.training.lock import LOCK, locked, remove_lock
 from onward.training.log import read_log
 from onward.transform.training import strip
 
 TRAINING, BEST, LAST, ORIGINAL = "training.onnx", "best.onnx", "last.onnx", "original.onnx"
+_MODELS = (TRAINING, BEST, LAST, ORIGINAL)
 CONFIG, LOG = "config.json", "log.jsonl"
 _EVENTS = "events.out.tfevents.*.onward"
 
@@ -63,6 +69,7 @@ class Run:
 
     def __init__(self, path: str | os.PathLike[str]):
         self.path = Path(path)
+        self._is_made_here = False
 
     def refuse_if_in_use(self) -> None:
         """Fail if this cannot be the folder of a new run."""
@@ -72,12 +79,13 @@ class Run:
                 hint=f"go on with it (`onward train --resume {self.path}`), or name another folder",
             )
         others = [path for path in self.path.iterdir() if path.name != LOCK] if self.path.is_dir() else []
-        if others and not (self.path / CONFIG).exists():
+        if not (self.path / CONFIG).exists() and not all(is_torn(self.path / CONFIG, path) for path in others):
             raise DataError(f"`{self.path}` holds other files", hint="name a new folder for the run")
 
     def make(self, *, new: bool = False) -> None:
         """Make the folder, if it is not there; one that must be new is not."""
         try:
+            self._is_made_here = self._is_made_here or not self.path.exists()
             self.path.mkdir(parents=True, exist_ok=not new)
         except OSError as error:
             if new and isinstance(error, FileExistsError):
@@ -88,21 +96,37 @@ class Run:
             ) from error
 
     @contextlib.contextmanager
-    def started(self, original: Model, config: dict[str, Any]) -> Iterator[None]:
-        """The folder of a new run, for a model as it was given. Within it, the folder is ours alone."""
+    def started(self, original: Model, training: Model, config: dict[str, Any], at: Place) -> Iterator[None]:
+        """The folder of a new run, for a model as it was given. Within it, the folder is ours alone.
+
+        What training does not change is copied into it, and from then on read from there. If the run fails before it
+        has made a step (`at` says so), the folder is as it was before.
+        """
         self.make()
         with locked(self.path):
             self.refuse_if_in_use()  # again: it may just have been
-            self.configure(config)
-            strip(original).save(self.path / ORIGINAL)
-            yield
+            before = set(self.path.iterdir())
+            try:
+                self._sweep()
+                self.configure(config)
+                save(strip(original), self.path / ORIGINAL, also=[*_lasting(training), *_given(training)])
+                yield
+            except BaseException as error:
+                can_go_on = (self.path / TRAINING).exists() and not isinstance(error, Exception)
+                if not (at.step or can_go_on):
+                    self._undo(before)
+                raise
 
     @contextlib.contextmanager
     def resumed(self) -> Iterator[Model]:
         """The training model as it was last saved. Within it, the folder is ours alone."""
         self._refuse_if_empty()
         with locked(self.path):
-            yield self.model
+            self._sweep()
+            model, shared = self.model, self._shared()
+            if elsewhere := [place for place in _lasting(model) if not is_in(place.tensor, shared)]:
+                save(read(self.path / ORIGINAL), self.path / ORIGINAL, also=elsewhere)  # of an older version
+            yield model
 
     # ---- what is there -----------------------------------------------------------------------------------------------
 
@@ -149,33 +173,52 @@ class Run:
     # ---- what is written ---------------------------------------------------------------------------------------------
 
     def configure(self, config: dict[str, Any]) -> None:
-        _write_atomically(self.path / CONFIG, json.dumps(config, indent=1) + "\n")
+        write_file(self.path / CONFIG, json.dumps(config, indent=1) + "\n")
 
     def save(self, model: Model, at: Place) -> None:
         """Keep the training model, and where the run stands, all at once."""
         model.step().metadata["train.progress"] = json.dumps(dataclasses.asdict(at))
-        model.save(self.path / TRAINING)
+        save(model, self.path / TRAINING, shared=self._shared())
 
     def export(self, model: Model, name: str) -> Path:
         """Write the inference model with the weights that a training model has now."""
-        return self._inference(model).save(self.path / name)
+        return save(self._inference(model), self.path / name, shared=self._shared())
 
     def written(self, at: Place) -> None:
         """Note how long the log and the event file are."""
         at.log = (self.path / LOG).stat().st_size
         at.board = sum(file.stat().st_size for file in self.path.glob(_EVENTS))
 
-    def clean(self, at: Place) -> None:
-        """Remove what a run left behind that was killed after it stood there: lost steps, half-written files."""
+    def rewind(self, at: Place) -> None:
+        """Take the steps off the log that a run made after it stood there, and lost when it was killed."""
         for file, length in [(self.path / LOG, at.log), *((file, at.board) for file in self.path.glob(_EVENTS))]:
             if file.exists():
                 os.truncate(file, min(length, file.stat().st_size))
-        models = [self.path.resolve() / name for name in (TRAINING, BEST, LAST)]
-        for file in self.path.resolve().iterdir():
-            is_torn = file.suffix == ".tmp" and file.name.startswith(tuple(f".{model.name}." for model in models))
-            own = [model for model in models if is_own(model, file)]
-            if is_torn or (own and not any(model.exists() and mentions(model, file.name) for model in models)):
+
+    def _sweep(self) -> None:
+        """Remove what a process left behind that was killed: half-written files, data that no model refers to."""
+        folder = self.path.resolve()
+        models = [folder / name for name in _MODELS]
+        for file in folder.iterdir():
+            is_half = any(is_torn(folder / name, file) for name in (*_MODELS, CONFIG))
+            own = any(is_own(model, file) for model in models)
+            if is_half or (own and not any(model.exists() and mentions(model, file.name) for model in models)):
                 file.unlink(missing_ok=True)
+
+    def _undo(self, before: set[Path]) -> None:
+        """Remove what was made since then, and the folder if that was, too."""
+        for file in set(self.path.iterdir()) - before:
+            with contextlib.suppress(OSError):
+                file.unlink()
+        if self._is_made_here:
+            remove_lock(self.path)
+            with contextlib.suppress(OSError):
+                self.path.rmdir()
+
+    def _shared(self) -> set[Path]:
+        """Data files that are written once: those of the model as it was given, and of all that stays as it was."""
+        folder = self.path.resolve()
+        return {file for file in folder.iterdir() if is_own(folder / ORIGINAL, file)}
 
     def _refuse_if_empty(self) -> None:
         if not (self.path / TRAINING).exists():
@@ -191,13 +234,17 @@ class Run:
 _WHEN = ("event", "step", "epoch")
 
 
-def _write_atomically(path: Path, text: str) -> None:
-    temporary = path.with_suffix(".tmp")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise WriteError(
-            f"could not write `{path}`: {error.strerror or error}", hint="what was there before is still there"
-        ) from error
+def _lasting(model: Model) -> list[storage.Place]:
+    """The places of what training does not change, if that is to be outside the file."""
+    places, changing = places_of(model), _changing(model)
+    return [place for place in places if place.holder not in changing] if goes_outside(places) else []
+
+
+def _given(model: Model) -> list[storage.Place]:
+    """The places of what training changes that is in files of the user: an engine may begin with it as it is there."""
+    changing = _changing(model)
+    return [place for place in places_of(model) if place.holder in changing and is_external(place.tensor)]
+
+
+def _changing(model: Model) -> set[Any]:
+    return {model.initializer(name) for name in model.step().update}

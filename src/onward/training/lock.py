@@ -1,7 +1,8 @@
 """One process at a time in a folder.
 
 The lock is one of the system's on a file: it ends with the process, however that ends, and children that are forked do
-not inherit it. The file stays when nobody holds the lock, since removing it would let two hold locks on two files.
+not inherit it. The file stays when nobody holds the lock; who removes it holds it, and who gets it looks whether it is
+still there, so that two never hold locks on two files.
 """
 
 from __future__ import annotations
@@ -34,16 +35,33 @@ def locked(folder: Path) -> Iterator[None]:
         raise _refusal(folder, "this process")
     _held.add(folder)
     try:
-        with _opened(folder / LOCK) as file:
-            if not _lock(file):
-                file.seek(0)
-                raise _refusal(folder, file.read().decode(errors="replace") or "another process")
+        with _locked(folder) as file:
             with contextlib.suppress(OSError):  # a lock holds on a full disk, too
                 file.truncate(0)
                 file.write(f"process {os.getpid()} on {platform.node()}".encode())
             yield
     finally:
         _held.discard(folder)
+
+
+def _locked(folder: Path) -> FileIO:
+    while True:
+        file = _opened(folder / LOCK)
+        if not _lock(file):
+            with file:
+                file.seek(0)
+                holder = "".join(c for c in file.read(200).decode(errors="replace") if c.isprintable())
+                raise _refusal(folder, holder or "another process")
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(file.fileno()), os.stat(folder / LOCK)):
+                return file
+        file.close()  # whoever held it before has removed it, and somebody else may lock a new one
+
+
+def remove_lock(folder: Path) -> None:
+    """Remove the lock, within it, with a folder that is not needed any more."""
+    with contextlib.suppress(OSError):  # Windows removes no file that is open
+        (folder / LOCK).unlink()
 
 
 def _opened(path: Path) -> FileIO:

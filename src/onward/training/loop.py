@@ -30,6 +30,9 @@ _SHORT = 1.0
 """Seconds. Epochs that are shorter are not saved one by one."""
 
 
+_WAYS_OUT = "try a smaller learning rate or `clip` (`--clip-norm 1`), and look for extreme values in the data"
+
+
 @dataclasses.dataclass(frozen=True)
 class Settings:
     epochs: int
@@ -89,19 +92,21 @@ class Loop:
             except WriteError:  # then nothing more can be saved
                 raise
             except Exception as error:
-                with contextlib.suppress(Exception):  # what went wrong first is what counts
-                    self._save()
-                    self._end("failed", started)
-                    self.progress.say(
-                        f"saved after step {self.at.step:,}: `onward train --resume {self.run.path}` goes on"
-                    )
+                if self.at.step:  # else there is nothing to go on with
+                    self._fail(started)
                 if isinstance(error, OSError) and not isinstance(error, Error):
                     raise DataError(f"the data could not be read: {error}") from error
                 raise
 
+    def _fail(self, started: float) -> None:
+        with contextlib.suppress(Exception):  # what went wrong first is what counts
+            self._save()
+            self._end("failed", started)
+            self.progress.say(f"saved after step {self.at.step:,}: `onward train --resume {self.run.path}` goes on")
+
     def _open(self, stack: contextlib.ExitStack) -> None:
         """The log, as it was when the state was saved, and all else that shows how it goes."""
-        self.run.clean(self.at)
+        self.run.rewind(self.at)
         self.log = stack.enter_context(Log(self.run.path / LOG))
         settings, step = self.settings, self.at.step
         self.progress = stack.enter_context(
@@ -282,10 +287,12 @@ class Loop:
             self._save()
         if self._saved is None:
             return TrainingError(f"{error}: the model itself is not sound", hint="look for NaN in its weights")
+        if not self.at.step:
+            return TrainingError(str(error), hint=_WAYS_OUT)
         self._end("not_finite", started, **({"loss": error.loss} if error.loss is not None else {}))
         return TrainingError(
             f"{error}: the state after step {self._saved[0]:,} was kept in `{self.run.path}`",
-            hint="try a smaller learning rate or `clip` (`--clip-norm 1`), and look for extreme values in the data",
+            hint=_WAYS_OUT,
         )
 
     def _end(self, reason: str, started: float, **more: float) -> None:

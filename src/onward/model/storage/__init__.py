@@ -8,9 +8,11 @@ commit: before it the old model is whole, after it the new one is. Data that onl
 """
 
 from onward.model.storage.external import check_external, walk_tensors
+from onward.model.storage.opening import open_model
 from onward.model.storage.parse import folder_of, parse_proto, read_proto
-from onward.model.storage.places import Container, Place, places, set_base_dir
-from onward.model.storage.save import External, save
+from onward.model.storage.places import Container, Place, hold_data, is_external, places
+from onward.model.storage.save import External, goes_outside, save
+from onward.model.storage.transaction import write_file
 
 __all__ = [
     "Container",
@@ -18,10 +20,14 @@ __all__ = [
     "Place",
     "check_external",
     "folder_of",
+    "goes_outside",
+    "hold_data",
+    "is_external",
+    "open_model",
     "parse_proto",
     "places",
     "read_proto",
     "save",
-    "set_base_dir",
     "walk_tensors",
+    "write_file",
 ]

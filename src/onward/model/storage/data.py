@@ -14,6 +14,7 @@ from typing import BinaryIO
 import onnx_ir as ir
 
 from onward.model.storage.files import PAGE, flush, listing
+from onward.model.storage.held import HeldTensor
 from onward.model.storage.places import Place, outside, range_of
 from onward.model.storage.transaction import Transaction
 
@@ -75,8 +76,15 @@ def write_data(
 def _pieces(tensors: dict[Place, ir.TensorProtocol]) -> list[_Piece]:
     pieces: dict[object, _Piece] = {}
     for place, tensor in tensors.items():
-        pieces.setdefault(range_of(tensor) or id(tensor), _Piece(tensor, [])).places.append(place)
+        pieces.setdefault(_bytes_of(tensor), _Piece(tensor, [])).places.append(place)
     return list(pieces.values())
+
+
+def _bytes_of(tensor: ir.TensorProtocol) -> object:
+    """Equal for tensors that share their bytes. One name may lead to different files, one after the other."""
+    if isinstance(tensor, HeldTensor):
+        return tensor.source, tensor.offset, tensor.nbytes
+    return range_of(tensor) or id(tensor)
 
 
 def _shards(pieces: list[_Piece], most: int | None) -> Iterator[list[_Piece]]:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 
 from onward.model.storage.files import PathLike
+from onward.model.storage.held import DataFile, HeldTensor
 
 Container = ir.Graph | ir.Function
 
@@ -64,21 +66,31 @@ def _places(container: Container) -> Iterator[Place]:
                 yield from (Place(holder, attribute.name, index) for index in range(len(attribute.value)))
 
 
-def set_base_dir(container: Container, base_dir: PathLike) -> None:
-    """Say where the external tensors in a graph or function are; `onnx_ir` maps each when it is first used."""
+def hold_data(places: Iterable[Place], base_dir: PathLike, files: Mapping[Path, DataFile]) -> None:
+    """Say where the external tensors in a model are, by the files that were opened for it."""
     folder = os.path.realpath(base_dir)  # must stay true when the working folder changes
-    for place in _places(container):
-        if _is_external(tensor := place.tensor):
-            tensor.base_dir = folder  # type: ignore[union-attr]
+    for place in places:
+        if not is_external(tensor := place.tensor):
+            continue
+        assert isinstance(tensor, ir.ExternalTensor)
+        tensor.base_dir = folder
+        if (file := files.get(Path(os.path.realpath(tensor.path)))) is not None:
+            place.tensor = in_file(tensor, file)
 
 
-def _is_external(tensor: object) -> bool:
+def in_file(tensor: ir.ExternalTensor, file: DataFile) -> HeldTensor:
+    """The same tensor, in a file that is held open."""
+    at = (tensor.location, tensor.offset, tensor.length, tensor.dtype)
+    return HeldTensor(file, *at, base_dir=tensor.base_dir, **_described(tensor))
+
+
+def is_external(tensor: object) -> bool:
     """Whether a tensor is in a file. A subclass may mean anything, and only its owner knows how to write it."""
-    return type(tensor) is ir.ExternalTensor
+    return type(tensor) in (ir.ExternalTensor, HeldTensor)
 
 
 def _is_foreign(tensor: object) -> bool:
-    return isinstance(tensor, ir.ExternalTensor) and not _is_external(tensor)
+    return isinstance(tensor, ir.ExternalTensor) and not is_external(tensor)
 
 
 def nbytes(tensor: ir.TensorProtocol) -> int:
@@ -90,10 +102,21 @@ def nbytes(tensor: ir.TensorProtocol) -> int:
 
 def range_of(tensor: ir.TensorProtocol) -> tuple[Path, int, int] | None:
     """File, offset and length of an external tensor."""
-    if not _is_external(tensor):
+    if not is_external(tensor):
         return None
     assert isinstance(tensor, ir.ExternalTensor)
     return Path(os.path.realpath(tensor.path)), tensor.offset or 0, tensor.nbytes
+
+
+def is_in(tensor: ir.TensorProtocol | None, files: Set[Path]) -> bool:
+    """Whether a tensor needs no file but these."""
+    where = range_of(tensor) if tensor is not None else None
+    return where is None or where[0] in files
+
+
+def is_where_it_was_read(tensor: ir.TensorProtocol) -> bool:
+    """Whether the file that an external tensor names is still the one that it is in."""
+    return not isinstance(tensor, HeldTensor) or tensor.source.is_named()
 
 
 def _described(tensor: ir.TensorProtocol) -> dict[str, Any]:
@@ -102,9 +125,9 @@ def _described(tensor: ir.TensorProtocol) -> dict[str, Any]:
     return keys | {"metadata_props": dict(tensor.metadata_props)}
 
 
-def inside(tensor: ir.TensorProtocol) -> ir.TensorProtocol:
+def inside(tensor: ir.TensorProtocol, numbers: np.ndarray | None = None) -> ir.TensorProtocol:
     """The same tensor, to be written into the model file."""
-    return ir.Tensor(tensor.numpy(), tensor.dtype, **_described(tensor))
+    return ir.Tensor(tensor.numpy() if numbers is None else numbers, tensor.dtype, **_described(tensor))
 
 
 def outside(tensor: ir.TensorProtocol, folder: Path, file: Path, offset: int) -> ir.TensorProtocol:

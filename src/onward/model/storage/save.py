@@ -3,9 +3,8 @@ events that leaves a whole model at any time."""
 
 from __future__ import annotations
 
-import os
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,9 +18,19 @@ from onward.errors import ExternalDataError, InvalidModelError, WriteError
 from onward.model.storage.data import is_own, write_data
 from onward.model.storage.external import add_checksums, check_external, data_files
 from onward.model.storage.files import PathLike, listing, mentions, sync
+from onward.model.storage.held import held
 from onward.model.storage.parse import OUTSIDE_HINT, PROTO_LIMIT, read_proto
-from onward.model.storage.places import Place, inside, nbytes, outside, range_of
-from onward.model.storage.transaction import Transaction
+from onward.model.storage.places import (
+    Place,
+    in_file,
+    inside,
+    is_external,
+    is_where_it_was_read,
+    nbytes,
+    outside,
+    range_of,
+)
+from onward.model.storage.transaction import Transaction, target_of
 
 External = Literal["auto", "none", "data", "safetensors"]
 EMBED_LIMIT = int(1.9 * 2**30)  # leaves room for the graph beside the tensors
@@ -35,6 +44,8 @@ def save(
     external: External = "auto",
     threshold_bytes: int = 1024,
     shard_bytes: int | None = None,
+    shared: Set[Path] | None = None,
+    also: Iterable[Place] = (),
 ) -> None:
     """Write a model and its data files, or fail and leave everything as it was.
 
@@ -51,39 +62,56 @@ def save(
     - `auto`: outside if the model, or the one that it replaces, has tensors outside, or if they do not fit inside.
 
     What is unchanged in a data file of the model that is replaced stays there. Attributes go outside only if they were.
+
+    `shared` is for a folder that nobody else writes to: data files in it that stay, which the model refers to without
+    copying them. There, what the replaced model used is removed by the next save, when nobody still reads it.
+
+    `also` are places of another model, whose tensors go into the data file beside this one, and are in it afterwards.
     """
-    target = _target(path, external)
-    tensors = {place: tensor for place in places if (tensor := place.tensor) is not None}
+    if external not in ("auto", "none", "data", "safetensors"):
+        raise WriteError(f"tensors cannot be stored as `{external}`", hint="use auto, none, data or safetensors")
+    target = target_of(path)
+    tensors, others = _held_by(places), _held_by(also)
     with Transaction(target) as transaction:
         old = _replaced_files(target)
-        plan = _plan(target, tensors, set(old), external, threshold_bytes)
-        future = plan.kept | plan.embedded | write_data(plan.written, plan.suffix, target, transaction, shard_bytes)
-        with _holding(future):
+        plan = _plan(target, tensors, set(old), shared or set(), external, threshold_bytes)
+        moved = {place: tensor for place, tensor in others.items() if _is_large(place, tensor, threshold_bytes)}
+        data = write_data(plan.written | moved, plan.suffix, target, transaction, shard_bytes)
+        future = plan.kept | plan.embedded | data
+        with _holding({place: future[place] for place in tensors if place in future}):
             payload, used = _serialise(to_proto(), target, old)
         transaction.commit(payload)
+    for place, tensor in others.items():
+        if place in moved:
+            place.tensor = _opened(data[place])
+        elif is_external(tensor):
+            place.tensor = inside(tensor, tensor.numpy().copy())
     if not sync(target.parent, strict=False):
         return  # after a power failure the old model may be back, and need its data
-    obsolete = _obsolete(target, old.keys() - used)
-    for place, tensor in tensors.items():  # first: the model in memory must not lose its data
+    written = {where[0] for place in data if (where := range_of(data[place]))}
+    obsolete = _obsolete(target, old.keys() - used if shared is None else _unused(target, used | written | old.keys()))
+    for place, tensor in tensors.items():  # first: what the model in memory reads need not be kept for it alone
         if (where := range_of(tensor)) and where[0] in obsolete:
-            place.tensor = future[place]
+            place.tensor = _opened(future[place])
     for file in obsolete:
         with suppress(OSError):
             file.unlink()
 
 
-def _target(path: PathLike, external: str) -> Path:
-    """The file to write, after the objections that can be raised before any work is done."""
-    target = Path(os.path.realpath(path))
-    if external not in ("auto", "none", "data", "safetensors"):
-        raise WriteError(f"tensors cannot be stored as `{external}`", hint="use auto, none, data or safetensors")
-    if not target.parent.is_dir():
-        raise WriteError(f"could not write `{path}`: there is no folder `{target.parent}`", hint="create it first")
-    if target.exists() and not target.is_file():
-        raise WriteError(f"could not write `{path}`: it is not a file", hint="name a file, such as `model.onnx`")
-    if target.exists() and not os.access(target, os.W_OK):  # a rename would replace it all the same
-        raise WriteError(f"could not write `{path}`: it is read-only", hint="save under another name")
-    return target
+def goes_outside(places: Iterable[Place]) -> bool:
+    """Whether a model has tensors outside its file, or more of them than fit inside."""
+    tensors = _held_by(places).values()
+    return any(map(is_external, tensors)) or sum(map(nbytes, tensors)) > EMBED_LIMIT
+
+
+def _held_by(places: Iterable[Place]) -> dict[Place, ir.TensorProtocol]:
+    return {place: tensor for place in places if (tensor := place.tensor) is not None}
+
+
+def _opened(tensor: ir.TensorProtocol) -> ir.TensorProtocol:
+    if not isinstance(tensor, ir.ExternalTensor) or (file := held(Path(tensor.path))) is None:
+        return tensor
+    return in_file(tensor, file)
 
 
 @dataclass
@@ -97,29 +125,37 @@ class _Plan:
 
 
 def _plan(
-    target: Path, tensors: dict[Place, ir.TensorProtocol], old: set[Path], external: str, threshold: int
+    target: Path,
+    tensors: dict[Place, ir.TensorProtocol],
+    old: set[Path],
+    shared: Set[Path],
+    external: str,
+    threshold: int,
 ) -> _Plan:
     ranges = {place: where for place, tensor in tensors.items() if (where := range_of(tensor))}
-    keep = _kept_files(target, set(ranges.values()), old, external)
-    kept = {p: outside(tensors[p], target.parent, *where[:2]) for p, where in ranges.items() if where[0] in keep}
+    keep = _kept_files(target, set(ranges.values()), old, external) | shared
+    kept = {
+        place: outside(tensors[place], target.parent, *where[:2])
+        for place, where in ranges.items()
+        if where[0] in keep and is_where_it_was_read(tensors[place])
+    }
     moving = {place: tensor for place, tensor in tensors.items() if place not in kept}
     total = sum(nbytes(tensor) for tensor in moving.values())
     if external == "none" and total > PROTO_LIMIT:
         raise WriteError(f"could not write `{target}`: more than 2 GiB do not fit into one file", hint=OUTSIDE_HINT)
     files = old | {file for file, _, _ in ranges.values()}
     spill = bool(files) or total > EMBED_LIMIT if external == "auto" else external != "none"
-    written = {
-        place: tensor
-        for place, tensor in moving.items()
-        if spill
-        and nbytes(tensor) >= max(threshold, 1)  # an empty tensor has nothing to point at
-        and (isinstance(place.holder, ir.Value) or place in ranges)
-    }
+    written = {place: tensor for place, tensor in moving.items() if spill and _is_large(place, tensor, threshold)}
     embedded = {place: inside(tensors[place]) for place in ranges if place in moving and place not in written}
     is_safe = external == "safetensors" or (
         external == "auto" and files and {file.suffix for file in files} == {".safetensors"}
     )
     return _Plan(kept, embedded, written, "safetensors" if is_safe else "data")
+
+
+def _is_large(place: Place, tensor: ir.TensorProtocol, threshold: int) -> bool:
+    """Whether a tensor goes outside, where others do; an empty one has nothing to point at."""
+    return nbytes(tensor) >= max(threshold, 1) and (isinstance(place.holder, ir.Value) or is_external(tensor))
 
 
 def _kept_files(target: Path, ranges: set[tuple[Path, int, int]], old: set[Path], external: str) -> set[Path]:
@@ -170,6 +206,11 @@ def _replaced_files(target: Path) -> dict[Path, str]:
     except (InvalidModelError, ExternalDataError):
         return {}
     return data_files(proto, target.parent)
+
+
+def _unused(target: Path, used: Set[Path]) -> set[Path]:
+    """Data files beside a model that are in nobody's use, such as those of the model before the one it replaced."""
+    return {path for entry in listing(target.parent) if (path := target.parent / entry.name) not in used}
 
 
 def _obsolete(target: Path, files: set[Path]) -> set[Path]:

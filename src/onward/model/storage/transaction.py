@@ -1,9 +1,10 @@
-"""The files of one save, which become valid together or not at all, and the error that says why they did not."""
+"""Files that become valid together or not at all, and the error that says why they did not."""
 
 from __future__ import annotations
 
 import errno
 import os
+import re
 import secrets
 import stat
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from types import TracebackType
 from typing import BinaryIO
 
 from onward.errors import Error, WriteError
-from onward.model.storage.files import flush, reason, sync
+from onward.model.storage.files import PathLike, flush, reason, sync
 
 
 class Transaction:
@@ -72,6 +73,30 @@ class Transaction:
                     path.unlink()
         if isinstance(error, Exception) and not isinstance(error, WriteError):
             raise _write_error(self.target, error) from error
+
+
+def write_file(path: PathLike, content: str | bytes) -> None:
+    """Write a file as a whole, or fail and leave what was there."""
+    with Transaction(target_of(path)) as transaction:
+        transaction.commit(content.encode() if isinstance(content, str) else content)
+
+
+def target_of(path: PathLike) -> Path:
+    """The file to write, after the objections that can be raised before any work is done."""
+    target = Path(os.path.realpath(path))
+    if not target.parent.is_dir():
+        raise WriteError(f"could not write `{path}`: there is no folder `{target.parent}`", hint="create it first")
+    if target.exists() and not target.is_file():
+        raise WriteError(f"could not write `{path}`: it is not a file", hint="name a file, such as `model.onnx`")
+    if target.exists() and not os.access(target, os.W_OK):  # a rename would replace it all the same
+        raise WriteError(f"could not write `{path}`: it is read-only", hint="save under another name")
+    return target
+
+
+def is_torn(target: Path, file: Path) -> bool:
+    """Whether a file is what a process left behind that was killed while it wrote `target`."""
+    pattern = rf"\.{re.escape(target.name[:60])}\.[0-9a-f]{{8}}\.tmp"
+    return file.parent == target.parent and bool(re.fullmatch(pattern, file.name))
 
 
 def _write_error(target: Path, error: Exception) -> WriteError:

@@ -13,6 +13,8 @@ from typing import Any
 
 from onward.arguments import checked
 from onward.errors import DataError, WriteError
+from onward.model.storage import write_file
+from onward.model.storage.files import mentions
 
 __all__ = ["report"]
 
@@ -20,10 +22,11 @@ PathLike = str | os.PathLike[str]
 
 
 @checked()
-def report(run: PathLike, output: PathLike | None = None) -> Path:
+def report(run: PathLike, output: PathLike | None = None, *, force: bool = False) -> Path:
     """Write the report of a run, and say where: `report.html` in its folder unless told otherwise.
 
-    The run may still be going on, or have been killed; files that are missing or damaged are told on the page.
+    The run may still be going on, or have been killed; files that are missing or damaged are told on the page. An
+    earlier page is brought up to date; any other file is overwritten only by `force`, and none of the run's is.
     """
     from onward.training.log import read_log
     from onward.training.report.document import document
@@ -34,13 +37,14 @@ def report(run: PathLike, output: PathLike | None = None) -> Path:
     log = folder / "log.jsonl"
     if not log.is_file():
         raise DataError(f"`{folder}` holds no run: there is no log.jsonl", hint="name the folder that a run wrote")
+    path = folder if output is None else Path(output)
+    path = path / "report.html" if path.is_dir() else path
+    _refuse_to_replace(path, folder, force)
     history = History().read(read_log(log))
     config, complaint = _config(folder / "config.json")
     summary, missing = summary_of(folder)
     page = document(history, config, summary, [remark for remark in (complaint, missing) if remark])
-    path = folder if output is None else Path(output)
-    path = path / "report.html" if path.is_dir() else path
-    _write(path, page)
+    write_file(path, page)
     return path
 
 
@@ -54,12 +58,10 @@ def _config(path: Path) -> tuple[dict[str, Any], str | None]:
     return (config, None) if isinstance(config, dict) else ({}, "config.json is not an object.")
 
 
-def _write(path: Path, text: str) -> None:
-    """All or nothing: whoever has the page open may reload it at any moment."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise WriteError(f"`{path}` cannot be written: {error.strerror or error}") from error
+def _refuse_to_replace(path: Path, folder: Path, force: bool) -> None:
+    if not path.exists() or (mentions(path, "<!DOCTYPE html>") and mentions(path, "<code>onward report</code>")):
+        return
+    if path.resolve().parent == folder.resolve():
+        raise WriteError(f"`{path}` is not a page, but belongs to the run", hint="name another file")
+    if not force:
+        raise WriteError(f"`{path}` exists, and is not such a page", hint="name another file, or use `--force`")
