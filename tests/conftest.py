@@ -7,6 +7,7 @@ import importlib.util
 import os
 import pickle
 import random
+import signal
 import sys
 import tempfile
 import warnings
@@ -29,6 +30,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TF_NUM_INTRAOP_THREADS", "1")
 # Most of what JAX does in tests is to compile what runs once: a third less of it.
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+
+# Tests send SIGINT to what they start, which would ignore it where they themselves do: in the background of a shell.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # A first call that imports or compiles is slow, and no failure. `make test` says the same of the same source each time;
 # `make test-all` searches anew, and more.

@@ -10,6 +10,7 @@ import resource
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -225,17 +226,17 @@ def test_what_nobody_expects(error: Exception, told: str, folder: Path, monkeypa
     assert (result.exit_code, result.stderr) == (1, told)
 
 
-def test_an_interrupt_is_quiet(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_is_one_line(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("onward.model.read", interrupted)
     result = CliRunner().invoke(app, ["set", "training.onnx", "--list"])
-    assert (result.exit_code, result.output) == (130, "")
+    assert (result.exit_code, result.output) == (130, "interrupted\n")
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no such signal")
-def test_an_interrupt_of_a_real_process_is_quiet(folder: Path) -> None:
+def test_an_interrupt_of_a_real_process_is_one_line(folder: Path) -> None:
     code = "import time, onward.model\nfrom onward.cli import main\n"
     code += "onward.model.read = lambda *_: print('reading', flush=True) or time.sleep(60)\nmain()"
     running = subprocess.Popen(
@@ -244,7 +245,20 @@ def test_an_interrupt_of_a_real_process_is_quiet(folder: Path) -> None:
     assert running.stdout is not None and running.stdout.readline() == "reading\n"
     running.send_signal(signal.SIGINT)
     _, stderr = running.communicate(timeout=30)
-    assert (running.returncode, stderr) == (130, "")
+    assert (running.returncode, stderr) == (130, "interrupted\n")
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no such signal")
+@pytest.mark.parametrize("seconds", [0, 0.1, 0.3, 0.6])
+def test_an_interrupt_of_imports_is_one_line(seconds: float, folder: Path) -> None:
+    code = "from onward.cli import main\nprint('begins', flush=True)\nmain()"
+    arguments = [sys.executable, "-c", code, "show", "training.onnx"]
+    with subprocess.Popen(arguments, stdout=-1, stderr=-1, text=True) as running:
+        assert running.stdout is not None and running.stdout.readline() == "begins\n"
+        time.sleep(seconds)
+        running.send_signal(signal.SIGINT)
+        _, stderr = running.communicate(timeout=60)
+    assert (running.returncode, stderr) in [(130, "interrupted\n"), (0, "")]  # a fast machine is done
 
 
 @pytest.mark.parametrize(

@@ -102,6 +102,25 @@ def test_interrupt(steps: int, number: int, whole: Run, folder: Path, monkeypatc
     assert_same(run, whole)
 
 
+def test_the_loss_of_an_epoch_is_the_mean_over_its_samples(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """In the log, on the screen and for TensorBoard; also of an epoch that was interrupted, with a last batch of 6."""
+    data = {name: array[:38] for name, array in digits().items()}
+    settings = {**RECIPE, "threads": 1, "batch_size": 16, "epochs": 2, "tensorboard": True}
+    with monkeypatch.context() as patch:
+        interrupted_after(2, patch)
+        run = train(digits_mlp(), data, run="run", **settings)
+    resume(run, data)
+    steps = [event for event in run.log if event["event"] == "step"]
+    means = [np.average([e["loss"] for e in steps[i : i + 3]], weights=[16, 16, 6]) for i in (0, 3)]
+    epochs = [(event["step"], event["loss"]) for event in run.log if event["event"] == "epoch"]
+    np.testing.assert_allclose(epochs, list(zip((3, 6), means, strict=True)), rtol=1e-6)
+    printed = re.findall(r"epoch \d/2  loss (\S+)", capfd.readouterr().err)
+    assert printed == [f"{mean:.4g}" for mean in means]
+    assert b"epoch/loss" in next(run.path.glob("events.*")).read_bytes()
+
+
 def test_interrupt_twice(whole: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         interrupted_after(3, patch)
@@ -110,6 +129,21 @@ def test_interrupt_twice(whole: Run, folder: Path, monkeypatch: pytest.MonkeyPat
             train("model.onnx", "data.npz", run="run", **{**killed_runs.SETTINGS, "save_every": 60})
     run = Run("run")
     assert run.progress["step"] == 0
+    assert_same(resume(run, quiet=True), whole)
+
+
+def test_an_interrupt_that_is_ignored_stays_so(whole: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a job in the background, which SIGTERM stops all the same."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with monkeypatch.context() as patch:
+            interrupted_after(3, patch)
+            interrupted_after(5, patch, signal.SIGTERM)
+            run = train("model.onnx", "data.npz", run="run", **killed_runs.SETTINGS)
+        assert run.log[-1]["reason"] == "interrupted" and run.progress["step"] == 5
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert_same(resume(run, quiet=True), whole)
 
 

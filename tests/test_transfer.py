@@ -360,6 +360,8 @@ def test_adapters_are_saved_as_peft_does(tmp_path, place):
 
 
 def test_an_adapter_for_another_model_is_refused(tmp_path):
+    from safetensors.numpy import load_file, save
+
     path = onward.save_adapter(onward.add_lora(small_cnn(), targets="fc*"), tmp_path / "a.safetensors")
     with pytest.raises(onward.Error, match="`fc` of the adapter is no layer") as error:
         onward.load_adapter(digits_mlp(), path)
@@ -368,6 +370,15 @@ def test_an_adapter_for_another_model_is_refused(tmp_path):
         onward.load_adapter(
             small_cnn(channels=4), onward.save_adapter(onward.add_lora(small_cnn(), targets="fc*"), path)
         )
+    weights, config = load_file(path), {"format": "pt", "adapter_config": json.dumps({"lora_alpha": 8})}
+    whole = {key: array.view(np.int32) for key, array in weights.items()}
+    path.write_bytes(save(whole, config))  # the bits of floating-point numbers, as integers
+    with pytest.raises(onward.Error, match=r"`base_model\.model\.fc\.lora_[AB]\.weight` of `.*` is I32"):
+        onward.load_adapter(small_cnn(), path)
+    for wrong in ({"lora_alpha": "8"}, {"lora_alpha": 8, "lora_dropout": 2}, {"lora_alpha": 8, "alpha_pattern": [1]}):
+        path.write_bytes(save(weights, {"adapter_config": json.dumps(wrong)}))
+        with pytest.raises(onward.Error, match="must be"):
+            onward.load_adapter(small_cnn(), path)
     path.write_bytes(b"no safetensors at all")
     with pytest.raises(onward.Error, match="holds no adapter"):
         onward.load_adapter(small_cnn(), path)

@@ -2,11 +2,27 @@
 
 from __future__ import annotations
 
-__all__ = ["main"]
+import sys
+from contextlib import suppress
+
+__all__ = ["INTERRUPTED", "interrupted", "main"]
+
+INTERRUPTED = 130
+"""128 and the number of the signal, as shells count."""
 
 
 def main() -> None:
     """The entry point of `onward` and of `python -m onward`."""
-    from onward.cli.commands import app
+    try:
+        from onward.cli.commands import app
 
-    app(prog_name="onward")
+        app(prog_name="onward")
+    except KeyboardInterrupt:  # while the commands were loaded: else they end themselves
+        sys.exit(interrupted())
+
+
+def interrupted() -> int:
+    """Say that a Ctrl-C has ended it; the exit code."""
+    with suppress(OSError):
+        sys.stderr.write("interrupted\n")
+    return INTERRUPTED

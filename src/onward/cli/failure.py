@@ -10,11 +10,12 @@ from contextlib import suppress
 
 import typer
 
+from onward.cli import interrupted
 from onward.cli.console import ClosedPipe, print_error
 from onward.errors import Error, near
 
 FAILED, USAGE = 1, 2
-INTERRUPTED, CLOSED_PIPE = 130, 141
+CLOSED_PIPE = 141
 """128 and the number of the signal, as shells count."""
 
 BUG = "this is a bug in Onward; run it again with `--debug`, and report what that shows"
@@ -42,7 +43,7 @@ def report(error: BaseException, debug: bool) -> int:
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else FAILED if error.code else 0
     if isinstance(error, KeyboardInterrupt | typer.Abort):
-        return INTERRUPTED
+        return interrupted()
     if isinstance(error, ClosedPipe | BrokenPipeError):
         _leave_pipe()
         return CLOSED_PIPE

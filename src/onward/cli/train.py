@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from onward.cli import options, recipes
+from onward.cli import INTERRUPTED, options, recipes
 from onward.cli.app import BUILD, command
 from onward.cli.arguments import recomputation
 from onward.cli.console import print_json, remark, say
-from onward.cli.failure import INTERRUPTED, Misuse
+from onward.cli.failure import Misuse
 from onward.cli.saving import Target, target
 
 if TYPE_CHECKING:

@@ -124,7 +124,7 @@ def train(
         precision=precision,
         deterministic=deterministic,
         stratify=stratify,
-    )
+    ).check()
     measures = _measures(training, config)
     folder, at = Run(run) if run is not None else _new_folder(original), Place()
     with folder.started(original, training, config.to_json(), at), config.load(training) as loaded:

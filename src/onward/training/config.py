@@ -9,11 +9,54 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from onward.errors import DataError
+from onward.errors import DataError, RecipeError
 from onward.model import Model
 from onward.run import Engine, load
+from onward.training.schema import (
+    FLAG,
+    NOTHING,
+    PATH,
+    PLACES,
+    SECONDS,
+    SHARE,
+    TEXT,
+    TEXTS,
+    Kind,
+    named,
+    one_of,
+    problems,
+    whole,
+)
 
 Last = Literal["keep", "drop", "pad"]
+
+KINDS: Mapping[str, Kind] = {
+    "model": PATH,
+    "data": PLACES,
+    "batch_size": whole(1, 2**31 - 1),
+    "epochs": whole(),
+    "validation": SHARE | PLACES | NOTHING,
+    "columns": named(TEXT | TEXTS, "columns by the names of inputs"),
+    "shuffle": FLAG,
+    "last": one_of("keep", "drop", "pad"),
+    "seed": whole(0, 2**64 - 1),
+    "metrics": TEXTS,
+    "monitor": TEXT | NOTHING,
+    "patience": whole(1) | NOTHING,
+    "save_every": SECONDS,
+    "tensorboard": FLAG,
+    "engine": TEXT,
+    "device": TEXT,
+    "threads": whole(1, 1024) | NOTHING,
+    "recompute": whole(1) | TEXT | TEXTS | NOTHING,
+    "compile": FLAG,
+    "precision": TEXT | NOTHING,
+    "deterministic": FLAG,
+    "stratify": FLAG | NOTHING,
+    "classes": TEXTS | NOTHING,
+}
+"""What each setting of a run may be."""
+_SOURCES = ("data", "validation")
 
 _OBJECT = "<object>"
 """What stands for data that were no files."""
@@ -82,14 +125,21 @@ class Config:
     def to_json(self) -> dict[str, Any]:
         """What JSON can hold of it. Paths become absolute, so that the run can go on from anywhere."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        places = {name: _stored(fields[name]) for name in ("data", "validation")}
+        places = {name: _stored(fields[name]) for name in _SOURCES}
         return {**fields, **places, "metrics": list(self.metrics)}
+
+    def check(self) -> Config:
+        """The same, if it can be; what data are, whoever opens them says."""
+        settings = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        if wrong := problems(settings, {name: kind for name, kind in KINDS.items() if name not in _SOURCES}):
+            raise RecipeError("; ".join(wrong))
+        return self
 
     @classmethod
     def from_json(cls, stored: Mapping[str, Any], folder: Path, **given: Any) -> Config:
         """What was stored, or was given anew; data that were objects must be."""
         settings = {**_BEFORE, **stored, **{name: value for name, value in given.items() if value is not None}}
-        for name in ("data", "validation"):
+        for name in _SOURCES:
             if isinstance(settings.get(name), str) and settings[name] == _OBJECT:
                 raise DataError(
                     f"the {name} of this run came from Python", hint=f"give it again: `onward.resume(run, {name}=...)`"
@@ -101,7 +151,7 @@ class Config:
                 f"`{folder}` was started by another version of Onward: its configuration differs in {names}",
                 hint=f"go on with that version, or start a new run from `{folder / 'training.onnx'}`",
             )
-        return cls(**{**settings, "metrics": tuple(settings["metrics"])})
+        return cls(**{**settings, "metrics": tuple(settings["metrics"])}).check()
 
 
 def _stored(source: Any) -> Any:

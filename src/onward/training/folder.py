@@ -16,8 +16,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +30,11 @@ from onward.model.storage.data import is_own
 from onward.model.storage.files import mentions
 from onward.model.storage.places import is_in
 from onward.model.storage.transaction import is_torn
+from onward.training.config import KINDS
 from onward.training.export import in_form_of
 from onward.training.lock import LOCK, locked, remove_lock
 from onward.training.log import read_log
+from onward.training.schema import NOTHING, NUMBER, Kind, checked, whole
 from onward.transform.training import strip
 
 TRAINING, BEST, LAST, ORIGINAL = "training.onnx", "best.onnx", "last.onnx", "original.onnx"
@@ -56,12 +59,29 @@ class Place:
     """How much of the log belongs to it, in bytes. What follows are steps that will be made again."""
     board: int = 0
     """The same for the event file of TensorBoard."""
+    losses: float = 0.0
+    """The sum of the losses of the samples in the epoch so far,"""
+    counted: int = 0
+    """and their number."""
 
     @classmethod
     def of(cls, model: Model) -> Place:
         """Where the run stood when this model was saved."""
-        fact = model.step().fact("train.progress") or {}
+        text = model.step().metadata.get("train.progress", "{}")
+        fact = checked(text, _PROGRESS, f"the progress in `{model.path}`")
         return cls(**{field.name: fact[field.name] for field in dataclasses.fields(cls) if field.name in fact})
+
+    @property
+    def loss(self) -> float:
+        """The mean over the samples of the epoch so far."""
+        return self.losses / self.counted if self.counted else math.nan
+
+
+_PROGRESS: Mapping[str, Kind] = {
+    **dict.fromkeys(("step", "epoch", "batch", "samples", "since_best", "log", "board", "counted"), whole()),
+    "best": NUMBER | NOTHING,
+    "losses": NUMBER,
+}
 
 
 class Run:
@@ -148,11 +168,12 @@ class Run:
 
     @property
     def config(self) -> dict[str, Any]:
+        """How it was started."""
         try:
-            config: dict[str, Any] = json.loads((self.path / CONFIG).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise DataError(f"`{self.path / CONFIG}` cannot be read: {error}") from error
-        return config
+            text = (self.path / CONFIG).read_bytes()
+        except OSError as error:
+            raise DataError(f"`{self.path / CONFIG}` cannot be read: {error.strerror or error}") from error
+        return checked(text, KINDS, f"`{self.path / CONFIG}`")
 
     @property
     def progress(self) -> dict[str, Any]:

@@ -15,7 +15,8 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 class Interruption:
     """Within it, the first Ctrl-C (or SIGTERM) only sets `wanted`; a second one ends the program as usual.
 
-    Signals are heard in the main thread alone, so elsewhere this does nothing.
+    Signals are heard in the main thread alone, so elsewhere this does nothing. One that is ignored stays so: a shell
+    starts jobs in the background like that, for which Ctrl-C is not meant.
     """
 
     def __init__(self, say: Callable[[str], None]):
@@ -29,7 +30,8 @@ class Interruption:
 
     def __enter__(self) -> Interruption:
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._hear) for number in _SIGNALS}
+            heard = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+            self._before = {number: signal.signal(number, self._hear) for number in heard}
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:

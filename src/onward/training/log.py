@@ -8,6 +8,7 @@
 | `step` | each step | `step`, `epoch`, `loss`, `lr`, other metrics; `samples` seen so far; `seconds` that it took |
 | `gradients` | now and then | `step`, `norms` by parameter |
 | `weights` | each epoch | `step`, `histograms` by parameter: `edges`, `counts` |
+| `epoch` | each epoch | `step`, `epoch`, `loss`: the mean over the samples of the epoch |
 | `validation` | each epoch | `step`, `epoch`, `loss`, other metrics |
 | `save` | after saving | `step`, `best` |
 | `resume` | on going on | `step`, `time` |

@@ -134,12 +134,20 @@ class Loop:
             results = self._measured(self._interruption)
             if self._interruption.wanted:  # then what was measured is not of all data, and is measured again
                 return "interrupted"
-            self.at.epoch, self.at.batch = self.at.epoch + 1, 0
+            loss = self._end_epoch()
             self._look_at_weights()
             self._judge(results)
             self._save(after=min(self.settings.save_every, _SHORT))
-            self.progress.epoch(results)
+            self.progress.epoch(loss, results)
         return reason
+
+    def _end_epoch(self) -> float:
+        """Write the loss of the epoch down: the mean over its samples."""
+        at, loss = self.at, self.at.loss
+        at.epoch, at.batch, at.losses, at.counted = at.epoch + 1, 0, 0.0, 0
+        self._write("epoch", step=at.step, epoch=at.epoch, loss=loss)
+        self._plot("epoch", {"loss": loss})
+        return loss
 
     def _reason_to_end(self) -> str | None:
         if self.settings.patience is not None and self.at.since_best >= self.settings.patience:
@@ -178,6 +186,7 @@ class Loop:
             raise _NotFiniteError(f"the loss of step {self.at.step + 1:,} is {loss}", loss)
         at, samples = self.at, samples_in(batch)
         at.step, at.batch, at.samples = at.step + 1, at.batch + 1, at.samples + samples
+        at.losses, at.counted = at.losses + loss * samples, at.counted + samples
         shown = {"loss": loss} | metrics
         self._write("step", step=at.step, epoch=at.epoch, samples=at.samples, seconds=seconds, **shown)
         self._plot("train", shown)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _REDRAW, _LINE = 0.2, 5.0
 """Seconds between two pictures of the bar, and between two plain lines."""
 _MEMORY = 50
-"""The loss that is shown is an average over about this many steps."""
+"""The loss that is shown while an epoch goes on is an average over about this many steps."""
 
 
 class Progress:
@@ -63,13 +63,13 @@ class Progress:
         if now >= self._due:
             self._show(now)
 
-    def epoch(self, metrics: Mapping[str, float] | None = None) -> None:
-        """An epoch has ended, with these results of validation. That is a line of its own, which stays."""
+    def epoch(self, loss: float, metrics: Mapping[str, float] | None = None) -> None:
+        """An epoch has ended, with this loss and these results of validation: a line of its own, which stays."""
         now = time.perf_counter()
         self._epoch += 1
         self._steps_per_epoch = self._steps_per_epoch or self._steps - self._epoch_start
         self._metrics = dict(metrics or {})
-        parts = [f"epoch {self._epoch}/{self._epochs}", f"loss {self._average()}"]
+        parts = [f"epoch {self._epoch}/{self._epochs}", f"loss {short(loss) if math.isfinite(loss) else '-'}"]
         parts += [f"{'validation loss' if name == 'loss' else name} {short(v)}" for name, v in self._metrics.items()]
         self.say("  ".join([*parts, duration(now - self._epoch_started)]))
         self._epoch_start = self._steps

@@ -21,8 +21,8 @@ import onnx_ir as ir
 from onward.arguments import checked
 from onward.errors import InvalidModelError, UnknownNameError, UnsupportedError, near
 from onward.model import Model, Source, read
+from onward.model.storage import write_file
 from onward.model.storage.files import reason, regular
-from onward.model.storage.transaction import Transaction
 from onward.recipe.layers import Layer
 from onward.recipe.lora.adapters import Adapter, adapters, array, by_weight
 from onward.recipe.lora.add import adaptable, attach
@@ -44,11 +44,11 @@ def save_adapter(model: Source, path: str | os.PathLike[str]) -> Path:
     tensors = {key: array for adapter in found for key, array in _tensors(adapter).items()}
     config = json.dumps(_config(source, found), indent=2)
     if target.suffix == ".safetensors":
-        _write(target, _serialised(tensors, {"format": "pt", _METADATA: config}))
+        write_file(target, _serialised(tensors, {"format": "pt", _METADATA: config}))
         return target
     target.mkdir(parents=True, exist_ok=True)
-    _write(target / _WEIGHTS, _serialised(tensors, {"format": "pt"}))
-    _write(target / _CONFIG, config.encode())
+    write_file(target / _WEIGHTS, _serialised(tensors, {"format": "pt"}))
+    write_file(target / _CONFIG, config)
     return target
 
 
@@ -122,11 +122,6 @@ def _serialised(tensors: dict[str, np.ndarray], metadata: dict[str, str]) -> byt
     return save({key: np.ascontiguousarray(array) for key, array in tensors.items()}, metadata)
 
 
-def _write(target: Path, payload: bytes) -> None:
-    with Transaction(target) as transaction:
-        transaction.commit(payload)
-
-
 # ---- reading ---------------------------------------------------------------------------------------------------------
 
 
@@ -139,7 +134,7 @@ def _read(path: Path) -> tuple[dict[str, tuple[np.ndarray, np.ndarray]], dict[st
         regular(file)
         entries = dict(safetensors.deserialize(file.read_bytes()))  # type: ignore[no-untyped-call]
         config = _read_config(path, file)
-    except (OSError, ValueError, safetensors.SafetensorError) as error:
+    except (OSError, ValueError, RecursionError, OverflowError, safetensors.SafetensorError) as error:
         raise InvalidModelError(f"`{file}` holds no adapter: {reason(error)}") from error
     if wrong := [key for key in entries if not _KEY.fullmatch(key)]:
         raise UnsupportedError(f"`{file}` holds more than adapters of layers: `{wrong[0]}`")
@@ -149,7 +144,7 @@ def _read(path: Path) -> tuple[dict[str, tuple[np.ndarray, np.ndarray]], dict[st
     for key, entry in entries.items():
         match = _KEY.fullmatch(key)
         assert match is not None
-        parts.setdefault(match["module"], {})[match["part"]] = _numbers(entry)
+        parts.setdefault(match["module"], {})[match["part"]] = _numbers(file, key, entry)
     if not parts or any(len(pair) != 2 for pair in parts.values()):
         raise InvalidModelError(f"`{file}` does not hold an A and a B for each of its modules")
     return {module: (pair["A"], pair["B"]) for module, pair in parts.items()}, config
@@ -158,8 +153,13 @@ def _read(path: Path) -> tuple[dict[str, tuple[np.ndarray, np.ndarray]], dict[st
 _DTYPES = {"F64": "DOUBLE", "F32": "FLOAT", "F16": "FLOAT16", "BF16": "BFLOAT16"}
 
 
-def _numbers(entry: dict[str, Any]) -> np.ndarray:
-    dtype = ir.DataType[_DTYPES.get(entry["dtype"], "FLOAT")].numpy()
+def _numbers(file: Path, key: str, entry: dict[str, Any]) -> np.ndarray:
+    if entry["dtype"] not in _DTYPES:
+        raise InvalidModelError(
+            f"`{key}` of `{file}` is {entry['dtype']}, and an adapter has floating-point numbers",
+            hint=f"write it as one of {', '.join(_DTYPES)}",
+        )
+    dtype = ir.DataType[_DTYPES[entry["dtype"]]].numpy()
     return np.frombuffer(bytes(entry["data"]), dtype).reshape(entry["shape"])
 
 
@@ -175,7 +175,16 @@ def _read_config(path: Path, file: Path) -> dict[str, Any]:
             found = json.loads((opened.metadata() or {}).get(_METADATA, "{}"))
     if not isinstance(found, dict) or "lora_alpha" not in found:
         raise ValueError("its configuration does not say `lora_alpha`")
+    patterns = found.get("alpha_pattern") or {}
+    if not isinstance(patterns, dict) or not all(map(_is_number, (found["lora_alpha"], *patterns.values()))):
+        raise ValueError("`lora_alpha` and those of `alpha_pattern` must be numbers")
+    if not _is_number(dropout := found.get("lora_dropout", 0.0)) or not 0 <= dropout < 1:
+        raise ValueError("`lora_dropout` must be a number from 0 to 1")
     return found
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _weight_of(module: str, names: dict[str, str]) -> str:
@@ -205,12 +214,13 @@ def _as_stored(module: str, layer: Layer, a: np.ndarray, b: np.ndarray) -> tuple
     dtype = layer.dtype
     if layer.is_convolution:
         groups = layer.node.attributes.get_int("group", 1)
-        fits = a.shape[1:] == layer.shape[1:] and b.shape[:2] == (layer.units, a.shape[0] // groups)
+        ones = (1,) * len(layer.shape[2:])
+        fits = a.shape[1:] == layer.shape[1:] and b.shape == (layer.units, a.shape[0] // groups, *ones)
     else:
         inputs = layer.shape[1] if layer.units_first else layer.shape[0]
         fits = a.ndim == b.ndim == 2 and a.shape[1] == inputs and b.shape == (layer.units, a.shape[0])
         a, b = a.T, b.T
-    if not fits:
+    if not fits or not a.size:
         raise InvalidModelError(
             f"the adapter of `{module}` does not fit `{layer.weight.name}` of shape {list(layer.shape)}"
         )

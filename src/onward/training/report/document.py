@@ -102,7 +102,7 @@ def _sections(
     if drawn["histograms"]:
         yield _section("Weights by layer, over time", *_histograms(drawn["histograms"]))
     if any(history.validation.values()):
-        yield _folded("Validation, in numbers", _validation(history))
+        yield _folded("Epochs and validation, in numbers", _validation(history))
     if history.events:
         yield _section("Events", _events(history))
     if summary is not None and summary.weights:
@@ -192,7 +192,8 @@ def _table(header: list[str], rows: list[list[str | Markup]], numbers: set[int],
 
 
 def _validation(history: History) -> Markup:
-    series = {name: found for name, found in history.validation.items() if found}
+    series = {"training loss": history.epochs} if history.epochs else {}
+    series |= {name: found for name, found in history.validation.items() if found}
     steps = sorted({int(step) for found in series.values() for step in found.steps})
     shown = steps[-_MOST_ROWS:]
     rows: list[list[str | Markup]] = []

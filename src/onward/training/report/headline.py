@@ -88,7 +88,8 @@ def cards(history: History, summary: Summary | None) -> Iterator[Card]:
         yield _result_card(label, result)
     loss = history.train.get("loss")
     if loss and (late := _late(loss)) is not None:
-        yield Card("training loss", short(late), f"mean of the last steps; first {short(loss.values[0])}")
+        value, of = (history.epochs.values[-1], "epoch") if history.epochs else (late, "steps")
+        yield Card("training loss", short(value), f"mean of the last {of}; first {short(loss.values[0])}")
     if history.step:
         epochs = epochs_made(history)
         yield Card("steps", f"{history.step:,}", f"{epochs:.3g} epochs" if epochs is not None else "")

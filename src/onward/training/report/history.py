@@ -61,6 +61,8 @@ class History:
     start: dict[str, Any] = field(default_factory=dict)
     train: dict[str, Series] = field(default_factory=dict)
     validation: dict[str, Series] = field(default_factory=dict)
+    epochs: Series = field(default_factory=Series)
+    """The mean loss of each epoch, at its end."""
     rate: Series = field(default_factory=Series)
     speed: Series = field(default_factory=Series)
     """Samples per second."""
@@ -88,6 +90,7 @@ class History:
             "step": self._read_step,
             "gradients": self._read_gradients,
             "weights": self._read_weights,
+            "epoch": self._read_epoch,
             "validation": self._read_validation,
             "save": self._read_save,
             "resume": self._read_resume,
@@ -144,6 +147,10 @@ class History:
         if len(self.weights) > 2 * _MOST_SNAPSHOTS:
             del self.weights[1::2]
 
+    def _read_epoch(self, step: int, event: dict[str, Any]) -> None:
+        if (loss := _number(event.get("loss"))) is not None:
+            self.epochs.add(step, loss)
+
     def _read_validation(self, step: int, event: dict[str, Any]) -> None:
         for name in event.keys() - _KNOWN:
             self._add(self.validation, name, step, event[name])
@@ -189,7 +196,14 @@ class History:
 
     def _made_again(self, step: int) -> None:
         """The run went back to its last save: what came after it is no part of its history."""
-        for series in [self.rate, self.speed, *self.train.values(), *self.validation.values(), *self.norms.values()]:
+        for series in [
+            self.rate,
+            self.speed,
+            self.epochs,
+            *self.train.values(),
+            *self.validation.values(),
+            *self.norms.values(),
+        ]:
             series.forget(step)
         self.weights = [item for item in self.weights if item[0] < step]
         if self.best is not None and self.best >= step:
