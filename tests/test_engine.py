@@ -2,13 +2,13 @@
 
 import numpy as np
 import onnx
-import onnx_ir as ir
 import pytest
 from onnx import helper, numpy_helper
 
 import onward
 from lowered import FLAT, SQUARE, assert_close, case, stored
 from models import digits_mlp, small_cnn
+from onward.model.storage.held import HeldTensor
 from onward.run import load
 from onward.run.onnxruntime import OnnxRuntime
 from stepping import Stepper
@@ -76,8 +76,8 @@ def test_frozen_weights_outside_the_file_stay_there(tmp_path, monkeypatch):
     onward.read(digits_mlp(4096)).save(tmp_path / "digits.onnx", data="data")
     model = onward.prepare(tmp_path / "digits.onnx", loss="cross_entropy", freeze="fc1.*", optimizer="sgd:lr=0.1")
     read = []
-    original = ir.ExternalTensor.numpy
-    monkeypatch.setattr(ir.ExternalTensor, "numpy", lambda self: (read.append(self.name), original(self))[1])
+    original = HeldTensor.numpy
+    monkeypatch.setattr(HeldTensor, "numpy", lambda self: (read.append(self.name), original(self))[1])
     with load(model) as engine:
         losses = [float(engine.step(FLAT)["loss"]) for _ in range(3)]
         engine.evaluate(FLAT)
