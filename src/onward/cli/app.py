@@ -11,7 +11,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from onward.cli import console
+from onward.cli import INTERRUPTED, console, interrupted
 from onward.cli.failure import report
 from onward.cli.help import USAGE, help_text
 
@@ -38,6 +38,8 @@ class Commands(TyperGroup):
         options["standalone_mode"] = False  # errors come here
         try:
             code = super().main([a for a in arguments if a != "--debug"], *rest, **options)
+            if code == INTERRUPTED:  # what the parser makes of a Ctrl-C, silently
+                interrupted()
             sys.stdout.flush()
         except BaseException as error:
             code = report(error, debug)

@@ -42,6 +42,8 @@ def report(error: BaseException, debug: bool) -> int:
     """Say what went wrong, with the traceback if that is wanted; the exit code."""
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else FAILED if error.code else 0
+    if isinstance(error, typer.Abort) and isinstance(error.__cause__, EOFError):  # a file that ends too soon
+        error = error.__cause__
     if isinstance(error, KeyboardInterrupt | typer.Abort):
         return interrupted()
     if isinstance(error, ClosedPipe | BrokenPipeError):

@@ -35,10 +35,12 @@ class Target:
         remark(f"wrote {self.described()}{f': {note}' if note else ''}")
 
     def described(self) -> str:
-        """The file, and how large it is."""
+        """The file and those beside it that hold its tensors, and how large they are."""
         from onward.inspect.wording import size
+        from onward.model.storage import data_files_of
 
-        return f"{self.path} ({size(self.path.stat().st_size)})"
+        files = [self.path, *(self.path.parent / file.name for file in data_files_of(self.path))]
+        return " and ".join(f"{file} ({size(file.stat().st_size)})" for file in files)
 
 
 def target(source: Path, output: Path | None, ending: str, *, data: Where = "auto", force: bool = False) -> Target:

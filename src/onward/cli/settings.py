@@ -76,7 +76,7 @@ def set_(
         print_json({"output": str(place.path), "changes": changes})
         return
     print_rows([[c["name"], f"{word(c['old'])} -> {word(c['new'])}"] for c in changes])
-    remark(f"wrote {place.path}")
+    remark(f"wrote {place.described()}")
 
 
 def _change(source: Model, name: str, text: str, step: int) -> dict[str, Any]:

@@ -290,7 +290,7 @@ def _finish(run: Run, place: Target | None, as_json: bool) -> None:
             remark(f"wrote {place.described()}")
         remark(f"to look at it: onward report {run.path}")
     if interrupted:
-        raise typer.Exit(INTERRUPTED)
+        raise SystemExit(INTERRUPTED)
 
 
 def _show_rate(found: Rates, as_json: bool) -> None:

@@ -110,21 +110,25 @@ def hyperparameters(model: Model, index: int = 0) -> dict[str, float]:
 def tagged(tensor: ir.TensorProtocol, **tags: str | None) -> ir.TensorProtocol:
     """The same data with `train.*` tags: role, param, slot, group. The tensor itself, which others may share, stays."""
     added = {f"{_TAG}{key}": value for key, value in tags.items() if value is not None}
-    return _with_metadata(tensor, {**tensor.metadata_props, **added})
+    return redescribed(tensor, {**tensor.metadata_props, **added})
 
 
 def untagged(tensor: ir.TensorProtocol) -> ir.TensorProtocol:
     """The same data without `train.*` tags, for copies that are not the state that the tags speak of."""
     kept = {key: value for key, value in tensor.metadata_props.items() if not key.startswith(_TAG)}
-    return tensor if len(kept) == len(tensor.metadata_props) else _with_metadata(tensor, kept)
+    return tensor if len(kept) == len(tensor.metadata_props) else redescribed(tensor, kept)
 
 
-def _with_metadata(tensor: ir.TensorProtocol, metadata: dict[str, str]) -> ir.TensorProtocol:
+def redescribed(
+    tensor: ir.TensorProtocol, metadata: dict[str, str], like: ir.TensorProtocol | None = None
+) -> ir.TensorProtocol:
+    """The same data where they are, with other metadata; under the name of another tensor, if there is one."""
+    named = tensor if like is None else like
     described: dict[str, Any] = {
         "dtype": tensor.dtype,
         "shape": ir.Shape(tensor.shape.numpy()),
-        "name": tensor.name or "",
-        "doc_string": tensor.doc_string,
+        "name": named.name or "",
+        "doc_string": named.doc_string,
         "metadata_props": metadata,
     }
     if isinstance(tensor, HeldTensor):

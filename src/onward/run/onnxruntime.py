@@ -22,6 +22,7 @@ from onward.lowering.contract import contract_of
 from onward.lowering.step import lower
 from onward.model import Model
 from onward.model.state import carried, states
+from onward.model.storage.places import inside, is_external, is_where_it_was_read
 from onward.run.engine import Arrays, Engine
 from onward.run.memory import memory_of
 
@@ -197,13 +198,10 @@ _LARGE = 2**20
 def _hand_over_large_tensors(model: Model, options: ort.SessionOptions) -> list[ort.OrtValue]:
     """Let frozen weights pass by the serialised model, which holds 2 GiB at most.
 
-    Those in a data file are mapped from it. Others leave the model, which is ours alone, for the options: what is
-    returned must live as long as the session, which reads the same memory.
+    Those in data files of one folder are mapped from them. Others leave the model, which is ours alone, for the
+    options: what is returned must live as long as the session, which reads the same memory.
     """
-    tensors = [tensor for value in model.graph.initializers.values() if (tensor := value.const_value) is not None]
-    folder = next((str(tensor.base_dir) for tensor in tensors if isinstance(tensor, ir.ExternalTensor)), None)
-    if folder is not None:
-        options.add_session_config_entry("session.model_external_initializers_file_folder_path", folder)
+    _map_from_one_folder(model, options)
     handed: dict[str, ort.OrtValue] = {}
     for name, value in model.graph.initializers.items():
         if (tensor := value.const_value) is None or not _is_large(tensor):
@@ -215,6 +213,20 @@ def _hand_over_large_tensors(model: Model, options: ort.SessionOptions) -> list[
     if handed:
         options.add_external_initializers(list(handed), list(handed.values()))
     return list(handed.values())
+
+
+def _map_from_one_folder(model: Model, options: ort.SessionOptions) -> None:
+    """Say where data files are. ONNX Runtime finds them by name: what is elsewhere, or has no name, is in memory."""
+    folder = None
+    for value in model.graph.initializers.values():
+        if not is_external(tensor := value.const_value):
+            continue
+        assert isinstance(tensor, ir.ExternalTensor)
+        folder = str(tensor.base_dir) if folder is None else folder
+        if str(tensor.base_dir) != folder or not is_where_it_was_read(tensor):
+            value.const_value = inside(tensor)
+    if folder is not None:
+        options.add_session_config_entry("session.model_external_initializers_file_folder_path", folder)
 
 
 def _is_large(tensor: ir.TensorProtocol) -> bool:

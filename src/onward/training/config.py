@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -144,6 +144,11 @@ class Config:
                 raise DataError(
                     f"the {name} of this run came from Python", hint=f"give it again: `onward.resume(run, {name}=...)`"
                 )
+            if given.get(name) is None and (gone := _gone(settings.get(name))):
+                raise DataError(
+                    f"the {name} of this run is no longer at `{gone}`",
+                    hint=f"say where it is: `--{name} NEW` (`onward.resume(run, {name}=...)`)",
+                )
         known = {field.name for field in dataclasses.fields(cls)}
         if settings.keys() != known:
             names = ", ".join(f"`{name}`" for name in sorted(settings.keys() ^ known))
@@ -168,7 +173,21 @@ def _stored(source: Any) -> Any:
 
 def _absolute(path: str) -> str:
     """Also of the path in `name=path`."""
+    name, path = _parts(path)
+    return name + os.path.abspath(path)
+
+
+def _parts(path: str) -> tuple[str, str]:
+    """`name=` and the path in `name=path`; nothing and the path where that is all there is."""
     name = re.match(r"[^=/\\]+=", path)
-    if name is None or os.path.exists(path):
-        return os.path.abspath(path)
-    return name[0] + os.path.abspath(path[name.end() :])
+    return ("", path) if name is None or os.path.exists(path) else (name[0], path[name.end() :])
+
+
+def _gone(stored: Any) -> str | None:
+    """A path that leads nowhere, of those that were stored; `file:column` is one, too."""
+    paths = [stored] if isinstance(stored, str) else stored.values() if isinstance(stored, Mapping) else stored
+    for path in paths if isinstance(paths, Iterable) else ():
+        file = _parts(path)[1]
+        if not os.path.exists(file) and not os.path.exists(file.rpartition(":")[0]):
+            return file
+    return None

@@ -6,7 +6,7 @@ import onnx_ir as ir
 
 from onward.errors import UnsupportedError
 from onward.model import Model
-from onward.model.state import states
+from onward.model.state import redescribed, states
 from onward.recipe.lora import merge_lora
 from onward.recipe.lora.adapters import adapters
 from onward.transform.training import strip
@@ -69,12 +69,6 @@ def _is_alike(a: ir.TensorProtocol, b: ir.TensorProtocol) -> bool:
     return a.dtype == b.dtype and a.shape.numpy() == b.shape.numpy()
 
 
-def _described_as(old: ir.TensorProtocol, new: ir.TensorProtocol) -> ir.Tensor:
+def _described_as(old: ir.TensorProtocol, new: ir.TensorProtocol) -> ir.TensorProtocol:
     """The new numbers under the old name, with what was said about the old ones."""
-    return ir.Tensor(
-        new.numpy(),
-        dtype=old.dtype,
-        name=old.name,
-        doc_string=old.doc_string,
-        metadata_props=dict(old.metadata_props),
-    )
+    return redescribed(new, dict(old.metadata_props), like=old)

@@ -25,7 +25,7 @@ from typing import Any
 from onward.errors import DataError, WriteError
 from onward.model import Model, read, storage
 from onward.model.serde import places_of, save
-from onward.model.storage import goes_outside, is_external, write_file
+from onward.model.storage import form_of, goes_outside, is_external, write_file
 from onward.model.storage.data import is_own
 from onward.model.storage.files import mentions
 from onward.model.storage.places import is_in
@@ -90,6 +90,8 @@ class Run:
     def __init__(self, path: str | os.PathLike[str]):
         self.path = Path(path)
         self._is_made_here = False
+        self._form: storage.External = "auto"
+        """Where the model as it was given has its tensors, and so have those that come of it."""
 
     def refuse_if_in_use(self) -> None:
         """Fail if this cannot be the folder of a new run."""
@@ -129,6 +131,7 @@ class Run:
             try:
                 self._sweep()
                 self.configure(config)
+                self._form = form_of(places_of(original))
                 save(strip(original), self.path / ORIGINAL, also=[*_lasting(training), *_given(training)])
                 yield
             except BaseException as error:
@@ -143,9 +146,10 @@ class Run:
         self._refuse_if_empty()
         with locked(self.path):
             self._sweep()
-            model, shared = self.model, self._shared()
+            model, original, shared = self.model, read(self.path / ORIGINAL), self._shared()
+            self._form = form_of(places_of(original))
             if elsewhere := [place for place in _lasting(model) if not is_in(place.tensor, shared)]:
-                save(read(self.path / ORIGINAL), self.path / ORIGINAL, also=elsewhere)  # of an older version
+                save(original, self.path / ORIGINAL, also=elsewhere)  # as an older version has left it
             yield model
 
     # ---- what is there -----------------------------------------------------------------------------------------------
@@ -199,11 +203,11 @@ class Run:
     def save(self, model: Model, at: Place) -> None:
         """Keep the training model, and where the run stands, all at once."""
         model.step().metadata["train.progress"] = json.dumps(dataclasses.asdict(at))
-        save(model, self.path / TRAINING, shared=self._shared())
+        save(model, self.path / TRAINING, self._form, shared=self._shared())
 
     def export(self, model: Model, name: str) -> Path:
         """Write the inference model with the weights that a training model has now."""
-        return save(self._inference(model), self.path / name, shared=self._shared())
+        return save(self._inference(model), self.path / name, self._form, shared=self._shared())
 
     def written(self, at: Place) -> None:
         """Note how long the log and the event file are."""

@@ -11,6 +11,7 @@ import contextlib
 import errno
 import os
 import platform
+import stat
 import sys
 from collections.abc import Iterator
 from io import FileIO
@@ -65,10 +66,15 @@ def remove_lock(folder: Path) -> None:
 
 
 def _opened(path: Path) -> FileIO:
+    flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
     try:
-        return open(path, "a+b", buffering=0)
+        file = open(os.open(path, flags, 0o666), "r+b", buffering=0)  # noqa: SIM115 (open as long as it is locked)
     except OSError as error:
         raise WriteError(f"could not write to `{path.parent}`: {error.strerror or error}") from error
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise WriteError(f"could not write to `{path.parent}`: `{path.name}` in it is not a file")
+    return file
 
 
 def _refusal(folder: Path, holder: str) -> DataError:

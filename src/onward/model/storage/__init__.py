@@ -11,7 +11,7 @@ from onward.model.storage.external import check_external, walk_tensors
 from onward.model.storage.opening import open_model
 from onward.model.storage.parse import folder_of, parse_proto, read_proto
 from onward.model.storage.places import Container, Place, hold_data, is_external, places
-from onward.model.storage.save import External, goes_outside, save
+from onward.model.storage.save import External, data_files_of, form_of, goes_outside, save
 from onward.model.storage.transaction import write_file
 
 __all__ = [
@@ -19,7 +19,9 @@ __all__ = [
     "External",
     "Place",
     "check_external",
+    "data_files_of",
     "folder_of",
+    "form_of",
     "goes_outside",
     "hold_data",
     "is_external",

@@ -3,6 +3,7 @@ events that leaves a whole model at any time."""
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import contextmanager, suppress
@@ -102,6 +103,17 @@ def goes_outside(places: Iterable[Place]) -> bool:
     """Whether a model has tensors outside its file, or more of them than fit inside."""
     tensors = _held_by(places).values()
     return any(map(is_external, tensors)) or sum(map(nbytes, tensors)) > EMBED_LIMIT
+
+
+def form_of(places: Iterable[Place]) -> External:
+    """Where the tensors of a model are, as `external` has it: so that another can have them there, too."""
+    endings = {where[0].suffix for tensor in _held_by(places).values() if (where := range_of(tensor))}
+    return "auto" if not endings else "safetensors" if endings == {".safetensors"} else "data"
+
+
+def data_files_of(path: PathLike) -> list[Path]:
+    """The data files of a model file."""
+    return list(_replaced_files(Path(os.path.realpath(path))))
 
 
 def _held_by(places: Iterable[Place]) -> dict[Place, ir.TensorProtocol]:
