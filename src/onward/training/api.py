@@ -124,7 +124,7 @@ def train(
         precision=precision,
         deterministic=deterministic,
         stratify=stratify,
-    ).check()
+    )
     measures = _measures(training, config)
     folder, at = Run(run) if run is not None else _new_folder(original), Place()
     with folder.started(original, training, config.to_json(), at), config.load(training) as loaded:
@@ -236,7 +236,7 @@ def _measures(training: Model, config: Config) -> Measures:
     loss = next(iter(objectives(training)), Objective(""))
     labels = labels_of(training)
     return Measures(
-        config.metrics,
+        tuple(config.metrics),
         loss.output,
         loss.target,
         config.monitor or (config.metrics[0] if config.metrics else "loss"),

@@ -5,57 +5,20 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from onward.errors import DataError, RecipeError
+from onward.arguments import Count, Range, Seed, Threads
+from onward.differentiate.recompute import Choice
+from onward.errors import DataError
 from onward.model import Model
 from onward.run import Engine, load
-from onward.training.schema import (
-    FLAG,
-    NOTHING,
-    PATH,
-    PLACES,
-    SECONDS,
-    SHARE,
-    TEXT,
-    TEXTS,
-    Kind,
-    named,
-    one_of,
-    problems,
-    whole,
-)
+from onward.training.schema import Natural
 
 Last = Literal["keep", "drop", "pad"]
+Paths = str | Sequence[str] | Mapping[str, str]
 
-KINDS: Mapping[str, Kind] = {
-    "model": PATH,
-    "data": PLACES,
-    "batch_size": whole(1, 2**31 - 1),
-    "epochs": whole(),
-    "validation": SHARE | PLACES | NOTHING,
-    "columns": named(TEXT | TEXTS, "columns by the names of inputs"),
-    "shuffle": FLAG,
-    "last": one_of("keep", "drop", "pad"),
-    "seed": whole(0, 2**64 - 1),
-    "metrics": TEXTS,
-    "monitor": TEXT | NOTHING,
-    "patience": whole(1) | NOTHING,
-    "save_every": SECONDS,
-    "tensorboard": FLAG,
-    "engine": TEXT,
-    "device": TEXT,
-    "threads": whole(1, 1024) | NOTHING,
-    "recompute": whole(1) | TEXT | TEXTS | NOTHING,
-    "compile": FLAG,
-    "precision": TEXT | NOTHING,
-    "deterministic": FLAG,
-    "stratify": FLAG | NOTHING,
-    "classes": TEXTS | NOTHING,
-}
-"""What each setting of a run may be."""
 _SOURCES = ("data", "validation")
 
 _OBJECT = "<object>"
@@ -73,36 +36,36 @@ _BEFORE: Mapping[str, Any] = {
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """How a run was started: enough to go on with it."""
+    """How a run was started: enough to go on with it. The types are those of what is stored."""
 
     model: str
-    data: Any
-    batch_size: int
-    epochs: int = 1
-    validation: Any = None
-    columns: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    data: Paths
+    batch_size: Annotated[int, Range(least=1, most=2**31 - 1)]
+    epochs: Natural = 1
+    validation: Annotated[float, Range(above=0, below=1)] | Paths | None = None
+    columns: Mapping[str, str | Sequence[str]] = dataclasses.field(default_factory=dict)
     shuffle: bool = True
     last: Last = "keep"
-    seed: int = 0
-    metrics: tuple[str, ...] = ()
+    seed: Seed = 0
+    metrics: Sequence[str] = ()
     monitor: str | None = None
-    patience: int | None = None
-    save_every: float = 60.0
+    patience: Count | None = None
+    save_every: Annotated[float, Range(least=0)] = 60.0
     tensorboard: bool = False
     engine: str = "onnxruntime"
     device: str = "cpu"
-    threads: int | None = None
-    recompute: Any = None
+    threads: Threads | None = None
+    recompute: Choice = None
     compile: bool = True
     precision: str | None = None
     deterministic: bool = False
     stratify: bool | None = None
-    classes: list[str] | None = None
+    classes: Sequence[str] | None = None
     """What the numbers of labels stand for."""
 
     def load(self, training: Model) -> Engine:
         """The engine that the run is on. What is not asked for is not mentioned: not every engine has it."""
-        wanted = {
+        wanted: dict[str, Any] = {
             "device": None if self.device == "cpu" else self.device,
             "threads": self.threads,
             "recompute": self.recompute,
@@ -128,13 +91,6 @@ class Config:
         places = {name: _stored(fields[name]) for name in _SOURCES}
         return {**fields, **places, "metrics": list(self.metrics)}
 
-    def check(self) -> Config:
-        """The same, if it can be; what data are, whoever opens them says."""
-        settings = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        if wrong := problems(settings, {name: kind for name, kind in KINDS.items() if name not in _SOURCES}):
-            raise RecipeError("; ".join(wrong))
-        return self
-
     @classmethod
     def from_json(cls, stored: Mapping[str, Any], folder: Path, **given: Any) -> Config:
         """What was stored, or was given anew; data that were objects must be."""
@@ -156,7 +112,7 @@ class Config:
                 f"`{folder}` was started by another version of Onward: its configuration differs in {names}",
                 hint=f"go on with that version, or start a new run from `{folder / 'training.onnx'}`",
             )
-        return cls(**{**settings, "metrics": tuple(settings["metrics"])}).check()
+        return cls(**{**settings, "metrics": tuple(settings["metrics"])})
 
 
 def _stored(source: Any) -> Any:

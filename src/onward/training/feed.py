@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Any
 
 from onward.errors import DataError, listed
 from onward.run import Engine
@@ -104,7 +105,7 @@ def _matched_alike(
     held_out: Dataset | Stream, engine: Engine, config: Config, training: Mapping[str, Binding]
 ) -> _Part:
     """Validation data, matched as the training data are: the same columns, if they are there, and the same classes."""
-    same = {name: list(binding.columns) for name, binding in training.items()}
+    same: dict[str, Any] = {name: list(binding.columns) for name, binding in training.items()}
     if not all(column in held_out.columns for columns in same.values() for column in columns):
         same = dict(config.columns)
     notes = []

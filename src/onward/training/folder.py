@@ -18,7 +18,7 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +30,11 @@ from onward.model.storage.data import is_own
 from onward.model.storage.files import mentions
 from onward.model.storage.places import is_in
 from onward.model.storage.transaction import is_torn
-from onward.training.config import KINDS
+from onward.training.config import Config
 from onward.training.export import in_form_of
 from onward.training.lock import LOCK, locked, remove_lock
 from onward.training.log import read_log
-from onward.training.schema import NOTHING, NUMBER, Kind, checked, whole
+from onward.training.schema import Natural, checked
 from onward.transform.training import strip
 
 TRAINING, BEST, LAST, ORIGINAL = "training.onnx", "best.onnx", "last.onnx", "original.onnx"
@@ -47,41 +47,34 @@ _EVENTS = "events.out.tfevents.*.onward"
 class Place:
     """Where a run stands. It is saved with the state, and is all that is needed to go on."""
 
-    step: int = 0
-    epoch: int = 0
-    batch: int = 0
+    step: Natural = 0
+    epoch: Natural = 0
+    batch: Natural = 0
     """Batches of the epoch that are done."""
-    samples: int = 0
+    samples: Natural = 0
     best: float | None = None
-    since_best: int = 0
+    since_best: Natural = 0
     """Epochs since the best result."""
-    log: int = 0
+    log: Natural = 0
     """How much of the log belongs to it, in bytes. What follows are steps that will be made again."""
-    board: int = 0
+    board: Natural = 0
     """The same for the event file of TensorBoard."""
     losses: float = 0.0
     """The sum of the losses of the samples in the epoch so far,"""
-    counted: int = 0
+    counted: Natural = 0
     """and their number."""
 
     @classmethod
     def of(cls, model: Model) -> Place:
         """Where the run stood when this model was saved."""
         text = model.step().metadata.get("train.progress", "{}")
-        fact = checked(text, _PROGRESS, f"the progress in `{model.path}`")
+        fact = checked(text, cls, f"the progress in `{model.path}`")
         return cls(**{field.name: fact[field.name] for field in dataclasses.fields(cls) if field.name in fact})
 
     @property
     def loss(self) -> float:
         """The mean over the samples of the epoch so far."""
         return self.losses / self.counted if self.counted else math.nan
-
-
-_PROGRESS: Mapping[str, Kind] = {
-    **dict.fromkeys(("step", "epoch", "batch", "samples", "since_best", "log", "board", "counted"), whole()),
-    "best": NUMBER | NOTHING,
-    "losses": NUMBER,
-}
 
 
 class Run:
@@ -177,7 +170,7 @@ class Run:
             text = (self.path / CONFIG).read_bytes()
         except OSError as error:
             raise DataError(f"`{self.path / CONFIG}` cannot be read: {error.strerror or error}") from error
-        return checked(text, KINDS, f"`{self.path / CONFIG}`")
+        return checked(text, Config, f"`{self.path / CONFIG}`")
 
     @property
     def progress(self) -> dict[str, Any]:
