@@ -1,10 +1,12 @@
 """Kills a run again and again, at random moments, and goes on with it: `python killed_runs.py FOLDER KILLS SEED`.
 
-FOLDER holds `model.onnx` and `data.npz`. Everything is imported once; each attempt is a fork, which has its own engine.
+FOLDER holds `model.onnx` and `data.npz`, and `settings.json` if some are to be other ones. Everything is imported once;
+each attempt is a fork, which has its own engine.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -38,7 +40,12 @@ def go(folder: Path) -> None:
     if (run / "training.onnx").exists():
         resume(run, quiet=True)
     else:
-        train(str(folder / "model.onnx"), str(folder / "data.npz"), run=run, **SETTINGS)
+        train(str(folder / "model.onnx"), str(folder / "data.npz"), run=run, **settings_in(folder))
+
+
+def settings_in(folder: Path) -> dict[str, Any]:
+    others = folder / "settings.json"
+    return SETTINGS | (json.loads(others.read_text()) if others.exists() else {})
 
 
 def attempt(folder: Path, seconds: float | None, *, when_alive: bool = True) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 import shutil
@@ -23,8 +24,9 @@ import full_disks
 import killed_runs
 import onward
 from conftest import needs
-from models import digits_mlp
+from models import digits_mlp, small_cnn
 from onward.errors import DataError, RecipeError, TrainingError, UnknownNameError, UnsupportedError, WriteError
+from onward.model.storage import data_files_of
 from onward.training.api import resume, train
 from onward.training.folder import Run
 from onward.training.loop import Loop
@@ -86,6 +88,36 @@ def test_kill(kills: int, whole: Run, folder: Path) -> None:
     assert_same(run, whole)
     if kills > 5 and importlib.util.find_spec("tensorflow"):
         assert scalars(run) == scalars(whole)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="kills forks")
+@pytest.mark.parametrize("kills", [5, pytest.param(50, marks=pytest.mark.slow)])
+def test_kill_with_weights_beside_the_model(kills: int, tmp_path: Path) -> None:
+    """Frozen ones are in the folder once, whatever happens; of all others, there is nothing left that nobody needs."""
+    runs = []
+    for name in ("whole", "killed"):
+        place = tmp_path / name
+        place.mkdir()
+        onward.read(small_cnn(channels=32)).save(place / "model.onnx", data="data")
+        np.savez(place / "data.npz", **digits(flat=False))
+        (place / "settings.json").write_text(json.dumps({"freeze": "fc.*", "tensorboard": False}))
+        arguments = [sys.executable, killed_runs.__file__, str(place), str(kills if name == "killed" else 0), "1"]
+        done = subprocess.run(arguments, capture_output=True, text=True, timeout=600)
+        assert done.returncode == 0, done.stderr
+        runs.append(Run(place / "run"))
+    whole, run = runs
+    assert int(done.stdout) >= 2 and [e for e in run.log if e["event"] == "resume"]
+    assert history(run) == history(whole)
+    for a, b in ((run.model, whole.model), (run.best, whole.best), (run.last, whole.last)):
+        names = {value.name for value in a.initializers()}
+        assert names == {value.name for value in b.initializers()}
+        assert all(np.array_equal(a.array(name), b.array(name)) for name in names)
+    resume(run, epochs=5, quiet=True)  # sweeps
+    left = {path.name for path in run.path.iterdir()}
+    used = {path.name for name in left if name.endswith(".onnx") for path in data_files_of(run.path / name)}
+    others = sorted(name for name in left - used if not re.fullmatch(r".*\.(onnx|jsonl?)|\.lock", name))
+    assert "original.data" in used and all(re.fullmatch(r"(training|best|last)(\.\d+)?\.data", o) for o in others)
+    assert len(others) <= 3  # what each model had before it was last replaced
 
 
 @pytest.mark.parametrize(

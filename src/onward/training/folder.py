@@ -18,6 +18,7 @@ import dataclasses
 import json
 import math
 import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from onward.model import Model, read, storage
 from onward.model.serde import places_of, save
 from onward.model.storage import form_of, goes_outside, is_external, write_file
 from onward.model.storage.data import is_own
-from onward.model.storage.files import mentions
+from onward.model.storage.files import mentions, reason, regular
 from onward.model.storage.places import is_in
 from onward.model.storage.transaction import is_torn
 from onward.training.config import Config
@@ -121,6 +122,7 @@ class Run:
         with locked(self.path):
             self.refuse_if_in_use()  # again: it may just have been
             before = set(self.path.iterdir())
+            self._refuse_links()
             try:
                 self._sweep()
                 self.configure(config)
@@ -138,6 +140,7 @@ class Run:
         """The training model as it was last saved. Within it, the folder is ours alone."""
         self._refuse_if_empty()
         with locked(self.path):
+            self._refuse_links()
             self._sweep()
             model, original, shared = self.model, read(self.path / ORIGINAL), self._shared()
             self._form = form_of(places_of(original))
@@ -166,11 +169,8 @@ class Run:
     @property
     def config(self) -> dict[str, Any]:
         """How it was started."""
-        try:
-            text = (self.path / CONFIG).read_bytes()
-        except OSError as error:
-            raise DataError(f"`{self.path / CONFIG}` cannot be read: {error.strerror or error}") from error
-        return checked(text, Config, f"`{self.path / CONFIG}`")
+        with _reading(self.path / CONFIG) as path:
+            return checked(path.read_bytes(), Config, f"`{path}`")
 
     @property
     def progress(self) -> dict[str, Any]:
@@ -180,12 +180,13 @@ class Run:
     @property
     def log(self) -> list[dict[str, Any]]:
         """What happened, in order."""
-        return list(read_log(self.path / LOG))
+        with _reading(self.path / LOG) as path:
+            return list(read_log(path))
 
     @property
     def results(self) -> dict[str, float]:
         """The latest results on validation data: `loss`, and the metrics."""
-        measured = [event for event in self.log if event["event"] == "validation"]
+        measured = [event for event in self.log if event.get("event") == "validation"]
         return {name: value for name, value in measured[-1].items() if name not in _WHEN} if measured else {}
 
     # ---- what is written ---------------------------------------------------------------------------------------------
@@ -212,6 +213,14 @@ class Run:
         for file, length in [(self.path / LOG, at.log), *((file, at.board) for file in self.path.glob(_EVENTS))]:
             if file.exists():
                 os.truncate(file, min(length, file.stat().st_size))
+
+    def _refuse_links(self) -> None:
+        """What is written to, cut off or removed here is in this folder: none of it may be a way to something else."""
+        folder = self.path.resolve()
+        for file in folder.iterdir():
+            ours = file.name in (*_MODELS, CONFIG, LOG) or any(is_own(folder / name, file) for name in _MODELS)
+            if (ours or file.match(_EVENTS)) and not stat.S_ISREG(file.lstat().st_mode):
+                raise DataError(f"`{self.path / file.name}` is not a file, but a link or something else", hint=_OWN)
 
     def _sweep(self) -> None:
         """Remove what a process left behind that was killed: half-written files, data that no model refers to."""
@@ -249,7 +258,17 @@ class Run:
         return f"<onward.Run {self.path}>"
 
 
+_OWN = "a run has all its files in its folder: put the file itself there"
 _WHEN = ("event", "step", "epoch")
+
+
+@contextlib.contextmanager
+def _reading(path: Path) -> Iterator[Path]:
+    try:
+        regular(path)
+        yield path
+    except OSError as error:
+        raise DataError(f"`{path}` cannot be read: {reason(error)}", hint="name the folder of a run") from error
 
 
 def _lasting(model: Model) -> list[storage.Place]:

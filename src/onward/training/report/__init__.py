@@ -14,7 +14,7 @@ from typing import Any
 from onward.arguments import checked
 from onward.errors import DataError, WriteError
 from onward.model.storage import write_file
-from onward.model.storage.files import mentions
+from onward.model.storage.files import mentions, reason, regular
 
 __all__ = ["report"]
 
@@ -50,11 +50,12 @@ def report(run: PathLike, output: PathLike | None = None, *, force: bool = False
 
 def _config(path: Path) -> tuple[dict[str, Any], str | None]:
     try:
+        regular(path)
         config = json.loads(path.read_bytes())
     except FileNotFoundError:
         return {}, None
     except (OSError, ValueError, RecursionError) as error:
-        return {}, f"config.json cannot be read: {error}"
+        return {}, f"config.json cannot be read: {reason(error)}"
     return (config, None) if isinstance(config, dict) else ({}, "config.json is not an object.")
 
 
