@@ -248,7 +248,7 @@ def test_weights_in_other_files(folder: Path) -> None:
     settings = {"epochs": 2, "save_every": 0, "validation": 0.2, **RECIPE, **QUIET, "freeze": "fc1*"}
     run = train("model.onnx", digits(), run="run", **settings)
     assert Path("weights.bin").read_bytes() == before
-    assert len(list(run.path.glob("*.data"))) <= 4  # one per model
+    assert len(list(run.path.glob("*.data"))) <= 6  # one per model, and the one before of those that were replaced
     plain = train(digits_mlp(256), digits(), run="plain", **settings)
     names = {tensor.name for tensor in digits_mlp().graph.initializer}
     for name in ("best.onnx", "last.onnx"):

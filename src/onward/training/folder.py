@@ -83,7 +83,8 @@ class Run:
 
     def __init__(self, path: str | os.PathLike[str]):
         self.path = Path(path)
-        self._is_made_here = False
+        self._made: list[Path] = []
+        """The folder and those around it, if they were made here."""
         self._form: storage.External = "auto"
         """Where the model as it was given has its tensors, and so have those that come of it."""
 
@@ -101,7 +102,7 @@ class Run:
     def make(self, *, new: bool = False) -> None:
         """Make the folder, if it is not there; one that must be new is not."""
         try:
-            self._is_made_here = self._is_made_here or not self.path.exists()
+            self._made += [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
             self.path.mkdir(parents=True, exist_ok=not new)
         except OSError as error:
             if new and isinstance(error, FileExistsError):
@@ -237,10 +238,11 @@ class Run:
         for file in set(self.path.iterdir()) - before:
             with contextlib.suppress(OSError):
                 file.unlink()
-        if self._is_made_here:
+        if self._made:
             remove_lock(self.path)
-            with contextlib.suppress(OSError):
-                self.path.rmdir()
+        for folder in self._made:
+            with contextlib.suppress(OSError):  # others may use it by now
+                folder.rmdir()
 
     def _shared(self) -> set[Path]:
         """Data files that are written once: those of the model as it was given, and of all that stays as it was."""

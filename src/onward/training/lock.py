@@ -11,7 +11,6 @@ import contextlib
 import errno
 import os
 import platform
-import stat
 import sys
 from collections.abc import Iterator
 from io import FileIO
@@ -66,15 +65,13 @@ def remove_lock(folder: Path) -> None:
 
 
 def _opened(path: Path) -> FileIO:
-    flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+    if path.is_symlink() or (path.exists() and not path.is_file()):
+        raise WriteError(f"could not write to `{path.parent}`: `{path.name}` in it is not a file", hint="remove it")
     try:
-        file = open(os.open(path, flags, 0o666), "r+b", buffering=0)  # noqa: SIM115 (open as long as it is locked)
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o666)
     except OSError as error:
         raise WriteError(f"could not write to `{path.parent}`: {error.strerror or error}") from error
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        file.close()
-        raise WriteError(f"could not write to `{path.parent}`: `{path.name}` in it is not a file")
-    return file
+    return open(handle, "r+b", buffering=0)
 
 
 def _refusal(folder: Path, holder: str) -> DataError:
