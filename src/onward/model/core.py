@@ -8,6 +8,7 @@ everywhere, and a value knows all its readers, in inference and in training alik
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 from collections.abc import Iterable, Iterator
@@ -129,12 +130,12 @@ class Model:
     @checked()
     def initializer(self, name: str, step: int = 0) -> ir.Value:
         """An initializer by name: of the inference graph, else of a step's algorithm."""
-        known = dict(self.graph.initializers)
-        if self.steps:
-            known = {**self.step(step).algorithm.initializers, **known}
-        if name not in known:
-            raise UnknownNameError(f"there is no initializer `{name}`", hint=near_or_first(name, known))
-        return known[name]
+        known = [self.graph.initializers, *([self.step(step).algorithm.initializers] if self.steps else [])]
+        for initializers in known:
+            if name in initializers:
+                return initializers[name]
+        hint = near_or_first(name, list(itertools.chain.from_iterable(known)))
+        raise UnknownNameError(f"there is no initializer `{name}`", hint=hint)
 
     def array(self, name: str, step: int = 0) -> np.ndarray:
         """What an initializer holds."""

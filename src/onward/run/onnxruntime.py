@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -123,6 +123,8 @@ class OnnxRuntime(Engine):
 
     def _session(self, model: Model) -> ort.InferenceSession:
         options = _options(self._threads)
+        if _has_many_small_nodes(model.graph, self._carried.values()):
+            options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
         self._handed += _hand_over_large_tensors(model, options)
         with _explained(UnsupportedError, "does not run this model"):
             return ort.InferenceSession(model.to_proto().SerializeToString(), options, providers=self._providers)
@@ -190,6 +192,20 @@ def _options(threads: int | None) -> ort.SessionOptions:
     if threads is not None:
         options.intra_op_num_threads = threads
     return options
+
+
+_MANY_NODES = 5_000
+_SMALL = 1_000
+
+
+def _has_many_small_nodes(graph: ir.Graph, weights: Iterable[ir.Value]) -> bool:
+    """Whether ONNX Runtime would take longer to optimize a graph than is ever won.
+
+    The time grows with the square of the nodes: half a minute for 20,000. Lowering has shortened them already; what is
+    left to win is in large products and convolutions.
+    """
+    numbers = sum(value.const_value.size for value in weights if value.const_value is not None)
+    return len(graph) > _MANY_NODES and numbers < _SMALL * len(graph)
 
 
 _LARGE = 2**20
