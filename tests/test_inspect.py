@@ -800,3 +800,11 @@ def test_a_model_of_nothing() -> None:
     empty = helper.make_model(helper.make_graph([], "empty", [], []), ir_version=10)
     assert screen(render_parameters, describe(empty)) == ["total  0 in 0 tensors, 0 B"]
     assert len(screen(render, describe(empty))) >= 2
+
+
+@pytest.mark.parametrize("schedule", ["cosine:steps=9", "cosine:steps=9,warmup=0", "cosine:steps=9,warmup=0,every=1"])
+def test_the_rate_now_is_known_without_a_warm_up(schedule: str) -> None:
+    model = onward.prepare(digits_mlp(), loss="ce", optimizer="sgd:lr=1", schedule=schedule)
+    model.set("step", 3)
+    (group,) = onward.describe(model).steps[0].groups
+    assert group.lr_now == pytest.approx(0.75)  # half a cosine after a third of its way

@@ -1,6 +1,7 @@
 """Recipes against PyTorch: a prepared model, given PyTorch's gradients, does what PyTorch's training does."""
 
 import math
+import warnings
 
 import numpy as np
 import onnx
@@ -562,3 +563,56 @@ def test_hyperparameters_of_schedules_and_clipping_are_in_the_file():
 def test_mistakes_are_named(recipe, message):
     with pytest.raises(onward.Error, match=message):
         onward.prepare(digits_mlp(), **recipe)
+
+
+def _ending_in(operator: str) -> onnx.ModelProto:
+    model = digits_mlp()
+    model.graph.node[-1].output[0] = "scores"
+    model.graph.node.append(onnx.helper.make_node(operator, ["scores"], ["logits"]))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("operator", "loss", "way_out"),
+    [
+        ("Softmax", "ce", "--loss scores=cross_entropy"),
+        ("Softmax", "nll", "--loss scores=cross_entropy"),
+        ("Sigmoid", "bce_with_logits", "--loss scores=bce_with_logits"),
+        ("Sigmoid", "cross_entropy", "--loss scores=bce_with_logits"),
+        ("Identity", "bce", "--loss bce_with_logits"),
+        ("Identity", "ce", None),
+        ("LogSoftmax", "ce", None),
+        ("LogSoftmax", "nll", None),
+        ("Softmax", "scores=ce", None),
+        ("Softmax", "mse", None),
+        ("Sigmoid", "bce", None),
+    ],
+)
+def test_a_loss_on_what_it_is_not_for_is_warned_of(operator: str, loss: str, way_out: str | None) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        onward.prepare(_ending_in(operator), loss=loss)
+    said = [str(warning.message) for warning in caught]
+    assert [way_out in text for text in said if way_out] == ([True] if way_out else []) and bool(said) == bool(way_out)
+    assert all(warning.filename == __file__ for warning in caught)  # not a line of ours
+
+
+NORMALIZED = """<ir_version: 10, opset_import: ["": 21]>
+net (float[N,3,2,2] x) => (float[N,4] y)
+<float[3,1,1] mean = {0.5, 0.4, 0.3}, float[3,1,1] std = {0.2, 0.3, 0.4}, float[12,4] w = {W}, float[12] b = {B}> {
+    two = Constant<value = float {2.0}>()
+    scaled = Div(x, two)
+    centred = Sub(scaled, mean)
+    normal = LAST(centred, std)
+    flat = Flatten(normal)
+    shifted = Sub(flat, b)
+    y = MatMul(shifted, w)
+}""".replace("{W}", f"{{{', '.join(['0.1'] * 48)}}}").replace("{B}", f"{{{', '.join(['0.1'] * 12)}}}")
+
+
+@pytest.mark.parametrize("last", ["Div", "Mul"])
+def test_the_normalization_of_an_input_is_not_trained(last):
+    model = onnx.parser.parse_model(NORMALIZED.replace("LAST", last))
+    assert onward.prepare(model, loss="mse").steps[0].differentiated() == ["w", "b"]
+    named = onward.prepare(model, loss="mse", trainable=["mean", "w"])
+    assert set(named.steps[0].differentiated()) == {"mean", "w"}  # whoever wants it may

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnx.parser
 import onnxruntime as ort
 import pytest
 from onnx import TensorProto, helper
@@ -217,3 +218,32 @@ def test_a_teacher_sees_what_the_student_sees() -> None:
     )
     with load(model) as engine:
         assert float(engine.step({"image": FLAT})["loss"]) == pytest.approx(0, abs=1e-6)
+
+
+def colour_net() -> onnx.ModelProto:
+    weights = helper.make_tensor("w", TensorProto.FLOAT, [192, 2], np.linspace(-1, 1, 384))
+    nodes = [helper.make_node("Flatten", ["image"], ["flat"]), helper.make_node("MatMul", ["flat", "w"], ["logits"])]
+    image = helper.make_tensor_value_info("image", TensorProto.FLOAT, ["N", 3, 8, 8])
+    logits = helper.make_tensor_value_info("logits", TensorProto.FLOAT, ["N", 2])
+    graph = helper.make_graph(nodes, "net", [image], [logits], [weights])
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=9)
+
+
+FILTERS = """<ir_version: 10, opset_import: ["": 21]>
+filters (float[N,3,8,8] x) => (float[N,3,8,8] image) <float[2] zeros = {0, 0}> {
+    mixing = Constant<value = float[8,8] {NUMBERS}>()
+    shift = Constant<value = float[3,1,1] {0.1, 0.2, 0.3}>()
+    mixed = MatMul(x, mixing)
+    image = Add(mixed, shift)
+}""".replace("NUMBERS", ", ".join(["0.1"] * 64))
+
+
+@pytest.mark.parametrize("drawn", [False, True])
+def test_constants_of_preprocessing_are_never_trained(drawn: bool, tmp_path: Path) -> None:
+    operations = "scale normalize:mean=[0.5,0.4,0.3],std=[0.2,0.3,0.4] channels_first"
+    kept = tmp_path / "kept.onnx"
+    with_preprocessing(onward.read(colour_net()), onnx.parser.parse_model(FILTERS) if drawn else operations).save(kept)
+    for options in ({}, {"trainable": "*"}):
+        assert onward.prepare(kept, loss="ce", **options).steps[0].differentiated() == ["w"]
+    roles = {weight.name: weight.role for weight in onward.describe(kept).weights}
+    assert [name for name, role in roles.items() if role == "trainable"] == ["w"]

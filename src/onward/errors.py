@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import os
+import sys
+import traceback
+import warnings
 from collections.abc import Iterable, Sequence
+
+_PACKAGE = os.path.dirname(__file__) + os.sep
 
 
 class Error(Exception):
@@ -62,6 +68,13 @@ class UnsupportedError(Error, NotImplementedError):
     """Something valid that Onward does not do (yet)."""
 
 
+def warn(message: str) -> None:
+    """Warn of something that can be done, but is hardly meant, at the line that called Onward."""
+    stack = [frame.f_code.co_filename for frame, _ in traceback.walk_stack(sys._getframe(1))]
+    ours = [depth for depth, file in enumerate(stack, 2) if file.startswith(_PACKAGE)]
+    warnings.warn(message, stacklevel=max(ours, default=1) + 1)
+
+
 def first_line(error: BaseException) -> str:
     """What an error of somebody else says, in one line; what it is, if it says nothing."""
     return str(error).strip().partition("\n")[0] or type(error).__name__
@@ -110,12 +123,17 @@ _CLEAR = 0.8
 
 def near(name: str, known: Iterable[str], *, most: int = 3, likeness: float = 0.5) -> str | None:
     """A hint that names what the user may have meant, or None when nothing is close."""
-    lower = {other.lower(): other for other in known}
-    word = str(name).lower()
+    lower = {_plain(other): other for other in known}
+    word = _plain(str(name))
     synonym = _SYNONYMS.get(word)
     found = [difflib.get_close_matches(word, list(lower), most, least) for least in (_CLEAR, likeness)]
     matches = [synonym] if synonym in lower else found[0] or found[1]  # beside a clear match, others only confuse
     return f"did you mean {' or '.join(f'`{lower[match]}`' for match in matches)}?" if matches else None
+
+
+def _plain(name: str) -> str:
+    """A name as it is compared: `--Learning-Rate` is `learning_rate`."""
+    return name.lstrip("-").lower().replace("-", "_")
 
 
 def near_or_first(name: str, known: Iterable[str], *, most: int = 6) -> str:

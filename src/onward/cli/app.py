@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, TypeVar
 
@@ -23,6 +24,12 @@ _Function = TypeVar("_Function", bound=Callable[..., None])
 logging.getLogger("onnx_ir").addHandler(logging.NullHandler())  # its remarks about oddities are `check`'s business
 
 
+def _say_warning(message: Warning | str, category: type[Warning], filename: str, *_: Any, **__: Any) -> None:
+    """Warnings are said as errors are; those of other libraries are for their developers."""
+    if category is UserWarning:
+        console.print_warning(str(message))
+
+
 class Commands(TyperGroup):
     """All commands. Whatever happens in one ends in an exit code and, if it failed, in `error:` and `hint:`."""
 
@@ -37,7 +44,9 @@ class Commands(TyperGroup):
                 stream.reconfigure(errors="backslashreplace")  # a name may hold what a terminal cannot show
         options["standalone_mode"] = False  # errors come here
         try:
-            code = super().main([a for a in arguments if a != "--debug"], *rest, **options)
+            with warnings.catch_warnings():
+                warnings.showwarning = _say_warning
+                code = super().main([a for a in arguments if a != "--debug"], *rest, **options)
             if code == INTERRUPTED:  # what the parser makes of a Ctrl-C, silently
                 interrupted()
             sys.stdout.flush()
@@ -47,6 +56,13 @@ class Commands(TyperGroup):
 
 
 class Command(TyperCommand):
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except typer.TyperException as error:  # not all say which command it was
+            error.__dict__["ctx"] = getattr(error, "ctx", None) or ctx
+            raise
+
     def get_help(self, ctx: Any) -> str:
         return help_text(self, ctx)
 

@@ -7,21 +7,23 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from onward.cli.failure import Misuse
-from onward.errors import UnknownNameError, near
+from onward.errors import UnknownNameError, near_or_first
 
 if TYPE_CHECKING:
     from onward import Model
 
 
 def pairs(items: Sequence[str], example: str) -> dict[str, str]:
-    """Arguments of the form `left=right`, such as `example`."""
+    """Arguments of the form `left=right`, such as `example`, which may begin with the option that they follow."""
+    option = example.rpartition(" ")[0]
     found: dict[str, str] = {}
     for item in items:
         left, equals, right = item.partition("=")
         if not (left and equals and right):
-            raise Misuse(f"`{item}` has not the form of `{example}`", f"write for example `{example}`")
+            hint = "the model comes first" if item.endswith(".onnx") else f"write for example `{example}`"
+            raise Misuse(f"`{f'{option} {item}'.strip()}` has not the form of `{example}`", hint)
         if left in found:
-            raise Misuse(f"`{left}` is given twice", "give each name once")
+            raise Misuse(f"`{left}` is given twice: as `{found[left]}` and as `{right}`", "give each name once")
         found[left] = right
     return found
 
@@ -52,7 +54,7 @@ def number(text: str) -> Any:
 
 def recomputation(given: list[str] | None) -> int | list[str] | None:
     """What to compute again, as the library takes it: a number of layers, or patterns."""
-    if given and len(given) == 1 and given[0].isdecimal():
+    if given and len(given) == 1 and given[0].removeprefix("-").isdecimal():
         return int(given[0])
     return given or None
 
@@ -66,5 +68,7 @@ def floats_matching(model: Model, patterns: Sequence[str]) -> list[str]:
     names = matching(patterns, known)
     if not names:
         listed = ", ".join(f"`{pattern}`" for pattern in patterns)
-        raise UnknownNameError(f"{listed} matches no floating-point value", hint=near(patterns[0].strip("*"), known))
+        raise UnknownNameError(
+            f"{listed} matches no floating-point value", hint=near_or_first(patterns[0].strip("*"), known)
+        )
     return names

@@ -71,6 +71,10 @@ def print_error(message: str, hint: str | None) -> None:
         _labelled("hint: ", "bold cyan", hint)
 
 
+def print_warning(message: str) -> None:
+    _labelled("warning:", "bold yellow", message)
+
+
 def _labelled(label: str, style: str, message: str) -> None:
     from rich.text import Text
 

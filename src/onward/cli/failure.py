@@ -12,6 +12,7 @@ import typer
 
 from onward.cli import interrupted
 from onward.cli.console import ClosedPipe, print_error
+from onward.cli.help import usage_of
 from onward.errors import Error, near
 
 FAILED, USAGE = 1, 2
@@ -33,6 +34,9 @@ _PLAIN = {
     "Input should be a valid integer.*": "it must be a whole number",
     "Input should be a valid number.*": "it must be a number",
     "Input should be greater than or equal to": "it must be at least",
+    "Input should be less than or equal to": "it must be at most",
+    r"\.?\s*Choose from:\s*": ": one of ",
+    r"^Got unexpected extra argument(?:\(s\)|s)? \((.+)\)": r"unexpected argument `\1`",
     "Value error, ": "",
 }
 """How the parser says things, and how we do."""
@@ -74,11 +78,22 @@ def _usage(error: typer.TyperException) -> tuple[str, str]:
     text = re.sub(r"'([^']+)'", r"`\1`", text).strip().rstrip(".")
     for pattern, plain in _PLAIN.items():
         text = re.sub(pattern, plain, text)
+    text = " ".join(text.split())
     context = getattr(error, "ctx", None)
-    wrong = getattr(error, "option_name", None) or (re.findall(r"No such command `(.+)`", text) or [None])[0]
-    hint = near(wrong, _known(context)) if wrong and context else None
     path = context.command_path if context else "onward"
-    return text[:1].lower() + text[1:], hint or f"see `{path} --help`"
+    return text[:1].lower() + text[1:], _meant(text, context) or f"see `{path} --help`"
+
+
+def _meant(text: str, context: typer.Context | None) -> str | None:
+    """What was meant by a word that is not known."""
+    if choice := re.search(r"`([^`]+)` is not one of (.+)", text):
+        return near(choice[1], re.findall(r"`([^`]+)`", choice[2]))
+    unknown = re.search(r"No such (?:command|option):? `?([^` ]+)", text)
+    if unknown and context:
+        return near(unknown[1], _known(context), likeness=0.6)
+    if text.startswith("unexpected argument") and context:
+        return f"usage: `{context.command_path} {usage_of(context.command, context.command.params)}`"
+    return None
 
 
 def _known(context: typer.Context) -> list[str]:

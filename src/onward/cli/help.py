@@ -27,7 +27,7 @@ def _lines(command: Any, context: Any) -> Iterator[str]:
     options = [parameter for parameter in parameters if parameter.param_type_name == "option"]
     commands = getattr(command, "commands", {})
     yield from _wrapped(summary)
-    yield from ("", f"{_heading('Usage:')} {context.command_path} {_usage(command, parameters)}")
+    yield from ("", f"{_heading('Usage:')} {context.command_path} {usage_of(command, parameters)}")
     for paragraph in paragraphs:
         yield from ("", *_wrapped(paragraph))
     yield from _section("Arguments", [(argument.metavar, argument.help) for argument in arguments])
@@ -39,7 +39,7 @@ def _lines(command: Any, context: Any) -> Iterator[str]:
         yield from ("", *command.epilog.splitlines())
 
 
-def _usage(command: Any, parameters: list[Any]) -> str:
+def usage_of(command: Any, parameters: list[Any]) -> str:
     """What must be given, and that more may be."""
     if command.options_metavar != USAGE:
         return str(command.options_metavar)

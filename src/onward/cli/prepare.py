@@ -31,6 +31,7 @@ def prepare(
     model: options.OptionalModel = None,
     loss: recipes.Losses = None,
     optimizer: recipes.Optimizer = "adamw",
+    lr: recipes.Rate = None,
     schedule: recipes.Schedules = None,
     clip_norm: recipes.ClipNorm = None,
     clip_tensor_norm: recipes.ClipTensorNorm = None,

@@ -43,6 +43,7 @@ Losses = Annotated[
     ),
 ]
 Optimizer = Annotated[str, _how("--optimizer", "SPEC", "By name; `adamw` unless given.")]
+Rate = Annotated[float | None, _how("--lr", "X", "The learning rate, where the optimizer does not say it.")]
 Schedules = Annotated[
     _Texts,
     _how(
@@ -71,11 +72,11 @@ Distill = Annotated[
 ]
 NewHead = Annotated[
     str | None,
-    _trains("--new-head", "OPTIONS", "First give the model a new last layer: classes=5, or classes=5,layer=fc."),
+    _trains("--new-head", "OPTIONS", "First give the model a new last layer: 5 classes, or 5,layer=fc."),
 ]
 Lora = Annotated[
     str | None,
-    _trains("--lora", "OPTIONS", "First add low-rank adapters, such as rank=8,targets='*attn*', and train them alone."),
+    _trains("--lora", "OPTIONS", "First add low-rank adapters, such as 8,targets='*attn*', and train them alone."),
 ]
 Trainable = Annotated[
     _Texts,
@@ -129,6 +130,7 @@ def _recipe(
     *,
     loss: _Texts,
     optimizer: str,
+    lr: float | None,
     schedule: _Texts,
     clip_norm: float | None,
     clip_tensor_norm: float | None,
@@ -153,6 +155,7 @@ def _recipe(
     return {
         "loss": _one_or_all(loss),
         "optimizer": optimizer,
+        "lr": lr,
         "schedule": _one_or_all(schedule),
         "trainable": trainable,
         "freeze": freeze or (),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -49,6 +50,10 @@ def target(source: Path, output: Path | None, ending: str, *, data: Where = "aut
     path = source.parent / name if output is None else output / name if output.is_dir() else output
     if not force:
         refuse_to_overwrite(path, source)
+    if not path.parent.is_dir():
+        raise WriteError(f"there is no folder `{path.parent}` to write `{path.name}` to", hint="create it first")
+    if not os.access(path.parent, os.W_OK):
+        raise WriteError(f"the folder `{path.parent}` cannot be written to", hint="write elsewhere with `-o`")
     return Target(source, path, data)
 
 

@@ -10,7 +10,7 @@ import typer
 
 from onward.cli import INTERRUPTED, options, recipes
 from onward.cli.app import BUILD, command
-from onward.cli.arguments import recomputation
+from onward.cli.arguments import pairs, recomputation
 from onward.cli.console import print_json, remark, say
 from onward.cli.failure import Misuse
 from onward.cli.saving import Target, target
@@ -96,6 +96,7 @@ def train(
     ] = False,
     loss: recipes.Losses = None,
     optimizer: recipes.Optimizer = "adamw",
+    lr: recipes.Rate = None,
     schedule: recipes.Schedules = None,
     clip_norm: recipes.ClipNorm = None,
     clip_tensor_norm: recipes.ClipTensorNorm = None,
@@ -194,13 +195,15 @@ def train(
         recipe = {}
     common: dict[str, Any] = {
         "batch_size": batch_size,
-        "columns": _columns(mapping or []),
+        "columns": pairs(mapping or [], "--map image=pixels"),
         "seed": seed,
         "engine": engine,
         "device": device,
         "threads": threads,
         **{name: value for name, value in recipe.items() if value is not None},
     }
+    if find_lr and place is not None:
+        raise Misuse("`--find-lr` trains nothing, so there is nothing to write", "leave `-o` out")
     if find_lr:
         _show_rate(api.find_lr(source, _source(data), **common), as_json)
         return
@@ -309,16 +312,11 @@ def _validation(given: str | None) -> Any:
     if given is None:
         return None
     try:
-        share = float(given)
+        share = float(given.removesuffix("%"))
     except ValueError:
         return given
+    if given.endswith("%"):
+        raise Misuse(f"`--validation {given}` is no share of the data", f"write `--validation {share / 100:g}`")
     if not 0 < share < 1:
         raise Misuse(f"`--validation {given}` is no share of the data", "give a number between 0 and 1, or more data")
     return share
-
-
-def _columns(given: list[str]) -> dict[str, str]:
-    wrong = [text for text in given if "=" not in text]
-    if wrong:
-        raise Misuse(f"`--map {wrong[0]}` is not INPUT=COLUMN", "for example `--map image=pixels`")
-    return dict(text.split("=", 1) for text in given)

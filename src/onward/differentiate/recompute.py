@@ -14,7 +14,7 @@ from fnmatch import fnmatchcase
 import onnx_ir as ir
 
 from onward.build import Builder, Expr, twin
-from onward.errors import UnknownNameError, UnsupportedError, near
+from onward.errors import UnknownNameError, UnsupportedError, near_or_first
 from onward.model.walk import is_random, nested_graphs
 
 Choice = int | str | Sequence[str] | None
@@ -96,7 +96,7 @@ def _matching(choice: str | Sequence[str], nodes: Sequence[ir.Node]) -> Iterator
         if not any(fnmatchcase(name, pattern) for of_node in names.values() for name in of_node):
             known = [name for of_node in names.values() for name in of_node if name]
             raise UnknownNameError(
-                f"nothing to compute again matches `{pattern}`", hint=near(pattern.strip("*"), known)
+                f"nothing to compute again matches `{pattern}`", hint=near_or_first(pattern.strip("*"), known)
             )
     part_of: dict[ir.Node, list[ir.Node]] = {}
     for node in nodes:

@@ -139,6 +139,8 @@ def _section(step: Step, fact: dict[str, Any], place: str) -> ScheduleSection:
     known = [*given, *(kind.options if kind is not None else ())]
     now = {key: current(step, f"{place}/{key}") for key in dict.fromkeys(known) if key not in choices}
     numbers = {key: given.get(key) if value is None else value for key, value in now.items()}
+    if not numbers.get("warmup"):  # none, and so the graph has none
+        numbers = {key: value for key, value in numbers.items() if not key.startswith("warmup")}
     return ScheduleSection(str(fact["name"]), {k: v for k, v in numbers.items() if v is not None}, choices)
 
 

@@ -21,6 +21,8 @@ ROLE_KEY = "train.role"
 PARAMETER_KEY = "train.param"
 SLOT_KEY = "train.slot"
 GROUP_KEY = "train.group"
+PREPROCESSING = "preprocessing"
+"""The role of constants that were put before a model, to make of data what it takes."""
 
 STEP = "step"
 """The counter of updates."""

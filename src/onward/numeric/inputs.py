@@ -59,7 +59,9 @@ def _read(given: Given) -> dict[str, np.ndarray]:
         try:
             return read_npz(given)
         except OSError as error:
-            raise DataError(f"cannot read `{given}`: {reason(error)}") from error
+            raise DataError(
+                f"cannot read `{given}`: {reason(error)}", hint="check the path; it is relative to the current folder"
+            ) from error
         except ValueError as error:
             raise DataError(f"`{given}` is not an .npz file: {error}", hint="write one with `numpy.savez`") from error
     return {name: np.asarray(array) for name, array in (given or {}).items()}

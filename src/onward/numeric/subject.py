@@ -9,7 +9,7 @@ import onnx_ir as ir
 from onnx import defs
 
 from onward.differentiate.api import COMMON_OPSET, OLDEST_OPSET
-from onward.errors import UnknownNameError, UnsupportedError, near
+from onward.errors import UnknownNameError, UnsupportedError, near_or_first
 from onward.lowering.gradients import lower_gradients
 from onward.model import Model, Source, read
 from onward.model.core import string, strings, values
@@ -63,7 +63,7 @@ def subject(source: Source, y: str | None, xs: Sequence[str] | None, step: int) 
 
 def _unknown(names: Sequence[str], known: Iterable[str]) -> ir.Value:
     listed = ", ".join(f"`{name}`" for name in names)
-    raise UnknownNameError(f"there is no value {listed}", hint=near(names[0], known))
+    raise UnknownNameError(f"there is no value {listed}", hint=near_or_first(names[0], known))
 
 
 def _default_y(model: Model) -> ir.Value:

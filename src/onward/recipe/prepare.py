@@ -10,7 +10,7 @@ import onnx_ir as ir
 
 from onward.arguments import Count, Range, Seed, checked, fitting
 from onward.build import Builder, Expr, uncollected
-from onward.errors import RecipeError
+from onward.errors import RecipeError, warn
 from onward.model import TRAINING_DOMAIN, Model, Source, read
 from onward.model.core import values
 from onward.model.serde import stamp
@@ -28,9 +28,10 @@ from onward.recipe.optimizers.function import FunctionOptimizer
 from onward.recipe.optimizers.given import given_optimizer, with_rate
 from onward.recipe.optimizers.groups import Group, groups, opset_of, patterns
 from onward.recipe.ranges import DECAY_RATE, POSITIVE
-from onward.recipe.reset import bind_initial_value
+from onward.recipe.reset import bind_initial_value, check_patterns
 from onward.recipe.roles import roles
 from onward.recipe.spec import Spec, arguments
+from onward.recipe.suitability import unsuitable
 from onward.recipe.trainable import Selection, select
 from onward.recipe.update import Update
 from onward.transform.inline import inline
@@ -92,6 +93,8 @@ class Recipe:
         separate_merged(model)
         summands = objective.terms(self.loss) if self.loss is not None else []
         predictions = objective.predictions(model, summands)
+        for warning in unsuitable(summands, predictions):
+            warn(warning)
         students = teaching.students(model, predictions) if teaching else []
         watched = list(dict.fromkeys([*predictions, *students]))
         trainable, freeze = _patterns(self.trainable), _patterns(self.freeze) or ()
@@ -109,6 +112,7 @@ class Recipe:
             loss = teaching.add(assembly, loss, students, trained, _seen(model, entries, trained))
         assert loss is not None
         loss = assembly.metric("loss", loss)
+        check_patterns(self.init, selection.parameters)
         for value in selection.parameters:
             bind_initial_value(assembly, value, self.init, self.seed)
         self._train(assembly, selection, loss, groups(selection.parameters, optimizer, self.groups, found))

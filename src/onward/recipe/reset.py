@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
 from onward.build import Builder, Expr
+from onward.errors import UnknownNameError, near_or_first
 from onward.model.state import untagged
 from onward.recipe import random
 from onward.recipe.assembly import Assembly
@@ -18,6 +19,15 @@ from onward.recipe.trainable import matching
 
 _FILE = "file"
 _OPSET = 21
+
+
+def check_patterns(init: str | Mapping[str, Any], parameters: Sequence[ir.Value]) -> None:
+    """Refuse initialisers for what is not trained."""
+    names = [value.name or "" for value in parameters]
+    for pattern in init if isinstance(init, Mapping) and "name" not in init else ():
+        if pattern != "*" and not matching([pattern], names):
+            hint = near_or_first(pattern.strip("*"), names)
+            raise UnknownNameError(f"`{pattern}`, which has an initializer, matches no parameter", hint=hint)
 
 
 def bind_initial_value(assembly: Assembly, value: ir.Value, init: str | Mapping[str, Any], seed: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -39,6 +40,8 @@ def parse(text: str | Mapping[str, Any] | Spec) -> Spec:
     if not isinstance(text, str):
         raise RecipeError(f"{text!r} is no text and no mapping", hint="write it as `adamw:lr=1e-3`")
     name, _, rest = text.partition(":")
+    if call := re.fullmatch(r"(\w+)[( ]\s*(\w+\s*=.*?)\)?", text.strip()):
+        raise RecipeError(f"`{text}` is not how options are given", hint=f"write it as `{call[1]}:{call[2]}`")
     if not name.strip():
         raise RecipeError(f"`{text}` has no name before its options", hint="write it as `adamw:lr=1e-3`")
     return Spec(name.strip(), parse_options(rest, text))

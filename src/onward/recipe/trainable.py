@@ -9,13 +9,14 @@ Then:
 3. the exporter wrote down that it is a parameter or a buffer (PyTorch does) -> parameter or constant; or that it was
    computed beforehand, and it is one number throughout -> constant
 4. it is only read where operators take settings (limits, scales, masks, initial states) -> constant
-5. it is a single number in arithmetic and not the bias of a layer with one output, or a number without axes that fills
+5. it is the mean or the deviation by which an input is normalized, (x - mean) / std -> constant
+6. it is a single number in arithmetic and not the bias of a layer with one output, or a number without axes that fills
    a factor of a matrix product (a first state), or it is a mask (it holds an infinity or a number below -10000)
    -> constant
-6. everything else -> parameter
+7. everything else -> parameter
 
 Patterns come last: `freeze` takes parameters away, and `trainable`, where it is given, is the list of what is trained,
-and may name what rules 3 to 5 would leave out. Where it is not given and the model has adapters, these and a new head
+and may name what rules 3 to 6 would leave out. Where it is not given and the model has adapters, these and a new head
 are trained, and nothing else.
 """
 
@@ -32,11 +33,12 @@ import numpy as np
 import onnx_ir as ir
 from onnx import defs
 
-from onward.errors import RecipeError, UnknownNameError, near
+from onward.errors import RecipeError, UnknownNameError, near_or_first
 from onward.model import Model
-from onward.model.state import ROLE_KEY, SLOT_KEY
+from onward.model.state import PREPROCESSING, ROLE_KEY, SLOT_KEY
 from onward.model.walk import nested_graphs
 from onward.recipe.constants import constant_tensor, expose, is_uniform, stored_shape
+from onward.recipe.normalization import normalizes_input
 
 Role = Literal["parameter", "frozen", "constant", "statistics"]
 
@@ -94,7 +96,8 @@ _STEPS = {"Ceil", "Floor", "Round", "Sign", "BitwiseNot", "Not"}
 _MASK = -1e4
 
 _UNREACHED = "no gradient reaches it from the loss"
-_STEERS = "a number that steers training"
+_NEVER = {"hyper": "a number that steers training", PREPROCESSING: "part of the preprocessing"}
+"""Roles of tensors that are never trained, and what they are."""
 
 HEAD, ADAPTERS = "head", ("lora_A", "lora_B")
 """Slots, in the tags of tensors, of what was added to a model in order to train it for something else."""
@@ -139,7 +142,10 @@ def select(
     choices = {name: _match(choice, trainable, freeze, roles) for name, choice in choices.items()}
     chosen = [name for name, choice in choices.items() if choice.role == "parameter"]
     if not chosen:
-        raise RecipeError("nothing is left to train: " + _summary(choices.values()), hint="see `onward show --params`")
+        raise RecipeError(
+            "nothing is left to train: " + _summary(choices.values()),
+            hint="`onward show MODEL --params` says what each tensor is",
+        )
     parameters = [expose(model.graph, known[name][0]) for name in chosen]
     return Selection(parameters, list(choices.values()))
 
@@ -237,8 +243,9 @@ def _judge(value: ir.Value, hidden: str, edges: dict[ir.Value, list[tuple[ir.Nod
     name = value.name or ""
     if value not in edges:
         return Choice(name, "constant", _UNREACHED)
-    if value.const_value is not None and value.const_value.metadata_props.get(ROLE_KEY) == "hyper":
-        return Choice(name, "constant", _STEERS)
+    role = _recorded_role(value)
+    if role in _NEVER:
+        return Choice(name, "constant", _NEVER[role])
     readers = list(readers_of(value, edges))
     if readers and all(node.op_type == "BatchNormalization" and i >= 3 for node, i in readers):
         return Choice(name, "statistics", "running statistics of BatchNormalization")
@@ -253,9 +260,16 @@ def _judge(value: ir.Value, hidden: str, edges: dict[ir.Value, list[tuple[ir.Nod
         return Choice(name, "constant", f"a setting of {readers[0][0].op_type}")
     if _is_number(value, readers):
         return Choice(name, "constant", "a single number")
+    if readers and all(normalizes_input(node, i) for node, i in readers):
+        return Choice(name, "constant", "part of a normalization of the input")
     if _is_mask(value, readers):
         return Choice(name, "constant", "a mask")
     return Choice(name, "parameter", hidden or f"read by {readers[0][0].op_type}" if readers else "read by the loss")
+
+
+def _recorded_role(value: ir.Value) -> str:
+    holder = value.const_value or value.producer()
+    return holder.metadata_props.get(ROLE_KEY, "") if holder is not None else ""
 
 
 def readers_of(value: ir.Value, edges: Mapping[ir.Value, list[tuple[ir.Node, int]]]) -> Iterator[tuple[ir.Node, int]]:
@@ -328,15 +342,15 @@ def _check_patterns(patterns: Sequence[str], choices: dict[str, Choice], roles: 
     missing = [pattern for pattern in patterns if not matching([pattern], choices, roles)]
     if missing:
         names = ", ".join(f"`{pattern}`" for pattern in missing)
-        hint = near(missing[0].strip("*"), choices) or f"the model has {', '.join(list(choices)[:5])}, ..."
+        hint = near_or_first(missing[0].strip("*"), choices)
         raise UnknownNameError(f"{names} matches no floating-point tensor of the model", hint=hint)
 
 
 def _match(
     choice: Choice, trainable: Sequence[str] | None, freeze: Sequence[str], roles: Mapping[str, Collection[str]]
 ) -> Choice:
-    # What no gradient reaches, numbers that steer, and statistics cannot be trained whatever a pattern says.
-    impossible = choice.role == "statistics" or choice.reason in (_UNREACHED, _STEERS)
+    # What no gradient reaches, what steers or prepares data, and statistics cannot be trained whatever a pattern says.
+    impossible = choice.role == "statistics" or choice.reason in (_UNREACHED, *_NEVER.values())
     if trainable is not None and not impossible:
         if matching(trainable, [choice.name], roles):
             choice = Choice(choice.name, "parameter", "named as trainable")

@@ -77,6 +77,13 @@ def _joins(first: Model, second: Model, connect: Mapping[str, str] | None) -> di
     ):
         if name not in known:
             raise UnknownNameError(f"`{name}` is no {what}", hint=near(name, known) or f"there are {', '.join(known)}")
+    by_input: dict[str, str] = {}
+    for output, name in connect.items():
+        if name in by_input:
+            raise InvalidModelError(
+                f"`{by_input[name]}` and `{output}` cannot both be the input `{name}`", hint="connect one of them"
+            )
+        by_input[name] = output
     return dict(connect)
 
 

@@ -11,7 +11,7 @@ from typing import Annotated
 import numpy as np
 
 from onward.arguments import Count, Range, Seed, checked
-from onward.errors import Error, UnsupportedError
+from onward.errors import Error, UnknownNameError, UnsupportedError, near_or_first
 from onward.lowering.contract import contract_of
 from onward.lowering.step import lower
 from onward.model import Model, Source, read
@@ -46,6 +46,10 @@ def verify(
     largest element of a tensor: 1e-4 unless given, 1e-9 for models in float64.
     """
     model = read(source)
+    model.step(step)
+    for name in engines or ():
+        if name not in ENGINES:
+            raise UnknownNameError(f"there is no engine `{name}`", hint=near_or_first(name, ENGINES))
     names = engines if engines is not None else [name for name in ENGINES if is_installed(name)]
     ways = [Way(name, rules) for name in names for rules in _rules(name)]
     known = [*model.inputs, *(value for one in model.steps[step:][:1] for value in one.algorithm.inputs)]

@@ -9,7 +9,8 @@ from typing import Any
 
 import onnx_ir as ir
 
-from onward.errors import RecipeError, UnknownNameError, near
+from onward.arguments import fitting
+from onward.errors import RecipeError, UnknownNameError, near_or_first
 from onward.recipe.optimizers.configured import ConfiguredOptimizer
 from onward.recipe.optimizers.function import FunctionOptimizer
 from onward.recipe.optimizers.given import Given, given_optimizer
@@ -70,8 +71,15 @@ def groups(
         match, spec = _given(item, default)
         if not matching(match, everything, roles):
             listed = ", ".join(f"`{pattern}`" for pattern in match)
-            raise UnknownNameError(f"{listed} matches no parameter", hint=near(match[0].strip("*"), everything))
-        found.append((spec, [remaining.pop(name) for name in matching(match, list(remaining), roles)]))
+            hint = near_or_first(match[0].strip("*"), everything)
+            raise UnknownNameError(f"{listed} matches no parameter", hint=hint)
+        members = [remaining.pop(name) for name in matching(match, list(remaining), roles)]
+        if not members:
+            raise RecipeError(
+                f"the group `{', '.join(match)}` is left without a parameter: groups before it have them all",
+                hint="each parameter goes to the first group that matches it; put this one first, or leave it out",
+            )
+        found.append((spec, members))
     found.append((default, list(remaining.values())))
     return [
         Group(f"group{i}", _configured(spec), chosen)
@@ -85,11 +93,15 @@ def _configured(given: Given) -> ConfiguredOptimizer | FunctionOptimizer:
 
 def _given(item: Any, default: Given) -> tuple[list[str], Given]:
     if isinstance(item, str):
-        pattern, _, rest = item.partition(":")
+        pattern, colon, rest = item.partition(":")
+        if "=" in pattern and not colon:
+            raise RecipeError(
+                f"the group `{item}` does not say which parameters it is for", hint=f"write `*.bias:{item}`"
+            )
         item = {"match": pattern, **parse_options(rest, item)}
     if not isinstance(item, Mapping) or "match" not in item:
         raise RecipeError(f"the group {item!r} does not say which parameters it is for", hint="write `*.bias:lr=1e-4`")
-    match = [item["match"]] if isinstance(item["match"], str) else list(item["match"])
+    match = fitting("`match` of a group", item["match"], Sequence[str])
     changes = {key: value for key, value in item.items() if key not in ("match", "optimizer")}
     base = given_optimizer(item["optimizer"]) if "optimizer" in item else default
     if isinstance(base, FunctionOptimizer):

@@ -18,7 +18,8 @@ from onward.build import Builder, Names
 from onward.errors import RecipeError
 from onward.model import Model, read
 from onward.model.serde import stamp
-from onward.recipe.assembly import Assembly
+from onward.model.state import PREPROCESSING, ROLE_KEY, tagged
+from onward.recipe.assembly import METADATA_IR_VERSION, Assembly
 from onward.recipe.embed import emptied
 from onward.recipe.preprocessing.augmentations import AUGMENTATIONS, Chance
 from onward.recipe.preprocessing.picture import Form, dims_of
@@ -52,6 +53,7 @@ def with_preprocessing(source: Model, preprocess: Any) -> Model:
     preprocess = opened(preprocess)
     model = convert_opset(source, max(source.opset, opset_of(preprocess))).copy()
     put_before(model, preprocess)
+    model.ir.ir_version = max(model.ir.ir_version or 0, METADATA_IR_VERSION)
     return stamp(model)
 
 
@@ -107,7 +109,12 @@ def _put_pipeline_before(model: Model, name: str, pipeline: Pipeline) -> Entry:
 
 def _move_before(graph: ir.Graph, first: ir.Graph) -> None:
     nodes, constants = emptied(first)
+    for node in nodes:
+        if node.op_type == "Constant":
+            node.metadata_props[ROLE_KEY] = PREPROCESSING
     for constant in constants:
+        if constant.const_value is not None:
+            constant.const_value = tagged(constant.const_value, role=PREPROCESSING)
         graph.register_initializer(constant)
     graph.insert_before(graph[0], nodes)
 
