@@ -261,6 +261,12 @@ BAD_FILES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "object": (lambda p: 7, "cannot train on an object of type `int`"),
     "ragged list": (lambda p: {"x": [[1, 2], [3]]}, "column `x` of the data is not an array"),
     "empty folder": (lambda p: p, "is empty"),
+    "bytes": (lambda p: b"x.npz", "cannot train on bytes"),
+    "no path": (lambda p: "", "the path of the data is empty"),
+    "long path": (lambda p: "x" * 300 + ".npz", "there is no xxx"),
+    "long path with a name": (lambda p: [f"a={'x' * 300}.npz"], "there is no xxx"),
+    "name twice": (lambda p: {1: np.zeros(3), "1": np.ones(3)}, "has 2 columns called `1`"),
+    "no batches": (lambda p: lambda: 5, "an object of type `int`, not batches"),
     "csv without rows": (lambda p: _text(p, "a,b\n"), "x.csv has no rows"),
     "csv without header": (lambda p: _text(p, "1,2\n3,4\n"), "x.csv has no header"),
     "csv with a name twice": (lambda p: _text(p, "a,a\n3,4\n"), "has the name `a` more than once"),
@@ -414,7 +420,9 @@ def test_bad_arrow_files(suffix: str, tmp_path: Path) -> None:
     path = tmp_path / f"x.{suffix}"
 
     def write(**data: Any) -> Path:
-        table = pa.table(data)
+        return write_table(pa.table(data))
+
+    def write_table(table: Any) -> Path:
         if suffix == "parquet":
             pq.write_table(table, path)
         else:
@@ -434,6 +442,11 @@ def test_bad_arrow_files(suffix: str, tmp_path: Path) -> None:
             opened.take(np.arange(len(opened)))
     with pytest.raises(DataError, match="has no rows"):
         open_data(write(x=pa.array([], pa.int64())))
+    twice = pa.Table.from_arrays([pa.array([1]), pa.array([2])], names=["x", "x"])
+    with pytest.raises(DataError, match="has 2 columns called `x`"):
+        open_data(write_table(twice))
+    with pytest.raises(DataError, match="has a column without a name"):
+        open_data(write_table(pa.table({"": [1]})))
     with pytest.raises(DataError, match="not a whole"):
         open_data(_cut(write(x=[1, 2]), 20))
 

@@ -418,3 +418,11 @@ def test_columns_of_data_frames() -> None:
     assert rows["amount"].tolist() == [3, 1] and rows["size"].tolist() == [0, 0]
     assert data.columns["size"].classes == ("small", "large")
     np.testing.assert_array_equal(rows["picture"], np.stack([frame["picture"][9], frame["picture"][7]]))
+
+
+@needs("pandas")
+def test_a_data_frame_with_a_name_twice() -> None:
+    import pandas as pd
+
+    with pytest.raises(DataError, match="has 2 columns called `a`"):
+        open_data(pd.DataFrame([[1, 2], [3, 4]], columns=["a", "a"]))

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from onward.errors import DataError
-from onward.training.data.dataset import Batch, Column, optional_package
+from onward.training.data.dataset import Batch, Column, check_names, optional_package
 from onward.training.data.images import Decoder, ImageFormat
 
 
@@ -21,6 +21,7 @@ class Reader:
     """Makes arrays of batches of one schema. Shapes, and formats of images, are those of the first row."""
 
     def __init__(self, first: Any, images: ImageFormat, origin: str):
+        check_names(first.schema.names, origin)
         self._origin = origin
         self._decoders: dict[str, Decoder] = {}
         self._classes = _class_names(first.schema)

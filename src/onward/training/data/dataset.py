@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -111,6 +112,14 @@ def known(wanted: Sequence[str] | None, columns: Mapping[str, Column], origin: s
             listed = "columns are " + ", ".join(f"`{other}`" for other in columns)
             raise DataError(f"{origin} has no column `{name}`", hint=near(name, columns) or listed)
     return list(columns) if wanted is None else wanted
+
+
+def check_names(names: Iterable[str], origin: str) -> None:
+    """Refuse columns without a name, and of the same: which of them is meant, nobody knows."""
+    for name, count in Counter(names).items():
+        if count > 1 or not name:
+            what = f"{count} columns called `{name}`" if name else "a column without a name"
+            raise DataError(f"{origin} has {what}", hint="give each a name of its own")
 
 
 def to_array(value: Any, name: str, origin: str = "the data") -> np.ndarray:

@@ -33,6 +33,14 @@ def check_file(path: PathLike) -> int:
         raise DataError(f"cannot read {path}: {reason(error)}") from error
 
 
+def files_in(folder: Path) -> list[Path]:
+    """What is in a folder, in order, but for what is hidden."""
+    try:
+        return sorted(path for path in folder.iterdir() if not path.name.startswith("."))
+    except OSError as error:
+        raise DataError(f"cannot read the folder {folder}: {reason(error)}") from error
+
+
 class DataFile:
     """A file to read from at any place; closed when nobody uses it any more."""
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from onward.training.data.csv_file import MOST_CLASSES
-from onward.training.data.dataset import Columns, to_array
+from onward.training.data.dataset import Columns, check_names, to_array
 
 
 def is_frame(source: Any) -> bool:
@@ -21,6 +21,7 @@ def is_frame(source: Any) -> bool:
 
 
 def open_frame(frame: Any) -> Columns:
+    check_names(map(str, frame.columns), "the data frame")
     arrays: dict[str, np.ndarray] = {}
     described: dict[str, dict[str, Any]] = {}
     for position, label in enumerate(frame.columns):

@@ -15,7 +15,7 @@ from onward.errors import DataError, first_line
 from onward.recipe.preprocessing import Pipeline, Single
 from onward.recipe.preprocessing.pipeline import form_of
 from onward.training.data.dataset import Batch, Column, check_not_empty, known, optional_package
-from onward.training.data.files import check_file
+from onward.training.data.files import check_file, files_in
 
 SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm"}
 _MODES = {1: "L", 3: "RGB", 4: "RGBA"}
@@ -71,7 +71,7 @@ class ImageFolder:
     """Images are decoded when they are taken."""
 
     def __init__(self, folder: Path, wanted: ImageFormat | None = None):
-        classes = sorted(path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
+        classes = [path.name for path in files_in(folder) if path.is_dir()]
         self._files: list[str] = []  # there may be millions
         labels: list[int] = []
         for label, name in enumerate(classes):

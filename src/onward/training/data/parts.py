@@ -5,12 +5,14 @@ What is called so is not a class. A part is a folder, or files whose names begin
 
 from __future__ import annotations
 
+import os
 import re
 from collections import defaultdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from onward.errors import DataError
+from onward.training.data.files import files_in
 
 _ROLES = {
     **dict.fromkeys(("train", "training"), "training"),
@@ -31,7 +33,7 @@ class Parted(NamedTuple):
 
 def in_parts(data: Any, validation: Any = None) -> Parted:
     """What to train on and to validate with: the parts of a folder that has such, unless `validation` is given."""
-    parts = parts_of(Path(data)) if isinstance(data, str | Path) else {}
+    parts = parts_of(Path(data)) if data and isinstance(data, str | Path) else {}
     if not parts:
         return Parted(data, validation)
     said, used = [f"trains on {_called(parts['training'])}"], validation
@@ -47,9 +49,9 @@ def in_parts(data: Any, validation: Any = None) -> Parted:
 
 def parts_of(folder: Path) -> dict[str, list[Path]]:
     """The parts that a folder holds, by what they are for (`training`, `validation`, `test`); none if it is data."""
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         return {}
-    inside = sorted(path for path in folder.iterdir() if not path.name.startswith("."))
+    inside = files_in(folder)
     places = [path for path in inside if path.is_dir()] or inside
     words: dict[str, list[Path]] = defaultdict(list)
     for path in places:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -10,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from onward.errors import DataError
-from onward.training.data.dataset import Columns, Dataset, Rows, known, to_array
-from onward.training.data.files import check_file
+from onward.training.data.dataset import Columns, Dataset, Rows, check_names, known, to_array
+from onward.training.data.files import check_file, files_in
 from onward.training.data.frames import is_frame, open_frame
 from onward.training.data.images import SUFFIXES, ImageFolder, ImageFormat, format_for
 from onward.training.data.parts import refuse_parts
@@ -41,6 +42,8 @@ def open_data(
     wanted = images or (format_for(inputs) if inputs else ImageFormat())
     if isinstance(source, str | Path):
         return _open_paths([source], wanted)
+    if isinstance(source, bytes | bytearray):
+        raise DataError("cannot train on bytes", hint=f"use {_FILES}")
     if is_frame(source):
         return open_frame(source)
     if isinstance(source, Dataset | Stream):
@@ -76,6 +79,7 @@ def _refuse_arrays(source: Any) -> None:
 
 
 def _open_mapping(source: Mapping[Any, Any], images: ImageFormat) -> Dataset:
+    check_names(map(str, source), "the data")
     if source and all(isinstance(value, str | Path) for value in source.values()):
         return Beside({str(name): _named_column(str(name), str(path), images) for name, path in source.items()})
     if any(hasattr(value, "with_format") for value in source.values()):
@@ -94,6 +98,8 @@ def _arrays(arrays: tuple[Any, ...] | Mapping[str, Any]) -> Columns:
 
 
 def _open_paths(paths: Sequence[str | Path], images: ImageFormat) -> Dataset:
+    if "" in paths:
+        raise DataError("the path of the data is empty", hint=f"use {_FILES}")
     names = [_name_of(path) for path in paths]
     if all(name is None for name in names):
         return joined([_open_path(Path(path), images) for path in paths], f"{len(paths)} files")
@@ -113,12 +119,12 @@ def _open_paths(paths: Sequence[str | Path], images: ImageFormat) -> Dataset:
 def _name_of(path: str | Path) -> str | None:
     """The name in `name=path`, unless the whole is a path."""
     found = re.match(r"([^=/\\]+)=", str(path))
-    return found[1] if found and not Path(path).exists() else None
+    return found[1] if found and not os.path.exists(path) else None
 
 
 def _named_column(name: str, path: str, images: ImageFormat) -> tuple[Dataset, str]:
     """A data set, and the column of it that `path` or `path:column` means."""
-    if Path(path).exists() or ":" not in path:
+    if os.path.exists(path) or ":" not in path:
         data = _open_path(Path(path), images)
         if len(data.columns) == 1:
             return data, next(iter(data.columns))
@@ -132,7 +138,7 @@ def _named_column(name: str, path: str, images: ImageFormat) -> tuple[Dataset, s
 
 def _open_path(path: Path, images: ImageFormat, only: str | None = None) -> Dataset:
     """A file or folder; `only` one column is used of it, so that others do not matter where they can be left out."""
-    if not path.exists():
+    if not os.path.exists(path):  # which is no error, however strange the path is
         raise DataError(f"there is no {path}", hint="check the path; it is relative to the current folder")
     if path.is_dir():
         return _open_folder(path, images)
@@ -173,7 +179,7 @@ def _open_folder(folder: Path, images: ImageFormat) -> Dataset:
         from onward.training.data.arrow import open_saved
 
         return open_saved(folder, images)
-    inside = sorted(path for path in folder.iterdir() if not path.name.startswith("."))
+    inside = files_in(folder)
     files = [path for path in inside if not path.is_dir()]
     if any(path.is_dir() for path in inside):
         return ImageFolder(folder, images)

@@ -54,6 +54,9 @@ class Stream:
             items = source(epoch)
         else:
             items = source()
+        if not isinstance(items, Iterable):
+            hint = "let it return a generator, or a list of batches"
+            raise DataError(f"the function gives an object of type `{type(items).__name__}`, not batches", hint=hint)
         for number, item in enumerate(items):
             yield _batch(item, number)
 
