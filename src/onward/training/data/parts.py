@@ -33,7 +33,7 @@ class Parted(NamedTuple):
 
 def in_parts(data: Any, validation: Any = None) -> Parted:
     """What to train on and to validate with: the parts of a folder that has such, unless `validation` is given."""
-    parts = parts_of(Path(data)) if data and isinstance(data, str | Path) else {}
+    parts = parts_of(Path(data)) if isinstance(data, str | Path) and data != "" else {}
     if not parts:
         return Parted(data, validation)
     said, used = [f"trains on {_called(parts['training'])}"], validation
