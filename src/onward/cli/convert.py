@@ -77,13 +77,13 @@ def _missing(source: Path) -> InvalidModelError:
 
 def _forth(source: Path, framework: Framework, output: Path | None, force: bool) -> list[Path]:
     import onward
-    from onward.convert.files import KINDS, write
+    from onward.convert.files import ENDINGS, places, write
 
-    kind = KINDS[framework]
-    path = output or source.with_name(f"{source.name.removesuffix('.onnx')}{kind.ending or f'-{framework}'}")
-    if kind.ending and path.suffix != kind.ending:
-        raise Misuse(f"`{path}` is no name for {framework}", f"write to `{path.with_suffix(kind.ending)}`, for example")
-    for place in [path, *(path.with_suffix(ending) for ending in kind.beside)] if not force else []:
+    ending = ENDINGS[framework]
+    path = output or source.with_name(f"{source.name.removesuffix('.onnx')}{ending or f'-{framework}'}")
+    if ending and path.suffix != ending:
+        raise Misuse(f"`{path}` is no name for {framework}", f"write to `{path.with_suffix(ending)}`, for example")
+    for place in places(framework, path) if not force else []:
         refuse_to_overwrite(place, source)
     with working(f"converting {source}", source):
         written = write(onward.read(str(source)), framework, path)

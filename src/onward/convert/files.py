@@ -9,12 +9,13 @@ import contextlib
 import importlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import onnx_ir as ir
 
 from onward.convert.problems import Problems
+from onward.convert.python import program_beside
 from onward.errors import InvalidModelError, UnsupportedError
 from onward.model import Model
 from onward.model.storage.files import reason, regular
@@ -23,21 +24,13 @@ Framework = Literal["torch", "keras", "jax", "tensorflow"]
 FRAMEWORKS: tuple[Framework, ...] = get_args(Framework)
 
 
-class Kind(NamedTuple):
-    """How the files of a framework are called."""
-
-    ending: str
-    """Of the file that holds the state; none where it is a folder."""
-    beside: tuple[str, ...] = ()
-    """Endings of further files of the same name."""
+ENDINGS: dict[Framework, str] = {"torch": ".pt", "keras": ".keras", "jax": "", "tensorflow": ""}
+"""Of the file that holds the state; none where it is a folder."""
 
 
-KINDS: dict[Framework, Kind] = {
-    "torch": Kind(".pt", (".py",)),
-    "keras": Kind(".keras", (".py",)),
-    "jax": Kind(""),
-    "tensorflow": Kind(""),
-}
+def places(framework: Framework, path: Path) -> list[Path]:
+    """What is written for a run: the file and a program beside it, or the folder."""
+    return [path, program_beside(path)] if ENDINGS[framework] else [path]
 
 
 def write(model: Model, framework: Framework, path: Path) -> list[Path]:
@@ -73,7 +66,7 @@ def recognized(path: Path) -> Framework | None:
     """The framework that a file or a folder is of, by what it is called and what is in it."""
     if path.is_dir():
         return "tensorflow" if (path / "saved_model.pb").exists() else "jax"
-    return next((name for name, kind in KINDS.items() if kind.ending and path.suffix == kind.ending), None)
+    return next((name for name, ending in ENDINGS.items() if ending and path.suffix == ending), None)
 
 
 def refilled(like: Model | None, state: Mapping[str, np.ndarray], of: str) -> Model:

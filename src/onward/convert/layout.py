@@ -27,10 +27,12 @@ def _broken(line: str) -> list[str]:
     return [line[: begin + 1], *(part for each in inner for part in _broken(each)), f"{indent}{line[end:]}"]
 
 
-_TEXT = re.compile(r"""("|')(?:\\.|(?!\1)[^\\])*\1""")
+TEXT = r"""\"(?:\\.|[^"\\])*\"|'(?:\\.|[^'\\])*'"""
+"""A string of Python in one line."""
+_TEXT = re.compile(TEXT)
 
 
-def _masked(line: str) -> str:
+def masked(line: str) -> str:
     """The same, with other signs in place of texts: what is in these is no code."""
     return _TEXT.sub(lambda found: "_" * len(found[0]), line)
 
@@ -39,7 +41,7 @@ def _opening(line: str) -> tuple[int, int] | None:
     """Where the outermost bracket that holds most opens, and where it closes."""
     found: tuple[int, int] | None = None
     depth, start = 0, 0
-    for i, character in enumerate(_masked(line)):
+    for i, character in enumerate(masked(line)):
         if character in "([{":
             start = i if not depth else start
             depth += 1
@@ -53,7 +55,7 @@ def _opening(line: str) -> tuple[int, int] | None:
 def _arguments(text: str) -> list[str]:
     """What commas divide, outside of brackets and quotes."""
     parts, depth, start = [], 0, 0
-    for i, character in enumerate(_masked(text)):
+    for i, character in enumerate(masked(text)):
         if character in "([{":
             depth += 1
         elif character in ")]}":

@@ -17,6 +17,7 @@ from onward.run.calls import array_of, newest_form
 from onward.run.framework import Function, keywords
 from onward.run.fusion import Match, matches
 from onward.run.host import ONLY_ON_HOST
+from onward.run.words import check_words
 
 
 @dataclasses.dataclass
@@ -165,6 +166,8 @@ class _Planner:
             for name, attribute in node.attributes.items()
             if attribute.type == ir.AttributeType.GRAPH
         }
+        described = f"`{node.op_type}` (node `{node.name or (node.outputs[0].name if node.outputs else '')}`)"
+        check_words(form.operator, form.attributes, described)
         outputs = [value if value.name else None for value in node.outputs]
         available = {name: value for name, value in form.attributes.items() if name not in graphs}
         available["outputs"] = len(outputs)
@@ -175,7 +178,7 @@ class _Planner:
             inputs,
             outputs,
             graphs,
-            f"`{node.op_type}` (node `{node.name or (node.outputs[0].name if node.outputs else '')}`)",
+            described,
         )
 
     # ---- derivatives -------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from onward.convert.jax.restore import Parts
 from onward.convert.problems import Problems
 from onward.errors import InvalidModelError
 from onward.model import Model
+from onward.model.storage.replacement import replacing
 
 
 def write(model: Model, path: Path) -> list[Path]:
@@ -19,11 +20,11 @@ def write(model: Model, path: Path) -> list[Path]:
     parts = Parts(model)
     state, _ = parts.state()
     made = program(parts, state["params"], model.graph.name or path.name)
-    path.mkdir(parents=True, exist_ok=True)
-    (path / "run.py").write_text(made.source)
-    write_arrays(named(state), path / STATE)
-    if made.constants:
-        write_arrays(made.constants, path / CONSTANTS)
+    with replacing(path) as folder:
+        (folder / "run.py").write_text(made.source, encoding="utf-8")
+        write_arrays(named(state), folder / STATE)
+        if made.constants:
+            write_arrays(made.constants, folder / CONSTANTS)
     return [path]
 
 

@@ -2,70 +2,36 @@
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import zipfile
 from pathlib import Path
-from typing import Any
 
 import h5py
 import numpy as np
 
 from onward.convert.files import OTHER, refilled
-from onward.convert.keras.live import GraphOptimizer, TrainingModel
-from onward.convert.keras.optimizers import array_of, twin_of
+from onward.convert.keras.optimizers import array_of
 from onward.convert.keras.release import to_keras
-from onward.convert.keras.source import Source, program_of
-from onward.convert.keras.source.lines import identifier
+from onward.convert.keras.source import program_of
+from onward.convert.keras.source.standin import standing_in
+from onward.convert.keras.source.trial import try_files
 from onward.convert.problems import Problems
+from onward.convert.python import program_beside
 from onward.errors import InvalidModelError
 from onward.model import Model
+from onward.model.storage.replacement import replacing
 
 
 def write(model: Model, path: Path) -> list[Path]:
     """Write the run to `path`, and beside it the module with the classes that it is made of; both."""
-    live = to_keras(model)
-    package = identifier(path.stem)
-    source = program_of(model, live, package)
-    module = path.with_name(f"{package}.py")
-    module.write_text(source.text, encoding="utf-8")
-    _filled(_imported(module, package), live, source).save(path)
-    return [path, module]
-
-
-def _imported(path: Path, name: str) -> Any:
-    spec = importlib.util.spec_from_file_location(f"onward_written_{name}", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def _filled(module: Any, live: TrainingModel, source: Source) -> Any:
-    """The model of the program with the state of the live one."""
-    made = getattr(module, source.class_name)(name=live.name)
-    for name, attribute in source.model.items():
-        getattr(made, attribute).assign(live.variables_by_name[name].value)
-    for attribute, array in source.constants.items():
-        getattr(made, attribute).assign(array)
-    made.compile(optimizer=_optimizer(module, made, live, source), **live.losses_given)
-    return made
-
-
-def _optimizer(module: Any, made: Any, live: TrainingModel, source: Source) -> Any:
-    given = live.optimizer
-    if isinstance(given, GraphOptimizer):
-        optimizer = module.Update(learning_rate=float(given.learning_rate), name="update")
-        optimizer.build(made.trainable_variables)
-        for name, array in given.state().items():
-            getattr(optimizer, source.optimizer[name]).assign(array)
-        optimizer.iterations.assign(given.iterations.value)
-        return optimizer
-    optimizer = twin_of(given, zip(live.trainable_variables, made.trainable_variables, strict=True))
-    optimizer.build(made.trainable_variables)
-    for ours, theirs in zip(given.variables, optimizer.variables, strict=True):
-        theirs.assign(ours.value)
-    return optimizer
+    live, program = to_keras(model), program_beside(path)
+    source = program_of(model, live, program.stem, path.name)
+    made = standing_in(source, live)
+    with replacing(path.parent, path) as folder:
+        (folder / program.name).write_text(source.text, encoding="utf-8")
+        made.save(folder / path.name)
+        try_files(folder / program.name, folder / path.name, live)
+    return [path, program]
 
 
 # ---- back ------------------------------------------------------------------------------------------------------------

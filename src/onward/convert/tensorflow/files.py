@@ -15,8 +15,9 @@ from tensorflow.core.protobuf import saved_model_pb2
 
 from onward.convert.files import refilled
 from onward.convert.tensorflow.module import to_tensorflow
-from onward.errors import InvalidModelError
+from onward.errors import InvalidModelError, first_line
 from onward.model import Model, read
+from onward.model.storage.replacement import replacing
 
 _VALUE = "/.ATTRIBUTES/VARIABLE_VALUE"
 _STATE = "state/"
@@ -24,7 +25,12 @@ _STATE = "state/"
 
 def write(model: Model, path: Path) -> list[Path]:
     """Write a SavedModel; the folder."""
-    tf.saved_model.save(to_tensorflow(model), str(path))
+    module = to_tensorflow(model)
+    with replacing(path) as folder:
+        try:
+            tf.saved_model.save(module, str(folder))
+        except tf.errors.OpError as error:  # what TensorFlow makes of an error of the system
+            raise OSError(first_line(error)) from error
     return [path]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import keyword
 import re
 import zlib
 from collections.abc import Callable, Iterable, Mapping
@@ -14,7 +13,7 @@ import onnx_ir as ir
 
 from onward.run.tensorflow.quiet import tensorflow as tf  # isort: skip  (other imports of it are not quiet)
 
-from onward.build import Names
+from onward.convert.python import Identifiers
 from onward.convert.run import step_of
 from onward.convert.tensorflow.sizes import OpenSizes
 from onward.errors import Error, UnsupportedError
@@ -91,11 +90,13 @@ def _dtype(value: ir.Value) -> np.dtype:
 
 def _variable(name: str, value: ir.Value, trainable: bool) -> Any:
     assert value.const_value is not None
-    return tf.Variable(value.const_value.numpy(), trainable=trainable, name=_PLAIN.sub("_", name))
+    return tf.Variable(value.const_value.numpy(), trainable=trainable, name=_plain(name))
 
 
-_PLAIN = re.compile(r"[^\w./-]")
-"""What names of variables may not contain."""
+def _plain(name: str) -> str:
+    """A name that TensorFlow takes for a variable, whose real one is that in `state`."""
+    made = re.sub(r"[^A-Za-z0-9_./-]", "_", name)
+    return made if re.match(r"[A-Za-z0-9.]", made) else f"v{made}"
 
 
 def _part(module: TrainingModule, lowered: Model, framework: Framework, sizes: Mapping[str, int]) -> Any:
@@ -141,8 +142,8 @@ def _as_inputs(model: Model, names: Iterable[str]) -> list[str]:
 
 def _function(run: Callable[[Tensors], Tensors], inputs: Iterable[ir.Value], sizes: Mapping[str, int]) -> Any:
     """A `tf.function` that takes inputs by position or by name."""
-    names = Names()
-    arguments = {names.fresh(_identifier(value.name or "")): value for value in inputs}
+    names = Identifiers()
+    arguments = {names.like(value.name or ""): value for value in inputs}
 
     def call(*given: Any) -> Tensors:
         return run({value.name or "": tensor for value, tensor in zip(arguments.values(), given, strict=True)})
@@ -151,11 +152,6 @@ def _function(run: Callable[[Tensors], Tensors], inputs: Iterable[ir.Value], siz
     call.__signature__ = inspect.Signature([inspect.Parameter(name, kind) for name in arguments])  # type: ignore[attr-defined]
     specs = [tf.TensorSpec(_open_shape(value, sizes), _dtype(value), name) for name, value in arguments.items()]
     return tf.function(call, input_signature=specs, autograph=False)
-
-
-def _identifier(name: str) -> str:
-    plain = re.sub(r"\W", "_", name)
-    return plain if plain.isidentifier() and not keyword.iskeyword(plain) else f"_{plain}"
 
 
 def _open_shape(value: ir.Value, sizes: Mapping[str, int]) -> list[int | None] | None:

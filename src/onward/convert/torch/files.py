@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import pickle
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,27 +13,32 @@ import torch
 
 from onward.convert.files import OTHER, compare, refilled
 from onward.convert.problems import Problems
+from onward.convert.python import program_beside
 from onward.convert.run import disassemble
 from onward.convert.torch import Carried, to_torch
 from onward.convert.torch.optimizers import read_optimizer
 from onward.convert.torch.schedulers import updates_per_step
 from onward.convert.torch.schedules import read_scheduler
-from onward.convert.torch.source import built, state_of, written
+from onward.convert.torch.source import state_of, written
+from onward.convert.torch.source.trial import try_files
 from onward.convert.torch.tags import COUNTER
 from onward.convert.torch.tags import STEP as STEP_TAG
 from onward.errors import InvalidModelError
 from onward.model import Model
 from onward.model.state import STEP
+from onward.model.storage.replacement import replacing
 
 
 def write(model: Model, path: Path) -> list[Path]:
     """Write the state to `path`, and beside it the program that makes the run again; both."""
-    live = to_torch(model)
+    live, program = to_torch(model), program_beside(path)
     source = written(model, live, path.name)
-    built(source, live)
-    program = path.with_suffix(".py")
-    torch.save(state_of(source, live), path)
-    program.write_text(source.text, encoding="utf-8")
+    state = io.BytesIO()
+    torch.save(state_of(source, live), state)
+    with replacing(path.parent, path) as folder:
+        (folder / path.name).write_bytes(state.getvalue())
+        (folder / program.name).write_text(source.text, encoding="utf-8")
+        try_files(folder / program.name, folder / path.name, live.module)
     return [path, program]
 
 

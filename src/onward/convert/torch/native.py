@@ -60,7 +60,7 @@ def probe_native(native: NativeRun, run: Run, example_inputs: Any) -> None:
     model = assemble(dataclasses.replace(run, model=without_dropout(run.model)))
     terms = describe(model).steps[0].loss.terms
     _turn_dropout_off(native.module)
-    prober = _Prober(native, run.step, Flat(native.module, example_inputs), terms)
+    prober = _Prober(native, run.step, _flat(native.module, example_inputs), terms)
     with torch.random.fork_rng(), NothingDropped(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a copy of a scheduler does not know that its optimizer steps before it
         engine = "torch" if ir.DataType.BFLOAT16 in types_in(model) else None
@@ -75,7 +75,7 @@ def probe_made(native: NativeRun, run: Run) -> None:
     for inputs in example_inputs(run.model):
         try:
             with torch.no_grad():
-                copy.deepcopy(native.module)(**inputs)
+                copy.deepcopy(native.module)(*inputs.values())
         except (Error, RuntimeError, IndexError):
             continue
         owners = {*run.parameters, *(f"group{i}" for i in range(len(run.groups)))}
@@ -101,8 +101,26 @@ def _turn_dropout_off(module: nn.Module) -> None:
             layer.leave_out_dropout()
 
 
+class _OwnNames(nn.Module):  # type: ignore[misc]
+    """A live module as `Flat` has others. Its names are those of a model, which Python may have no argument for."""
+
+    def __init__(self, module: OnnxModule, inputs: Mapping[str, torch.Tensor]):
+        super().__init__()
+        self.module = module
+        self.inputs = {name: inputs[name] for name in module._graph.inputs}
+
+    def forward(self, *tensors: torch.Tensor) -> dict[str, torch.Tensor]:
+        made = self.module(*tensors)
+        return made if isinstance(made, dict) else {self.module._graph.outputs[0]: made}
+
+
+def _flat(module: nn.Module, example_inputs: Any) -> Flat | _OwnNames:
+    is_ours = isinstance(module, OnnxModule) and isinstance(example_inputs, Mapping)
+    return _OwnNames(module, example_inputs) if is_ours else Flat(module, example_inputs)
+
+
 class _Prober:
-    def __init__(self, native: NativeRun, made: int, forward: Flat, terms: Sequence[LossTerm]):
+    def __init__(self, native: NativeRun, made: int, forward: Flat | _OwnNames, terms: Sequence[LossTerm]):
         self._native = native
         self._made = made
         """Updates so far."""
@@ -130,7 +148,7 @@ class _Prober:
     def _summands(self) -> Iterator[tuple[LossTerm, Summand]]:
         return zip(self._terms, self._native.summands, strict=True) if self._native.summands else iter(())
 
-    def _outputs(self, forward: Flat) -> dict[str, torch.Tensor]:
+    def _outputs(self, forward: Flat | _OwnNames) -> dict[str, torch.Tensor]:
         """By their names in the model; one that was made from a model returns a single output without its name."""
         outputs = forward(*forward.inputs.values())
         made = isinstance(forward.module, OnnxModule)

@@ -72,7 +72,7 @@ class Transaction:
                 with suppress(OSError):
                     path.unlink()
         if isinstance(error, Exception) and not isinstance(error, WriteError):
-            raise _write_error(self.target, error) from error
+            raise write_error(self.target, error) from error
 
 
 def write_file(path: PathLike, content: str | bytes) -> None:
@@ -99,7 +99,7 @@ def is_torn(target: Path, file: Path) -> bool:
     return file.parent == target.parent and bool(re.fullmatch(pattern, file.name))
 
 
-def _write_error(target: Path, error: Exception) -> WriteError:
+def write_error(target: Path, error: Exception) -> WriteError:
     number = error.errno if isinstance(error, OSError) else None
     hint = "nothing was changed; save again when the cause is removed"
     if isinstance(error, Error):

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from typing import Any
 
 import onnx_ir as ir
 
 from onward.convert.jax.program.operators import rows
+from onward.convert.python import docstring
 from onward.model import Model
 from onward.run.plan import Call
 from onward.transform.inline import inline
@@ -32,7 +32,7 @@ class Functions:
     def summary(self, call: Call) -> list[str]:
         """What a function says of itself, as a docstring."""
         text = (self._functions[call.operator].doc_string or "").strip().partition("\n")[0]
-        return [f'"""{text}"""'] if text else []
+        return docstring(text).split("\n") if text else []
 
     def one_call(self, call: Call) -> tuple[Model, dict[str, ir.Value]]:
         """The body of a function with the types and attributes of a call, and its inputs, as those of the call."""
@@ -59,6 +59,5 @@ def _row(attributes: list[str]) -> Any:
     def row(*inputs: Any, **given: Any) -> Any:
         raise NotImplementedError
 
-    parameters = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in attributes]
-    row.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    row.asks_for = attributes  # type: ignore[attr-defined]
     return row

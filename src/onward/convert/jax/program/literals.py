@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import keyword
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -11,11 +9,12 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from onward.build import Names
+from onward.convert import python
+from onward.convert.python import Identifiers, quoted
 
 MENTIONED = (
     "np", "jnp", "jax", "lax", "params", "state", "batch", "inputs", "gradients", "lr", "t", "constants", "at_once",
-    "several", "known",
+    "several", "known", "exact", "metrics", "changed", "count", "clipping", "transformation", "joint",
 )  # fmt: skip
 """What a function mentions beside its own variables."""
 
@@ -27,14 +26,12 @@ _WIDE = 88
 
 def identifier(name: str) -> str:
     """A name of the graph as one of Python."""
-    plain = re.sub(r"\W+", "_", name, flags=re.ASCII).strip("_").lower()  # operators are written with capitals
-    plain = f"_{plain}" if plain[:1].isdigit() or not plain else plain
-    return f"{plain}_" if keyword.iskeyword(plain) else plain
+    return python.identifier(name.lower())  # operators are written with capitals
 
 
 def variables(names: Iterable[str]) -> dict[str, str]:
     """A variable for each name of a graph."""
-    taken = Names(MENTIONED)
+    taken = Identifiers(MENTIONED)
     return {name: taken.fresh(identifier(name)) for name in names}
 
 
@@ -42,10 +39,6 @@ def capitalised(name: str) -> str:
     """The name of a function of a model, which no variable has."""
     plain = re.sub(r"\W+", "_", name, flags=re.ASCII).strip("_") or "Function"
     return f"{plain[0].upper()}{plain[1:]}" if plain[0].isalpha() else f"Function_{plain}"
-
-
-def quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
 
 
 def pairs(values: Mapping[str, str]) -> str:

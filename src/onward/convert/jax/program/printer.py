@@ -22,11 +22,11 @@ from onward.convert.jax.program.literals import (
     declared,
     identifier,
     literal,
-    quoted,
     variables,
 )
 from onward.convert.jax.program.operators import define, rows, short
 from onward.convert.jax.program.runtime import TYPES
+from onward.convert.python import Identifiers, quoted
 from onward.errors import UnsupportedError
 from onward.model import Model
 from onward.model.core import values
@@ -51,6 +51,21 @@ _DRAW = (
 )
 
 
+_CAPITALS = (
+    "Any",
+    "ClassVar",
+    "ExactState",
+    "ExecutedState",
+    "HERE",
+    "Mapping",
+    "NamedTuple",
+    "Path",
+    "TYPES",
+    "Values",
+)
+"""What else begins so in a program."""
+
+
 class Printer:
     """Writes graphs as functions; the operators that they call are collected on the way."""
 
@@ -60,7 +75,7 @@ class Printer:
         """What is too large to be written out."""
         self.functions: list[str] = []
         """Definitions of functions of models."""
-        self._stored, self._called = Names(), Names(["Values", "Path", "ExactState", "ExecutedState"])
+        self._stored, self._called = Names(["__metadata__"]), Identifiers(_CAPITALS)
         self._operators: dict[str, str] = {}
         self._known: dict[tuple[str, str], str] = {}
 
@@ -77,7 +92,7 @@ class Printer:
         plan = planned(model, framework)
         known = {value: given[name] for name, value in plan.inputs.items()}
         of_numpy = [value for name, value in plan.inputs.items() if name in arrays]
-        body = _Body(self, known, Names([*MENTIONED, *given.values()]), functions, of_numpy)
+        body = _Body(self, known, Identifiers([*MENTIONED, *given.values()]), functions, of_numpy)
         body.write(plan)
         return body, plan
 

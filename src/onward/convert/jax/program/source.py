@@ -7,12 +7,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from onward.convert.audit import audited
 from onward.convert.jax.program.definitions import Definitions
-from onward.convert.jax.program.literals import listed, pairs, quoted, type_name, variables
+from onward.convert.jax.program.literals import listed, pairs, type_name, variables
 from onward.convert.jax.program.operators import INSTEAD
 from onward.convert.jax.program.printer import Printer
 from onward.convert.jax.program.spelling import Spelling
 from onward.convert.jax.restore import Parts, types_of
+from onward.convert.python import docstring, quoted
 from onward.model import Model
 from onward.model.state import STEP
 
@@ -46,9 +48,10 @@ def program(parts: Parts, params: Mapping[str, Any], name: str) -> Program:
     }
     imports = _sorted({*printer.definitions.imports(), *_IMPORTS})
     written = [f"{_title(title)}\n\n\n{text}" if title else text for title, text in sections.items() if text]
-    docstring = _DOCSTRING.format(name=name, batch=", ".join(f"{quoted(key)}: ..." for key in batch))
-    head = f'"""{docstring}"""\n\n{imports}\n\nHERE = Path(__file__).parent'
-    return Program("\n\n".join([head, *(f"{text}\n" for text in written)]), printer.constants)
+    said = docstring(_DOCSTRING.format(name=name, batch=", ".join(f"{quoted(key)}: ..." for key in batch)))
+    head = f"{said}\n\n{imports}\n\nHERE = Path(__file__).parent"
+    source = "\n\n".join([head, *(f"{text}\n" for text in written)])
+    return Program(audited(source, ["jax", "optax"]), printer.constants)
 
 
 _NAMES = ("loss", "apply", "step", "load", "save", "optimizer", "constants", "rate", "clip")

@@ -8,12 +8,12 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from onward.build import Names
 from onward.convert.jax.exact import Sizes, clip_model, rate_model, sizes_of, slots_of, update_model
 from onward.convert.jax.executed import initial_state, places_of
 from onward.convert.jax.native import transformation
-from onward.convert.jax.program.literals import call, identifier, listed, number, pairs, quoted, type_name
+from onward.convert.jax.program.literals import call, identifier, listed, number, pairs, type_name
 from onward.convert.jax.program.printer import Printer
+from onward.convert.python import Identifiers, quoted
 from onward.convert.run import Group, Run
 from onward.recipe.optimizers import FunctionOptimizer
 from onward.recipe.optimizers.function import COUNT, RATE, gradient_of
@@ -38,7 +38,7 @@ class Spelling:
         """Definitions that what is said needs."""
         self._printer = printer
         self._params = params
-        self._names = Names()
+        self._names = Identifiers()
         self._known: dict[tuple[str, str], str] = {}
 
     def __getattr__(self, name: str) -> Callable[..., Text]:

@@ -4,60 +4,75 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import NamedTuple
 
 import keras
 import numpy as np
 
-from onward.build import Names
+from onward.convert.audit import audited
 from onward.convert.borrowed import borrowed
 from onward.convert.keras import ops as table
 from onward.convert.keras.graphs import Forward, Parts
 from onward.convert.keras.live import GraphOptimizer, TrainingModel
 from onward.convert.keras.ops.types import as_single, available, fitted
-from onward.convert.keras.source.lines import identifier
-from onward.convert.keras.source.recording import Choices, Program, recorded
+from onward.convert.keras.optimizers import array_of
+from onward.convert.keras.source.recording import MENTIONED, Choices, Program, recorded
 from onward.convert.layout import wrapped
+from onward.convert.python import RESERVED, Identifiers, docstring, identifier, quoted
 from onward.model import Model
 from onward.model.state import STEP
 from onward.run.framework import Function
 
 _HOMES = (table.__name__, "onward.run.shared")
-_TAKEN = ("name", "dtype", "losses", "metrics", "weights", "inputs", "outputs", "call", "build", "optimizer", "loss")
+_METHODS = ("inference_pass", "training_pass", "watched")
+"""What a program's model has beside what those of Keras have."""
+
+
+class Held(NamedTuple):
+    """A variable of the program."""
+
+    attribute: str
+    array: np.ndarray
+    """What it holds when the program is written."""
+    trainable: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """A program, and how its variables are called."""
+    """A program, and its variables, in their order."""
 
     text: str
-    model: Mapping[str, str]
-    """Name in the training model -> attribute of the program's model."""
-    optimizer: Mapping[str, str]
-    """The same of the state that is the program's own optimizer's; empty if that is one of Keras."""
-    constants: Mapping[str, np.ndarray]
-    """Attribute of the model -> what it holds, and never changes."""
+    package: str
     class_name: str
+    model: Sequence[Held]
+    optimizer: Sequence[Held]
+    """Those of the program's own optimizer; none if that is one of Keras."""
 
 
-def program_of(model: Model, live: TrainingModel, package: str) -> Source:
-    """The program that computes what a live model does. `package` is what Keras registers its classes under."""
-    writer = _Writer(model, live, package)
-    return writer.source()
+def program_of(model: Model, live: TrainingModel, package: str, file: str) -> Source:
+    """The program that computes what a live model does.
+
+    `package` is what Keras registers its classes under, and `file` what holds its state.
+    """
+    return _Writer(model, live, package, file).source()
 
 
 class _Writer:
-    def __init__(self, model: Model, live: TrainingModel, package: str):
+    def __init__(self, model: Model, live: TrainingModel, package: str, file: str):
         self._live = live
         self._package = package
+        self._file = file
         self._parts = Parts(model, lambda graph: graph)
         self._choices = Choices()
         self._constants: dict[str, np.ndarray] = {}
         self._used: dict[str, Function] = {}
-        names = Names((*_TAKEN, *dir(keras.Model), *dir(keras.optimizers.Optimizer)))
-        self._held = {name: names.fresh(identifier(name)) for name in live.variables_by_name}
-        own = live.optimizer.state() if isinstance(live.optimizer, GraphOptimizer) else {}
-        self._own = {name: names.fresh(identifier(name)) for name in own}
+        has = [*dir(keras.Model()), *dir(keras.optimizers.Optimizer(0.0))]
+        names = Identifiers([*MENTIONED, *_METHODS, *has])
+        self._held = {name: names.like(name) for name in live.variables_by_name}
+        self._state = live.optimizer.state() if isinstance(live.optimizer, GraphOptimizer) else {}
+        self._own = {name: names.like(name) for name in self._state}
+        self._names = names
+        self._class_name = _class_name(live.name)
 
     def source(self) -> Source:
         passes = self._passes()
@@ -77,14 +92,15 @@ class _Writer:
             "\n" + wrapped("\n".join(model)),
             *(["\n" + wrapped("\n".join(optimizer))] if optimizer else []),
         ]
-        return Source("\n\n".join(blocks) + "\n", self._held, self._own, self._constants, _class_name(self._live.name))
+        text = audited("\n\n".join(blocks) + "\n", ["keras"])
+        return Source(text, self._package, self._class_name, self._variables(), self._slots())
 
     def _docstring(self) -> str:
-        return (
-            f'"""A run of Keras, written by Onward: needs nothing but Keras, on any of its backends.\n\n'
+        return docstring(
+            "A run of Keras, written by Onward: needs nothing but Keras, on any of its backends.\n\n"
             f"    import keras\n    import {self._package}\n\n"
-            f'    loaded = keras.models.load_model("{self._package}.keras")\n'
-            f'    loaded.fit(...)  # goes on where the run is\n"""'
+            f"    loaded = keras.models.load_model({quoted(self._file)})\n"
+            "    loaded.fit(...)  # goes on where the run is\n"
         )
 
     # ---- the model ---------------------------------------------------------------------------------------------------
@@ -92,21 +108,19 @@ class _Writer:
     def _heading(self) -> list[str]:
         lines = [
             f'@keras.saving.register_keras_serializable(package="{self._package}")',
-            f"class {_class_name(self._live.name)}(keras.Model):",
+            f"class {self._class_name}(keras.Model):",
             "    def __init__(self, **options):",
             "        super().__init__(**options)",
         ]
-        for name, variable in self._live.variables_by_name.items():
-            lines.append(self._variable(self._held[name], variable.shape, _dtype(self._live, name), variable.trainable))
-        for name, array in self._constants.items():
-            lines.append(self._variable(name, array.shape, str(array.dtype), False))
-        return [*lines, "        self.built = True", ""]
+        return [*lines, *map(_variable, self._variables()), "        self.built = True", ""]
 
-    def _variable(self, name: str, shape: Any, dtype: str, trainable: bool) -> str:
-        options = [f'name="{name}"', f"shape={tuple(shape)}"]
-        options += [] if dtype == "float32" else [f"dtype={_written_type(dtype)}"]
-        options += ['initializer="zeros"'] + ([] if trainable else ["trainable=False"])
-        return f"        self.{name} = self.add_weight({', '.join(options)})"
+    def _variables(self) -> list[Held]:
+        held = self._live.variables_by_name.items()
+        made = [Held(self._held[n], array_of(v).astype(_dtype(self._live, n)), v.trainable) for n, v in held]
+        return [*made, *(Held(name, array) for name, array in self._constants.items())]
+
+    def _slots(self) -> list[Held]:
+        return [Held(self._own[name], array) for name, array in self._state.items()]
 
     def _passes(self) -> list[str]:
         inference, training = (self._pass(forward) for forward in (self._parts.inference(), self._parts.training()))
@@ -138,8 +152,8 @@ class _Writer:
         return _indented(lines)
 
     def _input_names(self) -> dict[str, str]:
-        names = Names(("inputs", "self"))
-        return {name: names.fresh(identifier(name)) for name in self._live.input_names}
+        names = Identifiers(MENTIONED)
+        return {name: names.like(name) for name in self._live.input_names}
 
     def _program(self, graph: Model, given: Mapping[str, str], wanted: Mapping[str, str]) -> Program:
         state = {name: f"self.{attribute}" for name, attribute in self._held.items()}
@@ -149,9 +163,9 @@ class _Writer:
 
     def _loss(self) -> list[str]:
         loss = self._parts.loss()
-        names = Names(("targets", "watched"))
-        watched = {name: names.fresh(identifier(name)) for name in loss.watched}
-        targets = {value.name or "": names.fresh(identifier(value.name or "")) for value in loss.targets}
+        names = Identifiers([*MENTIONED, "y"])
+        watched = {name: names.like(name) for name in loss.watched}
+        targets = {value.name or "": names.like(value.name or "") for value in loss.targets}
         program = self._program(loss.graph, {**watched, **targets}, {loss.name: "loss"})
         lines = [
             'assert sample_weight is None, "the loss has no weights of samples"',
@@ -195,24 +209,23 @@ class _Writer:
     def _optimizer(self) -> list[str]:
         graph, contract = self._parts.apply()
         trained = {n: self._held[n] for n, v in self._live.variables_by_name.items() if v.trainable}
-        gradients = {name: f"{self._held[parameter]}_grad" for name, parameter in contract["gradients"].items()}
+        given = {name: self._names.like(f"{attribute}_grad") for name, attribute in trained.items()}
+        gradients = {name: given[parameter] for name, parameter in contract["gradients"].items()}
         own = {name: f"self.{attribute}" for name, attribute in self._own.items()}
         wanted = {new: f"new_{({**self._own, **trained})[name]}" for name, new in contract["update"].items()}
         program = recorded(graph, {**trained, **own, **gradients}, self._choices, self._constants, wanted)
         self._used |= program.used
         targets = {**own, **trained}
-        given = [f"{name}_grad" for name in trained.values()]
         apply = [
             "variables = list(trainable_variables or self._trainable_variables)",
             "if not self.built:",
             "    self.build(variables)",
             f"{written_list(list(trained.values()))} = variables",
-            f"{written_list(given)} = grads",
+            f"{written_list(list(given.values()))} = grads",
             *program.lines,
             *(f"{targets[n]}.assign({program.results[new]})" for n, new in contract["update"].items() if n in targets),
             f"self.iterations.assign(ops.cast({own[STEP]}, self.iterations.dtype))",
         ]
-        state = self._live.optimizer.state()
         return [
             f'@keras.saving.register_keras_serializable(package="{self._package}")',
             "class Update(keras.optimizers.Optimizer):",
@@ -222,15 +235,24 @@ class _Writer:
             "        if self.built:",
             "            return",
             "        super().build(variables)",
-            *(self._slot(attribute, state[name]) for name, attribute in self._own.items()),
+            *map(_slot, self._slots()),
             "",
             "    def apply(self, grads, trainable_variables=None):",
             *_indented(apply),
         ]
 
-    def _slot(self, name: str, array: np.ndarray) -> str:
-        dtype = _written_type(str(array.dtype))
-        return f'        self.{name} = self.add_variable({array.shape}, dtype={dtype}, name="{name}")'
+
+def _variable(held: Held) -> str:
+    name, dtype = held.attribute, str(held.array.dtype)
+    options = [f'name="{name}"', f"shape={held.array.shape}"]
+    options += [] if dtype == "float32" else [f"dtype={_written_type(dtype)}"]
+    options += ['initializer="zeros"'] + ([] if held.trainable else ["trainable=False"])
+    return f"        self.{name} = self.add_weight({', '.join(options)})"
+
+
+def _slot(held: Held) -> str:
+    name, dtype = held.attribute, _written_type(str(held.array.dtype))
+    return f'        self.{name} = self.add_variable({held.array.shape}, dtype={dtype}, name="{name}")'
 
 
 def _dtype(live: TrainingModel, name: str) -> str:
@@ -244,7 +266,8 @@ def _written_type(dtype: str) -> str:
 def _class_name(name: str) -> str:
     words = [word for word in identifier(name).split("_") if word]
     joined = "".join(word[:1].upper() + word[1:] for word in words)
-    return joined if joined.isidentifier() else f"Model{joined}"
+    is_free = joined.isidentifier() and joined not in RESERVED and joined != "Update"
+    return joined if is_free else f"Model{joined}"
 
 
 def written_list(items: Sequence[str]) -> str:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import collections
 import dataclasses
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+
+from onward.convert.layout import TEXT, masked
 
 
 @dataclasses.dataclass
@@ -19,10 +21,20 @@ class Line:
 
     @property
     def reads(self) -> list[str]:
-        return NAME.findall(self.text)
+        return names_in(self.text)
 
 
-NAME = re.compile(r"[A-Za-z_][A-Za-z_0-9.]*")
+_TOKEN = re.compile(rf"{TEXT}|[A-Za-z_][A-Za-z_0-9.]*(?!\s*=[^=])(?![A-Za-z_0-9.])")
+"""Texts, which are no code, and names, but for those of arguments."""
+
+
+def names_in(line: str) -> list[str]:
+    """The names that a line reads."""
+    return [found[0] for found in _TOKEN.finditer(line) if found[0][0] not in "\"'"]
+
+
+def renamed(line: str, names: Mapping[str, str]) -> str:
+    return _TOKEN.sub(lambda found: names.get(found[0], found[0]), line)
 
 
 class Numbered:
@@ -46,12 +58,6 @@ class Numbered:
         name = wanted if wanted not in self._taken else self.numbered(wanted)
         self._taken.add(name)
         return name
-
-
-def identifier(name: str) -> str:
-    """A name of the graph as one of Python's."""
-    plain = re.sub(r"\W+", "_", name, flags=re.ASCII).strip("_")
-    return plain if plain.isidentifier() else f"_{plain}"
 
 
 def needed(lines: Sequence[Line], wanted: Iterable[str]) -> list[Line]:
@@ -90,8 +96,7 @@ def nested(lines: Sequence[Line], wanted: Iterable[str]) -> list[str]:
 
 def _put(text: str, name: str, expression: str) -> str:
     """An expression in the place of a name, in brackets where it needs them."""
-    place = re.search(rf"(?<![\w.]){name}(?![\w.])", text)
-    assert place is not None
+    place = next(found for found in _TOKEN.finditer(text) if found[0] == name)
     before, after = text[: place.start()], text[place.end() :]
     is_argument = before.endswith(("(", ", ", "=", "[")) and after[:1] in (")", ",", "]")
     bare = (not before and not after) or is_argument or not re.search(r" [-+*/@] ", _outside(expression))
@@ -101,7 +106,7 @@ def _put(text: str, name: str, expression: str) -> str:
 def _outside(text: str) -> str:
     """What is in no brackets."""
     depth, kept = 0, []
-    for character in text:
+    for character in masked(text):
         depth -= character in ")]"
         kept.append(character if not depth else "")
         depth += character in "(["

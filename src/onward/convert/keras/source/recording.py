@@ -15,12 +15,13 @@ import keras
 import numpy as np
 import onnx_ir as ir
 
-from onward.convert.keras.ops import KerasOps, interpreted
+from onward.convert.keras.ops import ROWS, KerasOps, interpreted
 from onward.convert.keras.ops.elementwise import converted, converted_like, divided, same
 from onward.convert.keras.ops.random import dropout
 from onward.convert.keras.ops.sizes import listed
 from onward.convert.keras.ops.types import available, constant
-from onward.convert.keras.source.lines import NAME, Line, Numbered, identifier, needed, nested
+from onward.convert.keras.source.lines import Line, Numbered, names_in, needed, nested, renamed
+from onward.convert.python import RESERVED, identifier, quoted
 from onward.errors import UnsupportedError
 from onward.model import Model
 from onward.run.framework import Function, NotOnHost
@@ -235,7 +236,7 @@ def written(value: Any) -> str:
         return f"[{', '.join(map(written, value))}]"
     if isinstance(value, float):
         return repr(value) if np.isfinite(value) else f'float("{value}")'
-    return f'"{value}"' if isinstance(value, str) else repr(value)
+    return quoted(value) if isinstance(value, str) else repr(value)
 
 
 # ---- whole graphs ----------------------------------------------------------------------------------------------------
@@ -279,6 +280,14 @@ def _dim(value: ir.Value, axis: int) -> str | None:
     return "batch" if axis == 0 else str(size.value or f"{value.name}_{axis}")
 
 
+MENTIONED = frozenset({
+    "inputs", "training", "grads", "variables", "trainable_variables", "sample_weight", "available", "as_single",
+    "fitted", "constant", "ops", "keras", "np", "math",
+    *(function.__name__ for function in ROWS.values() if not function.__module__.startswith("keras.")),
+})  # fmt: skip
+"""What methods read beside their own variables."""
+
+
 def recorded(
     model: Model,
     given: Mapping[str, str],
@@ -290,7 +299,7 @@ def recorded(
 
     `wanted_names` says how results would best be called, by the names of outputs.
     """
-    names = Numbered([*given.values(), "self", "inputs", "training", "ops", "keras", "np"])
+    names = Numbered([*given.values(), *MENTIONED, *RESERVED])
     recorder = Recorder(names, constants)
     inputs = {}
     for value in model.graph.inputs:
@@ -309,12 +318,12 @@ def recorded(
     texts = {name: better.get(text, text) for name, text in texts.items()}
     for line in lines:
         line.targets = [better.get(name, name) for name in line.targets]
-        line.text = NAME.sub(lambda found: better.get(found[0], found[0]), line.text)
+        line.text = renamed(line.text, better)
     inlined = nested(lines, texts.values())
     return Program(inlined, texts, _called(recorder.used, inlined))
 
 
 def _called(used: Mapping[str, Function], lines: Iterable[str]) -> dict[str, Function]:
     """The functions that lines call."""
-    names = {name for line in lines for name in NAME.findall(line)}
+    names = {name for line in lines for name in names_in(line)}
     return {name: function for name, function in used.items() if name in names}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import io
 import linecache
@@ -15,20 +14,20 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from onward.convert.audit import audited
 from onward.convert.layout import wrapped
+from onward.convert.python import docstring, identifier, quoted
 from onward.convert.run import disassemble
 from onward.convert.torch.module import OnnxModule
-from onward.convert.torch.native import example_inputs
 from onward.convert.torch.schedulers import updates_per_step
 from onward.convert.torch.source.borrowed import borrowed
-from onward.convert.torch.source.expressions import quoted
 from onward.convert.torch.source.model import ModelSource, model_source
 from onward.convert.torch.source.passes import shortened
-from onward.convert.torch.source.program import LIVE
-from onward.convert.torch.source.statements import argument_names, identifier
+from onward.convert.torch.source.statements import argument_names
 from onward.convert.torch.source.tracing import Program, traced
 from onward.convert.torch.source.training import Definitions, schedules_of
-from onward.errors import Error, MismatchError, UnsupportedError
+from onward.convert.torch.source.trial import try_module
+from onward.errors import UnsupportedError
 from onward.inspect import describe
 from onward.inspect.parts import LossTerm
 from onward.model import Model
@@ -70,7 +69,7 @@ def written(training: Model, live: Any, file: str = "run.pt") -> Source:
     terms = describe(training).steps[0].loss.terms
     every = updates_per_step(disassemble(training)) if scheduler is not None else 0
     heading = _heading(_loop(program, terms, every, quoted(file)))
-    return Source(f"{heading}\n\n{_imports(imports, body)}\n\n\n{body}\n", model.constants)
+    return Source(audited(f"{heading}\n\n{_imports(imports, body)}\n\n\n{body}\n", ["torch"]), model.constants)
 
 
 def _model(module: OnnxModule) -> tuple[Program, ModelSource]:
@@ -101,39 +100,13 @@ def built(source: Source, live: Any) -> tuple[nn.Module, Optimizer, LRScheduler 
     name = f"<written by Onward, {id(source):x}>"
     linecache.cache[name] = len(source.text), None, source.text.splitlines(True), name
     space: dict[str, Any] = {"__name__": "written_by_onward"}
-    try:
-        exec(compile(source.text, name, "exec"), space)
-    except SyntaxError as error:
-        raise UnsupportedError("some names cannot stand in a program", hint=LIVE) from error
+    exec(compile(source.text, name, "exec"), space)
     with io.BytesIO() as file:
         torch.save(state_of(source, live), file)
         file.seek(0)
         made = space["load"](file)
-    expected, found = live[0].state_dict(), made[0].state_dict()
-    if [(k, v.shape) for k, v in expected.items()] != [(k, v.shape) for k, v in found.items()]:
-        raise UnsupportedError("names of parameters are none of Python's", hint=LIVE)
-    _compare(made[0], live[0])
+    try_module(made[0], live[0])
     return made
-
-
-def _compare(made: nn.Module, live: OnnxModule) -> None:
-    """Whether the class computes what the live module does, on inputs that are made up."""
-    for inputs in example_inputs(live.to_model()):
-        try:
-            with torch.no_grad():
-                expected = copy.deepcopy(live).eval()(*inputs.values())
-        except (Error, RuntimeError, IndexError):
-            continue
-        with torch.no_grad():
-            found = copy.deepcopy(made).eval()(*inputs.values())
-        for name in found if isinstance(found, dict) else [""]:
-            ours, theirs = (result[name] if name else result for result in (found, expected))
-            if not torch.allclose(ours, theirs, 1e-3, 1e-4 * float(theirs.abs().max()), equal_nan=True):
-                raise MismatchError(
-                    f"`{name or 'the output'}` of the program is not that of the live module",
-                    hint="please report the model; the live module is `onward.to_torch(training)`",
-                )
-        return
 
 
 # ---- parts of the file -----------------------------------------------------------------------------------------------
@@ -141,7 +114,7 @@ def _compare(made: nn.Module, live: OnnxModule) -> None:
 
 def _heading(loop: list[str]) -> str:
     lines = ["A model and its training, written by Onward.", "", *(f"    {line}" for line in loop)]
-    return '"""' + "\n".join(lines) + '\n"""'
+    return docstring("\n".join([*lines, ""]))
 
 
 def _loop(program: Program, terms: Sequence[LossTerm], every: int, file: str) -> list[str]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import keyword
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -12,6 +11,7 @@ import sympy  # type: ignore[import-untyped]
 import torch
 from torch.utils._sympy.printers import PythonPrinter
 
+from onward.convert.python import quoted
 from onward.convert.torch.source.program import LIVE, TRAINING, Step, Value, WhileTraining, defaults_of
 from onward.errors import UnsupportedError
 
@@ -60,6 +60,7 @@ _SPREAD = {"reshape", "permute", "expand", "repeat", "view", "flip"}
 """Methods that take sizes or axes one by one."""
 _DEFAULTS: Mapping[str, Mapping[str, Any]] = {"F.gelu": {"approximate": "none"}}
 """Of functions that do not say so themselves."""
+_PRODUCT = re.compile(r"(?<!\*)\*(?!\*)")
 _TENSOR, _FUNCTIONAL = "torch.Tensor.", "torch.nn.functional."
 
 
@@ -164,7 +165,7 @@ class Printer:
                 raise UnsupportedError("the sizes of some tensors depend on values", hint=LIVE)
             self.used_sizes.add(str(symbol))
             names[symbol] = sympy.Symbol(self._sizes[str(symbol)], integer=True, positive=True)
-        text = PythonPrinter().doprint(formula.xreplace(names)).replace("*", " * ")
+        text = _PRODUCT.sub(" * ", PythonPrinter().doprint(formula.xreplace(names)))
         return Expression(text, ATOM if formula.is_Symbol else SUM)
 
     def _place(self, place: Any) -> str:
@@ -175,16 +176,6 @@ class Printer:
             for part, empty in ((place.start, 0), (place.stop, None), (place.step, 1))
         )
         return f"{start}:{stop}{f':{step}' if step else ''}"
-
-
-def quoted(text: str) -> str:
-    """A string of Python's, whatever is in it: names come from models, which anybody may have written."""
-    return json.dumps(text)
-
-
-def is_plain(name: str) -> bool:
-    """Whether Python takes it as the name of an attribute."""
-    return name.isidentifier() and not keyword.iskeyword(name)
 
 
 def number(value: Any) -> str:

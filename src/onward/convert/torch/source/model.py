@@ -9,13 +9,14 @@ import numpy as np
 import torch
 from torch import nn
 
+from onward.convert.python import identifier, quoted
 from onward.convert.torch.exact import layers as exact
 from onward.convert.torch.module import OnnxModule
-from onward.convert.torch.source.expressions import number, quoted
+from onward.convert.torch.source.expressions import number
 from onward.convert.torch.source.framework import one
 from onward.convert.torch.source.layers import F_, layer_of
 from onward.convert.torch.source.program import TRAINING, Step, Value, defaults_of, without_unused
-from onward.convert.torch.source.statements import argument_names, identifier, statements
+from onward.convert.torch.source.statements import argument_names, statements
 from onward.convert.torch.source.structure import Structure
 from onward.convert.torch.source.tracing import Program
 

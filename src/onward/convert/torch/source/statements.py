@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import keyword
-import re
 from collections.abc import Callable, Iterator
 
-from onward.convert.torch.source.expressions import Expression, Printer, quoted
+from onward.convert.python import Identifiers, quoted
+from onward.convert.torch.source.expressions import Expression, Printer
 from onward.convert.torch.source.program import Step, Value
 from onward.convert.torch.source.tracing import Program
 
@@ -35,7 +34,7 @@ class _Writer:
         self._readers = {value: step for step in program.steps for value in step.values()}
         self._last = _last_uses(program)
         self._uses = _count_uses(program)
-        sizes = _size_names(program, set(self._arguments))
+        sizes = _size_names(program, self._arguments)
         device = f"{self._arguments[0]}.device" if self._arguments else '"cpu"'
         self._printer = Printer(self._named, sizes, device)
         self._sizes = sizes
@@ -152,30 +151,17 @@ class _Writer:
 
 def argument_names(program: Program) -> list[str]:
     """What `forward` calls the inputs of the graph."""
-    names: list[str] = []
-    for value in program.inputs:
-        names.append(_unlike(identifier(value.name), {*names, "self"}))
-    return names
+    names = Identifiers(MENTIONED)
+    return [names.like(value.name) for value in program.inputs]
 
 
-def identifier(name: str) -> str:
-    """A name of Python's that is like another one."""
-    plain = re.sub(r"\W+", "_", name).strip("_") or "x"
-    plain = f"_{plain}" if plain[0].isdigit() else plain
-    return f"{plain}_" if keyword.iskeyword(plain) or plain in ("torch", "nn", "F", "self", "math") else plain
+MENTIONED = ("torch", "nn", "F", "math", "Tensor", "population_batch_norm")
+"""What `forward` reads of what the file imports and defines."""
 
 
-def _unlike(name: str, taken: set[str]) -> str:
-    while name in taken:
-        name += "_"
-    return name
-
-
-def _size_names(program: Program, taken: set[str]) -> dict[str, str]:
-    names: dict[str, str] = {}
-    for symbol, name in program.sizes.items():
-        names[symbol] = _unlike(identifier(name), {*taken, *names.values(), *_LETTERS})
-    return names
+def _size_names(program: Program, taken: list[str]) -> dict[str, str]:
+    names = Identifiers([*MENTIONED, *taken, *_LETTERS])
+    return {symbol: names.like(name) for symbol, name in program.sizes.items()}
 
 
 def _roles(program: Program) -> dict[Value, str]:

@@ -7,10 +7,11 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from onward.convert.torch.source.expressions import is_plain, quoted
+from onward.convert.python import is_identifier, quoted
 from onward.convert.torch.source.layers import Layer, own_state
 
 ROOT = "self"
+_METHODS = frozenset(dir(nn.ModuleDict)) - frozenset(dir(nn.Module))
 
 
 class Structure:
@@ -68,8 +69,10 @@ class Structure:
         if path in self._modules:
             if self.kind(owner) == "nn.ModuleList":
                 return f"{where}[{name}]"
-            return f"{where}.{name}" if is_plain(name) else f"{where}[{quoted(name)}]"
-        if is_plain(name):
+            if is_identifier(name):
+                return f"{where}.{name}"
+            return f"{where}[{quoted(name)}]" if self._is_dict(owner) else f"{where}.get_submodule({quoted(name)})"
+        if is_identifier(name):
             return f"{where}.{name}"
         return f"{where}.get_{'parameter' if name in held._parameters else 'buffer'}({quoted(name)})"
 
@@ -79,7 +82,14 @@ class Structure:
         names = [name for name, _ in module.named_children()]
         if path and names == [str(i) for i in range(len(names))] and not module._parameters and not module._buffers:
             return "nn.ModuleList"
-        return "nn.Module" if all(map(is_plain, names)) else "nn.ModuleDict"
+        return "nn.ModuleDict" if self._is_dict(path) else "nn.Module"
+
+    def _is_dict(self, path: str) -> bool:
+        """Whether parts have names that no attributes have, and none that methods of dictionaries have."""
+        module = self._modules[path]
+        names = [name for name, _ in module.named_children()]
+        methods = _METHODS.isdisjoint([*names, *module._parameters, *module._buffers])
+        return methods and not all(map(is_identifier, names))
 
     # ---- making ------------------------------------------------------------------------------------------------------
 
@@ -103,15 +113,19 @@ class Structure:
             made = self.layers[inner].made if inner in self.layers else f"{self.kind(inner)}()"
             if self.kind(path) == "nn.ModuleList":
                 yield f"{where}.append({made})"
-            else:
+            elif self._is_dict(path):
                 yield f"{self.access(inner)} = {made}"
+            else:
+                yield _assigned(where, name, made, "add_module")
             if inner not in self.layers:
                 yield from self._lines(inner, values)
 
     def _ties(self) -> Iterator[str]:
         for path, main in self._aliases.items():
             if path != main:
-                yield f"{self.access(path)} = {self.access(main)}"
+                owner, _, name = path.rpartition(".")
+                kind = "parameter" if name in self._modules[owner]._parameters else "buffer"
+                yield _assigned(self.access(owner), name, self.access(main), f"register_{kind}")
 
     def _frozen(self) -> Iterator[str]:
         """Whole modules, if nothing in them learns, else single parameters."""
@@ -137,7 +151,7 @@ def _joined(path: str, name: str) -> str:
 
 
 def _assigned(where: str, name: str, made: str, otherwise: str) -> str:
-    return f"{where}.{name} = {made}" if is_plain(name) else f"{where}.{otherwise}({quoted(name)}, {made})"
+    return f"{where}.{name} = {made}" if is_identifier(name) else f"{where}.{otherwise}({quoted(name)}, {made})"
 
 
 def _empty(tensor: torch.Tensor, function: str = "empty") -> str:

@@ -1,0 +1,71 @@
+"""Whether a program is the live module over again: the same state, and the same outputs."""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from onward.convert.child import try_out
+from onward.convert.torch.module import OnnxModule
+from onward.convert.torch.native import example_inputs
+from onward.convert.torch.source import child
+from onward.convert.torch.source.program import LIVE
+from onward.errors import Error, MismatchError, UnsupportedError
+
+
+def try_files(program: Path, state: Path, live: OnnxModule) -> None:
+    """Let a process of its own load the files and compute outputs, and compare."""
+    inputs, expected = _example(live)
+    with tempfile.TemporaryDirectory() as folder:
+        given, results = Path(folder, "given.pt"), Path(folder, "results.pt")
+        torch.save(inputs, given)
+        if not try_out(child.__file__, program, state, given, results):
+            return
+        found = torch.load(results, weights_only=True)
+    _compare_state(found["state"], live)
+    _compare(found["outputs"], expected)
+
+
+def try_module(made: nn.Module, live: OnnxModule) -> None:
+    """The same for what a program has made here."""
+    _compare_state({name: list(x.shape) for name, x in made.state_dict().items()}, live)
+    inputs, expected = _example(live)
+    if inputs is not None:
+        _compare(_outputs(made, inputs), expected)
+
+
+def _example(live: OnnxModule) -> tuple[list[torch.Tensor] | None, dict[str, Any]]:
+    """Inputs that are made up, and what the live module makes of them; None if it takes none."""
+    for named in example_inputs(live.to_model()):
+        inputs = list(named.values())
+        try:
+            return inputs, _outputs(live, inputs)
+        except (Error, RuntimeError, IndexError):
+            continue
+    return None, {}
+
+
+def _outputs(module: nn.Module, inputs: list[torch.Tensor]) -> dict[str, Any]:
+    with torch.no_grad():
+        made = copy.deepcopy(module).eval()(*inputs)
+    return made if isinstance(made, dict) else {"": made}
+
+
+def _compare_state(found: Mapping[str, list[int]], live: OnnxModule) -> None:
+    if list(found.items()) != [(name, list(x.shape)) for name, x in live.state_dict().items()]:
+        raise UnsupportedError("names of parameters are none of Python's", hint=LIVE)
+
+
+def _compare(found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+    for name, theirs in expected.items():
+        if not torch.allclose(found[name], theirs, 1e-3, 1e-4 * float(theirs.abs().max()), equal_nan=True):
+            raise MismatchError(
+                f"`{name or 'the output'}` of the program is not that of the live module",
+                hint="please report the model; the live module is `onward.to_torch(training)`",
+            )

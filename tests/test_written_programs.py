@@ -1,0 +1,200 @@
+"""Programs that are written of a model: whatever its texts say, they are no code, and compute what the model does."""
+
+from __future__ import annotations
+
+import ast
+import keyword
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from onnx import TensorProto, helper, numpy_helper
+
+import onward
+import planted
+from conftest import needs
+from onward.convert.audit import audited
+from onward.convert.files import Framework, write
+from onward.convert.python import Identifiers, docstring, is_identifier, program_beside, quoted
+from onward.errors import Error, UnsupportedError
+from onward.run import load
+from onward.run.words import WORDS
+
+TEXTS = st.text(st.characters(codec="utf-8"), max_size=30) | st.sampled_from([*planted.STATEMENTS, *planted.WORDS])
+
+
+# ---- what programs are made of ---------------------------------------------------------------------------------------
+
+
+@settings(max_examples=300)
+@given(TEXTS)
+def test_texts_are_literals_of_one_line(text: str) -> None:
+    assert ast.literal_eval(quoted(text)) == text
+    assert len(quoted(text).splitlines()) == 1 and quoted(text).isprintable()
+
+
+@settings(max_examples=300)
+@given(TEXTS)
+def test_docstrings_are_nothing_else(text: str) -> None:
+    (only,) = ast.parse(docstring(text)).body
+    assert isinstance(only, ast.Expr) and ast.literal_eval(only.value) == text
+
+
+@settings(max_examples=300)
+@given(st.lists(TEXTS, max_size=8))
+def test_names_are_fresh_and_what_python_reads(texts: list[str]) -> None:
+    names = Identifiers(["taken"])
+    made = [names.like(text) for text in [*texts, "taken"]]
+    assert len({*made, "taken"}) == len(made) + 1
+    for name in made:
+        assert is_identifier(name) and not keyword.iskeyword(name)
+        assert isinstance(ast.parse(name).body[0].value, ast.Name)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("path", "program"),
+    [("run.pt", "run.py"), ("my-model.keras", "my_model.py"), ("class.pt", "class_.py"), ("torch.pt", "torch_run.py"),
+     ("json.keras", "json_run.py"), ("1.pt", "_1.py"), ("é.pt", "run.py")],
+)  # fmt: skip
+def test_a_program_can_be_imported_and_hides_no_module(path: str, program: str) -> None:
+    assert program_beside(Path("folder", path)) == Path("folder", program)
+
+
+@pytest.mark.parametrize(
+    ("source", "objection"),
+    [
+        ("x = '", "no Python"),
+        ("import os", "imports `os`"),
+        ("from subprocess import run", "imports `subprocess`"),
+        ("def f():\n    import socket", "imports `socket`"),
+        ("print(1)", "when it is imported"),
+        ("def f(x):\n    return eval(x)", "what `eval` is"),
+        ("x = __import__('os')", "what `__import__` is"),
+        ("def f(x):\n    return x.__globals__", "`__globals__`"),
+        ("import torch\nx = torch.hub", "`hub`"),
+        ("import torch\ndef f():\n    return torch.load('x')", "`load`"),
+        ("def f():\n    return g()", "what `g` is"),
+        ("import torch\ndef f(torch):\n    return torch", "`torch` is two things"),
+        ("def f(): pass\ndef f(): pass", "`f` is defined twice"),
+    ],
+)
+def test_what_no_program_of_ours_does(source: str, objection: str) -> None:
+    with pytest.raises(UnsupportedError, match=objection):
+        audited(source, ["torch"])
+
+
+# ---- models that are full of statements ------------------------------------------------------------------------------
+
+SCRIPTS: dict[Framework, str] = {
+    "torch": """
+import importlib, torch
+module, _, _, loss = importlib.import_module(program).load("run.pt")
+outputs = module(*map(torch.from_numpy, inputs))
+found = loss(outputs["result"], torch.from_numpy(target))
+""",
+    "keras": """
+import importlib, keras
+importlib.import_module(program)
+model = keras.models.load_model("run.keras")
+model(inputs, training=True)
+found = model.train_on_batch(inputs, target, return_dict=True)["loss"]
+""",
+    "jax": """
+sys.path.insert(0, "run")
+import run
+batch = dict(zip(names, [*inputs, target]))
+found = run.step(run.load(), batch)[1]["loss"]
+assert set(run.apply(run.load(), batch)) >= {"result"}
+""",
+    "tensorflow": """
+import tensorflow as tf
+found = tf.saved_model.load("run").train_step(*inputs, target)["loss"]
+""",
+}
+
+
+def checked(target: Framework, turn: int, folder: Path) -> None:
+    """A planted model becomes a program that has the same loss, in a process that has nothing of Onward."""
+    training = onward.prepare(onward.read(planted.model(turn)), loss={"result": "mse"}, optimizer="adamw")
+    with load(training, threads=1) as engine:
+        names = [
+            *(value.name or "" for value in training.inputs),
+            *(set(engine.inputs) - {value.name for value in training.inputs}),
+        ]
+        batch = planted.batch(names, np.random.default_rng(turn))
+        expected = float(engine.step({name: batch[name] for name in engine.inputs})[engine.loss])
+    ending = {"torch": ".pt", "keras": ".keras"}.get(target, "")
+    written = write(training, target, folder / f"run{ending}")
+    np.savez(folder / "batch.npz", **{str(i): batch[name] for i, name in enumerate(names)})
+    head = f"""
+import sys
+sys.modules["onward"] = None
+import numpy as np
+program, names, data = {written[-1].stem!r}, {names!r}, np.load("batch.npz")
+*inputs, target = [data[str(i)] for i in range(len(names))]
+"""
+    script = f"{head}{SCRIPTS[target]}\nprint(float(found))"
+    done = subprocess.run(
+        [sys.executable, "-X", "utf8", "-c", script], cwd=folder, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    np.testing.assert_allclose(float(done.stdout.split()[-1]), expected, rtol=1e-5)
+    assert not list(folder.rglob("marker")) and not Path("marker").exists()
+
+
+@pytest.mark.parametrize(
+    ("target", "turn"),
+    [pytest.param("torch", 0, marks=needs("torch")), pytest.param("jax", 1, marks=needs("jax"))],
+)
+def test_statements_in_a_model_are_not_executed(target: Framework, turn: int, tmp_path: Path) -> None:
+    checked(target, turn, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("turn", range(len(planted.ROLES)))
+@pytest.mark.parametrize("target", [pytest.param(name, marks=needs(name)) for name in SCRIPTS])
+def test_statements_everywhere_in_a_model_are_not_executed(target: Framework, turn: int, tmp_path: Path) -> None:
+    checked(target, turn, tmp_path)
+
+
+def with_word(operator: str, attribute: str, word: str) -> onnx.ModelProto:
+    """A model of one operator, which would take the word for code."""
+    inputs = {"Conv": ["x", "w"], "Gelu": ["x"], "Pad": ["x", "pads"], "Einsum": ["x"]}[operator]
+    weights = {"w": np.ones((2, 1, 3, 3), "f"), "pads": np.zeros(8, np.int64), "s": np.ones((5, 3), "f")}
+    nodes = [
+        helper.make_node(operator, inputs, ["h"], "node", **{attribute: word}),
+        helper.make_node("MatMul", ["h", "s"], ["m"]),
+        helper.make_node("ReduceMean", ["m"], ["y"], keepdims=0),
+    ]
+    tensors = [numpy_helper.from_array(array, name) for name, array in weights.items() if name in (*inputs, "s")]
+    x = helper.make_tensor_value_info("x", TensorProto.FLOAT, [4, 1, 5, 5])
+    y = helper.make_tensor_value_info("y", TensorProto.FLOAT, [])
+    graph = helper.make_graph(nodes, "g", [x], [y], tensors)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+
+
+EQUATIONS = (f'abcd"); {planted.MARK}; ("', "abcd\u0085", "abcd->ab\n")
+BAD = [("Gelu", "approximate"), ("Conv", "auto_pad"), ("Pad", "mode"), ("Einsum", "equation")]
+
+
+@pytest.mark.parametrize("target", [pytest.param(name, marks=needs(name)) for name in SCRIPTS])
+def test_words_that_are_none_of_the_standard_are_refused(target: Framework, tmp_path: Path) -> None:
+    for operator, attribute in BAD:
+        for word in (f'none"); {planted.MARK}; ("', "none ", "a\u0085b") if attribute != "equation" else EQUATIONS:
+            with pytest.raises(Error, match=f"`{attribute}` of|{operator}"):
+                training = onward.prepare(with_word(operator, attribute, word), loss="value:y", optimizer="sgd:lr=0.1")
+                write(training, target, tmp_path / {"torch": "run.pt", "keras": "run.keras"}.get(target, "run"))
+    assert not list(tmp_path.iterdir()) and not Path("marker").exists()
+
+
+def test_words_are_those_of_attributes_that_operators_have() -> None:
+    for operator, attributes in WORDS.items():
+        schema = onnx.defs.get_schema(operator)
+        for name, allowed in attributes.items():
+            kind = schema.attributes[name]
+            assert not kind.default_value.s or kind.default_value.s.decode() in allowed
