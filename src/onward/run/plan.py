@@ -17,7 +17,7 @@ from onward.run.calls import array_of, newest_form
 from onward.run.framework import Function, keywords
 from onward.run.fusion import Match, matches
 from onward.run.host import ONLY_ON_HOST
-from onward.run.words import check_words
+from onward.transform.words import check_words
 
 
 @dataclasses.dataclass

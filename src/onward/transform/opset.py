@@ -15,6 +15,7 @@ from onward.model.core import all_names
 from onward.model.serde import from_proto, stamp, to_proto, with_data, without_data
 from onward.transform.expansion import check_expansion
 from onward.transform.types import value_types
+from onward.transform.words import check_equations
 
 _STANDARD = ("", "ai.onnx")
 _NUMPY_BROADCAST = 7
@@ -107,6 +108,7 @@ def _spread_slopes(shell: ModelProto) -> None:
     Until operator set 6 a slope of shape [C] meant one number per channel; from 7 on it is broadcast to the last axis.
     """
     graph = shell.graph
+    check_equations(shell)
     known = onnx.shape_inference.infer_shapes(shell).graph
     ranks = {v.name: len(v.type.tensor_type.shape.dim) for v in (*known.input, *known.value_info, *known.output)}
     ranks |= {tensor.name: len(tensor.dims) for tensor in graph.initializer}

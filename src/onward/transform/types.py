@@ -16,6 +16,7 @@ from onward.model import Model
 from onward.model.serde import to_proto, without_data
 from onward.model.walk import ancestors, read_by
 from onward.transform.expansion import check_expansion
+from onward.transform.words import check_equations
 
 _HINT = "`onward check` says more"
 
@@ -28,6 +29,7 @@ def value_types(proto: ModelProto) -> dict[str, ValueInfoProto]:
 
 
 def _inferred(proto: ModelProto) -> dict[str, ValueInfoProto]:
+    check_equations(proto)
     try:
         graph = onnx.shape_inference.infer_shapes(proto, data_prop=_is_cheap_to_follow(proto)).graph
     except onnx.shape_inference.InferenceError as error:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
+
+from onnx import ModelProto, NodeProto
 
 from onward.errors import InvalidModelError, listed
 
@@ -53,7 +55,29 @@ def check_words(operator: str, attributes: Mapping[str, Any], described: str) ->
                 raise InvalidModelError(
                     f"`{name}` of {described} is {word!r}", hint=f"it is one of {listed(allowed, len(allowed))}"
                 )
-    if operator == "Einsum" and not _EQUATION.fullmatch(attributes["equation"]):
+    if operator == "Einsum":
+        _check_equation(attributes["equation"], described)
+
+
+def check_equations(proto: ModelProto) -> None:
+    """Refuse equations that `onnx` would look at for ever when it infers shapes."""
+    for node in _nodes([*proto.graph.node, *(node for function in proto.functions for node in function.node)]):
+        if node.op_type == "Einsum":
+            for attribute in node.attribute:
+                if attribute.name == "equation":
+                    _check_equation(attribute.s.decode("utf-8", "replace"), f"`Einsum` (node `{node.name}`)")
+
+
+def _nodes(nodes: Iterable[NodeProto]) -> Iterator[NodeProto]:
+    for node in nodes:
+        yield node
+        for attribute in node.attribute:
+            for graph in (attribute.g, *attribute.graphs):
+                yield from _nodes(graph.node)
+
+
+def _check_equation(equation: str, described: str) -> None:
+    if not _EQUATION.fullmatch(equation):
         raise InvalidModelError(
-            f"`equation` of {described} is {attributes['equation']!r}", hint="such as `ij,jk->ik`: letters and dots"
+            f"`equation` of {described} is {equation!r}", hint="it is of letters, commas and dots, such as `ij,jk->ik`"
         )
