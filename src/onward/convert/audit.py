@@ -12,10 +12,12 @@ from collections.abc import Collection, Iterator
 from onward.convert.python import BUILTINS
 from onward.errors import UnsupportedError
 
-_STANDARD = ("__future__", "collections", "contextlib", "functools", "itertools", "json", "math", "pathlib", "struct")
-_ALLOWED = (*_STANDARD, "typing", "numpy")
+_ALLOWED = (
+    "__future__", "collections", "contextlib", "contextvars", "functools", "itertools", "json", "math", "numpy",
+    "operator", "pathlib", "secrets", "struct", "typing",
+)  # fmt: skip
 """What every program may import."""
-_SPECIAL = {"__init__", "__call__", "__class__", "__name__", "__file__", "__post_init__"}
+_SPECIAL = {"__init__", "__call__", "__class__", "__name__", "__file__", "__getstate__", "__setstate__"}
 _OUTSIDE = {"load", "save", "open", "read", "write", "read_bytes", "write_bytes"}
 """What reaches files: only in functions that are called so."""
 _NEVER = {

@@ -18,6 +18,7 @@ from onward.convert.problems import Problems
 from onward.convert.python import program_beside
 from onward.errors import InvalidModelError, UnsupportedError
 from onward.model import Model
+from onward.model.state import STEP
 from onward.model.storage.files import reason, regular
 
 Framework = Literal["torch", "keras", "jax", "tensorflow"]
@@ -85,6 +86,8 @@ def refilled(like: Model | None, state: Mapping[str, np.ndarray], of: str) -> Mo
             known[name] = made.initializer(name).const_value
     compare(problems, state, known)
     problems.refuse()
+    check_numbers(problems, state, known)
+    problems.refuse()
     for name, array in state.items():
         made.set(name, array)
     return made
@@ -97,6 +100,20 @@ def compare(problems: Problems, found: Mapping[str, Any], known: Mapping[str, An
             problems.add(f"{'the training model' if name not in known else 'it'} has no `{name}`", OTHER)
         elif _kind(found[name]) != _kind(known[name]):
             problems.add(f"`{name}` is {_kind(found[name])}, not {_kind(known[name])}", OTHER)
+
+
+def check_numbers(problems: Problems, found: Mapping[str, Any], known: Mapping[str, Any]) -> None:
+    """Note what is no number where the training model has numbers, and counts that are none."""
+    for name, tensor in found.items():
+        if not _is_finite(tensor) and _is_finite(known[name]):
+            problems.add(f"`{name}` has elements that are infinite or no numbers (NaN)", "go on from an earlier state")
+    if STEP in found and int(found[STEP]) < 0:
+        problems.add(f"it has made {int(found[STEP])} updates", OTHER)
+
+
+def _is_finite(tensor: Any) -> bool:
+    array = np.asarray(tensor.numpy() if isinstance(tensor, ir.TensorProtocol) else tensor)
+    return array.dtype.kind in "biuSUO" or bool(np.isfinite(array.astype(np.float64)).all())
 
 
 def _kind(tensor: Any) -> str:

@@ -34,7 +34,8 @@ def _visible(character: str) -> str:
 # ---- names -----------------------------------------------------------------------------------------------------------
 
 BUILTINS = frozenset({
-    "abs", "all", "any", "bool", "bytes", "callable", "dict", "enumerate", "float", "getattr", "hasattr", "int",
+    "abs", "all", "any", "bool", "bytes", "callable", "dict", "divmod", "enumerate", "float", "getattr", "hasattr",
+    "int",
     "isinstance", "iter", "len", "list", "map", "max", "min", "next", "object", "property", "range", "reversed",
     "round", "set", "setattr", "slice", "sorted", "staticmethod", "str", "sum", "super", "tuple", "type", "zip",
     "AttributeError", "IndexError", "KeyError", "NotImplementedError", "RuntimeError", "TypeError", "ValueError",

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
-from onward.convert.files import compare, refilled
-from onward.convert.jax.program.runtime import filled, named, read
+import numpy as np
+
+from onward.convert.files import check_numbers, compare, refilled
+from onward.convert.jax.program.runtime import filled, named
 from onward.convert.jax.program.runtime import write as write_arrays
 from onward.convert.jax.program.source import CONSTANTS, STATE, program
 from onward.convert.jax.restore import Parts
 from onward.convert.problems import Problems
 from onward.errors import InvalidModelError
 from onward.model import Model
+from onward.model.storage.files import reason, regular
+from onward.model.storage.headers import safetensors_header
 from onward.model.storage.replacement import replacing
 
 
@@ -32,14 +37,26 @@ def restore(path: Path, like: Model | None) -> Model:
     """The training model `like` with the state of a folder, of which nothing is executed."""
     if like is None:
         return refilled(like, {}, str(path))
-    try:
-        arrays = read(path / STATE)
-    except (OSError, ValueError, KeyError) as error:
-        raise InvalidModelError(f"`{path / STATE}` cannot be read: {error}") from error
+    arrays = _arrays(path / STATE)
     parts = Parts(like)
     state, tx = parts.state()
     problems = Problems(f"the state of `{path}`")
     compare(problems, arrays, named(state))
     problems.refuse()
+    check_numbers(problems, arrays, named(state))
+    problems.refuse()
     with parts.framework.active():
         return parts.training(filled(state, arrays), tx)
+
+
+def _arrays(path: Path) -> dict[str, np.ndarray]:
+    """The arrays of a safetensors file, whoever wrote it."""
+    try:
+        regular(path)
+        data = path.read_bytes()
+        start = 8 + int.from_bytes(data[:8], "little")
+        tensors = safetensors_header(data[8:start], start, len(data))
+    except (OSError, ValueError) as error:
+        raise InvalidModelError(f"`{path}` cannot be read: {reason(error)}", hint="write it with `run.save`") from error
+    flat = {name: np.frombuffer(data, x.dtype, math.prod(x.shape), x.offset) for name, x in tensors.items() if x.size}
+    return {name: flat.get(name, np.zeros(0, x.dtype)).reshape(x.shape) for name, x in tensors.items()}

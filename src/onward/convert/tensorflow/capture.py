@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -15,8 +16,9 @@ from onward.run.tensorflow.quiet import tensorflow as tf  # isort: skip  (other 
 from onward.build import Builder, Names, uncollected
 from onward.convert.chance import no_chance
 from onward.convert.tensorflow.agreement import confirm
+from onward.convert.tensorflow.files import restore
 from onward.convert.tensorflow.graph import Resource, Walk, dtype_of
-from onward.convert.tensorflow.restore import is_training_module, loaded, restored
+from onward.convert.tensorflow.restore import is_training_module, restored
 from onward.convert.tensorflow.running import keep_averages
 from onward.errors import DataError, RecipeError, UnsupportedError
 from onward.model import Model
@@ -45,7 +47,7 @@ def from_tensorflow(
     of, with the values that its variables have now.
     """
     if isinstance(carrier, str | os.PathLike):
-        return restored(loaded(carrier))
+        return restore(Path(carrier))
     if is_training_module(carrier):
         return restored(carrier)
     if loss is None and recipe.get("teacher") is None:

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import re
-import zlib
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from google.protobuf.message import DecodeError
 
 from onward.run.tensorflow.quiet import tensorflow as tf  # isort: skip  (other imports of it are not quiet)
 
 from tensorflow.core.protobuf import saved_model_pb2
 
-from onward.convert.files import refilled
+from onward.convert.files import OTHER, refilled
+from onward.convert.problems import Problems
 from onward.convert.tensorflow.module import to_tensorflow
-from onward.errors import InvalidModelError, first_line
-from onward.model import Model, read
+from onward.convert.tensorflow.restore import carried_along
+from onward.errors import Error, InvalidModelError, UnsupportedError, first_line
+from onward.model import Model
 from onward.model.storage.replacement import replacing
 
 _VALUE = "/.ATTRIBUTES/VARIABLE_VALUE"
@@ -37,39 +39,77 @@ def write(model: Model, path: Path) -> list[Path]:
 def restore(path: Path, like: Model | None = None) -> Model:
     """The training model that a SavedModel of one holds, or `like`, with the values that its variables have.
 
-    Both are read from the files: no function of the SavedModel is called.
+    Both are read from the files: no function of the SavedModel is called, and nothing of it is loaded.
     """
-    return refilled(like if like is not None else _model(path), _variables(path), str(path))
+    if not (path / "saved_model.pb").is_file():
+        raise UnsupportedError(f"`{path}` is not a SavedModel", hint="give the folder that `tf.saved_model.save` wrote")
+    model = like if like is not None else _model(path)
+    return refilled(model, _variables(path, model), str(path))
 
 
 def _model(path: Path) -> Model:
     """What `training_model` would return: it is a constant."""
-    saved = saved_model_pb2.SavedModel()
-    saved.ParseFromString((path / "saved_model.pb").read_bytes())
+    try:
+        nodes = _function(saved_model_pb2.SavedModel.FromString((path / "saved_model.pb").read_bytes()))
+    except (OSError, DecodeError, IndexError) as error:
+        raise InvalidModelError(f"`{path / 'saved_model.pb'}` is damaged: {first_line(error)}") from error
+    if nodes is None:
+        raise UnsupportedError(
+            f"`{path}` does not hold a training model",
+            hint="give the one that it was made of, with `--like`; or load it with `tf.saved_model.load`, and give a "
+            "function of it, with a loss, to `from_tensorflow`",
+        )
+    return carried_along(nodes, str(path))[0]
+
+
+def _function(saved: Any) -> Any:
+    """The nodes of the function `training_model`; None if there is no such function."""
     for graph in saved.meta_graphs:
         objects = graph.object_graph_def.nodes
-        kept = [objects[child.node_id] for child in objects[0].children if child.local_name == "training_model"]
+        root = objects[0].children if objects else ()
+        kept = [objects[child.node_id] for child in root if child.local_name == "training_model"]
         names = {name for one in kept for name in one.function.concrete_functions}
         for function in graph.graph_def.library.function:
             if function.signature.name in names:
-                return read(zlib.decompress(_text_in(function)))
-    raise InvalidModelError(
-        f"`{path}` does not hold a training model", hint="give the training model that it was made of: `--like`"
-    )
+                return function.node_def
+    return None
 
 
-def _text_in(function: Any) -> bytes:
-    constants = [tf.make_ndarray(node.attr["value"].tensor) for node in function.node_def if node.op == "Const"]
-    return next(bytes(array.item()) for array in constants if array.dtype == object)
-
-
-def _variables(path: Path) -> dict[str, np.ndarray]:
+def _variables(path: Path, model: Model) -> dict[str, np.ndarray]:
     """The state of a training module by name, from the checkpoint that lies in the folder."""
-    reader = tf.train.load_checkpoint(str(path / "variables" / "variables"))
-    names = [name for name in reader.get_variable_to_shape_map() if name.startswith(_STATE) and name.endswith(_VALUE)]
-    return {_unescaped(name.removeprefix(_STATE).removesuffix(_VALUE)): reader.get_tensor(name) for name in names}
+    try:
+        reader = tf.train.load_checkpoint(str(path / "variables" / "variables"))
+        kinds = reader.get_variable_to_dtype_map()
+        shapes = {name: tuple(shape) for name, shape in reader.get_variable_to_shape_map().items()}
+        stored = {_name(key): key for key in shapes if key.startswith(_STATE) and key.endswith(_VALUE)}
+        problems = Problems(f"the state of `{path}`")
+        for name, key in stored.items():
+            _check(problems, name, shapes[key], kinds[key].as_numpy_dtype, model)
+        problems.refuse()
+        return {name: np.asarray(reader.get_tensor(key)) for name, key in stored.items()}
+    except (tf.errors.OpError, OSError, ValueError, TypeError, RuntimeError) as error:
+        if isinstance(error, Error):
+            raise
+        raise InvalidModelError(
+            f"the variables of `{path}` cannot be read: {first_line(error)}",
+            hint="copy the whole folder again, or save it anew with `tf.saved_model.save`",
+        ) from error
 
 
-def _unescaped(name: str) -> str:
+def _check(problems: Problems, name: str, shape: tuple[int, ...], dtype: Any, model: Model) -> None:
+    """Whether a variable is one of the training model's: before it is read, since it may be of any size."""
+    try:
+        known = model.initializer(name).const_value
+    except LookupError:
+        problems.add(f"the training model has no `{name}`", OTHER)
+        return
+    assert known is not None
+    if tuple(known.shape) != shape or np.dtype(dtype) != known.dtype.numpy():
+        found, expected = f"{np.dtype(dtype)}{list(shape)}", f"{known.dtype.numpy()}{list(known.shape)}"
+        problems.add(f"`{name}` is {found}, not {expected}", OTHER)
+
+
+def _name(key: str) -> str:
     """A checkpoint has `..` for a dot, and `.S` for a slash."""
-    return re.sub(r"\.([.S])", lambda found: "." if found[1] == "." else "/", name)
+    plain = key.removeprefix(_STATE).removesuffix(_VALUE)
+    return re.sub(r"\.([.S])", lambda found: "." if found[1] == "." else "/", plain)

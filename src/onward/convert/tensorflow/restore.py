@@ -1,16 +1,18 @@
-"""Training models back from modules that Onward made, and from SavedModels of them, wherever they were trained."""
+"""Training models back from modules that Onward made, wherever they were trained. None of their functions is called."""
 
 from __future__ import annotations
 
-import os
 import zlib
-from pathlib import Path
+from collections.abc import Iterable
 from typing import Any
 
 from onward.run.tensorflow.quiet import tensorflow as tf  # isort: skip  (other imports of it are not quiet)
 
-from onward.errors import UnsupportedError
+from onward.errors import InvalidModelError, first_line
 from onward.model import Model, read
+
+_MOST = 2**31 - 1
+"""Bytes of a model: no file of ONNX is larger."""
 
 
 def is_training_module(carrier: Any) -> bool:
@@ -18,23 +20,22 @@ def is_training_module(carrier: Any) -> bool:
     return hasattr(carrier, "training_model") and hasattr(carrier, "state")
 
 
-def loaded(path: str | os.PathLike[str]) -> Any:
-    """What a SavedModel holds, if Onward made it."""
-    if not (Path(path) / "saved_model.pb").exists():
-        raise UnsupportedError(f"`{path}` is not a SavedModel", hint="give the folder that `tf.saved_model.save` wrote")
-    module = tf.saved_model.load(os.fspath(path))
-    if not is_training_module(module):
-        raise UnsupportedError(
-            f"`{path}` does not hold a training model",
-            hint="load it with `tf.saved_model.load`, and give a function of it, with a loss, to `from_tensorflow`",
-        )
-    return module
-
-
 def restored(module: Any) -> Model:
     """The training model of a module, with the values that its variables have now."""
-    along = module.training_model()
-    model = read(zlib.decompress(along["onnx"].numpy()))
+    graph = module.training_model.get_concrete_function().graph
+    model, step = carried_along(graph.as_graph_def().node, "the module")
     for name, variable in module.state.items():
-        model.set(name, variable.numpy(), int(along["step"]))
+        model.set(name, variable.numpy(), step)
     return model
+
+
+def carried_along(nodes: Iterable[Any], of: str) -> tuple[Model, int]:
+    """What the function `training_model` would return, by the constants in its graph: a model, and which step of it."""
+    try:
+        constants = [tf.make_ndarray(node.attr["value"].tensor) for node in nodes if node.op == "Const"]
+        packed = next(bytes(array.item()) for array in constants if array.dtype == object and array.size == 1)
+        step = next((int(array) for array in constants if array.dtype.kind == "i" and array.size == 1), 0)
+        unpacked = zlib.decompressobj().decompress(packed, _MOST)
+    except (TypeError, ValueError, StopIteration, zlib.error) as error:
+        raise InvalidModelError(f"the training model in {of} is damaged: {first_line(error)}") from error
+    return read(unpacked), step

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import pickle
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from onward.convert.files import OTHER, compare, refilled
+from onward.convert.files import refilled
 from onward.convert.problems import Problems
 from onward.convert.python import program_beside
 from onward.convert.run import disassemble
@@ -21,9 +20,9 @@ from onward.convert.torch.schedulers import updates_per_step
 from onward.convert.torch.schedules import read_scheduler
 from onward.convert.torch.source import state_of, written
 from onward.convert.torch.source.trial import try_files
+from onward.convert.torch.stored import stored
 from onward.convert.torch.tags import COUNTER
 from onward.convert.torch.tags import STEP as STEP_TAG
-from onward.errors import InvalidModelError
 from onward.model import Model
 from onward.model.state import STEP
 from onward.model.storage.replacement import replacing
@@ -44,14 +43,13 @@ def write(model: Model, path: Path) -> list[Path]:
 
 def restore(path: Path, like: Model | None = None) -> Model:
     """The training model `like` with the state of a file. Nothing in it is executed."""
-    state = _read(path)
     if like is None:
         return refilled(None, {}, str(path))
     run, carried = disassemble(like), to_torch(like, probe=False)
     names = {id(parameter): name for name, parameter in carried.module.parameters_by_name().items()}
     every = updates_per_step(run)
     before, _, _ = _optimizer(carried, names, every)
-    _load(carried, state, path)
+    _load(carried, path)
     after, slots, step = _optimizer(carried, names, every)
     problems = Problems(f"the optimizer of `{path}`")
     if before != after:
@@ -71,35 +69,18 @@ def _optimizer(carried: Carried, names: Mapping[int, str], every: int) -> Any:
     return read_optimizer(carried.optimizer, names, schedule)
 
 
-def _read(path: Path) -> dict[str, Any]:
-    """What a file holds, if it is a dictionary of state dictionaries."""
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        raise InvalidModelError(
-            f"`{path}` is not a file of tensors that PyTorch reads without executing it",
-            hint="write it with `save` of the program beside it",
-        ) from error
-    if not isinstance(state, dict) or not {"module", "optimizer", "scheduler"} <= state.keys():
-        raise InvalidModelError(
-            f"`{path}` does not hold a module, an optimizer and a scheduler",
-            hint="write it with `save` of the program beside it",
-        )
-    return state
-
-
-def _load(carried: Carried, state: Mapping[str, Any], path: Path) -> None:
-    """Fill the objects of PyTorch, if they are the same."""
-    problems = Problems(f"the state of `{path}`")
-    compare(problems, state["module"], carried.module.state_dict())
-    if (carried.scheduler is None) != (state["scheduler"] is None):
-        problems.add("only one of both has a scheduler", OTHER)
-    problems.refuse()
-    try:
-        carried.module.load_state_dict(state["module"])
-        carried.optimizer.load_state_dict(state["optimizer"])
-        if carried.scheduler is not None:
-            carried.scheduler.load_state_dict(state["scheduler"])
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
-        problems.add(f"its optimizer or scheduler is another one: {error}", OTHER)
-    problems.refuse()
+def _load(carried: Carried, path: Path) -> None:
+    """Fill the objects of PyTorch with what a file holds, if they are the same."""
+    scheduler = carried.scheduler
+    state = stored(
+        path,
+        {
+            "module": carried.module.state_dict(),
+            "optimizer": carried.optimizer.state_dict(),
+            "scheduler": None if scheduler is None else scheduler.state_dict(),
+        },
+    )
+    carried.module.load_state_dict(state["module"])
+    carried.optimizer.load_state_dict(state["optimizer"])
+    if scheduler is not None:
+        scheduler.load_state_dict(state["scheduler"])
