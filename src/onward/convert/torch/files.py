@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 from collections.abc import Mapping
 from pathlib import Path
@@ -72,15 +73,22 @@ def _optimizer(carried: Carried, names: Mapping[int, str], every: int) -> Any:
 def _load(carried: Carried, path: Path) -> None:
     """Fill the objects of PyTorch with what a file holds, if they are the same."""
     scheduler = carried.scheduler
-    state = stored(
-        path,
-        {
-            "module": carried.module.state_dict(),
-            "optimizer": carried.optimizer.state_dict(),
-            "scheduler": None if scheduler is None else scheduler.state_dict(),
-        },
-    )
+    expected = {
+        "module": carried.module.state_dict(),
+        "optimizer": _begun(carried).state_dict(),
+        "scheduler": None if scheduler is None else scheduler.state_dict(),
+    }
+    state = stored(path, expected)
     carried.module.load_state_dict(state["module"])
     carried.optimizer.load_state_dict(state["optimizer"])
     if scheduler is not None:
         scheduler.load_state_dict(state["scheduler"])
+
+
+def _begun(carried: Carried) -> torch.optim.Optimizer:
+    """A copy of the optimizer that has made a step: with all that it ever remembers."""
+    module, optimizer = copy.deepcopy(carried[:2])  # without the hook that clips
+    for parameter in module.parameters():
+        parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+    optimizer.step()
+    return optimizer
