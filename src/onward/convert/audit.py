@@ -86,7 +86,8 @@ def _attributes(node: ast.AST, function: str) -> Iterator[str]:
     if isinstance(node, ast.Attribute):
         name = node.attr
         private = name.startswith("__") and name not in _SPECIAL
-        if private or name in _NEVER or (name in _OUTSIDE and function not in _OUTSIDE and not _of_self(node)):
+        outside = name in _NEVER or (name in _OUTSIDE and function not in _OUTSIDE)
+        if private or (outside and not _of_self(node)):
             yield f"line {node.lineno} reaches for `{name}`"
     for child in ast.iter_child_nodes(node):
         yield from _attributes(child, function)
