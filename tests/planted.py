@@ -31,7 +31,8 @@ WORDS = [
     "keras", "np", "torch", "F", "nn", "jax", "jnp", "params", "state", "batch", "inputs", "metrics", "changed",
     "loss", "forward", "training", "built", "watched", "keys", "axis", "__class__", "__init__", "__metadata__",
     "{}", "{0}", "%s", "é", "\ufb01", "fi", "0", "a b", "a-b", "x.weight", "x/weight", "\N{GRINNING FACE}", "_",
-    "__", "y", "optimizer", "load", "call", "constant_1", "dropout", "Update", "exact", "step_1", "new_w", "eval", "save", "hub",
+    "__", "y", "optimizer", "load", "call", "constant_1", "dropout", "Update", "exact", "step_1", "new_w",
+    "eval", "save", "hub",
 ]  # fmt: skip
 ROLES = ("weights", "inputs", "hidden", "outputs", "sizes")
 WIDTH, SAMPLES = 4, 6

@@ -55,8 +55,8 @@ class Graph:
         cls, model: Model, trainable: Collection[str] | None, statistics: Variance, inner: Sequence[str] = ()
     ) -> Graph:
         model = convert_opset(model, COMMON_OPSET) if model.opset < OLDEST_OPSET else model
-        known = Live(torch.device("cpu"), statistics).operators
-        own = [name for f in model.functions.values() if (name := f"{f.domain}.{f.name}") not in known]
+        table = Live(torch.device("cpu"), statistics).operators
+        own = [name for f in model.functions.values() if (name := f"{f.domain}.{f.name}") not in table]
         if hidden := [*functions_to_inline(model), *own]:
             model = inline(model, hidden)
         model = model.copy()
