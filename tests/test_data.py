@@ -283,7 +283,7 @@ def test_images_become_what_the_model_takes(tmp_path: Path) -> None:
 class HubLike:
     """What a `datasets.Dataset` does, as far as it is asked to."""
 
-    def __init__(self, data: dict[str, np.ndarray]):
+    def __init__(self, data: dict[str, Any]):
         self._data = data
 
     def __len__(self) -> int:
@@ -293,8 +293,11 @@ class HubLike:
         assert kind == "numpy"
         return HubLike({name: self._data[name] for name in columns or self._data})
 
-    def __getitem__(self, indices: list[int]) -> dict[str, np.ndarray]:
-        return {name: array[indices] for name, array in self._data.items()}
+    def __getitem__(self, indices: list[int]) -> dict[str, Any]:
+        return {
+            name: [column[index] for index in indices] if isinstance(column, list) else column[indices]
+            for name, column in self._data.items()
+        }
 
 
 def test_datasets_as_objects() -> None:
@@ -306,6 +309,9 @@ def test_datasets_as_objects() -> None:
     np.testing.assert_array_equal(batch["label"], data["label"][[9, 3]])
     with pytest.raises(DataError, match="several data sets: `train`, `test`"):
         open_data({"train": HubLike(data), "test": HubLike(data)})
+    ragged = HubLike({"image": [np.zeros(3), np.zeros(4)]})
+    with pytest.raises(DataError, match="column `image` of the data set is not an array"):
+        open_data(ragged).take(np.arange(2))
 
 
 # ---- streams ---------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from onnx import numpy_helper, parser
 import models
 import onward
 from conftest import needs
-from onward.errors import OutOfMemoryError, UnknownNameError, UnsupportedError
+from onward.errors import InvalidModelError, OutOfMemoryError, UnknownNameError, UnsupportedError
 from onward.run import load
 from onward.run.interpreted import framework_class
 
@@ -32,6 +32,22 @@ def test_all_engines_agree():
     assert {(row.engine, row.derivative) for row in report.rows} >= {("torch", "own"), ("torch", "rules")}
     assert {row.verdict for row in report.rows} == {"agrees"}
     assert max(row.state for row in report.rows) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("inputs", "error", "message"),
+    [
+        ({"picture": np.zeros((4, 64))}, UnknownNameError, "no input `picture`"),
+        ({"image": np.zeros((4, 8, 8), np.float32)}, InvalidModelError, r"`image` must be float32 \[N, 64\]"),
+        ({"image": np.full((4, 64), "x")}, InvalidModelError, "`image` must be float32"),
+        ({"labels": np.zeros(4)}, InvalidModelError, "`labels` must be int64"),
+    ],
+)
+def test_inputs_must_fit_before_any_engine_is_tried(inputs, error, message):
+    started = []
+    with pytest.raises(error, match=message):
+        onward.verify(training(), inputs=inputs, on_start=started.append)
+    assert not started
 
 
 def test_a_bias_before_a_normalization_follows_rounding_errors():

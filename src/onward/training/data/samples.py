@@ -85,4 +85,4 @@ def _class_names(feature: Any) -> tuple[str, ...] | None:
 
 
 def _arrays(dataset: Any, indices: list[int]) -> Batch:
-    return {name: np.asarray(values) for name, values in dataset[indices].items()}
+    return {name: to_array(values, name, "the data set") for name, values in dataset[indices].items()}
