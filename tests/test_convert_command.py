@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -94,6 +95,43 @@ def test_refusals(folder: Path) -> None:
     assert "holds the state" in said and "--like" in hint
     Path("bad.pt").write_bytes(b"nothing")
     assert "without executing it" in failed("convert", "bad.pt", "--like", "training.onnx")[0]
+
+
+@needs("torch")
+def test_a_loss_on_an_inner_value(folder: Path) -> None:
+    """What is behind the value that a loss looks at is kept, and the program that is written trains by the value."""
+    proto = models.digits_mlp()
+    proto.graph.node.append(onnx.helper.make_node("Softmax", ["logits"], ["probabilities"]))
+    proto.graph.output[0].name = "probabilities"
+    onnx.save(proto, "softmax.onnx")
+    run("prepare", "softmax.onnx", "--loss", "logits=cross_entropy", "--optimizer", "sgd:lr=0.1", "-o", "inner.onnx")
+    run("convert", "inner.onnx", "--to", "torch", "-o", "inner.pt")
+    assert 'loss(outputs["logits"], labels).backward()' in Path("inner.py").read_text()
+    module, optimizer, _, loss = loaded(Path("inner.py"), "inner.pt")
+    with load(onward.read("inner.onnx"), threads=1) as engine:
+        for _ in range(3):
+            found = loss(module(torch_of(BATCH["image"])), torch_of(BATCH["labels"]))
+            np.testing.assert_allclose(found.item(), engine.step(BATCH)["loss"], rtol=1e-5)
+            optimizer.zero_grad()
+            found.backward()
+            optimizer.step()
+
+
+def torch_of(array: np.ndarray) -> Any:
+    import torch
+
+    return torch.from_numpy(array)
+
+
+def loaded(program: Path, file: str) -> Any:
+    space: dict[str, Any] = {"__name__": "program"}
+    exec(compile(program.read_text(), str(program), "exec"), space)
+    return space["load"](file)
+
+
+def test_an_inference_model(folder: Path) -> None:
+    said, hint = failed("convert", "digits.onnx", "--to", "torch")
+    assert "this is an inference model" in said and "onward prepare" in hint
 
 
 @pytest.mark.slow

@@ -92,6 +92,60 @@ def in_jax(training, given):
     return losses, carried.training(state)
 
 
+FORMS = {
+    "sparse": ("softmax", "sparse_categorical_crossentropy", "labels"),
+    "categorical": ("softmax", "categorical_crossentropy", "one hot"),
+    "smooth": ("softmax", {"class_name": "CategoricalCrossentropy", "config": {"label_smoothing": 0.1}}, "one hot"),
+    "binary": ("sigmoid", "binary_crossentropy", "binary"),
+    "smooth binary": ("sigmoid", {"class_name": "BinaryCrossentropy", "config": {"label_smoothing": 0.1}}, "binary"),
+    "focal": ("softmax", "categorical_focal_crossentropy", "one hot"),
+    "binary focal": ("sigmoid", "binary_focal_crossentropy", "binary"),
+    "divergence": ("softmax", "kl_divergence", "one hot"),
+}
+DRAWN = ("smooth binary", "focal", "binary focal", "divergence")
+"""Those that are formulas in a training model, and none that PyTorch has."""
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_losses_behind_an_activation(form):
+    """Keras looks behind a softmax or sigmoid, or has formulas of its own: what goes on elsewhere does the same."""
+    import keras
+
+    activation, loss, kind = FORMS[form]
+    keras.utils.set_random_seed(0)
+    rng, layers = np.random.default_rng(0), keras.layers
+    model = keras.Sequential([layers.Input((6,)), layers.Dense(5, "tanh"), layers.Dense(4, activation)])
+    model.compile(keras.optimizers.Adam(0.01), loss if isinstance(loss, str) else keras.losses.deserialize(loss))
+    labels = rng.integers(0, 4, (6, 8))
+    targets = {"labels": labels, "one hot": np.eye(4, dtype="f")[labels], "binary": rng.integers(0, 2, (6, 8, 4))}[kind]
+    given = [(x, y) for x, y in zip(rng.normal(size=(6, 8, 6)).astype("f"), targets, strict=True)]
+    model.train_on_batch(*given[0])
+    training, expected = onward.from_keras(model), []
+    for batch in given[1:]:
+        model.reset_metrics()
+        expected.append(float(model.train_on_batch(*batch)))
+    named = [({training.inputs[0].name: torch.tensor(x)}, torch.tensor(y)) for x, y in given[1:]]
+    np.testing.assert_allclose(in_jax(training, named)[0], expected, rtol=1e-4)
+    if form in DRAWN:
+        with pytest.raises(onward.Error, match="the loss is a graph of its own"):
+            onward.to_torch(training)
+        return
+    for live in (True, False):
+        np.testing.assert_allclose(in_torch(training, named, live), expected, rtol=1e-4)
+
+
+def in_torch(training, given, live):
+    module, optimizer, _, loss = onward.to_torch(training, live=live)
+    losses = []
+    for inputs, target in given:
+        optimizer.zero_grad()
+        found = loss(module(*inputs.values()), target if target.ndim == 1 else target.float())
+        found.backward()
+        optimizer.step()
+        losses.append(found.item())
+    return losses
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("data", ["digits", "mnist", "packed mnist"])
 def test_the_example(data, tmp_path):

@@ -129,7 +129,8 @@ def _random(
         return rng.uniform(0.1, 0.9, shape) if positive else rng.standard_normal(shape)
     if value.dtype == ir.DataType.BOOL:
         return rng.random(shape) < 0.5
-    return rng.integers(0, limit or 2, shape).astype(value.dtype.numpy())
+    usual = 256 if value.dtype == ir.DataType.UINT8 else 2  # bytes are pictures, of which two colours show little
+    return rng.integers(0, limit or usual, shape).astype(value.dtype.numpy())
 
 
 # ---- where integers go -----------------------------------------------------------------------------------------------

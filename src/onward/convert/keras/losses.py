@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -67,8 +68,16 @@ def _term(index: int, loss: Any, weight: float, outputs: Sequence[Tensor], taken
         raise Refused(f"loss {name} has no counterpart")
     if loss.reduction != "sum" and loss.reduction not in _MEANS:
         raise Refused(f"loss {name} has the reduction `{loss.reduction}`")
-    reader = _Reader(name, dict(loss._fn_kwargs), loss.reduction == "sum", weight, index, outputs[index], taken)
+    reader = _Reader(
+        name, {**_defaults(function), **loss._fn_kwargs}, loss.reduction == "sum", weight, index, outputs[index], taken
+    )
     return _READERS[name](reader)
+
+
+def _defaults(function: Callable[..., Any]) -> dict[str, Any]:
+    """What a loss that was given by its name alone is computed with."""
+    parameters = inspect.signature(function).parameters.values()
+    return {p.name: p.default for p in parameters if p.default is not p.empty}
 
 
 @dataclasses.dataclass
