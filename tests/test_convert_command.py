@@ -129,8 +129,12 @@ def loaded(program: Path, file: str) -> Any:
     return space["load"](file)
 
 
+@needs("torch")
 def test_an_inference_model(folder: Path) -> None:
     said, hint = failed("convert", "digits.onnx", "--to", "torch")
+    assert "this is an inference model" in said and "onward prepare" in hint
+    run("convert", "training.onnx", "--to", "torch", "-o", "run.pt")
+    said, hint = failed("convert", "run.pt", "--like", "digits.onnx")
     assert "this is an inference model" in said and "onward prepare" in hint
 
 

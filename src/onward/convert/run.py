@@ -140,7 +140,7 @@ def disassemble(model: Model, index: int = 0, *, forward: bool = True) -> Run:
     Without `forward` the caller executes the forward pass and the loss as the file has them, and only the update is
     what the run says.
     """
-    run = _found(model, index)
+    run = _found(model, step_of(model, index))
     if not forward:
         _check_differentiated(model.step(index))
     if forward and any(term.spec.name == "custom" for term in terms(run.loss)):
