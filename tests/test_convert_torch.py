@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
+import onnx
 import pytest
 
 import models
@@ -628,6 +629,21 @@ def test_what_a_loop_does_has_no_object():
     training = onward.prepare(models.digits_mlp(), loss="cross_entropy", accumulate=2, ema=0.9)
     with pytest.raises(UnsupportedError, match=r"accumulates gradients.*averages|averages.*accumulates gradients"):
         to_torch(training)
+
+
+def test_a_loss_on_an_inner_value_there_and_back():
+    proto = models.digits_mlp()
+    proto.graph.node.append(onnx.helper.make_node("Softmax", ["logits"], ["probabilities"]))
+    proto.graph.output[0].name = "probabilities"
+    training = onward.prepare(proto, loss=[{"logits": "cross_entropy"}, {"active": "mse:scale=0.1"}], optimizer="adam")
+    module, optimizer, scheduler, loss = to_torch(training)
+    x = torch.randn(8, 64)
+    for outputs in (module(x), copy.deepcopy(module).eval()(x)):
+        assert list(outputs) == ["probabilities", "logits", "active"]
+    back = from_torch(module, x, loss=loss, optimizer=optimizer, scheduler=scheduler)
+    assert [value.name for value in back.outputs] == ["probabilities"]
+    found = [(term.output, term.name, term.scale) for term in onward.describe(back).steps[0].loss.terms]
+    assert found == [("logits", "cross_entropy", 1.0), ("active", "mse", 0.1)]
 
 
 # ---- wrappers --------------------------------------------------------------------------------------------------------
