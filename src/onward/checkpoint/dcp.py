@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from onward.checkpoint.archive import TYPES, read_torch_file
 from onward.checkpoint.objects import Name, Object
 from onward.checkpoint.pickles import read_pickle
 from onward.checkpoint.tensors import ScatteredTensor
-from onward.checkpoint.torch_file import TYPES, read_torch_file
 from onward.errors import InvalidModelError
 from onward.model.storage.files import reason, regular
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from onward.checkpoint.archive import is_torch_file, read_torch_file
 from onward.checkpoint.contents import contents_of, executed_names
 from onward.checkpoint.dcp import METADATA, read_dcp
 from onward.checkpoint.description import Checkpoint
@@ -14,7 +15,6 @@ from onward.checkpoint.objects import Object
 from onward.checkpoint.optimizers import optimizer_of
 from onward.checkpoint.safetensors_files import INDEX, read_json, read_model_folder, read_safetensors
 from onward.checkpoint.tensors import Tensor
-from onward.checkpoint.torch_file import is_torch_file, read_torch_file
 from onward.errors import InvalidModelError, UnsupportedError
 
 _COUNTERS = ("global_step", "step", "iteration", "epoch", "max_steps", "num_train_epochs")
