@@ -151,7 +151,7 @@ def make_loss(terms: Any, inner: Collection[str] = ()) -> nn.Module:
         is_own = term.spec.name == "value"
         loss = exact.OwnLoss(term.output or "") if is_own else _make(term.spec)
         loss = loss if term.scale == 1 else exact.Scaled(loss, term.scale)
-        made.append(exact.Watching(term.output, loss) if term.output in inner and not is_own else loss)
+        made.append(exact.Watching(term.output, loss) if term.output and term.output in inner and not is_own else loss)
     problems.refuse()
     return made[0] if len(made) == 1 else exact.SumOfLosses(made)
 
