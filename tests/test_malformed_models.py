@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ import pytest
 from onnx import ModelProto, TensorProto, helper
 
 import onward
+from broken_models import DAMAGES, GOOD, Damage
 from models import digits_mlp, small_cnn
 from onward.errors import DataError, InvalidModelError, UnsupportedError
 from onward.rules import RULES, Rule
@@ -218,3 +221,74 @@ def test_a_node_that_no_rule_can_take(text: str) -> None:
     proto = onnx.parser.parse_model(f"<ir_version: 10, opset_import: [{imports}]> g {text}")
     with pytest.raises(InvalidModelError, match=f"cannot be differentiated, because .*{INVALID[text]}"):
         onward.gradient(proto, "y", ["x"])
+
+
+# ---- graphs that do not hang together --------------------------------------------------------------------------------
+
+IMAGES = {"image": np.zeros((4, 64), np.float32), "labels": np.zeros(4, np.int64)}
+
+
+def _read_nothing(graph: onnx.GraphProto) -> None:
+    graph.node[1].input[0] = "nowhere"
+
+
+def _lose_a_weight(graph: onnx.GraphProto) -> None:
+    del graph.initializer[0]
+
+
+def _read_what_comes_later(graph: onnx.GraphProto) -> None:
+    graph.node[0].input[0] = "logits"
+
+
+def _promise_an_output(graph: onnx.GraphProto) -> None:
+    graph.output[0].name = "nowhere"
+
+
+def _compute_twice(graph: onnx.GraphProto) -> None:
+    graph.node[1].output[0] = "hidden"
+
+
+def _lose_all_nodes(graph: onnx.GraphProto) -> None:
+    del graph.node[:]
+
+
+def _lose_a_type(graph: onnx.GraphProto) -> None:
+    graph.input[0].type.tensor_type.elem_type = 0
+
+
+def _have_less_than_nothing(graph: onnx.GraphProto) -> None:
+    graph.input[0].type.tensor_type.shape.dim[1].dim_value = -5
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (_read_nothing, "the node `relu` reads `nowhere`, which does not exist"),
+        (_lose_a_weight, "the node `fc1` reads `fc1.weight`, which does not exist"),
+        (_read_what_comes_later, "the node `fc1` reads `logits`, which is computed only later"),
+        (_promise_an_output, "nothing computes the output `nowhere`"),
+        (_compute_twice, "not valid ONNX: Output 'hidden' is redeclared"),
+        (_lose_all_nodes, "nothing computes the output `logits`"),
+        (_lose_a_type, "the input `image` has no type"),
+        (_have_less_than_nothing, "the input `image` has a size of -5"),
+    ],
+)
+def test_graphs_that_do_not_hang_together(damage: Callable[[onnx.GraphProto], None], message: str) -> None:
+    model = digits_mlp()
+    damage(model.graph)
+    for use in (
+        lambda: onward.train(model, IMAGES, loss="cross_entropy", quiet=True),
+        lambda: onward.prepare(model, loss="cross_entropy"),
+        lambda: onward.gradient(model, "logits", ["image"]),
+    ):
+        with pytest.raises(InvalidModelError, match=re.escape(message)) as caught:
+            use()
+        assert "onward check" in (caught.value.hint or "")
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.name)
+def test_damaged_training_models_are_lowered_or_refused(damage: Damage) -> None:
+    model = GOOD[damage.of]()
+    damage.apply(model)
+    with contextlib.suppress(onward.Error):  # and nothing else
+        onward.lower(model)

@@ -29,6 +29,7 @@ def lower_gradients(model: Model, *, recompute: Choice = None) -> Model:
     while (node := _first_gradient(model.graph)) is not None:
         xs, y = strings(node, "xs"), string(node, "y")
         name = node.outputs[0].name if node.outputs else ""
+        _check_names(model, node, (*xs, *strings(node, "zs")), y)
         model = expanded(model, y, xs)
         node = next(n for n in model.graph if is_gradient(n) and (not n.outputs or n.outputs[0].name == name))
         _lower(model, node, xs, y, recompute)
@@ -40,20 +41,25 @@ def _first_gradient(graph: ir.Graph) -> ir.Node | None:
     return next((node for node in graph if is_gradient(node)), None)
 
 
+def _check_names(model: Model, node: ir.Node, variables: Sequence[str], y: str) -> None:
+    known = {value.name for value in values(model.graph)}
+    missing = [name for name in (*variables, y) if name not in known]
+    given = sum(value is not None for value in node.inputs)
+    if missing or len(variables) != given:
+        raise InvalidModelError(
+            f"the Gradient `{node.name}` names `{missing[0]}`, which does not exist"
+            if missing
+            else f"the Gradient `{node.name}` has {given} inputs for {len(variables)} variables",
+            hint="`onward check` says more",
+        )
+
+
 def _lower(model: Model, node: ir.Node, xs: Sequence[str], y: str, recompute: Choice) -> None:
     graph = model.graph
     known = {value.name: value for value in values(graph)}
     named = (*xs, *strings(node, "zs"))
-    missing = [name for name in (*named, y) if name not in known]
-    if missing or len(named) != len(node.inputs):
-        raise InvalidModelError(
-            f"the Gradient `{node.name}` names `{missing[0]}`, which does not exist"
-            if missing
-            else f"the Gradient `{node.name}` has {len(node.inputs)} inputs for {len(named)} variables",
-            hint="`onward check` says more",
-        )
-    variables, target = [known[name] for name in named], known[y]
     given = [value for value in node.inputs if value is not None]
+    variables, target = [known[name] for name in named], known[y]
     fill_in_types_before(model, (target, *given))
     op = Builder(graph, opset=model.opset, names=model.names(), functions=model.functions, share=True)
     if given != variables:

@@ -275,10 +275,22 @@ def _clone(graph: Any, **options: Any) -> Any:
     try:
         return graph.clone(**options)
     except (RuntimeError, ValueError, TypeError) as error:
-        raise InvalidModelError(
-            f"`{graph.name or ''}` reads a value before it is computed, or one that does not exist",
-            hint="`onward check` names the place",
-        ) from error
+        raise InvalidModelError(_misread(graph), hint="`onward check` says all that is wrong") from error
+
+
+def _misread(graph: Any) -> str:
+    """What a graph reads that it cannot read there."""
+    ready = {*graph.inputs, *(getattr(graph, "initializers", None) or {}).values()}
+    for node in graph:
+        for value in node.inputs:
+            if value is not None and value not in ready:
+                when = "is computed only later" if value.producer() is not None else "does not exist"
+                return f"the node `{node.name or node.op_type}` reads `{value.name}`, which {when}"
+        ready.update(node.outputs)
+    missing = [value for value in graph.outputs if value not in ready]
+    if missing:
+        return f"nothing computes the output `{missing[0].name}`"
+    return f"`{graph.name or ''}` reads a value before it is computed, or one that does not exist"
 
 
 def _copied_graphs(step: Step, moved: dict[ir.Value, ir.Value]) -> dict[str, Any]:

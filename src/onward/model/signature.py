@@ -16,6 +16,8 @@ from onnx import defs
 from onward.errors import InvalidModelError
 from onward.model.core import Model
 
+_MORE = "`onward check` says all that is wrong"
+
 
 class _Signature(NamedTuple):
     inputs: int
@@ -26,6 +28,9 @@ class _Signature(NamedTuple):
 
 def sound(model: Model) -> Model:
     """The model itself, unless it has a node of the standard that breaks the rules of its operator."""
+    for value in model.inputs:
+        if problem := _problem_of_input(value):
+            raise InvalidModelError(f"the input `{value.name}` {problem}", hint=_MORE)
     containers: list[ir.Graph | ir.Function] = [model.graph, *(step.algorithm for step in model.steps)]
     for container in (*containers, *model.functions.values()):
         imports = {**model.graph.opset_imports, **container.opset_imports}
@@ -34,7 +39,7 @@ def sound(model: Model) -> Model:
             if signature is not None and (problem := _problem(node, signature)):
                 raise InvalidModelError(
                     f"the node `{node.name or node.outputs[0].name}` ({node.op_type}) {problem}",
-                    hint="`onward check` says all that is wrong",
+                    hint=_MORE,
                 )
     return model
 
@@ -49,6 +54,13 @@ def _signature(operator: str, domain: str, version: int) -> _Signature | None:
     types = {name: ir.AttributeType(kind.value) for name, kind in enumerated.items()}
     required = frozenset(name for name, attribute in schema.attributes.items() if attribute.required)
     return _Signature(schema.min_input, types, required)
+
+
+def _problem_of_input(value: ir.Value) -> str | None:
+    if value.dtype == ir.DataType.UNDEFINED:
+        return "has no type"
+    negative = [dim for dim in value.shape or () if isinstance(dim, int) and dim < 0]
+    return f"has a size of {negative[0]}" if negative else None
 
 
 def _problem(node: ir.Node, signature: _Signature) -> str | None:

@@ -13,6 +13,7 @@ from onward.errors import UnknownNameError, UnsupportedError, near_or_first
 from onward.lowering.gradients import lower_gradients
 from onward.model import Model, Source, read
 from onward.model.core import string, strings, values
+from onward.model.signature import sound
 from onward.model.walk import ancestors
 from onward.numeric.precision import FLOATS
 from onward.recipe.trainable import gradient_edges, judge
@@ -36,7 +37,7 @@ class Subject:
 
 def subject(source: Source, y: str | None, xs: Sequence[str] | None, step: int) -> Subject:
     """The part of a model that computes y. Of a training model, the forward pass of a step, differentiated as there."""
-    model = read(source)
+    model = sound(read(source))
     if model.steps:
         node = next(iter(model.step(step).gradients()), None)
         if node is not None and y is None:
