@@ -16,7 +16,7 @@ import pytest
 
 import onward
 from models import digits_mlp
-from onward.errors import WriteError
+from onward.errors import ExternalDataError, WriteError
 from onward.training.api import resume, train
 from onward.training.folder import Run
 from runs import QUIET, RECIPE, Arrays, digits, state
@@ -190,6 +190,8 @@ def test_data_that_change_after_reading_are_not_taken_for_what_was_read(how: str
     content = Path("net.onnx.data").read_bytes()
     Path("net.onnx.data").write_bytes(content[::-1])
     os.utime("net.onnx.data", ns=(1, 1))  # clocks of file systems are coarse
+    with pytest.raises(ExternalDataError, match="has changed since the model was read"):
+        model.array("fc1.weight")
     for target in ("net.onnx", "elsewhere.onnx"):
         with pytest.raises(WriteError, match=r"`.*net\.onnx\.data` has changed since the model was read"):
             model.save(target)

@@ -73,6 +73,13 @@ def test_a_configuration_that_cannot_be(change: dict[str, Any], problem: str, ma
     assert problem in str(error.value) and error.value.hint
 
 
+def test_a_configuration_that_lacks_something(made: Path, tmp_path: Path) -> None:
+    run = Run(shutil.copytree(made / "run", tmp_path / "run"))
+    run.configure({name: value for name, value in run.config.items() if name != "model"})
+    code, err = said("train", "--resume", str(run.path), "-o", str(tmp_path / "out.onnx"))
+    assert code == 1 and "its configuration differs in `model`" in err
+
+
 @pytest.mark.parametrize("text", ["", "[]", "nothing", "[" * 100_000, '{"epochs": ' + "9" * 5000 + "}"])
 def test_a_configuration_that_is_none(text: str, made: Path, tmp_path: Path) -> None:
     run = Run(shutil.copytree(made / "run", tmp_path / "run"))

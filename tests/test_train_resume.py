@@ -94,18 +94,14 @@ def test_kill(kills: int, whole: Run, folder: Path) -> None:
 @pytest.mark.parametrize("kills", [5, pytest.param(50, marks=pytest.mark.slow)])
 def test_kill_with_weights_beside_the_model(kills: int, tmp_path: Path) -> None:
     """Frozen ones are in the folder once, whatever happens; of all others, there is nothing left that nobody needs."""
-    runs = []
-    for name in ("whole", "killed"):
-        place = tmp_path / name
-        place.mkdir()
-        onward.read(small_cnn(channels=32)).save(place / "model.onnx", data="data")
-        np.savez(place / "data.npz", **digits(flat=False))
-        (place / "settings.json").write_text(json.dumps({"freeze": "fc.*", "tensorboard": False}))
-        arguments = [sys.executable, killed_runs.__file__, str(place), str(kills if name == "killed" else 0), "1"]
-        done = subprocess.run(arguments, capture_output=True, text=True, timeout=600)
-        assert done.returncode == 0, done.stderr
-        runs.append(Run(place / "run"))
-    whole, run = runs
+    onward.read(small_cnn(channels=32)).save(tmp_path / "model.onnx", data="data")
+    np.savez(tmp_path / "data.npz", **digits(flat=False))
+    (tmp_path / "settings.json").write_text(json.dumps({"freeze": "fc.*", "tensorboard": False}))
+    model, data = str(tmp_path / "model.onnx"), str(tmp_path / "data.npz")
+    whole, run = train(model, data, run=tmp_path / "whole", **killed_runs.settings_in(tmp_path)), Run(tmp_path / "run")
+    arguments = [sys.executable, killed_runs.__file__, str(tmp_path), str(kills), "1"]
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
     assert int(done.stdout) >= 2 and [e for e in run.log if e["event"] == "resume"]
     assert history(run) == history(whole)
     for a, b in ((run.model, whole.model), (run.best, whole.best), (run.last, whole.last)):

@@ -63,6 +63,7 @@ KINDS = {
             "run/.lock": BYTES,
             "run/original.onnx": PROTOBUF,
             "run/*.data": BYTES,
+            "run/events.*": BYTES,
         },
         (RESUME, RESUME, ("report", "run"), look),
         no_file,

@@ -136,7 +136,7 @@ def redescribed(
     if isinstance(tensor, HeldTensor):
         where = (tensor.source, tensor.location, tensor.offset, tensor.length)
         return HeldTensor(*where, base_dir=tensor.base_dir, **described)
-    if isinstance(tensor, ir.ExternalTensor):
+    if type(tensor) is ir.ExternalTensor:  # a subclass may mean anything
         return ir.ExternalTensor(tensor.location, tensor.offset, tensor.length, base_dir=tensor.base_dir, **described)
     if isinstance(tensor, ir.LazyTensor):
         return ir.LazyTensor(tensor.raw, **described)

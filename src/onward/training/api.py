@@ -155,7 +155,7 @@ def resume(
         data, own, _ = in_parts(data, validation)
         if isinstance(folder.config.get("validation"), str | list):  # not a share of the data, nor nothing
             validation = own
-        before = Config.from_json(folder.config, folder.path, data=data, validation=validation, epochs=epochs)
+        before = Config.from_json(folder.config, data=data, validation=validation, epochs=epochs)
         config = before.moved(engine or before.engine, device or before.device)
         place = Place.of(training)
         notes = [f"{place.epoch} of {config.epochs} epochs are done"] if place.epoch >= config.epochs else []

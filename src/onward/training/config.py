@@ -11,10 +11,10 @@ from typing import Annotated, Any, Literal
 
 from onward.arguments import Count, Range, Seed, Threads
 from onward.differentiate.recompute import Choice
-from onward.errors import DataError
+from onward.errors import DataError, listed
 from onward.model import Model
 from onward.run import Engine, load
-from onward.training.schema import Natural
+from onward.training.schema import Natural, checked
 
 Last = Literal["keep", "drop", "pad"]
 Paths = str | Sequence[str] | Mapping[str, str]
@@ -92,9 +92,22 @@ class Config:
         return {**fields, **places, "metrics": list(self.metrics)}
 
     @classmethod
-    def from_json(cls, stored: Mapping[str, Any], folder: Path, **given: Any) -> Config:
+    def stored(cls, file: Path) -> dict[str, Any]:
+        """What a file holds, all of it and no more, each setting as it may be."""
+        settings = {**_BEFORE, **checked(file.read_bytes(), cls, f"`{file}`")}
+        known = {field.name for field in dataclasses.fields(cls)}
+        if settings.keys() != known:
+            names = listed(sorted(settings.keys() ^ known), 5)
+            raise DataError(
+                f"`{file.parent}` was started by another version of Onward: its configuration differs in {names}",
+                hint=f"go on with that version, or start a new run from `{file.with_name('training.onnx')}`",
+            )
+        return settings
+
+    @classmethod
+    def from_json(cls, stored: Mapping[str, Any], **given: Any) -> Config:
         """What was stored, or was given anew; data that were objects must be."""
-        settings = {**_BEFORE, **stored, **{name: value for name, value in given.items() if value is not None}}
+        settings = {**stored, **{name: value for name, value in given.items() if value is not None}}
         for name in _SOURCES:
             if isinstance(settings.get(name), str) and settings[name] == _OBJECT:
                 raise DataError(
@@ -105,13 +118,6 @@ class Config:
                     f"the {name} of this run is no longer at `{gone}`",
                     hint=f"say where it is: `--{name} NEW` (`onward.resume(run, {name}=...)`)",
                 )
-        known = {field.name for field in dataclasses.fields(cls)}
-        if settings.keys() != known:
-            names = ", ".join(f"`{name}`" for name in sorted(settings.keys() ^ known))
-            raise DataError(
-                f"`{folder}` was started by another version of Onward: its configuration differs in {names}",
-                hint=f"go on with that version, or start a new run from `{folder / 'training.onnx'}`",
-            )
         return cls(**{**settings, "metrics": tuple(settings["metrics"])})
 
 

@@ -171,7 +171,7 @@ class Run:
     def config(self) -> dict[str, Any]:
         """How it was started."""
         with _reading(self.path / CONFIG) as path:
-            return checked(path.read_bytes(), Config, f"`{path}`")
+            return Config.stored(path)
 
     @property
     def progress(self) -> dict[str, Any]:

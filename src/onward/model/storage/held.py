@@ -29,22 +29,32 @@ class DataFile:
         self._turn = threading.Lock()
         weakref.finalize(self, file.close)
 
-    @functools.cached_property
     def mapped(self) -> mmap.mmap:
+        """All of it, to look into."""
+        self.check()
+        return self._mapped
+
+    @functools.cached_property
+    def _mapped(self) -> mmap.mmap:
         return mmap.mmap(self.file.fileno(), 0, access=mmap.ACCESS_READ)
 
     def is_named(self) -> bool:
-        """Whether its name still leads to it. If it was written to, nobody has what it held: refused."""
+        """Whether its name still leads to it."""
+        info = self.check()
+        try:
+            return os.path.samestat(info, os.stat(self.path))
+        except OSError:
+            return False
+
+    def check(self) -> os.stat_result:
+        """Refuse a file that was written to: nobody has what it held."""
         info = os.fstat(self.file.fileno())
         if (info.st_size, info.st_mtime_ns) != (self._info.st_size, self._info.st_mtime_ns):
             raise ExternalDataError(
                 f"`{self.path}` has changed since the model was read: its numbers are no longer the model's",
                 hint="read the model again",
             )
-        try:
-            return os.path.samestat(info, os.stat(self.path))
-        except OSError:
-            return False
+        return info
 
     def copy(self, start: int, size: int, target: BinaryIO) -> None:
         """Write some of its bytes to another file. They are read, not mapped: a file that shrinks is an error here."""
@@ -52,9 +62,11 @@ class DataFile:
         while start < end and (block := self._read(start, min(end - start, _BLOCK))):
             target.write(block)
             start += len(block)
-        self.is_named()
+        self.check()
 
     def _read(self, start: int, size: int) -> bytes:
+        if hasattr(os, "pread"):  # which leaves the position alone, that a forked process has in common
+            return os.pread(self.file.fileno(), size, start)
         with self._turn:
             self.file.seek(start)
             return self.file.read(size)
@@ -97,17 +109,17 @@ class HeldTensor(ir.ExternalTensor):
             return np.empty(self.shape.numpy(), self.dtype.numpy())
         start, shape = self.offset or 0, self.shape.numpy()
         if self.dtype.bitwidth < 8:
-            packed = np.frombuffer(self.source.mapped, np.uint8, self.nbytes, start)
+            packed = np.frombuffer(self.source.mapped(), np.uint8, self.nbytes, start)
             return ir.PackedTensor(packed, self.dtype, shape=ir.Shape(shape)).numpy()
         plain = self.dtype.numpy().newbyteorder("<")
-        return np.frombuffer(self.source.mapped, plain, self.size, start).reshape(shape)
+        return np.frombuffer(self.source.mapped(), plain, self.size, start).reshape(shape)
 
     def __array__(self, dtype: Any = None) -> np.ndarray:
         return self.numpy().__array__(dtype)
 
     def tobytes(self) -> bytes:
         start = self.offset or 0
-        return self.source.mapped[start : start + self.nbytes] if self.nbytes else b""
+        return self.source.mapped()[start : start + self.nbytes] if self.nbytes else b""
 
     def tofile(self, file: Any) -> None:
         self.source.copy(self.offset or 0, self.nbytes, file)
