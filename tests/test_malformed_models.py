@@ -92,7 +92,7 @@ EVERYWHERE = {
     "lower": onward.lower,
     "inline": onward.inline,
     "onnxruntime": load,
-    "numpy": lambda proto: load(proto, "numpy"),
+    "numpy": lambda proto: load(proto, engine="numpy"),
 }
 
 

@@ -7,6 +7,8 @@ By differences all are compared, always. What follows from that nearly always (t
 known, ONNX Runtime) is quick for one case of each operator, set of attributes and rank, and slow for the others.
 """
 
+import collections
+
 import numpy as np
 import onnxruntime as ort
 import pytest
@@ -15,10 +17,11 @@ from onnx import defs
 import gradcheck
 from conftest import onnx_node_tests
 from control_flow import CASES as CONTROL_FLOW
-from onward.differentiate import vjp
+from onward.differentiate import sweep, vjp
 from onward.differentiate.expand import expanded
 from onward.model import read
 from onward.rules import RULES, NoGradient, Rewrite
+from onward.rules.registry import has_gradient
 from onward.transform.opset import convert_opset
 from representatives import by_attributes_and_ranks, by_mode, chosen, first_of_each
 from rule_tables import ALL, BODIES, CASES, EDGES, EXCLUDED, EXCLUDED_ON_ONNXRUNTIME, known, without_onnxruntime
@@ -102,9 +105,40 @@ def test_rewrite_computes_the_same(name):
         np.testing.assert_allclose(np.asarray(computed[output]), wanted, rtol=case.rtol, atol=case.atol)
 
 
+def test_the_table_says_which_inputs_have_a_gradient(monkeypatch):
+    """`has_gradient`, which the checker and the choice of parameters ask, against what the rules give."""
+    given = collections.defaultdict(set)
+    derivatives = sweep._derivatives
+
+    def spy(op, node, *others):
+        found = derivatives(op, node, *others)
+        values = {value for value, _ in found}
+        for i, value in enumerate(node.inputs):
+            if node.domain == "" and value is not None and value.dtype in sweep._FLOATS:
+                given[node.op_type, i].add(value in values)
+        return found
+
+    monkeypatch.setattr(sweep, "_derivatives", spy)
+    for proto, inputs in some_cases_of_each_operator():
+        for y in gradcheck.float_outputs(proto):
+            vjp(proto, y, gradcheck.differentiable(proto, inputs))
+    wrong = [where for where, answers in given.items() if has_gradient("", *where) != (True in answers)]
+    assert not wrong
+    assert len(given) > 200
+
+
+def some_cases_of_each_operator(most=8):
+    counts = collections.Counter()
+    for proto, inputs in CASES.values():
+        operators = frozenset(node.op_type for node in proto.graph.node)
+        counts[operators] += 1
+        if counts[operators] <= most:
+            yield proto, inputs
+
+
 def test_every_rule_has_a_case():
     """Of the standard: those of other domains have tests of their own."""
-    protos = [proto for proto, _ in (*CASES.values(), *CONTROL_FLOW.values())]
+    protos = [proto for proto, *_ in (*CASES.values(), *CONTROL_FLOW.values(), *EDGES.values())]
     protos += [case.proto() for case in REWRITTEN.values()]
     operators = {
         ("" if node.domain == "ai.onnx" else node.domain, node.op_type) for proto in protos for node in proto.graph.node

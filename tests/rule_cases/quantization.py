@@ -125,6 +125,38 @@ STRAIGHT_THROUGH = {
         np.array([[1, 2], [3, -1]]),
         {"x": np.array([[1, 2], [3, -1]]) @ np.array([[-0.5, 1], [-1, 0], [0.5, 2]]).T},
     ),
+    "integer_matmul": (  # a scale of 0.1 for X, and the weights W - 10
+        _model(
+            "g (float[2, 3] x, uint8[3, 2] w) => (float[2, 2] y) <float s = {0.1}, uint8 z = {128}, uint8 wz = {10}> "
+            "{ q = QuantizeLinear(x, s, z) p = MatMulInteger(q, w, z, wz) c = Cast<to = 1>(p) y = Mul(c, s) }"
+        ),
+        {
+            "x": np.array([[0.3, -1, 2], [1, 0.5, -0.7]], np.float32),
+            "w": np.array([[9, 12], [8, 10], [11, 14]], np.uint8),
+        },
+        np.array([[1, 2], [3, -1]]),
+        {"x": np.array([[1, 2], [3, -1]]) @ np.array([[-1, 2], [-2, 0], [1, 4]]).T},
+    ),
+    "integer_conv": (  # along the last axis, with the weights W - 10 = (-1, 2)
+        _model(
+            "g (float[1, 1, 4] x, uint8[1, 1, 2] w) => (float[1, 1, 3] y) "
+            "<float s = {0.1}, uint8 z = {128}, uint8 wz = {10}> "
+            "{ q = QuantizeLinear(x, s, z) p = ConvInteger(q, w, z, wz) c = Cast<to = 1>(p) y = Mul(c, s) }"
+        ),
+        {"x": np.array([[[0.3, -1, 2, 0.4]]], np.float32), "w": np.array([[[9, 12]]], np.uint8)},
+        np.array([[[1, 2, 3]]]),
+        {"x": np.convolve([1, 2, 3], [-1, 2]).reshape(1, 1, 4)},
+    ),
+    "moved_integers": (  # of (0.3, -1) and (2, 0.4) the larger one, the last first
+        _model(
+            "g (float[1, 1, 4] x) => (float[2, 1] y) <float s = {0.1}, uint8 z = {128}, int64[2] t = {2, 1}, "
+            "int64[2] order = {1, 0}> { q = QuantizeLinear(x, s, z) m = MaxPool<kernel_shape = [2], strides = [2]>(q) "
+            "r = Reshape(m, t) g = Gather(r, order) y = DequantizeLinear(g, s, z) }"
+        ),
+        {"x": np.array([[[0.3, -1, 2, 0.4]]], np.float32)},
+        np.array([[5], [7]]),
+        {"x": np.array([[[7, 0, 5, 0]]])},
+    ),
     "quantised_conv": (  # along the last axis, with the weights 0.5 (W - 10) = (-0.5, 1)
         _model(
             "g (float[1, 1, 4] x, uint8[1, 1, 2] w) => (float[1, 1, 3] y) "

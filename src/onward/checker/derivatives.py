@@ -2,42 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from onward.checker.findings import Finding, found, listing, quote
-from onward.checker.view.flow import leaves, upstream
+from onward.checker.view.flow import Inputs, leaves, upstream
 from onward.checker.view.graphs import Node, attribute
 from onward.checker.view.scope import Gradient, Scope
 from onward.checker.view.shapes import FLOATING
-
-ZERO = frozenset(
-    (
-        *("Floor", "Ceil", "Round", "Sign"),  # constant almost everywhere
-        *("Shape", "Size", "NonZero", "ArgMax", "ArgMin", "NonMaxSuppression"),  # indices
-        *("Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "IsNaN", "IsInf"),  # truth values
-        *("And", "Or", "Not", "Xor", "BitShift", "BitwiseAnd", "BitwiseOr", "BitwiseXor", "BitwiseNot", "BitCast"),
-        *("QuantizeLinear", "DynamicQuantizeLinear", "ConvInteger", "MatMulInteger", "QLinearConv", "QLinearMatMul"),
-        *("Bernoulli", "Multinomial", "RandomNormalLike", "RandomUniformLike", "EyeLike", "ConstantOfShape"),
-    )
-)
-"""Standard operators whose derivative is zero wherever there is one."""
-
-DIFFERENTIABLE = {"Dropout": (0,), "Resize": (0,), "Upsample": (0,), "OneHot": (2,), "CastLike": (0,)}
-"""Operators of which only some of the floating-point inputs have a derivative."""
+from onward.rules.quantization import MOVING, makes_rounded
+from onward.rules.registry import has_gradient
 
 
-def _differentiable_inputs(node: Node, output: int) -> Iterable[str]:
-    if node.domain == "":
-        if node.op in ZERO or _is_cast_to_index(node):
+def _flow(scope: Scope) -> tuple[Inputs, Callable[[str], bool]]:
+    """Where gradients flow, by the table of derivatives: into which inputs of a node, and through which values."""
+    rounded = _rounded(scope)
+
+    def flows(name: str) -> bool:
+        """Not if it is known to be an integer, a truth value or a text, unless it stands for what was rounded."""
+        known = scope.types.get(name)
+        return known is None or known.is_floating or name in rounded
+
+    def inputs(node: Node, output: int) -> Iterable[str]:
+        if node.domain == "" and node.op == "Cast" and _is_cast_to_index(node) and node.args[0] not in rounded:
             return ()
-        if node.op in DIFFERENTIABLE:
-            return (node.args[i] for i in DIFFERENTIABLE[node.op] if i < len(node.args))
-    return node.behind(output)
+        reached = {name for i, name in enumerate(node.args) if has_gradient(node.domain, node.op, i)}
+        return (name for name in node.behind(output) if name in reached or name not in node.args)
+
+    return inputs, flows
+
+
+def _rounded(scope: Scope) -> set[str]:
+    """The integers that have a gradient."""
+    names: set[str] = set()
+    for node in (node for part in scope.parts for node in part.nodes):
+        moved = node.domain == "" and node.op in MOVING and not names.isdisjoint(node.args)
+        if moved or makes_rounded(node.domain, node.op):
+            names.update(node.outputs)
+    return names
 
 
 def _is_cast_to_index(node: Node) -> bool:
-    to = attribute(node.proto, "to") if node.op == "Cast" else None
-    return to is not None and to.i not in FLOATING
+    to = attribute(node.proto, "to")
+    return bool(node.args) and to is not None and to.i not in FLOATING
 
 
 def _is_sound(scope: Scope, gradient: Gradient) -> bool:
@@ -50,6 +56,7 @@ def _given(gradient: Gradient) -> set[str]:
 
 
 def paths(scope: Scope) -> Iterator[Finding]:
+    inputs, flows = _flow(scope)
     for gradient in scope.gradients:
         if not _is_sound(scope, gradient):
             continue
@@ -61,11 +68,11 @@ def paths(scope: Scope) -> Iterator[Finding]:
                 "OW415", gradient.node.place, message, "differentiate the loss, not what follows from its gradient"
             )
             continue
-        if not _flows(scope, y):
+        if not flows(y):
             continue  # there is a rule for a y without derivative
-        alive = upstream(scope, [y], stop=given, inputs=_differentiable_inputs, passes=lambda name: _flows(scope, name))
+        alive = upstream(scope, [y], stop=given, inputs=inputs, passes=flows)
         for x in dict.fromkeys(gradient.xs):
-            if not scope.defines(x) or not _flows(scope, x):
+            if not scope.defines(x) or not flows(x):
                 continue  # other rules say so
             if x not in reached:
                 message = f"{quote(y)} does not depend on {quote(x)}: the gradient is zero"
@@ -79,12 +86,6 @@ def paths(scope: Scope) -> Iterator[Finding]:
                 f"{quote(y)} also depends on the input {listing(strangers)}, which is neither in `xs` nor in `zs`",
                 "name it in `zs`, with its value as an input",
             )
-
-
-def _flows(scope: Scope, name: str) -> bool:
-    """Whether a gradient can pass a value: not if it is known to be an integer, a truth value or a text."""
-    known = scope.types.get(name)
-    return known is None or known.is_floating
 
 
 def _zero(scope: Scope, gradient: Gradient, x: str, reached: set[str], alive: set[str]) -> Finding:

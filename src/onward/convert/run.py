@@ -31,7 +31,7 @@ from onward.recipe.objective import terms
 from onward.recipe.optimizers import FunctionOptimizer, optimizer
 from onward.recipe.optimizers.clip import scale_to_norm_optax
 from onward.recipe.spec import Spec
-from onward.transform import strip
+from onward.transform.training import without_steps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,7 +203,7 @@ def _found(model: Model, index: int) -> Run:
     own = [state for state in states(model, index) if state.role not in ("parameter", "statistics")]
     recipe = model.step(index).fact("train.recipe") or {}
     return Run(
-        model=strip(model),
+        model=without_steps(model),
         loss=[_term(term) for term in training.loss.terms],
         groups=[Group(_optimizer(model, index, group), group.parameters) for group in training.groups],
         state={state.name: state.array for state in own if state.name != STEP},

@@ -8,11 +8,11 @@ import onnx_ir as ir
 
 from onward.build import Builder, Names, declare
 from onward.differentiate.path import between
-from onward.differentiate.sweep import ROUNDED
 from onward.model import Model
 from onward.model.core import values
 from onward.model.walk import is_random, nested_graphs, nodes_after
 from onward.rules import Rewrite
+from onward.rules.quantization import ROUNDED
 from onward.rules.registry import apply, lookup, lookup_rewrite
 from onward.transform.inline import has_body, inline_operators
 from onward.transform.types import fill_in_types_before

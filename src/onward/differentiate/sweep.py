@@ -16,8 +16,10 @@ from onward.build import Builder, Expr
 from onward.containers import content_type
 from onward.differentiate.path import Find
 from onward.differentiate.recompute import Recomputation
+from onward.errors import UnsupportedError
 from onward.model.walk import read_by
 from onward.rules import NoGradient, Rule
+from onward.rules.quantization import MOVING, ROUNDED
 from onward.rules.registry import apply, lookup
 from onward.shapes import Dims, dims
 
@@ -62,25 +64,34 @@ def _accumulated(total: Expr | None, dx: Contribution) -> Expr:
 
 
 def _depends_on(nodes: Iterable[ir.Node], values: Iterable[ir.Value]) -> set[ir.Value]:
-    """The floating-point values that depend on `values`, which are among them."""
+    """The values that depend on `values`, which are among them, and through which gradients flow."""
     active = set(values)
     for node in nodes:
         if any(value in active for value in read_by(node)):
-            active.update(output for output in node.outputs if _may_be_float(output))
+            integers = _stand_for_floats(node, active)
+            active.update(output for output in node.outputs if integers or _may_be_float(output))
     return active
 
 
 _FLOATS = (ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
-ROUNDED = ("QuantizeLinear", "DynamicQuantizeLinear")
-"""Operators whose results, although integers, have a gradient: they stand for what was rounded."""
 
 
 def _may_be_float(value: ir.Value) -> bool:
-    """Whether a gradient can flow through a value: a float, or what stands for one after it was quantized."""
-    if value.dtype is None or value.dtype in _FLOATS:
+    return value.dtype is None or value.dtype in _FLOATS
+
+
+def _stand_for_floats(node: ir.Node, active: Container[ir.Value]) -> bool:
+    """Whether the integers that a node makes have a gradient: they were rounded, or come from such as were."""
+    if node.op_type in ROUNDED:
         return True
-    node = value.producer()
-    return node is not None and node.op_type in ROUNDED
+    rounded = [value for value in node.inputs if value is not None and value in active and not _may_be_float(value)]
+    if rounded and node.op_type not in MOVING and isinstance(lookup(node), Rule) and not _may_be_float(node.outputs[0]):
+        raise UnsupportedError(
+            f"`{node.op_type}` (node `{node.name}`) works on `{rounded[0].name}`, the integers of a quantised tensor: "
+            "there is no gradient through that",
+            hint="dequantise before it, and quantise after it: ONNX Runtime's quantiser does so with the format QDQ",
+        )
+    return bool(rounded) and node.op_type in MOVING
 
 
 def _derivatives(
@@ -111,7 +122,7 @@ def _derivatives(
     return [
         (value, _fitted(op, dx, given, rule.broadcasts_input(i)))
         for i, (value, given, dx) in enumerate(zip(node.inputs, inputs, results, strict=False))
-        if value is not None and given is not None and dx is not None and _may_be_float(value)
+        if value is not None and given is not None and dx is not None and value in active
     ]
 
 
@@ -148,10 +159,10 @@ def _fitted(op: Builder, dx: Contribution, value: ir.Value, broadcasts: bool) ->
 
 def _fitted_to(op: Builder, dx: Expr, value: ir.Value, broadcasts: bool) -> Expr:
     """A derivative with the type and the shape of its value; that of a quantized value stays a float."""
-    if value.dtype is not None and value.dtype not in _FLOATS:
-        return dx
     if broadcasts:
         dx = sum_to(op, dx, op(value))
+    if not _may_be_float(value):
+        return dx
     if value.dtype is not None and dx.dtype is not None and dx.dtype != value.dtype:
         dx = op.Cast(dx, to=value.dtype)
     if dx.value.graph is op.graph and dx.value.producer() is not None:

@@ -15,7 +15,7 @@ from onward.inspect.values import constant, dtype_name, number, reads, texts
 from onward.model import Model
 from onward.recipe.trainable import judge
 
-_HIDING = {"Constant", "ConstantOfShape", "DequantizeLinear", "Cast"}
+_HIDING = {"Constant", "ConstantOfShape", "DequantizeLinear"}
 _ROLES: dict[str, Role] = {"parameter": "trainable", "frozen": "frozen", "statistics": "statistics"}
 
 Verdict = tuple[Role, str]

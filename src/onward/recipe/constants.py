@@ -8,6 +8,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onward.model import Model
+from onward.transform.quantised import open_up
 
 
 def constant_tensor(value: ir.Value | None) -> ir.TensorProtocol | None:
@@ -32,7 +33,10 @@ def stored_shape(value: ir.Value) -> tuple[int, ...] | None:
 
 
 def expose(graph: ir.Graph, value: ir.Value) -> ir.Value:
-    """Make a parameter an initializer, and only that: not an input with a default, nor hidden in a node."""
+    """Make a parameter an initializer, and only that: not an input with a default, nor hidden in a node.
+
+    One that is stored as integers is rounded to such at every step.
+    """
     if value in graph.inputs:
         graph.inputs.remove(value)
     if value.producer() is None:
@@ -41,6 +45,10 @@ def expose(graph: ir.Graph, value: ir.Value) -> ir.Value:
         return value
     node = value.producer()
     assert node is not None and value.name is not None
+    if node.op_type == "DequantizeLinear":
+        integers = constant_tensor(node.inputs[0])
+        assert integers is not None
+        return open_up(graph, node, integers, _evaluate(node).numpy())
     exposed = ir.Value(name=value.name, type=value.type, shape=value.shape, const_value=_evaluate(node))
     exposed.type = ir.TensorType(exposed.const_value.dtype)  # type: ignore[union-attr]
     exposed.shape = ir.Shape(exposed.const_value.shape.numpy())  # type: ignore[union-attr]

@@ -1,8 +1,7 @@
 """Which tensors of a model are trained.
 
 The rule, in order. A tensor is a candidate if it is a constant of the model with a floating-point type: an initializer,
-the output of a `Constant` or `ConstantOfShape` node, or integers that `DequantizeLinear` or `Cast` turn into floats.
-Then:
+the output of a `Constant` or `ConstantOfShape` node, or integers that `DequantizeLinear` turns into floats. Then:
 
 1. no gradient reaches it from the loss -> constant
 2. it is a running mean or variance of BatchNormalization -> statistics
@@ -10,14 +9,16 @@ Then:
    computed beforehand, and it is one number throughout -> constant
 4. it is only read where operators take settings (limits, scales, masks, initial states) -> constant
 5. it is the mean or the deviation by which an input is normalized, (x - mean) / std -> constant
-6. it is a single number in arithmetic and not the bias of a layer with one output, or a number without axes that fills
+6. it is made of integers that cannot be rounded to: of 32 or of fewer than 8 bits, in blocks, or read in several
+   places -> constant
+7. it is a single number in arithmetic and not the bias of a layer with one output, or a number without axes that fills
    a factor of a matrix product (a first state), or it is a mask (it holds an infinity or a number below -10000)
    -> constant
-7. everything else -> parameter
+8. everything else -> parameter
 
 Patterns come last: `freeze` takes parameters away, and `trainable`, where it is given, is the list of what is trained,
-and may name what rules 3 to 6 would leave out. Where it is not given and the model has adapters, these and a new head
-are trained, and nothing else.
+and may name what rules 3, 4, 5 and 7 would leave out. Where it is not given and the model has adapters, these and a
+new head are trained, and nothing else.
 """
 
 from __future__ import annotations
@@ -39,6 +40,9 @@ from onward.model.state import PREPROCESSING, ROLE_KEY, SLOT_KEY
 from onward.model.walk import nested_graphs
 from onward.recipe.constants import constant_tensor, expose, is_uniform, stored_shape
 from onward.recipe.normalization import normalizes_input
+from onward.rules.quantization import stands_for_floats
+from onward.rules.registry import has_gradient
+from onward.transform.quantised import can_be_trained
 
 Role = Literal["parameter", "frozen", "constant", "statistics"]
 
@@ -81,6 +85,9 @@ _SETTINGS: dict[str, set[int] | None] = {
     "Where": {1, 2},
 }
 
+# Operators that take quantised tensors: their floating-point inputs are scales.
+_QUANTISED = ("QLinear", "QGemm")
+
 # Operators in which a single number is a constant: 1 / sqrt(d), an epsilon, a factor, zeros in the place of a bias.
 _ARITHMETIC = {
     "Add", "Conv", "ConvTranspose", "Div", "Gemm", "Max", "Mean", "Min", "Mod", "Mul", "Pow", "Sqrt", "Sub", "Sum",
@@ -90,12 +97,10 @@ _ARITHMETIC = {
 # Operators whose factors have axes: a number that has none was spread out for them, as the first state of a loop is.
 _PRODUCTS = {"MatMul", "Gemm"}
 
-# The schema calls these differentiable, but their derivative is zero everywhere.
-_STEPS = {"Ceil", "Floor", "Round", "Sign", "BitwiseNot", "Not"}
-
 _MASK = -1e4
 
 _UNREACHED = "no gradient reaches it from the loss"
+_INTEGERS = "integers that nothing is rounded to"
 _NEVER = {"hyper": "a number that steers training", PREPROCESSING: "part of the preprocessing"}
 """Roles of tensors that are never trained, and what they are."""
 
@@ -142,10 +147,7 @@ def select(
     choices = {name: _match(choice, trainable, freeze, roles) for name, choice in choices.items()}
     chosen = [name for name, choice in choices.items() if choice.role == "parameter"]
     if not chosen:
-        raise RecipeError(
-            "nothing is left to train: " + _summary(choices.values()),
-            hint="`onward show MODEL --params` says what each tensor is",
-        )
+        raise RecipeError("nothing is left to train: " + _summary(choices.values()), hint=_way_out(model.graph))
     parameters = [expose(model.graph, known[name][0]) for name in chosen]
     return Selection(parameters, list(choices.values()))
 
@@ -186,7 +188,8 @@ def _matches(name: str, pattern: str, roles: Mapping[str, Collection[str]]) -> b
 
 
 def _differentiable(node: ir.Node, index: int) -> bool:
-    return node.op_type not in _STEPS and index not in _cut_inputs(node.domain, node.op_type)
+    cut = _cut_inputs(node.domain, node.op_type)
+    return index not in cut and (_is_setting(node, index) or has_gradient(node.domain, node.op_type, index))
 
 
 @functools.cache
@@ -206,7 +209,7 @@ def _cut_inputs(domain: str, op_type: str) -> frozenset[int]:
 
 def _may_be_float(value: ir.Value) -> bool:
     dtype = value.const_value.dtype if value.const_value is not None else value.dtype
-    return dtype is None or dtype.is_floating_point()
+    return dtype is None or dtype.is_floating_point() or (value.const_value is None and stands_for_floats(value))
 
 
 def candidates(graph: ir.Graph) -> Iterator[tuple[str, tuple[ir.Value, str]]]:
@@ -229,13 +232,8 @@ def _is_hidden_constant(node: ir.Node) -> bool:
         tensor = node.attributes.get("value")
         dtype = tensor.as_tensor().dtype if tensor else ir.DataType.FLOAT
         return dtype.is_floating_point() and bool(node.inputs) and constant_tensor(node.inputs[0]) is not None
-    if node.op_type in ("DequantizeLinear", "Cast") and node.inputs:
-        source = node.inputs[0]
-        integers = constant_tensor(source) is not None and not (
-            source and source.dtype and source.dtype.is_floating_point()
-        )
-        to_float = node.op_type != "Cast" or ir.DataType(node.attributes.get_int("to", 0)).is_floating_point()
-        return integers and to_float and all(v is None or constant_tensor(v) is not None for v in node.inputs)
+    if node.op_type == "DequantizeLinear" and node.inputs:
+        return all(value is None or constant_tensor(value) is not None for value in node.inputs)
     return False
 
 
@@ -254,10 +252,12 @@ def _judge(value: ir.Value, hidden: str, edges: dict[ir.Value, list[tuple[ir.Nod
         return Choice(name, "parameter", "a parameter of the PyTorch module")
     if "BUFFER" in kind:
         return Choice(name, "constant", "a buffer of the PyTorch module")
-    if _TORCH_FOLDED in value.metadata_props and (tensor := constant_tensor(value)) and is_uniform(tensor.numpy()):
+    if _is_folded(value):
         return Choice(name, "constant", "equal numbers that the exporter computed")
     if readers and all(_is_setting(node, i) for node, i in readers):
         return Choice(name, "constant", f"a setting of {readers[0][0].op_type}")
+    if _is_fixed_integers(value):
+        return Choice(name, "constant", _INTEGERS)
     if _is_number(value, readers):
         return Choice(name, "constant", "a single number")
     if readers and all(normalizes_input(node, i) for node, i in readers):
@@ -270,6 +270,13 @@ def _judge(value: ir.Value, hidden: str, edges: dict[ir.Value, list[tuple[ir.Nod
 def _recorded_role(value: ir.Value) -> str:
     holder = value.const_value or value.producer()
     return holder.metadata_props.get(ROLE_KEY, "") if holder is not None else ""
+
+
+def _is_folded(value: ir.Value) -> bool:
+    """Whether the exporter computed it, of no parameter of a module, as it does with ones or zeros of some shape."""
+    origin = value.metadata_props.get(_TORCH_FOLDED, ".")
+    tensor = constant_tensor(value) if "." not in origin else None  # the names of parameters have dots
+    return tensor is not None and is_uniform(tensor.numpy())
 
 
 def readers_of(value: ir.Value, edges: Mapping[ir.Value, list[tuple[ir.Node, int]]]) -> Iterator[tuple[ir.Node, int]]:
@@ -286,10 +293,21 @@ def readers_of(value: ir.Value, edges: Mapping[ir.Value, list[tuple[ir.Node, int
 
 
 def _is_setting(node: ir.Node, index: int) -> bool:
+    if node.op_type.startswith(_QUANTISED):
+        return True
     if node.op_type not in _SETTINGS:
         return False
     settings = _SETTINGS[node.op_type]
     return settings is None or index in settings
+
+
+def _is_fixed_integers(value: ir.Value) -> bool:
+    """Whether it is stored as integers that no trained number could be brought back to."""
+    node = value.producer()
+    if node is None or node.op_type != "DequantizeLinear":
+        return False
+    integers = constant_tensor(node.inputs[0])
+    return integers is None or not can_be_trained(node, integers)
 
 
 def _is_number(value: ir.Value, readers: list[tuple[ir.Node, int]]) -> bool:
@@ -349,8 +367,9 @@ def _check_patterns(patterns: Sequence[str], choices: dict[str, Choice], roles: 
 def _match(
     choice: Choice, trainable: Sequence[str] | None, freeze: Sequence[str], roles: Mapping[str, Collection[str]]
 ) -> Choice:
-    # What no gradient reaches, what steers or prepares data, and statistics cannot be trained whatever a pattern says.
-    impossible = choice.role == "statistics" or choice.reason in (_UNREACHED, *_NEVER.values())
+    # What no gradient reaches, what steers or prepares data, what cannot be put back, and statistics cannot be trained
+    # whatever a pattern says.
+    impossible = choice.role == "statistics" or choice.reason in (_UNREACHED, _INTEGERS, *_NEVER.values())
     if trainable is not None and not impossible:
         if matching(trainable, [choice.name], roles):
             choice = Choice(choice.name, "parameter", "named as trainable")
@@ -360,6 +379,12 @@ def _match(
         pattern = next(pattern for pattern in freeze if _matches(choice.name, pattern, roles))
         return Choice(choice.name, "frozen", f"frozen by `{pattern}`")
     return choice
+
+
+def _way_out(graph: ir.Graph) -> str:
+    if any(node.op_type.startswith(_QUANTISED) for node in graph):
+        return "its weights are integers: train it before it is quantised, or quantise it in the format QDQ"
+    return "`onward show MODEL --params` says what each tensor is"
 
 
 def _summary(choices: Iterable[Choice]) -> str:

@@ -24,7 +24,7 @@ no_gradient(
 )  # fmt: skip
 no_gradient(
     "the result is made of integers",
-    "ConvInteger", "MatMulInteger", "NonMaxSuppression", "NonZero", "Shape", "Size",
+    "NonMaxSuppression", "NonZero", "Shape", "Size",
 )  # fmt: skip
 no_gradient(
     "the result is random; through a sample no gradient flows",

@@ -301,7 +301,7 @@ def _product_of_others(op, x, updates, product, at, scatter):
     return op.Where(zero, without_zeros * others, at(product) / factor)
 
 
-@gradient("OneHot")
+@gradient("OneHot", inputs=(2,))
 def one_hot(op, dy, indices, depth, values, *, axis):
     """y = on at the indices, else off: each gets the sum of dY over its places."""
     depth = op.Reshape(op.Cast(depth, to=ir.DataType.INT64), np.zeros(0, np.int64))

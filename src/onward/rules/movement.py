@@ -44,9 +44,9 @@ def unsqueeze(op, dy, x, axes):
     return op.Squeeze(dy, op.Reshape(axes, [-1]) if is_number else axes)
 
 
-@gradient("Cast", "CastLike")
+@gradient("Cast", "CastLike", inputs=(0,))
 def cast(op, dy, x, *others):
-    """dX = dY in the type of X; none from or to a type that is not floating-point."""
+    """dX = dY in the type of X; none from or to a type that is not floating-point, unless it stands for one."""
     return op.CastLike(dy, x) if x.dtype is None else dy
 
 

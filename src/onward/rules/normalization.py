@@ -242,7 +242,7 @@ def _rotated_pairs(op, x, cos, interleaved, num_heads):
 # ---- dropout ---------------------------------------------------------------------------------------------------------
 
 
-@gradient("Dropout")
+@gradient("Dropout", inputs=(0,))
 def dropout(op, dy, x, ratio, training_mode, *, node):
     """dX = dY mask / (1 - ratio), with the mask of the forward pass; dX = dY where not in training."""
     training = 0 if training_mode is None else fixed_number(training_mode)

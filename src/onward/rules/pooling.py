@@ -54,7 +54,7 @@ def _scattered(op, dy, places, x):
     return reshape_like(op, op.Cast(flat, to=x.dtype) if narrow else flat, x)
 
 
-@gradient("MaxRoiPool")
+@gradient("MaxRoiPool", inputs=(0,))
 def max_roi_pool(op, dy, x, rois, *, pooled_shape, spatial_scale):
     """dX = dY at the place of each maximum, the first one in a bin that has several. An empty bin has none."""
     rois, pixels = (op.Cast(value, to=FLOAT) if value.dtype in HALVES else value for value in (rois, x))
@@ -209,7 +209,7 @@ def global_max_pool(op, dy, x):
 # ---- resizing --------------------------------------------------------------------------------------------------------
 
 
-@gradient("Resize")
+@gradient("Resize", inputs=(0,))
 def resize(
     op, dy, x, roi, scales, sizes,
     *, node, axes, coordinate_transformation_mode, keep_aspect_ratio_policy, mode, nearest_mode,

@@ -8,14 +8,55 @@ quantised tensor is a floating-point tensor of its shape. A zero point has none.
 import numpy as np
 import onnx_ir as ir
 
+from onward.model import Model
 from onward.rules.common import cast_like, kept
+from onward.rules.convolution import conv
 from onward.rules.indexing import padded
+from onward.rules.matrix import matmul
 from onward.rules.registry import gradient, rewrite
 
 _QUANTISED_BY_DEFAULT = ir.DataType.UINT8
 
+ROUNDED = frozenset(("ConvInteger", "DynamicQuantizeLinear", "MatMulInteger", "QuantizeLinear"))
+"""Operators whose results, although integers, have a gradient: they stand for what was rounded."""
+MOVING = frozenset((
+    "Cast", "Concat", "Expand", "Flatten", "Gather", "Identity", "MaxPool", "Reshape", "Slice", "Split", "Squeeze",
+    "Tile", "Transpose", "Unsqueeze",
+))  # fmt: skip
+"""Operators that hand such integers on."""
 
-@gradient("QuantizeLinear", broadcasts=(1,))
+
+def makes_rounded(domain: str, operator: str) -> bool:
+    """Whether the results of an operator are such integers, at once or after it was rewritten."""
+    if domain == "com.microsoft":
+        return operator.startswith("Q")
+    return domain in ("", "ai.onnx") and (operator in ROUNDED or operator.startswith("QLinear"))
+
+
+def rounds(model: Model) -> bool:
+    """Whether there are such operators in a model: frameworks' own derivatives of rounding are zero."""
+    containers: list[ir.Graph | ir.Function] = [model.graph, *(step.algorithm for step in model.steps)]
+    containers += model.functions.values()
+    return any(makes_rounded(node.domain, node.op_type) for graph in containers for node in graph.all_nodes())
+
+
+def stands_for_floats(value: ir.Value) -> bool:
+    """Whether a value, if it is one of integers, is such: what rounding made, perhaps moved since."""
+    pending, seen = [value], set()
+    while pending:
+        value = pending.pop()
+        node = value.producer()
+        if node is None or value in seen:
+            continue
+        seen.add(value)
+        if makes_rounded(node.domain, node.op_type):
+            return True
+        if node.op_type in MOVING and node.domain in ("", "ai.onnx"):
+            pending += [v for v in node.inputs if v is not None and not (v.dtype and v.dtype.is_floating_point())]
+    return False
+
+
+@gradient("QuantizeLinear", broadcasts=(1,), inputs=(0, 1))
 def quantize_linear(op, dy, x, scale, zero_point, *, node, axis, block_size, output_dtype):
     """Q = clip(round(X / scale) + zero): dX = dQ / scale, dscale = -sum(dQ X / scale^2), both 0 out of range."""
     spread = _spread(op, scale, x, axis, block_size)
@@ -29,7 +70,7 @@ def quantize_linear(op, dy, x, scale, zero_point, *, node, axis, block_size, out
     return dx, _gather_up(op, -(dx * ratio), scale, axis, block_size)
 
 
-@gradient("DequantizeLinear", broadcasts=(1,))
+@gradient("DequantizeLinear", broadcasts=(1,), inputs=(0, 1))
 def dequantize_linear(op, dy, x, scale, zero_point, *, axis, block_size):
     """Y = (Q - zero) scale: dQ = dY scale, dscale = sum(dY (Q - zero))."""
     dy = cast_like(op, dy, scale)
@@ -57,6 +98,29 @@ def dynamic_quantize_linear(op, dys, x, *, ys):
     extremes = high / _at_least_one(op, high) - low / _at_least_one(op, low)
     through_extremes = extremes * (dscale / 255)
     return through_extremes if dx is None else dx + through_extremes
+
+
+@gradient("MatMulInteger", broadcasts=(0, 1), inputs=(0, 1))
+def matmul_integer(op, dy, a, b, a_zero, b_zero):
+    """As MatMul of the levels, which are counted from the zero points."""
+    return matmul(op, dy, _levels(op, a, a_zero, dy, -2), _levels(op, b, b_zero, dy, -1))
+
+
+@gradient("ConvInteger", inputs=(0, 1))
+def conv_integer(op, dy, x, w, x_zero, w_zero, *, y, auto_pad, dilations, group, kernel_shape, pads, strides):
+    """As Conv of the levels."""
+    settings = {"auto_pad": auto_pad, "dilations": dilations, "group": group, "pads": pads, "strides": strides}
+    x, w = _levels(op, x, x_zero, dy, 0), _levels(op, w, w_zero, dy, 0)
+    return conv(op, dy, x, w, None, y=y, kernel_shape=kernel_shape, **settings)[:2]
+
+
+def _levels(op, x, zero, like, axis):
+    """Integers as floating-point numbers, counted from their zero point."""
+    levels = cast_like(op, x, like)
+    if zero is None:
+        return levels
+    zero = cast_like(op, zero, like)
+    return levels - (_spread(op, zero, x, axis, 0) if _rank(zero) == 1 else zero)
 
 
 @rewrite("QLinearConv")

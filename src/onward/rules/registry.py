@@ -62,6 +62,8 @@ class Rule:
     """Whether the rule takes the gradients of all outputs (`dys`), not of the first alone (`dy`)."""
     positional: int | None = None
     """How many inputs the rule takes; None for any number."""
+    inputs: tuple[int, ...] | None = None
+    """The inputs that have a derivative; None for all that are no integers."""
 
     def broadcasts_input(self, index: int) -> bool:
         return self.broadcasts if isinstance(self.broadcasts, bool) else index in self.broadcasts
@@ -102,13 +104,19 @@ SIMPLIFICATIONS: dict[tuple[str, str], Rewrite] = {}
 
 
 def gradient(
-    *operators: str, domain: str = STANDARD, broadcasts: bool | tuple[int, ...] = False
+    *operators: str,
+    domain: str = STANDARD,
+    broadcasts: bool | tuple[int, ...] = False,
+    inputs: tuple[int, ...] | None = None,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register the decorated function as the rule of these operators."""
+    """Register the decorated function as the rule of these operators.
+
+    `inputs` are those that have a derivative, where others could be floating-point numbers as well.
+    """
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         for name in operators:
-            _add(_rule((domain, name), function, broadcasts), function.__module__)
+            _add(_rule((domain, name), function, broadcasts, inputs), function.__module__)
         return function
 
     return register
@@ -173,6 +181,14 @@ def lookup(node: ir.Node) -> Rule | Rewrite | NoGradient | None:
     return RULES.get(operator)
 
 
+def has_gradient(domain: str, operator: str, index: int) -> bool:
+    """Whether a gradient flows into an input of an operator, as far as the table knows; of what it does not, it may."""
+    entry = RULES.get((STANDARD if domain == "ai.onnx" else domain, operator))
+    if isinstance(entry, NoGradient):
+        return False
+    return not isinstance(entry, Rule) or entry.inputs is None or index in entry.inputs
+
+
 def lookup_rewrite(node: ir.Node) -> Rewrite | None:
     """How a node is replaced before differentiation, or may be."""
     entry = RULES.get(_operator(node))
@@ -228,10 +244,15 @@ def _times_dy(derivative: Callable[..., Any]) -> Callable[..., Any]:
     return rule
 
 
-def _rule(operator: tuple[str, str], function: Callable[..., Any], broadcasts: bool | tuple[int, ...]) -> Rule:
+def _rule(
+    operator: tuple[str, str],
+    function: Callable[..., Any],
+    broadcasts: bool | tuple[int, ...],
+    inputs: tuple[int, ...] | None = None,
+) -> Rule:
     gradients = _parameters(function)[1].name
     keywords, positional = _asked(function, leading=2)
-    return Rule(operator, function, broadcasts, keywords, gradients == "dys", positional)
+    return Rule(operator, function, broadcasts, keywords, gradients == "dys", positional, inputs)
 
 
 @functools.cache  # many operators share a rule

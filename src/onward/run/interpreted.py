@@ -16,6 +16,7 @@ from onward.lowering.step import lower
 from onward.model import Model
 from onward.model.core import as_input
 from onward.model.state import carried
+from onward.rules.quantization import rounds
 from onward.run import FRAMEWORKS
 from onward.run.calls import NEWEST, OLDEST
 from onward.run.engine import Arrays, Engine, check_options
@@ -138,7 +139,7 @@ class Interpreted(Engine):
         **options: Any,
     ) -> Interpreted:
         """On the framework of that name; further options are its own."""
-        rules = rules or engine == "numpy"
+        rules = rules or engine == "numpy" or rounds(model)
         if recompute is not None and not rules:
             raise UnsupportedError(
                 "what is computed twice is decided by our rules, not by the framework's own derivative",

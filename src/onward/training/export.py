@@ -9,6 +9,7 @@ from onward.model import Model
 from onward.model.state import redescribed, states
 from onward.recipe.lora import merge_lora
 from onward.recipe.lora.adapters import adapters
+from onward.transform.quantised import stored_as_integers
 from onward.transform.training import strip
 
 
@@ -19,7 +20,8 @@ def in_form_of(original: Model, training: Model) -> Model:
     is the graph that was trained.
     """
     trained = strip(_with_averages(training))
-    names = [name for name in training.step().update if name in training.graph.initializers]
+    stored = stored_as_integers(training)
+    names = [stored.get(name, name) for name in training.step().update if name in training.graph.initializers]
     if (added := adapters(trained)) and not adapters(original):
         names = [name for name in names if name in original.graph.initializers] + [adapter.weight for adapter in added]
         try:

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
-from onward.errors import InvalidModelError, UnsupportedError
+from onward.errors import InvalidModelError, UnsupportedError, first_line
 from onward.model import Model, Source, read
+from onward.model.walk import ancestors
 from onward.shapes import constant_ints
 from onward.transform.training import strip
 
 _BATCH = "batch"
 _TOLERANCE = 1e-4
+_MOST_NODES = 32
+"""How many a shape may be computed by to be tried."""
 
 
 def fixed_batch(model: Model) -> int | None:
@@ -30,9 +33,9 @@ def fixed_batch(model: Model) -> int | None:
 def rebatch(source: Source) -> Model:
     """A copy of a model for a fixed size of batch that takes any size, such as one that was exported for one image.
 
-    The first dimension of inputs becomes a symbol, and shapes that nodes reshape or expand to follow it. Then the model
-    is run: for twice as many samples it must give what it gives for each half, or their mean where it gives a single
-    number, else it is refused.
+    The first dimension of inputs becomes a symbol, and shapes that nodes reshape or expand to follow it; what is put
+    beside a single sample is put beside each. Then the model is run: for twice as many samples it must give what it
+    gives for each half, or their mean where it gives a single number, else it is refused.
     """
     model = read(source)
     size = fixed_batch(model)
@@ -45,10 +48,38 @@ def rebatch(source: Source) -> Model:
         for output in node.outputs:
             if not output.is_graph_output():
                 output.shape = None
-        if node.op_type in _FREED and node.domain in ("", "ai.onnx") and (target := constant_ints(node.inputs[1])):
+        if node.domain not in ("", "ai.onnx"):
+            continue
+        if node.op_type in _FREED and (target := _target(result, node.inputs[1])):
             _FREED[node.op_type](result, node, target, size)
+        elif node.op_type == "Concat" and size == 1:
+            _free_concat(result, node)
     _compare(model, result, size)
     return result
+
+
+def _target(model: Model, shape: ir.Value | None) -> tuple[int, ...] | None:
+    """The shape that a node reads, if it is the same in every run; tracing leaves a few nodes that compute such."""
+    known = constant_ints(shape)
+    if known is not None or shape is None or shape.producer() is None:
+        return known
+    nodes, read = ancestors([shape])
+    constants = [value for value in read if value.producer() is None]
+    if len(nodes) > _MOST_NODES or any(value.const_value is None for value in constants):
+        return None
+    view: Any = ir.GraphView(
+        [],
+        [shape],
+        nodes=[node for node in model.graph if node in nodes],
+        initializers=constants,
+        opset_imports=model.graph.opset_imports,
+        name="shape",
+    )
+    try:
+        (numbers,) = _run(Model(ir.Model(view, ir_version=model.ir.ir_version)), {})
+    except _Failure:
+        return None
+    return tuple(int(n) for n in numbers)
 
 
 def _freed(shape: ir.Shape | None, size: int) -> ir.Shape | None:
@@ -72,21 +103,40 @@ def _free_reshape(model: Model, node: ir.Node, target: tuple[int, ...], size: in
 
 
 def _free_expand(model: Model, node: ir.Node, target: tuple[int, ...], size: int) -> None:
-    """The first dimension becomes that of the first input of the model; a dimension alone is that of no batch."""
-    if target[0] != size or len(target) == 1:
+    """The first dimension becomes that of the batch; a dimension alone is that of no batch."""
+    if target[0] == size and len(target) > 1:
+        node.replace_input_with(1, _batch_of(model, node, target[1:]))
+
+
+def _free_concat(model: Model, node: ir.Node) -> None:
+    """A constant for one sample, put beside what is there for each, is repeated: the class token of a transformer."""
+    if node.attributes.get_int("axis", 0) == 0:
         return
-    name = node.name or "expand"
+    for i, value in enumerate(node.inputs):
+        shape = value.const_value.shape.numpy() if value is not None and value.const_value is not None else ()
+        if value is None or len(shape) < 2 or shape[0] != 1 or not value.is_initializer():
+            continue
+        repeated = ir.Node("", "Expand", [value, _batch_of(model, node, shape[1:])])
+        repeated.name = model.names().fresh(f"{value.name}/repeated")
+        repeated.outputs[0].name, repeated.outputs[0].type = repeated.name, value.type
+        model.graph.insert_before(node, repeated)
+        node.replace_input_with(i, repeated.outputs[0])
+
+
+def _batch_of(model: Model, node: ir.Node, rest: Sequence[int]) -> ir.Value:
+    """The shape of a batch, as large as that of the first input of the model, for a node to read."""
+    name = node.name or node.op_type
     names = model.names()
     shape = ir.Node("", "Shape", [model.inputs[0]], name=names.fresh(f"{name}/input"))
     first = _constant(model, f"{name}/first", (0,))
     batch = ir.Node("", "Gather", [shape.outputs[0], first], name=names.fresh(f"{name}/batch"))
-    rest = _constant(model, f"{name}/rest", target[1:])
+    others = _constant(model, f"{name}/rest", tuple(rest))
     axis = ir.AttrInt64("axis", 0)
-    joined = ir.Node("", "Concat", [batch.outputs[0], rest], [axis], name=names.fresh(f"{name}/shape"))
+    joined = ir.Node("", "Concat", [batch.outputs[0], others], [axis], name=names.fresh(f"{name}/shape"))
     for made in (shape, batch, joined):
         made.outputs[0].name = names.fresh(made.name or "")
     model.graph.insert_before(node, [shape, batch, joined])
-    node.replace_input_with(1, joined.outputs[0])
+    return joined.outputs[0]
 
 
 _FREED = {"Expand": _free_expand, "Reshape": _free_reshape}
@@ -111,8 +161,8 @@ def _compare(old: Model, new: Model, size: int) -> None:
     try:
         expected = [_run(old, half) for half in halves]
         found = _run(new, whole)
-    except Exception as error:  # whatever the runtime says about it
-        raise _refused(size, str(error).strip().splitlines()[0]) from error
+    except _Failure as error:
+        raise _refused(size, str(error)) from error
     for value, first, second, both in zip(new.outputs, *expected, found, strict=True):
         wanted = np.concatenate([first, second]) if first.ndim else np.mean([first, second])  # such as a loss
         if both.shape != wanted.shape:
@@ -130,6 +180,10 @@ def _sample(rng: np.random.Generator, value: ir.Value) -> np.ndarray:
     return numbers.astype(dtype)
 
 
+class _Failure(Exception):
+    """What ONNX Runtime says where it does not run a model."""
+
+
 def _run(model: Model, inputs: Mapping[str, np.ndarray]) -> list[Any]:
     import onnxruntime as ort
 
@@ -137,12 +191,16 @@ def _run(model: Model, inputs: Mapping[str, np.ndarray]) -> list[Any]:
     options.log_severity_level = 4
     with tempfile.TemporaryDirectory() as folder:  # a model of any size can be read from a file
         path = strip(model).save(Path(folder) / "model.onnx")
-        session = ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-        return [np.asarray(array) for array in session.run(None, dict(inputs))]
+        try:
+            session = ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+            return [np.asarray(array) for array in session.run(None, dict(inputs))]
+        except Exception as error:  # its own exceptions have no common base
+            raise _Failure(first_line(error)) from error
 
 
 def _refused(size: int, why: str) -> UnsupportedError:
     return UnsupportedError(
         f"the model works for batches of {size} only: {why}",
-        hint=f"export it again with a dynamic batch, or train it with batches of {size}",
+        hint=f"export it again with a dynamic batch, or train it with batches of {size}, several to an update: "
+        f"`batch_size={size}, accumulate=32` (`--batch-size {size} --accumulate 32`)",
     )

@@ -12,11 +12,22 @@ from onward.model import Model, Source, read
 from onward.model.core import values
 from onward.model.serde import stamp
 from onward.transform.opset import convert_opset
+from onward.transform.quantised import put_away
 
 
 @checked()
 def strip(source: Source) -> Model:
-    """A copy without training: the inference graph, its weights as they are, and nothing that only training used."""
+    """A copy without training: the inference graph, its weights as they are, and nothing that only training used.
+
+    Weights that were stored as integers are so again.
+    """
+    model = without_steps(source)
+    put_away(model)
+    return model
+
+
+def without_steps(source: Source) -> Model:
+    """The same in the form in which it is trained."""
     model = read(source).copy()
     model.steps = []
     for key in [key for key in model.metadata if key.startswith("train.")]:

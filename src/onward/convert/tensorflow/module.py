@@ -25,7 +25,8 @@ from onward.model.core import as_input
 from onward.model.state import carried
 from onward.run.framework import Framework
 from onward.run.interpreted import Tensors, computation, interpreter
-from onward.transform import inline, strip
+from onward.transform import inline
+from onward.transform.training import without_steps
 
 
 class TrainingModule(tf.Module):  # type: ignore[misc]
@@ -64,7 +65,7 @@ def to_tensorflow(source: Source, step: int | None = None, *, sizes: Mapping[str
     known = dict(sizes or {})
     module.train_step = _part(module, lower(model, step, part="step", differentiate=False), framework, known)
     module.evaluate = _part(module, lower(model, step, part="evaluation", differentiate=False), framework, known)
-    module.infer = _inference(module, inline(strip(model)), framework, known)
+    module.infer = _inference(module, inline(without_steps(model)), framework, known)
     packed = zlib.compress(_without_values(model, module.state, step))
     carried_along = {"onnx": packed, "step": step}
     module.training_model = tf.function(lambda: tf.nest.map_structure(tf.constant, carried_along), input_signature=[])
