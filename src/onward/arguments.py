@@ -234,4 +234,6 @@ def _way_out(value: Any, kinds: Sequence[tuple[Any, Range | None]]) -> str | Non
                 return hint
         if any(kind in (int, float) for kind, _ in kinds):
             return "give a number, without quotes"
+    if any(callable(each) for each in (value if isinstance(value, list | tuple) else [value])):
+        return "functions are not taken here: give a name"
     return None

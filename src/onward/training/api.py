@@ -27,7 +27,6 @@ from onward.training.feed import Feed, feeds
 from onward.training.folder import Place, Run
 from onward.training.labels import labels_of
 from onward.training.loop import Loop, Settings
-from onward.training.metrics import METRICS
 from onward.training.objective import Objective, objectives
 from onward.training.preparation import prepared
 from onward.training.rates import find_lr
@@ -221,14 +220,7 @@ def _metrics(training: Model, given: Sequence[str] | str | None, monitor: str | 
     losses = objectives(training)
     if given is None:
         given = (_SUITABLE[losses[0].name],) if len(losses) == 1 and losses[0].name in _SUITABLE else ()
-    chosen: tuple[Any, ...] = (given,) if isinstance(given, str) or callable(given) else tuple(given)
-    for metric in chosen:
-        if not isinstance(metric, str):
-            raise RecipeError(
-                f"`{getattr(metric, '__name__', metric)}` is no name of a metric",
-                hint=f"there are {', '.join(METRICS)} and perplexity; functions of your own can be applied to what "
-                "`run.best` predicts",
-            )
+    chosen = (given,) if isinstance(given, str) else tuple(given)
     return chosen if monitor in (None, "loss", *chosen) else (*chosen, str(monitor))
 
 
