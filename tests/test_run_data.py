@@ -111,6 +111,25 @@ def test_frozen_weights_are_written_once(folder: Path) -> None:
     assert (after.st_ino, after.st_mtime_ns) == (shared.st_ino, shared.st_mtime_ns)
 
 
+def test_a_run_of_a_version_that_kept_all_in_one_data_file(folder: Path) -> None:
+    """It goes on as others do: what is frozen moves to where no save removes it."""
+    exported()
+    settings = {**FROZEN, "freeze": "fc2.*"}
+    whole = train("net.onnx", digits(), run="whole", epochs=3, **settings)
+    run = train("net.onnx", digits(), run="run", **settings)
+    run.model.save("training.onnx", data="data")
+    for name in data_files(run) - {"original.data"}:
+        (run.path / name).unlink()
+    for name in ("training.onnx", "training.data"):
+        Path(name).rename(run.path / name)
+    for epochs in (2, 3):
+        resume(run, digits(), epochs=epochs, quiet=True)
+    assert_equal(state(run), state(whole))
+    names = ("fc2.weight", "fc2.bias")
+    assert_equal(*({name: model.array(name) for name in names} for model in (run.last, whole.last)))
+    assert "training.data" not in data_files(run)
+
+
 def test_a_teacher_beside_its_file(folder: Path) -> None:
     """Frozen weights that are not of the model that was given are kept by the run as well."""
     exported("teacher.onnx", scale=2)

@@ -104,7 +104,7 @@ def test_kill_with_weights_beside_the_model(kills: int, tmp_path: Path) -> None:
     """Frozen ones are in the folder once, whatever happens; of all others, there is nothing left that nobody needs."""
     onward.read(small_cnn(channels=32)).save(tmp_path / "model.onnx", data="data")
     np.savez(tmp_path / "data.npz", **digits(flat=False))
-    (tmp_path / "settings.json").write_text(json.dumps({"freeze": "fc.*", "tensorboard": False}))
+    (tmp_path / "settings.json").write_text(json.dumps({"freeze": "fc.*", "tensorboard": False, "epochs": 10}))
     model, data = str(tmp_path / "model.onnx"), str(tmp_path / "data.npz")
     whole, run = train(model, data, run=tmp_path / "whole", **killed_runs.settings_in(tmp_path)), Run(tmp_path / "run")
     arguments = [sys.executable, killed_runs.__file__, str(tmp_path), str(kills), "1"]
@@ -116,7 +116,7 @@ def test_kill_with_weights_beside_the_model(kills: int, tmp_path: Path) -> None:
         names = {value.name for value in a.initializers()}
         assert names == {value.name for value in b.initializers()}
         assert all(np.array_equal(a.array(name), b.array(name)) for name in names)
-    resume(run, epochs=5, quiet=True)  # sweeps
+    resume(run, epochs=11, quiet=True)  # sweeps
     left = {path.name for path in run.path.iterdir()}
     used = {path.name for name in left if name.endswith(".onnx") for path in data_files_of(run.path / name)}
     others = sorted(name for name in left - used if not re.fullmatch(r".*\.(onnx|jsonl?)|\.lock", name))
