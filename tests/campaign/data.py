@@ -12,11 +12,12 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+import onnx
 
 import onward
 from campaign.kinds import Kind
 from campaign.mutations import BYTES, JSON, changed_npy, changed_safetensors, changed_zip, deep_json
-from models import digits_mlp
+from models import digits_mlp, small_cnn
 from onward.training.data import Batches, Dataset, open_data
 
 NPZ = (*(changed_zip({".npy": (*(changed_npy,) * 4, *BYTES)}),) * 6, *BYTES)
@@ -79,6 +80,23 @@ def _pictures(folder: Path) -> None:
             picture.convert(mode).save(folder / "photos" / name / f"{number}.{ending}")
 
 
+def _for_runs(folder: Path) -> None:
+    """Data in parts, and pictures of different sizes, with a model for both."""
+    from PIL import Image
+
+    onnx.save(small_cnn(channels=2), folder / "model.onnx")
+    rng = np.random.default_rng(0)
+    (folder / "parts").mkdir()
+    for name, rows in {"train": 12, "val": 6}.items():
+        labels = rng.integers(0, 10, rows)
+        np.savez(folder / "parts" / f"{name}.npz", image=rng.random((rows, 1, 8, 8), np.float32), labels=labels)
+        for label in ("cat", "dog"):
+            place = folder / "photos" / name / label
+            place.mkdir(parents=True)
+            for number, size in enumerate([(8, 9), (20, 8), (11, 30)]):
+                Image.fromarray(rng.integers(0, 256, size, np.uint8)).save(place / f"{number}.png")
+
+
 def _given(folder: Path) -> None:
     onward.prepare(digits_mlp(hidden=4), loss="ce").save(folder / "training.onnx")
     rng = np.random.default_rng(0)
@@ -124,6 +142,7 @@ def read_all(*names: str) -> None:
         raise errors[0]
 
 
+TRAIN = ("train", "model.onnx", "--loss", "ce", "-b", "4", "--run", "run", "--quiet")
 COMMON = ("training.onnx", "--inputs", "batch.npz")
 KINDS = {
     "arrays": Kind(
@@ -147,6 +166,16 @@ KINDS = {
         _saved, {"*.json": JSON, "*.arrow": BYTES}, (partial(read, "."),), no_file, needs=("pyarrow",)
     ),
     "pictures": Kind(_pictures, {"*": BYTES}, (partial(read, "photos"),), no_file, needs=("PIL",)),
+    "data of runs": Kind(
+        _for_runs,
+        {"*.npz": NPZ, "*.png": BYTES},
+        (
+            (*TRAIN, "--data", "parts", "--monitor", "f1"),
+            (*TRAIN, "--data", "photos", "--preprocess", "resize:size=8 scale"),
+        ),
+        no_file,
+        needs=("PIL",),
+    ),
     "inputs": Kind(
         _given,
         {"*.npz": NPZ},

@@ -52,11 +52,13 @@ def too_few_classes(data: Dataset | Stream, matched: Mapping[str, Binding], labe
     if labels is None:
         return None
     names = matched[labels.name].classes
-    numbers = None if names is not None else _numbers(data, matched[labels.name])
-    count = (
-        len(names) if names is not None else int(numbers.max(initial=-1)) + 1 if numbers is not None else labels.count
-    )
-    if count >= labels.count or (names is None and 2 * count > labels.count):  # by chance, some numbers may be missing
+    if names is not None:
+        count, enough = len(names), labels.count
+    elif (numbers := _numbers(data, matched[labels.name])) is not None:
+        count, enough = int(numbers.max(initial=-1)) + 1, labels.count // 2 + 1  # some may be missing by chance
+    else:
+        return None
+    if not 0 < count < enough:
         return None
     return (
         f"the model tells {labels.count} classes apart, and the data have {count}: a last layer for these is "

@@ -23,6 +23,7 @@ _ALL_ALIKE = {
     "size": "let preprocessing begin with `resize`, or `center_crop`: `--preprocess 'resize:size=32 ...'`",
     "mode": "convert them, so that all are grey, or RGB, or RGBA; or give the model a fixed number of channels",
 }
+_ORIENTATION = 0x0112  # of EXIF
 _CHANNELS = {mode: channels for channels, mode in _MODES.items()}
 
 
@@ -182,6 +183,8 @@ def _open(encoded: bytes, origin: str) -> Any:
 
 def _turned(image: Any) -> Any:
     """As people see it: a camera that was held upright says so beside the pixels."""
+    if image.getexif().get(_ORIENTATION, 1) == 1:
+        return image
     return optional_package("PIL.ImageOps", "reading images").exif_transpose(image)
 
 

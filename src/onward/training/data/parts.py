@@ -86,7 +86,7 @@ def _refuse_unclear(folder: Path, words: dict[str, list[Path]], roles: list[str]
 
 def _name_one(parts: Any) -> str:
     paths = [str(paths[0]) for paths in parts]
-    return f"say which: --data {paths[0]} --validation {paths[-1]}"
+    return f"say which: --data {paths[0]} --validation {paths[-1]}" if len(paths) > 1 else f"say it: {paths[0]}"
 
 
 def _word(path: Path) -> str:
