@@ -12,9 +12,11 @@ import importlib.util
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from onward.arguments import Threads, fitting
 from onward.errors import UnknownNameError, near
 from onward.model import Model, Source, read
 from onward.run.engine import Engine, check_names, check_options
+from onward.run.loops import refuse_endless_loops
 
 FRAMEWORKS = ("torch", "jax", "tensorflow")
 """Engines with a derivative and a compiler of their own."""
@@ -36,6 +38,8 @@ def load(source: Source, step: int = 0, *, engine: str = "onnxruntime", **option
     `deterministic`.
     """
     _check(engine)
+    if "threads" in options:
+        options["threads"] = fitting("`threads`", options["threads"], Threads | None)
     if engine == "onnxruntime":
         from onward.run.onnxruntime import OnnxRuntime
 
@@ -51,6 +55,7 @@ def function(source: Source, *, engine: str = "numpy", **options: Any) -> Callab
     """The graph of any model as a function of arrays by name. Options are the engine's."""
     _check(engine)
     model = read(source)
+    refuse_endless_loops([model.graph, *(function.graph for function in model.functions.values())])
     inputs = [value.name or "" for value in model.inputs]
     defaults = list(model.graph.initializers)
     compute = _array_function(model, engine, options)
@@ -77,5 +82,6 @@ def _array_function(
 def _check(engine: str) -> None:
     if engine not in ENGINES:
         raise UnknownNameError(
-            f"there is no engine `{engine}`", hint=near(engine, ENGINES) or f"engines: {', '.join(ENGINES)}"
+            f"there is no engine `{engine}`",
+            hint="; ".join(filter(None, [near(engine, ENGINES), f"engines: {', '.join(ENGINES)}"])),
         )

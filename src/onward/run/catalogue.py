@@ -27,9 +27,10 @@ class EngineInfo:
     name: str
     version: str | None
     """None if it is not installed."""
-    devices: tuple[str, ...] = ()
+    devices: tuple[str, ...] | None = None
+    """None where nobody has looked."""
     operators: int | None = None
-    """How many of the standard's operators it has; None where the engine itself decides that."""
+    """How many of the standard's operators it has; None where nobody has looked, or the engine itself decides that."""
     cannot: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Operators that it does not have, and why."""
 
@@ -39,9 +40,13 @@ class EngineInfo:
         return f"pip install 'onward[{self.name}]'"
 
 
-def engines() -> list[EngineInfo]:
-    """All engines, installed or not. Those that are installed are imported, which takes a while."""
-    return [_info(name) for name in ENGINES]
+_QUICK = ("onnxruntime", "numpy")
+"""Engines that are imported at once."""
+
+
+def engines(*, load: bool = True) -> list[EngineInfo]:
+    """All engines, installed or not. To see devices and operators frameworks are imported, which takes a while."""
+    return [_info(name, load or name in _QUICK) for name in ENGINES]
 
 
 def standard_operators() -> list[str]:
@@ -65,10 +70,12 @@ def _is_expressible(name: str, framework: type[Framework]) -> bool:
     return has_body(name, NEWEST) or isinstance(RULES.get(("", name)), Rewrite)
 
 
-def _info(name: str) -> EngineInfo:
+def _info(name: str, load: bool) -> EngineInfo:
     if not is_installed(name):
         return EngineInfo(name, None)
     version = next(v for package in _PACKAGES.get(name, (name,)) if (v := _version(package)))
+    if not load:
+        return EngineInfo(name, version)
     if name == "onnxruntime":
         from onward.run.onnxruntime import devices
 

@@ -13,6 +13,7 @@ import onnx_ir as ir
 from onward.errors import DataError, UnknownNameError, UnsupportedError, near
 from onward.model import Model
 from onward.model.state import carried
+from onward.run.loops import refuse_endless_loops
 
 Arrays = Mapping[str, np.ndarray]
 
@@ -21,6 +22,9 @@ class Engine(ABC):
     """Runs one step of a training model, and holds its state meanwhile."""
 
     def __init__(self, model: Model, step: int):
+        refuse_endless_loops(
+            [model.graph, model.step(step).algorithm, *(function.graph for function in model.functions.values())]
+        )
         self.model = model
         self.index = step
         self.inputs: dict[str, ir.Value] = {}
@@ -109,13 +113,17 @@ class Engine(ABC):
         self.close()
 
 
+_ELSEWHERE = 'torch, jax and tensorflow have it: `engine="torch"` (`--engine torch`)'
+
+
 def check_options(engine: str, options: Iterable[str], made: Callable[..., Any]) -> None:
     """Refuse options that an engine does not have, by the signature of what makes it."""
     parameters = inspect.signature(made).parameters.values()
     known = [p.name for p in parameters if p.name not in ("model", "step") and p.kind is not p.VAR_KEYWORD]
     for name in options:
         if name not in known:
-            hint = near(name, known) or (f"it has {', '.join(known)}" if known else None)
+            has = f"it has {', '.join(known)}" if known else None
+            hint = _ELSEWHERE if name in ("precision", "deterministic") else near(name, known) or has
             raise UnsupportedError(f"the engine `{engine}` has no option `{name}`", hint=hint)
 
 

@@ -142,8 +142,11 @@ class Framework(ABC):
         return tensor
 
     def adopt(self, value: Any) -> Any:
-        """A tensor of any framework as one of this, without a copy where both can see the memory."""
-        return self.place(value)
+        """A tensor of any framework as one of this, without a copy where both can see the memory.
+
+        An array of a type that the framework lacks stays on the host.
+        """
+        return value if isinstance(value, np.ndarray) and not self.supports(value.dtype) else self.place(value)
 
     def feed(self, value: Any) -> Any:
         """What a compiled function takes in place of a tensor of any framework."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -189,6 +190,9 @@ class Interpreted(Engine):
         return self._parts[name]
 
 
+_MOST_NODES = 5_000
+"""Compilers take milliseconds for each node, and some take more for each the more there are."""
+
 Computation = Callable[[Tensors], tuple[Tensors, Tensors]]
 
 
@@ -232,8 +236,24 @@ class _Part:
             return of_all(state | constants | batch)
 
         compile = framework.compile_step if self.contract["part"] == "step" else framework.compile
+        compiled = compiled and self._can_be_compiled()
         self._compute = compile(compute) if compiled else compute
         self._take = framework.feed if compiled else framework.adopt
+
+    def _can_be_compiled(self) -> bool:
+        """Whether it is worth the trouble, and possible: what is of a type that a framework lacks stays on the host."""
+        if self._framework.name not in FRAMEWORKS:
+            return True
+        inputs = (value for value in self.model.graph.inputs if value.name in self.contract["batch"])
+        other = next((v for v in inputs if v.dtype is not None and not self._framework.supports(v.dtype.numpy())), None)
+        if other is not None:
+            reason = f"{self._framework.name} has no tensors of the type of `{other.name}`, {other.dtype}"
+        elif (nodes := len(self.model.graph)) > _MOST_NODES:
+            reason = f"to compile its {nodes:,} nodes would take longer than is won"
+        else:
+            return True
+        warnings.warn(f"the step is not compiled: {reason}", stacklevel=4)
+        return False
 
     def run(self, state: Tensors, batch: Arrays) -> tuple[Tensors, Tensors]:
         with memory_of(self._framework.name):

@@ -14,6 +14,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onward.errors import Error, UnsupportedError
+from onward.run.failures import is_ours
 from onward.run.framework import Framework, NotOnHost
 from onward.run.host import HOST_INPUTS, counts_far
 from onward.run.plan import Call, Differentiation, Fused, Plan
@@ -79,6 +80,9 @@ class Interpreter:
         except Error:
             raise
         except Exception as error:
+            if is_ours(error):
+                error.add_note(f"in {call.described}, on {self._framework.name}")
+                raise
             raise UnsupportedError(f"{self._framework.name} fails in {call.described}: {error}") from error
         if not isinstance(results, tuple):
             results = (results,)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 import numpy as np
@@ -52,11 +53,17 @@ class OnnxRuntime(Engine):
         super().__init__(model, step)
         self._threads, self._recompute = threads, recompute
         self._handed: list[ort.OrtValue] = []
+        self._stoppable: Callable[[_Run], Any] = _stoppable if _loops(model, step) else lambda run: run(None)
         self._providers = _providers(device)
         self._memory = _WITH_MEMORY.get(device, "cpu")
         lowered = lower(model, step, recompute=recompute)
         contract = contract_of(lowered)
         self.inputs = {v.name: v for v in lowered.graph.inputs if v.name is not None and v.name in contract["batch"]}
+        if text := [name for name, value in self.inputs.items() if value.dtype == ir.DataType.STRING]:
+            raise UnsupportedError(
+                f"ONNX Runtime takes no text beside state in its own memory, and `{text[0]}` is of the type string",
+                hint='take another engine: `engine="torch"` (`--engine torch`)',
+            )
         self._metrics: list[str] = contract["metrics"]
         self.loss = contract["loss"] or self.loss
         self._step = self._session(lowered)
@@ -74,9 +81,12 @@ class OnnxRuntime(Engine):
     def step(self, batch: Arrays) -> dict[str, np.ndarray]:
         binding = self._bound[0]
         for name, array in self._fitting(batch, self.inputs).items():
-            binding.bind_cpu_input(name, np.ascontiguousarray(array) if array.ndim else array)
+            if array.dtype.isbuiltin == 1:
+                binding.bind_cpu_input(name, np.ascontiguousarray(array) if array.ndim else array)
+            else:
+                binding.bind_ortvalue_input(name, self._given(name, array))
         with memory_of("ONNX Runtime"), _explained(DataError, "could not make a step with this batch"):
-            self._step.run_with_iobinding(binding)
+            self._stoppable(lambda options: self._step.run_with_iobinding(binding, options))
         results = zip(self._metrics, binding.get_outputs(), strict=False)
         metrics = {name: np.array(value.numpy()) for name, value in results}  # whose memory the next step writes again
         if np.all(np.isfinite(metrics.get(self.loss, 0.0))):  # else what was written is not taken
@@ -101,13 +111,18 @@ class OnnxRuntime(Engine):
         """What a session computes from a batch and the state; it may take less than a step does."""
         names = [value.name for value in session.get_inputs()]
         given = self._fitting(batch, [name for name in self.inputs if name in names])
-        feeds = {
-            name: self._read[name] if name in self._read else ort.OrtValue.ortvalue_from_numpy(_contiguous(given[name]))
-            for name in names
-        }
+        feeds = {name: self._read[name] if name in self._read else self._given(name, given[name]) for name in names}
         with _explained(DataError, "could not compute anything from this batch"):
-            results = session.run_with_ort_values(outputs, feeds)
+            results = self._stoppable(lambda options: session.run_with_ort_values(outputs, feeds, options))
         return {name: np.asarray(value.numpy()) for name, value in zip(outputs, results, strict=True)}
+
+    def _given(self, name: str, array: np.ndarray) -> ort.OrtValue:
+        """An input of a batch; of types that numpy itself does not have, the number is told."""
+        if array.dtype.isbuiltin == 1:
+            return ort.OrtValue.ortvalue_from_numpy(_contiguous(array))
+        dtype = self.inputs[name].dtype
+        assert dtype is not None
+        return ort.OrtValue.ortvalue_from_numpy_with_onnx_type(_contiguous(array), dtype.value)
 
     def state(self) -> dict[str, np.ndarray]:
         return {name: np.array(value.numpy()) for name, value in self._read.items()}
@@ -154,9 +169,34 @@ class OnnxRuntime(Engine):
 
 def array_function(model: Model) -> Callable[[Arrays], dict[str, Any]]:
     """The graph of a model as a function of arrays by name."""
-    session = ort.InferenceSession(model.to_proto().SerializeToString(), _options(None))
+    with _explained(UnsupportedError, "does not run this model"):
+        session = ort.InferenceSession(model.to_proto().SerializeToString(), _options(None))
     names = [value.name for value in session.get_outputs()]
-    return lambda inputs: dict(zip(names, session.run(names, dict(inputs)), strict=True))
+    runs: Callable[[_Run], Any] = _stoppable if _loops(model) else lambda run: run(None)
+    return lambda inputs: dict(zip(names, runs(lambda options: session.run(names, dict(inputs), options)), strict=True))
+
+
+_Run = Callable[[ort.RunOptions | None], Any]
+
+
+def _loops(model: Model, step: int | None = None) -> bool:
+    graphs = [model.graph, *(function.graph for function in model.functions.values())]
+    graphs += [] if step is None else [model.step(step).algorithm]
+    return any(node.op_type == "Loop" for graph in graphs for node in graph.all_nodes())
+
+
+def _stoppable(run: _Run) -> Any:
+    """What may never end, in another thread, so that Ctrl-C is heard: ONNX Runtime itself does not listen."""
+    options = ort.RunOptions()
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(run, options)
+        try:
+            while not wait([future], timeout=1).done:  # not for ever: some systems hear no Ctrl-C in a wait without end
+                pass
+        except BaseException:
+            options.terminate = True
+            raise
+        return future.result()
 
 
 _FAILURES = (
@@ -261,7 +301,8 @@ def _providers(device: str) -> list[str]:
     provider = _PROVIDERS.get(device)
     if provider is None:
         raise UnknownNameError(
-            f"there is no device `{device}`", hint=near(device, _PROVIDERS) or f"devices: {', '.join(_PROVIDERS)}"
+            f"there is no device `{device}`",
+            hint="; ".join(filter(None, [near(device, _PROVIDERS), f"devices: {', '.join(_PROVIDERS)}"])),
         )
     if device not in devices():
         raise UnsupportedError(

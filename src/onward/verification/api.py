@@ -46,7 +46,7 @@ def verify(
     largest element of a tensor: 1e-4 unless given, 1e-9 for models in float64.
     """
     model = read(source)
-    model.step(step)
+    model.step(step)  # which refuses a model without training
     for name in engines or ():
         if name not in ENGINES:
             raise UnknownNameError(f"there is no engine `{name}`", hint=near_or_first(name, ENGINES))
@@ -123,7 +123,7 @@ def _batches(model: Model, step: int, engine: Engine, given: Arrays, steps: int,
             if np.isfinite(engine.evaluate(batch).get(engine.loss, 0.0)).all():
                 others = (_candidates(whole, model, step, kept, seed + i) for i in range(1, steps))
                 return [batch, *(next(itertools.islice(other, number, None)) for other in others)]
-        except Exception as error:  # engines' own exceptions have no common base
+        except Error as error:
             failure = error
     raise UnsupportedError("the model does not run on inputs that are made up", hint=GIVE) from failure
 

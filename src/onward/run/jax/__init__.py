@@ -88,7 +88,7 @@ class Jax(Framework):
 
     def adopt(self, value: Any) -> Any:
         if isinstance(value, np.ndarray | jax.Array):
-            return self.place(value)
+            return super().adopt(value)
         with self.active():
             return jax.device_put(jnp.from_dlpack(value), self._device)
 

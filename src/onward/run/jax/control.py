@@ -14,6 +14,7 @@ import numpy as np
 from jax import lax
 
 from onward.run.framework import NotOnHost, Operators
+from onward.run.loops import check_growth
 from onward.run.shared.control import columns, joined
 
 operators = Operators()
@@ -58,7 +59,9 @@ def loop(trips=None, condition=None, *carried, body, framework):
             break
         goes_on, *results = body(np.array(i, np.int64), np.array(True), *values)
         values = results[: len(carried)]
-        collected.append(results[len(carried) :])
+        if kinds:
+            collected.append(results[len(carried) :])
+            check_growth(collected)
     outputs = (joined(framework, items, 0, kind) for items, kind in zip(columns(collected, kinds), kinds, strict=True))
     return (*values, *outputs)
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from onward.run.framework import Framework, Operators
+from onward.run.loops import check_growth
 
 operators = Operators()
 
@@ -27,14 +28,16 @@ def loop(trips=None, condition=None, *carried, body, framework):
     count = None if trips is None else framework.host(trips).item()
     goes_on = True if condition is None else framework.host(condition).item()
     values, collected = list(carried), []
+    kinds = body.types[1 + len(carried) :]
     for i in itertools.count() if count is None else range(count):
         if not goes_on:
             break
         again, *results = body(np.array(i, np.int64), np.array(True), *values)
         goes_on = framework.host(again).item()
-        values, rest = results[: len(carried)], results[len(carried) :]
-        collected.append(rest)
-    kinds = body.types[1 + len(carried) :]
+        values = results[: len(carried)]
+        if kinds:
+            collected.append(results[len(carried) :])
+            check_growth(collected)
     return (
         *values,
         *(joined(framework, items, 0, kind) for items, kind in zip(columns(collected, kinds), kinds, strict=True)),

@@ -69,7 +69,7 @@ class TensorFlow(Framework):
     def adopt(self, value: Any) -> Any:
         """Always a copy: TensorFlow ends the process where memory is not aligned as its own is."""
         if isinstance(value, np.ndarray | tf.Tensor):
-            return self.place(value)
+            return super().adopt(value)
         if value.__dlpack_device__()[0] == _DLPACK_CPU:
             return self.tensor(np.from_dlpack(value))
         with self.active():

@@ -99,7 +99,7 @@ class Torch(Framework):
 
     def adopt(self, value: Any) -> Any:
         known = isinstance(value, np.ndarray | torch.Tensor)
-        return self.place(value) if known else torch.from_dlpack(value).to(self._device)
+        return super().adopt(value) if known else torch.from_dlpack(value).to(self._device)
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.clone(memory_format=torch.contiguous_format)

@@ -7,17 +7,22 @@ graph.
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._inductor.compile_fx import compile_fx
+from torch._inductor.exc import InductorError
+from torch._inductor.runtime.cache_dir_utils import cache_dir
+from torch._inductor.utils import clear_caches
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from onward.errors import UnsupportedError
+from onward.errors import UnsupportedError, first_line
 from onward.run.torch.types import SAME_BITS
 
 Tensors = dict[str, torch.Tensor]
@@ -45,12 +50,32 @@ class Compiled:
         shown = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in batch.items())
         self._report(f"torch compiles the step for {shown}" if shown else "torch compiles the step")
         try:
-            traced = _Traced(self._step, state, constants, batch)
-        except UnsupportedError as error:
-            warnings.warn(f"the step runs without being compiled: {error}", stacklevel=3)
+            compiled, device = self._built(state, constants, batch)
+        except (UnsupportedError, ImportError, OSError, InductorError) as error:
+            warnings.warn(f"the step runs without being compiled: {first_line(error)}", stacklevel=3)
             return self._step
-        compiled = traced.compiled()
-        return _Replayed(compiled, self._pool) if traced.device.type == "cuda" else compiled
+        return _Replayed(compiled, self._pool) if device.type == "cuda" else compiled
+
+    def _built(self, *given: Tensors) -> tuple[Step, torch.device]:
+        try:
+            traced = _Traced(self._step, *given)
+            return traced.compiled(), traced.device
+        except (ImportError, OSError, InductorError) as error:
+            if not _forgotten(error):
+                raise
+            traced = _Traced(self._step, *given)
+            return traced.compiled(), traced.device
+
+
+def _forgotten(error: Exception) -> bool:
+    """Whether a library could not be loaded and is there no more: a compiler that was killed leaves empty ones."""
+    found = re.search(r"(\S+\.(?:so|dylib|pyd)): ", str(error))
+    library = Path(found[1]) if found else None
+    if library is None or not library.is_relative_to(cache_dir()) or not library.exists():
+        return False
+    library.unlink()
+    clear_caches()
+    return True
 
 
 class _Traced:

@@ -1,0 +1,78 @@
+"""Loops that never end: refused where that can be seen, and stopped where they fill the memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+
+from onward.errors import OutOfMemoryError, UnsupportedError
+
+_ENDLESS = 1 << 40
+"""Iterations that nobody lives to see the end of."""
+_LOOK_EVERY = 4096
+_OVERHEAD = 200
+"""Bytes that a tensor takes beside its elements."""
+
+
+def refuse_endless_loops(graphs: Iterable[ir.Graph]) -> None:
+    for graph in graphs:
+        for node in graph.all_nodes():
+            if node.op_type == "Loop" and node.domain in ("", "ai.onnx") and _is_endless(node):
+                raise UnsupportedError(
+                    f"`Loop` (node `{node.name or node.outputs[0].name}`) never ends: its condition stays true",
+                    hint="give it a number of iterations, or a condition that becomes false",
+                )
+
+
+def _is_endless(node: ir.Node) -> bool:
+    trips, condition = [*node.inputs, None, None][:2]
+    count = None if trips is None else _known(trips)
+    if trips is not None and (count is None or count < _ENDLESS):
+        return False
+    body = node.attributes["body"].as_graph()
+    goes_on = _origin(body.outputs[0])
+    starts = condition is None or bool(_known(condition))
+    return starts and (goes_on is body.inputs[1] or bool(_known(goes_on)))
+
+
+def _origin(value: ir.Value) -> ir.Value:
+    """What a value is a copy of."""
+    while (node := value.producer()) is not None and node.op_type == "Identity" and node.inputs[0] is not None:
+        value = node.inputs[0]
+    return value
+
+
+def _known(value: ir.Value) -> Any:
+    """The number that a value always is, or None."""
+    value = _origin(value)
+    if value.is_graph_input():
+        return None
+    tensor = ir.convenience.get_const_tensor(value)
+    return tensor.numpy().item() if tensor is not None and tensor.size == 1 else None
+
+
+def check_growth(rows: list[list[Any]]) -> None:
+    """Refuse to go on once what a Loop has collected, a row for each iteration, is more than there is memory."""
+    if len(rows) % _LOOK_EVERY:
+        return
+    size = len(rows) * sum(_OVERHEAD + getattr(tensor, "nbytes", 0) for tensor in rows[-1])
+    if size > _memory():
+        raise OutOfMemoryError(
+            f"a Loop has collected more than fits into memory, after {len(rows):,} iterations",
+            hint="look whether its condition ever becomes false",
+        )
+
+
+def _memory() -> int:
+    """The memory of this machine, or of the part of it that this process may use."""
+    if not hasattr(os, "sysconf"):
+        return 1 << 36
+    whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        return min(whole, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    except (OSError, ValueError):  # no such limit
+        return whole
