@@ -158,3 +158,24 @@ def _model(
     model = helper.make_model(graph, opset_imports=opsets, ir_version=IR_VERSION, producer_name="onward-tests")
     onnx.checker.check_model(model, full_check=True)
     return model
+
+
+def comparable(proto):
+    """The same model with what has no meaning made equal: the order of type notes, and empty strings that are set."""
+    proto = onnx.ModelProto.FromString(proto.SerializeToString())
+    graphs = [proto.graph] + [info.algorithm for info in proto.training_info]
+    while graphs:
+        graph = graphs.pop()
+        notes = sorted(graph.value_info, key=lambda info: info.name)
+        del graph.value_info[:]
+        graph.value_info.extend(notes)
+        for node in graph.node:
+            if not node.domain:
+                node.ClearField("domain")
+            graphs += [attribute.g for attribute in node.attribute if attribute.type == onnx.AttributeProto.GRAPH]
+    for opset in proto.opset_import:
+        opset.domain = opset.domain
+    for field in ("producer_version", "domain", "model_version", "doc_string"):
+        if not getattr(proto, field):
+            proto.ClearField(field)
+    return proto

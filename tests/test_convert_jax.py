@@ -13,6 +13,7 @@ import pytest
 import models
 import onward
 from conftest import needs
+from jax_training import Arrays, apply_dense, cross_entropy, dense, digits, mlp, sentences, trained, with_short_labels
 from onward.convert.run import disassemble
 from onward.errors import UnsupportedError
 from onward.run import load
@@ -20,22 +21,8 @@ from representatives import chosen
 
 pytestmark = needs("jax", "optax")
 
-Arrays = dict[str, np.ndarray]
 
 # ---- training models in JAX ------------------------------------------------------------------------------------------
-
-
-def digits(count: int, *shape: int) -> list[Arrays]:
-    rng = np.random.default_rng(0)
-    return [
-        {"image": rng.normal(size=(16, *shape)).astype(np.float32), "labels": rng.integers(0, 10, 16)}
-        for _ in range(count)
-    ]
-
-
-def sentences(count: int) -> list[Arrays]:
-    rng = np.random.default_rng(0)
-    return [{"tokens": rng.integers(0, 32, (4, 7)), "labels": rng.integers(0, 32, (4, 7))} for _ in range(count)]
 
 
 Case = tuple[onnx.ModelProto, list[Arrays], dict[str, Any]]
@@ -140,28 +127,6 @@ def test_state_that_optax_has_no_place_for() -> None:
 # ---- runs of JAX -----------------------------------------------------------------------------------------------------
 
 
-def dense(rng: np.random.Generator, *shape: int) -> dict[str, Any]:
-    import jax.numpy as jnp
-
-    return {"kernel": jnp.asarray(rng.normal(size=shape) * 0.2, "float32"), "bias": jnp.zeros(shape[-1])}
-
-
-def apply_dense(p: Any, x: Any) -> Any:
-    return x @ p["kernel"] + p["bias"]
-
-
-def cross_entropy(logits: Any, labels: Any) -> Any:
-    import optax
-
-    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
-
-
-def mlp(params: Any, x: Any) -> Any:
-    import jax
-
-    return apply_dense(params["fc2"], jax.nn.relu(apply_dense(params["fc1"], x)))
-
-
 def transformer(params: Any, tokens: Any) -> Any:
     import jax
     import jax.numpy as jnp
@@ -191,23 +156,6 @@ def cnn(params: Any, statistics: Any, image: Any) -> tuple[Any, Any]:
     return apply_dense(params["fc"], x.reshape(x.shape[0], -1)), following
 
 
-def trained(loss: Callable[..., Any], tx: Any) -> Callable[..., Any]:
-    """A step of optax; with statistics, the loss returns them, too."""
-    import jax
-    import optax
-
-    @jax.jit
-    def step(params: Any, state: Any, statistics: Any, batch: Any) -> Any:
-        def with_more(params: Any) -> Any:
-            return (loss(params, batch), None) if statistics is None else loss(params, statistics, batch)
-
-        (value, following), slopes = jax.value_and_grad(with_more, has_aux=True)(params)
-        changes, state = tx.update(slopes, state, params)
-        return optax.apply_updates(params, changes), state, following, value
-
-    return step
-
-
 def go_on(
     loss: Callable[..., Any], params: Any, batches: list[Arrays], tx: Any, statistics: Any = None
 ) -> onward.Model:
@@ -231,10 +179,6 @@ def go_on(
             assert np.allclose(engine.state()[name], array, rtol=1e-4, atol=1e-5)
     assert onward.check(training) == []
     return training
-
-
-def with_short_labels(batches: list[Arrays]) -> list[Arrays]:
-    return [{name: a.astype(np.int32) if a.dtype.kind == "i" else a for name, a in batch.items()} for batch in batches]
 
 
 def test_a_run_of_jax_goes_on() -> None:

@@ -16,11 +16,11 @@ import pytest
 import models
 import onward
 from conftest import needs, onnx_node_tests
+from jax_training import Arrays, digits, sentences
 from onward.convert.files import restore, write
 from onward.errors import UnsupportedError
 from onward.run import load
 from onward.run.interpreted import array_function
-from test_convert_jax import Arrays, digits, sentences
 
 pytestmark = needs("jax", "optax")
 

@@ -12,11 +12,11 @@ import pytest
 
 import onward
 from conftest import needs
+from jax_training import cross_entropy, dense, digits, mlp, trained, with_short_labels
 from onward.convert.run import disassemble
 from onward.errors import UnsupportedError
 from onward.recipe.optimizers import FunctionOptimizer
 from onward.run import load
-from test_convert_jax import cross_entropy, dense, digits, mlp, trained, with_short_labels
 
 pytestmark = needs("jax", "optax")
 

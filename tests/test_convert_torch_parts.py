@@ -20,8 +20,8 @@ from onward.errors import UnsupportedError
 from onward.recipe.optimizers import optimizer
 from onward.recipe.spec import Spec
 from onward.run import load
+from optimizer_tables import BETAS, KERAS, OPTAX, TORCH, torch_arguments
 from representatives import chosen
-from test_optimizers import BETAS, KERAS, OPTAX, TORCH, torch_arguments
 
 torch = pytest.importorskip("torch")
 from onward.convert.torch.counterparts import FROM_TORCH, SUPPORT  # noqa: E402

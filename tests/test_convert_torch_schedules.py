@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-import test_schedules
+import schedule_tables
 from conftest import needs
 from onward.convert.run import Run
 from onward.errors import UnsupportedError
@@ -27,7 +27,7 @@ from onward.convert.torch.schedules import make_scheduler, read_scheduler, updat
 
 pytestmark = [needs("torch"), pytest.mark.filterwarnings("ignore:.*lr_scheduler.step:UserWarning")]
 
-LR, STEPS = test_schedules.LR, 60
+LR, STEPS = schedule_tables.LR, 60
 Make = Callable[[Any], Any]
 
 
@@ -48,7 +48,7 @@ def rates_of(scheduler: Any, steps: int) -> list[float]:
 
 def in_the_graph(specs: list[Spec], steps: int) -> np.ndarray:
     parts = [(spec.name, spec.without("until").options, spec.options.get("until")) for spec in specs]
-    return test_schedules.rates(*(parts or [("constant", {})]), steps=steps)
+    return schedule_tables.rates(*(parts or [("constant", {})]), steps=steps)
 
 
 # ---- from PyTorch ----------------------------------------------------------------------------------------------------
@@ -325,7 +325,7 @@ def test_no_schedule_no_scheduler() -> None:
 )
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_formulas_are_those_of_the_graph(name: str, options: dict[str, float]) -> None:
-    spec = Spec(name, {**test_schedules.options_of(name), **options})
+    spec = Spec(name, {**schedule_tables.options_of(name), **options})
     factor = Factor(LR, complete([(spec, float("inf"))]))
     found = [LR * factor(step) for step in range(STEPS)]
     np.testing.assert_allclose(found, in_the_graph([spec], STEPS), rtol=1e-12, atol=1e-15)

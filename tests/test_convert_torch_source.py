@@ -314,7 +314,7 @@ def test_dropout_drops_in_training_only() -> None:
 @needs("transformers", "onnxscript")
 @pytest.mark.parametrize("name", ["bert", "gpt2"])
 def test_models_of_hugging_face(name: str) -> None:
-    from test_convert_torch_transformers import begun, steps
+    from torch_transformers import begun, steps
 
     run = begun(name)
     made = onward.to_torch(run.training, live=False)

@@ -13,7 +13,7 @@ from function_models import CASES, SQUASH, X, in_functions, layers, numbers, par
 from models import small_cnn, small_transformer
 from onward.cli.commands import app
 from onward.errors import UnsupportedError
-from test_gradients import run
+from sessions import run
 
 
 def names(model):

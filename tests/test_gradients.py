@@ -3,21 +3,13 @@
 import numpy as np
 import onnx
 import onnx.parser
-import onnxruntime as ort
 import pytest
 
 import onward
 from conftest import needs
 from models import digits_mlp, small_cnn
-from test_prepare import weights
-
-
-def run(model, feeds):
-    proto = model.to_proto()
-    onnx.checker.check_model(proto, full_check=True)
-    session = ort.InferenceSession(proto.SerializeToString())
-    names = [value.name for value in session.get_outputs()]
-    return dict(zip(names, session.run(None, {v.name: feeds[v.name] for v in session.get_inputs()}), strict=True))
+from sessions import run
+from stepping import weights
 
 
 def torch_cnn(w):

@@ -11,12 +11,12 @@ import onnx_ir as ir
 import pytest
 from scipy import stats
 
+from built_graphs import OPSETS, Graph
 from conftest import needs
 from onward.build import Builder, Expr
 from onward.errors import RecipeError, UnknownNameError
 from onward.recipe import random
 from onward.recipe.initialize import INITIALIZERS, Draw, initializer
-from test_random import OPSETS, Graph
 
 SHAPES = [(64, 300), (30, 20, 5, 5), (3, 3, 24, 40)]
 FLOAT = ir.DataType.FLOAT

@@ -12,7 +12,7 @@ from models import digits_mlp, small_transformer
 from onward.build import Builder
 from onward.differentiate.simplify import simplify
 from onward.transform.unused import remove_unused
-from test_gradients import run
+from sessions import run
 
 
 def parameters(proto):

@@ -11,7 +11,7 @@ from lowered import SQUARE, Part, assert_close, part, stored
 from models import small_cnn
 from onward.build import Builder
 from onward.rules import convolution
-from test_gradients import run
+from sessions import run
 
 RNG = np.random.default_rng(0)
 OFF = {

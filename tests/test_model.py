@@ -10,9 +10,8 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 import onward
-from models import digits_mlp, small_cnn
+from models import comparable, digits_mlp, small_cnn
 from onward.model.state import hyperparameters, states
-from test_round_trip import comparable
 
 
 @pytest.fixture

@@ -29,6 +29,7 @@ from onward.model import TRAINING_DOMAIN
 from onward.recipe.optimizers import OPTIMIZERS, optimizer
 from onward.recipe.optimizers.clip import clip_by_global_norm, clip_by_norm, clip_by_value
 from onward.recipe.optimizers.configured import ConfiguredOptimizer
+from optimizer_tables import KERAS, OPTAX, TORCH, torch_arguments
 from representatives import chosen
 
 Arrays = dict[str, np.ndarray]
@@ -284,56 +285,6 @@ def test_lowering_refuses_what_is_not_an_optimizer_call() -> None:
 
 # ---- against PyTorch -------------------------------------------------------------------------------------------------
 
-BETAS = {"beta1": 0.85, "beta2": 0.99, "eps": 1e-3}  # an eps that matters beside gradients of this size
-
-TORCH: list[tuple[str, str, dict[str, Any]]] = [
-    ("sgd", "SGD", {}),
-    ("sgd", "SGD", {"weight_decay": 0.1, "maximize": True}),
-    ("sgd", "SGD", {"momentum": 0.9}),
-    ("sgd", "SGD", {"momentum": 0.9, "dampening": 0.3, "weight_decay": 0.1}),
-    ("momentum", "SGD", {"momentum": 0.5, "weight_decay": 0.25}),  # a standard operator: all numbers are float32
-    ("nesterov", "SGD", {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
-    ("adagrad", "Adagrad", {"lr_decay": 0.1, "weight_decay": 0.1, "initial_accumulator_value": 0.01, "eps": 1e-6}),
-    ("adagrad", "Adagrad", {}),
-    ("adam", "Adam", BETAS),
-    ("adam", "Adam", {"weight_decay": 0.1}),
-    ("adam", "Adam", {**BETAS, "weight_decay": 0.1, "decoupled_weight_decay": True}),
-    ("adamw", "AdamW", {}),
-    ("adamw", "AdamW", {**BETAS, "weight_decay": 0.1, "amsgrad": True}),
-    ("amsgrad", "Adam", {**BETAS, "amsgrad": True}),
-    ("amsgrad", "Adam", {"weight_decay": 0.1, "amsgrad": True}),
-    ("adamax", "Adamax", BETAS),
-    ("adamax", "Adamax", {"weight_decay": 0.1}),
-    ("nadam", "NAdam", BETAS),
-    ("nadam", "NAdam", {"weight_decay": 0.1, "momentum_decay": 0.1}),
-    ("nadam", "NAdam", {"weight_decay": 0.1, "decoupled_weight_decay": True}),
-    ("radam", "RAdam", BETAS),  # becomes adaptive within the twenty steps
-    ("radam", "RAdam", {**BETAS, "weight_decay": 0.1, "decoupled_weight_decay": True}),
-    ("rmsprop", "RMSprop", {}),
-    ("rmsprop", "RMSprop", {"alpha": 0.9, "eps": 1e-3, "momentum": 0.8, "weight_decay": 0.1}),
-    ("rmsprop", "RMSprop", {"alpha": 0.9, "centered": True}),
-    ("rmsprop", "RMSprop", {"alpha": 0.9, "eps": 1e-3, "centered": True, "momentum": 0.8}),
-    ("adadelta", "Adadelta", {}),
-    ("adadelta", "Adadelta", {"rho": 0.8, "eps": 1e-3, "weight_decay": 0.1}),
-    ("adafactor", "Adafactor", {"eps1": 2.0**-52}),
-    ("adafactor", "Adafactor", {"eps1": 1e-6, "eps2": 0.5, "d": 2.0, "beta2_decay": -0.5, "weight_decay": 0.1}),
-    ("muon", "Muon", {}),
-    ("muon", "Muon", {"nesterov": False, "adjust_lr_fn": "match_rms_adamw", "ns_steps": 3, "momentum": 0.8}),
-]
-TORCH_NAMES = {"betas": ("beta1", "beta2"), "eps": ("eps1", "eps2"), "ns_coefficients": ("ns_a", "ns_b", "ns_c")}
-
-
-def torch_arguments(configured: ConfiguredOptimizer, cls: type) -> dict[str, Any]:
-    """The arguments of a torch.optim class that mean what our settings mean, all of them given."""
-    settings = {**configured.values, **configured.options}
-    arguments = {}
-    for name in inspect.signature(cls).parameters:
-        if name in settings:
-            arguments[name] = settings[name]
-        elif name in TORCH_NAMES and TORCH_NAMES[name][0] in settings:
-            arguments[name] = tuple(settings[part] for part in TORCH_NAMES[name])
-    return arguments
-
 
 @contextlib.contextmanager
 def torch_in_float64() -> Iterator[None]:
@@ -393,30 +344,6 @@ def test_torch(name: str, cls: str, settings: dict[str, Any], engine: str) -> No
 
 # ---- against Keras ---------------------------------------------------------------------------------------------------
 
-KERAS: list[tuple[str, str, dict[str, Any]]] = [
-    ("sgd", "SGD", {}),
-    ("sgd", "SGD", {"momentum": 0.9, "weight_decay": 0.1}),
-    ("sgd", "SGD", {"momentum": 0.9, "nesterov": True}),
-    ("sgdw", "SGD", {"weight_decay": 0.1}),
-    ("adagrad", "Adagrad", {"weight_decay": 0.1, "eps": 1e-3}),
-    ("adam", "Adam", {}),
-    ("adam", "Adam", {"beta1": 0.875, "beta2": 0.96875, "eps": 2.0**-10}),  # a standard operator: all are float32
-    ("adam", "Adam", {**BETAS, "weight_decay": 0.1}),
-    ("adamw", "AdamW", {}),
-    ("adamw", "AdamW", {**BETAS, "amsgrad": True}),
-    ("amsgrad", "Adam", {**BETAS, "amsgrad": True}),
-    ("adamax", "Adamax", BETAS),
-    ("nadam", "Nadam", {**BETAS, "weight_decay": 0.1}),
-    ("rmsprop", "RMSprop", {"eps": 1e-3}),
-    ("rmsprop", "RMSprop", {"eps": 1e-3, "momentum": 0.8}),
-    ("rmsprop", "RMSprop", {"centered": True, "weight_decay": 0.1}),
-    ("rmsprop", "RMSprop", {"eps": 1e-3, "centered": True, "momentum": 0.8}),
-    ("adadelta", "Adadelta", {"eps": 1e-3, "weight_decay": 0.1}),
-    ("lion", "Lion", {}),
-    ("lion", "Lion", {"weight_decay": 0.1}),
-    ("lamb", "Lamb", {}),
-    ("lamb", "Lamb", {**BETAS, "weight_decay": 0.1}),
-]
 KERAS_NAMES = {"lr": "learning_rate", "beta1": "beta_1", "beta2": "beta_2", "eps": "epsilon", "alpha": "rho"}
 KERAS_SLOTS = {
     "SGD": {"momentum_buffer": "momentums"},
@@ -491,28 +418,6 @@ def test_keras(number: int, keras_results: list[Trajectory]) -> None:
 
 # ---- against optax ---------------------------------------------------------------------------------------------------
 
-OPTAX: list[tuple[str, str, dict[str, Any]]] = [
-    ("sgd", "sgd", {}),
-    ("sgd", "sgd", {"momentum": 0.9}),
-    ("sgd", "sgd", {"momentum": 0.9, "nesterov": True}),
-    ("adagrad", "adagrad", {"eps": 1e-3}),
-    ("adam", "adam", BETAS),
-    ("adamw", "adamw", {}),
-    ("adamw", "adamw", {**BETAS, "weight_decay": 0.1}),
-    ("amsgrad", "amsgrad", BETAS),
-    ("adamax", "adamax", BETAS),
-    ("nadam", "nadam", BETAS),
-    ("radam", "radam", BETAS),
-    ("rmsprop", "rmsprop", {"eps": 1e-3}),
-    ("rmsprop", "rmsprop", {"eps": 1e-3, "momentum": 0.8}),
-    ("rmsprop", "rmsprop", {"eps": 1e-3, "centered": True, "momentum": 0.8}),
-    ("adadelta", "adadelta", {"rho": 0.8, "eps": 1e-3, "weight_decay": 0.1}),
-    ("adafactor", "adafactor", {"min_dim_size_to_factor": 3}),
-    ("adafactor", "adafactor", {"min_dim_size_to_factor": 3, "d": 2.0, "weight_decay": 0.1, "eps1": 1e-6}),
-    ("lion", "lion", {}),
-    ("lamb", "lamb", {}),
-    ("lamb", "lamb", {**BETAS, "weight_decay": 0.1}),
-]
 OPTAX_NAMES = {"beta1": "b1", "beta2": "b2", "alpha": "decay"}
 OPTAX_SLOTS = {  # the fields of optax's states, and how often our slot goes into theirs
     "adagrad": {"sum": ("sum_of_squares", 1)},

@@ -15,29 +15,7 @@ import onward
 from conftest import needs
 from models import digits_mlp, small_cnn
 from onward.model.state import hyperparameters, states
-from stepping import Stepper
-
-
-def weights(model):
-    return {name: np.array(v.const_value.numpy()) for name, v in model.graph.initializers.items()}
-
-
-def batches(shape, count, classes=10, seed=0):
-    rng = np.random.default_rng(seed)
-    for _ in range(count):
-        yield rng.standard_normal(shape).astype(np.float32), rng.integers(0, classes, shape[0])
-
-
-def torch_mlp(model):
-    import torch
-
-    w = {name: torch.nn.Parameter(torch.tensor(array)) for name, array in weights(model).items()}
-
-    def forward(x):
-        hidden = torch.relu(x @ w["fc1.weight"].T + w["fc1.bias"])
-        return hidden @ w["fc2.weight"].T + w["fc2.bias"]
-
-    return w, forward
+from stepping import Stepper, batches, torch_mlp, weights
 
 
 def grads(parameters):

@@ -15,7 +15,9 @@ from conftest import needs
 
 torch = pytest.importorskip("torch")
 
-from test_convert_torch import CASES, Loop, batches, lr_scheduler, without_dropout  # noqa: E402
+from torch.optim import lr_scheduler  # noqa: E402
+
+from torch_runs import CASES, Loop, batches, without_dropout  # noqa: E402
 
 pytestmark = [
     *(needs(name) for name in ("onnxscript", "tensorflow", "jax", "optax")),

@@ -9,6 +9,7 @@ import pytest
 
 import onward
 from conftest import onnx_node_tests
+from models import comparable
 from sessions import session
 
 ROOT = os.path.join(os.path.dirname(onnx.__file__), "backend", "test", "data")
@@ -20,27 +21,6 @@ CHUNKS = 8
 def load(name):
     with open(os.path.join(ROOT, name), "rb") as file:
         return onnx.ModelProto.FromString(file.read())
-
-
-def comparable(proto):
-    """The same model with what has no meaning made equal: the order of type notes, and empty strings that are set."""
-    proto = onnx.ModelProto.FromString(proto.SerializeToString())
-    graphs = [proto.graph] + [info.algorithm for info in proto.training_info]
-    while graphs:
-        graph = graphs.pop()
-        notes = sorted(graph.value_info, key=lambda info: info.name)
-        del graph.value_info[:]
-        graph.value_info.extend(notes)
-        for node in graph.node:
-            if not node.domain:
-                node.ClearField("domain")
-            graphs += [attribute.g for attribute in node.attribute if attribute.type == onnx.AttributeProto.GRAPH]
-    for opset in proto.opset_import:
-        opset.domain = opset.domain
-    for field in ("producer_version", "domain", "model_version", "doc_string"):
-        if not getattr(proto, field):
-            proto.ClearField(field)
-    return proto
 
 
 def check_unchanged(proto):

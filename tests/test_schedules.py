@@ -9,30 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from built_graphs import OPSETS, Graph
 from conftest import needs
 from onward.build import Builder, Expr
 from onward.errors import RecipeError, UnknownNameError
-from onward.recipe.schedules import SCHEDULES, Part, schedule, sequence
-from test_random import OPSETS, Graph
-
-LR, STEPS = 0.1, 150
-
-
-def part(op: Builder, name: str, options: dict[str, Any], until: float | None = None) -> Part:
-    numbers, choices = schedule(name).resolve(options)
-    exprs = {key: op.constant(np.asarray(number, np.float64)) for key, number in numbers.items()}
-    return Part(schedule(name), exprs, choices, None if until is None else op.constant(np.float64(until)))
-
-
-def rates(*parts: tuple[Any, ...], steps: int = STEPS) -> np.ndarray:
-    """The rates of the first updates under schedules, each as (name, options[, until])."""
-
-    def body(op: Builder, step: Expr) -> Expr:
-        lr = op.constant(np.float64(LR))
-        return sequence(op, lr, step, [part(op, *description) for description in parts])
-
-    graph = Graph(body, np.int64(0))
-    return np.array([graph(np.int64(step)) for step in range(steps)])
+from onward.recipe.schedules import SCHEDULES, schedule, sequence
+from schedule_tables import LR, STEPS, options_of, part, rates
 
 
 def agree(found: np.ndarray, expected: Sequence[float], tolerance: float = 1e-12) -> None:
@@ -244,12 +226,6 @@ def test_a_milestone_may_be_a_single_number() -> None:
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------
-
-REQUIRED = {"steps": 40, "size": 5, "period": 9, "gamma": 0.9, "milestones": [3, 9], "timescale": 10}
-
-
-def options_of(name: str) -> dict[str, Any]:
-    return {key: REQUIRED[key] for key, default in schedule(name).options.items() if default is None}
 
 
 @pytest.mark.parametrize("opset", OPSETS)

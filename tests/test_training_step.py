@@ -12,8 +12,7 @@ from conftest import needs
 from models import digits_mlp, small_cnn
 from onward.lowering.gradients import lower_gradients
 from onward.model import Model
-from stepping import Stepper
-from test_prepare import batches, torch_mlp, weights
+from stepping import Stepper, batches, torch_mlp, weights
 
 SIMPLE = os.path.join(os.path.dirname(onnx.__file__), "backend", "test", "data", "simple")
 
