@@ -254,6 +254,16 @@ def test_a_rule_catches(rule: Rule, name: str, source: str, caught: str) -> None
     assert re.search(caught, found)
 
 
+# ---- tests -----------------------------------------------------------------------------------------------------------
+
+
+def test_no_test_imports_another() -> None:
+    """What several need is in a file of its own, so that each can be run, moved or marked by itself."""
+    for path in Path(__file__).parent.rglob("*.py"):
+        imports = re.findall(r"^\s*(?:from|import) +(test_\w+)", path.read_text(encoding="utf-8"), re.MULTILINE)
+        assert not imports, f"{path.name} imports {imports}"
+
+
 # ---- nothing heavy is loaded -----------------------------------------------------------------------------------------
 
 
