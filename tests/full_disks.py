@@ -18,6 +18,12 @@ from onward.errors import WriteError
 
 KIB = 1024
 SIZE = 1024
+NAMESPACE = ["unshare", "--user", "--map-root-user", "--mount"]
+
+
+def can_mount() -> bool:
+    mount = ["sh", "-c", 'd=$(mktemp -d) && mount -t tmpfs tmpfs "$d" && umount "$d"; rmdir "$d"']
+    return bool(shutil.which("unshare")) and not subprocess.run([*NAMESPACE, *mount], capture_output=True).returncode
 
 
 @contextmanager

@@ -19,12 +19,12 @@ import pytest
 import full_conversions
 import models
 import onward
+from commands import failed
 from conftest import needs
+from full_disks import NAMESPACE, can_mount
 from onward.convert.files import Framework, refilled, restore, write
 from onward.errors import InvalidModelError, UnsupportedError
 from onward.model.state import STEP
-from test_cli import failed
-from test_train_resume import NAMESPACE, can_mount
 
 
 def training() -> onward.Model:

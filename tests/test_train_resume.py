@@ -6,7 +6,6 @@ import importlib.util
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -24,6 +23,7 @@ import full_disks
 import killed_runs
 import onward
 from conftest import needs
+from full_disks import NAMESPACE, can_mount
 from models import digits_mlp, small_cnn
 from onward.errors import (
     ArgumentError,
@@ -345,14 +345,6 @@ def test_a_file_that_cannot_be_written(
     assert "then `onward train --resume run` goes on from step 3" in (error.value.hint or "")
     assert run.progress["step"] == 3
     assert_same(resume(run, quiet=True), whole)
-
-
-def can_mount() -> bool:
-    mount = ["sh", "-c", 'd=$(mktemp -d) && mount -t tmpfs tmpfs "$d" && umount "$d"; rmdir "$d"']
-    return bool(shutil.which("unshare")) and not subprocess.run([*NAMESPACE, *mount], capture_output=True).returncode
-
-
-NAMESPACE = ["unshare", "--user", "--map-root-user", "--mount"]
 
 
 @pytest.mark.skipif(not can_mount(), reason="needs namespaces of users, for disks that are small")
