@@ -34,8 +34,8 @@ def _call(rng: random.Random, data: bytes) -> bytes:
     return data[:2] + name + b"(X\x06\x00\x00\x00secrettR0" + data[2:]
 
 
-_PICKLE: tuple[Damage, ...] = (_other_operation, _other_operation, _other_operation, _call, *BYTES)
-_TORCH = (changed_zip({".pkl": _PICKLE}), changed_zip({".pkl": _PICKLE}), *BYTES)
+pickled_damages: tuple[Damage, ...] = (_other_operation, _other_operation, _other_operation, _call, *BYTES)
+_TORCH = (changed_zip({".pkl": pickled_damages}), changed_zip({".pkl": pickled_damages}), *BYTES)
 
 
 def _folder(name: str) -> Any:
