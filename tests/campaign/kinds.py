@@ -49,6 +49,8 @@ def made(kind: Kind) -> Iterator[Path]:
         good.mkdir()
         (good.parent / "secret").write_bytes(SECRET)
         _in_a_child(lambda: kind.make(good))
+        for module in kind.needs:  # which look around while they are loaded
+            importlib.import_module(module)
         yield good
 
 

@@ -166,9 +166,15 @@ def messages(root: Message) -> list[Message]:
         message = pending.pop()
         found.append(message)
         for field, value in message.ListFields():
-            if field.type == Field.TYPE_MESSAGE:
+            if _is_map(field):
+                pending.extend(item for item in value.values() if isinstance(item, Message))
+            elif field.type == Field.TYPE_MESSAGE:
                 pending.extend(value if field.is_repeated else [value])
     return found
+
+
+def _is_map(field: Any) -> bool:
+    return field.message_type is not None and field.message_type.GetOptions().map_entry
 
 
 def some_value(rng: random.Random, field: Any, pool: list[Any]) -> Any:
@@ -182,8 +188,10 @@ def some_value(rng: random.Random, field: Any, pool: list[Any]) -> Any:
         return rng.choice((0.0, -1.0, 1e38, float("inf"), float("nan")))
     if field.type == Field.TYPE_ENUM:
         return rng.choice(field.enum_type.values).number
-    small = field.type in (Field.TYPE_INT32, Field.TYPE_UINT32)
-    unsigned = field.type in (Field.TYPE_UINT32, Field.TYPE_UINT64)
+    if field.type == Field.TYPE_BOOL:
+        return rng.random() < 0.5
+    small = field.type in (Field.TYPE_INT32, Field.TYPE_UINT32, Field.TYPE_FIXED32)
+    unsigned = field.type in (Field.TYPE_UINT32, Field.TYPE_UINT64, Field.TYPE_FIXED32, Field.TYPE_FIXED64)
     return rng.choice([n for n in _INTEGERS if (not small or abs(n) < 2**31) and (not unsigned or n >= 0)])
 
 
@@ -193,7 +201,10 @@ def rearranged(rng: random.Random, data: bytes, kind: type[Message] = ModelProto
     everyone = messages(proto)
     for _ in range(rng.choice((1, 1, 2, 3))):
         message = rng.choice(everyone)
-        field = rng.choice(message.DESCRIPTOR.fields)
+        plain = [field for field in message.DESCRIPTOR.fields if not _is_map(field)]
+        if not plain:
+            continue
+        field = rng.choice(plain)
         alike = [m for m in everyone if m.DESCRIPTOR is message.DESCRIPTOR]
         other = getattr(rng.choice(alike), field.name)
         current = getattr(message, field.name)
@@ -214,7 +225,7 @@ def rearranged(rng: random.Random, data: bytes, kind: type[Message] = ModelProto
         elif field.type == Field.TYPE_MESSAGE:
             current.CopyFrom(type(current).FromString(other.SerializeToString()))
         else:
-            pool = [getattr(m, field.name) for m in alike if m.HasField(field.name)]
+            pool = [getattr(m, field.name) for m in alike if not field.has_presence or m.HasField(field.name)]
             setattr(message, field.name, some_value(rng, field, pool))
     return proto.SerializeToString()
 

@@ -87,7 +87,7 @@ def _variables(path: Path, model: Model) -> dict[str, np.ndarray]:
             _check(problems, name, shapes[key], kinds[key].as_numpy_dtype, model)
         problems.refuse()
         return {name: np.asarray(reader.get_tensor(key)) for name, key in stored.items()}
-    except (tf.errors.OpError, OSError, ValueError, TypeError, RuntimeError) as error:
+    except (tf.errors.OpError, OSError, LookupError, ValueError, TypeError, RuntimeError) as error:
         if isinstance(error, Error):
             raise
         raise InvalidModelError(
