@@ -141,3 +141,30 @@ def test_integers_without_a_zero_point_and_shared_ones():
     assert written(onward.strip(model).to_proto()) == written(proto)
     stored = {tensor.name: numpy_helper.to_array(tensor) for tensor in onward.strip(model).to_proto().graph.initializer}
     np.testing.assert_array_equal(stored["q"], [[1, -2], [3, 4]])
+
+
+@needs("torch")
+def test_pytorch_goes_straight_through_pairs_and_nothing_else(quantised):
+    import torch
+
+    model = onward.prepare(quantised["QDQ QInt8 per channel"], loss="mse", optimizer="sgd:lr=0.05")
+    expected, *_ = steps(model, "onnxruntime", 4, threads=1)
+    carried, found = onward.to_torch(model), []
+    for _ in expected:
+        carried.optimizer.zero_grad()
+        loss = carried.loss(carried.module(torch.tensor(X)), torch.ones(8, 3))
+        loss.backward()
+        carried.optimizer.step()
+        found.append(loss.item())
+    np.testing.assert_allclose(found, expected, rtol=1e-4)
+    dynamic = onward.prepare(quantised["dynamic"], loss="mse")
+    with pytest.raises(UnsupportedError, match="rounds numbers to integers"):
+        onward.to_torch(dynamic, probe=False)
+
+
+@needs("jax")
+@pytest.mark.parametrize("form", ["QDQ QInt8", "dynamic"])
+def test_jax_does_not_see_through_rounding(quantised, form):
+    with pytest.raises(UnsupportedError, match="rounds numbers to integers") as raised:
+        onward.to_jax(onward.prepare(quantised[form], loss="mse"), probe=False)
+    assert "onward.run.load" in raised.value.hint

@@ -31,6 +31,7 @@ from onward.recipe.objective import terms
 from onward.recipe.optimizers import FunctionOptimizer, optimizer
 from onward.recipe.optimizers.clip import scale_to_norm_optax
 from onward.recipe.spec import Spec
+from onward.rules.quantization import rounds, rounds_only_in_pairs
 from onward.transform.training import without_steps
 
 
@@ -134,6 +135,19 @@ def step_of(model: Model, asked: int | None = None) -> int:
     return asked or 0
 
 
+def refuse_rounding(model: Model, *, in_pairs: bool) -> None:
+    """Refuse a model whose gradients go straight through rounding, where a framework's own would be zero.
+
+    `in_pairs`: whether it takes QuantizeLinear and DequantizeLinear, one after the other, for what they stand for.
+    """
+    if rounds(model) and not (in_pairs and rounds_only_in_pairs(model)):
+        raise UnsupportedError(
+            "the model rounds numbers to integers: gradients pass straight through that, and the framework's own would "
+            "be zero",
+            hint="run the training model as it is: `onward.run.load(model, engine=...)`",
+        )
+
+
 def disassemble(model: Model, index: int = 0, *, forward: bool = True) -> Run:
     """The run that a training model holds, with its numbers as they are now, if it is the whole of it.
 
@@ -141,6 +155,7 @@ def disassemble(model: Model, index: int = 0, *, forward: bool = True) -> Run:
     what the run says.
     """
     run = _found(model, step_of(model, index))
+    refuse_rounding(model, in_pairs=forward)
     if not forward:
         _check_differentiated(model.step(index))
     if forward and any(term.spec.name == "custom" for term in terms(run.loss)):

@@ -35,9 +35,24 @@ def makes_rounded(domain: str, operator: str) -> bool:
 
 def rounds(model: Model) -> bool:
     """Whether there are such operators in a model: frameworks' own derivatives of rounding are zero."""
+    return bool(_rounding(model))
+
+
+def _rounding(model: Model) -> list[ir.Node]:
     containers: list[ir.Graph | ir.Function] = [model.graph, *(step.algorithm for step in model.steps)]
     containers += model.functions.values()
-    return any(makes_rounded(node.domain, node.op_type) for graph in containers for node in graph.all_nodes())
+    nodes = (node for container in containers for node in container.all_nodes())
+    return [node for node in nodes if makes_rounded(node.domain, node.op_type)]
+
+
+def rounds_only_in_pairs(model: Model) -> bool:
+    """Whether all that is rounded is made floating-point numbers again at once, as frameworks can be taught to see."""
+    return all(
+        node.op_type == "QuantizeLinear"
+        and not node.outputs[0].is_graph_output()
+        and all(use.node.op_type == "DequantizeLinear" for use in node.outputs[0].uses())
+        for node in _rounding(model)
+    )
 
 
 def stands_for_floats(value: ir.Value) -> bool:

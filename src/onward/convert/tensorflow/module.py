@@ -14,7 +14,7 @@ import onnx_ir as ir
 from onward.run.tensorflow.quiet import tensorflow as tf  # isort: skip  (other imports of it are not quiet)
 
 from onward.convert.python import Identifiers
-from onward.convert.run import step_of
+from onward.convert.run import refuse_rounding, step_of
 from onward.convert.tensorflow.sizes import OpenSizes
 from onward.errors import Error, UnsupportedError
 from onward.inspect import describe
@@ -56,6 +56,7 @@ def to_tensorflow(source: Source, step: int | None = None, *, sizes: Mapping[str
     """
     model, framework = read(source), OpenSizes()
     step = step_of(model, step)
+    refuse_rounding(model, in_pairs=True)
     module = TrainingModule(name="training")
     state = {found.name: found for found in carried(model, step)}
     frozen = {name: model.initializer(name) for name in _frozen(model, framework) if name not in state}
