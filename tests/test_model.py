@@ -312,7 +312,7 @@ def test_a_graph_out_of_order_is_refused_where_order_matters():
     del proto.graph.node[:]
     proto.graph.node.extend(nodes)
     model = onward.read(proto)
-    with pytest.raises(onward.Error, match="before it is computed"):
+    with pytest.raises(onward.Error, match="is computed only later"):
         model.copy()
 
 

@@ -65,6 +65,8 @@ def lower(
     if everything is None:
         places = {part or "step": target(model, output, part or "step", data=data, force=force)}
     else:
+        if everything.exists() and not everything.is_dir():
+            raise Misuse(f"`{everything}` is a file, and `--all` writes into a folder", "name a folder")
         everything.mkdir(parents=True, exist_ok=True)
         wanted = [name for name in PARTS if name != "initialization" or has_initialization]
         places = {name: target(model, everything / f"{name}.onnx", name, data=data, force=force) for name in wanted}

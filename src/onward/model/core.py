@@ -102,7 +102,9 @@ class Model:
         if not -len(self.steps) <= index < len(self.steps):
             raise UnknownNameError(
                 f"there is no step {index}: the model has {len(self.steps)}",
-                hint=None if self.steps else "make it a training model with `onward prepare` or `onward.prepare`",
+                hint=f"they are counted from 0 to {len(self.steps) - 1}"
+                if self.steps
+                else "make it a training model with `onward prepare` or `onward.prepare`",
             )
         return self.steps[index]
 

@@ -65,7 +65,9 @@ def terms(loss: Any) -> list[Term]:
     spec = parse(loss)
     scale = spec.options.get("scale", 1.0)
     if not isinstance(scale, int | float):
-        raise RecipeError(f"the scale of the loss `{spec.name}` is `{scale}`, not a number")
+        raise RecipeError(
+            f"the scale of the loss `{spec.name}` is `{scale}`, not a number", hint=f"write `{spec.name}:scale=0.5`"
+        )
     return [Term(spec.without("scale"), output, float(scale))]
 
 
