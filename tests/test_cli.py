@@ -26,6 +26,7 @@ from models import digits_mlp, small_cnn
 from onward.cli import app as application
 from onward.cli.commands import app
 from onward.cli.failure import BUG
+from onward.run import ENGINES, FRAMEWORKS
 
 BUILD = ["train", "prepare", "grad", "lower", "convert"]
 LOOK = ["check", "check-gradients", "verify", "engines", "show", "report"]
@@ -102,6 +103,17 @@ def test_help_and_version_load_nothing_heavy() -> None:
 
 
 # ---- errors ----------------------------------------------------------------------------------------------------------
+
+
+def test_engines_are_looked_at_without_being_loaded() -> None:
+    code = "import sys; sys.argv = ['onward', 'engines']\nfrom onward.cli import main\n"
+    code += f"try: main()\nexcept SystemExit: pass\nprint([m for m in {FRAMEWORKS} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    *rows, loaded = done.stdout.splitlines()
+    assert loaded == "[]"
+    assert [row.split()[0] for row in rows] == ["engine", *ENGINES]
+    assert all("--devices" in row or "not installed" in row for row in rows[3:])
+    assert "cpu" in rows[1]
 
 
 def test_several_lines_are_aligned(folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 import numpy as np
 import onnx
+import onnxruntime as ort
 import pytest
 from onnx import helper, numpy_helper
 
@@ -9,7 +10,7 @@ import onward
 from lowered import FLAT, SQUARE, assert_close, case, stored
 from models import digits_mlp, small_cnn
 from onward.model.storage.held import HeldTensor
-from onward.run import load
+from onward.run import load, onnxruntime
 from onward.run.onnxruntime import OnnxRuntime
 from stepping import Stepper
 
@@ -135,6 +136,28 @@ def test_gradients_save_memory_as_the_step_does(monkeypatch):
     counts = [sum(node.op_type == "Relu" for node in part.graph) for part in made]
     assert counts == [1, 1, 2, 2]  # step and gradients, kept and computed again
     assert_close(*found, 0, 0)
+
+
+def test_a_step_of_many_small_nodes_is_not_optimized_for_long(monkeypatch):
+    """The optimizers of ONNX Runtime take time by the square of the nodes, and would win nothing."""
+    levels, session = [], ort.InferenceSession
+
+    def made(data, options, **rest):
+        levels.append(options.graph_optimization_level)
+        return session(data, options, **rest)
+
+    monkeypatch.setattr(ort, "InferenceSession", made)
+    plain, all_of_them = ort.GraphOptimizationLevel.ORT_DISABLE_ALL, ort.GraphOptimizationLevel.ORT_ENABLE_ALL
+    model = onward.prepare(digits_mlp(8), loss="cross_entropy", optimizer="sgd:lr=0.1")
+    losses = []
+    for many in (5_000, 10):
+        monkeypatch.setattr(onnxruntime, "_MANY_NODES", many)
+        with load(model) as engine:
+            losses.append(float(engine.step(FLAT)["loss"]))
+    with load(onward.prepare(digits_mlp(4096), loss="cross_entropy", optimizer="sgd:lr=0.1")):
+        pass
+    assert levels == [all_of_them, plain, all_of_them]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ and ONNX Runtime."""
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -243,3 +244,42 @@ def test_borders_of_regions_round_halves_away_from_zero():
         for engine in ("onnxruntime", "torch")
     )
     np.testing.assert_array_equal(found, expected)
+
+
+def test_a_library_that_a_kill_left_empty_is_compiled_again(monkeypatch):
+    """The compiler finds it in its cache, and looks no further; where that does not help, the step runs as it is."""
+    import torch
+    from torch._inductor.exc import InductorError
+
+    from onward.run.torch import compilation
+
+    library = Path(compilation.cache_dir()) / "onward-test" / "empty.main.so"
+    library.parent.mkdir(parents=True, exist_ok=True)
+
+    def compiled(self):
+        if library.exists():
+            raise InductorError(ImportError(f"{library}: file too short"), None)
+        return lambda state, constants, batch: ({}, {"loss": "compiled"})
+
+    monkeypatch.setattr(compilation._Traced, "compiled", compiled)
+    library.touch()
+    step = compilation.Compiled(lambda state, constants, batch: ({}, {"loss": batch["x"].sum()}), None)
+    assert step({}, {}, {"x": torch.ones(2)})[1]["loss"] == "compiled"
+    assert not library.exists()
+    monkeypatch.setattr(compilation, "_forgotten", lambda error: False)
+    library.touch()
+    with pytest.warns(UserWarning, match="without being compiled.*file too short"):
+        assert step({}, {}, {"x": torch.ones(3)})[1]["loss"] == 3
+    library.unlink()
+    library.parent.rmdir()
+
+
+def test_a_step_of_very_many_nodes_is_not_compiled(monkeypatch):
+    from onward.run import interpreted
+
+    model, batches = digits(steps=1)
+    expected = trained(model, batches, "torch", compile=False)
+    monkeypatch.setattr(interpreted, "_MOST_NODES", 3)
+    with pytest.warns(UserWarning, match="the step is not compiled: to compile its .* nodes would take longer"):
+        found = trained(model, batches, "torch")
+    np.testing.assert_equal(found, expected)

@@ -57,14 +57,13 @@ class Compiled:
         return _Replayed(compiled, self._pool) if device.type == "cuda" else compiled
 
     def _built(self, *given: Tensors) -> tuple[Step, torch.device]:
-        try:
-            traced = _Traced(self._step, *given)
-            return traced.compiled(), traced.device
-        except (ImportError, OSError, InductorError) as error:
-            if not _forgotten(error):
-                raise
-            traced = _Traced(self._step, *given)
-            return traced.compiled(), traced.device
+        while True:
+            try:
+                traced = _Traced(self._step, *given)
+                return traced.compiled(), traced.device
+            except (ImportError, OSError, InductorError) as error:
+                if not _forgotten(error):
+                    raise
 
 
 def _forgotten(error: Exception) -> bool:
