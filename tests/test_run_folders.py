@@ -17,10 +17,11 @@ from typer.testing import CliRunner
 import onward
 from models import digits_mlp
 from onward.cli.commands import app
-from onward.errors import DataError, Error, TrainingError
+from onward.errors import DataError, Error, TrainingError, WriteError
 from onward.model.storage import data_files_of
 from onward.training.api import resume, train
 from onward.training.folder import Run
+from onward.training.log import Log
 from runs import QUIET, RECIPE, filled
 
 SETTINGS: dict[str, Any] = {**RECIPE, **QUIET}
@@ -143,6 +144,22 @@ def test_a_start_that_fails_leaves_nothing(
         train(model, given.pop("data"), run=run, **given)
     assert not Path("run").exists() and not list(folder.glob("runs/*"))
     assert train("digits.onnx", "digits.npz", run=run, **SETTINGS).progress["step"] == 3
+
+
+def test_a_disk_that_is_full_before_the_first_step(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hint and the folder agree on whether there is something to go on with."""
+    write = Log.write
+
+    def full(self: Log, event: str, /, **values: Any) -> None:
+        if event == "gradients":  # after the first save
+            raise OSError(28, "No space left on device")
+        write(self, event, **values)
+
+    with monkeypatch.context() as patch, pytest.raises(WriteError, match="No space left") as error:
+        patch.setattr(Log, "write", full)
+        train("digits.onnx", "digits.npz", run="run", **SETTINGS)
+    assert "start again" in (error.value.hint or "") and not Path("run").exists()
+    assert train("digits.onnx", "digits.npz", run="run", **SETTINGS).progress["step"] == 3
 
 
 def test_a_folder_that_was_there_stays(folder: Path) -> None:

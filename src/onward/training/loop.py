@@ -69,7 +69,8 @@ class Loop:
     ):
         self.run, self.engine, self.batches, self.validation = run, engine, batches, validation
         self.measures, self.settings, self.at = measures, settings, at
-        self._saved = (at.step, at.epoch, at.batch) if at.log else None
+        self._is_new = not at.log
+        self._saved = None if self._is_new else (at.step, at.epoch, at.batch)
         self._saved_at = time.monotonic()
         self._left_out = False
 
@@ -92,11 +93,16 @@ class Loop:
             except WriteError:  # then nothing more can be saved
                 raise
             except Exception as error:
-                if self.at.step:  # else there is nothing to go on with
+                if self._can_go_on:
                     self._fail(started)
                 if isinstance(error, OSError) and not isinstance(error, Error):
                     raise DataError(f"the data could not be read: {error}") from error
                 raise
+
+    @property
+    def _can_go_on(self) -> bool:
+        """Whether there is something to go on with: of a run that fails before its first step, nothing is kept."""
+        return self.at.step > 0 or not self._is_new
 
     def _fail(self, started: float) -> None:
         with contextlib.suppress(Exception):  # what went wrong first is what counts
@@ -266,7 +272,7 @@ class Loop:
             raise WriteError(text, hint=self._way_on()) from error
 
     def _way_on(self) -> str:
-        if self._saved is None:
+        if self._saved is None or not self._can_go_on:
             return "make room, if that is the cause, and start again: nothing was saved yet"
         again = f"`onward train --resume {self.run.path}`"
         return f"make room, if that is the cause; then {again} goes on from step {self._saved[0]:,}"
@@ -296,7 +302,7 @@ class Loop:
             self._save()
         if self._saved is None:
             return TrainingError(f"{error}: the model itself is not sound", hint="look for NaN in its weights")
-        if not self.at.step:
+        if not self._can_go_on:
             return TrainingError(str(error), hint=_WAYS_OUT)
         self._end("not_finite", started, **({"loss": error.loss} if error.loss is not None else {}))
         return TrainingError(
