@@ -88,6 +88,17 @@ def test_whatever_fails_leaves_what_was_there(
 def test_what_is_no_folder_and_what_is_read_only(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(WriteError, match="not a folder"):
         write(folder / "a")
+    with pytest.raises(WriteError, match="could not write `/proc/nothing/run`"):
+        write(Path("/proc/nothing/run"))
+    (folder / "b").unlink()
+    (folder / "b").mkdir()
+    (folder / "b" / "mine").write_text("old")
+    with pytest.raises(WriteError, match="b`: it is a folder"):
+        write(folder)
+    assert content(folder) == {"a": "old", "b/mine": "old", "mine": "old"}
+    (folder / "b" / "mine").unlink()
+    (folder / "b").rmdir()
+    (folder / "b").write_text("old")
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != "b")
     with pytest.raises(WriteError, match="b`: it is read-only"):
         write(folder)

@@ -77,7 +77,10 @@ def _put(staging: Path, target: Path) -> None:
 
 
 def _prepare(old: Path, new: Path) -> None:
-    """Let nobody read, or write, the new file who may not do so with the old one."""
+    """Let nobody read, or write, the new file who may not do so with the old one; and files are no folders."""
+    if old.exists() and old.is_dir() != new.is_dir():
+        what = "a folder" if old.is_dir() else "a file"
+        raise WriteError(f"could not write `{old}`: it is {what}", hint="write under another name")
     if old.is_file() and not os.access(old, os.W_OK):  # a rename would replace it all the same
         raise WriteError(f"could not write `{old}`: it is read-only", hint="write under another name")
     if old.is_file() and new.is_file() and not old.is_symlink():
