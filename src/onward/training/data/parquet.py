@@ -19,7 +19,10 @@ _CHUNK = 4096  # rows
 def open_parquet(path: Path, images: ImageFormat) -> Records:
     file = _open(path)
     check_not_empty(file.metadata.num_rows, str(path))
-    reader = Reader(next(_batches(path, None, rows=1)), images, path.name)
+    first = next(_batches(path, None, rows=1), None)
+    if first is None:
+        raise DataError(f"{path} is not a whole Parquet file: it has no rows, and says that it has some")
+    reader = Reader(first, images, path.name)
 
     def chunks(names: Sequence[str]) -> Iterator[Batch]:
         row = 0
