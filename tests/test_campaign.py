@@ -20,7 +20,7 @@ from campaign.kinds import kinds
 from campaign.sandbox import SECRET, attempt
 
 TIMES = int(os.environ.get("ONWARD_FUZZ", "1"))
-FEW, MANY = 12, 500
+FEW, MANY = 4, 500
 KINDS = kinds()
 
 

@@ -368,6 +368,7 @@ np.testing.assert_allclose(onward.to_keras(onward.from_keras(model)).predict(giv
 """
 
 
+@pytest.mark.slow
 @needs("jax")
 def test_the_jax_backend():
     environment = {**os.environ, "KERAS_BACKEND": "jax", "PYTHONPATH": str(Path(__file__).parent)}
