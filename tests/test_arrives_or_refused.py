@@ -85,6 +85,12 @@ def _combined(chosen: list[Feature], target: str) -> None:
 
 
 @needs("torch")
+def test_what_was_lost_only_together() -> None:
+    """A program of PyTorch rounded without a derivative what it had dropped out before."""
+    assert tried([features()["dropout"], features()["quantisation"]], "torch program") == "arrived"
+
+
+@needs("torch")
 @settings(_SETTINGS, max_examples=100)
 @given(_three(), st.sampled_from(CHEAP))
 def test_three_at_once(chosen: list[Feature], target: str) -> None:

@@ -122,7 +122,7 @@ class Writing(Live):
         named = {} if value is None or not value.item() else {"value": value.item()}
         with torch._C.DisableTorchFunction():  # PyTorch wants to know sizes that are symbols
             padded = x.new_empty([size + sum(amounts.get(axis, (0, 0))) for axis, size in enumerate(x.shape)])
-        return self.recorder.record("torch.nn.functional.pad", [x, tuple(flat)], named, padded, F.pad)
+        return self.recorder.imagine("torch.nn.functional.pad", [x, tuple(flat)], named, padded, F.pad)
 
     def _conv(self, x, w, b=None, *, auto_pad, dilations, group, kernel_shape, pads, strides):  # type: ignore[no-untyped-def]
         rank = x.ndim - 2
@@ -144,14 +144,14 @@ class Writing(Live):
         share = 0.5 if ratio is None else _short(float(ratio))
         if training_mode is not None and training_mode:
             return F.dropout(x, share)
-        return self.recorder.record("nn.Dropout", [x, share], {}, _like(x))
+        return self.recorder.imagine("nn.Dropout", [x, share], {}, _like(x))
 
     def _batch_norm(self, x, scale, bias, mean, variance, *, epsilon, momentum, training_mode, outputs):  # type: ignore[no-untyped-def]
         if not training_mode:
             return F.batch_norm(x, mean, variance, scale, bias, eps=epsilon)
         arguments = [x, mean, variance, scale, bias]
         named = {"momentum": share_of_batch(momentum), "eps": epsilon}
-        return self.recorder.record(f"nn.BatchNorm:{self.statistics}", arguments, named, _like(x))
+        return self.recorder.imagine(f"nn.BatchNorm:{self.statistics}", arguments, named, _like(x))
 
 
 def _like(x: torch.Tensor) -> torch.Tensor:

@@ -17,6 +17,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.overrides import TorchFunctionMode, resolve_name
+from torch.utils._pytree import tree_leaves
 
 from onward.errors import UnsupportedError
 from onward.run.torch.types import from_array
@@ -125,6 +126,16 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]
         if not all(id(x) in self.known for x in made):  # else it returned what it was given
             self.record(resolve_name(function), args, kwargs or {}, result, function)
         return result
+
+    def imagine(
+        self, function: str, args: Any, named: Mapping[str, Any], result: Any, call: Callable[..., Any] | None = None
+    ) -> Any:
+        """Write a call down that was not made: its result, of the right shape, has derivatives if an argument has."""
+        with torch._C.DisableTorchFunction():
+            learns = any(isinstance(x, torch.Tensor) and x.requires_grad for x in tree_leaves((args, dict(named))))
+            for tensor in result if isinstance(result, tuple | list) else [result]:
+                tensor.requires_grad_(learns and tensor.is_floating_point())
+        return self.record(function, args, named, result, call)
 
     def record(
         self, function: str, args: Any, named: Mapping[str, Any], result: Any, call: Callable[..., Any] | None = None

@@ -46,7 +46,7 @@ class Recurrent:
         with torch._C.DisableTorchFunction():  # PyTorch needs to know sizes to compute it
             results = x.new_empty(*x.shape[:2], directions * r.shape[2]), *(x.new_empty(size) for _ in states)
         arguments = [x, first, weights, b is not None, 1, 0.0, False, directions == 2, False]
-        y, *last = self._recorder.record(f"torch.{function.__name__}", arguments, {}, results, function)
+        y, *last = self._recorder.imagine(f"torch.{function.__name__}", arguments, {}, results, function)
         y = y.unflatten(2, (directions, r.shape[2])).permute(0, 2, 1, 3)
         y = y.flip([0]) if settings["direction"] == "reverse" else y
         if settings["layout"]:
