@@ -13,6 +13,7 @@ import onnx
 import pytest
 
 import onward
+from conftest import needs
 from models import digits_mlp
 from onward.arguments import Range
 from onward.errors import ArgumentError
@@ -185,6 +186,12 @@ def test_every_public_function_is_checked() -> None:
         function = getattr(onward, name)
         assert "rest" in vars(function), f"`onward.{name}` is not `checked`"
         typing.get_type_hints(inspect.unwrap(function), include_extras=True)  # all of them are there at run time
+
+
+@needs("torch")
+def test_arguments_of_converters_have_names() -> None:
+    assert told(onward.from_torch, None).startswith("`from_torch` needs `example_inputs`")
+    assert "did you mean `optimizer`?" in told(onward.from_torch, None, None, loss=None, optimiser=None)
 
 
 @pytest.mark.parametrize(

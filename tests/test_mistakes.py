@@ -130,7 +130,6 @@ WRONG = [
     ("show run", "`run` is a folder, not a file", "`run/training.onnx`"),
     ("show empty.onnx", "`empty.onnx` is empty", "download"),
     ("show notes.txt", "`notes.txt` is not an ONNX model but a text file", ".onnx"),
-    ("show weights.pt", "is not an ONNX model but a PyTorch file", "onward.from_torch"),
     ("prepare weights.pt --loss ce", "is not an ONNX model but a PyTorch file", "onward convert"),
     ("show model.h5", "is not an ONNX model but an HDF5 file", "onward.from_keras"),
     ("train d.npz --data digits.onnx --loss ce", "`d.npz` is not an ONNX model but a NumPy file", "--data"),

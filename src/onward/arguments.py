@@ -13,8 +13,8 @@ import math
 import numbers
 import operator
 import os
-import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import UnionType
 from typing import Annotated, Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from onward.errors import ArgumentError, RecipeError, alternatives, near
@@ -60,14 +60,19 @@ Threads = Annotated[int, Range(least=1, most=1024)]
 Count = Annotated[int, Range(least=1)]
 
 
-def checked(*, rest: Callable[..., Any] | None = None) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
-    """Check what a function is called with against its signature; keywords beyond it are those of `rest`."""
+def checked(
+    *, rest: Callable[..., Any] | None = None, types: bool = True
+) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
+    """Check what a function is called with against its signature; keywords beyond it are those of `rest`.
+
+    Without `types` only names are checked: those of objects of frameworks are there for type checkers alone.
+    """
 
     def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
         @functools.wraps(function)
         def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
             bound = _bound(function, args, kwargs, rest)
-            hints = _hints(function)
+            hints = _hints(function) if types else {}
             for name, value in bound.arguments.items():
                 if name in hints and bound.signature.parameters[name].kind is not inspect.Parameter.VAR_KEYWORD:
                     bound.arguments[name] = fitting(f"`{name}`", value, hints[name])
@@ -152,7 +157,7 @@ def _kinds(hint: Any, within: Range | None = None) -> Iterator[tuple[Any, Range 
     elif get_origin(hint) is Annotated:
         inner, *notes = get_args(hint)
         yield from _kinds(inner, next((note for note in notes if isinstance(note, Range)), within))
-    elif get_origin(hint) in (Union, types.UnionType):
+    elif get_origin(hint) in (Union, UnionType):
         for option in get_args(hint):
             yield from _kinds(option, within)
     else:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from onward.arguments import checked
 from onward.checkpoint.archive import is_torch_file, read_torch_file
 from onward.checkpoint.contents import contents_of, executed_names
 from onward.checkpoint.dcp import METADATA, read_dcp
@@ -20,6 +21,7 @@ from onward.errors import InvalidModelError, UnsupportedError
 _COUNTERS = ("global_step", "step", "iteration", "epoch", "max_steps", "num_train_epochs")
 
 
+@checked()
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     """Look at a checkpoint of another framework: a file or a folder. Nothing in it is executed.
 

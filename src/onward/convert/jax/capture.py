@@ -12,6 +12,7 @@ import numpy as np
 import onnx_ir as ir
 import optax
 
+from onward.arguments import checked
 from onward.build import Builder, Names
 from onward.convert.jax.closures import Tree, named_leaves
 from onward.convert.jax.examples import check_function, check_optimizer
@@ -39,6 +40,7 @@ _NOISE = 1e-4
 """Of gradients, as parts of the largest: those that are smaller are not told from zero."""
 
 
+@checked(types=False)
 def from_jax(
     function: Callable[..., Any],
     params: Tree,

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from onward.arguments import checked
 from onward.convert.jax.native import make_optimizer
 from onward.convert.jax.optimizers import read_optimizer
 from onward.convert.jax.trial import try_updates
@@ -48,6 +49,7 @@ class JaxTraining(NamedTuple):
     """state -> the training model that goes on from there"""
 
 
+@checked(types=False)
 def to_jax(training: Source, step: int | None = None, *, probe: bool = True) -> JaxTraining:
     """The run that a training model holds as functions of JAX: `step, state = onward.to_jax(training)[:2]`.
 

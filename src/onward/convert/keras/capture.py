@@ -7,6 +7,7 @@ from typing import Any
 
 import keras
 
+from onward.arguments import checked
 from onward.convert.keras.losses import Term, terms_of
 from onward.convert.keras.optimizers import clip_of, kind_of, recipe_of, settings_of, state_of
 from onward.convert.keras.rehearsal import rehearse
@@ -20,6 +21,7 @@ from onward.model import Model
 from onward.recipe.spec import Spec
 
 
+@checked(types=False)
 def from_keras(model: Any, *, probe: bool = True, approx: bool = False) -> Model:
     """The training model that goes on where a compiled Keras model is, on any of Keras's backends.
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from onward.arguments import checked
 from onward.convert.keras.live import GraphOptimizer, TrainingModel
 from onward.convert.keras.native import native_losses, native_optimizer
 from onward.convert.run import disassemble, is_plain, step_of
 from onward.model import Source, read
 
 
+@checked(types=False)
 def to_keras(training: Source) -> TrainingModel:
     """A compiled Keras model that goes on where a training model is: `fit` continues the run.
 

@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from onward.arguments import checked
+
 from onward.run.tensorflow.quiet import tensorflow as tf  # isort: skip  (other imports of it are not quiet)
 
 from onward.convert.python import Identifiers
@@ -48,6 +50,7 @@ class TrainingModule(tf.Module):  # type: ignore[misc]
         return self.infer
 
 
+@checked(types=False)
 def to_tensorflow(source: Source, step: int | None = None, *, sizes: Mapping[str, int] | None = None) -> TrainingModule:
     """Make a `tf.Module` that goes on where a training model is; of one with several steps, `step` says which it is.
 

@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from onward.arguments import checked
 from onward.convert.problems import Parts, Problems
 from onward.convert.run import Run, assemble, disassemble, nothing_learns, step_of
 from onward.convert.torch.capture import captured, check_copyable, into_training, unwrapped
@@ -45,6 +46,7 @@ class Carried(NamedTuple):
 # ---- from PyTorch ----------------------------------------------------------------------------------------------------
 
 
+@checked(types=False)
 def from_torch(
     module: nn.Module,
     example_inputs: Any,
@@ -177,6 +179,7 @@ def _counters(model: Model) -> Iterator[ir.Value]:
 # ---- to PyTorch ------------------------------------------------------------------------------------------------------
 
 
+@checked(types=False)
 def to_torch(training: Source, *, live: bool = True, probe: bool = True) -> Carried:
     """The run that a training model holds, as objects of PyTorch that go on from there.
 
