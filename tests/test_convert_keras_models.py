@@ -98,7 +98,7 @@ def test_transposes_between_layers_of_one_kind_cancel():
 @pytest.mark.parametrize(
     "recurrent",
     [
-        lambda: [layers.LSTM(5, return_sequences=True), layers.LSTM(4)],
+        pytest.param(lambda: [layers.LSTM(5, return_sequences=True), layers.LSTM(4)], marks=pytest.mark.slow),
         lambda: [layers.GRU(5, return_sequences=True), layers.GRU(4, reset_after=False)],
         lambda: [layers.SimpleRNN(5, return_sequences=True, go_backwards=True), layers.SimpleRNN(4, activation="relu")],
         lambda: [
