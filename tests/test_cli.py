@@ -505,7 +505,8 @@ def again(recompute: Any) -> onnx.ModelProto:
 def test_changes(arguments: str, output: str, wanted: Callable[[], onnx.ModelProto] | None, folder: Path) -> None:
     result = run(*("training.onnx" if a == "T" else a for a in arguments.split()))
     assert result.stdout == ""
-    assert re.match(rf"wrote {output}\.onnx \([\d.]+ \w+\)(: .+)?\n$", result.stderr)
+    beside = rf" and {output}\.safetensors \([\d.]+ \w+\)" if "safetensors" in arguments else ""
+    assert re.match(rf"wrote {output}\.onnx \([\d.]+ \w+\){beside}(: .+)?\n$", result.stderr)
     if wanted is not None:
         assert onward.read(f"{output}.onnx").to_proto() == onward.read(wanted()).to_proto()
     failed(*("training.onnx" if a == "T" else a for a in arguments.split()))
