@@ -17,7 +17,7 @@ from conftest import needs
 from models import digits_mlp, small_cnn
 from onward.errors import DataError, UnknownNameError, UnsupportedError
 from onward.training.api import find_lr, resume, train
-from onward.training.data import open_data, split
+from onward.training.data import in_parts, open_data, split
 from onward.training.folder import Run
 from runs import QUIET, RECIPE, digits, outputs, state
 
@@ -138,6 +138,10 @@ def test_files_may_be_parts(folder: Path, capsys: pytest.CaptureFixture[str]) ->
     assert [Path(path).name for path in run.config["data"]] == ["train-0.npz", "train-1.npz"]
     assert Path(run.config["validation"]).name == "validation.npz"
     assert "trains on 2 files `train-0.npz` ..., validates with `validation.npz`" in capsys.readouterr().err
+    for part in ("train", "validation"):  # as a `DatasetDict` is saved
+        (folder / "saved" / part).mkdir(parents=True)
+    (folder / "saved" / "dataset_dict.json").write_text('{"splits": ["train", "validation"]}')
+    assert in_parts("saved")[:2] == ("saved/train", "saved/validation")
 
 
 # ---- stratified splits -----------------------------------------------------------------------------------------------
