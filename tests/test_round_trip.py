@@ -2,6 +2,7 @@
 
 import glob
 import os
+import re
 
 import numpy as np
 import onnx
@@ -52,7 +53,7 @@ def with_recipe(proto, **recipe):
     try:
         return onward.prepare(proto, loss={outputs[0].name: "mse"}, **recipe)
     except onward.Error as error:
-        assert "nothing is left to train" in str(error), error
+        assert re.search("nothing is left to train|matches no floating-point tensor", str(error)), error
         return None
 
 
@@ -104,7 +105,7 @@ def test_node_tests_with_a_recipe():
     prepared = 0
     for case in onnx_node_tests().values():
         proto = case.proto()
-        training = with_recipe(proto, optimizer="sgd")
+        training = with_recipe(proto, optimizer="sgd", trainable="*")
         if training is None:
             continue
         prepared += 1
@@ -115,7 +116,7 @@ def test_node_tests_with_a_recipe():
         except Exception:  # ONNX Runtime does not run it before either
             continue
         check_inference_unchanged(proto, feeds, training)
-    assert prepared > 50
+    assert prepared > 200
 
 
 @pytest.mark.parametrize(

@@ -13,12 +13,15 @@ _PACKAGE = os.path.dirname(__file__) + os.sep
 
 
 class Error(Exception):
-    """Base of all errors a user can cause. `str(error)` is the message; `error.hint` is the way out."""
+    """Base of all errors a user can cause. `str(error)` is the message; `error.hint` is the way out.
+
+    Both often quote files, and print as text whatever those hold.
+    """
 
     def __init__(self, message: str, *, hint: str | None = None):
-        super().__init__(message)
-        self.message = message
-        self.hint = hint
+        self.message = safe(message)
+        self.hint = safe(hint) if hint is not None else None
+        super().__init__(self.message)
 
     def __str__(self) -> str:
         return self.message
@@ -73,6 +76,13 @@ def warn(message: str) -> None:
     stack = [frame.f_code.co_filename for frame, _ in traceback.walk_stack(sys._getframe(1))]
     ours = [depth for depth, file in enumerate(stack, 2) if file.startswith(_PACKAGE)]
     warnings.warn(message, stacklevel=max(ours, default=1) + 1)
+
+
+def safe(text: str) -> str:
+    """Text from a file or a user, without characters that would move a cursor, change colours or end a line early."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 
 
 def first_line(error: BaseException) -> str:

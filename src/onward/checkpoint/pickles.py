@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from onward.checkpoint.objects import Attributed, Name, Object
-from onward.errors import InvalidModelError
+from onward.errors import InvalidModelError, first_line
 
 Maker = Callable[..., Any]
 
@@ -44,7 +44,7 @@ def read_pickle(
     try:
         return _finished(machine.load(), {})
     except _MALFORMED as error:
-        raise InvalidModelError(f"the pickle in `{of}` is damaged: {error or type(error).__name__}") from error
+        raise InvalidModelError(f"the pickle in `{of}` is damaged: {first_line(error)}") from error
 
 
 _Pure: Any = pickle._Unpickler  # the one written in C cannot be kept from making instances

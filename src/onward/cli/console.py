@@ -9,19 +9,14 @@ import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from onward.errors import safe
+
 if TYPE_CHECKING:
     from rich.console import Console
 
 
 class ClosedPipe(Exception):
     """Nobody reads what is printed."""
-
-
-def safe(text: str) -> str:
-    """Text from a file or a user, without characters that would move a cursor, change colours or end a line early."""
-    if text.isprintable():
-        return text
-    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 
 
 def out() -> Console:

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
-from onward.cli.console import err, safe
-from onward.errors import Error, InvalidModelError
+from onward.cli.console import err
+from onward.errors import Error, InvalidModelError, safe
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from onnx import defs
 from onward.errors import InvalidModelError
 from onward.model.core import Model
 
+_VERSIONS = 2**31
 _MORE = "`onward check` says all that is wrong"
 
 
@@ -34,6 +35,8 @@ def sound(model: Model) -> Model:
     containers: list[ir.Graph | ir.Function] = [model.graph, *(step.algorithm for step in model.steps)]
     for container in (*containers, *model.functions.values()):
         imports = {**model.graph.opset_imports, **container.opset_imports}
+        if unknown := [version for version in imports.values() if not 0 < version < _VERSIONS]:
+            raise InvalidModelError(f"there is no operator set {unknown[0]}", hint=_MORE)
         for node in container.all_nodes():
             signature = _signature(node.op_type, node.domain, imports.get(node.domain, 1))
             if signature is not None and (problem := _problem(node, signature)):
@@ -46,6 +49,8 @@ def sound(model: Model) -> Model:
 
 @functools.cache
 def _signature(operator: str, domain: str, version: int) -> _Signature | None:
+    if not all(isinstance(name, str) and name.isascii() for name in (operator, domain)):
+        return None  # nothing of the standard, nor a question that it could answer
     try:
         schema = defs.get_schema(operator, version, "" if domain == "ai.onnx" else domain)
     except defs.SchemaError:
