@@ -9,6 +9,7 @@ import typer
 from onward.cli import options
 from onward.cli.app import CHANGE, command
 from onward.cli.arguments import pairs
+from onward.cli.failure import Misuse
 from onward.cli.saving import target
 from onward.cli.work import working
 
@@ -53,6 +54,8 @@ def prefix(
     force: options.Force = False,
 ) -> None:
     """Put a prefix before the names of all values and nodes."""
+    if not text:
+        raise Misuse("the prefix is empty", "write for example `onward prefix encoder.onnx encoder/`")
     place = target(model, output, "prefixed", data=data, force=force)
     import onward
 

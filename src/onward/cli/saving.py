@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from onward.cli.console import remark
+from onward.cli.failure import Misuse
 from onward.cli.work import working
 from onward.errors import WriteError
 
@@ -16,6 +17,9 @@ if TYPE_CHECKING:
 
 Where = Literal["auto", "none", "data", "safetensors"]
 """Where tensors go, as `Model.save` has it."""
+
+_OTHERS = {".pt", ".pth", ".keras", ".h5", ".hdf5", ".safetensors", ".npz", ".tflite"}
+"""Endings that say that a file is something else."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,9 @@ def target(source: Path, output: Path | None, ending: str, *, data: Where = "aut
     """The file to write: `output`, a file in it if it is a folder, or `model-ending.onnx` beside `model.onnx`."""
     name = f"{source.name.removesuffix('.onnx')}-{ending}.onnx"
     path = source.parent / name if output is None else output / name if output.is_dir() else output
+    if path.suffix in _OTHERS:
+        hint = f"write to `{path.with_suffix('.onnx')}`; `onward convert` writes files of frameworks"
+        raise Misuse(f"`{path}` is no name for an ONNX model, which is what is written", hint)
     if not force:
         refuse_to_overwrite(path, source)
     if not path.parent.is_dir():

@@ -13,22 +13,22 @@ from onward.recipe.ranges import ANY, NOT_NEGATIVE, OF_OPTIMIZERS, OF_SCHEDULES,
 
 
 def check_setting(model: Model, name: str, value: Any, step: int = 0) -> None:
-    """Refuse a number that a hyper-parameter, a counter or a scale cannot be; weights can be any."""
+    """Refuse a number that a hyper-parameter, a counter or a scale cannot be; weights can be any that is finite."""
     tensor = model.initializer(name, step).const_value
     within = _range(name, tensor.metadata_props if tensor is not None else {})
     for number in value if isinstance(value, list) else [value]:
-        if within is not None and isinstance(number, int | float):
+        if isinstance(number, int | float):
             within.check(f"`{name}`", number)
 
 
-def _range(name: str, tags: Mapping[str, str]) -> Range | None:
+def _range(name: str, tags: Mapping[str, str]) -> Range:
     key = re.sub(r"_\d+$", "", name.rpartition("/")[2])  # without the number that made it unique
     if name in OF_UPDATES:
         return OF_UPDATES[name]
     if tags.get(ROLE_KEY) == "counter":
         return NOT_NEGATIVE
     if tags.get(ROLE_KEY) != "hyper":
-        return None
+        return ANY
     if GROUP_KEY in tags:
         return OF_OPTIMIZERS.get(key, NOT_NEGATIVE)
     return OF_SCHEDULES.get(key, ANY) if name.startswith("schedule/") else ANY

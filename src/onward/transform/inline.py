@@ -10,7 +10,7 @@ import onnx_ir as ir
 from onnx import AttributeProto, ModelProto, defs, inliner
 
 from onward.arguments import checked
-from onward.errors import InvalidModelError
+from onward.errors import InvalidModelError, UnknownNameError, near_or_first
 from onward.model import Model, Source, read
 from onward.model.core import values
 from onward.model.serde import from_proto, stamp, to_proto, with_data, without_data
@@ -23,9 +23,18 @@ from onward.transform.types import value_types
 @checked()
 def inline(source: Source, names: Iterable[str] = ("*",)) -> Model:
     """A copy in which calls of the functions that match `names` (as `domain.Name`) are replaced by their bodies."""
-    model = read(source).copy()
-    inline_calls(model, names)
+    model, patterns = read(source).copy(), list(names)
+    known = [f"{function.domain}.{function.name}" for function in model.functions.values()]
+    for pattern in patterns:
+        if pattern != "*" and not any(_matches(name, pattern) for name in known):
+            hint = near_or_first(pattern.strip("*"), known)
+            raise UnknownNameError(f"`{pattern}` matches no function of the model", hint=hint)
+    inline_calls(model, patterns)
     return stamp(model)
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return name == pattern or fnmatchcase(name, pattern)  # a name may hold what means something in a pattern
 
 
 def inline_calls(model: Model, names: Iterable[str] = ("*",)) -> None:
@@ -36,7 +45,7 @@ def inline_calls(model: Model, names: Iterable[str] = ("*",)) -> None:
     patterns = list(names)
 
     def wanted(function: ir.Function) -> bool:
-        return any(fnmatchcase(f"{function.domain}.{function.name}", pattern) for pattern in patterns)
+        return any(_matches(f"{function.domain}.{function.name}", pattern) for pattern in patterns)
 
     graphs = [model.graph, *(graph for step in model.steps for graph in (step.algorithm, step.initialization) if graph)]
     functions = list(model.functions.values())
