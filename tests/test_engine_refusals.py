@@ -130,6 +130,20 @@ def test_mistakes_of_our_own_look_like_mistakes(monkeypatch):
         function(digits_mlp(8))({"image": GOOD["image"]})
 
 
+@needs("torch")
+def test_a_derivative_that_a_framework_lacks(monkeypatch):
+    from onward.run.torch import Torch
+
+    def lacking(*given):
+        raise RuntimeError("derivative for aten::relu is not implemented")
+
+    with loaded("torch") as engine:
+        monkeypatch.setattr(Torch, "derivative", lacking)
+        with pytest.raises(UnsupportedError, match=r"torch fails in its derivative.*not implemented") as caught:
+            engine.step(GOOD)
+    assert "rules=True" in caught.value.hint
+
+
 # ---- loops -----------------------------------------------------------------------------------------------------------
 
 LOOP = """<ir_version: 10, opset_import: ["" : 21]>

@@ -110,12 +110,22 @@ class Interpreter:
             return self._place(None, inner[item.y]), kept
 
         xs = [self._place(value, values[value]) for value in item.given]
-        y, kept, gradients = self._framework.derivative(forward, xs)
+        try:
+            y, kept, gradients = self._framework.derivative(forward, xs)
+            found = gradients()
+        except Error:
+            raise
+        except Exception as error:
+            if is_ours(error):
+                raise
+            raise UnsupportedError(
+                f"{self._framework.name} fails in its derivative: {error}", hint="take Onward's own: `rules=True`"
+            ) from error
         values.update(on_host)
         values.update(zip((value for value in item.kept if value not in on_host), kept, strict=True))
         if item.y in item.kept:
             values[item.y] = y
-        for value, result in zip(item.outputs, gradients(), strict=False):
+        for value, result in zip(item.outputs, found, strict=False):
             if value is not None:
                 values[value] = result
 
