@@ -166,6 +166,12 @@ def _restored() -> Any:
 
 
 KINDS = {
+    "models for JAX": Kind(
+        _training,
+        {"*.onnx": PROTOBUF},
+        (("convert", "training.onnx", "--to", "jax", "--force", "-o", "run"),),
+        needs=("jax", "optax"),
+    ),
     "states of PyTorch": Kind(_torch, {"run.pt": _STATE}, (("convert", "run.pt", *BACK),), needs=("torch",)),
     "files of Keras": Kind(
         _keras, {"run.keras": (*(_WEIGHTS,) * 6, *BYTES)}, (("convert", "run.keras", *BACK),), needs=("keras", "h5py")

@@ -256,28 +256,30 @@ class Choices:
     """Which sizes stand for those that are not known, twice. All that come first are taken to be that of the batch."""
 
     def __init__(self) -> None:
-        self._known: dict[str, Pair] = {}
+        self._known: dict[Any, Pair] = {}
 
-    def pair(self, name: str) -> Pair:
+    def pair(self, size: Any) -> Pair:
         place = 8 * (len(self._known) + 1)
-        return self._known.setdefault(name, (place, place + 4))
+        return self._known.setdefault(size, (place, place + 4))
 
     def recorded(self, text: str, value: ir.Value) -> tuple[Recorded, list[str | None]]:
         if value.shape is None or value.dtype is None:
             raise UnsupportedError(f"nothing says which shape `{value.name}` has", hint="infer shapes first")
-        dims = [_dim(value, axis) for axis in range(len(value.shape))]
-        pairs = [(size, size) if dim is None else self.pair(dim) for dim, size in zip(dims, value.shape, strict=True)]
-        shapes = tuple(tuple(int(pair[i]) for pair in pairs) for i in (0, 1))  # type: ignore[arg-type]
+        sizes = list(value.shape)
+        pairs = [(x, x) if isinstance(x, int) else self.pair(_key(value, i, x.value)) for i, x in enumerate(sizes)]
+        shapes = tuple(tuple(pair[i] for pair in pairs) for i in (0, 1))
+        dims = [None if isinstance(x, int) else _dim(value, i, x.value) for i, x in enumerate(sizes)]
         return Recorded(text, shapes, available(value.dtype.numpy().name)), dims  # type: ignore[arg-type]
 
 
-def _dim(value: ir.Value, axis: int) -> str | None:
-    """What a size is called; None if it is known."""
-    assert value.shape is not None
-    size = value.shape[axis]
-    if isinstance(size, int):
-        return None
-    return "batch" if axis == 0 else str(size.value or f"{value.name}_{axis}")
+def _key(value: ir.Value, axis: int, name: str | None) -> Any:
+    """What tells a size from others: that of the batch, one that has a name, one that has none."""
+    return None if axis == 0 else name or (value.name, axis)
+
+
+def _dim(value: ir.Value, axis: int, name: str | None) -> str:
+    """What a size is called."""
+    return "batch" if axis == 0 else name or f"{value.name}_{axis}"
 
 
 MENTIONED = frozenset({

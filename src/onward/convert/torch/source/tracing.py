@@ -72,7 +72,7 @@ class _Sizes:
 
     def __init__(self, first: int):
         self._next = first
-        self._numbers: dict[str, int] = {}
+        self._numbers: dict[Any, int] = {}
         self._dimensions: list[list[str | None]] = []
 
     def input(self, recorder: Recorder, value: ir.Value) -> Value:
@@ -83,17 +83,19 @@ class _Sizes:
             for i, size in enumerate(value.shape)
         ]
         sizes = [
-            size if isinstance(size, int) else self._number(name) for size, name in zip(value.shape, names, strict=True)
+            size if isinstance(size, int) else self._number(size.value or (value.name, i))
+            for i, size in enumerate(value.shape)
         ]
         self._dimensions.append(names)
         example = torch.zeros(sizes, dtype=TYPES[value.dtype])
         return Value(recorder.stand_in(example, [name is not None for name in names]), name=value.name or "")
 
-    def _number(self, name: Any) -> int:
-        if name not in self._numbers:
-            self._numbers[name] = self._next
+    def _number(self, size: Any) -> int:
+        """By its name, or where it is."""
+        if size not in self._numbers:
+            self._numbers[size] = self._next
             self._next += 2
-        return self._numbers[name]
+        return self._numbers[size]
 
     def names(self, inputs: list[Value]) -> dict[str, str]:
         """Symbols, and the names that they stand for."""
