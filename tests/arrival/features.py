@@ -335,7 +335,7 @@ def features() -> dict[str, Feature]:
         Feature("the variance of a sample", "normalization", _changed(_batch_normalization, variance="sample")),
         Feature("a function", "function", _changed(_function)),
         Feature("a branch", "branch", _changed(_branch), "`If`"),
-        Feature("quantisation", "quantisation", _changed(_quantised), "QuantizeLinear"),
+        Feature("quantisation", "quantisation", _changed(_quantised), "QuantizeLinear|rounds"),
         Feature("initialization", "initialization", _told(init={"fc?.weight": "kaiming_normal"}, seed=3)),
         Feature("a teacher", "teacher", _teacher, "teacher|the loss reads"),
         Feature("low-rank adapters", "adapters", _told(lora="rank=2,targets=fc1*")),
