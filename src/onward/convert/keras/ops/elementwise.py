@@ -15,6 +15,8 @@ operators(Add=ops.add, Sub=ops.subtract, Mul=ops.multiply)
 
 @operators.define("Div")
 def divided(a, b):
+    if not hasattr(a, "dtype") and not hasattr(b, "dtype"):  # sizes
+        a = ops.convert_to_tensor(a)
     if is_float(a if hasattr(a, "dtype") else b):
         return ops.divide(a, b)
     towards_zero = ops.sign(a) * ops.sign(b)
