@@ -113,7 +113,8 @@ assert set(run.apply(run.load(), batch)) >= {"result"}
 """,
     "tensorflow": """
 import tensorflow as tf
-found = tf.saved_model.load("run").train_step(*inputs, target)["loss"]
+module = tf.saved_model.load("run")
+found = module.train_step(*inputs, target)["loss"]
 """,
 }
 
