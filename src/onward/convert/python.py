@@ -38,7 +38,8 @@ BUILTINS = frozenset({
     "int",
     "isinstance", "iter", "len", "list", "map", "max", "min", "next", "object", "property", "range", "reversed",
     "round", "set", "setattr", "slice", "sorted", "staticmethod", "str", "sum", "super", "tuple", "type", "zip",
-    "AttributeError", "IndexError", "KeyError", "NotImplementedError", "RuntimeError", "TypeError", "ValueError",
+    "AttributeError", "Exception", "IndexError", "KeyError", "NotImplementedError", "RuntimeError", "TypeError",
+    "ValueError",
     "__file__", "__name__",
 })  # fmt: skip
 """What programs use of what is built in."""
