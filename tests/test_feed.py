@@ -86,7 +86,7 @@ def test_a_folder_with_train_and_val_is_what_it_says(folder: Path, capsys: pytes
         pictures(folder / "photos" / part, cat=count, dog=count)
     (folder / "photos" / "readme.txt").write_text("photos")
     recipe = {**RECIPE, "preprocess": "scale"}
-    run = train(small_cnn(), "photos", run="run", batch_size=4, **recipe)
+    run = train(small_cnn(), "photos", run="run", batch_size=4, threads=1, **recipe)
     assert run.config["data"] == str(folder / "photos" / "train")
     assert run.config["validation"] == str(folder / "photos" / "val")
     assert run.config["classes"] == ["cat", "dog"]
