@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import struct
 import zipfile
-import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -18,6 +17,7 @@ from onward.checkpoint.pickles import MOST_BYTES, Maker, read_pickle
 from onward.checkpoint.tensors import StoredTensor
 from onward.errors import InvalidModelError, UnsupportedError
 from onward.model.storage.files import reason, regular
+from onward.model.storage.npz import BAD_ZIP
 
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
 _LEGACY = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
@@ -49,7 +49,7 @@ def is_torch_file(path: Path) -> bool:
                 return True
             with zipfile.ZipFile(file) as archive:
                 return any(_is_main_pickle(name) for name in archive.namelist())
-    except (OSError, *_BAD_ZIP):
+    except BAD_ZIP:
         return False
 
 
@@ -74,14 +74,8 @@ def read_torch_file(path: Path, part: tuple[int, int] | None = None) -> Any:
                 return _read(path, archive, start)
     except InvalidModelError:
         raise
-    except (OSError, *_BAD_ZIP) as error:
+    except BAD_ZIP as error:
         raise InvalidModelError(f"`{path}` is not a whole file of `torch.save`: {reason(error)}") from error
-
-
-_BAD_ZIP = (
-    zipfile.BadZipFile, zlib.error, struct.error, EOFError, ValueError, OverflowError, NotImplementedError, RuntimeError
-)  # fmt: skip
-"""What is raised for zip files that are damaged, or of a kind that PyTorch does not write."""
 
 
 class _Window(io.RawIOBase):
