@@ -18,6 +18,7 @@ import pytest
 import onward
 from campaign.kinds import kinds
 from campaign.sandbox import SECRET, attempt
+from representatives import chosen
 
 TIMES = int(os.environ.get("ONWARD_FUZZ", "1"))
 FEW, MANY = 4, 500
@@ -40,7 +41,9 @@ def cases(kind: str, first: int, count: int) -> None:
 QUIET = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3", "JAX_PLATFORMS": "cpu"}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", chosen(KINDS, [name for name, kind in KINDS.items() if not {"keras", "tensorflow"} & {*kind.needs}])
+)
 def test_a_few_cases(kind: str) -> None:
     cases(kind, 0, FEW)
 

@@ -15,7 +15,7 @@ from onward.run import framework
 from onward.run.catalogue import UNWRITTEN, lacking
 from onward.run.interpreted import framework_class
 from operator_families import FAMILIES
-from representatives import by_attributes_and_ranks, first_of_each
+from representatives import by_mode, first_of_each
 
 FRAMEWORKS = [
     pytest.param("numpy"),
@@ -26,7 +26,7 @@ FRAMEWORKS = [
 
 
 NODE_TESTS = {name: (case.proto(), dict(enumerate(case.data[0][0]))) for name, case in onnx_node_tests().items()}
-KINDS = first_of_each(NODE_TESTS, by_attributes_and_ranks)
+KINDS = first_of_each(NODE_TESTS, by_mode)
 
 
 def quick(name: str, engine: str) -> bool:

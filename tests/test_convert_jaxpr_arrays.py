@@ -76,7 +76,7 @@ def test_indexing_of_a_batch() -> None:
         )
     )
 )
-@settings(max_examples=25)
+@settings(max_examples=8)
 def test_any_place_along_any_axis(case: tuple[list[int], list[int], int, str]) -> None:
     shape, places, axis, mode = case
     agrees(lambda x, i: jnp.take(x, i, axis, mode=mode), numbers(*shape), np.array(places, np.int32), batch=None)
@@ -90,7 +90,7 @@ EPS = float(np.finfo(np.float32).eps)
 
 
 @given(st.data())
-@settings(max_examples=40)
+@settings(max_examples=12)
 def test_any_product(data: st.DataObject) -> None:
     """Axes that are summed, shared or free, in any order on both sides."""
     kinds = data.draw(st.lists(st.sampled_from("sba"), max_size=4))
@@ -191,7 +191,7 @@ def test_a_dilated_pool() -> None:
 
 
 @given(st.data())
-@settings(max_examples=20)
+@settings(max_examples=6)
 def test_any_convolution(data: st.DataObject) -> None:
     """With its way back to both inputs."""
     pair = lambda low, high: tuple(data.draw(st.integers(low, high)) for _ in range(2))

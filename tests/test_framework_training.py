@@ -38,7 +38,7 @@ def modes():
     """Those that are not compiled by JAX's or TensorFlow's own derivative, which is how all are trained above."""
     for name, mode in itertools.product(["mlp, everything", "cnn", "transformer with dropout"], MODES):
         if MODES[mode]:
-            is_quick = name == "mlp, everything" or mode == "eager, rules"
+            is_quick = name == "mlp, everything"
             yield pytest.param(name, mode, marks=() if is_quick else pytest.mark.slow)
 
 

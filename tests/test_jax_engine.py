@@ -121,7 +121,7 @@ def test_control_flow_is_the_same_compiled(name):
         _, found = step({}, {}, inputs)
     assert bool(caught) == (name in NOT_COMPILED), [str(warning.message) for warning in caught]
     for output, expected in function(read(proto), engine="numpy")(inputs).items():
-        np.testing.assert_allclose(framework.host(found[output]), expected, rtol=1e-5, err_msg=output)
+        np.testing.assert_allclose(framework.host(found[output]), expected, rtol=1e-5, atol=1e-6, err_msg=output)
 
 
 # ---- the engine ------------------------------------------------------------------------------------------------------

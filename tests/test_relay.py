@@ -17,6 +17,7 @@ torch = pytest.importorskip("torch")
 
 from torch.optim import lr_scheduler  # noqa: E402
 
+from representatives import chosen  # noqa: E402
 from torch_runs import CASES, Loop, batches, without_dropout  # noqa: E402
 
 pytestmark = [
@@ -49,8 +50,6 @@ GRID = list(itertools.product(CASES, OPTIMIZERS))
 QUICK = {
     ("mlp", "lion"),
     ("cnn", "adagrad, small accumulators"),
-    ("lstm", "adam, large eps"),
-    ("decoder", "momentum, decaying"),
 }
 
 
@@ -108,7 +107,7 @@ DRAWN = ("smooth binary", "focal", "binary focal", "divergence")
 """Those that are formulas in a training model, and none that PyTorch has."""
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", chosen(FORMS, ["sparse", "binary", "focal"]))
 def test_losses_behind_an_activation(form):
     """Keras looks behind a softmax or sigmoid, or has formulas of its own: what goes on elsewhere does the same."""
     import keras

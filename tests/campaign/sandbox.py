@@ -13,7 +13,7 @@ import sysconfig
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -53,6 +53,7 @@ class Watch:
     def __init__(self, folder: Path):
         self.seen: list[str] = []
         self._folder = str(folder.resolve())
+        self._readable = [root for root in _READABLE if not self._is_in(folder, (root,))]
 
     def __call__(self, event: str, arguments: tuple[Any, ...]) -> None:
         if event == "open":
@@ -71,7 +72,7 @@ class Watch:
             return
         if flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC):
             self._inside("written", path)
-        elif not self._is_in(path, (self._folder, *_READABLE)):
+        elif not self._is_in(path, (self._folder, *self._readable)):
             self.seen.append(f"read {os.fsdecode(path)}")
 
     def _inside(self, event: str, path: Any) -> None:
@@ -79,7 +80,7 @@ class Watch:
             self.seen.append(f"{event} {os.fsdecode(path)}")
 
     @staticmethod
-    def _is_in(path: Any, roots: tuple[str, ...]) -> bool:
+    def _is_in(path: Any, roots: Iterable[str]) -> bool:
         try:
             real = os.path.realpath(os.fsdecode(path))
         except ValueError:  # no path at all

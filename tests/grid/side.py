@@ -107,7 +107,7 @@ def goes_on(
 
 def in_words(kind: str, training: Model) -> Outcome:
     """What a training model has that was made of a framework's run."""
-    run = disassemble(training)
+    run = disassemble(training, forward=False)
     optimizer = run.groups[0].optimizer
     if kind != "losses" and isinstance(optimizer, FunctionOptimizer):  # with its rates
         return Outcome("traced")
