@@ -94,6 +94,8 @@ class _Step:
             return ("tensor", _tensor(attribute.as_tensor()))
         if attribute.type == ir.AttributeType.GRAPH:
             return ("graph", *self._graph(attribute.as_graph()))
+        if attribute.type in (ir.AttributeType.FLOAT, ir.AttributeType.FLOATS):
+            return attribute.type, np.asarray(attribute.value, np.float32).tobytes()  # which is what a file keeps of it
         return attribute.type, str(attribute.value)
 
     def _graph(self, graph: ir.Graph) -> list[Digest]:

@@ -106,7 +106,7 @@ class Graph:
     def _interpreter(self, training: bool, device: torch.device, dtype: ir.DataType | None) -> Interpreter:
         key = training, device, dtype
         if key not in self._made:
-            model = inline(self.model)
+            model = self.model.copy()
             if training:
                 _train(model, self.switched)
             if dtype is not None:

@@ -18,7 +18,6 @@ from onward.model import Model
 from onward.run.interpreted import planned
 from onward.run.interpreter import Interpreter
 from onward.run.torch.types import TYPES
-from onward.transform.inline import inline
 
 
 @dataclasses.dataclass
@@ -55,7 +54,7 @@ def traced(module: OnnxModule, first_size: int) -> Program:
 
 def _in_training(graph: Graph) -> Model:
     """The model with the normalizations that follow their batches marked; a module asks whether it is in training."""
-    model = inline(graph.model)
+    model = graph.model.copy()
     for node in model.graph.all_nodes():
         if node.name in graph.switched:
             node.attributes.add(ir.AttrInt64("training_mode", 1))
