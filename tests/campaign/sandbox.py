@@ -173,7 +173,7 @@ def _become_a_case(use: Use, folder: Path, refusable: bool, tell: int) -> None:
 def _have_a_home(home: Path) -> None:
     """What a user has elsewhere, such as caches and temporary files, a case has in its own folder."""
     home.mkdir(exist_ok=True)
-    os.environ |= dict.fromkeys(("HOME", "TMPDIR", "XDG_CACHE_HOME"), str(home))
+    os.environ |= dict.fromkeys(("HOME", "TMPDIR", "XDG_CACHE_HOME", "TORCHINDUCTOR_CACHE_DIR"), str(home))
     tempfile.tempdir = str(home)
 
 

@@ -32,12 +32,17 @@ def stored(path: Path, expected: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(state, dict) or not expected.keys() <= state.keys():
         raise InvalidModelError(f"`{path}` does not hold a module, an optimizer and a scheduler", hint=_HINT)
     found = {key: state[key] for key in expected}
-    for objection in _objections(found, expected):
-        raise InvalidModelError(f"`{path}` is no state of such a run: {objection}", hint=_HINT)
+    _refuse(path, _of_module(found["module"]))
     problems = Problems(f"the state of `{path}`")
     compare(problems, found["module"], expected["module"])
     problems.refuse()
+    _refuse(path, _of_optimizer(found, expected))
     return found
+
+
+def _refuse(path: Path, objections: Iterator[str]) -> None:
+    for objection in objections:
+        raise InvalidModelError(f"`{path}` is no state of such a run: {objection}", hint=_HINT)
 
 
 def _said(error: Exception) -> str:
@@ -56,13 +61,17 @@ def _check_size(path: Path, module: Mapping[str, torch.Tensor]) -> None:
         raise InvalidModelError(f"`{path}` unpacks to {size} bytes, more than a state of this run needs", hint=_HINT)
 
 
-def _objections(found: Mapping[str, Any], expected: Mapping[str, Any]) -> Iterator[str]:
-    module, optimizer = found["module"], found["optimizer"]
+def _of_module(module: Any) -> Iterator[str]:
     if not isinstance(module, dict) or not all(isinstance(x, torch.Tensor) for x in module.values()):
         yield "`module` is no table of tensors"
         return
     for name, tensor in module.items():
         yield from _tensor(tensor, f"module {name!r}")
+
+
+def _of_optimizer(found: Mapping[str, Any], expected: Mapping[str, Any]) -> Iterator[str]:
+    """And of the scheduler."""
+    optimizer = found["optimizer"]
     if not isinstance(optimizer, dict) or optimizer.keys() != expected["optimizer"].keys():
         yield "`optimizer` is no state of an optimizer"
         return
