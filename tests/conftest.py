@@ -48,6 +48,9 @@ settings.load_profile("quick")
 EXTRAS = {"torch": "torch", "jax": "jax", "optax": "jax", "tensorflow": "tensorflow", "keras": "tensorflow"}
 
 
+SLOW = Path(__file__).with_name("slow_cases.txt")
+
+
 def needs(*modules: str) -> pytest.MarkDecorator:
     """Mark a test, a module (`pytestmark = needs("torch")`) or a parameter that cannot run without these modules."""
     return pytest.mark.needs(*modules)
@@ -55,7 +58,10 @@ def needs(*modules: str) -> pytest.MarkDecorator:
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    slow = tuple(f"tests/{line}" for line in SLOW.read_text().splitlines() if not line.startswith("#"))
     for item in items:
+        if item.nodeid.startswith(slow):
+            item.add_marker("slow")
         for module in dict.fromkeys(name for mark in item.iter_markers("needs") for name in mark.args):
             extra = EXTRAS.get(module)
             if extra:

@@ -275,6 +275,14 @@ def loaded_frameworks(code: str) -> set[str]:
     return set(json.loads(done.stdout.splitlines()[-1])) & FRAMEWORKS.keys()
 
 
+def test_slow_cases_are_tests_that_there_are() -> None:
+    tests = Path(__file__).parent
+    for line in (tests / "slow_cases.txt").read_text().splitlines()[1:]:
+        file, _, rest = line.partition("::")
+        name = rest.partition("[")[0]
+        assert f"def {name}(" in (tests / file).read_text(), line
+
+
 def test_import_loads_no_framework() -> None:
     assert not loaded_frameworks("import onward")
 
