@@ -87,7 +87,7 @@ def test_what_torch_saves(tmp_path: Path) -> None:
     assert list(checkpoint.tensors) == list(module.state_dict())
     (kept,) = checkpoint.optimizers
     assert kept.families == ("adamw",) and kept.has_names
-    assert checkpoint.missing == ("schedule", "progress")
+    assert checkpoint.missing == ("schedule",) and checkpoint.step == 1
 
 
 @needs("torch")
@@ -170,23 +170,23 @@ def test_recorded_files(file: str) -> None:
 
 def test_a_checkpoint_of_the_trainer() -> None:
     checkpoint = onward.open_checkpoint(RECORDED / "trainer")
-    assert checkpoint.format == "Hugging Face Trainer"
+    assert checkpoint.title == "Hugging Face Trainer"
     assert checkpoint.configuration["architectures"] == ["BertForSequenceClassification"]
     (optimizer,) = checkpoint.optimizers
     assert optimizer.families == ("adamw",) and not optimizer.has_names
     assert [group.settings["weight_decay"] for group in optimizer.groups] == [0.1, 0.0]
     assert checkpoint.progress == {"global_step": 3, "epoch": 0.5, "max_steps": 6, "num_train_epochs": 1}
     assert checkpoint.arguments["warmup_steps"] == 1 and checkpoint.arguments["learning_rate"] == 0.01
-    assert set(checkpoint.randomness) == {"torch, CPU", "numpy", "Python"}
-    assert checkpoint.missing == ("names of what the optimizer keeps",)
+    assert {each.kind for each in checkpoint.randomness} == {"torch, CPU", "numpy", "Python"}
+    assert checkpoint.missing == ("names of what the optimizer keeps", "shape of the schedule")
 
 
 def test_checkpoints_of_accelerate_and_lightning() -> None:
     one, other = onward.open_checkpoint(RECORDED / "accelerate"), onward.open_checkpoint(RECORDED / "lightning.ckpt")
-    assert (one.format, other.format) == ("Accelerate", "Lightning 2.6.6")
+    assert (one.title, other.title) == ("Accelerate", "Lightning 2.6.6")
     assert [each.optimizers[0].families for each in (one, other)] == [("sgd",), ("adam",)]
     assert [list(each.tensors) for each in (one, other)] == [["bias", "weight"], ["layer.weight", "layer.bias"]]
-    assert one.schedules[0]["step_size"] == 2 and other.schedules[0]["gamma"] == 0.9
+    assert one.schedules[0].state["step_size"] == 2 and other.schedules[0].state["gamma"] == 0.9
     assert other.progress == {"global_step": 4, "epoch": 2} and other.arguments == {"width": 2}
     assert "state of random numbers" in other.missing
 

@@ -1,15 +1,18 @@
 """Checkpoints of other frameworks, as data: what is in them, and nothing of it executed."""
 
-from onward.checkpoint.description import Checkpoint, Group, Optimizer
+from onward.checkpoint.description import Checkpoint, Group, Optimizer, RandomState, Schedule
 from onward.checkpoint.opening import is_checkpoint, open_checkpoint
-from onward.checkpoint.tensors import ScatteredTensor, StoredTensor
+from onward.checkpoint.tensors import ScatteredTensor, StoredTensor, Tensor
 
 __all__ = [
     "Checkpoint",
     "Group",
     "Optimizer",
+    "RandomState",
     "ScatteredTensor",
+    "Schedule",
     "StoredTensor",
+    "Tensor",
     "is_checkpoint",
     "open_checkpoint",
 ]

@@ -8,8 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from onward.checkpoint.description import RandomState
 from onward.checkpoint.objects import Attributed, Name, Object
 from onward.checkpoint.optimizers import is_optimizer_state
+from onward.checkpoint.schedules import is_schedule_state
 from onward.checkpoint.tensors import Tensor
 from onward.errors import InvalidModelError
 
@@ -67,7 +69,7 @@ class Contents:
     modules: list[Mapping[str, Any]] = dataclasses.field(default_factory=list)
     optimizers: list[Mapping[str, Any]] = dataclasses.field(default_factory=list)
     schedules: list[Mapping[str, Any]] = dataclasses.field(default_factory=list)
-    randomness: list[str] = dataclasses.field(default_factory=list)
+    randomness: list[RandomState] = dataclasses.field(default_factory=list)
 
 
 def contents_of(*trees: Any) -> Contents:
@@ -78,10 +80,10 @@ def contents_of(*trees: Any) -> Contents:
         tree, depth = pending.pop()
         if is_optimizer_state(tree):
             found.optimizers.append(tree)
-        elif _is_schedule_state(tree):
+        elif is_schedule_state(tree):
             found.schedules.append(tree)
         elif (kind := _random_kind(tree)) is not None:
-            found.randomness.append(kind)
+            found.randomness.append(RandomState(kind, tree))
         elif _is_module_state(tree):
             found.modules.append(tree)
         elif depth and isinstance(tree, Mapping | list):
@@ -102,10 +104,6 @@ def _is_module_state(tree: Any) -> bool:
         and all(isinstance(key, str) for key in tree)
         and all(isinstance(value, Tensor | Object | int | float | bytes) for value in tree.values())
     )
-
-
-def _is_schedule_state(tree: Any) -> bool:
-    return isinstance(tree, Mapping) and "last_epoch" in tree and ("base_lrs" in tree or "_schedulers" in tree)
 
 
 def _random_kind(tree: Any) -> str | None:

@@ -1,4 +1,8 @@
-"""What a checkpoint holds, whatever wrote it: tensors where they lie, and facts about the training."""
+"""What a checkpoint holds, whatever wrote it: tensors where they lie, and facts about the training.
+
+What is stored is kept as it is (`settings`, `state`, `trees`). What it means is said in the words of a recipe, with the
+names that a training model has for slots, so that whoever writes another format need not know where it came from.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from onward.checkpoint.tensors import Tensor
+from onward.recipe.spec import Spec
+
+MASTER = "master"
+"""The slot that holds a parameter in float32 where the model has it in a narrower type."""
+COUNT = "step"
+"""The slot that holds how many updates of a parameter there were."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -15,9 +25,11 @@ class Group:
     """Parameters that an optimizer treats alike."""
 
     settings: Mapping[str, Any]
-    """Hyper-parameters by the names of the framework; `lr` is the rate at that moment."""
+    """Hyper-parameters by the names of the framework, as stored; `lr` is the rate at that moment."""
     parameters: tuple[str | int, ...]
     """Names; numbers where the checkpoint has no names."""
+    optimizer: Spec | None = None
+    """Class, variant and numbers in words of a recipe; `lr` is the rate before any schedule. None: not known."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,11 +38,19 @@ class Optimizer:
     """What it can be, by what it keeps: one name, several that keep the same, or none."""
     groups: tuple[Group, ...]
     slots: Mapping[str | int, Mapping[str, Any]]
-    """What it keeps for each parameter: tensors, and single numbers."""
+    """What it keeps for each parameter: tensors, and single numbers. The names are those of a recipe's optimizers
+    (`exp_avg`, `momentum_buffer`), with `step` and `master`."""
 
     @property
     def has_names(self) -> bool:
         return all(isinstance(name, str) for group in self.groups for name in group.parameters)
+
+    @property
+    def count(self) -> int | None:
+        """How many updates there were of any parameter, at most."""
+        counts = [slots[COUNT] for slots in self.slots.values() if COUNT in slots]
+        numbers = [each.array().item() if isinstance(each, Tensor) else each for each in counts]
+        return max((int(number) for number in numbers if isinstance(number, int | float)), default=None)
 
     @property
     def tensors(self) -> Iterator[Tensor]:
@@ -38,21 +58,63 @@ class Optimizer:
 
 
 @dataclasses.dataclass(frozen=True)
+class Schedule:
+    """How the learning rate moves."""
+
+    state: Mapping[str, Any]
+    """As stored."""
+    words: tuple[Spec, ...] | None = None
+    """In words of a recipe, by steps of the scheduler; none where the rate stays, None where it is not known."""
+    position: int | None = None
+    """Steps of the scheduler so far."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RandomState:
+    """The state of a generator of random numbers. It means something to that generator only, and is kept for it."""
+
+    kind: str
+    """`Python`, `numpy`, `torch, CPU`, `torch, CUDA`, `jax` or such."""
+    state: Any
+    rank: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
 class Checkpoint:
     path: Path
     format: str
-    tensors: Mapping[str, Tensor]
+    """The name of its format: `hf`, `deepspeed`."""
+    title: str
+    """What it is in words, with the version where one is stored: `Lightning 2.6.6`."""
+    tensors: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
     """Parameters and buffers, by their names there."""
     optimizers: tuple[Optimizer, ...] = ()
-    schedules: tuple[Mapping[str, Any], ...] = ()
+    schedules: tuple[Schedule, ...] = ()
+    step: int | None = None
+    """Updates made so far."""
     progress: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Steps, epochs and the like, by their names there."""
-    randomness: tuple[str, ...] = ()
-    """The generators of random numbers whose state it has."""
+    randomness: tuple[RandomState, ...] = ()
+    data: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Where in its data the training is."""
+    scaler: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Of the loss, for float16."""
+    averages: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
+    """Averaged parameters, by name, beside those that are trained."""
+    clip: Mapping[str, Any] | None = None
+    """How gradients are limited, in words of a recipe: `{"norm": 1.0, "variant": "torch"}`."""
+    loss: Any = None
+    """In words of a recipe."""
+    tied: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Further names of tensors."""
     configuration: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """What it says of the model."""
     arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """What it says of the training, such as the arguments of a trainer."""
+    layout: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """How it was spread over processes."""
+    files: tuple[str, ...] = ()
+    """Other files in its folder, such as of a tokenizer."""
     trees: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """All of it, as it was stored, by file; tensors are places."""
     executes: tuple[str, ...] = ()
@@ -63,12 +125,14 @@ class Checkpoint:
     @property
     def missing(self) -> tuple[str, ...]:
         """What an exact resume needs and is not in it."""
+        unknown = [group for each in self.optimizers for group in each.groups if group.optimizer is None]
         lacks = {
             "optimizer": not self.optimizers,
             "names of what the optimizer keeps": any(not optimizer.has_names for optimizer in self.optimizers),
-            "class of the optimizer": any(len(optimizer.families) != 1 for optimizer in self.optimizers),
+            "class of the optimizer": bool(unknown),
             "schedule": not self.schedules,
-            "progress": not self.progress,
+            "shape of the schedule": any(schedule.words is None for schedule in self.schedules),
+            "progress": self.step is None,
             "state of random numbers": not self.randomness,
         }
         return tuple(what for what, is_missing in lacks.items() if is_missing)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from onward.checkpoint.description import Checkpoint, Optimizer
+from onward.checkpoint.description import Checkpoint, Optimizer, Schedule
 from onward.checkpoint.tensors import ScatteredTensor, StoredTensor, Tensor
 from onward.errors import listed
 from onward.inspect.wording import size
@@ -18,14 +18,20 @@ def lines(checkpoint: Checkpoint) -> list[tuple[str, str]]:
     """What there is to say, and under which words."""
     model = checkpoint.configuration.get("architectures") or [checkpoint.configuration.get("model_type")]
     rows = [
-        ("format", checkpoint.format),
+        ("format", checkpoint.title),
         ("parameters", _amount(checkpoint.tensors.values())),
         ("model", ", ".join(str(name) for name in model if name)),
         *(("optimizer", _optimizer(optimizer)) for optimizer in checkpoint.optimizers),
-        *(("schedule", _settings(schedule)) for schedule in checkpoint.schedules),
+        *(("schedule", _schedule(schedule)) for schedule in checkpoint.schedules),
         ("progress", _settings(checkpoint.progress)),
-        ("random", "; ".join(checkpoint.randomness)),
+        ("random", "; ".join(dict.fromkeys(each.kind for each in checkpoint.randomness))),
+        ("data", _settings(checkpoint.data)),
+        ("loss scale", _settings(checkpoint.scaler)),
+        ("averages", _amount(checkpoint.averages.values())),
+        ("clipping", _settings(checkpoint.clip or {})),
+        ("layout", _settings(checkpoint.layout)),
         ("arguments", _settings(checkpoint.arguments)),
+        ("other files", listed(checkpoint.files, _MOST_NAMES)),
         *(("note", remark) for remark in checkpoint.remarks),
         ("not in it", "; ".join(checkpoint.missing)),
         (
@@ -49,21 +55,42 @@ def to_json(checkpoint: Checkpoint) -> dict[str, Any]:
     return {
         "path": str(checkpoint.path),
         "format": checkpoint.format,
+        "title": checkpoint.title,
         "tensors": {name: _tensor(tensor) for name, tensor in checkpoint.tensors.items()},
         "optimizers": [
             {
                 "families": list(optimizer.families),
                 "groups": [
-                    {"settings": _plain(group.settings), "parameters": list(group.parameters)}
+                    {
+                        "settings": _plain(group.settings),
+                        "parameters": list(group.parameters),
+                        "optimizer": str(group.optimizer) if group.optimizer else None,
+                    }
                     for group in optimizer.groups
                 ],
                 "slots": {str(name): _plain(slots) for name, slots in optimizer.slots.items()},
             }
             for optimizer in checkpoint.optimizers
         ],
-        "schedules": _plain(checkpoint.schedules),
+        "schedules": [
+            {
+                "state": _plain(each.state),
+                "words": None if each.words is None else [str(spec) for spec in each.words],
+                "position": each.position,
+            }
+            for each in checkpoint.schedules
+        ],
+        "step": checkpoint.step,
         "progress": _plain(checkpoint.progress),
-        "randomness": list(checkpoint.randomness),
+        "randomness": [{"kind": each.kind, "rank": each.rank} for each in checkpoint.randomness],
+        "data": _plain(checkpoint.data),
+        "scaler": _plain(checkpoint.scaler),
+        "averages": {name: _tensor(tensor) for name, tensor in checkpoint.averages.items()},
+        "clip": _plain(checkpoint.clip),
+        "loss": _plain(checkpoint.loss),
+        "tied": dict(checkpoint.tied),
+        "layout": _plain(checkpoint.layout),
+        "files": list(checkpoint.files),
         "configuration": _plain(checkpoint.configuration),
         "arguments": _plain(checkpoint.arguments),
         "missing": list(checkpoint.missing),
@@ -89,6 +116,13 @@ def _optimizer(optimizer: Optimizer) -> str:
     return f"{name}, keeps {_amount(optimizer.tensors) or 'nothing'}; {groups}"
 
 
+def _schedule(schedule: Schedule) -> str:
+    if schedule.words is None:
+        return f"a function that is not stored, or of a kind that is not known: {_settings(schedule.state)}"
+    shape = ", then ".join(map(str, schedule.words)) or "constant"
+    return f"{shape}; after {schedule.position} steps"
+
+
 def _settings(settings: Mapping[str, Any]) -> str:
     """Numbers and words that say something; the rest is left to JSON."""
     kinds = (bool, int, float, str, tuple)
@@ -106,17 +140,17 @@ def _settings(settings: Mapping[str, Any]) -> str:
 
 
 def _tensor(tensor: Tensor) -> dict[str, Any]:
-    place = (
-        {"file": tensor.path.name, "offset": tensor.offset}
-        if isinstance(tensor, StoredTensor)
-        else {"pieces": len(tensor.pieces)}
-    )
+    place: dict[str, Any] = {}
+    if isinstance(tensor, StoredTensor):
+        place = {"file": tensor.path.name, "offset": tensor.offset}
+    elif isinstance(tensor, ScatteredTensor):
+        place = {"pieces": len(tensor.pieces)}
     return {"dtype": str(tensor.dtype), "shape": list(tensor.shape), **place}
 
 
 def _plain(tree: Any, depth: int = 12) -> Any:
     """What JSON can say; the rest by its kind."""
-    if isinstance(tree, StoredTensor | ScatteredTensor):
+    if isinstance(tree, Tensor):
         return _tensor(tree)
     if depth and isinstance(tree, Mapping):
         return {str(key): _plain(value, depth - 1) for key, value in tree.items()}

@@ -2,20 +2,47 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import math
 import mmap
 import operator
 from collections.abc import Callable
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
+import onnx_ir as ir
 
 from onward.errors import ExternalDataError
 
+_BLOCK = 16 << 20
+"""Bytes that are copied at a time."""
+
+
+class Tensor(abc.ABC):
+    """Numbers somewhere. To have one costs nothing; `array` and `write_to` read them."""
+
+    dtype: np.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return self.dtype.itemsize * math.prod(self.shape)
+
+    @abc.abstractmethod
+    def array(self) -> np.ndarray:
+        """The elements. Not to be written to."""
+
+    def write_to(self, file: BinaryIO) -> None:
+        """Write the elements in their order, a part at a time where that is possible."""
+        flat = np.ascontiguousarray(self.array()).reshape(-1).view(np.uint8)
+        for start in range(0, flat.size, _BLOCK):
+            file.write(flat[start : start + _BLOCK].data)
+
 
 @dataclasses.dataclass(frozen=True)
-class StoredTensor:
+class StoredTensor(Tensor):
     """Elements of a file. Two that begin at the same place are the same tensor under two names."""
 
     path: Path
@@ -25,10 +52,6 @@ class StoredTensor:
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     """In elements, as PyTorch counts."""
-
-    @property
-    def nbytes(self) -> int:
-        return self.dtype.itemsize * math.prod(self.shape)
 
     @property
     def end(self) -> int:
@@ -44,7 +67,7 @@ class StoredTensor:
         return self.strides == contiguous(self.shape) or math.prod(self.shape) < 2
 
     def array(self) -> np.ndarray:
-        """The elements, which the system reads from the file as they are needed. Not to be written to."""
+        """The elements, which the system reads from the file as they are needed."""
         if not math.prod(self.shape):
             return np.zeros(self.shape, self.dtype)
         try:
@@ -57,6 +80,19 @@ class StoredTensor:
         steps = tuple(stride * self.dtype.itemsize for stride in self.strides)
         return np.ndarray(self.shape, self.dtype, data, self.offset, steps)
 
+    def write_to(self, file: BinaryIO) -> None:
+        if not self.is_contiguous:
+            super().write_to(file)
+            return
+        with open(self.path, "rb") as source:
+            source.seek(self.offset)
+            left = self.nbytes
+            while left and (block := source.read(min(left, _BLOCK))):
+                file.write(block)
+                left -= len(block)
+        if left:
+            raise ExternalDataError(f"`{self.path}` is shorter than it was")
+
 
 def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
     """The strides of a tensor whose elements lie in their order."""
@@ -64,24 +100,20 @@ def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 @dataclasses.dataclass(frozen=True)
-class ScatteredTensor:
+class ScatteredTensor(Tensor):
     """A tensor in several pieces, which are put together when somebody asks."""
 
     dtype: np.dtype
     shape: tuple[int, ...]
-    pieces: tuple[tuple[tuple[int, ...], Callable[[], StoredTensor]], ...]
+    pieces: tuple[tuple[tuple[int, ...], Callable[[], Tensor]], ...]
     """Where each begins, and how to find it."""
-
-    @property
-    def nbytes(self) -> int:
-        return self.dtype.itemsize * math.prod(self.shape)
 
     def array(self) -> np.ndarray:
         made, filled = np.zeros(self.shape, self.dtype), 0
         for begin, find in self.pieces:
             piece = find()
             end = tuple(map(operator.add, begin, piece.shape))
-            if piece.dtype != self.dtype or any(map(operator.gt, end, self.shape)):
+            if piece.dtype != self.dtype or len(begin) != len(self.shape) or any(map(operator.gt, end, self.shape)):
                 raise ExternalDataError("a piece of a tensor does not fit it")
             made[tuple(map(slice, begin, end))] = piece.array()
             filled += math.prod(piece.shape)
@@ -90,4 +122,52 @@ class ScatteredTensor:
         return made
 
 
-Tensor = StoredTensor | ScatteredTensor
+@dataclasses.dataclass(frozen=True, eq=False)
+class ArrayTensor(Tensor):
+    """Elements in memory: for what is small, and for numbers that somebody computes."""
+
+    elements: np.ndarray
+
+    @property
+    def dtype(self) -> np.dtype:  # type: ignore[override]
+        return self.elements.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:  # type: ignore[override]
+        return self.elements.shape
+
+    def array(self) -> np.ndarray:
+        return self.elements
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ModelTensor(Tensor):
+    """A tensor of an ONNX model, wherever that has it."""
+
+    held: ir.TensorProtocol
+
+    @property
+    def dtype(self) -> np.dtype:  # type: ignore[override]
+        return self.held.dtype.numpy()
+
+    @property
+    def shape(self) -> tuple[int, ...]:  # type: ignore[override]
+        return tuple(self.held.shape.numpy())
+
+    def array(self) -> np.ndarray:
+        return self.held.numpy()
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ComputedTensor(Tensor):
+    """What a function makes of other tensors when somebody asks: transposed, cut, in another type."""
+
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    compute: Callable[[], np.ndarray]
+
+    def array(self) -> np.ndarray:
+        made = self.compute()
+        if made.dtype != self.dtype or made.shape != self.shape:
+            raise ExternalDataError(f"a tensor of {self.dtype}{list(self.shape)} is {made.dtype}{list(made.shape)}")
+        return made

@@ -10,16 +10,25 @@ from typing import Any
 import numpy as np
 
 from onward.checkpoint.archive import TYPES, read_torch_file
+from onward.checkpoint.description import Checkpoint
+from onward.checkpoint.folders import has
+from onward.checkpoint.format import Format
 from onward.checkpoint.objects import Name, Object
 from onward.checkpoint.pickles import read_pickle
 from onward.checkpoint.tensors import ScatteredTensor
+from onward.checkpoint.trees import checkpoint_of, progress_of
 from onward.errors import InvalidModelError
 from onward.model.storage.files import reason, regular
 
 METADATA = ".metadata"
 
 
-def read_dcp(folder: Path) -> dict[str, Any]:
+def read(folder: Path) -> Checkpoint:
+    tree = read_tree(folder)
+    return checkpoint_of(folder, FORMAT.name, FORMAT.title, {METADATA: tree}, progress=progress_of(tree))
+
+
+def read_tree(folder: Path) -> dict[str, Any]:
     """The tree that was saved, with tensors as the places of their pieces."""
     path = folder / METADATA
     try:
@@ -96,3 +105,6 @@ def _with_lists(tree: Any) -> Any:
         return tree
     inside = {key: _with_lists(value) for key, value in tree.items()}
     return list(inside.values()) if inside and list(inside) == list(range(len(inside))) else inside
+
+
+FORMAT = Format("dcp", "PyTorch, distributed", has(METADATA), read)

@@ -1,0 +1,41 @@
+"""What folders of PyTorch's frameworks have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from onward.checkpoint.archive import is_torch_file, read_torch_file
+from onward.checkpoint.description import Checkpoint
+from onward.checkpoint.safetensors_files import INDEX, read_json, read_model_folder
+from onward.checkpoint.trees import checkpoint_of
+
+_ENDINGS = (".pt", ".pth", ".bin", ".pkl")
+
+
+def has(*names: str) -> Callable[[Path], bool]:
+    """Whether a folder has one of these files."""
+    return lambda folder: folder.is_dir() and any((folder / name).is_file() for name in names)
+
+
+def torch_files(folder: Path) -> dict[str, Any]:
+    """The trees of the files of PyTorch in a folder."""
+    files = sorted(path for path in folder.iterdir() if path.suffix in _ENDINGS and is_torch_file(path))
+    return {path.name: read_torch_file(path) for path in files}
+
+
+def hugging_face_folder(folder: Path, format: str, title: str, trees: Mapping[str, Any], **facts: Any) -> Checkpoint:
+    """A model in safetensors, its configuration, and files of PyTorch beside it."""
+    if (folder / INDEX).exists() or (folder / "model.safetensors").exists():
+        facts["tensors"] = read_model_folder(folder)
+    if (folder / "config.json").exists():
+        facts["configuration"] = read_json(folder / "config.json")
+        trees = {**trees, "config.json": facts["configuration"]}
+    known = {*trees, INDEX}
+    others = sorted(
+        path.name
+        for path in folder.iterdir()
+        if path.is_file() and path.name not in known and path.suffix != ".safetensors"
+    )
+    return checkpoint_of(folder, format, title, trees, files=tuple(others), **facts)

@@ -1,0 +1,25 @@
+"""What a format of checkpoints is: how it is known, read and written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from onward.checkpoint.description import Checkpoint
+
+
+class Format(NamedTuple):
+    name: str
+    """What users call it: `--to deepspeed`."""
+    title: str
+    matches: Callable[[Path], bool]
+    """Whether a file or folder is of this format, by what is in it. Nothing large is read for that."""
+    read: Callable[[Path], Checkpoint]
+    write: Callable[[Checkpoint, Path], None] | None = None
+    """Writes into a path that does not exist yet. The checkpoint may come from a training model, or from any reader."""
+    is_folder: bool = True
+    keeps: tuple[str, ...] = ()
+    """What the format has a place for: fields of `Checkpoint`."""
+    ending: str = ""
+    """Of a file."""

@@ -1,0 +1,15 @@
+"""The formats of checkpoints, a file each."""
+
+from onward.checkpoint.format import Format
+from onward.checkpoint.formats import accelerate, dcp, lightning, pytorch, safetensors, trainer
+
+FORMATS: tuple[Format, ...] = (
+    trainer.FORMAT,
+    accelerate.FORMAT,
+    dcp.FORMAT,
+    safetensors.FOLDER,
+    safetensors.FORMAT,
+    lightning.FORMAT,
+    pytorch.FORMAT,
+)
+"""The first that matches a file or folder is what it is taken for: what is more particular stands before."""

@@ -1,0 +1,25 @@
+"""Tensors alone: a `.safetensors` file, or the folder of a model of Hugging Face."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from onward.checkpoint.description import Checkpoint
+from onward.checkpoint.folders import has, hugging_face_folder
+from onward.checkpoint.format import Format
+from onward.checkpoint.safetensors_files import INDEX, read_safetensors
+
+
+def read(path: Path) -> Checkpoint:
+    return Checkpoint(path, FORMAT.name, FORMAT.title, read_safetensors(path))
+
+
+def _read_folder(folder: Path) -> Checkpoint:
+    return hugging_face_folder(folder, FOLDER.name, FOLDER.title, {})
+
+
+FORMAT = Format(
+    "safetensors", "safetensors", lambda path: path.is_file() and path.suffix == ".safetensors", read, is_folder=False,
+    ending=".safetensors",
+)  # fmt: skip
+FOLDER = Format("hf-model", "Hugging Face model", has(INDEX, "model.safetensors"), _read_folder)
