@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import struct
 import zipfile
 from collections.abc import Sequence
@@ -12,9 +13,10 @@ from typing import Any, BinaryIO, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from onward.checkpoint.objects import Name
+from onward.checkpoint.objects import Attributed, Name, Object
 from onward.checkpoint.pickles import MOST_BYTES, Maker, read_pickle
-from onward.checkpoint.tensors import StoredTensor
+from onward.checkpoint.pickling import Persistent, write_pickle
+from onward.checkpoint.tensors import StoredTensor, Tensor, contiguous
 from onward.errors import InvalidModelError, UnsupportedError
 from onward.model.storage.files import reason, regular
 from onward.model.storage.npz import BAD_ZIP
@@ -169,6 +171,72 @@ class _Storages:
         if magic != b"PK\x03\x04":
             raise ValueError(f"`{info.filename}` is not where the zip file says")
         return self._begin + info.header_offset + _LOCAL_HEADER.size + name + extra
+
+
+# ---- writing ---------------------------------------------------------------------------------------------------------
+
+_NAMES = {np.dtype(kind): name for name, kind in TYPES.items()}
+_STORAGE_OF = {name: storage for storage, name in _STORAGES.items() if storage != "UntypedStorage"}
+_ALIGNMENT = 64
+_ZIP64_EXTRA = 20
+"""What `zipfile` puts before our own extra bytes, for members that may be large."""
+
+
+def write_torch_file(path: Path, tree: Any) -> None:
+    """Write a tree as `torch.save` does. Tensors are copied one at a time; names and objects are written, not made."""
+    with open(path, "wb") as file:
+        write_torch_archive(file, tree, path.stem)
+
+
+def write_torch_archive(file: BinaryIO, tree: Any, root: str = "archive") -> None:
+    writing = _Writing()
+    main = write_pickle(tree, tensors=writing.reference)
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
+        archive.writestr(f"{root}/data.pkl", main)
+        archive.writestr(f"{root}/.format_version", "1")
+        archive.writestr(f"{root}/.storage_alignment", str(_ALIGNMENT))
+        archive.writestr(f"{root}/byteorder", "little")
+        for key, tensor in enumerate(writing.stored):
+            _write_aligned(archive, f"{root}/data/{key}", tensor)
+        archive.writestr(f"{root}/version", "3\n")
+
+
+class _Writing:
+    """The tensors of a pickle that is being written, each once."""
+
+    def __init__(self) -> None:
+        self.stored: list[Tensor] = []
+        self._made: dict[Any, Object] = {}
+
+    def reference(self, tensor: Tensor) -> Object:
+        key = tensor if isinstance(tensor, StoredTensor) else id(tensor)  # two names of one place stay one tensor
+        if key not in self._made:
+            self._made[key] = self._call(tensor)
+            self.stored.append(tensor)
+        return self._made[key]
+
+    def _call(self, tensor: Tensor) -> Object:
+        name = _NAMES.get(tensor.dtype)
+        if name is None:
+            raise UnsupportedError(f"PyTorch has no tensors of {tensor.dtype}")
+        storage = Name("torch", _STORAGE_OF[name]) if name in _STORAGE_OF else Name("torch.storage", "UntypedStorage")
+        size = math.prod(tensor.shape) if name in _STORAGE_OF else tensor.nbytes
+        data = Persistent(("storage", storage, str(len(self.stored)), "cpu", size))
+        described = (data, 0, tensor.shape, contiguous(tensor.shape), False, Attributed())
+        if name in _STORAGE_OF:
+            return Object(Name("torch._utils", "_rebuild_tensor_v2"), described)
+        return Object(Name("torch._utils", "_rebuild_tensor_v3"), (*described, Name("torch", name)))
+
+
+def _write_aligned(archive: zipfile.ZipFile, name: str, tensor: Tensor) -> None:
+    """Write the data of a tensor so that they begin at a multiple of 64 bytes of the file."""
+    assert archive.fp is not None
+    info = zipfile.ZipInfo(name)
+    start = archive.fp.tell() + 30 + len(name.encode()) + _ZIP64_EXTRA + 4
+    gap = -start % _ALIGNMENT
+    info.extra = struct.pack("<2sH", b"FB", gap) + b"Z" * gap
+    with archive.open(info, "w", force_zip64=True) as member:
+        tensor.write_to(member)  # type: ignore[arg-type]
 
 
 # ---- what names become -----------------------------------------------------------------------------------------------

@@ -24,10 +24,19 @@ class Name:
 class Object:
     """What a pickle would have made of a class or function: what that is, and all that it was to be given."""
 
-    def __init__(self, of: Name, arguments: tuple[Any, ...] = (), keywords: dict[str, Any] | None = None):
+    def __init__(
+        self,
+        of: Name,
+        arguments: tuple[Any, ...] = (),
+        keywords: dict[str, Any] | None = None,
+        *,
+        is_instance: bool = False,
+    ):
         self.of = of
         self.arguments = arguments
         self.keywords = keywords or {}
+        self.is_instance = is_instance
+        """Whether it was to be made without calling its class, as `object.__new__` does."""
         self.state: Any = None
         """What its attributes were to be."""
         self.items: list[Any] = []
@@ -53,9 +62,22 @@ class Object:
 
 
 class Attributed(dict[Any, Any]):
-    """A dict with attributes: the `OrderedDict` of a module's state, which notes versions in `_metadata`."""
+    """A dict of a class of its own: the `OrderedDict` of a module's state, which notes versions in an attribute."""
 
+    of = Name("collections", "OrderedDict")
+    arguments: tuple[Any, ...] = ()
+    """What the class was called with."""
     attributes: Any = None
 
     def __setstate__(self, state: Any) -> None:
         self.attributes = state
+
+
+class WithDefault(Attributed):
+    """A `defaultdict`."""
+
+    of = Name("collections", "defaultdict")
+
+    def __init__(self, *arguments: Any):
+        super().__init__()
+        self.arguments = arguments

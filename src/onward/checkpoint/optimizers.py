@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from onward.checkpoint.description import COUNT, Group, Optimizer
-from onward.checkpoint.tensors import Tensor
+from onward.checkpoint.tensors import ArrayTensor, Tensor
 from onward.errors import UnsupportedError
 from onward.recipe.optimizers import ConfiguredOptimizer, optimizer
 from onward.recipe.spec import Spec
@@ -214,4 +214,4 @@ def counted(spec: Spec, slots: Mapping[str, Any], step: int) -> dict[str, Any]:
     kept = {slot: value for slot, value in slots.items() if slot != COUNT}
     if spec.name in COUNTERLESS:
         return kept
-    return {COUNT: np.float32(step), **kept}
+    return {COUNT: ArrayTensor(np.asarray(step, np.float32)), **kept}

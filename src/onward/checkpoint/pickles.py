@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from onward.checkpoint.objects import Attributed, Name, Object
+from onward.checkpoint.objects import Attributed, Name, Object, WithDefault
 from onward.errors import InvalidModelError, first_line
 
 Maker = Callable[..., Any]
@@ -77,9 +77,17 @@ class _Machine(_Pure):  # type: ignore[misc]  # it is not in the library's decla
         keywords, arguments = self.stack.pop(), self.stack.pop()
         self.stack.append(self.stack.pop()(*arguments, **keywords))
 
+    def _load_instance(self) -> None:
+        self._load_object()
+        _mark_instance(self.stack[-1])
+
+    def _load_instance_with_keywords(self) -> None:
+        self._load_object_with_keywords()
+        _mark_instance(self.stack[-1])
+
     # These make instances without calling a class, and reduce and build ask objects for methods: here all are calls.
-    dispatch[pickle.NEWOBJ[0]] = _load_object
-    dispatch[pickle.NEWOBJ_EX[0]] = _load_object_with_keywords
+    dispatch[pickle.NEWOBJ[0]] = _load_instance
+    dispatch[pickle.NEWOBJ_EX[0]] = _load_instance_with_keywords
     dispatch[pickle.REDUCE[0]] = _load_object
 
     def _load_build(self) -> None:
@@ -99,6 +107,11 @@ class _Machine(_Pure):  # type: ignore[misc]  # it is not in the library's decla
 
     def _instantiate(self, made_by: Maker, arguments: Any) -> None:
         self.append(made_by(*arguments))
+
+
+def _mark_instance(made: Any) -> None:
+    if isinstance(made, Object):
+        made.is_instance = True
 
 
 # ---- what names become -----------------------------------------------------------------------------------------------
@@ -177,7 +190,7 @@ _PLAIN: tuple[Any, ...] = (set, frozenset, complex)
 _NUMPY: dict[str, Maker] = {"_reconstruct": _Array, "scalar": _scalar}
 _MAKERS: dict[tuple[str, str], Maker] = {
     ("collections", "OrderedDict"): Attributed,
-    ("collections", "defaultdict"): lambda *_: Attributed(),
+    ("collections", "defaultdict"): WithDefault,
     ("_codecs", "encode"): _encoded,
     ("numpy", "dtype"): _Type,
     ("numpy", "ndarray"): _Array,

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from onward.checkpoint.description import Schedule
+from onward.checkpoint.objects import Name, Object
 from onward.recipe.schedules import schedule
 from onward.recipe.spec import Spec
 
@@ -145,9 +146,9 @@ _ROWS = (
 )  # fmt: skip
 
 
-def _counter(milestones: Sequence[float]) -> dict[int, int]:
+def _counter(milestones: Sequence[float]) -> Object:
     whole = [int(step) for step in milestones]
-    return {step: whole.count(step) for step in whole}
+    return Object(Name("collections", "Counter"), ({step: whole.count(step) for step in whole},))
 
 
 # ---- the other way ---------------------------------------------------------------------------------------------------
