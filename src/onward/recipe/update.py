@@ -16,14 +16,14 @@ from onward.build import Builder, Expr
 from onward.errors import RecipeError
 from onward.model.state import STEP
 from onward.recipe.assembly import Assembly, fill, filled, moving_average
-from onward.recipe.optimizers.append import declared
+from onward.recipe.optimizers.append import declared, like_target
 from onward.recipe.optimizers.clip import clip_by_global_norm, clip_by_norm, clip_by_value
 from onward.recipe.optimizers.groups import Group
+from onward.recipe.optimizers.halves import HALVES
 from onward.recipe.ranges import OF_UPDATES
 from onward.recipe.schedules import Part, schedule, sequence
 from onward.recipe.spec import Spec, parse, parse_options
 
-_LOW_PRECISION = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 _SCALER = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000.0}
 _INITIAL_SCALE = 65536.0
 _CLIPS = ("norm", "tensor_norm", "value")
@@ -87,7 +87,7 @@ class Update:
         """Copies of low-precision parameters in float32, on which the optimizer works."""
         if wanted is False:
             return {}
-        return {value: self._master(value) for value in self.parameters if value.dtype in _LOW_PRECISION}
+        return {value: self._master(value) for value in self.parameters if value.dtype in HALVES}
 
     def _master(self, value: ir.Value) -> Expr:
         tensor = ir.LazyTensor(
@@ -169,7 +169,7 @@ class Update:
     def apply(self, by_parameter: Mapping[ir.Value, Expr]) -> None:
         """Append the updates, given the gradient of what `scaled` returned for each parameter."""
         op = self.assembly.op
-        gradients = [by_parameter[value] for value in self.parameters]
+        gradients = [like_target(op, by_parameter[value], self._target(value)) for value in self.parameters]
         if self._scale is not None:
             gradients = [g / op.CastLike(self._scale, g) for g in gradients]
         due: Expr | None = None
@@ -191,8 +191,8 @@ class Update:
         due = op.GreaterOrEqual(op.Cast(seen, to=ir.DataType.DOUBLE), every)
         means = []
         for value, g in zip(self.parameters, gradients, strict=True):
-            assert value.dtype is not None and value.shape is not None
-            dtype, shape = value.dtype, tuple(value.shape.numpy())
+            assert g.dtype is not None and value.shape is not None
+            dtype, shape = g.dtype, tuple(value.shape.numpy())
             name = f"accum/{value.name}"
             total = g + self.assembly.state(
                 name,

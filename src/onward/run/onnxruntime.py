@@ -7,6 +7,7 @@ a buffer that is bound as input and output at once may be overwritten while othe
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -21,6 +22,7 @@ from onward.differentiate.recompute import Choice
 from onward.errors import DataError, UnknownNameError, UnsupportedError, near
 from onward.lowering.contract import contract_of
 from onward.lowering.step import lower
+from onward.lowering.widen import widen
 from onward.model import Model
 from onward.model.state import carried, states
 from onward.model.storage.places import inside, is_external, is_where_it_was_read
@@ -88,7 +90,7 @@ class OnnxRuntime(Engine):
         with memory_of("ONNX Runtime"), _explained(DataError, "could not make a step with this batch"):
             self._stoppable(lambda options: self._step.run_with_iobinding(binding, options))
         results = zip(self._metrics, binding.get_outputs(), strict=False)
-        metrics = {name: np.array(value.numpy()) for name, value in results}  # whose memory the next step writes again
+        metrics = {name: np.array(_array(value)) for name, value in results}  # whose memory the next step writes again
         if np.all(np.isfinite(metrics.get(self.loss, 0.0))):  # else what was written is not taken
             self._bound.reverse()
             self._read, self._write = self._write, self._read
@@ -114,7 +116,7 @@ class OnnxRuntime(Engine):
         feeds = {name: self._read[name] if name in self._read else self._given(name, given[name]) for name in names}
         with _explained(DataError, "could not compute anything from this batch"):
             results = self._stoppable(lambda options: session.run_with_ort_values(outputs, feeds, options))
-        return {name: np.asarray(value.numpy()) for name, value in zip(outputs, results, strict=True)}
+        return {name: np.asarray(_array(value)) for name, value in zip(outputs, results, strict=True)}
 
     def _given(self, name: str, array: np.ndarray) -> ort.OrtValue:
         """An input of a batch; of types that numpy itself does not have, the number is told."""
@@ -125,11 +127,11 @@ class OnnxRuntime(Engine):
         return ort.OrtValue.ortvalue_from_numpy_with_onnx_type(_contiguous(array), dtype.value)
 
     def state(self) -> dict[str, np.ndarray]:
-        return {name: np.array(value.numpy()) for name, value in self._read.items()}
+        return {name: np.array(_array(value)) for name, value in self._read.items()}
 
     def load_state(self, state: Arrays) -> None:
         for name, array in self._fitting_state(state).items():
-            self._read[name].update_inplace(_contiguous(array))
+            _write(self._read[name], array)
 
     def close(self) -> None:
         self._bound.clear()
@@ -138,6 +140,8 @@ class OnnxRuntime(Engine):
 
     def _session(self, model: Model) -> ort.InferenceSession:
         options = _options(self._threads)
+        if self._memory == "cpu":
+            widen(model, ir.DataType.BFLOAT16)
         if _has_many_small_nodes(model.graph, self._carried.values()):
             options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
         self._handed += _hand_over_large_tensors(model, options)
@@ -149,9 +153,9 @@ class OnnxRuntime(Engine):
         tensor = value.const_value
         assert tensor is not None
         shape = list(tensor.shape.numpy())
-        buffer = ort.OrtValue.ortvalue_from_shape_and_type(shape, tensor.dtype.numpy(), self._memory)
+        buffer = ort.OrtValue.ortvalue_from_shape_and_type(shape, tensor.dtype.value, self._memory)
         if fill:
-            buffer.update_inplace(_contiguous(tensor.numpy()))
+            _write(buffer, tensor.numpy())
         return buffer
 
     def _binding(self, bindings: dict[str, str], read: dict[str, Any], write: dict[str, Any]) -> ort.IOBinding:
@@ -220,6 +224,30 @@ def _explained(kind: type[DataError | UnsupportedError], what: str) -> Iterator[
         reason = re.sub(r"^(\[ONNXRuntimeError\] : \d+ : \w+|Error in execution) ?: ", "", str(error)).splitlines()[0]
         hint = "`onward check MODEL --for onnxruntime` looks for the cause"
         raise kind(f"ONNX Runtime {what}: {reason}", hint=hint) from error
+
+
+def _write(buffer: ort.OrtValue, array: np.ndarray) -> None:
+    """Copy an array into memory; of types that numpy itself does not have, as integers of as many bits."""
+    plain = array if array.dtype.isbuiltin == 1 else array.view(f"u{array.itemsize}")
+    buffer.update_inplace(_contiguous(plain))
+
+
+def _array(value: ort.OrtValue) -> np.ndarray:
+    if value.element_type() != ir.DataType.BFLOAT16.value:
+        return value.numpy()
+    (wide,) = _from_bfloat16().run_with_ort_values(["y"], {"x": value})
+    return wide.numpy().astype(ir.DataType.BFLOAT16.numpy())
+
+
+@functools.cache
+def _from_bfloat16() -> ort.InferenceSession:
+    """What makes float32 of bfloat16, of which ONNX Runtime gives no arrays."""
+    x = ir.Value(name="x", type=ir.TensorType(ir.DataType.BFLOAT16))
+    cast = ir.node("Cast", [x], attributes={"to": ir.DataType.FLOAT.value})
+    cast.outputs[0].name, cast.outputs[0].type = "y", ir.TensorType(ir.DataType.FLOAT)
+    graph = ir.Graph([x], cast.outputs, nodes=[cast], opset_imports={"": 21}, name="cast")
+    proto = ir.to_proto(ir.Model(graph, ir_version=10))
+    return ort.InferenceSession(proto.SerializeToString(), _options(1), providers=["CPUExecutionProvider"])
 
 
 def _contiguous(array: np.ndarray) -> np.ndarray:

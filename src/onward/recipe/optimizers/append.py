@@ -69,7 +69,7 @@ class _OneByOne:
 
     def _updated(self, op: Builder, value: ir.Value, gradient: Expr, rate: Expr, t: Expr) -> dict[str, Expr]:
         target, group, optimizer = self._targets[value], self._group.name, self._optimizer
-        gradient = _like_target(op, gradient, value, target)
+        gradient = like_target(op, gradient, target)
         hyper = {
             key: op(self._assembly.hyper(f"{group}/{key}", optimizer.values[key], group).value)
             for key in optimizer.inputs(target)
@@ -122,7 +122,7 @@ class _AtOnce:
         given: dict[str, Expr] = {RATE: rate, COUNT: t, **{name: op(value) for name, value in self._state.items()}}
         for name, value in self._parameters.items():
             target = self._targets[value]
-            given |= {name: op(target), gradient_of(name): _like_target(op, gradients[value], value, target)}
+            given |= {name: op(target), gradient_of(name): like_target(op, gradients[value], target)}
         inputs = [_as_declared(op, given[value.name or ""], value) for value in self._optimizer.inputs]
         names = [*self._optimizer.parameters, *self._state]
         results = op.node(self._function.domain, self._function.name, *inputs, outputs=len(names))
@@ -136,8 +136,9 @@ class _AtOnce:
         return new
 
 
-def _like_target(op: Builder, gradient: Expr, value: ir.Value, target: ir.Value) -> Expr:
-    return gradient if target is value else op.Cast(gradient, to=target.dtype)
+def like_target(op: Builder, gradient: Expr, target: ir.Value) -> Expr:
+    """A gradient in the type of what the optimizer works on: it is scaled, added up and clipped in that."""
+    return gradient if gradient.dtype == target.dtype else op.Cast(gradient, to=target.dtype)
 
 
 def _written(op: Builder, x: Expr, value: ir.Value, target: ir.Value) -> dict[str, Expr]:

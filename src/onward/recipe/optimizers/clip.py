@@ -1,6 +1,7 @@
 """Keeping gradients short: by the norm of all of them, by the norm of each, or by value.
 
-Norms are taken in float32 at least, and compared in float64. As in the frameworks, what is not finite is never hidden:
+Norms are taken in float32 at least, and compared in float64, unless all gradients have 16 bits: PyTorch rounds their
+norms to these, and so does its variant here. As in the frameworks, what is not finite is never hidden:
 a norm that is infinite or undefined makes the gradients that it scales zero or undefined.
 """
 
@@ -12,6 +13,7 @@ import onnx_ir as ir
 
 from onward.build import Builder, Expr, Function, function
 from onward.errors import RecipeError
+from onward.recipe.optimizers.halves import HALVES, add, mul, rounded, single
 from onward.recipe.optimizers.parts import declared_scalar, double, scaled, typed
 
 
@@ -26,6 +28,14 @@ def scale_to_norm(op: Builder, g: Expr, norm: Expr, max_norm: Expr) -> Expr:
     """g · min(1, max_norm / (norm + 10⁻⁶)), as torch.nn.utils.clip_grad_norm_."""
     factor = declared_scalar(max_norm) / (declared_scalar(norm) + 1e-6)
     return scaled(op.Where(factor > 1.0, 1.0, factor), g)
+
+
+@function("clipped")
+def scale_to_norm_half(op: Builder, g: Expr, norm: Expr, max_norm: Expr) -> Expr:
+    """g · min(1, max_norm / (norm + 10⁻⁶)) in 16 bits, each operation rounded as in torch.nn.utils.clip_grad_norm_."""
+    total = add(typed(declared_scalar(norm), g), 1e-6)
+    factor = mul(rounded(1.0 / single(total), g), declared_scalar(max_norm))
+    return rounded(single(g) * op.Min(single(factor), 1.0), g)
 
 
 @function("clipped")
@@ -59,8 +69,21 @@ def clip_by_global_norm(
     if variant not in _BY_VARIANT:
         raise RecipeError(f"clipping has no variant `{variant}`", hint=f"there are {', '.join(_BY_VARIANT)}")
     squares = [declared_scalar(op.call(squared_norm, _at_least_float32(op, g))) for g in grads]
-    norm = declared_scalar(op.Sqrt(op.Sum(*squares)))
-    return [op.call(_BY_VARIANT[variant], g, norm, max_norm).like(g.value) for g in grads], norm
+    scale = _BY_VARIANT[variant]
+    dtypes = {g.dtype for g in grads}
+    if variant == "torch" and dtypes <= set(HALVES) and len(dtypes) == 1:
+        norms = [_stored(op, op.Sqrt(square), grads[0]) for square in squares]
+        norm = _stored(op, op.Sqrt(op.Sum(*(each * each for each in norms))), grads[0])
+        scale = scale_to_norm_half
+    else:
+        norm = op.Sqrt(op.Sum(*squares))
+    norm = declared_scalar(norm)
+    return [op.call(scale, g, norm, max_norm).like(g.value) for g in grads], norm
+
+
+def _stored(op: Builder, number: Expr, like: Expr) -> Expr:
+    """A number with the digits that it would have in the type of a tensor."""
+    return declared_scalar(double(op.Cast(number, to=like.dtype)))
 
 
 def clip_by_norm(op: Builder, grads: Sequence[Expr], max_norm: Expr, variant: str = "torch") -> list[Expr]:
@@ -75,5 +98,4 @@ def clip_by_value(op: Builder, grads: Sequence[Expr], limit: Expr) -> list[Expr]
 
 def _at_least_float32(op: Builder, g: Expr) -> Expr:
     """Squares of float16 overflow at 256, and its sums of many terms stop growing."""
-    small = g.dtype in (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
-    return op.Cast(g, to=ir.DataType.FLOAT) if small else g
+    return op.Cast(g, to=ir.DataType.FLOAT) if g.dtype in HALVES else g

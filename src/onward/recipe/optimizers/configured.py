@@ -13,6 +13,7 @@ import onnx_ir as ir
 from onward.build import Builder, Expr, Function
 from onward.errors import RecipeError
 from onward.model import TRAINING_DOMAIN
+from onward.recipe.optimizers.halves import HALVES, in_half
 from onward.recipe.optimizers.updates import SCALAR_SLOTS
 from onward.recipe.ranges import NOT_NEGATIVE, OF_OPTIMIZERS
 from onward.recipe.spec import check_options
@@ -189,7 +190,10 @@ class ConfiguredOptimizer:
         return results.pop("x"), results
 
     def _call(self, parameter: ir.Value) -> Call:
-        return self.kind.choose(self.settings, _static_shape(parameter))
+        call = self.kind.choose(self.settings, _static_shape(parameter))
+        if parameter.dtype not in HALVES or self.options["variant"] != "torch":
+            return call
+        return call._replace(function=in_half(call.function, self.options.get("fused", False)) or call.function)
 
     def _initial(self, slot: str) -> float:
         initial = self.kind.initial.get(slot, 0.0)

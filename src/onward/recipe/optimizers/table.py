@@ -52,6 +52,8 @@ def _sgd(s: Settings) -> Update:
 
 
 def _adam(s: Settings) -> Update:
+    if s.fused and s.variant != "torch":
+        raise RecipeError("`fused` says how PyTorch rounds in 16 bits", hint="leave it out, or choose `variant=torch`")
     if s.amsgrad:
         by_variant = {"torch": updates.amsgrad, "optax": updates.amsgrad_optax, "keras": updates.amsgrad_keras}
         return by_variant[s.variant]
@@ -151,7 +153,7 @@ _ADAM = Optimizer(
     {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0},
     lambda s, shape: _with_decay(_adam(s), s),
     variants={"torch": {}, "optax": {}, "keras": {"eps": 1e-7}},
-    options={"amsgrad": _FLAG, "decoupled_weight_decay": _FLAG},
+    options={"amsgrad": _FLAG, "decoupled_weight_decay": _FLAG, "fused": _FLAG},
     standard=_standard_adam,
 )
 
@@ -199,14 +201,14 @@ _TABLE = [
         hyper={**_ADAM.hyper, "weight_decay": 1e-2},
         choose=lambda s, shape: Call(_adam(s).decoupled),
         variants={"torch": {}, "optax": {"weight_decay": 1e-4}, "keras": {"eps": 1e-7, "weight_decay": 4e-3}},
-        options={"amsgrad": _FLAG},
+        options={"amsgrad": _FLAG, "fused": _FLAG},
         standard=None,
     ),
     replace(
         _ADAM,
         name="amsgrad",
         summary="Adam that never forgets a large gradient (Reddi et al. 2018); as torch.optim.Adam(amsgrad=True)",
-        options={"amsgrad": (True, False), "decoupled_weight_decay": _FLAG},
+        options={"amsgrad": (True, False), "decoupled_weight_decay": _FLAG, "fused": _FLAG},
     ),
     Optimizer(
         "adamax",

@@ -48,7 +48,7 @@ class Update:
 
     def __init__(self, body: Callable[..., Any], name: str | None = None):
         self._body = body
-        self._name = name or "".join(part.capitalize() for part in body.__name__.split("_"))
+        self.name = name or "".join(part.capitalize() for part in body.__name__.split("_"))
 
     @functools.cached_property
     def plain(self) -> Function:
@@ -59,13 +59,19 @@ class Update:
     def coupled(self) -> Function:
         """An L2 penalty: the decay is part of the gradient."""
         doc = "\n\nBefore that, weight decay as an L2 penalty: g ← g + λ·x."
-        return self._function("L2", doc, lambda x, g, lr, weight_decay: (x, coupled_decay(x, g, weight_decay)))
+        return self._function("L2", doc, lambda x, g, lr, weight_decay: (x, self.coupled_decay(x, g, weight_decay)))
 
     @functools.cached_property
     def decoupled(self) -> Function:
         """The decay acts on the weights alone."""
         doc = "\n\nBefore that, decoupled weight decay: x ← x·(1 − lr·λ)."
-        return self._function("W", doc, lambda x, g, lr, weight_decay: (decoupled_decay(x, lr, weight_decay), g))
+        return self._function("W", doc, lambda x, g, lr, weight_decay: (self.decoupled_decay(x, lr, weight_decay), g))
+
+    def coupled_decay(self, x: Expr, g: Expr, weight_decay: Expr) -> Expr:
+        return coupled_decay(x, g, weight_decay)
+
+    def decoupled_decay(self, x: Expr, lr: Expr, weight_decay: Expr) -> Expr:
+        return decoupled_decay(x, lr, weight_decay)
 
     def _function(self, suffix: str, doc: str, decay: Callable[..., tuple[Expr, Expr]]) -> Function:
         signature = inspect.signature(self._body, eval_str=True)
@@ -86,7 +92,7 @@ class Update:
 
         body.__doc__ = inspect.cleandoc(self._body.__doc__ or "") + doc
         body.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-        return Function(body, ["x_new", *(f"{slot}_new" for slot in slots)], self._name + suffix)
+        return Function(body, ["x_new", *(f"{slot}_new" for slot in slots)], self.name + suffix)
 
 
 # ---- gradient descent ------------------------------------------------------------------------------------------------
@@ -221,13 +227,17 @@ def nadam_optax(op, x, g, exp_avg, exp_avg_sq, lr, t, beta1, beta2, eps):
     return descend(x, lr * root, over_root(scaled(past, m) + scaled(new, g), v, eps * root)), m, v
 
 
-def rectified(op, x, m, v, lr, t, beta1, beta2, eps):
-    """x − lr/(1−β1ᵗ) · (ρ > 5 ? r·√(1−β2ᵗ)·m / (√v + ε) : m), where ρ is the length of the average behind v."""
+def rectification(op, t, beta2):
+    """Whether ρ, the length of the average behind v, is above 5; and r, which makes up for its shortness."""
     limit = 2.0 / (1.0 - beta2) - 1.0
     length = limit - 2.0 * double(t) * power(beta2, t) / bias_correction(beta2, t)
-    adaptive = length > 5.0
     rho = op.Max(length, 5.0)  # keeps the root of what is not used real
-    r = op.Sqrt((rho - 4.0) * (rho - 2.0) * limit / ((limit - 4.0) * (limit - 2.0) * rho))
+    return length > 5.0, op.Sqrt((rho - 4.0) * (rho - 2.0) * limit / ((limit - 4.0) * (limit - 2.0) * rho))
+
+
+def rectified(op, x, m, v, lr, t, beta1, beta2, eps):
+    """x − lr/(1−β1ᵗ) · (ρ > 5 ? r·√(1−β2ᵗ)·m / (√v + ε) : m), where ρ is the length of the average behind v."""
+    adaptive, r = rectification(op, t, beta2)
     rate = lr / bias_correction(beta1, t) * op.Where(adaptive, r * root_correction(beta2, t), 1.0)
     return descend(x, rate, op.Where(adaptive, over_root(m, v, eps), m))
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
+from torch._inductor import config
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.exc import InductorError
 from torch._inductor.runtime.cache_dir_utils import cache_dir
@@ -83,6 +84,7 @@ class _Traced:
     def __init__(self, step: Step, state: Tensors, constants: Tensors, batch: Tensors):
         self._inputs = _signed(*state.values(), *constants.values(), *batch.values())
         self.device = self._inputs[0].device
+        self._in_half = _updates_in_half(state)
 
         def run(*tensors: torch.Tensor) -> list[torch.Tensor]:
             given = iter(tensors)
@@ -104,8 +106,9 @@ class _Traced:
 
     def compiled(self) -> Step:
         numbers = _split_off_numbers(self._graph)
-        first = compile_fx(numbers, self._inputs)
-        call = compile_fx(self._graph, [*self._inputs, *first(*self._inputs)])
+        with config.patch(emulate_precision_casts=self._in_half):
+            first = compile_fx(numbers, self._inputs)
+            call = compile_fx(self._graph, [*self._inputs, *first(*self._inputs)])
         shown, known = self._shown, self._known
 
         def run(state: Tensors, constants: Tensors, batch: Tensors) -> tuple[Tensors, dict[str, Any]]:
@@ -114,6 +117,12 @@ class _Traced:
             return {}, known | {name: x.view(dtype) for (name, dtype), x in zip(shown, outputs, strict=True)}
 
         return run
+
+
+def _updates_in_half(state: Tensors) -> bool:
+    """Whether an optimizer keeps its state in 16 bits: it says where it rounds, and none of that is to be left out."""
+    halves = (name for name, tensor in state.items() if tensor.dtype in (torch.float16, torch.bfloat16))
+    return any(name.rpartition("/")[0] in state for name in halves)
 
 
 class _Replayed:

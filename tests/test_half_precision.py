@@ -1,0 +1,259 @@
+"""Parameters of 16 bits, as they are trained in PyTorch: rounded at every step, or with copies in float32."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import onnx
+import pytest
+
+import onward
+from conftest import needs
+from onward.recipe.optimizers import optimizer
+from onward.run import load
+from optimizer_tables import TORCH, torch_arguments
+
+torch = pytest.importorskip("torch")
+from torch import nn  # noqa: E402
+
+from onward.convert.torch import captured  # noqa: E402
+from onward.run.torch.types import from_array, to_array  # noqa: E402
+
+pytestmark = [needs("torch"), pytest.mark.usefixtures("one_torch_thread")]
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+HALVES = {torch.bfloat16: BFLOAT16, torch.float16: np.dtype(np.float16)}
+
+
+# ---- updates by gradients that are given -----------------------------------------------------------------------------
+
+
+def sums(weights: dict[str, np.ndarray]) -> onnx.ModelProto:
+    """Σ w·g in float32: with the absolute error from a far lower target as the loss, g is the gradient of w."""
+    helper, nodes = onnx.helper, []
+    for i, name in enumerate(weights):
+        nodes.append(helper.make_node("Cast", [name], [f"wide{i}"], to=onnx.TensorProto.FLOAT))
+        nodes.append(helper.make_node("Mul", [f"wide{i}", f"g{i}"], [f"product{i}"]))
+        nodes.append(helper.make_node("ReduceSum", [f"product{i}"], [f"sum{i}"], keepdims=0))
+    nodes.append(helper.make_node("Sum", [f"sum{i}" for i in range(len(weights))], ["total"]))
+    kind = helper.np_dtype_to_tensor_dtype(next(iter(weights.values())).dtype)
+    graph = helper.make_graph(
+        nodes,
+        "sums",
+        [helper.make_tensor_value_info(f"g{i}", 1, array.shape) for i, array in enumerate(weights.values())],
+        [helper.make_tensor_value_info("total", 1, ())],
+        [helper.make_tensor(name, kind, array.shape, array.tobytes(), raw=True) for name, array in weights.items()],
+    )
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+
+
+L1 = {"name": "l1", "reduction": "sum"}
+SHAPES = [(64, 16), (128,)]  # whole rows of the registers of a CPU: PyTorch rounds once more in what is left over
+SIZES = (1.0, 1e-3, 30.0, 0.1, 1.0, 0.3)
+
+
+def examples(dtype: np.dtype) -> tuple[dict[str, np.ndarray], list[list[np.ndarray]]]:
+    rng = np.random.default_rng(0)
+    start = {f"layer.{i}": rng.normal(size=shape).astype(dtype) for i, shape in enumerate(SHAPES)}
+    return start, [[(size * rng.normal(size=shape)).astype(dtype) for shape in SHAPES] for size in SIZES]
+
+
+def in_torch(
+    dtype: np.dtype, make: Callable[[list[Any]], Any], clip: float | None = None
+) -> tuple[dict[str, Any], Any]:
+    """Parameters and their optimizer after all gradients."""
+    start, gradients = examples(dtype)
+    parameters = {name: nn.Parameter(from_array(array)) for name, array in start.items()}
+    made = make(list(parameters.values()))
+    for step in gradients:
+        for parameter, g in zip(parameters.values(), step, strict=True):
+            parameter.grad = from_array(g)
+        if clip is not None:
+            nn.utils.clip_grad_norm_(parameters.values(), clip)
+        made.step()
+    return parameters, made
+
+
+def in_onnx(dtype: np.dtype, engine: str = "onnxruntime", options: Any = None, **recipe: Any) -> dict[str, np.ndarray]:
+    start, gradients = examples(dtype)
+    model = onward.prepare(sums(start), loss=L1, master_weights=False, **recipe)
+    with load(model, engine=engine, **(options or {})) as running:
+        for step in gradients:
+            given = {f"g{i}": g.astype(np.float32) for i, g in enumerate(step)}
+            running.step({**given, "target": np.float32(-1e9)})
+        return running.state()
+
+
+def differing(state: dict[str, np.ndarray], parameters: dict[str, Any], made: Any) -> dict[str, int]:
+    """How many elements are not the same, bit by bit, in parameters and in all that the optimizer keeps of them."""
+    found = {}
+    for name, parameter in parameters.items():
+        tensors = {"": parameter, **{f"/{slot}": x for slot, x in made.state[parameter].items() if x is not None}}
+        for slot, tensor in tensors.items():
+            if tensor.ndim:
+                ours, theirs = state[name + slot], to_array(tensor)
+                assert ours.dtype == theirs.dtype
+                found[name + slot] = int((ours.view(np.uint16) != theirs.view(np.uint16)).sum())
+    return {name: count for name, count in found.items() if count}
+
+
+ROWS = [row for row in TORCH if row[1] not in ("Muon", "Adafactor")]
+
+
+@pytest.mark.parametrize(("name", "theirs", "settings"), ROWS)
+def test_an_update_rounds_where_pytorch_does(name: str, theirs: str, settings: dict[str, Any]) -> None:
+    kind = getattr(torch.optim, theirs)
+    arguments = {**torch_arguments(optimizer(name).configure(**settings), kind), "foreach": False}
+    arguments.pop("fused", None)
+    state = in_onnx(BFLOAT16, optimizer={"name": name, **settings})
+    assert not differing(state, *in_torch(BFLOAT16, lambda parameters: kind(parameters, **arguments)))
+
+
+@pytest.mark.parametrize("settings", [{}, {"amsgrad": True}, {"weight_decay": 0.1, "beta1": 0.3}])
+@pytest.mark.parametrize(("name", "theirs"), [("adam", "Adam"), ("adamw", "AdamW")])
+def test_fused_kernels_round_what_they_store(name: str, theirs: str, settings: dict[str, Any]) -> None:
+    kind = getattr(torch.optim, theirs)
+    arguments = {**torch_arguments(optimizer(name).configure(**settings), kind), "fused": True}
+    state = in_onnx(BFLOAT16, optimizer={"name": name, **settings, "fused": True})
+    assert not differing(state, *in_torch(BFLOAT16, lambda parameters: kind(parameters, **arguments)))
+
+
+@pytest.mark.parametrize("dtype", HALVES.values(), ids=str)
+def test_norms_of_gradients_are_rounded_as_pytorch_does(dtype: np.dtype) -> None:
+    state = in_onnx(dtype, optimizer="sgd:lr=0.25,momentum=0.5", clip=0.7)
+    assert not differing(state, *in_torch(dtype, lambda p: torch.optim.SGD(p, lr=0.25, momentum=0.5), clip=0.7))
+
+
+def test_float16_is_off_by_a_digit_where_a_root_is_a_tie() -> None:
+    state = in_onnx(HALVES[torch.float16], optimizer="adamw:eps=1e-3")
+    parameters, made = in_torch(HALVES[torch.float16], lambda p: torch.optim.AdamW(p, eps=1e-3, foreach=False))
+    assert sum(differing(state, parameters, made).values()) <= 3
+    for name, parameter in parameters.items():
+        np.testing.assert_allclose(state[name], to_array(parameter), rtol=2**-10, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("engine", "options"),
+    [
+        ("numpy", {}),
+        ("torch", {"compile": False}),
+        pytest.param("torch", {}, marks=pytest.mark.slow),
+        pytest.param("jax", {}, marks=[needs("jax"), pytest.mark.slow]),
+        pytest.param("tensorflow", {}, marks=[needs("tensorflow"), pytest.mark.slow]),
+    ],
+)
+def test_every_engine_rounds_alike(engine: str, options: dict[str, Any]) -> None:
+    """Also when it compiles, and could leave out what is rounded and computed with at once."""
+    state = in_onnx(BFLOAT16, engine, options, optimizer="adamw:lr=1e-2")
+    assert not differing(state, *in_torch(BFLOAT16, lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=False)))
+
+
+def test_fused_is_a_word_of_pytorch() -> None:
+    with pytest.raises(onward.Error, match="how PyTorch rounds"):
+        optimizer("adamw").configure(variant="keras", fused=True)
+
+
+# ---- whole steps -----------------------------------------------------------------------------------------------------
+
+STEPS = 10
+
+
+def network() -> Any:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 32), nn.LayerNorm(32), nn.GELU(), nn.Linear(32, 4))
+
+
+def batches(dtype: Any, steps: int = STEPS) -> Iterator[tuple[Any, Any]]:
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(steps):
+        yield torch.randn(8, 16, generator=generator).to(dtype), torch.randint(0, 4, (8,), generator=generator)
+
+
+def pure(module: Any, **how: Any) -> list[float]:
+    made, losses = torch.optim.AdamW(module.parameters(), lr=1e-2, **how), []
+    for x, y in batches(torch.bfloat16):
+        made.zero_grad()
+        loss = nn.functional.cross_entropy(module(x), y)
+        loss.backward()
+        made.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def with_masters(module: Any, scale: float | None = None) -> list[float]:
+    """AdamW on copies in float32, and a loss that is scaled as long as no gradient overflows, as Apex has them."""
+    dtype = next(module.parameters()).dtype
+    copies = [nn.Parameter(parameter.detach().float()) for parameter in module.parameters()]
+    made, losses = torch.optim.AdamW(copies, lr=1e-2), []
+    for x, y in batches(dtype):
+        module.zero_grad()
+        loss = nn.functional.cross_entropy(module(x), y)
+        (loss * (scale or 1.0)).backward()
+        for parameter, master in zip(module.parameters(), copies, strict=True):
+            master.grad = parameter.grad.float() / (scale or 1.0)
+        losses.append(float(loss.detach()))
+        if scale and not all(bool(master.grad.isfinite().all()) for master in copies):
+            scale /= 2
+            continue
+        nn.utils.clip_grad_norm_(copies, 0.5)
+        made.step()
+        with torch.no_grad():
+            for parameter, master in zip(module.parameters(), copies, strict=True):
+                parameter.copy_(master)
+    return losses
+
+
+def trained(module: Any, engine: str, **recipe: Any) -> tuple[list[float], dict[str, np.ndarray]]:
+    dtype = next(module.parameters()).dtype
+    first, _ = next(batches(dtype))
+    model = onward.prepare(captured(module, first), loss="cross_entropy", **recipe)
+    losses = []
+    with load(model, engine=engine, **({"compile": False} if engine == "torch" else {})) as running:
+        inputs, labels = running.inputs
+        for x, y in batches(dtype):
+            losses.append(float(running.step({inputs: to_array(x), labels: y.numpy()})[running.loss]))
+        return losses, running.state()
+
+
+WAYS: dict[str, tuple[Callable[[Any], list[float]], dict[str, Any]]] = {
+    "pure": (lambda m: pure(m, foreach=False), {"optimizer": "adamw:lr=1e-2", "master_weights": False}),
+    "fused": (lambda m: pure(m, fused=True), {"optimizer": "adamw:lr=1e-2,fused=true", "master_weights": False}),
+    "masters": (with_masters, {"optimizer": "adamw:lr=1e-2", "clip": 0.5}),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_bfloat16_trains_as_in_pytorch(way: str) -> None:
+    """On PyTorch bit by bit; elsewhere products are added up in another order, which shows in the last digit."""
+    module = network().bfloat16()
+    theirs = copy.deepcopy(module)
+    train, recipe = WAYS[way]
+    expected = train(theirs)
+    losses, state = trained(module, "torch", **recipe)
+    assert losses == expected
+    for name, parameter in theirs.named_parameters():
+        np.testing.assert_array_equal(state[name].view(np.uint16), to_array(parameter).view(np.uint16), err_msg=name)
+    losses, state = trained(module, "onnxruntime", **recipe)
+    np.testing.assert_allclose(losses, expected, rtol=2**-7)
+    for name, parameter in theirs.named_parameters():  # where a gradient is all rounding, Adam takes whole steps of it
+        assert np.abs(state[name].astype("f") - parameter.detach().float().numpy()).mean() < 2e-3, name
+
+
+def test_float16_with_copies_and_a_loss_that_is_scaled() -> None:
+    """Gradients are divided by the scale in float32: in float16 the small ones would be gone by then."""
+    module = network().half()
+    theirs = copy.deepcopy(module)
+    expected = with_masters(theirs, scale=65536.0)
+    recipe = {"optimizer": "adamw:lr=1e-2", "clip": 0.5, "loss_scale": "dynamic"}
+    losses, state = trained(module, "torch", **recipe)
+    assert losses == expected
+    assert state["scaler/scale"] < 65536 and state["step"] < STEPS
+    for name, parameter in theirs.named_parameters():
+        np.testing.assert_allclose(state[name], to_array(parameter), rtol=2**-10, err_msg=name)
+        np.testing.assert_array_equal(state[name], state[f"{name}/master"].astype(np.float16), err_msg=name)
+    losses, _ = trained(module, "onnxruntime", **recipe)
+    np.testing.assert_allclose(losses, expected, rtol=2e-3)
