@@ -247,6 +247,7 @@ CASES = [
     ("adamax", "keras", {**BETAS, "weight_decay": 0.1}),
     ("adadelta", "keras", {"eps": 1e-3}),
     ("lion", "optax", {"weight_decay": 0.1, "maximize": True}),
+    ("adamw", "transformers", {**BETAS, "weight_decay": 0.1}),
 ]
 
 

@@ -123,7 +123,7 @@ def _sgdw(ox: Any, s: Settings, rate: Rate) -> Parts | None:
 
 
 def _adam(ox: Any, s: Settings, rate: Rate) -> Parts | None:
-    if s.variant == "keras":
+    if s.variant in ("keras", "transformers"):
         return None
     if not s.amsgrad:
         return _with_decay(ox, s, [ox.scale_by_adam(s.beta1, s.beta2, s.eps)], rate)

@@ -26,6 +26,7 @@ SUPPORT = [
     Row("sgd, momentum, nesterov, sgdw", "keras", "exact transform", "sgd:momentum=0.9,variant=keras"),
     Row("adam, adamw", "torch, optax", "native", "adamw:weight_decay=0.1"),
     Row("adam, adamw", "keras", "exact transform", "adam:variant=keras"),
+    Row("adamw", "transformers", "exact transform", "adamw:variant=transformers"),
     Row("amsgrad", "optax", "native", "amsgrad:variant=optax"),
     Row("amsgrad", "torch, keras", "exact transform", "amsgrad"),
     Row("adamax", "torch, optax", "native", "adamax:weight_decay=0.1"),

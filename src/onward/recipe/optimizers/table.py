@@ -60,6 +60,16 @@ def _adam(s: Settings) -> Update:
     return updates.adam_keras if s.variant == "keras" else updates.adam
 
 
+def _adamw(s: Settings) -> Call:
+    """The class that transformers had, and onnxruntime-training after it, decays the weights last."""
+    if s.variant != "transformers":
+        return Call(_adam(s).decoupled)
+    if s.amsgrad or s.fused:
+        what = "amsgrad" if s.amsgrad else "fused"
+        raise RecipeError(f"AdamW of transformers has no `{what}`", hint="leave it out, or choose `variant=torch`")
+    return Call(updates.adamw_transformers.plain)
+
+
 def _rmsprop(s: Settings) -> Update:
     torch, keras = {
         (False, False): (updates.rmsprop, updates.rmsprop_keras),
@@ -199,8 +209,13 @@ _TABLE = [
         name="adamw",
         summary="Adam with decoupled weight decay (Loshchilov and Hutter 2019); as torch.optim.AdamW",
         hyper={**_ADAM.hyper, "weight_decay": 1e-2},
-        choose=lambda s, shape: Call(_adam(s).decoupled),
-        variants={"torch": {}, "optax": {"weight_decay": 1e-4}, "keras": {"eps": 1e-7, "weight_decay": 4e-3}},
+        choose=lambda s, shape: _adamw(s),
+        variants={
+            "torch": {},
+            "optax": {"weight_decay": 1e-4},
+            "transformers": {"eps": 1e-6, "weight_decay": 0.0},
+            "keras": {"eps": 1e-7, "weight_decay": 4e-3},
+        },
         options={"amsgrad": _FLAG, "fused": _FLAG},
         standard=None,
     ),

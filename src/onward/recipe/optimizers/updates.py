@@ -163,6 +163,14 @@ def adam_keras(op, x, g, exp_avg, exp_avg_sq, lr, t, beta1, beta2, eps):
 
 
 @Update
+def adamw_transformers(op, x, g, exp_avg, exp_avg_sq, lr, t, beta1, beta2, eps, weight_decay):
+    """m ← β1·m + (1−β1)·g;  v ← β2·v + (1−β2)·g²;  x ← (x − lr·√(1−β2ᵗ) / (1−β1ᵗ) · m / (√v + ε))·(1 − lr·λ)."""
+    m, v = moments(g, exp_avg, exp_avg_sq, beta1, beta2)
+    moved = descend(x, adam_rate(lr, t, beta1, beta2), over_root(m, v, eps))
+    return decoupled_decay(moved, lr, weight_decay), m, v
+
+
+@Update
 def amsgrad(op, x, g, exp_avg, exp_avg_sq, max_exp_avg_sq, lr, t, beta1, beta2, eps):
     """Adam with the largest v so far: u ← max(u, v);  x ← x − lr / (1−β1ᵗ) · m / (√(u / (1−β2ᵗ)) + ε)."""
     m, v = moments(g, exp_avg, exp_avg_sq, beta1, beta2)

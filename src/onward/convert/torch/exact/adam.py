@@ -35,6 +35,22 @@ class KerasAdam(ExactOptimizer):
         x.sub_(rate * (m / (v.sqrt() + group["eps"])))
 
 
+class TransformersAdamW(ExactOptimizer):
+    """x ← (x − lr·√(1−β2ᵗ) / (1−β1ᵗ) · m / (√v + ε))·(1 − lr·λ): weights decay after the step, not before."""
+
+    SETTINGS: ClassVar[dict[str, Any]] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-6}
+    SLOTS = ("exp_avg", "exp_avg_sq")
+
+    def update(self, x: Tensor, g: Tensor, state: dict[str, Any], lr: float, t: int, group: dict[str, Any]) -> None:
+        beta1, beta2 = group["betas"]
+        m, v = moments(g, state, group["betas"])
+        x.sub_(lr * math.sqrt(1 - beta2**t) / (1 - beta1**t) * (m / (v.sqrt() + group["eps"])))
+        x.mul_(1 - lr * group["weight_decay"])
+
+    def decay(self, x: Tensor, g: Tensor, lr: float, group: dict[str, Any]) -> Tensor:
+        return g
+
+
 class OptaxAMSGrad(ExactOptimizer):
     """Adam with the largest corrected v so far: u ← max(u, v / (1−β2ᵗ));  x ← x − lr / (1−β1ᵗ) · m / (√u + ε)."""
 
