@@ -1,0 +1,191 @@
+"""Flatbuffers, both ways, as much of them as checkpoints need: tables of numbers, texts, vectors, and bytes.
+
+Reading trusts no offset: each is checked against the file, and all that is read together may not be more than the
+file holds, so that a table that stands in a thousand places is not read a thousand times. Writing goes forward: first
+all tables, then what tensors hold, one after the other.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import struct
+from collections.abc import Iterator, Mapping
+from typing import Any, BinaryIO
+
+from onward.checkpoint.tensors import Tensor
+
+# ---- reading ---------------------------------------------------------------------------------------------------------
+
+
+class Buffer:
+    """The bytes of a file, and how much of them may still be read. What is wrong is said by a ValueError."""
+
+    def __init__(self, data: Any):
+        self._data = data
+        self.size = len(data)
+        self._left = self.size
+
+    def root(self) -> Table:
+        return Table(self, self.follow(0))
+
+    def number(self, format: str, at: int) -> Any:
+        self._reach(at, struct.calcsize(format))
+        return struct.unpack_from(f"<{format}", self._data, at)[0]
+
+    def follow(self, at: int) -> int:
+        """Where what is named at a place begins."""
+        return at + int(self.number("I", at))
+
+    def vector(self, at: int, width: int) -> tuple[int, int]:
+        """Where the elements of a vector begin, and how many there are."""
+        length = int(self.number("I", at))
+        self._reach(at + 4, length * width)
+        return at + 4, length
+
+    def taken(self, at: int, size: int) -> bytes:
+        """Bytes, which are counted."""
+        self._left -= size
+        if self._left < 0:
+            raise ValueError("its parts are more than the whole")
+        return bytes(self._data[at : at + size])
+
+    def _reach(self, at: int, size: int) -> None:
+        if not 0 <= at <= self.size - size:
+            raise ValueError("an offset leads out of it")
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """A table of a buffer. Fields are known by their numbers; one that is not there has its usual value."""
+
+    buffer: Buffer
+    at: int
+
+    def number(self, field: int, format: str, usual: Any) -> Any:
+        at = self._place(field)
+        return usual if at is None else self.buffer.number(format, at)
+
+    def text(self, field: int) -> str:
+        at = self._place(field)
+        if at is None:
+            return ""
+        return self.buffer.taken(*self.buffer.vector(self.buffer.follow(at), 1)).decode("utf-8")
+
+    def table(self, field: int) -> Table | None:
+        at = self._place(field)
+        return None if at is None else Table(self.buffer, self.buffer.follow(at))
+
+    def tables(self, field: int) -> Iterator[Table]:
+        begin, length = self.vector(field, 4) or (0, 0)
+        self.buffer.taken(begin, 4 * length)
+        for at in range(begin, begin + 4 * length, 4):
+            yield Table(self.buffer, self.buffer.follow(at))
+
+    def numbers(self, field: int, format: str) -> tuple[Any, ...]:
+        begin, length = self.vector(field, struct.calcsize(format)) or (0, 0)
+        return struct.unpack(f"<{length}{format}", self.buffer.taken(begin, length * struct.calcsize(format)))
+
+    def vector(self, field: int, width: int) -> tuple[int, int] | None:
+        """Where the elements of a vector lie, and how many; None if there is no such vector."""
+        at = self._place(field)
+        return None if at is None else self.buffer.vector(self.buffer.follow(at), width)
+
+    def _place(self, field: int) -> int | None:
+        layout = self.at - int(self.buffer.number("i", self.at))
+        if 4 + 2 * field >= self.buffer.number("H", layout):
+            return None
+        offset = int(self.buffer.number("H", layout + 4 + 2 * field))
+        return self.at + offset if offset else None
+
+
+# ---- writing ---------------------------------------------------------------------------------------------------------
+
+Fields = Mapping[int, Any]
+"""A table: by the numbers of its fields a `Number`, text, a table, a list of tables, `Numbers`, or a tensor's bytes."""
+
+_ALIGNMENT = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Number:
+    format: str
+    value: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Numbers:
+    format: str
+    values: tuple[Any, ...]
+
+
+class Writer:
+    """A file in the making: tables are laid out at once, tensors when it is written."""
+
+    def __init__(self, root: Fields, identifier: bytes):
+        self._tables = bytearray(4) + identifier
+        self._tensors: list[tuple[int, Tensor]] = []
+        self._point(0, self._table(root))
+
+    def write_to(self, file: BinaryIO) -> None:
+        end, places = len(self._tables), []
+        for field, tensor in self._tensors:
+            begin = end + 4 + -(end + 4) % _ALIGNMENT
+            places.append((begin, tensor))
+            self._point(field, begin - 4)
+            end = begin + tensor.nbytes
+        file.write(self._tables)
+        at = len(self._tables)
+        for begin, tensor in places:
+            file.write(bytes(begin - 4 - at) + struct.pack("<I", tensor.nbytes))
+            tensor.write_to(file)
+            at = begin + tensor.nbytes
+
+    def _point(self, field: int, target: int) -> None:
+        struct.pack_into("<I", self._tables, field, target - field)
+
+    def _align(self, size: int, ahead: int = 0) -> None:
+        """Such that what comes after `ahead` bytes begins at a multiple of `size`."""
+        self._tables += bytes(-(len(self._tables) + ahead) % size)
+
+    def _table(self, fields: Fields) -> int:
+        """Write a table, and what belongs to it behind it."""
+        given = {field: value for field, value in fields.items() if value is not None}
+        formats = {field: value.format if isinstance(value, Number) else "I" for field, value in given.items()}
+        offsets, size = {}, 4
+        for field in sorted(given, key=lambda field: -struct.calcsize(formats[field])):
+            offsets[field] = size
+            size += struct.calcsize(formats[field])
+        entries = [offsets.get(field, 0) for field in range(max(given, default=-1) + 1)]
+        layout = struct.pack(f"<{2 + len(entries)}H", 4 + 2 * len(entries), size, *entries)
+        self._align(8, ahead=len(layout) + 4)
+        start = len(self._tables) + len(layout)
+        self._tables += layout + struct.pack("<i", len(layout)) + bytes(size - 4)
+        for field, value in given.items():
+            at = start + offsets[field]
+            if isinstance(value, Number):
+                struct.pack_into(f"<{value.format}", self._tables, at, value.value)
+            elif isinstance(value, Tensor):
+                self._tensors.append((at, value))
+            else:
+                self._point(at, self._behind(value))
+        return start
+
+    def _behind(self, value: Any) -> int:
+        if isinstance(value, Mapping):
+            return self._table(value)
+        if isinstance(value, str):
+            content = value.encode()
+            return self._vector(len(content), 4, content + b"\x00")
+        if isinstance(value, Numbers):
+            size, content = len(value.values), struct.pack(f"<{len(value.values)}{value.format}", *value.values)
+            return self._vector(size, struct.calcsize(value.format), content)
+        begin = self._vector(len(value), 4, bytes(4 * len(value)))
+        for number, table in enumerate(value):
+            self._point(begin + 4 + 4 * number, self._table(table))
+        return begin
+
+    def _vector(self, length: int, width: int, content: bytes) -> int:
+        self._align(max(4, width), ahead=4)
+        begin = len(self._tables)
+        self._tables += struct.pack("<I", length) + content
+        return begin

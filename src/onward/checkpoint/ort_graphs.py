@@ -1,0 +1,272 @@
+"""What onnxruntime-training makes of a model, read back: the model, its loss, and the optimizer.
+
+The model is that for evaluation, which ends in the loss. Where only the one for training is left, its forward part is
+cut out: what computes gradients reads it, and is not read by it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import onnx_ir as ir
+
+from onward.checkpoint.tensors import StoredTensor
+from onward.errors import InvalidModelError, UnsupportedError, listed
+from onward.model import Model, read
+from onward.model.core import values
+from onward.model.walk import ancestors
+from onward.recipe.losses import loss as named_loss
+from onward.recipe.spec import Spec
+from onward.transform import extract
+from onward.transform.types import fill_in_types
+
+EVALUATION, TRAINING, OPTIMIZER = "eval_model", "training_model", "optimizer_model"
+_DOMAIN = "com.microsoft"
+
+
+class Captured(NamedTuple):
+    """A model as it was before it was given to onnxruntime-training."""
+
+    model: Model
+    loss: Any
+    """In words of a recipe."""
+    trainable: tuple[str, ...]
+
+
+def artifact(checkpoint: Path, kind: str) -> Path | None:
+    """The graph of a kind beside a checkpoint: with the same prefix in its name, or the only one."""
+    found = sorted(checkpoint.parent.glob(f"*{kind}.onnx"))
+    alike = [path for path in found if checkpoint.name.startswith(path.name.removesuffix(f"{kind}.onnx"))]
+    longest = max(alike, key=lambda path: len(path.name), default=None)
+    return longest or (found[0] if len(found) == 1 else None)
+
+
+# ---- the optimizer ---------------------------------------------------------------------------------------------------
+
+
+class Rule(NamedTuple):
+    """What an optimizer graph says."""
+
+    family: str
+    settings: Mapping[str, Any]
+    spec: Spec | None
+    """But for the rate; None where a recipe has no words for it."""
+    clip: Mapping[str, Any] | None
+    slots: tuple[str, ...]
+    """The words of a recipe for `momentum0` and so on."""
+
+
+def optimizer_of(path: Path) -> Rule | None:
+    """The optimizer of a graph; None where it is of no known kind."""
+    clip: Mapping[str, Any] | None = None
+    rule: Rule | None = None
+    for node in read(path).graph:
+        attributes = {name: attribute.value for name, attribute in node.attributes.items()}
+        if (node.domain, node.op_type) == (_DOMAIN, "InplaceClipGradNorm"):
+            clip = {"norm": float(attributes.get("max_norm", 1.0)), "variant": "torch"}
+        elif (node.domain, node.op_type) in _OPTIMIZERS and rule is None:
+            rule = _OPTIMIZERS[node.domain, node.op_type](attributes)
+        else:
+            return None
+    return rule and rule._replace(clip=clip)
+
+
+def _adamw(attributes: Mapping[str, Any]) -> Rule:
+    usual = {"alpha": 0.9, "beta": 0.999, "epsilon": 1e-8, "weight_decay": 1e-2, "adam_mode": 0, "correct_bias": 1}
+    settings = {**usual, **attributes}
+    numbers = {"beta1": settings["alpha"], "beta2": settings["beta"], "eps": settings["epsilon"]}
+    decay = settings["weight_decay"]
+    if not settings["correct_bias"]:
+        spec = None
+    elif not settings["adam_mode"]:
+        spec = Spec("adamw", {**numbers, "weight_decay": decay, "variant": "torch"})
+    elif decay:
+        spec = Spec("adamw", {**numbers, "weight_decay": decay, "variant": "transformers"})
+    else:
+        spec = Spec("adam", {**numbers, "variant": "keras"})
+    return Rule("adamw", settings, spec, None, ("exp_avg", "exp_avg_sq"))
+
+
+def _sgd(attributes: Mapping[str, Any]) -> Rule:
+    """Which keeps a momentum and does not use it."""
+    return Rule("sgd", attributes, Spec("sgd", {"variant": "torch"}), None, ())
+
+
+_OPTIMIZERS = {(_DOMAIN, "AdamWOptimizer"): _adamw, (_DOMAIN, "SGDOptimizerV2"): _sgd}
+
+
+# ---- the model -------------------------------------------------------------------------------------------------------
+
+
+def model_of(checkpoint: Path, trainable: Mapping[str, StoredTensor], frozen: Mapping[str, StoredTensor]) -> Captured:
+    """The model whose parameters these are, with what they hold, and its loss."""
+    evaluation, training = artifact(checkpoint, EVALUATION), artifact(checkpoint, TRAINING)
+    path = evaluation or training
+    if path is None:
+        raise UnsupportedError(
+            f"there is no `{EVALUATION}.onnx` and no `{TRAINING}.onnx` beside `{checkpoint}`",
+            hint="put it there, or give the model with `--like`",
+        )
+    model = read(path)
+    if not model.outputs:
+        raise InvalidModelError(f"`{path}` has no output, where its loss would be")
+    _hold(model, {**trainable, **frozen}, path)
+    outputs = [value.name or "" for value in model.outputs if not (value.name or "").endswith(".accumulation.out")]
+    if evaluation is None:
+        model = extract(model, _inputs_of(model, outputs), outputs)
+        for node in list(model.graph):
+            _as_standard(node)
+    loss, prediction = _loss(model)
+    if prediction is None:
+        return Captured(model, loss, tuple(trainable))
+    kept = list(dict.fromkeys([prediction, *outputs[1:]]))
+    return Captured(extract(model, _inputs_of(model, kept), kept), {prediction: loss}, tuple(trainable))
+
+
+def _hold(model: Model, tensors: Mapping[str, StoredTensor], path: Path) -> None:
+    """Make parameters of the inputs that the checkpoint has numbers for."""
+    inputs = {value.name: value for value in model.graph.inputs}
+    if missing := [name for name in tensors if name not in inputs]:
+        raise InvalidModelError(
+            f"`{path}` has no input {listed(missing, 6)}, which the checkpoint holds",
+            hint="give the folder with the graphs that belong to the checkpoint",
+        )
+    for name, tensor in tensors.items():
+        value = inputs[name]
+        dtype, shape = ir.DataType.from_numpy(tensor.dtype), ir.Shape(tensor.shape)
+        if value.dtype not in (dtype, None) or value.shape not in (shape, None):
+            raise InvalidModelError(
+                f"`{name}` is {value.dtype} {value.shape} in `{path}`, and {dtype} {shape} in the checkpoint"
+            )
+        value.const_value = ir.ExternalTensor(
+            tensor.path.name, tensor.offset, tensor.nbytes, dtype, shape=shape, name=name,
+            base_dir=str(tensor.path.parent),
+        )  # fmt: skip
+        model.graph.inputs.remove(value)
+        model.graph.register_initializer(value)
+
+
+def _inputs_of(model: Model, outputs: list[str]) -> list[str]:
+    """The inputs that outputs depend on."""
+    _, needed = ancestors(value for value in values(model.graph) if value.name in outputs)
+    return [value.name or "" for value in model.inputs if value in needed or value.name in outputs]
+
+
+def _as_standard(node: ir.Node) -> None:
+    """Give an operator that is only for training the name that it has otherwise."""
+    if node.domain != _DOMAIN or node.op_type not in _STANDARD:
+        return
+    op_type, outputs, inputs = _STANDARD[node.op_type]
+    if any(value.uses() or value.is_graph_output() for value in node.outputs[outputs:]):
+        raise UnsupportedError(f"the forward part of the training graph reads what only `{node.op_type}` computes")
+    if node.op_type == "SoftmaxCrossEntropyLossInternal" and len(node.inputs) > 3:
+        node.attributes["ignore_index"] = ir.AttrInt64("ignore_index", _number(node.inputs[3]))
+    node.domain, node.op_type = "", op_type
+    node.resize_outputs(min(outputs, len(node.outputs)))
+    node.resize_inputs(min(inputs, len(node.inputs)))
+    for name in [name for name in node.attributes if name not in _KEPT]:
+        del node.attributes[name]
+
+
+def _number(value: ir.Value | None) -> int:
+    constant = None if value is None else ir.convenience.get_const_tensor(value)
+    if constant is None or constant.size != 1:
+        raise UnsupportedError("the label that is ignored by the loss is computed; it must be a number")
+    return int(constant.numpy().item())
+
+
+_STANDARD = {
+    "BatchNormInternal": ("BatchNormalization", 1, 5),
+    "BitmaskDropout": ("Dropout", 1, 2),
+    "ConcatTraining": ("Concat", 1, 1 << 20),
+    "SoftmaxCrossEntropyLossInternal": ("SoftmaxCrossEntropyLoss", 1, 3),
+}
+"""Their names in the standard, how many outputs those have in evaluation, and how many inputs."""
+_KEPT = ("epsilon", "momentum", "seed", "axis", "reduction", "ignore_index")
+
+
+# ---- the loss --------------------------------------------------------------------------------------------------------
+
+_P, _T = "prediction", "target"
+_PROBABILITY = ("Sigmoid", _P)
+_LOSSES: dict[str, Any] = {
+    "mse": ("Pow", ("Sub", _P, _T), 2.0),
+    "l1": ("Abs", ("Sub", _P, _T)),
+    "bce_with_logits": (
+        "Neg",
+        (
+            "Add",
+            ("Mul", ("Log", _PROBABILITY), _T),
+            ("Mul", ("Log", ("Sub", 1.0, _PROBABILITY)), ("Sub", 1.0, _T)),
+        ),
+    ),
+}
+"""As `onnxblock` builds them, before they are reduced."""
+_REDUCTIONS = {"ReduceMean": "mean", "ReduceSum": "sum"}
+
+
+def _loss(model: Model) -> tuple[Any, str | None]:
+    """The loss in words of a recipe, and the value that it is about; `value:...` and None where it has no name."""
+    value = model.outputs[0]
+    found = _cross_entropy(value) or _elementwise(value)
+    unnamed = f"value:{value.name}", None
+    if found is None:
+        return unnamed
+    spec, bound = found
+    prediction, target = bound[_P], bound[_T]
+    if not target.is_graph_input() or prediction.producer() is None:
+        return unnamed
+    fill_in_types(model, [prediction])
+    expected = named_loss(spec.name).targets(prediction, **spec.options)[0]
+    if target.dtype != expected.dtype or target.shape != expected.shape:
+        return unnamed
+    return spec, prediction.name
+
+
+def _cross_entropy(value: ir.Value) -> tuple[Spec, dict[str, ir.Value]] | None:
+    node = value.producer()
+    if node is None or node.op_type != "SoftmaxCrossEntropyLoss" or node.domain or len(node.inputs) != 2:
+        return None
+    scores, labels = node.inputs
+    if scores is None or labels is None or any(each.uses() for each in node.outputs[1:]):
+        return None
+    names = ("reduction", "ignore_index")
+    options = {name: node.attributes[name].value for name in names if name in node.attributes}
+    return Spec("cross_entropy", options), {_P: scores, _T: labels}
+
+
+def _elementwise(value: ir.Value) -> tuple[Spec, dict[str, ir.Value]] | None:
+    node = value.producer()
+    if (
+        node is None
+        or node.domain
+        or node.op_type not in _REDUCTIONS
+        or len(node.inputs) != 1
+        or "axes" in node.attributes
+    ):
+        return None
+    for name, pattern in _LOSSES.items():
+        bound: dict[str, ir.Value] = {}
+        if _matches(node.inputs[0], pattern, bound):
+            return Spec(name, {"reduction": _REDUCTIONS[node.op_type]}), bound
+    return None
+
+
+def _matches(value: ir.Value | None, pattern: Any, bound: dict[str, ir.Value]) -> bool:
+    if value is None:
+        return False
+    if isinstance(pattern, str):
+        return bound.setdefault(pattern, value) is value
+    if isinstance(pattern, float):
+        constant = ir.convenience.get_const_tensor(value)
+        return constant is not None and constant.size == 1 and float(constant.numpy().item()) == pattern
+    node = value.producer()
+    return (
+        node is not None
+        and not node.domain
+        and node.op_type == pattern[0]
+        and len(node.inputs) == len(pattern) - 1
+        and all(_matches(each, part, bound) for each, part in zip(node.inputs, pattern[1:], strict=True))
+    )
