@@ -1,13 +1,14 @@
 """The formats of checkpoints, a file each."""
 
 from onward.checkpoint.format import Format
-from onward.checkpoint.formats import accelerate, dcp, lightning, ort, pytorch, safetensors, trainer
+from onward.checkpoint.formats import accelerate, bundle, dcp, lightning, ort, pytorch, safetensors, trainer
 
 FORMATS: tuple[Format, ...] = (
     trainer.FORMAT,
     accelerate.FORMAT,
     dcp.FORMAT,
     ort.FORMAT,
+    bundle.FORMAT,
     safetensors.FOLDER,
     safetensors.FORMAT,
     lightning.FORMAT,

@@ -8,11 +8,11 @@ from typing import Any
 import keras
 
 from onward.arguments import checked
+from onward.convert.classes import Rate, Refused
 from onward.convert.keras.losses import Term, terms_of
 from onward.convert.keras.optimizers import clip_of, kind_of, recipe_of, settings_of, state_of
 from onward.convert.keras.rehearsal import rehearse
-from onward.convert.keras.rows import Refused
-from onward.convert.keras.schedules import Rate, rate_of
+from onward.convert.keras.schedules import rate_of
 from onward.convert.keras.traced import traced
 from onward.convert.keras.walk import REGULARIZATION, Walk, functional_of
 from onward.convert.run import Group, Run, assemble

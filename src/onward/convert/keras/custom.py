@@ -10,7 +10,7 @@ import keras
 import numpy as np
 
 from onward.build import Builder, Expr
-from onward.convert.keras.rows import Refused
+from onward.convert.classes import Refused
 from onward.convert.keras.tensors import Tensor
 from onward.errors import first_line
 from onward.model import Model

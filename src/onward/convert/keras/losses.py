@@ -11,8 +11,8 @@ import keras
 import numpy as np
 import onnx_ir as ir
 
+from onward.convert.classes import Refused
 from onward.convert.keras import formulas
-from onward.convert.keras.rows import Refused
 from onward.convert.keras.tensors import Tensor
 from onward.convert.keras.walk import OPSET, functional_of
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import keras
 
-from onward.convert.keras.optimizers import CLIPS, KINDS, Kind
+from onward.convert.classes import CLIPS, KINDS, Kind
 from onward.convert.run import Run
 from onward.model import Model
 from onward.recipe.optimizers import ConfiguredOptimizer, FunctionOptimizer, optimizer

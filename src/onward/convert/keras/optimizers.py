@@ -2,61 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import keras
 import numpy as np
 
-from onward.convert.keras.rows import Refused
-
-
-@dataclasses.dataclass(frozen=True)
-class Kind:
-    """One of Keras's optimizers in our words."""
-
-    name: str
-    numbers: Mapping[str, str]
-    """Our number -> attribute of Keras's."""
-    slots: Mapping[str, str]
-    """Our slot -> attribute of Keras's, a list with a variable for each parameter."""
-    flags: tuple[str, ...] = ()
-
-
-_BETAS = {"beta1": "beta_1", "beta2": "beta_2"}
-_ADAM = Kind(
-    "adam",
-    {**_BETAS, "eps": "epsilon"},
-    {"exp_avg": "_momentums", "exp_avg_sq": "_velocities", "max_exp_avg_sq": "_velocity_hats"},
-    ("amsgrad",),
-)
-_MOMENTS = {"exp_avg": "_momentums", "exp_avg_sq": "_velocities"}
-KINDS = {
-    "SGD": Kind("sgd", {"momentum": "momentum"}, {"momentum_buffer": "momentums"}, ("nesterov",)),
-    "Adam": _ADAM,
-    "AdamW": dataclasses.replace(_ADAM, name="adamw"),
-    "Adagrad": Kind(
-        "adagrad",
-        {"eps": "epsilon", "initial_accumulator_value": "initial_accumulator_value"},
-        {"sum": "_accumulators"},
-    ),
-    "Adadelta": Kind(
-        "adadelta",
-        {"rho": "rho", "eps": "epsilon"},
-        {"square_avg": "_accumulated_grads", "acc_delta": "_accumulated_delta_vars"},
-    ),
-    "Adamax": Kind("adamax", {**_BETAS, "eps": "epsilon"}, {"exp_avg": "_m", "exp_inf": "_u"}),
-    "Nadam": Kind("nadam", {**_BETAS, "eps": "epsilon"}, _MOMENTS),
-    "RMSprop": Kind(
-        "rmsprop",
-        {"alpha": "rho", "eps": "epsilon", "momentum": "momentum"},
-        {"square_avg": "_velocities", "grad_avg": "_average_gradients", "momentum_buffer": "_momentums"},
-        ("centered",),
-    ),
-    "Lion": Kind("lion", _BETAS, {"exp_avg": "_momentums"}),
-    "Lamb": Kind("lamb", {**_BETAS, "eps": "epsilon"}, _MOMENTS),
-}
+from onward.convert.classes import CLIPS, KINDS, Kind, Refused
 
 
 def kind_of(optimizer: Any) -> Kind | None:
@@ -93,9 +45,6 @@ def slots_of(optimizer: Any, variable: Any) -> dict[str, np.ndarray]:
 
 def array_of(variable: Any) -> np.ndarray:
     return np.array(keras.ops.convert_to_numpy(variable.value))
-
-
-CLIPS = {"clipnorm": "tensor_norm", "global_clipnorm": "norm", "clipvalue": "value"}
 
 
 def twin_of(optimizer: Any, variables: Iterable[tuple[Any, Any]], **changed: Any) -> Any:

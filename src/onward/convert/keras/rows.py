@@ -17,15 +17,12 @@ from typing import Any
 import numpy as np
 
 from onward.build import Builder, Expr
+from onward.convert.classes import Refused
 from onward.convert.keras.tensors import Shape
 
 Row = Callable[..., Any]
 ROWS: dict[str, Row] = {}
 """Names of Keras's classes, of layers and operations, -> how they are written."""
-
-
-class Refused(Exception):
-    """Says what of a layer has no counterpart."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from onward.build import Builder, Expr
-from onward.convert.keras.rows import Call, Refused, row
+from onward.convert.classes import Refused
+from onward.convert.keras.rows import Call, row
 from onward.convert.keras.tensors import Tensor
 
 

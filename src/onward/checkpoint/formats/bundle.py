@@ -1,0 +1,203 @@
+"""Checkpoints of TensorFlow: an index and files of data, alone, in the folder of a manager, or in a SavedModel."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from onward.checkpoint.bundles import GRAPH, INDEX, Tree, names_in, read_bundle, write_bundle
+from onward.checkpoint.description import Checkpoint, Group, Optimizer, RandomState
+from onward.checkpoint.format import Format
+from onward.checkpoint.tensors import ArrayTensor, ComputedTensor, Tensor
+from onward.checkpoint.tracked import SHARED, Keys, meaning_of
+from onward.convert.classes import KINDS, WORDS, snake_case
+from onward.errors import InvalidModelError, UnsupportedError, listed
+from onward.model.storage.files import reason, regular
+
+_STATE = "checkpoint"
+"""The file that says which checkpoint of a folder is the newest."""
+_LONGEST_STATE = 1 << 24
+_VARIABLES = "variables/variables"
+
+
+# ---- where it is -----------------------------------------------------------------------------------------------------
+
+
+def matches(path: Path) -> bool:
+    if path.is_dir():
+        return (path / f"{_VARIABLES}{INDEX}").is_file() or any(names_in(path))
+    return path.name.endswith(INDEX) and path.is_file()
+
+
+def _prefix(path: Path) -> Path:
+    if not path.is_dir():
+        return path.with_name(path.name.removesuffix(INDEX))
+    if (path / f"{_VARIABLES}{INDEX}").is_file():
+        return path / _VARIABLES
+    names = list(names_in(path))
+    newest = _newest(path / _STATE)
+    if newest in names:
+        return path / newest
+    if newest:
+        raise InvalidModelError(f"`{path / _STATE}` says that `{newest}` is the newest, which is not there")
+    if len(names) > 1:
+        raise UnsupportedError(
+            f"`{path}` has several checkpoints, and no file `{_STATE}` that says which is the newest",
+            hint=f"give one of them: {listed(tuple(name + INDEX for name in names), 6)}",
+        )
+    return path / names[0]
+
+
+def _newest(path: Path) -> str:
+    """The name of a checkpoint in the same folder, whatever the path was when it was written."""
+    if not path.is_file():
+        return ""
+    try:
+        if regular(path).st_size > _LONGEST_STATE:
+            raise ValueError("it is too long")
+        found = re.search(r'^model_checkpoint_path: *"((?:[^"\\]|\\.)*)"', path.read_text("utf-8"), re.MULTILINE)
+    except (OSError, ValueError) as error:
+        raise InvalidModelError(f"cannot read `{path}`: {reason(error)}") from error
+    return found[1].replace("\\\\", "/").rpartition("/")[2] if found else ""
+
+
+# ---- reading ---------------------------------------------------------------------------------------------------------
+
+
+def read(path: Path) -> Checkpoint:
+    prefix = _prefix(path)
+    tree = read_bundle(prefix)
+    meaning = meaning_of(tree)
+    optimizers = tuple(_optimizer(keys, tree) for keys in meaning.optimizers)
+    progress = {name: _number(tree[key]) for name, key in meaning.counters.items()}
+    steps = [_number(tree[keys.numbers["iterations"]]) for keys in meaning.optimizers if "iterations" in keys.numbers]
+    steps += [progress[name] for name in ("step", "global_step") if name in progress]
+    averages = {name: tree[key] for keys in meaning.optimizers for name, key in keys.averages.items()}
+    return Checkpoint(
+        path,
+        FORMAT.name,
+        FORMAT.title if GRAPH in tree else f"{FORMAT.title}, by the names of variables",
+        {name: tree[key] for name, key in meaning.parameters.items()},
+        optimizers=optimizers,
+        step=int(max(steps)) if steps else None,
+        progress=progress,
+        randomness=tuple(RandomState("TensorFlow", tree[key]) for key in meaning.generators.values()),
+        data={name: tree[key] for name, key in meaning.data.items()},
+        averages=averages,
+        files=tuple(name + INDEX for name in names_in(prefix.parent) if name != prefix.name),
+        trees={prefix.name + INDEX: tree},
+        remarks=("the averages may be the weights: Keras's `fit` overwrites them at its end",) if averages else (),
+    )
+
+
+def _optimizer(keys: Keys, tree: Tree) -> Optimizer:
+    shared = {SHARED: _wide(tree[keys.numbers["u_product"]])} if "u_product" in keys.numbers else {}
+    slots: dict[Any, dict[str, Any]] = {
+        name: {**{slot: tree[key] for slot, key in kept.items()}, **shared} for name, kept in keys.slots.items()
+    }
+    settings = {name: _number(tree[key]) for name, key in keys.numbers.items() if name != "u_product"}
+    settings |= {"lr": settings.pop("learning_rate")} if "learning_rate" in settings else {}
+    return Optimizer(keys.families, (Group(settings, tuple(keys.parameters)),), slots)
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    """As other optimizers keep what Keras has in the type of its variables."""
+    return ComputedTensor(np.dtype(np.float64), tensor.shape, lambda: tensor.array().astype(np.float64))
+
+
+def _number(tensor: Any) -> int | float:
+    if not isinstance(tensor, Tensor) or tensor.shape:
+        raise InvalidModelError("a number of the checkpoint is none")
+    return tensor.array().item()
+
+
+# ---- writing ---------------------------------------------------------------------------------------------------------
+
+
+def write(checkpoint: Checkpoint, path: Path) -> None:
+    """A folder with one checkpoint.
+
+    One that came from TensorFlow has the same keys and objects as it had. One of another origin has the names of its
+    variables as keys; TensorFlow restores variables with these names, whatever object holds them.
+    """
+    tree = next((tree for name, tree in checkpoint.trees.items() if name.endswith(INDEX)), None)
+    made = _named(checkpoint) if tree is None else _renewed(tree, checkpoint)
+    path.mkdir(parents=True, exist_ok=True)
+    name = f"ckpt-{checkpoint.step or 1}"
+    write_bundle(path / name, made)
+    (path / _STATE).write_text(f'model_checkpoint_path: "{name}"\nall_model_checkpoint_paths: "{name}"\n', "utf-8")
+
+
+def _renewed(tree: Tree, checkpoint: Checkpoint) -> dict[str, Any]:
+    """The tree with all that the checkpoint knows in its place."""
+    meaning, made = meaning_of(tree), dict(tree)
+    for name, key in meaning.parameters.items():
+        made[key] = _in_place_of(tree[key], checkpoint.tensors.get(name), name)
+    for keys, optimizer in zip(meaning.optimizers, checkpoint.optimizers, strict=False):
+        for name, slots in keys.slots.items():
+            for slot, key in slots.items():
+                made[key] = _in_place_of(tree[key], optimizer.slots.get(name, {}).get(slot), f"{name}/{slot}")
+        for name, key in keys.averages.items():
+            made[key] = _in_place_of(tree[key], checkpoint.averages.get(name), f"the average of {name}")
+        _renew_numbers(made, keys, optimizer, checkpoint.step)
+    return made
+
+
+def _renew_numbers(made: dict[str, Any], keys: Keys, optimizer: Optimizer, step: int | None) -> None:
+    if step is not None and "iterations" in keys.numbers:
+        _put(made, keys.numbers["iterations"], step)
+    shared = [slots[SHARED] for slots in optimizer.slots.values() if SHARED in slots]
+    if "u_product" in keys.numbers and shared:
+        _put(made, keys.numbers["u_product"], shared[0].array().item())
+    rate = optimizer.groups[0].settings.get("lr") if optimizer.groups else None
+    if "learning_rate" in keys.numbers and isinstance(rate, int | float):
+        _put(made, keys.numbers["learning_rate"], rate)
+
+
+def _put(made: dict[str, Any], key: str, number: float) -> None:
+    made[key] = ArrayTensor(np.asarray(number, made[key].dtype))
+
+
+def _in_place_of(old: Tensor, new: Any, name: str) -> Tensor:
+    if not isinstance(new, Tensor):
+        raise UnsupportedError(
+            f"there is no `{name}`, which the TensorFlow checkpoint had",
+            hint="write it as one of variables alone, without what it was made of",
+        )
+    if (new.dtype, new.shape) != (old.dtype, old.shape):
+        found, expected = f"{new.dtype}{list(new.shape)}", f"{old.dtype}{list(old.shape)}"
+        raise UnsupportedError(f"`{name}` is {found}, where the TensorFlow checkpoint had {expected}")
+    return new
+
+
+def _named(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Variables by name. What optimizers keep has the names that Keras would give it."""
+    made: dict[str, Any] = dict(checkpoint.tensors)
+    for optimizer in checkpoint.optimizers:
+        kind = next((kind for kind, row in KINDS.items() if optimizer.families == (row.name,)), "")
+        owner = snake_case(kind) or "optimizer"
+        words = {slot: WORDS[attribute] for slot, attribute in KINDS[kind].slots.items()} if kind else {}
+        for name, slots in optimizer.slots.items():
+            for slot, value in slots.items():
+                called = f"{owner}/{str(name).replace('/', '_')}_{words[slot]}" if slot in words else f"{name}/{slot}"
+                if isinstance(value, Tensor):
+                    made[called] = value
+        if checkpoint.step is not None:
+            made[f"{owner}/iteration"] = ArrayTensor(np.asarray(checkpoint.step, np.int64))
+    made |= {f"{name}/ExponentialMovingAverage": tensor for name, tensor in checkpoint.averages.items()}
+    if not checkpoint.optimizers and checkpoint.step is not None:
+        made["global_step"] = ArrayTensor(np.asarray(checkpoint.step, np.int64))
+    return made
+
+
+FORMAT = Format(
+    "tensorflow",
+    "TensorFlow",
+    matches,
+    read,
+    write,
+    keeps=("tensors", "optimizers", "step", "progress", "randomness", "data", "averages"),
+)

@@ -1,0 +1,87 @@
+"""The encoding of protocol buffers, as far as it is needed to read and write small messages without their classes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
+_LONGEST = 10
+"""Bytes of a varint."""
+
+
+def read_varint(data: bytes, at: int) -> tuple[int, int]:
+    """A number, and where the next thing begins."""
+    number = 0
+    for index in range(_LONGEST):
+        if at + index >= len(data):
+            raise ValueError("it ends within a number")
+        byte = data[at + index]
+        number |= (byte & 0x7F) << (7 * index)
+        if byte < 0x80:
+            return number & (1 << 64) - 1, at + index + 1
+    raise ValueError("it has a number that is too long")
+
+
+def fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
+    """The fields of a message: a number or bytes under each of their numbers."""
+    at = 0
+    while at < len(data):
+        tag, at = read_varint(data, at)
+        kind, value = tag & 7, 0
+        if kind == _VARINT:
+            value, at = read_varint(data, at)
+            yield tag >> 3, value
+            continue
+        if kind == _BYTES:
+            length, at = read_varint(data, at)
+        elif kind in (_FIXED32, _FIXED64):
+            length = 4 if kind == _FIXED32 else 8
+        else:
+            raise ValueError("it has a field of a kind that there is not")
+        if at + length > len(data):
+            raise ValueError("it ends within a field")
+        piece = data[at : at + length]
+        yield tag >> 3, piece if kind == _BYTES else int.from_bytes(piece, "little")
+        at += length
+
+
+def texts(data: bytes, number: int) -> Iterator[bytes]:
+    """The values of a field that is bytes, a text or a message."""
+    return (value for found, value in fields(data) if found == number and isinstance(value, bytes))
+
+
+def numbers(data: bytes) -> dict[int, int]:
+    """Fields that are numbers; of each the last."""
+    return {number: value for number, value in fields(data) if isinstance(value, int)}
+
+
+def text(data: bytes, number: int) -> str:
+    return next(texts(data, number), b"").decode("utf-8", "replace")
+
+
+def signed(number: int) -> int:
+    """A number of 64 bits that may be below zero."""
+    return number - (1 << 64) if number >> 63 else number
+
+
+# ---- writing ---------------------------------------------------------------------------------------------------------
+
+
+def varint(number: int) -> bytes:
+    number &= (1 << 64) - 1
+    made = bytearray()
+    while number > 0x7F:
+        made.append(number & 0x7F | 0x80)
+        number >>= 7
+    return bytes([*made, number])
+
+
+def field(number: int, value: int | bytes) -> bytes:
+    """A field; one that is 0 is left out, as the encoding has it."""
+    if isinstance(value, bytes):
+        return varint(number << 3 | _BYTES) + varint(len(value)) + value
+    return varint(number << 3 | _VARINT) + varint(value) if value else b""
+
+
+def fixed32(number: int, value: int) -> bytes:
+    return varint(number << 3 | _FIXED32) + value.to_bytes(4, "little")
