@@ -20,8 +20,7 @@ from onward.recipe.spec import Spec, parse
 torch = pytest.importorskip("torch")
 from torch.optim import lr_scheduler as s  # noqa: E402
 
-from onward.convert.torch.exact.rates import Factor  # noqa: E402
-from onward.convert.torch.lambdas import complete  # noqa: E402
+from onward.convert.rates import Factor, complete  # noqa: E402
 from onward.convert.torch.optimizers import read_optimizer  # noqa: E402
 from onward.convert.torch.schedules import make_scheduler, read_scheduler, updates_per_step  # noqa: E402
 

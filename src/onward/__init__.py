@@ -18,7 +18,7 @@ from onward.deferral import defer_sympy
 
 if TYPE_CHECKING:
     from onward.checker import Finding, check
-    from onward.checkpoint import open_checkpoint
+    from onward.checkpoint import from_checkpoint, open_checkpoint, to_checkpoint
     from onward.convert.jax import from_jax, to_jax
     from onward.convert.keras import from_keras, to_keras
     from onward.convert.tensorflow import from_tensorflow, to_tensorflow
@@ -50,6 +50,7 @@ _HOME = {
     "describe": "inspect",
     "extract": "transform",
     "find_lr": "training.api",
+    "from_checkpoint": "checkpoint",
     "from_jax": "convert.jax",
     "from_keras": "convert.keras",
     "from_tensorflow": "convert.tensorflow",
@@ -71,6 +72,7 @@ _HOME = {
     "resume": "training.api",
     "save_adapter": "recipe",
     "strip": "transform",
+    "to_checkpoint": "checkpoint",
     "to_jax": "convert.jax",
     "to_keras": "convert.keras",
     "to_tensorflow": "convert.tensorflow",
@@ -94,6 +96,7 @@ __all__ = [
     "describe",
     "extract",
     "find_lr",
+    "from_checkpoint",
     "from_jax",
     "from_keras",
     "from_tensorflow",
@@ -115,6 +118,7 @@ __all__ = [
     "resume",
     "save_adapter",
     "strip",
+    "to_checkpoint",
     "to_jax",
     "to_keras",
     "to_tensorflow",

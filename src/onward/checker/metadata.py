@@ -12,7 +12,7 @@ from onnx import StringStringEntryProto
 from onward.checker.findings import Finding, bare, found, listing, quote
 from onward.checker.view.scope import Scope, Subject
 from onward.model.fingerprint import FINGERPRINT, fingerprint
-from onward.model.state import FACTS, PARAMETER_KEY, PREPROCESSING, ROLE_KEY
+from onward.model.state import FACTS, KEPT, PARAMETER_KEY, PREPROCESSING, ROLE_KEY
 
 JSON_KEYS = frozenset(
     (*FACTS, *(f"train.{name}" for name in ("metrics", "model_config", "args", "data", "parallel", "sharding")))
@@ -20,7 +20,7 @@ JSON_KEYS = frozenset(
 ROLES = frozenset(
     (
         *("parameter", "optimizer_state", "statistics", "counter", "rng", "master", "ema", "accum", "scaler", "state"),
-        *("hyper", PREPROCESSING),
+        *("hyper", PREPROCESSING, KEPT),
     )
 )
 

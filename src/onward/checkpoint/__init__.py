@@ -1,6 +1,8 @@
 """Checkpoints of other frameworks, as data: what is in them, and nothing of it executed."""
 
 from onward.checkpoint.description import Checkpoint, Group, Optimizer, RandomState, Schedule
+from onward.checkpoint.exporting import to_checkpoint
+from onward.checkpoint.importing import from_checkpoint
 from onward.checkpoint.opening import is_checkpoint, open_checkpoint
 from onward.checkpoint.tensors import ScatteredTensor, StoredTensor, Tensor
 
@@ -13,6 +15,8 @@ __all__ = [
     "Schedule",
     "StoredTensor",
     "Tensor",
+    "from_checkpoint",
     "is_checkpoint",
     "open_checkpoint",
+    "to_checkpoint",
 ]

@@ -30,6 +30,8 @@ class Group:
     """Names; numbers where the checkpoint has no names."""
     optimizer: Spec | None = None
     """Class, variant and numbers in words of a recipe; `lr` is the rate before any schedule. None: not known."""
+    rate: float | None = None
+    """The learning rate at the moment, where a training model says it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,6 +90,8 @@ class Checkpoint:
     """What it is in words, with the version where one is stored: `Lightning 2.6.6`."""
     tensors: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
     """Parameters and buffers, by their names there."""
+    keeps_order: bool = False
+    """Whether these are in the order of the module."""
     optimizers: tuple[Optimizer, ...] = ()
     schedules: tuple[Schedule, ...] = ()
     step: int | None = None
@@ -103,6 +107,8 @@ class Checkpoint:
     """Averaged parameters, by name, beside those that are trained."""
     clip: Mapping[str, Any] | None = None
     """How gradients are limited, in words of a recipe: `{"norm": 1.0, "variant": "torch"}`."""
+    accumulate: int = 1
+    """Batches that make one update."""
     loss: Any = None
     """In words of a recipe."""
     tied: Mapping[str, str] = dataclasses.field(default_factory=dict)

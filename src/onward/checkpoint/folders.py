@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,13 @@ def torch_files(folder: Path) -> dict[str, Any]:
     """The trees of the files of PyTorch in a folder."""
     files = sorted(path for path in folder.iterdir() if path.suffix in _ENDINGS and is_torch_file(path))
     return {path.name: read_torch_file(path) for path in files}
+
+
+def write_other_files(checkpoint: Checkpoint, folder: Path) -> None:
+    """Copy what else was in the folder of a checkpoint, such as a tokenizer, where that is still there."""
+    for name in checkpoint.files:
+        if Path(name).name == name and (source := checkpoint.path / name).is_file():
+            shutil.copyfile(source, folder / name)
 
 
 def hugging_face_folder(folder: Path, format: str, title: str, trees: Mapping[str, Any], **facts: Any) -> Checkpoint:

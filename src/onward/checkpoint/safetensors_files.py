@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from onward.checkpoint.tensors import StoredTensor, contiguous
-from onward.errors import InvalidModelError
+import numpy as np
+
+from onward.checkpoint.tensors import StoredTensor, Tensor, contiguous
+from onward.errors import InvalidModelError, UnsupportedError
 from onward.model.storage.files import reason, regular
-from onward.model.storage.headers import LONGEST, safetensors_header
+from onward.model.storage.headers import LONGEST, SAFETENSORS_TYPES, safetensors_header
 
 INDEX = "model.safetensors.index.json"
+MODEL = "model.safetensors"
+_ALIGNMENT = 64
+_KINDS = {np.dtype(kind): name for name, kind in SAFETENSORS_TYPES.items()}
 
 
 def read_safetensors(path: Path) -> dict[str, StoredTensor]:
@@ -34,7 +40,7 @@ def read_safetensors(path: Path) -> dict[str, StoredTensor]:
 def read_model_folder(folder: Path) -> dict[str, StoredTensor]:
     """The tensors of a model, in one file or in those that an index names."""
     if not (folder / INDEX).exists():
-        return read_safetensors(folder / "model.safetensors")
+        return read_safetensors(folder / MODEL)
     places = read_json(folder / INDEX).get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
         raise InvalidModelError(f"`{folder / INDEX}` does not say where tensors are")
@@ -44,6 +50,29 @@ def read_model_folder(folder: Path) -> dict[str, StoredTensor]:
     if missing := [tensor for tensor, name in places.items() if tensor not in files[name]]:
         raise InvalidModelError(f"`{places[missing[0]]}` has no `{missing[0]}`, where the index says it is")
     return {tensor: files[name][tensor] for tensor, name in places.items()}
+
+
+def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
+    """Write tensors one after the other, the widest types first, so that each is aligned to its own."""
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    order = sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize)
+    end = 0
+    for name, tensor in order:
+        kind = _KINDS.get(tensor.dtype)
+        if kind is None:
+            raise UnsupportedError(f"`{name}` is {tensor.dtype}, of which .safetensors has none")
+        header[name] = {"dtype": kind, "shape": list(tensor.shape), "data_offsets": [end, end + tensor.nbytes]}
+        end += tensor.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % _ALIGNMENT)
+    with open(path, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for _, tensor in order:
+            tensor.write_to(file)
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2), encoding="utf-8")
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -183,14 +183,31 @@ def _attributes(spec: Spec, position: int) -> dict[str, Any] | None:
     return row.write(every, position) if row is not None and row.write is not None else None
 
 
-def advanced(state: Mapping[str, Any], rates: Sequence[float], position: int) -> dict[str, Any] | None:
-    """The state of a scheduler that is there, at another position; None for those that hold others."""
-    if "_schedulers" in state or "last_epoch" not in state:
-        return None if state.get("last_epoch") != position else dict(state)
-    moved = {**state, "last_epoch": position, "_last_lr": list(rates)}
-    if "_step_count" in state and state["last_epoch"] != position:
+def advanced(state: Mapping[str, Any], rates: Sequence[float], position: int) -> dict[str, Any]:
+    """The state of a scheduler that is there, at another position; `rates` are those of the groups then."""
+    if state.get("last_epoch") == position:
+        return dict(state)
+    moved = dict(state)
+    if len(rates) == len(state.get("_last_lr", rates)):
+        moved["_last_lr"] = list(rates)
+    if isinstance(inner := state.get("_schedulers"), list):
+        moved["_schedulers"] = [_inner(state, at, rates, position) for at in range(len(inner))]
+    if "last_epoch" in state:
+        moved["last_epoch"] = position
+    if "_step_count" in state:
         moved["_step_count"] = position + 1
     if "T_cur" in state:
         at = _restarts_state({"period": state["T_0"], "mult": state["T_mult"], "min": state["eta_min"]}, position)
         moved |= at or {}
     return moved
+
+
+def _inner(state: Mapping[str, Any], at: int, rates: Sequence[float], position: int) -> Any:
+    """A scheduler inside another: each has its turn where there are milestones, else all move together."""
+    milestones = state.get("_milestones")
+    inner = state["_schedulers"][at]
+    if milestones is None:
+        return advanced(inner, rates, position)
+    start = milestones[at - 1] if at else 0
+    end = milestones[at] if at < len(milestones) else _FOREVER
+    return advanced(inner, rates, position - start) if start <= position < end else inner

@@ -9,7 +9,7 @@ import mmap
 import operator
 from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 import onnx_ir as ir
@@ -171,3 +171,23 @@ class ComputedTensor(Tensor):
         if made.dtype != self.dtype or made.shape != self.shape:
             raise ExternalDataError(f"a tensor of {self.dtype}{list(self.shape)} is {made.dtype}{list(made.shape)}")
         return made
+
+
+def turned(tensor: Tensor) -> Tensor:
+    """A matrix with its axes in the other order."""
+    shape = tensor.shape[::-1]
+    if isinstance(tensor, StoredTensor):
+        return dataclasses.replace(tensor, shape=shape, strides=tensor.strides[::-1])
+    return ComputedTensor(tensor.dtype, shape, lambda: tensor.array().T)
+
+
+def converted(tensor: Tensor, dtype: np.dtype) -> Tensor:
+    """The same numbers in another type."""
+    if tensor.dtype == dtype:
+        return tensor
+    return ComputedTensor(dtype, tensor.shape, lambda: tensor.array().astype(dtype))
+
+
+def as_tensor(value: Any) -> Tensor:
+    """A tensor of what may be a number."""
+    return value if isinstance(value, Tensor) else ArrayTensor(np.asarray(value))

@@ -24,6 +24,9 @@ GROUP_KEY = "train.group"
 PREPROCESSING = "preprocessing"
 """The role of constants that were put before a model, to make of data what it takes."""
 
+KEPT = "kept"
+"""The role of what a checkpoint held beside the state of a training model, and is kept for the way back."""
+
 STEP = "step"
 """The counter of updates."""
 
@@ -36,6 +39,7 @@ FACTS = {
     "train.progress": "step, epoch, samples",
     "train.selection": "what is trained, frozen, constant, and why",
     "train.recipe": "the recipe as it was given",
+    "train.checkpoint": "the checkpoint that it was made of: facts, names of tensors, and all that was stored",
 }
 
 

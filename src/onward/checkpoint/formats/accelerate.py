@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+from onward.checkpoint.archive import write_torch_file
 from onward.checkpoint.description import Checkpoint
-from onward.checkpoint.folders import hugging_face_folder, torch_files
+from onward.checkpoint.folders import hugging_face_folder, torch_files, write_other_files
 from onward.checkpoint.format import Format
+from onward.checkpoint.safetensors_files import MODEL, write_safetensors
+from onward.checkpoint.states import optimizer_state, up_to_date
 from onward.checkpoint.trees import progress_of
 
 _STATES = "random_states_"
@@ -22,4 +26,28 @@ def read(folder: Path) -> Checkpoint:
     return hugging_face_folder(folder, FORMAT.name, FORMAT.title, trees, progress=states[0] if states else {})
 
 
-FORMAT = Format("accelerate", "Accelerate", matches, read)
+def write(checkpoint: Checkpoint, folder: Path) -> None:
+    """A folder from which `accelerator.load_state` goes on."""
+    write_safetensors(folder / MODEL, checkpoint.tensors, {"format": "pt"})
+    if checkpoint.format == FORMAT.name:
+        for name, tree in up_to_date(checkpoint.trees, checkpoint).items():
+            write_torch_file(folder / name, tree)
+        write_other_files(checkpoint, folder)
+        return
+    for number, optimizer in enumerate(checkpoint.optimizers):
+        write_torch_file(folder / f"optimizer{_suffix(number)}.bin", optimizer_state(optimizer))
+    for number, schedule in enumerate(checkpoint.schedules):
+        write_torch_file(folder / f"scheduler{_suffix(number)}.bin", {**schedule.state})
+    write_torch_file(folder / f"{_STATES}0.pkl", {"step": 0, **_random_states(checkpoint)})
+
+
+def _suffix(number: int) -> str:
+    return f"_{number}" if number else ""
+
+
+def _random_states(checkpoint: Checkpoint) -> dict[str, Any]:
+    keys = {"Python": "random_state", "numpy": "numpy_random_seed", "torch, CPU": "torch_manual_seed"}
+    return {keys[each.kind]: each.state for each in checkpoint.randomness if each.kind in keys}
+
+
+FORMAT = Format("accelerate", "Accelerate", matches, read, write)

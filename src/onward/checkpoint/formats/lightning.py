@@ -6,14 +6,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from onward.checkpoint.archive import is_torch_file, read_torch_file
+from onward.checkpoint.archive import is_torch_file, read_torch_file, write_torch_file
 from onward.checkpoint.description import Checkpoint
 from onward.checkpoint.format import Format
 from onward.checkpoint.objects import Object
+from onward.checkpoint.states import module_state, optimizer_state, up_to_date
 from onward.checkpoint.trees import checkpoint_of, mapping, progress_of
 from onward.errors import Error
 
 _VERSION = "pytorch-lightning_version"
+_WRITTEN = "2.6.6"
+"""The version whose layout is written."""
 
 
 def matches(path: Path) -> bool:
@@ -43,9 +46,74 @@ def read(path: Path) -> Checkpoint:
         tensors=mapping(tree.get("current_model_state" if averaged else "state_dict")),
         averages=mapping(tree.get("state_dict")) if averaged else {},
         progress=progress_of(tree),
+        keeps_order=True,
         arguments=mapping(given.state if isinstance(given, Object) else given),
         remarks=remarks,
     )
 
 
-FORMAT = Format("lightning", "Lightning", matches, read, is_folder=False, ending=".ckpt")
+def write(checkpoint: Checkpoint, path: Path) -> None:
+    """The file as it was, up to date; or one with what Lightning needs to go on: without `loops` it counts anew."""
+    if checkpoint.format == FORMAT.name and checkpoint.trees:
+        (tree,) = up_to_date(checkpoint.trees, checkpoint).values()
+        before = read_progress(tree)
+        if checkpoint.step is not None and before is not None and before != checkpoint.step:
+            tree = {**tree, "loops": moved_loops(tree.get("loops"), checkpoint.step - before)}
+    else:
+        step = checkpoint.step or 0
+        epoch = int(checkpoint.progress.get("epoch") or 0)
+        tree = {
+            "epoch": epoch,
+            "global_step": step,
+            _VERSION: _WRITTEN,
+            "state_dict": module_state(checkpoint),
+            "loops": {"fit_loop": _loops(step, epoch)},
+            "callbacks": {},
+            "optimizer_states": [optimizer_state(optimizer) for optimizer in checkpoint.optimizers],
+            "lr_schedulers": [dict(schedule.state) for schedule in checkpoint.schedules],
+        }
+    write_torch_file(path, tree)
+
+
+def read_progress(tree: Mapping[str, Any]) -> int | None:
+    """Updates by the loops."""
+    try:
+        loop = tree["loops"]["fit_loop"]["epoch_loop.automatic_optimization.optim_progress"]
+        return int(loop["optimizer"]["step"]["total"]["completed"])
+    except (KeyError, TypeError):
+        return None
+
+
+def moved_loops(tree: Any, by: int, inside: bool = False) -> Any:
+    """The state of loops after more updates, each of one batch: counters of batches and steps are larger by that."""
+    if isinstance(tree, Mapping):
+        moved = {}
+        for key, value in tree.items():
+            counts = inside or any(part in str(key) for part in ("batch_progress", "optim_progress", "batches_that"))
+            moved[key] = value if "val_loop" in str(key) else moved_loops(value, by, counts)
+        return moved
+    is_count = inside and isinstance(tree, int) and not isinstance(tree, bool)
+    return tree + by if is_count else tree
+
+
+def _loops(step: int, epoch: int) -> dict[str, Any]:
+    """How far the loops are that fit a model, in a new epoch."""
+    steps = {"total": {"ready": step, "completed": step}, "current": {"ready": 0, "completed": 0}}
+    every = {key: {**each, "started": each["ready"]} for key, each in steps.items()}
+    batches = {key: {**each, "processed": each["completed"]} for key, each in every.items()}
+    epochs = {"ready": epoch, "completed": epoch, "started": epoch, "processed": epoch}
+    return {
+        "state_dict": {},
+        "epoch_loop.state_dict": {"_batches_that_stepped": step},
+        "epoch_loop.batch_progress": {**batches, "is_last_batch": False},
+        "epoch_loop.scheduler_progress": steps,
+        "epoch_loop.automatic_optimization.state_dict": {},
+        "epoch_loop.automatic_optimization.optim_progress": {"optimizer": {"step": steps, "zero_grad": every}},
+        "epoch_loop.manual_optimization.state_dict": {},
+        "epoch_loop.manual_optimization.optim_step_progress": steps,
+        "epoch_loop.val_loop.state_dict": {},
+        "epoch_progress": {"total": epochs, "current": epochs},
+    }
+
+
+FORMAT = Format("lightning", "Lightning", matches, read, write, is_folder=False, ending=".ckpt")

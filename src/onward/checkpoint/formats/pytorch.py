@@ -4,15 +4,32 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from onward.checkpoint.archive import is_torch_file, read_torch_file
+from onward.checkpoint.archive import is_torch_file, read_torch_file, write_torch_file
 from onward.checkpoint.description import Checkpoint
 from onward.checkpoint.format import Format
+from onward.checkpoint.states import module_state, optimizer_state, up_to_date
 from onward.checkpoint.trees import checkpoint_of, progress_of
 
 
 def read(path: Path) -> Checkpoint:
     tree = read_torch_file(path)
-    return checkpoint_of(path, FORMAT.name, FORMAT.title, {path.name: tree}, progress=progress_of(tree))
+    trees = {path.name: tree}
+    return checkpoint_of(path, FORMAT.name, FORMAT.title, trees, progress=progress_of(tree), keeps_order=True)
 
 
-FORMAT = Format("torch", "PyTorch", is_torch_file, read, is_folder=False, ending=".pt")
+def write(checkpoint: Checkpoint, path: Path) -> None:
+    """The file as it was, up to date; or a dict with `model`, `optimizer`, `scheduler` and `step`."""
+    if checkpoint.format == FORMAT.name and checkpoint.trees:
+        (tree,) = up_to_date(checkpoint.trees, checkpoint).values()
+    else:
+        optimizers = [optimizer_state(optimizer) for optimizer in checkpoint.optimizers]
+        tree = {
+            "model": module_state(checkpoint),
+            "optimizer": optimizers[0] if len(optimizers) == 1 else optimizers,
+            **({"scheduler": dict(checkpoint.schedules[0].state)} if checkpoint.schedules else {}),
+            **dict(checkpoint.progress),
+        }
+    write_torch_file(path, tree)
+
+
+FORMAT = Format("torch", "PyTorch", is_torch_file, read, write, is_folder=False, ending=".pt")

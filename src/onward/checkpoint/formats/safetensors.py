@@ -7,11 +7,16 @@ from pathlib import Path
 from onward.checkpoint.description import Checkpoint
 from onward.checkpoint.folders import has, hugging_face_folder
 from onward.checkpoint.format import Format
-from onward.checkpoint.safetensors_files import INDEX, read_safetensors
+from onward.checkpoint.safetensors_files import INDEX, read_safetensors, write_safetensors
 
 
 def read(path: Path) -> Checkpoint:
     return Checkpoint(path, FORMAT.name, FORMAT.title, read_safetensors(path))
+
+
+def write(checkpoint: Checkpoint, path: Path) -> None:
+    """The tensors of the model, and no more."""
+    write_safetensors(path, checkpoint.tensors, {"format": "pt"})
 
 
 def _read_folder(folder: Path) -> Checkpoint:
@@ -19,7 +24,7 @@ def _read_folder(folder: Path) -> Checkpoint:
 
 
 FORMAT = Format(
-    "safetensors", "safetensors", lambda path: path.is_file() and path.suffix == ".safetensors", read, is_folder=False,
-    ending=".safetensors",
+    "safetensors", "safetensors", lambda path: path.is_file() and path.suffix == ".safetensors", read, write,
+    is_folder=False, ending=".safetensors",
 )  # fmt: skip
 FOLDER = Format("hf-model", "Hugging Face model", has(INDEX, "model.safetensors"), _read_folder)

@@ -2,30 +2,147 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from onward.checkpoint.description import Checkpoint
-from onward.checkpoint.folders import has, hugging_face_folder, torch_files
+from onward.checkpoint.archive import write_torch_file
+from onward.checkpoint.description import Checkpoint, Schedule
+from onward.checkpoint.folders import has, hugging_face_folder, torch_files, write_other_files
 from onward.checkpoint.format import Format
 from onward.checkpoint.objects import Object
-from onward.checkpoint.safetensors_files import read_json
+from onward.checkpoint.optimizers import optimizer_of
+from onward.checkpoint.safetensors_files import MODEL, read_json, write_json, write_safetensors
+from onward.checkpoint.states import optimizer_state, up_to_date
 from onward.checkpoint.trees import mapping, progress_of
+from onward.convert.rates import Factor, complete
+from onward.convert.transformers_schedules import FOREVER, READERS
+from onward.recipe.spec import Spec
 
 STATE = "trainer_state.json"
+_ARGUMENTS = "training_args.bin"
+_FAMILIES = {
+    "adamw_torch": "adamw",
+    "adamw_torch_fused": "adamw",
+    "adamw_hf": "adamw",
+    "sgd": "sgd",
+    "rmsprop": "rmsprop",
+    "adagrad": "adagrad",
+}
+_SCHEDULES = {
+    "linear": "linear_schedule_with_warmup",
+    "cosine": "cosine_schedule_with_warmup",
+    "cosine_with_restarts": "cosine_with_hard_restarts_schedule_with_warmup",
+    "cosine_with_min_lr": "cosine_schedule_with_warmup",
+    "polynomial": "polynomial_decay_schedule_with_warmup",
+    "constant": "constant_schedule",
+    "constant_with_warmup": "constant_schedule_with_warmup",
+    "inverse_sqrt": "inverse_sqrt_schedule",
+}
+"""The functions of transformers that are known, by the words of its arguments."""
 
 
 def read(folder: Path) -> Checkpoint:
     state = read_json(folder / STATE)
     trees = torch_files(folder)
-    arguments = trees.get("training_args.bin")
+    stored = trees.get(_ARGUMENTS)
+    arguments = mapping(stored.state if isinstance(stored, Object) else None)
+    facts: dict[str, Any] = {}
+    if isinstance(tree := trees.get("optimizer.pt"), Mapping) and "param_groups" in tree:
+        facts["optimizers"] = (optimizer_of(tree, _FAMILIES.get(_word(arguments.get("optim")))),)
+    if isinstance(tree := trees.get("scheduler.pt"), Mapping):
+        facts["schedules"] = (_schedule(tree, arguments, state),)
+    if arguments.get("max_grad_norm"):
+        facts["clip"] = {"norm": float(arguments["max_grad_norm"]), "variant": "torch"}
     return hugging_face_folder(
         folder,
         FORMAT.name,
         FORMAT.title,
         {STATE: state, **trees},
         progress=progress_of(state),
-        arguments=mapping(arguments.state if isinstance(arguments, Object) else None),
+        arguments=arguments,
+        accumulate=int(arguments.get("gradient_accumulation_steps") or 1),
+        **facts,
     )
 
 
-FORMAT = Format("hf", "Hugging Face Trainer", has(STATE), read)
+def _word(value: Any) -> str:
+    """A member of an enumeration, which is kept as what it was made of."""
+    return str(value.arguments[0]) if isinstance(value, Object) and value.arguments else str(value)
+
+
+def _schedule(tree: Mapping[str, Any], arguments: Mapping[str, Any], state: Mapping[str, Any]) -> Schedule:
+    """Schedules are functions, which are not stored: their numbers are in the arguments beside them."""
+    position = tree.get("last_epoch")
+    return Schedule(tree, _words(tree, arguments, state), position if isinstance(position, int) else None)
+
+
+def _words(tree: Mapping[str, Any], arguments: Mapping[str, Any], state: Mapping[str, Any]) -> tuple[Spec, ...] | None:
+    name = _word(arguments.get("lr_scheduler_type"))
+    total, bases = state.get("max_steps"), tree.get("base_lrs")
+    if name not in _SCHEDULES or not isinstance(total, int) or not bases:
+        return None
+    warmup = arguments.get("warmup_steps") or 0
+    if warmup < 1:
+        warmup = math.ceil(total * (warmup or arguments.get("warmup_ratio") or 0))
+    numbers: dict[str, Any] = {"num_warmup_steps": int(warmup), "num_training_steps": total}
+    numbers |= {"polynomial": {"lr_end": 1e-7, "power": 1.0, "lr_init": bases[0]}}.get(name, {})
+    numbers |= {"inverse_sqrt": {"timescale": int(warmup) or 10_000}}.get(name, {})
+    numbers |= mapping(arguments.get("lr_scheduler_kwargs"))
+    reader = READERS[_SCHEDULES[name]]
+    wanted = reader.__code__.co_varnames[1 : reader.__code__.co_argcount]
+    if "min_lr" in numbers:
+        numbers["min_lr_rate"] = numbers.pop("min_lr") / bases[0]
+    if not {*numbers} - {"num_training_steps", "num_warmup_steps"} <= {*wanted}:
+        return None
+    pieces = reader(bases[0], **{key: value for key, value in numbers.items() if key in wanted})
+    parts = complete(pieces)
+    rates = [Factor(base, parts).rate(tree.get("last_epoch", 0)) for base in bases]
+    if not all(math.isclose(a, b, rel_tol=1e-6, abs_tol=1e-12) for a, b in zip(rates, tree["_last_lr"], strict=True)):
+        return None
+    if [spec.name for spec, _ in pieces] == ["constant"] and not warmup:
+        return ()
+    return tuple(Spec(s.name, {**s.options, **({} if end == FOREVER else {"until": end})}) for s, end in pieces)
+
+
+def write(checkpoint: Checkpoint, folder: Path) -> None:
+    """A folder from which `trainer.train(resume_from_checkpoint=...)` goes on."""
+    write_safetensors(folder / MODEL, checkpoint.tensors, {"format": "pt"})
+    if checkpoint.format == FORMAT.name:
+        for name, tree in up_to_date(checkpoint.trees, checkpoint).items():
+            (write_json if name.endswith(".json") else write_torch_file)(folder / name, tree)
+        write_other_files(checkpoint, folder)
+        return
+    if checkpoint.configuration:
+        write_json(folder / "config.json", checkpoint.configuration)
+    write_json(folder / STATE, _state(checkpoint))
+    for optimizer in checkpoint.optimizers[:1]:
+        write_torch_file(folder / "optimizer.pt", optimizer_state(optimizer))
+    for schedule in checkpoint.schedules[:1]:
+        write_torch_file(folder / "scheduler.pt", {**schedule.state})
+
+
+def _state(checkpoint: Checkpoint) -> dict[str, Any]:
+    """What the Trainer reads before it goes on; it counts epochs from the steps."""
+    step = checkpoint.step or 0
+    return {
+        "epoch": checkpoint.progress.get("epoch", 0),
+        "global_step": step,
+        "max_steps": checkpoint.progress.get("max_steps", 0),
+        "num_train_epochs": checkpoint.progress.get("num_train_epochs", 0),
+        "is_local_process_zero": True,
+        "is_world_process_zero": True,
+        "log_history": [],
+        "logging_steps": 500,
+        "eval_steps": 500,
+        "save_steps": 500,
+        "stateful_callbacks": {},
+        "total_flos": 0.0,
+        "train_batch_size": None,
+        "trial_name": None,
+        "trial_params": None,
+    }
+
+
+FORMAT = Format("hf", "Hugging Face Trainer", has(STATE), read, write)

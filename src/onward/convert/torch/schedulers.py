@@ -11,9 +11,9 @@ from typing import Any
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
+from onward.convert.rates import Factor, complete
 from onward.convert.run import Run
-from onward.convert.torch.exact.rates import Factor
-from onward.convert.torch.lambdas import FOREVER, complete
+from onward.convert.transformers_schedules import FOREVER
 
 Make = Callable[[Optimizer], LRScheduler]
 

@@ -10,9 +10,10 @@ from torch.optim import Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
 from onward.convert.problems import Problems
-from onward.convert.torch.exact.rates import Factor
-from onward.convert.torch.lambdas import FOREVER, Pieces, complete, read_lambda
+from onward.convert.rates import Factor, complete
+from onward.convert.torch.lambdas import read_lambda
 from onward.convert.torch.schedulers import make_scheduler, updates_per_step
+from onward.convert.transformers_schedules import FOREVER, Pieces
 from onward.errors import RecipeError
 from onward.recipe.spec import Spec
 

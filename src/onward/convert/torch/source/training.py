@@ -12,9 +12,10 @@ from torch import nn
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
+from onward.convert import rates
 from onward.convert.python import quoted
 from onward.convert.torch.clipping import Clip
-from onward.convert.torch.exact import clipping, rates
+from onward.convert.torch.exact import clipping
 from onward.convert.torch.exact.optimizer import ExactOptimizer, Together
 from onward.convert.torch.source.expressions import number
 from onward.convert.torch.source.program import defaults_of

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
+
+from onward.recipe.schedules import schedule as known_schedule
+from onward.recipe.spec import Spec
 
 
 class Factor:
@@ -129,3 +132,13 @@ RATES: dict[str, Callable[..., float]] = {
     "inverse_sqrt": inverse_sqrt,
     "warmup": warming_up,
 }
+
+
+def complete(pieces: Sequence[tuple[Spec, float]]) -> list[dict[str, Any]]:
+    """Schedules as `Factor` takes them, with all their numbers and choices."""
+    completed: list[dict[str, Any]] = []
+    for spec, until in pieces:
+        numbers, choices = known_schedule(spec.name).resolve(spec.options)
+        end = {"until": until} if until < math.inf else {}
+        completed.append({"name": spec.name, **numbers, **choices, **end})
+    return completed

@@ -1,0 +1,193 @@
+"""A training model as a checkpoint: of the format that it came from, or of another."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from onward.arguments import checked
+from onward.checkpoint.description import COUNT, Checkpoint, Group, Optimizer, Schedule
+from onward.checkpoint.format import Format
+from onward.checkpoint.formats import FORMATS
+from onward.checkpoint.kept import kept
+from onward.checkpoint.matching import Match
+from onward.checkpoint.opening import open_checkpoint
+from onward.checkpoint.schedules import advanced, state_of
+from onward.checkpoint.tensors import ModelTensor, Tensor, turned
+from onward.convert.run import Run, disassemble
+from onward.errors import UnknownNameError, near
+from onward.inspect import describe
+from onward.model import Model, read
+from onward.model.state import states
+from onward.model.storage.replacement import replacing
+from onward.recipe.spec import Spec
+
+_COUNTERS = ("global_step", "global_steps", "step", "iteration")
+
+
+@checked()
+def to_checkpoint(
+    source: Model | Checkpoint | str | os.PathLike[str], path: str | os.PathLike[str], *, format: str
+) -> Path:
+    """Write a checkpoint from which a framework goes on; where it was written.
+
+    - `source`: a training model, or a checkpoint of any format
+    - `format`: such as `"hf"`, `"dcp"`, `"deepspeed"` or `"orbax"`
+    """
+    chosen = writable(format)
+    checkpoint = source if isinstance(source, Checkpoint) else _described(source)
+    target = Path(path)
+    assert chosen.write is not None
+    with replacing(target if chosen.is_folder else target.parent, target) as folder:
+        chosen.write(checkpoint, folder if chosen.is_folder else folder / target.name)
+    return target
+
+
+def writable(name: str) -> Format:
+    """The format of that name, if it can be written."""
+    known = {format.name: format for format in FORMATS if format.write is not None}
+    if name not in known:
+        hint = near(name, known) or f"there are {', '.join(known)}"
+        raise UnknownNameError(f"there is no format `{name}` that can be written", hint=hint)
+    return known[name]
+
+
+def _described(source: Model | str | os.PathLike[str]) -> Checkpoint:
+    if isinstance(source, Model):
+        return checkpoint_of_model(source)
+    if os.fspath(source).endswith(".onnx"):
+        return checkpoint_of_model(read(source))
+    return open_checkpoint(source)
+
+
+def checkpoint_of_model(model: Model) -> Checkpoint:
+    """What a training model holds, as a checkpoint. What it was made of is kept, with its numbers as they are now."""
+    run = disassemble(model)
+    rates = [group.lr_now for group in describe(model).steps[0].groups]
+    origin = kept(model)
+    if origin is None:
+        order: dict[Any, int] = {name: at for at, name in enumerate(model.graph.initializers)}
+        groups = [
+            Group({}, tuple(sorted(group.parameters, key=order.__getitem__)), _spec(group.optimizer), rate)
+            for group, rate in zip(run.groups, rates, strict=True)
+        ]
+        families = tuple(dict.fromkeys(group.optimizer.name for group in groups if group.optimizer))
+        return Checkpoint(
+            model.path or Path("model.onnx"),
+            "onnx",
+            "ONNX training model",
+            _weights(model),
+            keeps_order=True,
+            optimizers=(Optimizer(families, tuple(groups), _slots(model, run.step, None)),),
+            schedules=_schedules(run, rates, ()),
+            step=run.step,
+            progress={"step": run.step},
+            clip=run.clip,
+            accumulate=int(run.recipe.get("accumulate", 1)),
+        )
+    before, matched = origin
+    slots = _slots(model, run.step, matched)
+    return dataclasses.replace(
+        before,
+        optimizers=tuple(_continued(each, run, rates, slots, matched) for each in before.optimizers),
+        schedules=_schedules(run, rates, before.schedules),
+        step=run.step,
+        progress=_progress(before.progress, before.step, run.step),
+    )
+
+
+def _weights(model: Model) -> dict[str, Tensor]:
+    """Parameters and statistics, in the order of the graph."""
+    weights = {weight.name for weight in describe(model).weights if weight.role != "constant"}
+    return {
+        name: ModelTensor(value.const_value)
+        for name, value in model.graph.initializers.items()
+        if name in weights and value.const_value is not None
+    }
+
+
+def _slots(model: Model, step: int, matched: Match | None) -> dict[str | int, Mapping[str, Any]]:
+    """What optimizers keep, by the names of the checkpoint."""
+    theirs = {ours: name for name, ours in matched.names.items()} if matched else {}
+    found: dict[str | int, dict[str, Any]] = {}
+    for state in states(model):
+        if state.role not in ("optimizer_state", "master") or state.parameter is None or not state.slot:
+            continue
+        assert state.value.const_value is not None
+        name = theirs.get(state.parameter, state.parameter)
+        tensor: Tensor = ModelTensor(state.value.const_value)
+        if matched and name in matched.turned and len(tensor.shape) == 2:
+            tensor = turned(tensor)
+        found.setdefault(name, {COUNT: step})[state.slot] = tensor
+    return dict(found) if step else {}
+
+
+def _continued(
+    before: Optimizer,
+    run: Run,
+    rates: Sequence[float | None],
+    slots: Mapping[str | int, Mapping[str, Any]],
+    matched: Match,
+) -> Optimizer:
+    """An optimizer of the checkpoint as it is now."""
+    now = {
+        name: (_spec(group.optimizer), rate)
+        for group, rate in zip(run.groups, rates, strict=True)
+        for name in group.parameters
+    }
+    groups = []
+    for group in before.groups:
+        ours = next((matched.names[str(name)] for name in group.parameters if str(name) in matched.names), "")
+        spec, rate = now.get(ours, (group.optimizer, group.rate))
+        groups.append(dataclasses.replace(group, optimizer=spec, rate=rate))
+    own = {name for group in before.groups for name in group.parameters}
+    current = {name: {**before.slots.get(name, {}), **kept} for name, kept in slots.items() if name in own}
+    return dataclasses.replace(before, groups=tuple(groups), slots={**before.slots, **current})
+
+
+def _spec(optimizer: Any) -> Spec | None:
+    return optimizer if isinstance(optimizer, Spec) else None
+
+
+def _schedules(run: Run, rates: Sequence[float | None], before: Sequence[Schedule]) -> tuple[Schedule, ...]:
+    """The schedule at its present position; those of the checkpoint keep what else they hold."""
+    if not run.schedule and not before:
+        return ()
+    every = _updates_per_step(run.schedule)
+    position = run.step // every
+    words = tuple(Spec(spec.name, _counted(spec.options, every)) for spec in run.schedule)
+    bases = [group.lr for group in run.groups]
+    present = [base if rate is None else rate for base, rate in zip(bases, rates, strict=True)]
+    if not before:
+        return (Schedule(state_of(words, bases, present, position), words, position),)
+    found = []
+    for schedule in before:
+        found.append(Schedule(advanced(schedule.state, present, position), schedule.words, position))
+    return tuple(found)
+
+
+def _updates_per_step(schedule: Sequence[Spec]) -> int:
+    units = {int(spec.options.get("every", 1)) for spec in schedule}
+    return units.pop() if len(units) == 1 else 1
+
+
+def _counted(options: Mapping[str, Any], every: int) -> dict[str, Any]:
+    """Options by steps of a scheduler, where they were by updates."""
+    if every == 1:
+        return dict(options)
+    counted = {key: value for key, value in options.items() if key != "every"}
+    return {**counted, **({"until": counted["until"] / every} if "until" in counted else {})}
+
+
+def _progress(progress: Mapping[str, Any], before: int | None, now: int) -> dict[str, Any]:
+    """Counters of updates at their new value, and epochs in proportion."""
+    moved = dict(progress)
+    for name in _COUNTERS:
+        if moved.get(name) == before:
+            moved[name] = now
+    if before and now != before and isinstance(moved.get("epoch"), float):
+        moved["epoch"] *= now / before
+    return moved

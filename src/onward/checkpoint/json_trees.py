@@ -1,0 +1,191 @@
+"""A checkpoint as JSON, for the metadata of a training model: what is not understood is kept, and given back equal.
+
+Tensors are named: those that are state of the model by their names there, others by names that the caller chooses. What
+JSON has no form for is an object with one key that begins with `$`.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from onward.checkpoint.description import Checkpoint, Group, Optimizer, RandomState, Schedule
+from onward.checkpoint.objects import Attributed, Name, Object, WithDefault
+from onward.checkpoint.tensors import ArrayTensor, Tensor
+from onward.errors import InvalidModelError
+from onward.recipe.spec import Spec
+
+_SMALL = 64
+"""Bytes of tensors that are written out."""
+_MOST = 2_000_000
+"""Parts of a tree that is kept: a small pickle can describe one without end, naming the same part again and again."""
+_RECORDS = {kind.__name__: kind for kind in (Checkpoint, Group, Optimizer, RandomState, Schedule, Spec)}
+
+NameOf = Callable[[Tensor], Any]
+TensorOf = Callable[[Any], Tensor]
+
+
+class TooLarge(Exception):
+    """A tree that is too large, or endless."""
+
+
+def encode(tree: Any, name_of: NameOf) -> Any:
+    """A tree as JSON. `name_of` says how a tensor is named."""
+    return _Encoder(name_of).encode(tree)
+
+
+class _Encoder:
+    def __init__(self, name_of: NameOf):
+        self._name_of = name_of
+        self._parts = 0
+        self._inside: set[int] = set()
+
+    def encode(self, tree: Any) -> Any:
+        self._parts += 1
+        if self._parts > _MOST or id(tree) in self._inside or len(self._inside) > 200:
+            raise TooLarge
+        self._inside.add(id(tree))
+        try:
+            return self._form(tree)
+        finally:
+            self._inside.discard(id(tree))
+
+    def _form(self, tree: Any) -> Any:
+        if tree is None or isinstance(tree, bool | str) or type(tree) is int:
+            return tree
+        if type(tree) is float:
+            return tree if math.isfinite(tree) else {"$float": str(tree)}
+        if isinstance(tree, Tensor):
+            return self._tensor(tree)
+        if isinstance(tree, Attributed):
+            key = "$defaultdict" if isinstance(tree, WithDefault) else "$ordered"
+            rest = [] if tree.attributes is None and not tree.arguments else [tree.arguments, tree.attributes]
+            return {key: [self._entries(tree), *map(self.encode, rest)]}
+        if isinstance(tree, Mapping):
+            if all(isinstance(key, str) and not key.startswith("$") for key in tree):
+                return {key: self.encode(value) for key, value in tree.items()}
+            return {"$dict": self._entries(tree)}
+        if type(tree) is list:
+            return self._list(tree)
+        return self._tagged(tree)
+
+    def _tagged(self, tree: Any) -> Any:
+        if type(tree) is tuple:
+            return {"$tuple": self._list(tree)}
+        if isinstance(tree, set | frozenset):
+            return {f"${type(tree).__name__}": self._list(sorted(tree, key=repr))}
+        if isinstance(tree, bytes | bytearray):
+            return {f"${type(tree).__name__}": _text(bytes(tree))}
+        if isinstance(tree, complex):
+            return {"$complex": [self.encode(tree.real), self.encode(tree.imag)]}
+        if isinstance(tree, np.ndarray | np.generic):
+            kind = "$array" if isinstance(tree, np.ndarray) else "$number"
+            return {kind: [_kind(tree.dtype), list(tree.shape), _text(np.ascontiguousarray(tree).tobytes())]}
+        if isinstance(tree, np.dtype):
+            return {"$dtype": _kind(tree)}
+        if isinstance(tree, Name):
+            return {"$name": [tree.module, tree.name]}
+        if isinstance(tree, Object):
+            parts = (tree.of, tree.arguments, tree.keywords, tree.state, tree.items, tree.entries, tree.is_instance)
+            return {"$object": [self.encode(part) for part in parts]}
+        if type(tree).__name__ in _RECORDS and dataclasses.is_dataclass(tree):
+            fields = {field.name: getattr(tree, field.name) for field in dataclasses.fields(tree)}
+            return {f"${type(tree).__name__}": {name: self.encode(value) for name, value in fields.items()}}
+        if isinstance(tree, Path):
+            return {"$path": str(tree)}
+        raise TypeError(f"a {type(tree).__name__} cannot be kept")
+
+    def _tensor(self, tensor: Tensor) -> Any:
+        if tensor.nbytes <= _SMALL and len(tensor.shape) <= 1:
+            array = tensor.array()
+            return {"$tensor": [_kind(array.dtype), list(array.shape), _text(np.ascontiguousarray(array).tobytes())]}
+        return {"$t": self._name_of(tensor)}
+
+    def _entries(self, tree: Mapping[Any, Any]) -> list[Any]:
+        return [[self.encode(key), self.encode(value)] for key, value in tree.items()]
+
+    def _list(self, items: Any) -> list[Any]:
+        return [self.encode(item) for item in items]
+
+
+def _kind(dtype: np.dtype) -> str:
+    return dtype.str if dtype.kind in "SUmM" else dtype.name
+
+
+def _text(data: bytes) -> str:
+    return base64.b64encode(data).decode("ascii")
+
+
+def decode(form: Any, tensor_of: TensorOf) -> Any:
+    """The tree that JSON holds. `tensor_of` finds a tensor by what it was named."""
+    try:
+        return _Decoder(tensor_of).decode(form)
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
+        raise InvalidModelError(f"the checkpoint that the training model keeps is damaged: {error}") from error
+
+
+class _Decoder:
+    def __init__(self, tensor_of: TensorOf):
+        self._tensor_of = tensor_of
+
+    def decode(self, form: Any) -> Any:
+        if isinstance(form, list):
+            return [self.decode(item) for item in form]
+        if not isinstance(form, dict):
+            return form
+        if len(form) == 1 and (key := next(iter(form))).startswith("$"):
+            return self._tagged(key[1:], form[key])
+        return {key: self.decode(value) for key, value in form.items()}
+
+    def _tagged(self, kind: str, form: Any) -> Any:
+        simple: dict[str, Callable[[Any], Any]] = {
+            "float": float,
+            "t": self._tensor_of,
+            "tuple": lambda items: tuple(self.decode(items)),
+            "set": lambda items: set(self.decode(items)),
+            "frozenset": lambda items: frozenset(self.decode(items)),
+            "bytes": base64.b64decode,
+            "bytearray": lambda text: bytearray(base64.b64decode(text)),
+            "complex": lambda parts: complex(*self.decode(parts)),
+            "array": _array,
+            "number": lambda parts: _array(parts)[()],
+            "tensor": lambda parts: ArrayTensor(_array(parts)),
+            "dtype": np.dtype,
+            "name": lambda parts: Name(*parts),
+            "object": self._object,
+            "dict": self._entries,
+            "path": Path,
+        }
+        if kind in simple:
+            return simple[kind](form)
+        if kind in ("ordered", "defaultdict"):
+            return self._attributed(kind, form)
+        fields = {name: self.decode(value) for name, value in form.items()}
+        return _RECORDS[kind](**fields)
+
+    def _entries(self, form: Any) -> dict[Any, Any]:
+        return {self.decode(key): self.decode(value) for key, value in form}
+
+    def _attributed(self, kind: str, form: Any) -> Attributed:
+        arguments, attributes = self.decode(form[1:]) if len(form) > 1 else ((), None)
+        made = WithDefault(*arguments) if kind == "defaultdict" else Attributed()
+        made.update(self._entries(form[0]))
+        made.attributes = attributes
+        return made
+
+    def _object(self, form: Any) -> Object:
+        of, arguments, keywords, state, items, entries, is_instance = self.decode(form)
+        made = Object(of, arguments, keywords, is_instance=is_instance)
+        made.state, made.items, made.entries = state, items, [tuple(entry) for entry in entries]
+        return made
+
+
+def _array(parts: Any) -> np.ndarray:
+    kind, shape, text = parts
+    return np.frombuffer(base64.b64decode(text), np.dtype(kind)).reshape(shape)

@@ -1,0 +1,214 @@
+"""Which tensor of a checkpoint is which of a graph. Names differ by what frameworks put around modules, by tying and by
+the order of axes; the rules that were used are said. Nothing is matched by its shape alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+import onnx_ir as ir
+
+from onward.checkpoint.tensors import Tensor
+from onward.convert.problems import Problems
+from onward.errors import listed
+from onward.inspect import describe
+from onward.model import Model
+
+_WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module"}
+"""Names that wrappers of modules add somewhere."""
+_COUNTERS = "num_batches_tracked"
+
+
+@dataclasses.dataclass(frozen=True)
+class Match:
+    """What belongs together."""
+
+    names: Mapping[str, str]
+    """From the checkpoint's names to those of the graph."""
+    turned: frozenset[str] = frozenset()
+    """Names of the checkpoint whose matrices the graph has the other way round."""
+    rules: tuple[str, ...] = ()
+    """How names were changed, in words."""
+    left: tuple[str, ...] = ()
+    """What the graph has no place for."""
+    absent: tuple[str, ...] = ()
+    """Weights of the graph that the checkpoint does not have."""
+
+
+def match(
+    tensors: Mapping[str, Tensor],
+    model: Model,
+    given: Mapping[str, str] | None = None,
+    tied: Mapping[str, str] | None = None,
+) -> Match:
+    """Match by name; `given` are pairs that the user knows, from the checkpoint to the graph."""
+    graph = {name: value for name, value in model.graph.initializers.items() if value.const_value is not None}
+    weights = {weight.name for weight in describe(model).weights if weight.role != "constant"}
+    rules: list[str] = []
+    names = _given(given or {}, tensors, graph)
+    if names:
+        rules.append(f"{len(names)} names as they were given")
+    names |= _by_name([name for name in tensors if name not in names], set(graph) - {*names.values()}, weights, rules)
+    names |= _tied(tied or {}, names, graph, rules)
+    names |= _by_value(tensors, names, graph, weights, rules)
+    turned = _turned(names, tensors, graph, rules)
+    found = {*names.values()}
+    left = [name for name in tensors if name not in names and not name.endswith(_COUNTERS)]
+    return Match(names, frozenset(turned), tuple(rules), tuple(left), tuple(sorted(weights - found)))
+
+
+def _given(given: Mapping[str, str], tensors: Mapping[str, Tensor], graph: Mapping[str, ir.Value]) -> dict[str, str]:
+    problems = Problems("the names that were given")
+    for theirs, ours in given.items():
+        if theirs not in tensors:
+            problems.add(f"the checkpoint has no `{theirs}`", "`onward show --params` lists what it has")
+        if ours not in graph:
+            problems.add(f"the model has no `{ours}`", "`onward show --params` lists what it has")
+    problems.refuse()
+    return dict(given)
+
+
+def _by_name(theirs: list[str], ours: set[str], weights: set[str], rules: list[str]) -> dict[str, str]:
+    """By equal names, after what wrappers add is left out and one prefix is replaced by another."""
+    plain = {name: _unwrapped(name) for name in theirs}
+    of_ours = {_unwrapped(name): name for name in ours}
+    old, new = _prefixes(set(plain.values()), set(of_ours), {_unwrapped(name) for name in weights})
+    found: dict[str, str] = {}
+    for name, bare in plain.items():
+        if bare.startswith(old) and (target := of_ours.get(f"{new}{bare.removeprefix(old)}")) is not None:
+            found[name] = target
+    wrappers = {part for name in found for part in name.split(".") if part in _WRAPPERS} - {
+        part for name in found.values() for part in name.split(".")
+    }
+    if wrappers:
+        rules.append(f"left out of names: {listed(sorted(wrappers), 4)}")
+    if old != new:
+        rules.append(f"names begin with `{new}` instead of `{old}`" if old and new else _said(old, new))
+    return found
+
+
+def _said(old: str, new: str) -> str:
+    return f"names lose `{old}` at their beginning" if old else f"names get `{new}` at their beginning"
+
+
+def _unwrapped(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def _prefixes(theirs: set[str], ours: set[str], weights: set[str]) -> tuple[str, str]:
+    """The change of a prefix with which most weights of the graph are found; none if that does as well."""
+
+    def found(change: tuple[str, str]) -> int:
+        old, new = change
+        changed = {f"{new}{name.removeprefix(old)}" for name in theirs if name.startswith(old)}
+        return len(changed & weights)
+
+    changes = [(old, new) for old in _beginnings(theirs) for new in _beginnings(ours) if old != new or not old]
+    return max(sorted(changes, key=lambda change: len(change[0]) + len(change[1])), key=found)
+
+
+def _beginnings(names: Iterable[str]) -> list[str]:
+    """What names begin with, up to their second dot."""
+    found = {""}
+    for name in names:
+        parts = name.split(".")
+        found |= {".".join(parts[:count]) + "." for count in (1, 2) if len(parts) > count}
+    return sorted(found) if len(found) < 200 else [""]
+
+
+def _tied(
+    tied: Mapping[str, str], names: Mapping[str, str], graph: Mapping[str, ir.Value], rules: list[str]
+) -> dict[str, str]:
+    """A graph has a tied tensor once, under one of its names."""
+    taken = {*names.values()}
+    bare = {_unwrapped(name): name for name in graph if name not in taken}
+    found = {
+        name: bare[_unwrapped(other)] for other, name in tied.items() if name not in names and _unwrapped(other) in bare
+    }
+    rules.extend(f"`{theirs}` is `{ours}` there: they are tied" for theirs, ours in found.items())
+    return found
+
+
+def _by_value(
+    tensors: Mapping[str, Tensor],
+    names: Mapping[str, str],
+    graph: Mapping[str, ir.Value],
+    weights: set[str],
+    rules: list[str],
+) -> dict[str, str]:
+    """What has no name in common but the same numbers, of which there is one each: exporters rename what they fold."""
+    taken = {*names.values()}
+    open_ours = [name for name in weights if name not in taken and name in graph]
+    open_theirs = [name for name in tensors if name not in names and len(tensors[name].shape) > 0]
+    if not open_ours or not open_theirs:
+        return {}
+    by_value: dict[tuple[tuple[int, ...], bytes], list[str]] = {}
+    for name in open_theirs:
+        array = tensors[name].array()
+        for form in {array.shape, array.T.shape} if array.ndim == 2 else {array.shape}:
+            turned = array if form == array.shape else array.T
+            by_value.setdefault((form, _digest(turned)), []).append(name)
+        if array.ndim == 2 and array.shape[0] == array.shape[1]:
+            by_value.setdefault((array.shape, _digest(array.T)), []).append(name)
+    found: dict[str, str] = {}
+    for ours in open_ours:
+        tensor = graph[ours].const_value
+        assert tensor is not None
+        same = by_value.get((tuple(tensor.shape.numpy()), _digest(tensor.numpy())), [])
+        if len(same) == 1 and same[0] not in found:
+            found[same[0]] = ours
+    if found:
+        rules.append(f"{len(found)} tensors by equal values: {listed([f'{a} = {b}' for a, b in found.items()], 4)}")
+    return found
+
+
+def _digest(array: np.ndarray) -> bytes:
+    return hashlib.blake2b(np.ascontiguousarray(array).tobytes(), digest_size=16).digest()
+
+
+def _turned(
+    names: Mapping[str, str], tensors: Mapping[str, Tensor], graph: Mapping[str, ir.Value], rules: list[str]
+) -> list[str]:
+    """Matrices that the graph has the other way round: where shapes say so, and squares where all others are."""
+    problems = Problems("the tensors of the checkpoint")
+    turned: list[str] = []
+    straight: list[str] = []
+    squares: list[str] = []
+    for theirs, ours in names.items():
+        tensor = graph[ours].const_value
+        assert tensor is not None
+        here, there = tuple(tensor.shape.numpy()), tensors[theirs].shape
+        multiplied = _is_factor(graph[ours])
+        if here == there:
+            if multiplied and len(here) == 2:
+                (squares if here[0] == here[1] else straight).append(theirs)
+        elif len(here) == 2 and here == there[::-1]:
+            turned.append(theirs)
+        else:
+            problems.add(
+                f"`{theirs}` is {list(there)}, and `{ours}` in the model is {list(here)}", "give its own model"
+            )
+    problems.refuse()
+    unsure = [name for name in squares if not _equal(tensors[name], graph[names[name]])]
+    if turned and not straight:
+        turned += unsure
+    elif turned and unsure:
+        problems.add(
+            f"some matrices are stored the other way round, and of {listed(unsure, 3)} it cannot be told",
+            "export the model with its weights as they are in the framework",
+        )
+        problems.refuse()
+    if turned:
+        rules.append(f"{len(turned)} matrices are turned: {listed(turned, 3)}")
+    return turned
+
+
+def _is_factor(value: ir.Value) -> bool:
+    return any(use.node.op_type == "MatMul" and use.idx == 1 for use in value.uses())
+
+
+def _equal(tensor: Tensor, value: ir.Value) -> bool:
+    assert value.const_value is not None
+    return np.array_equal(tensor.array(), value.const_value.numpy())
