@@ -90,8 +90,6 @@ class Checkpoint:
     """What it is in words, with the version where one is stored: `Lightning 2.6.6`."""
     tensors: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
     """Parameters and buffers, by their names there."""
-    keeps_order: bool = False
-    """Whether these are in the order of the module."""
     optimizers: tuple[Optimizer, ...] = ()
     schedules: tuple[Schedule, ...] = ()
     step: int | None = None
@@ -113,6 +111,8 @@ class Checkpoint:
     """In words of a recipe."""
     tied: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Further names of tensors."""
+    keeps_order: bool = False
+    """Whether tensors are in the order of the module."""
     configuration: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """What it says of the model."""
     arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)
