@@ -4,9 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from onward.checkpoint.description import Checkpoint
+from onward.model import Model
+
+
+class Captured(NamedTuple):
+    """What a checkpoint computes, where it holds that, too."""
+
+    model: Model
+    loss: Any
+    """In words of a recipe."""
 
 
 class Format(NamedTuple):
@@ -23,3 +32,5 @@ class Format(NamedTuple):
     """What the format has a place for: fields of `Checkpoint`."""
     ending: str = ""
     """Of a file."""
+    graph: Callable[[Path], Captured] | None = None
+    """The model of a checkpoint, where it has one."""

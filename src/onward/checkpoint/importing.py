@@ -12,6 +12,8 @@ import onnx_ir as ir
 
 from onward.arguments import checked
 from onward.checkpoint.description import COUNT, MASTER, Checkpoint, Group, Optimizer, Schedule
+from onward.checkpoint.format import Captured
+from onward.checkpoint.formats import FORMATS
 from onward.checkpoint.kept import keep
 from onward.checkpoint.matching import Match, match
 from onward.checkpoint.naming import with_names
@@ -84,12 +86,8 @@ def plan(
 ) -> Plan:
     """What an import would do, without doing it."""
     checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path)
-    if like is None:
-        raise UnsupportedError(
-            f"`{checkpoint.path}` holds the state of a run, and not what it computes",
-            hint="give the ONNX model that it is of: `--like model.onnx`, or `like=...`",
-        )
-    given = read(like)
+    captured = _captured(checkpoint) if like is None else Captured(read(like), None)
+    given = captured.model
     base = disassemble(given) if given.steps else None
     model = without_steps(given)
     known = names if isinstance(names, Mapping) else None
@@ -102,7 +100,7 @@ def plan(
     words, more = _schedule(checkpoint, schedule, step, groups)
     run = Run(
         model=model,
-        loss=_loss(checkpoint, base, loss),
+        loss=_loss(checkpoint, base, captured.loss if loss is None else loss),
         groups=groups,
         step=step,
         schedule=words,
@@ -111,6 +109,17 @@ def plan(
         recipe=_recipe(checkpoint, base, has_masters),
     )
     return Plan(checkpoint, matched, run, slots, weights, (*matched.rules, *notes, *more, *checkpoint.remarks))
+
+
+def _captured(checkpoint: Checkpoint) -> Captured:
+    """What the checkpoint computes, of itself."""
+    capture = next((format.graph for format in FORMATS if format.name == checkpoint.format and format.graph), None)
+    if capture is None:
+        raise UnsupportedError(
+            f"`{checkpoint.path}` holds the state of a run, and not what it computes",
+            hint="give the ONNX model that it is of: `--like model.onnx`, or `like=...`",
+        )
+    return capture(checkpoint.path)
 
 
 def imported(plan: Plan) -> Model:

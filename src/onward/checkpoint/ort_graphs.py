@@ -6,33 +6,25 @@ cut out: what computes gradients reads it, and is not read by it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import onnx_ir as ir
 
+from onward.checkpoint.format import Captured
+from onward.checkpoint.ort_losses import loss_of
 from onward.checkpoint.tensors import StoredTensor
 from onward.errors import InvalidModelError, UnsupportedError, listed
 from onward.model import Model, read
 from onward.model.core import values
 from onward.model.walk import ancestors
-from onward.recipe.losses import loss as named_loss
+from onward.recipe.forward import SWITCHED
 from onward.recipe.spec import Spec
 from onward.transform import extract
-from onward.transform.types import fill_in_types
 
 EVALUATION, TRAINING, OPTIMIZER = "eval_model", "training_model", "optimizer_model"
 _DOMAIN = "com.microsoft"
-
-
-class Captured(NamedTuple):
-    """A model as it was before it was given to onnxruntime-training."""
-
-    model: Model
-    loss: Any
-    """In words of a recipe."""
-    trainable: tuple[str, ...]
 
 
 def artifact(checkpoint: Path, kind: str) -> Path | None:
@@ -116,13 +108,15 @@ def model_of(checkpoint: Path, trainable: Mapping[str, StoredTensor], frozen: Ma
     outputs = [value.name or "" for value in model.outputs if not (value.name or "").endswith(".accumulation.out")]
     if evaluation is None:
         model = extract(model, _inputs_of(model, outputs), outputs)
-        for node in list(model.graph):
-            _as_standard(node)
-    loss, prediction = _loss(model)
+    for node in model.graph:
+        _for_evaluation(node)
+    if training is not None:
+        _as_trained(model, read(training), trainable)
+    loss, prediction = loss_of(model)
     if prediction is None:
-        return Captured(model, loss, tuple(trainable))
+        return Captured(model, loss)
     kept = list(dict.fromkeys([prediction, *outputs[1:]]))
-    return Captured(extract(model, _inputs_of(model, kept), kept), {prediction: loss}, tuple(trainable))
+    return Captured(extract(model, _inputs_of(model, kept), kept), {prediction: loss})
 
 
 def _hold(model: Model, tensors: Mapping[str, StoredTensor], path: Path) -> None:
@@ -154,11 +148,12 @@ def _inputs_of(model: Model, outputs: list[str]) -> list[str]:
     return [value.name or "" for value in model.inputs if value in needed or value.name in outputs]
 
 
-def _as_standard(node: ir.Node) -> None:
-    """Give an operator that is only for training the name that it has otherwise."""
-    if node.domain != _DOMAIN or node.op_type not in _STANDARD:
+def _for_evaluation(node: ir.Node) -> None:
+    """Make an operator as it is in training what it is otherwise, which `prepare` knows how to train."""
+    known = _IN_TRAINING.get((node.domain, node.op_type))
+    if known is None:
         return
-    op_type, outputs, inputs = _STANDARD[node.op_type]
+    op_type, outputs, inputs = known
     if any(value.uses() or value.is_graph_output() for value in node.outputs[outputs:]):
         raise UnsupportedError(f"the forward part of the training graph reads what only `{node.op_type}` computes")
     if node.op_type == "SoftmaxCrossEntropyLossInternal" and len(node.inputs) > 3:
@@ -170,6 +165,36 @@ def _as_standard(node: ir.Node) -> None:
         del node.attributes[name]
 
 
+def _as_trained(model: Model, training: Model, trainable: Collection[str]) -> None:
+    """See to it that operators with a mode of their own for training are in it where they were, and nowhere else."""
+    makers = {value.name: node for node in training.graph for value in node.outputs}
+    for node in list(model.graph):
+        maker = makers.get(node.outputs[0].name) if node.op_type in SWITCHED and not node.domain else None
+        if maker is None:
+            continue
+        if node.op_type == "Dropout" and not _is_in_training(maker):
+            assert node.inputs[0] is not None
+            node.outputs[0].replace_all_uses_with(node.inputs[0])
+        elif node.op_type == "BatchNormalization":
+            scale = node.inputs[1]
+            learns = scale is not None and scale.name in trainable
+            if learns != _is_in_training(maker):
+                how = "the past, with a scale that learns" if learns else "each batch, with a scale that is frozen"
+                raise UnsupportedError(
+                    f"the normalisation of `{node.outputs[0].name}` is trained by the statistics of {how}",
+                    hint="a training model has either both or none",
+                )
+
+
+def _is_in_training(node: ir.Node) -> bool:
+    if node.op_type.startswith("BatchNorm"):
+        mode = node.attributes.get("training_mode")
+        return mode is not None and bool(mode.value)
+    flag = node.inputs[2] if len(node.inputs) > 2 else None
+    constant = None if flag is None else ir.convenience.get_const_tensor(flag)
+    return constant is not None and bool(constant.numpy().item())
+
+
 def _number(value: ir.Value | None) -> int:
     constant = None if value is None else ir.convenience.get_const_tensor(value)
     if constant is None or constant.size != 1:
@@ -177,96 +202,13 @@ def _number(value: ir.Value | None) -> int:
     return int(constant.numpy().item())
 
 
-_STANDARD = {
-    "BatchNormInternal": ("BatchNormalization", 1, 5),
-    "BitmaskDropout": ("Dropout", 1, 2),
-    "ConcatTraining": ("Concat", 1, 1 << 20),
-    "SoftmaxCrossEntropyLossInternal": ("SoftmaxCrossEntropyLoss", 1, 3),
+_IN_TRAINING = {
+    ("", "BatchNormalization"): ("BatchNormalization", 1, 5),
+    (_DOMAIN, "BatchNormInternal"): ("BatchNormalization", 1, 5),
+    ("", "Dropout"): ("Dropout", 1, 2),
+    (_DOMAIN, "BitmaskDropout"): ("Dropout", 1, 2),
+    (_DOMAIN, "ConcatTraining"): ("Concat", 1, 1 << 20),
+    (_DOMAIN, "SoftmaxCrossEntropyLossInternal"): ("SoftmaxCrossEntropyLoss", 1, 3),
 }
-"""Their names in the standard, how many outputs those have in evaluation, and how many inputs."""
+"""What they are otherwise, and how many outputs and inputs they have then."""
 _KEPT = ("epsilon", "momentum", "seed", "axis", "reduction", "ignore_index")
-
-
-# ---- the loss --------------------------------------------------------------------------------------------------------
-
-_P, _T = "prediction", "target"
-_PROBABILITY = ("Sigmoid", _P)
-_LOSSES: dict[str, Any] = {
-    "mse": ("Pow", ("Sub", _P, _T), 2.0),
-    "l1": ("Abs", ("Sub", _P, _T)),
-    "bce_with_logits": (
-        "Neg",
-        (
-            "Add",
-            ("Mul", ("Log", _PROBABILITY), _T),
-            ("Mul", ("Log", ("Sub", 1.0, _PROBABILITY)), ("Sub", 1.0, _T)),
-        ),
-    ),
-}
-"""As `onnxblock` builds them, before they are reduced."""
-_REDUCTIONS = {"ReduceMean": "mean", "ReduceSum": "sum"}
-
-
-def _loss(model: Model) -> tuple[Any, str | None]:
-    """The loss in words of a recipe, and the value that it is about; `value:...` and None where it has no name."""
-    value = model.outputs[0]
-    found = _cross_entropy(value) or _elementwise(value)
-    unnamed = f"value:{value.name}", None
-    if found is None:
-        return unnamed
-    spec, bound = found
-    prediction, target = bound[_P], bound[_T]
-    if not target.is_graph_input() or prediction.producer() is None:
-        return unnamed
-    fill_in_types(model, [prediction])
-    expected = named_loss(spec.name).targets(prediction, **spec.options)[0]
-    if target.dtype != expected.dtype or target.shape != expected.shape:
-        return unnamed
-    return spec, prediction.name
-
-
-def _cross_entropy(value: ir.Value) -> tuple[Spec, dict[str, ir.Value]] | None:
-    node = value.producer()
-    if node is None or node.op_type != "SoftmaxCrossEntropyLoss" or node.domain or len(node.inputs) != 2:
-        return None
-    scores, labels = node.inputs
-    if scores is None or labels is None or any(each.uses() for each in node.outputs[1:]):
-        return None
-    names = ("reduction", "ignore_index")
-    options = {name: node.attributes[name].value for name in names if name in node.attributes}
-    return Spec("cross_entropy", options), {_P: scores, _T: labels}
-
-
-def _elementwise(value: ir.Value) -> tuple[Spec, dict[str, ir.Value]] | None:
-    node = value.producer()
-    if (
-        node is None
-        or node.domain
-        or node.op_type not in _REDUCTIONS
-        or len(node.inputs) != 1
-        or "axes" in node.attributes
-    ):
-        return None
-    for name, pattern in _LOSSES.items():
-        bound: dict[str, ir.Value] = {}
-        if _matches(node.inputs[0], pattern, bound):
-            return Spec(name, {"reduction": _REDUCTIONS[node.op_type]}), bound
-    return None
-
-
-def _matches(value: ir.Value | None, pattern: Any, bound: dict[str, ir.Value]) -> bool:
-    if value is None:
-        return False
-    if isinstance(pattern, str):
-        return bound.setdefault(pattern, value) is value
-    if isinstance(pattern, float):
-        constant = ir.convenience.get_const_tensor(value)
-        return constant is not None and constant.size == 1 and float(constant.numpy().item()) == pattern
-    node = value.producer()
-    return (
-        node is not None
-        and not node.domain
-        and node.op_type == pattern[0]
-        and len(node.inputs) == len(pattern) - 1
-        and all(_matches(each, part, bound) for each, part in zip(node.inputs, pattern[1:], strict=True))
-    )

@@ -10,13 +10,12 @@ from typing import Any
 import numpy as np
 
 from onward.checkpoint.description import COUNT, Checkpoint, Group, Optimizer
-from onward.checkpoint.format import Format
+from onward.checkpoint.format import Captured, Format
 from onward.checkpoint.ort_files import checkpoints_in, is_ort_checkpoint, read_ort, write_ort
 from onward.checkpoint.ort_graphs import (
     EVALUATION,
     OPTIMIZER,
     TRAINING,
-    Captured,
     Rule,
     artifact,
     model_of,
@@ -122,7 +121,7 @@ def _slots(name: str, momentums: Mapping[str, Tensor], parameter: Tensor, rule: 
 
 
 def graph(path: Path) -> Captured:
-    """The model, its loss and what is trained of it."""
+    """The model and its loss."""
     place = checkpoint_file(path)
     module = read_ort(place)["module_state"]
     return model_of(place, module.get("requires_grad_params", {}), module.get("frozen_params", {}))
@@ -142,10 +141,12 @@ def write(checkpoint: Checkpoint, folder: Path) -> None:
             if type(value) in (int, float, str) and key != "step"
         },
     }
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     write_ort(tree, folder / NAME)
+    origin = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
     for name in checkpoint.files if checkpoint.format == FORMAT.name else ():
-        shutil.copyfile(checkpoint_file(checkpoint.path).parent / name, folder / name)
+        if Path(name).name == name and (origin / name).is_file():
+            shutil.copyfile(origin / name, folder / name)
 
 
 def _module(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -220,4 +221,5 @@ FORMAT = Format(
     read,
     write,
     keeps=("tensors", "optimizers", "step", "progress", "clip", "loss"),
+    graph=graph,
 )
