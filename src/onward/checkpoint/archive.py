@@ -80,6 +80,30 @@ def read_torch_file(path: Path, part: tuple[int, int] | None = None) -> Any:
         raise InvalidModelError(f"`{path}` is not a whole file of `torch.save`: {reason(error)}") from error
 
 
+class Appending(io.RawIOBase):
+    """The end of a file that is being written, as a file of its own."""
+
+    def __init__(self, file: BinaryIO):
+        self._file = file
+        self.start = file.tell()
+
+    def writable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._file.tell() - self.start
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._file.seek(offset + self.start if whence == io.SEEK_SET else offset, whence)
+        return self.tell()
+
+    def write(self, data: Any) -> int:
+        return self._file.write(data)
+
+
 class _Window(io.RawIOBase):
     """A part of a file, as a file."""
 
@@ -188,7 +212,8 @@ def write_torch_file(path: Path, tree: Any) -> None:
         write_torch_archive(file, tree, path.stem)
 
 
-def write_torch_archive(file: BinaryIO, tree: Any, root: str = "archive") -> None:
+def write_torch_archive(file: BinaryIO | Appending, tree: Any, root: str = "archive") -> None:
+    """Write what `torch.save` writes into a file that is open."""
     writing = _Writing()
     main = write_pickle(tree, tensors=writing.reference)
     with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
@@ -199,6 +224,13 @@ def write_torch_archive(file: BinaryIO, tree: Any, root: str = "archive") -> Non
         for key, tensor in enumerate(writing.stored):
             _write_aligned(archive, f"{root}/data/{key}", tensor)
         archive.writestr(f"{root}/version", "3\n")
+
+
+def type_name(dtype: np.dtype) -> str:
+    """What PyTorch calls a type of numbers."""
+    if dtype not in _NAMES:
+        raise UnsupportedError(f"PyTorch has no tensors of {dtype}")
+    return _NAMES[dtype]
 
 
 class _Writing:
@@ -216,9 +248,7 @@ class _Writing:
         return self._made[key]
 
     def _call(self, tensor: Tensor) -> Object:
-        name = _NAMES.get(tensor.dtype)
-        if name is None:
-            raise UnsupportedError(f"PyTorch has no tensors of {tensor.dtype}")
+        name = type_name(tensor.dtype)
         storage = Name("torch", _STORAGE_OF[name]) if name in _STORAGE_OF else Name("torch.storage", "UntypedStorage")
         size = math.prod(tensor.shape) if name in _STORAGE_OF else tensor.nbytes
         data = Persistent(("storage", storage, str(len(self.stored)), "cpu", size))

@@ -14,6 +14,7 @@ from onward.checkpoint.format import Format
 from onward.checkpoint.formats import FORMATS
 from onward.checkpoint.kept import kept
 from onward.checkpoint.matching import Match
+from onward.checkpoint.naming import with_own_names
 from onward.checkpoint.opening import open_checkpoint
 from onward.checkpoint.schedules import advanced, state_of
 from onward.checkpoint.tensors import ModelTensor, Tensor, turned
@@ -39,6 +40,8 @@ def to_checkpoint(
     """
     chosen = writable(format)
     checkpoint = source if isinstance(source, Checkpoint) else _described(source)
+    if chosen.needs_names:
+        checkpoint = with_own_names(checkpoint)
     target = Path(path)
     assert chosen.write is not None
     with replacing(target if chosen.is_folder else target.parent, target) as folder:

@@ -34,3 +34,5 @@ class Format(NamedTuple):
     """Of a file."""
     graph: Callable[[Path], Captured] | None = None
     """The model of a checkpoint, where it has one."""
+    needs_names: bool = True
+    """Whether what optimizers keep has names when it is written."""

@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from onward.checkpoint.description import Optimizer
+from onward.checkpoint.description import Checkpoint, Optimizer
 from onward.checkpoint.tensors import Tensor
 from onward.errors import UnsupportedError, listed
 
@@ -44,6 +44,25 @@ def with_names(optimizer: Optimizer, orders: Mapping[str, Sequence[str]], shapes
         hint="give them in its order: `--names FILE` with a name in each line, or `names=[...]`; "
         + "; ".join(f"{origin}: {_why(order, optimizer, groups, shapes)}" for origin, order in orders.items()),
     )
+
+
+_BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
+
+
+def with_own_names(checkpoint: Checkpoint) -> Checkpoint:
+    """A checkpoint whose optimizers have names, where its own tensors are in the order of the module."""
+    if all(optimizer.has_names for optimizer in checkpoint.optimizers):
+        return checkpoint
+    if not checkpoint.keeps_order:
+        raise UnsupportedError(
+            f"`{checkpoint.path}` has no names for what its optimizer keeps, and its tensors are not in their order",
+            hint="make a training model of it first: `onward convert ... --like model.onnx`",
+        )
+    shapes = {name: tensor.shape for name, tensor in checkpoint.tensors.items()}
+    order = [name for name in checkpoint.tensors if not name.endswith(_BUFFERS)]
+    orders = {"the order of the state of the module": order}
+    named = tuple(with_names(optimizer, orders, shapes)[0] for optimizer in checkpoint.optimizers)
+    return dataclasses.replace(checkpoint, optimizers=named)
 
 
 def _divided(order: Sequence[str], groups: list[list[Any]]) -> list[tuple[str, list[str]]]:

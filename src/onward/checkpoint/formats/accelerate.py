@@ -50,4 +50,4 @@ def _random_states(checkpoint: Checkpoint) -> dict[str, Any]:
     return {keys[each.kind]: each.state for each in checkpoint.randomness if each.kind in keys}
 
 
-FORMAT = Format("accelerate", "Accelerate", matches, read, write)
+FORMAT = Format("accelerate", "Accelerate", matches, read, write, needs_names=False)

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import io
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from onward.checkpoint.archive import TYPES, read_torch_file
+from onward.checkpoint.archive import TYPES, Appending, read_torch_file, type_name, write_torch_archive
 from onward.checkpoint.description import Checkpoint
 from onward.checkpoint.folders import has
 from onward.checkpoint.format import Format
 from onward.checkpoint.objects import Name, Object
 from onward.checkpoint.pickles import read_pickle
-from onward.checkpoint.tensors import ScatteredTensor
+from onward.checkpoint.pickling import write_pickle
+from onward.checkpoint.states import module_state, optimizer_state, up_to_date
+from onward.checkpoint.tensors import ScatteredTensor, Tensor
 from onward.checkpoint.trees import checkpoint_of, progress_of
 from onward.errors import InvalidModelError
 from onward.model.storage.files import reason, regular
@@ -107,4 +110,99 @@ def _with_lists(tree: Any) -> Any:
     return list(inside.values()) if inside and list(inside) == list(range(len(inside))) else inside
 
 
-FORMAT = Format("dcp", "PyTorch, distributed", has(METADATA), read)
+# ---- writing ---------------------------------------------------------------------------------------------------------
+
+_FILE = "__0_0.distcp"
+_MODULE = "torch.distributed.checkpoint.metadata"
+
+
+def write(checkpoint: Checkpoint, folder: Path) -> None:
+    """The tree as it was, up to date; or `model`, `optim`, `scheduler`, counters. Any number of processes loads it."""
+    if checkpoint.format == FORMAT.name and METADATA in checkpoint.trees:
+        tree = up_to_date(checkpoint.trees, checkpoint)[METADATA]
+    else:
+        optimizers = [optimizer_state(optimizer, by_name=True) for optimizer in checkpoint.optimizers]
+        tree = {
+            "model": dict(module_state(checkpoint)),
+            **({"optim": optimizers[0] if len(optimizers) == 1 else optimizers} if optimizers else {}),
+            **({"scheduler": dict(checkpoint.schedules[0].state)} if checkpoint.schedules else {}),
+            **dict(checkpoint.progress),
+        }
+    write_tree(tree, folder)
+
+
+def write_tree(tree: Mapping[str, Any], folder: Path) -> None:
+    """Write a tree: each value by itself into one file, and the table that says where it is."""
+    kinds: dict[str, Object] = {}
+    ways: dict[str, tuple[Any, ...]] = {}
+    places: dict[Object, Object] = {}
+    with open(folder / _FILE, "wb") as file:
+        for way, value in _leaves(tree):
+            name = ".".join(map(str, way))
+            part = Appending(file)
+            write_torch_archive(part, value)
+            file.seek(0, io.SEEK_END)
+            is_tensor = isinstance(value, Tensor)
+            ways[name] = way
+            kinds[name] = _kind(value) if is_tensor else _instance("BytesStorageMetadata", {})
+            index: dict[str, Any] = {"fqn": name, "index": 0 if is_tensor else None}
+            if is_tensor:
+                index["offset"] = _size((0,) * len(value.shape))
+            where = {"relative_path": _FILE, "offset": part.start, "length": file.tell() - part.start}
+            places[_instance("MetadataIndex", index)] = _instance(
+                "_StorageInfo", where, "torch.distributed.checkpoint.filesystem"
+            )
+    meta = _instance("StorageMeta", {"checkpoint_id": None, "save_id": None, "load_id": None, "modules": []})
+    table = {
+        "state_dict_metadata": kinds,
+        "planner_data": ways,
+        "storage_data": places,
+        "storage_meta": meta,
+        "version": "1.0.0",
+    }
+    (folder / METADATA).write_bytes(write_pickle(_instance("Metadata", table)))
+
+
+def _leaves(tree: Any, way: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """The values of a tree, and the ways to them, as PyTorch divides it: lists of plain values are one value."""
+    if isinstance(tree, Mapping) and tree:
+        for key, value in tree.items():
+            yield from _leaves(value, (*way, key))
+    elif isinstance(tree, list) and not _is_one_value(tree):
+        for at, value in enumerate(tree):
+            yield from _leaves(value, (*way, at))
+    else:
+        yield way, tree
+
+
+def _is_one_value(items: list[Any]) -> bool:
+    return not any(
+        isinstance(item, Mapping | Tensor) or (isinstance(item, list) and not _is_one_value(item)) for item in items
+    )
+
+
+def _instance(name: str, state: Mapping[str, Any], module: str = _MODULE) -> Object:
+    made = Object(Name(module, name), is_instance=True)
+    made.state = dict(state)
+    return made
+
+
+def _kind(tensor: Tensor) -> Object:
+    layout = Object(Name("torch.serialization", "_get_layout"), ("torch.strided",))
+    memory = Object(Name(_MODULE, "_MEM_FORMAT_ENCODING"), (0,))
+    properties = Object(Name(_MODULE, "TensorProperties"), is_instance=True)
+    properties.state = (Name("torch", type_name(tensor.dtype)), layout, False, memory, False)
+    chunk = {"offsets": _size((0,) * len(tensor.shape)), "sizes": _size(tensor.shape)}
+    state = {
+        "properties": properties,
+        "size": _size(tensor.shape),
+        "chunks": [_instance("ChunkStorageMetadata", chunk)],
+    }
+    return _instance("TensorStorageMetadata", state)
+
+
+def _size(shape: tuple[int, ...]) -> Object:
+    return Object(Name("torch", "Size"), (shape,))
+
+
+FORMAT = Format("dcp", "PyTorch, distributed", has(METADATA), read, write)

@@ -116,4 +116,4 @@ def _loops(step: int, epoch: int) -> dict[str, Any]:
     }
 
 
-FORMAT = Format("lightning", "Lightning", matches, read, write, is_folder=False, ending=".ckpt")
+FORMAT = Format("lightning", "Lightning", matches, read, write, is_folder=False, ending=".ckpt", needs_names=False)

@@ -32,4 +32,4 @@ def write(checkpoint: Checkpoint, path: Path) -> None:
     write_torch_file(path, tree)
 
 
-FORMAT = Format("torch", "PyTorch", is_torch_file, read, write, is_folder=False, ending=".pt")
+FORMAT = Format("torch", "PyTorch", is_torch_file, read, write, is_folder=False, ending=".pt", needs_names=False)

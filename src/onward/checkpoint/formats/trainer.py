@@ -22,6 +22,7 @@ from onward.recipe.spec import Spec
 
 STATE = "trainer_state.json"
 _ARGUMENTS = "training_args.bin"
+_RANDOM = {"Python": "python", "numpy": "numpy", "torch, CPU": "cpu"}
 _FAMILIES = {
     "adamw_torch": "adamw",
     "adamw_torch_fused": "adamw",
@@ -121,6 +122,8 @@ def write(checkpoint: Checkpoint, folder: Path) -> None:
         write_torch_file(folder / "optimizer.pt", optimizer_state(optimizer))
     for schedule in checkpoint.schedules[:1]:
         write_torch_file(folder / "scheduler.pt", {**schedule.state})
+    if states := {_RANDOM[each.kind]: each.state for each in checkpoint.randomness if each.kind in _RANDOM}:
+        write_torch_file(folder / "rng_state.pth", states)
 
 
 def _state(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -145,4 +148,4 @@ def _state(checkpoint: Checkpoint) -> dict[str, Any]:
     }
 
 
-FORMAT = Format("hf", "Hugging Face Trainer", has(STATE), read, write)
+FORMAT = Format("hf", "Hugging Face Trainer", has(STATE), read, write, needs_names=False)
