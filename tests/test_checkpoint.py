@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import pickle
 import random
+import shutil
 import zipfile
 from collections import OrderedDict, defaultdict
 from collections.abc import Mapping
@@ -114,6 +116,38 @@ def test_classes_become_data_and_nothing_runs(tmp_path: Path) -> None:
     assert any(name.endswith(".system") for name in names) and any(name.endswith(".eval") for name in names)
     said = CliRunner().invoke(app, ["show", str(path)]).stdout
     assert ".system" in said and not marker.exists()
+
+
+def test_what_a_trusting_loader_would_execute(tmp_path: Path) -> None:
+    """Also what a pickle calls and throws away, and what it calls before it breaks off."""
+    call = b"cposix\nsystem\n(X\x04\x00\x00\x00\x1b[2mtR0"
+    whole = pickled({"epoch": 1})
+    for name, content, code in (("a.pt", whole[:2] + call + whole[2:], 0), ("b.pt", whole[:2] + call + b"\xff", 1)):
+        path = tmp_path / name
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr("a/data.pkl", content)
+        said = CliRunner().invoke(app, ["show", "--unsafe", str(path)])
+        assert said.exit_code == code and said.stdout == f"{name}  posix.system('\\x1b[2m')\n"
+        found = json.loads(CliRunner().invoke(app, ["show", "--unsafe", "--json", str(path)]).stdout)
+        assert found == [{"file": name, "name": "posix.system", "call": "('\\x1b[2m')"}]
+    assert onward.open_checkpoint(tmp_path / "a.pt").executes == ("posix.system",)
+    said = CliRunner().invoke(app, ["show", "--unsafe", str(RECORDED / "trainer")])
+    assert "training_args.bin  transformers.training_args.TrainingArguments()" in said.stdout
+
+
+def test_files_that_were_cut_off_are_called_so(tmp_path: Path) -> None:
+    good = (RECORDED / "lightning.ckpt").read_bytes()
+    for size in (100, 1000, len(good) - 1):
+        path = tmp_path / "x.ckpt"
+        path.write_bytes(good[:size])
+        with pytest.raises(onward.Error, match=r"is not a whole file of `torch\.save`: it does not end") as caught:
+            onward.open_checkpoint(path)
+        assert "cut off" in str(caught.value.hint)
+    folder = tmp_path / "trainer"
+    shutil.copytree(RECORDED / "trainer", folder)
+    (folder / "optimizer.pt").write_bytes((folder / "optimizer.pt").read_bytes()[:1000])
+    with pytest.raises(onward.Error, match="not a whole file"):  # and not a checkpoint without an optimizer
+        onward.open_checkpoint(folder)
 
 
 FILES = [

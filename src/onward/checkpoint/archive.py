@@ -22,6 +22,7 @@ from onward.model.storage.files import reason, regular
 from onward.model.storage.npz import BAD_ZIP
 
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
+_LONGEST_START = 1 << 10
 _LEGACY = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 """How PyTorch before 1.6 began its files."""
 
@@ -43,16 +44,26 @@ _STORAGES = {
 
 
 def is_torch_file(path: Path) -> bool:
-    """Whether a file is one of `torch.save`, by what is in it."""
+    """Whether a file is one of `torch.save`, by what is in it; of one that is not whole, by how it begins."""
+    start = b""
     try:
         regular(path)
         with open(path, "rb") as file:
-            if file.read(len(_LEGACY)) == _LEGACY:
+            start = file.read(_LONGEST_START)
+            if start.startswith(_LEGACY):
                 return True
             with zipfile.ZipFile(file) as archive:
                 return any(_is_main_pickle(name) for name in archive.namelist())
     except BAD_ZIP:
-        return False
+        return _is_main_pickle(_first_member(start))
+
+
+def _first_member(start: bytes) -> str:
+    """The name of the first file of an archive, by how it begins; nothing if it is none."""
+    if len(start) < _LOCAL_HEADER.size or not start.startswith(b"PK\x03\x04"):
+        return ""
+    _, length, _ = _LOCAL_HEADER.unpack_from(start)
+    return start[_LOCAL_HEADER.size : _LOCAL_HEADER.size + length].decode("utf-8", "replace")
 
 
 def read_torch_file(path: Path, part: tuple[int, int] | None = None) -> Any:
@@ -77,7 +88,11 @@ def read_torch_file(path: Path, part: tuple[int, int] | None = None) -> Any:
     except InvalidModelError:
         raise
     except BAD_ZIP as error:
-        raise InvalidModelError(f"`{path}` is not a whole file of `torch.save`: {reason(error)}") from error
+        what = reason(error).replace("File is not a zip file", "it does not end as one does")
+        raise InvalidModelError(
+            f"`{path}` is not a whole file of `torch.save`: {what}",
+            hint="a download or copy may have been cut off: compare its size with the original's",
+        ) from error
 
 
 class Appending(io.RawIOBase):

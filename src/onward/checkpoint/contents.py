@@ -52,11 +52,12 @@ def _parts(tree: Any) -> list[Any]:
 
 def executed_names(tree: Any) -> tuple[str, ...]:
     """What a loader that trusts the file would import and call, but for what all files are made of."""
-    names = {str(node) for node in nodes(tree) if isinstance(node, Name) and not _is_harmless(node)}
+    names = {str(node) for node in nodes(tree) if isinstance(node, Name) and not is_harmless(node)}
     return tuple(sorted(names))
 
 
-def _is_harmless(name: Name) -> bool:
+def is_harmless(name: Name) -> bool:
+    """Whether it is of what all checkpoints are made of."""
     if name.module.startswith(("torch.", "numpy.")):
         return False
     return name.module in _HARMLESS and name.name not in _HARMFUL

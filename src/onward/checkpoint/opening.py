@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from pathlib import Path
+from typing import NamedTuple
 
 from onward.arguments import checked
+from onward.checkpoint.contents import is_harmless
 from onward.checkpoint.description import Checkpoint
 from onward.checkpoint.format import Format
 from onward.checkpoint.formats import FORMATS
-from onward.errors import InvalidModelError, UnsupportedError
+from onward.checkpoint.pickles import Named, noting
+from onward.errors import Error, InvalidModelError, UnsupportedError
 
 
 @checked()
@@ -22,12 +26,51 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     if not place.exists():
         raise InvalidModelError(f"there is no `{place}`")
     if (format := format_of(place)) is not None:
-        return format.read(place)
+        with noting() as named:
+            checkpoint = format.read(place)
+        names = {*checkpoint.executes, *(each.name for each in _code(named, place))}
+        return dataclasses.replace(checkpoint, executes=tuple(sorted(names)))
     inside = sorted(each.name for each in place.iterdir() if is_checkpoint(each)) if place.is_dir() else []
     raise UnsupportedError(
         f"`{place}` is of no format that is known",
         hint=f"there is one in it: `{place / inside[-1]}`" if inside else "give what a framework has saved",
     )
+
+
+class Code(NamedTuple):
+    """A class or function that a checkpoint names."""
+
+    file: str
+    name: str
+    call: str
+    """What it is called with, in short; empty where it is only named."""
+
+
+def executed(path: Path) -> tuple[tuple[Code, ...], Error | None]:
+    """All that a loader that trusts a checkpoint would have imported, and called where it says so. Nothing is.
+
+    Of one that cannot be read to its end, what it names before that; and what is wrong with it.
+    """
+    format = format_of(path)
+    if format is None:
+        raise UnsupportedError(f"`{path}` is no checkpoint", hint="models of ONNX name no code")
+    with noting() as named:
+        try:
+            names, wrong = format.read(path).executes, None
+        except Error as error:
+            names, wrong = (), error
+    code = _code(named, path)
+    listed = {each.name for each in code}
+    return (*code, *(Code(path.name, name, "") for name in names if name not in listed)), wrong
+
+
+def _code(named: Named, path: Path) -> tuple[Code, ...]:
+    found = {
+        Code(os.path.relpath(file, path) if path.is_dir() else path.name, str(name), call)
+        for (file, name), call in named.items()
+        if not is_harmless(name)
+    }
+    return tuple(sorted(found))
 
 
 def is_checkpoint(path: Path) -> bool:

@@ -7,10 +7,12 @@ are made of (dicts, sets, arrays of numpy) become what they stand for, made here
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import io
 import pickle
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar
 
 import numpy as np
@@ -40,11 +42,39 @@ def read_pickle(
     """
     if len(data) > MOST_BYTES:
         raise InvalidModelError(f"the pickle in `{of}` is larger than any of a checkpoint")
-    machine = _Machine(io.BytesIO(data), {**_MAKERS, **(makers or {})}, persistent)
+    machine = _Machine(io.BytesIO(data), {**_MAKERS, **(makers or {})}, persistent, of)
     try:
         return _finished(machine.load(), {})
     except _MALFORMED as error:
         raise InvalidModelError(f"the pickle in `{of}` is damaged: {first_line(error)}") from error
+
+
+Named = dict[tuple[str, Name], str]
+"""What pickles name, by file: what it is called with first, in short."""
+_MOST_NAMES = 10_000
+_NAMED: contextvars.ContextVar[Named | None] = contextvars.ContextVar("named", default=None)
+
+
+@contextlib.contextmanager
+def noting() -> Iterator[Named]:
+    """What the pickles that are read meanwhile name and call: also what they throw away, which no tree holds."""
+    named: Named = {}
+    token = _NAMED.set(named)
+    try:
+        yield named
+    finally:
+        _NAMED.reset(token)
+
+
+def _in_short(arguments: Any) -> str:
+    if not isinstance(arguments, tuple | list):
+        return ""
+    return ", ".join(
+        repr(each[:60] if isinstance(each, str | bytes) else each)
+        if isinstance(each, str | bytes | int | float | None)
+        else "..."
+        for each in arguments[:3]
+    )
 
 
 _Pure: Any = pickle._Unpickler  # the one written in C cannot be kept from making instances
@@ -53,13 +83,30 @@ _Pure: Any = pickle._Unpickler  # the one written in C cannot be kept from makin
 class _Machine(_Pure):  # type: ignore[misc]  # it is not in the library's declarations
     dispatch: ClassVar = dict(_Pure.dispatch)
 
-    def __init__(self, file: io.BytesIO, makers: Mapping[tuple[str, str], Maker], persistent: Maker | None):
+    def __init__(self, file: io.BytesIO, makers: Mapping[tuple[str, str], Maker], persistent: Maker | None, of: str):
         super().__init__(file, encoding="latin-1")  # of numpy's arrays, as Python 2 wrote them
         self._makers = makers
         self._persistent = persistent
+        self._of = of
+        self._named = _NAMED.get()
 
     def find_class(self, module: str, name: str) -> Maker:
-        return self._makers.get((module, name)) or Name(module, name)
+        made = self._makers.get((module, name))
+        if made is not None:
+            return made
+        self._note(found := Name(module, name), "")
+        return found
+
+    def _note(self, name: Any, called_with: str) -> None:
+        if self._named is None or not isinstance(name, Name) or self._named.get((self._of, name)):
+            return
+        if len(self._named) >= _MOST_NAMES:
+            raise pickle.UnpicklingError("it names more classes and functions than any checkpoint does")
+        self._named[self._of, name] = called_with
+
+    def _called(self, made_by: Maker, arguments: Any, keywords: Mapping[str, Any] | None = None) -> Any:
+        self._note(made_by, f"({_in_short(arguments)})")
+        return made_by(*arguments, **(keywords or {}))
 
     def persistent_load(self, key: Any) -> Any:
         if self._persistent is None:
@@ -71,11 +118,11 @@ class _Machine(_Pure):  # type: ignore[misc]  # it is not in the library's decla
 
     def _load_object(self) -> None:
         arguments = self.stack.pop()
-        self.stack.append(self.stack.pop()(*arguments))
+        self.stack.append(self._called(self.stack.pop(), arguments))
 
     def _load_object_with_keywords(self) -> None:
         keywords, arguments = self.stack.pop(), self.stack.pop()
-        self.stack.append(self.stack.pop()(*arguments, **keywords))
+        self.stack.append(self._called(self.stack.pop(), arguments, keywords))
 
     def _load_instance(self) -> None:
         self._load_object()
@@ -106,7 +153,7 @@ class _Machine(_Pure):  # type: ignore[misc]  # it is not in the library's decla
     dispatch[pickle.BYTEARRAY8[0]] = _load_bytearray
 
     def _instantiate(self, made_by: Maker, arguments: Any) -> None:
-        self.append(made_by(*arguments))
+        self.append(self._called(made_by, arguments))
 
 
 def _mark_instance(made: Any) -> None:

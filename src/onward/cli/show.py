@@ -21,6 +21,7 @@ from onward.errors import WriteError
     "onward show training.onnx --graph training.svg",
     "onward show training.onnx --json | jq .",
     "onward show checkpoint-500/",
+    "onward show checkpoint-500/ --unsafe",
 )
 def show(
     model: options.Model,
@@ -28,6 +29,9 @@ def show(
     graph: Annotated[
         Path | None, typer.Option("--graph", metavar="FILE", help="Draw the training graph into an .svg file.")
     ] = None,
+    unsafe: Annotated[
+        bool, typer.Option("--unsafe", help="List the code that a loader that trusts a checkpoint would execute.")
+    ] = False,
     step: options.Step = 0,
     force: options.Force = False,
     as_json: options.Json = False,
@@ -43,6 +47,9 @@ def show(
     from onward.model import read
     from onward.model.storage import write_file
 
+    if unsafe:
+        _show_code(model, as_json)
+        return
     if is_checkpoint(model):
         _show_checkpoint(model, params, as_json)
         return
@@ -63,6 +70,20 @@ def show(
         render_parameters(summary, out())
     elif graph is None:
         render(summary, out())
+
+
+def _show_code(path: Path, as_json: bool) -> None:
+    from onward.checkpoint.opening import executed
+
+    code, wrong = executed(path)
+    if as_json:
+        print_json([each._asdict() for each in code])
+    for each in () if as_json else code:
+        say(f"{each.file}  {each.name}{each.call}")
+    if wrong is not None:
+        raise wrong
+    if not code and not as_json:
+        say("it names no code")
 
 
 def _show_checkpoint(path: Path, params: bool, as_json: bool) -> None:
