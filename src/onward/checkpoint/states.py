@@ -48,12 +48,12 @@ def optimizer_state(optimizer: Optimizer, *, by_name: bool = False) -> dict[str,
         state[numbers[name]] = kept
     ordered = {number: state[number] for number in sorted(state, key=list(numbers.values()).index)}
     groups = [
-        {**_settings(group), "params": [numbers[name] for name in group.parameters]} for group in optimizer.groups
+        {**settings_now(group), "params": [numbers[name] for name in group.parameters]} for group in optimizer.groups
     ]
     return {"state": ordered, "param_groups": groups}
 
 
-def _settings(group: Group) -> dict[str, Any]:
+def settings_now(group: Group) -> dict[str, Any]:
     """The settings of a group: those that were stored, with numbers as they are now."""
     if group.optimizer is None:
         return dict(group.settings)

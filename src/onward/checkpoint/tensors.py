@@ -122,6 +122,22 @@ class ScatteredTensor(Tensor):
         return made
 
 
+@dataclasses.dataclass(frozen=True)
+class JoinedTensor(Tensor):
+    """A tensor whose elements, in their order, are those of one piece after the other."""
+
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    pieces: tuple[Tensor, ...]
+
+    def array(self) -> np.ndarray:
+        return np.concatenate([piece.array().reshape(-1) for piece in self.pieces]).reshape(self.shape)
+
+    def write_to(self, file: BinaryIO) -> None:
+        for piece in self.pieces:
+            piece.write_to(file)
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class ArrayTensor(Tensor):
     """Elements in memory: for what is small, and for numbers that somebody computes."""

@@ -1,9 +1,10 @@
 """The formats of checkpoints, a file each."""
 
 from onward.checkpoint.format import Format
-from onward.checkpoint.formats import accelerate, bundle, dcp, lightning, ort, pytorch, safetensors, trainer
+from onward.checkpoint.formats import accelerate, bundle, dcp, deepspeed, lightning, ort, pytorch, safetensors, trainer
 
 FORMATS: tuple[Format, ...] = (
+    deepspeed.FORMAT,
     trainer.FORMAT,
     accelerate.FORMAT,
     dcp.FORMAT,

@@ -1,0 +1,331 @@
+"""Checkpoints of DeepSpeed: ZeRO in each of its stages, and universal ones, put together from what processes saved."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from onward.checkpoint.archive import read_torch_file
+from onward.checkpoint.contents import contents_of, executed_names
+from onward.checkpoint.deepspeed_schedules import scheduler_of
+from onward.checkpoint.description import MASTER, Checkpoint, Group, Optimizer
+from onward.checkpoint.format import Format
+from onward.checkpoint.formats import trainer
+from onward.checkpoint.objects import Attributed, Object
+from onward.checkpoint.optimizers import optimizer_of
+from onward.checkpoint.tensors import ComputedTensor, Tensor
+from onward.checkpoint.trees import mapping, progress_of
+from onward.checkpoint.universal import COMMON, read_universal, write_universal
+from onward.checkpoint.zero import (
+    Kept,
+    Line,
+    Shapes,
+    across,
+    named_groups,
+    partitioned_groups,
+    partitioned_parameters,
+    unpartitioned,
+)
+from onward.errors import InvalidModelError, UnsupportedError
+from onward.recipe.spec import Spec
+
+_MODEL = re.compile(r"(?:zero_pp_rank_(?P<rank>\d+)_)?mp_rank_(?P<slice>\d+)_model_states\.pt")
+_PART = re.compile(r"(?:[a-z0-9]+_)?zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<slice>\d+)_optim_states\.pt")
+_LATEST = ("latest", "latest_universal")
+_LONGEST_TAG = 1000
+
+
+def matches(path: Path) -> bool:
+    return _tagged(path) is not None
+
+
+def _tagged(folder: Path) -> Path | None:
+    """Where a folder has its newest checkpoint: the one that it names, or itself."""
+    if not folder.is_dir():
+        return None
+    if _has_model(folder):
+        return folder
+    for name in _LATEST:
+        if (folder / name).is_file():
+            with open(folder / name, encoding="utf-8", errors="replace") as file:
+                tag = file.read(_LONGEST_TAG).strip()
+            if Path(tag).name == tag and tag not in ("", "..") and _has_model(folder / tag):
+                return folder / tag
+    return None
+
+
+def _has_model(folder: Path) -> bool:
+    return folder.is_dir() and any(_MODEL.fullmatch(each.name) for each in folder.iterdir())
+
+
+def read(path: Path) -> Checkpoint:
+    folder = _tagged(path)
+    assert folder is not None
+    saved = _saved(folder)
+    try:
+        found = _checkpoint(path, saved)
+    except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
+        raise InvalidModelError(f"`{folder}` is not a whole checkpoint of DeepSpeed: {error}") from error
+    return _with_trainer(found) if (path / trainer.STATE).exists() else found
+
+
+# ---- the files -------------------------------------------------------------------------------------------------------
+
+
+class _Saved(NamedTuple):
+    """The trees of a checkpoint."""
+
+    folder: Path
+    models: list[Mapping[str, Any]]
+    """Of each process in stage 3, else one."""
+    parts: list[Mapping[str, Any]]
+    """Of the optimizer, of each process."""
+    trees: dict[str, Any]
+
+    @property
+    def is_universal(self) -> bool:
+        return (self.folder / COMMON).is_file()
+
+
+def _saved(folder: Path) -> _Saved:
+    names = sorted(each.name for each in folder.iterdir() if each.suffix == ".pt")
+    if spread := [name for name in names if name.startswith(("layer_", "expert_"))]:
+        raise UnsupportedError(
+            f"`{folder}` is of a pipeline or of experts, whose layers are in files of their own, as `{spread[0]}`",
+            hint="make a universal checkpoint of it with `ds_to_universal.py` of DeepSpeed",
+        )
+    models, parts = _by_rank(names, _MODEL), _by_rank(names, _PART)
+    if (folder / COMMON).is_file():
+        models, parts = models[:1], []
+    elif any(int(match["slice"]) for match in (*models, *parts)):
+        raise UnsupportedError(
+            f"the tensors of `{folder}` are cut for tensor parallelism",
+            hint="make a universal checkpoint of it with `ds_to_universal.py` of DeepSpeed",
+        )
+    trees = {match.string: read_torch_file(folder / match.string) for match in (*models, *parts)}
+    kept = [mapping(mapping(trees[match.string]).get("optimizer_state_dict")) for match in parts]
+    return _Saved(folder, [mapping(trees[match.string]) for match in models], kept, trees)
+
+
+def _by_rank(names: Sequence[str], pattern: re.Pattern[str]) -> list[re.Match[str]]:
+    found = [match for name in names if (match := pattern.fullmatch(name))]
+    return sorted(found, key=lambda match: (int(match["slice"]), int(match["rank"] or 0)))
+
+
+# ---- what is in them -------------------------------------------------------------------------------------------------
+
+
+def _checkpoint(path: Path, saved: _Saved) -> Checkpoint:
+    model = saved.models[0]
+    config = mapping(model.get("ds_config"))
+    kept = _kept(saved)
+    tensors = _tensors(saved, kept.slots)
+    scheduler = scheduler_of(
+        model.get("lr_scheduler"), config.get("scheduler") or {}, mapping(_of_optimizer(config).get("params")).get("lr")
+    )
+    optimizer = _optimizer(kept, tensors, config, scheduler.base)
+    clip = kept.clip if kept.clip is not None else config.get("gradient_clipping")
+    counters = {name: model[name] for name in ("global_samples", "skipped_steps") if isinstance(model.get(name), int)}
+    done = model.get("global_steps")
+    return Checkpoint(
+        path,
+        FORMAT.name,
+        f"DeepSpeed {model.get('ds_version') or ''}".strip() + (", universal" if saved.is_universal else ""),
+        tensors,
+        optimizers=(optimizer,) if optimizer else (),
+        schedules=(scheduler.schedule,),
+        step=done - counters.get("skipped_steps", 0) if isinstance(done, int) else None,
+        progress={**progress_of(model), **counters},
+        randomness=tuple(contents_of({k: v for k, v in model.items() if k not in _OWN}).randomness),
+        data=mapping(model.get("data_sampler")),
+        scaler=_scaler(kept.scaler),
+        clip={"norm": float(clip), "variant": "torch"} if clip else None,
+        accumulate=_whole_number(config.get("gradient_accumulation_steps")),
+        tied=_tied(model),
+        keeps_order=True,
+        arguments=config,
+        layout=_layout(saved, model, config),
+        trees=_without_partitions(saved.trees),
+        executes=executed_names(saved.trees),
+        remarks=() if optimizer else ("it does not say whose the state of the optimizer is",),
+    )
+
+
+def _whole_number(value: Any) -> int:
+    return value if type(value) is int and value > 1 else 1
+
+
+def _without_partitions(trees: Mapping[str, Any]) -> dict[str, Any]:
+    """What the first process saved, but for tensors, which are there as those of the model and of the optimizer."""
+    found: dict[str, Any] = {}
+    for name, tree in trees.items():
+        match = _MODEL.fullmatch(name) or _PART.fullmatch(name)
+        if match is None or not int(match["rank"] or 0):
+            found[name] = _without_tensors({key: v for key, v in mapping(tree).items() if key not in _LARGE})
+    return found
+
+
+def _without_tensors(tree: Any) -> Any:
+    if isinstance(tree, dict) and "state" in tree and "param_groups" in tree:
+        return {key: value for key, value in tree.items() if key != "state"}
+    if isinstance(tree, dict) and not isinstance(tree, Attributed):
+        return {key: _without_tensors(value) for key, value in tree.items() if key not in _FLAT}
+    return tree
+
+
+_LARGE = ("module", "optimizer", "frozen_param_fragments")
+_FLAT = ("single_partition_of_fp32_groups", "fp32_flat_groups", "fp32_groups")
+_OWN = (*_LARGE, "ds_config", "lr_scheduler")
+"""What of the state of a model is DeepSpeed's, and may be long; the rest may be of users."""
+
+
+def _kept(saved: _Saved) -> Kept:
+    shapes = _shapes(saved.models[0].get("param_shapes"))
+    if saved.is_universal:
+        common, found = read_universal(saved.folder, shapes)
+        saved.trees[str(COMMON)] = common
+        return found
+    if not saved.parts:
+        return unpartitioned(saved.models[0])
+    first = saved.parts[0]
+    count = first.get("partition_count")
+    if (max(count) if isinstance(count, list) else count) != len(saved.parts):
+        raise ValueError(f"there are {len(saved.parts)} parts of the optimizer, and it was saved by {count} processes")
+    if "fp32_flat_groups" in first:
+        state, slots = first["optimizer_state_dict"], partitioned_parameters(shapes, saved.parts)
+    else:
+        state = first["base_optimizer_state"]
+        if not isinstance(state, Mapping):
+            raise UnsupportedError(
+                "the checkpoint is an elastic one, which keeps no numbers of the optimizer",
+                hint='load it in DeepSpeed and save it with `"elastic_checkpoint": false`',
+            )
+        slots = partitioned_groups(shapes, saved.parts, first.get("param_alignment_paddings"))
+    return Kept(named_groups(state["param_groups"], shapes), slots, first.get("clip_grad"), first.get("loss_scaler"))
+
+
+def _shapes(groups: Any) -> list[Shapes]:
+    found = [dict(group) for group in groups or ()]
+    sizes = (size for group in found for shape in group.values() for size in shape)
+    if not all(type(size) is int and 0 <= size < 2**40 for size in sizes):
+        raise ValueError("a parameter has no shape that there could be")
+    return [{str(name): tuple(shape) for name, shape in group.items()} for group in found]
+
+
+# ---- what it means ---------------------------------------------------------------------------------------------------
+
+
+def _tied(model: Mapping[str, Any]) -> Mapping[str, str]:
+    """Further names of parameters, which stage 0 does not list."""
+    if isinstance(listed := model.get("shared_params"), Mapping):
+        return listed
+    first: dict[Any, str] = {}
+    module = mapping(model.get("module"))
+    return {name: kept for name, tensor in module.items() if (kept := first.setdefault(tensor, name)) != name}
+
+
+def _tensors(saved: _Saved, slots: Mapping[Any, Mapping[str, Any]]) -> dict[str, Tensor]:
+    """The tensors of the model, in its own type."""
+    model = saved.models[0]
+    tied, frozen = _tied(model), _shapes([model.get("frozen_param_shapes") or {}])[0]
+    found: dict[str, Tensor] = {}
+    for name, stored in mapping(model.get("module")).items():
+        if name in tied or not isinstance(stored, Tensor):
+            continue
+        if name in slots and stored.shape != slots[name][MASTER].shape:
+            found[name] = _as_type(slots[name][MASTER], stored)
+        elif name in frozen and stored.shape != frozen[name]:
+            lines = [Line([each["frozen_param_fragments"][name]]) for each in saved.models]
+            found[name] = across(lines, 0, frozen[name])
+        else:
+            found[name] = stored
+    return found
+
+
+def _as_type(master: Tensor, like: Tensor) -> Tensor:
+    if master.dtype == like.dtype:
+        return master
+    return ComputedTensor(like.dtype, master.shape, lambda: master.array().astype(like.dtype))
+
+
+def _optimizer(
+    kept: Kept, tensors: Mapping[str, Tensor], config: Mapping[str, Any], base: float | None
+) -> Optimizer | None:
+    if not kept.groups:
+        return None
+    kind = str(_of_optimizer(config).get("type", "")).lower()
+    unmastered = {name: {slot: v for slot, v in held.items() if slot != MASTER} for name, held in kept.slots.items()}
+    found = optimizer_of({"param_groups": kept.groups, "state": unmastered}, _family(kind, config))
+    is_known = not kind or kind in _PLAIN
+    return Optimizer(
+        found.families if is_known else (kind,),
+        tuple(_with_rate(group, base, is_known) for group in found.groups),
+        {name: _without_copies(held, tensors.get(name)) for name, held in kept.slots.items()},
+    )
+
+
+def _family(kind: str, config: Mapping[str, Any]) -> str | None:
+    """Which optimizer it is, where its name says so: what is called Adam decouples the decay, unless told not to."""
+    if kind not in ("adam", "adamw"):
+        return None
+    given = mapping(_of_optimizer(config).get("params"))
+    return "adamw" if kind == "adamw" or given.get("adam_w_mode", True) else "adam"
+
+
+def _with_rate(group: Group, base: float | None, is_known: bool) -> Group:
+    """A group whose rate is the one that a scheduler of DeepSpeed multiplies."""
+    if not is_known or group.optimizer is None or group.settings.get("bias_correction", True) is not True:
+        return dataclasses.replace(group, optimizer=None)
+    rate = {} if base is None else {"lr": base}
+    return dataclasses.replace(group, optimizer=Spec(group.optimizer.name, {**group.optimizer.options, **rate}))
+
+
+_PLAIN = ("adam", "adamw", "sgd", "lion", "adamax", "rmsprop", "adadelta", "nadam", "radam")
+"""Optimizers whose name in a configuration is the class that one thinks of."""
+
+
+def _without_copies(held: Mapping[str, Any], weight: Tensor | None) -> dict[str, Any]:
+    """Slots without a copy of the weight that is as wide as it."""
+    is_copy = weight is not None and MASTER in held and held[MASTER].dtype == weight.dtype
+    return {slot: value for slot, value in held.items() if slot != MASTER or not is_copy}
+
+
+def _of_optimizer(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    return mapping(config.get("optimizer"))
+
+
+def _scaler(stored: Any) -> dict[str, Any]:
+    """The attributes of a scaler of the loss, where there is one that does something."""
+    state = mapping(stored.state) if isinstance(stored, Object) else {}
+    return dict(state) if state.get("dynamic") or state.get("cur_scale", 1) != 1 else {}
+
+
+def _layout(saved: _Saved, model: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    stage = mapping(config.get("zero_optimization")).get("stage", 0)
+    sizes = {name: model[name] for name in ("dp_world_size", "mp_world_size") if isinstance(model.get(name), int)}
+    return {"zero_stage": stage, **sizes, **mapping(model.get("checkpoint_parallel_dimensions"))}
+
+
+def _with_trainer(found: Checkpoint) -> Checkpoint:
+    """What the Trainer of transformers has beside it: its progress, its arguments, states of random numbers."""
+    around = trainer.read(found.path)
+    is_said = found.schedules[0].words is not None or not around.schedules
+    return dataclasses.replace(
+        found,
+        title=f"{around.title}, {found.title}",
+        schedules=found.schedules if is_said else around.schedules,
+        progress={**found.progress, **around.progress},
+        randomness=(*found.randomness, *around.randomness),
+        configuration=around.configuration,
+        arguments={**found.arguments, **around.arguments},
+        files=tuple(name for name in around.files if name not in _LATEST),
+        trees={**found.trees, **around.trees},
+        executes=tuple(sorted({*found.executes, *around.executes})),
+        remarks=(*found.remarks, *around.remarks),
+    )
+
+
+FORMAT = Format("deepspeed", "DeepSpeed", matches, read, write_universal)

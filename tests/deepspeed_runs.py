@@ -1,0 +1,153 @@
+"""Runs of DeepSpeed on processes of this machine: `python deepspeed_runs.py job.json` is one of them.
+
+A job is what `run` below gives each of them. What it trains is the same at every size of the
+world, so that losses can be compared. Rank 0 writes them to `losses.json` in `folder`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+LIMIT = 300
+"""Seconds that a run may take. Importing is most of it."""
+
+
+def configured(stage: int, kind: str = "fp32", **more: Any) -> dict[str, Any]:
+    """A configuration with AdamW, a warm-up and a limit of the norm of gradients."""
+    precision: dict[str, Any] = {
+        "fp32": {},
+        "bf16": {"bf16": {"enabled": True}},
+    }[kind]
+    return {
+        "train_micro_batch_size_per_gpu": 4,
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": 1e-2, "betas": [0.9, 0.98], "eps": 1e-8, "weight_decay": 0.1, "torch_adam": True},
+        },
+        "scheduler": {
+            "type": "WarmupDecayLR",
+            "params": {"warmup_min_lr": 1e-3, "warmup_max_lr": 1e-2, "warmup_num_steps": 3, "total_num_steps": 20,
+                       "warmup_type": "linear"},
+        },
+        "zero_optimization": {"stage": stage},
+        "gradient_clipping": 0.5,
+        **precision,
+        **more,
+    }  # fmt: skip
+
+
+def module() -> Any:
+    """Layers with a buffer, a frozen parameter and two names of one tensor, in sizes that cannot be halved."""
+    import torch
+
+    class Tied(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = torch.nn.Embedding(5, 3)
+            self.norm = torch.nn.LayerNorm(3)
+            self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+            self.hidden = torch.nn.Linear(3, 3)
+            self.head = torch.nn.Linear(3, 5, bias=False)
+            self.head.weight = self.embed.weight
+            self.scale = torch.nn.Parameter(torch.full((3,), 1.5), requires_grad=False)
+
+        def forward(self, tokens: Any) -> Any:
+            self.calls += 1
+            return self.head(torch.tanh(self.hidden(self.norm(self.embed(tokens)))) * self.scale)
+
+    torch.manual_seed(0)
+    return Tied()
+
+
+def _groups(model: Any, number: int) -> list[dict[str, Any]]:
+    """All in one; or two, of which matrices decay, and the rest does not."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if number == 1:
+        return [{"params": trained}]
+    return [
+        {"params": [each for each in trained if each.ndim > 1]},
+        {"params": [each for each in trained if each.ndim == 1], "weight_decay": 0.0},
+    ]
+
+
+def work(job: dict[str, Any]) -> None:
+    import deepspeed
+    import torch
+    from torch.nn.functional import cross_entropy
+
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{job['meeting']}", rank=job["rank"], world_size=job["world"]
+    )
+    model = module()
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=_groups(model, job["groups"]), config=job["config"], dist_init_required=False
+    )
+    folder, losses = Path(job["folder"]), []
+    done = 0
+    if job["load"]:
+        path, _ = engine.load_checkpoint(job["load"])
+        assert path is not None
+        done = engine.global_steps
+    for step in range(done, done + job["steps"]):
+        tokens = torch.randint(5, (4,), generator=torch.Generator().manual_seed(step))
+        loss = cross_entropy(engine(tokens).float(), (tokens + 1) % 5)
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    if job["tag"]:
+        engine.save_checkpoint(str(folder), tag=job["tag"], client_state={"epoch": 2})
+    if job["rank"] == 0:
+        (folder / "losses.json").write_text(json.dumps(losses))
+    torch.distributed.barrier()
+
+
+def run(
+    folder: Path,
+    world: int,
+    config: dict[str, Any],
+    *,
+    steps: int = 5,
+    tag: str = "",
+    load: Path | None = None,
+    groups: int = 2,
+) -> list[float]:
+    """The losses of a run on so many processes, which saves to `folder` as `tag`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as place:
+        processes = []
+        for rank in range(world):
+            job = {"rank": rank, "world": world, "meeting": f"{place}/meeting", "config": config, "steps": steps,
+                   "folder": str(folder), "tag": tag, "load": str(load) if load else "", "groups": groups}  # fmt: skip
+            path = Path(place) / f"job{rank}.json"
+            path.write_text(json.dumps(job))
+            quiet: dict[str, Any] = {"stdin": subprocess.DEVNULL, "env": _environment(rank, world)}
+            log = open(Path(place) / f"log{rank}", "w+")  # noqa: SIM115  # the process has it, and it is read below
+            command = [sys.executable, __file__, str(path)]
+            processes.append((subprocess.Popen(command, **quiet, stdout=log, stderr=log), log))
+        try:
+            for process, log in processes:
+                if process.wait(LIMIT):
+                    log.seek(0)
+                    raise RuntimeError(f"a process of DeepSpeed failed:\n{log.read()[-3000:]}")
+        finally:
+            for process, log in processes:
+                process.kill()
+                process.wait()
+                log.close()
+    return json.loads((folder / "losses.json").read_text())
+
+
+def _environment(rank: int, world: int) -> dict[str, str]:
+    return {**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "DS_ACCELERATOR": "cpu",
+            "OMP_NUM_THREADS": "1"}  # fmt: skip
+
+
+if __name__ == "__main__":
+    work(json.loads(Path(sys.argv[1]).read_text()))
