@@ -786,16 +786,18 @@ def test_a_checksum_that_is_no_text_is_left_out(tmp_path: Path) -> None:
     assert external(storage.read_proto(path))["w"] == {"location": "w.data", "offset": "0", "length": "16"}
 
 
-def test_files_of_another_model_are_copied_and_not_touched(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["auto", "data"])
+def test_files_of_another_model_are_referred_to_or_copied_and_not_touched(tmp_path: Path, how: str) -> None:
     Opened(everywhere()).save(tmp_path / "m.onnx", external="data")
     (tmp_path / "n.data").write_bytes(b"somebody's")
     before = files(tmp_path)
     model = Opened.at(tmp_path / "m.onnx")
-    model.save(tmp_path / "n.onnx")
+    model.save(tmp_path / "n.onnx", external=how)
     after = files(tmp_path)
     assert {name: after[name] for name in before} == before
-    assert set(after) - set(before) == {"n.onnx", "n.1.data"}
-    (tmp_path / "m.data").unlink()
+    assert set(after) - set(before) == {"n.onnx", *(["n.1.data"] if how == "data" else [])}
+    Opened(everywhere()).save(tmp_path / "m.onnx", external="data")  # which deletes only what is nobody else's
+    assert (tmp_path / "m.data").exists() == (how == "auto")
     assert Opened.at(tmp_path / "n.onnx").values() == Opened(everywhere()).values()
 
 

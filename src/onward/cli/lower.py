@@ -99,5 +99,5 @@ def _write(made: Model, place: Target) -> dict[str, Any]:
     place.save(made)
     beside = place.path.with_suffix(".json")
     write_file(beside, json.dumps(contract, indent=2) + "\n")
-    remark(f"wrote {place.described()} and {beside}: {contract['part']}, {quantity(len(made.graph), 'node')}")
+    remark(f"wrote {place.described(beside)}: {contract['part']}, {quantity(len(made.graph), 'node')}")
     return {"output": str(place.path), "contract": contract}

@@ -28,7 +28,7 @@ Data = Annotated[
         "--data",
         metavar="WHERE",
         help="Where tensors go: `none` (into the file), `data` or `safetensors` (into a file beside it), or `auto` "
-        "(where they were).",
+        "(where they were; copied where the result cannot point at them) or `overlay` (where they are, or not at all).",
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]

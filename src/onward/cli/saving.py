@@ -9,29 +9,34 @@ from typing import TYPE_CHECKING, Literal
 
 from onward.cli.console import remark
 from onward.cli.failure import Misuse
-from onward.cli.work import working
+from onward.cli.work import writing
 from onward.errors import WriteError
 
 if TYPE_CHECKING:
     from onward import Model
 
-Where = Literal["auto", "none", "data", "safetensors"]
+Where = Literal["auto", "overlay", "none", "data", "safetensors"]
 """Where tensors go, as `Model.save` has it."""
 
 _OTHERS = {".pt", ".pth", ".keras", ".h5", ".hdf5", ".safetensors", ".npz", ".tflite"}
 """Endings that say that a file is something else."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Target:
     """Where a result goes, settled before the work that makes it."""
 
     source: Path
     path: Path
     data: Where = "auto"
+    _before: frozenset[str] = frozenset()
+    """What was in the folder when it was written."""
 
     def save(self, model: Model) -> None:
-        with working(f"writing {self.path}", self.source):
+        from onward.model.storage.files import listing
+
+        self._before = frozenset(entry.name for entry in listing(self.path.parent))
+        with writing(f"writing {self.path}", self.source):
             model.save(self.path, data=self.data)
 
     def write(self, model: Model, note: str = "") -> None:
@@ -39,13 +44,28 @@ class Target:
         self.save(model)
         remark(f"wrote {self.described()}{f': {note}' if note else ''}")
 
-    def described(self) -> str:
-        """The file and those beside it that hold its tensors, and how large they are."""
-        from onward.inspect.wording import size
+    def described(self, *others: Path) -> str:
+        """The file and new ones beside it that hold its tensors, how large they are; and where other tensors stay.
+
+        `others` were written, too.
+        """
         from onward.model.storage import data_files_of
 
-        files = [self.path, *(self.path.parent / file.name for file in data_files_of(self.path))]
-        return " and ".join(f"{file} ({size(file.stat().st_size)})" for file in files)
+        folder = self.path.parent
+        data = [folder / file.relative_to(os.path.realpath(folder)) for file in data_files_of(self.path)]
+        new = [file for file in data if file.parent == folder and file.name not in self._before]
+        stay = [str(file) for file in data if file not in new]
+        written = " and ".join([*(f"{file} ({_size(file)})" for file in [self.path, *new]), *map(str, others)])
+        return written + (f"; tensors in {' and '.join(stay)} stay there" if stay else "")
+
+
+def _size(file: Path) -> str:
+    """As large as a file is; and what it takes on the disk, where zeros in it take no room."""
+    from onward.inspect.wording import size
+
+    info = file.stat()
+    room = getattr(info, "st_blocks", info.st_size) * 512
+    return size(info.st_size) + (f", {size(room)} on disk" if room < info.st_size // 2 else "")
 
 
 def target(source: Path, output: Path | None, ending: str, *, data: Where = "auto", force: bool = False) -> Target:

@@ -195,12 +195,14 @@ class Model:
 
     @checked()
     def save(
-        self, path: str | os.PathLike[str], *, data: Literal["auto", "none", "data", "safetensors"] = "auto"
+        self, path: str | os.PathLike[str], *, data: Literal["auto", "overlay", "none", "data", "safetensors"] = "auto"
     ) -> Path:
         """Write the model, all or nothing: a crash or a full disk leaves the old file.
 
         `data` says where tensors go: "none" (into the file), "data" (a `.data` file beside it), "safetensors" (a valid
-        `.safetensors` file beside it), or "auto" (as they were; beside the file where they no longer fit).
+        `.safetensors` file beside it), or "auto" (as they were; beside the file where they no longer fit). With "auto",
+        tensors in files that are in the folder of `path` or below stay there, and those elsewhere are copied; with
+        "overlay", what would have to be copied is refused.
         """
         from onward.model.serde import save
 

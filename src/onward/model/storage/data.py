@@ -6,16 +6,17 @@ import itertools
 import json
 import re
 import struct
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
 import onnx_ir as ir
 
 from onward.model.storage.files import PAGE, flush, listing
 from onward.model.storage.held import HeldTensor
 from onward.model.storage.places import Place, outside, range_of
+from onward.model.storage.stream import Sink, announce, write_array
 from onward.model.storage.transaction import Transaction
 
 LARGE, ALIGNMENT = 2**20, 64  # large tensors begin on a page, so that each can be mapped by itself
@@ -58,17 +59,21 @@ def write_data(
     """Write what goes outside, one tensor at a time; what the places will hold."""
     layout = _safetensors_layout if suffix == "safetensors" else _plain_layout
     names = _fresh_names(target, suffix)
+    pieces = _pieces(tensors)
+    announce(sum(piece.tensor.nbytes for piece in pieces))
     future = {}
-    for shard in _shards(_pieces(tensors), shard_bytes):
+    for shard in _shards(pieces, shard_bytes):
         path, file = transaction.create_data(names)
         with file:
+            sink = Sink(file)
             head, offsets = layout(shard)
             file.write(head)
             for piece, offset in offsets:
-                file.seek(offset)  # a gap reads as zeros
-                _copy(piece.tensor, file)
+                sink.seek(offset)
+                _copy(piece.tensor, sink)
                 for place in piece.places:
                     future[place] = outside(tensors[place], target.parent, path, offset)
+            sink.finish()
             flush(file)
     return future
 
@@ -132,14 +137,24 @@ def _unused_key(name: str, taken: Iterable[str]) -> str:
     return next(key for key in candidates if key not in taken and key != "__metadata__")
 
 
-def _copy(tensor: ir.TensorProtocol, file: BinaryIO) -> None:
-    start = file.tell()
-    if isinstance(tensor, ir.ExternalTensor):
-        tensor.tofile(file)  # in blocks, from file to file
-    else:
-        file.write(tensor.tobytes())
-    if (size := file.tell() - start) != tensor.nbytes:
+def _copy(tensor: ir.TensorProtocol, sink: Sink) -> None:
+    start = sink.tell()
+    _put(tensor, sink)
+    if (size := sink.tell() - start) != tensor.nbytes:
         raise ValueError(f"`{tensor.name}` has {size} bytes, but its type and shape need {tensor.nbytes}")
+
+
+def _put(tensor: ir.TensorProtocol, sink: Sink) -> None:
+    if isinstance(tensor, HeldTensor):
+        tensor.source.pour(tensor.offset or 0, tensor.nbytes, sink)
+    elif isinstance(tensor, ir.LazyTensor):
+        _put(tensor.raw(), sink)
+    elif isinstance(tensor, ir.Tensor) and tensor.dtype.bitwidth >= 8 and sys.byteorder == "little":
+        write_array(tensor.numpy(), sink)
+    elif hasattr(tensor, "tofile"):
+        tensor.tofile(sink)
+    else:
+        sink.write(tensor.tobytes())
 
 
 def _own_names(target: Path, suffix: str) -> re.Pattern[str]:

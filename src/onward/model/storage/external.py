@@ -94,7 +94,7 @@ def check_external(proto: ModelProto, base_dir: PathLike | None) -> None:
                 )
         except _Fault as fault:
             problems.append(f"{name} {fault}")
-    problems += [problem for file in ranges.values() for problem in _overlaps(file)]
+    problems += [f"{file[late]} overlaps {file[early]}" for file in ranges.values() for late, early in overlaps(file)]
     if problems:
         more = [f"and {len(problems) - 20} more"] if len(problems) > 20 else []
         lines = "".join(f"\n  {problem}" for problem in problems[:20] + more)
@@ -177,13 +177,21 @@ def _file(base_dir: PathLike | None, location: str) -> os.stat_result | _Fault:
     return info
 
 
-def _overlaps(ranges: dict[tuple[int, int], str]) -> Iterator[str]:
-    end, before = 0, ""
-    for (start, stop), name in sorted(ranges.items()):
+def can_point_at(folder: Path, file: Path) -> bool:
+    """Whether a model in this folder may have tensors in that file, by its real path."""
+    if not file.is_relative_to(folder):
+        return False
+    return not isinstance(_file(folder, file.relative_to(folder).as_posix()), _Fault)
+
+
+def overlaps(ranges: Iterable[tuple[int, int]]) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
+    """The ranges of a file, none of them empty, that begin within another, and that one."""
+    end, before = 0, (0, 0)
+    for start, stop in sorted(ranges):
         if start < end:
-            yield f"{name} overlaps {before}"
+            yield (start, stop), before
         if stop > end:
-            end, before = stop, name
+            end, before = stop, (start, stop)
 
 
 def _way_out(problems: list[str]) -> str:

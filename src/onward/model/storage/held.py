@@ -17,8 +17,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onward.errors import ExternalDataError
-
-_BLOCK = 1 << 24
+from onward.model.storage.stream import BLOCK, Sink, extents
 
 
 class DataFile:
@@ -56,13 +55,24 @@ class DataFile:
             )
         return info
 
-    def copy(self, start: int, size: int, target: BinaryIO) -> None:
+    def copy(self, start: int, size: int, target: BinaryIO | Sink) -> None:
         """Write some of its bytes to another file. They are read, not mapped: a file that shrinks is an error here."""
         end = start + size
-        while start < end and (block := self._read(start, min(end - start, _BLOCK))):
+        while start < end and (block := self._read(start, min(end - start, BLOCK))):
             target.write(block)
             start += len(block)
         self.check()
+
+    def pour(self, start: int, size: int, sink: Sink) -> None:
+        """The same into a new file, with its holes, and by the system where that copies files by itself."""
+        end = start + size
+        for begin, stop in extents(self.file.fileno(), start, min(end, self.check().st_size)):
+            sink.skip(begin - start)
+            start = begin + sink.copy(self.file.fileno(), begin, stop - begin)
+            if start < stop:
+                self.copy(start, stop - start, sink)
+                start = stop
+        sink.skip(min(end, self.check().st_size) - start)
 
     def _read(self, start: int, size: int) -> bytes:
         if hasattr(os, "pread"):  # which leaves the position alone, that a forked process has in common

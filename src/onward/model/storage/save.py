@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import onnx_ir as ir
 from google.protobuf.message import EncodeError
@@ -17,7 +17,7 @@ from onnx import ModelProto
 
 from onward.errors import ExternalDataError, InvalidModelError, WriteError
 from onward.model.storage.data import is_own, write_data
-from onward.model.storage.external import add_checksums, check_external, data_files
+from onward.model.storage.external import add_checksums, can_point_at, check_external, data_files, overlaps
 from onward.model.storage.files import PathLike, listing, mentions, sync
 from onward.model.storage.held import held
 from onward.model.storage.parse import OUTSIDE_HINT, PROTO_LIMIT, read_proto
@@ -33,7 +33,8 @@ from onward.model.storage.places import (
 )
 from onward.model.storage.transaction import Transaction, target_of
 
-External = Literal["auto", "none", "data", "safetensors"]
+External = Literal["auto", "overlay", "none", "data", "safetensors"]
+_STAYING = ("auto", "overlay")
 EMBED_LIMIT = int(1.9 * 2**30)  # leaves room for the graph beside the tensors
 
 
@@ -60,17 +61,20 @@ def save(
       tensor is larger.
     - `safetensors`: the same with `.safetensors` files, which others can read by the names of the initializers. Types
       that not every reader of this format knows (complex, less than 8 bits, unusual float8) are in it as plain bytes.
-    - `auto`: outside if the model, or the one that it replaces, has tensors outside, or if they do not fit inside.
+    - `auto`: outside if the model, or the one that it replaces, has tensors outside, or if they do not fit inside. What
+      is in a file that the new model can point at, in its folder or below, stays there. What is elsewhere is copied.
+    - `overlay`: the same, and what would have to be copied is refused.
 
     What is unchanged in a data file of the model that is replaced stays there. Attributes go outside only if they were.
+    What is all zeros takes no room in a new data file, where the file system has holes.
 
     `shared` is for a folder that nobody else writes to: data files in it that stay, which the model refers to without
     copying them. There, what the replaced model used is removed by the next save, when nobody still reads it.
 
     `also` are places of another model, whose tensors go into the data file beside this one, and are in it afterwards.
     """
-    if external not in ("auto", "none", "data", "safetensors"):
-        raise WriteError(f"tensors cannot be stored as `{external}`", hint="use auto, none, data or safetensors")
+    if external not in get_args(External):
+        raise WriteError(f"tensors cannot be stored as `{external}`", hint=f"use {', '.join(get_args(External))}")
     target = target_of(path)
     tensors, others = _held_by(places), _held_by(also)
     with Transaction(target) as transaction:
@@ -146,21 +150,22 @@ def _plan(
 ) -> _Plan:
     ranges = {place: where for place, tensor in tensors.items() if (where := range_of(tensor))}
     keep = _kept_files(target, set(ranges.values()), old, external) | shared
-    kept = {
-        place: outside(tensors[place], target.parent, *where[:2])
-        for place, where in ranges.items()
-        if where[0] in keep and is_where_it_was_read(tensors[place])
-    }
+    staying = {place for place in ranges if ranges[place][0] in keep and is_where_it_was_read(tensors[place])}
+    if external in _STAYING:
+        staying |= _staying(target, ranges, tensors)
+    if external == "overlay":
+        _refuse_copies(target, {place: where[0] for place, where in ranges.items() if place not in staying})
+    kept = {place: outside(tensors[place], target.parent, *ranges[place][:2]) for place in staying}
     moving = {place: tensor for place, tensor in tensors.items() if place not in kept}
     total = sum(nbytes(tensor) for tensor in moving.values())
     if external == "none" and total > PROTO_LIMIT:
         raise WriteError(f"could not write `{target}`: more than 2 GiB do not fit into one file", hint=OUTSIDE_HINT)
     files = old | {file for file, _, _ in ranges.values()}
-    spill = bool(files) or total > EMBED_LIMIT if external == "auto" else external != "none"
+    spill = bool(files) or total > EMBED_LIMIT if external in _STAYING else external != "none"
     written = {place: tensor for place, tensor in moving.items() if spill and _is_large(place, tensor, threshold)}
     embedded = {place: inside(tensors[place]) for place in ranges if place in moving and place not in written}
     is_safe = external == "safetensors" or (
-        external == "auto" and files and {file.suffix for file in files} == {".safetensors"}
+        external in _STAYING and files and {file.suffix for file in files} == {".safetensors"}
     )
     return _Plan(kept, embedded, written, "safetensors" if is_safe else "data")
 
@@ -178,10 +183,41 @@ def _kept_files(target: Path, ranges: set[tuple[Path, int, int]], old: set[Path]
         used[file] += size
     kept = set()
     for file in old & used.keys() if external != "none" else ():
-        fits = external == "auto" or (external == "safetensors") == (file.suffix == ".safetensors")
+        fits = external in _STAYING or (external == "safetensors") == (file.suffix == ".safetensors")
         if fits and (not is_own(target, file) or used[file] * 2 >= file.stat().st_size):
             kept.add(file)
     return kept
+
+
+def _staying(
+    target: Path, ranges: dict[Place, tuple[Path, int, int]], tensors: dict[Place, ir.TensorProtocol]
+) -> set[Place]:
+    """The places whose tensors stay in files that are not the replaced model's: what need not be copied is not."""
+    by_file: dict[Path, dict[tuple[int, int], list[Place]]] = defaultdict(lambda: defaultdict(list))
+    for place, (file, start, size) in ranges.items():
+        if size and start * 8 % tensors[place].dtype.bitwidth == 0:  # numbers that begin just anywhere are copied
+            by_file[file][start, start + size].append(place)
+    staying = set()
+    for file, found in by_file.items():
+        if can_point_at(target.parent, file) and not is_own(target, file) and not _may_be_deleted(target, file):
+            tangled = {late for late, _ in overlaps(found)}
+            staying |= {place for where, places in found.items() if where not in tangled for place in places}
+    return {place for place in staying if is_where_it_was_read(tensors[place])}
+
+
+def _may_be_deleted(target: Path, file: Path) -> bool:
+    """Whether a save in another folder may delete a file: it asks the models beside it, and not those further up."""
+    beside = [entry.name for entry in listing(file.parent)] if file.parent != target.parent else []
+    return any(name.endswith(".onnx") and is_own(file.with_name(name), file) for name in beside)
+
+
+def _refuse_copies(target: Path, copied: dict[Place, Path]) -> None:
+    for place, file in copied.items():
+        if not is_own(target, file):
+            raise WriteError(
+                f"could not write `{target}`: it cannot point at `{place.name}` in `{file}`",
+                hint=f"write into `{file.parent}`, or have it copied: `auto`, `data` or `safetensors`",
+            )
 
 
 @contextmanager

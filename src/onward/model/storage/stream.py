@@ -1,0 +1,148 @@
+"""Bytes on their way into a file: in blocks, zeros as holes that take no room, and with somebody who may look on."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import BinaryIO, Protocol
+
+import numpy as np
+
+BLOCK = 1 << 24
+"""Bytes that are in memory at a time."""
+_UNIT = 1 << 20
+_ZEROS = bytes(_UNIT)
+_NOT_OFFERED = {errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM}
+
+
+class Watcher(Protocol):
+    """Somebody who looks on while files are written."""
+
+    def begin(self, size: int) -> None:
+        """So many bytes more will be written."""
+
+    def advance(self, size: int) -> None:
+        """So many of them are."""
+
+
+_watcher: ContextVar[Watcher | None] = ContextVar("watcher", default=None)
+
+
+@contextmanager
+def watched_by(watcher: Watcher) -> Iterator[None]:
+    """Within it, somebody is told what is written."""
+    token = _watcher.set(watcher)
+    try:
+        yield
+    finally:
+        _watcher.reset(token)
+
+
+def announce(size: int) -> None:
+    """Tell who looks on how much will be written."""
+    if (watcher := _watcher.get()) is not None:
+        watcher.begin(size)
+
+
+class Sink:
+    """A new file that is written from its start to its end. What is zero in it becomes a hole, where files have holes.
+
+    It has no `fileno`: who finds one writes past it.
+    """
+
+    def __init__(self, file: BinaryIO):
+        self._file = file
+
+    def tell(self) -> int:
+        return self._file.tell()
+
+    def seek(self, at: int) -> None:
+        """Go on further behind; what lies between reads as zeros."""
+        self._file.seek(at)
+
+    def skip(self, size: int) -> None:
+        """Zeros."""
+        self._file.seek(size, os.SEEK_CUR)
+        _tell(size)
+
+    def write(self, data: bytes | memoryview) -> int:
+        with memoryview(data).cast("B") as view:
+            for start in range(0, len(view), _UNIT):
+                unit = view[start : start + _UNIT]
+                if _is_zero(unit):
+                    self.skip(len(unit))
+                else:
+                    self._file.write(unit)
+                    _tell(len(unit))
+            return len(view)
+
+    def copy(self, source: int, start: int, size: int) -> int:
+        """Bytes of another file, by its descriptor, as far as the system copies them by itself; how many it did.
+
+        Some file systems do so without writing anything, by letting both files have the same blocks.
+        """
+        self._file.flush()
+        at, done = self._file.tell(), 0
+        while done < size and hasattr(os, "copy_file_range"):
+            most = min(size - done, BLOCK)
+            try:
+                count = os.copy_file_range(source, self._file.fileno(), most, start + done, at + done)
+            except OSError as error:
+                if error.errno not in _NOT_OFFERED:
+                    raise
+                break
+            if not count:
+                break
+            done += count
+            _tell(count)
+        self._file.seek(at + done)
+        return done
+
+    def finish(self) -> None:
+        """Let the file end here, even in a hole."""
+        self._file.truncate()
+
+
+def _tell(size: int) -> None:
+    if (watcher := _watcher.get()) is not None:
+        watcher.advance(size)
+
+
+def _is_zero(unit: memoryview) -> bool:
+    return not any(unit[:16]) and bytes(unit) == (_ZEROS if len(unit) == _UNIT else _ZEROS[: len(unit)])
+
+
+def write_array(array: np.ndarray, sink: Sink) -> None:
+    """The bytes of an array, in their order. One number that is repeated is written in blocks."""
+    if array.size and not any(array.strides):
+        number = array[(0,) * array.ndim]
+        if not any(number.tobytes()):
+            sink.skip(array.nbytes)
+            return
+        most = max(BLOCK // array.itemsize, 1)
+        block = np.full(min(array.size, most), number, array.dtype).view(np.uint8).data
+        for start in range(0, array.size, most):
+            sink.write(block[: min(array.size - start, most) * array.itemsize])
+        return
+    sink.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+
+
+def extents(file: int, start: int, end: int) -> Iterator[tuple[int, int]]:
+    """Where between two places a file, by its descriptor, has data; the rest are holes, which read as zeros."""
+    if not hasattr(os, "SEEK_DATA"):
+        yield start, end
+        return
+    while start < end:
+        try:
+            start = os.lseek(file, start, os.SEEK_DATA)
+            stop = min(os.lseek(file, start, os.SEEK_HOLE), end)
+        except OSError as error:
+            if error.errno != errno.ENXIO:  # which says that there is no more data
+                yield start, end
+            return
+        if start < end:
+            yield start, stop
+        start = stop
