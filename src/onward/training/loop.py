@@ -284,7 +284,7 @@ class Loop:
         here = (self.at.step, self.at.epoch, self.at.batch)
         if here == self._saved or time.monotonic() - self._saved_at < after:
             return
-        model = self.engine.updated() if self.at.step else self.engine.model.copy()  # whose tensors are in files already
+        model = self.engine.updated() if self.at.step else self.engine.model.copy()  # whose tensors are in files
         if strange := _not_finite(model):
             raise _NotFiniteError(f"`{strange}` holds NaN or infinity after step {self.at.step:,}")
         with self._writing():
