@@ -94,6 +94,8 @@ class Checkpoint:
     schedules: tuple[Schedule, ...] = ()
     step: int | None = None
     """Updates made so far."""
+    since: int = 0
+    """Updates since it was stored, where a training model that was made of it has gone on."""
     progress: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Steps, epochs and the like, by their names there."""
     randomness: tuple[RandomState, ...] = ()

@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from onward.arguments import checked
 from onward.checkpoint.description import COUNT, Checkpoint, Group, Optimizer, Schedule
 from onward.checkpoint.format import Format
@@ -17,7 +19,8 @@ from onward.checkpoint.matching import Match
 from onward.checkpoint.naming import with_own_names
 from onward.checkpoint.opening import open_checkpoint
 from onward.checkpoint.schedules import advanced, state_of
-from onward.checkpoint.tensors import ModelTensor, Tensor, turned
+from onward.checkpoint.states import moved_counter
+from onward.checkpoint.tensors import ModelTensor, Tensor, converted, turned
 from onward.convert.run import Run, disassemble
 from onward.errors import UnknownNameError, near
 from onward.inspect import describe
@@ -93,11 +96,14 @@ def checkpoint_of_model(model: Model) -> Checkpoint:
         )
     before, matched = origin
     slots = _slots(model, run.step, matched)
+    since = run.step - (before.step or 0)
     return dataclasses.replace(
         before,
         optimizers=tuple(_continued(each, run, rates, slots, matched) for each in before.optimizers),
         schedules=_schedules(run, rates, before.schedules),
+        tensors={name: moved_counter(name, tensor, since) for name, tensor in before.tensors.items()},
         step=run.step,
+        since=since,
         progress=_progress(before.progress, before.step, run.step),
     )
 
@@ -124,6 +130,8 @@ def _slots(model: Model, step: int, matched: Match | None) -> dict[str | int, Ma
         tensor: Tensor = ModelTensor(state.value.const_value)
         if matched and name in matched.turned and len(tensor.shape) == 2:
             tensor = turned(tensor)
+        if not tensor.shape and tensor.dtype == np.float64:
+            tensor = converted(tensor, np.dtype(np.float32))  # as frameworks keep single numbers
         found.setdefault(name, {COUNT: step})[state.slot] = tensor
     return dict(found) if step else {}
 

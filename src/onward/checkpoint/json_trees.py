@@ -21,8 +21,6 @@ from onward.checkpoint.tensors import ArrayTensor, Tensor
 from onward.errors import InvalidModelError
 from onward.recipe.spec import Spec
 
-_SMALL = 64
-"""Bytes of tensors that are written out."""
 _MOST = 2_000_000
 """Parts of a tree that is kept: a small pickle can describe one without end, naming the same part again and again."""
 _RECORDS = {kind.__name__: kind for kind in (Checkpoint, Group, Optimizer, RandomState, Schedule, Spec)}
@@ -36,7 +34,7 @@ class TooLarge(Exception):
 
 
 def encode(tree: Any, name_of: NameOf) -> Any:
-    """A tree as JSON. `name_of` says how a tensor is named."""
+    """A tree as JSON. `name_of` says how a tensor is named; one without a name is written out."""
     return _Encoder(name_of).encode(tree)
 
 
@@ -102,10 +100,11 @@ class _Encoder:
         raise TypeError(f"a {type(tree).__name__} cannot be kept")
 
     def _tensor(self, tensor: Tensor) -> Any:
-        if tensor.nbytes <= _SMALL and len(tensor.shape) <= 1:
-            array = tensor.array()
-            return {"$tensor": [_kind(array.dtype), list(array.shape), _text(np.ascontiguousarray(array).tobytes())]}
-        return {"$t": self._name_of(tensor)}
+        name = self._name_of(tensor)
+        if name is not None:
+            return {"$t": name}
+        array = tensor.array()
+        return {"$tensor": [_kind(array.dtype), list(array.shape), _text(np.ascontiguousarray(array).tobytes())]}
 
     def _entries(self, tree: Mapping[Any, Any]) -> list[Any]:
         return [[self.encode(key), self.encode(value)] for key, value in tree.items()]

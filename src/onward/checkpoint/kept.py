@@ -23,6 +23,8 @@ from onward.model.state import KEPT, tagged
 
 FACT = "train.checkpoint"
 _FOLDER = "checkpoint/"
+_SMALL = 64
+"""Bytes of tensors that are written out."""
 
 
 def keep(model: Model, checkpoint: Checkpoint, matched: Match) -> None:
@@ -67,9 +69,11 @@ class _Keeping:
             form["turned"] = True
         self._names[_key(tensor)] = form
 
-    def name_of(self, tensor: Tensor) -> dict[str, Any]:
-        """How a tensor is named; one that the model has no place for gets one."""
+    def name_of(self, tensor: Tensor) -> dict[str, Any] | None:
+        """How a tensor is named; one that the model has no place for gets one, unless it is small."""
         key = _key(tensor)
+        if key not in self._names and tensor.nbytes <= _SMALL:
+            return None
         if key not in self._names:
             name = f"{_FOLDER}{self._others}"
             self._others += 1

@@ -147,6 +147,9 @@ def _flattened(settings: Settings) -> dict[str, Any]:
 
 # ---- the other way ---------------------------------------------------------------------------------------------------
 
+FLAGS = ("foreach", "differentiable", "capturable", "fused")
+"""Settings of PyTorch's classes that change no number."""
+
 _EVERY = {"maximize": False, "foreach": None, "differentiable": False}
 _FUSED = {**_EVERY, "capturable": False, "fused": None}
 _ADAM = {"lr": 0.0, "betas": (), "eps": 0.0, "weight_decay": 0.0, "amsgrad": False, **_FUSED}

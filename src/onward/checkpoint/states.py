@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import numpy as np
+
 from onward.checkpoint.description import COUNT, MASTER, Checkpoint, Group, Optimizer
 from onward.checkpoint.objects import Attributed
-from onward.checkpoint.optimizers import counted, is_optimizer_state, settings_of
+from onward.checkpoint.optimizers import FLAGS, counted, is_optimizer_state, settings_of
 from onward.checkpoint.schedules import is_schedule_state
-from onward.checkpoint.tensors import Tensor, as_tensor
+from onward.checkpoint.tensors import ArrayTensor, Tensor, as_tensor
 from onward.errors import UnsupportedError
 
 
@@ -47,10 +49,13 @@ def optimizer_state(optimizer: Optimizer, *, by_name: bool = False) -> dict[str,
             kept = {COUNT: as_tensor(step), **kept}
         state[numbers[name]] = kept
     ordered = {number: state[number] for number in sorted(state, key=list(numbers.values()).index)}
-    groups = [
-        {**settings_now(group), "params": [numbers[name] for name in group.parameters]} for group in optimizer.groups
-    ]
+    groups = [{**settings_now(group), **_members(group, numbers, by_name)} for group in optimizer.groups]
     return {"state": ordered, "param_groups": groups}
+
+
+def _members(group: Group, numbers: Mapping[Any, Any], by_name: bool) -> dict[str, Any]:
+    params = [numbers[name] for name in group.parameters]
+    return {"params": params, "param_names": params} if by_name else {"params": params}
 
 
 def settings_now(group: Group) -> dict[str, Any]:
@@ -64,7 +69,11 @@ def settings_now(group: Group) -> dict[str, Any]:
     if group.rate is None:
         return dict(group.settings)
     fresh = settings_of(group.optimizer, rate)
-    changed = {key: value for key, value in fresh.items() if key in group.settings and value != group.settings[key]}
+    changed = {
+        key: value
+        for key, value in fresh.items()
+        if key in group.settings and key not in FLAGS and value != group.settings[key]
+    }
     if "initial_lr" in group.settings and "max_lr" not in group.settings:
         changed["initial_lr"] = float(group.optimizer.options["lr"])
     return {**group.settings, **changed}
@@ -77,19 +86,31 @@ def up_to_date(trees: Mapping[str, Any], checkpoint: Checkpoint) -> dict[str, An
     return {name: _renewed(tree, optimizers, schedules, checkpoint, 4) for name, tree in trees.items()}
 
 
+def moved_counter(name: Any, value: Any, by: int) -> Any:
+    """The counter of batches of a BatchNorm after more of them; everything else as it is."""
+    if not by or not isinstance(value, Tensor) or not str(name).endswith("num_batches_tracked"):
+        return value
+    return ArrayTensor(np.asarray(value.array() + by))
+
+
 def _renewed(tree: Any, optimizers: Iterator[Optimizer], schedules: Iterator[Any], now: Checkpoint, depth: int) -> Any:
     """The walk is that of `contents_of`, so that the parts come in the same order."""
     if is_optimizer_state(tree):
         made = optimizer_state(next(optimizers))
-        for group, before in zip(made["param_groups"], tree["param_groups"], strict=True):
-            group |= {key: before[key] for key in ("params", "param_names") if key in before}
+        groups = [
+            {key: before[key] if key in ("params", "param_names") else group[key] for key in before}
+            for group, before in zip(made["param_groups"], tree["param_groups"], strict=True)
+        ]
         numbers = [number for group in tree["param_groups"] for number in group["params"]]
         state = {numbers[at] if at < len(numbers) else at: kept for at, kept in made["state"].items()}
-        return type(tree)({**tree, "state": state, "param_groups": made["param_groups"]})
+        return type(tree)({**tree, "state": state, "param_groups": groups})
     if is_schedule_state(tree):
         return dict(next(schedules).state)
     if depth and isinstance(tree, Mapping):
-        inside = {key: _renewed(value, optimizers, schedules, now, depth - 1) for key, value in tree.items()}
+        inside = {
+            key: moved_counter(key, _renewed(value, optimizers, schedules, now, depth - 1), now.since)
+            for key, value in tree.items()
+        }
         if depth == 4:
             inside |= {key: value for key, value in now.progress.items() if key in tree}
         if isinstance(tree, Attributed):
