@@ -1,7 +1,19 @@
 """The formats of checkpoints, a file each."""
 
 from onward.checkpoint.format import Format
-from onward.checkpoint.formats import accelerate, bundle, dcp, deepspeed, lightning, ort, pytorch, safetensors, trainer
+from onward.checkpoint.formats import (
+    accelerate,
+    bundle,
+    dcp,
+    deepspeed,
+    lightning,
+    msgpack_tree,
+    ort,
+    pytorch,
+    safetensors,
+    trainer,
+    zarr_tree,
+)
 
 FORMATS: tuple[Format, ...] = (
     deepspeed.FORMAT,
@@ -14,5 +26,7 @@ FORMATS: tuple[Format, ...] = (
     safetensors.FORMAT,
     lightning.FORMAT,
     pytorch.FORMAT,
+    zarr_tree.FORMAT,
+    msgpack_tree.FORMAT,
 )
 """The first that matches a file or folder is what it is taken for: what is more particular stands before."""

@@ -1,0 +1,138 @@
+"""Checkpoints of Orbax: steps that a manager saved, each with its items, or a tree alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from onward.checkpoint.description import Checkpoint
+from onward.checkpoint.folders import has
+from onward.checkpoint.format import Format
+from onward.checkpoint.pytrees import leaves, with_lists
+from onward.checkpoint.safetensors_files import read_json
+from onward.checkpoint.tensors import Tensor
+from onward.checkpoint.train_states import INFORMATION, checkpoint_of_tree, tree_of
+from onward.checkpoint.zarr_items import TREE, read_layout, read_tree, write_json, write_tree
+from onward.errors import UnsupportedError
+
+JSON = "metadata"
+_KEY = "jax_random_key"
+"""What an item has that is a key of random numbers."""
+_ALONE = "."
+"""The name of a tree that is in no item."""
+_NUMBER = re.compile(r"(?:.*_)?(\d{1,18})")
+
+_is_step = has(INFORMATION, TREE)
+
+
+def _matches(path: Path) -> bool:
+    return path.is_dir() and (_is_step(path) or bool(_steps(path)))
+
+
+def _steps(folder: Path) -> dict[int, Path]:
+    """The steps that a manager saved, in their order."""
+    numbers = {path: match for path in folder.iterdir() if (match := _NUMBER.fullmatch(path.name)) and _is_step(path)}
+    return {int(match[1]): path for path, match in sorted(numbers.items(), key=lambda each: int(each[1][1]))}
+
+
+def read(path: Path) -> Checkpoint:
+    if _is_step(path):
+        return _read_step(path)
+    *others, newest = (steps := _steps(path))
+    said = f"this is step {newest}, the newest; there are also {', '.join(map(str, others))}, each in its folder"
+    return _read_step(steps[newest], remarks=(said,) if others else ())
+
+
+def _read_step(folder: Path, **facts: Any) -> Checkpoint:
+    info = read_json(folder / INFORMATION) if (folder / INFORMATION).is_file() else {}
+    alone = (folder / TREE).is_file()
+    items = {_ALONE: read_tree(folder)} if alone else _items(folder)
+    if not items:
+        raise UnsupportedError(
+            f"`{folder}` holds no tree", hint="only items that are trees, JSON or random keys are read"
+        )
+    trees = {name: tree for name, tree in items.items() if (folder / name / TREE).is_file()}
+    layouts = [read_layout(folder / name) for name in trees]
+    found = checkpoint_of_tree(
+        folder, FORMAT.name, FORMAT.title, next(iter(items.values())) if len(items) == 1 else items,
+        trees={**items, INFORMATION: info}, layout={key: part for each in layouts for key, part in each.items()},
+        files=() if alone else _others(folder, items),
+        **facts,
+    )  # fmt: skip
+    number = _NUMBER.fullmatch(folder.name)
+    return dataclasses.replace(found, step=int(number[1])) if found.step is None and number and not alone else found
+
+
+def _others(folder: Path, items: Mapping[str, Any]) -> tuple[str, ...]:
+    return tuple(sorted(each.name for each in folder.iterdir() if each.is_dir() and each.name not in items))
+
+
+def _items(folder: Path) -> dict[str, Any]:
+    """What a step or an item is made of, by name: trees, JSON, and folders of such."""
+    found: dict[str, Any] = {}
+    for path in sorted(each for each in folder.iterdir() if each.is_dir()):
+        if (path / TREE).is_file():
+            found[path.name] = read_tree(path)
+        elif (path / JSON).is_file():
+            found[path.name] = read_json(path / JSON)
+        elif (path / _KEY).is_dir():
+            found[path.name] = _items(path)
+    return found
+
+
+# ---- writing ---------------------------------------------------------------------------------------------------------
+
+_HANDLERS = "orbax.checkpoint._src.handlers."
+_OF_TREES = f"{_HANDLERS}standard_checkpoint_handler.StandardCheckpointHandler"
+_DONE = "commit_success.txt"
+
+
+def write(checkpoint: Checkpoint, path: Path) -> None:
+    """Write what a manager saves: a folder for the step, with items; a tree alone if it was one that was read."""
+    tree = tree_of(checkpoint, None)
+    items = [name for name in checkpoint.trees if name != INFORMATION] if checkpoint.format == FORMAT.name else []
+    if items == [_ALONE]:
+        write_tree(tree, path)
+        _finish(path, {"item_handlers": _OF_TREES})
+        return
+    if checkpoint.format == "flax":
+        tree = with_lists(tree)
+    folder = path if _NUMBER.fullmatch(path.name) else path / str(checkpoint.step or 0)
+    folder.mkdir(parents=True)
+    parts = tree if len(items) > 1 else {items[0] if items else "default": tree}
+    for name, part in parts.items():
+        _write_item(part, folder / name)
+    known = checkpoint.trees.get(INFORMATION, {}).get("item_handlers") if items else None
+    _finish(folder, {"item_handlers": known or dict.fromkeys(parts, _OF_TREES)})
+
+
+def _write_item(tree: Any, folder: Path) -> None:
+    if isinstance(tree, Mapping) and _KEY in tree:
+        folder.mkdir()
+        for name, part in tree.items():
+            _write_item(part, folder / name)
+    elif any(isinstance(leaf, Tensor) for _, leaf in leaves(tree)):
+        write_tree(tree, folder)
+    else:
+        folder.mkdir()
+        write_json(folder / JSON, tree)
+    (folder / _DONE).write_text("written by onward")
+
+
+def _finish(folder: Path, described: Mapping[str, Any]) -> None:
+    rest: dict[str, Any] = {
+        "metrics": {},
+        "performance_metrics": {},
+        "init_timestamp_nsecs": None,
+        "commit_timestamp_nsecs": None,
+    }
+    write_json(folder / INFORMATION, {**described, **rest, "custom_metadata": {}})
+    (folder / _DONE).write_text("written by onward")
+
+
+FORMAT = Format(
+    "orbax", "Orbax", _matches, read, write, keeps=("tensors", "optimizers", "step", "randomness", "averages")
+)
