@@ -32,6 +32,8 @@ class Group:
     """Class, variant and numbers in words of a recipe; `lr` is the rate before any schedule. None: not known."""
     rate: float | None = None
     """The learning rate at the moment, where a training model says it."""
+    numbers: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """Hyper-parameters in words of a recipe, where the class is not known."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +44,8 @@ class Optimizer:
     slots: Mapping[str | int, Mapping[str, Any]]
     """What it keeps for each parameter: tensors, and single numbers. The names are those of a recipe's optimizers
     (`exp_avg`, `momentum_buffer`), with `step` and `master`."""
+    variant: str = "torch"
+    """Whose arithmetic it has, where no group says its optimizer."""
 
     @property
     def has_names(self) -> bool:

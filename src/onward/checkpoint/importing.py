@@ -94,17 +94,17 @@ def plan(
     matched = match(checkpoint.tensors, model, known, checkpoint.tied)
     checkpoint, notes = _named(checkpoint, matched, model, None if isinstance(names, Mapping) else names)
     _refuse_unmatched(checkpoint, matched)
-    groups = _groups(checkpoint, matched, parse(optimizer) if optimizer is not None else None)
+    groups = _groups(checkpoint, matched, parse(optimizer) if optimizer is not None else None, base)
     weights, slots, has_masters = _state(checkpoint, matched, model, groups)
     step = _step(checkpoint, groups)
-    words, more = _schedule(checkpoint, schedule, step, groups)
+    words, more = _schedule(checkpoint, schedule, step, groups, base)
     run = Run(
         model=model,
         loss=_loss(checkpoint, base, captured.loss if loss is None else loss),
         groups=groups,
         step=step,
         schedule=words,
-        clip=checkpoint.clip,
+        clip=base.clip if base and not _tells(checkpoint) else checkpoint.clip,
         statistics=base.statistics if base else ("sample" if _counts_as_pytorch(groups) else "population"),
         recipe=_recipe(checkpoint, base, has_masters),
     )
@@ -197,7 +197,12 @@ def _refuse_unmatched(checkpoint: Checkpoint, matched: Match) -> None:
 # ---- what is trained -------------------------------------------------------------------------------------------------
 
 
-def _groups(checkpoint: Checkpoint, matched: Match, said: Spec | None) -> list[RunGroup]:
+def _tells(checkpoint: Checkpoint) -> bool:
+    """Whether a checkpoint says what its optimizers are, and not only what they keep."""
+    return any(group.optimizer is not None for each in checkpoint.optimizers for group in each.groups)
+
+
+def _groups(checkpoint: Checkpoint, matched: Match, said: Spec | None, base: Run | None) -> list[RunGroup]:
     if not checkpoint.optimizers:
         raise UnsupportedError(
             f"`{checkpoint.path}` has no state of an optimizer: there is no run to go on with",
@@ -206,11 +211,18 @@ def _groups(checkpoint: Checkpoint, matched: Match, said: Spec | None) -> list[R
     found = []
     for optimizer in checkpoint.optimizers:
         for group in optimizer.groups:
-            spec = _spec(optimizer, group, said)
             own = [matched.names[str(name)] for name in group.parameters if str(name) in matched.names]
-            if own:
-                found.append(RunGroup(spec, list(dict.fromkeys(own))))
+            if own and base and said is None and not _tells(checkpoint):
+                found += _groups_of(base, own)
+            elif own:
+                found.append(RunGroup(_spec(optimizer, group, said), list(dict.fromkeys(own))))
     return found
+
+
+def _groups_of(base: Run, own: Sequence[str]) -> list[RunGroup]:
+    """The optimizers that a training model has for parameters, where the checkpoint does not tell."""
+    groups = [RunGroup(each.optimizer, [name for name in own if name in each.parameters]) for each in base.groups]
+    return [group for group in groups if group.parameters]
 
 
 def _spec(optimizer: Optimizer, group: Group, said: Spec | None) -> Spec:
@@ -222,15 +234,18 @@ def _spec(optimizer: Optimizer, group: Group, said: Spec | None) -> Spec:
             f"the checkpoint does not tell which optimizer it is: {what}",
             hint=f"say it: `--optimizer {(optimizer.families or ('adamw',))[0]}`, or `optimizer=...`",
         )
-    stored = group.optimizer
+    stored, known = group.optimizer, known_optimizer(said.name)
     if stored is None or stored.name != said.name:
-        stored = spec_of(said.name, group.settings) if group.settings else None
+        is_torch = optimizer.variant == "torch"
+        numbers = {key: value for key, value in group.numbers.items() if key in known.hyper}
+        stored = spec_of(said.name, group.settings) if group.settings and is_torch else Spec(said.name, numbers)
     options = {**(stored.options if stored else {}), **said.options}
     if "lr" not in options:
         raise UnsupportedError(
             "the checkpoint does not say the learning rate", hint=f"give it: `--optimizer {said.name}:lr=1e-3`"
         )
-    return Spec(said.name, {"variant": next(iter(known_optimizer(said.name).variants)), **options})
+    variant = optimizer.variant if optimizer.variant in known.variants else next(iter(known.variants))
+    return Spec(said.name, {"variant": variant, **options})
 
 
 def _state(
@@ -303,7 +318,9 @@ def _step(checkpoint: Checkpoint, groups: Sequence[RunGroup]) -> int:
 # ---- the rest of a run -----------------------------------------------------------------------------------------------
 
 
-def _schedule(checkpoint: Checkpoint, said: Any, step: int, groups: Sequence[RunGroup]) -> tuple[list[Spec], list[str]]:
+def _schedule(
+    checkpoint: Checkpoint, said: Any, step: int, groups: Sequence[RunGroup], base: Run | None
+) -> tuple[list[Spec], list[str]]:
     """The schedule by updates, and what is to be said of it."""
     if said is not None:
         given = [said] if isinstance(said, str | Mapping | Spec) else list(said)
@@ -312,6 +329,8 @@ def _schedule(checkpoint: Checkpoint, said: Any, step: int, groups: Sequence[Run
     if not found:
         return [], []
     schedule = found[0]
+    if schedule.words is None and base and not _tells(checkpoint):
+        return list(base.schedule), ["the schedule is that of the model, with its optimizer"]
     if schedule.words is None:
         raise UnsupportedError(
             "the checkpoint does not tell the shape of its schedule",

@@ -34,7 +34,7 @@ _STATES: dict[frozenset[str], str] = {
 FAMILIES: dict[frozenset[str], tuple[str, ...]] = {
     frozenset(): ("sgd",),
     frozenset({"momentum_buffer"}): ("sgd",),
-    frozenset({"exp_avg", "exp_avg_sq"}): ("adam", "adamw", "nadam", "radam", "lamb", "adamax"),
+    frozenset({"exp_avg", "exp_avg_sq"}): ("adam", "adamw", "nadam", "radam", "lamb"),
     frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq"}): ("amsgrad",),
     frozenset({"exp_avg", "exp_inf"}): ("adamax",),
     frozenset({"exp_avg"}): ("lion",),
@@ -47,6 +47,9 @@ FAMILIES: dict[frozenset[str], tuple[str, ...]] = {
     frozenset({"row_var", "col_var", "variance"}): ("adafactor",),
 }
 """Optimizers by what they keep."""
+
+WORDS = {"learning_rate": "lr", "b1": "beta1", "b2": "beta2", "decay": "alpha", "weight_decay_rate": "weight_decay"}
+"""Hyper-parameters of optax that have another name in a recipe."""
 
 _COUNTERS = ("count", "step", "gradient_step")
 

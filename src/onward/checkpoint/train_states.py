@@ -12,7 +12,7 @@ import numpy as np
 
 from onward.checkpoint.description import COUNT, MASTER, Checkpoint, Group, Optimizer, RandomState, Schedule
 from onward.checkpoint.optax_states import optimizer_state
-from onward.checkpoint.optax_trees import FAMILIES, States, factors, signed, unwrapped
+from onward.checkpoint.optax_trees import FAMILIES, WORDS, States, factors, signed, unwrapped
 from onward.checkpoint.pytrees import DATA, KEY, Way, at, leaves, named, nested, parts, replaced
 from onward.checkpoint.tensors import ArrayTensor, ComputedTensor, Tensor
 from onward.errors import UnsupportedError, listed
@@ -154,7 +154,7 @@ def _optimizer(states: States, flat: Mapping[Way, Any], trained: Mapping[str, Te
         slots = {name: factors(each, trained[str(name)].shape) for name, each in slots.items() if name in trained}
     if step is not None:
         slots = {name: {**each, COUNT: step} for name, each in slots.items()}
-    return Optimizer(families, _groups(states, flat, [*trained]), slots)
+    return Optimizer(families, _groups(states, flat, [*trained]), slots, variant="optax")
 
 
 def _groups(states: States, flat: Mapping[Way, Any], trained: list[str]) -> tuple[Group, ...]:
@@ -164,11 +164,16 @@ def _groups(states: States, flat: Mapping[Way, Any], trained: list[str]) -> tupl
     silent = [label for label, names in members.items() if not names]
     if left:
         members.setdefault(silent[0] if len(silent) == 1 else "", []).extend(left)
-    return tuple(
-        Group({name: _plain(flat[way]) for name, way in states.settings.get(label, {}).items()}, tuple(names))
-        for label, names in members.items()
-        if names
-    )
+    groups = []
+    for label, names in members.items():
+        settings = {
+            name: _plain(flat[way]) for name, way in states.settings.get(label, states.settings.get("", {})).items()
+        }
+        numbers = {WORDS.get(name, name): value for name, value in settings.items() if isinstance(value, int | float)}
+        if states.schedules:
+            numbers.pop("lr", None)  # the rate of the moment, and not the one that a schedule begins with
+        groups += [Group(settings, tuple(names), numbers=numbers)] if names else []
+    return tuple(groups)
 
 
 def _plain(leaf: Any) -> Any:

@@ -21,6 +21,8 @@ from onward.errors import InvalidModelError, UnsupportedError
 TREE = "_METADATA"
 _STRINGS, _SHARDING, _ARRAYS = "_strings.json", "_sharding", "array_metadatas"
 _IN_LIST, _IN_DICT = 1, 2
+_ARRAY = "np.ndarray"
+"""What is written for arrays, which become JAX's where those are asked for, on whatever devices there are."""
 _EMPTY: dict[str, Any] = {"None": None, "NamedTuple": None, "Dict": {}, "List": [], "Tuple": []}
 _DEEPEST = 100
 
@@ -177,7 +179,7 @@ def write_tree(tree: Any, folder: Path) -> None:
 def _described(tree: Any, way: Way = (), in_list: tuple[bool, ...] = ()) -> Iterator[tuple[_Entry, Any]]:
     is_key = isinstance(tree, Mapping) and KEY in tree
     if is_key or not parts(tree):
-        yield _Entry(way, in_list, "jax.Array" if is_key else _kind(tree)), tree
+        yield _Entry(way, in_list, _ARRAY if is_key else _kind(tree)), tree
         return
     for key, part in parts(tree):
         yield from _described(part, (*way, key), (*in_list, not isinstance(tree, Mapping)))
@@ -185,7 +187,7 @@ def _described(tree: Any, way: Way = (), in_list: tuple[bool, ...] = ()) -> Iter
 
 def _kind(leaf: Any) -> str:
     if isinstance(leaf, Tensor):
-        return "np.ndarray"  # which JAX takes as well, on whatever devices there are
+        return _ARRAY
     if leaf is None or isinstance(leaf, Mapping | list | tuple):
         return "None" if leaf is None else "Dict" if isinstance(leaf, Mapping) else "List"
     if isinstance(leaf, str | int | float | np.generic):
