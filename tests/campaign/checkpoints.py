@@ -5,12 +5,24 @@ from __future__ import annotations
 import pickle
 import random
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import onward
 from campaign.kinds import Kind
-from campaign.mutations import BYTES, JSON, Damage, changed_safetensors, changed_zip
+from campaign.models import PROTOBUF
+from campaign.mutations import (
+    BYTES,
+    JSON,
+    Damage,
+    changed_safetensors,
+    changed_zip,
+    relabelled,
+    renumbered,
+    resized,
+)
+from onward.checkpoint.table import read_table, table
 
 _RECORDED = Path(__file__).parents[1] / "checkpoints"
 _OPCODES = b"".join(
@@ -38,8 +50,35 @@ pickled_damages: tuple[Damage, ...] = (_other_operation, _other_operation, _othe
 _TORCH = (changed_zip({".pkl": pickled_damages}), changed_zip({".pkl": pickled_damages}), *BYTES)
 
 
-def _folder(name: str) -> Any:
-    return lambda folder: shutil.copytree(_RECORDED / name, folder / name)
+def _changed_table(rng: random.Random, data: bytes) -> bytes:
+    """An index of TensorFlow with whole checksums, in which an entry is another, or lies elsewhere."""
+    entries = dict(read_table(data))
+    key, other = rng.choice(sorted(entries)), rng.choice(sorted(entries))
+    action = rng.random()
+    if action < 0.6:
+        entries[key] = rng.choice((*BYTES, resized, relabelled))(rng, entries[key] or b"\x08\x01")
+    elif action < 0.7:
+        entries[key] = entries[other]
+    elif action < 0.8:
+        del entries[key]
+    else:
+        entries[rng.choice((b"../../secret", b"\xff", b"\x1b[31m", key + b"/x"))] = entries.pop(key)
+    return table(entries)
+
+
+_BINARY = (renumbered, renumbered, *BYTES)
+_DAMAGES: dict[str, tuple[Damage, ...]] = {
+    **dict.fromkeys(("*.pt", "*.pth", "*.bin", "*.pkl", "*.ckpt", "*.distcp"), _TORCH),
+    "*.metadata": pickled_damages,
+    "*.json": JSON,
+    "*.safetensors": (changed_safetensors, changed_safetensors, *BYTES),
+    "*.onnx": PROTOBUF,
+    "*.index": (_changed_table, _changed_table, *_BINARY),
+    "*.data-*": _BINARY,
+    "*checkpoint": _BINARY,
+    "*.keras": (changed_zip({".json": JSON, ".h5": _BINARY}), *BYTES),
+}
+"""By the names of files. Each format has some of them."""
 
 
 def _look(name: str) -> Any:
@@ -53,15 +92,45 @@ def _look(name: str) -> Any:
     return use
 
 
+def _convert(name: str, format: str) -> Any:
+    """Write it as another format."""
+    return lambda: onward.to_checkpoint(name, "out", format=format)
+
+
+def _import(name: str) -> Any:
+    """Make a training model of it, and write that."""
+    return lambda: onward.from_checkpoint(name).save("out.onnx")
+
+
+def _kind(name: str, *uses: Any, of: Callable[[Path], object] | None = None) -> Kind:
+    """Checkpoints that are recorded under a name, or made by a function."""
+
+    def copy(folder: Path) -> None:
+        recorded = _RECORDED / name
+        if recorded.is_dir():
+            shutil.copytree(recorded, folder / recorded.name)
+        else:
+            shutil.copy(recorded, folder)
+
+    there = Path(name).name
+    shown = (("show", there), ("show", there, "--json"), ("show", there, "--unsafe"))
+    return Kind(of or copy, _DAMAGES, (*shown, _look(there), *uses))
+
+
+def _distributed(folder: Path) -> None:
+    onward.to_checkpoint(_RECORDED / "ort" / "entropy", folder / "dcp", format="dcp")
+
+
 KINDS = {
-    "checkpoints of a trainer": Kind(
-        _folder("trainer"),
-        {"*.pt": _TORCH, "*.pth": _TORCH, "*.bin": _TORCH, "*.json": JSON, "*.safetensors": (changed_safetensors,)},
-        (("show", "trainer"), ("show", "trainer", "--json"), _look("trainer")),
+    "checkpoints of a trainer": _kind("trainer", _convert("trainer", "safetensors"), _convert("trainer", "torch")),
+    "checkpoints in a file": _kind(
+        "lightning.ckpt", ("show", "lightning.ckpt", "--params"), _convert("lightning.ckpt", "lightning")
     ),
-    "checkpoints in a file": Kind(
-        lambda folder: shutil.copy(_RECORDED / "lightning.ckpt", folder),
-        {"*": _TORCH},
-        (("show", "lightning.ckpt"), ("show", "lightning.ckpt", "--params"), _look("lightning.ckpt")),
+    "checkpoints of Accelerate": _kind("accelerate", _convert("accelerate", "accelerate")),
+    "distributed checkpoints": _kind("dcp", _convert("dcp", "torch"), of=_distributed),
+    "checkpoints of TensorFlow": _kind("tensorflow", _convert("tensorflow", "tensorflow")),
+    "checkpoints of TensorFlow in pieces": _kind("tensorflow_pieces", _convert("tensorflow_pieces", "torch")),
+    "checkpoints of onnxruntime-training": _kind(
+        "ort/entropy", _import("entropy"), _import("entropy"), _convert("entropy", "ort")
     ),
 }

@@ -237,6 +237,14 @@ KINDS: dict[str, Damage] = {
 BYTES = (truncated, flipped, inserted, deleted)
 
 
+def renumbered(rng: random.Random, data: bytes) -> bytes:
+    """A number of four or eight bytes in a binary file that is another: an offset, a length, a size."""
+    width = rng.choice((4, 4, 4, 8))
+    at = rng.randrange(max(len(data) - width, 1)) // 4 * 4
+    number = rng.choice((0, 1, 2, 255, at, len(data), len(data) - at, 1 << 31, (1 << 31) - 1, -1, rng.randrange(256)))
+    return data[:at] + (number % (1 << 8 * width)).to_bytes(width, "little") + data[at + width :]
+
+
 # ---- mutations of JSON -----------------------------------------------------------------------------------------------
 
 _ODD: tuple[Any, ...] = (

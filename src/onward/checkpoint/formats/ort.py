@@ -146,7 +146,28 @@ def write(checkpoint: Checkpoint, folder: Path) -> None:
     origin = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
     for name in checkpoint.files if checkpoint.format == FORMAT.name else ():
         if Path(name).name == name and (origin / name).is_file():
+            if name.endswith(f"{OPTIMIZER}.onnx"):
+                _refuse_another(origin / name, checkpoint)
             shutil.copyfile(origin / name, folder / name)
+
+
+def _refuse_another(path: Path, checkpoint: Checkpoint) -> None:
+    """The graph of an optimizer that would go on with other numbers than the checkpoint has."""
+    rule = optimizer_of(path)
+    said = [group.optimizer for each in checkpoint.optimizers for group in each.groups]
+    if rule is None or rule.spec is None or not said or said[0] is None:
+        return
+    if _meant(rule.spec) != _meant(said[0]):
+        raise UnsupportedError(
+            f"`{path.name}` computes `{rule.spec}`, and the checkpoint goes on with `{said[0].without('lr')}`",
+            hint="make new graphs with onnxruntime-training, and write the checkpoint from a folder that has them",
+        )
+
+
+def _meant(spec: Spec) -> Any:
+    """What an optimizer computes, but for its rate, with numbers as an attribute of ONNX has them."""
+    configured = optimizer(spec.name).configure(**spec.without("lr").options)
+    return spec.name, {key: np.float32(value) for key, value in configured.values.items()}, configured.options
 
 
 def _module(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -166,11 +187,6 @@ def _groups(checkpoint: Checkpoint) -> dict[str, Any]:
         )
     if not groups:
         return {}
-    if not all(each.has_names for each in checkpoint.optimizers):
-        raise UnsupportedError(
-            "the checkpoint has no names for what its optimizer keeps",
-            hint="turn it into a training model first, with the model that it belongs to",
-        )
     states: dict[str, Any] = {}
     for kept, group in groups:
         slots = _slots_there(group)
