@@ -77,6 +77,8 @@ _DAMAGES: dict[str, tuple[Damage, ...]] = {
     "*.data-*": _BINARY,
     "*checkpoint": _BINARY,
     "*.keras": (changed_zip({".json": JSON, ".h5": _BINARY}), *BYTES),
+    **dict.fromkeys(("*.zarray", "*_METADATA", "*zarr.json"), JSON),
+    "*": _BINARY,
 }
 """By the names of files. Each format has some of them."""
 
@@ -117,20 +119,26 @@ def _kind(name: str, *uses: Any, of: Callable[[Path], object] | None = None) -> 
     return Kind(of or copy, _DAMAGES, (*shown, _look(there), *uses))
 
 
-def _distributed(folder: Path) -> None:
-    onward.to_checkpoint(_RECORDED / "ort" / "entropy", folder / "dcp", format="dcp")
+def _written(format: str, name: str) -> Callable[[Path], object]:
+    """What is written of a checkpoint that is recorded, as another format, under a name."""
+    return lambda folder: onward.to_checkpoint(_RECORDED / "ort" / "entropy", folder / name, format=format)
 
 
 KINDS = {
-    "checkpoints of a trainer": _kind("trainer", _convert("trainer", "safetensors"), _convert("trainer", "torch")),
-    "checkpoints in a file": _kind(
+    "checkpoints of a trainer": _kind("trainer", _convert("trainer", "safetensors"), _convert("trainer", "hf")),
+    "checkpoints of Lightning": _kind(
         "lightning.ckpt", ("show", "lightning.ckpt", "--params"), _convert("lightning.ckpt", "lightning")
     ),
     "checkpoints of Accelerate": _kind("accelerate", _convert("accelerate", "accelerate")),
-    "distributed checkpoints": _kind("dcp", _convert("dcp", "torch"), of=_distributed),
+    "checkpoints of DeepSpeed": _kind("deepspeed/zero3", _convert("zero3", "deepspeed")),
+    "universal checkpoints of DeepSpeed": _kind("deepspeed/universal", _convert("universal", "deepspeed")),
     "checkpoints of TensorFlow": _kind("tensorflow", _convert("tensorflow", "tensorflow")),
     "checkpoints of TensorFlow in pieces": _kind("tensorflow_pieces", _convert("tensorflow_pieces", "torch")),
     "checkpoints of onnxruntime-training": _kind(
         "ort/entropy", _import("entropy"), _import("entropy"), _convert("entropy", "ort")
     ),
+    "checkpoints of PyTorch": _kind("x.pt", _convert("x.pt", "torch"), of=_written("torch", "x.pt")),
+    "distributed checkpoints": _kind("dcp", _convert("dcp", "torch"), of=_written("dcp", "dcp")),
+    "checkpoints of Flax": _kind("x.msgpack", _convert("x.msgpack", "flax"), of=_written("flax", "x.msgpack")),
+    "checkpoints of Orbax": _kind("orbax", _convert("orbax", "orbax"), of=_written("orbax", "orbax")),
 }

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from onward.checkpoint.tensors import Tensor
+from onward.checkpoint.tensors import Tensor, count_of, is_number
 from onward.recipe.spec import Spec
 
 MASTER = "master"
@@ -55,8 +55,7 @@ class Optimizer:
     def count(self) -> int | None:
         """How many updates there were of any parameter, at most."""
         counts = [slots[COUNT] for slots in self.slots.values() if COUNT in slots]
-        numbers = [each.array().item() if isinstance(each, Tensor) else each for each in counts]
-        return max((int(number) for number in numbers if isinstance(number, int | float)), default=None)
+        return max((count_of(each) for each in counts if is_number(each)), default=None)
 
     @property
     def tensors(self) -> Iterator[Tensor]:

@@ -20,7 +20,7 @@ from onward.checkpoint.naming import with_names
 from onward.checkpoint.opening import open_checkpoint
 from onward.checkpoint.optimizers import spec_of
 from onward.checkpoint.placing import placed
-from onward.checkpoint.tensors import Tensor, as_tensor, turned
+from onward.checkpoint.tensors import Tensor, as_tensor, count_of, turned
 from onward.convert.problems import Problems
 from onward.convert.rates import Factor, complete
 from onward.convert.run import Group as RunGroup
@@ -302,7 +302,7 @@ def _step(checkpoint: Checkpoint, groups: Sequence[RunGroup]) -> int:
     for optimizer in checkpoint.optimizers:
         for name, slots in optimizer.slots.items():
             if COUNT in slots:
-                counts[str(name)] = int(as_tensor(slots[COUNT]).array().item())
+                counts[str(name)] = count_of(slots[COUNT])
     if not counts:
         return step
     most = max(counts.values())

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from onward.checkpoint.description import COUNT, Group, Optimizer
-from onward.checkpoint.tensors import ArrayTensor, Tensor
+from onward.checkpoint.tensors import ArrayTensor, number_of
 from onward.errors import UnsupportedError
 from onward.recipe.optimizers import ConfiguredOptimizer, optimizer
 from onward.recipe.spec import Spec
@@ -127,9 +127,9 @@ def base_rate(settings: Settings) -> float:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        value = value.array().item()
-    return value if isinstance(value, bool | str | int) or value is None else float(value)
+    if isinstance(value, bool | str | int) or value is None:
+        return value
+    return float(number_of(value))
 
 
 def _flattened(settings: Settings) -> dict[str, Any]:
@@ -138,7 +138,7 @@ def _flattened(settings: Settings) -> dict[str, Any]:
     for key, value in settings.items():
         if key == "eps" and isinstance(value, tuple | list):
             flat |= zip(_EPS_OF_ADAFACTOR, value, strict=False)  # None is what the type of the parameter says
-        elif key in _TUPLES:
+        elif key in _TUPLES and isinstance(value, tuple | list):
             flat |= zip(_TUPLES[key], value, strict=False)
         else:
             flat[key] = value

@@ -11,7 +11,7 @@ from onward.checkpoint.description import COUNT, MASTER, Checkpoint, Group, Opti
 from onward.checkpoint.objects import Attributed
 from onward.checkpoint.optimizers import FLAGS, counted, is_optimizer_state, settings_of
 from onward.checkpoint.schedules import is_schedule_state
-from onward.checkpoint.tensors import ArrayTensor, Tensor, as_tensor
+from onward.checkpoint.tensors import ArrayTensor, Tensor, as_tensor, count_of
 from onward.errors import UnsupportedError
 
 
@@ -44,7 +44,7 @@ def optimizer_state(optimizer: Optimizer, *, by_name: bool = False) -> dict[str,
         kept = {slot: as_tensor(value) for slot, value in slots.items() if slot != COUNT}
         step = slots.get(COUNT)
         if spec is not None and step is not None:
-            kept = counted(spec, kept, int(as_tensor(step).array().item()))
+            kept = counted(spec, kept, count_of(step))
         elif step is not None:
             kept = {COUNT: as_tensor(step), **kept}
         state[numbers[name]] = kept

@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import onnx_ir as ir
 
-from onward.errors import ExternalDataError
+from onward.errors import ExternalDataError, InvalidModelError
 
 _BLOCK = 16 << 20
 """Bytes that are copied at a time."""
@@ -206,4 +206,30 @@ def converted(tensor: Tensor, dtype: np.dtype) -> Tensor:
 
 def as_tensor(value: Any) -> Tensor:
     """A tensor of what may be a number."""
-    return value if isinstance(value, Tensor) else ArrayTensor(np.asarray(value))
+    if isinstance(value, Tensor):
+        return value
+    array = np.asarray(value) if isinstance(value, int | float | complex | np.generic | np.ndarray) else None
+    if array is None or array.dtype.hasobject:
+        raise InvalidModelError(f"a `{type(value).__name__}` is in the checkpoint where a number would be")
+    return ArrayTensor(array)
+
+
+def is_number(value: Any) -> bool:
+    """Whether it is one number, as a tensor or as itself."""
+    return math.prod(value.shape) == 1 if isinstance(value, Tensor) else isinstance(value, int | float | np.number)
+
+
+def number_of(value: Any) -> Any:
+    """A number that may be a tensor."""
+    tensor = as_tensor(value)
+    if not is_number(tensor):
+        raise InvalidModelError(f"a tensor of {list(tensor.shape)} is in the checkpoint where a number would be")
+    return tensor.array().item()
+
+
+def count_of(value: Any) -> int:
+    """A number that counts something."""
+    number = number_of(value)
+    if not isinstance(number, int | float) or not math.isfinite(number):
+        raise InvalidModelError(f"something is counted as {number} in the checkpoint")
+    return int(number)

@@ -14,7 +14,7 @@ from onward.checkpoint.description import COUNT, MASTER, Checkpoint, Group, Sche
 from onward.checkpoint.objects import Attributed, Name, Object
 from onward.checkpoint.schedules import state_of
 from onward.checkpoint.states import module_state, settings_now
-from onward.checkpoint.tensors import ArrayTensor, ComputedTensor, StoredTensor, Tensor
+from onward.checkpoint.tensors import ArrayTensor, ComputedTensor, StoredTensor, Tensor, count_of
 from onward.checkpoint.trees import mapping
 from onward.checkpoint.zero import Kept, Line, Shapes, Slots, counted, joined, named_groups
 from onward.errors import UnsupportedError, listed
@@ -123,8 +123,7 @@ def _single(tensor: Tensor) -> Tensor:
 
 
 def _count(count: Any) -> Tensor:
-    number = count.array().item() if isinstance(count, Tensor) else count
-    return ArrayTensor(np.array(number, np.float32))
+    return ArrayTensor(np.array(count_of(count), np.float32))
 
 
 def _common(checkpoint: Checkpoint, groups: tuple[Group, ...], step: int) -> dict[str, Any]:

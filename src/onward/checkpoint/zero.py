@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from onward.checkpoint.description import COUNT, MASTER
 from onward.checkpoint.optimizers import is_optimizer_state
-from onward.checkpoint.tensors import JoinedTensor, StoredTensor, Tensor, contiguous
+from onward.checkpoint.tensors import JoinedTensor, StoredTensor, Tensor, contiguous, count_of
 from onward.checkpoint.trees import mapping
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -122,7 +122,7 @@ def counted(slots: Mapping[str, Any], *wanted: str) -> dict[str, Any]:
     found = {slot: value for slot, value in slots.items() if not wanted or slot in wanted}
     count = found.get(COUNT)
     if isinstance(count, Tensor) and not count.shape:
-        found[COUNT] = int(count.array().item())
+        found[COUNT] = count_of(count)
     return found
 
 

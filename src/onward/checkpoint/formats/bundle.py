@@ -11,7 +11,7 @@ import numpy as np
 from onward.checkpoint.bundles import GRAPH, INDEX, Tree, names_in, read_bundle, write_bundle
 from onward.checkpoint.description import Checkpoint, Group, Optimizer, RandomState
 from onward.checkpoint.format import Format
-from onward.checkpoint.tensors import ArrayTensor, ComputedTensor, Tensor
+from onward.checkpoint.tensors import ArrayTensor, ComputedTensor, Tensor, number_of
 from onward.checkpoint.tracked import SHARED, Keys, meaning_of
 from onward.convert.classes import KINDS, WORDS, snake_case
 from onward.errors import InvalidModelError, UnsupportedError, listed
@@ -151,7 +151,7 @@ def _renew_numbers(made: dict[str, Any], keys: Keys, optimizer: Optimizer, step:
         _put(made, keys.numbers["iterations"], step)
     shared = [slots[SHARED] for slots in optimizer.slots.values() if SHARED in slots]
     if "u_product" in keys.numbers and shared:
-        _put(made, keys.numbers["u_product"], shared[0].array().item())
+        _put(made, keys.numbers["u_product"], number_of(shared[0]))
     rate = optimizer.groups[0].settings.get("lr") if optimizer.groups else None
     if "learning_rate" in keys.numbers and isinstance(rate, int | float):
         _put(made, keys.numbers["learning_rate"], rate)
