@@ -13,7 +13,7 @@ import numpy as np
 from onward.arguments import checked
 from onward.checkpoint.description import COUNT, Checkpoint, Group, Optimizer, Schedule
 from onward.checkpoint.format import Format
-from onward.checkpoint.formats import FORMATS
+from onward.checkpoint.formats import writable
 from onward.checkpoint.kept import kept
 from onward.checkpoint.matching import Match
 from onward.checkpoint.naming import with_own_names
@@ -41,7 +41,7 @@ def to_checkpoint(
     - `source`: a training model, or a checkpoint of any format
     - `format`: such as `"hf"`, `"dcp"`, `"deepspeed"` or `"orbax"`
     """
-    chosen = writable(format)
+    chosen = format_named(format)
     checkpoint = source if isinstance(source, Checkpoint) else _described(source)
     if chosen.needs_names:
         checkpoint = with_own_names(checkpoint)
@@ -52,9 +52,9 @@ def to_checkpoint(
     return target
 
 
-def writable(name: str) -> Format:
+def format_named(name: str) -> Format:
     """The format of that name, if it can be written."""
-    known = {format.name: format for format in FORMATS if format.write is not None}
+    known = writable()
     if name not in known:
         hint = near(name, known) or f"there are {', '.join(known)}"
         raise UnknownNameError(f"there is no format `{name}` that can be written", hint=hint)

@@ -36,3 +36,5 @@ class Format(NamedTuple):
     """The model of a checkpoint, where it has one."""
     needs_names: bool = True
     """Whether what optimizers keep has names when it is written."""
+    also: tuple[str, ...] = ()
+    """Other names of it."""

@@ -23,14 +23,14 @@ def lines(checkpoint: Checkpoint) -> list[tuple[str, str]]:
         ("model", ", ".join(str(name) for name in model if name)),
         *(("optimizer", _optimizer(optimizer)) for optimizer in checkpoint.optimizers),
         *(("schedule", _schedule(schedule)) for schedule in checkpoint.schedules),
-        ("progress", _settings(checkpoint.progress)),
+        ("progress", settings(checkpoint.progress)),
         ("random", "; ".join(dict.fromkeys(each.kind for each in checkpoint.randomness))),
-        ("data", _settings(checkpoint.data)),
-        ("loss scale", _settings(checkpoint.scaler)),
+        ("data", settings(checkpoint.data)),
+        ("loss scale", settings(checkpoint.scaler)),
         ("averages", _amount(checkpoint.averages.values())),
-        ("clipping", _settings(checkpoint.clip or {})),
-        ("layout", _settings(checkpoint.layout)),
-        ("arguments", _settings(checkpoint.arguments)),
+        ("clipping", settings(checkpoint.clip or {})),
+        ("layout", settings(checkpoint.layout)),
+        ("arguments", settings(checkpoint.arguments)),
         ("other files", listed(checkpoint.files, _MOST_NAMES)),
         *(("note", remark) for remark in checkpoint.remarks),
         ("not in it", "; ".join(checkpoint.missing)),
@@ -62,37 +62,37 @@ def to_json(checkpoint: Checkpoint) -> dict[str, Any]:
                 "families": list(optimizer.families),
                 "groups": [
                     {
-                        "settings": _plain(group.settings),
+                        "settings": plain(group.settings),
                         "parameters": list(group.parameters),
                         "optimizer": str(group.optimizer) if group.optimizer else None,
                     }
                     for group in optimizer.groups
                 ],
-                "slots": {str(name): _plain(slots) for name, slots in optimizer.slots.items()},
+                "slots": {str(name): plain(slots) for name, slots in optimizer.slots.items()},
             }
             for optimizer in checkpoint.optimizers
         ],
         "schedules": [
             {
-                "state": _plain(each.state),
+                "state": plain(each.state),
                 "words": None if each.words is None else [str(spec) for spec in each.words],
                 "position": each.position,
             }
             for each in checkpoint.schedules
         ],
         "step": checkpoint.step,
-        "progress": _plain(checkpoint.progress),
+        "progress": plain(checkpoint.progress),
         "randomness": [{"kind": each.kind, "rank": each.rank} for each in checkpoint.randomness],
-        "data": _plain(checkpoint.data),
-        "scaler": _plain(checkpoint.scaler),
+        "data": plain(checkpoint.data),
+        "scaler": plain(checkpoint.scaler),
         "averages": {name: _tensor(tensor) for name, tensor in checkpoint.averages.items()},
-        "clip": _plain(checkpoint.clip),
-        "loss": _plain(checkpoint.loss),
+        "clip": plain(checkpoint.clip),
+        "loss": plain(checkpoint.loss),
         "tied": dict(checkpoint.tied),
-        "layout": _plain(checkpoint.layout),
+        "layout": plain(checkpoint.layout),
         "files": list(checkpoint.files),
-        "configuration": _plain(checkpoint.configuration),
-        "arguments": _plain(checkpoint.arguments),
+        "configuration": plain(checkpoint.configuration),
+        "arguments": plain(checkpoint.arguments),
         "missing": list(checkpoint.missing),
         "executes": list(checkpoint.executes),
         "remarks": list(checkpoint.remarks),
@@ -112,30 +112,30 @@ def _amount(tensors: Iterable[Tensor]) -> str:
 
 def _optimizer(optimizer: Optimizer) -> str:
     name = " or ".join(optimizer.families) or "of a kind that is not known"
-    groups = "; ".join(f"{len(group.parameters)} parameters: {_settings(group.settings)}" for group in optimizer.groups)
+    groups = "; ".join(f"{len(group.parameters)} parameters: {settings(group.settings)}" for group in optimizer.groups)
     return f"{name}, keeps {_amount(optimizer.tensors) or 'nothing'}; {groups}"
 
 
 def _schedule(schedule: Schedule) -> str:
     if schedule.words is None:
-        return f"a function that is not stored, or of a kind that is not known: {_settings(schedule.state)}"
+        return f"a function that is not stored, or of a kind that is not known: {settings(schedule.state)}"
     shape = ", then ".join(map(str, schedule.words)) or "constant"
     return f"{shape}; after {schedule.position} steps"
 
 
-def _settings(settings: Mapping[str, Any]) -> str:
+def settings(given: Mapping[str, Any]) -> str:
     """Numbers and words that say something; the rest is left to JSON."""
     kinds = (bool, int, float, str, tuple)
     shown = [
         f"{key} {value}"
-        for key, value in settings.items()
+        for key, value in given.items()
         if isinstance(value, kinds)
         and value is not False
         and value not in ("", ())
         and not key.startswith("_")
         and len(str(value)) < 40
     ]
-    more = f" and {len(settings) - _MOST_SETTINGS} more" if len(shown) > _MOST_SETTINGS else ""
+    more = f" and {len(shown) - _MOST_SETTINGS} more" if len(shown) > _MOST_SETTINGS else ""
     return ", ".join(shown[:_MOST_SETTINGS]) + more
 
 
@@ -148,14 +148,14 @@ def _tensor(tensor: Tensor) -> dict[str, Any]:
     return {"dtype": str(tensor.dtype), "shape": list(tensor.shape), **place}
 
 
-def _plain(tree: Any, depth: int = 12) -> Any:
+def plain(tree: Any, depth: int = 12) -> Any:
     """What JSON can say; the rest by its kind."""
     if isinstance(tree, Tensor):
         return _tensor(tree)
     if depth and isinstance(tree, Mapping):
-        return {str(key): _plain(value, depth - 1) for key, value in tree.items()}
+        return {str(key): plain(value, depth - 1) for key, value in tree.items()}
     if depth and isinstance(tree, list | tuple):
-        return [_plain(item, depth - 1) for item in tree]
+        return [plain(item, depth - 1) for item in tree]
     if isinstance(tree, float):
         return tree if math.isfinite(tree) else str(tree)
     return tree if isinstance(tree, bool | int | str | None) else str(tree)[:200]

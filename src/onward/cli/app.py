@@ -56,6 +56,9 @@ class Commands(TyperGroup):
 
 
 class Command(TyperCommand):
+    more: Callable[[], str] | None = None
+    """A further paragraph of its help, made when somebody reads it."""
+
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         try:
             return super().parse_args(ctx, args)
@@ -77,11 +80,12 @@ app = typer.Typer(
 
 
 def command(
-    panel: str, *examples: str, name: str | None = None, usage: str = USAGE
+    panel: str, *examples: str, name: str | None = None, usage: str = USAGE, more: Callable[[], str] | None = None
 ) -> Callable[[_Function], _Function]:
     """Enter a function as a command, with examples below its help; `usage` where its signature does not tell."""
     epilog = "\n".join(["Examples:", *(f"  {example}" for example in examples)])
-    return app.command(name, cls=Command, rich_help_panel=panel, epilog=epilog, options_metavar=usage)
+    kind = type("Command", (Command,), {"more": staticmethod(more)}) if more else Command
+    return app.command(name, cls=kind, rich_help_panel=panel, epilog=epilog, options_metavar=usage)
 
 
 def _version(wanted: bool) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from onward.cli.failure import Misuse
@@ -42,6 +43,22 @@ def specs_by_pattern(items: Sequence[str]) -> str | dict[str, str] | None:
     if not found:
         return everything
     return {**found, **({"*": everything} if everything else {})}
+
+
+def names_in(file: Path) -> dict[str, str] | list[str]:
+    """Names in a file: pairs as a JSON object; or one in each line."""
+    from onward.model.storage.files import reason, regular
+
+    try:
+        regular(file)
+        text = file.read_text("utf-8").strip()
+        found = json.loads(text) if text[:1] in ("{", "[") else text.splitlines()
+    except (OSError, ValueError, RecursionError) as error:
+        raise Misuse(f"`{file}` cannot be read: {reason(error)}", "give JSON, or a name in each line") from error
+    texts = [*found, *(found.values() if isinstance(found, dict) else ())]
+    if not texts or not all(isinstance(each, str) for each in texts):
+        raise Misuse(f"`{file}` holds no names", "give a JSON object of names, or a name in each line")
+    return found
 
 
 def number(text: str) -> Any:

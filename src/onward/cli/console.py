@@ -94,6 +94,13 @@ def print_rows(rows: Sequence[Sequence[str]], styles: Sequence[str] = ()) -> Non
         console.print(text, soft_wrap=True)
 
 
+def print_fields(fields: Sequence[tuple[str, str]], indent: str = "") -> None:
+    """A line for each, its label before it."""
+    width = max((len(label) for label, _ in fields), default=0) + 2
+    for label, text in fields:
+        say(f"{indent}{label:<{width}}{text}")
+
+
 def word(value: Any) -> str:
     """A value as one would type it: `true`, `none`, `0.001`, `[30,60]`."""
     if isinstance(value, bool) or value is None:

@@ -1,15 +1,16 @@
-"""`onward convert`: a run as files of another framework, and back."""
+"""`onward convert`: runs and checkpoints of other frameworks as training models, and back."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from onward.cli import options
+from onward.cli import options, recipes
 from onward.cli.app import BUILD, command
-from onward.cli.console import print_json, remark
+from onward.cli.arguments import names_in
+from onward.cli.console import print_fields, print_json, remark
 from onward.cli.failure import Misuse
 from onward.cli.saving import Where, refuse_to_overwrite, target
 from onward.cli.work import working
@@ -19,22 +20,35 @@ if TYPE_CHECKING:
     from onward.convert.files import Framework
 
 
+def _formats() -> str:
+    """What can be written, for the help."""
+    from onward.checkpoint.formats import writable
+    from onward.convert.files import FRAMEWORKS
+
+    return f"`--to` is {', '.join(FRAMEWORKS)} for a program with its state; or a checkpoint: {', '.join(writable())}."
+
+
 @command(
     BUILD,
     "onward convert training.onnx --to torch -o run.pt",
-    "onward convert training.onnx --to tensorflow -o saved_model/",
     "onward convert run.pt --like training.onnx -o trained.onnx",
+    "onward convert checkpoint-500/ --like model.onnx --loss cross_entropy -o run.onnx",
+    "onward convert checkpoint-500/ --like model.onnx --dry-run",
+    "onward convert run.onnx --to hf -o checkpoint-600/",
+    "onward convert checkpoint-500/ --to dcp -o sharded/",
+    more=_formats,
 )
 def convert(
     source: Annotated[
         Path,
         typer.Argument(
-            metavar="SOURCE", help="An .onnx file; or a .pt file, a .keras file or a folder.", show_default=False
+            metavar="SOURCE",
+            help="An .onnx file; a checkpoint, a file or a folder; or what was written with `--to`.",
+            show_default=False,
         ),
     ],
     to: Annotated[
-        Literal["torch", "keras", "jax", "tensorflow"] | None,
-        typer.Option("--to", metavar="FRAMEWORK", help="`torch`, `keras`, `jax` or `tensorflow`."),
+        str | None, typer.Option("--to", metavar="FORMAT", help="A framework, or a format of checkpoints: see above.")
     ] = None,
     output: Annotated[
         Path | None,
@@ -42,29 +56,62 @@ def convert(
             "--output", "-o", metavar="PATH", help="The file or folder to write. Beside the source unless given."
         ),
     ] = None,
+    only_state: Annotated[
+        bool, typer.Option("--only-state", help="No program: a checkpoint of `torch`, `keras` or `tensorflow`.")
+    ] = False,
     like: Annotated[
         Path | None,
-        typer.Option("--like", metavar="MODEL", help="On the way back, the training model that the run was made of."),
+        typer.Option(
+            "--like",
+            metavar="MODEL",
+            help="The model that a checkpoint is of; or the training model that a run was made of.",
+        ),
     ] = None,
+    loss: recipes.Losses = None,
+    optimizer: Annotated[
+        str | None,
+        typer.Option("--optimizer", metavar="SPEC", help="Which it is, or other numbers than the checkpoint has."),
+    ] = None,
+    schedule: recipes.Schedules = None,
+    names: options.Names = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say what would become of a checkpoint, and write nothing.")
+    ] = False,
     data: options.Data = "auto",
     force: options.Force = False,
     as_json: options.Json = False,
 ) -> None:
-    """Write a training model for another framework, or read what was trained there.
+    """Turn a checkpoint of another framework into a training model, or a training model into what others go on with.
 
-    A run goes on where it was: weights, optimizer, schedule. What is written needs the framework only. For PyTorch and
-    Keras it is a .pt or .keras file, and beside it a .py file that says what it is; for JAX and TensorFlow a folder. On
-    the way back the state in them refills the training model `--like`, and no code of theirs is executed.
+    A run goes on where it was: weights, optimizer, schedule, step. With `--like`, a checkpoint becomes a training
+    model. With `--to`, a training model becomes a checkpoint, or a program of a framework with its state; and a
+    checkpoint becomes one of another format. What is read is never executed.
+
+    A program of PyTorch or Keras is a .py file beside a .pt or .keras file; for JAX and TensorFlow it is a folder. On
+    the way back the state in them refills the training model `--like`.
     """
     if not source.exists():
         raise _missing(source)
-    if to is None:
-        written = [_back(source, output, like, data, force)]
-    elif like is not None:
-        raise Misuse("`--like` is for the way back, and `--to` is not", "leave one of them out")
+    given = {
+        "loss": recipes.one_or_all(loss),
+        "optimizer": optimizer,
+        "schedule": recipes.one_or_all(schedule),
+        "names": names_in(names) if names is not None else None,
+    }
+    told = [f"--{name}" for name, value in given.items() if value is not None] + ["--dry-run"] * dry_run
+    if to is not None:
+        if like is not None or told:
+            raise Misuse(f"`{'--like' if like else told[0]}` is for the way back, and `--to` is not", "leave one out")
+        written = _forth(source, to, output, force, only_state)
+    elif only_state:
+        raise Misuse("it is not said what to write the state for", "say for example `--to torch --only-state`")
+    elif source.suffix == ".onnx":
+        raise Misuse(f"it is not said what to make of `{source}`", "say for example `--to torch`")
+    elif _is_foreign(source, bool(told)):
+        written = _imported(source, output, like, given, dry_run, as_json, data, force)
     else:
-        written = _forth(source, to, output, force)
-    if as_json:
+        written = [_refilled(source, output, like, data, force)]
+    if as_json and not dry_run:
         print_json([str(path) for path in written])
 
 
@@ -75,7 +122,26 @@ def _missing(source: Path) -> InvalidModelError:
     )
 
 
-def _forth(source: Path, framework: Framework, output: Path | None, force: bool) -> list[Path]:
+# ---- out -------------------------------------------------------------------------------------------------------------
+
+
+def _forth(source: Path, to: str, output: Path | None, force: bool, only_state: bool) -> list[Path]:
+    from onward.checkpoint.formats import writable
+    from onward.convert.files import FRAMEWORKS
+
+    known = dict.fromkeys([*FRAMEWORKS, *writable()])
+    if to not in known:
+        hint = near(to, known) or "see `onward convert --help`"
+        raise Misuse(f"`{to}` is not one of {', '.join(f'`{name}`' for name in known)}", hint)
+    framework = next((name for name in FRAMEWORKS if name == to), None)
+    if framework is not None and source.suffix == ".onnx" and not only_state:
+        return _program(source, framework, output, force)
+    if to not in writable():
+        raise Misuse(f"`{to}` is no format of checkpoints", f"there are {', '.join(writable())}")
+    return [_checkpoint(source, to, output, force)]
+
+
+def _program(source: Path, framework: Framework, output: Path | None, force: bool) -> list[Path]:
     import onward
     from onward.convert.files import ENDINGS, places, write
 
@@ -91,15 +157,70 @@ def _forth(source: Path, framework: Framework, output: Path | None, force: bool)
     return written
 
 
-def _back(source: Path, output: Path | None, like: Path | None, data: Where, force: bool) -> Path:
+def _checkpoint(source: Path, to: str, output: Path | None, force: bool) -> Path:
+    from onward.checkpoint import to_checkpoint
+    from onward.checkpoint.formats import writable
+
+    stem = source.name if source.is_dir() else source.stem
+    path = output or source.with_name(f"{stem}{writable()[to].ending or f'-{to}'}")
+    if not force:
+        refuse_to_overwrite(path, source)
+    with working(f"writing {path}", *([source] if source.suffix == ".onnx" else [])):
+        to_checkpoint(source, path, format=to)
+    remark(f"wrote {path}")
+    return path
+
+
+# ---- in --------------------------------------------------------------------------------------------------------------
+
+
+def _is_foreign(source: Path, told: bool) -> bool:
+    """Whether it is a checkpoint. The state of a program of ours is none, unless more is `told` than it needs."""
+    from onward.checkpoint import is_checkpoint
+    from onward.checkpoint.programs import framework_of
+
+    return is_checkpoint(source) and (told or framework_of(source) is None)
+
+
+def _imported(
+    source: Path,
+    output: Path | None,
+    like: Path | None,
+    given: dict[str, Any],
+    dry_run: bool,
+    as_json: bool,
+    data: Where,
+    force: bool,
+) -> list[Path]:
+    from onward.checkpoint import preview
+    from onward.checkpoint.importing import imported, plan
+
+    place = target(source, output, "training", data=data, force=force or dry_run)
+    with working(f"reading {source}"):
+        planned = plan(source, like, **given)
+        made = imported(planned)
+    if dry_run and as_json:
+        print_json(preview.to_json(planned))
+    elif dry_run:
+        print_fields([*preview.lines(planned), ("would write", str(place.path))])
+    if dry_run:
+        return []
+    for note in planned.notes:
+        remark(note)
+    place.write(made)
+    return [place.path]
+
+
+def _refilled(source: Path, output: Path | None, like: Path | None, data: Where, force: bool) -> Path:
     import onward
+    from onward.checkpoint.programs import framework_of
     from onward.convert.files import recognized, restore
 
-    framework = recognized(source)
-    if framework is None and source.suffix == ".onnx":
-        raise Misuse(f"it is not said what to make of `{source}`", "say for example `--to torch`")
+    framework = framework_of(source) or recognized(source)
     if framework is None:
-        raise Misuse(f"`{source}` is of no framework", "give a .pt file, a .keras file, a folder; or an .onnx file")
+        raise Misuse(
+            f"`{source}` is of no framework", "give a checkpoint, a .pt file, a .keras file, a folder; or an .onnx file"
+        )
     place = target(source, output, "restored", data=data, force=force)
     with working(f"reading {source}"):
         made = restore(framework, source, onward.read(str(like)) if like is not None else None)

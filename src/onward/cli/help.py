@@ -28,7 +28,8 @@ def _lines(command: Any, context: Any) -> Iterator[str]:
     commands = getattr(command, "commands", {})
     yield from _wrapped(summary)
     yield from ("", f"{_heading('Usage:')} {context.command_path} {usage_of(command, parameters)}")
-    for paragraph in paragraphs:
+    more = getattr(command, "more", None)
+    for paragraph in [*paragraphs, *([more()] if more else [])]:
         yield from ("", *_wrapped(paragraph))
     yield from _section("Arguments", [(argument.metavar, argument.help) for argument in arguments])
     for heading, group in _by_panel(commands.values(), "Commands").items():

@@ -32,6 +32,15 @@ Data = Annotated[
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+Names = Annotated[
+    Path | None,
+    typer.Option(
+        "--names",
+        metavar="FILE",
+        help="Names that rules do not find: a JSON object from those of the checkpoint to those of the model; or the "
+        "parameters of the optimizer in its order, one in each line.",
+    ),
+]
 Step = Annotated[int, typer.Option("--step", metavar="N", help="Which training step, where a model has several.")]
 Recompute = Annotated[
     list[str] | None,

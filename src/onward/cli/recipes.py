@@ -153,10 +153,10 @@ def _recipe(
     augment: _Texts = None,
 ) -> dict[str, Any]:
     return {
-        "loss": _one_or_all(loss),
+        "loss": one_or_all(loss),
         "optimizer": optimizer,
         "lr": lr,
-        "schedule": _one_or_all(schedule),
+        "schedule": one_or_all(schedule),
         "trainable": trainable,
         "freeze": freeze or (),
         "groups": group or (),
@@ -171,9 +171,9 @@ def _recipe(
         "new_head": new_head,
         "lora": lora,
         "teacher": teacher,
-        "distill": _one_or_all(distill),
-        "preprocess": _one_or_all(preprocess),
-        "augment": _one_or_all(augment),
+        "distill": one_or_all(distill),
+        "preprocess": one_or_all(preprocess),
+        "augment": one_or_all(augment),
     }
 
 
@@ -181,7 +181,7 @@ OPTIONS = frozenset(inspect.signature(_recipe).parameters)
 """The names of the options that make a recipe."""
 
 
-def _one_or_all(given: list[str] | None) -> str | list[str] | None:
+def one_or_all(given: list[str] | None) -> str | list[str] | None:
     return given[0] if given and len(given) == 1 else given or None
 
 

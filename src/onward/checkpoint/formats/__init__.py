@@ -30,3 +30,8 @@ FORMATS: tuple[Format, ...] = (
     msgpack_tree.FORMAT,
 )
 """The first that matches a file or folder is what it is taken for: what is more particular stands before."""
+
+
+def writable() -> dict[str, Format]:
+    """The formats that can be written, by all their names."""
+    return {name: format for format in FORMATS if format.write for name in (format.name, *format.also)}

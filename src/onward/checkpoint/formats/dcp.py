@@ -205,4 +205,4 @@ def _size(shape: tuple[int, ...]) -> Object:
     return Object(Name("torch", "Size"), (shape,))
 
 
-FORMAT = Format("dcp", "PyTorch, distributed", has(METADATA), read, write)
+FORMAT = Format("dcp", "PyTorch, distributed", has(METADATA), read, write, also=("fsdp",))

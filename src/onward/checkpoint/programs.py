@@ -1,0 +1,48 @@
+"""State of programs that `onward convert` has written: it goes back into the training model that they were made of."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from onward.checkpoint.archive import is_torch_file, read_torch_file
+from onward.checkpoint.bundles import read_bundle
+from onward.convert.files import Framework
+
+_PARTS = {"module", "optimizer", "scheduler"}
+_CONFIG, _LONGEST = "config.json", 1 << 26
+
+
+def framework_of(path: Path) -> Framework | None:
+    """The framework of the program that a file or folder belongs to; None if it was written by somebody else."""
+    if path.is_dir():
+        if (path / "saved_model.pb").is_file():
+            return "tensorflow" if _is_own_saved_model(path) else None
+        return "jax" if (path / "run.py").is_file() and (path / "state.safetensors").is_file() else None
+    if path.suffix == ".keras":
+        return "keras" if _has_own_classes(path) else None
+    return "torch" if is_torch_file(path) and _has_parts(read_torch_file(path)) else None
+
+
+def _has_parts(tree: Any) -> bool:
+    return isinstance(tree, Mapping) and {*tree} - {"constants"} == _PARTS
+
+
+def _is_own_saved_model(path: Path) -> bool:
+    variables = path / "variables" / "variables"
+    return variables.with_suffix(".index").is_file() and any(key.startswith("state/") for key in read_bundle(variables))
+
+
+def _has_own_classes(path: Path) -> bool:
+    """Whether the model is of a class that a program registers, and not of Keras's own."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            if archive.getinfo(_CONFIG).file_size > _LONGEST:
+                return False
+            config = json.loads(archive.read(_CONFIG))
+    except (OSError, KeyError, ValueError, RuntimeError, NotImplementedError, zipfile.BadZipFile):
+        return False
+    return isinstance(config, dict) and ">" in str(config.get("registered_name"))
