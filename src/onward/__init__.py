@@ -18,7 +18,7 @@ from onward.deferral import defer_sympy
 
 if TYPE_CHECKING:
     from onward.checker import Finding, check
-    from onward.checkpoint import from_checkpoint, open_checkpoint, to_checkpoint
+    from onward.checkpoint import diff, from_checkpoint, open_checkpoint, to_checkpoint
     from onward.convert.jax import from_jax, to_jax
     from onward.convert.keras import from_keras, to_keras
     from onward.convert.tensorflow import from_tensorflow, to_tensorflow
@@ -48,6 +48,7 @@ _HOME = {
     "check_gradients": "numeric",
     "convert_opset": "transform",
     "describe": "inspect",
+    "diff": "checkpoint",
     "extract": "transform",
     "find_lr": "training.api",
     "from_checkpoint": "checkpoint",
@@ -94,6 +95,7 @@ __all__ = [
     "check_gradients",
     "convert_opset",
     "describe",
+    "diff",
     "extract",
     "find_lr",
     "from_checkpoint",

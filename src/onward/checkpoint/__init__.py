@@ -1,5 +1,6 @@
 """Checkpoints of other frameworks, as data: what is in them, and nothing of it executed."""
 
+from onward.checkpoint.comparing import Comparison, diff
 from onward.checkpoint.description import Checkpoint, Group, Optimizer, RandomState, Schedule
 from onward.checkpoint.exporting import to_checkpoint
 from onward.checkpoint.importing import from_checkpoint
@@ -8,6 +9,7 @@ from onward.checkpoint.tensors import ScatteredTensor, StoredTensor, Tensor
 
 __all__ = [
     "Checkpoint",
+    "Comparison",
     "Group",
     "Optimizer",
     "RandomState",
@@ -15,6 +17,7 @@ __all__ = [
     "Schedule",
     "StoredTensor",
     "Tensor",
+    "diff",
     "from_checkpoint",
     "is_checkpoint",
     "open_checkpoint",

@@ -108,6 +108,11 @@ def checkpoint_of_model(model: Model) -> Checkpoint:
     )
 
 
+def weights_of(model: Model) -> Checkpoint:
+    """What a model holds that is not trained."""
+    return Checkpoint(model.path or Path("model.onnx"), "onnx", "ONNX model", _weights(model), keeps_order=True)
+
+
 def _weights(model: Model) -> dict[str, Tensor]:
     """Parameters and statistics, in the order of the graph."""
     weights = {weight.name for weight in describe(model).weights if weight.role != "constant"}

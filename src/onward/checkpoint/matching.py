@@ -50,7 +50,7 @@ def match(
     names = _given(given or {}, tensors, graph)
     if names:
         rules.append(f"{len(names)} names as they were given")
-    names |= _by_name([name for name in tensors if name not in names], set(graph) - {*names.values()}, weights, rules)
+    names |= by_name([name for name in tensors if name not in names], set(graph) - {*names.values()}, weights, rules)
     names |= _tied(tied or {}, names, graph, rules)
     names |= _by_value(tensors, names, graph, weights, rules)
     turned = _turned(names, tensors, graph, rules)
@@ -70,7 +70,7 @@ def _given(given: Mapping[str, str], tensors: Mapping[str, Tensor], graph: Mappi
     return dict(given)
 
 
-def _by_name(theirs: list[str], ours: set[str], weights: set[str], rules: list[str]) -> dict[str, str]:
+def by_name(theirs: list[str], ours: set[str], weights: set[str], rules: list[str]) -> dict[str, str]:
     """By equal names, after what wrappers add is left out and one prefix is replaced by another."""
     plain = {name: _unwrapped(name) for name in theirs}
     of_ours = {_unwrapped(name): name for name in ours}

@@ -44,11 +44,19 @@ def lines(checkpoint: Checkpoint) -> list[tuple[str, str]]:
 
 
 def tensor_lines(checkpoint: Checkpoint) -> list[str]:
-    """A line for each tensor of the model."""
-    return [
-        f"{name}  {list(tensor.shape)}  {tensor.dtype}  {size(tensor.nbytes)}"
-        for name, tensor in checkpoint.tensors.items()
+    """A line for each tensor of the model, for averages, and for each that an optimizer keeps."""
+    named = [
+        *checkpoint.tensors.items(),
+        *((f"{name} (average)", tensor) for name, tensor in checkpoint.averages.items()),
+        *(
+            (f"{name}/{slot}", kept)
+            for optimizer in checkpoint.optimizers
+            for name, slots in optimizer.slots.items()
+            for slot, kept in slots.items()
+            if isinstance(kept, Tensor)
+        ),
     ]
+    return [f"{name}  {list(tensor.shape)}  {tensor.dtype}  {size(tensor.nbytes)}" for name, tensor in named]
 
 
 def to_json(checkpoint: Checkpoint) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from onward.cli import (
     verify,
     engines,
     show,
+    diff,
     report,
     settings,
     names,
@@ -22,6 +23,6 @@ from onward.cli import (
 )
 
 __all__ = [
-    "app", "check", "check_gradients", "convert", "engines", "form", "grad", "lower", "names", "parts", "prepare",
-    "report", "settings", "show", "train", "training", "verify",
+    "app", "check", "check_gradients", "convert", "diff", "engines", "form", "grad", "lower", "names", "parts",
+    "prepare", "report", "settings", "show", "train", "training", "verify",
 ]  # fmt: skip

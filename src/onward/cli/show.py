@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from onward.cli import options
 from onward.cli.app import LOOK, command
-from onward.cli.console import out, print_json, remark, say
+from onward.cli.console import out, print_fields, print_json, remark, say
 from onward.cli.work import working
 from onward.errors import WriteError
+
+if TYPE_CHECKING:
+    from onward.checkpoint import Checkpoint
 
 
 @command(
@@ -25,7 +29,12 @@ from onward.errors import WriteError
 )
 def show(
     model: options.Model,
-    params: Annotated[bool, typer.Option("--params", help="List all tensors: trained, frozen and constant.")] = False,
+    params: Annotated[
+        bool,
+        typer.Option(
+            "--params", help="List all tensors: trained, frozen, constant; of a checkpoint, also what optimizers keep."
+        ),
+    ] = False,
     graph: Annotated[
         Path | None, typer.Option("--graph", metavar="FILE", help="Draw the training graph into an .svg file.")
     ] = None,
@@ -98,5 +107,15 @@ def _show_checkpoint(path: Path, params: bool, as_json: bool) -> None:
             say(line)
     else:
         say(path.name or str(path), style="bold")
-        for label, text in lines(checkpoint):
-            say(f"  {label:<12}{text}")
+        print_fields([*lines(checkpoint), *_way_on(path, checkpoint)], indent="  ")
+
+
+def _way_on(path: Path, checkpoint: Checkpoint) -> list[tuple[str, str]]:
+    """How to go on from there, if there is an optimizer to go on with."""
+    from onward.checkpoint.opening import format_of
+
+    if not checkpoint.optimizers:
+        return []
+    format = format_of(path)
+    like = "" if format is not None and format.graph is not None else " --like model.onnx"
+    return [("go on", f"onward convert {shlex.quote(str(path))}{like} -o run.onnx")]

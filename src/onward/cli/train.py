@@ -10,12 +10,14 @@ import typer
 
 from onward.cli import INTERRUPTED, options, recipes
 from onward.cli.app import BUILD, command
-from onward.cli.arguments import pairs, recomputation
+from onward.cli.arguments import names_in, pairs, recomputation
 from onward.cli.console import print_json, remark, say
 from onward.cli.failure import Misuse
 from onward.cli.saving import Target, target
+from onward.cli.work import working
 
 if TYPE_CHECKING:
+    from onward import Model
     from onward.training.folder import Run
     from onward.training.rates import Rates
 
@@ -45,6 +47,7 @@ def _engines(*flags: str, metavar: str | None, help: str) -> Any:
     "onward train net.onnx --data photos.npz --loss ce --preprocess 'resize:size=32 scale channels_first' \\\n"
     "      --augment 'flip crop:padding=4'",
     "onward train net.onnx --data photos/ --loss ce --engine torch --device cuda --precision bfloat16",
+    "onward train net.onnx --from checkpoint-500/ --data photos/ --loss ce --epochs 3",
     "onward train --resume runs/digits-20260101-120000",
     usage="MODEL --data DATA [OPTIONS]",
 )
@@ -136,6 +139,11 @@ def train(
     run: Annotated[
         Path | None, _runs("--run", metavar="FOLDER", help="The folder of the run; new below runs/ unless given.")
     ] = None,
+    origin: Annotated[
+        Path | None,
+        _runs("--from", metavar="CHECKPOINT", help="Go on from a checkpoint of another framework, which is of MODEL."),
+    ] = None,
+    names: options.Names = None,
     resume: Annotated[
         Path | None, _runs("--resume", metavar="FOLDER", help="Go on with a run, as if nothing had happened.")
     ] = None,
@@ -189,8 +197,14 @@ def train(
     import onward
     from onward.training import api
 
-    source = onward.read(str(model))
-    if source.is_training_model:
+    if origin is not None:
+        stated = {name: recipe[name] if name in given else None for name in _FROM}
+        _refuse_with("`--from`", given & recipes.OPTIONS - _FROM, "a checkpoint says how it goes on")
+        source, recipe = _continued(origin, model, names, stated), {}
+    else:
+        _refuse_with("a model alone", given & {"names"}, "it is for `--from CHECKPOINT`")
+        source = onward.read(str(model))
+    if origin is None and source.is_training_model:
         _refuse_with("a model that carries its training", given & recipes.OPTIONS, "strip it first (`onward strip`)")
         recipe = {}
     common: dict[str, Any] = {
@@ -232,6 +246,22 @@ def train(
     _finish(made, place, as_json)
 
 
+_FROM = frozenset({"loss", "optimizer", "schedule"})
+"""Options of a recipe that say what a checkpoint does not."""
+
+
+def _continued(origin: Path, model: Path, names: Path | None, stated: dict[str, Any]) -> Model:
+    """The training model that goes on from a checkpoint."""
+    from onward.checkpoint.importing import imported, plan
+
+    with working(f"reading {origin}"):
+        planned = plan(origin, model, names=names_in(names) if names is not None else None, **stated)
+        made = imported(planned)
+    for note in planned.notes:
+        remark(note)
+    return made
+
+
 _WHEN_RESUMING = {
     "resume", "data", "validation", "epochs", "engine", "device", "output", "force", "quiet", "as_json",
 }  # fmt: skip
@@ -253,7 +283,7 @@ def _refuse_with(what: str, options: Set[str], hint: str) -> None:
         raise Misuse(f"{flag} has no effect with {what}", hint)
 
 
-_FLAGS = {"mapping": "map"}
+_FLAGS = {"mapping": "map", "origin": "from"}
 
 
 def _resume(context: typer.Context, run: Path) -> None:

@@ -1,0 +1,228 @@
+"""Two checkpoints, two training models, or one of each, compared: names, shapes, values, and how they go on."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterator, Mapping
+from typing import Annotated
+
+from onward.arguments import Range, checked
+from onward.checkpoint.description import COUNT, Checkpoint
+from onward.checkpoint.elements import Distance, distance
+from onward.checkpoint.exporting import checkpoint_of_model, weights_of
+from onward.checkpoint.facts import Fact, facts
+from onward.checkpoint.matching import by_name
+from onward.checkpoint.naming import with_names, with_own_names
+from onward.checkpoint.opening import open_checkpoint
+from onward.checkpoint.tensors import Tensor, as_tensor, turned
+from onward.errors import UnsupportedError
+from onward.model import Model, read
+
+_COUNTERS = "num_batches_tracked"
+_Tolerance = Annotated[float, Range(least=0)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    """A tensor that both have."""
+
+    name: str
+    """In the first; what an optimizer keeps is `parameter/slot`."""
+    other: str
+    """In the second."""
+    shapes: tuple[tuple[int, ...], tuple[int, ...]]
+    dtypes: tuple[str, str]
+    distance: Distance | None
+    """None where the shapes differ."""
+    is_turned: bool = False
+    """Whether the second has its axes in the other order."""
+
+    @property
+    def equal(self) -> bool:
+        return self.distance is not None and not self.distance.differ and self.dtypes[0] == self.dtypes[1]
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """What two have in common, and what not."""
+
+    a: Checkpoint
+    b: Checkpoint
+    tensors: tuple[Pair, ...]
+    """Parameters, buffers and averages."""
+    slots: tuple[Pair, ...]
+    """What optimizers keep."""
+    only_a: tuple[str, ...]
+    only_b: tuple[str, ...]
+    facts: tuple[Fact, ...]
+    """Classes, hyper-parameters, schedules, steps, random numbers."""
+    rules: tuple[str, ...]
+    """How names were matched, in words."""
+
+    @property
+    def equal(self) -> bool:
+        found = [part.equal for part in (*self.tensors, *self.slots)] + [fact.equal for fact in self.facts]
+        return not self.only_a and not self.only_b and all(found)
+
+
+@checked()
+def diff(
+    a: Model | Checkpoint | str | os.PathLike[str],
+    b: Model | Checkpoint | str | os.PathLike[str],
+    *,
+    atol: _Tolerance = 0.0,
+    rtol: _Tolerance = 0.0,
+) -> Comparison:
+    """Compare two checkpoints of any formats, two models, or one of each. Nothing in them is executed.
+
+    Numbers count as different beyond `atol`, and `rtol` times the second. Tensors are read one after the other.
+    """
+    one, other = _described(a), _described(b)
+    rules: list[str] = []
+    names = _paired(one, other, rules)
+    one, other = _named(one, other, names, rules)
+    tensors, slots = [], []
+    flipped = _turned(one, other, names)
+    compare = _Comparing(atol, rtol)
+    for name, theirs in names.items():
+        tensors.append(compare(name, one.tensors[name], theirs, other.tensors[theirs], flipped.get(name)))
+    is_turned = {pair.name: pair.is_turned for pair in tensors}
+    ours, others = _slots(one), _slots(other)
+    for (parameter, slot), tensor in ours.items():
+        key = (names.get(str(parameter), parameter), slot)
+        if key in others:
+            turn = is_turned.get(str(parameter), False)
+            slots.append(compare(f"{parameter}/{slot}", tensor, f"{key[0]}/{slot}", others[key], turn))
+    for name, tensor in one.averages.items():
+        if (theirs := names.get(name, name)) in other.averages:
+            turn = is_turned.get(name, False)
+            tensors.append(compare(_average(name), tensor, _average(theirs), other.averages[theirs], turn))
+    only_a, only_b = _only(one, other, [*tensors, *slots])
+    return Comparison(
+        one, other, tuple(tensors), tuple(slots), only_a, only_b, tuple(facts(one, other, names)), tuple(rules)
+    )
+
+
+def _described(source: Model | Checkpoint | str | os.PathLike[str]) -> Checkpoint:
+    if isinstance(source, Checkpoint):
+        return source
+    if not isinstance(source, Model) and not os.fspath(source).endswith(".onnx"):
+        return open_checkpoint(source)
+    model = read(source)
+    return checkpoint_of_model(model) if model.steps else weights_of(model)
+
+
+# ---- names -----------------------------------------------------------------------------------------------------------
+
+
+def _paired(a: Checkpoint, b: Checkpoint, rules: list[str]) -> dict[str, str]:
+    """Names of the first, and what they are called in the second."""
+    names = by_name(list(a.tensors), set(b.tensors), set(b.tensors), rules)
+    taken = {*names.values()}
+    for alias, name in (*a.tied.items(), *((name, alias) for alias, name in b.tied.items())):
+        if name in a.tensors and name not in names and alias in b.tensors and alias not in taken:
+            names[name] = alias
+            taken.add(alias)
+            rules.append(f"`{name}` is `{alias}` there: they are tied")
+    return {name: names[name] for name in a.tensors if name in names}
+
+
+def _named(a: Checkpoint, b: Checkpoint, names: Mapping[str, str], rules: list[str]) -> tuple[Checkpoint, Checkpoint]:
+    """Both with names for what their optimizers keep, where one has them or its tensors are in their order."""
+    a, b = _by_itself(a), _by_itself(b)
+    back = {theirs: name for name, theirs in names.items()}
+    if not _has_names(a) and _has_names(b):
+        a = _by_the_other(a, [back.get(name, name) for name in _parameters(b)], rules)
+    elif not _has_names(b) and _has_names(a):
+        b = _by_the_other(b, [names.get(name, name) for name in _parameters(a)], rules)
+    return a, b
+
+
+def _by_itself(checkpoint: Checkpoint) -> Checkpoint:
+    try:
+        return with_own_names(checkpoint)
+    except UnsupportedError:
+        return checkpoint
+
+
+def _by_the_other(checkpoint: Checkpoint, order: list[str], rules: list[str]) -> Checkpoint:
+    shapes = {name: tensor.shape for name, tensor in checkpoint.tensors.items()}
+    try:
+        named = [with_names(each, {"the order of the other": order}, shapes) for each in checkpoint.optimizers]
+    except UnsupportedError as error:
+        rules.append(f"{checkpoint.path}: {error}")
+        return checkpoint
+    rules.extend(how for _, how in named if how)
+    return dataclasses.replace(checkpoint, optimizers=tuple(optimizer for optimizer, _ in named))
+
+
+def _has_names(checkpoint: Checkpoint) -> bool:
+    return all(optimizer.has_names for optimizer in checkpoint.optimizers)
+
+
+def _parameters(checkpoint: Checkpoint) -> list[str]:
+    return [str(name) for each in checkpoint.optimizers for group in each.groups for name in group.parameters]
+
+
+def _slots(checkpoint: Checkpoint) -> dict[tuple[str | int, str], Tensor]:
+    """What optimizers keep, but for counts, which formats have in many types."""
+    return {
+        (name, slot): as_tensor(value)
+        for optimizer in checkpoint.optimizers
+        for name, kept in optimizer.slots.items()
+        for slot, value in kept.items()
+        if slot != COUNT and value is not None
+    }
+
+
+def _average(name: str) -> str:
+    return f"the average of {name}"
+
+
+def _only(a: Checkpoint, b: Checkpoint, pairs: list[Pair]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """What one of the two has alone. A training model does not count batches."""
+    seen = ({pair.name for pair in pairs}, {pair.other for pair in pairs})
+    counts = all(each.format != "onnx" for each in (a, b))
+
+    def alone(checkpoint: Checkpoint, known: set[str]) -> Iterator[str]:
+        slots = (f"{name}/{slot}" for name, slot in _slots(checkpoint))
+        for name in (*checkpoint.tensors, *map(_average, checkpoint.averages), *slots):
+            if name not in known and (counts or not name.endswith(_COUNTERS)):
+                yield name
+
+    return tuple(alone(a, seen[0])), tuple(alone(b, seen[1]))
+
+
+# ---- values ----------------------------------------------------------------------------------------------------------
+
+
+def _turned(a: Checkpoint, b: Checkpoint, names: Mapping[str, str]) -> dict[str, bool | None]:
+    """Whether matrices have their axes in the other order; None where only their elements can tell."""
+    shapes = {name: (a.tensors[name].shape, b.tensors[theirs].shape) for name, theirs in names.items()}
+    found: dict[str, bool | None] = {
+        name: one != other and one == other[::-1] for name, (one, other) in shapes.items() if len(one) == 2
+    }
+    if any(found.values()):
+        found |= {name: None for name in found if shapes[name][0][0] == shapes[name][0][1]}
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class _Comparing:
+    atol: float
+    rtol: float
+
+    def __call__(self, name: str, a: Tensor, other: str, b: Tensor, is_turned: bool | None) -> Pair:
+        """Compare two tensors; where it is not known whether the second is turned, it is if it is nearer so."""
+        b = turned(b) if is_turned and len(b.shape) == 2 else b
+        shapes, dtypes = (a.shape, b.shape), (str(a.dtype), str(b.dtype))
+        if a.shape != b.shape:
+            return Pair(name, other, shapes, dtypes, None, bool(is_turned))
+        array, theirs = a.array(), b.array()
+        found = distance(array, theirs, self.atol, self.rtol)
+        if is_turned is None and found.differ:
+            again = distance(array, theirs.T, self.atol, self.rtol)
+            if again.differ < found.differ:
+                return Pair(name, other, shapes, dtypes, again, is_turned=True)
+        return Pair(name, other, shapes, dtypes, found, bool(is_turned))
