@@ -173,6 +173,12 @@ class ModelTensor(Tensor):
     def array(self) -> np.ndarray:
         return self.held.numpy()
 
+    def write_to(self, file: BinaryIO) -> None:
+        if isinstance(self.held, HeldTensor):
+            self.held.source.copy(self.held.offset or 0, self.nbytes, file)
+        else:
+            super().write_to(file)
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ComputedTensor(Tensor):
