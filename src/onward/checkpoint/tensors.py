@@ -15,6 +15,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onward.errors import ExternalDataError, InvalidModelError
+from onward.model.storage.held import HeldTensor
 
 _BLOCK = 16 << 20
 """Bytes that are copied at a time."""
