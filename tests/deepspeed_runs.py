@@ -1,4 +1,4 @@
-"""Runs of DeepSpeed on processes of this machine: `python deepspeed_runs.py job.json` is one of them.
+"""Runs of DeepSpeed, and of FSDP2, on processes of this machine: `python deepspeed_runs.py job.json` is one of them.
 
 A job is what `run` below gives each of them. What it trains is the same at every size of the
 world, so that losses can be compared. Rank 0 writes them to `losses.json` in `folder`.
@@ -58,7 +58,6 @@ def module() -> Any:
             self.scale = torch.nn.Parameter(torch.full((3,), 1.5), requires_grad=False)
 
         def forward(self, tokens: Any) -> Any:
-            self.calls += 1
             return self.head(torch.tanh(self.hidden(self.norm(self.embed(tokens)))) * self.scale)
 
     torch.manual_seed(0)
@@ -77,35 +76,73 @@ def _groups(model: Any, number: int) -> list[dict[str, Any]]:
 
 
 def work(job: dict[str, Any]) -> None:
-    import deepspeed
     import torch
-    from torch.nn.functional import cross_entropy
 
     torch.set_num_threads(1)
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{job['meeting']}", rank=job["rank"], world_size=job["world"]
     )
+    losses = _with_fsdp(job) if job["fsdp"] else _with_deepspeed(job)
+    if job["rank"] == 0:
+        (Path(job["folder"]) / "losses.json").write_text(json.dumps(losses))
+    torch.distributed.barrier()
+
+
+def _loss(model: Any, step: int) -> Any:
+    import torch
+    from torch.nn.functional import cross_entropy
+
+    tokens = torch.randint(5, (4,), generator=torch.Generator().manual_seed(step))
+    return cross_entropy(model(tokens).float(), (tokens + 1) % 5)
+
+
+def _with_deepspeed(job: dict[str, Any]) -> list[float]:
+    import deepspeed
+
     model = module()
     engine, *_ = deepspeed.initialize(
         model=model, model_parameters=_groups(model, job["groups"]), config=job["config"], dist_init_required=False
     )
-    folder, losses = Path(job["folder"]), []
-    done = 0
+    losses, done = [], 0
     if job["load"]:
         path, _ = engine.load_checkpoint(job["load"])
         assert path is not None
         done = engine.global_steps
     for step in range(done, done + job["steps"]):
-        tokens = torch.randint(5, (4,), generator=torch.Generator().manual_seed(step))
-        loss = cross_entropy(engine(tokens).float(), (tokens + 1) % 5)
+        loss = _loss(engine, step)
         engine.backward(loss)
         engine.step()
+        engine.module.calls += 1
         losses.append(loss.item())
     if job["tag"]:
-        engine.save_checkpoint(str(folder), tag=job["tag"], client_state={"epoch": 2})
-    if job["rank"] == 0:
-        (folder / "losses.json").write_text(json.dumps(losses))
-    torch.distributed.barrier()
+        engine.save_checkpoint(job["folder"], tag=job["tag"], client_state={"epoch": 2})
+    return losses
+
+
+def _with_fsdp(job: dict[str, Any]) -> list[float]:
+    """Goes on from a distributed checkpoint of PyTorch, with the numbers of its configuration."""
+    import torch
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = module()
+    fully_shard(model, mesh=init_device_mesh("cpu", (job["world"],)))
+    optimizer = torch.optim.AdamW(_groups(model, job["groups"]))
+    weights, kept = get_state_dict(model, optimizer)
+    tree = {"model": weights, "optim": kept, "global_steps": 0}
+    dcp.load(tree, checkpoint_id=job["load"])
+    set_state_dict(model, optimizer, model_state_dict=tree["model"], optim_state_dict=tree["optim"])
+    losses = []
+    for step in range(tree["global_steps"], tree["global_steps"] + job["steps"]):
+        optimizer.zero_grad()
+        loss = _loss(model, step)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), job["config"]["gradient_clipping"])
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
 
 
 def run(
@@ -117,6 +154,7 @@ def run(
     tag: str = "",
     load: Path | None = None,
     groups: int = 2,
+    fsdp: bool = False,
 ) -> list[float]:
     """The losses of a run on so many processes, which saves to `folder` as `tag`."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -124,7 +162,8 @@ def run(
         processes = []
         for rank in range(world):
             job = {"rank": rank, "world": world, "meeting": f"{place}/meeting", "config": config, "steps": steps,
-                   "folder": str(folder), "tag": tag, "load": str(load) if load else "", "groups": groups}  # fmt: skip
+                   "folder": str(folder), "tag": tag, "load": str(load) if load else "", "groups": groups,
+                   "fsdp": fsdp}  # fmt: skip
             path = Path(place) / f"job{rank}.json"
             path.write_text(json.dumps(job))
             quiet: dict[str, Any] = {"stdin": subprocess.DEVNULL, "env": _environment(rank, world)}
@@ -135,7 +174,7 @@ def run(
             for process, log in processes:
                 if process.wait(LIMIT):
                     log.seek(0)
-                    raise RuntimeError(f"a process of DeepSpeed failed:\n{log.read()[-3000:]}")
+                    raise RuntimeError(f"a process failed:\n{log.read()[-3000:]}")
         finally:
             for process, log in processes:
                 process.kill()

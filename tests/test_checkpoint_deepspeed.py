@@ -9,6 +9,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+import onnx
 import pytest
 
 import onward
@@ -272,3 +273,57 @@ def test_what_is_written_goes_on_in_another_stage(tmp_path: Path) -> None:
     FORMAT.write(onward.open_checkpoint(tmp_path / "begun"), tmp_path / "universal")
     rest = run(tmp_path / "rest", 2, configured(1, **UNIVERSAL), load=tmp_path / "universal", groups=1)
     assert np.allclose(rest, whole[5:], rtol=2e-6)
+
+
+def like(kind: str) -> onward.Model:
+    """The module that all these runs train, as a graph."""
+    number = {"fp32": onnx.TensorProto.FLOAT, "bf16": onnx.TensorProto.BFLOAT16}[kind]
+    shapes = {"embed.weight": (5, 3), "norm.weight": (3,), "norm.bias": (3,), "hidden.weight": (3, 3),
+              "hidden.bias": (3,), "scale": (3,)}  # fmt: skip
+    nodes = [
+        ("Gather", ["embed.weight", "tokens"], "embedded", {}),
+        ("LayerNormalization", ["embedded", "norm.weight", "norm.bias"], "normal", {}),
+        ("Gemm", ["normal", "hidden.weight", "hidden.bias"], "hidden", {"transB": 1}),
+        ("Tanh", ["hidden"], "active", {}),
+        ("Mul", ["active", "scale"], "scaled", {}),
+        ("Gemm", ["scaled", "embed.weight"], "logits", {"transB": 1}),
+    ]
+    graph = onnx.helper.make_graph(
+        [onnx.helper.make_node(kind, inputs, [output], **more) for kind, inputs, output, more in nodes],
+        "module",
+        [onnx.helper.make_tensor_value_info("tokens", onnx.TensorProto.INT64, [4])],
+        [onnx.helper.make_tensor_value_info("logits", number, [4, 5])],
+        [onnx.helper.make_tensor(name, number, shape, [0.5] * math.prod(shape)) for name, shape in shapes.items()],
+    )
+    return onward.read(onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 21)], ir_version=10))
+
+
+@pytest.mark.parametrize(("name", "kind"), [("zero1", "fp32"), ("zero3", "bf16")])
+def test_through_a_training_model(name: str, kind: str, tmp_path: Path) -> None:
+    """All that a checkpoint of DeepSpeed has is there again when it was a training model in between."""
+    model = onward.from_checkpoint(RECORDED / name, like(kind), loss="cross_entropy")
+    model.save(tmp_path / "run.onnx")
+    onward.to_checkpoint(tmp_path / "run.onnx", tmp_path / "again", format="deepspeed")
+    found, again = onward.open_checkpoint(RECORDED / name), onward.open_checkpoint(tmp_path / "again")
+    slots_agree(again, dict(np.load(RECORDED / name / "merged.npz")))
+    assert (again.tied, again.progress, again.clip) == (found.tied, found.progress, found.clip)
+    assert again.schedules[0].words == found.schedules[0].words and again.arguments == found.arguments
+    for before, after in zip(found.optimizers[0].groups, again.optimizers[0].groups, strict=True):
+        assert before.parameters == after.parameters
+        assert math.isclose(before.settings["lr"], after.settings["lr"]) and before.optimizer is not None
+    for parameter, tensor in found.tensors.items():
+        assert np.array_equal(again.tensors[parameter].array(), tensor.array())
+
+
+@pytest.mark.slow
+def test_from_zero_3_to_fsdp(tmp_path: Path) -> None:
+    """DeepSpeed's stage 3, a training model, FSDP2: losses go on."""
+    pytest.importorskip("deepspeed")
+    config = {key: value for key, value in configured(3).items() if key != "scheduler"}
+    whole = run(tmp_path / "whole", 2, config, steps=10)
+    run(tmp_path / "begun", 2, config, tag="global_step5")
+    model = onward.from_checkpoint(tmp_path / "begun", like("fp32"), loss="cross_entropy")
+    onward.to_checkpoint(model, tmp_path / "dcp", format="dcp")
+    for world in (1, 2):
+        rest = run(tmp_path / f"rest{world}", world, config, load=tmp_path / "dcp", fsdp=True)
+        assert np.allclose(rest, whole[5:], rtol=2e-6), world
