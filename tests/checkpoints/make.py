@@ -5,10 +5,12 @@
 
 from __future__ import annotations
 
+import random
 import shutil
 import tempfile
 from pathlib import Path
 
+import numpy as np
 import torch
 
 HERE = Path(__file__).parent
@@ -74,11 +76,49 @@ def lightning() -> None:
         trainer.save_checkpoint(HERE / "lightning.ckpt")
 
 
+def plain() -> None:
+    """A file of PyTorch with all that people put into one, and the same as a distributed checkpoint."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    torch.manual_seed(0)
+    module = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 2))
+    optimizer = torch.optim.AdamW(module.named_parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
+    averaged = torch.optim.swa_utils.AveragedModel(module)
+    for _ in range(3):
+        optimizer.zero_grad()
+        module(torch.rand(4, 3)).square().sum().backward()
+        optimizer.step()
+        schedule.step()
+        averaged.update_parameters(module)
+    scaler = {
+        "scale": 1024.0,
+        "growth_factor": 2.0,
+        "backoff_factor": 0.5,
+        "growth_interval": 2000,
+        "_growth_tracker": 3,
+    }
+    rest = {
+        "scheduler": schedule.state_dict(),
+        "scaler": scaler,
+        "average": averaged.state_dict(),
+        "generators": {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": np.random.get_state()},
+        "loader": {"_num_yielded": 3, "_sampler_iter_yielded": 3, "_snapshot": {"_main_snapshot": None}},
+        "step": 3,
+        "epoch": 1,
+    }
+    torch.save({"model": module.state_dict(), "optimizer": optimizer.state_dict(), **rest}, HERE / "plain.pt")
+    weights, kept = get_state_dict(module, optimizer)
+    shutil.rmtree(HERE / "dcp", ignore_errors=True)
+    dcp.save({"model": weights, "optim": kept, **rest}, checkpoint_id=HERE / "dcp", no_dist=True)
+
+
 def _keep(made: Path, name: str) -> None:
     shutil.rmtree(HERE / name, ignore_errors=True)
     shutil.copytree(made, HERE / name)
 
 
 if __name__ == "__main__":
-    for make in (trainer, accelerate, lightning):
+    for make in (trainer, accelerate, lightning, plain):
         make()

@@ -71,6 +71,9 @@ class Contents:
     optimizers: list[Mapping[str, Any]] = dataclasses.field(default_factory=list)
     schedules: list[Mapping[str, Any]] = dataclasses.field(default_factory=list)
     randomness: list[RandomState] = dataclasses.field(default_factory=list)
+    averages: list[Mapping[str, Any]] = dataclasses.field(default_factory=list)
+    scalers: list[Mapping[str, Any]] = dataclasses.field(default_factory=list)
+    data: list[Mapping[str, Any]] = dataclasses.field(default_factory=list)
 
 
 def contents_of(*trees: Any) -> Contents:
@@ -85,14 +88,24 @@ def contents_of(*trees: Any) -> Contents:
             found.schedules.append(tree)
         elif (kind := _random_kind(tree)) is not None:
             found.randomness.append(RandomState(kind, tree))
+        elif isinstance(tree, Mapping) and tree.keys() >= _SCALER:
+            found.scalers.append(tree)
+        elif isinstance(tree, Mapping) and tree.keys() >= _LOADER:
+            found.data.append(tree)
         elif _is_module_state(tree):
-            found.modules.append(tree)
+            (found.averages if _AVERAGED in tree else found.modules).append(tree)
         elif depth and isinstance(tree, Mapping | list):
             inside = list(tree.values() if isinstance(tree, Mapping) else tree)
             pending += [(part, depth - 1) for part in reversed(inside)]
     return found
 
 
+_SCALER = {"scale", "growth_factor", "backoff_factor", "growth_interval"}
+"""What the state of a `GradScaler` has."""
+_LOADER = {"_num_yielded", "_sampler_iter_yielded"}
+"""What the state of a `StatefulDataLoader` has."""
+_AVERAGED = "n_averaged"
+"""What the state of an `AveragedModel` has beside that of its module."""
 _DEEPEST = 3
 """How far below the top what users save is looked for."""
 

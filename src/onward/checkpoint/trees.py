@@ -29,6 +29,9 @@ def checkpoint_of(path: Path, format: str, title: str, trees: Mapping[str, Any],
         "optimizers": tuple(map(optimizer_of, found.optimizers)),
         "schedules": tuple(map(schedule_of, found.schedules)),
         "randomness": tuple(found.randomness),
+        "scaler": found.scalers[0] if found.scalers else {},
+        "data": found.data[0] if found.data else {},
+        "averages": _averages(found.averages[0]) if found.averages else {},
         "trees": trees,
         "executes": executed_names(trees),
         **facts,
@@ -38,6 +41,15 @@ def checkpoint_of(path: Path, format: str, title: str, trees: Mapping[str, Any],
         step = step_of(known.get("progress", {}), known["optimizers"], known["schedules"])
     kept = {key: tensor for key, tensor in tensors.items() if isinstance(tensor, Tensor)}
     return Checkpoint(path, format, title, kept, step=step, remarks=remarks, **known)
+
+
+def _averages(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Averaged parameters, which an `AveragedModel` has under a name more."""
+    return {
+        name.removeprefix("module."): tensor
+        for name, tensor in state.items()
+        if isinstance(tensor, Tensor) and name.startswith("module.")
+    }
 
 
 def step_of(progress: Mapping[str, Any], optimizers: Any, schedules: Any) -> int | None:
