@@ -3,6 +3,7 @@
 
 VENV    := .venv
 BIN     := $(VENV)/bin
+ORT_VENV := .venv-ort-training
 PIP     := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c requirements/constraints.txt
 WORKERS ?= 2
 
@@ -33,8 +34,8 @@ smoke: $(VENV)/.dev ## every main job once, in seconds; needs no framework
 test: $(VENV)/.frameworks check ## the checks, then all tests but the slow ones, with every framework installed
 	$(PYTEST) -m "not slow"
 
-test-all: $(VENV)/.frameworks check ## the same with the slow tests, and with random tests that search anew
-	$(PYTEST) --hypothesis-profile=search
+test-all: $(VENV)/.frameworks $(VENV)/.checkpoints $(ORT_VENV)/.installed check ## the same with the slow tests, and with random tests that search anew
+	ONWARD_ORT_TRAINING_PYTHON=$(ORT_VENV)/bin/python $(PYTEST) --hypothesis-profile=search
 
 check: $(VENV)/.dev ## ruff, mypy and the layer test; needs no framework
 	$(BIN)/ruff check
@@ -86,6 +87,18 @@ $(VENV)/.torch: requirements/constraints.txt | $(BIN)/python
 
 $(VENV)/.frameworks: $(VENV)/.torch $(VENV)/.core
 	$(PIP) -e '.[torch,jax,tensorflow]' flax
+	@touch $@
+
+# What only makes and resumes checkpoints in slow tests. onnxruntime-training takes the place of onnxruntime, and so
+# lives by itself.
+$(VENV)/.checkpoints: requirements/checkpoints.txt $(VENV)/.frameworks
+	$(PIP) --no-deps --no-build-isolation -r requirements/checkpoints.txt
+	@touch $@
+
+$(ORT_VENV)/.installed: | $(BIN)/python
+	$(BIN)/python -m venv $(ORT_VENV)
+	$(ORT_VENV)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
+	$(ORT_VENV)/bin/python -m pip install --quiet --disable-pip-version-check onnxruntime-training==1.19.2 'onnx<1.17' 'protobuf<6'
 	@touch $@
 
 $(VENV)/.docs: $(VENV)/.core

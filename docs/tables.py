@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import re
 import sys
+import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from typing import Any
 from onnx import defs
 
 from onward.checker import CODES, FAMILIES
+from onward.checkpoint import Checkpoint, open_checkpoint, to_checkpoint
+from onward.checkpoint.formats import FORMATS
 from onward.recipe.initialize import INITIALIZERS
 from onward.recipe.losses import LOSSES
 from onward.recipe.optimizers import OPTIMIZERS
@@ -232,6 +235,52 @@ def schedules_made() -> str:
     return _made("schedules")
 
 
+RECORDED = {
+    "deepspeed": "deepspeed/zero3",
+    "hf": "trainer",
+    "keras": "keras/model.keras",
+    "lightning": "lightning.ckpt",
+    "ort": "ort/entropy",
+    "torch": "plain.pt",
+}
+"""Checkpoints that the tests have of the real frameworks, by format; others are called as it is."""
+INFORMATION: dict[str, Callable[[Checkpoint], Any]] = {
+    "parameters": lambda c: c.tensors,
+    "optimizer": lambda c: any(each.slots for each in c.optimizers),
+    "names of its state": lambda c: c.optimizers and all(each.has_names for each in c.optimizers),
+    "class, numbers": lambda c: c.optimizers and all(g.optimizer for each in c.optimizers for g in each.groups),
+    "schedule": lambda c: any(each.words is not None for each in c.schedules),
+    "step": lambda c: c.step is not None,
+    "random": lambda c: c.randomness,
+    "data": lambda c: c.data,
+    "scaler": lambda c: c.scaler,
+    "averages": lambda c: c.averages,
+    "loss": lambda c: c.loss,
+    "configuration": lambda c: c.configuration or c.arguments,
+    "layout": lambda c: c.layout,
+}
+
+
+def checkpoints() -> str:
+    """What is read from the recorded checkpoint of each format, and what is there after it was written again."""
+    lines = []
+    for format in FORMATS:
+        place = HERE.parent / "tests" / "checkpoints" / RECORDED.get(format.name, format.name)
+        if not place.exists():
+            continue
+        found, again = open_checkpoint(place), None
+        if format.write is not None:
+            with tempfile.TemporaryDirectory() as folder:
+                again = open_checkpoint(to_checkpoint(found, Path(folder) / f"x{format.ending}", format=format.name))
+        cells = [_cell(has(found), again is not None and has(again)) for has in INFORMATION.values()]
+        lines.append((f"`{format.name}`", format.title, *cells))
+    return rows("|".join(["format", "of", *INFORMATION]), lines)
+
+
+def _cell(is_read: Any, is_written: Any) -> str:
+    return "yes" if is_read and is_written else "read" if is_read else ""
+
+
 TABLES = {
     function.__name__: function
     for function in (
@@ -254,6 +303,7 @@ TABLES = {
         losses_made,
         schedules_read,
         schedules_made,
+        checkpoints,
     )
 }
 
