@@ -173,6 +173,22 @@ def test_files_with_holes_are_plain_files_to_others(tmp_path: Path, data: Any) -
         assert not load_file(tmp_path / "training.safetensors")["fc1.weight/exp_avg"].any()
 
 
+def test_tensors_in_the_model_file_leave_it_where_that_spares_much(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Zeros, and weights that are in the file a second time, as what they are reset to."""
+    made = onward.prepare(digits_mlp(4096), loss="cross_entropy", optimizer="adamw")
+    spared = 3 * 4 * (64 * 4096 + 4096 + 10 * 4096 + 10)
+    for name, limit in (("inside", spared + 100), ("outside", spared - 1)):
+        monkeypatch.setattr(sys.modules["onward.model.storage.save"], "SPARED_LIMIT", limit)
+        made.save(tmp_path / f"{name}.onnx")
+    assert {file.name for file in tmp_path.iterdir()} == {"inside.onnx", "outside.onnx", "outside.data"}
+    inside, outside = (onward.read(tmp_path / f"{name}.onnx") for name in ("inside", "outside"))
+    assert all(np.array_equal(outside.array(v.name), inside.array(v.name)) for v in inside.initializers() if v.name)
+    taken = (tmp_path / "outside.data").stat().st_blocks * 512
+    assert taken < (tmp_path / "inside.onnx").stat().st_size / 3
+
+
 @pytest.mark.parametrize("lacking", [(), ("copy_file_range",), ("copy_file_range", "SEEK_DATA")], ids=str)
 def test_copies_are_equal_and_have_the_holes(
     tmp_path: Path, lacking: tuple[str, ...], monkeypatch: pytest.MonkeyPatch

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import onnx_ir as ir
 
 from onward.model import Model
+from onward.model.state import redescribed
 from onward.transform.quantised import open_up
+
+_BLOCK = 1 << 22
+"""Numbers that are looked at together."""
 
 
 def constant_tensor(value: ir.Value | None) -> ir.TensorProtocol | None:
@@ -73,19 +77,26 @@ def separate_merged(model: Model) -> None:
 
 
 def is_uniform(array: np.ndarray) -> bool:
-    """Whether it is the same number throughout."""
-    return bool(array.size) and bool((array == array.flat[0]).all())
+    """Whether it is the same number throughout. Where it is not, little of it is read."""
+    return bool(array.size) and all((block == array.flat[0]).all() for block in blocks(array))
+
+
+def blocks(array: np.ndarray) -> Iterator[np.ndarray]:
+    """The numbers of an array, which may be large and in a file, a part at a time; one that is repeated comes once."""
+    if array.ndim and not any(array.strides):
+        array = array[(slice(1),) * array.ndim]
+    flat = array.reshape(-1)
+    return (flat[start : start + _BLOCK] for start in range(0, len(flat), _BLOCK))
 
 
 def _evaluate(node: ir.Node) -> ir.TensorProtocol:
     """The value of a node whose inputs are constants."""
     name = node.outputs[0].name
     if node.op_type == "Constant":
-        tensor = node.attributes["value"].as_tensor()
-        return ir.Tensor(tensor.numpy(), dtype=tensor.dtype, name=name)
+        return _named(name, node.attributes["value"].as_tensor())
     tensors = [constant_tensor(value) for value in node.inputs]
     if node.op_type == "Identity":
-        return ir.Tensor(tensors[0].numpy(), dtype=tensors[0].dtype, name=name)  # type: ignore[union-attr]
+        return _named(name, tensors[0])  # type: ignore[arg-type]
     if node.op_type == "ConstantOfShape":
         fill = node.attributes["value"].as_tensor().numpy().item() if "value" in node.attributes else 0.0
         dtype = node.attributes["value"].as_tensor().dtype if "value" in node.attributes else ir.DataType.FLOAT
@@ -93,6 +104,13 @@ def _evaluate(node: ir.Node) -> ir.TensorProtocol:
         shape = tuple(tensors[0].numpy())  # type: ignore[union-attr]
         return ir.Tensor(np.broadcast_to(np.asarray(fill, dtype.numpy()), shape), dtype=dtype, name=name)
     return _run(node, tensors)
+
+
+def _named(name: str | None, tensor: ir.TensorProtocol) -> ir.TensorProtocol:
+    """The same numbers, where they are, under another name."""
+    made = redescribed(tensor, {})
+    made.name = name
+    return made
 
 
 def _run(node: ir.Node, tensors: Sequence[ir.TensorProtocol | None]) -> ir.Tensor:

@@ -38,7 +38,7 @@ from onward.errors import RecipeError, UnknownNameError, near_or_first
 from onward.model import Model
 from onward.model.state import PREPROCESSING, ROLE_KEY, SLOT_KEY
 from onward.model.walk import nested_graphs
-from onward.recipe.constants import constant_tensor, expose, is_uniform, stored_shape
+from onward.recipe.constants import blocks, constant_tensor, expose, is_uniform, stored_shape
 from onward.recipe.normalization import normalizes_input
 from onward.rules.quantization import stands_for_floats
 from onward.rules.registry import has_gradient
@@ -339,8 +339,8 @@ def _is_mask(value: ir.Value, readers: list[tuple[ir.Node, int]]) -> bool:
     tensor = constant_tensor(value)
     if tensor is None or tensor.dtype.bitwidth < 16:
         return False
-    numbers = tensor.numpy().astype(np.float32, copy=False)
-    return bool(numbers.size and (np.isinf(numbers).any() or numbers.min() <= _MASK))
+    parts = (block.astype(np.float32, copy=False) for block in blocks(tensor.numpy()))
+    return any(np.isinf(part).any() or part.min() <= _MASK for part in parts)
 
 
 def _adapters_alone(graph: ir.Graph, choices: dict[str, Choice]) -> dict[str, Choice]:

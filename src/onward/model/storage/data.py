@@ -11,12 +11,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import onnx_ir as ir
 
 from onward.model.storage.files import PAGE, flush, listing
-from onward.model.storage.held import HeldTensor
-from onward.model.storage.places import Place, outside, range_of
-from onward.model.storage.stream import Sink, announce, write_array
+from onward.model.storage.held import HeldTensor, let_go
+from onward.model.storage.places import Place, nbytes, outside, range_of
+from onward.model.storage.stream import Sink, announce, is_repeated, write_array
 from onward.model.storage.transaction import Transaction
 
 LARGE, ALIGNMENT = 2**20, 64  # large tensors begin on a page, so that each can be mapped by itself
@@ -92,6 +93,19 @@ def _bytes_of(tensor: ir.TensorProtocol) -> object:
     return range_of(tensor) or id(tensor)
 
 
+def spared(tensors: dict[Place, ir.TensorProtocol]) -> int:
+    """The bytes that a data file does not need, and a model file does: of zeros, and of tensors that share theirs."""
+    pieces = _pieces(tensors)
+    needed = sum(nbytes(piece.tensor) for piece in pieces if not _is_plainly_zero(piece.tensor))
+    return sum(map(nbytes, tensors.values())) - needed
+
+
+def _is_plainly_zero(tensor: ir.TensorProtocol) -> bool:
+    """Whether a tensor is a zero that is repeated. None is read to find out."""
+    array = tensor.raw if isinstance(tensor, ir.Tensor) else None
+    return isinstance(array, np.ndarray) and is_repeated(array) and not any(array.flat[0].tobytes())
+
+
 def _shards(pieces: list[_Piece], most: int | None) -> Iterator[list[_Piece]]:
     shard: list[_Piece] = []
     size = 0
@@ -149,6 +163,7 @@ def _put(tensor: ir.TensorProtocol, sink: Sink) -> None:
         tensor.source.pour(tensor.offset or 0, tensor.nbytes, sink)
     elif isinstance(tensor, ir.LazyTensor):
         _put(tensor.raw(), sink)
+        let_go()  # of what it was computed from
     elif isinstance(tensor, ir.Tensor) and tensor.dtype.bitwidth >= 8 and sys.byteorder == "little":
         write_array(tensor.numpy(), sink)
     elif hasattr(tensor, "tofile"):

@@ -37,6 +37,11 @@ class DataFile:
     def _mapped(self) -> mmap.mmap:
         return mmap.mmap(self.file.fileno(), 0, access=mmap.ACCESS_READ)
 
+    def let_go(self) -> None:
+        """Give back the memory of what was looked at; it is read again when it is used again."""
+        if "_mapped" in self.__dict__ and hasattr(mmap, "MADV_DONTNEED"):
+            self._mapped.madvise(mmap.MADV_DONTNEED)
+
     def is_named(self) -> bool:
         """Whether its name still leads to it."""
         info = self.check()
@@ -101,6 +106,12 @@ def held(path: Path) -> DataFile | None:
         return known
     _open[key] = made = DataFile(path, file, info)
     return made
+
+
+def let_go() -> None:
+    """Give back the memory of all files that were looked at."""
+    for file in list(_open.values()):
+        file.let_go()
 
 
 class HeldTensor(ir.ExternalTensor):

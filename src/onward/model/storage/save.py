@@ -16,7 +16,7 @@ from google.protobuf.message import EncodeError
 from onnx import ModelProto
 
 from onward.errors import ExternalDataError, InvalidModelError, WriteError
-from onward.model.storage.data import is_own, write_data
+from onward.model.storage.data import is_own, spared, write_data
 from onward.model.storage.external import add_checksums, can_point_at, check_external, data_files, overlaps
 from onward.model.storage.files import PathLike, listing, mentions, sync
 from onward.model.storage.held import held
@@ -36,6 +36,7 @@ from onward.model.storage.transaction import Transaction, target_of
 External = Literal["auto", "overlay", "none", "data", "safetensors"]
 _STAYING = ("auto", "overlay")
 EMBED_LIMIT = int(1.9 * 2**30)  # leaves room for the graph beside the tensors
+SPARED_LIMIT = 2**29  # of what a second file spares the disk, and everyone who reads the first
 
 
 def save(
@@ -61,8 +62,9 @@ def save(
       tensor is larger.
     - `safetensors`: the same with `.safetensors` files, which others can read by the names of the initializers. Types
       that not every reader of this format knows (complex, less than 8 bits, unusual float8) are in it as plain bytes.
-    - `auto`: outside if the model, or the one that it replaces, has tensors outside, or if they do not fit inside. What
-      is in a file that the new model can point at, in its folder or below, stays there. What is elsewhere is copied.
+    - `auto`: outside if the model, or the one that it replaces, has tensors outside, if they do not fit inside, or if a
+      lot of them are zeros, which take room only inside. What is in a file that the new model can point at, in its
+      folder or below, stays there. What is elsewhere is copied.
     - `overlay`: the same, and what would have to be copied is refused.
 
     What is unchanged in a data file of the model that is replaced stays there. Attributes go outside only if they were.
@@ -161,7 +163,10 @@ def _plan(
     if external == "none" and total > PROTO_LIMIT:
         raise WriteError(f"could not write `{target}`: more than 2 GiB do not fit into one file", hint=OUTSIDE_HINT)
     files = old | {file for file, _, _ in ranges.values()}
-    spill = bool(files) or total > EMBED_LIMIT if external in _STAYING else external != "none"
+    if external in _STAYING:
+        spill = bool(files) or total > EMBED_LIMIT or spared(moving) > SPARED_LIMIT
+    else:
+        spill = external != "none"
     written = {place: tensor for place, tensor in moving.items() if spill and _is_large(place, tensor, threshold)}
     embedded = {place: inside(tensors[place]) for place in ranges if place in moving and place not in written}
     is_safe = external == "safetensors" or (

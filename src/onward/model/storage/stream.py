@@ -115,10 +115,15 @@ def _is_zero(unit: memoryview) -> bool:
     return not any(unit[:16]) and bytes(unit) == (_ZEROS if len(unit) == _UNIT else _ZEROS[: len(unit)])
 
 
+def is_repeated(array: np.ndarray) -> bool:
+    """Whether an array is one number that takes no more memory than that."""
+    return bool(array.size) and not any(array.strides)
+
+
 def write_array(array: np.ndarray, sink: Sink) -> None:
     """The bytes of an array, in their order. One number that is repeated is written in blocks."""
-    if array.size and not any(array.strides):
-        number = array[(0,) * array.ndim]
+    if is_repeated(array):
+        number = array.flat[0]
         if not any(number.tobytes()):
             sink.skip(array.nbytes)
             return
