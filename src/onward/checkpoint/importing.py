@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -134,7 +135,16 @@ def imported(plan: Plan) -> Model:
         _fill(made, name, tensor, problems)
     problems.refuse()
     keep(made, plan.checkpoint, plan.match)
+    _note_progress(made, plan)
     return made
+
+
+def _note_progress(model: Model, plan: Plan) -> None:
+    """Write down how far the run is, as whoever trains on will."""
+    metadata = model.step().algorithm.metadata_props
+    epoch = plan.checkpoint.progress.get("epoch")
+    progress = {**json.loads(metadata["train.progress"]), "step": plan.run.step}
+    metadata["train.progress"] = json.dumps({**progress, **({"epoch": epoch} if epoch is not None else {})})
 
 
 def _fill(model: Model, name: str, tensor: Tensor, problems: Problems) -> None:

@@ -46,6 +46,11 @@ class _Keeping:
         self._algorithm = model.step().algorithm
         self._names: dict[Any, dict[str, Any]] = {}
         self._others = 0
+        self._random = {
+            _key(each.state): {"rng": each.kind, "rank": str(each.rank)}
+            for each in checkpoint.randomness
+            if isinstance(each.state, Tensor)
+        }
         for theirs, ours in matched.names.items():
             self._know(checkpoint.tensors[theirs], ours, theirs in matched.turned)
         for optimizer in checkpoint.optimizers:
@@ -78,7 +83,7 @@ class _Keeping:
             name = f"{_FOLDER}{self._others}"
             self._others += 1
             described = ir.Value(name=name, shape=ir.Shape(tensor.shape), type=ir.TensorType(_type(tensor.dtype)))
-            described.const_value = tagged(placed(tensor, name), role=KEPT)
+            described.const_value = tagged(placed(tensor, name), role=KEPT, **self._random.get(key, {}))
             self._algorithm.initializers[name] = described
             self._know(tensor, name, is_turned=False)
         return self._names[key]
