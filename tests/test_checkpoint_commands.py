@@ -113,6 +113,25 @@ def test_the_state_alone(folder: Path) -> None:
     assert list(onward.open_checkpoint("run.safetensors").tensors) == list(onward.open_checkpoint("run.pt").tensors)
 
 
+def test_who_looks_on_sees_every_byte(folder: Path) -> None:
+    from onward.model.storage.stream import watched_by
+
+    class Seen:
+        total = done = 0
+
+        def begin(self, size: int) -> None:
+            self.total += size
+
+        def advance(self, size: int) -> None:
+            self.done += size
+
+    for format, path in (("dcp", "sharded"), ("orbax", "orbax"), ("safetensors", "only.safetensors")):
+        seen = Seen()
+        with watched_by(seen):
+            onward.to_checkpoint("run.pt", path, format=format)
+        assert seen.total > 9000 and abs(seen.done - seen.total) < 32, format  # counters are more or fewer
+
+
 def test_training_goes_on(folder: Path) -> None:
     """With the losses that PyTorch would have had, step and schedule continued."""
     digits = Digits()
@@ -196,6 +215,7 @@ def test_looking_at_one() -> None:
         ("convert run.pt --to hf --loss mse", "`--loss` is for the way back", "leave one out"),
         ("convert run.pt --only-state", "not said what to write", "--to torch"),
         ("convert run.pt --to safetensor -o x", "`safetensor` is not one of `torch`", "safetensors"),
+        ("convert run.pt --to lightning -o x", "`x` is no name for a file of lightning", "x.ckpt"),
         ("convert run.pt --like digits.onnx --names digits.onnx", "`digits.onnx` cannot be read", "name in each line"),
         ("train digits.onnx --data x.npz --loss mse --names names.txt", "`--names` has no effect", "--from"),
     ],

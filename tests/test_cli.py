@@ -29,7 +29,7 @@ from onward.cli.failure import BUG
 from onward.run import ENGINES, FRAMEWORKS
 
 BUILD = ["train", "prepare", "grad", "lower", "convert"]
-LOOK = ["check", "check-gradients", "verify", "engines", "show", "report"]
+LOOK = ["check", "check-gradients", "verify", "engines", "show", "diff", "report"]
 CHANGE = ["set", "rename", "prefix", "merge", "extract", "inline", "opset", "data", "strip", "refresh"]
 COMMANDS = [*BUILD, *LOOK, *CHANGE]
 RECIPE = ["--loss", "cross_entropy", "--optimizer", "adamw:lr=1e-3", "--schedule", "cosine:steps=1000,warmup=50"]

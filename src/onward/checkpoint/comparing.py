@@ -110,7 +110,11 @@ def _described(source: Model | Checkpoint | str | os.PathLike[str]) -> Checkpoin
     if not isinstance(source, Model) and not os.fspath(source).endswith(".onnx"):
         return open_checkpoint(source)
     model = read(source)
-    return checkpoint_of_model(model) if model.steps else weights_of(model)
+    if not model.steps:
+        return weights_of(model)
+    found = checkpoint_of_model(model)
+    title = found.title if found.format == "onnx" else f"ONNX training model, made of: {found.title}"
+    return dataclasses.replace(found, path=model.path or found.path, title=title)
 
 
 # ---- names -----------------------------------------------------------------------------------------------------------

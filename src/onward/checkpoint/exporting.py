@@ -27,6 +27,7 @@ from onward.inspect import describe
 from onward.model import Model, read
 from onward.model.state import states
 from onward.model.storage.replacement import replacing
+from onward.model.storage.stream import announce
 from onward.recipe.spec import Spec
 
 _COUNTERS = ("global_step", "global_steps", "step", "iteration")
@@ -47,9 +48,17 @@ def to_checkpoint(
         checkpoint = with_own_names(checkpoint)
     target = Path(path)
     assert chosen.write is not None
+    announce(_size(checkpoint, chosen))
     with replacing(target if chosen.is_folder else target.parent, target) as folder:
         chosen.write(checkpoint, folder if chosen.is_folder else folder / target.name)
     return target
+
+
+def _size(checkpoint: Checkpoint, format: Format) -> int:
+    """The bytes of tensors that will be written."""
+    slots = [tensor for optimizer in checkpoint.optimizers for tensor in optimizer.tensors]
+    kept = slots if "optimizers" in format.keeps or not format.keeps else []
+    return sum(tensor.nbytes for tensor in (*checkpoint.tensors.values(), *kept))
 
 
 def format_named(name: str) -> Format:

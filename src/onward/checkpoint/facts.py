@@ -12,6 +12,7 @@ from onward.checkpoint.description import Checkpoint, Group, Schedule
 from onward.checkpoint.objects import Object
 from onward.checkpoint.optimizers import base_rate
 from onward.checkpoint.tensors import Tensor
+from onward.inspect.wording import quantity
 from onward.recipe.optimizers import optimizer
 from onward.recipe.spec import Spec
 
@@ -163,7 +164,7 @@ def _told(schedule: Schedule | None) -> str | None:
     if schedule is None:
         return None
     words = "of a kind that is not known" if schedule.words is None else ", then ".join(map(str, schedule.words))
-    return f"{words}; after {schedule.position} steps"
+    return f"{words}, after {quantity(schedule.position or 0, 'step')}"
 
 
 def _plain(words: Sequence[Spec] | None) -> list[Spec]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from onward.checkpoint.description import Checkpoint, Optimizer, Schedule
 from onward.checkpoint.tensors import ScatteredTensor, StoredTensor, Tensor
 from onward.errors import listed
-from onward.inspect.wording import size
+from onward.inspect.wording import quantity, size
 
 _MOST_NAMES, _MOST_SETTINGS = 6, 12
 
@@ -21,7 +21,7 @@ def lines(checkpoint: Checkpoint) -> list[tuple[str, str]]:
         ("format", checkpoint.title),
         ("parameters", _amount(checkpoint.tensors.values())),
         ("model", ", ".join(str(name) for name in model if name)),
-        *(("optimizer", _optimizer(optimizer)) for optimizer in checkpoint.optimizers),
+        *(row for optimizer in checkpoint.optimizers for row in _optimizer(optimizer)),
         *(("schedule", _schedule(schedule)) for schedule in checkpoint.schedules),
         ("progress", settings(checkpoint.progress)),
         ("random", "; ".join(dict.fromkeys(each.kind for each in checkpoint.randomness))),
@@ -118,24 +118,25 @@ def _amount(tensors: Iterable[Tensor]) -> str:
     )
 
 
-def _optimizer(optimizer: Optimizer) -> str:
+def _optimizer(optimizer: Optimizer) -> Iterator[tuple[str, str]]:
     name = " or ".join(optimizer.families) or "of a kind that is not known"
-    groups = "; ".join(f"{len(group.parameters)} parameters: {settings(group.settings)}" for group in optimizer.groups)
-    return f"{name}, keeps {_amount(optimizer.tensors) or 'nothing'}; {groups}"
+    yield "optimizer", f"{name}, keeps {_amount(optimizer.tensors) or 'nothing'}"
+    for group in optimizer.groups:
+        yield "", f"{quantity(len(group.parameters), 'parameter')}: {settings(group.settings)}"
 
 
 def _schedule(schedule: Schedule) -> str:
     if schedule.words is None:
         return f"a function that is not stored, or of a kind that is not known: {settings(schedule.state)}"
     shape = ", then ".join(map(str, schedule.words)) or "constant"
-    return f"{shape}; after {schedule.position} steps"
+    return f"{shape}; after {quantity(schedule.position or 0, 'step')}"
 
 
 def settings(given: Mapping[str, Any]) -> str:
     """Numbers and words that say something; the rest is left to JSON."""
     kinds = (bool, int, float, str, tuple)
     shown = [
-        f"{key} {value}"
+        f"{key} {f'{value:.6g}' if isinstance(value, float) else value}"
         for key, value in given.items()
         if isinstance(value, kinds)
         and value is not False

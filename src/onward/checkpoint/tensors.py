@@ -16,6 +16,7 @@ import onnx_ir as ir
 
 from onward.errors import ExternalDataError, InvalidModelError
 from onward.model.storage.held import HeldTensor
+from onward.model.storage.stream import advance
 
 _BLOCK = 16 << 20
 """Bytes that are copied at a time."""
@@ -40,6 +41,7 @@ class Tensor(abc.ABC):
         flat = np.ascontiguousarray(self.array()).reshape(-1).view(np.uint8)
         for start in range(0, flat.size, _BLOCK):
             file.write(flat[start : start + _BLOCK].data)
+            advance(min(flat.size - start, _BLOCK))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,6 +93,7 @@ class StoredTensor(Tensor):
             while left and (block := source.read(min(left, _BLOCK))):
                 file.write(block)
                 left -= len(block)
+                advance(len(block))
         if left:
             raise ExternalDataError(f"`{self.path}` is shorter than it was")
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from onward.checkpoint.tensors import Tensor
 from onward.errors import ExternalDataError, InvalidModelError, UnsupportedError
+from onward.model.storage.stream import advance
 
 _CHUNK = 32 << 20
 """Bytes that are written as one chunk, unless a row has more."""
@@ -138,4 +139,6 @@ def _blocks(tensor: Tensor, rows: int) -> Iterator[tuple[int, int, np.ndarray]]:
     elements = tensor.array()
     for begin in range(0, tensor.shape[0], rows) if tensor.shape else [0]:
         end = min(begin + rows, tensor.shape[0]) if tensor.shape else 1
-        yield begin, end, elements[begin:end] if tensor.shape else elements
+        block = elements[begin:end] if tensor.shape else elements
+        yield begin, end, block
+        advance(block.nbytes)

@@ -13,7 +13,7 @@ from onward.cli.arguments import names_in
 from onward.cli.console import print_fields, print_json, remark
 from onward.cli.failure import Misuse
 from onward.cli.saving import Where, refuse_to_overwrite, target
-from onward.cli.work import working
+from onward.cli.work import working, writing
 from onward.errors import InvalidModelError, near
 
 if TYPE_CHECKING:
@@ -25,7 +25,15 @@ def _formats() -> str:
     from onward.checkpoint.formats import writable
     from onward.convert.files import FRAMEWORKS
 
-    return f"`--to` is {', '.join(FRAMEWORKS)} for a program with its state; or a checkpoint: {', '.join(writable())}."
+    programs, checkpoints = ", ".join(FRAMEWORKS), ", ".join(writable())
+    return (
+        f"`--to` writes a program with its state for {programs}; or a checkpoint: {checkpoints}. With `--only-state`, "
+        "and of a checkpoint, it is a checkpoint in any case."
+    )
+
+
+def _untold(flag: str, metavar: str, help: str) -> Any:
+    return typer.Option(flag, metavar=metavar, help=help, rich_help_panel="What a checkpoint does not tell")
 
 
 @command(
@@ -67,12 +75,15 @@ def convert(
             help="The model that a checkpoint is of; or the training model that a run was made of.",
         ),
     ] = None,
-    loss: recipes.Losses = None,
-    optimizer: Annotated[
-        str | None,
-        typer.Option("--optimizer", metavar="SPEC", help="Which it is, or other numbers than the checkpoint has."),
+    loss: Annotated[
+        list[str] | None, _untold("--loss", "SPEC", "What is minimised, as `onward prepare` takes it.")
     ] = None,
-    schedule: recipes.Schedules = None,
+    optimizer: Annotated[
+        str | None, _untold("--optimizer", "SPEC", "Which it is, or other numbers than are stored.")
+    ] = None,
+    schedule: Annotated[
+        list[str] | None, _untold("--schedule", "SPEC", "How the learning rate changes, by updates.")
+    ] = None,
     names: options.Names = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Say what would become of a checkpoint, and write nothing.")
@@ -162,10 +173,13 @@ def _checkpoint(source: Path, to: str, output: Path | None, force: bool) -> Path
     from onward.checkpoint.formats import writable
 
     stem = source.name if source.is_dir() else source.stem
-    path = output or source.with_name(f"{stem}{writable()[to].ending or f'-{to}'}")
+    ending = writable()[to].ending
+    path = output or source.with_name(f"{stem}{ending or f'-{to}'}")
+    if ending and not path.suffix:
+        raise Misuse(f"`{path}` is no name for a file of {to}", f"write to `{path.with_suffix(ending)}`, for example")
     if not force:
         refuse_to_overwrite(path, source)
-    with working(f"writing {path}", *([source] if source.suffix == ".onnx" else [])):
+    with writing(f"writing {path}", *([source] if source.suffix == ".onnx" else [])):
         to_checkpoint(source, path, format=to)
     remark(f"wrote {path}")
     return path

@@ -10,7 +10,7 @@ import typer
 
 from onward.cli import options
 from onward.cli.app import LOOK, command
-from onward.cli.console import print_fields, print_json, print_rows, say
+from onward.cli.console import print_fields, print_json, print_rows, say, word
 from onward.cli.failure import FAILED
 from onward.cli.work import working
 
@@ -68,7 +68,7 @@ def _print(found: Comparison, params: bool) -> None:
     shown = [fact for fact in found.facts if params or not fact.equal]
     if shown:
         say("the training", style="bold")
-        print_rows([["  ", fact.name, "" if fact.equal else "differs", _values(fact)] for fact in shown])
+        print_rows([["  ", fact.name, _values(fact)] for fact in shown])
     say("equal" if found.equal else "different", style="bold green" if found.equal else "bold red")
 
 
@@ -92,14 +92,14 @@ def _described(pair: Pair) -> str:
     if pair.is_turned:
         parts.append("turned")
     differ, absolute, relative = pair.distance
-    far = f"at most {absolute:.3g} apart ({relative:.3g} of the larger)" if absolute else "equal values"
+    far = f"at most {absolute:.3g} apart, relative {relative:.3g}" if absolute else "equal values"
     parts.append(f"{differ:,} elements differ, {far}" if differ else far)
     return ", ".join(parts)
 
 
 def _values(fact: Fact) -> str:
-    one, other = ("-" if value is None else str(value) for value in (fact.a, fact.b))
-    return one if fact.equal else f"{one} and {other}"
+    one, other = ("nothing" if value is None else word(value) for value in (fact.a, fact.b))
+    return f"{one} in both" if fact.equal else f"{one} and {other}"
 
 
 def _as_json(found: Comparison) -> dict[str, Any]:

@@ -39,6 +39,7 @@ Names = Annotated[
         metavar="FILE",
         help="Names that rules do not find: a JSON object from those of the checkpoint to those of the model; or the "
         "parameters of the optimizer in its order, one in each line.",
+        rich_help_panel="What a checkpoint does not tell",
     ),
 ]
 Step = Annotated[int, typer.Option("--step", metavar="N", help="Which training step, where a model has several.")]

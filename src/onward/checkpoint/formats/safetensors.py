@@ -25,6 +25,6 @@ def _read_folder(folder: Path) -> Checkpoint:
 
 FORMAT = Format(
     "safetensors", "safetensors", lambda path: path.is_file() and path.suffix == ".safetensors", read, write,
-    is_folder=False, ending=".safetensors", needs_names=False,
+    is_folder=False, ending=".safetensors", needs_names=False, keeps=("tensors",),
 )  # fmt: skip
 FOLDER = Format("hf-model", "Hugging Face model", has(INDEX, "model.safetensors"), _read_folder)

@@ -47,6 +47,12 @@ def announce(size: int) -> None:
         watcher.begin(size)
 
 
+def advance(size: int) -> None:
+    """Tell who looks on how much is written."""
+    if (watcher := _watcher.get()) is not None:
+        watcher.advance(size)
+
+
 class Sink:
     """A new file that is written from its start to its end. What is zero in it becomes a hole, where files have holes.
 
@@ -66,7 +72,7 @@ class Sink:
     def skip(self, size: int) -> None:
         """Zeros."""
         self._file.seek(size, os.SEEK_CUR)
-        _tell(size)
+        advance(size)
 
     def write(self, data: bytes | memoryview) -> int:
         with memoryview(data).cast("B") as view:
@@ -76,7 +82,7 @@ class Sink:
                     self.skip(len(unit))
                 else:
                     self._file.write(unit)
-                    _tell(len(unit))
+                    advance(len(unit))
             return len(view)
 
     def copy(self, source: int, start: int, size: int) -> int:
@@ -97,18 +103,13 @@ class Sink:
             if not count:
                 break
             done += count
-            _tell(count)
+            advance(count)
         self._file.seek(at + done)
         return done
 
     def finish(self) -> None:
         """Let the file end here, even in a hole."""
         self._file.truncate()
-
-
-def _tell(size: int) -> None:
-    if (watcher := _watcher.get()) is not None:
-        watcher.advance(size)
 
 
 def _is_zero(unit: memoryview) -> bool:
