@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from onward.recipe.spec import parse
 
 pytestmark = needs("jax", "optax", "orbax", "flax")
 
+RECORDED = Path(__file__).parent / "checkpoints"
 Tree = Any
 
 
@@ -327,3 +330,166 @@ def test_steps_between(tmp_path: Path, format: str) -> None:
     again.set(restore(tmp_path / "later", again.state, format))
     np.testing.assert_allclose([*losses, *again.run(3)], training.run(6), rtol=1e-5)
     assert int(again.step) == 8
+
+
+@pytest.mark.slow
+@needs("keras", "tensorflow")
+def test_a_run_of_keras_goes_on_in_optax(tmp_path: Path) -> None:
+    """Epsilon, which optax adds elsewhere, makes a difference of 1e-6 in five steps; a matching one, less."""
+    import jax
+    import jax.numpy as jnp
+    import keras
+    import optax
+
+    keras.utils.set_random_seed(0)
+    layers = [keras.layers.Dense(4, activation="tanh", name="first"), keras.layers.Dense(2, name="second")]
+    model = keras.Sequential([keras.Input((3,)), *layers], name="net")
+    model.compile(keras.optimizers.Adam(1e-2), loss="mse")
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(6, 3)).astype(np.float32), rng.normal(size=(6, 2)).astype(np.float32)
+    for _ in range(5):
+        model.train_on_batch(x, y)
+    with pytest.warns(UserWarning, match="comes nearest"):
+        onward.to_checkpoint(onward.from_keras(model, probe=False), tmp_path / "run", format="orbax")
+    expected = [float(model.train_on_batch(x, y)) for _ in range(5)]
+
+    def loss(params: Tree) -> Any:
+        first, second = params["net"]["first"], params["net"]["second"]
+        hidden = jnp.tanh(x @ first["kernel"] + first["bias"])
+        return jnp.mean((hidden @ second["kernel"] + second["bias"] - y) ** 2)
+
+    params = {"net": {"first": {"kernel": jnp.zeros((3, 4)), "bias": jnp.zeros(4)}}}
+    params["net"]["second"] = {"kernel": jnp.zeros((4, 2)), "bias": jnp.zeros(2)}
+    differences = []
+    for eps in (1e-7, 1e-7 / np.sqrt(1 - 0.999**8)):
+        tx = optax.adam(1e-2, eps=eps)
+        target = {"step": 0, "params": params, "opt_state": tx.init(params)}
+        state = restore(tmp_path / "run", target, "orbax")
+        here, opt_state, losses = state["params"], state["opt_state"], []
+        for _ in range(5):
+            value, gradients = jax.value_and_grad(loss)(here)
+            updates, opt_state = tx.update(gradients, opt_state, here)
+            here = optax.apply_updates(here, updates)
+            losses.append(float(value))
+        differences.append(np.abs(np.array(losses) - expected).max())
+    assert differences[0] < 1e-6 and differences[1] < 3e-7
+
+
+# ---- what else there is ----------------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_of_two_processes() -> None:
+    """Both recorded ones are of the same run."""
+    spread, whole = (onward.open_checkpoint(RECORDED / name) for name in ("orbax", "flax.msgpack"))
+    assert spread.layout["processes"] == 2 and spread.layout["mesh"] == {"data": 2}
+    assert spread.layout["partition"]["params.dense.kernel"] == ["data"]
+    assert spread.step == whole.step == 3 and spread.tensors["dense/bias"].dtype == ml_dtypes.bfloat16
+    for name, tensor in whole.tensors.items():
+        np.testing.assert_array_equal(spread.tensors[name].array(), tensor.array())
+        buffer = io.BytesIO()
+        spread.tensors[name].write_to(buffer)
+        assert buffer.getvalue() == tensor.array().tobytes()
+        for slot in ("exp_avg", "exp_avg_sq"):
+            theirs, ours = (each.optimizers[0].slots[name][slot].array() for each in (spread, whole))
+            np.testing.assert_array_equal(theirs, ours)
+
+
+def test_states_of_flax(tmp_path: Path) -> None:
+    """Linen's `TrainState` with statistics, and modules of NNX: names are those of `from_jax`."""
+    import jax.numpy as jnp
+    import optax
+    from flax import nnx
+    from flax.training.train_state import TrainState
+    from orbax import checkpoint as ocp
+
+    class Linen(TrainState):
+        batch_stats: Any
+
+    saver = ocp.StandardCheckpointer()
+    params = {"Dense_0": {"kernel": jnp.ones((2, 3))}, "BatchNorm_0": {"scale": jnp.ones(3)}}
+    statistics = {"BatchNorm_0": {"mean": jnp.ones(3)}}
+    linen = Linen.create(apply_fn=None, params=params, tx=optax.sgd(0.1, 0.9), batch_stats=statistics)
+    saver.save(tmp_path / "linen", linen)
+    saver.wait_until_finished()
+    found = onward.open_checkpoint(tmp_path / "linen")
+    assert sorted(found.tensors) == ["BatchNorm_0/mean", "BatchNorm_0/scale", "Dense_0/kernel"]
+    assert set(found.optimizers[0].slots) == {"BatchNorm_0/scale", "Dense_0/kernel"} and found.step == 0
+    onward.to_checkpoint(found, tmp_path / "linen.msgpack", format="flax")
+    from flax import serialization
+
+    same(serialization.from_bytes(linen, (tmp_path / "linen.msgpack").read_bytes()).opt_state, linen.opt_state)
+
+    module = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(module, optax.adam(0.1), wrt=nnx.Param)
+    saver.save(tmp_path / "nnx", {"model": nnx.state(module), "optimizer": nnx.state(optimizer)})
+    saver.wait_until_finished()
+    found = onward.open_checkpoint(tmp_path / "nnx")
+    assert sorted(found.tensors) == ["bias", "kernel"] and found.step == 0
+    assert {name: sorted(kept) for name, kept in found.optimizers[0].slots.items()} == {
+        name: ["exp_avg", "exp_avg_sq", "step"] for name in ("bias", "kernel")
+    }
+
+
+def _zarr_elsewhere(folder: Path) -> None:
+    table = json.loads((folder / "_METADATA").read_text())
+    table["tree_metadata"]["x"] = {
+        "key_metadata": [{"key": "../../secret", "key_type": 2}], "value_metadata": {"value_type": "jax.Array"}
+    }  # fmt: skip
+    table["use_ocdbt"] = False
+    (folder / "_METADATA").write_text(json.dumps(table))
+
+
+def _write(path: Path, text: str) -> None:
+    path.write_text(text)
+
+
+def _huge(folder: Path) -> None:
+    path = folder / "params.w" / ".zarray"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"shape": [2**20, 2**20]}))
+
+
+def _inside_a_leaf(folder: Path) -> None:
+    text = (folder / "_METADATA").read_text()
+    table = json.loads(text)
+    entry = json.loads(json.dumps(table["tree_metadata"]["('params', 'w')"]))
+    entry["key_metadata"].append({"key": "more", "key_type": 2})
+    table["tree_metadata"]["more"] = entry | {"value_metadata": {"value_type": "None"}}
+    (folder / "_METADATA").write_text(json.dumps(table))
+
+
+HOSTILE: dict[str, tuple[Callable[[Path], None], str]] = {
+    "a way out": (_zarr_elsewhere, "leads out of itself"),
+    "more than there is": (_huge, "of which few are there"),
+    "a leaf with parts": (_inside_a_leaf, "inside of a leaf"),
+    "no array": (lambda folder: shutil.rmtree(folder / "params.w"), "no whole array"),
+    "no table": (lambda folder: _write(folder / "_METADATA", "{}"), "not the table of a tree"),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_folders_that_are_damaged(tmp_path: Path, case: str) -> None:
+    from orbax import checkpoint as ocp
+
+    ocp.PyTreeCheckpointer(use_ocdbt=False).save(tmp_path / "tree", {"params": {"w": np.ones((2, 3), np.float32)}})
+    damage, said = HOSTILE[case]
+    damage(tmp_path / "tree")
+    with pytest.raises(onward.Error, match=said):
+        onward.open_checkpoint(tmp_path / "tree")
+
+
+MESSAGES = {
+    "cut off": b"\x81\xa6params\xdf\xff\xff\xff\xff",
+    "nested too deeply": b"\x81\xa1a" * 300 + b"\xc0",
+    "more or fewer elements": b"\x81\xa1a\xc7\x11\x01\x93\x91\xce\x7f\xff\xff\xff\xa7float32\xc4\x00",
+    "no shape or type": b"\x81\xa1a\xc7\x0c\x01\x93\x91\x01\xa6object\xc4\x00",
+    "is not Flax's": b"\x81\xa1a\xd4\x05\x00",
+    "there twice": b"\x82\xa1a\x01\xa1a\x02",
+    "more follows": b"\x81\xa1a\x01\x00",
+}
+
+
+@pytest.mark.parametrize("said", MESSAGES)
+def test_files_that_are_damaged(tmp_path: Path, said: str) -> None:
+    (tmp_path / "x.msgpack").write_bytes(MESSAGES[said])
+    with pytest.raises(onward.Error, match=said):
+        onward.open_checkpoint(tmp_path / "x.msgpack")

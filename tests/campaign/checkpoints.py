@@ -77,7 +77,7 @@ _DAMAGES: dict[str, tuple[Damage, ...]] = {
     "*.data-*": _BINARY,
     "*checkpoint": _BINARY,
     "*.keras": (changed_zip({".json": JSON, ".h5": _BINARY}), *BYTES),
-    **dict.fromkeys(("*.zarray", "*_METADATA", "*zarr.json"), JSON),
+    **dict.fromkeys(("*.zarray", "*_METADATA", "*zarr.json", "*metadata", "*_sharding", "*/process_[01]"), JSON),
     "*": _BINARY,
 }
 """By the names of files. Each format has some of them."""
@@ -139,6 +139,6 @@ KINDS = {
     ),
     "checkpoints of PyTorch": _kind("x.pt", _convert("x.pt", "torch"), of=_written("torch", "x.pt")),
     "distributed checkpoints": _kind("dcp", _convert("dcp", "torch"), of=_written("dcp", "dcp")),
-    "checkpoints of Flax": _kind("x.msgpack", _convert("x.msgpack", "flax"), of=_written("flax", "x.msgpack")),
-    "checkpoints of Orbax": _kind("orbax", _convert("orbax", "orbax"), of=_written("orbax", "orbax")),
+    "checkpoints of Flax": _kind("flax.msgpack", _convert("flax.msgpack", "flax")),
+    "checkpoints of Orbax": _kind("orbax", _convert("orbax", "orbax"), _convert("orbax", "flax")),
 }

@@ -6,6 +6,7 @@ that of their chain, as `onward.to_jax` makes it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -65,7 +66,9 @@ class _Maker:
             )
         spec = group.optimizer
         configured = optimizer(spec.name).configure(**spec.options)
-        return [self._stage(stage, group, configured) for stage in stages(spec, configured)]
+        made = [self._stage(stage, group, configured) for stage in stages(spec, configured)]
+        _warn_of_epsilon(configured, self._step)
+        return made
 
     def _stage(self, stage: str, group: Group, configured: ConfiguredOptimizer) -> Any:
         count = ArrayTensor(np.asarray(self._step, np.int32))
@@ -128,11 +131,6 @@ def stages(spec: Spec, configured: ConfiguredOptimizer) -> list[str]:
         raise UnsupportedError(
             f"optax has no optimizer that goes on with the state of `{spec}`",
             hint="write it with a program of its own: `onward convert training.onnx --to jax`",
-        )
-    if (spec.name, settings.variant) in _OTHER_EPSILON:
-        warn(
-            f"optax adds epsilon at another place than `{spec}` does: the state is the same, and steps differ where "
-            f"gradients are not large beside {settings.eps:g}"
         )
     return made
 
@@ -209,5 +207,16 @@ _MAKERS: dict[str, Callable[[Settings], Stages]] = {
     "lamb": lambda s: None if s.variant == "keras" and s.weight_decay else ["scale_by_adam", "", "", _RATE],
 }
 
-_OTHER_EPSILON = {("adam", "keras"), ("adamw", "keras"), ("adamax", "keras"), ("adagrad", "torch"), ("lamb", "keras")}
-"""Optimizers that keep the same and differ from optax's by the place of epsilon."""
+_CORRECTED = {("adam", "keras"), ("adamw", "keras")}
+_OTHER_EPSILON = _CORRECTED | {("adamax", "keras"), ("adagrad", "torch"), ("lamb", "keras")}
+"""Optimizers that keep the same and differ from optax's by the place of epsilon: the first, before bias correction."""
+
+
+def _warn_of_epsilon(configured: ConfiguredOptimizer, step: int) -> None:
+    settings, name = configured.settings, (configured.kind.name, configured.settings.variant)
+    if name not in _OTHER_EPSILON:
+        return
+    nearest = ""
+    if name in _CORRECTED:
+        nearest = f"; {settings.eps / math.sqrt(1 - settings.beta2 ** (step + 1)):.3g} comes nearest at first"
+    warn(f"epsilon {settings.eps:g} is added at another place in optax than by `{' of '.join(name)}`{nearest}")

@@ -20,6 +20,7 @@ from onward.errors import InvalidModelError, UnsupportedError
 
 TREE = "_METADATA"
 _STRINGS, _SHARDING, _ARRAYS = "_strings.json", "_sharding", "array_metadatas"
+_KIND = "random_key_impl"
 _IN_LIST, _IN_DICT = 1, 2
 _ARRAY = "np.ndarray"
 """What is written for arrays, which become JAX's where those are asked for, on whatever devices there are."""
@@ -114,13 +115,15 @@ def _with_lists(tree: Any) -> Any:
 
 def _keys(folder: Path) -> dict[str, str]:
     """Arrays that are typed keys of random numbers, and which kind."""
-    found = {}
+    found: dict[str, str] = {}
     for path in sorted((folder / _ARRAYS).glob("process_*")):
-        for each in read_json(path).get("array_metadatas", ()):
-            described = each.get("array_metadata", {}) if isinstance(each, dict) else {}
-            kind = (described.get("ext_metadata") or {}).get("random_key_impl")
-            if kind:
-                found[str(described.get("param_name"))] = str(kind)
+        table = read_json(path)
+        try:
+            described = [each["array_metadata"] for each in table.get("array_metadatas", ())]
+            further = {str(each["param_name"]): each.get("ext_metadata") or {} for each in described}
+            found |= {name: str(each[_KIND]) for name, each in further.items() if each.get(_KIND)}
+        except (AttributeError, KeyError, TypeError) as error:
+            raise InvalidModelError(f"`{path}` is no table of arrays") from error
     return found
 
 
@@ -204,7 +207,7 @@ def _table_entry(entry: _Entry) -> dict[str, Any]:
 
 def _key_metadata(name: str, key: Mapping[str, Any]) -> dict[str, Any]:
     shape = list(key[DATA].shape)
-    kind = {"random_key_impl": key[KEY]}
+    kind = {_KIND: key[KEY]}
     return {"array_metadata": {"param_name": name, "write_shape": shape, "chunk_shape": shape, "ext_metadata": kind}}
 
 
