@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pickle
+import pickletools
 import random
 import shutil
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from campaign.mutations import (
     Damage,
     changed_safetensors,
     changed_zip,
+    flipped,
     relabelled,
     renumbered,
     resized,
@@ -46,7 +49,36 @@ def _call(rng: random.Random, data: bytes) -> bytes:
     return data[:2] + name + b"(X\x06\x00\x00\x00secrettR0" + data[2:]
 
 
-pickled_damages: tuple[Damage, ...] = (_other_operation, _other_operation, _other_operation, _call, *BYTES)
+_VALUES = ("BININT", "BININT1", "BININT2", "LONG1", "BINUNICODE", "SHORT_BINUNICODE", "BINFLOAT")
+_SIZES = (0, 1, 2, -1, 3, 255, 1 << 31, 1 << 40, 1 << 62, 1 << 63, -(1 << 63), 10**30)
+_TEXTS = ("", "../../secret", "/etc/passwd", "\x1b[31m", "x" * 5000, "posix", "system", "é", "\x00")
+
+
+def _other_value(rng: random.Random, data: bytes) -> bytes:
+    """A pickle in which numbers or texts are others: sizes, strides, offsets, names of files and of classes."""
+    try:
+        operations = list(pickletools.genops(data))
+    except ValueError:
+        return flipped(rng, data)
+    ends = [at for _, _, at in operations[1:]] + [len(data)]
+    pieces = [data[at:end] for (_, _, at), end in zip(operations, ends, strict=True)]
+    places = [n for n, (operation, _, _) in enumerate(operations) if operation.name in _VALUES]
+    for _ in range(rng.choice((1, 1, 2, 4))):
+        at = rng.choice(places)
+        is_number = not isinstance(operations[at][1], str)
+        pieces[at] = _pushed(rng.choice(_SIZES if is_number == (rng.random() < 0.95) else _TEXTS))
+    frames = [operation.name == "FRAME" for operation, _, _ in operations]  # which say how long they are
+    return b"".join(piece for piece, is_frame in zip(pieces, frames, strict=True) if not is_frame)
+
+
+def _pushed(value: int | str) -> bytes:
+    if isinstance(value, str):
+        return b"X" + struct.pack("<I", len(value.encode())) + value.encode()
+    content = pickle.encode_long(value)
+    return b"\x8a" + bytes([len(content)]) + content
+
+
+pickled_damages: tuple[Damage, ...] = (*[_other_value] * 6, *[_other_operation] * 3, _call, *BYTES)
 _TORCH = (changed_zip({".pkl": pickled_damages}), changed_zip({".pkl": pickled_damages}), *BYTES)
 
 

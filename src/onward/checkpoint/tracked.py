@@ -77,6 +77,8 @@ def meaning_of(tree: Tree) -> Meaning:
         nodes = [_Node(node) for node in texts(saved or b"", 1)]
         if not nodes or any(not 0 <= at < len(nodes) for node in nodes for at in _referred(node)):
             raise ValueError("an object of it is not there")
+        if lost := [node.key for node in nodes if node.key and node.key not in tree]:
+            raise ValueError(f"what `{lost[0]}` holds is not there")
     except ValueError as error:
         raise InvalidModelError(f"the objects of the checkpoint are damaged: {error}") from error
     return _Objects(nodes, tree).meaning()

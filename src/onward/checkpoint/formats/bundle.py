@@ -94,9 +94,10 @@ def read(path: Path) -> Checkpoint:
 
 
 def _optimizer(keys: Keys, tree: Tree) -> Optimizer:
-    shared = {SHARED: _wide(tree[keys.numbers["u_product"]])} if "u_product" in keys.numbers else {}
+    shared = {SHARED: _wide(_tensor(tree, keys.numbers["u_product"]))} if "u_product" in keys.numbers else {}
     slots: dict[Any, dict[str, Any]] = {
-        name: {**{slot: tree[key] for slot, key in kept.items()}, **shared} for name, kept in keys.slots.items()
+        name: {**{slot: _tensor(tree, key) for slot, key in kept.items()}, **shared}
+        for name, kept in keys.slots.items()
     }
     settings = {name: _number(tree[key]) for name, key in keys.numbers.items() if name != "u_product"}
     settings |= {"lr": settings.pop("learning_rate")} if "learning_rate" in settings else {}
@@ -106,6 +107,13 @@ def _optimizer(keys: Keys, tree: Tree) -> Optimizer:
 def _wide(tensor: Tensor) -> Tensor:
     """As other optimizers keep what Keras has in the type of its variables."""
     return ComputedTensor(np.dtype(np.float64), tensor.shape, lambda: tensor.array().astype(np.float64))
+
+
+def _tensor(tree: Tree, key: str) -> Tensor:
+    found = tree[key]
+    if not isinstance(found, Tensor):
+        raise InvalidModelError(f"`{key}` of the checkpoint is no tensor")
+    return found
 
 
 def _number(tensor: Any) -> int | float:
