@@ -150,6 +150,26 @@ def test_files_that_were_cut_off_are_called_so(tmp_path: Path) -> None:
         onward.open_checkpoint(folder)
 
 
+@needs("torch")
+def test_tensors_that_are_larger_than_their_files(tmp_path: Path) -> None:
+    import torch
+    import torch.distributed.checkpoint
+
+    torch.save({"w": torch.zeros(1).expand(1 << 40)}, tmp_path / "x.pt")
+    with pytest.raises(onward.Error, match="repeats few numbers"):
+        onward.open_checkpoint(tmp_path / "x.pt")
+    torch.save({"w": torch.ones(1).expand(1000)}, tmp_path / "x.pt")
+    assert onward.open_checkpoint(tmp_path / "x.pt").tensors["w"].array().sum() == 1000
+    torch.distributed.checkpoint.save({"w": torch.zeros(4)}, checkpoint_id=str(tmp_path / "dcp"), no_dist=True)
+    table = tmp_path / "dcp" / ".metadata"
+    for size, said in ((1 << 44, "in none of its pieces"), (1 << 61, "which none can have")):
+        found = pickle.loads(table.read_bytes())
+        found.state_dict_metadata["w"].size = torch.Size([size])
+        table.write_bytes(pickle.dumps(found))
+        with pytest.raises(onward.Error, match=said):
+            onward.open_checkpoint(tmp_path / "dcp").tensors["w"].array()
+
+
 FILES = [
     "trainer/optimizer.pt",
     "trainer/scheduler.pt",

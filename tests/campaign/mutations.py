@@ -342,7 +342,7 @@ def changed_zip(inner: dict[str, tuple[Damage, ...]]) -> Damage:
         action = rng.random()
         if action < 0.65:
             kinds = next((kinds for ending, kinds in inner.items() if name.endswith(ending)), BYTES)
-            members[at] = name, rng.choice(kinds)(rng, content)
+            members[at] = name, rng.choice(kinds)(rng, content or b"\0")
         elif action < 0.75:
             del members[at]
         elif action < 0.85:

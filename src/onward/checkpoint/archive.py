@@ -23,6 +23,8 @@ from onward.model.storage.npz import BAD_ZIP
 
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
 _LONGEST_START = 1 << 10
+_MOST_REPEATED = 16 << 20
+"""Bytes of a tensor that is larger than its data, since it repeats them."""
 _LEGACY = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 """How PyTorch before 1.6 began its files."""
 
@@ -316,6 +318,8 @@ def _placed(
     made = StoredTensor(storage.path, storage.start + offset * dtype.itemsize, dtype, shape, strides)
     if made.end > storage.end:
         raise ValueError("a tensor reaches beyond its data")
+    if made.nbytes > max(storage.end - storage.start, _MOST_REPEATED):
+        raise ValueError(f"a tensor of {list(shape)} repeats few numbers more often than any of a checkpoint")
     return made
 
 

@@ -56,6 +56,9 @@ class StoredTensor(Tensor):
     strides: tuple[int, ...]
     """In elements, as PyTorch counts."""
 
+    def __post_init__(self) -> None:
+        _refuse_impossible(self)
+
     @property
     def end(self) -> int:
         """Where the last byte that belongs to it has been."""
@@ -112,17 +115,20 @@ class ScatteredTensor(Tensor):
     pieces: tuple[tuple[tuple[int, ...], Callable[[], Tensor]], ...]
     """Where each begins, and how to find it."""
 
+    def __post_init__(self) -> None:
+        _refuse_impossible(self)
+
     def array(self) -> np.ndarray:
-        made, filled = np.zeros(self.shape, self.dtype), 0
-        for begin, find in self.pieces:
-            piece = find()
+        pieces = [(begin, find()) for begin, find in self.pieces]
+        missing = math.prod(self.shape) - sum(math.prod(piece.shape) for _, piece in pieces)
+        if missing:  # which is known before there is room for all of them
+            raise ExternalDataError(f"{missing} elements of a tensor are in none of its pieces")
+        made = np.zeros(self.shape, self.dtype)
+        for begin, piece in pieces:
             end = tuple(map(operator.add, begin, piece.shape))
             if piece.dtype != self.dtype or len(begin) != len(self.shape) or any(map(operator.gt, end, self.shape)):
                 raise ExternalDataError("a piece of a tensor does not fit it")
             made[tuple(map(slice, begin, end))] = piece.array()
-            filled += math.prod(piece.shape)
-        if filled != made.size:
-            raise ExternalDataError(f"{made.size - filled} elements of a tensor are in none of its pieces")
         return made
 
 
@@ -133,6 +139,11 @@ class JoinedTensor(Tensor):
     dtype: np.dtype
     shape: tuple[int, ...]
     pieces: tuple[Tensor, ...]
+
+    def __post_init__(self) -> None:
+        _refuse_impossible(self)
+        if math.prod(self.shape) != sum(math.prod(piece.shape) for piece in self.pieces):
+            raise InvalidModelError(f"the pieces of a tensor of {list(self.shape)} have another size")
 
     def array(self) -> np.ndarray:
         return np.concatenate([piece.array().reshape(-1) for piece in self.pieces]).reshape(self.shape)
@@ -197,6 +208,20 @@ class ComputedTensor(Tensor):
         if made.dtype != self.dtype or made.shape != self.shape:
             raise ExternalDataError(f"a tensor of {self.dtype}{list(self.shape)} is {made.dtype}{list(made.shape)}")
         return made
+
+
+_MOST_AXES = 64
+
+
+def _refuse_impossible(tensor: Tensor) -> None:
+    """A shape that no array can have, even if none of its elements are there."""
+    sizes = [size for size in tensor.shape if size]
+    if (
+        len(tensor.shape) > _MOST_AXES
+        or any(size < 0 for size in sizes)
+        or math.prod(sizes) * tensor.dtype.itemsize >= 1 << 63
+    ):
+        raise InvalidModelError(f"a tensor has the shape {list(tensor.shape)[:_MOST_AXES]}, which none can have")
 
 
 def turned(tensor: Tensor) -> Tensor:
