@@ -20,6 +20,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from onward.convert.problems import Problems
 from onward.convert.torch.arguments import Flat, held_by
 from onward.convert.torch.exporter import export
+from onward.convert.torch.hollow import is_hollow
 from onward.convert.torch.tags import ALSO, COUNTER, KIND, LEARNS, PERSISTENT
 from onward.model import Model
 from onward.run.torch.types import CODES, FLOAT8, to_array
@@ -40,7 +41,11 @@ def captured(module: nn.Module, example_inputs: Any, dynamic_shapes: Mapping[str
     What is in `eval()` inside of a module in training stays as in inference: a normalization keeps its statistics. A
     module that is in `eval()` itself is taken as `train()` makes it.
     """
-    module = copy.deepcopy(module)
+    return captured_in_place(copy.deepcopy(module), example_inputs, dynamic_shapes)
+
+
+def captured_in_place(module: nn.Module, example_inputs: Any, dynamic_shapes: Mapping[str, Any] | None = None) -> Model:
+    """The same of a module that nobody else needs: no copy is made, and it is left in training."""
     into_training(module)
     _check(module)
     model, changed = export(Flat(module, example_inputs), dynamic_shapes)
@@ -119,7 +124,8 @@ def _describe(value: ir.Value, name: str, tensor: torch.Tensor, *, is_kept: bool
     dtype = CODES[tensor.dtype]
     value.name = name
     value.type, value.shape = ir.TensorType(dtype), ir.Shape(tuple(tensor.shape))
-    value.const_value = ir.Tensor(to_array(tensor).copy(), dtype=dtype, name=name)
+    array = to_array(tensor)
+    value.const_value = ir.Tensor(array if is_hollow(tensor) else array.copy(), dtype=dtype, name=name)
     is_parameter = isinstance(tensor, nn.Parameter)
     value.metadata_props[KIND] = "PARAMETER" if is_parameter else "BUFFER"
     value.metadata_props[PERSISTENT] = str(is_kept)
