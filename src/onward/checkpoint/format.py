@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from onward.checkpoint.description import Checkpoint
+from onward.checkpoint.naming import Order
 from onward.model import Model
 
 
@@ -15,7 +16,11 @@ class Captured(NamedTuple):
 
     model: Model
     loss: Any
-    """In words of a recipe."""
+    """In words of a recipe; None where it is not known."""
+    orders: Mapping[str, Order] = {}
+    """In which an optimizer can have been given the parameters, by what says so, with names of the graph."""
+    tied: Mapping[str, str] = {}
+    """Further names of the checkpoint's tensors."""
 
 
 class Format(NamedTuple):

@@ -12,12 +12,12 @@ from typing import Any
 import onnx_ir as ir
 
 from onward.arguments import checked
+from onward.checkpoint.architecture import captured_of
 from onward.checkpoint.description import COUNT, MASTER, Checkpoint, Group, Optimizer, Schedule
 from onward.checkpoint.format import Captured
-from onward.checkpoint.formats import FORMATS
 from onward.checkpoint.kept import keep
 from onward.checkpoint.matching import Match, match
-from onward.checkpoint.naming import with_names
+from onward.checkpoint.naming import Order, with_names
 from onward.checkpoint.opening import open_checkpoint
 from onward.checkpoint.optimizers import spec_of
 from onward.checkpoint.placing import placed
@@ -26,7 +26,7 @@ from onward.convert.problems import Problems
 from onward.convert.rates import Factor, complete
 from onward.convert.run import Group as RunGroup
 from onward.convert.run import Run, assemble, disassemble
-from onward.errors import UnsupportedError, listed
+from onward.errors import ArgumentError, UnsupportedError, listed
 from onward.inspect import describe
 from onward.model import Model, read
 from onward.recipe.optimizers import optimizer as known_optimizer
@@ -62,18 +62,28 @@ def from_checkpoint(
     optimizer: str | Mapping[str, Any] | None = None,
     schedule: Any = None,
     names: Mapping[str, str] | Sequence[str] | None = None,
+    module: Any = None,
+    example_inputs: Any = None,
 ) -> Model:
     """The training model that goes on where a checkpoint of another framework is. Nothing in it is executed.
 
     - `like`: the ONNX model that computes what the checkpoint's model does; where it is a training model, its loss is
-      taken. Not needed where the checkpoint has its graph.
+      taken. Not needed where the checkpoint has its graph, or a configuration of transformers, or `module` is given
     - `loss`: as `prepare` takes it, where neither says which it is
     - `optimizer`: its name, where the checkpoint does not tell; numbers given here win over stored ones
     - `schedule`: as `prepare` takes it, where the checkpoint does not tell
     - `names`: names of the checkpoint -> names of the graph where rules do not find them; or a list of the parameters
       in the order of the optimizer
+    - `module`: in place of `like`, the nn.Module or LightningModule that was trained; its class, which is called with
+      the hyper-parameters that Lightning stores; or where that is, `"package.module:Class"`. Its values do not matter
+    - `example_inputs`: what the module takes, as for `from_torch`; a batch, where its `training_step` is the loss
     """
-    return imported(plan(path, like, loss=loss, optimizer=optimizer, schedule=schedule, names=names))
+    return imported(
+        plan(
+            path, like, loss=loss, optimizer=optimizer, schedule=schedule, names=names, module=module,
+            example_inputs=example_inputs,
+        )
+    )  # fmt: skip
 
 
 def plan(
@@ -84,16 +94,22 @@ def plan(
     optimizer: str | Mapping[str, Any] | None = None,
     schedule: Any = None,
     names: Mapping[str, str] | Sequence[str] | None = None,
+    module: Any = None,
+    example_inputs: Any = None,
 ) -> Plan:
     """What an import would do, without doing it."""
     checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path)
-    captured = _captured(checkpoint) if like is None else Captured(read(like), None)
+    if like is not None and module is not None:
+        raise ArgumentError("both `like` and `module` are given", hint="leave one of them out")
+    captured = captured_of(checkpoint, module, example_inputs, loss) if like is None else Captured(read(like), None)
+    checkpoint = dataclasses.replace(checkpoint, tied={**checkpoint.tied, **captured.tied})
     given = captured.model
     base = disassemble(given) if given.steps else None
     model = without_steps(given)
     known = names if isinstance(names, Mapping) else None
     matched = match(checkpoint.tensors, model, known, checkpoint.tied)
-    checkpoint, notes = _named(checkpoint, matched, model, None if isinstance(names, Mapping) else names)
+    listed_names = None if isinstance(names, Mapping) else names
+    checkpoint, notes = _named(checkpoint, matched, model, listed_names, captured.orders)
     _refuse_unmatched(checkpoint, matched)
     groups = _groups(checkpoint, matched, parse(optimizer) if optimizer is not None else None, base)
     weights, slots, has_masters = _state(checkpoint, matched, model, groups)
@@ -110,17 +126,6 @@ def plan(
         recipe=_recipe(checkpoint, base, has_masters),
     )
     return Plan(checkpoint, matched, run, slots, weights, (*matched.rules, *notes, *more, *checkpoint.remarks))
-
-
-def _captured(checkpoint: Checkpoint) -> Captured:
-    """What the checkpoint computes, of itself."""
-    capture = next((format.graph for format in FORMATS if format.name == checkpoint.format and format.graph), None)
-    if capture is None:
-        raise UnsupportedError(
-            f"`{checkpoint.path}` holds the state of a run, and not what it computes",
-            hint="give the ONNX model that it is of: `--like model.onnx`, or `like=...`",
-        )
-    return capture(checkpoint.path)
 
 
 def imported(plan: Plan) -> Model:
@@ -169,7 +174,7 @@ def _fill(model: Model, name: str, tensor: Tensor, problems: Problems) -> None:
 
 
 def _named(
-    checkpoint: Checkpoint, matched: Match, model: Model, given: Sequence[str] | None
+    checkpoint: Checkpoint, matched: Match, model: Model, given: Sequence[str] | None, known: Mapping[str, Order]
 ) -> tuple[Checkpoint, list[str]]:
     """The checkpoint with names for what its optimizers keep, and how these were found."""
     if all(optimizer.has_names for optimizer in checkpoint.optimizers):
@@ -178,11 +183,14 @@ def _named(
     learns = {weight.name for weight in describe(model).weights if weight.role not in ("constant", "statistics")}
     stored = [name for name in checkpoint.tensors if matched.names.get(name) in learns]
     place = {ours: graph.index(ours) for ours in matched.names.values()}
-    orders: dict[str, Sequence[str]] = {"the list that was given": list(given)} if given is not None else {}
-    if not orders and checkpoint.keeps_order:
-        orders["the order of the state of the module"] = stored
+    theirs = {ours: name for name, ours in matched.names.items()}
+    orders: dict[str, Order] = {"the list that was given": [list(given)]} if given is not None else {}
     if given is None:
-        orders["the order of the graph"] = sorted(stored, key=lambda name: place[matched.names[name]])
+        orders = {origin: [[theirs.get(n, n) for n in part] for part in order] for origin, order in known.items()}
+    if given is None and checkpoint.keeps_order:
+        orders["the order of the state of the module"] = [stored]
+    if given is None:
+        orders["the order of the graph"] = [sorted(stored, key=lambda name: place[matched.names[name]])]
     shapes = {name: tensor.shape for name, tensor in checkpoint.tensors.items()}
     optimizers, notes = [], []
     for optimizer in checkpoint.optimizers:

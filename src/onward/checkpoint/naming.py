@@ -23,9 +23,11 @@ _WITHOUT_DECAY = [
 """Names of parameters that the Trainer of transformers puts into its second group."""
 
 Shapes = Mapping[str, tuple[int, ...]]
+Order = Sequence[Sequence[str]]
+"""Parameters in the order in which an optimizer was given them: in one part, or group by group."""
 
 
-def with_names(optimizer: Optimizer, orders: Mapping[str, Sequence[str]], shapes: Shapes) -> tuple[Optimizer, str]:
+def with_names(optimizer: Optimizer, orders: Mapping[str, Order], shapes: Shapes) -> tuple[Optimizer, str]:
     """An optimizer with names for its parameters, and how they were found.
 
     `orders` are the orders in which parameters might have been given to it, by what they come from.
@@ -60,14 +62,17 @@ def with_own_names(checkpoint: Checkpoint) -> Checkpoint:
         )
     shapes = {name: tensor.shape for name, tensor in checkpoint.tensors.items()}
     order = [name for name in checkpoint.tensors if not name.endswith(_BUFFERS)]
-    orders = {"the order of the state of the module": order}
+    orders = {"the order of the state of the module": [order]}
     named = tuple(with_names(optimizer, orders, shapes)[0] for optimizer in checkpoint.optimizers)
     return dataclasses.replace(checkpoint, optimizers=named)
 
 
-def _divided(order: Sequence[str], groups: list[list[Any]]) -> list[tuple[str, list[str]]]:
+def _divided(parts: Order, groups: list[list[Any]]) -> list[tuple[str, list[str]]]:
     """An order as it is, and as the Trainer of transformers divides it; where the numbers of parameters agree."""
     sizes = [len(group) for group in groups]
+    order = [name for part in parts for name in part]
+    if len(parts) > 1:
+        return [("", order)] if sizes == [len(part) for part in parts] else []
     if len(order) != sum(sizes):
         return []
     plain = [without for without in order if any(p.search(without.lower()) for p in _WITHOUT_DECAY)]
@@ -104,8 +109,8 @@ def _unfitting(optimizer: Optimizer, shapes: Shapes) -> list[str]:
     ]
 
 
-def _why(order: Sequence[str], optimizer: Optimizer, groups: list[list[Any]], shapes: Shapes) -> str:
+def _why(order: Order, optimizer: Optimizer, groups: list[list[Any]], shapes: Shapes) -> str:
     for _, named in _divided(order, groups):
         made = _renamed(optimizer, dict(zip([n for group in groups for n in group], named, strict=True)))
         return f"shapes differ at {listed(_unfitting(made, shapes), 3)}"
-    return f"{len(order)} parameters"
+    return f"{' and '.join(str(len(part)) for part in order)} parameters"

@@ -1,0 +1,120 @@
+"""What a checkpoint computes: from the graph or the configuration that it holds, or by a module that its user gives."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import sys
+from typing import TYPE_CHECKING, Any
+
+from onward.checkpoint.description import Checkpoint
+from onward.checkpoint.format import Captured
+from onward.checkpoint.formats import FORMATS
+from onward.checkpoint.objects import Object
+from onward.errors import ArgumentError, DataError, UnsupportedError, first_line
+
+if TYPE_CHECKING:
+    from onward.convert.torch.architecture import Architecture
+
+
+def captured_of(checkpoint: Checkpoint, module: Any, example_inputs: Any, loss: Any) -> Captured:
+    """The graph that a checkpoint is of, and what goes with it.
+
+    `module` is code of the user's own: a module, its class, or where that is (`package.module:Class`). Nothing else is
+    executed: of a configuration, classes of transformers itself are made.
+    """
+    if module is not None:
+        return _of_module(checkpoint, module, example_inputs, loss)
+    graph = next((format.graph for format in FORMATS if format.name == checkpoint.format and format.graph), None)
+    if graph is not None:
+        return graph(checkpoint.path)
+    if checkpoint.configuration.get("architectures"):
+        return _of_configuration(checkpoint, example_inputs, loss)
+    raise UnsupportedError(
+        f"`{checkpoint.path}` holds the state of a run, and not what it computes",
+        hint="give the ONNX model that it is of: `--like model.onnx`, or `like=...`; or its module: `module=...`",
+    )
+
+
+def _of_configuration(checkpoint: Checkpoint, example_inputs: Any, loss: Any) -> Captured:
+    if loss is None and checkpoint.arguments.get("label_smoothing_factor"):
+        raise UnsupportedError(
+            f"the Trainer smooths labels by {checkpoint.arguments['label_smoothing_factor']}, in a loss of its own",
+            hint="say the loss of its logits: `loss=...`; or give a training model: `--like training.onnx`",
+        )
+    types = {name: tensor.dtype for name, tensor in checkpoint.tensors.items()}
+    try:
+        from onward.convert.torch.architecture import from_configuration
+
+        made = from_configuration(checkpoint.configuration, types, example_inputs, computes_loss=loss is None)
+    except ModuleNotFoundError as error:
+        raise _missing(error) from error
+    return _captured(made, checkpoint)
+
+
+def _of_module(checkpoint: Checkpoint, given: Any, example_inputs: Any, loss: Any) -> Captured:
+    try:
+        from onward.convert.torch.architecture import from_module
+    except ModuleNotFoundError as error:
+        raise _missing(error) from error
+    found = _found(given) if isinstance(given, str) else given
+    module = _made(found, checkpoint) if isinstance(found, type) else found
+    return _captured(from_module(module, example_inputs, computes_loss=loss is None), checkpoint)
+
+
+def _missing(error: ModuleNotFoundError) -> Exception:
+    if str(error.name).startswith("onward"):
+        return error
+    package = "onward[torch]" if error.name == "torch" else error.name
+    return UnsupportedError(
+        f"to make its model needs `{error.name}`, which is not installed",
+        hint=f"pip install '{package}'; or give the ONNX model that it is of: `--like model.onnx`",
+    )
+
+
+def _captured(made: Architecture, checkpoint: Checkpoint) -> Captured:
+    tied: dict[str, str] = {}
+    for names in made.aliases:
+        stored = next((name for name in names if name in checkpoint.tensors), None)
+        if stored is not None:
+            tied |= {name: stored for name in names if name not in checkpoint.tensors}
+    return Captured(made.model, made.loss, made.orders, tied)
+
+
+# ---- code of the user ------------------------------------------------------------------------------------------------
+
+
+def _found(place: str) -> Any:
+    """What is at `package.module:Class`, with modules of the working directory, as for `python -m`."""
+    package, _, name = place.partition(":")
+    if not package or not name:
+        raise ArgumentError(f"`{place}` names no class", hint="say where it is: `package.module:Class`")
+    if (here := os.getcwd()) not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        return getattr(importlib.import_module(package), name)
+    except (ImportError, AttributeError) as error:
+        raise ArgumentError(
+            f"there is no `{place}`: {first_line(error)}", hint="say where it is: `package.module:Class`"
+        ) from error
+
+
+def _made(kind: type, checkpoint: Checkpoint) -> Any:
+    """An object of the user's class, with the hyper-parameters that Lightning stores as arguments."""
+    given = checkpoint.arguments if checkpoint.format == "lightning" else {}
+    takes = inspect.signature(kind).parameters
+    takes_all = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in takes.values())
+    arguments = {name: value for name, value in given.items() if takes_all or name in takes}
+    unmade = [name for name, value in arguments.items() if isinstance(value, Object)]
+    hint = "give the module itself: `module=Class(...)`"
+    if unmade:
+        raise UnsupportedError(
+            f"the argument `{unmade[0]}` of `{kind.__name__}` is an object, which is not made", hint=hint
+        )
+    try:
+        return kind(**arguments)
+    except TypeError as error:
+        raise DataError(
+            f"`{kind.__name__}` does not take its hyper-parameters: {first_line(error)}", hint=hint
+        ) from error

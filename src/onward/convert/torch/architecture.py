@@ -1,0 +1,106 @@
+"""The graph of a module whose training a checkpoint goes on with, and what only the module knows: which parameters are
+tied, and in which order an optimizer was given them."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+
+from onward.convert.torch.arguments import held_by
+from onward.convert.torch.capture import captured_in_place, check_copyable, unwrapped
+from onward.errors import UnsupportedError
+from onward.model import Model
+
+Order = tuple[tuple[str, ...], ...]
+"""Parameters, by groups of an optimizer."""
+
+LOSS = "loss"
+
+
+class Architecture(NamedTuple):
+    model: Model
+    loss: str | None
+    """In words of a recipe, where the module computes it."""
+    orders: Mapping[str, Order]
+    """In which an optimizer can have been given the parameters, by what says so. Names are those of the graph."""
+    aliases: tuple[tuple[str, ...], ...]
+    """All names of each parameter that has several."""
+
+
+def from_configuration(
+    configuration: Mapping[str, Any], types: Mapping[str, np.dtype], example_inputs: Any, computes_loss: bool
+) -> Architecture:
+    """The model of transformers that a configuration describes. Values of its parameters are not made."""
+    from onward.convert.torch.transformers_models import axes_of, decay_groups, example_of, hollow_model
+
+    module = hollow_model(configuration, types)
+    inputs = example_inputs
+    axes = axes_of(example_inputs) if example_inputs is not None else {}
+    if inputs is None:
+        inputs, axes = example_of(module)
+        if not computes_loss:
+            inputs = {name: tensor for name, tensor in inputs.items() if name != "labels"}
+            axes.pop("labels", None)
+    order = {
+        "the model, as the Trainer groups its parameters": decay_groups(module),
+        "the model": (tuple(name for name, _ in module.named_parameters()),),
+    }
+    return _architecture(module, captured_in_place(module, inputs, axes), order)
+
+
+def from_module(module: nn.Module, example_inputs: Any, computes_loss: bool) -> Architecture:
+    """The model that a module is; what is given stays as it is.
+
+    A module of Lightning whose loss is not said computes it in its `training_step`, and the example is a batch.
+    """
+    module = unwrapped(module)
+    check_copyable(module)
+    module = copy.deepcopy(module)
+    if example_inputs is None:
+        example_inputs = getattr(module, "example_input_array", None) if not computes_loss else None
+    if example_inputs is None:
+        raise UnsupportedError(
+            f"what `{type(module).__name__}` takes is not known",
+            hint="give it: `example_inputs=...`, as for from_torch",
+        )
+    order = {"the module": (tuple(name for name, _ in module.named_parameters()),)}
+    if computes_loss and hasattr(module, "training_step"):
+        example_inputs = _call_training_step(module, example_inputs)
+    return _architecture(module, captured_in_place(module, example_inputs), order)
+
+
+def _call_training_step(module: Any, batch: Any) -> Any:
+    """Let the forward pass of a module of Lightning be the loss of a batch; the batch as it takes it then."""
+    if not getattr(module, "automatic_optimization", True):
+        raise UnsupportedError(
+            f"`{type(module).__name__}` has a training loop of its own (`automatic_optimization = False`)",
+            hint="say the loss of its forward pass: `loss=...`",
+        )
+    takes_index = len(inspect.signature(module.training_step).parameters) > 1
+
+    def loss_of(batch: Any) -> dict[str, torch.Tensor]:
+        made = module.training_step(*((batch, 0) if takes_index else (batch,)))
+        return {LOSS: made[LOSS] if isinstance(made, Mapping) else made}
+
+    module.forward = (lambda **batch: loss_of(batch)) if isinstance(batch, Mapping) else loss_of
+    return dict(batch) if isinstance(batch, Mapping) else (batch,)
+
+
+def _architecture(module: nn.Module, model: Model, orders: Mapping[str, Order]) -> Architecture:
+    names: dict[int, list[str]] = {}
+    for name, tensor in held_by(module):
+        names.setdefault(id(tensor), []).append(name)
+    first = {name: same[0] for same in names.values() for name in same}
+    loss = f"value:{LOSS}" if any(value.name == LOSS for value in model.outputs) else None
+    return Architecture(
+        model,
+        loss,
+        {origin: tuple(tuple(first[name] for name in group) for group in order) for origin, order in orders.items()},
+        tuple(tuple(same) for same in names.values() if len(same) > 1),
+    )
