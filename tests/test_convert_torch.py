@@ -272,6 +272,18 @@ def test_parameters_keep_names_that_others_have():
     torch.testing.assert_close(module(x), net(x))
 
 
+def test_an_example_whose_inputs_are_one_tensor():
+    """The exporter takes them for one input, and would ignore the other."""
+
+    class Difference(nn.Module):
+        def forward(self, a, b):
+            return a - 2 * b
+
+    x = torch.ones(3, 2)
+    model = captured(Difference(), {"a": x, "b": x})
+    assert all(value.uses() for value in model.inputs) and len(model.inputs) == 2
+
+
 def test_a_module_in_eval_is_captured_as_in_training():
     module = cnn().eval()
     model = captured(module, torch.randn(4, 2, 6, 6))

@@ -60,7 +60,9 @@ def _of_module(checkpoint: Checkpoint, given: Any, example_inputs: Any, loss: An
         raise _missing(error) from error
     found = _found(given) if isinstance(given, str) else given
     module = _made(found, checkpoint) if isinstance(found, type) else found
-    return _captured(from_module(module, example_inputs, computes_loss=loss is None), checkpoint)
+    in_trainer = checkpoint.format == "hf" and hasattr(module, "config")
+    made = from_module(module, example_inputs, computes_loss=loss is None, in_trainer=in_trainer)
+    return _captured(made, checkpoint)
 
 
 def _missing(error: ModuleNotFoundError) -> Exception:

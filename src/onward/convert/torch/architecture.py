@@ -34,27 +34,31 @@ class Architecture(NamedTuple):
 
 
 def from_configuration(
-    configuration: Mapping[str, Any], types: Mapping[str, np.dtype], example_inputs: Any, computes_loss: bool
+    configuration: Mapping[str, Any], types: Mapping[str, np.dtype], example_inputs: Any, *, computes_loss: bool
 ) -> Architecture:
-    """The model of transformers that a configuration describes. Values of its parameters are not made."""
-    from onward.convert.torch.transformers_models import axes_of, decay_groups, example_of, hollow_model
+    """The model of transformers that a configuration describes, as the Trainer trains it. Values are not made."""
+    from onward.convert.torch.transformers_models import example_of, hollow_model
 
     module = hollow_model(configuration, types)
-    inputs = example_inputs
-    axes = axes_of(example_inputs) if example_inputs is not None else {}
-    if inputs is None:
+    if example_inputs is None:
         inputs, axes = example_of(module)
         if not computes_loss:
             inputs = {name: tensor for name, tensor in inputs.items() if name != "labels"}
-            axes.pop("labels", None)
-    order = {
-        "the model, as the Trainer groups its parameters": decay_groups(module),
-        "the model": (tuple(name for name, _ in module.named_parameters()),),
-    }
-    return _architecture(module, captured_in_place(module, inputs, axes), order)
+        return _in_the_trainer(module, inputs, {name: axes[name] for name in inputs})
+    return _in_the_trainer(module, example_inputs)
 
 
-def from_module(module: nn.Module, example_inputs: Any, computes_loss: bool) -> Architecture:
+def _in_the_trainer(
+    module: nn.Module, inputs: Mapping[str, Any], axes: Mapping[str, Any] | None = None
+) -> Architecture:
+    from onward.convert.torch.transformers_models import as_the_trainer_calls, axes_of, decay_groups
+
+    orders = {"the model, as the Trainer groups its parameters": decay_groups(module), **_order(module)}
+    as_the_trainer_calls(module)
+    return _architecture(module, captured_in_place(module, inputs, axes or axes_of(inputs)), orders)
+
+
+def from_module(module: nn.Module, example_inputs: Any, *, computes_loss: bool, in_trainer: bool) -> Architecture:
     """The model that a module is; what is given stays as it is.
 
     A module of Lightning whose loss is not said computes it in its `training_step`, and the example is a batch.
@@ -62,17 +66,23 @@ def from_module(module: nn.Module, example_inputs: Any, computes_loss: bool) -> 
     module = unwrapped(module)
     check_copyable(module)
     module = copy.deepcopy(module)
-    if example_inputs is None:
-        example_inputs = getattr(module, "example_input_array", None) if not computes_loss else None
+    has_step = computes_loss and hasattr(module, "training_step")
+    if example_inputs is None and not has_step:
+        example_inputs = getattr(module, "example_input_array", None)
     if example_inputs is None:
         raise UnsupportedError(
             f"what `{type(module).__name__}` takes is not known",
-            hint="give it: `example_inputs=...`, as for from_torch",
+            hint="give it: `example_inputs=...`, " + ("a batch of its data" if has_step else "as for `from_torch`"),
         )
-    order = {"the module": (tuple(name for name, _ in module.named_parameters()),)}
-    if computes_loss and hasattr(module, "training_step"):
+    if in_trainer:
+        return _in_the_trainer(module, example_inputs)
+    if has_step:
         example_inputs = _call_training_step(module, example_inputs)
-    return _architecture(module, captured_in_place(module, example_inputs), order)
+    return _architecture(module, captured_in_place(module, example_inputs), _order(module))
+
+
+def _order(module: nn.Module) -> dict[str, Order]:
+    return {"the module": (tuple(name for name, _ in module.named_parameters()),)}
 
 
 def _call_training_step(module: Any, batch: Any) -> Any:

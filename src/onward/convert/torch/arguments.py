@@ -54,6 +54,8 @@ class Flat(nn.Module):  # type: ignore[misc]
         for place in self._places:
             path, tensor = leaves[place]
             name = _joined((names[path[:2]], *path[2:]))
+            if any(tensor is other for other in self.inputs.values()):
+                tensor = tensor.clone()  # the exporter would take two inputs for one
             self.inputs[f"{name}_input" if name in held else name] = tensor
         _check_devices(module, self.inputs)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -96,6 +97,30 @@ def decay_groups(module: nn.Module) -> tuple[tuple[str, ...], tuple[str, ...]]:
     decayed = set(_transformers().Trainer.get_decay_parameter_names(None, module))
     names = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
     return tuple(name for name in names if name in decayed), tuple(name for name in names if name not in decayed)
+
+
+def as_the_trainer_calls(module: Any) -> None:
+    """Let a model count its labels for the loss, in place, as the Trainer does: for models that it does not know to
+    shift them, those at the beginning of sentences are among them."""
+    parameters = inspect.signature(module.forward).parameters.values()
+    takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters)
+    if not getattr(module, "accepts_loss_kwargs", takes_any):
+        return
+    losses: Any = importlib.import_module("transformers.loss.loss_utils")
+    is_causal = losses.LOSS_MAPPING.get(getattr(module, "loss_type", None)) is losses.ForCausalLMLoss
+    start = 1 if is_causal and not getattr(module.config, "is_encoder_decoder", False) else 0
+    forward = module.forward
+
+    def counted(**inputs: Any) -> Any:
+        if "labels" not in inputs:
+            return forward(**inputs)
+        labels = inputs["labels"]
+        return forward(**inputs, num_items_in_batch=(labels[..., 1:] if start else labels).ne(_IGNORED).sum())
+
+    module.forward = counted
+
+
+_IGNORED = -100
 
 
 # ---- examples --------------------------------------------------------------------------------------------------------
