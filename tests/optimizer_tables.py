@@ -50,8 +50,10 @@ TORCH_NAMES = {"betas": ("beta1", "beta2"), "eps": ("eps1", "eps2"), "ns_coeffic
 
 
 def torch_arguments(configured: ConfiguredOptimizer, cls: type) -> dict[str, Any]:
-    """The arguments of a torch.optim class that mean what our settings mean, all of them given."""
+    """The arguments of a torch.optim class that mean what our settings mean; kernels are PyTorch's choice."""
     settings = {**configured.values, **configured.options}
+    if not settings.get("fused"):
+        settings.pop("fused", None)
     arguments = {}
     for name in inspect.signature(cls).parameters:
         if name in settings:

@@ -18,7 +18,6 @@ from conftest import needs
 from onward.convert.run import Run, assemble, disassemble
 from onward.errors import UnsupportedError
 from onward.recipe.optimizers import optimizer
-from onward.recipe.spec import Spec
 from onward.run import load
 from optimizer_tables import BETAS, KERAS, OPTAX, TORCH, torch_arguments
 from representatives import chosen
@@ -364,19 +363,6 @@ def test_where_steps_do_not_matter_they_may_differ() -> None:
     on_torch(theirs, parameters, gradients[:2])
     parameters["layer.2"].requires_grad_(True)
     goes_on_in_onnx(theirs, parameters, gradients[2:])
-
-
-def test_less_than_float32_is_refused() -> None:
-    parameters = {"p": torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))}
-    with pytest.raises(UnsupportedError, match="`p` is bfloat16"):
-        read_optimizer(torch.optim.SGD(parameters.values()), names_of(parameters))
-
-
-def test_copies_in_float32_are_refused() -> None:
-    run = Run(onward.read(inference({"layer.0": np.ones(2)})), LOSS, [], {"layer.0/master": np.ones(2, "f")}, 1)
-    object.__setattr__(run, "groups", [onward.convert.run.Group(Spec("sgd"), ["layer.0"])])
-    with pytest.raises(UnsupportedError, match="float32 copies of"):
-        make_optimizer(run, {})
 
 
 # ---- programs that run without us ------------------------------------------------------------------------------------

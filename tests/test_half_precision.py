@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -13,14 +14,21 @@ import pytest
 
 import onward
 from conftest import needs
+from onward.errors import UnsupportedError
+from onward.model.state import states
 from onward.recipe.optimizers import optimizer
+from onward.recipe.spec import Spec
 from onward.run import load
 from optimizer_tables import TORCH, torch_arguments
 
 torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
-from onward.convert.torch import captured  # noqa: E402
+from onward.convert.run import Group, Run, assemble  # noqa: E402
+from onward.convert.torch import captured, files, from_torch, to_torch  # noqa: E402
+from onward.convert.torch.clipping import Clip  # noqa: E402
+from onward.convert.torch.exact.masters import MasterWeights, float32_copies  # noqa: E402
+from onward.convert.torch.optimizers import read_optimizer  # noqa: E402
 from onward.run.torch.types import from_array, to_array  # noqa: E402
 
 pytestmark = [needs("torch"), pytest.mark.usefixtures("one_torch_thread")]
@@ -108,7 +116,6 @@ ROWS = [row for row in TORCH if row[1] not in ("Muon", "Adafactor")]
 def test_an_update_rounds_where_pytorch_does(name: str, theirs: str, settings: dict[str, Any]) -> None:
     kind = getattr(torch.optim, theirs)
     arguments = {**torch_arguments(optimizer(name).configure(**settings), kind), "foreach": False}
-    arguments.pop("fused", None)
     state = in_onnx(BFLOAT16, optimizer={"name": name, **settings})
     assert not differing(state, *in_torch(BFLOAT16, lambda parameters: kind(parameters, **arguments)))
 
@@ -257,3 +264,169 @@ def test_float16_with_copies_and_a_loss_that_is_scaled() -> None:
         np.testing.assert_array_equal(state[name], state[f"{name}/master"].astype(np.float16), err_msg=name)
     losses, _ = trained(module, "onnxruntime", **recipe)
     np.testing.assert_allclose(losses, expected, rtol=2e-3)
+
+
+# ---- runs of PyTorch -------------------------------------------------------------------------------------------------
+
+
+def masters(make: Callable[[dict[str, Any]], Any], clip: float | None = None) -> Callable[[Any], Any]:
+    """An optimizer of copies; `make` makes the one inside."""
+
+    def made(module: Any) -> Any:
+        parameters = dict(module.named_parameters())
+        copies = float32_copies(parameters)
+        found = MasterWeights(make(copies), parameters, copies)
+        if clip is not None:
+            found.inner.register_step_pre_hook(Clip({"norm": clip, "variant": "torch"}))
+        return found
+
+    return made
+
+
+def in_groups(copies: dict[str, Any]) -> list[dict[str, Any]]:
+    weights = [x for name, x in copies.items() if name.endswith("weight")]
+    biases = [x for name, x in copies.items() if name.endswith("bias")]
+    return [{"params": weights, "weight_decay": 0.1}, {"params": biases}]
+
+
+RUNS: dict[str, Callable[[Any], Any]] = {
+    "adamw": lambda m: torch.optim.AdamW(m.parameters(), lr=1e-2, foreach=True),
+    "fused": lambda m: torch.optim.AdamW(m.parameters(), lr=1e-2, fused=True),
+    "sgd": lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9),
+    "masters": masters(lambda copies: torch.optim.AdamW(copies.values(), lr=1e-2)),
+    "masters in groups": masters(lambda copies: torch.optim.SGD(in_groups(copies), lr=0.1, momentum=0.9), clip=0.5),
+}
+
+
+def goes_on(module: Any, made: Any, scheduler: Any, given: list[Any]) -> list[float]:
+    losses = []
+    for x, y in given:
+        made.zero_grad()
+        loss = nn.functional.cross_entropy(module(x), y)
+        loss.backward()
+        made.step()
+        scheduler.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind in ("adamw", "sgd", "masters"))) for kind in RUNS]
+)
+def test_a_run_goes_on_bit_by_bit_there_and_back(kind: str, tmp_path: Path) -> None:
+    module, given = network().bfloat16(), list(batches(torch.bfloat16))
+    made = RUNS[kind](module)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(made, 0.9)
+    goes_on(module, made, scheduler, given[:5])
+    settings = {"loss": nn.CrossEntropyLoss(), "optimizer": made, "scheduler": scheduler}
+    training = from_torch(module, given[0][0], **settings)
+    carried, program = to_torch(training, probe=False), to_torch(training, live=False, probe=False)
+    expected = goes_on(module, made, scheduler, given[5:])
+    with load(training, engine="torch", compile=False) as running:
+        inputs, labels = running.inputs
+        steps = (running.step({inputs: to_array(x), labels: y.numpy()}) for x, y in given[5:])
+        assert [float(step[running.loss]) for step in steps] == expected
+        state = running.state()
+    for other in (carried, program):
+        assert goes_on(other.module, other.optimizer, other.scheduler, given[5:]) == expected
+        for (key, theirs), ours in zip(module.named_parameters(), other.module.parameters(), strict=True):
+            assert torch.equal(theirs, ours), key
+            for slot, tensor in made.state[theirs].items():
+                assert torch.equal(tensor, other.optimizer.state[ours][slot]), (key, slot)
+    for name, parameter in module.named_parameters():
+        np.testing.assert_array_equal(state[name], to_array(parameter), strict=True)
+        for slot, tensor in made.state[parameter].items():
+            if tensor.ndim:  # what is in float32 is computed in another order
+                wanted, exact = to_array(tensor), tensor.dtype == torch.bfloat16
+                np.testing.assert_allclose(
+                    state[f"{name}/{slot}"].astype("f"), wanted.astype("f"), rtol=0 if exact else 1e-3, atol=1e-7
+                )
+
+
+def test_a_file_of_copies_fills_its_training_model_again(tmp_path: Path) -> None:
+    module, given = network().bfloat16(), list(batches(torch.bfloat16, 3))
+    made = RUNS["masters"](module)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(made, 0.9)
+    settings = {"loss": nn.CrossEntropyLoss(), "optimizer": made, "scheduler": scheduler, "probe": False}
+    like = from_torch(module, given[0][0], **settings)
+    goes_on(module, made, scheduler, given)
+    path = tmp_path / "run.pt"
+    torch.save(
+        {"module": module.state_dict(), "optimizer": made.state_dict(), "scheduler": scheduler.state_dict()}, path
+    )
+    restored, expected = files.restore(path, like), from_torch(module, given[0][0], **settings)
+    for state in states(expected):
+        np.testing.assert_array_equal(restored.array(state.name), state.array, state.name, strict=True)
+
+
+def test_copies_of_a_run_are_masters_that_round_to_its_weights() -> None:
+    """What readers of checkpoints hand in: weights of 16 bits, their copies, and slots."""
+    module = network().bfloat16()
+    generator = np.random.default_rng(0)
+    own = {name: to_array(x).copy() for name, x in module.named_parameters()}
+    copies = {
+        name: (x.astype("f") * (1 + 1e-3 * generator.normal(size=x.shape))).astype("f") for name, x in own.items()
+    }
+    slots = {
+        slot: {n: generator.random(x.shape).astype("f") for n, x in own.items()} for slot in ("exp_avg", "exp_avg_sq")
+    }
+    model = captured(module, next(batches(torch.bfloat16))[0])
+    for name, master in copies.items():
+        model.set(name, master.astype(BFLOAT16))
+    state = {f"{name}/master": master for name, master in copies.items()}
+    state |= {f"{name}/{slot}": array for slot, arrays in slots.items() for name, array in arrays.items()}
+    group = Group(Spec("adamw", {"lr": 1e-2, "variant": "torch"}), list(own))
+    training = assemble(Run(model, "cross_entropy", [group], state, step=7, recipe={"master_weights": True}))
+    for name, master in copies.items():
+        np.testing.assert_array_equal(training.array(f"{name}/master"), master, strict=True)
+        np.testing.assert_array_equal(training.array(name), master.astype(BFLOAT16), strict=True)
+    carried = to_torch(training)
+    given = list(batches(torch.bfloat16, 3))
+    with load(training, engine="torch", compile=False) as running:
+        inputs, labels = running.inputs
+        for x, y in given:
+            running.step({inputs: to_array(x), labels: y.numpy()})
+        after = running.state()
+    parameters = dict(carried.module.named_parameters())
+    with_torch = torch.optim.lr_scheduler.ConstantLR(carried.optimizer, factor=1.0)
+    goes_on(carried.module, carried.optimizer, with_torch, given)
+    for name, parameter in parameters.items():
+        master = carried.optimizer.state[parameter]["master"].numpy()
+        np.testing.assert_allclose(after[f"{name}/master"], master, rtol=1e-5, atol=1e-6)
+        np.testing.assert_array_equal(after[name], after[f"{name}/master"].astype(BFLOAT16), strict=True)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda p: torch.optim.Adafactor(p), "Adafactor rounds in its own way"),
+        (lambda p: torch.optim.SGD(p, fused=True, momentum=0.9), "fused kernel of SGD"),
+        (lambda p: torch.optim.SGD(p, foreach=True), "otherwise with `foreach=True`"),
+        (lambda p: torch.optim.AdamW(p, capturable=True), "otherwise with `capturable=True`"),
+        (lambda p: torch.optim.Rprop(p), "a trace does not round"),
+    ],
+)
+def test_what_rounds_in_its_own_way_is_refused(make: Callable[[Any], Any], message: str) -> None:
+    parameters = dict(network().bfloat16().named_parameters())
+    with pytest.raises(UnsupportedError, match=message):
+        read_optimizer(make(parameters.values()), {id(x): name for name, x in parameters.items()})
+
+
+def test_updates_of_other_frameworks_in_16_bits_are_no_classes_of_pytorch() -> None:
+    model = captured(network().bfloat16(), next(batches(torch.bfloat16))[0])
+    training = onward.prepare(model, loss="cross_entropy", optimizer="adamw:variant=keras", master_weights=False)
+    with pytest.raises(UnsupportedError, match=r"`adamw` rounds .* in another way than any class of PyTorch"):
+        to_torch(training)
+
+
+def test_copies_of_ones_own_need_a_name() -> None:
+    module = network().bfloat16()
+    copies = [nn.Parameter(x.detach().float()) for x in module.parameters()]
+    with pytest.raises(UnsupportedError, match="that the module does not have") as caught:
+        from_torch(
+            module, next(batches(torch.bfloat16))[0], loss=nn.CrossEntropyLoss(), optimizer=torch.optim.AdamW(copies)
+        )
+    assert "MasterWeights" in (caught.value.hint or "")
+    with pytest.raises(UnsupportedError, match="clipped in the loop, in 16 bits"):
+        made = RUNS["masters"](module)
+        from_torch(module, next(batches(torch.bfloat16))[0], loss=nn.CrossEntropyLoss(), optimizer=made, clip=1.0)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -54,7 +55,10 @@ def probe(
                 hint="the conversion is not exact: please report the model that it was",
             )
 
-    with load(model, threads=1) if engine is None else load(model, engine=engine) as running:
+    options: dict[str, Any] = {"threads": 1} if engine is None else {"engine": engine}
+    if engine == "torch":
+        options["compile"] = False  # which takes longer than a few steps
+    with load(model, **options) as running:
         for number, batch in enumerate(itertools.islice(batches, comparable), 1):
             used = {name: batch[name] for name in running.inputs}  # some may not matter to the loss
             found, expected = float(running.step(used)[running.loss]), step(batch)

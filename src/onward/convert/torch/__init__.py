@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import onnx_ir as ir
@@ -15,7 +15,9 @@ from onward.arguments import checked
 from onward.convert.problems import Parts, Problems
 from onward.convert.run import Run, assemble, disassemble, nothing_learns, step_of
 from onward.convert.torch.capture import captured, check_copyable, into_training, unwrapped
-from onward.convert.torch.clipping import Clip, clip_of
+from onward.convert.torch.clipping import Clip, clip_of, clipping_part
+from onward.convert.torch.exact.masters import MasterWeights
+from onward.convert.torch.halves import HALVES
 from onward.convert.torch.losses import make_loss
 from onward.convert.torch.module import OnnxModule, to_module
 from onward.convert.torch.native import NativeRun, probe_made, probe_native
@@ -100,7 +102,8 @@ def _freeze_others(native: NativeRun) -> None:
     if optimized - named:
         raise UnsupportedError(
             f"the optimizer has {len(optimized - named)} parameters that the module does not have",
-            hint="make them parameters of the module: of one that holds the other and the loss, for example",
+            hint="make them parameters of the module, of one that holds the other and the loss, for example; "
+            f"for copies in float32 use `{MasterWeights.__module__}.MasterWeights`",
         )
     for parameter in native.module.parameters():
         if id(parameter) not in optimized:
@@ -141,7 +144,14 @@ def _read(native: NativeRun, example_inputs: Any, dynamic_shapes: Mapping[str, A
         schedule=schedule.specs if schedule else (),
         clip=native.clip,
         statistics="sample",
+        recipe=_precision(state, [parameter for parameter in named.values() if id(parameter) in trained]),
     )
+
+
+def _precision(state: Mapping[str, Any], trained: Sequence[nn.Parameter]) -> dict[str, Any]:
+    """Whether parameters in 16 bits have copies in float32."""
+    is_half = any(parameter.dtype in HALVES for parameter in trained)
+    return {"master_weights": any(key.endswith("/master") for key in state)} if is_half else {}
 
 
 def _model(module: nn.Module, example_inputs: Any, dynamic_shapes: Mapping[str, Any] | None) -> Model:
@@ -213,7 +223,7 @@ def _carried(run: Run) -> Carried:
     scheduler = make_scheduler(run, optimizer)
     _add_idle(optimizer, run, parameters)
     if run.clip is not None:
-        optimizer.register_step_pre_hook(Clip(run.clip))
+        clipping_part(optimizer).register_step_pre_hook(Clip(run.clip))
     return Carried(module.train(), optimizer, scheduler, make_loss(run.loss, inner))
 
 

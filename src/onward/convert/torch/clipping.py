@@ -10,6 +10,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.optim import Optimizer
 
 from onward.convert.torch.exact.clipping import scale_to_norm
+from onward.convert.torch.exact.masters import MasterWeights
 from onward.errors import UnsupportedError
 
 _Settings = Mapping[str, Any]
@@ -41,11 +42,22 @@ def _to_norm(parameters: list[torch.nn.Parameter], limit: float, variant: str | 
     (scale_to_norm if variant == "optax" else clip_grad_norm_)(parameters, limit)
 
 
+def clipping_part(optimizer: Optimizer) -> Optimizer:
+    """The optimizer whose gradients are clipped: those of copies in float32, where there are such."""
+    return optimizer.inner if isinstance(optimizer, MasterWeights) else optimizer
+
+
 def clip_of(optimizer: Optimizer, given: float | _Settings | None) -> dict[str, Any] | None:
     """What is done to gradients before a step, by the caller's loop or by hooks of ours; other hooks are refused."""
-    hooks = list(optimizer._optimizer_step_pre_hooks.values())
-    ours = [hook.settings for hook in hooks if isinstance(hook, Clip)]
-    if len(ours) < len(hooks) or optimizer._optimizer_step_post_hooks:
+    part = clipping_part(optimizer)
+    if part is not optimizer and given is not None:
+        raise UnsupportedError(
+            "gradients are clipped in the loop, in 16 bits, and the optimizer works on copies in float32",
+            hint=f"clip those: `optimizer.inner.register_step_pre_hook({Clip.__module__}.Clip({{'norm': 1.0}}))`",
+        )
+    hooks = [hook for each in {optimizer, part} for hook in each._optimizer_step_pre_hooks.values()]
+    ours = [hook.settings for hook in part._optimizer_step_pre_hooks.values() if isinstance(hook, Clip)]
+    if len(ours) < len(hooks) or optimizer._optimizer_step_post_hooks or part._optimizer_step_post_hooks:
         raise UnsupportedError(
             "the optimizer has hooks around its steps, which could do anything",
             hint="remove them, and say what they clip: `clip=1.0`",

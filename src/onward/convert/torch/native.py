@@ -20,7 +20,7 @@ from onward.convert.probe import probe, types_in, without_dropout
 from onward.convert.run import Run, assemble
 from onward.convert.torch.arguments import Flat
 from onward.convert.torch.chance import NothingDropped
-from onward.convert.torch.clipping import clip_gradients
+from onward.convert.torch.clipping import Clip, clip_gradients, clipping_part
 from onward.convert.torch.module import OnnxModule
 from onward.convert.torch.objective import Summand
 from onward.convert.torch.targets import drawn_targets
@@ -128,6 +128,12 @@ class _Prober:
         self._forward.inputs = {name: _varied(tensor) for name, tensor in forward.inputs.items()}
         self._terms = terms
         self._noisy: dict[str, np.ndarray] = {}
+        self._clip = native.clip
+        """What happens to gradients before a step, unless it happens to those of copies, in it."""
+        part = clipping_part(native.optimizer)
+        if part is not native.optimizer and native.clip is not None:
+            part.register_step_pre_hook(Clip(native.clip))
+            self._clip = None
 
     def batch(self, model: Model) -> Arrays:
         """The example, and its targets or random ones that go with it."""
@@ -160,8 +166,8 @@ class _Prober:
         loss = self._loss(batch)
         loss.backward()
         self._find_noise()
-        if native.clip is not None:
-            clip_gradients(list(native.module.parameters()), native.clip)
+        if self._clip is not None:
+            clip_gradients(list(native.module.parameters()), self._clip)
         native.optimizer.step()
         self._made += 1
         if native.scheduler is not None and self._made % native.every == 0:

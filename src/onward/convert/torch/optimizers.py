@@ -16,7 +16,9 @@ from onward.convert.problems import Problems
 from onward.convert.run import Group, Run
 from onward.convert.torch.clipping import Clip
 from onward.convert.torch.counterparts import FROM_TORCH, REFUSED, counterpart
+from onward.convert.torch.exact.masters import MasterWeights, float32_copies
 from onward.convert.torch.exact.optimizer import ExactOptimizer, Together
+from onward.convert.torch.halves import HALVES, in_16_bits, is_known_in_half, objection
 from onward.convert.torch.schedules import ReadSchedule
 from onward.convert.torch.traced.groups import traced
 from onward.convert.torch.traced.optimizer import GraphOptimizer
@@ -24,6 +26,7 @@ from onward.errors import listed
 from onward.recipe.optimizers import ConfiguredOptimizer, FunctionOptimizer, optimizer
 from onward.recipe.optimizers.updates import SCALAR_SLOTS
 from onward.recipe.spec import Spec
+from onward.run.torch.types import from_array, to_array
 
 _TUPLES: dict[str, tuple[str, ...]] = {"betas": ("beta1", "beta2"), "ns_coefficients": ("ns_a", "ns_b", "ns_c")}
 _EPS_OF_ADAFACTOR = ("eps1", "eps2")
@@ -43,6 +46,8 @@ def read_optimizer(
     them; so are frozen ones. With a `schedule`, learning rates are what it begins with, and where the optimizer itself
     does not count, the schedule's position says how many updates there were.
     """
+    if isinstance(optimizer, MasterWeights):
+        return _read_masters(optimizer, names, schedule)
     problems = Problems(f"the optimizer {type(optimizer).__name__}")
     parts = list(_parts(optimizer))
     for part in parts:
@@ -63,6 +68,19 @@ def read_optimizer(
     step = reading.step(schedule)
     problems.refuse()
     return reading.groups, reading.slots, step
+
+
+def _read_masters(
+    given: MasterWeights, names: Mapping[int, str], schedule: ReadSchedule | None
+) -> tuple[list[Group], dict[str, np.ndarray], int]:
+    """Of an optimizer of copies, in which parameters that are no copies are found, too."""
+    given.settle()
+    named = {x: names[id(x)] for x in given.copies if id(x) in names}
+    groups, slots, step = read_optimizer(
+        given.inner, {id(given.copies[x]): name for x, name in named.items()}, schedule
+    )
+    masters = {f"{name}/master": to_array(given.copies[x]).copy() for x, name in named.items() if x.dtype in HALVES}
+    return groups, {**slots, **masters}, step
 
 
 def _parts(given: Optimizer) -> Iterator[Optimizer]:
@@ -101,6 +119,9 @@ class _Reading:
     def add(self, part: Optimizer, settings: Mapping[str, Any], rate: float) -> None:
         chosen = {self._names[id(p)]: p for p in settings["params"] if p.requires_grad and id(p) in self._names}
         spec = _spec(type(part), settings, rate, next(iter(chosen.values()), None))
+        for name, parameter in chosen.items():
+            if parameter.dtype in HALVES and (what := objection(part, settings, _configured(spec), parameter.dtype)):
+                self._problems.add(f"`{name}` is {in_16_bits(parameter)}, and {what[0]}", what[1])
         minds = _minds_step(_configured(spec))
         for parameter in settings["params"]:
             self._check(parameter, part)
@@ -114,6 +135,9 @@ class _Reading:
         for settings in part.param_groups:
             for parameter in settings["params"]:
                 self._check(parameter, part)
+                if parameter.dtype in HALVES and id(parameter) in self._names and not isinstance(part, GraphOptimizer):
+                    what = f"`{self._names[id(parameter)]}` is {in_16_bits(parameter)}, and a trace does not round"
+                    self._problems.add(what, "let it work on copies in float32, or take one of torch.optim")
         self._problems.refuse()
         if isinstance(part, GraphOptimizer):
             function = part.function(self._names, rates[0])
@@ -130,11 +154,6 @@ class _Reading:
                 what = f"it has state of a parameter of shape {list(parameter.shape)} that the model does not use"
                 self._problems.add(what, "give it the parameters of this model only")
             return
-        if parameter.dtype not in (torch.float32, torch.float64):
-            what = (
-                f"`{name}` is {str(parameter.dtype).removeprefix('torch.')}, and PyTorch rounds to that within a step"
-            )
-            self._problems.add(what, "keep parameters in float32, and compute with less in `torch.autocast`")
         if parameter.grad is not None and parameter.grad.is_sparse:
             self._problems.add(f"the gradient of `{name}` is sparse", "use `sparse=False` in the embedding")
 
@@ -175,7 +194,7 @@ def _updates(part: Optimizer, state: Mapping[str, Any]) -> int:
 
 
 def _array(slot: str, value: torch.Tensor) -> np.ndarray:
-    array: np.ndarray = value.detach().cpu().numpy()
+    array = to_array(value)
     return array.astype(np.float64) if slot in SCALAR_SLOTS else array.copy()
 
 
@@ -194,7 +213,9 @@ def _spec(kind: type[Optimizer], settings: Mapping[str, Any], rate: float, examp
     """The words of a recipe for a group."""
     name, variant = FROM_TORCH[kind](settings)
     known = optimizer(name)
-    given = {**_flattened(settings, example), "lr": rate, "variant": variant}
+    is_half = example is not None and example.dtype in HALVES
+    fused = is_half and bool(settings.get("fused"))  # with more bits it computes the same
+    given = {**_flattened(settings, example), "lr": rate, "variant": variant, "fused": fused}
     if not given.get("momentum"):
         given.pop("dampening", None)  # without momentum, PyTorch does not look at it
     wanted = {**known.hyper, **known.choices}
@@ -227,7 +248,18 @@ def _flattened(settings: Mapping[str, Any], example: Parameter | None) -> dict[s
 
 def make_optimizer(run: Run, parameters: Mapping[str, Parameter]) -> Optimizer:
     """The optimizer that goes on where a run is: PyTorch's own where that computes the same, else an exact one."""
-    _check_run(run)
+    masters = {name: run.state[f"{name}/master"] for name in run.parameters if f"{name}/master" in run.state}
+    if not masters:
+        return _made(run, parameters)
+    copies = float32_copies({name: parameters[name] for name in run.parameters})
+    for name, master in masters.items():
+        copies[name].data = from_array(master).to(parameters[name].device)
+    state = {key: value for key, value in run.state.items() if not key.endswith("/master")}
+    return MasterWeights(_made(dataclasses.replace(run, state=state), copies), parameters, copies)
+
+
+def _made(run: Run, parameters: Mapping[str, Parameter]) -> Optimizer:
+    _check_run(run, parameters)
     by_class: dict[type[Optimizer], list[Group]] = {}
     made: list[Optimizer] = []
     for i, group in enumerate(run.groups):
@@ -252,12 +284,13 @@ def _at_present(function: FunctionOptimizer, run: Run, group: str) -> FunctionOp
     return dataclasses.replace(function, initial={**function.initial, **present})
 
 
-def _check_run(run: Run) -> None:
+def _check_run(run: Run, parameters: Mapping[str, Parameter]) -> None:
     problems = Problems("the optimizer")
-    masters = [name for name in run.parameters if f"{name}/master" in run.state]
-    if masters:
-        what = f"it works on float32 copies of {listed(masters, 5)}, of which PyTorch's optimizers have none"
-        problems.add(what, "make the training model with `master_weights=False`, or of float32 weights")
+    for group in run.groups:
+        halves = [name for name in group.parameters if parameters[name].dtype in HALVES]
+        if halves and isinstance(group.optimizer, Spec) and not is_known_in_half(_configured(group.optimizer)):
+            what = f"`{group.optimizer.name}` rounds {listed(halves, 5)} in another way than any class of PyTorch"
+            problems.add(what, "make the training model with master weights, or of float32 weights")
     problems.refuse()
 
 
@@ -269,6 +302,8 @@ def _arguments(kind: type[Optimizer], configured: ConfiguredOptimizer) -> dict[s
     settings["decoupled_weight_decay"] = decoupled or settings.get("decoupled_weight_decay", False)
     tuples = {**_TUPLES, **({"eps": _EPS_OF_ADAFACTOR} if "eps1" in settings else {})}
     settings |= {key: tuple(settings[part] for part in parts) for key, parts in tuples.items() if parts[0] in settings}
+    if not settings.get("fused"):
+        settings.pop("fused", None)  # which leaves the choice to PyTorch, where it makes no difference
     return {key: settings[key] for key in _settings_of(kind) if key in settings}
 
 
@@ -295,7 +330,7 @@ def _fill(made: Optimizer, run: Run, names: Mapping[int, str]) -> None:
 def _tensor(slot: str, value: np.ndarray, parameter: Parameter) -> torch.Tensor:
     if slot in SCALAR_SLOTS:  # as PyTorch itself makes them
         return torch.tensor(float(value))
-    return torch.tensor(value, device=parameter.device)
+    return from_array(value).to(parameter.device)
 
 
 def _is_slot(key: str, parameter: str) -> bool:

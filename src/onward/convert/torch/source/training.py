@@ -14,8 +14,9 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from onward.convert import rates
 from onward.convert.python import quoted
-from onward.convert.torch.clipping import Clip
+from onward.convert.torch.clipping import Clip, clipping_part
 from onward.convert.torch.exact import clipping
+from onward.convert.torch.exact.masters import MasterWeights, float32_copies
 from onward.convert.torch.exact.optimizer import ExactOptimizer, Together
 from onward.convert.torch.source.expressions import number
 from onward.convert.torch.source.program import defaults_of
@@ -34,15 +35,39 @@ class Definitions:
 
     def optimizer(self, made: Optimizer, module: nn.Module) -> list[str]:
         """Lines that return the optimizer of a `module`."""
-        names = {id(parameter): name for name, parameter in module.named_parameters()}
+        if isinstance(made, MasterWeights):
+            return self._of_copies(made, module)
+        names = {id(x): name for name, x in module.named_parameters()}
+        *lines, whole = self._made(made, names, _all_of(made, names, module))
+        if "named[" in "".join(lines):
+            lines.insert(0, "named = dict(module.named_parameters())")
+        if not _clips(made):
+            return [*lines, f"return {whole}"]
+        return [*lines, f"optimizer = {whole}", "optimizer.register_step_pre_hook(clip)", "return optimizer"]
+
+    def _of_copies(self, made: MasterWeights, module: nn.Module) -> list[str]:
+        """The optimizer of copies is made of these, as others are of the parameters."""
+        self.borrowed += [float32_copies, MasterWeights]
+        made.settle()
+        names = {id(made.copies[x]): name for name, x in module.named_parameters() if x in made.copies}
+        has_all = _all_of(made.inner, names, module) == "module.parameters()"
+        *lines, whole = self._made(made.inner, names, "named.values()" if has_all else None)
+        hook = ["optimizer.register_step_pre_hook(clip)"] if _clips(made.inner) else []
+        return [
+            "parameters = dict(module.named_parameters())",
+            "named = float32_copies(parameters)",
+            *lines,
+            f"optimizer = {whole}",
+            *hook,
+            "return MasterWeights(optimizer, parameters, named)",
+        ]
+
+    def _made(self, made: Optimizer, names: Mapping[int, str], plain: str | None) -> list[str]:
+        """Lines, and the expression that makes the optimizer; `plain` is of all parameters, if one group has them."""
         parts = made.optimizers if isinstance(made, Together) else [made]
-        listed = [[[names[id(p)] for p in group["params"]] for group in part.param_groups] for part in parts]
         lines = []
-        plain = _all_of(listed, module)
-        if plain is None:
-            lines.append("named = dict(module.named_parameters())")
         texts: list[str] = []
-        for part, groups in zip(parts, listed, strict=True):
+        for part, groups in zip(parts, _listed(made, names), strict=True):
             common = _settings(part, part.param_groups[0])
             if plain is not None:
                 given = plain
@@ -56,11 +81,7 @@ class Definitions:
             texts.append(f"{self._class(type(part))}({given}, {_keywords(common)})")
         if isinstance(made, Together):
             self.borrowed.append(Together)
-        whole = f"Together([{', '.join(texts)}])" if isinstance(made, Together) else texts[0]
-        hooks = [hook for hook in made._optimizer_step_pre_hooks.values() if isinstance(hook, Clip)]
-        if not hooks:
-            return [*lines, f"return {whole}"]
-        return [*lines, f"optimizer = {whole}", "optimizer.register_step_pre_hook(clip)", "return optimizer"]
+        return [*lines, f"Together([{', '.join(texts)}])" if isinstance(made, Together) else texts[0]]
 
     def _class(self, kind: type[Any]) -> str:
         if issubclass(kind, ExactOptimizer):
@@ -75,7 +96,7 @@ class Definitions:
 
     def clip(self, made: Optimizer) -> list[str]:
         """The function that an optimizer calls before it steps, if there is one."""
-        hooks = [hook for hook in made._optimizer_step_pre_hooks.values() if isinstance(hook, Clip)]
+        hooks = _clips(clipping_part(made))
         if not hooks:
             return []
         settings = hooks[0].settings
@@ -146,6 +167,10 @@ class Definitions:
         return _text(value)
 
 
+def _clips(made: Optimizer) -> list[Clip]:
+    return [hook for hook in made._optimizer_step_pre_hooks.values() if isinstance(hook, Clip)]
+
+
 def schedules_of(made: LRScheduler | None) -> list[str]:
     """The line that says what schedules a formula is of."""
     if not isinstance(made, lr_scheduler.LambdaLR):
@@ -156,8 +181,15 @@ def schedules_of(made: LRScheduler | None) -> list[str]:
     return [f"schedules = [{rows}]"]
 
 
-def _all_of(listed: list[list[list[str]]], module: nn.Module) -> str | None:
+def _listed(made: Optimizer, names: Mapping[int, str]) -> list[list[list[str]]]:
+    """The names of parameters, by groups of each part."""
+    parts = made.optimizers if isinstance(made, Together) else [made]
+    return [[[names[id(p)] for p in group["params"]] for group in part.param_groups] for part in parts]
+
+
+def _all_of(made: Optimizer, by_id: Mapping[int, str], module: nn.Module) -> str | None:
     """What all parameters are called, where one group has them in their order."""
+    listed = _listed(made, by_id)
     if len(listed) > 1 or len(listed[0]) > 1:
         return None
     names = listed[0][0]
