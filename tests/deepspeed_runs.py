@@ -7,15 +7,11 @@ world, so that losses can be compared. Rank 0 writes them to `losses.json` in `f
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
-LIMIT = 300
-"""Seconds that a run may take. Importing is most of it."""
+from processes import meet, together
 
 
 def configured(stage: int, kind: str = "fp32", **more: Any) -> dict[str, Any]:
@@ -78,10 +74,7 @@ def _groups(model: Any, number: int) -> list[dict[str, Any]]:
 def work(job: dict[str, Any]) -> None:
     import torch
 
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{job['meeting']}", rank=job["rank"], world_size=job["world"]
-    )
+    meet(job)
     losses = _with_fsdp(job) if job["fsdp"] else _with_deepspeed(job)
     if job["rank"] == 0:
         (Path(job["folder"]) / "losses.json").write_text(json.dumps(losses))
@@ -158,34 +151,10 @@ def run(
 ) -> list[float]:
     """The losses of a run on so many processes, which saves to `folder` as `tag`."""
     folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() as place:
-        processes = []
-        for rank in range(world):
-            job = {"rank": rank, "world": world, "meeting": f"{place}/meeting", "config": config, "steps": steps,
-                   "folder": str(folder), "tag": tag, "load": str(load) if load else "", "groups": groups,
-                   "fsdp": fsdp}  # fmt: skip
-            path = Path(place) / f"job{rank}.json"
-            path.write_text(json.dumps(job))
-            quiet: dict[str, Any] = {"stdin": subprocess.DEVNULL, "env": _environment(rank, world)}
-            log = open(Path(place) / f"log{rank}", "w+")  # noqa: SIM115  # the process has it, and it is read below
-            command = [sys.executable, __file__, str(path)]
-            processes.append((subprocess.Popen(command, **quiet, stdout=log, stderr=log), log))
-        try:
-            for process, log in processes:
-                if process.wait(LIMIT):
-                    log.seek(0)
-                    raise RuntimeError(f"a process failed:\n{log.read()[-3000:]}")
-        finally:
-            for process, log in processes:
-                process.kill()
-                process.wait()
-                log.close()
+    job = {"config": config, "steps": steps, "folder": str(folder), "tag": tag, "load": str(load) if load else "",
+           "groups": groups, "fsdp": fsdp}  # fmt: skip
+    together(__file__, world, job)
     return json.loads((folder / "losses.json").read_text())
-
-
-def _environment(rank: int, world: int) -> dict[str, str]:
-    return {**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "DS_ACCELERATOR": "cpu",
-            "OMP_NUM_THREADS": "1"}  # fmt: skip
 
 
 if __name__ == "__main__":

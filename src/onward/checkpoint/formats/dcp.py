@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -132,12 +132,16 @@ def write(checkpoint: Checkpoint, folder: Path) -> None:
 
 
 def write_tree(tree: Mapping[str, Any], folder: Path) -> None:
-    """Write a tree: each value by itself into one file, and the table that says where it is."""
+    write_values(_leaves(tree), folder)
+
+
+def write_values(values: Iterable[tuple[tuple[Any, ...], Any]], folder: Path) -> None:
+    """Write values, each with the way to it, into one file, and the table that says where they are."""
     kinds: dict[str, Object] = {}
     ways: dict[str, tuple[Any, ...]] = {}
     places: dict[Object, Object] = {}
     with open(folder / _FILE, "wb") as file:
-        for way, value in _leaves(tree):
+        for way, value in values:
             name = ".".join(map(str, way))
             part = Appending(file)
             write_torch_archive(part, value)

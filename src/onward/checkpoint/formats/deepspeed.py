@@ -328,4 +328,10 @@ def _with_trainer(found: Checkpoint) -> Checkpoint:
     )
 
 
-FORMAT = Format("deepspeed", "DeepSpeed", matches, read, write_universal)
+FORMAT = Format(
+    "deepspeed", "DeepSpeed", matches, read, write_universal,
+    keeps=(
+        "tensors", "optimizers", "schedules", "step", "progress", "data", "scaler", "clip", "tied", "arguments",
+        "layout",
+    ),
+)  # fmt: skip

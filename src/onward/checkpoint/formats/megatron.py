@@ -1,0 +1,318 @@
+"""Checkpoints of Megatron: `torch_dist`, a distributed one of PyTorch with names of its own, and older ones."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from onward.checkpoint.archive import read_torch_file, write_torch_file
+from onward.checkpoint.contents import contents_of, executed_names
+from onward.checkpoint.description import COUNT, MASTER, Checkpoint, Group, Optimizer, RandomState
+from onward.checkpoint.format import Format
+from onward.checkpoint.formats.dcp import METADATA, read_tree, write_values
+from onward.checkpoint.megatron_schedules import moved, scheduler_of
+from onward.checkpoint.objects import Object
+from onward.checkpoint.optimizers import spec_of
+from onward.checkpoint.safetensors_files import read_json
+from onward.checkpoint.states import settings_now
+from onward.checkpoint.tensors import ArrayTensor, Tensor, as_tensor
+from onward.checkpoint.trees import mapping
+from onward.errors import Error, InvalidModelError, UnsupportedError, listed
+from onward.recipe.spec import Spec
+
+_LATEST = "latest_checkpointed_iteration.txt"
+_COMMON, _BACKEND = "common.pt", "metadata.json"
+_OLD = "model_optim_rng.pt"
+_KEPT = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(?P<slot>[^.]+)\.(?P<name>.+)")
+_RANDOM = re.compile(r"rng_state/shard_(?P<place>[\d.]+)_(?P<sizes>[\d.]+)")
+"""Of a process, by its place in a grid of so many in each direction."""
+_MASTER = "fp32_param"
+
+
+def matches(path: Path) -> bool:
+    return _newest(path) is not None
+
+
+def _newest(folder: Path) -> Path | None:
+    """Where a folder has its newest checkpoint: the one that it names, or itself."""
+    if _is_one(folder):
+        return folder
+    if not (folder / _LATEST).is_file():
+        return None
+    with open(folder / _LATEST, encoding="utf-8", errors="replace") as file:
+        said = file.read(100).strip()
+    inner = folder / (said if said == "release" else f"iter_{int(said):07d}") if _is_name(said) else folder
+    return inner if _is_one(inner) else None
+
+
+def _is_name(said: str) -> bool:
+    return said == "release" or (said.isascii() and said.isdigit())
+
+
+def _is_one(folder: Path) -> bool:
+    if (folder / METADATA).is_file() and (folder / _COMMON).is_file() and (folder / _BACKEND).is_file():
+        try:
+            return "sharded_backend" in read_json(folder / _BACKEND)
+        except Error:  # it is somebody else's
+            return False
+    return bool(_old_files(folder))
+
+
+def _old_files(folder: Path) -> list[Path]:
+    return sorted(folder.glob(f"mp_rank_*/{_OLD}")) if folder.is_dir() else []
+
+
+def read(path: Path) -> Checkpoint:
+    folder = _newest(path)
+    assert folder is not None
+    try:
+        return _distributed(path, folder) if (folder / METADATA).is_file() else _old(path, folder)
+    except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
+        raise InvalidModelError(f"`{folder}` is not a whole checkpoint of Megatron: {error}") from error
+
+
+def _distributed(path: Path, folder: Path) -> Checkpoint:
+    backend = read_json(folder / _BACKEND)
+    if backend["sharded_backend"] != "torch_dist":
+        raise UnsupportedError(
+            f"`{folder}` is of Megatron's `{backend['sharded_backend']}`, which is not read",
+            hint="load it in Megatron and save it with `--ckpt-format torch_dist`",
+        )
+    values, common = read_tree(folder), mapping(read_torch_file(folder / _COMMON))
+    slots: dict[str | int, dict[str, Any]] = {}
+    tensors: dict[str, Tensor] = {}
+    for key, value in values.items():
+        if match := _KEPT.fullmatch(key):
+            slot = MASTER if match["slot"] == _MASTER else match["slot"]
+            slots.setdefault(match["name"], {})[slot] = value
+        elif isinstance(value, Tensor) and not key.startswith(("optimizer.", "chained_", "rng_state")):
+            tensors[key] = value
+    objects = {key: value for key, value in values.items() if not isinstance(value, Tensor)}
+    return _checkpoint(path, common, tensors, slots, _random(objects), {_COMMON: common, METADATA: objects})
+
+
+def _random(objects: Mapping[str, Any]) -> tuple[RandomState, ...]:
+    found = []
+    for key, value in objects.items():
+        if match := _RANDOM.fullmatch(key):
+            place, sizes = ([int(part) for part in match[key].split(".")] for key in ("place", "sizes"))
+            rank = int(np.ravel_multi_index(place, sizes))
+            held = contents_of(value if isinstance(value, list) else [value]).randomness
+            found += [RandomState(each.kind, each.state, rank) for each in held]
+    return tuple(found)
+
+
+def _old(path: Path, folder: Path) -> Checkpoint:
+    """What Megatron wrote before it had distributed checkpoints, if no process shares its tensors with others."""
+    first, *others = _old_files(folder)
+    if others:
+        raise UnsupportedError(
+            f"the tensors of `{folder}` are cut for {len(others) + 1} processes, and it does not say how",
+            hint="load it in Megatron and save it with `--ckpt-format torch_dist`",
+        )
+    tree = mapping(read_torch_file(first))
+    tensors = dict(_flat(mapping(tree.get("model"))))
+    slots: dict[str | int, dict[str, Any]] = {}
+    for inner in _inner_states(tree):
+        state = mapping(inner.get("state"))
+        numbers = [number for group in inner["param_groups"] for number in group["params"]]
+        slots |= {number: dict(mapping(state.get(number))) for number in numbers}
+        masters = [each for group in mapping(tree.get("optimizer")).get("fp32_from_fp16_params", ()) for each in group]
+        slots_of_masters = zip(numbers, masters, strict=True) if masters else ()
+        for number, master in slots_of_masters:
+            slots[number][MASTER] = master
+    trees = {first.name: {key: value for key, value in tree.items() if key != "model"}}
+    randomness = tuple(contents_of(tree.get("rng_state") or []).randomness)
+    return _checkpoint(path, tree, tensors, slots, randomness, trees)
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Tensor]]:
+    """Tensors of dicts in dicts, which is how Megatron had the parts of a language model."""
+    found: list[tuple[str, Tensor]] = []
+    for key, value in tree.items():
+        if isinstance(value, Tensor):
+            found.append((f"{prefix}{key}", value))
+        elif isinstance(value, Mapping):
+            found += _flat(value, f"{prefix}{key}.")
+    return found
+
+
+# ---- what it means ---------------------------------------------------------------------------------------------------
+
+
+def _checkpoint(
+    path: Path,
+    common: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    slots: Mapping[str | int, Mapping[str, Any]],
+    randomness: tuple[RandomState, ...],
+    trees: Mapping[str, Any],
+) -> Checkpoint:
+    stored = common.get("args")
+    arguments = mapping(stored.state if isinstance(stored, Object) else stored)
+    done = common.get("iteration")
+    schedule = scheduler_of(common.get("opt_param_scheduler"), float(arguments.get("lr_warmup_init") or 0.0), done)
+    optimizer, remarks = _optimizer(common, arguments, slots, tensors)
+    clip = arguments.get("clip_grad")
+    outer = mapping(common.get("optimizer"))
+    samples = arguments.get("consumed_train_samples")
+    return Checkpoint(
+        path,
+        FORMAT.name,
+        FORMAT.title,
+        tensors,
+        optimizers=(optimizer,) if optimizer else (),
+        schedules=(schedule,),
+        step=done if isinstance(done, int) else None,
+        progress={"iteration": done, **({"consumed_train_samples": samples} if isinstance(samples, int) else {})},
+        randomness=randomness,
+        scaler=mapping(outer.get("grad_scaler")),
+        clip={"norm": float(clip), "variant": "torch"} if clip else None,
+        keeps_order=any(isinstance(name, int) for name in slots),
+        arguments=arguments,
+        layout={key: value for key, value in arguments.items() if key.endswith("_parallel_size")},
+        trees=trees,
+        executes=executed_names(trees),
+        remarks=remarks,
+    )
+
+
+def _inner_states(common: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """States of optimizers: of one, of one with float32 copies of weights, or of several in a chain."""
+    outer = mapping(common.get("optimizer"))
+    chained = [mapping(outer[key]) for key in outer if isinstance(key, int)] or [outer]
+    inner = [mapping(each.get("optimizer", each)) for each in chained]
+    return [each for each in inner if isinstance(each.get("param_groups"), list)]
+
+
+def _optimizer(
+    common: Mapping[str, Any],
+    arguments: Mapping[str, Any],
+    slots: Mapping[str | int, Mapping[str, Any]],
+    tensors: Mapping[str, Tensor],
+) -> tuple[Optimizer | None, tuple[str, ...]]:
+    inner = _inner_states(common)
+    stored = [mapping(group) for each in inner for group in each["param_groups"]]
+    if not stored:
+        return None, ()
+    if not slots:
+        return None, ("the state of its optimizer lies in buckets, to which no name leads",)
+    members, remarks = _members(stored, slots, tensors)
+    if members is None:
+        return None, remarks
+    counts = [mapping(each.get("state")).get("common_step") for each in inner]
+    step = next((int(as_tensor(count).array().item()) for count in counts if count is not None), None)
+    kept = {
+        name: {**({COUNT: step} if step is not None else {}), **_without_copy(held, tensors.get(str(name)))}
+        for name, held in slots.items()
+    }
+    is_adam = all({"exp_avg", "exp_avg_sq"} <= held.keys() for held in kept.values())
+    is_known = is_adam and arguments.get("optimizer", "adam") == "adam"
+    groups = tuple(
+        Group(_settings(group), tuple(names), _spec(group, common) if is_known else None)
+        for group, names in zip(stored, members, strict=True)
+        if names
+    )
+    return Optimizer(("adamw",) if is_known else (), groups, kept), remarks
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "params"}
+
+
+def _spec(group: Mapping[str, Any], common: Mapping[str, Any]) -> Spec | None:
+    """Megatron's Adam, whose decay is decoupled; the rate is the highest of the schedule."""
+    schedule = mapping(common.get("opt_param_scheduler"))
+    changes = schedule.get("start_wd") != schedule.get("end_wd")
+    if changes or group.get("decoupled_weight_decay") is False or group.get("bias_correction", True) is not True:
+        return None
+    highest = group.get("max_lr", schedule.get("max_lr", group.get("lr")))
+    return spec_of("adamw", {**group, "max_lr": highest * group.get("lr_mult", 1.0)})
+
+
+def _without_copy(held: Mapping[str, Any], weight: Tensor | None) -> dict[str, Any]:
+    is_copy = weight is not None and MASTER in held and held[MASTER].dtype == weight.dtype
+    return {slot: value for slot, value in held.items() if slot != MASTER or not is_copy}
+
+
+def _members(
+    groups: Sequence[Mapping[str, Any]], slots: Mapping[str | int, Any], tensors: Mapping[str, Tensor]
+) -> tuple[list[list[str | int]] | None, tuple[str, ...]]:
+    """The parameters of each group. Distributed checkpoints do not say: Megatron has a rule, which may be replaced."""
+    if all(isinstance(group.get("params"), list) for group in groups):
+        return [list(group["params"]) for group in groups], ()
+    if len(groups) == 1:
+        return [list(slots)], ()
+    factors = [group.get("wd_mult") for group in groups]
+    if sorted(map(str, factors)) != ["0.0", "1.0"]:
+        return None, (f"it does not say which parameters are in which of its {len(groups)} groups",)
+    plain = [name for name in slots if _is_plain(str(name), tensors)]
+    decayed = [name for name in slots if name not in plain]
+    said = "it does not say which parameters decay; by Megatron's rule, all but biases and vectors do"
+    return [decayed if factor else plain for factor in factors], (said,)
+
+
+def _is_plain(name: str, tensors: Mapping[str, Tensor]) -> bool:
+    """Whether a parameter is a bias or a vector; layers that are alike are one tensor, with an axis for them."""
+    is_stacked = ".layers." in name and re.search(r"\.layers\.\d", name) is None
+    return name.endswith(".bias") or (name in tensors and len(tensors[name].shape) - is_stacked == 1)
+
+
+# ---- writing ---------------------------------------------------------------------------------------------------------
+
+
+def write(checkpoint: Checkpoint, path: Path) -> None:
+    """A `torch_dist` checkpoint, which Megatron loads for any sizes of its groups. Names stay as they are."""
+    if len(checkpoint.optimizers) > 1:
+        raise UnsupportedError("a checkpoint of Megatron has one optimizer", hint="write it with `--to torch`")
+    step = checkpoint.step or 0
+    folder = path / f"iter_{step:07d}"
+    folder.mkdir(parents=True)
+    (path / _LATEST).write_text(str(step))
+    kept = checkpoint.optimizers[0].slots if checkpoint.optimizers else {}
+    if unnamed := [name for name in kept if isinstance(name, int)]:
+        raise UnsupportedError(f"there are no names for {listed(list(map(str, unnamed)), 3)}, which Megatron goes by")
+    values: dict[str, Any] = {**checkpoint.tensors}
+    for name, held in kept.items():
+        for slot, value in held.items():
+            if slot != COUNT:
+                values[f"optimizer.state.{_MASTER if slot == MASTER else slot}.{name}"] = as_tensor(value)
+    values |= mapping(checkpoint.trees.get(METADATA)) if checkpoint.format == FORMAT.name else {}
+    write_values((((key,), value) for key, value in values.items()), folder)
+    write_torch_file(folder / _COMMON, _common(checkpoint, step))
+    backends = {"sharded_backend": "torch_dist", "common_backend": "torch"}
+    versions = {f"{key}_version": 1 for key in backends}
+    (folder / _BACKEND).write_text(json.dumps({**backends, **versions}))
+
+
+def _common(checkpoint: Checkpoint, step: int) -> dict[str, Any]:
+    there = mapping(checkpoint.trees.get(_COMMON)) if checkpoint.format == FORMAT.name else {}
+    tree: dict[str, Any] = {"checkpoint_version": 3.0, **there, "iteration": step}
+    if isinstance(there.get("opt_param_scheduler"), Mapping):
+        tree["opt_param_scheduler"] = moved(there["opt_param_scheduler"], there.get("iteration"), step)
+    if not checkpoint.optimizers:
+        return tree
+    (optimizer,) = checkpoint.optimizers
+    counts = [held[COUNT] for held in optimizer.slots.values() if COUNT in held]
+    count = as_tensor(counts[0]).array().item() if counts else step
+    inner = {
+        "state": {"common_step": ArrayTensor(np.array(count, np.float32))},
+        "param_groups": [settings_now(group) for group in optimizer.groups],
+    }
+    has_masters = any(MASTER in held for held in optimizer.slots.values())
+    outer = mapping(there.get("optimizer"))
+    tree["optimizer"] = {**outer, "optimizer": inner} if has_masters or "optimizer" in outer else inner
+    return tree
+
+
+FORMAT = Format(
+    "megatron", "Megatron", matches, read, write,
+    keeps=(
+        "tensors", "optimizers", "schedules", "step", "progress", "randomness", "scaler", "clip", "arguments", "layout",
+    ),
+)  # fmt: skip
