@@ -191,6 +191,7 @@ class ModelTensor(Tensor):
     def write_to(self, file: BinaryIO) -> None:
         if isinstance(self.held, HeldTensor):
             self.held.source.copy(self.held.offset or 0, self.nbytes, file)
+            advance(self.nbytes)
         else:
             super().write_to(file)
 
