@@ -85,7 +85,7 @@ def read_torch_file(path: Path, part: tuple[int, int] | None = None) -> Any:
                     f"`{path}` is of PyTorch before 1.6, or was saved in its old form",
                     hint="save it again: `torch.save(torch.load(path, weights_only=True), path)`",
                 )
-            with zipfile.ZipFile(_Window(file, start, length)) as archive:
+            with zipfile.ZipFile(Window(file, start, length)) as archive:
                 return _read(path, archive, start)
     except InvalidModelError:
         raise
@@ -121,7 +121,7 @@ class Appending(io.RawIOBase):
         return self._file.write(data)
 
 
-class _Window(io.RawIOBase):
+class Window(io.RawIOBase):
     """A part of a file, as a file."""
 
     def __init__(self, file: BinaryIO, start: int, length: int):
@@ -145,6 +145,11 @@ class _Window(io.RawIOBase):
         data = self._file.read(min(size, rest) if size >= 0 else rest)
         self._at += len(data)
         return data
+
+    def readinto(self, buffer: Any) -> int:
+        data = self.read(len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
 
 
 def _is_main_pickle(name: str) -> bool:
@@ -198,20 +203,21 @@ class _Storages:
             raise ValueError(f"the data of a tensor, `{str(name)[:40]}`, is not there")
         if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1 or info.file_size < size * dtype.itemsize:
             raise ValueError(f"the data of a tensor, `{info.filename}`, is compressed, encrypted or cut off")
-        start = self._start(info)
+        start = self._begin + member_start(self._archive, info)
         if start + info.file_size > self._path.stat().st_size:
             raise ValueError(f"the data of a tensor, `{info.filename}`, lies outside of the file")
         return _Storage(self._path, start, start + info.file_size, dtype)
 
-    def _start(self, info: zipfile.ZipInfo) -> int:
-        """Where a member's own bytes begin, behind a header of its own."""
-        file = self._archive.fp
-        assert file is not None
-        file.seek(info.header_offset)
-        magic, name, extra = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))
-        if magic != b"PK\x03\x04":
-            raise ValueError(f"`{info.filename}` is not where the zip file says")
-        return self._begin + info.header_offset + _LOCAL_HEADER.size + name + extra
+
+def member_start(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> int:
+    """Where a member's own bytes begin, behind a header of its own."""
+    file = archive.fp
+    assert file is not None
+    file.seek(info.header_offset)
+    magic, name, extra = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))
+    if magic != b"PK\x03\x04":
+        raise ValueError(f"`{info.filename}` is not where the zip file says")
+    return info.header_offset + _LOCAL_HEADER.size + int(name) + int(extra)
 
 
 # ---- writing ---------------------------------------------------------------------------------------------------------

@@ -231,16 +231,21 @@ def _groups(checkpoint: Checkpoint, matched: Match, said: Spec | None, base: Run
         for group in optimizer.groups:
             own = [matched.names[str(name)] for name in group.parameters if str(name) in matched.names]
             if own and base and said is None and not _tells(checkpoint):
-                found += _groups_of(base, own)
+                found += _groups_of(base, own, group.numbers)
             elif own:
                 found.append(RunGroup(_spec(optimizer, group, said), list(dict.fromkeys(own))))
     return found
 
 
-def _groups_of(base: Run, own: Sequence[str]) -> list[RunGroup]:
-    """The optimizers that a training model has for parameters, where the checkpoint does not tell."""
-    groups = [RunGroup(each.optimizer, [name for name in own if name in each.parameters]) for each in base.groups]
-    return [group for group in groups if group.parameters]
+def _groups_of(base: Run, own: Sequence[str], numbers: Mapping[str, float]) -> list[RunGroup]:
+    """The optimizers that a training model has for parameters, with what the checkpoint tells of them."""
+    found = []
+    for each in base.groups:
+        spec = each.optimizer
+        if isinstance(spec, Spec):
+            spec = Spec(spec.name, {key: numbers.get(key, value) for key, value in spec.options.items()})
+        found.append(RunGroup(spec, [name for name in own if name in each.parameters]))
+    return [group for group in found if group.parameters]
 
 
 def _spec(optimizer: Optimizer, group: Group, said: Spec | None) -> Spec:

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
+import re
 from collections.abc import Iterable, Mapping
 
 import numpy as np
@@ -110,11 +112,10 @@ def _prefixes(theirs: set[str], ours: set[str], weights: set[str]) -> tuple[str,
 
 
 def _beginnings(names: Iterable[str]) -> list[str]:
-    """What names begin with, up to their second dot."""
+    """What names begin with, up to their second dot, or stroke where a framework has these."""
     found = {""}
     for name in names:
-        parts = name.split(".")
-        found |= {".".join(parts[:count]) + "." for count in (1, 2) if len(parts) > count}
+        found |= {name[: end.end()] for end in itertools.islice(re.finditer("[./]", name), 2)}
     return sorted(found) if len(found) < 200 else [""]
 
 

@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from onward.recipe.spec import Spec
 
 
@@ -68,6 +70,28 @@ KINDS = {
     "Lion": Kind("lion", _BETAS, {"exp_avg": "_momentums"}),
     "Lamb": Kind("lamb", {**_BETAS, "eps": "epsilon"}, _MOMENTS),
 }
+
+
+def settings_in(kind: Kind, given: Mapping[str, Any]) -> dict[str, Any]:
+    """All numbers and choices but the learning rate and the decay of weights, from the attributes of an optimizer."""
+    numbers = {ours: float(given[theirs]) for ours, theirs in kind.numbers.items()}
+    flags = {flag: bool(given[flag]) for flag in kind.flags}
+    if flags.get("nesterov") and not numbers["momentum"]:
+        flags["nesterov"] = False  # Keras has no look ahead without a momentum either
+    return {**numbers, **flags, "variant": "keras"}
+
+
+def clip_in(given: Mapping[str, Any]) -> dict[str, Any] | None:
+    for theirs, ours in CLIPS.items():
+        if limit := given[theirs]:
+            return {ours: float(limit), **({} if ours == "value" else {"variant": "keras"})}
+    return None
+
+
+def written_out(rate: Any) -> float:
+    """A number of float32 as people write it: 0.1, not 0.10000000149011612."""
+    return float(str(np.float32(rate)))
+
 
 WORDS = {
     "_momentums": "momentum", "momentums": "momentum", "_velocities": "velocity", "_velocity_hats": "velocity_hat",

@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 
 from onward.checkpoint.bundles import GRAPH, INDEX, Tree, names_in, read_bundle, write_bundle
-from onward.checkpoint.description import Checkpoint, Group, Optimizer, RandomState
+from onward.checkpoint.description import Checkpoint, Group, Optimizer, RandomState, Schedule
+from onward.checkpoint.fitted import in_place_of
 from onward.checkpoint.format import Format
-from onward.checkpoint.tensors import ArrayTensor, ComputedTensor, Tensor, number_of
+from onward.checkpoint.tensors import ArrayTensor, Tensor, converted, number_of
 from onward.checkpoint.tracked import SHARED, Keys, meaning_of
-from onward.convert.classes import KINDS, WORDS, snake_case
+from onward.convert.classes import KINDS, WORDS, snake_case, written_out
 from onward.errors import InvalidModelError, UnsupportedError, listed
 from onward.model.storage.files import reason, regular
 
@@ -82,6 +83,7 @@ def read(path: Path) -> Checkpoint:
         FORMAT.title if GRAPH in tree else f"{FORMAT.title}, by the names of variables",
         {name: tree[key] for name, key in meaning.parameters.items()},
         optimizers=optimizers,
+        schedules=tuple(map(_schedule, optimizers)),
         step=int(max(steps)) if steps else None,
         progress=progress,
         randomness=tuple(RandomState("TensorFlow", tree[key]) for key in meaning.generators.values()),
@@ -94,19 +96,24 @@ def read(path: Path) -> Checkpoint:
 
 
 def _optimizer(keys: Keys, tree: Tree) -> Optimizer:
-    shared = {SHARED: _wide(_tensor(tree, keys.numbers["u_product"]))} if "u_product" in keys.numbers else {}
+    product = keys.numbers.get("u_product")
+    shared = {SHARED: converted(_tensor(tree, product), np.dtype(np.float64))} if product else {}
     slots: dict[Any, dict[str, Any]] = {
         name: {**{slot: _tensor(tree, key) for slot, key in kept.items()}, **shared}
         for name, kept in keys.slots.items()
     }
     settings = {name: _number(tree[key]) for name, key in keys.numbers.items() if name != "u_product"}
-    settings |= {"lr": settings.pop("learning_rate")} if "learning_rate" in settings else {}
-    return Optimizer(keys.families, (Group(settings, tuple(keys.parameters)),), slots)
+    if "learning_rate" in settings:
+        settings["lr"] = written_out(settings.pop("learning_rate"))
+    numbers = {"lr": settings["lr"]} if "lr" in settings else {}
+    group = Group(settings, tuple(keys.parameters), numbers=numbers)
+    return Optimizer(keys.families, (group,), slots, variant="keras")
 
 
-def _wide(tensor: Tensor) -> Tensor:
-    """As other optimizers keep what Keras has in the type of its variables."""
-    return ComputedTensor(np.dtype(np.float64), tensor.shape, lambda: tensor.array().astype(np.float64))
+def _schedule(optimizer: Optimizer) -> Schedule:
+    """A rate that is stored is constant; of a schedule, nothing is."""
+    settings = optimizer.groups[0].settings
+    return Schedule({}, () if "lr" in settings else None, settings.get("iterations"))
 
 
 def _tensor(tree: Tree, key: str) -> Tensor:
@@ -143,13 +150,13 @@ def _renewed(tree: Tree, checkpoint: Checkpoint) -> dict[str, Any]:
     """The tree with all that the checkpoint knows in its place."""
     meaning, made = meaning_of(tree), dict(tree)
     for name, key in meaning.parameters.items():
-        made[key] = _in_place_of(tree[key], checkpoint.tensors.get(name), name)
+        made[key] = in_place_of(tree[key], checkpoint.tensors.get(name), name)
     for keys, optimizer in zip(meaning.optimizers, checkpoint.optimizers, strict=False):
         for name, slots in keys.slots.items():
             for slot, key in slots.items():
-                made[key] = _in_place_of(tree[key], optimizer.slots.get(name, {}).get(slot), f"{name}/{slot}")
+                made[key] = in_place_of(tree[key], optimizer.slots.get(name, {}).get(slot), f"{name}/{slot}")
         for name, key in keys.averages.items():
-            made[key] = _in_place_of(tree[key], checkpoint.averages.get(name), f"the average of {name}")
+            made[key] = in_place_of(tree[key], checkpoint.averages.get(name), f"the average of {name}")
         _renew_numbers(made, keys, optimizer, checkpoint.step)
     return made
 
@@ -160,25 +167,13 @@ def _renew_numbers(made: dict[str, Any], keys: Keys, optimizer: Optimizer, step:
     shared = [slots[SHARED] for slots in optimizer.slots.values() if SHARED in slots]
     if "u_product" in keys.numbers and shared:
         _put(made, keys.numbers["u_product"], number_of(shared[0]))
-    rate = optimizer.groups[0].settings.get("lr") if optimizer.groups else None
-    if "learning_rate" in keys.numbers and isinstance(rate, int | float):
+    rate = optimizer.groups[0].rate if optimizer.groups else None
+    if "learning_rate" in keys.numbers and rate is not None:
         _put(made, keys.numbers["learning_rate"], rate)
 
 
 def _put(made: dict[str, Any], key: str, number: float) -> None:
     made[key] = ArrayTensor(np.asarray(number, made[key].dtype))
-
-
-def _in_place_of(old: Tensor, new: Any, name: str) -> Tensor:
-    if not isinstance(new, Tensor):
-        raise UnsupportedError(
-            f"there is no `{name}`, which the TensorFlow checkpoint had",
-            hint="write it as one of variables alone, without what it was made of",
-        )
-    if (new.dtype, new.shape) != (old.dtype, old.shape):
-        found, expected = f"{new.dtype}{list(new.shape)}", f"{old.dtype}{list(old.shape)}"
-        raise UnsupportedError(f"`{name}` is {found}, where the TensorFlow checkpoint had {expected}")
-    return new
 
 
 def _named(checkpoint: Checkpoint) -> dict[str, Any]:

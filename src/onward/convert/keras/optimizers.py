@@ -8,7 +8,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from onward.convert.classes import CLIPS, KINDS, Kind, Refused
+from onward.convert.classes import CLIPS, KINDS, Kind, Refused, clip_in, settings_in
 
 
 def kind_of(optimizer: Any) -> Kind | None:
@@ -23,11 +23,11 @@ def settings_of(optimizer: Any) -> dict[str, Any]:
     """All numbers and choices but the learning rate and the decay of weights."""
     kind = kind_of(optimizer)
     assert kind is not None
-    numbers = {ours: float(getattr(optimizer, theirs)) for ours, theirs in kind.numbers.items()}
-    flags = {flag: bool(getattr(optimizer, flag)) for flag in kind.flags}
-    if flags.get("nesterov") and not numbers["momentum"]:
-        flags["nesterov"] = False  # Keras has no look ahead without a momentum either
-    return {**numbers, **flags, "variant": "keras"}
+    return settings_in(kind, attributes_of(optimizer, (*kind.numbers.values(), *kind.flags)))
+
+
+def attributes_of(optimizer: Any, names: Iterable[str]) -> dict[str, Any]:
+    return {name: getattr(optimizer, name) for name in names}
 
 
 def slots_of(optimizer: Any, variable: Any) -> dict[str, np.ndarray]:
@@ -60,10 +60,7 @@ def twin_of(optimizer: Any, variables: Iterable[tuple[Any, Any]], **changed: Any
 
 
 def clip_of(optimizer: Any) -> dict[str, Any] | None:
-    for theirs, ours in CLIPS.items():
-        if limit := getattr(optimizer, theirs):
-            return {ours: float(limit), **({} if ours == "value" else {"variant": "keras"})}
-    return None
+    return clip_in(attributes_of(optimizer, CLIPS))
 
 
 def recipe_of(optimizer: Any) -> dict[str, Any]:

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
-from onward.convert.classes import SCHEDULES, Rate, Refused
+from onward.convert.classes import SCHEDULES, Rate, Refused, written_out
 
 
 def rate_of(optimizer: Any) -> Rate:
     """The learning rate of a Keras optimizer; `Refused` says that its schedule has no counterpart."""
     given = optimizer._learning_rate
     if hasattr(given, "numpy"):
-        return Rate(float(str(np.float32(given.numpy()))))  # 0.1, not 0.10000000149011612
+        return Rate(written_out(given.numpy()))
     kind = type(given).__name__
     if kind not in SCHEDULES or not type(given).__module__.startswith("keras."):
         raise Refused(f"schedule {kind} has no counterpart")

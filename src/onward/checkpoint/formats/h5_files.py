@@ -1,0 +1,199 @@
+"""Keras: `.keras` files, `.weights.h5`, and the folders of its BackupAndRestore. Read and written without Keras."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from onward.checkpoint.archive import member_start
+from onward.checkpoint.description import Checkpoint
+from onward.checkpoint.fitted import Fitted
+from onward.checkpoint.folders import has
+from onward.checkpoint.format import Format
+from onward.checkpoint.h5 import MAGIC, read_h5, write_h5
+from onward.checkpoint.safetensors_files import read_json
+from onward.checkpoint.tensors import StoredTensor
+from onward.errors import InvalidModelError, UnsupportedError
+from onward.model.storage.files import reason, regular
+from onward.model.storage.npz import BAD_ZIP
+
+_CONFIG, _WEIGHTS, _METADATA = "config.json", "model.weights.h5", "metadata.json"
+_BACKUP, _PROGRESS = "latest.weights.h5", "training_metadata.json"
+_ENDING = ".weights.h5"
+_LARGEST_JSON = 1 << 28
+_is_backup = has(_BACKUP)
+
+
+def matches(path: Path) -> bool:
+    if path.is_dir():
+        return _is_backup(path)
+    try:
+        regular(path)
+        if path.name.endswith(".h5"):
+            with open(path, "rb") as file:
+                return file.read(len(MAGIC)) == MAGIC
+        with zipfile.ZipFile(path) as archive:
+            return {_CONFIG, _METADATA} <= set(archive.namelist())
+    except BAD_ZIP:
+        return False
+
+
+# ---- reading ---------------------------------------------------------------------------------------------------------
+
+
+def read(path: Path) -> Checkpoint:
+    if path.is_dir():
+        return _read_backup(path)
+    if not path.name.endswith(".h5"):
+        return _read_archive(path)
+    groups = read_h5(path)
+    if "model_weights" in groups or not any(name.endswith("vars") for name in groups):
+        raise UnsupportedError(
+            f"`{path}` is of Keras before version 3, or no file of Keras",
+            hint='load it with Keras, and save it again: `model.save("model.keras")`',
+        )
+    facts = Fitted(groups, None).facts()
+    return Checkpoint(path, FORMAT.name, "Keras, weights", trees={path.name: groups}, **facts)
+
+
+def _read_backup(folder: Path) -> Checkpoint:
+    groups = read_h5(folder / _BACKUP)
+    done = read_json(folder / _PROGRESS) if (folder / _PROGRESS).exists() else {}
+    facts = Fitted(groups, None).facts()
+    facts["progress"] = {**facts.get("progress", {}), **done}
+    trees = {_BACKUP: groups, **({_PROGRESS: done} if done else {})}
+    return Checkpoint(folder, FORMAT.name, "Keras, backup of a run", trees=trees, data=done, **facts)
+
+
+def _read_archive(path: Path) -> Checkpoint:
+    try:
+        size = regular(path).st_size
+        with zipfile.ZipFile(path) as archive:
+            members = {info.filename: info for info in archive.infolist()}
+            if len(members) < len(archive.infolist()):
+                raise ValueError("it has files of the same name")
+            config, metadata = (_json(archive, members[name]) for name in (_CONFIG, _METADATA))
+            places = {name: _place(archive, info, size) for name, info in members.items() if not info.is_dir()}
+    except BAD_ZIP as error:
+        raise InvalidModelError(f"`{path}` is not a whole .keras file: {reason(error)}") from error
+    if _WEIGHTS not in places:
+        raise UnsupportedError(f"`{path}` has its weights in several files", hint="save it with `model.save` as one")
+    groups = read_h5(path, *places[_WEIGHTS])
+    trees: dict[str, Any] = {_CONFIG: config, _METADATA: metadata, _WEIGHTS: groups}
+    for name, (start, length) in places.items():
+        if name not in trees:
+            trees[name] = StoredTensor(path, start, np.dtype(np.uint8), (length,), (1,))
+    facts = Fitted(groups, config).facts()
+    return Checkpoint(
+        path,
+        FORMAT.name,
+        f"Keras {metadata.get('keras_version', '')}".strip(),
+        configuration={key: value for key, value in config.items() if key != "compile_config"},
+        trees=trees,
+        executes=tuple(dict.fromkeys(_code(config))),
+        **facts,
+    )
+
+
+def _json(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> dict[str, Any]:
+    if info.file_size > _LARGEST_JSON:
+        raise ValueError(f"`{info.filename}` is larger than any")
+    try:
+        found = json.loads(archive.read(info))
+    except RecursionError as error:
+        raise ValueError(f"`{info.filename}` has no end") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"`{info.filename}` holds no object")
+    return found
+
+
+def _place(archive: zipfile.ZipFile, info: zipfile.ZipInfo, size: int) -> tuple[int, int]:
+    """Where a member begins and how long it is: its bytes are in the file as they are."""
+    if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1:
+        raise ValueError(f"`{info.filename}` is compressed or encrypted, which Keras does not do")
+    start = member_start(archive, info)
+    if start + info.file_size > size:
+        raise ValueError(f"`{info.filename}` lies outside of the file")
+    return start, info.file_size
+
+
+def _code(tree: Any) -> Iterator[str]:
+    """What Keras would have to be given, or to execute, to load a model: functions in it, and classes of others."""
+    pending = [tree]
+    while pending:
+        here = pending.pop()
+        if isinstance(here, Mapping):
+            kind, module = here.get("class_name"), here.get("module")
+            if kind in ("__lambda__", "Lambda"):
+                yield "a function in the bytes of Python, of a Lambda layer"
+            elif isinstance(kind, str) and "registered_name" in here and not _is_of_keras(module):
+                yield f"{module or here['registered_name']}.{kind}"
+            pending.extend(here.values())
+        elif isinstance(here, list):
+            pending.extend(here)
+
+
+def _is_of_keras(module: Any) -> bool:
+    return isinstance(module, str) and module.startswith(("keras", "builtins"))
+
+
+# ---- writing ---------------------------------------------------------------------------------------------------------
+
+
+def write(checkpoint: Checkpoint, path: Path) -> None:
+    """The file or folder as it was, up to date. Files of Keras hold the model, too, which others do not have."""
+    trees = checkpoint.trees
+    weights = next((name for name in trees if name.endswith(".h5")), None)
+    if checkpoint.format != FORMAT.name or weights is None:
+        raise UnsupportedError(
+            "a file of Keras holds the layers of a model, which this does not have",
+            hint="`onward convert training.onnx --to keras` writes a whole model that computes the same; or import the "
+            ".keras file of the model, and write that",
+        )
+    groups = Fitted(trees[weights], trees.get(_CONFIG)).renewed(checkpoint)
+    if _CONFIG in trees:
+        _write_archive(path, {**trees, _WEIGHTS: groups})
+    elif weights == _BACKUP:
+        path.mkdir(parents=True, exist_ok=True)
+        write_h5(path / _BACKUP, groups)
+        if _PROGRESS in trees:
+            done = {key: checkpoint.progress.get(key, value) for key, value in trees[_PROGRESS].items()}
+            (path / _PROGRESS).write_text(json.dumps(done), "utf-8")
+    else:
+        write_h5(path, groups)
+
+
+def _write_archive(path: Path, trees: Mapping[str, Any]) -> None:
+    weights = path.with_name(f"{path.name}{_ENDING}")
+    try:
+        write_h5(weights, trees[_WEIGHTS])
+        with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
+            for name, tree in trees.items():
+                if name == _WEIGHTS:
+                    archive.write(weights, name)
+                elif isinstance(tree, Mapping):
+                    archive.writestr(name, json.dumps(tree))
+                else:
+                    with archive.open(name, "w", force_zip64=True) as member:
+                        tree.write_to(member)
+    finally:
+        weights.unlink(missing_ok=True)
+
+
+FORMAT = Format(
+    "keras",
+    "Keras",
+    matches,
+    read,
+    write,
+    is_folder=False,
+    keeps=("tensors", "optimizers", "schedules", "step", "progress", "scaler", "averages", "clip", "loss",
+           "configuration", "arguments", "data"),
+    ending=".keras",
+    needs_names=False,
+)  # fmt: skip

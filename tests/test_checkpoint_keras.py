@@ -1,0 +1,258 @@
+"""Files of Keras, read and written without it: agreement with Keras, and files that are damaged."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import onward
+from conftest import needs
+from onward.checkpoint import StoredTensor
+from onward.run import load
+
+RECORDED = Path(__file__).parent / "checkpoints" / "keras" / "model.keras"
+TRAINED = [f"net/{name}" for name in ("dense/kernel", "dense/bias", "batch_normalization/gamma",
+           "batch_normalization/beta", "dense_1/kernel", "dense_1/bias")]  # fmt: skip
+
+
+def test_what_a_file_says_of_its_training() -> None:
+    found = onward.open_checkpoint(RECORDED)
+    assert found.format == "keras" and found.title.startswith("Keras 3.") and found.step == 3
+    assert list(found.optimizers[0].slots) == TRAINED and len(found.tensors) == 8
+    assert all(isinstance(tensor, StoredTensor) for tensor in found.tensors.values())
+    (group,) = found.optimizers[0].groups
+    assert group.optimizer is not None and group.optimizer.name == "adamw"
+    assert group.optimizer.options | {"lr": 0.01, "weight_decay": 0.02, "variant": "keras"} == group.optimizer.options
+    assert [str(spec) for spec in found.schedules[0].words or ()] == ["cosine:steps=20,min=0.0"]
+    assert found.clip == {"norm": 1.0, "variant": "keras"} and found.loss == "cross_entropy"
+    assert found.missing == ("state of random numbers",) and not found.executes
+
+
+def test_an_array_of_the_file_is_where_it_is_said_to_be() -> None:
+    tensor = onward.open_checkpoint(RECORDED).tensors["net/dense/kernel"]
+    assert isinstance(tensor, StoredTensor)
+    stored = RECORDED.read_bytes()[tensor.offset : tensor.end]
+    np.testing.assert_array_equal(np.frombuffer(stored, np.float32).reshape(4, 3), tensor.array())
+
+
+def test_others_have_no_layers_to_write(tmp_path: Path) -> None:
+    foreign = dataclasses.replace(onward.open_checkpoint(RECORDED), format="torch", trees={})
+    with pytest.raises(onward.Error, match="layers of a model") as caught:
+        onward.to_checkpoint(foreign, tmp_path / "x.keras", format="keras")
+    assert "--to keras" in str(caught.value.hint)
+
+
+# ---- agreement with Keras --------------------------------------------------------------------------------------------
+
+
+def _dense() -> Any:
+    import keras
+
+    layers = [keras.layers.Dense(3, activation="tanh"), keras.layers.BatchNormalization(), keras.layers.Dense(2)]
+    return keras.Sequential([keras.Input((4,)), *layers])
+
+
+def _composite() -> Any:
+    """Layers that others are made of, nested models, layers that are frozen or do without some variables."""
+    import keras
+    from keras import layers as made
+
+    x = keras.Input((4,))
+    y = made.Embedding(7, 4)(x)
+    y = made.LSTM(3, return_sequences=True)(y)
+    y = made.MultiHeadAttention(2, 2)(y, y)
+    y = made.Bidirectional(made.GRU(2))(y)
+    y = made.LayerNormalization(center=False)(y)
+    y = keras.Sequential([made.Dense(3), made.Dense(3, use_bias=False)], name="inner")(y)
+    inside = keras.Input((3,))
+    nested = keras.Model(inside, made.Dense(2, trainable=False)(made.Dense(2)(inside)), name="nested")
+    return keras.Model(x, nested(y))
+
+
+def _optimizers() -> dict[str, Callable[[], Any]]:
+    from keras import optimizers as of
+
+    cosine = lambda: of.schedules.CosineDecay(0.01, 20)
+    return {
+        "adamw": lambda: of.AdamW(cosine(), global_clipnorm=1.0),
+        "nadam": lambda: of.Nadam(0.01, use_ema=True),
+        "scaled": lambda: of.LossScaleOptimizer(of.SGD(0.1, momentum=0.9)),
+        "adam": lambda: of.Adam(0.01, amsgrad=True, gradient_accumulation_steps=2),
+        "rmsprop": lambda: of.RMSprop(0.01, momentum=0.9, centered=True),
+        "sgd": lambda: of.SGD(0.01),
+        "adagrad": lambda: of.Adagrad(),
+        "adadelta": lambda: of.Adadelta(),
+        "adamax": lambda: of.Adamax(),
+        "lion": lambda: of.Lion(),
+        "lamb": lambda: of.Lamb(),
+        "muon": lambda: of.Muon(0.01),
+    }
+
+
+def _trained(build: Callable[[], Any], optimizer: str, batches: list[Any]) -> Any:
+    import keras
+
+    keras.backend.clear_session()
+    keras.utils.set_random_seed(0)
+    model = build()
+    model.compile(_optimizers()[optimizer](), "mse", run_eagerly=True)
+    for x, y in batches:
+        model.train_on_batch(x, y)
+    return model
+
+
+def _batches(count: int) -> list[Any]:
+    draw = np.random.default_rng(0)
+    return [(draw.integers(0, 7, (8, 4)).astype(np.float32), draw.random((8, 2), np.float32)) for _ in range(count)]
+
+
+QUICK = {("_dense", "nadam"), ("_dense", "scaled"), ("_composite", "adamw")}
+ALL = [("_dense", name) for name in ("nadam", "scaled", "adamw", "adam", "rmsprop", "sgd", "adagrad", "adadelta",
+       "adamax", "lion", "lamb", "muon")] + [("_composite", "adamw")]  # fmt: skip
+
+
+@needs("keras")
+@pytest.mark.parametrize(
+    ("build", "optimizer"),
+    [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow, id="-".join(case)) for case in ALL],
+)
+def test_keras_goes_on_from_what_we_write(build: str, optimizer: str, tmp_path: Path) -> None:
+    import keras
+
+    from onward.convert.keras.optimizers import slots_of
+
+    batches = _batches(8)
+    model = _trained(globals()[build], optimizer, batches[:3])
+    model.save(tmp_path / "theirs.keras")
+    found = onward.open_checkpoint(tmp_path / "theirs.keras")
+    saved = {variable.path: variable for variable in model.variables if "seed_generator" not in variable.path}
+    assert list(found.tensors) == list(saved)
+    for name, variable in saved.items():
+        np.testing.assert_array_equal(found.tensors[name].array(), variable.numpy(), strict=True)
+    inner = getattr(model.optimizer, "inner_optimizer", model.optimizer)
+    if optimizer != "muon":
+        for variable in model.trainable_variables:
+            for slot, array in slots_of(inner, variable).items():
+                np.testing.assert_array_equal(found.optimizers[0].slots[variable.path][slot].array(), array)
+    expected = [float(model.train_on_batch(x, y)) for x, y in batches[3:]]
+    onward.to_checkpoint(found, tmp_path / "ours.keras", format="keras")
+    again = keras.models.load_model(tmp_path / "ours.keras")
+    assert [float(again.train_on_batch(x, y)) for x, y in batches[3:]] == expected
+
+
+@needs("keras", "tensorflow")
+@pytest.mark.parametrize("format", ["keras", "tensorflow"])
+def test_a_run_through_a_training_model(format: str, tmp_path: Path) -> None:
+    """Five steps in Keras, five in Onward, five in Keras again: as fifteen in Keras."""
+    import keras
+    import tensorflow as tf
+
+    batches = _batches(15)
+    model = _trained(_dense, "adamw", [])
+    like = onward.from_keras(model, probe=False)
+    for x, y in batches[:5]:
+        model.train_on_batch(x, y)
+
+    def saved(name: str, source: Any = None) -> Path:
+        path = tmp_path / (f"{name}.keras" if format == "keras" else name)
+        if source is not None:
+            return onward.to_checkpoint(source, path, format=format)
+        if format == "keras":
+            model.save(path)
+        else:
+            tf.train.CheckpointManager(tf.train.Checkpoint(model=model, optimizer=model.optimizer), str(path), 1).save()
+        return path
+
+    def losses(path: Path, part: slice) -> list[float]:
+        if format == "keras":
+            again = keras.models.load_model(path)
+        else:
+            again = _trained(_dense, "adamw", [])
+            again.optimizer.build(again.trainable_variables)
+            state = tf.train.Checkpoint(model=again, optimizer=again.optimizer)
+            state.restore(tf.train.latest_checkpoint(str(path))).assert_consumed()
+        return [float(again.train_on_batch(x, y)) for x, y in batches[part]]
+
+    training = onward.from_checkpoint(saved("theirs"), like=like)
+    expected = [float(model.train_on_batch(x, y)) for x, y in batches[5:]]
+    assert losses(saved("ours", training), slice(5, 10)) == expected[:5]
+    training.save(tmp_path / "run.onnx")
+    with load(onward.read(tmp_path / "run.onnx")) as engine:
+        (name,) = (value.name for value in training.inputs)
+        ours = [float(engine.step({name: x, "target": y})["loss"]) for x, y in batches[5:10]]
+        np.testing.assert_allclose(ours, expected[:5], rtol=1e-5)
+        after = saved("later", engine.updated())
+    np.testing.assert_allclose(losses(after, slice(10, 15)), expected[5:], rtol=1e-5)
+
+
+@needs("keras")
+def test_backups_of_a_run(tmp_path: Path) -> None:
+    import keras
+
+    batches = _batches(6)
+    model = _trained(_dense, "nadam", [])
+    backup = keras.callbacks.BackupAndRestore(tmp_path / "theirs", delete_checkpoint=False)
+    model.fit(*batches[0], epochs=2, batch_size=4, verbose=0, callbacks=[backup])
+    found = onward.open_checkpoint(tmp_path / "theirs")
+    assert found.progress == {"step": 4, "epoch": 2, "batch": 0} and found.optimizers[0].families == ("nadam",)
+    assert set(found.tensors) == {variable.path for variable in model.variables}
+    onward.to_checkpoint(found, tmp_path / "ours", format="keras")
+    assert json.loads((tmp_path / "ours" / "training_metadata.json").read_text()) == {"epoch": 2, "batch": 0}
+    others = [_trained(_dense, "nadam", []) for _ in range(2)]
+    for other, folder in zip(others, ("theirs", "ours"), strict=True):
+        other.optimizer.build(other.trainable_variables)
+        other.load_weights(tmp_path / folder / "latest.weights.h5")
+    first, second = ([float(other.train_on_batch(x, y)) for x, y in batches] for other in others)
+    assert first == second
+
+
+# ---- files that are damaged ------------------------------------------------------------------------------------------
+
+
+def _rewritten(path: Path, change: Callable[[str, bytes], tuple[str, bytes, int] | None]) -> Path:
+    """The recorded file with other members."""
+    with zipfile.ZipFile(RECORDED) as source, zipfile.ZipFile(path, "w") as target:
+        for info in source.infolist():
+            name, data, method = change(info.filename, source.read(info)) or (info.filename, source.read(info), 0)
+            target.writestr(name, data, method)
+    return path
+
+
+DAMAGES: dict[str, Callable[[str, bytes], tuple[str, bytes, int] | None]] = {
+    "packed": lambda name, data: (name, data, zipfile.ZIP_DEFLATED) if name.endswith(".h5") else None,
+    "no JSON": lambda name, data: (name, b"{", 0) if name == "config.json" else None,
+    "endless JSON": lambda name, data: (name, b"[" * 100_000, 0) if name == "config.json" else None,
+    "a list": lambda name, data: (name, b"[]", 0) if name == "config.json" else None,
+    "no HDF5": lambda name, data: (name, b"no" * 99, 0) if name.endswith(".h5") else None,
+    "half of it": lambda name, data: (name, data[: len(data) // 2], 0) if name.endswith(".h5") else None,
+    "no weights": lambda name, data: ("other.h5", data, 0) if name.endswith(".h5") else None,
+    "another optimizer": lambda name, data: (name, data.replace(b'"amsgrad": false', b'"amsgrad": true'), 0),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGES)
+def test_files_that_are_not_whole(case: str, tmp_path: Path) -> None:
+    with pytest.raises(onward.Error):
+        onward.open_checkpoint(_rewritten(tmp_path / "x.keras", DAMAGES[case]))
+
+
+def test_functions_in_a_file_are_told_and_not_executed(tmp_path: Path) -> None:
+    def with_function(name: str, data: bytes) -> tuple[str, bytes, int] | None:
+        if name != "config.json":
+            return None
+        config = json.loads(data)
+        code = {"class_name": "__lambda__", "config": {"code": "4wEAAAA="}}
+        config["config"]["layers"].append({"module": "keras.layers", "class_name": "Lambda", "config": {"name": "harm",
+                                          "function": code}, "registered_name": None})  # fmt: skip
+        config["config"]["layers"].append({"module": "os", "class_name": "system", "config": {}, "registered_name": ""})
+        return name, json.dumps(config).encode(), 0
+
+    found = onward.open_checkpoint(_rewritten(tmp_path / "x.keras", with_function))
+    assert any("Lambda" in name for name in found.executes) and "os.system" in found.executes
