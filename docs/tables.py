@@ -237,6 +237,7 @@ def schedules_made() -> str:
 
 RECORDED = {
     "deepspeed": "deepspeed/zero3",
+    "flax": "flax.msgpack",
     "hf": "trainer",
     "keras": "keras/model.keras",
     "lightning": "lightning.ckpt",

@@ -93,8 +93,8 @@ class Training:
     def set(self, state: Tree) -> None:
         self.step, self.params, self.opt_state = (state[key] for key in ("step", "params", "opt_state"))
 
-    def model(self) -> onward.Model:
-        return onward.from_jax(self.loss, self.params, self.batch, optimizer=self.tx, probe=False)
+    def model(self, opt_state: Tree = None) -> onward.Model:
+        return onward.from_jax(self.loss, self.params, self.batch, optimizer=self.tx, opt_state=opt_state, probe=False)
 
 
 def adamw() -> Any:
@@ -185,6 +185,9 @@ def test_folders_of_a_manager(tmp_path: Path) -> None:
         found = manager.restore(manager.latest_step(), args=wanted)
     assert found["state"]["step"] == 2 and found["data"] == {"epoch": 2}
     np.testing.assert_array_equal(jax.random.key_data(found["rng"]), jax.random.key_data(jax.random.key(7)))
+    with pytest.warns(UserWarning, match="`data`, `rng` left out"):
+        onward.to_checkpoint(newest, tmp_path / "state.msgpack", format="flax")
+    same(restore(tmp_path / "state.msgpack", training.state, "flax"), found["state"])
 
 
 # ---- what is in them -------------------------------------------------------------------------------------------------
@@ -271,6 +274,27 @@ def test_groups_masks_and_injected_numbers(tmp_path: Path) -> None:
     assert any("wait for an update" in remark for remark in found.remarks)
     onward.to_checkpoint(found, tmp_path / "again.msgpack", format="flax")
     assert (tmp_path / "again.msgpack").read_bytes() == path.read_bytes()
+
+
+@pytest.mark.parametrize("format", ["orbax", "flax"])
+def test_a_training_model_with_groups_that_accumulates(tmp_path: Path, format: str) -> None:
+    """A new state is that of optax, for clipping, accumulation, a schedule and two groups."""
+    import optax
+
+    labels = {"encoder": {"kernel": "group1", "bias": "group0"}, "heads": [{"kernel": "group1"}]}
+    rate = optax.linear_schedule(0.1, 0.01, 50)
+    parts = optax.partition({"group0": optax.sgd(rate, 0.9), "group1": optax.adamw(rate)}, labels)
+    tx = optax.MultiSteps(optax.chain(optax.clip_by_global_norm(1.0), parts), 2).gradient_transformation()
+    training = Training(tx, 4)
+    model = training.model(training.opt_state)
+    training.step = 2  # updates
+    path = onward.to_checkpoint(model, tmp_path / "run", format=format)
+    same(restore(path, Training(tx).state, format), training.state)
+    found = onward.open_checkpoint(path)
+    words = [group.optimizer and group.optimizer.name for group in found.optimizers[0].groups]
+    assert words == ([None, None] if format == "flax" else ["sgd", "adamw"])
+    if format == "orbax":
+        assert found.clip == {"norm": 1.0, "variant": "optax"} and found.schedules[0].words[0].name == "linear"
 
 
 # ---- going on --------------------------------------------------------------------------------------------------------

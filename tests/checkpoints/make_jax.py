@@ -18,7 +18,7 @@ PORT = 12_765
 
 
 def training() -> dict[str, Any]:
-    """Three steps of Adam with a schedule."""
+    """Three steps of Adam with a schedule, with averages and the state of random numbers."""
     import jax
     import jax.numpy as jnp
     import optax
@@ -29,7 +29,8 @@ def training() -> dict[str, Any]:
     for _ in range(3):
         updates, opt_state = tx.update(jax.tree.map(jnp.ones_like, params), opt_state, params)
         params = optax.apply_updates(params, updates)
-    return {"step": 3, "params": params, "opt_state": opt_state}
+    rng = jax.random.key_data(jax.random.key(5))
+    return {"step": 3, "params": params, "opt_state": opt_state, "rng": rng, "ema": params}
 
 
 def one_of_two(process: int, folder: str) -> None:

@@ -111,6 +111,7 @@ def checkpoint_of_model(model: Model) -> Checkpoint:
         optimizers=tuple(_continued(each, run, rates, slots, matched) for each in before.optimizers),
         schedules=_schedules(run, rates, before.schedules),
         tensors={name: moved_counter(name, tensor, since) for name, tensor in before.tensors.items()},
+        clip=run.clip,
         step=run.step,
         since=since,
         progress=_progress(before.progress, before.step, run.step),
@@ -190,7 +191,9 @@ def _schedules(run: Run, rates: Sequence[float | None], before: Sequence[Schedul
         return (Schedule(state_of(words, bases, present, position), words, position),)
     found = []
     for schedule in before:
-        found.append(Schedule(advanced(schedule.state, present, position), schedule.words, position))
+        is_told = schedule.words is not None  # else it is the one of the model that the checkpoint came to
+        state = advanced(schedule.state, present, position) if is_told else state_of(words, bases, present, position)
+        found.append(Schedule(state, schedule.words if is_told else words, position))
     return tuple(found)
 
 

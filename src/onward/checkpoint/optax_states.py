@@ -42,7 +42,8 @@ def optimizer_state(checkpoint: Checkpoint, empty: Any) -> Any:
     state: Any = chains[0]
     if len(chains) > 1:
         state = {"inner_states": {f"group{i}": {"inner_state": chain} for i, chain in enumerate(chains)}}
-    return [empty, state] if checkpoint.clip else state
+    state = [empty, state] if checkpoint.clip else state
+    return made.accumulating(state) if checkpoint.accumulate > 1 else state
 
 
 class _Maker:
@@ -58,6 +59,12 @@ class _Maker:
                 hint="read it together with its model, so that parameters have names",
             )
 
+    def accumulating(self, state: Any) -> dict[str, Any]:
+        """The state of `optax.MultiSteps` at an update."""
+        zeros = {name: _filled(self._tensors[name], 0.0) for name in self._trained}
+        counts = {"mini_step": _counter(0), "gradient_step": _counter(self._step)}
+        return {**counts, "inner_opt_state": state, "acc_grads": nested(zeros), "skip_state": []}
+
     def chain(self, group: Group) -> list[Any]:
         if group.optimizer is None:
             raise UnsupportedError(
@@ -71,7 +78,7 @@ class _Maker:
         return made
 
     def _stage(self, stage: str, group: Group, configured: ConfiguredOptimizer) -> Any:
-        count = ArrayTensor(np.asarray(self._step, np.int32))
+        count = _counter(self._step)
         if stage in ("", _RATE):
             return {"count": count} if stage and self._is_scheduled else self._empty
         fields = {
@@ -83,7 +90,7 @@ class _Maker:
     def _slot(self, name: str, slot: str, group: Group, configured: ConfiguredOptimizer) -> Any:
         if name not in group.parameters:
             return self._empty
-        kept, shape, dtype = self._slots.get(name, {}), self._tensors[name].shape, self._tensors[name].dtype
+        kept, shape = self._slots.get(name, {}), self._tensors[name].shape
         if slot in ("row_var", "col_var", "variance") and kept:
             return _factor(kept, slot, shape)
         if slot in kept:
@@ -91,8 +98,7 @@ class _Maker:
         if self._step:
             raise UnsupportedError(f"`{slot}` of `{name}` is not in the checkpoint, after {self._step} updates")
         start = configured.kind.initial.get(slot, 0.0)
-        value = configured.values[start] if isinstance(start, str) else start
-        return ComputedTensor(dtype, shape, lambda: np.full(shape, value, dtype))
+        return _filled(self._tensors[name], configured.values[start] if isinstance(start, str) else start)
 
     def _momentum(self, tensor: Tensor, configured: ConfiguredOptimizer) -> Tensor:
         """RMSprop of optax has momentum after the learning rate, with its sign; SGD of Keras has the rate in it."""
@@ -109,6 +115,14 @@ class _Maker:
         return ComputedTensor(
             tensor.dtype, tensor.shape, lambda: (tensor.array() / -settings.lr).astype(tensor.dtype, copy=False)
         )
+
+
+def _counter(count: int) -> Tensor:
+    return ArrayTensor(np.asarray(count, np.int32))
+
+
+def _filled(like: Tensor, value: float) -> Tensor:
+    return ComputedTensor(like.dtype, like.shape, lambda: np.full(like.shape, value, like.dtype))
 
 
 def _factor(kept: Mapping[str, Any], slot: str, shape: tuple[int, ...]) -> Tensor:

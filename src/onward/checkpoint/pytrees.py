@@ -84,4 +84,5 @@ def with_lists(tree: Any) -> Any:
 
 def without_lists(tree: Any) -> Any:
     """A tree in which lists are dicts with the keys 0, 1, 2 ..."""
-    return {key: without_lists(part) for key, part in parts(tree)} if parts(tree) else tree
+    is_tree = isinstance(tree, Mapping | list | tuple)
+    return {key: without_lists(part) for key, part in parts(tree)} if is_tree else tree

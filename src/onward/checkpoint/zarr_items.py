@@ -151,7 +151,7 @@ def read_layout(folder: Path) -> dict[str, Any]:
 
 def write_tree(tree: Any, folder: Path) -> None:
     """Write a tree into a new folder, an array at a time."""
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     table: dict[str, Any] = {}
     strings: dict[str, str] = {}
     arrays: dict[str, Tensor] = {}

@@ -6,6 +6,7 @@ import importlib
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -53,9 +54,13 @@ class ZarrTensor(Tensor):
             super().write_to(file)
             return
         for begin in range(0, self.shape[0], rows):
-            file.write(
-                np.ascontiguousarray(self._read(self.store[begin : begin + rows])).reshape(-1).view(np.uint8).data
-            )
+            block = np.ascontiguousarray(self.rows(begin, begin + rows)).reshape(-1).view(np.uint8)
+            file.write(block.data)
+            advance(block.nbytes)
+
+    def rows(self, begin: int, end: int) -> np.ndarray:
+        """A part of it, of which no more is read."""
+        return self._read(self.store[begin : min(end, self.shape[0])])
 
     def _read(self, part: Any) -> np.ndarray:
         try:
@@ -136,9 +141,16 @@ def _rows(tensor: Tensor) -> int:
 
 
 def _blocks(tensor: Tensor, rows: int) -> Iterator[tuple[int, int, np.ndarray]]:
-    elements = tensor.array()
-    for begin in range(0, tensor.shape[0], rows) if tensor.shape else [0]:
-        end = min(begin + rows, tensor.shape[0]) if tensor.shape else 1
-        block = elements[begin:end] if tensor.shape else elements
+    if not tensor.shape:
+        yield 0, 1, tensor.array()
+        return
+    part = tensor.rows if isinstance(tensor, ZarrTensor) else partial(_part, tensor.array())
+    for begin in range(0, tensor.shape[0], rows):
+        end = min(begin + rows, tensor.shape[0])
+        block = part(begin, end)
         yield begin, end, block
         advance(block.nbytes)
+
+
+def _part(elements: np.ndarray, begin: int, end: int) -> np.ndarray:
+    return elements[begin:end]

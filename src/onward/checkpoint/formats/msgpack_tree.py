@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from onward.checkpoint.description import Checkpoint
 from onward.checkpoint.format import Format
 from onward.checkpoint.message_writer import write_messages
 from onward.checkpoint.messages import begins_a_tree, read_messages
 from onward.checkpoint.pytrees import KEY, leaves, without_lists
-from onward.checkpoint.train_states import checkpoint_of_tree, tree_of
-from onward.errors import UnsupportedError
+from onward.checkpoint.train_states import checkpoint_of_tree, meaning_of, tree_of
+from onward.errors import UnsupportedError, listed, warn
 
 
 def read(path: Path) -> Checkpoint:
@@ -19,14 +20,28 @@ def read(path: Path) -> Checkpoint:
 
 
 def write(checkpoint: Checkpoint, path: Path) -> None:
-    tree = tree_of(checkpoint, {})
+    tree = _state(tree_of(checkpoint, {}), checkpoint)
     if any(way[-1:] == (KEY,) for way, _ in leaves(tree)):
         raise UnsupportedError(
             "files of Flax have no place for typed keys of random numbers",
             hint="write it with `--to orbax`, or save `jax.random.key_data(key)`",
         )
     with open(path, "wb") as file:
-        write_messages(without_lists(tree), file)
+        write_messages(tree if checkpoint.format == FORMAT.name else without_lists(tree), file)
+
+
+def _state(tree: Any, checkpoint: Checkpoint) -> Any:
+    """The item of a checkpoint of Orbax that a training restores, where it has several: a file of Flax has one tree."""
+    if checkpoint.format != "orbax" or len(checkpoint.trees) < 3:
+        return tree
+    meaning = meaning_of(tree)
+    homes = {way[0] for way in (*meaning.parameters, *meaning.statistics, *meaning.averages, *meaning.counters)}
+    if len(homes) != 1:
+        return tree
+    (home,) = homes
+    others = sorted(name for name in tree if name != home)
+    warn(f"a file of Flax has one tree: `{home}` is written, and {listed(others, 5)} left out")
+    return tree[home]
 
 
 FORMAT = Format(

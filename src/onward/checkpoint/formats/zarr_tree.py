@@ -15,12 +15,17 @@ from onward.checkpoint.pytrees import leaves, with_lists
 from onward.checkpoint.safetensors_files import read_json
 from onward.checkpoint.tensors import Tensor
 from onward.checkpoint.train_states import INFORMATION, checkpoint_of_tree, tree_of
+from onward.checkpoint.words import with_words, words_of
 from onward.checkpoint.zarr_items import TREE, read_layout, read_tree, write_json, write_tree
 from onward.errors import UnsupportedError
 
 JSON = "metadata"
 _KEY = "jax_random_key"
 """What an item has that is a key of random numbers."""
+_OURS = "onward"
+"""Where words of a recipe are, which only we read."""
+_DATA = ("data", "dataset", "data_iter", "data_iterator", "iterator")
+"""Items that say where in its data a training is."""
 _ALONE = "."
 """The name of a tree that is in no item."""
 _NUMBER = re.compile(r"(?:.*_)?(\d{1,18})")
@@ -59,11 +64,14 @@ def _read_step(folder: Path, **facts: Any) -> Checkpoint:
     found = checkpoint_of_tree(
         folder, FORMAT.name, FORMAT.title, next(iter(items.values())) if len(items) == 1 else items,
         trees={**items, INFORMATION: info}, layout={key: part for each in layouts for key, part in each.items()},
-        files=() if alone else _others(folder, items),
+        files=() if alone else _others(folder, items), data=next((items[name] for name in _DATA if name in items), {}),
         **facts,
     )  # fmt: skip
     number = _NUMBER.fullmatch(folder.name)
-    return dataclasses.replace(found, step=int(number[1])) if found.step is None and number and not alone else found
+    if found.step is None and number and not alone:
+        found = dataclasses.replace(found, step=int(number[1]))
+    custom = info.get("custom_metadata")
+    return with_words(found, custom.get(_OURS) if isinstance(custom, dict) else None)
 
 
 def _others(folder: Path, items: Mapping[str, Any]) -> tuple[str, ...]:
@@ -96,17 +104,17 @@ def write(checkpoint: Checkpoint, path: Path) -> None:
     items = [name for name in checkpoint.trees if name != INFORMATION] if checkpoint.format == FORMAT.name else []
     if items == [_ALONE]:
         write_tree(tree, path)
-        _finish(path, {"item_handlers": _OF_TREES})
+        _finish(path, _OF_TREES, checkpoint)
         return
     if checkpoint.format == "flax":
         tree = with_lists(tree)
-    folder = path if _NUMBER.fullmatch(path.name) else path / str(checkpoint.step or 0)
+    folder = path / str(checkpoint.step or 0)
     folder.mkdir(parents=True)
     parts = tree if len(items) > 1 else {items[0] if items else "default": tree}
     for name, part in parts.items():
         _write_item(part, folder / name)
     known = checkpoint.trees.get(INFORMATION, {}).get("item_handlers") if items else None
-    _finish(folder, {"item_handlers": known or dict.fromkeys(parts, _OF_TREES)})
+    _finish(folder, known or dict.fromkeys(parts, _OF_TREES), checkpoint)
 
 
 def _write_item(tree: Any, folder: Path) -> None:
@@ -122,17 +130,20 @@ def _write_item(tree: Any, folder: Path) -> None:
     (folder / _DONE).write_text("written by onward")
 
 
-def _finish(folder: Path, described: Mapping[str, Any]) -> None:
-    rest: dict[str, Any] = {
-        "metrics": {},
-        "performance_metrics": {},
-        "init_timestamp_nsecs": None,
-        "commit_timestamp_nsecs": None,
-    }
-    write_json(folder / INFORMATION, {**described, **rest, "custom_metadata": {}})
+def _finish(folder: Path, handlers: Any, checkpoint: Checkpoint) -> None:
+    before = checkpoint.trees.get(INFORMATION, {}) if checkpoint.format == FORMAT.name else {}
+    custom = {**(before.get("custom_metadata") or {}), _OURS: words_of(checkpoint)}
+    described: dict[str, Any] = {"item_handlers": handlers, "metrics": {}, "performance_metrics": {}}
+    times: dict[str, Any] = {"init_timestamp_nsecs": None, "commit_timestamp_nsecs": None}
+    write_json(folder / INFORMATION, {**described, **times, "custom_metadata": custom})
     (folder / _DONE).write_text("written by onward")
 
 
 FORMAT = Format(
-    "orbax", "Orbax", _matches, read, write, keeps=("tensors", "optimizers", "step", "randomness", "averages")
+    "orbax",
+    "Orbax",
+    _matches,
+    read,
+    write,
+    keeps=("tensors", "optimizers", "schedules", "step", "randomness", "data", "averages", "clip"),
 )

@@ -1,0 +1,48 @@
+"""What a checkpoint says of its optimizers in words of a recipe, as JSON, for formats that have a place for more."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from onward.checkpoint.description import Checkpoint, Schedule
+from onward.errors import InvalidModelError
+from onward.recipe.spec import parse
+
+
+def words_of(checkpoint: Checkpoint) -> dict[str, Any]:
+    """The optimizers, schedules and clipping of a checkpoint; nothing where it does not tell."""
+    groups = [group for each in checkpoint.optimizers for group in each.groups]
+    if not groups or any(group.optimizer is None for group in groups):
+        return {}
+    return {
+        "groups": [{"optimizer": str(group.optimizer), "parameters": [*group.parameters]} for group in groups],
+        "schedules": [None if each.words is None else [*map(str, each.words)] for each in checkpoint.schedules],
+        "clip": checkpoint.clip and dict(checkpoint.clip),
+    }
+
+
+def with_words(checkpoint: Checkpoint, words: Any) -> Checkpoint:
+    """A checkpoint that says what was written beside it. Groups are those of the words, if they name the same."""
+    if not words or len(checkpoint.optimizers) != 1:
+        return checkpoint
+    (optimizer,) = checkpoint.optimizers
+    try:
+        specs = {name: parse(str(group["optimizer"])) for group in words["groups"] for name in group["parameters"]}
+        schedules = [None if each is None else tuple(parse(str(spec)) for spec in each) for each in words["schedules"]]
+        clip = words["clip"] and dict(words["clip"])
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise InvalidModelError(f"what `{checkpoint.path}` says of its optimizer cannot be read: {error}") from error
+    if any(name not in specs for group in optimizer.groups for name in group.parameters):
+        return checkpoint
+    groups = tuple(dataclasses.replace(group, optimizer=specs[group.parameters[0]]) for group in optimizer.groups)
+    found = [
+        Schedule(each.state, told, each.position)
+        for each, told in zip(checkpoint.schedules, schedules or [()], strict=False)
+    ]
+    return dataclasses.replace(
+        checkpoint,
+        optimizers=(dataclasses.replace(optimizer, groups=groups),),
+        schedules=tuple(found) or checkpoint.schedules,
+        clip=clip,
+    )
