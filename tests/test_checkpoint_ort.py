@@ -201,6 +201,14 @@ def test_what_they_cannot_hold_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+def test_settings_are_those_of_the_format_that_is_written(tmp_path: Path) -> None:
+    onward.to_checkpoint(RECORDED / "squares", tmp_path / "x.pt", format="torch")
+    (group,) = onward.open_checkpoint(tmp_path / "x.pt").optimizers[0].groups
+    assert group.settings.keys() >= {"lr", "momentum", "dampening", "nesterov"}
+    with pytest.raises(onward.Error, match="PyTorch has no optimizer of its own"):
+        onward.to_checkpoint(RECORDED / "entropy", tmp_path / "y.pt", format="torch")
+
+
 # ---- damaged ---------------------------------------------------------------------------------------------------------
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import pickletools
 import random
@@ -10,6 +11,10 @@ import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+import onnx
+import safetensors.numpy
 
 import onward
 from campaign.kinds import Kind
@@ -109,7 +114,7 @@ _DAMAGES: dict[str, tuple[Damage, ...]] = {
     "*.data-*": _BINARY,
     "*checkpoint": _BINARY,
     "*.keras": (changed_zip({".json": JSON, ".h5": _BINARY}), *BYTES),
-    **dict.fromkeys(("*.zarray", "*_METADATA", "*zarr.json", "*metadata", "*_sharding", "*/process_[01]"), JSON),
+    **dict.fromkeys(("*.zarray", "*_METADATA", "*zarr.json", "*/metadata", "*_sharding", "*/process_[01]"), JSON),
     "*": _BINARY,
 }
 """By the names of files. Each format has some of them."""
@@ -151,11 +156,29 @@ def _kind(name: str, *uses: Any, of: Callable[[Path], object] | None = None) -> 
     return Kind(of or copy, _DAMAGES, (*shown, _look(there), *uses))
 
 
-def _written(format: str, name: str) -> Callable[[Path], object]:
-    """What is written of a checkpoint that is recorded, as another format, under a name."""
-    return lambda folder: onward.to_checkpoint(_RECORDED / "ort" / "entropy", folder / name, format=format)
+def _with_its_model(folder: Path) -> None:
+    """A checkpoint of Lightning, and the model that it is of."""
+    shutil.copy(_RECORDED / "lightning.ckpt", folder)
+    node = onnx.helper.make_node("Gemm", ["x", "layer.weight", "layer.bias"], ["y"], transB=1)
+    sizes = {"x": ["batch", 3], "y": ["batch", 2], "layer.weight": [2, 3], "layer.bias": [2]}
+    x, y, *parameters = (onnx.helper.make_tensor_value_info(name, 1, size) for name, size in sizes.items())
+    tensors = [onnx.numpy_helper.from_array(np.zeros(sizes[p.name], np.float32), p.name) for p in parameters]
+    onnx.save(onnx.helper.make_model(onnx.helper.make_graph([node], "g", [x], [y], tensors)), folder / "model.onnx")
 
 
+def _in_pieces(folder: Path) -> None:
+    """A model of Hugging Face in two files and an index."""
+    tensors = safetensors.numpy.load_file(_RECORDED / "trainer" / "model.safetensors")
+    names, places = sorted(tensors), {}
+    for number, part in enumerate((names[::2], names[1::2])):
+        file = f"model-{number}.safetensors"
+        (folder / "pieces").mkdir(exist_ok=True)
+        safetensors.numpy.save_file({name: tensors[name] for name in part}, folder / "pieces" / file)
+        places |= dict.fromkeys(part, file)
+    (folder / "pieces" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+
+
+_GO_ON = ("convert", "lightning.ckpt", "--like", "model.onnx", "--loss", "mse", "-o", "out.onnx")
 KINDS = {
     "checkpoints of a trainer": _kind("trainer", _convert("trainer", "safetensors"), _convert("trainer", "hf")),
     "checkpoints of Lightning": _kind(
@@ -169,8 +192,10 @@ KINDS = {
     "checkpoints of onnxruntime-training": _kind(
         "ort/entropy", _import("entropy"), _import("entropy"), _convert("entropy", "ort")
     ),
-    "checkpoints of PyTorch": _kind("x.pt", _convert("x.pt", "torch"), of=_written("torch", "x.pt")),
-    "distributed checkpoints": _kind("dcp", _convert("dcp", "torch"), of=_written("dcp", "dcp")),
+    "checkpoints of PyTorch": _kind("plain.pt", _convert("plain.pt", "torch"), _convert("plain.pt", "dcp")),
+    "checkpoints to go on with": Kind(_with_its_model, {"*.ckpt": _TORCH}, (_GO_ON, (*_GO_ON, "--dry-run"))),
+    "distributed checkpoints": _kind("dcp", _convert("dcp", "torch"), _convert("dcp", "dcp")),
+    "models in pieces": _kind("pieces", _convert("pieces", "safetensors"), of=_in_pieces),
     "checkpoints of Flax": _kind("flax.msgpack", _convert("flax.msgpack", "flax")),
     "checkpoints of Orbax": _kind("orbax", _convert("orbax", "orbax"), _convert("orbax", "flax")),
 }

@@ -58,12 +58,18 @@ def _members(group: Group, numbers: Mapping[Any, Any], by_name: bool) -> dict[st
     return {"params": params, "param_names": params} if by_name else {"params": params}
 
 
+_OF_PYTORCH = frozenset(
+    {"maximize", "foreach", "betas", "dampening", "centered", "rho", "lr_decay", "etas", "lambd", "bias_correction"}
+)
+"""Names of settings, of which each of PyTorch's optimizers has one, and those of other frameworks have none."""
+
+
 def settings_now(group: Group) -> dict[str, Any]:
     """The settings of a group: those that were stored, with numbers as they are now."""
     if group.optimizer is None:
         return dict(group.settings)
     rate = group.rate if group.rate is not None else group.settings.get("lr", group.optimizer.options["lr"])
-    if not group.settings:
+    if _OF_PYTORCH.isdisjoint(group.settings):
         base = float(group.optimizer.options["lr"])
         return {**settings_of(group.optimizer, rate), **({"initial_lr": base} if rate != base else {})}
     if group.rate is None:
