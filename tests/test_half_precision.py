@@ -29,7 +29,7 @@ from onward.convert.torch import captured, files, from_torch, to_torch  # noqa: 
 from onward.convert.torch.clipping import Clip  # noqa: E402
 from onward.convert.torch.exact.masters import MasterWeights, float32_copies  # noqa: E402
 from onward.convert.torch.optimizers import read_optimizer  # noqa: E402
-from onward.run.torch.types import from_array, to_array  # noqa: E402
+from onward.run.torch.types import CODES, from_array, to_array  # noqa: E402
 
 pytestmark = [needs("torch"), pytest.mark.usefixtures("one_torch_thread")]
 
@@ -430,3 +430,68 @@ def test_copies_of_ones_own_need_a_name() -> None:
     with pytest.raises(UnsupportedError, match="clipped in the loop, in 16 bits"):
         made = RUNS["masters"](module)
         from_torch(module, next(batches(torch.bfloat16))[0], loss=nn.CrossEntropyLoss(), optimizer=made, clip=1.0)
+
+
+# ---- autocast --------------------------------------------------------------------------------------------------------
+
+
+class Inside(nn.Module):  # type: ignore[misc]
+    """A module that says itself what is computed in 16 bits."""
+
+    def __init__(self, dtype: Any):
+        super().__init__()
+        self.inner, self.dtype = network(), dtype
+
+    def forward(self, x: Any) -> Any:
+        with torch.autocast("cpu", dtype=self.dtype):
+            return self.inner(x)
+
+
+def under_autocast(module: Any, made: Any, given: list[Any], dtype: Any) -> list[float]:
+    losses = []
+    for x, y in given:
+        made.zero_grad()
+        with torch.autocast("cpu", dtype=dtype):
+            loss = nn.functional.cross_entropy(module(x), y)
+        loss.backward()
+        made.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)], ids=str)
+def test_what_is_read_under_autocast_trains_under_autocast(dtype: Any) -> None:
+    """Parameters stay in float32, products are computed in 16 bits, and the loss is in float32 again."""
+    module, given = network(), list(batches(torch.float32))
+    made = torch.optim.AdamW(module.parameters(), lr=1e-2)
+    under_autocast(module, made, given[:5], dtype)
+    with torch.autocast("cpu", dtype=dtype):
+        training = from_torch(module, given[0][0], loss=nn.CrossEntropyLoss(), optimizer=made)
+    plain = from_torch(module, given[0][0], loss=nn.CrossEntropyLoss(), optimizer=made, probe=False)
+    onnx.checker.check_model(training.to_proto(), full_check=True)
+    products = {node.outputs[0].dtype for node in training.graph if node.op_type == "Gemm"}
+    assert products == {CODES[dtype]}
+    assert {value.dtype for value in training.graph.initializers.values()} == {CODES[torch.float32]}
+    expected = under_autocast(module, made, given[5:], dtype)
+    for engine in ("torch", "onnxruntime"):
+        options = {"compile": False} if engine == "torch" else {}
+        losses = {}
+        for name, model in (("carried", training), ("plain", plain)):
+            with load(model, engine=engine, **options) as running:
+                inputs, labels = running.inputs
+                steps = (running.step({inputs: x.numpy(), labels: y.numpy()}) for x, y in given[5:])
+                losses[name] = [float(step[running.loss]) for step in steps]
+        np.testing.assert_allclose(losses["carried"], expected, atol=1e-3)
+        assert np.abs(np.subtract(losses["carried"], losses["plain"])).max() > 1e-5
+
+
+def test_autocast_inside_of_a_module_is_part_of_it() -> None:
+    module, (x, y) = Inside(torch.bfloat16), next(batches(torch.float32))
+    made = torch.optim.SGD(module.parameters(), lr=0.1)
+    training = from_torch(module, x, loss=nn.CrossEntropyLoss(), optimizer=made)
+    onnx.checker.check_model(training.to_proto(), full_check=True)
+    with load(training, engine="torch", compile=False) as running:
+        inputs, labels = running.inputs
+        loss = running.step({inputs: x.numpy(), labels: y.numpy()})[running.loss]
+    assert loss.dtype == BFLOAT16
+    assert float(loss) == float(nn.functional.cross_entropy(module(x), y).detach())

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
+from onward.build import Names
 from onward.model import Model
 from onward.model.walk import graphs_in
 
@@ -23,19 +24,23 @@ def widen(model: Model, dtype: ir.DataType) -> None:
     for graph in graphs_in(model.graph):
         wide: dict[ir.Value, ir.Value] = {}
         for node in list(graph):
-            read = {value for value in node.inputs if value is not None and value.dtype == dtype}
-            if not read or node.op_type in _AS_THEY_ARE:
-                continue
-            for value in read - wide.keys():
-                cast = _cast(value, ir.DataType.FLOAT, names.fresh(f"{value.name}/float32"))
-                node.prepend(cast)
-                wide[value] = cast.outputs[0]
-            for i, given in enumerate(node.inputs):
-                if given in wide:
-                    node.replace_input_with(i, wide[given])
-            for output in node.outputs:
-                if output.dtype == dtype:
-                    _round(node, output, names.fresh(f"{output.name}/float32"))
+            if node.op_type not in _AS_THEY_ARE:
+                widen_node(node, dtype, names, wide)
+
+
+def widen_node(node: ir.Node, dtype: ir.DataType, names: Names, wide: dict[ir.Value, ir.Value]) -> None:
+    """Let a node compute in float32 what it would in `dtype`; `wide` has values of its graph that are cast already."""
+    read = {value for value in node.inputs if value is not None and value.dtype == dtype}
+    for value in read - wide.keys():
+        cast = _cast(value, ir.DataType.FLOAT, names.fresh(f"{value.name}/float32"))
+        node.prepend(cast)
+        wide[value] = cast.outputs[0]
+    for i, given in enumerate(node.inputs):
+        if given in read:
+            node.replace_input_with(i, wide[given])
+    for output in node.outputs if read else ():
+        if output.dtype == dtype:
+            _round(node, output, names.fresh(f"{output.name}/float32"))
 
 
 def _round(node: ir.Node, output: ir.Value, name: str) -> None:

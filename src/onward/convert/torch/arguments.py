@@ -65,7 +65,13 @@ class Flat(nn.Module):  # type: ignore[misc]
             leaves[place] = tensor
         args, kwargs = pytree.tree_unflatten(leaves, self._structure)
         found = pytree.tree_flatten_with_path(self.module(*args, **kwargs))[0]
-        return {_joined(path or ("output",)): x for path, x in found if isinstance(x, torch.Tensor)}
+        return {_joined(path or ("output",)): _for_loss(x) for path, x in found if isinstance(x, torch.Tensor)}
+
+
+def _for_loss(output: torch.Tensor) -> torch.Tensor:
+    """Under `torch.autocast` losses are computed in float32, whatever comes in."""
+    is_narrow = output.dtype in (torch.float16, torch.bfloat16)
+    return output.float() if is_narrow and torch.is_autocast_enabled(output.device.type) else output
 
 
 def held_by(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -20,7 +20,10 @@ from onward.convert.torch.failures import explained, fault_of_example
 from onward.convert.torch.rewrites import rewrite
 from onward.convert.torch.translations import TRANSLATIONS, define_functions
 from onward.errors import Error, UnknownNameError, UnsupportedError, near
+from onward.lowering.widen import widen_node
 from onward.model import Model
+
+_NORMALIZATIONS = ("GroupNormalization", "InstanceNormalization", "LayerNormalization")
 
 
 class Exported(NamedTuple):
@@ -47,6 +50,7 @@ def export(flat: Flat, dynamic_shapes: Mapping[str, Any] | None) -> Exported:
     define_functions(model)
     model.ir.producer_name = "onward"  # not the exporter that merges what is equal, which `prepare` would undo
     _settle_sizes(model)
+    _settle_normalizations(model)
     _name_outputs(model, program.call_spec.out_spec.context)
     _check_axes(model, axes, each=dynamic_shapes is not None)
     _name_axes(model, axes)
@@ -153,6 +157,16 @@ def _settle_sizes(model: Model) -> None:
         if value.shape is not None:
             dims = [int(str(dim)) if str(dim).isdigit() else dim for dim in value.shape]
             value.shape = ir.Shape(dims)
+
+
+def _settle_normalizations(model: Model) -> None:
+    """Widen what PyTorch normalizes in 16 bits with weights in float32, as it does itself: ONNX takes one type."""
+    names, halves = model.names(), (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+    for node in list(model.graph.all_nodes()):
+        types = {value.dtype for value in node.inputs if value is not None}
+        if node.op_type in _NORMALIZATIONS and ir.DataType.FLOAT in types:
+            for dtype in halves:
+                widen_node(node, dtype, names, {})
 
 
 def _named_axes(model: Model, axes: Mapping[str, Mapping[int, Any]]) -> Iterator[tuple[ir.Value, int, str]]:

@@ -164,11 +164,13 @@ class _Prober:
         native = self._native
         native.optimizer.zero_grad()
         loss = self._loss(batch)
-        loss.backward()
-        self._find_noise()
-        if self._clip is not None:
-            clip_gradients(list(native.module.parameters()), self._clip)
-        native.optimizer.step()
+        with torch.autocast(loss.device.type, enabled=False):  # which is for the forward pass alone
+            loss.backward()
+            self._find_noise()
+            if self._clip is not None:
+                clip_gradients(list(native.module.parameters()), self._clip)
+            native.optimizer.step()
+        torch.clear_autocast_cache()  # of weights as they were before this step
         self._made += 1
         if native.scheduler is not None and self._made % native.every == 0:
             native.scheduler.step()
