@@ -12,12 +12,14 @@ from onward.checkpoint.formats import (
     msgpack_tree,
     ort,
     pytorch,
+    raytrain,
     safetensors,
     trainer,
     zarr_tree,
 )
 
 FORMATS: tuple[Format, ...] = (
+    raytrain.FORMAT,
     deepspeed.FORMAT,
     trainer.FORMAT,
     accelerate.FORMAT,
