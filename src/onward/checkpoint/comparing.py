@@ -137,9 +137,9 @@ def _named(a: Checkpoint, b: Checkpoint, names: Mapping[str, str], rules: list[s
     a, b = _by_itself(a), _by_itself(b)
     back = {theirs: name for name, theirs in names.items()}
     if not _has_names(a) and _has_names(b):
-        a = _by_the_other(a, [back.get(name, name) for name in _parameters(b)], rules)
+        a = _by_the_other(a, [[back.get(name, name) for name in group] for group in _groups(b)], rules)
     elif not _has_names(b) and _has_names(a):
-        b = _by_the_other(b, [names.get(name, name) for name in _parameters(a)], rules)
+        b = _by_the_other(b, [[names.get(name, name) for name in group] for group in _groups(a)], rules)
     return a, b
 
 
@@ -150,10 +150,12 @@ def _by_itself(checkpoint: Checkpoint) -> Checkpoint:
         return checkpoint
 
 
-def _by_the_other(checkpoint: Checkpoint, order: list[str], rules: list[str]) -> Checkpoint:
+def _by_the_other(checkpoint: Checkpoint, groups: list[list[str]], rules: list[str]) -> Checkpoint:
     shapes = {name: tensor.shape for name, tensor in checkpoint.tensors.items()}
+    order = [name for group in groups for name in group]
+    orders = {"the groups of the other": groups, "the order of the other": [order]}
     try:
-        named = [with_names(each, {"the order of the other": order}, shapes) for each in checkpoint.optimizers]
+        named = [with_names(each, orders, shapes) for each in checkpoint.optimizers]
     except UnsupportedError as error:
         rules.append(f"{checkpoint.path}: {error}")
         return checkpoint
@@ -165,8 +167,8 @@ def _has_names(checkpoint: Checkpoint) -> bool:
     return all(optimizer.has_names for optimizer in checkpoint.optimizers)
 
 
-def _parameters(checkpoint: Checkpoint) -> list[str]:
-    return [str(name) for each in checkpoint.optimizers for group in each.groups for name in group.parameters]
+def _groups(checkpoint: Checkpoint) -> list[list[str]]:
+    return [[str(name) for name in group.parameters] for each in checkpoint.optimizers for group in each.groups]
 
 
 def _slots(checkpoint: Checkpoint) -> dict[tuple[str | int, str], Tensor]:

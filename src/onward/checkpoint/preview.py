@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from onward.checkpoint.importing import Plan
@@ -55,6 +56,8 @@ def to_json(plan: Plan) -> dict[str, Any]:
 
 
 def _loss(loss: Any) -> str:
+    if isinstance(loss, Mapping):
+        return " + ".join(f"{output}={_loss(each)}" for output, each in loss.items())
     return " + ".join(map(_loss, loss)) if isinstance(loss, list | tuple) else str(loss)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -98,8 +98,16 @@ def _described(pair: Pair) -> str:
 
 
 def _values(fact: Fact) -> str:
-    one, other = ("nothing" if value is None else word(value) for value in (fact.a, fact.b))
+    one, other = _word(fact.a), _word(fact.b)
     return f"{one} in both" if fact.equal else f"{one} and {other}"
+
+
+def _word(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {_word(part)}" for key, part in value.items())
+    if isinstance(value, float):
+        return f"{value:.7g}"
+    return "nothing" if value is None else word(value)
 
 
 def _as_json(found: Comparison) -> dict[str, Any]:

@@ -192,7 +192,7 @@ def train(
         raise Misuse(
             f"missing {missing}", "see `onward train --help`; to go on with a run: `onward train --resume RUN`"
         )
-    place = target(model, output, "trained", force=force) if output is not None else None
+    place = _place(model, output, force, origin) if output is not None else None
     recipe = recipes.chosen(context)
     import onward
     from onward.training import api
@@ -248,6 +248,14 @@ def train(
 
 _FROM = frozenset({"loss", "optimizer", "schedule"})
 """Options of a recipe that say what a checkpoint does not."""
+
+
+def _place(model: Path, output: Path, force: bool, origin: Path | None) -> Target:
+    """Where the result goes. Its tensors are where the model has them, wherever a checkpoint has others."""
+    from onward.model.storage import data_files_of
+
+    inside = origin is not None and model.is_file() and not data_files_of(model)
+    return target(model, output, "trained", data="none" if inside else "auto", force=force)
 
 
 def _continued(origin: Path, model: Path, names: Path | None, stated: dict[str, Any]) -> Model:
