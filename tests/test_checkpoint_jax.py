@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import io
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -338,10 +340,18 @@ def test_jax_goes_on_with_the_same_losses(tmp_path: Path) -> None:
             assert again.run(5) == expected, (format, target)
 
 
-@pytest.mark.parametrize("format", ["orbax", "flax"])
-def test_steps_between(tmp_path: Path, format: str) -> None:
+BETWEEN: dict[str, tuple[str, Callable[[], Any]]] = {
+    "adamw": ("orbax", adamw),
+    "rmsprop": ("flax", lambda: OPTIMIZERS["rmsprop, all"][0](importlib.import_module("optax"))),
+    "adafactor": ("flax", lambda: OPTIMIZERS["adafactor"][0](importlib.import_module("optax"))),
+}
+
+
+@pytest.mark.parametrize("case", BETWEEN)
+def test_steps_between(tmp_path: Path, case: str) -> None:
     """Two steps in JAX, three in a training model, three in JAX again: as eight in JAX."""
-    training = Training(adamw())
+    format, make = BETWEEN[case]
+    training = Training(make())
     like = training.model()
     training.run(2)
     onward.to_checkpoint(save(training.state, tmp_path / "saved", format), tmp_path / "same", format=format)
@@ -350,7 +360,7 @@ def test_steps_between(tmp_path: Path, format: str) -> None:
     with onward.run.load(model) as engine:
         losses = [float(engine.step(batch)[engine.loss]) for _ in range(3)]
         onward.to_checkpoint(engine.updated(), tmp_path / "later", format=format)
-    again = Training(adamw())
+    again = Training(make())
     again.set(restore(tmp_path / "later", again.state, format))
     np.testing.assert_allclose([*losses, *again.run(3)], training.run(6), rtol=1e-5)
     assert int(again.step) == 8
@@ -452,6 +462,13 @@ def test_states_of_flax(tmp_path: Path) -> None:
     assert {name: sorted(kept) for name, kept in found.optimizers[0].slots.items()} == {
         name: ["exp_avg", "exp_avg_sq", "step"] for name in ("bias", "kernel")
     }
+
+
+def test_without_tensorstore(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tensorstore", None)
+    with pytest.raises(onward.Error, match="not installed") as caught:
+        onward.open_checkpoint(RECORDED / "orbax")
+    assert "pip install" in str(caught.value.hint)
 
 
 def _zarr_elsewhere(folder: Path) -> None:
