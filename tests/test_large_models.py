@@ -26,6 +26,7 @@ from rich.console import Console
 
 import onward
 from commands import failed, run
+from conftest import needs
 from models import digits_mlp
 from onward.cli import work
 from onward.model import storage
@@ -122,6 +123,42 @@ def test_six_gibibytes_are_prepared_shown_checked_changed_and_stripped_in_second
     assert os.stat(tmp_path / "huge.weights") == weights
     made = onward.read(tmp_path / "made.onnx")
     assert sum(tensor.nbytes for value in made.initializers() if (tensor := value.const_value)) > 18 * GIB
+
+
+@needs("torch")
+def test_a_checkpoint_of_six_gibibytes_becomes_a_model_that_points_at_it(tmp_path: Path) -> None:
+    """By names and shapes: numbers are compared only where these leave something open."""
+    like = huge(tmp_path, 8)
+    _sparse_checkpoint(tmp_path / "run.pt", 8)
+    found = measured(
+        """
+        source, like, made = sys.argv[1:]
+        command("show", source)
+        command("convert", source, "--like", like, "--loss", "mse", "--dry-run")
+        command("convert", source, "--like", like, "--loss", "mse", "--data", "overlay", "-o", made)
+        found["memory"] = peak() - before
+        """,
+        tmp_path / "run.pt",
+        like,
+        tmp_path / "made.onnx",
+    )
+    assert found["memory"] < 120 * MIB and found["show"] + found["convert"] < 5, found
+    assert {file.name for file in storage.data_files_of(tmp_path / "made.onnx")} == {"run.pt"}
+    assert room(tmp_path) < 2 * MIB
+
+
+def _sparse_checkpoint(path: Path, layers: int) -> None:
+    import torch
+
+    def empty() -> Any:
+        return torch.empty(WIDTH, WIDTH)  # whose memory nobody touches
+
+    weights = {f"w{i}": empty() for i in range(layers)}
+    optimizer = torch.optim.AdamW(map(torch.nn.Parameter, weights.values()))
+    for parameter in optimizer.param_groups[0]["params"]:
+        optimizer.state[parameter] = {"step": torch.tensor(0.0), "exp_avg": empty(), "exp_avg_sq": empty()}
+    with torch.serialization.skip_data():
+        torch.save({"model": weights, "optimizer": optimizer.state_dict()}, path)
 
 
 def test_memory_while_tensors_are_copied_or_made(tmp_path: Path) -> None:

@@ -142,7 +142,10 @@ def _by_value(
     """What has no name in common but the same numbers, of which there is one each: exporters rename what they fold."""
     taken = {*names.values()}
     open_ours = [name for name in weights if name not in taken and name in graph]
-    open_theirs = [name for name in tensors if name not in names and len(tensors[name].shape) > 0]
+    shapes = {tuple(sorted(graph[name].const_value.shape.numpy())) for name in open_ours}  # type: ignore[union-attr]
+    open_theirs = [
+        name for name in tensors if name not in names and tuple(sorted(tensors[name].shape)) in shapes - {()}
+    ]
     if not open_ours or not open_theirs:
         return {}
     by_value: dict[tuple[tuple[int, ...], bytes], list[str]] = {}
@@ -192,7 +195,7 @@ def _turned(
                 f"`{theirs}` is {list(there)}, and `{ours}` in the model is {list(here)}", "give its own model"
             )
     problems.refuse()
-    unsure = [name for name in squares if not _equal(tensors[name], graph[names[name]])]
+    unsure = [name for name in squares if turned and not _equal(tensors[name], graph[names[name]])]
     if turned and not straight:
         turned += unsure
     elif turned and unsure:

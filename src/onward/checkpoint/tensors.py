@@ -15,7 +15,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onward.errors import ExternalDataError, InvalidModelError
-from onward.model.storage.held import HeldTensor
+from onward.model.storage.held import HeldTensor, let_go
 from onward.model.storage.stream import advance
 
 _BLOCK = 16 << 20
@@ -186,6 +186,7 @@ class ModelTensor(Tensor):
         return tuple(self.held.shape.numpy())
 
     def array(self) -> np.ndarray:
+        let_go()  # of those before
         return self.held.numpy()
 
     def write_to(self, file: BinaryIO) -> None:
