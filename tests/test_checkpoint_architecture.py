@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import onward
+from checkpoint_runs import close, data, net, steps, steps_of_onward
 from conftest import needs
 from onward.run import load
 
@@ -103,7 +104,7 @@ def gpt2() -> Any:
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **dropout, bos_token_id=1, eos_token_id=1))
 
 
-def trained(make: Any, data: Any, folder: Path, resume: Path | None = None, **options: Any) -> tuple[list, list]:
+def trained(make: Any, data: Any, folder: Path, resume: Path | None = None, callbacks: Any = None) -> tuple[list, list]:
     """The batches and losses of fifteen steps by the Trainer, or of those after a checkpoint; it saves after five."""
     import transformers
 
@@ -124,9 +125,14 @@ def trained(make: Any, data: Any, folder: Path, resume: Path | None = None, **op
         str(folder), per_device_train_batch_size=4, max_steps=15, save_steps=5, learning_rate=1e-2, weight_decay=0.1,
         warmup_steps=2, report_to="none", use_cpu=True, disable_tqdm=True, logging_strategy="no",
     )  # fmt: skip
-    trainer = Recording(make(), arguments, train_dataset=data, **options)
+    trainer = Recording(make(), arguments, train_dataset=data, callbacks=callbacks)
     trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
     return batches, losses
+
+
+def losses_of(model: onward.Model, batches: list[dict[str, np.ndarray]]) -> tuple[list[float], onward.Model]:
+    with load(model, threads=1) as engine:
+        return [float(engine.step(batch)[engine.loss]) for batch in batches], engine.updated()
 
 
 RUNS = {"bert": (bert, classified), "gpt2": (gpt2, sentences)}
@@ -140,11 +146,144 @@ def test_the_trainer_and_onward_take_turns(name: str, tmp_path: Path) -> None:
     make, examples = RUNS[name]
     data = examples(60)
     batches, losses = trained(make, data, tmp_path / "there")
-    model = onward.from_checkpoint(tmp_path / "there" / "checkpoint-5")
-    with load(model, threads=1) as engine:
-        found = [float(engine.step(batch)[engine.loss]) for batch in batches[5:10]]
-        model = engine.updated()
+    found, model = losses_of(onward.from_checkpoint(tmp_path / "there" / "checkpoint-5"), batches[5:10])
     np.testing.assert_allclose(found, losses[5:10], rtol=1e-6)
     onward.to_checkpoint(model, tmp_path / "back", format="hf")
     _, again = trained(make, data, tmp_path / "again", tmp_path / "back")
     np.testing.assert_allclose(again, losses[10:], rtol=1e-6)
+
+
+@pytest.mark.slow
+@needs("transformers", "onnxscript", "accelerate")
+def test_training_models_beside_the_checkpoints_of_the_trainer(tmp_path: Path) -> None:
+    """They go on as the Trainer does, hold no copy of its tensors, and the training is as it is without them."""
+    data = classified(60)
+    batches, losses = trained(bert, data, tmp_path / "alone")
+    _, with_them = trained(bert, data, tmp_path / "there", callbacks=[onward.TrainerCallback(strict=True)])
+    assert with_them == losses
+    for at in (5, 10):
+        folder = tmp_path / "there" / f"checkpoint-{at}"
+        assert (folder / "training.data").stat().st_size == 2 * 512 * 8  # which BERT has beside its parameters
+        found, _ = losses_of(onward.read(folder / "training.onnx"), batches[at : at + 5])
+        np.testing.assert_allclose(found, losses[at : at + 5], rtol=1e-6)
+    assert not {"training.onnx", "training.data"} & {*onward.open_checkpoint(folder).files}
+
+
+@pytest.mark.slow
+@needs("transformers", "accelerate")
+def test_a_training_model_that_cannot_be_written_is_a_warning(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match=r"training\.onnx` was not written: .*`nothing`"):
+        trained(bert, classified(60), tmp_path, callbacks=[onward.TrainerCallback(optimizer="nothing")])
+
+
+# ---- modules that users give -----------------------------------------------------------------------------------------
+
+
+class Squares(torch.nn.Module):
+    """What `lightning.ckpt` was made of, but for Lightning."""
+
+    def __init__(self, width: int = 7):
+        super().__init__()
+        self.layer = torch.nn.Linear(3, width)
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        return self.layer(batch).square().sum()
+
+
+def test_a_class_with_the_hyper_parameters_of_lightning() -> None:
+    """The loss is that of `training_step`, and the run goes on as with PyTorch alone."""
+    path = RECORDED / "lightning.ckpt"
+    model = onward.from_checkpoint(path, module=Squares, example_inputs=torch.ones(2, 3))
+    tree = torch.load(path, weights_only=True)
+    module = Squares(**tree["hyper_parameters"])
+    optimizer = torch.optim.Adam(module.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    module.load_state_dict(tree["state_dict"])
+    optimizer.load_state_dict(tree["optimizer_states"][0])
+    schedule.load_state_dict(tree["lr_schedulers"][0])
+    expected = []
+    for i in range(4):  # two make an epoch
+        optimizer.zero_grad()
+        loss = module.training_step(torch.ones(2, 3), i)
+        loss.backward()
+        optimizer.step()
+        if i % 2:
+            schedule.step()
+        expected.append(loss.item())
+    found, _ = losses_of(model, [{"batch": np.ones((2, 3), np.float32)}] * 4)
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+def test_a_module_by_where_it_is(tmp_path: Path) -> None:
+    module = net()
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
+    steps(module, optimizer, None, range(5))
+    torch.save({"module": module.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "x.pt")
+    expected = steps(module, optimizer, None, range(5, 10))
+    given = {"example_inputs": torch.zeros(4, 4), "loss": "cross_entropy"}
+    model = onward.from_checkpoint(tmp_path / "x.pt", module="checkpoint_runs:net", **given)
+    close(steps_of_onward(model, range(5, 10))[0], expected)
+    for module, said in {
+        "checkpoint_runs": "names no class",
+        "checkpoint_runs:nothing": "there is no `checkpoint_runs:nothing`",
+        "checkpoint_runs:SIZE": "neither a module nor its class",
+    }.items():
+        with pytest.raises(onward.Error, match=said):
+            onward.from_checkpoint(tmp_path / "x.pt", module=module, **given)
+    with pytest.raises(onward.Error, match="what `Sequential` takes is not known"):
+        onward.from_checkpoint(tmp_path / "x.pt", module=net(), loss="cross_entropy")
+
+
+@pytest.mark.slow
+@needs("pytorch_lightning")
+@pytest.mark.parametrize("loss", [None, "cross_entropy"])
+def test_training_models_beside_the_checkpoints_of_lightning(loss: str | None, tmp_path: Path) -> None:
+    """By the loss of `training_step`, and by one of the forward pass; those of removed checkpoints are removed."""
+    import pytorch_lightning
+
+    class Net(pytorch_lightning.LightningModule):
+        def __init__(self, width: int):
+            super().__init__()
+            self.save_hyperparameters()
+            self.layers = torch.nn.Sequential(torch.nn.Linear(4, width), torch.nn.ReLU(), torch.nn.Linear(width, 3))
+            self.losses: list[float] = []
+
+        def forward(self, x: Any) -> Any:
+            return self.layers(x)
+
+        def training_step(self, batch: Any, index: int) -> Any:
+            loss = torch.nn.functional.cross_entropy(self(batch[0]), batch[1])
+            self.log("loss", loss)
+            if not torch.compiler.is_exporting():
+                self.losses.append(loss.item())
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+            scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
+            return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+    def fitted(count: int, folder: Path, *callbacks: Any) -> tuple[list[float], Any]:
+        torch.manual_seed(0)
+        net = Net(5)
+        options = {"every_n_train_steps": 5, "save_top_k": 1, "filename": "{step}", "save_last": "link"}
+        saving = pytorch_lightning.callbacks.ModelCheckpoint(folder, **options)
+        trainer = pytorch_lightning.Trainer(
+            max_steps=count, accelerator="cpu", logger=False, enable_progress_bar=False, default_root_dir=folder,
+            callbacks=[saving, *callbacks],
+        )  # fmt: skip
+        batches = torch.utils.data.TensorDataset(*map(torch.from_numpy, data()))
+        trainer.fit(net, torch.utils.data.DataLoader(batches, batch_size=None))
+        assert "save_checkpoint" not in vars(trainer)
+        return net.losses, torch.get_rng_state()
+
+    losses, state = fitted(10, tmp_path / "alone")
+    callback = onward.LightningCallback(loss=loss, strict=True)
+    with_them, state_with_them = fitted(10, tmp_path / "there", callback)
+    assert with_them == losses and torch.equal(state, state_with_them)
+    assert [path.name for path in (tmp_path / "there").glob("*.onnx")] == ["step=10.onnx"]
+    model = onward.read(tmp_path / "there" / "step=10.onnx")
+    names = [value.name or "" for value in (*model.inputs, *model.step().algorithm.inputs)]
+    batches = [dict(zip(names, batch, strict=True)) for batch in zip(*data(), strict=True)]
+    expected, _ = fitted(15, tmp_path / "longer")
+    np.testing.assert_allclose(losses_of(model, batches[10:])[0], expected[10:], rtol=1e-6)

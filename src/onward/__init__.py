@@ -39,9 +39,11 @@ defer_sympy()
 _HOME = {
     "Error": "errors",
     "Finding": "checker",
+    "LightningCallback": "checkpoint.torch_lightning",
     "Model": "model",
     "Recipe": "recipe",
     "Step": "model",
+    "TrainerCallback": "checkpoint.torch_trainer",
     "add_lora": "recipe",
     "add_prefix": "transform",
     "check": "checker",
@@ -86,9 +88,11 @@ _HOME = {
 __all__ = [
     "Error",
     "Finding",
+    "LightningCallback",
     "Model",
     "Recipe",
     "Step",
+    "TrainerCallback",
     "add_lora",
     "add_prefix",
     "check",
@@ -146,14 +150,15 @@ def __getattr__(name: str) -> Any:
 
 def _missing(name: str, error: ModuleNotFoundError) -> Exception:
     """What to say of a name that needs a framework which is not there."""
-    if not _HOME[name].startswith("convert.") or str(error.name).startswith("onward"):
+    if not _HOME[name].startswith(("convert.", "checkpoint.")) or str(error.name).startswith("onward"):
         return error
     from onward.errors import UnsupportedError
 
-    framework = _HOME[name].split(".")[1]
+    framework = _HOME[name].split(".")[1].partition("_")[0]
     extra = "tensorflow" if framework == "keras" else framework
+    package = f"onward[{extra}]" if _HOME[name].startswith("convert.") or error.name == "torch" else error.name
     return UnsupportedError(
-        f"`onward.{name}` needs `{error.name}`, which is not installed", hint=f"pip install 'onward[{extra}]'"
+        f"`onward.{name}` needs `{error.name}`, which is not installed", hint=f"pip install '{package}'"
     )
 
 

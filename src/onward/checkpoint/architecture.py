@@ -59,7 +59,8 @@ def _of_module(checkpoint: Checkpoint, given: Any, example_inputs: Any, loss: An
     except ModuleNotFoundError as error:
         raise _missing(error) from error
     found = _found(given) if isinstance(given, str) else given
-    module = _made(found, checkpoint) if isinstance(found, type) else found
+    is_module = hasattr(found, "named_parameters") and not isinstance(found, type)
+    module = found if is_module else _made(found, checkpoint)
     in_trainer = checkpoint.format == "hf" and hasattr(module, "config")
     made = from_module(module, example_inputs, computes_loss=loss is None, in_trainer=in_trainer)
     return _captured(made, checkpoint)
@@ -102,8 +103,12 @@ def _found(place: str) -> Any:
         ) from error
 
 
-def _made(kind: type, checkpoint: Checkpoint) -> Any:
-    """An object of the user's class, with the hyper-parameters that Lightning stores as arguments."""
+def _made(kind: Any, checkpoint: Checkpoint) -> Any:
+    """What the user's class or function makes, with the hyper-parameters that Lightning stores as arguments."""
+    if not callable(kind):
+        raise ArgumentError(
+            "`module` is neither a module nor its class", hint="give an nn.Module, or `package.module:Class`"
+        )
     given = checkpoint.arguments if checkpoint.format == "lightning" else {}
     takes = inspect.signature(kind).parameters
     takes_all = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in takes.values())

@@ -42,8 +42,11 @@ def hugging_face_folder(folder: Path, format: str, title: str, trees: Mapping[st
         trees = {**trees, "config.json": facts["configuration"]}
     known = {*trees, INDEX}
     others = sorted(
-        path.name
-        for path in folder.iterdir()
-        if path.is_file() and path.name not in known and path.suffix != ".safetensors"
+        path.name for path in folder.iterdir() if path.is_file() and path.name not in known and not _is_model(path)
     )
     return checkpoint_of(folder, format, title, trees, files=tuple(others), **facts)
+
+
+def _is_model(path: Path) -> bool:
+    """Whether a file is of the model itself: its tensors, or a training model that was written beside them."""
+    return path.suffix in (".safetensors", ".onnx") or (path.suffix == ".data" and path.with_suffix(".onnx").exists())

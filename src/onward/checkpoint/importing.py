@@ -96,12 +96,14 @@ def plan(
     names: Mapping[str, str] | Sequence[str] | None = None,
     module: Any = None,
     example_inputs: Any = None,
+    captured: Captured | None = None,
 ) -> Plan:
-    """What an import would do, without doing it."""
+    """What an import would do, without doing it. `captured` is what the checkpoint computes, where that is known."""
     checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path)
     if like is not None and module is not None:
         raise ArgumentError("both `like` and `module` are given", hint="leave one of them out")
-    captured = captured_of(checkpoint, module, example_inputs, loss) if like is None else Captured(read(like), None)
+    if captured is None:
+        captured = captured_of(checkpoint, module, example_inputs, loss) if like is None else Captured(read(like), None)
     checkpoint = dataclasses.replace(checkpoint, tied={**checkpoint.tied, **captured.tied})
     given = captured.model
     base = disassemble(given) if given.steps else None

@@ -11,9 +11,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from onward.convert.torch.arguments import held_by
 from onward.convert.torch.capture import captured_in_place, check_copyable, unwrapped
+from onward.convert.torch.hollow import hollow_copy
 from onward.errors import UnsupportedError
 from onward.model import Model
 
@@ -65,7 +67,7 @@ def from_module(module: nn.Module, example_inputs: Any, *, computes_loss: bool, 
     """
     module = unwrapped(module)
     check_copyable(module)
-    module = copy.deepcopy(module)
+    module = hollow_copy(module)
     has_step = computes_loss and hasattr(module, "training_step")
     if example_inputs is None and not has_step:
         example_inputs = getattr(module, "example_input_array", None)
@@ -77,7 +79,7 @@ def from_module(module: nn.Module, example_inputs: Any, *, computes_loss: bool, 
     if in_trainer:
         return _in_the_trainer(module, example_inputs)
     if has_step:
-        example_inputs = _call_training_step(module, example_inputs)
+        module, example_inputs = _training_step(module, example_inputs)
     return _architecture(module, captured_in_place(module, example_inputs), _order(module))
 
 
@@ -85,8 +87,20 @@ def _order(module: nn.Module) -> dict[str, Order]:
     return {"the module": (tuple(name for name, _ in module.named_parameters()),)}
 
 
-def _call_training_step(module: Any, batch: Any) -> Any:
-    """Let the forward pass of a module of Lightning be the loss of a batch; the batch as it takes it then."""
+def remembered(example: Any) -> Any:
+    """An example that a training loop went by: a copy on the CPU, and of at least two samples."""
+
+    def kept(tensor: Any) -> Any:
+        if not isinstance(tensor, torch.Tensor):
+            return tensor
+        tensor = tensor.detach().cpu().clone()
+        return torch.cat([tensor, tensor]) if tensor.ndim and tensor.shape[0] == 1 else tensor
+
+    return pytree.tree_map(kept, example)
+
+
+def _training_step(module: Any, batch: Any) -> tuple[nn.Module, Any]:
+    """A module of Lightning whose forward pass is the loss of a batch, and the batch as it takes it."""
     if not getattr(module, "automatic_optimization", True):
         raise UnsupportedError(
             f"`{type(module).__name__}` has a training loop of its own (`automatic_optimization = False`)",
@@ -98,8 +112,9 @@ def _call_training_step(module: Any, batch: Any) -> Any:
         made = module.training_step(*((batch, 0) if takes_index else (batch,)))
         return {LOSS: made[LOSS] if isinstance(made, Mapping) else made}
 
-    module.forward = (lambda **batch: loss_of(batch)) if isinstance(batch, Mapping) else loss_of
-    return dict(batch) if isinstance(batch, Mapping) else (batch,)
+    shell = copy.copy(module)  # holds the same tensors; a training step may call the forward pass of the module
+    shell.forward = (lambda **batch: loss_of(batch)) if isinstance(batch, Mapping) else loss_of
+    return shell, dict(batch) if isinstance(batch, Mapping) else (batch,)
 
 
 def _architecture(module: nn.Module, model: Model, orders: Mapping[str, Order]) -> Architecture:

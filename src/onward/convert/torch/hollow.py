@@ -5,6 +5,7 @@ A module of them is captured as any other, with any number of parameters; their 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 
 import numpy as np
@@ -22,10 +23,24 @@ def hollow_out(module: nn.Module, types: Mapping[str, np.dtype]) -> None:
     for name, parameter in list(module.named_parameters(remove_duplicate=False)):
         if id(parameter) not in made:
             dtype = _TYPES.get(types[name], parameter.dtype) if name in types else parameter.dtype
-            empty = torch.zeros((), dtype=dtype).expand(parameter.shape)
-            made[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+            made[id(parameter)] = _hollow(parameter, dtype)
         owner, _, attribute = name.rpartition(".")
         module.get_submodule(owner)._parameters[attribute] = made[id(parameter)]
+
+
+def hollow_copy(module: nn.Module) -> nn.Module:
+    """A copy of a module, on the CPU, that holds buffers only."""
+    memo: dict[int, object] = {}
+    for tensor in (*module.parameters(), *module.buffers()):
+        if isinstance(tensor, nn.Parameter):
+            memo[id(tensor)] = _hollow(tensor, tensor.dtype)
+        elif tensor.device.type != "cpu":
+            memo[id(tensor)] = tensor.cpu()
+    return copy.deepcopy(module, memo)
+
+
+def _hollow(parameter: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
+    return nn.Parameter(torch.zeros((), dtype=dtype).expand(parameter.shape), requires_grad=parameter.requires_grad)
 
 
 def is_hollow(tensor: torch.Tensor) -> bool:

@@ -1,0 +1,49 @@
+"""Training models beside the checkpoints that a training loop of another framework writes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from onward.checkpoint.architecture import captured_of
+from onward.checkpoint.format import Captured
+from onward.checkpoint.importing import imported, plan
+from onward.checkpoint.opening import open_checkpoint
+from onward.errors import first_line, warn
+
+
+class Beside:
+    """Writes them. The graph is captured once; each checkpoint gives the rest, in which tensors stay where they are.
+
+    - `strict`: a training model that cannot be written ends the training; otherwise it is a warning
+    - `options`: of `from_checkpoint`, where checkpoints do not tell all: `loss`, `optimizer`, `schedule`, `names`
+    """
+
+    def __init__(self, strict: bool, options: dict[str, Any]):
+        self._strict, self._options = strict, options
+        self._captured: Captured | None = None
+        self._written: dict[Path, Path] = {}
+
+    def write(self, checkpoint: Path, target: Path, module: Any, example: Any) -> None:
+        """Write what a checkpoint is, trained by a module that was called with this example."""
+        try:
+            self._write(checkpoint, target, module, example)
+        except Exception as error:  # of any kind: hours of training are worth more than this file
+            if self._strict:
+                raise
+            warn(f"`{target}` was not written: {first_line(error)}")
+
+    def _write(self, checkpoint: Path, target: Path, module: Any, example: Any) -> None:
+        opened = open_checkpoint(checkpoint)
+        if self._captured is None:
+            self._captured = captured_of(opened, module, example, self._options.get("loss"))
+        imported(plan(opened, None, captured=self._captured, **self._options)).save(target)
+        self._written[target] = checkpoint
+
+    def clear(self) -> None:
+        """Remove training models whose checkpoints were removed."""
+        for target, checkpoint in list(self._written.items()):
+            if not checkpoint.exists():
+                target.unlink(missing_ok=True)
+                target.with_suffix(".data").unlink(missing_ok=True)
+                del self._written[target]

@@ -1,0 +1,68 @@
+"""A callback of Lightning."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from onward.checkpoint.beside import Beside
+from onward.convert.torch.architecture import remembered
+
+
+def _lightning() -> Any:
+    """Lightning has two names: the one that the program uses, or else the one that is installed."""
+    names = ("pytorch_lightning", "lightning.pytorch")
+    used = [name for name in names if name in sys.modules]
+    installed = [name for name in names if importlib.util.find_spec(name.partition(".")[0]) is not None]
+    return importlib.import_module([*used, *installed, names[0]][0])
+
+
+_Base: Any = object if TYPE_CHECKING else _lightning().Callback
+
+
+class LightningCallback(_Base):  # type: ignore[misc]
+    """Writes `epoch=1-step=500.onnx` beside each checkpoint of Lightning: `Trainer(..., callbacks=[...])`.
+
+    The training is not disturbed: no random numbers are drawn, and the module stays as it is.
+
+    - `loss`: of the forward pass, as `prepare` takes it; without it, the loss that `training_step` computes
+    - `strict`: a training model that cannot be written ends the training; otherwise it is a warning
+    - `options`: of `from_checkpoint`, where checkpoints do not tell all: `optimizer`, `schedule`, `names`
+    """
+
+    def __init__(self, *, loss: Any = None, strict: bool = False, **options: Any):
+        self._has_loss, self._beside = loss is not None, Beside(strict, {"loss": loss, **options})
+        self._example: Any = None
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """Write a training model whenever the trainer has saved a checkpoint, whoever asks for it."""
+        save = trainer.save_checkpoint
+
+        def save_both(filepath: Any, *args: Any, **named: Any) -> None:
+            save(filepath, *args, **named)
+            if trainer.is_global_zero:
+                path = Path(filepath)
+                self._beside.clear()
+                self._beside.write(path, path.with_suffix(".onnx"), pl_module, self._example)
+
+        trainer.save_checkpoint = save_both
+        if self._has_loss:
+            self._wait_for_call(pl_module)
+
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        self._beside.clear()
+        trainer.__dict__.pop("save_checkpoint", None)
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if self._example is None and not self._has_loss:
+            self._example = remembered(batch)
+
+    def _wait_for_call(self, module: Any) -> None:
+        def remember(_: Any, inputs: Any, named: dict[str, Any]) -> None:
+            handle.remove()
+            self._example = remembered(named or inputs)
+
+        handle = module.register_forward_pre_hook(remember, with_kwargs=True)
