@@ -161,7 +161,7 @@ def test_every_engine_rounds_alike(engine: str, options: dict[str, Any]) -> None
 
 def test_fused_is_a_word_of_pytorch() -> None:
     with pytest.raises(onward.Error, match="how PyTorch rounds"):
-        optimizer("adamw").configure(variant="keras", fused=True)
+        in_onnx(BFLOAT16, optimizer="adamw:variant=keras,fused=true")
 
 
 # ---- whole steps -----------------------------------------------------------------------------------------------------
@@ -417,6 +417,19 @@ def test_updates_of_other_frameworks_in_16_bits_are_no_classes_of_pytorch() -> N
     training = onward.prepare(model, loss="cross_entropy", optimizer="adamw:variant=keras", master_weights=False)
     with pytest.raises(UnsupportedError, match=r"`adamw` rounds .* in another way than any class of PyTorch"):
         to_torch(training)
+
+
+@needs("keras")
+def test_keras_keeps_copies_and_optax_refuses_them() -> None:
+    model = captured(network().bfloat16(), next(batches(torch.bfloat16))[0])
+    training = onward.prepare(model, loss="cross_entropy", optimizer="adamw:variant=keras")
+    held = onward.to_keras(training).optimizer.state()
+    assert held["0.weight/master"].dtype == np.float32
+    with pytest.raises(UnsupportedError, match=r"0\.weight/master"):
+        onward.to_jax(training)
+    rounded = onward.prepare(model, loss="cross_entropy", optimizer="adamw", master_weights=False)
+    with pytest.raises(UnsupportedError, match="as PyTorch rounds them"):
+        onward.to_jax(rounded)
 
 
 def test_copies_of_ones_own_need_a_name() -> None:

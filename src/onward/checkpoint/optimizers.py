@@ -178,6 +178,8 @@ def settings_of(spec: Spec, rate: float) -> dict[str, Any]:
     """The settings that PyTorch's own class has for the words of a recipe. `rate` is the rate at the moment."""
     configured = optimizer(spec.name).configure(**spec.options)
     settings = {**configured.values, **configured.options}
+    if not settings.get("fused"):
+        settings.pop("fused", None)  # which leaves the choice to PyTorch
     template = _template(spec, configured)
     tuples = {**_TUPLES, **({"eps": _EPS_OF_ADAFACTOR} if "eps1" in settings else {})}
     settings |= {key: tuple(settings[part] for part in parts) for key, parts in tuples.items() if parts[0] in settings}

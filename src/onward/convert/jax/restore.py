@@ -15,12 +15,14 @@ from onward.convert.jax.native import make_optimizer
 from onward.convert.jax.optimizers import read_optimizer
 from onward.convert.jax.trial import try_updates
 from onward.convert.run import Run, disassemble, step_of
-from onward.errors import UnsupportedError
+from onward.errors import UnsupportedError, listed
 from onward.lowering.contract import contract_of
 from onward.lowering.step import lower
 from onward.model import Model, Source, read
 from onward.model.core import as_input
 from onward.model.state import STEP, State, carried, states
+from onward.recipe.optimizers.halves import HALVES
+from onward.recipe.spec import Spec
 from onward.run.interpreted import interpreter
 from onward.run.jax import Jax
 from onward.transform.inline import inline
@@ -87,6 +89,18 @@ def _averaged(new: Tree, old: Tree, run: Run) -> Tree:
     return {**new, "ema": {name: average(name, past) for name, past in old["ema"].items()}}
 
 
+def _check_rounding(run: Run) -> None:
+    """Refuse updates in 16 bits that round where PyTorch does, and optax does not."""
+    types = {name: value.dtype for name, value in run.model.graph.initializers.items()}
+    for group in run.groups:
+        is_theirs = isinstance(group.optimizer, Spec) and group.optimizer.options.get("variant") == "torch"
+        if is_theirs and (narrow := [name for name in group.parameters if types[name] in HALVES]):
+            raise UnsupportedError(
+                f"{listed(narrow, 5)} are updated in 16 bits as PyTorch rounds them, which optax does not",
+                hint='train it as it is, on JAX too: `onward.run.load(model, engine="jax")`',
+            )
+
+
 class Parts:
     """What of a training model is what in JAX."""
 
@@ -102,6 +116,7 @@ class Parts:
                 hint='train it as it is, on JAX too: `onward.run.load(model, engine="jax")`',
             )
         self.run = disassemble(model, index, forward=False)
+        _check_rounding(self.run)
 
     def arrays(self, role: str) -> dict[str, jax.Array]:
         """State of a role by name, or by the parameter that an average is of. No two arrays share memory."""

@@ -25,7 +25,8 @@ _CLASSES = {
 
 def native_optimizer(run: Run, held: Mapping[str, Any]) -> Any | None:
     """Keras's optimizer with the state of a run, if there is one that computes the same."""
-    if any(isinstance(group.optimizer, FunctionOptimizer) for group in run.groups):
+    has_masters = any(f"{name}/master" in run.state for name in run.parameters)  # which Keras would leave behind
+    if has_masters or any(isinstance(group.optimizer, FunctionOptimizer) for group in run.groups):
         return None
     settings = [_comparable(group.spec) for group in run.groups]
     rate = _rate(run.groups[0].lr, run.schedule)

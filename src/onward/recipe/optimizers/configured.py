@@ -191,9 +191,14 @@ class ConfiguredOptimizer:
 
     def _call(self, parameter: ir.Value) -> Call:
         call = self.kind.choose(self.settings, _static_shape(parameter))
-        if parameter.dtype not in HALVES or self.options["variant"] != "torch":
+        if parameter.dtype not in HALVES:
             return call
-        return call._replace(function=in_half(call.function, self.options.get("fused", False)) or call.function)
+        fused = self.options.get("fused", False)
+        if self.options["variant"] == "torch":
+            return call._replace(function=in_half(call.function, fused) or call.function)
+        if fused:
+            raise RecipeError("`fused` says how PyTorch rounds 16 bits", hint="leave it out, or choose `variant=torch`")
+        return call
 
     def _initial(self, slot: str) -> float:
         initial = self.kind.initial.get(slot, 0.0)

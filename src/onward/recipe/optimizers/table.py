@@ -52,8 +52,6 @@ def _sgd(s: Settings) -> Update:
 
 
 def _adam(s: Settings) -> Update:
-    if s.fused and s.variant != "torch":
-        raise RecipeError("`fused` says how PyTorch rounds in 16 bits", hint="leave it out, or choose `variant=torch`")
     if s.amsgrad:
         by_variant = {"torch": updates.amsgrad, "optax": updates.amsgrad_optax, "keras": updates.amsgrad_keras}
         return by_variant[s.variant]
