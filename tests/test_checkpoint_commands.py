@@ -196,6 +196,23 @@ def test_all_of_a_checkpoint_is_equal_to_itself(name: str) -> None:
     assert found.equal and found.tensors and found.slots and len(found.facts) > 8
 
 
+def test_a_module_in_place_of_a_model(folder: Path) -> None:
+    Path("project.py").write_text(
+        "from torch import nn\n"
+        "class Net(nn.Sequential):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        for name, part in ('fc1', nn.Linear(64, 32)), ('relu', nn.ReLU()), ('fc2', nn.Linear(32, 10)):\n"
+        "            self.add_module(name, part)\n"
+    )
+    np.savez("inputs.npz", batches()[0][:8])
+    how = ("--module", "project:Net", "--inputs", "inputs.npz", "--loss", "cross_entropy", "--names", "names.txt")
+    run("convert", "run.pt", *how, "-o", "run.onnx")
+    assert onward.diff("run.pt", "run.onnx").equal
+    said, hint = failed("convert", "run.pt", *how[:3], "names.txt", *how[4:], "-o", "other.onnx")
+    assert "`names.txt` is no .npz file" in said and "savez" in hint
+
+
 def test_a_model_that_has_its_graph(tmp_path: Path) -> None:
     """Of ONNX Runtime, without a model beside it."""
     done = run("convert", str(RECORDED / "ort" / "entropy"), "-o", str(tmp_path / "run.onnx"))
@@ -218,8 +235,8 @@ def test_distances() -> None:
 
 
 def test_looking_at_one() -> None:
-    said = run("show", str(RECORDED / "trainer")).stdout
-    assert f"onward convert {RECORDED / 'trainer'} --like model.onnx -o run.onnx" in said
+    for name, like in (("trainer", ""), ("accelerate", " --like model.onnx"), ("ort/entropy", "")):
+        assert f"onward convert {RECORDED / name}{like} -o run.onnx\n" in run("show", str(RECORDED / name)).stdout
     said = run("show", str(RECORDED / "accelerate"), "--params").stdout
     assert "weight  " in said and "momentum_buffer" in said
     assert "--to" in run("convert", "--help").stdout and "safetensors" in run("convert", "--help").stdout

@@ -61,6 +61,17 @@ def names_in(file: Path) -> dict[str, str] | list[str]:
     return found
 
 
+def example_in(file: Path) -> Any:
+    """What a module of PyTorch takes, from a file."""
+    try:
+        from onward.convert.torch.examples import read_example
+    except ModuleNotFoundError as error:
+        raise Misuse(
+            f"`--inputs` needs `{error.name}`, which is not installed", "pip install 'onward[torch]'"
+        ) from error
+    return read_example(file)
+
+
 def number(text: str) -> Any:
     """A number, `true`, `false` or a list of numbers, or the text itself if it is none of these."""
     try:

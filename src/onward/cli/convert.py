@@ -9,7 +9,7 @@ import typer
 
 from onward.cli import options, recipes
 from onward.cli.app import BUILD, command
-from onward.cli.arguments import names_in
+from onward.cli.arguments import example_in, names_in
 from onward.cli.console import print_fields, print_json, remark
 from onward.cli.failure import Misuse
 from onward.cli.saving import Where, refuse_to_overwrite, target
@@ -42,6 +42,7 @@ def _untold(flag: str, metavar: str, help: str) -> Any:
     "onward convert run.pt --like training.onnx -o trained.onnx",
     "onward convert checkpoint-500/ --like model.onnx --loss cross_entropy -o run.onnx",
     "onward convert checkpoint-500/ --like model.onnx --dry-run",
+    "onward convert last.ckpt --module project.models:Classifier --inputs batch.npz -o run.onnx",
     "onward convert run.onnx --to hf -o checkpoint-600/",
     "onward convert checkpoint-500/ --to dcp -o sharded/",
     more=_formats,
@@ -74,6 +75,18 @@ def convert(
             metavar="MODEL",
             help="The model that a checkpoint is of; or the training model that a run was made of.",
         ),
+    ] = None,
+    module: Annotated[
+        str | None,
+        _untold(
+            "--module",
+            "PACKAGE:CLASS",
+            "In place of `--like`, the nn.Module or LightningModule that was trained: your code, which is executed.",
+        ),
+    ] = None,
+    inputs: Annotated[
+        Path | None,
+        _untold("--inputs", "FILE", "An .npz file with what the module takes, by name or in its order; or a batch."),
     ] = None,
     loss: Annotated[
         list[str] | None, _untold("--loss", "SPEC", "What is minimised, as `onward prepare` takes it.")
@@ -108,8 +121,10 @@ def convert(
         "optimizer": optimizer,
         "schedule": recipes.one_or_all(schedule),
         "names": names_in(names) if names is not None else None,
+        "module": module,
     }
-    told = [f"--{name}" for name, value in given.items() if value is not None] + ["--dry-run"] * dry_run
+    told = [f"--{name}" for name, value in {**given, "inputs": inputs}.items() if value is not None]
+    told += ["--dry-run"] * dry_run
     if to is not None:
         if like is not None or told:
             raise Misuse(f"`{'--like' if like else told[0]}` is for the way back, and `--to` is not", "leave one out")
@@ -119,6 +134,7 @@ def convert(
     elif source.suffix == ".onnx":
         raise Misuse(f"it is not said what to make of `{source}`", "say for example `--to torch`")
     elif _is_foreign(source, bool(told)):
+        given["example_inputs"] = example_in(inputs) if inputs is not None else None
         written = _imported(source, output, like, given, dry_run, as_json, data, force)
     else:
         written = [_refilled(source, output, like, data, force)]

@@ -117,5 +117,6 @@ def _way_on(path: Path, checkpoint: Checkpoint) -> list[tuple[str, str]]:
     if not checkpoint.optimizers:
         return []
     format = format_of(path)
-    like = "" if format is not None and format.graph is not None else " --like model.onnx"
+    has_graph = format is not None and format.graph is not None
+    like = "" if has_graph or checkpoint.configuration.get("architectures") else " --like model.onnx"
     return [("go on", f"onward convert {shlex.quote(str(path))}{like} -o run.onnx")]
