@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -241,6 +242,77 @@ DAMAGES: dict[str, Callable[[str, bytes], tuple[str, bytes, int] | None]] = {
 def test_files_that_are_not_whole(case: str, tmp_path: Path) -> None:
     with pytest.raises(onward.Error):
         onward.open_checkpoint(_rewritten(tmp_path / "x.keras", DAMAGES[case]))
+
+
+def test_files_with_wrong_bits(tmp_path: Path) -> None:
+    """They are refused, or it was a bit that changes no place, name or shape; reading ends in either case."""
+    whole, path, refused = RECORDED.read_bytes(), tmp_path / "x.keras", 0
+    draw = np.random.default_rng(0)
+    for at in draw.integers(0, len(whole), 300):
+        path.write_bytes(whole[:at] + bytes([draw.integers(256)]) + whole[at + 1 :])
+        try:
+            for tensor in onward.open_checkpoint(path).tensors.values():
+                tensor.array()
+        except onward.Error:
+            refused += 1
+    assert refused > 20
+    for at in range(0, len(whole), 900):
+        path.write_bytes(whole[:at])
+        with pytest.raises(onward.Error):
+            onward.open_checkpoint(path)
+
+
+def _values(tree: Any) -> Iterator[tuple[Any, Any]]:
+    for key in tree if isinstance(tree, dict) else range(len(tree)):
+        yield tree, key
+        if isinstance(tree[key], dict | list):
+            yield from _values(tree[key])
+
+
+ODD: list[Any] = [None, True, -1, 10**30, float("nan"), "x", [], {}, [{}], {"config": 1}]
+
+
+def test_configurations_that_make_no_sense(tmp_path: Path) -> None:
+    """Any value in the place of another: an error of ours, or it did not matter."""
+    with zipfile.ZipFile(RECORDED) as archive:
+        text = archive.read("config.json")
+    count, path = len(list(_values(json.loads(text)))), tmp_path / "x.keras"
+    for number in range(count):
+        config = json.loads(text)
+        tree, key = list(_values(config))[number]
+        tree[key] = ODD[number % len(ODD)]
+        changed = json.dumps(config).encode()
+        _rewritten(path, lambda name, data, new=changed: (name, new, 0) if name == "config.json" else None)
+        with contextlib.suppress(onward.Error):
+            onward.open_checkpoint(path)
+
+
+def test_links_to_elsewhere_and_other_kinds_of_arrays(tmp_path: Path) -> None:
+    h5py = pytest.importorskip("h5py")
+
+    def written(make: Callable[[Any], Any]) -> Path:
+        path = tmp_path / "x.weights.h5"
+        with h5py.File(path, "w") as file:
+            group = file.create_group("layers/dense/vars")
+            group["0"] = np.ones((2, 3), np.float32)
+            make(group)
+        return path
+
+    assert list(onward.open_checkpoint(written(lambda group: None)).tensors) == ["dense/0"]
+    harmful: list[Callable[[Any], Any]] = [
+        lambda group: group.__setitem__("1", h5py.SoftLink("/layers/dense/vars/0")),
+        lambda group: group.__setitem__("1", h5py.ExternalLink("/etc/passwd", "/")),
+        lambda group: group.__setitem__("1", group["0"]),
+        lambda group: group.__setitem__("again", group.file["layers"]),
+        lambda group: group.create_dataset("1", data=np.zeros(1 << 20), compression="gzip"),
+        lambda group: group.create_dataset("1", (4,), np.float32, external=[("/etc/passwd", 0, 16)]),
+        lambda group: group.create_dataset("1", data=["text"]),
+        lambda group: group.create_dataset("1", (1 << 40,), np.float32),
+        lambda group: group.create_virtual_dataset("1", h5py.VirtualLayout((2,), np.float32)),
+    ]
+    for make in harmful:
+        with pytest.raises(onward.Error):
+            onward.open_checkpoint(written(make))
 
 
 def test_functions_in_a_file_are_told_and_not_executed(tmp_path: Path) -> None:

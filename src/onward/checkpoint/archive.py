@@ -85,7 +85,7 @@ def read_torch_file(path: Path, part: tuple[int, int] | None = None) -> Any:
                     f"`{path}` is of PyTorch before 1.6, or was saved in its old form",
                     hint="save it again: `torch.save(torch.load(path, weights_only=True), path)`",
                 )
-            with zipfile.ZipFile(Window(file, start, length)) as archive:
+            with zipfile.ZipFile(_Window(file, start, length)) as archive:
                 return _read(path, archive, start)
     except InvalidModelError:
         raise
@@ -121,7 +121,7 @@ class Appending(io.RawIOBase):
         return self._file.write(data)
 
 
-class Window(io.RawIOBase):
+class _Window(io.RawIOBase):
     """A part of a file, as a file."""
 
     def __init__(self, file: BinaryIO, start: int, length: int):
@@ -145,11 +145,6 @@ class Window(io.RawIOBase):
         data = self._file.read(min(size, rest) if size >= 0 else rest)
         self._at += len(data)
         return data
-
-    def readinto(self, buffer: Any) -> int:
-        data = self.read(len(buffer))
-        buffer[: len(data)] = data
-        return len(data)
 
 
 def _is_main_pickle(name: str) -> bool:

@@ -8,12 +8,13 @@ from typing import Any, NamedTuple
 
 from onward.checkpoint.tensors import Tensor
 from onward.checkpoint.tracked import SHARED
-from onward.convert.classes import KINDS, SCHEDULES, Rate, Refused, is_named_after, settings_in
+from onward.convert.classes import CLIPS, KINDS, SCHEDULES, Rate, Refused, is_named_after, settings_in
 from onward.errors import InvalidModelError
 from onward.recipe.spec import Spec
 
 ITERATIONS, RATE, AVERAGE, GATHERED = "iterations", "learning_rate", "average", "gradient_accumulator"
 _SCALED = "LossScaleOptimizer"
+_LARGEST = 1e300
 SCALER = ("own_iterations", "own_learning_rate", "step_counter", "dynamic_scale")
 """The variables of a LossScaleOptimizer before those of the one inside."""
 
@@ -71,7 +72,16 @@ def settings_of(compiled: Mapping[str, Any]) -> Settings | None:
         inner = settings_of({"optimizer": given.get("inner_optimizer")})
         return inner and inner._replace(scaler=given)
     is_own = str(optimizer.get("module", "")).startswith("keras.") and not optimizer.get("registered_name")
-    return Settings(kind, given) if is_own and kind in KINDS else None
+    if not is_own or kind not in KINDS:
+        return None
+    for name in (*KINDS[kind].numbers.values(), *CLIPS, "weight_decay"):
+        if not _is_number(given.get(name)):
+            raise InvalidModelError(f"the optimizer of the file has a `{name}` that is no number")
+    return Settings(kind, given)
+
+
+def _is_number(value: Any) -> bool:
+    return value is None or (isinstance(value, int | float) and abs(value) < _LARGEST)
 
 
 def settings_by_variables(name: str, arrays: Sequence[Tensor], parameters: int) -> Settings | None:
@@ -129,13 +139,12 @@ def rate_of(settings: Settings) -> Rate | None:
 def spec_of(settings: Settings, lr: float) -> Spec | None:
     """The optimizer in words of a recipe; None where numbers are missing."""
     kind, decay = KINDS[settings.kind], settings.given.get("weight_decay")
-    if not settings.is_whole or not isinstance(decay, int | float | None) or settings.given.get("loss_scale_factor"):
+    numbers = [settings.given.get(name) for name in kind.numbers.values()]
+    if not settings.is_whole or None in numbers or settings.given.get("loss_scale_factor"):
         return None
     name = "adam" if kind.name == "adamw" and not decay else kind.name
-    try:
-        return Spec(name, {"lr": lr, **settings_in(kind, settings.given), "weight_decay": float(decay or 0.0)})
-    except (KeyError, TypeError, ValueError):
-        return None
+    given = {**dict.fromkeys(kind.flags, False), **settings.given}
+    return Spec(name, {"lr": lr, **settings_in(kind, given), "weight_decay": float(decay or 0.0)})
 
 
 # ---- losses ----------------------------------------------------------------------------------------------------------
@@ -157,8 +166,8 @@ def loss_of(compiled: Mapping[str, Any]) -> Any:
         return None
     if name in _PLAIN:
         return _PLAIN[name]
-    if name in ("huber", "huber_loss") and "delta" in config:
-        return {"name": "huber", "delta": float(config["delta"])}
+    if name in ("huber", "huber_loss") and isinstance(config.get("delta"), float):
+        return {"name": "huber", "delta": config["delta"]}
     if name == "sparse_categorical_crossentropy" and config.get("from_logits") and config.get("ignore_class") is None:
         return "cross_entropy"
     return None

@@ -78,7 +78,8 @@ class Fitted:
         rate = rate_of(known) if known.is_whole else None
         constant = self._number(RATE)
         lr = written_out(constant) if constant is not None else rate.lr if rate else 0.0
-        has_words = rate is not None or constant is not None
+        counts_batches = known.accumulate > 1 and not known.is_constant
+        has_words = (rate is not None or constant is not None) and not counts_batches
         words = (tuple(rate.schedule) if rate else ()) if has_words else None
         slots = {name: dict(self._slots(at)) for at, name in enumerate(self._parameters) if self._roles_of(at)}
         group = Group(known.given, tuple(self._parameters), spec_of(known, lr) if has_words else None)
