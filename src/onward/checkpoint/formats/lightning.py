@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from onward.checkpoint.archive import is_torch_file, read_torch_file, write_torch_file
+from onward.checkpoint.configurations import plain
 from onward.checkpoint.description import Checkpoint
 from onward.checkpoint.format import Format
 from onward.checkpoint.objects import Object
@@ -37,7 +38,7 @@ def read(path: Path) -> Checkpoint:
         remarks.append("`state_dict` holds averaged weights; those that are trained are `current_model_state`")
     if "loops" not in tree:
         remarks.append("it does not say how far the loops are: Lightning would begin to count again")
-    given = tree.get("hyper_parameters")
+    given = plain(tree.get("hyper_parameters"))
     return checkpoint_of(
         path,
         FORMAT.name,
