@@ -274,6 +274,7 @@ def test_groups_masks_and_injected_numbers(tmp_path: Path) -> None:
     assert first.numbers["lr"] == pytest.approx(0.1) and first.numbers["weight_decay"] == pytest.approx(1e-4)
     assert [set(each) - {"step"} for each in found.optimizers[0].slots.values()].count({"momentum_buffer"}) == 1
     assert any("wait for an update" in remark for remark in found.remarks)
+    assert found.step == 2 and found.progress == {"step": 5}
     onward.to_checkpoint(found, tmp_path / "again.msgpack", format="flax")
     assert (tmp_path / "again.msgpack").read_bytes() == path.read_bytes()
 

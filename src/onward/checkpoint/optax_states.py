@@ -221,16 +221,19 @@ _MAKERS: dict[str, Callable[[Settings], Stages]] = {
     "lamb": lambda s: None if s.variant == "keras" and s.weight_decay else ["scale_by_adam", "", "", _RATE],
 }
 
-_CORRECTED = {("adam", "keras"), ("adamw", "keras")}
+_CORRECTED = {("adam", "keras"), ("adamw", "keras"), ("adamw", "transformers")}
 _OTHER_EPSILON = _CORRECTED | {("adamax", "keras"), ("adagrad", "torch"), ("lamb", "keras")}
 """Optimizers that keep the same and differ from optax's by the place of epsilon: the first, before bias correction."""
 
 
 def _warn_of_epsilon(configured: ConfiguredOptimizer, step: int) -> None:
+    """Say what of an optimizer's arithmetic, which is not stored, is another in optax."""
     settings, name = configured.settings, (configured.kind.name, configured.settings.variant)
     if name not in _OTHER_EPSILON:
         return
-    nearest = ""
+    more = ""
     if name in _CORRECTED:
-        nearest = f"; {settings.eps / math.sqrt(1 - settings.beta2 ** (step + 1)):.3g} comes nearest at first"
-    warn(f"epsilon {settings.eps:g} is added at another place in optax than by `{' of '.join(name)}`{nearest}")
+        more = f"; {settings.eps / math.sqrt(1 - settings.beta2 ** (step + 1)):.3g} comes nearest at first"
+    if settings.variant == "transformers" and settings.weight_decay:
+        more += "; and weights decay before the step, not after it"
+    warn(f"epsilon {settings.eps:g} is added at another place in optax than by `{' of '.join(name)}`{more}")

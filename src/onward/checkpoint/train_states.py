@@ -127,11 +127,10 @@ def checkpoint_of_tree(path: Path, format: str, title: str, tree: Any, **facts: 
     """What is in a tree. `facts` are fields of the checkpoint that are known already."""
     meaning, flat = meaning_of(tree), dict(leaves(tree))
     tensors = {name: flat[way] for way, name in (meaning.parameters | meaning.statistics).items()}
-    counts = [count for way in meaning.counters if (count := number(flat[way])) is not None]
-    step = number(flat[meaning.step]) if meaning.step else max(counts, default=None)
+    step, counted = _updates(meaning, flat), number(flat[meaning.step]) if meaning.step else None
     known: dict[str, Any] = {
         "step": step,
-        "progress": {} if step is None else {"step": step},
+        "progress": {name: count for name, count in (("step", counted),) if count is not None},
         "randomness": tuple(RandomState("jax", at(tree, _around(way))) for way in meaning.random),
         "averages": {name: flat[way] for way, name in meaning.averages.items()},
         **facts,
@@ -140,8 +139,15 @@ def checkpoint_of_tree(path: Path, format: str, title: str, tree: Any, **facts: 
         trained = {name: tensors[name] for name in meaning.parameters.values() if tensors[name].dtype.kind not in "biu"}
         known["optimizers"] = (_optimizer(meaning.states, flat, trained, step),)
         known["schedules"] = (_schedule(meaning.states, flat, step),)
-        known["remarks"] = (*known.get("remarks", ()), *_remarks(meaning.states, flat, counts))
+        known["remarks"] = (*known.get("remarks", ()), *_remarks(meaning.states, flat))
     return Checkpoint(path, format, title, tensors, **known)
+
+
+def _updates(meaning: Meaning, flat: Mapping[Way, Any]) -> int | None:
+    """Updates made so far: as the optimizer counts, and else the training, which may count batches."""
+    counted = [number(flat[way]) for way in (meaning.states.counts if meaning.states else ())]
+    known = [count for count in counted if count is not None]
+    return max(known) if known else number(flat[meaning.step]) if meaning.step else None
 
 
 def _optimizer(states: States, flat: Mapping[Way, Any], trained: Mapping[str, Tensor], step: int | None) -> Optimizer:
@@ -188,12 +194,11 @@ def _schedule(states: States, flat: Mapping[Way, Any], step: int | None) -> Sche
     return Schedule({"count": position}, None, position)
 
 
-def _remarks(states: States, flat: Mapping[Way, Any], counts: list[int]) -> list[str]:
+def _remarks(states: States, flat: Mapping[Way, Any]) -> list[str]:
     said = []
-    if len(set(counts)) > 1:
-        said.append(
-            f"parts of it have counted different numbers of updates: {', '.join(map(str, sorted(set(counts))))}"
-        )
+    counts = sorted({count for way in states.counts if (count := number(flat[way])) is not None})
+    if len(counts) > 1:
+        said.append(f"parts of the optimizer have made different numbers of updates: {', '.join(map(str, counts))}")
     if states.waiting and (waiting := number(flat[states.waiting])):
         said.append(f"gradients of {waiting} batches wait for an update, and are not carried elsewhere")
     if states.unknown:
@@ -239,9 +244,9 @@ def updated(tree: Any, checkpoint: Checkpoint) -> Any:
     ):
         new |= {way: _like(flat[way], tensors[name]) for way, name in places.items() if name in tensors}
     counts = {way: count for way in meaning.counters if (count := number(flat[way])) is not None}
-    before = number(flat[meaning.step]) if meaning.step else max(counts.values(), default=0)
+    before = _updates(meaning, flat)
     passed = 0 if checkpoint.step is None or before is None else checkpoint.step - before
-    new |= {way: _counter(flat[way], count + passed) for way, count in counts.items()}
+    new |= {way: _counter(flat[way], count + passed * _unit(count, before)) for way, count in counts.items()}
     if meaning.states and checkpoint.optimizers:
         kept = checkpoint.optimizers[0].slots
         for way, (name, slot, sign) in meaning.states.slots.items():
@@ -250,6 +255,11 @@ def updated(tree: Any, checkpoint: Checkpoint) -> Any:
         if passed and meaning.states.waiting:
             new |= {way: _zeros(flat[way]) for way in [meaning.states.waiting, *meaning.states.accumulated]}
     return replaced(tree, lambda way, leaf: new.get(way, leaf))
+
+
+def _unit(count: int, updates: int | None) -> int:
+    """How many there are for an update of what a training counts."""
+    return count // updates if updates and count % updates == 0 and count else 1
 
 
 def _like(old: Tensor, new: Tensor) -> Tensor:

@@ -36,13 +36,14 @@ def with_words(checkpoint: Checkpoint, words: Any) -> Checkpoint:
     if any(name not in specs for group in optimizer.groups for name in group.parameters):
         return checkpoint
     groups = tuple(dataclasses.replace(group, optimizer=specs[group.parameters[0]]) for group in optimizer.groups)
+    families = dict.fromkeys(group.optimizer.name for group in groups if group.optimizer)
     found = [
         Schedule(each.state, told, each.position)
         for each, told in zip(checkpoint.schedules, schedules or [()], strict=False)
     ]
     return dataclasses.replace(
         checkpoint,
-        optimizers=(dataclasses.replace(optimizer, groups=groups),),
+        optimizers=(dataclasses.replace(optimizer, groups=groups, families=tuple(families)),),
         schedules=tuple(found) or checkpoint.schedules,
         clip=clip,
     )
