@@ -17,6 +17,7 @@ import onnx
 import safetensors.numpy
 
 import onward
+from campaign.data import no_file
 from campaign.kinds import Kind
 from campaign.models import PROTOBUF
 from campaign.mutations import (
@@ -141,7 +142,7 @@ def _import(name: str) -> Any:
     return lambda: onward.from_checkpoint(name).save("out.onnx")
 
 
-def _kind(name: str, *uses: Any, of: Callable[[Path], object] | None = None) -> Kind:
+def _kind(name: str, *uses: Any, of: Callable[[Path], object] | None = None, needs: tuple[str, ...] = ()) -> Kind:
     """Checkpoints that are recorded under a name, or made by a function."""
 
     def copy(folder: Path) -> None:
@@ -153,7 +154,7 @@ def _kind(name: str, *uses: Any, of: Callable[[Path], object] | None = None) -> 
 
     there = Path(name).name
     shown = (("show", there), ("show", there, "--json"), ("show", there, "--unsafe"))
-    return Kind(of or copy, _DAMAGES, (*shown, _look(there), *uses))
+    return Kind(of or copy, _DAMAGES, (*shown, _look(there), *uses), no_file, needs)
 
 
 def _with_its_model(folder: Path) -> None:
@@ -178,7 +179,14 @@ def _in_pieces(folder: Path) -> None:
     (folder / "pieces" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
 
 
-_GO_ON = ("convert", "lightning.ckpt", "--like", "model.onnx", "--loss", "mse", "-o", "out.onnx")
+def _of_ray(folder: Path) -> None:
+    onward.to_checkpoint(_RECORDED / "plain.pt", folder / "ray", format="ray")
+
+
+def _go_on() -> None:
+    onward.from_checkpoint("lightning.ckpt", "model.onnx", loss="mse").save("out.onnx")
+
+
 KINDS = {
     "checkpoints of a trainer": _kind("trainer", _convert("trainer", "safetensors"), _convert("trainer", "hf")),
     "checkpoints of Lightning": _kind(
@@ -193,7 +201,10 @@ KINDS = {
         "ort/entropy", _import("entropy"), _import("entropy"), _convert("entropy", "ort")
     ),
     "checkpoints of PyTorch": _kind("plain.pt", _convert("plain.pt", "torch"), _convert("plain.pt", "dcp")),
-    "checkpoints to go on with": Kind(_with_its_model, {"*.ckpt": _TORCH}, (_GO_ON, (*_GO_ON, "--dry-run"))),
+    "checkpoints to go on with": Kind(_with_its_model, {"*.ckpt": _TORCH}, (_go_on,)),
+    "checkpoints of Keras": _kind("keras/model.keras", _convert("model.keras", "keras"), needs=("h5py",)),
+    "checkpoints of Megatron": _kind("megatron", _convert("megatron", "megatron")),
+    "checkpoints of Ray Train": _kind("ray", _convert("ray", "ray"), of=_of_ray),
     "distributed checkpoints": _kind("dcp", _convert("dcp", "torch"), _convert("dcp", "dcp")),
     "models in pieces": _kind("pieces", _convert("pieces", "safetensors"), of=_in_pieces),
     "checkpoints of Flax": _kind("flax.msgpack", _convert("flax.msgpack", "flax")),

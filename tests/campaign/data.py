@@ -123,6 +123,7 @@ def no_file(rng: random.Random, folder: Path) -> None:
         lambda: path.symlink_to("/dev/zero"),
         lambda: path.symlink_to("/dev/stdin"),
         lambda: path.symlink_to(path.name),
+        lambda: path.symlink_to("."),
         lambda: path.mkdir(),
         lambda: path.write_bytes(b""),
         lambda: shutil.rmtree(path.parent) if path.parent != folder else None,
