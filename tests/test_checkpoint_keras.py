@@ -149,17 +149,15 @@ def test_keras_goes_on_from_what_we_write(build: str, optimizer: str, tmp_path: 
 
 
 @needs("keras", "tensorflow")
-@pytest.mark.parametrize("format", ["keras", "tensorflow"])
-def test_a_run_through_a_training_model(format: str, tmp_path: Path) -> None:
-    """Five steps in Keras, five in Onward, five in Keras again: as fifteen in Keras."""
+@pytest.mark.parametrize(("format", "optimizer"), [("keras", "nadam"), ("tensorflow", "adamw")])
+def test_a_run_through_a_training_model(format: str, optimizer: str, tmp_path: Path) -> None:
+    """Five steps in Keras, five in Onward, five in Keras again: as fifteen in Keras, averages too."""
     import keras
     import tensorflow as tf
 
     batches = _batches(15)
-    model = _trained(_dense, "adamw", [])
-    like = onward.from_keras(model, probe=False)
-    for x, y in batches[:5]:
-        model.train_on_batch(x, y)
+    like = onward.from_keras(_trained(_dense, "adamw", []), probe=False)
+    model = _trained(_dense, optimizer, batches[:5])
 
     def saved(name: str, source: Any = None) -> Path:
         path = tmp_path / (f"{name}.keras" if format == "keras" else name)
@@ -179,8 +177,11 @@ def test_a_run_through_a_training_model(format: str, tmp_path: Path) -> None:
             again.optimizer.build(again.trainable_variables)
             state = tf.train.Checkpoint(model=again, optimizer=again.optimizer)
             state.restore(tf.train.latest_checkpoint(str(path))).assert_consumed()
-        return [float(again.train_on_batch(x, y)) for x, y in batches[part]]
+        found = [float(again.train_on_batch(x, y)) for x, y in batches[part]]
+        kept.append(getattr(again.optimizer, "_model_variables_moving_average", []))
+        return found
 
+    kept: list[Any] = []
     training = onward.from_checkpoint(saved("theirs"), like=like)
     expected = [float(model.train_on_batch(x, y)) for x, y in batches[5:]]
     assert losses(saved("ours", training), slice(5, 10)) == expected[:5]
@@ -191,6 +192,10 @@ def test_a_run_through_a_training_model(format: str, tmp_path: Path) -> None:
         np.testing.assert_allclose(ours, expected[:5], rtol=1e-5)
         after = saved("later", engine.updated())
     np.testing.assert_allclose(losses(after, slice(10, 15)), expected[5:], rtol=1e-5)
+    averages = getattr(model.optimizer, "_model_variables_moving_average", [])
+    assert len(averages) == len(kept[-1]) == (6 if optimizer == "nadam" else 0)
+    for average, again in zip(averages, kept[-1], strict=True):
+        np.testing.assert_allclose(again.numpy(), average.numpy(), rtol=1e-5, atol=1e-7)
 
 
 @needs("keras")

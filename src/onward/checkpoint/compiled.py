@@ -140,7 +140,8 @@ def spec_of(settings: Settings, lr: float) -> Spec | None:
     """The optimizer in words of a recipe; None where numbers are missing."""
     kind, decay = KINDS[settings.kind], settings.given.get("weight_decay")
     numbers = [settings.given.get(name) for name in kind.numbers.values()]
-    if not settings.is_whole or None in numbers or settings.given.get("loss_scale_factor"):
+    overwritten = settings.given.get("use_ema") and settings.given.get("ema_overwrite_frequency")
+    if not settings.is_whole or None in numbers or settings.given.get("loss_scale_factor") or overwritten:
         return None
     name = "adam" if kind.name == "adamw" and not decay else kind.name
     given = {**dict.fromkeys(kind.flags, False), **settings.given}

@@ -108,6 +108,8 @@ class Checkpoint:
     """Of the loss, for float16."""
     averages: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
     """Averaged parameters, by name, beside those that are trained."""
+    average_decay: float | None = None
+    """How much of an average stays in each update, where averages go on."""
     clip: Mapping[str, Any] | None = None
     """How gradients are limited, in words of a recipe: `{"norm": 1.0, "variant": "torch"}`."""
     accumulate: int = 1

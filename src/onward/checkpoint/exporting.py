@@ -102,6 +102,8 @@ def checkpoint_of_model(model: Model) -> Checkpoint:
             progress={"step": run.step},
             clip=run.clip,
             accumulate=int(run.recipe.get("accumulate", 1)),
+            averages=_averages(model),
+            average_decay=run.recipe.get("ema"),
         )
     before, matched = origin
     slots = _slots(model, run.step, matched)
@@ -116,6 +118,14 @@ def checkpoint_of_model(model: Model) -> Checkpoint:
         since=since,
         progress=_progress(before.progress, before.step, run.step),
     )
+
+
+def _averages(model: Model) -> dict[str, Tensor]:
+    return {
+        state.parameter: ModelTensor(state.value.const_value)
+        for state in states(model)
+        if state.role == "ema" and state.parameter and state.value.const_value is not None
+    }
 
 
 def weights_of(model: Model) -> Checkpoint:

@@ -95,6 +95,7 @@ class Fitted:
             "clip": clip_in({name: known.given.get(name) for name in CLIPS}),
             "scaler": self._scaler(),
             "averages": averages,
+            "average_decay": self._decay() if step and averages else None,
         }
 
     def _unknown(self) -> tuple[Optimizer, ...]:
@@ -131,6 +132,10 @@ class Fitted:
             "_growth_tracker": outer["step_counter"].array().item(),
         }
 
+    def _decay(self) -> float | None:
+        decay = self._settings.given.get("ema_momentum") if self._settings else None
+        return float(decay) if isinstance(decay, int | float) else None
+
     def _remarks(self) -> Iterator[str]:
         known = self._settings
         if known is None:
@@ -143,6 +148,8 @@ class Fitted:
             yield "whether some variables are excluded from weight decay is not in files of Keras"
         if known.given.get("use_ema"):
             yield "Keras's `fit` overwrites weights by their averages when it ends"
+        if known.given.get("use_ema") and known.given.get("ema_overwrite_frequency"):
+            yield "averages become the weights from time to time, which a training model does not do"
 
     # ---- back --------------------------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 
 from onward.arguments import checked
@@ -116,6 +117,8 @@ def plan(
     groups = _groups(checkpoint, matched, parse(optimizer) if optimizer is not None else None, base)
     weights, slots, has_masters = _state(checkpoint, matched, model, groups)
     step = _step(checkpoint, groups)
+    recipe = _recipe(checkpoint, base, has_masters)
+    slots |= _averages(checkpoint, matched, groups, step) if "ema" in recipe else {}
     words, more = _schedule(checkpoint, schedule, step, groups, base)
     run = Run(
         model=model,
@@ -125,7 +128,7 @@ def plan(
         schedule=words,
         clip=base.clip if base and not _tells(checkpoint) else checkpoint.clip,
         statistics=base.statistics if base else ("sample" if _counts_as_pytorch(groups) else "population"),
-        recipe=_recipe(checkpoint, base, has_masters),
+        recipe=recipe,
     )
     return Plan(checkpoint, matched, run, slots, weights, (*matched.rules, *notes, *more, *checkpoint.remarks))
 
@@ -416,9 +419,22 @@ def _recipe(checkpoint: Checkpoint, base: Run | None, has_masters: bool | None) 
     recipe = dict(base.recipe) if base else {}
     if checkpoint.accumulate > 1:
         recipe["accumulate"] = checkpoint.accumulate
+    if checkpoint.average_decay is not None:
+        recipe["ema"] = checkpoint.average_decay
     if has_masters is not None:
         recipe["master_weights"] = has_masters
     return recipe
+
+
+def _averages(checkpoint: Checkpoint, matched: Match, groups: Sequence[RunGroup], step: int) -> dict[str, Tensor]:
+    """Averages of what is trained, as state of the training model; those that have not begun are none."""
+    trained = {name for group in groups for name in group.parameters}
+    found = {
+        f"ema/{matched.names[theirs]}": _turned(tensor, theirs in matched.turned)
+        for theirs, tensor in checkpoint.averages.items()
+        if matched.names.get(theirs) in trained
+    }
+    return {**found, "ema/n_averaged": as_tensor(np.int64(step))} if found else {}
 
 
 def _counts_as_pytorch(groups: Sequence[RunGroup]) -> bool:

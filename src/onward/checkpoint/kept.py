@@ -53,6 +53,9 @@ class _Keeping:
         }
         for theirs, ours in matched.names.items():
             self._know(checkpoint.tensors[theirs], ours, theirs in matched.turned)
+        for theirs, tensor in checkpoint.averages.items():
+            if self._has(name := f"ema/{matched.names.get(theirs, '')}"):
+                self._know(tensor, name, theirs in matched.turned)
         for optimizer in checkpoint.optimizers:
             for key, slots in optimizer.slots.items():
                 theirs = str(key)
