@@ -75,6 +75,25 @@ def test_configurations_that_are_refused(change: dict[str, Any], said: str, tmp_
         onward.from_checkpoint(folder)
 
 
+@pytest.mark.slow
+@needs("transformers", "onnxscript", "psutil")
+def test_a_large_model_is_captured_without_its_values() -> None:
+    """15 GB of parameters."""
+    import psutil
+    import transformers
+
+    from onward.convert.torch.architecture import from_configuration
+
+    sizes = {"vocab_size": 128256, "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 2}
+    config = transformers.LlamaConfig(**sizes, num_attention_heads=64, num_key_value_heads=8)
+    configuration = {**config.to_dict(), "architectures": ["LlamaForCausalLM"]}
+    before = psutil.Process().memory_info().rss
+    made = from_configuration(configuration, {}, None, computes_loss=True)
+    weights = [value for value in made.model.graph.initializers.values() if value.const_value is not None]
+    assert sum(value.const_value.nbytes for value in weights) > 15e9
+    assert psutil.Process().memory_info().rss - before < 400e6
+
+
 def sentences(count: int, **more: Any) -> list[dict[str, Any]]:
     rng = np.random.default_rng(0)
     made = []

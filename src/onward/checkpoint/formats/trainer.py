@@ -64,8 +64,23 @@ def read(folder: Path) -> Checkpoint:
         progress=progress_of(state),
         arguments=arguments,
         accumulate=int(arguments.get("gradient_accumulation_steps") or 1),
+        remarks=_remarks(arguments),
         **facts,
     )
+
+
+def _remarks(arguments: Mapping[str, Any]) -> list[str]:
+    """What the Trainer does and a training model of its checkpoint does not."""
+    narrow = next((kind for kind in ("bf16", "fp16") if arguments.get(kind) is True), None)
+    said = {
+        f"the Trainer computes in 16 bits ({narrow}=True), and a training model as its graph does": narrow,
+        "the Trainer adds noise to embeddings (`neftune_noise_alpha`), and a training model does not": arguments.get(
+            "neftune_noise_alpha"
+        ),
+        "of the batches that make an update, the Trainer weighs each by its labels, and a training model weighs all "
+        "alike": int(arguments.get("gradient_accumulation_steps") or 1) > 1,
+    }
+    return [remark for remark, is_so in said.items() if is_so]
 
 
 def _word(value: Any) -> str:
