@@ -275,6 +275,8 @@ def test_groups_masks_and_injected_numbers(tmp_path: Path) -> None:
     assert [set(each) - {"step"} for each in found.optimizers[0].slots.values()].count({"momentum_buffer"}) == 1
     assert any("wait for an update" in remark for remark in found.remarks)
     assert found.step == 2 and found.progress == {"step": 5}
+    with pytest.raises(onward.Error, match="1 batches wait for an update"):
+        onward.from_checkpoint(path, like=Training(optax.adam(0.1)).model())
     onward.to_checkpoint(found, tmp_path / "again.msgpack", format="flax")
     assert (tmp_path / "again.msgpack").read_bytes() == path.read_bytes()
 
@@ -463,6 +465,18 @@ def test_states_of_flax(tmp_path: Path) -> None:
     assert {name: sorted(kept) for name, kept in found.optimizers[0].slots.items()} == {
         name: ["exp_avg", "exp_avg_sq", "step"] for name in ("bias", "kernel")
     }
+
+
+def test_parameters_alone(tmp_path: Path) -> None:
+    """As transformers saved models of Flax: `model` and `key` are names of layers there."""
+    from flax import serialization
+
+    layer = {"kernel": np.ones((2, 2), np.float32)}
+    tree = {"model": {"attention": {"query": layer, "key": layer}}, "lm_head": layer}
+    (tmp_path / "flax_model.msgpack").write_bytes(serialization.msgpack_serialize(tree))
+    found = onward.open_checkpoint(tmp_path / "flax_model.msgpack")
+    names = ["model/attention/query/kernel", "model/attention/key/kernel", "lm_head/kernel"]
+    assert sorted(found.tensors) == sorted(names) and not found.optimizers and not found.randomness
 
 
 def test_without_tensorstore(monkeypatch: pytest.MonkeyPatch) -> None:

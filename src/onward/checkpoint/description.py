@@ -114,6 +114,8 @@ class Checkpoint:
     """How gradients are limited, in words of a recipe: `{"norm": 1.0, "variant": "torch"}`."""
     accumulate: int = 1
     """Batches that make one update."""
+    waiting: int = 0
+    """Batches since the last update, whose gradients are in what is stored, and not in what is said here."""
     loss: Any = None
     """In words of a recipe."""
     tied: Mapping[str, str] = dataclasses.field(default_factory=dict)

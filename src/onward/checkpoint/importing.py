@@ -114,6 +114,11 @@ def plan(
     listed_names = None if isinstance(names, Mapping) else names
     checkpoint, notes = _named(checkpoint, matched, model, listed_names, captured.orders)
     _refuse_unmatched(checkpoint, matched)
+    if checkpoint.waiting:
+        raise UnsupportedError(
+            f"gradients of {checkpoint.waiting} batches wait for an update in `{checkpoint.path}`, and would be lost",
+            hint="save it after an update, which makes use of them",
+        )
     groups = _groups(checkpoint, matched, parse(optimizer) if optimizer is not None else None, base)
     weights, slots, has_masters = _state(checkpoint, matched, model, groups)
     step = _step(checkpoint, groups)

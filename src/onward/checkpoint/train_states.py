@@ -17,10 +17,12 @@ from onward.checkpoint.pytrees import DATA, KEY, Way, at, leaves, named, nested,
 from onward.checkpoint.tensors import ArrayTensor, ComputedTensor, Tensor
 from onward.errors import UnsupportedError, listed
 
-_PARAMETERS = ("params", "parameters", "model_params", "model", "weights")
+_PARAMETERS = ("params", "parameters", "model_params")
+_MODEL = ("model", "weights")
+"""What parameters may be called as well beside an optimizer: alone, it is the name of a layer."""
 _STATISTICS = ("batch_stats", "statistics", "model_state")
 _AVERAGES = ("ema", "ema_params", "params_ema")
-_OPTIMIZER = ("opt_state", "optimizer_state", "optimizer", "opt")
+_OPTIMIZER = ("opt_state", "optimizer_state", "optimizer")
 _STEP = ("step", "global_step", "iteration")
 _RANDOM = {
     "rng", "rngs", "random", "key", "keys", "prng", "prng_key", "rng_key", "dropout_rng", "dropout_key",
@@ -59,7 +61,7 @@ def meaning_of(tree: Any) -> Meaning:
     found = Meaning(random=_keys(tree))
     optimizer = _find(tree, _OPTIMIZER, ())
     taken = [optimizer] if optimizer else []
-    root = _find(tree, _PARAMETERS, taken)
+    root = _find(tree, (*_PARAMETERS, *(_MODEL if optimizer else ())), taken)
     if root:
         taken.append(root)
         found.parameters = named(at(tree, root), root)
@@ -139,6 +141,7 @@ def checkpoint_of_tree(path: Path, format: str, title: str, tree: Any, **facts: 
         trained = {name: tensors[name] for name in meaning.parameters.values() if tensors[name].dtype.kind not in "biu"}
         known["optimizers"] = (_optimizer(meaning.states, flat, trained, step),)
         known["schedules"] = (_schedule(meaning.states, flat, step),)
+        known["waiting"] = (number(flat[meaning.states.waiting]) or 0) if meaning.states.waiting else 0
         known["remarks"] = (*known.get("remarks", ()), *_remarks(meaning.states, flat))
     return Checkpoint(path, format, title, tensors, **known)
 
@@ -200,7 +203,7 @@ def _remarks(states: States, flat: Mapping[Way, Any]) -> list[str]:
     if len(counts) > 1:
         said.append(f"parts of the optimizer have made different numbers of updates: {', '.join(map(str, counts))}")
     if states.waiting and (waiting := number(flat[states.waiting])):
-        said.append(f"gradients of {waiting} batches wait for an update, and are not carried elsewhere")
+        said.append(f"gradients of {waiting} batches wait for an update, and are lost in other formats")
     if states.unknown:
         names = ["/".join(way) for way in states.unknown]
         said.append(f"of the optimizer's state, {listed(names, 3)} is of a kind that is not known")
