@@ -345,6 +345,13 @@ def test_what_the_new_model_can_point_at_stays(
         assert not other.exists()
 
 
+def test_a_model_that_no_save_would_ask_has_its_own_data(tmp_path: Path) -> None:
+    """Files are deleted that no `.onnx` file beside them mentions."""
+    model = _owned(tmp_path)
+    path = model.save(tmp_path / "new.model")
+    assert storage.data_files_of(path) == [tmp_path / "new.model.data"]
+
+
 def test_of_ranges_that_overlap_one_stays(tmp_path: Path) -> None:
     model = _overlapping(tmp_path)
     path = model.save(tmp_path / "new.onnx")

@@ -226,11 +226,11 @@ class Run:
     def _sweep(self) -> None:
         """Remove what a process left behind that was killed: half-written files, data that no model refers to."""
         folder = self.path.resolve()
-        models = [folder / name for name in _MODELS]
+        models, there = [folder / name for name in _MODELS], list(folder.glob("*.onnx"))
         for file in folder.iterdir():
             is_half = any(is_torn(folder / name, file) for name in (*_MODELS, CONFIG))
             own = any(is_own(model, file) for model in models)
-            if is_half or (own and not any(model.exists() and mentions(model, file.name) for model in models)):
+            if is_half or (own and not any(mentions(model, file.name) for model in there)):
                 file.unlink(missing_ok=True)
 
     def _undo(self, before: set[Path]) -> None:

@@ -81,7 +81,7 @@ def save(
     tensors, others = _held_by(places), _held_by(also)
     with Transaction(target) as transaction:
         old = _replaced_files(target)
-        plan = _plan(target, tensors, set(old), shared or set(), external, threshold_bytes)
+        plan = _plan(target, tensors, set(old), shared, external, threshold_bytes)
         moved = {place: tensor for place, tensor in others.items() if _is_large(place, tensor, threshold_bytes)}
         data = write_data(plan.written | moved, plan.suffix, target, transaction, shard_bytes)
         future = plan.kept | plan.embedded | data
@@ -146,14 +146,14 @@ def _plan(
     target: Path,
     tensors: dict[Place, ir.TensorProtocol],
     old: set[Path],
-    shared: Set[Path],
+    shared: Set[Path] | None,
     external: str,
     threshold: int,
 ) -> _Plan:
     ranges = {place: where for place, tensor in tensors.items() if (where := range_of(tensor))}
-    keep = _kept_files(target, set(ranges.values()), old, external) | shared
+    keep = _kept_files(target, set(ranges.values()), old, external) | (shared or set())
     staying = {place for place in ranges if ranges[place][0] in keep and is_where_it_was_read(tensors[place])}
-    if external in _STAYING:
+    if external in _STAYING and shared is None:
         staying |= _staying(target, ranges, tensors)
     if external == "overlay":
         _refuse_copies(target, {place: where[0] for place, where in ranges.items() if place not in staying})
@@ -211,9 +211,11 @@ def _staying(
 
 
 def _may_be_deleted(target: Path, file: Path) -> bool:
-    """Whether a save in another folder may delete a file: it asks the models beside it, and not those further up."""
-    beside = [entry.name for entry in listing(file.parent)] if file.parent != target.parent else []
-    return any(name.endswith(".onnx") and is_own(file.with_name(name), file) for name in beside)
+    """Whether a save may delete a file that belongs to another model: it asks only the `.onnx` files beside it."""
+    if file.parent == target.parent and target.name.endswith(".onnx"):
+        return False
+    models = [entry.name for entry in listing(file.parent) if entry.name.endswith(".onnx")]
+    return any(is_own(file.with_name(name), file) for name in models)
 
 
 def _refuse_copies(target: Path, copied: dict[Place, Path]) -> None:
