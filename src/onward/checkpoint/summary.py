@@ -122,12 +122,14 @@ def _optimizer(optimizer: Optimizer) -> Iterator[tuple[str, str]]:
     name = " or ".join(optimizer.families) or "of a kind that is not known"
     yield "optimizer", f"{name}, keeps {_amount(optimizer.tensors) or 'nothing'}"
     for group in optimizer.groups:
-        yield "", f"{quantity(len(group.parameters), 'parameter')}: {settings(group.settings)}"
+        said = settings(group.settings) or str(group.optimizer or "settings are not stored")
+        yield "", f"{quantity(len(group.parameters), 'parameter')}: {said}"
 
 
 def _schedule(schedule: Schedule) -> str:
     if schedule.words is None:
-        return f"a function that is not stored, or of a kind that is not known: {settings(schedule.state)}"
+        known = settings(schedule.state)
+        return f"a function that is not stored, or of a kind that is not known{f': {known}' if known else ''}"
     shape = ", then ".join(map(str, schedule.words)) or "constant"
     return f"{shape}; after {quantity(schedule.position or 0, 'step')}"
 

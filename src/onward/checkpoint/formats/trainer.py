@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,6 +15,7 @@ from onward.checkpoint.format import Format
 from onward.checkpoint.objects import Object
 from onward.checkpoint.optimizers import optimizer_of
 from onward.checkpoint.safetensors_files import MODEL, read_json, write_json, write_safetensors
+from onward.checkpoint.schedules import schedule_of
 from onward.checkpoint.states import optimizer_state, up_to_date
 from onward.checkpoint.trees import mapping, progress_of
 from onward.convert.rates import Factor, complete
@@ -90,8 +92,8 @@ def _word(value: Any) -> str:
 
 def _schedule(tree: Mapping[str, Any], arguments: Mapping[str, Any], state: Mapping[str, Any]) -> Schedule:
     """Schedules are functions, which are not stored: their numbers are in the arguments beside them."""
-    position = tree.get("last_epoch")
-    return Schedule(tree, _words(tree, arguments, state), position if isinstance(position, int) else None)
+    known = schedule_of(tree)
+    return known if known.words is not None else dataclasses.replace(known, words=_words(tree, arguments, state))
 
 
 def _words(tree: Mapping[str, Any], arguments: Mapping[str, Any], state: Mapping[str, Any]) -> tuple[Spec, ...] | None:
