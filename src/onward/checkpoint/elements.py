@@ -34,11 +34,16 @@ def distance(a: np.ndarray, b: np.ndarray, atol: float = 0.0, rtol: float = 0.0)
 
 
 def _of_part(a: np.ndarray, b: np.ndarray, atol: float, rtol: float) -> Distance:
-    if a.dtype == b.dtype and a.tobytes() == b.tobytes():
+    if a.dtype == b.dtype and not a.dtype.hasobject and np.array_equal(_bits(a), _bits(b)):
         return Distance()
     if not (_is_numeric(a) and _is_numeric(b)):
         count = int(np.count_nonzero(a != b))
         return Distance(count, math.inf, math.inf) if count else Distance()
+    if a.dtype == b.dtype:
+        unequal = a != b
+        a, b = a[unequal], b[unequal]
+    if not a.size:
+        return Distance()
     kind = np.complex128 if "c" in (a.dtype.kind, b.dtype.kind) else np.float64
     with np.errstate(all="ignore"):
         x, y = a.astype(kind), b.astype(kind)
@@ -52,6 +57,12 @@ def _of_part(a: np.ndarray, b: np.ndarray, atol: float, rtol: float) -> Distance
     return Distance(
         int(np.count_nonzero(beyond)), float(apart.max()), float(np.nan_to_num(relative, nan=math.inf).max())
     )
+
+
+def _bits(array: np.ndarray) -> np.ndarray:
+    """The same bytes, in numbers that compare quickly."""
+    flat = np.ascontiguousarray(array).view(np.uint8)
+    return flat.view(np.uint64) if flat.size % 8 == 0 else flat
 
 
 def _is_numeric(array: np.ndarray) -> bool:
