@@ -20,6 +20,7 @@ from onward.checkpoint.kept import keep
 from onward.checkpoint.matching import Match, match
 from onward.checkpoint.naming import Order, with_names
 from onward.checkpoint.opening import open_checkpoint
+from onward.checkpoint.optax_trees import of_adamax
 from onward.checkpoint.optimizers import spec_of
 from onward.checkpoint.placing import placed
 from onward.checkpoint.tensors import Tensor, as_tensor, count_of, turned
@@ -120,6 +121,7 @@ def plan(
             hint="save it after an update, which makes use of them",
         )
     groups = _groups(checkpoint, matched, parse(optimizer) if optimizer is not None else None, base)
+    checkpoint = _with_slots(checkpoint, matched, groups)
     weights, slots, has_masters = _state(checkpoint, matched, model, groups)
     step = _step(checkpoint, groups)
     recipe = _recipe(checkpoint, base, has_masters)
@@ -245,6 +247,13 @@ def _groups(checkpoint: Checkpoint, matched: Match, said: Spec | None, base: Run
             elif own:
                 found.append(RunGroup(_spec(optimizer, group, said), list(dict.fromkeys(own))))
     return found
+
+
+def _with_slots(checkpoint: Checkpoint, matched: Match, groups: Sequence[RunGroup]) -> Checkpoint:
+    """The checkpoint with names of slots that only the class of an optimizer tells."""
+    ours = {name for group in groups if group.optimizer.name == "adamax" for name in group.parameters}
+    theirs = {name for name, other in matched.names.items() if other in ours}
+    return dataclasses.replace(checkpoint, optimizers=tuple(of_adamax(each, theirs) for each in checkpoint.optimizers))
 
 
 def _groups_of(base: Run, own: Sequence[str], numbers: Mapping[str, float]) -> list[RunGroup]:

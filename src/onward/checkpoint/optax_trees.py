@@ -7,11 +7,12 @@ fields tell what is kept, and what it can be of.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from onward.checkpoint.description import Optimizer
 from onward.checkpoint.pytrees import WRAPPER, Way, named, parts
 from onward.checkpoint.tensors import ComputedTensor, Tensor
 from onward.convert.optax_fields import FIELDS
@@ -34,7 +35,7 @@ _STATES: dict[frozenset[str], str] = {
 FAMILIES: dict[frozenset[str], tuple[str, ...]] = {
     frozenset(): ("sgd",),
     frozenset({"momentum_buffer"}): ("sgd",),
-    frozenset({"exp_avg", "exp_avg_sq"}): ("adam", "adamw", "nadam", "radam", "lamb"),
+    frozenset({"exp_avg", "exp_avg_sq"}): ("adam", "adamw", "nadam", "radam", "lamb", "adamax"),
     frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq"}): ("amsgrad",),
     frozenset({"exp_avg", "exp_inf"}): ("adamax",),
     frozenset({"exp_avg"}): ("lion",),
@@ -138,6 +139,19 @@ class States:
 def unwrapped(tree: Any, way: Way) -> Way:
     """The place of a number, also inside a variable of NNX."""
     return (*way, WRAPPER) if isinstance(tree, Mapping) and [*tree] == [WRAPPER] else way
+
+
+SECOND, LARGEST = "exp_avg_sq", "exp_inf"
+"""Both are `nu` in optax: Adamax keeps the largest gradients where Adam has their squares."""
+
+
+def of_adamax(optimizer: Optimizer, parameters: Collection[str]) -> Optimizer:
+    """An optimizer of optax, when it is known which parameters it trains by Adamax."""
+    slots = {
+        name: {LARGEST if slot == SECOND and name in parameters else slot: value for slot, value in kept.items()}
+        for name, kept in optimizer.slots.items()
+    }
+    return dataclasses.replace(optimizer, slots=slots) if optimizer.variant == "optax" else optimizer
 
 
 # ---- what is kept, as a training model has it ------------------------------------------------------------------------

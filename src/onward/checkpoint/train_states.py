@@ -12,7 +12,7 @@ import numpy as np
 
 from onward.checkpoint.description import COUNT, MASTER, Checkpoint, Group, Optimizer, RandomState, Schedule
 from onward.checkpoint.optax_states import optimizer_state
-from onward.checkpoint.optax_trees import FAMILIES, WORDS, States, factors, signed, unwrapped
+from onward.checkpoint.optax_trees import FAMILIES, LARGEST, SECOND, WORDS, States, factors, signed, unwrapped
 from onward.checkpoint.pytrees import DATA, KEY, Way, at, leaves, named, nested, parts, replaced
 from onward.checkpoint.tensors import ArrayTensor, ComputedTensor, Tensor
 from onward.errors import UnsupportedError, listed
@@ -253,7 +253,9 @@ def updated(tree: Any, checkpoint: Checkpoint) -> Any:
     if meaning.states and checkpoint.optimizers:
         kept = checkpoint.optimizers[0].slots
         for way, (name, slot, sign) in meaning.states.slots.items():
-            if slot in (known := kept.get(name, {})):
+            known = kept.get(name, {})
+            slot = LARGEST if slot == SECOND and LARGEST in known else slot
+            if slot in known:
                 new[way] = _like(flat[way], signed(known[slot], sign))
         if passed and meaning.states.waiting:
             new |= {way: _zeros(flat[way]) for way in [meaning.states.waiting, *meaning.states.accumulated]}
