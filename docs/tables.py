@@ -241,6 +241,7 @@ RECORDED = {
     "hf": "trainer",
     "keras": "keras/model.keras",
     "lightning": "lightning.ckpt",
+    "nemo": "nemo/model.nemo",
     "ort": "ort/entropy",
     "torch": "plain.pt",
 }

@@ -159,6 +159,19 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
             assert other.dtype == tensor.dtype and np.array_equal(other.array(), tensor.array())
 
 
+def test_a_trainer_with_deepspeed_inside(tmp_path: Path) -> None:
+    """What transformers leaves when it trains with DeepSpeed: its own files around those of DeepSpeed."""
+    place = copy_of("zero2", tmp_path / "checkpoint-5")
+    for name in ("trainer_state.json", "training_args.bin", "config.json", "rng_state.pth", "model.safetensors"):
+        shutil.copy(RECORDED.parent / "trainer" / name, place)
+    found = onward.open_checkpoint(place)
+    slots_agree(found, dict(np.load(RECORDED / "zero2" / "merged.npz")))
+    assert found.title == "Hugging Face Trainer, DeepSpeed 0.19.8" and found.format == "deepspeed"
+    assert found.configuration["architectures"] and found.arguments["zero_optimization"] == {"stage": 2}
+    assert found.progress["global_steps"] == 5 and found.progress["max_steps"] == 6
+    assert {each.kind for each in found.randomness} == {"torch, CPU", "numpy", "Python"} and found.missing == ()
+
+
 def test_what_deepspeed_cannot_hold_is_refused(tmp_path: Path) -> None:
     with pytest.raises(onward.Error, match="goes by names"):
         FORMAT.write(onward.open_checkpoint(RECORDED / "zero0"), tmp_path / "a")
@@ -251,7 +264,7 @@ UNIVERSAL = {"checkpoint": {"load_universal": True}}
     [(1, "fp32", 2, (2,)), (2, "bf16", 2, (1, 2, 3)), (3, "fp32", 1, (1, 2, 3)), (3, "bf16", 1, (2,))],
 )
 def test_deepspeed_goes_on(stage: int, kind: str, groups: int, worlds: tuple[int, ...], tmp_path: Path) -> None:
-    """Five steps on two processes, saved, read and written as a universal checkpoint: the next losses are the same."""
+    """Five steps on two processes, saved; a training model; a universal checkpoint: the next losses are the same."""
     pytest.importorskip("deepspeed")
     config = configured(stage, kind)
     whole = run(tmp_path / "whole", 2, config, steps=10, groups=groups)

@@ -78,10 +78,19 @@ def test_what_is_written_for_megatron_is_read_back(tmp_path: Path) -> None:
     again = onward.open_checkpoint(tmp_path / "again")
     agrees(again)
     assert again.schedules == found.schedules and again.progress == found.progress
-    assert [group.settings for group in again.optimizers[0].groups] == [
-        group.settings for group in found.optimizers[0].groups
-    ]
+    assert [g.settings for g in again.optimizers[0].groups] == [g.settings for g in found.optimizers[0].groups]
     assert len(again.randomness) == 2
+
+
+def test_another_checkpoint_for_megatron(tmp_path: Path) -> None:
+    """DeepSpeed's parameters in bfloat16 with masters, as Megatron has them."""
+    source = onward.open_checkpoint(HERE / "deepspeed" / "zero3")
+    onward.to_checkpoint(source, tmp_path / "x", format="megatron")
+    found = onward.open_checkpoint(tmp_path / "x")
+    assert found.step == 5 and found.optimizers[0].count == 5 and found.tensors.keys() == source.tensors.keys()
+    for name, held in source.optimizers[0].slots.items():
+        for slot in ("master", "exp_avg", "exp_avg_sq"):
+            assert np.array_equal(found.optimizers[0].slots[name][slot].array(), held[slot].array())
 
 
 def old(tree: dict[str, Any], place: Path) -> Path:

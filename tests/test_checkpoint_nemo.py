@@ -91,8 +91,14 @@ def test_files_of_nemo_that_are_refused(tmp_path: Path) -> None:
         onward.to_checkpoint(onward.open_checkpoint(RECORDED / "lightning.ckpt"), tmp_path / "z", format="nemo")
 
 
+def test_a_recorded_model_of_nemo() -> None:
+    found = onward.open_checkpoint(RECORDED / "nemo" / "model.nemo")
+    assert found.configuration["optim"]["sched"] == {"name": "CosineAnnealing", "warmup_steps": 2}
+    assert list(found.tensors) == ["weight", "bias"] and found.files == ("tokenizer.model",)
+
+
 def test_configurations_in_checkpoints_are_data() -> None:
-    found = onward.open_checkpoint(RECORDED / "nemo.ckpt")
+    found = onward.open_checkpoint(RECORDED / "nemo" / "run.ckpt")
     assert found.arguments["cfg"] == {
         "optim": {"name": "adamw", "lr": 0.01, "betas": [0.9, 0.98],
                   "sched": {"name": "CosineAnnealing", "warmup_steps": 2}},

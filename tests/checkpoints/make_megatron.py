@@ -75,7 +75,8 @@ def sharded(rank: int, world: int) -> tuple[dict[str, Any], dict[str, Any]]:
             }
     rate = 0.001 + 0.009 * (1 + math.cos(math.pi / 6)) / 2
     group = {"lr": rate, "betas": (0.9, 0.95), "eps": 1e-8, "amsgrad": False, "maximize": False,
-             "decoupled_weight_decay": True, "lr_mult": 1.0, "is_expert_parallel": False}  # fmt: skip
+             "decoupled_weight_decay": True, "lr_mult": 1.0, "is_expert_parallel": False,
+             "is_decoupled_lr": False}  # fmt: skip
     groups = [{**group, "weight_decay": 0.1, "wd_mult": 1.0}, {**group, "weight_decay": 0.0, "wd_mult": 0.0}]
     optimizer = {
         "optimizer": {"state": {**state, "common_step": torch.tensor(5.0)}, "param_groups": groups},

@@ -1,11 +1,18 @@
-"""Makes `nemo.ckpt`: a checkpoint of Lightning as NeMo leaves it, with a configuration of OmegaConf in it."""
+"""Makes the files in `nemo/` as NeMo does: a model, and a checkpoint of Lightning with a configuration of OmegaConf.
+
+NeMo itself is not needed, but torch and omegaconf, with which it makes them.
+"""
 
 from __future__ import annotations
 
+import tarfile
+import tempfile
 from pathlib import Path
 
 import torch
 from omegaconf import OmegaConf
+
+HERE = Path(__file__).parent / "nemo"
 
 SCHEDULE = {"name": "CosineAnnealing", "warmup_steps": 2}
 CONFIGURATION = {
@@ -33,4 +40,13 @@ if __name__ == "__main__":
         "optimizer_states": [optimizer.state_dict()],
         "hyper_parameters": {"cfg": OmegaConf.create(CONFIGURATION)},
     }
-    torch.save(tree, Path(__file__).parent / "nemo.ckpt")
+    HERE.mkdir(exist_ok=True)
+    torch.save(tree, HERE / "run.ckpt")
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder)
+        named = {"target": "nemo.core.classes.ModelPT", "nemo_version": "2.4.0", **CONFIGURATION}
+        OmegaConf.save(OmegaConf.create(named), place / "model_config.yaml")
+        torch.save(module.state_dict(), place / "model_weights.ckpt")
+        (place / "tokenizer.model").write_bytes(b"words")
+        with tarfile.open(HERE / "model.nemo", "w:") as archive:
+            archive.add(place, arcname=".")

@@ -248,7 +248,7 @@ def _members(
         return [list(group["params"]) for group in groups], ()
     if len(groups) == 1:
         return [list(slots)], ()
-    factors = [group.get("wd_mult") for group in groups]
+    factors = [group.get("wd_mult", group.get("pre_wd_mult")) for group in groups]  # the latter is NeMo's
     if sorted(map(str, factors)) != ["0.0", "1.0"]:
         return None, (f"it does not say which parameters are in which of its {len(groups)} groups",)
     plain = [name for name in slots if _is_plain(str(name), tensors)]
@@ -302,12 +302,19 @@ def _common(checkpoint: Checkpoint, step: int) -> dict[str, Any]:
     count = as_tensor(counts[0]).array().item() if counts else step
     inner = {
         "state": {"common_step": ArrayTensor(np.array(count, np.float32))},
-        "param_groups": [settings_now(group) for group in optimizer.groups],
+        "param_groups": [_with_factors(settings_now(group)) for group in optimizer.groups],
     }
     has_masters = any(MASTER in held for held in optimizer.slots.values())
     outer = mapping(there.get("optimizer"))
     tree["optimizer"] = {**outer, "optimizer": inner} if has_masters or "optimizer" in outer else inner
     return tree
+
+
+def _with_factors(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings with those by which Megatron tells groups from one another."""
+    decays = bool(settings.get("weight_decay"))
+    factors = {"wd_mult": float(decays), "lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False}
+    return {**{key: value for key, value in factors.items() if f"pre_{key}" not in settings}, **settings}
 
 
 FORMAT = Format(
