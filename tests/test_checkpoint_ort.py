@@ -18,6 +18,7 @@ import pytest
 import onward
 from onward.checkpoint.flatbuffers import Number, Numbers, Writer
 from onward.checkpoint.formats import ort
+from onward.checkpoint.kept import FACT
 from onward.checkpoint.ort_files import IDENTIFIER, data_file, read_ort, write_ort
 from onward.recipe.spec import Spec
 from onward.run import load
@@ -207,6 +208,28 @@ def test_settings_are_those_of_the_format_that_is_written(tmp_path: Path) -> Non
     assert group.settings.keys() >= {"lr", "momentum", "dampening", "nesterov"}
     with pytest.raises(onward.Error, match="PyTorch has no optimizer of its own"):
         onward.to_checkpoint(RECORDED / "entropy", tmp_path / "y.pt", format="torch")
+
+
+def test_a_model_cannot_say_which_files_are_copied(tmp_path: Path) -> None:
+    """It says of which checkpoint it was made; files beside that are copied if there is one."""
+    shutil.copytree(RECORDED / "entropy", tmp_path / "entropy")
+    (tmp_path / "private").mkdir()
+    (tmp_path / "private" / "eval_model.onnx").write_text("a secret")
+    (tmp_path / "entropy" / "key").write_text("a secret")
+    model = onward.from_checkpoint(tmp_path / "entropy")
+    facts = model.step().algorithm.metadata_props
+    good = facts[FACT]
+    for number, (path, file) in enumerate((("private", "eval_model.onnx"), ("entropy", "key"))):
+        changed = json.loads(good)
+        changed["checkpoint"]["$Checkpoint"] |= {
+            "path": {"$path": str(tmp_path / path)},
+            "files": {"$tuple": [file]},
+        }
+        facts[FACT] = json.dumps(changed)
+        made = onward.to_checkpoint(model, tmp_path / f"out{number}", format="ort")
+        assert [each.name for each in made.iterdir()] == ["checkpoint"]
+    facts[FACT] = good
+    assert len(list(onward.to_checkpoint(model, tmp_path / "out", format="ort").iterdir())) == 4
 
 
 # ---- damaged ---------------------------------------------------------------------------------------------------------

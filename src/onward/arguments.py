@@ -183,6 +183,8 @@ def _as(value: Any, kind: Any) -> Any:
         return _as_list(value, *get_args(kind))
     if origin is Mapping:
         return _as_mapping(value, *get_args(kind))
+    if origin is tuple and get_args(kind)[1:] == (...,):
+        return value if isinstance(value, tuple) and _as_list(value, get_args(kind)[0]) is not _MISSING else _MISSING
     if isinstance(origin, type):
         return value if isinstance(value, origin) else _MISSING
     return value  # anything, as far as one can say here

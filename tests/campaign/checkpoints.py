@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import pickletools
 import random
@@ -24,6 +25,7 @@ from campaign.mutations import (
     BYTES,
     JSON,
     Damage,
+    changed_json,
     changed_safetensors,
     changed_zip,
     flipped,
@@ -31,6 +33,7 @@ from campaign.mutations import (
     renumbered,
     resized,
 )
+from onward.checkpoint.kept import FACT
 from onward.checkpoint.table import read_table, table
 
 _RECORDED = Path(__file__).parents[1] / "checkpoints"
@@ -183,6 +186,21 @@ def _of_ray(folder: Path) -> None:
     onward.to_checkpoint(_RECORDED / "plain.pt", folder / "ray", format="ray")
 
 
+def _imported(folder: Path) -> None:
+    """A training model that keeps the checkpoint that it was made of, which is there, too."""
+    shutil.copytree(_RECORDED / "ort" / "entropy", folder / "entropy")
+    os.chdir(folder)
+    onward.from_checkpoint("entropy").save("run.onnx")
+
+
+def _changed_origin(rng: random.Random, data: bytes) -> bytes:
+    """A training model that says something else of that checkpoint."""
+    model = onnx.ModelProto.FromString(data)
+    (fact,) = (p for p in model.training_info[0].algorithm.metadata_props if p.key == FACT)
+    fact.value = changed_json(rng, fact.value.encode()).decode()
+    return model.SerializeToString()
+
+
 def _go_on() -> None:
     onward.from_checkpoint("lightning.ckpt", "model.onnx", loss="mse").save("out.onnx")
 
@@ -207,6 +225,11 @@ KINDS = {
     "checkpoints of Megatron": _kind("megatron", _convert("megatron", "megatron")),
     "checkpoints of Ray Train": _kind("ray", _convert("ray", "ray"), of=_of_ray),
     "distributed checkpoints": _kind("dcp", _convert("dcp", "torch"), _convert("dcp", "dcp")),
+    "training models of checkpoints": Kind(
+        _imported,
+        {"run.onnx": (_changed_origin,)},
+        (("show", "run.onnx"), *(_convert("run.onnx", format) for format in ("ort", "safetensors", "orbax"))),
+    ),
     "models in pieces": _kind("pieces", _convert("pieces", "safetensors"), of=_in_pieces),
     "checkpoints of Flax": _kind("flax.msgpack", _convert("flax.msgpack", "flax")),
     "checkpoints of Orbax": _kind("orbax", _convert("orbax", "orbax"), _convert("orbax", "flax")),

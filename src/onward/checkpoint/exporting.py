@@ -13,7 +13,7 @@ import numpy as np
 from onward.arguments import checked
 from onward.checkpoint.description import COUNT, Checkpoint, Group, Optimizer, Schedule
 from onward.checkpoint.format import Format
-from onward.checkpoint.formats import writable
+from onward.checkpoint.formats import FORMATS, writable
 from onward.checkpoint.kept import kept
 from onward.checkpoint.matching import Match
 from onward.checkpoint.naming import with_own_names
@@ -106,6 +106,7 @@ def checkpoint_of_model(model: Model) -> Checkpoint:
             average_decay=run.recipe.get("ema"),
         )
     before, matched = origin
+    before = dataclasses.replace(before, files=_still_there(before))
     slots = _slots(model, run.step, matched)
     since = run.step - (before.step or 0)
     return dataclasses.replace(
@@ -118,6 +119,17 @@ def checkpoint_of_model(model: Model) -> Checkpoint:
         since=since,
         progress=_progress(before.progress, before.step, run.step),
     )
+
+
+def _still_there(checkpoint: Checkpoint) -> tuple[str, ...]:
+    """Files beside the checkpoint that a model says it was made of. Whoever wrote the model may have named any folder:
+    they count where one of that format is, and has them.
+    """
+    format = next((each for each in FORMATS if each.name == checkpoint.format), None)
+    if not checkpoint.files or format is None or not format.matches(checkpoint.path):
+        return ()
+    there = format.read(checkpoint.path).files
+    return tuple(name for name in checkpoint.files if name in there)
 
 
 def _averages(model: Model) -> dict[str, Tensor]:

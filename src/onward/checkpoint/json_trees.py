@@ -11,10 +11,11 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import numpy as np
 
+from onward.arguments import fitting
 from onward.checkpoint.description import Checkpoint, Group, Optimizer, RandomState, Schedule
 from onward.checkpoint.objects import Attributed, Name, Object, WithDefault
 from onward.checkpoint.tensors import ArrayTensor, Tensor
@@ -166,6 +167,9 @@ class _Decoder:
         if kind in ("ordered", "defaultdict"):
             return self._attributed(kind, form)
         fields = {name: self.decode(value) for name, value in form.items()}
+        for name, hint in get_type_hints(_RECORDS[kind]).items():
+            if name in fields:
+                fitting(f"`{name}`", fields[name], hint)
         return _RECORDS[kind](**fields)
 
     def _entries(self, form: Any) -> dict[Any, Any]:
