@@ -64,7 +64,8 @@ class Digits:
         import torch
 
         states = {"model": self.module, "optimizer": self.optimizer, "scheduler": self.scheduler}
-        torch.save({**{key: each.state_dict() for key, each in states.items()}, "global_step": STEPS}, path)
+        more = {"global_step": STEPS, "rng": torch.get_rng_state()}
+        torch.save({**{key: each.state_dict() for key, each in states.items()}, **more}, path)
 
 
 @pytest.fixture
@@ -147,6 +148,7 @@ def test_training_goes_on(folder: Path) -> None:
     losses = [event["loss"] for event in log if event["event"] == "step"]
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
     assert not onward.diff("out.onnx", "digits.onnx").only_a and not Path("out.data").exists()
+    Path("run.pt").unlink()  # all that the run needs is in its folder
     run("train", "--resume", "runs/x", "--epochs", "2")
     assert onward.read("runs/x/training.onnx").array("step") == STEPS + 2 * MORE
     digits.save("expected.pt")
@@ -155,6 +157,10 @@ def test_training_goes_on(folder: Path) -> None:
     found = {fact.name: fact for fact in onward.diff(training, "expected.pt").facts}
     assert found["schedule"].equal and found["optimizer"].equal
     assert all(fact.equal for name, fact in found.items() if name.startswith(("lr", "learning rate now")))
+    run("convert", "runs/x/training.onnx", "--to", "torch", "--only-state", "-o", "after.pt")
+    assert any(
+        fact.name == "random numbers, torch, CPU" and fact.equal for fact in onward.diff("after.pt", training).facts
+    )
     said, _ = failed("train", *arguments, "--clip-norm", "1", code=2)
     assert said == "`--clip-norm` has no effect with `--from`"
 
@@ -265,4 +271,8 @@ def test_refusals(folder: Path) -> None:
     said, hint = failed("convert", "run.pt", "--like", "digits.onnx", "--names", "names.txt")
     assert "which loss" in said and "--loss" in hint
     assert failed("convert", "run.pt", "--to", "hf", "-o", "names.txt")[0] == "`names.txt` exists"
+    assert failed("convert", "run.pt", "--to", "lightning", "-o", "run.pt")[0] == "`run.pt` is the model itself"
+    Path("new").mkdir()
+    run("convert", "run.pt", "--to", "hf", "-o", "new")
+    assert "would be mixed" in failed("convert", "run.pt", "--to", "dcp", "-o", "new", "--force")[0]
     assert "there is no `nothing`" in failed("diff", "run.pt", "nothing")[0]

@@ -14,7 +14,7 @@ from onward.cli.console import print_fields, print_json, remark
 from onward.cli.failure import Misuse
 from onward.cli.saving import Where, refuse_to_overwrite, target
 from onward.cli.work import working, writing
-from onward.errors import InvalidModelError, near
+from onward.errors import InvalidModelError, WriteError, near
 
 if TYPE_CHECKING:
     from onward.convert.files import Framework
@@ -187,13 +187,20 @@ def _program(source: Path, framework: Framework, output: Path | None, force: boo
 def _checkpoint(source: Path, to: str, output: Path | None, force: bool) -> Path:
     from onward.checkpoint import to_checkpoint
     from onward.checkpoint.formats import writable
+    from onward.model.storage.files import listing
 
     stem = source.name if source.is_dir() else source.stem
-    ending = writable()[to].ending
-    path = output or source.with_name(f"{stem}{ending or f'-{to}'}")
-    if ending and not path.suffix:
-        raise Misuse(f"`{path}` is no name for a file of {to}", f"write to `{path.with_suffix(ending)}`, for example")
-    if not force:
+    format = writable()[to]
+    path = output or source.with_name(f"{stem}{format.ending or f'-{to}'}")
+    if format.ending and not path.suffix:
+        example = path.with_suffix(format.ending)
+        raise Misuse(f"`{path}` is no name for a file of {to}", f"write to `{example}`, for example")
+    if format.is_folder and path.is_dir() and listing(path):
+        raise WriteError(
+            f"`{path}` is a folder with other files, and those of a checkpoint would be mixed with them",
+            hint="remove it first, or write elsewhere with `-o`",
+        )
+    if not force and not (format.is_folder and path.is_dir()):
         refuse_to_overwrite(path, source)
     with writing(f"writing {path}", *([source] if source.suffix == ".onnx" else [])):
         to_checkpoint(source, path, format=to)
