@@ -199,6 +199,21 @@ def test_a_run_through_a_training_model(format: str, optimizer: str, tmp_path: P
 
 
 @needs("keras")
+def test_a_file_has_its_own_model(tmp_path: Path) -> None:
+    """Without `like`: layers, names, loss and run are those of the file."""
+    batches = _batches(4)
+    model = _trained(_composite, "adamw", batches[:2])
+    model.save(tmp_path / "x.keras")
+    training = onward.from_checkpoint(tmp_path / "x.keras")
+    assert {variable.path for variable in model.trainable_variables} <= set(training.graph.initializers)
+    expected = [float(model.train_on_batch(x, y)) for x, y in batches[2:]]
+    with load(training) as engine:
+        (name,) = (value.name for value in training.inputs)
+        found = [float(engine.step({name: x, "target": y})["loss"]) for x, y in batches[2:]]
+    np.testing.assert_allclose(found, expected, rtol=1e-4)
+
+
+@needs("keras")
 def test_backups_of_a_run(tmp_path: Path) -> None:
     import keras
 

@@ -14,7 +14,7 @@ from onward.checkpoint.archive import member_start
 from onward.checkpoint.description import Checkpoint
 from onward.checkpoint.fitted import Fitted
 from onward.checkpoint.folders import has
-from onward.checkpoint.format import Format
+from onward.checkpoint.format import Captured, Format
 from onward.checkpoint.h5 import MAGIC, read_h5, write_h5
 from onward.checkpoint.safetensors_files import read_json
 from onward.checkpoint.tensors import StoredTensor
@@ -142,6 +142,25 @@ def _is_of_keras(module: Any) -> bool:
     return isinstance(module, str) and module.startswith(("keras", "builtins"))
 
 
+def graph(path: Path) -> Captured:
+    """The layers and the loss of a `.keras` file, made by Keras of its own classes."""
+    checkpoint = read(path)
+    config = checkpoint.trees.get(_CONFIG)
+    if config is None or checkpoint.executes:
+        what = f"names code: {checkpoint.executes[0]}" if checkpoint.executes else "holds weights, and no layers"
+        raise UnsupportedError(f"`{path}` {what}", hint="give the ONNX model that it is of: `--like model.onnx`")
+    try:
+        from onward.convert.keras.architecture import from_configuration
+    except ModuleNotFoundError as error:
+        if str(error.name).startswith("onward"):
+            raise
+        raise UnsupportedError(
+            f"to make its model needs `{error.name}`, which is not installed",
+            hint="pip install 'onward[tensorflow]'; or give the ONNX model that it is of: `--like model.onnx`",
+        ) from error
+    return Captured(from_configuration(config, [(name, each.shape) for name, each in checkpoint.tensors.items()]), None)
+
+
 # ---- writing ---------------------------------------------------------------------------------------------------------
 
 
@@ -195,5 +214,6 @@ FORMAT = Format(
     keeps=("tensors", "optimizers", "schedules", "step", "progress", "scaler", "averages", "clip", "loss",
            "configuration", "arguments", "data"),
     ending=".keras",
+    graph=graph,
     needs_names=False,
 )  # fmt: skip
