@@ -199,10 +199,11 @@ def test_a_run_through_a_training_model(format: str, optimizer: str, tmp_path: P
 
 
 @needs("keras")
-def test_a_file_has_its_own_model(tmp_path: Path) -> None:
+@pytest.mark.parametrize("build", [_dense, pytest.param(_composite, marks=pytest.mark.slow)])
+def test_a_file_has_its_own_model(build: Callable[[], Any], tmp_path: Path) -> None:
     """Without `like`: layers, names, loss and run are those of the file."""
     batches = _batches(4)
-    model = _trained(_composite, "adamw", batches[:2])
+    model = _trained(build, "adamw", batches[:2])
     model.save(tmp_path / "x.keras")
     training = onward.from_checkpoint(tmp_path / "x.keras")
     assert {variable.path for variable in model.trainable_variables} <= set(training.graph.initializers)

@@ -92,6 +92,7 @@ class Fitted:
             "step": step,
             "progress": {} if step is None else {"step": step},
             "accumulate": known.accumulate,
+            "waiting": int(batches or 0) % known.accumulate,
             "clip": clip_in({name: known.given.get(name) for name in CLIPS}),
             "scaler": self._scaler(),
             "averages": averages,
@@ -142,8 +143,6 @@ class Fitted:
             if self._arrays:
                 yield "what its optimizer keeps has no names, and no order that is known"
             return
-        if left := int(self._number(ITERATIONS) or 0) % known.accumulate:
-            yield f"{left} of {known.accumulate} batches of the next update are done, of which only Keras knows"
         if known.given.get("weight_decay"):
             yield "whether some variables are excluded from weight decay is not in files of Keras"
         if known.given.get("use_ema"):

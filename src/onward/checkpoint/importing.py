@@ -114,7 +114,7 @@ def plan(
     matched = match(checkpoint.tensors, model, known, checkpoint.tied)
     listed_names = None if isinstance(names, Mapping) else names
     checkpoint, notes = _named(checkpoint, matched, model, listed_names, captured.orders)
-    _refuse_unmatched(checkpoint, matched)
+    _refuse_unmatched(checkpoint, matched, _own_constants(matched, model, base))
     if checkpoint.waiting:
         raise UnsupportedError(
             f"gradients of {checkpoint.waiting} batches wait for an update in `{checkpoint.path}`, and would be lost",
@@ -212,11 +212,19 @@ def _named(
     return dataclasses.replace(checkpoint, optimizers=tuple(optimizers)), notes
 
 
-def _refuse_unmatched(checkpoint: Checkpoint, matched: Match) -> None:
+def _own_constants(matched: Match, model: Model, base: Run | None) -> set[str]:
+    """Tensors that a training model neither trains nor averages, while the checkpoint has nothing left over."""
+    if base is None or matched.left:
+        return set()
+    changing = {weight.name for weight in describe(model).weights if weight.role == "statistics"}
+    return {name for name in matched.absent if name not in changing | {*base.parameters}}
+
+
+def _refuse_unmatched(checkpoint: Checkpoint, matched: Match, constants: set[str]) -> None:
     problems = Problems("the names of the checkpoint and of the model")
     hint = "give pairs: `--names FILE` (JSON), or `names={...}`; or the model that the checkpoint is of"
-    if matched.absent:
-        problems.add(f"the checkpoint has no {listed(matched.absent, 8)}", hint)
+    if absent := [name for name in matched.absent if name not in constants]:
+        problems.add(f"the checkpoint has no {listed(absent, 8)}", hint)
     optimized = {name for optimizer in checkpoint.optimizers for name in optimizer.slots}
     lost = [name for name in matched.left if name in optimized]
     if lost or (matched.absent and matched.left):

@@ -11,7 +11,12 @@ from onward.convert.keras.capture import from_keras
 from onward.errors import UnsupportedError, first_line
 from onward.model import Model
 
-_ANY_OPTIMIZER = {"module": "keras.optimizers", "class_name": "SGD", "config": {}, "registered_name": None}
+_ANY_OPTIMIZER: dict[str, Any] = {
+    "module": "keras.optimizers",
+    "class_name": "SGD",
+    "config": {},
+    "registered_name": None,
+}
 
 
 def from_configuration(config: Mapping[str, Any], names: Sequence[tuple[str, tuple[int, ...]]]) -> Model:
