@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import ml_dtypes
@@ -264,6 +265,43 @@ def test_float16_with_copies_and_a_loss_that_is_scaled() -> None:
         np.testing.assert_array_equal(state[name], state[f"{name}/master"].astype(np.float16), err_msg=name)
     losses, _ = trained(module, "onnxruntime", **recipe)
     np.testing.assert_allclose(losses, expected, rtol=2e-3)
+
+
+def scales(overflows: list[bool], loss_scale: str) -> list[float]:
+    """The scale after each step, of which some overflow."""
+    start, _ = examples(np.dtype(np.float16))
+    model = onward.prepare(sums(start), loss=L1, optimizer="sgd:lr=1e-6", loss_scale=loss_scale)
+    found = []
+    with load(model, engine="numpy") as running:
+        for overflow in overflows:
+            given = {f"g{i}": np.full(shape, 100.0 if overflow else 1e-4, "f") for i, shape in enumerate(SHAPES)}
+            running.step({**given, "target": np.float32(-1e9)})
+            found.append(float(running.state()["scaler/scale"]))
+    return found
+
+
+DEEPSPEED = "dynamic:growth_interval=3,hysteresis=2,min_scale=8192,cooldown=1"
+OVERFLOWS = [bool(int(digit)) for digit in "1100110001000100000011111"]
+
+
+@pytest.mark.slow
+def test_a_loss_is_scaled_as_by_deepspeed() -> None:
+    scalers = pytest.importorskip("deepspeed.runtime.fp16.loss_scaler")
+    scalers.dist = SimpleNamespace(get_rank=lambda: 1)
+    theirs = scalers.DynamicLossScaler(2.0**16, 3, 2.0**13, 2, False, raise_error_at_min_scale=False)
+    expected = []
+    for overflow in OVERFLOWS:
+        theirs.update_scale(overflow)
+        expected.append(theirs.cur_scale)
+    assert scales(OVERFLOWS, DEEPSPEED) == expected
+
+
+def test_hysteresis_waits_and_the_scale_has_a_least() -> None:
+    """What DeepSpeed's own scaler makes of these overflows."""
+    found = scales(OVERFLOWS, DEEPSPEED)
+    assert [int(scale) >> 13 for scale in found] == [8, 4, 4, 4, 2, *[1] * 12, *[2] * 4, *[1] * 4]
+    with pytest.raises(onward.Error, match="has no option `histeresis`"):
+        scales([], "dynamic:histeresis=2")
 
 
 # ---- runs of PyTorch -------------------------------------------------------------------------------------------------

@@ -181,7 +181,7 @@ def prepare(model: Source, *, loss: Any, lr: float | None = None, **recipe: Any)
     - `clip`: `"norm:1"`, `"value:0.5"` or `"tensor_norm:1"`; a number means the global norm
     - `accumulate`: number of batches whose gradients make one update
     - `ema`: decay of an exponential moving average of the parameters
-    - `loss_scale`: `"dynamic"` or a number, for float16
+    - `loss_scale`: a number, or `"dynamic"`, such as `"dynamic:growth_interval=1000"`, for float16
     - `init`: what parameters are reset to: `"file"`, an initialiser such as `"kaiming_normal"`, or a mapping by pattern
     - `variance`: `"population"` (ONNX) or `"sample"` (PyTorch) running variance of BatchNormalization
     - `seed`: for initial values and random numbers during training

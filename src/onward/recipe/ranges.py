@@ -34,5 +34,8 @@ OF_UPDATES: Mapping[str, Range] = {
     "scaler/growth_factor": Range(least=1),
     "scaler/backoff_factor": Range(above=0, most=1),
     "scaler/growth_interval": Range(least=1),
+    "scaler/cooldown": NOT_NEGATIVE,
+    "scaler/hysteresis": Range(least=1),
+    "scaler/min_scale": NOT_NEGATIVE,
 }
 """Those of what is around optimizers, by their names in a training step."""

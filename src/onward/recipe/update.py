@@ -22,9 +22,12 @@ from onward.recipe.optimizers.groups import Group
 from onward.recipe.optimizers.halves import HALVES
 from onward.recipe.ranges import OF_UPDATES
 from onward.recipe.schedules import Part, schedule, sequence
-from onward.recipe.spec import Spec, parse, parse_options
+from onward.recipe.spec import Spec, check_options, parse, parse_options
 
 _SCALER = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000.0}
+_OF_SOME_SCALERS = {"hysteresis": 1.0, "min_scale": 0.0, "cooldown": 0.0}
+"""What DeepSpeed and Megatron have beside this: overflows until the scale shrinks, where it stops, and how many good
+updates do not count at the beginning and after an overflow."""
 _INITIAL_SCALE = 65536.0
 _CLIPS = ("norm", "tensor_norm", "value")
 
@@ -49,7 +52,7 @@ class Update:
         self.parameters = [value for group in groups for value in group.parameters]
         self.clip = _parse_clip(clip)
         self.accumulate = accumulate
-        self.dynamic_scale = loss_scale == "dynamic"
+        self.dynamic_scale = isinstance(loss_scale, str) and loss_scale.partition(":")[0] == "dynamic"
         self._scale = self._declare_scale(loss_scale)
         self._masters = self._declare_masters(master_weights)
         targets = {value: self._target(value) for value in self.parameters}
@@ -75,11 +78,15 @@ class Update:
                 raise RecipeError(message) from None
             OF_UPDATES["loss_scale"].check("the loss scale", number)
             return self.assembly.hyper("loss_scale", number)
-        for name, value in _SCALER.items():
+        numbers = _scaler_numbers(str(loss_scale))
+        scale = np.asarray(numbers.pop("initial"), np.float32)
+        for name, value in numbers.items():
             self.assembly.hyper(f"scaler/{name}", value)
-        scale = np.asarray(_INITIAL_SCALE, np.float32)
-        tracker = np.asarray(0, np.int64)
+        tracker = np.asarray(-numbers.get("cooldown", 0), np.int64)
         state = self.assembly.state
+        if "hysteresis" in numbers:
+            left = np.asarray(numbers["hysteresis"], np.int64)
+            state("scaler/hysteresis_tracker", ir.Tensor(left), lambda op: op.Identity(left), role="scaler")
         state("scaler/growth_tracker", ir.Tensor(tracker), lambda op: op.Identity(tracker), role="scaler")
         return state("scaler/scale", ir.Tensor(scale), lambda op: op.Identity(scale), role="scaler")
 
@@ -209,18 +216,36 @@ class Update:
     def _rescale(self, op: Builder, finite: Expr, due: Expr | None) -> None:
         """A scale that grows after many good updates and shrinks after an overflow, as torch.amp.GradScaler's does."""
         assert self._scale is not None
-        number = {name: op(self.assembly.values[f"scaler/{name}"]) for name in _SCALER}
+        known = {f"scaler/{name}": name for name in (*_SCALER, *_OF_SOME_SCALERS)}
+        number = {name: op(self.assembly.values[key]) for key, name in known.items() if key in self.assembly.values}
         tracker = op(self.assembly.values["scaler/growth_tracker"])
         good = tracker + 1
         grows = op.GreaterOrEqual(op.Cast(good, to=ir.DataType.DOUBLE), number["growth_interval"])
         bigger = self._scale * op.CastLike(number["growth_factor"], self._scale)
         smaller = self._scale * op.CastLike(number["backoff_factor"], self._scale)
+        if "min_scale" in number:
+            smaller = op.Max(smaller, op.CastLike(number["min_scale"], self._scale))
+        if "hysteresis" in number:
+            smaller = self._patient(op, smaller, number["hysteresis"], finite, grows, due)
         scale = op.Where(finite, op.Where(grows, bigger, self._scale), smaller)
         count = op.Where(op.And(finite, op.Not(grows)), good, 0)
+        if "cooldown" in number:
+            count = op.Where(finite, count, -op.CastLike(number["cooldown"], tracker))
         if due is not None:
             scale, count = op.Where(due, scale, self._scale), op.Where(due, count, tracker)
         self.assembly.update("scaler/scale", scale)
         self.assembly.update("scaler/growth_tracker", count)
+
+    def _patient(
+        self, op: Builder, smaller: Expr, hysteresis: Expr, finite: Expr, grows: Expr, due: Expr | None
+    ) -> Expr:
+        """What the scale is after an overflow: as before, as long as there were few since it grew."""
+        assert self._scale is not None
+        left = op(self.assembly.values["scaler/hysteresis_tracker"])
+        good = op.Where(grows, op.CastLike(hysteresis, left), left)
+        after = op.Where(finite, good, op.Max(left - 1, op.scalar(1, left)))
+        self.assembly.update("scaler/hysteresis_tracker", after if due is None else op.Where(due, after, left))
+        return op.Where(op.LessOrEqual(left, op.scalar(1, left)), smaller, self._scale)
 
     def _perhaps(self, op: Builder, happens: Expr | None, gradients: Sequence[Expr]) -> dict[str, Expr]:
         """The new state, or the old one where an update does not happen."""
@@ -284,6 +309,21 @@ def _all_finite(op: Builder, gradients: Sequence[Expr]) -> Expr:
     zeros = [op.ReduceSum(op.Cast(g, to=ir.DataType.FLOAT) * 0.0, keepdims=0) for g in gradients]
     total = zeros[0] if len(zeros) == 1 else op.Sum(*zeros)
     return op.Equal(total, np.float32(0))
+
+
+def _scaler_numbers(given: str) -> dict[str, float]:
+    """The numbers of `dynamic:growth_interval=1000,hysteresis=2`; those that only some scalers have, if they matter."""
+    known = {**_SCALER, **_OF_SOME_SCALERS, "initial": _INITIAL_SCALE}
+    options = parse_options(given.partition(":")[2], given)
+    check_options("the loss scale `dynamic`", options, known)
+    numbers = {**known, **options}
+    for name, value in numbers.items():
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise RecipeError(f"`{name}` of the loss scale is `{value}`, which is not a number")
+        place = "scaler/scale" if name == "initial" else f"scaler/{name}"
+        OF_UPDATES[place].check(f"`{name}` of the loss scale", float(value))
+    usual = {name for name, value in _OF_SOME_SCALERS.items() if numbers[name] == value}
+    return {name: float(value) for name, value in numbers.items() if name not in usual}
 
 
 def _parse_clip(given: Any) -> Spec | None:
