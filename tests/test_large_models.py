@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import textwrap
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -145,6 +146,25 @@ def test_a_checkpoint_of_six_gibibytes_becomes_a_model_that_points_at_it(tmp_pat
     assert found["memory"] < 120 * MIB and found["show"] + found["convert"] < 5, found
     assert {file.name for file in storage.data_files_of(tmp_path / "made.onnx")} == {"run.pt"}
     assert room(tmp_path) < 2 * MIB
+
+
+@needs("torch")
+def test_onnx_runtime_reads_weights_where_pytorch_has_saved_them(tmp_path: Path) -> None:
+    import torch
+
+    layers = {"fc1": torch.nn.Linear(64, 128), "relu": torch.nn.ReLU(), "fc2": torch.nn.Linear(128, 10)}
+    module = torch.nn.Sequential(OrderedDict(layers))
+    optimizer = torch.optim.AdamW(module.parameters())
+    module(torch.randn(3, 64)).sum().backward()
+    optimizer.step()
+    torch.save({"model": module.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "run.pt")
+    onnx.save(digits_mlp(128), tmp_path / "digits.onnx")
+    made = onward.from_checkpoint(tmp_path / "run.pt", like=tmp_path / "digits.onnx", loss="cross_entropy")
+    path = made.save(tmp_path / "made.onnx", data="overlay")
+    assert storage.data_files_of(path) == [tmp_path / "run.pt"]
+    image = torch.randn(3, 64)
+    found = ort.InferenceSession(path).run(None, {"image": image.numpy()})[0]
+    assert np.allclose(found, module(image).detach().numpy(), rtol=1e-5, atol=1e-5)
 
 
 def _sparse_checkpoint(path: Path, layers: int) -> None:
