@@ -44,6 +44,7 @@ QUIET = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LE
 HAVE_KIN = {
     "checkpoints of Lightning", "checkpoints of Accelerate", "checkpoints of PyTorch", "distributed checkpoints",
     "universal checkpoints of DeepSpeed", "checkpoints of TensorFlow in pieces", "models in pieces",
+    "checkpoints of Ray Train", "checkpoints of Megatron",
 }  # fmt: skip
 """Kinds of files that are read as those of another kind are."""
 

@@ -140,6 +140,18 @@ def test_without_the_model_for_evaluation(tmp_path: Path, name: str) -> None:
     assert losses_of(imported(folder), name) == pytest.approx(LOSSES[name], rel=1e-6)
 
 
+def test_names_with_a_prefix(tmp_path: Path) -> None:
+    """As `generate_artifacts(prefix=...)` gives them, to two models in a folder."""
+    for name in ("squares", "entropy"):
+        for path in (RECORDED / name).iterdir():
+            shutil.copy(path, tmp_path / f"{name}_{path.name}")
+    with pytest.raises(onward.Error, match="several checkpoints"):
+        onward.open_checkpoint(tmp_path)
+    checkpoint = onward.open_checkpoint(tmp_path / "squares_checkpoint")
+    assert checkpoint.optimizers[0].families == ("sgd",)
+    assert losses_of(imported(tmp_path / "squares_checkpoint"), "squares") == pytest.approx(LOSSES["squares"], rel=1e-6)
+
+
 def test_a_loss_without_a_name_stays_a_graph(tmp_path: Path) -> None:
     folder = tmp_path / "squares"
     shutil.copytree(RECORDED / "squares", folder)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pickle
@@ -9,6 +10,7 @@ import pickletools
 import random
 import shutil
 import struct
+import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -107,6 +109,28 @@ def _changed_table(rng: random.Random, data: bytes) -> bytes:
     return table(entries)
 
 
+def _changed_tar(rng: random.Random, data: bytes) -> bytes:
+    """An archive in which a file is another, has another name, is there twice, or is a link."""
+    with tarfile.open(fileobj=io.BytesIO(data)) as archive:
+        members = [(info, archive.extractfile(info)) for info in archive]
+        files = [(info, held.read()) for info, held in members if held is not None]
+    at, action = rng.randrange(len(files)), rng.random()
+    info, content = files[at]
+    if action < 0.6:
+        content = rng.choice(_TORCH if content.startswith(b"PK") else BYTES)(rng, content)
+    elif action < 0.75:
+        info.name = rng.choice(("../../outside", "/tmp/outside", "x", "\x1b[31m", files[0][0].name))
+    elif action < 0.9:
+        info.type, info.linkname = rng.choice((tarfile.SYMTYPE, tarfile.LNKTYPE)), rng.choice(("../../secret", "x"))
+    files[at] = info, content
+    made = io.BytesIO()
+    with tarfile.open(fileobj=made, mode="w") as archive:
+        for each, held in files if action < 0.95 else [*files, files[at]]:
+            each.size = len(held) if each.isreg() else 0
+            archive.addfile(each, io.BytesIO(held))
+    return made.getvalue()
+
+
 _BINARY = (renumbered, renumbered, *BYTES)
 _DAMAGES: dict[str, tuple[Damage, ...]] = {
     **dict.fromkeys(("*.pt", "*.pth", "*.bin", "*.pkl", "*.ckpt", "*.distcp"), _TORCH),
@@ -119,6 +143,7 @@ _DAMAGES: dict[str, tuple[Damage, ...]] = {
     "*checkpoint": _BINARY,
     "*.keras": (changed_zip({".json": JSON, ".h5": _BINARY}), *BYTES),
     **dict.fromkeys(("*.zarray", "*_METADATA", "*zarr.json", "*/metadata", "*_sharding", "*/process_[01]"), JSON),
+    "*.nemo": (_changed_tar, _changed_tar, _changed_tar),
     "*": _BINARY,
 }
 """By the names of files. Each format has some of them."""
@@ -182,10 +207,6 @@ def _in_pieces(folder: Path) -> None:
     (folder / "pieces" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
 
 
-def _of_ray(folder: Path) -> None:
-    onward.to_checkpoint(_RECORDED / "plain.pt", folder / "ray", format="ray")
-
-
 def _imported(folder: Path) -> None:
     """A training model that keeps the checkpoint that it was made of, which is there, too."""
     shutil.copytree(_RECORDED / "ort" / "entropy", folder / "entropy")
@@ -223,7 +244,7 @@ KINDS = {
     "checkpoints to go on with": Kind(_with_its_model, {"*.ckpt": _TORCH}, (_go_on,)),
     "checkpoints of Keras": _kind("keras/model.keras", _convert("model.keras", "keras"), needs=("h5py",)),
     "checkpoints of Megatron": _kind("megatron", _convert("megatron", "megatron")),
-    "checkpoints of Ray Train": _kind("ray", _convert("ray", "ray"), of=_of_ray),
+    "checkpoints of Ray Train": _kind("ray", _convert("ray", "ray")),
     "distributed checkpoints": _kind("dcp", _convert("dcp", "torch"), _convert("dcp", "dcp")),
     "training models of checkpoints": Kind(
         _imported,
