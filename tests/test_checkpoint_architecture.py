@@ -75,6 +75,97 @@ def test_configurations_that_are_refused(change: dict[str, Any], said: str, tmp_
         onward.from_checkpoint(folder)
 
 
+TEXT = {"input_ids": "tokens", "attention_mask": "mask"}
+LABELLED = {**TEXT, "labels": "tokens"}
+SEQUENCES = {"vocab_size": 23, "d_model": 8, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+SIDES = {f"{side}_{key}": n for side in ("encoder", "decoder") for key, n in
+         {"layers": 1, "attention_heads": 2, "ffn_dim": 16}.items()}  # fmt: skip
+KINDS: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
+    "BertForMaskedLM": (SMALL, LABELLED),
+    "BertForTokenClassification": ({**SMALL, "num_labels": 3}, {**TEXT, "labels": "tokens of 3"}),
+    "BertForMultipleChoice": (SMALL, {"input_ids": "choices", "attention_mask": "choice masks", "labels": "2"}),
+    "RobertaForSequenceClassification": ({**SMALL, "num_labels": 1, "pad_token_id": 0}, {**TEXT, "labels": "numbers"}),
+    "LlamaForCausalLM": ({**SMALL, "num_key_value_heads": 1}, LABELLED),
+    "T5ForConditionalGeneration": (
+        {"vocab_size": 23, "d_model": 8, "d_kv": 4, "d_ff": 16, "num_layers": 1, "num_heads": 2,
+         "decoder_start_token_id": 0},
+        {**TEXT, "labels": "answers"},
+    ),
+    "BartForConditionalGeneration": (
+        {**SEQUENCES, **SIDES, "decoder_start_token_id": 2, "max_position_embeddings": 16},
+        {**TEXT, "labels": "answers"},
+    ),
+    "WhisperForConditionalGeneration": (
+        {**SEQUENCES, **SIDES, "decoder_start_token_id": 1, "num_mel_bins": 4, "max_source_positions": 6,
+         "max_target_positions": 16},
+        {"input_features": "sound", "labels": "answers"},
+    ),
+    "ViTForImageClassification": (
+        {**SMALL, "image_size": 8, "patch_size": 4, "num_labels": 3},
+        {"pixel_values": "images", "labels": "3"},
+    ),
+    "ResNetForImageClassification": (
+        {"embedding_size": 8, "hidden_sizes": [8, 8], "depths": [1, 1], "num_labels": 3},
+        {"pixel_values": "large images", "labels": "3"},
+    ),
+}  # fmt: skip
+"""Classes, how they are made, and what they take, in batches of 4 and sequences of 7."""
+
+
+def made_up(kind: str) -> Any:
+    mask = (torch.arange(7) < torch.tensor([[7], [4], [5], [7]])).long()
+    return {
+        "tokens": lambda: torch.randint(3, 23, (4, 7)),
+        "mask": lambda: mask,
+        "tokens of 3": lambda: torch.randint(0, 3, (4, 7)),
+        "choices": lambda: torch.randint(3, 23, (4, 2, 7)),
+        "choice masks": lambda: mask[:, None].repeat(1, 2, 1),
+        "numbers": lambda: torch.rand(4),
+        "answers": lambda: torch.randint(3, 23, (4, 6)),
+        "sound": lambda: torch.randn(4, 4, 12),
+        "images": lambda: torch.randn(4, 3, 8, 8),
+        "large images": lambda: torch.randn(4, 3, 32, 32),
+        "2": lambda: torch.randint(0, 2, (4,)),
+        "3": lambda: torch.randint(0, 3, (4,)),
+    }[kind]()
+
+
+@pytest.mark.slow
+@needs("transformers", "onnxscript")
+@pytest.mark.parametrize("name", KINDS)
+def test_kinds_of_models(name: str, tmp_path: Path) -> None:
+    """Three more steps are those of PyTorch; only a configuration says what is computed."""
+    import transformers
+
+    from onward.convert.torch.transformers_models import decay_groups
+
+    options, takes = KINDS[name]
+    torch.manual_seed(0)
+    kind = getattr(transformers, name)
+    config = kind.config_class(**options)
+    for key, value in config.to_dict().items():
+        if "drop" in key and isinstance(value, float):
+            setattr(config, key, 0.0)
+    module = kind(config).train()
+    groups = [[module.get_parameter(each) for each in group] for group in decay_groups(module)]
+    optimizer = torch.optim.AdamW([{"params": group, "weight_decay": 0.1} for group in groups], lr=1e-2, eps=1e-3)
+    batches = [{key: made_up(which) for key, which in takes.items()} for _ in range(5)]
+    losses = []
+    for i, batch in enumerate(batches):
+        if i == 2:
+            module.save_pretrained(tmp_path / "checkpoint")
+            torch.save(optimizer.state_dict(), tmp_path / "checkpoint" / "optimizer.pt")
+            (tmp_path / "checkpoint" / "trainer_state.json").write_text(json.dumps({"global_step": 2}))
+        optimizer.zero_grad()
+        loss = module(**batch).loss
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    model = onward.from_checkpoint(tmp_path / "checkpoint")
+    found, _ = losses_of(model, [{key: x.numpy() for key, x in batch.items()} for batch in batches[2:]])
+    np.testing.assert_allclose(found, losses[2:], rtol=1e-5)
+
+
 @pytest.mark.slow
 @needs("transformers", "onnxscript", "psutil")
 def test_a_large_model_is_captured_without_its_values() -> None:
@@ -88,7 +179,7 @@ def test_a_large_model_is_captured_without_its_values() -> None:
     config = transformers.LlamaConfig(**sizes, num_attention_heads=64, num_key_value_heads=8)
     configuration = {**config.to_dict(), "architectures": ["LlamaForCausalLM"]}
     before = psutil.Process().memory_info().rss
-    made = from_configuration(configuration, {}, None, computes_loss=True)
+    made = from_configuration(configuration, {}, None, computes_loss=True, in_trainer=True)
     weights = [value for value in made.model.graph.initializers.values() if value.const_value is not None]
     assert sum(value.const_value.nbytes for value in weights) > 15e9
     assert psutil.Process().memory_info().rss - before < 400e6

@@ -17,6 +17,9 @@ from onward.errors import ArgumentError, DataError, UnsupportedError, first_line
 if TYPE_CHECKING:
     from onward.convert.torch.architecture import Architecture
 
+_TRAINER, _LIGHTNING = "hf", "lightning"
+"""Formats of which more is known than that they are of PyTorch."""
+
 
 def captured_of(checkpoint: Checkpoint, module: Any, example_inputs: Any, loss: Any) -> Captured:
     """The graph that a checkpoint is of, and what goes with it.
@@ -44,10 +47,11 @@ def _of_configuration(checkpoint: Checkpoint, example_inputs: Any, loss: Any) ->
             hint="say the loss of its logits: `loss=...`; or give a training model: `--like training.onnx`",
         )
     types = {name: tensor.dtype for name, tensor in checkpoint.tensors.items()}
+    how = {"computes_loss": loss is None, "in_trainer": checkpoint.format == _TRAINER}
     try:
         from onward.convert.torch.architecture import from_configuration
 
-        made = from_configuration(checkpoint.configuration, types, example_inputs, computes_loss=loss is None)
+        made = from_configuration(checkpoint.configuration, types, example_inputs, **how)
     except ModuleNotFoundError as error:
         raise _missing(error) from error
     return _captured(made, checkpoint)
@@ -61,15 +65,18 @@ def _of_module(checkpoint: Checkpoint, given: Any, example_inputs: Any, loss: An
     found = _found(given) if isinstance(given, str) else given
     is_module = hasattr(found, "named_parameters") and not isinstance(found, type)
     module = found if is_module else _made(found, checkpoint)
-    in_trainer = checkpoint.format == "hf" and hasattr(module, "config")
-    made = from_module(module, example_inputs, computes_loss=loss is None, in_trainer=in_trainer)
+    how = {"computes_loss": loss is None, "in_trainer": checkpoint.format == _TRAINER}
+    made = from_module(module, example_inputs, **how)
     return _captured(made, checkpoint)
 
 
 def _missing(error: ModuleNotFoundError) -> Exception:
     if str(error.name).startswith("onward"):
         return error
-    package = "onward[torch]" if error.name == "torch" else error.name
+    package, _, part = str(error.name).partition(".")
+    if part:
+        return UnsupportedError(f"to make its model needs a newer `{package}`", hint=f"pip install -U {package}")
+    package = "onward[torch]" if package == "torch" else package
     return UnsupportedError(
         f"to make its model needs `{error.name}`, which is not installed",
         hint=f"pip install '{package}'; or give the ONNX model that it is of: `--like model.onnx`",
@@ -77,12 +84,14 @@ def _missing(error: ModuleNotFoundError) -> Exception:
 
 
 def _captured(made: Architecture, checkpoint: Checkpoint) -> Captured:
+    in_files = {ours: theirs for theirs, ours in made.stored.items()}
     tied: dict[str, str] = {}
     for names in made.aliases:
-        stored = next((name for name in names if name in checkpoint.tensors), None)
+        theirs = {name: in_files.get(name, name) for name in names}
+        stored = next((name for name in theirs.values() if name in checkpoint.tensors), None)
         if stored is not None:
-            tied |= {name: stored for name in names if name not in checkpoint.tensors}
-    return Captured(made.model, made.loss, made.orders, tied)
+            tied |= {name: stored for name in names if theirs[name] not in checkpoint.tensors}
+    return Captured(made.model, made.loss, made.orders, tied, made.stored)
 
 
 # ---- code of the user ------------------------------------------------------------------------------------------------
@@ -109,7 +118,7 @@ def _made(kind: Any, checkpoint: Checkpoint) -> Any:
         raise ArgumentError(
             "`module` is neither a module nor its class", hint="give an nn.Module, or `package.module:Class`"
         )
-    given = checkpoint.arguments if checkpoint.format == "lightning" else {}
+    given = checkpoint.arguments if checkpoint.format == _LIGHTNING else {}
     takes = inspect.signature(kind).parameters
     takes_all = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in takes.values())
     arguments = {name: value for name, value in given.items() if takes_all or name in takes}

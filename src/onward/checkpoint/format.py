@@ -21,6 +21,8 @@ class Captured(NamedTuple):
     """In which an optimizer can have been given the parameters, by what says so, with names of the graph."""
     tied: Mapping[str, str] = {}
     """Further names of the checkpoint's tensors."""
+    stored: Mapping[str, str] = {}
+    """Names of the checkpoint's tensors -> names of the graph, where the framework has others in files."""
 
 
 class Format(NamedTuple):

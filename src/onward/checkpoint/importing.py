@@ -111,7 +111,7 @@ def plan(
     base = disassemble(given) if given.steps else None
     model = without_steps(given)
     known = names if isinstance(names, Mapping) else None
-    matched = match(checkpoint.tensors, model, known, checkpoint.tied)
+    matched = match(checkpoint.tensors, model, known, checkpoint.tied, captured.stored)
     listed_names = None if isinstance(names, Mapping) else names
     checkpoint, notes = _named(checkpoint, matched, model, listed_names, captured.orders)
     _refuse_unmatched(checkpoint, matched, _own_constants(matched, model, base))

@@ -44,14 +44,20 @@ def match(
     model: Model,
     given: Mapping[str, str] | None = None,
     tied: Mapping[str, str] | None = None,
+    stored: Mapping[str, str] | None = None,
 ) -> Match:
-    """Match by name; `given` are pairs that the user knows, from the checkpoint to the graph."""
+    """Match by name; `given` are pairs that the user knows, from the checkpoint to the graph, and `stored` those that
+    the framework does."""
     graph = {name: value for name, value in model.graph.initializers.items() if value.const_value is not None}
     weights = {weight.name for weight in describe(model).weights if weight.role != "constant"}
     rules: list[str] = []
     names = _given(given or {}, tensors, graph)
     if names:
         rules.append(f"{len(names)} names as they were given")
+    usual = {theirs: ours for theirs, ours in (stored or {}).items() if theirs in tensors and ours in graph}
+    if known := {theirs: ours for theirs, ours in usual.items() if theirs not in names}:
+        rules.append(f"{len(known)} names as the framework has them in files")
+        names |= known
     names |= by_name([name for name in tensors if name not in names], set(graph) - {*names.values()}, weights, rules)
     names |= _tied(tied or {}, names, graph, rules)
     names |= _by_value(tensors, names, graph, weights, rules)

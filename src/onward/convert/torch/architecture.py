@@ -33,31 +33,48 @@ class Architecture(NamedTuple):
     """In which an optimizer can have been given the parameters, by what says so. Names are those of the graph."""
     aliases: tuple[tuple[str, ...], ...]
     """All names of each parameter that has several."""
+    stored: Mapping[str, str] = {}
+    """Names that files have for those of the graph, where they are others."""
 
 
 def from_configuration(
-    configuration: Mapping[str, Any], types: Mapping[str, np.dtype], example_inputs: Any, *, computes_loss: bool
+    configuration: Mapping[str, Any],
+    types: Mapping[str, np.dtype],
+    example_inputs: Any,
+    *,
+    computes_loss: bool,
+    in_trainer: bool,
 ) -> Architecture:
-    """The model of transformers that a configuration describes, as the Trainer trains it. Values are not made."""
-    from onward.convert.torch.transformers_models import example_of, hollow_model
+    """The model of transformers that a configuration describes; `types` are those of its parameters, by name.
 
-    module = hollow_model(configuration, types)
-    if example_inputs is None:
+    `computes_loss` says that its own loss is trained, and `in_trainer` that the Trainer does it.
+    """
+    from onward.convert.torch.transformers_models import hollow_model
+
+    return _of_transformers(hollow_model(configuration, types), example_inputs, computes_loss, in_trainer)
+
+
+def _of_transformers(module: nn.Module, inputs: Any, computes_loss: bool, in_trainer: bool) -> Architecture:
+    from onward.convert.torch.transformers_models import (
+        as_the_trainer_calls,
+        axes_of,
+        decay_groups,
+        example_of,
+        stored_names,
+    )
+
+    if inputs is None:
         inputs, axes = example_of(module)
         if not computes_loss:
             inputs = {name: tensor for name, tensor in inputs.items() if name != "labels"}
-        return _in_the_trainer(module, inputs, {name: axes[name] for name in inputs})
-    return _in_the_trainer(module, example_inputs)
-
-
-def _in_the_trainer(
-    module: nn.Module, inputs: Mapping[str, Any], axes: Mapping[str, Any] | None = None
-) -> Architecture:
-    from onward.convert.torch.transformers_models import as_the_trainer_calls, axes_of, decay_groups
-
+        axes = {name: axes[name] for name in inputs}
+    else:
+        axes = axes_of(inputs)
     orders = {"the model, as the Trainer groups its parameters": decay_groups(module), **_order(module)}
-    as_the_trainer_calls(module)
-    return _architecture(module, captured_in_place(module, inputs, axes or axes_of(inputs)), orders)
+    stored = {theirs: ours for ours, theirs in stored_names(module).items() if ours != theirs}
+    if in_trainer:
+        as_the_trainer_calls(module)
+    return _architecture(module, captured_in_place(module, inputs, axes), orders)._replace(stored=stored)
 
 
 def from_module(module: nn.Module, example_inputs: Any, *, computes_loss: bool, in_trainer: bool) -> Architecture:
@@ -68,6 +85,8 @@ def from_module(module: nn.Module, example_inputs: Any, *, computes_loss: bool, 
     module = unwrapped(module)
     check_copyable(module)
     module = hollow_copy(module)
+    if hasattr(module, "config") and hasattr(module, "main_input_name"):
+        return _of_transformers(module, example_inputs, computes_loss, in_trainer)
     has_step = computes_loss and hasattr(module, "training_step")
     if example_inputs is None and not has_step:
         example_inputs = getattr(module, "example_input_array", None)
@@ -76,8 +95,6 @@ def from_module(module: nn.Module, example_inputs: Any, *, computes_loss: bool, 
             f"what `{type(module).__name__}` takes is not known",
             hint="give it: `example_inputs=...`, " + ("a batch of its data" if has_step else "as for `from_torch`"),
         )
-    if in_trainer:
-        return _in_the_trainer(module, example_inputs)
     if has_step:
         module, example_inputs = _training_step(module, example_inputs)
     return _architecture(module, captured_in_place(module, example_inputs), _order(module))

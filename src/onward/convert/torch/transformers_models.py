@@ -31,8 +31,18 @@ def hollow_model(configuration: Mapping[str, Any], types: Mapping[str, np.dtype]
     kind: Any = _class_of(configuration)
     _check_sizes(configuration, len(types))
     module = _made(kind, configuration)
-    hollow_out(module, types)
+    stored = stored_names(module)
+    hollow_out(module, {name: types[stored[name]] for name in stored if stored[name] in types})
     return module.train()
+
+
+def stored_names(module: nn.Module) -> dict[str, str]:
+    """The names that parameters and buffers have in the files of transformers, which may be those of former classes."""
+    loading: Any = importlib.import_module("transformers.core_model_loading")
+    own = {name: tensor.detach().to("meta") for name, tensor in module.state_dict().items()}
+    place = {id(tensor): name for name, tensor in own.items()}
+    stored = loading.revert_weight_conversion(module, dict(own))
+    return {place[id(tensor)]: name for name, tensor in stored.items() if id(tensor) in place}
 
 
 def _transformers() -> Any:
@@ -140,12 +150,16 @@ class Example(NamedTuple):
 def example_of(module: nn.Module) -> Example:
     """What a model of transformers takes in training, made up by its configuration."""
     name = type(module).__name__
-    for ending, made in _KINDS.items():
-        if name.endswith(ending) and (tensors := made(module.config, module.main_input_name)):
-            return Example(
-                {key: tensor for key, (tensor, _) in tensors.items()},
-                {key: dict(enumerate(axes)) for key, (_, axes) in tensors.items()},
-            )
+    made = next((make for ending, make in _KINDS.items() if name.endswith(ending)), None)
+    try:
+        tensors = made(module.config, module.main_input_name) if made is not None else {}
+    except (TypeError, ValueError, RuntimeError, AttributeError) as error:
+        raise InvalidModelError(f"its configuration is not that of a `{name}`: {first_line(error)}") from error
+    if tensors:
+        return Example(
+            {key: tensor for key, (tensor, _) in tensors.items()},
+            {key: dict(enumerate(axes)) for key, (_, axes) in tensors.items()},
+        )
     raise UnsupportedError(f"what a `{name}` takes is not known", hint=f"give `example_inputs=...`; or {_LIKE}")
 
 
@@ -205,7 +219,7 @@ def _images(config: Any, main: str) -> Inputs:
         return {}
     size = getattr(config, "image_size", None) or 32
     height, width = (size, size) if isinstance(size, int) else size
-    image = torch.ones(_BATCH, getattr(config, "num_channels", 3), height, width)
+    image = torch.ones(()).expand(_BATCH, getattr(config, "num_channels", 3), height, width)
     return {"pixel_values": (image, ("batch",)), "labels": _classes(config)}
 
 
@@ -215,7 +229,7 @@ def _generation(config: Any, main: str) -> Inputs:
         return {}
     labels = _tokens(config, _LENGTH - 1), ("batch", "target_sequence")
     if main == "input_features" and (length := getattr(config, "max_source_positions", 0)):
-        features = torch.ones(_BATCH, config.num_mel_bins, 2 * length)
+        features = torch.ones(()).expand(_BATCH, config.num_mel_bins, 2 * length)
         return {"input_features": (features, ("batch",)), "labels": labels}
     inputs = _text(config, main)
     return {**inputs, "labels": labels} if inputs else {}
