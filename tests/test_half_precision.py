@@ -25,6 +25,7 @@ from optimizer_tables import TORCH, torch_arguments
 torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
+from onward.checkpoint.scales import scaling_of  # noqa: E402
 from onward.convert.run import Group, Run, assemble  # noqa: E402
 from onward.convert.torch import captured, files, from_torch, to_torch  # noqa: E402
 from onward.convert.torch.clipping import Clip  # noqa: E402
@@ -267,10 +268,12 @@ def test_float16_with_copies_and_a_loss_that_is_scaled() -> None:
     np.testing.assert_allclose(losses, expected, rtol=2e-3)
 
 
-def scales(overflows: list[bool], loss_scale: str) -> list[float]:
+def scales(overflows: list[bool], loss_scale: Any, state: Any = None) -> list[float]:
     """The scale after each step, of which some overflow."""
     start, _ = examples(np.dtype(np.float16))
     model = onward.prepare(sums(start), loss=L1, optimizer="sgd:lr=1e-6", loss_scale=loss_scale)
+    for name, tensor in (state or {}).items():
+        model.set(name, tensor.array())
     found = []
     with load(model, engine="numpy") as running:
         for overflow in overflows:
@@ -289,11 +292,14 @@ def test_a_loss_is_scaled_as_by_deepspeed() -> None:
     scalers = pytest.importorskip("deepspeed.runtime.fp16.loss_scaler")
     scalers.dist = SimpleNamespace(get_rank=lambda: 1)
     theirs = scalers.DynamicLossScaler(2.0**16, 3, 2.0**13, 2, False, raise_error_at_min_scale=False)
-    expected = []
-    for overflow in OVERFLOWS:
+    expected, kept = [], {}
+    for i, overflow in enumerate(OVERFLOWS):
+        kept[i] = scaling_of(vars(theirs))
         theirs.update_scale(overflow)
         expected.append(theirs.cur_scale)
     assert scales(OVERFLOWS, DEEPSPEED) == expected
+    for i in (0, 1, 2, 6, 9, 17, 19):  # as it is read from a checkpoint in the middle
+        assert scales(OVERFLOWS[i:], *kept[i]) == expected[i:]
 
 
 def test_hysteresis_waits_and_the_scale_has_a_least() -> None:
@@ -302,6 +308,28 @@ def test_hysteresis_waits_and_the_scale_has_a_least() -> None:
     assert [int(scale) >> 13 for scale in found] == [8, 4, 4, 4, 2, *[1] * 12, *[2] * 4, *[1] * 4]
     with pytest.raises(onward.Error, match="has no option `histeresis`"):
         scales([], "dynamic:histeresis=2")
+
+
+def test_a_checkpoint_in_float16_goes_on_with_its_copies_and_its_scale(tmp_path: Path) -> None:
+    module, (x, _) = network().half(), next(batches(torch.float16))
+    made = RUNS["masters"](module)
+    for parameter in module.parameters():
+        parameter.grad = torch.full_like(parameter, 1e-3)
+    made.step()
+    scaler = {"scale": 1024.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 7, "_growth_tracker": 3}
+    path = tmp_path / "run.pt"
+    torch.save({"model": module.state_dict(), "optimizer": made.state_dict(), "scaler": scaler}, path)
+    names = [name for name, _ in module.named_parameters()]
+    training = onward.from_checkpoint(path, like=captured(module, x), loss="cross_entropy", names=names)
+    assert training.array("scaler/scale") == 1024 and training.array("scaler/growth_tracker") == 3
+    assert training.array("scaler/growth_interval") == 7
+    for name, parameter in module.named_parameters():
+        np.testing.assert_array_equal(training.array(name), to_array(parameter), strict=True)
+        np.testing.assert_array_equal(training.array(f"{name}/master"), made.state[parameter]["master"], strict=True)
+    with load(training, threads=1) as running:
+        inputs, labels = running.inputs
+        running.step({inputs: to_array(x), labels: np.zeros(8, np.int64)})
+        assert running.state()["step"] == 2
 
 
 # ---- runs of PyTorch -------------------------------------------------------------------------------------------------

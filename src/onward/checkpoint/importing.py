@@ -23,6 +23,7 @@ from onward.checkpoint.opening import open_checkpoint
 from onward.checkpoint.optax_trees import of_adamax
 from onward.checkpoint.optimizers import spec_of
 from onward.checkpoint.placing import placed
+from onward.checkpoint.scales import scaling_of
 from onward.checkpoint.tensors import Tensor, as_tensor, count_of, turned
 from onward.convert.problems import Problems
 from onward.convert.rates import Factor, complete
@@ -125,6 +126,9 @@ def plan(
     weights, slots, has_masters = _state(checkpoint, matched, model, groups)
     step = _step(checkpoint, groups)
     recipe = _recipe(checkpoint, base, has_masters)
+    if (scaling := scaling_of(checkpoint.scaler)) is not None and _computes_in_float16(model, groups):
+        recipe["loss_scale"] = scaling.words
+        slots |= scaling.state
     slots |= _averages(checkpoint, matched, groups, step) if "ema" in recipe else {}
     words, more = _schedule(checkpoint, schedule, step, groups, base)
     run = Run(
@@ -457,6 +461,11 @@ def _averages(checkpoint: Checkpoint, matched: Match, groups: Sequence[RunGroup]
         if matched.names.get(theirs) in trained
     }
     return {**found, "ema/n_averaged": as_tensor(np.int64(step))} if found else {}
+
+
+def _computes_in_float16(model: Model, groups: Sequence[RunGroup]) -> bool:
+    """Whether a scale of the loss makes a difference: with more exponents it does not."""
+    return any(_type(model, name) == ir.DataType.FLOAT16 for group in groups for name in group.parameters)
 
 
 def _counts_as_pytorch(groups: Sequence[RunGroup]) -> bool:

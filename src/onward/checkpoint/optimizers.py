@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from onward.checkpoint.description import COUNT, Group, Optimizer
+from onward.checkpoint.description import COUNT, MASTER, Group, Optimizer
 from onward.checkpoint.tensors import ArrayTensor, number_of
 from onward.errors import UnsupportedError
 from onward.recipe.optimizers import ConfiguredOptimizer, optimizer
@@ -90,7 +90,7 @@ def optimizer_of(tree: Mapping[str, Any], family: str | None = None) -> Optimize
 
 
 def _families(slots: Mapping[Any, Mapping[str, Any]], groups: list[Group]) -> tuple[str, ...]:
-    kept = {frozenset(map(str, each)) - {COUNT} for each in slots.values()}
+    kept = {frozenset(map(str, each)) - {COUNT, MASTER} for each in slots.values()}
     settings = groups[0].settings if groups else {}
     if not slots or kept == {frozenset()}:
         return next((name(settings) for keys, name in _KEYS_ALONE if keys <= settings.keys()), ())

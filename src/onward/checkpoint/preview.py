@@ -67,7 +67,7 @@ def _kept(plan: Plan) -> list[str]:
     parts = {
         "states of random numbers": checkpoint.randomness,
         "where in its data it is": checkpoint.data,
-        "the scale of the loss": checkpoint.scaler,
+        "the scale of the loss": checkpoint.scaler and "loss_scale" not in plan.run.recipe,
         "averages": checkpoint.averages,
         "the configuration": checkpoint.configuration,
         "arguments": checkpoint.arguments,
