@@ -152,6 +152,17 @@ def test_names_with_a_prefix(tmp_path: Path) -> None:
     assert losses_of(imported(tmp_path / "squares_checkpoint"), "squares") == pytest.approx(LOSSES["squares"], rel=1e-6)
 
 
+def test_before_the_first_step(tmp_path: Path) -> None:
+    """A checkpoint without the state of an optimizer begins one, as onnxruntime-training does."""
+    folder = tmp_path / "binary"
+    shutil.copytree(RECORDED / "binary", folder)
+    tree = read_ort(RECORDED / "binary" / "checkpoint")
+    write_ort({**tree, "optimizer_groups": {}}, folder / "checkpoint")
+    model = onward.from_checkpoint(folder)
+    assert model.array("step") == 0 and not model.array("first.weight/exp_avg").any()
+    assert losses_of(model, "binary")[0] == pytest.approx(LOSSES["binary"][0], rel=1e-6)
+
+
 def test_a_loss_without_a_name_stays_a_graph(tmp_path: Path) -> None:
     folder = tmp_path / "squares"
     shutil.copytree(RECORDED / "squares", folder)
@@ -208,6 +219,11 @@ def test_what_they_cannot_hold_is_refused(tmp_path: Path) -> None:
     other = dataclasses.replace(checkpoint, optimizers=(dataclasses.replace(kept, groups=(group,)),))
     with pytest.raises(onward.Error, match="no optimizer that computes"):
         ort.write(other, tmp_path / "out")
+    for number in (1 << 70, 1e60):
+        with pytest.raises(onward.Error, match="no room for a number"):
+            onward.to_checkpoint(
+                dataclasses.replace(checkpoint, progress={"x": number}), tmp_path / "out", format="ort"
+            )
     model = onward.from_checkpoint(RECORDED / "entropy", optimizer="adamw:eps=1e-5")
     with pytest.raises(onward.Error, match=r"optimizer_model\.onnx.* computes"):
         onward.to_checkpoint(model, tmp_path / "out", format="ort")

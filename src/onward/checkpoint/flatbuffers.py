@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, BinaryIO
 
 from onward.checkpoint.tensors import Tensor
+from onward.errors import UnsupportedError
 
 # ---- reading ---------------------------------------------------------------------------------------------------------
 
@@ -118,6 +119,13 @@ class Numbers:
     values: tuple[Any, ...]
 
 
+def _packed(number: Number) -> bytes:
+    try:
+        return struct.pack(f"<{number.format}", number.value)
+    except (struct.error, OverflowError):
+        raise UnsupportedError(f"the file has no room for a number as large as {number.value:.3g}") from None
+
+
 class Writer:
     """A file in the making: tables are laid out at once, tensors when it is written."""
 
@@ -163,7 +171,7 @@ class Writer:
         for field, value in given.items():
             at = start + offsets[field]
             if isinstance(value, Number):
-                struct.pack_into(f"<{value.format}", self._tables, at, value.value)
+                self._tables[at : at + struct.calcsize(value.format)] = _packed(value)
             elif isinstance(value, Tensor):
                 self._tensors.append((at, value))
             else:
