@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from onward.checkpoint.description import COUNT, MASTER, Checkpoint, Group, Optimizer, RandomState, Schedule
-from onward.checkpoint.optax_states import optimizer_state
-from onward.checkpoint.optax_trees import FAMILIES, LARGEST, SECOND, WORDS, States, factors, signed, unwrapped
-from onward.checkpoint.pytrees import DATA, KEY, Way, at, leaves, named, nested, parts, replaced
-from onward.checkpoint.tensors import ArrayTensor, ComputedTensor, Tensor
-from onward.errors import UnsupportedError, listed
+from onward.checkpoint.description import COUNT, Checkpoint, Group, Optimizer, RandomState, Schedule
+from onward.checkpoint.optax_trees import FAMILIES, WORDS, States, factors, signed, unwrapped
+from onward.checkpoint.pytrees import DATA, KEY, Way, at, leaves, named, parts
+from onward.checkpoint.tensors import Tensor
+from onward.errors import listed
 
 _PARAMETERS = ("params", "parameters", "model_params")
 _MODEL = ("model", "weights")
 """What parameters may be called as well beside an optimizer: alone, it is the name of a layer."""
 _STATISTICS = ("batch_stats", "statistics", "model_state")
 _AVERAGES = ("ema", "ema_params", "params_ema")
-_OPTIMIZER = ("opt_state", "optimizer_state", "optimizer")
+OPTIMIZER = ("opt_state", "optimizer_state", "optimizer")
 _STEP = ("step", "global_step", "iteration")
 _RANDOM = {
     "rng", "rngs", "random", "key", "keys", "prng", "prng_key", "rng_key", "dropout_rng", "dropout_key",
@@ -30,8 +28,6 @@ _RANDOM = {
 }  # fmt: skip
 INFORMATION = "_CHECKPOINT_METADATA"
 """What is no tree among those of Orbax."""
-_TREES: dict[str, Any] = {"orbax": None, "flax": {}}
-"""Formats of trees, and what they store a state of optax as that keeps nothing."""
 _DEEPEST = 3
 """How far below the top these are looked for."""
 
@@ -59,17 +55,17 @@ class Meaning:
 def meaning_of(tree: Any) -> Meaning:
     """What is where, by the names that trainings use. Where nothing is called parameters, all tensors are."""
     found = Meaning(random=_keys(tree))
-    optimizer = _find(tree, _OPTIMIZER, ())
+    optimizer = find(tree, OPTIMIZER, ())
     taken = [optimizer] if optimizer else []
-    root = _find(tree, (*_PARAMETERS, *(_MODEL if optimizer else ())), taken)
+    root = find(tree, (*_PARAMETERS, *(_MODEL if optimizer else ())), taken)
     if root:
         taken.append(root)
         found.parameters = named(at(tree, root), root)
     for names, places in ((_STATISTICS, found.statistics), (_AVERAGES, found.averages)):
-        if way := _find(tree, names, taken):
+        if way := find(tree, names, taken):
             taken.append(way)
             places |= named(at(tree, way), way)
-    if way := _find(tree, _STEP, taken):
+    if way := find(tree, _STEP, taken):
         way = unwrapped(at(tree, way), way)
         found.step = way if number(at(tree, way)) is not None else None
     if not root:
@@ -84,7 +80,7 @@ def meaning_of(tree: Any) -> Meaning:
     return found
 
 
-def _find(tree: Any, names: Iterable[str], without: Iterable[Way]) -> Way | None:
+def find(tree: Any, names: Iterable[str], without: Iterable[Way]) -> Way | None:
     """The outermost place that has the first of these names."""
     for name in names:
         level: list[tuple[Way, Any]] = [((), tree)]
@@ -129,7 +125,7 @@ def checkpoint_of_tree(path: Path, format: str, title: str, tree: Any, **facts: 
     """What is in a tree. `facts` are fields of the checkpoint that are known already."""
     meaning, flat = meaning_of(tree), dict(leaves(tree))
     tensors = {name: flat[way] for way, name in (meaning.parameters | meaning.statistics).items()}
-    step, counted = _updates(meaning, flat), number(flat[meaning.step]) if meaning.step else None
+    step, counted = updates_made(meaning, flat), number(flat[meaning.step]) if meaning.step else None
     known: dict[str, Any] = {
         "step": step,
         "progress": {name: count for name, count in (("step", counted),) if count is not None},
@@ -146,7 +142,7 @@ def checkpoint_of_tree(path: Path, format: str, title: str, tree: Any, **facts: 
     return Checkpoint(path, format, title, tensors, **known)
 
 
-def _updates(meaning: Meaning, flat: Mapping[Way, Any]) -> int | None:
+def updates_made(meaning: Meaning, flat: Mapping[Way, Any]) -> int | None:
     """Updates made so far: as the optimizer counts, and else the training, which may count batches."""
     counted = [number(flat[way]) for way in (meaning.states.counts if meaning.states else ())]
     known = [count for count in counted if count is not None]
@@ -208,98 +204,3 @@ def _remarks(states: States, flat: Mapping[Way, Any]) -> list[str]:
         names = ["/".join(way) for way in states.unknown]
         said.append(f"of the optimizer's state, {listed(names, 3)} is of a kind that is not known")
     return said
-
-
-# ---- trees anew ------------------------------------------------------------------------------------------------------
-
-
-def tree_of(checkpoint: Checkpoint, empty: Any) -> Any:
-    """The tree to write: that which was read, with the numbers of now, or else a new one.
-
-    `empty` is what a state of optax that keeps nothing is stored as.
-    """
-    kept = _kept(checkpoint)
-    if kept is None or not set(meaning_of(kept).parameters.values()) <= checkpoint.tensors.keys():
-        return new_tree(checkpoint, empty)
-    tree, stored_as = updated(kept, checkpoint), _TREES[checkpoint.format]
-    place = _find(kept, _OPTIMIZER, ())
-    if stored_as == empty or place is None:
-        return tree
-    inside = len(place)
-    return replaced(tree, lambda way, leaf: empty if way[:inside] == place and leaf == stored_as else leaf)
-
-
-def _kept(checkpoint: Checkpoint) -> Any:
-    """The tree of JAX that a checkpoint has been read from."""
-    if checkpoint.format not in _TREES:
-        return None
-    items = {name: tree for name, tree in checkpoint.trees.items() if name != INFORMATION}
-    return next(iter(items.values())) if len(items) == 1 else items or None
-
-
-def updated(tree: Any, checkpoint: Checkpoint) -> Any:
-    """A tree that was read, with the numbers that a checkpoint has now; all else is as it was."""
-    meaning, flat = meaning_of(tree), dict(leaves(tree))
-    new: dict[Way, Any] = {}
-    for places, tensors in (
-        (meaning.parameters | meaning.statistics, checkpoint.tensors),
-        (meaning.averages, checkpoint.averages),
-    ):
-        new |= {way: _like(flat[way], tensors[name]) for way, name in places.items() if name in tensors}
-    counts = {way: count for way in meaning.counters if (count := number(flat[way])) is not None}
-    before = _updates(meaning, flat)
-    passed = 0 if checkpoint.step is None or before is None else checkpoint.step - before
-    new |= {way: _counter(flat[way], count + passed * _unit(count, before)) for way, count in counts.items()}
-    if meaning.states and checkpoint.optimizers:
-        kept = checkpoint.optimizers[0].slots
-        for way, (name, slot, sign) in meaning.states.slots.items():
-            known = kept.get(name, {})
-            slot = LARGEST if slot == SECOND and LARGEST in known else slot
-            if slot in known:
-                new[way] = _like(flat[way], signed(known[slot], sign))
-        if passed and meaning.states.waiting:
-            new |= {way: _zeros(flat[way]) for way in [meaning.states.waiting, *meaning.states.accumulated]}
-    return replaced(tree, lambda way, leaf: new.get(way, leaf))
-
-
-def _unit(count: int, updates: int | None) -> int:
-    """How many there are for an update of what a training counts."""
-    return count // updates if updates and count % updates == 0 and count else 1
-
-
-def _like(old: Tensor, new: Tensor) -> Tensor:
-    """A tensor in the shape and type that a tree has it in."""
-    if math.prod(old.shape) != math.prod(new.shape):
-        raise UnsupportedError(
-            f"a tensor of {list(old.shape)} has become one of {list(new.shape)}: the tree that was read does not fit",
-            hint="write what was read without changing shapes",
-        )
-    if old.shape == new.shape and old.dtype == new.dtype:
-        return new
-    return ComputedTensor(old.dtype, old.shape, lambda: new.array().reshape(old.shape).astype(old.dtype))
-
-
-def _counter(old: Any, count: int) -> Any:
-    if isinstance(old, Tensor):
-        return ArrayTensor(np.asarray(count, old.dtype))
-    return old.dtype.type(count) if isinstance(old, np.generic) else count
-
-
-def _zeros(old: Any) -> Any:
-    return ArrayTensor(np.zeros(old.shape, old.dtype)) if isinstance(old, Tensor) else _counter(old, 0)
-
-
-def new_tree(checkpoint: Checkpoint, empty: Any) -> dict[str, Any]:
-    """What a training in JAX saves, for a checkpoint of another framework: as the `TrainState` of Flax has it."""
-    slots = {name: each for of in checkpoint.optimizers for name, each in of.slots.items()}
-    trained = {name for of in checkpoint.optimizers for group in of.groups for name in group.parameters}
-    tensors = {name: slots.get(name, {}).get(MASTER, tensor) for name, tensor in checkpoint.tensors.items()}
-    others = {name: tensor for name, tensor in tensors.items() if trained and name not in trained}
-    tree = {"step": checkpoint.step or 0, "params": nested({k: v for k, v in tensors.items() if k not in others})}
-    if checkpoint.optimizers:
-        tree["opt_state"] = optimizer_state(checkpoint, empty)
-    if others:
-        tree["batch_stats"] = nested(others)
-    if checkpoint.averages:
-        tree["ema"] = nested(checkpoint.averages)
-    return tree

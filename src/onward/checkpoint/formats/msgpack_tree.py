@@ -10,7 +10,8 @@ from onward.checkpoint.format import Format
 from onward.checkpoint.message_writer import write_messages
 from onward.checkpoint.messages import begins_a_tree, read_messages
 from onward.checkpoint.pytrees import KEY, leaves, without_lists
-from onward.checkpoint.train_states import checkpoint_of_tree, meaning_of, tree_of
+from onward.checkpoint.train_states import checkpoint_of_tree, meaning_of
+from onward.checkpoint.tree_writing import tree_of
 from onward.errors import UnsupportedError, listed, warn
 
 

@@ -14,7 +14,8 @@ from onward.checkpoint.format import Format
 from onward.checkpoint.pytrees import leaves, with_lists
 from onward.checkpoint.safetensors_files import read_json
 from onward.checkpoint.tensors import Tensor
-from onward.checkpoint.train_states import INFORMATION, checkpoint_of_tree, tree_of
+from onward.checkpoint.train_states import INFORMATION, checkpoint_of_tree
+from onward.checkpoint.tree_writing import tree_of
 from onward.checkpoint.words import with_words, words_of
 from onward.checkpoint.zarr_items import TREE, read_layout, read_tree, write_json, write_tree
 from onward.errors import UnsupportedError
