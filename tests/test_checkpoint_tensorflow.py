@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +41,7 @@ def test_what_a_checkpoint_says_of_its_training() -> None:
 
 
 def test_variables_in_pieces() -> None:
-    found = onward.open_checkpoint(PIECES)
+    found = onward.open_checkpoint(PIECES / "ckpt-1")  # as TensorFlow names it: there is no such file
     assert isinstance(found.tensors["table"], ScatteredTensor)
     np.testing.assert_array_equal(found.tensors["table"].array(), np.arange(45).reshape(9, 5))
     np.testing.assert_array_equal(found.tensors["offset"].array(), np.arange(3))
@@ -143,6 +145,45 @@ def test_optimizers_before_keras_3(tmp_path: Path) -> None:
     assert list(found.tensors) == ["weight", "bias"] and "adam" in found.optimizers[0].families
     kept = found.optimizers[0].slots["weight"]["exp_avg_sq"].array()
     np.testing.assert_array_equal(kept, optimizer.get_slot(module.weight, "v").numpy())
+
+
+MIRRORED = """
+import sys, numpy as np, tensorflow as tf
+cpu = tf.config.list_physical_devices("CPU")[0]
+tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
+import keras, onward
+strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+x = np.random.default_rng(0).random((16, 4), np.float32)
+
+def made():
+    with strategy.scope():
+        layers = [keras.layers.Dense(3), keras.layers.BatchNormalization(), keras.layers.Dense(2)]
+        model = keras.Sequential([keras.Input((4,)), *layers])
+        model.compile(keras.optimizers.AdamW(0.01), "mse")
+        model.optimizer.build(model.trainable_variables)
+        return model, tf.train.Checkpoint(model=model, optimizer=model.optimizer)
+
+def losses(model, epochs):
+    return model.fit(x, x[:, :2], batch_size=8, epochs=epochs, verbose=0, shuffle=False).history["loss"]
+
+model, state = made()
+losses(model, 2)
+tf.train.CheckpointManager(state, sys.argv[1] + "/theirs", 1).save()
+onward.to_checkpoint(sys.argv[1] + "/theirs", sys.argv[1] + "/ours", format="tensorflow")
+expected = losses(model, 5)
+other, state = made()
+with strategy.scope():
+    state.restore(tf.train.latest_checkpoint(sys.argv[1] + "/ours")).assert_consumed()
+assert losses(other, 5) == expected
+"""
+
+
+@pytest.mark.slow
+@needs("tensorflow")
+def test_a_model_on_two_devices_goes_on(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", MIRRORED, str(tmp_path)], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert onward.open_checkpoint(tmp_path / "ours").step == 4
 
 
 # ---- files that are damaged ------------------------------------------------------------------------------------------

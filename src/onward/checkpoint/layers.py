@@ -13,7 +13,7 @@ from typing import Any
 
 from onward.checkpoint.h5 import Groups
 from onward.checkpoint.tensors import Tensor
-from onward.convert.classes import snake_case
+from onward.convert.classes import is_named_after, snake_case
 
 _AFFINE, _CELL = ("kernel", "bias"), ("kernel", "recurrent_kernel", "bias")
 _NORM, _SEPARATE = ("gamma", "beta"), ("depthwise_kernel", "pointwise_kernel", "bias")
@@ -63,7 +63,7 @@ def variables_of(groups: Groups, config: Mapping[str, Any] | None) -> list[Varia
     """The variables of a model in its order. Without a configuration, layers are as the file names them."""
     names = _Names(groups)
     if config is None:
-        root = groups.get(_VARS, {}).get("attributes", {}).get("name", "")
+        root = str(groups.get(_VARS, {}).get("attributes", {}).get("name", ""))
         kind = "Sequential" if re.fullmatch(r"sequential(_\d+)?", root) else "Functional"
         return list(names.model("", {"class_name": kind, "config": {"name": root}}, [], True))
     return list(names.model("", config, [], True))
@@ -88,7 +88,8 @@ class _Names:
         """The layers of a model. One of Keras's functional models builds them by themselves, without its own name."""
         config = _mapping(spec.get("config"))
         trains = trains and config.get("trainable") is not False
-        way = [] if spec.get("class_name") in _MODELS else [*way, str(config.get("name", ""))]
+        named = config.get("name") or self._name(path)
+        way = [] if spec.get("class_name") in _MODELS else [*way, str(named)]
         folder = f"{path}/layers".lstrip("/")
         layers = config.get("layers")
         known = [_mapping(layer) for layer in layers] if isinstance(layers, list) else None
@@ -108,9 +109,13 @@ class _Names:
         found = []
         for key in self._children.get(folder, ()):
             kind = classes.get(re.sub(r"_\d+$", "", key), "")
-            name = self._groups.get(f"{folder}/{key}/{_VARS}", {}).get("attributes", {}).get("name", key)
+            name = self._name(f"{folder}/{key}") or key
             found.append({"class_name": kind, "config": {"name": name}, "place": f"{folder}/{key}"})
         return found
+
+    def _name(self, place: str) -> str:
+        """Of a layer, as the file has it."""
+        return str(self._groups.get(f"{place}/{_VARS}".lstrip("/"), {}).get("attributes", {}).get("name", ""))
 
     def _layer(
         self, place: str, spec: Mapping[str, Any], way: list[str], trains: bool, is_sure: bool
@@ -120,8 +125,9 @@ class _Names:
             yield from self.model(place, spec, way, trains)
             return
         trains = trains and config.get("trainable") is not False
-        named = self._groups.get(f"{place}/{_VARS}", {}).get("attributes", {}).get("name")
-        way = [*way, str(named or config.get("name") or place.rpartition("/")[2])]
+        named = str(self._name(place) or config.get("name") or place.rpartition("/")[2])
+        kind = kind or next((known for known in TRAINED if is_named_after(named, known)), "")
+        way = [*way, named]
         yield from self._own(place, kind, config, way, trains, is_sure)
         parts = PARTS.get(kind, {})
         children = [child for child in self._children.get(place, ()) if f"{place}/{child}" in self._filled]

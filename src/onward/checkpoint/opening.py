@@ -23,6 +23,8 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     Tensors stay where they are until their elements are asked for.
     """
     place = Path(path)
+    if not place.exists() and (index := place.with_name(f"{place.name}.index")).is_file():
+        place = index  # TensorFlow names a checkpoint by what the names of its files begin with
     if not place.exists():
         raise InvalidModelError(f"there is no `{place}`")
     if (format := format_of(place)) is not None:

@@ -21,8 +21,8 @@ _SLOTS = {
     "mg": "grad_avg", "accumulator": "sum", "accum_grad": "square_avg", "accum_var": "acc_delta",
 }  # fmt: skip
 """What optimizers before Keras 3 call what they keep."""
-_OTHERS = ("keras_api", "_loss_tracker", "_compile_metrics", "_metrics")
-"""Children of a model that are not of the model."""
+_OTHERS = ("keras_api", "_loss_tracker", "_compile_metrics", "_metrics", "_all_variables")
+"""Children of a model that are not of the model, or once more what others are."""
 SHARED = "mu_product"
 """What Keras's Nadam keeps once, and other optimizers for each parameter."""
 
