@@ -136,6 +136,7 @@ def test_words_begin_where_they_are_known() -> None:
         is None
     )
     assert scheduler_of(None, {}, 0.1).schedule.words == ()
+    assert scheduler_of(None, {}, 0.1, [{"lr": 0.05, "initial_lr": 0.1}]).schedule.words is None
 
 
 def copy_of(name: str, place: Path) -> Path:
@@ -170,6 +171,11 @@ def test_a_trainer_with_deepspeed_inside(tmp_path: Path) -> None:
     assert found.configuration["architectures"] and found.arguments["zero_optimization"] == {"stage": 2}
     assert found.progress["global_steps"] == 5 and found.progress["max_steps"] == 6
     assert {each.kind for each in found.randomness} == {"torch, CPU", "numpy", "Python"} and found.missing == ()
+    shutil.copy(RECORDED.parent / "trainer" / "scheduler.pt", place)
+    assert onward.open_checkpoint(place).schedules == found.schedules
+    spoilt(place / "global_step5" / "mp_rank_00_model_states.pt", lambda tree: tree.update(lr_scheduler=None))
+    outside = onward.open_checkpoint(place).schedules[0]  # the Trainer keeps its own to itself
+    assert outside == onward.open_checkpoint(RECORDED.parent / "trainer").schedules[0] and outside.words
 
 
 def test_what_deepspeed_cannot_hold_is_refused(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ matter any more.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from onward.checkpoint.description import Schedule
@@ -21,10 +21,14 @@ class Found(NamedTuple):
     """The rate that the words multiply; None where that is the one of the optimizer."""
 
 
-def scheduler_of(state: Any, config: Mapping[str, Any], given: float | None) -> Found:
-    """What the state of a scheduler and the configuration say. `given` is the rate of the optimizer in the latter."""
+def scheduler_of(state: Any, config: Mapping[str, Any], given: float | None, groups: Sequence[Any] = ()) -> Found:
+    """What the state of a scheduler and the configuration say. `given` is the rate of the optimizer in the latter.
+
+    A program may have a scheduler that DeepSpeed does not know of. Those of PyTorch leave a trace in `groups`.
+    """
     if state is None:
-        return Found(Schedule({}, ()), None)
+        is_moved = any("initial_lr" in group for group in groups)
+        return Found(Schedule({}, None if is_moved else ()), None)
     if is_schedule_state(state):
         return Found(schedule_of(state), None)
     if not isinstance(state, Mapping) or type(state.get("last_batch_iteration")) is not int:

@@ -123,9 +123,8 @@ def _checkpoint(path: Path, saved: _Saved) -> Checkpoint:
     config = mapping(model.get("ds_config"))
     kept = _kept(saved)
     tensors = _tensors(saved, kept.slots)
-    scheduler = scheduler_of(
-        model.get("lr_scheduler"), config.get("scheduler") or {}, mapping(_of_optimizer(config).get("params")).get("lr")
-    )
+    rate = mapping(_of_optimizer(config).get("params")).get("lr")
+    scheduler = scheduler_of(model.get("lr_scheduler"), config.get("scheduler") or {}, rate, kept.groups)
     optimizer = _optimizer(kept, tensors, config, scheduler.base)
     clip = kept.clip if kept.clip is not None else config.get("gradient_clipping")
     counters = {name: model[name] for name in ("global_samples", "skipped_steps") if isinstance(model.get(name), int)}
@@ -312,7 +311,7 @@ def _layout(saved: _Saved, model: Mapping[str, Any], config: Mapping[str, Any]) 
 def _with_trainer(found: Checkpoint) -> Checkpoint:
     """What the Trainer of transformers has beside it: its progress, its arguments, states of random numbers."""
     around = trainer.read(found.path)
-    is_said = found.schedules[0].words is not None or not around.schedules
+    is_said = found.schedules[0].words or not around.schedules
     return dataclasses.replace(
         found,
         title=f"{around.title}, {found.title}",
