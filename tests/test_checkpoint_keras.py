@@ -166,7 +166,9 @@ def test_a_run_through_a_training_model(format: str, optimizer: str, tmp_path: P
         if format == "keras":
             model.save(path)
         else:
-            tf.train.CheckpointManager(tf.train.Checkpoint(model=model, optimizer=model.optimizer), str(path), 1).save()
+            counter = tf.Variable(5, dtype=tf.int64)
+            state = tf.train.Checkpoint(model=model, optimizer=model.optimizer, step=counter)
+            tf.train.CheckpointManager(state, str(path), 1).save()
         return path
 
     def losses(path: Path, part: slice) -> list[float]:
@@ -175,8 +177,9 @@ def test_a_run_through_a_training_model(format: str, optimizer: str, tmp_path: P
         else:
             again = _trained(_dense, "adamw", [])
             again.optimizer.build(again.trainable_variables)
-            state = tf.train.Checkpoint(model=again, optimizer=again.optimizer)
+            state = tf.train.Checkpoint(model=again, optimizer=again.optimizer, step=tf.Variable(0, dtype=tf.int64))
             state.restore(tf.train.latest_checkpoint(str(path))).assert_consumed()
+            assert int(state.step) == part.start
         found = [float(again.train_on_batch(x, y)) for x, y in batches[part]]
         kept.append(getattr(again.optimizer, "_model_variables_moving_average", []))
         return found

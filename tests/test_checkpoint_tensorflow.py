@@ -19,6 +19,8 @@ from onward.checkpoint.bundles import GRAPH, read_bundle, text_of, write_bundle
 from onward.checkpoint.crc import crc32c, masked
 from onward.checkpoint.formats import bundle
 from onward.checkpoint.table import read_table, table
+from onward.checkpoint.tensors import ArrayTensor
+from onward.checkpoint.tracked import meaning_of
 from onward.checkpoint.wire import field, varint
 
 RECORDED = Path(__file__).parent / "checkpoints"
@@ -251,6 +253,39 @@ def test_keys_that_unpack_without_end() -> None:
 def _block(entries: bytes) -> bytes:
     whole = entries + bytes(4) + (1).to_bytes(4, "little") + b"\0"
     return whole + masked(crc32c(whole)).to_bytes(4, "little")
+
+
+def _with_objects(graph: bytes) -> dict[str, Any]:
+    """A tree with these objects, and one variable."""
+    between = masked(crc32c(len(graph).to_bytes(4, "little"))).to_bytes(4, "little")
+    data = ArrayTensor(np.frombuffer(varint(len(graph)) + between + graph, np.uint8))
+    checksum = masked(crc32c(between + graph, crc32c(len(graph).to_bytes(4, "little"))))
+    return {GRAPH: {"kind": 7, "shape": [], "checksum": checksum, "data": data}, "v": ArrayTensor(np.zeros(3))}
+
+
+def _child(name: bytes, at: int) -> bytes:
+    return field(1, field(1, at) + field(2, name))
+
+
+OBJECTS = {
+    "a chain": b"".join(field(1, _child(b"x", at + 1)) for at in range(50_000)) + field(1, b""),
+    "many optimizers": field(1, b"") * 200 + field(1, _child(b"_iterations", 0) + _child(b"_variables", 0)) * 20_000,
+    "an object that is not there": field(1, _child(b"x", 7)),
+    "none": b"",
+    "no message": b"\xff",
+}
+
+
+@pytest.mark.parametrize("case", OBJECTS)
+def test_objects_that_make_no_sense(case: str) -> None:
+    with pytest.raises(onward.Error):
+        meaning_of(_with_objects(OBJECTS[case]))
+
+
+def test_objects_in_a_circle() -> None:
+    variable = field(1, field(2, field(1, b"VARIABLE_VALUE") + field(2, b"weight") + field(3, b"v")))
+    circle = field(1, _child(b"self", 0) + _child(b"other", 1)) + field(1, _child(b"back", 0) + _child(b"w", 2))
+    assert meaning_of(_with_objects(circle + variable)).parameters == {"weight": "v"}
 
 
 def test_folders_that_lead_astray(tmp_path: Path) -> None:

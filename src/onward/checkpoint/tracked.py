@@ -23,6 +23,7 @@ _SLOTS = {
 """What optimizers before Keras 3 call what they keep."""
 _OTHERS = ("keras_api", "_loss_tracker", "_compile_metrics", "_metrics", "_all_variables")
 """Children of a model that are not of the model, or once more what others are."""
+_MOST_OPTIMIZERS, _DEEPEST = 100, 200
 SHARED = "mu_product"
 """What Keras's Nadam keeps once, and other optimizers for each parameter."""
 
@@ -81,6 +82,8 @@ def meaning_of(tree: Tree) -> Meaning:
             raise ValueError(f"what `{lost[0]}` holds is not there")
     except ValueError as error:
         raise InvalidModelError(f"the objects of the checkpoint are damaged: {error}") from error
+    if sum(node.is_optimizer for node in nodes) > _MOST_OPTIMIZERS:
+        raise InvalidModelError("the checkpoint has more optimizers than any does")
     return _Objects(nodes, tree).meaning()
 
 
@@ -97,6 +100,7 @@ class _Objects:
 
     def meaning(self) -> Meaning:
         found = Meaning(parameters={self._names[at]: self._nodes[at].key for at in self._names})
+        top = {*self._nodes[0].children.values()}
         for at, node in enumerate(self._nodes):
             if node.is_optimizer:
                 found.optimizers.append(self._keys(node) if "_variables" in node.children else self._older(node))
@@ -105,7 +109,7 @@ class _Objects:
                 found.generators[_place(state.key)] = state.key
             elif node.full_name.endswith("seed_generator_state"):
                 found.generators[node.full_name] = node.key
-            elif at in self._nodes[0].children.values() and self._is_counter(node):
+            elif at in top and self._is_counter(node):
                 found.counters[_place(node.key)] = node.key
         found.data = {key.removesuffix(_STATES): key for key in self._tree if key.endswith(_STATES)}
         return found
@@ -134,6 +138,8 @@ class _Objects:
             if at in seen or node.is_optimizer or "_state_var" in node.children:
                 continue
             seen.add(at)
+            if len(way) > _DEEPEST:
+                raise InvalidModelError("the objects of the checkpoint are nested deeper than any are")
             counts = len(way) == 1 and self._is_counter(node)
             if isinstance(self._tree.get(node.key), Tensor) and not counts and not self._is_seed(node):
                 yield at, way

@@ -151,6 +151,9 @@ def _renewed(tree: Tree, checkpoint: Checkpoint) -> dict[str, Any]:
     meaning, made = meaning_of(tree), dict(tree)
     for name, key in meaning.parameters.items():
         made[key] = in_place_of(tree[key], checkpoint.tensors.get(name), name)
+    for name, key in meaning.counters.items():
+        if isinstance(now := checkpoint.progress.get(name), int):
+            _put(made, key, now)
     for keys, optimizer in zip(meaning.optimizers, checkpoint.optimizers, strict=False):
         for name, slots in keys.slots.items():
             for slot, key in slots.items():
