@@ -35,7 +35,7 @@ test: $(VENV)/.frameworks check ## the checks, then all tests but the slow ones,
 	$(PYTEST) -m "not slow"
 
 test-all: $(VENV)/.frameworks $(VENV)/.checkpoints $(ORT_VENV)/.installed check ## the same with the slow tests, and with random tests that search anew
-	ONWARD_ORT_TRAINING_PYTHON=$(ORT_VENV)/bin/python $(PYTEST) --hypothesis-profile=search
+	ONWARD_ORT_TRAINING_PYTHON=$(CURDIR)/$(ORT_VENV)/bin/python $(PYTEST) --hypothesis-profile=search
 
 check: $(VENV)/.dev ## ruff, mypy and the layer test; needs no framework
 	$(BIN)/ruff check

@@ -243,6 +243,7 @@ RECORDED = {
     "lightning": "lightning.ckpt",
     "nemo": "nemo/model.nemo",
     "ort": "ort/entropy",
+    "safetensors": "trainer/model.safetensors",
     "torch": "plain.pt",
 }
 """Checkpoints that the tests have of the real frameworks, by format; others are called as it is."""
