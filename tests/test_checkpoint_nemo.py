@@ -16,6 +16,7 @@ from conftest import needs
 from onward.checkpoint.configurations import plain, read_yaml
 from onward.checkpoint.objects import Name, Object
 
+pytest.importorskip("yaml")
 RECORDED = Path(__file__).parent / "checkpoints"
 CONFIGURATION = b"""target: nemo.collections.asr.models.EncDecCTCModel
 nemo_version: 2.4.0

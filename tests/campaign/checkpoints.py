@@ -234,7 +234,9 @@ KINDS = {
     "checkpoints of Accelerate": _kind("accelerate", _convert("accelerate", "accelerate")),
     "checkpoints of DeepSpeed": _kind("deepspeed/zero3", _convert("zero3", "deepspeed")),
     "universal checkpoints of DeepSpeed": _kind("deepspeed/universal", _convert("universal", "deepspeed")),
-    "models of NeMo": _kind("nemo/model.nemo", _convert("model.nemo", "safetensors"), _convert("model.nemo", "nemo")),
+    "models of NeMo": _kind(
+        "nemo/model.nemo", _convert("model.nemo", "safetensors"), _convert("model.nemo", "nemo"), needs=("yaml",)
+    ),
     "checkpoints of TensorFlow": _kind("tensorflow", _convert("tensorflow", "tensorflow")),
     "checkpoints of TensorFlow in pieces": _kind("tensorflow_pieces", _convert("tensorflow_pieces", "torch")),
     "checkpoints of onnxruntime-training": _kind(
