@@ -171,8 +171,9 @@ def _average(step: Step) -> Average | None:
 def _loss_scale(step: Step) -> LossScale | None:
     dynamic = current(step, "scaler/scale")
     if dynamic is not None:
-        names = ("growth_factor", "backoff_factor", "growth_interval", "growth_tracker")
-        settings = {name: current(step, f"scaler/{name}") for name in names}
+        numbers = ("growth_factor", "backoff_factor", "growth_interval", "hysteresis", "min_scale", "cooldown")
+        trackers = ("growth_tracker", "hysteresis_tracker")
+        settings = {name: current(step, f"scaler/{name}") for name in (*numbers, *trackers)}
         return LossScale(dynamic, True, {name: value for name, value in settings.items() if value is not None})
     static = current(step, "loss_scale")
     return None if static is None else LossScale(static, False, {})
