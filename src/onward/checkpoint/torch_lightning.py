@@ -36,10 +36,11 @@ class LightningCallback(_Base):  # type: ignore[misc]
     def __init__(self, *, loss: Any = None, strict: bool = False, **options: Any):
         self._has_loss, self._beside = loss is not None, Beside(strict, {"loss": loss, **options})
         self._example: Any = None
+        self._save: Any = None
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Write a training model whenever the trainer has saved a checkpoint, whoever asks for it."""
-        save = trainer.save_checkpoint
+        save = self._save = trainer.save_checkpoint
 
         def save_both(filepath: Any, *args: Any, **named: Any) -> None:
             save(filepath, *args, **named)
@@ -54,7 +55,11 @@ class LightningCallback(_Base):  # type: ignore[misc]
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
         self._beside.clear()
-        trainer.__dict__.pop("save_checkpoint", None)
+        if self._save is not None:
+            trainer.save_checkpoint = self._save
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        self.on_fit_end(trainer, pl_module)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if self._example is None and not self._has_loss:

@@ -68,7 +68,7 @@ class _Function(torch.nn.Module):  # type: ignore[misc]
 
 def export_function(function: Callable[..., Any], inputs: tuple[torch.Tensor, ...], what: str) -> Model:
     """The graph of a function of tensors that have these shapes; errors say `what` it is."""
-    with _quiet(), torch.random.fork_rng():
+    with quiet(), torch.random.fork_rng():
         try:
             with torch.no_grad():
                 program = torch.export.export(_Function(function), inputs, strict=False)
@@ -90,7 +90,7 @@ def _axes(name: str, tensor: torch.Tensor, dynamic_shapes: Mapping[str, Any] | N
 
 def _exported(flat: Flat, axes: Mapping[str, Mapping[int, Any]]) -> torch.onnx.ONNXProgram:
     dims = {name: {axis: _dim(size) for axis, size in sizes.items()} for name, sizes in axes.items()}
-    with _quiet(), torch.random.fork_rng():
+    with quiet(), torch.random.fork_rng():
         try:
             with no_chance("the module"), NeverBelowZero():
                 program = torch.export.export(
@@ -118,7 +118,7 @@ def _dim(size: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """The exporter has much to say."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

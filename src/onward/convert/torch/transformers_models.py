@@ -5,17 +5,16 @@ Only classes of transformers itself are made. Code that comes with a model is ne
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import inspect
-import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import nn
 
+from onward.convert.torch.exporter import quiet
 from onward.convert.torch.hollow import hollow_out
 from onward.errors import InvalidModelError, UnsupportedError, first_line
 
@@ -80,7 +79,7 @@ def _made(kind: Any, configuration: Mapping[str, Any]) -> nn.Module:
     """A module of a class of transformers, in memory that nobody touches, and that takes none therefore."""
     initialization: Any = importlib.import_module("transformers.initialization")
     try:
-        with _quiet():
+        with quiet():
             settings = kind.config_class.from_dict(dict(configuration))
             with initialization.no_init_weights():
                 module = kind(settings)
@@ -90,16 +89,6 @@ def _made(kind: Any, configuration: Mapping[str, Any]) -> nn.Module:
             f"transformers makes no `{kind.__name__}` of its configuration: {first_line(error)}"
         ) from error
     return module
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        yield
-    finally:
-        logging.disable(before)
 
 
 def decay_groups(module: nn.Module) -> tuple[tuple[str, ...], tuple[str, ...]]:
