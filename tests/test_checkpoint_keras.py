@@ -10,12 +10,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
 import onward
 from conftest import needs
 from onward.checkpoint import StoredTensor
+from onward.checkpoint.h5 import read_h5, write_h5
+from onward.checkpoint.tensors import ArrayTensor
 from onward.run import load
 
 RECORDED = Path(__file__).parent / "checkpoints" / "keras" / "model.keras"
@@ -309,6 +312,30 @@ def test_configurations_that_make_no_sense(tmp_path: Path) -> None:
         _rewritten(path, lambda name, data, new=changed: (name, new, 0) if name == "config.json" else None)
         with contextlib.suppress(onward.Error):
             onward.open_checkpoint(path)
+
+
+def test_what_is_written_is_what_h5py_reads(tmp_path: Path) -> None:
+    h5py = pytest.importorskip("h5py")
+    draw = np.random.default_rng(0)
+    arrays = [
+        draw.random((300, 200), np.float32), draw.random((200, 300)).astype(ml_dtypes.bfloat16), np.int64(3),
+        np.zeros((0, 3), np.float32), np.array([True, False]), draw.random((2, 3)), np.float16([1, 2]), np.uint8([7]),
+    ]  # fmt: skip
+    tensors = {str(at): ArrayTensor(np.asarray(array)) for at, array in enumerate(arrays)}
+    many = {str(at): ArrayTensor(np.asarray(at, np.int32)) for at in range(500)}
+    path = tmp_path / "x.h5"
+    write_h5(path, {"layers/dense/vars": {"attributes": {"name": "dense"}, "arrays": tensors},
+                    "optimizer/vars": {"attributes": {"name": "adam"}, "arrays": many}})  # fmt: skip
+    found = read_h5(path)
+    assert [*found] == ["", "layers", "layers/dense", "layers/dense/vars", "optimizer", "optimizer/vars"]
+    with h5py.File(path) as file:
+        for group, written in (("layers/dense/vars", tensors), ("optimizer/vars", many)):
+            assert set(found[group]["arrays"]) == set(written)
+            assert found[group]["attributes"] == dict(file[group].attrs)
+            for key, tensor in written.items():
+                again, theirs = found[group]["arrays"][key].array(), np.array(file[group][key])
+                np.testing.assert_array_equal(again, tensor.array(), strict=True)
+                assert theirs.tobytes() == tensor.array().tobytes()
 
 
 def test_links_to_elsewhere_and_other_kinds_of_arrays(tmp_path: Path) -> None:

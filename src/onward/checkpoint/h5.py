@@ -12,7 +12,7 @@ import struct
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any, BinaryIO
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -23,6 +23,8 @@ from onward.model.storage.files import reason
 
 MAGIC = b"\x89HDF\r\n\x1a\n"
 _NOWHERE = (1 << 64) - 1
+_LARGE = 1 << 16
+"""Bytes of an array from which on it is written a part at a time."""
 _MOST_PARTS, _DEEPEST = 20_000_000, 64
 _SPACE, _TYPE, _EXTERNAL, _LAYOUT, _ATTRIBUTE, _MORE, _SYMBOLS = 1, 3, 7, 8, 12, 16, 17
 _NEWER = {2, 6, 18, 21}
@@ -256,14 +258,26 @@ def h5py() -> ModuleType:
     return h5py
 
 
-def write_h5(file: Path | BinaryIO, groups: Groups) -> None:
-    """Write groups, an array after the other."""
-    with h5py().File(file, "w") as opened:
-        for path, group in groups.items():
-            made = opened.require_group(f"/{path}")
-            for name, value in group["attributes"].items():
-                made.attrs[name] = value
+def write_h5(path: Path, groups: Groups) -> None:
+    """Write groups. Large arrays get their place first, and then their elements, a part at a time."""
+    library, places = h5py(), []
+    early = library.h5p.create(library.h5p.DATASET_CREATE)
+    early.set_alloc_time(library.h5d.ALLOC_TIME_EARLY)
+    early.set_fill_time(library.h5d.FILL_TIME_NEVER)
+    with library.File(path, "w") as opened:
+        for name, group in groups.items():
+            made = opened.require_group(f"/{name}")
+            for attribute, value in group["attributes"].items():
+                made.attrs[attribute] = value
             for key, tensor in group["arrays"].items():
-                written = made.create_dataset(key, data=tensor.array())
+                is_large = tensor.nbytes > _LARGE
+                given = {"shape": tensor.shape, "dtype": tensor.dtype, "dcpl": early}
+                written = made.create_dataset(key, **(given if is_large else {"data": tensor.array()}))
                 if tensor.dtype == ml_dtypes.bfloat16:
                     written.attrs.update(_BFLOAT16)
+                if is_large:
+                    places.append((written.id.get_offset(), tensor))
+    with open(path, "r+b") as file:
+        for offset, tensor in places:
+            file.seek(offset)
+            tensor.write_to(file)
