@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 import shutil
 from pathlib import Path
@@ -78,6 +79,10 @@ def test_what_a_large_parameter_costs() -> None:
     found = onward.open_checkpoint(RECORDED / "zero3")
     moment = found.optimizers[0].slots["embed.weight"]["exp_avg"]
     assert [piece.shape for piece in moment.pieces] == [(8,), (7,)]
+    for tensor in (moment, found.tensors["embed.weight"]):  # which is rounded piece by piece
+        file = io.BytesIO()
+        tensor.write_to(file)
+        assert file.getvalue() == tensor.array().tobytes()
 
 
 def rates(words: tuple[Spec, ...], base: float, count: int) -> list[float]:

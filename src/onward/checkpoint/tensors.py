@@ -212,6 +212,28 @@ class ComputedTensor(Tensor):
         return made
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class ConvertedTensor(Tensor):
+    """The numbers of another tensor in another type, a part at a time when they are written."""
+
+    dtype: np.dtype
+    of: Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:  # type: ignore[override]
+        return self.of.shape
+
+    def array(self) -> np.ndarray:
+        return self.of.array().astype(self.dtype)
+
+    def write_to(self, file: BinaryIO) -> None:
+        flat, count = self.of.array().reshape(-1), _BLOCK // self.dtype.itemsize
+        for start in range(0, flat.size, count):
+            part = flat[start : start + count].astype(self.dtype)
+            file.write(part.view(np.uint8).data)
+            advance(part.nbytes)
+
+
 _MOST_AXES = 64
 
 
@@ -238,7 +260,9 @@ def converted(tensor: Tensor, dtype: np.dtype) -> Tensor:
     """The same numbers in another type."""
     if tensor.dtype == dtype:
         return tensor
-    return ComputedTensor(dtype, tensor.shape, lambda: tensor.array().astype(dtype))
+    if isinstance(tensor, JoinedTensor):
+        return JoinedTensor(dtype, tensor.shape, tuple(converted(piece, dtype) for piece in tensor.pieces))
+    return ConvertedTensor(dtype, tensor)
 
 
 def as_tensor(value: Any) -> Tensor:

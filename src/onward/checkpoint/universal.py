@@ -14,7 +14,7 @@ from onward.checkpoint.description import COUNT, MASTER, Checkpoint, Group, Sche
 from onward.checkpoint.objects import Attributed, Name, Object
 from onward.checkpoint.schedules import state_of
 from onward.checkpoint.states import module_state, settings_now
-from onward.checkpoint.tensors import ArrayTensor, ComputedTensor, StoredTensor, Tensor, count_of
+from onward.checkpoint.tensors import ArrayTensor, StoredTensor, Tensor, converted, count_of
 from onward.checkpoint.trees import mapping
 from onward.checkpoint.zero import Kept, Line, Shapes, Slots, counted, joined, named_groups
 from onward.errors import UnsupportedError, listed
@@ -111,15 +111,8 @@ def _write_parameter(folder: Path, weight: Tensor, slots: Mapping[str, Any], ste
     held = {_WEIGHT: slots.get(MASTER, weight)}
     held |= {slot: value for slot, value in slots.items() if slot not in (MASTER, COUNT) and isinstance(value, Tensor)}
     for slot, tensor in held.items():
-        write_torch_file(folder / f"{slot}.pt", {"cat_dim": 0, "param": _single(tensor)})
+        write_torch_file(folder / f"{slot}.pt", {"cat_dim": 0, "param": converted(tensor, np.dtype(np.float32))})
     write_torch_file(folder / f"{COUNT}.pt", _count(slots.get(COUNT, step)))
-
-
-def _single(tensor: Tensor) -> Tensor:
-    """A tensor in float32, as DeepSpeed has all that it updates."""
-    if tensor.dtype == np.float32:
-        return tensor
-    return ComputedTensor(np.dtype(np.float32), tensor.shape, lambda: tensor.array().astype(np.float32))
 
 
 def _count(count: Any) -> Tensor:

@@ -16,7 +16,7 @@ from onward.checkpoint.format import Format
 from onward.checkpoint.formats import trainer
 from onward.checkpoint.objects import Attributed, Object
 from onward.checkpoint.optimizers import optimizer_of
-from onward.checkpoint.tensors import ComputedTensor, Tensor
+from onward.checkpoint.tensors import Tensor, converted
 from onward.checkpoint.trees import mapping, progress_of
 from onward.checkpoint.universal import COMMON, read_universal, write_universal
 from onward.checkpoint.zero import (
@@ -235,19 +235,13 @@ def _tensors(saved: _Saved, slots: Mapping[Any, Mapping[str, Any]]) -> dict[str,
         if name in tied or not isinstance(stored, Tensor):
             continue
         if name in slots and stored.shape != slots[name][MASTER].shape:
-            found[name] = _as_type(slots[name][MASTER], stored)
+            found[name] = converted(slots[name][MASTER], stored.dtype)
         elif name in frozen and stored.shape != frozen[name]:
             lines = [Line([each["frozen_param_fragments"][name]]) for each in saved.models]
             found[name] = across(lines, 0, frozen[name])
         else:
             found[name] = stored
     return found
-
-
-def _as_type(master: Tensor, like: Tensor) -> Tensor:
-    if master.dtype == like.dtype:
-        return master
-    return ComputedTensor(like.dtype, master.shape, lambda: master.array().astype(like.dtype))
 
 
 def _optimizer(
