@@ -19,6 +19,7 @@ from onward.checkpoint import Checkpoint
 from onward.checkpoint.archive import read_torch_file, write_torch_file
 from onward.checkpoint.deepspeed_schedules import scheduler_of
 from onward.checkpoint.formats.deepspeed import FORMAT
+from onward.checkpoint.objects import Name, Object
 from onward.recipe.spec import Spec
 
 RECORDED = Path(__file__).parent / "checkpoints" / "deepspeed"
@@ -196,6 +197,16 @@ def spoilt(place: Path, change: Any) -> None:
     change(held)
     write_torch_file(place.with_suffix(".new"), tree)
     place.with_suffix(".new").rename(place)
+
+
+def test_a_scaler_of_the_loss_is_carried(tmp_path: Path) -> None:
+    scaler = Object(Name("deepspeed.runtime.fp16.loss_scaler", "DynamicLossScaler"), is_instance=True)
+    scaler.state = {"cur_scale": 1024.0, "cur_iter": 5, "last_overflow_iter": -1, "scale_window": 100, "dynamic": True}
+    place = copy_of("zero2", tmp_path / "x") / "global_step5" / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"
+    spoilt(place, lambda tree: tree.update(loss_scaler=scaler, dynamic_loss_scale=True))
+    found = onward.open_checkpoint(tmp_path / "x")
+    onward.to_checkpoint(found, tmp_path / "y", format="deepspeed")
+    assert found.scaler == scaler.state == onward.open_checkpoint(tmp_path / "y").scaler
 
 
 HOSTILE = {
