@@ -85,6 +85,12 @@ def settings_now(group: Group) -> dict[str, Any]:
     return {**group.settings, **changed}
 
 
+def without_copies(held: Mapping[str, Any], weight: Tensor | None) -> dict[str, Any]:
+    """Slots without a copy of the weight that is as wide as it."""
+    is_copy = weight is not None and MASTER in held and held[MASTER].dtype == weight.dtype
+    return {slot: value for slot, value in held.items() if slot != MASTER or not is_copy}
+
+
 def up_to_date(trees: Mapping[str, Any], checkpoint: Checkpoint) -> dict[str, Any]:
     """The trees that a checkpoint keeps, with optimizers, schedules and counters as they are now."""
     optimizers = iter(checkpoint.optimizers)

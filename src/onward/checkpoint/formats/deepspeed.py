@@ -16,6 +16,7 @@ from onward.checkpoint.format import Format
 from onward.checkpoint.formats import trainer
 from onward.checkpoint.objects import Attributed, Object
 from onward.checkpoint.optimizers import optimizer_of
+from onward.checkpoint.states import without_copies
 from onward.checkpoint.tensors import Tensor, converted
 from onward.checkpoint.trees import mapping, progress_of
 from onward.checkpoint.universal import COMMON, read_universal, write_universal
@@ -256,7 +257,7 @@ def _optimizer(
     return Optimizer(
         found.families if is_known else (kind,),
         tuple(_with_rate(group, base, is_known) for group in found.groups),
-        {name: _without_copies(held, tensors.get(name)) for name, held in kept.slots.items()},
+        {name: without_copies(held, tensors.get(name)) for name, held in kept.slots.items()},
     )
 
 
@@ -278,12 +279,6 @@ def _with_rate(group: Group, base: float | None, is_known: bool) -> Group:
 
 _PLAIN = ("adam", "adamw", "sgd", "lion", "adamax", "rmsprop", "adadelta", "nadam", "radam")
 """Optimizers whose name in a configuration is the class that one thinks of."""
-
-
-def _without_copies(held: Mapping[str, Any], weight: Tensor | None) -> dict[str, Any]:
-    """Slots without a copy of the weight that is as wide as it."""
-    is_copy = weight is not None and MASTER in held and held[MASTER].dtype == weight.dtype
-    return {slot: value for slot, value in held.items() if slot != MASTER or not is_copy}
 
 
 def _of_optimizer(config: Mapping[str, Any]) -> Mapping[str, Any]:

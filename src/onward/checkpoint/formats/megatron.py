@@ -19,7 +19,7 @@ from onward.checkpoint.megatron_schedules import moved, scheduler_of
 from onward.checkpoint.objects import Object
 from onward.checkpoint.optimizers import spec_of
 from onward.checkpoint.safetensors_files import read_json
-from onward.checkpoint.states import settings_now
+from onward.checkpoint.states import settings_now, without_copies
 from onward.checkpoint.tensors import ArrayTensor, Tensor, as_tensor
 from onward.checkpoint.trees import mapping
 from onward.errors import Error, InvalidModelError, UnsupportedError, listed
@@ -208,7 +208,7 @@ def _optimizer(
     counts = [mapping(each.get("state")).get("common_step") for each in inner]
     step = next((int(as_tensor(count).array().item()) for count in counts if count is not None), None)
     kept = {
-        name: {**({COUNT: step} if step is not None else {}), **_without_copy(held, tensors.get(str(name)))}
+        name: {**({COUNT: step} if step is not None else {}), **without_copies(held, tensors.get(str(name)))}
         for name, held in slots.items()
     }
     is_adam = all({"exp_avg", "exp_avg_sq"} <= held.keys() for held in kept.values())
@@ -233,11 +233,6 @@ def _spec(group: Mapping[str, Any], common: Mapping[str, Any]) -> Spec | None:
         return None
     highest = group.get("max_lr", schedule.get("max_lr", group.get("lr")))
     return spec_of("adamw", {**group, "max_lr": highest * group.get("lr_mult", 1.0)})
-
-
-def _without_copy(held: Mapping[str, Any], weight: Tensor | None) -> dict[str, Any]:
-    is_copy = weight is not None and MASTER in held and held[MASTER].dtype == weight.dtype
-    return {slot: value for slot, value in held.items() if slot != MASTER or not is_copy}
 
 
 def _members(
