@@ -19,5 +19,5 @@ def test_tables_are_up_to_date(page):
 
 
 def test_there_are_tables():
-    names = {"checks.md", "conformance.md", "data.md", "gradients.md", "grid.md", "recipes.md"}
+    names = {"checkpoints.md", "checks.md", "conformance.md", "data.md", "gradients.md", "grid.md", "recipes.md"}
     assert {page.name for page in PAGES} == names
