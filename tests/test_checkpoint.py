@@ -23,9 +23,9 @@ import onward
 from campaign.checkpoints import pickled
 from conftest import needs
 from onward.checkpoint import ScatteredTensor, StoredTensor
-from onward.checkpoint.archive import read_torch_file
-from onward.checkpoint.objects import Attributed, Object
-from onward.checkpoint.pickles import read_pickle
+from onward.checkpoint.pytorch.archive import read_torch_file
+from onward.checkpoint.pytorch.objects import Attributed, Object
+from onward.checkpoint.pytorch.pickles import read_pickle
 from onward.cli.commands import app
 
 RECORDED = Path(__file__).parent / "checkpoints"

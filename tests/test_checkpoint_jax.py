@@ -18,8 +18,9 @@ import pytest
 
 import onward
 from conftest import needs
-from onward.checkpoint import StoredTensor, Tensor, message_writer, messages
+from onward.checkpoint import StoredTensor, Tensor
 from onward.checkpoint.formats import zarr_tree
+from onward.checkpoint.pytree import message_writer, messages
 from onward.recipe.spec import parse
 
 pytestmark = needs("jax", "optax", "orbax", "flax")

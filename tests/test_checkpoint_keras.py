@@ -17,8 +17,8 @@ import pytest
 import onward
 from conftest import needs
 from onward.checkpoint import StoredTensor
-from onward.checkpoint.h5 import read_h5, write_h5
 from onward.checkpoint.tensors import ArrayTensor
+from onward.checkpoint.tf.h5 import read_h5, write_h5
 from onward.run import load
 
 RECORDED = Path(__file__).parent / "checkpoints" / "keras" / "model.keras"

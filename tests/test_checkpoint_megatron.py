@@ -15,8 +15,8 @@ import pytest
 import onward
 from conftest import needs
 from onward.checkpoint import Checkpoint
-from onward.checkpoint.archive import read_torch_file, write_torch_file
-from onward.checkpoint.megatron_schedules import scheduler_of
+from onward.checkpoint.megatron.schedules import scheduler_of
+from onward.checkpoint.pytorch.archive import read_torch_file, write_torch_file
 from onward.recipe.spec import Spec
 from processes import together
 

@@ -14,7 +14,7 @@ import pytest
 import onward
 from conftest import needs
 from onward.checkpoint.configurations import plain, read_yaml
-from onward.checkpoint.objects import Name, Object
+from onward.checkpoint.pytorch.objects import Name, Object
 
 pytest.importorskip("yaml")
 RECORDED = Path(__file__).parent / "checkpoints"

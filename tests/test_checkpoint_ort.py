@@ -16,10 +16,10 @@ import onnx
 import pytest
 
 import onward
-from onward.checkpoint.flatbuffers import Number, Numbers, Writer
 from onward.checkpoint.formats import ort
 from onward.checkpoint.kept import FACT
-from onward.checkpoint.ort_files import IDENTIFIER, data_file, read_ort, write_ort
+from onward.checkpoint.ort.files import IDENTIFIER, data_file, read_ort, write_ort
+from onward.checkpoint.ort.flatbuffers import Number, Numbers, Writer
 from onward.recipe.spec import Spec
 from onward.run import load
 

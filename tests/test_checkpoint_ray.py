@@ -12,7 +12,7 @@ import pytest
 
 import onward
 from conftest import needs
-from onward.checkpoint.archive import read_torch_file
+from onward.checkpoint.pytorch.archive import read_torch_file
 
 RECORDED = Path(__file__).parent / "checkpoints"
 

@@ -13,7 +13,7 @@ import pytest
 
 import onward
 from checkpoint_runs import close, exported, net, same_tree, steps, steps_of_onward
-from onward.checkpoint.optimizers import settings_of
+from onward.checkpoint.pytorch.optimizers import settings_of
 from onward.recipe.optimizers import OPTIMIZERS
 from onward.recipe.spec import Spec
 

@@ -36,7 +36,7 @@ from campaign.mutations import (
     resized,
 )
 from onward.checkpoint.kept import FACT
-from onward.checkpoint.table import read_table, table
+from onward.checkpoint.tf.table import read_table, table
 
 _RECORDED = Path(__file__).parents[1] / "checkpoints"
 _OPCODES = b"".join(

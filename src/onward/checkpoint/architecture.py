@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from onward.checkpoint.description import Checkpoint
 from onward.checkpoint.format import Captured
 from onward.checkpoint.formats import FORMATS
-from onward.checkpoint.objects import Object
+from onward.checkpoint.pytorch.objects import Object
 from onward.errors import ArgumentError, DataError, UnsupportedError, first_line
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Mapping
 from typing import Any
 
-from onward.checkpoint.objects import Object
+from onward.checkpoint.pytorch.objects import Object
 from onward.errors import InvalidModelError, UnsupportedError, first_line
 
 _LARGEST = 16 << 20

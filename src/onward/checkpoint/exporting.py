@@ -18,8 +18,8 @@ from onward.checkpoint.kept import kept
 from onward.checkpoint.matching import Match
 from onward.checkpoint.naming import with_own_names
 from onward.checkpoint.opening import open_checkpoint
-from onward.checkpoint.schedules import advanced, state_of
-from onward.checkpoint.states import moved_counter
+from onward.checkpoint.pytorch.schedules import advanced, state_of
+from onward.checkpoint.pytorch.states import moved_counter
 from onward.checkpoint.tensors import ModelTensor, Tensor, converted, turned
 from onward.convert.run import Run, disassemble
 from onward.errors import UnknownNameError, near

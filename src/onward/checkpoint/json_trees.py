@@ -17,7 +17,7 @@ import numpy as np
 
 from onward.arguments import fitting
 from onward.checkpoint.description import Checkpoint, Group, Optimizer, RandomState, Schedule
-from onward.checkpoint.objects import Attributed, Name, Object, WithDefault
+from onward.checkpoint.pytorch.objects import Attributed, Name, Object, WithDefault
 from onward.checkpoint.tensors import ArrayTensor, Tensor
 from onward.errors import InvalidModelError
 from onward.recipe.spec import Spec

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from onward.arguments import checked
-from onward.checkpoint.contents import is_harmless
 from onward.checkpoint.description import Checkpoint
 from onward.checkpoint.format import Format
 from onward.checkpoint.formats import FORMATS
-from onward.checkpoint.pickles import Named, noting
+from onward.checkpoint.pytorch.contents import is_harmless
+from onward.checkpoint.pytorch.pickles import Named, noting
 from onward.errors import Error, InvalidModelError, UnsupportedError
 
 

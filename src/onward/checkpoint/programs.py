@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from onward.checkpoint.archive import is_torch_file, read_torch_file
-from onward.checkpoint.bundles import read_bundle
+from onward.checkpoint.pytorch.archive import is_torch_file, read_torch_file
+from onward.checkpoint.tf.bundles import read_bundle
 from onward.convert.files import Framework
 
 _PARTS = {"module", "optimizer", "scheduler"}

@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from onward.checkpoint.archive import write_torch_file
 from onward.checkpoint.description import Checkpoint
-from onward.checkpoint.folders import hugging_face_folder, torch_files, write_other_files
 from onward.checkpoint.format import Format
+from onward.checkpoint.pytorch.archive import write_torch_file
+from onward.checkpoint.pytorch.folders import hugging_face_folder, torch_files, write_other_files
+from onward.checkpoint.pytorch.states import optimizer_state, up_to_date
+from onward.checkpoint.pytorch.trees import progress_of
 from onward.checkpoint.safetensors_files import MODEL, write_safetensors
-from onward.checkpoint.states import optimizer_state, up_to_date
-from onward.checkpoint.trees import progress_of
 
 _STATES = "random_states_"
 

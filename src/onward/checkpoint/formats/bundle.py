@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from onward.checkpoint.bundles import GRAPH, INDEX, Tree, names_in, read_bundle, write_bundle
 from onward.checkpoint.description import Checkpoint, Group, Optimizer, RandomState, Schedule
-from onward.checkpoint.fitted import in_place_of
 from onward.checkpoint.format import Format
 from onward.checkpoint.tensors import ArrayTensor, Tensor, converted, number_of
-from onward.checkpoint.tracked import SHARED, Keys, meaning_of
+from onward.checkpoint.tf.bundles import GRAPH, INDEX, Tree, names_in, read_bundle, write_bundle
+from onward.checkpoint.tf.fitted import in_place_of
+from onward.checkpoint.tf.tracked import SHARED, Keys, meaning_of
 from onward.convert.classes import KINDS, WORDS, snake_case, written_out
 from onward.errors import InvalidModelError, UnsupportedError, listed
 from onward.model.storage.files import reason, regular

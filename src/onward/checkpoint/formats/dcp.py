@@ -10,16 +10,16 @@ from typing import Any
 
 import numpy as np
 
-from onward.checkpoint.archive import TYPES, Appending, read_torch_file, type_name, write_torch_archive
 from onward.checkpoint.description import Checkpoint
-from onward.checkpoint.folders import has
 from onward.checkpoint.format import Format
-from onward.checkpoint.objects import Name, Object
-from onward.checkpoint.pickles import read_pickle
-from onward.checkpoint.pickling import write_pickle
-from onward.checkpoint.states import module_state, optimizer_state, up_to_date
+from onward.checkpoint.pytorch.archive import TYPES, Appending, read_torch_file, type_name, write_torch_archive
+from onward.checkpoint.pytorch.folders import has
+from onward.checkpoint.pytorch.objects import Name, Object
+from onward.checkpoint.pytorch.pickles import read_pickle
+from onward.checkpoint.pytorch.pickling import write_pickle
+from onward.checkpoint.pytorch.states import module_state, optimizer_state, up_to_date
+from onward.checkpoint.pytorch.trees import checkpoint_of, progress_of
 from onward.checkpoint.tensors import ScatteredTensor, Tensor
-from onward.checkpoint.trees import checkpoint_of, progress_of
 from onward.errors import InvalidModelError
 from onward.model.storage.files import reason, regular
 

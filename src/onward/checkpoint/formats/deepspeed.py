@@ -8,19 +8,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from onward.checkpoint.archive import read_torch_file
-from onward.checkpoint.contents import contents_of, executed_names
-from onward.checkpoint.deepspeed_schedules import scheduler_of
-from onward.checkpoint.description import MASTER, Checkpoint, Group, Optimizer
-from onward.checkpoint.format import Format
-from onward.checkpoint.formats import trainer
-from onward.checkpoint.objects import Attributed, Object
-from onward.checkpoint.optimizers import optimizer_of
-from onward.checkpoint.states import without_copies
-from onward.checkpoint.tensors import Tensor, converted
-from onward.checkpoint.trees import mapping, progress_of
-from onward.checkpoint.universal import COMMON, read_universal, write_universal
-from onward.checkpoint.zero import (
+from onward.checkpoint.deepspeed.schedules import scheduler_of
+from onward.checkpoint.deepspeed.universal import COMMON, read_universal, write_universal
+from onward.checkpoint.deepspeed.zero import (
     Kept,
     Line,
     Shapes,
@@ -30,6 +20,16 @@ from onward.checkpoint.zero import (
     partitioned_parameters,
     unpartitioned,
 )
+from onward.checkpoint.description import MASTER, Checkpoint, Group, Optimizer
+from onward.checkpoint.format import Format
+from onward.checkpoint.formats import trainer
+from onward.checkpoint.pytorch.archive import read_torch_file
+from onward.checkpoint.pytorch.contents import contents_of, executed_names
+from onward.checkpoint.pytorch.objects import Attributed, Object
+from onward.checkpoint.pytorch.optimizers import optimizer_of
+from onward.checkpoint.pytorch.states import without_copies
+from onward.checkpoint.pytorch.trees import mapping, progress_of
+from onward.checkpoint.tensors import Tensor, converted
 from onward.errors import InvalidModelError, UnsupportedError
 from onward.recipe.spec import Spec
 

@@ -10,14 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from onward.checkpoint.archive import member_start
 from onward.checkpoint.description import Checkpoint
-from onward.checkpoint.fitted import Fitted
-from onward.checkpoint.folders import has
 from onward.checkpoint.format import Captured, Format
-from onward.checkpoint.h5 import MAGIC, read_h5, write_h5
+from onward.checkpoint.pytorch.archive import member_start
+from onward.checkpoint.pytorch.folders import has
 from onward.checkpoint.safetensors_files import read_json
 from onward.checkpoint.tensors import StoredTensor
+from onward.checkpoint.tf.fitted import Fitted
+from onward.checkpoint.tf.h5 import MAGIC, read_h5, write_h5
 from onward.errors import InvalidModelError, UnsupportedError
 from onward.model.storage.files import reason, regular
 from onward.model.storage.npz import BAD_ZIP

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from onward.checkpoint.archive import is_torch_file, read_torch_file, write_torch_file
 from onward.checkpoint.configurations import plain
 from onward.checkpoint.description import Checkpoint
 from onward.checkpoint.format import Format
-from onward.checkpoint.objects import Object
-from onward.checkpoint.states import module_state, optimizer_state, up_to_date
-from onward.checkpoint.trees import checkpoint_of, mapping, progress_of
+from onward.checkpoint.pytorch.archive import is_torch_file, read_torch_file, write_torch_file
+from onward.checkpoint.pytorch.objects import Object
+from onward.checkpoint.pytorch.states import module_state, optimizer_state, up_to_date
+from onward.checkpoint.pytorch.trees import checkpoint_of, mapping, progress_of
 from onward.errors import Error
 
 _VERSION = "pytorch-lightning_version"

@@ -10,18 +10,18 @@ from typing import Any
 
 import numpy as np
 
-from onward.checkpoint.archive import read_torch_file, write_torch_file
-from onward.checkpoint.contents import contents_of, executed_names
 from onward.checkpoint.description import COUNT, MASTER, Checkpoint, Group, Optimizer, RandomState
 from onward.checkpoint.format import Format
 from onward.checkpoint.formats.dcp import METADATA, read_tree, write_values
-from onward.checkpoint.megatron_schedules import moved, scheduler_of
-from onward.checkpoint.objects import Object
-from onward.checkpoint.optimizers import spec_of
+from onward.checkpoint.megatron.schedules import moved, scheduler_of
+from onward.checkpoint.pytorch.archive import read_torch_file, write_torch_file
+from onward.checkpoint.pytorch.contents import contents_of, executed_names
+from onward.checkpoint.pytorch.objects import Object
+from onward.checkpoint.pytorch.optimizers import spec_of
+from onward.checkpoint.pytorch.states import settings_now, without_copies
+from onward.checkpoint.pytorch.trees import mapping
 from onward.checkpoint.safetensors_files import read_json
-from onward.checkpoint.states import settings_now, without_copies
 from onward.checkpoint.tensors import ArrayTensor, Tensor, as_tensor
-from onward.checkpoint.trees import mapping
 from onward.errors import Error, InvalidModelError, UnsupportedError, listed
 from onward.recipe.spec import Spec
 

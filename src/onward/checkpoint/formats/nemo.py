@@ -9,14 +9,14 @@ from typing import BinaryIO
 
 import numpy as np
 
-from onward.checkpoint.archive import Appending, read_torch_file, write_torch_archive
 from onward.checkpoint.configurations import read_yaml, write_yaml
-from onward.checkpoint.contents import executed_names
 from onward.checkpoint.description import Checkpoint
 from onward.checkpoint.format import Format
-from onward.checkpoint.states import module_state
+from onward.checkpoint.pytorch.archive import Appending, read_torch_file, write_torch_archive
+from onward.checkpoint.pytorch.contents import executed_names
+from onward.checkpoint.pytorch.states import module_state
+from onward.checkpoint.pytorch.trees import mapping
 from onward.checkpoint.tensors import StoredTensor, Tensor
-from onward.checkpoint.trees import mapping
 from onward.errors import Error, InvalidModelError, UnsupportedError, listed
 from onward.model.storage.files import reason, regular
 

@@ -11,8 +11,8 @@ import numpy as np
 
 from onward.checkpoint.description import COUNT, Checkpoint, Group, Optimizer
 from onward.checkpoint.format import Captured, Format
-from onward.checkpoint.ort_files import checkpoints_in, is_ort_checkpoint, read_ort, write_ort
-from onward.checkpoint.ort_graphs import (
+from onward.checkpoint.ort.files import checkpoints_in, is_ort_checkpoint, read_ort, write_ort
+from onward.checkpoint.ort.graphs import (
     EVALUATION,
     OPTIMIZER,
     TRAINING,

@@ -8,15 +8,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from onward.checkpoint.archive import write_torch_file
 from onward.checkpoint.description import Checkpoint
-from onward.checkpoint.folders import has, torch_files
 from onward.checkpoint.format import Format
 from onward.checkpoint.formats import pytorch
 from onward.checkpoint.naming import with_own_names
+from onward.checkpoint.pytorch.archive import write_torch_file
+from onward.checkpoint.pytorch.folders import has, torch_files
+from onward.checkpoint.pytorch.states import up_to_date
+from onward.checkpoint.pytorch.trees import checkpoint_of, mapping, progress_of
 from onward.checkpoint.safetensors_files import read_json
-from onward.checkpoint.states import up_to_date
-from onward.checkpoint.trees import checkpoint_of, mapping, progress_of
 from onward.errors import InvalidModelError, UnsupportedError, listed
 
 _SNAPSHOT = "checkpoint_manager_snapshot.json"

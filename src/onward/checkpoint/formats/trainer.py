@@ -8,16 +8,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from onward.checkpoint.archive import write_torch_file
 from onward.checkpoint.description import Checkpoint, Schedule
-from onward.checkpoint.folders import has, hugging_face_folder, torch_files, write_other_files
 from onward.checkpoint.format import Format
-from onward.checkpoint.objects import Object
-from onward.checkpoint.optimizers import optimizer_of
+from onward.checkpoint.pytorch.archive import write_torch_file
+from onward.checkpoint.pytorch.folders import has, hugging_face_folder, torch_files, write_other_files
+from onward.checkpoint.pytorch.objects import Object
+from onward.checkpoint.pytorch.optimizers import optimizer_of
+from onward.checkpoint.pytorch.schedules import schedule_of
+from onward.checkpoint.pytorch.states import optimizer_state, up_to_date
+from onward.checkpoint.pytorch.trees import mapping, progress_of
 from onward.checkpoint.safetensors_files import MODEL, read_json, write_json, write_safetensors
-from onward.checkpoint.schedules import schedule_of
-from onward.checkpoint.states import optimizer_state, up_to_date
-from onward.checkpoint.trees import mapping, progress_of
 from onward.convert.rates import Factor, complete
 from onward.convert.transformers_schedules import FOREVER, READERS
 from onward.recipe.spec import Spec

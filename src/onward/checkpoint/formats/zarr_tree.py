@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from onward.checkpoint.description import Checkpoint
-from onward.checkpoint.folders import has
 from onward.checkpoint.format import Format
-from onward.checkpoint.pytrees import leaves, with_lists
+from onward.checkpoint.pytorch.folders import has
+from onward.checkpoint.pytree.pytrees import leaves, with_lists
+from onward.checkpoint.pytree.train_states import INFORMATION, checkpoint_of_tree
+from onward.checkpoint.pytree.tree_writing import tree_of
+from onward.checkpoint.pytree.zarr_items import TREE, read_layout, read_tree, write_json, write_tree
 from onward.checkpoint.safetensors_files import read_json
 from onward.checkpoint.tensors import Tensor
-from onward.checkpoint.train_states import INFORMATION, checkpoint_of_tree
-from onward.checkpoint.tree_writing import tree_of
 from onward.checkpoint.words import with_words, words_of
-from onward.checkpoint.zarr_items import TREE, read_layout, read_tree, write_json, write_tree
 from onward.errors import UnsupportedError
 
 JSON = "metadata"

@@ -1,0 +1,1 @@
+"""ZeRO: partitions that are put together, and universal checkpoints."""

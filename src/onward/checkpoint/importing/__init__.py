@@ -1,0 +1,210 @@
+"""A checkpoint as a training model: its state, optimizer and schedule, in a graph that computes what its model did."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import onnx_ir as ir
+
+from onward.arguments import checked
+from onward.checkpoint.architecture import captured_of
+from onward.checkpoint.description import Checkpoint
+from onward.checkpoint.format import Captured
+from onward.checkpoint.importing.names import own_constants, refuse_unmatched, with_optimizer_names
+from onward.checkpoint.importing.optimizers import run_groups, tells_optimizers, with_slot_names
+from onward.checkpoint.importing.schedules import schedule_by_updates
+from onward.checkpoint.importing.state import averages_of, type_of, updates_made, weights_and_slots
+from onward.checkpoint.kept import keep
+from onward.checkpoint.matching import Match, match
+from onward.checkpoint.opening import open_checkpoint
+from onward.checkpoint.placing import placed
+from onward.checkpoint.scales import scaling_of
+from onward.checkpoint.tensors import Tensor
+from onward.convert.problems import Problems
+from onward.convert.run import Group as RunGroup
+from onward.convert.run import Run, assemble, disassemble
+from onward.errors import ArgumentError, UnsupportedError
+from onward.model import Model, read
+from onward.recipe.spec import parse
+from onward.transform.training import without_steps
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What an import would do."""
+
+    checkpoint: Checkpoint
+    """With names for all that its optimizers keep."""
+    match: Match
+    run: Run
+    """But for the state of optimizers."""
+    slots: Mapping[str, Tensor]
+    """That state, by the names of a training model."""
+    weights: Mapping[str, Tensor]
+    """By the names of the graph."""
+    notes: tuple[str, ...]
+    """How names were found, and what whoever goes on should know."""
+
+
+@checked()
+def from_checkpoint(
+    path: str | os.PathLike[str] | Checkpoint,
+    like: Model | str | os.PathLike[str] | None = None,
+    *,
+    loss: Any = None,
+    optimizer: str | Mapping[str, Any] | None = None,
+    schedule: Any = None,
+    names: Mapping[str, str] | Sequence[str] | None = None,
+    module: Any = None,
+    example_inputs: Any = None,
+) -> Model:
+    """The training model that goes on where a checkpoint of another framework is. Nothing in it is executed.
+
+    - `like`: the ONNX model that computes what the checkpoint's model does; where it is a training model, its loss is
+      taken. Not needed where the checkpoint has its graph, or a configuration of transformers, or `module` is given
+    - `loss`: as `prepare` takes it, where neither says which it is
+    - `optimizer`: its name, where the checkpoint does not tell; numbers given here win over stored ones
+    - `schedule`: as `prepare` takes it, where the checkpoint does not tell
+    - `names`: names of the checkpoint -> names of the graph where rules do not find them; or a list of the parameters
+      in the order of the optimizer
+    - `module`: in place of `like`, the nn.Module or LightningModule that was trained; its class, which is called with
+      the hyper-parameters that Lightning stores; or where that is, `"package.module:Class"`. Its values do not matter
+    - `example_inputs`: what the module takes, as for `from_torch`; a batch, where its `training_step` is the loss
+    """
+    return imported(
+        plan(
+            path, like, loss=loss, optimizer=optimizer, schedule=schedule, names=names, module=module,
+            example_inputs=example_inputs,
+        )
+    )  # fmt: skip
+
+
+def plan(
+    path: str | os.PathLike[str] | Checkpoint,
+    like: Model | str | os.PathLike[str] | None,
+    *,
+    loss: Any = None,
+    optimizer: str | Mapping[str, Any] | None = None,
+    schedule: Any = None,
+    names: Mapping[str, str] | Sequence[str] | None = None,
+    module: Any = None,
+    example_inputs: Any = None,
+    captured: Captured | None = None,
+) -> Plan:
+    """What an import would do, without doing it. `captured` is what the checkpoint computes, where that is known."""
+    checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path)
+    if like is not None and module is not None:
+        raise ArgumentError("both `like` and `module` are given", hint="leave one of them out")
+    if captured is None:
+        captured = captured_of(checkpoint, module, example_inputs, loss) if like is None else Captured(read(like), None)
+    checkpoint = dataclasses.replace(checkpoint, tied={**checkpoint.tied, **captured.tied})
+    given = captured.model
+    base = disassemble(given) if given.steps else None
+    model = without_steps(given)
+    known = names if isinstance(names, Mapping) else None
+    matched = match(checkpoint.tensors, model, known, checkpoint.tied, captured.stored)
+    listed_names = None if isinstance(names, Mapping) else names
+    checkpoint, notes = with_optimizer_names(checkpoint, matched, model, listed_names, captured.orders)
+    refuse_unmatched(checkpoint, matched, own_constants(matched, model, base))
+    if checkpoint.waiting:
+        raise UnsupportedError(
+            f"gradients of {checkpoint.waiting} batches wait for an update in `{checkpoint.path}`, and would be lost",
+            hint="save it after an update, which makes use of them",
+        )
+    groups = run_groups(checkpoint, matched, parse(optimizer) if optimizer is not None else None, base)
+    checkpoint = with_slot_names(checkpoint, matched, groups)
+    weights, slots, has_masters = weights_and_slots(checkpoint, matched, model, groups)
+    step = updates_made(checkpoint, groups)
+    recipe = _recipe(checkpoint, base, has_masters)
+    if (scaling := scaling_of(checkpoint.scaler)) is not None and _computes_in_float16(model, groups):
+        recipe["loss_scale"] = scaling.words
+        slots |= scaling.state
+    slots |= averages_of(checkpoint, matched, groups, step) if "ema" in recipe else {}
+    words, more = schedule_by_updates(checkpoint, schedule, step, groups, base)
+    run = Run(
+        model=model,
+        loss=_loss(checkpoint, base, captured.loss if loss is None else loss),
+        groups=groups,
+        step=step,
+        schedule=words,
+        clip=base.clip if base and not tells_optimizers(checkpoint) else checkpoint.clip,
+        statistics=base.statistics if base else ("sample" if _counts_as_pytorch(groups) else "population"),
+        recipe=recipe,
+    )
+    return Plan(checkpoint, matched, run, slots, weights, (*matched.rules, *notes, *more, *checkpoint.remarks))
+
+
+def imported(plan: Plan) -> Model:
+    """The training model of a plan."""
+    for name, tensor in plan.weights.items():
+        value = plan.run.model.graph.initializers[name]
+        assert value.const_value is not None
+        value.const_value = placed(tensor, name, value.const_value.metadata_props)
+    made = assemble(plan.run)
+    problems = Problems("the state of the optimizer")
+    for name, tensor in plan.slots.items():
+        _fill(made, name, tensor, problems)
+    problems.refuse()
+    keep(made, plan.checkpoint, plan.match)
+    _note_progress(made, plan)
+    return made
+
+
+def _note_progress(model: Model, plan: Plan) -> None:
+    """Write down how far the run is, as whoever trains on will."""
+    metadata = model.step().algorithm.metadata_props
+    epoch = plan.checkpoint.progress.get("epoch")
+    progress = {**json.loads(metadata["train.progress"]), "step": plan.run.step}
+    metadata["train.progress"] = json.dumps({**progress, **({"epoch": epoch} if epoch is not None else {})})
+
+
+def _fill(model: Model, name: str, tensor: Tensor, problems: Problems) -> None:
+    """Give state of a model its value, which stays where it is unless it is a single number."""
+    known = model.step().algorithm.initializers.get(name)
+    if known is None or known.const_value is None:
+        problems.add(f"the optimizer of a training model does not keep `{name}`", "say which optimizer it is")
+        return
+    held = known.const_value
+    if tuple(held.shape.numpy()) != tensor.shape:
+        what = f"`{name}` is {list(tensor.shape)}, not {list(held.shape.numpy())}"
+        problems.add(what, "give the model that it is of")
+    elif held.dtype.numpy() == tensor.dtype:
+        known.const_value = placed(tensor, name, held.metadata_props)
+    elif not tensor.shape:
+        model.set(name, tensor.array())
+    else:
+        problems.add(f"`{name}` is {tensor.dtype}, not {held.dtype.numpy()}", "give a model of the type of its weights")
+
+
+def _loss(checkpoint: Checkpoint, base: Run | None, said: Any) -> Any:
+    for known in (said, base.loss if base else None, checkpoint.loss):
+        if known is not None:
+            return known
+    raise UnsupportedError(
+        f"neither `{checkpoint.path}` nor the model says which loss was trained",
+        hint="say it: `--loss cross_entropy`, or `loss=...`; or give a training model",
+    )
+
+
+def _recipe(checkpoint: Checkpoint, base: Run | None, has_masters: bool | None) -> dict[str, Any]:
+    recipe = dict(base.recipe) if base else {}
+    if checkpoint.accumulate > 1:
+        recipe["accumulate"] = checkpoint.accumulate
+    if checkpoint.average_decay is not None:
+        recipe["ema"] = checkpoint.average_decay
+    if has_masters is not None:
+        recipe["master_weights"] = has_masters
+    return recipe
+
+
+def _computes_in_float16(model: Model, groups: Sequence[RunGroup]) -> bool:
+    """Whether a scale of the loss makes a difference: with more exponents it does not."""
+    return any(type_of(model, name) == ir.DataType.FLOAT16 for group in groups for name in group.parameters)
+
+
+def _counts_as_pytorch(groups: Sequence[RunGroup]) -> bool:
+    return all(group.spec.options.get("variant") == "torch" for group in groups)

@@ -1,0 +1,79 @@
+"""The optimizers of a checkpoint as groups of a run: as it tells, as the user says, or as the given model has them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from onward.checkpoint.description import Checkpoint, Group, Optimizer
+from onward.checkpoint.matching import Match
+from onward.checkpoint.pytorch.optimizers import spec_of
+from onward.checkpoint.pytree.optax_trees import of_adamax
+from onward.convert.run import Group as RunGroup
+from onward.convert.run import Run
+from onward.errors import UnsupportedError
+from onward.recipe.optimizers import optimizer as known_optimizer
+from onward.recipe.spec import Spec
+
+
+def tells_optimizers(checkpoint: Checkpoint) -> bool:
+    """Whether a checkpoint says what its optimizers are, and not only what they keep."""
+    return any(group.optimizer is not None for each in checkpoint.optimizers for group in each.groups)
+
+
+def run_groups(checkpoint: Checkpoint, matched: Match, said: Spec | None, base: Run | None) -> list[RunGroup]:
+    if not checkpoint.optimizers:
+        raise UnsupportedError(
+            f"`{checkpoint.path}` has no state of an optimizer: there is no run to go on with",
+            hint="take its weights into a model: `onward.prepare` begins a new run",
+        )
+    found = []
+    for optimizer in checkpoint.optimizers:
+        for group in optimizer.groups:
+            own = [matched.names[str(name)] for name in group.parameters if str(name) in matched.names]
+            if own and base and said is None and not tells_optimizers(checkpoint):
+                found += _groups_of(base, own, group.numbers)
+            elif own:
+                found.append(RunGroup(_spec(optimizer, group, said), list(dict.fromkeys(own))))
+    return found
+
+
+def with_slot_names(checkpoint: Checkpoint, matched: Match, groups: Sequence[RunGroup]) -> Checkpoint:
+    """The checkpoint with names of slots that only the class of an optimizer tells."""
+    ours = {name for group in groups if group.optimizer.name == "adamax" for name in group.parameters}
+    theirs = {name for name, other in matched.names.items() if other in ours}
+    return dataclasses.replace(checkpoint, optimizers=tuple(of_adamax(each, theirs) for each in checkpoint.optimizers))
+
+
+def _groups_of(base: Run, own: Sequence[str], numbers: Mapping[str, float]) -> list[RunGroup]:
+    """The optimizers that a training model has for parameters, with what the checkpoint tells of them."""
+    found = []
+    for each in base.groups:
+        spec = each.optimizer
+        if isinstance(spec, Spec):
+            spec = Spec(spec.name, {key: numbers.get(key, value) for key, value in spec.options.items()})
+        found.append(RunGroup(spec, [name for name in own if name in each.parameters]))
+    return [group for group in found if group.parameters]
+
+
+def _spec(optimizer: Optimizer, group: Group, said: Spec | None) -> Spec:
+    if said is None and group.optimizer is not None:
+        return group.optimizer
+    if said is None:
+        what = " or ".join(optimizer.families) or "of a kind that is not known"
+        raise UnsupportedError(
+            f"the checkpoint does not tell which optimizer it is: {what}",
+            hint=f"say it: `--optimizer {(optimizer.families or ('adamw',))[0]}`, or `optimizer=...`",
+        )
+    stored, known = group.optimizer, known_optimizer(said.name)
+    if stored is None or stored.name != said.name:
+        is_torch = optimizer.variant == "torch"
+        numbers = {key: value for key, value in group.numbers.items() if key in known.hyper}
+        stored = spec_of(said.name, group.settings) if group.settings and is_torch else Spec(said.name, numbers)
+    options = {**(stored.options if stored else {}), **said.options}
+    if "lr" not in options:
+        raise UnsupportedError(
+            "the checkpoint does not say the learning rate", hint=f"give it: `--optimizer {said.name}:lr=1e-3`"
+        )
+    variant = optimizer.variant if optimizer.variant in known.variants else next(iter(known.variants))
+    return Spec(said.name, {"variant": variant, **options})

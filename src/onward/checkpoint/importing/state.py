@@ -1,0 +1,96 @@
+"""Weights and state of optimizers by the names of the training model that they become."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import onnx_ir as ir
+
+from onward.checkpoint.description import COUNT, MASTER, Checkpoint
+from onward.checkpoint.matching import Match
+from onward.checkpoint.tensors import Tensor, as_tensor, count_of, turned
+from onward.convert.problems import Problems
+from onward.convert.run import Group as RunGroup
+from onward.errors import UnsupportedError, listed
+from onward.model import Model
+
+_NARROW = (ir.DataType.BFLOAT16, ir.DataType.FLOAT16)
+
+
+def weights_and_slots(
+    checkpoint: Checkpoint, matched: Match, model: Model, groups: Sequence[RunGroup]
+) -> tuple[dict[str, Tensor], dict[str, Tensor], bool | None]:
+    """Weights and slots by the names of the training model; whether narrow weights have masters, or None."""
+    weights = {
+        ours: _turned(checkpoint.tensors[theirs], theirs in matched.turned) for theirs, ours in matched.names.items()
+    }
+    slots: dict[str, Tensor] = {}
+    masters: dict[str, Tensor] = {}
+    trained = {name for group in groups for name in group.parameters}
+    for optimizer in checkpoint.optimizers:
+        for theirs, kept in optimizer.slots.items():
+            ours = matched.names.get(str(theirs))
+            if ours is None or ours not in trained:
+                continue
+            for slot, value in kept.items():
+                if slot == COUNT or value is None:
+                    continue
+                tensor = _turned(as_tensor(value), str(theirs) in matched.turned)
+                (masters if slot == MASTER else slots)[ours if slot == MASTER else f"{ours}/{slot}"] = tensor
+    wide = [name for name in masters if type_of(model, name) == ir.DataType.FLOAT]
+    weights |= {name: masters.pop(name) for name in wide}
+    _check_types(weights, model)
+    slots |= {f"{name}/{MASTER}": tensor for name, tensor in masters.items()}
+    narrow = any(type_of(model, name) in _NARROW for name in trained)
+    return weights, slots, bool(masters) if narrow else None
+
+
+def _check_types(weights: Mapping[str, Tensor], model: Model) -> None:
+    problems = Problems("the tensors of the checkpoint")
+    for name, tensor in weights.items():
+        if type_of(model, name).numpy() != tensor.dtype:
+            what = f"`{name}` is {tensor.dtype}, and {type_of(model, name).name.lower()} in the model"
+            problems.add(what, "give a model of the type of its weights")
+    problems.refuse()
+
+
+def _turned(tensor: Tensor, is_turned: bool) -> Tensor:
+    return turned(tensor) if is_turned and len(tensor.shape) == 2 else tensor
+
+
+def updates_made(checkpoint: Checkpoint, groups: Sequence[RunGroup]) -> int:
+    """Updates made; parameters that had fewer are refused, where it matters."""
+    step = checkpoint.step or 0
+    counts: dict[str, int] = {}
+    for optimizer in checkpoint.optimizers:
+        for name, slots in optimizer.slots.items():
+            if COUNT in slots:
+                counts[str(name)] = count_of(slots[COUNT])
+    if not counts:
+        return step
+    most = max(counts.values())
+    behind = [name for name, count in counts.items() if count != most]
+    if behind:
+        raise UnsupportedError(
+            f"{listed(behind, 5)} had fewer updates than other parameters, and a training model counts once for all",
+            hint="leave parameters without gradients out of the optimizer",
+        )
+    return most
+
+
+def averages_of(checkpoint: Checkpoint, matched: Match, groups: Sequence[RunGroup], step: int) -> dict[str, Tensor]:
+    """Averages of what is trained, as state of the training model; those that have not begun are none."""
+    trained = {name for group in groups for name in group.parameters}
+    found = {
+        f"ema/{matched.names[theirs]}": _turned(tensor, theirs in matched.turned)
+        for theirs, tensor in checkpoint.averages.items()
+        if matched.names.get(theirs) in trained
+    }
+    return {**found, "ema/n_averaged": as_tensor(np.int64(step))} if found else {}
+
+
+def type_of(model: Model, name: str) -> ir.DataType:
+    tensor = model.graph.initializers[name].const_value
+    assert tensor is not None
+    return tensor.dtype

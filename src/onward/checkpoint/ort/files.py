@@ -1,0 +1,232 @@
+"""The flatbuffer that onnxruntime-training saves as `checkpoint`, both ways: tables as they are, tensors as places."""
+
+from __future__ import annotations
+
+import math
+import mmap
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from onward.checkpoint.ort.flatbuffers import Buffer, Fields, Number, Numbers, Table, Writer
+from onward.checkpoint.tensors import StoredTensor, Tensor, contiguous
+from onward.errors import InvalidModelError, UnsupportedError
+from onward.model.storage.files import listing, reason, regular
+
+IDENTIFIER = b"ODTC"
+VERSIONS = (1, 2)
+_MOST_INSIDE = 1800 << 20
+"""Bytes of tensors in the flatbuffer itself, which cannot be larger than 2 GiB; more goes to a file beside it."""
+
+
+def is_ort_checkpoint(path: Path) -> bool:
+    try:
+        regular(path)
+        with open(path, "rb") as file:
+            return file.read(8)[4:] == IDENTIFIER
+    except OSError:
+        return False
+
+
+def checkpoints_in(folder: Path) -> list[Path]:
+    return sorted(Path(entry.path) for entry in listing(folder) if is_ort_checkpoint(Path(entry.path)))
+
+
+def data_file(path: Path) -> Path:
+    """Where the tensors of a large checkpoint are."""
+    return path.with_name(f"{path.name}.data")
+
+
+# ---- reading ---------------------------------------------------------------------------------------------------------
+
+
+def read_ort(path: Path) -> dict[str, Any]:
+    """The tree of a checkpoint, by the names of its schema; nothing is optional in it."""
+    try:
+        regular(path)
+        with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            return _Reader(path, Buffer(data)).tree()
+    except (OSError, ValueError) as error:
+        raise InvalidModelError(
+            f"`{path}` is not a whole checkpoint of onnxruntime-training: {reason(error)}"
+        ) from error
+
+
+class _Reader:
+    def __init__(self, path: Path, buffer: Buffer):
+        self._path = path
+        self._buffer = buffer
+        self._places: list[StoredTensor] = []
+        self._outside = 0
+        """Bytes of the file beside it."""
+
+    def tree(self) -> dict[str, Any]:
+        root = self._buffer.root()
+        version = root.number(0, "i", 0)
+        if version not in VERSIONS:
+            raise ValueError(f"version {version} of the format is not known")
+        module = root.table(1)
+        if module is not None and module.number(3, "?", False):
+            self._outside = regular(data_file(self._path)).st_size
+        tree = {
+            "version": version,
+            "module_state": {} if module is None else self._module(module),
+            "optimizer_groups": _named((group.text(0), self._group(group)) for group in root.tables(2)),
+            "properties": {} if (bag := root.table(3)) is None else _properties(bag),
+        }
+        self._refuse_overlaps()
+        return tree
+
+    def _module(self, table: Table) -> dict[str, Any]:
+        nominal = bool(table.number(2, "?", False))
+        return {
+            "requires_grad_params": self._tensors(table.tables(0), nominal),
+            "frozen_params": self._tensors(table.tables(1), nominal),
+            "is_nominal_state": nominal,
+        }
+
+    def _group(self, table: Table) -> dict[str, Any]:
+        states = ((state.text(0), self._tensors(state.tables(1))) for state in table.tables(3))
+        return {
+            "step": table.number(1, "q", 0),
+            "initial_learning_rate": table.number(2, "f", 0.0),
+            "optimizer_states": _named(states),
+        }
+
+    def _tensors(self, tables: Iterable[Table], nominal: bool = False) -> dict[str, StoredTensor]:
+        return _named((table.text(0), self._tensor(table, nominal)) for table in tables)
+
+    def _tensor(self, table: Table, nominal: bool) -> StoredTensor:
+        dtype, shape = _type(table.number(3, "i", 0)), table.numbers(2, "q")
+        if any(size < 0 for size in shape):
+            raise ValueError(f"a tensor has the shape {list(shape)}")
+        size = math.prod(shape) * dtype.itemsize
+        outside, inside = table.number(6, "q", -1), table.vector(4, 1)
+        if nominal and inside is None and outside < 0:
+            return StoredTensor(self._path, 0, dtype, (0,) * len(shape), contiguous((0,) * len(shape)))
+        if outside >= 0:
+            path, begin, held = data_file(self._path), outside, min(size, self._outside - outside)
+        else:
+            path, (begin, held) = self._path, inside or (0, 0)
+        if held != size:
+            raise ValueError(f"a tensor of {dtype}{list(shape)} has {max(held, 0)} bytes")
+        tensor = StoredTensor(path, begin, dtype, shape, contiguous(shape))
+        self._places.append(tensor)
+        return tensor
+
+    def _refuse_overlaps(self) -> None:
+        ends: dict[Path, int] = {}
+        for tensor in sorted(self._places, key=lambda each: each.offset):
+            if tensor.nbytes and tensor.offset < ends.get(tensor.path, 0):
+                raise ValueError("tensors overlap in it")
+            ends[tensor.path] = max(tensor.end, ends.get(tensor.path, 0))
+
+
+def _type(number: int) -> np.dtype:
+    try:
+        return ir.DataType(number).numpy()
+    except (ValueError, TypeError):
+        raise ValueError(f"{number} is no type of numbers") from None
+
+
+def _named(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"`{name[:80]}` is in it twice")
+        found[name] = value
+    return found
+
+
+def _properties(bag: Table) -> dict[str, int | float | str]:
+    readers: tuple[Callable[[Table], Any], ...] = (
+        lambda table: table.number(1, "q", 0),
+        lambda table: table.number(1, "f", 0.0),
+        lambda table: table.text(1),
+    )
+    return _named((each.text(0), read(each)) for field, read in enumerate(readers) for each in bag.tables(field))
+
+
+# ---- writing ---------------------------------------------------------------------------------------------------------
+
+
+def write_ort(tree: Mapping[str, Any], path: Path, most_inside: int = _MOST_INSIDE) -> None:
+    """Write a tree of the form that `read_ort` gives; `most_inside` bytes of tensors go into the file itself."""
+    module, groups = tree["module_state"], tree["optimizer_groups"]
+    states = [momentums for group in groups.values() for momentums in group["optimizer_states"].values()]
+    parts = [module["requires_grad_params"], module["frozen_params"], *states]
+    large = sum(tensor.nbytes for part in parts for tensor in part.values()) > most_inside
+    beside: list[Tensor] = []
+    fields = _Fields(beside if large else None)
+    writer = Writer(
+        {
+            0: Number("i", VERSIONS[-1]),
+            1: {
+                0: fields.tensors(module["requires_grad_params"]),
+                1: fields.tensors(module["frozen_params"]),
+                2: Number("?", False),
+                3: Number("?", large),
+            },
+            2: [fields.group(name, group) for name, group in groups.items()],
+            3: _bag(tree["properties"]),
+        },
+        IDENTIFIER,
+    )
+    with open(path, "wb") as file:
+        writer.write_to(file)
+    if large:
+        with open(data_file(path), "wb") as file:
+            for tensor in beside:
+                file.write(bytes(-file.tell() % _ALIGNMENT))
+                tensor.write_to(file)
+
+
+_ALIGNMENT = 64
+
+
+class _Fields:
+    """Tables of the schema as they are written. Tensors that go to a file of their own are listed in `beside`."""
+
+    def __init__(self, beside: list[Tensor] | None):
+        self._beside = beside
+        self._end = 0
+
+    def tensors(self, tensors: Mapping[str, Tensor]) -> list[Fields]:
+        return [self._tensor(name, tensor) for name, tensor in tensors.items()]
+
+    def group(self, name: str, group: Mapping[str, Any]) -> Fields:
+        states = [
+            {0: parameter, 1: self.tensors(momentums)} for parameter, momentums in group["optimizer_states"].items()
+        ]
+        return {0: name, 1: Number("q", group["step"]), 2: Number("f", group["initial_learning_rate"]), 3: states}
+
+    def _tensor(self, name: str, tensor: Tensor) -> Fields:
+        known = {0: name, 2: Numbers("q", tensor.shape), 3: Number("i", int(_data_type(tensor.dtype)))}
+        if self._beside is None:
+            return {**known, 4: tensor}
+        begin = self._end + -self._end % _ALIGNMENT
+        self._end = begin + tensor.nbytes
+        self._beside.append(tensor)
+        return {**known, 6: Number("q", begin)}
+
+
+def _data_type(dtype: np.dtype) -> ir.DataType:
+    try:
+        return ir.DataType.from_numpy(dtype)
+    except TypeError:
+        raise UnsupportedError(f"checkpoints of onnxruntime-training cannot hold tensors of {dtype}") from None
+
+
+def _bag(properties: Mapping[str, Any]) -> Fields | None:
+    kinds: tuple[tuple[type, Callable[[Any], Any]], ...] = (
+        (int, lambda value: Number("q", value)),
+        (float, lambda value: Number("f", value)),
+        (str, lambda value: value),
+    )
+    return {
+        field: [{0: name, 1: made(value)} for name, value in properties.items() if type(value) is kind]
+        for field, (kind, made) in enumerate(kinds)
+    }

@@ -1,0 +1,214 @@
+"""What onnxruntime-training makes of a model, read back: the model, its loss, and the optimizer.
+
+The model is that for evaluation, which ends in the loss. Where only the one for training is left, its forward part is
+cut out: what computes gradients reads it, and is not read by it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import onnx_ir as ir
+
+from onward.checkpoint.format import Captured
+from onward.checkpoint.ort.losses import loss_of
+from onward.checkpoint.tensors import StoredTensor
+from onward.errors import InvalidModelError, UnsupportedError, listed
+from onward.model import Model, read
+from onward.model.core import values
+from onward.model.walk import ancestors
+from onward.recipe.forward import SWITCHED
+from onward.recipe.spec import Spec
+from onward.transform import extract
+
+EVALUATION, TRAINING, OPTIMIZER = "eval_model", "training_model", "optimizer_model"
+_DOMAIN = "com.microsoft"
+
+
+def artifact(checkpoint: Path, kind: str) -> Path | None:
+    """The graph of a kind beside a checkpoint: with the same prefix in its name, or the only one."""
+    found = sorted(checkpoint.parent.glob(f"*{kind}.onnx"))
+    alike = [path for path in found if checkpoint.name.startswith(path.name.removesuffix(f"{kind}.onnx"))]
+    longest = max(alike, key=lambda path: len(path.name), default=None)
+    return longest or (found[0] if len(found) == 1 else None)
+
+
+# ---- the optimizer ---------------------------------------------------------------------------------------------------
+
+
+class Rule(NamedTuple):
+    """What an optimizer graph says."""
+
+    family: str
+    settings: Mapping[str, Any]
+    spec: Spec | None
+    """But for the rate; None where a recipe has no words for it."""
+    clip: Mapping[str, Any] | None
+    slots: tuple[str, ...]
+    """The words of a recipe for `momentum0` and so on."""
+
+
+def optimizer_of(path: Path) -> Rule | None:
+    """The optimizer of a graph; None where it is of no known kind."""
+    clip: Mapping[str, Any] | None = None
+    rule: Rule | None = None
+    for node in read(path).graph:
+        attributes = {name: attribute.value for name, attribute in node.attributes.items()}
+        if (node.domain, node.op_type) == (_DOMAIN, "InplaceClipGradNorm"):
+            clip = {"norm": float(attributes.get("max_norm", 1.0)), "variant": "torch"}
+        elif (node.domain, node.op_type) in _OPTIMIZERS and rule is None:
+            rule = _OPTIMIZERS[node.domain, node.op_type](attributes)
+        else:
+            return None
+    return rule and rule._replace(clip=clip)
+
+
+def _adamw(attributes: Mapping[str, Any]) -> Rule:
+    usual = {"alpha": 0.9, "beta": 0.999, "epsilon": 1e-8, "weight_decay": 1e-2, "adam_mode": 0, "correct_bias": 1}
+    settings = {**usual, **attributes}
+    numbers = {"beta1": settings["alpha"], "beta2": settings["beta"], "eps": settings["epsilon"]}
+    decay = settings["weight_decay"]
+    if not settings["correct_bias"]:
+        spec = None
+    elif not settings["adam_mode"]:
+        spec = Spec("adamw", {**numbers, "weight_decay": decay, "variant": "torch"})
+    elif decay:
+        spec = Spec("adamw", {**numbers, "weight_decay": decay, "variant": "transformers"})
+    else:
+        spec = Spec("adam", {**numbers, "variant": "keras"})
+    return Rule("adamw", settings, spec, None, ("exp_avg", "exp_avg_sq"))
+
+
+def _sgd(attributes: Mapping[str, Any]) -> Rule:
+    """Which keeps a momentum and does not use it."""
+    return Rule("sgd", attributes, Spec("sgd", {"variant": "torch"}), None, ())
+
+
+_OPTIMIZERS = {(_DOMAIN, "AdamWOptimizer"): _adamw, (_DOMAIN, "SGDOptimizerV2"): _sgd}
+
+
+# ---- the model -------------------------------------------------------------------------------------------------------
+
+
+def model_of(checkpoint: Path, trainable: Mapping[str, StoredTensor], frozen: Mapping[str, StoredTensor]) -> Captured:
+    """The model whose parameters these are, with what they hold, and its loss."""
+    evaluation, training = artifact(checkpoint, EVALUATION), artifact(checkpoint, TRAINING)
+    path = evaluation or training
+    if path is None:
+        raise UnsupportedError(
+            f"there is no `{EVALUATION}.onnx` and no `{TRAINING}.onnx` beside `{checkpoint}`",
+            hint="put it there, or give the model with `--like`",
+        )
+    model = read(path)
+    if not model.outputs:
+        raise InvalidModelError(f"`{path}` has no output, where its loss would be")
+    _hold(model, {**trainable, **frozen}, path)
+    outputs = [value.name or "" for value in model.outputs if not (value.name or "").endswith(".accumulation.out")]
+    if evaluation is None:
+        model = extract(model, _inputs_of(model, outputs), outputs)
+    for node in model.graph:
+        _for_evaluation(node)
+    if training is not None:
+        _as_trained(model, read(training), trainable)
+    loss, prediction = loss_of(model)
+    if prediction is None:
+        return Captured(model, loss)
+    kept = list(dict.fromkeys([prediction, *outputs[1:]]))
+    return Captured(extract(model, _inputs_of(model, kept), kept), {prediction: loss})
+
+
+def _hold(model: Model, tensors: Mapping[str, StoredTensor], path: Path) -> None:
+    """Make parameters of the inputs that the checkpoint has numbers for."""
+    inputs = {value.name: value for value in model.graph.inputs}
+    if missing := [name for name in tensors if name not in inputs]:
+        raise InvalidModelError(
+            f"`{path}` has no input {listed(missing, 6)}, which the checkpoint holds",
+            hint="give the folder with the graphs that belong to the checkpoint",
+        )
+    for name, tensor in tensors.items():
+        value = inputs[name]
+        dtype, shape = ir.DataType.from_numpy(tensor.dtype), ir.Shape(tensor.shape)
+        if value.dtype not in (dtype, None) or value.shape not in (shape, None):
+            raise InvalidModelError(
+                f"`{name}` is {value.dtype} {value.shape} in `{path}`, and {dtype} {shape} in the checkpoint"
+            )
+        value.const_value = ir.ExternalTensor(
+            tensor.path.name, tensor.offset, tensor.nbytes, dtype, shape=shape, name=name,
+            base_dir=str(tensor.path.parent),
+        )  # fmt: skip
+        model.graph.inputs.remove(value)
+        model.graph.register_initializer(value)
+
+
+def _inputs_of(model: Model, outputs: list[str]) -> list[str]:
+    """The inputs that outputs depend on."""
+    _, needed = ancestors(value for value in values(model.graph) if value.name in outputs)
+    return [value.name or "" for value in model.inputs if value in needed or value.name in outputs]
+
+
+def _for_evaluation(node: ir.Node) -> None:
+    """Make an operator as it is in training what it is otherwise, which `prepare` knows how to train."""
+    known = _IN_TRAINING.get((node.domain, node.op_type))
+    if known is None:
+        return
+    op_type, outputs, inputs = known
+    if any(value.uses() or value.is_graph_output() for value in node.outputs[outputs:]):
+        raise UnsupportedError(f"the forward part of the training graph reads what only `{node.op_type}` computes")
+    if node.op_type == "SoftmaxCrossEntropyLossInternal" and len(node.inputs) > 3:
+        node.attributes["ignore_index"] = ir.AttrInt64("ignore_index", _number(node.inputs[3]))
+    node.domain, node.op_type = "", op_type
+    node.resize_outputs(min(outputs, len(node.outputs)))
+    node.resize_inputs(min(inputs, len(node.inputs)))
+    for name in [name for name in node.attributes if name not in _KEPT]:
+        del node.attributes[name]
+
+
+def _as_trained(model: Model, training: Model, trainable: Collection[str]) -> None:
+    """See to it that operators with a mode of their own for training are in it where they were, and nowhere else."""
+    makers = {value.name: node for node in training.graph for value in node.outputs}
+    for node in list(model.graph):
+        maker = makers.get(node.outputs[0].name) if node.op_type in SWITCHED and not node.domain else None
+        if maker is None:
+            continue
+        if node.op_type == "Dropout" and not _is_in_training(maker):
+            assert node.inputs[0] is not None
+            node.outputs[0].replace_all_uses_with(node.inputs[0])
+        elif node.op_type == "BatchNormalization":
+            scale = node.inputs[1]
+            learns = scale is not None and scale.name in trainable
+            if learns != _is_in_training(maker):
+                how = "the past, with a scale that learns" if learns else "each batch, with a scale that is frozen"
+                raise UnsupportedError(
+                    f"the normalisation of `{node.outputs[0].name}` is trained by the statistics of {how}",
+                    hint="a training model has either both or none",
+                )
+
+
+def _is_in_training(node: ir.Node) -> bool:
+    if node.op_type.startswith("BatchNorm"):
+        mode = node.attributes.get("training_mode")
+        return mode is not None and bool(mode.value)
+    flag = node.inputs[2] if len(node.inputs) > 2 else None
+    constant = None if flag is None else ir.convenience.get_const_tensor(flag)
+    return constant is not None and bool(constant.numpy().item())
+
+
+def _number(value: ir.Value | None) -> int:
+    constant = None if value is None else ir.convenience.get_const_tensor(value)
+    if constant is None or constant.size != 1:
+        raise UnsupportedError("the label that is ignored by the loss is computed; it must be a number")
+    return int(constant.numpy().item())
+
+
+_IN_TRAINING = {
+    ("", "BatchNormalization"): ("BatchNormalization", 1, 5),
+    (_DOMAIN, "BatchNormInternal"): ("BatchNormalization", 1, 5),
+    ("", "Dropout"): ("Dropout", 1, 2),
+    (_DOMAIN, "BitmaskDropout"): ("Dropout", 1, 2),
+    (_DOMAIN, "ConcatTraining"): ("Concat", 1, 1 << 20),
+    (_DOMAIN, "SoftmaxCrossEntropyLossInternal"): ("SoftmaxCrossEntropyLoss", 1, 3),
+}
+"""What they are otherwise, and how many outputs and inputs they have then."""
+_KEPT = ("epsilon", "momentum", "seed", "axis", "reduction", "ignore_index")

@@ -1,0 +1,72 @@
+"""A checkpoint from the trees of PyTorch's files: what nearly all of its frameworks write."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from onward.checkpoint.description import Checkpoint
+from onward.checkpoint.pytorch.contents import contents_of, executed_names
+from onward.checkpoint.pytorch.optimizers import optimizer_of
+from onward.checkpoint.pytorch.schedules import schedule_of
+from onward.checkpoint.tensors import Tensor
+
+_COUNTERS = ("global_step", "global_steps", "step", "iteration", "epoch", "max_steps", "num_train_epochs")
+_UPDATES = ("global_step", "global_steps", "step", "iteration")
+
+
+def checkpoint_of(path: Path, format: str, title: str, trees: Mapping[str, Any], **facts: Any) -> Checkpoint:
+    """What is in trees. `facts` are fields of the checkpoint that are known already."""
+    found = contents_of(*trees.values())
+    remarks = tuple(facts.pop("remarks", ()))
+    tensors = facts.pop("tensors", None)
+    if tensors is None:
+        tensors = found.modules[0] if found.modules else {}
+        if len(found.modules) > 1:
+            remarks = (*remarks, f"{len(found.modules)} modules are in it; this is the first")
+    known = {
+        "optimizers": tuple(map(optimizer_of, found.optimizers)),
+        "schedules": tuple(map(schedule_of, found.schedules)),
+        "randomness": tuple(found.randomness),
+        "scaler": found.scalers[0] if found.scalers else {},
+        "data": found.data[0] if found.data else {},
+        "averages": _averages(found.averages[0]) if found.averages else {},
+        "trees": trees,
+        "executes": executed_names(trees),
+        **facts,
+    }
+    step = known.pop("step", None)
+    if step is None:
+        step = step_of(known.get("progress", {}), known["optimizers"], known["schedules"])
+    kept = {key: tensor for key, tensor in tensors.items() if isinstance(tensor, Tensor)}
+    return Checkpoint(path, format, title, kept, step=step, remarks=remarks, **known)
+
+
+def _averages(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Averaged parameters, which an `AveragedModel` has under a name more."""
+    return {
+        name.removeprefix("module."): tensor
+        for name, tensor in state.items()
+        if isinstance(tensor, Tensor) and name.startswith("module.")
+    }
+
+
+def step_of(progress: Mapping[str, Any], optimizers: Any, schedules: Any) -> int | None:
+    """Updates made: as somebody counted, else as the optimizer did, else as the scheduler did."""
+    for name in _UPDATES:
+        if isinstance(progress.get(name), int):
+            return int(progress[name])
+    counts = [optimizer.count for optimizer in optimizers if optimizer.count is not None]
+    positions = [schedule.position for schedule in schedules if schedule.position is not None]
+    return max(counts, default=None) or max(positions, default=None)
+
+
+def progress_of(tree: Any) -> dict[str, Any]:
+    counters = tree if isinstance(tree, Mapping) else {}
+    return {name: counters[name] for name in _COUNTERS if isinstance(counters.get(name), int | float)}
+
+
+def mapping(tree: Any) -> Mapping[str, Any]:
+    """A tree that is a mapping; nothing if it is none."""
+    return tree if isinstance(tree, Mapping) else {}

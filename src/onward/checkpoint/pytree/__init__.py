@@ -1,0 +1,1 @@
+"""Trees of JAX: as Orbax and Flax store them, and what states of optax in them mean."""

@@ -1,0 +1,1 @@
+"""TensorFlow's tables and Keras's files, without either."""

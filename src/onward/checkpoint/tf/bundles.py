@@ -1,0 +1,221 @@
+"""Checkpoints of TensorFlow as files: an index, and data of tensors in one file or several. Without TensorFlow."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from onward.checkpoint.tensors import ScatteredTensor, StoredTensor, Tensor, contiguous
+from onward.checkpoint.tf.crc import Summed, crc32c, masked
+from onward.checkpoint.tf.table import read_table, table
+from onward.checkpoint.tf.wire import field, fixed32, numbers, read_varint, signed, texts
+from onward.errors import InvalidModelError, UnsupportedError
+from onward.model.storage.files import reason, regular
+
+INDEX = ".index"
+GRAPH = "_CHECKPOINTABLE_OBJECT_GRAPH"
+_LARGEST_INDEX = 1 << 30
+_HEADER = field(1, 1) + field(3, field(1, 1))
+"""One file of data, little endian, version 1."""
+_STRING = 7
+_TYPES: dict[int, Any] = {
+    1: np.float32, 2: np.float64, 3: np.int32, 4: np.uint8, 5: np.int16, 6: np.int8, 8: np.complex64, 9: np.int64,
+    10: np.bool_, 14: ml_dtypes.bfloat16, 17: np.uint16, 18: np.complex128, 19: np.float16, 22: np.uint32,
+    23: np.uint64, 24: ml_dtypes.float8_e5m2, 25: ml_dtypes.float8_e4m3fn,
+}  # fmt: skip
+_NUMBERS = {np.dtype(dtype): number for number, dtype in _TYPES.items()}
+
+Tree = Mapping[str, Any]
+"""By key: a tensor, or for text and what only TensorFlow knows a mapping with its kind, shape, checksum and bytes."""
+
+
+class _Entry(NamedTuple):
+    kind: int
+    shape: tuple[int, ...]
+    shard: int
+    offset: int
+    size: int
+    checksum: int
+    slices: tuple[tuple[tuple[int, int], ...], ...]
+    """Of a tensor in pieces: where each begins along each axis and how long it is; -1 is all of it."""
+
+
+# ---- reading ---------------------------------------------------------------------------------------------------------
+
+
+def read_bundle(prefix: Path) -> dict[str, Any]:
+    """What a checkpoint holds by key. `prefix` is its path without an ending."""
+    path = prefix.with_name(prefix.name + INDEX)
+    try:
+        if regular(path).st_size > _LARGEST_INDEX:
+            raise ValueError("it is larger than any index")
+        entries = dict(read_table(path.read_bytes()))
+        shards = _shards(entries.pop(b"", b""))
+        return _Files(prefix, shards, {key: _entry(value) for key, value in entries.items()}).tree()
+    except (OSError, ValueError, UnicodeDecodeError) as error:
+        raise InvalidModelError(f"`{path}` is not the index of a whole checkpoint: {reason(error)}") from error
+
+
+def _shards(header: bytes) -> int:
+    found = numbers(header)
+    if not 0 < found.get(1, 0) < 100_000:
+        raise ValueError("it does not say how many files there are")
+    if found.get(2, 0):
+        raise UnsupportedError("the checkpoint was written by a machine with the other order of bytes")
+    return found[1]
+
+
+def _entry(data: bytes) -> _Entry:
+    found = numbers(data)
+    shape = tuple(_size(dimension) for whole in texts(data, 2) for dimension in texts(whole, 2))
+    slices = tuple(tuple(map(_extent, texts(one, 1))) for one in texts(data, 7))
+    kind, shard, offset, size, checksum = (found.get(number, 0) for number in (1, 3, 4, 5, 6))
+    return _Entry(kind, shape, shard, offset, size, checksum, slices)
+
+
+def _size(dimension: bytes) -> int:
+    size = signed(numbers(dimension).get(1, 0))
+    if not 0 <= size < 2**48:
+        raise ValueError("a tensor has no shape that there could be")
+    return size
+
+
+def _extent(extent: bytes) -> tuple[int, int]:
+    found = numbers(extent)
+    return signed(found.get(1, 0)), signed(found[2]) if 2 in found else -1
+
+
+class _Files:
+    def __init__(self, prefix: Path, shards: int, entries: Mapping[bytes, _Entry]):
+        self._entries = entries
+        self._paths = [prefix.with_name(f"{prefix.name}.data-{at:05}-of-{shards:05}") for at in range(shards)]
+        self._sizes: dict[int, int] = {}
+
+    def tree(self) -> dict[str, Any]:
+        whole = {key: entry for key, entry in self._entries.items() if not key.startswith(b"\0")}
+        return {key.decode(): self._value(key, entry) for key, entry in whole.items()}
+
+    def _value(self, key: bytes, entry: _Entry) -> Any:
+        if entry.slices:
+            return self._scattered(key, entry)
+        if entry.kind not in _TYPES:
+            data = self._stored(entry, np.dtype(np.uint8), (entry.size,))
+            return {"kind": entry.kind, "shape": list(entry.shape), "checksum": entry.checksum, "data": data}
+        return self._stored(entry, np.dtype(_TYPES[entry.kind]), entry.shape)
+
+    def _stored(self, entry: _Entry, dtype: np.dtype, shape: tuple[int, ...]) -> StoredTensor:
+        if entry.shard >= len(self._paths):
+            raise ValueError(f"it has {len(self._paths)} files of data, and a tensor is in another")
+        if entry.size != math.prod(shape) * dtype.itemsize:
+            raise ValueError("a tensor has not as many bytes as its shape says")
+        if entry.shard not in self._sizes:
+            self._sizes[entry.shard] = regular(self._paths[entry.shard]).st_size
+        if entry.offset + entry.size > self._sizes[entry.shard]:
+            raise ValueError(f"a tensor lies outside of `{self._paths[entry.shard].name}`")
+        return StoredTensor(self._paths[entry.shard], entry.offset, dtype, shape, contiguous(shape))
+
+    def _scattered(self, key: bytes, entry: _Entry) -> ScatteredTensor:
+        """A variable in pieces, each with a key that says where it belongs."""
+        if entry.kind not in _TYPES:
+            raise ValueError("a tensor in pieces is not of numbers")
+        pieces = []
+        for extents in entry.slices:
+            found = self._entries.get(_slice_key(key, extents))
+            if found is None or len(extents) != len(entry.shape) or found.kind != entry.kind:
+                raise ValueError(f"a piece of `{key.decode()}` is not there")
+            sizes = tuple(
+                whole if length < 0 else length for (_, length), whole in zip(extents, entry.shape, strict=True)
+            )
+            begin = tuple(start for start, _ in extents)
+            ends = map(sum, zip(begin, sizes, strict=True))
+            if min(begin, default=0) < 0 or any(end > whole for end, whole in zip(ends, entry.shape, strict=True)):
+                raise ValueError(f"a piece of `{key.decode()}` lies outside of it")
+            piece = self._stored(found, np.dtype(_TYPES[found.kind]), sizes)
+            pieces.append((begin, partial(_self, piece)))
+        if sum(math.prod(find().shape) for _, find in pieces) != math.prod(entry.shape):
+            raise ValueError(f"the pieces of `{key.decode()}` do not make it up")
+        return ScatteredTensor(np.dtype(_TYPES[entry.kind]), entry.shape, tuple(pieces))
+
+
+def _self(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _slice_key(name: bytes, extents: tuple[tuple[int, int], ...]) -> bytes:
+    """The key of a piece: numbers and texts in an encoding whose order is theirs."""
+    escaped = name.replace(b"\xff", b"\xff\x00").replace(b"\x00", b"\x00\xff")
+    rank = len(extents).to_bytes(1, "big")
+    places = b"".join(map(_ordered, itertools.chain.from_iterable(extents)))
+    return b"\x00" + escaped + b"\x00\x01" + (b"\x01" + rank if extents else b"\x00") + places
+
+
+def _ordered(number: int) -> bytes:
+    length = (~number if number < 0 else number).bit_length() // 7 + 1
+    header = ((1 << length) - 1) << (8 * length - length)
+    return (number & (1 << 8 * length) - 1 ^ header).to_bytes(length, "big")
+
+
+def text_of(value: Any) -> bytes | None:
+    """The one text that an entry of a checkpoint is; None if it is something else."""
+    if not isinstance(value, Mapping) or value.get("kind") != _STRING or value.get("shape"):
+        return None
+    data = value["data"].array().tobytes()
+    length, at = read_varint(data, 0)
+    if at + 4 + length != len(data):
+        raise InvalidModelError("a text of the checkpoint is cut off")
+    found = data[at + 4 :]
+    if (data[at : at + 4], value["checksum"]) != _text_checksums(found):
+        raise InvalidModelError("a text of the checkpoint is damaged: its checksum does not fit")
+    return found
+
+
+def _text_checksums(found: bytes) -> tuple[bytes, int]:
+    """That of its length, which stands before a text, and that of both."""
+    length = crc32c(len(found).to_bytes(8 if len(found) >> 32 else 4, "little"))
+    between = masked(length).to_bytes(4, "little")
+    return between, masked(crc32c(between + found, length))
+
+
+# ---- writing ---------------------------------------------------------------------------------------------------------
+
+
+def write_bundle(prefix: Path, tree: Tree) -> None:
+    """Write a checkpoint, a tensor after the other, into one file of data and an index."""
+    entries = {b"": _HEADER}
+    with open(prefix.with_name(f"{prefix.name}.data-00000-of-00001"), "wb") as file:
+        summed = Summed(file)
+        for key in sorted(tree, key=str.encode):
+            value, start = tree[key], file.tell()
+            tensor = value if isinstance(value, Tensor) else value["data"]
+            tensor.write_to(summed)  # type: ignore[arg-type]
+            checksum = summed.taken()
+            kind, shape = _kind(key, value), tensor.shape
+            if not isinstance(value, Tensor):
+                shape, checksum = value["shape"], value["checksum"]  # text has another one than its bytes
+            entries[key.encode()] = _written(kind, tuple(shape), start, file.tell() - start, checksum)
+    prefix.with_name(prefix.name + INDEX).write_bytes(table(entries))
+
+
+def _kind(key: str, value: Any) -> int:
+    if not isinstance(value, Tensor):
+        return int(value["kind"])
+    if value.dtype not in _NUMBERS:
+        raise UnsupportedError(f"`{key}` is of {value.dtype}, which TensorFlow has not")
+    return _NUMBERS[value.dtype]
+
+
+def _written(kind: int, shape: tuple[int, ...], offset: int, size: int, checksum: int) -> bytes:
+    dimensions = b"".join(field(2, field(1, length)) for length in shape)
+    return b"".join([field(1, kind), field(2, dimensions), field(4, offset), field(5, size), fixed32(6, checksum)])
+
+
+def names_in(prefix_of: Path) -> Iterator[str]:
+    """Checkpoints in a folder, by their names without an ending."""
+    return (path.name.removesuffix(INDEX) for path in sorted(prefix_of.glob(f"*{INDEX}")) if path.is_file())

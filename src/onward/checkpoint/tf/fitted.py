@@ -1,0 +1,245 @@
+"""A Keras model in training: groups of arrays and its configuration as facts, and facts as groups of arrays again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from onward.checkpoint.description import Checkpoint, Group, Optimizer, Schedule
+from onward.checkpoint.tensors import ArrayTensor, Tensor, as_tensor, converted
+from onward.checkpoint.tf.compiled import (
+    AVERAGE,
+    GATHERED,
+    ITERATIONS,
+    RATE,
+    SCALER,
+    Role,
+    Settings,
+    loss_of,
+    parameters_in,
+    rate_of,
+    settings_by_variables,
+    settings_of,
+    spec_of,
+)  # fmt: skip
+from onward.checkpoint.tf.h5 import Groups
+from onward.checkpoint.tf.layers import Variable, variables_of
+from onward.checkpoint.tf.tracked import SHARED
+from onward.convert.classes import CLIPS, KINDS, clip_in, written_out
+from onward.errors import UnsupportedError
+
+_OUTER, _INNER = "optimizer/vars", "optimizer/inner_optimizer/vars"
+
+
+class Fitted:
+    def __init__(self, groups: Groups, config: Mapping[str, Any] | None):
+        self._groups = groups
+        self._compiled: Mapping[str, Any] = _mapping((config or {}).get("compile_config"))
+        self.variables = variables_of(groups, config)
+        self._place = _INNER if _INNER in groups else _OUTER
+        self._arrays = _in_order(groups.get(self._place, {}).get("arrays", {}))
+        trained = [variable for variable in self.variables if variable.is_trained]
+        self._settings = settings_of(self._compiled)
+        if self._settings is None and not self._compiled and self._arrays:
+            name = groups[self._place]["attributes"].get("name", "")
+            self._settings = settings_by_variables(name, self._arrays, len(trained))
+        count = parameters_in(self._settings, self._arrays) if self._settings and self._arrays else 0
+        self._roles = self._settings.roles(count) if self._settings else []
+        self._parameters: list[str | int] = list(range(count))
+        if self._are_sure(trained):
+            self._parameters = [variable.name for variable in trained]
+
+    def _are_sure(self, trained: Sequence[Variable]) -> bool:
+        """Whether the optimizer's parameters are the variables that are trained, in their order."""
+        if not all(variable.is_sure for variable in self.variables):
+            return False
+        kept = {role.parameter: array.shape for role, array in zip(self._roles, self._arrays, strict=False)}
+        kept.pop(-1, None)
+        return not kept or kept == {at: variable.tensor.shape for at, variable in enumerate(trained)}
+
+    # ---- facts -------------------------------------------------------------------------------------------------------
+
+    def facts(self) -> dict[str, Any]:
+        """Fields of a checkpoint."""
+        known = self._settings
+        found: dict[str, Any] = {
+            "tensors": {variable.name: variable.tensor for variable in self.variables},
+            "keeps_order": all(variable.is_sure for variable in self.variables),
+            "loss": loss_of(self._compiled),
+            "arguments": {key: value for key, value in self._compiled.items() if key != "optimizer"},
+            "remarks": tuple(self._remarks()),
+        }
+        if known is None:
+            return {**found, "optimizers": self._unknown()}
+        batches = self._number(ITERATIONS)
+        step = None if batches is None else int(batches) // known.accumulate
+        rate = rate_of(known) if known.is_whole else None
+        constant = self._number(RATE)
+        lr = written_out(constant) if constant is not None else rate.lr if rate else 0.0
+        counts_batches = known.accumulate > 1 and not known.is_constant
+        has_words = (rate is not None or constant is not None) and not counts_batches
+        words = (tuple(rate.schedule) if rate else ()) if has_words else None
+        slots = {name: dict(self._slots(at)) for at, name in enumerate(self._parameters) if self._roles_of(at)}
+        group = Group(known.given, tuple(self._parameters), spec_of(known, lr) if has_words else None)
+        named = [(at, name) for at, name in enumerate(self._parameters) if isinstance(name, str)]
+        averages = {name: array for at, name in named for array in self._all(Role(AVERAGE, at))}
+        return {
+            **found,
+            "optimizers": (Optimizer((KINDS[known.kind].name,), (group,), slots, variant="keras"),),
+            "schedules": (Schedule(_mapping(known.given.get("learning_rate")), words, step),),
+            "step": step,
+            "progress": {} if step is None else {"step": step},
+            "accumulate": known.accumulate,
+            "waiting": int(batches or 0) % known.accumulate,
+            "clip": clip_in({name: known.given.get(name) for name in CLIPS}),
+            "scaler": self._scaler(),
+            "averages": averages,
+            "average_decay": self._decay() if step and averages else None,
+        }
+
+    def _unknown(self) -> tuple[Optimizer, ...]:
+        given = self._compiled.get("optimizer")
+        return (Optimizer((), (Group(_mapping(given), ()),), {}, variant="keras"),) if self._arrays else ()
+
+    def _roles_of(self, at: int) -> list[Role]:
+        return [role for role in self._roles if role.parameter == at]
+
+    def _slots(self, at: int) -> Iterator[tuple[str, Tensor]]:
+        for role, array in zip(self._roles, self._arrays, strict=False):
+            if role.parameter == at and role.what not in (AVERAGE, GATHERED):
+                yield role.what, array
+            elif role.what == SHARED:
+                yield SHARED, converted(array, np.dtype(np.float64))
+
+    def _all(self, wanted: Role) -> list[Tensor]:
+        return [array for role, array in zip(self._roles, self._arrays, strict=False) if role == wanted]
+
+    def _number(self, what: str) -> float | None:
+        found = self._all(Role(what))
+        return found[0].array().item() if found and not found[0].shape else None
+
+    def _scaler(self) -> dict[str, Any]:
+        """In the words of PyTorch's."""
+        outer = dict(zip(SCALER, _in_order(self._groups.get(_OUTER, {}).get("arrays", {})), strict=False))
+        if self._settings is None or self._settings.scaler is None or "dynamic_scale" not in outer:
+            return {}
+        return {
+            "scale": outer["dynamic_scale"].array().item(),
+            "growth_factor": 2.0,
+            "backoff_factor": 0.5,
+            "growth_interval": self._settings.scaler.get("dynamic_growth_steps"),
+            "_growth_tracker": outer["step_counter"].array().item(),
+        }
+
+    def _decay(self) -> float | None:
+        decay = self._settings.given.get("ema_momentum") if self._settings else None
+        return float(decay) if isinstance(decay, int | float) else None
+
+    def _remarks(self) -> Iterator[str]:
+        known = self._settings
+        if known is None:
+            if self._arrays:
+                yield "what its optimizer keeps has no names, and no order that is known"
+            return
+        if known.given.get("weight_decay"):
+            yield "whether some variables are excluded from weight decay is not in files of Keras"
+        if known.given.get("use_ema"):
+            yield "Keras's `fit` overwrites weights by their averages when it ends"
+        if known.given.get("use_ema") and known.given.get("ema_overwrite_frequency"):
+            yield "averages become the weights from time to time, which a training model does not do"
+
+    # ---- back --------------------------------------------------------------------------------------------------------
+
+    def renewed(self, checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:
+        """The groups with all that a checkpoint knows in its place."""
+        made = {
+            path: {"attributes": group["attributes"], "arrays": dict(group["arrays"])}
+            for path, group in self._groups.items()
+        }
+        for variable in self.variables:
+            new = in_place_of(variable.tensor, checkpoint.tensors.get(variable.name), variable.name)
+            made[variable.group]["arrays"][variable.key] = new
+        if self._settings is None or not checkpoint.optimizers or not self._arrays:
+            return made
+        renewed = self._optimizer(checkpoint, self._settings)
+        made[self._place]["arrays"] = dict(_numbered(renewed))
+        if self._place == _INNER:
+            outer = _in_order(made[_OUTER]["arrays"])[: len(SCALER)]
+            if "scale" in checkpoint.scaler:
+                outer[2] = _like(outer[2], checkpoint.scaler["_growth_tracker"])
+                outer[3] = _like(outer[3], checkpoint.scaler["scale"])
+            made[_OUTER]["arrays"] = dict(_numbered([*outer, *renewed]))
+        return made
+
+    def _optimizer(self, checkpoint: Checkpoint, settings: Settings) -> list[Tensor]:
+        kept, step = checkpoint.optimizers[0], checkpoint.step
+        roles, arrays = self._roles, list(self._arrays)
+        if kept.slots and not any(role.parameter >= 0 for role in roles):  # it had not begun
+            roles = settings.roles(len(self._parameters))
+        known = [name for group in kept.groups for name in group.parameters]
+        names = known if len(known) == len(self._parameters) else self._parameters  # somebody may have found them
+        moved = step is not None and step != (self._number(ITERATIONS) or 0) // settings.accumulate
+        made = []
+        for at, role in enumerate(roles):
+            name = names[role.parameter] if role.parameter >= 0 else next(iter(kept.slots), "")
+            slot = kept.slots.get(name, {}).get(role.what)
+            if at >= len(arrays):
+                made.append(_begun(role, slot, checkpoint.tensors.get(str(name)), name))
+            elif role.what == AVERAGE and (name in checkpoint.averages or moved):
+                made.append(in_place_of(arrays[at], checkpoint.averages.get(str(name)), f"the average of {name}"))
+            elif role.what in KINDS[settings.kind].slots:
+                made.append(in_place_of(arrays[at], slot, f"{name}/{role.what}"))
+            else:
+                made.append(self._single(role, arrays[at], slot, checkpoint, settings.accumulate if moved else 0))
+        return made
+
+    @staticmethod
+    def _single(role: Role, old: Tensor, slot: Any, checkpoint: Checkpoint, moved: int) -> Tensor:
+        """What is no slot. `moved`: batches of an update, if there were updates since."""
+        rate = checkpoint.optimizers[0].groups[0].rate
+        if role.what == ITERATIONS and moved:
+            return _like(old, (checkpoint.step or 0) * moved)
+        if role.what == RATE and rate is not None:
+            return _like(old, rate)
+        if role.what == GATHERED and moved:
+            return ArrayTensor(np.zeros(old.shape, old.dtype))
+        return converted(as_tensor(slot), old.dtype) if role.what == SHARED and slot is not None else old
+
+
+def _begun(role: Role, slot: Any, weight: Tensor | None, name: Any) -> Tensor:
+    """A variable that the optimizer did not have before its first step."""
+    if role.what == SHARED and slot is not None:
+        return converted(as_tensor(slot), np.dtype(np.float32))
+    if weight is None:
+        raise UnsupportedError(f"there is no `{name}`", hint="write a checkpoint of the same model")
+    return in_place_of(weight, slot, f"{name}/{role.what}")
+
+
+def in_place_of(old: Tensor, new: Any, name: str) -> Tensor:
+    """A tensor that takes the place of another."""
+    if not isinstance(new, Tensor):
+        raise UnsupportedError(
+            f"there is no `{name}`, which the original has", hint="write a checkpoint of the same model and optimizer"
+        )
+    if (new.dtype, new.shape) != (old.dtype, old.shape):
+        found, expected = f"{new.dtype}{list(new.shape)}", f"{old.dtype}{list(old.shape)}"
+        raise UnsupportedError(f"`{name}` is {found}, where the original has {expected}")
+    return new
+
+
+def _like(old: Tensor, number: float) -> Tensor:
+    return ArrayTensor(np.asarray(number, old.dtype))
+
+
+def _in_order(arrays: Mapping[str, Tensor]) -> list[Tensor]:
+    return [arrays[key] for key in sorted(filter(str.isdecimal, arrays), key=int)]
+
+
+def _numbered(tensors: Sequence[Tensor]) -> Iterator[tuple[str, Tensor]]:
+    return ((str(at), tensor) for at, tensor in enumerate(tensors))
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
