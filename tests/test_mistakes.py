@@ -131,7 +131,7 @@ WRONG = [
     ("show empty.onnx", "`empty.onnx` is empty", "download"),
     ("show notes.txt", "`notes.txt` is not an ONNX model but a text file", ".onnx"),
     ("prepare weights.pt --loss ce", "is not an ONNX model but a PyTorch file", "onward convert"),
-    ("show model.h5", "is not an ONNX model but an HDF5 file", "onward.from_keras"),
+    ("show model.h5", "`model.h5` is not a whole HDF5 file", ""),
     ("train d.npz --data digits.onnx --loss ce", "`d.npz` is not an ONNX model but a NumPy file", "--data"),
     ("show cut.onnx", "not valid protobuf", "compare its size"),
     ("show nowhere/digits.onnx", "there is no file `nowhere/digits.onnx`", "check the path"),
