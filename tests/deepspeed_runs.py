@@ -7,6 +7,7 @@ world, so that losses can be compared. Rank 0 writes them to `losses.json` in `f
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -159,3 +160,4 @@ def run(
 
 if __name__ == "__main__":
     work(json.loads(Path(sys.argv[1]).read_text()))
+    os._exit(0)  # threads of operators that DeepSpeed has built may not end by themselves

@@ -217,11 +217,16 @@ def _poisson(n: dict[str, Any], rank: int) -> Any | None:
     return keras.losses.Poisson() if same else None
 
 
+def _huber(n: dict[str, Any], rank: int) -> Any | None:
+    """Only as it is by default: Keras leaves `delta` out of what it saves."""
+    return keras.losses.Huber() if n.get("delta", 1.0) == 1.0 else None
+
+
 _LOSSES: dict[str, Callable[[dict[str, Any], int], Any | None]] = {
     "mse": lambda n, rank: keras.losses.MeanSquaredError(),
     "l1": lambda n, rank: keras.losses.MeanAbsoluteError(),
     "mae": lambda n, rank: keras.losses.MeanAbsoluteError(),
-    "huber": lambda n, rank: keras.losses.Huber(n.get("delta", 1.0)),
+    "huber": _huber,
     "cross_entropy": _cross_entropy,
     "bce_with_logits": _bce_with_logits,
     "binary_cross_entropy": _binary_cross_entropy,
