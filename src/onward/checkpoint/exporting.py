@@ -20,6 +20,7 @@ from onward.checkpoint.naming import with_own_names
 from onward.checkpoint.opening import open_checkpoint
 from onward.checkpoint.pytorch.schedules import advanced, state_of
 from onward.checkpoint.pytorch.states import moved_counter
+from onward.checkpoint.pytorch.trees import UPDATES
 from onward.checkpoint.tensors import ModelTensor, Tensor, converted, turned
 from onward.convert.run import Run, disassemble
 from onward.errors import UnknownNameError, near
@@ -29,8 +30,6 @@ from onward.model.state import states
 from onward.model.storage.replacement import replacing
 from onward.model.storage.stream import announce
 from onward.recipe.spec import Spec
-
-_COUNTERS = ("global_step", "global_steps", "step", "iteration")
 
 
 @checked()
@@ -235,7 +234,7 @@ def _counted(options: Mapping[str, Any], every: int) -> dict[str, Any]:
 def _progress(progress: Mapping[str, Any], before: int | None, now: int) -> dict[str, Any]:
     """Counters of updates at their new value, and epochs in proportion."""
     moved = dict(progress)
-    for name in _COUNTERS:
+    for name in UPDATES:
         if moved.get(name) == before:
             moved[name] = now
     if before and now != before and isinstance(moved.get("epoch"), float):

@@ -9,7 +9,7 @@ from typing import Any
 from onward.checkpoint.configurations import plain
 from onward.checkpoint.description import Checkpoint
 from onward.checkpoint.format import Format
-from onward.checkpoint.pytorch.archive import is_torch_file, read_torch_file, write_torch_file
+from onward.checkpoint.pytorch.archive import is_torch_file, mentions, read_torch_file, write_torch_file
 from onward.checkpoint.pytorch.objects import Object
 from onward.checkpoint.pytorch.states import module_state, optimizer_state, up_to_date
 from onward.checkpoint.pytorch.trees import checkpoint_of, mapping, progress_of
@@ -21,7 +21,7 @@ _WRITTEN = "2.6.6"
 
 
 def matches(path: Path) -> bool:
-    if not is_torch_file(path):
+    if not is_torch_file(path) or not mentions(path, _VERSION):
         return False
     try:
         tree = read_torch_file(path)

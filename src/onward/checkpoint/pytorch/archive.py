@@ -68,6 +68,16 @@ def _first_member(start: bytes) -> str:
     return start[_LOCAL_HEADER.size : _LOCAL_HEADER.size + length].decode("utf-8", "replace")
 
 
+def mentions(path: Path, word: str) -> bool:
+    """Whether a word is in the pickle of a file, which is looked at without being read."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            main = next((info for info in archive.infolist() if _is_main_pickle(info.filename)), None)
+            return main is not None and main.file_size <= MOST_BYTES and word.encode() in archive.read(main)
+    except BAD_ZIP:
+        return False
+
+
 def read_torch_file(path: Path, part: tuple[int, int] | None = None) -> Any:
     """The tree that was saved, with tensors as places in the file. Nothing in it is executed.
 

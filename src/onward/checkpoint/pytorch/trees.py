@@ -12,8 +12,9 @@ from onward.checkpoint.pytorch.optimizers import optimizer_of
 from onward.checkpoint.pytorch.schedules import schedule_of
 from onward.checkpoint.tensors import Tensor
 
-_COUNTERS = ("global_step", "global_steps", "step", "iteration", "epoch", "max_steps", "num_train_epochs")
-_UPDATES = ("global_step", "global_steps", "step", "iteration")
+UPDATES = ("global_step", "global_steps", "step", "iteration")
+"""What frameworks call the number of updates."""
+_COUNTERS = (*UPDATES, "epoch", "max_steps", "num_train_epochs")
 
 
 def checkpoint_of(path: Path, format: str, title: str, trees: Mapping[str, Any], **facts: Any) -> Checkpoint:
@@ -54,7 +55,7 @@ def _averages(state: Mapping[str, Any]) -> dict[str, Tensor]:
 
 def step_of(progress: Mapping[str, Any], optimizers: Any, schedules: Any) -> int | None:
     """Updates made: as somebody counted, else as the optimizer did, else as the scheduler did."""
-    for name in _UPDATES:
+    for name in UPDATES:
         if isinstance(progress.get(name), int):
             return int(progress[name])
     counts = [optimizer.count for optimizer in optimizers if optimizer.count is not None]
