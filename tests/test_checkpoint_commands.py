@@ -105,9 +105,17 @@ def test_into_a_training_model_and_out_again(folder: Path) -> None:
 
 def test_the_state_alone(folder: Path) -> None:
     run("convert", "run.pt", *IMPORT, "-o", "run.onnx")
-    run("convert", "run.onnx", "--to", "torch", "--only-state", "-o", "state.pt")
-    assert not Path("state.py").exists()
-    assert onward.diff("state.pt", "run.pt").equal
+    assert "--program/--only-state" in run("convert", "--help").stdout
+    for flags in ((), ("--only-state",)):  # of a checkpoint comes a checkpoint
+        said = run("convert", "run.onnx", "--to", "torch", *flags, "-o", "state.pt", "--force").stderr
+        assert ("`--program`" in said) == (not flags)
+        assert not Path("state.py").exists()
+        assert onward.diff("state.pt", "run.pt").equal
+    run("convert", "run.onnx", "--to", "torch", "--program", "-o", "program.pt")
+    assert Path("program.py").exists()
+    run("prepare", "digits.onnx", "--loss", "cross_entropy", "-o", "own.onnx")
+    run("convert", "own.onnx", "--to", "torch")  # and of what was never one comes a program
+    assert Path("own.py").exists()
     said, hint = failed("convert", "run.onnx", "--to", "jax", "--only-state", code=2)
     assert "`jax` is no format of checkpoints" in said and "torch" in hint
     run("convert", "run.pt", "--to", "safetensors")
@@ -157,7 +165,7 @@ def test_training_goes_on(folder: Path) -> None:
     found = {fact.name: fact for fact in onward.diff(training, "expected.pt").facts}
     assert found["schedule"].equal and found["optimizer"].equal
     assert all(fact.equal for name, fact in found.items() if name.startswith(("lr", "learning rate now")))
-    run("convert", "runs/x/training.onnx", "--to", "torch", "--only-state", "-o", "after.pt")
+    run("convert", "runs/x/training.onnx", "--to", "torch", "-o", "after.pt")
     assert any(
         fact.name == "random numbers, torch, CPU" and fact.equal for fact in onward.diff("after.pt", training).facts
     )
@@ -254,6 +262,9 @@ def test_looking_at_one() -> None:
         ("convert run.pt --like digits.onnx --to hf", "`--like` is for the way back", "leave one out"),
         ("convert run.pt --to hf --loss mse", "`--loss` is for the way back", "leave one out"),
         ("convert run.pt --only-state", "not said what to write", "--to torch"),
+        ("convert run.pt --program", "not said what to write", "--to torch"),
+        ("convert run.pt --to torch --program", "`run.pt` is none", "--like model.onnx"),
+        ("convert run.pt --to dcp --program", "there are no programs for `dcp`", "torch, keras"),
         ("convert run.pt --to safetensor -o x", "`safetensor` is not one of `torch`", "safetensors"),
         ("convert run.pt --to lightning -o x", "`x` is no name for a file of lightning", "x.ckpt"),
         ("convert run.pt --like digits.onnx --names digits.onnx", "`digits.onnx` cannot be read", "name in each line"),

@@ -27,8 +27,8 @@ def _formats() -> str:
 
     programs, checkpoints = ", ".join(FRAMEWORKS), ", ".join(writable())
     return (
-        f"`--to` writes a program with its state for {programs}; or a checkpoint: {checkpoints}. With `--only-state`, "
-        "and of a checkpoint, it is a checkpoint in any case."
+        f"`--to` writes a program with its state for {programs}; or a checkpoint: {checkpoints}. Where there are both, "
+        "a checkpoint becomes one, as does a training model that was made of one, and any other becomes a program."
     )
 
 
@@ -65,9 +65,10 @@ def convert(
             "--output", "-o", metavar="PATH", help="The file or folder to write. Beside the source unless given."
         ),
     ] = None,
-    only_state: Annotated[
-        bool, typer.Option("--only-state", help="No program: a checkpoint of `torch`, `keras` or `tensorflow`.")
-    ] = False,
+    program: Annotated[
+        bool | None,
+        typer.Option("--program/--only-state", help="Which of the two it is for `torch`, `keras` or `tensorflow`."),
+    ] = None,
     like: Annotated[
         Path | None,
         typer.Option(
@@ -128,9 +129,11 @@ def convert(
     if to is not None:
         if like is not None or told:
             raise Misuse(f"`{'--like' if like else told[0]}` is for the way back, and `--to` is not", "leave one out")
-        written = _forth(source, to, output, force, only_state)
-    elif only_state:
-        raise Misuse("it is not said what to write the state for", "say for example `--to torch --only-state`")
+        written = _forth(source, to, output, force, program)
+    elif program is not None:
+        what = "program" if program else "state"
+        example = "--program" if program else "--only-state"
+        raise Misuse(f"it is not said what to write the {what} for", f"say for example `--to torch {example}`")
     elif source.suffix == ".onnx":
         raise Misuse(f"it is not said what to make of `{source}`", "say for example `--to torch`")
     elif _is_foreign(source, bool(told)):
@@ -152,7 +155,7 @@ def _missing(source: Path) -> InvalidModelError:
 # ---- out -------------------------------------------------------------------------------------------------------------
 
 
-def _forth(source: Path, to: str, output: Path | None, force: bool, only_state: bool) -> list[Path]:
+def _forth(source: Path, to: str, output: Path | None, force: bool, program: bool | None) -> list[Path]:
     from onward.checkpoint.formats import writable
     from onward.convert.files import FRAMEWORKS
 
@@ -161,11 +164,33 @@ def _forth(source: Path, to: str, output: Path | None, force: bool, only_state: 
         hint = near(to, known) or "see `onward convert --help`"
         raise Misuse(f"`{to}` is not one of {', '.join(f'`{name}`' for name in known)}", hint)
     framework = next((name for name in FRAMEWORKS if name == to), None)
-    if framework is not None and source.suffix == ".onnx" and not only_state:
+    if program and framework is None:
+        raise Misuse(f"there are no programs for `{to}`", f"there are some for {', '.join(FRAMEWORKS)}")
+    if program and source.suffix != ".onnx":
+        hint = f"make a training model of it first: `onward convert {source} --like model.onnx`"
+        raise Misuse(f"a program is written of a training model, and `{source}` is none", hint)
+    if program is None:
+        program = framework is not None and source.suffix == ".onnx" and not _was_state(source, to)
+    if program and framework is not None:
         return _program(source, framework, output, force)
     if to not in writable():
         raise Misuse(f"`{to}` is no format of checkpoints", f"there are {', '.join(writable())}")
     return [_checkpoint(source, to, output, force)]
+
+
+def _was_state(source: Path, to: str) -> bool:
+    """Whether a model was made of a checkpoint, and can be one again. Only Keras's have layers, as its files need."""
+    import onward
+    from onward.checkpoint.formats import writable
+    from onward.checkpoint.kept import kept
+
+    with working(f"reading {source}", source):
+        model = onward.read(str(source))
+        origin = kept(model) if model.steps and to in writable() else None
+    if origin is None or (to == "keras" and origin.checkpoint.format != to):
+        return False
+    remark(f"`{source}` was made of a checkpoint, and becomes one; for a program, say `--program`")
+    return True
 
 
 def _program(source: Path, framework: Framework, output: Path | None, force: bool) -> list[Path]:

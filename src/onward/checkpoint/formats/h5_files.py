@@ -171,8 +171,8 @@ def write(checkpoint: Checkpoint, path: Path) -> None:
     if checkpoint.format != FORMAT.name or weights is None:
         raise UnsupportedError(
             "a file of Keras holds the layers of a model, which this does not have",
-            hint="`onward convert training.onnx --to keras` writes a whole model that computes the same; or import the "
-            ".keras file of the model, and write that",
+            hint="`onward convert training.onnx --to keras --program` writes a whole model that computes the same; or "
+            "import the .keras file of the model, and write that",
         )
     groups = Fitted(trees[weights], trees.get(_CONFIG)).renewed(checkpoint)
     if _CONFIG in trees:
