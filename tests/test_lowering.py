@@ -231,10 +231,10 @@ def test_what_is_refused():
     with pytest.raises(onward.Error, match="there is no step 1"):
         onward.lower(model, 1)
     with pytest.raises(onward.Error, match="there is no step 0"):
-        onward.lower(digits_mlp(8))
+        onward.lower(digits_mlp(8), part="step")
     with pytest.raises(onward.Error, match="not a lowered model"):
         contract_of(model)
-    assert list(PARTS) == ["step", "evaluation", "gradients", "apply", "initialization", "state"]
+    assert list(PARTS) == ["step", "evaluation", "gradients", "apply", "initialization", "state", "inference"]
 
 
 @pytest.mark.parametrize(

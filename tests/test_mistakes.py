@@ -195,7 +195,7 @@ WRONG = [
     ("grad digits.onnx --of qqqq --wrt image", "there is no value `qqqq`", "there are `image`"),
     ("grad digits.onnx --of logits --wrt qqqq", "`qqqq` matches no floating-point value", "there are `image`"),
     ("lower training.onnx --step 3", "there is no step 3", "from 0 to 0"),
-    ("lower digits.onnx", "there is no step 0", "onward prepare"),
+    ("lower digits.onnx --part step", "there is no step 0", "onward prepare"),
     ("convert nope.pt --json", "there is no file `nope.pt`", ""),
     ("convert notes.txt --to torch", "`notes.txt` is of no format that is known", "what a framework has saved"),
     ("convert model.h5", "`model.h5` is not a whole HDF5 file", ""),

@@ -1,7 +1,5 @@
 """A training model trains: whole steps on stock ONNX Runtime, with our own gradients, against PyTorch."""
 
-import os
-
 import numpy as np
 import onnx
 import onnx_ir as ir
@@ -13,8 +11,6 @@ from models import digits_mlp, small_cnn
 from onward.lowering.gradients import lower_gradients
 from onward.model import Model
 from stepping import Stepper, batches, torch_mlp, weights
-
-SIMPLE = os.path.join(os.path.dirname(onnx.__file__), "backend", "test", "data", "simple")
 
 
 @needs("torch")
@@ -103,22 +99,6 @@ def test_training_makes_the_model_better():
             model.set(name, stepper.state[name])
     logits = Stepper(model).forward({"image": images, "labels": labels})["logits"]
     assert np.mean(logits.argmax(1) == labels) > 0.95
-
-
-@pytest.mark.parametrize("name", ["test_gradient_of_add", "test_gradient_of_add_and_mul"])
-def test_the_gradient_tests_of_onnx(name):
-    import onnxruntime as ort
-
-    proto = lower_gradients(onward.read(os.path.join(SIMPLE, name, "model.onnx"))).to_proto()
-    kept = [opset for opset in proto.opset_import if opset.domain == ""]
-    del proto.opset_import[:]
-    proto.opset_import.extend(kept)
-    stored = lambda kind, i: onnx.numpy_helper.to_array(
-        onnx.load_tensor(os.path.join(SIMPLE, name, "test_data_set_0", f"{kind}_{i}.pb"))
-    )
-    feeds = {value.name: stored("input", i) for i, value in enumerate(proto.graph.input)}
-    for i, result in enumerate(ort.InferenceSession(proto.SerializeToString()).run(None, feeds)):
-        np.testing.assert_allclose(result, stored("output", i))
 
 
 def lowered(text, feeds):

@@ -19,7 +19,7 @@ from onward.cli.work import working
 if TYPE_CHECKING:
     from onward import Model
 
-Part = Literal["step", "evaluation", "gradients", "apply", "initialization", "state"]
+Part = Literal["step", "evaluation", "gradients", "apply", "initialization", "state", "inference"]
 
 
 @command(
@@ -27,6 +27,7 @@ Part = Literal["step", "evaluation", "gradients", "apply", "initialization", "st
     "onward lower training.onnx -o step.onnx",
     "onward lower training.onnx --part evaluation",
     "onward lower training.onnx --all lowered/ --recompute 2",
+    "onward lower model.onnx --part inference",
 )
 def lower(
     model: options.Model,
@@ -35,7 +36,8 @@ def lower(
         typer.Option(
             "--part",
             metavar="PART",
-            help="`step` (unless given), `evaluation`, `gradients`, `apply`, `initialization` or `state`.",
+            help="`step`, `evaluation`, `gradients`, `apply`, `initialization`, `state` or `inference`; unless given "
+            "`step`, or `inference` of a model without training.",
         ),
     ] = None,
     everything: Annotated[
@@ -51,25 +53,25 @@ def lower(
     """Turn a training model into plain ONNX, which any runtime executes.
 
     A step takes a batch and the state, and gives metrics and the new state. Which output replaces which input says the
-    metadata `train.lowered`, and the .json file beside the model for runtimes that do not show metadata.
+    metadata `train.lowered`, and the .json file beside the model for runtimes that do not show metadata. The part
+    `inference` is the model itself, with Gradient and optimizer operators of its main graph written out.
     """
     if everything is not None and (part or output):
         raise Misuse(f"`--all` and `{'--part' if part else '--output'}` do not go together", "leave one of them out")
     import onward
-    from onward.lowering.step import PARTS
+    from onward.lowering.step import default_part
 
     with working(f"reading {model}", model):
         source = onward.read(str(model))
-        has_initialization = source.step(step).initialization is not None
+    parts = _parts(source, step) if everything is not None else [part or default_part(source)]
     places: dict[str, Target]
     if everything is None:
-        places = {part or "step": target(model, output, part or "step", data=data, force=force)}
+        places = {name: target(model, output, name, data=data, force=force) for name in parts}
     else:
         if everything.exists() and not everything.is_dir():
             raise Misuse(f"`{everything}` is a file, and `--all` writes into a folder", "name a folder")
         everything.mkdir(parents=True, exist_ok=True)
-        wanted = [name for name in PARTS if name != "initialization" or has_initialization]
-        places = {name: target(model, everything / f"{name}.onnx", name, data=data, force=force) for name in wanted}
+        places = {name: target(model, everything / f"{name}.onnx", name, data=data, force=force) for name in parts}
     for place in places.values():
         _settle_contract(place, force)
     written = []
@@ -79,6 +81,16 @@ def lower(
         written.append(_write(made, place))
     if as_json:
         print_json(written if everything is not None else written[0])
+
+
+def _parts(model: Model, step: int) -> list[str]:
+    """All that a model has: a step without an initialization has no such part, a model without steps only inference."""
+    from onward.lowering.step import PARTS
+
+    if not model.is_training_model:
+        return ["inference"]
+    has_initialization = model.step(step).initialization is not None
+    return [name for name in PARTS if name != "initialization" or has_initialization]
 
 
 def _settle_contract(place: Target, force: bool) -> None:

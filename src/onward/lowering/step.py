@@ -24,6 +24,7 @@ from onward.lowering.contract import record
 from onward.lowering.expand import expand
 from onward.lowering.flow import Flow, keep_what_is_needed
 from onward.lowering.gradients import lower_gradients
+from onward.lowering.inference import has_training_operators, plain_inference
 from onward.lowering.optimize import optimize
 from onward.model import Model, Source, read
 from onward.model.core import as_input, values
@@ -35,7 +36,7 @@ from onward.transform.opset import convert_opset
 from onward.transform.unused import remove_unused
 
 NEWEST_OPSET = 26
-IR_VERSION = 10
+IR_VERSION, NEWEST_IR_VERSION = 10, 13
 """What stock ONNX Runtime loads."""
 
 
@@ -45,7 +46,7 @@ def lower(
     source: Source,
     step: int = 0,
     *,
-    part: str = "step",
+    part: str | None = None,
     recompute: Choice = None,
     differentiate: bool = True,
     keep_functions: bool = False,
@@ -60,22 +61,33 @@ def lower(
     - `"apply"`: (gradients, state) -> (metrics, the rest of the new state)
     - `"initialization"`: () -> the state to start from
     - `"state"`: () -> the state as it is in the file
+    - `"inference"`: what the main graph computes, from its own inputs and weights, which stay as they are
+
+    Unless one is named it is the step, or `"inference"` of a model without any. Operators that are not of the standard
+    are refused, but in `"inference"`: there all stay but training operators and functions.
 
     `recompute` names what is computed twice to save memory, as in `onward.gradient`. Without `differentiate` the
     training operators stay, functions are replaced by their bodies unless they are kept, and nothing else is done: for
     an engine that has derivatives of its own.
     """
-    if part not in PARTS:
+    if part is not None and part not in PARTS:
         raise UnknownNameError(f"there is no part `{part}`", hint=near(part, PARTS) or f"parts: {', '.join(PARTS)}")
     model = sound(read(source))
-    if model.opset < OLDEST_OPSET:
+    part = part or default_part(model)
+    if model.opset < OLDEST_OPSET and (part != "inference" or has_training_operators(model)):
         model = convert_opset(model, COMMON_OPSET)
     elif model.opset > NEWEST_OPSET:
         model = convert_opset(model, NEWEST_OPSET)
     made, contract = PARTS[part](model, step, Manner(recompute, differentiate, keep_functions))
-    made.ir.ir_version = IR_VERSION
+    newest = NEWEST_IR_VERSION if part == "inference" else IR_VERSION
+    made.ir.ir_version = max(IR_VERSION, min(made.ir.ir_version or 0, newest))
     record(made, {"part": part, **contract})
     return made
+
+
+def default_part(model: Model) -> str:
+    """What is meant where no part is named."""
+    return "step" if model.is_training_model else "inference"
 
 
 # ---- the parts -------------------------------------------------------------------------------------------------------
@@ -185,6 +197,14 @@ def _state(model: Model, index: int, manner: Manner) -> Made:
     return Model(ir.Model(graph, ir_version=IR_VERSION)), {"update": {state.name: state.name for state in stored}}
 
 
+def _inference(model: Model, index: int, manner: Manner) -> Made:
+    if model.is_training_model or index:
+        model.step(index)  # there must be such a step, though it is not what is computed
+    made = plain_inference(model, manner.differentiate, manner.recompute)
+    batch, outputs = ([value.name or "" for value in values] for values in (made.inputs, made.outputs))
+    return made, {"batch": batch, "outputs": outputs}
+
+
 PARTS: dict[str, Callable[[Model, int, Manner], Made]] = {
     "step": _step,
     "evaluation": _evaluation,
@@ -192,6 +212,7 @@ PARTS: dict[str, Callable[[Model, int, Manner], Made]] = {
     "apply": _apply,
     "initialization": _initialization,
     "state": _state,
+    "inference": _inference,
 }
 
 
