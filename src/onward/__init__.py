@@ -136,8 +136,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "run":  # the engines, as `onward.run.load`
-        return importlib.import_module("onward.run")
+    if name in ("run", "backend"):  # the engines, as `onward.run.load`, `onward.backend.prepare`
+        return importlib.import_module(f"onward.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'onward' has no attribute {name!r}")
     try:

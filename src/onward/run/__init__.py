@@ -39,7 +39,7 @@ def load(source: Source, step: int = 0, *, engine: str = "onnxruntime", **option
     whether the step is compiled as a whole, `rules`, whether gradients are those of our rules, `precision` and
     `deterministic`.
     """
-    _check(engine)
+    check_engine(engine)
     if "threads" in options:
         options["threads"] = fitting("`threads`", options["threads"], Threads | None)
     if engine == "onnxruntime":
@@ -55,7 +55,7 @@ def load(source: Source, step: int = 0, *, engine: str = "onnxruntime", **option
 
 def function(source: Source, *, engine: str = "numpy", **options: Any) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
     """The graph of any model as a function of arrays by name. Options are the engine's."""
-    _check(engine)
+    check_engine(engine)
     model = read(source)
     refuse_endless_loops([model.graph, *(function.graph for function in model.functions.values())])
     inputs = [value.name or "" for value in model.inputs]
@@ -77,13 +77,15 @@ def _array_function(
     if engine == "onnxruntime":
         from onward.run import onnxruntime
 
+        check_options(engine, options, onnxruntime.array_function)
         return onnxruntime.array_function(model, **options)
     from onward.run.interpreted import array_function
 
     return array_function(engine, model, **options)
 
 
-def _check(engine: str) -> None:
+def check_engine(engine: str) -> None:
+    """Refuse what is no engine."""
     if engine not in ENGINES:
         raise UnknownNameError(
             f"there is no engine `{engine}`",

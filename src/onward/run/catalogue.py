@@ -49,6 +49,15 @@ def engines(*, load: bool = True) -> list[EngineInfo]:
     return [_info(name, load or name in _QUICK) for name in ENGINES]
 
 
+def devices(engine: str) -> list[str]:
+    """What `device` may be for an engine, on this machine."""
+    if engine == "onnxruntime":
+        from onward.run import onnxruntime
+
+        return onnxruntime.devices()
+    return framework_class(engine).devices()
+
+
 def standard_operators() -> list[str]:
     """The operators of the standard at its newest version."""
     schemas = (schema for schema in defs.get_all_schemas() if schema.domain == "")
@@ -77,12 +86,9 @@ def _info(name: str, load: bool) -> EngineInfo:
     if not load:
         return EngineInfo(name, version)
     if name == "onnxruntime":
-        from onward.run.onnxruntime import devices
-
-        return EngineInfo(name, version, tuple(devices()))
-    framework = framework_class(name)
-    missing = lacking(framework)
-    return EngineInfo(name, version, tuple(framework.devices()), len(standard_operators()) - len(missing), missing)
+        return EngineInfo(name, version, tuple(devices(name)))
+    missing = lacking(framework_class(name))
+    return EngineInfo(name, version, tuple(devices(name)), len(standard_operators()) - len(missing), missing)
 
 
 def _version(package: str) -> str | None:

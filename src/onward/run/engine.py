@@ -66,7 +66,10 @@ class Engine(ABC):
         with fewer words; a part may take less."""
         given = {name: _array(array) for name, array in batch.items() if name not in self.inputs or name in names}
         check_names(given, names)
-        wrong = [self._misfit(name, given[name], self.inputs[name].dtype, self.inputs[name].shape) for name in names]
+        wrong = [
+            misfit(name, given[name], self.inputs[name].dtype, self.inputs[name].shape, self._takes_tensors)
+            for name in names
+        ]
         if any(wrong):
             raise DataError("the batch does not fit the model: " + "; ".join(filter(None, wrong)))
         return given
@@ -80,24 +83,10 @@ class Engine(ABC):
                 raise UnknownNameError(f"there is no state `{name}`", hint=near(name, self._carried))
             tensor = self._carried[name].const_value
             assert tensor is not None
-            wrong.append(self._misfit(name, array, tensor.dtype, ir.Shape(tensor.shape.numpy())))
+            wrong.append(misfit(name, array, tensor.dtype, ir.Shape(tensor.shape.numpy()), self._takes_tensors))
         if any(wrong):
             raise DataError("the state does not fit the model: " + "; ".join(filter(None, wrong)))
         return given
-
-    def _misfit(self, name: str, array: Any, dtype: ir.DataType | None, shape: ir.Shape | None) -> str | None:
-        """What is wrong with an array, in words."""
-        if not isinstance(array, np.ndarray) and not (self._takes_tensors and hasattr(array, "__dlpack__")):
-            return f"`{name}` is {type(array).__name__}, not an array in the memory of the CPU"
-        expected = dtype.numpy() if dtype is not None else None
-        if expected is not None and isinstance(array, np.ndarray) and not _is_of(array, expected):
-            return f"`{name}` is {array.dtype}, not {expected}"  # of what is on a device, the framework says it
-        if shape is None:
-            return None
-        fits = len(shape) == len(array.shape) and all(
-            not isinstance(size, int) or size == given for size, given in zip(shape, array.shape, strict=True)
-        )
-        return None if fits else f"`{name}` has the shape {list(array.shape)}, not {_shown(shape)}"
 
     def updated(self) -> Model:
         """A copy of the training model that holds the state as it is now."""
@@ -137,6 +126,23 @@ def check_names(batch: Collection[str], inputs: Collection[str], defaults: Colle
         raise UnknownNameError(
             "the batch does not fit the model: " + ", ".join(lines), hint=hint or f"it takes {', '.join(inputs)}"
         )
+
+
+def misfit(
+    name: str, array: Any, dtype: ir.DataType | None, shape: ir.Shape | None, takes_tensors: bool = False
+) -> str | None:
+    """What is wrong with an array, in words."""
+    if not isinstance(array, np.ndarray) and not (takes_tensors and hasattr(array, "__dlpack__")):
+        return f"`{name}` is {type(array).__name__}, not an array in the memory of the CPU"
+    expected = dtype.numpy() if dtype is not None else None
+    if expected is not None and isinstance(array, np.ndarray) and not _is_of(array, expected):
+        return f"`{name}` is {array.dtype}, not {expected}"  # of what is on a device, the framework says it
+    if shape is None:
+        return None
+    fits = len(shape) == len(array.shape) and all(
+        not isinstance(size, int) or size == given for size, given in zip(shape, array.shape, strict=True)
+    )
+    return None if fits else f"`{name}` has the shape {list(array.shape)}, not {_shown(shape)}"
 
 
 def _array(value: Any) -> Any:

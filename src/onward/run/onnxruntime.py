@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
@@ -18,16 +18,20 @@ import onnx_ir as ir
 import onnxruntime as ort
 from onnxruntime.capi import onnxruntime_pybind11_state as native
 
+from onward.differentiate.api import COMMON_OPSET
 from onward.differentiate.recompute import Choice
 from onward.errors import DataError, UnknownNameError, UnsupportedError, near
 from onward.lowering.contract import contract_of
-from onward.lowering.step import lower
+from onward.lowering.step import NEWEST_IR_VERSION, NEWEST_OPSET, lower
 from onward.lowering.widen import widen
 from onward.model import Model
 from onward.model.state import carried, states
 from onward.model.storage.places import inside, is_external, is_where_it_was_read
 from onward.run.engine import Arrays, Engine
 from onward.run.memory import memory_of
+from onward.run.narrow import wide, widen_edges
+from onward.transform.opset import convert_opset
+from onward.transform.types import fill_in_types_before
 
 _PROVIDERS = {
     "cpu": "CPUExecutionProvider",
@@ -171,13 +175,50 @@ class OnnxRuntime(Engine):
         return binding
 
 
-def array_function(model: Model) -> Callable[[Arrays], dict[str, Any]]:
-    """The graph of a model as a function of arrays by name."""
-    with _explained(UnsupportedError, "does not run this model"):
-        session = ort.InferenceSession(model.to_proto().SerializeToString(), _options(None))
-    names = [value.name for value in session.get_outputs()]
+def array_function(
+    model: Model, *, device: str = "cpu", threads: int | None = None
+) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
+    """The graph of a model as a function of arrays, lists of arrays and None, by name."""
+    providers, options = _providers(device), _options(threads)
     runs: Callable[[_Run], Any] = _stoppable if _loops(model) else lambda run: run(None)
-    return lambda inputs: dict(zip(names, runs(lambda options: session.run(names, dict(inputs), options)), strict=True))
+    model = _loadable(model)
+    narrow = widen_edges(model)
+    if device == "cpu" and _has_bfloat16(model):
+        fill_in_types_before(model, model.graph.outputs)
+        widen(model, ir.DataType.BFLOAT16)
+    handed = _hand_over_large_tensors(model, options)
+    with _explained(UnsupportedError, "does not run this model"):
+        session = ort.InferenceSession(model.to_proto().SerializeToString(), options, providers=providers)
+    session.handed = handed  # whose memory it reads
+    names = [value.name for value in session.get_outputs()]
+
+    def run(inputs: Mapping[str, Any]) -> dict[str, Any]:
+        given = {name: wide(value) for name, value in inputs.items()}
+        with _explained(DataError, "could not compute anything from these inputs"):
+            results = runs(lambda options: session.run(names, given, options))
+        found = dict(zip(names, results, strict=True))
+        return found | {name: found[name].astype(dtype) for name, dtype in narrow.items()}
+
+    return run
+
+
+_OLDEST_OPSET = 7
+"""Of older operators ONNX Runtime lacks some."""
+
+
+def _loadable(model: Model) -> Model:
+    """A copy of a model in an operator set and a form that ONNX Runtime reads."""
+    if model.opset < _OLDEST_OPSET or model.opset > NEWEST_OPSET:
+        model = convert_opset(model, COMMON_OPSET if model.opset < _OLDEST_OPSET else NEWEST_OPSET)
+    made = model.copy()
+    made.steps = []
+    made.ir.ir_version = min(made.ir.ir_version, NEWEST_IR_VERSION)
+    return made
+
+
+def _has_bfloat16(model: Model) -> bool:
+    types = ([*node.inputs, *node.outputs] for node in model.graph.all_nodes())
+    return any(value.dtype == ir.DataType.BFLOAT16 for values in types for value in values if value is not None)
 
 
 _Run = Callable[[ort.RunOptions | None], Any]

@@ -10,12 +10,17 @@ from typing import Any
 
 import numpy as np
 
+from onward.errors import UnknownNameError
 from onward.run.framework import Framework, table
 
 
 class Numpy(Framework):
     name = "numpy"
     operators = table(__name__)
+
+    def __init__(self, *, device: str = "cpu"):
+        if device not in self.devices():
+            raise UnknownNameError(f"numpy has no device `{device}`", hint="it has cpu")
 
     def supports(self, dtype: np.dtype) -> bool:
         return True

@@ -1,0 +1,174 @@
+"""The interface that ONNX has for backends, on each engine: what its own test suite drives.
+
+    prepared = onward.backend.prepare(model, "CPU", engine="torch")
+    y, *others = prepared.run([x])
+
+    BackendTest(onward.backend.for_engine("torch"), __name__)      # onnx.backend.test
+
+Any model can be executed, with or without training information: what is computed is its main graph.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+from onnx import defs, helper
+from onnx.backend.base import Backend, BackendRep, namedtupledict
+
+from onward.arguments import fitting
+from onward.errors import DataError, UnsupportedError
+from onward.model import Model, Source, read
+from onward.run import check_engine, function, is_installed
+from onward.run.catalogue import devices
+from onward.run.engine import misfit
+
+_OF_THE_RUNNER = ("rtol", "atol")
+"""What the test runner tells a backend, although it is for itself."""
+
+
+class Prepared(BackendRep):
+    """A model that is ready to run."""
+
+    def __init__(self, model: Model, compute: Callable[[Mapping[str, Any]], Mapping[str, Any]]):
+        self._required = [value.name or "" for value in model.inputs]
+        self._declared = {value.name or "": value for value in model.graph.inputs}
+        self._compute = compute
+        self._names = [value.name or "" for value in model.outputs]
+        self._results = namedtupledict("Outputs", self._names)
+
+    def run(self, inputs: Any, **_: Any) -> tuple[Any, ...]:
+        """The outputs, in their order and by name. Inputs are a mapping, a list in their order, or the only one.
+
+        A tensor is an array, a sequence is a list, an optional that is empty is None.
+        """
+        given = {name: _value(self._declared.get(name), value) for name, value in self._named(inputs).items()}
+        wrong = [_misfit(self._declared[name], value) for name, value in given.items() if name in self._declared]
+        if any(wrong):
+            raise DataError("the inputs do not fit the model: " + "; ".join(filter(None, wrong)))
+        with _skipped():
+            results = self._compute(given)
+        return self._results(*(results[name] for name in self._names))
+
+    def _named(self, inputs: Any) -> Mapping[str, Any]:
+        if isinstance(inputs, Mapping):
+            return inputs
+        given = inputs if isinstance(inputs, list | tuple) else [inputs]
+        expected = self._required if len(given) <= len(self._required) else list(self._declared)
+        if len(given) > len(expected):
+            raise DataError(f"there are {len(given)} inputs, and the model takes {len(expected)}")
+        return dict(zip(expected, given, strict=False))
+
+
+def prepare(model: Source, device: str = "CPU", *, engine: str = "onnxruntime", **options: Any) -> Prepared:
+    """Make a model ready to run on a device: `CPU`, `CUDA`, `CUDA:1`. Options are the engine's."""
+    for name in _OF_THE_RUNNER:
+        options.pop(name, None)
+    opened = read(model)
+    with _skipped():
+        return Prepared(opened, function(opened, engine=engine, device=_device(device), **options))
+
+
+def run_model(
+    model: Source, inputs: Any, device: str = "CPU", *, engine: str = "onnxruntime", **options: Any
+) -> tuple[Any, ...]:
+    """The outputs of a model."""
+    return prepare(model, device, engine=engine, **options).run(inputs)
+
+
+def run_node(
+    node: onnx.NodeProto,
+    inputs: Any,
+    device: str = "CPU",
+    outputs_info: Sequence[tuple[np.dtype, tuple[int, ...]]] | None = None,
+    *,
+    engine: str = "onnxruntime",
+    opset_version: int | None = None,
+    **options: Any,
+) -> tuple[Any, ...]:
+    """The outputs of a single operator, of the newest version unless one is said. Their types need not be known."""
+    given = inputs if isinstance(inputs, list | tuple) else [inputs]
+    names = dict.fromkeys(name for name in node.input if name)
+    typed = [helper.make_value_info(name, _type(value)) for name, value in zip(names, given, strict=True)]
+    outputs = [onnx.ValueInfoProto(name=name) for name in node.output if name]
+    version = opset_version or defs.onnx_opset_version()
+    imports = [helper.make_opsetid("", version)]
+    if node.domain not in ("", "ai.onnx"):
+        imports.append(helper.make_opsetid(node.domain, defs.get_schema(node.op_type, node.domain).since_version))
+    graph = helper.make_graph([node], "node", typed, outputs)
+    return run_model(helper.make_model(graph, opset_imports=imports), list(given), device, engine=engine, **options)
+
+
+def supports_device(device: str, *, engine: str = "onnxruntime") -> bool:
+    """Whether an engine is there, and has a device."""
+    check_engine(engine)
+    return is_installed(engine) and _device(device) in devices(engine)
+
+
+def is_compatible(model: Source, device: str = "CPU", *, engine: str = "onnxruntime", **options: Any) -> bool:
+    """Whether an engine executes a model."""
+    try:
+        prepare(model, device, engine=engine, **options)
+    except UnsupportedError:
+        return False
+    return True
+
+
+@functools.cache
+def for_engine(engine: str) -> type[Backend]:
+    """The same five functions for one engine, as the class that `onnx.backend.test.BackendTest` takes."""
+    check_engine(engine)
+    functions = (is_compatible, prepare, run_model, run_node, supports_device)
+    bound = {each.__name__: staticmethod(functools.partial(each, engine=engine)) for each in functions}
+    return type(f"{engine}_backend", (Backend,), bound)
+
+
+def _device(name: str) -> str:
+    """What engines call a device that ONNX calls `CUDA:0`."""
+    return str(fitting("`device`", name, str)).lower().removesuffix(":0")
+
+
+def _value(declared: ir.Value | None, value: Any) -> Any:
+    """An input as engines take it; what is no array yet is made one of the type that the model wants."""
+    is_tensor = declared is not None and isinstance(declared.type, ir.TensorType)
+    if value is None or (isinstance(value, list) and not is_tensor):
+        return value and [_value(None, item) for item in value]
+    dtype = declared.dtype if declared is not None and not hasattr(value, "dtype") else None
+    return np.asarray(value, dtype.numpy() if dtype is not None else None)
+
+
+def _misfit(declared: ir.Value, value: Any) -> str | None:
+    """What is wrong with an input, in words."""
+    name = declared.name or ""
+    if isinstance(declared.type, ir.TensorType):
+        return misfit(name, value, declared.dtype, declared.shape)
+    if isinstance(declared.type, ir.SequenceType) and not isinstance(value, list):
+        return f"`{name}` is {type(value).__name__}, not a list of arrays"
+    return None
+
+
+def _type(value: Any) -> onnx.TypeProto:
+    if isinstance(value, list):
+        return helper.make_sequence_type_proto(_type(value[0]))
+    return helper.make_tensor_type_proto(helper.np_dtype_to_tensor_dtype(np.asarray(value).dtype), np.shape(value))
+
+
+@contextmanager
+def _skipped() -> Iterator[None]:
+    """Let the test runner skip what an engine does not do; for everyone else it is refused, as ever."""
+    try:
+        yield
+    except UnsupportedError as error:
+        raise _not_implemented()(error.message, hint=error.hint) from error
+
+
+@functools.cache
+def _not_implemented() -> type[UnsupportedError]:
+    from onnx.backend.test.runner import BackendIsNotSupposedToImplementIt  # which loads the reference implementation
+
+    return type("NotImplementedByEngine", (UnsupportedError, BackendIsNotSupposedToImplementIt), {})
