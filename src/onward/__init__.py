@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from onward.recipe import Recipe, add_lora, load_adapter, merge_lora, prepare, replace_head, save_adapter
     from onward.training.api import find_lr, resume, train
     from onward.training.report import report
-    from onward.transform import add_prefix, convert_opset, extract, inline, merge, refresh, rename, strip
+    from onward.transform import add_prefix, convert_opset, declare, extract, inline, merge, refresh, rename, strip
 
 defer_sympy()
 
@@ -49,6 +49,7 @@ _HOME = {
     "check": "checker",
     "check_gradients": "numeric",
     "convert_opset": "transform",
+    "declare": "transform",
     "describe": "inspect",
     "diff": "checkpoint",
     "extract": "transform",
@@ -98,6 +99,7 @@ __all__ = [
     "check",
     "check_gradients",
     "convert_opset",
+    "declare",
     "describe",
     "diff",
     "extract",

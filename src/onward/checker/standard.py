@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Iterator
 
 from google.protobuf.message import EncodeError
-from onnx import GraphProto, ModelProto, TensorProto
+from onnx import GraphProto, ModelProto, TensorProto, ValueInfoProto
 
 from onward.checker.findings import Finding, found
 from onward.checker.functions import can_expand
@@ -20,6 +20,7 @@ from onward.checker.view.graphs import Site
 from onward.checker.view.sandbox import Verdict, examine
 from onward.checker.view.scope import Scope, Subject
 from onward.checker.view.shapes import of_values
+from onward.transform.declare import way_out
 
 MOST_STEPS = 64
 """How many steps are combined with the inference graph; each costs as much as the inference graph is large."""
@@ -90,9 +91,22 @@ def _objections(scope: Scope, verdict: Verdict) -> Iterator[Finding]:
         yield found("OW114", place, f"onnx.checker {verdict.died}", "do not use files like this one")
     elif verdict.invalid:
         code = "OW110" if scope is scope.subject.inference else "OW111" if scope.outer else "OW112"
-        yield found(code, place, _sentence(verdict.invalid))
+        yield found(code, place, *_words(scope, verdict.invalid))
     elif verdict.contradiction:
         yield found("OW113", place, _sentence(verdict.contradiction))
+
+
+def _words(scope: Scope, message: str) -> tuple[str, str | None]:
+    """The message, which of a missing shape does not say where it is missing, and a hint."""
+    graph = scope.own.proto
+    without = [v.name for v in (*graph.input, *graph.output) if _lacks_shape(v)] if "'shape'" in message else []
+    if not without:
+        return _sentence(message), None
+    return f"{', '.join(f'`{name}`' for name in without)}: no shape is declared", way_out(without[0])
+
+
+def _lacks_shape(value: ValueInfoProto) -> bool:
+    return value.type.HasField("tensor_type") and not value.type.tensor_type.HasField("shape")
 
 
 def _sentence(message: str, most: int = 400) -> str:

@@ -30,6 +30,7 @@ _MOST = 64
     "onward set training.onnx --list",
     "onward set training.onnx group0/lr=3e-4 schedule/steps=5000",
     "onward set training.onnx step=0 -o restarted.onnx",
+    "onward set model.onnx --shape image=N,3,224,224",
     name="set",
     usage="MODEL NAME=VALUE... [OPTIONS]",
 )
@@ -41,6 +42,14 @@ def set_(
             metavar="NAME=VALUE...", help="Hyper-parameters, counters, other small tensors.", show_default=False
         ),
     ] = None,
+    shape: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--shape",
+            metavar="INPUT=SIZES",
+            help="Say which shape an input has, such as image=N,3,224,224, if the file does not. May be repeated.",
+        ),
+    ] = None,
     listed: Annotated[bool, typer.Option("--list", help="List what can be set, and exit.")] = False,
     step: options.Step = 0,
     output: Annotated[
@@ -49,25 +58,30 @@ def set_(
     force: options.Force = False,
     as_json: options.Json = False,
 ) -> None:
-    """Change learning rates, counters and other settings in a file.
+    """Change learning rates, counters and other settings in a file, or say which shapes its inputs have.
 
     Hyper-parameters and counters are small tensors of the training step, so no node changes. All are set, or none is.
     """
-    if model is None or not (settings or listed):
+    if model is None or not (settings or listed or shape):
         missing = "argument `MODEL`" if model is None else "what to set"
         raise Misuse(
             f"missing {missing}", "write for example `onward set training.onnx group0/lr=3e-4`, or use `--list`"
         )
     wanted = pairs(settings or [], "group0/lr=3e-4")
-    if listed and wanted:
+    shapes = {name: _sizes(text) for name, text in pairs(shape or [], "--shape image=N,3,224,224").items()}
+    if listed and (wanted or shapes):
         raise Misuse("`--list` sets nothing", "leave it out, or the settings")
     place = Target(model, model) if output is None else target(model, output, "changed", force=force)
     from onward.model import read
+    from onward.transform import declare
 
     with working(f"reading {model}", model):
         source = read(model)
-        found = _settable(source, step)
+        found = _settable(source, step) if listed else []
         changes = [_change(source, name, text, step) for name, text in wanted.items()]
+        if shapes:
+            source = declare(source, shapes)
+            changes += [{"name": name, "old": None, "new": ",".join(map(str, s))} for name, s in shapes.items()]
     if listed:
         _print_settable(found, as_json)
         return
@@ -77,6 +91,10 @@ def set_(
         return
     print_rows([[c["name"], f"{word(c['old'])} -> {word(c['new'])}"] for c in changes])
     remark(f"wrote {place.described()}")
+
+
+def _sizes(text: str) -> list[int | str]:
+    return [int(size) if size.isdecimal() else size.strip() for size in text.split(",")]
 
 
 def _change(source: Model, name: str, text: str, step: int) -> dict[str, Any]:

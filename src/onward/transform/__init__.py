@@ -1,5 +1,6 @@
 """Changing models without losing their training, which the standard tools drop or break."""
 
+from onward.transform.declare import declare
 from onward.transform.extract import extract
 from onward.transform.inline import inline
 from onward.transform.merge import merge
@@ -7,4 +8,4 @@ from onward.transform.names import add_prefix, rename
 from onward.transform.opset import convert_opset
 from onward.transform.training import refresh, strip
 
-__all__ = ["add_prefix", "convert_opset", "extract", "inline", "merge", "refresh", "rename", "strip"]
+__all__ = ["add_prefix", "convert_opset", "declare", "extract", "inline", "merge", "refresh", "rename", "strip"]

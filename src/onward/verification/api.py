@@ -56,7 +56,7 @@ def verify(
     given = fitting(inputs, {value.name or "": value for value in known})
     batches: list[Arrays] = []
     runs: dict[Way, _Run] = {}
-    refusals: dict[Way, str] = {}
+    refusals: dict[Way, Error] = {}
     for way in ways:
         on_start(f"{way.engine} ({way.derivative})")
         try:
@@ -64,15 +64,17 @@ def verify(
                 batches = batches or _batches(model, step, engine, given, steps, seed)
                 runs[way] = _run(engine, batches)
         except Error as error:
-            refusals[way] = str(error)
+            refusals[way] = error
     if not runs:
-        raise UnsupportedError("no engine can run this model:\n" + "\n".join(dict.fromkeys(refusals.values())))
+        reasons = dict.fromkeys(str(error) for error in refusals.values())
+        hints = dict.fromkeys(error.hint for error in refusals.values() if error.hint)
+        raise UnsupportedError("no engine can run this model:\n" + "\n".join(reasons), hint="; ".join(hints) or None)
     limit = _default_tolerance(model, step) if tolerance is None else tolerance
     reference = _nearest_to_all(runs)
     rows = [
         _compared(model, step, way, reference, runs, batches, limit)
         if way in runs
-        else Row(way.engine, way.derivative, "cannot", note=refusals[way])
+        else Row(way.engine, way.derivative, "cannot", note=str(refusals[way]))
         for way in ways
     ]
     unknown = tuple(name for name in batches[0] if name not in given)

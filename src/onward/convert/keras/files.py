@@ -15,12 +15,15 @@ from onward.convert.keras.source.trial import try_files
 from onward.convert.keras.weights import stored
 from onward.convert.problems import Problems
 from onward.convert.python import program_beside
+from onward.convert.run import step_of
 from onward.model import Model
 from onward.model.storage.replacement import replacing
+from onward.transform.declare import require_shapes
 
 
 def write(model: Model, path: Path) -> list[Path]:
     """Write the run to `path`, and beside it the module with the classes that it is made of; both."""
+    require_shapes(model, step_of(model), "a program of Keras")
     live, program = to_keras(model), program_beside(path)
     source = program_of(model, live, program.stem, path.name)
     made = standing_in(source, live)

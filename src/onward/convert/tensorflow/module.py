@@ -28,6 +28,7 @@ from onward.model.state import carried
 from onward.run.framework import Framework
 from onward.run.interpreted import Tensors, computation, interpreter
 from onward.transform import inline
+from onward.transform.declare import require_shapes
 from onward.transform.training import without_steps
 
 
@@ -60,6 +61,7 @@ def to_tensorflow(source: Source, step: int | None = None, *, sizes: Mapping[str
     model, framework = read(source), OpenSizes()
     step = step_of(model, step)
     refuse_rounding(model, in_pairs=True)
+    require_shapes(model, step, "TensorFlow")
     module = TrainingModule(name="training")
     state = {found.name: found for found in carried(model, step)}
     frozen = {name: model.initializer(name) for name in _frozen(model, framework) if name not in state}

@@ -32,6 +32,7 @@ from onward.errors import UnsupportedError
 from onward.model import Model, Source, read
 from onward.recipe import objective
 from onward.recipe.trainable import gradient_edges
+from onward.transform.declare import require_shapes
 
 __all__ = ["Carried", "captured", "from_torch", "to_module", "to_torch"]
 
@@ -202,7 +203,10 @@ def to_torch(training: Source, *, live: bool = True, probe: bool = True) -> Carr
     - `probe`: make a few steps on both sides with inputs that are made up, and compare
     """
     model = read(training)
-    run = disassemble(model, step_of(model))
+    step = step_of(model)
+    if probe:
+        require_shapes(model, step, "a comparison of both sides (`probe`)")
+    run = disassemble(model, step)
     carried = _carried(run)
     if probe:
         _probe(carried, run)

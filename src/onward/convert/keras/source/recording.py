@@ -25,6 +25,7 @@ from onward.convert.python import RESERVED, identifier, quoted
 from onward.errors import UnsupportedError
 from onward.model import Model
 from onward.run.framework import Function, NotOnHost
+from onward.transform.declare import way_out
 
 Pair = tuple[int, int]
 
@@ -264,7 +265,7 @@ class Choices:
 
     def recorded(self, text: str, value: ir.Value) -> tuple[Recorded, list[str | None]]:
         if value.shape is None or value.dtype is None:
-            raise UnsupportedError(f"nothing says which shape `{value.name}` has", hint="infer shapes first")
+            raise UnsupportedError(f"nothing says which shape `{value.name}` has", hint=way_out(value.name or ""))
         sizes = list(value.shape)
         pairs = [(x, x) if isinstance(x, int) else self.pair(_key(value, i, x.value)) for i, x in enumerate(sizes)]
         shapes = tuple(tuple(pair[i] for pair in pairs) for i in (0, 1))
