@@ -4,6 +4,7 @@
 VENV    := .venv
 BIN     := $(VENV)/bin
 ORT_VENV := .venv-ort-training
+NEMO_VENV := .venv-nemo
 PIP     := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c requirements/constraints.txt
 WORKERS ?= 2
 
@@ -34,8 +35,9 @@ smoke: $(VENV)/.dev ## every main job once, in seconds; needs no framework
 test: $(VENV)/.frameworks check ## the checks, then all tests but the slow ones, with every framework installed
 	$(PYTEST) -m "not slow"
 
-test-all: $(VENV)/.frameworks $(VENV)/.checkpoints $(ORT_VENV)/.installed check ## the same with the slow tests, and with random tests that search anew
-	ONWARD_ORT_TRAINING_PYTHON=$(CURDIR)/$(ORT_VENV)/bin/python $(PYTEST) --hypothesis-profile=search
+test-all: $(VENV)/.frameworks $(VENV)/.checkpoints $(ORT_VENV)/.installed $(NEMO_VENV)/.installed check ## the same with the slow tests, and with random tests that search anew
+	ONWARD_ORT_TRAINING_PYTHON=$(CURDIR)/$(ORT_VENV)/bin/python ONWARD_NEMO_PYTHON=$(CURDIR)/$(NEMO_VENV)/bin/python \
+		$(PYTEST) --hypothesis-profile=search
 
 check: $(VENV)/.dev ## ruff, mypy and the layer test; needs no framework
 	$(BIN)/ruff check
@@ -89,8 +91,8 @@ $(VENV)/.frameworks: $(VENV)/.torch $(VENV)/.core
 	$(PIP) -e '.[torch,jax,tensorflow]' flax
 	@touch $@
 
-# What only makes and resumes checkpoints in slow tests. onnxruntime-training takes the place of onnxruntime, and so
-# lives by itself.
+# What only makes and resumes checkpoints in slow tests. onnxruntime-training takes the place of onnxruntime, NeMo needs
+# an older Lightning, and so they live by themselves.
 $(VENV)/.checkpoints: requirements/checkpoints.txt $(VENV)/.frameworks
 	$(PIP) --no-deps --no-build-isolation -r requirements/checkpoints.txt
 	@touch $@
@@ -99,6 +101,12 @@ $(ORT_VENV)/.installed: | $(BIN)/python
 	$(BIN)/python -m venv $(ORT_VENV)
 	$(ORT_VENV)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
 	$(ORT_VENV)/bin/python -m pip install --quiet --disable-pip-version-check onnxruntime-training==1.19.2 'onnx<1.17' 'protobuf<6'
+	@touch $@
+
+$(NEMO_VENV)/.installed: | $(BIN)/python
+	$(BIN)/python -m venv $(NEMO_VENV)
+	$(NEMO_VENV)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
+	$(NEMO_VENV)/bin/python -m pip install --quiet --disable-pip-version-check 'nemo-toolkit[core]==3.0.0'
 	@touch $@
 
 $(VENV)/.docs: $(VENV)/.core

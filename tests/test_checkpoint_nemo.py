@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import gzip
 import io
+import json
+import os
+import subprocess
 import tarfile
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +16,18 @@ import numpy as np
 import pytest
 
 import onward
+from checkpoint_runs import same_tree
 from conftest import needs
 from onward.checkpoint.configurations import plain, read_yaml
+from onward.checkpoint.pytorch.archive import read_torch_file
 from onward.checkpoint.pytorch.objects import Name, Object
 
 pytest.importorskip("yaml")
 RECORDED = Path(__file__).parent / "checkpoints"
-CONFIGURATION = b"""target: nemo.collections.asr.models.EncDecCTCModel
-nemo_version: 2.4.0
-optim:
-  name: adamw
-  lr: 0.001
-  betas: [0.9, 0.98]
-"""
+MODEL, RUN = RECORDED / "nemo" / "model.nemo", RECORDED / "nemo" / "run.ckpt"
+LOSSES = [0.6198889017105103, 0.7372826337814331, 0.6171274781227112, 0.7017439603805542, 0.7760101556777954]
+"""Of the steps after the run that was recorded."""
+SCHEDULE = {"name": "CosineAnnealing", "warmup_steps": 3, "min_lr": 0.001, "max_steps": 12}
 
 
 def packed(path: Path, **files: bytes) -> Path:
@@ -36,49 +39,42 @@ def packed(path: Path, **files: bytes) -> Path:
     return path
 
 
-def weights() -> tuple[Any, bytes]:
-    import torch
-
-    module = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
-    file = io.BytesIO()
-    torch.save(module.state_dict(), file)
-    return module, file.getvalue()
+def members(path: Path) -> dict[str, bytes]:
+    with tarfile.open(path) as archive:
+        read = {each.name.removeprefix("./"): archive.extractfile(each) for each in archive if each.isreg()}
+        return {name: file.read() for name, file in read.items() if file is not None}
 
 
 @needs("torch")
-def test_a_file_of_nemo_both_ways(tmp_path: Path) -> None:
-    """A tar file as NeMo writes it; what is written is unpacked as such, and PyTorch loads the weights."""
+def test_a_model_of_nemo_both_ways(tmp_path: Path) -> None:
+    """What is written holds the same files, and PyTorch loads the weights."""
     import torch
 
-    module, data = weights()
-    path = packed(
-        tmp_path / "x.nemo", model_config__yaml=CONFIGURATION, tokenizer__model=b"words" * 300, model_weights__ckpt=data
-    )
-    found = onward.open_checkpoint(path)
-    assert (found.format, found.title) == ("nemo", "NeMo 2.4.0") and found.files == ("tokenizer.model",)
-    assert found.configuration["target"].endswith("EncDecCTCModel")
-    assert found.arguments == {"name": "adamw", "lr": 0.001, "betas": [0.9, 0.98]}
-    assert list(found.tensors) == list(module.state_dict())
-    for name, tensor in module.state_dict().items():
+    found = onward.open_checkpoint(MODEL)
+    before = members(MODEL)
+    (words,) = found.files
+    assert (found.format, found.title) == ("nemo", "NeMo 3.0.0") and words.endswith("_words.txt")
+    assert found.configuration["target"] == "__main__.Tiny" and found.arguments["sched"] == SCHEDULE
+    weights = torch.load(io.BytesIO(before["model_weights.ckpt"]), weights_only=True)
+    assert list(found.tensors) == list(weights)
+    for name, tensor in weights.items():
         assert np.array_equal(found.tensors[name].array(), tensor.numpy())
 
     onward.to_checkpoint(found, tmp_path / "y.nemo", format="nemo")
-    with tarfile.open(tmp_path / "y.nemo") as archive:
-        archive.extractall(tmp_path / "y", filter="data")
-    again = torch.load(tmp_path / "y" / "model_weights.ckpt", weights_only=True)
-    assert all(torch.equal(again[name], tensor) for name, tensor in module.state_dict().items())
-    assert (tmp_path / "y" / "tokenizer.model").read_bytes() == b"words" * 300
-    assert read_yaml((tmp_path / "y" / "model_config.yaml").read_bytes(), "y") == found.configuration
+    after = members(tmp_path / "y.nemo")
+    again = torch.load(io.BytesIO(after["model_weights.ckpt"]), weights_only=True)
+    same_tree(again, weights)
+    assert after[words] == before[words] == b"yes\nno\n" and after.keys() == before.keys()
+    assert read_yaml(after["model_config.yaml"], "y") == found.configuration
 
 
-@needs("torch")
 def test_files_of_nemo_that_are_refused(tmp_path: Path) -> None:
-    _, data = weights()
-    whole = packed(tmp_path / "x.nemo", model_config__yaml=CONFIGURATION, model_weights__ckpt=data).read_bytes()
+    whole, data = MODEL.read_bytes(), members(MODEL)["model_weights.ckpt"]
     for number, (content, words) in enumerate([
         (gzip.compress(whole), "compressed"),
-        (whole[:2000], "not a whole"),
-        (packed(tmp_path / "a", model_config__yaml=CONFIGURATION).read_bytes(), "has no `model_weights.ckpt`"),
+        (whole[:400], "not a whole"),
+        (whole[:2000], "has no `model_weights.ckpt`"),
+        (packed(tmp_path / "a", model_config__yaml=b"a: 1").read_bytes(), "has no `model_weights.ckpt`"),
         (packed(tmp_path / "c", model_config__yaml=b"a: !!python/object:os.system {}",
                 model_weights__ckpt=data).read_bytes(), "not a configuration"),
         (packed(tmp_path / "d", model_config__yaml=b"a: &a [1, 1]\nb: [*a, *a]",
@@ -92,19 +88,11 @@ def test_files_of_nemo_that_are_refused(tmp_path: Path) -> None:
         onward.to_checkpoint(onward.open_checkpoint(RECORDED / "lightning.ckpt"), tmp_path / "z", format="nemo")
 
 
-def test_a_recorded_model_of_nemo() -> None:
-    found = onward.open_checkpoint(RECORDED / "nemo" / "model.nemo")
-    assert found.configuration["optim"]["sched"] == {"name": "CosineAnnealing", "warmup_steps": 2}
-    assert list(found.tensors) == ["weight", "bias"] and found.files == ("tokenizer.model",)
-
-
 def test_configurations_in_checkpoints_are_data() -> None:
-    found = onward.open_checkpoint(RECORDED / "nemo" / "run.ckpt")
-    assert found.arguments["cfg"] == {
-        "optim": {"name": "adamw", "lr": 0.01, "betas": [0.9, 0.98],
-                  "sched": {"name": "CosineAnnealing", "warmup_steps": 2}},
-        "hidden": 4, "same": "${hidden}", "nothing": None,
-    }  # fmt: skip
+    found = onward.open_checkpoint(RUN)
+    configuration = found.arguments["cfg"]
+    assert configuration["optim"]["sched"] == SCHEDULE and configuration["optim"]["betas"] == [0.9, 0.98]
+    assert configuration["nothing"] is None and configuration["nemo_version"] == "3.0.0"
     assert found.title == "Lightning 2.4.0" and any("omegaconf" in name for name in found.executes)
 
 
@@ -117,3 +105,69 @@ def test_configurations_that_never_end() -> None:
     turning.state = {"_val": turning}
     with pytest.raises(onward.Error, match="nested"):
         plain(turning)
+
+
+# ---- runs ------------------------------------------------------------------------------------------------------------
+
+
+def tiny(folder: Path) -> onward.Model:
+    """What the model of NeMo computes, as `make_nemo.py` has it."""
+    import torch
+
+    layers = {"first": torch.nn.Linear(3, 4), "between": torch.nn.Tanh(), "second": torch.nn.Linear(4, 2)}
+    module = torch.nn.Sequential(OrderedDict(layers))
+    arguments: Any = {"input_names": ["x"], "dynamic_shapes": ({0: "n"},), "optimize": False, "verbose": False}
+    torch.onnx.export(module, (torch.zeros(8, 3),), folder / "model.onnx", dynamo=True, **arguments)
+    return onward.read(folder / "model.onnx")
+
+
+@needs("torch")
+def test_a_run_of_nemo_goes_on(tmp_path: Path) -> None:
+    """Here, with the losses that NeMo had: its schedule is known, too."""
+    import torch
+
+    model = onward.from_checkpoint(RUN, like=tiny(tmp_path), loss="cross_entropy")
+    assert model.array("step") == 5
+    onward.to_checkpoint(model, tmp_path / "back.ckpt", format="lightning")
+    before, after = (read_torch_file(path)["hyper_parameters"] for path in (RUN, tmp_path / "back.ckpt"))
+    assert plain(after) == plain(before)
+    optimizer = after.state["_content"]["cfg"]
+    assert optimizer.state["_parent"] is after  # parts of configurations know what they are parts of
+    torch.manual_seed(1)
+    inputs, labels = torch.rand(40, 3).numpy(), torch.randint(2, (40,)).numpy()
+    running = onward.run.load(model)
+    batches = [slice(at, at + 8) for at in range(0, 40, 8)]
+    losses = [float(running.step({"x": inputs[at], "labels": labels[at]})["loss"]) for at in batches]
+    np.testing.assert_allclose(losses, LOSSES, rtol=1e-5)
+
+
+@pytest.mark.slow
+@needs("torch")
+def test_nemo_goes_on(tmp_path: Path) -> None:
+    """NeMo itself, from what is written, with the very losses of a run that was never interrupted."""
+    python = os.environ.get("ONWARD_NEMO_PYTHON")
+    if not python:
+        pytest.skip("ONWARD_NEMO_PYTHON names no Python that has nemo-toolkit")
+
+    def nemo(do: str, *paths: Path) -> list[list[float]]:
+        script = RECORDED / "make_nemo.py"
+        made = subprocess.run([python, script, do, *paths], capture_output=True, text=True, check=True)
+        losses: list[list[float]] = json.loads(made.stdout.splitlines()[-1])  # libraries greet
+        return losses
+
+    (expected,) = nemo("make", tmp_path)
+    assert expected == pytest.approx(LOSSES, rel=1e-5)
+    run, model, like = tmp_path / "run.ckpt", tmp_path / "model.nemo", tiny(tmp_path)
+    back = [tmp_path / f"{number}.ckpt" for number in range(3)]
+    onward.from_checkpoint(run, like=like, loss="cross_entropy").save(tmp_path / "run.onnx")
+    onward.to_checkpoint(tmp_path / "run.onnx", back[0], format="lightning")
+    onward.to_checkpoint(run, back[1], format="lightning")
+    onward.to_checkpoint(run, tmp_path / "sharded", format="dcp")
+    onward.to_checkpoint(tmp_path / "sharded", back[2], format="lightning")
+    *same, elsewhere = nemo("resume", run, *back)
+    assert same == [expected] * 3
+    assert elsewhere[:5] == expected  # a second epoch follows: other formats do not say how far the first one was
+
+    onward.to_checkpoint(model, tmp_path / "same.nemo", format="nemo")
+    first, again = nemo("restore", model, tmp_path / "same.nemo")
+    assert len(first) == 5 and again == first

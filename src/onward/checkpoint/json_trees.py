@@ -1,7 +1,8 @@
 """A checkpoint as JSON, for the metadata of a training model: what is not understood is kept, and given back equal.
 
 Tensors are named: those that are state of the model by their names there, others by names that the caller chooses. What
-JSON has no form for is an object with one key that begins with `$`.
+JSON has no form for is an object with one key that begins with `$`. Objects of a pickle may know one another: each is
+written once, with a number, and named by it elsewhere.
 """
 
 from __future__ import annotations
@@ -44,8 +45,11 @@ class _Encoder:
         self._name_of = name_of
         self._parts = 0
         self._inside: set[int] = set()
+        self._objects: dict[int, int] = {}
 
     def encode(self, tree: Any) -> Any:
+        if id(tree) in self._objects:
+            return {"$again": self._objects[id(tree)]}
         self._parts += 1
         if self._parts > _MOST or id(tree) in self._inside or len(self._inside) > 200:
             raise TooLarge
@@ -91,8 +95,9 @@ class _Encoder:
         if isinstance(tree, Name):
             return {"$name": [tree.module, tree.name]}
         if isinstance(tree, Object):
+            number = self._objects[id(tree)] = len(self._objects)
             parts = (tree.of, tree.arguments, tree.keywords, tree.state, tree.items, tree.entries, tree.is_instance)
-            return {"$object": [self.encode(part) for part in parts]}
+            return {"$object": [*map(self.encode, parts), number]}
         if type(tree).__name__ in _RECORDS and dataclasses.is_dataclass(tree):
             fields = {field.name: getattr(tree, field.name) for field in dataclasses.fields(tree)}
             return {f"${type(tree).__name__}": {name: self.encode(value) for name, value in fields.items()}}
@@ -125,7 +130,10 @@ def _text(data: bytes) -> str:
 def decode(form: Any, tensor_of: TensorOf) -> Any:
     """The tree that JSON holds. `tensor_of` finds a tensor by what it was named."""
     try:
-        return _Decoder(tensor_of).decode(form)
+        decoder = _Decoder(tensor_of)
+        tree = decoder.decode(form)
+        decoder.refuse_unknown()
+        return tree
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
         raise InvalidModelError(f"the checkpoint that the training model keeps is damaged: {error}") from error
 
@@ -133,6 +141,11 @@ def decode(form: Any, tensor_of: TensorOf) -> Any:
 class _Decoder:
     def __init__(self, tensor_of: TensorOf):
         self._tensor_of = tensor_of
+        self._objects: dict[int, Object] = {}
+
+    def refuse_unknown(self) -> None:
+        if not all(made.of.name for made in self._objects.values()):
+            raise ValueError("it names what it does not hold")
 
     def decode(self, form: Any) -> Any:
         if isinstance(form, list):
@@ -159,6 +172,7 @@ class _Decoder:
             "dtype": np.dtype,
             "name": lambda parts: Name(*parts),
             "object": self._object,
+            "again": self._numbered,
             "dict": self._entries,
             "path": Path,
         }
@@ -182,10 +196,15 @@ class _Decoder:
         made.attributes = attributes
         return made
 
+    def _numbered(self, number: int) -> Object:
+        return self._objects.setdefault(number, Object(Name("", "")))
+
     def _object(self, form: Any) -> Object:
-        of, arguments, keywords, state, items, entries, is_instance = self.decode(form)
-        made = Object(of, arguments, keywords, is_instance=is_instance)
-        made.state, made.items, made.entries = state, items, [tuple(entry) for entry in entries]
+        made = self._numbered(form[7])
+        made.of, made.arguments, made.keywords, made.state, made.items, entries, made.is_instance = self.decode(
+            form[:7]
+        )
+        made.entries = [tuple(entry) for entry in entries]
         return made
 
 

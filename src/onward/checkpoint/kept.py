@@ -17,7 +17,7 @@ from onward.checkpoint.json_trees import TooLarge, decode, encode
 from onward.checkpoint.matching import Match
 from onward.checkpoint.placing import placed
 from onward.checkpoint.tensors import ModelTensor, StoredTensor, Tensor, converted, turned
-from onward.errors import InvalidModelError
+from onward.errors import InvalidModelError, warn
 from onward.model import Model
 from onward.model.state import KEPT, tagged
 
@@ -33,11 +33,12 @@ def keep(model: Model, checkpoint: Checkpoint, matched: Match) -> None:
     try:
         form = encode(checkpoint, keeping.name_of)
     except TooLarge:
-        form = None
-    step = model.step()
-    if form is not None:
-        facts = {"names": dict(matched.names), "turned": sorted(matched.turned), "checkpoint": form}
-        step.algorithm.metadata_props[FACT] = json.dumps(facts)
+        warn(
+            f"what else `{checkpoint.path}` holds has no end, and is not kept: a checkpoint of this model is a new one"
+        )
+        return
+    facts = {"names": dict(matched.names), "turned": sorted(matched.turned), "checkpoint": form}
+    model.step().algorithm.metadata_props[FACT] = json.dumps(facts)
 
 
 class _Keeping:

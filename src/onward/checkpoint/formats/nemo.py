@@ -37,9 +37,10 @@ def matches(path: Path) -> bool:
     if begin[_AT:] != _MAGIC:
         return path.suffix == _ENDING and begin.startswith(_COMPRESSED)
     try:
-        return _CONFIGURATION in _members(path)
-    except Error:  # if it is one at all, whoever reads it says what is wrong
-        return path.suffix == _ENDING
+        is_model = _CONFIGURATION in _members(path)
+    except Error:
+        is_model = False
+    return is_model or path.suffix == _ENDING  # whoever reads it says what is wrong
 
 
 def _members(path: Path) -> dict[str, tarfile.TarInfo]:
@@ -73,7 +74,7 @@ def read(path: Path) -> Checkpoint:
                 hint="unpack it with `tar -xf`, and give its `model_weights`" if spread else "give a whole model",
             )
         if (config := members.get(_CONFIGURATION)) is None:
-            raise InvalidModelError(f"`{path}` has no `{_CONFIGURATION}`")
+            raise InvalidModelError(f"`{path}` has no `{_CONFIGURATION}`", hint="give a whole model")
         file.seek(config.offset_data)
         configuration = read_yaml(file.read(min(config.size, 1 << 25)), f"{path.name}:{_CONFIGURATION}")
     weights = members[_WEIGHTS]

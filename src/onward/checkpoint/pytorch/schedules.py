@@ -107,6 +107,16 @@ def _one_cycle(s: Mapping[str, Any]) -> Pieces | None:
     return _one("one_cycle", **options)
 
 
+def _nemo_cosine(s: Mapping[str, Any]) -> Pieces | None:
+    """NeMo's CosineAnnealing, whose first step has a rate already."""
+    warmup, steps = s["warmup_steps"], s["max_steps"]
+    if s["constant_steps"] or not (isinstance(warmup, int) and isinstance(steps, int) and 0 <= warmup < steps):
+        return None
+    rise = Spec("linear", {"steps": warmup, "start_factor": 1 / (warmup + 1), "end_factor": 1.0})
+    fall = Spec("cosine", {"steps": steps - warmup, "min": s["min_lr"]})
+    return [*([(rise, warmup)] if warmup else []), (fall, _FOREVER)]
+
+
 def _restarts_state(n: Mapping[str, Any], position: int) -> dict[str, Any] | None:
     at, length = position, n["period"]
     while at >= length and n["mult"] > 1:
@@ -143,6 +153,7 @@ _ROWS = (
          lambda s: _one("cosine_restarts", period=s["T_0"], mult=s["T_mult"], min=s["eta_min"]),
          "cosine_restarts", _restarts_state),
     _Row(frozenset({"total_steps", "_schedule_phases", "_anneal_func_type", "cycle_momentum"}), _one_cycle),
+    _Row(frozenset({"max_steps", "warmup_steps", "constant_steps", "decay_steps", "min_lr"}), _nemo_cosine),
 )  # fmt: skip
 
 
