@@ -28,17 +28,32 @@ class Flow:
         self._random = {self.state[s.name] for s in state if s.role == "rng"}
         self.bindings = dict(step.update)
         """State -> its new value."""
-        new = set(self.bindings.values())
+        losses = [string(node, "y") for node in gradients(self.graph)]
+        new = set(self.bindings.values()) - set(losses)
         self.metrics = [v.name or "" for v in step.algorithm.outputs if v.name not in new]
-        """The other outputs of the algorithm."""
-        differentiated = [(*strings(node, "xs"), string(node, "y")) for node in gradients(self.graph)]
-        for name in itertools.chain(self.bindings.values(), self.metrics, *differentiated):
+        """The other outputs of the algorithm; and the loss, also if it is kept."""
+        variables = [strings(node, "xs") for node in gradients(self.graph)]
+        for name in itertools.chain(self.bindings.values(), self.metrics, losses, *variables):
             self.value(name)
         for name in self.bindings:
             if name not in self.state:
                 raise InvalidModelError(
                     f"the training updates `{name}`, which is no initializer", hint="`onward check` says more"
                 )
+        self._give_each_its_own()
+
+    def _give_each_its_own(self) -> None:
+        """Copy new values that are inputs, constants, metrics or another variable's new value: a runtime returns no
+        input in memory that others hand to it, and no output twice."""
+        op = Builder(self.graph, opset=self.combined.opset, names=self.combined.names())
+        taken = {self.value(name) for name in self.metrics}
+        for state, new in self.bindings.items():
+            value = self.value(new)
+            if value.producer() is None or value in taken:
+                value = op.Identity(value).like(value).value
+                value.name = self.bindings[state] = op.names.fresh(f"{state}/new")
+                self.known[value.name] = value
+            taken.add(value)
 
     def value(self, name: str) -> ir.Value:
         if name not in self.known:

@@ -112,9 +112,11 @@ class Model:
         """The combined graph that step `index` executes, as a model of its own; only the tensors are shared."""
         step = self.step(index)
         graph, algorithm = self.graph, step.algorithm
+        known = {value.name: value for value in (*values(graph), *values(algorithm))}
+        outputs = [known.get(value.name, value) for value in (*graph.outputs, *algorithm.outputs)]  # maybe of inference
         view = ir.GraphView(
             [*graph.inputs, *algorithm.inputs],
-            [*graph.outputs, *algorithm.outputs],
+            list(dict.fromkeys(outputs)),
             nodes=[*graph, *algorithm],
             initializers=[*graph.initializers.values(), *algorithm.initializers.values()],
             opset_imports=dict(self.ir.opset_imports),
@@ -297,8 +299,22 @@ def _misread(graph: Any) -> str:
     return f"`{graph.name or ''}` reads a value before it is computed, or one that does not exist"
 
 
+def _copied_algorithm(algorithm: ir.Graph) -> ir.Graph:
+    """Outputs that are values of the inference graph, which the library does not clone, are only names."""
+    own, outputs = set(values(algorithm)), list(algorithm.outputs)
+    foreign = {i: value for i, value in enumerate(outputs) if value not in own}
+    algorithm.outputs[:] = [value for value in outputs if value in own]
+    try:
+        copy: ir.Graph = _clone(algorithm, allow_outer_scope_values=True)
+    finally:
+        algorithm.outputs[:] = outputs
+    for i, value in foreign.items():
+        copy.outputs.insert(i, ir.Value(name=value.name, type=value.type, shape=value.shape))
+    return copy
+
+
 def _copied_graphs(step: Step, moved: dict[ir.Value, ir.Value]) -> dict[str, Any]:
-    algorithm = _clone(step.algorithm, allow_outer_scope_values=True)
+    algorithm = _copied_algorithm(step.algorithm)
     for node in algorithm.all_nodes():
         for i, value in enumerate(node.inputs):
             if value in moved:

@@ -61,6 +61,16 @@ class Engine(ABC):
     def close(self) -> None:
         """Give back memory and devices."""
 
+    def _refuse_state_unless(self, is_held: Callable[[ir.DataType], bool], holder: str) -> None:
+        for name, value in self._carried.items():
+            tensor = value.const_value
+            assert tensor is not None
+            if not is_held(tensor.dtype):
+                raise UnsupportedError(
+                    f"{holder} holds no state of the type {str(tensor.dtype).lower()}, which `{name}` has",
+                    hint='take another engine: `engine="numpy"` (`--engine numpy`)',
+                )
+
     def _fitting(self, batch: Arrays, names: Collection[str]) -> dict[str, Any]:
         """What a part of the step takes of a batch. Refuses one that is not what the step takes, before a runtime does
         with fewer words; a part may take less."""

@@ -116,6 +116,7 @@ class Interpreted(Engine):
         recompute: Choice = None,
     ):
         super().__init__(model, step)
+        self._refuse_state_unless(lambda dtype: framework.supports(dtype.numpy()), framework.name)
         self._framework = framework
         self._takes_tensors = framework.name in FRAMEWORKS
         self._compiled = compiled

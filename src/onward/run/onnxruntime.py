@@ -57,6 +57,7 @@ class OnnxRuntime(Engine):
         recompute: Choice = None,
     ):
         super().__init__(model, step)
+        self._refuse_state_unless(lambda dtype: dtype != ir.DataType.STRING, "ONNX Runtime")
         self._threads, self._recompute = threads, recompute
         self._handed: list[ort.OrtValue] = []
         self._stoppable: Callable[[_Run], Any] = _stoppable if _loops(model, step) else lambda run: run(None)
@@ -74,25 +75,26 @@ class OnnxRuntime(Engine):
         self.loss = contract["loss"] or self.loss
         self._step = self._session(lowered)
         self._evaluation: ort.InferenceSession | None = None
-        self._gradients: tuple[ort.InferenceSession, dict[str, str]] | None = None
+        self._gradients: tuple[ort.InferenceSession | None, dict[str, str]] | None = None
         self._read = {s.name: self._buffer(s.value, fill=True) for s in carried(model, step)}
         bindings: dict[str, str] = contract["update"]
         written = {s.name: self._buffer(s.value) for s in states(model, step) if s.name in bindings}
         self._write = {**self._read, **written}
-        self._bound = [
-            self._binding(bindings, self._read, self._write),
-            self._binding(bindings, self._write, self._read),
-        ]
+        turns = [(self._read, self._write), (self._write, self._read)]
+        self._bound = [self._binding(self._step, bindings, *turn) for turn in turns] if self._step else []
 
     def step(self, batch: Arrays) -> dict[str, np.ndarray]:
-        binding = self._bound[0]
-        for name, array in self._fitting(batch, self.inputs).items():
+        given = self._fitting(batch, self.inputs)
+        if self._step is None:
+            return {}
+        session, binding = self._step, self._bound[0]
+        for name, array in given.items():
             if array.dtype.isbuiltin == 1:
                 binding.bind_cpu_input(name, np.ascontiguousarray(array) if array.ndim else array)
             else:
                 binding.bind_ortvalue_input(name, self._given(name, array))
         with memory_of("ONNX Runtime"), _explained(DataError, "could not make a step with this batch"):
-            self._stoppable(lambda options: self._step.run_with_iobinding(binding, options))
+            self._stoppable(lambda options: session.run_with_iobinding(binding, options))
         results = zip(self._metrics, binding.get_outputs(), strict=False)
         metrics = {name: np.array(_array(value)) for name, value in results}  # whose memory the next step writes again
         if np.all(np.isfinite(metrics.get(self.loss, 0.0))):  # else what was written is not taken
@@ -111,10 +113,13 @@ class OnnxRuntime(Engine):
     def evaluate(self, batch: Arrays) -> dict[str, np.ndarray]:
         if self._evaluation is None:
             self._evaluation = self._session(lower(self.model, self.index, part="evaluation"))
-        return self._run(self._evaluation, batch, [value.name for value in self._evaluation.get_outputs()])
+        session = self._evaluation
+        return self._run(session, batch, [value.name for value in session.get_outputs()] if session else [])
 
-    def _run(self, session: ort.InferenceSession, batch: Arrays, outputs: list[str]) -> dict[str, np.ndarray]:
+    def _run(self, session: ort.InferenceSession | None, batch: Arrays, outputs: list[str]) -> dict[str, np.ndarray]:
         """What a session computes from a batch and the state; it may take less than a step does."""
+        if session is None or not outputs:
+            return {}
         names = [value.name for value in session.get_inputs()]
         given = self._fitting(batch, [name for name in self.inputs if name in names])
         feeds = {name: self._read[name] if name in self._read else self._given(name, given[name]) for name in names}
@@ -142,7 +147,10 @@ class OnnxRuntime(Engine):
         self._read.clear()
         self._write.clear()
 
-    def _session(self, model: Model) -> ort.InferenceSession:
+    def _session(self, model: Model) -> ort.InferenceSession | None:
+        """None for what computes nothing, which ONNX Runtime does not load."""
+        if not model.graph.outputs:
+            return None
         options = _options(self._threads)
         if self._memory == "cpu":
             widen(model, ir.DataType.BFLOAT16)
@@ -162,9 +170,11 @@ class OnnxRuntime(Engine):
             _write(buffer, tensor.numpy())
         return buffer
 
-    def _binding(self, bindings: dict[str, str], read: dict[str, Any], write: dict[str, Any]) -> ort.IOBinding:
-        binding = self._step.io_binding()
-        known = {value.name for value in self._step.get_inputs()}
+    def _binding(
+        self, step: ort.InferenceSession, bindings: dict[str, str], read: dict[str, Any], write: dict[str, Any]
+    ) -> ort.IOBinding:
+        binding = step.io_binding()
+        known = {value.name for value in step.get_inputs()}
         for name, buffer in read.items():
             if name in known:
                 binding.bind_ortvalue_input(name, buffer)
@@ -274,8 +284,10 @@ def _write(buffer: ort.OrtValue, array: np.ndarray) -> None:
 
 
 def _array(value: ort.OrtValue) -> np.ndarray:
-    if value.element_type() != ir.DataType.BFLOAT16.value:
-        return value.numpy()
+    dtype = ir.DataType(value.element_type())
+    if dtype != ir.DataType.BFLOAT16:
+        is_narrow = dtype.is_floating_point() and dtype.bitwidth == 8  # of which it gives the bits
+        return value.numpy().view(dtype.numpy()) if is_narrow else value.numpy()
     (wide,) = _from_bfloat16().run_with_ort_values(["y"], {"x": value})
     return wide.numpy().astype(ir.DataType.BFLOAT16.numpy())
 

@@ -71,7 +71,8 @@ def replace_names(step: Step, names: Mapping[str, str]) -> None:
 
 
 def _apply(model: Model, wanted: Mapping[str, str]) -> None:
-    affected = [v for g in _scopes(model, nested=True) for v in values(g) if v.name in wanted]
+    named = dict.fromkeys(v for g in _scopes(model, nested=True) for v in (*values(g), *g.outputs))
+    affected = [value for value in named if value.name in wanted]
     targets = [wanted[value.name] for value in affected if value.name]
     for i, value in enumerate(affected):  # by way of names that nobody has, so that two values can swap theirs
         value.name = f"onward:renaming:{i}"

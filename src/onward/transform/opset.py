@@ -79,6 +79,10 @@ def _convert_graph(
         shell.graph.initializer.remove(tensor)
         if tensor.name not in declared:
             shell.graph.input.append(onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims))
+    for sparse in graph.sparse_initializer:
+        kind = sparse.values.data_type
+        shell.graph.input.append(onnx.helper.make_tensor_value_info(sparse.values.name, kind, sparse.dims))
+    shell.graph.ClearField("sparse_initializer")
     shell.graph.input.extend(captured)
     if version >= _NUMPY_BROADCAST > _standard_version(shell):
         _spread_slopes(shell)
@@ -250,10 +254,11 @@ def convert_function(function: onnx.FunctionProto, version: int) -> None:
 
 
 def _captured(graph: GraphProto) -> list[str]:
-    """The names that a graph reads without defining them."""
+    """The names that a graph reads or returns without defining them."""
     defined = set(_names_in(graph))
-    read = (name for inner in _with_subgraphs(graph) for node in inner.node for name in node.input)
-    return [name for name in dict.fromkeys(read) if name and name not in defined]
+    read = [name for inner in _with_subgraphs(graph) for node in inner.node for name in node.input]
+    returned = [value.name for value in graph.output]
+    return [name for name in dict.fromkeys(read + returned) if name and name not in defined]
 
 
 def _names_in(graph: GraphProto) -> Iterator[str]:

@@ -33,7 +33,12 @@ def _append(model: ModelProto, part: Graph) -> None:
     graph.input.extend(part.proto.input)
     graph.output.extend(part.proto.output)
     graph.value_info.extend(part.proto.value_info)
-    graph.sparse_initializer.extend(part.proto.sparse_initializer)
+    for sparse in part.proto.sparse_initializer:  # nodes read it as any tensor; shape inference would not have that
+        name = sparse.values.name
+        graph.sparse_initializer.add().CopyFrom(sparse)
+        graph.sparse_initializer[-1].values.name = f"onward:sparse:{name}"
+        if name not in part.inputs:
+            graph.input.append(_value(name, sparse.values.data_type, sparse.dims))
     for tensor in part.proto.initializer:
         if _is_small(tensor):
             graph.initializer.append(tensor)

@@ -41,6 +41,8 @@ class Compiled:
         self._pool: list[Any] = []
 
     def __call__(self, state: Tensors, constants: Tensors, batch: Tensors) -> tuple[Tensors, dict[str, Any]]:
+        if not (state or constants or batch):  # there is nothing to compute with
+            return self._step(state, constants, batch)
         batch = {name: tensor.contiguous() for name, tensor in batch.items()}
         shapes = tuple((name, tensor.shape) for name, tensor in batch.items())
         if shapes not in self._versions:
@@ -103,6 +105,7 @@ class _Traced:
         with enable_python_dispatcher():  # which takes operators apart as the compiler wants them
             self._graph = make_fx(run, tracing_mode="fake", _allow_non_fake_inputs=True)(*self._inputs)
         _merge_views(self._graph)
+        _return_copies(self._graph)
 
     def compiled(self) -> Step:
         numbers = _split_off_numbers(self._graph)
@@ -114,7 +117,7 @@ class _Traced:
         def run(state: Tensors, constants: Tensors, batch: Tensors) -> tuple[Tensors, dict[str, Any]]:
             inputs = _signed(*state.values(), *constants.values(), *batch.values())
             outputs = call(*inputs, *first(*inputs))
-            return {}, known | {name: x.view(dtype) for (name, dtype), x in zip(shown, outputs, strict=True)}
+            return {}, known | {name: x.view(dtype) for (name, dtype), x in zip(shown, outputs, strict=False)}
 
         return run
 
@@ -205,6 +208,23 @@ def _merge_views(graph: fx.GraphModule) -> None:
                 node.replace_all_uses_with(source)
     graph.graph.eliminate_dead_code()
     graph.recompile()
+
+
+def _return_copies(graph: fx.GraphModule) -> None:
+    """Return copies of what the step writes, too: the compiler leaves out others, and what is assigned would be new."""
+    writes = [node for node in graph.graph.nodes if node.target is torch.ops.aten.copy_.default]
+    written = {node.args[0] for node in writes}
+    copies = [node.args[1] for node in writes if _source(node.args[1]) in written]
+    *_, last = graph.graph.nodes
+    last.args = ([*last.args[0], *copies],)
+    graph.recompile()
+
+
+def _source(node: fx.Node) -> fx.Node:
+    """What a node is the same numbers as."""
+    while node.target is torch.ops.aten.clone.default or _is_view(node):
+        node = node.args[0]
+    return node
 
 
 def _split_off_numbers(graph: fx.GraphModule) -> fx.GraphModule:
