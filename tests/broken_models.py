@@ -509,6 +509,11 @@ def graph_call(m: ModelProto) -> None:
     append(step_of(m).algorithm, node("GraphCall", "x", "called", graph_name="mlp"))
 
 
+@damage("OW115")
+def graph_call_of_nothing(m: ModelProto) -> None:
+    append(step_of(m).algorithm, node("GraphCall", "x", "called", graph_name="nothing"))
+
+
 @damage("OW108")
 def algorithm_without_name(m: ModelProto) -> None:
     step_of(m).algorithm.ClearField("name")

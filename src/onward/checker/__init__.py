@@ -66,8 +66,11 @@ def check_proto(
     wanted = runtime.rules_for(target)
     if unreadable := list(readable.problems(proto)):
         return unreadable
+    older, proto = file.of_older_form(proto)
+    if older and (unreadable := list(readable.problems(proto))):
+        return unreadable
     subject = Subject(proto, Path(base_dir) if base_dir is not None else None)
-    findings = list(_apply(_FORM, [subject]))
+    findings = [*older, *_apply(_FORM, [subject])]
     unsound = set()
     for scope in subject.scopes:
         broken = list(_apply(structure.SCOPE_RULES, [scope]))

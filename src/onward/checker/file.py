@@ -1,16 +1,16 @@
-"""Rules about the file as a whole (OW101 to OW108)."""
+"""Rules about the file as a whole (OW101 to OW108, OW115)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from google.protobuf.unknown_fields import UnknownFieldSet
-from onnx import IR_VERSION
+from onnx import IR_VERSION, ModelProto
 
 from onward.checker.findings import Finding, found
 from onward.checker.view.scope import Subject
-
-_PROTOTYPE_FIELD = 21  # where the 2019 prototype kept training_info
+from onward.errors import Error
+from onward.model import legacy
+from onward.model.serde import modernise
 
 
 def graph_present(subject: Subject) -> Iterator[Finding]:
@@ -37,27 +37,18 @@ def graph_names(subject: Subject) -> Iterator[Finding]:
             yield found("OW108", scope.own.place, "the graph has no name", "give it any name")
 
 
-def prototype(subject: Subject) -> Iterator[Finding]:
-    unknown = UnknownFieldSet(subject.proto)
-    if any(unknown[i].field_number == _PROTOTYPE_FIELD for i in range(len(unknown))):
-        yield found(
-            "OW106",
-            "model",
-            f"the unknown field {_PROTOTYPE_FIELD} looks like training information of the 2019 prototype",
-            "read and save the model with Onward, which converts it where its meaning is clear",
-        )
+def of_older_form(proto: ModelProto) -> tuple[list[Finding], ModelProto]:
+    """What is to say about training information of an older form, and the model with it in the present one."""
+    if not legacy.is_older(proto):
+        return [], proto
+    present = ModelProto()
+    present.CopyFrom(proto)
+    try:
+        converted = modernise(present)
+    except Error as error:
+        return [found("OW115", "model", error.message, error.hint)], proto
+    hint = "what is said below is about the converted model; read it with Onward and save it to have it as a file"
+    return [found("OW107" if "GraphCall" in what else "OW106", "model", what, hint) for what in converted], present
 
 
-def graph_call(subject: Subject) -> Iterator[Finding]:
-    for scope in subject.scopes:
-        for site in scope.own.sites:
-            if site.node.op_type == "GraphCall" and subject.function(site.node) is None:
-                yield found(
-                    "OW107",
-                    site.place,
-                    "`GraphCall` existed only in onnx 1.7.0; since 1.8 an algorithm reads inference values directly",
-                    "read and save the model with Onward, which converts it where its meaning is clear",
-                )
-
-
-MODEL_RULES = (graph_present, ir_version, graph_names, prototype, graph_call)
+MODEL_RULES = (graph_present, ir_version, graph_names)

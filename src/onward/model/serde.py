@@ -14,7 +14,7 @@ import onnx_ir as ir
 from onnx import ModelProto
 
 from onward.arguments import OPENED
-from onward.errors import Error, InvalidModelError
+from onward.errors import Error, InvalidModelError, warn
 from onward.model import legacy, residue, storage
 from onward.model.core import Model, Step
 from onward.model.fingerprint import FINGERPRINT, fingerprint
@@ -55,9 +55,9 @@ def _from_nowhere(proto: ModelProto) -> Model:
 
 def from_proto(proto: ModelProto) -> Model:
     """Make a `Model` of a proto, which it takes over. Who calls it vouches for references to external data."""
+    older = modernise(proto)
     with _quiet(), _library_errors():
         check_tensors(proto)
-        legacy.convert(proto)
         aside = residue.set_aside(proto)
         inference, algorithms = _deserialize(proto)
         callees_first(inference.functions)
@@ -65,7 +65,16 @@ def from_proto(proto: ModelProto) -> Model:
         residue.attach_model(aside, inference)
         residue.attach(aside, ("graph",), inference.graph)
         entries = enumerate(zip(proto.training_info, algorithms, strict=True))
-        return Model(inference, [_step(i, info, algorithm, aside) for i, (info, algorithm) in entries])
+        model = Model(inference, [_step(i, info, algorithm, aside) for i, (info, algorithm) in entries])
+    if older:
+        warn(f"the file is of an older form, and was converted: {'; '.join(older)}. Saving it writes the present form")
+    return model
+
+
+def modernise(proto: ModelProto) -> list[str]:
+    """Bring training information of older forms into the present one, in place; what was converted."""
+    with _library_errors():
+        return legacy.convert(proto)
 
 
 def _step(index: int, info: onnx.TrainingInfoProto, algorithm: ir.Graph, aside: residue.Residue) -> Step:
