@@ -9,8 +9,8 @@ import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
 
+from onward.differentiate.gradients import lower_gradients
 from onward.lowering.expand import expand
-from onward.lowering.gradients import lower_gradients
 from onward.model import TRAINING_DOMAIN, Model
 from onward.model.state import carried
 

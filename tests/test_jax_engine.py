@@ -16,8 +16,8 @@ from control_flow import CASES as CONTROL_FLOW
 from framework_training import STEPS, assert_trains_alike, trained
 from lowered import SQUARE
 from models import small_cnn
+from onward.differentiate.gradients import lower_gradients
 from onward.errors import UnknownNameError, UnsupportedError
-from onward.lowering.gradients import lower_gradients
 from onward.model import read
 from onward.run import function, load
 from onward.run.interpreted import interpreter

@@ -8,7 +8,7 @@ import pytest
 import onward
 from conftest import needs
 from models import digits_mlp, small_cnn
-from onward.lowering.gradients import lower_gradients
+from onward.differentiate.gradients import lower_gradients
 from onward.model import Model
 from stepping import Stepper, batches, torch_mlp, weights
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import onnx_ir as ir
 
@@ -10,6 +10,7 @@ from onward.build import Builder, Names, declare
 from onward.differentiate.path import between
 from onward.model import Model
 from onward.model.core import values
+from onward.model.named import visible
 from onward.model.walk import is_random, nested_graphs, nodes_after
 from onward.rules import Rewrite
 from onward.rules.quantization import ROUNDED
@@ -18,15 +19,24 @@ from onward.transform.inline import has_body, inline_operators
 from onward.transform.types import fill_in_types_before
 
 
-def expanded(model: Model, y: str, xs: Iterable[str], *, keep_functions: bool = False) -> Model:
+def expanded(
+    model: Model,
+    y: str,
+    xs: Iterable[str],
+    *,
+    keep_functions: bool = False,
+    scope_in: Callable[[Model], Sequence[ir.Graph]] = lambda model: (model.graph,),
+) -> Model:
     """The model in which all that lies between `xs` and `y` has a rule, as far as we know how.
+
+    What the names mean is said by a scope: the outermost graph, or where it is nested graphs, all around and itself.
 
     Rewrites are made in place; where functions are replaced by their bodies, the result is another model. Those of the
     model that can be differentiated as such are not replaced if they are to be kept.
     """
     names = list(xs)
     while True:
-        nodes = _on_the_way(model, y, names)
+        nodes = _on_the_way(scope_in(model), y, names)
         unknown = [node for node in nodes if lookup(node) is None]
         known: dict[ir.OperatorIdentifier, bool] = {}
         kept = {node for node in unknown if keep_functions and _can_stay(model, node, known)}
@@ -41,10 +51,10 @@ def expanded(model: Model, y: str, xs: Iterable[str], *, keep_functions: bool = 
             return model
 
 
-def _on_the_way(model: Model, y: str, xs: list[str]) -> list[ir.Node]:
+def _on_the_way(scope: Sequence[ir.Graph], y: str, xs: list[str]) -> list[ir.Node]:
     """The nodes between `xs` and `y`, and all that are nested in them."""
-    known = {value.name: value for value in values(model.graph)}
-    nodes = between(known[y], [known[x] for x in xs])
+    known = visible(scope)
+    nodes = between(known[y], [known[x] for x in xs], scope)
     return nodes + [inner for node in nodes for graph in nested_graphs(node) for inner in graph.all_nodes()]
 
 

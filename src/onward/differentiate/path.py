@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import onnx_ir as ir
 
@@ -16,30 +16,30 @@ Find = Callable[[ir.Node], Rule | Rewrite | NoGradient | None]
 """How rules are found: `lookup` in the table, or what knows more of them."""
 
 
-def between(y: ir.Value, xs: Iterable[ir.Value]) -> list[ir.Node]:
-    """The nodes on the ways from `xs` to `y`, in the order of the graph."""
+def between(y: ir.Value, xs: Iterable[ir.Value], scope: Sequence[ir.Graph] = ()) -> list[ir.Node]:
+    """The nodes on the ways from `xs` to `y`, in the order of the graph; of all graphs of a scope, if that is given."""
     producer = y.producer()
-    if producer is None:
+    if producer is None or producer.graph is None:
         return []
     needed, _ = ancestors([y])
     reached = set(xs)
     found = []
-    for node in sorted((node for node in needed if node.graph is producer.graph), key=_position(y)):
+    for node in (node for graph in scope or (producer.graph,) for node in graph if node in needed):
         if any(value in reached for value in read_by(node)):
             reached.update(node.outputs)
             found.append(node)
     return found
 
 
-def way(y: ir.Value, xs: Iterable[ir.Value], find: Find = lookup) -> list[ir.Node]:
+def way(y: ir.Value, xs: Iterable[ir.Value], find: Find = lookup, scope: Sequence[ir.Graph] = ()) -> list[ir.Node]:
     """The same, all of them with a rule; else an error that names the first without one, and where it stands."""
     sources = list(xs)
-    nodes = between(y, sources)
+    nodes = between(y, sources, scope)
     reached = {*sources, *(output for node in nodes for output in node.outputs)}
     for node in reversed(nodes):
         for inner in (node, *_nested(node, reached)):
             if find(inner) is None:
-                raise _explained(inner, node, y, sources)
+                raise _explained(inner, node, y, sources, scope)
     return nodes
 
 
@@ -55,15 +55,11 @@ def _nested(node: ir.Node, reached: Iterable[ir.Value]) -> Iterator[ir.Node]:
             yield from _nested(inner, {*sources, *(output for known in graph for output in known.outputs)})
 
 
-def _position(y: ir.Value) -> Callable[[ir.Node], int]:
-    node = y.producer()
-    order = {n: i for i, n in enumerate(node.graph)} if node is not None and node.graph is not None else {}
-    return lambda n: order.get(n, -1)
-
-
-def _explained(node: ir.Node, outermost: ir.Node, y: ir.Value, xs: Iterable[ir.Value]) -> UnsupportedError:
+def _explained(
+    node: ir.Node, outermost: ir.Node, y: ir.Value, xs: Iterable[ir.Value], scope: Sequence[ir.Graph]
+) -> UnsupportedError:
     """`node` is `outermost`, or stands in a graph nested in it."""
-    x = next(x for x in xs if outermost in between(y, [x]))
+    x = next(x for x in xs if outermost in between(y, [x], scope))
     way = [*_way_back(y, outermost), *([node] if node is not outermost else [])]
     steps = " <- ".join([y.name or "", *(n.name or n.op_type for n in way)])
     return UnsupportedError(

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from onward.differentiate.gradients import lower_gradients
 from onward.differentiate.recompute import Choice
 from onward.differentiate.simplify import put_results_last, simplify
 from onward.errors import UnsupportedError
 from onward.lowering import optimizers
 from onward.lowering.calls import write_calls
 from onward.lowering.expand import expand
-from onward.lowering.gradients import lower_gradients
 from onward.lowering.optimize import optimize
 from onward.model import TRAINING_DOMAIN, Model
 from onward.transform.inline import inline_calls
+from onward.transform.training import drop_unused_definitions
 from onward.transform.unused import remove_unused
 
 
@@ -51,4 +52,4 @@ def _shorten(model: Model) -> None:
             f"there is no way to write {', '.join(sorted(left))} in plain operators",
             hint="of this domain the standard has Gradient, Adagrad, Adam and Momentum",
         )
-    graph.opset_imports.pop(TRAINING_DOMAIN, None)
+    drop_unused_definitions(model)

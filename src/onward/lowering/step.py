@@ -16,6 +16,7 @@ import onnx_ir as ir
 from onward.arguments import checked
 from onward.build import Builder, Names, uncollected
 from onward.differentiate.api import COMMON_OPSET, OLDEST_OPSET
+from onward.differentiate.gradients import lower_gradients
 from onward.differentiate.recompute import Choice
 from onward.differentiate.simplify import put_results_last, simplify
 from onward.errors import InvalidModelError, UnknownNameError, UnsupportedError, near
@@ -23,7 +24,6 @@ from onward.lowering.calls import write_calls
 from onward.lowering.contract import record
 from onward.lowering.expand import expand
 from onward.lowering.flow import Flow, keep_what_is_needed
-from onward.lowering.gradients import lower_gradients
 from onward.lowering.inference import has_training_operators, plain_inference
 from onward.lowering.optimize import optimize
 from onward.model import Model, Source, read

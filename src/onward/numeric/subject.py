@@ -9,8 +9,8 @@ import onnx_ir as ir
 from onnx import defs
 
 from onward.differentiate.api import COMMON_OPSET, OLDEST_OPSET
+from onward.differentiate.gradients import lower_gradients
 from onward.errors import UnknownNameError, UnsupportedError, near_or_first
-from onward.lowering.gradients import lower_gradients
 from onward.model import Model, Source, read
 from onward.model.core import string, strings, values
 from onward.model.signature import sound

@@ -4,8 +4,12 @@ A nested graph reads values of the graphs around it without naming them as input
 not visible outside, so the graph of a gradient computes it again.
 """
 
+from collections.abc import Sequence
+from typing import Any
+
 import onnx_ir as ir
 
+from onward.build import Builder
 from onward.containers import is_sequence
 from onward.errors import UnsupportedError
 from onward.model.walk import is_random, nested_graphs, read_by
@@ -26,7 +30,7 @@ def captured_and_active(node, active):
     return [value for value in captured(inner) if value in active and value.graph not in tuple(nested_graphs(node))]
 
 
-def copied(op, graph):
+def copied(op: Builder, graph: ir.Graph) -> ir.Graph:
     """A nested graph once more, its values and nodes under names of their own."""
     copy = graph.clone(allow_outer_scope_values=True)
     for inner in (copy, *copy.subgraphs()):
@@ -51,11 +55,11 @@ def recomputed(op, graph, given):
     nodes = list(copy)
     copy.remove(nodes)
     op.graph.extend(nodes)
-    _fill_in_types(op, nodes)
+    fill_in_types_of(op, nodes)
     return nodes, outputs
 
 
-def _fill_in_types(op, nodes):
+def fill_in_types_of(op: Builder, nodes: Sequence[ir.Node]) -> None:
     """Types and shapes of what the nodes compute, as far as they follow from what they read."""
     read = [value for value in captured(nodes) if value.type is not None]
     # Declared symbols may be of the nested graph alone, so only numbers are certain.
@@ -65,7 +69,7 @@ def _fill_in_types(op, nodes):
     declared = {name: value.shape for name, value in untyped.items()}
     for value in untyped.values():
         value.shape = None
-    view = ir.GraphView(read, [], nodes=nodes, opset_imports={**op.imports, "": op.opset}, name="nodes")
+    view: Any = ir.GraphView(read, [], nodes=nodes, opset_imports={**op.imports, "": op.opset}, name="nodes")
     functions = list(op.functions.values())
     types = value_types(ir.serde.serialize_model(ir.Model(view, ir_version=10, functions=functions)))
     symbols = {str(d.value) for v in read if v.shape is not None for d in v.shape if isinstance(d, ir.SymbolicDim)}

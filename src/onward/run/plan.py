@@ -12,7 +12,8 @@ import numpy as np
 import onnx_ir as ir
 
 from onward.model.core import is_gradient, string, strings
-from onward.model.walk import read_by
+from onward.model.named import visible
+from onward.model.walk import nested_graphs, read_by
 from onward.run.calls import array_of, newest_form
 from onward.run.framework import Function, keywords
 from onward.run.fusion import Match, matches
@@ -89,7 +90,7 @@ def plan(
 
     What amounts to one of the operators that are in `fuses` is handed to it.
     """
-    return _Planner(functions, host, opset, fuses).graph(graph, {})
+    return _Planner(functions, host, opset, fuses).graph(graph)
 
 
 class _Planner:
@@ -100,10 +101,12 @@ class _Planner:
         self._host = host
         self._opset = opset
         self._fuses = fuses
+        self._scope: tuple[ir.Graph, ...] = ()
         self._known: dict[str, ir.Value] = {}
 
-    def graph(self, graph: ir.Graph, known: Mapping[str, ir.Value]) -> Plan:
-        outside, self._known = self._known, {**known, **_named_values(graph)}
+    def graph(self, graph: ir.Graph) -> Plan:
+        outside, self._scope = self._scope, (*self._scope, graph)
+        known, self._known = self._known, {**self._known, **visible([graph])}
         inputs = {value.name or "": value for value in graph.inputs if not value.is_initializer()}
         outputs = list(graph.outputs)
         constants = {
@@ -112,7 +115,7 @@ class _Planner:
             if (tensor := value.const_value) is not None
         }
         made = self._part(list(graph), inputs.values(), outputs, constants)
-        self._known = outside
+        self._scope, self._known = outside, known
         return dataclasses.replace(made, inputs=inputs)
 
     def _part(
@@ -123,8 +126,9 @@ class _Planner:
         constants: dict[ir.Value, np.ndarray],
         *,
         fuses: bool = True,
+        given: Container[ir.Value] = (),
     ) -> Plan:
-        """The plan of some nodes of the graph at hand."""
+        """The plan of some nodes of the graph at hand; outputs of theirs that are given are not taken from them."""
         outputs = list(outputs)
         units: list[Item] = []
         left = dict.fromkeys(nodes)
@@ -140,7 +144,9 @@ class _Planner:
             if node.op_type == "Constant" and node.domain in ("", "ai.onnx"):
                 constants[node.outputs[0]] = _constant(node)
             else:
-                units.append(self._call(node, constants))
+                call = self._call(node, constants)
+                call.outputs = [None if value in given else value for value in call.outputs]
+                units.append(call)
         items = _needed(_sorted(units), outputs)
         available = {*inputs, *constants, *(value for item in items for value in _written(item))}
         captured = dict.fromkeys(value for item in items for value in _read(item) if value not in available)
@@ -162,7 +168,7 @@ class _Planner:
         while inputs and inputs[-1] is None:
             inputs.pop()
         graphs = {
-            name: self.graph(attribute.as_graph(), self._known)
+            name: self.graph(attribute.as_graph())
             for name, attribute in node.attributes.items()
             if attribute.type == ir.AttributeType.GRAPH
         }
@@ -196,15 +202,16 @@ class _Planner:
         given = [value for value in node.inputs if value is not None]
         y = self._known[string(node, "y")]
         as_it_is = given == variables
-        nodes = self._between(y, variables[: len(names)] if as_it_is else variables)
+        nodes = self._between(y, variables[: len(names)] if as_it_is else variables, cut=set(variables))
         kept: list[ir.Value] = []
-        if as_it_is and all(inner in left for inner in nodes):
+        computed = {value for inner in nodes for value in inner.outputs}
+        if as_it_is and all(inner in left for inner in nodes) and computed.isdisjoint(variables):
             for inner in nodes:
                 del left[inner]
             read = {*outputs, *(value for other in left for value in self._reads(other))}
             kept = [value for inner in nodes for value in inner.outputs if value in read]
         return Differentiation(
-            self._part(nodes, variables[: len(names)], [y, *kept], {}),
+            self._part(nodes, variables[: len(names)], [y, *kept], {}, given=set(variables)),
             variables[: len(names)],
             given[: len(names)],
             y,
@@ -213,18 +220,18 @@ class _Planner:
             {} if as_it_is else dict(zip(variables[len(names) :], given[len(names) :], strict=True)),
         )
 
-    def _between(self, y: ir.Value, variables: Sequence[ir.Value]) -> list[ir.Node]:
-        """The nodes on the ways from the variables to `y`, in the order of the graph."""
+    def _between(self, y: ir.Value, variables: Sequence[ir.Value], cut: Container[ir.Value]) -> list[ir.Node]:
+        """The nodes on the ways from the variables to `y`, in the order of the graph, and of those around it."""
         needed: set[ir.Node] = set()
         pending = [y]
         while pending:
-            node = pending.pop().producer()
+            value = pending.pop()
+            node = value.producer() if value not in cut else None
             if node is not None and node not in needed:
                 needed.add(node)
                 pending += self._reads(node)
         reached, found = set(variables), []
-        producer = y.producer()
-        for node in producer.graph if producer is not None and producer.graph is not None else ():
+        for node in (node for graph in self._scope for node in graph):
             if node in needed and any(value in reached for value in self._reads(node)):
                 fresh = [value for value in node.outputs if value not in reached]
                 reached.update(fresh)
@@ -233,19 +240,16 @@ class _Planner:
 
     def _reads(self, node: ir.Node) -> Iterator[ir.Value]:
         yield from read_by(node)
-        if is_gradient(node):  # which reads its result, and what that depends on, by name
-            yield self._known[string(node, "y")]
+        inside = (inner for graph in nested_graphs(node) for inner in graph.all_nodes())
+        for gradient in filter(is_gradient, (node, *inside)):  # which reads its result, and what that needs, by name
+            if (y := string(gradient, "y")) in self._known:
+                yield self._known[y]
 
 
 def _with(function: Function, attributes: Mapping[str, Any]) -> Function:
     """A function that has the attributes that it asks for."""
     asked = {name: attributes[name] for name in keywords(function) if name in attributes}
     return functools.partial(function, **asked) if asked else function
-
-
-def _named_values(graph: ir.Graph) -> dict[str, ir.Value]:
-    known = [*graph.inputs, *graph.initializers.values(), *(value for node in graph for value in node.outputs)]
-    return {value.name: value for value in known if value.name}
 
 
 def _constant(node: ir.Node) -> np.ndarray:

@@ -10,6 +10,7 @@ from onward.arguments import checked
 from onward.errors import UnknownNameError, UnsupportedError, near_or_first
 from onward.model import Model, Source, read
 from onward.model.core import Step, string, strings, values
+from onward.model.named import tie, untie
 from onward.model.serde import stamp
 from onward.model.state import states
 from onward.model.walk import ancestors
@@ -34,6 +35,7 @@ def extract(source: Source, inputs: Sequence[str], outputs: Sequence[str]) -> Mo
         )
     fill_in_types(model, [known[name] for name in (*inputs, *outputs)])
     graph = model.graph
+    tie(graph)  # to what the part must then contain
     fresh = [_as_input(known[name]) for name in inputs]
     known |= {value.name: value for value in fresh if value.name}
     results = [known[name] for name in outputs]
@@ -50,6 +52,7 @@ def extract(source: Source, inputs: Sequence[str], outputs: Sequence[str]) -> Mo
     for name in [n for n, v in graph.initializers.items() if not v.uses() and v not in results and v not in fresh]:
         del graph.initializers[name]
     graph.outputs.extend(results)
+    untie(graph)
     drop_unused_definitions(model)
     model.path = None
     return stamp(model)

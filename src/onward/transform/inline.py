@@ -13,6 +13,7 @@ from onward.arguments import checked
 from onward.errors import InvalidModelError, UnknownNameError, near_or_first
 from onward.model import Model, Source, read
 from onward.model.core import values
+from onward.model.named import tie, tie_function, untie
 from onward.model.serde import from_proto, stamp, to_proto, with_data, without_data
 from onward.transform.expansion import check_expansion
 from onward.transform.opset import convert_function
@@ -48,9 +49,12 @@ def inline_calls(model: Model, names: Iterable[str] = ("*",)) -> None:
         return any(_matches(f"{function.domain}.{function.name}", pattern) for pattern in patterns)
 
     graphs = [model.graph, *(graph for step in model.steps for graph in (step.algorithm, step.initialization) if graph)]
-    functions = list(model.functions.values())
+    functions = [function.clone() for function in model.functions.values()]
+    for function in functions:
+        tie_function(function)
     names_in_use = model.names()
     for graph in graphs if functions else ():
+        tie(graph, () if graph is model.graph else (model.graph,))
         before = set(values(graph))
         graph.opset_imports.update(model.ir.opset_imports)
         holder = ir.Model(graph, ir_version=model.ir.ir_version or 10, functions=[f.clone() for f in functions])
@@ -62,6 +66,7 @@ def inline_calls(model: Model, names: Iterable[str] = ("*",)) -> None:
         for value in values(graph):  # fresh in their own graph so far; the combined graph needs them fresh in both
             if value not in before and not value.is_graph_output():
                 value.name = names_in_use.fresh(value.name or "value")
+        untie(graph)
     for function in functions:
         if wanted(function):
             model.functions.pop(function.identifier(), None)

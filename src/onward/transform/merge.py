@@ -10,6 +10,7 @@ from onward.arguments import checked
 from onward.errors import InvalidModelError, UnknownNameError, near
 from onward.model import Model, Source, read
 from onward.model.core import values
+from onward.model.named import rename_in_gradients
 from onward.model.serde import stamp
 from onward.transform.names import add_prefix, replace_names
 from onward.transform.opset import convert_opset
@@ -43,6 +44,7 @@ def merge(
         _check_types(source, target)
         target.replace_all_uses_with(source, replace_graph_outputs=True)
         second.graph.inputs.remove(target)
+        rename_in_gradients(second.graph, {name: output})
         for step in second.steps:
             replace_names(step, {name: output})
     _move(first, second, set(joins))

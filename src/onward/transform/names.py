@@ -11,7 +11,8 @@ import onnx_ir as ir
 from onward.arguments import checked
 from onward.errors import InvalidModelError, UnknownNameError, near_or_first
 from onward.model import Model, Source, read
-from onward.model.core import Step, string, strings, values
+from onward.model.core import Step, values
+from onward.model.named import rename_in_gradients
 from onward.model.serde import stamp
 from onward.model.state import PARAMETER_KEY, tagged
 
@@ -57,12 +58,7 @@ def replace_names(step: Step, names: Mapping[str, str]) -> None:
     def new(name: str) -> str:
         return names.get(name, name)
 
-    for node in step.gradients():
-        for key in ("xs", "zs"):
-            if names_in := strings(node, key):
-                node.attributes[key] = ir.AttrStrings(key, [new(x) for x in names_in])
-        if y := string(node, "y"):
-            node.attributes["y"] = ir.AttrString("y", new(y))
+    rename_in_gradients(step.algorithm, names)
     step.update = {new(key): new(value) for key, value in step.update.items()}
     step.reset = {new(key): value for key, value in step.reset.items()}
     for key in [key for key in step.metadata if key.startswith("train.")]:
@@ -82,6 +78,7 @@ def _apply(model: Model, wanted: Mapping[str, str]) -> None:
         owner = tensor.metadata_props.get(PARAMETER_KEY, "") if tensor is not None else ""
         if tensor is not None and owner in wanted:
             value.const_value = tagged(tensor, param=wanted[owner])
+    rename_in_gradients(model.graph, wanted)
     for step in model.steps:
         replace_names(step, wanted)
 

@@ -133,6 +133,8 @@ class Torch(Framework):
             y, more = function(variables)
 
         def gradients() -> list[torch.Tensor]:
+            if not y.requires_grad:  # it depends on none of them
+                return [torch.zeros_like(x) for x in xs]
             found = torch.autograd.grad(
                 y,
                 variables,

@@ -1,0 +1,161 @@
+"""Replacing the standard's `Gradient` operator by what it computes.
+
+`xs` and `zs` name the independent variables of a subgraph and `y` its result; the inputs of the node are values for the
+variables, usually these tensors themselves. Then the forward pass that is there is differentiated; else a copy of it
+that reads the given values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import onnx_ir as ir
+
+from onward.build import Builder, Expr, twin, uncollected
+from onward.differentiate.expand import expanded
+from onward.differentiate.path import between, way
+from onward.differentiate.recompute import Choice, recomputation
+from onward.differentiate.sweep import pull_back
+from onward.errors import InvalidModelError, UnsupportedError
+from onward.model import Model
+from onward.model.core import is_gradient, string, strings
+from onward.model.named import gradients_in, names_of, visible
+from onward.model.walk import ancestors, nodes_after
+from onward.rules.nested import copied, fill_in_types_of
+from onward.transform.inline import inline_calls
+from onward.transform.types import fill_in_types_before
+from onward.transform.unused import remove_unused
+
+
+@uncollected()
+def lower_gradients(model: Model, *, recompute: Choice = None) -> Model:
+    """A model without steps, which may be changed, with no `Gradient` left; those of higher order are done in order.
+
+    Functions that have one are replaced by their bodies.
+    """
+    if not has_gradients(model):
+        return model
+    inline_calls(model, _functions_with_gradients(model))
+    while (place := next(gradients_in(model.graph), None)) is not None:
+        node, scope = place
+        xs, y = strings(node, "xs"), string(node, "y")
+        _check_names(node, scope)
+        _fill_in_types_inside(model, scope, y)
+        model = expanded(model, y, xs, scope_in=_first_scope)
+        _lower(model, *next(gradients_in(model.graph)), recompute)
+    for graph in (model.graph, *model.graph.subgraphs()):
+        remove_unused(graph)
+    return model
+
+
+def has_gradients(model: Model) -> bool:
+    """Whether there is a Gradient in the main graph or in a function."""
+    graphs = [model.graph, *(function.graph for function in model.functions.values())]
+    return any(is_gradient(node) for graph in graphs for node in graph.all_nodes())
+
+
+def _functions_with_gradients(model: Model) -> list[str]:
+    """The functions that have a Gradient, or call one that has."""
+    calls = {key: {node.op_identifier() for node in function.all_nodes()} for key, function in model.functions.items()}
+    found = {key for key, function in model.functions.items() if any(map(is_gradient, function.all_nodes()))}
+    while more := {key for key in calls.keys() - found if calls[key] & found}:
+        found |= more
+    return [f"{domain}.{name}" for domain, name, _ in found]
+
+
+def _first_scope(model: Model) -> Sequence[ir.Graph]:
+    _, scope = next(gradients_in(model.graph))
+    return scope
+
+
+def _check_names(node: ir.Node, scope: Sequence[ir.Graph]) -> None:
+    known = visible(scope)
+    names = names_of(node)
+    missing = [name for name in names if name not in known]
+    given = sum(value is not None for value in node.inputs)
+    if missing or len(names) - 1 != given:
+        raise InvalidModelError(
+            f"the Gradient `{node.name}` names `{missing[0]}`, which does not exist"
+            if missing
+            else f"the Gradient `{node.name}` has {given} inputs for {len(names) - 1} variables",
+            hint="`onward check` says more",
+        )
+
+
+def _fill_in_types_inside(model: Model, scope: Sequence[ir.Graph], y: str) -> None:
+    """The types of what `y` is computed from in nested graphs: a file states few of them there."""
+    if len(scope) == 1:
+        return
+    target = visible(scope)[y]
+    fill_in_types_before(model, (target,))
+    needed, _ = ancestors([target])
+    for graph in scope[1:]:
+        fill_in_types_of(_builder(model, graph), [node for node in graph if node in needed])
+
+
+def _builder(model: Model, graph: ir.Graph) -> Builder:
+    imports, names = model.graph.opset_imports, model.names()
+    return Builder(graph, opset=model.opset, names=names, functions=model.functions, imports=imports, share=True)
+
+
+def _lower(model: Model, node: ir.Node, scope: Sequence[ir.Graph], recompute: Choice) -> None:
+    graph, known = scope[-1], visible(scope)
+    xs, y = strings(node, "xs"), string(node, "y")
+    given = [value for value in node.inputs if value is not None]
+    variables, target = [known[name] for name in (*xs, *strings(node, "zs"))], known[y]
+    fill_in_types_before(model, (target, *given))
+    _fill_in_types_inside(model, scope, y)
+    op = _builder(model, graph)
+    if given != variables:
+        variables, target = _at(op, target, dict(zip(variables, given, strict=True)), scope)
+    wanted = variables[: len(xs)]
+    nodes = way(target, wanted, scope=scope)
+    if target.dtype is None:
+        raise UnsupportedError(f"the type of `{y}` is not known", hint="state it in the file, in a `value_info`")
+    last = graph[-1]
+    again = recomputation(recompute, nodes, wanted)
+    found = pull_back(op, nodes, {target: op.filled_like(target, 1)}, wanted, cut=set(variables), recomputation=again)
+    made = set(nodes_after(last, graph))
+    for x, output in zip(wanted, node.outputs, strict=False):
+        if output.name:
+            result = found[x] if x in found else op.filled_like(x, 0)
+            _replace(op, output, result if result.value.producer() in made else op.Identity(result))
+    graph.remove(node, safe=True)
+    model.graph.sort()
+
+
+def _at(
+    op: Builder, y: ir.Value, given: dict[ir.Value, ir.Value], scope: Sequence[ir.Graph]
+) -> tuple[list[ir.Value], ir.Value]:
+    """A copy of the subgraph from the variables to `y` that reads the given values; those, and the copy's `y`."""
+    new = dict(given)
+    for node in between(y, list(given), scope):
+        if all(output in given for output in node.outputs):
+            continue
+        copy = twin(
+            node, [new.get(value, value) if value is not None else None for value in node.inputs], op.names, "{}/at"
+        )
+        for name, attribute in copy.attributes.items():
+            if attribute.type == ir.AttributeType.GRAPH:
+                copy.attributes[name] = ir.AttrGraph(name, _nested_at(op, attribute.as_graph(), new))
+        new |= {old: output for old, output in zip(node.outputs, copy.outputs, strict=True) if old not in given}
+        op.graph.append(copy)
+    return [new[value] for value in given], new.get(y, y)
+
+
+def _nested_at(op: Builder, graph: ir.Graph, new: Mapping[ir.Value, ir.Value]) -> ir.Graph:
+    copy = copied(op, graph)
+    for node in copy.all_nodes():
+        for i, value in enumerate(node.inputs):
+            if value is not None and value in new:
+                node.replace_input_with(i, new[value])
+    return copy
+
+
+def _replace(op: Builder, old: ir.Value, new: Expr) -> None:
+    if new.value.is_graph_output():
+        new = op.Identity(new)
+    name = old.name
+    old.name = op.names.fresh(f"{name}/lowered")
+    old.replace_all_uses_with(new.value, replace_graph_outputs=True)
+    new.value.name = name
