@@ -30,7 +30,7 @@ from onward.run import ENGINES, FRAMEWORKS
 
 BUILD = ["train", "prepare", "grad", "lower", "convert"]
 LOOK = ["check", "check-gradients", "verify", "engines", "show", "diff", "report"]
-CHANGE = ["set", "rename", "prefix", "merge", "extract", "inline", "opset", "data", "strip", "refresh"]
+CHANGE = ["set", "rename", "prefix", "merge", "extract", "inline", "opset", "data", "reset", "strip", "refresh"]
 COMMANDS = [*BUILD, *LOOK, *CHANGE]
 RECIPE = ["--loss", "cross_entropy", "--optimizer", "adamw:lr=1e-3", "--schedule", "cosine:steps=1000,warmup=50"]
 
@@ -494,6 +494,7 @@ def again(recompute: Any) -> onnx.ModelProto:
         ("inline T", "training-inlined", lambda: reference(onward.inline)),
         ("inline T --function onward.A*", "training-inlined", lambda: reference(onward.inline, ["onward.A*"])),
         ("opset T 22", "training-opset22", lambda: reference(onward.convert_opset, 22)),
+        ("reset T", "training-reset", lambda: reference(onward.reset)),
         ("strip T", "training-inference", lambda: reference(onward.strip)),
         ("extract T --to active", "training-part", lambda: reference(onward.extract, ["image"], ["active"])),
         ("merge T digits.onnx --connect logits=image --prefix d/", "training-digits", None),

@@ -101,7 +101,7 @@ _MEASURING = """
 """
 
 
-def test_six_gibibytes_are_prepared_shown_checked_changed_and_stripped_in_seconds(tmp_path: Path) -> None:
+def test_six_gibibytes_are_prepared_shown_checked_changed_reset_and_stripped_in_seconds(tmp_path: Path) -> None:
     path = huge(tmp_path, 24)
     weights = os.stat(tmp_path / "huge.weights")
     found = measured(
@@ -111,6 +111,7 @@ def test_six_gibibytes_are_prepared_shown_checked_changed_and_stripped_in_second
         command("show", made)
         command("check", made)
         command("set", made, "group0/lr=3e-4")
+        command("reset", made, "-o", made.replace("made", "reset"))
         command("strip", made, "-o", made.replace("made", "stripped"))
         command("lower", made, "-o", made.replace("made", "lowered"))
         found["memory"] = peak() - before

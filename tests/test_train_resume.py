@@ -99,6 +99,20 @@ def test_kill(kills: int, whole: Run, folder: Path) -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="kills forks")
+def test_a_run_that_was_reset_is_not_reset_again(folder: Path) -> None:
+    """By its seeds a reset would draw the same again: it is the steps since then that would be lost."""
+    settings = {"init": {"fc.weight": "normal"}, "reset": True, "seed": 3, "tensorboard": False, "epochs": 3}
+    (folder / "settings.json").write_text(json.dumps(settings))
+    whole = train("model.onnx", "data.npz", run="whole", **killed_runs.settings_in(folder))
+    arguments = [sys.executable, killed_runs.__file__, str(folder), "2", "2"]
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    run = Run("run")
+    assert [e for e in run.log if e["event"] == "resume"] and run.config["reset"]
+    assert_same(run, whole)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="kills forks")
 @pytest.mark.parametrize("kills", [5, pytest.param(50, marks=pytest.mark.slow)])
 def test_kill_with_weights_beside_the_model(kills: int, tmp_path: Path) -> None:
     """Frozen ones are in the folder once, whatever happens; of all others, there is nothing left that nobody needs."""

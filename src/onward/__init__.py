@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from onward.model import Model, Step, read
     from onward.numeric import check_gradients
     from onward.recipe import Recipe, add_lora, load_adapter, merge_lora, prepare, replace_head, save_adapter
+    from onward.run.initial import reset
     from onward.training.api import find_lr, resume, train
     from onward.training.report import report
     from onward.transform import add_prefix, convert_opset, declare, extract, inline, merge, refresh, rename, strip
@@ -73,6 +74,7 @@ _HOME = {
     "rename": "transform",
     "replace_head": "recipe",
     "report": "training.report",
+    "reset": "run.initial",
     "resume": "training.api",
     "save_adapter": "recipe",
     "strip": "transform",
@@ -123,6 +125,7 @@ __all__ = [
     "rename",
     "replace_head",
     "report",
+    "reset",
     "resume",
     "save_adapter",
     "strip",

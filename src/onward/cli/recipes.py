@@ -100,8 +100,8 @@ Init = Annotated[
     _starts(
         "--init",
         "SPEC",
-        "What a reset makes of parameters: an initializer by name, or `PATTERN=SPEC` for some; the values in the "
-        "file unless given. May be repeated.",
+        "What `train` and `reset` make of parameters first: an initializer by name, or `PATTERN=SPEC` for some; the "
+        "values in the file unless given. May be repeated.",
     ),
 ]
 Preprocess = Annotated[

@@ -48,6 +48,7 @@ def _engines(*flags: str, metavar: str | None, help: str) -> Any:
     "      --augment 'flip crop:padding=4'",
     "onward train net.onnx --data photos/ --loss ce --engine torch --device cuda --precision bfloat16",
     "onward train net.onnx --from checkpoint-500/ --data photos/ --loss ce --epochs 3",
+    "onward train training.onnx --data digits.npz --reset --seed 7",
     "onward train --resume runs/digits-20260101-120000",
     usage="MODEL --data DATA [OPTIONS]",
 )
@@ -144,6 +145,14 @@ def train(
         _runs("--from", metavar="CHECKPOINT", help="Go on from a checkpoint of another framework, which is of MODEL."),
     ] = None,
     names: options.Names = None,
+    reset: Annotated[
+        bool,
+        _runs(
+            "--reset",
+            metavar=None,
+            help="Start from the initialization of a training model, and not from its state; `--seed` draws anew.",
+        ),
+    ] = False,
     resume: Annotated[
         Path | None, _runs("--resume", metavar="FOLDER", help="Go on with a run, as if nothing had happened.")
     ] = None,
@@ -199,7 +208,7 @@ def train(
 
     if origin is not None:
         stated = {name: recipe[name] if name in given else None for name in _FROM}
-        _refuse_with("`--from`", given & recipes.OPTIONS - _FROM, "a checkpoint says how it goes on")
+        _refuse_with("`--from`", given & (recipes.OPTIONS | {"reset"}) - _FROM, "a checkpoint says how it goes on")
         source, recipe = _continued(origin, model, names, stated), {}
     else:
         _refuse_with("a model alone", given & {"names"}, "it is for `--from CHECKPOINT`")
@@ -210,7 +219,7 @@ def train(
     common: dict[str, Any] = {
         "batch_size": batch_size,
         "columns": pairs(mapping or [], "--map image=pixels"),
-        "seed": seed,
+        **({"seed": seed} if "seed" in given else {}),
         "engine": engine,
         "device": device,
         "threads": threads,
@@ -231,6 +240,7 @@ def train(
         run=run,
         shuffle=not no_shuffle,
         last=last,
+        reset=reset,
         metrics=metric,
         monitor=monitor,
         patience=patience,

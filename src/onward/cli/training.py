@@ -1,4 +1,4 @@
-"""`onward strip` and `onward refresh`: taking training off a model, and putting it back."""
+"""`onward reset`, `strip` and `refresh`: training started over, taken off a model, and put back."""
 
 from __future__ import annotations
 
@@ -11,6 +11,37 @@ from onward.cli import options
 from onward.cli.app import CHANGE, command
 from onward.cli.saving import target
 from onward.cli.work import working
+
+
+@command(
+    CHANGE,
+    "onward reset training.onnx",
+    "onward reset trained.onnx --seed 7 -o fresh.onnx",
+)
+def reset(
+    model: options.Model,
+    seed: Annotated[
+        int | None,
+        typer.Option("--seed", metavar="N", help="Draw other random numbers; those of the file unless given."),
+    ] = None,
+    output: options.Output = None,
+    data: options.Data = "auto",
+    force: options.Force = False,
+) -> None:
+    """Start over: weights, moments and counters as the initialization of the file makes them.
+
+    What `onward prepare` writes as initialization are the weights that the model had, unless `--init` said otherwise,
+    and zeros for what optimizers keep. State without an initialization stays as it is stored, and is named.
+    """
+    place = target(model, output, "reset", data=data, force=force)
+    import onward
+    from onward.errors import listed
+    from onward.run.initial import kept
+
+    with working(f"resetting {model}", model):
+        made = onward.reset(str(model), seed=seed)
+    stored = kept(made)
+    place.write(made, f"kept as stored: {listed(stored, 10)}" if stored else "all state is as initialised")
 
 
 @command(

@@ -29,7 +29,8 @@ class Assembly:
         self.init = Builder(self.step.initialization, opset=model.opset, names=Names(), functions=model.functions)  # type: ignore[arg-type]
         self.values: dict[str, ir.Value] = dict(model.graph.initializers)
         self._initial: dict[ir.Value, Expr] = {}
-        self._seed = seed
+        self._seed = ir.Tensor(random.new_key(seed))
+        self._seed_key: Expr | None = None
         self._key: Expr | None = None
 
     def input(self, name: str, dtype: ir.DataType, shape: ir.Shape | None) -> Expr:
@@ -99,9 +100,15 @@ class Assembly:
     def random_key(self, site: str) -> Expr:
         """A key for random numbers at a place in the algorithm; the generator's state is a state variable."""
         if self._key is None:
-            self._key = self.state("rng", _key_tensor(self._seed), lambda op: _key(op, self._seed), role="rng")
+            self._key = self.state("rng", self._seed, lambda op: op.Identity(self.seed_key()), role="rng")
             self.update("rng", random.fold_in(self.op, self._key, 0))
         return random.site_key(self.op, self._key, site)
+
+    def seed_key(self) -> Expr:
+        """The key of the seed in the initialization, where whoever wants other numbers puts that of another."""
+        if self._seed_key is None:
+            self._seed_key = self.init(registered(self.init, "seed", tagged(self._seed, role="rng")))
+        return self._seed_key
 
     def fact(self, key: str, value: Any) -> None:
         self.step.metadata[f"train.{key}"] = json.dumps(value)
@@ -115,13 +122,17 @@ class Assembly:
         self.model.steps.append(self.step)
 
     def _register(self, name: str, tensor: ir.TensorProtocol) -> ir.Value:
-        fresh = self.op.names.fresh(name)
-        tensor.name = fresh
-        shape = ir.Shape(tensor.shape.numpy())
-        value = ir.Value(name=fresh, type=ir.TensorType(tensor.dtype), shape=shape, const_value=tensor)
-        self.step.algorithm.register_initializer(value)
-        self.values[name] = value
+        value = self.values[name] = registered(self.op, name, tensor)
+        tensor.name = value.name
         return value
+
+
+def registered(op: Builder, name: str, tensor: ir.TensorProtocol) -> ir.Value:
+    """A tensor as an initializer of the graph that is built, of that name or one like it."""
+    kind, shape = ir.TensorType(tensor.dtype), ir.Shape(tensor.shape.numpy())
+    value = ir.Value(name=op.names.fresh(name), type=kind, shape=shape, const_value=tensor)
+    op.graph.register_initializer(value)
+    return value
 
 
 @function("average")
@@ -143,11 +154,3 @@ def fill(op: Builder, number: float, dtype: ir.DataType, shape: tuple[int, ...])
 
 def _empty_graph(name: str) -> ir.Graph:
     return ir.Graph([], [], nodes=[], name=name)
-
-
-def _key_tensor(seed: int) -> ir.Tensor:
-    return ir.Tensor(random.new_key(seed))
-
-
-def _key(op: Builder, seed: int) -> Expr:
-    return op.Identity(random.new_key(seed))

@@ -114,10 +114,10 @@ class Recipe:
         loss = assembly.metric("loss", loss)
         check_patterns(self.init, selection.parameters)
         for value in selection.parameters:
-            bind_initial_value(assembly, value, self.init, self.seed)
+            bind_initial_value(assembly, value, self.init)
         self._train(assembly, selection, loss, groups(selection.parameters, optimizer, self.groups, found))
         for value in bind_statistics(assembly, trained):
-            bind_initial_value(assembly, value, "file", self.seed)
+            bind_initial_value(assembly, value, "file")
         assembly.fact("selection", _selection_fact(selection))
         assembly.fact("forward", {new.name: old.name for old, new in trained.items() if not old.is_initializer()})
         assembly.fact("recipe", self.fact())

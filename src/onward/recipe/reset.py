@@ -12,7 +12,7 @@ from onward.build import Builder, Expr
 from onward.errors import UnknownNameError, near_or_first
 from onward.model.state import untagged
 from onward.recipe import random
-from onward.recipe.assembly import Assembly
+from onward.recipe.assembly import Assembly, registered
 from onward.recipe.initialize import initializer
 from onward.recipe.spec import Spec, parse
 from onward.recipe.trainable import matching
@@ -30,14 +30,14 @@ def check_patterns(init: str | Mapping[str, Any], parameters: Sequence[ir.Value]
             raise UnknownNameError(f"`{pattern}`, which has an initializer, matches no parameter", hint=hint)
 
 
-def bind_initial_value(assembly: Assembly, value: ir.Value, init: str | Mapping[str, Any], seed: int) -> None:
+def bind_initial_value(assembly: Assembly, value: ir.Value, init: str | Mapping[str, Any]) -> None:
     """Give a state variable of the inference graph its initialization binding."""
     spec = _spec_for(value.name or "", init)
     if spec.name == _FILE:
         assembly.reset(value, lambda op: _stored(op, value))
         return
-
-    assembly.reset(value, lambda op: _fresh(op, value, spec, seed))
+    key = assembly.seed_key()
+    assembly.reset(value, lambda op: _fresh(op, value, spec, key))
 
 
 def drawn(
@@ -50,16 +50,15 @@ def drawn(
     graph = ir.Graph([], [], nodes=[], opset_imports={"": _OPSET}, name="initialization")
     op = Builder(graph, opset=_OPSET)
     value = ir.Value(name=name, type=ir.TensorType(wide), shape=ir.Shape(shape))
-    graph.outputs.append(_fresh(op, value, parse(init), seed).value)
+    graph.outputs.append(_fresh(op, value, parse(init), op.constant(random.new_key(seed))).value)
     model = ir.Model(graph, ir_version=10, functions=list(op.functions.values()))
     session = ort.InferenceSession(ir.to_proto(model).SerializeToString(), providers=["CPUExecutionProvider"])
     numbers: np.ndarray = session.run(None, {})[0]
     return ir.Tensor(numbers.astype(dtype.numpy()), dtype=dtype, name=name)
 
 
-def _fresh(op: Builder, value: ir.Value, spec: Spec, seed: int) -> Expr:
-    key = random.site_key(op, op.constant(random.new_key(seed)), value.name or "")
-    return initializer(spec.name).build(op, key, value, **spec.options)
+def _fresh(op: Builder, value: ir.Value, spec: Spec, key: Expr) -> Expr:
+    return initializer(spec.name).build(op, random.site_key(op, key, value.name or ""), value, **spec.options)
 
 
 def _spec_for(name: str, init: str | Mapping[str, Any]) -> Spec:
@@ -73,9 +72,4 @@ def _spec_for(name: str, init: str | Mapping[str, Any]) -> Spec:
 def _stored(op: Builder, value: ir.Value) -> Expr:
     """A copy of the parameter as it is now; where its data is outside the file, both refer to the same bytes."""
     assert value.const_value is not None
-    tensor = untagged(value.const_value)
-    kept = ir.Value(
-        name=op.names.fresh(f"{value.name}"), type=value.type, shape=ir.Shape(tensor.shape.numpy()), const_value=tensor
-    )
-    op.graph.register_initializer(kept)
-    return op.Identity(op(kept))
+    return op.Identity(op(registered(op, value.name or "", untagged(value.const_value))))

@@ -57,6 +57,12 @@ class Engine(ABC):
     def load_state(self, state: Arrays) -> None:
         """Replace the state, or the part of it that is given."""
 
+    def reset(self) -> None:
+        """Start over: the state as it is in the file, then as its initializations make it, the same on every engine."""
+        from onward.run.initial import initial_state
+
+        self.load_state(initial_state(self.model, self.index))
+
     @abstractmethod
     def close(self) -> None:
         """Give back memory and devices."""

@@ -13,13 +13,14 @@ from typing import Annotated, Any
 
 from onward.arguments import Count, Range, Seed, Threads, checked
 from onward.differentiate.recompute import Choice
-from onward.errors import DataError, RecipeError
+from onward.errors import DataError, RecipeError, listed
 from onward.model import Model, Source, read
 from onward.model.state import states
 from onward.recipe import prepare, replace_head
 from onward.recipe.preprocessing import with_preprocessing
 from onward.recipe.spec import arguments
 from onward.run import Engine
+from onward.run.initial import kept, reseeded, started_over
 from onward.training.config import Config, Last
 from onward.training.data import in_parts
 from onward.training.evaluation import Measures
@@ -46,7 +47,8 @@ def train(
     columns: Mapping[str, str | Sequence[str]] | None = None,
     shuffle: bool = True,
     last: Last = "keep",
-    seed: Seed = 0,
+    reset: bool = False,
+    seed: Seed | None = None,
     metrics: Sequence[str] | str | None = None,
     monitor: str | None = None,
     patience: Count | None = None,
@@ -76,6 +78,8 @@ def train(
       took, or with `keep_preprocessing` data as they are
     - `columns`: input of the model -> column of the data, where names and shapes do not say it
     - `last`: what happens to a last batch that is not full: `"keep"`, `"drop"` or `"pad"`
+    - `reset`: start from the initialization of a training model, as `onward.reset` does, and not from its state
+    - `seed`: for the order of samples, a recipe and a reset; 0 unless given, but for a reset what the model has
     - `metrics`: measured on the validation data, such as `"accuracy"`; by default what suits the loss
     - `monitor`: the metric that decides which model is the best, which is measured, too; `patience`: epochs to wait for
       a better one
@@ -91,11 +95,14 @@ def train(
     _check(patience, validation)
     if run is not None:
         Run(run).refuse_if_in_use()
-    made = prepared(original, data, columns or {}, batch_size, recipe, seed)
+    made = prepared(original, data, columns or {}, batch_size, recipe, seed or 0)
     training = made.model
+    if reset:
+        training = started_over(training if seed is None else reseeded(training, seed))
+        made.notes.append(_reset_note(training))
     if "new_head" in recipe:  # then what is trained is not what was given
         head = arguments(replace_head, recipe["new_head"])
-        original = replace_head(original, **{"seed": seed, **head})
+        original = replace_head(original, **{"seed": seed or 0, **head})
     if keep_preprocessing:
         if made.preprocess is None:
             raise RecipeError("there is no preprocessing to keep", hint="give some: `preprocess=...`")
@@ -109,7 +116,7 @@ def train(
         columns=dict(columns or {}),
         shuffle=shuffle,
         last=last,
-        seed=seed,
+        seed=seed or 0,
         metrics=_metrics(training, metrics, monitor),
         monitor=monitor,
         patience=patience,
@@ -123,6 +130,7 @@ def train(
         precision=precision,
         deterministic=deterministic,
         stratify=stratify,
+        reset=reset,
     )
     measures = _measures(training, config)
     folder, at = Run(run) if run is not None else _new_folder(original), Place()
@@ -237,6 +245,11 @@ def _measures(training: Model, config: Config) -> Measures:
         are_classes=loss.by_number,
         ignored=labels.ignored if labels is not None and labels.name == loss.target else None,
     )
+
+
+def _reset_note(training: Model) -> str:
+    stored = kept(training)
+    return "reset to its initialization" + (f"; kept as stored: {listed(stored, 3)}" if stored else "")
 
 
 def _new_folder(model: Model) -> Run:

@@ -30,6 +30,7 @@ _BEFORE: Mapping[str, Any] = {
     "compile": True,
     "precision": None,
     "deterministic": False,
+    "reset": False,
 }
 """Settings that were not there once, and what they would have been."""
 
@@ -62,6 +63,8 @@ class Config:
     stratify: bool | None = None
     classes: Sequence[str] | None = None
     """What the numbers of labels stand for."""
+    reset: bool = False
+    """Whether it started from the initialization of the model, and not from its state."""
 
     def load(self, training: Model) -> Engine:
         """The engine that the run is on. What is not asked for is not mentioned: not every engine has it."""

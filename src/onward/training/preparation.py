@@ -12,6 +12,7 @@ from onward.errors import RecipeError, UnsupportedError
 from onward.model import Model
 from onward.recipe import prepare
 from onward.recipe.preprocessing import opened, pipelines
+from onward.run.initial import started_over
 from onward.training.data import Dataset, Stream, format_for, open_data
 from onward.training.raw import as_bytes, with_data
 from onward.transform.rebatch import fixed_batch, rebatch
@@ -40,7 +41,10 @@ def prepared(
     recipe: Mapping[str, Any],
     seed: int,
 ) -> Prepared:
-    """The training model for a model, a recipe and data; the latter matter if they are preprocessed."""
+    """The training model for a model, a recipe and data; the latter matter if they are preprocessed.
+
+    Where the recipe says what parameters start as, they do.
+    """
     if original.is_training_model:
         if recipe:
             raise RecipeError(
@@ -62,8 +66,9 @@ def prepared(
     preprocess = opened(recipe.get("preprocess"))
     recipe = {"loss": None, "seed": seed, **recipe, "preprocess": preprocess}
     training = prepare(model, **recipe)
+    begun = started_over if recipe.get("init", "file") != "file" else lambda prepared: prepared
     if preprocess is None or isinstance(preprocess, Model):
-        return Prepared(training, size, notes, preprocess=preprocess)
+        return Prepared(begun(training), size, notes, preprocess=preprocess)
     inputs = {value.name or "": value for value in (*training.inputs, *training.step().algorithm.inputs)}
     given = pipelines(model, preprocess)
     singles = {name: one for name, one in given.items() if one.raw is None or one.raw.dtype is ir.DataType.FLOAT}
@@ -71,7 +76,8 @@ def prepared(
     told = with_data(given, inputs, source.columns, columns)
     preprocess = {name: pipeline.all_specs for name, pipeline in told.items()}
     kept = {name: as_bytes(pipeline).all_specs for name, pipeline in told.items()}
-    return Prepared(prepare(model, **{**recipe, "preprocess": preprocess}), size, notes, source, kept)
+    training = prepare(model, **{**recipe, "preprocess": preprocess})
+    return Prepared(begun(training), size, notes, source, kept)
 
 
 def _for_batches(model: Model, wanted: int | None) -> tuple[Model, int, list[str]]:
