@@ -59,6 +59,18 @@ def test_each(name: str, target: str) -> None:
         assert not tried([features()[name]], target).startswith("no recipe")
 
 
+@pytest.mark.slow
+@needs("keras")
+def test_what_a_refusal_advises() -> None:
+    """Where the number of steps in time is said, a program of Keras has them all."""
+    draft = drafted(features()["ctc on an output"])
+    model = draft.model()
+    batches = draft.batches(model)
+    settled = onward.declare(model, {"x": (len(batches[0]["x"]), "N", batches[0]["x"].shape[2])})
+    losses = TARGETS["keras program"][1](settled, batches)
+    np.testing.assert_allclose(losses, on_engine("onnxruntime", threads=1)(model, batches), rtol=2e-4)
+
+
 # ---- several at once -------------------------------------------------------------------------------------------------
 
 CHEAP = ["lowered", "numpy engine", "torch engine", "torch objects"]

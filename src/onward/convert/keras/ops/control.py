@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+
+from onward.errors import UnsupportedError
 from onward.run.framework import NotOnHost, Operators
 from onward.run.shared import control
 
@@ -17,4 +20,17 @@ def branch(condition, *, then_branch, else_branch, framework):
         return tuple(choose(condition, framework.place(a), framework.place(b)) for a, b in pairs)
 
 
+@functools.wraps(control.scan)
+def scan(*inputs, num_scan_inputs, scan_input_axes, **others):
+    axis = scan_input_axes[0] if scan_input_axes else 0
+    if inputs[-num_scan_inputs].shape[axis] is None:
+        raise UnsupportedError(
+            "Keras computes a `Scan` round by round, and how many there are is not known: the loss or model has an "
+            f"open size along axis {axis}",
+            hint="settle it in the file: `onward set MODEL --shape x=16,N,64`, or `onward.declare`",
+        )
+    return control.scan(*inputs, num_scan_inputs=num_scan_inputs, scan_input_axes=scan_input_axes, **others)
+
+
 operators["If"] = branch
+operators["Scan"] = scan

@@ -63,7 +63,7 @@ class _Writer:
         self._package = package
         self._file = file
         self._parts = Parts(model, lambda graph: graph)
-        self._choices = Choices()
+        self._choices = Choices([*model.inputs, *model.step().algorithm.inputs])
         self._constants: dict[str, np.ndarray] = {}
         self._used: dict[str, Function] = {}
         has = [*dir(keras.Model()), *dir(keras.optimizers.Optimizer(0.0))]

@@ -254,10 +254,19 @@ class Program:
 
 
 class Choices:
-    """Which sizes stand for those that are not known, twice. All that come first are taken to be that of the batch."""
+    """Which sizes stand for those that are not known, twice. All that come first are taken to be that of the batch,
+    and so are others of the name that it has for the inputs of the model.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, inputs: Iterable[ir.Value]) -> None:
         self._known: dict[Any, Pair] = {}
+        self._batch = {
+            str(value.shape[0].value) for value in inputs if value.shape and not isinstance(value.shape[0], int)
+        }
+
+    def _key(self, value: ir.Value, axis: int, name: str | None) -> Any:
+        """What tells a size from others: that of the batch, one that has a name, one that has none."""
+        return None if axis == 0 or name in self._batch else name or (value.name, axis)
 
     def pair(self, size: Any) -> Pair:
         place = 8 * (len(self._known) + 1)
@@ -267,15 +276,10 @@ class Choices:
         if value.shape is None or value.dtype is None:
             raise UnsupportedError(f"nothing says which shape `{value.name}` has", hint=way_out(value.name or ""))
         sizes = list(value.shape)
-        pairs = [(x, x) if isinstance(x, int) else self.pair(_key(value, i, x.value)) for i, x in enumerate(sizes)]
+        pairs = [(x, x) if isinstance(x, int) else self.pair(self._key(value, i, x.value)) for i, x in enumerate(sizes)]
         shapes = tuple(tuple(pair[i] for pair in pairs) for i in (0, 1))
         dims = [None if isinstance(x, int) else _dim(value, i, x.value) for i, x in enumerate(sizes)]
         return Recorded(text, shapes, available(value.dtype.numpy().name)), dims  # type: ignore[arg-type]
-
-
-def _key(value: ir.Value, axis: int, name: str | None) -> Any:
-    """What tells a size from others: that of the batch, one that has a name, one that has none."""
-    return None if axis == 0 else name or (value.name, axis)
 
 
 def _dim(value: ir.Value, axis: int, name: str | None) -> str:
