@@ -31,11 +31,14 @@ from onward.model.core import as_input, values
 from onward.model.signature import sound
 from onward.model.state import carried, states
 from onward.rules import RULES
+from onward.transform import linear
 from onward.transform.inline import inline_calls
 from onward.transform.opset import convert_opset
 from onward.transform.unused import remove_unused
 
 NEWEST_OPSET = 26
+_STANDARD = ("", "ai.onnx", linear.DOMAIN)
+"""The domains of the standard that runtimes have."""
 IR_VERSION, NEWEST_IR_VERSION = 10, 13
 """What stock ONNX Runtime loads."""
 
@@ -116,7 +119,7 @@ def _step(model: Model, index: int, manner: Manner) -> Made:
 
 def _evaluation(model: Model, index: int, manner: Manner) -> Made:
     flow = _opened(model, index)
-    outputs = [value.name or "" for value in model.graph.outputs]
+    outputs = [value.name or "" for value in model.graph.outputs if linear.tensor_of(value) is value]
     loss = flow.loss(flow.metrics)
     flow.switch_to_inference()
     metrics = flow.of_evaluation()
@@ -268,10 +271,10 @@ def _finish(model: Model) -> None:
     remove_unused(graph)
     _drop_unused_inputs(graph)
     put_results_last(graph)
-    for domain in list(graph.opset_imports):
-        if domain not in ("", "ai.onnx"):
-            graph.opset_imports.pop(domain)
-    foreign = {f"`{node.domain}.{node.op_type}`" for node in graph.all_nodes() if node.domain not in ("", "ai.onnx")}
+    used = {"", "ai.onnx", *(node.domain for node in graph.all_nodes())}
+    for domain in [domain for domain in graph.opset_imports if domain not in used]:
+        graph.opset_imports.pop(domain)
+    foreign = {f"`{node.domain}.{node.op_type}`" for node in graph.all_nodes() if node.domain not in _STANDARD}
     if foreign:
         raise UnsupportedError(
             f"the step has operators that are not of the standard: {', '.join(sorted(foreign))}",

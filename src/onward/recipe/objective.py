@@ -18,6 +18,7 @@ from onward.recipe.assembly import Assembly
 from onward.recipe.embed import embed
 from onward.recipe.losses import loss as named_loss
 from onward.recipe.spec import Spec, parse
+from onward.transform.linear import tensor_of
 from onward.transform.names import add_prefix
 from onward.transform.opset import convert_opset
 from onward.transform.types import fill_in_types
@@ -84,7 +85,7 @@ def _prediction(model: Model, term: Term, known: Mapping[str, ir.Value]) -> ir.V
         if term.output not in known:
             hint = near(term.output, known) or f"the outputs are {', '.join(v.name or '' for v in model.outputs)}"
             raise UnknownNameError(f"there is no value `{term.output}` for the loss `{term.spec.name}`", hint=hint)
-        return known[term.output]
+        return tensor_of(known[term.output])
     floating = [value for value in model.outputs if value.dtype is None or value.dtype.is_floating_point()]
     if not floating:
         raise RecipeError("the model has no floating-point output that a loss could look at")
@@ -95,7 +96,7 @@ def _prediction(model: Model, term: Term, known: Mapping[str, ir.Value]) -> ir.V
             f"the model has several outputs: {listed}; the loss must say which one it is for",
             hint=f"write `{name}={term.spec}`, or give one loss for each",
         )
-    return floating[0]
+    return tensor_of(floating[0])
 
 
 def build(

@@ -23,6 +23,7 @@ from onward.recipe.depth import layered
 from onward.recipe.distill import Distillation
 from onward.recipe.forward import Variance, bind_statistics, functions_to_inline, training_forward
 from onward.recipe.head import replace_head
+from onward.recipe.linear import open_linear
 from onward.recipe.lora import add_lora
 from onward.recipe.optimizers.function import FunctionOptimizer
 from onward.recipe.optimizers.given import given_optimizer, with_rate
@@ -91,6 +92,7 @@ class Recipe:
             model = inline(model, hidden)
         model = model.copy()
         separate_merged(model)
+        open_linear(model)
         summands = objective.terms(self.loss) if self.loss is not None else []
         predictions = objective.predictions(model, summands)
         for warning in unsuitable(summands, predictions):

@@ -9,7 +9,7 @@ import onnx_ir as ir
 from onward.recipe.losses import LOSSES
 from onward.recipe.objective import Term
 
-_HANDED_ON = {"Identity", "Reshape", "Flatten", "Squeeze", "Unsqueeze", "Transpose", "Cast"}
+_HANDED_ON = {"Identity", "Reshape", "Flatten", "Squeeze", "Unsqueeze", "Transpose", "Cast", "Normalizer"}
 _NOT_FOR_PROBABILITIES = {
     ("cross_entropy", "Softmax"): "cross_entropy",
     ("cross_entropy", "Sigmoid"): "bce_with_logits",

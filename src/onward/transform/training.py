@@ -11,6 +11,7 @@ from onward.errors import InvalidModelError
 from onward.model import Model, Source, read
 from onward.model.core import values
 from onward.model.serde import stamp
+from onward.transform.linear import put_back
 from onward.transform.opset import convert_opset
 from onward.transform.quantised import put_away
 
@@ -23,12 +24,16 @@ def strip(source: Source) -> Model:
     """
     model = without_steps(source)
     put_away(model)
+    put_back(model)
     return model
 
 
 def without_steps(source: Source) -> Model:
     """The same in the form in which it is trained."""
     model = read(source).copy()
+    for node in [node for step in model.steps for node in step.algorithm.all_nodes()]:
+        for i in range(len(node.inputs)):
+            node.replace_input_with(i, None)  # what training has read, nothing reads any more
     model.steps = []
     for key in [key for key in model.metadata if key.startswith("train.")]:
         del model.metadata[key]
