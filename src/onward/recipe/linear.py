@@ -34,7 +34,8 @@ def open_linear(model: Model) -> None:
 def _regressor(
     op: Builder, x: Expr, *, coefficients: Any, intercepts: Any, targets: int = 1, post_transform: Any, node: ir.Node
 ) -> Expr:
-    result: Expr = transformed(op, _scores(op, x, coefficients, intercepts, targets, node), post_transform)
+    scores = _scores(op, x, coefficients, intercepts, targets, node)
+    result: Expr = transformed(op, scores, post_transform)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -51,7 +52,7 @@ def _classifier(
 ) -> tuple[Expr, Expr]:
     labels = classlabels_ints or classlabels_strings or ()
     scores = _scores(op, x, coefficients, intercepts, len(intercepts or labels), node)
-    result: tuple[Expr, Expr] = classified(op, scores, intercepts, labels, post_transform, node)
+    result: tuple[Expr, Expr] = classified(op, scores, intercepts, labels, post_transform, node)  # type: ignore[no-untyped-call]
     return result
 
 

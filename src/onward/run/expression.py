@@ -78,9 +78,15 @@ def _by_rewrites(model: Model, unknown: list[ir.Node]) -> Model | None:
     return model if any(replaced) else None
 
 
+_NO_TENSORS = {
+    "ai.onnx.ml.ZipMap": "a list of maps is no tensor; cut it off, such as by `onward extract MODEL --to probabilities`"
+}
+
+
 def _refusal(unknown: list[ir.Node], cannot: Mapping[str, str], engine: str) -> UnsupportedError:
     names = dict.fromkeys(map(qualified, unknown))
-    lines = [f"- `{name}`: {cannot.get(name, 'there is no such operator in the table')}" for name in names]
+    reasons = {**_NO_TENSORS, **cannot}
+    lines = [f"- `{name}`: {reasons.get(name, 'there is no such operator in the table')}" for name in names]
     return UnsupportedError(
         f"the engine `{engine}` lacks operators of this model:\n" + "\n".join(lines),
         hint="`onward engines` says what each engine covers",

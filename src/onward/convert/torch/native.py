@@ -28,6 +28,7 @@ from onward.errors import Error
 from onward.inspect import describe
 from onward.inspect.parts import LossTerm
 from onward.model import Model
+from onward.model.core import values
 from onward.numeric.inputs import made_up
 from onward.run.engine import Arrays
 from onward.run.torch.types import from_array, to_array
@@ -216,7 +217,7 @@ def _sizes(model: Model, tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
     """What the sizes that may vary are in this batch, by their names."""
     return {
         str(dim): size
-        for value in (*model.graph.inputs, *model.graph.outputs)
+        for value in values(model.graph)
         if value.name and value.name in tensors and value.shape is not None
         for dim, size in zip(value.shape, tensors[value.name].shape, strict=True)
         if not isinstance(dim, int)
