@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 import onward
 from campaign.checkpoints import pickled
 from conftest import needs
-from onward.checkpoint import ScatteredTensor, StoredTensor
+from onward.checkpoint import ScatteredTensor, StoredTensor, is_checkpoint
 from onward.checkpoint.pytorch.archive import read_torch_file
 from onward.checkpoint.pytorch.objects import Attributed, Object
 from onward.checkpoint.pytorch.pickles import read_pickle
@@ -312,3 +312,28 @@ def test_files_of_old_pytorch(tmp_path: Path) -> None:
     torch.save({"a": torch.ones(2)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
     with pytest.raises(onward.Error, match=r"before 1\.6"):
         onward.open_checkpoint(tmp_path / "old.pt")
+
+
+def recorded() -> list[str]:
+    found = [each for each in (*RECORDED.iterdir(), *RECORDED.glob("*/*")) if is_checkpoint(each)]
+    return sorted(str(each.relative_to(RECORDED)) for each in found if each.parent not in found)
+
+
+@pytest.mark.parametrize("name", recorded())
+def test_every_refusal_says_what_to_do(tmp_path: Path, name: str) -> None:
+    """Of checkpoints in which a file breaks off, or holds something else."""
+    source = RECORDED / name
+    files = [each for each in sorted(source.rglob("*")) if each.is_file()] if source.is_dir() else [source]
+    refused = 0
+    for number, file in enumerate(files[:30]):
+        place = tmp_path / str(number) / source.name
+        place.parent.mkdir()
+        shutil.copytree(source, place) if source.is_dir() else shutil.copy(source, place)
+        for content in (file.read_bytes()[: file.stat().st_size // 2], b"{}" if file.suffix == ".json" else b"\xff"):
+            (place / file.relative_to(source)).write_bytes(content)
+            try:
+                onward.open_checkpoint(place)
+            except onward.Error as error:
+                assert error.hint, f"{file}: {error}"
+                refused += 1
+    assert refused

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import os
 import sys
 import traceback
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 _PACKAGE = os.path.dirname(__file__) + os.sep
 
@@ -69,6 +70,16 @@ class UnknownNameError(Error, LookupError):
 
 class UnsupportedError(Error, NotImplementedError):
     """Something valid that Onward does not do (yet)."""
+
+
+@contextlib.contextmanager
+def advising(hint: str) -> Iterator[None]:
+    """What to do about all that goes wrong inside, and has no hint of its own."""
+    try:
+        yield
+    except Error as error:
+        error.hint = error.hint or safe(hint)
+        raise
 
 
 def warn(message: str) -> None:

@@ -23,7 +23,7 @@ from onward.checkpoint.pytorch.states import moved_counter
 from onward.checkpoint.pytorch.trees import UPDATES
 from onward.checkpoint.tensors import ModelTensor, Tensor, converted, turned
 from onward.convert.run import Run, disassemble
-from onward.errors import UnknownNameError, near
+from onward.errors import UnknownNameError, advising, near
 from onward.inspect import describe
 from onward.model import Model, read
 from onward.model.state import states
@@ -48,7 +48,8 @@ def to_checkpoint(
     target = Path(path)
     assert chosen.write is not None
     announce(_size(checkpoint, chosen))
-    with replacing(target if chosen.is_folder else target.parent, target) as folder:
+    advice = f"`{format}` cannot hold all of this checkpoint: write another format, such as `dcp`"
+    with replacing(target if chosen.is_folder else target.parent, target) as folder, advising(advice):
         chosen.write(checkpoint, folder if chosen.is_folder else folder / target.name)
     return target
 

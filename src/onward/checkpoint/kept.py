@@ -17,7 +17,7 @@ from onward.checkpoint.json_trees import TooLarge, decode, encode
 from onward.checkpoint.matching import Match
 from onward.checkpoint.placing import placed
 from onward.checkpoint.tensors import ModelTensor, StoredTensor, Tensor, converted, turned
-from onward.errors import InvalidModelError, warn
+from onward.errors import InvalidModelError, advising, warn
 from onward.model import Model
 from onward.model.state import KEPT, tagged
 
@@ -127,13 +127,14 @@ def kept(model: Model) -> Kept | None:
             found[key] = converted(tensor, np.dtype(form["dtype"]))
         return found[key]
 
-    try:
-        facts = json.loads(text)
-        matched = Match({str(a): str(b) for a, b in facts["names"].items()}, frozenset(map(str, facts["turned"])))
-        form = facts["checkpoint"]
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise InvalidModelError(f"the checkpoint that the training model keeps is damaged: {error}") from error
-    made = decode(form, tensor_of)
-    if not isinstance(made, Checkpoint):
-        raise InvalidModelError("what the training model keeps is no checkpoint")
+    with advising("make the training model of the checkpoint again"):
+        try:
+            facts = json.loads(text)
+            matched = Match({str(a): str(b) for a, b in facts["names"].items()}, frozenset(map(str, facts["turned"])))
+            form = facts["checkpoint"]
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise InvalidModelError(f"the checkpoint that the training model keeps is damaged: {error}") from error
+        made = decode(form, tensor_of)
+        if not isinstance(made, Checkpoint):
+            raise InvalidModelError("what the training model keeps is no checkpoint")
     return Kept(made, matched)

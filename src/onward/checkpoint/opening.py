@@ -13,7 +13,9 @@ from onward.checkpoint.format import Format
 from onward.checkpoint.formats import FORMATS
 from onward.checkpoint.pytorch.contents import is_harmless
 from onward.checkpoint.pytorch.pickles import Named, noting
-from onward.errors import Error, InvalidModelError, UnsupportedError
+from onward.errors import Error, InvalidModelError, UnsupportedError, advising
+
+_DAMAGED = "copy it again from where it was saved, all of it; or take an earlier one"
 
 
 @checked()
@@ -26,9 +28,9 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     if not place.exists() and (index := place.with_name(f"{place.name}.index")).is_file():
         place = index  # TensorFlow names a checkpoint by what the names of its files begin with
     if not place.exists():
-        raise InvalidModelError(f"there is no `{place}`")
+        raise InvalidModelError(f"there is no `{place}`", hint="give a file or folder that is there")
     if (format := format_of(place)) is not None:
-        with noting() as named:
+        with noting() as named, advising(_DAMAGED):
             checkpoint = format.read(place)
         names = {*checkpoint.executes, *(each.name for each in _code(named, place))}
         return dataclasses.replace(checkpoint, executes=tuple(sorted(names)))

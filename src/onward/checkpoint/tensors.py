@@ -20,6 +20,7 @@ from onward.model.storage.stream import advance
 
 _BLOCK = 16 << 20
 """Bytes that are copied at a time."""
+_CHANGED = "leave the files of a checkpoint as they are until what is made of it is written"
 
 
 class Tensor(abc.ABC):
@@ -80,9 +81,9 @@ class StoredTensor(Tensor):
             with open(self.path, "rb") as file:
                 data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except (OSError, ValueError) as error:
-            raise ExternalDataError(f"`{self.path}` cannot be read any more: {error}") from error
+            raise ExternalDataError(f"`{self.path}` cannot be read any more: {error}", hint=_CHANGED) from error
         if len(data) < self.end:
-            raise ExternalDataError(f"`{self.path}` is shorter than it was")
+            raise ExternalDataError(f"`{self.path}` is shorter than it was", hint=_CHANGED)
         steps = tuple(stride * self.dtype.itemsize for stride in self.strides)
         return np.ndarray(self.shape, self.dtype, data, self.offset, steps)
 
@@ -98,7 +99,7 @@ class StoredTensor(Tensor):
                 left -= len(block)
                 advance(len(block))
         if left:
-            raise ExternalDataError(f"`{self.path}` is shorter than it was")
+            raise ExternalDataError(f"`{self.path}` is shorter than it was", hint=_CHANGED)
 
 
 def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -122,12 +123,12 @@ class ScatteredTensor(Tensor):
         pieces = [(begin, find()) for begin, find in self.pieces]
         missing = math.prod(self.shape) - sum(math.prod(piece.shape) for _, piece in pieces)
         if missing:  # which is known before there is room for all of them
-            raise ExternalDataError(f"{missing} elements of a tensor are in none of its pieces")
+            raise ExternalDataError(f"{missing} elements of a tensor are in none of its pieces", hint=_CHANGED)
         made = np.zeros(self.shape, self.dtype)
         for begin, piece in pieces:
             end = tuple(map(operator.add, begin, piece.shape))
             if piece.dtype != self.dtype or len(begin) != len(self.shape) or any(map(operator.gt, end, self.shape)):
-                raise ExternalDataError("a piece of a tensor does not fit it")
+                raise ExternalDataError("a piece of a tensor does not fit it", hint=_CHANGED)
             made[tuple(map(slice, begin, end))] = piece.array()
         return made
 
@@ -208,7 +209,8 @@ class ComputedTensor(Tensor):
     def array(self) -> np.ndarray:
         made = self.compute()
         if made.dtype != self.dtype or made.shape != self.shape:
-            raise ExternalDataError(f"a tensor of {self.dtype}{list(self.shape)} is {made.dtype}{list(made.shape)}")
+            kind = f"{self.dtype}{list(self.shape)}"
+            raise ExternalDataError(f"a tensor of {kind} is {made.dtype}{list(made.shape)}", hint=_CHANGED)
         return made
 
 

@@ -170,7 +170,10 @@ def _read(path: Path, archive: zipfile.ZipFile, start: int) -> Any:
         raise ValueError("it has no `data.pkl`")
     root = main.removesuffix("data.pkl")
     if (order := f"{root}byteorder") in members and archive.read(order) != b"little":
-        raise UnsupportedError(f"`{path}` was written by a machine with the other order of bytes")
+        raise UnsupportedError(
+            f"`{path}` was written by a machine with the other order of bytes",
+            hint="save it on a machine like this one",
+        )
     if members[main].file_size > MOST_BYTES:
         raise ValueError("its pickle is larger than any of a checkpoint")
     storages = _Storages(path, archive, members, f"{root}data/", start)

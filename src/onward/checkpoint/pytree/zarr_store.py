@@ -66,7 +66,9 @@ class ZarrTensor(Tensor):
         try:
             return np.asarray(part.read().result())
         except ValueError as error:
-            raise ExternalDataError(f"`{self.name}` cannot be read: {_first(error)}") from error
+            raise ExternalDataError(
+                f"`{self.name}` cannot be read: {_first(error)}", hint="take an earlier one"
+            ) from error
 
 
 def read_arrays(folder: Path, names: Iterable[str], *, ocdbt: bool, version3: bool) -> dict[str, ZarrTensor]:

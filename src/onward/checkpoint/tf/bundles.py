@@ -68,7 +68,10 @@ def _shards(header: bytes) -> int:
     if not 0 < found.get(1, 0) < 100_000:
         raise ValueError("it does not say how many files there are")
     if found.get(2, 0):
-        raise UnsupportedError("the checkpoint was written by a machine with the other order of bytes")
+        raise UnsupportedError(
+            "the checkpoint was written by a machine with the other order of bytes",
+            hint="save it on a machine like this one",
+        )
     return found[1]
 
 
