@@ -17,6 +17,7 @@ from commands import run as command
 from conftest import needs
 from models import digits_mlp, small_cnn
 from onward.model.state import carried, states
+from onward.recipe.optimizers.table import OPTIMIZERS
 from onward.run import ENGINES, FRAMEWORKS
 from runs import QUIET, RECIPE, Arrays, digits
 
@@ -176,6 +177,12 @@ def test_weights_of_the_file_come_back_where_nothing_else_is_said() -> None:
     assert fresh.to_proto() == model.to_proto()
 
 
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_model_that_was_just_prepared_is_its_own_reset(optimizer: str) -> None:
+    model = onward.prepare(digits_mlp(4), loss="cross_entropy", optimizer=optimizer, trainable="*.weight")
+    assert_equal(stored(onward.reset(model)), stored(model))
+
+
 # ---- engines and runs ------------------------------------------------------------------------------------------------
 
 
@@ -192,12 +199,16 @@ def test_every_engine_starts_from_the_same_numbers(engine: str) -> None:
 
 
 def test_an_engine_of_one_step_takes_over_what_another_step_initialises() -> None:
-    proto = several((FIRST, {"w": "a", "shared": "b", "n": "c"}), (SECOND, {"shared": "b"}))
+    """Also what is initialised only, and never updated."""
+    proto = several((FIRST, {"w": "a", "n": "c"}), (SECOND, {"shared": "b"}))
+    for info in proto.training_info:
+        del info.update_binding[1]  # of `shared`
     fresh = onward.reset(proto)
     for step in range(2):
         with onward.run.load(proto, step) as engine:
             engine.reset()
             assert_equal(engine.state(), {s.name: s.array for s in carried(fresh, step)})
+            np.testing.assert_array_equal(engine.state()["shared"], [3, 2])
 
 
 def first_loss(run: Any) -> float:

@@ -74,10 +74,10 @@ def states(model: Model, index: int = 0) -> list[State]:
 
 
 def carried(model: Model, index: int = 0) -> list[State]:
-    """The state of a step, and weights that it may read while other steps change them."""
+    """The state of a step, and weights that it may read while other steps change or initialise them."""
     own = states(model, index)
     names = {state.name for state in own}
-    others = {name for step in model.steps for name in step.update} - names
+    others = {name for step in model.steps for name in (*step.update, *step.reset)} - names
     step = model.step(index)
     return own + [_state(value, step, set()) for name, value in model.graph.initializers.items() if name in others]
 

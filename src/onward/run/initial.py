@@ -127,7 +127,7 @@ def _as_it_is(value: ir.Value | None) -> ir.TensorProtocol | None:
     if node.op_type == "ConstantOfShape" and (shape := _as_it_is(source)) is not None:
         given = node.attributes.get("value")
         one = given.as_tensor() if given is not None else ir.Tensor(np.zeros(1, np.float32))
-        return ir.Tensor(np.broadcast_to(one.numpy(), shape.numpy().tolist()), dtype=one.dtype)
+        return ir.Tensor(np.broadcast_to(one.numpy().reshape(()), shape.numpy().tolist()), dtype=one.dtype)
     return None
 
 
