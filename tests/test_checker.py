@@ -33,10 +33,10 @@ from broken_models import (
     value,
 )
 from onward.checker import CODES, FAMILIES, Finding, Severity, check_proto, standard
-from onward.checker.runtime import onnxruntime_limits
 from onward.checker.view import sandbox, worker
 from onward.errors import UnknownNameError
 from onward.model.fingerprint import fingerprint
+from onward.transform.runtime import onnxruntime_limits
 
 # ---- the table -------------------------------------------------------------------------------------------------------
 

@@ -177,11 +177,6 @@ def test_lowered_training_replaces_functions():
 
 ROUNDING = "<float s = {0.1}, uint8 z = {128}>"
 INLINED = {
-    "another opset": parsed(
-        "(float[2, 3] x) => (float[2, 1] y) { y = acme.Old (x) }",
-        "Old (x) => (y) { h = Sin (x)  y = ReduceMean <axes = [1]> (h) }",
-        opset=17,
-    ),
     "random numbers": parsed(
         "(float[2, 3] x) => (float[2, 3] y) { y = acme.Outer (x) }",
         "Outer (x) => (y) { a = acme.Noisy (x)  y = Mul (a, x) }",

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import cache
-from typing import NamedTuple
-
-from onnx import IR_VERSION, TensorProto, defs, helper
 
 from onward.checker.findings import Finding, found, listing, quote
 from onward.checker.functions import standard_domains
@@ -14,48 +10,9 @@ from onward.checker.view.graphs import domain_of
 from onward.checker.view.scope import Subject
 from onward.errors import UnknownNameError, near
 from onward.model.core import TRAINING_DOMAIN
-
-NO_KERNEL = {
-    **dict.fromkeys(("RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike"), 22),
-    **dict.fromkeys(("Bernoulli", "Multinomial", "RoiAlign", "MaxRoiPool", "GlobalLpPool"), 22),
-    "ImageDecoder": 20,
-    "Swish": 25,
-}
-"""Standard operators that stock ONNX Runtime 1.31 cannot run on a CPU, from this operator set on. Tried, one by one:
-the list of its kernels misleads, as a kernel matches only the version of an operator with which its range begins."""
+from onward.transform.runtime import NO_KERNEL, onnxruntime_limits
 
 _ITS_DOMAINS = {"", "ai.onnx.ml", "com.microsoft"}
-
-
-class Limits(NamedTuple):
-    opset: int
-    ir: int
-    runtime: str
-
-
-@cache
-def onnxruntime_limits() -> Limits:
-    """The newest operator set and IR version that the installed ONNX Runtime loads: it is asked, with tiny models."""
-    try:
-        import onnxruntime
-    except ImportError:
-        return Limits(26, 13, "ONNX Runtime 1.31")
-    quiet = onnxruntime.SessionOptions()
-    quiet.log_severity_level = 4
-
-    def loads(opset: int, ir: int) -> bool:
-        values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [1]) for name in "xy"]
-        graph = helper.make_graph([helper.make_node("Identity", ["x"], ["y"])], "probe", values[:1], values[1:])
-        model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=ir)
-        try:
-            onnxruntime.InferenceSession(model.SerializeToString(), quiet, providers=["CPUExecutionProvider"])
-        except Exception:  # its own exceptions have no common base
-            return False
-        return True
-
-    opset = next((version for version in range(defs.onnx_opset_version(), 13, -1) if loads(version, 8)), 13)
-    ir = next((version for version in range(IR_VERSION, 8, -1) if loads(13, version)), 8)
-    return Limits(opset, ir, f"ONNX Runtime {onnxruntime.__version__}")
 
 
 def versions(subject: Subject) -> Iterator[Finding]:

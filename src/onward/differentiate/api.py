@@ -21,7 +21,7 @@ from onward.model.core import values
 from onward.model.signature import sound
 from onward.model.walk import nodes_after
 from onward.rules.registry import lookup
-from onward.transform.opset import convert_opset
+from onward.transform.opset import of_one_opset
 from onward.transform.training import drop_unused_definitions
 from onward.transform.types import fill_in_types
 
@@ -99,9 +99,7 @@ def jvp(source: Source, xs: Sequence[str], y: str) -> Model:
 def _opened(
     source: Source, y: str, xs: Sequence[str], keep_functions: bool = False
 ) -> tuple[Model, ir.Value, list[ir.Value]]:
-    model = sound(read(source))
-    model = convert_opset(model, COMMON_OPSET) if model.opset < OLDEST_OPSET else model
-    model = model.copy()
+    model = of_one_opset(sound(read(source)), OLDEST_OPSET, COMMON_OPSET).copy()
     model.steps = []
     known = {value.name: value for value in values(model.graph) if value.name}
     missing = [name for name in (y, *xs) if name not in known]

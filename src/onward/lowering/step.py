@@ -26,6 +26,7 @@ from onward.lowering.expand import expand
 from onward.lowering.flow import Flow, keep_what_is_needed
 from onward.lowering.inference import has_training_operators, plain_inference
 from onward.lowering.optimize import optimize
+from onward.lowering.runtime import for_onnxruntime
 from onward.model import Model, Source, read
 from onward.model.core import as_input, values
 from onward.model.signature import sound
@@ -33,13 +34,12 @@ from onward.model.state import carried, states
 from onward.rules import RULES
 from onward.transform import linear
 from onward.transform.inline import inline_calls
-from onward.transform.opset import convert_opset
+from onward.transform.opset import of_one_opset
 from onward.transform.unused import remove_unused
 
-NEWEST_OPSET = 26
 _STANDARD = ("", "ai.onnx", linear.DOMAIN)
 """The domains of the standard that runtimes have."""
-IR_VERSION, NEWEST_IR_VERSION = 10, 13
+IR_VERSION = 10
 """What stock ONNX Runtime loads."""
 
 
@@ -72,18 +72,34 @@ def lower(
     `recompute` names what is computed twice to save memory, as in `onward.gradient`. Without `differentiate` the
     training operators stay, functions are replaced by their bodies unless they are kept, and nothing else is done: for
     an engine that has derivatives of its own.
+
+    It is for the ONNX Runtime that is installed: what its operator sets lack is replaced by what that stands for.
     """
+    made = lower_for_engine(
+        source, step, part=part, recompute=recompute, differentiate=differentiate, keep_functions=keep_functions
+    )
+    return for_onnxruntime(made) if differentiate else made
+
+
+@uncollected()
+def lower_for_engine(
+    source: Source,
+    step: int = 0,
+    *,
+    part: str | None = None,
+    recompute: Choice = None,
+    differentiate: bool = True,
+    keep_functions: bool = False,
+) -> Model:
+    """The same in the operator set that the model has, for any engine."""
     if part is not None and part not in PARTS:
         raise UnknownNameError(f"there is no part `{part}`", hint=near(part, PARTS) or f"parts: {', '.join(PARTS)}")
     model = sound(read(source))
     part = part or default_part(model)
-    if model.opset < OLDEST_OPSET and (part != "inference" or has_training_operators(model)):
-        model = convert_opset(model, COMMON_OPSET)
-    elif model.opset > NEWEST_OPSET:
-        model = convert_opset(model, NEWEST_OPSET)
+    as_it_is = part == "inference" and not has_training_operators(model)
+    model = of_one_opset(model) if as_it_is else of_one_opset(model, OLDEST_OPSET, COMMON_OPSET)
     made, contract = PARTS[part](model, step, Manner(recompute, differentiate, keep_functions))
-    newest = NEWEST_IR_VERSION if part == "inference" else IR_VERSION
-    made.ir.ir_version = max(IR_VERSION, min(made.ir.ir_version or 0, newest))
+    made.ir.ir_version = max(IR_VERSION, made.ir.ir_version or 0) if part == "inference" else IR_VERSION
     record(made, {"part": part, **contract})
     return made
 

@@ -9,13 +9,12 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from onward.checker.runtime import onnxruntime_limits
 from onward.differentiate import vjp
 from onward.errors import Error, UnsupportedError
+from onward.lowering.runtime import for_onnxruntime
 from onward.model import Model
 from onward.model.core import values
 from onward.numeric.standins import with_standins
-from onward.transform.opset import convert_opset
 from onward.transform.unused import keep_only
 
 Arrays = Mapping[str, np.ndarray]
@@ -29,10 +28,7 @@ class Session:
     def __init__(self, model: Model):
         import onnxruntime
 
-        limits = onnxruntime_limits()
-        model = convert_opset(model, limits.opset) if model.opset > limits.opset else model
-        proto = model.to_proto()
-        proto.ir_version = min(proto.ir_version, limits.ir)
+        proto = for_onnxruntime(model).to_proto()
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 4
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL

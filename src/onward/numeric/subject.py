@@ -19,7 +19,7 @@ from onward.numeric.precision import FLOATS
 from onward.recipe.trainable import gradient_edges, judge
 from onward.rules import NoGradient
 from onward.rules.registry import lookup
-from onward.transform.opset import convert_opset
+from onward.transform.opset import of_one_opset
 from onward.transform.types import fill_in_types
 from onward.transform.unused import keep_only
 
@@ -45,7 +45,7 @@ def subject(source: Source, y: str | None, xs: Sequence[str] | None, step: int) 
         model = Model(model.combined(step), path=model.path)
     else:
         model = model.copy()
-    model = convert_opset(model, COMMON_OPSET) if model.opset < OLDEST_OPSET else model
+    model = of_one_opset(model, OLDEST_OPSET, COMMON_OPSET)
     known = {value.name: value for value in values(model.graph) if value.name}
     fill_in_types(model, known.values())
     target = known[y] if y in known else _default_y(model) if y is None else _unknown([y], known)

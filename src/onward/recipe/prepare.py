@@ -36,7 +36,7 @@ from onward.recipe.suitability import unsuitable
 from onward.recipe.trainable import Selection, select
 from onward.recipe.update import Update
 from onward.transform.inline import inline
-from onward.transform.opset import convert_opset
+from onward.transform.opset import convert_opset, of_one_opset
 
 OLDEST_OPSET = 18
 """The first operator set with the bitwise operators of the generator, and with axes as inputs of all reductions."""
@@ -201,8 +201,8 @@ def prepare(model: Source, *, loss: Any, lr: float | None = None, **recipe: Any)
 
 def _at_common_opset(model: Model, least: int) -> Model:
     """The model at an operator set that training can work with, and that is at least that of its teacher."""
-    wanted = max(COMMON_OPSET if model.opset < OLDEST_OPSET else model.opset, least)
-    return convert_opset(model, wanted)
+    model = of_one_opset(model, OLDEST_OPSET, COMMON_OPSET)
+    return convert_opset(model, max(model.opset, least))
 
 
 def _seen(

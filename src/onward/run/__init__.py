@@ -15,7 +15,7 @@ from typing import Any
 from onward.arguments import Threads, fitting
 from onward.errors import UnknownNameError, near
 from onward.lowering.inference import has_training_operators
-from onward.lowering.step import lower
+from onward.lowering.step import lower_for_engine
 from onward.model import Model, Source, read
 from onward.run.engine import Engine, check_names, check_options
 from onward.run.loops import refuse_endless_loops
@@ -61,7 +61,7 @@ def function(source: Source, *, engine: str = "numpy", **options: Any) -> Callab
     inputs = [value.name or "" for value in model.inputs]
     defaults = list(model.graph.initializers)
     if engine not in FRAMEWORKS and has_training_operators(model):  # no derivative of its own
-        model = lower(model, part="inference")
+        model = lower_for_engine(model, part="inference")
     compute = _array_function(model, engine, options)
 
     def checked(arrays: Mapping[str, Any]) -> dict[str, Any]:

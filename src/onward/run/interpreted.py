@@ -13,7 +13,7 @@ from onward.differentiate.api import COMMON_OPSET
 from onward.differentiate.recompute import Choice
 from onward.errors import UnsupportedError
 from onward.lowering.contract import contract_of
-from onward.lowering.step import lower
+from onward.lowering.step import lower_for_engine
 from onward.model import Model
 from onward.model.core import as_input
 from onward.model.state import carried
@@ -186,7 +186,9 @@ class Interpreted(Engine):
 
     def _part(self, name: str) -> _Part:
         if name not in self._parts:
-            lowered = lower(self.model, self.index, part=name, differentiate=self._rules, recompute=self._recompute)
+            lowered = lower_for_engine(
+                self.model, self.index, part=name, differentiate=self._rules, recompute=self._recompute
+            )
             self._parts[name] = _Part(lowered, self._framework, self._compiled)
         return self._parts[name]
 

@@ -22,7 +22,8 @@ from onward.differentiate.api import COMMON_OPSET
 from onward.differentiate.recompute import Choice
 from onward.errors import DataError, UnknownNameError, UnsupportedError, near
 from onward.lowering.contract import contract_of
-from onward.lowering.step import NEWEST_IR_VERSION, NEWEST_OPSET, lower
+from onward.lowering.runtime import for_onnxruntime
+from onward.lowering.step import lower_for_engine
 from onward.lowering.widen import widen
 from onward.model import Model
 from onward.model.state import carried, states
@@ -30,7 +31,7 @@ from onward.model.storage.places import inside, is_external, is_where_it_was_rea
 from onward.run.engine import Arrays, Engine
 from onward.run.memory import memory_of
 from onward.run.narrow import wide, widen_edges
-from onward.transform.opset import convert_opset
+from onward.transform.opset import of_one_opset
 from onward.transform.types import fill_in_types_before
 
 _PROVIDERS = {
@@ -44,6 +45,10 @@ _PROVIDERS = {
 }
 _WITH_MEMORY = {"cuda": "cuda", "rocm": "cuda", "directml": "dml"}
 """Devices with memory of their own that ONNX Runtime can hold state in; elsewhere it is in the memory of the CPU."""
+
+
+_OLDEST_OPSET = 7
+"""Of older operators ONNX Runtime lacks some."""
 
 
 class OnnxRuntime(Engine):
@@ -63,9 +68,9 @@ class OnnxRuntime(Engine):
         self._stoppable: Callable[[_Run], Any] = _stoppable if _loops(model, step) else lambda run: run(None)
         self._providers = _providers(device)
         self._memory = _WITH_MEMORY.get(device, "cpu")
-        lowered = lower(model, step, recompute=recompute)
-        contract = contract_of(lowered)
-        self.inputs = {v.name: v for v in lowered.graph.inputs if v.name is not None and v.name in contract["batch"]}
+        made = lower_for_engine(model, step, recompute=recompute)
+        contract = contract_of(made)
+        self.inputs = {v.name: v for v in made.graph.inputs if v.name is not None and v.name in contract["batch"]}
         if text := [name for name, value in self.inputs.items() if value.dtype == ir.DataType.STRING]:
             raise UnsupportedError(
                 f"ONNX Runtime takes no text beside state in its own memory, and `{text[0]}` is of the type string",
@@ -73,7 +78,7 @@ class OnnxRuntime(Engine):
             )
         self._metrics: list[str] = contract["metrics"]
         self.loss = contract["loss"] or self.loss
-        self._step = self._session(lowered)
+        self._step = self._session(made)
         self._evaluation: ort.InferenceSession | None = None
         self._gradients: tuple[ort.InferenceSession | None, dict[str, str]] | None = None
         self._read = {s.name: self._buffer(s.value, fill=True) for s in carried(model, step)}
@@ -104,15 +109,15 @@ class OnnxRuntime(Engine):
 
     def gradients(self, batch: Arrays) -> dict[str, np.ndarray]:
         if self._gradients is None:
-            lowered = lower(self.model, self.index, part="gradients", recompute=self._recompute)
-            self._gradients = self._session(lowered), contract_of(lowered)["gradients"]
+            made = lower_for_engine(self.model, self.index, part="gradients", recompute=self._recompute)
+            self._gradients = self._session(made), contract_of(made)["gradients"]
         session, names = self._gradients
         results = self._run(session, batch, list(names))
         return {parameter: results[name] for name, parameter in names.items()}
 
     def evaluate(self, batch: Arrays) -> dict[str, np.ndarray]:
         if self._evaluation is None:
-            self._evaluation = self._session(lower(self.model, self.index, part="evaluation"))
+            self._evaluation = self._session(lower_for_engine(self.model, self.index, part="evaluation"))
         session = self._evaluation
         return self._run(session, batch, [value.name for value in session.get_outputs()] if session else [])
 
@@ -154,6 +159,7 @@ class OnnxRuntime(Engine):
         options = _options(self._threads)
         if self._memory == "cpu":
             widen(model, ir.DataType.BFLOAT16)
+        model = for_onnxruntime(model)
         if _has_many_small_nodes(model.graph, self._carried.values()):
             options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
         self._handed += _hand_over_large_tensors(model, options)
@@ -191,11 +197,13 @@ def array_function(
     """The graph of a model as a function of arrays, lists of arrays and None, by name."""
     providers, options = _providers(device), _options(threads)
     runs: Callable[[_Run], Any] = _stoppable if _loops(model) else lambda run: run(None)
-    model = _loadable(model)
+    model = of_one_opset(model, _OLDEST_OPSET, COMMON_OPSET).copy()
+    model.steps = []
     narrow = widen_edges(model)
     if device == "cpu" and _has_bfloat16(model):
         fill_in_types_before(model, model.graph.outputs)
         widen(model, ir.DataType.BFLOAT16)
+    model = for_onnxruntime(model)
     handed = _hand_over_large_tensors(model, options)
     with _explained(UnsupportedError, "does not run this model"):
         session = ort.InferenceSession(model.to_proto().SerializeToString(), options, providers=providers)
@@ -210,20 +218,6 @@ def array_function(
         return found | {name: found[name].astype(dtype) for name, dtype in narrow.items()}
 
     return run
-
-
-_OLDEST_OPSET = 7
-"""Of older operators ONNX Runtime lacks some."""
-
-
-def _loadable(model: Model) -> Model:
-    """A copy of a model in an operator set and a form that ONNX Runtime reads."""
-    if model.opset < _OLDEST_OPSET or model.opset > NEWEST_OPSET:
-        model = convert_opset(model, COMMON_OPSET if model.opset < _OLDEST_OPSET else NEWEST_OPSET)
-    made = model.copy()
-    made.steps = []
-    made.ir.ir_version = min(made.ir.ir_version, NEWEST_IR_VERSION)
-    return made
 
 
 def _has_bfloat16(model: Model) -> bool:

@@ -16,7 +16,7 @@ from onward.model.core import values
 from onward.model.named import tie, tie_function, untie
 from onward.model.serde import from_proto, stamp, to_proto, with_data, without_data
 from onward.transform.expansion import check_expansion
-from onward.transform.opset import convert_function
+from onward.transform.opset import of_one_opset
 from onward.transform.training import drop_unused_definitions
 from onward.transform.types import value_types
 
@@ -24,7 +24,7 @@ from onward.transform.types import value_types
 @checked()
 def inline(source: Source, names: Iterable[str] = ("*",)) -> Model:
     """A copy in which calls of the functions that match `names` (as `domain.Name`) are replaced by their bodies."""
-    model, patterns = read(source).copy(), list(names)
+    model, patterns = of_one_opset(read(source)).copy(), list(names)
     known = [f"{function.domain}.{function.name}" for function in model.functions.values()]
     for pattern in patterns:
         if pattern != "*" and not any(_matches(name, pattern) for name in known):
@@ -79,14 +79,13 @@ def inline_operators(model: Model, operators: Iterable[tuple[str, str]]) -> Mode
     They may be functions of the model or operators that the standard defines as functions.
     """
     check_expansion(model)
+    model = of_one_opset(model)
     with without_data(model) as tensors:
         proto = to_proto(model)
     stated = {value.name for value in (*proto.graph.input, *proto.graph.output, *proto.graph.value_info)}
     proto.graph.value_info.extend(info for name, info in value_types(proto).items() if name not in stated)
     operators = list(operators)
     _state_defaults(proto, operators, model.opset)
-    for function in proto.functions:  # the inliner takes none of another version than the model's
-        convert_function(function, model.opset)
     expanded = inliner.inline_selected_functions(proto, operators, inline_schema_functions=True)
     result = with_data(from_proto(expanded), tensors)
     result.path = model.path

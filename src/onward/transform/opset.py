@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-
-import onnx
-from onnx import GraphProto, ModelProto, TensorProto, ValueInfoProto, version_converter
+from onnx import ModelProto, ValueInfoProto
 
 from onward.arguments import Count, checked
 from onward.build import Names
-from onward.errors import UnsupportedError
 from onward.model import Model, Source, read
 from onward.model.core import all_names
 from onward.model.serde import from_proto, stamp, to_proto, with_data, without_data
 from onward.transform.expansion import check_expansion
+from onward.transform.function_opset import convert_functions, is_of_one_opset
+from onward.transform.graph_opset import STANDARD, captured, convert_graph
 from onward.transform.types import value_types
-from onward.transform.words import check_equations
 
-_STANDARD = ("", "ai.onnx")
-_NUMPY_BROADCAST = 7
-_SCAN_WITHOUT_BATCHES = 9
 _INITIALIZERS_APART = 4
 """From this IR version on an initializer need not be an input as well, which the converter relies on."""
 
@@ -32,246 +26,49 @@ def convert_opset(source: Source, version: Count) -> Model:
     handed to it on its own, without the weights.
     """
     model = read(source)
-    if model.opset == version:
-        return model
-    if not any(domain in _STANDARD for domain in model.ir.opset_imports):
-        model = model.copy()  # it has no operator of the standard, so there is nothing to convert
-        model.ir.opset_imports[""] = version
+    if model.opset == version and _is_of_one_opset(model):
         return model
     check_expansion(model)
     with without_data(model) as tensors:
         proto = to_proto(model)
     names = Names(name for step in model.steps for name in all_names(step.algorithm))
     names.take(all_names(model.graph))
-    opsets = list(proto.opset_import)
-    types = value_types(proto) if proto.training_info else {}
-    _convert_graph(proto.graph, opsets, version, names)
-    for info in proto.training_info:
-        captured = [types.get(name) or ValueInfoProto(name=name) for name in _captured(info.algorithm)]
-        _convert_graph(info.algorithm, opsets, version, names, captured)
-        if info.HasField("initialization"):
-            _convert_graph(info.initialization, opsets, version, names)
-    for function in proto.functions:
-        convert_function(function, version)
-    for opset in proto.opset_import:
-        if opset.domain in _STANDARD:
-            opset.version = version
-    proto.ir_version = max(proto.ir_version, _INITIALIZERS_APART)
+    _convert(proto, version, names)
     converted = with_data(from_proto(proto), tensors)
     converted.path = model.path
     return stamp(converted)
 
 
-def _convert_graph(
-    graph: GraphProto,
-    opsets: Iterable[onnx.OperatorSetIdProto],
-    version: int,
-    names: Names,
-    captured: Iterable[ValueInfoProto] = (),
-) -> None:
-    """Convert one graph in place. What it reads from around it is declared as inputs for the time being."""
-    before = GraphProto()
-    before.CopyFrom(graph)
-    elsewhere = [t for t in graph.initializer if t.data_location == TensorProto.EXTERNAL]
-    declared = {value.name for value in graph.input}
-    shell = ModelProto(ir_version=10, graph=graph, opset_import=opsets)
-    for tensor in elsewhere:
-        shell.graph.initializer.remove(tensor)
-        if tensor.name not in declared:
-            shell.graph.input.append(onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims))
-    for sparse in graph.sparse_initializer:
-        kind = sparse.values.data_type
-        shell.graph.input.append(onnx.helper.make_tensor_value_info(sparse.values.name, kind, sparse.dims))
-    shell.graph.ClearField("sparse_initializer")
-    shell.graph.input.extend(captured)
-    if version >= _NUMPY_BROADCAST > _standard_version(shell):
-        _spread_slopes(shell)
-    has_batches = version >= _SCAN_WITHOUT_BATCHES > _standard_version(shell)
-    if has_batches:
-        _refuse_sequence_lengths(shell.graph)
-    _put_aside(shell)
-    result = _convert(shell, version)
-    _put_back(result)
-    if has_batches:
-        _scan_batches(result)
-    _name_afresh(result, before, names)
-    del graph.node[:]
-    graph.node.extend(result.node)
-    _restore_notes(graph, before)
-    known = {tensor.name for tensor in graph.initializer}
-    graph.initializer.extend(tensor for tensor in result.initializer if tensor.name not in known)
+def of_one_opset(model: Model, oldest: int = 1, common: int = 1) -> Model:
+    """The model in one version of each operator set, functions included; in `common` if it is older than `oldest`.
 
-
-def _standard_version(shell: ModelProto) -> int:
-    return max((opset.version for opset in shell.opset_import if opset.domain in _STANDARD), default=1)
-
-
-def _spread_slopes(shell: ModelProto) -> None:
-    """Give the slopes of PRelu an axis for each dimension behind the channels, which the converter fails to do.
-
-    Until operator set 6 a slope of shape [C] meant one number per channel; from 7 on it is broadcast to the last axis.
+    Functions may import other versions than the model that they are in. Nothing is converted to an older one.
     """
-    graph = shell.graph
-    check_equations(shell)
-    known = onnx.shape_inference.infer_shapes(shell).graph
-    ranks = {v.name: len(v.type.tensor_type.shape.dim) for v in (*known.input, *known.value_info, *known.output)}
-    ranks |= {tensor.name: len(tensor.dims) for tensor in graph.initializer}
-    nodes: list[onnx.NodeProto] = []
-    for node in graph.node:
-        x, slope = (*node.input, "", "")[:2]
-        if node.op_type == "PRelu" and ranks.get(slope) == 1 and ranks.get(x, 0) > 2:
-            axes = range(1, ranks[x] - 1)
-            nodes.append(onnx.helper.make_node("Unsqueeze", [slope], [f"{slope}/spread"], axes=list(axes)))
-            node.input[1] = f"{slope}/spread"
-        nodes.append(onnx.NodeProto.FromString(node.SerializeToString()))
-    del graph.node[:]
-    graph.node.extend(nodes)
+    versions = [
+        f.opset_imports[domain] for f in model.functions.values() for domain in STANDARD if domain in f.opset_imports
+    ]
+    newest = max(model.opset, *versions, 1)
+    return convert_opset(model, max(newest, common) if newest < oldest else newest)
 
 
-def _refuse_sequence_lengths(graph: GraphProto) -> None:
-    for inner in _with_subgraphs(graph):
-        for node in inner.node:
-            if node.op_type == "Scan" and node.input[0]:
-                raise UnsupportedError(f"`Scan` (node `{node.name}`) has lengths of sequences, which no later one has")
+def _is_of_one_opset(model: Model) -> bool:
+    return is_of_one_opset(model.ir.opset_imports, (f.opset_imports for f in model.functions.values()))
 
 
-def _scan_batches(graph: GraphProto) -> None:
-    """Put each Scan into another over the batch, which the converter fails to do.
-
-    In operator set 8 all inputs and outputs of a Scan had a first axis of samples, each of which was scanned by itself.
-    """
-    for scan in [node for inner in _with_subgraphs(graph) for node in inner.node if node.op_type == "Scan"]:
-        one = onnx.NodeProto.FromString(scan.SerializeToString())
-        one.input[:] = [f"{name}/sample" for name in scan.input]
-        one.output[:] = [f"{name}/sample" for name in scan.output]
-        given = {attribute.name: attribute for attribute in scan.attribute}
-        body, states = given["body"].g, len(scan.input) - given["num_scan_inputs"].i
-        inputs, outputs = (
-            [_sample(*pair, is_sequence=i >= states) for i, pair in enumerate(zip(names, values, strict=True))]
-            for names, values in ((one.input, body.input), (one.output, body.output))
-        )
-        sample = onnx.helper.make_graph([one], f"{body.name}/sample", inputs, outputs)
-        del scan.attribute[:]
-        scan.attribute.append(onnx.helper.make_attribute("body", sample))
-        scan.attribute.append(onnx.helper.make_attribute("num_scan_inputs", len(scan.input)))
-
-
-def _sample(name: str, value: ValueInfoProto, is_sequence: bool) -> ValueInfoProto:
-    """What one sample is for a Scan whose body has this value: itself, or a sequence of it."""
-    described = value.type.tensor_type
-    result = onnx.helper.make_tensor_value_info(name, described.elem_type, None)
-    if described.HasField("shape"):
-        sizes = ([onnx.TensorShapeProto.Dimension()] if is_sequence else []) + [*described.shape.dim]
-        result.type.tensor_type.shape.CopyFrom(onnx.TensorShapeProto(dim=sizes))
-    return result
-
-
-_FOREIGN = {"LayerNormalization": 17, "SimplifiedLayerNormalization": 1000}
-"""Operators that ONNX Runtime puts into the domain of the standard, and since which operator set they belong there."""
-_ASIDE = "com.microsoft"
-
-
-def _put_aside(shell: ModelProto) -> None:
-    """Move foreign operators out of the sight of the converter, which would refuse them, into another domain."""
-    version = _standard_version(shell)
-    for graph in _with_subgraphs(shell.graph):
-        for node in graph.node:
-            if node.domain == "" and version < _FOREIGN.get(node.op_type, 0):
-                node.domain = _ASIDE
-    if not any(opset.domain == _ASIDE for opset in shell.opset_import):
-        shell.opset_import.append(onnx.helper.make_opsetid(_ASIDE, 1))
-
-
-def _put_back(result: GraphProto) -> None:
-    for graph in _with_subgraphs(result):
-        for node in graph.node:
-            if node.domain == _ASIDE and node.op_type in _FOREIGN:
-                node.domain = ""
-
-
-def _convert(shell: ModelProto, version: int) -> GraphProto:
-    try:
-        return version_converter.convert_version(shell, version).graph
-    except Exception as error:  # the converter raises whatever its C++ assertions become
-        reason = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
-        reason = reason.rpartition("failed: ")[2]
-        raise UnsupportedError(
-            f"onnx cannot convert the model to operator set {version}: {reason}",
-            hint="export it again at a newer operator set, or convert it in smaller steps to see which operator it is",
-        ) from error
-
-
-def _name_afresh(result: GraphProto, before: GraphProto, names: Names) -> None:
-    """The converter names what it adds `_v_4`, in each graph anew; the combined graph needs them to differ."""
-    old = {name for node in before.node for name in node.output} | {t.name for t in before.initializer}
-    added = {name for node in result.node for name in node.output} | {t.name for t in result.initializer}
-    fresh = {name: names.fresh(name.strip("_")) for name in sorted(added - old - {""})}
-    if not fresh:
-        return
-    for graph in _with_subgraphs(result):
-        for node in graph.node:
-            node.input[:] = [fresh.get(name, name) for name in node.input]
-            node.output[:] = [fresh.get(name, name) for name in node.output]
-    for tensor in result.initializer:
-        tensor.name = fresh.get(tensor.name, tensor.name)
-
-
-def _restore_notes(graph: GraphProto, before: GraphProto) -> None:
-    """Give nodes back what the converter drops: names, notes, metadata, and references to a function's attributes."""
-    notes = {tuple(node.output): node for node in before.node}
-    for node in graph.node:
-        original = notes.get(tuple(node.output))
-        if original is None or original.op_type != node.op_type:
-            continue
-        node.name, node.doc_string = original.name, original.doc_string
-        del node.metadata_props[:]
-        node.metadata_props.extend(original.metadata_props)
-        references = {attribute.name: attribute for attribute in original.attribute if attribute.ref_attr_name}
-        for attribute in node.attribute:
-            if attribute.name in references:
-                attribute.CopyFrom(references[attribute.name])
-
-
-def convert_function(function: onnx.FunctionProto, version: int) -> None:
-    """The same function in operator set `version`, in place."""
-    if all(opset.version == version for opset in function.opset_import if opset.domain in _STANDARD):
-        return
-    graph = GraphProto(name=function.name, node=function.node)
-    graph.input.extend(ValueInfoProto(name=name) for name in function.input)
-    graph.output.extend(ValueInfoProto(name=name) for name in function.output)
-    inner = Names(_names_in(graph))
-    _convert_graph(graph, function.opset_import, version, inner)
-    if graph.initializer:
-        raise UnsupportedError(
-            f"onnx cannot convert the function `{function.domain}.{function.name}` to operator set {version}",
-            hint="inline functions first (`onward inline`)",
-        )
-    del function.node[:]
-    function.node.extend(graph.node)
-    for opset in function.opset_import:
-        if opset.domain in _STANDARD:
+def _convert(proto: ModelProto, version: int, names: Names) -> None:
+    opsets = list(proto.opset_import)
+    types = value_types(proto) if proto.training_info else {}
+    convert_functions(proto, version)
+    if any(opset.domain in STANDARD and opset.version != version for opset in opsets):
+        convert_graph(proto.graph, opsets, version, names)
+        for info in proto.training_info:
+            read = [types.get(name) or ValueInfoProto(name=name) for name in captured(info.algorithm)]
+            convert_graph(info.algorithm, opsets, version, names, read)
+            if info.HasField("initialization"):
+                convert_graph(info.initialization, opsets, version, names)
+    for opset in proto.opset_import:
+        if opset.domain in STANDARD:
             opset.version = version
-
-
-def _captured(graph: GraphProto) -> list[str]:
-    """The names that a graph reads or returns without defining them."""
-    defined = set(_names_in(graph))
-    read = [name for inner in _with_subgraphs(graph) for node in inner.node for name in node.input]
-    returned = [value.name for value in graph.output]
-    return [name for name in dict.fromkeys(read + returned) if name and name not in defined]
-
-
-def _names_in(graph: GraphProto) -> Iterator[str]:
-    for inner in _with_subgraphs(graph):
-        yield from (value.name for value in inner.input)
-        yield from (tensor.name for tensor in inner.initializer)
-        yield from (sparse.values.name for sparse in inner.sparse_initializer)
-        yield from (name for node in inner.node for name in node.output)
-
-
-def _with_subgraphs(graph: GraphProto) -> Iterator[GraphProto]:
-    yield graph
-    for node in graph.node:
-        for attribute in node.attribute:
-            for inner in (*([attribute.g] if attribute.HasField("g") else []), *attribute.graphs):
-                yield from _with_subgraphs(inner)
+    if not any(opset.domain in STANDARD for opset in opsets):
+        proto.opset_import.add(domain="", version=version)
+    proto.ir_version = max(proto.ir_version, _INITIALIZERS_APART)

@@ -21,10 +21,12 @@ from onward.transform.words import check_equations
 _HINT = "`onward check` says more"
 
 
-def value_types(proto: ModelProto) -> dict[str, ValueInfoProto]:
-    """What can be said about the values of the inference graph."""
+def value_types(proto: ModelProto, *added: GraphProto) -> dict[str, ValueInfoProto]:
+    """What can be said about the values of the inference graph, and of those that are added to it."""
     inference = ModelProto(ir_version=proto.ir_version, opset_import=proto.opset_import, functions=proto.functions)
     inference.graph.CopyFrom(proto.graph)
+    for graph in added:
+        inference.graph.MergeFrom(graph)  # which puts all that there are several of behind the others
     return _inferred(inference)
 
 

@@ -25,7 +25,7 @@ from onward.run.interpreted import interpreter
 from onward.run.interpreter import Interpreter
 from onward.run.torch.types import CODES, to_array
 from onward.transform.inline import inline
-from onward.transform.opset import convert_opset
+from onward.transform.opset import of_one_opset
 
 
 @dataclasses.dataclass(eq=False)
@@ -54,7 +54,7 @@ class Graph:
     def of(
         cls, model: Model, trainable: Collection[str] | None, statistics: Variance, inner: Sequence[str] = ()
     ) -> Graph:
-        model = convert_opset(model, COMMON_OPSET) if model.opset < OLDEST_OPSET else model
+        model = of_one_opset(model, OLDEST_OPSET, COMMON_OPSET)
         table = Live(torch.device("cpu"), statistics).operators
         own = [name for f in model.functions.values() if (name := f"{f.domain}.{f.name}") not in table]
         if hidden := [*functions_to_inline(model), *own]:

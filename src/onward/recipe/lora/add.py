@@ -21,7 +21,7 @@ from onward.recipe.layers import Layer, listing
 from onward.recipe.lora.adapters import SCALE, A, B, adapters, by_weight
 from onward.recipe.reset import drawn
 from onward.recipe.trainable import matching
-from onward.transform.opset import convert_opset
+from onward.transform.opset import of_one_opset
 
 _OLDEST_OPSET, _COMMON_OPSET = 13, 21
 """Dropout takes its ratio as an input from 12 on, and knows all types from 13 on."""
@@ -63,7 +63,7 @@ def adaptable(model: Source) -> Model:
     """A copy to which adapters can be added."""
     source = sound(read(model))
     refuse_training(source, "add adapters")
-    changed = (convert_opset(source, _COMMON_OPSET) if source.opset < _OLDEST_OPSET else source).copy()
+    changed = of_one_opset(source, _OLDEST_OPSET, _COMMON_OPSET).copy()
     changed.ir.ir_version = max(changed.ir.ir_version or 0, METADATA_IR_VERSION)
     return changed
 

@@ -1,0 +1,96 @@
+"""Models for the ONNX Runtime at hand, which knows operator sets and the format up to some version."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import onnx_ir as ir
+from onnx import defs
+
+from onward.errors import UnsupportedError
+from onward.lowering.replacement import replace_unknown
+from onward.model import Model
+from onward.model.core import values
+from onward.transform.inline import has_body, inline
+from onward.transform.opset import convert_opset, of_one_opset
+from onward.transform.runtime import NO_KERNEL, onnxruntime_limits
+from onward.transform.types import fill_in_types
+
+_LOADED_BY_ALL = 26
+"""The operator set for which ONNX Runtime need not be asked."""
+
+
+def for_onnxruntime(model: Model) -> Model:
+    """A model of the inference graph that ONNX Runtime loads: what it lacks is replaced by what that stands for."""
+    model = of_one_opset(model)
+    version = model.opset if model.opset <= _LOADED_BY_ALL else min(model.opset, onnxruntime_limits().opset)
+    graphs = [model.graph, *(function.graph for function in model.functions.values())]
+    if version < model.opset or any(_has_no_kernel(node, version) for graph in graphs for node in graph.all_nodes()):
+        model = _at(version, model)
+    if (model.ir.ir_version or 0) > (ir_version := onnxruntime_limits().ir):
+        model = model.copy()
+        model.ir.ir_version = ir_version
+    return model
+
+
+def _at(version: int, model: Model) -> Model:
+    """The model in an operator set that may be older, without what ONNX Runtime lacks there."""
+    model = model.copy()
+    model.steps = []
+
+    def lacks(node: ir.Node) -> bool:
+        return _is_newer(node, model.opset, version) or _has_no_kernel(node, version)
+
+    def unknown(model: Model) -> list[ir.Node]:
+        fill_in_types(model, values(model.graph))
+        return [node for node in model.graph.all_nodes() if lacks(node)]
+
+    functions = [function for function in model.functions.values() if any(map(lacks, function.all_nodes()))]
+    if functions:  # what an operator stands for may depend on types, which functions do not have
+        model = inline(model, [f"{function.domain}.{function.name}" for function in functions])
+    return convert_opset(replace_unknown(model, unknown, _refusal), version)
+
+
+def _refusal(nodes: list[ir.Node]) -> UnsupportedError:
+    limits = onnxruntime_limits()
+    lines = []
+    for node in nodes:
+        on = next((f" on {value.dtype.name.lower()}" for value in node.inputs if value and value.dtype), "")
+        since = defs.get_schema(node.op_type).since_version
+        lines.append(f"- `{node.op_type}`{on} of operator set {since} (node `{node.name or node.outputs[0].name}`)")
+    return UnsupportedError(
+        f"{limits.runtime} knows operator sets up to {limits.opset}, in which there is nothing for\n"
+        + "\n".join(lines),
+        hint='run the model on another engine: `engine="torch"` (`--engine torch`)',
+    )
+
+
+def _has_no_kernel(node: ir.Node, version: int) -> bool:
+    """Whether ONNX Runtime cannot run an operator, and could run its body. Without one, it may run on other devices."""
+    is_standard = node.domain in ("", "ai.onnx")
+    return is_standard and version >= NO_KERNEL.get(node.op_type, version + 1) and has_body(node.op_type, version)
+
+
+def _is_newer(node: ir.Node, opset: int, version: int) -> bool:
+    """Whether a version of the standard lacks an operator of a newer one, an attribute, or the types that it is on."""
+    try:
+        if node.domain not in ("", "ai.onnx") or defs.get_schema(node.op_type, opset).since_version <= version:
+            return False
+    except defs.SchemaError:
+        return False  # none of the standard
+    try:
+        schema = defs.get_schema(node.op_type, version)
+    except defs.SchemaError:
+        return True
+    known = node.attributes.keys() <= schema.attributes.keys()
+    return not known or not (_fit(node.inputs, schema.inputs) and _fit(node.outputs, schema.outputs))
+
+
+def _fit(given: Sequence[ir.Value | None], formals: Sequence[defs.OpSchema.FormalParameter]) -> bool:
+    """Whether values are of types that a version of an operator takes, as far as they are known."""
+    return all(
+        value is None
+        or not isinstance(value.type, ir.TensorType)
+        or f"tensor({value.type.dtype.name.lower()})" in formals[min(i, len(formals) - 1)].types
+        for i, value in enumerate(given)
+    )

@@ -1,0 +1,247 @@
+"""Convert one graph to another version of the standard operator set."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import onnx
+from onnx import GraphProto, ModelProto, TensorProto, ValueInfoProto, version_converter
+
+from onward.build import Names
+from onward.errors import UnsupportedError
+from onward.transform.words import check_equations
+
+STANDARD = ("", "ai.onnx")
+_NUMPY_BROADCAST = 7
+_SCAN_WITHOUT_BATCHES = 9
+_SCALES_OF_CHANNELS = 21
+
+
+def convert_graph(
+    graph: GraphProto,
+    opsets: Iterable[onnx.OperatorSetIdProto],
+    version: int,
+    names: Names,
+    captured: Iterable[ValueInfoProto] = (),
+) -> None:
+    """Convert one graph in place. What it reads from around it is declared as inputs for the time being."""
+    before = GraphProto()
+    before.CopyFrom(graph)
+    elsewhere = [t for t in graph.initializer if t.data_location == TensorProto.EXTERNAL]
+    declared = {value.name for value in graph.input}
+    shell = ModelProto(ir_version=10, graph=graph, opset_import=opsets)
+    for tensor in elsewhere:
+        shell.graph.initializer.remove(tensor)
+        if tensor.name not in declared:
+            shell.graph.input.append(onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims))
+    for sparse in graph.sparse_initializer:
+        kind = sparse.values.data_type
+        shell.graph.input.append(onnx.helper.make_tensor_value_info(sparse.values.name, kind, sparse.dims))
+    shell.graph.ClearField("sparse_initializer")
+    shell.graph.input.extend(captured)
+    if version >= _NUMPY_BROADCAST > _standard_version(shell):
+        _spread_slopes(shell)
+    if version >= _SCALES_OF_CHANNELS > _standard_version(shell):
+        _spread_groups(shell.graph)
+    has_batches = version >= _SCAN_WITHOUT_BATCHES > _standard_version(shell)
+    if has_batches:
+        _refuse_sequence_lengths(shell.graph)
+    _put_aside(shell)
+    result = _convert(shell, version)
+    _put_back(result)
+    if has_batches:
+        _scan_batches(result)
+    _name_afresh(result, before, names)
+    del graph.node[:]
+    graph.node.extend(result.node)
+    _restore_notes(graph, before)
+    known = {tensor.name for tensor in graph.initializer}
+    graph.initializer.extend(tensor for tensor in result.initializer if tensor.name not in known)
+
+
+def _standard_version(shell: ModelProto) -> int:
+    return max((opset.version for opset in shell.opset_import if opset.domain in STANDARD), default=1)
+
+
+def _spread_slopes(shell: ModelProto) -> None:
+    """Give the slopes of PRelu an axis for each dimension behind the channels, which the converter fails to do.
+
+    Until operator set 6 a slope of shape [C] meant one number per channel; from 7 on it is broadcast to the last axis.
+    """
+    graph = shell.graph
+    check_equations(shell)
+    known = onnx.shape_inference.infer_shapes(shell).graph
+    ranks = {v.name: len(v.type.tensor_type.shape.dim) for v in (*known.input, *known.value_info, *known.output)}
+    ranks |= {tensor.name: len(tensor.dims) for tensor in graph.initializer}
+    nodes: list[onnx.NodeProto] = []
+    for node in graph.node:
+        x, slope = (*node.input, "", "")[:2]
+        if node.op_type == "PRelu" and ranks.get(slope) == 1 and ranks.get(x, 0) > 2:
+            axes = range(1, ranks[x] - 1)
+            nodes.append(onnx.helper.make_node("Unsqueeze", [slope], [f"{slope}/spread"], axes=list(axes)))
+            node.input[1] = f"{slope}/spread"
+        nodes.append(onnx.NodeProto.FromString(node.SerializeToString()))
+    del graph.node[:]
+    graph.node.extend(nodes)
+
+
+def _spread_groups(graph: GraphProto) -> None:
+    """Give GroupNormalization a scale and a bias for each channel, where it had one for each group until version 20.
+
+    The converter leaves them as they are.
+    """
+    for inner in with_subgraphs(graph):
+        nodes: list[onnx.NodeProto] = []
+        for node in inner.node:
+            if node.op_type == "GroupNormalization" and node.domain in STANDARD:
+                groups = next(attribute.i for attribute in node.attribute if attribute.name == "num_groups")
+                for i in (1, 2):
+                    nodes += _of_channels(node, groups, i, f"{node.output[0]}/{i}")
+            nodes.append(onnx.NodeProto.FromString(node.SerializeToString()))
+        del inner.node[:]
+        inner.node.extend(nodes)
+
+
+def _of_channels(node: onnx.NodeProto, groups: int, i: int, name: str) -> list[onnx.NodeProto]:
+    """Nodes that repeat the i-th input of a GroupNormalization, which is made to read the result."""
+    x, of_groups = node.input[0], node.input[i]
+    groups_, channels, size, shape, one, column, wide, node.input[i] = (f"{name}/{k}" for k in range(8))
+    make = onnx.helper.make_node
+    return [
+        make("Constant", [], [groups_], value_ints=[groups]),
+        make("Constant", [], [one], value_ints=[1]),
+        make("Shape", [x], [channels], start=1, end=2),
+        make("Div", [channels, groups_], [size]),
+        make("Concat", [groups_, size], [shape], axis=0),
+        make("Unsqueeze", [of_groups, one], [column]),
+        make("Expand", [column, shape], [wide]),
+        make("Reshape", [wide, channels], [node.input[i]]),
+    ]
+
+
+def _refuse_sequence_lengths(graph: GraphProto) -> None:
+    for inner in with_subgraphs(graph):
+        for node in inner.node:
+            if node.op_type == "Scan" and node.input[0]:
+                raise UnsupportedError(f"`Scan` (node `{node.name}`) has lengths of sequences, which no later one has")
+
+
+def _scan_batches(graph: GraphProto) -> None:
+    """Put each Scan into another over the batch, which the converter fails to do.
+
+    In operator set 8 all inputs and outputs of a Scan had a first axis of samples, each of which was scanned by itself.
+    """
+    for scan in [node for inner in with_subgraphs(graph) for node in inner.node if node.op_type == "Scan"]:
+        one = onnx.NodeProto.FromString(scan.SerializeToString())
+        one.input[:] = [f"{name}/sample" for name in scan.input]
+        one.output[:] = [f"{name}/sample" for name in scan.output]
+        given = {attribute.name: attribute for attribute in scan.attribute}
+        body, states = given["body"].g, len(scan.input) - given["num_scan_inputs"].i
+        inputs, outputs = (
+            [_sample(*pair, is_sequence=i >= states) for i, pair in enumerate(zip(names, values, strict=True))]
+            for names, values in ((one.input, body.input), (one.output, body.output))
+        )
+        sample = onnx.helper.make_graph([one], f"{body.name}/sample", inputs, outputs)
+        del scan.attribute[:]
+        scan.attribute.append(onnx.helper.make_attribute("body", sample))
+        scan.attribute.append(onnx.helper.make_attribute("num_scan_inputs", len(scan.input)))
+
+
+def _sample(name: str, value: ValueInfoProto, is_sequence: bool) -> ValueInfoProto:
+    """What one sample is for a Scan whose body has this value: itself, or a sequence of it."""
+    described = value.type.tensor_type
+    result = onnx.helper.make_tensor_value_info(name, described.elem_type, None)
+    if described.HasField("shape"):
+        sizes = ([onnx.TensorShapeProto.Dimension()] if is_sequence else []) + [*described.shape.dim]
+        result.type.tensor_type.shape.CopyFrom(onnx.TensorShapeProto(dim=sizes))
+    return result
+
+
+_FOREIGN = {"LayerNormalization": 17, "SimplifiedLayerNormalization": 1000}
+"""Operators that ONNX Runtime puts into the domain of the standard, and since which operator set they belong there."""
+_ASIDE = "com.microsoft"
+
+
+def _put_aside(shell: ModelProto) -> None:
+    """Move foreign operators out of the sight of the converter, which would refuse them, into another domain."""
+    version = _standard_version(shell)
+    for graph in with_subgraphs(shell.graph):
+        for node in graph.node:
+            if node.domain == "" and version < _FOREIGN.get(node.op_type, 0):
+                node.domain = _ASIDE
+    if not any(opset.domain == _ASIDE for opset in shell.opset_import):
+        shell.opset_import.append(onnx.helper.make_opsetid(_ASIDE, 1))
+
+
+def _put_back(result: GraphProto) -> None:
+    for graph in with_subgraphs(result):
+        for node in graph.node:
+            if node.domain == _ASIDE and node.op_type in _FOREIGN:
+                node.domain = ""
+
+
+def _convert(shell: ModelProto, version: int) -> GraphProto:
+    try:
+        return version_converter.convert_version(shell, version).graph
+    except Exception as error:  # the converter raises whatever its C++ assertions become
+        reason = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
+        reason = reason.rpartition("failed: ")[2]
+        raise UnsupportedError(
+            f"onnx cannot convert the model to operator set {version}: {reason}",
+            hint="export it again at a newer operator set, or convert it in smaller steps to see which operator it is",
+        ) from error
+
+
+def _name_afresh(result: GraphProto, before: GraphProto, names: Names) -> None:
+    """The converter names what it adds `_v_4`, in each graph anew; the combined graph needs them to differ."""
+    old = {name for node in before.node for name in node.output} | {t.name for t in before.initializer}
+    added = {name for node in result.node for name in node.output} | {t.name for t in result.initializer}
+    fresh = {name: names.fresh(name.strip("_")) for name in sorted(added - old - {""})}
+    if not fresh:
+        return
+    for graph in with_subgraphs(result):
+        for node in graph.node:
+            node.input[:] = [fresh.get(name, name) for name in node.input]
+            node.output[:] = [fresh.get(name, name) for name in node.output]
+    for tensor in result.initializer:
+        tensor.name = fresh.get(tensor.name, tensor.name)
+
+
+def _restore_notes(graph: GraphProto, before: GraphProto) -> None:
+    """Give nodes back what the converter drops: names, notes, metadata, and references to a function's attributes."""
+    notes = {tuple(node.output): node for node in before.node}
+    for node in graph.node:
+        original = notes.get(tuple(node.output))
+        if original is None or original.op_type != node.op_type:
+            continue
+        node.name, node.doc_string = original.name, original.doc_string
+        del node.metadata_props[:]
+        node.metadata_props.extend(original.metadata_props)
+        references = {attribute.name: attribute for attribute in original.attribute if attribute.ref_attr_name}
+        for attribute in node.attribute:
+            if attribute.name in references:
+                attribute.CopyFrom(references[attribute.name])
+
+
+def captured(graph: GraphProto) -> list[str]:
+    """The names that a graph reads or returns without defining them."""
+    defined = set(names_in(graph))
+    read = [name for inner in with_subgraphs(graph) for node in inner.node for name in node.input]
+    returned = [value.name for value in graph.output]
+    return [name for name in dict.fromkeys(read + returned) if name and name not in defined]
+
+
+def names_in(graph: GraphProto) -> Iterator[str]:
+    for inner in with_subgraphs(graph):
+        yield from (value.name for value in inner.input)
+        yield from (tensor.name for tensor in inner.initializer)
+        yield from (sparse.values.name for sparse in inner.sparse_initializer)
+        yield from (name for node in inner.node for name in node.output)
+
+
+def with_subgraphs(graph: GraphProto) -> Iterator[GraphProto]:
+    yield graph
+    for node in graph.node:
+        for attribute in node.attribute:
+            for inner in (*([attribute.g] if attribute.HasField("g") else []), *attribute.graphs):
+                yield from with_subgraphs(inner)

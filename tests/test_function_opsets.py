@@ -1,0 +1,159 @@
+"""Functions with operator sets of their own, in models of another.
+
+What they mean is what ONNX Runtime makes of their bodies as models of those operator sets. What it makes of the file
+itself is another matter: it reads functions as if they had the operator sets of the model.
+"""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+
+import onward
+from onward.run import function, load
+
+ENGINES = ("onnxruntime", "numpy", "torch", "jax", "tensorflow")
+
+MODEL = """
+<ir_version: 10, opset_import: ["": {model}, "f": 1]>
+g (float[2,4,6] x) => (float[a,b,c] y) {{
+    v = Mul (x, w)
+    {call}
+}}
+"""
+BODIES = {
+    "softmax": (11, "", "y = Softmax <axis = 1> (x)"),
+    "log_softmax": (11, "axis: int", "y = LogSoftmax <axis: int = @axis> (x)"),
+    "reduce_mean": (13, "axes: ints", "s = ReduceMean <axes: ints = @axes> (x)  y = Sub (x, s)"),
+    "reduce_sum": (
+        11,
+        "",
+        "s = ReduceSum <axes = [-1], keepdims = 0> (x)  u = Unsqueeze <axes = [2]> (s)  y = Mul (x, u)",
+    ),
+    "split": (13, "", "a, b = Split <axis = 2> (x)  p = Mul (a, b)  y = Concat <axis = 2> (p, a)"),
+    "split_sizes": (
+        11,
+        "sizes: ints",
+        "a, b = Split <axis = 2, split: ints = @sizes> (x)  y = Concat <axis = 2> (b, a)",
+    ),
+    "clip": (6, "", "y = Clip <min = -0.5, max = 0.5> (x)"),
+    "pad": (10, "", 'y = Pad <mode = "edge", pads = [0, 0, 1, 0, 0, 2]> (x)'),
+    "dropout": (10, "", "d = Dropout <ratio = 0.5> (x)  y = Sin (d)"),
+    "batch_norm": (
+        9,
+        "",
+        "o = Constant <value = float[4] {1, 2, 3, 4}> ()  y = BatchNormalization (x, o, o, o, o)",
+    ),
+    "grid_sample": (
+        16,
+        "mode: string",
+        """one = Constant <value = int64[1] {0}> ()  u = Unsqueeze (x, one)
+        g = Constant <value = float[1, 1, 3, 2] {-0.7, -0.2, 0.1, 0.3, 0.8, 0.6}> ()
+        s = GridSample <mode: string = @mode, align_corners = 1> (u, g)  y = Squeeze (s, one)""",
+    ),
+    "group_norm": (
+        18,
+        "",
+        """o = Constant <value = float[2] {0.5, 2}> ()
+        y = GroupNormalization <num_groups = 2, epsilon = 0.01> (x, o, o)""",
+    ),
+    "if": (
+        13,
+        "axes: ints",
+        """c = Constant <value = bool {1}> ()
+        y = If (c) <
+            then_branch = t () => (z) { z = ReduceMean <axes: ints = @axes> (x) },
+            else_branch = e () => (q) { q = Identity (x) }
+        >""",
+    ),
+    "resize": (10, "", "s = Constant <value = float[3] {1, 1, 1.5}> ()  y = Resize (x, s)"),
+    "dft": (
+        17,
+        "",
+        """a = Constant <value = int64[1] {3}> ()  u = Unsqueeze (x, a)  d = DFT <axis = 2> (u)
+        y = ReduceSumSquare <axes = [3], keepdims = 0> (d)""",
+    ),
+    "newer": (21, "", 'y = Gelu <approximate = "tanh"> (x)'),
+    "nested": (
+        13,
+        "axes: ints",
+        "s = f.Inner <axes: ints = @axes> (x)  n = ReduceMax (x)  y = Sub (s, n)",
+    ),
+}
+PLAIN = {"nested": "s = ReduceMean <axes = [1]> (x)  n = ReduceMax <keepdims = 1> (x)  y = Sub (s, n)"}
+CALLS = {"axes": "axes = [1]", "axis": "axis = 2", "sizes": "sizes = [2, 4]", "mode": 'mode = "bilinear"'}
+INNER = (
+    '<domain: "f", opset_import: ["": 12]> Inner <axes: ints> (x) => (y) { y = ReduceMean <axes: ints = @axes> (x) }'
+)
+
+
+def mixed(case: str) -> onnx.ModelProto:
+    version, attributes, body = BODIES[case]
+    given = f"<{CALLS[attributes.partition(':')[0]]}>" if attributes else ""
+    text = MODEL.format(model=18 if case == "newer" else 21, call=f"y = f.F {given} (v)")
+    taken = f"<{attributes}>" if attributes else ""
+    text += f'<domain: "f", opset_import: ["": {version}, "f": 1]> F {taken} (x) => (y) {{ {body} }}'
+    proto = onnx.parser.parse_model(text + (INNER if case == "nested" else ""))
+    proto.graph.initializer.append(onnx.numpy_helper.from_array(weights(), "w"))
+    return proto
+
+
+def weights() -> np.ndarray:
+    return np.random.default_rng(1).uniform(0.5, 1.5, (4, 6)).astype(np.float32)
+
+
+def data() -> np.ndarray:
+    return np.random.default_rng(0).uniform(-2, 2, (2, 4, 6)).astype(np.float32)
+
+
+def truth(case: str, x: np.ndarray) -> np.ndarray:
+    """What a function computes, as a model of its operator set."""
+    version, attributes, body = BODIES[case]
+    name = attributes.partition(":")[0]
+    body = re.sub(r"(\w+): \w+ = @\w+", rf"\1 = {CALLS.get(name, '').partition('= ')[2]}", PLAIN.get(case, body))
+    head = f'<ir_version: 8, opset_import: ["": {version}]> g (float[2,4,6] x) => (y)'
+    session = ort.InferenceSession(onnx.parser.parse_model(f"{head} {{ {body} }}").SerializeToString())
+    return session.run(None, {"x": x * weights()})[0]
+
+
+@pytest.mark.parametrize("case", BODIES)
+def test_every_engine_computes_what_the_file_means(case: str) -> None:
+    proto = mixed(case)
+    expected = truth(case, data())
+    for engine in ENGINES:
+        result = function(proto, engine=engine)({"x": data()})["y"]
+        np.testing.assert_allclose(result, expected, rtol=1e-4, atol=1e-5, err_msg=engine)
+
+
+@pytest.mark.parametrize("case", BODIES)
+def test_gradients_are_those_of_the_file(case: str) -> None:
+    proto = mixed(case)
+    random = np.random.default_rng(2)
+    x, direction, step = data(), random.uniform(-1, 1, (2, 4, 6)).astype(np.float32), 2e-3
+    ahead, behind = (truth(case, x + s * step * direction).astype(np.float64).sum() for s in (1, -1))
+    expected = (ahead - behind) / (2 * step)
+    for keep in (False, True):
+        gradients = onward.gradient(proto, "y", ["x"], keep_functions=keep)
+        found = function(gradients, engine="onnxruntime")({"x": x})["x/grad"]
+        np.testing.assert_allclose((found * direction).sum(dtype=np.float64), expected, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("case", BODIES)
+def test_training_steps_agree(case: str) -> None:
+    proto = mixed(case)
+    training = onward.prepare(proto, loss="mse", optimizer="sgd:lr=0.01")
+    batch = {"x": data(), "target": np.zeros_like(truth(case, data()))}
+    results = {}
+    for engine in ENGINES:
+        with load(training, engine=engine, **({} if engine == "onnxruntime" else {"compile": False})) as loaded:
+            evaluated = loaded.evaluate(batch)["loss"]
+            losses = [float(loaded.step(batch)["loss"]) for _ in range(2)]
+            results[engine] = losses, loaded.state()["w"]
+        np.testing.assert_allclose(evaluated, np.square(truth(case, data())).mean(), rtol=1e-4)
+    for losses, w in results.values():
+        np.testing.assert_allclose(losses, results["torch"][0], rtol=1e-4, atol=1e-6)
+        np.testing.assert_allclose(w, results["torch"][1], rtol=1e-4, atol=1e-5)
