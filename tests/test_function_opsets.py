@@ -46,7 +46,9 @@ BODIES = {
     "batch_norm": (
         9,
         "",
-        "o = Constant <value = float[4] {1, 2, 3, 4}> ()  y = BatchNormalization (x, o, o, o, o)",
+        """s = Constant <value = float[4] {1, 2, 3, 4}> ()  b = Constant <value = float[4] {4, 3, 2, 1}> ()
+        m = Constant <value = float[4] {0, 1, 0, 1}> ()  v = Constant <value = float[4] {1, 1, 2, 2}> ()
+        y = BatchNormalization (x, s, b, m, v)""",
     ),
     "grid_sample": (
         16,
