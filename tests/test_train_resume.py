@@ -101,8 +101,10 @@ def test_kill(kills: int, whole: Run, folder: Path) -> None:
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="kills forks")
 def test_a_run_that_was_reset_is_not_reset_again(folder: Path) -> None:
     """By its seeds a reset would draw the same again: it is the steps since then that would be lost."""
-    settings = {"init": {"fc.weight": "normal"}, "reset": True, "seed": 3, "tensorboard": False, "epochs": 3}
+    settings = {"init": {"*.weight": "normal"}, "reset": True, "seed": 3, "tensorboard": False, "epochs": 40}
     (folder / "settings.json").write_text(json.dumps(settings))
+    os.replace("digits.onnx", "model.onnx")
+    os.replace("digits.npz", "data.npz")
     whole = train("model.onnx", "data.npz", run="whole", **killed_runs.settings_in(folder))
     arguments = [sys.executable, killed_runs.__file__, str(folder), "2", "2"]
     done = subprocess.run(arguments, capture_output=True, text=True, timeout=600)
