@@ -13,6 +13,7 @@ from onnx import ModelProto
 
 import onward
 from commands import failed, run
+from conftest import needs
 from older_forms import write
 from onward.errors import InvalidModelError
 from onward.run import load
@@ -275,3 +276,52 @@ def test_what_is_unclear_is_refused(what: str) -> None:
     with pytest.raises(onward.Error, match=said):
         onward.read(data)
     assert any(finding.severity == "error" for finding in onward.check(data))
+
+
+# ---- frameworks ------------------------------------------------------------------------------------------------------
+
+EXPECTED = adagrad(-0.25, 0.2, 1.0, steps=5)
+
+
+@needs("torch")
+@pytest.mark.parametrize("name", TRAINED)
+def test_a_file_of_an_older_form_goes_on_in_pytorch(name: str) -> None:
+    import torch
+
+    module, optimizer, _, loss = onward.to_torch(read(path_of(name)))
+    assert isinstance(optimizer, torch.optim.Adagrad) and isinstance(loss, torch.nn.MSELoss)
+    losses = []
+    for _ in range(5):
+        optimizer.zero_grad()
+        value = loss(module(torch.from_numpy(X)), torch.from_numpy(2 * X))
+        value.backward()
+        optimizer.step()
+        losses.append(value.item())
+    np.testing.assert_allclose(losses, EXPECTED, rtol=1e-5)
+
+
+@needs("jax")
+def test_a_file_of_an_older_form_goes_on_in_jax() -> None:
+    step, state = onward.to_jax(read(path_of("training_linear_model")))[:2]
+    losses = []
+    for _ in range(5):
+        state, metrics = step(state, BATCH)
+        losses.append(float(metrics["loss"]))
+    np.testing.assert_allclose(losses, EXPECTED, rtol=1e-5)
+
+
+@needs("keras")
+def test_a_file_of_an_older_form_goes_on_in_keras() -> None:
+    model = onward.to_keras(read(path_of("training_linear_model")))
+    history = model.fit(X, 2 * X, batch_size=5, epochs=5, shuffle=False, verbose=0).history
+    np.testing.assert_allclose(history["loss"], EXPECTED, rtol=1e-5)
+
+
+@needs("torch")
+def test_a_file_of_an_older_form_goes_to_a_program_and_comes_back(tmp_path) -> None:
+    old, program, back = path_of("training_linear_model"), str(tmp_path / "run.pt"), str(tmp_path / "back.onnx")
+    assert OLDER in run("convert", old, "--to", "torch", "-o", program).stderr
+    run("convert", program, "--like", old, "-o", back)
+    running = load(onward.read(back), engine="numpy")
+    losses = [float(running.step(BATCH)["loss"]) for _ in range(5)]
+    np.testing.assert_allclose(losses, EXPECTED, rtol=1e-5)

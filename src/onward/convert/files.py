@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 import onnx_ir as ir
 
+from onward.convert.foreign import adopted
 from onward.convert.problems import Problems
 from onward.convert.python import program_beside
 from onward.errors import InvalidModelError, UnsupportedError
@@ -36,7 +37,7 @@ def places(framework: Framework, path: Path) -> list[Path]:
 
 def write(model: Model, framework: Framework, path: Path) -> list[Path]:
     """Write the run that a training model holds for a framework; the files, or folders, that were written."""
-    made: list[Path] = _files_of(framework).write(model, path)
+    made: list[Path] = _files_of(framework).write(_known_to(framework, model), path)
     return made
 
 
@@ -47,8 +48,13 @@ def restore(framework: Framework, path: Path, like: Model | None = None) -> Mode
             regular(path)
     except (OSError, ValueError) as error:
         raise InvalidModelError(f"could not read `{path}`: {reason(error)}") from error
-    made: Model = _files_of(framework).restore(path, like)
+    made: Model = _files_of(framework).restore(path, None if like is None else _known_to(framework, like))
     return made
+
+
+def _known_to(framework: Framework, model: Model) -> Model:
+    """With state under names that converters know. TensorFlow executes any step as it is."""
+    return model if framework == "tensorflow" else adopted(model)
 
 
 def _files_of(framework: Framework) -> Any:

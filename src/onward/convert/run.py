@@ -220,7 +220,7 @@ def _found(model: Model, index: int) -> Run:
     return Run(
         model=without_steps(model),
         loss=[_term(term) for term in training.loss.terms],
-        groups=[Group(_optimizer(model, index, group), group.parameters) for group in training.groups],
+        groups=[Group(optimizer_of(model, index, group), group.parameters) for group in training.groups],
         state={state.name: state.array for state in own if state.name != STEP},
         step=int(training.progress.step or 0),
         schedule=[Spec(part.name, {**part.numbers, **part.choices}) for part in training.schedule],
@@ -241,7 +241,7 @@ def _term(term: LossTerm) -> Any:
     return {term.output: {"name": term.name, **term.options, **scale}}
 
 
-def _optimizer(model: Model, index: int, group: Described) -> Spec | FunctionOptimizer:
+def optimizer_of(model: Model, index: int, group: Described) -> Spec | FunctionOptimizer:
     """Its settings but for those that this kind has no use for as it is configured; or a graph."""
     if group.is_function:
         return function_of(model, index, group)

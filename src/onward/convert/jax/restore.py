@@ -11,6 +11,7 @@ import numpy as np
 import optax
 
 from onward.arguments import checked
+from onward.convert.foreign import adopted
 from onward.convert.jax.native import make_optimizer
 from onward.convert.jax.optimizers import read_optimizer
 from onward.convert.jax.trial import try_updates
@@ -105,6 +106,7 @@ class Parts:
     """What of a training model is what in JAX."""
 
     def __init__(self, model: Model, asked: int | None = None):
+        model = adopted(model)
         index = step_of(model, asked)
         self._model, self._index, self._states = model, index, states(model, index)
         self.framework = Jax("cuda" if jax.default_backend() == "gpu" else "cpu")

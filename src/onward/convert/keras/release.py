@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from onward.arguments import checked
+from onward.convert.foreign import adopted
 from onward.convert.keras.live import GraphOptimizer, TrainingModel
 from onward.convert.keras.native import native_losses, native_optimizer
 from onward.convert.run import disassemble, is_plain, step_of
@@ -16,7 +17,7 @@ def to_keras(training: Source) -> TrainingModel:
     Its variables have the names of the training model's tensors, its optimizer is Keras's own where that computes the
     same, else the update of the training model, and so is its loss.
     """
-    model = read(training)
+    model = adopted(read(training))
     index = step_of(model)
     run = disassemble(model, index, forward=False)
     made = TrainingModel(model)

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from onward.arguments import checked
+from onward.convert.foreign import adopted
 from onward.convert.problems import Parts, Problems
 from onward.convert.run import Run, assemble, disassemble, nothing_learns, step_of
 from onward.convert.torch.capture import captured, check_copyable, into_training, unwrapped
@@ -202,7 +203,7 @@ def to_torch(training: Source, *, live: bool = True, probe: bool = True) -> Carr
       torch.nn, and needs nothing of Onward: what `onward convert --to torch` writes
     - `probe`: make a few steps on both sides with inputs that are made up, and compare
     """
-    model = read(training)
+    model = adopted(read(training))
     step = step_of(model)
     if probe:
         require_shapes(model, step, "a comparison of both sides (`probe`)")
