@@ -128,6 +128,23 @@ CASES = {
         {"w": "w2"},
         {"w": [-49, -142]},
     ),
+    "a gradient of what is held": Case(
+        f'() => (float[2] w2) {{ d = {GRADIENT}<xs = ["w"], zs = ["h"], y = "y">(w, h) w2 = Sub(w, d) }}',
+        {"w": "w2"},
+        {"w": [1, 2]},
+        DEEP,
+        frozenset({"OW408", "OW410", "OW411"}),
+    ),
+    "a gradient in a branch": Case(
+        f"""() => (float[2] w2) <bool c = {{1}}> {{ w2 = If (c) <
+            then_branch = t () => (float[2] p)
+                {{ d = {GRADIENT}<xs = ["w"], zs = ["x"], y = "y">(w, x) p = Sub(w, d) }},
+            else_branch = e () => (float[2] q) {{ q = Identity(w) }}> }}""",
+        {"w": "w2"},
+        {"w": [4, 6]},
+        DEEP,
+        frozenset({"OW416"}),
+    ),
     "a gradient of a sum": Case(
         f'() => (float[2] w2) {{ d = {GRADIENT}<xs = ["w"], zs = ["x"], y = "y">(w, x) w2 = Sub(w, d) }}',
         {"w": "w2"},
@@ -293,3 +310,88 @@ def test_state_of_rare_types_is_held_or_refused(kind, engine):
         return
     state, _ = after_a_step(proto, engine)
     assert state["s"] == second[0]
+
+
+# ---- operators that training needs -----------------------------------------------------------------------------------
+
+NORMAL = "<float[2] s = {1, 3}, float[2] b = {0, 1}, float[2] m = {0, 0}, float[2] v = {1, 1}>"
+PLANE = f"g (float[4, 2] x) => (float[4, 2] y) {NORMAL} {{ y = BatchNormalization(x, s, b, m, v) }}"
+ALONE = "<float[1] s = {3}, float[1] b = {1}, float[1] m = {0}, float[1] v = {1}>"
+LINE = f"g (float[4] x) => (float[4] y) {ALONE} {{ y = BatchNormalization(x, s, b, m, v) }}"
+IN_TRAINING = "BatchNormalization<training_mode = 1>(x, s, b, m, v)"
+STATISTICS = {
+    "both": ("z, m2, v2 = ", {"m": "m2", "v": "v2"}),
+    "mean": ('z, m2, "" = ', {"m": "m2"}),
+    "variance": ('z, "", v2 = ', {"v": "v2"}),
+    "unused": ("z, m2, v2 = ", {}),
+    "computed with": ("z, m1, v1 = ", {"m": "m2", "v": "v2"}),
+}
+
+
+@pytest.mark.parametrize("shape", ["plane", "line"])
+@pytest.mark.parametrize("statistics", STATISTICS)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_batch_normalization_in_training(engine, statistics, shape):
+    """ONNX Runtime crashes without names for statistics, and overwrites what is given if they are no outputs."""
+    outputs, update = STATISTICS[statistics]
+    size = 2 if shape == "plane" else 1
+    then = "m2 = Neg(m1) v2 = Neg(v1)" if statistics == "computed with" else ""
+    returned = "".join(f", float[{size}] {name}" for name in update.values())
+    loss = "squares = Mul(z, z) loss = ReduceSum<keepdims = 0>(squares)"
+    algorithm = f"() => (float loss{returned}) {{ {outputs}{IN_TRAINING} {then} {loss} }}"
+    proto = model(PLANE if shape == "plane" else LINE, algorithm, update)
+    x = np.array([[1, 5], [2, 3], [4, 9], [8, -1]], np.float32)[:, 2 - size :]
+    z = (x - x.mean(0)) / np.sqrt(x.var(0) + 1e-5) * np.array([1, 3])[-size:] + np.array([0, 1])[-size:]
+    mean, variance = np.zeros(size), np.ones(size)
+    options = {} if engine in ("onnxruntime", "numpy") else {"compile": False}
+    with load(proto, engine=engine, **options) as loaded:
+        for _ in range(2):
+            metrics = loaded.step({"x": x.reshape((4, 2)[:size])})
+            assert float(metrics["loss"]) == pytest.approx((z**2).sum(), rel=1e-5)
+            mean, variance = 0.9 * mean + 0.1 * x.mean(0), 0.9 * variance + 0.1 * x.var(0)
+            if statistics == "computed with":
+                mean, variance = -mean, -variance
+        expected = {"m": mean, "v": variance}
+        assert_state(loaded.state(), {name: expected[name] for name in update})
+
+
+def test_statistics_need_training_mode():
+    proto = model(PLANE, "() => (float[2] m2) { z, m2, v2 = BatchNormalization(x, s, b, m, v) }", {"m": "m2"})
+    assert serious(proto) == {"OW113"}
+    for engine in ("onnxruntime", "numpy"):
+        with pytest.raises(onward.Error, match="has statistics, but is not in training mode"):
+            load(proto, engine=engine)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_dropout_drops_in_training_only(engine):
+    """The mask is all true without training; what is kept is scaled by 1 / (1 - ratio), of which the default is 0.5."""
+    nodes = """ones = ConstantOfShape<value = float[1] {1}>(n)
+        plain, all = Dropout(ones) off, all_too = Dropout(ones, half, no) none, kept = Dropout(ones, zero, yes)
+        dropped, mask = Dropout(ones, "", yes) a = Equal(plain, ones) b = Equal(off, ones) c = Equal(none, ones)
+        scaled = Cast<to = 1>(mask) twice = Add(scaled, scaled) d = Equal(dropped, twice)
+        e = And(a, b) f = And(c, d) g = And(all, all_too) h = And(e, f) i = And(g, kept) j = And(h, i)
+        right = Cast<to = 1>(j) least = ReduceMin<keepdims = 0>(right) share = ReduceMean<keepdims = 0>(scaled)"""
+    holds = "<float zero = {0}, float half = {0.75}, bool yes = {1}, bool no = {0}, int64[1] n = {4000}>"
+    options = {} if engine in ("onnxruntime", "numpy") else {"compile": False}
+    proto = model(PLAIN, f"() => (float least, float share) {holds} {{ {nodes} }}")
+    _, metrics = after_a_step(proto, engine, **options)
+    assert metrics["least"] == 1
+    assert float(metrics["share"]) == pytest.approx(0.5, abs=0.05)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_label_that_is_ignored_has_no_part_in_loss_and_gradient(engine):
+    """It may be out of range, and its weight does not count."""
+    graph = """g (float[2] x) => (float[1, 2] y) <float[2] w = {1, 2}, int64[1] zero = {0}>
+        { h = Mul(x, w) y = Unsqueeze(h, zero) }"""
+    body = f"""scores = Concat<axis = 0>(y, y, y) loss = SoftmaxCrossEntropyLoss<ignore_index = 9>(scores, k, c)
+        d = {GRADIENT}<xs = ["w"], zs = ["x"], y = "loss">(w, x) w2 = Sub(w, d)"""
+    holds = "<int64[3] k = {0, 9, 1}, float[2] c = {1, 3}>"
+    options = {} if engine in ("onnxruntime", "numpy") else {"compile": False}
+    proto = model(graph, f"() => (float[2] w2, float loss) {holds} {{ {body} }}", {"w": "w2"})
+    state, metrics = after_a_step(proto, engine, **options)
+    shares = np.exp([3.0, 8.0]) / np.exp([3.0, 8.0]).sum()
+    assert float(metrics["loss"]) == pytest.approx((-np.log(shares) * [1, 3]).sum() / 4, rel=1e-5)
+    gradient = shares - np.array([1, 3]) / 4
+    np.testing.assert_allclose(state["w"], [1 - 3 * gradient[0], 2 - 4 * gradient[1]], rtol=1e-4)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import onnx_ir as ir
 
@@ -14,14 +14,18 @@ from onward.model.walk import attributes
 LOWERINGS: Mapping[tuple[str, str], Lowering] = {**losses.LOWERINGS, **optimizers.LOWERINGS}
 
 
-def expand(model: ir.Model, lowerings: Mapping[tuple[str, str], Lowering] = LOWERINGS) -> None:
-    """Replace every node that has a lowering, in nested graphs and functions too, in place."""
+def expand(
+    model: ir.Model,
+    lowerings: Mapping[tuple[str, str], Lowering] = LOWERINGS,
+    is_meant: Callable[[ir.Node], bool] = lambda node: True,
+) -> None:
+    """Replace every node that has a lowering and is meant, in nested graphs and functions too, in place."""
     outer = [model.graph, *(function.graph for function in model.functions.values())]
     for graph in [inner for whole in outer for inner in (whole, *whole.subgraphs())]:
         names = Names(value.name for node in graph.all_nodes() for value in node.outputs if value.name)
         names.take(value.name for value in (*graph.inputs, *graph.initializers.values()) if value.name)
         for node in list(graph):
-            if lowering := lowerings.get((node.domain, node.op_type)):
+            if (lowering := lowerings.get((node.domain, node.op_type))) and is_meant(node):
                 _replace(graph, node, lowering, names, model.opset_imports[""], model.functions)
 
 
@@ -41,6 +45,8 @@ def _replace(
     scratch.remove(nodes)
     node.prepend(nodes)
     for old, new in zip(node.outputs, results, strict=False):
+        if not old.name:  # nobody wants it
+            continue
         value = new.value
         value.type, value.shape = old.type or value.type, old.shape
         name = old.name

@@ -11,8 +11,9 @@ from onward.build import Builder
 from onward.errors import InvalidModelError
 from onward.model import Model, Step
 from onward.model.core import is_gradient, string, strings, values
+from onward.model.named import names_of
 from onward.model.state import State
-from onward.model.walk import ancestors, descendants
+from onward.model.walk import ancestors, descendants, nested_graphs
 from onward.transform.unused import remove
 
 
@@ -144,12 +145,11 @@ def gradients(graph: ir.Graph) -> list[ir.Node]:
 
 
 def keep_what_is_needed(graph: ir.Graph) -> None:
-    """Drop nodes that nothing reads, in place. A Gradient reads its y, though only by name."""
-    differentiated: set[str] = set()
+    """Drop nodes that nothing reads, in place. A Gradient reads its y, though only by name, also from within a body."""
+    named: set[str] = set()
     for node in reversed(list(graph)):
-        if any(output.uses() or output.is_graph_output() or output.name in differentiated for output in node.outputs):
-            if is_gradient(node):
-                differentiated.add(string(node, "y"))
-                differentiated.update(strings(node, "xs"))
+        if any(output.uses() or output.is_graph_output() or output.name in named for output in node.outputs):
+            inside = (inner for nested in nested_graphs(node) for inner in nested.all_nodes())
+            named.update(name for inner in (node, *inside) if is_gradient(inner) for name in names_of(inner))
         else:
             remove(graph, [node])

@@ -25,6 +25,7 @@ from onward.lowering.contract import record
 from onward.lowering.expand import expand
 from onward.lowering.flow import Flow, keep_what_is_needed
 from onward.lowering.inference import has_training_operators, plain_inference
+from onward.lowering.normalization import give_two_axes, write_out_unsafe
 from onward.lowering.optimize import optimize
 from onward.lowering.runtime import for_onnxruntime
 from onward.model import Model, Source, read
@@ -241,6 +242,7 @@ PARTS: dict[str, Callable[[Model, int, Manner], Made]] = {
 def _opened(model: Model, index: int) -> Flow:
     """The combined graph, with the state as inputs: what is constant might be folded, by rules or passes."""
     combined = Model(model.combined(index))
+    give_two_axes(combined.ir)
     graph, state = combined.graph, carried(model, index)
     graph.inputs[:] = [value for value in graph.inputs if not value.is_initializer()]
     for name in (s.name for s in state):
@@ -282,6 +284,7 @@ def _plain(
 def _finish(model: Model) -> None:
     """Drop what nothing needs: nodes, inputs, initializers, imports; and shorten the rest."""
     graph = model.graph
+    write_out_unsafe(model.ir)
     optimize(model)
     simplify(list(graph))
     remove_unused(graph)
