@@ -98,20 +98,16 @@ def test_kill(kills: int, whole: Run, folder: Path) -> None:
         assert scalars(run) == scalars(whole)
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="kills forks")
-def test_a_run_that_was_reset_is_not_reset_again(folder: Path) -> None:
+def test_a_run_that_was_reset_is_not_reset_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By its seeds a reset would draw the same again: it is the steps since then that would be lost."""
-    settings = {"init": {"*.weight": "normal"}, "reset": True, "seed": 3, "tensorboard": False, "epochs": 40}
-    (folder / "settings.json").write_text(json.dumps(settings))
-    os.replace("digits.onnx", "model.onnx")
-    os.replace("digits.npz", "data.npz")
-    whole = train("model.onnx", "data.npz", run="whole", **killed_runs.settings_in(folder))
-    arguments = [sys.executable, killed_runs.__file__, str(folder), "2", "2"]
-    done = subprocess.run(arguments, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
-    run = Run("run")
-    assert [e for e in run.log if e["event"] == "resume"] and run.config["reset"]
-    assert_same(run, whole)
+    model = onward.prepare("digits.onnx", loss="cross_entropy", init={"*.weight": "normal"})
+    settings: dict[str, Any] = {**QUIET, "reset": True, "seed": 3, "epochs": 2, "batch_size": 16, "validation": 0.2}
+    whole = train(model, "digits.npz", run="whole", **settings)
+    with monkeypatch.context() as patched:
+        interrupted_after(8, patched)
+        run = train(model, "digits.npz", run="run", **settings)
+    assert run.log[-1]["step"] == 8 and run.config["reset"]
+    assert_same(resume(run, quiet=True), whole)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="kills forks")
