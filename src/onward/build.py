@@ -51,6 +51,10 @@ class Names:
         """Note names that are in use elsewhere."""
         self._taken.update(names)
 
+    def release(self, names: Iterable[str]) -> None:
+        """Note names that may be used again."""
+        self._taken.difference_update(names)
+
     def fresh(self, wanted: str) -> str:
         name, count = wanted, self._next.get(wanted, 0)
         while name in self._taken:

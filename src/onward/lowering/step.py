@@ -27,6 +27,7 @@ from onward.lowering.flow import Flow, keep_what_is_needed
 from onward.lowering.inference import has_training_operators, plain_inference
 from onward.lowering.normalization import give_two_axes, write_out_unsafe
 from onward.lowering.optimize import optimize
+from onward.lowering.rounds import OneStep, Steps, as_one_step
 from onward.lowering.runtime import for_onnxruntime
 from onward.model import Model, Source, read
 from onward.model.core import as_input, values
@@ -48,7 +49,7 @@ IR_VERSION = 10
 @uncollected()
 def lower(
     source: Source,
-    step: int = 0,
+    step: Steps = None,
     *,
     part: str | None = None,
     recompute: Choice = None,
@@ -70,6 +71,10 @@ def lower(
     Unless one is named it is the step, or `"inference"` of a model without any. Operators that are not of the standard
     are refused, but in `"inference"`: there all stay but training operators and functions.
 
+    Of a model with several steps, `step` is the number or the name of one, or says how often each runs:
+    `"discriminator:2,generator"`. Unless it is given, all run, in their order, as the specification has it, and as
+    often as the file says. Several are lowered as one: later ones see what earlier ones have made of the state.
+
     `recompute` names what is computed twice to save memory, as in `onward.gradient`. Without `differentiate` the
     training operators stay, functions are replaced by their bodies unless they are kept, and nothing else is done: for
     an engine that has derivatives of its own.
@@ -85,7 +90,7 @@ def lower(
 @uncollected()
 def lower_for_engine(
     source: Source,
-    step: int = 0,
+    step: Steps = None,
     *,
     part: str | None = None,
     recompute: Choice = None,
@@ -99,7 +104,12 @@ def lower_for_engine(
     part = part or default_part(model)
     as_it_is = part == "inference" and not has_training_operators(model)
     model = of_one_opset(model) if as_it_is else of_one_opset(model, OLDEST_OPSET, COMMON_OPSET)
-    made, contract = PARTS[part](model, step, Manner(recompute, differentiate, keep_functions))
+    one = OneStep(model, 0)
+    if part != "inference":
+        one = as_one_step(model, step, together=part not in ("evaluation", "gradients"))
+    made, contract = PARTS[part](one.model, one.index, Manner(recompute, differentiate, keep_functions))
+    if one.loss in contract.get("metrics", ()):
+        contract["loss"] = one.loss
     made.ir.ir_version = max(IR_VERSION, made.ir.ir_version or 0) if part == "inference" else IR_VERSION
     record(made, {"part": part, **contract})
     return made

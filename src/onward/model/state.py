@@ -37,6 +37,7 @@ FACTS = {
     "train.distill": "what is learned from a teacher: list of distances, with the values compared, options, weight",
     "train.forward": "values that training computes in its own way -> those of inference that they stand for",
     "train.progress": "step, epoch, samples",
+    "train.times": "how often the step runs while others run once",
     "train.selection": "what is trained, frozen, constant, and why",
     "train.recipe": "the recipe as it was given",
     "train.checkpoint": "the checkpoint that it was made of: facts, names of tensors, and all that was stored",

@@ -33,6 +33,8 @@ class Term:
     spec: Spec
     output: str | None = None
     scale: float = 1.0
+    constant: float | None = None
+    """What the output should be everywhere, where that is not for the data to say."""
     custom: Any = None
 
     def fact(self, output: str, inputs: Sequence[str]) -> dict[str, Any]:
@@ -42,7 +44,7 @@ class Term:
             "inputs": list(inputs),
             "options": dict(self.spec.options),
             "scale": self.scale,
-        }
+        } | ({} if self.constant is None else {"constant": self.constant})
 
 
 def terms(loss: Any) -> list[Term]:
@@ -64,12 +66,18 @@ def terms(loss: Any) -> list[Term]:
     if isinstance(loss, str) and loss.startswith(f"{_EXISTING}:"):
         return [Term(Spec(_EXISTING, {"name": loss.partition(":")[2]}), output=loss.partition(":")[2])]
     spec = parse(loss)
-    scale = spec.options.get("scale", 1.0)
-    if not isinstance(scale, int | float):
+    scale, constant = _number(spec, "scale"), _number(spec, "constant")
+    return [Term(spec.without("scale").without("constant"), output, 1.0 if scale is None else scale, constant)]
+
+
+def _number(spec: Spec, option: str) -> float | None:
+    number = spec.options.get(option)
+    if number is not None and not isinstance(number, int | float):
         raise RecipeError(
-            f"the scale of the loss `{spec.name}` is `{scale}`, not a number", hint=f"write `{spec.name}:scale=0.5`"
+            f"the {option} of the loss `{spec.name}` is `{number}`, not a number",
+            hint=f"write `{spec.name}:{option}=0.5`",
         )
-    return [Term(spec.without("scale"), output, float(scale))]
+    return None if number is None else float(number)
 
 
 def predictions(model: Model, summands: Sequence[Term]) -> list[ir.Value]:
@@ -134,6 +142,14 @@ def _named(assembly: Assembly, term: Term, prediction: Expr, value: ir.Value) ->
     if options.get("reduction", "") in (None, "none"):
         raise RecipeError(f"the loss `{loss.name}` with `reduction=none` is not one number", hint="use `mean` or `sum`")
     targets = loss.targets(value, **options)
+    if term.constant is not None:
+        if [target.shape for target in targets] != [value.shape] or targets[0].dtype != value.dtype:
+            raise RecipeError(
+                f"the loss `{loss.name}` does not compare its output with numbers, so it takes no `constant`",
+                hint="take one such as `mse` or `bce_with_logits`",
+            )
+        wanted = prediction.op.filled_like(prediction.value, term.constant)
+        return loss.build(prediction.op, prediction, wanted, **options), []
     taken = {v.name for v in assembly.step.algorithm.inputs}
     inputs = [
         assembly.input(t.name if t.name not in taken else f"{value.name}_{t.name}", t.dtype, t.shape) for t in targets

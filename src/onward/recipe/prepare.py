@@ -64,6 +64,8 @@ class Recipe:
     variance: Variance = "population"
     seed: Seed = 0
     append: bool = False
+    name: str | None = None
+    times: Count = 1
     new_head: str | Mapping[str, Any] | int | None = None
     lora: str | Mapping[str, Any] | int | None = None
     teacher: Any = None
@@ -104,7 +106,7 @@ class Recipe:
         selection = select(model, watched, trainable, freeze, found)
         varied = preprocessing.by_input(model, self.augment) if self.augment else {}
         entries = preprocessing.put_before(model, before)  # now that it is known what is trained: nothing of this
-        assembly = Assembly(model, self.seed, name=f"training{len(model.steps) or ''}")
+        assembly = Assembly(model, self.seed, name=self.name or f"training{len(model.steps) or ''}")
         changed = preprocessing.augmented(assembly, entries, varied)
         trained = training_forward(assembly, watched, selection.choices, self.variance, changed)
         loss: Expr | None = None
@@ -122,6 +124,8 @@ class Recipe:
             bind_initial_value(assembly, value, "file")
         assembly.fact("selection", _selection_fact(selection))
         assembly.fact("forward", {new.name: old.name for old, new in trained.items() if not old.is_initializer()})
+        if self.times > 1:
+            assembly.fact("times", self.times)
         assembly.fact("recipe", self.fact())
         assembly.fact("progress", {"step": 0, "epoch": 0, "samples": 0})
         assembly.finish()
@@ -165,7 +169,7 @@ class Recipe:
         """The recipe as JSON; a loss that was given as an object is only named."""
         recipe = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         changed = {f.name: recipe[f.name] for f in dataclasses.fields(self) if recipe[f.name] != f.default}
-        return {name: _plain(value) for name, value in changed.items() if name != "append"}
+        return {name: _plain(value) for name, value in changed.items() if name not in ("append", "name", "times")}
 
 
 @checked(rest=Recipe)
@@ -173,7 +177,8 @@ def prepare(model: Source, *, loss: Any, lr: float | None = None, **recipe: Any)
     """Make a training model: the same inference graph, and a step that improves it.
 
     - `loss`: a name with options (`"cross_entropy:label_smoothing=0.1"`), a mapping or list of several
-      (`"aux=mse:scale=0.3"`), an ONNX model or function, or `"value:NAME"` for a loss that the model computes itself
+      (`"aux=mse:scale=0.3"`; with `constant=1`, an output is compared with that number and not with data), an ONNX
+      model or function, or `"value:NAME"` for a loss that the model computes itself
     - `optimizer`: such as `"adamw:lr=1e-3,weight_decay=0.01"`, or an ONNX model or function, which can be given a rate
       (`{"function": update, "lr": 1e-3}`); `groups` gives some parameters their own settings
     - `lr`: the learning rate, where the optimizer does not say it
@@ -186,6 +191,8 @@ def prepare(model: Source, *, loss: Any, lr: float | None = None, **recipe: Any)
     - `loss_scale`: a number, or `"dynamic"`, such as `"dynamic:growth_interval=1000"`, for float16
     - `init`: what parameters are reset to: `"file"`, an initialiser such as `"kaiming_normal"`, or a mapping by pattern
     - `variance`: `"population"` (ONNX) or `"sample"` (PyTorch) running variance of BatchNormalization
+    - `append`: adds a step to a training model; `name` is what a step is called, and `times` how often it runs while
+      the others run once, such as the discriminator of a GAN
     - `seed`: for initial values and random numbers during training
     - `new_head`, `lora`: what is changed before, such as `"classes=5"` for `replace_head` and
       `"rank=8,targets=*attn*"` for `add_lora`

@@ -15,6 +15,7 @@ from typing import Any
 from onward.arguments import Threads, fitting
 from onward.errors import UnknownNameError, near
 from onward.lowering.inference import has_training_operators
+from onward.lowering.rounds import Steps
 from onward.lowering.step import lower_for_engine
 from onward.model import Model, Source, read
 from onward.run.engine import Engine, check_names, check_options
@@ -32,8 +33,11 @@ def is_installed(engine: str) -> bool:
     return importlib.util.find_spec(engine) is not None
 
 
-def load(source: Source, step: int = 0, *, engine: str = "onnxruntime", **options: Any) -> Engine:
-    """Make a step of a training model ready to run.
+def load(source: Source, step: Steps = None, *, engine: str = "onnxruntime", **options: Any) -> Engine:
+    """Make a training model ready to run.
+
+    Of a model with several steps, `step` is the number or the name of one, or says how often each runs in a round:
+    `"discriminator:2,generator"`. Unless it is given, all run, in their order and as often as the file says.
 
     Options are the engine's. All have `device`; ONNX Runtime has `threads` and `recompute`; frameworks have `compile`,
     whether the step is compiled as a whole, `rules`, whether gradients are those of our rules, `precision` and

@@ -4,29 +4,32 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
 from onward.errors import DataError, UnknownNameError, UnsupportedError, near
+from onward.lowering.rounds import Steps, as_one_step, of_round
 from onward.model import Model
-from onward.model.state import carried
+from onward.model.state import State, carried, states
 from onward.run.loops import refuse_endless_loops
 
 Arrays = Mapping[str, np.ndarray]
 
 
 class Engine(ABC):
-    """Runs one step of a training model, and holds its state meanwhile."""
+    """Runs a step of a training model, or a round of several, and holds its state meanwhile."""
 
-    def __init__(self, model: Model, step: int):
-        refuse_endless_loops(
-            [model.graph, model.step(step).algorithm, *(function.graph for function in model.functions.values())]
-        )
+    def __init__(self, model: Model, step: Steps):
         self.model = model
-        self.index = step
+        self._one = as_one_step(model, step)
+        self._steps = step
+        executed = self._one.model.step(self._one.index)
+        refuse_endless_loops(
+            [model.graph, executed.algorithm, *(function.graph for function in model.functions.values())]
+        )
         self.inputs: dict[str, ir.Value] = {}
         """What a batch must hold, by name."""
         self.loss = "loss"
@@ -35,11 +38,23 @@ class Engine(ABC):
         """Told when a step is compiled, which takes a while."""
         self._takes_tensors = False
         """Whether a batch may be on a device, as tensors of another framework."""
-        self._carried = {state.name: state.value for state in carried(model, step)}
+        self._carried = {state.name: state.value for state in carried(self._one.model, self._one.index)}
+
+    @property
+    def batches(self) -> int:
+        """How many batches a step takes: of a round of several, as many as the most frequent one runs."""
+        return self._one.batches
+
+    def states(self) -> list[State]:
+        """The state, as it was when it was loaded: what is what."""
+        return states(self._one.model, self._one.index)
 
     @abstractmethod
-    def step(self, batch: Arrays) -> Arrays:
-        """One update of the state by a batch; the metrics of the step. If the loss is not finite, the state stays."""
+    def step(self, batch: Arrays | Sequence[Arrays]) -> Arrays:
+        """One update of the state by a batch; the metrics of the step. If the loss is not finite, the state stays.
+
+        A round in which a step runs several times takes a list of so many batches.
+        """
 
     @abstractmethod
     def gradients(self, batch: Arrays) -> dict[str, np.ndarray]:
@@ -59,9 +74,10 @@ class Engine(ABC):
 
     def reset(self) -> None:
         """Start over: the state as it is in the file, then as its initializations make it, the same on every engine."""
-        from onward.run.initial import initial_state
+        from onward.run.initial import started_over
 
-        self.load_state(initial_state(self.model, self.index))
+        fresh = started_over(self.model)
+        self.load_state({name: fresh.array(*self._place(name)) for name in self._carried})
 
     @abstractmethod
     def close(self) -> None:
@@ -77,10 +93,11 @@ class Engine(ABC):
                     hint='take another engine: `engine="numpy"` (`--engine numpy`)',
                 )
 
-    def _fitting(self, batch: Arrays, names: Collection[str]) -> dict[str, Any]:
+    def _fitting(self, batch: Arrays | Sequence[Arrays], names: Collection[str]) -> dict[str, Any]:
         """What a part of the step takes of a batch. Refuses one that is not what the step takes, before a runtime does
         with fewer words; a part may take less."""
-        given = {name: _array(array) for name, array in batch.items() if name not in self.inputs or name in names}
+        arrays = batch if isinstance(batch, Mapping) else of_round(batch)
+        given = {name: _array(array) for name, array in arrays.items() if name not in self.inputs or name in names}
         check_names(given, names)
         wrong = [
             misfit(name, given[name], self.inputs[name].dtype, self.inputs[name].shape, self._takes_tensors)
@@ -108,8 +125,14 @@ class Engine(ABC):
         """A copy of the training model that holds the state as it is now."""
         model = self.model.copy()
         for name, array in self.state().items():
-            model.set(name, array, self.index)
+            place, step = self._place(name)
+            model.set(place, array, step)
         return model
+
+    def _place(self, name: str) -> tuple[str, int]:
+        """The name of state in the model itself, and the step that it is of."""
+        step, original = self._one.origins.get(name, (self._one.index, name))
+        return original, step
 
     def __enter__(self) -> Engine:
         return self

@@ -19,7 +19,7 @@ from onward.errors import InvalidModelError, RecipeError, UnsupportedError, list
 from onward.lowering.step import lower
 from onward.model import Model, Source, Step, read
 from onward.model.functions import callees_first
-from onward.model.state import ROLE_KEY, carried, redescribed
+from onward.model.state import ROLE_KEY, redescribed
 from onward.model.walk import is_random
 from onward.recipe.random import new_key
 from onward.run import function
@@ -46,11 +46,6 @@ def reset(source: Source, *, seed: Seed | None = None) -> Model:
             hint="leave it out, or prepare the model with an initializer: `init=` (`--init`)",
         )
     return started_over(other)
-
-
-def initial_state(model: Model, index: int = 0) -> dict[str, np.ndarray]:
-    """What a step starts from, of its own state and of what other steps change."""
-    return {state.name: state.array for state in carried(started_over(model), index)}
 
 
 def kept(model: Model) -> list[str]:

@@ -13,6 +13,7 @@ from onward.differentiate.api import COMMON_OPSET
 from onward.differentiate.recompute import Choice
 from onward.errors import UnsupportedError
 from onward.lowering.contract import contract_of
+from onward.lowering.rounds import Steps
 from onward.lowering.step import lower_for_engine
 from onward.model import Model
 from onward.model.core import as_input
@@ -108,7 +109,7 @@ class Interpreted(Engine):
     def __init__(
         self,
         model: Model,
-        step: int,
+        step: Steps,
         framework: Framework,
         *,
         compiled: bool = True,
@@ -122,7 +123,9 @@ class Interpreted(Engine):
         self._compiled = compiled
         self._rules = rules
         self._recompute = recompute
-        self._state: Tensors = {s.name: framework.copy(framework.tensor(s.array)) for s in carried(model, step)}
+        self._state: Tensors = {
+            s.name: framework.copy(framework.tensor(s.array)) for s in carried(self._one.model, self._one.index)
+        }
         self._parts: dict[str, _Part] = {}
         part = self._part("step")
         self.inputs = {v.name: v for v in part.model.graph.inputs if v.name and v.name in part.contract["batch"]}
@@ -133,7 +136,7 @@ class Interpreted(Engine):
         cls,
         engine: str,
         model: Model,
-        step: int = 0,
+        step: Steps = None,
         *,
         compile: bool = True,
         rules: bool = False,
@@ -154,7 +157,7 @@ class Interpreted(Engine):
         made = cls(model, step, framework, compiled=compile, rules=rules, recompute=recompute)
         return made
 
-    def step(self, batch: Arrays) -> Mapping[str, np.ndarray]:
+    def step(self, batch: Arrays | Sequence[Arrays]) -> Mapping[str, np.ndarray]:
         part = self._part("step")
         new, results = part.run(self._state, self._fitting(batch, self.inputs))
         self._state = self._state | new
@@ -187,7 +190,7 @@ class Interpreted(Engine):
     def _part(self, name: str) -> _Part:
         if name not in self._parts:
             lowered = lower_for_engine(
-                self.model, self.index, part=name, differentiate=self._rules, recompute=self._recompute
+                self.model, self._steps, part=name, differentiate=self._rules, recompute=self._recompute
             )
             self._parts[name] = _Part(lowered, self._framework, self._compiled)
         return self._parts[name]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
@@ -22,11 +22,11 @@ from onward.differentiate.api import COMMON_OPSET
 from onward.differentiate.recompute import Choice
 from onward.errors import DataError, UnknownNameError, UnsupportedError, near
 from onward.lowering.contract import contract_of
+from onward.lowering.rounds import Steps
 from onward.lowering.runtime import for_onnxruntime
 from onward.lowering.step import lower_for_engine
 from onward.lowering.widen import widen
 from onward.model import Model
-from onward.model.state import carried, states
 from onward.model.storage.places import inside, is_external, is_where_it_was_read
 from onward.run.engine import Arrays, Engine
 from onward.run.memory import memory_of
@@ -55,7 +55,7 @@ class OnnxRuntime(Engine):
     def __init__(
         self,
         model: Model,
-        step: int = 0,
+        step: Steps = None,
         *,
         device: str = "cpu",
         threads: int | None = None,
@@ -65,7 +65,7 @@ class OnnxRuntime(Engine):
         self._refuse_state_unless(lambda dtype: dtype != ir.DataType.STRING, "ONNX Runtime")
         self._threads, self._recompute = threads, recompute
         self._handed: list[ort.OrtValue] = []
-        self._stoppable: Callable[[_Run], Any] = _stoppable if _loops(model, step) else lambda run: run(None)
+        self._stoppable: Callable[[_Run], Any] = _stoppable if _loops(self._one.model) else lambda run: run(None)
         self._providers = _providers(device)
         self._memory = _WITH_MEMORY.get(device, "cpu")
         made = lower_for_engine(model, step, recompute=recompute)
@@ -81,14 +81,14 @@ class OnnxRuntime(Engine):
         self._step = self._session(made)
         self._evaluation: ort.InferenceSession | None = None
         self._gradients: tuple[ort.InferenceSession | None, dict[str, str]] | None = None
-        self._read = {s.name: self._buffer(s.value, fill=True) for s in carried(model, step)}
+        self._read = {name: self._buffer(value, fill=True) for name, value in self._carried.items()}
         bindings: dict[str, str] = contract["update"]
-        written = {s.name: self._buffer(s.value) for s in states(model, step) if s.name in bindings}
+        written = {s.name: self._buffer(s.value) for s in self.states() if s.name in bindings}
         self._write = {**self._read, **written}
         turns = [(self._read, self._write), (self._write, self._read)]
         self._bound = [self._binding(self._step, bindings, *turn) for turn in turns] if self._step else []
 
-    def step(self, batch: Arrays) -> dict[str, np.ndarray]:
+    def step(self, batch: Arrays | Sequence[Arrays]) -> dict[str, np.ndarray]:
         given = self._fitting(batch, self.inputs)
         if self._step is None:
             return {}
@@ -109,7 +109,7 @@ class OnnxRuntime(Engine):
 
     def gradients(self, batch: Arrays) -> dict[str, np.ndarray]:
         if self._gradients is None:
-            made = lower_for_engine(self.model, self.index, part="gradients", recompute=self._recompute)
+            made = lower_for_engine(self.model, self._steps, part="gradients", recompute=self._recompute)
             self._gradients = self._session(made), contract_of(made)["gradients"]
         session, names = self._gradients
         results = self._run(session, batch, list(names))
@@ -117,7 +117,7 @@ class OnnxRuntime(Engine):
 
     def evaluate(self, batch: Arrays) -> dict[str, np.ndarray]:
         if self._evaluation is None:
-            self._evaluation = self._session(lower_for_engine(self.model, self.index, part="evaluation"))
+            self._evaluation = self._session(lower_for_engine(self.model, self._steps, part="evaluation"))
         session = self._evaluation
         return self._run(session, batch, [value.name for value in session.get_outputs()] if session else [])
 
@@ -228,9 +228,9 @@ def _has_bfloat16(model: Model) -> bool:
 _Run = Callable[[ort.RunOptions | None], Any]
 
 
-def _loops(model: Model, step: int | None = None) -> bool:
+def _loops(model: Model) -> bool:
     graphs = [model.graph, *(function.graph for function in model.functions.values())]
-    graphs += [] if step is None else [model.step(step).algorithm]
+    graphs += [step.algorithm for step in model.steps]
     return any(node.op_type == "Loop" for graph in graphs for node in graph.all_nodes())
 
 

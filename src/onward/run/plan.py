@@ -194,21 +194,21 @@ class _Planner:
     ) -> Differentiation:
         """A Gradient. The nodes that it differentiates are taken out of `left`, to be executed only once.
 
-        If it is to be taken at other values than those of its variables, or another one has taken some of its nodes,
-        they are executed a second time for it, and stay.
+        If it is to be taken at other values than those of its variables, or another one has taken some of its nodes, or
+        what they read depends on them, they are executed a second time for it, and stay.
         """
-        names = strings(node, "xs")
-        variables = [self._known[name] for name in (*names, *strings(node, "zs"))]
-        given = [value for value in node.inputs if value is not None]
-        y = self._known[string(node, "y")]
+        names, y = strings(node, "xs"), self._known[string(node, "y")]
+        variables, given, nodes = self._way(node)
         as_it_is = given == variables
-        nodes = self._between(y, variables[: len(names)] if as_it_is else variables, cut=set(variables))
-        kept: list[ir.Value] = []
         computed = {value for inner in nodes for value in inner.outputs}
-        if as_it_is and all(inner in left for inner in nodes) and computed.isdisjoint(variables):
+        is_free = computed.isdisjoint(variables) and not self._read_their_results(nodes)
+        kept: list[ir.Value] = []
+        if as_it_is and all(inner in left for inner in nodes) and is_free:
             for inner in nodes:
                 del left[inner]
             read = {*outputs, *(value for other in left for value in self._reads(other))}
+            for other in filter(is_gradient, left):  # which may execute some of these nodes a second time
+                read |= self._outside(self._way(other)[2])
             kept = [value for inner in nodes for value in inner.outputs if value in read]
         return Differentiation(
             self._part(nodes, variables[: len(names)], [y, *kept], {}, given=set(variables)),
@@ -220,23 +220,45 @@ class _Planner:
             {} if as_it_is else dict(zip(variables[len(names) :], given[len(names) :], strict=True)),
         )
 
-    def _between(self, y: ir.Value, variables: Sequence[ir.Value], cut: Container[ir.Value]) -> list[ir.Node]:
-        """The nodes on the ways from the variables to `y`, in the order of the graph, and of those around it."""
-        needed: set[ir.Node] = set()
-        pending = [y]
-        while pending:
-            value = pending.pop()
-            node = value.producer() if value not in cut else None
-            if node is not None and node not in needed:
-                needed.add(node)
-                pending += self._reads(node)
-        reached, found = set(variables), []
+    def _way(self, node: ir.Node) -> tuple[list[ir.Value], list[ir.Value], list[ir.Node]]:
+        """The variables of a Gradient, what they are to be, and the nodes between them and its result."""
+        names = strings(node, "xs")
+        variables = [self._known[name] for name in (*names, *strings(node, "zs"))]
+        given = [value for value in node.inputs if value is not None]
+        sources = variables[: len(names)] if given == variables else variables
+        return variables, given, self._between(self._known[string(node, "y")], sources, variables)
+
+    def _between(self, y: ir.Value, sources: Sequence[ir.Value], variables: Sequence[ir.Value]) -> list[ir.Node]:
+        """The nodes on the ways from some variables to `y` that do not go through others, in the order of the graph
+        and of those around it."""
+        needed = self._ancestors([y], set(variables))
+        reached, found = set(sources), []
         for node in (node for graph in self._scope for node in graph):
             if node in needed and any(value in reached for value in self._reads(node)):
                 fresh = [value for value in node.outputs if value not in reached]
                 reached.update(fresh)
                 found += [node] if fresh else []
         return found
+
+    def _read_their_results(self, nodes: Sequence[ir.Node]) -> bool:
+        """Whether nodes read, by way of others, what some of them compute: these cannot be executed as one."""
+        return not self._ancestors(self._outside(nodes)).isdisjoint(nodes)
+
+    def _outside(self, nodes: Sequence[ir.Node]) -> set[ir.Value]:
+        """What nodes read that none of them computes."""
+        return {value for node in nodes for value in self._reads(node)} - {v for node in nodes for v in node.outputs}
+
+    def _ancestors(self, values: Iterable[ir.Value], known: Container[ir.Value] = ()) -> set[ir.Node]:
+        """The nodes that are needed to compute values, where some are known."""
+        needed: set[ir.Node] = set()
+        pending = list(values)
+        while pending:
+            value = pending.pop()
+            node = None if value in known else value.producer()
+            if node is not None and node not in needed:
+                needed.add(node)
+                pending += self._reads(node)
+        return needed
 
     def _reads(self, node: ir.Node) -> Iterator[ir.Value]:
         yield from read_by(node)

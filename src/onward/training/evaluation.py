@@ -10,7 +10,6 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 
 from onward.errors import RecipeError, UnsupportedError
-from onward.model.state import states
 from onward.recipe.spec import lookup, parse
 from onward.run import Engine
 from onward.training.data import Batch
@@ -117,7 +116,7 @@ def samples_in(batch: Batch) -> int:
 @contextlib.contextmanager
 def averaged(engine: Engine) -> Iterator[None]:
     """Within it, parameters are their moving averages, where training keeps such: those are what is exported."""
-    averages = {s.parameter: s.name for s in states(engine.model, engine.index) if s.role == "ema" and s.parameter}
+    averages = {s.parameter: s.name for s in engine.states() if s.role == "ema" and s.parameter}
     if not averages:
         yield
         return

@@ -237,7 +237,7 @@ class Loop:
         self._write("gradients", step=self.at.step, norms=norms)
 
     def _look_at_weights(self) -> None:
-        parameters = {s.name for s in states(self.engine.model, self.engine.index) if s.role == "parameter"}
+        parameters = {s.name for s in self.engine.states() if s.role == "parameter"}
         histograms = {}
         for name, array in self.engine.state().items():
             if name in parameters and np.isfinite(array).all():

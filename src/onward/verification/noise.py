@@ -11,7 +11,6 @@ from collections.abc import Sequence
 import numpy as np
 
 from onward.errors import UnsupportedError
-from onward.model.state import states
 from onward.run import Engine
 from onward.verification.distance import Arrays, farthest
 
@@ -51,7 +50,7 @@ def _noise(engine: Engine, batch: Arrays) -> Arrays:
 def _followers(engine: Engine, noise: Arrays) -> Arrays:
     """The same elements of a parameter and of all state of its shape that belongs to it."""
     found = {}
-    for state in states(engine.model, engine.index):
+    for state in engine.states():
         mask = noise.get(state.parameter or state.name)
         if mask is not None and mask.shape == state.array.shape:
             found[state.name] = mask

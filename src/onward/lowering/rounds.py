@@ -1,0 +1,308 @@
+"""Several steps as one: a round, in which each runs as often as it is said, on the state that those before it left.
+
+    one = as_one_step(model, "discriminator:2,generator")
+
+The algorithm of a round holds those of its runs, one after the other. What a run reads of the inference graph is
+computed once more where an earlier run has changed what it depends on; all else is shared. The first runs of all steps
+take the same batch, the second ones another, and so on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeVar
+
+import onnx_ir as ir
+
+from onward.build import Builder, Expr, Names
+from onward.errors import InvalidModelError, RecipeError, UnknownNameError, UnsupportedError, near
+from onward.lowering.flow import Flow
+from onward.model import Model, Step
+from onward.model.core import all_names, string, strings, values
+from onward.model.state import carried, redescribed
+from onward.model.walk import ancestors, descendants, read_by
+from onward.transform.names import replace_names
+
+T = TypeVar("T")
+
+Steps = int | str | Mapping[str, int] | None
+"""A step by number or name; several with how often each runs, such as `"discriminator:2,generator"`; None: all of them,
+as often as the file says."""
+
+LOSS = "loss"
+"""The sum of the losses of all steps."""
+
+
+@dataclasses.dataclass(frozen=True)
+class OneStep:
+    """A model, and the one of its steps that does what is wanted."""
+
+    model: Model
+    index: int
+    batches: int = 1
+    """How many batches it takes."""
+    loss: str | None = None
+    """The metric that is minimised, where that is not for the step itself to say."""
+    origins: Mapping[str, tuple[int, str]] = dataclasses.field(default_factory=dict)
+    """State of a round -> the step that it belongs to, and its name there, where that is not the round's own."""
+
+
+def as_one_step(model: Model, steps: Steps = None, *, together: bool = True) -> OneStep:
+    """The step that was asked for, or the round of several; not `together`, each runs once, on the state as it is."""
+    times = times_of(model, steps)
+    if list(times.values()) == [1]:
+        return OneStep(model, next(iter(times)))
+    if not together:
+        times = dict.fromkeys(times, 1)
+    made = _Round(model, together)
+    for index, count in times.items():
+        for number in range(count):
+            made.run(index, number)
+    return made.finished(times)
+
+
+def times_of(model: Model, steps: Steps) -> dict[int, int]:
+    """The steps in their order, by number, and how often each of them runs."""
+    if steps is None:
+        if not model.steps:
+            model.step()  # which says what to do
+        return {index: _times(step) for index, step in enumerate(model.steps)}
+    if isinstance(steps, int):
+        model.step(steps)
+        return {steps % len(model.steps): 1}
+    wanted = steps if isinstance(steps, Mapping) else dict(map(_named_times, steps.split(",")))
+    found = {_index(model, name): count for name, count in wanted.items()}
+    if len(found) < len(wanted) or not found or any(not isinstance(n, int) or n < 1 for n in found.values()):
+        raise RecipeError(
+            f"`{steps}` does not say which steps to run, and how often each", hint='write `"discriminator:2,generator"`'
+        )
+    return found
+
+
+def step_names(model: Model) -> list[str]:
+    """What steps are called: as their algorithms are, or by number where that does not tell them apart."""
+    names = [step.algorithm.name or "" for step in model.steps]
+    return [name if name and names.count(name) == 1 else str(index) for index, name in enumerate(names)]
+
+
+def input_of_run(name: str, number: int) -> str:
+    """What an input is called in the runs of a step: in all but the first it is another."""
+    return name if number == 0 else f"{name}/{number + 1}"
+
+
+def of_round(batches: Iterable[Mapping[str, T]]) -> dict[str, T]:
+    """The batches of a round as one, with the names that its inputs have."""
+    return {input_of_run(name, number): value for number, batch in enumerate(batches) for name, value in batch.items()}
+
+
+def _times(step: Step) -> int:
+    times = step.fact("train.times")
+    return times if isinstance(times, int) and times > 0 else 1
+
+
+def _named_times(text: str) -> tuple[str, int]:
+    name, colon, times = text.strip().rpartition(":")
+    return (name, int(times)) if colon and times.isdecimal() else (text.strip(), 1)
+
+
+def _index(model: Model, name: str) -> int:
+    names = step_names(model)
+    if name in names:
+        return names.index(name)
+    if name.isdecimal() and int(name) < len(names):
+        return int(name)
+    raise UnknownNameError(f"there is no step `{name}`", hint=near(name, names) or f"the steps are {', '.join(names)}")
+
+
+class _Round:
+    """A round while it is put together. Of `model` nothing is changed."""
+
+    def __init__(self, model: Model, together: bool):
+        self._together = together
+        self._labels = step_names(model)
+        self._losses = [_loss_of(model, index) for index in range(len(model.steps))]
+        self._model = model.copy()
+        self._steps, self._model.steps = self._model.steps, []
+        self._graph = self._model.graph
+        self._names = Names(all_names(self._graph))
+        self._algorithm = ir.Graph([], [], nodes=[], name="round")
+        self._inputs: dict[str, ir.Value] = {}
+        self._shared = dict(self._graph.initializers)
+        """What all steps see, state among it -> what it is by now."""
+        self._first: dict[int, dict[str, ir.Value]] = {}
+        """By step, what it alone sees -> what that is before the round,"""
+        self._own: dict[int, dict[str, ir.Value]] = {}
+        """and by now."""
+        self._metrics: dict[int, dict[str, list[ir.Value]]] = {}
+        self._forward: dict[str, str] = {}
+
+    def run(self, index: int, number: int) -> None:
+        """Append a run of a step."""
+        step = self._steps[index]
+        if index not in self._own:
+            self._first[index] = {name: self._registered(v) for name, v in step.algorithm.initializers.items()}
+            self._own[index] = dict(self._first[index])
+        known = self._copied(index, number)
+        metrics = self._metrics.setdefault(index, {})
+        for name in (output.name or "" for output in step.algorithm.outputs):
+            if name not in step.update.values():
+                metrics.setdefault(name, []).append(known[name])
+        forward = step.fact("train.forward")
+        for trained, plain in forward.items() if isinstance(forward, dict) else ():
+            if trained in known:
+                self._forward[known[trained].name or ""] = plain
+        if self._together:
+            new = {state: known[name] for state, name in step.update.items()}
+            for state, value in new.items():
+                (self._shared if state in self._shared else self._own[index])[state] = value
+
+    def finished(self, times: Mapping[int, int]) -> OneStep:
+        op = Builder(self._algorithm, opset=self._model.opset, names=self._names)
+        loss = self._output_metrics(op)
+        step = Step(self._algorithm)
+        origins = {v.name or "": (i, name) for i, own in self._first.items() for name, v in own.items()}
+        before = {**self._graph.initializers, **{n: self._first[i][name] for n, (i, name) in origins.items()}}
+        for name, first in before.items():
+            now = self._shared[name] if name not in origins else self._own[origins[name][0]][origins[name][1]]
+            if now is not first:
+                new = op.Identity(now).like(first).named(f"{name}/new")
+                self._algorithm.outputs.append(new.value)
+                step.update[name] = new.name
+        step.metadata["train.forward"] = json.dumps(self._forward)
+        self._initialize(step, times, {origin: name for name, origin in origins.items()})
+        self._model.steps = [step]
+        return OneStep(self._model, 0, max(times.values()), loss, origins)
+
+    # ---- a run ---------------------------------------------------------------------------------------------------
+
+    def _copied(self, index: int, number: int) -> dict[str, ir.Value]:
+        """Append the nodes of a run; what each name of the inference graph and of the algorithm stands for in it."""
+        step, label = self._steps[index], f"{self._labels[index]}.{number + 1}"
+        replaced = self._replaced(index, number)
+        changed = descendants(self._graph, replaced)
+        nodes = [node for node in self._graph if any(output in changed for output in node.outputs)] + [*step.algorithm]
+        inside = {output for node in nodes for output in node.outputs}
+        known = {value.name or "": value for g in (self._graph, step.algorithm) for value in values(g)}
+        outside = {v for node in nodes for v in read_by(node) if v not in inside and known.get(v.name or "") is v}
+        view = ir.GraphView(list(outside), [], nodes=nodes)
+        copy = view.clone()
+        for old, new in zip(view.inputs, copy.inputs, strict=True):
+            new.replace_all_uses_with(replaced.get(old, old))
+        for node, made in zip(nodes, copy, strict=True):
+            made.name = self._names.fresh(f"{label}/{node.name or node.op_type}")
+            for old, output in zip(node.outputs, made.outputs, strict=True):
+                output.name = self._names.fresh(f"{label}/{old.name}") if old.name else ""
+                replaced[old] = output
+        now = {name: replaced.get(value, value) for name, value in known.items()}
+        self._differentiate(Step(copy), now)
+        copies = list(copy)
+        copy.remove(copies)
+        self._algorithm.extend(copies)
+        return now
+
+    def _replaced(self, index: int, number: int) -> dict[ir.Value, ir.Value]:
+        """What a run reads in place of inputs and of state."""
+        step = self._steps[index]
+        found = {v: self._shared[name] for name, v in self._graph.initializers.items() if self._shared[name] is not v}
+        found |= {value: self._own[index][name] for name, value in step.algorithm.initializers.items()}
+        given = [value for value in self._graph.inputs if not value.is_initializer()] if number else []
+        return found | {value: self._input(value, number) for value in (*given, *step.algorithm.inputs)}
+
+    def _differentiate(self, run: Step, now: Mapping[str, ir.Value]) -> None:
+        """Let the Gradients of a run name what it computes. What earlier runs have made of the state is given to them:
+        a gradient does not go on through other updates."""
+        replace_names(run, {name: value.name or "" for name, value in now.items()})
+        known = {value.name: value for value in now.values()}
+        state = [v for of in (self._shared, *self._own.values()) for v in of.values() if v.producer() is not None]
+        for node in run.gradients():
+            xs, zs, y = strings(node, "xs"), strings(node, "zs"), known.get(string(node, "y"))
+            _, needed = ancestors([y] if y is not None else [])
+            given = [v for v in dict.fromkeys(state) if v in needed and v.name not in (*xs, *zs)]
+            node.attributes["zs"] = ir.AttrStrings("zs", [*zs, *(value.name or "" for value in given)])
+            first = len(node.inputs)
+            node.resize_inputs(first + len(given))
+            for i, value in enumerate(given):
+                node.replace_input_with(first + i, value)
+
+    # ---- inputs, state and metrics -----------------------------------------------------------------------------------
+
+    def _input(self, value: ir.Value, number: int) -> ir.Value:
+        """An input of a run, which it has in common with the other steps that read one of that name."""
+        name = input_of_run(value.name or "", number)
+        if name not in self._inputs:
+            if self._names.fresh(name) != name:
+                raise UnsupportedError(
+                    f"`{name}` is the name of a value, and what the input `{value.name}` would be called in a round",
+                    hint="rename the value: `onward rename`",
+                )
+            self._inputs[name] = ir.Value(name=name, type=value.type, shape=value.shape)
+            self._algorithm.inputs.append(self._inputs[name])
+        elif self._inputs[name].type != value.type:
+            raise InvalidModelError(
+                f"`{value.name}` is an input of several steps, and not of one type", hint="rename it in one of them"
+            )
+        return self._inputs[name]
+
+    def _registered(self, value: ir.Value) -> ir.Value:
+        """An initializer that only one step sees, among those of the round."""
+        tensor = value.const_value
+        assert tensor is not None
+        name = self._names.fresh(value.name or "")
+        if name != value.name:
+            tensor = redescribed(tensor, dict(tensor.metadata_props))
+            tensor.name = name
+        made = ir.Value(name=name, type=value.type, shape=value.shape, const_value=tensor)
+        self._algorithm.register_initializer(made)
+        return made
+
+    def _output_metrics(self, op: Builder) -> str | None:
+        """The metrics of each step, as its last run has them, and the sum of all losses; what that is called. The loss
+        of a step is the mean of those of its runs."""
+        total: Expr | None = None
+        for index, metrics in self._metrics.items():
+            for name, found in metrics.items():
+                metric = op.Identity(found[-1]).like(found[-1])
+                if name == self._losses[index]:
+                    metric = _mean(op, found)
+                    one = op.ReduceSum(metric, keepdims=0)
+                    total = one if total is None else total + op.CastLike(one, total)
+                self._algorithm.outputs.append(metric.named(f"{self._labels[index]}/{name}").value)
+        if total is None:
+            return None
+        self._algorithm.outputs.append(op.Identity(total).named(LOSS).value)
+        return self._algorithm.outputs[-1].name
+
+    def _initialize(self, step: Step, times: Mapping[int, int], own: Mapping[tuple[int, str], str]) -> None:
+        """What state starts from, by one initialization after the other."""
+        names, graph = Names(), ir.Graph([], [], nodes=[], name="initialization")
+        for index in times:
+            source = self._steps[index]
+            if source.initialization is None:
+                continue
+            part = source.initialization.clone()
+            made = {value.name: value for value in values(part)}
+            for value in made.values():
+                value.name = names.fresh(f"{self._labels[index]}/{value.name}")
+            nodes = list(part)
+            part.remove(nodes)
+            graph.extend(nodes)
+            for name in list(part.initializers):
+                graph.register_initializer(part.initializers.pop(name))
+            for state, output in source.reset.items():
+                if output in made:
+                    step.reset[own.get((index, state), state)] = made[output].name or ""
+        step.initialization = graph if step.reset else None
+
+
+def _mean(op: Builder, found: Sequence[ir.Value]) -> Expr:
+    total = op(found[0])
+    for value in found[1:]:
+        total = total + op(value)
+    return (total / len(found) if len(found) > 1 else op.Identity(total)).like(found[0])
+
+
+def _loss_of(model: Model, index: int) -> str | None:
+    flow = Flow(Model(model.combined(index)), model.step(index), carried(model, index))
+    return flow.loss(flow.metrics)
