@@ -49,6 +49,7 @@ def _engines(*flags: str, metavar: str | None, help: str) -> Any:
     "onward train net.onnx --data photos/ --loss ce --engine torch --device cuda --precision bfloat16",
     "onward train net.onnx --from checkpoint-500/ --data photos/ --loss ce --epochs 3",
     "onward train training.onnx --data digits.npz --reset --seed 7",
+    "onward train gan.onnx --data digits.npz --noise z=normal --steps discriminator:2,generator --epochs 20",
     "onward train --resume runs/digits-20260101-120000",
     usage="MODEL --data DATA [OPTIONS]",
 )
@@ -78,6 +79,12 @@ def train(
     mapping: Annotated[
         list[str] | None,
         _data("--map", metavar="INPUT=COLUMN", help="Which column an input takes, where names do not say it."),
+    ] = None,
+    noise: Annotated[
+        list[str] | None,
+        _data(
+            "--noise", metavar="INPUT=KIND", help="An input that is no data but random: `z=normal`, `z=uniform:low=-1`."
+        ),
     ] = None,
     batch_size: Annotated[
         int | None, _data("--batch-size", "-b", metavar="N", help="Samples in a batch; 32 unless given.")
@@ -122,6 +129,14 @@ def train(
     seed: recipes.Seed = 0,
     epochs: Annotated[
         int | None, _runs("--epochs", "-e", metavar="N", help="Times through the data; 1 unless given.")
+    ] = None,
+    steps: Annotated[
+        str | None,
+        _runs(
+            "--steps",
+            metavar="STEPS",
+            help="Of a model with several: which run, and how often in a round: `discriminator:2,generator`.",
+        ),
     ] = None,
     metric: Annotated[
         list[str] | None,
@@ -250,6 +265,8 @@ def train(
         compile=not no_compile,
         precision=precision,
         deterministic=deterministic,
+        steps=steps,
+        noise=pairs(noise or [], "--noise z=normal"),
         quiet=quiet or as_json,
         **common,
     )

@@ -74,6 +74,12 @@ def states(model: Model, index: int = 0) -> list[State]:
     return [_state(value, step, trained) for value in known if value.name in bound]
 
 
+def all_states(model: Model) -> list[State]:
+    """The state of all steps; what several of them share is there once."""
+    found = (state for index in range(len(model.steps)) for state in states(model, index))
+    return list({state.value: state for state in found}.values())
+
+
 def carried(model: Model, index: int = 0) -> list[State]:
     """The state of a step, and weights that it may read while other steps change or initialise them."""
     own = states(model, index)

@@ -11,7 +11,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onward.errors import DataError, UnknownNameError, UnsupportedError, near
-from onward.lowering.rounds import Steps, as_one_step, of_round
+from onward.lowering.rounds import Steps, as_one_step, input_of_run, of_round
 from onward.model import Model
 from onward.model.state import State, carried, states
 from onward.run.loops import refuse_endless_loops
@@ -44,6 +44,12 @@ class Engine(ABC):
     def batches(self) -> int:
         """How many batches a step takes: of a round of several, as many as the most frequent one runs."""
         return self._one.batches
+
+    @property
+    def of_a_batch(self) -> dict[str, ir.Value]:
+        """The inputs of one batch, where a step takes several."""
+        others = {input_of_run(name, number) for name in self.inputs for number in range(1, self.batches)}
+        return {name: value for name, value in self.inputs.items() if name not in others}
 
     def states(self) -> list[State]:
         """The state, as it was when it was loaded: what is what."""

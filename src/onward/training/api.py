@@ -15,7 +15,6 @@ from onward.arguments import Count, Range, Seed, Threads, checked
 from onward.differentiate.recompute import Choice
 from onward.errors import DataError, RecipeError, listed
 from onward.model import Model, Source, read
-from onward.model.state import states
 from onward.recipe import prepare, replace_head
 from onward.recipe.preprocessing import with_preprocessing
 from onward.recipe.spec import arguments
@@ -63,6 +62,8 @@ def train(
     compile: bool = True,
     precision: str | None = None,
     deterministic: bool = False,
+    steps: str | Mapping[str, Count] | None = None,
+    noise: Mapping[str, str] | None = None,
     quiet: bool = False,
     **recipe: Any,
 ) -> Run:
@@ -83,6 +84,8 @@ def train(
     - `metrics`: measured on the validation data, such as `"accuracy"`; by default what suits the loss
     - `monitor`: the metric that decides which model is the best, which is measured, too; `patience`: epochs to wait for
       a better one
+    - `steps`: of a model with several, which run and how often in a round, such as `"discriminator:2,generator"`;
+      unless given, all, as the file says. `noise`: inputs that are random numbers, such as `{"z": "normal"}`
     - `save_every`: seconds after which the state is saved, also within an epoch
     - `recompute`: saves memory, as in `onward.gradient`
     - `engine`, `device`: what runs it, and where; `compile`, `precision` (`"bfloat16"` ...) and `deterministic` are for
@@ -131,6 +134,8 @@ def train(
         deterministic=deterministic,
         stratify=stratify,
         reset=reset,
+        steps=steps,
+        noise=dict(noise or {}),
     )
     measures = _measures(training, config)
     folder, at = Run(run) if run is not None else _new_folder(original), Place()
@@ -185,7 +190,7 @@ def _go(
     notes: Sequence[str],
 ) -> Run:
     settings = Settings(config.epochs, config.patience, config.save_every, config.tensorboard, quiet, feed.size)
-    parameters = [s.value.const_value for s in states(engine.model) if s.role == "parameter"]
+    parameters = [s.value.const_value for s in engine.states() if s.role == "parameter"]
     opening = {
         "model": config.model,
         "parameters": sum(tensor.size for tensor in parameters if tensor is not None),

@@ -31,6 +31,8 @@ _BEFORE: Mapping[str, Any] = {
     "precision": None,
     "deterministic": False,
     "reset": False,
+    "steps": None,
+    "noise": {},
 }
 """Settings that were not there once, and what they would have been."""
 
@@ -61,6 +63,8 @@ class Config:
     precision: str | None = None
     deterministic: bool = False
     stratify: bool | None = None
+    steps: str | Mapping[str, Count] | None = None
+    noise: Mapping[str, str] = dataclasses.field(default_factory=dict)
     classes: Sequence[str] | None = None
     """What the numbers of labels stand for."""
     reset: bool = False
@@ -76,9 +80,8 @@ class Config:
             "precision": self.precision,
             "deterministic": self.deterministic or None,
         }
-        return load(
-            training, engine=self.engine, **{name: value for name, value in wanted.items() if value is not None}
-        )
+        options = {name: value for name, value in wanted.items() if value is not None}
+        return load(training, self.steps, engine=self.engine, **options)
 
     def moved(self, engine: str, device: str) -> Config:
         """The same on another engine or device. What is the engine's own business stays behind with it."""

@@ -6,7 +6,7 @@ import onnx_ir as ir
 
 from onward.errors import UnsupportedError
 from onward.model import Model
-from onward.model.state import redescribed, states
+from onward.model.state import all_states, redescribed
 from onward.recipe.lora import merge_lora
 from onward.recipe.lora.adapters import adapters
 from onward.transform.quantised import stored_as_integers
@@ -21,7 +21,8 @@ def in_form_of(original: Model, training: Model) -> Model:
     """
     trained = strip(_with_averages(training))
     stored = stored_as_integers(training)
-    names = [stored.get(name, name) for name in training.step().update if name in training.graph.initializers]
+    updated = dict.fromkeys(name for step in training.steps for name in step.update)
+    names = [stored.get(name, name) for name in updated if name in training.graph.initializers]
     if (added := adapters(trained)) and not adapters(original):
         names = [name for name in names if name in original.graph.initializers] + [adapter.weight for adapter in added]
         try:
@@ -35,7 +36,7 @@ def in_form_of(original: Model, training: Model) -> Model:
 
 
 def _with_averages(training: Model) -> Model:
-    averages = {state.parameter: state.value for state in states(training) if state.role == "ema" and state.parameter}
+    averages = {s.parameter: s.value for s in all_states(training) if s.role == "ema" and s.parameter}
     if not averages:
         return training
     result = training.copy()

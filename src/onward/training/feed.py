@@ -6,10 +6,13 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+import onnx_ir as ir
+
 from onward.errors import DataError, listed
+from onward.model import Model
 from onward.run import Engine
 from onward.training.config import Config, Last
-from onward.training.data import Batches, Binding, Dataset, Stream, format_for, match, open_data, split
+from onward.training.data import Batches, Binding, Dataset, Noise, Stream, format_for, match, open_data, split
 from onward.training.labels import Labels, check_classes, in_classes, labels_of, strata_of, too_few_classes
 from onward.training.raw import single_pictures
 
@@ -38,7 +41,9 @@ class _Part:
 def feeds(engine: Engine, config: Config, opened: Dataset | Stream | None = None) -> Feed:
     """Open the data of a run, unless they are `opened`, and match them with the model."""
     labels = labels_of(engine.model)
-    part, held_out = _parts(engine, config, opened, labels)
+    noise = Noise(config.noise, engine.of_a_batch, config.seed)
+    inputs = {name: value for name, value in engine.of_a_batch.items() if name not in config.noise}
+    part, held_out = _parts(engine.model, inputs, config, opened, labels)
     notes = dict.fromkeys(binding.note for binding in part.way.values() if binding.note)
     if few := too_few_classes(part.data, part.way, labels):
         notes[few] = None
@@ -54,6 +59,7 @@ def feeds(engine: Engine, config: Config, opened: Dataset | Stream | None = None
             last=last,
             classes={labels.name: labels.count} if labels is not None else None,
             ignore=labels.ignored if labels is not None else None,
+            noise=noise,
         )
 
     fixed = _fixed_size(engine)
@@ -64,6 +70,11 @@ def feeds(engine: Engine, config: Config, opened: Dataset | Stream | None = None
         )
     last: Last = "drop" if fixed is not None and config.last == "keep" else config.last
     training = batches(part, config.shuffle, last)
+    if training.per_epoch is not None and training.per_epoch < engine.batches:
+        raise DataError(
+            f"the data make {training.per_epoch} batches, and the steps of a round take {engine.batches}",
+            hint="make batches smaller (`--batch-size`)",
+        )
     if last != config.last and isinstance(part.data, Dataset) and (rest := len(part.data) % config.batch_size):
         what = f"{rest} rows of each epoch do not fill a batch of {fixed}, and are left out"
         notes[f"{what} (`last` says otherwise)"] = None
@@ -80,17 +91,21 @@ def _fixed_size(engine: Engine) -> int | None:
 
 
 def _parts(
-    engine: Engine, config: Config, opened: Dataset | Stream | None, labels: Labels | None
+    training: Model,
+    inputs: Mapping[str, ir.Value],
+    config: Config,
+    opened: Dataset | Stream | None,
+    labels: Labels | None,
 ) -> tuple[_Part, _Part | None]:
     """What is trained on, and what is validated with, if anything."""
-    images = format_for(engine.inputs, single_pictures(engine.model))
+    images = format_for(inputs, single_pictures(training))
     data = open_data(config.data, images=images) if opened is None else opened
-    way = match(data.columns, engine.inputs, config.columns)
+    way = match(data.columns, inputs, config.columns)
     if labels is not None:
         if config.classes is not None:  # a run that is resumed
             origin = "the data that the run was started with"
             data = in_classes(data, way[labels.name], tuple(config.classes), origin)
-            way = match(data.columns, engine.inputs, config.columns)
+            way = match(data.columns, inputs, config.columns)
         check_classes(way[labels.name].classes, labels)
     if isinstance(config.validation, float):
         strata = strata_of(data, way, labels, config.stratify)
@@ -98,20 +113,20 @@ def _parts(
         return _Part(rest, way), _Part(share, way)
     if config.validation is None:
         return _Part(data, way), None
-    return _Part(data, way), _matched_alike(open_data(config.validation, images=images), engine, config, way)
+    return _Part(data, way), _matched_alike(open_data(config.validation, images=images), inputs, config, way)
 
 
 def _matched_alike(
-    held_out: Dataset | Stream, engine: Engine, config: Config, training: Mapping[str, Binding]
+    held_out: Dataset | Stream, inputs: Mapping[str, ir.Value], config: Config, training: Mapping[str, Binding]
 ) -> _Part:
     """Validation data, matched as the training data are: the same columns, if they are there, and the same classes."""
     same: dict[str, Any] = {name: list(binding.columns) for name, binding in training.items()}
     if not all(column in held_out.columns for columns in same.values() for column in columns):
         same = dict(config.columns)
     notes = []
-    for name, binding in match(held_out.columns, engine.inputs, same).items():
+    for name, binding in match(held_out.columns, inputs, same).items():
         classes = training[name].classes
         held_out = in_classes(held_out, binding, classes, "the training data")
         if missing := [one for one in classes or () if one not in (binding.classes or classes or ())]:
             notes.append(f"the validation data have no {listed(missing, 3)}")
-    return _Part(held_out, match(held_out.columns, engine.inputs, same), tuple(notes))
+    return _Part(held_out, match(held_out.columns, inputs, same), tuple(notes))

@@ -197,7 +197,8 @@ class Run:
 
     def save(self, model: Model, at: Place) -> None:
         """Keep the training model, and where the run stands, all at once."""
-        model.step().metadata["train.progress"] = json.dumps(dataclasses.asdict(at))
+        for step in model.steps:
+            step.metadata["train.progress"] = json.dumps(dataclasses.asdict(at))
         save(model, self.path / TRAINING, self._form, shared=self._shared())
 
     def export(self, model: Model, name: str) -> Path:
@@ -286,4 +287,4 @@ def _given(model: Model) -> list[storage.Place]:
 
 
 def _changing(model: Model) -> set[Any]:
-    return {model.initializer(name) for name in model.step().update}
+    return {model.initializer(name, index) for index, step in enumerate(model.steps) for name in step.update}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,7 +14,7 @@ import numpy as np
 
 from onward.errors import DataError, Error, TrainingError, WriteError
 from onward.model import Model
-from onward.model.state import states
+from onward.model.state import all_states
 from onward.run import Engine
 from onward.training.data import Batch, Batches
 from onward.training.evaluation import Measures, averaged, evaluated, samples_in
@@ -115,9 +116,7 @@ class Loop:
         self.run.rewind(self.at)
         self.log = stack.enter_context(Log(self.run.path / LOG))
         settings, step = self.settings, self.at.step
-        self.progress = stack.enter_context(
-            Progress(settings.epochs, self.batches.per_epoch, done=step, quiet=settings.quiet)
-        )
+        self.progress = stack.enter_context(Progress(settings.epochs, self._per_epoch, done=step, quiet=settings.quiet))
         self.engine.on_compile = self.progress.say
         self.board = stack.enter_context(EventWriter(self.run.path)) if settings.tensorboard else None
 
@@ -126,8 +125,8 @@ class Loop:
             self._write("save", step=self.at.step, best=False)  # as the file proves from which it goes on
             self._write("resume", step=self.at.step, time=time.time())
             return
-        per_epoch, epochs = self.batches.per_epoch, self.settings.epochs
-        self._write("start", time=time.time(), steps_per_epoch=per_epoch, epochs=epochs, **opening)
+        epochs = self.settings.epochs
+        self._write("start", time=time.time(), steps_per_epoch=self._per_epoch, epochs=epochs, **opening)
         self._judge(self._measured())
         self._save()
 
@@ -162,7 +161,7 @@ class Loop:
 
     def _epoch(self) -> bool:
         """The batches of an epoch that are left; whether it was finished."""
-        for batch in self.batches.epoch(self.at.epoch, start=self.at.batch):
+        for batch in self._left():
             if not self._fits(batch):
                 self.at.batch += 1
                 continue
@@ -174,23 +173,42 @@ class Loop:
             self._save(after=self.settings.save_every)
         return True
 
-    def _fits(self, batch: Batch) -> bool:
-        if self.settings.size in (None, samples := samples_in(batch)):
+    @property
+    def _per_epoch(self) -> int | None:
+        """Steps in an epoch."""
+        batches = self.batches.per_epoch
+        return None if batches is None else batches // self.engine.batches
+
+    def _left(self) -> Iterator[Batch | tuple[Batch, ...]]:
+        """What the steps of an epoch that are left take; batches that do not fill a round of several are left out."""
+        count = self.engine.batches
+        batches = self.batches.epoch(self.at.epoch, start=self.at.batch * count)
+        if count == 1:
+            yield from batches
+            return
+        while len(together := tuple(itertools.islice(batches, count))) == count:
+            yield together
+
+    def _fits(self, batch: Batch | tuple[Batch, ...]) -> bool:
+        sizes = {samples_in(one) for one in _all(batch)}
+        if self.settings.size is None or sizes == {self.settings.size}:
             return True
         if not self._left_out:
-            text = f"a batch of {samples} was left out, since the model takes {self.settings.size}; so will be others"
+            text = (
+                f"a batch of {min(sizes)} was left out, since the model takes {self.settings.size}; so will be others"
+            )
             self.progress.say(text)
         self._left_out = True
         return False
 
-    def _step(self, batch: Batch) -> None:
+    def _step(self, batch: Batch | tuple[Batch, ...]) -> None:
         start = time.perf_counter()
         metrics = {name: float(value) for name, value in self.engine.step(batch).items() if value.size == 1}
         seconds = time.perf_counter() - start
         loss = metrics[self.engine.loss]
         if not math.isfinite(loss):  # the engine has kept the state as it was
             raise _NotFiniteError(f"the loss of step {self.at.step + 1:,} is {loss}", loss)
-        at, samples = self.at, samples_in(batch)
+        at, samples = self.at, sum(map(samples_in, _all(batch)))
         at.step, at.batch, at.samples = at.step + 1, at.batch + 1, at.samples + samples
         at.losses, at.counted = at.losses + loss * samples, at.counted + samples
         shown = {"loss": loss} | metrics
@@ -232,8 +250,9 @@ class Loop:
 
     # ---- a closer look -----------------------------------------------------------------------------------------------
 
-    def _look_at_gradients(self, batch: Batch) -> None:
-        norms = {name: float(np.linalg.norm(g.astype(np.float64))) for name, g in self.engine.gradients(batch).items()}
+    def _look_at_gradients(self, batch: Batch | tuple[Batch, ...]) -> None:
+        gradients = self.engine.gradients(_all(batch)[0])
+        norms = {name: float(np.linalg.norm(g.astype(np.float64))) for name, g in gradients.items()}
         self._write("gradients", step=self.at.step, norms=norms)
 
     def _look_at_weights(self) -> None:
@@ -316,9 +335,13 @@ class Loop:
         self._write("end", step=self.at.step, reason=reason, seconds=time.perf_counter() - started, **more)
 
 
+def _all(batch: Batch | tuple[Batch, ...]) -> tuple[Batch, ...]:
+    return batch if isinstance(batch, tuple) else (batch,)
+
+
 def _not_finite(model: Model) -> str | None:
     """A weight that training has made NaN or infinite."""
-    for state in states(model):
+    for state in all_states(model):
         tensor = state.value.const_value
         if state.role in ("parameter", "statistics") and tensor is not None and not np.isfinite(tensor.numpy()).all():
             return state.name

@@ -32,7 +32,7 @@ class Objective:
 
 
 def objectives(training: Model) -> list[Objective]:
-    """The losses that are added up, as far as the model says which they are."""
+    """The losses of all steps, as far as the model says which they are."""
     return [
         Objective(
             LOSSES[fact["name"]].name if fact.get("name") in LOSSES else str(fact.get("name")),
@@ -40,5 +40,6 @@ def objectives(training: Model) -> list[Objective]:
             next(iter(fact.get("inputs") or ()), None),
             fact.get("options") or {},
         )
-        for fact in training.step().fact("train.loss") or []
+        for step in training.steps
+        for fact in step.fact("train.loss") or []
     ]

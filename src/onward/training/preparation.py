@@ -51,11 +51,6 @@ def prepared(
                 f"the model carries its training already, so `{next(iter(recipe))}` has no effect",
                 hint="leave it out, or strip the model first (`onward.strip`)",
             )
-        if len(original.steps) > 1:
-            raise UnsupportedError(
-                f"the model has {len(original.steps)} training steps, and a run makes one of them again and again",
-                hint="drive them yourself: `onward.run.load(model, step=...)` for each",
-            )
         return Prepared(original, batch_size or fixed_batch(original) or _USUAL_BATCH)
     if recipe.get("loss") is None and recipe.get("teacher") is None:
         raise RecipeError(

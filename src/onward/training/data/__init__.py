@@ -13,6 +13,7 @@ from onward.training.data.dataset import Batch, Column, Dataset
 from onward.training.data.fitting import Binding
 from onward.training.data.images import ImageFormat, format_for
 from onward.training.data.matching import match
+from onward.training.data.noise import Noise
 from onward.training.data.parts import in_parts
 from onward.training.data.sources import open_data
 from onward.training.data.splits import split
@@ -26,6 +27,7 @@ __all__ = [
     "Column",
     "Dataset",
     "ImageFormat",
+    "Noise",
     "Stream",
     "format_for",
     "in_parts",

@@ -13,6 +13,7 @@ import numpy as np
 from onward.errors import DataError
 from onward.training.data.dataset import Batch, Dataset
 from onward.training.data.fitting import Binding, is_float
+from onward.training.data.noise import Noise
 from onward.training.data.order import Order
 from onward.training.data.prefetch import prefetched
 from onward.training.data.streams import Stream
@@ -27,6 +28,7 @@ class Batches:
     - `last` says what becomes of rows that do not fill a batch: "keep" (a smaller one), "drop", or "pad" (filled up
       with the first rows of the epoch; `samples` says how many are not).
     - `classes` are the numbers of classes of inputs that are labels, which must be less than that, or be `ignore`.
+    - `noise` are further inputs, which are no data.
     - `ahead` batches are fetched while one is used; 0 for none.
     """
 
@@ -41,6 +43,7 @@ class Batches:
         last: Literal["keep", "drop", "pad"] = "keep",
         classes: Mapping[str, int] | None = None,
         ignore: int | None = None,
+        noise: Noise | None = None,
         ahead: int = 2,
     ):
         if size < 1:
@@ -52,6 +55,7 @@ class Batches:
         self._names = list(dict.fromkeys(column for b in self._bindings.values() for column in b.columns))
         self._size, self._shuffle, self._seed, self._last = size, shuffle, seed, last
         self._classes, self._ignore, self._ahead = dict(classes or {}), ignore, ahead
+        self._noise = noise or Noise({}, {}, seed)
         self._check_columns()
         if self.per_epoch == 0:
             hint = "make batches smaller, or keep the last one"
@@ -82,8 +86,9 @@ class Batches:
 
     def _of_data(self, epoch: int, start: int) -> Iterator[Batch]:
         assert isinstance(self._data, Dataset)
-        for rows in self._orders(epoch, start):
-            yield self._made(self._data.take(rows, self._names), partial(_row, self._data, rows))
+        for number, rows in enumerate(self._orders(epoch, start), start):
+            made = self._made(self._data.take(rows, self._names), partial(_row, self._data, rows))
+            yield made | self._noise(epoch, number, len(rows))
 
     def _orders(self, epoch: int, start: int) -> Iterator[np.ndarray]:
         """The rows of each batch. Their order is computed piece by piece, so that it takes no memory."""
@@ -104,7 +109,8 @@ class Batches:
             for name in self._names:
                 if name not in batch:
                     raise DataError(f"batch {number:,} of the stream has no column `{name}`, as the first one has")
-            yield self._made(batch, f"sample {{:,}} of batch {number:,}".format)
+            made = self._made(batch, f"sample {{:,}} of batch {number:,}".format)
+            yield made | self._noise(epoch, number, max((len(a) for a in made.values() if a.ndim), default=1))
 
     # ---- what is made of them ----
 
