@@ -429,8 +429,3 @@ def test_settings_that_make_no_sense(settings: Any, error: type[Exception], mess
     assert not Path("run").exists()
 
 
-def test_models_with_several_steps(folder: Path) -> None:
-    once = onward.prepare(digits_mlp(), loss="cross_entropy")
-    twice = onward.prepare(once, loss="cross_entropy", append=True)
-    with pytest.raises(UnsupportedError, match="2 training steps"):
-        train(twice, digits(), **QUIET)

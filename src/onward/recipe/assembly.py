@@ -25,8 +25,9 @@ class Assembly:
         self.model = model
         self.step = Step(_empty_graph(name), _empty_graph("initialization"))
         names = model.names()
-        for step in model.steps:  # no step sees the metrics of another
-            names.release(v.name for v in step.algorithm.outputs if v.name and v.name not in step.update.values())
+        for step in model.steps:  # no step sees the metrics of another, and all may take the same data
+            metrics = (v.name for v in step.algorithm.outputs if v.name and v.name not in step.update.values())
+            names.release([*metrics, *(v.name for v in step.algorithm.inputs if v.name)])
         self.op = Builder(self.step.algorithm, opset=model.opset, names=names, functions=model.functions)
         self.init = Builder(self.step.initialization, opset=model.opset, names=Names(), functions=model.functions)  # type: ignore[arg-type]
         self.values: dict[str, ir.Value] = dict(model.graph.initializers)
