@@ -31,7 +31,6 @@ from onward.errors import (
     RecipeError,
     TrainingError,
     UnknownNameError,
-    UnsupportedError,
     WriteError,
 )
 from onward.model.storage import data_files_of
