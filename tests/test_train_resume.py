@@ -426,5 +426,3 @@ def test_settings_that_make_no_sense(settings: Any, error: type[Exception], mess
     with pytest.raises(error, match=message):
         train("digits.onnx", "digits.npz", run="run", **{**RECIPE, **QUIET, **settings})
     assert not Path("run").exists()
-
-
