@@ -162,12 +162,15 @@ def _from_tests(name: str) -> Any:
 
 def conformance() -> str:
     tests = _conformity()
-    cases = list(tests.onnx_node_tests())
+    of_kind: dict[str, list[str]] = {}
+    for case, kind in tests.kinds().items():
+        of_kind.setdefault(kind, []).append(case)
     lines = []
     for engine in tests.ENGINES:
-        passed = sum(tests.listed(case, engine) is None for case in cases)
-        lines.append((f"`{engine}`", f"{passed:,} of {len(cases):,}", f"{passed / len(cases):.1%}"))
-    return rows("engine|cases that pass|share", lines)
+        passed = {kind: sum(tests.listed(case, engine) is None for case in cases) for kind, cases in of_kind.items()}
+        counts = [f"{passed[kind]:,} of {len(of_kind[kind]):,}" for kind in tests.KINDS]
+        lines.append((f"`{engine}`", *counts, f"{sum(passed.values()) / len(tests.kinds()):.2%}"))
+    return rows("|".join(["engine", *tests.KINDS.values(), "share"]), lines)
 
 
 def exceptions() -> str:
@@ -176,7 +179,8 @@ def exceptions() -> str:
     for engine in tests.ENGINES:
         for entry in tests.exceptions(engine).items():
             engines.setdefault(entry, []).append(f"`{engine}`")
-    return rows("cases|engines|why", ((f"`{case}`", ", ".join(engines[case, why]), why) for case, why in engines))
+    words = {entry: "all" if len(of) == len(tests.ENGINES) else ", ".join(of) for entry, of in engines.items()}
+    return rows("cases|engines|why", ((f"`{case}`", words[case, why], why) for case, why in words))
 
 
 def scoreboard() -> str:
@@ -190,6 +194,13 @@ def scoreboard() -> str:
         counts = (f"{count} of {len(cases)}" if count < len(cases) else f"{count}" for count in passed)
         lines.append((f"`{operator}`", *counts))
     return rows("operator|" + "|".join(tests.ENGINES), lines)
+
+
+def training_models() -> str:
+    """Training models of the standard's operators: tests hold every engine to each."""
+    cases, engines = _from_tests("standard_training").CASES, _conformity().ENGINES
+    lines = ((name, case.summary, *("yes" for _ in engines)) for name, case in cases.items())
+    return rows("training with|what is special|" + "|".join(engines), lines)
 
 
 # ---- what frameworks make of optimizers, losses and schedules --------------------------------------------------------
@@ -300,6 +311,7 @@ TABLES = {
         conformance,
         exceptions,
         scoreboard,
+        training_models,
         optimizers_read,
         optimizers_made,
         losses_read,

@@ -21,6 +21,7 @@ import onnx
 import pytest
 from markdown_it import MarkdownIt
 
+from conformity import cases_of
 from models import digits_mlp, small_cnn
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -70,6 +71,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     scans = rng.integers(0, 256, (100, 20, 24), np.uint8)
     np.savez(tmp_path / "scans.npz", image=scans, labels=rng.integers(0, 10, 100))
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("onnx.backend.test.runner.load_model_tests", cases_of)  # else they are computed, for long
     return tmp_path
 
 

@@ -13,11 +13,14 @@ from onward.model import Model
 from onward.model.core import values
 from onward.transform.inline import has_body, inline
 from onward.transform.opset import convert_opset, of_one_opset
-from onward.transform.runtime import NO_KERNEL, onnxruntime_limits
+from onward.transform.runtime import NO_ATTRIBUTES, NO_KERNEL, onnxruntime_limits
 from onward.transform.types import fill_in_types
 
 _LOADED_BY_ALL = 26
 """The operator set for which ONNX Runtime need not be asked."""
+
+_PREVIEW = "ai.onnx.preview"
+"""Operators of the standard that may still change, of which ONNX Runtime has none."""
 
 
 def for_onnxruntime(model: Model) -> Model:
@@ -25,7 +28,9 @@ def for_onnxruntime(model: Model) -> Model:
     model = of_one_opset(model)
     version = model.opset if model.opset <= _LOADED_BY_ALL else min(model.opset, onnxruntime_limits().opset)
     graphs = [model.graph, *(function.graph for function in model.functions.values())]
-    if version < model.opset or any(_has_no_kernel(node, version) for graph in graphs for node in graph.all_nodes()):
+    nodes = [node for graph in graphs for node in graph.all_nodes()]
+    version = min([version, *(older for node in nodes if (older := _last_kernel(node, version)))])
+    if version < model.opset or any(_has_no_kernel(node, version) for node in nodes):
         model = _at(version, model)
     if (model.ir.ir_version or 0) > (ir_version := onnxruntime_limits().ir):
         model = model.copy()
@@ -67,14 +72,28 @@ def _refusal(nodes: list[ir.Node]) -> UnsupportedError:
 
 def _has_no_kernel(node: ir.Node, version: int) -> bool:
     """Whether ONNX Runtime cannot run an operator, and could run its body. Without one, it may run on other devices."""
-    is_standard = node.domain in ("", "ai.onnx")
-    return is_standard and version >= NO_KERNEL.get(node.op_type, version + 1) and has_body(node.op_type, version)
+    if node.domain == _PREVIEW:
+        return has_body(node.op_type, 1, _PREVIEW)
+    has_kernel = version < NO_KERNEL.get(node.op_type, version + 1) and not node.attributes.keys() & NO_ATTRIBUTES
+    return _is_standard(node) and not has_kernel and has_body(node.op_type, version)
+
+
+def _last_kernel(node: ir.Node, version: int) -> int | None:
+    """The operator set before the one in which ONNX Runtime lost an operator that has no body to run in its place."""
+    lost = NO_KERNEL.get(node.op_type, version + 1)
+    if not _is_standard(node) or lost > version or not defs.has(node.op_type, lost - 1):
+        return None
+    return lost - 1 if node.op_type == "Bernoulli" or not has_body(node.op_type, version) else None
+
+
+def _is_standard(node: ir.Node) -> bool:
+    return node.domain in ("", "ai.onnx")
 
 
 def _is_newer(node: ir.Node, opset: int, version: int) -> bool:
     """Whether a version of the standard lacks an operator of a newer one, an attribute, or the types that it is on."""
     try:
-        if node.domain not in ("", "ai.onnx") or defs.get_schema(node.op_type, opset).since_version <= version:
+        if not _is_standard(node) or defs.get_schema(node.op_type, opset).since_version <= version:
             return False
     except defs.SchemaError:
         return False  # none of the standard

@@ -16,6 +16,9 @@ NO_KERNEL = {
 """Standard operators that stock ONNX Runtime 1.31 cannot run on a CPU, from this operator set on. Tried, one by one:
 the list of its kernels misleads, as a kernel matches only the version of an operator with which its range begins."""
 
+NO_ATTRIBUTES = {"left_window_size", "right_window_size"}
+"""Attributes (of Attention) that the standard has added to versions of operators that ONNX Runtime had before."""
+
 
 class Limits(NamedTuple):
     opset: int
