@@ -51,6 +51,10 @@ RUNS: dict[str, Make] = {
     "adagrad, restarts": lambda m: _with(
         torch.optim.Adagrad(m.parameters(), lr=1e-2), lambda o: rates.CosineAnnealingWarmRestarts(o, 3, 2)
     ),
+    "adamax, one cycle": lambda m: _with(
+        torch.optim.Adamax(m.parameters()),
+        lambda o: rates.OneCycleLR(o, 1e-2, 20, cycle_momentum=False, div_factor=4, final_div_factor=50),
+    ),
 }
 
 

@@ -10,6 +10,11 @@ from typing import Any
 from onward.recipe.schedules import schedule as known_schedule
 from onward.recipe.spec import Spec
 
+Pieces = list[tuple[Spec, float]]
+"""Schedules that follow one another, and the steps before which they end; the last has no end."""
+
+FOREVER = math.inf
+
 
 class Factor:
     """What a base rate is multiplied with at each step, by schedules that follow one another.
@@ -142,3 +147,12 @@ def complete(pieces: Sequence[tuple[Spec, float]]) -> list[dict[str, Any]]:
         end = {"until": until} if until < math.inf else {}
         completed.append({"name": spec.name, **numbers, **choices, **end})
     return completed
+
+
+def in_words(pieces: Pieces, every: int = 1) -> list[Spec]:
+    """Schedules as a recipe has them, by updates, of which `every` make a step; none where the rate stays as it is."""
+    unit = {} if every == 1 else {"every": every}
+    ends = [{} if until == FOREVER else {"until": until * every} for _, until in pieces]
+    if [spec for spec, _ in pieces] == [Spec("constant")]:
+        return []
+    return [Spec(spec.name, {**spec.options, **unit, **end}) for (spec, _), end in zip(pieces, ends, strict=True)]

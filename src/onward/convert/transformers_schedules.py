@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
+from onward.convert.rates import FOREVER, Pieces
 from onward.recipe.spec import Spec
-
-Pieces = list[tuple[Spec, float]]
-"""Schedules that follow one another, and the steps before which they end; the last has no end."""
-
-FOREVER = math.inf
 
 
 def _constant(base: float, num_warmup_steps: int = 0) -> Pieces:

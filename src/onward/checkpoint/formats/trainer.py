@@ -18,8 +18,8 @@ from onward.checkpoint.pytorch.schedules import schedule_of
 from onward.checkpoint.pytorch.states import optimizer_state, up_to_date
 from onward.checkpoint.pytorch.trees import mapping, progress_of
 from onward.checkpoint.safetensors_files import MODEL, read_json, write_json, write_safetensors
-from onward.convert.rates import Factor, complete
-from onward.convert.transformers_schedules import FOREVER, READERS
+from onward.convert.rates import Factor, complete, in_words
+from onward.convert.transformers_schedules import READERS
 from onward.recipe.spec import Spec
 
 STATE = "trainer_state.json"
@@ -121,7 +121,7 @@ def _words(tree: Mapping[str, Any], arguments: Mapping[str, Any], state: Mapping
         return None
     if [spec.name for spec, _ in pieces] == ["constant"] and not warmup:
         return ()
-    return tuple(Spec(s.name, {**s.options, **({} if end == FOREVER else {"until": end})}) for s, end in pieces)
+    return tuple(in_words(pieces))
 
 
 def write(checkpoint: Checkpoint, folder: Path) -> None:

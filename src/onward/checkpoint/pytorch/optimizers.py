@@ -10,8 +10,9 @@ import numpy as np
 
 from onward.checkpoint.description import COUNT, MASTER, Group, Optimizer
 from onward.checkpoint.tensors import ArrayTensor, number_of
+from onward.convert.pytorch_settings import NATIVE, SETTINGS, settings_in, words_of
 from onward.errors import UnsupportedError
-from onward.recipe.optimizers import ConfiguredOptimizer, optimizer
+from onward.recipe.optimizers import optimizer
 from onward.recipe.spec import Spec
 
 # ---- which it is -----------------------------------------------------------------------------------------------------
@@ -100,8 +101,6 @@ def _families(slots: Mapping[Any, Mapping[str, Any]], groups: list[Group]) -> tu
 
 # ---- settings --------------------------------------------------------------------------------------------------------
 
-_TUPLES: dict[str, tuple[str, ...]] = {"betas": ("beta1", "beta2"), "ns_coefficients": ("ns_a", "ns_b", "ns_c")}
-_EPS_OF_ADAFACTOR = ("eps1", "eps2")
 _READ: dict[str, str] = {"sgd": "torch", "lion": "optax", "muon": ""}
 """Whose arithmetic a family has; `torch` unless it is here. PyTorch's Muon rounds to bfloat16 inside."""
 
@@ -111,38 +110,13 @@ def spec_of(family: str, settings: Settings) -> Spec | None:
     variant = _READ.get(family, "torch")
     if not variant or family in ("asgd", "rprop"):
         return None
-    known = optimizer(family)
-    given = {**_flattened(settings), "lr": base_rate(settings), "variant": variant}
-    if not given.get("momentum"):
-        given.pop("dampening", None)  # without momentum, PyTorch does not look at it
-    wanted = {**known.hyper, **known.choices}
-    options = {key: _plain(given[key]) for key in wanted if key in given}
-    return Spec(family, {key: value for key, value in options.items() if value is not None})
+    return words_of(family, settings, number=number_of, lr=base_rate(settings), variant=variant)
 
 
 def base_rate(settings: Settings) -> float:
     """The rate that a schedule multiplies: before it, or at the top of one cycle."""
     rate = settings.get("max_lr", settings.get("initial_lr", settings.get("lr", 0.0)))
-    return float(_plain(rate))
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, bool | str | int) or value is None:
-        return value
-    return float(number_of(value))
-
-
-def _flattened(settings: Settings) -> dict[str, Any]:
-    """Settings with one name for each number."""
-    flat: dict[str, Any] = {}
-    for key, value in settings.items():
-        if key == "eps" and isinstance(value, tuple | list):
-            flat |= zip(_EPS_OF_ADAFACTOR, value, strict=False)  # None is what the type of the parameter says
-        elif key in _TUPLES and isinstance(value, tuple | list):
-            flat |= zip(_TUPLES[key], value, strict=False)
-        else:
-            flat[key] = value
-    return flat
+    return float(rate if isinstance(rate, int) else number_of(rate))
 
 
 # ---- the other way ---------------------------------------------------------------------------------------------------
@@ -150,73 +124,28 @@ def _flattened(settings: Settings) -> dict[str, Any]:
 FLAGS = ("foreach", "differentiable", "capturable", "fused")
 """Settings of PyTorch's classes that change no number."""
 
-_EVERY = {"maximize": False, "foreach": None, "differentiable": False}
-_FUSED = {**_EVERY, "capturable": False, "fused": None}
-_ADAM = {"lr": 0.0, "betas": (), "eps": 0.0, "weight_decay": 0.0, "amsgrad": False, **_FUSED}
-_PLAIN = {"lr": 0.0, "eps": 0.0, "weight_decay": 0.0, **_EVERY}
-
-_SGDS = ("sgd", "momentum", "nesterov", "sgdw")
-_TORCH: dict[tuple[str, ...], tuple[tuple[str, ...], dict[str, Any]]] = {
-    _SGDS: (("torch", "optax"), {"lr": 0.0, "momentum": 0, "dampening": 0, "weight_decay": 0.0, "nesterov": False,
-            **_EVERY, "fused": None}),
-    ("adam", "amsgrad"): (("torch", "optax"), {**_ADAM, "decoupled_weight_decay": False}),
-    ("adamw",): (("torch", "optax"), {**_ADAM, "decoupled_weight_decay": True}),
-    ("adagrad",): (("torch",), {**_PLAIN, "lr_decay": 0, "initial_accumulator_value": 0, "fused": None}),
-    ("adadelta",): (("torch", "optax", "keras"), {**_PLAIN, "rho": 0.9, "capturable": False}),
-    ("adamax",): (("torch", "optax"), {**_PLAIN, "betas": (), "capturable": False}),
-    ("nadam",): (("torch", "keras"), {**_PLAIN, "betas": (), "momentum_decay": 0.0, "capturable": False,
-                 "decoupled_weight_decay": False}),
-    ("radam",): (("torch",), {**_PLAIN, "betas": (), "capturable": False, "decoupled_weight_decay": False}),
-    ("rmsprop",): (("torch",), {**_PLAIN, "momentum": 0, "alpha": 0.99, "centered": False, "capturable": False}),
-    ("adafactor",): (("torch",), {"lr": 0.0, "beta2_decay": -0.8, "eps": (), "d": 1.0, "weight_decay": 0.0,
-                     "foreach": None, "maximize": False}),
-}  # fmt: skip
-"""Optimizers of a recipe that are a class of PyTorch's own, the variants that it computes, and its settings."""
-
 
 def settings_of(spec: Spec, rate: float) -> dict[str, Any]:
     """The settings that PyTorch's own class has for the words of a recipe. `rate` is the rate at the moment."""
     configured = optimizer(spec.name).configure(**spec.options)
-    settings = {**configured.values, **configured.options}
-    if not settings.get("fused"):
-        settings.pop("fused", None)  # which leaves the choice to PyTorch
-    template = _template(spec, configured)
-    tuples = {**_TUPLES, **({"eps": _EPS_OF_ADAFACTOR} if "eps1" in settings else {})}
-    settings |= {key: tuple(settings[part] for part in parts) for key, parts in tuples.items() if parts[0] in settings}
-    if template.get("decoupled_weight_decay"):
-        settings["decoupled_weight_decay"] = True
-    return {**{key: settings.get(key, usual) for key, usual in template.items()}, "lr": rate}
-
-
-def _template(spec: Spec, configured: ConfiguredOptimizer) -> dict[str, Any]:
-    values = {**configured.values, **configured.options}
-    variant, decay = values["variant"], values.get("weight_decay")
-    for names, (variants, template) in _TORCH.items():
-        if spec.name not in names:
-            continue
-        plain_descent = names == _SGDS and not values["momentum"] and not decay
-        other = (
-            (spec.name == "sgdw" and not plain_descent)
-            or (variant not in variants and not plain_descent)
-            or (variant == "optax" and values.get("amsgrad"))
-            or (variant == "keras" and spec.name == "adadelta" and decay)
+    kind = next((row.made for row in NATIVE if row.fits(configured)), None)
+    if kind is None:
+        raise UnsupportedError(
+            f"PyTorch has no optimizer of its own that computes what `{spec}` does",
+            hint="write the run with a program of its own: `onward convert training.onnx --to torch --program`, or use "
+            "`variant=torch` from the beginning",
         )
-        if not other:
-            return template
-    raise UnsupportedError(
-        f"PyTorch has no optimizer of its own that computes what `{spec}` does",
-        hint="write the run with a program of its own: `onward convert training.onnx --to torch`, or use "
-        "`variant=torch` from the beginning",
-    )
+    settings = settings_in(configured)
+    return {**{key: settings.get(key, usual) for key, usual in SETTINGS[kind].items()}, "lr": rate}
 
 
-COUNTERLESS = frozenset({*_SGDS})
+_COUNTERLESS = ("sgd", "momentum", "nesterov", "sgdw")
 """Optimizers whose class in PyTorch does not count updates."""
 
 
 def counted(spec: Spec, slots: Mapping[str, Any], step: int) -> dict[str, Any]:
     """The slots of a parameter as PyTorch keeps them: with a counter, unless the class has none."""
     kept = {slot: value for slot, value in slots.items() if slot != COUNT}
-    if spec.name in COUNTERLESS:
+    if spec.name in _COUNTERLESS:
         return kept
     return {COUNT: ArrayTensor(np.asarray(step, np.float32)), **kept}

@@ -26,9 +26,11 @@ def checkpoint_of(path: Path, format: str, title: str, trees: Mapping[str, Any],
         tensors = found.modules[0] if found.modules else {}
         if len(found.modules) > 1:
             remarks = (*remarks, f"{len(found.modules)} modules are in it; this is the first")
+    optimizers = tuple(map(optimizer_of, found.optimizers))
+    group = next((group.settings for each in optimizers for group in each.groups), {})
     known = {
-        "optimizers": tuple(map(optimizer_of, found.optimizers)),
-        "schedules": tuple(map(schedule_of, found.schedules)),
+        "optimizers": optimizers,
+        "schedules": tuple(schedule_of(state, group) for state in found.schedules),
         "randomness": tuple(found.randomness),
         "scaler": found.scalers[0] if found.scalers else {},
         "data": found.data[0] if found.data else {},

@@ -8,16 +8,10 @@ from typing import Any, NamedTuple
 from torch import optim
 from torch.optim import Optimizer
 
+from onward.convert.pytorch_settings import NATIVE, Condition, Native
 from onward.convert.torch.exact import adam, descent, matrices, squares
 from onward.convert.torch.exact.optimizer import ExactOptimizer
 from onward.recipe.optimizers import ConfiguredOptimizer
-
-
-class Condition(NamedTuple):
-    """Settings for which a row is meant."""
-
-    words: str
-    holds: Callable[[Mapping[str, Any]], bool]
 
 
 class Support(NamedTuple):
@@ -33,41 +27,22 @@ class Support(NamedTuple):
         return "exact subclass" if issubclass(self.made, ExactOptimizer) else "native"
 
     def fits(self, configured: ConfiguredOptimizer) -> bool:
-        named = configured.kind.name in self.optimizers and configured.options["variant"] in self.variants
-        return named and (self.when is None or self.when.holds({**configured.values, **configured.options}))
+        return Native(self.optimizers, self.variants, "", self.when).fits(configured)
 
-
-_SGD = ("sgd", "momentum", "nesterov")
-_PLAIN = Condition("without momentum and weight decay", lambda s: not s["momentum"] and not s["weight_decay"])
-_NO_AMSGRAD = Condition("without amsgrad", lambda s: not s["amsgrad"])
-_NO_DECAY = Condition("without weight decay", lambda s: not s["weight_decay"])
 
 SUPPORT = [
-    Support(_SGD, ("torch", "optax"), optim.SGD),
-    Support((*_SGD, "sgdw"), ("keras",), optim.SGD, _PLAIN),
-    Support((*_SGD, "sgdw"), ("keras",), descent.KerasSGD),
+    *(Support(row.optimizers, row.variants, getattr(optim, row.made), row.when) for row in NATIVE),
+    Support(("sgd", "momentum", "nesterov", "sgdw"), ("keras",), descent.KerasSGD),
     Support(("sgdw",), ("torch", "optax"), descent.SGDW),
-    Support(("adam", "amsgrad"), ("torch",), optim.Adam),
-    Support(("adam", "amsgrad"), ("optax",), optim.Adam, _NO_AMSGRAD),
-    Support(("adamw",), ("torch",), optim.AdamW),
-    Support(("adamw",), ("optax",), optim.AdamW, _NO_AMSGRAD),
     Support(("adam", "adamw", "amsgrad"), ("optax",), adam.OptaxAMSGrad),
     Support(("adam", "adamw", "amsgrad"), ("keras",), adam.KerasAdam),
     Support(("adamw",), ("transformers",), adam.TransformersAdamW),
-    Support(("adamax",), ("torch", "optax"), optim.Adamax),
     Support(("adamax",), ("keras",), adam.KerasAdamax),
-    Support(("nadam",), ("torch", "keras"), optim.NAdam),
     Support(("nadam",), ("optax",), adam.OptaxNAdam),
-    Support(("radam",), ("torch",), optim.RAdam),
     Support(("radam",), ("optax",), adam.OptaxRAdam),
-    Support(("adagrad",), ("torch",), optim.Adagrad),
     Support(("adagrad",), ("optax", "keras"), squares.RootEpsAdagrad),
-    Support(("rmsprop",), ("torch",), optim.RMSprop),
     Support(("rmsprop",), ("optax", "keras"), squares.RootEpsRMSprop),
-    Support(("adadelta",), ("torch", "optax"), optim.Adadelta),
-    Support(("adadelta",), ("keras",), optim.Adadelta, _NO_DECAY),
     Support(("adadelta",), ("keras",), squares.AdadeltaW),
-    Support(("adafactor",), ("torch",), optim.Adafactor),
     Support(("adafactor",), ("optax",), matrices.OptaxAdafactor),
     Support(("lion",), ("optax", "keras"), adam.Lion),
     Support(("lamb",), ("optax", "keras"), adam.Lamb),

@@ -12,8 +12,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from onward.convert.rates import Factor, complete
-from onward.convert.transformers_schedules import FOREVER, READERS, Pieces
+from onward.convert.rates import FOREVER, Factor, Pieces, complete
+from onward.convert.transformers_schedules import READERS
 from onward.recipe.spec import Spec
 
 ENOUGH = 400

@@ -13,6 +13,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from onward.convert.problems import Problems
+from onward.convert.pytorch_settings import settings_in, words_of
 from onward.convert.run import Group, Run
 from onward.convert.torch.clipping import Clip
 from onward.convert.torch.counterparts import FROM_TORCH, REFUSED, counterpart
@@ -28,8 +29,6 @@ from onward.recipe.optimizers.updates import SCALAR_SLOTS
 from onward.recipe.spec import Spec
 from onward.run.torch.types import from_array, to_array
 
-_TUPLES: dict[str, tuple[str, ...]] = {"betas": ("beta1", "beta2"), "ns_coefficients": ("ns_a", "ns_b", "ns_c")}
-_EPS_OF_ADAFACTOR = ("eps1", "eps2")
 _NO_STEPS = (torch.optim.SGD,)
 """Classes that do not count updates."""
 
@@ -212,35 +211,11 @@ def _minds_step(configured: ConfiguredOptimizer) -> bool:
 def _spec(kind: type[Optimizer], settings: Mapping[str, Any], rate: float, example: Parameter | None) -> Spec:
     """The words of a recipe for a group."""
     name, variant = FROM_TORCH[kind](settings)
-    known = optimizer(name)
     is_half = example is not None and example.dtype in HALVES
-    fused = is_half and bool(settings.get("fused"))  # with more bits it computes the same
-    given = {**_flattened(settings, example), "lr": rate, "variant": variant, "fused": fused}
-    if not given.get("momentum"):
-        given.pop("dampening", None)  # without momentum, PyTorch does not look at it
-    wanted = {**known.hyper, **known.choices}
-    options = {key: given[key] for key in wanted if key in given}
-    return Spec(
-        name, {key: value if isinstance(value, bool | str) else _number(value) for key, value in options.items()}
-    )
-
-
-def _number(value: Any) -> int | float:
-    return value if isinstance(value, int) else float(value)
-
-
-def _flattened(settings: Mapping[str, Any], example: Parameter | None) -> dict[str, Any]:
-    """Settings with one name for each number."""
-    flat: dict[str, Any] = {}
-    for key, value in settings.items():
-        if key == "eps" and isinstance(value, tuple):
-            smallest = torch.finfo(example.dtype if example is not None else torch.float32).eps
-            flat |= zip(_EPS_OF_ADAFACTOR, (smallest if value[0] is None else value[0], value[1]), strict=True)
-        elif key in _TUPLES:
-            flat |= zip(_TUPLES[key], value, strict=True)
-        else:
-            flat[key] = value
-    return flat
+    given: dict[str, Any] = {"fused": is_half and bool(settings.get("fused"))}  # with more bits it computes the same
+    if isinstance(eps := settings.get("eps"), tuple) and eps[0] is None:
+        given["eps1"] = torch.finfo(example.dtype if example is not None else torch.float32).eps
+    return words_of(name, settings, lr=rate, variant=variant, **given)
 
 
 # ---- making ----------------------------------------------------------------------------------------------------------
@@ -296,14 +271,7 @@ def _check_run(run: Run, parameters: Mapping[str, Parameter]) -> None:
 
 def _arguments(kind: type[Optimizer], configured: ConfiguredOptimizer) -> dict[str, Any]:
     """All settings of a class that mean what ours mean."""
-    settings = {**configured.values, **configured.options}
-    name, variant = configured.kind.name, configured.options["variant"]
-    decoupled = name in ("adamw", "sgdw", "lion", "muon") or variant == "keras"
-    settings["decoupled_weight_decay"] = decoupled or settings.get("decoupled_weight_decay", False)
-    tuples = {**_TUPLES, **({"eps": _EPS_OF_ADAFACTOR} if "eps1" in settings else {})}
-    settings |= {key: tuple(settings[part] for part in parts) for key, parts in tuples.items() if parts[0] in settings}
-    if not settings.get("fused"):
-        settings.pop("fused", None)  # which leaves the choice to PyTorch, where it makes no difference
+    settings = settings_in(configured)
     return {key: settings[key] for key in _settings_of(kind) if key in settings}
 
 

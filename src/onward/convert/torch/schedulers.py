@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from bisect import bisect_right
 from collections.abc import Callable, Mapping
@@ -11,9 +10,9 @@ from typing import Any
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
-from onward.convert.rates import Factor, complete
+from onward.convert.pytorch_schedules import class_of, is_whole, restarted
+from onward.convert.rates import FOREVER, Factor, complete
 from onward.convert.run import Run
-from onward.convert.transformers_schedules import FOREVER
 
 Make = Callable[[Optimizer], LRScheduler]
 
@@ -71,10 +70,7 @@ def _put_at(scheduler: Any, position: int) -> None:
         return
     scheduler._step_count = position + 1
     if isinstance(scheduler, lr_scheduler.CosineAnnealingWarmRestarts):
-        length = scheduler.T_0
-        while position >= length and scheduler.T_mult > 1:
-            position, length = position - length, length * scheduler.T_mult
-        scheduler.T_cur, scheduler.T_i = position % length, length
+        vars(scheduler).update(restarted(scheduler.T_0, scheduler.T_mult, position))
 
 
 def _remember_rates(scheduler: Any, rates: list[float]) -> None:
@@ -92,7 +88,7 @@ def _native(schedules: list[dict[str, Any]], position: int) -> Callable[[Optimiz
     made = [_maker(one, position) for one in schedules]
     ends = [one["until"] for one in schedules if "until" in one]
     makers = [make for make in made if make is not None]
-    if len(makers) < len(schedules) or not all(_whole(end) for end in ends):
+    if len(makers) < len(schedules) or not all(is_whole(end) for end in ends):
         return None
     if len(makers) == 1:
         return lambda optimizer, _: makers[0](optimizer)
@@ -103,29 +99,18 @@ def _native(schedules: list[dict[str, Any]], position: int) -> Callable[[Optimiz
 
 
 def _maker(schedule: dict[str, Any], position: int) -> Make | None:
-    numbers = {key: value for key, value in schedule.items() if key not in ("name", "until")}
-    if "warmup" in numbers or "every" in numbers:
+    if schedule["name"] == "one_cycle":
+        return _one_cycle(schedule, position)
+    found = class_of(schedule)
+    if found is None:
         return None
-    counts = [numbers[key] for key in ("steps", "size", "period", "mult") if key in numbers]
-    if not all(_whole(count) for count in (*counts, *numbers.get("milestones", ()))):
-        return None
-    maker = _MAKERS.get(schedule["name"])
-    return maker(numbers, position) if maker is not None else None
-
-
-def _whole(number: float) -> bool:
-    return math.isfinite(number) and number == int(number)
-
-
-def _line(n: Mapping[str, Any], start: float, end: float) -> Make | None:
-    if not (0 < start <= 1 and 0 <= end <= 1):
-        return None  # LinearLR does not take it
-    return lambda optimizer: lr_scheduler.LinearLR(optimizer, start, end, int(n["steps"]))
+    kind, arguments = found
+    return lambda optimizer: getattr(lr_scheduler, kind)(optimizer, **arguments)
 
 
 def _one_cycle(n: Mapping[str, Any], position: int) -> Make | None:
-    if position >= n["steps"]:
-        return None  # OneCycleLR is over then
+    if position >= n["steps"] or not is_whole(n["steps"]) or n.get("warmup") or n.get("every", 1) != 1:
+        return None  # OneCycleLR is over then, or has no such thing
     return lambda optimizer: lr_scheduler.OneCycleLR(
         optimizer,
         [float(group["lr"]) for group in optimizer.param_groups],
@@ -137,24 +122,3 @@ def _one_cycle(n: Mapping[str, Any], position: int) -> Make | None:
         final_div_factor=n["final_div_factor"],
         three_phase=n["three_phase"],
     )
-
-
-_MAKERS: dict[str, Callable[[Mapping[str, Any], int], Make | None]] = {
-    "constant": lambda n, _: lambda o: lr_scheduler.ConstantLR(o, 1.0, 1),
-    "step": lambda n, _: lambda o: lr_scheduler.StepLR(o, int(n["size"]), n["gamma"]),
-    "multistep": lambda n, _: lambda o: lr_scheduler.MultiStepLR(o, [int(m) for m in n["milestones"]], n["gamma"]),
-    "exponential": lambda n, _: lambda o: lr_scheduler.ExponentialLR(o, n["gamma"]),
-    "linear": lambda n, _: _line(n, n["start_factor"], n["end_factor"]),
-    "warmup": lambda n, _: _line(n, n["start_factor"], 1.0),
-    "polynomial": lambda n, _: (
-        None if n["end"] else lambda o: lr_scheduler.PolynomialLR(o, int(n["steps"]), n["power"])
-    ),
-    "cosine": lambda n, _: (
-        None if n["after"] == "floor" else lambda o: lr_scheduler.CosineAnnealingLR(o, int(n["steps"]), n["min"])
-    ),
-    "cosine_restarts": lambda n, _: (
-        lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, int(n["period"]), int(n["mult"]), n["min"])
-    ),
-    "one_cycle": _one_cycle,
-}
-"""How to make PyTorch's class from the numbers of a schedule; None where its numbers are beyond the class."""

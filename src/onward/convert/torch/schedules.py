@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
 from onward.convert.problems import Problems
-from onward.convert.rates import Factor, complete
+from onward.convert.pytorch_schedules import ROWS, in_sequence, one_cycle
+from onward.convert.rates import FOREVER, Factor, Pieces, complete, in_words
 from onward.convert.torch.lambdas import read_lambda
 from onward.convert.torch.schedulers import make_scheduler, updates_per_step
-from onward.convert.transformers_schedules import FOREVER, Pieces
 from onward.errors import RecipeError
 from onward.recipe.spec import Spec
 
@@ -50,7 +50,7 @@ def read_scheduler(scheduler: LRScheduler, every: int = 1) -> ReadSchedule:
             )
             problems.add(what, "change the scheduler instead of the rate")
     problems.refuse()
-    return ReadSchedule(_by_updates(pieces, every), base_rates, position, every)
+    return ReadSchedule(in_words(pieces, every), base_rates, position, every)
 
 
 def _optimizer(scheduler: LRScheduler) -> Optimizer:
@@ -76,16 +76,6 @@ def _completed(pieces: Pieces, problems: Problems) -> list[dict[str, Any]]:
         return []
 
 
-def _by_updates(pieces: Pieces, every: int) -> list[Spec]:
-    """Schedules that count updates, where those of the scheduler count its steps."""
-    unit = {} if every == 1 else {"every": every}
-    specs = []
-    for spec, until in pieces:
-        end = {} if until == FOREVER else {"until": until * every}
-        specs.append(Spec(spec.name, {**spec.options, **unit, **end}))
-    return [] if [spec.name for spec in specs] == ["constant"] and not pieces[0][0].options else specs
-
-
 # ---- one class after the other ---------------------------------------------------------------------------------------
 
 
@@ -98,8 +88,8 @@ class _Reader:
         kind = type(scheduler)
         if kind in _REFUSED:
             self._problems.add(*_REFUSED[kind])
-        elif kind in _SIMPLE:
-            return _SIMPLE[kind](scheduler)
+        elif kind is getattr(lr_scheduler, kind.__name__, None) and kind.__name__ in ROWS:
+            return ROWS[kind.__name__].read(vars(scheduler))
         elif isinstance(scheduler, lr_scheduler.SequentialLR):
             return self._sequence(scheduler)
         elif isinstance(scheduler, lr_scheduler.ChainedScheduler):
@@ -114,24 +104,14 @@ class _Reader:
         return []
 
     def _sequence(self, scheduler: Any) -> Pieces:
-        ends = [*scheduler._milestones, FOREVER]
-        starts = [0, *scheduler._milestones]
-        found: Pieces = []
-        for inner, start, end in zip(scheduler._schedulers, starts, ends, strict=True):
+        for inner in scheduler._schedulers:
             if isinstance(inner, lr_scheduler.OneCycleLR):
                 what = "OneCycleLR in a sequence changes the rates of the schedulers before it"
                 self._problems.add(what, "let OneCycleLR be the only scheduler")
-                continue
             if isinstance(inner, lr_scheduler.SequentialLR | lr_scheduler.ChainedScheduler):
                 what = f"{type(inner).__name__} in a sequence miscounts its steps in PyTorch"
                 self._problems.add(what, "give all schedulers to one SequentialLR")
-                continue
-            for spec, until in self.pieces(inner):
-                if start < end:
-                    found.append((spec, min(start + until, end)))
-                if start + until >= end:
-                    break
-        return found
+        return in_sequence([self.pieces(inner) for inner in scheduler._schedulers], scheduler._milestones)
 
     def _chain(self, scheduler: Any) -> Pieces:
         """A product of rates, where that is a schedule again."""
@@ -162,16 +142,7 @@ class _Reader:
         if scheduler.cycle_momentum:
             what = "it moves the momentum, which is a fixed number in a training model"
             self._problems.add(what, "make it with `cycle_momentum=False`")
-        group, phases = _optimizer(scheduler).param_groups[0], scheduler._schedule_phases
-        options = {
-            "steps": scheduler.total_steps,
-            "pct_start": (phases[0]["end_step"] + 1) / scheduler.total_steps,
-            "div_factor": group["max_lr"] / group["initial_lr"],
-            "final_div_factor": group["initial_lr"] / group["min_lr"],
-            "anneal": scheduler._anneal_func_type,
-            "three_phase": len(phases) == 3,
-        }
-        return [(Spec("one_cycle", options), FOREVER)]
+        return one_cycle(vars(scheduler), _optimizer(scheduler).param_groups[0])
 
 
 def _same(function: Any, other: Any) -> bool:
@@ -180,38 +151,6 @@ def _same(function: Any, other: Any) -> bool:
         return function.schedules == other.schedules
     return function is other
 
-
-def _one(name: str, **options: Any) -> Pieces:
-    return [(Spec(name, options), FOREVER)]
-
-
-def _constant(scheduler: Any) -> Pieces:
-    """A part of the rate for some steps, and then all of it."""
-    if scheduler.factor == 1 or scheduler.total_iters < 1:
-        return _one("constant")
-    level = Spec("linear", {"steps": 1, "start_factor": scheduler.factor, "end_factor": scheduler.factor})
-    return [(level, scheduler.total_iters), (Spec("constant"), FOREVER)]
-
-
-def _multistep(scheduler: Any) -> Pieces:
-    milestones = sorted(scheduler.milestones.elements())
-    return _one("multistep", milestones=milestones, gamma=scheduler.gamma) if milestones else _one("constant")
-
-
-_SIMPLE: dict[type[LRScheduler], Callable[[Any], Pieces]] = {
-    lr_scheduler.StepLR: lambda s: _one("step", size=s.step_size, gamma=s.gamma),
-    lr_scheduler.MultiStepLR: _multistep,
-    lr_scheduler.ExponentialLR: lambda s: _one("exponential", gamma=s.gamma),
-    lr_scheduler.LinearLR: lambda s: _one(
-        "linear", steps=s.total_iters, start_factor=s.start_factor, end_factor=s.end_factor
-    ),
-    lr_scheduler.ConstantLR: _constant,
-    lr_scheduler.PolynomialLR: lambda s: _one("polynomial", steps=s.total_iters, power=s.power),
-    lr_scheduler.CosineAnnealingLR: lambda s: _one("cosine", steps=s.T_max, min=s.eta_min, after="torch"),
-    lr_scheduler.CosineAnnealingWarmRestarts: lambda s: _one(
-        "cosine_restarts", period=s.T_0, mult=s.T_mult, min=s.eta_min
-    ),
-}
 
 _REFUSED: dict[type[LRScheduler], tuple[str, str]] = {
     lr_scheduler.ReduceLROnPlateau: (
