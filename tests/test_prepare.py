@@ -594,3 +594,25 @@ def test_the_normalization_of_an_input_is_not_trained(last):
     assert onward.prepare(model, loss="mse").steps[0].differentiated() == ["w", "b"]
     named = onward.prepare(model, loss="mse", trainable=["mean", "w"])
     assert set(named.steps[0].differentiated()) == {"mean", "w"}  # whoever wants it may
+
+
+IN_CONSTANTS = """<ir_version: 10, opset_import: ["": 21]>
+net (float[N,2] x) => (float[N,3] y) {
+    stored = Constant<value = float[3,2] {1, 2, 3, 4, 5, 6}>()
+    weight = Transpose(stored)
+    bias = Constant<value_floats = [0.1, 0.2, 0.3]>()
+    y = Gemm(x, weight, bias)
+}"""
+
+
+def test_weights_that_hide_in_constants_are_trained_by_any_of_their_names(tmp_path):
+    model = onnx.parser.parse_model(IN_CONSTANTS)
+    assert set(onward.prepare(model, loss="mse").steps[0].differentiated()) == {"stored", "bias"}
+    named = onward.prepare(model, loss="mse", trainable="weight", groups=["weight:lr=0.5"])
+    assert named.steps[0].differentiated() == ["stored"]
+    data = {"x": np.ones((4, 2), np.float32), "target": np.zeros((4, 3), np.float32)}
+    run = onward.train(model, data, loss="mse", optimizer="sgd:lr=0.1", run=tmp_path / "run", quiet=True)
+    assert [node.op_type for node in run.best.graph] == ["Constant", "Transpose", "Constant", "Gemm"]
+    x = {"x": data["x"][:1]}
+    before, after = (ReferenceEvaluator(proto).run(None, x)[0] for proto in (model, run.best.to_proto()))
+    np.testing.assert_allclose(after, before - 3 * 0.1 * 2 * before / 3, rtol=1e-5)  # two weights and a bias

@@ -79,6 +79,8 @@ def json_parses(subject: Subject) -> Iterator[Finding]:
 
 
 def _should_be_json(entry: StringStringEntryProto) -> bool:
+    if entry.key == PARAMETER_KEY:  # a name, whatever it looks like
+        return False
     return entry.key in JSON_KEYS or (entry.key.startswith("train.") and entry.value[:1] in ("{", "["))
 
 

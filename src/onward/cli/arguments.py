@@ -31,14 +31,16 @@ def pairs(items: Sequence[str], example: str) -> dict[str, str]:
 
 def specs_by_pattern(items: Sequence[str]) -> str | dict[str, str] | None:
     """`SPEC` for all, or `PATTERN=SPEC` for some; an equals sign after the colon belongs to the options of a spec."""
+    from onward.recipe.initialize import INITIALIZERS
+    from onward.recipe.spec import addressed
+
     found: dict[str, str] = {}
     for item in items:
-        head, colon, options = item.partition(":")
-        pattern, equals, name = head.rpartition("=")
-        pattern = pattern if equals else "*"
+        named, spec = addressed(item, INITIALIZERS)
+        pattern = "*" if named is None else named
         if pattern in found:
             raise Misuse(f"`{pattern}` is given twice", "the first pattern that matches counts; give each once")
-        found[pattern] = name + colon + options
+        found[pattern] = spec
     everything = found.pop("*", None)  # what is for all comes last, wherever it stood
     if not found:
         return everything

@@ -10,6 +10,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onward.build import Builder, Expr, Names, function
+from onward.errors import RecipeError
 from onward.model import Model, Step
 from onward.model.state import tagged
 from onward.recipe import random
@@ -31,6 +32,8 @@ class Assembly:
         self.op = Builder(self.step.algorithm, opset=model.opset, names=names, functions=model.functions)
         self.init = Builder(self.step.initialization, opset=model.opset, names=Names(), functions=model.functions)  # type: ignore[arg-type]
         self.values: dict[str, ir.Value] = dict(model.graph.initializers)
+        self._own: set[str] = set()
+        """Names under which training has asked for tensors of its own."""
         self._initial: dict[ir.Value, Expr] = {}
         self._seed = ir.Tensor(random.new_key(seed))
         self._seed_key: Expr | None = None
@@ -44,7 +47,7 @@ class Assembly:
 
     def hyper(self, name: str, number: float | list[float], group: str | None = None) -> Expr:
         """A number that can be edited in the file without touching a node; one name gives one tensor."""
-        if name not in self.values:
+        if name not in self._own:
             tensor = ir.Tensor(np.asarray(number, np.float64))
             self._register(name, tagged(tensor, role="hyper", group=group))
         return self.op(self.values[name])
@@ -125,6 +128,12 @@ class Assembly:
         self.model.steps.append(self.step)
 
     def _register(self, name: str, tensor: ir.TensorProtocol) -> ir.Value:
+        self._own.add(name)
+        if name in self.step.reset:
+            raise RecipeError(
+                f"the model trains a tensor `{name}`, and so would training call one of its own",
+                hint=f"give the model's another name first: `onward rename MODEL {name}={name}_of_model`",
+            )
         value = self.values[name] = registered(self.op, name, tensor)
         tensor.name = value.name
         return value

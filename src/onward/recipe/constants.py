@@ -22,17 +22,27 @@ def constant_tensor(value: ir.Value | None) -> ir.TensorProtocol | None:
     if value.is_initializer():
         return value.const_value
     node = value.producer()
-    if node is not None and node.op_type == "Constant" and "value" in node.attributes:
+    return tensor_in(node) if node is not None else None
+
+
+_WRITTEN_OUT = {"value_float": np.float32, "value_floats": np.float32, "value_int": np.int64, "value_ints": np.int64}
+
+
+def tensor_in(node: ir.Node) -> ir.TensorProtocol | None:
+    """The tensor of a Constant node, as which numbers may be written out, too; None of any other node."""
+    if node.op_type != "Constant" or any(attribute.is_ref() for attribute in node.attributes.values()):
+        return None
+    if "value" in node.attributes:
         return node.attributes["value"].as_tensor()
-    return None
+    found = [(name, kind) for name, kind in _WRITTEN_OUT.items() if name in node.attributes]
+    return ir.Tensor(np.array(node.attributes[found[0][0]].value, found[0][1])) if found else None
 
 
 def stored_shape(value: ir.Value) -> tuple[int, ...] | None:
     if value.const_value is not None:
         return tuple(value.const_value.shape.numpy())
-    node = value.producer()
-    if node is not None and node.op_type == "Constant":
-        return tuple(node.attributes["value"].as_tensor().shape.numpy())
+    if (tensor := constant_tensor(value)) is not None:
+        return tuple(tensor.shape.numpy())
     return tuple(value.shape.numpy()) if value.shape is not None and value.shape.is_static() else None
 
 
@@ -92,8 +102,8 @@ def blocks(array: np.ndarray) -> Iterator[np.ndarray]:
 def _evaluate(node: ir.Node) -> ir.TensorProtocol:
     """The value of a node whose inputs are constants."""
     name = node.outputs[0].name
-    if node.op_type == "Constant":
-        return _named(name, node.attributes["value"].as_tensor())
+    if (tensor := tensor_in(node)) is not None:
+        return _named(name, tensor)
     tensors = [constant_tensor(value) for value in node.inputs]
     if node.op_type == "Identity":
         return _named(name, tensors[0])  # type: ignore[arg-type]

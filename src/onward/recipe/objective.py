@@ -16,8 +16,9 @@ from onward.model import Model, read
 from onward.model.core import values
 from onward.recipe.assembly import Assembly
 from onward.recipe.embed import embed
+from onward.recipe.losses import LOSSES
 from onward.recipe.losses import loss as named_loss
-from onward.recipe.spec import Spec, parse
+from onward.recipe.spec import Spec, addressed, parse
 from onward.transform.linear import tensor_of
 from onward.transform.names import add_prefix
 from onward.transform.opset import convert_opset
@@ -59,10 +60,7 @@ def terms(loss: Any) -> list[Term]:
         return [Term(Spec("custom", {"file": os.path.basename(loss)}), custom=loss)]
     output = None
     if isinstance(loss, str):
-        head, colon, rest = loss.partition(":")
-        if "=" in head:  # `logits=cross_entropy:label_smoothing=0.1`
-            output, _, head = head.partition("=")
-            loss = head + colon + rest
+        output, loss = addressed(loss, {*LOSSES, _EXISTING})  # `logits=cross_entropy:label_smoothing=0.1`
     if isinstance(loss, str) and loss.startswith(f"{_EXISTING}:"):
         return [Term(Spec(_EXISTING, {"name": loss.partition(":")[2]}), output=loss.partition(":")[2])]
     spec = parse(loss)

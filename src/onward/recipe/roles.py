@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import onnx_ir as ir
 
 from onward.model import Model
 from onward.recipe.constants import stored_shape
 from onward.recipe.layers import find_head
-from onward.recipe.trainable import TRANSPARENT, candidates, gradient_edges, readers_of
+from onward.recipe.trainable import TRANSPARENT, candidates, gradient_edges, matching, readers_of
 
 ROLES = {
     "biases": "what layers and normalizations add",
@@ -20,18 +20,24 @@ ROLES = {
 _WITH_BIAS = {"Conv": 2, "ConvTranspose": 2, "DeformConv": 3, "GRU": 3, "Gemm": 2, "LSTM": 3, "RNN": 3}
 _PRODUCTS = {"Conv", "ConvTranspose", "Einsum", "Gemm", "MatMul"}
 _NORMALIZATION = "Normalization"
+_HAND_ON = {"Cast", "Identity", "Reshape", "Transpose"}
 
 Edges = Mapping[ir.Value, list[tuple[ir.Node, int]]]
 
 
 def roles(model: Model, targets: Iterable[ir.Value], patterns: Iterable[str]) -> dict[str, set[str]]:
-    """For each pattern that is the name of a role, and of no tensor, the names of the parameters that have it."""
+    """For each pattern that is the name of a role, and of no tensor, the names of the parameters that have it.
+
+    So too for patterns of what tensors are called behind a Transpose, Cast or the like that hands one of them on.
+    """
     known = dict(candidates(model.graph))
+    patterns = list(patterns)
+    aliases = _by_other_names([pattern for pattern in patterns if pattern not in ROLES], known)
     wanted = [pattern for pattern in dict.fromkeys(patterns) if pattern in ROLES and pattern not in known]
     if not wanted:
-        return {}
+        return aliases
     edges = gradient_edges(targets)
-    found: dict[str, set[str]] = {}
+    found: dict[str, set[str]] = dict(aliases)
     for role in wanted:
         if role == "head":
             found[role] = _head(model)
@@ -39,6 +45,24 @@ def roles(model: Model, targets: Iterable[ir.Value], patterns: Iterable[str]) ->
             belongs = _is_bias if role == "biases" else _is_norm
             found[role] = {name for name, (value, _) in known.items() if _has(value, edges, belongs)}
     return found
+
+
+def _by_other_names(patterns: Iterable[str], known: Mapping[str, tuple[ir.Value, str]]) -> dict[str, set[str]]:
+    unknown = [pattern for pattern in patterns if not matching([pattern], known)]
+    if not unknown:
+        return {}
+    called = {name: list(_handed_on(value)) for name, (value, _) in known.items()}
+    found = {p: {name for name, others in called.items() if matching([p], others)} for p in unknown}
+    return {pattern: names for pattern, names in found.items() if names}
+
+
+def _handed_on(value: ir.Value) -> Iterator[str]:
+    """What a tensor is called after nodes that do nothing but hand it on."""
+    readers = value.consumers()
+    while len(readers) == 1 and readers[0].op_type in _HAND_ON:
+        value = readers[0].outputs[0]
+        yield value.name or ""
+        readers = value.consumers()
 
 
 def _head(model: Model) -> set[str]:

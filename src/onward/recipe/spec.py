@@ -6,7 +6,7 @@ import ast
 import dataclasses
 import inspect
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from onward.errors import RecipeError, UnknownNameError, near
@@ -45,6 +45,22 @@ def parse(text: str | Mapping[str, Any] | Spec) -> Spec:
     if not name.strip():
         raise RecipeError(f"`{text}` has no name before its options", hint="write it as `adamw:lr=1e-3`")
     return Spec(name.strip(), parse_options(rest, text))
+
+
+def addressed(text: str, known: Container[str]) -> tuple[str | None, str]:
+    """`NAME=SPEC` as both, or None and a spec for all; specs begin with a known word, or names hold no colon.
+
+    Names may hold colons and equals signs themselves, as those of TensorFlow do: `Identity:0=cross_entropy`.
+    """
+    head, colon, options = text.partition(":")
+    if head in known:
+        return None, text
+    places = (at for at, character in enumerate(text) if character == "=")
+    for at in places:
+        if text[at + 1 :].partition(":")[0] in known:
+            return text[:at], text[at + 1 :]
+    name, equals, word = head.rpartition("=")
+    return (name, word + colon + options) if equals else (None, text)
 
 
 def parse_options(rest: str, whole: str) -> dict[str, Any]:

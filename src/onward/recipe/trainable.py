@@ -38,7 +38,7 @@ from onward.errors import RecipeError, UnknownNameError, near_or_first
 from onward.model import Model
 from onward.model.state import PREPROCESSING, ROLE_KEY, SLOT_KEY
 from onward.model.walk import nested_graphs
-from onward.recipe.constants import blocks, constant_tensor, expose, is_uniform, stored_shape
+from onward.recipe.constants import blocks, constant_tensor, expose, is_uniform, stored_shape, tensor_in
 from onward.recipe.normalization import normalizes_input
 from onward.rules.quantization import stands_for_floats
 from onward.rules.registry import has_gradient
@@ -185,7 +185,9 @@ def matching(
 
 
 def _matches(name: str, pattern: str, roles: Mapping[str, Collection[str]]) -> bool:
-    return name in roles[pattern] if pattern in roles else fnmatchcase(name, pattern)
+    if pattern in roles:
+        return name in roles[pattern]
+    return name == pattern or fnmatchcase(name, pattern)  # a name may hold what means something in a pattern
 
 
 def _differentiable(node: ir.Node, index: int) -> bool:
@@ -227,8 +229,8 @@ def candidates(graph: ir.Graph) -> Iterator[tuple[str, tuple[ir.Value, str]]]:
 
 def _is_hidden_constant(node: ir.Node) -> bool:
     if node.op_type == "Constant":
-        tensor = node.attributes.get("value")
-        return tensor is not None and not tensor.is_ref() and tensor.as_tensor().dtype.is_floating_point()
+        constant = tensor_in(node)
+        return constant is not None and constant.dtype.is_floating_point()
     if node.op_type == "ConstantOfShape":
         tensor = node.attributes.get("value")
         dtype = tensor.as_tensor().dtype if tensor else ir.DataType.FLOAT

@@ -7,6 +7,7 @@ import onnx_ir as ir
 from onward.errors import UnsupportedError
 from onward.model import Model
 from onward.model.state import all_states, redescribed
+from onward.recipe.constants import tensor_in
 from onward.recipe.lora import merge_lora
 from onward.recipe.lora.adapters import adapters
 from onward.transform.quantised import stored_as_integers
@@ -59,10 +60,10 @@ def _put(graph: ir.Graph, trained: ir.Value | None) -> bool:
         place.const_value = _described_as(old, tensor)
         return True
     for node in graph:
-        if node.op_type == "Constant" and node.outputs[0].name == tensor.name and "value" in node.attributes:
-            old = node.attributes["value"].as_tensor()
+        if node.outputs[0].name == tensor.name and (old := tensor_in(node)) is not None:
             if not _is_alike(old, tensor):
                 return False
+            node.attributes.clear()  # numbers may be written out under another name
             node.attributes["value"] = ir.AttrTensor("value", _described_as(old, tensor))
             return True
     return False

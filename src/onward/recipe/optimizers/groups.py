@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -17,6 +18,9 @@ from onward.recipe.optimizers.given import Given, given_optimizer
 from onward.recipe.optimizers.table import optimizer
 from onward.recipe.spec import Spec, parse_options
 from onward.recipe.trainable import matching
+
+_NAMED = re.compile(r"(.+?)(:)(\w+=.*)", re.DOTALL)
+"""A pattern, in which there may be colons, and options."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +97,8 @@ def _configured(given: Given) -> ConfiguredOptimizer | FunctionOptimizer:
 
 def _given(item: Any, default: Given) -> tuple[list[str], Given]:
     if isinstance(item, str):
-        pattern, colon, rest = item.partition(":")
+        named = _NAMED.fullmatch(item)
+        pattern, colon, rest = named.groups() if named else item.partition(":")
         if "=" in pattern and not colon:
             raise RecipeError(
                 f"the group `{item}` does not say which parameters it is for", hint=f"write `*.bias:{item}`"
