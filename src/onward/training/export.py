@@ -60,11 +60,11 @@ def _put(graph: ir.Graph, trained: ir.Value | None) -> bool:
         place.const_value = _described_as(old, tensor)
         return True
     for node in graph:
-        if node.outputs[0].name == tensor.name and (old := tensor_in(node)) is not None:
-            if not _is_alike(old, tensor):
+        if node.outputs[0].name == tensor.name and (constant := tensor_in(node)) is not None:
+            if not _is_alike(constant, tensor):
                 return False
             node.attributes.clear()  # numbers may be written out under another name
-            node.attributes["value"] = ir.AttrTensor("value", _described_as(old, tensor))
+            node.attributes["value"] = ir.AttrTensor("value", _described_as(constant, tensor))
             return True
     return False
 
