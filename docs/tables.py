@@ -6,6 +6,7 @@ import importlib
 import re
 import sys
 import tempfile
+import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -295,6 +296,39 @@ def _cell(is_read: Any, is_written: Any) -> str:
     return "yes" if is_read and is_written else "read" if is_read else ""
 
 
+def _specification() -> dict[str, Any]:
+    return tomllib.loads((HERE / "clauses.toml").read_text())
+
+
+def clauses() -> str:
+    """What the standard says on training, and what comes of it."""
+    parts = []
+    for part in _specification()["part"]:
+        lines = (
+            (c["where"], c["force"], c["says"], c["does"], "<br>".join(_by_function(c["tests"])))
+            for c in part["clause"]
+        )
+        parts.append(f"## {part['title']}\n\n" + rows("where||the standard|Onward|shown by", lines))
+    return "\n\n".join(parts)
+
+
+def _by_function(tests: Iterable[str]) -> Iterable[str]:
+    """Tests as pytest names them, the name of a function once for all its cases."""
+    last = ""
+    for test in tests:
+        function, bracket, case = test.partition("[")
+        yield f"`[{case}`" if bracket and function == last else f"`{test}`"
+        last = function
+
+
+def questions() -> str:
+    """What it leaves open."""
+    return "\n\n".join(
+        f"### {number}. {q['title']}\n\n{q['text']}\n\nPossible readings: {q['readings']}\n\nOurs: {q['ours']}"
+        for number, q in enumerate(_specification()["question"], 1)
+    )
+
+
 TABLES = {
     function.__name__: function
     for function in (
@@ -319,6 +353,8 @@ TABLES = {
         schedules_read,
         schedules_made,
         checkpoints,
+        clauses,
+        questions,
     )
 }
 

@@ -145,6 +145,14 @@ CASES = {
         DEEP,
         frozenset({"OW416"}),
     ),
+    "a rate of another type": Case(
+        """() => (double[2] u2, double[2] v2) <double[2] u = {1, 2}, double[2] v = {0, 0}, double[2] k = {3, 4},
+            float r = {0.5}, int64 t = {0}>
+        { u2, v2 = ai.onnx.preview.training.Momentum<alpha = 0.9, beta = 1.0, norm_coefficient = 0.0, mode = "standard">
+            (r, t, u, k, v) }""",
+        {"u": "u2", "v": "v2"},
+        {"u": [-0.5, 0], "v": [3, 4]},
+    ),
     "a gradient of a sum": Case(
         f'() => (float[2] w2) {{ d = {GRADIENT}<xs = ["w"], zs = ["x"], y = "y">(w, x) w2 = Sub(w, d) }}',
         {"w": "w2"},
@@ -225,6 +233,35 @@ def test_what_is_said_of_it(case):
     assert_state(state, case.expected)
     state, _ = after_a_step(onward.rename(read, {"w": "weight"}), "numpy")
     assert_state(state, {"weight" if name == "w" else name: array for name, array in case.expected.items()})
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_inference_changes_nothing(engine):
+    """Nor do gradients; and inference computes the same each time, of the state as it is."""
+    case = CASES["the loss is kept"]
+    options = {} if engine in ("onnxruntime", "numpy") else {"compile": False}
+    x = np.array([3, 4], np.float32)
+    with load(model(case.graph, case.algorithm, case.update), engine=engine, **options) as loaded:
+        np.testing.assert_array_equal(loaded.evaluate({"x": x})["y"], [3, 8])
+        np.testing.assert_array_equal(loaded.evaluate({"x": x})["y"], [3, 8])
+        np.testing.assert_array_equal(loaded.gradients({"x": x})["w"], [18, 64])
+        assert_state(loaded.state(), {"w": [1, 2], "last": 0})
+        loaded.step({"x": x})
+        np.testing.assert_array_equal(loaded.evaluate({"x": x})["y"], x * [-17, -62])
+        assert_state(loaded.state(), case.expected)
+
+
+def test_device_configurations_are_kept():
+    proto = model(PLAIN, *CASES["state of its own"][:2], ir_version=11)
+    proto.configuration.add(name="two", num_devices=2)
+    proto.graph.node[0].device_configurations.add(configuration_id="two", pipeline_stage=1)
+    proto.training_info[0].algorithm.node[0].device_configurations.add(configuration_id="two")
+    assert (
+        comparable(onward.read(proto).to_proto())
+        == comparable(onward.read(proto).copy().to_proto())
+        == comparable(proto)
+    )
+    assert_state(after_a_step(proto, "numpy")[0], CASES["state of its own"].expected)
 
 
 # ---- several steps, initialization, sparse tensors, rare types -------------------------------------------------------
@@ -395,3 +432,15 @@ def test_a_label_that_is_ignored_has_no_part_in_loss_and_gradient(engine):
     assert float(metrics["loss"]) == pytest.approx((-np.log(shares) * [1, 3]).sum() / 4, rel=1e-5)
     gradient = shares - np.array([1, 3]) / 4
     np.testing.assert_allclose(state["w"], [1 - 3 * gradient[0], 2 - 4 * gradient[1]], rtol=1e-4)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_mean_of_losses_that_are_all_ignored_is_no_number(engine):
+    """As PyTorch has it; and a step whose loss is no number changes nothing."""
+    body = f"""two = Unsqueeze(y, k) loss = SoftmaxCrossEntropyLoss<ignore_index = 0>(two, k)
+        d = {GRADIENT}<xs = ["w"], zs = ["x"], y = "loss">(w, x) w2 = Sub(w, d)"""
+    options = {} if engine in ("onnxruntime", "numpy") else {"compile": False}
+    proto = model(PLAIN, f"() => (float[2] w2, float loss) <int64[1] k = {{0}}> {{ {body} }}", {"w": "w2"})
+    state, metrics = after_a_step(proto, engine, **options)
+    assert np.isnan(metrics["loss"])
+    assert_state(state, {"w": [1, 2]})
