@@ -33,6 +33,7 @@ import onward
 from broken_models import GOOD
 from campaign.mutations import KINDS, encoded, fields
 from models import digits_mlp, small_cnn
+from older_forms import write
 from onward.cli.catalogue import Catalogue, entries
 from onward.cli.commands import app
 from onward.cli.failure import BUG
@@ -96,25 +97,25 @@ def everything() -> ModelProto:
     return proto
 
 
+pytestmark = pytest.mark.filterwarnings("ignore:the file is of an older form")
+
+
 def old_files() -> dict[str, bytes]:
-    """Training as onnx 1.7 wrote it, with GraphCall, and as the prototype of 2019 did, in field 21."""
+    """Training as onnx 1.7 wrote it, with GraphCall, and as drafts of 2019 did, in field 21."""
     text = """<ir_version: 7, opset_import: ["": 17, "ai.onnx.preview.training": 1]>
         inference (float[N,2] X) => (float[N,1] Y) <float[2,1] W = {1.0, 2.0}> { Y = MatMul(X, W) }"""
     call = 'ai.onnx.preview.training.GraphCall <input_names=["X"], output_names=["Y"]>'
     steps = {
         "graph_call": f"a (float[N,2] Z) => (float[2,1] V) {{ Y_1 = {call}(Z) G = MatMul(Z, Y_1) V = Sub(W, G) }}",
         "graph_calls": f"a (float[N,2] Z) => (float[2,1] V) {{ U = {call}(Z) S = Mul(Z, U) V = {call}(S) }}",
-        "prototype": "a () => (float[2,1] V) { V = Add(W, W) }",
     }
-    made = {}
+    made = {"may_2019": write.may_2019(), "july_2019": write.training_linear_model()}
     for name, step in steps.items():
         proto = onnx.parser.parse_model(text)
         info = onnx.TrainingInfoProto(algorithm=onnx.parser.parse_graph(step))
-        pair = ("V", "W") if name == "prototype" else ("W", "V")
-        info.update_binding.add(key=pair[0], value=pair[1])
-        content = info.SerializeToString()
-        field = 21 if name == "prototype" else 20
-        made[name] = proto.SerializeToString() + encoded(field << 3 | 2) + encoded(len(content)) + content
+        info.update_binding.add(key="W", value="V")
+        proto.training_info.append(info)
+        made[name] = proto.SerializeToString()
     return made
 
 
@@ -188,7 +189,7 @@ def count(each: int) -> int:
 
 # ---- files as bytes --------------------------------------------------------------------------------------------------
 
-MODELS = ["mlp", "cnn", "recipe", *GOOD, "everything", "graph_call", "graph_calls", "prototype"]
+MODELS = ["mlp", "cnn", "recipe", *GOOD, "everything", "graph_call", "graph_calls", "may_2019", "july_2019"]
 
 
 def test_the_files_are_good() -> None:
@@ -218,7 +219,7 @@ def test_damaged_files_for_long(model: str, kind: str) -> None:
     survive((f"damaged({model!r}, {kind!r}, {i})", damaged(model, kind, i)) for i in range(1000, 1000 + count(300)))
 
 
-@pytest.mark.parametrize("model", ["mlp", "adam", "functions", "everything", "prototype"])
+@pytest.mark.parametrize("model", ["mlp", "adam", "functions", "everything", "july_2019"])
 def test_truncation_at_every_field(model: str) -> None:
     data = files()[model]
     places = sorted({at for field in fields(data) for at in field} - {len(data)})

@@ -196,4 +196,5 @@ def _attributes(optimizer: ir.Node) -> dict[str, Any]:
     schema = onnx.defs.get_schema(optimizer.op_type, 1, TRAINING_DOMAIN)
     known = {name: onnx.helper.get_attribute_value(a.default_value) for name, a in schema.attributes.items()}
     known |= {name: attribute.value for name, attribute in optimizer.attributes.items()}
-    return {"": optimizer.op_type} | {k: np.float32(v) if isinstance(v, float) else v for k, v in known.items()}
+    numbers = {name: float(np.float32(value)) for name, value in known.items() if isinstance(value, float)}
+    return {"": optimizer.op_type} | {name: str(value) for name, value in known.items()} | numbers
