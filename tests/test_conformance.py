@@ -36,7 +36,7 @@ def cases() -> Iterator[Any]:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("name", "engine"), cases())
+@pytest.mark.parametrize(("name", "engine"), list(cases()))
 def test_a_case_passes_or_is_listed(name: str, engine: str) -> None:
     passed, reason = outcome(name, engine)
     known = listed(name, engine)

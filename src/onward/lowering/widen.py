@@ -14,6 +14,7 @@ from onward.model.walk import graphs_in
 _AS_THEY_ARE = {
     *("Cast", "CastLike", "Constant", "ConstantOfShape", "Identity", "Shape", "Size", "If", "Loop", "Scan"),
     *("Concat", "Gather", "Reshape", "Slice", "Squeeze", "Transpose", "Unsqueeze"),
+    *("ConcatFromSequence", "SequenceAt", "SequenceConstruct", "SequenceInsert", "SplitToSequence"),
 }
 """Operators that compute nothing with the numbers, and have kernels for all types."""
 
@@ -30,7 +31,7 @@ def widen(model: Model, dtype: ir.DataType) -> None:
 
 def widen_node(node: ir.Node, dtype: ir.DataType, names: Names, wide: dict[ir.Value, ir.Value]) -> None:
     """Let a node compute in float32 what it would in `dtype`; `wide` has values of its graph that are cast already."""
-    read = {value for value in node.inputs if value is not None and value.dtype == dtype}
+    read = {value for value in node.inputs if value is not None and value.type == ir.TensorType(dtype)}
     for value in read - wide.keys():
         cast = _cast(value, ir.DataType.FLOAT, names.fresh(f"{value.name}/float32"))
         node.prepend(cast)

@@ -22,18 +22,22 @@ _WIDER = {
 _WIDER_ARRAYS = {dtype.numpy(): wider.numpy() for dtype, wider in _WIDER.items()}
 
 
-def widen_edges(model: Model) -> dict[str, np.dtype]:
-    """Let the inputs and outputs of a model be of types that numpy has, in place; the types that outputs had."""
+def widen_edges(model: Model) -> list[np.dtype | None]:
+    """Let the inputs and outputs of a model be of types that numpy has, in place; what each output was, if narrow."""
     graph, names = model.graph, model.names()
     for i, value in enumerate(graph.inputs):
-        if value.dtype in _WIDER and not value.is_initializer():
+        if _is_narrow(value) and not value.is_initializer():
             graph.inputs[i] = _taken_wide(graph, value, names)
-    narrow = {}
+    narrow: list[np.dtype | None] = []
     for i, value in enumerate(graph.outputs):
-        if value.dtype in _WIDER:
-            narrow[value.name or ""] = value.dtype.numpy()
+        narrow.append(value.dtype.numpy() if value.dtype is not None and _is_narrow(value) else None)
+        if _is_narrow(value):
             graph.outputs[i] = _given_wide(graph, value, names)
     return narrow
+
+
+def _is_narrow(value: ir.Value) -> bool:
+    return isinstance(value.type, ir.TensorType) and value.dtype in _WIDER
 
 
 def wide(value: Any) -> Any:
@@ -49,7 +53,10 @@ def _taken_wide(graph: ir.Graph, value: ir.Value, names: Names) -> ir.Value:
     value.name = names.fresh(f"{given.name}/wide")
     cast.outputs[0].name = names.fresh(f"{given.name}/narrow")
     value.replace_all_uses_with(cast.outputs[0], replace_graph_outputs=True)
-    graph.insert_before(graph[0], cast)
+    if len(graph):
+        graph.insert_before(graph[0], cast)
+    else:
+        graph.append(cast)
     return given
 
 

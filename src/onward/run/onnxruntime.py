@@ -199,6 +199,7 @@ def array_function(
     runs: Callable[[_Run], Any] = _stoppable if _loops(model) else lambda run: run(None)
     model = of_one_opset(model, _OLDEST_OPSET, COMMON_OPSET).copy()
     model.steps = []
+    names = [value.name or "" for value in model.outputs]
     narrow = widen_edges(model)
     if device == "cpu" and _has_bfloat16(model):
         fill_in_types_before(model, model.graph.outputs)
@@ -208,14 +209,13 @@ def array_function(
     with _explained(UnsupportedError, "does not run this model"):
         session = ort.InferenceSession(model.to_proto().SerializeToString(), options, providers=providers)
     session.handed = handed  # whose memory it reads
-    names = [value.name for value in session.get_outputs()]
 
     def run(inputs: Mapping[str, Any]) -> dict[str, Any]:
         given = {name: wide(value) for name, value in inputs.items()}
         with _explained(DataError, "could not compute anything from these inputs"):
-            results = runs(lambda options: session.run(names, given, options))
-        found = dict(zip(names, results, strict=True))
-        return found | {name: found[name].astype(dtype) for name, dtype in narrow.items()}
+            results = runs(lambda options: session.run(None, given, options))
+        typed = (x if dtype is None else x.astype(dtype) for x, dtype in zip(results, narrow, strict=True))
+        return dict(zip(names, typed, strict=True))
 
     return run
 
