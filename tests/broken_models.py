@@ -1254,6 +1254,19 @@ def operator_set_of_the_future(m: ModelProto) -> None:
     m.opset_import[0].version = 999
 
 
+@damage("OW618", "functions")
+def function_with_another_version_of_an_operator(m: ModelProto) -> None:
+    """LabelEncoder has other attributes from version 2 of its domain on."""
+    m.opset_import.add(domain="ai.onnx.ml", version=3)
+    m.functions[0].opset_import.add(domain="ai.onnx.ml", version=1)
+    m.functions[0].node.append(node("ai.onnx.ml.LabelEncoder", m.functions[0].input[0], "label"))
+
+
+@damage("OW618", "functions")
+def function_of_an_older_operator_set(m: ModelProto) -> None:
+    next(opset for opset in m.functions[0].opset_import if not opset.domain).version = 13
+
+
 @damage("OW650", target="onnxruntime")
 def operator_set_is_too_new_for_the_runtime(m: ModelProto) -> None:
     """And at that operator set the runtime has no random numbers either."""

@@ -7,6 +7,7 @@ itself is another matter: it reads functions as if they had the operator sets of
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import numpy as np
 import onnx
@@ -14,6 +15,7 @@ import onnxruntime as ort
 import pytest
 
 import onward
+from onward.convert.files import ENDINGS, Framework, write
 from onward.run import function, load
 
 ENGINES = ("onnxruntime", "numpy", "torch", "jax", "tensorflow")
@@ -144,7 +146,11 @@ def test_gradients_are_those_of_the_file(case: str) -> None:
         np.testing.assert_allclose((found * direction).sum(dtype=np.float64), expected, rtol=0.02, atol=0.02)
 
 
-@pytest.mark.parametrize("case", BODIES)
+QUICK = {"softmax", "batch_norm", "nested"}
+SOME_SLOW = [case if case in QUICK else pytest.param(case, marks=pytest.mark.slow) for case in BODIES]
+
+
+@pytest.mark.parametrize("case", SOME_SLOW)
 def test_training_steps_agree(case: str) -> None:
     proto = mixed(case)
     training = onward.prepare(proto, loss="mse", optimizer="sgd:lr=0.01")
@@ -159,3 +165,77 @@ def test_training_steps_agree(case: str) -> None:
     for losses, w in results.values():
         np.testing.assert_allclose(losses, results["torch"][0], rtol=1e-4, atol=1e-6)
         np.testing.assert_allclose(w, results["torch"][1], rtol=1e-4, atol=1e-5)
+
+
+# ---- files that carry training ---------------------------------------------------------------------------------------
+
+
+def mixed_training(case: str) -> onnx.ModelProto:
+    """A training model whose function is again the one that the model had before it was prepared."""
+    original = mixed(case)
+    proto = onward.prepare(original, loss="mse", optimizer="sgd:lr=0.01").to_proto()
+    (old,) = (node for node in original.graph.node if node.domain == "f")
+    (new,) = (node for node in proto.graph.node if node.domain == "f")
+    new.op_type = old.op_type
+    new.attribute.extend(old.attribute)
+    others = [function for function in proto.functions if function.domain != "f"]
+    del proto.functions[:]
+    proto.functions.extend([*others, *original.functions])
+    return proto
+
+
+def test_reading_and_writing_changes_nothing() -> None:
+    proto = mixed_training("nested")
+    again = onward.read(proto).to_proto()
+    assert [*map(onnx.printer.to_text, again.functions)] == [*map(onnx.printer.to_text, proto.functions)]
+    assert onnx.printer.to_text(again.graph) == onnx.printer.to_text(proto.graph)
+
+
+@pytest.mark.parametrize("case", ["nested", pytest.param("softmax", marks=pytest.mark.slow)])
+def test_every_converter_takes_them(case: str) -> None:
+    torch = pytest.importorskip("torch")
+    training, x, expected = mixed_training(case), data(), truth(case, data())
+    batch = {"x": x, "target": np.zeros_like(expected)}
+    loss = np.square(expected).mean()
+    carried = onward.to_torch(training)
+    np.testing.assert_allclose(carried.module.eval()(torch.tensor(x)).detach().numpy(), expected, rtol=1e-5, atol=1e-6)
+    step, state = onward.to_jax(training)[:2]
+    np.testing.assert_allclose(step(state, batch)[1]["loss"], loss, rtol=1e-5)
+    np.testing.assert_allclose(onward.to_keras(training)(x), expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(onward.to_tensorflow(training).train_step(**batch)["loss"], loss, rtol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("framework", ["torch", "jax", "keras", "tensorflow"])
+def test_programs_are_written_of_them(framework: Framework, tmp_path: Path) -> None:
+    """Who writes one tries it, against the training model."""
+    path = tmp_path / f"run{ENDINGS[framework]}"
+    assert write(onward.read(mixed_training("nested")), framework, path)
+
+
+# ---- what the checker says -------------------------------------------------------------------------------------------
+
+
+def test_the_checker_says_which_operator_is_another() -> None:
+    found = [finding for finding in onward.check(mixed("reduce_mean")) if finding.code == "OW618"]
+    assert [finding.severity for finding in found] == ["error"]
+    assert "`ReduceMean` is of version 13" in found[0].message
+    assert "onward opset MODEL 21" in (found[0].hint or "")
+    assert not onward.check(onward.convert_opset(mixed("reduce_mean"), 21))
+
+
+ENCODER = """
+<ir_version: 10, opset_import: ["": 21, "ai.onnx.ml": 3, "f": 1]>
+g (int64[3] x) => (y) { y = f.F (x) }
+<domain: "f", opset_import: ["ai.onnx.ml": %s]> F (x) => (y) { y = ai.onnx.ml.LabelEncoder %s (x) }
+"""
+
+
+def test_other_domains_are_of_one_version_or_refused() -> None:
+    """LabelEncoder is the same in versions 2 and 3 of its domain, and another in version 1."""
+    same = onnx.parser.parse_model(ENCODER % (2, "<keys_int64s = [1, 2], values_floats = [0.5, 0.25]>"))
+    np.testing.assert_array_equal(function(same)({"x": np.array([2, 1, 2])})["y"], [0.25, 0.5, 0.25])
+    other = onnx.parser.parse_model(ENCODER % (1, '<classes_strings = ["a", "b"]>'))
+    with pytest.raises(onward.Error, match=r"`ai\.onnx\.ml\.LabelEncoder` of version 1"):
+        onward.inline(other)
+    assert "OW618" in {finding.code for finding in onward.check(other)}

@@ -168,6 +168,7 @@ CODES: dict[str, Code] = {
     "OW615": _info("a function is never called", ONWARD),
     "OW616": _error("a domain is imported in two versions", IR_OPSETS),
     "OW617": _warning("the operator set is newer than the installed onnx knows", CHECKER),
+    "OW618": _error("a function has another version of an operator than the model", COMMENT),
     "OW650": _error("the operator set is newer than the runtime loads", RUNTIME),
     "OW651": _error("the IR version is newer than the runtime loads", RUNTIME),
     "OW652": _info("training operators are lowered before the runtime sees them", RUNTIME),

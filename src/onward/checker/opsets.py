@@ -1,4 +1,4 @@
-"""Rules about operator sets and the versions of the format (OW601 to OW605, OW616, OW617)."""
+"""Rules about operator sets and the versions of the format (OW601 to OW605, OW616 to OW618)."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from onward.checker.findings import Finding, found, quote
 from onward.checker.view.graphs import domain_of
 from onward.checker.view.scope import Subject, function_place, versions
 from onward.model.core import TRAINING_DOMAIN
+from onward.transform.function_opset import is_same
 
 
 def imported(subject: Subject) -> Iterator[Finding]:
@@ -53,6 +54,24 @@ def known_version(subject: Subject) -> Iterator[Finding]:
         yield found("OW617", "model", message, "install a newer onnx, or convert the model to an older operator set")
 
 
+def same_operators(subject: Subject) -> Iterator[Finding]:
+    """Functions may import other versions than the model if their operators are the same; reported once for each."""
+    shared, reported = dict(subject.opsets), set()
+    for call in subject.calls:
+        domain, operator = domain_of(call.node), call.node.op_type
+        version = call.opsets.get(domain)
+        if version is None or subject.function(call.node) is not None or (key := (id(call.opsets), domain)) in reported:
+            continue
+        wanted = shared.setdefault(domain, version)
+        if version != wanted and not is_same(operator, domain, version, wanted):
+            reported.add(key)
+            message = (
+                f"{quote(operator)} is of version {version} of {quote(domain or 'ai.onnx')}, not {wanted}, the model's"
+            )
+            hint = f"`onward opset MODEL {max(version, wanted)}` brings all to one version"
+            yield found("OW618", call.place, message, "write all with the same version" if domain else hint)
+
+
 def new_enough(subject: Subject) -> Iterator[Finding]:
     version = subject.proto.ir_version
     if version < 1:
@@ -63,4 +82,4 @@ def new_enough(subject: Subject) -> Iterator[Finding]:
         yield found("OW604", "model", f"model-local functions came with IR version 8; this file says {version}")
 
 
-MODEL_RULES = (imported, training_version, imported_once, known_version, new_enough)
+MODEL_RULES = (imported, training_version, imported_once, known_version, same_operators, new_enough)

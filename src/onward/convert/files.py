@@ -21,6 +21,7 @@ from onward.errors import InvalidModelError, UnsupportedError
 from onward.model import Model
 from onward.model.state import STEP
 from onward.model.storage.files import reason, regular
+from onward.transform.opset import of_one_opset
 
 Framework = Literal["torch", "keras", "jax", "tensorflow"]
 FRAMEWORKS: tuple[Framework, ...] = get_args(Framework)
@@ -37,7 +38,7 @@ def places(framework: Framework, path: Path) -> list[Path]:
 
 def write(model: Model, framework: Framework, path: Path) -> list[Path]:
     """Write the run that a training model holds for a framework; the files, or folders, that were written."""
-    made: list[Path] = _files_of(framework).write(_known_to(framework, model), path)
+    made: list[Path] = _files_of(framework).write(_known_to(framework, of_one_opset(model)), path)
     return made
 
 

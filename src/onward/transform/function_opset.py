@@ -199,7 +199,9 @@ def _share_other_domains(proto: ModelProto) -> None:
             nodes = (node for graph in with_subgraphs(GraphProto(node=function.node)) for node in graph.node)
             for operator in {node.op_type for node in nodes if node.domain == opset.domain}:
                 wanted = shared[opset.domain]
-                if (opset.domain, operator) not in defined and not _is_same(operator, opset, wanted):
+                if (opset.domain, operator) not in defined and not is_same(
+                    operator, opset.domain, opset.version, wanted
+                ):
                     raise UnsupportedError(
                         f"the function `{function.domain}.{function.name}` has `{opset.domain}.{operator}` of version "
                         f"{opset.version} of its domain, and others of the model have version {wanted}",
@@ -208,10 +210,11 @@ def _share_other_domains(proto: ModelProto) -> None:
             opset.version = shared[opset.domain]
 
 
-def _is_same(operator: str, opset: onnx.OperatorSetIdProto, version: int) -> bool:
-    """Whether an operator is the same in two versions of its domain."""
+def is_same(operator: str, domain: str, *versions: int) -> bool:
+    """Whether an operator is the same in all these versions of its domain."""
+    if not (operator.isascii() and domain.isascii() and all(0 < version < 2**31 for version in versions)):
+        return False  # nothing that the standard could be asked about
     try:
-        since = {defs.get_schema(operator, v, opset.domain).since_version for v in (opset.version, version)}
+        return len({defs.get_schema(operator, version, domain).since_version for version in versions}) == 1
     except defs.SchemaError:
         return False
-    return len(since) == 1

@@ -27,6 +27,7 @@ from onward.recipe.spec import Spec
 from onward.run.interpreted import interpreter
 from onward.run.jax import Jax
 from onward.transform.inline import inline
+from onward.transform.opset import of_one_opset
 from onward.transform.unused import keep_only
 
 Arrays = Mapping[str, Any]
@@ -59,7 +60,7 @@ def to_jax(training: Source, step: int | None = None, *, probe: bool = True) -> 
     Of a model with several steps, `step` says which one. Gradients are JAX's own. The optimizer is a chain of optax's
     where that computes the same, else ours; both sides make a few updates, which must agree, unless `probe` is false.
     """
-    parts = Parts(read(training), step)
+    parts = Parts(of_one_opset(read(training)), step)
     run = parts.run
     state, tx = parts.state()
     if probe:

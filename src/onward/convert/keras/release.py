@@ -8,6 +8,7 @@ from onward.convert.keras.live import GraphOptimizer, TrainingModel
 from onward.convert.keras.native import native_losses, native_optimizer
 from onward.convert.run import disassemble, is_plain, step_of
 from onward.model import Source, read
+from onward.transform.opset import of_one_opset
 
 
 @checked(types=False)
@@ -17,7 +18,7 @@ def to_keras(training: Source) -> TrainingModel:
     Its variables have the names of the training model's tensors, its optimizer is Keras's own where that computes the
     same, else the update of the training model, and so is its loss.
     """
-    model = adopted(read(training))
+    model = adopted(of_one_opset(read(training)))
     index = step_of(model)
     run = disassemble(model, index, forward=False)
     made = TrainingModel(model)

@@ -29,6 +29,7 @@ from onward.run.framework import Framework
 from onward.run.interpreted import Tensors, computation, interpreter
 from onward.transform import inline
 from onward.transform.declare import require_shapes
+from onward.transform.opset import of_one_opset
 from onward.transform.training import without_steps
 
 
@@ -58,7 +59,7 @@ def to_tensorflow(source: Source, step: int | None = None, *, sizes: Mapping[str
     Sizes that the model leaves open stay open. `sizes` fixes some of them by name, such as `{"N": 32}`, for graphs that
     need to know them.
     """
-    model, framework = read(source), OpenSizes()
+    model, framework = of_one_opset(read(source)), OpenSizes()
     step = step_of(model, step)
     refuse_rounding(model, in_pairs=True)
     require_shapes(model, step, "TensorFlow")

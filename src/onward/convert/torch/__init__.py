@@ -34,6 +34,7 @@ from onward.model import Model, Source, read
 from onward.recipe import objective
 from onward.recipe.trainable import gradient_edges
 from onward.transform.declare import require_shapes
+from onward.transform.opset import of_one_opset
 
 __all__ = ["Carried", "captured", "from_torch", "to_module", "to_torch"]
 
@@ -203,7 +204,7 @@ def to_torch(training: Source, *, live: bool = True, probe: bool = True) -> Carr
       torch.nn, and needs nothing of Onward: what `onward convert --to torch` writes
     - `probe`: make a few steps on both sides with inputs that are made up, and compare
     """
-    model = adopted(read(training))
+    model = adopted(of_one_opset(read(training)))
     step = step_of(model)
     if probe:
         require_shapes(model, step, "a comparison of both sides (`probe`)")
