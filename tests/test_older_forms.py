@@ -123,6 +123,11 @@ def test_several_tensors_that_an_optimizer_takes_one_after_the_other() -> None:
         assert running.state()[name].item() == pytest.approx(expected, rel=1e-6)
 
 
+def test_what_no_draft_has_is_left_out_and_said() -> None:
+    with pytest.warns(UserWarning, match="field 99 of the model, which no draft has, is left out"):
+        onward.read(write.may_2019() + write.field(99, "a vendor's"))
+
+
 # ---- GraphCall -------------------------------------------------------------------------------------------------------
 
 INFERENCE = """<ir_version: 7, opset_import: ["": 12, "ai.onnx.preview.training": 1]>

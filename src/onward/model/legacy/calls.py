@@ -7,7 +7,6 @@ left out or be empty, as may every output. A draft of February 2020 gave names i
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain
 
 from onnx import GraphProto, ModelProto, NodeProto, TrainingInfoProto, helper
 
@@ -31,15 +30,20 @@ _HINT = "make it again from its inference graph with `onward prepare`"
 
 
 def has_calls(proto: ModelProto) -> bool:
-    steps = chain.from_iterable((step.algorithm.node, step.initialization.node) for step in proto.training_info)
-    return any(any(_calls(nodes)) for nodes in (proto.graph.node, *steps, *(f.node for f in proto.functions)))
+    algorithms = [step.algorithm.node for step in proto.training_info]
+    return bool(algorithms) and any(any(_calls(nodes)) for nodes in (*algorithms, *_others(proto)))
+
+
+def _others(proto: ModelProto) -> Iterator[Iterable[NodeProto]]:
+    yield proto.graph.node
+    yield from (step.initialization.node for step in proto.training_info)
+    yield from (function.node for function in proto.functions)
 
 
 def convert(proto: ModelProto) -> list[str]:
     if not has_calls(proto):
         return []
-    elsewhere = [proto.graph.node, *(step.initialization.node for step in proto.training_info)]
-    if any(any(_calls(nodes)) for nodes in (*elsewhere, *(function.node for function in proto.functions))):
+    if any(any(_calls(nodes)) for nodes in _others(proto)):
         raise InvalidModelError(
             "a GraphCall (onnx 1.7) stands outside of an algorithm: the inference graph, which it calls, must not call "
             "itself, and neither an initialization nor a function can call it",

@@ -59,6 +59,8 @@ def convert(proto: ModelProto) -> list[str]:
     notes = [f"training information of {draft} in field {_TRAINING} of the model" for draft, _ in entries]
     if functions:
         notes.append(f"{len(functions)} function{'s' * (len(functions) > 1)} in field {_FUNCTION} of the model")
+    others = sorted(fields.keys() - {_FUNCTION, _TRAINING})
+    notes += [f"field {number} of the model, which no draft has, is left out" for number in others]
     notes += operators.convert(proto, [function.name for function in functions])
     for (draft, _), info in zip(entries, proto.training_info, strict=True):
         _join(proto.graph, info, by_name=draft != _JANUARY)
