@@ -25,6 +25,7 @@ def print_prepared(summary: Summary, place: Target) -> None:
         ("trains", amount(step.trained) + (f"; {quantity(frozen, 'tensor')} frozen" if frozen else "")),
         *((label, text if isinstance(text, str) else ", ".join(text)) for label, text in recipe),
         ("feed", ", ".join(fed)),
+        *(("note", text) for text in summary.remarks),
         ("wrote", place.described()),
         ("next", f"onward show {place.path}"),
         ("", f"onward check {place.path}"),

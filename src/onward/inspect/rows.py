@@ -58,6 +58,8 @@ def model_rows(summary: Summary) -> Iterator[Row]:
     for role in ("frozen", "trainable", "statistics", "constant"):
         if summary.parameters[role].tensors:
             yield _LABELS.get(role, role), "\n".join([amount(summary.parameters[role]), *_reasons(summary, role)])
+    for text in summary.remarks:
+        yield "note", text
 
 
 def _file(summary: Summary) -> list[str]:

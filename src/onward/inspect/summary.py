@@ -17,6 +17,7 @@ from onward.inspect.training import describe_step
 from onward.inspect.values import nested, port
 from onward.model import Model, Source, read
 from onward.model.residue import SparseTensor
+from onward.recipe.folding import folded
 
 FORMAT = 1
 """The version of the JSON form. New keys may come without a new one; none goes or changes its meaning."""
@@ -30,6 +31,7 @@ class Summary:
     - `name`; `file`: path, bytes, external_bytes, external_files, ir_version, opset, opsets, producer, nodes, functions
     - `inputs`, `outputs` of the inference graph: lists of name, type, shape (numbers, names and null; null if unknown)
     - `parameters`: trained, frozen, trainable, statistics, constant; each with tensors, numbers, bytes
+    - `remarks`: sentences about what an exporter seems to have folded away
     - `weights`: list of name, type, shape, numbers, bytes, role (one of these five), reason, group, steps
     - `steps`: none for an inference model, else a list of
         - `name`, `nodes`, `initialization`; `inputs` and `metrics` that inference does not have
@@ -49,6 +51,7 @@ class Summary:
     inputs: tuple[Port, ...]
     outputs: tuple[Port, ...]
     parameters: dict[Role, Amount]
+    remarks: tuple[str, ...]
     weights: tuple[Weight, ...]
     steps: tuple[Training, ...]
 
@@ -101,6 +104,7 @@ def _summary(model: Model) -> Summary:
         inputs=tuple(port(value) for value in model.inputs),
         outputs=tuple(port(value) for value in model.outputs),
         parameters={role: Amount.of(w for w in found if w.role == role) for role in ROLES},
+        remarks=tuple(folded(model)),
         weights=found,
         steps=steps,
     )
