@@ -44,7 +44,7 @@ def exported() -> onward.Model:
     torch.manual_seed(0)
     examples = (torch.zeros(2, LATENT), torch.zeros(2, SIZE * SIZE))
     program = torch.onnx.export(
-        Gan(),
+        Gan().eval(),
         examples,
         input_names=["z", "digit"],
         output_names=["made", "score_of_made", "score_of_digit"],

@@ -27,6 +27,7 @@ Part = Literal["step", "evaluation", "gradients", "apply", "initialization", "st
     "onward lower training.onnx -o step.onnx",
     "onward lower training.onnx --part evaluation",
     "onward lower training.onnx --all lowered/ --recompute 2",
+    "onward lower gan.onnx --steps discriminator:2,generator",
     "onward lower model.onnx --part inference",
 )
 def lower(
@@ -43,7 +44,16 @@ def lower(
     everything: Annotated[
         Path | None, typer.Option("--all", metavar="FOLDER", help="Write all parts into a folder, as `step.onnx` etc.")
     ] = None,
-    step: options.Step = 0,
+    steps: Annotated[
+        str | None,
+        typer.Option(
+            "--steps",
+            "--step",
+            metavar="STEPS",
+            help="Of a model with several: a number or a name, or how often each runs: `discriminator:2,generator`; "
+            "unless given, all, as often as the file says.",
+        ),
+    ] = None,
     recompute: options.Recompute = None,
     output: options.Output = None,
     data: options.Data = "auto",
@@ -63,7 +73,7 @@ def lower(
 
     with working(f"reading {model}", model):
         source = onward.read(str(model))
-    parts = _parts(source, step) if everything is not None else [part or default_part(source)]
+    parts = _parts(source, steps) if everything is not None else [part or default_part(source)]
     places: dict[str, Target]
     if everything is None:
         places = {name: target(model, output, name, data=data, force=force) for name in parts}
@@ -77,20 +87,24 @@ def lower(
     written = []
     for name, place in places.items():
         with working(f"lowering {model}", model):
-            made = onward.lower(source, step, part=name, recompute=recomputation(recompute))
+            made = onward.lower(source, steps, part=name, recompute=recomputation(recompute))
         written.append(_write(made, place))
     if as_json:
         print_json(written if everything is not None else written[0])
 
 
-def _parts(model: Model, step: int) -> list[str]:
-    """All that a model has: a step without an initialization has no such part, a model without steps only inference."""
+def _parts(model: Model, steps: str | None) -> list[str]:
+    """All that a model has: without steps only inference; a round of several has no `apply`."""
+    from onward.lowering.rounds import times_of
     from onward.lowering.step import PARTS
 
     if not model.is_training_model:
         return ["inference"]
-    has_initialization = model.step(step).initialization is not None
-    return [name for name in PARTS if name != "initialization" or has_initialization]
+    times = times_of(model, steps)
+    missing = {"apply"} if sum(times.values()) > 1 else set()
+    if all(model.step(index).initialization is None for index in times):
+        missing.add("initialization")
+    return [name for name in PARTS if name not in missing]
 
 
 def _settle_contract(place: Target, force: bool) -> None:

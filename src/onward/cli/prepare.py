@@ -23,6 +23,7 @@ from onward.cli.work import working
     "      --schedule cosine:steps=1000,warmup=50 --freeze 'backbone.*' --clip-norm 1 -o training.onnx",
     "onward prepare net.onnx --loss logits=ce --loss box=huber:scale=0.5 --group '*.bias:weight_decay=0'",
     "onward prepare net.onnx --loss ce --new-head classes=5 --lora 'rank=8,targets=*attn*'",
+    "onward prepare gan.onnx --loss score=bce_with_logits:constant=1 --trainable 'maker.*' --append --name maker",
     "onward prepare --list optimizers",
     usage="MODEL --loss SPEC [OPTIONS]",
 )
@@ -53,6 +54,19 @@ def prepare(
         bool,
         typer.Option("--append", help="Add a step to those that the model has.", rich_help_panel="What is trained"),
     ] = False,
+    name: Annotated[
+        str | None,
+        typer.Option("--name", metavar="NAME", help="What the step is called.", rich_help_panel="What is trained"),
+    ] = None,
+    times: Annotated[
+        int,
+        typer.Option(
+            "--times",
+            metavar="N",
+            help="How often the step runs while others run once.",
+            rich_help_panel="What is trained",
+        ),
+    ] = 1,
     preprocess: recipes.Preprocess = None,
     augment: recipes.Augment = None,
     init: recipes.Init = None,
@@ -90,7 +104,7 @@ def prepare(
     import onward
 
     with working(f"preparing {model}", model):
-        made = onward.prepare(str(model), **recipe, seed=seed, append=append)
+        made = onward.prepare(str(model), **recipe, seed=seed, append=append, name=name, times=times)
     place.save(made)
     summary = onward.describe(made)
     if as_json:

@@ -27,7 +27,7 @@ from onward.lowering.flow import Flow, keep_what_is_needed
 from onward.lowering.inference import has_training_operators, plain_inference
 from onward.lowering.normalization import give_two_axes, write_out_unsafe
 from onward.lowering.optimize import optimize
-from onward.lowering.rounds import OneStep, Steps, as_one_step
+from onward.lowering.rounds import OneStep, Steps, as_one_step, times_of
 from onward.lowering.runtime import for_onnxruntime
 from onward.model import Model, Source, read
 from onward.model.core import as_input, values
@@ -73,7 +73,8 @@ def lower(
 
     Of a model with several steps, `step` is the number or the name of one, or says how often each runs:
     `"discriminator:2,generator"`. Unless it is given, all run, in their order, as the specification has it, and as
-    often as the file says. Several are lowered as one: later ones see what earlier ones have made of the state.
+    often as the file says. Several are lowered as one: later ones see what earlier ones have made of the state, but in
+    `"evaluation"` and `"gradients"`, where each has the state as it is.
 
     `recompute` names what is computed twice to save memory, as in `onward.gradient`. Without `differentiate` the
     training operators stay, functions are replaced by their bodies unless they are kept, and nothing else is done: for
@@ -105,6 +106,11 @@ def lower_for_engine(
     as_it_is = part == "inference" and not has_training_operators(model)
     model = of_one_opset(model) if as_it_is else of_one_opset(model, OLDEST_OPSET, COMMON_OPSET)
     one = OneStep(model, 0)
+    if part == "apply" and sum(times_of(model, step).values()) > 1:
+        raise UnsupportedError(
+            "in a round of several steps, gradients come from what earlier ones have made of the state",
+            hint="lower the whole round, or one step of it by name",
+        )
     if part != "inference":
         one = as_one_step(model, step, together=part not in ("evaluation", "gradients"))
     made, contract = PARTS[part](one.model, one.index, Manner(recompute, differentiate, keep_functions))
