@@ -77,6 +77,8 @@ def test_the_command_line_says_what_was_converted(name: str, tmp_path) -> None:
     assert not [finding for finding in findings if finding.severity == "error"]
     assert {finding.code for finding in findings} & {"OW106", "OW107"}
     assert OLDER in run("show", path_of(name)).stderr
+    run("data", path_of(name), "--to", "none", "-o", str(tmp_path / "present.onnx"))
+    assert not run("show", str(tmp_path / "present.onnx")).stderr
     np.savez(tmp_path / "data.npz", **BATCH)
     options = (
         "--epochs",

@@ -47,7 +47,7 @@ def of_older_form(proto: ModelProto) -> tuple[list[Finding], ModelProto]:
         converted = modernise(present)
     except Error as error:
         return [found("OW115", "model", error.message, error.hint)], proto
-    hint = "all else that is said is of the converted model: `onward.read(old).save(new)` writes that"
+    hint = "all else that is said is of the converted model: `onward data old.onnx --to none -o new.onnx` writes that"
     return [found("OW107" if "GraphCall" in what else "OW106", "model", what, hint) for what in converted], present
 
 
