@@ -16,11 +16,11 @@ import onward
 from conftest import needs
 from models import small_cnn
 from onward.errors import Error
-from onward.lowering.flow import keep_what_is_needed
 from onward.model import Model
 from onward.run import load
 from onward.training.api import resume, train
 from onward.training.folder import Run
+from onward.transform.unused import remove_unused
 from runs import QUIET, accuracy, interrupted_after, state
 
 RECIPE: dict[str, Any] = {"loss": "cross_entropy", "optimizer": "sgd:lr=0.05"}
@@ -38,7 +38,7 @@ def pictures(augment: Any, images: np.ndarray = PICTURES, seed: int = 0, steps: 
     graph = combined.graph
     seen = next(value for node in graph for value in node.outputs if value.name == "image/augmented")
     graph.outputs[:] = [seen]
-    keep_what_is_needed(graph)
+    remove_unused(graph)
     graph.inputs[:] = [value for value in graph.inputs if value.name == "image"]
     return ort.InferenceSession(combined.to_proto().SerializeToString()).run(None, {"image": images})[0]
 

@@ -11,14 +11,12 @@ from onward.build import Builder
 from onward.errors import InvalidModelError
 from onward.model import Model, Step
 from onward.model.core import is_gradient, string, strings, values
-from onward.model.named import names_of
 from onward.model.state import State
-from onward.model.walk import ancestors, descendants, nested_graphs
-from onward.transform.unused import remove
+from onward.model.walk import ancestors, descendants
 
 
 class Flow:
-    """The combined graph of a step, in which the state has been made inputs."""
+    """The combined graph of a step, in which the state has been made inputs, and Gradients read what they name."""
 
     def __init__(self, combined: Model, step: Step, state: Sequence[State]):
         self.combined = combined
@@ -29,11 +27,14 @@ class Flow:
         self._random = {self.state[s.name] for s in state if s.role == "rng"}
         self.bindings = dict(step.update)
         """State -> its new value."""
-        losses = [string(node, "y") for node in gradients(self.graph)]
+        own = {output.name for node in step.gradients() for output in node.outputs if output.name}
+        self._gradients = [n for n in self.graph if is_gradient(n) and any(v.name in own for v in n.outputs)]
+        """Those of the training: others are results of the model."""
+        losses = [string(node, "y") for node in self._gradients]
         new = set(self.bindings.values()) - set(losses)
         self.metrics = [v.name or "" for v in step.algorithm.outputs if v.name not in new]
         """The other outputs of the algorithm; and the loss, also if it is kept."""
-        variables = [strings(node, "xs") for node in gradients(self.graph)]
+        variables = [strings(node, "xs") for node in self._gradients]
         for name in itertools.chain(self.bindings.values(), self.metrics, losses, *variables):
             self.value(name)
         for name in self.bindings:
@@ -66,10 +67,9 @@ class Flow:
     # ---- gradients ---------------------------------------------------------------------------------------------------
 
     def last_gradients(self) -> list[ir.Node]:
-        """The `Gradient` nodes that no other one differentiates once more."""
-        nodes = gradients(self.graph)
-        needed, _ = ancestors(self.value(string(node, "y")) for node in nodes)
-        return [node for node in nodes if node not in needed]
+        """The `Gradient` nodes of the training that no other one differentiates once more."""
+        needed, _ = ancestors(self.value(string(node, "y")) for node in self._gradients)
+        return [node for node in self._gradients if node not in needed]
 
     def results(self) -> list[tuple[str, ir.Value]]:
         """What these compute: a variable and its gradient, which has the same type."""
@@ -108,7 +108,7 @@ class Flow:
 
     def of_evaluation(self) -> list[str]:
         """The metrics that a batch has without an update, and without luck."""
-        derived, from_batch = self._derived(gradients(self.graph)), self._from_batch()
+        derived, from_batch = self._derived(self.last_gradients()), self._from_batch()
 
         def is_kept(value: ir.Value) -> bool:
             return value in from_batch and value not in derived and self._random.isdisjoint(ancestors([value])[1])
@@ -138,18 +138,3 @@ class Flow:
                 self.known[trained] = op.Identity(new).like(new).value
                 self.known[trained].name = trained
             old.replace_all_uses_with(new)
-
-
-def gradients(graph: ir.Graph) -> list[ir.Node]:
-    return [node for node in graph if is_gradient(node)]
-
-
-def keep_what_is_needed(graph: ir.Graph) -> None:
-    """Drop nodes that nothing reads, in place. A Gradient reads its y, though only by name, also from within a body."""
-    named: set[str] = set()
-    for node in reversed(list(graph)):
-        if any(output.uses() or output.is_graph_output() or output.name in named for output in node.outputs):
-            inside = (inner for nested in nested_graphs(node) for inner in nested.all_nodes())
-            named.update(name for inner in (node, *inside) if is_gradient(inner) for name in names_of(inner))
-        else:
-            remove(graph, [node])

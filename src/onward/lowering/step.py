@@ -23,7 +23,7 @@ from onward.errors import InvalidModelError, UnknownNameError, UnsupportedError,
 from onward.lowering.calls import write_calls
 from onward.lowering.contract import record
 from onward.lowering.expand import expand
-from onward.lowering.flow import Flow, keep_what_is_needed
+from onward.lowering.flow import Flow
 from onward.lowering.inference import has_training_operators, plain_inference
 from onward.lowering.normalization import give_two_axes, write_out_unsafe
 from onward.lowering.optimize import optimize
@@ -31,6 +31,7 @@ from onward.lowering.rounds import OneStep, Steps, as_one_step, times_of
 from onward.lowering.runtime import for_onnxruntime
 from onward.model import Model, Source, read
 from onward.model.core import as_input, values
+from onward.model.named import tie, untie
 from onward.model.signature import sound
 from onward.model.state import carried, states
 from onward.rules import RULES
@@ -259,6 +260,7 @@ def _opened(model: Model, index: int) -> Flow:
     """The combined graph, with the state as inputs: what is constant might be folded, by rules or passes."""
     combined = Model(model.combined(index))
     give_two_axes(combined.ir)
+    tie(combined.graph)
     graph, state = combined.graph, carried(model, index)
     graph.inputs[:] = [value for value in graph.inputs if not value.is_initializer()]
     for name in (s.name for s in state):
@@ -273,7 +275,8 @@ def _plain(
     loss = flow.loss(metrics)
     graph = flow.graph
     graph.outputs[:] = [flow.value(name) for name in dict.fromkeys((*metrics, *more, *bindings.values()))]
-    keep_what_is_needed(graph)
+    remove_unused(graph)
+    untie(graph)
     if manner.differentiate:
         made = lower_gradients(flow.combined, recompute=manner.recompute)
         expand(made.ir)

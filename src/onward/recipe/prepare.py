@@ -13,6 +13,7 @@ from onward.build import Builder, Expr, uncollected
 from onward.errors import RecipeError, warn
 from onward.model import TRAINING_DOMAIN, Model, Source, read
 from onward.model.core import values
+from onward.model.named import tie, untie
 from onward.model.serde import stamp
 from onward.model.signature import sound
 from onward.model.walk import ancestors
@@ -95,6 +96,7 @@ class Recipe:
         model = model.copy()
         separate_merged(model)
         open_linear(model)
+        tie(model.graph)  # a loss of a gradient depends on what the gradient is of
         summands = objective.terms(self.loss) if self.loss is not None else []
         predictions = objective.predictions(model, summands)
         for warning in unsuitable(summands, predictions):
@@ -129,6 +131,8 @@ class Recipe:
         assembly.fact("recipe", self.fact())
         assembly.fact("progress", {"step": 0, "epoch": 0, "samples": 0})
         assembly.finish()
+        for graph in (model.graph, assembly.step.algorithm):
+            untie(graph)
         return stamp(model)
 
     def _adapted(self, model: Model) -> Model:
