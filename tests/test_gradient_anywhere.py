@@ -187,3 +187,90 @@ def test_agrees_with_torch(case):
     lowered = onward.lower(model).to_proto()
     onnx.checker.check_model(lowered, full_check=True)
     assert {domain.domain for domain in lowered.opset_import} == {""} and not lowered.functions
+
+
+# ---- a model that computes forces, and its training ------------------------------------------------------------------
+
+RNG = np.random.default_rng(0)
+WEIGHTS = {"w1": RNG.normal(size=(2, 5)), "b1": RNG.normal(size=5), "w2": RNG.normal(size=(5, 1))}
+PLACES, FORCES = RNG.normal(size=(2, 8, 2)).astype(np.float32)
+
+
+def forces(dropout=""):
+    """Energy, and force as its slope. Nothing but the name of `energy` says that the force depends on the weights."""
+    model = parsed(
+        "forces (float[n, 2] x) => (float[n, 1] energy, float[n, 2] force) { a = MatMul(x, w1) b = Add(a, b1) "
+        f"c = Tanh(b) {dropout} energy = MatMul(c, w2) slope = {gradient('x', 'energy')} force = Neg(slope) }}"
+    )
+    stored = [onnx.numpy_helper.from_array(array.astype(np.float32), name) for name, array in WEIGHTS.items()]
+    model.graph.initializer.extend(stored)
+    return model
+
+
+def torch_forces(x, w1, b1, w2):
+    energy = (x @ w1 + b1).tanh() @ w2
+    return -slope(energy, x)
+
+
+@needs("torch")
+def test_forces_are_learned_as_torch_learns_them():
+    import torch
+
+    model = onward.prepare(forces(), loss={"force": "mse"}, optimizer="sgd:lr=0.1")
+    assert {finding.code for finding in onward.check(model)} == {"OW411"}  # the sum of energies is meant
+    weights = [torch.tensor(array.astype(np.float32), requires_grad=True) for array in WEIGHTS.values()]
+    x, wanted, losses = torch.tensor(PLACES, requires_grad=True), torch.tensor(FORCES), []
+    for _ in range(4):
+        loss = torch.nn.functional.mse_loss(torch_forces(x, *weights), wanted)
+        weights = [(w - 0.1 * g).detach().requires_grad_() for w, g in zip(weights, slope(loss, *weights), strict=True)]
+        losses.append(loss.item())
+    batch = {"x": PLACES, "target": FORCES}
+    for engine in INSTALLED:
+        with onward.run.load(model, engine=engine, compile=False) as running:
+            before = running.evaluate(batch)
+            assert list(running.gradients(batch)) == list(WEIGHTS)
+            found = [running.step(batch)["loss"] for _ in losses]
+            state = running.state()
+        np.testing.assert_allclose([before["loss"], *found], [losses[0], *losses], rtol=1e-5, err_msg=engine)
+        for name, tensor in zip(WEIGHTS, weights, strict=True):
+            np.testing.assert_allclose(state[name], tensor.detach().numpy(), rtol=1e-4, atol=1e-6, err_msg=engine)
+
+
+def test_what_training_computes_anew_is_differentiated_anew():
+    """With Dropout before the energy, training has an energy and a force of its own."""
+    model = forces("rate = Constant <value = float {0.5}> () d = Dropout(c, rate)")
+    next(node for node in model.graph.node if "energy" in node.output).input[0] = "d"
+    training = onward.prepare(model, loss={"force": "mse"}, optimizer="sgd:lr=0.1", seed=3)
+    inner, _ = training.step().gradients()
+    assert inner.attributes["y"].value == "train/energy"
+    batch = {"x": PLACES, "target": FORCES}
+    found = []
+    for engine in ("onnxruntime", "numpy"):
+        with onward.run.load(training, engine=engine) as running:
+            found.append([running.evaluate(batch)["loss"], *(running.step(batch)["loss"] for _ in range(3))])
+    np.testing.assert_allclose(found[0], found[1], rtol=1e-5)
+    assert found[0][0] != pytest.approx(found[0][1], rel=1e-2)
+
+
+@needs("torch")
+def test_a_gradient_of_what_is_a_gradient():
+    import torch
+
+    made = onward.gradient(forces(), "force", ["w1"])
+    found = function(made, engine="onnxruntime")({"x": PLACES})["w1/grad"]
+    x, *weights = (torch.tensor(a.astype(np.float32), requires_grad=True) for a in (PLACES, *WEIGHTS.values()))
+    np.testing.assert_allclose(found, slope(torch_forces(x, *weights), weights[0]).detach(), rtol=1e-4, atol=1e-5)
+    assert onward.check_gradients(forces(), "force", ["w1", "x"]).ok
+
+
+def test_names_follow_what_is_renamed_and_cut():
+    wanted = function(forces(), engine="numpy")({"x": PLACES})["force"]
+    renamed = onward.rename(forces(), {"x": "y", "energy": "e", "w1": "x"})
+    np.testing.assert_array_equal(function(renamed, engine="numpy")({"y": PLACES})["force"], wanted)
+    prefixed = onward.add_prefix(forces(), "m/")
+    np.testing.assert_array_equal(function(prefixed, engine="numpy")({"m/x": PLACES})["m/force"], wanted)
+    part = onward.extract(forces(), ["x"], ["force"])
+    np.testing.assert_array_equal(function(part, engine="numpy")({"x": PLACES})["force"], wanted)
+    doubled = parsed("double (float[n, 2] x) => (float[n, 2] z) { z = Add(x, x) }")
+    merged = onward.merge(onward.read(doubled), forces(), connect={"z": "x"}, prefix="m/")
+    np.testing.assert_array_equal(function(merged, engine="numpy")({"x": PLACES / 2})["m/force"], wanted)

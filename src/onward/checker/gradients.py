@@ -108,8 +108,8 @@ def on_top_level(subject: Subject) -> Iterator[Finding]:
             yield found(
                 "OW416",
                 call.place,
-                f"Gradient stands inside {hidden}; what its names mean there is not defined",
-                "differentiate in the algorithm itself",
+                f"Gradient stands inside {hidden}; the standard does not say what its names mean there",
+                "Onward reads them as any node would there; differentiate in the outermost graph to be sure",
             )
 
 

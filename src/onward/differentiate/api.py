@@ -11,6 +11,7 @@ from onward.build import Builder, Expr, uncollected
 from onward.containers import content_type, is_optional, is_sequence
 from onward.differentiate.expand import expanded
 from onward.differentiate.functions import FunctionRules
+from onward.differentiate.gradients import lower_gradients
 from onward.differentiate.path import Find, way
 from onward.differentiate.recompute import Choice, recomputation
 from onward.differentiate.simplify import tidy
@@ -106,7 +107,7 @@ def _opened(
     if missing:
         listed = ", ".join(f"`{name}`" for name in missing)
         raise UnknownNameError(f"there is no value {listed}", hint=near_or_first(missing[0], known))
-    model = expanded(model, y, xs, keep_functions=keep_functions)
+    model = expanded(lower_gradients(model), y, xs, keep_functions=keep_functions)
     known = {value.name: value for value in values(model.graph) if value.name}
     fill_in_types(model, known.values())
     if known[y].type is None:

@@ -24,7 +24,6 @@ from onward.model.walk import ancestors, nodes_after
 from onward.rules.nested import copied, fill_in_types_of
 from onward.transform.inline import inline_calls
 from onward.transform.types import fill_in_types_before
-from onward.transform.unused import remove_unused
 
 
 @uncollected()
@@ -43,8 +42,6 @@ def lower_gradients(model: Model, *, recompute: Choice = None) -> Model:
         _fill_in_types_inside(model, scope, y)
         model = expanded(model, y, xs, scope_in=_first_scope)
         _lower(model, *next(gradients_in(model.graph)), recompute)
-    for graph in (model.graph, *model.graph.subgraphs()):
-        remove_unused(graph)
     return model
 
 

@@ -13,6 +13,7 @@ from onward.differentiate.gradients import lower_gradients
 from onward.errors import UnknownNameError, UnsupportedError, near_or_first
 from onward.model import Model, Source, read
 from onward.model.core import string, strings, values
+from onward.model.named import tie, untie
 from onward.model.signature import sound
 from onward.model.walk import ancestors
 from onward.numeric.precision import FLOATS
@@ -39,13 +40,14 @@ def subject(source: Source, y: str | None, xs: Sequence[str] | None, step: int) 
     """The part of a model that computes y. Of a training model, the forward pass of a step, differentiated as there."""
     model = sound(read(source))
     if model.steps:
-        node = next(iter(model.step(step).gradients()), None)
+        node = next(reversed(model.step(step).gradients()), None)  # which no other one differentiates once more
         if node is not None and y is None:
             y, xs = string(node, "y"), strings(node, "xs") if xs is None else xs
         model = Model(model.combined(step), path=model.path)
     else:
         model = model.copy()
     model = of_one_opset(model, OLDEST_OPSET, COMMON_OPSET)
+    tie(model.graph)
     known = {value.name: value for value in values(model.graph) if value.name}
     fill_in_types(model, known.values())
     target = known[y] if y in known else _default_y(model) if y is None else _unknown([y], known)
@@ -59,6 +61,7 @@ def subject(source: Source, y: str | None, xs: Sequence[str] | None, step: int) 
     before = {value.name or "" for value in model.inputs}
     keep_only(model, [target])
     spare = before - {value.name for value in model.inputs}
+    untie(model.graph)
     return Subject(lower_gradients(model), target.name or "", names, frozenset(spare))
 
 

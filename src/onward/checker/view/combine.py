@@ -6,13 +6,14 @@ look at. So the size of a model costs nothing here, and data that lies in other 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, MutableSequence
 
-from onnx import ModelProto, TensorProto, ValueInfoProto
+from onnx import ModelProto, NodeProto, TensorProto, ValueInfoProto
 
 from onward.checker.view.graphs import Graph
-from onward.checker.view.scope import Gradient, Scope
+from onward.checker.view.scope import Scope, versions
 from onward.checker.view.shapes import count
+from onward.model import TRAINING_DOMAIN
 
 _SMALL = 256  # elements; shapes, axes and other values that shape inference computes with are smaller
 
@@ -23,7 +24,8 @@ def model_of(scope: Scope) -> ModelProto:
     model.graph.name = scope.own.proto.name or "graph"
     for part in scope.parts:
         _append(model, part)
-    model.graph.value_info.extend(_gradient_types(scope))
+    if TRAINING_DOMAIN in versions(model.opset_import):
+        _type_gradients(model.graph.node)
     return model
 
 
@@ -63,13 +65,22 @@ def _value(name: str, elem: int, dims: Iterable[int | None] | None) -> ValueInfo
     return value
 
 
-def _gradient_types(scope: Scope) -> Iterable[ValueInfoProto]:
-    """A gradient has the type of what it is taken of; shape inference does not know that and would stop there."""
-    for part in scope.parts:
-        for node in part.nodes:
-            if not node.is_training("Gradient"):
-                continue
-            for x, name in Gradient.of(node).results:
-                known = scope.types.get(x)
-                if known is not None and name not in scope.types:
-                    yield _value(name, known.elem, known.dims)
+def _type_gradients(nodes: MutableSequence[NodeProto]) -> None:
+    """A gradient has the type of what it is taken of; shape inference does not know that and would stop there.
+
+    So others read copies of the inputs in its place, also in nested graphs.
+    """
+    given = list(nodes)
+    del nodes[:]
+    for node in given:
+        for attribute in node.attribute:
+            for graph in (attribute.g, *attribute.graphs):
+                if graph.node:
+                    _type_gradients(graph.node)
+        copies = []
+        if (node.domain, node.op_type) == (TRAINING_DOMAIN, "Gradient"):
+            for i, (x, result) in enumerate(zip(node.input, node.output, strict=False)):
+                if x and result:
+                    copies.append(NodeProto(op_type="Identity", input=[x], output=[result]))
+                    node.output[i] = f"onward:gradient:{result}"
+        nodes.extend([node, *copies])
