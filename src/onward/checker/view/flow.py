@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable
 
 from onward.checker.view.graphs import Node
-from onward.checker.view.scope import Scope
+from onward.checker.view.scope import Gradient, Scope
 
 Inputs = Callable[[Node, int], Iterable[str]]
 
@@ -47,6 +47,8 @@ def upstream(
             if origin not in expanded:
                 expanded.add(origin)
                 reads = inputs(node, output)
+                if node.is_training("Gradient"):  # which reads its y, though only by name
+                    reads = (*reads, *filter(None, [Gradient.of(node).y]))
         elif through_time and name in scope.updates:
             reads = (scope.updates[name],)
         scope.budget.spend(1)
