@@ -21,6 +21,7 @@ from onward.errors import InvalidModelError, RecipeError, UnknownNameError, Unsu
 from onward.lowering.flow import Flow
 from onward.model import Model, Step
 from onward.model.core import all_names, string, strings, values
+from onward.model.named import tie, untie
 from onward.model.state import carried, redescribed
 from onward.model.walk import ancestors, descendants, read_by
 from onward.transform.names import replace_names
@@ -126,6 +127,7 @@ class _Round:
         self._model = model.copy()
         self._steps, self._model.steps = self._model.steps, []
         self._graph = self._model.graph
+        tie(self._graph)
         self._names = Names(all_names(self._graph))
         self._algorithm = ir.Graph([], [], nodes=[], name="round")
         self._inputs: dict[str, ir.Value] = {}
@@ -159,6 +161,7 @@ class _Round:
                 (self._shared if state in self._shared else self._own[index])[state] = value
 
     def finished(self, times: Mapping[int, int]) -> OneStep:
+        untie(self._graph)
         op = Builder(self._algorithm, opset=self._model.opset, names=self._names)
         loss = self._output_metrics(op)
         step = Step(self._algorithm)
@@ -196,6 +199,7 @@ class _Round:
                 output.name = self._names.fresh(f"{label}/{old.name}") if old.name else ""
                 replaced[old] = output
         now = {name: replaced.get(value, value) for name, value in known.items()}
+        untie(copy)
         self._differentiate(Step(copy), now)
         copies = list(copy)
         copy.remove(copies)
