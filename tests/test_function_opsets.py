@@ -167,6 +167,34 @@ def test_training_steps_agree(case: str) -> None:
         np.testing.assert_allclose(w, results["torch"][1], rtol=1e-4, atol=1e-5)
 
 
+def test_each_kind_of_call_has_its_function() -> None:
+    """In branches too, and where only functions import the standard's operators, under its long name."""
+    proto = onnx.parser.parse_model("""
+        <ir_version: 10, opset_import: ["f": 1]>
+        g (float[2, 3] x, float[2, 3, 4] z) => (float[a, b] y, float[d, e, f] w) { y = f.F (x)  w = f.G (z) }
+        <domain: "f", opset_import: ["ai.onnx": 13, "f": 1]> F (x) => (y) {
+            c = Constant <value = bool {1}> ()
+            y = If (c) <
+                then_branch = t () => (p) { q = Sin (x)  p = f.H <axes = [0]> (q) },
+                else_branch = e () => (r) { r = f.H <axes = [1]> (x) }
+            >
+        }
+        <domain: "f", opset_import: ["f": 1]> G (z) => (w) { w = f.H <axes = [1, 2]> (z) }
+        <domain: "f", opset_import: ["": 16]> H <axes: ints> (x) => (y) { y = ReduceMean <axes: ints = @axes> (x) }
+    """)
+    x, z = data()[:, :3, 0], data()[:, :3, :4]
+    for engine in ("numpy", "onnxruntime"):
+        found = function(proto, engine=engine)({"x": x, "z": z})
+        np.testing.assert_allclose(found["y"], np.sin(x).mean(0, keepdims=True), rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(found["w"], z.mean((1, 2), keepdims=True), rtol=1e-5, atol=1e-6)
+    onnx.checker.check_model(onward.convert_opset(proto, 21).to_proto(), full_check=True)
+
+
+def test_a_function_that_no_older_operator_set_can_say_is_named() -> None:
+    with pytest.raises(onward.Error, match=r"Gelu exists\nin the function `f\.F`"):
+        onward.convert_opset(mixed("newer"), 18)
+
+
 # ---- files that carry training ---------------------------------------------------------------------------------------
 
 

@@ -44,9 +44,10 @@ def convert_functions(proto: ModelProto, version: int) -> None:
 
 
 def is_of_one_opset(model_versions: Mapping[str, int], function_versions: Iterable[Mapping[str, int]]) -> bool:
-    """Whether functions use the operator sets of their model."""
-    shared = dict(model_versions)
-    return all(shared.setdefault(domain, v) == v for versions in function_versions for domain, v in versions.items())
+    """Whether functions use the operator sets of their model, and the short name of the standard's."""
+    shared = {"" if domain in STANDARD else domain: version for domain, version in model_versions.items()}
+    imports = (pair for versions in function_versions for pair in versions.items())
+    return all(domain != "ai.onnx" and shared.setdefault(domain, version) == version for domain, version in imports)
 
 
 def convert_function(function: FunctionProto, version: int) -> bool:
@@ -149,7 +150,11 @@ class _ForCalls:
         shell.functions.extend(self._known.values())
         self.redirect(graph, value_types(shell))
         if function_version(function) not in (None, self._version):
-            convert_graph(graph, function.opset_import, self._version, Names(names_in(graph)))
+            try:
+                convert_graph(graph, function.opset_import, self._version, Names(names_in(graph)))
+            except UnsupportedError as error:
+                where = f"in the function `{function.domain}.{function.name}`"
+                raise UnsupportedError(f"{error}\n{where}", hint=error.hint) from error
         made = FunctionProto()
         made.CopyFrom(function)
         made.name, made.overload = self._names.fresh(f"{function.name}_{self._version}"), ""
@@ -194,6 +199,7 @@ def _share_other_domains(proto: ModelProto) -> None:
     defined = {(function.domain, function.name) for function in proto.functions}
     for function in proto.functions:
         for opset in function.opset_import:
+            opset.domain = "" if opset.domain in STANDARD else opset.domain  # ONNX Runtime knows it as that
             if opset.domain in STANDARD or shared.setdefault(opset.domain, opset.version) == opset.version:
                 continue
             nodes = (node for graph in with_subgraphs(GraphProto(node=function.node)) for node in graph.node)
