@@ -616,3 +616,29 @@ def test_weights_that_hide_in_constants_are_trained_by_any_of_their_names(tmp_pa
     x = {"x": data["x"][:1]}
     before, after = (ReferenceEvaluator(proto).run(None, x)[0] for proto in (model, run.best.to_proto()))
     np.testing.assert_allclose(after, before - 3 * 0.1 * 2 * before / 3, rtol=1e-5)  # two weights and a bias
+
+
+IN_BODIES = """<ir_version: 10, opset_import: ["": 21]>
+net (float[N,2] x, bool c) => (float[N,2] y) <float[2,2] w0 = {1,0,0,1}> {
+    h = MatMul(x, w0)
+    y = If (c) <
+        then_branch = a () => (float[N,2] ya) <float[2,2] w = {1,2,3,4}> { ya = MatMul(h, w) },
+        else_branch = b () => (float[N,2] yb) { w = Constant<value = float[2,2] {5,6,7,8}>() yb = MatMul(h, w) }
+    >
+}"""
+
+
+def test_weights_in_bodies_are_trained_if_they_are_named():
+    model = onnx.parser.parse_model(IN_BODIES)
+    assert onward.prepare(model, loss="mse").steps[0].differentiated() == ["w0"]
+    assert "2 tensors in bodies" in onward.describe(model).remarks[0]
+    named = onward.prepare(model, loss="mse", optimizer="sgd:lr=0.1", trainable="w")
+    assert sorted(named.steps[0].differentiated()) == ["w", "w_1"] and not onward.check(named)
+    batch = {"x": np.ones((1, 2), np.float32), "target": np.zeros((1, 2), np.float32)}
+    for condition in (True, False):
+        fed = {"x": batch["x"], "c": np.array(condition)}
+        (before,) = ReferenceEvaluator(model).run(None, fed)
+        with onward.run.load(named) as engine:
+            engine.step({**batch, "c": fed["c"]})
+            (after,) = ReferenceEvaluator(onward.strip(engine.updated()).to_proto()).run(None, fed)
+        np.testing.assert_allclose(after, before - 2 * 0.1 * before, rtol=1e-5)  # by the mean of two squares

@@ -72,6 +72,34 @@ def expose(graph: ir.Graph, value: ir.Value) -> ir.Value:
     return exposed
 
 
+def in_bodies(graph: ir.Graph) -> Iterator[ir.Value]:
+    """Floating-point tensors in the bodies of nodes such as If and Loop, which are seen only there."""
+    for body in graph.subgraphs():
+        stored = [*body.initializers.values(), *(node.outputs[0] for node in body if tensor_in(node) is not None)]
+        for value in stored:
+            tensor = constant_tensor(value)
+            is_float = tensor is not None and tensor.dtype.is_floating_point() and tensor.size > 1
+            if is_float and value.name and not value.is_graph_output():
+                yield value
+
+
+def lift(model: Model, value: ir.Value) -> str:
+    """Make a tensor in a body one of the whole model, which a body can read as well; its name from now on."""
+    tensor, node, name = constant_tensor(value), value.producer(), value.name
+    assert tensor is not None and name is not None
+    lifted = ir.Value(type=ir.TensorType(tensor.dtype), shape=ir.Shape(tensor.shape.numpy()))
+    value.replace_all_uses_with(lifted)
+    if node is not None:
+        assert node.graph is not None
+        node.graph.remove(node)
+    else:
+        value.graph.initializers.pop(name)  # type: ignore[union-attr]
+    lifted.name = model.names().fresh(name)
+    lifted.const_value = _named(lifted.name, tensor)
+    model.graph.register_initializer(lifted)
+    return lifted.name
+
+
 def separate_merged(model: Model) -> None:
     """Give each layer its own tensors where PyTorch's tracing exporter stored equal ones once.
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import onnx_ir as ir
 
 from onward.model import Model
-from onward.recipe.constants import constant_tensor
+from onward.recipe.constants import constant_tensor, in_bodies, stored_shape
 
 _BATCH_NORM = re.compile(r"batch_?norm", re.IGNORECASE)
 """A trace in the names of a layer, or in what an exporter has noted, of the BatchNormalization behind it."""
@@ -34,6 +34,12 @@ def folded(model: Model) -> Iterator[str]:
         )
     if "Dropout" not in operators and any(_was_dropout(node) for node in nodes):
         yield f"it looks as if Dropout was taken out: nothing is dropped in training; to have it again, {_AGAIN}"
+    bodies = [value.name for value in in_bodies(model.graph) if len(stored_shape(value) or ()) > 1]
+    if bodies:
+        yield (
+            f"{len(bodies)} tensors in bodies of If, Loop or Scan, such as `{bodies[0]}`, may be weights, and are "
+            "trained only if `trainable` (`--trainable`) names them"
+        )
     integers = [node for node in nodes if node.op_type in _QUANTISED]
     if integers:
         yield (

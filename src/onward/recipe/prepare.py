@@ -19,7 +19,7 @@ from onward.model.signature import sound
 from onward.model.walk import ancestors
 from onward.recipe import objective, preprocessing
 from onward.recipe.assembly import Assembly
-from onward.recipe.constants import separate_merged
+from onward.recipe.constants import in_bodies, lift, separate_merged
 from onward.recipe.depth import layered
 from onward.recipe.distill import Distillation
 from onward.recipe.forward import Variance, bind_statistics, functions_to_inline, training_forward
@@ -34,7 +34,7 @@ from onward.recipe.reset import bind_initial_value, check_patterns
 from onward.recipe.roles import roles
 from onward.recipe.spec import Spec, arguments
 from onward.recipe.suitability import unsuitable
-from onward.recipe.trainable import Selection, select
+from onward.recipe.trainable import Selection, matching, select
 from onward.recipe.update import Update
 from onward.transform.inline import inline
 from onward.transform.opset import convert_opset, of_one_opset
@@ -104,6 +104,9 @@ class Recipe:
         students = teaching.students(model, predictions) if teaching else []
         watched = list(dict.fromkeys([*predictions, *students]))
         trainable, freeze = _patterns(self.trainable), _patterns(self.freeze) or ()
+        if trainable is not None:
+            named = [value for value in in_bodies(model.graph) if matching(trainable, [value.name or ""])]
+            trainable = [*trainable, *(lift(model, value) for value in named)]
         found = roles(model, watched, [*(trainable or ()), *freeze, *patterns(self.groups)])
         selection = select(model, watched, trainable, freeze, found)
         varied = preprocessing.by_input(model, self.augment) if self.augment else {}
