@@ -274,3 +274,33 @@ def test_names_follow_what_is_renamed_and_cut():
     doubled = parsed("double (float[n, 2] x) => (float[n, 2] z) { z = Add(x, x) }")
     merged = onward.merge(onward.read(doubled), forces(), connect={"z": "x"}, prefix="m/")
     np.testing.assert_array_equal(function(merged, engine="numpy")({"x": PLACES / 2})["m/force"], wanted)
+
+
+@needs("torch")
+def test_what_frameworks_make_of_it():
+    """PyTorch and JAX go on with it by their own derivatives; Keras, which has none to ask for, says so at once."""
+    import torch
+
+    model = onward.prepare(forces(), loss={"force": "mse"}, optimizer="sgd:lr=0.1")
+    batch = {"x": PLACES, "target": FORCES}
+    with onward.run.load(model, engine="onnxruntime") as running:
+        wanted = [running.step(batch)["loss"] for _ in range(3)]
+    carried, found = onward.to_torch(model), []
+    for _ in wanted:
+        loss = carried.loss(carried.module(torch.tensor(PLACES))["force"], torch.tensor(FORCES))
+        carried.optimizer.zero_grad()
+        loss.backward()
+        carried.optimizer.step()
+        found.append(loss.item())
+    np.testing.assert_allclose(found, wanted, rtol=1e-5)
+    if is_installed("jax"):
+        made = onward.to_jax(model)
+        state, found = made.state, []
+        for _ in wanted:
+            state, metrics = made.step(state, batch)
+            found.append(metrics["loss"])
+        np.testing.assert_allclose(found, wanted, rtol=1e-5)
+    if is_installed("keras"):
+        with pytest.raises(onward.Error, match="gradient inside of its graph") as caught:
+            onward.to_keras(model)
+        assert "run.load" in caught.value.hint

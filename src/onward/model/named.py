@@ -41,7 +41,7 @@ def tie(graph: ir.Graph, around: Sequence[ir.Graph] = ()) -> None:
     """Make the values that Gradients name further inputs of them; one that names what does not exist stays."""
     for node, scope in list(gradients_in(graph, around)):
         known = visible(scope)
-        if all(name in known for name in names_of(node)):
+        if _TIED not in node.attributes and all(name in known for name in names_of(node)):
             _add(node, [known[name] for name in names_of(node)])
 
 

@@ -13,7 +13,7 @@ from onward.differentiate.gradients import lower_gradients
 from onward.errors import UnknownNameError, UnsupportedError, near_or_first
 from onward.model import Model, Source, read
 from onward.model.core import string, strings, values
-from onward.model.named import tie, untie
+from onward.model.named import tie
 from onward.model.signature import sound
 from onward.model.walk import ancestors
 from onward.numeric.precision import FLOATS
@@ -61,7 +61,6 @@ def subject(source: Source, y: str | None, xs: Sequence[str] | None, step: int) 
     before = {value.name or "" for value in model.inputs}
     keep_only(model, [target])
     spare = before - {value.name for value in model.inputs}
-    untie(model.graph)
     return Subject(lower_gradients(model), target.name or "", names, frozenset(spare))
 
 

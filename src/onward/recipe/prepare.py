@@ -95,8 +95,8 @@ class Recipe:
             model = inline(model, hidden)
         model = model.copy()
         separate_merged(model)
-        open_linear(model)
         tie(model.graph)  # a loss of a gradient depends on what the gradient is of
+        open_linear(model)
         summands = objective.terms(self.loss) if self.loss is not None else []
         predictions = objective.predictions(model, summands)
         for warning in unsuitable(summands, predictions):

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable
 import onnx_ir as ir
 
 from onward.model import Model
+from onward.model.named import tie, untie
 from onward.model.walk import ancestors, nested_graphs
 
 
@@ -26,6 +27,7 @@ def remove_unused(graph: ir.Graph) -> ir.Graph:
 def keep_only(model: Model, outputs: Iterable[ir.Value]) -> None:
     """Make these the outputs, and drop what is not needed for them, inputs included, in place."""
     graph, wanted = model.graph, list(outputs)
+    tie(graph)  # a Gradient needs what it names
     needed, read = ancestors(wanted)
     graph.outputs.clear()
     remove(graph, [node for node in graph if node not in needed])
@@ -34,6 +36,7 @@ def keep_only(model: Model, outputs: Iterable[ir.Value]) -> None:
         graph.inputs.remove(value)
     for name in [name for name, value in graph.initializers.items() if value not in read]:
         del graph.initializers[name]
+    untie(graph)
 
 
 def remove(graph: ir.Graph, nodes: Collection[ir.Node]) -> None:

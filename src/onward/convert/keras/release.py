@@ -6,7 +6,9 @@ from onward.arguments import checked
 from onward.convert.foreign import adopted
 from onward.convert.keras.live import GraphOptimizer, TrainingModel
 from onward.convert.keras.native import native_losses, native_optimizer
+from onward.convert.keras.ops import no_gradient_inside
 from onward.convert.run import disassemble, is_plain, step_of
+from onward.differentiate.gradients import has_gradients
 from onward.model import Source, read
 from onward.transform.opset import of_one_opset
 
@@ -20,6 +22,8 @@ def to_keras(training: Source) -> TrainingModel:
     """
     model = adopted(of_one_opset(read(training)))
     index = step_of(model)
+    if has_gradients(model):
+        raise no_gradient_inside()
     run = disassemble(model, index, forward=False)
     made = TrainingModel(model)
     held = made.variables_by_name

@@ -95,10 +95,7 @@ class KerasOps(Framework):
             raise NotOnHost from error
 
     def derivative(self, function: Any, xs: Any) -> Any:
-        raise UnsupportedError(
-            "a Keras model computes a gradient inside of its graph, which Keras's operations have no word for",
-            hint="run the training model as it is: `onward.run.load(model, engine=...)`",
-        )
+        raise no_gradient_inside()
 
     def is_tracing(self) -> bool:
         return True  # constants of one trace are not those of another
@@ -124,3 +121,10 @@ def interpreted(model: Model, framework: KerasOps) -> Interpreter:
         made = convert_opset(made, min(max(made.opset, OLDEST), NEWEST))
     made = expressed(made, framework.operators.keys() | ONLY_ON_HOST, framework.cannot, framework.name)
     return Interpreter(plan(made.graph, framework.operators, framework.on_host, made.opset, framework.fuses), framework)
+
+
+def no_gradient_inside() -> UnsupportedError:
+    return UnsupportedError(
+        "a Keras model computes a gradient inside of its graph, which Keras's operations have no word for",
+        hint="run the training model as it is: `onward.run.load(model, engine=...)`",
+    )
