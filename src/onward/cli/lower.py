@@ -48,7 +48,6 @@ def lower(
         str | None,
         typer.Option(
             "--steps",
-            "--step",
             metavar="STEPS",
             help="Of a model with several: a number or a name, or how often each runs: `discriminator:2,generator`; "
             "unless given, all, as often as the file says.",
