@@ -212,7 +212,7 @@ def test_what_a_step_may_be(case, engine):
     options = {} if engine in ("onnxruntime", "numpy") else {"compile": False}
     state, metrics = after_a_step(model(case.graph, case.algorithm, case.update), engine, **options)
     assert_state(state, case.expected)
-    assert ("loss" in metrics) == ("float loss" in case.algorithm)
+    assert ("loss" in metrics) == (f"d = {GRADIENT}" in case.algorithm and "If" not in case.algorithm)
 
 
 @pytest.mark.parametrize("name", ["two variables change places", "what was before", "an input", "nothing"])
@@ -249,6 +249,34 @@ def test_inference_changes_nothing(engine):
         loaded.step({"x": x})
         np.testing.assert_array_equal(loaded.evaluate({"x": x})["y"], x * [-17, -62])
         assert_state(loaded.state(), case.expected)
+
+
+WITHOUT_LOSS = (
+    f'() => (float[2] w2) {{ {LOSS} d = {GRADIENT}<xs = ["w"], zs = ["x"], y = "loss">(w, x) w2 = Sub(w, d) }}'
+)
+
+
+def test_an_algorithm_need_not_return_its_loss(tmp_path):
+    """It is what the Gradient differentiates, and reported all the same."""
+    x = np.array([0.1, 0.2, -0.1, 0.3], np.float32)
+    proto = model(PLAIN, WITHOUT_LOSS, {"w": "w2"})
+    run = onward.train(proto, {"x": x}, epochs=1, batch_size=2, shuffle=False, run=tmp_path / "run")
+    first = np.array([1, 2]) * (1 - 2 * x[:2] ** 2)
+    losses = [event["loss"] for event in run.log if event["event"] == "step"]
+    np.testing.assert_allclose(losses, [sum((x[:2] * [1, 2]) ** 2), sum((x[2:] * first) ** 2)], rtol=1e-5)
+
+
+@pytest.mark.parametrize("engine", ENGINES[:3])
+def test_a_step_need_not_have_a_loss_nor_read_what_inference_reads(engine, tmp_path):
+    case = CASES["only a counter"]
+    proto = model(case.graph, case.algorithm, case.update)
+    options = {"compile": False} if engine == "torch" else {}
+    with load(proto, engine=engine, **options) as loaded:
+        assert not loaded.gradients({})
+        np.testing.assert_array_equal(loaded.evaluate({"x": np.array([3, 4], np.float32)})["y"], [3, 8])
+    assert onward.verify(proto, engines=["onnxruntime", "numpy"]).ok
+    with pytest.raises(onward.Error, match="nothing says what is minimised"):
+        onward.train(proto, {"x": np.zeros(4, np.float32)}, batch_size=2, run=tmp_path / "run")
 
 
 def test_device_configurations_are_kept():

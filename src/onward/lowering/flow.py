@@ -43,6 +43,19 @@ class Flow:
                     f"the training updates `{name}`, which is no initializer", hint="`onward check` says more"
                 )
         self._give_each_its_own()
+        self._added: str | None = None
+        if gradients(self.graph) and self.loss(self.metrics) is None:
+            self._report_the_loss()
+
+    def _report_the_loss(self) -> None:
+        """Make a metric of what is differentiated, which an algorithm need not return: the sum of its elements."""
+        op = Builder(self.graph, opset=self.combined.opset, names=self.combined.names())
+        name = op.names.fresh("loss")
+        loss = op.ReduceSum(self.value(string(self.last_gradients()[0], "y")), keepdims=0).value
+        loss.name = name
+        self.known[name] = loss
+        self.metrics.append(name)
+        self._added = name
 
     def _give_each_its_own(self) -> None:
         """Copy new values that are inputs, constants, metrics or another variable's new value: a runtime returns no
@@ -84,7 +97,8 @@ class Flow:
         targets = [self.value(string(node, "y")) for node in self.last_gradients()[:1]]
         _, needed = ancestors(targets)
         found = {value: name for name in metrics if (value := self.value(name)) in needed}
-        return next((found[value] for value in reversed(values(self.graph)) if value in found), None)
+        added = self._added if self._added in metrics else None
+        return next((found[value] for value in reversed(values(self.graph)) if value in found), added)
 
     # ---- which results belong where ----------------------------------------------------------------------------------
 

@@ -32,6 +32,8 @@ class Engine(ABC):
         )
         self.inputs: dict[str, ir.Value] = {}
         """What a batch must hold, by name."""
+        self._known = {value.name or "": value for value in (*model.inputs, *executed.algorithm.inputs)}
+        """What it may hold: to evaluate may take more than a step."""
         self.loss = "loss"
         """The metric that is minimised."""
         self.on_compile: Callable[[str], None] = lambda text: None
@@ -103,12 +105,10 @@ class Engine(ABC):
         """What a part of the step takes of a batch. Refuses one that is not what the step takes, before a runtime does
         with fewer words; a part may take less."""
         arrays = batch if isinstance(batch, Mapping) else of_round(batch)
-        given = {name: _array(array) for name, array in arrays.items() if name not in self.inputs or name in names}
+        known = self._known | self.inputs
+        given = {name: _array(array) for name, array in arrays.items() if name not in known or name in names}
         check_names(given, names)
-        wrong = [
-            misfit(name, given[name], self.inputs[name].dtype, self.inputs[name].shape, self._takes_tensors)
-            for name in names
-        ]
+        wrong = [misfit(name, given[name], known[name].dtype, known[name].shape, self._takes_tensors) for name in names]
         if any(wrong):
             raise DataError("the batch does not fit the model: " + "; ".join(filter(None, wrong)))
         return given

@@ -126,7 +126,7 @@ class OnnxRuntime(Engine):
         if session is None or not outputs:
             return {}
         names = [value.name for value in session.get_inputs()]
-        given = self._fitting(batch, [name for name in self.inputs if name in names])
+        given = self._fitting(batch, [name for name in names if name not in self._read])
         feeds = {name: self._read[name] if name in self._read else self._given(name, given[name]) for name in names}
         with _explained(DataError, "could not compute anything from this batch"):
             results = self._stoppable(lambda options: session.run_with_ort_values(outputs, feeds, options))
@@ -136,7 +136,7 @@ class OnnxRuntime(Engine):
         """An input of a batch; of types that numpy itself does not have, the number is told."""
         if array.dtype.isbuiltin == 1:
             return ort.OrtValue.ortvalue_from_numpy(_contiguous(array))
-        dtype = self.inputs[name].dtype
+        dtype = (self._known | self.inputs)[name].dtype
         assert dtype is not None
         return ort.OrtValue.ortvalue_from_numpy_with_onnx_type(_contiguous(array), dtype.value)
 

@@ -205,6 +205,11 @@ class Loop:
         start = time.perf_counter()
         metrics = {name: float(value) for name, value in self.engine.step(batch).items() if value.size == 1}
         seconds = time.perf_counter() - start
+        if self.engine.loss not in metrics:
+            raise TrainingError(
+                "nothing says what is minimised: the step has no `Gradient`, and no output that leads to one",
+                hint="run it with an engine: `onward.run.load`",
+            )
         loss = metrics[self.engine.loss]
         if not math.isfinite(loss):  # the engine has kept the state as it was
             raise _NotFiniteError(f"the loss of step {self.at.step + 1:,} is {loss}", loss)

@@ -92,7 +92,7 @@ class Report:
 def _cells(row: Row) -> list[str]:
     if row.verdict == "cannot":
         return [row.engine, row.derivative, row.verdict, "", "", "", "", ""]
-    first, last = (f"{loss:.7g}" for loss in (row.losses[0], row.losses[-1]))
+    first, last = (f"{row.losses[i]:.7g}" if row.losses else "" for i in (0, -1))
     return [
         row.engine,
         row.derivative,
