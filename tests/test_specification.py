@@ -309,6 +309,9 @@ def test_each_entry_is_a_step_and_all_share_the_state_of_inference(engine):
         second.load_state(first.state())
         second.step({})
         assert_state(second.state(), {"w": [1, 3]})  # not [1, 2], which is the other order
+    with load(proto, engine=engine) as both:
+        both.step({})
+        assert_state(both.state(), {"w": [1, 3]})
 
 
 def test_an_initialization_has_names_and_constants_of_its_own():

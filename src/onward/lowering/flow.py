@@ -44,7 +44,7 @@ class Flow:
                 )
         self._give_each_its_own()
         self._added: str | None = None
-        if gradients(self.graph) and self.loss(self.metrics) is None:
+        if self.last_gradients() and self.loss(self.metrics) is None:
             self._report_the_loss()
 
     def _report_the_loss(self) -> None:
