@@ -304,3 +304,21 @@ def test_what_frameworks_make_of_it():
         with pytest.raises(onward.Error, match="gradient inside of its graph") as caught:
             onward.to_keras(model)
         assert "run.load" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (f"a = Mul(x, x) d = {gradient('x', 'nope')}", "names `nope`, which does not exist"),
+        (f"a = Mul(x, x) d = {gradient('x', 'a', 'x', zs='a')}", "1 inputs for 2 variables"),
+        (f"d = {gradient('x', 'a')} a = Mul(x, d)", "computed from the gradient itself"),
+        ("d = f.leak(x)", "names `x`, which does not exist"),
+    ],
+)
+def test_what_is_refused(text, message):
+    leak = f"leak (b) => (db) {{ a = Mul(b, b) db = {gradient('x', 'a', 'b')} }}"
+    model = parsed(f"g (float[2] x) => (float[2] d) {{ {text} }}", leak)
+    for attempt in (onward.lower, *(lambda m, e=engine: function(m, engine=e) for engine in INSTALLED)):
+        with pytest.raises(onward.Error, match=message) as caught:
+            attempt(model)
+        assert caught.value.hint

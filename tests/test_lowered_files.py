@@ -53,6 +53,15 @@ def test_the_command_writes_all_parts(folder):
     assert not (folder / "others" / "initialization.onnx").exists() and (folder / "others" / "apply.onnx").exists()
 
 
+def test_the_command_takes_a_model_without_training(folder):
+    onward.strip("training.onnx").save("plain.onnx")
+    told = json.loads(run("lower", "plain.onnx", "--json").stdout)
+    assert told["output"] == "plain-inference.onnx" and told["contract"]["part"] == "inference"
+    run("lower", "plain.onnx", "--all", "only")
+    assert {file.name for file in (folder / "only").iterdir()} == {"inference.onnx", "inference.json"}
+    assert list(onnx.load("plain-inference.onnx").graph.node) == list(onnx.load("plain.onnx").graph.node)
+
+
 def test_the_command_overwrites_nothing(folder):
     (folder / "step.json").write_text("mine")
     assert failed("lower", "training.onnx", "-o", "step.onnx")[0] == "`step.json` exists"

@@ -7,6 +7,7 @@ that reads the given values.
 
 from __future__ import annotations
 
+import graphlib
 from collections.abc import Mapping, Sequence
 
 import onnx_ir as ir
@@ -49,6 +50,24 @@ def has_gradients(model: Model) -> bool:
     """Whether there is a Gradient in the main graph or in a function."""
     graphs = [model.graph, *(function.graph for function in model.functions.values())]
     return any(is_gradient(node) for graph in graphs for node in graph.all_nodes())
+
+
+def check_gradients_of(model: Model) -> None:
+    """That what the Gradients of the main graph and of functions name exists, and does not depend on themselves."""
+    for graph in (model.graph, *(function.graph for function in model.functions.values())):
+        needs: dict[ir.Node, set[ir.Node]] = {}
+        for node, scope in gradients_in(graph):
+            _check_names(node, scope)
+            before, _ = ancestors([visible(scope)[string(node, "y")]])
+            needs[node] = {other for other in before if is_gradient(other)}
+        try:
+            graphlib.TopologicalSorter(needs).prepare()
+        except graphlib.CycleError as error:
+            node = error.args[1][0]
+            raise InvalidModelError(
+                f"`{string(node, 'y')}`, which the Gradient `{node.name}` is of, is computed from the gradient itself",
+                hint="differentiate the loss, not what follows from its gradient",
+            ) from error
 
 
 def _functions_with_gradients(model: Model) -> list[str]:

@@ -16,7 +16,7 @@ import onnx_ir as ir
 from onward.arguments import checked
 from onward.build import Builder, Names, uncollected
 from onward.differentiate.api import COMMON_OPSET, OLDEST_OPSET
-from onward.differentiate.gradients import lower_gradients
+from onward.differentiate.gradients import check_gradients_of, lower_gradients
 from onward.differentiate.recompute import Choice
 from onward.differentiate.simplify import put_results_last, simplify
 from onward.errors import InvalidModelError, UnknownNameError, UnsupportedError, near
@@ -103,6 +103,7 @@ def lower_for_engine(
     if part is not None and part not in PARTS:
         raise UnknownNameError(f"there is no part `{part}`", hint=near(part, PARTS) or f"parts: {', '.join(PARTS)}")
     model = sound(read(source))
+    check_gradients_of(model)
     part = part or default_part(model)
     as_it_is = part == "inference" and not has_training_operators(model)
     model = of_one_opset(model) if as_it_is else of_one_opset(model, OLDEST_OPSET, COMMON_OPSET)

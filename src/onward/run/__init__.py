@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from onward.arguments import Threads, fitting
+from onward.differentiate.gradients import check_gradients_of
 from onward.errors import UnknownNameError, near
 from onward.lowering.inference import has_training_operators
 from onward.lowering.rounds import Steps
@@ -61,6 +62,7 @@ def function(source: Source, *, engine: str = "numpy", **options: Any) -> Callab
     """The graph of any model as a function of arrays by name. Options are the engine's."""
     check_engine(engine)
     model = read(source)
+    check_gradients_of(model)
     refuse_endless_loops([model.graph, *(function.graph for function in model.functions.values())])
     inputs = [value.name or "" for value in model.inputs]
     defaults = list(model.graph.initializers)
