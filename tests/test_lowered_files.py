@@ -54,7 +54,7 @@ def test_the_command_writes_all_parts(folder):
 
 
 def test_the_command_takes_a_model_without_training(folder):
-    onward.strip("training.onnx").save("plain.onnx")
+    run("strip", "training.onnx", "-o", "plain.onnx")
     told = json.loads(run("lower", "plain.onnx", "--json").stdout)
     assert told["output"] == "plain-inference.onnx" and told["contract"]["part"] == "inference"
     run("lower", "plain.onnx", "--all", "only")
@@ -72,7 +72,7 @@ def test_the_command_overwrites_nothing(folder):
     assert "place of the .json file" in failed("lower", "training.onnx", "-o", "new.json", code=2)[0]
     message, _ = failed("lower", "training.onnx", "--all", "lowered", "-o", "step.onnx", code=2)
     assert message == "`--all` and `--output` do not go together"
-    assert "there is no step 1" in failed("lower", "training.onnx", "--step", "1")[0]
+    assert "there is no step `1`" in failed("lower", "training.onnx", "--steps", "1")[0]
 
 
 # ---- other languages -------------------------------------------------------------------------------------------------
