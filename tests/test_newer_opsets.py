@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+
 import numpy as np
 import onnx
 import onnxruntime as ort
@@ -11,7 +13,7 @@ import onward
 from conformity import operator_of
 from conftest import onnx_node_tests
 from onward.lowering import runtime
-from onward.run import load
+from onward.run import function, load
 from onward.transform.runtime import Limits, onnxruntime_limits
 
 WITH_BODIES = ("LinearAttention", "CausalConvWithState", "SwiGLU", "Range", "SpaceToDepth", "DepthToSpace", "Celu")
@@ -84,6 +86,18 @@ def test_training_agrees_on_every_engine() -> None:
         np.testing.assert_allclose(losses, results["torch"][1:], rtol=1e-4)
         for name, gradient in gradients.items():
             np.testing.assert_allclose(gradient, results["torch"][0][name], rtol=1e-3, atol=1e-6, err_msg=name)
+
+
+def test_gradients_on_onnxruntime_are_those_of_torch() -> None:
+    torch = pytest.importorskip("torch")
+    x = np.random.default_rng(1).normal(size=(2, 3, 8)).astype(np.float32)
+    module = importlib.import_module("onward.convert.torch").to_module(net())
+    module(torch.tensor(x)).sum().backward()
+    expected = {name: parameter.grad.numpy() for name, parameter in module.named_parameters()}
+    assert expected.keys() >= {"kernel", "wk", "wd"}
+    found = function(onward.gradient(net(), "y", list(expected)), engine="onnxruntime")({"x": x})
+    for name, gradient in expected.items():
+        np.testing.assert_allclose(found[f"{name}/grad"], gradient, rtol=1e-4, atol=1e-5, err_msg=name)
 
 
 def test_what_has_neither_kernel_nor_body_is_named() -> None:
