@@ -133,7 +133,7 @@ def test_a_number_says_how_many_classes_a_head_has() -> None:
         (lambda: onward.rename("digits.onnx", {"image": 3}), "`names` is"),
         (lambda: onward.extract("digits.onnx", ["qqqq"], ["logits"]), "there are `image`"),
         (lambda: onward.convert_opset("digits.onnx", "21"), "`version` is `'21'`"),
-        (lambda: onward.lower("training.onnx", 1.5), "`step` is 1.5"),
+        (lambda: onward.lower("training.onnx", 1.5), "`step` is `1.5`"),
         (lambda: onward.verify("training.onnx", engines=["onnxruntime"], steps=0), "`steps` is 0"),
         (lambda: onward.check_gradients("digits.onnx", order=3), "`order` is 3"),
         (lambda: onward.replace_head("digits.onnx", 2.5), "`classes` is `2.5`"),

@@ -59,7 +59,7 @@ def test_a_run_goes_on_with_another_engine(engine, options, back, tmp_path):
 def test_options_that_an_engine_lacks(tmp_path):
     with pytest.raises(UnsupportedError, match="`onnxruntime` has no option `precision`"):
         trained(tmp_path / "a", precision="bfloat16")
-    with pytest.raises(UnsupportedError, match="`numpy` has no option `device`"):
+    with pytest.raises(UnknownNameError, match="numpy has no device `cuda`"):
         trained(tmp_path / "b", engine="numpy", device="cuda")
     with pytest.raises(UnknownNameError, match="there is no engine `tourch`") as caught:
         trained(tmp_path / "c", engine="tourch")

@@ -31,7 +31,7 @@ def on_engine(name: str, index: int = 0, **options: Any) -> Target:
 
 def lowered_step(model: Model, batches: Sequence[Arrays]) -> list[float]:
     """The plain step, on stock ONNX Runtime, driven by what its file says."""
-    step, state, losses = lowered.part(model, "step"), lowered.stored(model), []
+    step, state, losses = lowered.Part(onward.lower(model, 0)), lowered.stored(model), []
     for batch in batches:
         results = step({**batch, **state})
         state |= step.new_state(results)
