@@ -23,10 +23,10 @@ REPRESENTATIVES = first_of_each(NODE_TESTS, by_mode)
 
 
 def quick(name: str, kind: str, engine: str) -> bool:
-    """JAX compiles whatever it sees for the first time. Bodies of functions are of operators that others test."""
+    """Of cases that are alike, one on every engine, and all on the reference."""
     if kind != "node":
         return kind == "simple" or (kind != "real" and engine == "onnxruntime")
-    return engine == "numpy" or ("_expanded" not in name and (engine != "jax" or name in REPRESENTATIVES))
+    return engine == "numpy" or ("_expanded" not in name and name in REPRESENTATIVES)
 
 
 def cases() -> Iterator[Any]:
