@@ -190,6 +190,8 @@ def test_what_a_round_cannot_be(training: onward.Model, tmp_path: Path) -> None:
         onward.lower(training, part="apply")
     with pytest.raises(RecipeError, match="no `constant`"):
         onward.prepare(digits_mlp(), loss="cross_entropy:constant=1")
+    with pytest.raises(UnsupportedError, match="has 2 steps"):
+        onward.to_checkpoint(training, tmp_path / "gan.pt", format="torch")
     few = {"digit": np.zeros((8, 64), np.float32)}
     with pytest.raises(DataError, match="make 1 batches"):
         train(training, few, run=tmp_path / "a", noise={"z": "normal"}, **QUIET)

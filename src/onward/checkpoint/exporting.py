@@ -23,7 +23,7 @@ from onward.checkpoint.pytorch.states import moved_counter
 from onward.checkpoint.pytorch.trees import UPDATES
 from onward.checkpoint.tensors import ModelTensor, Tensor, converted, turned
 from onward.convert.foreign import adopted
-from onward.convert.run import Run, disassemble
+from onward.convert.run import Run, disassemble, step_of
 from onward.errors import UnknownNameError, advising, near
 from onward.inspect import describe
 from onward.model import Model, read
@@ -82,7 +82,7 @@ def _described(source: Model | str | os.PathLike[str]) -> Checkpoint:
 def checkpoint_of_model(model: Model) -> Checkpoint:
     """What a training model holds, as a checkpoint. What it was made of is kept, with its numbers as they are now."""
     model = adopted(model)
-    run = disassemble(model)
+    run = disassemble(model, step_of(model))
     rates = [group.lr_now for group in describe(model).steps[0].groups]
     origin = kept(model)
     if origin is None:

@@ -163,6 +163,11 @@ def disassemble(model: Model, index: int = 0, *, forward: bool = True) -> Run:
             "the loss is a graph of its own, of which no framework has an object",
             hint="run the training model as it is: `onward.run.load(model, engine=...)`",
         )
+    if forward and any("constant" in fact for fact in model.step(index).fact("train.loss")):
+        raise UnsupportedError(
+            "the loss compares an output with a number that is no data, of which no framework has an object",
+            hint="run the training model as it is: `onward.run.load(model, engine=...)`",
+        )
     left_out = differences(model, index, _again(run, forward), forward=forward)
     if left_out:
         words = [_WORDS[key] for key in model.step(index).fact("train.recipe") or {} if key in _WORDS and forward]
