@@ -4,6 +4,7 @@ random generator and the bytes of a good file, and gives the same bytes whenever
 
 from __future__ import annotations
 
+import copy
 import functools
 import io
 import json
@@ -278,7 +279,7 @@ def changed_tree(rng: random.Random, tree: Any) -> Any:
         elif action < 0.5 and isinstance(around[last], int | float):
             around[last] = rng.choice((-1, 0, 0.5, 2, 1e9)) * around[last]
         else:
-            around[last] = rng.choice(_ODD)
+            around[last] = copy.deepcopy(rng.choice(_ODD))  # which may be changed next
     return tree
 
 

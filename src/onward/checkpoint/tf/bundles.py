@@ -170,7 +170,10 @@ def text_of(value: Any) -> bytes | None:
     if not isinstance(value, Mapping) or value.get("kind") != _STRING or value.get("shape"):
         return None
     data = value["data"].array().tobytes()
-    length, at = read_varint(data, 0)
+    try:
+        length, at = read_varint(data, 0)
+    except ValueError as error:
+        raise InvalidModelError(f"a text of the checkpoint is damaged: {error}") from error
     if at + 4 + length != len(data):
         raise InvalidModelError("a text of the checkpoint is cut off")
     found = data[at + 4 :]
