@@ -190,7 +190,7 @@ def is_loaded_by_onnxruntime(proto):
     options.log_severity_level = 4
     try:
         ort.InferenceSession(proto.SerializeToString(), options)
-    except ort.capi.onnxruntime_pybind11_state.InvalidGraph:
+    except (ort.capi.onnxruntime_pybind11_state.InvalidGraph, ort.capi.onnxruntime_pybind11_state.Fail):
         return False
     return True
 
