@@ -39,10 +39,12 @@ def _processes(count: int, first: int, last: int, load: Path | None, save: Path 
     command += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", str(HERE / "fsdp_run.py")]
     command += [str(first), str(last), str(load or "-"), str(save or "-"), str(result)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(HERE), *sys.path])}
-    with open(folder / "log", "ab") as log:
-        subprocess.run(
-            command, check=True, timeout=300, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environment
+    log = folder / "log"
+    with open(log, "ab") as out:
+        done = subprocess.run(
+            command, timeout=300, stdout=out, stderr=out, stdin=subprocess.DEVNULL, env=environment, check=False
         )
+    assert done.returncode == 0, log.read_text()[-5000:]
     losses: list[float] = json.loads(result.read_text())
     return losses
 
