@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,7 @@ def main(first: int, last: int, load: str, save: str) -> None:
         dcp.save(tree, checkpoint_id=save)
     if rank == 0:
         Path(sys.argv[5]).write_text(json.dumps(losses))
+    dist.barrier()
     dist.destroy_process_group()
 
 
@@ -61,3 +63,4 @@ def _steps(module: Any, optimizer: Any, scheduler: Any, span: range, rank: int, 
 
 if __name__ == "__main__":
     main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4])
+    os._exit(0)  # threads of gloo may still be there, and then the interpreter does not end well
