@@ -166,13 +166,13 @@ class _Round:
         loss = self._output_metrics(op)
         step = Step(self._algorithm)
         origins = {v.name or "": (i, name) for i, own in self._first.items() for name, v in own.items()}
-        before = {**self._graph.initializers, **{n: self._first[i][name] for n, (i, name) in origins.items()}}
-        for name, first in before.items():
-            now = self._shared[name] if name not in origins else self._own[origins[name][0]][origins[name][1]]
+        pairs = [(first, self._shared[name]) for name, first in self._graph.initializers.items()]
+        pairs += [(first, self._own[i][name]) for i, own in self._first.items() for name, first in own.items()]
+        for first, now in pairs:
             if now is not first:
-                new = op.Identity(now).like(first).named(f"{name}/new")
+                new = op.Identity(now).like(first).named(f"{first.name}/new")
                 self._algorithm.outputs.append(new.value)
-                step.update[name] = new.name
+                step.update[first.name or ""] = new.name
         step.metadata["train.forward"] = json.dumps(self._forward)
         self._initialize(step, times, {origin: name for name, origin in origins.items()})
         self._model.steps = [step]

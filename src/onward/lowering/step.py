@@ -46,6 +46,14 @@ IR_VERSION = 10
 """What stock ONNX Runtime loads."""
 
 
+class Manner(NamedTuple):
+    """How a part is lowered."""
+
+    recompute: Choice = None
+    differentiate: bool = True
+    keep_functions: bool = False
+
+
 @checked()
 @uncollected()
 def lower(
@@ -83,9 +91,7 @@ def lower(
 
     It is for the ONNX Runtime that is installed: what its operator sets lack is replaced by what that stands for.
     """
-    made = lower_for_engine(
-        source, step, part=part, recompute=recompute, differentiate=differentiate, keep_functions=keep_functions
-    )
+    made = lower_for_engine(source, step, part, Manner(recompute, differentiate, keep_functions))
     return for_onnxruntime(made) if differentiate else made
 
 
@@ -93,11 +99,8 @@ def lower(
 def lower_for_engine(
     source: Source,
     step: Steps = None,
-    *,
     part: str | None = None,
-    recompute: Choice = None,
-    differentiate: bool = True,
-    keep_functions: bool = False,
+    manner: Manner = Manner(),  # noqa: B008 (a constant)
 ) -> Model:
     """The same in the operator set that the model has, for any engine."""
     if part is not None and part not in PARTS:
@@ -115,7 +118,7 @@ def lower_for_engine(
         )
     if part != "inference":
         one = as_one_step(model, step, together=part not in ("evaluation", "gradients"))
-    made, contract = PARTS[part](one.model, one.index, Manner(recompute, differentiate, keep_functions))
+    made, contract = PARTS[part](one.model, one.index, manner)
     if one.loss in contract.get("metrics", ()):
         contract["loss"] = one.loss
     made.ir.ir_version = max(IR_VERSION, made.ir.ir_version or 0) if part == "inference" else IR_VERSION
@@ -131,14 +134,6 @@ def default_part(model: Model) -> str:
 # ---- the parts -------------------------------------------------------------------------------------------------------
 
 Made = tuple[Model, dict[str, Any]]
-
-
-class Manner(NamedTuple):
-    """How a part is lowered."""
-
-    recompute: Choice = None
-    differentiate: bool = True
-    keep_functions: bool = False
 
 
 def _step(model: Model, index: int, manner: Manner) -> Made:

@@ -16,7 +16,7 @@ import onnx_ir as ir
 
 from onward.arguments import Seed, checked
 from onward.errors import InvalidModelError, RecipeError, UnsupportedError, listed
-from onward.lowering.step import lower
+from onward.lowering.step import lower_for_engine
 from onward.model import Model, Source, Step, read
 from onward.model.functions import callees_first
 from onward.model.state import ROLE_KEY, redescribed
@@ -97,7 +97,7 @@ def _described(tensor: ir.TensorProtocol) -> str:
 
 def _initial(model: Model, index: int) -> dict[str, ir.TensorProtocol]:
     """State -> its initial value. What is stored is not read, and what is repeated takes no room."""
-    made = lower(model, index, part="initialization")
+    made = lower_for_engine(model, index, "initialization")
     if made.graph.inputs:
         names = listed([value.name or "" for value in made.graph.inputs], 5)
         raise InvalidModelError(f"the initialization has inputs, and nobody feeds it: {names}")

@@ -14,7 +14,7 @@ from onward.differentiate.recompute import Choice
 from onward.errors import UnsupportedError
 from onward.lowering.contract import contract_of
 from onward.lowering.rounds import Steps
-from onward.lowering.step import lower_for_engine
+from onward.lowering.step import Manner, lower_for_engine
 from onward.model import Model
 from onward.model.core import as_input
 from onward.model.state import carried
@@ -189,9 +189,7 @@ class Interpreted(Engine):
 
     def _part(self, name: str) -> _Part:
         if name not in self._parts:
-            lowered = lower_for_engine(
-                self.model, self._steps, part=name, differentiate=self._rules, recompute=self._recompute
-            )
+            lowered = lower_for_engine(self.model, self._steps, name, Manner(self._recompute, self._rules))
             self._parts[name] = _Part(lowered, self._framework, self._compiled)
         return self._parts[name]
 

@@ -24,7 +24,7 @@ from onward.errors import DataError, UnknownNameError, UnsupportedError, near
 from onward.lowering.contract import contract_of
 from onward.lowering.rounds import Steps
 from onward.lowering.runtime import for_onnxruntime
-from onward.lowering.step import lower_for_engine
+from onward.lowering.step import Manner, lower_for_engine
 from onward.lowering.widen import widen
 from onward.model import Model
 from onward.model.storage.places import inside, is_external, is_where_it_was_read
@@ -68,7 +68,7 @@ class OnnxRuntime(Engine):
         self._stoppable: Callable[[_Run], Any] = _stoppable if _loops(self._one.model) else lambda run: run(None)
         self._providers = _providers(device)
         self._memory = _WITH_MEMORY.get(device, "cpu")
-        made = lower_for_engine(model, step, recompute=recompute)
+        made = lower_for_engine(model, step, manner=Manner(recompute))
         contract = contract_of(made)
         self.inputs = {v.name: v for v in made.graph.inputs if v.name is not None and v.name in contract["batch"]}
         if text := [name for name, value in self.inputs.items() if value.dtype == ir.DataType.STRING]:
@@ -109,7 +109,7 @@ class OnnxRuntime(Engine):
 
     def gradients(self, batch: Arrays) -> dict[str, np.ndarray]:
         if self._gradients is None:
-            made = lower_for_engine(self.model, self._steps, part="gradients", recompute=self._recompute)
+            made = lower_for_engine(self.model, self._steps, "gradients", Manner(self._recompute))
             self._gradients = self._session(made), contract_of(made)["gradients"]
         session, names = self._gradients
         results = self._run(session, batch, list(names))

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import onnx_ir as ir
 
-from onward.lowering.step import lower_for_engine
+from onward.lowering.step import Manner, lower_for_engine
 from onward.model import Model
 from onward.model.core import values
 from onward.run import function
@@ -41,7 +41,7 @@ def first_difference(
 
 
 def _values(model: Model, index: int, way: Way, inputs: Arrays) -> dict[str, np.ndarray]:
-    lowered = lower_for_engine(model, index, differentiate=way.rules)
+    lowered = lower_for_engine(model, index, manner=Manner(differentiate=way.rules))
     graph = lowered.graph
     fill_in_types(lowered, values(graph))
     graph.outputs[:] = dict.fromkeys((*_tensors(graph), *graph.outputs))

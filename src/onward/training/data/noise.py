@@ -41,7 +41,7 @@ class Noise:
 def _form(value: ir.Value) -> tuple[np.dtype, tuple[int, ...]]:
     """The type of an input, and the shape of one sample."""
     sizes = [] if value.shape is None else [size for size in value.shape[1:] if isinstance(size, int)]
-    is_known = value.shape is not None and len(sizes) == len(value.shape) - 1 and value.dtype is not None
+    is_known = value.shape is not None and len(sizes) == len(value.shape) - 1
     if not is_known or value.dtype is None or not value.dtype.is_floating_point():
         raise DataError(
             f"`{value.name}` cannot be noise: it must be of a floating type, and the shape of a sample be known",
