@@ -20,11 +20,10 @@ from onward.build import Builder, Expr, Names
 from onward.errors import InvalidModelError, RecipeError, UnknownNameError, UnsupportedError, near
 from onward.lowering.flow import Flow
 from onward.model import Model, Step
-from onward.model.core import all_names, string, strings, values
-from onward.model.named import tie, untie
+from onward.model.core import all_names, is_gradient, string, strings, values
+from onward.model.named import append_inputs, rename_in_gradients, tie, untie
 from onward.model.state import carried, redescribed
 from onward.model.walk import ancestors, descendants, read_by
-from onward.transform.names import replace_names
 
 T = TypeVar("T")
 
@@ -200,7 +199,7 @@ class _Round:
                 replaced[old] = output
         now = {name: replaced.get(value, value) for name, value in known.items()}
         untie(copy)
-        self._differentiate(Step(copy), now)
+        self._differentiate(copy, now)
         copies = list(copy)
         copy.remove(copies)
         self._algorithm.extend(copies)
@@ -214,21 +213,18 @@ class _Round:
         given = [value for value in self._graph.inputs if not value.is_initializer()] if number else []
         return found | {value: self._input(value, number) for value in (*given, *step.algorithm.inputs)}
 
-    def _differentiate(self, run: Step, now: Mapping[str, ir.Value]) -> None:
+    def _differentiate(self, run: ir.Graph, now: Mapping[str, ir.Value]) -> None:
         """Let the Gradients of a run name what it computes. What earlier runs have made of the state is given to them:
         a gradient does not go on through other updates."""
-        replace_names(run, {name: value.name or "" for name, value in now.items()})
+        rename_in_gradients(run, {name: value.name or "" for name, value in now.items()})
         known = {value.name: value for value in now.values()}
         state = [v for of in (self._shared, *self._own.values()) for v in of.values() if v.producer() is not None]
-        for node in run.gradients():
+        for node in filter(is_gradient, run.all_nodes()):
             xs, zs, y = strings(node, "xs"), strings(node, "zs"), known.get(string(node, "y"))
             _, needed = ancestors([y] if y is not None else [])
             given = [v for v in dict.fromkeys(state) if v in needed and v.name not in (*xs, *zs)]
             node.attributes["zs"] = ir.AttrStrings("zs", [*zs, *(value.name or "" for value in given)])
-            first = len(node.inputs)
-            node.resize_inputs(first + len(given))
-            for i, value in enumerate(given):
-                node.replace_input_with(first + i, value)
+            append_inputs(node, given)
 
     # ---- inputs, state and metrics -----------------------------------------------------------------------------------
 

@@ -42,7 +42,8 @@ def tie(graph: ir.Graph, around: Sequence[ir.Graph] = ()) -> None:
     for node, scope in list(gradients_in(graph, around)):
         known = visible(scope)
         if _TIED not in node.attributes and all(name in known for name in names_of(node)):
-            _add(node, [known[name] for name in names_of(node)])
+            start = append_inputs(node, [known[name] for name in names_of(node)])
+            node.attributes[_TIED] = ir.AttrInt64(_TIED, start)
 
 
 def tie_function(function: ir.Function) -> None:
@@ -59,12 +60,13 @@ def tie_function(function: ir.Function) -> None:
     tie(graph)
 
 
-def _add(node: ir.Node, named: Sequence[ir.Value]) -> None:
+def append_inputs(node: ir.Node, more: Sequence[ir.Value]) -> int:
+    """Give a node further inputs; the place of the first of them."""
     start = len(node.inputs)
-    node.resize_inputs(start + len(named))
-    for i, value in enumerate(named, start):
+    node.resize_inputs(start + len(more))
+    for i, value in enumerate(more, start):
         node.replace_input_with(i, value)
-    node.attributes[_TIED] = ir.AttrInt64(_TIED, start)
+    return start
 
 
 def untie(graph: ir.Graph) -> None:
