@@ -18,7 +18,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 
 import onward
-import onward.run
+import onward.engines
 
 OUT = Path(__file__).parent / "out"
 LATENT, SIZE = 16, 8
@@ -84,7 +84,7 @@ def digits() -> dict[str, np.ndarray]:
 def samples(model: onward.Model, count: int) -> np.ndarray:
     """What the generator makes, as pictures."""
     z = np.random.default_rng(0).standard_normal((count, LATENT), np.float32)
-    run = onward.run.function(onward.extract(model, inputs=["z"], outputs=["made"]), engine="onnxruntime")
+    run = onward.engines.function(onward.extract(model, inputs=["z"], outputs=["made"]), engine="onnxruntime")
     return run({"z": z})["made"].reshape(-1, SIZE, SIZE)
 
 

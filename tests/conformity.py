@@ -23,9 +23,9 @@ from onnx.backend.test.loader import load_model_tests
 
 from conftest import NodeTest, cache_folder, onnx_node_tests
 from onward.backend import for_engine
+from onward.engines import ENGINES, is_installed
+from onward.engines.calls import qualified
 from onward.model import read
-from onward.run import ENGINES, is_installed
-from onward.run.calls import qualified
 
 os.environ.setdefault("ONNX_HOME", str(cache_folder()))  # where the runner puts inputs of the large models
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from onward.run import load
+from onward.engines import load
 
 STEPS = 20
 MODES = {

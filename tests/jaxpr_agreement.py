@@ -11,8 +11,8 @@ import numpy as np
 
 import onward
 from onward.convert.jax.jaxpr import export
+from onward.engines import function as function_of
 from onward.model import Model
-from onward.run import function as function_of
 
 BOTH = ("numpy", "onnxruntime")
 

@@ -9,7 +9,7 @@ import keras
 import numpy as np
 
 from onward.convert.keras import from_keras
-from onward.run import load
+from onward.engines import load
 
 layers = keras.layers
 Batch = tuple[Any, Any]

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-import onward.run.onnxruntime  # noqa: F401 (slow to import, and so done once)
+import onward.engines.onnxruntime  # noqa: F401 (slow to import, and so done once)
 from onward.training.api import resume, train
 
 SETTINGS: dict[str, Any] = {

@@ -19,9 +19,9 @@ from onnx import parser
 import onward
 from conftest import needs
 from framework_training import trained
+from onward.engines import load
+from onward.gradcheck.precision import converted
 from onward.model.state import states
-from onward.numeric.precision import converted
-from onward.run import load
 from representatives import chosen
 from training_cases import CASES, arrays, exported, made, prepared
 

@@ -15,9 +15,9 @@ from scipy import stats
 import onward
 from conftest import needs
 from models import small_cnn
+from onward.engines import load
 from onward.errors import Error
 from onward.model import Model
-from onward.run import load
 from onward.training.api import resume, train
 from onward.training.folder import Run
 from onward.transform.unused import remove_unused

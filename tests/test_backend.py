@@ -12,8 +12,8 @@ import onward
 from conftest import needs
 from models import digits_mlp
 from onward.backend import for_engine, is_compatible, prepare, run_model, run_node, supports_device
+from onward.engines import FRAMEWORKS
 from onward.errors import DataError, UnknownNameError, UnsupportedError
-from onward.run import FRAMEWORKS
 
 ENGINES = ["onnxruntime", "numpy", *(pytest.param(name, marks=needs(name)) for name in FRAMEWORKS)]
 X = np.arange(6, dtype=np.float32).reshape(2, 3)

@@ -18,8 +18,8 @@ import onward
 from conftest import onnx_node_tests
 from models import digits_mlp, small_cnn
 from onward.cli.commands import app
-from onward.numeric import precision, standins
-from onward.numeric.evaluate import Session
+from onward.gradcheck import precision, standins
+from onward.gradcheck.evaluate import Session
 from onward.rules.registry import RULES, Rule, make_rewrite
 
 HEAD = '<ir_version: 10, opset_import: ["": 21]> '

@@ -13,7 +13,7 @@ import pytest
 import onward
 from checkpoint_runs import close, data, net, steps, steps_of_onward
 from conftest import needs
-from onward.run import load
+from onward.engines import load
 
 torch = pytest.importorskip("torch")
 

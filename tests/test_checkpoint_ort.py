@@ -17,11 +17,11 @@ import pytest
 
 import onward
 from onward.checkpoint.formats import ort
-from onward.checkpoint.kept import FACT
 from onward.checkpoint.ort.files import IDENTIFIER, data_file, read_ort, write_ort
 from onward.checkpoint.ort.flatbuffers import Number, Numbers, Writer
+from onward.checkpoint.source_checkpoint import FACT
+from onward.engines import load
 from onward.recipe.spec import Spec
-from onward.run import load
 
 RECORDED = Path(__file__).parent / "checkpoints" / "ort"
 LOSSES = json.loads((RECORDED / "losses.json").read_text())

@@ -26,7 +26,7 @@ from models import digits_mlp, small_cnn
 from onward.cli import app as application
 from onward.cli.commands import app
 from onward.cli.failure import BUG
-from onward.run import ENGINES, FRAMEWORKS
+from onward.engines import ENGINES, FRAMEWORKS
 
 BUILD = ["train", "prepare", "grad", "lower", "convert"]
 LOOK = ["check", "check-gradients", "verify", "engines", "show", "diff", "report"]

@@ -11,9 +11,9 @@ import pytest
 
 from conformity import DEPENDS, kinds, listed, outcome
 from conftest import needs, onnx_node_tests
-from onward.run import ENGINES, framework
-from onward.run.catalogue import UNWRITTEN, lacking
-from onward.run.interpreted import framework_class
+from onward.engines import ENGINES, framework
+from onward.engines.catalogue import UNWRITTEN, lacking
+from onward.engines.framework_engine import framework_class
 from operator_families import FAMILIES
 from representatives import by_mode, first_of_each
 
@@ -52,7 +52,7 @@ def test_families_are_those_of_the_tables() -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tables_have_the_same_rows_in_the_same_order(engine: str, family: str) -> None:
     try:
-        module = importlib.import_module(f"onward.run.{engine}.{family}")
+        module = importlib.import_module(f"onward.engines.{engine}.{family}")
     except ModuleNotFoundError:
         return  # all of it is shared, or expressed by other operators: the cases above tell
     assert list(module.operators) == [name for name in FAMILIES[family] if name in module.operators]

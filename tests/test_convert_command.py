@@ -14,7 +14,7 @@ import models
 import onward
 from commands import failed, run
 from conftest import needs
-from onward.run import load
+from onward.engines import load
 
 BATCH = {
     "image": np.random.default_rng(0).standard_normal((8, 64)).astype("f"),

@@ -8,9 +8,9 @@ import onnx.parser
 import pytest
 
 import onward
-from onward.convert.foreign import adopted
+from onward.convert.standard_steps import adopted
+from onward.engines import load
 from onward.model.state import states
-from onward.run import load
 
 INFERENCE = """<ir_version: 8, opset_import: ["": 17, "ai.onnx.preview.training": 1]>
     inference (float[4,3] x) => (float[4,2] y)

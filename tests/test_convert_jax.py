@@ -14,9 +14,9 @@ import models
 import onward
 from conftest import needs
 from jax_training import Arrays, apply_dense, cross_entropy, dense, digits, mlp, sentences, trained, with_short_labels
-from onward.convert.run import disassemble
+from onward.convert.snapshot import disassemble
+from onward.engines import load
 from onward.errors import UnsupportedError
-from onward.run import load
 from representatives import chosen
 
 pytestmark = needs("jax", "optax")

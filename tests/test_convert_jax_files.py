@@ -18,9 +18,9 @@ import onward
 from conftest import needs, onnx_node_tests
 from jax_training import Arrays, digits, sentences
 from onward.convert.files import restore, write
+from onward.engines import load
+from onward.engines.framework_engine import array_function
 from onward.errors import UnsupportedError
-from onward.run import load
-from onward.run.interpreted import array_function
 
 pytestmark = needs("jax", "optax")
 

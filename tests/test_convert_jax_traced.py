@@ -13,10 +13,10 @@ import pytest
 import onward
 from conftest import needs
 from jax_training import cross_entropy, dense, digits, mlp, trained, with_short_labels
-from onward.convert.run import disassemble
+from onward.convert.snapshot import disassemble
+from onward.engines import load
 from onward.errors import UnsupportedError
 from onward.recipe.optimizers import FunctionOptimizer
-from onward.run import load
 
 pytestmark = needs("jax", "optax")
 
@@ -96,7 +96,7 @@ TRANSFORMATIONS = [
 ]
 
 
-class Run:
+class Snapshot:
     """Five steps in JAX, and the training model that goes on."""
 
     def __init__(self, tx: Transformation):
@@ -117,7 +117,7 @@ def test_training_goes_on(make: Callable[[], Transformation]) -> None:
     """Ten steps on ONNX Runtime, and five in JAX again."""
     import jax
 
-    run = Run(make())
+    run = Snapshot(make())
     assert onward.check(run.training) == []
     (group,) = disassemble(run.training).groups
     assert isinstance(group.optimizer, FunctionOptimizer)
@@ -141,7 +141,7 @@ def test_names_and_programs_of_it(tmp_path: Path) -> None:
 
     from onward.convert.files import restore, write
 
-    run = Run(coupled())
+    run = Snapshot(coupled())
     parameters = {f"{layer}/{kind}" for layer in ("fc1", "fc2") for kind in ("kernel", "bias")}
     own = {*parameters, *(f"{name}/mean" for name in parameters), "group0/largest"}
     assert own < set(run.training.step().update)

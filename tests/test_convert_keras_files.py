@@ -18,8 +18,8 @@ keras = pytest.importorskip("keras")
 from keras_runs import batches, layers, named, real, whole  # noqa: E402
 from onward.convert.files import restore, write  # noqa: E402
 from onward.convert.keras import from_keras  # noqa: E402
+from onward.engines import load  # noqa: E402
 from onward.errors import InvalidModelError, UnsupportedError  # noqa: E402
-from onward.run import load  # noqa: E402
 
 pytestmark = [needs("keras"), needs("tensorflow")]
 

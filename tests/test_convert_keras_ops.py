@@ -17,9 +17,9 @@ from conftest import needs, onnx_node_tests
 keras = pytest.importorskip("keras")
 from conformity import operator_of  # noqa: E402
 from onward.convert.keras.ops import ROWS, KerasOps, interpreted  # noqa: E402
+from onward.engines.framework import NotOnHost  # noqa: E402
 from onward.errors import UnsupportedError  # noqa: E402
 from onward.model import read  # noqa: E402
-from onward.run.framework import NotOnHost  # noqa: E402
 
 pytestmark = [needs("keras"), needs("tensorflow")]
 

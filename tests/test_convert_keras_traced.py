@@ -13,8 +13,8 @@ import pytest
 
 import onward
 from conftest import needs
+from onward.engines import load
 from onward.errors import MismatchError
-from onward.run import load
 
 pytestmark = needs("keras", "tensorflow")
 

@@ -12,11 +12,11 @@ from onnx import helper, numpy_helper
 
 import onward
 from conftest import needs
-from onward.convert.run import Run, assemble, disassemble
+from onward.convert.snapshot import Snapshot, assemble, disassemble
+from onward.engines import load
 from onward.errors import MismatchError, UnsupportedError
 from onward.recipe.optimizers import OPTIMIZERS
 from onward.recipe.spec import Spec, parse
-from onward.run import load
 from representatives import chosen
 
 pytestmark = needs("jax", "optax")
@@ -81,14 +81,16 @@ def fed(weights: Arrays) -> onward.Model:
     return onward.read(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10))
 
 
-def run_of(tx: Any, state: Any, params: Any) -> Run:
+def run_of(tx: Any, state: Any, params: Any) -> Snapshot:
     from onward.convert.jax.optimizers import read_optimizer
 
     found = read_optimizer(tx, state, params)
     trained = [name for group in found.groups for name in group.parameters]
     model = fed({name: array for name, array in flat(params).items() if name in trained})
     recipe = found.recipe
-    return Run(model, "value:loss", found.groups, found.state, found.step, found.schedule, found.clip, recipe=recipe)
+    return Snapshot(
+        model, "value:loss", found.groups, found.state, found.step, found.schedule, found.clip, recipe=recipe
+    )
 
 
 def largest_difference(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> float:
@@ -221,7 +223,7 @@ def test_state_comes_back() -> None:
     from onward.convert.jax.optimizers import read_optimizer
 
     found = read_optimizer(tx, state, params)
-    run = Run(fed(params), "value:loss", found.groups, found.state, found.step, found.schedule, found.clip)
+    run = Snapshot(fed(params), "value:loss", found.groups, found.state, found.step, found.schedule, found.clip)
     _, made = make_optimizer(run, {name: params[name] for name in params})
     assert jax.tree.structure(made) == jax.tree.structure(state)
     assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(made), jax.tree.leaves(state), strict=True))
@@ -434,7 +436,7 @@ def test_an_optimizer_that_was_read_wrongly_is_found() -> None:
     import optax
 
     from onward.convert.jax.trial import try_updates
-    from onward.convert.run import Group
+    from onward.convert.snapshot import Group
 
     tx = optax.adam(1e-2, eps=1e-3)
     state = tx.init(tree())

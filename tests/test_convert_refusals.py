@@ -223,7 +223,7 @@ class TestTensorFlow:
     X = np.ones((4, 5), np.float32)
 
     def call(self, change, example=X, **options):
-        from onward.run.tensorflow.quiet import tensorflow as tf
+        from onward.engines.tensorflow.quiet import tensorflow as tf
 
         weight = tf.Variable(tf.ones([5, 3]), name="weight")
         recipe = {"loss": "cross_entropy", "optimizer": "sgd", **options}

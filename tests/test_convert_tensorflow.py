@@ -15,12 +15,12 @@ from onnx.reference import ReferenceEvaluator
 import models
 import onward
 from conftest import needs
+from onward.engines import load
+from onward.engines.framework import Operators
+from onward.engines.framework_engine import interpreter
 from onward.errors import MismatchError, RecipeError, UnsupportedError
 from onward.model import read
 from onward.model.state import states
-from onward.run import load
-from onward.run.framework import Operators
-from onward.run.interpreted import interpreter
 
 pytestmark = needs("tensorflow")
 
@@ -33,7 +33,7 @@ TOKENS = [
 
 
 def tf():
-    from onward.run.tensorflow.quiet import tensorflow
+    from onward.engines.tensorflow.quiet import tensorflow
 
     return tensorflow
 

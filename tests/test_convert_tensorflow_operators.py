@@ -9,7 +9,7 @@ import pytest
 
 from conftest import needs
 from onward.differentiate import vjp
-from onward.run import function
+from onward.engines import function
 
 pytestmark = needs("tensorflow")
 
@@ -28,7 +28,7 @@ SERIES = normal(2, 5, 4)
 
 
 def tf():
-    from onward.run.tensorflow.quiet import tensorflow
+    from onward.engines.tensorflow.quiet import tensorflow
 
     return tensorflow
 

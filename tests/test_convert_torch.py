@@ -14,8 +14,8 @@ import pytest
 import models
 import onward
 from conftest import needs
+from onward.engines import load
 from onward.errors import MismatchError, UnknownNameError, UnsupportedError
-from onward.run import load
 
 torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402

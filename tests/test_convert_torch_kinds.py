@@ -7,7 +7,7 @@ import pytest
 
 import onward
 from conftest import needs
-from onward.run import load
+from onward.engines import load
 
 torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402

@@ -12,11 +12,11 @@ import pytest
 
 import onward
 from conftest import needs
+from onward.engines import load
 from onward.errors import UnsupportedError
 from onward.recipe.losses import LOSSES
 from onward.recipe.objective import terms
 from onward.recipe.spec import Spec
-from onward.run import load
 
 torch = pytest.importorskip("torch")
 import torch.nn.functional as F  # noqa: E402

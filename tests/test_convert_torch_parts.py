@@ -15,10 +15,10 @@ import pytest
 
 import onward
 from conftest import needs
-from onward.convert.run import Run, assemble, disassemble
+from onward.convert.snapshot import Snapshot, assemble, disassemble
+from onward.engines import load
 from onward.errors import UnsupportedError
 from onward.recipe.optimizers import optimizer
-from onward.run import load
 from optimizer_tables import BETAS, KERAS, OPTAX, TORCH, torch_arguments
 from representatives import chosen
 
@@ -116,11 +116,11 @@ def agree(found: dict[str, np.ndarray], parameters: dict[str, Any], tolerance: f
         np.testing.assert_allclose(found[name], expected, rtol=tolerance, atol=tolerance, err_msg=name)
 
 
-def goes_on_in_onnx(optimizer: Any, parameters: dict[str, Any], gradients: list[dict[str, np.ndarray]]) -> Run:
+def goes_on_in_onnx(optimizer: Any, parameters: dict[str, Any], gradients: list[dict[str, np.ndarray]]) -> Snapshot:
     """Read an optimizer, and let both sides make further steps."""
     groups, slots, step = read_optimizer(optimizer, names_of(parameters))
     weights = {name: parameter.detach().numpy().copy() for name, parameter in parameters.items()}
-    run = Run(onward.read(inference(weights)), LOSS, groups, slots, step)
+    run = Snapshot(onward.read(inference(weights)), LOSS, groups, slots, step)
     model = on_onnxruntime(assemble(run), gradients)
     on_torch(optimizer, parameters, gradients)
     agree(weights_of(model), parameters)
@@ -216,7 +216,7 @@ def test_there_and_back_nothing_changes(name: str, cls: str, settings: dict[str,
     on_torch(theirs, parameters, [{key: g.astype("f") for key, g in step.items()} for step in gradients[:BEFORE]])
     groups, slots, step = read_optimizer(theirs, names_of(parameters))
     weights = {name: parameter.detach().numpy() for name, parameter in parameters.items()}
-    run = disassemble(assemble(Run(onward.read(inference(weights)), LOSS, groups, slots, step)))
+    run = disassemble(assemble(Snapshot(onward.read(inference(weights)), LOSS, groups, slots, step)))
     found, expected = make_optimizer(run, parameters).state_dict(), theirs.state_dict()
     [found_group], [group] = found["param_groups"], expected["param_groups"]
     assert {**found_group, "dampening": None} == {**group, "dampening": None}
@@ -265,7 +265,7 @@ def test_to_torch_and_back(name: str, variant: str, settings: dict[str, Any], be
     assert isinstance(made, ExactOptimizer) == (row.way == "exact subclass")
 
     loaded_parameters = as_parameters(weights_of(model))
-    loaded = make_optimizer(Run(run.model, run.loss, run.groups), loaded_parameters)
+    loaded = make_optimizer(Snapshot(run.model, run.loss, run.groups), loaded_parameters)
     loaded.load_state_dict(copy.deepcopy(made.state_dict()))
 
     middle = before + AFTER // 2

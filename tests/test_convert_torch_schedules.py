@@ -12,7 +12,7 @@ import pytest
 
 import schedule_tables
 from conftest import needs
-from onward.convert.run import Run
+from onward.convert.snapshot import Snapshot
 from onward.errors import UnsupportedError
 from onward.recipe.schedules import SCHEDULES
 from onward.recipe.spec import Spec, parse
@@ -20,7 +20,7 @@ from onward.recipe.spec import Spec, parse
 torch = pytest.importorskip("torch")
 from torch.optim import lr_scheduler as s  # noqa: E402
 
-from onward.convert.rates import Factor, complete  # noqa: E402
+from onward.convert.rate_formulas import Factor, complete  # noqa: E402
 from onward.convert.torch.optimizers import read_optimizer  # noqa: E402
 from onward.convert.torch.schedules import make_scheduler, read_scheduler, updates_per_step  # noqa: E402
 
@@ -251,8 +251,8 @@ FORMULAS = [
 ]
 
 
-def run_at(schedule: str, step: int) -> Run:
-    return Run(None, None, [], {}, step, [parse(item) for item in schedule.split()])  # type: ignore[arg-type]
+def run_at(schedule: str, step: int) -> Snapshot:
+    return Snapshot(None, None, [], {}, step, [parse(item) for item in schedule.split()])  # type: ignore[arg-type]
 
 
 def check_made(schedule: str, step: int) -> Any:

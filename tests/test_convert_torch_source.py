@@ -20,9 +20,9 @@ import onward
 from conftest import needs
 from onward.convert.files import restore, write
 from onward.convert.probe import without_dropout
+from onward.engines import load
 from onward.errors import InvalidModelError, UnsupportedError
 from onward.model import Model
-from onward.run import load
 
 torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402

@@ -7,8 +7,8 @@ import pytest
 
 import onward
 from conftest import needs
+from onward.engines import load
 from onward.errors import MismatchError
-from onward.run import load
 
 torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402

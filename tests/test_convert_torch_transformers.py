@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from conftest import needs
-from onward.run import load
+from onward.engines import load
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

@@ -10,8 +10,8 @@ import pytest
 import models
 import onward
 from conftest import needs
-from onward.convert.run import disassemble
-from onward.run import load
+from onward.convert.snapshot import disassemble
+from onward.engines import load
 
 torch = pytest.importorskip("torch")
 from onward.convert.torch.schedules import updates_per_step  # noqa: E402

@@ -10,10 +10,10 @@ import pytest
 
 import onward
 from conftest import needs
-from onward.convert.run import Run, assemble, disassemble
+from onward.convert.snapshot import Snapshot, assemble, disassemble
+from onward.engines import load
 from onward.errors import MismatchError, UnsupportedError
 from onward.recipe.spec import Spec
-from onward.run import load
 
 torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
@@ -67,7 +67,7 @@ def carried(model: Any, module: Any, optimizer: Any) -> Any:
     now = model.copy()
     for name, parameter in module.named_parameters():
         now.set(name, parameter.detach().numpy())
-    return assemble(Run(now, Spec("cross_entropy"), groups, state, step))
+    return assemble(Snapshot(now, Spec("cross_entropy"), groups, state, step))
 
 
 def two_groups(module: Any) -> Any:
@@ -158,7 +158,7 @@ def test_many_parameters_of_few_shapes(name: str) -> None:
     optimizer = getattr(theirs, name)(module.parameters())
     (group,), _, _ = read_optimizer(optimizer, names_of(module))
     again = copy.deepcopy(module)
-    twin = make_optimizer(Run(captured(again, torch.tensor(X)), None, [group]), dict(again.named_parameters()))
+    twin = make_optimizer(Snapshot(captured(again, torch.tensor(X)), None, [group]), dict(again.named_parameters()))
     for parameter, other in zip(module.parameters(), again.parameters(), strict=True):
         parameter.grad = torch.randn_like(parameter)
         other.grad = parameter.grad.clone()

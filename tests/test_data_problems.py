@@ -26,7 +26,7 @@ from conftest import needs
 from models import digits_mlp
 from onward.convert.files import restore
 from onward.errors import DataError, Error, InvalidModelError, UnknownNameError, UnsupportedError
-from onward.numeric.inputs import fitting
+from onward.gradcheck.inputs import fitting
 from onward.training.data import Batches, Column, dataset, match, open_data
 from onward.training.data.fitting import Wanted, fit
 

@@ -16,7 +16,7 @@ import onnx_ir as ir
 graph = ir.from_onnx_text('''<ir_version: 10, opset_import: ["": 20]>
 g (float["batch", 2] x) => (float["batch", 3] y) <float[2, 3] w = {1, 2, 3, 4, 5, 6}> { y = MatMul(x, w) }''')
 model = onward.prepare(ir.to_proto(graph), loss="mse", optimizer="sgd:lr=0.1")
-engine = onward.run.load(model)
+engine = onward.engines.load(model)
 engine.step({"x": np.ones((4, 2), np.float32), "target": np.ones((4, 3), np.float32)})
 """
 
@@ -32,7 +32,7 @@ assert type(sympy) is type(sys) and isinstance(a._expr, sympy.Symbol)
 
 UNSEEN = """
 import sys
-assert all(type(finder).__module__ != "onward.deferral" for finder in sys.meta_path)
+assert all(type(finder).__module__ != "onward.lazy_sympy" for finder in sys.meta_path)
 assert ir._core.__spec__.loader is ir._core.__loader__ and type(ir._core.__loader__) is type(ir.__loader__)
 """
 

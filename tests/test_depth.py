@@ -13,8 +13,8 @@ from onnx import helper, numpy_helper
 import onward
 from conftest import needs
 from models import digits_mlp, small_cnn
+from onward.engines import load
 from onward.errors import RecipeError
-from onward.run import load
 
 
 def rates(model: onnx.ModelProto, **recipe: object) -> dict[str, float]:

@@ -9,9 +9,9 @@ from onnx import helper, numpy_helper
 import onward
 from lowered import FLAT, SQUARE, assert_close, case, stored
 from models import digits_mlp, small_cnn
-from onward.model.storage.held import HeldTensor
-from onward.run import load, onnxruntime
-from onward.run.onnxruntime import OnnxRuntime
+from onward.engines import load, onnxruntime
+from onward.engines.onnxruntime import OnnxRuntime
+from onward.model.storage.open_files import HeldTensor
 from stepping import Stepper
 
 __all__ = ["case"]  # a fixture

@@ -16,9 +16,9 @@ import pytest
 import onward
 from conftest import needs
 from models import digits_mlp
+from onward.engines import endless_loops, function, load
+from onward.engines.numpy import Numpy
 from onward.errors import DataError, Error, OutOfMemoryError, UnknownNameError, UnsupportedError
-from onward.run import function, load, loops
-from onward.run.numpy import Numpy
 
 ENGINES = [
     "onnxruntime",
@@ -120,7 +120,7 @@ def test_options_name_what_there_is():
 
 def test_mistakes_of_our_own_look_like_mistakes(monkeypatch):
     """And say in which node; what the framework refuses is said as such."""
-    row = types.FunctionType((lambda x: {}["no such row"]).__code__, {"__name__": "onward.run.numpy.activation"})
+    row = types.FunctionType((lambda x: {}["no such row"]).__code__, {"__name__": "onward.engines.numpy.activation"})
     monkeypatch.setitem(Numpy.operators, "Relu", row)
     with pytest.raises(KeyError, match="no such row") as caught:
         function(digits_mlp(8))({"image": GOOD["image"]})
@@ -132,7 +132,7 @@ def test_mistakes_of_our_own_look_like_mistakes(monkeypatch):
 
 @needs("torch")
 def test_a_derivative_that_a_framework_lacks(monkeypatch):
-    from onward.run.torch import Torch
+    from onward.engines.torch import Torch
 
     def lacking(*given):
         raise RuntimeError("derivative for aten::relu is not implemented")
@@ -177,7 +177,7 @@ def test_a_loop_that_never_ends_is_refused(name):
 
 
 def test_a_loop_ends_when_memory_does(monkeypatch):
-    monkeypatch.setattr(loops, "_memory", lambda: 1 << 22)
+    monkeypatch.setattr(endless_loops, "_memory", lambda: 1 << 22)
     with pytest.raises(OutOfMemoryError, match="a Loop has collected more than fits"):
         function(with_a_loop(2**63 - 1, "Identity (more)"))(FEED)
 

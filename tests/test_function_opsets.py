@@ -16,7 +16,7 @@ import pytest
 
 import onward
 from onward.convert.files import ENDINGS, Framework, write
-from onward.run import function, load
+from onward.engines import function, load
 
 ENGINES = ("onnxruntime", "numpy", "torch", "jax", "tensorflow")
 

@@ -8,10 +8,10 @@ import pytest
 from onnx import numpy_helper, parser
 
 from conftest import needs
+from onward.engines.framework_engine import array_function, framework_class
+from onward.engines.fusion.attention import Attention
+from onward.engines.fusion.linear import Linear
 from onward.model import read
-from onward.run.fusion.attention import Attention
-from onward.run.fusion.linear import Linear
-from onward.run.interpreted import array_function, framework_class
 
 pytestmark = needs("torch")
 ENGINES = pytest.mark.parametrize("engine", ["torch", pytest.param("jax", marks=needs("jax"))])

@@ -8,7 +8,7 @@ import pytest
 
 import onward
 from conftest import needs
-from onward.run import ENGINES, function, is_installed
+from onward.engines import ENGINES, function, is_installed
 
 SIMPLE = os.path.join(os.path.dirname(onnx.__file__), "backend", "test", "data", "simple")
 INSTALLED = [engine for engine in ENGINES if is_installed(engine)]
@@ -226,7 +226,7 @@ def test_forces_are_learned_as_torch_learns_them():
         losses.append(loss.item())
     batch = {"x": PLACES, "target": FORCES}
     for engine in INSTALLED:
-        with onward.run.load(model, engine=engine, compile=False) as running:
+        with onward.engines.load(model, engine=engine, compile=False) as running:
             before = running.evaluate(batch)
             assert list(running.gradients(batch)) == list(WEIGHTS)
             found = [running.step(batch)["loss"] for _ in losses]
@@ -246,7 +246,7 @@ def test_what_training_computes_anew_is_differentiated_anew():
     batch = {"x": PLACES, "target": FORCES}
     found = []
     for engine in ("onnxruntime", "numpy"):
-        with onward.run.load(training, engine=engine) as running:
+        with onward.engines.load(training, engine=engine) as running:
             found.append([running.evaluate(batch)["loss"], *(running.step(batch)["loss"] for _ in range(3))])
     np.testing.assert_allclose(found[0], found[1], rtol=1e-5)
     assert found[0][0] != pytest.approx(found[0][1], rel=1e-2)
@@ -283,7 +283,7 @@ def test_what_frameworks_make_of_it():
 
     model = onward.prepare(forces(), loss={"force": "mse"}, optimizer="sgd:lr=0.1")
     batch = {"x": PLACES, "target": FORCES}
-    with onward.run.load(model, engine="onnxruntime") as running:
+    with onward.engines.load(model, engine="onnxruntime") as running:
         wanted = [running.step(batch)["loss"] for _ in range(3)]
     carried, found = onward.to_torch(model), []
     for _ in wanted:

@@ -15,23 +15,23 @@ import pytest
 
 import onward
 from conftest import needs
+from onward.engines import load
 from onward.errors import UnsupportedError
 from onward.model.state import states
 from onward.recipe.optimizers import optimizer
 from onward.recipe.spec import Spec
-from onward.run import load
 from optimizer_tables import TORCH, torch_arguments
 
 torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
 from onward.checkpoint.scales import scaling_of  # noqa: E402
-from onward.convert.run import Group, Run, assemble  # noqa: E402
+from onward.convert.snapshot import Group, Snapshot, assemble  # noqa: E402
 from onward.convert.torch import captured, files, from_torch, to_torch  # noqa: E402
 from onward.convert.torch.clipping import Clip  # noqa: E402
 from onward.convert.torch.exact.masters import MasterWeights, float32_copies  # noqa: E402
 from onward.convert.torch.optimizers import read_optimizer  # noqa: E402
-from onward.run.torch.types import CODES, from_array, to_array  # noqa: E402
+from onward.engines.torch.types import CODES, from_array, to_array  # noqa: E402
 
 pytestmark = [needs("torch"), pytest.mark.usefixtures("one_torch_thread")]
 
@@ -442,7 +442,7 @@ def test_copies_of_a_run_are_masters_that_round_to_its_weights() -> None:
     state = {f"{name}/master": master for name, master in copies.items()}
     state |= {f"{name}/{slot}": array for slot, arrays in slots.items() for name, array in arrays.items()}
     group = Group(Spec("adamw", {"lr": 1e-2, "variant": "torch"}), list(own))
-    training = assemble(Run(model, "cross_entropy", [group], state, step=7, recipe={"master_weights": True}))
+    training = assemble(Snapshot(model, "cross_entropy", [group], state, step=7, recipe={"master_weights": True}))
     for name, master in copies.items():
         np.testing.assert_array_equal(training.array(f"{name}/master"), master, strict=True)
         np.testing.assert_array_equal(training.array(name), master.astype(BFLOAT16), strict=True)

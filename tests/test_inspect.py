@@ -25,7 +25,7 @@ from conftest import needs
 from models import digits_mlp, small_cnn
 from onward.errors import Error, UnknownNameError, UnsupportedError
 from onward.inspect import Summary, describe, draw, render, render_parameters
-from onward.model.storage.held import HeldTensor
+from onward.model.storage.open_files import HeldTensor
 from onward.recipe.optimizers import OPTIMIZERS
 
 DATA = Path(onnx.__file__).parent / "backend" / "test" / "data"

@@ -17,10 +17,10 @@ from framework_training import STEPS, assert_trains_alike, trained
 from lowered import SQUARE
 from models import small_cnn
 from onward.differentiate.gradients import lower_gradients
+from onward.engines import function, load
+from onward.engines.framework_engine import interpreter
 from onward.errors import UnknownNameError, UnsupportedError
 from onward.model import read
-from onward.run import function, load
-from onward.run.interpreted import interpreter
 from rule_tables import FAMILIES
 
 pytestmark = needs("jax")
@@ -108,7 +108,7 @@ NOT_COMPILED = {"scan outputs", "unread output", "tangled"}
 
 @pytest.mark.parametrize("name", [name for name, (proto, _) in CONTROL_FLOW.items() if not proto.functions])
 def test_control_flow_is_the_same_compiled(name):
-    from onward.run.jax import Jax
+    from onward.engines.jax import Jax
 
     proto, inputs = CONTROL_FLOW[name]
     if not all(isinstance(value, np.ndarray) for value in inputs.values()):

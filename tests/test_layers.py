@@ -24,7 +24,7 @@ SOURCE = Path(__file__).resolve().parent.parent / "src"
 
 # From the ground up. A module of a tier imports from earlier tiers and from its own package, not from its neighbours.
 TIERS = [
-    ["deferral"],
+    ["lazy_sympy"],
     ["errors"],
     ["arguments"],
     ["containers", "shapes"],
@@ -36,8 +36,8 @@ TIERS = [
     ["recipe"],
     ["checker", "lowering"],
     ["inspect"],
-    ["numeric"],
-    ["run"],
+    ["gradcheck"],
+    ["engines"],
     ["verification", "training", "convert", "backend"],
     ["checkpoint"],
     ["distribute"],
@@ -75,7 +75,7 @@ PROTOBUF_EDGE = {
     "onward.checker": "runs onnx.checker and shape inference, and checks the file as it is, not as we read it",
     "onward.backend": "the interface for backends that `onnx` has, and its test runner drives",
     "onward.convert": "exporters of other frameworks hand over ModelProto, and expect it",
-    "onward.run.numpy.reference": "takes rare operators from the reference implementation of `onnx`",
+    "onward.engines.numpy.reference": "takes rare operators from the reference implementation of `onnx`",
     "onward.lowering.expand": "the body of a standard operator that is a function arrives as FunctionProto",
 }
 
@@ -84,7 +84,7 @@ PROTOBUF_EDGE = {
 
 
 class Module(NamedTuple):
-    name: str  # onward.run.torch
+    name: str  # onward.engines.torch
     source: str
     is_package: bool = False
 
@@ -178,7 +178,9 @@ def order(module: Module, imported: Import, known: dict[str, Module]) -> str | N
 def framework(module: Module, imported: Import, known: dict[str, Module]) -> str | None:
     root = imported.target.partition(".")[0]
     if root in FRAMEWORKS and root not in module.serves:
-        return f"imports `{root}`, but only a file that serves it may, such as onward/run/{min(FRAMEWORKS[root])}.py"
+        return (
+            f"imports `{root}`, but only a file that serves it may, such as onward/engines/{min(FRAMEWORKS[root])}.py"
+        )
     target = known.get(imported.target)
     if target and imported.on_load and target.serves - module.serves:
         return f"imports `{target.name}` when it is loaded, and so a framework; import it inside a function"
@@ -232,16 +234,16 @@ def test_the_source_keeps(rule: Rule) -> None:
         (order, "onward.model", "from onward import Model", "public name"),
         (order, "onward.cli.show", "from onward import Model", ""),
         (order, "onward", "from .cli import main", ""),
-        (framework, "onward.run.torch", "import torch.nn", ""),
+        (framework, "onward.engines.torch", "import torch.nn", ""),
         (framework, "onward.convert.from_torch", "from torch import nn", ""),
         (framework, "onward.convert.jax", "import torch", "imports `torch`"),
         (framework, "onward.training.loop", "def f():\n    import keras", "imports `keras`"),
         (framework, "onward.training.loop", "f = lambda: importlib.import_module('torch')", "imports `torch`"),
         (framework, "onward", "import jax", "imports `jax`"),
-        (framework, "onward.run", "from . import torch", "when it is loaded"),
-        (framework, "onward.run", "def door():\n    from . import torch", ""),
-        (framework, "onward.run", "if TYPE_CHECKING:\n    from .torch import Engine", ""),
-        (framework, "onward.convert.torch", "from onward.run.torch import table", ""),
+        (framework, "onward.engines", "from . import torch", "when it is loaded"),
+        (framework, "onward.engines", "def door():\n    from . import torch", ""),
+        (framework, "onward.engines", "if TYPE_CHECKING:\n    from .torch import Engine", ""),
+        (framework, "onward.convert.torch", "from onward.engines.torch import table", ""),
         (protobuf, "onward.lowering.expand", "import onnx", ""),
         (protobuf, "onward.lowering.passes", "from onnx import helper", "not in PROTOBUF_EDGE"),
         (protobuf, "onward.modelling", "import onnx", "not in PROTOBUF_EDGE"),
@@ -251,9 +253,9 @@ def test_the_source_keeps(rule: Rule) -> None:
     ],
 )
 def test_a_rule_catches(rule: Rule, name: str, source: str, caught: str) -> None:
-    others = ["onward.build", "onward.cli", "onward.lowering", "onward.recipe.parts", "onward.run.torch"]
+    others = ["onward.build", "onward.cli", "onward.lowering", "onward.recipe.parts", "onward.engines.torch"]
     known = {other: Module(other, "") for other in others}
-    known[name] = Module(name, source, is_package=name in ("onward", "onward.run"))
+    known[name] = Module(name, source, is_package=name in ("onward", "onward.engines"))
     found = "\n".join(violations(rule, known))
     assert bool(found) == bool(caught), found
     assert re.search(caught, found)

@@ -201,7 +201,7 @@ def test_what_goes_before_stays_and_runs(name):
         made.graph.input[0].CopyFrom(tensor("X", TensorProto.INT64, (None, 2)))
     training = onward.prepare(made, loss="LinearClassifier.scores=ce", optimizer="sgd:lr=0.5")
     labels = np.arange(len(fed)) % 3
-    with onward.run.load(training) as engine:
+    with onward.engines.load(training) as engine:
         losses = [float(engine.step({"X": fed, "labels": labels})["loss"]) for _ in range(5)]
         trained = onward.strip(engine.updated())
     probabilities = outputs(trained.to_proto(), {"X": fed})[1]

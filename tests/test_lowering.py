@@ -10,9 +10,9 @@ import onward
 from broken_models import GOOD
 from lowered import IMAGES, LABELS, SQUARE, TOKENS, Part, assert_close, case, part, penalised, stored
 from models import digits_mlp, small_cnn, small_transformer
+from onward.engines import load
 from onward.lowering.contract import contract_of
 from onward.lowering.step import PARTS
-from onward.run import load
 from stepping import Stepper
 
 __all__ = ["case"]  # a fixture

@@ -16,9 +16,9 @@ from onnx import ModelProto, TensorProto, helper
 import onward
 from broken_models import DAMAGES, GOOD, Damage
 from models import digits_mlp, small_cnn
+from onward.engines import load
 from onward.errors import DataError, InvalidModelError, UnsupportedError
 from onward.rules import RULES, Rule
-from onward.run import load
 from runs import QUIET, digits
 
 

@@ -48,7 +48,7 @@ def mlp(names):
 
 def losses(training, x):
     labels = training.steps[0].algorithm.inputs[0].name
-    with onward.run.load(training) as engine:
+    with onward.engines.load(training) as engine:
         results = [engine.step({x: BATCH, labels: np.arange(6) % 3}) for _ in range(3)]
     return [float(next(iter(result.values()))) for result in results]
 

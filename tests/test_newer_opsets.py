@@ -12,8 +12,8 @@ import pytest
 import onward
 from conformity import operator_of
 from conftest import onnx_node_tests
+from onward.engines import function, load
 from onward.lowering import runtime
-from onward.run import function, load
 from onward.transform.runtime import Limits, onnxruntime_limits
 
 WITH_BODIES = ("LinearAttention", "CausalConvWithState", "SwiGLU", "Range", "SpaceToDepth", "DepthToSpace", "Celu")

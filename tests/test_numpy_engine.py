@@ -13,12 +13,12 @@ from control_flow import CASES as CONTROL_FLOW
 from lowered import CASES as TRAINING
 from lowered import FLAT, SQUARE, assert_close, penalised
 from models import digits_mlp, small_cnn
+from onward.engines import function, load
+from onward.engines.expression import expressed
+from onward.engines.framework_engine import Interpreted
+from onward.engines.numpy import Numpy
 from onward.errors import UnknownNameError, UnsupportedError
 from onward.model import read
-from onward.run import function, load
-from onward.run.expression import expressed
-from onward.run.interpreted import Interpreted
-from onward.run.numpy import Numpy
 from rule_tables import FAMILIES
 from sessions import session
 

@@ -15,8 +15,8 @@ import onward
 from commands import failed, run
 from conftest import needs
 from older_forms import write
+from onward.engines import load
 from onward.errors import InvalidModelError
-from onward.run import load
 
 TRAINED = [file.__name__ for file in write.FILES if file is not write.linear_model]
 X = np.arange(1, 6, dtype=np.float32).reshape(5, 1)

@@ -10,7 +10,7 @@ from onnx import helper
 import onward
 from conftest import needs
 from models import digits_mlp
-from onward.run import load
+from onward.engines import load
 from onward.training.data import Batches, open_data
 
 ENGINES = [

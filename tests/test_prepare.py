@@ -638,7 +638,7 @@ def test_weights_in_bodies_are_trained_if_they_are_named():
     for condition in (True, False):
         fed = {"x": batch["x"], "c": np.array(condition)}
         (before,) = ReferenceEvaluator(model).run(None, fed)
-        with onward.run.load(named) as engine:
+        with onward.engines.load(named) as engine:
             engine.step({**batch, "c": fed["c"]})
             (after,) = ReferenceEvaluator(onward.strip(engine.updated()).to_proto()).run(None, fed)
         np.testing.assert_allclose(after, before - 2 * 0.1 * before, rtol=1e-5)  # by the mean of two squares

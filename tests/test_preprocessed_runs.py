@@ -20,7 +20,7 @@ from onward.recipe.preprocessing import with_preprocessing
 from onward.training.api import find_lr, resume, train
 from onward.training.data import format_for, open_data
 from onward.training.folder import Run
-from onward.training.raw import single_pictures
+from onward.training.raw_inputs import single_pictures
 from onward.transform.extract import extract
 from runs import QUIET, RECIPE, Arrays, state
 

@@ -16,9 +16,9 @@ from onnx import TensorProto, helper
 import onward
 from conftest import needs
 from models import digits_mlp, small_cnn
+from onward.engines import load
 from onward.errors import Error, RecipeError
 from onward.recipe.preprocessing import with_preprocessing
-from onward.run import load
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 RGB = np.random.default_rng(0).integers(0, 256, (3, 50, 70, 3), np.uint8)

@@ -9,8 +9,8 @@ from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantTy
 import onward
 from conftest import needs
 from control_flow import on_onnxruntime
+from onward.engines import load
 from onward.errors import RecipeError, UnsupportedError
-from onward.run import load
 from onward.training.export import in_form_of
 
 RNG = np.random.default_rng(0)
@@ -167,4 +167,4 @@ def test_pytorch_goes_straight_through_pairs_and_nothing_else(quantised):
 def test_jax_does_not_see_through_rounding(quantised, form):
     with pytest.raises(UnsupportedError, match="rounds numbers to integers") as raised:
         onward.to_jax(onward.prepare(quantised[form], loss="mse"), probe=False)
-    assert "onward.run.load" in raised.value.hint
+    assert "onward.engines.load" in raised.value.hint

@@ -6,7 +6,7 @@ import pytest
 
 import onward
 from conftest import needs
-from onward.run import load
+from onward.engines import load
 from onward.training.export import in_form_of
 from onward.transform.rebatch import rebatch
 from runs import QUIET

@@ -16,9 +16,9 @@ import onward
 from commands import run as command
 from conftest import needs
 from models import digits_mlp, small_cnn
+from onward.engines import ENGINES, FRAMEWORKS
 from onward.model.state import carried, states
 from onward.recipe.optimizers.table import OPTIMIZERS
-from onward.run import ENGINES, FRAMEWORKS
 from runs import QUIET, RECIPE, Arrays, digits
 
 DRAWN = {"conv.weight": "kaiming_normal", "fc.weight": "orthogonal", "fc.bias": "truncated_normal:std=0.1"}
@@ -40,7 +40,7 @@ def prepared(**recipe: Any) -> onward.Model:
 
 def trained(model: onward.Model, steps: int = 2) -> onward.Model:
     data = digits(8, flat=False)
-    with onward.run.load(model) as engine:
+    with onward.engines.load(model) as engine:
         for _ in range(steps):
             engine.step(data)
         return engine.updated()
@@ -190,7 +190,7 @@ def test_a_model_that_was_just_prepared_is_its_own_reset(optimizer: str) -> None
 def test_every_engine_starts_from_the_same_numbers(engine: str) -> None:
     model = onward.prepare(digits_mlp(8), loss="cross_entropy", optimizer="sgd", init={"*.weight": "normal"})
     wanted = stored(onward.reset(model))
-    with onward.run.load(model, engine=engine, compile=False) as loaded:
+    with onward.engines.load(model, engine=engine, compile=False) as loaded:
         loaded.step(digits(8))
         loaded.reset()
         assert_equal(loaded.state(), wanted)
@@ -205,7 +205,7 @@ def test_an_engine_of_one_step_takes_over_what_another_step_initialises() -> Non
         del info.update_binding[1]  # of `shared`
     fresh = onward.reset(proto)
     for step in range(2):
-        with onward.run.load(proto, step) as engine:
+        with onward.engines.load(proto, step) as engine:
             engine.reset()
             assert_equal(engine.state(), {s.name: s.array for s in carried(fresh, step)})
             np.testing.assert_array_equal(engine.state()["shared"], [3, 2])

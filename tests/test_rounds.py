@@ -15,8 +15,8 @@ import pytest
 import onward
 from conftest import needs
 from models import digits_mlp
+from onward.engines import load
 from onward.errors import DataError, RecipeError, UnknownNameError, UnsupportedError
-from onward.run import load
 from onward.training.api import resume, train
 from onward.training.folder import Run
 from runs import QUIET
@@ -100,7 +100,7 @@ def test_a_gan_trains_as_it_does_in_pytorch(
 KILLED = """
 import os, signal, sys
 import onward
-from onward.run.onnxruntime import OnnxRuntime
+from onward.engines.onnxruntime import OnnxRuntime
 
 made, step = [], OnnxRuntime.step
 

@@ -243,6 +243,6 @@ def test_data_files_of_one_name_in_two_folders(folder: Path) -> None:
     batch = {name: array[:16] for name, array in digits().items()}
     losses = []
     for engine in ("onnxruntime", "numpy"):
-        with onward.run.load(model, engine=engine) as loaded:
+        with onward.engines.load(model, engine=engine) as loaded:
             losses.append([float(loaded.step(batch)["loss"]) for _ in range(2)])
     np.testing.assert_allclose(*losses, rtol=1e-5)

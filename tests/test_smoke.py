@@ -12,7 +12,7 @@ import pytest
 import onward
 from commands import run
 from models import digits_mlp
-from onward.run import load
+from onward.engines import load
 from onward.training.folder import Run
 from runs import accuracy, digits, state
 

@@ -15,7 +15,7 @@ from conftest import needs
 from lowered import part
 from models import comparable
 from onward.checker import check_proto
-from onward.run import load
+from onward.engines import load
 
 PLAIN = "g (float[2] x) => (float[2] y) <float[2] w = {1, 2}> { y = Mul(x, w) }"
 DEEP = "g (float[2] x) => (float[2] y) <float[2] w = {1, 2}> { h = Mul(x, w) y = Neg(h) }"

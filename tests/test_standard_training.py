@@ -7,7 +7,7 @@ import pytest
 
 import onward
 from conftest import needs
-from onward.run import ENGINES, load
+from onward.engines import ENGINES, load
 from standard_training import CASES, batches, expected, training_model
 
 pytestmark = needs("torch")

@@ -34,7 +34,7 @@ from models import digits_mlp
 from onward.errors import ExternalDataError, InvalidModelError, WriteError
 from onward.model import storage
 from onward.model.storage import data as data_module
-from onward.model.storage.places import range_of
+from onward.model.storage.tensor_places import range_of
 
 save_module = import_module("onward.model.storage.save")  # in the package, the function has this name
 

@@ -16,10 +16,10 @@ from framework_training import MODES, STEPS, assert_trains_alike, trained
 from lowered import SQUARE
 from models import small_cnn
 from onward.differentiate import vjp
+from onward.engines import function, load
+from onward.engines.framework_engine import interpreter
 from onward.errors import DataError, UnknownNameError
 from onward.model import read
-from onward.run import function, load
-from onward.run.interpreted import interpreter
 from representatives import by_mode, chosen, first_of_each
 from rule_tables import CASES as RULE_CASES
 from rule_tables import EDGES
@@ -31,7 +31,7 @@ trains_alike = functools.partial(assert_trains_alike, engine="tensorflow")
 
 @functools.cache
 def tensorflow():
-    from onward.run.tensorflow import TensorFlow
+    from onward.engines.tensorflow import TensorFlow
 
     return TensorFlow()
 
@@ -224,7 +224,7 @@ def test_tensors_of_another_framework():
 
 
 def test_nothing_is_printed_on_import():
-    code = "import onward.run.tensorflow, tensorflow as tf; tf.function(lambda x: x + 1)(tf.constant(1.0))"
+    code = "import onward.engines.tensorflow, tensorflow as tf; tf.function(lambda x: x + 1)(tf.constant(1.0))"
     environment = {"PATH": "", "PYTHONPATH": ":".join(filter(None, sys.path))}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert (done.stdout, done.stderr) == ("", "")

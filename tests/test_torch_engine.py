@@ -16,10 +16,10 @@ import models
 import onward
 from conftest import needs
 from framework_training import trained
+from onward.engines import function, load
+from onward.engines.framework import NotOnHost
 from onward.errors import UnknownNameError
 from onward.recipe.optimizers import OPTIMIZERS
-from onward.run import function, load
-from onward.run.framework import NotOnHost
 
 pytestmark = [needs("torch"), pytest.mark.usefixtures("one_torch_thread")]
 
@@ -56,7 +56,7 @@ def test_unsigned_integers_wrap_around(operator, dtype):
 
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, np.uint32])
 def test_types_are_the_same_there_and_back(dtype):
-    from onward.run.torch import Torch
+    from onward.engines.torch import Torch
 
     size = np.dtype(dtype).itemsize
     array = np.arange(2 ** (8 * min(size, 2)), dtype=f"u{size}").view(dtype).reshape(-1, 2)
@@ -189,7 +189,7 @@ def test_what_depends_on_values_runs_without_being_compiled():
 def test_a_traced_tensor_has_no_values():
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from onward.run.torch import Torch
+    from onward.engines.torch import Torch
 
     framework = Torch()
     tensor = framework.tensor(np.zeros(3, np.float32))
@@ -251,7 +251,7 @@ def test_a_library_that_a_kill_left_empty_is_compiled_again(monkeypatch):
     import torch
     from torch._inductor.exc import InductorError
 
-    from onward.run.torch import compilation
+    from onward.engines.torch import compilation
 
     library = Path(compilation.cache_dir()) / "onward-test" / "empty.main.so"
     library.parent.mkdir(parents=True, exist_ok=True)
@@ -275,11 +275,11 @@ def test_a_library_that_a_kill_left_empty_is_compiled_again(monkeypatch):
 
 
 def test_a_step_of_very_many_nodes_is_not_compiled(monkeypatch):
-    from onward.run import interpreted
+    from onward.engines import framework_engine
 
     model, batches = digits(steps=1)
     expected = trained(model, batches, "torch", compile=False)
-    monkeypatch.setattr(interpreted, "_MOST_NODES", 3)
+    monkeypatch.setattr(framework_engine, "_MOST_NODES", 3)
     with pytest.warns(UserWarning, match="the step is not compiled: to compile its .* nodes would take longer"):
         found = trained(model, batches, "torch")
     np.testing.assert_equal(found, expected)

@@ -195,7 +195,7 @@ def test_an_interrupt_that_is_ignored_stays_so(whole: Run, folder: Path, monkeyp
 
 
 def test_interrupt_in_validation(whole: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from onward.run.onnxruntime import OnnxRuntime
+    from onward.engines.onnxruntime import OnnxRuntime
 
     evaluate, calls = OnnxRuntime.evaluate, iter(range(100))
 

@@ -13,8 +13,8 @@ from onnx import numpy_helper
 import onward
 from conftest import needs
 from gradcheck import assert_close
+from onward.engines import load
 from onward.model.state import STEP
-from onward.run import load
 from onward.transform.rebatch import rebatch
 from training_cases import CASES, STEPS, arrays, exported, loop, made, prepared
 

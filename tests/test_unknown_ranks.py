@@ -50,7 +50,7 @@ def test_training_is_the_same_without_shapes(name, engine):
     fed, losses = batch(sizes), []
     for model in (proto, bare(proto)):
         training = onward.prepare(model, loss=loss, optimizer="sgd:lr=0.1")
-        with onward.run.load(training, engine=engine) as running:
+        with onward.engines.load(training, engine=engine) as running:
             losses.append([float(next(iter(running.step(fed).values()))) for _ in range(3)])
     np.testing.assert_allclose(losses[0], losses[1], rtol=1e-6)
 

@@ -13,9 +13,9 @@ from onnx import numpy_helper, parser
 import models
 import onward
 from conftest import needs
+from onward.engines import load
+from onward.engines.framework_engine import framework_class
 from onward.errors import InvalidModelError, OutOfMemoryError, UnknownNameError, UnsupportedError
-from onward.run import load
-from onward.run.interpreted import framework_class
 
 FRAMEWORKS = [pytest.param(name, marks=needs(name)) for name in ("torch", "jax", "tensorflow")]
 EVERYWHERE = ["onnxruntime", "numpy", *FRAMEWORKS]

@@ -21,9 +21,9 @@ from conftest import needs
 from onward.convert.audit import audited
 from onward.convert.files import Framework, write
 from onward.convert.python import Identifiers, docstring, is_identifier, program_beside, quoted
+from onward.engines import load
 from onward.errors import Error, UnsupportedError
-from onward.run import load
-from onward.transform.words import WORDS
+from onward.transform.attribute_words import WORDS
 
 TEXTS = st.text(st.characters(codec="utf-8"), max_size=30) | st.sampled_from([*planted.STATEMENTS, *planted.WORDS])
 

@@ -27,7 +27,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import onward
-import onward.run
+import onward.engines
 from models import GPT2, LENGTH, MLP, VOCABULARY, ResNet50
 
 Step = Callable[[], Any]
@@ -123,7 +123,7 @@ def by_onward(work: Workload, file: Path, engine: str) -> Step:
         file, loss="cross_entropy:axis=-1", optimizer=f"{work.optimizer}:{rates}", variance="sample"
     )
     options = {} if work.precision == "float32" else {"precision": work.precision}
-    loaded = onward.run.load(training, engine=engine, device="cuda", **options)
+    loaded = onward.engines.load(training, engine=engine, device="cuda", **options)
     x, labels = work.batch()
     if engine == "jax":
         import jax

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import onward
-import onward.run
+import onward.engines
 from workloads import MODEL, THREADS, Step, Workload
 
 
@@ -21,5 +21,5 @@ def training_model(workload: Workload, folder: Path) -> onward.Model:
 
 def load(workload: Workload, folder: Path, *, engine: str = "onnxruntime") -> Step:
     options = {"threads": THREADS} if engine in ("onnxruntime", "torch") else {}
-    running = onward.run.load(training_model(workload, folder), engine=engine, **options)
+    running = onward.engines.load(training_model(workload, folder), engine=engine, **options)
     return lambda x, labels: float(running.step({"x": x, "labels": labels})["loss"])

@@ -29,7 +29,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 
 import onward
-import onward.run
+import onward.engines
 
 OUT = Path(__file__).parent / "out"
 BATCH = 64
@@ -129,7 +129,7 @@ def in_jax(file: Path, after: Path, leg: list[Batch]) -> list[float]:
 
 
 def in_onnxruntime(file: Path, steps: list[Batch]) -> list[float]:
-    with onward.run.load(onward.read(file)) as engine:
+    with onward.engines.load(onward.read(file)) as engine:
         return [float(engine.step(batch)["loss"]) for batch in steps]
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from onward.deferral import defer_sympy
+from onward.lazy_sympy import defer_sympy
 
 if TYPE_CHECKING:
     from onward.checker import Finding, check
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     from onward.convert.tensorflow import from_tensorflow, to_tensorflow
     from onward.convert.torch import from_torch, to_torch
     from onward.differentiate import gradient, jvp, vjp
+    from onward.engines.initialization import reset
     from onward.errors import Error
+    from onward.gradcheck import check_gradients
     from onward.inspect import describe
     from onward.lowering import lower
     from onward.model import Model, Step, read
-    from onward.numeric import check_gradients
     from onward.recipe import Recipe, add_lora, load_adapter, merge_lora, prepare, replace_head, save_adapter
-    from onward.run.initial import reset
     from onward.training.api import find_lr, resume, train
     from onward.training.report import report
     from onward.transform import add_prefix, convert_opset, declare, extract, inline, merge, refresh, rename, strip
@@ -48,7 +48,7 @@ _HOME = {
     "add_lora": "recipe",
     "add_prefix": "transform",
     "check": "checker",
-    "check_gradients": "numeric",
+    "check_gradients": "gradcheck",
     "convert_opset": "transform",
     "declare": "transform",
     "describe": "inspect",
@@ -74,7 +74,7 @@ _HOME = {
     "rename": "transform",
     "replace_head": "recipe",
     "report": "training.report",
-    "reset": "run.initial",
+    "reset": "engines.initialization",
     "resume": "training.api",
     "save_adapter": "recipe",
     "strip": "transform",
@@ -141,7 +141,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("run", "backend"):  # the engines, as `onward.run.load`, `onward.backend.prepare`
+    if name in ("engines", "backend"):  # the engines, as `onward.engines.load`, `onward.backend.prepare`
         return importlib.import_module(f"onward.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'onward' has no attribute {name!r}")

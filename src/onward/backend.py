@@ -22,11 +22,11 @@ from onnx import defs, helper
 from onnx.backend.base import Backend, BackendRep, namedtupledict
 
 from onward.arguments import fitting
+from onward.engines import check_engine, function, is_installed
+from onward.engines.catalogue import devices
+from onward.engines.engine import misfit
 from onward.errors import DataError, UnsupportedError
 from onward.model import Model, Source, read
-from onward.run import check_engine, function, is_installed
-from onward.run.catalogue import devices
-from onward.run.engine import misfit
 
 _OF_THE_RUNNER = ("rtol", "atol")
 """What the test runner tells a backend, although it is for itself."""

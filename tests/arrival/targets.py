@@ -14,9 +14,9 @@ import lowered
 import onward
 from grid.side import Arrays
 from onward.convert.files import write
-from onward.convert.run import disassemble
+from onward.convert.snapshot import disassemble
+from onward.engines import load
 from onward.model import Model
-from onward.run import load
 
 Target = Callable[[Model, Sequence[Arrays]], list[float]]
 

@@ -35,7 +35,7 @@ from campaign.mutations import (
     renumbered,
     resized,
 )
-from onward.checkpoint.kept import FACT
+from onward.checkpoint.source_checkpoint import FACT
 from onward.checkpoint.tf.table import read_table, table
 
 _RECORDED = Path(__file__).parents[1] / "checkpoints"

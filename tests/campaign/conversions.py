@@ -82,7 +82,7 @@ def changed_state(rng: random.Random, data: bytes) -> bytes:
 def _keras(folder: Path) -> None:
     from onward.convert.keras.release import to_keras
     from onward.convert.keras.source import program_of
-    from onward.convert.keras.source.standin import standing_in
+    from onward.convert.keras.source.placeholder_model import standing_in
 
     training = _training(folder)
     live = to_keras(training)

@@ -18,7 +18,7 @@ from grid.side import BEFORE, HIDDEN, INPUTS, OUTPUTS, Arrays, Data, goes_on, in
 from onward.convert.jax import from_jax, to_jax
 from onward.convert.jax.closures import Transformation, origin, walk
 from onward.convert.jax.schedules import make_schedule
-from onward.convert.run import disassemble
+from onward.convert.snapshot import disassemble
 from onward.model import Model
 
 OPTIMIZERS = [

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from onward.run.tensorflow.quiet import tensorflow as tf  # isort: skip  (other imports of it are not quiet)
+from onward.engines.tensorflow.quiet import tensorflow as tf  # isort: skip  (other imports of it are not quiet)
 
 from grid.record import Outcome
 from grid.side import HIDDEN, INPUTS, OUTPUTS, Arrays, Data, goes_on, in_words

@@ -14,7 +14,7 @@ from torch.optim import lr_scheduler
 
 from grid.record import Outcome
 from grid.side import BEFORE, HIDDEN, INPUTS, OUTPUTS, Arrays, Data, goes_on, in_words, name_of
-from onward.convert.run import disassemble
+from onward.convert.snapshot import disassemble
 from onward.convert.torch import from_torch, to_torch
 from onward.convert.torch.schedules import updates_per_step
 from onward.model import Model

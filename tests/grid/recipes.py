@@ -13,10 +13,10 @@ from onnx import helper, numpy_helper, parser
 
 import onward
 from grid.side import AFTER, BEFORE, HIDDEN, INPUTS, OUTPUTS, Arrays, Data
+from onward.engines import load
 from onward.recipe.optimizers import OPTIMIZERS
 from onward.recipe.schedules import SCHEDULES
 from onward.recipe.spec import Spec, parse
-from onward.run import load
 
 # ---- rows ------------------------------------------------------------------------------------------------------------
 

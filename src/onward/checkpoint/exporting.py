@@ -14,16 +14,16 @@ from onward.arguments import checked
 from onward.checkpoint.description import COUNT, Checkpoint, Group, Optimizer, Schedule
 from onward.checkpoint.format import Format
 from onward.checkpoint.formats import FORMATS, writable
-from onward.checkpoint.kept import kept
 from onward.checkpoint.matching import Match
 from onward.checkpoint.naming import with_own_names
 from onward.checkpoint.opening import open_checkpoint
 from onward.checkpoint.pytorch.schedules import advanced, state_of
 from onward.checkpoint.pytorch.states import moved_counter
 from onward.checkpoint.pytorch.trees import UPDATES
+from onward.checkpoint.source_checkpoint import kept
 from onward.checkpoint.tensors import ModelTensor, Tensor, converted, turned
-from onward.convert.foreign import adopted
-from onward.convert.run import Run, disassemble, step_of
+from onward.convert.snapshot import Snapshot, disassemble, step_of
+from onward.convert.standard_steps import adopted
 from onward.errors import UnknownNameError, advising, near
 from onward.inspect import describe
 from onward.model import Model, read
@@ -177,7 +177,7 @@ def _slots(model: Model, step: int, matched: Match | None) -> dict[str | int, Ma
 
 def _continued(
     before: Optimizer,
-    run: Run,
+    run: Snapshot,
     rates: Sequence[float | None],
     slots: Mapping[str | int, Mapping[str, Any]],
     matched: Match,
@@ -202,7 +202,7 @@ def _spec(optimizer: Any) -> Spec | None:
     return optimizer if isinstance(optimizer, Spec) else None
 
 
-def _schedules(run: Run, rates: Sequence[float | None], before: Sequence[Schedule]) -> tuple[Schedule, ...]:
+def _schedules(run: Snapshot, rates: Sequence[float | None], before: Sequence[Schedule]) -> tuple[Schedule, ...]:
     """The schedule at its present position; those of the checkpoint keep what else they hold."""
     if not run.schedule and not before:
         return ()

@@ -12,7 +12,7 @@ from onward.checkpoint.description import Checkpoint, Group, Schedule
 from onward.checkpoint.pytorch.objects import Object
 from onward.checkpoint.pytorch.optimizers import base_rate
 from onward.checkpoint.tensors import Tensor
-from onward.inspect.wording import quantity
+from onward.inspect.formatting import quantity
 from onward.recipe.optimizers import optimizer
 from onward.recipe.spec import Spec
 

@@ -9,7 +9,7 @@ from typing import Any
 from onward.checkpoint.description import Checkpoint, Optimizer, Schedule
 from onward.checkpoint.tensors import ScatteredTensor, StoredTensor, Tensor
 from onward.errors import listed
-from onward.inspect.wording import quantity, size
+from onward.inspect.formatting import quantity, size
 
 _MOST_NAMES, _MOST_SETTINGS = 6, 12
 

@@ -15,7 +15,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onward.errors import ExternalDataError, InvalidModelError
-from onward.model.storage.held import HeldTensor, let_go
+from onward.model.storage.open_files import HeldTensor, let_go
 from onward.model.storage.stream import advance
 
 _BLOCK = 16 << 20

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from onward.checkpoint.beside import Beside
+from onward.checkpoint.side_models import Beside
 from onward.convert.torch.architecture import remembered
 
 

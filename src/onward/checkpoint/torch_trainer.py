@@ -6,7 +6,7 @@ import importlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from onward.checkpoint.beside import Beside
+from onward.checkpoint.side_models import Beside
 from onward.convert.torch.architecture import remembered
 
 _Base: Any = object if TYPE_CHECKING else importlib.import_module("transformers").TrainerCallback

@@ -84,7 +84,7 @@ def _print_finding(finding: Finding) -> None:
 
 
 def _print_verdict(model: Path, counts: dict[str, int], passed: bool) -> None:
-    from onward.inspect.wording import quantity
+    from onward.inspect.formatting import quantity
 
     parts = [
         quantity(number, noun) for noun, number in zip(("error", "warning", "remark"), counts.values(), strict=True)

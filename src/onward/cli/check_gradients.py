@@ -15,7 +15,7 @@ from onward.cli.failure import FAILED
 from onward.cli.work import working
 
 if TYPE_CHECKING:
-    from onward.numeric import Report
+    from onward.gradcheck import Report
 
 
 @command(

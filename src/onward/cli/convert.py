@@ -182,7 +182,7 @@ def _was_state(source: Path, to: str) -> bool:
     """Whether a model was made of a checkpoint, and can be one again. Only Keras's have layers, as its files need."""
     import onward
     from onward.checkpoint.formats import writable
-    from onward.checkpoint.kept import kept
+    from onward.checkpoint.source_checkpoint import kept
 
     with working(f"reading {source}", source):
         model = onward.read(str(source))

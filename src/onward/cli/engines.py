@@ -30,7 +30,7 @@ def engines(
 
     What only a framework itself can tell takes a while to load: `--devices` asks for it.
     """
-    from onward.run import catalogue
+    from onward.engines import catalogue
 
     with working("loading the engines") if devices else nullcontext():
         found = catalogue.engines(load=devices)

@@ -34,7 +34,7 @@ def inline(
     """Replace calls of functions by what the functions compute."""
     place = target(model, output, "inlined", data=data, force=force)
     import onward
-    from onward.inspect.wording import quantity
+    from onward.inspect.formatting import quantity
 
     with working(f"inlining in {model}", model):
         before = onward.read(str(model))

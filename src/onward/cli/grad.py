@@ -44,7 +44,7 @@ def grad(
     """Add the gradient of a value to a model, as outputs."""
     place = target(model, output, "gradient", data=data, force=force)
     import onward
-    from onward.inspect.wording import quantity
+    from onward.inspect.formatting import quantity
 
     with working(f"differentiating {model}", model):
         source = onward.read(str(model))

@@ -116,7 +116,7 @@ def _settle_contract(place: Target, force: bool) -> None:
 
 
 def _write(made: Model, place: Target) -> dict[str, Any]:
-    from onward.inspect.wording import quantity
+    from onward.inspect.formatting import quantity
     from onward.lowering.contract import contract_of
     from onward.model.storage import write_file
 

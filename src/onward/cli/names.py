@@ -34,7 +34,7 @@ def rename(
     wanted = pairs(names, "fc1.weight=encoder.weight")
     place = target(model, output, "renamed", data=data, force=force)
     import onward
-    from onward.inspect.wording import quantity
+    from onward.inspect.formatting import quantity
 
     with working(f"renaming in {model}", model):
         made = onward.rename(str(model), wanted)

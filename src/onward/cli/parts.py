@@ -43,7 +43,7 @@ def merge(
     joins = pairs(connect, "features=input") if connect else None
     place = target(first, output, second.name.removesuffix(".onnx"), data=data, force=force)
     import onward
-    from onward.inspect.wording import quantity
+    from onward.inspect.formatting import quantity
 
     with working(f"merging {first} and {second}", first, second):
         made = onward.merge(str(first), str(second), joins, prefix=prefix)
@@ -84,7 +84,7 @@ def extract(
     """
     place = target(model, output, "part", data=data, force=force)
     import onward
-    from onward.inspect.wording import quantity
+    from onward.inspect.formatting import quantity
 
     with working(f"cutting {model}", model):
         whole = onward.read(str(model))

@@ -15,8 +15,8 @@ _LEFT_OUT = {"in", "metrics", "trained", "progress", "state"}
 
 
 def print_prepared(summary: Summary, place: Target) -> None:
+    from onward.inspect.formatting import amount, quantity, shape
     from onward.inspect.rows import step_rows
-    from onward.inspect.wording import amount, quantity, shape
 
     step, frozen = summary.steps[-1], summary.parameters["frozen"].tensors
     fed = [f"{port.name} {port.type} {shape(port.shape)}" for port in (*summary.inputs, *step.inputs)]

@@ -29,7 +29,7 @@ def report(
     One HTML file that needs nothing else and asks nothing of the network, so it can be sent to somebody. The run may
     still be going on; making the page again brings it up to date.
     """
-    from onward.inspect.wording import size
+    from onward.inspect.formatting import size
     from onward.training.report import report as write
 
     with working(f"reading {run}"):

@@ -61,7 +61,7 @@ class Target:
 
 def _size(file: Path) -> str:
     """As large as a file is; and what it takes on the disk, where zeros in it take no room."""
-    from onward.inspect.wording import size
+    from onward.inspect.formatting import size
 
     info = file.stat()
     room = getattr(info, "st_blocks", info.st_size) * 512

@@ -19,7 +19,7 @@ from onward.cli.work import working
 if TYPE_CHECKING:
     from onward import Model
     from onward.training.folder import Run
-    from onward.training.rates import Rates
+    from onward.training.lr_finder import Rates
 
 
 def _option(panel: str, *flags: str, metavar: str | None, help: str) -> Any:

@@ -35,8 +35,8 @@ def reset(
     """
     place = target(model, output, "reset", data=data, force=force)
     import onward
+    from onward.engines.initialization import kept
     from onward.errors import listed
-    from onward.run.initial import kept
 
     with working(f"resetting {model}", model):
         made = onward.reset(str(model), seed=seed)
@@ -58,7 +58,7 @@ def strip(
     """Take the training off, and keep the weights as they are."""
     place = target(model, output, "inference", data=data, force=force)
     import onward
-    from onward.inspect.wording import quantity
+    from onward.inspect.formatting import quantity
 
     with working(f"stripping {model}", model):
         before = onward.read(str(model))
@@ -89,7 +89,7 @@ def refresh(
     """
     place = target(model, output, "training", data=data, force=force)
     import onward
-    from onward.inspect.wording import quantity
+    from onward.inspect.formatting import quantity
 
     with working(f"joining {model} and the training of {training}", model, training):
         made = onward.refresh(str(model), str(training))

@@ -14,9 +14,9 @@ from typing import Any, Literal, get_args
 import numpy as np
 import onnx_ir as ir
 
-from onward.convert.foreign import adopted
 from onward.convert.problems import Problems
 from onward.convert.python import program_beside
+from onward.convert.standard_steps import adopted
 from onward.errors import InvalidModelError, UnsupportedError
 from onward.model import Model
 from onward.model.state import STEP

@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from onward.engines import load
+from onward.engines.engine import Arrays
 from onward.errors import MismatchError
 from onward.inspect import describe
 from onward.model import Model
 from onward.model.core import values
-from onward.run import load
-from onward.run.engine import Arrays
 
 TOLERANCE = 1e-4
 """Of losses, and of weights as parts of their largest element."""

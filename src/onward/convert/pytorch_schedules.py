@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from onward.convert.rates import FOREVER, Pieces
+from onward.convert.rate_formulas import FOREVER, Pieces
 from onward.recipe.spec import Spec
 
 Attributes = Mapping[str, Any]

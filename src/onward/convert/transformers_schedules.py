@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from onward.convert.rates import FOREVER, Pieces
+from onward.convert.rate_formulas import FOREVER, Pieces
 from onward.recipe.spec import Spec
 
 

@@ -10,7 +10,7 @@ from onward.build import Builder, Names, declare
 from onward.differentiate.path import between
 from onward.model import Model
 from onward.model.core import values
-from onward.model.named import visible
+from onward.model.gradient_names import visible
 from onward.model.walk import is_random, nested_graphs, nodes_after
 from onward.rules import Rewrite
 from onward.rules.quantization import ROUNDED

@@ -16,8 +16,8 @@ from onnx_ir.passes.common import InlinePass
 
 from onward.build import Builder, Expr, Names
 from onward.containers import content_type
+from onward.differentiate.backward_split import split_off
 from onward.differentiate.expand import expanded
-from onward.differentiate.halves import split_off
 from onward.differentiate.path import way
 from onward.differentiate.sweep import pull_back
 from onward.errors import UnsupportedError

@@ -20,7 +20,7 @@ from onward.differentiate.sweep import pull_back
 from onward.errors import InvalidModelError, UnsupportedError
 from onward.model import Model
 from onward.model.core import is_gradient, string, strings
-from onward.model.named import gradients_in, names_of, visible
+from onward.model.gradient_names import gradients_in, names_of, visible
 from onward.model.walk import ancestors, nodes_after
 from onward.rules.nested import copied, fill_in_types_of
 from onward.transform.inline import inline_calls

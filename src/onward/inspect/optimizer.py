@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from onward.inspect.parts import Group, ScheduleSection, Setting
-from onward.inspect.rate import rate_now
+from onward.inspect.learning_rate import rate_now
+from onward.inspect.summary_fields import Group, ScheduleSection, Setting
 from onward.inspect.values import computed_by, number, operator_name, plain, records, setting, source, texts
 from onward.model import TRAINING_DOMAIN, Model, Step
 from onward.model.core import values

@@ -9,7 +9,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onward.inspect.optimizer import is_statistics, trained
-from onward.inspect.parts import Role, Weight
+from onward.inspect.summary_fields import Role, Weight
 from onward.inspect.training import differentiated_values
 from onward.inspect.values import constant, dtype_name, number, reads, texts
 from onward.model import Model

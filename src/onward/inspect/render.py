@@ -9,10 +9,10 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
-from onward.inspect.parts import Amount, Weight
+from onward.inspect.formatting import amount, clean, listed, shape, shortened, size
 from onward.inspect.rows import Row, model_rows, step_rows
 from onward.inspect.summary import Summary
-from onward.inspect.wording import amount, clean, listed, shape, shortened, size
+from onward.inspect.summary_fields import Amount, Weight
 
 _INDENT, _LABEL_WIDTH = 2, 12
 _LABEL, _FAINT = "cyan", "bright_black"

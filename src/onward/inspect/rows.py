@@ -7,9 +7,7 @@ from typing import Any
 
 from rich.cells import cell_len
 
-from onward.inspect.parts import Amount, Group, Loss, LossTerm, Port, Progress, Role, Training
-from onward.inspect.summary import Summary
-from onward.inspect.wording import (
+from onward.inspect.formatting import (
     amount,
     clean,
     gathered,
@@ -22,6 +20,8 @@ from onward.inspect.wording import (
     shortened,
     size,
 )
+from onward.inspect.summary import Summary
+from onward.inspect.summary_fields import Amount, Group, Loss, LossTerm, Port, Progress, Role, Training
 from onward.recipe.optimizers import OPTIMIZERS
 
 Row = tuple[str, str | Sequence[str]]

@@ -12,12 +12,12 @@ import onnx_ir as ir
 from onward.arguments import checked
 from onward.errors import Error, InvalidModelError
 from onward.inspect.parameters import weights
-from onward.inspect.parts import ROLES, Amount, File, Port, Role, Training, Weight
+from onward.inspect.summary_fields import ROLES, Amount, File, Port, Role, Training, Weight
 from onward.inspect.training import describe_step
 from onward.inspect.values import nested, port
 from onward.model import Model, Source, read
-from onward.model.residue import SparseTensor
-from onward.recipe.folding import folded
+from onward.model.preserved_fields import SparseTensor
+from onward.recipe.folded_layers import folded
 
 FORMAT = 1
 """The version of the JSON form. New keys may come without a new one; none goes or changes its meaning."""

@@ -9,7 +9,7 @@ import onnx_ir as ir
 
 from onward.build import DOMAIN
 from onward.inspect.optimizer import groups, is_statistics, trained, wanted_name
-from onward.inspect.parts import (
+from onward.inspect.summary_fields import (
     Accumulation,
     Amount,
     Average,

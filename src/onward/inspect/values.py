@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from onward.inspect.parts import Port, Setting, Shape
+from onward.inspect.summary_fields import Port, Setting, Shape
 
 _TYPE_NAMES = {"FLOAT": "float32", "DOUBLE": "float64"}
 _LONGEST_LIST = 64

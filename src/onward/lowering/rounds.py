@@ -18,10 +18,10 @@ import onnx_ir as ir
 
 from onward.build import Builder, Expr, Names
 from onward.errors import InvalidModelError, RecipeError, UnknownNameError, UnsupportedError, near
-from onward.lowering.flow import Flow
+from onward.lowering.dependencies import Flow
 from onward.model import Model, Step
 from onward.model.core import all_names, is_gradient, string, strings, values
-from onward.model.named import append_inputs, rename_in_gradients, tie, untie
+from onward.model.gradient_names import append_inputs, rename_in_gradients, tie, untie
 from onward.model.state import carried, redescribed
 from onward.model.walk import ancestors, descendants, read_by
 

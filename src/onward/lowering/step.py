@@ -22,8 +22,8 @@ from onward.differentiate.simplify import put_results_last, simplify
 from onward.errors import InvalidModelError, UnknownNameError, UnsupportedError, near
 from onward.lowering.calls import write_calls
 from onward.lowering.contract import record
+from onward.lowering.dependencies import Flow
 from onward.lowering.expand import expand
-from onward.lowering.flow import Flow
 from onward.lowering.inference import has_training_operators, plain_inference
 from onward.lowering.normalization import give_two_axes, write_out_unsafe
 from onward.lowering.optimize import optimize
@@ -31,7 +31,7 @@ from onward.lowering.rounds import OneStep, Steps, as_one_step, times_of
 from onward.lowering.runtime import for_onnxruntime
 from onward.model import Model, Source, read
 from onward.model.core import as_input, values
-from onward.model.named import tie, untie
+from onward.model.gradient_names import tie, untie
 from onward.model.signature import sound
 from onward.model.state import carried, states
 from onward.rules import RULES

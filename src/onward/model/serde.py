@@ -15,7 +15,7 @@ from onnx import ModelProto
 
 from onward.arguments import OPENED
 from onward.errors import Error, InvalidModelError, warn
-from onward.model import legacy, residue, storage
+from onward.model import legacy, preserved_fields, storage
 from onward.model.core import Model, Step
 from onward.model.fingerprint import FINGERPRINT, fingerprint
 from onward.model.functions import callees_first
@@ -58,12 +58,12 @@ def from_proto(proto: ModelProto) -> Model:
     older = modernise(proto)
     with _quiet(), _library_errors():
         check_tensors(proto)
-        aside = residue.set_aside(proto)
+        aside = preserved_fields.set_aside(proto)
         inference, algorithms = _deserialize(proto)
         callees_first(inference.functions)
         _type_function_inputs(proto, inference)
-        residue.attach_model(aside, inference)
-        residue.attach(aside, ("graph",), inference.graph)
+        preserved_fields.attach_model(aside, inference)
+        preserved_fields.attach(aside, ("graph",), inference.graph)
         entries = enumerate(zip(proto.training_info, algorithms, strict=True))
         model = Model(inference, [_step(i, info, algorithm, aside) for i, (info, algorithm) in entries])
     if older:
@@ -77,18 +77,18 @@ def modernise(proto: ModelProto) -> list[str]:
         return legacy.convert(proto)
 
 
-def _step(index: int, info: onnx.TrainingInfoProto, algorithm: ir.Graph, aside: residue.Residue) -> Step:
-    residue.attach(aside, ("algorithm", index), algorithm)
+def _step(index: int, info: onnx.TrainingInfoProto, algorithm: ir.Graph, aside: preserved_fields.Residue) -> Step:
+    preserved_fields.attach(aside, ("algorithm", index), algorithm)
     initialization = None
     if info.HasField("initialization"):
         initialization = ir.serde.deserialize_graph(info.initialization)
-        residue.attach(aside, ("initialization", index), initialization)
+        preserved_fields.attach(aside, ("initialization", index), initialization)
     return Step(
         algorithm,
         initialization,
         _bindings(info.update_binding, index, "update_binding"),
         _bindings(info.initialization_binding, index, "initialization_binding"),
-        residue.unknown_fields(info),
+        preserved_fields.unknown_fields(info),
     )
 
 
@@ -134,7 +134,7 @@ def _bindings(entries: Any, step: int, field: str) -> dict[str, str]:
 def to_proto(model: Model) -> ModelProto:
     with _quiet(), _library_errors():
         proto = ir.serde.serialize_model(model.ir)
-        residue.put_back(proto, model.ir)
+        preserved_fields.put_back(proto, model.ir)
         _tidy(proto.graph, model.graph)
         for step in model.steps:
             _write_step(proto.training_info.add(), step)
@@ -143,11 +143,11 @@ def to_proto(model: Model) -> ModelProto:
 
 def _write_step(info: onnx.TrainingInfoProto, step: Step) -> None:
     ir.serde.serialize_graph_into(info.algorithm, step.algorithm)
-    residue.put_back(info.algorithm, step.algorithm)
+    preserved_fields.put_back(info.algorithm, step.algorithm)
     _tidy(info.algorithm, step.algorithm)
     if step.initialization is not None:
         ir.serde.serialize_graph_into(info.initialization, step.initialization)
-        residue.put_back(info.initialization, step.initialization)
+        preserved_fields.put_back(info.initialization, step.initialization)
         _tidy(info.initialization, step.initialization)
     for key, value in step.reset.items():
         info.initialization_binding.add(key=key, value=value)
@@ -292,6 +292,6 @@ _LARGE = 1024
 
 
 def _is_large(tensor: ir.TensorProtocol | None) -> TypeGuard[ir.TensorProtocol]:
-    if tensor is None or isinstance(tensor, residue.SparseTensor) or tensor.dtype == ir.DataType.STRING:
+    if tensor is None or isinstance(tensor, preserved_fields.SparseTensor) or tensor.dtype == ir.DataType.STRING:
         return False
     return isinstance(tensor, ir.ExternalTensor) or tensor.nbytes > _LARGE

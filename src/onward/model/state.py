@@ -14,7 +14,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onward.model.core import Model, Step
-from onward.model.storage.held import HeldTensor
+from onward.model.storage.open_files import HeldTensor
 
 _TAG = "train."
 ROLE_KEY = "train.role"

@@ -13,22 +13,22 @@ from onward.build import Builder, Expr, uncollected
 from onward.errors import RecipeError, warn
 from onward.model import TRAINING_DOMAIN, Model, Source, read
 from onward.model.core import values
-from onward.model.named import tie, untie
+from onward.model.gradient_names import tie, untie
 from onward.model.serde import stamp
 from onward.model.signature import sound
 from onward.model.walk import ancestors
 from onward.recipe import objective, preprocessing
 from onward.recipe.assembly import Assembly
 from onward.recipe.constants import in_bodies, lift, separate_merged
-from onward.recipe.depth import layered
 from onward.recipe.distill import Distillation
 from onward.recipe.forward import Variance, bind_statistics, functions_to_inline, training_forward
 from onward.recipe.head import replace_head
+from onward.recipe.layer_depth import layered
 from onward.recipe.linear import open_linear
 from onward.recipe.lora import add_lora
-from onward.recipe.optimizers.function import FunctionOptimizer
-from onward.recipe.optimizers.given import given_optimizer, with_rate
+from onward.recipe.optimizers.graph_optimizer import FunctionOptimizer
 from onward.recipe.optimizers.groups import Group, groups, opset_of, patterns
+from onward.recipe.optimizers.selection import given_optimizer, with_rate
 from onward.recipe.ranges import DECAY_RATE, POSITIVE
 from onward.recipe.reset import bind_initial_value, check_patterns
 from onward.recipe.roles import roles

@@ -19,7 +19,7 @@ from onward.recipe.assembly import Assembly, fill, filled, moving_average
 from onward.recipe.optimizers.append import declared, like_target
 from onward.recipe.optimizers.clip import clip_by_global_norm, clip_by_norm, clip_by_value
 from onward.recipe.optimizers.groups import Group
-from onward.recipe.optimizers.halves import HALVES
+from onward.recipe.optimizers.sixteen_bit import HALVES
 from onward.recipe.ranges import OF_UPDATES
 from onward.recipe.schedules import Part, schedule, sequence
 from onward.recipe.spec import Spec, check_options, parse, parse_options

@@ -13,7 +13,6 @@ import onnx_ir as ir
 from onward.build import Builder
 from onward.containers import content_type, is_sequence
 from onward.errors import UnsupportedError
-from onward.rules.deferral import defer, sum_of_products
 from onward.rules.nested import (
     captured_and_active,
     copied,
@@ -26,6 +25,7 @@ from onward.rules.nested import (
     summed,
 )
 from onward.rules.registry import gradient
+from onward.rules.scan_products import defer, sum_of_products
 from onward.transform.unused import remove_unused
 
 

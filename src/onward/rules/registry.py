@@ -43,7 +43,7 @@ from onward.build import Builder, Expr
 from onward.errors import Error, InvalidModelError, UnsupportedError
 from onward.model.walk import attributes
 from onward.rules import plugins
-from onward.transform.faults import fault_of
+from onward.transform.node_faults import fault_of
 
 STANDARD = ""
 

@@ -13,13 +13,13 @@ from typing import Annotated, Any
 
 from onward.arguments import Count, Range, Seed, Threads, checked
 from onward.differentiate.recompute import Choice
+from onward.engines import Engine
+from onward.engines.initialization import kept, reseeded, started_over
 from onward.errors import DataError, RecipeError, listed
 from onward.model import Model, Source, read
 from onward.recipe import prepare, replace_head
 from onward.recipe.preprocessing import with_preprocessing
 from onward.recipe.spec import arguments
-from onward.run import Engine
-from onward.run.initial import kept, reseeded, started_over
 from onward.training.config import Config, Last
 from onward.training.data import in_parts
 from onward.training.evaluation import Measures
@@ -27,9 +27,9 @@ from onward.training.feed import Feed, feeds
 from onward.training.folder import Place, Run
 from onward.training.labels import labels_of
 from onward.training.loop import Loop, Settings
+from onward.training.lr_finder import find_lr
 from onward.training.objective import Objective, objectives
 from onward.training.preparation import prepared
-from onward.training.rates import find_lr
 
 __all__ = ["find_lr", "resume", "train"]
 
@@ -89,7 +89,7 @@ def train(
     - `save_every`: seconds after which the state is saved, also within an epoch
     - `recompute`: saves memory, as in `onward.gradient`
     - `engine`, `device`: what runs it, and where; `compile`, `precision` (`"bfloat16"` ...) and `deterministic` are for
-      engines that have them: see `onward.run.load`
+      engines that have them: see `onward.engines.load`
 
     Ctrl-C finishes the step, saves and returns; `onward.resume` goes on as if nothing had happened.
     """

@@ -11,9 +11,9 @@ from typing import Annotated, Any, Literal
 
 from onward.arguments import Count, Range, Seed, Threads
 from onward.differentiate.recompute import Choice
+from onward.engines import Engine, load
 from onward.errors import DataError, listed
 from onward.model import Model
-from onward.run import Engine, load
 from onward.training.schema import Natural, checked
 
 Last = Literal["keep", "drop", "pad"]

@@ -9,9 +9,9 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
+from onward.engines import Engine
 from onward.errors import RecipeError, UnsupportedError
 from onward.recipe.spec import lookup, parse
-from onward.run import Engine
 from onward.training.data import Batch
 from onward.training.metrics import METRICS, OF_CLASSES, Metric, make
 

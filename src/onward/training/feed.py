@@ -8,13 +8,13 @@ from typing import Any
 
 import onnx_ir as ir
 
+from onward.engines import Engine
 from onward.errors import DataError, listed
 from onward.model import Model
-from onward.run import Engine
 from onward.training.config import Config, Last
 from onward.training.data import Batches, Binding, Dataset, Noise, Stream, format_for, match, open_data, split
 from onward.training.labels import Labels, check_classes, in_classes, labels_of, strata_of, too_few_classes
-from onward.training.raw import single_pictures
+from onward.training.raw_inputs import single_pictures
 
 
 @dataclasses.dataclass(frozen=True)

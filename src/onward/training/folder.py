@@ -29,7 +29,7 @@ from onward.model.serde import places_of, save
 from onward.model.storage import form_of, goes_outside, is_external, write_file
 from onward.model.storage.data import is_own
 from onward.model.storage.files import mentions, reason, regular
-from onward.model.storage.places import is_in
+from onward.model.storage.tensor_places import is_in
 from onward.model.storage.transaction import is_torn
 from onward.training.config import Config
 from onward.training.export import in_form_of

@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
+from onward.engines import Engine
 from onward.errors import DataError, Error, TrainingError, WriteError
 from onward.model import Model
 from onward.model.state import all_states
-from onward.run import Engine
 from onward.training.data import Batch, Batches
 from onward.training.evaluation import Measures, averaged, evaluated, samples_in
 from onward.training.folder import BEST, LAST, LOG, Place, Run
@@ -208,7 +208,7 @@ class Loop:
         if self.engine.loss not in metrics:
             raise TrainingError(
                 "nothing says what is minimised: the step has no `Gradient`, and no output that leads to one",
-                hint="run it with an engine: `onward.run.load`",
+                hint="run it with an engine: `onward.engines.load`",
             )
         loss = metrics[self.engine.loss]
         if not math.isfinite(loss):  # the engine has kept the state as it was

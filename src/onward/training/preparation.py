@@ -8,13 +8,13 @@ from typing import Any
 
 import onnx_ir as ir
 
+from onward.engines.initialization import started_over
 from onward.errors import RecipeError, UnsupportedError
 from onward.model import Model
 from onward.recipe import prepare
 from onward.recipe.preprocessing import opened, pipelines
-from onward.run.initial import started_over
 from onward.training.data import Dataset, Stream, format_for, open_data
-from onward.training.raw import as_bytes, with_data
+from onward.training.raw_inputs import as_bytes, with_data
 from onward.transform.rebatch import fixed_batch, rebatch
 
 _USUAL_BATCH = 32

@@ -10,7 +10,7 @@ from onward.arguments import checked
 from onward.errors import UnknownNameError, UnsupportedError, near_or_first
 from onward.model import Model, Source, read
 from onward.model.core import Step, string, strings, values
-from onward.model.named import tie, untie
+from onward.model.gradient_names import tie, untie
 from onward.model.serde import stamp
 from onward.model.state import states
 from onward.model.walk import ancestors

@@ -9,7 +9,7 @@ from onnx import GraphProto, ModelProto, TensorProto, ValueInfoProto, version_co
 
 from onward.build import Names
 from onward.errors import UnsupportedError
-from onward.transform.words import check_equations
+from onward.transform.attribute_words import check_equations
 
 STANDARD = ("", "ai.onnx")
 _NUMPY_BROADCAST = 7

@@ -13,7 +13,7 @@ from onward.arguments import checked
 from onward.errors import InvalidModelError, UnknownNameError, near_or_first
 from onward.model import Model, Source, read
 from onward.model.core import values
-from onward.model.named import tie, tie_function, untie
+from onward.model.gradient_names import tie, tie_function, untie
 from onward.model.serde import from_proto, stamp, to_proto, with_data, without_data
 from onward.transform.expansion import check_expansion
 from onward.transform.opset import of_one_opset

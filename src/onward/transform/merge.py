@@ -10,7 +10,7 @@ from onward.arguments import checked
 from onward.errors import InvalidModelError, UnknownNameError, near
 from onward.model import Model, Source, read
 from onward.model.core import values
-from onward.model.named import rename_in_gradients
+from onward.model.gradient_names import rename_in_gradients
 from onward.model.serde import stamp
 from onward.transform.names import add_prefix, replace_names
 from onward.transform.opset import convert_opset

@@ -12,7 +12,7 @@ from onward.arguments import checked
 from onward.errors import InvalidModelError, UnknownNameError, near_or_first
 from onward.model import Model, Source, read
 from onward.model.core import Step, values
-from onward.model.named import rename_in_gradients
+from onward.model.gradient_names import rename_in_gradients
 from onward.model.serde import stamp
 from onward.model.state import PARAMETER_KEY, tagged
 

@@ -15,8 +15,8 @@ from onward.errors import InvalidModelError
 from onward.model import Model
 from onward.model.serde import to_proto, without_data
 from onward.model.walk import ancestors, read_by
+from onward.transform.attribute_words import check_equations
 from onward.transform.expansion import check_expansion
-from onward.transform.words import check_equations
 
 _HINT = "`onward check` says more"
 

@@ -11,13 +11,13 @@ from typing import Annotated
 import numpy as np
 
 from onward.arguments import Count, Range, Seed, checked
+from onward.engines import ENGINES, FRAMEWORKS, Engine, is_installed, load
 from onward.errors import Error, UnknownNameError, UnsupportedError, near_or_first
+from onward.gradcheck.inputs import GIVE, Given, fitting, made_up
 from onward.lowering.contract import contract_of
 from onward.lowering.step import lower
 from onward.model import Model, Source, read
 from onward.model.state import states
-from onward.numeric.inputs import GIVE, Given, fitting, made_up
-from onward.run import ENGINES, FRAMEWORKS, Engine, is_installed, load
 from onward.verification.distance import Arrays, farthest
 from onward.verification.divergence import Way, first_difference
 from onward.verification.noise import distances_without_noise

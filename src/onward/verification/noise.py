@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from onward.engines import Engine
 from onward.errors import UnsupportedError
-from onward.run import Engine
 from onward.verification.distance import Arrays, farthest
 
 _ROUNDINGS = 32

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from onward.numeric.report import aligned
+from onward.gradcheck.report import aligned
 
 
 @dataclasses.dataclass(frozen=True)

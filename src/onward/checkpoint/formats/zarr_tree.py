@@ -10,6 +10,7 @@ from typing import Any
 
 from onward.checkpoint.description import Checkpoint
 from onward.checkpoint.format import Format
+from onward.checkpoint.optimizer_json import with_words, words_of
 from onward.checkpoint.pytorch.folders import has
 from onward.checkpoint.pytree.pytrees import leaves, with_lists
 from onward.checkpoint.pytree.train_states import INFORMATION, checkpoint_of_tree
@@ -17,7 +18,6 @@ from onward.checkpoint.pytree.tree_writing import tree_of
 from onward.checkpoint.pytree.zarr_items import TREE, read_layout, read_tree, write_json, write_tree
 from onward.checkpoint.safetensors_files import read_json
 from onward.checkpoint.tensors import Tensor
-from onward.checkpoint.words import with_words, words_of
 from onward.errors import UnsupportedError
 
 JSON = "metadata"

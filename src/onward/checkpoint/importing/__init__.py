@@ -18,15 +18,15 @@ from onward.checkpoint.importing.names import own_constants, refuse_unmatched, w
 from onward.checkpoint.importing.optimizers import run_groups, tells_optimizers, with_slot_names
 from onward.checkpoint.importing.schedules import schedule_by_updates
 from onward.checkpoint.importing.state import averages_of, type_of, updates_made, weights_and_slots
-from onward.checkpoint.kept import keep
+from onward.checkpoint.lazy_initializers import placed
 from onward.checkpoint.matching import Match, match
 from onward.checkpoint.opening import open_checkpoint
-from onward.checkpoint.placing import placed
 from onward.checkpoint.scales import scaling_of
+from onward.checkpoint.source_checkpoint import keep
 from onward.checkpoint.tensors import Tensor
 from onward.convert.problems import Problems
-from onward.convert.run import Group as RunGroup
-from onward.convert.run import Run, assemble, disassemble
+from onward.convert.snapshot import Group as RunGroup
+from onward.convert.snapshot import Snapshot, assemble, disassemble
 from onward.errors import ArgumentError, UnsupportedError
 from onward.model import Model, read
 from onward.recipe.spec import parse
@@ -40,7 +40,7 @@ class Plan:
     checkpoint: Checkpoint
     """With names for all that its optimizers keep."""
     match: Match
-    run: Run
+    run: Snapshot
     """But for the state of optimizers."""
     slots: Mapping[str, Tensor]
     """That state, by the names of a training model."""
@@ -125,7 +125,7 @@ def plan(
         slots |= scaling.state
     slots |= averages_of(checkpoint, matched, groups, step) if "ema" in recipe else {}
     words, more = schedule_by_updates(checkpoint, schedule, step, groups, base)
-    run = Run(
+    run = Snapshot(
         model=model,
         loss=_loss(checkpoint, base, captured.loss if loss is None else loss),
         groups=groups,
@@ -180,7 +180,7 @@ def _fill(model: Model, name: str, tensor: Tensor, problems: Problems) -> None:
         problems.add(f"`{name}` is {tensor.dtype}, not {held.dtype.numpy()}", "give a model of the type of its weights")
 
 
-def _loss(checkpoint: Checkpoint, base: Run | None, said: Any) -> Any:
+def _loss(checkpoint: Checkpoint, base: Snapshot | None, said: Any) -> Any:
     for known in (said, base.loss if base else None, checkpoint.loss):
         if known is not None:
             return known
@@ -190,7 +190,7 @@ def _loss(checkpoint: Checkpoint, base: Run | None, said: Any) -> Any:
     )
 
 
-def _recipe(checkpoint: Checkpoint, base: Run | None, has_masters: bool | None) -> dict[str, Any]:
+def _recipe(checkpoint: Checkpoint, base: Snapshot | None, has_masters: bool | None) -> dict[str, Any]:
     recipe = dict(base.recipe) if base else {}
     if checkpoint.accumulate > 1:
         recipe["accumulate"] = checkpoint.accumulate

@@ -9,7 +9,7 @@ from onward.checkpoint.description import Checkpoint
 from onward.checkpoint.matching import Match
 from onward.checkpoint.naming import Order, with_names
 from onward.convert.problems import Problems
-from onward.convert.run import Run
+from onward.convert.snapshot import Snapshot
 from onward.errors import listed
 from onward.inspect import describe
 from onward.model import Model
@@ -42,7 +42,7 @@ def with_optimizer_names(
     return dataclasses.replace(checkpoint, optimizers=tuple(optimizers)), notes
 
 
-def own_constants(matched: Match, model: Model, base: Run | None) -> set[str]:
+def own_constants(matched: Match, model: Model, base: Snapshot | None) -> set[str]:
     """Tensors that a training model neither trains nor averages, while the checkpoint has nothing left over."""
     if base is None or matched.left:
         return set()

@@ -9,8 +9,8 @@ from onward.checkpoint.description import Checkpoint, Group, Optimizer
 from onward.checkpoint.matching import Match
 from onward.checkpoint.pytorch.optimizers import spec_of
 from onward.checkpoint.pytree.optax_trees import of_adamax
-from onward.convert.run import Group as RunGroup
-from onward.convert.run import Run
+from onward.convert.snapshot import Group as RunGroup
+from onward.convert.snapshot import Snapshot
 from onward.errors import UnsupportedError
 from onward.recipe.optimizers import optimizer as known_optimizer
 from onward.recipe.spec import Spec
@@ -21,7 +21,7 @@ def tells_optimizers(checkpoint: Checkpoint) -> bool:
     return any(group.optimizer is not None for each in checkpoint.optimizers for group in each.groups)
 
 
-def run_groups(checkpoint: Checkpoint, matched: Match, said: Spec | None, base: Run | None) -> list[RunGroup]:
+def run_groups(checkpoint: Checkpoint, matched: Match, said: Spec | None, base: Snapshot | None) -> list[RunGroup]:
     if not checkpoint.optimizers:
         raise UnsupportedError(
             f"`{checkpoint.path}` has no state of an optimizer: there is no run to go on with",
@@ -45,7 +45,7 @@ def with_slot_names(checkpoint: Checkpoint, matched: Match, groups: Sequence[Run
     return dataclasses.replace(checkpoint, optimizers=tuple(of_adamax(each, theirs) for each in checkpoint.optimizers))
 
 
-def _groups_of(base: Run, own: Sequence[str], numbers: Mapping[str, float]) -> list[RunGroup]:
+def _groups_of(base: Snapshot, own: Sequence[str], numbers: Mapping[str, float]) -> list[RunGroup]:
     """The optimizers that a training model has for parameters, with what the checkpoint tells of them."""
     found = []
     for each in base.groups:

@@ -8,15 +8,15 @@ from typing import Any
 
 from onward.checkpoint.description import Checkpoint, Schedule
 from onward.checkpoint.importing.optimizers import tells_optimizers
-from onward.convert.rates import Factor, complete
-from onward.convert.run import Group as RunGroup
-from onward.convert.run import Run
+from onward.convert.rate_formulas import Factor, complete
+from onward.convert.snapshot import Group as RunGroup
+from onward.convert.snapshot import Snapshot
 from onward.errors import UnsupportedError
 from onward.recipe.spec import Spec, parse
 
 
 def schedule_by_updates(
-    checkpoint: Checkpoint, said: Any, step: int, groups: Sequence[RunGroup], base: Run | None
+    checkpoint: Checkpoint, said: Any, step: int, groups: Sequence[RunGroup], base: Snapshot | None
 ) -> tuple[list[Spec], list[str]]:
     """The schedule by updates, and what is to be said of it."""
     if said is not None:

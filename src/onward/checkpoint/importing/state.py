@@ -11,7 +11,7 @@ from onward.checkpoint.description import COUNT, MASTER, Checkpoint
 from onward.checkpoint.matching import Match
 from onward.checkpoint.tensors import Tensor, as_tensor, count_of, turned
 from onward.convert.problems import Problems
-from onward.convert.run import Group as RunGroup
+from onward.convert.snapshot import Group as RunGroup
 from onward.errors import UnsupportedError, listed
 from onward.model import Model
 

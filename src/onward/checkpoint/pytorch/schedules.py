@@ -8,7 +8,7 @@ from typing import Any
 from onward.checkpoint.description import Schedule
 from onward.checkpoint.pytorch.objects import Name, Object
 from onward.convert.pytorch_schedules import ROWS, Attributes, class_of, in_sequence, one_cycle, restarted
-from onward.convert.rates import FOREVER, Pieces, complete, in_words
+from onward.convert.rate_formulas import FOREVER, Pieces, complete, in_words
 from onward.recipe.spec import Spec
 
 _EVERYWHERE = frozenset({

@@ -24,7 +24,7 @@ from onward.convert.jax.trial import try_updates
 from onward.convert.probe import probe as compare_steps
 from onward.convert.probe import types_in, without_dropout
 from onward.convert.problems import Parts
-from onward.convert.run import Group, Run, assemble
+from onward.convert.snapshot import Group, Snapshot, assemble
 from onward.errors import MismatchError, UnsupportedError
 from onward.model import Model
 from onward.model.core import values
@@ -78,7 +78,7 @@ def from_jax(
     with parts.reading():
         found, is_traced = _updates(optimizer, state, weights, idle)
     parts.refuse()
-    run = Run(
+    run = Snapshot(
         model=model,
         loss="value:loss" if loss is None else loss,
         groups=found.groups,
@@ -186,7 +186,7 @@ def _is_parameter(leaf: Any) -> bool:
     return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating)
 
 
-def _assembled(run: Run, captured: _Captured) -> Model:
+def _assembled(run: Snapshot, captured: _Captured) -> Model:
     training = assemble(run)
     if captured.statistics is not None:
         for name in named_leaves(captured.statistics):

@@ -18,14 +18,14 @@ import optax
 
 from onward.build import DOMAIN, DOMAIN_VERSION, Builder, Expr
 from onward.differentiate.api import COMMON_OPSET
+from onward.engines.framework_engine import interpreter
+from onward.engines.jax import Jax
 from onward.model import Model
 from onward.recipe.optimizers import ConfiguredOptimizer, optimizer
 from onward.recipe.optimizers.clip import clip_by_global_norm, clip_by_norm
-from onward.recipe.optimizers.configured import Slot
+from onward.recipe.optimizers.configuration import Slot
 from onward.recipe.schedules import Part, schedule, sequence
 from onward.recipe.spec import Spec, parse
-from onward.run.interpreted import interpreter
-from onward.run.jax import Jax
 from onward.transform.inline import inline
 
 Rate = float | Callable[[Any], Any]

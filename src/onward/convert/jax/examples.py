@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from onward.convert.chance import no_chance
+from onward.convert.randomness import no_chance
 from onward.errors import DataError, UnsupportedError, first_line
 
 _DECISIONS = (

@@ -10,7 +10,7 @@ import optax
 
 from onward.convert.jax.exact import Rate, executed_by_jax
 from onward.recipe.optimizers import FunctionOptimizer
-from onward.recipe.optimizers.function import COUNT, RATE, gradient_of
+from onward.recipe.optimizers.graph_optimizer import COUNT, RATE, gradient_of
 from onward.transform.inline import inline
 
 

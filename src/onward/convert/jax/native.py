@@ -16,7 +16,7 @@ from onward.convert.jax.exact import Rate
 from onward.convert.jax.objects import OBJECTS
 from onward.convert.jax.schedules import make_schedule
 from onward.convert.jax.slots import filled
-from onward.convert.run import Group, Run
+from onward.convert.snapshot import Group, Snapshot
 from onward.recipe.optimizers import FunctionOptimizer, optimizer
 from onward.recipe.spec import Spec
 
@@ -24,7 +24,7 @@ Settings = SimpleNamespace
 Parts = Sequence[Any]
 
 
-def make_optimizer(run: Run, params: Mapping[str, Any]) -> tuple[optax.GradientTransformation, Any]:
+def make_optimizer(run: Snapshot, params: Mapping[str, Any]) -> tuple[optax.GradientTransformation, Any]:
     """The optimizer of a run, and its state. `params` are by name."""
     tx = transformation(run, OBJECTS)
     slots = {**run.state, **_traces(run)}
@@ -42,7 +42,7 @@ def is_native(spec: Spec) -> bool:
     return _native(OBJECTS, spec, 1.0) is not None
 
 
-def transformation(run: Run, ox: Any) -> Any:
+def transformation(run: Snapshot, ox: Any) -> Any:
     """The optimizer of a run, without accumulation: of the functions of `ox`, which makes objects or says which."""
     made = [_transformation(ox, group, f"group{i}", run) for i, group in enumerate(run.groups)]
     tx = made[0]
@@ -52,7 +52,7 @@ def transformation(run: Run, ox: Any) -> Any:
     return ox.chain(_clip(ox, run.clip), tx) if run.clip else tx
 
 
-def _transformation(ox: Any, group: Group, name: str, run: Run) -> Any:
+def _transformation(ox: Any, group: Group, name: str, run: Snapshot) -> Any:
     rate = make_schedule(run.schedule, group.lr, ox)
     if isinstance(group.optimizer, FunctionOptimizer):
         return ox.executed(group.optimizer, name, rate)
@@ -78,7 +78,7 @@ def _clip(ox: Any, clip: Mapping[str, Any]) -> Any:
 # ---- state -----------------------------------------------------------------------------------------------------------
 
 
-def _traces(run: Run) -> dict[str, np.ndarray]:
+def _traces(run: Snapshot) -> dict[str, np.ndarray]:
     """Momentum that has the rate in it has the sign of updates in optax."""
     specs = {name: group.optimizer for group in run.groups for name in group.parameters}
     names = [name for name, spec in specs.items() if isinstance(spec, Spec) and _momentum_is_outer(spec)]
@@ -90,7 +90,7 @@ def _momentum_is_outer(spec: Spec) -> bool:
     return spec.name == "rmsprop" and spec.options.get("variant") != "torch" and is_native(spec)
 
 
-def _accumulated(state: optax.MultiStepsState, inner: Any, run: Run) -> optax.MultiStepsState:
+def _accumulated(state: optax.MultiStepsState, inner: Any, run: Snapshot) -> optax.MultiStepsState:
     count = int(run.state.get("micro_step", 0))
     means = {
         name: jnp.asarray(run.state[f"accum/{name}"] / max(count, 1), old.dtype)

@@ -8,7 +8,7 @@ import optax
 
 from onward.convert.jax.exact import Rate, exact, exact_clip, rate_of
 from onward.convert.jax.executed import executed
-from onward.convert.run import Group
+from onward.convert.snapshot import Group
 
 
 class Objects:

@@ -13,10 +13,10 @@ from onward.convert.jax.closures import Transformation, Tree, free_variables, na
 from onward.convert.jax.recognize import Recognized, number, recognize
 from onward.convert.jax.schedules import read_schedule, scaled
 from onward.convert.jax.slots import Arrays, counts, read_slots
-from onward.convert.run import Group
+from onward.convert.snapshot import Group
 from onward.errors import UnsupportedError
 from onward.recipe.optimizers import FunctionOptimizer
-from onward.recipe.optimizers.given import Given
+from onward.recipe.optimizers.selection import Given
 from onward.recipe.spec import Spec
 
 _CLIPS = ("clip", "clip_by_global_norm", "exact_clip")
@@ -26,7 +26,7 @@ _CHANGE_NOTHING = ("identity", "inject_hyperparams", "scale", "scale_by_schedule
 
 
 class Optimization(NamedTuple):
-    """What a `Run` says about updates."""
+    """What a `Snapshot` says about updates."""
 
     groups: list[Group]
     state: Arrays

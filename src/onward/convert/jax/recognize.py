@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from onward.convert.jax.closures import Scheduled, Transformation, free_variables, origin
 from onward.errors import UnsupportedError
-from onward.recipe.optimizers.given import Given
+from onward.recipe.optimizers.selection import Given
 from onward.recipe.spec import Spec
 
 

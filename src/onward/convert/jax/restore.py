@@ -11,21 +11,21 @@ import numpy as np
 import optax
 
 from onward.arguments import checked
-from onward.convert.foreign import adopted
 from onward.convert.jax.native import make_optimizer
 from onward.convert.jax.optimizers import read_optimizer
 from onward.convert.jax.trial import try_updates
-from onward.convert.run import Run, disassemble, step_of
+from onward.convert.snapshot import Snapshot, disassemble, step_of
+from onward.convert.standard_steps import adopted
+from onward.engines.framework_engine import interpreter
+from onward.engines.jax import Jax
 from onward.errors import UnsupportedError, listed
 from onward.lowering.contract import contract_of
 from onward.lowering.step import lower
 from onward.model import Model, Source, read
 from onward.model.core import as_input
 from onward.model.state import STEP, State, carried, states
-from onward.recipe.optimizers.halves import HALVES
+from onward.recipe.optimizers.sixteen_bit import HALVES
 from onward.recipe.spec import Spec
-from onward.run.interpreted import interpreter
-from onward.run.jax import Jax
 from onward.transform.inline import inline
 from onward.transform.opset import of_one_opset
 from onward.transform.unused import keep_only
@@ -79,7 +79,7 @@ def to_jax(training: Source, step: int | None = None, *, probe: bool = True) -> 
     return JaxTraining(one_step, state, parts.apply(), loss, tx, lambda state: parts.training(state, tx))
 
 
-def _averaged(new: Tree, old: Tree, run: Run) -> Tree:
+def _averaged(new: Tree, old: Tree, run: Snapshot) -> Tree:
     """The averages of the parameters follow them where there was an update."""
     if "ema" not in new:
         return new
@@ -91,7 +91,7 @@ def _averaged(new: Tree, old: Tree, run: Run) -> Tree:
     return {**new, "ema": {name: average(name, past) for name, past in old["ema"].items()}}
 
 
-def _check_rounding(run: Run) -> None:
+def _check_rounding(run: Snapshot) -> None:
     """Refuse updates in 16 bits that round where PyTorch does, and optax does not."""
     types = {name: value.dtype for name, value in run.model.graph.initializers.items()}
     for group in run.groups:
@@ -99,7 +99,7 @@ def _check_rounding(run: Run) -> None:
         if is_theirs and (narrow := [name for name in group.parameters if types[name] in HALVES]):
             raise UnsupportedError(
                 f"{listed(narrow, 5)} are updated in 16 bits as PyTorch rounds them, which optax does not",
-                hint='train it as it is, on JAX too: `onward.run.load(model, engine="jax")`',
+                hint='train it as it is, on JAX too: `onward.engines.load(model, engine="jax")`',
             )
 
 
@@ -116,7 +116,7 @@ class Parts:
         if strange:
             raise UnsupportedError(
                 f"the training model has state that optax has no place for: {', '.join(strange)}",
-                hint='train it as it is, on JAX too: `onward.run.load(model, engine="jax")`',
+                hint='train it as it is, on JAX too: `onward.engines.load(model, engine="jax")`',
             )
         self.run = disassemble(model, index, forward=False)
         _check_rounding(self.run)

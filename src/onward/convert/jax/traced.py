@@ -22,12 +22,12 @@ from onward.convert.jax.jaxpr import export
 from onward.convert.jax.jaxpr.emitter import data_of
 from onward.convert.jax.optimizers import Optimization
 from onward.convert.jax.trial import random_gradient
-from onward.convert.run import Group
+from onward.convert.snapshot import Group
+from onward.engines.framework_engine import array_function
 from onward.errors import UnsupportedError, first_line
 from onward.model import Model
 from onward.recipe.optimizers import FunctionOptimizer
-from onward.recipe.optimizers.function import COUNT, RATE, gradient_of
-from onward.run.interpreted import array_function
+from onward.recipe.optimizers.graph_optimizer import COUNT, RATE, gradient_of
 
 _UPDATES = 3
 _TOLERANCE = 1e-5

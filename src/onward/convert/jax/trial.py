@@ -13,19 +13,19 @@ import optax
 
 from onward.build import Builder
 from onward.convert.jax.closures import Tree, named_leaves, path_name
-from onward.convert.run import Run, assemble
+from onward.convert.snapshot import Snapshot, assemble
+from onward.engines import load
 from onward.errors import MismatchError
 from onward.model import Model
 from onward.model.state import states
 from onward.recipe.optimizers import FunctionOptimizer
-from onward.run import load
 
 TOLERANCE = 1e-5
 """Of updates, as parts of the largest: optax computes rates and some decays in float32."""
 _OPSET = 21
 
 
-def try_updates(tx: Any, opt_state: Any, params: Tree, run: Run) -> None:
+def try_updates(tx: Any, opt_state: Any, params: Tree, run: Snapshot) -> None:
     """Let both make a few updates with the same random gradients, in float64 if they can, and compare."""
     generator = np.random.default_rng(0)
     typed = any(isinstance(group.optimizer, FunctionOptimizer) for group in run.groups)
@@ -48,7 +48,7 @@ def try_updates(tx: Any, opt_state: Any, params: Tree, run: Run) -> None:
                 theirs = _follow(new, engine.state(), run)
 
 
-def _compare(old: dict[str, Any], new: dict[str, Any], ours: dict[str, np.ndarray], run: Run) -> None:
+def _compare(old: dict[str, Any], new: dict[str, Any], ours: dict[str, np.ndarray], run: Snapshot) -> None:
     for name in run.parameters:
         expected, found = np.asarray(new[name] - old[name]), ours[name] - np.asarray(old[name])
         size = float(np.abs(expected).max(initial=0))
@@ -63,7 +63,7 @@ def _compare(old: dict[str, Any], new: dict[str, Any], ours: dict[str, np.ndarra
             )
 
 
-def _follow(theirs: Tree, ours: dict[str, np.ndarray], run: Run) -> Tree:
+def _follow(theirs: Tree, ours: dict[str, np.ndarray], run: Snapshot) -> Tree:
     """Parameters with the bits of our side, so that differences do not add up."""
     own = set(run.parameters)
     return jax.tree_util.tree_map_with_path(
@@ -86,7 +86,7 @@ def _double_state(state: Any) -> Any:
     return _double(state)
 
 
-def _trainer(run: Run, start: dict[str, np.ndarray], inputs: dict[str, str]) -> Model:
+def _trainer(run: Snapshot, start: dict[str, np.ndarray], inputs: dict[str, str]) -> Model:
     """A training model of the same parameters and optimizers whose gradients are what it is fed."""
     graph = ir.Graph([], [], nodes=[], opset_imports={"": _OPSET}, name="trial")
     op = Builder(graph, opset=_OPSET)

@@ -6,7 +6,7 @@ import sys
 
 _ON_TENSORFLOW = os.environ.get("KERAS_BACKEND", "tensorflow") == "tensorflow"
 if _ON_TENSORFLOW and "keras" not in sys.modules and importlib.util.find_spec("tensorflow"):
-    importlib.import_module("onward.run.tensorflow.quiet")  # Keras would import it with all that it prints
+    importlib.import_module("onward.engines.tensorflow.quiet")  # Keras would import it with all that it prints
 
 from onward.convert.keras.capture import from_keras  # noqa: E402
 from onward.convert.keras.release import to_keras  # noqa: E402

@@ -8,14 +8,14 @@ from typing import Any
 import keras
 
 from onward.arguments import checked
-from onward.convert.classes import Rate, Refused
 from onward.convert.keras.losses import Term, terms_of
 from onward.convert.keras.optimizers import clip_of, kind_of, recipe_of, settings_of, state_of
 from onward.convert.keras.rehearsal import rehearse
 from onward.convert.keras.schedules import rate_of
 from onward.convert.keras.traced import traced
 from onward.convert.keras.walk import REGULARIZATION, Walk, functional_of
-from onward.convert.run import Group, Run, assemble
+from onward.convert.keras_classes import Rate, Refused
+from onward.convert.snapshot import Group, Snapshot, assemble
 from onward.errors import UnsupportedError
 from onward.model import Model
 from onward.recipe.spec import Spec
@@ -49,7 +49,7 @@ def from_keras(model: Any, *, probe: bool = True, approx: bool = False) -> Model
         )
     variables = [v for v in model.trainable_variables if walk.is_used(v)]
     optimizer = model.optimizer
-    run = Run(
+    run = Snapshot(
         model=walk.model(),
         loss=[*(term.spec for term in terms), *([f"value:{REGULARIZATION}"] if walk.is_regularized else [])],
         groups=_groups(optimizer, rate.lr, variables, walk),

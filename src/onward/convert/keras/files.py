@@ -10,12 +10,12 @@ from onward.convert.files import OTHER, refilled
 from onward.convert.keras.optimizers import array_of
 from onward.convert.keras.release import to_keras
 from onward.convert.keras.source import program_of
-from onward.convert.keras.source.standin import standing_in
+from onward.convert.keras.source.placeholder_model import standing_in
 from onward.convert.keras.source.trial import try_files
 from onward.convert.keras.weights import stored
 from onward.convert.problems import Problems
 from onward.convert.python import program_beside
-from onward.convert.run import step_of
+from onward.convert.snapshot import step_of
 from onward.model import Model
 from onward.model.storage.replacement import replacing
 from onward.transform.declare import require_shapes

@@ -11,10 +11,10 @@ import keras
 import numpy as np
 import onnx_ir as ir
 
-from onward.convert.classes import Refused
-from onward.convert.keras import formulas
+from onward.convert.keras import loss_formulas
 from onward.convert.keras.tensors import Tensor
 from onward.convert.keras.walk import OPSET, functional_of
+from onward.convert.keras_classes import Refused
 
 _MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
 
@@ -119,7 +119,9 @@ class _Reader:
         kind = "labels" if name == "cross_entropy" and options.get("target") is None else "target"
         return Term(self.index, {value: spec}, self._input(kind, str(value)), draw)
 
-    def formula(self, formula: formulas.Formula, draw: Any, *, on: Tensor | None = None, each: bool = True) -> Term:
+    def formula(
+        self, formula: loss_formulas.Formula, draw: Any, *, on: Tensor | None = None, each: bool = True
+    ) -> Term:
         """A formula of Keras's own."""
         prediction = (on or self.output).plain.value
         sparse = self.name in _OF_LABELS
@@ -130,7 +132,7 @@ class _Reader:
         )
         reduction = "sum" if self.is_sum else "mean"
         settings: dict[str, Any] = {"opset": OPSET, "reduction": reduction, "scale": self._scale(each)}
-        function = formulas.as_function(self.name, formula, target, **settings)
+        function = loss_formulas.as_function(self.name, formula, target, **settings)
         return Term(self.index, {prediction.name: function}, str(target.name), draw)
 
     def _input(self, kind: str, value: str) -> str:
@@ -185,7 +187,7 @@ def _sparse_crossentropy(r: _Reader) -> Term:
     if r.logits is None:
         if r.option("ignore_class") is not None:
             raise Refused("loss sparse_categorical_crossentropy ignores a class of probabilities")
-        return r.formula(formulas.sparse(r.eps, keras.backend.backend()), _labels(r), each=False)
+        return r.formula(loss_formulas.sparse(r.eps, keras.backend.backend()), _labels(r), each=False)
     ignored = {} if r.option("ignore_class") is None else {"ignore_index": int(r.option("ignore_class"))}
     return r.named("cross_entropy", _labels(r), on=r.logits, each=False, **_axis(r), **ignored)
 
@@ -193,7 +195,7 @@ def _sparse_crossentropy(r: _Reader) -> Term:
 def _crossentropy(r: _Reader) -> Term:
     smoothing = float(r.option("label_smoothing", 0.0))
     if r.logits is None:
-        formula = formulas.categorical(r.eps, smoothing, int(r.output.shape[-1] or 0))
+        formula = loss_formulas.categorical(r.eps, smoothing, int(r.output.shape[-1] or 0))
         return r.formula(formula, _one_hot(r), each=False)
     options: dict[str, Any] = {"target": "probabilities", **_axis(r)}
     options |= {"label_smoothing": smoothing} if smoothing else {}
@@ -210,7 +212,7 @@ def _binary_crossentropy(r: _Reader) -> Term:
     _axis(r)
     smoothing = float(r.option("label_smoothing", 0.0))
     if smoothing:
-        formula = formulas.binary(r.eps, smoothing, r.logits is not None)
+        formula = loss_formulas.binary(r.eps, smoothing, r.logits is not None)
         return r.formula(formula, _binary(r), on=r.logits)
     if r.logits is not None:
         return r.named("bce_with_logits", _binary(r), on=r.logits)
@@ -218,22 +220,22 @@ def _binary_crossentropy(r: _Reader) -> Term:
 
 
 def _formula(r: _Reader) -> Term:
-    each = r.name in formulas.ELEMENTWISE
+    each = r.name in loss_formulas.ELEMENTWISE
     if r.name == "cosine_similarity":
         _axis(r)
     draw = {"hinge": _binary, "squared_hinge": _binary, "kl_divergence": _one_hot, "categorical_hinge": _one_hot}
-    make = (formulas.ELEMENTWISE if each else formulas.BY_SAMPLE)[r.name]
+    make = (loss_formulas.ELEMENTWISE if each else loss_formulas.BY_SAMPLE)[r.name]
     return r.formula(make(r.eps), draw.get(r.name, _positive)(r), each=each)
 
 
 def _binary_focal(r: _Reader) -> Term:
     _axis(r)
-    return r.formula(formulas.binary_focal(r.eps, r.options, r.logits is not None), _binary(r), on=r.logits)
+    return r.formula(loss_formulas.binary_focal(r.eps, r.options, r.logits is not None), _binary(r), on=r.logits)
 
 
 def _categorical_focal(r: _Reader) -> Term:
     _axis(r)
-    formula = formulas.categorical_focal(r.eps, r.options, int(r.output.shape[-1] or 0))
+    formula = loss_formulas.categorical_focal(r.eps, r.options, int(r.output.shape[-1] or 0))
     return r.formula(formula, _one_hot(r), each=False)
 
 
@@ -241,7 +243,7 @@ def _of_regions(r: _Reader) -> Term:
     if r.option("axis") is not None:
         raise Refused(f"loss {r.name} has an `axis`")
     shares = float(r.option("alpha", 0.5)), float(r.option("beta", 0.5))
-    formula = formulas.dice(r.eps) if r.name == "dice" else formulas.overlap(r.eps, *shares)
+    formula = loss_formulas.dice(r.eps) if r.name == "dice" else loss_formulas.overlap(r.eps, *shares)
     return r.formula(formula, _binary(r), each=False)
 
 
@@ -261,7 +263,7 @@ _READERS: dict[str, Callable[[_Reader], Term]] = {
     "dice": _of_regions,
     "tversky": _of_regions,
     "categorical_generalized_cross_entropy": lambda r: r.formula(
-        formulas.generalized(float(r.option("q"))), _labels(r), each=False
+        loss_formulas.generalized(float(r.option("q"))), _labels(r), each=False
     ),
-    **dict.fromkeys((*formulas.ELEMENTWISE, *formulas.BY_SAMPLE), _formula),
+    **dict.fromkeys((*loss_formulas.ELEMENTWISE, *loss_formulas.BY_SAMPLE), _formula),
 }

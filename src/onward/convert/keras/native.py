@@ -7,8 +7,8 @@ from typing import Any
 
 import keras
 
-from onward.convert.classes import CLIPS, KINDS, Kind
-from onward.convert.run import Run
+from onward.convert.keras_classes import CLIPS, KINDS, Kind
+from onward.convert.snapshot import Snapshot
 from onward.model import Model
 from onward.recipe.optimizers import ConfiguredOptimizer, FunctionOptimizer, optimizer
 from onward.recipe.spec import Spec
@@ -23,7 +23,7 @@ _CLASSES = {
 # ---- optimizers ------------------------------------------------------------------------------------------------------
 
 
-def native_optimizer(run: Run, held: Mapping[str, Any]) -> Any | None:
+def native_optimizer(run: Snapshot, held: Mapping[str, Any]) -> Any | None:
     """Keras's optimizer with the state of a run, if there is one that computes the same."""
     has_masters = any(f"{name}/master" in run.state for name in run.parameters)  # which Keras would leave behind
     if has_masters or any(isinstance(group.optimizer, FunctionOptimizer) for group in run.groups):
@@ -44,7 +44,7 @@ def native_optimizer(run: Run, held: Mapping[str, Any]) -> Any | None:
 
 
 def _made(
-    name: str, first: ConfiguredOptimizer, rate: Any, run: Run, held: Mapping[str, Any], decays: Sequence[float]
+    name: str, first: ConfiguredOptimizer, rate: Any, run: Snapshot, held: Mapping[str, Any], decays: Sequence[float]
 ) -> Any:
     name = {"AdamW": "Adam"}.get(name, name) if not any(decays) else name
     kind = KINDS[name]
@@ -61,7 +61,7 @@ def _made(
     return made
 
 
-def _fill(made: Any, kind: Kind, run: Run, held: Mapping[str, Any]) -> None:
+def _fill(made: Any, kind: Kind, run: Snapshot, held: Mapping[str, Any]) -> None:
     for name in run.parameters:
         index = made._get_variable_index(held[name])
         for ours, theirs in kind.slots.items():
@@ -101,7 +101,7 @@ def _function(configured: ConfiguredOptimizer) -> str:
     return name if configured.values.get("weight_decay") else name.removesuffix("W")
 
 
-def _clips_alike(run: Run) -> bool:
+def _clips_alike(run: Snapshot) -> bool:
     return run.clip is None or run.clip.get("variant", "optax") in ("optax", "keras")
 
 
@@ -163,7 +163,7 @@ _SCHEDULES: dict[str, Callable[[float, dict[str, Any]], Any | None]] = {
 # ---- losses ----------------------------------------------------------------------------------------------------------
 
 
-def native_losses(run: Run, model: Model) -> dict[str, Any] | None:
+def native_losses(run: Snapshot, model: Model) -> dict[str, Any] | None:
     """What `compile` takes: Keras's losses of the outputs, if there is one for each that computes the same."""
     outputs = {value.name: value for value in model.outputs}
     terms = [item for term in run.loss for item in term.items()] if _are_mappings(run.loss) else []

@@ -14,7 +14,7 @@ from onward.convert.keras.optimizers import array_of, twin_of
 from onward.convert.keras.tensors import Tensor
 from onward.convert.keras.walk import Walk, functional_of
 from onward.convert.probe import TOLERANCE, probe, without_dropout
-from onward.convert.run import Run, assemble
+from onward.convert.snapshot import Snapshot, assemble
 from onward.errors import UnsupportedError, first_line
 
 _SAMPLES, _LENGTH, _STEPS = 8, 5, 3
@@ -33,7 +33,7 @@ class _Step(NamedTuple):
     """Whether the loss can be compared."""
 
 
-def rehearse(run: Run, model: Any, walk: Walk, terms: Sequence[Term]) -> None:
+def rehearse(run: Snapshot, model: Any, walk: Walk, terms: Sequence[Term]) -> None:
     """Three steps of a copy of `model`, and of the training model; neither original is changed."""
     rng = np.random.default_rng(0)
     batches = [_batch(rng, walk.inputs, terms) for _ in range(_STEPS)]

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from onward.arguments import checked
-from onward.convert.foreign import adopted
 from onward.convert.keras.live import GraphOptimizer, TrainingModel
 from onward.convert.keras.native import native_losses, native_optimizer
 from onward.convert.keras.ops import no_gradient_inside
-from onward.convert.run import disassemble, is_plain, step_of
+from onward.convert.snapshot import disassemble, is_plain, step_of
+from onward.convert.standard_steps import adopted
 from onward.differentiate.gradients import has_gradients
 from onward.model import Source, read
 from onward.transform.opset import of_one_opset

@@ -12,10 +12,10 @@ from onward.build import Names
 from onward.convert.keras.optimizers import array_of, twin_of
 from onward.convert.trial import TRIALS, compare
 from onward.errors import Error, UnsupportedError, first_line
+from onward.gradcheck.evaluate import Session
 from onward.model import Model
-from onward.numeric.evaluate import Session
 from onward.recipe.optimizers import FunctionOptimizer
-from onward.recipe.optimizers.function import COUNT, RATE, gradient_of, name_inputs
+from onward.recipe.optimizers.graph_optimizer import COUNT, RATE, gradient_of, name_inputs
 
 _ELSEWHERE = {
     **dict.fromkeys(("clipnorm", "clipvalue", "global_clipnorm", "loss_scale_factor", "gradient_accumulation_steps")),
@@ -93,7 +93,7 @@ def _exported(twin: _Twin) -> Model:
 
             return exported_function(twin.update_in_place, examples)
         case _:
-            from onward.convert.torch.traced.numbers import exported_update
+            from onward.convert.torch.traced.symbolic_numbers import exported_update
 
             return exported_update(twin.update, tuple(map(keras.ops.convert_to_tensor, examples)))
 

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from onward.run.tensorflow.quiet import tensorflow as tf  # isort: skip  (other imports of it are not quiet)
+from onward.engines.tensorflow.quiet import tensorflow as tf  # isort: skip  (other imports of it are not quiet)
 
 from onward.convert.probe import TOLERANCE
+from onward.engines import function as function_of
 from onward.errors import MismatchError
 from onward.model import Model
-from onward.run import function as function_of
 
 
 def confirm(model: Model, function: Any, arguments: Sequence[Any], named: dict[str, Any]) -> None:

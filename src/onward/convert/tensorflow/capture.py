@@ -11,10 +11,10 @@ from typing import Any, Literal
 import numpy as np
 import onnx_ir as ir
 
-from onward.run.tensorflow.quiet import tensorflow as tf  # isort: skip  (other imports of it are not quiet)
+from onward.engines.tensorflow.quiet import tensorflow as tf  # isort: skip  (other imports of it are not quiet)
 
 from onward.build import Builder, Names, uncollected
-from onward.convert.chance import no_chance
+from onward.convert.randomness import no_chance
 from onward.convert.tensorflow.agreement import confirm
 from onward.convert.tensorflow.files import restore
 from onward.convert.tensorflow.graph import Resource, Walk, dtype_of

@@ -24,11 +24,11 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from onward.run.tensorflow.quiet import tensorflow as tf  # isort: skip  (other imports of it are not quiet)
+from onward.engines.tensorflow.quiet import tensorflow as tf  # isort: skip  (other imports of it are not quiet)
 
 from onward.build import Builder, Expr
+from onward.engines.framework import Operators, collected, keywords
 from onward.model.walk import ancestors
-from onward.run.framework import Operators, collected, keywords
 
 FAMILIES = (
     "elementwise", "activation", "reduction", "movement", "indexing", "matrix", "convolution", "images",

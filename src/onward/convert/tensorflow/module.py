@@ -13,11 +13,13 @@ import onnx_ir as ir
 
 from onward.arguments import checked
 
-from onward.run.tensorflow.quiet import tensorflow as tf  # isort: skip  (other imports of it are not quiet)
+from onward.engines.tensorflow.quiet import tensorflow as tf  # isort: skip  (other imports of it are not quiet)
 
 from onward.convert.python import Identifiers
-from onward.convert.run import refuse_rounding, step_of
+from onward.convert.snapshot import refuse_rounding, step_of
 from onward.convert.tensorflow.sizes import OpenSizes
+from onward.engines.framework import Framework
+from onward.engines.framework_engine import Tensors, computation, interpreter
 from onward.errors import Error, UnsupportedError
 from onward.inspect import describe
 from onward.lowering.contract import contract_of
@@ -25,8 +27,6 @@ from onward.lowering.step import lower
 from onward.model import Model, Source, read
 from onward.model.core import as_input
 from onward.model.state import carried
-from onward.run.framework import Framework
-from onward.run.interpreted import Tensors, computation, interpreter
 from onward.transform import inline
 from onward.transform.declare import require_shapes
 from onward.transform.opset import of_one_opset

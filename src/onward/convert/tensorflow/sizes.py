@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from onward.run.tensorflow.quiet import tensorflow as tf  # isort: skip  (other imports of it are not quiet)
+from onward.engines.tensorflow.quiet import tensorflow as tf  # isort: skip  (other imports of it are not quiet)
 
-from onward.run.framework import Operators
-from onward.run.tensorflow import TensorFlow
-from onward.run.tensorflow.indexing import from_start, scattered
-from onward.run.tensorflow.tensors import length, scalar
+from onward.engines.framework import Operators
+from onward.engines.tensorflow import TensorFlow
+from onward.engines.tensorflow.indexing import from_start, scattered
+from onward.engines.tensorflow.tensors import length, scalar
 
 operators = Operators()
 

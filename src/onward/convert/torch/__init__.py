@@ -12,22 +12,22 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from onward.arguments import checked
-from onward.convert.foreign import adopted
 from onward.convert.problems import Parts, Problems
-from onward.convert.run import Run, assemble, disassemble, nothing_learns, step_of
+from onward.convert.snapshot import Snapshot, assemble, disassemble, nothing_learns, step_of
+from onward.convert.standard_steps import adopted
 from onward.convert.torch.capture import captured, check_copyable, into_training, unwrapped
 from onward.convert.torch.clipping import Clip, clip_of, clipping_part
 from onward.convert.torch.exact.masters import MasterWeights
-from onward.convert.torch.halves import HALVES
 from onward.convert.torch.losses import make_loss
 from onward.convert.torch.module import OnnxModule, to_module
-from onward.convert.torch.native import NativeRun, probe_made, probe_native
+from onward.convert.torch.native_run import NativeRun, probe_made, probe_native
 from onward.convert.torch.objective import inner_values, read_objective, summands
 from onward.convert.torch.optimizers import make_optimizer, read_optimizer
 from onward.convert.torch.schedulers import updates_per_step
 from onward.convert.torch.schedules import make_scheduler, read_scheduler
+from onward.convert.torch.sixteen_bit import HALVES
 from onward.convert.torch.tags import COUNTER, GROUP, STEP
-from onward.convert.torch.traced.held import copied
+from onward.convert.torch.traced.optimizer_state import copied
 from onward.convert.torch.wrappers import bare_optimizer, bare_scheduler
 from onward.errors import UnsupportedError
 from onward.model import Model, Source, read
@@ -113,7 +113,9 @@ def _freeze_others(native: NativeRun) -> None:
             parameter.requires_grad_(False)
 
 
-def _read(native: NativeRun, example_inputs: Any, dynamic_shapes: Mapping[str, Any] | None, given: int | None) -> Run:
+def _read(
+    native: NativeRun, example_inputs: Any, dynamic_shapes: Mapping[str, Any] | None, given: int | None
+) -> Snapshot:
     parts, schedule = Parts(), None
     with parts.reading():
         model = _model(native.module, example_inputs, dynamic_shapes)
@@ -138,7 +140,7 @@ def _read(native: NativeRun, example_inputs: Any, dynamic_shapes: Mapping[str, A
     groups, state, found = read_optimizer(native.optimizer, trained, schedule)
     step = _step(native, found, given)
     _tag(model, native.optimizer, {id(p): name for name, p in named.items() if id(p) not in trained}, step)
-    return Run(
+    return Snapshot(
         model=model,
         loss=loss,
         groups=groups,
@@ -219,7 +221,7 @@ def to_torch(training: Source, *, live: bool = True, probe: bool = True) -> Carr
     return Carried(*built(written(model, carried), carried))
 
 
-def _carried(run: Run) -> Carried:
+def _carried(run: Snapshot) -> Carried:
     _check(run)
     _count(run)
     inner = inner_values(run.loss, run.model)
@@ -233,12 +235,12 @@ def _carried(run: Run) -> Carried:
     return Carried(module.train(), optimizer, scheduler, make_loss(run.loss, inner))
 
 
-def _probe(carried: Carried, run: Run) -> None:
+def _probe(carried: Carried, run: Snapshot) -> None:
     twins = copy.deepcopy(carried[:3])  # without the hook that clips
     probe_made(NativeRun(*twins, carried.loss, summands(carried.loss, None), run.clip, updates_per_step(run)), run)
 
 
-def _check(run: Run) -> None:
+def _check(run: Snapshot) -> None:
     problems = Problems("the training model")
     words = {
         "accumulate": "it accumulates gradients",
@@ -250,7 +252,7 @@ def _check(run: Run) -> None:
     problems.refuse()
 
 
-def _count(run: Run) -> None:
+def _count(run: Snapshot) -> None:
     """Let the counters of batches count what was trained elsewhere."""
     for value in _counters(run.model):
         assert value.const_value is not None and value.name is not None
@@ -258,7 +260,7 @@ def _count(run: Run) -> None:
         run.model.set(value.name, value.const_value.numpy() + since)
 
 
-def _add_idle(optimizer: Optimizer, run: Run, parameters: Mapping[str, nn.Parameter]) -> None:
+def _add_idle(optimizer: Optimizer, run: Snapshot, parameters: Mapping[str, nn.Parameter]) -> None:
     """Give the optimizer back the parameters that it had without training them, in the order of the module."""
     order = {id(parameter): i for i, parameter in enumerate(parameters.values())}
     for name, parameter in parameters.items():

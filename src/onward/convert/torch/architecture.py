@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from onward.convert.torch.arguments import held_by
 from onward.convert.torch.capture import captured_in_place, check_copyable, unwrapped
-from onward.convert.torch.hollow import hollow_copy
+from onward.convert.torch.placeholder_parameters import hollow_copy
 from onward.errors import UnsupportedError
 from onward.model import Model
 

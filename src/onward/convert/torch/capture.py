@@ -20,10 +20,10 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from onward.convert.problems import Problems
 from onward.convert.torch.arguments import Flat, held_by
 from onward.convert.torch.exporter import export
-from onward.convert.torch.hollow import is_hollow
+from onward.convert.torch.placeholder_parameters import is_hollow
 from onward.convert.torch.tags import ALSO, COUNTER, KIND, LEARNS, PERSISTENT
+from onward.engines.torch.types import CODES, FLOAT8, to_array
 from onward.model import Model
-from onward.run.torch.types import CODES, FLOAT8, to_array
 
 _PREFIX = "module."
 """What names begin with in the exported graph."""

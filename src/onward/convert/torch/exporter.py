@@ -13,10 +13,10 @@ import onnx_ir as ir
 import torch
 from torch.export import Dim
 
-from onward.convert.chance import no_chance
+from onward.convert.randomness import no_chance
 from onward.convert.torch.arguments import Flat
-from onward.convert.torch.chance import NeverBelowZero
 from onward.convert.torch.failures import explained, fault_of_example
+from onward.convert.torch.randomness import NeverBelowZero
 from onward.convert.torch.rewrites import rewrite
 from onward.convert.torch.translations import TRANSLATIONS, define_functions
 from onward.errors import Error, UnknownNameError, UnsupportedError, near

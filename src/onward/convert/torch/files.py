@@ -14,14 +14,14 @@ import torch
 from onward.convert.files import refilled
 from onward.convert.problems import Problems
 from onward.convert.python import program_beside
-from onward.convert.run import disassemble
+from onward.convert.snapshot import disassemble
 from onward.convert.torch import Carried, to_torch
 from onward.convert.torch.optimizers import read_optimizer
 from onward.convert.torch.schedulers import updates_per_step
 from onward.convert.torch.schedules import read_scheduler
 from onward.convert.torch.source import state_of, written
 from onward.convert.torch.source.trial import try_files
-from onward.convert.torch.stored import stored
+from onward.convert.torch.state_file import stored
 from onward.convert.torch.tags import COUNTER
 from onward.convert.torch.tags import STEP as STEP_TAG
 from onward.model import Model

@@ -13,17 +13,17 @@ import onnx_ir as ir
 import torch
 
 from onward.convert.probe import without_dropout
-from onward.convert.torch.live import Live
+from onward.convert.torch.module_engine import Live
 from onward.convert.torch.tags import ALSO, COUNTER, KIND, LEARNS, PERSISTENT
 from onward.differentiate.api import COMMON_OPSET, OLDEST_OPSET
+from onward.engines.framework_engine import interpreter
+from onward.engines.interpreter import Interpreter
+from onward.engines.torch.types import CODES, to_array
+from onward.gradcheck.precision import converted
 from onward.model import Model, read
 from onward.model.core import as_input, values
-from onward.numeric.precision import converted
 from onward.recipe.forward import Variance, functions_to_inline, is_switchable
 from onward.recipe.trainable import judge
-from onward.run.interpreted import interpreter
-from onward.run.interpreter import Interpreter
-from onward.run.torch.types import CODES, to_array
 from onward.transform.inline import inline
 from onward.transform.opset import of_one_opset
 

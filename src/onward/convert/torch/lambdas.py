@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from onward.convert.rates import FOREVER, Factor, Pieces, complete
+from onward.convert.rate_formulas import FOREVER, Factor, Pieces, complete
 from onward.convert.transformers_schedules import READERS
 from onward.recipe.spec import Spec
 

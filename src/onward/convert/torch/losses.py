@@ -135,7 +135,7 @@ def _plain(value: Any) -> Any:
 
 
 def make_loss(terms: Any, inner: Collection[str] = ()) -> nn.Module:
-    """The loss of a `Run`: a class of PyTorch's own, or a small module with the formula.
+    """The loss of a `Snapshot`: a class of PyTorch's own, or a small module with the formula.
 
     It takes a prediction and its targets; where there are several terms, a tuple of these for each. A value that the
     model computes itself is picked from what it returns, and so is one that is `inner`, and no output for others.
@@ -145,7 +145,7 @@ def make_loss(terms: Any, inner: Collection[str] = ()) -> nn.Module:
     for term in terms_of(terms):
         if term.custom is not None or term.spec.name == "custom":
             problems.add(
-                "it is a graph of its own", "run the training model as it is: `onward.run.load(model, engine=...)`"
+                "it is a graph of its own", "run the training model as it is: `onward.engines.load(model, engine=...)`"
             )
             continue
         is_own = term.spec.name == "value"

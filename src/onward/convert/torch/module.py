@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from onward.convert.torch.graph import Graph
+from onward.engines.torch.types import from_array, to_array
 from onward.model import Model, Source, read
 from onward.recipe.forward import Variance
-from onward.run.torch.types import from_array, to_array
 
 
 def to_module(

@@ -14,20 +14,20 @@ from torch.optim import Optimizer
 
 from onward.convert.problems import Problems
 from onward.convert.pytorch_settings import settings_in, words_of
-from onward.convert.run import Group, Run
+from onward.convert.snapshot import Group, Snapshot
 from onward.convert.torch.clipping import Clip
 from onward.convert.torch.counterparts import FROM_TORCH, REFUSED, counterpart
 from onward.convert.torch.exact.masters import MasterWeights, float32_copies
 from onward.convert.torch.exact.optimizer import ExactOptimizer, Together
-from onward.convert.torch.halves import HALVES, in_16_bits, is_known_in_half, objection
 from onward.convert.torch.schedules import ReadSchedule
+from onward.convert.torch.sixteen_bit import HALVES, in_16_bits, is_known_in_half, objection
 from onward.convert.torch.traced.groups import traced
 from onward.convert.torch.traced.optimizer import GraphOptimizer
+from onward.engines.torch.types import from_array, to_array
 from onward.errors import listed
 from onward.recipe.optimizers import ConfiguredOptimizer, FunctionOptimizer, optimizer
 from onward.recipe.optimizers.updates import SCALAR_SLOTS
 from onward.recipe.spec import Spec
-from onward.run.torch.types import from_array, to_array
 
 _NO_STEPS = (torch.optim.SGD,)
 """Classes that do not count updates."""
@@ -221,7 +221,7 @@ def _spec(kind: type[Optimizer], settings: Mapping[str, Any], rate: float, examp
 # ---- making ----------------------------------------------------------------------------------------------------------
 
 
-def make_optimizer(run: Run, parameters: Mapping[str, Parameter]) -> Optimizer:
+def make_optimizer(run: Snapshot, parameters: Mapping[str, Parameter]) -> Optimizer:
     """The optimizer that goes on where a run is: PyTorch's own where that computes the same, else an exact one."""
     masters = {name: run.state[f"{name}/master"] for name in run.parameters if f"{name}/master" in run.state}
     if not masters:
@@ -233,7 +233,7 @@ def make_optimizer(run: Run, parameters: Mapping[str, Parameter]) -> Optimizer:
     return MasterWeights(_made(dataclasses.replace(run, state=state), copies), parameters, copies)
 
 
-def _made(run: Run, parameters: Mapping[str, Parameter]) -> Optimizer:
+def _made(run: Snapshot, parameters: Mapping[str, Parameter]) -> Optimizer:
     _check_run(run, parameters)
     by_class: dict[type[Optimizer], list[Group]] = {}
     made: list[Optimizer] = []
@@ -251,7 +251,7 @@ def _made(run: Run, parameters: Mapping[str, Parameter]) -> Optimizer:
     return made[0] if len(made) == 1 else Together(made)
 
 
-def _at_present(function: FunctionOptimizer, run: Run, group: str) -> FunctionOptimizer:
+def _at_present(function: FunctionOptimizer, run: Snapshot, group: str) -> FunctionOptimizer:
     """A function whose state begins as it is in a run now."""
     names = [value.name or "" for value in function.state]
     held = {name: run.state.get(name if function.owner_of(name) else f"{group}/{name}") for name in names}
@@ -259,7 +259,7 @@ def _at_present(function: FunctionOptimizer, run: Run, group: str) -> FunctionOp
     return dataclasses.replace(function, initial={**function.initial, **present})
 
 
-def _check_run(run: Run, parameters: Mapping[str, Parameter]) -> None:
+def _check_run(run: Snapshot, parameters: Mapping[str, Parameter]) -> None:
     problems = Problems("the optimizer")
     for group in run.groups:
         halves = [name for name in group.parameters if parameters[name].dtype in HALVES]
@@ -281,7 +281,7 @@ def _settings_of(kind: type[Optimizer]) -> list[str]:
     return [*inspect.signature(kind).parameters]
 
 
-def _fill(made: Optimizer, run: Run, names: Mapping[int, str]) -> None:
+def _fill(made: Optimizer, run: Snapshot, names: Mapping[int, str]) -> None:
     """Give an optimizer the state that a run has; one that has not begun makes its own."""
     if not run.step:
         return

@@ -11,13 +11,13 @@ from torch.optim import Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
 from onward.convert.pytorch_schedules import class_of, is_whole, restarted
-from onward.convert.rates import FOREVER, Factor, complete
-from onward.convert.run import Run
+from onward.convert.rate_formulas import FOREVER, Factor, complete
+from onward.convert.snapshot import Snapshot
 
 Make = Callable[[Optimizer], LRScheduler]
 
 
-def updates_per_step(run: Run) -> int:
+def updates_per_step(run: Snapshot) -> int:
     """How many updates one step of the scheduler that `make_scheduler` makes stands for: those of an epoch, maybe."""
     units = {int(spec.options.get("every", 1)) for spec in run.schedule}
     ends = [spec.options["until"] for spec in run.schedule if "until" in spec.options]
@@ -25,7 +25,7 @@ def updates_per_step(run: Run) -> int:
     return unit if all(end % unit == 0 for end in ends) else 1
 
 
-def make_scheduler(run: Run, optimizer: Optimizer) -> LRScheduler | None:
+def make_scheduler(run: Snapshot, optimizer: Optimizer) -> LRScheduler | None:
     """The scheduler that goes on where a run is, for an optimizer of `make_optimizer`; None where the rate is fixed."""
     if not run.schedule:
         return None

@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from onward.convert.problems import Problems
 from onward.convert.pytorch_schedules import ROWS, in_sequence, one_cycle
-from onward.convert.rates import FOREVER, Factor, Pieces, complete, in_words
+from onward.convert.rate_formulas import FOREVER, Factor, Pieces, complete, in_words
 from onward.convert.torch.lambdas import read_lambda
 from onward.convert.torch.schedulers import make_scheduler, updates_per_step
 from onward.errors import RecipeError
@@ -24,7 +24,7 @@ class ReadSchedule(NamedTuple):
     """What a scheduler says."""
 
     specs: list[Spec]
-    """As a `Run` has them; empty where the rate stays as it is."""
+    """As a `Snapshot` has them; empty where the rate stays as it is."""
     base_rates: list[float]
     """What the optimizer's groups begin with."""
     position: int

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from onward.convert.torch.exporter import quiet
-from onward.convert.torch.hollow import hollow_out
+from onward.convert.torch.placeholder_parameters import hollow_out
 from onward.errors import InvalidModelError, UnsupportedError, first_line
 
 _LIKE = (

@@ -9,13 +9,13 @@ from typing import Literal
 
 import onnx_ir as ir
 
-from onward.inspect.parts import Group, Port, Training, Weight
+from onward.inspect.formatting import listed, quantity, setting, settings, shape
 from onward.inspect.picture.phases import Algorithm, Phase, purposes
 from onward.inspect.picture.scopes import cut
 from onward.inspect.summary import Summary
+from onward.inspect.summary_fields import Group, Port, Training, Weight
 from onward.inspect.training import differentiated_values
 from onward.inspect.values import constant, operator_name, port, reads, text_attribute
-from onward.inspect.wording import listed, quantity, setting, settings, shape
 from onward.model import Model
 from onward.model.state import State, states
 

@@ -8,7 +8,7 @@ from enum import Enum
 import onnx_ir as ir
 
 from onward.build import DOMAIN
-from onward.inspect.parts import Training
+from onward.inspect.summary_fields import Training
 from onward.inspect.training import differentiated_values
 from onward.inspect.values import ancestors, nested, reads
 from onward.model import Model, Step

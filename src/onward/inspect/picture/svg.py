@@ -9,9 +9,9 @@ from xml.etree.ElementTree import Element
 
 from rich.cells import cell_len
 
+from onward.inspect.formatting import clean, shortened
 from onward.inspect.picture.blocks import Block, Kind, Picture
 from onward.inspect.picture.layout import Layout, Point
-from onward.inspect.wording import clean, shortened
 
 _MARGIN, _PADDING, _MARK = 24.0, 11.0, 10.0
 _BASE, _ROW_HEIGHT, _HEADER, _LEAST_WIDTH = 17.0, 14.0, 34.0, 460.0

@@ -10,8 +10,8 @@ commit: before it the old model is whole, after it the new one is. Data that onl
 from onward.model.storage.external import check_external, walk_tensors
 from onward.model.storage.opening import open_model
 from onward.model.storage.parse import folder_of, parse_proto, read_proto
-from onward.model.storage.places import Container, Place, hold_data, is_external, places
 from onward.model.storage.save import External, data_files_of, form_of, goes_outside, save
+from onward.model.storage.tensor_places import Container, Place, hold_data, is_external, places
 from onward.model.storage.transaction import write_file
 
 __all__ = [

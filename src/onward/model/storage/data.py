@@ -15,9 +15,9 @@ import numpy as np
 import onnx_ir as ir
 
 from onward.model.storage.files import PAGE, flush, listing
-from onward.model.storage.held import HeldTensor, let_go
-from onward.model.storage.places import Place, nbytes, outside, range_of
+from onward.model.storage.open_files import HeldTensor, let_go
 from onward.model.storage.stream import Sink, announce, is_repeated, write_array
+from onward.model.storage.tensor_places import Place, nbytes, outside, range_of
 from onward.model.storage.transaction import Transaction
 
 LARGE, ALIGNMENT = 2**20, 64  # large tensors begin on a page, so that each can be mapped by itself

@@ -11,7 +11,7 @@ from onnx import ModelProto
 from onward.errors import ExternalDataError
 from onward.model.storage.external import check_external, data_files
 from onward.model.storage.files import PathLike
-from onward.model.storage.held import DataFile, held
+from onward.model.storage.open_files import DataFile, held
 from onward.model.storage.parse import folder_of, read_proto
 
 _ATTEMPTS = 100

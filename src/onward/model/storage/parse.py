@@ -10,7 +10,7 @@ from onnx import ModelProto
 
 from onward.errors import Error, InvalidModelError, near
 from onward.model.storage.files import PAGE, NotRegularError, PathLike, listing, reason, regular
-from onward.model.storage.foreign import EXPORT, instead_of, no_model, refuse_other_formats, refuse_text
+from onward.model.storage.not_a_model import EXPORT, instead_of, no_model, refuse_other_formats, refuse_text
 
 PROTO_LIMIT = 2**31 - 1  # protobuf counts bytes in a signed 32-bit integer
 OUTSIDE_HINT = "store its tensors beside it, as external data"

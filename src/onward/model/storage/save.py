@@ -19,9 +19,9 @@ from onward.errors import ExternalDataError, InvalidModelError, WriteError
 from onward.model.storage.data import is_own, spared, write_data
 from onward.model.storage.external import add_checksums, can_point_at, check_external, data_files, overlaps
 from onward.model.storage.files import PathLike, listing, mentions, sync
-from onward.model.storage.held import held
+from onward.model.storage.open_files import held
 from onward.model.storage.parse import OUTSIDE_HINT, PROTO_LIMIT, read_proto
-from onward.model.storage.places import (
+from onward.model.storage.tensor_places import (
     Place,
     in_file,
     inside,

@@ -1,7 +1,7 @@
 """Optimizers: what each computes, its numbers and slots, and which parameters it is for."""
 
-from onward.recipe.optimizers.configured import ConfiguredOptimizer, Optimizer, Slot
-from onward.recipe.optimizers.function import FunctionOptimizer
+from onward.recipe.optimizers.configuration import ConfiguredOptimizer, Optimizer, Slot
+from onward.recipe.optimizers.graph_optimizer import FunctionOptimizer
 from onward.recipe.optimizers.table import OPTIMIZERS, optimizer
 
 __all__ = ["OPTIMIZERS", "ConfiguredOptimizer", "FunctionOptimizer", "Optimizer", "Slot", "optimizer"]

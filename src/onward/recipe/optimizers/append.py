@@ -14,8 +14,8 @@ import onnx_ir as ir
 from onward.build import Builder, Expr
 from onward.errors import RecipeError
 from onward.recipe.assembly import Assembly, fill, filled
-from onward.recipe.optimizers.configured import ConfiguredOptimizer
-from onward.recipe.optimizers.function import COUNT, RATE, FunctionOptimizer, gradient_of
+from onward.recipe.optimizers.configuration import ConfiguredOptimizer
+from onward.recipe.optimizers.graph_optimizer import COUNT, RATE, FunctionOptimizer, gradient_of
 from onward.recipe.optimizers.groups import Group
 
 Targets = Mapping[ir.Value, ir.Value]

@@ -13,8 +13,8 @@ import onnx_ir as ir
 
 from onward.build import Builder, Expr, Function, function
 from onward.errors import RecipeError
-from onward.recipe.optimizers.halves import HALVES, add, mul, rounded, single
 from onward.recipe.optimizers.parts import declared_scalar, double, scaled, typed
+from onward.recipe.optimizers.sixteen_bit import HALVES, add, mul, rounded, single
 
 
 @function("squared_norm")

@@ -12,9 +12,9 @@ import onnx_ir as ir
 
 from onward.arguments import fitting
 from onward.errors import RecipeError, UnknownNameError, near_or_first
-from onward.recipe.optimizers.configured import ConfiguredOptimizer
-from onward.recipe.optimizers.function import FunctionOptimizer
-from onward.recipe.optimizers.given import Given, given_optimizer
+from onward.recipe.optimizers.configuration import ConfiguredOptimizer
+from onward.recipe.optimizers.graph_optimizer import FunctionOptimizer
+from onward.recipe.optimizers.selection import Given, given_optimizer
 from onward.recipe.optimizers.table import optimizer
 from onward.recipe.spec import Spec, parse_options
 from onward.recipe.trainable import matching

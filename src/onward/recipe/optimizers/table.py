@@ -16,7 +16,7 @@ import numpy as np
 
 from onward.errors import RecipeError
 from onward.recipe.optimizers import updates
-from onward.recipe.optimizers.configured import Call, ConfiguredOptimizer, Optimizer, Settings, Shape, Slot, Standard
+from onward.recipe.optimizers.configuration import Call, ConfiguredOptimizer, Optimizer, Settings, Shape, Slot, Standard
 from onward.recipe.optimizers.updates import Update
 from onward.recipe.spec import lookup
 

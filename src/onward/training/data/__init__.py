@@ -14,8 +14,8 @@ from onward.training.data.fitting import Binding
 from onward.training.data.images import ImageFormat, format_for
 from onward.training.data.matching import match
 from onward.training.data.noise import Noise
-from onward.training.data.parts import in_parts
 from onward.training.data.sources import open_data
+from onward.training.data.split_folders import in_parts
 from onward.training.data.splits import split
 from onward.training.data.streams import Stream
 from onward.training.data.views import with_classes

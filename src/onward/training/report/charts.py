@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from onward.inspect.wording import clean
+from onward.inspect.formatting import clean
 from onward.training.progress import short
 from onward.training.report.headline import best_step
 from onward.training.report.history import History, Series

@@ -12,7 +12,7 @@ from importlib.resources import files
 from typing import Any
 
 from onward.inspect import Summary
-from onward.inspect.wording import quantity, setting, shape, shortened, size
+from onward.inspect.formatting import quantity, setting, shape, shortened, size
 from onward.training.report.charts import charts
 from onward.training.report.headline import STATUS, cards, facts
 from onward.training.report.history import Event, History

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from onward.inspect import Summary, describe
+from onward.inspect.formatting import amount, quantity, setting
 from onward.inspect.rows import step_rows
-from onward.inspect.wording import amount, quantity, setting
 from onward.training.progress import duration, short
 from onward.training.report.history import History, Series
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from onward.inspect.wording import clean
+from onward.inspect.formatting import clean
 from onward.training.report.history import History, Series
 from onward.training.report.thinning import curve, rounded
 

@@ -7,7 +7,7 @@ import onnx_ir as ir
 from onward.convert.jax.jaxpr.emitter import declared
 from onward.convert.jax.jaxpr.movement import positions
 from onward.convert.jax.jaxpr.values import beside, where
-from onward.run.framework import Operators
+from onward.engines.framework import Operators
 
 primitives = Operators()
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from onward.convert.jax.jaxpr.movement import padded, spread
 from onward.convert.jax.jaxpr.values import cast, inverse, reshaped, transposed
-from onward.run.framework import Operators
+from onward.engines.framework import Operators
 
 primitives = Operators()
 

@@ -7,7 +7,7 @@ import onnx_ir as ir
 
 from onward.convert.jax.jaxpr.emitter import declared
 from onward.convert.jax.jaxpr.values import extreme, filled, widely
-from onward.run.framework import Operators
+from onward.engines.framework import Operators
 
 primitives = Operators()
 

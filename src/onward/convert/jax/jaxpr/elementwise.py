@@ -9,8 +9,8 @@ import onnx_ir as ir
 
 from onward.convert.jax.jaxpr.values import cast, dtype_of, where, widely
 from onward.convert.stop_gradient import stop_gradient
+from onward.engines.framework import Operators
 from onward.errors import UnsupportedError
-from onward.run.framework import Operators
 
 primitives = Operators()
 

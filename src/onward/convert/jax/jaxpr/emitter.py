@@ -25,8 +25,8 @@ from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from onward.build import Builder, Expr, Names
+from onward.engines.framework import Operators, collected
 from onward.errors import UnsupportedError
-from onward.run.framework import Operators, collected
 
 FAMILIES = (
     "elementwise", "bits", "reduction", "cumulative", "movement", "indexing", "sorting", "matrix", "convolution",

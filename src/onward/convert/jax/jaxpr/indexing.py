@@ -15,7 +15,7 @@ import numpy as np
 from onward.build import Expr
 from onward.convert.jax.jaxpr.movement import padded, positions
 from onward.convert.jax.jaxpr.values import beside, cast, extreme, inverse, transposed, where
-from onward.run.framework import Operators
+from onward.engines.framework import Operators
 
 primitives = Operators()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import string
 
 from onward.convert.jax.jaxpr.values import cast, transposed, widely
-from onward.run.framework import Operators
+from onward.engines.framework import Operators
 
 primitives = Operators()
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from onward.convert.jax.jaxpr.values import cast, constant_of, filled, reshaped, transposed
+from onward.engines.framework import Operators
 from onward.errors import UnsupportedError
-from onward.run.framework import Operators
 
 primitives = Operators()
 _END = np.iinfo(np.int64).max

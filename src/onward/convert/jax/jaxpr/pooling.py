@@ -10,7 +10,7 @@ import onnx_ir as ir
 
 from onward.convert.jax.jaxpr.movement import padded, spread
 from onward.convert.jax.jaxpr.values import cast, extreme, filled, inverse, reshaped, transposed
-from onward.run.framework import Operators
+from onward.engines.framework import Operators
 
 primitives = Operators()
 

@@ -10,8 +10,8 @@ from onward.build import function
 from onward.convert.jax.jaxpr.bits import shift_left
 from onward.convert.jax.jaxpr.movement import positions
 from onward.convert.jax.jaxpr.values import cast, dtype_of, reshaped
+from onward.engines.framework import Operators
 from onward.errors import UnsupportedError
-from onward.run.framework import Operators
 
 primitives = Operators()
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from onward.convert.jax.jaxpr.values import cast, widely
+from onward.engines.framework import Operators
 from onward.errors import UnsupportedError
-from onward.run.framework import Operators
 
 primitives = Operators()
 

@@ -6,8 +6,8 @@ import numpy as np
 import onnx_ir as ir
 
 from onward.convert.jax.jaxpr.values import cast
+from onward.engines.framework import Operators
 from onward.errors import UnsupportedError
-from onward.run.framework import Operators
 
 primitives = Operators()
 

@@ -9,8 +9,8 @@ import onnx_ir as ir
 
 from onward.convert.jax.program.operators import rows
 from onward.convert.python import docstring
+from onward.engines.plan import Call
 from onward.model import Model
-from onward.run.plan import Call
 from onward.transform.inline import inline
 
 

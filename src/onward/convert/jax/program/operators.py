@@ -9,12 +9,12 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from onward.convert.jax.program.definitions import Definitions, parsed
-from onward.run.framework import FAMILIES
+from onward.engines.framework import FAMILIES
 
 _RUNTIME = "onward.convert.jax.program.runtime"
 INSTEAD = {
-    "onward.run.jax.values.dtype_of": _RUNTIME,
-    "onward.run.jax.elementwise.cast": _RUNTIME,
+    "onward.engines.jax.values.dtype_of": _RUNTIME,
+    "onward.engines.jax.elementwise.cast": _RUNTIME,
 }
 """What of the engine needs more of us than a file should, and where it is written without that."""
 
@@ -35,7 +35,7 @@ def rows() -> dict[str, Row]:
     """By operator: where its row is."""
     found: dict[str, Row] = {}
     for family in FAMILIES:
-        for module in (f"onward.run.jax.{family}", f"onward.run.shared.{family}"):
+        for module in (f"onward.engines.jax.{family}", f"onward.engines.shared.{family}"):
             if importlib.util.find_spec(module) is not None:
                 for name, value in _rows_of(parsed(module)):
                     found.setdefault(name, Row(module, value))

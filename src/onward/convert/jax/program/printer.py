@@ -27,14 +27,14 @@ from onward.convert.jax.program.literals import (
 from onward.convert.jax.program.operators import define, rows, short
 from onward.convert.jax.program.runtime import TYPES
 from onward.convert.python import Identifiers, quoted
+from onward.engines.framework import Operators
+from onward.engines.framework_engine import planned
+from onward.engines.host import HOST_INPUTS, ONLY_ON_HOST
+from onward.engines.jax import Jax
+from onward.engines.plan import Call, Plan
 from onward.errors import UnsupportedError
 from onward.model import Model
 from onward.model.core import values
-from onward.run.framework import Operators
-from onward.run.host import HOST_INPUTS, ONLY_ON_HOST
-from onward.run.interpreted import planned
-from onward.run.jax import Jax
-from onward.run.plan import Call, Plan
 from onward.transform.types import fill_in_types
 
 _RUNTIME = "onward.convert.jax.program.runtime"
@@ -228,7 +228,7 @@ class _Body:
             if value is not None and not at_once and not bodies:
                 is_array = value in self.arrays
                 if i in on_host and not is_array:
-                    text = f"{printer.definitions.function('onward.run.jax.values', 'known')}({text})"
+                    text = f"{printer.definitions.function('onward.engines.jax.values', 'known')}({text})"
                 elif i not in on_host and is_array and library is None and not self._is_number(value):
                     text = f"jnp.asarray({text})"
             arguments.append(text)

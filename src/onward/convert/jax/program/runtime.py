@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from onward.run.jax.elementwise import converted
-from onward.run.jax.values import known
+from onward.engines.jax.elementwise import converted
+from onward.engines.jax.values import known
 
 # ---- arithmetic ------------------------------------------------------------------------------------------------------
 

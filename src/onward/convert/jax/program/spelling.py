@@ -14,9 +14,9 @@ from onward.convert.jax.native import transformation
 from onward.convert.jax.program.literals import call, identifier, listed, number, pairs, type_name
 from onward.convert.jax.program.printer import Printer
 from onward.convert.python import Identifiers, quoted
-from onward.convert.run import Group, Run
+from onward.convert.snapshot import Group, Snapshot
 from onward.recipe.optimizers import FunctionOptimizer
-from onward.recipe.optimizers.function import COUNT, RATE, gradient_of
+from onward.recipe.optimizers.graph_optimizer import COUNT, RATE, gradient_of
 from onward.recipe.spec import Spec
 from onward.transform.inline import inline
 
@@ -47,7 +47,7 @@ class Spelling:
 
         return made
 
-    def optimizer(self, run: Run) -> Text:
+    def optimizer(self, run: Snapshot) -> Text:
         tx = transformation(run, self)
         every = int(run.recipe.get("accumulate", 1))
         if every == 1:

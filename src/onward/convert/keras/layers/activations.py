@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from onward.build import Builder, Expr
-from onward.convert.classes import Refused
-from onward.convert.keras.rows import Call, row
+from onward.convert.keras.layer_table import Call, row
 from onward.convert.keras.tensors import Tensor
+from onward.convert.keras_classes import Refused
 
 
 def activate(c: Call, function: Any, x: Tensor) -> Tensor:

@@ -12,8 +12,8 @@ import numpy as np
 import onnx_ir as ir
 
 from onward.build import Expr
+from onward.convert.keras.layer_table import Call, accepted, find, row
 from onward.convert.keras.layers.activations import activate
-from onward.convert.keras.rows import Call, accepted, find, row
 from onward.convert.keras.tensors import Tensor, elementwise
 
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from onward.build import Expr
-from onward.convert.keras.rows import Call, row
+from onward.convert.keras.layer_table import Call, row
 from onward.convert.keras.tensors import Tensor
 
 _FUNCTIONS = {"tanh": "Tanh", "sigmoid": "Sigmoid", "relu": "Relu", "softsign": "Softsign", "softplus": "Softplus"}

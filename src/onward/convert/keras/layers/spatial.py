@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from onward.build import Expr
+from onward.convert.keras.layer_table import Call, row
 from onward.convert.keras.layers.activations import activate
-from onward.convert.keras.rows import Call, row
 from onward.convert.keras.tensors import Tensor
 
 

@@ -17,15 +17,15 @@ import onnx_ir as ir
 from onward.convert.keras.ops import control
 from onward.convert.keras.ops.sizes import is_open, listed, on_host, vector
 from onward.convert.keras.ops.types import constant
+from onward.engines.calls import NEWEST, OLDEST
+from onward.engines.expression import expressed
+from onward.engines.framework import Framework, Function, NotOnHost, Operators, collected
+from onward.engines.host import ONLY_ON_HOST
+from onward.engines.interpreter import Interpreter
+from onward.engines.plan import plan
+from onward.engines.shared import sequence
 from onward.errors import UnsupportedError
 from onward.model import Model
-from onward.run.calls import NEWEST, OLDEST
-from onward.run.expression import expressed
-from onward.run.framework import Framework, Function, NotOnHost, Operators, collected
-from onward.run.host import ONLY_ON_HOST
-from onward.run.interpreter import Interpreter
-from onward.run.plan import plan
-from onward.run.shared import sequence
 from onward.transform import convert_opset, inline
 
 FAMILIES = (
@@ -126,5 +126,5 @@ def interpreted(model: Model, framework: KerasOps) -> Interpreter:
 def no_gradient_inside() -> UnsupportedError:
     return UnsupportedError(
         "a Keras model computes a gradient inside of its graph, which Keras's operations have no word for",
-        hint="run the training model as it is: `onward.run.load(model, engine=...)`",
+        hint="run the training model as it is: `onward.engines.load(model, engine=...)`",
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from keras import ops
 
 from onward.convert.keras.ops.types import dtype_of
-from onward.run.framework import Operators
+from onward.engines.framework import Operators
 
 operators = Operators()
 operators(Relu=ops.relu, Sigmoid=ops.sigmoid, Softplus=ops.softplus, Softsign=ops.softsign, HardSwish=ops.hard_swish)

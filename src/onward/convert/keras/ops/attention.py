@@ -8,7 +8,7 @@ import numpy as np
 from keras import ops
 
 from onward.convert.keras.ops.types import available, dtype_of
-from onward.run.framework import Operators
+from onward.engines.framework import Operators
 
 operators = Operators()
 

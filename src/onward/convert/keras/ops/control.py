@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 
+from onward.engines.framework import NotOnHost, Operators
+from onward.engines.shared import control
 from onward.errors import UnsupportedError
-from onward.run.framework import NotOnHost, Operators
-from onward.run.shared import control
 
 operators = Operators(control.operators)
 

@@ -6,8 +6,8 @@ import keras
 from keras import ops
 
 from onward.convert.keras.ops.movement import padded
-from onward.run.framework import Operators
-from onward.run.shared.windows import halves, paddings, reach
+from onward.engines.framework import Operators
+from onward.engines.shared.windows import halves, paddings, reach
 
 operators = Operators()
 

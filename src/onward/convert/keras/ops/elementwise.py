@@ -7,7 +7,7 @@ import functools
 from keras import ops
 
 from onward.convert.keras.ops.types import available, dtype_of, is_float
-from onward.run.framework import Operators
+from onward.engines.framework import Operators
 
 operators = Operators()
 operators(Add=ops.add, Sub=ops.subtract, Mul=ops.multiply)

@@ -7,7 +7,7 @@ import numpy as np
 from keras import ops
 
 from onward.convert.keras.ops.types import dtype_of, is_float
-from onward.run.framework import Operators
+from onward.engines.framework import Operators
 
 operators = Operators()
 

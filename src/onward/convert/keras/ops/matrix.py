@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from keras import ops
 
-from onward.run.framework import Operators
+from onward.engines.framework import Operators
 
 operators = Operators()
 operators(MatMul=ops.matmul, Det=ops.det)

@@ -10,8 +10,8 @@ from keras import ops
 
 from onward.convert.keras.ops.convolution import on_windows
 from onward.convert.keras.ops.types import available, dtype_of, is_float
-from onward.run.framework import Operators
-from onward.run.shared.windows import counts, paddings, reach, with_ceiling
+from onward.engines.framework import Operators
+from onward.engines.shared.windows import counts, paddings, reach, with_ceiling
 
 operators = Operators()
 

@@ -12,7 +12,7 @@ from keras import ops
 
 from onward.build import DOMAIN
 from onward.convert.keras.ops.types import constant
-from onward.run.framework import Operators
+from onward.engines.framework import Operators
 
 operators = Operators()
 

@@ -6,7 +6,7 @@ from keras import ops
 
 from onward.convert.keras.ops.activation import elu, hard_sigmoid, leaky_relu, thresholded_relu
 from onward.convert.keras.ops.types import dtype_of
-from onward.run.framework import Operators
+from onward.engines.framework import Operators
 
 operators = Operators()
 

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from onward.run.framework import Function, keywords
-from onward.run.host import HOST_INPUTS
-from onward.run.numpy import Numpy
+from onward.engines.framework import Function, keywords
+from onward.engines.host import HOST_INPUTS
+from onward.engines.numpy import Numpy
 
 
 class Size:

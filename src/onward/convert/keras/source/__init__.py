@@ -10,7 +10,6 @@ import keras
 import numpy as np
 
 from onward.convert.audit import audited
-from onward.convert.borrowed import borrowed
 from onward.convert.keras import ops as table
 from onward.convert.keras.graphs import Forward, Parts
 from onward.convert.keras.live import GraphOptimizer, TrainingModel
@@ -18,12 +17,13 @@ from onward.convert.keras.ops.types import as_single, available, fitted
 from onward.convert.keras.optimizers import array_of
 from onward.convert.keras.source.recording import MENTIONED, Choices, Program, recorded
 from onward.convert.layout import wrapped
+from onward.convert.own_source import borrowed
 from onward.convert.python import RESERVED, Identifiers, docstring, identifier, quoted
+from onward.engines.framework import Function
 from onward.model import Model
 from onward.model.state import STEP
-from onward.run.framework import Function
 
-_HOMES = (table.__name__, "onward.run.shared")
+_HOMES = (table.__name__, "onward.engines.shared")
 _METHODS = ("inference_pass", "training_pass", "watched")
 """What a program's model has beside what those of Keras have."""
 

@@ -22,9 +22,9 @@ from onward.convert.keras.ops.sizes import listed
 from onward.convert.keras.ops.types import available, constant
 from onward.convert.keras.source.lines import Line, Numbered, names_in, needed, nested, renamed
 from onward.convert.python import RESERVED, identifier, quoted
+from onward.engines.framework import Function, NotOnHost
 from onward.errors import UnsupportedError
 from onward.model import Model
-from onward.run.framework import Function, NotOnHost
 from onward.transform.declare import way_out
 
 Pair = tuple[int, int]

@@ -13,9 +13,9 @@ import numpy as np
 from onward.convert.child import try_out
 from onward.convert.keras.live import TrainingModel
 from onward.convert.keras.source import child
+from onward.engines.framework_engine import array_function
 from onward.errors import Error, MismatchError
-from onward.numeric.inputs import made_up
-from onward.run.interpreted import array_function
+from onward.gradcheck.inputs import made_up
 from onward.transform import strip
 
 

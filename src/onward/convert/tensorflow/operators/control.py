@@ -6,7 +6,7 @@ import onnx_ir as ir
 import tensorflow as tf
 
 from onward.convert.tensorflow.graph import Refused, Resource, dtype_of
-from onward.run.framework import Operators
+from onward.engines.framework import Operators
 
 operators = Operators()
 

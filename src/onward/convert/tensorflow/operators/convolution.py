@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from onward.convert.tensorflow.graph import Refused, transposed
-from onward.run.framework import Operators
-from onward.run.shared.windows import paddings
+from onward.engines.framework import Operators
+from onward.engines.shared.windows import paddings
 
 operators = Operators()
 

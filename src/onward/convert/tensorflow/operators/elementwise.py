@@ -5,7 +5,7 @@ from __future__ import annotations
 import tensorflow as tf
 
 from onward.convert.tensorflow.graph import Refused, dtype_of
-from onward.run.framework import Operators
+from onward.engines.framework import Operators
 
 operators = Operators()
 

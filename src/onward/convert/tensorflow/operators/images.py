@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from onward.convert.tensorflow.operators.convolution import channels_first, channels_last
-from onward.run.framework import Operators
+from onward.engines.framework import Operators
 
 operators = Operators()
 

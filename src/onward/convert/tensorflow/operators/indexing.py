@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from onward.convert.tensorflow.graph import Refused, as_int64, dtype_of, transposed
-from onward.run.framework import Operators
+from onward.engines.framework import Operators
 
 operators = Operators()
 

@@ -6,7 +6,7 @@ import numpy as np
 import tensorflow as tf
 
 from onward.convert.tensorflow.graph import Refused, as_int64, dtype_of
-from onward.run.framework import Operators
+from onward.engines.framework import Operators
 
 operators = Operators()
 

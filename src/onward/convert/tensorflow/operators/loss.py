@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from onward.convert.tensorflow.graph import as_int64
-from onward.run.framework import Operators
+from onward.engines.framework import Operators
 
 operators = Operators()
 

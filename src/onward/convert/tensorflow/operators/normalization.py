@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from onward.convert.tensorflow.graph import Refused, Statistics
 from onward.convert.tensorflow.operators.convolution import channels_first, channels_last
-from onward.run.framework import Operators
+from onward.engines.framework import Operators
 
 operators = Operators()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from onward.convert.tensorflow.graph import as_int64, cast, dtype_of
-from onward.run.framework import Operators
+from onward.engines.framework import Operators
 
 operators = Operators()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from onward.run.framework import Operators
+from onward.engines.framework import Operators
 
 operators = Operators()
 

@@ -17,11 +17,11 @@ from torch.optim.lr_scheduler import LRScheduler
 from onward.convert.audit import audited
 from onward.convert.layout import wrapped
 from onward.convert.python import docstring, identifier, quoted
-from onward.convert.run import disassemble
+from onward.convert.snapshot import disassemble
 from onward.convert.torch.module import OnnxModule
 from onward.convert.torch.schedulers import updates_per_step
-from onward.convert.torch.source.borrowed import borrowed
 from onward.convert.torch.source.model import ModelSource, model_source
+from onward.convert.torch.source.own_source import borrowed
 from onward.convert.torch.source.passes import shortened
 from onward.convert.torch.source.statements import argument_names
 from onward.convert.torch.source.tracing import Program, traced
@@ -29,7 +29,7 @@ from onward.convert.torch.source.training import Definitions, schedules_of
 from onward.convert.torch.source.trial import try_module
 from onward.errors import UnsupportedError
 from onward.inspect import describe
-from onward.inspect.parts import LossTerm
+from onward.inspect.summary_fields import LossTerm
 from onward.model import Model
 
 _SIZES = 4, 7

@@ -13,15 +13,15 @@ import onnx_ir as ir
 import torch
 from torch.nn import functional as F
 
-from onward.convert.torch.live import Live, share_of_batch
+from onward.convert.torch.module_engine import Live, share_of_batch
 from onward.convert.torch.source import recurrent
 from onward.convert.torch.source.program import Recorder, Value, is_zero
 from onward.convert.torch.source.sizes import array_of, is_open
+from onward.engines.framework import Function, NotOnHost
+from onward.engines.shared.windows import paddings
+from onward.engines.torch.types import TYPES
 from onward.errors import UnsupportedError
 from onward.recipe.forward import Variance
-from onward.run.framework import Function, NotOnHost
-from onward.run.shared.windows import paddings
-from onward.run.torch.types import TYPES
 
 
 class Writing(Live):

@@ -19,8 +19,8 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils._pytree import tree_leaves
 
+from onward.engines.torch.types import from_array
 from onward.errors import UnsupportedError
-from onward.run.torch.types import from_array
 
 LIVE = "take the live module, which computes all of them: `onward.to_torch`"
 

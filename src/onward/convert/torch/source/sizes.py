@@ -10,9 +10,9 @@ import numpy as np
 import onnx_ir as ir
 import torch
 
-from onward.run.framework import Framework, Function, keywords
-from onward.run.host import HOST_INPUTS
-from onward.run.numpy import Numpy
+from onward.engines.framework import Framework, Function, keywords
+from onward.engines.host import HOST_INPUTS
+from onward.engines.numpy import Numpy
 
 
 def array_of(sizes: Any) -> np.ndarray:

@@ -13,11 +13,11 @@ from onward.convert.torch.module import OnnxModule
 from onward.convert.torch.source.framework import Writing
 from onward.convert.torch.source.program import LIVE, Recorder, Step, Value, without_unused
 from onward.convert.torch.source.sizes import host_table
+from onward.engines.framework_engine import planned
+from onward.engines.interpreter import Interpreter
+from onward.engines.torch.types import TYPES
 from onward.errors import Error, UnsupportedError, first_line
 from onward.model import Model
-from onward.run.interpreted import planned
-from onward.run.interpreter import Interpreter
-from onward.run.torch.types import TYPES
 
 
 @dataclasses.dataclass

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
-from onward.convert import rates
+from onward.convert import rate_formulas
 from onward.convert.python import quoted
 from onward.convert.torch.clipping import Clip, clipping_part
 from onward.convert.torch.exact import clipping
@@ -132,10 +132,10 @@ class Definitions:
         return f"lr_scheduler.{kind.__name__}(optimizer, {_keywords(settings)})"
 
     def _by_formula(self, made: lr_scheduler.LambdaLR) -> str:
-        factors: list[rates.Factor] = made.lr_lambdas
+        factors: list[rate_formulas.Factor] = made.lr_lambdas
         schedules = factors[0].schedules
-        used = {schedule["name"]: rates.RATES[schedule["name"]] for schedule in schedules}
-        self.borrowed += [*used.values(), rates.Factor]
+        used = {schedule["name"]: rate_formulas.RATES[schedule["name"]] for schedule in schedules}
+        self.borrowed += [*used.values(), rate_formulas.Factor]
         table = ", ".join(f'"{name}": {function.__name__}' for name, function in used.items())
         self.replaced["RATES"] = f"RATES = {{{table}}}"
         listed = ", ".join(f"Factor({number(factor.base)}, schedules)" for factor in factors)

@@ -13,7 +13,7 @@ from torch import nn
 
 from onward.convert.child import try_out
 from onward.convert.torch.module import OnnxModule
-from onward.convert.torch.native import example_inputs
+from onward.convert.torch.native_run import example_inputs
 from onward.convert.torch.source import child
 from onward.convert.torch.source.program import LIVE
 from onward.errors import Error, MismatchError, UnsupportedError

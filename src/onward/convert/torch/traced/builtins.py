@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onward.convert.torch.traced.rewritten import double
+from onward.convert.torch.traced.rewritten_functions import double
 
 _SAME_NAME = (
     *("sqrt", "exp", "log2", "log10", "log1p", "expm1", "pow", "cos", "sin", "tan", "cosh", "sinh", "tanh", "acos"),

@@ -11,19 +11,19 @@ import onnx_ir as ir
 from torch.optim import Optimizer
 
 from onward.build import Builder
-from onward.convert.run import Group
-from onward.convert.torch.traced.alike import traced_alike
-from onward.convert.torch.traced.begin import begun
-from onward.convert.torch.traced.held import Path, parameters_of
+from onward.convert.snapshot import Group
+from onward.convert.torch.traced.initial_state import begun
+from onward.convert.torch.traced.optimizer_state import Path, parameters_of
 from onward.convert.torch.traced.trace import Trace, is_rate, trace
+from onward.convert.torch.traced.trace_sharing import traced_alike
 from onward.convert.torch.traced.trial import Side, try_out
+from onward.engines.torch.types import to_array
 from onward.errors import MismatchError, UnsupportedError
 from onward.lowering.optimize import optimize
 from onward.model import Model
 from onward.model.walk import ancestors, is_random
 from onward.recipe.optimizers import FunctionOptimizer
-from onward.recipe.optimizers.function import RATE, gradient_of, name_inputs
-from onward.run.torch.types import to_array
+from onward.recipe.optimizers.graph_optimizer import RATE, gradient_of, name_inputs
 
 _COUNT = "step"
 

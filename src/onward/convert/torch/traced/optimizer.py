@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from onward.engines.framework_engine import interpreter
+from onward.engines.interpreter import Interpreter
+from onward.engines.torch import Torch
+from onward.engines.torch.types import from_array, to_array
 from onward.errors import UnsupportedError
 from onward.model import read
 from onward.recipe.optimizers import FunctionOptimizer
-from onward.recipe.optimizers.function import COUNT, RATE, gradient_of
-from onward.run.interpreted import interpreter
-from onward.run.interpreter import Interpreter
-from onward.run.torch import Torch
-from onward.run.torch.types import from_array, to_array
+from onward.recipe.optimizers.graph_optimizer import COUNT, RATE, gradient_of
 from onward.transform.inline import inline
 
 

@@ -11,13 +11,21 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from onward.convert.torch.exporter import export_function
-from onward.convert.torch.traced.begin import step_of
 from onward.convert.torch.traced.builtins import shadowed
-from onward.convert.torch.traced.held import Leaves, Path, is_number, is_scalar, leaves_of, parameters_of, shell_of
-from onward.convert.torch.traced.numbers import Numbers
+from onward.convert.torch.traced.initial_state import step_of
+from onward.convert.torch.traced.optimizer_state import (
+    Leaves,
+    Path,
+    is_number,
+    is_scalar,
+    leaves_of,
+    parameters_of,
+    shell_of,
+)
+from onward.convert.torch.traced.symbolic_numbers import Numbers
 from onward.errors import UnsupportedError
 from onward.model import Model
-from onward.recipe.optimizers.function import RATE
+from onward.recipe.optimizers.graph_optimizer import RATE
 
 _MOST_WAYS = 16
 _SLOWER = {"foreach": False, "fused": False}

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from onward.convert.torch.traced.begin import step_of
-from onward.convert.torch.traced.held import Path, copied, leaves_of, parameters_of
+from onward.convert.torch.traced.initial_state import step_of
+from onward.convert.torch.traced.optimizer_state import Path, copied, leaves_of, parameters_of
 from onward.convert.trial import TRIALS, compare
-from onward.numeric.evaluate import Session
+from onward.engines.torch.types import to_array
+from onward.gradcheck.evaluate import Session
 from onward.recipe.optimizers import FunctionOptimizer
-from onward.recipe.optimizers.function import COUNT, RATE, gradient_of
-from onward.run.torch.types import to_array
+from onward.recipe.optimizers.graph_optimizer import COUNT, RATE, gradient_of
 from onward.transform.inline import inline
 
 

@@ -1,0 +1,99 @@
+"""Engines: what executes training models.
+
+engine = onward.engines.load(model)               # on stock ONNX Runtime
+metrics = engine.step({"image": images, "labels": labels})
+results = engine.evaluate({"image": images, "labels": labels})
+model = engine.updated()                      # the training model with the state as it is now
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from onward.arguments import Threads, fitting
+from onward.differentiate.gradients import check_gradients_of
+from onward.engines.endless_loops import refuse_endless_loops
+from onward.engines.engine import Engine, check_names, check_options
+from onward.errors import UnknownNameError, near
+from onward.lowering.inference import has_training_operators
+from onward.lowering.rounds import Steps
+from onward.lowering.step import lower_for_engine
+from onward.model import Model, Source, read
+
+FRAMEWORKS = ("torch", "jax", "tensorflow")
+"""Engines with a derivative and a compiler of their own."""
+ENGINES = ("onnxruntime", "numpy", *FRAMEWORKS)
+
+__all__ = ["ENGINES", "FRAMEWORKS", "Engine", "function", "is_installed", "load"]
+
+
+def is_installed(engine: str) -> bool:
+    """Whether the framework of an engine is there."""
+    return importlib.util.find_spec(engine) is not None
+
+
+def load(source: Source, step: Steps = None, *, engine: str = "onnxruntime", **options: Any) -> Engine:
+    """Make a training model ready to run.
+
+    Of a model with several steps, `step` is the number or the name of one, or says how often each runs in a round:
+    `"discriminator:2,generator"`. Unless it is given, all run, in their order and as often as the file says.
+
+    Options are the engine's. All have `device`; ONNX Runtime has `threads` and `recompute`; frameworks have `compile`,
+    whether the step is compiled as a whole, `rules`, whether gradients are those of our rules, `precision` and
+    `deterministic`.
+    """
+    check_engine(engine)
+    if "threads" in options:
+        options["threads"] = fitting("`threads`", options["threads"], Threads | None)
+    if engine == "onnxruntime":
+        from onward.engines.onnxruntime import OnnxRuntime
+
+        options.pop("compile", None)  # it does what it does
+        check_options(engine, options, OnnxRuntime)
+        return OnnxRuntime(read(source), step, **options)
+    from onward.engines.framework_engine import Interpreted
+
+    return Interpreted.on(engine, read(source), step, **options)
+
+
+def function(source: Source, *, engine: str = "numpy", **options: Any) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
+    """The graph of any model as a function of arrays by name. Options are the engine's."""
+    check_engine(engine)
+    model = read(source)
+    check_gradients_of(model)
+    refuse_endless_loops([model.graph, *(function.graph for function in model.functions.values())])
+    inputs = [value.name or "" for value in model.inputs]
+    defaults = list(model.graph.initializers)
+    if engine not in FRAMEWORKS and has_training_operators(model):  # no derivative of its own
+        model = lower_for_engine(model, part="inference")
+    compute = _array_function(model, engine, options)
+
+    def checked(arrays: Mapping[str, Any]) -> dict[str, Any]:
+        check_names(arrays, inputs, defaults)
+        return compute(arrays)
+
+    return checked
+
+
+def _array_function(
+    model: Model, engine: str, options: Mapping[str, Any]
+) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
+    if engine == "onnxruntime":
+        from onward.engines import onnxruntime
+
+        check_options(engine, options, onnxruntime.array_function)
+        return onnxruntime.array_function(model, **options)
+    from onward.engines.framework_engine import array_function
+
+    return array_function(engine, model, **options)
+
+
+def check_engine(engine: str) -> None:
+    """Refuse what is no engine."""
+    if engine not in ENGINES:
+        raise UnknownNameError(
+            f"there is no engine `{engine}`",
+            hint="; ".join(filter(None, [near(engine, ENGINES), f"engines: {', '.join(ENGINES)}"])),
+        )

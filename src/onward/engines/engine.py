@@ -1,0 +1,209 @@
+"""What all engines can do."""
+
+from __future__ import annotations
+
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from onward.engines.endless_loops import refuse_endless_loops
+from onward.errors import DataError, UnknownNameError, UnsupportedError, near
+from onward.lowering.rounds import Steps, as_one_step, input_of_run, of_round
+from onward.model import Model
+from onward.model.state import State, carried, states
+
+Arrays = Mapping[str, np.ndarray]
+
+
+class Engine(ABC):
+    """Runs a step of a training model, or a round of several, and holds its state meanwhile."""
+
+    def __init__(self, model: Model, step: Steps):
+        self.model = model
+        self._one = as_one_step(model, step)
+        self._steps = step
+        executed = self._one.model.step(self._one.index)
+        refuse_endless_loops(
+            [model.graph, executed.algorithm, *(function.graph for function in model.functions.values())]
+        )
+        self.inputs: dict[str, ir.Value] = {}
+        """What a batch must hold, by name."""
+        self._known = {value.name or "": value for value in (*model.inputs, *executed.algorithm.inputs)}
+        """What it may hold: to evaluate may take more than a step."""
+        self.loss = "loss"
+        """The metric that is minimised."""
+        self.on_compile: Callable[[str], None] = lambda text: None
+        """Told when a step is compiled, which takes a while."""
+        self._takes_tensors = False
+        """Whether a batch may be on a device, as tensors of another framework."""
+        self._carried = {state.name: state.value for state in carried(self._one.model, self._one.index)}
+
+    @property
+    def batches(self) -> int:
+        """How many batches a step takes: of a round of several, as many as the most frequent one runs."""
+        return self._one.batches
+
+    @property
+    def of_a_batch(self) -> dict[str, ir.Value]:
+        """The inputs of one batch, where a step takes several."""
+        others = {input_of_run(name, number) for name in self.inputs for number in range(1, self.batches)}
+        return {name: value for name, value in self.inputs.items() if name not in others}
+
+    def states(self) -> list[State]:
+        """The state, as it was when it was loaded: what is what."""
+        return states(self._one.model, self._one.index)
+
+    @abstractmethod
+    def step(self, batch: Arrays | Sequence[Arrays]) -> Arrays:
+        """One update of the state by a batch; the metrics of the step. If the loss is not finite, the state stays.
+
+        A round in which a step runs several times takes a list of so many batches.
+        """
+
+    @abstractmethod
+    def gradients(self, batch: Arrays) -> dict[str, np.ndarray]:
+        """The gradient of the loss by each parameter. The state stays."""
+
+    @abstractmethod
+    def evaluate(self, batch: Arrays) -> dict[str, np.ndarray]:
+        """The metrics and the outputs of the model for a batch, as inference computes them. The state stays."""
+
+    @abstractmethod
+    def state(self) -> dict[str, np.ndarray]:
+        """A copy of the state."""
+
+    @abstractmethod
+    def load_state(self, state: Arrays) -> None:
+        """Replace the state, or the part of it that is given."""
+
+    def reset(self) -> None:
+        """Start over: the state as it is in the file, then as its initializations make it, the same on every engine."""
+        from onward.engines.initialization import started_over
+
+        fresh = started_over(self.model)
+        self.load_state({name: fresh.array(*self._place(name)) for name in self._carried})
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give back memory and devices."""
+
+    def _refuse_state_unless(self, is_held: Callable[[ir.DataType], bool], holder: str) -> None:
+        for name, value in self._carried.items():
+            tensor = value.const_value
+            assert tensor is not None
+            if not is_held(tensor.dtype):
+                raise UnsupportedError(
+                    f"{holder} holds no state of the type {str(tensor.dtype).lower()}, which `{name}` has",
+                    hint='take another engine: `engine="numpy"` (`--engine numpy`)',
+                )
+
+    def _fitting(self, batch: Arrays | Sequence[Arrays], names: Collection[str]) -> dict[str, Any]:
+        """What a part of the step takes of a batch. Refuses one that is not what the step takes, before a runtime does
+        with fewer words; a part may take less."""
+        arrays = batch if isinstance(batch, Mapping) else of_round(batch)
+        known = self._known | self.inputs
+        given = {name: _array(array) for name, array in arrays.items() if name not in known or name in names}
+        check_names(given, names)
+        wrong = [misfit(name, given[name], known[name].dtype, known[name].shape, self._takes_tensors) for name in names]
+        if any(wrong):
+            raise DataError("the batch does not fit the model: " + "; ".join(filter(None, wrong)))
+        return given
+
+    def _fitting_state(self, state: Arrays) -> dict[str, Any]:
+        """What is given in place of the state, or of a part of it."""
+        wrong = []
+        given = {name: _array(array) for name, array in state.items()}
+        for name, array in given.items():
+            if name not in self._carried:
+                raise UnknownNameError(f"there is no state `{name}`", hint=near(name, self._carried))
+            tensor = self._carried[name].const_value
+            assert tensor is not None
+            wrong.append(misfit(name, array, tensor.dtype, ir.Shape(tensor.shape.numpy()), self._takes_tensors))
+        if any(wrong):
+            raise DataError("the state does not fit the model: " + "; ".join(filter(None, wrong)))
+        return given
+
+    def updated(self) -> Model:
+        """A copy of the training model that holds the state as it is now."""
+        model = self.model.copy()
+        for name, array in self.state().items():
+            place, step = self._place(name)
+            model.set(place, array, step)
+        return model
+
+    def _place(self, name: str) -> tuple[str, int]:
+        """The name of state in the model itself, and the step that it is of."""
+        step, original = self._one.origins.get(name, (self._one.index, name))
+        return original, step
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+_ELSEWHERE = 'torch, jax and tensorflow have it: `engine="torch"` (`--engine torch`)'
+
+
+def check_options(engine: str, options: Iterable[str], made: Callable[..., Any]) -> None:
+    """Refuse options that an engine does not have, by the signature of what makes it."""
+    parameters = inspect.signature(made).parameters.values()
+    known = [p.name for p in parameters if p.name not in ("model", "step") and p.kind is not p.VAR_KEYWORD]
+    for name in options:
+        if name not in known:
+            has = f"it has {', '.join(known)}" if known else None
+            hint = _ELSEWHERE if name in ("precision", "deterministic") else near(name, known) or has
+            raise UnsupportedError(f"the engine `{engine}` has no option `{name}`", hint=hint)
+
+
+def check_names(batch: Collection[str], inputs: Collection[str], defaults: Collection[str] = ()) -> None:
+    """Refuse names that are missing or not inputs; those with a default may be given or not."""
+    missing = [name for name in inputs if name not in batch]
+    unknown = [name for name in batch if name not in inputs and name not in defaults]
+    if missing or unknown:
+        lines = [f"`{name}` is missing" for name in missing] + [f"`{name}` is not an input" for name in unknown]
+        hint = near(unknown[0], inputs) if unknown else None
+        raise UnknownNameError(
+            "the batch does not fit the model: " + ", ".join(lines), hint=hint or f"it takes {', '.join(inputs)}"
+        )
+
+
+def misfit(
+    name: str, array: Any, dtype: ir.DataType | None, shape: ir.Shape | None, takes_tensors: bool = False
+) -> str | None:
+    """What is wrong with an array, in words."""
+    if not isinstance(array, np.ndarray) and not (takes_tensors and hasattr(array, "__dlpack__")):
+        return f"`{name}` is {type(array).__name__}, not an array in the memory of the CPU"
+    expected = dtype.numpy() if dtype is not None else None
+    if expected is not None and isinstance(array, np.ndarray) and not _is_of(array, expected):
+        return f"`{name}` is {array.dtype}, not {expected}"  # of what is on a device, the framework says it
+    if shape is None:
+        return None
+    fits = len(shape) == len(array.shape) and all(
+        not isinstance(size, int) or size == given for size, given in zip(shape, array.shape, strict=True)
+    )
+    return None if fits else f"`{name}` has the shape {list(array.shape)}, not {_shown(shape)}"
+
+
+def _array(value: Any) -> Any:
+    """What is given as an array, without a copy; what is on another device stays there, for the framework to take."""
+    if isinstance(value, np.ndarray) or not hasattr(value, "__dlpack__"):
+        return np.asarray(value) if isinstance(value, np.generic) else value
+    try:
+        return np.from_dlpack(value)
+    except (BufferError, RuntimeError, TypeError):  # another device, a type that numpy lacks, or a variable
+        return value
+
+
+def _is_of(array: np.ndarray, expected: np.dtype) -> bool:
+    """Whether an array has a type; text may be of any length."""
+    return array.dtype == expected or (expected.kind == "O" and array.dtype.kind in "US")
+
+
+def _shown(shape: ir.Shape) -> str:
+    return "[" + ", ".join(str(size) if isinstance(size, int) else str(size.value or "?") for size in shape) + "]"

@@ -1,0 +1,185 @@
+"""What the interpreter asks of a framework: a table of operators, ways to and from numpy, and a derivative.
+
+A table maps an operator to a function of its inputs, in the order of its documentation. One that a node leaves out is
+None, or not given if none follows. What the function asks for by keyword are attributes, which come with the schema's
+defaults (a graph comes as a callable), and `outputs`, how many of them the node wants. It returns the output, or a
+tuple of them. Inputs are tensors, but for those that say how large or where something is: these are numpy arrays (see
+host.py), and so may be outputs that are known from shapes alone.
+
+    operators = Operators()
+    operators(Abs=torch.abs, Floor=torch.floor)
+
+    @operators.define("Concat")
+    def concat(*inputs, axis):
+        return torch.cat(inputs, axis)
+
+Operators are as the newest version of the standard has them: older forms are brought to it before the call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import importlib.util
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+import onnx_ir as ir
+
+Function = Callable[..., Any]
+
+
+class Operators(dict[str, Function]):
+    """Operator -> function. Operators of other domains than the standard's are named `domain.Operator`."""
+
+    def __call__(self, **functions: Function) -> None:
+        for name, function in functions.items():
+            self._add(name, function)
+
+    def define(self, *names: str) -> Callable[[Function], Function]:
+        def register(function: Function) -> Function:
+            for name in names:
+                self._add(name, function)
+            return function
+
+        return register
+
+    def _add(self, name: str, function: Function) -> None:
+        if name in self:
+            raise ValueError(f"`{name}` is in the table twice")
+        self[name] = function
+
+
+FAMILIES = (
+    "elementwise", "activation", "reduction", "movement", "indexing", "matrix", "convolution", "pooling", "grids",
+    "normalization", "attention", "recurrent", "loss", "quantization", "spectral", "sampling", "text", "classical",
+    "control", "sequence",
+)  # fmt: skip
+"""The files of a table, in the order in which all have them."""
+
+
+def collected(package: str, families: Sequence[str], name: str = "operators") -> Operators:
+    """The rows of all files of a package."""
+    made = Operators()
+    for family in families:
+        made(**getattr(importlib.import_module(f"{package}.{family}"), name))
+    return made
+
+
+def table(package: str) -> Operators:
+    """The rows of all files of a framework's package, and shared ones for what it has none for."""
+    made = Operators()
+    for family in FAMILIES:
+        for place in (f"{package}.{family}", f"onward.engines.shared.{family}"):
+            if importlib.util.find_spec(place) is not None:
+                rows = importlib.import_module(place).operators
+                made(**{name: function for name, function in rows.items() if name not in made})
+    return made
+
+
+class NotOnHost(Exception):
+    """A value is needed while a step is traced, when there are only shapes."""
+
+
+class Framework(ABC):
+    """One framework, on one device."""
+
+    name: ClassVar[str]
+    operators: Operators
+    cannot: ClassVar[Mapping[str, str]] = {}
+    """Operators that the framework has no way to express, and why."""
+
+    takes_numbers: ClassVar[Mapping[str, Sequence[int]]] = {}
+    """Inputs of operators that stay arrays if they are scalars on the host: numbers may become a part of kernels."""
+
+    fuses: ClassVar[Sequence[str]] = ()
+    """Operators that nodes which amount to them are handed to: `Attention`, `onward.Linear` (see fusion/)."""
+
+    @classmethod
+    def devices(cls) -> list[str]:
+        """What `device` may be, on this machine."""
+        return ["cpu"]
+
+    @abstractmethod
+    def supports(self, dtype: np.dtype) -> bool:
+        """Whether tensors may have this type; what may not stays on the host."""
+
+    @abstractmethod
+    def tensor(self, array: np.ndarray) -> Any:
+        """An array as a tensor on the device."""
+
+    @abstractmethod
+    def array(self, tensor: Any) -> np.ndarray:
+        """A tensor as an array. Raises `NotOnHost` while a step is traced."""
+
+    @abstractmethod
+    def derivative(
+        self, function: Callable[[Sequence[Any]], tuple[Any, list[Any]]], xs: Sequence[Any]
+    ) -> tuple[Any, list[Any], Callable[[], Sequence[Any]]]:
+        """`y, more = function(xs)`, and a function that computes the gradient of the sum of `y` by each of `xs`.
+
+        `y` may itself be differentiated later, and so may the gradients.
+        """
+
+    def host(self, value: Any) -> np.ndarray:
+        """A value, wherever it is, as an array."""
+        return value if isinstance(value, np.ndarray) else self.array(value)
+
+    def owned(self, value: Any) -> np.ndarray:
+        """The same in memory that the engine will never read or write again: what is handed to a caller."""
+        return np.array(self.host(value))
+
+    def place(self, value: Any) -> Any:
+        """A value, wherever it is, as a tensor."""
+        return self.tensor(value) if isinstance(value, np.ndarray) else value
+
+    def typed(self, tensor: Any, dtype: ir.DataType | None) -> Any:
+        """A result as the graph has it, where the framework may have computed it with fewer bits."""
+        return tensor
+
+    def adopt(self, value: Any) -> Any:
+        """A tensor of any framework as one of this, without a copy where both can see the memory.
+
+        An array of a type that the framework lacks stays on the host.
+        """
+        return value if isinstance(value, np.ndarray) and not self.supports(value.dtype) else self.place(value)
+
+    def feed(self, value: Any) -> Any:
+        """What a compiled function takes in place of a tensor of any framework."""
+        return self.adopt(value)
+
+    def copy(self, tensor: Any) -> Any:
+        """The same in memory that nobody else has, where tensors can change or are given away."""
+        return tensor
+
+    def compile(self, function: Function) -> Function:
+        """The same function made faster: (state, constants, batch) -> (new state, results), dictionaries of tensors."""
+        return function
+
+    def compile_step(self, function: Function) -> Function:
+        """The same of a training step, which may overwrite the state that it is given."""
+        return self.compile(function)
+
+    def active(self) -> contextlib.AbstractContextManager[None]:
+        """What has to be switched on while operators run."""
+        return contextlib.nullcontext()
+
+    def is_tracing(self) -> bool:
+        """Whether operators are being recorded, and not computed."""
+        return False
+
+
+@functools.cache
+def keywords(function: Function) -> list[str]:
+    """What a function asks for by keyword."""
+    if (said := getattr(function, "asks_for", None)) is not None:  # by names that Python may have none for
+        return list(said)
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except ValueError:  # written in C: it takes the inputs, and has no options that we would use
+        return []
+    return [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]

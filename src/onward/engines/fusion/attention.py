@@ -1,0 +1,184 @@
+"""Attention that an exporter has written out: found in the graph, and handed to the framework's own, where it is that.
+
+    MatMul(Softmax(MatMul(q * scale, kᵀ * scale) + mask), v)
+
+What the numbers are (whether the mask is causal, whether reshapes swap two axes) is known only when the shapes are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Container, Sequence
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from onward.engines.framework import Framework
+from onward.engines.fusion.match import Following, Match, readers
+
+
+@dataclasses.dataclass(frozen=True)
+class Attention(Match):
+    """What attention is of."""
+
+    q: ir.Value
+    k: ir.Value
+    v: ir.Value
+    mask: ir.Value | None
+    factors: Sequence[tuple[ir.Value, bool]]
+    """What queries, keys or scores are multiplied by, or (True) divided by."""
+    swap: Sequence[ir.Value]
+    """The two shapes through which keys are reshaped to be transposed; none if a Transpose is enough."""
+    guarded: bool
+    """Whether rows that attend to nothing become zeros."""
+
+    @property
+    def inputs(self) -> list[ir.Value]:
+        mask = [self.mask] if self.mask is not None else []
+        return [self.q, self.k, self.v, *(value for value, _ in self.factors), *self.swap, *mask]
+
+    def compute(self, framework: Framework, values: dict[ir.Value, Any]) -> Any:
+        q, k, v = (values[value] for value in (self.q, self.k, self.v))
+        factors = [values[value] for value, _ in self.factors]
+        shapes = [values[value] for value in self.swap]
+        mask = None if self.mask is None else values[self.mask]
+        known = all(isinstance(array, np.ndarray) for array in (*factors, *shapes))
+        if not known or any(isinstance(x, np.ndarray) or len(x.shape) != 4 for x in (q, k, v)):
+            return NotImplemented
+        if not all(factor.size == 1 for factor in factors) or (shapes and not _swaps(k.shape, *shapes)):
+            return NotImplemented
+        scale = np.prod(
+            [1 / f.item() if over else f.item() for f, (_, over) in zip(factors, self.factors, strict=True)]
+        )
+        causal = isinstance(mask, np.ndarray) and _is_causal(mask, q.shape[2], k.shape[2])
+        if self.guarded and mask is not None and not causal and not _always_attends(mask):
+            return NotImplemented
+        placed = None if causal or mask is None else framework.place(mask)
+        given = {"scale": float(scale), "is_causal": int(causal)} | _PLAIN
+        return framework.operators["Attention"](q, k, v, placed, **given)[0]
+
+
+_PLAIN = {
+    "kv_num_heads": None,
+    "q_num_heads": None,
+    "qk_matmul_output_mode": 0,
+    "softcap": 0.0,
+    "softmax_precision": None,
+    "outputs": 1,
+}
+"""What else `Attention` may be told."""
+
+
+def attention(last: ir.Node, among: Container[ir.Node], kept: Container[ir.Value]) -> Attention | None:
+    """The attention that a node ends."""
+    return _Attention(among, kept).match(last) if last.op_type == "MatMul" else None
+
+
+class _Attention(Following):
+    """Follows one product of weights and values back to queries and keys."""
+
+    def __init__(self, among: Container[ir.Node], kept: Container[ir.Value]):
+        super().__init__(among, kept)
+        self._factors: list[tuple[ir.Value, bool]] = []
+
+    def match(self, last: ir.Node) -> Attention | None:
+        weights, v = last.inputs
+        self.nodes.append(last)
+        softmax, guarded = self._softmax(weights)
+        if softmax is None or v is None:
+            return None
+        scores, mask = self._masked(self.inside(softmax.inputs[0]))
+        scores = self._unscaled(scores)
+        if scores is None or scores.op_type != "MatMul":
+            return None
+        self.nodes.append(scores)
+        q, transposed = (self._without_factor(value) for value in scores.inputs)
+        keys = self._untransposed(transposed)
+        if q is None or keys is None:
+            return None
+        k, swap = keys
+        return Attention(self.nodes[::-1], q, k, v, mask, self._factors, swap, guarded)
+
+    def _softmax(self, weights: ir.Value | None) -> tuple[ir.Node | None, bool]:
+        """The softmax over the last axis, behind `Where(IsNaN(weights), 0, weights)` if that is there."""
+        guard = self.only(weights, "Where")
+        if guard is not None:
+            condition, _, inner = guard.inputs
+            test = self.only(condition, "IsNaN")
+            node = self.inside(inner)
+            if test is None or node is None or test.inputs[0] is not inner or readers(node) != {guard, test}:
+                return None, False
+            self.nodes += [guard, test]
+        else:
+            node = self.only(weights, "Softmax")
+        if node is None or node.op_type != "Softmax" or node.attributes.get_int("axis", -1) not in (-1, 3):
+            return None, False
+        self.nodes.append(node)
+        return node, guard is not None
+
+    def _masked(self, node: ir.Node | None) -> tuple[ir.Node | None, ir.Value | None]:
+        """The scores, and the mask that is added to them."""
+        if node is None or node.op_type != "Add" or len(readers(node)) != 1:
+            return node, None
+        for scores, mask in (node.inputs, node.inputs[::-1]):
+            if (found := self.only(scores, "MatMul", "Mul", "Div")) is not None:
+                self.nodes.append(node)
+                return found, mask
+        return None, None
+
+    def _unscaled(self, node: ir.Node | None) -> ir.Node | None:
+        if node is None or node.op_type not in ("Mul", "Div"):
+            return node if node is not None and len(readers(node)) == 1 else None
+        value, factor = node.inputs
+        self.nodes.append(node)
+        if factor is not None:
+            self._factors.append((factor, node.op_type == "Div"))
+        return self.only(value, "MatMul")
+
+    def _without_factor(self, value: ir.Value | None) -> ir.Value | None:
+        node = self.only(value, "Mul", "Div")
+        if node is None or node.inputs[1] is None or not _may_be_scalar(node.inputs[1]):
+            return value
+        self.nodes.append(node)
+        self._factors.append((node.inputs[1], node.op_type == "Div"))
+        return node.inputs[0]
+
+    def _untransposed(self, value: ir.Value | None) -> tuple[ir.Value, list[ir.Value]] | None:
+        node = self.only(value, "Transpose", "Reshape")
+        if node is None:
+            return None
+        self.nodes.append(node)
+        k = node.inputs[0]
+        if node.op_type == "Transpose":
+            return (k, []) if k is not None and list(node.attributes["perm"].as_ints()) == [0, 1, 3, 2] else None
+        transpose = self.only(k, "Transpose")
+        if transpose is None or list(transpose.attributes["perm"].as_ints()) != [0, 2, 1]:
+            return None
+        reshape = self.only(transpose.inputs[0], "Reshape")
+        if reshape is None or reshape.inputs[0] is None or reshape.inputs[1] is None or node.inputs[1] is None:
+            return None
+        self.nodes += [transpose, reshape]
+        return reshape.inputs[0], [reshape.inputs[1], node.inputs[1]]
+
+
+def _may_be_scalar(value: ir.Value) -> bool:
+    return value.shape is None or all(size == 1 for size in value.shape)
+
+
+def _swaps(shape: Sequence[int], through: np.ndarray, to: np.ndarray) -> bool:
+    """Whether reshaping, transposing and reshaping is swapping the last two axes."""
+    *leading, rows, columns = shape
+    return list(through[1:]) == [rows, columns] and list(to) == [*leading, columns, rows]
+
+
+def _is_causal(mask: np.ndarray, queries: int, keys: int) -> bool:
+    if queries != keys or mask.shape[-2:] != (queries, keys) or mask.size != queries * keys:
+        return False
+    flat = mask.reshape(queries, keys)
+    below = np.tri(queries, dtype=bool)
+    return bool((flat[below] == 0).all() and (flat[~below] <= np.finfo(flat.dtype).min).all())
+
+
+def _always_attends(mask: Any) -> bool:
+    return isinstance(mask, np.ndarray) and bool(np.isfinite(mask).any(-1).all())

@@ -1,0 +1,194 @@
+"""One interpreter for all frameworks: executes a graph node by node with the operators of a table.
+
+Values are tensors of the framework or, on the host, numpy arrays. A node all of whose inputs are on the host is
+computed there: constants, and what follows from the shapes of tensors (see host.py). `Gradient` means the framework's
+own derivative of the nodes between its variables and its result, which are executed under it (see plan.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from onward.engines.failures import is_ours
+from onward.engines.framework import Framework, NotOnHost
+from onward.engines.host import HOST_INPUTS, counts_far
+from onward.engines.plan import Call, Differentiation, Fused, Plan
+from onward.errors import Error, UnsupportedError
+
+Values = dict[ir.Value, Any]
+
+
+class Interpreter:
+    """Executes one plain graph. Functions have been replaced by their bodies."""
+
+    def __init__(self, plan: Plan, framework: Framework):
+        self._plan = plan
+        self._framework = framework
+        self._placed: Values = {}
+
+    def __call__(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The outputs of the graph by name, from its inputs by name: tensors, or arrays that stay on the host."""
+        values: Values = {value: given[name] for name, value in self._plan.inputs.items()}
+        with self._framework.active(), np.errstate(all="ignore"):  # infinities and NaN are results like others
+            self.execute(self._plan, values)
+            return {value.name or "": self.typed(value, values[value]) for value in self._plan.outputs}
+
+    def typed(self, value: ir.Value, result: Any) -> Any:
+        return self._framework.typed(result, value.dtype) if self._is_tensor(result) else result
+
+    # ---- execution ---------------------------------------------------------------------------------------------------
+
+    def execute(self, plan: Plan, values: Values) -> None:
+        values.update(plan.constants)
+        for item in plan.items:
+            match item:
+                case Call():
+                    self._call(item, values)
+                case Differentiation():
+                    self._differentiate(item, values)
+                case Fused():
+                    self._fuse(item, values)
+            for value in item.last_used:
+                values.pop(value, None)
+
+    def _call(self, call: Call, values: Values) -> None:
+        inputs = [None if value is None else values[value] for value in call.inputs]
+        try:
+            if call.graphs and call.function is not None:
+                bodies = {name: _Body(self, plan, values) for name, plan in call.graphs.items()}
+                results = call.function(*inputs, **bodies, framework=self._framework)
+            elif call.on_host is not None and (call.function is None or self._belongs_on_host(call.operator, inputs)):
+                results = call.on_host(*map(self._fetch, inputs))
+            else:
+                assert call.function is not None
+                host = HOST_INPUTS.get(call.operator, ())
+                numbers = self._framework.takes_numbers.get(call.operator, ())
+                placed = (
+                    self._fetch(x) if i in host or (i in numbers and _is_number(x)) else self._place(value, x)
+                    for i, (value, x) in enumerate(zip(call.inputs, inputs, strict=True))
+                )
+                results = call.function(*placed)
+        except NotOnHost as error:
+            raise UnsupportedError(
+                f"{call.described} needs to know a value, and while the step is compiled there are only shapes",
+                hint="run without compiling: `compile=False`, or `--no-compile`",
+            ) from error
+        except Error:
+            raise
+        except Exception as error:
+            if is_ours(error):
+                error.add_note(f"in {call.described}, on {self._framework.name}")
+                raise
+            raise UnsupportedError(f"{self._framework.name} fails in {call.described}: {error}") from error
+        if not isinstance(results, tuple):
+            results = (results,)
+        for value, result in zip(call.outputs, results, strict=False):
+            if value is not None:  # where there are no axes, numpy returns scalars
+                values[value] = np.asarray(result) if isinstance(result, np.generic) else result
+
+    def _fuse(self, item: Fused, values: Values) -> None:
+        result = item.match.compute(self._framework, values)
+        if result is NotImplemented:
+            inner = {value: values[value] for value in item.plan.captured}
+            self.execute(item.plan, inner)
+            result = inner[item.match.output]
+        values[item.match.output] = result
+
+    def _differentiate(self, item: Differentiation, values: Values) -> None:
+        around = {value: values[item.others.get(value, value)] for value in item.plan.captured}
+        on_host: Values = {}
+
+        def forward(xs: Any) -> tuple[Any, list[Any]]:
+            inner = {**around, **dict(zip(item.variables, xs, strict=True))}
+            self.execute(item.plan, inner)
+            on_host.update({value: inner[value] for value in item.kept if not self._is_tensor(inner[value])})
+            kept = [inner[value] for value in item.kept if value not in on_host]
+            return self._place(None, inner[item.y]), kept
+
+        xs = [self._place(value, values[value]) for value in item.given]
+        try:
+            y, kept, gradients = self._framework.derivative(forward, xs)
+            found = gradients()
+        except Error:
+            raise
+        except Exception as error:
+            if is_ours(error):
+                raise
+            raise UnsupportedError(
+                f"{self._framework.name} fails in its derivative: {error}", hint="take Onward's own: `rules=True`"
+            ) from error
+        values.update(on_host)
+        values.update(zip((value for value in item.kept if value not in on_host), kept, strict=True))
+        if item.y in item.kept:
+            values[item.y] = y
+        for value, result in zip(item.outputs, found, strict=False):
+            if value is not None:
+                values[value] = result
+
+    # ---- where values are --------------------------------------------------------------------------------------------
+
+    def _belongs_on_host(self, operator: str, inputs: Iterable[Any]) -> bool:
+        """Whether all inputs are there already, or one is of a type that the framework does not have."""
+        given = [value for value in inputs if value is not None]
+        if all(map(self._is_host, given)):
+            return bool(given) and not counts_far(operator, given)
+        return not all(map(self._can_place, given))
+
+    def _is_host(self, value: Any) -> bool:
+        return all(map(self._is_host, value)) if isinstance(value, list) else isinstance(value, np.ndarray)
+
+    def _can_place(self, value: Any) -> bool:
+        if isinstance(value, list):
+            return all(map(self._can_place, value))
+        return not isinstance(value, np.ndarray) or self._framework.supports(value.dtype)
+
+    def _is_tensor(self, value: Any) -> bool:
+        return value is not None and not isinstance(value, list | np.ndarray)
+
+    def _fetch(self, value: Any) -> Any:
+        if isinstance(value, list):
+            return [self._fetch(item) for item in value]
+        return self._framework.array(value) if self._is_tensor(value) else value
+
+    def _place(self, value: ir.Value | None, given: Any) -> Any:
+        """A value as a tensor. A constant is brought to the device once, unless what is made there is only traced."""
+        if isinstance(given, list):
+            return [self._place(None, item) for item in given]
+        if not isinstance(given, np.ndarray):
+            return given
+        if value not in self._plan.constants or self._framework.is_tracing():
+            return self._framework.tensor(given)
+        if value not in self._placed:
+            self._placed[value] = self._framework.tensor(given)
+        return self._placed[value]
+
+
+class _Body:
+    """A nested graph as a function of its inputs; what it captures is taken from around it."""
+
+    def __init__(self, interpreter: Interpreter, plan: Plan, around: Values):
+        self._interpreter = interpreter
+        self._plan = plan
+        self._captured = {value: around[value] for value in plan.captured}
+        self.types = [(_dtype(value), _sizes(value)) for value in plan.outputs]
+
+    def __call__(self, *inputs: Any) -> list[Any]:
+        values = {**self._captured, **dict(zip(self._plan.inputs.values(), inputs, strict=True))}
+        self._interpreter.execute(self._plan, values)
+        return [self._interpreter.typed(value, values[value]) for value in self._plan.outputs]
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, np.ndarray) and value.ndim == 0
+
+
+def _dtype(value: ir.Value) -> np.dtype | None:
+    return None if value.dtype is None else value.dtype.numpy()
+
+
+def _sizes(value: ir.Value) -> list[int | None] | None:
+    return None if value.shape is None else [size if isinstance(size, int) else None for size in value.shape]

@@ -1,0 +1,171 @@
+"""Elementwise operators."""
+
+from __future__ import annotations
+
+import functools
+import operator
+
+import jax.numpy as jnp
+import numpy as np
+import onnx_ir as ir
+from jax import lax
+
+from onward.engines.framework import Operators
+from onward.engines.jax.values import dtype_of, known
+
+operators = Operators()
+
+
+def is_float(x):
+    return jnp.issubdtype(x.dtype, jnp.floating)
+
+
+operators(
+    Add=jnp.add,
+    Sub=jnp.subtract,
+    Mul=jnp.multiply,
+)
+
+
+@operators.define("Div")
+def div(a, b):
+    return jnp.divide(a, b) if is_float(a) else lax.div(*jnp.broadcast_arrays(a, b))  # which rounds towards 0
+
+
+@operators.define("Mod")
+def mod(a, b, *, fmod):
+    return jnp.fmod(a, b) if fmod else jnp.mod(a, b)
+
+
+@operators.define("Pow")
+def power(x, exponent):
+    if not is_float(x):
+        return jnp.power(x, exponent).astype(x.dtype)
+    exponent = exponent.astype(x.dtype)
+    base = jnp.where((x == 0) & (exponent == 0), 1, x)  # which has the same power, and the derivative 0
+    return jnp.power(base, exponent)
+
+
+def _extreme(of_two, of_all):
+    def extreme(*xs):
+        if len(xs) < 3:
+            return functools.reduce(of_two, xs)
+        return of_all(jnp.stack(jnp.broadcast_arrays(*xs)), 0)  # ties share the gradient evenly
+
+    return extreme
+
+
+operators(
+    Max=_extreme(jnp.maximum, jnp.max),
+    Min=_extreme(jnp.minimum, jnp.min),
+    Sum=lambda *xs: functools.reduce(operator.add, xs),
+    Mean=lambda *xs: functools.reduce(operator.add, xs) / len(xs),
+    Abs=jnp.abs,
+    Neg=jnp.negative,
+    Sign=jnp.sign,
+    Reciprocal=jnp.reciprocal,
+    Sqrt=jnp.sqrt,
+    Exp=jnp.exp,
+    Log=jnp.log,
+    Erf=lax.erf,
+    Ceil=jnp.ceil,
+    Floor=jnp.floor,
+    Round=jnp.round,
+    Sin=jnp.sin,
+    Cos=jnp.cos,
+    Tan=jnp.tan,
+    Asin=jnp.arcsin,
+    Acos=jnp.arccos,
+    Atan=jnp.arctan,
+    Sinh=jnp.sinh,
+    Cosh=jnp.cosh,
+    Tanh=jnp.tanh,
+    Asinh=jnp.arcsinh,
+    Acosh=jnp.arccosh,
+    Atanh=jnp.arctanh,
+    Equal=jnp.equal,
+    Greater=jnp.greater,
+    GreaterOrEqual=jnp.greater_equal,
+    Less=jnp.less,
+    LessOrEqual=jnp.less_equal,
+    And=jnp.logical_and,
+    Or=jnp.logical_or,
+    Xor=jnp.logical_xor,
+    Not=jnp.logical_not,
+)
+
+
+@operators.define("IsInf")
+def is_inf(x, *, detect_negative, detect_positive):
+    sought = (x < 0) & bool(detect_negative) | (x > 0) & bool(detect_positive)
+    return jnp.isinf(x) & sought
+
+
+operators(
+    IsNaN=jnp.isnan,
+    Where=jnp.where,
+    BitwiseAnd=jnp.bitwise_and,
+    BitwiseOr=jnp.bitwise_or,
+    BitwiseXor=jnp.bitwise_xor,
+    BitwiseNot=jnp.bitwise_not,
+)
+
+
+@operators.define("BitShift")
+def bit_shift(x, places, *, direction):
+    return jnp.left_shift(x, places) if direction == "LEFT" else jnp.right_shift(x, places)
+
+
+operators(Identity=lambda x: x)
+operators.define("onward.StopGradient")(lax.stop_gradient)
+
+
+@operators.define("Cast")
+def cast(x, *, to, saturate, round_mode):
+    if to == ir.DataType.STRING:
+        from onward.engines.numpy import Numpy
+
+        return Numpy.operators["Cast"](known(x), to=to, saturate=saturate, round_mode=round_mode)
+    return converted(x, dtype_of(to), saturate=saturate, round_mode=round_mode)
+
+
+def converted(x, dtype, *, saturate=True, round_mode="up"):
+    """Numbers of another type. What is too large for the small ones becomes the largest, unless it may not."""
+    if dtype == jnp.float8_e8m0fnu:
+        return _power_of_two(x, saturate, round_mode)
+    if dtype.itemsize == 1 and jnp.issubdtype(dtype, jnp.floating) and saturate and is_float(x):
+        limit = jnp.finfo(dtype).max.astype(np.float32)
+        x = jnp.clip(x.astype(np.float32), -limit, limit)
+    if jnp.issubdtype(dtype, jnp.integer) and jnp.iinfo(dtype).bits < 8:
+        x = x.astype(np.int32)  # of which the last bits are kept
+    return x.astype(dtype)
+
+
+def _power_of_two(x, saturate, round_mode):
+    """Types that have an exponent only."""
+    mantissa, exponent = jnp.frexp(jnp.abs(x.astype(np.float32)))  # in [0.5, 1), so that 0.5 is a power of two
+    up = {"up": mantissa > 0.5, "down": False, "nearest": mantissa >= 0.75}[round_mode]
+    exponent = jnp.where(up, exponent, exponent - 1) + 127
+    code = jnp.clip(exponent, 0, 254) if saturate else jnp.where((exponent < 0) | (exponent > 254), 255, exponent)
+    code = jnp.where(x == 0, 0, jnp.where(jnp.isinf(x), 254 if saturate else 255, code))
+    code = jnp.where(jnp.isnan(x), 255, code)
+    return lax.bitcast_convert_type(code.astype(np.uint8), jnp.float8_e8m0fnu)
+
+
+@operators.define("CastLike")
+def cast_like(x, like, *, saturate, round_mode):
+    return converted(x, like.dtype, saturate=saturate, round_mode=round_mode)
+
+
+@operators.define("BitCast")
+def bit_cast(x, *, to):
+    dtype = dtype_of(to)
+    if np.bool_ in (x.dtype, dtype):  # a byte that is 0 or 1
+        return x.astype(np.uint8).astype(dtype)
+    return lax.bitcast_convert_type(x, dtype)
+
+
+@operators.define("Clip")
+def clip(x, low=None, high=None):
+    x = x if low is None else jnp.where(x < low, low, x)  # at a bound the slope is that of x
+    return x if high is None else jnp.where(x > high, high, x)

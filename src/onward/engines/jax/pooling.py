@@ -1,0 +1,161 @@
+"""Pools."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from onward.engines.framework import Operators
+from onward.engines.jax.grids import linear_corners
+from onward.engines.jax.values import known
+from onward.engines.shared.windows import counts, paddings, reach, with_ceiling
+
+operators = Operators()
+
+
+def _placed(x, auto_pad, ceil_mode, dilations, kernel_shape, pads, strides):
+    """Strides, dilations, what the node adds around, and what is added in the end."""
+    count = x.ndim - 2
+    strides, dilations = strides or [1] * count, dilations or [1] * count
+    asked = paddings(auto_pad, pads, x.shape[2:], kernel_shape, strides, dilations)
+    added = with_ceiling(asked, x.shape[2:], kernel_shape, strides, dilations) if ceil_mode else asked
+    return strides, dilations, asked, added
+
+
+def _over_windows(combine, tensors, fills, kernel, strides, dilations, added):
+    """Tensors, the same windows of which are combined, one axis after the other.
+
+    What is combined are slices of whole tensors: XLA makes one loop of them, and of their derivative. Its own windows
+    are several times slower on CPUs.
+    """
+    amounts = [(0, 0, 0)] * 2 + [(*amount, 0) for amount in added]
+    tensors = [lax.pad(x, jnp.asarray(fill, x.dtype), amounts) for x, fill in zip(tensors, fills, strict=True)]
+    for axis in reversed(range(2, tensors[0].ndim)):
+        length, stride, dilation = kernel[axis - 2], strides[axis - 2], dilations[axis - 2]
+        last = (tensors[0].shape[axis] - reach(length, dilation)) // stride * stride
+        starts = range(0, length * dilation, dilation)
+        parts = ([lax.slice_in_dim(x, i, i + last + 1, stride, axis) for x in tensors] for i in starts)
+        tensors = functools.reduce(combine, parts)
+    return tensors
+
+
+def _larger(first, second):
+    """Whichever is larger, with what belongs to it; the first where they are equal."""
+    better = (second[0] > first[0]) | jnp.isnan(second[0])
+    return [jnp.where(better, b, a) for a, b in zip(first, second, strict=True)]
+
+
+def _sum(x, *windows):
+    return _over_windows(lambda first, second: [first[0] + second[0]], [x], [0], *windows)[0]
+
+
+@operators.define("MaxPool")
+def max_pool(x, *, auto_pad, ceil_mode, dilations=None, kernel_shape, pads=None, storage_order, strides=None, outputs):
+    strides, dilations, _, added = _placed(x, auto_pad, ceil_mode, dilations, kernel_shape, pads, strides)
+    lowest = -np.inf if jnp.issubdtype(x.dtype, jnp.floating) else np.iinfo(x.dtype).min
+    windows = kernel_shape, strides, dilations, added
+    if outputs == 1:
+        return _over_windows(_larger, [x], [lowest], *windows)[0]
+    order = range(x.ndim) if storage_order == 0 else (0, 1, *reversed(range(2, x.ndim)))
+    places = np.arange(x.size).reshape([x.shape[i] for i in order]).transpose(np.argsort(order))
+    return tuple(_over_windows(_larger, [x, jnp.asarray(places)], [lowest, 0], *windows))
+
+
+@operators.define("AveragePool")
+def average_pool(x, *, auto_pad, ceil_mode, count_include_pad, dilations=None, kernel_shape, pads=None, strides=None):
+    strides, dilations, asked, added = _placed(x, auto_pad, ceil_mode, dilations, kernel_shape, pads, strides)
+    counted = asked if count_include_pad else [(0, 0)] * len(asked)
+    per_axis = map(counts, x.shape[2:], added, counted, kernel_shape, strides, dilations)
+    total = _sum(x, kernel_shape, strides, dilations, added)
+    return total / functools.reduce(np.multiply.outer, per_axis).astype(x.dtype)
+
+
+@operators.define("LpPool")
+def lp_pool(x, *, auto_pad, ceil_mode, dilations=None, kernel_shape, p, pads=None, strides=None):
+    strides, dilations, _, added = _placed(x, auto_pad, ceil_mode, dilations, kernel_shape, pads, strides)
+    return _sum(jnp.abs(x) ** p, kernel_shape, strides, dilations, added) ** (1 / p)
+
+
+def _space(x):
+    return tuple(range(2, x.ndim))
+
+
+operators(
+    GlobalMaxPool=lambda x: jnp.max(x, _space(x), keepdims=True),
+    GlobalAveragePool=lambda x: jnp.mean(x, _space(x), keepdims=True),
+    GlobalLpPool=lambda x, *, p: jnp.sum(jnp.abs(x) ** p, _space(x), keepdims=True) ** (1 / p),
+)
+
+
+@operators.define("MaxUnpool")
+def max_unpool(x, places, output_shape=None, *, kernel_shape, pads=None, strides=None):
+    count = x.ndim - 2
+    strides, pads = strides or [1] * count, pads or [0] * 2 * count
+    sizes = [
+        (size - 1) * stride + length - pads[i] - pads[count + i]
+        for i, (size, stride, length) in enumerate(zip(x.shape[2:], strides, kernel_shape, strict=True))
+    ]
+    shape = (*x.shape[:2], *sizes)
+    y = jnp.zeros(math.prod(shape), x.dtype).at[places.reshape(-1)].set(x.reshape(-1)).reshape(shape)
+    if output_shape is None:
+        return y
+    return jnp.pad(y, [(0, whole - size) for whole, size in zip(output_shape.tolist(), shape, strict=True)])
+
+
+@operators.define("MaxRoiPool")
+def max_roi_pool(x, rois, *, pooled_shape, spatial_scale):
+    images, scaled = rois[:, 0].astype(np.int32), rois[:, 1:] * spatial_scale
+    corners = jnp.trunc(scaled + jnp.copysign(0.5, scaled)).astype(np.int32)  # halves away from zero
+    chosen = x[images]
+    for axis, bins in zip((2, 3), pooled_shape, strict=True):
+        start, end = corners[:, 3 - axis, None], corners[:, 5 - axis, None]
+        size = jnp.maximum(end - start + 1, 1)
+        first = start + np.arange(bins) * size // bins
+        last = start - np.arange(-1, -bins - 1, -1) * size // bins
+        places = np.arange(x.shape[axis])
+        inside = (places >= first[..., None]) & (places < last[..., None])  # (rois, bins, places)
+        spread = jnp.expand_dims(chosen, axis)
+        inside = inside.reshape(len(rois), *[1] * (axis - 1), *inside.shape[1:], *[1] * (3 - axis))
+        chosen = jnp.max(jnp.where(inside, spread, -jnp.inf), axis + 1)
+    return jnp.where(jnp.isneginf(chosen), 0, chosen)
+
+
+@operators.define("RoiAlign")
+def roi_align(
+    x,
+    rois,
+    batch_indices,
+    *,
+    coordinate_transformation_mode,
+    mode,
+    output_height,
+    output_width,
+    sampling_ratio,
+    spatial_scale,
+):
+    half = coordinate_transformation_mode == "half_pixel"
+    corners = rois * spatial_scale - (0.5 if half else 0)
+    places, shares = [], []
+    for axis, bins in ((1, output_height), (0, output_width)):
+        length = corners[:, 2 + axis] - corners[:, axis]
+        size = (length if half else jnp.maximum(length, 1)) / bins
+        samples = jnp.full(len(rois), sampling_ratio) if sampling_ratio else jnp.maximum(jnp.ceil(size), 1)
+        most = sampling_ratio or int(known(samples).max(initial=1))
+        steps = (np.arange(most) + 0.5) / samples[:, None]  # (rois, samples)
+        at = (np.arange(bins)[:, None] + steps[:, None]) * size[:, None, None] + corners[:, axis, None, None]
+        places.append(at)
+        shares.append(jnp.where(np.arange(most) < samples[:, None], 1 / samples[:, None], 0))
+    rows, columns = places[0][:, :, None, :, None], places[1][:, None, :, None, :]
+    h, w = x.shape[2:]
+    inside = (rows >= -1) & (rows <= h) & (columns >= -1) & (columns <= w)
+    at = jnp.broadcast_arrays(jnp.clip(rows, 0, h - 1), jnp.clip(columns, 0, w - 1))
+    corners_there = [jnp.where(inside[:, None], part, 0) for part in linear_corners(x[batch_indices], at)]
+    counted = shares[0][:, :, None] * shares[1][:, None, :]
+    if mode == "avg":
+        return jnp.einsum("rchwij,rij->rchw", sum(corners_there), counted).astype(x.dtype)
+    largest = functools.reduce(jnp.maximum, corners_there)  # of weighted corners, as the standard's reference has it
+    return jnp.max(jnp.where((counted > 0)[:, None, None, None], largest, -jnp.inf), (4, 5)).astype(x.dtype)

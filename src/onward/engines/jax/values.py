@@ -1,0 +1,29 @@
+"""Types and known values, as the files of the table need them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.extend
+import numpy as np
+import onnx_ir as ir
+
+from onward.engines.framework import NotOnHost
+
+
+def known(tensor: Any) -> np.ndarray:
+    """A tensor as an array. While it is differentiated it has a value, too; while it is compiled it has none."""
+    try:
+        return np.asarray(tensor)
+    except jax.errors.TracerArrayConversionError:
+        pass
+    try:
+        return np.asarray(jax.extend.core.concrete_or_error(None, tensor))
+    except jax.errors.ConcretizationTypeError as error:
+        raise NotOnHost from error
+
+
+def dtype_of(number: int) -> np.dtype:
+    """The type that an attribute names."""
+    return ir.DataType(number).numpy()

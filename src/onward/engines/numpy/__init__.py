@@ -1,0 +1,56 @@
+"""The reference: what a training model means, in numpy. Short rather than fast.
+
+Its derivatives are central differences, for checks; the engine takes those that our rules write.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from onward.engines.framework import Framework, table
+from onward.errors import UnknownNameError
+
+
+class Numpy(Framework):
+    name = "numpy"
+    operators = table(__name__)
+
+    def __init__(self, *, device: str = "cpu"):
+        if device not in self.devices():
+            raise UnknownNameError(f"numpy has no device `{device}`", hint="it has cpu")
+
+    def supports(self, dtype: np.dtype) -> bool:
+        return True
+
+    def tensor(self, array: np.ndarray) -> np.ndarray:
+        return array
+
+    def array(self, tensor: Any) -> np.ndarray:
+        return np.asarray(tensor)
+
+    def copy(self, tensor: Any) -> np.ndarray:
+        return np.array(tensor)
+
+    def derivative(
+        self, function: Callable[[Sequence[Any]], tuple[Any, list[Any]]], xs: Sequence[Any]
+    ) -> tuple[Any, list[Any], Callable[[], Sequence[Any]]]:
+        y, more = function(xs)
+
+        def gradient(i: int) -> np.ndarray:
+            return _differences(lambda x: function([*xs[:i], x, *xs[i + 1 :]])[0].sum(), xs[i])
+
+        return y, more, lambda: [gradient(i) for i in range(len(xs))]
+
+
+def _differences(function: Callable[[np.ndarray], np.ndarray], x: np.ndarray) -> np.ndarray:
+    """Central differences, one element after the other."""
+    step = np.cbrt(np.finfo(x.dtype).eps)
+    gradient = np.zeros_like(x)
+    for place in np.ndindex(x.shape):
+        nudge = np.zeros_like(x)
+        nudge[place] = step * max(1, abs(x[place]))
+        gradient[place] = (function(x + nudge) - function(x - nudge)) / (2 * nudge[place])
+    return gradient

@@ -1,0 +1,99 @@
+"""Convolutions."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from onward.engines.framework import Operators
+from onward.engines.numpy.activation import sigmoid
+from onward.engines.numpy.grids import sampled
+from onward.engines.numpy.precision import in_float32
+from onward.engines.numpy.windows import Windows, halves, windows
+
+operators = Operators()
+
+
+@operators.define("Conv")
+@in_float32
+def conv(x, w, b=None, *, auto_pad, dilations, group, pads, strides):
+    where = windows(x.shape[2:], w.shape[2:], auto_pad=auto_pad, dilations=dilations, pads=pads, strides=strides)
+    return _with_bias(convolved(where.of(x), w, group), b)
+
+
+def convolved(view, w, group):
+    """The product of windows [N, C, *counts, *kernel] with weights [M, C / group, *kernel]."""
+    rank = w.ndim - 2
+    n, c, counts = view.shape[0], view.shape[1], view.shape[2 : 2 + rank]
+    columns = view.reshape(n, group, c // group, math.prod(counts), math.prod(w.shape[2:])).swapaxes(3, 4)
+    columns = columns.reshape(n, group, math.prod(w.shape[1:]), math.prod(counts))
+    y = w.reshape(group, w.shape[0] // group, -1) @ columns
+    return y.reshape(n, w.shape[0], *counts)
+
+
+@operators.define("ConvTranspose")
+@in_float32
+def conv_transpose(x, w, b=None, *, auto_pad, dilations, group, output_padding, output_shape, pads, strides):
+    rank, sizes = x.ndim - 2, x.shape[2:]
+    begins, ends = halves(pads, rank)
+    where = Windows(w.shape[2:], strides or [1] * rank, dilations or [1] * rank, begins, sizes)
+    full = [n + more for n, more in zip(where.covered, output_padding or [0] * rank, strict=True)]
+    if output_shape or auto_pad.startswith("SAME"):
+        shape = output_shape or [n * s for n, s in zip(sizes, where.strides, strict=True)]
+        cut = [max(n - wanted, 0) for n, wanted in zip(full, shape, strict=True)]
+        where.begins = [c // 2 if auto_pad == "SAME_UPPER" else c - c // 2 for c in cut]
+    else:
+        shape = [n - begin - end for n, begin, end in zip(full, begins, ends, strict=True)]
+    n, c = x.shape[:2]
+    grouped = x.reshape(n, group, c // group, -1)
+    weights = w.reshape(group, c // group, -1).swapaxes(1, 2)
+    values = (weights @ grouped).reshape(n, group * w.shape[1], math.prod(w.shape[2:]), -1).swapaxes(2, 3)
+    return _with_bias(where.sum(values.reshape(n, -1, *sizes, *w.shape[2:]), shape), b)
+
+
+@operators.define("DeformConv")
+@in_float32
+def deform_conv(x, w, offset, b=None, mask=None, *, dilations, group, offset_group, pads, strides):
+    n, c, *sizes = x.shape
+    kernel, rank = w.shape[2:], w.ndim - 2
+    where = windows(sizes, kernel, dilations=dilations, pads=pads, strides=strides)
+    shape = (n * offset_group, *kernel, rank, *where.counts)
+    places = np.moveaxis(offset.reshape(shape), 1 + rank, -1).copy()  # [N * groups, *kernel, *counts, rank]
+    for axis in range(rank):
+        taps = np.arange(kernel[axis]) * where.dilations[axis]
+        begins = np.arange(where.counts[axis]) * where.strides[axis] - where.begins[axis]
+        base = (taps[:, None] + begins).reshape(
+            [m if i in (axis, rank + axis) else 1 for i, m in enumerate((*kernel, *where.counts))]
+        )
+        places[..., axis] += base
+    values = sampled(x.reshape(n * offset_group, c // offset_group, *sizes), places, "linear")
+    if mask is not None:
+        values = values * mask.reshape(n * offset_group, 1, *kernel, *where.counts)
+    values = values.reshape(n, c, *kernel, *where.counts)
+    view = np.moveaxis(values, range(2, 2 + rank), range(2 + rank, 2 + 2 * rank))
+    return _with_bias(convolved(view, w, group), b)
+
+
+@operators.define("CausalConvWithState")
+@in_float32
+def causal_conv_with_state(x, w, b=None, past=None, *, activation):
+    channels, kept = x.shape[1], w.shape[2] - 1
+    past = np.zeros((len(x), channels, kept), x.dtype) if past is None else past
+    whole = np.concatenate([past, x], 2)
+    y = _with_bias(convolved(windows(whole.shape[2:], w.shape[2:]).of(whole), w, channels), b)
+    return y * sigmoid(y) if activation in ("silu", "swish") else y, whole[:, :, whole.shape[2] - kept :]
+
+
+@operators.define("Col2Im")
+@in_float32
+def col2im(x, sizes, block, *, dilations, pads, strides):
+    sizes, kernel = sizes.tolist(), block.tolist()
+    where = windows(sizes, kernel, dilations=dilations, pads=pads, strides=strides)
+    values = x.reshape(len(x), -1, *kernel, *where.counts)
+    rank = len(kernel)
+    return where.sum(np.moveaxis(values, range(2, 2 + rank), range(2 + rank, 2 + 2 * rank)), sizes)
+
+
+def _with_bias(y, b):
+    return y if b is None else y + b.reshape(-1, *[1] * (y.ndim - 2))

@@ -1,0 +1,171 @@
+"""Elementwise operators."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import ml_dtypes
+import numpy as np
+import onnx_ir as ir
+
+from onward.engines.framework import Operators
+from onward.engines.numpy.precision import in_float32, is_float, widened
+
+operators = Operators()
+
+operators(
+    Add=np.add,
+    Sub=np.subtract,
+    Mul=np.multiply,
+)
+
+
+@operators.define("Div")
+def div(x, y):
+    if is_float(x.dtype):
+        return np.divide(x, y)
+    return (x - np.fmod(x, y)) // y  # integers: towards zero, where `//` is towards minus infinity
+
+
+operators(Mod=lambda x, y, *, fmod: np.fmod(x, y) if fmod else np.remainder(x, y))
+
+
+@operators.define("Pow")
+def power(x, y):
+    if x.dtype.kind in "iu" and y.dtype.kind == "i" and (y < 0).any():  # which numpy refuses
+        return np.power(x.astype(np.float64), y).astype(x.dtype)
+    return np.power(x, y).astype(x.dtype, copy=False)
+
+
+operators(
+    Max=lambda *xs: functools.reduce(np.maximum, xs),
+    Min=lambda *xs: functools.reduce(np.minimum, xs),
+    Sum=lambda *xs: functools.reduce(np.add, xs),
+    Mean=lambda *xs: np.divide(functools.reduce(np.add, xs), xs[0].dtype.type(len(xs))),
+    Abs=np.abs,
+    Neg=np.negative,
+    Sign=np.sign,
+    Reciprocal=lambda x: np.divide(x.dtype.type(1), x),
+    Sqrt=np.sqrt,
+    Exp=np.exp,
+    Log=np.log,
+)
+
+
+@operators.define("Erf")
+@in_float32
+def erf(x):
+    return np.vectorize(math.erf, otypes=[np.float64])(x).astype(x.dtype)
+
+
+operators(
+    Ceil=np.ceil,
+    Floor=np.floor,
+    Round=np.rint,
+    Sin=np.sin,
+    Cos=np.cos,
+    Tan=np.tan,
+    Asin=np.arcsin,
+    Acos=np.arccos,
+    Atan=np.arctan,
+    Sinh=np.sinh,
+    Cosh=np.cosh,
+    Tanh=np.tanh,
+    Asinh=np.arcsinh,
+    Acosh=np.arccosh,
+    Atanh=np.arctanh,
+    Equal=np.equal,
+    Greater=np.greater,
+    GreaterOrEqual=np.greater_equal,
+    Less=np.less,
+    LessOrEqual=np.less_equal,
+    And=np.logical_and,
+    Or=np.logical_or,
+    Xor=np.logical_xor,
+    Not=np.logical_not,
+)
+
+
+@operators.define("IsInf")
+def is_inf(x, *, detect_positive, detect_negative):
+    return np.isinf(x) & ((x > 0) & bool(detect_positive) | (x < 0) & bool(detect_negative))
+
+
+operators(
+    IsNaN=np.isnan,
+    Where=np.where,
+    BitwiseAnd=np.bitwise_and,
+    BitwiseOr=np.bitwise_or,
+    BitwiseXor=np.bitwise_xor,
+    BitwiseNot=np.bitwise_not,
+)
+
+
+@operators.define("BitShift")
+def bit_shift(x, y, *, direction):
+    bits = 8 * x.dtype.itemsize
+    if direction == "LEFT":
+        return np.where((y < 0) | (y >= bits), x.dtype.type(0), np.left_shift(x, y))
+    return np.right_shift(x, np.where(y < 0, x.dtype.type(bits - 1), np.minimum(y, x.dtype.type(bits))))
+
+
+operators(Identity=lambda x: x)
+operators.define("onward.StopGradient")(lambda x: x)
+
+
+@operators.define("Cast")
+def cast(x, *, to, saturate, round_mode):
+    return converted(x, ir.DataType(to).numpy(), saturate, round_mode)
+
+
+@operators.define("CastLike")
+def cast_like(x, like, *, saturate, round_mode):
+    return converted(x, like.dtype, saturate, round_mode)
+
+
+@operators.define("BitCast")
+def bit_cast(x, *, to):
+    return x.view(ir.DataType(to).numpy())
+
+
+@operators.define("Clip")
+def clip(x, low=None, high=None):
+    x = x if low is None else np.maximum(x, low)
+    return x if high is None else np.minimum(x, high)
+
+
+# ---- conversion ------------------------------------------------------------------------------------------------------
+
+_SATURATING = frozenset(
+    map(
+        np.dtype,
+        (ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e4m3fnuz, ml_dtypes.float8_e5m2, ml_dtypes.float8_e5m2fnuz),
+    )
+)
+
+
+def converted(x: np.ndarray, dtype: np.dtype, saturate: int = 1, round_mode: str = "up") -> np.ndarray:
+    """Numbers or text as another type."""
+    if dtype == x.dtype:
+        return x
+    if dtype.kind in "OU":
+        return x.astype(np.str_).astype(object)
+    if x.dtype.kind in "OU":
+        x = x.astype(np.str_).astype(np.float64 if is_float(dtype) else dtype)
+    if dtype in _SATURATING and saturate:
+        largest = float(ml_dtypes.finfo(dtype).max)
+        x = np.clip(widened(x), -largest, largest)
+    elif dtype == ml_dtypes.float8_e8m0fnu:
+        return _power_of_two(x, saturate, round_mode)
+    return x.astype(dtype)
+
+
+def _power_of_two(x: np.ndarray, saturate: int, round_mode: str) -> np.ndarray:
+    """The type that has nothing but an exponent, from 2**-127 to 2**127, and NaN."""
+    fraction, exponent = np.frexp(x.astype(np.float64))  # from 0.5 up to 1
+    rounded_up = {"up": fraction > 0.5, "down": False, "nearest": fraction >= 0.75}[round_mode]
+    exponent = np.where(x == 0, -np.inf, np.where(np.isinf(x), np.inf, exponent - 1 + rounded_up))
+    outside = np.isnan(x) if saturate else np.isnan(x) | (abs(exponent) > 127)
+    code = np.where(outside, 255, np.clip(exponent, -127, 127) + 127)
+    return code.astype(np.uint8).view(ml_dtypes.float8_e8m0fnu)

@@ -1,0 +1,92 @@
+"""Normalizations."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+
+from onward.engines.framework import Operators
+from onward.engines.numpy.precision import in_float32, widened
+
+operators = Operators()
+
+
+@operators.define("BatchNormalization")
+def batch_normalization(x, scale, bias, mean, var, *, epsilon, momentum, training_mode):
+    wide = widened(x)
+    old_mean, old_var = widened(mean), widened(var)
+    here_mean, here_var = old_mean, old_var
+    if training_mode:
+        axes = (0, *range(2, x.ndim))
+        here_mean, here_var = wide.mean(axes), wide.var(axes)
+    y = (wide - _per_channel(here_mean, x)) / np.sqrt(_per_channel(here_var, x) + epsilon)
+    y = (y * _per_channel(widened(scale), x) + _per_channel(widened(bias), x)).astype(x.dtype)
+    if not training_mode:
+        return y
+    new_mean = momentum * old_mean + (1 - momentum) * here_mean
+    new_var = momentum * old_var + (1 - momentum) * here_var
+    return y, new_mean.astype(mean.dtype), new_var.astype(var.dtype)
+
+
+@operators.define("LayerNormalization")
+def layer_normalization(x, scale, bias=None, *, axis, epsilon, stash_type):
+    wide = x.astype(ir.DataType(stash_type).numpy())
+    axes = tuple(range(axis % x.ndim, x.ndim))
+    mean = wide.mean(axes, keepdims=True)
+    inverse = 1 / np.sqrt(wide.var(axes, keepdims=True) + epsilon)
+    y = ((wide - mean) * inverse).astype(x.dtype) * scale
+    return y if bias is None else y + bias, mean, inverse
+
+
+@operators.define("RMSNormalization")
+def rms_normalization(x, scale, *, axis, epsilon, stash_type):
+    wide = x.astype(ir.DataType(stash_type).numpy())
+    axes = tuple(range(axis % x.ndim, x.ndim))
+    y = wide / np.sqrt(np.square(wide).mean(axes, keepdims=True) + epsilon)
+    return (y.astype(scale.dtype) * scale).astype(scale.dtype)
+
+
+@operators.define("GroupNormalization")
+def group_normalization(x, scale, bias, *, epsilon, num_groups, stash_type):
+    groups = x.astype(ir.DataType(stash_type).numpy()).reshape(len(x), num_groups, -1)
+    y = _standardized(groups, (2,), epsilon).reshape(x.shape).astype(x.dtype)
+    return y * _per_channel(scale, x) + _per_channel(bias, x)
+
+
+@operators.define("InstanceNormalization")
+@in_float32
+def instance_normalization(x, scale, bias, *, epsilon):
+    y = _standardized(x, tuple(range(2, x.ndim)), epsilon)
+    return y * _per_channel(scale, x) + _per_channel(bias, x)
+
+
+@operators.define("LRN")
+@in_float32
+def lrn(x, *, alpha, beta, bias, size):
+    before, after = (size - 1) // 2, size // 2
+    squares = np.square(x)
+    sums = np.stack([squares[:, max(c - before, 0) : c + after + 1].sum(1) for c in range(x.shape[1])], 1)
+    return x / (bias + alpha / size * sums) ** beta
+
+
+@operators.define("LpNormalization")
+@in_float32
+def lp_normalization(x, *, axis, p):
+    norm = np.linalg.norm(x, p, axis, keepdims=True)
+    return np.where(norm == 0, 0, x / norm).astype(x.dtype)
+
+
+@operators.define("MeanVarianceNormalization")
+@in_float32
+def mean_variance_normalization(x, *, axes):
+    axes = tuple(axes)
+    deviation = np.sqrt(np.maximum(np.square(x).mean(axes, keepdims=True) - x.mean(axes, keepdims=True) ** 2, 0))
+    return (x - x.mean(axes, keepdims=True)) / (deviation + 1e-9)
+
+
+def _standardized(x, axes, epsilon):
+    return (x - x.mean(axes, keepdims=True)) / np.sqrt(x.var(axes, keepdims=True) + epsilon)
+
+
+def _per_channel(vector, x):
+    return vector.reshape(-1, *[1] * (x.ndim - 2))

@@ -1,0 +1,70 @@
+"""Types of numbers: those that numpy itself does not have, and how narrow floats are computed."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from onward.engines.framework import Function
+
+NARROW = frozenset(
+    map(
+        np.dtype,
+        (
+            np.float16,
+            ml_dtypes.bfloat16,
+            ml_dtypes.float8_e4m3fn,
+            ml_dtypes.float8_e4m3fnuz,
+            ml_dtypes.float8_e5m2,
+            ml_dtypes.float8_e5m2fnuz,
+            ml_dtypes.float8_e8m0fnu,
+            ml_dtypes.float4_e2m1fn,
+        ),
+    )
+)
+"""Floats of fewer than 32 bits."""
+
+
+def is_float(dtype: np.dtype) -> bool:
+    return dtype.kind == "f" or dtype in NARROW
+
+
+def lowest(dtype: np.dtype) -> Any:
+    """What is not greater than any number."""
+    if dtype.kind == "b":
+        return False
+    return -np.inf if is_float(dtype) else ml_dtypes.iinfo(dtype).min
+
+
+def highest(dtype: np.dtype) -> Any:
+    """What is not less than any number."""
+    if dtype.kind == "b":
+        return True
+    return np.inf if is_float(dtype) else ml_dtypes.iinfo(dtype).max
+
+
+def widened(value: Any) -> Any:
+    """Narrow floats as float32; all else as it is."""
+    return value.astype(np.float32) if isinstance(value, np.ndarray) and value.dtype in NARROW else value
+
+
+def in_float32(function: Function) -> Function:
+    """A function that computes narrow floats in float32, and rounds once, to the type of its first input."""
+
+    @functools.wraps(function)
+    def compute(x, *others, **attributes):
+        if x.dtype not in NARROW:
+            return function(x, *others, **attributes)
+        results = function(widened(x), *map(widened, others), **attributes)
+        return (
+            tuple(_rounded(y, x.dtype) for y in results) if isinstance(results, tuple) else _rounded(results, x.dtype)
+        )
+
+    return compute
+
+
+def _rounded(y: Any, dtype: np.dtype) -> Any:
+    return y.astype(dtype) if y is not None and y.dtype.kind == "f" else y

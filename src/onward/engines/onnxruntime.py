@@ -1,0 +1,387 @@
+"""Training on stock ONNX Runtime, as one plain graph per step.
+
+The state lives in two sets of buffers on the device. A step reads one set and writes the other, and they change places:
+a buffer that is bound as input and output at once may be overwritten while other nodes still read it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime as ort
+from onnxruntime.capi import onnxruntime_pybind11_state as native
+
+from onward.differentiate.api import COMMON_OPSET
+from onward.differentiate.recompute import Choice
+from onward.engines.engine import Arrays, Engine
+from onward.engines.narrow_types import wide, widen_edges
+from onward.engines.out_of_memory import memory_of
+from onward.errors import DataError, UnknownNameError, UnsupportedError, near
+from onward.lowering.contract import contract_of
+from onward.lowering.rounds import Steps
+from onward.lowering.runtime import for_onnxruntime
+from onward.lowering.step import Manner, lower_for_engine
+from onward.lowering.widen import widen
+from onward.model import Model
+from onward.model.storage.tensor_places import inside, is_external, is_where_it_was_read
+from onward.transform.opset import of_one_opset
+from onward.transform.types import fill_in_types_before
+
+_PROVIDERS = {
+    "cpu": "CPUExecutionProvider",
+    "cuda": "CUDAExecutionProvider",
+    "rocm": "ROCMExecutionProvider",
+    "directml": "DmlExecutionProvider",
+    "coreml": "CoreMLExecutionProvider",
+    "openvino": "OpenVINOExecutionProvider",
+    "webgpu": "WebGpuExecutionProvider",
+}
+_WITH_MEMORY = {"cuda": "cuda", "rocm": "cuda", "directml": "dml"}
+"""Devices with memory of their own that ONNX Runtime can hold state in; elsewhere it is in the memory of the CPU."""
+
+
+_OLDEST_OPSET = 7
+"""Of older operators ONNX Runtime lacks some."""
+
+
+class OnnxRuntime(Engine):
+    def __init__(
+        self,
+        model: Model,
+        step: Steps = None,
+        *,
+        device: str = "cpu",
+        threads: int | None = None,
+        recompute: Choice = None,
+    ):
+        super().__init__(model, step)
+        self._refuse_state_unless(lambda dtype: dtype != ir.DataType.STRING, "ONNX Runtime")
+        self._threads, self._recompute = threads, recompute
+        self._handed: list[ort.OrtValue] = []
+        self._stoppable: Callable[[_Run], Any] = _stoppable if _loops(self._one.model) else lambda run: run(None)
+        self._providers = _providers(device)
+        self._memory = _WITH_MEMORY.get(device, "cpu")
+        made = lower_for_engine(model, step, manner=Manner(recompute))
+        contract = contract_of(made)
+        self.inputs = {v.name: v for v in made.graph.inputs if v.name is not None and v.name in contract["batch"]}
+        if text := [name for name, value in self.inputs.items() if value.dtype == ir.DataType.STRING]:
+            raise UnsupportedError(
+                f"ONNX Runtime takes no text beside state in its own memory, and `{text[0]}` is of the type string",
+                hint='take another engine: `engine="torch"` (`--engine torch`)',
+            )
+        self._metrics: list[str] = contract["metrics"]
+        self.loss = contract["loss"] or self.loss
+        self._step = self._session(made)
+        self._evaluation: ort.InferenceSession | None = None
+        self._gradients: tuple[ort.InferenceSession | None, dict[str, str]] | None = None
+        self._read = {name: self._buffer(value, fill=True) for name, value in self._carried.items()}
+        bindings: dict[str, str] = contract["update"]
+        written = {s.name: self._buffer(s.value) for s in self.states() if s.name in bindings}
+        self._write = {**self._read, **written}
+        turns = [(self._read, self._write), (self._write, self._read)]
+        self._bound = [self._binding(self._step, bindings, *turn) for turn in turns] if self._step else []
+
+    def step(self, batch: Arrays | Sequence[Arrays]) -> dict[str, np.ndarray]:
+        given = self._fitting(batch, self.inputs)
+        if self._step is None:
+            return {}
+        session, binding = self._step, self._bound[0]
+        for name, array in given.items():
+            if array.dtype.isbuiltin == 1:
+                binding.bind_cpu_input(name, np.ascontiguousarray(array) if array.ndim else array)
+            else:
+                binding.bind_ortvalue_input(name, self._given(name, array))
+        with memory_of("ONNX Runtime"), _explained(DataError, "could not make a step with this batch"):
+            self._stoppable(lambda options: session.run_with_iobinding(binding, options))
+        results = zip(self._metrics, binding.get_outputs(), strict=False)
+        metrics = {name: np.array(_array(value)) for name, value in results}  # whose memory the next step writes again
+        if np.all(np.isfinite(metrics.get(self.loss, 0.0))):  # else what was written is not taken
+            self._bound.reverse()
+            self._read, self._write = self._write, self._read
+        return metrics
+
+    def gradients(self, batch: Arrays) -> dict[str, np.ndarray]:
+        if self._gradients is None:
+            made = lower_for_engine(self.model, self._steps, "gradients", Manner(self._recompute))
+            self._gradients = self._session(made), contract_of(made)["gradients"]
+        session, names = self._gradients
+        results = self._run(session, batch, list(names))
+        return {parameter: results[name] for name, parameter in names.items()}
+
+    def evaluate(self, batch: Arrays) -> dict[str, np.ndarray]:
+        if self._evaluation is None:
+            self._evaluation = self._session(lower_for_engine(self.model, self._steps, part="evaluation"))
+        session = self._evaluation
+        return self._run(session, batch, [value.name for value in session.get_outputs()] if session else [])
+
+    def _run(self, session: ort.InferenceSession | None, batch: Arrays, outputs: list[str]) -> dict[str, np.ndarray]:
+        """What a session computes from a batch and the state; it may take less than a step does."""
+        if session is None or not outputs:
+            return {}
+        names = [value.name for value in session.get_inputs()]
+        given = self._fitting(batch, [name for name in names if name not in self._read])
+        feeds = {name: self._read[name] if name in self._read else self._given(name, given[name]) for name in names}
+        with _explained(DataError, "could not compute anything from this batch"):
+            results = self._stoppable(lambda options: session.run_with_ort_values(outputs, feeds, options))
+        return {name: np.asarray(_array(value)) for name, value in zip(outputs, results, strict=True)}
+
+    def _given(self, name: str, array: np.ndarray) -> ort.OrtValue:
+        """An input of a batch; of types that numpy itself does not have, the number is told."""
+        if array.dtype.isbuiltin == 1:
+            return ort.OrtValue.ortvalue_from_numpy(_contiguous(array))
+        dtype = (self._known | self.inputs)[name].dtype
+        assert dtype is not None
+        return ort.OrtValue.ortvalue_from_numpy_with_onnx_type(_contiguous(array), dtype.value)
+
+    def state(self) -> dict[str, np.ndarray]:
+        return {name: np.array(_array(value)) for name, value in self._read.items()}
+
+    def load_state(self, state: Arrays) -> None:
+        for name, array in self._fitting_state(state).items():
+            _write(self._read[name], array)
+
+    def close(self) -> None:
+        self._bound.clear()
+        self._read.clear()
+        self._write.clear()
+
+    def _session(self, model: Model) -> ort.InferenceSession | None:
+        """None for what computes nothing, which ONNX Runtime does not load."""
+        if not model.graph.outputs:
+            return None
+        options = _options(self._threads)
+        if self._memory == "cpu":
+            widen(model, ir.DataType.BFLOAT16)
+        model = for_onnxruntime(model)
+        if _has_many_small_nodes(model.graph, self._carried.values()):
+            options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+        self._handed += _hand_over_large_tensors(model, options)
+        with _explained(UnsupportedError, "does not run this model"):
+            return ort.InferenceSession(model.to_proto().SerializeToString(), options, providers=self._providers)
+
+    def _buffer(self, value: ir.Value, *, fill: bool = False) -> ort.OrtValue:
+        """Memory of ONNX Runtime's own: what is backed by numpy would go with the array."""
+        tensor = value.const_value
+        assert tensor is not None
+        shape = list(tensor.shape.numpy())
+        buffer = ort.OrtValue.ortvalue_from_shape_and_type(shape, tensor.dtype.value, self._memory)
+        if fill:
+            _write(buffer, tensor.numpy())
+        return buffer
+
+    def _binding(
+        self, step: ort.InferenceSession, bindings: dict[str, str], read: dict[str, Any], write: dict[str, Any]
+    ) -> ort.IOBinding:
+        binding = step.io_binding()
+        known = {value.name for value in step.get_inputs()}
+        for name, buffer in read.items():
+            if name in known:
+                binding.bind_ortvalue_input(name, buffer)
+        for name in self._metrics:
+            binding.bind_output(name, "cpu")
+        for name, new in bindings.items():
+            binding.bind_ortvalue_output(new, write[name])
+        return binding
+
+
+def array_function(
+    model: Model, *, device: str = "cpu", threads: int | None = None
+) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
+    """The graph of a model as a function of arrays, lists of arrays and None, by name."""
+    providers, options = _providers(device), _options(threads)
+    runs: Callable[[_Run], Any] = _stoppable if _loops(model) else lambda run: run(None)
+    model = of_one_opset(model, _OLDEST_OPSET, COMMON_OPSET).copy()
+    model.steps = []
+    names = [value.name or "" for value in model.outputs]
+    narrow = widen_edges(model)
+    if device == "cpu" and _has_bfloat16(model):
+        fill_in_types_before(model, model.graph.outputs)
+        widen(model, ir.DataType.BFLOAT16)
+    model = for_onnxruntime(model)
+    handed = _hand_over_large_tensors(model, options)
+    with _explained(UnsupportedError, "does not run this model"):
+        session = ort.InferenceSession(model.to_proto().SerializeToString(), options, providers=providers)
+    session.handed = handed  # whose memory it reads
+
+    def run(inputs: Mapping[str, Any]) -> dict[str, Any]:
+        given = {name: wide(value) for name, value in inputs.items()}
+        with _explained(DataError, "could not compute anything from these inputs"):
+            results = runs(lambda options: session.run(None, given, options))
+        typed = (x if dtype is None else x.astype(dtype) for x, dtype in zip(results, narrow, strict=True))
+        return dict(zip(names, typed, strict=True))
+
+    return run
+
+
+def _has_bfloat16(model: Model) -> bool:
+    types = ([*node.inputs, *node.outputs] for node in model.graph.all_nodes())
+    return any(value.dtype == ir.DataType.BFLOAT16 for values in types for value in values if value is not None)
+
+
+_Run = Callable[[ort.RunOptions | None], Any]
+
+
+def _loops(model: Model) -> bool:
+    graphs = [model.graph, *(function.graph for function in model.functions.values())]
+    graphs += [step.algorithm for step in model.steps]
+    return any(node.op_type == "Loop" for graph in graphs for node in graph.all_nodes())
+
+
+def _stoppable(run: _Run) -> Any:
+    """What may never end, in another thread, so that Ctrl-C is heard: ONNX Runtime itself does not listen."""
+    options = ort.RunOptions()
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(run, options)
+        try:
+            while not wait([future], timeout=1).done:  # not for ever: some systems hear no Ctrl-C in a wait without end
+                pass
+        except BaseException:
+            options.terminate = True
+            raise
+        return future.result()
+
+
+_FAILURES = (
+    native.EPFail,
+    native.Fail,
+    native.InvalidArgument,
+    native.InvalidGraph,
+    native.InvalidProtobuf,
+    native.NotImplemented,
+    native.RuntimeException,
+    RuntimeError,  # of bound outputs
+)
+
+
+@contextlib.contextmanager
+def _explained(kind: type[DataError | UnsupportedError], what: str) -> Iterator[None]:
+    """What ONNX Runtime raises, as an error of ours."""
+    try:
+        yield
+    except _FAILURES as error:
+        reason = re.sub(r"^(\[ONNXRuntimeError\] : \d+ : \w+|Error in execution) ?: ", "", str(error)).splitlines()[0]
+        hint = "`onward check MODEL --for onnxruntime` looks for the cause"
+        raise kind(f"ONNX Runtime {what}: {reason}", hint=hint) from error
+
+
+def _write(buffer: ort.OrtValue, array: np.ndarray) -> None:
+    """Copy an array into memory; of types that numpy itself does not have, as integers of as many bits."""
+    plain = array if array.dtype.isbuiltin == 1 else array.view(f"u{array.itemsize}")
+    buffer.update_inplace(_contiguous(plain))
+
+
+def _array(value: ort.OrtValue) -> np.ndarray:
+    dtype = ir.DataType(value.element_type())
+    if dtype != ir.DataType.BFLOAT16:
+        is_narrow = dtype.is_floating_point() and dtype.bitwidth == 8  # of which it gives the bits
+        return value.numpy().view(dtype.numpy()) if is_narrow else value.numpy()
+    (wide,) = _from_bfloat16().run_with_ort_values(["y"], {"x": value})
+    return wide.numpy().astype(ir.DataType.BFLOAT16.numpy())
+
+
+@functools.cache
+def _from_bfloat16() -> ort.InferenceSession:
+    """What makes float32 of bfloat16, of which ONNX Runtime gives no arrays."""
+    x = ir.Value(name="x", type=ir.TensorType(ir.DataType.BFLOAT16))
+    cast = ir.node("Cast", [x], attributes={"to": ir.DataType.FLOAT.value})
+    cast.outputs[0].name, cast.outputs[0].type = "y", ir.TensorType(ir.DataType.FLOAT)
+    graph = ir.Graph([x], cast.outputs, nodes=[cast], opset_imports={"": 21}, name="cast")
+    proto = ir.to_proto(ir.Model(graph, ir_version=10))
+    return ort.InferenceSession(proto.SerializeToString(), _options(1), providers=["CPUExecutionProvider"])
+
+
+def _contiguous(array: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(array).reshape(array.shape)  # which makes a row of a single number
+
+
+def _options(threads: int | None) -> ort.SessionOptions:
+    options = ort.SessionOptions()
+    options.log_severity_level = 4  # what it would print is in the errors that it raises
+    if threads is not None:
+        options.intra_op_num_threads = threads
+    return options
+
+
+_MANY_NODES = 5_000
+_SMALL = 1_000
+
+
+def _has_many_small_nodes(graph: ir.Graph, weights: Iterable[ir.Value]) -> bool:
+    """Whether ONNX Runtime would take longer to optimize a graph than is ever won.
+
+    The time grows with the square of the nodes: half a minute for 20,000. Lowering has shortened them already; what is
+    left to win is in large products and convolutions.
+    """
+    numbers = sum(value.const_value.size for value in weights if value.const_value is not None)
+    return len(graph) > _MANY_NODES and numbers < _SMALL * len(graph)
+
+
+_LARGE = 2**20
+
+
+def _hand_over_large_tensors(model: Model, options: ort.SessionOptions) -> list[ort.OrtValue]:
+    """Let frozen weights pass by the serialised model, which holds 2 GiB at most.
+
+    Those in data files of one folder are mapped from them. Others leave the model, which is ours alone, for the
+    options: what is returned must live as long as the session, which reads the same memory.
+    """
+    _map_from_one_folder(model, options)
+    handed: dict[str, ort.OrtValue] = {}
+    for name, value in model.graph.initializers.items():
+        if (tensor := value.const_value) is None or not _is_large(tensor):
+            continue
+        array, kind, shape = _contiguous(tensor.numpy()), tensor.dtype.value, ir.Shape(tensor.shape.numpy())
+        handed[name] = ort.OrtValue.ortvalue_from_numpy_with_onnx_type(array, kind)
+        value.const_value = ir.ExternalTensor("memory", 0, tensor.nbytes, tensor.dtype, shape=shape, name=name)
+        options.add_initializer(name, handed[name])
+    if handed:
+        options.add_external_initializers(list(handed), list(handed.values()))
+    return list(handed.values())
+
+
+def _map_from_one_folder(model: Model, options: ort.SessionOptions) -> None:
+    """Say where data files are. ONNX Runtime finds them by name: what is elsewhere, or has no name, is in memory."""
+    folder = None
+    for value in model.graph.initializers.values():
+        if not is_external(tensor := value.const_value):
+            continue
+        assert isinstance(tensor, ir.ExternalTensor)
+        folder = str(tensor.base_dir) if folder is None else folder
+        if str(tensor.base_dir) != folder or not is_where_it_was_read(tensor):
+            value.const_value = inside(tensor)
+    if folder is not None:
+        options.add_session_config_entry("session.model_external_initializers_file_folder_path", folder)
+
+
+def _is_large(tensor: ir.TensorProtocol) -> bool:
+    """Whether it is worth the trouble; numpy has no arrays of what is smaller than a byte, nor such of strings."""
+    plain = tensor.dtype != ir.DataType.STRING and tensor.dtype.bitwidth >= 8
+    return plain and tensor.nbytes >= _LARGE and not isinstance(tensor, ir.ExternalTensor)
+
+
+def devices() -> list[str]:
+    """What `device` may be, with this build of ONNX Runtime."""
+    available = ort.get_available_providers()
+    return [name for name, provider in _PROVIDERS.items() if provider in available]
+
+
+def _providers(device: str) -> list[str]:
+    provider = _PROVIDERS.get(device)
+    if provider is None:
+        raise UnknownNameError(
+            f"there is no device `{device}`",
+            hint="; ".join(filter(None, [near(device, _PROVIDERS), f"devices: {', '.join(_PROVIDERS)}"])),
+        )
+    if device not in devices():
+        raise UnsupportedError(
+            f"this build of ONNX Runtime has no {provider}",
+            hint=f"it has: {', '.join(devices())}; other wheels have more",
+        )
+    return [provider] if device == "cpu" else [provider, _PROVIDERS["cpu"]]

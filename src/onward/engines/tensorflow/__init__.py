@@ -1,0 +1,109 @@
+"""TensorFlow: eager, or a `tf.function` of the whole step."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+
+from onward.engines.tensorflow.quiet import tensorflow as tf  # isort: skip  (other imports of it are not quiet)
+
+from onward.engines.framework import Framework, Function, table
+from onward.engines.shared.compilation import Compiled, Report
+from onward.engines.shared.precision import with_products_in
+from onward.engines.tensorflow.tensors import TYPES, fetched
+from onward.errors import DataError, UnknownNameError
+
+_DEVICES = {"cpu": "CPU", "cuda": "GPU"}
+_PRECISIONS = {"float32": tf.float32, "bfloat16": tf.bfloat16, "float16": tf.float16}
+
+
+_DLPACK_CPU = 1
+"""The number of the device in the protocol by which frameworks exchange tensors."""
+
+
+class TensorFlow(Framework):
+    name = "tensorflow"
+    operators = table(__name__)
+
+    takes_numbers: ClassVar[Mapping[str, Sequence[int]]] = {"BitShift": (1,), "Pow": (1,)}
+
+    def __init__(
+        self,
+        device: str = "cpu",
+        *,
+        precision: str = "float32",
+        deterministic: bool = False,
+        on_compile: Report | None = None,
+    ):
+        """`deterministic` holds for all of TensorFlow in this process, and cannot be taken back."""
+        if device not in self.devices():
+            raise UnknownNameError(
+                f"TensorFlow has no device `{device}` here", hint=f"it has {', '.join(self.devices())}"
+            )
+        self.operators = with_products_in(precision, self.operators, _PRECISIONS, _cast, promotes=False)
+        self._device = f"/{_DEVICES[device]}:0"
+        self._on_compile = on_compile
+        if deterministic:
+            tf.config.experimental.enable_op_determinism()
+
+    @classmethod
+    def devices(cls) -> list[str]:
+        return [name for name, kind in _DEVICES.items() if tf.config.list_physical_devices(kind)]
+
+    def active(self) -> contextlib.AbstractContextManager[None]:
+        return tf.device(self._device)
+
+    def supports(self, dtype: np.dtype) -> bool:
+        return dtype in TYPES
+
+    def tensor(self, array: np.ndarray) -> tf.Tensor:
+        with self.active():
+            return tf.constant(array)
+
+    def array(self, tensor: tf.Tensor) -> np.ndarray:
+        return fetched(tensor)
+
+    def adopt(self, value: Any) -> Any:
+        """Always a copy: TensorFlow ends the process where memory is not aligned as its own is."""
+        if isinstance(value, np.ndarray | tf.Tensor):
+            return super().adopt(value)
+        if value.__dlpack_device__()[0] == _DLPACK_CPU:
+            return self.tensor(np.from_dlpack(value))
+        with self.active():
+            return tf.raw_ops.DeepCopy(x=tf.experimental.dlpack.from_dlpack(value.__dlpack__()))
+
+    def compile(self, function: Function) -> Function:
+        graph = tf.function(function, autograph=False)
+
+        def run(state: Any, constants: Any, batch: Any) -> Any:
+            try:
+                return graph(state, constants, batch)
+            except tf.errors.InvalidArgumentError as error:  # an index that is out of range, a label
+                said = error.message.rpartition("\n\n")[2].partition("\n")[0]
+                raise DataError(f"tensorflow fails: {said}", hint="`compile=False` tells in which node") from error
+
+        return Compiled(self, function, run, self._on_compile)
+
+    def derivative(
+        self, function: Callable[[Sequence[Any]], tuple[Any, list[Any]]], xs: Sequence[Any]
+    ) -> tuple[Any, list[Any], Callable[[], Sequence[Any]]]:
+        with tf.GradientTape() as tape:
+            variables = [tf.identity(x) for x in xs]  # others may read the same tensor under another name
+            tape.watch(variables)
+            y, more = function(variables)
+
+        def gradients() -> list[tf.Tensor]:
+            found = tape.gradient(y, variables, unconnected_gradients=tf.UnconnectedGradients.ZERO)
+            return [tf.convert_to_tensor(gradient) for gradient in found]  # those of Gather are sparse
+
+        return y, more, gradients
+
+    def is_tracing(self) -> bool:
+        return not tf.executing_eagerly()
+
+
+def _cast(tensors: Any, old: tf.DType, new: tf.DType) -> Any:
+    return tf.nest.map_structure(lambda x: tf.cast(x, new) if tf.is_tensor(x) and x.dtype == old else x, tensors)

@@ -1,0 +1,137 @@
+"""Control flow: by Python's own where it is known which way it goes, and as part of the graph where it is traced.
+
+What is short is unrolled when it is traced: that is faster, and shapes may differ from one iteration to the next.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from onward.engines.framework import Framework, Operators
+from onward.engines.shared import control
+from onward.engines.tensorflow.tensors import length
+
+operators = Operators()
+
+UNROLLED = 64
+"""Iterations up to which a loop is unrolled."""
+
+
+def _placed(framework: Framework, values: Any) -> tuple[Any, ...]:
+    return tuple(framework.place(value) for value in values)
+
+
+@operators.define("If")
+def branch(condition, *, then_branch, else_branch, framework):
+    if not tf.is_symbolic_tensor(condition):
+        return control.branch(condition, then_branch=then_branch, else_branch=else_branch, framework=framework)
+    ways = [lambda body=body: _placed(framework, body()) for body in (then_branch, else_branch)]
+    return tuple(tf.nest.flatten(tf.cond(tf.reshape(condition, []), *ways)))
+
+
+@operators.define("Loop")
+def loop(trips=None, condition=None, *carried, body, framework):
+    if not _is_traced(trips, condition, carried, body, framework):
+        return control.loop(trips, condition, *carried, body=body, framework=framework)
+    values = _placed(framework, carried)
+    start = tf.constant(True) if condition is None else tf.reshape(framework.place(condition), [])
+    last = None if trips is None else tf.reshape(framework.place(trips), [])
+    first = _placed(framework, body(tf.constant(0, tf.int64), np.array(True), *values))  # only to know the types
+    collected = first[1 + len(carried) :]
+
+    def goes_on(i, again, *_):
+        return again if last is None else again & (i < last)
+
+    def iteration(i, _, values, lists):
+        again, *results = _placed(framework, body(i, np.array(True), *values))
+        rest = zip(lists, results[len(values) :], strict=True)
+        written = tuple(items.write(tf.cast(i, tf.int32), item) for items, item in rest)
+        return i + 1, tf.reshape(again, []), tuple(results[: len(values)]), written
+
+    lists = tuple(tf.TensorArray(item.dtype, 0, dynamic_size=True, element_shape=item.shape) for item in collected)
+    _, _, values, lists = tf.while_loop(goes_on, iteration, (tf.constant(0, tf.int64), start, values, lists))
+    return (*values, *(items.stack() for items in lists))
+
+
+def _is_traced(trips, condition, carried, body, framework):
+    """Whether a loop must be part of the graph: nobody knows yet how often it will go round, or it is too often."""
+    if any(tf.is_symbolic_tensor(value) for value in (trips, condition)):
+        return True
+    if tf.executing_eagerly() or any(isinstance(value, list) for value in carried):
+        return False
+    again, *results = body(np.array(0, np.int64), np.array(True), *carried)
+    if tf.is_symbolic_tensor(again):
+        return True
+    same = all(
+        not isinstance(new, list) and np.shape(old) == np.shape(new) for old, new in zip(carried, results, strict=False)
+    )
+    return trips is not None and framework.host(trips).item() > UNROLLED and same
+
+
+@operators.define("Scan")
+def scan(
+    *inputs,
+    body,
+    num_scan_inputs,
+    scan_input_axes,
+    scan_input_directions,
+    scan_output_axes,
+    scan_output_directions,
+    framework,
+):
+    values, scanned = _placed(framework, inputs[:-num_scan_inputs]), _placed(framework, inputs[-num_scan_inputs:])
+    kinds = body.types[len(values) :]
+    axes = scan_input_axes or [0] * num_scan_inputs
+    rows = [
+        _turned(_axis_moved(x, axis, 0), back)
+        for x, axis, back in zip(scanned, axes, scan_input_directions or [0] * num_scan_inputs, strict=True)
+    ]
+    count = rows[0].shape[0]
+    short = tf.executing_eagerly() or (count is not None and count <= UNROLLED)
+    values, collected = (_unrolled if short else _in_graph)(body, values, rows, kinds, framework)
+    axes, reversals = scan_output_axes or [0] * len(kinds), scan_output_directions or [0] * len(kinds)
+    outputs = zip(collected, axes, reversals, strict=True)
+    return (*values, *(_axis_moved(_turned(y, back), 0, axis) for y, axis, back in outputs))
+
+
+def _turned(x, back):
+    return tf.reverse(x, [0]) if back else x
+
+
+def _axis_moved(x, before, after):
+    order = list(range(x.shape.rank))
+    order.insert(after % len(order), order.pop(before % len(order)))
+    return tf.transpose(x, order) if order != sorted(order) else x
+
+
+def _unrolled(body, values, rows, kinds, framework):
+    collected = []
+    for slices in zip(*map(tf.unstack, rows), strict=True):
+        results = _placed(framework, body(*values, *slices))
+        collected.append(results[len(values) :])
+        values = results[: len(values)]
+    columns = zip(control.columns(collected, kinds), kinds, strict=True)
+    return values, [tf.stack(items) if items else framework.place(_nothing(kind)) for items, kind in columns]
+
+
+def _nothing(kind):
+    dtype, shape = kind
+    return np.zeros([0, *(size or 0 for size in shape or ())], dtype)
+
+
+def _in_graph(body, values, rows, kinds, framework):
+    count = length(rows[0], 0)
+    first = _placed(framework, body(*values, *(row[0] for row in rows)))  # only to know the types
+    sources = [tf.TensorArray(row.dtype, count).unstack(row) for row in rows]
+
+    def iteration(i, values, lists):
+        results = _placed(framework, body(*values, *(source.read(i) for source in sources)))
+        rest = zip(lists, results[len(values) :], strict=True)
+        return i + 1, results[: len(values)], tuple(items.write(i, item) for items, item in rest)
+
+    lists = tuple(tf.TensorArray(item.dtype, count, element_shape=item.shape) for item in first[len(values) :])
+    _, values, lists = tf.while_loop(lambda i, *_: i < count, iteration, (0, values, lists), maximum_iterations=count)
+    return values, [tf.ensure_shape(items.stack(), [rows[0].shape[0], *items.element_shape]) for items in lists]

@@ -1,0 +1,179 @@
+"""Convolutions. TensorFlow's kernels for the CPU have channels last: tensors are transposed on the way in and out.
+
+Inputs are padded explicitly. Its derivatives of dilated and of grouped convolutions are not complete on the CPU. So a
+dilated kernel is one with zeros in it if there are strides too, and groups are convolutions of their own.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import tensorflow as tf
+
+from onward.engines.framework import Operators
+from onward.engines.shared.windows import halves, paddings, reach
+from onward.engines.tensorflow.grids import linear
+from onward.engines.tensorflow.tensors import sizes, wide
+
+operators = Operators()
+
+
+@operators.define("Conv")
+def conv(x, w, b=None, *, auto_pad, dilations, group, pads, strides):
+    rank = x.shape.rank - 2
+    strides, dilations = strides or [1] * rank, dilations or [1] * rank
+    widths = paddings(auto_pad, pads, sizes(x, 2), w.shape[2:], strides, dilations)
+    y = _convolved(_padded(channels_last(x), widths), _kernel_last(w), group, strides, dilations)
+    return channels_first(y if b is None else y + b)
+
+
+def per_channel(b, rank):
+    """One number for each channel, in the shape of what has `rank` axes behind them."""
+    return tf.reshape(b, [-1, *[1] * rank])
+
+
+def channels_last(x):
+    return tf.transpose(x, [0, *range(2, x.shape.rank), 1])
+
+
+def channels_first(x):
+    return tf.transpose(x, [0, x.shape.rank - 1, *range(1, x.shape.rank - 1)])
+
+
+def _kernel_last(w):
+    """[out, in, ...] as [..., in, out]."""
+    return tf.transpose(w, [*range(2, w.shape.rank), 1, 0])
+
+
+def _padded(x, widths):
+    return tf.pad(x, [(0, 0), *widths, (0, 0)]) if np.any(widths) else x
+
+
+_LAYOUTS = {4: "NHWC", 5: "NDHWC"}
+"""For derivatives it has to be said."""
+
+
+def _convolved(x, w, group, strides, dilations):
+    rank = len(strides)
+    if rank == 1:
+        x, w, strides, dilations = x[:, None], w[None], [1, *strides], [1, *dilations]
+    if max(dilations) > 1 and (max(strides) > 1 or group > 1 or rank == 3):
+        w, dilations = _with_gaps(w, dilations), [1] * len(dilations)
+    channels = x.shape[-1]
+    if group == 1:
+        y = tf.nn.convolution(x, w, strides, "VALID", _LAYOUTS[x.shape.rank], dilations)
+    elif group == channels and len(strides) == 2 and strides[0] == strides[1]:
+        y = tf.nn.depthwise_conv2d(x, _depthwise(w, channels), [1, *strides, 1], "VALID")
+    else:
+        parts = zip(tf.split(x, group, -1), tf.split(w, group, -1), strict=True)
+        y = tf.concat(
+            [tf.nn.convolution(part, kernel, strides, "VALID", _LAYOUTS[x.shape.rank]) for part, kernel in parts], -1
+        )
+    return y[:, 0] if rank == 1 else y
+
+
+def _depthwise(w, channels):
+    """[..., 1, channels * multiplier] as [..., channels, multiplier]."""
+    return tf.reshape(w, [*w.shape[:-2], channels, -1])
+
+
+def _with_gaps(w, dilations):
+    """A kernel whose elements lie apart, with zeros between."""
+    for axis, dilation in enumerate(dilations):
+        if dilation > 1:
+            size = w.shape[axis]
+            apart = tf.pad(
+                tf.expand_dims(w, axis + 1), [(0, (dilation - 1) * (i == axis + 1)) for i in range(w.shape.rank + 1)]
+            )
+            joined = tf.reshape(apart, [*w.shape[:axis], size * dilation, *w.shape[axis + 1 :]])
+            w = tf.gather(joined, np.arange((size - 1) * dilation + 1), axis=axis)
+    return w
+
+
+@operators.define("ConvTranspose")
+def conv_transpose(x, w, b=None, *, auto_pad, dilations, group, output_padding, output_shape, pads, strides):
+    rank = x.shape.rank - 2
+    strides, dilations, more = strides or [1] * rank, dilations or [1] * rank, output_padding or [0] * rank
+    reaches = map(reach, w.shape[2:], dilations)
+    whole = [(n - 1) * s + covered for n, s, covered in zip(x.shape[2:], strides, reaches, strict=True)]
+    if output_shape or auto_pad.startswith("SAME"):
+        wanted = output_shape[-rank:] if output_shape else [n * s for n, s in zip(x.shape[2:], strides, strict=True)]
+        totals = [n + m - size for n, m, size in zip(whole, more, wanted, strict=True)]
+        cut = [halves(total, larger_last=auto_pad == "SAME_UPPER") for total in totals]
+    else:
+        cut = paddings(auto_pad, pads, x.shape[2:], w.shape[2:], strides, dilations)
+    y = _spread(channels_last(x), _with_gaps(_kernel_last(w), dilations), group, strides, whole)
+    # Cut off at both ends; where less than nothing is, zeros are added.
+    ends = [(-low, m - high) for (low, high), m in zip(cut, more, strict=True)]
+    y = _padded(y, [(max(low, 0), max(high, 0)) for low, high in ends])
+    kept = [slice(max(-low, 0), n + min(high, 0)) for n, (low, high) in zip(y.shape[1:-1], ends, strict=True)]
+    y = y[(slice(None), *kept)]
+    return channels_first(y if b is None else y + b)
+
+
+def _spread(x, w, group, strides, whole):
+    """The transposed convolution, whole. The kernel is [..., out, in]."""
+    rank, strides = len(strides), list(strides)
+    if rank == 1:
+        x, w, strides, whole = x[:, None], w[None], [1, *strides], [1, *whole]
+    pieces = [
+        tf.nn.conv_transpose(part, kernel, [x.shape[0], *whole, kernel.shape[-2]], strides, "VALID")
+        for part, kernel in zip(tf.split(x, group, -1), tf.split(w, group, -1), strict=True)
+    ]
+    y = tf.concat(pieces, -1)
+    return y[:, 0] if rank == 1 else y
+
+
+@operators.define("DeformConv")
+def deform_conv(x, w, offset, b=None, mask=None, *, dilations, group, offset_group, pads, strides):
+    """Each element of a window is sampled where its offset says, and windows times kernels are added up."""
+    n, channels, *_ = sizes(x)
+    count, kernel, places = math.prod(w.shape[2:]), w.shape[2:].as_list(), sizes(offset, 2)
+    rank = len(kernel)
+    starts = [np.arange(m) * s - p for m, s, p in zip(places, strides or [1] * rank, pads or [0] * rank, strict=False)]
+    steps = [np.arange(k) * d for k, d in zip(kernel, dilations or [1] * rank, strict=True)]
+    windows = np.array(np.meshgrid(*steps, *starts, indexing="ij"))
+    regular = (windows[:rank] + windows[rank:]).reshape(rank, count, -1).swapaxes(0, 1)
+    moved = tf.reshape(offset, [n * offset_group, count, rank, -1]) + tf.constant(regular, x.dtype)
+    points = [tf.reshape(moved[:, :, axis], [n * offset_group, -1]) for axis in range(rank)]
+    images = tf.reshape(x, [n * offset_group, channels // offset_group, *x.shape[2:]])
+    windows = tf.reshape(linear(images, points), [n, offset_group, channels // offset_group, count, -1])
+    if mask is not None:
+        windows *= tf.reshape(mask, [n, offset_group, 1, count, -1])
+    windows = tf.reshape(windows, [n, group, channels // group * count, -1])
+    y = tf.reshape(tf.matmul(tf.reshape(w, [group, -1, windows.shape[2]]), windows), [n, -1, *places])
+    return y if b is None else y + per_channel(b, rank)
+
+
+@operators.define("CausalConvWithState")
+def causal_conv_with_state(x, w, b=None, past=None, *, activation):
+    """Each channel by its own kernel, over what was before and what is now; the last of that is the new state."""
+    length = w.shape[2] - 1
+    whole = tf.pad(x, [(0, 0), (0, 0), (length, 0)]) if past is None else tf.concat([past, x], 2)
+    slide = {"auto_pad": "VALID", "dilations": None, "pads": None, "strides": None}
+    y = tf.cast(conv(wide(whole), wide(w), None if b is None else wide(b), group=x.shape[1], **slide), x.dtype)
+    return y if activation == "none" else tf.cast(tf.nn.silu(wide(y)), x.dtype), whole[:, :, x.shape[2] :]
+
+
+@operators.define("Col2Im")
+def col2im(x, image_shape, block_shape, *, dilations, pads, strides):
+    """Elements of blocks are added up where they fall on the image."""
+    shape, block = image_shape.tolist(), block_shape.tolist()
+    rank = len(shape)
+    strides, dilations, pads = strides or [1] * rank, dilations or [1] * rank, pads or [0] * 2 * rank
+    padded = [size + low + high for size, low, high in zip(shape, pads[:rank], pads[rank:], strict=True)]
+    lines = []
+    for size, k, s, d in zip(padded, block, strides, dilations, strict=True):
+        starts = np.arange((size - (k - 1) * d - 1) // s + 1) * s
+        lines.append(np.arange(k)[:, None] * d + starts)
+    grids = np.meshgrid(*(np.arange(line.size) for line in lines), indexing="ij")
+    places = np.ravel_multi_index([line.reshape(-1)[grid] for line, grid in zip(lines, grids, strict=True)], padded)
+    split = [size for line in lines for size in line.shape]
+    order = [*range(0, 2 * rank, 2), *range(1, 2 * rank, 2)]
+    places = places.reshape(split).transpose(order).reshape(-1)
+    n = x.shape[0]
+    rows = tf.transpose(tf.reshape(x, [n, -1, places.size]), [2, 0, 1])
+    image = tf.math.unsorted_segment_sum(rows, places, math.prod(padded))
+    image = tf.reshape(tf.transpose(image, [1, 2, 0]), [n, -1, *padded])
+    return image[(..., *(slice(low, low + size) for low, size in zip(pads[:rank], shape, strict=True)))]

@@ -1,0 +1,240 @@
+"""Operators on each element: arithmetic, functions, comparison, bits and types."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import tensorflow as tf
+
+from onward.engines.framework import Operators
+from onward.engines.tensorflow.tensors import FLOATS, SMALL, UNSIGNED, computed_as, dtype_of, on_host, scalar
+
+operators = Operators()
+
+
+def _either(choose, reduce):
+    """The larger or smaller of tensors; those that tie share the gradient evenly."""
+
+    def of_two(a, b):
+        return tf.where(a == b, a / 2 + b / 2, choose(a, b)) if a.dtype.is_floating else choose(a, b)
+
+    def chosen(first, *others):
+        if len(others) > 1 and first.dtype.is_floating:
+            shape = functools.reduce(tf.broadcast_static_shape, (x.shape for x in others), first.shape)
+            return reduce(tf.stack([tf.broadcast_to(x, shape) for x in (first, *others)]), axis=0)
+        return functools.reduce(of_two, others, first)
+
+    return chosen
+
+
+def _sum(*xs):
+    return functools.reduce(tf.add, xs)
+
+
+@tf.custom_gradient
+def _quotient(a, b):
+    y = a / b
+
+    def gradient(dy):
+        """Times 0, infinity is 0: where the graph has chosen something else, that counts, and not NaN."""
+        inverse = tf.math.reciprocal(b)
+        slopes = (a, inverse), (b, -inverse * y)
+        return [_summed_like(x, tf.math.multiply_no_nan(slope, dy)) for x, slope in slopes]
+
+    return y, gradient
+
+
+def _summed_like(x, dx):
+    """A gradient, added up along the axes along which x was broadcast."""
+    if x.shape.is_fully_defined() and x.shape == dx.shape:
+        return dx
+    axes, _ = tf.raw_ops.BroadcastGradientArgs(s0=tf.shape(x), s1=tf.shape(dx))
+    return tf.reshape(tf.reduce_sum(dx, axes), tf.shape(x))
+
+
+operators(
+    Add=tf.add,
+    Sub=tf.subtract,
+    Mul=tf.multiply,
+    Div=lambda a, b: _quotient(a, b) if a.dtype.is_floating else tf.truncatediv(a, b),
+)
+
+
+@operators.define("Mod")
+def mod(a, b, *, fmod):
+    if not fmod:
+        return tf.math.floormod(a, b)
+    remainder = computed_as(tf.truncatemod, FLOATS | SMALL | UNSIGNED)(tf.stop_gradient(a), tf.stop_gradient(b))
+    if not a.dtype.is_floating:
+        return remainder
+    # TensorFlow has no derivative of it. What is added is 0, and has one: a remainder is a - n b.
+    n = tf.stop_gradient(tf.round((a - remainder) / b))
+    return remainder + (a - tf.stop_gradient(a)) - n * (b - tf.stop_gradient(b))
+
+
+@operators.define("Pow")
+def power(x, exponent):
+    if x.dtype.is_floating:
+        if isinstance(exponent, np.ndarray) and exponent.item() in _POWERS:
+            return _POWERS[exponent.item()](x)
+        exponent = tf.cast(exponent, x.dtype)
+        none = (x == 0) & (exponent == 0)  # 0^0 is 1, and has the derivative 0
+        return tf.pow(tf.where(none, scalar(1, x), x), exponent)
+    exponent = tf.convert_to_tensor(exponent)
+    if exponent.dtype.is_floating:
+        return tf.cast(tf.pow(tf.cast(x, exponent.dtype), exponent), x.dtype)
+    return computed_as(tf.pow, SMALL | UNSIGNED)(x, tf.cast(exponent, x.dtype))
+
+
+_POWERS = {
+    0: tf.ones_like,
+    1: tf.identity,
+    2: tf.square,
+    3: lambda x: x * x * x,
+    0.5: lambda x: operators["Sqrt"](x),
+    -1: lambda x: operators["Reciprocal"](x),
+}
+"""What is faster and has better derivatives, if the exponent is known."""
+
+
+operators(
+    Max=_either(tf.maximum, tf.reduce_max),
+    Min=_either(tf.minimum, tf.reduce_min),
+    Sum=_sum,
+    Mean=lambda *xs: _sum(*xs) / len(xs),
+)
+
+
+def _with_slope(function, slope):
+    """A function with a derivative (of x and y) that may be infinite: times a gradient of 0 that is 0, and not NaN."""
+
+    @tf.custom_gradient
+    def compute(x):
+        y = function(x)
+        return y, lambda dy: tf.math.multiply_no_nan(slope(x, y), dy)
+
+    return compute
+
+
+operators(
+    Abs=lambda x: x if x.dtype.is_unsigned else tf.abs(x),
+    Neg=tf.negative,
+    Sign=lambda x: tf.cast(x > 0, x.dtype) if x.dtype.is_unsigned else tf.sign(x),
+    Reciprocal=_with_slope(tf.math.reciprocal, lambda x, y: -y * y),
+    Sqrt=_with_slope(tf.sqrt, lambda x, y: 0.5 / y),
+    Exp=_with_slope(tf.exp, lambda x, y: y),
+    Log=_with_slope(tf.math.log, lambda x, y: tf.math.reciprocal(x)),
+    Erf=lambda x: tf.math.erf(x) if x.dtype.is_floating else _erf_of_integers(x),
+    Ceil=tf.math.ceil,
+    Floor=tf.floor,
+    Round=tf.round,
+)
+
+
+def _erf_of_integers(x):
+    return tf.cast(tf.math.erf(tf.cast(x, tf.float32)), x.dtype)
+
+
+operators(
+    Sin=tf.sin,
+    Cos=tf.cos,
+    Tan=tf.tan,
+    Asin=_with_slope(tf.asin, lambda x, y: tf.math.rsqrt((1 - x) * (1 + x))),
+    Acos=_with_slope(tf.acos, lambda x, y: -tf.math.rsqrt((1 - x) * (1 + x))),
+    Atan=tf.atan,
+    Sinh=_with_slope(tf.sinh, lambda x, y: tf.cosh(x)),
+    Cosh=_with_slope(tf.cosh, lambda x, y: tf.sinh(x)),
+    Tanh=tf.tanh,
+    Asinh=tf.asinh,
+    Acosh=_with_slope(tf.acosh, lambda x, y: tf.math.rsqrt((x - 1) * (x + 1))),
+    Atanh=_with_slope(tf.atanh, lambda x, y: tf.math.reciprocal((1 - x) * (1 + x))),
+)
+
+operators(
+    Equal=tf.equal,
+    Greater=tf.greater,
+    GreaterOrEqual=tf.greater_equal,
+    Less=tf.less,
+    LessOrEqual=tf.less_equal,
+    And=tf.logical_and,
+    Or=tf.logical_or,
+    Xor=tf.math.logical_xor,
+    Not=tf.logical_not,
+)
+
+
+@operators.define("IsInf")
+def is_inf(x, *, detect_negative, detect_positive):
+    if detect_negative and detect_positive:
+        return tf.math.is_inf(x)
+    sign = x < 0 if detect_negative else x > 0
+    return tf.math.is_inf(x) & sign & bool(detect_negative or detect_positive)
+
+
+operators(IsNaN=tf.math.is_nan)
+
+
+@operators.define("Where")
+def where(condition, x, y):
+    if condition.shape.rank == 0 and x.shape == y.shape:  # hands on one of them, without a copy
+        return tf.raw_ops.Select(condition=condition, x=x, y=y)
+    return tf.where(condition, x, y)
+
+
+operators(
+    BitwiseAnd=tf.bitwise.bitwise_and,
+    BitwiseOr=tf.bitwise.bitwise_or,
+    BitwiseXor=tf.bitwise.bitwise_xor,
+    BitwiseNot=tf.bitwise.invert,
+)
+
+
+@operators.define("BitShift")
+def bit_shift(x, count, *, direction):
+    """By as many bits as there are, or more, nothing is left but the sign. Less than 0 counts as more."""
+    last = x.dtype.size * 8 - 1
+    shift = tf.bitwise.left_shift if direction == "LEFT" else tf.bitwise.right_shift
+    too_far = (count < 0) | (count > last)
+    if isinstance(count, np.ndarray) and not too_far:
+        return shift(x, count)
+    if direction == "RIGHT" and not x.dtype.is_unsigned:
+        return shift(x, tf.where(too_far, scalar(last, x), count))
+    return tf.where(too_far, scalar(0, x), shift(x, count))
+
+
+operators(Identity=lambda x: x)
+operators.define("onward.StopGradient")(tf.stop_gradient)
+
+
+@operators.define("Cast")
+def cast(x, *, to, saturate, round_mode):
+    dtype = dtype_of(to)
+    if dtype is None:
+        return on_host("Cast")(x, to=to, saturate=saturate, round_mode=round_mode)
+    return tf.cast(x, dtype)
+
+
+operators(
+    CastLike=lambda x, like: tf.cast(x, like.dtype),
+)
+
+
+@operators.define("BitCast")
+def bit_cast(x, *, to):
+    dtype = dtype_of(to)
+    return on_host("BitCast")(x, to=to) if dtype is None else _same_bits(x, dtype)
+
+
+def _same_bits(x, dtype):
+    """TensorFlow does not cast the bits of truth values, which are bytes of 0 and 1."""
+    if x.dtype == tf.bool:
+        return tf.bitcast(tf.cast(x, tf.uint8), dtype)
+    return tf.cast(tf.bitcast(x, tf.uint8), tf.bool) if dtype == tf.bool else tf.bitcast(x, dtype)
+
+
+@operators.define("Clip")
+def clip(x, low=None, high=None):
+    """At a bound the gradient is that of x; if they are crossed, the upper one holds."""
+    x = x if low is None else tf.maximum(x, low)
+    return x if high is None else tf.minimum(x, high)

@@ -1,0 +1,79 @@
+"""Quantization, and products of quantized tensors. Rounding counts as the identity when it is differentiated.
+
+Integers have no derivative in TensorFlow. So a quantized tensor carries its levels as floating-point numbers, which
+`DequantizeLinear` finds there.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+import tensorflow as tf
+
+from onward.engines.framework import Operators
+from onward.engines.tensorflow.convolution import conv
+from onward.engines.tensorflow.matrix import matmul
+from onward.engines.tensorflow.tensors import dtype_of, on_host, sizes, wide
+
+operators = Operators()
+
+
+def _spread(scale, x, axis, block_size):
+    """Scales or zero points in a shape that broadcasts with x: one number, one per index of an axis, or per block."""
+    if scale.shape.rank == 0 or scale.shape.num_elements() == 1:
+        return tf.reshape(scale, [])
+    if block_size:
+        return tf.repeat(scale, block_size, axis)[tuple(map(slice, sizes(x)))]
+    return tf.reshape(scale, [-1 if i == axis % x.shape.rank else 1 for i in range(x.shape.rank)])
+
+
+@operators.define("QuantizeLinear")
+def quantize_linear(x, scale, zero=None, *, axis, block_size, output_dtype, precision, saturate):
+    number = output_dtype or (
+        ir.DataType.UINT8 if zero is None else ir.DataType.from_numpy(np.dtype(zero.dtype.as_numpy_dtype))
+    )
+    dtype = dtype_of(number)
+    if dtype is None:
+        attributes = {"axis": axis, "block_size": block_size, "output_dtype": output_dtype}
+        return on_host("QuantizeLinear")(x, scale, zero, precision=precision, saturate=saturate, **attributes)
+    kind = dtype_of(precision) if precision else scale.dtype
+    divided = wide(tf.cast(x, kind) / tf.cast(_spread(scale, x, axis, block_size), kind))
+    levels = divided + tf.stop_gradient(tf.round(divided) - divided)
+    if zero is not None:
+        levels += tf.cast(_spread(zero, x, axis, block_size), levels.dtype)
+    levels = tf.minimum(tf.maximum(levels, dtype.min), dtype.max)
+    quantized = tf.cast(levels, dtype)
+    quantized.levels = levels
+    return quantized
+
+
+@operators.define("DequantizeLinear")
+def dequantize_linear(x, scale, zero=None, *, axis, block_size, output_dtype):
+    dtype = dtype_of(output_dtype) if output_dtype else scale.dtype
+    levels = getattr(x, "levels", None)
+    levels = tf.cast(x, tf.int32) if levels is None else levels
+    if zero is not None:
+        levels -= tf.cast(_spread(zero, x, axis, block_size), levels.dtype)
+    return tf.cast(levels, dtype) * tf.cast(_spread(scale, x, axis, block_size), dtype)
+
+
+@operators.define("MatMulInteger")
+def matmul_integer(a, b, zero_a=None, zero_b=None):
+    a, b = tf.cast(a, tf.int32), tf.cast(b, tf.int32)
+    if zero_a is not None:  # one number, or one per row
+        zero_a = tf.cast(zero_a, tf.int32)
+        a -= zero_a[..., None] if zero_a.shape.rank == 1 and zero_a.shape[0] > 1 else zero_a
+    return matmul(a, b if zero_b is None else b - tf.cast(zero_b, tf.int32))
+
+
+@operators.define("ConvInteger")
+def conv_integer(x, w, zero_x=None, zero_w=None, *, auto_pad, dilations, group, pads, strides):
+    """There is no such kernel; float64 holds all sums of products of bytes."""
+    x, w = tf.cast(x, tf.float64), tf.cast(w, tf.float64)
+    if zero_x is not None:
+        x -= tf.cast(zero_x, tf.float64)
+    if zero_w is not None:
+        w -= tf.reshape(tf.cast(zero_w, tf.float64), [-1, *[1] * (w.shape.rank - 1)])
+    return tf.cast(
+        conv(x, w, auto_pad=auto_pad, dilations=dilations, group=group, pads=pads, strides=strides), tf.int32
+    )

@@ -1,0 +1,87 @@
+"""Types of tensors, and what TensorFlow leaves to the host or has no kernel for."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import tensorflow as tf
+
+from onward.engines.framework import Function, NotOnHost
+from onward.engines.numpy import Numpy
+
+TYPES = frozenset(
+    np.dtype(dtype.as_numpy_dtype)
+    for dtype in (
+        tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.complex64, tf.complex128, tf.bool,
+        tf.int8, tf.int16, tf.int32, tf.int64, tf.uint8, tf.uint16, tf.uint32, tf.uint64,
+    )
+)  # fmt: skip
+"""Types that have kernels for nearly all operators; float8 and what is smaller than a byte have few."""
+
+
+def dtype_of(number: int) -> tf.DType | None:
+    """The type that a `to` or `dtype` attribute names, None if it is not one of `TYPES`."""
+    dtype = ir.DataType(number)
+    return tf.as_dtype(dtype.numpy()) if dtype != ir.DataType.STRING and dtype.numpy() in TYPES else None
+
+
+def fetched(x: Any) -> np.ndarray:
+    """A tensor as an array."""
+    if tf.is_symbolic_tensor(x):
+        raise NotOnHost
+    return x.numpy() if isinstance(x, tf.Tensor) else np.asarray(x)
+
+
+def on_host(operator: str) -> Function:
+    """An operator that is computed by numpy: its result has no gradient, and often a shape that depends on values."""
+    function = Numpy.operators[operator]
+
+    @functools.wraps(function)
+    def compute(*inputs, **attributes):
+        return function(*(None if x is None else fetched(x) for x in inputs), **attributes)
+
+    return compute
+
+
+def scalar(number: float, like: tf.Tensor) -> tf.Tensor:
+    return tf.constant(number, like.dtype)
+
+
+def computed_as(function: Function, wider: dict[tf.DType, tf.DType]) -> Function:
+    """A function whose inputs of some types are cast, and its results cast back."""
+
+    @functools.wraps(function)
+    def compute(x, *others, **attributes):
+        dtype = wider.get(x.dtype)
+        if dtype is None:
+            return function(x, *others, **attributes)
+        cast = (tf.cast(y, dtype) if tf.is_tensor(y) and y.dtype == x.dtype else y for y in others)
+        return tf.cast(function(tf.cast(x, dtype), *cast, **attributes), x.dtype)
+
+    return compute
+
+
+FLOATS = {tf.float16: tf.float32, tf.bfloat16: tf.float32}
+SMALL = dict.fromkeys((tf.int8, tf.int16, tf.uint8, tf.uint16), tf.int32)
+UNSIGNED = {tf.uint32: tf.int64, tf.uint64: tf.int64}
+"""Wider types to compute in. In the arithmetic of int64 the bits of uint64 are right."""
+
+
+def wide(x: tf.Tensor) -> tf.Tensor:
+    """Narrow floats as float32; all else as it is."""
+    return tf.cast(x, FLOATS.get(x.dtype, x.dtype))
+
+
+def length(x: tf.Tensor, axis: int) -> int | tf.Tensor:
+    """The size of a tensor along an axis."""
+    return tf.shape(x)[axis] if x.shape[axis] is None else x.shape[axis]
+
+
+def sizes(x: tf.Tensor, first: int = 0) -> list[int]:
+    """The shape of a tensor from an axis on, which is known unless it depends on values."""
+    if not x.shape[first:].is_fully_defined():
+        raise NotOnHost
+    return x.shape[first:].as_list()

@@ -1,0 +1,174 @@
+"""PyTorch: eager, or compiled as a whole."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+import onnx_ir as ir
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
+
+from onward.engines.framework import Framework, Function, Operators, table
+from onward.engines.torch.compilation import Compiled
+from onward.engines.torch.types import TYPES, from_array, has_type, to_array
+from onward.errors import UnknownNameError, near
+
+PRECISIONS = {None: None, "float32": None, "tf32": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
+"""What products may be computed in; None for what the tensors are."""
+_MAKE_TENSORS = ("ConstantOfShape", "Range", "RandomNormal", "RandomUniform")
+"""Operators without a tensor among their inputs, so that they have to be told where it should be."""
+
+
+class Torch(Framework):
+    name = "torch"
+    operators = table(__name__)
+
+    fuses = ("Attention", "onward.Linear")
+    takes_numbers: ClassVar[Mapping[str, Sequence[int]]] = {
+        **dict.fromkeys(
+            ("Add", "Sub", "Mul", "Div", "Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual"), (0, 1)
+        ),
+        "BitShift": (1,),
+        "BitwiseXor": (0, 1),
+        "Clip": (1, 2),
+        "Gather": (1,),
+        "Pad": (2,),
+        "Pow": (1,),
+    }
+
+    def __init__(
+        self,
+        device: str = "cpu",
+        *,
+        precision: str | None = None,
+        deterministic: bool = False,
+        threads: int | None = None,
+        on_compile: Callable[[str], None] | None = None,
+    ):
+        """`precision` is that of products in the model and its derivative; what follows from them is as PyTorch has it
+        (`torch.autocast`), and the state, the update and all results are as the model has them.
+
+        Products in float16 need a loss that is scaled: a matter of the recipe (`loss_scale`).
+        """
+        if precision not in PRECISIONS:
+            known = [name for name in PRECISIONS if name]
+            raise UnknownNameError(
+                f"there is no precision `{precision}`", hint=near(str(precision), known) or f"one of {', '.join(known)}"
+            )
+        if device not in self.devices():
+            raise UnknownNameError(f"PyTorch has no device `{device}` here", hint=f"it has {', '.join(self.devices())}")
+        self._device = torch.device(device)
+        self._tf32 = precision == "tf32"
+        self._deterministic = deterministic
+        self._on_compile = on_compile
+        self._half = PRECISIONS[precision]
+        if threads is not None:
+            torch.set_num_threads(threads)
+        self.operators = Operators(self.operators)
+        for name in _MAKE_TENSORS:
+            self.operators[name] = functools.partial(self.operators[name], device=self._device)
+
+    @classmethod
+    def devices(cls) -> list[str]:
+        cuda = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
+        return ["cpu", *(["cuda", *cuda] if cuda else []), *(["mps"] if torch.backends.mps.is_available() else [])]
+
+    def supports(self, dtype: np.dtype) -> bool:
+        return has_type(dtype)
+
+    def tensor(self, array: np.ndarray) -> torch.Tensor:
+        with _disable_current_modes():  # also while a step is traced, what is known is a constant of it
+            return from_array(array).to(self._device)
+
+    def array(self, tensor: torch.Tensor) -> np.ndarray:
+        return to_array(tensor)
+
+    def owned(self, value: Any) -> np.ndarray:
+        is_copied_anyway = torch.is_tensor(value) and value.device.type != "cpu"
+        return self.array(value) if is_copied_anyway else super().owned(value)
+
+    def typed(self, tensor: torch.Tensor, dtype: ir.DataType | None) -> torch.Tensor:
+        if self._half is None or dtype is None or not tensor.is_floating_point():
+            return tensor
+        return tensor.to(TYPES[dtype])
+
+    def adopt(self, value: Any) -> Any:
+        known = isinstance(value, np.ndarray | torch.Tensor)
+        return super().adopt(value) if known else torch.from_dlpack(value).to(self._device)
+
+    def copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.clone(memory_format=torch.contiguous_format)
+
+    def compile(self, function: Function) -> Function:
+        return self._activated(Compiled(function, self._on_compile))
+
+    def _activated(self, function: Function) -> Function:
+        def call(*parts: Any) -> Any:
+            with self.active():
+                return function(*parts)
+
+        return call
+
+    def is_tracing(self) -> bool:
+        return bool(_get_current_dispatch_mode_stack())
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        kind = self._device.type
+        half = torch.autocast(kind, self._half, enabled=self._half is not None, cache_enabled=False)
+        with torch.no_grad(), half, _tf32(self._tf32), _deterministic(self._deterministic):
+            yield
+
+    def derivative(
+        self, function: Callable[[Sequence[Any]], tuple[Any, list[Any]]], xs: Sequence[Any]
+    ) -> tuple[Any, list[Any], Callable[[], Sequence[Any]]]:
+        nested = torch.is_grad_enabled()  # within another derivative, which fused attention does not have
+        with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH) if nested else contextlib.nullcontext():
+            variables = [x.view_as(x) if x.requires_grad else x.detach().requires_grad_() for x in xs]
+            y, more = function(variables)
+
+        def gradients() -> list[torch.Tensor]:
+            if not y.requires_grad:  # it depends on none of them
+                return [torch.zeros_like(x) for x in xs]
+            found = torch.autograd.grad(
+                y,
+                variables,
+                torch.ones_like(y),
+                create_graph=nested,
+                retain_graph=nested,
+                materialize_grads=True,
+            )
+            if not nested:  # what follows is the update
+                torch.set_autocast_enabled(self._device.type, False)
+            return list(found)
+
+        return (y, more, gradients) if nested else (y.detach(), [tensor.detach() for tensor in more], gradients)
+
+
+@contextlib.contextmanager
+def _tf32(on: bool) -> Iterator[None]:
+    """Whether products of float32 on a GPU may round to 10 bits; PyTorch's own default is: in convolutions."""
+    places = torch.backends.cuda.matmul, torch.backends.cudnn
+    before = [place.allow_tf32 for place in places]
+    for place in places:
+        place.allow_tf32 = on
+    try:
+        yield
+    finally:
+        for place, was in zip(places, before, strict=True):
+            place.allow_tf32 = was
+
+
+@contextlib.contextmanager
+def _deterministic(on: bool) -> Iterator[None]:
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(on or before)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)

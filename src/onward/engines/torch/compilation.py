@@ -1,0 +1,270 @@
+"""A training step compiled as a whole: forward, derivative and update, for TorchInductor.
+
+The interpreter runs once for each set of batch shapes, with tensors that have only shapes, and what it does is
+recorded as one graph, which writes the new state over the old. On a GPU its kernels are launched at once, by a CUDA
+graph.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
+from torch._inductor import config
+from torch._inductor.compile_fx import compile_fx
+from torch._inductor.exc import InductorError
+from torch._inductor.runtime.cache_dir_utils import cache_dir
+from torch._inductor.utils import clear_caches
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from onward.engines.torch.types import SAME_BITS
+from onward.errors import UnsupportedError, first_line
+
+Tensors = dict[str, torch.Tensor]
+Step = Callable[[Tensors, Tensors, Tensors], tuple[Tensors, dict[str, Any]]]
+Report = Callable[[str], None]
+
+
+class Compiled:
+    """A step that is compiled when it is first called with tensors of some shapes."""
+
+    def __init__(self, step: Step, report: Report | None):
+        self._step = step
+        self._report = report or (lambda text: None)
+        self._versions: dict[Any, Step] = {}
+        self._pool: list[Any] = []
+
+    def __call__(self, state: Tensors, constants: Tensors, batch: Tensors) -> tuple[Tensors, dict[str, Any]]:
+        if not (state or constants or batch):  # there is nothing to compute with
+            return self._step(state, constants, batch)
+        batch = {name: tensor.contiguous() for name, tensor in batch.items()}
+        shapes = tuple((name, tensor.shape) for name, tensor in batch.items())
+        if shapes not in self._versions:
+            self._versions[shapes] = self._compiled(state, constants, batch)
+        return self._versions[shapes](state, constants, batch)
+
+    def _compiled(self, state: Tensors, constants: Tensors, batch: Tensors) -> Step:
+        shown = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in batch.items())
+        self._report(f"torch compiles the step for {shown}" if shown else "torch compiles the step")
+        try:
+            compiled, device = self._built(state, constants, batch)
+        except (UnsupportedError, ImportError, OSError, InductorError) as error:
+            warnings.warn(f"the step runs without being compiled: {first_line(error)}", stacklevel=3)
+            return self._step
+        return _Replayed(compiled, self._pool) if device.type == "cuda" else compiled
+
+    def _built(self, *given: Tensors) -> tuple[Step, torch.device]:
+        while True:
+            try:
+                traced = _Traced(self._step, *given)
+                return traced.compiled(), traced.device
+            except (ImportError, OSError, InductorError) as error:
+                if not _forgotten(error):
+                    raise
+
+
+def _forgotten(error: Exception) -> bool:
+    """Whether a library could not be loaded and is there no more: a compiler that was killed leaves empty ones."""
+    found = re.search(r"(\S+\.(?:so|dylib|pyd)): ", str(error))
+    library = Path(found[1]) if found else None
+    if library is None or not library.is_relative_to(cache_dir()) or not library.exists():
+        return False
+    library.unlink()
+    clear_caches()
+    return True
+
+
+class _Traced:
+    """What a step does, as a graph of PyTorch's operators."""
+
+    def __init__(self, step: Step, state: Tensors, constants: Tensors, batch: Tensors):
+        self._inputs = _signed(*state.values(), *constants.values(), *batch.values())
+        self.device = self._inputs[0].device
+        self._in_half = _updates_in_half(state)
+
+        def run(*tensors: torch.Tensor) -> list[torch.Tensor]:
+            given = iter(tensors)
+            parts = [
+                {name: next(given).view(x.dtype) for name, x in part.items()} for part in (state, constants, batch)
+            ]
+            new, results = step(*parts)
+            self._known = {name: value for name, value in results.items() if not torch.is_tensor(value)}
+            shown = {name: value.clone() for name, value in results.items() if name not in self._known}
+            self._shown = [(name, value.dtype) for name, value in shown.items()]
+            for name, old in zip(state, tensors, strict=False):
+                if name in new and new[name] is not parts[0][name]:
+                    old.copy_(*_signed(new[name]))
+            return _signed(*shown.values())
+
+        with enable_python_dispatcher():  # which takes operators apart as the compiler wants them
+            self._graph = make_fx(run, tracing_mode="fake", _allow_non_fake_inputs=True)(*self._inputs)
+        _merge_views(self._graph)
+        _return_copies(self._graph)
+
+    def compiled(self) -> Step:
+        numbers = _split_off_numbers(self._graph)
+        with config.patch(emulate_precision_casts=self._in_half):
+            first = compile_fx(numbers, self._inputs)
+            call = compile_fx(self._graph, [*self._inputs, *first(*self._inputs)])
+        shown, known = self._shown, self._known
+
+        def run(state: Tensors, constants: Tensors, batch: Tensors) -> tuple[Tensors, dict[str, Any]]:
+            inputs = _signed(*state.values(), *constants.values(), *batch.values())
+            outputs = call(*inputs, *first(*inputs))
+            return {}, known | {name: x.view(dtype) for (name, dtype), x in zip(shown, outputs, strict=False)}
+
+        return run
+
+
+def _updates_in_half(state: Tensors) -> bool:
+    """Whether an optimizer keeps its state in 16 bits: it says where it rounds, and none of that is to be left out."""
+    halves = (name for name, tensor in state.items() if tensor.dtype in (torch.float16, torch.bfloat16))
+    return any(name.rpartition("/")[0] in state for name in halves)
+
+
+class _Replayed:
+    """A compiled step, recorded as a CUDA graph once it has run a few times, which sets up what may not be recorded.
+
+    All that share a pool of memory use the same for what they compute on the way.
+    """
+
+    def __init__(self, step: Step, pool: list[Any]):
+        self._step = step
+        self._pool = pool
+        self._calls = 0
+        self._recording: _Recording | None = None
+
+    def __call__(self, state: Tensors, constants: Tensors, batch: Tensors) -> tuple[Tensors, dict[str, Any]]:
+        if self._recording is None and self._calls == _PLAIN_CALLS:
+            self._recording = self._record(state, constants, batch)
+        self._calls += 1
+        if self._recording is None:
+            return self._step(state, constants, batch)
+        return self._recording(state, batch)
+
+    def _record(self, state: Tensors, constants: Tensors, batch: Tensors) -> _Recording | None:
+        torch.cuda.empty_cache()  # the graph has memory of its own, and what was used before it is free
+        try:
+            made = _Recording(self._step, state, constants, batch, self._pool[0] if self._pool else None)
+        except RuntimeError as error:
+            warnings.warn(f"the step runs without a CUDA graph: {error}", stacklevel=5)
+            return None
+        self._pool[:] = [made.pool]
+        return made
+
+
+_PLAIN_CALLS = 2
+
+
+class _Recording:
+    """A CUDA graph of a step, that reads and writes the memory of one state and one batch."""
+
+    def __init__(self, step: Step, state: Tensors, constants: Tensors, batch: Tensors, pool: Any):
+        self._state = dict(state)
+        self._constants = constants  # memory that is read must not be given back
+        self._batch = {name: tensor.clone() for name, tensor in batch.items()}
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph, pool=pool):
+            _, self._results = step(self._state, constants, self._batch)
+        self.pool = self._graph.pool()
+
+    def __call__(self, state: Tensors, batch: Tensors) -> tuple[Tensors, dict[str, Any]]:
+        for name, tensor in batch.items():
+            self._batch[name].copy_(tensor)
+        moved = {name: self._state[name].copy_(x) for name, x in state.items() if x is not self._state[name]}
+        self._graph.replay()
+        return moved, {name: x.clone() if torch.is_tensor(x) else x for name, x in self._results.items()}
+
+
+def _signed(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """As types that the compiler has: int32 in place of uint32, and the like."""
+    return [tensor.view(SAME_BITS[tensor.dtype]) if tensor.dtype in SAME_BITS else tensor for tensor in tensors]
+
+
+def _merge_views(graph: fx.GraphModule) -> None:
+    """Let tensors that are taken as another type and back again be what they are, and constants what they are taken as.
+
+    There is nothing but such views of types that the compiler lacks.
+    """
+    as_type, alias = torch.ops.aten.view.dtype, torch.ops.aten.alias.default
+    types: dict[fx.Node, torch.dtype] = {}
+    for node in graph.graph.nodes:
+        if node.op == "get_attr":
+            (constant,) = _signed(getattr(graph, node.target))
+            setattr(graph, node.target, constant)
+            types[node] = constant.dtype
+        elif node.target is as_type:
+            source = node.args[0]
+            while source.target in (as_type, alias):
+                source = source.args[0]
+            node.args = (source, node.args[1])
+            if (types.get(source) or source.meta["val"].dtype) == node.args[1]:
+                node.replace_all_uses_with(source)
+    graph.graph.eliminate_dead_code()
+    graph.recompile()
+
+
+def _return_copies(graph: fx.GraphModule) -> None:
+    """Return copies of what the step writes, too: the compiler leaves out others, and what is assigned would be new."""
+    writes = [node for node in graph.graph.nodes if node.target is torch.ops.aten.copy_.default]
+    written = {node.args[0] for node in writes}
+    copies = [node.args[1] for node in writes if _source(node.args[1]) in written]
+    *_, last = graph.graph.nodes
+    last.args = ([*last.args[0], *copies],)
+    graph.recompile()
+
+
+def _source(node: fx.Node) -> fx.Node:
+    """What a node is the same numbers as."""
+    while node.target is torch.ops.aten.clone.default or _is_view(node):
+        node = node.args[0]
+    return node
+
+
+def _split_off_numbers(graph: fx.GraphModule) -> fx.GraphModule:
+    """A graph of what is computed of single numbers alone: rates, corrections of moments, schedules.
+
+    The given graph takes them as further inputs. Within a kernel they would be computed again for every element.
+    """
+    numbers: list[fx.Node] = []
+    of_numbers: set[fx.Node] = set()
+    for node in graph.graph.nodes:
+        if _is_number(graph, node) and all(source in of_numbers for source in node.all_input_nodes):
+            of_numbers.add(node)
+            if node.op == "call_function" and not _is_view(node):
+                numbers.append(node)
+    handed = [node for node in numbers if any(user not in of_numbers or _is_view(user) for user in node.users)]
+    first = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in graph.graph.nodes:
+        if node.op == "placeholder" or node in of_numbers:
+            copies[node] = first.node_copy(node, copies.__getitem__)
+    first.output([copies[node] for node in handed])
+    *_, last = (node for node in graph.graph.nodes if node.op == "placeholder")
+    for i, node in enumerate(handed):
+        with graph.graph.inserting_after(last):
+            last = graph.graph.placeholder(f"number_{i}")
+        last.meta = node.meta
+        node.replace_all_uses_with(last)
+    graph.graph.eliminate_dead_code()
+    graph.recompile()
+    made = fx.GraphModule(graph, first)
+    made.graph.eliminate_dead_code()
+    made.recompile()
+    return made
+
+
+def _is_number(graph: fx.GraphModule, node: fx.Node) -> bool:
+    value = getattr(graph, str(node.target)) if node.op == "get_attr" else node.meta.get("val")
+    mutable = isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+    return isinstance(value, torch.Tensor) and value.numel() == 1 and not mutable
+
+
+def _is_view(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target.is_view

@@ -1,0 +1,27 @@
+"""Control flow by Python's own, and what of it can be compiled although it depends on values."""
+
+from __future__ import annotations
+
+import torch
+
+from onward.engines.framework import NotOnHost, Operators
+from onward.engines.shared.control import branch
+from onward.engines.torch.types import is_fake
+
+operators = Operators()
+
+
+@operators.define("If")
+def traced_branch(condition, *, then_branch, else_branch, framework):
+    """Both branches where the condition is not known yet, and a choice of their results, as for accumulated gradients.
+
+    Not within a derivative, to which the branch that is not taken could add 0 times infinity.
+    """
+    if not torch.is_tensor(condition) or not is_fake(condition):
+        return branch(condition, then_branch=then_branch, else_branch=else_branch, framework=framework)
+    if torch.is_grad_enabled():
+        raise NotOnHost
+    pairs = [tuple(map(framework.place, pair)) for pair in zip(then_branch(), else_branch(), strict=True)]
+    if any(x.shape != y.shape for x, y in pairs):
+        raise NotOnHost
+    return tuple(framework.operators["Where"](condition.reshape(()), x, y) for x, y in pairs)

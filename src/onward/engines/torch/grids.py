@@ -1,0 +1,94 @@
+"""Values between the elements of a grid."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import torch
+from torch.nn import functional as F
+
+from onward.engines.framework import Operators
+from onward.engines.shared.resize import resized_axes
+
+operators = Operators()
+
+
+@operators.define("Resize")
+def resize(
+    x,
+    roi=None,
+    scales=None,
+    sizes=None,
+    *,
+    antialias,
+    axes,
+    coordinate_transformation_mode,
+    cubic_coeff_a,
+    exclude_outside,
+    extrapolation_value,
+    keep_aspect_ratio_policy,
+    mode,
+    nearest_mode,
+):
+    along = resized_axes(
+        x.shape,
+        roi,
+        scales,
+        sizes,
+        antialias=antialias,
+        axes=axes,
+        coordinate_transformation_mode=coordinate_transformation_mode,
+        cubic_coeff_a=cubic_coeff_a,
+        exclude_outside=exclude_outside,
+        keep_aspect_ratio_policy=keep_aspect_ratio_policy,
+        mode=mode,
+        nearest_mode=nearest_mode,
+    )
+    y = x if x.is_floating_point() or mode == "nearest" else x.float()
+    for axis, matrix, outside, picks in along:
+        y = _picked(y, matrix.argmax(1), axis) if picks else _weighted(y, matrix, axis)
+        if outside.any():
+            beyond = torch.from_numpy(outside).to(x.device).reshape([-1 if i == axis else 1 for i in range(y.ndim)])
+            y = torch.where(beyond, extrapolation_value, y)
+    return y if x.dtype == y.dtype else y.round().to(x.dtype)
+
+
+def _picked(x, places, axis):
+    return x.index_select(axis, torch.from_numpy(places).to(x.device))
+
+
+def _weighted(x, matrix, axis):
+    """The product with a matrix, of which few elements are not zero."""
+    count = (matrix != 0).sum(1).max()
+    places = np.argsort(matrix == 0, axis=1, kind="stable")[:, :count]
+    weights = torch.from_numpy(np.take_along_axis(matrix, places, 1)).to(x)
+    shape = [-1 if i == axis else 1 for i in range(x.ndim)]
+    return sum(_picked(x, places[:, i], axis) * weights[:, i].reshape(shape) for i in range(count))
+
+
+_MODES = {"linear": "bilinear", "nearest": "nearest", "cubic": "bicubic"}
+
+
+@operators.define("GridSample")
+def grid_sample(x, grid, *, align_corners, mode, padding_mode):
+    return F.grid_sample(x, grid, _MODES[mode], padding_mode, bool(align_corners))
+
+
+def linear(x, places):
+    """Between the neighbours of places, one tensor [batch, *points] per axis; outside of the grid are zeros."""
+    n, _, *sizes = x.shape
+    batch = torch.arange(n, device=x.device).reshape(-1, *[1] * (places[0].ndim - 1))
+    lower = [at.floor() for at in places]
+    total = 0
+    for corner in itertools.product((0, 1), repeat=len(sizes)):
+        index, weight = [], 1
+        for at, low, side, size in zip(places, lower, corner, sizes, strict=True):
+            place, share = low + side, (at - low) if side else 1 - (at - low)
+            weight = weight * torch.where((place >= 0) & (place < size), share, 0)
+            index.append(place.clamp(0, size - 1).long())
+        total = total + x.movedim(1, -1)[batch, *index] * weight[..., None]
+    return total.movedim(-1, 1)
+
+
+operators(AffineGrid=lambda theta, size, *, align_corners: F.affine_grid(theta, size.tolist(), bool(align_corners)))

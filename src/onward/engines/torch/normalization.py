@@ -1,0 +1,75 @@
+"""Normalizations."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional as F
+
+from onward.engines.framework import Operators
+
+operators = Operators()
+
+
+@operators.define("BatchNormalization")
+def batch_normalization(x, scale, bias, mean, variance, *, epsilon, momentum, training_mode, outputs):
+    if not training_mode and (mean.requires_grad or variance.requires_grad):  # computed, and PyTorch's are not
+        mean, factor, bias = (_per_channel(part, x) for part in (mean, scale * (variance + epsilon).rsqrt(), bias))
+        return (x - mean) * factor + bias
+    if not training_mode:
+        return F.batch_norm(x, mean, variance, scale, bias, False, 0, epsilon)
+    y = F.batch_norm(x, None, None, scale, bias, True, 0, epsilon)
+    if outputs == 1:
+        return y
+    of_batch = torch.var_mean(x, (0, *range(2, x.ndim)), correction=0, keepdim=True)  # as batch_norm has it: shared
+    new_variance, new_mean = (
+        old * momentum + new.flatten() * (1 - momentum) for old, new in zip((variance, mean), of_batch, strict=True)
+    )
+    return y, new_mean, new_variance
+
+
+def _per_channel(vector, x):
+    return vector.reshape(-1, *[1] * (x.ndim - 2))
+
+
+@operators.define("LayerNormalization")
+def layer_normalization(x, scale, bias=None, *, axis, epsilon, stash_type, outputs):
+    shape = x.shape[axis:]
+    whole = scale.shape == shape and (bias is None or bias.shape == shape)
+    y = F.layer_norm(x, shape, scale if whole else None, bias if whole else None, epsilon)
+    if not whole:
+        y = y * scale if bias is None else y * scale + bias
+    if outputs == 1:
+        return y
+    axes = tuple(range(axis % x.ndim, x.ndim))
+    variance, mean = torch.var_mean(x.float() if stash_type == 1 else x, axes, correction=0, keepdim=True)
+    return y, mean, torch.rsqrt(variance + epsilon)
+
+
+@operators.define("RMSNormalization")
+def rms_normalization(x, scale, *, axis, epsilon):
+    shape = x.shape[axis:]
+    if scale.shape == shape:
+        return F.rms_norm(x, shape, scale, epsilon)
+    return F.rms_norm(x, shape, None, epsilon) * scale
+
+
+operators(
+    GroupNormalization=lambda x, scale, bias, *, epsilon, num_groups: F.group_norm(x, num_groups, scale, bias, epsilon),
+    InstanceNormalization=lambda x, scale, bias, *, epsilon: F.instance_norm(
+        x, weight=scale, bias=bias, eps=epsilon, use_input_stats=True
+    ),
+)
+
+
+@operators.define("LRN")
+def lrn(x, *, alpha, beta, bias, size):
+    """Windows over channels, of which one more lies behind than before if their number is even."""
+    around = F.pad((x * x).flatten(2), (0, 0, (size - 1) // 2, size // 2))
+    total = sum(around.narrow(1, i, x.shape[1]) for i in range(size)).reshape(x.shape)
+    return x / (bias + alpha / size * total) ** beta
+
+
+@operators.define("LpNormalization")
+def lp_normalization(x, *, axis, p):
+    norm = torch.linalg.vector_norm(x, p, axis, keepdim=True)
+    return x / torch.where(norm == 0, 1, norm)

@@ -1,0 +1,190 @@
+"""Pools."""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+
+import torch
+from torch.nn import functional as F
+
+from onward.engines.framework import Operators
+from onward.engines.shared.windows import counts, paddings, with_ceiling
+from onward.engines.torch.convolution import padded
+
+operators = Operators()
+
+_MAX_POOLS = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
+_AVERAGE_POOLS = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
+
+
+def _slid(x, auto_pad, ceil_mode, kernel, dilations, pads, strides):
+    """Strides, dilations, what is added (before, after), and what of it was asked for."""
+    strides, dilations = strides or [1] * len(kernel), dilations or [1] * len(kernel)
+    asked = paddings(auto_pad, pads, x.shape[2:], kernel, strides, dilations)
+    amounts = with_ceiling(asked, x.shape[2:], kernel, strides, dilations) if ceil_mode else asked
+    return strides, dilations, amounts, asked
+
+
+def _takes(amounts, kernel):
+    """Whether PyTorch's pools take this padding."""
+    return all(before == after <= size // 2 for (before, after), size in zip(amounts, kernel, strict=True))
+
+
+@operators.define("MaxPool")
+def max_pool(x, *, auto_pad, ceil_mode, dilations, kernel_shape, pads, storage_order, strides, outputs):
+    strides, dilations, amounts, _ = _slid(x, auto_pad, ceil_mode, kernel_shape, dilations, pads, strides)
+    pool, y = _MAX_POOLS[len(kernel_shape)], x if x.is_floating_point() else x.float()
+    before = [before for before, _ in amounts]
+    if not _takes(amounts, kernel_shape):
+        y, before = padded(y, amounts, -torch.inf), [0] * len(kernel_shape)
+    if outputs == 1:
+        return pool(y, kernel_shape, strides, before, dilations).to(x.dtype)
+    sizes = y.shape[2:]
+    y, places = pool(y, kernel_shape, strides, before, dilations, return_indices=True)
+    shifts = [begin if size > old else 0 for (begin, _), size, old in zip(amounts, sizes, x.shape[2:], strict=True)]
+    return y.to(x.dtype), _counted(places, sizes, shifts, x.shape, storage_order)
+
+
+def _counted(places, sizes, shifts, shape, storage_order):
+    """Places in images of `sizes` as those in the whole tensor, without what was added to them."""
+    positions = []
+    for size, shift in zip(reversed(sizes), reversed(shifts), strict=True):
+        positions.insert(0, places % size - shift)
+        places = places // size
+    order = list(range(len(positions)))
+    if storage_order:  # the last axis is the slowest
+        order.reverse()
+    flat = functools.reduce(lambda sum, i: sum * shape[2 + i] + positions[i], order, torch.zeros_like(places))
+    planes = torch.arange(shape[0] * shape[1], device=places.device).reshape(*shape[:2], *[1] * len(sizes))
+    return flat + planes * math.prod(shape[2:])
+
+
+def _summed(x, kernel, strides, dilations, amounts):
+    """The sums over windows, by a convolution with ones."""
+    flat = padded(x, amounts).flatten(0, 1).unsqueeze(1)
+    ones = x.new_ones(1, 1, *kernel)
+    y = torch.convolution(flat, ones, None, strides, [0] * len(kernel), dilations, False, [0] * len(kernel), 1)
+    return y.reshape(*x.shape[:2], *y.shape[2:])
+
+
+@operators.define("AveragePool")
+def average_pool(x, *, auto_pad, ceil_mode, count_include_pad, dilations, kernel_shape, pads, strides):
+    strides, dilations, amounts, asked = _slid(x, auto_pad, ceil_mode, kernel_shape, dilations, pads, strides)
+    if set(dilations) == {1} and amounts == asked and _takes(amounts, kernel_shape):
+        before = [before for before, _ in amounts]
+        pool = _AVERAGE_POOLS[len(kernel_shape)]
+        return pool(x, kernel_shape, strides, before, count_include_pad=bool(count_include_pad))
+    counted = asked if count_include_pad else [(0, 0)] * len(asked)
+    along = map(counts, x.shape[2:], amounts, counted, kernel_shape, strides, dilations)
+    number = functools.reduce(operator.mul, torch.meshgrid(*map(torch.from_numpy, along), indexing="ij"))
+    return _summed(x, kernel_shape, strides, dilations, amounts) / number.to(x)
+
+
+@operators.define("LpPool")
+def lp_pool(x, *, auto_pad, ceil_mode, dilations, kernel_shape, p, pads, strides):
+    strides, dilations, amounts, _ = _slid(x, auto_pad, ceil_mode, kernel_shape, dilations, pads, strides)
+    return _summed(x.abs() ** p, kernel_shape, strides, dilations, amounts) ** (1 / p)
+
+
+def _globally(function):
+    def pool(x, **attributes):
+        return function(x.flatten(2), **attributes).reshape(*x.shape[:2], *[1] * (x.ndim - 2))
+
+    return functools.wraps(function)(pool)
+
+
+operators(
+    GlobalMaxPool=_globally(lambda x: x.max(2).values),
+    GlobalAveragePool=_globally(lambda x: x.mean(2)),
+    GlobalLpPool=_globally(lambda x, *, p: torch.linalg.vector_norm(x, p, 2)),
+)
+
+
+@operators.define("MaxUnpool")
+def max_unpool(x, places, output_shape=None, *, kernel_shape, pads, strides):
+    strides, pads = strides or [1] * len(kernel_shape), pads or [0] * 2 * len(kernel_shape)
+    numbers = zip(x.shape[2:], kernel_shape, strides, pads, pads[len(kernel_shape) :], strict=False)
+    sizes = [(size - 1) * stride + length - before - after for size, length, stride, before, after in numbers]
+    y = x.new_zeros(math.prod([*x.shape[:2], *sizes])).scatter(0, places.flatten(), x.flatten())
+    y = y.reshape(*x.shape[:2], *sizes)
+    wanted = sizes if output_shape is None else output_shape.tolist()[2:]
+    return padded(y, [(0, new - old) for new, old in zip(wanted, sizes, strict=True)])
+
+
+@operators.define("MaxRoiPool")
+def max_roi_pool(x, rois, *, pooled_shape, spatial_scale):
+    """The largest element of each bin; first along the rows, then along the columns."""
+    images = x[rois[:, 0].long()]
+    scaled = rois[:, 1:] * spatial_scale
+    left, top, right, bottom = (scaled.sign() * torch.floor(scaled.abs() + 0.5)).unbind(1)  # halves away from zero
+    for start, end, bins in ((left, right, pooled_shape[1]), (top, bottom, pooled_shape[0])):
+        size, i = images.shape[3], torch.arange(bins, device=x.device)
+        step = (end - start + 1).clamp(min=1)[:, None] / bins
+        first, last = (torch.floor(i * step) + start[:, None]), (torch.ceil((i + 1) * step) + start[:, None])
+        place = torch.arange(size, device=x.device)
+        inside = (place >= first[..., None]) & (place < last[..., None])
+        chosen = torch.where(inside[:, None, None], images[:, :, :, None], -torch.inf)
+        images = chosen.amax(-1).transpose(2, 3)
+    return torch.where(images == -torch.inf, 0, images)
+
+
+@operators.define("RoiAlign")
+def roi_align(
+    x,
+    rois,
+    batch_indices,
+    *,
+    coordinate_transformation_mode,
+    mode,
+    output_height,
+    output_width,
+    sampling_ratio,
+    spatial_scale,
+):
+    shift = 0.5 if coordinate_transformation_mode == "half_pixel" else 0
+    left, top, right, bottom = (rois * spatial_scale - shift).unbind(1)
+    height, width = bottom - top, right - left
+    if not shift:
+        height, width = height.clamp(min=1), width.clamp(min=1)
+    rows, row_counts = _samples(top, height, output_height, sampling_ratio)
+    columns, column_counts = _samples(left, width, output_width, sampling_ratio)
+    parts = _between(x[batch_indices.long()], rows, columns)
+    parts = [part.unflatten(3, (output_width, -1)).unflatten(2, (output_height, -1)) for part in parts]
+    used = (row_counts[:, :, None] & column_counts[:, None, :])[:, None, None, :, None, :]
+    if mode == "max":
+        largest = functools.reduce(torch.maximum, parts)
+        return torch.where(used, largest, -torch.inf).amax((3, 5))
+    return torch.where(used, sum(parts), 0).sum((3, 5)) / used.sum((3, 5))
+
+
+def _samples(start, length, bins, ratio):
+    """Where samples lie along an axis, [rois, bins * samples], and which of those of a bin count, [rois, samples]."""
+    number = length.new_full(length.shape, ratio) if ratio else torch.ceil(length / bins).clamp(min=1)
+    most = ratio or int(number.max())
+    i = torch.arange(most, device=start.device)
+    within = (i + 0.5) / number[:, None]
+    bin_ = torch.arange(bins, device=start.device)
+    at = start[:, None, None] + (bin_[:, None] + within[:, None, :]) * (length / bins)[:, None, None]
+    return at.flatten(1), i < number[:, None]
+
+
+def _between(images, rows, columns):
+    """The parts of the four neighbours of each place; more than one element outside there are zeros."""
+    parts = []
+    for row_weight, row in _neighbours(rows, images.shape[2]):
+        chosen = images.gather(2, row[:, None, :, None].expand(-1, images.shape[1], -1, images.shape[3]))
+        for column_weight, column in _neighbours(columns, images.shape[3]):
+            found = chosen.gather(3, column[:, None, None].expand(-1, *chosen.shape[1:3], -1))
+            parts.append(found * (row_weight[:, None, :, None] * column_weight[:, None, None]))
+    return parts
+
+
+def _neighbours(at, size):
+    outside = (at < -1) | (at > size)
+    at = at.clamp(0, size - 1)
+    low = at.floor()
+    share = at - low
+    yield torch.where(outside, 0, 1 - share), low.long()
+    yield torch.where(outside, 0, share), (low + 1).clamp(max=size - 1).long()

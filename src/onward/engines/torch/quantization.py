@@ -1,0 +1,94 @@
+"""Quantisation. Rounding counts as the identity when it is differentiated, saturation as Clip.
+
+Integers have no derivative in PyTorch. So a quantised tensor carries the levels that it was rounded from as floating
+point, which `DequantizeLinear` finds there.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from onward.engines.framework import Operators
+from onward.engines.torch.convolution import conv
+from onward.engines.torch.elementwise import cast
+from onward.engines.torch.types import CODES, FLOAT8, TYPES, on_numpy
+
+operators = Operators()
+
+
+@operators.define("QuantizeLinear")
+def quantize_linear(x, scale, zero=None, *, axis=1, block_size=0, output_dtype=0, precision=0, saturate=1):
+    code = output_dtype or (_BY_DEFAULT if zero is None else CODES[zero.dtype])
+    if code not in TYPES:
+        attributes = {"axis": axis, "block_size": block_size, "output_dtype": output_dtype}
+        return on_numpy("QuantizeLinear", x, scale, zero, **attributes, precision=precision, saturate=saturate)
+    dtype = TYPES[code]
+    exact = TYPES[precision] if precision else scale.dtype
+    levels = x.to(exact) / _spread(scale.to(exact), x, axis, block_size)
+    if dtype not in FLOAT8:
+        levels = levels + (levels.round() - levels).detach() if levels.requires_grad else levels.round()
+    if zero is not None:
+        levels = levels + _spread(zero.to(exact), x, axis, block_size)
+    if dtype in FLOAT8:
+        return _carrying(cast(levels, to=code, saturate=saturate), levels)
+    levels = levels.clamp(torch.iinfo(dtype).min, torch.iinfo(dtype).max)
+    return _carrying(levels.to(dtype), levels)
+
+
+_BY_DEFAULT = CODES[torch.uint8]
+"""What a tensor is quantised to where nothing is said."""
+
+
+def _carrying(quantised, levels):
+    if levels.requires_grad:
+        quantised.levels = levels
+    return quantised
+
+
+def _spread(scale, x, axis, block_size):
+    """One scale for each element, or something that broadcasts to it."""
+    if scale.numel() == 1:
+        return scale.reshape(())
+    if block_size:
+        return scale.repeat_interleave(block_size, axis).narrow(axis, 0, x.shape[axis])
+    return scale.reshape([-1 if i == axis % x.ndim else 1 for i in range(x.ndim)])
+
+
+@operators.define("DequantizeLinear")
+def dequantize_linear(x, scale, zero=None, *, axis=1, block_size=0, output_dtype=0):
+    levels = getattr(x, "levels", x)
+    if zero is not None:
+        offset = _spread(zero, x, axis, block_size)
+        if not levels.is_floating_point():
+            levels, offset = levels.long(), offset.long()
+        levels = levels.to(scale.dtype) - offset.to(scale.dtype) if levels.is_floating_point() else levels - offset
+    y = levels.to(scale.dtype) * _spread(scale, x, axis, block_size)
+    return y.to(TYPES[output_dtype]) if output_dtype else y
+
+
+@operators.define("DynamicQuantizeLinear")
+def dynamic_quantize_linear(x):
+    low, high = x.amin().clamp(max=0), x.amax().clamp(min=0)
+    scale = (high - low) / 255
+    zero = (-low / scale).round().clamp(0, 255).to(torch.uint8)
+    return quantize_linear(x, scale, zero), scale, zero
+
+
+@operators.define("MatMulInteger")
+def mat_mul_integer(a, b, a_zero=None, b_zero=None):
+    """In float64, which is exact here, and has fast products everywhere."""
+    if a_zero is not None and a_zero.ndim == 1 and a_zero.numel() > 1:
+        a_zero = a_zero[:, None]
+    return (_shifted(a, a_zero) @ _shifted(b, b_zero)).to(torch.int32)
+
+
+@operators.define("ConvInteger")
+def conv_integer(x, w, x_zero=None, w_zero=None, *, auto_pad, dilations, group, kernel_shape, pads, strides):
+    if w_zero is not None and w_zero.numel() > 1:
+        w_zero = w_zero.reshape(-1, *[1] * (w.ndim - 1))
+    settings = {"auto_pad": auto_pad, "dilations": dilations, "group": group, "pads": pads, "strides": strides}
+    return conv(_shifted(x, x_zero), _shifted(w, w_zero), kernel_shape=kernel_shape, **settings).to(torch.int32)
+
+
+def _shifted(x, zero):
+    return x.double() if zero is None else x.double() - zero.double()

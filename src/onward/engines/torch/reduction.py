@@ -1,0 +1,120 @@
+"""Reductions, and what goes along an axis."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from onward.engines.framework import Operators
+from onward.engines.torch.types import in_int64
+
+operators = Operators()
+
+
+def reduces(function):
+    """A function of a tensor and axes, which keeps them, as a reduction."""
+
+    @in_int64
+    def reduce(x, axes=None, *, keepdims, noop_with_empty_axes):
+        axes = [] if axes is None else axes.tolist()
+        if not axes and noop_with_empty_axes:
+            return function(x[None], (0,))[0]
+        axes = tuple(axis % x.ndim for axis in axes) or tuple(range(x.ndim))
+        y = function(x, axes) if axes else function(x[None], (0,))[0]
+        return y if keepdims else y.squeeze(axes)
+
+    return reduce
+
+
+def _extreme(function, sign):
+    """Which also has a value for no elements at all."""
+
+    def reduce(x, axes):
+        if all(x.shape[axis] for axis in axes):
+            return function(x, axes, keepdim=True)
+        worst = -sign * torch.inf if x.is_floating_point() else _lowest(x.dtype) if sign > 0 else _highest(x.dtype)
+        return x.new_full([1 if i in axes else size for i, size in enumerate(x.shape)], worst)
+
+    return reduce
+
+
+def _lowest(dtype):
+    return 0 if dtype == torch.bool else torch.iinfo(dtype).min
+
+
+def _highest(dtype):
+    return 1 if dtype == torch.bool else torch.iinfo(dtype).max
+
+
+def _floating(function):
+    """Integers by way of float64."""
+
+    @functools.wraps(function)
+    def reduce(x, axes):
+        return function(x, axes) if x.is_floating_point() else function(x.double(), axes).to(x.dtype)
+
+    return reduce
+
+
+def _sum(x, axes):
+    return x.sum(axes, keepdim=True, dtype=x.dtype)
+
+
+def _prod(x, axes):
+    return functools.reduce(lambda y, axis: y.prod(axis, keepdim=True, dtype=x.dtype), axes, x)
+
+
+operators(
+    ReduceSum=reduces(_sum),
+    ReduceMean=reduces(_floating(lambda x, axes: x.mean(axes, keepdim=True))),
+    ReduceMax=reduces(_extreme(torch.amax, 1)),
+    ReduceMin=reduces(_extreme(torch.amin, -1)),
+    ReduceProd=reduces(_prod),
+    ReduceL1=reduces(lambda x, axes: _sum(x.abs(), axes)),
+    ReduceL2=reduces(_floating(lambda x, axes: torch.linalg.vector_norm(x, 2, axes, keepdim=True))),
+    ReduceLogSum=reduces(_floating(lambda x, axes: _sum(x, axes).log())),
+    ReduceLogSumExp=reduces(_floating(lambda x, axes: torch.logsumexp(x, axes, keepdim=True))),
+    ReduceSumSquare=reduces(lambda x, axes: _sum(x * x, axes)),
+)
+
+
+def _first_or_last(function):
+    def find(x, *, axis, keepdims, select_last_index):
+        if select_last_index:
+            return x.shape[axis] - 1 - function(x.flip(axis), axis, keepdim=bool(keepdims))
+        return function(x, axis, keepdim=bool(keepdims))
+
+    return find
+
+
+operators(
+    ArgMax=_first_or_last(torch.argmax),
+    ArgMin=_first_or_last(torch.argmin),
+)
+
+
+def _cumulative(function, first):
+    def accumulate(x, axis, *, exclusive, reverse):
+        axis = axis.item()
+        y = x.flip(axis) if reverse else x
+        if exclusive:
+            start = torch.full_like(y.narrow(axis, 0, 1), first)
+            y = torch.cat([start, y.narrow(axis, 0, y.shape[axis] - 1)], axis)
+        y = function(y, axis, dtype=x.dtype)
+        return y.flip(axis) if reverse else y
+
+    return accumulate
+
+
+operators(
+    CumSum=_cumulative(torch.cumsum, 0),
+    CumProd=_cumulative(torch.cumprod, 1),
+)
+
+
+@operators.define("TopK")
+def top_k(x, k, *, axis, largest, sorted):
+    """By sorting, since of equal elements the first counts."""
+    values, indices = x.sort(dim=axis, descending=bool(largest), stable=True)
+    return values.narrow(axis, 0, k.item()), indices.narrow(axis, 0, k.item())

@@ -1,0 +1,38 @@
+"""Fourier transforms. A complex number is two real ones, along the last axis."""
+
+from __future__ import annotations
+
+import torch
+
+from onward.engines.framework import Operators
+from onward.engines.torch.types import on_numpy
+
+operators = Operators()
+
+
+@operators.define("DFT")
+def dft(x, length=None, axis=None, *, inverse, onesided):
+    axis = (-2 if axis is None else axis.item()) % x.ndim
+    length = None if length is None else length.item()
+    is_real = x.shape[-1] == 1
+    if inverse and onesided:
+        return torch.fft.irfft(torch.view_as_complex(x.contiguous()), length, axis).unsqueeze(-1)
+    values = x.squeeze(-1) if is_real else torch.view_as_complex(x.contiguous())
+    if onesided:
+        return torch.view_as_real(torch.fft.rfft(values, length, axis))
+    return torch.view_as_real((torch.fft.ifft if inverse else torch.fft.fft)(values, length, axis))
+
+
+@operators.define("STFT")
+def stft(x, step, window=None, length=None, *, onesided):
+    if x.ndim == 3:
+        x = x.squeeze(-1) if x.shape[-1] == 1 else torch.view_as_complex(x.contiguous())
+    length = length.item() if length is not None else x.shape[1] if window is None else window.shape[0]
+    frames = x.unfold(1, length, step.item())
+    frames = frames if window is None else frames * window
+    return torch.view_as_real(torch.fft.rfft(frames) if onesided and not x.is_complex() else torch.fft.fft(frames))
+
+
+@operators.define("MelWeightMatrix")
+def mel_weight_matrix(*inputs, output_datatype, outputs):
+    return on_numpy("MelWeightMatrix", *inputs, output_datatype=output_datatype, outputs=outputs)

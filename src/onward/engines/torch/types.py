@@ -1,0 +1,138 @@
+"""Types of ONNX and numpy as those of PyTorch, which lacks some, and computes with others only in part."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+import torch
+from onnx_ir import DataType
+
+from onward.engines.framework import NotOnHost, keywords
+from onward.engines.numpy import Numpy
+
+TYPES = {
+    DataType.BOOL: torch.bool,
+    DataType.UINT8: torch.uint8,
+    DataType.UINT16: torch.uint16,
+    DataType.UINT32: torch.uint32,
+    DataType.INT8: torch.int8,
+    DataType.INT16: torch.int16,
+    DataType.INT32: torch.int32,
+    DataType.INT64: torch.int64,
+    DataType.BFLOAT16: torch.bfloat16,
+    DataType.FLOAT16: torch.float16,
+    DataType.FLOAT: torch.float32,
+    DataType.DOUBLE: torch.float64,
+    DataType.FLOAT8E4M3FN: torch.float8_e4m3fn,
+    DataType.FLOAT8E4M3FNUZ: torch.float8_e4m3fnuz,
+    DataType.FLOAT8E5M2: torch.float8_e5m2,
+    DataType.FLOAT8E5M2FNUZ: torch.float8_e5m2fnuz,
+    DataType.COMPLEX64: torch.complex64,
+    DataType.COMPLEX128: torch.complex128,
+}
+"""Not uint64: it would be half of a type, since there is none that is wider to compute in."""
+
+CODES = {dtype: code for code, dtype in TYPES.items()}
+FLOAT8 = {torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz}
+
+_OF_ARRAYS = {code.numpy(): dtype for code, dtype in TYPES.items()}
+_WITHOUT_NUMPY = {dtype: CODES[dtype].numpy() for dtype in (torch.bfloat16, *FLOAT8)}
+SAME_BITS = {torch.uint16: torch.int16, torch.uint32: torch.int32, **dict.fromkeys(FLOAT8, torch.int8)}
+_MASKS = {torch.uint16: 0xFFFF, torch.uint32: 0xFFFFFFFF}
+
+
+# ---- to and from numpy -----------------------------------------------------------------------------------------------
+
+
+def has_type(dtype: np.dtype) -> bool:
+    return dtype in _OF_ARRAYS
+
+
+def from_array(array: np.ndarray) -> torch.Tensor:
+    """A copy of an array, bit for bit."""
+    dtype = _OF_ARRAYS[array.dtype]
+    copy = np.array(array, order="C")
+    if dtype in _WITHOUT_NUMPY:
+        copy = copy.view(f"i{dtype.itemsize}")
+    return torch.from_numpy(copy).view(dtype)
+
+
+def to_array(tensor: torch.Tensor) -> np.ndarray:
+    """A tensor as an array; on the CPU they share memory."""
+    if is_fake(tensor):
+        raise NotOnHost
+    tensor = tensor.detach().cpu()
+    if tensor.dtype not in _WITHOUT_NUMPY:
+        return tensor.numpy()
+    integers = torch.int8 if tensor.dtype.itemsize == 1 else torch.int16
+    return tensor.view(integers).numpy().view(_WITHOUT_NUMPY[tensor.dtype])
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has only a shape, since a step is being traced."""
+    return torch._subclasses.fake_tensor.is_fake(tensor)
+
+
+def on_numpy(name: str, *inputs: Any, **attributes: Any) -> Any:
+    """An operator whose results have no derivative, or a type that PyTorch lacks, as numpy computes it."""
+    function = Numpy.operators[name]
+    arrays = (to_array(x) if isinstance(x, torch.Tensor) else x for x in inputs)
+    return function(*arrays, **{key: attributes[key] for key in keywords(function) if key in attributes})
+
+
+# ---- types that PyTorch has few functions for ------------------------------------------------------------------------
+
+
+def by_bits(function):
+    """For what only moves elements, or does not depend on a sign: takes uint32 as int32, and the like."""
+
+    @functools.wraps(function)
+    def call(*inputs, **attributes):
+        dtype = next((x.dtype for x in inputs if isinstance(x, torch.Tensor) and x.dtype in SAME_BITS), None)
+        if dtype is None:
+            return function(*map(_number, inputs), **attributes)
+        other = SAME_BITS[dtype]
+        integers, unsigned = CODES[other].numpy(), CODES[dtype].numpy()
+        views = (
+            (x.view(other) if x.dtype == dtype else x)
+            if isinstance(x, torch.Tensor)
+            else _number(x.view(integers) if isinstance(x, np.ndarray) and x.dtype == unsigned else x)
+            for x in inputs
+        )
+        result = function(*views, **attributes)
+        if isinstance(result, tuple):
+            return tuple(part.view(dtype) for part in result)
+        return result.view(dtype) if result.dtype == other else result
+
+    return call
+
+
+def in_int64(function):
+    """For all other arithmetic with uint16 and uint32: computes in int64, and keeps the lower bits of the result."""
+
+    @functools.wraps(function)
+    def call(*inputs, **attributes):
+        dtype = next((x.dtype for x in inputs if isinstance(x, torch.Tensor) and x.dtype in _MASKS), None)
+        if dtype is None:
+            return function(*map(_number, inputs), **attributes)
+        result = function(*(widened(x) if isinstance(x, torch.Tensor) else _number(x) for x in inputs), **attributes)
+        return narrowed(result, dtype) if result.dtype == torch.int64 else result
+
+    return call
+
+
+def widened(x: torch.Tensor) -> torch.Tensor:
+    """uint16 and uint32 as int64."""
+    return x.view(SAME_BITS[x.dtype]).long() & _MASKS[x.dtype] if x.dtype in _MASKS else x
+
+
+def narrowed(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The lower bits of integers, as uint16 or uint32."""
+    return x.to(SAME_BITS[dtype]).view(dtype)
+
+
+def _number(value):
+    """A scalar that is known."""
+    return value.item() if isinstance(value, np.ndarray) and value.ndim == 0 else value

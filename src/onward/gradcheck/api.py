@@ -1,0 +1,66 @@
+"""Checking the gradients of a user's model against differences."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated
+
+import onnx_ir as ir
+
+from onward.arguments import Count, Range, Seed, checked
+from onward.gradcheck.check import Settings, function_of, rows, settle
+from onward.gradcheck.compare import default_tolerance
+from onward.gradcheck.evaluate import Function
+from onward.gradcheck.inputs import Given, given_inputs, made_up
+from onward.gradcheck.locate import culprit
+from onward.gradcheck.report import Report
+from onward.gradcheck.subject import subject
+from onward.model import Source
+
+
+@checked()
+def check_gradients(
+    source: Source,
+    y: str | None = None,
+    xs: Sequence[str] | None = None,
+    *,
+    inputs: Given = None,
+    directions: Count = 1,
+    order: Annotated[int, Range(least=1, most=2)] = 1,
+    seed: Seed = 0,
+    tolerance: Annotated[float, Range(least=0)] | None = None,
+    step: int = 0,
+) -> Report:
+    """Compare the gradient of `y` by each of `xs` with central differences, along random directions.
+
+    Without `y` and `xs`: what the Gradient of a training model (of its step `step`) names; else the output that is a
+    single number, or the first, by all parameters and floating-point inputs on which it depends. A `y` of several
+    elements is weighed by random numbers. `inputs`, a dict of arrays or the path of an .npz file, is where to look;
+    what it lacks is made up. With `order=2`, the gradient of the gradient is checked as well. `tolerance` is relative
+    to the size of a gradient; unless given, it follows from the precision, float64 wherever ONNX Runtime can.
+
+    Where a gradient is wrong, each operator on the way is checked alone, and the report names the first that is.
+    """
+    what = subject(source, y, xs, step)
+    settings = Settings(directions, order, seed, tolerance)
+    given = given_inputs(what, inputs)
+    function = function_of(what)
+    point = settle(function, ({**given, **rest} for rest in made_up(what.model, given, seed)))
+    found = list(rows(what, function, point, settings))
+    wrong = list(dict.fromkeys(row.x for row in found if row.verdict == "wrong"))
+    blamed = culprit(what, wrong, point, settings) if wrong else None
+    return Report(
+        y=what.y,
+        rows=tuple(found),
+        precision=_precision(function),
+        tolerance=default_tolerance(function) if tolerance is None else tolerance,
+        seed=seed,
+        made_up=tuple(name for name in point if name not in given),
+        culprit=blamed,
+    )
+
+
+def _precision(function: Function) -> str:
+    names = {ir.DataType.DOUBLE: "float64", ir.DataType.FLOAT: "float32"}
+    first, second = (names[dtype] for dtype in function.dtypes)
+    return first if first == second else f"{first} (the gradient in {second})"

@@ -1,0 +1,119 @@
+"""Numbers, sizes and names as people read them. Names come from files and may hold anything: here they get harmless."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from onward.inspect.summary_fields import Amount, Shape
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def clean(text: str) -> str:
+    """The text with whatever would not print (line breaks, escape codes, reordering marks) written as an escape."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+
+
+def shortened(text: str, width: int = 60) -> str:
+    """At most `width` characters: the middle goes, since names differ at their ends."""
+    text = clean(text)
+    if len(text) <= width:
+        return text
+    tail = (width - 1) * 2 // 3
+    return f"{text[: width - 1 - tail]}…{text[len(text) - tail :]}"
+
+
+def size(count: int) -> str:
+    amount = float(count)
+    for unit in _UNITS:
+        if amount < 1024 or unit == _UNITS[-1]:
+            break
+        amount /= 1024
+    return f"{count:,} B" if unit == "B" else f"{amount:,.1f} {unit}"
+
+
+def quantity(count: int, word: str) -> str:
+    """`1 tensor`, `2,000 tensors`."""
+    return f"{count:,} {word}{'' if count == 1 else 's'}"
+
+
+def amount(of: Amount) -> str:
+    return f"{of.numbers:,} in {quantity(of.tensors, 'tensor')}, {size(of.bytes)}"
+
+
+def percent(part: float, whole: float) -> str:
+    share = 100 * part / whole
+    return f"{share:.0f} %" if share == 0 or share >= 10 or share == round(share) else f"{share:.2g} %"
+
+
+def setting(value: Any) -> str:
+    """`0.001`, `1e-8`, `1,000`, `[30, 60]`, `true`, or a word."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(setting(item) for item in value) + "]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(settings(value)) + "}"
+    if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
+        value = int(value)
+    if isinstance(value, int):
+        if abs(value) < 10**15:
+            return f"{value:,}"
+        return f"{value:.6g}" if abs(value) < 10**300 else "enormous"
+    if isinstance(value, float):
+        return f"{value:.6g}".replace("e-0", "e-")
+    return "unknown" if value is None else shortened(str(value))
+
+
+def settings(values: Mapping[str, Any]) -> list[str]:
+    return [f"{shortened(name)} {setting(value)}" for name, value in values.items()]
+
+
+def shape(axes: Shape | None) -> str:
+    if axes is None:
+        return "[?]"
+    return "[" + ", ".join("?" if axis is None else shortened(str(axis), 30) for axis in axes) + "]"
+
+
+def listed(names: Sequence[str], most: int) -> str:
+    """The first names, and how many more there are."""
+    shown = ", ".join(shortened(name) for name in names[:most])
+    return shown if len(names) <= most else f"{shown} and {len(names) - most:,} more"
+
+
+def gathered(names: Sequence[str], everything: Iterable[str], most: int = 3) -> str:
+    """Names, the many of one part of the model as `backbone.* (60 tensors)`."""
+    if len(names) <= most:
+        return listed(names, most)
+    parts = _parts(names, most)
+    if len(parts) > most:
+        return f"{quantity(len(names), 'tensor')}, such as {shortened(names[0])}"
+    everything = list(everything)
+    words = []
+    for prefix, members in parts.items():
+        total = sum(name.startswith(prefix) for name in everything)
+        count = f"{len(members):,}" if total <= len(members) else f"{len(members):,} of {total:,}"
+        words.append(f"{shortened(prefix)}* ({count} tensors)" if len(members) > 1 else shortened(members[0]))
+    return ", ".join(words)
+
+
+def _parts(names: Sequence[str], most: int) -> dict[str, list[str]]:
+    """Names by the part of the model that they are in: where they first differ, or what they all have in common."""
+    common = _common_prefix(names)
+    found: dict[str, list[str]] = {}
+    for name in names:
+        found.setdefault(name[: _part_end(name, len(common))], []).append(name)
+    return {common: list(names)} if common and len(found) > most else found
+
+
+def _part_end(name: str, start: int) -> int:
+    """Behind the first separator from `start` on; the whole name if there is none."""
+    ends = [end for separator in "./" if (end := name.find(separator, start)) >= 0]
+    return min(ends) + 1 if ends else len(name)
+
+
+def _common_prefix(names: Sequence[str]) -> str:
+    first, last = min(names), max(names)
+    same = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), min(len(first), len(last)))
+    return first[: max(first.rfind(separator, 0, same) for separator in "./") + 1]

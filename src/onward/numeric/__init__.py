@@ -1,6 +1,0 @@
-"""Gradients against differences: is the derivative that Onward computes the one that the model has?"""
-
-from onward.numeric.api import check_gradients
-from onward.numeric.report import Culprit, Report, Row, Verdict
-
-__all__ = ["Culprit", "Report", "Row", "Verdict", "check_gradients"]

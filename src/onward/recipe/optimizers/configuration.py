@@ -1,0 +1,230 @@
+"""What an optimizer is: numbers, choices, slots, and the nodes that update one parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+import onnx_ir as ir
+
+from onward.build import Builder, Expr, Function
+from onward.errors import RecipeError
+from onward.model import TRAINING_DOMAIN
+from onward.recipe.optimizers.sixteen_bit import HALVES, in_half
+from onward.recipe.optimizers.updates import SCALAR_SLOTS
+from onward.recipe.ranges import NOT_NEGATIVE, OF_OPTIMIZERS
+from onward.recipe.spec import check_options
+
+Settings = SimpleNamespace
+"""Every number and choice of a configured optimizer, as attributes."""
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A tensor that an optimizer keeps beside a parameter, and what all its elements start as."""
+
+    name: str
+    dtype: ir.DataType
+    shape: Shape
+    initial: float = 0.0
+
+
+class Call(NamedTuple):
+    """The function that updates a parameter, its attributes, and the slots whose shape is not the parameter's."""
+
+    function: Function
+    attributes: Mapping[str, Any] = {}
+    shapes: Mapping[str, Shape] = {}
+
+    @property
+    def slots(self) -> tuple[str, ...]:
+        """The names between `x`, `g` and `lr`."""
+        return self.function.inputs[2 : self.function.inputs.index("lr")]
+
+    @property
+    def numbers(self) -> tuple[str, ...]:
+        """The names from `lr` on, but for the counter."""
+        inputs = self.function.inputs
+        return tuple(name for name in inputs[inputs.index("lr") :] if name != "t")
+
+
+class Standard(NamedTuple):
+    """An operator of the standard that computes the same, and by how much its counter is behind `t`."""
+
+    op_type: str
+    attributes: Mapping[str, float | str]
+    behind: int
+
+    def fits(self, dtype: ir.DataType | None) -> bool:
+        """Whether it takes this type, and float32 attributes are as good as the numbers that they stand for."""
+        if dtype == ir.DataType.DOUBLE:
+            numbers = [value for value in self.attributes.values() if not isinstance(value, str)]
+            return all(float(np.float32(value)) == value for value in numbers)
+        return dtype == ir.DataType.FLOAT
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """A kind of optimizer; `configure` makes one of it."""
+
+    name: str
+    summary: str
+    hyper: Mapping[str, float]
+    """The numbers and their defaults, `lr` first."""
+    choose: Callable[[Settings, Shape | None], Call]
+    """The function for a parameter of a shape, or for any."""
+    variants: Mapping[str, Mapping[str, float]]
+    """The frameworks whose arithmetic is known, the default first, with the defaults that are not those of `hyper`."""
+    options: Mapping[str, tuple[Any, ...] | int] = field(default_factory=dict)
+    """Choices beside the numbers: the allowed values, the default first; or a whole number and its default."""
+    standard: Callable[[Settings], Standard | None] | None = None
+    initial: Mapping[str, str | float] = field(default_factory=dict)
+    """What slots start as: a number, or the hyper-parameter that says it. All others start as zero."""
+
+    @property
+    def choices(self) -> dict[str, tuple[Any, ...] | int]:
+        """All choices; `standard` says whether the standard's operator may stand for the function."""
+        common = {"variant": tuple(self.variants), "maximize": (False, True)}
+        return {**self.options, **common, **({"standard": (True, False)} if self.standard else {})}
+
+    def configure(self, **settings: Any) -> ConfiguredOptimizer:
+        """An optimizer with these settings, numbers and choices alike, and defaults for the rest."""
+        check_options(f"optimizer `{self.name}`", settings, {**self.hyper, **self.choices})
+        options = {name: self._choice(name, allowed, settings.get(name)) for name, allowed in self.choices.items()}
+        given = {name: self.number(name, settings[name]) for name in self.hyper if name in settings}
+        configured = ConfiguredOptimizer(self, {**self.hyper, **self.variants[options["variant"]], **given}, options)
+        unused = {name for name, value in given.items() if value} - configured.effective
+        if unused:
+            names = " and ".join(f"`{name}`" for name in given if name in unused)
+            raise RecipeError(
+                f"optimizer `{self.name}` with these settings has no use for {names}",
+                hint="leave it out, or choose what it belongs to (" + ", ".join(self.choices) + ")",
+            )
+        return configured
+
+    def number(self, name: str, given: Any) -> float:
+        """A number as this optimizer takes it."""
+        try:
+            value = float(given)
+        except (TypeError, ValueError):
+            raise RecipeError(f"`{name}` of optimizer `{self.name}` is `{given}`, which is not a number") from None
+        OF_OPTIMIZERS.get(name, NOT_NEGATIVE).check(f"`{name}` of optimizer `{self.name}`", value)
+        return value
+
+    def _choice(self, name: str, allowed: tuple[Any, ...] | int, given: Any) -> Any:
+        """The allowed value that is meant; the words of a command line are understood too."""
+        if isinstance(allowed, int):
+            text, wanted = str(allowed if given is None else given), "a whole number, at least 1"
+            meant = int(text) if text.isdecimal() and int(text) >= 1 else None
+        else:
+            text, wanted = str(allowed[0] if given is None else given), " or ".join(f"`{v}`".lower() for v in allowed)
+            meant = next((value for value in allowed if str(value).lower() == text.lower()), None)
+        if meant is None:
+            raise RecipeError(f"`{name}` of optimizer `{self.name}` is `{given}`, but must be {wanted}")
+        return meant
+
+
+@dataclass(frozen=True)
+class ConfiguredOptimizer:
+    """An optimizer with every number and choice made."""
+
+    kind: Optimizer
+    values: Mapping[str, float]
+    """Every number. Those that `inputs` names are read from the graph, where they can be edited."""
+    options: Mapping[str, Any]
+
+    @property
+    def settings(self) -> Settings:
+        return Settings(**self.values, **self.options)
+
+    @property
+    def effective(self) -> set[str]:
+        """The numbers that make a difference."""
+        initial = (name for name in self.kind.initial.values() if isinstance(name, str))
+        return {*self.kind.choose(self.settings, None).numbers, *initial}
+
+    def slots(self, parameter: ir.Value) -> tuple[Slot, ...]:
+        """The slots that a parameter needs."""
+        call, shape = self._call(parameter), _static_shape(parameter)
+        assert parameter.dtype is not None, parameter.name
+        return tuple(
+            Slot(name, ir.DataType.DOUBLE, (), self._initial(name))
+            if name in SCALAR_SLOTS
+            else Slot(name, parameter.dtype, call.shapes.get(name, shape), self._initial(name))
+            for name in call.slots
+        )
+
+    def standard(self, parameter: ir.Value) -> Standard | None:
+        """The standard's operator that updates this parameter, if there is one that is exact."""
+        if self.kind.standard is None or not self.options["standard"]:
+            return None
+        standard = self.kind.standard(self.settings)
+        return standard if standard and standard.fits(parameter.dtype) else None
+
+    def inputs(self, parameter: ir.Value) -> tuple[str, ...]:
+        """The numbers that the update reads from the graph, `lr` first. Those of a standard operator are attributes."""
+        return ("lr",) if self.standard(parameter) else self._call(parameter).numbers
+
+    def update(
+        self, op: Builder, x: Expr, g: Expr, slots: Mapping[str, Expr], *, lr: Expr, t: Expr, hyper: Mapping[str, Expr]
+    ) -> tuple[Expr, dict[str, Expr]]:
+        """Append the update of one parameter; its new value, and its new slots.
+
+        `lr` and what `inputs` names in `hyper` are float64 scalars; `t`, an int64 scalar, counts this update from 1.
+        """
+        call = self._call(x.value)
+        g = -g if self.options["maximize"] else g
+        old = {"x": x, **{name: slots[name] for name in call.slots}}
+        if standard := self.standard(x.value):
+            new = _append_standard(op, standard, g, list(old.values()), lr, t)
+        else:
+            values = {**hyper, **old, "g": g, "lr": lr, "t": t}
+            new = op.call(call.function, *(values[name] for name in call.function.inputs), **call.attributes)
+        new = new if isinstance(new, tuple) else (new,)
+        results = {name: after.like(before.value) for (name, before), after in zip(old.items(), new, strict=True)}
+        return results.pop("x"), results
+
+    def _call(self, parameter: ir.Value) -> Call:
+        call = self.kind.choose(self.settings, _static_shape(parameter))
+        if parameter.dtype not in HALVES:
+            return call
+        fused = self.options.get("fused", False)
+        if self.options["variant"] == "torch":
+            return call._replace(function=in_half(call.function, fused) or call.function)
+        if fused:
+            raise RecipeError("`fused` says how PyTorch rounds 16 bits", hint="leave it out, or choose `variant=torch`")
+        return call
+
+    def _initial(self, slot: str) -> float:
+        initial = self.kind.initial.get(slot, 0.0)
+        return self.values[initial] if isinstance(initial, str) else initial
+
+
+def _append_standard(op: Builder, standard: Standard, g: Expr, old: list[Expr], lr: Expr, t: Expr) -> Any:
+    op.imports.setdefault(TRAINING_DOMAIN, 1)
+    x, *slots = old
+    rate = lr if x.dtype == lr.dtype else _shared(op, "Cast", lr, to=x.dtype)
+    count = _shared(op, "Sub", t, op.scalar(standard.behind, t)) if standard.behind else t
+    inputs = (rate, count, x, g, *slots)
+    return op.node(TRAINING_DOMAIN, standard.op_type, *inputs, outputs=len(old), **standard.attributes)
+
+
+def _shared(op: Builder, op_type: str, *inputs: Expr, **attributes: Any) -> Expr:
+    """The output of this node, which other parameters may have needed before."""
+    values = [expr.value for expr in inputs]
+    for node, _ in values[0].uses():
+        same = node.op_type == op_type and node.graph is op.graph and list(node.inputs) == values
+        if same and all(node.attributes[name].value == value for name, value in attributes.items()):
+            return op(node.outputs[0])
+    return op.node("", op_type, *inputs, **attributes)
+
+
+def _static_shape(parameter: ir.Value) -> Shape:
+    if parameter.shape is None or not parameter.shape.is_static():
+        raise RecipeError(f"the shape of parameter `{parameter.name}` is not known")
+    return tuple(parameter.shape.numpy())
