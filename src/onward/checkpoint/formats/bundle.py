@@ -14,7 +14,7 @@ from onward.checkpoint.tensors import ArrayTensor, Tensor, converted, number_of
 from onward.checkpoint.tf.bundles import GRAPH, INDEX, Tree, names_in, read_bundle, write_bundle
 from onward.checkpoint.tf.fitted import in_place_of
 from onward.checkpoint.tf.tracked import SHARED, Keys, meaning_of
-from onward.convert.keras_classes import KINDS, WORDS, snake_case, written_out
+from onward.convert.optimizer_classes import KINDS, WORDS, snake_case, written_out
 from onward.errors import InvalidModelError, UnsupportedError, listed
 from onward.model.storage.files import reason, regular
 

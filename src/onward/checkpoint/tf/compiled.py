@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from onward.checkpoint.tensors import Tensor
 from onward.checkpoint.tf.tracked import SHARED
-from onward.convert.keras_classes import CLIPS, KINDS, SCHEDULES, Rate, Refused, is_named_after, settings_in
+from onward.convert.optimizer_classes import CLIPS, KINDS, SCHEDULES, Rate, Refused, is_named_after, settings_in
 from onward.errors import InvalidModelError
 from onward.recipe.spec import Spec
 

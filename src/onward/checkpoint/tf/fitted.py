@@ -27,7 +27,7 @@ from onward.checkpoint.tf.compiled import (
 from onward.checkpoint.tf.h5 import Groups
 from onward.checkpoint.tf.layers import Variable, variables_of
 from onward.checkpoint.tf.tracked import SHARED
-from onward.convert.keras_classes import CLIPS, KINDS, clip_in, written_out
+from onward.convert.optimizer_classes import CLIPS, KINDS, clip_in, written_out
 from onward.errors import UnsupportedError
 
 _OUTER, _INNER = "optimizer/vars", "optimizer/inner_optimizer/vars"

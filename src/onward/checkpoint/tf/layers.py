@@ -13,7 +13,7 @@ from typing import Any
 
 from onward.checkpoint.tensors import Tensor
 from onward.checkpoint.tf.h5 import Groups
-from onward.convert.keras_classes import is_named_after, snake_case
+from onward.convert.optimizer_classes import is_named_after, snake_case
 
 _AFFINE, _CELL = ("kernel", "bias"), ("kernel", "recurrent_kernel", "bias")
 _NORM, _SEPARATE = ("gamma", "beta"), ("depthwise_kernel", "pointwise_kernel", "bias")

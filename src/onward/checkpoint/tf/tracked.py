@@ -11,7 +11,7 @@ from typing import Any
 from onward.checkpoint.tensors import Tensor
 from onward.checkpoint.tf.bundles import GRAPH, Tree, text_of
 from onward.checkpoint.tf.wire import numbers, text, texts
-from onward.convert.keras_classes import KINDS, WORDS, is_named_after
+from onward.convert.optimizer_classes import KINDS, WORDS, is_named_after
 from onward.errors import InvalidModelError
 
 _VALUE = "VARIABLE_VALUE"

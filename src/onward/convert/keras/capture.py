@@ -14,7 +14,7 @@ from onward.convert.keras.rehearsal import rehearse
 from onward.convert.keras.schedules import rate_of
 from onward.convert.keras.traced import traced
 from onward.convert.keras.walk import REGULARIZATION, Walk, functional_of
-from onward.convert.keras_classes import Rate, Refused
+from onward.convert.optimizer_classes import Rate, Refused
 from onward.convert.snapshot import Group, Snapshot, assemble
 from onward.errors import UnsupportedError
 from onward.model import Model

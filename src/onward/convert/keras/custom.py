@@ -11,7 +11,7 @@ import numpy as np
 
 from onward.build import Builder, Expr
 from onward.convert.keras.tensors import Tensor
-from onward.convert.keras_classes import Refused
+from onward.convert.optimizer_classes import Refused
 from onward.errors import first_line
 from onward.model import Model
 from onward.recipe.embed import emptied

@@ -18,7 +18,7 @@ import numpy as np
 
 from onward.build import Builder, Expr
 from onward.convert.keras.tensors import Shape
-from onward.convert.keras_classes import Refused
+from onward.convert.optimizer_classes import Refused
 
 Row = Callable[..., Any]
 ROWS: dict[str, Row] = {}

@@ -14,7 +14,7 @@ import onnx_ir as ir
 from onward.convert.keras import loss_formulas
 from onward.convert.keras.tensors import Tensor
 from onward.convert.keras.walk import OPSET, functional_of
-from onward.convert.keras_classes import Refused
+from onward.convert.optimizer_classes import Refused
 
 _MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
 

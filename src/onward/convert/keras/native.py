@@ -7,7 +7,7 @@ from typing import Any
 
 import keras
 
-from onward.convert.keras_classes import CLIPS, KINDS, Kind
+from onward.convert.optimizer_classes import CLIPS, KINDS, Kind
 from onward.convert.snapshot import Snapshot
 from onward.model import Model
 from onward.recipe.optimizers import ConfiguredOptimizer, FunctionOptimizer, optimizer

@@ -8,7 +8,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from onward.convert.keras_classes import CLIPS, KINDS, Kind, Refused, clip_in, settings_in
+from onward.convert.optimizer_classes import CLIPS, KINDS, Kind, Refused, clip_in, settings_in
 
 
 def kind_of(optimizer: Any) -> Kind | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from onward.convert.keras_classes import SCHEDULES, Rate, Refused, written_out
+from onward.convert.optimizer_classes import SCHEDULES, Rate, Refused, written_out
 
 
 def rate_of(optimizer: Any) -> Rate:

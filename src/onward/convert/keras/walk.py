@@ -14,7 +14,7 @@ from onward.convert.keras import layers  # noqa: F401 (the rows)
 from onward.convert.keras.custom import traced
 from onward.convert.keras.layer_table import Call, accepted, find
 from onward.convert.keras.tensors import Tensor
-from onward.convert.keras_classes import Refused
+from onward.convert.optimizer_classes import Refused
 from onward.model import Model
 
 OPSET = 21

@@ -10,7 +10,7 @@ import numpy as np
 from onward.build import Builder, Expr
 from onward.convert.keras.layer_table import Call, row
 from onward.convert.keras.tensors import Tensor
-from onward.convert.keras_classes import Refused
+from onward.convert.optimizer_classes import Refused
 
 
 def activate(c: Call, function: Any, x: Tensor) -> Tensor:

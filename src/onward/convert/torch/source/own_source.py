@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from onward.convert import borrowed as sources
+from onward.convert import own_source as sources
 from onward.convert.torch import exact
 
 
