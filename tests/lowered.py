@@ -11,7 +11,7 @@ from onnx import helper, numpy_helper
 
 import onward
 from models import digits_mlp, small_cnn, small_transformer
-from onward.model.state import carried
+from onward.model.state import carried_state
 
 # ---- the models ------------------------------------------------------------------------------------------------------
 
@@ -166,7 +166,7 @@ def part(model, name, **options):
 
 
 def stored(model, step=0):
-    return {s.name: np.array(s.value.const_value.numpy()) for s in carried(model, step)}
+    return {s.name: np.array(s.value.const_value.numpy()) for s in carried_state(model, step)}
 
 
 def assert_close(found, expected, rtol=1e-6, atol=1e-6):

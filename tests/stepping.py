@@ -12,13 +12,13 @@ import onnxruntime as ort
 from onward.differentiate.gradients import lower_gradients
 from onward.lowering.expand import expand
 from onward.model import TRAINING_DOMAIN, Model
-from onward.model.state import carried
+from onward.model.state import carried_state
 
 
 class Stepper:
     def __init__(self, model: Model, step: int = 0, own_gradients: bool = False):
         self.bindings = dict(model.step(step).update)
-        self.state = {s.name: np.array(s.value.const_value.numpy()) for s in carried(model, step)}
+        self.state = {s.name: np.array(s.value.const_value.numpy()) for s in carried_state(model, step)}
         combined = model.combined(step)
         if own_gradients:
             combined = lower_gradients(Model(combined)).ir

@@ -123,7 +123,7 @@ def test_the_state_alone(folder: Path) -> None:
 
 
 def test_who_looks_on_sees_every_byte(folder: Path) -> None:
-    from onward.model.storage.stream import watched_by
+    from onward.model.storage.stream import report_writes_to
 
     class Seen:
         total = done = 0
@@ -136,7 +136,7 @@ def test_who_looks_on_sees_every_byte(folder: Path) -> None:
 
     for format, path in (("dcp", "sharded"), ("orbax", "orbax"), ("safetensors", "only.safetensors")):
         seen = Seen()
-        with watched_by(seen):
+        with report_writes_to(seen):
             onward.to_checkpoint("run.pt", path, format=format)
         assert seen.total > 9000 and abs(seen.done - seen.total) < 32, format  # counters are more or fewer
 

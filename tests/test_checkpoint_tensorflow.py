@@ -18,7 +18,7 @@ from onward.checkpoint import ScatteredTensor, StoredTensor, Tensor
 from onward.checkpoint.formats import bundle
 from onward.checkpoint.tensors import ArrayTensor
 from onward.checkpoint.tf.bundles import GRAPH, read_bundle, text_of, write_bundle
-from onward.checkpoint.tf.crc import crc32c, masked
+from onward.checkpoint.tf.crc import crc32c, mask
 from onward.checkpoint.tf.table import read_table, table
 from onward.checkpoint.tf.tracked import meaning_of
 from onward.checkpoint.tf.wire import field, varint
@@ -252,14 +252,14 @@ def test_keys_that_unpack_without_end() -> None:
 
 def _block(entries: bytes) -> bytes:
     whole = entries + bytes(4) + (1).to_bytes(4, "little") + b"\0"
-    return whole + masked(crc32c(whole)).to_bytes(4, "little")
+    return whole + mask(crc32c(whole)).to_bytes(4, "little")
 
 
 def _with_objects(graph: bytes) -> dict[str, Any]:
     """A tree with these objects, and one variable."""
-    between = masked(crc32c(len(graph).to_bytes(4, "little"))).to_bytes(4, "little")
+    between = mask(crc32c(len(graph).to_bytes(4, "little"))).to_bytes(4, "little")
     data = ArrayTensor(np.frombuffer(varint(len(graph)) + between + graph, np.uint8))
-    checksum = masked(crc32c(between + graph, crc32c(len(graph).to_bytes(4, "little"))))
+    checksum = mask(crc32c(between + graph, crc32c(len(graph).to_bytes(4, "little"))))
     return {GRAPH: {"kind": 7, "shape": [], "checksum": checksum, "data": data}, "v": ArrayTensor(np.zeros(3))}
 
 

@@ -31,7 +31,7 @@ from conftest import needs
 from models import digits_mlp
 from onward.cli import work
 from onward.model import storage
-from onward.model.storage.stream import Sink, watched_by
+from onward.model.storage.stream import Sink, report_writes_to
 from runs import digits, state
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks at holes, and at the peak memory in /proc")
@@ -407,7 +407,7 @@ def test_who_looks_on_is_told_of_every_byte(tmp_path: Path) -> None:
     counter = Counter()
     made = onward.prepare(digits_mlp(4096), loss="cross_entropy", optimizer="adamw")
     (tmp_path / "copy").mkdir()
-    with watched_by(counter):
+    with report_writes_to(counter):
         made.save(tmp_path / "m.onnx", data="data")
         first = counter.begun
         onward.read(tmp_path / "m.onnx").save(tmp_path / "copy/m.onnx")

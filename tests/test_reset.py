@@ -17,7 +17,7 @@ from commands import run as command
 from conftest import needs
 from models import digits_mlp, small_cnn
 from onward.engines import ENGINES, FRAMEWORKS
-from onward.model.state import carried, states
+from onward.model.state import carried_state, states
 from onward.recipe.optimizers.table import OPTIMIZERS
 from runs import QUIET, RECIPE, Arrays, digits
 
@@ -207,7 +207,7 @@ def test_an_engine_of_one_step_takes_over_what_another_step_initialises() -> Non
     for step in range(2):
         with onward.engines.load(proto, step) as engine:
             engine.reset()
-            assert_equal(engine.state(), {s.name: s.array for s in carried(fresh, step)})
+            assert_equal(engine.state(), {s.name: s.array for s in carried_state(fresh, step)})
             np.testing.assert_array_equal(engine.state()["shared"], [3, 2])
 
 

@@ -71,7 +71,7 @@ def checked(
     def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
         @functools.wraps(function)
         def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-            bound = _bound(function, args, kwargs, rest)
+            bound = _bind(function, args, kwargs, rest)
             hints = _hints(function) if types else {}
             for name, value in bound.arguments.items():
                 if name in hints and bound.signature.parameters[name].kind is not inspect.Parameter.VAR_KEYWORD:
@@ -95,7 +95,7 @@ def fitting(what: str, value: Any, hint: Any) -> Any:
             (within or Range()).check(what, found)
         return found
     wanted = alternatives([_word(kind, within) for kind, within in kinds if kind is not type(None)])
-    raise ArgumentError(f"{what} is {_shown(value)}, but must be {wanted}", hint=_way_out(value, kinds))
+    raise ArgumentError(f"{what} is {_show(value)}, but must be {wanted}", hint=_way_out(value, kinds))
 
 
 # ---- names -----------------------------------------------------------------------------------------------------------
@@ -106,7 +106,7 @@ def _signature(function: Callable[..., Any]) -> inspect.Signature:
     return inspect.signature(function)
 
 
-def _bound(function: Callable[..., Any], args: Any, kwargs: Any, rest: Callable[..., Any] | None) -> Any:
+def _bind(function: Callable[..., Any], args: Any, kwargs: Any, rest: Callable[..., Any] | None) -> Any:
     known = list(_names(function, rest))
     unknown = [name for name in kwargs if name not in known]
     if unknown:
@@ -225,7 +225,7 @@ def _word(kind: Any, within: Range | None) -> str:
     return words.get(origin) or f"a `{getattr(origin, '__name__', origin)}`"
 
 
-def _shown(value: Any) -> str:
+def _show(value: Any) -> str:
     text = repr(value)
     simple = value is None or isinstance(value, str | int | float | list | tuple | dict)
     return f"`{text}`" if simple and len(text) <= _SHOWN else f"a `{type(value).__name__}`"

@@ -51,7 +51,7 @@ class Prepared(BackendRep):
         wrong = [_misfit(self._declared[name], value) for name, value in given.items() if name in self._declared]
         if any(wrong):
             raise DataError("the inputs do not fit the model: " + "; ".join(filter(None, wrong)))
-        with _skipped():
+        with _skip_unsupported():
             results = self._compute(given)
         return self._results(*(results[name] for name in self._names))
 
@@ -70,7 +70,7 @@ def prepare(model: Source, device: str = "CPU", *, engine: str = "onnxruntime", 
     for name in _OF_THE_RUNNER:
         options.pop(name, None)
     opened = read(model)
-    with _skipped():
+    with _skip_unsupported():
         return Prepared(opened, function(opened, engine=engine, device=_device(device), **options))
 
 
@@ -159,7 +159,7 @@ def _type(value: Any) -> onnx.TypeProto:
 
 
 @contextmanager
-def _skipped() -> Iterator[None]:
+def _skip_unsupported() -> Iterator[None]:
     """Let the test runner skip what an engine does not do; for everyone else it is refused, as ever."""
     try:
         yield

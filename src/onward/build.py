@@ -407,7 +407,7 @@ class Function:
 
     @functools.cached_property
     def _attributes(self) -> dict[str, ir.Attr]:
-        return {p.name: _declared(p) for p in self._parameters if p.kind is p.KEYWORD_ONLY}
+        return {p.name: _declare_attribute(p) for p in self._parameters if p.kind is p.KEYWORD_ONLY}
 
     @functools.cached_property
     def _parameters(self) -> list[inspect.Parameter]:
@@ -449,7 +449,7 @@ _ATTRIBUTE_TYPES = {
 }
 
 
-def _declared(parameter: inspect.Parameter) -> ir.Attr:
+def _declare_attribute(parameter: inspect.Parameter) -> ir.Attr:
     default = None if parameter.default is parameter.empty else parameter.default
     return ir.Attr(parameter.name, _ATTRIBUTE_TYPES[parameter.annotation], default)
 

@@ -44,7 +44,7 @@ def output_shape(node: ir.Node, index: int = 0) -> ir.Shape | None:
     if node.op_type in _BROADCAST:
         return _copy(broadcast([dims(value) for value in node.inputs]))
     if node.op_type in _REDUCE:
-        return _copy(_reduced(node))
+        return _copy(_reduce_shape(node))
     special = _SPECIAL.get(node.op_type)
     return _copy(special(node)) if special else None
 
@@ -98,7 +98,7 @@ def _copy(shape: Dims | None) -> ir.Shape | None:
     return None if shape is None else ir.Shape(shape)
 
 
-def _reduced(node: ir.Node) -> Dims | None:
+def _reduce_shape(node: ir.Node) -> Dims | None:
     shape = dims(node.inputs[0])
     keep = node.attributes.get_int("keepdims", 1)
     given = node.inputs[1] if len(node.inputs) > 1 else None

@@ -32,7 +32,7 @@ from onward.checker import (
     tensors,
 )
 from onward.checker.codes import CODES, FAMILIES, Code, Severity
-from onward.checker.findings import Finding, found, worst_first
+from onward.checker.findings import Finding, make_finding, worst_first
 from onward.checker.runtime import TARGETS
 from onward.checker.view import readable
 from onward.checker.view.scope import OverBudget, Scope, Subject
@@ -112,4 +112,6 @@ def _apply(rules: Iterable[Callable[[_Seen], Iterator[Finding]]], seen: Iterable
                 yield from rule(one)
             except OverBudget:
                 place = one.own.place if isinstance(one, Scope) else "model"
-                yield found("OW109", place, f"the rule `{rule.__name__}` was given up: the graph is too entangled")
+                yield make_finding(
+                    "OW109", place, f"the rule `{rule.__name__}` was given up: the graph is too entangled"
+                )

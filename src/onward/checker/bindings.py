@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from onnx import StringStringEntryProto
 
-from onward.checker.findings import Finding, found, listing, quote
+from onward.checker.findings import Finding, listing, make_finding, quote
 from onward.checker.view.scope import Scope, Subject
 
 
@@ -38,7 +38,7 @@ def complete(step: Scope) -> Iterator[Finding]:
         for binding in kind.bindings:
             if not binding.key or not binding.value:
                 missing = "key" if not binding.key else "value"
-                yield found("OW220", kind.place(binding.key), f"the binding has no {missing}")
+                yield make_finding("OW220", kind.place(binding.key), f"the binding has no {missing}")
 
 
 def keys_are_state(step: Scope) -> Iterator[Finding]:
@@ -48,10 +48,12 @@ def keys_are_state(step: Scope) -> Iterator[Finding]:
                 continue
             place = kind.place(key)
             if any(key in part.sparse for part in step.parts):
-                yield found("OW209", place, f"{quote(key)} is a sparse initializer", "store it as a dense initializer")
+                yield make_finding(
+                    "OW209", place, f"{quote(key)} is a sparse initializer", "store it as a dense initializer"
+                )
             else:
                 message, hint = _not_state(step, key)
-                yield found("OW201", place, message, hint)
+                yield make_finding("OW201", place, message, hint)
 
 
 def _not_state(step: Scope, key: str) -> tuple[str, str | None]:
@@ -73,7 +75,7 @@ def keys_are_unique(step: Scope) -> Iterator[Finding]:
     for kind in _kinds(step):
         for key, number in Counter(binding.key for binding in kind.bindings).items():
             if number > 1:
-                yield found(
+                yield make_finding(
                     "OW202", kind.place(key), f"{quote(key)} is bound {number} times", "keep one of the bindings"
                 )
 
@@ -81,7 +83,7 @@ def keys_are_unique(step: Scope) -> Iterator[Finding]:
 def keys_are_not_inputs(step: Scope) -> Iterator[Finding]:
     for key in step.updates:
         if any(key in part.inputs and key in part.initializers for part in step.parts):
-            yield found(
+            yield make_finding(
                 "OW210",
                 step.binding("update_binding", key),
                 f"{quote(key)} is also an input: a caller that feeds it hides what training has stored",
@@ -102,7 +104,7 @@ def update_values(step: Scope) -> Iterator[Finding]:
         elif step.defines(value):
             hint = "add it to the algorithm's outputs"
             message = f"{quote(value)} is computed, but no output of the algorithm"
-        yield found(code, step.binding("update_binding", key), message, hint)
+        yield make_finding(code, step.binding("update_binding", key), message, hint)
 
 
 def initial_values(step: Scope) -> Iterator[Finding]:
@@ -115,7 +117,7 @@ def initial_values(step: Scope) -> Iterator[Finding]:
         if value and value not in outputs:
             computed = "is computed, but no output" if graph.defines(value) else "is not an output"
             hint = step.subject.near(value, iter(graph.outputs))
-            yield found("OW304", kind.place(key), f"{quote(value)} {computed} of the initialization graph", hint)
+            yield make_finding("OW304", kind.place(key), f"{quote(value)} {computed} of the initialization graph", hint)
 
 
 def types_agree(step: Scope) -> Iterator[Finding]:
@@ -126,9 +128,13 @@ def types_agree(step: Scope) -> Iterator[Finding]:
             if variable is None or new is None:
                 continue
             if variable.elem != new.elem:
-                yield found(kind.wrong_type, kind.place(key), f"the variable is {variable}, {quote(value)} is {new}")
+                yield make_finding(
+                    kind.wrong_type, kind.place(key), f"the variable is {variable}, {quote(value)} is {new}"
+                )
             elif not variable.fits(new):
-                yield found(kind.wrong_shape, kind.place(key), f"the variable is {variable}, {quote(value)} is {new}")
+                yield make_finding(
+                    kind.wrong_shape, kind.place(key), f"the variable is {variable}, {quote(value)} is {new}"
+                )
 
 
 def values_differ(step: Scope) -> Iterator[Finding]:
@@ -140,13 +146,15 @@ def values_differ(step: Scope) -> Iterator[Finding]:
     for value, several in keys.items():
         if len(several) > 1:
             place = step.binding("update_binding", several[1])
-            yield found("OW211", place, f"{quote(value)} is assigned to {listing(several)}: they will always be equal")
+            yield make_finding(
+                "OW211", place, f"{quote(value)} is assigned to {listing(several)}: they will always be equal"
+            )
 
 
 def updates_change(step: Scope) -> Iterator[Finding]:
     for key, value in step.updates.items():
         if key == value and step.initializer(key) is not None:
-            yield found(
+            yield make_finding(
                 "OW212",
                 step.binding("update_binding", key),
                 f"{quote(key)} is assigned to itself",
@@ -155,19 +163,23 @@ def updates_change(step: Scope) -> Iterator[Finding]:
 
 
 def one_update_each(subject: Subject) -> Iterator[Finding]:
-    yield from _shared(subject, "OW203", "update_binding", "updated", [step.updates for step in subject.steps])
+    yield from _shared_targets(subject, "OW203", "update_binding", "updated", [step.updates for step in subject.steps])
 
 
 def one_reset_each(subject: Subject) -> Iterator[Finding]:
-    yield from _shared(subject, "OW204", "initialization_binding", "initialised", [s.resets for s in subject.steps])
+    yield from _shared_targets(
+        subject, "OW204", "initialization_binding", "initialised", [s.resets for s in subject.steps]
+    )
 
 
-def _shared(subject: Subject, code: str, field: str, done: str, maps: list[dict[str, str]]) -> Iterator[Finding]:
+def _shared_targets(
+    subject: Subject, code: str, field: str, done: str, maps: list[dict[str, str]]
+) -> Iterator[Finding]:
     first: dict[str, int] = {}
     for i, pairs in enumerate(maps):
         for key in pairs:
             if key in subject.inference.own.initializers and first.setdefault(key, i) != i:
-                yield found(
+                yield make_finding(
                     code,
                     subject.steps[i].binding(field, key),
                     f"{quote(key)} is also {done} by training_info[{first[key]}]",

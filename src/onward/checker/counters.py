@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from onnx import TensorProto
 
-from onward.checker.findings import Finding, found, quote
+from onward.checker.findings import Finding, make_finding, quote
 from onward.checker.optimizers import optimizers
 from onward.checker.view.flow import upstream
 from onward.checker.view.graphs import Node, attribute
@@ -20,7 +20,7 @@ def adam_counts_from_one(step: Scope) -> Iterator[Finding]:
             continue
         counter = _behind_identity(step, node.args[1])
         if counter in step.updates and _initial(step, counter) == 0:
-            yield found(
+            yield make_finding(
                 "OW510",
                 node.place,
                 f"T is {quote(counter)}, which starts at 0: the first steps lack their bias correction",
@@ -35,7 +35,9 @@ def count_advances(step: Scope) -> Iterator[Finding]:
         sources = upstream(step, [node.args[1]])
         if not any(name in step.updates or step.is_free_input(name) for name in sources):
             message = f"T, {quote(node.args[1])}, is the same in every step"
-            yield found("OW511", node.place, message, "compute it from a counter that an update binding increases")
+            yield make_finding(
+                "OW511", node.place, message, "compute it from a counter that an update binding increases"
+            )
 
 
 def _depends_on_count(node: Node) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 
-from onward.checker.findings import Finding, found, listing, quote
+from onward.checker.findings import Finding, listing, make_finding, quote
 from onward.checker.view.flow import Inputs, leaves, upstream
 from onward.checker.view.graphs import Node, attribute
 from onward.checker.view.scope import Gradient, Scope
@@ -15,7 +15,7 @@ from onward.rules.registry import has_gradient
 
 def _flow(scope: Scope) -> tuple[Inputs, Callable[[str], bool]]:
     """Where gradients flow, by the table of derivatives: into which inputs of a node, and through which values."""
-    rounded = _rounded(scope)
+    rounded = _differentiable_integers(scope)
 
     def flows(name: str) -> bool:
         """Not if it is known to be an integer, a truth value or a text, unless it stands for what was rounded."""
@@ -31,7 +31,7 @@ def _flow(scope: Scope) -> tuple[Inputs, Callable[[str], bool]]:
     return inputs, flows
 
 
-def _rounded(scope: Scope) -> set[str]:
+def _differentiable_integers(scope: Scope) -> set[str]:
     """The integers that have a gradient."""
     names: set[str] = set()
     for node in (node for part in scope.parts for node in part.nodes):
@@ -51,7 +51,7 @@ def _is_sound(scope: Scope, gradient: Gradient) -> bool:
     return bool(gradient.xs) and scope.defines(gradient.y)
 
 
-def _given(gradient: Gradient) -> set[str]:
+def _inputs_of_gradient(gradient: Gradient) -> set[str]:
     return {*gradient.xs, *gradient.zs}
 
 
@@ -60,11 +60,11 @@ def paths(scope: Scope) -> Iterator[Finding]:
     for gradient in scope.gradients:
         if not _is_sound(scope, gradient):
             continue
-        given, y = _given(gradient), gradient.y
+        given, y = _inputs_of_gradient(gradient), gradient.y
         reached = upstream(scope, [y], stop=given)
         if any(name in reached for name in gradient.node.outputs if name):
             message = f"`y`, {quote(y)}, is computed from the gradient itself"
-            yield found(
+            yield make_finding(
                 "OW415", gradient.node.place, message, "differentiate the loss, not what follows from its gradient"
             )
             continue
@@ -76,11 +76,11 @@ def paths(scope: Scope) -> Iterator[Finding]:
                 continue  # other rules say so
             if x not in reached:
                 message = f"{quote(y)} does not depend on {quote(x)}: the gradient is zero"
-                yield found("OW408", gradient.node.place, message, f"take {quote(x)} out of `xs`, or connect it")
+                yield make_finding("OW408", gradient.node.place, message, f"take {quote(x)} out of `xs`, or connect it")
             elif x not in alive:
                 yield _zero(scope, gradient, x, set(reached), set(alive))
         if strangers := [name for name in leaves(scope, reached) if name not in given and scope.is_free_input(name)]:
-            yield found(
+            yield make_finding(
                 "OW412",
                 gradient.node.place,
                 f"{quote(y)} also depends on the input {listing(strangers)}, which is neither in `xs` nor in `zs`",
@@ -102,7 +102,7 @@ def _zero(scope: Scope, gradient: Gradient, x: str, reached: set[str], alive: se
                 if name not in seen and name not in alive:
                     seen.add(name)
                     todo.append(name)
-    return found(
+    return make_finding(
         "OW409",
         gradient.node.place,
         f"every way from {quote(x)} to {quote(gradient.y)} passes {listing(ends)}, where the derivative is zero",
@@ -112,14 +112,14 @@ def _zero(scope: Scope, gradient: Gradient, x: str, reached: set[str], alive: se
 
 def independent(scope: Scope) -> Iterator[Finding]:
     for gradient in scope.gradients:
-        given = _given(gradient)
+        given = _inputs_of_gradient(gradient)
         origins = [name for name in dict.fromkeys((*gradient.xs, *gradient.zs)) if scope.producer(name)]
         for name in origins:
             node, output = scope.producer(name) or (gradient.node, 0)
             # Stopping at the nearest is enough: what lies behind them is looked at when their turn comes.
             behind = upstream(scope, [read for read in node.behind(output) if read != name], stop=given)
             if others := [other for other in behind if other in given and other != name]:
-                yield found(
+                yield make_finding(
                     "OW410",
                     gradient.node.place,
                     f"{quote(name)} is computed from {listing(others)}: the variables are not independent",
@@ -134,7 +134,7 @@ def scalar(scope: Scope) -> Iterator[Finding]:
             message = (
                 f"`y`, {quote(gradient.y)}, is {known}, not a scalar: this is the gradient of the sum of its elements"
             )
-            yield found("OW411", gradient.node.place, message, "reduce the loss to a scalar in the graph")
+            yield make_finding("OW411", gradient.node.place, message, "reduce the loss to a scalar in the graph")
 
 
 def results_are_used(scope: Scope) -> Iterator[Finding]:
@@ -146,14 +146,14 @@ def results_are_used(scope: Scope) -> Iterator[Finding]:
     for gradient in scope.gradients:
         if unused := [x for x, name in gradient.results if name not in wanted and not scope.read_by(name)]:
             hint = "leave the name of that output empty"
-            yield found("OW418", gradient.node.place, f"the gradient of {listing(unused)} is not used", hint)
+            yield make_finding("OW418", gradient.node.place, f"the gradient of {listing(unused)} is not used", hint)
 
 
 def gradients_serve_variables(step: Scope) -> Iterator[Finding]:
     for gradient in step.gradients:
         for x, name in gradient.results:
             if step.initializer(x) is not None and x not in step.subject.updated and step.read_by(name):
-                yield found(
+                yield make_finding(
                     "OW420",
                     gradient.node.place,
                     f"the gradient of {quote(x)} is used, but no binding updates {quote(x)}",
@@ -179,7 +179,7 @@ def parameters_get_gradients(step: Scope) -> Iterator[Finding]:
 
         if not any(map(serves, upstream(step, [value], stop=results, until=serves, through_time=True))):
             reason = "not from its gradient" if key in trained else "neither from a gradient nor from data"
-            yield found(
+            yield make_finding(
                 "OW419",
                 step.binding("update_binding", key),
                 f"the loss depends on {quote(key)}, but its new value {quote(value)} is computed {reason}",

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from onnx import IR_VERSION, ModelProto
 
-from onward.checker.findings import Finding, found
+from onward.checker.findings import Finding, make_finding
 from onward.checker.view.scope import Subject
 from onward.errors import Error
 from onward.model import legacy
@@ -15,15 +15,15 @@ from onward.model.serde import modernise
 
 def graph_present(subject: Subject) -> Iterator[Finding]:
     if not subject.proto.HasField("graph"):
-        yield found("OW101", "model", "the model has no graph: there is nothing to run or train")
+        yield make_finding("OW101", "model", "the model has no graph: there is nothing to run or train")
 
 
 def ir_version(subject: Subject) -> Iterator[Finding]:
     version = subject.proto.ir_version
     if version < 1:
-        yield found("OW102", "model", "the field `ir_version` is not set", "set it; training needs 7 or newer")
+        yield make_finding("OW102", "model", "the field `ir_version` is not set", "set it; training needs 7 or newer")
     elif version > IR_VERSION:
-        yield found(
+        yield make_finding(
             "OW103",
             "model",
             f"IR version {version} is newer than {IR_VERSION}, the newest that the installed onnx knows",
@@ -34,7 +34,7 @@ def ir_version(subject: Subject) -> Iterator[Finding]:
 def graph_names(subject: Subject) -> Iterator[Finding]:
     for scope in subject.scopes:
         if not scope.own.proto.name and not scope.own.is_empty:
-            yield found("OW108", scope.own.place, "the graph has no name", "give it any name")
+            yield make_finding("OW108", scope.own.place, "the graph has no name", "give it any name")
 
 
 def of_older_form(proto: ModelProto) -> tuple[list[Finding], ModelProto]:
@@ -46,9 +46,11 @@ def of_older_form(proto: ModelProto) -> tuple[list[Finding], ModelProto]:
     try:
         converted = modernise(present)
     except Error as error:
-        return [found("OW115", "model", error.message, error.hint)], proto
+        return [make_finding("OW115", "model", error.message, error.hint)], proto
     hint = "all else that is said is of the converted model: `onward data old.onnx --to none -o new.onnx` writes that"
-    return [found("OW107" if "GraphCall" in what else "OW106", "model", what, hint) for what in converted], present
+    return [
+        make_finding("OW107" if "GraphCall" in what else "OW106", "model", what, hint) for what in converted
+    ], present
 
 
 MODEL_RULES = (graph_present, ir_version, graph_names)

@@ -28,7 +28,7 @@ class Finding:
         return f"{self.severity} {self.code} at {self.place}: {self.message}"
 
 
-def found(code: str, place: str, message: str, hint: str | None = None) -> Finding:
+def make_finding(code: str, place: str, message: str, hint: str | None = None) -> Finding:
     """A finding with the severity and the rule that the table of codes gives it."""
     entry = CODES[code]
     return Finding(code, entry.severity, place, message, entry.rule, hint)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from onnx import FunctionProto, defs
 
-from onward.checker.findings import Finding, bare, found, listing, quote
+from onward.checker.findings import Finding, bare, listing, make_finding, quote
 from onward.checker.view.graphs import domain_of, walk
 from onward.checker.view.scope import Call, FunctionKey, Subject, function_place
 
@@ -32,7 +32,7 @@ def _calls(subject: Subject) -> Iterator[tuple[Call, FunctionProto]]:
             yield call, function
 
 
-def resolved(subject: Subject) -> Iterator[Finding]:
+def check_calls(subject: Subject) -> Iterator[Finding]:
     own = {OWN_DOMAIN, *(domain for domain, _, _ in subject.functions)}
     for call in subject.calls:
         domain, op = domain_of(call.node), call.node.op_type
@@ -41,12 +41,14 @@ def resolved(subject: Subject) -> Iterator[Finding]:
         if domain in own:
             hint = subject.near(op, (name for other, name, _ in subject.functions if other == domain))
             hint = hint or "a tool that inlines or drops functions may have removed it"
-            yield found(
+            yield make_finding(
                 "OW607", call.place, f"the model has no function {quote(op)} in the domain {quote(domain)}", hint
             )
         else:
             message = f"{quote(op)} of the domain {quote(domain)} is neither standard nor a function of the model"
-            yield found("OW606", call.place, message, "only a runtime that brings this operator can run the model")
+            yield make_finding(
+                "OW606", call.place, message, "only a runtime that brings this operator can run the model"
+            )
 
 
 def calls_fit(subject: Subject) -> Iterator[Finding]:
@@ -57,10 +59,10 @@ def calls_fit(subject: Subject) -> Iterator[Finding]:
             ("outputs", len(call.node.output), len(function.output)),
         ):
             if given > there:
-                yield found("OW609", call.place, f"the call has {given} {what}, {name} has {there}")
+                yield make_finding("OW609", call.place, f"the call has {given} {what}, {name} has {there}")
         if len(call.node.input) < len(function.input):
             missing = listing(function.input[len(call.node.input) :])
-            yield found("OW610", call.place, f"the call gives no value for {missing} of {name}")
+            yield make_finding("OW610", call.place, f"the call gives no value for {missing} of {name}")
 
 
 def attributes_fit(subject: Subject) -> Iterator[Finding]:
@@ -68,11 +70,13 @@ def attributes_fit(subject: Subject) -> Iterator[Finding]:
         given = {attr.name for attr in call.node.attribute}
         needed, optional = dict.fromkeys(function.attribute), {attr.name for attr in function.attribute_proto}
         if missing := [name for name in needed if name not in given]:
-            yield found("OW611", call.place, f"the call lacks {listing(missing)}, which `{bare(function.name)}` needs")
+            yield make_finding(
+                "OW611", call.place, f"the call lacks {listing(missing)}, which `{bare(function.name)}` needs"
+            )
         if unknown := [
             attr.name for attr in call.node.attribute if attr.name not in needed and attr.name not in optional
         ]:
-            yield found(
+            yield make_finding(
                 "OW612", call.place, f"`{bare(function.name)}` has no attribute {listing(unknown)}: it is ignored"
             )
 
@@ -81,14 +85,14 @@ def defined_once(subject: Subject) -> Iterator[Finding]:
     seen: set[FunctionKey] = set()
     for function in subject.proto.functions:
         if key_of(function) in seen:
-            yield found("OW613", function_place(function), "the model defines this function more than once")
+            yield make_finding("OW613", function_place(function), "the model defines this function more than once")
         seen.add(key_of(function))
 
 
 def not_recursive(subject: Subject) -> Iterator[Finding]:
     for path in _expansion(subject).circles:
         names = " -> ".join(quote(f"{domain}.{name}") for domain, name, _ in path[:6])
-        yield found("OW608", function_place(subject.functions[path[0]]), f"the function calls itself: {names}")
+        yield make_finding("OW608", function_place(subject.functions[path[0]]), f"the function calls itself: {names}")
 
 
 def small_enough(subject: Subject) -> Iterator[Finding]:
@@ -96,14 +100,14 @@ def small_enough(subject: Subject) -> Iterator[Finding]:
     huge = (key for key, size in _expansion(subject).sizes.items() if size > MOST_NODES)
     if key := next(huge, None):  # and with it those that call it
         message = f"expanded, the function has more than {MOST_NODES:,} nodes"
-        yield found("OW614", function_place(subject.functions[key]), message)
+        yield make_finding("OW614", function_place(subject.functions[key]), message)
 
 
-def used(subject: Subject) -> Iterator[Finding]:
+def check_use(subject: Subject) -> Iterator[Finding]:
     called = {key_of(function) for _, function in _calls(subject)}
     for key, function in subject.functions.items():
         if key not in called:
-            yield found(
+            yield make_finding(
                 "OW615", function_place(function), "nothing calls this function", "remove it, unless tools need it"
             )
 
@@ -150,4 +154,4 @@ def can_expand(subject: Subject) -> bool:
     return not expansion.circles and all(size <= MOST_NODES for size in expansion.sizes.values())
 
 
-MODEL_RULES = (resolved, calls_fit, attributes_fit, defined_once, not_recursive, small_enough, used)
+MODEL_RULES = (check_calls, calls_fit, attributes_fit, defined_once, not_recursive, small_enough, check_use)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from onnx import AttributeProto
 
-from onward.checker.findings import Finding, found, listing, quote
+from onward.checker.findings import Finding, listing, make_finding, quote
 from onward.checker.view.graphs import attribute
 from onward.checker.view.scope import Scope, Subject
 from onward.model.core import TRAINING_DOMAIN
@@ -17,11 +17,13 @@ def attributes(scope: Scope) -> Iterator[Finding]:
     for gradient in scope.gradients:
         node = gradient.node.proto
         if not gradient.xs:
-            yield found(
+            yield make_finding(
                 "OW401", gradient.node.place, _missing(attribute(node, "xs"), "xs", "the names to differentiate by")
             )
         if not gradient.y:
-            yield found("OW402", gradient.node.place, _missing(attribute(node, "y"), "y", "the name to differentiate"))
+            yield make_finding(
+                "OW402", gradient.node.place, _missing(attribute(node, "y"), "y", "the name to differentiate")
+            )
 
 
 def _missing(there: AttributeProto | None, name: str, what: str) -> str:
@@ -36,27 +38,27 @@ def names_exist(scope: Scope) -> Iterator[Finding]:
                 if not scope.defines(name):
                     hint = scope.near(name) or "if another tool has changed the graph, refresh the training information"
                     message = f"`{attr}` names {quote(name)}, which is not in the graph"
-                    yield found("OW403", gradient.node.place, message, hint)
+                    yield make_finding("OW403", gradient.node.place, message, hint)
 
 
 def one_input_each(scope: Scope) -> Iterator[Finding]:
     for gradient in scope.gradients:
         args, wanted = gradient.node.args, (*gradient.xs, *gradient.zs)
         if gradient.xs and len(args) != len(wanted):
-            yield found(
+            yield make_finding(
                 "OW404",
                 gradient.node.place,
                 f"{len(args)} inputs for {len(gradient.xs)} names in `xs` and {len(gradient.zs)} in `zs`",
                 "the inputs are the values of `xs`, then those of `zs`, in order",
             )
         elif gradient.xs and (skipped := [name for arg, name in zip(args, wanted, strict=True) if not arg]):
-            yield found("OW404", gradient.node.place, f"no value is given for {listing(skipped)}")
+            yield make_finding("OW404", gradient.node.place, f"no value is given for {listing(skipped)}")
 
 
 def few_enough_outputs(scope: Scope) -> Iterator[Finding]:
     for gradient in scope.gradients:
         if gradient.xs and len(gradient.node.outputs) > len(gradient.xs):
-            yield found(
+            yield make_finding(
                 "OW405",
                 gradient.node.place,
                 f"{len(gradient.node.outputs)} outputs for {len(gradient.xs)} names in `xs`",
@@ -68,11 +70,11 @@ def names_once(scope: Scope) -> Iterator[Finding]:
     for gradient in scope.gradients:
         for attr, names in (("xs", gradient.xs), ("zs", gradient.zs)):
             if twice := [name for name, number in Counter(names).items() if number > 1]:
-                yield found("OW406", gradient.node.place, f"`{attr}` names {listing(twice)} more than once")
+                yield make_finding("OW406", gradient.node.place, f"`{attr}` names {listing(twice)} more than once")
         given = set(gradient.zs)
         if both := [name for name in dict.fromkeys(gradient.xs) if name in given]:
             message = f"{listing(both)} cannot be differentiated by (`xs`) and held constant (`zs`) at once"
-            yield found("OW407", gradient.node.place, message)
+            yield make_finding("OW407", gradient.node.place, message)
 
 
 def floating_point(scope: Scope) -> Iterator[Finding]:
@@ -80,12 +82,14 @@ def floating_point(scope: Scope) -> Iterator[Finding]:
         for x in dict.fromkeys(gradient.xs):
             known = scope.types.get(x)
             if known is not None and not known.is_floating:
-                yield found(
+                yield make_finding(
                     "OW413", gradient.node.place, f"{quote(x)} in `xs` is {known}: there is no derivative by it"
                 )
         known = scope.types.get(gradient.y)
         if known is not None and not known.is_floating:
-            yield found("OW414", gradient.node.place, f"`y`, {quote(gradient.y)}, is {known}: it has no derivative")
+            yield make_finding(
+                "OW414", gradient.node.place, f"`y`, {quote(gradient.y)}, is {known}: it has no derivative"
+            )
 
 
 def inputs_fit_names(scope: Scope) -> Iterator[Finding]:
@@ -98,14 +102,16 @@ def inputs_fit_names(scope: Scope) -> Iterator[Finding]:
             given, named = scope.types.get(arg), scope.types.get(name)
             if given is not None and named is not None and given.elem != named.elem:
                 message = f"{quote(arg)} is {given} and stands for {quote(name)}, which is {named}"
-                yield found("OW417", gradient.node.place, message, "are the inputs in the order of `xs`, then `zs`?")
+                yield make_finding(
+                    "OW417", gradient.node.place, message, "are the inputs in the order of `xs`, then `zs`?"
+                )
 
 
 def on_top_level(subject: Subject) -> Iterator[Finding]:
     for call in subject.calls:
         hidden = "a function" if call.function else "a subgraph" if call.site.depth else None
         if hidden and call.node.op_type == "Gradient" and call.node.domain == TRAINING_DOMAIN:
-            yield found(
+            yield make_finding(
                 "OW416",
                 call.place,
                 f"Gradient stands inside {hidden}; the standard does not say what its names mean there",

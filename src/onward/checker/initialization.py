@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from onward.checker.findings import Finding, bare, found, listing
+from onward.checker.findings import Finding, bare, listing, make_finding
 from onward.checker.view.graphs import attribute, domain_of
 from onward.checker.view.scope import Scope
 
@@ -14,7 +14,7 @@ _RANDOM = {"RandomNormal", "RandomUniform", "RandomNormalLike", "RandomUniformLi
 def no_inputs(step: Scope) -> Iterator[Finding]:
     graph = step.initialization.own
     if graph.inputs:
-        yield found(
+        yield make_finding(
             "OW301",
             f"{graph.place}.input",
             f"the graph has inputs: {listing(graph.inputs)}; nobody feeds an initialization",
@@ -25,7 +25,7 @@ def no_inputs(step: Scope) -> Iterator[Finding]:
 def not_omitted(step: Scope) -> Iterator[Finding]:
     graph = step.initialization.own
     if graph.is_empty and step.resets:
-        yield found(
+        yield make_finding(
             "OW302",
             f"training_info[{step.step}].initialization_binding",
             f"{listing(step.resets)} should be initialised, but there is no initialization graph",
@@ -38,18 +38,18 @@ def all_is_bound(step: Scope) -> Iterator[Finding]:
     for name in dict.fromkeys(graph.outputs):
         if name not in bound:
             place = f'{graph.place}.output["{bare(name)}"]'
-            yield found("OW307", place, "no initialization binding assigns this output", "bind it, or remove it")
+            yield make_finding("OW307", place, "no initialization binding assigns this output", "bind it, or remove it")
     if graph.nodes and not graph.outputs:
-        yield found("OW307", graph.place, "the graph computes values, but returns none")
+        yield make_finding("OW307", graph.place, "the graph computes values, but returns none")
 
 
-def seeded(step: Scope) -> Iterator[Finding]:
+def check_seeds(step: Scope) -> Iterator[Finding]:
     for site in step.initialization.own.sites:
         node = site.node
         if domain_of(node) == "" and node.op_type in _RANDOM and attribute(node, "seed") is None:
-            yield found(
+            yield make_finding(
                 "OW308", site.place, "each reset draws other numbers", "set the attribute `seed` to reproduce them"
             )
 
 
-STEP_RULES = (no_inputs, not_omitted, all_is_bound, seeded)
+STEP_RULES = (no_inputs, not_omitted, all_is_bound, check_seeds)

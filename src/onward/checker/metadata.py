@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from onnx import StringStringEntryProto
 
-from onward.checker.findings import Finding, bare, found, listing, quote
+from onward.checker.findings import Finding, bare, listing, make_finding, quote
 from onward.checker.view.scope import Scope, Subject
 from onward.model.fingerprint import FINGERPRINT, fingerprint
 from onward.model.state import FACTS, KEPT, PARAMETER_KEY, PREPROCESSING, ROLE_KEY
@@ -63,7 +63,7 @@ def fresh(subject: Subject) -> Iterator[Finding]:
                 continue
             current = current or fingerprint(subject.proto.graph)
             if entry.value != current:
-                yield found(
+                yield make_finding(
                     "OW701",
                     step.own.place,
                     "the training was written for another inference graph than this one: some tool has changed it",
@@ -75,7 +75,9 @@ def json_parses(subject: Subject) -> Iterator[Finding]:
     for holder in _everything(subject):
         for entry in holder.entries:
             if _should_be_json(entry) and (problem := _parse(entry.value)[1]):
-                yield found("OW703", f'{holder.place}.metadata_props["{bare(entry.key)}"]', f"not JSON: {problem}")
+                yield make_finding(
+                    "OW703", f'{holder.place}.metadata_props["{bare(entry.key)}"]', f"not JSON: {problem}"
+                )
 
 
 def _should_be_json(entry: StringStringEntryProto) -> bool:
@@ -99,16 +101,16 @@ def parameters_exist(subject: Subject) -> Iterator[Finding]:
             if entry.key == PARAMETER_KEY and holder.is_tensor:
                 named = [entry.value]
             elif entry.key == "train.optimizer":
-                named = list(_optimized(_parse(entry.value)[0]))
+                named = list(_optimized_parameters(_parse(entry.value)[0]))
             else:
                 continue
             if missing := [name for name in named if not _is_known(subject, holder.scope, name)]:
                 hint = holder.scope.near(missing[0])
                 place = f'{holder.place}.metadata_props["{entry.key}"]'
-                yield found("OW704", place, f"there is no parameter {listing(missing)}", hint)
+                yield make_finding("OW704", place, f"there is no parameter {listing(missing)}", hint)
 
 
-def _optimized(groups: Any) -> Iterator[str]:
+def _optimized_parameters(groups: Any) -> Iterator[str]:
     """The parameters that `train.optimizer` names; whatever else it holds is not looked at."""
     for group in groups if isinstance(groups, list) else []:
         names = group.get("params") if isinstance(group, dict) else None
@@ -126,14 +128,14 @@ def roles_are_known(subject: Subject) -> Iterator[Finding]:
         for entry in holder.entries:
             if entry.key == ROLE_KEY and entry.value not in ROLES:
                 hint = subject.near(entry.value, iter(ROLES)) or f"roles: {', '.join(sorted(ROLES))}"
-                yield found("OW705", holder.place, f"the role {quote(entry.value)} is not known", hint)
+                yield make_finding("OW705", holder.place, f"the role {quote(entry.value)} is not known", hint)
 
 
 def keys_once(subject: Subject) -> Iterator[Finding]:
     for holder in _everything(subject):
         if twice := [key for key, number in Counter(entry.key for entry in holder.entries).items() if number > 1]:
             code = "OW707" if holder.place == "model" else "OW706"
-            yield found(code, f"{holder.place}.metadata_props", f"{listing(twice)} stands more than once")
+            yield make_finding(code, f"{holder.place}.metadata_props", f"{listing(twice)} stands more than once")
 
 
 def new_enough(subject: Subject) -> Iterator[Finding]:
@@ -144,7 +146,7 @@ def new_enough(subject: Subject) -> Iterator[Finding]:
     if holders:
         more = f" and {len(holders) - 1} more have" if len(holders) > 1 else " has"
         message = f"{holders[0]}{more} metadata, which came with IR version 10; this file says {version}"
-        yield found("OW708", "model", message, "write the model with IR version 10 or newer")
+        yield make_finding("OW708", "model", message, "write the model with IR version 10 or newer")
 
 
 MODEL_RULES = (fresh, json_parses, parameters_exist, roles_are_known, keys_once, new_enough)

@@ -6,14 +6,14 @@ from collections.abc import Iterator
 
 from onnx import defs
 
-from onward.checker.findings import Finding, found, quote
+from onward.checker.findings import Finding, make_finding, quote
 from onward.checker.view.graphs import domain_of
 from onward.checker.view.scope import Subject, function_place, versions
 from onward.model.core import TRAINING_DOMAIN
 from onward.transform.function_opset import is_same
 
 
-def imported(subject: Subject) -> Iterator[Finding]:
+def check_imports(subject: Subject) -> Iterator[Finding]:
     """A domain that is not imported is reported where it is first used, once in the model and once in each function."""
     reported: set[tuple[int, str]] = set()
     for call in subject.calls:
@@ -24,13 +24,15 @@ def imported(subject: Subject) -> Iterator[Finding]:
         importer = f"the function {quote(call.function.name)}" if call.function else "the model"
         code = "OW601" if domain == TRAINING_DOMAIN else "OW605"
         hint = f"add {quote(domain or 'ai.onnx')} to `opset_import`{', version 1' if domain == TRAINING_DOMAIN else ''}"
-        yield found(code, call.place, f"{importer} does not import the domain {quote(domain or 'ai.onnx')}", hint)
+        yield make_finding(
+            code, call.place, f"{importer} does not import the domain {quote(domain or 'ai.onnx')}", hint
+        )
 
 
 def training_version(subject: Subject) -> Iterator[Finding]:
     version = subject.opsets.get(TRAINING_DOMAIN, 1)
     if version != 1:
-        yield found(
+        yield make_finding(
             "OW602", "model", f"version {version} of {quote(TRAINING_DOMAIN)} is imported; there is only version 1"
         )
 
@@ -44,14 +46,16 @@ def imported_once(subject: Subject) -> Iterator[Finding]:
             domain = "" if opset.domain == "ai.onnx" else opset.domain
             if opset.version != last[domain]:
                 numbers = f"as version {opset.version} and as version {last[domain]}"
-                yield found("OW616", place, f"the domain {quote(domain or 'ai.onnx')} is imported {numbers}")
+                yield make_finding("OW616", place, f"the domain {quote(domain or 'ai.onnx')} is imported {numbers}")
 
 
 def known_version(subject: Subject) -> Iterator[Finding]:
     version, newest = subject.opsets.get("", 0), defs.onnx_opset_version()
     if version > newest:
         message = f"operator set {version} is newer than {newest}, the newest that the installed onnx knows"
-        yield found("OW617", "model", message, "install a newer onnx, or convert the model to an older operator set")
+        yield make_finding(
+            "OW617", "model", message, "install a newer onnx, or convert the model to an older operator set"
+        )
 
 
 def same_operators(subject: Subject) -> Iterator[Finding]:
@@ -69,7 +73,7 @@ def same_operators(subject: Subject) -> Iterator[Finding]:
                 f"{quote(operator)} is of version {version} of {quote(domain or 'ai.onnx')}, not {wanted}, the model's"
             )
             hint = f"`onward opset MODEL {max(version, wanted)}` brings all to one version"
-            yield found("OW618", call.place, message, "write all with the same version" if domain else hint)
+            yield make_finding("OW618", call.place, message, "write all with the same version" if domain else hint)
 
 
 def new_enough(subject: Subject) -> Iterator[Finding]:
@@ -77,9 +81,9 @@ def new_enough(subject: Subject) -> Iterator[Finding]:
     if version < 1:
         return  # there is a rule for a missing version
     if subject.proto.training_info and version < 7:
-        yield found("OW603", "model", f"training information came with IR version 7; this file says {version}")
+        yield make_finding("OW603", "model", f"training information came with IR version 7; this file says {version}")
     if subject.proto.functions and version < 8:
-        yield found("OW604", "model", f"model-local functions came with IR version 8; this file says {version}")
+        yield make_finding("OW604", "model", f"model-local functions came with IR version 8; this file says {version}")
 
 
-MODEL_RULES = (imported, training_version, imported_once, known_version, same_operators, new_enough)
+MODEL_RULES = (check_imports, training_version, imported_once, known_version, same_operators, new_enough)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from onnx import TensorProto
 
-from onward.checker.findings import Finding, found, listing, quote
+from onward.checker.findings import Finding, listing, make_finding, quote
 from onward.checker.view.graphs import SLOTS, Node, attribute
 from onward.checker.view.scope import Scope
 from onward.model.core import TRAINING_DOMAIN
@@ -36,7 +36,7 @@ def known_operators(scope: Scope) -> Iterator[Finding]:
         op = site.node.op_type
         if site.node.domain == TRAINING_DOMAIN and op not in known and scope.subject.function(site.node) is None:
             hint = scope.subject.near(op, iter(known))
-            yield found("OW501", site.place, f"{quote(TRAINING_DOMAIN)} has no operator {quote(op)}", hint)
+            yield make_finding("OW501", site.place, f"{quote(TRAINING_DOMAIN)} has no operator {quote(op)}", hint)
 
 
 def arity(scope: Scope) -> Iterator[Finding]:
@@ -45,36 +45,40 @@ def arity(scope: Scope) -> Iterator[Finding]:
         number, rest = divmod(len(node.args) - 2, group)
         if number < 1 or rest:
             message = f"{len(node.args)} inputs; it takes 2, and {group} for each tensor that it updates"
-            yield found("OW502", node.place, message, f"the order is {_LAYOUT[node.op]}")
+            yield make_finding("OW502", node.place, message, f"the order is {_LAYOUT[node.op]}")
         elif not all(node.args):
-            yield found("OW502", node.place, "an input is left out; all are needed", f"the order is {_LAYOUT[node.op]}")
+            yield make_finding(
+                "OW502", node.place, "an input is left out; all are needed", f"the order is {_LAYOUT[node.op]}"
+            )
         elif len(node.outputs) != (wanted := number * (group - 1)):
             message = f"{len(node.outputs)} outputs; for {number} tensors there are {wanted}"
-            yield found("OW503", node.place, message, f"the order is {_LAYOUT[node.op]}")
+            yield make_finding("OW503", node.place, message, f"the order is {_LAYOUT[node.op]}")
 
 
 def needed_attributes(scope: Scope) -> Iterator[Finding]:
     for node in optimizers(scope):
         if missing := [name for name in _NEEDED.get(node.op, ()) if attribute(node.proto, name) is None]:
-            yield found("OW504", node.place, f"the attribute {listing(missing)} is missing and has no default")
+            yield make_finding("OW504", node.place, f"the attribute {listing(missing)} is missing and has no default")
 
 
 def mode(scope: Scope) -> Iterator[Finding]:
     for node in optimizers(scope):
         attr = attribute(node.proto, "mode") if node.op == "Momentum" else None
         if attr is not None and (value := attr.s.decode("utf-8", "replace")) not in ("standard", "nesterov"):
-            yield found("OW505", node.place, f"`mode` is {quote(value)}; it must be `standard` or `nesterov`")
+            yield make_finding("OW505", node.place, f"`mode` is {quote(value)}; it must be `standard` or `nesterov`")
 
 
 def rate_and_count(scope: Scope) -> Iterator[Finding]:
     for node in optimizers(scope):
         rate, number = (scope.types.get(name) for name in (*node.args, "", "")[:2])
         if rate is not None and (rate.elem not in (TensorProto.FLOAT, TensorProto.DOUBLE) or rate.is_scalar is False):
-            yield found(
+            yield make_finding(
                 "OW506", node.place, f"R, {quote(node.args[0])}, is {rate}; it must be a float or double scalar"
             )
         if number is not None and (number.elem != TensorProto.INT64 or number.is_scalar is False):
-            yield found("OW507", node.place, f"T, {quote(node.args[1])}, is {number}; it must be an int64 scalar")
+            yield make_finding(
+                "OW507", node.place, f"T, {quote(node.args[1])}, is {number}; it must be an int64 scalar"
+            )
 
 
 def tuples_agree(scope: Scope) -> Iterator[Finding]:
@@ -86,7 +90,9 @@ def tuples_agree(scope: Scope) -> Iterator[Finding]:
             if wanted is None:
                 continue
             if wanted.elem not in (TensorProto.FLOAT, TensorProto.DOUBLE):
-                yield found("OW508", node.place, f"{quote(x)} is {wanted}; {node.op} updates float and double only")
+                yield make_finding(
+                    "OW508", node.place, f"{quote(x)} is {wanted}; {node.op} updates float and double only"
+                )
                 continue
             for name, letter in zip(others, f"G{_SLOT_NAMES[node.op]}", strict=False):
                 given = scope.types.get(name)
@@ -94,7 +100,7 @@ def tuples_agree(scope: Scope) -> Iterator[Finding]:
                     continue
                 code = "OW508" if given.elem != wanted.elem else "OW509"
                 message = f"{quote(x)} is {wanted}, but its {letter}, {quote(name)}, is {given}"
-                yield found(code, node.place, message, f"the order is {_LAYOUT[node.op]}")
+                yield make_finding(code, node.place, message, f"the order is {_LAYOUT[node.op]}")
 
 
 def coefficients(scope: Scope) -> Iterator[Finding]:
@@ -102,7 +108,7 @@ def coefficients(scope: Scope) -> Iterator[Finding]:
         for name, (low, high) in _RANGES[node.op].items():
             attr = attribute(node.proto, name)
             if attr is not None and not low <= attr.f < high:
-                yield found(
+                yield make_finding(
                     "OW512", node.place, f"`{name}` is {attr.f:g}; it should be at least {low:g} and below {high:g}"
                 )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from onward.checker.findings import Finding, found, listing, quote
+from onward.checker.findings import Finding, listing, make_finding, quote
 from onward.checker.functions import standard_domains
 from onward.checker.view.graphs import domain_of
 from onward.checker.view.scope import Subject
@@ -20,10 +20,10 @@ def versions(subject: Subject) -> Iterator[Finding]:
     opset, ir = subject.opsets.get("", 0), subject.proto.ir_version
     if opset > limits.opset:
         message = f"{limits.runtime} loads operator sets up to {limits.opset}; the model uses {opset}"
-        yield found("OW650", "model", message, f"convert the model to operator set {limits.opset} or older")
+        yield make_finding("OW650", "model", message, f"convert the model to operator set {limits.opset} or older")
     if ir > limits.ir:
         message = f"{limits.runtime} loads IR versions up to {limits.ir}; the model has {ir}"
-        yield found("OW651", "model", message, f"write the model with IR version {limits.ir} or older")
+        yield make_finding("OW651", "model", message, f"write the model with IR version {limits.ir} or older")
 
 
 def kernels(subject: Subject) -> Iterator[Finding]:
@@ -33,24 +33,24 @@ def kernels(subject: Subject) -> Iterator[Finding]:
         if since is not None and opset >= since and domain_of(call.node) == "":
             message = f"ONNX Runtime has no CPU kernel for {quote(call.node.op_type)} of operator set {opset}"
             hint = f"use operator set {since - 1}" if since > 20 else None
-            yield found("OW653", call.place, message, hint)
+            yield make_finding("OW653", call.place, message, hint)
 
 
 def domains(subject: Subject) -> Iterator[Finding]:
     for call in subject.calls:
         domain = domain_of(call.node)
         if domain not in standard_domains() | _ITS_DOMAINS and subject.function(call.node) is None:
-            yield found("OW654", call.place, f"ONNX Runtime knows no domain {quote(domain)}")
+            yield make_finding("OW654", call.place, f"ONNX Runtime knows no domain {quote(domain)}")
 
 
 def training_operators(subject: Subject) -> Iterator[Finding]:
     here = [node.place for node in subject.inference.own.nodes if node.domain == TRAINING_DOMAIN]
     for place in here:
-        yield found("OW655", place, "ONNX Runtime knows no training operators", "move the node to an algorithm")
+        yield make_finding("OW655", place, "ONNX Runtime knows no training operators", "move the node to an algorithm")
     lowered = [node.op for step in subject.steps for node in step.own.nodes if node.domain == TRAINING_DOMAIN]
     if lowered:
         operators = listing(dict.fromkeys(lowered))
-        yield found(
+        yield make_finding(
             "OW652", "training_info", f"ONNX Runtime has no {operators}: Onward lowers such nodes before it runs a step"
         )
 

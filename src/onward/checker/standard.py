@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from google.protobuf.message import EncodeError
 from onnx import GraphProto, ModelProto, TensorProto, ValueInfoProto
 
-from onward.checker.findings import Finding, found
+from onward.checker.findings import Finding, make_finding
 from onward.checker.functions import can_expand
 from onward.checker.tensors import all_tensors
 from onward.checker.view.combine import model_of
@@ -82,18 +82,18 @@ def objections(subject: Subject, verdicts: dict[Scope, Verdict], errors: Iterabl
             yield finding
     if len(subject.steps) > MOST_STEPS:
         asked = f"the first {MOST_STEPS} of {len(subject.steps)} steps"
-        yield found("OW109", "model", f"onnx.checker was asked about {asked} only")
+        yield make_finding("OW109", "model", f"onnx.checker was asked about {asked} only")
 
 
 def _objections(scope: Scope, verdict: Verdict) -> Iterator[Finding]:
     place = scope.own.place
     if verdict.died:
-        yield found("OW114", place, f"onnx.checker {verdict.died}", "do not use files like this one")
+        yield make_finding("OW114", place, f"onnx.checker {verdict.died}", "do not use files like this one")
     elif verdict.invalid:
         code = "OW110" if scope is scope.subject.inference else "OW111" if scope.outer else "OW112"
-        yield found(code, place, *_words(scope, verdict.invalid))
+        yield make_finding(code, place, *_words(scope, verdict.invalid))
     elif verdict.contradiction:
-        yield found("OW113", place, _sentence(verdict.contradiction))
+        yield make_finding("OW113", place, _sentence(verdict.contradiction))
 
 
 def _words(scope: Scope, message: str) -> tuple[str, str | None]:

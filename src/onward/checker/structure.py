@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterator
 
-from onward.checker.findings import Finding, bare, found, listing, quote
+from onward.checker.findings import Finding, bare, listing, make_finding, quote
 from onward.checker.view.graphs import Graph, Node, definitions
 from onward.checker.view.scope import Scope
 
@@ -18,7 +18,7 @@ def defined_once(scope: Scope) -> Iterator[Finding]:
     )
     for name, number in times.items():
         if number > 1:
-            yield found(
+            yield make_finding(
                 "OW120",
                 graph.place,
                 f"{quote(name)} is defined {number} times",
@@ -32,7 +32,7 @@ def new_names_only(scope: Scope) -> Iterator[Finding]:
         return
     for name in scope.own.names():
         if scope.outer.defines(name):
-            yield found(
+            yield make_finding(
                 "OW121",
                 f"{scope.own.place}{_declaration(scope.own, name)}",
                 f"{quote(name)} is declared again; the inference graph has it ({_kind(scope.outer, name)})",
@@ -58,37 +58,37 @@ def reads_are_defined(scope: Scope) -> Iterator[Finding]:
     for node in scope.own.nodes:
         for name in node.reads:
             if not scope.defines(name):
-                yield _undefined(scope, node, name)
+                yield _undefined_name(scope, node, name)
 
 
-def _undefined(scope: Scope, node: Node, name: str) -> Finding:
+def _undefined_name(scope: Scope, node: Node, name: str) -> Finding:
     subject, hint = scope.subject, scope.near(name)
     if scope is subject.inference:
         if name in subject.homes:
-            return found(
+            return make_finding(
                 "OW122",
                 node.place,
                 f"reads {quote(name)}, which belongs to training_info[{subject.homes[name]}].algorithm",
                 "inference must run without the training: move the value to the inference graph",
             )
-        return found("OW123", node.place, f"reads {quote(name)}, which nothing defines", hint)
+        return make_finding("OW123", node.place, f"reads {quote(name)}, which nothing defines", hint)
     if scope.outer is None:
         if subject.inference.defines(name) or name in subject.homes:
-            return found(
+            return make_finding(
                 "OW303",
                 node.place,
                 f"reads {quote(name)} of another graph; an initialization graph sees only its own values",
                 "compute the value in the initialization graph itself",
             )
-        return found("OW123", node.place, f"reads {quote(name)}, which nothing defines", hint)
+        return make_finding("OW123", node.place, f"reads {quote(name)}, which nothing defines", hint)
     if name in subject.homes:
-        return found(
+        return make_finding(
             "OW128",
             node.place,
             f"reads {quote(name)}, which belongs to training_info[{subject.homes[name]}].algorithm",
             "steps share nothing but the inference graph: keep shared state in `graph.initializer`",
         )
-    return found(
+    return make_finding(
         "OW702",
         node.place,
         f"reads {quote(name)}, which neither the algorithm nor the inference graph defines",
@@ -103,11 +103,13 @@ def order(scope: Scope) -> Iterator[Finding]:
         return
     if circle := _circle(scope.own):
         steps = " -> ".join(quote(node.outputs[0] if node.outputs else node.op, 40) for node in circle[:6])
-        yield found("OW124", circle[0].place, f"the node depends on itself: {steps}{' ...' if len(circle) > 6 else ''}")
+        yield make_finding(
+            "OW124", circle[0].place, f"the node depends on itself: {steps}{' ...' if len(circle) > 6 else ''}"
+        )
         return
     node, name = late[0]
     more = f" ({len(late) - 1} more like this)" if len(late) > 1 else ""
-    yield found(
+    yield make_finding(
         "OW125",
         node.place,
         f"reads {quote(name)} before {scope.own.producers[name][0].place} computes it{more}",
@@ -153,10 +155,12 @@ def outputs_are_computed(scope: Scope) -> Iterator[Finding]:
     for name in dict.fromkeys(scope.own.outputs):
         if scope is scope.subject.inference and name in scope.subject.homes and not scope.defines(name):
             home = f"training_info[{scope.subject.homes[name]}].algorithm"
-            yield found("OW122", f'graph.output["{bare(name)}"]', f"this output is computed by {home}")
+            yield make_finding("OW122", f'graph.output["{bare(name)}"]', f"this output is computed by {home}")
         elif not scope.defines(name):
             hint = scope.near(name)
-            yield found("OW126", f'{scope.own.place}.output["{bare(name)}"]', "nothing computes this output", hint)
+            yield make_finding(
+                "OW126", f'{scope.own.place}.output["{bare(name)}"]', "nothing computes this output", hint
+            )
 
 
 def outputs_are_new(scope: Scope) -> Iterator[Finding]:
@@ -164,7 +168,7 @@ def outputs_are_new(scope: Scope) -> Iterator[Finding]:
         return
     theirs = set(scope.outer.outputs)
     if repeated := [name for name in dict.fromkeys(scope.own.outputs) if name in theirs]:
-        yield found(
+        yield make_finding(
             "OW127",
             f"{scope.own.place}.output",
             f"the combined graph has {listing(repeated)} twice among its outputs: the inference graph returns it too",

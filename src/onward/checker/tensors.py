@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from onnx import GraphProto, TensorProto
 
-from onward.checker.findings import Finding, bare, found, quote
+from onward.checker.findings import Finding, bare, make_finding, quote
 from onward.checker.view.graphs import Site, subgraphs
 from onward.checker.view.scope import Subject
 from onward.checker.view.shapes import count, of_tensor
@@ -92,7 +92,7 @@ def data_fits(subject: Subject) -> Iterator[Finding]:
     for located in all_tensors(subject):
         tensor = located.tensor
         if tensor.data_location != TensorProto.EXTERNAL and (problem := _misfit(tensor)):
-            yield found(
+            yield make_finding(
                 "OW130", located.place, f"{of_tensor(tensor)}: {problem}", "the file is damaged, or wrongly written"
             )
 
@@ -127,7 +127,7 @@ def external_data(subject: Subject) -> Iterator[Finding]:
         entries = {entry.key: entry.value for entry in tensor.external_data}
         location = entries.get("location", "")
         if problem := _bad_location(location) or _bad_file(location, subject.base_dir):
-            yield found("OW131", place, problem, "keep external data in plain files in the model's own folder")
+            yield make_finding("OW131", place, problem, "keep external data in plain files in the model's own folder")
             continue
         needed = (max(count(tensor.dims), 0) * BITS.get(tensor.data_type, 0) + 7) // 8
         try:
@@ -135,10 +135,10 @@ def external_data(subject: Subject) -> Iterator[Finding]:
         except ValueError:
             offset = length = -1
         if offset < 0 or length < 0:
-            yield found("OW131", place, "`offset` or `length` is not a number of bytes")
+            yield make_finding("OW131", place, "`offset` or `length` is not a number of bytes")
             continue
         if problem := _too_short(location, subject.base_dir, offset, length, needed):
-            yield found("OW132", place, problem, "the file is cut off, or belongs to another model")
+            yield make_finding("OW132", place, problem, "the file is cut off, or belongs to another model")
         claimed.setdefault(os.path.normpath(location), []).append(Extent(offset, offset + length, place))
     for location, extents in claimed.items():
         yield from _overlaps(location, extents)
@@ -190,7 +190,7 @@ def _overlaps(location: str, extents: list[Extent]) -> Iterator[Finding]:
     """Two tensors may be the same bytes (tied weights), but not share some of them."""
     for first, second in pairwise(sorted(extent for extent in extents if extent.begin < extent.end)):
         if second.begin < first.end and (second.begin, second.end) != (first.begin, first.end):
-            yield found(
+            yield make_finding(
                 "OW133",
                 second.place,
                 f"bytes {second.begin} to {first.end} of {quote(location)} also belong to {first.place}",

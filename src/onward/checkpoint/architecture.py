@@ -21,7 +21,7 @@ _TRAINER, _LIGHTNING = "hf", "lightning"
 """Formats of which more is known than that they are of PyTorch."""
 
 
-def captured_of(checkpoint: Checkpoint, module: Any, example_inputs: Any, loss: Any) -> Captured:
+def capture_model(checkpoint: Checkpoint, module: Any, example_inputs: Any, loss: Any) -> Captured:
     """The graph that a checkpoint is of, and what goes with it.
 
     `module` is code of the user's own: a module, its class, or where that is (`package.module:Class`). Nothing else is
@@ -54,7 +54,7 @@ def _of_configuration(checkpoint: Checkpoint, example_inputs: Any, loss: Any) ->
         made = from_configuration(checkpoint.configuration, types, example_inputs, **how)
     except ModuleNotFoundError as error:
         raise _missing(error) from error
-    return _captured(made, checkpoint)
+    return _capture_module(made, checkpoint)
 
 
 def _of_module(checkpoint: Checkpoint, given: Any, example_inputs: Any, loss: Any) -> Captured:
@@ -62,12 +62,12 @@ def _of_module(checkpoint: Checkpoint, given: Any, example_inputs: Any, loss: An
         from onward.convert.torch.architecture import from_module
     except ModuleNotFoundError as error:
         raise _missing(error) from error
-    found = _found(given) if isinstance(given, str) else given
+    found = _import_object(given) if isinstance(given, str) else given
     is_module = hasattr(found, "named_parameters") and not isinstance(found, type)
-    module = found if is_module else _made(found, checkpoint)
+    module = found if is_module else _construct(found, checkpoint)
     how = {"computes_loss": loss is None, "in_trainer": checkpoint.format == _TRAINER}
     made = from_module(module, example_inputs, **how)
-    return _captured(made, checkpoint)
+    return _capture_module(made, checkpoint)
 
 
 def _missing(error: ModuleNotFoundError) -> Exception:
@@ -83,7 +83,7 @@ def _missing(error: ModuleNotFoundError) -> Exception:
     )
 
 
-def _captured(made: Architecture, checkpoint: Checkpoint) -> Captured:
+def _capture_module(made: Architecture, checkpoint: Checkpoint) -> Captured:
     in_files = {ours: theirs for theirs, ours in made.stored.items()}
     tied: dict[str, str] = {}
     for names in made.aliases:
@@ -97,7 +97,7 @@ def _captured(made: Architecture, checkpoint: Checkpoint) -> Captured:
 # ---- code of the user ------------------------------------------------------------------------------------------------
 
 
-def _found(place: str) -> Any:
+def _import_object(place: str) -> Any:
     """What is at `package.module:Class`, with modules of the working directory, as for `python -m`."""
     package, _, name = place.partition(":")
     if not package or not name:
@@ -112,7 +112,7 @@ def _found(place: str) -> Any:
         ) from error
 
 
-def _made(kind: Any, checkpoint: Checkpoint) -> Any:
+def _construct(kind: Any, checkpoint: Checkpoint) -> Any:
     """What the user's class or function makes, with the hyper-parameters that Lightning stores as arguments."""
     if not callable(kind):
         raise ArgumentError(

@@ -15,7 +15,7 @@ from onward.checkpoint.facts import Fact, facts
 from onward.checkpoint.matching import by_name
 from onward.checkpoint.naming import with_names, with_own_names
 from onward.checkpoint.opening import open_checkpoint
-from onward.checkpoint.tensors import Tensor, as_tensor, turned
+from onward.checkpoint.tensors import Tensor, as_tensor, transpose
 from onward.errors import UnsupportedError
 from onward.model import Model, read
 
@@ -78,12 +78,12 @@ def diff(
 
     Numbers count as different beyond `atol`, and `rtol` times the second. Tensors are read one after the other.
     """
-    one, other = _described(a), _described(b)
+    one, other = _describe(a), _describe(b)
     rules: list[str] = []
-    names = _paired(one, other, rules)
-    one, other = _named(one, other, names, rules)
+    names = _pair_names(one, other, rules)
+    one, other = _name_slots(one, other, names, rules)
     tensors, slots = [], []
-    flipped = _turned(one, other, names)
+    flipped = _transposed_matrices(one, other, names)
     compare = _Comparing(atol, rtol)
     for name, theirs in names.items():
         tensors.append(compare(name, one.tensors[name], theirs, other.tensors[theirs], flipped.get(name)))
@@ -104,7 +104,7 @@ def diff(
     )
 
 
-def _described(source: Model | Checkpoint | str | os.PathLike[str]) -> Checkpoint:
+def _describe(source: Model | Checkpoint | str | os.PathLike[str]) -> Checkpoint:
     if isinstance(source, Checkpoint):
         return source
     if not isinstance(source, Model) and not os.fspath(source).endswith(".onnx"):
@@ -120,7 +120,7 @@ def _described(source: Model | Checkpoint | str | os.PathLike[str]) -> Checkpoin
 # ---- names -----------------------------------------------------------------------------------------------------------
 
 
-def _paired(a: Checkpoint, b: Checkpoint, rules: list[str]) -> dict[str, str]:
+def _pair_names(a: Checkpoint, b: Checkpoint, rules: list[str]) -> dict[str, str]:
     """Names of the first, and what they are called in the second."""
     names = by_name(list(a.tensors), set(b.tensors), set(b.tensors), rules)
     taken = {*names.values()}
@@ -132,7 +132,9 @@ def _paired(a: Checkpoint, b: Checkpoint, rules: list[str]) -> dict[str, str]:
     return {name: names[name] for name in a.tensors if name in names}
 
 
-def _named(a: Checkpoint, b: Checkpoint, names: Mapping[str, str], rules: list[str]) -> tuple[Checkpoint, Checkpoint]:
+def _name_slots(
+    a: Checkpoint, b: Checkpoint, names: Mapping[str, str], rules: list[str]
+) -> tuple[Checkpoint, Checkpoint]:
     """Both with names for what their optimizers keep, where one has them or its tensors are in their order."""
     a, b = _by_itself(a), _by_itself(b)
     back = {theirs: name for name, theirs in names.items()}
@@ -203,7 +205,7 @@ def _only(a: Checkpoint, b: Checkpoint, pairs: list[Pair]) -> tuple[tuple[str, .
 # ---- values ----------------------------------------------------------------------------------------------------------
 
 
-def _turned(a: Checkpoint, b: Checkpoint, names: Mapping[str, str]) -> dict[str, bool | None]:
+def _transposed_matrices(a: Checkpoint, b: Checkpoint, names: Mapping[str, str]) -> dict[str, bool | None]:
     """Whether matrices have their axes in the other order; None where only their elements can tell."""
     shapes = {name: (a.tensors[name].shape, b.tensors[theirs].shape) for name, theirs in names.items()}
     found: dict[str, bool | None] = {
@@ -221,7 +223,7 @@ class _Comparing:
 
     def __call__(self, name: str, a: Tensor, other: str, b: Tensor, is_turned: bool | None) -> Pair:
         """Compare two tensors; where it is not known whether the second is turned, it is if it is nearer so."""
-        b = turned(b) if is_turned and len(b.shape) == 2 else b
+        b = transpose(b) if is_turned and len(b.shape) == 2 else b
         shapes, dtypes = (a.shape, b.shape), (str(a.dtype), str(b.dtype))
         if a.shape != b.shape:
             return Pair(name, other, shapes, dtypes, None, bool(is_turned))

@@ -17,11 +17,11 @@ from onward.checkpoint.formats import FORMATS, writable
 from onward.checkpoint.matching import Match
 from onward.checkpoint.naming import with_own_names
 from onward.checkpoint.opening import open_checkpoint
-from onward.checkpoint.pytorch.schedules import advanced, state_of
+from onward.checkpoint.pytorch.schedules import advance_state, state_of
 from onward.checkpoint.pytorch.states import moved_counter
 from onward.checkpoint.pytorch.trees import UPDATES
-from onward.checkpoint.source_checkpoint import kept
-from onward.checkpoint.tensors import ModelTensor, Tensor, converted, turned
+from onward.checkpoint.source_checkpoint import source_of
+from onward.checkpoint.tensors import ModelTensor, Tensor, convert_dtype, transpose
 from onward.convert.snapshot import Snapshot, disassemble, step_of
 from onward.convert.standard_steps import adopted
 from onward.errors import UnknownNameError, advising, near
@@ -43,7 +43,7 @@ def to_checkpoint(
     - `format`: such as `"hf"`, `"dcp"`, `"deepspeed"` or `"orbax"`
     """
     chosen = format_named(format)
-    checkpoint = source if isinstance(source, Checkpoint) else _described(source)
+    checkpoint = source if isinstance(source, Checkpoint) else _describe(source)
     if chosen.needs_names:
         checkpoint = with_own_names(checkpoint)
     target = Path(path)
@@ -71,7 +71,7 @@ def format_named(name: str) -> Format:
     return known[name]
 
 
-def _described(source: Model | str | os.PathLike[str]) -> Checkpoint:
+def _describe(source: Model | str | os.PathLike[str]) -> Checkpoint:
     if isinstance(source, Model):
         return checkpoint_of_model(source)
     if os.fspath(source).endswith(".onnx"):
@@ -84,7 +84,7 @@ def checkpoint_of_model(model: Model) -> Checkpoint:
     model = adopted(model)
     run = disassemble(model, step_of(model))
     rates = [group.lr_now for group in describe(model).steps[0].groups]
-    origin = kept(model)
+    origin = source_of(model)
     if origin is None:
         order: dict[Any, int] = {name: at for at, name in enumerate(model.graph.initializers)}
         groups = [
@@ -113,7 +113,7 @@ def checkpoint_of_model(model: Model) -> Checkpoint:
     since = run.step - (before.step or 0)
     return dataclasses.replace(
         before,
-        optimizers=tuple(_continued(each, run, rates, slots, matched) for each in before.optimizers),
+        optimizers=tuple(_continue_optimizer(each, run, rates, slots, matched) for each in before.optimizers),
         schedules=_schedules(run, rates, before.schedules),
         tensors={name: moved_counter(name, tensor, since) for name, tensor in before.tensors.items()},
         clip=run.clip,
@@ -168,14 +168,14 @@ def _slots(model: Model, step: int, matched: Match | None) -> dict[str | int, Ma
         name = theirs.get(state.parameter, state.parameter)
         tensor: Tensor = ModelTensor(state.value.const_value)
         if matched and name in matched.turned and len(tensor.shape) == 2:
-            tensor = turned(tensor)
+            tensor = transpose(tensor)
         if not tensor.shape and tensor.dtype == np.float64:
-            tensor = converted(tensor, np.dtype(np.float32))  # as frameworks keep single numbers
+            tensor = convert_dtype(tensor, np.dtype(np.float32))  # as frameworks keep single numbers
         found.setdefault(name, {COUNT: step})[state.slot] = tensor
     return dict(found) if step else {}
 
 
-def _continued(
+def _continue_optimizer(
     before: Optimizer,
     run: Snapshot,
     rates: Sequence[float | None],
@@ -208,7 +208,7 @@ def _schedules(run: Snapshot, rates: Sequence[float | None], before: Sequence[Sc
         return ()
     every = _updates_per_step(run.schedule)
     position = run.step // every
-    words = tuple(Spec(spec.name, _counted(spec.options, every)) for spec in run.schedule)
+    words = tuple(Spec(spec.name, _in_scheduler_steps(spec.options, every)) for spec in run.schedule)
     bases = [group.lr for group in run.groups]
     present = [base if rate is None else rate for base, rate in zip(bases, rates, strict=True)]
     if not before:
@@ -216,7 +216,9 @@ def _schedules(run: Snapshot, rates: Sequence[float | None], before: Sequence[Sc
     found = []
     for schedule in before:
         is_told = schedule.words is not None  # else it is the one of the model that the checkpoint came to
-        state = advanced(schedule.state, present, position) if is_told else state_of(words, bases, present, position)
+        state = (
+            advance_state(schedule.state, present, position) if is_told else state_of(words, bases, present, position)
+        )
         found.append(Schedule(state, schedule.words if is_told else words, position))
     return tuple(found)
 
@@ -226,7 +228,7 @@ def _updates_per_step(schedule: Sequence[Spec]) -> int:
     return units.pop() if len(units) == 1 else 1
 
 
-def _counted(options: Mapping[str, Any], every: int) -> dict[str, Any]:
+def _in_scheduler_steps(options: Mapping[str, Any], every: int) -> dict[str, Any]:
     """Options by steps of a scheduler, where they were by updates."""
     if every == 1:
         return dict(options)

@@ -154,13 +154,13 @@ def _schedules(a: Checkpoint, b: Checkpoint) -> Iterator[Fact]:
 
 def _schedule(a: Schedule | None, b: Schedule | None) -> Fact:
     if a is None or b is None:
-        return Fact("schedule", _told(a), _told(b), False)
+        return Fact("schedule", _schedule_text(a), _schedule_text(b), False)
     known = a.words is not None and b.words is not None
     equal = same(_plain(a.words), _plain(b.words)) if known else a.words is b.words and same(a.state, b.state)
-    return Fact("schedule", _told(a), _told(b), equal and a.position == b.position)
+    return Fact("schedule", _schedule_text(a), _schedule_text(b), equal and a.position == b.position)
 
 
-def _told(schedule: Schedule | None) -> str | None:
+def _schedule_text(schedule: Schedule | None) -> str | None:
     if schedule is None:
         return None
     words = "of a kind that is not known" if schedule.words is None else ", then ".join(map(str, schedule.words))

@@ -10,10 +10,10 @@ from typing import Any
 import onnx_ir as ir
 
 from onward.checkpoint.tensors import ArrayTensor, ModelTensor, StoredTensor, Tensor
-from onward.model.storage.open_files import HeldTensor, held
+from onward.model.storage.open_files import HeldTensor, hold_open
 
 
-def placed(tensor: Tensor, name: str, tags: Mapping[str, str] | None = None) -> ir.TensorProtocol:
+def as_initializer(tensor: Tensor, name: str, tags: Mapping[str, str] | None = None) -> ir.TensorProtocol:
     """A tensor for a model, with a name and tags there."""
     described: dict[str, Any] = {
         "dtype": ir.DataType.from_numpy(tensor.dtype),
@@ -23,7 +23,7 @@ def placed(tensor: Tensor, name: str, tags: Mapping[str, str] | None = None) -> 
     }
     if isinstance(tensor, StoredTensor) and tensor.is_contiguous and tensor.nbytes:
         path = Path(os.path.realpath(tensor.path))
-        source = held(path)
+        source = hold_open(path)
         if source is not None:
             where = (source, path.name, tensor.offset, tensor.nbytes)
             return HeldTensor(*where, base_dir=str(path.parent), **described)

@@ -51,7 +51,7 @@ def match(
     graph = {name: value for name, value in model.graph.initializers.items() if value.const_value is not None}
     weights = {weight.name for weight in describe(model).weights if weight.role != "constant"}
     rules: list[str] = []
-    names = _given(given or {}, tensors, graph)
+    names = _match_given(given or {}, tensors, graph)
     if names:
         rules.append(f"{len(names)} names as they were given")
     usual = {theirs: ours for theirs, ours in (stored or {}).items() if theirs in tensors and ours in graph}
@@ -59,15 +59,17 @@ def match(
         rules.append(f"{len(known)} names as the framework has them in files")
         names |= known
     names |= by_name([name for name in tensors if name not in names], set(graph) - {*names.values()}, weights, rules)
-    names |= _tied(tied or {}, names, graph, rules)
+    names |= _match_tied(tied or {}, names, graph, rules)
     names |= _by_value(tensors, names, graph, weights, rules)
-    turned = _turned(names, tensors, graph, rules)
+    turned = _transposed_matrices(names, tensors, graph, rules)
     found = {*names.values()}
     left = [name for name in tensors if name not in names and not name.endswith(_COUNTERS)]
     return Match(names, frozenset(turned), tuple(rules), tuple(left), tuple(sorted(weights - found)))
 
 
-def _given(given: Mapping[str, str], tensors: Mapping[str, Tensor], graph: Mapping[str, ir.Value]) -> dict[str, str]:
+def _match_given(
+    given: Mapping[str, str], tensors: Mapping[str, Tensor], graph: Mapping[str, ir.Value]
+) -> dict[str, str]:
     problems = Problems("the names that were given")
     for theirs, ours in given.items():
         if theirs not in tensors:
@@ -80,9 +82,9 @@ def _given(given: Mapping[str, str], tensors: Mapping[str, Tensor], graph: Mappi
 
 def by_name(theirs: list[str], ours: set[str], weights: set[str], rules: list[str]) -> dict[str, str]:
     """By equal names, after what wrappers add is left out and one prefix is replaced by another."""
-    plain = {name: _unwrapped(name) for name in theirs}
-    of_ours = {_unwrapped(name): name for name in ours}
-    old, new = _prefixes(set(plain.values()), set(of_ours), {_unwrapped(name) for name in weights})
+    plain = {name: _unwrap_name(name) for name in theirs}
+    of_ours = {_unwrap_name(name): name for name in ours}
+    old, new = _prefixes(set(plain.values()), set(of_ours), {_unwrap_name(name) for name in weights})
     found: dict[str, str] = {}
     for name, bare in plain.items():
         if bare.startswith(old) and (target := of_ours.get(f"{new}{bare.removeprefix(old)}")) is not None:
@@ -93,15 +95,15 @@ def by_name(theirs: list[str], ours: set[str], weights: set[str], rules: list[st
     if wrappers:
         rules.append(f"left out of names: {listed(sorted(wrappers), 4)}")
     if old != new:
-        rules.append(f"names begin with `{new}` instead of `{old}`" if old and new else _said(old, new))
+        rules.append(f"names begin with `{new}` instead of `{old}`" if old and new else _describe_rule(old, new))
     return found
 
 
-def _said(old: str, new: str) -> str:
+def _describe_rule(old: str, new: str) -> str:
     return f"names lose `{old}` at their beginning" if old else f"names get `{new}` at their beginning"
 
 
-def _unwrapped(name: str) -> str:
+def _unwrap_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
@@ -125,14 +127,16 @@ def _beginnings(names: Iterable[str]) -> list[str]:
     return sorted(found) if len(found) < 200 else [""]
 
 
-def _tied(
+def _match_tied(
     tied: Mapping[str, str], names: Mapping[str, str], graph: Mapping[str, ir.Value], rules: list[str]
 ) -> dict[str, str]:
     """A graph has a tied tensor once, under one of its names."""
     taken = {*names.values()}
-    bare = {_unwrapped(name): name for name in graph if name not in taken}
+    bare = {_unwrap_name(name): name for name in graph if name not in taken}
     found = {
-        name: bare[_unwrapped(other)] for other, name in tied.items() if name not in names and _unwrapped(other) in bare
+        name: bare[_unwrap_name(other)]
+        for other, name in tied.items()
+        if name not in names and _unwrap_name(other) in bare
     }
     rules.extend(f"`{theirs}` is `{ours}` there: they are tied" for theirs, ours in found.items())
     return found
@@ -178,7 +182,7 @@ def _digest(array: np.ndarray) -> bytes:
     return hashlib.blake2b(np.ascontiguousarray(array).tobytes(), digest_size=16).digest()
 
 
-def _turned(
+def _transposed_matrices(
     names: Mapping[str, str], tensors: Mapping[str, Tensor], graph: Mapping[str, ir.Value], rules: list[str]
 ) -> list[str]:
     """Matrices that the graph has the other way round: where shapes say so, and squares where all others are."""

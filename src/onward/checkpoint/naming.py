@@ -37,8 +37,8 @@ def with_names(optimizer: Optimizer, orders: Mapping[str, Order], shapes: Shapes
     groups = [list(group.parameters) for group in optimizer.groups]
     count = sum(map(len, groups))
     for origin, order in orders.items():
-        for way, named in _divided(order, groups):
-            made = _renamed(optimizer, dict(zip([n for group in groups for n in group], named, strict=True)))
+        for way, named in _possible_orders(order, groups):
+            made = _rename_slots(optimizer, dict(zip([n for group in groups for n in group], named, strict=True)))
             if not _unfitting(made, shapes):
                 return made, f"parameters of the optimizer are named by {origin}{way}; every shape fits"
     raise UnsupportedError(
@@ -67,7 +67,7 @@ def with_own_names(checkpoint: Checkpoint) -> Checkpoint:
     return dataclasses.replace(checkpoint, optimizers=named)
 
 
-def _divided(parts: Order, groups: list[list[Any]]) -> list[tuple[str, list[str]]]:
+def _possible_orders(parts: Order, groups: list[list[Any]]) -> list[tuple[str, list[str]]]:
     """An order as it is, and as the Trainer of transformers divides it; where the numbers of parameters agree."""
     sizes = [len(group) for group in groups]
     order = [name for part in parts for name in part]
@@ -82,7 +82,7 @@ def _divided(parts: Order, groups: list[list[Any]]) -> list[tuple[str, list[str]
     return [("", list(order))]
 
 
-def _renamed(optimizer: Optimizer, names: Mapping[Any, str]) -> Optimizer:
+def _rename_slots(optimizer: Optimizer, names: Mapping[Any, str]) -> Optimizer:
     groups = tuple(
         dataclasses.replace(group, parameters=tuple(names[number] for number in group.parameters))
         for group in optimizer.groups
@@ -110,7 +110,7 @@ def _unfitting(optimizer: Optimizer, shapes: Shapes) -> list[str]:
 
 
 def _why(order: Order, optimizer: Optimizer, groups: list[list[Any]], shapes: Shapes) -> str:
-    for _, named in _divided(order, groups):
-        made = _renamed(optimizer, dict(zip([n for group in groups for n in group], named, strict=True)))
+    for _, named in _possible_orders(order, groups):
+        made = _rename_slots(optimizer, dict(zip([n for group in groups for n in group], named, strict=True)))
         return f"shapes differ at {listed(_unfitting(made, shapes), 3)}"
     return f"{' and '.join(str(len(part)) for part in order)} parameters"

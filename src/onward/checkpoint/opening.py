@@ -50,7 +50,7 @@ class Code(NamedTuple):
     """What it is called with, in short; empty where it is only named."""
 
 
-def executed(path: Path) -> tuple[tuple[Code, ...], Error | None]:
+def list_code(path: Path) -> tuple[tuple[Code, ...], Error | None]:
     """All that a loader that trusts a checkpoint would have imported, and called where it says so. Nothing is.
 
     Of one that cannot be read to its end, what it names before that; and what is wrong with it.

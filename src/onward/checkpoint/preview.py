@@ -28,7 +28,7 @@ def lines(plan: Plan) -> list[tuple[str, str]]:
         ("loss", _loss(run.loss)),
         ("clipping", settings(run.clip or {})),
         ("further", settings(run.recipe)),
-        ("kept", "; ".join(_kept(plan))),
+        ("kept", "; ".join(_kept_lines(plan))),
         *(("note", note) for note in plan.notes[len(matched.rules) :]),
     ]
     return [(label, text) for label, text in rows if text]
@@ -50,7 +50,7 @@ def to_json(plan: Plan) -> dict[str, Any]:
         "loss": _loss(run.loss),
         "clip": plain(run.clip),
         "recipe": plain(run.recipe),
-        "kept": _kept(plan),
+        "kept": _kept_lines(plan),
         "notes": list(plan.notes[len(matched.rules) :]),
     }
 
@@ -61,7 +61,7 @@ def _loss(loss: Any) -> str:
     return " + ".join(map(_loss, loss)) if isinstance(loss, list | tuple) else str(loss)
 
 
-def _kept(plan: Plan) -> list[str]:
+def _kept_lines(plan: Plan) -> list[str]:
     """What a training model has no use for, and holds for the way back."""
     checkpoint = plan.checkpoint
     parts = {

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from onward.checkpoint.architecture import captured_of
+from onward.checkpoint.architecture import capture_model
 from onward.checkpoint.format import Captured
-from onward.checkpoint.importing import imported, plan
+from onward.checkpoint.importing import apply_plan, plan
 from onward.checkpoint.opening import open_checkpoint
 from onward.errors import first_line, warn
 
@@ -36,8 +36,8 @@ class Beside:
     def _write(self, checkpoint: Path, target: Path, module: Any, example: Any) -> None:
         opened = open_checkpoint(checkpoint)
         if self._captured is None:
-            self._captured = captured_of(opened, module, example, self._options.get("loss"))
-        imported(plan(opened, None, captured=self._captured, **self._options)).save(target)
+            self._captured = capture_model(opened, module, example, self._options.get("loss"))
+        apply_plan(plan(opened, None, captured=self._captured, **self._options)).save(target)
         self._written[target] = checkpoint
 
     def clear(self) -> None:

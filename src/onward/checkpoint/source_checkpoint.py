@@ -14,12 +14,12 @@ import onnx_ir as ir
 
 from onward.checkpoint.description import MASTER, Checkpoint
 from onward.checkpoint.json_trees import TooLarge, decode, encode
-from onward.checkpoint.lazy_initializers import placed
+from onward.checkpoint.lazy_initializers import as_initializer
 from onward.checkpoint.matching import Match
-from onward.checkpoint.tensors import ModelTensor, StoredTensor, Tensor, converted, turned
+from onward.checkpoint.tensors import ModelTensor, StoredTensor, Tensor, convert_dtype, transpose
 from onward.errors import InvalidModelError, advising, warn
 from onward.model import Model
-from onward.model.state import KEPT, tagged
+from onward.model.state import KEPT, with_tags
 
 FACT = "train.checkpoint"
 _FOLDER = "checkpoint/"
@@ -87,7 +87,7 @@ class _Keeping:
             name = f"{_FOLDER}{self._others}"
             self._others += 1
             described = ir.Value(name=name, shape=ir.Shape(tensor.shape), type=ir.TensorType(_type(tensor.dtype)))
-            described.const_value = tagged(placed(tensor, name), role=KEPT, **self._random.get(key, {}))
+            described.const_value = with_tags(as_initializer(tensor, name), role=KEPT, **self._random.get(key, {}))
             self._algorithm.initializers[name] = described
             self._know(tensor, name, is_turned=False)
         return self._names[key]
@@ -110,7 +110,7 @@ class Kept(NamedTuple):
     match: Match
 
 
-def kept(model: Model) -> Kept | None:
+def source_of(model: Model) -> Kept | None:
     """What a training model was made of; None if it was made of no checkpoint."""
     text = model.step().algorithm.metadata_props.get(FACT)
     if text is None:
@@ -123,8 +123,8 @@ def kept(model: Model) -> Kept | None:
             held = model.initializer(str(form["name"])).const_value
             assert held is not None
             tensor: Tensor = ModelTensor(held)
-            tensor = turned(tensor) if form.get("turned") else tensor
-            found[key] = converted(tensor, np.dtype(form["dtype"]))
+            tensor = transpose(tensor) if form.get("turned") else tensor
+            found[key] = convert_dtype(tensor, np.dtype(form["dtype"]))
         return found[key]
 
     with advising("make the training model of the checkpoint again"):

@@ -250,7 +250,7 @@ def _refuse_impossible(tensor: Tensor) -> None:
         raise InvalidModelError(f"a tensor has the shape {list(tensor.shape)[:_MOST_AXES]}, which none can have")
 
 
-def turned(tensor: Tensor) -> Tensor:
+def transpose(tensor: Tensor) -> Tensor:
     """A matrix with its axes in the other order."""
     shape = tensor.shape[::-1]
     if isinstance(tensor, StoredTensor):
@@ -258,12 +258,12 @@ def turned(tensor: Tensor) -> Tensor:
     return ComputedTensor(tensor.dtype, shape, lambda: tensor.array().T)
 
 
-def converted(tensor: Tensor, dtype: np.dtype) -> Tensor:
+def convert_dtype(tensor: Tensor, dtype: np.dtype) -> Tensor:
     """The same numbers in another type."""
     if tensor.dtype == dtype:
         return tensor
     if isinstance(tensor, JoinedTensor):
-        return JoinedTensor(dtype, tensor.shape, tuple(converted(piece, dtype) for piece in tensor.pieces))
+        return JoinedTensor(dtype, tensor.shape, tuple(convert_dtype(piece, dtype) for piece in tensor.pieces))
     return ConvertedTensor(dtype, tensor)
 
 

@@ -32,11 +32,11 @@ def pairs(items: Sequence[str], example: str) -> dict[str, str]:
 def specs_by_pattern(items: Sequence[str]) -> str | dict[str, str] | None:
     """`SPEC` for all, or `PATTERN=SPEC` for some; an equals sign after the colon belongs to the options of a spec."""
     from onward.recipe.initialize import INITIALIZERS
-    from onward.recipe.spec import addressed
+    from onward.recipe.spec import split_address
 
     found: dict[str, str] = {}
     for item in items:
-        named, spec = addressed(item, INITIALIZERS)
+        named, spec = split_address(item, INITIALIZERS)
         pattern = "*" if named is None else named
         if pattern in found:
             raise Misuse(f"`{pattern}` is given twice", "the first pattern that matches counts; give each once")

@@ -182,11 +182,11 @@ def _was_state(source: Path, to: str) -> bool:
     """Whether a model was made of a checkpoint, and can be one again. Only Keras's have layers, as its files need."""
     import onward
     from onward.checkpoint.formats import writable
-    from onward.checkpoint.source_checkpoint import kept
+    from onward.checkpoint.source_checkpoint import source_of
 
     with working(f"reading {source}", source):
         model = onward.read(str(source))
-        origin = kept(model) if model.steps and to in writable() else None
+        origin = source_of(model) if model.steps and to in writable() else None
     if origin is None or (to == "keras" and origin.checkpoint.format != to):
         return False
     remark(f"`{source}` was made of a checkpoint, and becomes one; for a program, say `--program`")
@@ -255,12 +255,12 @@ def _imported(
     force: bool,
 ) -> list[Path]:
     from onward.checkpoint import preview
-    from onward.checkpoint.importing import imported, plan
+    from onward.checkpoint.importing import apply_plan, plan
 
     place = target(source, output, "training", data=data, force=force or dry_run)
     with working(f"reading {source}"):
         planned = plan(source, like, **given)
-        made = imported(planned)
+        made = apply_plan(planned)
     if dry_run and as_json:
         print_json(preview.to_json(planned))
     elif dry_run:

@@ -82,9 +82,9 @@ def show(
 
 
 def _show_code(path: Path, as_json: bool) -> None:
-    from onward.checkpoint.opening import executed
+    from onward.checkpoint.opening import list_code
 
-    code, wrong = executed(path)
+    code, wrong = list_code(path)
     if as_json:
         print_json([each._asdict() for each in code])
     for each in () if as_json else code:

@@ -287,11 +287,11 @@ def _place(model: Path, output: Path, force: bool, origin: Path | None) -> Targe
 
 def _continued(origin: Path, model: Path, names: Path | None, stated: dict[str, Any]) -> Model:
     """The training model that goes on from a checkpoint."""
-    from onward.checkpoint.importing import imported, plan
+    from onward.checkpoint.importing import apply_plan, plan
 
     with working(f"reading {origin}"):
         planned = plan(origin, model, names=names_in(names) if names is not None else None, **stated)
-        made = imported(planned)
+        made = apply_plan(planned)
     for note in planned.notes:
         remark(note)
     return made

@@ -9,7 +9,7 @@ import onnx_ir as ir
 from onward.arguments import checked
 from onward.build import Builder, Expr, uncollected
 from onward.containers import content_type, is_optional, is_sequence
-from onward.differentiate.expand import expanded
+from onward.differentiate.expand import expand
 from onward.differentiate.functions import FunctionRules
 from onward.differentiate.gradients import lower_gradients
 from onward.differentiate.path import Find, way
@@ -47,7 +47,7 @@ def gradient(
     Functions of the model on the way are replaced by their bodies. With `keep_functions` they stay: each gets a twin
     that hands out what its gradient needs, `<Function>_forward`, and a gradient of its own, `<Function>_backward`.
     """
-    model, target, sources = _opened(source, y, xs, keep_functions)
+    model, target, sources = _open_model(source, y, xs, keep_functions)
     op, last = _builder(model)
     find = FunctionRules(model) if keep_functions else lookup
     grads = _pulled_back(op, target, op.filled_like(target, 1), sources, recompute, find)
@@ -61,7 +61,7 @@ def vjp(source: Source, y: str, xs: Sequence[str], *, recompute: Choice = None, 
 
     `recompute` and `keep_functions` are those of `gradient`.
     """
-    model, target, sources = _opened(source, y, xs, keep_functions)
+    model, target, sources = _open_model(source, y, xs, keep_functions)
     op, last = _builder(model)
     dy = ir.Value(name=op.names.fresh("dy"), type=content_type(target), shape=target.shape)
     model.graph.inputs.append(dy)
@@ -78,7 +78,7 @@ def jvp(source: Source, xs: Sequence[str], y: str) -> Model:
     Forward mode out of reverse mode: the gradients are linear in `dy`, so the derivative with respect to `dy` of their
     product with the directions is the derivative of y along the directions. Of `dy` itself only the shape may be left.
     """
-    model, target, sources = _opened(source, y, xs)
+    model, target, sources = _open_model(source, y, xs)
     graph, (op, last) = model.graph, _builder(model)
     dy = ir.Value(name=op.names.fresh("dy"), type=content_type(target), shape=target.shape)
     grads = _pulled_back(op, target, op(dy), sources)
@@ -97,7 +97,7 @@ def jvp(source: Source, xs: Sequence[str], y: str) -> Model:
     return model
 
 
-def _opened(
+def _open_model(
     source: Source, y: str, xs: Sequence[str], keep_functions: bool = False
 ) -> tuple[Model, ir.Value, list[ir.Value]]:
     model = of_one_opset(sound(read(source)), OLDEST_OPSET, COMMON_OPSET).copy()
@@ -107,7 +107,7 @@ def _opened(
     if missing:
         listed = ", ".join(f"`{name}`" for name in missing)
         raise UnknownNameError(f"there is no value {listed}", hint=near_or_first(missing[0], known))
-    model = expanded(lower_gradients(model), y, xs, keep_functions=keep_functions)
+    model = expand(lower_gradients(model), y, xs, keep_functions=keep_functions)
     known = {value.name: value for value in values(model.graph) if value.name}
     fill_in_types(model, known.values())
     if known[y].type is None:
@@ -148,7 +148,7 @@ def _finish(
     for x, grad in zip(xs, grads, strict=True):
         is_free = grad.value.producer() in new and not grad.value.is_graph_output()
         output = grad if is_free else op.Identity(grad)
-        output = _wrapped(op, output, x) if is_optional(x) else output.like(x)
+        output = _wrap_optional(op, output, x) if is_optional(x) else output.like(x)
         graph.outputs.append(output.named(f"{x.name}/grad").value)
     tidy(graph, nodes_after(last, graph))
     drop_unused_definitions(model)
@@ -165,7 +165,7 @@ def _inner_product(op: Builder, a: Expr, b: Expr) -> Expr:
     return _inner_product(op, op.ConcatFromSequence(some, axis=0, new_axis=1), op.scalar(1, a))
 
 
-def _wrapped(op: Builder, grad: Expr, x: ir.Value) -> Expr:
+def _wrap_optional(op: Builder, grad: Expr, x: ir.Value) -> Expr:
     """The gradient of what an Optional holds as an Optional: an empty one has an empty one."""
     some = op.subgraph(lambda inner: inner.Optional(grad))
     none = op.subgraph(lambda inner: inner.Identity(x))

@@ -19,7 +19,7 @@ from onward.transform.inline import has_body, inline_operators
 from onward.transform.types import fill_in_types_before
 
 
-def expanded(
+def expand(
     model: Model,
     y: str,
     xs: Iterable[str],

@@ -17,7 +17,7 @@ from onnx_ir.passes.common import InlinePass
 from onward.build import Builder, Expr, Names
 from onward.containers import content_type
 from onward.differentiate.backward_split import split_off
-from onward.differentiate.expand import expanded
+from onward.differentiate.expand import expand
 from onward.differentiate.path import way
 from onward.differentiate.sweep import pull_back
 from onward.errors import UnsupportedError
@@ -87,7 +87,7 @@ class FunctionRules:
         attributes = (ir.serde.serialize_attribute(attribute) for attribute in node.attributes.values())
         kind = (
             node.op_identifier(),
-            _described(node.inputs),
+            _signature_key(node.inputs),
             tuple(sorted(attribute.SerializeToString(deterministic=True) for attribute in attributes)),
             len(node.outputs),
             tuple(wanted),
@@ -105,7 +105,7 @@ class FunctionRules:
         model, formals = self._body(node)
         for i in given:
             output = model.graph.outputs[i].name or ""
-            model = expanded(model, output, [formals[x] for x in wanted], keep_functions=True)
+            model = expand(model, output, [formals[x] for x in wanted], keep_functions=True)
         known = {value.name: value for value in values(model.graph)}
         fill_in_types(model, known.values())
         inputs = [known[name] if name in known else ir.Value(name=name) for name in formals]
@@ -191,7 +191,7 @@ class FunctionRules:
 # ---- calls -----------------------------------------------------------------------------------------------------------
 
 
-def _described(inputs: Iterable[ir.Value | None]) -> tuple[object, ...]:
+def _signature_key(inputs: Iterable[ir.Value | None]) -> tuple[object, ...]:
     """What gradients of functions depend on. Of symbols among the sizes it only matters which are the same."""
     symbols: dict[object, str] = {}
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 import onnx_ir as ir
 
 from onward.build import Builder, Expr, twin, uncollected
-from onward.differentiate.expand import expanded
+from onward.differentiate.expand import expand
 from onward.differentiate.path import between, way
 from onward.differentiate.recompute import Choice, recomputation
 from onward.differentiate.sweep import pull_back
@@ -41,7 +41,7 @@ def lower_gradients(model: Model, *, recompute: Choice = None) -> Model:
         xs, y = strings(node, "xs"), string(node, "y")
         _check_names(node, scope)
         _fill_in_types_inside(model, scope, y)
-        model = expanded(model, y, xs, scope_in=_first_scope)
+        model = expand(model, y, xs, scope_in=_first_scope)
         _lower(model, *next(gradients_in(model.graph)), recompute)
     return model
 

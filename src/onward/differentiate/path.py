@@ -37,13 +37,13 @@ def way(y: ir.Value, xs: Iterable[ir.Value], find: Find = lookup, scope: Sequenc
     nodes = between(y, sources, scope)
     reached = {*sources, *(output for node in nodes for output in node.outputs)}
     for node in reversed(nodes):
-        for inner in (node, *_nested(node, reached)):
+        for inner in (node, *_nested_nodes(node, reached)):
             if find(inner) is None:
-                raise _explained(inner, node, y, sources, scope)
+                raise _explain_missing_rule(inner, node, y, sources, scope)
     return nodes
 
 
-def _nested(node: ir.Node, reached: Iterable[ir.Value]) -> Iterator[ir.Node]:
+def _nested_nodes(node: ir.Node, reached: Iterable[ir.Value]) -> Iterator[ir.Node]:
     """The nodes on the ways to the outputs of graphs nested in a node, from their inputs and from `reached`."""
     for graph in nested_graphs(node):
         sources = {
@@ -52,10 +52,10 @@ def _nested(node: ir.Node, reached: Iterable[ir.Value]) -> Iterator[ir.Node]:
         }
         for inner in dict.fromkeys(inner for output in graph.outputs for inner in between(output, sources)):
             yield inner
-            yield from _nested(inner, {*sources, *(output for known in graph for output in known.outputs)})
+            yield from _nested_nodes(inner, {*sources, *(output for known in graph for output in known.outputs)})
 
 
-def _explained(
+def _explain_missing_rule(
     node: ir.Node, outermost: ir.Node, y: ir.Value, xs: Iterable[ir.Value], scope: Sequence[ir.Graph]
 ) -> UnsupportedError:
     """`node` is `outermost`, or stands in a graph nested in it."""
@@ -65,11 +65,11 @@ def _explained(
     return UnsupportedError(
         f"no gradient rule for `{node.op_type}` (node `{node.name}`)\n"
         f"on the way from `{y.name}` to `{x.name}`: {steps}",
-        hint=f"write one with `@gradient({_named(node)})`, or do without the gradient of `{x.name}`",
+        hint=f"write one with `@gradient({_rule_name(node)})`, or do without the gradient of `{x.name}`",
     )
 
 
-def _named(node: ir.Node) -> str:
+def _rule_name(node: ir.Node) -> str:
     """How an operator is named in a rule for it."""
     domain = f', domain="{node.domain}"' if node.domain not in ("", "ai.onnx") else ""
     return f'"{node.op_type}"{domain}'

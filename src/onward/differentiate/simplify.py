@@ -40,7 +40,7 @@ def _transpose_of_product(node: ir.Node) -> None:
     product = _producer(node, "MatMul")
     if product is None or not _swaps_last(node) or len(product.outputs[0].uses()) > 1:
         return
-    a, b = (_untransposed(value) for value in product.inputs)
+    a, b = (_transpose_source(value) for value in product.inputs)
     other = product.inputs[1] if a is not None else product.inputs[0]
     if (a is None) == (b is None) or other is None or other.shape is None or product.outputs[0].is_graph_output():
         return  # with neither transposed, nothing would be gained
@@ -67,7 +67,7 @@ def _producer(node: ir.Node, op_type: str) -> ir.Node | None:
     return producer
 
 
-def _untransposed(value: ir.Value | None) -> ir.Value | None:
+def _transpose_source(value: ir.Value | None) -> ir.Value | None:
     """What `value` is the transpose of, in its last two axes."""
     producer = value.producer() if value is not None else None
     return producer.inputs[0] if producer is not None and _swaps_last(producer) else None

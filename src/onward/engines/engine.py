@@ -14,7 +14,7 @@ from onward.engines.endless_loops import refuse_endless_loops
 from onward.errors import DataError, UnknownNameError, UnsupportedError, near
 from onward.lowering.rounds import Steps, as_one_step, input_of_run, of_round
 from onward.model import Model
-from onward.model.state import State, carried, states
+from onward.model.state import State, carried_state, states
 
 Arrays = Mapping[str, np.ndarray]
 
@@ -40,7 +40,7 @@ class Engine(ABC):
         """Told when a step is compiled, which takes a while."""
         self._takes_tensors = False
         """Whether a batch may be on a device, as tensors of another framework."""
-        self._carried = {state.name: state.value for state in carried(self._one.model, self._one.index)}
+        self._carried = {state.name: state.value for state in carried_state(self._one.model, self._one.index)}
 
     @property
     def batches(self) -> int:

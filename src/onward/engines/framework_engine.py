@@ -27,7 +27,7 @@ from onward.lowering.rounds import Steps
 from onward.lowering.step import Manner, lower_for_engine
 from onward.model import Model
 from onward.model.core import as_input
-from onward.model.state import carried
+from onward.model.state import carried_state
 from onward.rules.quantization import rounds
 from onward.transform.inline import inline
 from onward.transform.opset import convert_opset
@@ -124,7 +124,7 @@ class Interpreted(Engine):
         self._rules = rules
         self._recompute = recompute
         self._state: Tensors = {
-            s.name: framework.copy(framework.tensor(s.array)) for s in carried(self._one.model, self._one.index)
+            s.name: framework.copy(framework.tensor(s.array)) for s in carried_state(self._one.model, self._one.index)
         }
         self._parts: dict[str, _Part] = {}
         part = self._part("step")

@@ -20,7 +20,7 @@ from onward.errors import InvalidModelError, RecipeError, UnsupportedError, list
 from onward.lowering.step import lower_for_engine
 from onward.model import Model, Source, Step, read
 from onward.model.functions import callees_first
-from onward.model.state import ROLE_KEY, redescribed
+from onward.model.state import ROLE_KEY, with_metadata
 from onward.model.walk import is_random
 from onward.recipe.random import new_key
 from onward.transform.unused import keep_only
@@ -85,7 +85,7 @@ def _fitting(name: str, new: ir.TensorProtocol, old: ir.TensorProtocol | None) -
             f"`{name}` is {_described(old)}, and the initialization makes {_described(new)} of it",
             hint="`onward check` says all that is wrong",
         )
-    return redescribed(new, dict(old.metadata_props), old)
+    return with_metadata(new, dict(old.metadata_props), old)
 
 
 def _described(tensor: ir.TensorProtocol) -> str:
@@ -136,7 +136,7 @@ def reseeded(source: Model, seed: int) -> Model:
     for value in keys:
         old = value.const_value
         assert old is not None
-        value.const_value = redescribed(ir.Tensor(new_key(seed)), dict(old.metadata_props), old)
+        value.const_value = with_metadata(ir.Tensor(new_key(seed)), dict(old.metadata_props), old)
     nodes = [(index, node) for index, step in enumerate(model.steps) for node in _drawing(model, step)]
     for index, node in nodes:
         node.attributes.add(ir.AttrFloat32("seed", _number(f"{seed}/{index}/{node.outputs[0].name}")))

@@ -17,7 +17,7 @@ from onward.inspect.training import describe_step
 from onward.inspect.values import nested, port
 from onward.model import Model, Source, read
 from onward.model.preserved_fields import SparseTensor
-from onward.recipe.folded_layers import folded
+from onward.recipe.folded_layers import folding_remarks
 
 FORMAT = 1
 """The version of the JSON form. New keys may come without a new one; none goes or changes its meaning."""
@@ -104,7 +104,7 @@ def _summary(model: Model) -> Summary:
         inputs=tuple(port(value) for value in model.inputs),
         outputs=tuple(port(value) for value in model.outputs),
         parameters={role: Amount.of(w for w in found if w.role == role) for role in ROLES},
-        remarks=tuple(folded(model)),
+        remarks=tuple(folding_remarks(model)),
         weights=found,
         steps=steps,
     )

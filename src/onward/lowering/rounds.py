@@ -22,7 +22,7 @@ from onward.lowering.dependencies import Flow
 from onward.model import Model, Step
 from onward.model.core import all_names, is_gradient, string, strings, values
 from onward.model.gradient_names import append_inputs, rename_in_gradients, tie, untie
-from onward.model.state import carried, redescribed
+from onward.model.state import carried_state, with_metadata
 from onward.model.walk import ancestors, descendants, read_by
 
 T = TypeVar("T")
@@ -251,7 +251,7 @@ class _Round:
         assert tensor is not None
         name = self._names.fresh(value.name or "")
         if name != value.name:
-            tensor = redescribed(tensor, dict(tensor.metadata_props))
+            tensor = with_metadata(tensor, dict(tensor.metadata_props))
             tensor.name = name
         made = ir.Value(name=name, type=value.type, shape=value.shape, const_value=tensor)
         self._algorithm.register_initializer(made)
@@ -304,5 +304,5 @@ def _mean(op: Builder, found: Sequence[ir.Value]) -> Expr:
 
 
 def _loss_of(model: Model, index: int) -> str | None:
-    flow = Flow(Model(model.combined(index)), model.step(index), carried(model, index))
+    flow = Flow(Model(model.combined(index)), model.step(index), carried_state(model, index))
     return flow.loss(flow.metrics)

@@ -33,7 +33,7 @@ from onward.model import Model, Source, read
 from onward.model.core import as_input, values
 from onward.model.gradient_names import tie, untie
 from onward.model.signature import sound
-from onward.model.state import carried, states
+from onward.model.state import carried_state, states
 from onward.rules import RULES
 from onward.transform import linear
 from onward.transform.inline import inline_calls
@@ -215,7 +215,7 @@ def _initialization(model: Model, index: int, manner: Manner) -> Made:
 
 def _state(model: Model, index: int, manner: Manner) -> Made:
     graph = ir.Graph([], [], nodes=[], opset_imports={"": model.opset}, name="state")
-    stored = carried(model, index)
+    stored = carried_state(model, index)
     op = Builder(graph, opset=model.opset, names=Names(state.name for state in stored))
     for state in stored:
         tensor = state.value.const_value
@@ -257,7 +257,7 @@ def _opened(model: Model, index: int) -> Flow:
     combined = Model(model.combined(index))
     give_two_axes(combined.ir)
     tie(combined.graph)
-    graph, state = combined.graph, carried(model, index)
+    graph, state = combined.graph, carried_state(model, index)
     graph.inputs[:] = [value for value in graph.inputs if not value.is_initializer()]
     for name in (s.name for s in state):
         as_input(graph, name)

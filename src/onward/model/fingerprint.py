@@ -36,10 +36,10 @@ def _graph(graph: GraphProto) -> Iterator[object]:
             yield from _type(value.type)
     yield from ("initializer", len(graph.initializer))
     for tensor in sorted(graph.initializer, key=lambda tensor: tensor.name):  # their order means nothing
-        yield from (tensor.name, tensor.data_type, *_counted(tensor.dims))
+        yield from (tensor.name, tensor.data_type, *_count_values(tensor.dims))
     yield from ("sparse_initializer", len(graph.sparse_initializer))
     for sparse in sorted(graph.sparse_initializer, key=lambda sparse: sparse.values.name):
-        yield from (sparse.values.name, sparse.values.data_type, *_counted(sparse.dims))
+        yield from (sparse.values.name, sparse.values.data_type, *_count_values(sparse.dims))
     yield from ("node", len(graph.node))
     for node in graph.node:
         yield from _node(node)
@@ -51,7 +51,7 @@ def _type(proto: TypeProto) -> Iterator[object]:
         return
     yield proto.tensor_type.elem_type
     if proto.tensor_type.HasField("shape"):
-        yield from _counted([_dim(dim) for dim in proto.tensor_type.shape.dim])
+        yield from _count_values([_dim(dim) for dim in proto.tensor_type.shape.dim])
 
 
 def _dim(dim: TensorShapeProto.Dimension) -> object:
@@ -60,8 +60,8 @@ def _dim(dim: TensorShapeProto.Dimension) -> object:
 
 def _node(node: NodeProto) -> Iterator[object]:
     yield from ("" if node.domain == "ai.onnx" else node.domain, node.op_type, node.overload)
-    yield from _counted(_without_trailing_gaps(node.input))
-    yield from _counted(_without_trailing_gaps(node.output))
+    yield from _count_values(_without_trailing_gaps(node.input))
+    yield from _count_values(_without_trailing_gaps(node.output))
     yield len(node.attribute)
     for attribute in sorted(node.attribute, key=lambda attribute: attribute.name):
         yield from _attribute(attribute)
@@ -70,14 +70,14 @@ def _node(node: NodeProto) -> Iterator[object]:
 def _attribute(attribute: AttributeProto) -> Iterator[object]:
     yield from (attribute.name, attribute.ref_attr_name, repr(attribute.f), attribute.i, attribute.s)
     for values in (attribute.floats, attribute.ints, attribute.strings):
-        yield from _counted(values)
+        yield from _count_values(values)
     for tensor in (*((attribute.t,) if attribute.HasField("t") else ()), *attribute.tensors):
-        yield from (tensor.data_type, *_counted(tensor.dims))
+        yield from (tensor.data_type, *_count_values(tensor.dims))
     for graph in (*((attribute.g,) if attribute.HasField("g") else ()), *attribute.graphs):
         yield from _graph(graph)
 
 
-def _counted(values: Sequence[object]) -> tuple[object, ...]:
+def _count_values(values: Sequence[object]) -> tuple[object, ...]:
     return len(values), *values
 
 

@@ -60,15 +60,15 @@ def set_aside(proto: ModelProto) -> Residue:
 
 def graphs(proto: ModelProto) -> Iterator[tuple[tuple[object, ...], GraphProto]]:
     """Every graph of a model with a path that names its place: inference, algorithms, initializations, nested ones."""
-    yield from _nested(("graph",), proto.graph)
+    yield from _nested_graphs(("graph",), proto.graph)
     for i, step in enumerate(proto.training_info):
-        yield from _nested(("algorithm", i), step.algorithm)
-        yield from _nested(("initialization", i), step.initialization)
+        yield from _nested_graphs(("algorithm", i), step.algorithm)
+        yield from _nested_graphs(("initialization", i), step.initialization)
     for i, function in enumerate(proto.functions):
         yield from _nested_in_nodes(("function", i), function.node)
 
 
-def _nested(path: tuple[object, ...], graph: GraphProto) -> Iterator[tuple[tuple[object, ...], GraphProto]]:
+def _nested_graphs(path: tuple[object, ...], graph: GraphProto) -> Iterator[tuple[tuple[object, ...], GraphProto]]:
     yield path, graph
     yield from _nested_in_nodes(path, graph.node)
 
@@ -77,10 +77,10 @@ def _nested_in_nodes(path: tuple[object, ...], nodes: Any) -> Iterator[tuple[tup
     for i, node in enumerate(nodes):
         for attribute in node.attribute:
             if attribute.type == AttributeProto.GRAPH:
-                yield from _nested((*path, i, attribute.name, 0), attribute.g)
+                yield from _nested_graphs((*path, i, attribute.name, 0), attribute.g)
             elif attribute.type == AttributeProto.GRAPHS:
                 for k, graph in enumerate(attribute.graphs):
-                    yield from _nested((*path, i, attribute.name, k), graph)
+                    yield from _nested_graphs((*path, i, attribute.name, k), graph)
 
 
 def _set_aside_graph(graph: GraphProto, path: tuple[object, ...], residue: Residue) -> None:

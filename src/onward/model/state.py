@@ -80,7 +80,7 @@ def all_states(model: Model) -> list[State]:
     return list({state.value: state for state in found}.values())
 
 
-def carried(model: Model, index: int = 0) -> list[State]:
+def carried_state(model: Model, index: int = 0) -> list[State]:
     """The state of a step, and weights that it may read while other steps change or initialise them."""
     own = states(model, index)
     names = {state.name for state in own}
@@ -120,19 +120,19 @@ def hyperparameters(model: Model, index: int = 0) -> dict[str, float]:
     return found
 
 
-def tagged(tensor: ir.TensorProtocol, **tags: str | None) -> ir.TensorProtocol:
+def with_tags(tensor: ir.TensorProtocol, **tags: str | None) -> ir.TensorProtocol:
     """The same data with `train.*` tags: role, param, slot, group. The tensor itself, which others may share, stays."""
     added = {f"{_TAG}{key}": value for key, value in tags.items() if value is not None}
-    return redescribed(tensor, {**tensor.metadata_props, **added})
+    return with_metadata(tensor, {**tensor.metadata_props, **added})
 
 
-def untagged(tensor: ir.TensorProtocol) -> ir.TensorProtocol:
+def without_tags(tensor: ir.TensorProtocol) -> ir.TensorProtocol:
     """The same data without `train.*` tags, for copies that are not the state that the tags speak of."""
     kept = {key: value for key, value in tensor.metadata_props.items() if not key.startswith(_TAG)}
-    return tensor if len(kept) == len(tensor.metadata_props) else redescribed(tensor, kept)
+    return tensor if len(kept) == len(tensor.metadata_props) else with_metadata(tensor, kept)
 
 
-def redescribed(
+def with_metadata(
     tensor: ir.TensorProtocol, metadata: dict[str, str], like: ir.TensorProtocol | None = None
 ) -> ir.TensorProtocol:
     """The same data where they are, with other metadata; under the name of another tensor, if there is one."""

@@ -12,7 +12,7 @@ import onnx_ir as ir
 from onward.build import Builder, Expr, Names, function
 from onward.errors import RecipeError
 from onward.model import Model, Step
-from onward.model.state import tagged
+from onward.model.state import with_tags
 from onward.recipe import random
 
 METADATA_IR_VERSION = 10
@@ -49,7 +49,7 @@ class Assembly:
         """A number that can be edited in the file without touching a node; one name gives one tensor."""
         if name not in self._own:
             tensor = ir.Tensor(np.asarray(number, np.float64))
-            self._register(name, tagged(tensor, role="hyper", group=group))
+            self._register(name, with_tags(tensor, role="hyper", group=group))
         return self.op(self.values[name])
 
     def state(
@@ -64,7 +64,7 @@ class Assembly:
         group: str | None = None,
     ) -> Expr:
         """A state variable of the step's own, with the expression that it is reset to."""
-        value = self._register(name, tagged(tensor, role=role, param=param, slot=slot, group=group))
+        value = self._register(name, with_tags(tensor, role=role, param=param, slot=slot, group=group))
         self.reset(value, initial)
         return self.op(value)
 
@@ -113,7 +113,7 @@ class Assembly:
     def seed_key(self) -> Expr:
         """The key of the seed in the initialization, where whoever wants other numbers puts that of another."""
         if self._seed_key is None:
-            self._seed_key = self.init(registered(self.init, "seed", tagged(self._seed, role="rng")))
+            self._seed_key = self.init(register(self.init, "seed", with_tags(self._seed, role="rng")))
         return self._seed_key
 
     def fact(self, key: str, value: Any) -> None:
@@ -134,12 +134,12 @@ class Assembly:
                 f"the model trains a tensor `{name}`, and so would training call one of its own",
                 hint=f"give the model's another name first: `onward rename MODEL {name}={name}_of_model`",
             )
-        value = self.values[name] = registered(self.op, name, tensor)
+        value = self.values[name] = register(self.op, name, tensor)
         tensor.name = value.name
         return value
 
 
-def registered(op: Builder, name: str, tensor: ir.TensorProtocol) -> ir.Value:
+def register(op: Builder, name: str, tensor: ir.TensorProtocol) -> ir.Value:
     """A tensor as an initializer of the graph that is built, of that name or one like it."""
     kind, shape = ir.TensorType(tensor.dtype), ir.Shape(tensor.shape.numpy())
     value = ir.Value(name=op.names.fresh(name), type=kind, shape=shape, const_value=tensor)
@@ -153,7 +153,7 @@ def moving_average(op: Builder, old: Expr, new: Expr, decay: Expr) -> Expr:
     return old * op.CastLike(decay, old) + new * op.CastLike(1.0 - decay, old)
 
 
-def filled(number: float, dtype: ir.DataType, shape: tuple[int, ...]) -> ir.Tensor:
+def full_tensor(number: float, dtype: ir.DataType, shape: tuple[int, ...]) -> ir.Tensor:
     """A tensor of one repeated number, which takes no memory until it is written."""
     return ir.Tensor(np.broadcast_to(np.asarray(number).astype(dtype.numpy()), shape), dtype=dtype)
 

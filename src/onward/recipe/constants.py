@@ -8,7 +8,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onward.model import Model
-from onward.model.state import redescribed
+from onward.model.state import with_metadata
 from onward.transform.quantised import open_up
 
 _BLOCK = 1 << 22
@@ -95,7 +95,7 @@ def lift(model: Model, value: ir.Value) -> str:
     else:
         value.graph.initializers.pop(name)  # type: ignore[union-attr]
     lifted.name = model.names().fresh(name)
-    lifted.const_value = _named(lifted.name, tensor)
+    lifted.const_value = _under_name(lifted.name, tensor)
     model.graph.register_initializer(lifted)
     return lifted.name
 
@@ -131,10 +131,10 @@ def _evaluate(node: ir.Node) -> ir.TensorProtocol:
     """The value of a node whose inputs are constants."""
     name = node.outputs[0].name
     if (tensor := tensor_in(node)) is not None:
-        return _named(name, tensor)
+        return _under_name(name, tensor)
     tensors = [constant_tensor(value) for value in node.inputs]
     if node.op_type == "Identity":
-        return _named(name, tensors[0])  # type: ignore[arg-type]
+        return _under_name(name, tensors[0])  # type: ignore[arg-type]
     if node.op_type == "ConstantOfShape":
         fill = node.attributes["value"].as_tensor().numpy().item() if "value" in node.attributes else 0.0
         dtype = node.attributes["value"].as_tensor().dtype if "value" in node.attributes else ir.DataType.FLOAT
@@ -144,9 +144,9 @@ def _evaluate(node: ir.Node) -> ir.TensorProtocol:
     return _run(node, tensors)
 
 
-def _named(name: str | None, tensor: ir.TensorProtocol) -> ir.TensorProtocol:
+def _under_name(name: str | None, tensor: ir.TensorProtocol) -> ir.TensorProtocol:
     """The same numbers, where they are, under another name."""
-    made = redescribed(tensor, {})
+    made = with_metadata(tensor, {})
     made.name = name
     return made
 

@@ -73,7 +73,7 @@ class Distillation:
     def students(self, model: Model, predictions: Sequence[ir.Value]) -> list[ir.Value]:
         """The values of the inference graph that each term looks at: those that are named, else that of the loss."""
         default = predictions[0] if predictions else None
-        found = [_named(model, term.student, "the model", default) for term in self.terms]
+        found = [_find_value(model, term.student, "the model", default) for term in self.terms]
         fill_in_types(model, found)
         return found
 
@@ -127,7 +127,7 @@ def _term(spec: Spec, weight: float) -> Term:
     return Term(Spec(spec.name, options), own["student"], own["teacher"], float(weight))
 
 
-def _named(model: Model, name: str | None, whose: str, default: ir.Value | None) -> ir.Value:
+def _find_value(model: Model, name: str | None, whose: str, default: ir.Value | None) -> ir.Value:
     known = {value.name: value for value in values(model.graph) if value.name}
     if name is not None:
         if name not in known:
@@ -148,7 +148,7 @@ def _outputs(model: Model) -> str:
 def _counterpart(teacher: Model, term: Term, student: ir.Value) -> str:
     """The teacher's value for a term: the one that is named, that of the same name, or the only output."""
     same = next((value for value in teacher.outputs if value.name == student.name), None)
-    return _named(teacher, term.teacher, "the teacher", same).name or ""
+    return _find_value(teacher, term.teacher, "the teacher", same).name or ""
 
 
 # ---- the teacher in the step -----------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ def embed(assembly: Assembly, model: Model, sources: Mapping[ir.Value, ir.Value]
     """Move the nodes and constants of a model, which is used up, into the algorithm, where its inputs are `sources`."""
     for value, source in sources.items():
         value.replace_all_uses_with(source)
-    nodes, constants = emptied(model.graph)
+    nodes, constants = take_apart(model.graph)
     for constant in constants:
         constant.name = assembly.op.names.fresh(constant.name or "constant")
         assembly.step.algorithm.register_initializer(constant)
@@ -27,7 +27,7 @@ def embed(assembly: Assembly, model: Model, sources: Mapping[ir.Value, ir.Value]
         assembly.model.ir.opset_imports.setdefault(domain, version)
 
 
-def emptied(graph: ir.Graph) -> tuple[list[ir.Node], list[ir.Value]]:
+def take_apart(graph: ir.Graph) -> tuple[list[ir.Node], list[ir.Value]]:
     """The nodes and constants of a graph that is used up: they belong to none, and can be put into another."""
     nodes, constants = list(graph), list(graph.initializers.values())
     graph.inputs.clear()

@@ -19,7 +19,7 @@ _RESIDUAL_BLOCKS = 3
 _AGAIN = "export it again in training mode, without the exporter's optimizations"
 
 
-def folded(model: Model) -> Iterator[str]:
+def folding_remarks(model: Model) -> Iterator[str]:
     """A sentence for each thing that looks as if it was folded away."""
     nodes = list(model.graph)
     operators = {node.op_type for node in nodes}

@@ -18,12 +18,12 @@ from onward.arguments import Count, Seed, checked
 from onward.errors import RecipeError, UnsupportedError
 from onward.model import Model, Source, read
 from onward.model.signature import sound
-from onward.model.state import tagged
+from onward.model.state import with_tags
 from onward.recipe.assembly import METADATA_IR_VERSION
 from onward.recipe.constants import constant_tensor, expose
 from onward.recipe.initialize import INITIALIZERS
 from onward.recipe.layers import Layer, downstream, find_head
-from onward.recipe.reset import drawn
+from onward.recipe.reset import draw_initial_value
 from onward.recipe.spec import Spec, parse
 from onward.recipe.trainable import HEAD
 from onward.shapes import constant_ints
@@ -61,7 +61,7 @@ def replace_head(
     after = [] if classes == old else list(_follow(changed, head))
     _check_readers(after, old, bias[1] if bias else None)
     axis = 0 if head.units_first else 1
-    _redraw(changed, head.weight, _resized(head.shape, axis, classes), _with_layout(init, head), seed)
+    _redraw(changed, head.weight, _resize_axis(head.shape, axis, classes), _with_layout(init, head), seed)
     if bias and (tensor := constant_tensor(bias[0])) is not None and tensor.size == old:
         shape = tuple(classes if size == old else size for size in tensor.shape.numpy())
         _redraw(changed, bias[0], shape, bias_init, seed)
@@ -134,7 +134,7 @@ def _check_readers(after: list[ir.Node], old: int, bias_node: ir.Node | None) ->
 # ---- changing it -----------------------------------------------------------------------------------------------------
 
 
-def _resized(shape: tuple[int, ...], axis: int, size: int) -> tuple[int, ...]:
+def _resize_axis(shape: tuple[int, ...], axis: int, size: int) -> tuple[int, ...]:
     return (*shape[:axis], size, *shape[axis + 1 :])
 
 
@@ -150,8 +150,8 @@ def _with_layout(init: _Init, head: Layer) -> Spec:
 def _redraw(model: Model, value: ir.Value, shape: tuple[int, ...], init: _Init, seed: int) -> None:
     stored = expose(model.graph, value)
     assert stored.const_value is not None and stored.name is not None
-    tensor = drawn(stored.name, stored.const_value.dtype, shape, init, seed)
-    stored.const_value = tagged(tensor, role="parameter", slot=HEAD)
+    tensor = draw_initial_value(stored.name, stored.const_value.dtype, shape, init, seed)
+    stored.const_value = with_tags(tensor, role="parameter", slot=HEAD)
     stored.shape = ir.Shape(shape)
 
 

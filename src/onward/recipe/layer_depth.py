@@ -23,7 +23,7 @@ from onward.recipe.optimizers.groups import Group
 _FIRST, _LAST = "first", "last"
 
 
-def layered(groups: Sequence[Group], graph: ir.Graph, decay: float) -> list[Group]:
+def divide_by_depth(groups: Sequence[Group], graph: ir.Graph, decay: float) -> list[Group]:
     """The groups divided by depth: the rate of a block is `decay` times that of the block after it."""
     whole = [group.optimizer.name for group in groups if isinstance(group.optimizer, FunctionOptimizer)]
     if whole:

@@ -18,7 +18,7 @@ from onward.recipe.assembly import Assembly
 from onward.recipe.embed import embed
 from onward.recipe.losses import LOSSES
 from onward.recipe.losses import loss as named_loss
-from onward.recipe.spec import Spec, addressed, parse
+from onward.recipe.spec import Spec, parse, split_address
 from onward.transform.linear import tensor_of
 from onward.transform.names import add_prefix
 from onward.transform.opset import convert_opset
@@ -60,7 +60,7 @@ def terms(loss: Any) -> list[Term]:
         return [Term(Spec("custom", {"file": os.path.basename(loss)}), custom=loss)]
     output = None
     if isinstance(loss, str):
-        output, loss = addressed(loss, {*LOSSES, _EXISTING})  # `logits=cross_entropy:label_smoothing=0.1`
+        output, loss = split_address(loss, {*LOSSES, _EXISTING})  # `logits=cross_entropy:label_smoothing=0.1`
     if isinstance(loss, str) and loss.startswith(f"{_EXISTING}:"):
         return [Term(Spec(_EXISTING, {"name": loss.partition(":")[2]}), output=loss.partition(":")[2])]
     spec = parse(loss)
@@ -118,7 +118,7 @@ def build(
         elif term.spec.name == _EXISTING:
             result, inputs = prediction, []
         else:
-            result, inputs = _named(assembly, term, prediction, value)
+            result, inputs = _add_named_loss(assembly, term, prediction, value)
         if result.value.shape is not None and len(result.value.shape) and any(d != 1 for d in result.value.shape):
             raise RecipeError(
                 f"the loss `{term.spec.name}` gives a tensor of shape {result.value.shape}, not one number",
@@ -134,7 +134,7 @@ def build(
     return total
 
 
-def _named(assembly: Assembly, term: Term, prediction: Expr, value: ir.Value) -> tuple[Expr, list[str]]:
+def _add_named_loss(assembly: Assembly, term: Term, prediction: Expr, value: ir.Value) -> tuple[Expr, list[str]]:
     loss = named_loss(term.spec.name)
     options = dict(term.spec.options)
     if options.get("reduction", "") in (None, "none"):

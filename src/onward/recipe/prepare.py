@@ -23,7 +23,7 @@ from onward.recipe.constants import in_bodies, lift, separate_merged
 from onward.recipe.distill import Distillation
 from onward.recipe.forward import Variance, bind_statistics, functions_to_inline, training_forward
 from onward.recipe.head import replace_head
-from onward.recipe.layer_depth import layered
+from onward.recipe.layer_depth import divide_by_depth
 from onward.recipe.linear import open_linear
 from onward.recipe.lora import add_lora
 from onward.recipe.optimizers.graph_optimizer import FunctionOptimizer
@@ -87,7 +87,7 @@ class Recipe:
                 hint="strip it first (`onward strip`), or add a second step with `append=True` (`--append`)",
             )
         model, teaching = self._adapted(model), self._distillation()
-        before = preprocessing.opened(self.preprocess)
+        before = preprocessing.open_preprocessing(self.preprocess)
         optimizer = given_optimizer(self.optimizer)
         needed = (preprocessing.opset_of(before), opset_of(optimizer, self.groups))
         model = _at_common_opset(model, max(teaching.opset if teaching else 0, *needed))
@@ -112,13 +112,13 @@ class Recipe:
         varied = preprocessing.by_input(model, self.augment) if self.augment else {}
         entries = preprocessing.put_before(model, before)  # now that it is known what is trained: nothing of this
         assembly = Assembly(model, self.seed, name=self.name or f"training{len(model.steps) or ''}")
-        changed = preprocessing.augmented(assembly, entries, varied)
+        changed = preprocessing.append_augmentation(assembly, entries, varied)
         trained = training_forward(assembly, watched, selection.choices, self.variance, changed)
         loss: Expr | None = None
         if summands:
             loss = objective.scalar(objective.build(assembly, summands, predictions, trained))
         if teaching:
-            loss = teaching.add(assembly, loss, students, trained, _seen(model, entries, trained))
+            loss = teaching.add(assembly, loss, students, trained, _inputs_in_training(model, entries, trained))
         assert loss is not None
         loss = assembly.metric("loss", loss)
         check_patterns(self.init, selection.parameters)
@@ -157,7 +157,7 @@ class Recipe:
 
     def _train(self, assembly: Assembly, selection: Selection, loss: Expr, chosen: list[Group]) -> None:
         if self.lr_decay is not None:
-            chosen = layered(chosen, assembly.model.graph, self.lr_decay)
+            chosen = divide_by_depth(chosen, assembly.model.graph, self.lr_decay)
         update = Update(
             assembly,
             chosen,
@@ -219,7 +219,7 @@ def _at_common_opset(model: Model, least: int) -> Model:
     return convert_opset(model, max(model.opset, least))
 
 
-def _seen(
+def _inputs_in_training(
     model: Model, entries: Mapping[str, preprocessing.Entry], trained: Mapping[ir.Value, ir.Value]
 ) -> dict[str, ir.Value]:
     """What the model gets of its inputs in training, where that is not what is fed."""

@@ -127,7 +127,7 @@ def _range(op: Builder, start: Expr | np.int64, limit: Expr) -> Expr:
 
 def uniform(op: Builder, key: Expr, shape: Expr, dtype: ir.DataType = FLOAT) -> Expr:
     """Numbers in [0, 1), equally likely: the multiples of 2^-23 (float32) or 2^-52 (float64)."""
-    return _call(op, _uniform_float if _checked(dtype) == FLOAT else _uniform_double, dtype, key, shape)
+    return _call(op, _uniform_float if _check_dtype(dtype) == FLOAT else _uniform_double, dtype, key, shape)
 
 
 def normal(op: Builder, key: Expr, shape: Expr, dtype: ir.DataType = FLOAT) -> Expr:
@@ -135,7 +135,7 @@ def normal(op: Builder, key: Expr, shape: Expr, dtype: ir.DataType = FLOAT) -> E
 
     Those of `jax.random.normal`, but for rounding: quantiles are good to 1e-15 here, whatever the type of the result.
     """
-    smallest = 2.0**-25 if _checked(dtype) == FLOAT else 2.0**-54
+    smallest = 2.0**-25 if _check_dtype(dtype) == FLOAT else 2.0**-54
     return _quantiles(op, uniform(op, key, shape, dtype), smallest - 0.5, 1.0)
 
 
@@ -144,7 +144,7 @@ def truncated_normal(
 ) -> Expr:
     """Numbers as of `normal`, but only such as lie between `lower` and `upper`; one uniform number each."""
     low, high = (math.erf(bound / math.sqrt(2)) / 2 for bound in (lower, upper))
-    return _quantiles(op, uniform(op, key, shape, _checked(dtype)), low, high - low)
+    return _quantiles(op, uniform(op, key, shape, _check_dtype(dtype)), low, high - low)
 
 
 def bernoulli_mask(op: Builder, key: Expr, shape: Expr, p: float | Expr) -> Expr:
@@ -215,7 +215,7 @@ def _call(op: Builder, made_by: Function, dtype: ir.DataType, *inputs: Any) -> E
     return result
 
 
-def _checked(dtype: ir.DataType) -> ir.DataType:
+def _check_dtype(dtype: ir.DataType) -> ir.DataType:
     if dtype not in (FLOAT, DOUBLE):
         raise RecipeError(f"random numbers of type {dtype} are not made directly", hint="make float32 and cast them")
     return dtype

@@ -10,9 +10,9 @@ import onnx_ir as ir
 
 from onward.build import Builder, Expr
 from onward.errors import UnknownNameError, near_or_first
-from onward.model.state import untagged
+from onward.model.state import without_tags
 from onward.recipe import random
-from onward.recipe.assembly import Assembly, registered
+from onward.recipe.assembly import Assembly, register
 from onward.recipe.initialize import initializer
 from onward.recipe.spec import Spec, parse
 from onward.recipe.trainable import matching
@@ -34,13 +34,13 @@ def bind_initial_value(assembly: Assembly, value: ir.Value, init: str | Mapping[
     """Give a state variable of the inference graph its initialization binding."""
     spec = _spec_for(value.name or "", init)
     if spec.name == _FILE:
-        assembly.reset(value, lambda op: _stored(op, value))
+        assembly.reset(value, lambda op: _copy_of_stored(op, value))
         return
     key = assembly.seed_key()
     assembly.reset(value, lambda op: _fresh(op, value, spec, key))
 
 
-def drawn(
+def draw_initial_value(
     name: str, dtype: ir.DataType, shape: tuple[int, ...], init: str | Mapping[str, Any] | Spec, seed: int
 ) -> ir.Tensor:
     """What a parameter of that name is reset to by an initialiser, as a tensor."""
@@ -69,7 +69,7 @@ def _spec_for(name: str, init: str | Mapping[str, Any]) -> Spec:
     return parse(init)
 
 
-def _stored(op: Builder, value: ir.Value) -> Expr:
+def _copy_of_stored(op: Builder, value: ir.Value) -> Expr:
     """A copy of the parameter as it is now; where its data is outside the file, both refer to the same bytes."""
     assert value.const_value is not None
-    return op.Identity(op(registered(op, value.name or "", untagged(value.const_value))))
+    return op.Identity(op(register(op, value.name or "", without_tags(value.const_value))))

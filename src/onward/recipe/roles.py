@@ -51,12 +51,12 @@ def _by_other_names(patterns: Iterable[str], known: Mapping[str, tuple[ir.Value,
     unknown = [pattern for pattern in patterns if not matching([pattern], known)]
     if not unknown:
         return {}
-    called = {name: list(_handed_on(value)) for name, (value, _) in known.items()}
+    called = {name: list(_later_names(value)) for name, (value, _) in known.items()}
     found = {p: {name for name, others in called.items() if matching([p], others)} for p in unknown}
     return {pattern: names for pattern, names in found.items() if names}
 
 
-def _handed_on(value: ir.Value) -> Iterator[str]:
+def _later_names(value: ir.Value) -> Iterator[str]:
     """What a tensor is called after nodes that do nothing but hand it on."""
     readers = value.consumers()
     while len(readers) == 1 and readers[0].op_type in _HAND_ON:

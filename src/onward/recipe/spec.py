@@ -47,7 +47,7 @@ def parse(text: str | Mapping[str, Any] | Spec) -> Spec:
     return Spec(name.strip(), parse_options(rest, text))
 
 
-def addressed(text: str, known: Container[str]) -> tuple[str | None, str]:
+def split_address(text: str, known: Container[str]) -> tuple[str | None, str]:
     """`NAME=SPEC` as both, or None and a spec for all; specs begin with a known word, or names hold no colon.
 
     Names may hold colons and equals signs themselves, as those of TensorFlow do: `Identity:0=cross_entropy`.

@@ -28,7 +28,7 @@ def unsuitable(summands: Sequence[Term], predictions: Sequence[ir.Value]) -> Ite
     """A sentence for each loss that looks at probabilities where it is for scores, or the other way round."""
     for term, value in zip(summands, predictions, strict=True):
         known = LOSSES.get(term.spec.name)
-        made_by = _made_by(value)
+        made_by = _producer(value)
         if made_by is None or known is None or term.custom is not None:
             continue
         instead = _NOT_FOR_PROBABILITIES.get((known.name, made_by.op_type))
@@ -45,7 +45,7 @@ def unsuitable(summands: Sequence[Term], predictions: Sequence[ir.Value]) -> Ite
             )
 
 
-def _made_by(value: ir.Value) -> ir.Node | None:
+def _producer(value: ir.Value) -> ir.Node | None:
     """The operator that computes a value, looking through those that hand it on."""
     node = value.producer()
     while node is not None and node.op_type in _HANDED_ON and node.inputs and node.inputs[0] is not None:

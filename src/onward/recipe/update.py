@@ -15,8 +15,8 @@ import onnx_ir as ir
 from onward.build import Builder, Expr
 from onward.errors import RecipeError
 from onward.model.state import STEP
-from onward.recipe.assembly import Assembly, fill, filled, moving_average
-from onward.recipe.optimizers.append import declared, like_target
+from onward.recipe.assembly import Assembly, fill, full_tensor, moving_average
+from onward.recipe.optimizers.append import declare_state, like_target
 from onward.recipe.optimizers.clip import clip_by_global_norm, clip_by_norm, clip_by_value
 from onward.recipe.optimizers.groups import Group
 from onward.recipe.optimizers.sixteen_bit import HALVES
@@ -56,7 +56,7 @@ class Update:
         self._scale = self._declare_scale(loss_scale)
         self._masters = self._declare_masters(master_weights)
         targets = {value: self._target(value) for value in self.parameters}
-        self._appended = {group.name: declared(assembly, group, targets) for group in groups}
+        self._appended = {group.name: declare_state(assembly, group, targets) for group in groups}
         self._step = self._counter(STEP)
         self._rates = self._learning_rates(schedule)
         self._ema = self._declare_ema(ema)
@@ -203,7 +203,7 @@ class Update:
             name = f"accum/{value.name}"
             total = g + self.assembly.state(
                 name,
-                filled(0.0, dtype, shape),
+                full_tensor(0.0, dtype, shape),
                 lambda op, dtype=dtype, shape=shape: fill(op, 0.0, dtype, shape),  # type: ignore[misc]
                 role="accum",
                 param=value.name,

@@ -6,7 +6,7 @@ import onnx_ir as ir
 
 from onward.errors import UnsupportedError
 from onward.model import Model
-from onward.model.state import all_states, redescribed
+from onward.model.state import all_states, with_metadata
 from onward.recipe.constants import tensor_in
 from onward.recipe.lora import merge_lora
 from onward.recipe.lora.adapters import adapters
@@ -75,4 +75,4 @@ def _is_alike(a: ir.TensorProtocol, b: ir.TensorProtocol) -> bool:
 
 def _described_as(old: ir.TensorProtocol, new: ir.TensorProtocol) -> ir.TensorProtocol:
     """The new numbers under the old name, with what was said about the old ones."""
-    return redescribed(new, dict(old.metadata_props), like=old)
+    return with_metadata(new, dict(old.metadata_props), like=old)

@@ -12,7 +12,7 @@ from onward.engines.initialization import started_over
 from onward.errors import RecipeError, UnsupportedError
 from onward.model import Model
 from onward.recipe import prepare
-from onward.recipe.preprocessing import opened, pipelines
+from onward.recipe.preprocessing import open_preprocessing, pipelines
 from onward.training.data import Dataset, Stream, format_for, open_data
 from onward.training.raw_inputs import as_bytes, with_data
 from onward.transform.rebatch import fixed_batch, rebatch
@@ -58,7 +58,7 @@ def prepared(
             hint='for example `loss="cross_entropy"` (`--loss cross_entropy`)',
         )
     model, size, notes = _for_batches(original, batch_size)
-    preprocess = opened(recipe.get("preprocess"))
+    preprocess = open_preprocessing(recipe.get("preprocess"))
     recipe = {"loss": None, "seed": seed, **recipe, "preprocess": preprocess}
     training = prepare(model, **recipe)
     begun = started_over if recipe.get("init", "file") != "file" else lambda prepared: prepared

@@ -22,12 +22,12 @@ def declare(source: Source, shapes: Mapping[str, Sequence[int | str]]) -> Model:
     these in the graph are filled in.
     """
     model = read(source).copy()
-    inputs = {value.name or "": value for value in (*model.inputs, *_added(model.steps))}
+    inputs = {value.name or "": value for value in (*model.inputs, *_added_inputs(model.steps))}
     if unknown := [name for name in shapes if name not in inputs]:
         raise UnknownNameError(f"the model has no input `{unknown[0]}`", hint=near_or_first(unknown[0], inputs))
     named: dict[str, int | str] = {}
     for name, sizes in shapes.items():
-        named |= _settled(inputs[name], sizes)
+        named |= _settle_sizes(inputs[name], sizes)
         inputs[name].shape = ir.Shape(sizes)
     for graph in (model.graph, *(step.algorithm for step in model.steps)):
         for value in values(graph):
@@ -39,7 +39,7 @@ def declare(source: Source, shapes: Mapping[str, Sequence[int | str]]) -> Model:
 
 def require_shapes(model: Model, step: int, needed_by: str) -> None:
     """Refuse a model whose inputs have no shape, for what has to know at least how many axes they have."""
-    inputs = [*model.inputs, *_added(model.steps[step : step + 1])]
+    inputs = [*model.inputs, *_added_inputs(model.steps[step : step + 1])]
     if missing := [value.name or "" for value in inputs if value.shape is None]:
         listed, verb = ", ".join(f"`{name}`" for name in missing), "have" if len(missing) > 1 else "has"
         raise UnsupportedError(f"{listed} {verb} no shape, which {needed_by} needs to know", hint=way_out(missing[0]))
@@ -51,11 +51,11 @@ def way_out(name: str) -> str:
     return f"say it in the file, such as `{call}` (`onward set MODEL --shape {name}=N,64`)"
 
 
-def _added(steps: Sequence[Step]) -> list[ir.Value]:
+def _added_inputs(steps: Sequence[Step]) -> list[ir.Value]:
     return [value for step in steps for value in step.algorithm.inputs]
 
 
-def _settled(value: ir.Value, sizes: Sequence[int | str]) -> dict[str, int | str]:
+def _settle_sizes(value: ir.Value, sizes: Sequence[int | str]) -> dict[str, int | str]:
     """What open sizes of an input are called from now on, or are."""
     text = ", ".join(map(str, sizes))
     if any((isinstance(size, int) and size < 0) or size == "" for size in sizes):

@@ -223,7 +223,7 @@ def _restore_notes(graph: GraphProto, before: GraphProto) -> None:
                 attribute.CopyFrom(references[attribute.name])
 
 
-def captured(graph: GraphProto) -> list[str]:
+def captured_names(graph: GraphProto) -> list[str]:
     """The names that a graph reads or returns without defining them."""
     defined = set(names_in(graph))
     read = [name for inner in with_subgraphs(graph) for node in inner.node for name in node.input]

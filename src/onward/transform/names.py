@@ -14,7 +14,7 @@ from onward.model import Model, Source, read
 from onward.model.core import Step, values
 from onward.model.gradient_names import rename_in_gradients
 from onward.model.serde import stamp
-from onward.model.state import PARAMETER_KEY, tagged
+from onward.model.state import PARAMETER_KEY, with_tags
 
 
 @checked()
@@ -63,7 +63,7 @@ def replace_names(step: Step, names: Mapping[str, str]) -> None:
     step.reset = {new(key): value for key, value in step.reset.items()}
     for key in [key for key in step.metadata if key.startswith("train.")]:
         if (fact := step.fact(key)) is not None:
-            step.metadata[key] = json.dumps(_renamed(fact, names))
+            step.metadata[key] = json.dumps(_rename_in_fact(fact, names))
 
 
 def _apply(model: Model, wanted: Mapping[str, str]) -> None:
@@ -77,20 +77,20 @@ def _apply(model: Model, wanted: Mapping[str, str]) -> None:
         tensor = value.const_value
         owner = tensor.metadata_props.get(PARAMETER_KEY, "") if tensor is not None else ""
         if tensor is not None and owner in wanted:
-            value.const_value = tagged(tensor, param=wanted[owner])
+            value.const_value = with_tags(tensor, param=wanted[owner])
     rename_in_gradients(model.graph, wanted)
     for step in model.steps:
         replace_names(step, wanted)
 
 
-def _renamed(fact: Any, names: Mapping[str, str]) -> Any:
+def _rename_in_fact(fact: Any, names: Mapping[str, str]) -> Any:
     """A JSON fact with every string that is an old name replaced, as a value and as a key."""
     if isinstance(fact, str):
         return names.get(fact, fact)
     if isinstance(fact, list):
-        return [_renamed(item, names) for item in fact]
+        return [_rename_in_fact(item, names) for item in fact]
     if isinstance(fact, dict):
-        return {names.get(key, key): _renamed(item, names) for key, item in fact.items()}
+        return {names.get(key, key): _rename_in_fact(item, names) for key, item in fact.items()}
     return fact
 
 

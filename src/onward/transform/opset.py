@@ -11,7 +11,7 @@ from onward.model.core import all_names
 from onward.model.serde import from_proto, stamp, to_proto, with_data, without_data
 from onward.transform.expansion import check_expansion
 from onward.transform.function_opset import convert_functions, is_of_one_opset
-from onward.transform.graph_opset import STANDARD, captured, convert_graph
+from onward.transform.graph_opset import STANDARD, captured_names, convert_graph
 from onward.transform.types import value_types
 
 _INITIALIZERS_APART = 4
@@ -62,7 +62,7 @@ def _convert(proto: ModelProto, version: int, names: Names) -> None:
     if any(opset.domain in STANDARD and opset.version != version for opset in opsets):
         convert_graph(proto.graph, opsets, version, names)
         for info in proto.training_info:
-            read = [types.get(name) or ValueInfoProto(name=name) for name in captured(info.algorithm)]
+            read = [types.get(name) or ValueInfoProto(name=name) for name in captured_names(info.algorithm)]
             convert_graph(info.algorithm, opsets, version, names, read)
             if info.HasField("initialization"):
                 convert_graph(info.initialization, opsets, version, names)

@@ -64,7 +64,7 @@ def put_away(model: Model) -> None:
         rounded = rounding.outputs[0]
         (use,) = rounded.uses()
         assert trained is not None and scale is not None and zero is not None and trained.name and rounded.name
-        numbers = quantised(rounding, *(_numbers(value) for value in (trained, scale, zero)))
+        numbers = quantise(rounding, *(_numbers(value) for value in (trained, scale, zero)))
         graph.initializers.pop(trained.name)
         use.node.replace_input_with(0, None)
         graph.remove(rounding, safe=True)
@@ -80,7 +80,7 @@ def stored_as_integers(model: Model) -> dict[str, str]:
     return {node.inputs[0].name or "": node.outputs[0].name or "" for node in rounding if node.inputs[0] is not None}
 
 
-def quantised(node: ir.Node, floats: np.ndarray, scale: np.ndarray, zero: np.ndarray) -> np.ndarray:
+def quantise(node: ir.Node, floats: np.ndarray, scale: np.ndarray, zero: np.ndarray) -> np.ndarray:
     """What a QuantizeLinear makes: rounded half to even, and saturated."""
     if scale.ndim and scale.size > 1:
         shape = [1] * floats.ndim

@@ -44,7 +44,7 @@ def rebatch(source: Source) -> Model:
         raise InvalidModelError("the model has no fixed size of batch", hint="it may take any size as it is")
     result = model.copy()
     for value in [*result.inputs, *result.outputs]:
-        value.shape = _freed(value.shape, size)
+        value.shape = _free_axis(value.shape, size)
     for node in list(result.graph):
         for output in node.outputs:
             if not output.is_graph_output():
@@ -83,7 +83,7 @@ def _target(model: Model, shape: ir.Value | None) -> tuple[int, ...] | None:
     return tuple(int(n) for n in numbers)
 
 
-def _freed(shape: ir.Shape | None, size: int) -> ir.Shape | None:
+def _free_axis(shape: ir.Shape | None, size: int) -> ir.Shape | None:
     if shape is None or not len(shape) or shape[0] != size:
         return shape
     return ir.Shape([_BATCH, *list(shape)[1:]])
@@ -163,13 +163,13 @@ def _compare(old: Model, new: Model, size: int) -> None:
         expected = [_run(old, half) for half in halves]
         found = _run(new, whole)
     except _Failure as error:
-        raise _refused(size, str(error)) from error
+        raise _refusal(size, str(error)) from error
     for value, first, second, both in zip(new.outputs, *expected, found, strict=True):
         wanted = np.concatenate([first, second]) if first.ndim else np.mean([first, second])  # such as a loss
         if both.shape != wanted.shape:
-            raise _refused(size, f"for {2 * size} samples `{value.name}` has the shape {list(both.shape)}")
+            raise _refusal(size, f"for {2 * size} samples `{value.name}` has the shape {list(both.shape)}")
         if not np.allclose(both, wanted, rtol=_TOLERANCE, atol=_TOLERANCE):
-            raise _refused(size, f"`{value.name}` of a sample depends on the other samples")
+            raise _refusal(size, f"`{value.name}` of a sample depends on the other samples")
 
 
 def _sample(rng: np.random.Generator, value: ir.Value) -> np.ndarray:
@@ -199,7 +199,7 @@ def _run(model: Model, inputs: Mapping[str, np.ndarray]) -> list[Any]:
             raise _Failure(first_line(error)) from error
 
 
-def _refused(size: int, why: str) -> UnsupportedError:
+def _refusal(size: int, why: str) -> UnsupportedError:
     return UnsupportedError(
         f"the model works for batches of {size} only: {why}",
         hint=f"export it again with a dynamic batch, or train it with batches of {size}, several to an update: "

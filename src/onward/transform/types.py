@@ -27,10 +27,10 @@ def value_types(proto: ModelProto, *added: GraphProto) -> dict[str, ValueInfoPro
     inference.graph.CopyFrom(proto.graph)
     for graph in added:
         inference.graph.MergeFrom(graph)  # which puts all that there are several of behind the others
-    return _inferred(inference)
+    return _infer_types(inference)
 
 
-def _inferred(proto: ModelProto) -> dict[str, ValueInfoProto]:
+def _infer_types(proto: ModelProto) -> dict[str, ValueInfoProto]:
     check_equations(proto)
     try:
         graph = onnx.shape_inference.infer_shapes(proto, data_prop=_is_cheap_to_follow(proto)).graph
@@ -57,7 +57,7 @@ def _infer(model: Model, untyped: list[ir.Value]) -> None:
     part = _part(model, untyped)
     check_expansion(part)
     with without_data(model):
-        types = _inferred(to_proto(part))
+        types = _infer_types(to_proto(part))
     for value in untyped:
         if value.name in types and not (value.is_initializer() or value.is_graph_input()):
             with suppress(ir.serde.SerdeError):  # a type that the graph library cannot hold remains unknown

@@ -18,7 +18,7 @@ def remove_unused(graph: ir.Graph) -> ir.Graph:
     for node in reversed(graph):
         if not any(output.is_graph_output() or not dead.issuperset(output.consumers()) for output in node.outputs):
             unused.append(node)
-            dead.update([node], _nested(node))
+            dead.update([node], _nested_nodes(node))
     if unused:
         remove(graph, unused)  # all at once: each removal looks at all outputs of the graph
     return graph
@@ -42,11 +42,11 @@ def keep_only(model: Model, outputs: Iterable[ir.Value]) -> None:
 def remove(graph: ir.Graph, nodes: Collection[ir.Node]) -> None:
     """Drop nodes that nothing else reads. What is nested in them does not read anything any more, either."""
     for node in nodes:
-        for inner in _nested(node):
+        for inner in _nested_nodes(node):
             for i in range(len(inner.inputs)):
                 inner.replace_input_with(i, None)
     graph.remove(nodes, safe=True)
 
 
-def _nested(node: ir.Node) -> list[ir.Node]:
+def _nested_nodes(node: ir.Node) -> list[ir.Node]:
     return [inner for graph in nested_graphs(node) for inner in graph.all_nodes()]

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 
-from onward.checker.findings import Finding, found
+from onward.checker.findings import Finding, make_finding
 
 DEEPEST = 100  # messages; the limit of protobuf's own parsers
 _MOST = 20
@@ -44,11 +44,11 @@ def problems(proto: Message) -> Iterator[Finding]:
     while todo:
         message, path, depth = todo.pop()
         if depth > DEEPEST:
-            yield found("OW105", "model", f"messages are nested more than {DEEPEST} levels deep")
+            yield make_finding("OW105", "model", f"messages are nested more than {DEEPEST} levels deep")
             return
         fields = _fields(message.DESCRIPTOR)
         for field in _broken_texts(message, fields):
-            yield found("OW104", _place((path, field)), f"`{field}` holds bytes that are not UTF-8 text")
+            yield make_finding("OW104", _place((path, field)), f"`{field}` holds bytes that are not UTF-8 text")
             number += 1
             if number == _MOST:
                 return

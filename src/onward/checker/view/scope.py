@@ -23,7 +23,7 @@ from onnx import (
 
 from onward.checker.findings import bare
 from onward.checker.view.graphs import Graph, Node, Site, attribute, domain_of, walk
-from onward.checker.view.shapes import TensorType, declared
+from onward.checker.view.shapes import TensorType, declared_types
 from onward.errors import near
 
 FunctionKey = tuple[str, str, str]  # domain, name, overload
@@ -93,7 +93,7 @@ class Scope:
         self.subject, self.own, self.outer, self.step = subject, own, outer, step
         self.parts = (own,) if outer is None else (outer, own)
         around = [subject.inference.types] if outer is not None else []
-        self.types: MutableMapping[str, TensorType] = ChainMap(declared(own.proto), *around)
+        self.types: MutableMapping[str, TensorType] = ChainMap(declared_types(own.proto), *around)
         self.budget = Budget(2_000_000)
 
     @property

@@ -75,7 +75,7 @@ def of_values(values: Iterable[ValueInfoProto]) -> dict[str, TensorType]:
     return {name: known for name, known in types if known is not None}
 
 
-def declared(graph: GraphProto) -> dict[str, TensorType]:
+def declared_types(graph: GraphProto) -> dict[str, TensorType]:
     """What a graph says about its values; an initializer knows best."""
     return {
         **of_values(graph.value_info),

@@ -9,14 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from onward.checkpoint.deepspeed.zero import Kept, Line, Shapes, Slots, counted, joined, named_groups
+from onward.checkpoint.deepspeed.zero import Kept, Line, Shapes, Slots, join_pieces, named_groups, with_count
 from onward.checkpoint.description import COUNT, MASTER, Checkpoint, Group, Schedule
 from onward.checkpoint.pytorch.archive import read_torch_file, write_torch_file
 from onward.checkpoint.pytorch.objects import Attributed, Name, Object
 from onward.checkpoint.pytorch.schedules import state_of
 from onward.checkpoint.pytorch.states import module_state, settings_now
 from onward.checkpoint.pytorch.trees import mapping
-from onward.checkpoint.tensors import ArrayTensor, StoredTensor, Tensor, converted, count_of
+from onward.checkpoint.tensors import ArrayTensor, StoredTensor, Tensor, convert_dtype, count_of
 from onward.errors import UnsupportedError, listed
 
 FOLDER = "zero"
@@ -43,7 +43,7 @@ def read_universal(folder: Path, shapes: list[Shapes]) -> tuple[Mapping[str, Any
             read = {each.stem: read_torch_file(each) for each in sorted((folder / FOLDER / name).glob("*.pt"))}
             count = read.pop(COUNT, of_all)
             slots[name] = {MASTER if slot == _WEIGHT else slot: _whole(tree, shape) for slot, tree in read.items()}
-            slots[name] |= counted({COUNT: count}) if count is not None else {}
+            slots[name] |= with_count({COUNT: count}) if count is not None else {}
     groups = common.get("param_groups") or inner["param_groups"]
     return common, Kept(named_groups(groups, shapes), slots, common.get("clip_grad"), common.get("loss_scaler"))
 
@@ -59,7 +59,7 @@ def _whole(tree: Any, shape: tuple[int, ...]) -> Tensor:
         raise ValueError("a file of a parameter holds no tensor")
     if isinstance(tree, Mapping) and len(found.shape) == len(shape):
         return found
-    return joined(Line([found]).cut(0, found.shape[0]), shape)
+    return join_pieces(Line([found]).cut(0, found.shape[0]), shape)
 
 
 # ---- writing ---------------------------------------------------------------------------------------------------------
@@ -111,7 +111,7 @@ def _write_parameter(folder: Path, weight: Tensor, slots: Mapping[str, Any], ste
     held = {_WEIGHT: slots.get(MASTER, weight)}
     held |= {slot: value for slot, value in slots.items() if slot not in (MASTER, COUNT) and isinstance(value, Tensor)}
     for slot, tensor in held.items():
-        write_torch_file(folder / f"{slot}.pt", {"cat_dim": 0, "param": converted(tensor, np.dtype(np.float32))})
+        write_torch_file(folder / f"{slot}.pt", {"cat_dim": 0, "param": convert_dtype(tensor, np.dtype(np.float32))})
     write_torch_file(folder / f"{COUNT}.pt", _count(slots.get(COUNT, step)))
 
 

@@ -65,7 +65,7 @@ class Line:
         return found
 
 
-def joined(pieces: Sequence[StoredTensor], shape: tuple[int, ...]) -> Tensor:
+def join_pieces(pieces: Sequence[StoredTensor], shape: tuple[int, ...]) -> Tensor:
     """Pieces as one tensor: a place in a file where that is all."""
     if sum(piece.shape[0] for piece in pieces) != math.prod(shape) or not pieces:
         raise ValueError("pieces of a parameter are missing")
@@ -86,8 +86,8 @@ def partitioned_groups(
         gaps = paddings[number] if paddings else [0] * len(group)
         at = 0
         for (name, shape), gap in zip(group.items(), gaps, strict=True):
-            slots[name] = {slot: joined(line.cut(at, math.prod(shape)), shape) for slot, line in lines.items()}
-            slots[name] |= counted(kept, COUNT)
+            slots[name] = {slot: join_pieces(line.cut(at, math.prod(shape)), shape) for slot, line in lines.items()}
+            slots[name] |= with_count(kept, COUNT)
             at += math.prod(shape) + gap
     return slots
 
@@ -102,7 +102,7 @@ def partitioned_parameters(shapes: Sequence[Shapes], parts: Sequence[Mapping[str
         at = 0
         for name, shape in group.items():
             slots[name] = {slot: across(held, at, shape) for slot, held in lines.items()}
-            slots[name] |= counted(kept, COUNT)
+            slots[name] |= with_count(kept, COUNT)
             at += _share(shape, len(parts))
     return slots
 
@@ -114,10 +114,10 @@ def across(lines: Sequence[Line], at: int, shape: tuple[int, ...]) -> Tensor:
     for line in lines:
         pieces += line.cut(at, min(share, left))
         left -= min(share, left)
-    return joined(pieces, shape)
+    return join_pieces(pieces, shape)
 
 
-def counted(slots: Mapping[str, Any], *wanted: str) -> dict[str, Any]:
+def with_count(slots: Mapping[str, Any], *wanted: str) -> dict[str, Any]:
     """Slots, or those that are wanted, with the count of updates as a number."""
     found = {slot: value for slot, value in slots.items() if not wanted or slot in wanted}
     count = found.get(COUNT)
@@ -146,7 +146,7 @@ def _partitions(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 # ---- stage 0 ---------------------------------------------------------------------------------------------------------
 
 
-def unpartitioned(model: Mapping[str, Any]) -> Kept:
+def read_unpartitioned(model: Mapping[str, Any]) -> Kept:
     """What stage 0 keeps, which is PyTorch's own state, by numbers, with copies of narrower weights beside it."""
     outer = mapping(model.get("optimizer"))
     state = outer if is_optimizer_state(outer) else mapping(outer.get("optimizer_state_dict"))
@@ -154,7 +154,7 @@ def unpartitioned(model: Mapping[str, Any]) -> Kept:
     if not is_optimizer_state(state) or (state is not outer and not isinstance(masters, list)):
         return Kept([], {})
     numbers = [number for group in state["param_groups"] for number in group["params"]]
-    slots = {number: counted(mapping(state["state"].get(number))) for number in numbers}
+    slots = {number: with_count(mapping(state["state"].get(number))) for number in numbers}
     if state is not outer:
         copies = [copy for group in masters or () for copy in group]
         for number, copy in zip(numbers, copies, strict=True):

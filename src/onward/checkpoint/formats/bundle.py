@@ -10,7 +10,7 @@ import numpy as np
 
 from onward.checkpoint.description import Checkpoint, Group, Optimizer, RandomState, Schedule
 from onward.checkpoint.format import Format
-from onward.checkpoint.tensors import ArrayTensor, Tensor, converted, number_of
+from onward.checkpoint.tensors import ArrayTensor, Tensor, convert_dtype, number_of
 from onward.checkpoint.tf.bundles import GRAPH, INDEX, Tree, names_in, read_bundle, write_bundle
 from onward.checkpoint.tf.fitted import in_place_of
 from onward.checkpoint.tf.tracked import SHARED, Keys, meaning_of
@@ -97,7 +97,7 @@ def read(path: Path) -> Checkpoint:
 
 def _optimizer(keys: Keys, tree: Tree) -> Optimizer:
     product = keys.numbers.get("u_product")
-    shared = {SHARED: converted(_tensor(tree, product), np.dtype(np.float64))} if product else {}
+    shared = {SHARED: convert_dtype(_tensor(tree, product), np.dtype(np.float64))} if product else {}
     slots: dict[Any, dict[str, Any]] = {
         name: {**{slot: _tensor(tree, key) for slot, key in kept.items()}, **shared}
         for name, kept in keys.slots.items()
@@ -139,14 +139,14 @@ def write(checkpoint: Checkpoint, path: Path) -> None:
     variables as keys; TensorFlow restores variables with these names, whatever object holds them.
     """
     tree = next((tree for name, tree in checkpoint.trees.items() if name.endswith(INDEX)), None)
-    made = _named(checkpoint) if tree is None else _renewed(tree, checkpoint)
+    made = _named_variables(checkpoint) if tree is None else _renew_tree(tree, checkpoint)
     path.mkdir(parents=True, exist_ok=True)
     name = f"ckpt-{checkpoint.step or 1}"
     write_bundle(path / name, made)
     (path / _STATE).write_text(f'model_checkpoint_path: "{name}"\nall_model_checkpoint_paths: "{name}"\n', "utf-8")
 
 
-def _renewed(tree: Tree, checkpoint: Checkpoint) -> dict[str, Any]:
+def _renew_tree(tree: Tree, checkpoint: Checkpoint) -> dict[str, Any]:
     """The tree with all that the checkpoint knows in its place."""
     meaning, made = meaning_of(tree), dict(tree)
     for name, key in meaning.parameters.items():
@@ -179,7 +179,7 @@ def _put(made: dict[str, Any], key: str, number: float) -> None:
     made[key] = ArrayTensor(np.asarray(number, made[key].dtype))
 
 
-def _named(checkpoint: Checkpoint) -> dict[str, Any]:
+def _named_variables(checkpoint: Checkpoint) -> dict[str, Any]:
     """Variables by name. What optimizers keep has the names that Keras would give it."""
     made: dict[str, Any] = dict(checkpoint.tensors)
     for optimizer in checkpoint.optimizers:

@@ -40,7 +40,7 @@ def read_tree(folder: Path) -> dict[str, Any]:
     except OSError as error:
         raise InvalidModelError(f"cannot read `{path}`: {reason(error)}") from error
     try:
-        return _nested(_contents(folder, table), table.state.get("planner_data") or {})
+        return _nest_values(_contents(folder, table), table.state.get("planner_data") or {})
     except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
         raise InvalidModelError(f"`{path}` is not the table of a distributed checkpoint: {error}") from error
 
@@ -89,7 +89,7 @@ def _sizes(sizes: Any) -> tuple[int, ...]:
     return found
 
 
-def _nested(values: Mapping[str, Any], ways: Mapping[str, Any]) -> dict[str, Any]:
+def _nest_values(values: Mapping[str, Any], ways: Mapping[str, Any]) -> dict[str, Any]:
     """Values by their whole names as the tree that they were: each has the way to it, by keys and places in lists."""
     root: dict[Any, Any] = {}
     for name, value in values.items():

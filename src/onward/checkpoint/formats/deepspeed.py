@@ -18,7 +18,7 @@ from onward.checkpoint.deepspeed.zero import (
     named_groups,
     partitioned_groups,
     partitioned_parameters,
-    unpartitioned,
+    read_unpartitioned,
 )
 from onward.checkpoint.description import MASTER, Checkpoint, Group, Optimizer
 from onward.checkpoint.format import Format
@@ -29,7 +29,7 @@ from onward.checkpoint.pytorch.objects import Attributed, Object
 from onward.checkpoint.pytorch.optimizers import optimizer_of
 from onward.checkpoint.pytorch.states import without_copies
 from onward.checkpoint.pytorch.trees import mapping, progress_of
-from onward.checkpoint.tensors import Tensor, converted
+from onward.checkpoint.tensors import Tensor, convert_dtype
 from onward.errors import InvalidModelError, UnsupportedError
 from onward.recipe.spec import Spec
 
@@ -40,10 +40,10 @@ _LONGEST_TAG = 1000
 
 
 def matches(path: Path) -> bool:
-    return _tagged(path) is not None
+    return _newest_folder(path) is not None
 
 
-def _tagged(folder: Path) -> Path | None:
+def _newest_folder(folder: Path) -> Path | None:
     """Where a folder has its newest checkpoint: the one that it names, or itself."""
     if not folder.is_dir():
         return None
@@ -63,9 +63,9 @@ def _has_model(folder: Path) -> bool:
 
 
 def read(path: Path) -> Checkpoint:
-    folder = _tagged(path)
+    folder = _newest_folder(path)
     assert folder is not None
-    saved = _saved(folder)
+    saved = _read_saved(folder)
     try:
         found = _checkpoint(path, saved)
     except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
@@ -91,7 +91,7 @@ class _Saved(NamedTuple):
         return (self.folder / COMMON).is_file()
 
 
-def _saved(folder: Path) -> _Saved:
+def _read_saved(folder: Path) -> _Saved:
     names = sorted(each.name for each in folder.iterdir() if each.suffix == ".pt")
     if spread := [name for name in names if name.startswith(("layer_", "expert_"))]:
         raise UnsupportedError(
@@ -122,7 +122,7 @@ def _by_rank(names: Sequence[str], pattern: re.Pattern[str]) -> list[re.Match[st
 def _checkpoint(path: Path, saved: _Saved) -> Checkpoint:
     model = saved.models[0]
     config = mapping(model.get("ds_config"))
-    kept = _kept(saved)
+    kept = _read_state(saved)
     tensors = _tensors(saved, kept.slots)
     rate = mapping(_of_optimizer(config).get("params")).get("lr")
     scheduler = scheduler_of(model.get("lr_scheduler"), config.get("scheduler") or {}, rate, kept.groups)
@@ -144,7 +144,7 @@ def _checkpoint(path: Path, saved: _Saved) -> Checkpoint:
         scaler=_scaler(kept.scaler),
         clip={"norm": float(clip), "variant": "torch"} if clip else None,
         accumulate=_whole_number(config.get("gradient_accumulation_steps")),
-        tied=_tied(model),
+        tied=_tied_names(model),
         keeps_order=True,
         arguments=config,
         layout=_layout(saved, model, config),
@@ -182,14 +182,14 @@ _OWN = (*_LARGE, "ds_config", "lr_scheduler")
 """What of the state of a model is DeepSpeed's, and may be long; the rest may be of users."""
 
 
-def _kept(saved: _Saved) -> Kept:
+def _read_state(saved: _Saved) -> Kept:
     shapes = _shapes(saved.models[0].get("param_shapes"))
     if saved.is_universal:
         common, found = read_universal(saved.folder, shapes)
         saved.trees[str(COMMON)] = common
         return found
     if not saved.parts:
-        return unpartitioned(saved.models[0])
+        return read_unpartitioned(saved.models[0])
     first = saved.parts[0]
     count = first.get("partition_count")
     if (max(count) if isinstance(count, list) else count) != len(saved.parts):
@@ -218,7 +218,7 @@ def _shapes(groups: Any) -> list[Shapes]:
 # ---- what it means ---------------------------------------------------------------------------------------------------
 
 
-def _tied(model: Mapping[str, Any]) -> Mapping[str, str]:
+def _tied_names(model: Mapping[str, Any]) -> Mapping[str, str]:
     """Further names of parameters, which stage 0 does not list."""
     if isinstance(listed := model.get("shared_params"), Mapping):
         return listed
@@ -230,13 +230,13 @@ def _tied(model: Mapping[str, Any]) -> Mapping[str, str]:
 def _tensors(saved: _Saved, slots: Mapping[Any, Mapping[str, Any]]) -> dict[str, Tensor]:
     """The tensors of the model, in its own type."""
     model = saved.models[0]
-    tied, frozen = _tied(model), _shapes([model.get("frozen_param_shapes") or {}])[0]
+    tied, frozen = _tied_names(model), _shapes([model.get("frozen_param_shapes") or {}])[0]
     found: dict[str, Tensor] = {}
     for name, stored in mapping(model.get("module")).items():
         if name in tied or not isinstance(stored, Tensor):
             continue
         if name in slots and stored.shape != slots[name][MASTER].shape:
-            found[name] = converted(slots[name][MASTER], stored.dtype)
+            found[name] = convert_dtype(slots[name][MASTER], stored.dtype)
         elif name in frozen and stored.shape != frozen[name]:
             lines = [Line([each["frozen_param_fragments"][name]]) for each in saved.models]
             found[name] = across(lines, 0, frozen[name])

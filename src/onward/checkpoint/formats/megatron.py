@@ -13,7 +13,7 @@ import numpy as np
 from onward.checkpoint.description import COUNT, MASTER, Checkpoint, Group, Optimizer, RandomState
 from onward.checkpoint.format import Format
 from onward.checkpoint.formats.dcp import METADATA, read_tree, write_values
-from onward.checkpoint.megatron.schedules import moved, scheduler_of
+from onward.checkpoint.megatron.schedules import advance_state, scheduler_of
 from onward.checkpoint.pytorch.archive import read_torch_file, write_torch_file
 from onward.checkpoint.pytorch.contents import contents_of, executed_names
 from onward.checkpoint.pytorch.objects import Object
@@ -71,12 +71,12 @@ def read(path: Path) -> Checkpoint:
     folder = _newest(path)
     assert folder is not None
     try:
-        return _distributed(path, folder) if (folder / METADATA).is_file() else _old(path, folder)
+        return _read_distributed(path, folder) if (folder / METADATA).is_file() else _old(path, folder)
     except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
         raise InvalidModelError(f"`{folder}` is not a whole checkpoint of Megatron: {error}") from error
 
 
-def _distributed(path: Path, folder: Path) -> Checkpoint:
+def _read_distributed(path: Path, folder: Path) -> Checkpoint:
     backend = read_json(folder / _BACKEND)
     if backend["sharded_backend"] != "torch_dist":
         raise UnsupportedError(
@@ -289,7 +289,7 @@ def _common(checkpoint: Checkpoint, step: int) -> dict[str, Any]:
     there = mapping(checkpoint.trees.get(_COMMON)) if checkpoint.format == FORMAT.name else {}
     tree: dict[str, Any] = {"checkpoint_version": 3.0, **there, "iteration": step}
     if isinstance(there.get("opt_param_scheduler"), Mapping):
-        tree["opt_param_scheduler"] = moved(there["opt_param_scheduler"], there.get("iteration"), step)
+        tree["opt_param_scheduler"] = advance_state(there["opt_param_scheduler"], there.get("iteration"), step)
     if not checkpoint.optimizers:
         return tree
     (optimizer,) = checkpoint.optimizers

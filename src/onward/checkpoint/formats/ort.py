@@ -88,7 +88,7 @@ def read(path: Path) -> Checkpoint:
 
 def _optimizers(tree: Mapping[str, Any], trained: Mapping[str, Tensor], rule: Rule | None) -> tuple[Optimizer, ...]:
     groups, slots = [], {}
-    stored = tree["optimizer_groups"] or _untouched(trained, rule)
+    stored = tree["optimizer_groups"] or _fresh_group(trained, rule)
     for group in stored.values():
         rate = group["initial_learning_rate"]
         spec = None if rule is None or rule.spec is None else Spec(rule.spec.name, {**rule.spec.options, "lr": rate})
@@ -103,7 +103,7 @@ def _optimizers(tree: Mapping[str, Any], trained: Mapping[str, Tensor], rule: Ru
     return (Optimizer((rule.family,) if rule else (), tuple(groups), slots),) if groups else ()
 
 
-def _untouched(trained: Mapping[str, Tensor], rule: Rule | None) -> dict[str, Any]:
+def _fresh_group(trained: Mapping[str, Tensor], rule: Rule | None) -> dict[str, Any]:
     """The group of a checkpoint that was saved without the state of its optimizer, or before there was any."""
     if rule is None:
         return {}
@@ -157,14 +157,14 @@ def _refuse_another(path: Path, checkpoint: Checkpoint) -> None:
     said = [group.optimizer for each in checkpoint.optimizers for group in each.groups]
     if rule is None or rule.spec is None or not said or said[0] is None:
         return
-    if _meant(rule.spec) != _meant(said[0]):
+    if _meaning_of(rule.spec) != _meaning_of(said[0]):
         raise UnsupportedError(
             f"`{path.name}` computes `{rule.spec}`, and the checkpoint goes on with `{said[0].without('lr')}`",
             hint="make new graphs with onnxruntime-training, and write the checkpoint from a folder that has them",
         )
 
 
-def _meant(spec: Spec) -> Any:
+def _meaning_of(spec: Spec) -> Any:
     """What an optimizer computes, but for its rate, with numbers as an attribute of ONNX has them."""
     configured = optimizer(spec.name).configure(**spec.without("lr").options)
     return spec.name, {key: np.float32(value) for key, value in configured.values.items()}, configured.options

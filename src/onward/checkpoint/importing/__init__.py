@@ -11,14 +11,14 @@ from typing import Any
 import onnx_ir as ir
 
 from onward.arguments import checked
-from onward.checkpoint.architecture import captured_of
+from onward.checkpoint.architecture import capture_model
 from onward.checkpoint.description import Checkpoint
 from onward.checkpoint.format import Captured
 from onward.checkpoint.importing.names import own_constants, refuse_unmatched, with_optimizer_names
 from onward.checkpoint.importing.optimizers import run_groups, tells_optimizers, with_slot_names
 from onward.checkpoint.importing.schedules import schedule_by_updates
 from onward.checkpoint.importing.state import averages_of, type_of, updates_made, weights_and_slots
-from onward.checkpoint.lazy_initializers import placed
+from onward.checkpoint.lazy_initializers import as_initializer
 from onward.checkpoint.matching import Match, match
 from onward.checkpoint.opening import open_checkpoint
 from onward.checkpoint.scales import scaling_of
@@ -75,7 +75,7 @@ def from_checkpoint(
       the hyper-parameters that Lightning stores; or where that is, `"package.module:Class"`. Its values do not matter
     - `example_inputs`: what the module takes, as for `from_torch`; a batch, where its `training_step` is the loss
     """
-    return imported(
+    return apply_plan(
         plan(
             path, like, loss=loss, optimizer=optimizer, schedule=schedule, names=names, module=module,
             example_inputs=example_inputs,
@@ -100,7 +100,9 @@ def plan(
     if like is not None and module is not None:
         raise ArgumentError("both `like` and `module` are given", hint="leave one of them out")
     if captured is None:
-        captured = captured_of(checkpoint, module, example_inputs, loss) if like is None else Captured(read(like), None)
+        captured = (
+            capture_model(checkpoint, module, example_inputs, loss) if like is None else Captured(read(like), None)
+        )
     checkpoint = dataclasses.replace(checkpoint, tied={**checkpoint.tied, **captured.tied})
     given = captured.model
     base = disassemble(given) if given.steps else None
@@ -138,12 +140,12 @@ def plan(
     return Plan(checkpoint, matched, run, slots, weights, (*matched.rules, *notes, *more, *checkpoint.remarks))
 
 
-def imported(plan: Plan) -> Model:
+def apply_plan(plan: Plan) -> Model:
     """The training model of a plan."""
     for name, tensor in plan.weights.items():
         value = plan.run.model.graph.initializers[name]
         assert value.const_value is not None
-        value.const_value = placed(tensor, name, value.const_value.metadata_props)
+        value.const_value = as_initializer(tensor, name, value.const_value.metadata_props)
     made = assemble(plan.run)
     problems = Problems("the state of the optimizer")
     for name, tensor in plan.slots.items():
@@ -173,7 +175,7 @@ def _fill(model: Model, name: str, tensor: Tensor, problems: Problems) -> None:
         what = f"`{name}` is {list(tensor.shape)}, not {list(held.shape.numpy())}"
         problems.add(what, "give the model that it is of")
     elif held.dtype.numpy() == tensor.dtype:
-        known.const_value = placed(tensor, name, held.metadata_props)
+        known.const_value = as_initializer(tensor, name, held.metadata_props)
     elif not tensor.shape:
         model.set(name, tensor.array())
     else:

@@ -9,7 +9,7 @@ import onnx_ir as ir
 
 from onward.checkpoint.description import COUNT, MASTER, Checkpoint
 from onward.checkpoint.matching import Match
-from onward.checkpoint.tensors import Tensor, as_tensor, count_of, turned
+from onward.checkpoint.tensors import Tensor, as_tensor, count_of, transpose
 from onward.convert.problems import Problems
 from onward.convert.snapshot import Group as RunGroup
 from onward.errors import UnsupportedError, listed
@@ -23,7 +23,8 @@ def weights_and_slots(
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], bool | None]:
     """Weights and slots by the names of the training model; whether narrow weights have masters, or None."""
     weights = {
-        ours: _turned(checkpoint.tensors[theirs], theirs in matched.turned) for theirs, ours in matched.names.items()
+        ours: _transpose_if(checkpoint.tensors[theirs], theirs in matched.turned)
+        for theirs, ours in matched.names.items()
     }
     slots: dict[str, Tensor] = {}
     masters: dict[str, Tensor] = {}
@@ -36,7 +37,7 @@ def weights_and_slots(
             for slot, value in kept.items():
                 if slot == COUNT or value is None:
                     continue
-                tensor = _turned(as_tensor(value), str(theirs) in matched.turned)
+                tensor = _transpose_if(as_tensor(value), str(theirs) in matched.turned)
                 (masters if slot == MASTER else slots)[ours if slot == MASTER else f"{ours}/{slot}"] = tensor
     wide = [name for name in masters if type_of(model, name) == ir.DataType.FLOAT]
     weights |= {name: masters.pop(name) for name in wide}
@@ -55,8 +56,8 @@ def _check_types(weights: Mapping[str, Tensor], model: Model) -> None:
     problems.refuse()
 
 
-def _turned(tensor: Tensor, is_turned: bool) -> Tensor:
-    return turned(tensor) if is_turned and len(tensor.shape) == 2 else tensor
+def _transpose_if(tensor: Tensor, is_turned: bool) -> Tensor:
+    return transpose(tensor) if is_turned and len(tensor.shape) == 2 else tensor
 
 
 def updates_made(checkpoint: Checkpoint, groups: Sequence[RunGroup]) -> int:
@@ -83,7 +84,7 @@ def averages_of(checkpoint: Checkpoint, matched: Match, groups: Sequence[RunGrou
     """Averages of what is trained, as state of the training model; those that have not begun are none."""
     trained = {name for group in groups for name in group.parameters}
     found = {
-        f"ema/{matched.names[theirs]}": _turned(tensor, theirs in matched.turned)
+        f"ema/{matched.names[theirs]}": _transpose_if(tensor, theirs in matched.turned)
         for theirs, tensor in checkpoint.averages.items()
         if matched.names.get(theirs) in trained
     }

@@ -47,7 +47,7 @@ def _words(state: Mapping[str, Any], each: int, first_rate: float) -> tuple[Spec
     return None
 
 
-def moved(state: Mapping[str, Any], before: int | None, now: int) -> dict[str, Any]:
+def advance_state(state: Mapping[str, Any], before: int | None, now: int) -> dict[str, Any]:
     """The state of a scheduler after so many updates."""
     each = _samples(state, before) if all(name in state for name in _NUMBERS) else None
     return {**state, **({"num_steps": each * now} if each and now != before else {})}

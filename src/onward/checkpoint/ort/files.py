@@ -74,7 +74,7 @@ class _Reader:
         tree = {
             "version": version,
             "module_state": {} if module is None else self._module(module),
-            "optimizer_groups": _named((group.text(0), self._group(group)) for group in root.tables(2)),
+            "optimizer_groups": _by_name((group.text(0), self._group(group)) for group in root.tables(2)),
             "properties": {} if (bag := root.table(3)) is None else _properties(bag),
         }
         self._refuse_overlaps()
@@ -93,11 +93,11 @@ class _Reader:
         return {
             "step": table.number(1, "q", 0),
             "initial_learning_rate": table.number(2, "f", 0.0),
-            "optimizer_states": _named(states),
+            "optimizer_states": _by_name(states),
         }
 
     def _tensors(self, tables: Iterable[Table], nominal: bool = False) -> dict[str, StoredTensor]:
-        return _named((table.text(0), self._tensor(table, nominal)) for table in tables)
+        return _by_name((table.text(0), self._tensor(table, nominal)) for table in tables)
 
     def _tensor(self, table: Table, nominal: bool) -> StoredTensor:
         dtype, shape = _type(table.number(3, "i", 0)), table.numbers(2, "q")
@@ -132,7 +132,7 @@ def _type(number: int) -> np.dtype:
         raise ValueError(f"{number} is no type of numbers") from None
 
 
-def _named(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+def _by_name(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in pairs:
         if name in found:
@@ -147,7 +147,7 @@ def _properties(bag: Table) -> dict[str, int | float | str]:
         lambda table: table.number(1, "f", 0.0),
         lambda table: table.text(1),
     )
-    return _named((each.text(0), read(each)) for field, read in enumerate(readers) for each in bag.tables(field))
+    return _by_name((each.text(0), read(each)) for field, read in enumerate(readers) for each in bag.tables(field))
 
 
 # ---- writing ---------------------------------------------------------------------------------------------------------

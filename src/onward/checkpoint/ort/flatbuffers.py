@@ -119,7 +119,7 @@ class Numbers:
     values: tuple[Any, ...]
 
 
-def _packed(number: Number) -> bytes:
+def _pack(number: Number) -> bytes:
     try:
         return struct.pack(f"<{number.format}", number.value)
     except (struct.error, OverflowError):
@@ -171,7 +171,7 @@ class Writer:
         for field, value in given.items():
             at = start + offsets[field]
             if isinstance(value, Number):
-                self._tables[at : at + struct.calcsize(value.format)] = _packed(value)
+                self._tables[at : at + struct.calcsize(value.format)] = _pack(value)
             elif isinstance(value, Tensor):
                 self._tensors.append((at, value))
             else:

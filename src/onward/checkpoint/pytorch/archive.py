@@ -304,7 +304,7 @@ def _write_aligned(archive: zipfile.ZipFile, name: str, tensor: Tensor) -> None:
 
 
 def _tensor(storage: _Storage, offset: int, shape: Sequence[int], strides: Sequence[int], *_: Any) -> StoredTensor:
-    return _placed(storage, storage.dtype, offset, tuple(shape), tuple(strides))
+    return _place_tensor(storage, storage.dtype, offset, tuple(shape), tuple(strides))
 
 
 def _tensor_of_type(
@@ -320,10 +320,10 @@ def _tensor_of_type(
     """As newer types are written, whose storages have none."""
     if dtype.module != "torch" or dtype.name not in TYPES:
         raise ValueError(f"`{dtype}` is no type of numbers that is known")
-    return _placed(storage, np.dtype(TYPES[dtype.name]), offset, tuple(shape), tuple(strides))
+    return _place_tensor(storage, np.dtype(TYPES[dtype.name]), offset, tuple(shape), tuple(strides))
 
 
-def _placed(
+def _place_tensor(
     storage: _Storage, dtype: np.dtype, offset: int, shape: tuple[int, ...], strides: tuple[int, ...]
 ) -> StoredTensor:
     numbers = (offset, *shape, *strides)

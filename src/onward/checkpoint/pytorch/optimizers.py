@@ -143,7 +143,7 @@ _COUNTERLESS = ("sgd", "momentum", "nesterov", "sgdw")
 """Optimizers whose class in PyTorch does not count updates."""
 
 
-def counted(spec: Spec, slots: Mapping[str, Any], step: int) -> dict[str, Any]:
+def with_step(spec: Spec, slots: Mapping[str, Any], step: int) -> dict[str, Any]:
     """The slots of a parameter as PyTorch keeps them: with a counter, unless the class has none."""
     kept = {slot: value for slot, value in slots.items() if slot != COUNT}
     if spec.name in _COUNTERLESS:

@@ -44,7 +44,7 @@ def read_pickle(
         raise InvalidModelError(f"the pickle in `{of}` is larger than any of a checkpoint")
     machine = _Machine(io.BytesIO(data), {**_MAKERS, **(makers or {})}, persistent, of)
     try:
-        return _finished(machine.load(), {})
+        return _finish(machine.load(), {})
     except _MALFORMED as error:
         raise InvalidModelError(f"the pickle in `{of}` is damaged: {first_line(error)}") from error
 
@@ -198,26 +198,26 @@ class _Array:
         self.content = native.reshape(shape, order="F" if is_fortran else "C")
 
 
-def _finished(tree: Any, seen: dict[int, Any]) -> Any:
+def _finish(tree: Any, seen: dict[int, Any]) -> Any:
     """A tree in which arrays and types are those of numpy. Each thing is looked at once, however often it is there."""
     if id(tree) in seen:
         return seen[id(tree)]
     if isinstance(tree, _Array | _Type):
         made: Any = tree.content if isinstance(tree, _Array) else tree.made()
         seen[id(tree)] = made
-        return _finished(made, seen) if isinstance(made, list) else made
+        return _finish(made, seen) if isinstance(made, list) else made
     seen[id(tree)] = tree
     if isinstance(tree, dict):
-        tree.update({key: _finished(value, seen) for key, value in tree.items()})
+        tree.update({key: _finish(value, seen) for key, value in tree.items()})
     elif isinstance(tree, list):
-        tree[:] = [_finished(item, seen) for item in tree]
+        tree[:] = [_finish(item, seen) for item in tree]
     elif type(tree) is tuple:
-        seen[id(tree)] = tree = tuple(_finished(item, seen) for item in tree)
+        seen[id(tree)] = tree = tuple(_finish(item, seen) for item in tree)
     elif isinstance(tree, Object):
         for part in ("arguments", "keywords", "state", "items", "entries"):
-            setattr(tree, part, _finished(getattr(tree, part), seen))
+            setattr(tree, part, _finish(getattr(tree, part), seen))
     if isinstance(tree, Attributed):
-        tree.attributes = _finished(tree.attributes, seen)
+        tree.attributes = _finish(tree.attributes, seen)
     return tree
 
 
@@ -226,7 +226,7 @@ def _scalar(kind: _Type, content: Any = b"") -> Any:
     return np.frombuffer(data, kind.made())[0]
 
 
-def _encoded(text: str, encoding: str = "latin-1") -> bytes:
+def _encode(text: str, encoding: str = "latin-1") -> bytes:
     """How protocols before the third write bytes."""
     if encoding not in ("latin1", "latin-1", "utf-8", "ascii"):
         raise ValueError(f"it writes bytes in `{encoding}`")
@@ -238,7 +238,7 @@ _NUMPY: dict[str, Maker] = {"_reconstruct": _Array, "scalar": _scalar}
 _MAKERS: dict[tuple[str, str], Maker] = {
     ("collections", "OrderedDict"): Attributed,
     ("collections", "defaultdict"): WithDefault,
-    ("_codecs", "encode"): _encoded,
+    ("_codecs", "encode"): _encode,
     ("numpy", "dtype"): _Type,
     ("numpy", "ndarray"): _Array,
     **{(module, kind.__name__): kind for module in ("builtins", "__builtin__") for kind in _PLAIN},

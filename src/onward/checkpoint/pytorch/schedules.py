@@ -97,7 +97,7 @@ def state_of(words: Sequence[Spec], bases: Sequence[float], rates: Sequence[floa
     return {**state, **common}
 
 
-def advanced(state: Mapping[str, Any], rates: Sequence[float], position: int) -> dict[str, Any]:
+def advance_state(state: Mapping[str, Any], rates: Sequence[float], position: int) -> dict[str, Any]:
     """The state of a scheduler that is there, at another position; `rates` are those of the groups then."""
     if state.get("last_epoch") == position:
         return dict(state)
@@ -120,7 +120,7 @@ def _inner(state: Mapping[str, Any], at: int, rates: Sequence[float], position: 
     milestones = state.get("_milestones")
     inner = state["_schedulers"][at]
     if milestones is None:
-        return advanced(inner, rates, position)
+        return advance_state(inner, rates, position)
     start = milestones[at - 1] if at else 0
     end = milestones[at] if at < len(milestones) else FOREVER
-    return advanced(inner, rates, position - start) if start <= position < end else inner
+    return advance_state(inner, rates, position - start) if start <= position < end else inner

@@ -9,7 +9,7 @@ import numpy as np
 
 from onward.checkpoint.description import COUNT, MASTER, Checkpoint, Group, Optimizer
 from onward.checkpoint.pytorch.objects import Attributed
-from onward.checkpoint.pytorch.optimizers import FLAGS, counted, is_optimizer_state, settings_of
+from onward.checkpoint.pytorch.optimizers import FLAGS, is_optimizer_state, settings_of, with_step
 from onward.checkpoint.pytorch.schedules import is_schedule_state
 from onward.checkpoint.tensors import ArrayTensor, Tensor, as_tensor, count_of
 from onward.errors import UnsupportedError
@@ -44,7 +44,7 @@ def optimizer_state(optimizer: Optimizer, *, by_name: bool = False) -> dict[str,
         kept = {slot: as_tensor(value) for slot, value in slots.items() if slot != COUNT}
         step = slots.get(COUNT)
         if spec is not None and step is not None:
-            kept = counted(spec, kept, count_of(step))
+            kept = with_step(spec, kept, count_of(step))
         elif step is not None:
             kept = {COUNT: as_tensor(step), **kept}
         state[numbers[name]] = kept
@@ -95,7 +95,7 @@ def up_to_date(trees: Mapping[str, Any], checkpoint: Checkpoint) -> dict[str, An
     """The trees that a checkpoint keeps, with optimizers, schedules and counters as they are now."""
     optimizers = iter(checkpoint.optimizers)
     schedules = iter(checkpoint.schedules)
-    return {name: _renewed(tree, optimizers, schedules, checkpoint, 4) for name, tree in trees.items()}
+    return {name: _renew_tree(tree, optimizers, schedules, checkpoint, 4) for name, tree in trees.items()}
 
 
 def moved_counter(name: Any, value: Any, by: int) -> Any:
@@ -105,7 +105,9 @@ def moved_counter(name: Any, value: Any, by: int) -> Any:
     return ArrayTensor(np.asarray(value.array() + by))
 
 
-def _renewed(tree: Any, optimizers: Iterator[Optimizer], schedules: Iterator[Any], now: Checkpoint, depth: int) -> Any:
+def _renew_tree(
+    tree: Any, optimizers: Iterator[Optimizer], schedules: Iterator[Any], now: Checkpoint, depth: int
+) -> Any:
     """The walk is that of `contents_of`, so that the parts come in the same order."""
     if is_optimizer_state(tree):
         made = optimizer_state(next(optimizers))
@@ -120,7 +122,7 @@ def _renewed(tree: Any, optimizers: Iterator[Optimizer], schedules: Iterator[Any
         return dict(next(schedules).state)
     if depth and isinstance(tree, Mapping):
         inside = {
-            key: moved_counter(key, _renewed(value, optimizers, schedules, now, depth - 1), now.since)
+            key: moved_counter(key, _renew_tree(value, optimizers, schedules, now, depth - 1), now.since)
             for key, value in tree.items()
         }
         if depth == 4:
@@ -131,5 +133,5 @@ def _renewed(tree: Any, optimizers: Iterator[Optimizer], schedules: Iterator[Any
             return made_again
         return inside
     if depth and isinstance(tree, list):
-        return [_renewed(item, optimizers, schedules, now, depth - 1) for item in tree]
+        return [_renew_tree(item, optimizers, schedules, now, depth - 1) for item in tree]
     return tree

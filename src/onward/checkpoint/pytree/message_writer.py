@@ -34,10 +34,10 @@ def write_messages(tree: Any, file: BinaryIO) -> None:
         file.write(_array_head(ARRAY, tree.dtype, tree.shape))
         tree.write_to(file)
     else:
-        file.write(_packed(tree))
+        file.write(_pack(tree))
 
 
-def _packed(value: Any) -> bytes:
+def _pack(value: Any) -> bytes:
     """A single value."""
     if value is None or isinstance(value, bool):
         return {None: b"\xc0", False: b"\xc2", True: b"\xc3"}[value]
@@ -88,7 +88,7 @@ def _extension_head(kind: int, size: int) -> bytes:
 def _array_head(kind: int, dtype: np.dtype, shape: tuple[int, ...]) -> bytes:
     size = dtype.itemsize * math.prod(shape)
     sizes = _head(len(shape), (0x90, 16), (0xDC, "H")) + b"".join(map(_integer, shape))
-    inside = b"\x93" + sizes + _packed(dtype.name) + _head(size, (0xC4, "B"), (0xC5, "H"), (0xC6, "I"))
+    inside = b"\x93" + sizes + _pack(dtype.name) + _head(size, (0xC4, "B"), (0xC5, "H"), (0xC6, "I"))
     return _extension_head(kind, len(inside) + size) + inside
 
 
@@ -96,10 +96,10 @@ def _write_pieces(tensor: Tensor, file: BinaryIO) -> None:
     """As Flax writes what is too large for one piece: elements in their order, cut without regard to axes."""
     most, count = max(1, LARGEST_PIECE // tensor.dtype.itemsize), math.prod(tensor.shape)
     sizes = [min(most, count - begin) for begin in range(0, count, most)]
-    file.write(b"\x83" + _packed(PIECES) + b"\xc3" + _packed("shape"))
+    file.write(b"\x83" + _pack(PIECES) + b"\xc3" + _pack("shape"))
     write_messages({str(axis): size for axis, size in enumerate(tensor.shape)}, file)
-    file.write(_packed("chunks") + _head(len(sizes), (0x80, 16), (0xDE, "H"), (0xDF, "I")))
-    heads = [_packed(str(i)) + _array_head(ARRAY, tensor.dtype, (size,)) for i, size in enumerate(sizes)]
+    file.write(_pack("chunks") + _head(len(sizes), (0x80, 16), (0xDE, "H"), (0xDF, "I")))
+    heads = [_pack(str(i)) + _array_head(ARRAY, tensor.dtype, (size,)) for i, size in enumerate(sizes)]
     parts = ((head, size * tensor.dtype.itemsize) for head, size in zip(heads, sizes, strict=True))
     tensor.write_to(cast(BinaryIO, _Interspersed(file, parts)))
 

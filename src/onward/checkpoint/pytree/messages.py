@@ -191,7 +191,7 @@ def _in_order(parts: Any) -> list[Any] | None:
     return [*parts.values()]
 
 
-def _sized(read: Callable[[_Reader, int], Any], kind: str) -> Callable[[_Reader], Any]:
+def _sized_reader(read: Callable[[_Reader, int], Any], kind: str) -> Callable[[_Reader], Any]:
     return lambda reader: read(reader, reader.number(kind))
 
 
@@ -199,7 +199,7 @@ def _number(kind: str) -> Callable[[_Reader], Any]:
     return lambda reader: reader.number(kind)
 
 
-def _fixed(size: int) -> Callable[[_Reader], Any]:
+def _fixed_reader(size: int) -> Callable[[_Reader], Any]:
     return lambda reader: reader.extension(size)
 
 
@@ -208,12 +208,12 @@ _READERS: dict[int, Callable[[_Reader], Any]] = {
     0xC0: lambda reader: None,
     0xC2: lambda reader: False,
     0xC3: lambda reader: True,
-    **{tag: _sized(_Reader.take, kind) for tag, kind in _BINARY.items()},
-    **{tag: _sized(_Reader.extension, kind) for tag, kind in enumerate("BHI", 0xC7)},
+    **{tag: _sized_reader(_Reader.take, kind) for tag, kind in _BINARY.items()},
+    **{tag: _sized_reader(_Reader.extension, kind) for tag, kind in enumerate("BHI", 0xC7)},
     **{tag: _number(kind) for tag, kind in enumerate("fdBHIQbhiq", 0xCA)},
-    **{tag: _fixed(size) for tag, size in enumerate((1, 2, 4, 8, 16), 0xD4)},
-    **{tag: _sized(_Reader.text, kind) for tag, kind in enumerate("BHI", 0xD9)},
-    **{tag: _sized(_Reader.list, kind) for tag, kind in enumerate("HI", 0xDC)},
-    **{tag: _sized(_Reader.map, kind) for tag, kind in enumerate("HI", 0xDE)},
+    **{tag: _fixed_reader(size) for tag, size in enumerate((1, 2, 4, 8, 16), 0xD4)},
+    **{tag: _sized_reader(_Reader.text, kind) for tag, kind in enumerate("BHI", 0xD9)},
+    **{tag: _sized_reader(_Reader.list, kind) for tag, kind in enumerate("HI", 0xDC)},
+    **{tag: _sized_reader(_Reader.map, kind) for tag, kind in enumerate("HI", 0xDE)},
 }
 """By the first byte of a value."""

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from onward.checkpoint.description import Checkpoint, Group, Optimizer
-from onward.checkpoint.pytree.optax_trees import reshaped, signed
-from onward.checkpoint.pytree.pytrees import nested
+from onward.checkpoint.pytree.optax_trees import reshape, with_sign
+from onward.checkpoint.pytree.pytrees import nest_names
 from onward.checkpoint.tensors import ArrayTensor, ComputedTensor, Tensor
 from onward.convert.optax_fields import FIELDS
 from onward.errors import UnsupportedError, warn
@@ -61,9 +61,9 @@ class _Maker:
 
     def accumulating(self, state: Any) -> dict[str, Any]:
         """The state of `optax.MultiSteps` at an update."""
-        zeros = {name: _filled(self._tensors[name], 0.0) for name in self._trained}
+        zeros = {name: _fill_like(self._tensors[name], 0.0) for name in self._trained}
         counts = {"mini_step": _counter(0), "gradient_step": _counter(self._step)}
-        return {**counts, "inner_opt_state": state, "acc_grads": nested(zeros), "skip_state": []}
+        return {**counts, "inner_opt_state": state, "acc_grads": nest_names(zeros), "skip_state": []}
 
     def chain(self, group: Group) -> list[Any]:
         if group.optimizer is None:
@@ -82,7 +82,7 @@ class _Maker:
         if stage in ("", _RATE):
             return {"count": count} if stage and self._is_scheduled else self._empty
         fields = {
-            field: nested({name: self._slot(name, slot, group, configured) for name in self._trained})
+            field: nest_names({name: self._slot(name, slot, group, configured) for name in self._trained})
             for field, slot in FIELDS[stage].items()
         }
         return fields if stage in _COUNTLESS else {"count": count, **fields}
@@ -98,13 +98,13 @@ class _Maker:
         if self._step:
             raise UnsupportedError(f"`{slot}` of `{name}` is not in the checkpoint, after {self._step} updates")
         start = configured.kind.initial.get(slot, 0.0)
-        return _filled(self._tensors[name], configured.values[start] if isinstance(start, str) else start)
+        return _fill_like(self._tensors[name], configured.values[start] if isinstance(start, str) else start)
 
     def _momentum(self, tensor: Tensor, configured: ConfiguredOptimizer) -> Tensor:
         """RMSprop of optax has momentum after the learning rate, with its sign; SGD of Keras has the rate in it."""
         settings = configured.settings
         if configured.kind.name == "rmsprop":
-            return signed(tensor, 1 if settings.variant == "torch" else -1)
+            return with_sign(tensor, 1 if settings.variant == "torch" else -1)
         if settings.variant != "keras":
             return tensor
         if self._is_scheduled or not settings.lr:
@@ -121,7 +121,7 @@ def _counter(count: int) -> Tensor:
     return ArrayTensor(np.asarray(count, np.int32))
 
 
-def _filled(like: Tensor, value: float) -> Tensor:
+def _fill_like(like: Tensor, value: float) -> Tensor:
     return ComputedTensor(like.dtype, like.shape, lambda: np.full(like.shape, value, like.dtype))
 
 
@@ -131,7 +131,7 @@ def _factor(kept: Mapping[str, Any], slot: str, shape: tuple[int, ...]) -> Tenso
         return ArrayTensor(np.zeros(1, next(each for each in kept.values() if isinstance(each, Tensor)).dtype))
     small, large = np.argsort(shape)[-2:] if slot != "variance" else (-1, -1)
     axis = {"row_var": large, "col_var": small, "variance": len(shape)}[slot]
-    return reshaped(kept[slot], tuple(size for i, size in enumerate(shape) if i != axis))
+    return reshape(kept[slot], tuple(size for i, size in enumerate(shape) if i != axis))
 
 
 # ---- chains ----------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from onward.checkpoint.description import Optimizer
-from onward.checkpoint.pytree.pytrees import WRAPPER, Way, named, parts
+from onward.checkpoint.pytree.pytrees import WRAPPER, Way, names_of_tensors, parts
 from onward.checkpoint.tensors import ComputedTensor, Tensor
 from onward.convert.optax_fields import FIELDS
 from onward.errors import InvalidModelError
@@ -97,23 +97,23 @@ class States:
                 self.read(part, (*way, "inner_states", name), name)
         elif {"hyperparams", "inner_state"} <= fields:
             self.settings[label] = {
-                name: unwrapped(part, (*way, "hyperparams", name)) for name, part in parts(inside["hyperparams"])
+                name: unwrap_variable(part, (*way, "hyperparams", name)) for name, part in parts(inside["hyperparams"])
             }
             self._inside({key: inside[key] for key in inside if key != "hyperparams"}, way, label)
         elif {"mini_step", "inner_opt_state", "acc_grads"} <= fields:
-            self.waiting = unwrapped(inside["mini_step"], (*way, "mini_step"))
-            self.accumulated = named(inside["acc_grads"], (*way, "acc_grads"))
+            self.waiting = unwrap_variable(inside["mini_step"], (*way, "mini_step"))
+            self.accumulated = names_of_tensors(inside["acc_grads"], (*way, "acc_grads"))
             self._inside({key: inside[key] for key in ("gradient_step", "inner_opt_state")}, way, label)
         elif fields != {"count"}:
             self._inside(inside, way, label)
         if "count" in fields:
-            counter = unwrapped(inside["count"], (*way, "count"))
+            counter = unwrap_variable(inside["count"], (*way, "count"))
             self.counts.append(counter)
             self.schedules += [counter] if fields == {"count"} else []
 
     def _slots(self, slots: Mapping[str, str], fields: Mapping[str, Any], way: Way, label: str, sign: int) -> None:
         for slot, field in slots.items():
-            found = named(fields[field], (*way, field))
+            found = names_of_tensors(fields[field], (*way, field))
             self.slots |= {place: Slot(name, slot, sign) for place, name in found.items()}
             members = self.members.setdefault(label, [])
             members += [name for name in found.values() if name not in members]
@@ -136,7 +136,7 @@ class States:
         (self.counts if named_so in _COUNTERS else self.unknown).append(way)
 
 
-def unwrapped(tree: Any, way: Way) -> Way:
+def unwrap_variable(tree: Any, way: Way) -> Way:
     """The place of a number, also inside a variable of NNX."""
     return (*way, WRAPPER) if isinstance(tree, Mapping) and [*tree] == [WRAPPER] else way
 
@@ -157,7 +157,7 @@ def of_adamax(optimizer: Optimizer, parameters: Collection[str]) -> Optimizer:
 # ---- what is kept, as a training model has it ------------------------------------------------------------------------
 
 
-def signed(tensor: Tensor, sign: int) -> Tensor:
+def with_sign(tensor: Tensor, sign: int) -> Tensor:
     return tensor if sign > 0 else ComputedTensor(tensor.dtype, tensor.shape, lambda: -tensor.array())
 
 
@@ -169,8 +169,8 @@ def factors(slots: Mapping[str, Any], shape: tuple[int, ...]) -> dict[str, Any]:
     axes = {"row_var": large, "col_var": small}
     if any(slots[slot].shape != shape[:axis] + shape[axis + 1 :] for slot, axis in axes.items()):
         raise InvalidModelError(f"what Adafactor keeps of a parameter does not fit its shape {list(shape)}")
-    return {slot: reshaped(slots[slot], (*shape[:axis], 1, *shape[axis + 1 :])) for slot, axis in axes.items()}
+    return {slot: reshape(slots[slot], (*shape[:axis], 1, *shape[axis + 1 :])) for slot, axis in axes.items()}
 
 
-def reshaped(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+def reshape(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
     return ComputedTensor(tensor.dtype, shape, lambda: tensor.array().reshape(shape))

@@ -40,16 +40,16 @@ def at(tree: Any, way: Iterable[str]) -> Any:
     return tree
 
 
-def replaced(tree: Any, change: Callable[[Way, Any], Any], way: Way = ()) -> Any:
+def map_leaves(tree: Any, change: Callable[[Way, Any], Any], way: Way = ()) -> Any:
     """The same tree with other leaves."""
     inside = parts(tree)
     if not inside:
         return change(way, tree)
-    made = [replaced(part, change, (*way, key)) for key, part in inside]
+    made = [map_leaves(part, change, (*way, key)) for key, part in inside]
     return dict(zip(tree, made, strict=True)) if isinstance(tree, Mapping) else made
 
 
-def named(tree: Any, way: Way = ()) -> dict[Way, str]:
+def names_of_tensors(tree: Any, way: Way = ()) -> dict[Way, str]:
     """The tensors of a tree, and the names that they have in a training model: their places in it."""
     flat = dict(leaves(tree))
     ways = [w for w, leaf in flat.items() if isinstance(leaf, Tensor) and (*w[:-1], KEY) not in flat]
@@ -57,7 +57,7 @@ def named(tree: Any, way: Way = ()) -> dict[Way, str]:
     return {(*way, *below): "/".join(below[:-1] if wrapped else below) or "params" for below in ways}
 
 
-def nested(values: Mapping[str, Any]) -> Any:
+def nest_names(values: Mapping[str, Any]) -> Any:
     """Values by name as a tree: `dense/kernel` is `kernel` in `dense`. What has the keys 0, 1, 2 ... is a list."""
     root: dict[str, Any] = {}
     for name, value in values.items():

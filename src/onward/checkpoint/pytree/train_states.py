@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from onward.checkpoint.description import COUNT, Checkpoint, Group, Optimizer, RandomState, Schedule
-from onward.checkpoint.pytree.optax_trees import FAMILIES, WORDS, States, factors, signed, unwrapped
-from onward.checkpoint.pytree.pytrees import DATA, KEY, Way, at, leaves, named, parts
+from onward.checkpoint.pytree.optax_trees import FAMILIES, WORDS, States, factors, unwrap_variable, with_sign
+from onward.checkpoint.pytree.pytrees import DATA, KEY, Way, at, leaves, names_of_tensors, parts
 from onward.checkpoint.tensors import Tensor
 from onward.errors import listed
 
@@ -60,17 +60,17 @@ def meaning_of(tree: Any) -> Meaning:
     root = find(tree, (*_PARAMETERS, *(_MODEL if optimizer else ())), taken)
     if root:
         taken.append(root)
-        found.parameters = named(at(tree, root), root)
+        found.parameters = names_of_tensors(at(tree, root), root)
     for names, places in ((_STATISTICS, found.statistics), (_AVERAGES, found.averages)):
         if way := find(tree, names, taken):
             taken.append(way)
-            places |= named(at(tree, way), way)
+            places |= names_of_tensors(at(tree, way), way)
     if way := find(tree, _STEP, taken):
-        way = unwrapped(at(tree, way), way)
+        way = unwrap_variable(at(tree, way), way)
         found.step = way if number(at(tree, way)) is not None else None
     if not root:
         others = {way[0] for way in [*taken, *([found.step] if found.step else [])]}
-        found.parameters = named({key: part for key, part in parts(tree) if key not in others})
+        found.parameters = names_of_tensors({key: part for key, part in parts(tree) if key not in others})
     if optimizer:
         found.states = States()
         found.states.read(at(tree, optimizer), optimizer)
@@ -152,7 +152,7 @@ def updates_made(meaning: Meaning, flat: Mapping[Way, Any]) -> int | None:
 def _optimizer(states: States, flat: Mapping[Way, Any], trained: Mapping[str, Tensor], step: int | None) -> Optimizer:
     slots: dict[str | int, dict[str, Any]] = {}
     for way, (name, slot, sign) in states.slots.items():
-        slots.setdefault(name, {})[slot] = signed(flat[way], sign)
+        slots.setdefault(name, {})[slot] = with_sign(flat[way], sign)
     kept = {frozenset(each) for each in slots.values()} or {frozenset[str]()}
     families = FAMILIES.get(kept.pop(), ()) if len(kept) == 1 else ()
     if "adafactor" in families:

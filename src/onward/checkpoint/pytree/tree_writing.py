@@ -9,8 +9,8 @@ import numpy as np
 
 from onward.checkpoint.description import MASTER, Checkpoint
 from onward.checkpoint.pytree.optax_states import optimizer_state
-from onward.checkpoint.pytree.optax_trees import LARGEST, SECOND, signed
-from onward.checkpoint.pytree.pytrees import Way, leaves, nested, replaced
+from onward.checkpoint.pytree.optax_trees import LARGEST, SECOND, with_sign
+from onward.checkpoint.pytree.pytrees import Way, leaves, map_leaves, nest_names
 from onward.checkpoint.pytree.train_states import INFORMATION, OPTIMIZER, find, meaning_of, number, updates_made
 from onward.checkpoint.tensors import ArrayTensor, ComputedTensor, Tensor
 from onward.errors import UnsupportedError
@@ -24,18 +24,18 @@ def tree_of(checkpoint: Checkpoint, empty: Any) -> Any:
 
     `empty` is what a state of optax that keeps nothing is stored as.
     """
-    kept = _kept(checkpoint)
+    kept = _source_tree(checkpoint)
     if kept is None or not set(meaning_of(kept).parameters.values()) <= checkpoint.tensors.keys():
         return new_tree(checkpoint, empty)
-    tree, stored_as = updated(kept, checkpoint), _TREES[checkpoint.format]
+    tree, stored_as = update_tree(kept, checkpoint), _TREES[checkpoint.format]
     place = find(kept, OPTIMIZER, ())
     if stored_as == empty or place is None:
         return tree
     inside = len(place)
-    return replaced(tree, lambda way, leaf: empty if way[:inside] == place and leaf == stored_as else leaf)
+    return map_leaves(tree, lambda way, leaf: empty if way[:inside] == place and leaf == stored_as else leaf)
 
 
-def _kept(checkpoint: Checkpoint) -> Any:
+def _source_tree(checkpoint: Checkpoint) -> Any:
     """The tree of JAX that a checkpoint has been read from."""
     if checkpoint.format not in _TREES:
         return None
@@ -43,7 +43,7 @@ def _kept(checkpoint: Checkpoint) -> Any:
     return next(iter(items.values())) if len(items) == 1 else items or None
 
 
-def updated(tree: Any, checkpoint: Checkpoint) -> Any:
+def update_tree(tree: Any, checkpoint: Checkpoint) -> Any:
     """A tree that was read, with the numbers that a checkpoint has now; all else is as it was."""
     meaning, flat = meaning_of(tree), dict(leaves(tree))
     new: dict[Way, Any] = {}
@@ -62,10 +62,10 @@ def updated(tree: Any, checkpoint: Checkpoint) -> Any:
             known = kept.get(name, {})
             slot = LARGEST if slot == SECOND and LARGEST in known else slot
             if slot in known:
-                new[way] = _like(flat[way], signed(known[slot], sign))
+                new[way] = _like(flat[way], with_sign(known[slot], sign))
         if passed and meaning.states.waiting:
             new |= {way: _zeros(flat[way]) for way in [meaning.states.waiting, *meaning.states.accumulated]}
-    return replaced(tree, lambda way, leaf: new.get(way, leaf))
+    return map_leaves(tree, lambda way, leaf: new.get(way, leaf))
 
 
 def _unit(count: int, updates: int | None) -> int:
@@ -101,11 +101,11 @@ def new_tree(checkpoint: Checkpoint, empty: Any) -> dict[str, Any]:
     trained = {name for of in checkpoint.optimizers for group in of.groups for name in group.parameters}
     tensors = {name: slots.get(name, {}).get(MASTER, tensor) for name, tensor in checkpoint.tensors.items()}
     others = {name: tensor for name, tensor in tensors.items() if trained and name not in trained}
-    tree = {"step": checkpoint.step or 0, "params": nested({k: v for k, v in tensors.items() if k not in others})}
+    tree = {"step": checkpoint.step or 0, "params": nest_names({k: v for k, v in tensors.items() if k not in others})}
     if checkpoint.optimizers:
         tree["opt_state"] = optimizer_state(checkpoint, empty)
     if others:
-        tree["batch_stats"] = nested(others)
+        tree["batch_stats"] = nest_names(others)
     if checkpoint.averages:
-        tree["ema"] = nested(checkpoint.averages)
+        tree["ema"] = nest_names(checkpoint.averages)
     return tree

@@ -62,7 +62,7 @@ def read_tree(folder: Path) -> Any:
         else:
             array = arrays[entry.name]
             leaf = array.array()[()] if entry.kind == "scalar" and not array.shape else array
-        root = _placed(root, entry, leaf, folder)
+        root = _place_leaf(root, entry, leaf, folder)
     return _with_lists(root)
 
 
@@ -90,7 +90,7 @@ class _Node(dict[str, Any]):
     is_list = False
 
 
-def _placed(root: Any, entry: _Entry, leaf: Any, folder: Path) -> Any:
+def _place_leaf(root: Any, entry: _Entry, leaf: Any, folder: Path) -> Any:
     if not entry.way:
         return leaf
     around = root if isinstance(root, _Node) else _Node()
@@ -156,7 +156,7 @@ def write_tree(tree: Any, folder: Path) -> None:
     strings: dict[str, str] = {}
     arrays: dict[str, Tensor] = {}
     keys: list[dict[str, Any]] = []
-    for entry, leaf in _described(tree):
+    for entry, leaf in _describe_tree(tree):
         kind = entry.kind
         if kind == "string":
             strings[entry.name] = leaf
@@ -179,13 +179,13 @@ def write_tree(tree: Any, folder: Path) -> None:
         write_json(folder / _ARRAYS / "process_0", {"array_metadatas": keys})
 
 
-def _described(tree: Any, way: Way = (), in_list: tuple[bool, ...] = ()) -> Iterator[tuple[_Entry, Any]]:
+def _describe_tree(tree: Any, way: Way = (), in_list: tuple[bool, ...] = ()) -> Iterator[tuple[_Entry, Any]]:
     is_key = isinstance(tree, Mapping) and KEY in tree
     if is_key or not parts(tree):
         yield _Entry(way, in_list, _ARRAY if is_key else _kind(tree)), tree
         return
     for key, part in parts(tree):
-        yield from _described(part, (*way, key), (*in_list, not isinstance(tree, Mapping)))
+        yield from _describe_tree(part, (*way, key), (*in_list, not isinstance(tree, Mapping)))
 
 
 def _kind(leaf: Any) -> str:

@@ -13,9 +13,9 @@ import ml_dtypes
 import numpy as np
 
 from onward.checkpoint.tensors import ScatteredTensor, StoredTensor, Tensor, contiguous
-from onward.checkpoint.tf.crc import Summed, crc32c, masked
+from onward.checkpoint.tf.crc import Summed, crc32c, mask
 from onward.checkpoint.tf.table import read_table, table
-from onward.checkpoint.tf.wire import field, fixed32, numbers, read_varint, signed, texts
+from onward.checkpoint.tf.wire import as_signed, field, fixed32, numbers, read_varint, texts
 from onward.errors import InvalidModelError, UnsupportedError
 from onward.model.storage.files import reason, regular
 
@@ -84,7 +84,7 @@ def _entry(data: bytes) -> _Entry:
 
 
 def _size(dimension: bytes) -> int:
-    size = signed(numbers(dimension).get(1, 0))
+    size = as_signed(numbers(dimension).get(1, 0))
     if not 0 <= size < 2**48:
         raise ValueError("a tensor has no shape that there could be")
     return size
@@ -92,7 +92,7 @@ def _size(dimension: bytes) -> int:
 
 def _extent(extent: bytes) -> tuple[int, int]:
     found = numbers(extent)
-    return signed(found.get(1, 0)), signed(found[2]) if 2 in found else -1
+    return as_signed(found.get(1, 0)), as_signed(found[2]) if 2 in found else -1
 
 
 class _Files:
@@ -155,11 +155,11 @@ def _slice_key(name: bytes, extents: tuple[tuple[int, int], ...]) -> bytes:
     """The key of a piece: numbers and texts in an encoding whose order is theirs."""
     escaped = name.replace(b"\xff", b"\xff\x00").replace(b"\x00", b"\x00\xff")
     rank = len(extents).to_bytes(1, "big")
-    places = b"".join(map(_ordered, itertools.chain.from_iterable(extents)))
+    places = b"".join(map(_ordered_code, itertools.chain.from_iterable(extents)))
     return b"\x00" + escaped + b"\x00\x01" + (b"\x01" + rank if extents else b"\x00") + places
 
 
-def _ordered(number: int) -> bytes:
+def _ordered_code(number: int) -> bytes:
     length = (~number if number < 0 else number).bit_length() // 7 + 1
     header = ((1 << length) - 1) << (8 * length - length)
     return (number & (1 << 8 * length) - 1 ^ header).to_bytes(length, "big")
@@ -185,8 +185,8 @@ def text_of(value: Any) -> bytes | None:
 def _text_checksums(found: bytes) -> tuple[bytes, int]:
     """That of its length, which stands before a text, and that of both."""
     length = crc32c(len(found).to_bytes(8 if len(found) >> 32 else 4, "little"))
-    between = masked(length).to_bytes(4, "little")
-    return between, masked(crc32c(between + found, length))
+    between = mask(length).to_bytes(4, "little")
+    return between, mask(crc32c(between + found, length))
 
 
 # ---- writing ---------------------------------------------------------------------------------------------------------
@@ -205,7 +205,7 @@ def write_bundle(prefix: Path, tree: Tree) -> None:
             kind, shape = _kind(key, value), tensor.shape
             if not isinstance(value, Tensor):
                 shape, checksum = value["shape"], value["checksum"]  # text has another one than its bytes
-            entries[key.encode()] = _written(kind, tuple(shape), start, file.tell() - start, checksum)
+            entries[key.encode()] = _encode_entry(kind, tuple(shape), start, file.tell() - start, checksum)
     prefix.with_name(prefix.name + INDEX).write_bytes(table(entries))
 
 
@@ -217,7 +217,7 @@ def _kind(key: str, value: Any) -> int:
     return _NUMBERS[value.dtype]
 
 
-def _written(kind: int, shape: tuple[int, ...], offset: int, size: int, checksum: int) -> bytes:
+def _encode_entry(kind: int, shape: tuple[int, ...], offset: int, size: int, checksum: int) -> bytes:
     dimensions = b"".join(field(2, field(1, length)) for length in shape)
     return b"".join([field(1, kind), field(2, dimensions), field(4, offset), field(5, size), fixed32(6, checksum)])
 

@@ -13,7 +13,7 @@ _LANE = 256
 _MASK = 0xA282EAD8
 
 
-def _shifted(register: int, bits: int) -> int:
+def _shift(register: int, bits: int) -> int:
     for _ in range(bits):
         register = register >> 1 ^ (_POLYNOMIAL if register & 1 else 0)
     return register
@@ -21,13 +21,13 @@ def _shifted(register: int, bits: int) -> int:
 
 @cache
 def _byte_table() -> list[int]:
-    return [_shifted(byte, 8) for byte in range(256)]
+    return [_shift(byte, 8) for byte in range(256)]
 
 
 @cache
 def _word_tables() -> tuple[np.ndarray, np.ndarray]:
     """What becomes of the lower and of the upper half of a register after four bytes."""
-    bits = [np.array([_shifted(1 << bit + upper, 32) for bit in range(16)], np.uint32) for upper in (0, 16)]
+    bits = [np.array([_shift(1 << bit + upper, 32) for bit in range(16)], np.uint32) for upper in (0, 16)]
     halves = np.arange(1 << 16, dtype=np.uint32)
     low, high = (
         np.bitwise_xor.reduce([np.where(halves >> bit & 1, columns[bit], 0) for bit in range(16)]).astype(np.uint32)
@@ -40,7 +40,7 @@ def _word_tables() -> tuple[np.ndarray, np.ndarray]:
 def _zeros(power: int) -> np.ndarray:
     """What becomes of each bit of a register after 2**power bytes of zeros."""
     if not power:
-        return np.array([_shifted(1 << bit, 8) for bit in range(32)], np.uint32)
+        return np.array([_shift(1 << bit, 8) for bit in range(32)], np.uint32)
     half = _zeros(power - 1)
     return _after(half, half)
 
@@ -52,7 +52,7 @@ def _after(columns: np.ndarray, registers: np.ndarray) -> np.ndarray:
     return made
 
 
-def _appended(register: int, length: int) -> int:
+def _append_zeros(register: int, length: int) -> int:
     """A register after so many bytes of zeros."""
     found, power = np.array([register], np.uint32), 0
     while length >> power:
@@ -83,7 +83,7 @@ def crc32c(data: bytes | memoryview, register: int = 0) -> int:
     register ^= 0xFFFFFFFF
     while left.size >= _LANE:
         length = _LANE << (left.size // _LANE).bit_length() - 1
-        register = _appended(register, length) ^ _block(left[:length])
+        register = _append_zeros(register, length) ^ _block(left[:length])
         left = left[length:]
     table = _byte_table()
     for byte in left.tolist():
@@ -91,7 +91,7 @@ def crc32c(data: bytes | memoryview, register: int = 0) -> int:
     return register ^ 0xFFFFFFFF
 
 
-def masked(checksum: int) -> int:
+def mask(checksum: int) -> int:
     """As it is stored, so that data that holds checksums has one that is no accident."""
     return ((checksum >> 15 | checksum << 17) + _MASK) & 0xFFFFFFFF
 
@@ -109,4 +109,4 @@ class Summed:
 
     def taken(self) -> int:
         found, self._checksum = self._checksum, 0
-        return masked(found)
+        return mask(found)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from onward.checkpoint.description import Checkpoint, Group, Optimizer, Schedule
-from onward.checkpoint.tensors import ArrayTensor, Tensor, as_tensor, converted
+from onward.checkpoint.tensors import ArrayTensor, Tensor, as_tensor, convert_dtype
 from onward.checkpoint.tf.compiled import (
     AVERAGE,
     GATHERED,
@@ -111,7 +111,7 @@ class Fitted:
             if role.parameter == at and role.what not in (AVERAGE, GATHERED):
                 yield role.what, array
             elif role.what == SHARED:
-                yield SHARED, converted(array, np.dtype(np.float64))
+                yield SHARED, convert_dtype(array, np.dtype(np.float64))
 
     def _all(self, wanted: Role) -> list[Tensor]:
         return [array for role, array in zip(self._roles, self._arrays, strict=False) if role == wanted]
@@ -164,13 +164,13 @@ class Fitted:
         if self._settings is None or not checkpoint.optimizers or not self._arrays:
             return made
         renewed = self._optimizer(checkpoint, self._settings)
-        made[self._place]["arrays"] = dict(_numbered(renewed))
+        made[self._place]["arrays"] = dict(_number_tensors(renewed))
         if self._place == _INNER:
             outer = _in_order(made[_OUTER]["arrays"])[: len(SCALER)]
             if "scale" in checkpoint.scaler:
                 outer[2] = _like(outer[2], checkpoint.scaler["_growth_tracker"])
                 outer[3] = _like(outer[3], checkpoint.scaler["scale"])
-            made[_OUTER]["arrays"] = dict(_numbered([*outer, *renewed]))
+            made[_OUTER]["arrays"] = dict(_number_tensors([*outer, *renewed]))
         return made
 
     def _optimizer(self, checkpoint: Checkpoint, settings: Settings) -> list[Tensor]:
@@ -186,7 +186,7 @@ class Fitted:
             name = names[role.parameter] if role.parameter >= 0 else next(iter(kept.slots), "")
             slot = kept.slots.get(name, {}).get(role.what)
             if at >= len(arrays):
-                made.append(_begun(role, slot, checkpoint.tensors.get(str(name)), name))
+                made.append(_initial_variable(role, slot, checkpoint.tensors.get(str(name)), name))
             elif role.what == AVERAGE and (name in checkpoint.averages or moved):
                 made.append(in_place_of(arrays[at], checkpoint.averages.get(str(name)), f"the average of {name}"))
             elif role.what in KINDS[settings.kind].slots:
@@ -205,13 +205,13 @@ class Fitted:
             return _like(old, rate)
         if role.what == GATHERED and moved:
             return ArrayTensor(np.zeros(old.shape, old.dtype))
-        return converted(as_tensor(slot), old.dtype) if role.what == SHARED and slot is not None else old
+        return convert_dtype(as_tensor(slot), old.dtype) if role.what == SHARED and slot is not None else old
 
 
-def _begun(role: Role, slot: Any, weight: Tensor | None, name: Any) -> Tensor:
+def _initial_variable(role: Role, slot: Any, weight: Tensor | None, name: Any) -> Tensor:
     """A variable that the optimizer did not have before its first step."""
     if role.what == SHARED and slot is not None:
-        return converted(as_tensor(slot), np.dtype(np.float32))
+        return convert_dtype(as_tensor(slot), np.dtype(np.float32))
     if weight is None:
         raise UnsupportedError(f"there is no `{name}`", hint="write a checkpoint of the same model")
     return in_place_of(weight, slot, f"{name}/{role.what}")
@@ -237,7 +237,7 @@ def _in_order(arrays: Mapping[str, Tensor]) -> list[Tensor]:
     return [arrays[key] for key in sorted(filter(str.isdecimal, arrays), key=int)]
 
 
-def _numbered(tensors: Sequence[Tensor]) -> Iterator[tuple[str, Tensor]]:
+def _number_tensors(tensors: Sequence[Tensor]) -> Iterator[tuple[str, Tensor]]:
     return ((str(at), tensor) for at, tensor in enumerate(tensors))
 
 

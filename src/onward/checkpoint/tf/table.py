@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator, Mapping
 
-from onward.checkpoint.tf.crc import crc32c, masked
+from onward.checkpoint.tf.crc import crc32c, mask
 from onward.checkpoint.tf.wire import read_varint, varint
 
 _MAGIC = 0xDB4775248B80FB57
@@ -47,7 +47,7 @@ def _block(data: bytes, start: int, size: int) -> bytes:
     if end + _TRAILER.size > len(data) - _FOOTER:
         raise ValueError("a block of it lies outside of the file")
     kind, checksum = _TRAILER.unpack_from(data, end)
-    if masked(crc32c(data[start : end + 1])) != checksum:
+    if mask(crc32c(data[start : end + 1])) != checksum:
         raise ValueError("a checksum does not fit: it is damaged")
     if kind:
         raise ValueError("it is compressed")
@@ -99,5 +99,5 @@ def _append(file: bytearray, block: bytearray) -> bytes:
     """Add a block with one place to start from, its beginning; the handle to find it."""
     whole = bytes(block) + _NUMBER.pack(0) + _NUMBER.pack(1)
     start = len(file)
-    file += whole + _TRAILER.pack(0, masked(crc32c(whole + b"\0")))
+    file += whole + _TRAILER.pack(0, mask(crc32c(whole + b"\0")))
     return varint(start) + varint(len(whole))

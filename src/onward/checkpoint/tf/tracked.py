@@ -76,7 +76,7 @@ def meaning_of(tree: Tree) -> Meaning:
     saved = text_of(tree[GRAPH])
     try:
         nodes = [_Node(node) for node in texts(saved or b"", 1)]
-        if not nodes or any(not 0 <= at < len(nodes) for node in nodes for at in _referred(node)):
+        if not nodes or any(not 0 <= at < len(nodes) for node in nodes for at in _references(node)):
             raise ValueError("an object of it is not there")
         if lost := [node.key for node in nodes if node.key and node.key not in tree]:
             raise ValueError(f"what `{lost[0]}` holds is not there")
@@ -87,7 +87,7 @@ def meaning_of(tree: Tree) -> Meaning:
     return _Objects(nodes, tree).meaning()
 
 
-def _referred(node: _Node) -> Iterator[int]:
+def _references(node: _Node) -> Iterator[int]:
     yield from node.children.values()
     for slot, _ in node.slots:
         yield from (slot.get(1, 0), slot.get(3, 0))
@@ -238,7 +238,7 @@ def _by_name(tree: Tree) -> Meaning:
     """Checkpoints of TensorFlow 1, and of whoever has no objects: keys are the names of variables."""
     variables = [key for key, value in tree.items() if isinstance(value, Tensor)]
     keys = Keys(name=next((key.removesuffix(_COUNT) for key in variables if key.endswith(_COUNT)), ""))
-    kept, found = _kept(variables, keys.name), Meaning()
+    kept, found = _slot_variables(variables, keys.name), Meaning()
     for key in variables:
         owner, _, last = key.rpartition("/")
         if key in kept:
@@ -261,7 +261,7 @@ def _by_name(tree: Tree) -> Meaning:
     return found
 
 
-def _kept(variables: Sequence[str], optimizer: str) -> dict[str, tuple[str, str]]:
+def _slot_variables(variables: Sequence[str], optimizer: str) -> dict[str, tuple[str, str]]:
     """Variables that an optimizer keeps: of which parameter, and as what."""
     known, found = set(variables), {}
     row = next((row for kind, row in KINDS.items() if is_named_after(optimizer, kind)), None)

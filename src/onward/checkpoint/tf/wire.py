@@ -59,7 +59,7 @@ def text(data: bytes, number: int) -> str:
     return next(texts(data, number), b"").decode("utf-8", "replace")
 
 
-def signed(number: int) -> int:
+def as_signed(number: int) -> int:
     """A number of 64 bits that may be below zero."""
     return number - (1 << 64) if number >> 63 else number
 

@@ -29,7 +29,7 @@ from onward.errors import MismatchError, UnsupportedError
 from onward.model import Model
 from onward.model.core import values
 from onward.model.serde import stamp
-from onward.model.state import tagged
+from onward.model.state import with_tags
 from onward.model.walk import ancestors
 from onward.transform import rename
 
@@ -200,7 +200,7 @@ def _bind(model: Model, name: str, new: str) -> None:
     step, graph = model.step(), model.graph
     value = graph.initializers[name]
     assert value.const_value is not None
-    value.const_value = tagged(value.const_value, role="statistics")
+    value.const_value = with_tags(value.const_value, role="statistics")
     output = next(each for each in graph.outputs if each.name == new)
     graph.outputs.remove(output)
     op = Builder(step.algorithm, opset=model.opset, names=model.names())

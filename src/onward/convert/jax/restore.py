@@ -23,7 +23,7 @@ from onward.lowering.contract import contract_of
 from onward.lowering.step import lower
 from onward.model import Model, Source, read
 from onward.model.core import as_input
-from onward.model.state import STEP, State, carried, states
+from onward.model.state import STEP, State, carried_state, states
 from onward.recipe.optimizers.sixteen_bit import HALVES
 from onward.recipe.spec import Spec
 from onward.transform.inline import inline
@@ -112,7 +112,7 @@ class Parts:
         self._model, self._index, self._states = model, index, states(model, index)
         self.framework = Jax("cuda" if jax.default_backend() == "gpu" else "cpu")
         strange = [s.name for s in self._states if s.role in ("master", "state")]
-        strange += [s.name for s in carried(model, index)[len(self._states) :]]  # which other steps change
+        strange += [s.name for s in carried_state(model, index)[len(self._states) :]]  # which other steps change
         if strange:
             raise UnsupportedError(
                 f"the training model has state that optax has no place for: {', '.join(strange)}",

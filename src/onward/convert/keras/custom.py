@@ -14,7 +14,7 @@ from onward.convert.keras.tensors import Tensor
 from onward.convert.optimizer_classes import Refused
 from onward.errors import first_line
 from onward.model import Model
-from onward.recipe.embed import emptied
+from onward.recipe.embed import take_apart
 from onward.transform.inline import inline
 
 _SAMPLES = 3
@@ -113,7 +113,7 @@ def _placed(op: Builder, model: Model, sources: Sequence[Expr], scope: str) -> l
     results = list(model.graph.outputs)
     for value, source in zip(list(model.graph.inputs), sources, strict=True):
         value.replace_all_uses_with(source.value)
-    nodes, constants = emptied(model.graph)
+    nodes, constants = take_apart(model.graph)
     for constant in constants:
         assert constant.const_value is not None
         constant.replace_all_uses_with(op.constant(constant.const_value).value)

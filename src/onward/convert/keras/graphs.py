@@ -20,7 +20,7 @@ from onward.lowering.contract import contract_of
 from onward.lowering.step import lower
 from onward.model import Model
 from onward.model.core import as_input, values
-from onward.model.state import carried
+from onward.model.state import carried_state
 from onward.transform.unused import keep_only
 
 
@@ -121,7 +121,12 @@ class Parts:
         self._open(combined, [loss])
         inputs = open_inputs(combined)
         targets = [value for name in self._targets for value in inputs if value.name == name]
-        accepted = {*(_names(given)), *self._targets, *self.frozen, *(state.name for state in carried(self.model))}
+        accepted = {
+            *(_names(given)),
+            *self._targets,
+            *self.frozen,
+            *(state.name for state in carried_state(self.model)),
+        }
         if strange := [value.name for value in inputs if value.name not in accepted]:
             raise UnsupportedError(
                 f"the loss reads `{strange[0]}` beside outputs and targets, which a loss of Keras cannot",
@@ -137,7 +142,7 @@ class Parts:
     def _open(self, model: Model, outputs: Sequence[ir.Value]) -> None:
         """Keep what these need, with the state and what is frozen as inputs."""
         keep_only(model, outputs)
-        for name in (*(state.name for state in carried(self.model)), *self.frozen):
+        for name in (*(state.name for state in carried_state(self.model)), *self.frozen):
             if name in model.graph.initializers:
                 as_input(model.graph, name)
 

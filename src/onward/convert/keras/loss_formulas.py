@@ -13,7 +13,7 @@ from typing import Any
 import onnx_ir as ir
 
 from onward.build import Builder, Expr, Function
-from onward.recipe.losses.registry import reduced
+from onward.recipe.losses.registry import reduce_loss
 
 Formula = Callable[[Builder, Expr, Expr], Expr]
 
@@ -200,7 +200,7 @@ def as_function(name: str, formula: Formula, target: ir.Value, *, opset: int, re
     """A function of the prediction and of a target that is called as `target` is."""
 
     def body(op: Builder, prediction: Expr, target: Expr) -> Expr:
-        loss = reduced(op, formula(op, prediction, target), reduction)
+        loss = reduce_loss(op, formula(op, prediction, target), reduction)
         return loss if scale == 1.0 else loss * scale
 
     body.__doc__ = f"loss = the {reduction} of `keras.losses.{name}`, times {scale:g}."

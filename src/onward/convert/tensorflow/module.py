@@ -26,7 +26,7 @@ from onward.lowering.contract import contract_of
 from onward.lowering.step import lower
 from onward.model import Model, Source, read
 from onward.model.core import as_input
-from onward.model.state import carried
+from onward.model.state import carried_state
 from onward.transform import inline
 from onward.transform.declare import require_shapes
 from onward.transform.opset import of_one_opset
@@ -64,7 +64,7 @@ def to_tensorflow(source: Source, step: int | None = None, *, sizes: Mapping[str
     refuse_rounding(model, in_pairs=True)
     require_shapes(model, step, "TensorFlow")
     module = TrainingModule(name="training")
-    state = {found.name: found for found in carried(model, step)}
+    state = {found.name: found for found in carried_state(model, step)}
     frozen = {name: model.initializer(name) for name in _frozen(model, framework) if name not in state}
     values = {name: found.value for name, found in state.items()} | frozen
     trainable = {name for name, found in state.items() if found.role == "parameter"}

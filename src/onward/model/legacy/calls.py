@@ -15,7 +15,7 @@ from onward.errors import InvalidModelError
 from onward.model.legacy.names import (
     all_nodes,
     bodies,
-    defined,
+    defined_names,
     defined_within,
     rename,
     set_nodes,
@@ -95,14 +95,14 @@ def _check(call: NodeProto, graph: GraphProto, place: str) -> None:
 
 def _inputs(call: NodeProto, graph: GraphProto) -> list[tuple[str, str]]:
     """Names in the inference graph, and the values that the call gives for them."""
-    return _bound(strings(call, "input_names") or [value.name for value in graph.input], call.input)
+    return _bind_inputs(strings(call, "input_names") or [value.name for value in graph.input], call.input)
 
 
 def _outputs(call: NodeProto, graph: GraphProto) -> list[tuple[str, str]]:
-    return _bound(strings(call, "output_names") or [value.name for value in graph.output], call.output)
+    return _bind_inputs(strings(call, "output_names") or [value.name for value in graph.output], call.output)
 
 
-def _bound(formal: Sequence[str], actual: Iterable[str]) -> list[tuple[str, str]]:
+def _bind_inputs(formal: Sequence[str], actual: Iterable[str]) -> list[tuple[str, str]]:
     return [(name, value) for name, value in zip(formal, actual, strict=False) if value]
 
 
@@ -114,7 +114,7 @@ def _join(graph: GraphProto, info: TrainingInfoProto) -> None:
     algorithm = info.algorithm
     names = Names(defined_within(graph) | defined_within(algorithm))
     # What the algorithm defines under a name of the inference graph was legal before they were joined.
-    renames = {name: names.fresh(name) for name in sorted(defined(algorithm) & defined_within(graph))}
+    renames = {name: names.fresh(name) for name in sorted(defined_names(algorithm) & defined_within(graph))}
     own = [node for node in algorithm.node if is_call(node)]
     call, aliases = next(((node, found) for node in own if (found := _aliases(node, graph, algorithm))), (None, {}))
     if call is not None:
@@ -133,7 +133,7 @@ def _join(graph: GraphProto, info: TrainingInfoProto) -> None:
 def _aliases(call: NodeProto, graph: GraphProto, algorithm: GraphProto) -> dict[str, str]:
     """Algorithm name -> inference name, if the call passes nothing but inputs of the algorithm and shared weights."""
     defaults = {tensor.name for tensor in (*graph.initializer, *algorithm.initializer)}
-    own, inputs = defined(algorithm), {value.name for value in algorithm.input} - defaults
+    own, inputs = defined_names(algorithm), {value.name for value in algorithm.input} - defaults
     passed = _inputs(call, graph)
     for formal, actual in passed:
         shared = actual == formal and actual not in own

@@ -49,7 +49,7 @@ def convert(proto: ModelProto) -> list[str]:
     if _TRAINING not in fields:
         return []
     functions = _all(FunctionProto, fields, _FUNCTION)
-    entries = [_entry(_unknown(_parsed(Empty, data)), proto.graph) for data in fields[_TRAINING]]
+    entries = [_entry(_unknown(_parse(Empty, data)), proto.graph) for data in fields[_TRAINING]]
     added = ModelProto(training_info=[info for _, info in entries], functions=functions)
     if any(tensor.data_location == TensorProto.EXTERNAL for tensor in walk_tensors(added)):
         raise _unclear("a tensor in it refers to data in another file")
@@ -195,21 +195,21 @@ def _unknown(message: Message) -> _Fields:
 
 
 def _all(kind: type[_Kind], fields: _Fields, number: int) -> list[_Kind]:
-    return [_parsed(kind, data) for data in fields.get(number, [])]
+    return [_parse(kind, data) for data in fields.get(number, [])]
 
 
 def _one(kind: type[_Kind], fields: _Fields, number: int) -> _Kind:
     """A field that is not repeated; the last one counts, as in protobuf."""
     if number not in fields:
         raise _unclear(f"field {_TRAINING} of the model has no {kind.DESCRIPTOR.name} in its field {number}")
-    return _parsed(kind, fields[number][-1])
+    return _parse(kind, fields[number][-1])
 
 
 def _pairs(fields: _Fields, number: int) -> list[tuple[str, str]]:
     return [(entry.key, entry.value) for entry in _all(StringStringEntryProto, fields, number)]
 
 
-def _parsed(kind: type[_Kind], data: Any) -> _Kind:
+def _parse(kind: type[_Kind], data: Any) -> _Kind:
     try:
         return kind.FromString(data)
     except (DecodeError, TypeError):

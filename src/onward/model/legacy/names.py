@@ -23,14 +23,14 @@ def all_nodes(nodes: Iterable[NodeProto]) -> Iterator[NodeProto]:
             yield from all_nodes(body.node)
 
 
-def defined(graph: GraphProto) -> set[str]:
+def defined_names(graph: GraphProto) -> set[str]:
     names = {value.name for value in graph.input} | {tensor.name for tensor in graph.initializer}
     return names | {name for node in graph.node for name in node.output if name}
 
 
 def defined_within(graph: GraphProto) -> set[str]:
     """With what nested graphs define."""
-    return defined(graph).union(*(defined_within(body) for node in graph.node for body in bodies(node)))
+    return defined_names(graph).union(*(defined_within(body) for node in graph.node for body in bodies(node)))
 
 
 def rename(graph: GraphProto, renames: Mapping[str, str]) -> None:
@@ -54,7 +54,7 @@ def rename_node(node: NodeProto, renames: Mapping[str, str]) -> None:
                 name = attribute.s.decode()
                 attribute.s = renames.get(name, name).encode()
     for body in bodies(node):
-        shadowed = defined(body)
+        shadowed = defined_names(body)
         rename(body, {old: new for old, new in renames.items() if old not in shadowed})
 
 

@@ -93,7 +93,7 @@ def _bytes_of(tensor: ir.TensorProtocol) -> object:
     return range_of(tensor) or id(tensor)
 
 
-def spared(tensors: dict[Place, ir.TensorProtocol]) -> int:
+def spared_bytes(tensors: dict[Place, ir.TensorProtocol]) -> int:
     """The bytes that a data file does not need, and a model file does: of zeros, and of tensors that share theirs."""
     pieces = _pieces(tensors)
     needed = sum(nbytes(piece.tensor) for piece in pieces if not _is_plainly_zero(piece.tensor))

@@ -65,7 +65,7 @@ def npy_header(start: bytes) -> Stored:
     shape, is_fortran = header["shape"], header["fortran_order"]
     if not isinstance(shape, tuple) or not isinstance(is_fortran, bool):
         raise ValueError("its header does not say order and shape")
-    return _checked(Stored(_npy_type(header["descr"]), shape, offset, is_fortran))
+    return _check_shape(Stored(_npy_type(header["descr"]), shape, offset, is_fortran))
 
 
 def _npy_type(given: Any) -> np.dtype:
@@ -111,7 +111,7 @@ def _tensor(name: str, entry: Any, start: int, end: int) -> Stored:
     shape, offsets = entry.get("shape"), entry.get("data_offsets")
     if not isinstance(shape, list) or not isinstance(offsets, list) or list(map(type, offsets)) != [int, int]:
         raise ValueError(f"{what} does not say its shape and place")
-    stored = _checked(Stored(np.dtype(SAFETENSORS_TYPES[dtype]), tuple(shape), start + offsets[0]))
+    stored = _check_shape(Stored(np.dtype(SAFETENSORS_TYPES[dtype]), tuple(shape), start + offsets[0]))
     if offsets[1] - offsets[0] != stored.size:
         raise ValueError(f"{what} has {offsets[1] - offsets[0]:,} bytes, and its type and shape need {stored.size:,}")
     if offsets[0] < 0 or start + offsets[1] > end:
@@ -127,7 +127,7 @@ def _refuse_overlaps(tensors: dict[str, Stored]) -> None:
         end, before = max(end, stored.offset + stored.size), name
 
 
-def _checked(stored: Stored) -> Stored:
+def _check_shape(stored: Stored) -> Stored:
     """With a shape that an array can have."""
     dims = stored.shape
     if len(dims) > _MOST_DIMS or not all(type(dim) is int and 0 <= dim < 2**63 for dim in dims):

@@ -103,11 +103,11 @@ def refuse_other_formats(name: str, start: bytes, size: int) -> None:
             continue
         if at == 8 and int.from_bytes(start[:8], "little") > size:  # safetensors begin with the length of their header
             continue
-        what, hint = _zipped(start, size) if mark.startswith(b"PK") else (what, hint)
+        what, hint = _explain_zip(start, size) if mark.startswith(b"PK") else (what, hint)
         raise InvalidModelError(f"{name} is not an ONNX model but {what}", hint=hint)
 
 
-def _zipped(start: bytes, size: int) -> tuple[str, str]:
+def _explain_zip(start: bytes, size: int) -> tuple[str, str]:
     length = int.from_bytes(start[26:28], "little")
     if size < 30 + length:
         return "the beginning of a zip archive, such as a PyTorch file", "a download or copy may have been cut off"

@@ -90,7 +90,7 @@ class DataFile:
 _open: weakref.WeakValueDictionary[tuple[int, ...], DataFile] = weakref.WeakValueDictionary()
 
 
-def held(path: Path) -> DataFile | None:
+def hold_open(path: Path) -> DataFile | None:
     """A data file, held open once however many models use it; None where the system has no room for more of them."""
     try:
         file = open(path, "rb", buffering=0)  # noqa: SIM115 (open as long as it is used)

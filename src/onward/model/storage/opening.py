@@ -11,7 +11,7 @@ from onnx import ModelProto
 from onward.errors import ExternalDataError
 from onward.model.storage.external import check_external, data_files
 from onward.model.storage.files import PathLike
-from onward.model.storage.open_files import DataFile, held
+from onward.model.storage.open_files import DataFile, hold_open
 from onward.model.storage.parse import folder_of, read_proto
 
 _ATTEMPTS = 100
@@ -43,7 +43,7 @@ def open_model(path: PathLike) -> Opened:
 
 
 def _held_files(proto: ModelProto, folder: Path) -> dict[Path, DataFile]:
-    found = {file: held(file) for file in data_files(proto, folder)}
+    found = {file: hold_open(file) for file in data_files(proto, folder)}
     return {file: source for file, source in found.items() if source is not None}
 
 

@@ -16,10 +16,10 @@ from google.protobuf.message import EncodeError
 from onnx import ModelProto
 
 from onward.errors import ExternalDataError, InvalidModelError, WriteError
-from onward.model.storage.data import is_own, spared, write_data
+from onward.model.storage.data import is_own, spared_bytes, write_data
 from onward.model.storage.external import add_checksums, can_point_at, check_external, data_files, overlaps
 from onward.model.storage.files import PathLike, listing, mentions, sync
-from onward.model.storage.open_files import held
+from onward.model.storage.open_files import hold_open
 from onward.model.storage.parse import OUTSIDE_HINT, PROTO_LIMIT, read_proto
 from onward.model.storage.tensor_places import (
     Place,
@@ -78,7 +78,7 @@ def save(
     if external not in get_args(External):
         raise WriteError(f"tensors cannot be stored as `{external}`", hint=f"use {', '.join(get_args(External))}")
     target = target_of(path)
-    tensors, others = _held_by(places), _held_by(also)
+    tensors, others = _tensors_at(places), _tensors_at(also)
     with Transaction(target) as transaction:
         old = _replaced_files(target)
         plan = _plan(target, tensors, set(old), shared, external, threshold_bytes)
@@ -90,16 +90,18 @@ def save(
         transaction.commit(payload)
     for place, tensor in others.items():
         if place in moved:
-            place.tensor = _opened(data[place])
+            place.tensor = _open_tensor(data[place])
         elif is_external(tensor):
             place.tensor = inside(tensor, tensor.numpy().copy())
     if not sync(target.parent, strict=False):
         return  # after a power failure the old model may be back, and need its data
     written = {where[0] for place in data if (where := range_of(data[place]))}
-    obsolete = _obsolete(target, old.keys() - used if shared is None else _unused(target, used | written | old.keys()))
+    obsolete = _obsolete(
+        target, old.keys() - used if shared is None else _unused_files(target, used | written | old.keys())
+    )
     for place, tensor in tensors.items():  # first: what the model in memory reads need not be kept for it alone
         if (where := range_of(tensor)) and where[0] in obsolete:
-            place.tensor = _opened(future[place])
+            place.tensor = _open_tensor(future[place])
     for file in obsolete:
         with suppress(OSError):
             file.unlink()
@@ -107,13 +109,13 @@ def save(
 
 def goes_outside(places: Iterable[Place]) -> bool:
     """Whether a model has tensors outside its file, or more of them than fit inside."""
-    tensors = _held_by(places).values()
+    tensors = _tensors_at(places).values()
     return any(map(is_external, tensors)) or sum(map(nbytes, tensors)) > EMBED_LIMIT
 
 
 def form_of(places: Iterable[Place]) -> External:
     """Where the tensors of a model are, as `external` has it: so that another can have them there, too."""
-    endings = {where[0].suffix for tensor in _held_by(places).values() if (where := range_of(tensor))}
+    endings = {where[0].suffix for tensor in _tensors_at(places).values() if (where := range_of(tensor))}
     return "auto" if not endings else "safetensors" if endings == {".safetensors"} else "data"
 
 
@@ -122,12 +124,12 @@ def data_files_of(path: PathLike) -> list[Path]:
     return list(_replaced_files(Path(os.path.realpath(path))))
 
 
-def _held_by(places: Iterable[Place]) -> dict[Place, ir.TensorProtocol]:
+def _tensors_at(places: Iterable[Place]) -> dict[Place, ir.TensorProtocol]:
     return {place: tensor for place in places if (tensor := place.tensor) is not None}
 
 
-def _opened(tensor: ir.TensorProtocol) -> ir.TensorProtocol:
-    if not isinstance(tensor, ir.ExternalTensor) or (file := held(Path(tensor.path))) is None:
+def _open_tensor(tensor: ir.TensorProtocol) -> ir.TensorProtocol:
+    if not isinstance(tensor, ir.ExternalTensor) or (file := hold_open(Path(tensor.path))) is None:
         return tensor
     return in_file(tensor, file)
 
@@ -164,7 +166,7 @@ def _plan(
         raise WriteError(f"could not write `{target}`: more than 2 GiB do not fit into one file", hint=OUTSIDE_HINT)
     files = old | {file for file, _, _ in ranges.values()}
     if external in _STAYING:
-        spill = bool(files) or total > EMBED_LIMIT or spared(moving) > SPARED_LIMIT
+        spill = bool(files) or total > EMBED_LIMIT or spared_bytes(moving) > SPARED_LIMIT
     else:
         spill = external != "none"
     written = {place: tensor for place, tensor in moving.items() if spill and _is_large(place, tensor, threshold)}
@@ -263,7 +265,7 @@ def _replaced_files(target: Path) -> dict[Path, str]:
     return data_files(proto, target.parent)
 
 
-def _unused(target: Path, used: Set[Path]) -> set[Path]:
+def _unused_files(target: Path, used: Set[Path]) -> set[Path]:
     """Data files beside a model that are in nobody's use, such as those of the model before the one it replaced."""
     return {path for entry in listing(target.parent) if (path := target.parent / entry.name) not in used}
 

@@ -32,7 +32,7 @@ _watcher: ContextVar[Watcher | None] = ContextVar("watcher", default=None)
 
 
 @contextmanager
-def watched_by(watcher: Watcher) -> Iterator[None]:
+def report_writes_to(watcher: Watcher) -> Iterator[None]:
     """Within it, somebody is told what is written."""
     token = _watcher.set(watcher)
     try:

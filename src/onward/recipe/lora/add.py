@@ -13,13 +13,13 @@ from onward.build import Builder, Expr, Names
 from onward.errors import RecipeError, UnknownNameError, UnsupportedError
 from onward.model import Model, Source, read
 from onward.model.signature import sound
-from onward.model.state import tagged
+from onward.model.state import with_tags
 from onward.recipe.assembly import METADATA_IR_VERSION
 from onward.recipe.constants import expose
 from onward.recipe.head import LINEAR, refuse_training
 from onward.recipe.layers import Layer, listing
 from onward.recipe.lora.adapters import SCALE, A, B, adapters, by_weight
-from onward.recipe.reset import drawn
+from onward.recipe.reset import draw_initial_value
 from onward.recipe.trainable import matching
 from onward.transform.opset import of_one_opset
 
@@ -78,7 +78,7 @@ def _initial(layer: Layer, rank: int, seed: int) -> tuple[ir.Tensor, ir.Tensor]:
     else:
         a_shape, b_shape = (inputs, rank), (rank, layer.units)
     init = LINEAR + ("" if layer.is_convolution else ",layout=keras")
-    a = drawn(f"{layer.weight.name}/{A}", dtype, a_shape, init, seed)
+    a = draw_initial_value(f"{layer.weight.name}/{A}", dtype, a_shape, init, seed)
     return a, ir.Tensor(np.zeros(b_shape, dtype.numpy()), dtype=dtype)
 
 
@@ -96,15 +96,15 @@ def attach(
         of = by_weight(model)[weight.name or ""]
     number = ir.Tensor(np.asarray(scale, a.dtype.numpy()), dtype=a.dtype)
     parts = {A: a, B: b, SCALE: number}
-    values = [_stored(model, names, of[0], slot, tensor) for slot, tensor in parts.items()]
+    values = [_store(model, names, of[0], slot, tensor) for slot, tensor in parts.items()]
     for layer in of:
         _insert(model, names, layer, values, dropout)
 
 
-def _stored(model: Model, names: Names, layer: Layer, slot: str, tensor: ir.Tensor) -> ir.Value:
+def _store(model: Model, names: Names, layer: Layer, slot: str, tensor: ir.Tensor) -> ir.Value:
     tensor.name = names.fresh(f"{layer.weight.name}/{slot}")
     role = "hyper" if slot == SCALE else "parameter"
-    const_value = tagged(tensor, role=role, param=layer.weight.name, slot=slot, module=layer.module)
+    const_value = with_tags(tensor, role=role, param=layer.weight.name, slot=slot, module=layer.module)
     value = ir.Value(
         name=tensor.name,
         type=ir.TensorType(tensor.dtype),

@@ -44,10 +44,10 @@ def save_adapter(model: Source, path: str | os.PathLike[str]) -> Path:
     tensors = {key: array for adapter in found for key, array in _tensors(adapter).items()}
     config = json.dumps(_config(source, found), indent=2)
     if target.suffix == ".safetensors":
-        write_file(target, _serialised(tensors, {"format": "pt", _METADATA: config}))
+        write_file(target, _serialise(tensors, {"format": "pt", _METADATA: config}))
         return target
     target.mkdir(parents=True, exist_ok=True)
-    write_file(target / _WEIGHTS, _serialised(tensors, {"format": "pt"}))
+    write_file(target / _WEIGHTS, _serialise(tensors, {"format": "pt"}))
     write_file(target / _CONFIG, config)
     return target
 
@@ -116,7 +116,7 @@ def _dropout(adapter: Adapter) -> float:
     return 0.0
 
 
-def _serialised(tensors: dict[str, np.ndarray], metadata: dict[str, str]) -> bytes:
+def _serialise(tensors: dict[str, np.ndarray], metadata: dict[str, str]) -> bytes:
     from safetensors.numpy import save
 
     return save({key: np.ascontiguousarray(array) for key, array in tensors.items()}, metadata)

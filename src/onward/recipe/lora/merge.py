@@ -90,7 +90,7 @@ def _fold(model: Model, names: Names, adapter: Adapter, adapted: Sequence[Layer]
     alone = {tuple(use) for use in weight.uses()} == entries and not weight.is_graph_output()
     name = adapter.weight if alone else names.fresh(f"{adapter.weight}/merged")
     tensor = ir.LazyTensor(
-        lambda: _merged(old, adapter, layer),
+        lambda: _merge_weight(old, adapter, layer),
         dtype=old.dtype,
         shape=ir.Shape(old.shape.numpy()),
         name=name,
@@ -106,7 +106,7 @@ def _fold(model: Model, names: Names, adapter: Adapter, adapted: Sequence[Layer]
         node.replace_input_with(index, own)
 
 
-def _merged(old: ir.TensorProtocol, adapter: Adapter, layer: Layer) -> ir.Tensor:
+def _merge_weight(old: ir.TensorProtocol, adapter: Adapter, layer: Layer) -> ir.Tensor:
     wide = np.float64 if old.dtype == ir.DataType.DOUBLE else np.float32
     change = delta(adapter, layer, wide)
     new = old.numpy().astype(wide) + change

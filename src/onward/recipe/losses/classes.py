@@ -12,7 +12,7 @@ import onnx_ir as ir
 from onward.build import Builder, Expr
 from onward.recipe.losses import functions as f
 from onward.recipe.losses.alignment import ConnectionistTemporalClassification
-from onward.recipe.losses.registry import Target, check, dtype_of, named, numbers, one_of, reduced
+from onward.recipe.losses.registry import Target, check, dtype_of, numbers, one_of, reduce_loss, register_loss
 
 NO_LABEL = -100
 """The label that is ignored where nobody says which: not a class, and PyTorch's choice."""
@@ -42,7 +42,7 @@ def _dims(prediction: ir.Value, *, rank: int, form: str) -> list[int | ir.Symbol
     return None if shape is None else list(shape)
 
 
-@named("cross_entropy", "ce", targets=_labels)
+@register_loss("cross_entropy", "ce", targets=_labels)
 def cross_entropy(
     op: Builder,
     logits: Expr,
@@ -68,18 +68,18 @@ def cross_entropy(
     if soft:
         labels = op.call(f.SmoothLabels, labels, smoothing) if smoothing else labels
         labels = op.call(f.WeightClasses, labels, weights) if weights is not None else labels
-        loss = reduced(op, op.call(f.CrossEntropyWithProbabilities, rows, labels), reduction)
+        loss = reduce_loss(op, op.call(f.CrossEntropyWithProbabilities, rows, labels), reduction)
     elif smoothing:
         inputs = rows, labels, np.float64(1) if weights is None else weights, smoothing
         ignored = NO_LABEL if ignore_index is None else _index(ignore_index)
         smoothed, counted = op.call(f.SmoothedCrossEntropy, *inputs, ignore_index=ignored)
-        loss = reduced(op, smoothed, reduction, weight=counted)
+        loss = reduce_loss(op, smoothed, reduction, weight=counted)
     else:
         loss = _standard(op, "SoftmaxCrossEntropyLoss", rows, labels, weights, ignore_index, reduction)
     return _unrows(op, loss, logits, axis, reduction)
 
 
-@named("nll", targets=_labels)
+@register_loss("nll", targets=_labels)
 def nll(
     op: Builder,
     log_probabilities: Expr,
@@ -140,7 +140,7 @@ def _unrows(op: Builder, loss: Expr, scores: Expr, axis: int, reduction: str) ->
     return loss if axis == 1 or reduction != "none" else op.Reshape(loss, op.Shape(scores, end=-1))
 
 
-@named("ctc", targets=_sequences)
+@register_loss("ctc", targets=_sequences)
 def ctc(
     op: Builder,
     log_probabilities: Expr,
@@ -171,4 +171,4 @@ def ctc(
         loss = op.Where(op.IsInf(loss), 0, loss)
     if reduction == "mean":
         loss = loss / op.CastLike(op.Max(target_lengths, 1), loss)
-    return reduced(op, loss, reduction)
+    return reduce_loss(op, loss, reduction)

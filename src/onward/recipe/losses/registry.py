@@ -91,7 +91,7 @@ def loss(name: str) -> Loss:
     return lookup("loss", name, LOSSES)
 
 
-def named(name: str, *short_names: str, targets: Targets) -> Callable[[Callable[..., Expr]], Loss]:
+def register_loss(name: str, *short_names: str, targets: Targets) -> Callable[[Callable[..., Expr]], Loss]:
     """Register `build(op, prediction, *targets, **options)` as a loss: its keyword-only parameters are the options."""
 
     def register(build: Callable[..., Expr]) -> Loss:
@@ -109,7 +109,7 @@ def formula(function: Function, name: str, *short_names: str, summary: str, **se
     def build(op: Builder, *inputs: Expr, reduction: str, **options: float) -> Expr:
         for option, value in options.items():
             check(value > 0, f"{option} is {value}", "it is positive")
-        return reduced(op, op.call(function, *inputs, *map(np.float64, options.values())), reduction)
+        return reduce_loss(op, op.call(function, *inputs, *map(np.float64, options.values())), reduction)
 
     targets = like_prediction(*function.inputs[1 : len(function.inputs) - len(settings)])
     return _register(Loss(name, summary, {**settings, "reduction": "mean"}, build, targets), short_names)
@@ -152,7 +152,7 @@ def dtype_of(prediction: ir.Value) -> ir.DataType:
     return prediction.dtype
 
 
-def reduced(op: Builder, loss: Expr, reduction: str, *, weight: Expr | None = None) -> Expr:
+def reduce_loss(op: Builder, loss: Expr, reduction: str, *, weight: Expr | None = None) -> Expr:
     """The mean, divided by the sum of `weight` where there is one; the sum; or the loss as it is."""
     one_of("reduction", reduction, "mean", "sum", "none")
     if reduction == "none":

@@ -8,12 +8,21 @@ import numpy as np
 
 from onward.build import Builder, Expr
 from onward.recipe.losses import functions as f
-from onward.recipe.losses.registry import Numbers, check, formula, like_prediction, named, numbers, one_of, reduced
+from onward.recipe.losses.registry import (
+    Numbers,
+    check,
+    formula,
+    like_prediction,
+    numbers,
+    one_of,
+    reduce_loss,
+    register_loss,
+)
 
 # ---- yes or no -------------------------------------------------------------------------------------------------------
 
 
-@named("binary_cross_entropy", "bce", targets=like_prediction("target"))
+@register_loss("binary_cross_entropy", "bce", targets=like_prediction("target"))
 def binary_cross_entropy(
     op: Builder,
     probability: Expr,
@@ -27,10 +36,10 @@ def binary_cross_entropy(
     check(0 <= clip < 0.5, f"clip is {clip}", "it is at least 0 and less than 0.5")
     if clip:
         probability = op.Clip(probability, clip, 1 - clip)
-    return reduced(op, _weighted(op, op.call(f.BinaryCrossEntropy, probability, target), weight), reduction)
+    return reduce_loss(op, _weigh(op, op.call(f.BinaryCrossEntropy, probability, target), weight), reduction)
 
 
-@named("bce_with_logits", targets=like_prediction("target"))
+@register_loss("bce_with_logits", targets=like_prediction("target"))
 def bce_with_logits(
     op: Builder,
     logits: Expr,
@@ -46,10 +55,10 @@ def bce_with_logits(
     else:
         positive = numbers("pos_weight", pos_weight)
         loss = op.call(f.WeightedBinaryCrossEntropyWithLogits, logits, target, positive)
-    return reduced(op, _weighted(op, loss, weight), reduction)
+    return reduce_loss(op, _weigh(op, loss, weight), reduction)
 
 
-def _weighted(op: Builder, loss: Expr, weight: Numbers | None) -> Expr:
+def _weigh(op: Builder, loss: Expr, weight: Numbers | None) -> Expr:
     return loss if weight is None else loss * op.CastLike(numbers("weight", weight), loss)
 
 
@@ -73,18 +82,18 @@ formula(
 )
 
 
-@named("cosine", targets=like_prediction("target"))
+@register_loss("cosine", targets=like_prediction("target"))
 def cosine(
     op: Builder, prediction: Expr, target: Expr, *, axis: int = -1, eps: float = 1e-12, reduction: str = "mean"
 ) -> Expr:
     """Cosine distance, 1 - cos(x, y), between vectors along `axis`."""
-    return reduced(op, op.call(f.CosineDistance, prediction, target, np.float64(eps), axes=[axis]), reduction)
+    return reduce_loss(op, op.call(f.CosineDistance, prediction, target, np.float64(eps), axes=[axis]), reduction)
 
 
 # ---- likelihoods -----------------------------------------------------------------------------------------------------
 
 
-@named("kl_div", "kl", targets=like_prediction("target"))
+@register_loss("kl_div", "kl", targets=like_prediction("target"))
 def kl_div(
     op: Builder, log_probability: Expr, target: Expr, *, log_target: bool = False, reduction: str = "batchmean"
 ) -> Expr:
@@ -95,12 +104,12 @@ def kl_div(
     one_of("reduction", reduction, "batchmean", "mean", "sum", "none")
     loss = op.call(f.KLDivergenceOfLogs if log_target else f.KLDivergence, log_probability, target)
     if reduction != "batchmean":
-        return reduced(op, loss, reduction)
+        return reduce_loss(op, loss, reduction)
     batch = op.Squeeze(op.Shape(log_probability, end=1))
-    return reduced(op, loss, "sum") / op.CastLike(batch, loss)
+    return reduce_loss(op, loss, "sum") / op.CastLike(batch, loss)
 
 
-@named("poisson_nll", "poisson", targets=like_prediction("target"))
+@register_loss("poisson_nll", "poisson", targets=like_prediction("target"))
 def poisson_nll(
     op: Builder,
     rate: Expr,
@@ -119,10 +128,10 @@ def poisson_nll(
         loss = op.call(f.PoissonNLLOfLog, rate, target)
     else:
         loss = op.call(f.PoissonNLL, rate, target, np.float64(eps))
-    return reduced(op, loss + op.call(f.Stirling, target) if full else loss, reduction)
+    return reduce_loss(op, loss + op.call(f.Stirling, target) if full else loss, reduction)
 
 
-@named("gaussian_nll", targets=like_prediction("target", "variance"))
+@register_loss("gaussian_nll", targets=like_prediction("target", "variance"))
 def gaussian_nll(
     op: Builder,
     mean: Expr,
@@ -135,4 +144,4 @@ def gaussian_nll(
 ) -> Expr:
     """Gaussian negative log-likelihood, given the mean and the variance; `full` adds log(2 pi) / 2."""
     loss = op.call(f.GaussianNLL, mean, target, variance, np.float64(eps))
-    return reduced(op, loss + math.log(2 * math.pi) / 2 if full else loss, reduction)
+    return reduce_loss(op, loss + math.log(2 * math.pi) / 2 if full else loss, reduction)

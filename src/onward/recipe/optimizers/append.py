@@ -13,7 +13,7 @@ import onnx_ir as ir
 
 from onward.build import Builder, Expr
 from onward.errors import RecipeError
-from onward.recipe.assembly import Assembly, fill, filled
+from onward.recipe.assembly import Assembly, fill, full_tensor
 from onward.recipe.optimizers.configuration import ConfiguredOptimizer
 from onward.recipe.optimizers.graph_optimizer import COUNT, RATE, FunctionOptimizer, gradient_of
 from onward.recipe.optimizers.groups import Group
@@ -29,7 +29,7 @@ class Appended(Protocol):
         """Append an update of the group: its new state by name, parameters among it."""
 
 
-def declared(assembly: Assembly, group: Group, targets: Targets) -> Appended:
+def declare_state(assembly: Assembly, group: Group, targets: Targets) -> Appended:
     """Declare the state of a group."""
     if isinstance(group.optimizer, FunctionOptimizer):
         return _AtOnce(assembly, group, group.optimizer, targets)
@@ -51,7 +51,7 @@ class _OneByOne:
         for slot in self._optimizer.slots(self._targets[value]):
             state = self._assembly.state(
                 f"{value.name}/{slot.name}",
-                filled(slot.initial, slot.dtype, slot.shape),
+                full_tensor(slot.initial, slot.dtype, slot.shape),
                 lambda op, slot=slot: fill(op, slot.initial, slot.dtype, slot.shape),  # type: ignore[misc]
                 role="optimizer_state",
                 param=value.name,
@@ -76,7 +76,7 @@ class _OneByOne:
         }
         slots = {slot: op(state) for slot, state in self._slots[value].items()}
         x, after = optimizer.update(op, op(target), op(gradient.value), slots, lr=rate, t=t, hyper=hyper)
-        return {**_written(op, x, value, target), **{f"{value.name}/{slot}": expr for slot, expr in after.items()}}
+        return {**_new_values(op, x, value, target), **{f"{value.name}/{slot}": expr for slot, expr in after.items()}}
 
 
 class _AtOnce:
@@ -130,7 +130,7 @@ class _AtOnce:
         for name, result in zip(names, results if isinstance(results, tuple) else (results,), strict=True):
             if name in self._parameters:
                 value = self._parameters[name]
-                new |= _written(op, result.like(self._targets[value]), value, self._targets[value])
+                new |= _new_values(op, result.like(self._targets[value]), value, self._targets[value])
             else:
                 new[self._name(name)] = result.like(self._state[name])
         return new
@@ -141,7 +141,7 @@ def like_target(op: Builder, gradient: Expr, target: ir.Value) -> Expr:
     return gradient if gradient.dtype == target.dtype else op.Cast(gradient, to=target.dtype)
 
 
-def _written(op: Builder, x: Expr, value: ir.Value, target: ir.Value) -> dict[str, Expr]:
+def _new_values(op: Builder, x: Expr, value: ir.Value, target: ir.Value) -> dict[str, Expr]:
     """A parameter, and the copy that the optimizer works on."""
     name = value.name or ""
     return {name: x} if target is value else {name: op.Cast(x, to=value.dtype), f"{name}/master": x}

@@ -72,8 +72,8 @@ def clip_by_global_norm(
     scale = _BY_VARIANT[variant]
     dtypes = {g.dtype for g in grads}
     if variant == "torch" and dtypes <= set(HALVES) and len(dtypes) == 1:
-        norms = [_stored(op, op.Sqrt(square), grads[0]) for square in squares]
-        norm = _stored(op, op.Sqrt(op.Sum(*(each * each for each in norms))), grads[0])
+        norms = [_as_stored(op, op.Sqrt(square), grads[0]) for square in squares]
+        norm = _as_stored(op, op.Sqrt(op.Sum(*(each * each for each in norms))), grads[0])
         scale = scale_to_norm_half
     else:
         norm = op.Sqrt(op.Sum(*squares))
@@ -81,7 +81,7 @@ def clip_by_global_norm(
     return [op.call(scale, g, norm, max_norm).like(g.value) for g in grads], norm
 
 
-def _stored(op: Builder, number: Expr, like: Expr) -> Expr:
+def _as_stored(op: Builder, number: Expr, like: Expr) -> Expr:
     """A number with the digits that it would have in the type of a tensor."""
     return declared_scalar(double(op.Cast(number, to=like.dtype)))
 

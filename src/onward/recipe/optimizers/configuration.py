@@ -208,13 +208,13 @@ class ConfiguredOptimizer:
 def _append_standard(op: Builder, standard: Standard, g: Expr, old: list[Expr], lr: Expr, t: Expr) -> Any:
     op.imports.setdefault(TRAINING_DOMAIN, 1)
     x, *slots = old
-    rate = lr if x.dtype == lr.dtype else _shared(op, "Cast", lr, to=x.dtype)
-    count = _shared(op, "Sub", t, op.scalar(standard.behind, t)) if standard.behind else t
+    rate = lr if x.dtype == lr.dtype else _shared_node(op, "Cast", lr, to=x.dtype)
+    count = _shared_node(op, "Sub", t, op.scalar(standard.behind, t)) if standard.behind else t
     inputs = (rate, count, x, g, *slots)
     return op.node(TRAINING_DOMAIN, standard.op_type, *inputs, outputs=len(old), **standard.attributes)
 
 
-def _shared(op: Builder, op_type: str, *inputs: Expr, **attributes: Any) -> Expr:
+def _shared_node(op: Builder, op_type: str, *inputs: Expr, **attributes: Any) -> Expr:
     """The output of this node, which other parameters may have needed before."""
     values = [expr.value for expr in inputs]
     for node, _ in values[0].uses():

@@ -24,7 +24,7 @@ from onward.errors import RecipeError, listed
 from onward.model import Model
 from onward.model.core import values
 from onward.model.walk import graphs_in
-from onward.recipe.embed import emptied
+from onward.recipe.embed import take_apart
 from onward.transform.inline import inline
 from onward.transform.opset import convert_opset
 
@@ -154,7 +154,7 @@ def _as_function(update: Model, name: str) -> ir.Function:
     """A graph, which is used up, as a function: its initializers become constants."""
     graph, names = update.graph, update.names()
     inputs, outputs, doc = list(graph.inputs), list(graph.outputs), graph.doc_string
-    nodes, initializers = emptied(graph)
+    nodes, initializers = take_apart(graph)
     body = ir.Graph(inputs, [], nodes=[], opset_imports=dict(update.ir.opset_imports), name=name)
     op = Builder(body, opset=update.opset, names=names)
     for value in initializers:

@@ -47,12 +47,12 @@ class Group:
 
 def patterns(given: Sequence[Any]) -> list[str]:
     """All patterns of groups, as they are given."""
-    return [pattern for item in given for pattern in _given(item, Spec(""))[0]]
+    return [pattern for item in given for pattern in _parse_group(item, Spec(""))[0]]
 
 
 def opset_of(default: Given, given: Sequence[Any]) -> int:
     """The operator set that optimizers which are graphs need; 0 where there are none."""
-    optimizers = [default, *(_given(item, default)[1] for item in given)]
+    optimizers = [default, *(_parse_group(item, default)[1] for item in given)]
     return max((one.update.opset for one in optimizers if isinstance(one, FunctionOptimizer)), default=0)
 
 
@@ -72,7 +72,7 @@ def groups(
     everything = list(remaining)
     found: list[tuple[Given, list[ir.Value]]] = []
     for item in given:
-        match, spec = _given(item, default)
+        match, spec = _parse_group(item, default)
         if not matching(match, everything, roles):
             listed = ", ".join(f"`{pattern}`" for pattern in match)
             hint = near_or_first(match[0].strip("*"), everything)
@@ -86,16 +86,16 @@ def groups(
         found.append((spec, members))
     found.append((default, list(remaining.values())))
     return [
-        Group(f"group{i}", _configured(spec), chosen)
+        Group(f"group{i}", _configure(spec), chosen)
         for i, (spec, chosen) in enumerate(item for item in found if item[1])
     ]
 
 
-def _configured(given: Given) -> ConfiguredOptimizer | FunctionOptimizer:
+def _configure(given: Given) -> ConfiguredOptimizer | FunctionOptimizer:
     return given if isinstance(given, FunctionOptimizer) else optimizer(given.name).configure(**given.options)
 
 
-def _given(item: Any, default: Given) -> tuple[list[str], Given]:
+def _parse_group(item: Any, default: Given) -> tuple[list[str], Given]:
     if isinstance(item, str):
         named = _NAMED.fullmatch(item)
         pattern, colon, rest = named.groups() if named else item.partition(":")

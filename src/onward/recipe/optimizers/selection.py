@@ -32,15 +32,15 @@ def given_optimizer(given: Any) -> Given:
         return given
     if isinstance(given, Mapping) and "function" in given:
         check_options("an optimizer that is a function", given, dict.fromkeys(_OPTIONS))
-        return _changed(_opened(given["function"]), given)
-    return _opened(given) if _is_graph(given) else parse(given)
+        return _change_options(_open_function(given["function"]), given)
+    return _open_function(given) if _is_graph(given) else parse(given)
 
 
 def with_rate(given: Any, lr: float) -> Any:
     """The optimizer with a learning rate that was given beside it."""
     optimizer = given_optimizer(given)
     if isinstance(optimizer, FunctionOptimizer):
-        return _changed(optimizer, {RATE: lr})
+        return _change_options(optimizer, {RATE: lr})
     if RATE in optimizer.options:
         raise RecipeError(
             f"the learning rate is given twice: as {lr:g}, and in `{optimizer}`", hint="leave one of them out"
@@ -54,7 +54,7 @@ def _is_graph(given: Any) -> bool:
     return isinstance(given, Model | ir.Function | os.PathLike | bytes) or hasattr(given, "SerializeToString")
 
 
-def _opened(source: Any) -> FunctionOptimizer:
+def _open_function(source: Any) -> FunctionOptimizer:
     if isinstance(source, FunctionOptimizer):
         return source
     if isinstance(source, ir.Function) or type(source).__name__ == "FunctionProto":
@@ -79,7 +79,7 @@ def _as_model(function: ir.Function) -> Model:
     return Model(ir.Model(graph, ir_version=10))
 
 
-def _changed(made: FunctionOptimizer, options: Mapping[str, Any]) -> FunctionOptimizer:
+def _change_options(made: FunctionOptimizer, options: Mapping[str, Any]) -> FunctionOptimizer:
     initial = options.get("initial", {})
     check_options(f"the state of the optimizer `{made.name}`", initial, {value.name or "": 0 for value in made.state})
     try:

@@ -94,10 +94,10 @@ def _adafactor(s: Settings, shape: Shape | None) -> Call:
 
 def _factors(shape: Shape, *, large: int, small: int) -> dict[str, Shape]:
     """The shapes of means over one axis, which stays as 1."""
-    return {"row_var": _reduced(shape, large), "col_var": _reduced(shape, small)}
+    return {"row_var": _without_axis(shape, large), "col_var": _without_axis(shape, small)}
 
 
-def _reduced(shape: Shape, axis: int) -> Shape:
+def _without_axis(shape: Shape, axis: int) -> Shape:
     return (*shape[:axis], 1, *shape[axis + 1 :])
 
 

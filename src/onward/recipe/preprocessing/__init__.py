@@ -6,7 +6,14 @@ Both are ONNX, made of operators of the standard. Preprocessing is the first par
 graph, so that training and evaluation share it. Augmentation is part of the training step alone: see join.py.
 """
 
-from onward.recipe.preprocessing.join import Entry, augmented, opened, opset_of, put_before, with_preprocessing
+from onward.recipe.preprocessing.join import (
+    Entry,
+    append_augmentation,
+    open_preprocessing,
+    opset_of,
+    put_before,
+    with_preprocessing,
+)
 from onward.recipe.preprocessing.pipeline import Pipeline, Raw, by_input, pipelines
 from onward.recipe.preprocessing.single import Single
 
@@ -15,9 +22,9 @@ __all__ = [
     "Pipeline",
     "Raw",
     "Single",
-    "augmented",
+    "append_augmentation",
     "by_input",
-    "opened",
+    "open_preprocessing",
     "opset_of",
     "pipelines",
     "put_before",

@@ -18,9 +18,9 @@ from onward.build import Builder, Names
 from onward.errors import RecipeError
 from onward.model import Model, read
 from onward.model.serde import stamp
-from onward.model.state import PREPROCESSING, ROLE_KEY, tagged
+from onward.model.state import PREPROCESSING, ROLE_KEY, with_tags
 from onward.recipe.assembly import METADATA_IR_VERSION, Assembly
-from onward.recipe.embed import emptied
+from onward.recipe.embed import take_apart
 from onward.recipe.preprocessing.augmentations import AUGMENTATIONS, Chance
 from onward.recipe.preprocessing.picture import Form, dims_of
 from onward.recipe.preprocessing.pipeline import Pipeline, Raw, by_input, form_of, pipelines, specs_of
@@ -50,14 +50,14 @@ class Entry:
 
 def with_preprocessing(source: Model, preprocess: Any) -> Model:
     """A copy of a model that takes data as they are."""
-    preprocess = opened(preprocess)
+    preprocess = open_preprocessing(preprocess)
     model = convert_opset(source, max(source.opset, opset_of(preprocess))).copy()
     put_before(model, preprocess)
     model.ir.ir_version = max(model.ir.ir_version or 0, METADATA_IR_VERSION)
     return stamp(model)
 
 
-def opened(preprocess: Any) -> Any:
+def open_preprocessing(preprocess: Any) -> Any:
     """Preprocessing, read if it is a file."""
     is_file = isinstance(preprocess, str) and preprocess.strip().endswith(".onnx")
     is_source = isinstance(preprocess, os.PathLike | bytes) or hasattr(preprocess, "SerializeToString")
@@ -108,13 +108,13 @@ def _put_pipeline_before(model: Model, name: str, pipeline: Pipeline) -> Entry:
 
 
 def _move_before(graph: ir.Graph, first: ir.Graph) -> None:
-    nodes, constants = emptied(first)
+    nodes, constants = take_apart(first)
     for node in nodes:
         if node.op_type == "Constant":
             node.metadata_props[ROLE_KEY] = PREPROCESSING
     for constant in constants:
         if constant.const_value is not None:
-            constant.const_value = tagged(constant.const_value, role=PREPROCESSING)
+            constant.const_value = with_tags(constant.const_value, role=PREPROCESSING)
         graph.register_initializer(constant)
     graph.insert_before(graph[0], nodes)
 
@@ -187,18 +187,20 @@ def _check_join(output: ir.Value, value: ir.Value) -> None:
 # ---- augmentation ----------------------------------------------------------------------------------------------------
 
 
-def augmented(assembly: Assembly, entries: Mapping[str, Entry], augment: Mapping[str, Any]) -> dict[ir.Value, ir.Value]:
+def append_augmentation(
+    assembly: Assembly, entries: Mapping[str, Entry], augment: Mapping[str, Any]
+) -> dict[ir.Value, ir.Value]:
     """Append augmentation to the algorithm: what is augmented -> what training has in its place."""
     inputs = {value.name: value for value in assembly.model.inputs}
     found = {name: entries.get(name) or _as_it_is(inputs[name]) for name in augment}
-    return {found[name].point: _augmented(assembly, name, found[name], given) for name, given in augment.items()}
+    return {found[name].point: _augment_input(assembly, name, found[name], given) for name, given in augment.items()}
 
 
 def _as_it_is(value: ir.Value) -> Entry:
     return Entry(value, value, form_of(value))
 
 
-def _augmented(assembly: Assembly, name: str, entry: Entry, given: Any) -> ir.Value:
+def _augment_input(assembly: Assembly, name: str, entry: Entry, given: Any) -> ir.Value:
     if entry.point.dtype is None or not entry.point.dtype.is_floating_point():
         raise RecipeError(
             f"what is augmented are floating-point numbers, and `{name}` is not",

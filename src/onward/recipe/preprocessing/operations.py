@@ -78,7 +78,7 @@ def resize(picture: Picture, size: Any) -> Picture:
         exclude_outside=1,  # what is beyond the border has no weight, as everywhere else
         axes=list(picture.form.axes),
     )
-    return _shaped(picture, made, picture.form.sized(height, width))
+    return _with_form(picture, made, picture.form.sized(height, width))
 
 
 def center_crop(picture: Picture, size: Any) -> Picture:
@@ -92,24 +92,24 @@ def center_crop(picture: Picture, size: Any) -> Picture:
     given = op.Gather(op.Shape(picture.x), np.asarray(axes, np.int64))
     start = op.Div(given - lengths, np.int64(2))
     made = op.Slice(picture.x, start, start + lengths, np.asarray(axes, np.int64))
-    return _shaped(picture, made, picture.form.sized(*wanted))
+    return _with_form(picture, made, picture.form.sized(*wanted))
 
 
 def to_rgb(picture: Picture) -> Picture:
     """Grey pictures get three equal channels."""
     picture.check("to_rgb")
     made = picture.op.Concat(picture.x, picture.x, picture.x, axis=picture.form.channels + 1)
-    return _shaped(picture, made, picture.form.with_channels(3))
+    return _with_form(picture, made, picture.form.with_channels(3))
 
 
 def channels_first(picture: Picture) -> Picture:
     """From height, width, channels to channels, height, width."""
-    return _shaped(picture, picture.op.Transpose(picture.x, perm=[0, 3, 1, 2]), picture.form.turned())
+    return _with_form(picture, picture.op.Transpose(picture.x, perm=[0, 3, 1, 2]), picture.form.turned())
 
 
 def channels_last(picture: Picture) -> Picture:
     """From channels, height, width to height, width, channels."""
-    return _shaped(picture, picture.op.Transpose(picture.x, perm=[0, 2, 3, 1]), picture.form.turned())
+    return _with_form(picture, picture.op.Transpose(picture.x, perm=[0, 2, 3, 1]), picture.form.turned())
 
 
 def _of_any_size(name: str) -> Callable[[Form], Form]:
@@ -127,7 +127,7 @@ def _of_grey(form: Form) -> Form:
     return form.with_channels(1)
 
 
-def _turned(name: str, axis: int) -> Callable[[Form], Form]:
+def _swap_axes(name: str, axis: int) -> Callable[[Form], Form]:
     def before(form: Form) -> Form:
         check_picture(name, form)
         if form.channels != axis:
@@ -143,8 +143,8 @@ OPERATIONS: Mapping[str, Operation] = {
     "resize": Operation(resize, _of_any_size("resize")),
     "center_crop": Operation(center_crop, _of_any_size("center_crop")),
     "to_rgb": Operation(to_rgb, _of_grey),
-    "channels_first": Operation(channels_first, _turned("channels_first", 0)),
-    "channels_last": Operation(channels_last, _turned("channels_last", 2)),
+    "channels_first": Operation(channels_first, _swap_axes("channels_first", 0)),
+    "channels_last": Operation(channels_last, _swap_axes("channels_last", 2)),
 }
 
 
@@ -161,7 +161,7 @@ def size_of(name: str, given: Any) -> tuple[int, int]:
     return height, width
 
 
-def _shaped(picture: Picture, x: Any, form: Form) -> Picture:
+def _with_form(picture: Picture, x: Any, form: Form) -> Picture:
     batch = next(iter(picture.x.value.shape or ()), None)
     x.value.shape = ir.Shape([batch, *form.dims])
     return picture.changed(x, form=form)
