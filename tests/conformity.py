@@ -24,8 +24,8 @@ from onnx.backend.test.loader import load_model_tests
 from conftest import NodeTest, cache_folder, onnx_node_tests
 from onward.backend import for_engine
 from onward.engines import ENGINES, is_installed
-from onward.engines.calls import qualified
 from onward.model import read
+from onward.standard import operator_name
 
 os.environ.setdefault("ONNX_HOME", str(cache_folder()))  # where the runner puts inputs of the large models
 
@@ -118,7 +118,7 @@ def operator_of(case: NodeTest) -> str:
     name = case.name.removesuffix("_expanded")
     original = onnx_node_tests().get(name, case) if "_expanded" in case.name else case
     graph = read(original.proto()).graph
-    return qualified(graph[-1]) if len(graph) else ""
+    return operator_name(graph[-1]) if len(graph) else ""
 
 
 def surprises(engine: str) -> Iterator[str]:

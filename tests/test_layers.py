@@ -27,6 +27,7 @@ TIERS = [
     ["lazy_sympy"],
     ["errors"],
     ["arguments"],
+    ["standard"],
     ["containers", "shapes"],
     ["build"],
     ["model"],

@@ -27,6 +27,7 @@ from onward.engines.catalogue import devices
 from onward.engines.engine import misfit
 from onward.errors import DataError, UnsupportedError
 from onward.model import Model, Source, read
+from onward.standard import is_standard
 
 _OF_THE_RUNNER = ("rtol", "atol")
 """What the test runner tells a backend, although it is for itself."""
@@ -98,7 +99,7 @@ def run_node(
     outputs = [onnx.ValueInfoProto(name=name) for name in node.output if name]
     version = opset_version or defs.onnx_opset_version()
     imports = [helper.make_opsetid("", version)]
-    if node.domain not in ("", "ai.onnx"):
+    if not is_standard(node):
         imports.append(helper.make_opsetid(node.domain, defs.get_schema(node.op_type, node.domain).since_version))
     graph = helper.make_graph([node], "node", typed, outputs)
     return run_model(helper.make_model(graph, opset_imports=imports), list(given), device, engine=engine, **options)

@@ -22,6 +22,7 @@ from onnx import defs
 
 from onward.containers import content_type, element_of, is_optional, is_sequence, result_type
 from onward.shapes import output_shape
+from onward.standard import STANDARD, is_standard, schema_domain
 
 DOMAIN = "onward"
 """The domain of the functions that Onward defines where the standard has no operator."""
@@ -506,7 +507,7 @@ def _by_identity(graph: ir.Graph) -> Iterator[tuple[tuple[object, ...], tuple[ir
 
 def identity(node: ir.Node) -> tuple[object, ...] | None:
     """The same for a node that exists."""
-    if node.domain not in ("", "ai.onnx"):
+    if not is_standard(node):
         return None
     settings = {name: attribute.value for name, attribute in node.attributes.items()}
     return identity_of(node.op_type, node.inputs, len(node.outputs), settings)
@@ -583,6 +584,6 @@ def _input_types(domain: str, op_type: str, opset: int) -> tuple[str, ...]:
 
 def _schema(domain: str, op_type: str, opset: int) -> defs.OpSchema | None:
     try:
-        return defs.get_schema(op_type, opset if domain in ("", "ai.onnx") else 1, domain)
+        return defs.get_schema(op_type, opset if domain in STANDARD else 1, schema_domain(domain))
     except defs.SchemaError:
         return None

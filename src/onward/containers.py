@@ -9,6 +9,8 @@ from collections.abc import Callable
 
 import onnx_ir as ir
 
+from onward.standard import is_standard
+
 
 def is_optional(value: ir.Value) -> bool:
     return isinstance(value.type, ir.OptionalType)
@@ -36,7 +38,7 @@ def element_of(sequence: ir.Value) -> ir.Value:
 
 def result_type(node: ir.Node) -> ir.TypeProtocol | None:
     """The type of what a node makes that puts a tensor into a sequence or Optional, or takes it out; else None."""
-    known = _RESULT_TYPES.get(node.op_type) if node.domain in ("", "ai.onnx") else None
+    known = _RESULT_TYPES.get(node.op_type) if is_standard(node) else None
     first = node.inputs[0] if known is not None and node.inputs else None
     if known is None or first is None or first.type is None:
         return None

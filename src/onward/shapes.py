@@ -10,6 +10,8 @@ from itertools import chain
 
 import onnx_ir as ir
 
+from onward.standard import is_standard
+
 Dims = tuple[int | ir.SymbolicDim, ...]
 
 _BROADCAST = {
@@ -33,7 +35,7 @@ _REDUCE = {
 
 def output_shape(node: ir.Node, index: int = 0) -> ir.Shape | None:
     """The shape of a node's first output, or of any part of a Split; None if it is not certain."""
-    if node.domain not in ("", "ai.onnx"):
+    if not is_standard(node):
         return None
     if node.op_type == "Split":
         return _copy(_split(node, index))

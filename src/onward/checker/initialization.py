@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from onward.checker.findings import Finding, bare, listing, make_finding
-from onward.checker.view.graphs import attribute, domain_of
+from onward.checker.view.graphs import attribute
 from onward.checker.view.scope import Scope
+from onward.standard import domain_of
 
 _RANDOM = {"RandomNormal", "RandomUniform", "RandomNormalLike", "RandomUniformLike", "Multinomial", "Bernoulli"}
 

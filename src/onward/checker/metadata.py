@@ -13,6 +13,7 @@ from onward.checker.findings import Finding, bare, listing, make_finding, quote
 from onward.checker.view.scope import Scope, Subject
 from onward.model.fingerprint import FINGERPRINT, fingerprint
 from onward.model.state import FACTS, KEPT, PARAMETER_KEY, PREPROCESSING, ROLE_KEY
+from onward.standard import METADATA_IR
 
 JSON_KEYS = frozenset(
     (*FACTS, *(f"train.{name}" for name in ("metrics", "model_config", "args", "data", "parallel", "sharding")))
@@ -140,13 +141,13 @@ def keys_once(subject: Subject) -> Iterator[Finding]:
 
 def new_enough(subject: Subject) -> Iterator[Finding]:
     version = subject.proto.ir_version
-    if not 1 <= version < 10:
+    if not 1 <= version < METADATA_IR:
         return
     holders = [holder.place for holder in _holders(subject)]
     if holders:
         more = f" and {len(holders) - 1} more have" if len(holders) > 1 else " has"
-        message = f"{holders[0]}{more} metadata, which came with IR version 10; this file says {version}"
-        yield make_finding("OW708", "model", message, "write the model with IR version 10 or newer")
+        message = f"{holders[0]}{more} metadata, which came with IR version {METADATA_IR}; this file says {version}"
+        yield make_finding("OW708", "model", message, f"write the model with IR version {METADATA_IR} or newer")
 
 
 MODEL_RULES = (fresh, json_parses, parameters_exist, roles_are_known, keys_once, new_enough)

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from onnx import defs
 
 from onward.checker.findings import Finding, make_finding, quote
-from onward.checker.view.graphs import domain_of
 from onward.checker.view.scope import Subject, function_place, versions
 from onward.model.core import TRAINING_DOMAIN
+from onward.standard import FUNCTIONS_IR, TRAINING_IR, domain_of, schema_domain
 from onward.transform.function_opset import is_same
 
 
@@ -43,7 +43,7 @@ def imported_once(subject: Subject) -> Iterator[Finding]:
     for place, opsets in imports:
         last = versions(opsets)
         for opset in opsets:
-            domain = "" if opset.domain == "ai.onnx" else opset.domain
+            domain = schema_domain(opset.domain)
             if opset.version != last[domain]:
                 numbers = f"as version {opset.version} and as version {last[domain]}"
                 yield make_finding("OW616", place, f"the domain {quote(domain or 'ai.onnx')} is imported {numbers}")
@@ -80,10 +80,14 @@ def new_enough(subject: Subject) -> Iterator[Finding]:
     version = subject.proto.ir_version
     if version < 1:
         return  # there is a rule for a missing version
-    if subject.proto.training_info and version < 7:
-        yield make_finding("OW603", "model", f"training information came with IR version 7; this file says {version}")
-    if subject.proto.functions and version < 8:
-        yield make_finding("OW604", "model", f"model-local functions came with IR version 8; this file says {version}")
+    if subject.proto.training_info and version < TRAINING_IR:
+        yield make_finding(
+            "OW603", "model", f"training information came with IR version {TRAINING_IR}; this file says {version}"
+        )
+    if subject.proto.functions and version < FUNCTIONS_IR:
+        yield make_finding(
+            "OW604", "model", f"model-local functions came with IR version {FUNCTIONS_IR}; this file says {version}"
+        )
 
 
 MODEL_RULES = (check_imports, training_version, imported_once, known_version, same_operators, new_enough)

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator
 
 from onward.checker.findings import Finding, listing, make_finding, quote
 from onward.checker.functions import standard_domains
-from onward.checker.view.graphs import domain_of
 from onward.checker.view.scope import Subject
 from onward.errors import UnknownNameError, near
 from onward.model.core import TRAINING_DOMAIN
+from onward.standard import domain_of
 from onward.transform.runtime import NO_KERNEL, onnxruntime_limits
 
 _ITS_DOMAINS = {"", "ai.onnx.ml", "com.microsoft"}

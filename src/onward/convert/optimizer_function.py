@@ -14,6 +14,7 @@ from onward.model import Model, Step
 from onward.model.core import values
 from onward.model.state import PARAMETER_KEY, SLOT_KEY
 from onward.recipe.optimizers.graph_optimizer import COUNT, RATE, FunctionOptimizer, gradient_of
+from onward.standard import IR_VERSION
 from onward.transform.training import drop_unused_definitions
 
 _SCALARS = {RATE: ir.DataType.DOUBLE, COUNT: ir.DataType.INT64}
@@ -33,7 +34,7 @@ def function_of(model: Model, index: int, group: Group) -> FunctionOptimizer:
         formal.type = None if dtype is None else ir.TensorType(dtype)
         formal.shape = ir.Shape([]) if name in _SCALARS else actual.shape
         formal.name = name
-    update = Model(ir.Model(graph, ir_version=model.ir.ir_version or 10, functions=list(functions.values())))
+    update = Model(ir.Model(graph, ir_version=model.ir.ir_version or IR_VERSION, functions=list(functions.values())))
     drop_unused_definitions(update)
     first = array_function("numpy", lower(model, index, part="initialization"))({}) if step.initialization else {}
     begins = {

@@ -22,13 +22,10 @@ from onward.model.core import values
 from onward.model.signature import sound
 from onward.model.walk import nodes_after
 from onward.rules.registry import lookup
+from onward.standard import OLDEST_OPSET
 from onward.transform.opset import of_one_opset
 from onward.transform.training import drop_unused_definitions
 from onward.transform.types import fill_in_types
-
-OLDEST_OPSET = 18
-"""Rules write axes as inputs, which all reductions take from here on."""
-COMMON_OPSET = 21
 
 
 @checked()
@@ -100,7 +97,7 @@ def jvp(source: Source, xs: Sequence[str], y: str) -> Model:
 def _open_model(
     source: Source, y: str, xs: Sequence[str], keep_functions: bool = False
 ) -> tuple[Model, ir.Value, list[ir.Value]]:
-    model = of_one_opset(sound(read(source)), OLDEST_OPSET, COMMON_OPSET).copy()
+    model = of_one_opset(sound(read(source)), OLDEST_OPSET).copy()
     model.steps = []
     known = {value.name: value for value in values(model.graph) if value.name}
     missing = [name for name in (y, *xs) if name not in known]

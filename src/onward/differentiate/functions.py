@@ -26,10 +26,9 @@ from onward.model.core import values
 from onward.rules import NoGradient, Rewrite, Rule
 from onward.rules.registry import lookup
 from onward.shapes import constant_ints
+from onward.standard import IR_VERSION, STANDARD
 from onward.transform.training import drop_unused_definitions
 from onward.transform.types import fill_in_types
-
-_STANDARD = {"", "ai.onnx"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,10 +161,10 @@ class FunctionRules:
             opset_imports=dict(self._imports),
             name=function.name,
         )
-        InlinePass()(ir.Model(graph, ir_version=self._ir_version or 10, functions=[function]))
+        InlinePass()(ir.Model(graph, ir_version=self._ir_version or IR_VERSION, functions=[function]))
         for inner, written in zip(graph.all_nodes(), function.all_nodes(), strict=True):
             inner.name = written.name  # the pass gives all of them names, such as node_7
-        model = Model(ir.Model(graph, ir_version=self._ir_version or 10, functions=[*self._functions.values()]))
+        model = Model(ir.Model(graph, ir_version=self._ir_version or IR_VERSION, functions=[*self._functions.values()]))
         drop_unused_definitions(model)
         return model, [formal.name or "" for formal in function.inputs][: len(inputs)]
 
@@ -174,7 +173,7 @@ class FunctionRules:
         for value in values(graph):  # it serves all calls of a kind, and symbols of one mean nothing to another
             value.type = value.shape = None
         graph.name = None
-        domains = {inner.domain for inner in graph.all_nodes()} & self._imports.keys() - _STANDARD
+        domains = {inner.domain for inner in graph.all_nodes()} & self._imports.keys() - {*STANDARD}
         graph.opset_imports.clear()
         graph.opset_imports.update({"": self._opset} | {domain: self._imports[domain] for domain in sorted(domains)})
         function = ir.Function(node.domain, "", graph=graph, attributes=[])

@@ -11,6 +11,7 @@ from onward.errors import UnsupportedError
 from onward.model.walk import ancestors, nested_graphs, read_by
 from onward.rules import NoGradient, Rewrite, Rule
 from onward.rules.registry import lookup
+from onward.standard import is_standard
 
 Find = Callable[[ir.Node], Rule | Rewrite | NoGradient | None]
 """How rules are found: `lookup` in the table, or what knows more of them."""
@@ -71,7 +72,7 @@ def _explain_missing_rule(
 
 def _rule_name(node: ir.Node) -> str:
     """How an operator is named in a rule for it."""
-    domain = f', domain="{node.domain}"' if node.domain not in ("", "ai.onnx") else ""
+    domain = f', domain="{node.domain}"' if not is_standard(node) else ""
     return f'"{node.op_type}"{domain}'
 
 

@@ -10,11 +10,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onward.model.walk import attributes
-
-NEWEST = 28
-"""The version of the standard's operators that tables implement."""
-OLDEST = 13
-"""Graphs of older versions are converted first."""
+from onward.standard import NEWEST_INTERPRETED, operator_name
 
 
 @dataclasses.dataclass
@@ -26,17 +22,12 @@ class Form:
     attributes: dict[str, Any]
 
 
-def qualified(node: ir.Node) -> str:
-    """How tables name an operator."""
-    return node.op_type if node.domain in ("", "ai.onnx") else f"{node.domain}.{node.op_type}"
-
-
 def newest_form(node: ir.Node, opset: int) -> Form:
     """A node of version `opset`, brought to the newest one."""
     given = {name: _plain(value) for name, value in attributes(node, opset).items()}
-    form = Form(qualified(node), list(node.inputs), given)
-    if opset < NEWEST:
-        form.attributes = {name: _plain(value) for name, value in attributes(node, NEWEST).items()} | given
+    form = Form(operator_name(node), list(node.inputs), given)
+    if opset < NEWEST_INTERPRETED:
+        form.attributes = {name: _plain(value) for name, value in attributes(node, NEWEST_INTERPRETED).items()} | given
         for below, change in _CHANGES.get(form.operator, ()):
             if opset < below:
                 change(form)
@@ -47,7 +38,7 @@ def newest_form(node: ir.Node, opset: int) -> Form:
 
 def has_other_meaning(node: ir.Node, opset: int) -> bool:
     """Whether the newest version of an operator cannot say what this node means, so that its own body is needed."""
-    return qualified(node) == "GroupNormalization" and opset < 21  # one scale per group, not per channel
+    return operator_name(node) == "GroupNormalization" and opset < 21  # one scale per group, not per channel
 
 
 def _plain(value: Any) -> Any:

@@ -10,6 +10,7 @@ from typing import Any
 import onnx_ir as ir
 
 from onward.errors import OutOfMemoryError, UnsupportedError
+from onward.standard import is_standard
 
 _ENDLESS = 1 << 40
 """Iterations that nobody lives to see the end of."""
@@ -21,7 +22,7 @@ _OVERHEAD = 200
 def refuse_endless_loops(graphs: Iterable[ir.Graph]) -> None:
     for graph in graphs:
         for node in graph.all_nodes():
-            if node.op_type == "Loop" and node.domain in ("", "ai.onnx") and _is_endless(node):
+            if node.op_type == "Loop" and is_standard(node) and _is_endless(node):
                 raise UnsupportedError(
                     f"`Loop` (node `{node.name or node.outputs[0].name}`) never ends: its condition stays true",
                     hint="give it a number of iterations, or a condition that becomes false",

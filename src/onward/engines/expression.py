@@ -6,10 +6,11 @@ from collections.abc import Container, Mapping
 
 import onnx_ir as ir
 
-from onward.engines.calls import has_other_meaning, qualified
+from onward.engines.calls import has_other_meaning
 from onward.errors import UnsupportedError
 from onward.lowering.replacement import replace_unknown
 from onward.model import TRAINING_DOMAIN, Model
+from onward.standard import operator_name
 
 _ALWAYS = {"Constant", f"{TRAINING_DOMAIN}.Gradient"}
 """What the interpreter itself does."""
@@ -24,7 +25,7 @@ def expressed(model: Model, operators: Container[str], cannot: Mapping[str, str]
 
 def _unknown(model: Model, operators: Container[str]) -> list[ir.Node]:
     def is_known(node: ir.Node) -> bool:
-        name = qualified(node)
+        name = operator_name(node)
         return name in _ALWAYS or (name in operators and not has_other_meaning(node, model.opset))
 
     return [node for node in model.graph.all_nodes() if not is_known(node)]
@@ -36,7 +37,7 @@ _NO_TENSORS = {
 
 
 def _refusal(unknown: list[ir.Node], cannot: Mapping[str, str], engine: str) -> UnsupportedError:
-    names = dict.fromkeys(map(qualified, unknown))
+    names = dict.fromkeys(map(operator_name, unknown))
     reasons = {**_NO_TENSORS, **cannot}
     lines = [f"- `{name}`: {reasons.get(name, 'there is no such operator in the table')}" for name in names]
     return UnsupportedError(

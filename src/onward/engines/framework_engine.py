@@ -9,10 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from onward.differentiate.api import COMMON_OPSET
 from onward.differentiate.recompute import Choice
 from onward.engines import FRAMEWORKS
-from onward.engines.calls import NEWEST, OLDEST
 from onward.engines.engine import Arrays, Engine, check_options
 from onward.engines.expression import expressed
 from onward.engines.framework import Framework, Function
@@ -29,6 +27,7 @@ from onward.model import Model
 from onward.model.core import as_input
 from onward.model.state import carried_state
 from onward.rules.quantization import rounds
+from onward.standard import COMMON_OPSET, NEWEST_INTERPRETED, OLDEST_INTERPRETED
 from onward.transform.inline import inline
 from onward.transform.opset import convert_opset
 
@@ -44,8 +43,8 @@ def planned(
     model: Model, framework: Framework, fuses: Sequence[str] = (), host: Mapping[str, Function] = Numpy.operators
 ) -> Plan:
     """The calls of operators that a model is: of a framework's, and on the host of others. The model is changed."""
-    if not OLDEST <= model.opset <= NEWEST:
-        model = convert_opset(model, min(max(model.opset, COMMON_OPSET), NEWEST))
+    if not OLDEST_INTERPRETED <= model.opset <= NEWEST_INTERPRETED:
+        model = convert_opset(model, min(max(model.opset, COMMON_OPSET), NEWEST_INTERPRETED))
     available = framework.operators.keys() | ONLY_ON_HOST
     model = expressed(model, available, framework.cannot, framework.name)
     return plan(model.graph, framework.operators, host, model.opset, fuses)

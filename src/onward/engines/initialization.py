@@ -23,6 +23,7 @@ from onward.model.functions import callees_first
 from onward.model.state import ROLE_KEY, with_metadata
 from onward.model.walk import is_random
 from onward.recipe.random import new_key
+from onward.standard import is_standard
 from onward.transform.unused import keep_only
 
 _PROGRESS = "train.progress"
@@ -169,7 +170,7 @@ def _drawing(model: Model, step: Step) -> list[ir.Node]:
 
 
 def _draws(node: ir.Node) -> bool:
-    return node.domain in ("", "ai.onnx") and is_random(node)
+    return is_standard(node) and is_random(node)
 
 
 def _number(text: str) -> float:

@@ -18,7 +18,6 @@ import onnx_ir as ir
 import onnxruntime as ort
 from onnxruntime.capi import onnxruntime_pybind11_state as native
 
-from onward.differentiate.api import COMMON_OPSET
 from onward.differentiate.recompute import Choice
 from onward.engines.engine import Arrays, Engine
 from onward.engines.narrow_types import wide, widen_edges
@@ -31,6 +30,7 @@ from onward.lowering.step import Manner, lower_for_engine
 from onward.lowering.widen import widen
 from onward.model import Model
 from onward.model.storage.tensor_places import inside, is_external, is_where_it_was_read
+from onward.standard import COMMON_OPSET, IR_VERSION, OLDEST_LOADED
 from onward.transform.opset import of_one_opset
 from onward.transform.types import fill_in_types_before
 
@@ -45,10 +45,6 @@ _PROVIDERS = {
 }
 _WITH_MEMORY = {"cuda": "cuda", "rocm": "cuda", "directml": "dml"}
 """Devices with memory of their own that ONNX Runtime can hold state in; elsewhere it is in the memory of the CPU."""
-
-
-_OLDEST_OPSET = 7
-"""Of older operators ONNX Runtime lacks some."""
 
 
 class OnnxRuntime(Engine):
@@ -197,7 +193,7 @@ def array_function(
     """The graph of a model as a function of arrays, lists of arrays and None, by name."""
     providers, options = _providers(device), _options(threads)
     runs: Callable[[_Run], Any] = _stoppable if _loops(model) else lambda run: run(None)
-    model = of_one_opset(model, _OLDEST_OPSET, COMMON_OPSET).copy()
+    model = of_one_opset(model, OLDEST_LOADED).copy()
     model.steps = []
     names = [value.name or "" for value in model.outputs]
     narrow = widen_edges(model)
@@ -292,8 +288,8 @@ def _from_bfloat16() -> ort.InferenceSession:
     x = ir.Value(name="x", type=ir.TensorType(ir.DataType.BFLOAT16))
     cast = ir.node("Cast", [x], attributes={"to": ir.DataType.FLOAT.value})
     cast.outputs[0].name, cast.outputs[0].type = "y", ir.TensorType(ir.DataType.FLOAT)
-    graph = ir.Graph([x], cast.outputs, nodes=[cast], opset_imports={"": 21}, name="cast")
-    proto = ir.to_proto(ir.Model(graph, ir_version=10))
+    graph = ir.Graph([x], cast.outputs, nodes=[cast], opset_imports={"": COMMON_OPSET}, name="cast")
+    proto = ir.to_proto(ir.Model(graph, ir_version=IR_VERSION))
     return ort.InferenceSession(proto.SerializeToString(), _options(1), providers=["CPUExecutionProvider"])
 
 

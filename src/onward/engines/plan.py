@@ -18,6 +18,7 @@ from onward.engines.host import ONLY_ON_HOST
 from onward.model.core import is_gradient, string, strings
 from onward.model.gradient_names import visible
 from onward.model.walk import nested_graphs, read_by
+from onward.standard import is_standard
 from onward.transform.attribute_words import check_words
 
 
@@ -141,7 +142,7 @@ class _Planner:
                 del left[node]
             units.append(Fused(match, self._part(match.nodes, (), [match.output], {}, fuses=False)))
         for node in left:
-            if node.op_type == "Constant" and node.domain in ("", "ai.onnx"):
+            if node.op_type == "Constant" and is_standard(node):
                 constants[node.outputs[0]] = _constant(node)
             else:
                 call = self._call(node, constants)

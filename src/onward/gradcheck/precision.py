@@ -13,6 +13,7 @@ from onward.inspect.values import constant
 from onward.model import Model
 from onward.model.core import values
 from onward.model.walk import attributes
+from onward.standard import is_standard
 
 FLOATS = (ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 _NUMBERS_OF_FLOATS = tuple(dtype.value for dtype in FLOATS)
@@ -84,7 +85,7 @@ def _convert_settings(node: ir.Node, opset: int, dtype: ir.DataType) -> None:
 
 def _takes(node: ir.Node, index: int, opset: int, dtype: ir.DataType) -> bool:
     """Whether an operator takes this type as an input; yes, where nothing is known."""
-    if node.domain not in ("", "ai.onnx") or not defs.has(node.op_type):
+    if not is_standard(node) or not defs.has(node.op_type):
         return True
     schema = defs.get_schema(node.op_type, opset)
     formal = schema.inputs[min(index, len(schema.inputs) - 1)]

@@ -17,6 +17,7 @@ from onward.differentiate.expand import replace_node
 from onward.errors import UnsupportedError
 from onward.model import Model
 from onward.rules.registry import Rewrite, make_rewrite
+from onward.standard import is_standard
 
 TABLE: dict[str, Rewrite] = {}
 """Standard operator -> what stands for it."""
@@ -26,7 +27,7 @@ def with_standins(model: Model) -> Model:
     """The model with these operators replaced, in place; `UnsupportedError` where a form of one is not covered."""
     names = model.names()
     for node in list(model.graph.all_nodes()):
-        if node.domain in ("", "ai.onnx") and node.op_type in TABLE:
+        if is_standard(node) and node.op_type in TABLE:
             replace_node(model, node, TABLE[node.op_type], names)
     return model
 

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Sequence
 import onnx_ir as ir
 from onnx import defs
 
-from onward.differentiate.api import COMMON_OPSET, OLDEST_OPSET
 from onward.differentiate.gradients import lower_gradients
 from onward.errors import UnknownNameError, UnsupportedError, near_or_first
 from onward.gradcheck.precision import FLOATS
@@ -20,6 +19,7 @@ from onward.model.walk import ancestors
 from onward.recipe.trainable import gradient_edges, judge
 from onward.rules import NoGradient
 from onward.rules.registry import lookup
+from onward.standard import OLDEST_OPSET, is_standard
 from onward.transform.opset import of_one_opset
 from onward.transform.types import fill_in_types
 from onward.transform.unused import keep_only
@@ -46,7 +46,7 @@ def subject(source: Source, y: str | None, xs: Sequence[str] | None, step: int) 
         model = Model(model.combined(step), path=model.path)
     else:
         model = model.copy()
-    model = of_one_opset(model, OLDEST_OPSET, COMMON_OPSET)
+    model = of_one_opset(model, OLDEST_OPSET)
     tie(model.graph)
     known = {value.name: value for value in values(model.graph) if value.name}
     fill_in_types(model, known.values())
@@ -96,7 +96,7 @@ def _differentiable(node: ir.Node, index: int) -> bool:
     """Whether an input of an operator is one to differentiate by, and not a limit, a ratio or a scale."""
     if isinstance(lookup(node), NoGradient):
         return False
-    if node.domain not in ("", "ai.onnx") or not defs.has(node.op_type):
+    if not is_standard(node) or not defs.has(node.op_type):
         return True
     formals = defs.get_schema(node.op_type).inputs
     category = formals[min(index, len(formals) - 1)].differentiation_category if formals else None

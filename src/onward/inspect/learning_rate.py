@@ -12,23 +12,22 @@ from onward.build import DOMAIN, DOMAIN_VERSION, Builder
 from onward.errors import Error
 from onward.inspect.summary_fields import ScheduleSection
 from onward.recipe.schedules import Part, schedule, sequence
-
-_OPSET, _IR_VERSION = 21, 10
+from onward.standard import COMMON_OPSET, IR_VERSION
 
 
 def rate_now(sections: Sequence[ScheduleSection], lr: float, step: int) -> float | None:
     """The rate after `step` updates; None for a schedule that is not ours, or not complete."""
-    imports = {"": _OPSET, DOMAIN: DOMAIN_VERSION}
+    imports = {"": COMMON_OPSET, DOMAIN: DOMAIN_VERSION}
     graph = ir.Graph([], [], nodes=[], opset_imports=imports, name="rate")
     functions: dict[ir.OperatorIdentifier, ir.Function] = {}
-    op = Builder(graph, opset=_OPSET, functions=functions)
+    op = Builder(graph, opset=COMMON_OPSET, functions=functions)
     try:
         parts = [_part(op, section) for section in sections]
         rate = sequence(op, op.constant(np.float64(lr)), op.constant(np.int64(step)), parts)
     except (Error, KeyError, TypeError, ValueError, AttributeError):
         return None
     graph.outputs.append(rate.value)
-    return _run(ir.Model(graph, ir_version=_IR_VERSION, functions=list(functions.values())))
+    return _run(ir.Model(graph, ir_version=IR_VERSION, functions=list(functions.values())))
 
 
 def _part(op: Builder, section: ScheduleSection) -> Part:

@@ -13,10 +13,11 @@ import onnx_ir as ir
 
 from onward.inspect.learning_rate import rate_now
 from onward.inspect.summary_fields import Group, ScheduleSection, Setting
-from onward.inspect.values import computed_by, number, operator_name, plain, records, setting, source, texts
+from onward.inspect.values import computed_by, number, plain, records, setting, source, texts
 from onward.model import TRAINING_DOMAIN, Model, Step
 from onward.model.core import values
 from onward.model.state import GROUP_KEY, PARAMETER_KEY, ROLE_KEY, SLOT_KEY
+from onward.standard import operator_name
 
 # The words of recipes for the attributes of the standard's operators, and what an attribute is where it is absent.
 _STANDARD: dict[str, dict[str, tuple[str, float | str]]] = {

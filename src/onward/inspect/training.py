@@ -29,7 +29,6 @@ from onward.inspect.values import (
     computed_by,
     nested,
     number,
-    operator_name,
     plain,
     port,
     reads,
@@ -43,6 +42,7 @@ from onward.model.core import values
 from onward.model.state import STEP, State, hyperparameters, states
 from onward.recipe.optimizers.clip import clip_to_value, scale_to_norm, scale_to_norm_optax
 from onward.recipe.schedules import SCHEDULES
+from onward.standard import operator_name
 
 
 def describe_step(model: Model, index: int, weights: Iterable[Weight]) -> Training:

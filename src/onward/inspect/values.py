@@ -166,10 +166,6 @@ def text_attribute(node: ir.Node, name: str) -> str | None:
     return attribute.value if attribute is not None and isinstance(attribute.value, str) else None
 
 
-def operator_name(node: ir.Node) -> str:
-    return node.op_type if node.domain in ("", "ai.onnx") else f"{node.domain}.{node.op_type}"
-
-
 def records(fact: Any) -> list[dict[str, Any]]:
     """A JSON fact that should be a list of objects; what is not one is left out."""
     return [item for item in (fact if isinstance(fact, list) else [fact]) if isinstance(item, dict)]

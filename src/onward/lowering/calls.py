@@ -13,6 +13,7 @@ import onnx_ir as ir
 
 from onward.build import declare, identity_of
 from onward.model import Model
+from onward.standard import is_standard
 from onward.transform.training import drop_unused_definitions
 
 Results = Sequence[ir.Value | None]
@@ -113,7 +114,7 @@ class _Writer:
         metadata: Mapping[str, str],
         nodes: list[ir.Node],
     ) -> Results:
-        op_type, standard = node.op_type, node.domain in ("", "ai.onnx")
+        op_type, standard = node.op_type, is_standard(node)
         if standard and op_type == "CastLike" and (like := inputs[1]) is not None and like.dtype is not None:
             op_type, inputs = "Cast", inputs[:1]
             attributes["to"] = ir.AttrInt64("to", like.dtype.value)

@@ -11,6 +11,7 @@ import onnx_ir as ir
 from onward.build import become, identity
 from onward.model import Model
 from onward.model.core import values
+from onward.standard import is_standard
 from onward.transform.types import fill_in_types
 from onward.transform.unused import remove_unused
 
@@ -28,7 +29,7 @@ def optimize(model: Model) -> None:
 def settle_casts(graph: ir.Graph) -> None:
     """Casts to a type that is known: none where it is the type already, and constants in their final type."""
     for node in list(graph):
-        if node.op_type not in ("Cast", "CastLike") or node.domain not in ("", "ai.onnx"):
+        if node.op_type not in ("Cast", "CastLike") or not is_standard(node):
             continue
         source, target = node.inputs[0], _target(node)
         if source is None or target is None:
@@ -61,7 +62,7 @@ def _constant(value: ir.Value) -> ir.TensorProtocol | None:
 def turn_products_with_vectors(graph: ir.Graph) -> None:
     """Aᵀ v is v A, without a Transpose; and what ONNX Runtime 1.31 makes of Aᵀ v is wrong."""
     for node in list(graph):
-        if node.op_type != "MatMul" or node.domain not in ("", "ai.onnx"):
+        if node.op_type != "MatMul" or not is_standard(node):
             continue
         matrix, vector = node.inputs
         turned = matrix.producer() if matrix is not None else None

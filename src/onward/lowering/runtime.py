@@ -11,6 +11,7 @@ from onward.errors import UnsupportedError
 from onward.lowering.replacement import replace_unknown
 from onward.model import Model
 from onward.model.core import values
+from onward.standard import is_standard
 from onward.transform.inline import has_body, inline
 from onward.transform.opset import convert_opset, of_one_opset
 from onward.transform.runtime import NO_ATTRIBUTES, NO_KERNEL, onnxruntime_limits
@@ -75,25 +76,21 @@ def _has_no_kernel(node: ir.Node, version: int) -> bool:
     if node.domain == _PREVIEW:
         return has_body(node.op_type, 1, _PREVIEW)
     has_kernel = version < NO_KERNEL.get(node.op_type, version + 1) and not node.attributes.keys() & NO_ATTRIBUTES
-    return _is_standard(node) and not has_kernel and has_body(node.op_type, version)
+    return is_standard(node) and not has_kernel and has_body(node.op_type, version)
 
 
 def _last_kernel(node: ir.Node, version: int) -> int | None:
     """The operator set before the one in which ONNX Runtime lost an operator that has no body to run in its place."""
     lost = NO_KERNEL.get(node.op_type, version + 1)
-    if not _is_standard(node) or lost > version or not defs.has(node.op_type, lost - 1):
+    if not is_standard(node) or lost > version or not defs.has(node.op_type, lost - 1):
         return None
     return lost - 1 if node.op_type == "Bernoulli" or not has_body(node.op_type, version) else None
-
-
-def _is_standard(node: ir.Node) -> bool:
-    return node.domain in ("", "ai.onnx")
 
 
 def _is_newer(node: ir.Node, opset: int, version: int) -> bool:
     """Whether a version of the standard lacks an operator of a newer one, an attribute, or the types that it is on."""
     try:
-        if not _is_standard(node) or defs.get_schema(node.op_type, opset).since_version <= version:
+        if not is_standard(node) or defs.get_schema(node.op_type, opset).since_version <= version:
             return False
     except defs.SchemaError:
         return False  # none of the standard

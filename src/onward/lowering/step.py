@@ -15,7 +15,6 @@ import onnx_ir as ir
 
 from onward.arguments import checked
 from onward.build import Builder, Names, uncollected
-from onward.differentiate.api import COMMON_OPSET, OLDEST_OPSET
 from onward.differentiate.gradients import check_gradients_of, lower_gradients
 from onward.differentiate.recompute import Choice
 from onward.differentiate.simplify import put_results_last, simplify
@@ -35,15 +34,14 @@ from onward.model.gradient_names import tie, untie
 from onward.model.signature import sound
 from onward.model.state import carried_state, states
 from onward.rules import RULES
+from onward.standard import IR_VERSION, OLDEST_OPSET, STANDARD
 from onward.transform import linear
 from onward.transform.inline import inline_calls
 from onward.transform.opset import of_one_opset
 from onward.transform.unused import remove_unused
 
-_STANDARD = ("", "ai.onnx", linear.DOMAIN)
+_STANDARD = (*STANDARD, linear.DOMAIN)
 """The domains of the standard that runtimes have."""
-IR_VERSION = 10
-"""What stock ONNX Runtime loads."""
 
 
 class Manner(NamedTuple):
@@ -109,7 +107,7 @@ def lower_for_engine(
     check_gradients_of(model)
     part = part or default_part(model)
     as_it_is = part == "inference" and not has_training_operators(model)
-    model = of_one_opset(model) if as_it_is else of_one_opset(model, OLDEST_OPSET, COMMON_OPSET)
+    model = of_one_opset(model) if as_it_is else of_one_opset(model, OLDEST_OPSET)
     one = OneStep(model, 0)
     if part == "apply" and sum(times_of(model, step).values()) > 1:
         raise UnsupportedError(
@@ -305,7 +303,7 @@ def _finish(model: Model) -> None:
     remove_unused(graph)
     _drop_unused_inputs(graph)
     put_results_last(graph)
-    used = {"", "ai.onnx", *(node.domain for node in graph.all_nodes())}
+    used = {*STANDARD, *(node.domain for node in graph.all_nodes())}
     for domain in [domain for domain in graph.opset_imports if domain not in used]:
         graph.opset_imports.pop(domain)
     foreign = {f"`{node.domain}.{node.op_type}`" for node in graph.all_nodes() if node.domain not in _STANDARD}

@@ -11,6 +11,8 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from onward.standard import domain_of
+
 if TYPE_CHECKING:
     from onnx import AttributeProto, GraphProto, NodeProto, TensorShapeProto, TypeProto
 
@@ -59,7 +61,7 @@ def _dim(dim: TensorShapeProto.Dimension) -> object:
 
 
 def _node(node: NodeProto) -> Iterator[object]:
-    yield from ("" if node.domain == "ai.onnx" else node.domain, node.op_type, node.overload)
+    yield from (domain_of(node), node.op_type, node.overload)
     yield from _count_values(_without_trailing_gaps(node.input))
     yield from _count_values(_without_trailing_gaps(node.output))
     yield len(node.attribute)

@@ -15,6 +15,7 @@ from onnx import defs
 
 from onward.errors import InvalidModelError
 from onward.model.core import Model
+from onward.standard import schema_domain
 
 _VERSIONS = 2**31
 _MORE = "`onward check` says all that is wrong"
@@ -52,7 +53,7 @@ def _signature(operator: str, domain: str, version: int) -> _Signature | None:
     if not all(isinstance(name, str) and name.isascii() for name in (operator, domain)):
         return None  # nothing of the standard, nor a question that it could answer
     try:
-        schema = defs.get_schema(operator, version, "" if domain == "ai.onnx" else domain)
+        schema = defs.get_schema(operator, version, schema_domain(domain))
     except defs.SchemaError:
         return None
     enumerated: dict[str, Any] = {name: attribute.type for name, attribute in schema.attributes.items()}

@@ -11,6 +11,7 @@ import onnx_ir as ir
 from onnx import defs
 
 from onward.build import RANDOM
+from onward.standard import is_standard
 
 _NEWEST = defs.onnx_opset_version()  # at least as new as the newest of every other domain
 
@@ -78,7 +79,7 @@ def descendants(graph: ir.Graph, values: Iterable[ir.Value]) -> set[ir.Value]:
 
 def attributes(node: ir.Node, opset: int) -> dict[str, Any]:
     """The attributes of a node by name, with the schema's defaults for those that it leaves out, else None."""
-    standard = node.domain in ("", "ai.onnx")
+    standard = is_standard(node)
     defaults = _defaults("" if standard else node.domain, node.op_type, opset if standard else _NEWEST)
     return {**defaults, **{name: attribute.value for name, attribute in node.attributes.items()}}
 

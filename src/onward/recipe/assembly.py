@@ -14,9 +14,7 @@ from onward.errors import RecipeError
 from onward.model import Model, Step
 from onward.model.state import with_tags
 from onward.recipe import random
-
-METADATA_IR_VERSION = 10
-"""The first IR version with metadata on tensors and graphs, where state is tagged."""
+from onward.standard import METADATA_IR
 
 
 class Assembly:
@@ -124,7 +122,7 @@ class Assembly:
         for built in (self.op, self.init):
             for domain, version in built.imports.items():
                 self.model.ir.opset_imports.setdefault(domain, version)
-        self.model.ir.ir_version = max(self.model.ir.ir_version or 0, METADATA_IR_VERSION)
+        self.model.ir.ir_version = max(self.model.ir.ir_version or 0, METADATA_IR)
         self.model.steps.append(self.step)
 
     def _register(self, name: str, tensor: ir.TensorProtocol) -> ir.Value:

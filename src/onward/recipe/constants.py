@@ -9,6 +9,7 @@ import onnx_ir as ir
 
 from onward.model import Model
 from onward.model.state import with_metadata
+from onward.standard import COMMON_OPSET, IR_VERSION
 from onward.transform.quantised import open_up
 
 _BLOCK = 1 << 22
@@ -158,8 +159,8 @@ def _run(node: ir.Node, tensors: Sequence[ir.TensorProtocol | None]) -> ir.Tenso
     copy = ir.Node(node.domain, node.op_type, values, list(node.attributes.values()), name="node")
     copy.outputs[0].name = "y"
     copy.outputs[0].type = ir.TensorType(node.outputs[0].dtype or ir.DataType.FLOAT)
-    opset = dict(node.graph.opset_imports) if node.graph is not None else {"": 21}
+    opset = dict(node.graph.opset_imports) if node.graph is not None else {"": COMMON_OPSET}
     constants = [value for value in values if value is not None]
     graph = ir.Graph([], copy.outputs, nodes=[copy], initializers=constants, opset_imports=opset, name="constant")
-    session = ort.InferenceSession(ir.to_proto(ir.Model(graph, ir_version=10)).SerializeToString())
+    session = ort.InferenceSession(ir.to_proto(ir.Model(graph, ir_version=IR_VERSION)).SerializeToString())
     return ir.Tensor(session.run(None, {})[0], name=node.outputs[0].name)

@@ -20,6 +20,7 @@ from onward.model.walk import ancestors, read_by
 from onward.recipe import random
 from onward.recipe.assembly import Assembly, moving_average
 from onward.recipe.trainable import Choice
+from onward.standard import is_standard
 
 Variance = Literal["population", "sample"]
 
@@ -60,7 +61,7 @@ def functions_to_inline(model: Model) -> list[str]:
     return [
         f"{function.domain}.{function.name}"
         for function in model.functions.values()
-        if any(node.op_type in SWITCHED and node.domain in ("", "ai.onnx") for node in function.all_nodes())
+        if any(node.op_type in SWITCHED and is_standard(node) for node in function.all_nodes())
     ]
 
 

@@ -19,7 +19,6 @@ from onward.errors import RecipeError, UnsupportedError
 from onward.model import Model, Source, read
 from onward.model.signature import sound
 from onward.model.state import with_tags
-from onward.recipe.assembly import METADATA_IR_VERSION
 from onward.recipe.constants import constant_tensor, expose
 from onward.recipe.initialize import INITIALIZERS
 from onward.recipe.layers import Layer, downstream, find_head
@@ -27,6 +26,7 @@ from onward.recipe.reset import draw_initial_value
 from onward.recipe.spec import Spec, parse
 from onward.recipe.trainable import HEAD
 from onward.shapes import constant_ints
+from onward.standard import METADATA_IR
 from onward.transform.types import fill_in_types
 
 LINEAR = "kaiming_uniform:a=2.23606797749979"
@@ -66,7 +66,7 @@ def replace_head(
         shape = tuple(classes if size == old else size for size in tensor.shape.numpy())
         _redraw(changed, bias[0], shape, bias_init, seed)
     _update_shapes(changed, head, after, old, classes)
-    changed.ir.ir_version = max(changed.ir.ir_version or 0, METADATA_IR_VERSION)
+    changed.ir.ir_version = max(changed.ir.ir_version or 0, METADATA_IR)
     return changed
 
 

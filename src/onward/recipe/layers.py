@@ -11,6 +11,7 @@ import onnx_ir as ir
 from onward.errors import UnknownNameError, near
 from onward.model import Model
 from onward.recipe.constants import constant_tensor
+from onward.standard import is_standard
 
 _TORCH_SCOPES = "pkg.torch.onnx.name_scopes"
 _PRODUCTS = {"MatMul", "Gemm", "Conv"}
@@ -121,7 +122,7 @@ class Layer:
 
 def layers(graph: ir.Graph) -> list[Layer]:
     """The layers of a graph, in order, those in nested graphs too where they use weights of the graph itself."""
-    found = (_layer(node, graph) for node in graph.all_nodes() if node.domain in ("", "ai.onnx"))
+    found = (_layer(node, graph) for node in graph.all_nodes() if is_standard(node))
     return [layer for layer in found if layer is not None]
 
 

@@ -36,13 +36,9 @@ from onward.recipe.spec import Spec, arguments
 from onward.recipe.suitability import unsuitable
 from onward.recipe.trainable import Selection, matching, select
 from onward.recipe.update import Update
+from onward.standard import OLDEST_OPSET
 from onward.transform.inline import inline
 from onward.transform.opset import convert_opset, of_one_opset
-
-OLDEST_OPSET = 18
-"""The first operator set with the bitwise operators of the generator, and with axes as inputs of all reductions."""
-COMMON_OPSET = 21
-"""What older models are converted to: the newest for which stock ONNX Runtime has practically all kernels."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -215,7 +211,7 @@ def prepare(model: Source, *, loss: Any, lr: float | None = None, **recipe: Any)
 
 def _at_common_opset(model: Model, least: int) -> Model:
     """The model at an operator set that training can work with, and that is at least that of its teacher."""
-    model = of_one_opset(model, OLDEST_OPSET, COMMON_OPSET)
+    model = of_one_opset(model, OLDEST_OPSET)
     return convert_opset(model, max(model.opset, least))
 
 

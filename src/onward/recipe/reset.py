@@ -16,9 +16,9 @@ from onward.recipe.assembly import Assembly, register
 from onward.recipe.initialize import initializer
 from onward.recipe.spec import Spec, parse
 from onward.recipe.trainable import matching
+from onward.standard import COMMON_OPSET, IR_VERSION
 
 _FILE = "file"
-_OPSET = 21
 
 
 def check_patterns(init: str | Mapping[str, Any], parameters: Sequence[ir.Value]) -> None:
@@ -47,11 +47,11 @@ def draw_initial_value(
     import onnxruntime as ort
 
     wide = ir.DataType.DOUBLE if dtype == ir.DataType.DOUBLE else ir.DataType.FLOAT
-    graph = ir.Graph([], [], nodes=[], opset_imports={"": _OPSET}, name="initialization")
-    op = Builder(graph, opset=_OPSET)
+    graph = ir.Graph([], [], nodes=[], opset_imports={"": COMMON_OPSET}, name="initialization")
+    op = Builder(graph, opset=COMMON_OPSET)
     value = ir.Value(name=name, type=ir.TensorType(wide), shape=ir.Shape(shape))
     graph.outputs.append(_fresh(op, value, parse(init), op.constant(random.new_key(seed))).value)
-    model = ir.Model(graph, ir_version=10, functions=list(op.functions.values()))
+    model = ir.Model(graph, ir_version=IR_VERSION, functions=list(op.functions.values()))
     session = ort.InferenceSession(ir.to_proto(model).SerializeToString(), providers=["CPUExecutionProvider"])
     numbers: np.ndarray = session.run(None, {})[0]
     return ir.Tensor(numbers.astype(dtype.numpy()), dtype=dtype, name=name)

@@ -42,6 +42,7 @@ from onward.recipe.constants import blocks, constant_tensor, expose, is_uniform,
 from onward.recipe.normalization import normalizes_input
 from onward.rules.quantization import stands_for_floats
 from onward.rules.registry import has_gradient
+from onward.standard import STANDARD, is_standard
 from onward.transform.linear import DOMAIN
 from onward.transform.quantised import can_be_trained
 
@@ -198,7 +199,7 @@ def _differentiable(node: ir.Node, index: int) -> bool:
 @functools.cache
 def _cut_inputs(domain: str, op_type: str) -> frozenset[int]:
     """Inputs through which no gradient flows by the operator's schema (shapes, indices). Settings count as read."""
-    if domain not in ("", "ai.onnx") or not defs.has(op_type):
+    if domain not in STANDARD or not defs.has(op_type):
         return frozenset()
     formals = defs.get_schema(op_type).inputs
     none = defs.OpSchema.DifferentiationCategory.NonDifferentiable
@@ -221,7 +222,7 @@ def candidates(graph: ir.Graph) -> Iterator[tuple[str, tuple[ir.Value, str]]]:
         if value.const_value is not None and value.const_value.dtype.is_floating_point():
             yield name, (value, "")
     for node in graph:
-        if node.domain not in ("", "ai.onnx") or not node.outputs or not node.outputs[0].name:
+        if not is_standard(node) or not node.outputs or not node.outputs[0].name:
             continue
         if _is_hidden_constant(node):
             yield node.outputs[0].name, (node.outputs[0], f"in a {node.op_type} node")

@@ -13,6 +13,7 @@ from onward.build import Builder
 from onward.containers import is_sequence
 from onward.errors import UnsupportedError
 from onward.model.walk import is_random, nested_graphs, read_by
+from onward.standard import IR_VERSION
 from onward.transform.types import value_types
 
 
@@ -71,7 +72,7 @@ def fill_in_types_of(op: Builder, nodes: Sequence[ir.Node]) -> None:
         value.shape = None
     view: Any = ir.GraphView(read, [], nodes=nodes, opset_imports={**op.imports, "": op.opset}, name="nodes")
     functions = list(op.functions.values())
-    types = value_types(ir.serde.serialize_model(ir.Model(view, ir_version=10, functions=functions)))
+    types = value_types(ir.serde.serialize_model(ir.Model(view, ir_version=IR_VERSION, functions=functions)))
     symbols = {str(d.value) for v in read if v.shape is not None for d in v.shape if isinstance(d, ir.SymbolicDim)}
     for name, value in untyped.items():
         if name in types:

@@ -14,6 +14,7 @@ from onward.rules.convolution import conv
 from onward.rules.indexing import padded
 from onward.rules.matrix import matmul
 from onward.rules.registry import gradient, rewrite
+from onward.standard import STANDARD, is_standard
 
 _QUANTISED_BY_DEFAULT = ir.DataType.UINT8
 
@@ -30,7 +31,7 @@ def makes_rounded(domain: str, operator: str) -> bool:
     """Whether the results of an operator are such integers, at once or after it was rewritten."""
     if domain == "com.microsoft":
         return operator.startswith("Q")
-    return domain in ("", "ai.onnx") and (operator in ROUNDED or operator.startswith("QLinear"))
+    return domain in STANDARD and (operator in ROUNDED or operator.startswith("QLinear"))
 
 
 def rounds(model: Model) -> bool:
@@ -66,7 +67,7 @@ def stands_for_floats(value: ir.Value) -> bool:
         seen.add(value)
         if makes_rounded(node.domain, node.op_type):
             return True
-        if node.op_type in MOVING and node.domain in ("", "ai.onnx"):
+        if node.op_type in MOVING and is_standard(node):
             pending += [v for v in node.inputs if v is not None and not (v.dtype and v.dtype.is_floating_point())]
     return False
 

@@ -43,9 +43,8 @@ from onward.build import Builder, Expr
 from onward.errors import Error, InvalidModelError, UnsupportedError
 from onward.model.walk import attributes
 from onward.rules import plugins
+from onward.standard import domain_of, schema_domain
 from onward.transform.node_faults import fault_of
-
-STANDARD = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,7 +104,7 @@ SIMPLIFICATIONS: dict[tuple[str, str], Rewrite] = {}
 
 def gradient(
     *operators: str,
-    domain: str = STANDARD,
+    domain: str = "",
     broadcasts: bool | tuple[int, ...] = False,
     inputs: tuple[int, ...] | None = None,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -122,7 +121,7 @@ def gradient(
     return register
 
 
-def rewrite(*operators: str, domain: str = STANDARD) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def rewrite(*operators: str, domain: str = "") -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register the decorated function as what these operators are replaced by: `(op, *inputs) -> outputs`.
 
     By keyword it may ask for attributes, and for `node`. For an output that the node leaves out it may return None.
@@ -136,7 +135,7 @@ def rewrite(*operators: str, domain: str = STANDARD) -> Callable[[Callable[..., 
     return register
 
 
-def simplification(*operators: str, domain: str = STANDARD) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def simplification(*operators: str, domain: str = "") -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register the decorated function as a rewrite that may decline: it returns NotImplemented, and builds nothing.
 
     It may also ask for `xs`, the names of the values that are differentiated by, which must not be passed over.
@@ -155,13 +154,13 @@ def make_rewrite(operator: tuple[str, str], function: Callable[..., Any]) -> Rew
     return Rewrite(operator, function, *_asked(function, leading=1))
 
 
-def elementwise(domain: str = STANDARD, **derivatives: Callable[..., Any]) -> None:
+def elementwise(domain: str = "", **derivatives: Callable[..., Any]) -> None:
     """Register operators y = f(x) by their derivative: `(op, x, y) -> f'(x)`, attributes by keyword."""
     for name, derivative in derivatives.items():
         _add(_rule((domain, name), _times_dy(derivative), broadcasts=False), derivative.__module__)
 
 
-def no_gradient(reason: str, *operators: str, domain: str = STANDARD) -> None:
+def no_gradient(reason: str, *operators: str, domain: str = "") -> None:
     """Register operators that have no derivative, or a zero one, with the reason that a user is told."""
     caller = sys._getframe(1).f_globals["__name__"]
     for name in operators:
@@ -183,7 +182,7 @@ def lookup(node: ir.Node) -> Rule | Rewrite | NoGradient | None:
 
 def has_gradient(domain: str, operator: str, index: int) -> bool:
     """Whether a gradient flows into an input of an operator, as far as the table knows; of what it does not, it may."""
-    entry = RULES.get((STANDARD if domain == "ai.onnx" else domain, operator))
+    entry = RULES.get((schema_domain(domain), operator))
     if isinstance(entry, NoGradient):
         return False
     return not isinstance(entry, Rule) or entry.inputs is None or index in entry.inputs
@@ -196,7 +195,7 @@ def lookup_rewrite(node: ir.Node) -> Rewrite | None:
 
 
 def _operator(node: ir.Node) -> tuple[str, str]:
-    return (STANDARD if node.domain == "ai.onnx" else node.domain, node.op_type)
+    return domain_of(node), node.op_type
 
 
 def apply(
@@ -221,7 +220,7 @@ def apply(
     except Error:
         raise
     except Exception as error:
-        fault = fault_of(node, {**op.imports, STANDARD: op.opset})
+        fault = fault_of(node, {**op.imports, "": op.opset})
         if fault is None:
             error.add_note(f"in the rule for `{node.op_type}`, at the node `{node.name}`")
             raise

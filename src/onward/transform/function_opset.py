@@ -13,7 +13,8 @@ from onnx import AttributeProto, FunctionProto, GraphProto, ModelProto, NodeProt
 
 from onward.build import Names
 from onward.errors import UnsupportedError
-from onward.transform.graph_opset import STANDARD, convert_graph, names_in, with_subgraphs
+from onward.standard import IR_VERSION, STANDARD
+from onward.transform.graph_opset import convert_graph, names_in, with_subgraphs
 from onward.transform.types import value_types
 
 _AXES_AS_NUMPY = 13
@@ -146,7 +147,7 @@ class _ForCalls:
         """The function with the attributes of a call, converted with the types of the call in hand."""
         function = self._known[self._target(call)]
         graph = _body(function, call, types)
-        shell = ModelProto(ir_version=10, graph=graph, opset_import=function.opset_import)
+        shell = ModelProto(ir_version=IR_VERSION, graph=graph, opset_import=function.opset_import)
         shell.functions.extend(self._known.values())
         self.redirect(graph, value_types(shell))
         if function_version(function) not in (None, self._version):

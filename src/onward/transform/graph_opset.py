@@ -9,9 +9,9 @@ from onnx import GraphProto, ModelProto, TensorProto, ValueInfoProto, version_co
 
 from onward.build import Names
 from onward.errors import UnsupportedError
+from onward.standard import IR_VERSION, STANDARD
 from onward.transform.attribute_words import check_equations
 
-STANDARD = ("", "ai.onnx")
 _NUMPY_BROADCAST = 7
 _SCAN_WITHOUT_BATCHES = 9
 _SCALES_OF_CHANNELS = 21
@@ -29,7 +29,7 @@ def convert_graph(
     before.CopyFrom(graph)
     elsewhere = [t for t in graph.initializer if t.data_location == TensorProto.EXTERNAL]
     declared = {value.name for value in graph.input}
-    shell = ModelProto(ir_version=10, graph=graph, opset_import=opsets)
+    shell = ModelProto(ir_version=IR_VERSION, graph=graph, opset_import=opsets)
     for tensor in elsewhere:
         shell.graph.initializer.remove(tensor)
         if tensor.name not in declared:

@@ -15,6 +15,7 @@ from onward.model import Model, Source, read
 from onward.model.core import values
 from onward.model.gradient_names import tie, tie_function, untie
 from onward.model.serde import from_proto, stamp, to_proto, with_data, without_data
+from onward.standard import IR_VERSION, STANDARD, schema_domain
 from onward.transform.expansion import check_expansion
 from onward.transform.opset import of_one_opset
 from onward.transform.training import drop_unused_definitions
@@ -57,7 +58,7 @@ def inline_calls(model: Model, names: Iterable[str] = ("*",)) -> None:
         tie(graph, () if graph is model.graph else (model.graph,))
         before = set(values(graph))
         graph.opset_imports.update(model.ir.opset_imports)
-        holder = ir.Model(graph, ir_version=model.ir.ir_version or 10, functions=[f.clone() for f in functions])
+        holder = ir.Model(graph, ir_version=model.ir.ir_version or IR_VERSION, functions=[f.clone() for f in functions])
         try:
             InlinePass(criteria=wanted)(holder)
         except (ir.passes.PassError, ValueError) as error:
@@ -95,7 +96,7 @@ def inline_operators(model: Model, operators: Iterable[tuple[str, str]]) -> Mode
 def has_body(operator: str, opset: int, domain: str = "") -> bool:
     """Whether the standard defines an operator as a function of others."""
     try:
-        schema: Any = defs.get_schema(operator, opset, "" if domain == "ai.onnx" else domain)
+        schema: Any = defs.get_schema(operator, opset, schema_domain(domain))
     except defs.SchemaError:
         return False
     return bool(schema.has_function or schema.has_context_dependent_function)
@@ -107,7 +108,7 @@ def _state_defaults(proto: ModelProto, operators: Iterable[tuple[str, str]], ops
         (f.domain, f.name, f.overload): f.attribute_proto for f in proto.functions if f.attribute_proto
     }
     for domain, name in operators:
-        if domain in ("", "ai.onnx") and has_body(name, opset):
+        if domain in STANDARD and has_body(name, opset):
             possible = (attribute.default_value for attribute in defs.get_schema(name, opset).attributes.values())
             defaults[domain, name, ""] = [default for default in possible if default.name]
     pending = [*proto.graph.node, *(node for f in proto.functions for node in f.node)] if defaults else []

@@ -11,6 +11,7 @@ from onnx import ModelProto, defs
 
 from onward.errors import first_line
 from onward.model.walk import nested_graphs
+from onward.standard import IR_VERSION, domain_of
 
 _MICROSOFT = "com.microsoft"
 _LARGEST = 64
@@ -21,7 +22,7 @@ def fault_of(node: ir.Node, imports: Mapping[str, int]) -> str | None:
     """Why a node is not a valid use of its operator, as far as its inputs are known; None if nobody objects."""
     if node.domain == _MICROSOFT:
         return _refusal_of_onnxruntime(_alone(node, imports))
-    if not defs.has(node.op_type, "" if node.domain == "ai.onnx" else node.domain):
+    if not defs.has(node.op_type, domain_of(node)):
         return None
     proto = _alone(node, imports)
     context: Any = onnx.checker.C.CheckerContext()
@@ -63,4 +64,4 @@ def _alone(node: ir.Node, imports: Mapping[str, int]) -> ModelProto:
         opset_imports=dict(imports),
         name="node",
     )
-    return ir.serde.serialize_model(ir.Model(view, ir_version=10))
+    return ir.serde.serialize_model(ir.Model(view, ir_version=IR_VERSION))

@@ -9,9 +9,10 @@ from onward.build import Names
 from onward.model import Model, Source, read
 from onward.model.core import all_names
 from onward.model.serde import from_proto, stamp, to_proto, with_data, without_data
+from onward.standard import COMMON_OPSET, STANDARD
 from onward.transform.expansion import check_expansion
 from onward.transform.function_opset import convert_functions, is_of_one_opset
-from onward.transform.graph_opset import STANDARD, captured_names, convert_graph
+from onward.transform.graph_opset import captured_names, convert_graph
 from onward.transform.types import value_types
 
 _INITIALIZERS_APART = 4
@@ -39,8 +40,8 @@ def convert_opset(source: Source, version: Count) -> Model:
     return stamp(converted)
 
 
-def of_one_opset(model: Model, oldest: int = 1, common: int = 1) -> Model:
-    """The model in one version of each operator set, functions included; in `common` if it is older than `oldest`.
+def of_one_opset(model: Model, oldest: int = 1) -> Model:
+    """The model in one version of each operator set, functions included; in a common one if it is older than `oldest`.
 
     Functions may import other versions than the model that they are in. Nothing is converted to an older one.
     """
@@ -48,7 +49,7 @@ def of_one_opset(model: Model, oldest: int = 1, common: int = 1) -> Model:
         f.opset_imports[domain] for f in model.functions.values() for domain in STANDARD if domain in f.opset_imports
     ]
     newest = max(model.opset, *versions, 1)
-    return convert_opset(model, max(newest, common) if newest < oldest else newest)
+    return convert_opset(model, max(newest, COMMON_OPSET) if newest < oldest else newest)
 
 
 def _is_of_one_opset(model: Model) -> bool:

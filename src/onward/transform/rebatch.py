@@ -15,6 +15,7 @@ from onward.model import Model, Source, read
 from onward.model.signature import sound
 from onward.model.walk import ancestors
 from onward.shapes import constant_ints
+from onward.standard import is_standard
 from onward.transform.training import strip
 
 _BATCH = "batch"
@@ -49,7 +50,7 @@ def rebatch(source: Source) -> Model:
         for output in node.outputs:
             if not output.is_graph_output():
                 output.shape = None
-        if node.domain not in ("", "ai.onnx"):
+        if not is_standard(node):
             continue
         if node.op_type in _FREED and (target := _target(result, node.inputs[1])):
             _FREED[node.op_type](result, node, target, size)

@@ -10,14 +10,10 @@ from onnx import AttributeProto, GraphProto, NodeProto, SparseTensorProto, Tenso
 
 from onward.checker.findings import bare
 from onward.model.core import TRAINING_DOMAIN
+from onward.standard import domain_of
 
 SLOTS = {"Adagrad": 1, "Momentum": 1, "Adam": 2}
 """The optimizer operators, and how many slots each keeps for a tensor. Inputs: R, T, then X.., G.., and each slot's."""
-
-
-def domain_of(node: NodeProto) -> str:
-    """The domain of a node; the standard one has two spellings."""
-    return "" if node.domain == "ai.onnx" else node.domain
 
 
 def attribute(node: NodeProto, name: str) -> AttributeProto | None:

@@ -22,9 +22,10 @@ from onnx import (
 )
 
 from onward.checker.findings import bare
-from onward.checker.view.graphs import Graph, Node, Site, attribute, domain_of, walk
+from onward.checker.view.graphs import Graph, Node, Site, attribute, walk
 from onward.checker.view.shapes import TensorType, declared_types
 from onward.errors import near
+from onward.standard import domain_of, schema_domain
 
 FunctionKey = tuple[str, str, str]  # domain, name, overload
 
@@ -145,7 +146,7 @@ class Scope:
 
 def versions(imports: Iterable[OperatorSetIdProto]) -> dict[str, int]:
     """Operator sets as a map; the standard domain has two spellings."""
-    return {"" if opset.domain == "ai.onnx" else opset.domain: opset.version for opset in imports}
+    return {schema_domain(opset.domain): opset.version for opset in imports}
 
 
 def function_place(function: FunctionProto) -> str:

@@ -17,7 +17,6 @@ import onnx_ir as ir
 import optax
 
 from onward.build import DOMAIN, DOMAIN_VERSION, Builder, Expr
-from onward.differentiate.api import COMMON_OPSET
 from onward.engines.framework_engine import interpreter
 from onward.engines.jax import Jax
 from onward.model import Model
@@ -26,6 +25,7 @@ from onward.recipe.optimizers.clip import clip_by_global_norm, clip_by_norm
 from onward.recipe.optimizers.configuration import Slot
 from onward.recipe.schedules import Part, schedule, sequence
 from onward.recipe.spec import Spec, parse
+from onward.standard import COMMON_OPSET, IR_VERSION
 from onward.transform.inline import inline
 
 Rate = float | Callable[[Any], Any]
@@ -170,7 +170,7 @@ class _Graph:
     def model(self, outputs: Mapping[str, Expr]) -> Model:
         for name, expr in outputs.items():
             self._graph.outputs.append(self.op.Identity(expr).named(name).like(expr.value).value)
-        return inline(Model(ir.Model(self._graph, ir_version=10, functions=list(self._functions.values()))))
+        return inline(Model(ir.Model(self._graph, ir_version=IR_VERSION, functions=list(self._functions.values()))))
 
 
 def executed_by_jax(model: Model) -> Function:

@@ -19,10 +19,10 @@ from onward.errors import MismatchError
 from onward.model import Model
 from onward.model.state import states
 from onward.recipe.optimizers import FunctionOptimizer
+from onward.standard import COMMON_OPSET, IR_VERSION
 
 TOLERANCE = 1e-5
 """Of updates, as parts of the largest: optax computes rates and some decays in float32."""
-_OPSET = 21
 
 
 def try_updates(tx: Any, opt_state: Any, params: Tree, run: Snapshot) -> None:
@@ -88,8 +88,8 @@ def _double_state(state: Any) -> Any:
 
 def _trainer(run: Snapshot, start: dict[str, np.ndarray], inputs: dict[str, str]) -> Model:
     """A training model of the same parameters and optimizers whose gradients are what it is fed."""
-    graph = ir.Graph([], [], nodes=[], opset_imports={"": _OPSET}, name="trial")
-    op = Builder(graph, opset=_OPSET)
+    graph = ir.Graph([], [], nodes=[], opset_imports={"": COMMON_OPSET}, name="trial")
+    op = Builder(graph, opset=COMMON_OPSET)
     terms = []
     for name in run.parameters:
         parameter = ir.Value(name=name, const_value=ir.Tensor(start[name], name=name))
@@ -102,7 +102,7 @@ def _trainer(run: Snapshot, start: dict[str, np.ndarray], inputs: dict[str, str]
     loss = op.Sum(*terms).named("loss")
     loss.value.type, loss.value.shape = ir.TensorType(ir.DataType.DOUBLE), ir.Shape(())
     graph.outputs.append(loss.value)
-    model = Model(ir.Model(graph, ir_version=10))
+    model = Model(ir.Model(graph, ir_version=IR_VERSION))
     recipe = {key: run.recipe[key] for key in ("accumulate", "master_weights") if key in run.recipe}
     made = assemble(dataclasses.replace(run, model=model, loss="value:loss", state={}, recipe=recipe))
     for state in states(made):

@@ -13,8 +13,9 @@ import onnx_ir as ir
 
 from onward.convert.keras import loss_formulas
 from onward.convert.keras.tensors import Tensor
-from onward.convert.keras.walk import OPSET, functional_of
+from onward.convert.keras.walk import functional_of
 from onward.convert.optimizer_classes import Refused
+from onward.standard import COMMON_OPSET
 
 _MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
 
@@ -131,7 +132,7 @@ class _Reader:
             shape=ir.Shape(list(prediction.shape)[:-1]) if sparse else prediction.shape,  # type: ignore[arg-type]
         )
         reduction = "sum" if self.is_sum else "mean"
-        settings: dict[str, Any] = {"opset": OPSET, "reduction": reduction, "scale": self._scale(each)}
+        settings: dict[str, Any] = {"opset": COMMON_OPSET, "reduction": reduction, "scale": self._scale(each)}
         function = loss_formulas.as_function(self.name, formula, target, **settings)
         return Term(self.index, {prediction.name: function}, str(target.name), draw)
 

@@ -16,9 +16,8 @@ from onward.convert.keras.layer_table import Call, accepted, find
 from onward.convert.keras.tensors import Tensor
 from onward.convert.optimizer_classes import Refused
 from onward.model import Model
+from onward.standard import COMMON_OPSET, IR_VERSION
 
-OPSET = 21
-IR_VERSION = 10
 REGULARIZATION = "regularization"
 
 
@@ -27,8 +26,8 @@ class Walk:
 
     def __init__(self, model: Any):
         self.problems: list[str] = []
-        self.graph = ir.Graph([], [], nodes=[], name=model.name, opset_imports={"": OPSET})
-        self.op = Builder(self.graph, opset=OPSET, names=Names())
+        self.graph = ir.Graph([], [], nodes=[], name=model.name, opset_imports={"": COMMON_OPSET})
+        self.op = Builder(self.graph, opset=COMMON_OPSET, names=Names())
         self.names: dict[int, str] = {}
         """id of a variable -> its name, in the order of use."""
         self._by_id = self._named(model.variables)

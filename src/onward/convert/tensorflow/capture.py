@@ -11,6 +11,8 @@ from typing import Any, Literal
 import numpy as np
 import onnx_ir as ir
 
+from onward.standard import COMMON_OPSET, IR_VERSION
+
 from onward.engines.tensorflow.quiet import tensorflow as tf  # isort: skip  (other imports of it are not quiet)
 
 from onward.build import Builder, Names, uncollected
@@ -25,8 +27,6 @@ from onward.model import Model
 from onward.recipe import prepare
 from onward.transform.unused import remove_unused
 
-OPSET = 21
-_IR_VERSION = 10
 BATCH = "N"
 """What the size of the first axis is called."""
 
@@ -88,7 +88,7 @@ def _model(function: Any, variables: Sequence[tuple[Any, str]]) -> tuple[Model, 
 def _finished(op: Builder, walk: Walk) -> Model:
     op.graph.sort()
     _check(op.graph, walk)
-    return Model(ir.Model(remove_unused(op.graph), ir_version=_IR_VERSION, producer_name="onward"))
+    return Model(ir.Model(remove_unused(op.graph), ir_version=IR_VERSION, producer_name="onward"))
 
 
 @uncollected()
@@ -98,8 +98,10 @@ def _written(function: Any, variables: Sequence[tuple[Any, str]]) -> tuple[Build
     weights = {id(variable.handle): _initializer(variable, name) for variable, name in variables}
     fed = [_input(x) for x in function.inputs[:count]]
     taken = Names([*(name for _, name in variables), *(value.name or "" for value in fed), *results])
-    graph = ir.Graph(fed, [], nodes=[], initializers=list(weights.values()), opset_imports={"": OPSET}, name="function")
-    op, walk = Builder(graph, opset=OPSET, names=taken, share=True), Walk()
+    graph = ir.Graph(
+        fed, [], nodes=[], initializers=list(weights.values()), opset_imports={"": COMMON_OPSET}, name="function"
+    )
+    op, walk = Builder(graph, opset=COMMON_OPSET, names=taken, share=True), Walk()
     captured = [_captured(op, tensor, weights) for tensor in function.captured_inputs]
     outputs = walk.inline(op, function.graph, [*map(op, fed), *captured])
     for name, result in zip(results, outputs, strict=True):

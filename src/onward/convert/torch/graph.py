@@ -15,7 +15,6 @@ import torch
 from onward.convert.probe import without_dropout
 from onward.convert.torch.module_engine import Live
 from onward.convert.torch.tags import ALSO, COUNTER, KIND, LEARNS, PERSISTENT
-from onward.differentiate.api import COMMON_OPSET, OLDEST_OPSET
 from onward.engines.framework_engine import interpreter
 from onward.engines.interpreter import Interpreter
 from onward.engines.torch.types import CODES, to_array
@@ -24,6 +23,7 @@ from onward.model import Model, read
 from onward.model.core import as_input, values
 from onward.recipe.forward import Variance, functions_to_inline, is_switchable
 from onward.recipe.trainable import judge
+from onward.standard import OLDEST_OPSET
 from onward.transform.inline import inline
 from onward.transform.opset import of_one_opset
 
@@ -54,7 +54,7 @@ class Graph:
     def of(
         cls, model: Model, trainable: Collection[str] | None, statistics: Variance, inner: Sequence[str] = ()
     ) -> Graph:
-        model = of_one_opset(model, OLDEST_OPSET, COMMON_OPSET)
+        model = of_one_opset(model, OLDEST_OPSET)
         table = Live(torch.device("cpu"), statistics).operators
         own = [name for f in model.functions.values() if (name := f"{f.domain}.{f.name}") not in table]
         if hidden := [*functions_to_inline(model), *own]:

@@ -10,6 +10,7 @@ from typing import Any
 import onnx_ir as ir
 
 from onward.engines.framework import Framework
+from onward.standard import is_standard
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +46,7 @@ class Following:
     def inside(self, value: ir.Value | None) -> ir.Node | None:
         """The node that computes a value which is not kept for others."""
         node = value.producer() if value is not None else None
-        if node is None or node not in self._among or value in self._kept or node.domain not in ("", "ai.onnx"):
+        if node is None or node not in self._among or value in self._kept or not is_standard(node):
             return None
         return node
 

@@ -15,9 +15,10 @@ from onward.inspect.picture.scopes import cut
 from onward.inspect.summary import Summary
 from onward.inspect.summary_fields import Group, Port, Training, Weight
 from onward.inspect.training import differentiated_values
-from onward.inspect.values import constant, operator_name, port, reads, text_attribute
+from onward.inspect.values import constant, port, reads, text_attribute
 from onward.model import Model
 from onward.model.state import State, states
+from onward.standard import operator_name
 
 Kind = Literal[
     "input", "inference", "output", "training", "loss", "gradient", "update", "schedule", "optimizer", "state", "metric"

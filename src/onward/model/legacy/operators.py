@@ -10,6 +10,7 @@ from onward.build import Names
 from onward.errors import UnsupportedError
 from onward.model.legacy import calls
 from onward.model.legacy.names import bodies, defined_within, set_nodes, string, strings
+from onward.standard import FUNCTIONS_IR, TRAINING_IR
 
 _TRAINING = "ai.onnx.preview.training"
 _OPTIMIZERS = ("Adagrad", "Adam", "Momentum")
@@ -35,7 +36,7 @@ def convert(proto: ModelProto, functions: Collection[str]) -> list[str]:
             function.domain = _LOCAL
             function.DiscardUnknownFields()  # since when it was in the standard, and whether for good
             function.opset_import.extend(proto.opset_import)
-    proto.ir_version = max(proto.ir_version, 8 if functions else 7)  # the first with functions, with training
+    proto.ir_version = max(proto.ir_version, FUNCTIONS_IR if functions else TRAINING_IR)
     return list(notes)
 
 

@@ -14,16 +14,16 @@ from onward.errors import RecipeError, UnknownNameError, UnsupportedError
 from onward.model import Model, Source, read
 from onward.model.signature import sound
 from onward.model.state import with_tags
-from onward.recipe.assembly import METADATA_IR_VERSION
 from onward.recipe.constants import expose
 from onward.recipe.head import LINEAR, refuse_training
 from onward.recipe.layers import Layer, listing
 from onward.recipe.lora.adapters import SCALE, A, B, adapters, by_weight
 from onward.recipe.reset import draw_initial_value
 from onward.recipe.trainable import matching
+from onward.standard import METADATA_IR
 from onward.transform.opset import of_one_opset
 
-_OLDEST_OPSET, _COMMON_OPSET = 13, 21
+_OLDEST_OPSET = 13
 """Dropout takes its ratio as an input from 12 on, and knows all types from 13 on."""
 _WINDOW = {"kernel_shape", "strides", "pads", "dilations", "auto_pad"}
 
@@ -63,8 +63,8 @@ def adaptable(model: Source) -> Model:
     """A copy to which adapters can be added."""
     source = sound(read(model))
     refuse_training(source, "add adapters")
-    changed = of_one_opset(source, _OLDEST_OPSET, _COMMON_OPSET).copy()
-    changed.ir.ir_version = max(changed.ir.ir_version or 0, METADATA_IR_VERSION)
+    changed = of_one_opset(source, _OLDEST_OPSET).copy()
+    changed.ir.ir_version = max(changed.ir.ir_version or 0, METADATA_IR)
     return changed
 
 

@@ -25,6 +25,7 @@ from onward.model import Model
 from onward.model.core import values
 from onward.model.walk import graphs_in
 from onward.recipe.embed import take_apart
+from onward.standard import IR_VERSION
 from onward.transform.inline import inline
 from onward.transform.opset import convert_opset
 
@@ -194,7 +195,7 @@ def _for_each(single: FunctionOptimizer, targets: Mapping[str, ir.Value]) -> Fun
     for column in zip(*results, strict=True):
         graph.outputs.extend(expr.value for expr in column)
     initial = {f"{name}/{slot}": value for slot, value in single.initial.items() for name in targets}
-    update = Model(ir.Model(graph, ir_version=10, functions=list(op.functions.values())))
+    update = Model(ir.Model(graph, ir_version=IR_VERSION, functions=list(op.functions.values())))
     return dataclasses.replace(single, update=update, initial=initial)
 
 

@@ -15,6 +15,7 @@ from onward.model import Model, read
 from onward.recipe.optimizers.graph_optimizer import RATE, FunctionOptimizer
 from onward.recipe.ranges import NOT_NEGATIVE
 from onward.recipe.spec import Spec, check_options, parse
+from onward.standard import IR_VERSION
 
 Given = Spec | FunctionOptimizer
 
@@ -76,7 +77,7 @@ def _as_model(function: ir.Function) -> Model:
     graph = function.graph
     imports = graph.opset_imports
     imports.update(function.opset_imports)
-    return Model(ir.Model(graph, ir_version=10))
+    return Model(ir.Model(graph, ir_version=IR_VERSION))
 
 
 def _change_options(made: FunctionOptimizer, options: Mapping[str, Any]) -> FunctionOptimizer:

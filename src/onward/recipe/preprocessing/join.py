@@ -19,12 +19,13 @@ from onward.errors import RecipeError
 from onward.model import Model, read
 from onward.model.serde import stamp
 from onward.model.state import PREPROCESSING, ROLE_KEY, with_tags
-from onward.recipe.assembly import METADATA_IR_VERSION, Assembly
+from onward.recipe.assembly import Assembly
 from onward.recipe.embed import take_apart
 from onward.recipe.preprocessing.augmentations import AUGMENTATIONS, Chance
 from onward.recipe.preprocessing.picture import Form, dims_of
 from onward.recipe.preprocessing.pipeline import Pipeline, Raw, by_input, form_of, pipelines, specs_of
 from onward.recipe.spec import arguments, lookup
+from onward.standard import METADATA_IR, OLDEST_OPSET
 from onward.transform.inline import inline
 from onward.transform.names import add_prefix
 from onward.transform.opset import convert_opset
@@ -32,8 +33,6 @@ from onward.transform.training import strip
 from onward.transform.types import fill_in_types
 
 _PREFIX = "preprocess/"
-_OLDEST_OPSET = 18
-"""The first with what resizing needs."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +52,7 @@ def with_preprocessing(source: Model, preprocess: Any) -> Model:
     preprocess = open_preprocessing(preprocess)
     model = convert_opset(source, max(source.opset, opset_of(preprocess))).copy()
     put_before(model, preprocess)
-    model.ir.ir_version = max(model.ir.ir_version or 0, METADATA_IR_VERSION)
+    model.ir.ir_version = max(model.ir.ir_version or 0, METADATA_IR)
     return stamp(model)
 
 
@@ -68,7 +67,7 @@ def opset_of(preprocess: Any) -> int:
     """The least operator set that it needs."""
     if isinstance(preprocess, Model):
         return preprocess.opset
-    return 0 if preprocess is None else _OLDEST_OPSET
+    return 0 if preprocess is None else OLDEST_OPSET
 
 
 def put_before(model: Model, preprocess: Any) -> dict[str, Entry]:

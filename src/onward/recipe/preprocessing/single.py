@@ -14,8 +14,8 @@ from onward.recipe.preprocessing.operations import OPERATIONS, size_of
 from onward.recipe.preprocessing.picture import Form, Picture
 from onward.recipe.preprocessing.pipeline import Pipeline
 from onward.recipe.spec import Spec
+from onward.standard import IR_VERSION, OLDEST_OPSET
 
-_OPSET = 18
 _SIZES = ("resize", "center_crop")
 _MOVES = ("channels_first", "channels_last", "to_rgb")
 """What can be undone: after it, a picture is what it was, in another order."""
@@ -29,8 +29,8 @@ class Single:
 
         self._specs, self._form = specs, form
         raw = ir.Value(name="x", type=ir.TensorType(ir.DataType.UINT8), shape=ir.Shape([1, *form.dims]))
-        graph = ir.Graph([raw], [], nodes=[], name="picture", opset_imports={"": _OPSET})
-        op = Builder(graph, opset=_OPSET)
+        graph = ir.Graph([raw], [], nodes=[], name="picture", opset_imports={"": OLDEST_OPSET})
+        op = Builder(graph, opset=OLDEST_OPSET)
         picture = Picture(op.Cast(op(raw), to=ir.DataType.FLOAT), form)
         for spec in specs:
             picture = OPERATIONS[spec.name].build(picture, **spec.options)
@@ -39,7 +39,7 @@ class Single:
         graph.outputs.append(made)
         options = ort.SessionOptions()
         options.intra_op_num_threads = 1  # other pictures wait for other cores
-        proto = ir.to_proto(ir.Model(graph, ir_version=10))
+        proto = ir.to_proto(ir.Model(graph, ir_version=IR_VERSION))
         self._session = ort.InferenceSession(proto.SerializeToString(), options, providers=["CPUExecutionProvider"])
 
     @classmethod

@@ -21,10 +21,8 @@ from onward.convert.jax.jaxpr.emitter import Emitter, data_of, declared
 from onward.convert.jax.jaxpr.trace import leaves, path_of, shape_of, trace, with_free_size
 from onward.errors import UnsupportedError, first_line
 from onward.model import Model
+from onward.standard import COMMON_OPSET, IR_VERSION
 from onward.transform.unused import remove_unused
-
-OPSET = 21
-_IR_VERSION = 10
 
 __all__ = ["export"]
 
@@ -74,14 +72,14 @@ def _exported(
     fed = [declared(var.aval, name) for var, name in zip(traced.variables[len(weights) :], called, strict=True)]
     result_names = _called(taken, "results", names, _result_names(traced.results))
     name = getattr(function, "__name__", "function")
-    graph = ir.Graph(fed, [], nodes=[], initializers=weights, opset_imports={"": OPSET}, name=name)
-    op = Emitter.of(graph, OPSET, taken, traced.sizes(fed))
+    graph = ir.Graph(fed, [], nodes=[], initializers=weights, opset_imports={"": COMMON_OPSET}, name=name)
+    op = Emitter.of(graph, COMMON_OPSET, taken, traced.sizes(fed))
     results = op.inline(traced.jaxpr, *map(op, [*weights, *fed]))
     op.check()
     for result, wanted in zip(results, result_names, strict=True):
         _put_out(op, result, wanted)
     functions = list(op.functions.values())
-    return Model(ir.Model(remove_unused(graph), ir_version=_IR_VERSION, producer_name="onward", functions=functions))
+    return Model(ir.Model(remove_unused(graph), ir_version=IR_VERSION, producer_name="onward", functions=functions))
 
 
 def _put_out(op: Emitter, result: Expr, name: str) -> None:

@@ -11,6 +11,7 @@ from onward.convert.jax.program.operators import rows
 from onward.convert.python import docstring
 from onward.engines.plan import Call
 from onward.model import Model
+from onward.standard import IR_VERSION
 from onward.transform.inline import inline
 
 
@@ -51,7 +52,7 @@ class Functions:
         imports = {**self._model.ir.opset_imports, function.domain: 1}
         graph = ir.Graph(list(inputs.values()), node.outputs, nodes=[node], opset_imports=imports, name=function.name)
         clones = [each.clone() for each in self._model.functions.values()]
-        model = Model(ir.Model(graph, ir_version=10, functions=clones))
+        model = Model(ir.Model(graph, ir_version=IR_VERSION, functions=clones))
         return inline(model, [call.operator]), given
 
 

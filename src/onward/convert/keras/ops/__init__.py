@@ -17,7 +17,6 @@ import onnx_ir as ir
 from onward.convert.keras.ops import control
 from onward.convert.keras.ops.sizes import is_open, listed, on_host, vector
 from onward.convert.keras.ops.types import constant
-from onward.engines.calls import NEWEST, OLDEST
 from onward.engines.expression import expressed
 from onward.engines.framework import Framework, Function, NotOnHost, Operators, collected
 from onward.engines.host import ONLY_ON_HOST
@@ -26,6 +25,7 @@ from onward.engines.plan import plan
 from onward.engines.shared import sequence
 from onward.errors import UnsupportedError
 from onward.model import Model
+from onward.standard import NEWEST_INTERPRETED, OLDEST_INTERPRETED
 from onward.transform import convert_opset, inline
 
 FAMILIES = (
@@ -117,8 +117,8 @@ def interpreted(model: Model, framework: KerasOps) -> Interpreter:
     """What executes the graph of a model. Functions that the table has stay calls."""
     called = [f"{domain}.{name}" for domain, name, _ in model.functions if f"{domain}.{name}" not in ROWS]
     made = inline(model, called)
-    if not OLDEST <= made.opset <= NEWEST:
-        made = convert_opset(made, min(max(made.opset, OLDEST), NEWEST))
+    if not OLDEST_INTERPRETED <= made.opset <= NEWEST_INTERPRETED:
+        made = convert_opset(made, min(max(made.opset, OLDEST_INTERPRETED), NEWEST_INTERPRETED))
     made = expressed(made, framework.operators.keys() | ONLY_ON_HOST, framework.cannot, framework.name)
     return Interpreter(plan(made.graph, framework.operators, framework.on_host, made.opset, framework.fuses), framework)
 
