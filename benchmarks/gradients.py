@@ -74,7 +74,7 @@ def _gpt2(folder: Path) -> Iterator[Measured]:
             torch.onnx.export(
                 module, (example, example), path, input_names=["tokens", "labels"], output_names=["loss"], **options
             )
-        yield _measured(name, onward.read(path), "loss", peer)
+        yield _measured(name, onward.load(path), "loss", peer)
 
 
 def _traced_by_torch(module: Any, example: Any) -> float:
@@ -95,7 +95,7 @@ def _traced_by_torch(module: Any, example: Any) -> float:
 
 
 def _measured(name: str, model: onward.Model | onnx.ModelProto, y: str, peer: float | None = None) -> Measured:
-    model = onward.read(model)
+    model = onward.load(model)
     xs = [name for name, value in model.graph.initializers.items() if value.dtype is not None and _is_weight(value)]
     gradient = onward.gradient(model, y, xs)
     seconds = in_turns(onward=lambda: onward.gradient(model, y, xs))["onward"]

@@ -22,14 +22,14 @@ def reading_and_writing(folder: Path) -> dict[str, dict[str, float]]:
     inside, outside = folder / "inside.onnx", folder / "outside.onnx"
     onnx.save(proto, inside)
     onnx.save(proto, outside, save_as_external_data=True, location="outside.bin", size_threshold=1024)
-    ours = onward.read(inside)
+    ours = onward.load(inside)
     copies = [onnx.ModelProto.FromString(proto.SerializeToString()) for _ in range(ROUNDS)]
     return {
         "read, 64 MiB inside": in_turns(
-            onward=lambda: onward.read(inside), onnx=lambda: onnx.load(inside), onnx_ir=lambda: ir.load(inside)
+            onward=lambda: onward.load(inside), onnx=lambda: onnx.load(inside), onnx_ir=lambda: ir.load(inside)
         ),
         "read, 64 MiB outside": in_turns(
-            onward=lambda: onward.read(outside), onnx=lambda: onnx.load(outside), onnx_ir=lambda: ir.load(outside)
+            onward=lambda: onward.load(outside), onnx=lambda: onnx.load(outside), onnx_ir=lambda: ir.load(outside)
         ),
         "write, 64 MiB outside": in_turns(
             onward=lambda: ours.save(folder / "ours.onnx", data="data"),
@@ -43,7 +43,7 @@ def reading_and_writing(folder: Path) -> dict[str, dict[str, float]]:
 def working_on_large_graphs() -> dict[str, dict[str, float]]:
     """A graph of 4,000 nodes with 2,000 parameters."""
     proto = residual_mlp(1000, 8)
-    model = onward.read(proto)
+    model = onward.load(proto)
     training = onward.prepare(model, loss="mse", optimizer="adamw")
     combined = ir.to_proto(training.combined())
     return {

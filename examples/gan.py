@@ -52,7 +52,7 @@ def exported() -> onward.Model:
         verbose=False,
     )
     assert program is not None
-    return onward.read(program.model_proto)
+    return onward.load(program.model_proto)
 
 
 def prepared(model: onward.Model, rate: float = 5e-4) -> onward.Model:
@@ -84,7 +84,7 @@ def digits() -> dict[str, np.ndarray]:
 def samples(model: onward.Model, count: int) -> np.ndarray:
     """What the generator makes, as pictures."""
     z = np.random.default_rng(0).standard_normal((count, LATENT), np.float32)
-    run = onward.engines.function(onward.extract(model, inputs=["z"], outputs=["made"]), engine="onnxruntime")
+    run = onward.engines.function(onward.transform.extract(model, inputs=["z"], outputs=["made"]), engine="onnxruntime")
     return run({"z": z})["made"].reshape(-1, SIZE, SIZE)
 
 

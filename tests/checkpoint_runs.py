@@ -44,7 +44,7 @@ def steps(module: Any, optimizer: Any, scheduler: Any, span: range) -> list[floa
 
 def steps_of_onward(model: onward.Model, span: range) -> tuple[list[float], onward.Model]:
     """The same on ONNX Runtime, and the training model after them."""
-    running = onward.engines.load(model)
+    running = onward.engines.start(model)
     inputs, labels = data()
     source, target = model.inputs[0].name or "", model.step().algorithm.inputs[0].name or ""
     losses = [float(running.step({source: inputs[i], target: labels[i]})["loss"]) for i in span]
@@ -60,7 +60,7 @@ def exported(folder: Path, module: Callable[[], Any] = net) -> onward.Model:
     torch.onnx.export(
         module().eval(), (example,), path, dynamo=True, optimize=False, dynamic_shapes=({0: "n"},), verbose=False
     )
-    return onward.read(path)
+    return onward.load(path)
 
 
 def same_tree(ours: Any, theirs: Any, way: str = "") -> None:

@@ -24,7 +24,7 @@ from onnx.backend.test.loader import load_model_tests
 from conftest import NodeTest, cache_folder, onnx_node_tests
 from onward.backend import for_engine
 from onward.engines import ENGINES, is_installed
-from onward.model import read
+from onward.model import load
 from onward.standard import operator_name
 
 os.environ.setdefault("ONNX_HOME", str(cache_folder()))  # where the runner puts inputs of the large models
@@ -117,7 +117,7 @@ def operator_of(case: NodeTest) -> str:
     """The operator that a case is about. Expanded cases are about that whose body they are."""
     name = case.name.removesuffix("_expanded")
     original = onnx_node_tests().get(name, case) if "_expanded" in case.name else case
-    graph = read(original.proto()).graph
+    graph = load(original.proto()).graph
     return operator_name(graph[-1]) if len(graph) else ""
 
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from onward.engines import load
+from onward.engines import start
 
 STEPS = 20
 MODES = {
@@ -15,7 +15,7 @@ MODES = {
 
 def trained(model, batches, engine="onnxruntime", **options):
     """The losses of all steps, and the state after them."""
-    with load(model, engine=engine, **options) as loaded:
+    with start(model, engine=engine, **options) as loaded:
         losses = [float(loaded.step(batch)[loaded.loss]) for batch in batches]
         return losses, loaded.state()
 

@@ -9,7 +9,7 @@ import keras
 import numpy as np
 
 from onward.convert.keras import from_keras
-from onward.engines import load
+from onward.engines import start
 
 layers = keras.layers
 Batch = tuple[Any, Any]
@@ -75,7 +75,7 @@ def goes_on(run: Run, *, before: int = 5, steps: int = 10, within: float = 1e-5,
 
 def agree(training: Any, model: Any, data: Iterator[Batch], *, steps: int = 10, within: float = 1e-5) -> None:
     """ONNX Runtime and Keras have the same losses."""
-    with load(training, threads=1) as engine:
+    with start(training, threads=1) as engine:
         for _ in range(steps):
             batch = next(data)
             expected = step(model, batch)

@@ -19,7 +19,7 @@ from onnx import parser
 import onward
 from conftest import needs
 from framework_training import trained
-from onward.engines import load
+from onward.engines import start
 from onward.gradcheck.precision import converted
 from onward.model.state import states
 from representatives import chosen
@@ -141,7 +141,7 @@ def test_engines_agree_in_float64(optimizer, engine):
     """The rounding errors of float64 are all that is left: 1e-10 over 50 steps."""
     import models
 
-    graph = converted(onward.read(models.digits_mlp()), ir.DataType.DOUBLE)
+    graph = converted(onward.load(models.digits_mlp()), ir.DataType.DOUBLE)
     model = onward.prepare(graph, loss="cross_entropy", optimizer=optimizer)
     rng = np.random.default_rng(0)
     x = next(value.name for value in graph.inputs)
@@ -176,9 +176,9 @@ def test_a_gradient_of_a_gradient(engine):
     """A penalty on the gradient by the input, as a Wasserstein GAN has it."""
     from broken_models import second_order
 
-    model = onward.read(second_order())
+    model = onward.load(second_order())
     rng = np.random.default_rng(0)
-    with load(model, threads=1) as reference:
+    with start(model, threads=1) as reference:
         batches = [
             {name: rng.standard_normal(_shape(value)).astype("f") for name, value in reference.inputs.items()}
             for _ in range(STEPS)
@@ -208,7 +208,7 @@ def test_a_step_without_a_finite_loss_changes_nothing(engine, compiled):
     rng = np.random.default_rng(0)
     x = model.inputs[0].name
     batch = {x: rng.standard_normal((4, 64)).astype("f"), "labels": rng.integers(0, 10, 4)}
-    with load(model, engine=engine, compile=compiled) as loaded:
+    with start(model, engine=engine, compile=compiled) as loaded:
         loaded.step(batch)
         before = loaded.state()
         assert not np.isfinite(loaded.step({**batch, x: batch[x] * np.float32("nan")})[loaded.loss])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import os
 import typing
@@ -122,27 +123,27 @@ def test_a_number_says_how_many_classes_a_head_has() -> None:
         (lambda: onward.resume("nope", epoch=3), "did you mean `epochs`?"),
         (lambda: onward.find_lr("digits.onnx", DATA, loss="ce", steps="x"), "`steps` is `'x'`"),
         (lambda: onward.find_lr("digits.onnx", DATA, loss="ce", lowest=NAN), "`lowest` is nan"),
-        (lambda: onward.read(None), "a `NoneType` is no ONNX model"),
-        (lambda: onward.read(["digits.onnx"]), "a `list` is no ONNX model"),
-        (lambda: onward.read(digits_mlp().graph), "onnx.helper.make_model"),
-        (lambda: onward.read(""), "the path of the model is empty"),
+        (lambda: onward.load(None), "a `NoneType` is no ONNX model"),
+        (lambda: onward.load(["digits.onnx"]), "a `list` is no ONNX model"),
+        (lambda: onward.load(digits_mlp().graph), "onnx.helper.make_model"),
+        (lambda: onward.load(""), "the path of the model is empty"),
         (lambda: onward.check(3), "a `int` is no ONNX model"),
         (lambda: onward.gradient("digits.onnx", 3, ["image"]), "`y` is `3`"),
         (lambda: onward.gradient("digits.onnx", "qqqq", ["image"]), "there are `image`, `fc1.weight`"),
-        (lambda: onward.rename("digits.onnx", ["x"]), "`names` is `['x']`, but must be a mapping"),
-        (lambda: onward.rename("digits.onnx", {"image": 3}), "`names` is"),
-        (lambda: onward.extract("digits.onnx", ["qqqq"], ["logits"]), "there are `image`"),
-        (lambda: onward.convert_opset("digits.onnx", "21"), "`version` is `'21'`"),
+        (lambda: onward.transform.rename("digits.onnx", ["x"]), "`names` is `['x']`, but must be a mapping"),
+        (lambda: onward.transform.rename("digits.onnx", {"image": 3}), "`names` is"),
+        (lambda: onward.transform.extract("digits.onnx", ["qqqq"], ["logits"]), "there are `image`"),
+        (lambda: onward.transform.convert_opset("digits.onnx", "21"), "`version` is `'21'`"),
         (lambda: onward.lower("training.onnx", 1.5), "`step` is `1.5`"),
         (lambda: onward.verify("training.onnx", engines=["onnxruntime"], steps=0), "`steps` is 0"),
         (lambda: onward.check_gradients("digits.onnx", order=3), "`order` is 3"),
         (lambda: onward.replace_head("digits.onnx", 2.5), "`classes` is `2.5`"),
-        (lambda: onward.add_lora("digits.onnx", targets=3), "`targets` is `3`"),
-        (lambda: onward.load_adapter("digits.onnx", 3), "`path` is `3`"),
-        (lambda: onward.read("training.onnx").save(3), "`path` is `3`"),
-        (lambda: onward.read("training.onnx").step("x"), "`index` is `'x'`"),
-        (lambda: onward.read("training.onnx").set("group0/lr", "x"), "`group0/lr` is double"),
-        (lambda: onward.read("training.onnx").set("step", 1.5), "`step` is int64, which cannot hold 1.5"),
+        (lambda: onward.lora.add("digits.onnx", targets=3), "`targets` is `3`"),
+        (lambda: onward.lora.load("digits.onnx", 3), "`path` is `3`"),
+        (lambda: onward.load("training.onnx").save(3), "`path` is `3`"),
+        (lambda: onward.load("training.onnx").step("x"), "`index` is `'x'`"),
+        (lambda: onward.load("training.onnx").set("group0/lr", "x"), "`group0/lr` is double"),
+        (lambda: onward.load("training.onnx").set("step", 1.5), "`step` is int64, which cannot hold 1.5"),
     ],
 )
 def test_calls_that_cannot_be(call: Any, said: str) -> None:
@@ -171,6 +172,18 @@ def test_numbers_of_numpy_and_single_names_are_taken() -> None:
     assert [v.name for v in onward.gradient("digits.onnx", "logits", "image").outputs][-1] == "image/grad"
 
 
+def test_type_checkers_see_the_names_that_there_are() -> None:
+    tree = ast.parse(Path(onward.__file__).read_text(encoding="utf-8"))
+    block = next(node for node in tree.body if isinstance(node, ast.If))
+    seen = {
+        alias.asname: node.module.removeprefix("onward").lstrip(".")
+        for node in block.body
+        if isinstance(node, ast.ImportFrom) and node.module
+        for alias in node.names
+    }
+    assert seen == {name: home for home, names in onward._NAMES.items() for name in names}
+
+
 def test_errors_are_also_those_of_python() -> None:
     with pytest.raises(TypeError):
         onward.train("digits.onnx", DATA, nope=1)
@@ -181,9 +194,14 @@ def test_errors_are_also_those_of_python() -> None:
 
 def test_every_public_function_is_checked() -> None:
     frameworks = ("from_", "to_")  # whose arguments are objects of others
-    own = [name for name in onward.__all__ if name.islower() and not name.startswith(frameworks) and name != "read"]
-    for name in own:
-        function = getattr(onward, name)
+    flat = {
+        name: getattr(onward, name) for name in onward.__all__ if name.islower() and not name.startswith(frameworks)
+    }
+    rooms = {room: flat[room] for room in ("lora", "transform")}
+    nested = {f"{room}.{name}": getattr(module, name) for room, module in rooms.items() for name in module.__all__}
+    functions = {name: value for name, value in (flat | nested).items() if inspect.isfunction(value) and name != "load"}
+    assert functions.keys() >= {"train", "lora.add", "transform.merge"}
+    for name, function in functions.items():
         assert "rest" in vars(function), f"`onward.{name}` is not `checked`"
         typing.get_type_hints(inspect.unwrap(function), include_extras=True)  # all of them are there at run time
 

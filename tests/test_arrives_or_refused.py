@@ -66,7 +66,7 @@ def test_what_a_refusal_advises() -> None:
     draft = drafted(features()["ctc on an output"])
     model = draft.model()
     batches = draft.batches(model)
-    settled = onward.declare(model, {"x": (len(batches[0]["x"]), "N", batches[0]["x"].shape[2])})
+    settled = onward.transform.declare(model, {"x": (len(batches[0]["x"]), "N", batches[0]["x"].shape[2])})
     losses = TARGETS["keras program"][1](settled, batches)
     np.testing.assert_allclose(losses, on_engine("onnxruntime", threads=1)(model, batches), rtol=2e-4)
 
@@ -132,7 +132,7 @@ CONVERTERS = [
 @pytest.mark.parametrize("target", CONVERTERS)
 def test_an_inference_model_is_refused(target: str) -> None:
     with pytest.raises(Error) as caught:
-        TARGETS[target][1](onward.read(models.digits_mlp()), [])
+        TARGETS[target][1](onward.load(models.digits_mlp()), [])
     assert "onward prepare" in str(caught.value.hint)
 
 
@@ -140,7 +140,7 @@ def test_an_inference_model_is_refused(target: str) -> None:
 def test_each_of_two_steps_is_there_on_engines(name: str) -> None:
     draft = drafted(features()["two steps"])
     model = draft.model()
-    alone = onward.prepare(onward.strip(model), **(draft.second or {}))
+    alone = onward.prepare(onward.transform.strip(model), **(draft.second or {}))
     batches = draft.batches(model, 1)
     found = on_engine(name, 1)(model, batches)
     same = [dict(zip(("x", alone.step().algorithm.inputs[0].name), batch.values(), strict=True)) for batch in batches]

@@ -15,7 +15,7 @@ from scipy import stats
 import onward
 from conftest import needs
 from models import small_cnn
-from onward.engines import load
+from onward.engines import start
 from onward.errors import Error
 from onward.model import Model
 from onward.training.api import resume, train
@@ -30,7 +30,7 @@ PICTURES = np.random.default_rng(0).random((512, 1, 8, 8), np.float32)  # no two
 def pictures(augment: Any, images: np.ndarray = PICTURES, seed: int = 0, steps: int = 1, **recipe: Any) -> np.ndarray:
     """What the model gets to see of images, in a step after so many others."""
     model = onward.prepare(small_cnn(), augment=augment, seed=seed, **RECIPE, **recipe)
-    with load(model) as engine:
+    with start(model) as engine:
         for _ in range(steps - 1):
             engine.step({"image": images[:2], "labels": np.zeros(2, np.int64)})
         model = engine.updated()
@@ -148,14 +148,14 @@ def test_half_precision() -> None:
     training = onward.prepare(model, augment=everything, loss_scale=8.0, master_weights=False, **RECIPE)
     assert onward.check(training) == []
     batch = {"image": np.tile(PICTURES, (8, 1, 1, 1)).astype(np.float16), "labels": np.zeros(4096, np.int64)}
-    with load(training) as engine:
+    with start(training) as engine:
         assert np.isfinite(engine.step(batch)["loss"])
 
 
 def test_evaluation_does_not_augment() -> None:
     batch = {"image": PICTURES[:16], "labels": np.arange(16) % 10}
-    noisy = load(onward.prepare(small_cnn(), augment="noise:std=2", **RECIPE))
-    plain = load(onward.prepare(small_cnn(), **RECIPE))
+    noisy = start(onward.prepare(small_cnn(), augment="noise:std=2", **RECIPE))
+    plain = start(onward.prepare(small_cnn(), **RECIPE))
     with noisy, plain:
         np.testing.assert_array_equal(noisy.evaluate(batch)["logits"], plain.evaluate(batch)["logits"])
         assert noisy.evaluate(batch)["loss"] == plain.evaluate(batch)["loss"]
@@ -187,7 +187,7 @@ def test_engines_draw_the_same(engine: str) -> None:
     model = onward.prepare(small_cnn(), preprocess="resize:size=8 scale", augment=augment, **RECIPE)
     images = np.random.default_rng(0).integers(0, 256, (16, 1, 12, 10), np.uint8)
     batch = {"image": images, "labels": np.arange(16) % 10}
-    with load(model) as ours, load(model, engine=engine, compile=False) as other:
+    with start(model) as ours, start(model, engine=engine, compile=False) as other:
         for _ in range(2):
             assert float(other.step(batch)["loss"]) == pytest.approx(float(ours.step(batch)["loss"]), rel=1e-5)
 
@@ -234,7 +234,7 @@ def test_the_model_that_comes_out_takes_what_it_took(folder: Path) -> None:
     data = raw_digits(192)
     settings = {**SETTINGS, "augment": "flip", "optimizer": "adam:lr=1e-2", "epochs": 12, "validation": data}
     run = train(small_cnn(), data, run="run", **settings)
-    original = onward.read(small_cnn()).to_proto().graph
+    original = onward.load(small_cnn()).to_proto().graph
     best = run.best.to_proto().graph
     assert (best.input, best.output, best.node) == (original.input, original.output, original.node)
     halves = data["image"].astype(np.float32).reshape(-1, 8, 2, 8, 2)
@@ -248,7 +248,7 @@ def test_the_model_that_comes_out_takes_what_it_took(folder: Path) -> None:
     assert accuracy(kept.best, data) == pytest.approx(max(_accuracies(kept)))
     for name, value in run.best.graph.initializers.items():
         np.testing.assert_array_equal(kept.best.graph.initializers[name].const_value.numpy(), value.const_value.numpy())
-    assert accuracy(onward.strip(run.model), data) == pytest.approx(run.results["accuracy"])
+    assert accuracy(onward.transform.strip(run.model), data) == pytest.approx(run.results["accuracy"])
 
 
 def _accuracies(run: Run) -> list[float]:

@@ -10,7 +10,7 @@ import pytest
 
 from onward.lowering import lower
 from onward.lowering.calls import write_calls
-from onward.model import Model, read
+from onward.model import Model, load
 from onward.recipe import prepare
 
 HEADER = '<ir_version: 10, opset_import: ["": 20, "local": 1]>'
@@ -40,7 +40,7 @@ branch (x, flag) => (y) {
 
 
 def model(body: str, *functions: str, types: str = "float[2] x, float[2] b, bool c", out: str = "float[2] y") -> Model:
-    return read(onnx.parser.parse_model(f"{HEADER} g ({types}) => ({out}) {{ {body} }} {''.join(functions)}"))
+    return load(onnx.parser.parse_model(f"{HEADER} g ({types}) => ({out}) {{ {body} }} {''.join(functions)}"))
 
 
 CASES = {

@@ -360,7 +360,7 @@ STAND_INS = [
 @pytest.mark.parametrize("name", STAND_INS)
 def test_stand_ins_compute_what_they_stand_for(name):
     test = onnx_node_tests()[name]
-    model = precision.converted(onward.read(test.proto()), ir.DataType.DOUBLE)
+    model = precision.converted(onward.load(test.proto()), ir.DataType.DOUBLE)
     try:
         model = standins.with_standins(model)
     except onward.Error:
@@ -375,7 +375,7 @@ def test_stand_ins_are_exact():
     import math
 
     x = np.linspace(-7, 7, 57)
-    model = standins.with_standins(onward.read(parsed("g (double[N] x) => (double[N] y) { y = Erf(x) }")))
+    model = standins.with_standins(onward.load(parsed("g (double[N] x) => (double[N] y) { y = Erf(x) }")))
     np.testing.assert_allclose(Session(model)({"x": x})[0], [math.erf(v) for v in x], rtol=1e-13, atol=1e-14)
 
 

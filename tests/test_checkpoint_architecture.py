@@ -13,7 +13,7 @@ import pytest
 import onward
 from checkpoint_runs import close, data, net, steps, steps_of_onward
 from conftest import needs
-from onward.engines import load
+from onward.engines import start
 
 torch = pytest.importorskip("torch")
 
@@ -47,7 +47,7 @@ def test_a_folder_of_the_trainer_alone(tmp_path: Path) -> None:
     }
     with torch.no_grad():
         expected = theirs(**batch)
-    with load(model, threads=1) as engine:
+    with start(model, threads=1) as engine:
         found = engine.evaluate({name: tensor.numpy() for name, tensor in batch.items()})
     np.testing.assert_allclose(found["logits"], expected.logits.numpy(), atol=1e-6)
     np.testing.assert_allclose(found["loss"], expected.loss.numpy(), rtol=1e-6)
@@ -241,7 +241,7 @@ def trained(make: Any, data: Any, folder: Path, resume: Path | None = None, call
 
 
 def losses_of(model: onward.Model, batches: list[dict[str, np.ndarray]]) -> tuple[list[float], onward.Model]:
-    with load(model, threads=1) as engine:
+    with start(model, threads=1) as engine:
         return [float(engine.step(batch)[engine.loss]) for batch in batches], engine.updated()
 
 
@@ -276,7 +276,7 @@ def test_training_models_beside_the_checkpoints_of_the_trainer(tmp_path: Path) -
     for at in (5, 10):
         folder = tmp_path / "there" / f"checkpoint-{at}"
         assert (folder / "training.data").stat().st_size == 2 * 512 * 8  # which BERT has beside its parameters
-        found, _ = losses_of(onward.read(folder / "training.onnx"), batches[at : at + 5])
+        found, _ = losses_of(onward.load(folder / "training.onnx"), batches[at : at + 5])
         np.testing.assert_allclose(found, losses[at : at + 5], rtol=1e-6)
     assert not {"training.onnx", "training.data"} & {*onward.open_checkpoint(folder).files}
 
@@ -394,7 +394,7 @@ def test_training_models_beside_the_checkpoints_of_lightning(loss: str | None, t
     with_them, state_with_them = fitted(10, tmp_path / "there", callback)
     assert with_them == losses and torch.equal(state, state_with_them)
     assert [path.name for path in (tmp_path / "there").glob("*.onnx")] == ["step=10.onnx"]
-    model = onward.read(tmp_path / "there" / "step=10.onnx")
+    model = onward.load(tmp_path / "there" / "step=10.onnx")
     names = [value.name or "" for value in (*model.inputs, *model.step().algorithm.inputs)]
     batches = [dict(zip(names, batch, strict=True)) for batch in zip(*data(), strict=True)]
     expected, _ = fitted(15, tmp_path / "longer")

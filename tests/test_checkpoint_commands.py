@@ -33,7 +33,7 @@ class Digits:
     def __init__(self) -> None:
         import torch
 
-        source = onward.read("digits.onnx")
+        source = onward.load("digits.onnx")
         self.module = torch.nn.Sequential()
         for name, shape in (("fc1", (64, 32)), ("fc2", (32, 10))):
             layer = torch.nn.Linear(*shape)
@@ -150,7 +150,7 @@ def test_training_goes_on(folder: Path) -> None:
     options = ("--data", "rest.npz", "--batch-size", "8", "--no-shuffle", "--run", "runs/x")
     arguments = ("digits.onnx", "--from", "run.pt", "--loss", "cross_entropy", "--names", "names.txt", *options)
     ended = json.loads(run("train", *arguments, "-o", "out.onnx", "--json").stdout)
-    training = onward.read("runs/x/training.onnx")
+    training = onward.load("runs/x/training.onnx")
     assert training.array("step") == STEPS + MORE and ended["output"] == "out.onnx"
     log = [json.loads(line) for line in Path("runs/x/log.jsonl").read_text().splitlines()]
     losses = [event["loss"] for event in log if event["event"] == "step"]
@@ -158,7 +158,7 @@ def test_training_goes_on(folder: Path) -> None:
     assert not onward.diff("out.onnx", "digits.onnx").only_a and not Path("out.data").exists()
     Path("run.pt").unlink()  # all that the run needs is in its folder
     run("train", "--resume", "runs/x", "--epochs", "2")
-    assert onward.read("runs/x/training.onnx").array("step") == STEPS + 2 * MORE
+    assert onward.load("runs/x/training.onnx").array("step") == STEPS + 2 * MORE
     digits.save("expected.pt")
     near = onward.diff(training, "expected.pt", rtol=1e-3, atol=1e-5)
     assert len(near.slots) == 8 and all(pair.equal for pair in (*near.tensors, *near.slots))

@@ -330,7 +330,7 @@ def like(kind: str) -> onward.Model:
         [onnx.helper.make_tensor_value_info("logits", number, [4, 5])],
         [onnx.helper.make_tensor(name, number, shape, [0.5] * math.prod(shape)) for name, shape in shapes.items()],
     )
-    return onward.read(onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 21)], ir_version=10))
+    return onward.load(onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 21)], ir_version=10))
 
 
 @pytest.mark.parametrize(("name", "kind"), [("zero1", "fp32"), ("zero3", "bf16")])

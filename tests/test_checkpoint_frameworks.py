@@ -62,7 +62,7 @@ def test_fsdp_on_two_then_one_then_three_processes(tmp_path: Path) -> None:
     close(_processes(3, 8, 11, tmp_path / "one-back", tmp_path / "three", tmp_path), expected[8:11])
     last = onward.from_checkpoint(tmp_path / "three", model, loss="cross_entropy")
     inputs, labels = (array[:, :12] for array in data())
-    engine = onward.engines.load(last)
+    engine = onward.engines.start(last)
     names = [last.inputs[0].name or "", last.step().algorithm.inputs[0].name or ""]
     ours = [float(engine.step(dict(zip(names, (inputs[i], labels[i]), strict=True)))["loss"]) for i in range(11, 15)]
     close(ours, expected[11:])

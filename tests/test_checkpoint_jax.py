@@ -362,7 +362,7 @@ def test_steps_between(tmp_path: Path, case: str) -> None:
     onward.to_checkpoint(save(training.state, tmp_path / "saved", format), tmp_path / "same", format=format)
     model = onward.from_checkpoint(tmp_path / "same", like=like)
     batch = {name: np.asarray(array) for name, array in training.batch.items()}
-    with onward.engines.load(model) as engine:
+    with onward.engines.start(model) as engine:
         losses = [float(engine.step(batch)[engine.loss]) for _ in range(3)]
         onward.to_checkpoint(engine.updated(), tmp_path / "later", format=format)
     again = Training(make())

@@ -19,7 +19,7 @@ from conftest import needs
 from onward.checkpoint import StoredTensor
 from onward.checkpoint.tensors import ArrayTensor
 from onward.checkpoint.tf.h5 import read_h5, write_h5
-from onward.engines import load
+from onward.engines import start
 
 RECORDED = Path(__file__).parent / "checkpoints" / "keras" / "model.keras"
 TRAINED = [f"net/{name}" for name in ("dense/kernel", "dense/bias", "batch_normalization/gamma",
@@ -192,7 +192,7 @@ def test_a_run_through_a_training_model(format: str, optimizer: str, tmp_path: P
     expected = [float(model.train_on_batch(x, y)) for x, y in batches[5:]]
     assert losses(saved("ours", training), slice(5, 10)) == expected[:5]
     training.save(tmp_path / "run.onnx")
-    with load(onward.read(tmp_path / "run.onnx")) as engine:
+    with start(onward.load(tmp_path / "run.onnx")) as engine:
         (name,) = (value.name for value in training.inputs)
         ours = [float(engine.step({name: x, "target": y})["loss"]) for x, y in batches[5:10]]
         np.testing.assert_allclose(ours, expected[:5], rtol=1e-5)
@@ -214,7 +214,7 @@ def test_a_file_has_its_own_model(build: Callable[[], Any], tmp_path: Path) -> N
     training = onward.from_checkpoint(tmp_path / "x.keras")
     assert {variable.path for variable in model.trainable_variables} <= set(training.graph.initializers)
     expected = [float(model.train_on_batch(x, y)) for x, y in batches[2:]]
-    with load(training) as engine:
+    with start(training) as engine:
         (name,) = (value.name for value in training.inputs)
         found = [float(engine.step({name: x, "target": y})["loss"]) for x, y in batches[2:]]
     np.testing.assert_allclose(found, expected, rtol=1e-4)

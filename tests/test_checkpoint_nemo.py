@@ -118,7 +118,7 @@ def tiny(folder: Path) -> onward.Model:
     module = torch.nn.Sequential(OrderedDict(layers))
     arguments: Any = {"input_names": ["x"], "dynamic_shapes": ({0: "n"},), "optimize": False, "verbose": False}
     torch.onnx.export(module, (torch.zeros(8, 3),), folder / "model.onnx", dynamo=True, **arguments)
-    return onward.read(folder / "model.onnx")
+    return onward.load(folder / "model.onnx")
 
 
 @needs("torch")
@@ -135,7 +135,7 @@ def test_a_run_of_nemo_goes_on(tmp_path: Path) -> None:
     assert optimizer.state["_parent"] is after  # parts of configurations know what they are parts of
     torch.manual_seed(1)
     inputs, labels = torch.rand(40, 3).numpy(), torch.randint(2, (40,)).numpy()
-    running = onward.engines.load(model)
+    running = onward.engines.start(model)
     batches = [slice(at, at + 8) for at in range(0, 40, 8)]
     losses = [float(running.step({"x": inputs[at], "labels": labels[at]})["loss"]) for at in batches]
     np.testing.assert_allclose(losses, LOSSES, rtol=1e-5)

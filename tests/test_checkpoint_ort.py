@@ -20,7 +20,7 @@ from onward.checkpoint.formats import ort
 from onward.checkpoint.ort.files import IDENTIFIER, data_file, read_ort, write_ort
 from onward.checkpoint.ort.flatbuffers import Number, Numbers, Writer
 from onward.checkpoint.source_checkpoint import FACT
-from onward.engines import load
+from onward.engines import start
 from onward.recipe.spec import Spec
 
 RECORDED = Path(__file__).parent / "checkpoints" / "ort"
@@ -121,7 +121,7 @@ def imported(folder: Path) -> onward.Model:
 
 
 def losses_of(model: onward.Model, name: str) -> list[float]:
-    with load(model) as engine:
+    with start(model) as engine:
         return [float(engine.step(batch(name, step))["loss"]) for step in range(5, 10)]
 
 

@@ -86,7 +86,7 @@ def test_a_run_goes_on_here_and_there(case: str, like: onward.Model, tmp_path: P
         torch.load(tmp_path / "back.pt", weights_only=False), torch.load(tmp_path / "there.pt", weights_only=False)
     )
 
-    losses, later = steps_of_onward(onward.read(tmp_path / "run.onnx"), range(5, 10))
+    losses, later = steps_of_onward(onward.load(tmp_path / "run.onnx"), range(5, 10))
     close(losses, expected[:5])
     onward.to_checkpoint(later, tmp_path / "later.pt", format="torch")
     tree = torch.load(tmp_path / "later.pt", weights_only=False)

@@ -23,6 +23,7 @@ from typer.testing import CliRunner
 import onward
 from commands import failed, run
 from models import digits_mlp, small_cnn
+from onward import transform
 from onward.cli import app as application
 from onward.cli.commands import app
 from onward.cli.failure import BUG
@@ -145,8 +146,8 @@ def test_what_nobody_expects(error: Exception, told: str, folder: Path, monkeypa
     def fail(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr("onward.model.serde.read", fail)
-    monkeypatch.setattr("onward.model.read", fail)
+    monkeypatch.setattr("onward.model.serde.load", fail)
+    monkeypatch.setattr("onward.model.load", fail)
     result = CliRunner().invoke(app, ["set", "training.onnx", "--list"])
     assert (result.exit_code, result.stderr) == (1, told)
 
@@ -155,7 +156,7 @@ def test_an_interrupt_is_one_line(folder: Path, monkeypatch: pytest.MonkeyPatch)
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("onward.model.read", interrupted)
+    monkeypatch.setattr("onward.model.load", interrupted)
     result = CliRunner().invoke(app, ["set", "training.onnx", "--list"])
     assert (result.exit_code, result.output) == (130, "interrupted\n")
 
@@ -163,7 +164,7 @@ def test_an_interrupt_is_one_line(folder: Path, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no such signal")
 def test_an_interrupt_of_a_real_process_is_one_line(folder: Path) -> None:
     code = "import time, onward.model\nfrom onward.cli import main\n"
-    code += "onward.model.read = lambda *_: print('reading', flush=True) or time.sleep(60)\nmain()"
+    code += "onward.model.load = lambda *_: print('reading', flush=True) or time.sleep(60)\nmain()"
     running = subprocess.Popen(
         [sys.executable, "-c", code, "set", "training.onnx", "--list"], stdout=-1, stderr=-1, text=True
     )
@@ -256,7 +257,7 @@ def test_prepare(folder: Path) -> None:
         assert said in text
     assert "labels int64 [N]" in text and "onward show made.onnx" in text
     assert not re.search(r"[ \t]$", text, re.MULTILINE)
-    made = onward.read("made.onnx")
+    made = onward.load("made.onnx")
     assert made.steps[0].differentiated() == ["fc2.weight", "fc2.bias"]
     assert made.steps[0].fact("train.recipe")["freeze"] == ["fc1.*"]
     assert np.array_equal(logits("made.onnx"), logits("digits.onnx"))
@@ -289,7 +290,7 @@ def test_prepare_is_the_function_of_the_same_name(folder: Path) -> None:
         variance="sample",
         seed=7,
     )
-    assert onward.read("made.onnx").to_proto() == made.to_proto()
+    assert onward.load("made.onnx").to_proto() == made.to_proto()
 
 
 def test_the_name_of_the_output(folder: Path) -> None:
@@ -311,7 +312,7 @@ def test_nothing_is_overwritten_unless_that_is_wanted(folder: Path) -> None:
     run(*command, "-o", "training.onnx", "--force")
     assert Path("training.onnx").read_bytes() != before
     run(*command, "-o", "digits.onnx", "--force")
-    assert onward.read("digits.onnx").steps
+    assert onward.load("digits.onnx").steps
 
 
 def test_prepare_tells_programs(folder: Path) -> None:
@@ -330,7 +331,7 @@ def test_prepare_appends_and_uses_a_loss_from_a_file(folder: Path) -> None:
     onnx.save(loss, "loss.onnx")
     text = run("prepare", "training.onnx", "--loss", "loss.onnx", "--append", "-o", "two.onnx").stdout
     assert "wanted float32 [N, 10]" in text
-    assert len(onward.read("two.onnx").steps) == 2
+    assert len(onward.load("two.onnx").steps) == 2
 
 
 @pytest.mark.parametrize("data", ["data", "safetensors"])
@@ -441,7 +442,7 @@ def test_set_changes_the_file(folder: Path) -> None:
     result = run("set", "training.onnx", "group0/lr=3e-4", "step=7")
     assert result.stdout == "group0/lr  0.001 -> 0.0003\nstep       0 -> 7\n"
     assert re.fullmatch(r"wrote training\.onnx \([\d.]+ KiB\)\n", result.stderr)
-    model = onward.read("training.onnx")
+    model = onward.load("training.onnx")
     assert model.initializer("group0/lr").const_value.numpy() == 3e-4
     assert model.initializer("step").const_value.numpy() == 7
     assert onnx.load("training.onnx").training_info[0].algorithm.node == nodes
@@ -486,17 +487,17 @@ def again(recompute: Any) -> onnx.ModelProto:
 @pytest.mark.parametrize(
     ("arguments", "output", "wanted"),
     [
-        ("rename T fc1.weight=w", "training-renamed", lambda: reference(onward.rename, {"fc1.weight": "w"})),
-        ("prefix T net/", "training-prefixed", lambda: reference(onward.add_prefix, "net/")),
+        ("rename T fc1.weight=w", "training-renamed", lambda: reference(transform.rename, {"fc1.weight": "w"})),
+        ("prefix T net/", "training-prefixed", lambda: reference(transform.add_prefix, "net/")),
         ("grad digits.onnx --of logits --wrt fc1.*", "digits-gradient", None),
         ("grad digits.onnx --of logits --wrt fc1.* --recompute 1", "digits-gradient", lambda: again(1)),
         ("grad digits.onnx --of logits --wrt fc1.* --recompute active", "digits-gradient", lambda: again(["active"])),
-        ("inline T", "training-inlined", lambda: reference(onward.inline)),
-        ("inline T --function onward.A*", "training-inlined", lambda: reference(onward.inline, ["onward.A*"])),
-        ("opset T 22", "training-opset22", lambda: reference(onward.convert_opset, 22)),
+        ("inline T", "training-inlined", lambda: reference(transform.inline)),
+        ("inline T --function onward.A*", "training-inlined", lambda: reference(transform.inline, ["onward.A*"])),
+        ("opset T 22", "training-opset22", lambda: reference(transform.convert_opset, 22)),
         ("reset T", "training-reset", lambda: reference(onward.reset)),
-        ("strip T", "training-inference", lambda: reference(onward.strip)),
-        ("extract T --to active", "training-part", lambda: reference(onward.extract, ["image"], ["active"])),
+        ("strip T", "training-inference", lambda: reference(transform.strip)),
+        ("extract T --to active", "training-part", lambda: reference(transform.extract, ["image"], ["active"])),
         ("merge T digits.onnx --connect logits=image --prefix d/", "training-digits", None),
         ("refresh digits.onnx --training T", "digits-training", lambda: onnx.load("training.onnx")),
         ("data T --to none", "training-single", lambda: onnx.load("training.onnx")),
@@ -509,7 +510,7 @@ def test_changes(arguments: str, output: str, wanted: Callable[[], onnx.ModelPro
     beside = rf" and {output}\.safetensors \([\d.]+ \w+\)" if "safetensors" in arguments else ""
     assert re.match(rf"wrote {output}\.onnx \([\d.]+ \w+\){beside}(: .+)?\n$", result.stderr)
     if wanted is not None:
-        assert onward.read(f"{output}.onnx").to_proto() == onward.read(wanted()).to_proto()
+        assert onward.load(f"{output}.onnx").to_proto() == onward.load(wanted()).to_proto()
     failed(*("training.onnx" if a == "T" else a for a in arguments.split()))
     run(*("training.onnx" if a == "T" else a for a in arguments.split()), "--force", "-o", "elsewhere.onnx")
     assert Path("elsewhere.onnx").exists()

@@ -14,7 +14,7 @@ import models
 import onward
 from commands import failed, run
 from conftest import needs
-from onward.engines import load
+from onward.engines import start
 
 BATCH = {
     "image": np.random.default_rng(0).standard_normal((8, 64)).astype("f"),
@@ -27,7 +27,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working directory with a training model that has made a few steps."""
     monkeypatch.chdir(tmp_path)
     onnx.save(models.digits_mlp(), "digits.onnx")
-    with load(onward.prepare("digits.onnx", loss="cross_entropy", optimizer="adamw"), threads=1) as engine:
+    with start(onward.prepare("digits.onnx", loss="cross_entropy", optimizer="adamw"), threads=1) as engine:
         for _ in range(3):
             engine.step(BATCH)
         engine.updated().save("training.onnx")
@@ -35,7 +35,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def same(a: str, b: str) -> bool:
-    first, second = onward.read(a), onward.read(b)
+    first, second = onward.load(a), onward.load(b)
     return all(np.array_equal(first.array(v.name or ""), second.array(v.name or "")) for v in first.initializers())
 
 
@@ -61,7 +61,7 @@ def test_what_torch_trained_comes_back(folder: Path) -> None:
     state["module"]["fc1.bias"] += 1
     torch.save(state, "run.pt")
     run("convert", "run.pt", "--like", "training.onnx", "-o", "trained.onnx")
-    before, after = onward.read("training.onnx"), onward.read("trained.onnx")
+    before, after = onward.load("training.onnx"), onward.load("trained.onnx")
     np.testing.assert_array_equal(after.array("fc1.bias"), before.array("fc1.bias") + 1)
     np.testing.assert_array_equal(after.array("fc2.weight/exp_avg"), before.array("fc2.weight/exp_avg"))
 
@@ -108,7 +108,7 @@ def test_a_loss_on_an_inner_value(folder: Path) -> None:
     run("convert", "inner.onnx", "--to", "torch", "-o", "inner.pt")
     assert 'loss(outputs["logits"], labels).backward()' in Path("inner.py").read_text()
     module, optimizer, _, loss = loaded(Path("inner.py"), "inner.pt")
-    with load(onward.read("inner.onnx"), threads=1) as engine:
+    with start(onward.load("inner.onnx"), threads=1) as engine:
         for _ in range(3):
             found = loss(module(torch_of(BATCH["image"])), torch_of(BATCH["labels"]))
             np.testing.assert_allclose(found.item(), engine.step(BATCH)["loss"], rtol=1e-5)

@@ -9,7 +9,7 @@ import pytest
 
 import onward
 from onward.convert.standard_steps import adopted
-from onward.engines import load
+from onward.engines import start
 from onward.model.state import states
 
 INFERENCE = """<ir_version: 8, opset_import: ["": 17, "ai.onnx.preview.training": 1]>
@@ -38,7 +38,7 @@ def model(loss: tuple[str, str], update: str, *more: str, count: int = 0) -> onw
         info.algorithm.output.append(onnx.helper.make_tensor_value_info("t_new", onnx.TensorProto.INT64, []))
     for name in names:
         info.update_binding.add(key=name, value=f"{name}_new")
-    return onward.read(proto)
+    return onward.load(proto)
 
 
 RUNS = {
@@ -59,7 +59,7 @@ def test_a_step_that_is_a_run_computes_the_same_as_one(name: str, count: int) ->
     rng = np.random.default_rng(0)
     labels = rng.integers(0, 2, 4) if RUNS[name][0] is ENTROPY else rng.normal(size=(4, 2)).astype(np.float32)
     batch = {"x": rng.normal(size=(4, 3)).astype(np.float32), "l": labels}
-    sides = [load(side, engine="numpy") for side in (theirs, ours)]
+    sides = [start(side, engine="numpy") for side in (theirs, ours)]
     for _ in range(3):
         first, second = (float(side.step(batch)["loss"]) for side in sides)
         assert first == pytest.approx(second, rel=1e-6)

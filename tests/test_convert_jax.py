@@ -15,7 +15,7 @@ import onward
 from conftest import needs
 from jax_training import Arrays, apply_dense, cross_entropy, dense, digits, mlp, sentences, trained, with_short_labels
 from onward.convert.snapshot import disassemble
-from onward.engines import load
+from onward.engines import start
 from onward.errors import UnsupportedError
 from representatives import chosen
 
@@ -68,8 +68,8 @@ def test_a_training_model_goes_on_in_jax(name: str) -> None:
     import jax
 
     proto, batches, recipe = MODELS[name]()
-    training = onward.prepare(onward.read(proto), **recipe)
-    with load(training, threads=1) as engine:
+    training = onward.prepare(onward.load(proto), **recipe)
+    with start(training, threads=1) as engine:
         for batch in batches[:5]:
             engine.step(batch)
         for key, array in engine.state().items():
@@ -96,7 +96,7 @@ def test_functions_are_pure() -> None:
     import optax
 
     batches = digits(2, 64)
-    training = onward.prepare(onward.read(models.digits_mlp()), loss="cross_entropy", optimizer="adam:lr=1e-2")
+    training = onward.prepare(onward.load(models.digits_mlp()), loss="cross_entropy", optimizer="adam:lr=1e-2")
     made = onward.to_jax(training)
     both = {key: np.stack([batch[key] for batch in batches]) for key in batches[0]}
     states = jax.tree.map(lambda x: jnp.stack([x, x]), made.state)
@@ -119,7 +119,7 @@ def test_functions_are_pure() -> None:
 
 
 def test_state_that_optax_has_no_place_for() -> None:
-    training = onward.prepare(onward.read(models.digits_mlp()), loss="cross_entropy", loss_scale="dynamic")
+    training = onward.prepare(onward.load(models.digits_mlp()), loss="cross_entropy", loss_scale="dynamic")
     with pytest.raises(UnsupportedError, match="scales its loss"):
         onward.to_jax(training)
 
@@ -168,7 +168,7 @@ def go_on(
     for batch in batches[:5]:
         params, state, statistics, _ = step(params, state, statistics, batch)
     training = onward.from_jax(loss, params, batches[0], optimizer=tx, opt_state=state, statistics=statistics)
-    with load(training, threads=1) as engine:
+    with start(training, threads=1) as engine:
         for batch in batches[5:15]:
             params, state, statistics, value = step(params, state, statistics, batch)
             found = float(engine.step(batch)[engine.loss])
@@ -242,7 +242,7 @@ def test_predictions_of_jax_with_a_loss_of_a_recipe() -> None:
     state = tx.init(params)
     training = onward.from_jax(mlp, params, batches[0]["image"], loss="cross_entropy", optimizer=tx)
     step = trained(lambda params, batch: cross_entropy(mlp(params, batch["image"]), batch["labels"]), tx)
-    with load(training, threads=1) as engine:
+    with start(training, threads=1) as engine:
         for batch in batches:
             params, state, _, value = step(params, state, None, batch)
             found = engine.step({"x": batch["image"], "labels": batch["labels"].astype(np.int64)})[engine.loss]

@@ -18,7 +18,7 @@ import onward
 from conftest import needs, onnx_node_tests
 from jax_training import Arrays, digits, sentences
 from onward.convert.files import restore, write
-from onward.engines import load
+from onward.engines import start
 from onward.engines.framework_engine import array_function
 from onward.errors import UnsupportedError
 
@@ -81,8 +81,8 @@ class Written:
 
     def __init__(self, folder: Path, proto: onnx.ModelProto, batches: list[Arrays], **recipe: Any):
         self.folder = folder
-        self.training = onward.prepare(onward.read(proto), **recipe)
-        with load(self.training, threads=1) as engine:
+        self.training = onward.prepare(onward.load(proto), **recipe)
+        with start(self.training, threads=1) as engine:
             for batch in batches[:5]:
                 engine.step(batch)
             for name, array in engine.state().items():
@@ -171,8 +171,8 @@ def test_larger_programs_go_on_without_onward(tmp_path: Path) -> None:
 
 def test_state_of_another_model_is_refused(tmp_path: Path) -> None:
     recipe = {"loss": "cross_entropy", "optimizer": "adam"}
-    write(onward.prepare(onward.read(models.digits_mlp()), **recipe), "jax", tmp_path / "run")
-    other = onward.prepare(onward.read(models.digits_mlp(16)), **recipe)
+    write(onward.prepare(onward.load(models.digits_mlp()), **recipe), "jax", tmp_path / "run")
+    other = onward.prepare(onward.load(models.digits_mlp(16)), **recipe)
     with pytest.raises(UnsupportedError, match=r"`params/fc1.weight` is float32\[32, 64\], not float32\[16, 64\]"):
         restore("jax", tmp_path / "run", other)
     with pytest.raises(UnsupportedError, match="holds the state of a run"):
@@ -223,7 +223,7 @@ def test_programs_of_the_standards_own_tests() -> None:
         if not all(isinstance(value, np.ndarray) and value.dtype.kind not in "OSU" for value in values):
             continue
         given = [value.name for value in case.proto().graph.input]
-        engine = array_function("jax", onward.read(case.proto()))
+        engine = array_function("jax", onward.load(case.proto()))
         for inputs, _ in case.data:
             fed = dict(zip(given, inputs, strict=False))
             for found, expected in zip(executed(case.proto(), fed), engine(fed).values(), strict=True):
@@ -240,7 +240,7 @@ def executed(proto: onnx.ModelProto, inputs: Arrays) -> list[np.ndarray]:
     from onward.convert.jax.program.operators import INSTEAD
     from onward.convert.jax.program.printer import Printer
 
-    model, printer = onward.read(proto), Printer(Definitions(INSTEAD))
+    model, printer = onward.load(proto), Printer(Definitions(INSTEAD))
     given = {value.name: f"inputs[{value.name!r}]" for value in model.graph.inputs if not value.is_initializer()}
     lines, results = printer.body(model, given)
     exact = printer.helper("exact")
@@ -261,13 +261,13 @@ def test_names_that_a_program_has_itself(tmp_path: Path) -> None:
         node.output[:] = [renamed.get(name, name) for name in node.output]
     for value in (*proto.graph.input, *proto.graph.output):
         value.name = renamed[value.name]
-    training = onward.prepare(onward.read(proto), loss="cross_entropy", optimizer="sgd")
+    training = onward.prepare(onward.load(proto), loss="cross_entropy", optimizer="sgd")
     write(training, "jax", tmp_path)
     module: dict[str, Any] = {"__file__": str(tmp_path / "run.py")}
     exec((tmp_path / "run.py").read_text(), module)
     (batch,) = digits(1, 64)
     batch["state"] = batch.pop("image")
-    with load(training, threads=1) as engine:
+    with start(training, threads=1) as engine:
         expected = float(engine.step(batch)[engine.loss])
     found, _ = module["loss"]((state := module["load"]())["params"], state, batch)
     assert float(found) == pytest.approx(expected, rel=1e-6)

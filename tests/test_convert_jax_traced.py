@@ -14,7 +14,6 @@ import onward
 from conftest import needs
 from jax_training import cross_entropy, dense, digits, mlp, trained, with_short_labels
 from onward.convert.snapshot import disassemble
-from onward.engines import load
 from onward.errors import UnsupportedError
 from onward.recipe.optimizers import FunctionOptimizer
 
@@ -121,7 +120,7 @@ def test_training_goes_on(make: Callable[[], Transformation]) -> None:
     assert onward.check(run.training) == []
     (group,) = disassemble(run.training).groups
     assert isinstance(group.optimizer, FunctionOptimizer)
-    with load(run.training, threads=1) as engine:
+    with onward.engines.start(run.training, threads=1) as engine:
         losses = [float(engine.step(batch)[engine.loss]) for batch in run.batches[5:15]]
         again = engine.updated()
     assert losses == pytest.approx(run.losses[:10], rel=1e-5)
@@ -168,7 +167,7 @@ def test_averages_beside_the_parameters() -> None:
     params = optax.LookaheadParams.init_synced(start())
     batches, step, state = with_short_labels(digits(10, 64)), trained(own, tx), tx.init(params)
     training = onward.from_jax(own, params, batches[0], optimizer=tx)
-    with load(training, threads=1) as engine:
+    with onward.engines.start(training, threads=1) as engine:
         for batch in batches:
             params, state, _, value = step(params, state, None, batch)
             assert float(engine.step(batch)[engine.loss]) == pytest.approx(float(value), rel=1e-5)
@@ -191,7 +190,7 @@ def test_parameters_of_16_bits() -> None:
     batches, tx, params = with_short_labels(digits(8, 64)), optax("sgd", 0.05, 0.9), half(start())
     training = onward.from_jax(loss, params, batches[0], optimizer=tx)
     step, state = trained(loss, tx), tx.init(params)
-    with load(training, engine="jax") as engine:
+    with onward.engines.start(training, engine="jax") as engine:
         for batch in batches:
             params, state, _, value = step(params, state, None, batch)
             assert float(engine.step(batch)[engine.loss]) == pytest.approx(float(value), rel=1e-3)

@@ -178,7 +178,7 @@ def test_and_so_it_does_while_any_engine_trains(engine: str) -> None:
     apply = lambda params, x: lax.stop_gradient(jnp.tanh(x @ params["a"])) * (x @ params["b"] + params["a"][0])
     model = onward.prepare(export(apply, params, x), loss="cross_entropy", optimizer="sgd:lr=0.1")
     gradients = jax.grad(lambda params: cross_entropy(apply(params, x), LABELS))(params)
-    with onward.engines.load(model, engine=engine, compile=False) as training:
+    with onward.engines.start(model, engine=engine, compile=False) as training:
         training.step({"x": x, "labels": LABELS.astype(np.int64)})
         trained = training.state()
     same([trained[name] for name in params], jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients))
@@ -279,7 +279,7 @@ def test_it_trains_as_jax_does(name: str) -> None:
     tx = optax.sgd(0.1, momentum=0.9)
     state = tx.init(params)
     value_and_grad = jax.jit(jax.value_and_grad(lambda params: cross_entropy(apply(params, x), LABELS)))
-    with onward.engines.load(model, threads=1) as engine:
+    with onward.engines.start(model, threads=1) as engine:
         fed = [value.name for value in model.inputs]
         label = next(value.name for value in model.step().algorithm.inputs)
         for _ in range(5):

@@ -16,7 +16,7 @@ from conftest import needs
 keras = pytest.importorskip("keras")
 from keras_runs import Run, batches, layers, mlp, named, one_hot, real, step, whole  # noqa: E402
 from onward.convert.keras import from_keras, to_keras  # noqa: E402
-from onward.engines import load  # noqa: E402
+from onward.engines import start  # noqa: E402
 from onward.errors import UnsupportedError  # noqa: E402
 from onward.recipe.optimizers import OPTIMIZERS  # noqa: E402
 
@@ -26,12 +26,12 @@ pytestmark = [needs("keras"), needs("tensorflow")]
 @pytest.fixture(scope="module")
 def plain():
     """An inference model: five numbers in, three out."""
-    return onward.strip(from_keras(mlp().model, probe=False))
+    return onward.transform.strip(from_keras(mlp().model, probe=False))
 
 
 def begun(model, data, *, steps=3):
     """A training model after some steps on ONNX Runtime."""
-    with load(model, threads=1) as engine:
+    with start(model, threads=1) as engine:
         for _ in range(steps):
             engine.step(named(engine.inputs, next(data)))
         for name, array in engine.state().items():
@@ -42,7 +42,7 @@ def begun(model, data, *, steps=3):
 def continues(training, data, *, steps=10, within=1e-5):
     """Keras and ONNX Runtime make the same steps; the Keras model, and the state of the other side."""
     made = to_keras(training)
-    with load(training, threads=1) as engine:
+    with start(training, threads=1) as engine:
         for _ in range(steps):
             batch = next(data)
             expected = float(engine.step(named(engine.inputs, batch))["loss"])
@@ -188,12 +188,12 @@ def test_fit_evaluate_and_predict():
         [layers.Input((5,)), layers.Dense(6, "tanh"), layers.BatchNormalization(), layers.Dropout(0.3), layers.Dense(3)]
     )
     model.compile("sgd", "mse")
-    plain = onward.strip(from_keras(model, probe=False))
+    plain = onward.transform.strip(from_keras(model, probe=False))
     training = onward.prepare(plain, loss="cross_entropy", optimizer="adam:lr=0.01", schedule="cosine:steps=100")
     made = to_keras(training)
     x, y = (array for array in next(batches(real(5), whole(3), samples=40)))
     history = made.fit(x, y, batch_size=16, epochs=2, shuffle=False, verbose=0).history["loss"]
-    with load(training, threads=1) as engine:
+    with start(training, threads=1) as engine:
         parts = [slice(0, 16), slice(16, 32), slice(32, 40)]
         for epoch in range(2):
             found = [float(engine.step(named(engine.inputs, (x[part], y[part])))["loss"]) for part in parts]
@@ -207,7 +207,7 @@ def test_fit_evaluate_and_predict():
 @pytest.mark.parametrize("build", [models.digits_mlp, models.small_cnn])
 def test_models_of_others(build):
     """Models that did not come from Keras, with layouts of their own and PyTorch's arithmetic."""
-    model = onward.read(build())
+    model = onward.load(build())
     shape = [size if isinstance(size, int) else 1 for size in model.inputs[0].shape][1:]
     training = onward.prepare(model, loss="cross_entropy", optimizer="adamw:lr=1e-3,eps=1e-3", variance="sample")
     made, state = continues(training, batches(real(*shape), whole(10)))

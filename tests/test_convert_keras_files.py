@@ -18,7 +18,7 @@ keras = pytest.importorskip("keras")
 from keras_runs import batches, layers, named, real, whole  # noqa: E402
 from onward.convert.files import restore, write  # noqa: E402
 from onward.convert.keras import from_keras  # noqa: E402
-from onward.engines import load  # noqa: E402
+from onward.engines import start  # noqa: E402
 from onward.errors import InvalidModelError, UnsupportedError  # noqa: E402
 
 pytestmark = [needs("keras"), needs("tensorflow")]
@@ -45,11 +45,11 @@ def prepared(name):
     """A training model, and batches for it."""
     match name:
         case "mlp":
-            model = onward.read(models.digits_mlp())
+            model = onward.load(models.digits_mlp())
             options = {"optimizer": "adamw:lr=1e-2,eps=1e-3", "clip": "norm:1.0", "schedule": "cosine:steps=20"}
             return onward.prepare(model, loss="cross_entropy", **options), batches(real(64), whole(10))
         case "keras's own":
-            model = onward.read(models.digits_mlp())
+            model = onward.load(models.digits_mlp())
             options = {
                 "optimizer": "adamw:lr=1e-2,eps=1e-3,variant=keras,weight_decay=0.1",
                 "schedule": "linear:steps=20",
@@ -57,10 +57,12 @@ def prepared(name):
             groups = [{"match": "*bias", "weight_decay": 0.0}]
             return onward.prepare(model, loss="cross_entropy", groups=groups, **options), batches(real(64), whole(10))
         case "cnn":
-            loss, model = "cross_entropy:label_smoothing=0.1", onward.read(models.small_cnn())
+            loss, model = "cross_entropy:label_smoothing=0.1", onward.load(models.small_cnn())
             return onward.prepare(model, loss=loss, optimizer="momentum:lr=1e-2"), batches(real(1, 8, 8), whole(10))
         case "transformer":
-            model = onward.extract(onward.read(models.small_transformer()), inputs=["tokens"], outputs=["logits"])
+            model = onward.transform.extract(
+                onward.load(models.small_transformer()), inputs=["tokens"], outputs=["logits"]
+            )
             options = {"loss": "cross_entropy:axis=-1,label_smoothing=0.1", "optimizer": "adam:lr=1e-3,eps=1e-3"}
             return onward.prepare(model, **options), batches(whole(32, 12), whole(32, 12))
         case "lstm":
@@ -69,7 +71,7 @@ def prepared(name):
                 x, layers.Dense(3)(layers.Bidirectional(layers.LSTM(5))(layers.GRU(4, return_sequences=True)(x)))
             )
             made.compile("sgd", "mse")
-            plain = onward.strip(from_keras(made, probe=False))
+            plain = onward.transform.strip(from_keras(made, probe=False))
             return onward.prepare(plain, loss="mse", optimizer="rmsprop:lr=1e-2,eps=1e-3"), batches(real(6, 4), real(3))
     raise ValueError(name)
 
@@ -77,7 +79,7 @@ def prepared(name):
 def goes_on(name, folder, *backends):
     """Both sides make the same steps, from the same file; their losses and their state are the same."""
     training, data = prepared(name)
-    with load(training, threads=1) as engine:  # a run that has begun
+    with start(training, threads=1) as engine:  # a run that has begun
         for _ in range(3):
             engine.step(named(engine.inputs, next(data)))
         for key, array in engine.state().items():
@@ -122,7 +124,7 @@ def test_only_the_state_of_the_same_training_model_is_read(tmp_path):
     np.testing.assert_array_equal(same.array("fc1.weight"), training.array("fc1.weight"))
     with pytest.raises(UnsupportedError, match="holds the state of a run"):
         restore("keras", path)
-    other = onward.prepare(onward.read(models.digits_mlp(16)), loss="cross_entropy", optimizer="sgd")
+    other = onward.prepare(onward.load(models.digits_mlp(16)), loss="cross_entropy", optimizer="sgd")
     with pytest.raises(UnsupportedError, match=r"fc1.weight` is \[32, 64\], where the training model has \[16, 64\]"):
         restore("keras", path, other)
     with zipfile.ZipFile(path, "w") as archive:

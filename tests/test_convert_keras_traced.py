@@ -13,7 +13,7 @@ import pytest
 
 import onward
 from conftest import needs
-from onward.engines import load
+from onward.engines import start
 from onward.errors import MismatchError
 
 pytestmark = needs("keras", "tensorflow")
@@ -44,7 +44,7 @@ def goes_on(model: Any) -> Any:
     """Ten steps on ONNX Runtime, and five back in Keras."""
     training = onward.from_keras(model)
     assert onward.check(training) == []
-    with load(training, threads=1) as engine:
+    with start(training, threads=1) as engine:
         image, labels = engine.inputs
         losses = [float(engine.step({image: X, labels: Y})["loss"]) for _ in range(10)]
         end = engine.updated()

@@ -13,7 +13,7 @@ from onnx import helper, numpy_helper
 import onward
 from conftest import needs
 from onward.convert.snapshot import Snapshot, assemble, disassemble
-from onward.engines import load
+from onward.engines import start
 from onward.errors import MismatchError, UnsupportedError
 from onward.recipe.optimizers import OPTIMIZERS
 from onward.recipe.spec import Spec, parse
@@ -78,7 +78,7 @@ def fed(weights: Arrays) -> onward.Model:
     nodes.append(helper.make_node("Sum", [f"sum{i}" for i in range(len(weights))], ["loss"]))
     graph = helper.make_graph(nodes, "fed", inputs, [helper.make_tensor_value_info("loss", kind, [])])
     graph.initializer.extend(numpy_helper.from_array(array, name) for name, array in weights.items())
-    return onward.read(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10))
+    return onward.load(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10))
 
 
 def run_of(tx: Any, state: Any, params: Any) -> Snapshot:
@@ -111,7 +111,7 @@ def fifteen_updates(make: Callable[[], Any], dtype: str) -> tuple[float, float]:
         run = run_of(tx, state, params)
         own = {name: params_of for name, params_of in flat(params).items() if name in run.parameters}
         made, made_state = make_optimizer(run, own)
-        with load(assemble(run), threads=1) as engine:
+        with start(assemble(run), threads=1) as engine:
             for given in (next(source) for _ in range(10)):
                 state, params = update(tx, state, params, given)
                 known = {name: array for name, array in flat(given).items() if name in run.parameters}
@@ -259,7 +259,7 @@ def test_every_optimizer_in_optax(optimizer: str) -> None:
         fed(weights), loss="value:loss", optimizer=optimizer, schedule="cosine:steps=12,warmup=3", clip="norm:0.5"
     )
     source = gradients("float32", 2)
-    with load(training, threads=1) as engine:
+    with start(training, threads=1) as engine:
         for _ in range(3):
             engine.step({f"{name}/g": array for name, array in flat(next(source)).items()})
         for name, array in engine.state().items():
@@ -346,7 +346,7 @@ def test_sixty_steps_of_a_schedule(name: int) -> None:
     again = np.asarray(jax.vmap(make_schedule(specs, base))(counts))
     weights = {"w": np.ones((2, 2), np.float32)}
     training = onward.prepare(fed(weights), loss="value:loss", optimizer=Spec("sgd", {"lr": base}), schedule=specs)
-    with load(training, threads=1) as engine:
+    with start(training, threads=1) as engine:
         ours = [float(engine.step({"w/g": weights["w"]})["lr"]) for _ in counts]
     assert np.abs(ours - expected).max() < 1e-7
     assert np.abs(again - expected).max() < 1e-7
@@ -367,7 +367,7 @@ def test_a_schedule_that_others_have(schedule: str) -> None:
     made = make_schedule([parse(schedule)], 0.1)
     weights = {"w": np.ones((2, 2), np.float32)}
     training = onward.prepare(fed(weights), loss="value:loss", optimizer="sgd:lr=0.1", schedule=schedule)
-    with load(training, threads=1) as engine:
+    with start(training, threads=1) as engine:
         ours = [float(engine.step({"w/g": weights["w"]})["lr"]) for _ in range(60)]
     assert np.abs(ours - np.asarray(jax.vmap(made)(jnp.arange(60)))).max() < 1e-7
     base, specs = read_schedule(made)  # and it can be read again

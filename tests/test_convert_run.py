@@ -14,7 +14,7 @@ import models
 import onward
 from onward.convert.probe import without_dropout
 from onward.convert.snapshot import assemble, disassemble
-from onward.engines import load
+from onward.engines import start
 from onward.errors import UnsupportedError
 from onward.model.state import states
 from onward.recipe.optimizers import OPTIMIZERS
@@ -38,7 +38,7 @@ RECIPES = {
 
 
 def steps(model, count, batch=BATCH):
-    with load(model, threads=1) as engine:
+    with start(model, threads=1) as engine:
         losses = [float(engine.step(batch)["loss"]) for _ in range(count)]
         return losses, engine.updated()
 
@@ -81,6 +81,6 @@ def test_a_framework_that_is_not_installed():
 
 def test_an_output_that_dropout_computes_keeps_its_name():
     text = """<ir_version: 10, opset_import: ["" : 21]> g (float[n, 4] x) => (float[n, 4] y) { y = Dropout(x) }"""
-    model = without_dropout(onward.read(parser.parse_model(text)))
+    model = without_dropout(onward.load(parser.parse_model(text)))
     assert [node.op_type for node in model.graph] == ["Identity"]
     assert [value.name for value in model.outputs] == ["y"]

@@ -15,11 +15,11 @@ from onnx.reference import ReferenceEvaluator
 import models
 import onward
 from conftest import needs
-from onward.engines import load
+from onward.engines import start
 from onward.engines.framework import Operators
 from onward.engines.framework_engine import interpreter
 from onward.errors import MismatchError, RecipeError, UnsupportedError
-from onward.model import read
+from onward.model import load
 from onward.model.state import states
 
 pytestmark = needs("tensorflow")
@@ -39,7 +39,7 @@ def tf():
 
 
 def losses(model, batches):
-    with load(model, threads=1) as engine:
+    with start(model, threads=1) as engine:
         found = [float(engine.step(batch)[engine.loss]) for batch in batches]
         return found, engine.updated()
 
@@ -104,7 +104,7 @@ def test_inference_and_evaluation():
     model = onward.prepare(models.small_cnn(), loss="cross_entropy", optimizer="sgd:lr=0.1")
     _, model = losses(model, SQUARE[:2])
     module, batch = onward.to_tensorflow(model), SQUARE[2]
-    with load(model) as engine:
+    with start(model) as engine:
         expected = engine.evaluate(batch)
     found = module.evaluate(**batch)
     assert found.keys() == expected.keys()
@@ -163,7 +163,7 @@ def test_a_second_step():
     model = onward.prepare(models.digits_mlp(), loss="cross_entropy", optimizer="adam:lr=1e-2")
     model = onward.prepare(model, loss="cross_entropy", optimizer="adam:lr=5e-2", append=True)
     module = onward.to_tensorflow(model, 1)
-    with load(model, 1) as engine:
+    with start(model, 1) as engine:
         for batch in FLAT[:3]:
             given = dict(zip(engine.inputs, batch.values(), strict=True))
             loss = float(engine.step(given)[engine.loss])
@@ -221,7 +221,7 @@ def test_places_in_tensors_of_open_sizes(operator, places):
     updates = RNG.standard_normal((2, 4) if "ND" in operator else places.shape).astype("f")
     model = onnx.parser.parse_model(text)
     expected = ReferenceEvaluator(model).run(None, {"x": x, "places": places, "updates": updates})[0]
-    execute = interpreter(read(model), OpenSizes())
+    execute = interpreter(load(model), OpenSizes())
     specs = [tf().TensorSpec([None, None], array.dtype) for array in (x, places, updates)]
     if "ND" in operator:
         specs[1] = tf().TensorSpec([None, 1], places.dtype)  # how deep places are must be known
@@ -390,7 +390,7 @@ def named(module, model):
 
 
 def inputs_of(model):
-    with load(model) as engine:
+    with start(model) as engine:
         return engine.inputs
 
 
@@ -420,7 +420,7 @@ def test_gradients_are_those_of_a_tape(name):
     expected = tape.gradient(loss, module.trainable_variables)
     module = make()
     model = captured(module, batches[0])
-    with load(model) as engine:
+    with start(model) as engine:
         found = engine.gradients(fed(model, batches[0]))
     assert len(found) == len(expected)
     names = {variable.ref(): name for name, variable in named(module, model).items()}

@@ -14,7 +14,7 @@ import pytest
 import models
 import onward
 from conftest import needs
-from onward.engines import load
+from onward.engines import start
 from onward.errors import MismatchError, UnknownNameError, UnsupportedError
 
 torch = pytest.importorskip("torch")
@@ -32,7 +32,7 @@ lr_scheduler = torch.optim.lr_scheduler
 
 def on_onnxruntime(training, given):
     target = training.step().algorithm.inputs[0].name
-    with load(training, threads=1) as engine:
+    with start(training, threads=1) as engine:
         arrays = [{**{k: x.numpy() for k, x in inputs.items()}, target: t.numpy()} for inputs, t in given]
         losses = [float(engine.step(batch)[engine.loss]) for batch in arrays]
         return losses, engine.updated()
@@ -334,11 +334,11 @@ def test_second_derivatives(small):
 def test_names_that_pytorch_cannot_take():
     """Such as those of other frameworks, and of attributes that every module has."""
     rng = np.random.default_rng(0)
-    model = onward.read(models.digits_mlp())
+    model = onward.load(models.digits_mlp())
     names = dict(
         zip(["fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias"], ["type", "dense/kernel:0", "a", "a.b"], strict=True)
     )
-    module = to_module(onward.rename(model, names))
+    module = to_module(onward.transform.rename(model, names))
     assert [*module.state_dict()] == ["type_", "dense/kernel:0", "a", "a_.b"]
     assert list(module.parameters_by_name()) == list(names.values())
     image = rng.standard_normal((3, 64)).astype("f")

@@ -7,7 +7,7 @@ import pytest
 
 import onward
 from conftest import needs
-from onward.engines import load
+from onward.engines import start
 
 torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
@@ -226,7 +226,7 @@ def test_a_run_goes_on(kind):
     back = onward.to_torch(training)
     again = steps(back.module, back.optimizer, flat, 6)
     batch = {name: x.numpy() for name, x in {**flat, "labels": classes}.items()}
-    with load(training, threads=1) as engine:
+    with start(training, threads=1) as engine:
         found = [float(engine.step({name: batch[name] for name in engine.inputs})[engine.loss]) for _ in range(6)]
     expected = steps(module, optimizer, given, 6)
     np.testing.assert_allclose(found, expected, rtol=1e-5)

@@ -12,7 +12,7 @@ import pytest
 
 import onward
 from conftest import needs
-from onward.engines import load
+from onward.engines import start
 from onward.errors import UnsupportedError
 from onward.recipe.losses import LOSSES
 from onward.recipe.objective import terms
@@ -127,8 +127,8 @@ def on_onnxruntime(loss: Any, inputs: Inputs) -> tuple[float, np.ndarray]:
         [onnx.numpy_helper.from_array(np.zeros_like(prediction), "bias")],
     )
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
-    training = onward.prepare(onward.read(model), loss=loss, optimizer="sgd:lr=1")
-    with load(training, threads=1) as engine:
+    training = onward.prepare(onward.load(model), loss=loss, optimizer="sgd:lr=1")
+    with start(training, threads=1) as engine:
         value = float(engine.step({"x": prediction, **targets})[engine.loss])
         return value, _before_softmax(-engine.state()["bias"], inputs)
 

@@ -16,7 +16,7 @@ import pytest
 import onward
 from conftest import needs
 from onward.convert.snapshot import Snapshot, assemble, disassemble
-from onward.engines import load
+from onward.engines import start
 from onward.errors import UnsupportedError
 from onward.recipe.optimizers import optimizer
 from optimizer_tables import BETAS, KERAS, OPTAX, TORCH, torch_arguments
@@ -84,7 +84,7 @@ TARGET = {"target": np.asarray(-1e9)}
 
 
 def on_onnxruntime(model: Any, gradients: list[dict[str, np.ndarray]]) -> Any:
-    with load(model, threads=1) as engine:
+    with start(model, threads=1) as engine:
         for step in gradients:
             engine.step({**step, **TARGET})
         return engine.updated()
@@ -120,7 +120,7 @@ def goes_on_in_onnx(optimizer: Any, parameters: dict[str, Any], gradients: list[
     """Read an optimizer, and let both sides make further steps."""
     groups, slots, step = read_optimizer(optimizer, names_of(parameters))
     weights = {name: parameter.detach().numpy().copy() for name, parameter in parameters.items()}
-    run = Snapshot(onward.read(inference(weights)), LOSS, groups, slots, step)
+    run = Snapshot(onward.load(inference(weights)), LOSS, groups, slots, step)
     model = on_onnxruntime(assemble(run), gradients)
     on_torch(optimizer, parameters, gradients)
     agree(weights_of(model), parameters)
@@ -216,7 +216,7 @@ def test_there_and_back_nothing_changes(name: str, cls: str, settings: dict[str,
     on_torch(theirs, parameters, [{key: g.astype("f") for key, g in step.items()} for step in gradients[:BEFORE]])
     groups, slots, step = read_optimizer(theirs, names_of(parameters))
     weights = {name: parameter.detach().numpy() for name, parameter in parameters.items()}
-    run = disassemble(assemble(Snapshot(onward.read(inference(weights)), LOSS, groups, slots, step)))
+    run = disassemble(assemble(Snapshot(onward.load(inference(weights)), LOSS, groups, slots, step)))
     found, expected = make_optimizer(run, parameters).state_dict(), theirs.state_dict()
     [found_group], [group] = found["param_groups"], expected["param_groups"]
     assert {**found_group, "dampening": None} == {**group, "dampening": None}
@@ -255,7 +255,7 @@ CASES = [
 def test_to_torch_and_back(name: str, variant: str, settings: dict[str, Any], before: int) -> None:
     start, gradients = data(tuple(MATRICES if name == "muon" else SHAPES))
     spec = {"name": name, **settings, "variant": variant, "lr": 0.05}
-    model = onward.prepare(onward.read(inference(start)), loss=LOSS, optimizer=spec)
+    model = onward.prepare(onward.load(inference(start)), loss=LOSS, optimizer=spec)
     model = on_onnxruntime(model, gradients[:before])
     run = disassemble(model)
     parameters = as_parameters(weights_of(model))
@@ -290,7 +290,7 @@ def test_groups_of_several_optimizers(kinds: tuple[str, str]) -> None:
     start, gradients = data(tuple(SHAPES))
     groups = [{"match": ["layer.1", "layer.3"], "optimizer": {"name": kinds[1], "lr": 0.03, "weight_decay": 0.1}}]
     spec = {"name": kinds[0], "lr": 0.02}
-    model = onward.prepare(onward.read(inference(start)), loss=LOSS, optimizer=spec, groups=groups)
+    model = onward.prepare(onward.load(inference(start)), loss=LOSS, optimizer=spec, groups=groups)
     model = on_onnxruntime(model, gradients[:BEFORE])
     parameters = as_parameters(weights_of(model))
     made = make_optimizer(disassemble(model), parameters)

@@ -20,7 +20,7 @@ import onward
 from conftest import needs
 from onward.convert.files import restore, write
 from onward.convert.probe import without_dropout
-from onward.engines import load
+from onward.engines import start
 from onward.errors import InvalidModelError, UnsupportedError
 from onward.model import Model
 
@@ -41,7 +41,7 @@ class Case(NamedTuple):
 
 def case(training: Model, batch: dict[str, np.ndarray]) -> Case:
     """A run that has begun, so that its optimizer has something to remember."""
-    with load(training, threads=1) as engine:
+    with start(training, threads=1) as engine:
         for _ in range(3):
             engine.step(batch)
         begun = engine.updated()
@@ -84,7 +84,7 @@ def frozen() -> Case:
 
 def population() -> Case:
     """BatchNormalization as the standard has it, under names that no layer of PyTorch has."""
-    model = without_dropout(onward.read(models.small_cnn()))
+    model = without_dropout(onward.load(models.small_cnn()))
     training = onward.prepare(model, loss="cross_entropy", optimizer="rmsprop:lr=0.01,eps=1e-3")
     return case(training, {"image": normal(6, 1, 8, 8), "labels": classes(6, 10)})
 
@@ -224,7 +224,7 @@ def test_the_program_goes_on(name: str) -> None:
 def test_what_was_trained_comes_back(name: str) -> None:
     run = trained(name)
     back = restore("torch", run.folder / "after.pt", run.case.training)
-    with load(run.case.training, threads=1) as engine:
+    with start(run.case.training, threads=1) as engine:
         for _ in range(STEPS):
             engine.step(run.case.batch)
         expected = engine.updated()
@@ -333,7 +333,7 @@ def test_the_loop_says_when_a_scheduler_steps(tmp_path: Path) -> None:
 
 def test_names_are_never_code() -> None:
     odd = {"fc1.weight": 'a"]; raise SystemExit(1) #.class', "fc1.bias": "b/c:0", "logits": '"""', "image": "for"}
-    training = onward.rename(mlp(optimizer="adamw", groups=["*bias:lr=0.1"]).training, odd)
+    training = onward.transform.rename(mlp(optimizer="adamw", groups=["*bias:lr=0.1"]).training, odd)
     live, made = (onward.to_torch(training, live=way) for way in (True, False))
     assert list(made.module.state_dict()) == list(live.module.state_dict())
     x = torch.tensor(normal(3, 64))

@@ -7,7 +7,7 @@ import pytest
 
 import onward
 from conftest import needs
-from onward.engines import load
+from onward.engines import start
 from onward.errors import MismatchError
 
 torch = pytest.importorskip("torch")
@@ -73,7 +73,7 @@ def test_a_run_goes_on(name, is_given):
     net, x = Net(), torch.randn(3, 6, 5)
     optimizer = torch.optim.Adam(net.parameters(), lr=1e-2, eps=1e-3)
     training = onward.from_torch(net, x, loss=loss, optimizer=optimizer, example_targets=targets if is_given else None)
-    with load(training, threads=1) as engine:
+    with start(training, threads=1) as engine:
         batch = dict(zip(engine.inputs, [x.numpy(), *arrays(targets)], strict=True))
         found = [float(engine.step(batch)[engine.loss]) for _ in range(6)]
     expected = []

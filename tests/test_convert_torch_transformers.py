@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from conftest import needs
-from onward.engines import load
+from onward.engines import start
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -30,7 +30,7 @@ def test_in_torch(name):
 
 
 def on_onnxruntime(training, batches):
-    with load(training, threads=1) as engine:
+    with start(training, threads=1) as engine:
         return [float(engine.step(batch)[engine.loss]) for batch in batches]
 
 

@@ -11,7 +11,7 @@ import models
 import onward
 from conftest import needs
 from onward.convert.snapshot import disassemble
-from onward.engines import load
+from onward.engines import start
 
 torch = pytest.importorskip("torch")
 from onward.convert.torch.schedules import updates_per_step  # noqa: E402
@@ -35,7 +35,7 @@ RECIPES: list[dict[str, Any]] = [
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe["optimizer"])
 def test_there_and_back(recipe: dict[str, Any]) -> None:
     training = onward.prepare(models.digits_mlp(), loss="cross_entropy:label_smoothing=0.1", **recipe)
-    with load(training, threads=1) as engine:
+    with start(training, threads=1) as engine:
         for _ in range(6):
             engine.step(BATCH)
         training = engine.updated()
@@ -53,6 +53,6 @@ def test_there_and_back(recipe: dict[str, Any]) -> None:
             scheduler.step()
         losses.append(value.item())
     given = {"loss": loss, "optimizer": optimizer, "scheduler": scheduler, "steps_per_epoch": every}
-    with load(onward.from_torch(module, image, **given), threads=1) as engine:
+    with start(onward.from_torch(module, image, **given), threads=1) as engine:
         losses += [float(engine.step(BATCH)["loss"]) for _ in range(5)]
     np.testing.assert_allclose(losses, expected, rtol=1e-5)

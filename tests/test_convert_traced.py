@@ -11,7 +11,7 @@ import pytest
 import onward
 from conftest import needs
 from onward.convert.snapshot import Snapshot, assemble, disassemble
-from onward.engines import load
+from onward.engines import start
 from onward.errors import MismatchError, UnsupportedError
 from onward.recipe.spec import Spec
 
@@ -53,7 +53,7 @@ def train(module: Any, optimizer: Any, count: int, scheduler: Any = None) -> lis
 
 
 def run(training: Any, count: int = 10) -> tuple[list[float], Any]:
-    with load(training, threads=1) as engine:
+    with start(training, threads=1) as engine:
         return [float(engine.step(BATCH)["loss"]) for _ in range(count)], engine.updated()
 
 

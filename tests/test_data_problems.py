@@ -313,7 +313,7 @@ def test_what_is_no_file_is_not_read(tmp_path: Path) -> None:
         open_data(tmp_path)
     os.mkfifo(tmp_path / "adapter.safetensors")
     with pytest.raises(InvalidModelError, match="holds no adapter: a pipe, not a file"):
-        onward.load_adapter(onward.add_lora(digits_mlp(), targets="*", rank=2), tmp_path / "adapter.safetensors")
+        onward.lora.load(onward.lora.add(digits_mlp(), targets="*", rank=2), tmp_path / "adapter.safetensors")
     for framework, name in (("torch", "run.pt"), ("keras", "run.keras")):
         (tmp_path / name).symlink_to("/dev/zero")
         with pytest.raises(InvalidModelError, match=f"{name}`: a device, not a file"):

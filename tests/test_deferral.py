@@ -16,7 +16,7 @@ import onnx_ir as ir
 graph = ir.from_onnx_text('''<ir_version: 10, opset_import: ["": 20]>
 g (float["batch", 2] x) => (float["batch", 3] y) <float[2, 3] w = {1, 2, 3, 4, 5, 6}> { y = MatMul(x, w) }''')
 model = onward.prepare(ir.to_proto(graph), loss="mse", optimizer="sgd:lr=0.1")
-engine = onward.engines.load(model)
+engine = onward.engines.start(model)
 engine.step({"x": np.ones((4, 2), np.float32), "target": np.ones((4, 3), np.float32)})
 """
 

@@ -13,7 +13,7 @@ from onnx import helper, numpy_helper
 import onward
 from conftest import needs
 from models import digits_mlp, small_cnn
-from onward.engines import load
+from onward.engines import start
 from onward.errors import RecipeError
 
 
@@ -111,7 +111,7 @@ def test_a_vision_transformer_learns_as_in_pytorch(exporter: str) -> None:
         {"params": [value], "lr": 0.1 * reference_scale(name, 2, 0.6)} for name, value in module.named_parameters()
     ]
     optimizer = torch.optim.SGD(groups)
-    with load(onward.prepare(proto, loss="value:loss", optimizer="sgd:lr=0.1", lr_decay=0.6)) as engine:
+    with start(onward.prepare(proto, loss="value:loss", optimizer="sgd:lr=0.1", lr_decay=0.6)) as engine:
         for _ in range(3):
             loss = module(*batch.values())
             optimizer.zero_grad()

@@ -9,7 +9,7 @@ from onnx import helper, numpy_helper
 import onward
 from lowered import FLAT, SQUARE, assert_close, case, stored
 from models import digits_mlp, small_cnn
-from onward.engines import load, onnxruntime
+from onward.engines import onnxruntime, start
 from onward.engines.onnxruntime import OnnxRuntime
 from onward.model.storage.open_files import HeldTensor
 from stepping import Stepper
@@ -22,7 +22,7 @@ def test_the_engine_computes_the_same(case):
     model, batch, lowered = case
     reference = Stepper(model, own_gradients=True)
     fewer = {name: array[: len(array) // 2] for name, array in batch.items()}
-    with load(model) as engine:
+    with start(model) as engine:
         for one in (batch, batch, fewer, batch, fewer):
             metrics, expected = engine.step(one), reference(one)
             assert_close(metrics, {name: np.asarray(expected[name]) for name in metrics})
@@ -45,13 +45,13 @@ def test_trained_weights_go_back_into_the_graph_as_it_was(tmp_path, data):
     original.producer_name, original.doc_string = "somebody", "A model of theirs."
     helper.set_model_props(original, {"author": "they", "classes": "0 to 9"})
     original.graph.node[0].doc_string = "the first layer"
-    onward.read(original).save(tmp_path / "original.onnx", data=data)
+    onward.load(original).save(tmp_path / "original.onnx", data=data)
     onward.prepare(tmp_path / "original.onnx", loss="cross_entropy", freeze="fc.*").save(tmp_path / "training.onnx")
-    with load(tmp_path / "training.onnx") as engine:
+    with start(tmp_path / "training.onnx") as engine:
         for _ in range(3):
             engine.step(SQUARE)
         state = engine.state()
-        onward.strip(engine.updated()).save(tmp_path / "trained.onnx")
+        onward.transform.strip(engine.updated()).save(tmp_path / "trained.onnx")
     before, after = (onnx.load(tmp_path / name) for name in ("original.onnx", "trained.onnx"))
     old, new = ({t.name: numpy_helper.to_array(t) for t in proto.graph.initializer} for proto in (before, after))
     assert list(old) == list(new)
@@ -74,16 +74,18 @@ def without_numbers(proto):
 
 def test_frozen_weights_outside_the_file_stay_there(tmp_path, monkeypatch):
     """Nothing reads them but the runtime, which maps the file."""
-    onward.read(digits_mlp(4096)).save(tmp_path / "digits.onnx", data="data")
+    onward.load(digits_mlp(4096)).save(tmp_path / "digits.onnx", data="data")
     model = onward.prepare(tmp_path / "digits.onnx", loss="cross_entropy", freeze="fc1.*", optimizer="sgd:lr=0.1")
     read = []
     original = HeldTensor.numpy
     monkeypatch.setattr(HeldTensor, "numpy", lambda self: (read.append(self.name), original(self))[1])
-    with load(model) as engine:
+    with start(model) as engine:
         losses = [float(engine.step(FLAT)["loss"]) for _ in range(3)]
         engine.evaluate(FLAT)
     assert "fc1.weight" not in read
-    with load(onward.prepare(digits_mlp(4096), loss="cross_entropy", freeze="fc1.*", optimizer="sgd:lr=0.1")) as engine:
+    with start(
+        onward.prepare(digits_mlp(4096), loss="cross_entropy", freeze="fc1.*", optimizer="sgd:lr=0.1")
+    ) as engine:
         assert losses == [float(engine.step(FLAT)["loss"]) for _ in range(3)]
 
 
@@ -94,7 +96,7 @@ def test_steps_that_take_turns_read_what_the_other_has_changed(name):
     model = onward.prepare(model, loss="cross_entropy", optimizer="sgd:lr=0.2", freeze="fc1.*", append=True)
     targets = [next(value.name for value in step.algorithm.inputs) for step in model.steps]
     reference = {tensor.name: numpy_helper.to_array(tensor) for tensor in digits_mlp(8).graph.initializer}
-    with load(model, 0, engine=name) as first, load(model, 1, engine=name) as second:
+    with start(model, 0, engine=name) as first, start(model, 1, engine=name) as second:
         for _ in range(3):
             for engine, other, target, part, rate in (
                 (first, second, targets[0], "fc1", 0.1),
@@ -130,7 +132,7 @@ def test_gradients_save_memory_as_the_step_does(monkeypatch):
     monkeypatch.setattr(OnnxRuntime, "_session", lambda self, model: (made.append(model), session(self, model))[1])
     found = []
     for recompute in (None, "relu"):
-        with load(model, recompute=recompute) as engine:
+        with start(model, recompute=recompute) as engine:
             engine.step(FLAT)
             found.append(engine.gradients(FLAT))
     counts = [sum(node.op_type == "Relu" for node in part.graph) for part in made]
@@ -152,9 +154,9 @@ def test_a_step_of_many_small_nodes_is_not_optimized_for_long(monkeypatch):
     losses = []
     for many in (5_000, 10):
         monkeypatch.setattr(onnxruntime, "_MANY_NODES", many)
-        with load(model) as engine:
+        with start(model) as engine:
             losses.append(float(engine.step(FLAT)["loss"]))
-    with load(onward.prepare(digits_mlp(4096), loss="cross_entropy", optimizer="sgd:lr=0.1")):
+    with start(onward.prepare(digits_mlp(4096), loss="cross_entropy", optimizer="sgd:lr=0.1")):
         pass
     assert levels == [all_of_them, plain, all_of_them]
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
@@ -178,8 +180,8 @@ def test_more_than_fits_into_a_protobuf(tmp_path):
     onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=10), tmp_path / "model.onnx")
     model = onward.prepare(tmp_path / "model.onnx", loss="cross_entropy", freeze="table")
     batch = {"ids": np.array([0, rows - 1]), "labels": np.array([1, 2])}
-    with load(model) as engine:
+    with start(model) as engine:
         assert float(engine.step(batch)["loss"]) == pytest.approx(np.log(4))
     model.set("table", np.zeros((rows, 1024), np.float32))
-    with load(model) as engine:
+    with start(model) as engine:
         assert float(engine.step(batch)["loss"]) == pytest.approx(np.log(4))

@@ -16,7 +16,7 @@ import pytest
 import onward
 from conftest import needs
 from models import digits_mlp
-from onward.engines import endless_loops, function, load
+from onward.engines import endless_loops, function, start
 from onward.engines.numpy import Numpy
 from onward.errors import DataError, Error, OutOfMemoryError, UnknownNameError, UnsupportedError
 
@@ -30,7 +30,7 @@ ENGINES = [
 def loaded(name, model=None, **options):
     if name in ("torch", "tensorflow", "jax"):
         options = {"compile": False, **options}
-    return load(
+    return start(
         model or onward.prepare(digits_mlp(8), loss="cross_entropy", optimizer="sgd:lr=0.1"), engine=name, **options
     )
 
@@ -86,7 +86,7 @@ def test_inputs_of_rare_types(name, kind):
     )
     numbers, weight = np.array([[1, 0], [0, 1]]), np.arange(1, 7).reshape(2, 3) / 10
     given = np.where(numbers, "a", "b").astype(object) if kind == "string" else numbers
-    batch = {"x": given.astype(onward.read(proto).inputs[0].dtype.numpy()), "labels": np.array([0, 2])}
+    batch = {"x": given.astype(onward.load(proto).inputs[0].dtype.numpy()), "labels": np.array([0, 2])}
     logits = numbers @ weight
     expected = np.mean(np.log(np.exp(logits).sum(1)) - logits[[0, 1], batch["labels"]])
     training = onward.prepare(proto, loss="cross_entropy", optimizer="sgd:lr=0.1")
@@ -101,18 +101,18 @@ def test_inputs_of_rare_types(name, kind):
 
 def test_options_name_what_there_is():
     with pytest.raises(UnsupportedError) as caught:
-        load(digits_mlp(8), precision="bfloat16")
+        start(digits_mlp(8), precision="bfloat16")
     assert "--engine torch" in caught.value.hint
     with pytest.raises(UnknownNameError) as caught:
-        load(digits_mlp(8), engine="tourch")
+        start(digits_mlp(8), engine="tourch")
     assert "`torch`" in caught.value.hint and "tensorflow" in caught.value.hint
     model = onward.prepare(digits_mlp(8), loss="cross_entropy", optimizer="sgd:lr=0.1")
     with pytest.raises(UnknownNameError) as caught:
-        load(model, device="gpu")
+        start(model, device="gpu")
     assert "cuda" in caught.value.hint and "cpu" in caught.value.hint
     for threads in (0, -1, 100_000, 99999999999999999999, 1.5, "two"):
         with pytest.raises(Error, match="threads"):
-            load(model, threads=threads)
+            start(model, threads=threads)
     with pytest.raises(UnknownNameError) as caught:
         onward.verify(digits_mlp(8), on_start=lambda name: pytest.fail(f"{name} was tried"))
     assert "onward prepare" in caught.value.hint

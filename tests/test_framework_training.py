@@ -10,7 +10,7 @@ from conftest import needs
 from framework_training import MODES, STEPS, assert_trains_alike
 from lowered import CASES, FLAT, penalised
 from models import digits_mlp
-from onward.model import read
+from onward.model import load
 from onward.recipe.optimizers import OPTIMIZERS
 
 ON_EACH = pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_modes_agree(name, mode, engine):
 @pytest.mark.parametrize("mode", MODES)
 def test_a_penalty_on_a_gradient_is_differentiated(mode, engine):
     batches = [{"x": np.random.default_rng(i).normal(size=4).astype(np.float32)} for i in range(STEPS)]
-    assert_trains_alike(read(penalised(21)), batches, engine=engine, **MODES[mode])
+    assert_trains_alike(load(penalised(21)), batches, engine=engine, **MODES[mode])
 
 
 def optimizers():

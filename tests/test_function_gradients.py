@@ -145,7 +145,7 @@ def test_command_line(tmp_path):
     onnx.save(layers(2), tmp_path / "layers.onnx")
     arguments = ["grad", str(tmp_path / "layers.onnx"), "--of", "y", "--wrt", "x0", "--keep-functions"]
     assert CliRunner().invoke(app, arguments).exit_code == 0
-    assert names(onward.read(tmp_path / "layers-gradient.onnx")) == ["Layer_backward", "Layer_forward"]
+    assert names(onward.load(tmp_path / "layers-gradient.onnx")) == ["Layer_backward", "Layer_forward"]
 
 
 @pytest.mark.parametrize("recompute", [1, 2, "Layer_1", "*"])

@@ -16,7 +16,7 @@ import pytest
 
 import onward
 from onward.convert.files import ENDINGS, Framework, write
-from onward.engines import function, load
+from onward.engines import function, start
 
 ENGINES = ("onnxruntime", "numpy", "torch", "jax", "tensorflow")
 
@@ -157,7 +157,7 @@ def test_training_steps_agree(case: str) -> None:
     batch = {"x": data(), "target": np.zeros_like(truth(case, data()))}
     results = {}
     for engine in ENGINES:
-        with load(training, engine=engine, **({} if engine == "onnxruntime" else {"compile": False})) as loaded:
+        with start(training, engine=engine, **({} if engine == "onnxruntime" else {"compile": False})) as loaded:
             evaluated = loaded.evaluate(batch)["loss"]
             losses = [float(loaded.step(batch)["loss"]) for _ in range(2)]
             results[engine] = losses, loaded.state()["w"]
@@ -187,12 +187,12 @@ def test_each_kind_of_call_has_its_function() -> None:
         found = function(proto, engine=engine)({"x": x, "z": z})
         np.testing.assert_allclose(found["y"], np.sin(x).mean(0, keepdims=True), rtol=1e-5, atol=1e-6)
         np.testing.assert_allclose(found["w"], z.mean((1, 2), keepdims=True), rtol=1e-5, atol=1e-6)
-    onnx.checker.check_model(onward.convert_opset(proto, 21).to_proto(), full_check=True)
+    onnx.checker.check_model(onward.transform.convert_opset(proto, 21).to_proto(), full_check=True)
 
 
 def test_a_function_that_no_older_operator_set_can_say_is_named() -> None:
     with pytest.raises(onward.Error, match=r"Gelu exists\nin the function `f\.F`"):
-        onward.convert_opset(mixed("newer"), 18)
+        onward.transform.convert_opset(mixed("newer"), 18)
 
 
 # ---- files that carry training ---------------------------------------------------------------------------------------
@@ -214,7 +214,7 @@ def mixed_training(case: str) -> onnx.ModelProto:
 
 def test_reading_and_writing_changes_nothing() -> None:
     proto = mixed_training("nested")
-    again = onward.read(proto).to_proto()
+    again = onward.load(proto).to_proto()
     assert [*map(onnx.printer.to_text, again.functions)] == [*map(onnx.printer.to_text, proto.functions)]
     assert onnx.printer.to_text(again.graph) == onnx.printer.to_text(proto.graph)
 
@@ -238,7 +238,7 @@ def test_every_converter_takes_them(case: str) -> None:
 def test_programs_are_written_of_them(framework: Framework, tmp_path: Path) -> None:
     """Who writes one tries it, against the training model."""
     path = tmp_path / f"run{ENDINGS[framework]}"
-    assert write(onward.read(mixed_training("nested")), framework, path)
+    assert write(onward.load(mixed_training("nested")), framework, path)
 
 
 # ---- what the checker says -------------------------------------------------------------------------------------------
@@ -249,7 +249,7 @@ def test_the_checker_says_which_operator_is_another() -> None:
     assert [finding.severity for finding in found] == ["error"]
     assert "`ReduceMean` is of version 13" in found[0].message
     assert "onward opset MODEL 21" in (found[0].hint or "")
-    assert not onward.check(onward.convert_opset(mixed("reduce_mean"), 21))
+    assert not onward.check(onward.transform.convert_opset(mixed("reduce_mean"), 21))
 
 
 ENCODER = """
@@ -265,5 +265,5 @@ def test_other_domains_are_of_one_version_or_refused() -> None:
     np.testing.assert_array_equal(function(same)({"x": np.array([2, 1, 2])})["y"], [0.25, 0.5, 0.25])
     other = onnx.parser.parse_model(ENCODER % (1, '<classes_strings = ["a", "b"]>'))
     with pytest.raises(onward.Error, match=r"`ai\.onnx\.ml\.LabelEncoder` of version 1"):
-        onward.inline(other)
+        onward.transform.inline(other)
     assert "OW618" in {finding.code for finding in onward.check(other)}

@@ -14,7 +14,7 @@ import models
 import onward
 from conftest import needs
 from onward.convert.snapshot import assemble, disassemble
-from onward.engines import load
+from onward.engines import start
 from onward.errors import RecipeError
 from onward.inspect import render
 from onward.model.state import states
@@ -49,7 +49,7 @@ LION = parser.parse_function(
 
 def steps(model, count=4, engine="onnxruntime", **options):
     options = options or ({"threads": 1} if engine == "onnxruntime" else {})
-    with load(model, engine=engine, **options) as running:
+    with start(model, engine=engine, **options) as running:
         losses = [float(running.step(BATCH)["loss"]) for _ in range(count)]
         return losses, running.updated()
 
@@ -59,7 +59,7 @@ def arrays(model):
 
 
 def gradients_of(model):
-    with load(model, threads=1) as engine:
+    with start(model, threads=1) as engine:
         return engine.gradients(BATCH)
 
 
@@ -186,7 +186,7 @@ def test_a_run_goes_on(name, tmp_path):
     """Taken apart and put together, also from a file, it is the same training; and so it is after a reset."""
     _, model = steps(onward.prepare(models.digits_mlp(), loss="cross_entropy", **RECIPES[name]))
     model.save(tmp_path / "training.onnx")
-    again = assemble(disassemble(onward.read(tmp_path / "training.onnx")))
+    again = assemble(disassemble(onward.load(tmp_path / "training.onnx")))
     assert onward.check(again) == []
     (losses, end), (expected, other) = steps(again), steps(model)
     assert losses == expected
@@ -216,7 +216,7 @@ def test_engines_agree(engine):
 
 def test_renamed_parameters():
     model = onward.prepare(models.digits_mlp(), loss="cross_entropy", optimizer=longest_step(PARAMETERS))
-    renamed = onward.rename(model, {"fc1.weight": "first/grad", "fc2.bias": "last"})
+    renamed = onward.transform.rename(model, {"fc1.weight": "first/grad", "fc2.bias": "last"})
     assert steps(assemble(disassemble(renamed)))[0] == steps(model)[0]
 
 

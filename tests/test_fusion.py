@@ -11,7 +11,7 @@ from conftest import needs
 from onward.engines.framework_engine import array_function, framework_class
 from onward.engines.fusion.attention import Attention
 from onward.engines.fusion.linear import Linear
-from onward.model import read
+from onward.model import load
 
 pytestmark = needs("torch")
 ENGINES = pytest.mark.parametrize("engine", ["torch", pytest.param("jax", marks=needs("jax"))])
@@ -88,7 +88,7 @@ def computed(model, inputs, monkeypatch, engine, *, fuses=("Attention", "onward.
             return result
 
         monkeypatch.setattr(kind, "compute", compute)
-    y = array_function(engine, read(model))(inputs)["y"]
+    y = array_function(engine, load(model))(inputs)["y"]
     monkeypatch.undo()
     return y, sum(taken)
 

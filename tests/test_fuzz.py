@@ -159,7 +159,7 @@ def exercise(source: bytes | Path) -> str:
         except onward.Error:
             return "refused by check"
         try:
-            model = onward.read(source)
+            model = onward.load(source)
         except onward.Error:
             return "refused by read"
         reached = ["read"]
@@ -226,7 +226,7 @@ def test_truncation_at_every_field(model: str) -> None:
     refused = 0
     for at in places:
         try:
-            onward.read(data[:at])
+            onward.load(data[:at])
         except onward.Error as error:
             assert str(error) and "\n" not in str(error)
             refused += 1

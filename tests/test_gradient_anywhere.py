@@ -226,7 +226,7 @@ def test_forces_are_learned_as_torch_learns_them():
         losses.append(loss.item())
     batch = {"x": PLACES, "target": FORCES}
     for engine in INSTALLED:
-        with onward.engines.load(model, engine=engine, compile=False) as running:
+        with onward.engines.start(model, engine=engine, compile=False) as running:
             before = running.evaluate(batch)
             assert list(running.gradients(batch)) == list(WEIGHTS)
             found = [running.step(batch)["loss"] for _ in losses]
@@ -246,7 +246,7 @@ def test_what_training_computes_anew_is_differentiated_anew():
     batch = {"x": PLACES, "target": FORCES}
     found = []
     for engine in ("onnxruntime", "numpy"):
-        with onward.engines.load(training, engine=engine) as running:
+        with onward.engines.start(training, engine=engine) as running:
             found.append([running.evaluate(batch)["loss"], *(running.step(batch)["loss"] for _ in range(3))])
     np.testing.assert_allclose(found[0], found[1], rtol=1e-5)
     assert found[0][0] != pytest.approx(found[0][1], rel=1e-2)
@@ -265,14 +265,14 @@ def test_a_gradient_of_what_is_a_gradient():
 
 def test_names_follow_what_is_renamed_and_cut():
     wanted = function(forces(), engine="numpy")({"x": PLACES})["force"]
-    renamed = onward.rename(forces(), {"x": "y", "energy": "e", "w1": "x"})
+    renamed = onward.transform.rename(forces(), {"x": "y", "energy": "e", "w1": "x"})
     np.testing.assert_array_equal(function(renamed, engine="numpy")({"y": PLACES})["force"], wanted)
-    prefixed = onward.add_prefix(forces(), "m/")
+    prefixed = onward.transform.add_prefix(forces(), "m/")
     np.testing.assert_array_equal(function(prefixed, engine="numpy")({"m/x": PLACES})["m/force"], wanted)
-    part = onward.extract(forces(), ["x"], ["force"])
+    part = onward.transform.extract(forces(), ["x"], ["force"])
     np.testing.assert_array_equal(function(part, engine="numpy")({"x": PLACES})["force"], wanted)
     doubled = parsed("double (float[n, 2] x) => (float[n, 2] z) { z = Add(x, x) }")
-    merged = onward.merge(onward.read(doubled), forces(), connect={"z": "x"}, prefix="m/")
+    merged = onward.transform.merge(onward.load(doubled), forces(), connect={"z": "x"}, prefix="m/")
     np.testing.assert_array_equal(function(merged, engine="numpy")({"x": PLACES / 2})["m/force"], wanted)
 
 
@@ -283,7 +283,7 @@ def test_what_frameworks_make_of_it():
 
     model = onward.prepare(forces(), loss={"force": "mse"}, optimizer="sgd:lr=0.1")
     batch = {"x": PLACES, "target": FORCES}
-    with onward.engines.load(model, engine="onnxruntime") as running:
+    with onward.engines.start(model, engine="onnxruntime") as running:
         wanted = [running.step(batch)["loss"] for _ in range(3)]
     carried, found = onward.to_torch(model), []
     for _ in wanted:

@@ -56,7 +56,7 @@ def test_vjp_and_jvp_are_adjoint_and_equal_torch(image):
     back = run(onward.vjp(small_cnn(), y="logits", xs=["image"]), {"image": image, "dy": dy})
     ahead = run(onward.jvp(small_cnn(), xs=["image"], y="logits"), {"image": image, "dimage": dimage})
     assert list(back) == ["image/grad"] and list(ahead) == ["dlogits"]
-    w = {name: torch.tensor(array) for name, array in weights(onward.read(small_cnn())).items()}
+    w = {name: torch.tensor(array) for name, array in weights(onward.load(small_cnn())).items()}
     _, expected = torch.func.jvp(torch_cnn(w), (torch.tensor(image),), (torch.tensor(dimage),))
     np.testing.assert_allclose(ahead["dlogits"], expected.numpy(), rtol=1e-4, atol=1e-4)
     np.testing.assert_allclose(np.sum(ahead["dlogits"] * dy), np.sum(back["image/grad"] * dimage), rtol=1e-3)

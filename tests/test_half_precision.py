@@ -15,7 +15,7 @@ import pytest
 
 import onward
 from conftest import needs
-from onward.engines import load
+from onward.engines import start
 from onward.errors import UnsupportedError
 from onward.model.state import states
 from onward.recipe.optimizers import optimizer
@@ -91,7 +91,7 @@ def in_torch(
 def in_onnx(dtype: np.dtype, engine: str = "onnxruntime", options: Any = None, **recipe: Any) -> dict[str, np.ndarray]:
     start, gradients = examples(dtype)
     model = onward.prepare(sums(start), loss=L1, master_weights=False, **recipe)
-    with load(model, engine=engine, **(options or {})) as running:
+    with start(model, engine=engine, **(options or {})) as running:
         for step in gradients:
             given = {f"g{i}": g.astype(np.float32) for i, g in enumerate(step)}
             running.step({**given, "target": np.float32(-1e9)})
@@ -221,7 +221,7 @@ def trained(module: Any, engine: str, **recipe: Any) -> tuple[list[float], dict[
     first, _ = next(batches(dtype))
     model = onward.prepare(captured(module, first), loss="cross_entropy", **recipe)
     losses = []
-    with load(model, engine=engine, **({"compile": False} if engine == "torch" else {})) as running:
+    with start(model, engine=engine, **({"compile": False} if engine == "torch" else {})) as running:
         inputs, labels = running.inputs
         for x, y in batches(dtype):
             losses.append(float(running.step({inputs: to_array(x), labels: y.numpy()})[running.loss]))
@@ -275,7 +275,7 @@ def scales(overflows: list[bool], loss_scale: Any, state: Any = None) -> list[fl
     for name, tensor in (state or {}).items():
         model.set(name, tensor.array())
     found = []
-    with load(model, engine="numpy") as running:
+    with start(model, engine="numpy") as running:
         for overflow in overflows:
             given = {f"g{i}": np.full(shape, 100.0 if overflow else 1e-4, "f") for i, shape in enumerate(SHAPES)}
             running.step({**given, "target": np.float32(-1e9)})
@@ -326,7 +326,7 @@ def test_a_checkpoint_in_float16_goes_on_with_its_copies_and_its_scale(tmp_path:
     for name, parameter in module.named_parameters():
         np.testing.assert_array_equal(training.array(name), to_array(parameter), strict=True)
         np.testing.assert_array_equal(training.array(f"{name}/master"), made.state[parameter]["master"], strict=True)
-    with load(training, threads=1) as running:
+    with start(training, threads=1) as running:
         inputs, labels = running.inputs
         running.step({inputs: to_array(x), labels: np.zeros(8, np.int64)})
         assert running.state()["step"] == 2
@@ -388,7 +388,7 @@ def test_a_run_goes_on_bit_by_bit_there_and_back(kind: str, tmp_path: Path) -> N
     training = from_torch(module, given[0][0], **settings)
     carried, program = to_torch(training, probe=False), to_torch(training, live=False, probe=False)
     expected = goes_on(module, made, scheduler, given[5:])
-    with load(training, engine="torch", compile=False) as running:
+    with start(training, engine="torch", compile=False) as running:
         inputs, labels = running.inputs
         steps = (running.step({inputs: to_array(x), labels: y.numpy()}) for x, y in given[5:])
         assert [float(step[running.loss]) for step in steps] == expected
@@ -448,7 +448,7 @@ def test_copies_of_a_run_are_masters_that_round_to_its_weights() -> None:
         np.testing.assert_array_equal(training.array(name), master.astype(BFLOAT16), strict=True)
     carried = to_torch(training)
     given = list(batches(torch.bfloat16, 3))
-    with load(training, engine="torch", compile=False) as running:
+    with start(training, engine="torch", compile=False) as running:
         inputs, labels = running.inputs
         for x, y in given:
             running.step({inputs: to_array(x), labels: y.numpy()})
@@ -556,7 +556,7 @@ def test_what_is_read_under_autocast_trains_under_autocast(dtype: Any) -> None:
         options = {"compile": False} if engine == "torch" else {}
         losses = {}
         for name, model in (("carried", training), ("plain", plain)):
-            with load(model, engine=engine, **options) as running:
+            with start(model, engine=engine, **options) as running:
                 inputs, labels = running.inputs
                 steps = (running.step({inputs: x.numpy(), labels: y.numpy()}) for x, y in given[5:])
                 losses[name] = [float(step[running.loss]) for step in steps]
@@ -570,7 +570,7 @@ def test_autocast_inside_of_a_module_is_part_of_it() -> None:
     made = torch.optim.SGD(module.parameters(), lr=0.1)
     training = from_torch(module, x, loss=nn.CrossEntropyLoss(), optimizer=made)
     onnx.checker.check_model(training.to_proto(), full_check=True)
-    with load(training, engine="torch", compile=False) as running:
+    with start(training, engine="torch", compile=False) as running:
         inputs, labels = running.inputs
         loss = running.step({inputs: x.numpy(), labels: y.numpy()})[running.loss]
     assert loss.dtype == BFLOAT16

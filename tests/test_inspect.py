@@ -194,7 +194,7 @@ def test_attributes_of_standard_operators_are_those_of_now() -> None:
     for node in model.steps[0].algorithm:
         if node.op_type == "Momentum":
             node.attributes["alpha"] = ir.AttrFloat32("alpha", 0.8)
-    [group] = describe(onward.read(model.to_proto())).steps[0].groups
+    [group] = describe(onward.load(model.to_proto())).steps[0].groups
     assert group.operators == ("ai.onnx.preview.training.Momentum",)
     assert (group.hyper["momentum"], group.hyper["dampening"]) == (0.8, 0.5)
 
@@ -309,7 +309,7 @@ def test_the_file_says_the_same_as_the_model(recipe: str, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_describing_changes_nothing(recipe: str) -> None:
-    for model in (prepared(small_cnn(), recipe), onward.read(small_cnn())):
+    for model in (prepared(small_cnn(), recipe), onward.load(small_cnn())):
         before = model.to_proto().SerializeToString(deterministic=True)
         describe(model)
         assert model.to_proto().SerializeToString(deterministic=True) == before
@@ -631,7 +631,7 @@ def renamed(name: str) -> onnx.ModelProto:
 
 @pytest.mark.parametrize("name", HOSTILE, ids=lambda name: ascii(name)[:20])
 def test_hostile_names_on_the_screen(name: str) -> None:
-    for model in (onward.read(renamed(name)), onward.prepare(renamed(name), loss="cross_entropy", freeze="fc1*")):
+    for model in (onward.load(renamed(name)), onward.prepare(renamed(name), loss="cross_entropy", freeze="fc1*")):
         summary = describe(model)
         lines = [*screen(render, summary, width=100), *screen(render_parameters, summary)]
         assert all(line.isprintable() for line in lines)
@@ -645,7 +645,7 @@ def test_hostile_names_on_the_screen(name: str) -> None:
 def test_hostile_names_in_a_picture(name: str) -> None:
     strange = renamed(name)
     strange.graph.node[1].op_type = strange.graph.node[1].domain = name
-    for model in (onward.read(strange), onward.prepare(renamed(name), loss="cross_entropy")):
+    for model in (onward.load(strange), onward.prepare(renamed(name), loss="cross_entropy")):
         root = picture(draw(model))
         allowed = {"svg", "title", "style", "rect", "marker", "path", "text", "g", "circle"}
         assert {element.tag.removeprefix(SVG) for element in root.iter()} <= allowed

@@ -17,10 +17,10 @@ from framework_training import STEPS, assert_trains_alike, trained
 from lowered import SQUARE
 from models import small_cnn
 from onward.differentiate.gradients import lower_gradients
-from onward.engines import function, load
+from onward.engines import function, start
 from onward.engines.framework_engine import interpreter
 from onward.errors import UnknownNameError, UnsupportedError
-from onward.model import read
+from onward.model import load
 from rule_tables import FAMILIES
 
 pytestmark = needs("jax")
@@ -81,7 +81,7 @@ def differentiated(proto, inputs):
     outputs = zip(names, xs, strict=True)
     proto.graph.output.extend(helper.make_tensor_value_info(name, kinds[x], None) for name, x in outputs)
     proto.opset_import.append(helper.make_opsetid(domain, 1))
-    return read(proto), names
+    return load(proto), names
 
 
 def _operators():
@@ -114,13 +114,13 @@ def test_control_flow_is_the_same_compiled(name):
     if not all(isinstance(value, np.ndarray) for value in inputs.values()):
         pytest.skip("a batch is of arrays")
     framework = Jax()
-    execute = interpreter(read(proto).copy(), framework)
+    execute = interpreter(load(proto).copy(), framework)
     step = framework.compile(lambda state, constants, batch: ({}, execute(batch)))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         _, found = step({}, {}, inputs)
     assert bool(caught) == (name in NOT_COMPILED), [str(warning.message) for warning in caught]
-    for output, expected in function(read(proto), engine="numpy")(inputs).items():
+    for output, expected in function(load(proto), engine="numpy")(inputs).items():
         np.testing.assert_allclose(framework.host(found[output]), expected, rtol=1e-5, atol=1e-6, err_msg=output)
 
 
@@ -134,7 +134,7 @@ def cnn():
 def test_the_process_keeps_its_numbers_of_32_bits():
     import jax.numpy as jnp
 
-    with load(cnn(), engine="jax") as engine:
+    with start(cnn(), engine="jax") as engine:
         engine.step(SQUARE)
         assert engine.state()["step"].dtype == np.int64
     assert jnp.arange(3).dtype == jnp.int32 and jnp.asarray(np.float64(1)).dtype == jnp.float32
@@ -143,7 +143,7 @@ def test_the_process_keeps_its_numbers_of_32_bits():
 def test_a_step_is_compiled_once_for_each_shape():
     said = []
     fewer = {name: array[:3] for name, array in SQUARE.items()}
-    with load(cnn(), engine="jax", on_compile=said.append) as engine:
+    with start(cnn(), engine="jax", on_compile=said.append) as engine:
         for batch in (SQUARE, SQUARE, fewer, SQUARE, fewer):
             engine.step(batch)
     assert said == [f"jax compiles the step for image [{n}, 1, 8, 8], labels [{n}]" for n in (6, 3)]
@@ -152,7 +152,7 @@ def test_a_step_is_compiled_once_for_each_shape():
 @pytest.mark.parametrize("compiled", [True, False])
 def test_a_step_without_a_loss_changes_nothing(compiled):
     bad = SQUARE | {"image": np.full_like(SQUARE["image"], np.nan)}
-    with load(cnn(), engine="jax", compile=compiled) as engine:
+    with start(cnn(), engine="jax", compile=compiled) as engine:
         engine.step(SQUARE)
         before = engine.state()
         assert math.isnan(engine.step(bad)["loss"])
@@ -163,7 +163,7 @@ def test_a_step_without_a_loss_changes_nothing(compiled):
 
 def test_state_that_was_handed_out_stays():
     """A step is in place, and what was read before must not change with it; nor may what only looks at the state."""
-    with load(cnn(), engine="jax") as engine, load(cnn()) as other:
+    with start(cnn(), engine="jax") as engine, start(cnn()) as other:
         engine.step(SQUARE)
         state = engine.state()
         kept = {name: array.copy() for name, array in state.items()}
@@ -181,7 +181,7 @@ def test_state_that_was_handed_out_stays():
 def test_steps_leave_the_model_and_the_batch_alone():
     model = cnn()
     before = {name: value.const_value.numpy().copy() for name, value in model.graph.initializers.items()}
-    with load(model, engine="jax") as engine:
+    with start(model, engine="jax") as engine:
         for _ in range(3):
             engine.step(SQUARE)
     for name, array in before.items():
@@ -201,8 +201,8 @@ def test_products_of_fewer_bits(precision):
 
 def test_options_that_there_are_not():
     with pytest.raises(UnknownNameError, match="no device `abacus`"):
-        load(cnn(), engine="jax", device="abacus")
+        start(cnn(), engine="jax", device="abacus")
     with pytest.raises(UnknownNameError, match="no precision `int8`"):
-        load(cnn(), engine="jax", precision="int8")
+        start(cnn(), engine="jax", precision="int8")
     with pytest.raises(UnsupportedError, match="no option `speed`"):
-        load(cnn(), engine="jax", speed=11)
+        start(cnn(), engine="jax", speed=11)

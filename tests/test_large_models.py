@@ -123,7 +123,7 @@ def test_six_gibibytes_are_prepared_shown_checked_changed_reset_and_stripped_in_
     assert all(seconds < 5 for seconds in found.values()), found  # most of it for importing
     assert room(tmp_path) < 2 * MIB
     assert os.stat(tmp_path / "huge.weights") == weights
-    made = onward.read(tmp_path / "made.onnx")
+    made = onward.load(tmp_path / "made.onnx")
     assert sum(tensor.nbytes for value in made.initializers() if (tensor := value.const_value)) > 18 * GIB
 
 
@@ -196,7 +196,7 @@ def test_memory_while_tensors_are_copied_or_made(tmp_path: Path) -> None:
         hold("ones", ir.Tensor(np.broadcast_to(np.float32(1.5), (size,)), name="ones"))
         model.save(folder / "ones.onnx", data="data")
         found["repeated"] = peak() - before
-        model = onward.read(folder / "ones.onnx")
+        model = onward.load(folder / "ones.onnx")
         (folder / "copy").mkdir()
         model.save(folder / "copy/ones.onnx")
         found["copied"] = peak() - before
@@ -209,7 +209,7 @@ def test_memory_while_tensors_are_copied_or_made(tmp_path: Path) -> None:
     )
     assert found["repeated"] < 60 * MIB and found["copied"] < 60 * MIB, found
     assert found["lazy"] < (64 + 60) * MIB, found
-    copy = onward.read(tmp_path / "copy/lazy.onnx")
+    copy = onward.load(tmp_path / "copy/lazy.onnx")
     assert (copy.array("ones") == 1.5).all() and np.array_equal(copy.array("lazy"), np.arange(2**24))
 
 
@@ -241,7 +241,7 @@ def test_tensors_in_the_model_file_leave_it_where_that_spares_much(
         monkeypatch.setattr(sys.modules["onward.model.storage.save"], "SPARED_LIMIT", limit)
         made.save(tmp_path / f"{name}.onnx")
     assert {file.name for file in tmp_path.iterdir()} == {"inside.onnx", "outside.onnx", "outside.data"}
-    inside, outside = (onward.read(tmp_path / f"{name}.onnx") for name in ("inside", "outside"))
+    inside, outside = (onward.load(tmp_path / f"{name}.onnx") for name in ("inside", "outside"))
     assert all(np.array_equal(outside.array(v.name), inside.array(v.name)) for v in inside.initializers() if v.name)
     taken = (tmp_path / "outside.data").stat().st_blocks * 512
     assert taken < (tmp_path / "inside.onnx").stat().st_size / 3
@@ -269,8 +269,8 @@ def test_copies_are_equal_and_have_the_holes(
     graph = helper.make_graph([], "g", [], [], tensors)
     onnx.save(helper.make_model(graph, ir_version=10), tmp_path / "m.onnx")
     (tmp_path / "copy").mkdir()
-    onward.read(tmp_path / "m.onnx").save(tmp_path / "copy/m.onnx")
-    copy = onward.read(tmp_path / "copy/m.onnx")
+    onward.load(tmp_path / "m.onnx").save(tmp_path / "copy/m.onnx")
+    copy = onward.load(tmp_path / "copy/m.onnx")
     assert b"".join(copy.array(t.name).tobytes() for t in tensors) == content.tobytes()
     assert room(tmp_path / "copy") < 12 * MIB
 
@@ -279,7 +279,7 @@ def test_training_replaces_what_were_holes(tmp_path: Path, monkeypatch: pytest.M
     """The same as with all tensors in one file, while the weights that were given stay as they are."""
     monkeypatch.chdir(tmp_path)
     onnx.save(digits_mlp(4096), "inside.onnx")
-    onward.read("inside.onnx").save("outside.onnx", data="data")
+    onward.load("inside.onnx").save("outside.onnx", data="data")
     given = Path("outside.data").read_bytes()
     for where in ("inside", "outside"):
         run("prepare", f"{where}.onnx", "--loss", "ce", "--optimizer", "adamw", "-o", f"{where}-training.onnx")
@@ -300,7 +300,7 @@ Arranged = Callable[[Path], onward.Model]
 
 def _plain(folder: Path) -> onward.Model:
     huge(folder, 2)
-    return onward.read(folder / "huge.onnx")
+    return onward.load(folder / "huge.onnx")
 
 
 def _shifted(folder: Path) -> onward.Model:
@@ -329,7 +329,7 @@ def _owned(folder: Path) -> onward.Model:
     """Data of a model beside it, which a save there may delete."""
     model = _referring(folder, (0, 4096))
     model.save(folder / "own.onnx", data="data")
-    return onward.read(folder / "own.onnx")
+    return onward.load(folder / "own.onnx")
 
 
 @pytest.mark.parametrize(
@@ -354,7 +354,7 @@ def test_what_the_new_model_can_point_at_stays(
     before = {file.name for file in tmp_path.rglob("*")}
     path = model.save(tmp_path / target / "new.onnx")
     assert {file.name for file in tmp_path.rglob("*")} - before == {"new.onnx", *([] if stays else ["new.data"])}
-    again = onward.read(path)
+    again = onward.load(path)
     assert all(np.array_equal(again.array(name)[-9:], array[-9:], equal_nan=True) for name, array in numbers.items())
     other = tmp_path / target / "overlay.onnx"
     if stays:
@@ -377,7 +377,7 @@ def test_of_ranges_that_overlap_one_stays(tmp_path: Path) -> None:
     model = _overlapping(tmp_path)
     path = model.save(tmp_path / "new.onnx")
     assert {file.name for file in storage.data_files_of(path)} == {"huge.weights", "new.data"}
-    again = onward.read(path)
+    again = onward.load(path)
     assert all(again.array(name).tobytes() == model.array(name).tobytes() for name in ("t0", "t1"))
 
 
@@ -410,7 +410,7 @@ def test_who_looks_on_is_told_of_every_byte(tmp_path: Path) -> None:
     with report_writes_to(counter):
         made.save(tmp_path / "m.onnx", data="data")
         first = counter.begun
-        onward.read(tmp_path / "m.onnx").save(tmp_path / "copy/m.onnx")
+        onward.load(tmp_path / "m.onnx").save(tmp_path / "copy/m.onnx")
     assert first > 3 * 4096 * 74 * 4 and counter.done == counter.begun == 2 * first
 
 

@@ -56,7 +56,7 @@ def test_equal_nodes_are_one():
 
 
 def test_nodes_that_draw_numbers_or_bear_names_are_not_shared():
-    model = onward.read(digits_mlp())
+    model = onward.load(digits_mlp())
     op = Builder(model.graph, opset=21, names=model.names(), share=True)
     assert op.Relu(model.graph.inputs[0]).value is op.Relu(model.graph.inputs[0]).value
     for name in ("Identity", "RandomNormalLike", "Dropout"):
@@ -83,7 +83,7 @@ def test_simplification_keeps_the_values(body, shape, left):
     given = "float[2, 3, 4] x, float[4, 5] w"
     proto, rng = parsed(body, given, f"float[{shape}] y"), np.random.default_rng(0)
     feeds = {"x": rng.standard_normal((2, 3, 4), np.float32), "w": rng.standard_normal((4, 5), np.float32)}
-    model = onward.read(proto)
+    model = onward.load(proto)
     expected = run(model, feeds)["y"]
     model = model.copy()
     simplify(list(model.graph))
@@ -95,7 +95,7 @@ def test_simplification_keeps_the_values(body, shape, left):
 def test_what_only_a_dropped_branch_reads_is_dropped_with_it():
     branch = "() => (float[3] b) { b = Neg (a) }"
     body = f"a = Exp (x)  c = If (flag) <then_branch = one {branch}, else_branch = two {branch}>  y = Relu (x)"
-    model = onward.read(parsed(body, "float[3] x, bool flag", "float[3] y")).copy()
+    model = onward.load(parsed(body, "float[3] x, bool flag", "float[3] y")).copy()
     remove_unused(model.graph)
     assert [node.op_type for node in model.graph] == ["Relu"]
 

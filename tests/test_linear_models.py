@@ -102,7 +102,7 @@ def test_it_is_opened_for_training_and_comes_back_as_it_was(name):
     assert not onward.check(training)
     assert "LinearRegressor" not in {node.op_type for node in training.graph}
     agree(outputs(proto, {"X": X}), outputs(training.to_proto(), {"X": X}))
-    back = onward.strip(training).to_proto()
+    back = onward.transform.strip(training).to_proto()
     assert [(n.op_type, n.name, list(n.output)) for n in back.graph.node] == [
         (n.op_type, n.name, list(n.output)) for n in proto.graph.node
     ]
@@ -201,9 +201,9 @@ def test_what_goes_before_stays_and_runs(name):
         made.graph.input[0].CopyFrom(tensor("X", TensorProto.INT64, (None, 2)))
     training = onward.prepare(made, loss="LinearClassifier.scores=ce", optimizer="sgd:lr=0.5")
     labels = np.arange(len(fed)) % 3
-    with onward.engines.load(training) as engine:
+    with onward.engines.start(training) as engine:
         losses = [float(engine.step({"X": fed, "labels": labels})["loss"]) for _ in range(5)]
-        trained = onward.strip(engine.updated())
+        trained = onward.transform.strip(engine.updated())
     probabilities = outputs(trained.to_proto(), {"X": fed})[1]
     assert losses[-1] < losses[0]
     assert [n.op_type for n in trained.graph] == [n.op_type for n in made.graph.node]

@@ -48,7 +48,7 @@ def test_the_command_writes_all_parts(folder):
     assert {file.name for file in (folder / "lowered").iterdir()} == {
         f"{p}.{e}" for p in PARTS for e in ("onnx", "json")
     }
-    onward.read(penalised(18)).save("other.onnx")  # which has no initialization
+    onward.load(penalised(18)).save("other.onnx")  # which has no initialization
     run("lower", "other.onnx", "--all", "others")
     assert not (folder / "others" / "initialization.onnx").exists() and (folder / "others" / "apply.onnx").exists()
 
@@ -117,7 +117,7 @@ def test_the_loop_in_javascript_trains_as_the_loop_in_python(folder, node_module
         (folder / f"{name}.bin").write_bytes(array.tobytes())
     done = subprocess.run(["node", "loop.mjs"], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    step, state = Part(onward.read("lowered/step.onnx")), Part(onward.read("lowered/state.onnx"))({})
+    step, state = Part(onward.load("lowered/step.onnx")), Part(onward.load("lowered/state.onnx"))({})
     losses = []
     for _ in range(10):
         results = step({**SQUARE, **state})

@@ -10,7 +10,7 @@ import onward
 from broken_models import GOOD
 from lowered import IMAGES, LABELS, SQUARE, TOKENS, Part, assert_close, case, part, penalised, stored
 from models import digits_mlp, small_cnn, small_transformer
-from onward.engines import load
+from onward.engines import start
 from onward.lowering.contract import contract_of
 from onward.lowering.step import PARTS
 from stepping import Stepper
@@ -60,7 +60,7 @@ def test_an_evaluation_is_the_loss_of_what_inference_computes(case):
         if name in model.graph.initializers:
             model = model.copy()
             model.set(name, array)
-    proto = onward.strip(model).to_proto()
+    proto = onward.transform.strip(model).to_proto()
     session = ort.InferenceSession(proto.SerializeToString(), providers=["CPUExecutionProvider"])
     names = [value.name for value in proto.graph.output]
     known = {value.name for value in session.get_inputs()}
@@ -142,7 +142,7 @@ def made_up(values):
 @pytest.mark.parametrize("name", GOOD)
 def test_models_as_others_would_write_them(name):
     """Several steps, functions of their own, If and Loop, running statistics, gradients of gradients."""
-    model = onward.read(GOOD[name]())
+    model = onward.load(GOOD[name]())
     for index in range(len(model.steps)):
         step, gradients = (Part(onward.lower(model, index, part=part)) for part in ("step", "gradients"))
         values = {value.name: value for value in (*model.inputs, *model.step(index).algorithm.inputs)}
@@ -163,7 +163,7 @@ def test_models_as_others_would_write_them(name):
 
 @pytest.mark.parametrize("opset", [13, 18])
 def test_gradients_of_gradients(opset):
-    model = onward.read(penalised(opset))
+    model = onward.load(penalised(opset))
     x, w = np.array([1.0, -2.0, 0.5], np.float32), np.array(0.5, np.float32)
     slope = 2 * x * w**2
     loss = np.mean((x * w) ** 2 + slope**2)
@@ -197,7 +197,7 @@ def test_state_that_is_only_written_or_only_read_is_state_all_the_same():
     for key, value in (("w", "w2"), ("last", "kept")):
         info.update_binding.add(key=key, value=value)
         info.initialization_binding.add(key=key, value="zero")
-    model = onward.read(proto)
+    model = onward.load(proto)
     step = part(model, "step")
     assert step.contract["batch"] == ["x"] and step.contract["state"] == ["w", "last"]
     state = step.new_state(step({"x": np.float32([3, 4]), **stored(model)}))
@@ -205,7 +205,7 @@ def test_state_that_is_only_written_or_only_read_is_state_all_the_same():
     np.testing.assert_array_equal(state["w"], [4, 10])
     initial = part(model, "initialization")
     np.testing.assert_array_equal(initial.new_state(initial({}))["w"], [0, 0])
-    with load(model) as engine:
+    with start(model) as engine:
         engine.step({"x": np.float32([3, 4])})
         np.testing.assert_array_equal(engine.state()["last"], [3, 4])
 
@@ -217,8 +217,14 @@ def test_an_evaluation_survives_other_names(change):
     expected = part(model, "evaluation")({**SQUARE, **stored(model)})["loss"]
     prefix = "m/" if change == "prefix" else ""
     if change == "rename":
-        model = onward.rename(model, {"relu": "rectified", "pool": "pooled", "bn": "normal"})
-    model = onward.add_prefix(model, "m/") if prefix else onward.inline(model) if change == "inline" else model
+        model = onward.transform.rename(model, {"relu": "rectified", "pool": "pooled", "bn": "normal"})
+    model = (
+        onward.transform.add_prefix(model, "m/")
+        if prefix
+        else onward.transform.inline(model)
+        if change == "inline"
+        else model
+    )
     batch = {prefix + name: array for name, array in SQUARE.items()}
     np.testing.assert_allclose(part(model, "evaluation")({**batch, **stored(model)})[f"{prefix}loss"], expected)
 
@@ -257,7 +263,7 @@ def test_a_transposed_matrix_times_a_vector(shape, perm, result):
     batch = {"x": x, "v": v, "target": np.zeros_like(expected)}
     found = {}
     for engine in ("onnxruntime", "numpy"):
-        with load(model, engine=engine) as loaded:
+        with start(model, engine=engine) as loaded:
             found[engine] = [float(loaded.step(batch)["loss"]) for _ in range(3)]
     np.testing.assert_allclose(found["onnxruntime"], found["numpy"], rtol=1e-6)
     assert found["numpy"][0] == pytest.approx(float((expected**2).mean()), rel=1e-5)

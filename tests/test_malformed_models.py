@@ -16,7 +16,7 @@ from onnx import ModelProto, TensorProto, helper
 import onward
 from broken_models import DAMAGES, GOOD, Damage
 from models import digits_mlp, small_cnn
-from onward.engines import load
+from onward.engines import start
 from onward.errors import DataError, InvalidModelError, UnsupportedError
 from onward.rules import RULES, Rule
 from runs import QUIET, digits
@@ -40,7 +40,7 @@ WORK: dict[str, Callable[[ModelProto], Any]] = {
     "prepare": prepared,
     "gradient": lambda proto: onward.gradient(proto, "logits", "*"),
     "replace_head": lambda proto: onward.replace_head(proto, classes=3),
-    "add_lora": lambda proto: onward.add_lora(proto, rank=2, targets="*"),
+    "lora.add": lambda proto: onward.lora.add(proto, rank=2, targets="*"),
     "train": lambda proto: onward.train(proto, digits(), loss="cross_entropy", **QUIET),
 }
 NODES: dict[str, tuple[Callable[[ModelProto], Any], str]] = {
@@ -68,7 +68,7 @@ def test_nodes_that_break_the_rules_of_their_operator(
     monkeypatch.chdir(tmp_path)
     change, message = NODES[case]
     proto = changed(change)
-    onward.read(proto)  # can be looked at
+    onward.load(proto)  # can be looked at
     with pytest.raises(InvalidModelError, match=message):
         WORK[work](proto)
 
@@ -90,9 +90,9 @@ def test_nodes_of_a_function_and_of_an_algorithm() -> None:
 EVERYWHERE = {
     **WORK,
     "lower": onward.lower,
-    "inline": onward.inline,
-    "onnxruntime": load,
-    "numpy": lambda proto: load(proto, engine="numpy"),
+    "inline": onward.transform.inline,
+    "onnxruntime": start,
+    "numpy": lambda proto: start(proto, engine="numpy"),
 }
 
 
@@ -128,7 +128,7 @@ def test_tensors_that_are_damaged(change: dict[str, Any], message: str) -> None:
     weight = next(tensor for tensor in proto.graph.initializer if tensor.name == "fc1.weight")
     weight.MergeFrom(TensorProto(**change))
     with pytest.raises(InvalidModelError, match=message):
-        onward.read(proto)
+        onward.load(proto)
 
 
 def test_sizes_that_no_machine_has() -> None:
@@ -189,7 +189,7 @@ def test_what_the_runtime_cannot_compute() -> None:
     proto.graph.node.extend(nodes)
     proto.graph.output[0].name = "scores"
     batch = {name: array[:4] for name, array in digits().items()}
-    with load(prepared(proto), threads=1) as engine:
+    with start(prepared(proto), threads=1) as engine:
         for use in (engine.step, engine.evaluate, engine.gradients):
             with pytest.raises(DataError, match=r"ONNX Runtime could not .* Gather"):
                 use(batch)

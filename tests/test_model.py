@@ -56,26 +56,26 @@ def test_fields_of_other_schemas_are_kept(training):
     ]
     for i, place in enumerate(places):
         with_unknown_field(place, f"secret {i}")
-    again = onward.rename(proto, {"fc1.weight": "first"}).to_proto()
+    again = onward.transform.rename(proto, {"fc1.weight": "first"}).to_proto()
     written = again.SerializeToString()
     assert [i for i in range(len(places)) if f"secret {i}".encode() not in written] == []
-    assert onward.read(proto).copy().to_proto() == proto
+    assert onward.load(proto).copy().to_proto() == proto
 
 
 def test_sparse_initializers_are_kept_and_can_be_read():
     proto = sparse_model()
-    model = onward.read(proto)
+    model = onward.load(proto)
     assert comparable(model.copy().to_proto()) == comparable(proto)
     dense = model.graph.initializers["s"].const_value.numpy()
     np.testing.assert_array_equal(dense, np.array([[0, 5, 0], [0, 7, 0]], np.float32))
-    renamed = onward.rename(model, {"s": "t"}).to_proto()
+    renamed = onward.transform.rename(model, {"s": "t"}).to_proto()
     assert [sparse.values.name for sparse in renamed.graph.sparse_initializer] == ["t"]
 
 
 def test_a_sparse_initializer_of_impossible_size_is_not_expanded():
     proto = sparse_model()
     proto.graph.sparse_initializer[0].dims[:] = [1 << 40, 1 << 40]
-    model = onward.read(proto)
+    model = onward.load(proto)
     assert comparable(model.to_proto()) == comparable(proto)
     with pytest.raises(onward.Error, match="when expanded"):
         model.graph.initializers["s"].const_value.numpy()
@@ -99,7 +99,7 @@ def test_sparse_attributes_and_map_types_are_kept():
     graph = helper.make_graph(nodes, "g", [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["N", 2])], outputs)
     imports = [helper.make_opsetid("", 21), helper.make_opsetid("ai.onnx.ml", 3)]
     proto = helper.make_model(graph, ir_version=10, opset_imports=imports)
-    assert onward.read(proto).copy().to_proto() == proto
+    assert onward.load(proto).copy().to_proto() == proto
 
 
 def test_notes_metadata_and_quantization_annotations_are_kept():
@@ -114,7 +114,7 @@ def test_notes_metadata_and_quantization_annotations_are_kept():
     proto.graph.value_info.append(helper.make_tensor_value_info("nothing", TensorProto.FLOAT, [1]))
     annotation = proto.graph.quantization_annotation.add(tensor_name="hidden")
     annotation.quant_parameter_tensor_names.add(key="SCALE_TENSOR", value="fc1.bias")
-    assert onward.read(proto).copy().to_proto() == proto
+    assert onward.load(proto).copy().to_proto() == proto
 
 
 # ---- what is in a training model -------------------------------------------------------------------------------------
@@ -141,7 +141,7 @@ def test_hyperparameters_are_edited_without_touching_a_node(training, tmp_path):
     nodes = [node.SerializeToString() for node in training.to_proto().training_info[0].algorithm.node]
     training.set("group0/lr", 0.1)
     training.save(tmp_path / "t.onnx")
-    again = onward.read(tmp_path / "t.onnx")
+    again = onward.load(tmp_path / "t.onnx")
     assert hyperparameters(again)["group0/lr"] == 0.1
     assert [node.SerializeToString() for node in again.to_proto().training_info[0].algorithm.node] == nodes
 
@@ -172,7 +172,7 @@ def test_a_copy_shares_nothing_that_changes(training):
 
 
 def test_missing_step_names_the_way_out():
-    model = onward.read(digits_mlp())
+    model = onward.load(digits_mlp())
     with pytest.raises(onward.Error, match="no step 0") as error:
         model.step()
     assert "prepare" in error.value.hint
@@ -183,7 +183,7 @@ def test_saving_and_reading_again(data, tmp_path):
     training = onward.prepare(small_cnn(), loss="cross_entropy", optimizer="adam")
     expected = {v.name: v.const_value.numpy() for v in training.initializers()}
     training.save(tmp_path / "t.onnx", data=data)
-    again = onward.read(tmp_path / "t.onnx")
+    again = onward.load(tmp_path / "t.onnx")
     for value in again.initializers():
         np.testing.assert_array_equal(value.const_value.numpy(), expected[value.name])
     assert [step.update for step in again.steps] == [step.update for step in training.steps]
@@ -198,7 +198,7 @@ def test_a_model_without_a_folder_cannot_point_at_files():
     tensor.external_data.add(key="location", value="/etc/passwd")
     for source in (proto, proto.SerializeToString()):
         with pytest.raises(onward.Error):
-            onward.read(source)
+            onward.load(source)
 
 
 # ---- what is wrong ---------------------------------------------------------------------------------------------------
@@ -208,7 +208,7 @@ def test_a_state_variable_bound_twice_is_refused(training):
     proto = training.to_proto()
     proto.training_info[0].update_binding.add(key="step", value="step/new")
     with pytest.raises(onward.Error, match="twice") as error:
-        onward.read(proto)
+        onward.load(proto)
     assert "onward check" in error.value.hint
 
 
@@ -216,7 +216,7 @@ def test_a_value_computed_twice_is_refused():
     proto = digits_mlp()
     proto.graph.node[1].output[0] = "hidden"
     with pytest.raises(onward.Error, match="not valid ONNX"):
-        onward.read(proto)
+        onward.load(proto)
 
 
 def test_a_graph_out_of_order_is_refused_where_order_matters():
@@ -224,7 +224,7 @@ def test_a_graph_out_of_order_is_refused_where_order_matters():
     nodes = list(proto.graph.node)[::-1]
     del proto.graph.node[:]
     proto.graph.node.extend(nodes)
-    model = onward.read(proto)
+    model = onward.load(proto)
     with pytest.raises(onward.Error, match="is computed only later"):
         model.copy()
 
@@ -236,13 +236,13 @@ import re, sys, time
 from pathlib import Path
 import onward
 
-onward.read  # imports are not part of opening
+onward.load  # imports are not part of opening
 
 def peak():  # getrusage would count what the parent had before this program began
     return int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) / 1024
 
 start = time.perf_counter()
-model = onward.read(sys.argv[1])
+model = onward.load(sys.argv[1])
 opened, after_open = time.perf_counter() - start, peak()
 model.set("group0/lr", 0.25)
 model.save(sys.argv[1])
@@ -277,5 +277,5 @@ def test_a_training_model_of_4_gib_opens_and_saves_without_its_weights(tmp_path)
     )
     opened, after_open, after_save = map(float, done.stdout.split())
     assert opened < 2 and after_open < 300 and after_save < 300 + 2 * size / 2**20
-    assert hyperparameters(onward.read(tmp_path / "big.onnx"))["group0/lr"] == 0.25
+    assert hyperparameters(onward.load(tmp_path / "big.onnx"))["group0/lr"] == 0.25
     assert sorted(path.name for path in tmp_path.iterdir()) == ["big.data", "big.onnx"]

@@ -48,7 +48,7 @@ def mlp(names):
 
 def losses(training, x):
     labels = training.steps[0].algorithm.inputs[0].name
-    with onward.engines.load(training) as engine:
+    with onward.engines.start(training) as engine:
         results = [engine.step({x: BATCH, labels: np.arange(6) % 3}) for _ in range(3)]
     return [float(next(iter(result.values()))) for result in results]
 
@@ -72,10 +72,10 @@ EXPECTED = losses(onward.prepare(mlp(PLAIN), **recipe(PLAIN)), "x")
 def agrees_with_plain_names(names):
     training = onward.prepare(mlp(names), **recipe(names))
     assert not onward.check(training)
-    again = onward.read(training.to_proto().SerializeToString())
+    again = onward.load(training.to_proto().SerializeToString())
     assert {names[1], names[5]} <= set(again.steps[0].update) and not {names[2], names[6]} & set(again.steps[0].update)
     np.testing.assert_allclose(losses(again, names[0]), EXPECTED, rtol=1e-6)
-    renamed = onward.rename(again, dict(zip(names, (f"plain_{name}" for name in PLAIN), strict=True)))
+    renamed = onward.transform.rename(again, dict(zip(names, (f"plain_{name}" for name in PLAIN), strict=True)))
     np.testing.assert_allclose(losses(renamed, "plain_x"), EXPECTED, rtol=1e-6)
 
 

@@ -12,7 +12,7 @@ import pytest
 import onward
 from conformity import operator_of
 from conftest import onnx_node_tests
-from onward.engines import function, load
+from onward.engines import function, start
 from onward.lowering import runtime
 from onward.transform.runtime import Limits, onnxruntime_limits
 
@@ -80,7 +80,7 @@ def test_training_agrees_on_every_engine() -> None:
     batch["target"] = np.zeros_like(batch["x"])
     results = {}
     for engine in ("onnxruntime", "numpy", "torch", "jax", "tensorflow"):
-        with load(training, engine=engine, **({} if engine == "onnxruntime" else {"compile": False})) as loaded:
+        with start(training, engine=engine, **({} if engine == "onnxruntime" else {"compile": False})) as loaded:
             results[engine] = [loaded.gradients(batch), *(loaded.step(batch)["loss"] for _ in range(3))]
     for gradients, *losses in results.values():
         np.testing.assert_allclose(losses, results["torch"][1:], rtol=1e-4)

@@ -13,12 +13,12 @@ from control_flow import CASES as CONTROL_FLOW
 from lowered import CASES as TRAINING
 from lowered import FLAT, SQUARE, assert_close, penalised
 from models import digits_mlp, small_cnn
-from onward.engines import function, load
+from onward.engines import function, start
 from onward.engines.expression import expressed
 from onward.engines.framework_engine import Interpreted
 from onward.engines.numpy import Numpy
 from onward.errors import UnknownNameError, UnsupportedError
-from onward.model import read
+from onward.model import load
 from rule_tables import FAMILIES
 from sessions import session
 
@@ -60,7 +60,7 @@ def test_operators_are_as_on_onnxruntime(name):
     proto, inputs = OPERATORS[name][:2]
     expected = None if name in NOT_AS_ON_ONNXRUNTIME else on_onnxruntime(proto, inputs)
     expected = expected or gradcheck.evaluate(proto, inputs)
-    found = function(read(proto))({name: gradcheck.mapped(read_only, value) for name, value in inputs.items()})
+    found = function(load(proto))({name: gradcheck.mapped(read_only, value) for name, value in inputs.items()})
     half = any(array.itemsize == 2 for value in inputs.values() for array in gradcheck.flat(value))
     rtol = 2e-3 if half or "float16" in name else 2e-5
     for output, wanted in expected.items():
@@ -135,7 +135,7 @@ def test_a_body_of_a_newer_operator_set_is_of_no_use():
     """Relu has been a function since operator set 14, whose body is of 18."""
     text = '<ir_version: 9, opset_import: ["" : 14]> f (float[N] x) => (float[N] y) { y = Relu (x) }'
     with pytest.raises(UnsupportedError, match="Relu"):
-        expressed(read(onnx.parser.parse_model(text)), Numpy.operators.keys() - {"Relu"}, {}, "numpy")
+        expressed(load(onnx.parser.parse_model(text)), Numpy.operators.keys() - {"Relu"}, {}, "numpy")
 
 
 # ---- steps -----------------------------------------------------------------------------------------------------------
@@ -152,7 +152,7 @@ def test_steps_are_as_on_onnxruntime(name):
     model = onward.prepare(proto(), **recipe | more)
     fewer = {name: array[: len(array) // 2] for name, array in batch.items()}
     tolerance = 2e-2 if name == "float16" else 1e-5
-    with load(model, engine="numpy") as ours, load(model) as theirs:
+    with start(model, engine="numpy") as ours, start(model) as theirs:
         assert_close(ours.gradients(batch), theirs.gradients(batch), tolerance, tolerance)
         for one in (batch, fewer, batch):
             assert_close(ours.step(one), dict(theirs.step(one)), tolerance, tolerance)
@@ -169,7 +169,7 @@ def test_larger_models_train_as_on_onnxruntime(name):
     case = torch_models.CASES[name]
     subject = torch_models.made(case)
     model = torch_models.prepared(case, subject, torch_models.exported(case, subject))
-    with load(model, engine="numpy") as ours, load(model, threads=1) as theirs:
+    with start(model, engine="numpy") as ours, start(model, threads=1) as theirs:
         for size in (8, 3, 8):
             batch = torch_models.arrays(subject.batch(size))
             assert float(ours.step(batch)[ours.loss]) == pytest.approx(float(theirs.step(batch)[ours.loss]), rel=1e-4)
@@ -192,7 +192,7 @@ def test_float64_stays_float64():
     recipe = {"loss": "cross_entropy", "optimizer": "sgd:lr=0.1,momentum=0.9", "schedule": "cosine:steps=9"}
     proto, batch = doubled(digits_mlp(8), FLAT)
     model = onward.prepare(proto, **recipe)
-    with load(model, engine="numpy") as ours, load(model) as theirs:
+    with start(model, engine="numpy") as ours, start(model) as theirs:
         for _ in range(3):
             assert_close(ours.step(batch), dict(theirs.step(batch)), 1e-12, 1e-12)
         assert {array.dtype for name, array in ours.state().items() if name.startswith("fc")} == {np.dtype(np.float64)}
@@ -206,7 +206,10 @@ def test_bfloat16_stays_near_float32(proto):
     half = gradcheck.in_type(proto, onnx.TensorProto.BFLOAT16)
     batch = SQUARE if len(proto.graph.input[0].type.tensor_type.shape.dim) == 4 else FLAT
     rounded = batch | {"image": batch["image"].astype(ml_dtypes.bfloat16)}
-    with load(onward.prepare(half, **recipe), engine="numpy") as narrow, load(onward.prepare(proto, **recipe)) as wide:
+    with (
+        start(onward.prepare(half, **recipe), engine="numpy") as narrow,
+        start(onward.prepare(proto, **recipe)) as wide,
+    ):
         for _ in range(3):
             assert float(narrow.step(rounded)["loss"]) == pytest.approx(float(wide.step(batch)["loss"]), rel=2e-2)
         state = narrow.state()
@@ -217,13 +220,13 @@ def test_bfloat16_stays_near_float32(proto):
 def test_the_rules_agree_with_differences():
     proto, batch = doubled(small_cnn(2), SQUARE)
     model = onward.prepare(proto, loss="cross_entropy", optimizer="sgd:lr=0.1")
-    rules, differences = load(model, engine="numpy"), Interpreted(model, 0, Numpy(), rules=False)
+    rules, differences = start(model, engine="numpy"), Interpreted(model, 0, Numpy(), rules=False)
     assert_close(rules.gradients(batch), differences.gradients(batch), 1e-7, 1e-8)
 
 
 def test_the_rules_agree_with_differences_of_differences():
     proto, batch = doubled(penalised(21), {"x": np.array([0.5, -1.5, 2])})
-    rules, differences = load(proto, engine="numpy"), Interpreted(read(proto), 0, Numpy(), rules=False)
+    rules, differences = start(proto, engine="numpy"), Interpreted(load(proto), 0, Numpy(), rules=False)
     assert_close(rules.step(batch), differences.step(batch), 1e-4, 1e-4)
     assert_close(rules.state(), differences.state(), 1e-4, 1e-4)
 

@@ -15,7 +15,6 @@ import onward
 from commands import failed, run
 from conftest import needs
 from older_forms import write
-from onward.engines import load
 from onward.errors import InvalidModelError
 
 TRAINED = [file.__name__ for file in write.FILES if file is not write.linear_model]
@@ -26,7 +25,7 @@ OLDER = "older form"
 
 def read(source: str | bytes | ModelProto) -> onward.Model:
     with pytest.warns(UserWarning, match=OLDER):
-        return onward.read(source)
+        return onward.load(source)
 
 
 def path_of(name: str) -> str:
@@ -58,7 +57,7 @@ def test_a_file_of_an_older_form_trains_and_is_saved_in_the_present_one(name: st
     model = read(path_of(name))
     expected = adagrad(-0.25, 0.2, 1.0, steps=5)
     for engine in ("onnxruntime", "numpy"):
-        running = load(model, engine=engine)
+        running = onward.engines.start(model, engine=engine)
         losses = [float(running.step(BATCH)["loss_value"]) for _ in range(5)]
         np.testing.assert_allclose(losses, expected, rtol=1e-5)
 
@@ -116,7 +115,7 @@ def test_several_tensors_that_an_optimizer_takes_one_after_the_other() -> None:
         (6, write.node("Adagrad", ["R", "T", *slots], results, *write.SETTINGS)),
         *write.pairs(7, states),
     )
-    running = load(read(write.model(graph, (21, training))), engine="numpy")
+    running = onward.engines.start(read(write.model(graph, (21, training))), engine="numpy")
     difference = X * np.float32(-0.25) + 0.5 - 2 * X
     assert float(running.step(BATCH)["loss_value"]) == pytest.approx(np.sum(difference**2), rel=1e-6)
     for name, x, start, h in (("1", X, -0.25, 1.0), ("b", np.ones_like(X), 0.5, 4.0)):
@@ -127,7 +126,7 @@ def test_several_tensors_that_an_optimizer_takes_one_after_the_other() -> None:
 
 def test_what_no_draft_has_is_left_out_and_said() -> None:
     with pytest.warns(UserWarning, match="field 99 of the model, which no draft has, is left out"):
-        onward.read(write.may_2019() + write.field(99, "a vendor's"))
+        onward.load(write.may_2019() + write.field(99, "a vendor's"))
 
 
 # ---- GraphCall -------------------------------------------------------------------------------------------------------
@@ -217,7 +216,7 @@ def test_an_output_that_is_an_input_is_passed_on() -> None:
 def test_a_call_that_makes_no_sense_is_refused(call: str, said: str) -> None:
     proto = calling(f"Y_1 = {call} V = Neg(W)")
     with pytest.raises(InvalidModelError) as error:
-        onward.read(proto)
+        onward.load(proto)
     assert said in str(error.value) and "prepare" in str(error.value.hint)
     assert [f.code for f in onward.check(proto) if f.code == "OW115"]
 
@@ -226,7 +225,7 @@ def test_a_graph_that_calls_itself_is_refused() -> None:
     proto = calling("V = Neg(W)")
     proto.graph.node.extend(onnx.parser.parse_graph(f"g (float[N,2] X) => (float[N,1] Z) {{ Z = {CALL}(X) }}").node)
     with pytest.raises(InvalidModelError, match="outside of an algorithm"):
-        onward.read(proto)
+        onward.load(proto)
 
 
 # ---- what is wrong ---------------------------------------------------------------------------------------------------
@@ -281,7 +280,7 @@ UNCLEAR = {
 def test_what_is_unclear_is_refused(what: str) -> None:
     data, said = UNCLEAR[what]
     with pytest.raises(onward.Error, match=said):
-        onward.read(data)
+        onward.load(data)
     assert any(finding.severity == "error" for finding in onward.check(data))
 
 
@@ -329,6 +328,6 @@ def test_a_file_of_an_older_form_goes_to_a_program_and_comes_back(tmp_path) -> N
     old, program, back = path_of("training_linear_model"), str(tmp_path / "run.pt"), str(tmp_path / "back.onnx")
     assert OLDER in run("convert", old, "--to", "torch", "-o", program).stderr
     run("convert", program, "--like", old, "-o", back)
-    running = load(onward.read(back), engine="numpy")
+    running = onward.engines.start(onward.load(back), engine="numpy")
     losses = [float(running.step(BATCH)["loss"]) for _ in range(5)]
     np.testing.assert_allclose(losses, EXPECTED, rtol=1e-5)

@@ -10,7 +10,6 @@ from onnx import helper
 import onward
 from conftest import needs
 from models import digits_mlp
-from onward.engines import load
 from onward.training.data import Batches, open_data
 
 ENGINES = [
@@ -69,7 +68,7 @@ def assert_same(found, expected):
 def test_results_stay_what_they_were_and_may_be_written(name, options):
     model = training_model()
     original = copied({name: value.const_value.numpy() for name, value in model.graph.initializers.items()})
-    with load(model, engine=name, **options) as engine:
+    with onward.engines.start(model, engine=name, **options) as engine:
         kept = [everything(engine, batch(i)) for i in range(4)]
         at_once = [copied(results) for results in kept]
         engine.step(batch(4))
@@ -88,7 +87,7 @@ def test_results_stay_what_they_were_and_may_be_written(name, options):
 @pytest.mark.parametrize(("name", "options"), ENGINES)
 def test_what_was_given_may_be_written_afterwards(name, options):
     """At once, while a step may still run; it is large enough to do so."""
-    with load(training_model(), engine=name, **options) as engine:
+    with onward.engines.start(training_model(), engine=name, **options) as engine:
         start, rows = engine.state(), 4096
         expected = copied(engine.step(batch(0, rows)))
         after = engine.state()

@@ -229,7 +229,7 @@ def test_batch_normalization_trains_and_its_statistics_are_state(variance):
 
 
 def test_frozen_batch_normalization_keeps_its_statistics():
-    scale = next(n for n in onward.read(small_cnn()).graph if n.op_type == "BatchNormalization").inputs[1].name
+    scale = next(n for n in onward.load(small_cnn()).graph if n.op_type == "BatchNormalization").inputs[1].name
     model = onward.prepare(small_cnn(), loss="cross_entropy", freeze=[scale])
     assert not any(state.role == "statistics" or "running" in state.name for state in states(model))
     assert not any(node.op_type == "BatchNormalization" for node in model.steps[0].algorithm)
@@ -439,7 +439,7 @@ def test_initialisers_are_chosen_by_pattern_and_reproducible():
     recipe = {"loss": "cross_entropy", "optimizer": "sgd", "init": {"*.weight": "kaiming_normal", "fc1.bias": "ones"}}
     first, again = (reset(onward.prepare(digits_mlp(), **recipe, seed=1)) for _ in range(2))
     other = reset(onward.prepare(digits_mlp(), **recipe, seed=2))
-    file = weights(onward.read(digits_mlp()))
+    file = weights(onward.load(digits_mlp()))
     assert (first["fc1.weight"] == again["fc1.weight"]).all() and (first["fc1.weight"] != other["fc1.weight"]).any()
     assert (first["fc1.bias"] == 1).all() and (first["fc2.bias"] == file["fc2.bias"]).all()
     assert np.std(first["fc1.weight"]) == pytest.approx(math.sqrt(2 / 64), rel=0.1)
@@ -470,11 +470,11 @@ def test_a_second_step_is_added_only_on_request():
         onnx.checker.check_model(ir.to_proto(both.combined(step)), full_check=True)
     assert onward.check(both) == []
     assert "step_1" in both.steps[1].update and "fc2.weight/exp_avg" in both.steps[1].update
-    assert onward.read(both.to_proto()).to_proto() == both.to_proto()
+    assert onward.load(both.to_proto()).to_proto() == both.to_proto()
 
 
 def test_names_that_the_model_already_has_are_left_to_it():
-    proto = onward.rename(digits_mlp(), {"hidden": "step", "active": "lr"}).to_proto()
+    proto = onward.transform.rename(digits_mlp(), {"hidden": "step", "active": "lr"}).to_proto()
     model = onward.prepare(proto, loss="cross_entropy", optimizer="adam", accumulate=2)
     assert onward.check(model) == []
     assert "step" not in model.steps[0].update and "step_1" in model.steps[0].update
@@ -498,7 +498,7 @@ def test_the_checker_has_nothing_to_say_about_what_we_make(model, recipe):
 def test_prepare_does_not_change_its_argument():
     proto = digits_mlp()
     before = proto.SerializeToString()
-    model = onward.read(proto)
+    model = onward.load(proto)
     onward.prepare(model, loss="cross_entropy")
     onward.prepare(proto, loss="cross_entropy")
     assert proto.SerializeToString() == before and not model.steps
@@ -638,7 +638,7 @@ def test_weights_in_bodies_are_trained_if_they_are_named():
     for condition in (True, False):
         fed = {"x": batch["x"], "c": np.array(condition)}
         (before,) = ReferenceEvaluator(model).run(None, fed)
-        with onward.engines.load(named) as engine:
+        with onward.engines.start(named) as engine:
             engine.step({**batch, "c": fed["c"]})
-            (after,) = ReferenceEvaluator(onward.strip(engine.updated()).to_proto()).run(None, fed)
+            (after,) = ReferenceEvaluator(onward.transform.strip(engine.updated()).to_proto()).run(None, fed)
         np.testing.assert_allclose(after, before - 2 * 0.1 * before, rtol=1e-5)  # by the mean of two squares

@@ -161,7 +161,7 @@ def colours() -> onnx.ModelProto:
 
 def preprocessed(model: onward.Model, pictures: np.ndarray) -> np.ndarray:
     """What a model with preprocessing reads, on ONNX Runtime."""
-    first = extract(onward.strip(model), ["image"], ["image/preprocessed"])
+    first = extract(onward.transform.strip(model), ["image"], ["image/preprocessed"])
     return ort.InferenceSession(first.to_proto().SerializeToString()).run(None, {"image": pictures})[0]
 
 
@@ -190,7 +190,7 @@ def test_pictures_of_different_sizes(operations: str, shape: str, folder: Path) 
     pictures = photos(folder, exif=True)
     settings: dict[str, Any] = {**RECIPE, **QUIET, "augment": "flip", "validation": 0.25, "batch_size": 4}
     run = train(colours(), "photos", preprocess=operations, keep_preprocessing=True, run="run", **settings)
-    alone = with_preprocessing(onward.read(colours()), f"input:shape={shape} {operations}")
+    alone = with_preprocessing(onward.load(colours()), f"input:shape={shape} {operations}")
     assert [(v.name, v.dtype, v.shape) for v in run.best.inputs] == [(v.name, v.dtype, v.shape) for v in alone.inputs]
     data = as_read(run, "photos")
     rows = data.take(np.arange(len(data)))["image"]

@@ -16,7 +16,7 @@ from onnx import TensorProto, helper
 import onward
 from conftest import needs
 from models import digits_mlp, small_cnn
-from onward.engines import load
+from onward.engines import start
 from onward.errors import Error, RecipeError
 from onward.recipe.preprocessing import with_preprocessing
 
@@ -29,7 +29,7 @@ def identity(*shape: Any, dtype: int = TensorProto.FLOAT) -> onward.Model:
     """A model that gives what it takes."""
     values = [helper.make_tensor_value_info(name, dtype, shape) for name in ("image", "same")]
     graph = helper.make_graph([helper.make_node("Identity", ["image"], ["same"])], "identity", [values[0]], [values[1]])
-    return onward.read(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8))
+    return onward.load(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8))
 
 
 def made(model: onward.Model, preprocess: Any, images: np.ndarray) -> np.ndarray:
@@ -148,8 +148,8 @@ LABELS = np.arange(16) % 10
 def test_training_is_that_of_data_which_were_prepared_before() -> None:
     batch = {"image": FLAT, "labels": LABELS}
     scaled = {"image": FLAT.astype(np.float32) / np.float32(16), "labels": LABELS}
-    raw = load(onward.prepare(digits_mlp(), preprocess="scale:max=16", **RECIPE))
-    plain = load(onward.prepare(digits_mlp(), **RECIPE))
+    raw = start(onward.prepare(digits_mlp(), preprocess="scale:max=16", **RECIPE))
+    plain = start(onward.prepare(digits_mlp(), **RECIPE))
     with raw, plain:
         for _ in range(3):
             assert raw.step(batch) == plain.step(scaled)
@@ -187,7 +187,7 @@ def drawn(*names: str) -> onward.Model:
     text = f"""<ir_version: 9, opset_import: ["" : 18]>
     prep (uint8[N, 64] pixels) => ({outputs}) <float[64] mean = {{{",".join(["8"] * 64)}}}>
     {{ wide = Cast<to = 1>(pixels) {nodes} }}"""
-    return onward.read(onnx.parser.parse_model(text))
+    return onward.load(onnx.parser.parse_model(text))
 
 
 @pytest.mark.parametrize("name", ["image", "anything"])
@@ -197,7 +197,7 @@ def test_a_graph_of_ones_own(name: str, tmp_path: Path) -> None:
     assert onward.check(model) == []
     assert [value.name for value in model.inputs] == ["pixels"]
     assert "mean" not in " ".join(model.step().differentiated())
-    with load(model) as engine, load(onward.prepare(digits_mlp(), **RECIPE)) as plain:
+    with start(model) as engine, start(onward.prepare(digits_mlp(), **RECIPE)) as plain:
         found = engine.evaluate({"pixels": FLAT, "labels": LABELS})
         expected = plain.evaluate({"image": FLAT.astype(np.float32) - 8, "labels": LABELS})
         assert engine.step({"pixels": FLAT, "labels": LABELS})["loss"] != found["loss"]
@@ -216,7 +216,7 @@ def test_a_teacher_sees_what_the_student_sees() -> None:
     model = onward.prepare(
         digits_mlp(), loss=None, teacher=digits_mlp(), preprocess="scale", augment="noise:std=3", optimizer="sgd"
     )
-    with load(model) as engine:
+    with start(model) as engine:
         assert float(engine.step({"image": FLAT})["loss"]) == pytest.approx(0, abs=1e-6)
 
 
@@ -242,7 +242,7 @@ filters (float[N,3,8,8] x) => (float[N,3,8,8] image) <float[2] zeros = {0, 0}> {
 def test_constants_of_preprocessing_are_never_trained(drawn: bool, tmp_path: Path) -> None:
     operations = "scale normalize:mean=[0.5,0.4,0.3],std=[0.2,0.3,0.4] channels_first"
     kept = tmp_path / "kept.onnx"
-    with_preprocessing(onward.read(colour_net()), onnx.parser.parse_model(FILTERS) if drawn else operations).save(kept)
+    with_preprocessing(onward.load(colour_net()), onnx.parser.parse_model(FILTERS) if drawn else operations).save(kept)
     for options in ({}, {"trainable": "*"}):
         assert onward.prepare(kept, loss="ce", **options).steps[0].differentiated() == ["w"]
     roles = {weight.name: weight.role for weight in onward.describe(kept).weights}

@@ -9,7 +9,7 @@ from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantTy
 import onward
 from conftest import needs
 from control_flow import on_onnxruntime
-from onward.engines import load
+from onward.engines import start
 from onward.errors import RecipeError, UnsupportedError
 from onward.training.export import in_form_of
 
@@ -66,7 +66,7 @@ def written(proto):
 
 
 def steps(model, engine, count=5, **options):
-    with load(model, engine=engine, **options) as running:
+    with start(model, engine=engine, **options) as running:
         batch = {name: X if name == "x" else np.ones((8, 3), "f") for name in running.inputs}
         losses = [float(running.step(batch)["loss"]) for _ in range(count)]
         return losses, running.updated(), float(running.evaluate(batch)["loss"])
@@ -83,7 +83,7 @@ def test_the_form_comes_back(quantised, form):
     assert model.step().differentiated() == (
         ["cb", "b"] if form == "dynamic" else ["cw_DequantizeLinear_Output", "w_DequantizeLinear_Output"]
     )
-    for result in (in_form_of(onward.read(proto), updated), onward.strip(updated)):
+    for result in (in_form_of(onward.load(proto), updated), onward.transform.strip(updated)):
         assert written(result.to_proto()) == written(proto)
         (y,) = on_onnxruntime(result.to_proto(), {"x": X})
         assert np.mean((y - 1) ** 2) == pytest.approx(loss, rel=1e-5)
@@ -138,8 +138,11 @@ def test_integers_without_a_zero_point_and_shared_ones():
     }""")
     model = onward.prepare(proto, loss="mse", optimizer="sgd:lr=0.1")
     assert model.step().differentiated() == ["w"]
-    assert written(onward.strip(model).to_proto()) == written(proto)
-    stored = {tensor.name: numpy_helper.to_array(tensor) for tensor in onward.strip(model).to_proto().graph.initializer}
+    assert written(onward.transform.strip(model).to_proto()) == written(proto)
+    stored = {
+        tensor.name: numpy_helper.to_array(tensor)
+        for tensor in onward.transform.strip(model).to_proto().graph.initializer
+    }
     np.testing.assert_array_equal(stored["q"], [[1, -2], [3, 4]])
 
 
@@ -167,4 +170,4 @@ def test_pytorch_goes_straight_through_pairs_and_nothing_else(quantised):
 def test_jax_does_not_see_through_rounding(quantised, form):
     with pytest.raises(UnsupportedError, match="rounds numbers to integers") as raised:
         onward.to_jax(onward.prepare(quantised[form], loss="mse"), probe=False)
-    assert "onward.engines.load" in raised.value.hint
+    assert "onward.engines.start" in raised.value.hint

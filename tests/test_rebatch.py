@@ -6,7 +6,7 @@ import pytest
 
 import onward
 from conftest import needs
-from onward.engines import load
+from onward.engines import start
 from onward.training.export import in_form_of
 from onward.transform.rebatch import rebatch
 from runs import QUIET
@@ -54,7 +54,7 @@ def test_the_class_token_of_a_transformer(tmp_path, monkeypatch, dynamo):
     token = net.net.vit.embeddings.cls_token
     (wanted,) = torch.autograd.grad(loss, [token])
     model = onward.prepare(rebatch(proto), loss="cross_entropy")
-    with load(model, threads=1) as engine:
+    with start(model, threads=1) as engine:
         batch = {name: data["x"] if name == "x" else data["labels"] for name in engine.inputs}
         gradients = {name: array for name, array in engine.gradients(batch).items() if array.shape == (1, 1, 8)}
         assert float(engine.evaluate(batch)["loss"]) == pytest.approx(float(loss), rel=1e-5)
@@ -64,7 +64,7 @@ def test_the_class_token_of_a_transformer(tmp_path, monkeypatch, dynamo):
     result = onward.train(proto, data, loss="cross_entropy", batch_size=4, epochs=1, **QUIET)
     if not dynamo:
         return  # where tensors that were stored once are trained apart, the graph that was trained comes back
-    trained = in_form_of(onward.read(proto), result.model)
+    trained = in_form_of(onward.load(proto), result.model)
     assert trained.inputs[0].shape == [1, 1, 8, 8]
     assert [node.op_type for node in trained.graph] == [node.op_type for node in proto.graph.node]
 

@@ -40,7 +40,7 @@ def prepared(**recipe: Any) -> onward.Model:
 
 def trained(model: onward.Model, steps: int = 2) -> onward.Model:
     data = digits(8, flat=False)
-    with onward.engines.load(model) as engine:
+    with onward.engines.start(model) as engine:
         for _ in range(steps):
             engine.step(data)
         return engine.updated()
@@ -127,7 +127,7 @@ IN_A_LOOP = """i () => (float[2] a) <int64 n = {2}, float[2] z = {0, 0}, bool ye
 
 
 def test_what_has_no_seed_is_drawn_anew_unless_one_is_given() -> None:
-    model = onward.read(several((RANDOM, {"w": "a", "shared": "b"})))
+    model = onward.load(several((RANDOM, {"w": "a", "shared": "b"})))
     one, other = stored(onward.reset(model)), stored(onward.reset(model))
     assert not (one["w"] == other["w"]).any()
     np.testing.assert_allclose(one["shared"] / one["w"], other["shared"] / other["w"], rtol=1e-6)  # this has a seed
@@ -140,7 +140,7 @@ def test_what_has_no_seed_is_drawn_anew_unless_one_is_given() -> None:
 
 
 def test_a_seed_for_draws_that_cannot_be_told_apart_is_refused() -> None:
-    model = onward.read(several((IN_A_LOOP, {"w": "a"})))
+    model = onward.load(several((IN_A_LOOP, {"w": "a"})))
     onward.reset(model)
     with pytest.raises(onward.Error, match="draws within"):
         onward.reset(model, seed=1)
@@ -190,7 +190,7 @@ def test_a_model_that_was_just_prepared_is_its_own_reset(optimizer: str) -> None
 def test_every_engine_starts_from_the_same_numbers(engine: str) -> None:
     model = onward.prepare(digits_mlp(8), loss="cross_entropy", optimizer="sgd", init={"*.weight": "normal"})
     wanted = stored(onward.reset(model))
-    with onward.engines.load(model, engine=engine, compile=False) as loaded:
+    with onward.engines.start(model, engine=engine, compile=False) as loaded:
         loaded.step(digits(8))
         loaded.reset()
         assert_equal(loaded.state(), wanted)
@@ -205,7 +205,7 @@ def test_an_engine_of_one_step_takes_over_what_another_step_initialises() -> Non
         del info.update_binding[1]  # of `shared`
     fresh = onward.reset(proto)
     for step in range(2):
-        with onward.engines.load(proto, step) as engine:
+        with onward.engines.start(proto, step) as engine:
             engine.reset()
             assert_equal(engine.state(), {s.name: s.array for s in carried_state(fresh, step)})
             np.testing.assert_array_equal(engine.state()["shared"], [3, 2])

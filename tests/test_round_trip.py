@@ -26,7 +26,7 @@ def load(name):
 
 def check_unchanged(proto):
     before = proto.SerializeToString()
-    model = onward.read(proto)
+    model = onward.load(proto)
     assert comparable(model.to_proto()) == comparable(proto)
     assert comparable(model.copy().to_proto()) == comparable(proto)
     assert proto.SerializeToString() == before
@@ -47,7 +47,7 @@ def test_node_tests_come_back_the_same(chunk):
 
 def with_recipe(proto, **recipe):
     """The model with a loss on its first floating-point output; None if there is nothing to train in it."""
-    outputs = [v for v in onward.read(proto).outputs if v.dtype is not None and v.dtype.is_floating_point()]
+    outputs = [v for v in onward.load(proto).outputs if v.dtype is not None and v.dtype.is_floating_point()]
     if not outputs:
         return None
     try:
@@ -74,7 +74,7 @@ def feeds_for(proto):
 
 def check_inference_unchanged(proto, feeds, training):
     assert training.steps and training.steps[0].update
-    reread = onward.read(training.to_proto())
+    reread = onward.load(training.to_proto())
     assert comparable(reread.to_proto()) == comparable(training.to_proto())
     for before, after in zip(run(proto, feeds), run(training.to_proto(), feeds), strict=True):
         pairs = zip(after, before, strict=True) if isinstance(before, list) else [(after, before)]
@@ -92,7 +92,7 @@ def test_a_recipe_leaves_inference_alone(name):
     feeds = {value.name: x for value, x in zip(training.inputs, inputs, strict=False)}
     for expected, after in zip(outputs, run(training.to_proto(), feeds), strict=True):
         np.testing.assert_allclose(after, expected, rtol=1e-4, atol=1e-5)
-    assert comparable(onward.read(training.to_proto()).to_proto()) == comparable(training.to_proto())
+    assert comparable(onward.load(training.to_proto()).to_proto()) == comparable(training.to_proto())
 
 
 def stored(name, kind):

@@ -15,7 +15,7 @@ import pytest
 import onward
 from conftest import needs
 from models import digits_mlp
-from onward.engines import load
+from onward.engines import start
 from onward.errors import DataError, RecipeError, UnknownNameError, UnsupportedError
 from onward.training.api import resume, train
 from onward.training.folder import Run
@@ -87,7 +87,7 @@ def test_a_gan_trains_as_it_does_in_pytorch(
     engine: str, training: onward.Model, batches: list[dict[str, np.ndarray]], by_hand: np.ndarray
 ) -> None:
     options = {"compile": False} if engine == "torch" else {}
-    with load(training, engine=engine, **options) as running:
+    with start(training, engine=engine, **options) as running:
         metrics = [running.step(batches[first : first + 2]) for first in range(0, 100, 2)]
         results = running.updated()
     losses = np.array([[float(m["discriminator/loss"]), float(m["generator/loss"])] for m in metrics])
@@ -147,7 +147,7 @@ def test_a_round_is_what_its_steps_make_one_after_the_other() -> None:
     batches = [
         {"image": rng.normal(size=(4, 64)).astype(np.float32), "labels": rng.integers(0, 10, 4)} for _ in range(3)
     ]
-    with load(model, "1:3,0:2") as together, load(model, 0) as first, load(model, 1) as second:
+    with start(model, "1:3,0:2") as together, start(model, 0) as first, start(model, 1) as second:
         for _ in range(2):
             together.step(batches)
             for batch in batches:

@@ -19,7 +19,7 @@ from conftest import onnx_node_tests
 from control_flow import CASES as CONTROL_FLOW
 from onward.differentiate import sweep, vjp
 from onward.differentiate.expand import expand
-from onward.model import read
+from onward.model import load
 from onward.rules import RULES, NoGradient, Rewrite
 from onward.rules.registry import has_gradient
 from onward.transform.opset import convert_opset
@@ -98,7 +98,7 @@ def test_rewrite_computes_the_same(name):
     proto = case.proto()
     inputs = dict(zip((value.name for value in proto.graph.input), case.data[0][0], strict=False))
     outputs = [value.name for value in proto.graph.output]
-    model = read(proto) if read(proto).opset >= 18 else convert_opset(proto, 21)
+    model = load(proto) if load(proto).opset >= 18 else convert_opset(proto, 21)
     model = expand(model.copy(), outputs[0], gradcheck.differentiable(proto, inputs)).to_proto()
     assert not any(isinstance(known(node), Rewrite) for node in model.graph.node)
     computed = gradcheck.evaluate(model, inputs)

@@ -152,7 +152,7 @@ READER = """
     expected = np.load("expected.npy")
     times = 0
     while not times or not sys.stdin.closed and times < 150:
-        model = onward.read("run/training.onnx")
+        model = onward.load("run/training.onnx")
         values = {value.name: value.const_value.numpy().copy() for value in model.initializers()}
         assert np.array_equal(values["fc1.weight"], expected), "another file"
         times += 1
@@ -180,8 +180,8 @@ def test_reading_a_run_while_it_saves(folder: Path) -> None:
 
 
 def test_copies_outlive_the_files_that_a_save_removes(folder: Path) -> None:
-    onward.read(digits_mlp(64)).save("m.onnx", data="data")
-    first = onward.read("m.onnx")
+    onward.load(digits_mlp(64)).save("m.onnx", data="data")
+    first = onward.load("m.onnx")
     training = onward.prepare(first, loss="cross_entropy")
     values = {name: first.array(name).copy() for name in ("fc1.weight", "fc2.weight")}
     other = first.copy()
@@ -192,19 +192,19 @@ def test_copies_outlive_the_files_that_a_save_removes(folder: Path) -> None:
     assert not Path("m.data").exists()
     assert_equal({name: first.array(name) for name in values}, values)
     training.save("t.onnx")
-    assert_equal({name: onward.read("t.onnx").array(name) for name in values}, values)
+    assert_equal({name: onward.load("t.onnx").array(name) for name in values}, values)
 
 
 @pytest.mark.parametrize("how", ["replaced", "overwritten"])
 def test_data_that_change_after_reading_are_not_taken_for_what_was_read(how: str, folder: Path) -> None:
     """Those of another file under the name are not; those that were overwritten are gone, which is said."""
     exported()
-    model = onward.read("net.onnx")
+    model = onward.load("net.onnx")
     weight = model.array("fc1.weight").copy()
     if how == "replaced":
         exported(scale=2)
         model.save("net.onnx")
-        assert np.array_equal(onward.read("net.onnx").array("fc1.weight"), weight)
+        assert np.array_equal(onward.load("net.onnx").array("fc1.weight"), weight)
         return
     content = Path("net.onnx.data").read_bytes()
     Path("net.onnx.data").write_bytes(content[::-1])
@@ -224,7 +224,7 @@ def test_more_tensors_outside_than_files_may_be_open(folder: Path) -> None:
     models = []
     resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/dev/fd")) + 20, limits[1]))
     try:
-        models = [onward.read("net.onnx") for _ in range(15)]
+        models = [onward.load("net.onnx") for _ in range(15)]
         assert all(np.isfinite(model.array(name)).all() for model in models for name in model.graph.initializers)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
@@ -243,6 +243,6 @@ def test_data_files_of_one_name_in_two_folders(folder: Path) -> None:
     batch = {name: array[:16] for name, array in digits().items()}
     losses = []
     for engine in ("onnxruntime", "numpy"):
-        with onward.engines.load(model, engine=engine) as loaded:
+        with onward.engines.start(model, engine=engine) as loaded:
             losses.append([float(loaded.step(batch)["loss"]) for _ in range(2)])
     np.testing.assert_allclose(*losses, rtol=1e-5)

@@ -241,7 +241,7 @@ def test_data_that_moved(data: Any, folder: Path) -> None:
 @pytest.mark.parametrize("validation", [[], ["--validation", "0.2"]])
 def test_the_place_of_tensors_is_kept(form: Any, validation: list[str], folder: Path) -> None:
     """Also if all of them are trained, so that nothing is where it was."""
-    onward.read(digits_mlp(64)).save("net.onnx", data=form)
+    onward.load(digits_mlp(64)).save("net.onnx", data=form)
     code, err = said(
         *("train", "net.onnx", "--data", "digits.npz", "--loss", "ce", "--run", "run", "-o", "out.onnx", "-q"),
         *validation,
@@ -251,13 +251,13 @@ def test_the_place_of_tensors_is_kept(form: Any, validation: list[str], folder: 
     assert beside == ({form} - {"none"})
     told = rf" and out\.{form} \([\d.]+ KiB\)" if beside else ""
     assert re.search(rf"^wrote out\.onnx \([\d.]+ (KiB|B)\){told}$", err, re.MULTILINE)
-    assert np.isfinite(onward.read("out.onnx").array("fc1.weight")).all()
+    assert np.isfinite(onward.load("out.onnx").array("fc1.weight")).all()
 
 
 def test_models_over_their_own_data(folder: Path) -> None:
     """Commands that read a model with data beside it and write to the same path, again and again."""
-    onward.read(digits_mlp(64)).save("net.onnx", data="data")
-    weight = onward.read("net.onnx").array("fc1.weight").copy()
+    onward.load(digits_mlp(64)).save("net.onnx", data="data")
+    weight = onward.load("net.onnx").array("fc1.weight").copy()
     for arguments in (
         "prepare net.onnx --loss ce -o net.onnx --force",
         "set net.onnx group0/lr=0.5",
@@ -269,5 +269,5 @@ def test_models_over_their_own_data(folder: Path) -> None:
     ):
         code, err = said(*arguments.split())
         assert code == 0, err
-        assert np.array_equal(onward.read("net.onnx").array("fc1.weight"), weight), arguments
+        assert np.array_equal(onward.load("net.onnx").array("fc1.weight"), weight), arguments
     assert {path for path in folder.glob("net.*") if path.suffix != ".onnx"} == set(data_files_of("net.onnx"))

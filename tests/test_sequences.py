@@ -11,7 +11,7 @@ from control_flow import on_onnxruntime, parsed
 from gradcheck import check, check_on_onnxruntime, differentiable, flat, mapped, with_symbolic_dims
 from onward.differentiate import gradient, jvp, vjp
 from onward.errors import UnsupportedError
-from onward.model import read
+from onward.model import load
 from onward.recipe.trainable import judge
 from rule_cases.sequence import f32
 from sequence_programs import programs
@@ -259,7 +259,7 @@ def test_embedding_bag(mode):
     dy = f32(*y.shape)
     (wanted,) = torch.autograd.grad(y, [bag.bag.weight], torch.tensor(dy))
     proto = torch_sequences.exported_by_dynamo(bag, {"x": x, "offsets": offsets})
-    choices = judge(whole := read(proto), whole.graph.outputs)
+    choices = judge(whole := load(proto), whole.graph.outputs)
     assert [choice.name for choice in choices if choice.role == "parameter"] == ["bag.weight"]
     model = vjp(proto, "y", ["bag.weight"]).to_proto()
     inputs = {"x": x.numpy(), "offsets": offsets.numpy(), "dy": dy}

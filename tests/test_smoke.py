@@ -12,7 +12,7 @@ import pytest
 import onward
 from commands import run
 from models import digits_mlp
-from onward.engines import load
+from onward.engines import start
 from onward.training.folder import Run
 from runs import accuracy, digits, state
 
@@ -35,7 +35,7 @@ def test_a_training_model_is_prepared_checked_and_shown(folder: Path) -> None:
     run("check", "training.onnx", "--strict")
     assert "adamw" in run("show", "training.onnx").stdout
     run("set", "training.onnx", "group0/lr=0.5")
-    assert onward.read("training.onnx").initializer("group0/lr").const_value.numpy() == 0.5
+    assert onward.load("training.onnx").initializer("group0/lr").const_value.numpy() == 0.5
     run("strip", "training.onnx", "-o", "plain.onnx")
     assert not onnx.load("plain.onnx").training_info
 
@@ -50,7 +50,7 @@ def test_a_model_is_trained_and_the_run_goes_on(folder: Path) -> None:
     for name, array in whole.items():
         np.testing.assert_array_equal(parts[name], array, err_msg=name)
     data = digits(400)
-    assert accuracy(onward.read("trained.onnx"), data) > 0.5 > accuracy(onward.read("digits.onnx"), data)
+    assert accuracy(onward.load("trained.onnx"), data) > 0.5 > accuracy(onward.load("digits.onnx"), data)
     run("report", "whole", "-o", "page.html")
 
 
@@ -59,7 +59,7 @@ def test_a_lowered_step_is_a_step_of_the_engine(folder: Path) -> None:
     model.save("training.onnx")
     run("lower", "training.onnx", "-o", "step.onnx")
     batch = digits(16)
-    with load(model, threads=1) as engine:
+    with start(model, threads=1) as engine:
         feeds = {**batch, **engine.state()}
         loss = engine.step(batch)["loss"]
     session = ort.InferenceSession("step.onnx")

@@ -14,8 +14,8 @@ import onward
 from conftest import needs
 from lowered import part
 from models import comparable
+from onward import engines
 from onward.checker import check_proto
-from onward.engines import load
 
 PLAIN = "g (float[2] x) => (float[2] y) <float[2] w = {1, 2}> { y = Mul(x, w) }"
 DEEP = "g (float[2] x) => (float[2] y) <float[2] w = {1, 2}> { h = Mul(x, w) y = Neg(h) }"
@@ -191,7 +191,7 @@ def serious(proto: onnx.ModelProto) -> set[str]:
 
 
 def after_a_step(proto, engine, index=0, **options):
-    with load(proto, index, engine=engine, **options) as loaded:
+    with engines.start(proto, index, engine=engine, **options) as loaded:
         given = {"x": np.array([3, 4], np.float32), "t": np.array([5, 6], np.float32)}
         metrics = dict(loaded.step({name: given[name] for name in loaded.inputs}))
         return loaded.state(), metrics
@@ -227,11 +227,11 @@ def test_what_is_said_of_it(case):
     """It comes back as it was, also from a copy; it may be renamed and converted."""
     proto = model(case.graph, case.algorithm, case.update)
     assert serious(proto) == case.said
-    read = onward.read(proto)
+    read = onward.load(proto)
     assert comparable(read.to_proto()) == comparable(read.copy().to_proto()) == comparable(proto)
-    state, _ = after_a_step(onward.convert_opset(read, 18), "numpy")
+    state, _ = after_a_step(onward.transform.convert_opset(read, 18), "numpy")
     assert_state(state, case.expected)
-    state, _ = after_a_step(onward.rename(read, {"w": "weight"}), "numpy")
+    state, _ = after_a_step(onward.transform.rename(read, {"w": "weight"}), "numpy")
     assert_state(state, {"weight" if name == "w" else name: array for name, array in case.expected.items()})
 
 
@@ -241,7 +241,7 @@ def test_inference_changes_nothing(engine):
     case = CASES["the loss is kept"]
     options = {} if engine in ("onnxruntime", "numpy") else {"compile": False}
     x = np.array([3, 4], np.float32)
-    with load(model(case.graph, case.algorithm, case.update), engine=engine, **options) as loaded:
+    with engines.start(model(case.graph, case.algorithm, case.update), engine=engine, **options) as loaded:
         np.testing.assert_array_equal(loaded.evaluate({"x": x})["y"], [3, 8])
         np.testing.assert_array_equal(loaded.evaluate({"x": x})["y"], [3, 8])
         np.testing.assert_array_equal(loaded.gradients({"x": x})["w"], [18, 64])
@@ -271,7 +271,7 @@ def test_a_step_need_not_have_a_loss_nor_read_what_inference_reads(engine, tmp_p
     case = CASES["only a counter"]
     proto = model(case.graph, case.algorithm, case.update)
     options = {"compile": False} if engine == "torch" else {}
-    with load(proto, engine=engine, **options) as loaded:
+    with engines.start(proto, engine=engine, **options) as loaded:
         assert not loaded.gradients({})
         np.testing.assert_array_equal(loaded.evaluate({"x": np.array([3, 4], np.float32)})["y"], [3, 8])
     assert onward.verify(proto, engines=["onnxruntime", "numpy"]).ok
@@ -285,8 +285,8 @@ def test_device_configurations_are_kept():
     proto.graph.node[0].device_configurations.add(configuration_id="two", pipeline_stage=1)
     proto.training_info[0].algorithm.node[0].device_configurations.add(configuration_id="two")
     assert (
-        comparable(onward.read(proto).to_proto())
-        == comparable(onward.read(proto).copy().to_proto())
+        comparable(onward.load(proto).to_proto())
+        == comparable(onward.load(proto).copy().to_proto())
         == comparable(proto)
     )
     assert_state(after_a_step(proto, "numpy")[0], CASES["state of its own"].expected)
@@ -304,12 +304,15 @@ def test_each_entry_is_a_step_and_all_share_the_state_of_inference(engine):
     assert serious(proto) == {"OW203"}
     assert_state(after_a_step(proto, engine, 0)[0], {"w": [2, 4]})
     assert_state(after_a_step(proto, engine, 1)[0], {"w": [0, 1]})
-    with load(proto, 0, engine=engine) as first, load(proto, 1, engine=engine) as second:
+    with (
+        engines.start(proto, 0, engine=engine) as first,
+        engines.start(proto, 1, engine=engine) as second,
+    ):
         first.step({})
         second.load_state(first.state())
         second.step({})
         assert_state(second.state(), {"w": [1, 3]})  # not [1, 2], which is the other order
-    with load(proto, engine=engine) as both:
+    with engines.start(proto, engine=engine) as both:
         both.step({})
         assert_state(both.state(), {"w": [1, 3]})
 
@@ -322,7 +325,7 @@ def test_an_initialization_has_names_and_constants_of_its_own():
     entry.update_binding.add(key="w", value="y2")
     entry.update_binding.add(key="m", value="m2")
     assert not serious(proto)
-    initial = part(onward.read(proto), "initialization")({})
+    initial = part(onward.load(proto), "initialization")({})
     assert_state(initial, {"w": [9, 8], "m": [9, 8]})
 
 
@@ -332,7 +335,7 @@ def test_an_entry_may_only_initialise():
     assert serious(proto) == {"OW215"}
     for engine in ("onnxruntime", "numpy"):
         assert_state(after_a_step(proto, engine)[0], {"w": [1, 2]})
-    assert_state(part(onward.read(proto), "initialization")({}), {"w": [9, 9]})
+    assert_state(part(onward.load(proto), "initialization")({}), {"w": [9, 9]})
 
 
 @pytest.mark.parametrize("where", ["inference", "algorithm"])
@@ -347,7 +350,7 @@ def test_sparse_initializers_are_read_as_any_other(where, engine):
     assert not serious(proto)
     expected = [2, -1] if where == "inference" else [1, 7]
     assert_state(after_a_step(proto, engine)[0], {"w": expected})
-    assert_state(after_a_step(onward.convert_opset(proto, 18), engine)[0], {"w": expected})
+    assert_state(after_a_step(onward.transform.convert_opset(proto, 18), engine)[0], {"w": expected})
 
 
 def test_a_damaged_sparse_initializer_is_found():
@@ -374,7 +377,7 @@ def test_state_of_rare_types_is_held_or_refused(kind, engine):
     algorithm.output[0].name = "other"
     if engine in RARE[kind]:
         with pytest.raises(onward.Error, match=f"holds no state of the type {kind}, which `s` has"):
-            load(proto, engine=engine)
+            engines.start(proto, engine=engine)
         return
     state, _ = after_a_step(proto, engine)
     assert state["s"] == second[0]
@@ -412,7 +415,7 @@ def test_batch_normalization_in_training(engine, statistics, shape):
     z = (x - x.mean(0)) / np.sqrt(x.var(0) + 1e-5) * np.array([1, 3])[-size:] + np.array([0, 1])[-size:]
     mean, variance = np.zeros(size), np.ones(size)
     options = {} if engine in ("onnxruntime", "numpy") else {"compile": False}
-    with load(proto, engine=engine, **options) as loaded:
+    with engines.start(proto, engine=engine, **options) as loaded:
         for _ in range(2):
             metrics = loaded.step({"x": x.reshape((4, 2)[:size])})
             assert float(metrics["loss"]) == pytest.approx((z**2).sum(), rel=1e-5)
@@ -428,7 +431,7 @@ def test_statistics_need_training_mode():
     assert serious(proto) == {"OW113"}
     for engine in ("onnxruntime", "numpy"):
         with pytest.raises(onward.Error, match="has statistics, but is not in training mode"):
-            load(proto, engine=engine)
+            engines.start(proto, engine=engine)
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -7,7 +7,7 @@ import pytest
 
 import onward
 from conftest import needs
-from onward.engines import ENGINES, load
+from onward.engines import ENGINES, start
 from standard_training import CASES, batches, expected, training_model
 
 pytestmark = needs("torch")
@@ -19,7 +19,7 @@ oracle = functools.cache(lambda name: expected(CASES[name]))
 def test_a_model_of_the_standard_trains(name, engine):
     model = training_model(CASES[name])
     losses, state = oracle(name)
-    with load(model, engine=engine, compile=False) as run:
+    with start(model, engine=engine, compile=False) as run:
         found = [run.step(batch)["loss"].item() for batch in batches()]
         after = run.state()
     np.testing.assert_allclose(found, losses, rtol=1e-5)

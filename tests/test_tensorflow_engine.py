@@ -16,10 +16,10 @@ from framework_training import MODES, STEPS, assert_trains_alike, trained
 from lowered import SQUARE
 from models import small_cnn
 from onward.differentiate import vjp
-from onward.engines import function, load
+from onward.engines import function, start
 from onward.engines.framework_engine import interpreter
 from onward.errors import DataError, UnknownNameError
-from onward.model import read
+from onward.model import load
 from representatives import by_mode, chosen, first_of_each
 from rule_tables import CASES as RULE_CASES
 from rule_tables import EDGES
@@ -77,7 +77,7 @@ def derivative(proto, inputs, y, xs, dy):
     import tensorflow as tf
 
     framework = tensorflow()
-    execute = interpreter(read(proto).copy(), framework)
+    execute = interpreter(load(proto).copy(), framework)
     given = {name: placed(framework, value) for name, value in inputs.items()}
 
     def forward(tensors):
@@ -143,12 +143,12 @@ def test_control_flow_is_the_same_compiled(name):
     if not all(isinstance(value, np.ndarray) for value in inputs.values()):
         pytest.skip("a batch is of arrays")
     framework = tensorflow()
-    execute = interpreter(read(proto).copy(), framework)
+    execute = interpreter(load(proto).copy(), framework)
     step = framework.compile(lambda state, constants, batch: ({}, execute(batch)))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         _, found = step({}, {}, {name: framework.adopt(value) for name, value in inputs.items()})
-    for output, expected in function(read(proto), engine="numpy")(inputs).items():
+    for output, expected in function(load(proto), engine="numpy")(inputs).items():
         np.testing.assert_allclose(framework.host(found[output]), expected, rtol=1e-5, err_msg=output)
 
 
@@ -159,14 +159,14 @@ def cnn():
 def test_a_step_is_compiled_once_for_each_shape():
     said = []
     fewer = {name: array[:3] for name, array in SQUARE.items()}
-    with load(cnn(), engine="tensorflow", on_compile=said.append) as engine:
+    with start(cnn(), engine="tensorflow", on_compile=said.append) as engine:
         for batch in (SQUARE, SQUARE, fewer, SQUARE, fewer):
             engine.step(batch)
     assert said == [f"tensorflow compiles the step for image [{n}, 1, 8, 8], labels [{n}]" for n in (6, 3)]
 
 
 def test_a_label_that_there_is_not():
-    with load(cnn(), engine="tensorflow") as engine:
+    with start(cnn(), engine="tensorflow") as engine:
         engine.step(SQUARE)
         with pytest.raises(DataError, match=r"label value of 99 which is outside the valid range of \[0, 10\)"):
             engine.step(SQUARE | {"labels": np.full_like(SQUARE["labels"], 99)})
@@ -179,7 +179,7 @@ def test_what_needs_a_value_is_not_compiled():
     proto = parser.parse_model("""<ir_version: 10, opset_import: ["" : 21]>
         g (float[n] x) => (float[m] y) { c = Cast<to = 9>(x)  y = Compress(x, c) }""")
     framework = tensorflow()
-    execute = interpreter(read(proto).copy(), framework)
+    execute = interpreter(load(proto).copy(), framework)
     step = framework.compile(lambda state, constants, batch: ({}, execute(batch)))
     for n in (1, 2):
         batch = {"x": framework.tensor(np.arange(3 * n, dtype=np.float32))}
@@ -203,9 +203,9 @@ def test_products_of_fewer_bits(precision):
 
 def test_options_that_there_are_not():
     with pytest.raises(UnknownNameError, match="no device `abacus`"):
-        load(cnn(), engine="tensorflow", device="abacus")
+        start(cnn(), engine="tensorflow", device="abacus")
     with pytest.raises(UnknownNameError, match="no precision `int8`"):
-        load(cnn(), engine="tensorflow", precision="int8")
+        start(cnn(), engine="tensorflow", precision="int8")
 
 
 @needs("torch")
@@ -213,7 +213,7 @@ def test_tensors_of_another_framework():
     """Wherever they begin in memory; and what is state does not change with them."""
     import torch
 
-    with load(cnn(), engine="tensorflow") as engine, load(cnn(), engine="tensorflow") as other:
+    with start(cnn(), engine="tensorflow") as engine, start(cnn(), engine="tensorflow") as other:
         mine = {name: torch.from_numpy(np.concatenate([array[:1], array]))[1:] for name, array in SQUARE.items()}
         assert float(engine.step(mine)["loss"]) == float(other.step(SQUARE)["loss"])
         state = {name: torch.from_numpy(array.copy()) for name, array in engine.state().items() if array.dtype == "f4"}

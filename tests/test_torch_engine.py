@@ -16,7 +16,7 @@ import models
 import onward
 from conftest import needs
 from framework_training import trained
-from onward.engines import function, load
+from onward.engines import function, start
 from onward.engines.framework import NotOnHost
 from onward.errors import UnknownNameError
 from onward.recipe.optimizers import OPTIMIZERS
@@ -73,7 +73,7 @@ def digits(optimizer="sgd:lr=0.1", steps=6, **recipe):
     """A training model, and batches for it."""
     model = onward.prepare(models.digits_mlp(), loss="cross_entropy", optimizer=optimizer, **recipe)
     rng = np.random.default_rng(0)
-    with load(model) as engine:
+    with start(model) as engine:
         image = next(name for name in engine.inputs if name != "labels")
     return model, [
         {image: rng.standard_normal((16, 64)).astype("f"), "labels": rng.integers(0, 10, 16)} for _ in range(steps)
@@ -123,7 +123,7 @@ def test_quantised_tensors_pass_gradients():
     proto.graph.initializer.append(onnx.numpy_helper.from_array(weights, "w"))
     model = onward.prepare(proto, loss="cross_entropy", optimizer="sgd")
     batch = {"x": rng.standard_normal((8, 8)).astype("f"), "labels": rng.integers(0, 4, 8)}
-    with load(model, threads=1) as reference, load(model, engine="torch", compile=False) as engine:
+    with start(model, threads=1) as reference, start(model, engine="torch", compile=False) as engine:
         expected, found = reference.gradients(batch)["w"], engine.gradients(batch)["w"]
     assert (expected == 0).any()
     assert (expected != 0).any()
@@ -213,13 +213,13 @@ def test_products_with_half_of_the_bits(precision, close):
     np.testing.assert_allclose(losses, exact, rtol=close)
     assert losses != exact
     assert {array.dtype for array in state.values() if array.dtype.kind == "f"} == {np.dtype(np.float32)}
-    with load(model, engine="torch", compile=False, precision=precision) as engine:
+    with start(model, engine="torch", compile=False, precision=precision) as engine:
         assert all(array.dtype == np.float32 for array in engine.evaluate(batches[0]).values())
 
 
 def test_a_precision_that_does_not_exist():
     with pytest.raises(UnknownNameError, match="bfloat61"):
-        load(digits()[0], engine="torch", precision="bfloat61")
+        start(digits()[0], engine="torch", precision="bfloat61")
 
 
 def test_settings_are_those_of_before_when_a_step_is_done():

@@ -66,7 +66,7 @@ def test_early_stopping(folder: Path) -> None:
     settings = {"validation": other, "monitor": "loss", "patience": 2, **RECIPE, **QUIET}
     run = train(digits_mlp(), data, epochs=20, run="run", **settings)
     assert run.log[-1]["reason"] == "early_stopping" and run.progress["epoch"] == 2
-    assert run.best.to_proto().graph == onward.read(digits_mlp()).to_proto().graph
+    assert run.best.to_proto().graph == onward.load(digits_mlp()).to_proto().graph
     assert resume(run, data, validation=other, quiet=True).progress["epoch"] == 2
 
 
@@ -137,7 +137,7 @@ def test_a_model_for_one_sample_is_trained_with_many(through: str, folder: Path)
     free = train(digits_mlp(), digits(), validation=digits(50), run="free", **RECIPE, **QUIET)
     assert run.progress["step"] == 3 and run.results == pytest.approx(free.results)
     assert [d.dim_value for d in run.best.to_proto().graph.input[0].type.tensor_type.shape.dim] == [1, 64]
-    assert run.best.to_proto().graph.node == onward.read(original).to_proto().graph.node
+    assert run.best.to_proto().graph.node == onward.load(original).to_proto().graph.node
 
 
 def test_a_model_that_cannot_take_more(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -227,7 +227,7 @@ def test_old_models_stay_old(folder: Path) -> None:
     assert run.model.opset > 11
     made, names = run.last.to_proto(), {tensor.name for tensor in given.graph.initializer}
     assert made.opset_import[0].version == 11
-    assert without_weights(made, names) == without_weights(onward.read(given).to_proto(), names)
+    assert without_weights(made, names) == without_weights(onward.load(given).to_proto(), names)
 
 
 def test_weights_in_nodes(folder: Path) -> None:
@@ -279,12 +279,12 @@ def test_a_new_head(folder: Path) -> None:
 
 def test_adapters_are_merged(folder: Path) -> None:
     run = train(digits_mlp(), digits(), run="run", lora="rank=2,targets=*", **RECIPE, **QUIET)
-    given, made = onward.read(digits_mlp()).to_proto(), run.last.to_proto()
+    given, made = onward.load(digits_mlp()).to_proto(), run.last.to_proto()
     names = {"fc1.weight", "fc2.weight"}
     assert without_weights(made, names) == without_weights(given, names)
     images = digits()["image"]
     np.testing.assert_allclose(
-        outputs(run.last, images), outputs(onward.strip(run.model), images), rtol=1e-4, atol=1e-5
+        outputs(run.last, images), outputs(onward.transform.strip(run.model), images), rtol=1e-4, atol=1e-5
     )
 
 
@@ -292,7 +292,7 @@ def test_adapters_are_merged(folder: Path) -> None:
 
 
 def test_find_lr(folder: Path) -> None:
-    model = onward.read(digits_mlp())
+    model = onward.load(digits_mlp())
     before = model.to_proto()
     found = find_lr(model, digits(), loss="cross_entropy", optimizer="sgd", highest=10)
     assert model.to_proto() == before and not list(folder.glob("run*"))

@@ -21,7 +21,7 @@ RECIPE = {"loss": "cross_entropy", "optimizer": "adam:lr=1e-3,eps=1e-3", "schedu
 
 def data():
     rng = np.random.default_rng(0)
-    name = onward.read(models.digits_mlp()).inputs[0].name
+    name = onward.load(models.digits_mlp()).inputs[0].name
     return {name: rng.standard_normal((160, 64)).astype("f"), "labels": rng.integers(0, 10, 160)}
 
 

@@ -113,7 +113,7 @@ def test_a_run_that_was_reset_is_not_reset_again(folder: Path, monkeypatch: pyte
 @pytest.mark.parametrize("kills", [5, pytest.param(50, marks=pytest.mark.slow)])
 def test_kill_with_weights_beside_the_model(kills: int, tmp_path: Path) -> None:
     """Frozen ones are in the folder once, whatever happens; of all others, there is nothing left that nobody needs."""
-    onward.read(small_cnn(channels=32)).save(tmp_path / "model.onnx", data="data")
+    onward.load(small_cnn(channels=32)).save(tmp_path / "model.onnx", data="data")
     np.savez(tmp_path / "data.npz", **digits(flat=False))
     (tmp_path / "settings.json").write_text(json.dumps({"freeze": "fc.*", "tensorboard": False, "epochs": 10}))
     model, data = str(tmp_path / "model.onnx"), str(tmp_path / "data.npz")
@@ -261,7 +261,7 @@ def test_what_a_kill_leaves_behind_is_removed(folder: Path) -> None:
     resume(run, epochs=2, quiet=True)
     left = {path.name for path in run.path.iterdir() if path.read_bytes() == b"half of it"}
     assert not left and (run.path / "notes.txt").exists()
-    assert np.isfinite(outputs(onward.read(run.best.save("best.onnx", data="none")), digits()["image"])).all()
+    assert np.isfinite(outputs(onward.load(run.best.save("best.onnx", data="none")), digits()["image"])).all()
 
 
 def test_a_run_goes_on_from_another_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

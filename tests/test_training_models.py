@@ -13,7 +13,7 @@ from onnx import numpy_helper
 import onward
 from conftest import needs
 from gradcheck import assert_close
-from onward.engines import load
+from onward.engines import start
 from onward.model.state import STEP
 from onward.transform.rebatch import rebatch
 from training_cases import CASES, STEPS, arrays, exported, loop, made, prepared
@@ -52,7 +52,7 @@ def _by_the_other_exporter():
 def test_trains_as_in_pytorch(case):
     subject = made(case)
     proto, trainer, kept = exported(case, subject), loop(case, subject), subject.batch(16)
-    with load(prepared(case, subject, proto), threads=1) as engine:
+    with start(prepared(case, subject, proto), threads=1) as engine:
         before = engine.evaluate(arrays(kept))
         gradients = engine.gradients(arrays(kept))
         assert_close(gradients, trainer.gradients(kept, gradients), 1e-4)
@@ -64,7 +64,9 @@ def test_trains_as_in_pytorch(case):
         assert float(after[engine.loss]) == pytest.approx(loss, rel=1e-4)
         output = proto.graph.output[0].name
         assert_close({output: after[output]}, {output: outputs}, 1e-4)
-        assert_close({output: on_plain_onnxruntime(onward.strip(engine.updated()), kept)}, {output: outputs}, 1e-4)
+        assert_close(
+            {output: on_plain_onnxruntime(onward.transform.strip(engine.updated()), kept)}, {output: outputs}, 1e-4
+        )
 
 
 # ---- what else must hold ---------------------------------------------------------------------------------------------
@@ -81,10 +83,10 @@ def test_what_is_frozen_stays_bit_for_bit():
     for name, parameter in subject.net.named_parameters():
         parameter.requires_grad = name not in frozen
     proto, trainer = exported(case, subject), loop(case, subject)
-    with load(prepared(case, subject, proto, freeze="[014].*"), threads=1) as engine:
+    with start(prepared(case, subject, proto, freeze="[014].*"), threads=1) as engine:
         assert_same_losses(engine, trainer, [subject.batch(8) for _ in range(STEPS)])
         assert_same_state(engine, trainer, case.idle)
-        trained = initializers(onward.strip(engine.updated()).to_proto())
+        trained = initializers(onward.transform.strip(engine.updated()).to_proto())
     original = initializers(proto)
     assert {name for name in original if np.array_equal(original[name], trained[name])} == set(frozen)
 
@@ -101,7 +103,7 @@ def test_fresh_layers_that_the_exporter_merged(name):
     proto, trainer = exported(case, subject), loop(case, subject)
     named = {name for name in trainer.state() if "tracked" not in name}
     assert len(named & initializers(proto).keys()) < len(named) - 10
-    with load(prepared(case, subject, proto), threads=1) as engine:
+    with start(prepared(case, subject, proto), threads=1) as engine:
         assert_same_losses(engine, trainer, [subject.batch(8) for _ in range(4)])
         assert_same_state(engine, trainer, case.idle)
         assert named <= engine.state().keys()
@@ -112,7 +114,7 @@ def test_a_fixed_batch_of_one():
     case = CASES["mlp"]
     subject = made(case)
     proto, trainer = exported(case, subject, fixed=1), loop(case, subject)
-    with load(prepared(case, subject, proto, accumulate=4), threads=1) as engine:
+    with start(prepared(case, subject, proto, accumulate=4), threads=1) as engine:
         for _ in range(STEPS):
             batch = subject.batch(4)
             single = [{name: x[i : i + 1].numpy() for name, x in batch.items()} for i in range(4)]
@@ -131,7 +133,7 @@ def test_a_fixed_batch_of_one_made_to_take_any(name):
     case = CASES[name]
     subject = made(case)
     model, trainer = rebatch(exported(case, subject, fixed=1)), loop(case, subject)
-    with load(prepared(case, subject, model), threads=1) as engine:
+    with start(prepared(case, subject, model), threads=1) as engine:
         assert_same_losses(engine, trainer, [subject.batch(3 if i % 7 == 6 else 8) for i in range(STEPS)])
         assert_same_state(engine, trainer, case.idle)
 
@@ -154,7 +156,7 @@ def test_float16_with_master_weights(scale):
     proto, kept, updates = exported(case, halves), halves.batch(16), 0
     subject.net.float()
     trainer = loop(case, subject)
-    with load(prepared(case, subject, proto, loss_scale=scale), threads=1) as engine:
+    with start(prepared(case, subject, proto, loss_scale=scale), threads=1) as engine:
         before = engine.evaluate(arrays(kept))["loss"]
         for _ in range(STEPS):
             batch = halves.batch(8)

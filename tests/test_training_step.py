@@ -104,7 +104,7 @@ def test_training_makes_the_model_better():
 def lowered(text, feeds):
     from onnx.reference import ReferenceEvaluator
 
-    proto = lower_gradients(onward.read(onnx.parser.parse_model(text))).to_proto()
+    proto = lower_gradients(onward.load(onnx.parser.parse_model(text))).to_proto()
     assert not any(node.op_type == "Gradient" for node in proto.graph.node)
     return ReferenceEvaluator(proto).run(None, {name: np.asarray(x, np.float32) for name, x in feeds.items()})
 
@@ -154,7 +154,7 @@ def test_a_missing_rule_is_named_with_the_way():
     )
     text = text.replace('"": 21,', '"": 21, "mine": 1,')
     with pytest.raises(onward.Error, match="no gradient rule for `Odd`") as error:
-        lower_gradients(onward.read(onnx.parser.parse_model(text)))
+        lower_gradients(onward.load(onnx.parser.parse_model(text)))
     assert "from `y` to `x`" in str(error.value) and "@gradient" in error.value.hint
 
 

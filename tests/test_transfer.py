@@ -23,11 +23,11 @@ def run(model, feeds):
     options = ort.SessionOptions()
     options.log_severity_level = 3
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_BASIC  # beyond, activations are quantised
-    return ort.InferenceSession(onward.read(model).to_proto().SerializeToString(), options).run(None, feeds)
+    return ort.InferenceSession(onward.load(model).to_proto().SerializeToString(), options).run(None, feeds)
 
 
 def arrays(model):
-    return {name: np.array(value.const_value.numpy()) for name, value in onward.read(model).graph.initializers.items()}
+    return {name: np.array(value.const_value.numpy()) for name, value in onward.load(model).graph.initializers.items()}
 
 
 def sound(model):
@@ -86,11 +86,11 @@ def test_a_new_head_gives_the_new_number_of_logits(name):
     text, weights = HEADS[name]
     old = parsed(text, **weights)
     new = sound(onward.replace_head(old, classes=2))
-    dims = onward.read(old).inputs[0].shape
+    dims = onward.load(old).inputs[0].shape
     x = numbers(*(size if isinstance(size, int) else 5 for size in dims))
     before, after = run(old, {"x": x})[0], run(new, {"x": x})[0]
     assert after.shape == (*before.shape[:-1], 2)
-    assert [str(d) for d in new.outputs[0].shape] == [*(str(d) for d in onward.read(old).outputs[0].shape[:-1]), "2"]
+    assert [str(d) for d in new.outputs[0].shape] == [*(str(d) for d in onward.load(old).outputs[0].shape[:-1]), "2"]
     # With the first rows of the old weights, it gives the first of the old logits.
     former = arrays(onward.prepare(old, loss="mse"))  # where constants in nodes are initializers too
     for parameter in ("w", "b"):
@@ -101,7 +101,7 @@ def test_a_new_head_gives_the_new_number_of_logits(name):
 
 
 def test_all_but_the_head_stays():
-    old, new = onward.read(small_cnn()), sound(onward.replace_head(small_cnn(), 3, seed=5))
+    old, new = onward.load(small_cnn()), sound(onward.replace_head(small_cnn(), 3, seed=5))
     assert [(n.op_type, n.name) for n in new.graph] == [(n.op_type, n.name) for n in old.graph]
     before, after = arrays(old), arrays(new)
     assert before.keys() == after.keys()
@@ -173,7 +173,7 @@ def test_a_head_can_be_named_and_one_that_cannot_be_replaced_is_refused():
 
 def adapted(model, seed=3, **options):
     """A model with adapters that have learned something."""
-    model = onward.add_lora(model, **options)
+    model = onward.lora.add(model, **options)
     for name, value in model.graph.initializers.items():
         if name.endswith("/lora_B"):
             model.set(name, 0.3 * numbers(*value.shape, seed=seed))
@@ -185,7 +185,7 @@ def test_adapters_train_as_in_torch():
     import torch
     import torch.nn.functional as F
 
-    model = onward.add_lora(digits_mlp(), rank=3, alpha=6, targets="fc*")
+    model = onward.lora.add(digits_mlp(), rank=3, alpha=6, targets="fc*")
     training = sound(onward.prepare(model, loss="cross_entropy", optimizer="momentum:lr=0.05"))
     names = [f"fc{i}.weight/lora_{part}" for i in (1, 2) for part in "AB"]
     assert training.step().differentiated() == names
@@ -249,7 +249,7 @@ def test_adapters_of_convolutions_are_convolutions(name):
     change = torch.nn.functional.conv2d(inner, found["w/lora_B"], groups=groups)
     expected = (conv(torch.tensor(x)) + 3 / 2 * change).detach().numpy()
     np.testing.assert_allclose(run(model, {"x": x})[0], expected, rtol=1e-4, atol=1e-5)
-    merged = sound(onward.merge_lora(model))
+    merged = sound(onward.lora.merge(model))
     assert [node.op_type for node in merged.graph] == ["Conv"]
     np.testing.assert_allclose(run(merged, {"x": x})[0], expected, rtol=1e-4, atol=1e-5)
 
@@ -267,19 +267,19 @@ def test_merging_changes_nothing_but_the_weights(turn_a, turn_b, factor, rank, s
     x = numbers(4, 3) if turn_a else numbers(3, 4)
     before, expected = run(proto, {"x": x})[0], run(model, {"x": x})[0]
     assert np.abs(before - expected).max() > 1e-3
-    merged = onward.merge_lora(model)
+    merged = onward.lora.merge(model)
     np.testing.assert_allclose(run(merged, {"x": x})[0], expected, rtol=1e-4, atol=1e-4)
     assert [(n.op_type, n.name, n.outputs[0].name) for n in merged.graph] == [
         (n.op_type, n.name, n.output[0]) for n in proto.graph.node
     ]
     assert arrays(merged).keys() == {"w", "b", "v"}
-    np.testing.assert_array_equal(run(onward.add_lora(proto, rank=rank, targets="*"), {"x": x})[0], before)
+    np.testing.assert_array_equal(run(onward.lora.add(proto, rank=rank, targets="*"), {"x": x})[0], before)
 
 
 def test_a_tied_weight_is_merged_where_it_is_adapted():
     text = HEADER + "g (int64[N] i) => (float[N,7] y) { x = Gather(t, i) w = Transpose(t) y = MatMul(x, w) }"
     model, i = adapted(parsed(text, t=W.T.copy()), rank=2, targets="t"), {"i": np.array([3, 0, 6])}
-    merged = sound(onward.merge_lora(model))
+    merged = sound(onward.lora.merge(model))
     np.testing.assert_allclose(run(merged, i)[0], run(model, i)[0], rtol=1e-5, atol=1e-5)
     np.testing.assert_array_equal(arrays(merged)["t"], W.T)
     assert arrays(merged).keys() == {"t", "t/merged"}
@@ -290,7 +290,7 @@ def test_a_run_gives_back_what_it_has_trained():
     tied = HEADER + "g (int64[N] i) => (float[N,7] y) { x = Gather(t, i) w = Transpose(t) y = MatMul(x, w) }"
     for proto, feeds in ((digits_mlp(), {"image": numbers(2, 64)}), (parsed(tied, t=W.T.copy()), {"i": np.arange(3)})):
         model = adapted(proto, rank=2, targets="*")
-        given_back = sound(in_form_of(onward.read(proto), onward.prepare(model, loss="mse")))
+        given_back = sound(in_form_of(onward.load(proto), onward.prepare(model, loss="mse")))
         np.testing.assert_allclose(run(given_back, feeds)[0], run(model, feeds)[0], rtol=1e-4, atol=1e-4)
         assert len(given_back.graph) == len(proto.graph.node)
 
@@ -311,11 +311,11 @@ def test_quantised_weights_can_be_adapted_but_not_merged():
     np.testing.assert_allclose(run(model, {"x": x})[0], expected.numpy(), rtol=1e-4, atol=1e-5)
     assert onward.prepare(model, loss="mse").step().differentiated() == ["q/lora_A", "q/lora_B"]
     with pytest.raises(onward.Error, match="weight is quantised"):
-        onward.merge_lora(model)
+        onward.lora.merge(model)
 
 
 def test_what_is_trained_beside_adapters():
-    model = onward.add_lora(onward.replace_head(digits_mlp(), 3), rank=2, targets="fc1*")
+    model = onward.lora.add(onward.replace_head(digits_mlp(), 3), rank=2, targets="fc1*")
     new = ["fc2.weight", "fc2.bias", "fc1.weight/lora_A", "fc1.weight/lora_B"]
     assert onward.prepare(model, loss="ce").step().differentiated() == new
     assert onward.prepare(model, loss="ce", trainable="*/lora_*").step().differentiated() == new[2:]
@@ -339,8 +339,8 @@ def test_adapters_are_saved_as_peft_does(tmp_path, place):
     import torch
     from safetensors import safe_open
 
-    model, base = adapted(small_cnn(), rank=2, alpha=5, targets="*"), onward.read(small_cnn())
-    path = onward.save_adapter(model, tmp_path / place)
+    model, base = adapted(small_cnn(), rank=2, alpha=5, targets="*"), onward.load(small_cnn())
+    path = onward.lora.save(model, tmp_path / place)
     file = path if path.is_file() else path / "adapter_model.safetensors"
     with safe_open(file, "pt") as opened:
         saved = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118 (it is no mapping)
@@ -350,58 +350,56 @@ def test_adapters_are_saved_as_peft_does(tmp_path, place):
     assert config["target_modules"] == ["conv", "fc"]
     a, b = (saved[f"base_model.model.fc.lora_{part}.weight"] for part in "AB")
     assert (tuple(a.shape), tuple(b.shape)) == ((2, 128), (10, 2))
-    merged = arrays(onward.merge_lora(model))
+    merged = arrays(onward.lora.merge(model))
     np.testing.assert_allclose(merged["fc.weight"], torch.tensor(arrays(base)["fc.weight"]) + 5 / 2 * b @ a, atol=1e-6)
-    again = sound(onward.load_adapter(base, path))
+    again = sound(onward.lora.load(base, path))
     x = {"image": numbers(2, 1, 8, 8)}
     np.testing.assert_array_equal(run(again, x)[0], run(model, x)[0])
     other = adapted(small_cnn(), rank=4, targets="fc*", seed=9)  # what it has there is replaced
-    np.testing.assert_array_equal(run(onward.load_adapter(other, path), x)[0], run(model, x)[0])
+    np.testing.assert_array_equal(run(onward.lora.load(other, path), x)[0], run(model, x)[0])
 
 
 def test_an_adapter_for_another_model_is_refused(tmp_path):
     from safetensors.numpy import load_file, save
 
-    path = onward.save_adapter(onward.add_lora(small_cnn(), targets="fc*"), tmp_path / "a.safetensors")
+    path = onward.lora.save(onward.lora.add(small_cnn(), targets="fc*"), tmp_path / "a.safetensors")
     with pytest.raises(onward.Error, match="`fc` of the adapter is no layer") as error:
-        onward.load_adapter(digits_mlp(), path)
+        onward.lora.load(digits_mlp(), path)
     assert "fc1" in error.value.hint
     with pytest.raises(onward.Error, match=r"does not fit `fc\.weight`"):
-        onward.load_adapter(
-            small_cnn(channels=4), onward.save_adapter(onward.add_lora(small_cnn(), targets="fc*"), path)
-        )
+        onward.lora.load(small_cnn(channels=4), onward.lora.save(onward.lora.add(small_cnn(), targets="fc*"), path))
     weights, config = load_file(path), {"format": "pt", "adapter_config": json.dumps({"lora_alpha": 8})}
     whole = {key: array.view(np.int32) for key, array in weights.items()}
     path.write_bytes(save(whole, config))  # the bits of floating-point numbers, as integers
     with pytest.raises(onward.Error, match=r"`base_model\.model\.fc\.lora_[AB]\.weight` of `.*` is I32"):
-        onward.load_adapter(small_cnn(), path)
+        onward.lora.load(small_cnn(), path)
     for wrong in ({"lora_alpha": "8"}, {"lora_alpha": 8, "lora_dropout": 2}, {"lora_alpha": 8, "alpha_pattern": [1]}):
         path.write_bytes(save(weights, {"adapter_config": json.dumps(wrong)}))
         with pytest.raises(onward.Error, match="must be"):
-            onward.load_adapter(small_cnn(), path)
+            onward.lora.load(small_cnn(), path)
     path.write_bytes(b"no safetensors at all")
     with pytest.raises(onward.Error, match="holds no adapter"):
-        onward.load_adapter(small_cnn(), path)
-    for action in (onward.merge_lora, lambda model: onward.save_adapter(model, path)):
+        onward.lora.load(small_cnn(), path)
+    for action in (onward.lora.merge, lambda model: onward.lora.save(model, path)):
         with pytest.raises(onward.Error, match="has no adapters"):
             action(digits_mlp())
 
 
 def test_adapters_that_cannot_be_are_refused():
     with pytest.raises(onward.Error, match=r"`\*attn\*` matches no weight") as error:
-        onward.add_lora(digits_mlp())
+        onward.lora.add(digits_mlp())
     assert "fc2, fc1" in error.value.hint
     with pytest.raises(onward.Error, match="has an adapter already"):
-        onward.add_lora(onward.add_lora(digits_mlp(), targets="fc1"), targets="fc*")
+        onward.lora.add(onward.lora.add(digits_mlp(), targets="fc1"), targets="fc*")
     for options, message in (
         ({"rank": 0}, "`rank` is 0"),
         ({"rank": True}, "rank"),
         ({"dropout": 1.0}, "`dropout` is 1"),
     ):
         with pytest.raises(onward.Error, match=message):
-            onward.add_lora(digits_mlp(), targets="*", **options)
+            onward.lora.add(digits_mlp(), targets="*", **options)
     with pytest.raises(onward.Error, match="carries its training"):
-        onward.merge_lora(onward.prepare(onward.add_lora(digits_mlp(), targets="*"), loss="ce"))
+        onward.lora.merge(onward.prepare(onward.lora.add(digits_mlp(), targets="*"), loss="ce"))
 
 
 def test_names_of_the_framework_count_where_the_exporter_lost_them():
@@ -415,7 +413,7 @@ def test_names_of_the_framework_count_where_the_exporter_lost_them():
     note = model.graph.node[0].metadata_props.add()
     note.key, note.value = "pkg.torch.onnx.name_scopes", "['', 'layer', 'layer.query', 'linear']"
     model.graph.node[1].name = "/layer/key/MatMul"
-    found = onward.add_lora(model, targets=["layer.query", "*key*", "*.value"])
+    found = onward.lora.add(model, targets=["layer.query", "*key*", "*.value"])
     assert [n for n in found.graph.initializers if n.endswith("_A")] == [f"{name}/lora_A" for name in square]
 
 
@@ -435,7 +433,7 @@ def test_a_model_as_it_is_exported():
             for parameter in module.parameters():  # the exporter would merge those that are equal
                 parameter += torch.randn_like(parameter) / 20
         inputs = bert.inputs(2, 6)
-        model = onward.read(by_torchscript(module, inputs, {}, opset=14))
+        model = onward.load(by_torchscript(module, inputs, {}, opset=14))
     names = dict(module.named_parameters())
 
     def trained(**recipe):
@@ -457,7 +455,7 @@ def test_a_model_as_it_is_exported():
         expected = float(module(*inputs.values()))
     feeds = {name: x.numpy() for name, x in inputs.items()}
     assert float(run(changed, feeds)[0]) == pytest.approx(expected, rel=1e-5)
-    assert float(run(onward.merge_lora(changed), feeds)[0]) == pytest.approx(expected, rel=1e-5)
+    assert float(run(onward.lora.merge(changed), feeds)[0]) == pytest.approx(expected, rel=1e-5)
 
 
 def test_layers_in_branches_are_adapted_too():
@@ -468,7 +466,7 @@ def test_layers_in_branches_are_adapted_too():
         else_branch = e () => (float[N,7] b) { h = Relu(x) b = MatMul(h, w) }> }"""
     )
     model = adapted(parsed(text, w=W), rank=2, targets="w")
-    merged, x = sound(onward.merge_lora(model)), numbers(3, 4)
+    merged, x = sound(onward.lora.merge(model)), numbers(3, 4)
     for c in (True, False):
         feeds = {"x": x, "c": np.array(c)}
         np.testing.assert_allclose(run(merged, feeds)[0], run(model, feeds)[0], rtol=1e-5, atol=1e-5)
@@ -480,23 +478,28 @@ def test_layers_in_branches_are_adapted_too():
 
 def test_adapters_follow_their_weight_to_another_name():
     training = onward.prepare(digits_mlp(), loss="ce", lora="rank=2,targets=fc1")
-    renamed = sound(onward.rename(training, {"fc1.weight": "first"}))
+    renamed = sound(onward.transform.rename(training, {"fc1.weight": "first"}))
     assert renamed.step().differentiated() == ["first/lora_A", "first/lora_B"]
-    assert arrays(onward.merge_lora(onward.strip(renamed))).keys() == {"first", "fc1.bias", "fc2.weight", "fc2.bias"}
+    assert arrays(onward.lora.merge(onward.transform.strip(renamed))).keys() == {
+        "first",
+        "fc1.bias",
+        "fc2.weight",
+        "fc2.bias",
+    }
 
 
 def test_weights_outside_the_file_stay_there(tmp_path):
-    path = onward.read(small_transformer(width=32)).save(tmp_path / "model.onnx", data="data")
+    path = onward.load(small_transformer(width=32)).save(tmp_path / "model.onnx", data="data")
     for changed in (
-        onward.add_lora(path, targets="layers.0.qkv*"),
-        onward.merge_lora(onward.add_lora(path, targets="layers.0.qkv*")),
+        onward.lora.add(path, targets="layers.0.qkv*"),
+        onward.lora.merge(onward.lora.add(path, targets="layers.0.qkv*")),
         onward.replace_head(path, 5),
     ):
         tensors = {name: value.const_value for name, value in changed.graph.initializers.items()}
         unread = [t for t in tensors.values() if isinstance(t, ir.ExternalTensor)]
         assert {"embedding.weight", "layers.1.up.weight"} <= {t.name for t in unread}
         assert all(t._array is None for t in unread)
-    saved = onward.read(changed.save(tmp_path / "changed.onnx"))
+    saved = onward.load(changed.save(tmp_path / "changed.onnx"))
     np.testing.assert_array_equal(arrays(saved)["embedding.weight"], arrays(path)["embedding.weight"])
 
 
@@ -577,7 +580,7 @@ def test_a_student_learns_from_a_teacher_as_in_torch(hard):
         assert float(outputs["loss"]) == pytest.approx(float(loss.detach()), rel=1e-5)
         for name in w:
             np.testing.assert_allclose(stepper.state[name], w[name].detach().numpy(), rtol=1e-4, atol=1e-5)
-    left = onward.strip(model)
+    left = onward.transform.strip(model)
     assert arrays(left).keys() == w.keys() and len(left.graph) == 3
     assert set(model.step().differentiated()) == w.keys()
 
@@ -621,7 +624,11 @@ def test_teachers_that_do_not_fit_are_refused():
         (digits_mlp(), ["kl:weight=0.6", "mse:weight=0.6"], "more than 1"),
         (onward.replace_head(digits_mlp(), 4), "kl", "`logits` of the teacher has"),
         (small_cnn(), "kl", "the teacher reads `image` of shape"),
-        (onward.rename(small_transformer(), {"tokens": "words"}), "kl:teacher=loss", "which is no input of the model"),
+        (
+            onward.transform.rename(small_transformer(), {"tokens": "words"}),
+            "kl:teacher=loss",
+            "which is no input of the model",
+        ),
     ):
         with pytest.raises(onward.Error, match=message):
             prepare(teacher, distill=distill)
@@ -639,8 +646,8 @@ def test_a_recipe_says_all_of_it(tmp_path):
     assert model.step().differentiated() == new
     assert model.step().fact("train.recipe")["lora"] == recipe["lora"]
     assert (arrays(model)["fc.weight"] != arrays(onward.prepare(small_cnn(), loss="ce", **recipe))["fc.weight"]).any()
-    merged = sound(onward.merge_lora(onward.strip(model)))
-    assert [node.op_type for node in merged.graph] == [node.op_type for node in onward.read(small_cnn()).graph]
+    merged = sound(onward.lora.merge(onward.transform.strip(model)))
+    assert [node.op_type for node in merged.graph] == [node.op_type for node in onward.load(small_cnn()).graph]
     for options, message in (
         ({"new_head": "layer=fc"}, "needs `classes`"),
         ({"lora": "rang=8"}, "has no option `rang`"),
@@ -660,6 +667,6 @@ def test_the_command_line_says_it_too(tmp_path):
     with pytest.raises(SystemExit) as done:
         app([*arguments, "-o", str(tmp_path / "training.onnx")], prog_name="onward")
     assert not done.value.code
-    model = sound(onward.read(tmp_path / "training.onnx"))
+    model = sound(onward.load(tmp_path / "training.onnx"))
     assert "conv.weight/lora_A" in model.step().differentiated()
     assert model.step().fact("train.distill")[0]["options"]["temperature"] == 2

@@ -61,7 +61,7 @@ def valid(model):
     onnx.checker.check_model(proto, full_check=True)
     for i in range(len(model.steps)):
         onnx.checker.check_model(ir.to_proto(model.combined(i)), full_check=True)
-    assert onward.read(proto).to_proto() == proto
+    assert onward.load(proto).to_proto() == proto
     return proto
 
 
@@ -74,7 +74,7 @@ def inference(proto, **feeds):
 
 def test_rename_follows_a_parameter_everywhere(training):
     names = {"fc.weight": "head.kernel"}
-    renamed = onward.rename(training, names)
+    renamed = onward.transform.rename(training, names)
     proto = valid(renamed)
     step = renamed.steps[0]
     assert "head.kernel/exp_avg" in step.update and "ema/head.kernel" in step.update
@@ -87,22 +87,22 @@ def test_rename_follows_a_parameter_everywhere(training):
 
 
 def test_rename_can_swap_and_refuses_clashes(training):
-    swapped = onward.rename(training, {"conv.bias": "bn.bias", "bn.bias": "conv.bias"})
+    swapped = onward.transform.rename(training, {"conv.bias": "bn.bias", "bn.bias": "conv.bias"})
     valid(swapped)
     np.testing.assert_array_equal(
         swapped.graph.initializers["conv.bias"].const_value.numpy(),
         training.graph.initializers["bn.bias"].const_value.numpy(),
     )
     with pytest.raises(onward.Error, match="already the name"):
-        onward.rename(training, {"conv.bias": "fc.bias"})
+        onward.transform.rename(training, {"conv.bias": "fc.bias"})
     with pytest.raises(onward.Error, match=r"no value `conv\.bais`") as error:
-        onward.rename(training, {"conv.bais": "x"})
+        onward.transform.rename(training, {"conv.bais": "x"})
     assert "conv.bias" in error.value.hint
 
 
 def test_prefix_renames_everything_and_leaves_the_original(training):
     before = training.to_proto()
-    prefixed = onward.add_prefix(training, "a/")
+    prefixed = onward.transform.add_prefix(training, "a/")
     assert training.to_proto() == before
     valid(prefixed)
     assert {value.name for value in prefixed.inputs} == {"a/image"}
@@ -115,7 +115,7 @@ def test_prefix_renames_everything_and_leaves_the_original(training):
 
 
 def _unprefixed_outputs(model):
-    return onward.rename(model, {"a/loss": "loss"})
+    return onward.transform.rename(model, {"a/loss": "loss"})
 
 
 # ---- merge -----------------------------------------------------------------------------------------------------------
@@ -127,7 +127,7 @@ normalize (float[N,1,8,8] pixels) => (float[N,1,8,8] scaled) <float[1] mean = {0
 
 def test_merge_puts_a_model_before_a_training_model(training):
     first = onnx.parser.parse_model(NORMALIZE)
-    merged = onward.merge(first, training, {"scaled": "image"})
+    merged = onward.transform.merge(first, training, {"scaled": "image"})
     proto = valid(merged)
     assert [value.name for value in merged.inputs] == ["pixels"]
     assert merged.steps[0].update == training.steps[0].update
@@ -143,16 +143,16 @@ def test_merge_keeps_the_training_of_both():
     classifier = onward.prepare(digits_mlp(), loss="cross_entropy", optimizer="sgd")
     other = onward.prepare(digits_mlp(hidden=16, seed=1), loss="mse", optimizer="adam")
     with pytest.raises(onward.Error, match="both models have values named") as error:
-        onward.merge(classifier, onward.rename(other, {"image": "logits2"}), {"logits": "logits2"})
+        onward.transform.merge(classifier, onward.transform.rename(other, {"image": "logits2"}), {"logits": "logits2"})
     assert "prefix" in error.value.hint
     with pytest.raises(onward.Error, match="no input of the second"):
-        onward.merge(classifier, other, {"logits": "imagine"}, prefix="b/")
+        onward.transform.merge(classifier, other, {"logits": "imagine"}, prefix="b/")
     widened = onnx.parser.parse_model(
         """<ir_version: 10, opset_import: ["": 21]>
     widen (float[N,10] logits) => (float[N,64] wide) <float[10,64] w = {0}> { wide = MatMul(logits, w) }
     """.replace("{0}", "{" + ", ".join(["0.1"] * 640) + "}")
     )
-    joined = onward.merge(onward.merge(classifier, widened, prefix="w/"), other, prefix="b/")
+    joined = onward.transform.merge(onward.transform.merge(classifier, widened, prefix="w/"), other, prefix="b/")
     valid(joined)
     assert [len(step.update) for step in joined.steps] == [len(classifier.steps[0].update), len(other.steps[0].update)]
     assert joined.steps[1].differentiated()[0] == "b/fc1.weight"
@@ -163,7 +163,7 @@ def test_merge_keeps_the_training_of_both():
 
 def test_extract_moves_the_rest_of_the_forward_pass_into_training():
     training = onward.prepare(digits_mlp(), loss="cross_entropy", optimizer="adam:lr=0.1")
-    part = onward.extract(training, ["image"], ["active"])
+    part = onward.transform.extract(training, ["image"], ["active"])
     proto = valid(part)
     assert [node.op_type for node in part.graph] == ["Gemm", "Relu"]
     assert "Gemm" in [node.op_type for node in part.steps[0].algorithm]
@@ -178,7 +178,7 @@ def test_extract_moves_the_rest_of_the_forward_pass_into_training():
 
 def test_extract_drops_the_state_of_what_is_cut_away():
     training = onward.prepare(digits_mlp(), loss="cross_entropy", optimizer="adam:lr=0.1")
-    head = onward.extract(training, ["active"], ["logits"])
+    head = onward.transform.extract(training, ["active"], ["logits"])
     valid(head)
     assert set(head.graph.initializers) == {"fc2.weight", "fc2.bias"}
     assert head.steps[0].differentiated() == ["fc2.weight", "fc2.bias"]
@@ -192,19 +192,19 @@ def test_extract_drops_the_state_of_what_is_cut_away():
 def test_extract_refuses_what_a_step_cannot_do_without():
     training = onward.prepare(digits_mlp(), loss="cross_entropy", clip="norm:1")
     with pytest.raises(onward.Error, match="cut away") as error:
-        onward.extract(training, ["active"], ["logits"])
+        onward.transform.extract(training, ["active"], ["logits"])
     assert "strip" in error.value.hint
     with pytest.raises(onward.Error, match="also depend on `image`"):
-        onward.extract(training, [], ["logits"])
+        onward.transform.extract(training, [], ["logits"])
     with pytest.raises(onward.Error, match="no value `activ`"):
-        onward.extract(training, ["activ"], ["logits"])
+        onward.transform.extract(training, ["activ"], ["logits"])
 
 
 # ---- functions and operator sets -------------------------------------------------------------------------------------
 
 
 def test_inline_replaces_calls_in_training_too(training):
-    plain = onward.inline(training)
+    plain = onward.transform.inline(training)
     valid(plain)
     assert not plain.functions and "onward" not in plain.ir.opset_imports
     assert not any(node.domain == "onward" for node in plain.steps[0].algorithm.all_nodes())
@@ -212,7 +212,7 @@ def test_inline_replaces_calls_in_training_too(training):
 
 
 def test_inline_can_choose(training):
-    some = onward.inline(training, ["onward.AdamW"])
+    some = onward.transform.inline(training, ["onward.AdamW"])
     valid(some)
     assert ("onward", "AdamW", "") not in some.functions and ("onward", "Dropout", "") in some.functions
     assert_same_training(training, some)
@@ -224,7 +224,7 @@ def test_operator_set_conversion_keeps_training(start, version):
     proto.opset_import[0].version = start  # nothing in it changed in between
     training = onward.prepare(proto, **RECIPE, clip="value:0.5")
     assert training.opset == start
-    converted = onward.convert_opset(training, version)
+    converted = onward.transform.convert_opset(training, version)
     valid(converted)
     assert converted.opset == version
     assert all(function.opset_imports[""] == version for function in converted.functions.values())
@@ -259,7 +259,7 @@ def test_a_scan_of_operator_set_8_goes_through_its_batch():
                 }>
         }"""
     model = onnx.parser.parse_model(text.replace("LENGTHS", "").replace("FIRST", '""'))
-    converted = onward.convert_opset(model, 21)
+    converted = onward.transform.convert_opset(model, 21)
     onnx.checker.check_model(converted.to_proto(), full_check=True)
     start, x = batch(shape=(4, 2))["image"], batch(shape=(4, 5, 2))["image"]
     last, sums = inference(converted.to_proto(), start=start, x=x)
@@ -268,12 +268,12 @@ def test_a_scan_of_operator_set_8_goes_through_its_batch():
     np.testing.assert_allclose(last, expected[:, -1], rtol=1e-5, atol=1e-6)
     with_lengths = text.replace("LENGTHS", "int64[N] lengths, ").replace("FIRST", "lengths")
     with pytest.raises(onward.errors.UnsupportedError, match="lengths"):
-        onward.convert_opset(onnx.parser.parse_model(with_lengths), 21)
+        onward.transform.convert_opset(onnx.parser.parse_model(with_lengths), 21)
 
 
 def test_what_onnx_cannot_convert_is_refused(training):
     with pytest.raises(onward.Error, match="cannot convert") as error:
-        onward.convert_opset(training, 9)
+        onward.transform.convert_opset(training, 9)
     assert error.value.hint
 
 
@@ -281,17 +281,17 @@ def test_what_onnx_cannot_convert_is_refused(training):
 
 
 def test_strip_leaves_the_inference_model(training):
-    stripped = onward.strip(training)
+    stripped = onward.transform.strip(training)
     proto = stripped.to_proto()
     assert not proto.training_info and not proto.functions
     assert [opset.domain for opset in proto.opset_import] == [""]
-    assert proto.graph == onward.read(small_cnn()).to_proto().graph
+    assert proto.graph == onward.load(small_cnn()).to_proto().graph
 
 
 def test_refresh_puts_training_back_after_another_tool(training):
-    changed = onnx.shape_inference.infer_shapes(onward.strip(training).to_proto())
+    changed = onnx.shape_inference.infer_shapes(onward.transform.strip(training).to_proto())
     changed.graph.node[0].name = "renamed by somebody"
-    again = onward.refresh(changed, training)
+    again = onward.transform.refresh(changed, training)
     valid(again)
     assert again.graph[0].name == "renamed by somebody"
     assert_same_training(training, again)
@@ -300,21 +300,21 @@ def test_refresh_puts_training_back_after_another_tool(training):
 def test_refresh_follows_a_change_of_operator_set(training):
     from onnx import version_converter
 
-    changed = version_converter.convert_version(onward.strip(training).to_proto(), 22)
-    again = onward.refresh(changed, training)
+    changed = version_converter.convert_version(onward.transform.strip(training).to_proto(), 22)
+    again = onward.transform.refresh(changed, training)
     assert again.opset == 22
     assert_same_training(training, again)
 
 
 def test_refresh_says_all_that_no_longer_matches(training):
-    changed = onward.strip(training).to_proto()
+    changed = onward.transform.strip(training).to_proto()
     for tensor in changed.graph.initializer:
         if tensor.name == "fc.bias":
             tensor.dims[:] = [5, 2]
-    changed = onward.rename(changed, {"bn.weight": "scale"}).to_proto()
+    changed = onward.transform.rename(changed, {"bn.weight": "scale"}).to_proto()
     with pytest.raises(onward.Error, match="no longer matches") as error:
-        onward.refresh(changed, training)
+        onward.transform.refresh(changed, training)
     assert "`bn.weight` is gone" in str(error.value) and "`fc.bias` had shape" in str(error.value)
     assert "recipe" in error.value.hint
     with pytest.raises(onward.Error, match="no training to put back"):
-        onward.refresh(training, small_cnn())
+        onward.transform.refresh(training, small_cnn())

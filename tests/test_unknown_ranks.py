@@ -50,7 +50,7 @@ def test_training_is_the_same_without_shapes(name, engine):
     fed, losses = batch(sizes), []
     for model in (proto, bare(proto)):
         training = onward.prepare(model, loss=loss, optimizer="sgd:lr=0.1")
-        with onward.engines.load(training, engine=engine) as running:
+        with onward.engines.start(training, engine=engine) as running:
             losses.append([float(next(iter(running.step(fed).values()))) for _ in range(3)])
     np.testing.assert_allclose(losses[0], losses[1], rtol=1e-6)
 
@@ -61,7 +61,7 @@ def test_shapes_can_be_declared_afterwards(name):
     training = onward.prepare(bare(proto), loss=loss)
     (finding,) = onward.check(training)
     assert f"`{next(iter(shapes))}`" in finding.message and "onward set MODEL --shape" in finding.hint
-    declared = onward.declare(training, shapes)
+    declared = onward.transform.declare(training, shapes)
     assert not onward.check(declared)
     assert {value.name: tuple(map(str, value.shape)) for value in declared.inputs} == {
         key: tuple(map(str, sizes)) for key, sizes in shapes.items()
@@ -71,8 +71,8 @@ def test_shapes_can_be_declared_afterwards(name):
 def test_what_a_file_says_stays_true():
     digits = models.digits_mlp()
     with pytest.raises(InvalidModelError, match="has the shape"):
-        onward.declare(digits, {"image": ("N", 65)})
-    fixed = onward.declare(onward.prepare(digits, loss="ce"), {"image": (32, 64)})
+        onward.transform.declare(digits, {"image": ("N", 65)})
+    fixed = onward.transform.declare(onward.prepare(digits, loss="ce"), {"image": (32, 64)})
     assert fixed.outputs[0].shape == [32, 10] and fixed.steps[0].algorithm.inputs[0].shape == [32]
 
 
@@ -91,6 +91,6 @@ def test_programs_want_to_know_shapes(framework, tmp_path: Path):
     if framework != "jax":
         with pytest.raises(UnsupportedError, match="`image` has no shape") as caught:
             files.write(training, framework, path)
-        assert "onward.declare" in caught.value.hint
-        training = onward.declare(training, shapes)
+        assert "onward.transform.declare" in caught.value.hint
+        training = onward.transform.declare(training, shapes)
     assert all(made.exists() for made in files.write(training, framework, path))

@@ -13,7 +13,7 @@ from onnx import numpy_helper, parser
 import models
 import onward
 from conftest import needs
-from onward.engines import load
+from onward.engines import start
 from onward.engines.framework_engine import framework_class
 from onward.errors import InvalidModelError, OutOfMemoryError, UnknownNameError, UnsupportedError
 
@@ -55,7 +55,7 @@ def test_a_bias_before_a_normalization_follows_rounding_errors():
     model = onward.prepare(models.small_cnn(), loss="cross_entropy", optimizer="adam:lr=0.01")
     states = []
     for engine in ("onnxruntime", "numpy"):
-        with load(model, engine=engine) as running:
+        with start(model, engine=engine) as running:
             batch = {"image": np.random.default_rng(0).random((4, 1, 8, 8), np.float32), "labels": np.arange(4)}
             running.step(batch)
             states.append(running.state()["conv.bias"])
@@ -121,7 +121,7 @@ def test_operators_that_no_engine_has_are_named_at_once(engine):
     proto.graph.value_info.extend(onnx.helper.make_tensor_value_info(n, 1, ["n", 4]) for n in "ab")
     model = onward.prepare(proto, loss="mse", optimizer="sgd")
     with pytest.raises(UnsupportedError) as caught:
-        load(model, engine=engine)
+        start(model, engine=engine)
     assert "acme.Twist" in str(caught.value)
     assert "acme.Turn" in str(caught.value)
 
@@ -129,7 +129,7 @@ def test_operators_that_no_engine_has_are_named_at_once(engine):
 @pytest.mark.parametrize("engine", ["onnxruntime", *FRAMEWORKS])
 def test_a_device_that_is_not_there(engine):
     with pytest.raises((UnsupportedError, UnknownNameError), match="abacus"):
-        load(training(), engine=engine, device="abacus")
+        start(training(), engine=engine, device="abacus")
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def test_a_model_that_is_too_large(engine, options):
     )
     model = onward.prepare(proto, loss="mse", optimizer="sgd")
     batch = {"x": np.ones((3, 4), "f"), "target": np.ones((3, 2), "f")}
-    with warnings.catch_warnings(), load(model, engine=engine, **options) as loaded:
+    with warnings.catch_warnings(), start(model, engine=engine, **options) as loaded:
         warnings.simplefilter("ignore")
         before = loaded.state()
         with pytest.raises(OutOfMemoryError, match="does not fit into the memory") as caught:

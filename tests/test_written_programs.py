@@ -21,7 +21,7 @@ from conftest import needs
 from onward.convert.audit import audited
 from onward.convert.files import Framework, write
 from onward.convert.python import Identifiers, docstring, is_identifier, program_beside, quoted
-from onward.engines import load
+from onward.engines import start
 from onward.errors import Error, UnsupportedError
 from onward.transform.attribute_words import WORDS
 
@@ -121,8 +121,8 @@ found = module.train_step(*inputs, target)["loss"]
 
 def checked(target: Framework, turn: int, folder: Path) -> None:
     """A planted model becomes a program that has the same loss, in a process that has nothing of Onward."""
-    training = onward.prepare(onward.read(planted.model(turn)), loss={"result": "mse"}, optimizer="adamw")
-    with load(training, threads=1) as engine:
+    training = onward.prepare(onward.load(planted.model(turn)), loss={"result": "mse"}, optimizer="adamw")
+    with start(training, threads=1) as engine:
         names = [
             *(value.name or "" for value in training.inputs),
             *(set(engine.inputs) - {value.name for value in training.inputs}),

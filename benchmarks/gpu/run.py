@@ -123,7 +123,7 @@ def by_onward(work: Workload, file: Path, engine: str) -> Step:
         file, loss="cross_entropy:axis=-1", optimizer=f"{work.optimizer}:{rates}", variance="sample"
     )
     options = {} if work.precision == "float32" else {"precision": work.precision}
-    loaded = onward.engines.load(training, engine=engine, device="cuda", **options)
+    loaded = onward.engines.start(training, engine=engine, device="cuda", **options)
     x, labels = work.batch()
     if engine == "jax":
         import jax

@@ -21,5 +21,5 @@ def training_model(workload: Workload, folder: Path) -> onward.Model:
 
 def load(workload: Workload, folder: Path, *, engine: str = "onnxruntime") -> Step:
     options = {"threads": THREADS} if engine in ("onnxruntime", "torch") else {}
-    running = onward.engines.load(training_model(workload, folder), engine=engine, **options)
+    running = onward.engines.start(training_model(workload, folder), engine=engine, **options)
     return lambda x, labels: float(running.step({"x": x, "labels": labels})["loss"])

@@ -129,7 +129,7 @@ def in_jax(file: Path, after: Path, leg: list[Batch]) -> list[float]:
 
 
 def in_onnxruntime(file: Path, steps: list[Batch]) -> list[float]:
-    with onward.engines.load(onward.read(file)) as engine:
+    with onward.engines.start(onward.load(file)) as engine:
         return [float(engine.step(batch)["loss"]) for batch in steps]
 
 

@@ -16,156 +16,87 @@ from typing import TYPE_CHECKING, Any
 
 from onward.lazy_sympy import defer_sympy
 
-if TYPE_CHECKING:
-    from onward.checker import Finding, check
-    from onward.checkpoint import diff, from_checkpoint, open_checkpoint, to_checkpoint
-    from onward.convert.jax import from_jax, to_jax
-    from onward.convert.keras import from_keras, to_keras
-    from onward.convert.tensorflow import from_tensorflow, to_tensorflow
-    from onward.convert.torch import from_torch, to_torch
-    from onward.differentiate import gradient, jvp, vjp
-    from onward.engines.initialization import reset
-    from onward.errors import Error
-    from onward.gradcheck import check_gradients
-    from onward.inspect import describe
-    from onward.lowering import lower
-    from onward.model import Model, Step, read
-    from onward.recipe import Recipe, add_lora, load_adapter, merge_lora, prepare, replace_head, save_adapter
-    from onward.training.api import find_lr, resume, train
-    from onward.training.report import report
-    from onward.transform import add_prefix, convert_opset, declare, extract, inline, merge, refresh, rename, strip
+if TYPE_CHECKING:  # `_NAMES` for type checkers; a test compares the two
+    # isort: off
+    from onward import backend as backend, engines as engines, transform as transform
+    from onward.checker import Finding as Finding, check as check
+    from onward.checkpoint import diff as diff, from_checkpoint as from_checkpoint
+    from onward.checkpoint import open_checkpoint as open_checkpoint, to_checkpoint as to_checkpoint
+    from onward.checkpoint.torch_lightning import LightningCallback as LightningCallback
+    from onward.checkpoint.torch_trainer import TrainerCallback as TrainerCallback
+    from onward.convert.jax import from_jax as from_jax, to_jax as to_jax
+    from onward.convert.keras import from_keras as from_keras, to_keras as to_keras
+    from onward.convert.tensorflow import from_tensorflow as from_tensorflow, to_tensorflow as to_tensorflow
+    from onward.convert.torch import from_torch as from_torch, to_torch as to_torch
+    from onward.differentiate import gradient as gradient, jvp as jvp, vjp as vjp
+    from onward.engines.initialization import reset as reset
+    from onward.errors import Error as Error
+    from onward.gradcheck import check_gradients as check_gradients
+    from onward.inspect import describe as describe
+    from onward.lowering import lower as lower
+    from onward.model import Model as Model, Step as Step, load as load
+    from onward.recipe import Recipe as Recipe, lora as lora, prepare as prepare, replace_head as replace_head
+    from onward.training.api import find_lr as find_lr, resume as resume, train as train
+    from onward.training.report import report as report
+    from onward.verification import verify as verify
+    # isort: on
 
 defer_sympy()
 
-_HOME = {
-    "Error": "errors",
-    "Finding": "checker",
-    "LightningCallback": "checkpoint.torch_lightning",
-    "Model": "model",
-    "Recipe": "recipe",
-    "Step": "model",
-    "TrainerCallback": "checkpoint.torch_trainer",
-    "add_lora": "recipe",
-    "add_prefix": "transform",
-    "check": "checker",
-    "check_gradients": "gradcheck",
-    "convert_opset": "transform",
-    "declare": "transform",
-    "describe": "inspect",
-    "diff": "checkpoint",
-    "extract": "transform",
-    "find_lr": "training.api",
-    "from_checkpoint": "checkpoint",
-    "from_jax": "convert.jax",
-    "from_keras": "convert.keras",
-    "from_tensorflow": "convert.tensorflow",
-    "from_torch": "convert.torch",
-    "gradient": "differentiate",
-    "inline": "transform",
-    "jvp": "differentiate",
-    "load_adapter": "recipe",
-    "lower": "lowering",
-    "merge": "transform",
-    "merge_lora": "recipe",
-    "open_checkpoint": "checkpoint",
-    "prepare": "recipe",
-    "read": "model",
-    "refresh": "transform",
-    "rename": "transform",
-    "replace_head": "recipe",
-    "report": "training.report",
-    "reset": "engines.initialization",
-    "resume": "training.api",
-    "save_adapter": "recipe",
-    "strip": "transform",
-    "to_checkpoint": "checkpoint",
-    "to_jax": "convert.jax",
-    "to_keras": "convert.keras",
-    "to_tensorflow": "convert.tensorflow",
-    "to_torch": "convert.torch",
-    "train": "training.api",
-    "verify": "verification",
-    "vjp": "differentiate",
+_NAMES = {
+    "": ("backend", "engines", "transform"),
+    "checker": ("Finding", "check"),
+    "checkpoint": ("diff", "from_checkpoint", "open_checkpoint", "to_checkpoint"),
+    "checkpoint.torch_lightning": ("LightningCallback",),
+    "checkpoint.torch_trainer": ("TrainerCallback",),
+    "convert.jax": ("from_jax", "to_jax"),
+    "convert.keras": ("from_keras", "to_keras"),
+    "convert.tensorflow": ("from_tensorflow", "to_tensorflow"),
+    "convert.torch": ("from_torch", "to_torch"),
+    "differentiate": ("gradient", "jvp", "vjp"),
+    "engines.initialization": ("reset",),
+    "errors": ("Error",),
+    "gradcheck": ("check_gradients",),
+    "inspect": ("describe",),
+    "lowering": ("lower",),
+    "model": ("Model", "Step", "load"),
+    "recipe": ("Recipe", "lora", "prepare", "replace_head"),
+    "training.api": ("find_lr", "resume", "train"),
+    "training.report": ("report",),
+    "verification": ("verify",),
 }
+"""Module -> the public names in it."""
+_HOME = {name: home for home, names in _NAMES.items() for name in names}
 
-__all__ = [
-    "Error",
-    "Finding",
-    "LightningCallback",
-    "Model",
-    "Recipe",
-    "Step",
-    "TrainerCallback",
-    "add_lora",
-    "add_prefix",
-    "check",
-    "check_gradients",
-    "convert_opset",
-    "declare",
-    "describe",
-    "diff",
-    "extract",
-    "find_lr",
-    "from_checkpoint",
-    "from_jax",
-    "from_keras",
-    "from_tensorflow",
-    "from_torch",
-    "gradient",
-    "inline",
-    "jvp",
-    "load_adapter",
-    "lower",
-    "merge",
-    "merge_lora",
-    "open_checkpoint",
-    "prepare",
-    "read",
-    "refresh",
-    "rename",
-    "replace_head",
-    "report",
-    "reset",
-    "resume",
-    "save_adapter",
-    "strip",
-    "to_checkpoint",
-    "to_jax",
-    "to_keras",
-    "to_tensorflow",
-    "to_torch",
-    "train",
-    "verify",
-    "vjp",
-]
+__all__ = sorted(_HOME)
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("engines", "backend"):  # the engines, as `onward.engines.load`, `onward.backend.prepare`
-        return importlib.import_module(f"onward.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'onward' has no attribute {name!r}")
+    home = _HOME[name]
     try:
-        value = getattr(importlib.import_module(f"onward.{_HOME[name]}"), name)
+        module = importlib.import_module(f"onward.{home or name}")
     except ModuleNotFoundError as error:
         raise _missing(name, error) from error
-    globals()[name] = value
+    value = globals()[name] = getattr(module, name) if home else module
     return value
+
+
+def __dir__() -> list[str]:
+    return __all__
 
 
 def _missing(name: str, error: ModuleNotFoundError) -> Exception:
     """What to say of a name that needs a framework which is not there."""
-    if not _HOME[name].startswith(("convert.", "checkpoint.")) or str(error.name).startswith("onward"):
+    home = _HOME[name]
+    if not home.startswith(("convert.", "checkpoint.")) or str(error.name).startswith("onward"):
         return error
     from onward.errors import UnsupportedError
 
-    framework = _HOME[name].split(".")[1].partition("_")[0]
+    framework = home.split(".")[1].partition("_")[0]
     extra = "tensorflow" if framework == "keras" else framework
-    package = f"onward[{extra}]" if _HOME[name].startswith("convert.") or error.name == "torch" else error.name
+    package = f"onward[{extra}]" if home.startswith("convert.") or error.name == "torch" else error.name
     return UnsupportedError(
         f"`onward.{name}` needs `{error.name}`, which is not installed", hint=f"pip install '{package}'"
     )
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)

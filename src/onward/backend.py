@@ -26,7 +26,7 @@ from onward.engines import check_engine, function, is_installed
 from onward.engines.catalogue import devices
 from onward.engines.engine import misfit
 from onward.errors import DataError, UnsupportedError
-from onward.model import Model, Source, read
+from onward.model import Model, Source, load
 from onward.standard import is_standard
 
 _OF_THE_RUNNER = ("rtol", "atol")
@@ -70,7 +70,7 @@ def prepare(model: Source, device: str = "CPU", *, engine: str = "onnxruntime", 
     """Make a model ready to run on a device: `CPU`, `CUDA`, `CUDA:1`. Options are the engine's."""
     for name in _OF_THE_RUNNER:
         options.pop(name, None)
-    opened = read(model)
+    opened = load(model)
     with _skip_unsupported():
         return Prepared(opened, function(opened, engine=engine, device=_device(device), **options))
 

@@ -15,7 +15,7 @@ import onward
 from grid.side import Arrays
 from onward.convert.files import write
 from onward.convert.snapshot import disassemble
-from onward.engines import load
+from onward.engines import start
 from onward.model import Model
 
 Target = Callable[[Model, Sequence[Arrays]], list[float]]
@@ -23,7 +23,7 @@ Target = Callable[[Model, Sequence[Arrays]], list[float]]
 
 def on_engine(name: str, index: int = 0, **options: Any) -> Target:
     def run(model: Model, batches: Sequence[Arrays]) -> list[float]:
-        with load(model, engine=name, step=index, **options) as engine:
+        with start(model, engine=name, step=index, **options) as engine:
             return [float(engine.step(batch)[engine.loss]) for batch in batches]
 
     return run

@@ -21,7 +21,7 @@ def _run(folder: Path) -> None:
     """One that has its weights beside the model, and some of them frozen, in the middle of an epoch."""
     rng = np.random.default_rng(0)
     np.savez(folder / "data.npz", image=rng.random((16, 64), np.float32), labels=rng.integers(0, 10, 16))
-    onward.read(digits_mlp(hidden=8)).save(folder / "model.onnx", data="data")
+    onward.load(digits_mlp(hidden=8)).save(folder / "model.onnx", data="data")
     onward.train(
         folder / "model.onnx",
         folder / "data.npz",

@@ -13,7 +13,7 @@ from onnx import helper, numpy_helper, parser
 
 import onward
 from grid.side import AFTER, BEFORE, HIDDEN, INPUTS, OUTPUTS, Arrays, Data
-from onward.engines import load
+from onward.engines import start
 from onward.recipe.optimizers import OPTIMIZERS
 from onward.recipe.schedules import SCHEDULES
 from onward.recipe.spec import Spec, parse
@@ -171,7 +171,7 @@ class Started(NamedTuple):
 def started(kind: str, row: str) -> Started:
     data = LOSSES[row] if kind == "losses" else Data()
     training = prepared(kind, row, data.last)
-    with load(training, threads=1) as engine:
+    with start(training, threads=1) as engine:
         batches = [dict(zip(engine.inputs, data.batch(seed), strict=True)) for seed in range(BEFORE + AFTER)]
         for batch in batches[:BEFORE]:
             engine.step(batch)
@@ -181,7 +181,7 @@ def started(kind: str, row: str) -> Started:
 
 
 def prepared(kind: str, row: str, last: str | None) -> onward.Model:
-    model = onward.read(network(last, sequences=row == "ctc"))
+    model = onward.load(network(last, sequences=row == "ctc"))
     if kind == "losses":
         return onward.prepare(model, loss=row, optimizer="sgd:lr=0.05")
     if kind == "schedules":

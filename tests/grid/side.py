@@ -9,7 +9,7 @@ import numpy as np
 
 from grid.record import Outcome
 from onward.convert.snapshot import disassemble
-from onward.engines import load
+from onward.engines import start
 from onward.model import Model
 from onward.recipe.losses import LOSSES
 from onward.recipe.optimizers import FunctionOptimizer
@@ -96,7 +96,7 @@ def goes_on(
     for seed in range(before):
         step(data.batch(seed))
     training = convert()
-    with load(training, threads=1) as engine:
+    with start(training, threads=1) as engine:
         for seed in range(before, before + AFTER):
             batch = data.batch(seed)
             expected = step(batch)

@@ -17,7 +17,7 @@ from onward.checkpoint.naming import with_names, with_own_names
 from onward.checkpoint.opening import open_checkpoint
 from onward.checkpoint.tensors import Tensor, as_tensor, transpose
 from onward.errors import UnsupportedError
-from onward.model import Model, read
+from onward.model import Model, load
 
 _COUNTERS = "num_batches_tracked"
 _Tolerance = Annotated[float, Range(least=0)]
@@ -109,7 +109,7 @@ def _describe(source: Model | Checkpoint | str | os.PathLike[str]) -> Checkpoint
         return source
     if not isinstance(source, Model) and not os.fspath(source).endswith(".onnx"):
         return open_checkpoint(source)
-    model = read(source)
+    model = load(source)
     if not model.steps:
         return weights_of(model)
     found = checkpoint_of_model(model)

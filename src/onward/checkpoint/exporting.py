@@ -26,7 +26,7 @@ from onward.convert.snapshot import Snapshot, disassemble, step_of
 from onward.convert.standard_steps import adopted
 from onward.errors import UnknownNameError, advising, near
 from onward.inspect import describe
-from onward.model import Model, read
+from onward.model import Model, load
 from onward.model.state import states
 from onward.model.storage.replacement import replacing
 from onward.model.storage.stream import announce
@@ -75,7 +75,7 @@ def _describe(source: Model | str | os.PathLike[str]) -> Checkpoint:
     if isinstance(source, Model):
         return checkpoint_of_model(source)
     if os.fspath(source).endswith(".onnx"):
-        return checkpoint_of_model(read(source))
+        return checkpoint_of_model(load(source))
     return open_checkpoint(source)
 
 

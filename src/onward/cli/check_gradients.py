@@ -65,7 +65,7 @@ def check_gradients(
     import onward
 
     with working(f"checking the gradients of {model}", model):
-        source = onward.read(str(model))
+        source = onward.load(str(model))
         report = onward.check_gradients(
             source,
             of,

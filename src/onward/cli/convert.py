@@ -185,7 +185,7 @@ def _was_state(source: Path, to: str) -> bool:
     from onward.checkpoint.source_checkpoint import source_of
 
     with working(f"reading {source}", source):
-        model = onward.read(str(source))
+        model = onward.load(str(source))
         origin = source_of(model) if model.steps and to in writable() else None
     if origin is None or (to == "keras" and origin.checkpoint.format != to):
         return False
@@ -204,7 +204,7 @@ def _program(source: Path, framework: Framework, output: Path | None, force: boo
     for place in places(framework, path) if not force else []:
         refuse_to_overwrite(place, source)
     with working(f"converting {source}", source):
-        written = write(onward.read(str(source)), framework, path)
+        written = write(onward.load(str(source)), framework, path)
     remark(f"wrote {' and '.join(map(str, written))}")
     return written
 
@@ -285,6 +285,6 @@ def _refilled(source: Path, output: Path | None, like: Path | None, data: Where,
         )
     place = target(source, output, "restored", data=data, force=force)
     with working(f"reading {source}"):
-        made = restore(framework, source, onward.read(str(like)) if like is not None else None)
+        made = restore(framework, source, onward.load(str(like)) if like is not None else None)
     place.write(made)
     return place.path

@@ -37,8 +37,8 @@ def inline(
     from onward.inspect.formatting import quantity
 
     with working(f"inlining in {model}", model):
-        before = onward.read(str(model))
-        made = onward.inline(before, functions or ["*"])
+        before = onward.load(str(model))
+        made = onward.transform.inline(before, functions or ["*"])
     gone = len(before.functions) - len(made.functions)
     place.write(made, f"inlined {gone} of {quantity(len(before.functions), 'function')}")
 
@@ -63,8 +63,8 @@ def opset(
     import onward
 
     with working(f"converting {model}", model):
-        before = onward.read(str(model))
-        made = onward.convert_opset(before, version)
+        before = onward.load(str(model))
+        made = onward.transform.convert_opset(before, version)
     place.write(made, f"operator set {before.opset} to {made.opset}")
 
 
@@ -95,5 +95,5 @@ def data(
     import onward
 
     with working(f"reading {model}", model):
-        made = onward.read(str(model))
+        made = onward.load(str(model))
     place.write(made)

@@ -47,7 +47,7 @@ def grad(
     from onward.inspect.formatting import quantity
 
     with working(f"differentiating {model}", model):
-        source = onward.read(str(model))
+        source = onward.load(str(model))
         names = floats_matching(source, wrt)
         made = onward.gradient(source, of, names, recompute=recomputation(recompute), keep_functions=keep_functions)
     place.write(made, f"{quantity(len(names), 'gradient')}, {quantity(len(made.graph), 'node')}")

@@ -71,7 +71,7 @@ def lower(
     from onward.lowering.step import default_part
 
     with working(f"reading {model}", model):
-        source = onward.read(str(model))
+        source = onward.load(str(model))
     parts = _parts(source, steps) if everything is not None else [part or default_part(source)]
     places: dict[str, Target]
     if everything is None:

@@ -37,7 +37,7 @@ def rename(
     from onward.inspect.formatting import quantity
 
     with working(f"renaming in {model}", model):
-        made = onward.rename(str(model), wanted)
+        made = onward.transform.rename(str(model), wanted)
     place.write(made, f"renamed {quantity(len(wanted), 'value')}")
 
 
@@ -60,5 +60,5 @@ def prefix(
     import onward
 
     with working(f"renaming in {model}", model):
-        made = onward.add_prefix(str(model), text)
+        made = onward.transform.add_prefix(str(model), text)
     place.write(made)

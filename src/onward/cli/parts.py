@@ -46,7 +46,7 @@ def merge(
     from onward.inspect.formatting import quantity
 
     with working(f"merging {first} and {second}", first, second):
-        made = onward.merge(str(first), str(second), joins, prefix=prefix)
+        made = onward.transform.merge(str(first), str(second), joins, prefix=prefix)
     place.write(made, quantity(len(made.steps), "training step"))
 
 
@@ -87,8 +87,8 @@ def extract(
     from onward.inspect.formatting import quantity
 
     with working(f"cutting {model}", model):
-        whole = onward.read(str(model))
-        made = onward.extract(
+        whole = onward.load(str(model))
+        made = onward.transform.extract(
             whole,
             inputs or [value.name or "" for value in whole.inputs],
             outputs or [value.name or "" for value in whole.outputs],

@@ -72,11 +72,11 @@ def set_(
     if listed and (wanted or shapes):
         raise Misuse("`--list` sets nothing", "leave it out, or the settings")
     place = Target(model, model) if output is None else target(model, output, "changed", force=force)
-    from onward.model import read
+    from onward.model import load
     from onward.transform import declare
 
     with working(f"reading {model}", model):
-        source = read(model)
+        source = load(model)
         found = _settable(source, step) if listed else []
         changes = [_change(source, name, text, step) for name, text in wanted.items()]
         if shapes:

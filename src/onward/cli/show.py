@@ -53,7 +53,7 @@ def show(
     """
     from onward.checkpoint import is_checkpoint
     from onward.inspect import describe, draw, render, render_parameters
-    from onward.model import read
+    from onward.model import load
     from onward.model.storage import write_file
 
     if unsafe:
@@ -66,7 +66,7 @@ def show(
     if graph is not None and graph.exists() and not force:
         raise WriteError(f"`{graph}` exists", hint="draw into another file, or overwrite it with `--force`")
     with working(f"reading {model}", model):
-        source = read(model)
+        source = load(model)
         summary = describe(source)
     if graph is not None:
         with working("laying out the graph", model):

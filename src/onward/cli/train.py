@@ -227,7 +227,7 @@ def train(
         source, recipe = _continued(origin, model, names, stated), {}
     else:
         _refuse_with("a model alone", given & {"names"}, "it is for `--from CHECKPOINT`")
-        source = onward.read(str(model))
+        source = onward.load(str(model))
     if origin is None and source.is_training_model:
         _refuse_with("a model that carries its training", given & recipes.OPTIONS, "strip it first (`onward strip`)")
         recipe = {}

@@ -61,8 +61,8 @@ def strip(
     from onward.inspect.formatting import quantity
 
     with working(f"stripping {model}", model):
-        before = onward.read(str(model))
-        made = onward.strip(before)
+        before = onward.load(str(model))
+        made = onward.transform.strip(before)
     place.write(made, f"without {quantity(len(before.steps), 'training step')}")
 
 
@@ -92,5 +92,5 @@ def refresh(
     from onward.inspect.formatting import quantity
 
     with working(f"joining {model} and the training of {training}", model, training):
-        made = onward.refresh(str(model), str(training))
+        made = onward.transform.refresh(str(model), str(training))
     place.write(made, quantity(len(made.steps), "training step"))

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from onward.engines import load
+from onward.engines import start
 from onward.engines.engine import Arrays
 from onward.errors import MismatchError
 from onward.inspect import describe
@@ -58,7 +58,7 @@ def probe(
     options: dict[str, Any] = {"threads": 1} if engine is None else {"engine": engine}
     if engine == "torch":
         options["compile"] = False  # which takes longer than a few steps
-    with load(model, **options) as running:
+    with start(model, **options) as running:
         for number, batch in enumerate(itertools.islice(batches, comparable), 1):
             used = {name: batch[name] for name in running.inputs}  # some may not matter to the loss
             found, expected = float(running.step(used)[running.loss]), step(batch)

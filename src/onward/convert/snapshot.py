@@ -49,7 +49,7 @@ class Group:
         if isinstance(self.optimizer, FunctionOptimizer):
             raise UnsupportedError(
                 f"the optimizer `{self.optimizer.name}` is a function, and none that has a name in recipes",
-                hint="run the training model as it is: `onward.engines.load(model, engine=...)`",
+                hint="run the training model as it is: `onward.engines.start(model, engine=...)`",
             )
         return self.optimizer
 
@@ -130,7 +130,7 @@ def step_of(model: Model, asked: int | None = None) -> int:
         names = ", ".join(f"`{step.algorithm.name}`" for step in model.steps)
         raise UnsupportedError(
             f"the training model has {len(model.steps)} steps ({names}), and a run of a framework has one",
-            hint="run them as they are: `onward.engines.load(model, engine=..., step=...)`",
+            hint="run them as they are: `onward.engines.start(model, engine=..., step=...)`",
         )
     return asked or 0
 
@@ -144,7 +144,7 @@ def refuse_rounding(model: Model, *, in_pairs: bool) -> None:
         raise UnsupportedError(
             "the model rounds numbers to integers: gradients pass straight through that, and the framework's own would "
             "be zero",
-            hint="run the training model as it is: `onward.engines.load(model, engine=...)`",
+            hint="run the training model as it is: `onward.engines.start(model, engine=...)`",
         )
 
 
@@ -161,19 +161,19 @@ def disassemble(model: Model, index: int = 0, *, forward: bool = True) -> Snapsh
     if forward and any(term.spec.name == "custom" for term in terms(run.loss)):
         raise UnsupportedError(
             "the loss is a graph of its own, of which no framework has an object",
-            hint="run the training model as it is: `onward.engines.load(model, engine=...)`",
+            hint="run the training model as it is: `onward.engines.start(model, engine=...)`",
         )
     if forward and any("constant" in fact for fact in model.step(index).fact("train.loss")):
         raise UnsupportedError(
             "the loss compares an output with a number that is no data, of which no framework has an object",
-            hint="run the training model as it is: `onward.engines.load(model, engine=...)`",
+            hint="run the training model as it is: `onward.engines.start(model, engine=...)`",
         )
     left_out = differences(model, index, _again(run, forward), forward=forward)
     if left_out:
         words = [_WORDS[key] for key in model.step(index).fact("train.recipe") or {} if key in _WORDS and forward]
         problems = Problems("the training model")
         for what in words or [f"what it does to {' and '.join(left_out[:3])} is not what its recipe says"]:
-            problems.add(what, "run it as it is: `onward.engines.load(model, engine=...)`")
+            problems.add(what, "run it as it is: `onward.engines.start(model, engine=...)`")
         problems.refuse()
     return run
 
@@ -186,7 +186,7 @@ def _check_differentiated(step: Step) -> None:
         is_scaled = "loss_scale" in (step.fact("train.recipe") or {})
         what = "it scales its loss" if is_scaled else f"it differentiates {listed(others, 3) or 'more than its loss'}"
         problems = Problems("the training model")
-        problems.add(what, "run it as it is: `onward.engines.load(model, engine=...)`")
+        problems.add(what, "run it as it is: `onward.engines.start(model, engine=...)`")
         problems.refuse()
 
 
@@ -218,7 +218,7 @@ def _found(model: Model, index: int) -> Snapshot:
         what = f"the updates of {', '.join(unknown)} are" if unknown else "the loss is"
         raise UnsupportedError(
             f"{what} written out in plain operators, of which no framework has an object",
-            hint="run the training model as it is: `onward.engines.load(model, engine=...)`",
+            hint="run the training model as it is: `onward.engines.start(model, engine=...)`",
         )
     own = [state for state in states(model, index) if state.role not in ("parameter", "statistics")]
     recipe = model.step(index).fact("train.recipe") or {}

@@ -1,6 +1,6 @@
 """Engines: what executes training models.
 
-engine = onward.engines.load(model)               # on stock ONNX Runtime
+engine = onward.engines.start(model)          # on stock ONNX Runtime
 metrics = engine.step({"image": images, "labels": labels})
 results = engine.evaluate({"image": images, "labels": labels})
 model = engine.updated()                      # the training model with the state as it is now
@@ -20,13 +20,13 @@ from onward.errors import UnknownNameError, near
 from onward.lowering.inference import has_training_operators
 from onward.lowering.rounds import Steps
 from onward.lowering.step import lower_for_engine
-from onward.model import Model, Source, read
+from onward.model import Model, Source, load
 
 FRAMEWORKS = ("torch", "jax", "tensorflow")
 """Engines with a derivative and a compiler of their own."""
 ENGINES = ("onnxruntime", "numpy", *FRAMEWORKS)
 
-__all__ = ["ENGINES", "FRAMEWORKS", "Engine", "function", "is_installed", "load"]
+__all__ = ["ENGINES", "FRAMEWORKS", "Engine", "function", "is_installed", "start"]
 
 
 def is_installed(engine: str) -> bool:
@@ -34,8 +34,8 @@ def is_installed(engine: str) -> bool:
     return importlib.util.find_spec(engine) is not None
 
 
-def load(source: Source, step: Steps = None, *, engine: str = "onnxruntime", **options: Any) -> Engine:
-    """Make a training model ready to run.
+def start(source: Source, step: Steps = None, *, engine: str = "onnxruntime", **options: Any) -> Engine:
+    """An engine with a training model on it, ready to run.
 
     Of a model with several steps, `step` is the number or the name of one, or says how often each runs in a round:
     `"discriminator:2,generator"`. Unless it is given, all run, in their order and as often as the file says.
@@ -52,16 +52,16 @@ def load(source: Source, step: Steps = None, *, engine: str = "onnxruntime", **o
 
         options.pop("compile", None)  # it does what it does
         check_options(engine, options, OnnxRuntime)
-        return OnnxRuntime(read(source), step, **options)
+        return OnnxRuntime(load(source), step, **options)
     from onward.engines.framework_engine import Interpreted
 
-    return Interpreted.on(engine, read(source), step, **options)
+    return Interpreted.on(engine, load(source), step, **options)
 
 
 def function(source: Source, *, engine: str = "numpy", **options: Any) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
     """The graph of any model as a function of arrays by name. Options are the engine's."""
     check_engine(engine)
-    model = read(source)
+    model = load(source)
     check_gradients_of(model)
     refuse_endless_loops([model.graph, *(function.graph for function in model.functions.values())])
     inputs = [value.name or "" for value in model.inputs]

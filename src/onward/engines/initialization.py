@@ -18,7 +18,7 @@ from onward.arguments import Seed, checked
 from onward.engines import function
 from onward.errors import InvalidModelError, RecipeError, UnsupportedError, listed
 from onward.lowering.step import lower_for_engine
-from onward.model import Model, Source, Step, read
+from onward.model import Model, Source, Step, load
 from onward.model.functions import callees_first
 from onward.model.state import ROLE_KEY, with_metadata
 from onward.model.walk import is_random
@@ -37,7 +37,7 @@ def reset(source: Source, *, seed: Seed | None = None) -> Model:
     drawn of that, and the file says so from then on. Without, they are those of the seeds in the file; what has none
     there draws other numbers each time.
     """
-    model = read(source)
+    model = load(source)
     if seed is None:
         return started_over(model)
     other = reseeded(model, seed)

@@ -11,7 +11,7 @@ from onnx import defs
 from onward.differentiate.gradients import lower_gradients
 from onward.errors import UnknownNameError, UnsupportedError, near_or_first
 from onward.gradcheck.precision import FLOATS
-from onward.model import Model, Source, read
+from onward.model import Model, Source, load
 from onward.model.core import string, strings, values
 from onward.model.gradient_names import tie
 from onward.model.signature import sound
@@ -38,7 +38,7 @@ class Subject:
 
 def subject(source: Source, y: str | None, xs: Sequence[str] | None, step: int) -> Subject:
     """The part of a model that computes y. Of a training model, the forward pass of a step, differentiated as there."""
-    model = sound(read(source))
+    model = sound(load(source))
     if model.steps:
         node = next(reversed(model.step(step).gradients()), None)  # which no other one differentiates once more
         if node is not None and y is None:

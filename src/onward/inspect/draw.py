@@ -6,7 +6,7 @@ from onward.inspect.picture.blocks import Picture
 from onward.inspect.picture.layout import arrange
 from onward.inspect.picture.svg import size, write
 from onward.inspect.summary import describe, understood
-from onward.model import Source, read
+from onward.model import Source, load
 
 
 def draw(source: Source, step: int = 0) -> str:
@@ -14,7 +14,7 @@ def draw(source: Source, step: int = 0) -> str:
 
     The file needs nothing else. Long graphs are drawn by parts, as the names of nodes tell them.
     """
-    model = read(source)
+    model = load(source)
     if model.steps or step:
         model.step(step)
     summary = describe(model)

@@ -15,7 +15,7 @@ from onward.inspect.parameters import weights
 from onward.inspect.summary_fields import ROLES, Amount, File, Port, Role, Training, Weight
 from onward.inspect.training import describe_step
 from onward.inspect.values import nested, port
-from onward.model import Model, Source, read
+from onward.model import Model, Source, load
 from onward.model.preserved_fields import SparseTensor
 from onward.recipe.folded_layers import folding_remarks
 
@@ -76,7 +76,7 @@ def _plain(item: Any) -> Any:
 @checked()
 def describe(source: Source) -> Summary:
     """Say what is in a model, by its file alone: it is not run, and weights outside the file are not loaded."""
-    model = read(source)
+    model = load(source)
     with understood():
         return _summary(model)
 

@@ -28,7 +28,7 @@ from onward.lowering.normalization import give_two_axes, write_out_unsafe
 from onward.lowering.optimize import optimize
 from onward.lowering.rounds import OneStep, Steps, as_one_step, times_of
 from onward.lowering.runtime import for_onnxruntime
-from onward.model import Model, Source, read
+from onward.model import Model, Source, load
 from onward.model.core import as_input, values
 from onward.model.gradient_names import tie, untie
 from onward.model.signature import sound
@@ -103,7 +103,7 @@ def lower_for_engine(
     """The same in the operator set that the model has, for any engine."""
     if part is not None and part not in PARTS:
         raise UnknownNameError(f"there is no part `{part}`", hint=near(part, PARTS) or f"parts: {', '.join(PARTS)}")
-    model = sound(read(source))
+    model = sound(load(source))
     check_gradients_of(model)
     part = part or default_part(model)
     as_it_is = part == "inference" and not has_training_operators(model)

@@ -30,7 +30,7 @@ Source = str | os.PathLike[str] | bytes | ModelProto | Model
 OPENED.add(Source)
 
 
-def read(source: Source) -> Model:
+def load(source: Source) -> Model:
     """Read a model from a path, bytes or a `ModelProto`. Weights outside the file are mapped when they are used."""
     if isinstance(source, Model):
         return source

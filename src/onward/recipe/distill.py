@@ -19,7 +19,7 @@ import onnx_ir as ir
 
 from onward.build import Builder, Expr
 from onward.errors import RecipeError, UnknownNameError, near
-from onward.model import Model, Source, read
+from onward.model import Model, Source, load
 from onward.model.core import values
 from onward.recipe.assembly import Assembly
 from onward.recipe.embed import embed
@@ -63,7 +63,7 @@ class Distillation:
         self.terms = [_term(parse(item), 1.0 if alone else 0.5) for item in given]
         if not alone and sum(term.weight for term in self.terms) > 1:
             raise RecipeError("the weights of what is learned from the teacher add up to more than 1")
-        self.model = strip(inline(read(teacher)))
+        self.model = strip(inline(load(teacher)))
         self.alone = alone
 
     @property

@@ -16,7 +16,7 @@ import onnx_ir as ir
 
 from onward.arguments import Count, Seed, checked
 from onward.errors import RecipeError, UnsupportedError
-from onward.model import Model, Source, read
+from onward.model import Model, Source, load
 from onward.model.signature import sound
 from onward.model.state import with_tags
 from onward.recipe.constants import constant_tensor, expose
@@ -51,7 +51,7 @@ def replace_head(
     - `init`, `bias_init`: initialisers, such as `"normal:std=0.02"`
     - `seed`: what they are drawn from
     """
-    source = sound(read(model))
+    source = sound(load(model))
     refuse_training(source, "replace its head")
     changed = source.copy()
     head = find_head(changed, layer)

@@ -12,7 +12,7 @@ import onnx_ir as ir
 
 from onward.build import Expr
 from onward.errors import RecipeError, UnknownNameError, near
-from onward.model import Model, read
+from onward.model import Model, load
 from onward.model.core import values
 from onward.recipe.assembly import Assembly
 from onward.recipe.embed import embed
@@ -162,7 +162,7 @@ def _custom(
     if isinstance(custom, ir.Function) or type(custom).__name__ == "FunctionProto":
         function = custom.clone() if isinstance(custom, ir.Function) else ir.from_proto(custom)
         return _call(assembly, function, prediction, trained)
-    return _loss_model(assembly, read(custom), prediction, trained)
+    return _loss_model(assembly, load(custom), prediction, trained)
 
 
 def _outputs_by_name(assembly: Assembly, trained: Mapping[ir.Value, ir.Value]) -> dict[str, ir.Value]:

@@ -11,13 +11,13 @@ import onnx_ir as ir
 from onward.arguments import Count, Range, Seed, checked, fitting
 from onward.build import Builder, Expr, uncollected
 from onward.errors import RecipeError, warn
-from onward.model import TRAINING_DOMAIN, Model, Source, read
+from onward.model import TRAINING_DOMAIN, Model, Source, load
 from onward.model.core import values
 from onward.model.gradient_names import tie, untie
 from onward.model.serde import stamp
 from onward.model.signature import sound
 from onward.model.walk import ancestors
-from onward.recipe import objective, preprocessing
+from onward.recipe import lora, objective, preprocessing
 from onward.recipe.assembly import Assembly
 from onward.recipe.constants import in_bodies, lift, separate_merged
 from onward.recipe.distill import Distillation
@@ -25,7 +25,6 @@ from onward.recipe.forward import Variance, bind_statistics, functions_to_inline
 from onward.recipe.head import replace_head
 from onward.recipe.layer_depth import divide_by_depth
 from onward.recipe.linear import open_linear
-from onward.recipe.lora import add_lora
 from onward.recipe.optimizers.graph_optimizer import FunctionOptimizer
 from onward.recipe.optimizers.groups import Group, groups, opset_of, patterns
 from onward.recipe.optimizers.selection import given_optimizer, with_rate
@@ -137,9 +136,9 @@ class Recipe:
     def _adapted(self, model: Model) -> Model:
         """The model for its new task."""
         if self.new_head is not None:
-            model = replace_head(model, **{"seed": self.seed, **arguments(replace_head, self.new_head)})
+            model = replace_head(model, **{"seed": self.seed, **arguments(replace_head, self.new_head, "new_head")})
         if self.lora is not None:
-            model = add_lora(model, **{"seed": self.seed, **arguments(add_lora, self.lora)})
+            model = lora.add(model, **{"seed": self.seed, **arguments(lora.add, self.lora, "lora")})
         return model
 
     def _distillation(self) -> Distillation | None:
@@ -198,7 +197,7 @@ def prepare(model: Source, *, loss: Any, lr: float | None = None, **recipe: Any)
       the others run once, such as the discriminator of a GAN
     - `seed`: for initial values and random numbers during training
     - `new_head`, `lora`: what is changed before, such as `"classes=5"` for `replace_head` and
-      `"rank=8,targets=*attn*"` for `add_lora`
+      `"rank=8,targets=*attn*"` for `onward.lora.add`
     - `teacher`: a model to learn from, beside the loss or (`loss=None`) alone; `distill` says how, such as
       `"kl:temperature=4,weight=0.5"`
     - `preprocess`: what happens to data before the model, such as `"resize:size=32 scale channels_first"`, or a model;
@@ -206,7 +205,7 @@ def prepare(model: Source, *, loss: Any, lr: float | None = None, **recipe: Any)
     """
     if lr is not None:
         recipe["optimizer"] = with_rate(recipe.get("optimizer", Recipe.optimizer), lr)
-    return Recipe(loss=loss, **recipe).apply(sound(read(model)))
+    return Recipe(loss=loss, **recipe).apply(sound(load(model)))
 
 
 def _at_common_opset(model: Model, least: int) -> Model:

@@ -88,21 +88,22 @@ def by_name(pairs: Iterable[Sequence[str]]) -> dict[str, str]:
     return found
 
 
-def arguments(function: Callable[..., Any], given: str | Mapping[str, Any] | int) -> dict[str, Any]:
+def arguments(function: Callable[..., Any], given: str | Mapping[str, Any] | int, name: str = "") -> dict[str, Any]:
     """What a function takes beside a model, from `rank=8,targets=[*query*,*value*]` or a mapping, checked.
 
-    What stands first may go without its name: `8,targets=*query*`, or just 8.
+    What stands first may go without its name: `8,targets=*query*`, or just 8. `name`: what messages call the function.
     """
+    name = name or function.__name__
     known, required = options_of(function)
     if isinstance(given, Mapping):
         options = dict(given)
     else:
         text = str(given)
         options = parse_options(text if "=" in _split(text)[0] else f"{next(iter(known))}={text}", text)
-    check_options(f"`{function.__name__}`", options, known)
-    missing = [name for name in required if name not in options]
+    check_options(f"`{name}`", options, known)
+    missing = [option for option in required if option not in options]
     if missing:
-        raise RecipeError(f"`{function.__name__}` needs `{missing[0]}`", hint=f"write `{missing[0]}=...`")
+        raise RecipeError(f"`{name}` needs `{missing[0]}`", hint=f"write `{missing[0]}=...`")
     return options
 
 

@@ -16,7 +16,7 @@ from onward.differentiate.recompute import Choice
 from onward.engines import Engine
 from onward.engines.initialization import kept, reseeded, started_over
 from onward.errors import DataError, RecipeError, listed
-from onward.model import Model, Source, read
+from onward.model import Model, Source, load
 from onward.recipe import prepare, replace_head
 from onward.recipe.preprocessing import with_preprocessing
 from onward.recipe.spec import arguments
@@ -89,11 +89,11 @@ def train(
     - `save_every`: seconds after which the state is saved, also within an epoch
     - `recompute`: saves memory, as in `onward.gradient`
     - `engine`, `device`: what runs it, and where; `compile`, `precision` (`"bfloat16"` ...) and `deterministic` are for
-      engines that have them: see `onward.engines.load`
+      engines that have them: see `onward.engines.start`
 
     Ctrl-C finishes the step, saves and returns; `onward.resume` goes on as if nothing had happened.
     """
-    original = read(model)
+    original = load(model)
     data, validation, notes = in_parts(data, validation)
     _check(patience, validation)
     if run is not None:
@@ -139,7 +139,7 @@ def train(
     )
     measures = _measures(training, config)
     folder, at = Run(run) if run is not None else _new_folder(original), Place()
-    with folder.started(original, training, config.to_json(), at), config.load(training) as loaded:
+    with folder.started(original, training, config.to_json(), at), config.start_engine(training) as loaded:
         feed = feeds(loaded, config, made.data)
         config = dataclasses.replace(config, classes=list(feed.classes) if feed.classes else None)
         folder.configure(config.to_json())
@@ -173,7 +173,7 @@ def resume(
         notes = [f"{place.epoch} of {config.epochs} epochs are done"] if place.epoch >= config.epochs else []
         if config.precision != before.precision:
             notes.append(f"precision `{before.precision}` was that of {before.engine}; it goes on in the model's own")
-        with config.load(training) as loaded:
+        with config.start_engine(training) as loaded:
             feed = feeds(loaded, config)
             folder.configure(config.to_json())
             return _go(folder, loaded, config, feed, _measures(training, config), place, quiet, notes)

@@ -9,9 +9,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from onward import engines
 from onward.arguments import Count, Range, Seed, Threads
 from onward.differentiate.recompute import Choice
-from onward.engines import Engine, load
+from onward.engines import Engine
 from onward.errors import DataError, listed
 from onward.model import Model
 from onward.training.schema import Natural, checked
@@ -70,7 +71,7 @@ class Config:
     reset: bool = False
     """Whether it started from the initialization of the model, and not from its state."""
 
-    def load(self, training: Model) -> Engine:
+    def start_engine(self, training: Model) -> Engine:
         """The engine that the run is on. What is not asked for is not mentioned: not every engine has it."""
         wanted: dict[str, Any] = {
             "device": None if self.device == "cpu" else self.device,
@@ -81,7 +82,7 @@ class Config:
             "deterministic": self.deterministic or None,
         }
         options = {name: value for name, value in wanted.items() if value is not None}
-        return load(training, self.steps, engine=self.engine, **options)
+        return engines.start(training, self.steps, engine=self.engine, **options)
 
     def moved(self, engine: str, device: str) -> Config:
         """The same on another engine or device. What is the engine's own business stays behind with it."""

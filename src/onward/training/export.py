@@ -7,8 +7,8 @@ import onnx_ir as ir
 from onward.errors import UnsupportedError
 from onward.model import Model
 from onward.model.state import all_states, with_metadata
+from onward.recipe import lora
 from onward.recipe.constants import tensor_in
-from onward.recipe.lora import merge_lora
 from onward.recipe.lora.adapters import adapters
 from onward.transform.quantised import stored_as_integers
 from onward.transform.training import strip
@@ -27,7 +27,7 @@ def in_form_of(original: Model, training: Model) -> Model:
     if (added := adapters(trained)) and not adapters(original):
         names = [name for name in names if name in original.graph.initializers] + [adapter.weight for adapter in added]
         try:
-            trained = merge_lora(trained)
+            trained = lora.merge(trained)
         except UnsupportedError:  # adapters of quantised weights stay beside them
             return trained
         if any(f"{adapter.weight}/merged" in trained.graph.initializers for adapter in added):

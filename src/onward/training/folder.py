@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from onward.errors import DataError, WriteError
-from onward.model import Model, read, storage
+from onward.model import Model, load, storage
 from onward.model.serde import places_of, save
 from onward.model.storage import form_of, goes_outside, is_external, write_file
 from onward.model.storage.data import is_own
@@ -143,7 +143,7 @@ class Run:
         with locked(self.path):
             self._refuse_links()
             self._sweep()
-            model, original, shared = self.model, read(self.path / ORIGINAL), self._shared()
+            model, original, shared = self.model, load(self.path / ORIGINAL), self._shared()
             self._form = form_of(places_of(original))
             if elsewhere := [place for place in _lasting(model) if not is_in(place.tensor, shared)]:
                 save(original, self.path / ORIGINAL, also=elsewhere)  # as an older version has left it
@@ -155,12 +155,12 @@ class Run:
     def model(self) -> Model:
         """The training model as it was last saved."""
         self._refuse_if_empty()
-        return read(self.path / TRAINING)
+        return load(self.path / TRAINING)
 
     @property
     def best(self) -> Model:
         """The model with the best result on validation data; without such data, the last one."""
-        return read(self.path / BEST) if (self.path / BEST).exists() else self.last
+        return load(self.path / BEST) if (self.path / BEST).exists() else self.last
 
     @property
     def last(self) -> Model:
@@ -255,7 +255,7 @@ class Run:
             raise DataError(f"`{self.path}` holds no run: there is no {TRAINING}", hint="start one with `onward train`")
 
     def _inference(self, model: Model) -> Model:
-        return in_form_of(read(self.path / ORIGINAL), model)
+        return in_form_of(load(self.path / ORIGINAL), model)
 
     def __repr__(self) -> str:
         return f"<onward.Run {self.path}>"

@@ -208,7 +208,7 @@ class Loop:
         if self.engine.loss not in metrics:
             raise TrainingError(
                 "nothing says what is minimised: the step has no `Gradient`, and no output that leads to one",
-                hint="run it with an engine: `onward.engines.load`",
+                hint="run it with an engine: `onward.engines.start`",
             )
         loss = metrics[self.engine.loss]
         if not math.isfinite(loss):  # the engine has kept the state as it was

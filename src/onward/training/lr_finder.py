@@ -12,7 +12,7 @@ import numpy as np
 
 from onward.arguments import Count, Range, Seed, Threads, checked
 from onward.errors import RecipeError
-from onward.model import Source, read
+from onward.model import Source, load
 from onward.recipe import prepare
 from onward.recipe.optimizers.table import optimizer
 from onward.recipe.spec import Spec, parse
@@ -64,7 +64,7 @@ def find_lr(
         raise RecipeError(f"a rate cannot rise from {lowest:g} to {highest:g}", hint="begin with the lower one")
     if "lr" in recipe:
         raise RecipeError("the learning rate is what is searched for", hint="leave `lr` (`--lr`) out")
-    original = read(model)
+    original = load(model)
     if original.is_training_model:
         raise RecipeError("the model carries its training already", hint="give the model without it, and its recipe")
     rate = _rate(recipe.get("optimizer", "adamw"))
@@ -85,7 +85,7 @@ def find_lr(
     for group in made.model.step().fact("train.optimizer"):
         made.model.set(f"{group['group']}/lr", group["hyper"]["lr"] / rate * lowest)
     losses: list[float] = []
-    with config.load(made.model) as running:
+    with config.start_engine(made.model) as running:
         smoothed = 0.0
         for batch in itertools.islice(_endless(feeds(running, config, made.data).training), steps):
             loss = float(running.step(batch)[running.loss])

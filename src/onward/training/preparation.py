@@ -49,7 +49,7 @@ def prepared(
         if recipe:
             raise RecipeError(
                 f"the model carries its training already, so `{next(iter(recipe))}` has no effect",
-                hint="leave it out, or strip the model first (`onward.strip`)",
+                hint="leave it out, or strip the model first (`onward.transform.strip`)",
             )
         return Prepared(original, batch_size or fixed_batch(original) or _USUAL_BATCH)
     if recipe.get("loss") is None and recipe.get("teacher") is None:

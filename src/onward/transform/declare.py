@@ -8,7 +8,7 @@ import onnx_ir as ir
 
 from onward.arguments import checked
 from onward.errors import InvalidModelError, UnknownNameError, UnsupportedError, near_or_first
-from onward.model import Model, Source, read
+from onward.model import Model, Source, load
 from onward.model.core import Step, values
 from onward.model.serde import stamp
 from onward.transform.types import fill_in_types
@@ -21,7 +21,7 @@ def declare(source: Source, shapes: Mapping[str, Sequence[int | str]]) -> Model:
     What a file says already stays true: a number is not changed, nor is the number of axes. Shapes that follow from
     these in the graph are filled in.
     """
-    model = read(source).copy()
+    model = load(source).copy()
     inputs = {value.name or "": value for value in (*model.inputs, *_added_inputs(model.steps))}
     if unknown := [name for name in shapes if name not in inputs]:
         raise UnknownNameError(f"the model has no input `{unknown[0]}`", hint=near_or_first(unknown[0], inputs))
@@ -47,7 +47,7 @@ def require_shapes(model: Model, step: int, needed_by: str) -> None:
 
 def way_out(name: str) -> str:
     """What to do about an input without a shape."""
-    call = f'onward.declare(model, {{"{name}": ("N", 64)}})'
+    call = f'onward.transform.declare(model, {{"{name}": ("N", 64)}})'
     return f"say it in the file, such as `{call}` (`onward set MODEL --shape {name}=N,64`)"
 
 

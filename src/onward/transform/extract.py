@@ -8,7 +8,7 @@ import onnx_ir as ir
 
 from onward.arguments import checked
 from onward.errors import UnknownNameError, UnsupportedError, near_or_first
-from onward.model import Model, Source, read
+from onward.model import Model, Source, load
 from onward.model.core import Step, string, strings, values
 from onward.model.gradient_names import tie, untie
 from onward.model.serde import stamp
@@ -25,7 +25,7 @@ def extract(source: Source, inputs: Sequence[str], outputs: Sequence[str]) -> Mo
     What lies behind the new outputs and is needed for the loss moves into the training step. Parameters before the new
     inputs leave the model, and their state with them. A step that cannot do without them is refused.
     """
-    model = read(source).copy()
+    model = load(source).copy()
     known = {value.name: value for value in values(model.graph) if value.name}
     missing = [name for name in (*inputs, *outputs) if name not in known]
     if missing:

@@ -11,7 +11,7 @@ from onnx import AttributeProto, ModelProto, defs, inliner
 
 from onward.arguments import checked
 from onward.errors import InvalidModelError, UnknownNameError, near_or_first
-from onward.model import Model, Source, read
+from onward.model import Model, Source, load
 from onward.model.core import values
 from onward.model.gradient_names import tie, tie_function, untie
 from onward.model.serde import from_proto, stamp, to_proto, with_data, without_data
@@ -25,7 +25,7 @@ from onward.transform.types import value_types
 @checked()
 def inline(source: Source, names: Iterable[str] = ("*",)) -> Model:
     """A copy in which calls of the functions that match `names` (as `domain.Name`) are replaced by their bodies."""
-    model, patterns = of_one_opset(read(source)).copy(), list(names)
+    model, patterns = of_one_opset(load(source)).copy(), list(names)
     known = [f"{function.domain}.{function.name}" for function in model.functions.values()]
     for pattern in patterns:
         if pattern != "*" and not any(_matches(name, pattern) for name in known):

@@ -8,7 +8,7 @@ import onnx_ir as ir
 
 from onward.arguments import checked
 from onward.errors import InvalidModelError, UnknownNameError, near
-from onward.model import Model, Source, read
+from onward.model import Model, Source, load
 from onward.model.core import values
 from onward.model.gradient_names import rename_in_gradients
 from onward.model.serde import stamp
@@ -30,7 +30,7 @@ def merge(
     way. `prefix` goes before all names of `second`, for when the two share some. Outputs of `first` that are not
     connected stay outputs.
     """
-    first, second = read(first), read(second)
+    first, second = load(first), load(second)
     opset = max(first.opset, second.opset)
     first, second = convert_opset(first, opset).copy(), convert_opset(second, opset).copy()
     if prefix:

@@ -10,7 +10,7 @@ import onnx_ir as ir
 
 from onward.arguments import checked
 from onward.errors import InvalidModelError, UnknownNameError, near_or_first
-from onward.model import Model, Source, read
+from onward.model import Model, Source, load
 from onward.model.core import Step, values
 from onward.model.gradient_names import rename_in_gradients
 from onward.model.serde import stamp
@@ -20,7 +20,7 @@ from onward.model.state import PARAMETER_KEY, with_tags
 @checked()
 def rename(source: Source, names: Mapping[str, str]) -> Model:
     """A copy in which values have new names. The optimizer state of a renamed parameter is renamed along with it."""
-    model = read(source).copy()
+    model = load(source).copy()
     known = {value.name: value for graph in _scopes(model) for value in values(graph) if value.name}
     missing = [name for name in names if name not in known]
     if missing:
@@ -43,7 +43,7 @@ def rename(source: Source, names: Mapping[str, str]) -> Model:
 @checked()
 def add_prefix(source: Source, prefix: str) -> Model:
     """A copy in which every value and node, nested ones included, has `prefix` before its name."""
-    model = read(source).copy()
+    model = load(source).copy()
     wanted = {v.name: prefix + v.name for graph in _scopes(model, nested=True) for v in values(graph) if v.name}
     _apply(model, wanted)
     for graph in _scopes(model, nested=True):

@@ -6,7 +6,7 @@ from onnx import ModelProto, ValueInfoProto
 
 from onward.arguments import Count, checked
 from onward.build import Names
-from onward.model import Model, Source, read
+from onward.model import Model, Source, load
 from onward.model.core import all_names
 from onward.model.serde import from_proto, stamp, to_proto, with_data, without_data
 from onward.standard import COMMON_OPSET, STANDARD
@@ -26,7 +26,7 @@ def convert_opset(source: Source, version: Count) -> Model:
     The conversion itself is `onnx.version_converter`'s, which knows nothing of training and functions, so each graph is
     handed to it on its own, without the weights.
     """
-    model = read(source)
+    model = load(source)
     if model.opset == version and _is_of_one_opset(model):
         return model
     check_expansion(model)

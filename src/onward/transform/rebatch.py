@@ -11,7 +11,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onward.errors import InvalidModelError, UnsupportedError, first_line
-from onward.model import Model, Source, read
+from onward.model import Model, Source, load
 from onward.model.signature import sound
 from onward.model.walk import ancestors
 from onward.shapes import constant_ints
@@ -39,7 +39,7 @@ def rebatch(source: Source) -> Model:
     beside a single sample is put beside each. Then the model is run: for twice as many samples it must give what it
     gives for each half, or their mean where it gives a single number, else it is refused.
     """
-    model = sound(read(source))
+    model = sound(load(source))
     size = fixed_batch(model)
     if size is None:
         raise InvalidModelError("the model has no fixed size of batch", hint="it may take any size as it is")

@@ -8,7 +8,7 @@ import onnx_ir as ir
 
 from onward.arguments import checked
 from onward.errors import InvalidModelError
-from onward.model import Model, Source, read
+from onward.model import Model, Source, load
 from onward.model.core import values
 from onward.model.serde import stamp
 from onward.transform.linear import put_back
@@ -30,7 +30,7 @@ def strip(source: Source) -> Model:
 
 def without_steps(source: Source) -> Model:
     """The same in the form in which it is trained."""
-    model = read(source).copy()
+    model = load(source).copy()
     for node in [node for step in model.steps for node in step.algorithm.all_nodes()]:
         for i in range(len(node.inputs)):
             node.replace_input_with(i, None)  # what training has read, nothing reads any more
@@ -66,7 +66,7 @@ def refresh(changed: Source, training: Source) -> Model:
     Training refers to the inference graph by name. Where a name is gone, or has another type or shape, nothing is
     guessed: all such places are reported at once.
     """
-    changed, training = read(changed), read(training)
+    changed, training = load(changed), load(training)
     if not training.steps:
         raise InvalidModelError("there is no training to put back: the other model has none")
     result, source = strip(changed), convert_opset(training, changed.opset).copy()

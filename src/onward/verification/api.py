@@ -11,12 +11,12 @@ from typing import Annotated
 import numpy as np
 
 from onward.arguments import Count, Range, Seed, checked
-from onward.engines import ENGINES, FRAMEWORKS, Engine, is_installed, load
+from onward.engines import ENGINES, FRAMEWORKS, Engine, is_installed, start
 from onward.errors import Error, UnknownNameError, UnsupportedError, near_or_first
 from onward.gradcheck.inputs import GIVE, Given, fitting, made_up
 from onward.lowering.contract import contract_of
 from onward.lowering.step import lower
-from onward.model import Model, Source, read
+from onward.model import Model, Source, load
 from onward.model.state import states
 from onward.verification.distance import Arrays, farthest
 from onward.verification.divergence import Way, first_difference
@@ -45,7 +45,7 @@ def verify(
     path of an .npz file, is one batch, used in each step; what it lacks is made up. `tolerance` is relative to the
     largest element of a tensor: 1e-4 unless given, 1e-9 for models in float64.
     """
-    model = read(source)
+    model = load(source)
     model.step(step)  # which refuses a model without training
     for name in engines or ():
         if name not in ENGINES:
@@ -87,8 +87,8 @@ def _rules(engine: str) -> tuple[bool, ...]:
 
 def _loaded(model: Model, step: int, way: Way, compile: bool) -> Engine:
     if way.engine in FRAMEWORKS:
-        return load(model, step, engine=way.engine, rules=way.rules, compile=compile)
-    return load(model, step, engine=way.engine)
+        return start(model, step, engine=way.engine, rules=way.rules, compile=compile)
+    return start(model, step, engine=way.engine)
 
 
 # ---- the steps -------------------------------------------------------------------------------------------------------

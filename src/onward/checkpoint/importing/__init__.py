@@ -28,7 +28,7 @@ from onward.convert.problems import Problems
 from onward.convert.snapshot import Group as RunGroup
 from onward.convert.snapshot import Snapshot, assemble, disassemble
 from onward.errors import ArgumentError, UnsupportedError
-from onward.model import Model, read
+from onward.model import Model, load
 from onward.recipe.spec import parse
 from onward.transform.training import without_steps
 
@@ -101,7 +101,7 @@ def plan(
         raise ArgumentError("both `like` and `module` are given", hint="leave one of them out")
     if captured is None:
         captured = (
-            capture_model(checkpoint, module, example_inputs, loss) if like is None else Captured(read(like), None)
+            capture_model(checkpoint, module, example_inputs, loss) if like is None else Captured(load(like), None)
         )
     checkpoint = dataclasses.replace(checkpoint, tied={**checkpoint.tied, **captured.tied})
     given = captured.model

@@ -16,7 +16,7 @@ from onward.checkpoint.format import Captured
 from onward.checkpoint.ort.losses import loss_of
 from onward.checkpoint.tensors import StoredTensor
 from onward.errors import InvalidModelError, UnsupportedError, listed
-from onward.model import Model, read
+from onward.model import Model, load
 from onward.model.core import values
 from onward.model.walk import ancestors
 from onward.recipe.forward import SWITCHED
@@ -54,7 +54,7 @@ def optimizer_of(path: Path) -> Rule | None:
     """The optimizer of a graph; None where it is of no known kind."""
     clip: Mapping[str, Any] | None = None
     rule: Rule | None = None
-    for node in read(path).graph:
+    for node in load(path).graph:
         attributes = {name: attribute.value for name, attribute in node.attributes.items()}
         if (node.domain, node.op_type) == (_DOMAIN, "InplaceClipGradNorm"):
             clip = {"norm": float(attributes.get("max_norm", 1.0)), "variant": "torch"}
@@ -101,7 +101,7 @@ def model_of(checkpoint: Path, trainable: Mapping[str, StoredTensor], frozen: Ma
             f"there is no `{EVALUATION}.onnx` and no `{TRAINING}.onnx` beside `{checkpoint}`",
             hint="put it there, or give the model with `--like`",
         )
-    model = read(path)
+    model = load(path)
     if not model.outputs:
         raise InvalidModelError(f"`{path}` has no output, where its loss would be")
     _hold(model, {**trainable, **frozen}, path)
@@ -111,7 +111,7 @@ def model_of(checkpoint: Path, trainable: Mapping[str, StoredTensor], frozen: Ma
     for node in model.graph:
         _for_evaluation(node)
     if training is not None:
-        _as_trained(model, read(training), trainable)
+        _as_trained(model, load(training), trainable)
     loss, prediction = loss_of(model)
     if prediction is None:
         return Captured(model, loss)

@@ -21,7 +21,7 @@ from onward.engines.jax import Jax
 from onward.errors import UnsupportedError, listed
 from onward.lowering.contract import contract_of
 from onward.lowering.step import lower
-from onward.model import Model, Source, read
+from onward.model import Model, Source, load
 from onward.model.core import as_input
 from onward.model.state import STEP, State, carried_state, states
 from onward.recipe.optimizers.sixteen_bit import HALVES
@@ -60,7 +60,7 @@ def to_jax(training: Source, step: int | None = None, *, probe: bool = True) -> 
     Of a model with several steps, `step` says which one. Gradients are JAX's own. The optimizer is a chain of optax's
     where that computes the same, else ours; both sides make a few updates, which must agree, unless `probe` is false.
     """
-    parts = Parts(of_one_opset(read(training)), step)
+    parts = Parts(of_one_opset(load(training)), step)
     run = parts.run
     state, tx = parts.state()
     if probe:
@@ -99,7 +99,7 @@ def _check_rounding(run: Snapshot) -> None:
         if is_theirs and (narrow := [name for name in group.parameters if types[name] in HALVES]):
             raise UnsupportedError(
                 f"{listed(narrow, 5)} are updated in 16 bits as PyTorch rounds them, which optax does not",
-                hint='train it as it is, on JAX too: `onward.engines.load(model, engine="jax")`',
+                hint='train it as it is, on JAX too: `onward.engines.start(model, engine="jax")`',
             )
 
 
@@ -116,7 +116,7 @@ class Parts:
         if strange:
             raise UnsupportedError(
                 f"the training model has state that optax has no place for: {', '.join(strange)}",
-                hint='train it as it is, on JAX too: `onward.engines.load(model, engine="jax")`',
+                hint='train it as it is, on JAX too: `onward.engines.start(model, engine="jax")`',
             )
         self.run = disassemble(model, index, forward=False)
         _check_rounding(self.run)

@@ -11,10 +11,10 @@ import numpy as np
 import onnx_ir as ir
 import optax
 
+from onward import engines
 from onward.build import Builder
 from onward.convert.jax.closures import Tree, named_leaves, path_name
 from onward.convert.snapshot import Snapshot, assemble
-from onward.engines import load
 from onward.errors import MismatchError
 from onward.model import Model
 from onward.model.state import states
@@ -35,7 +35,7 @@ def try_updates(tx: Any, opt_state: Any, params: Tree, run: Snapshot) -> None:
         theirs, state = (params, opt_state) if typed else (_double(params), _double_state(opt_state))
         start = {name: np.asarray(leaf) for name, leaf in named_leaves(theirs).items()}
         inputs = {name: f"gradient{i}" for i, name in enumerate(run.parameters)}
-        with load(_trainer(run, start, inputs), threads=1) as engine:
+        with engines.start(_trainer(run, start, inputs), threads=1) as engine:
             for _ in range(3 * accumulated):
                 gradients = {name: np.zeros_like(array) for name, array in start.items()}  # of what is not trained
                 drawn = {name: random_gradient(generator, start[name].shape) for name in run.parameters}

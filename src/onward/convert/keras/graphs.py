@@ -130,7 +130,7 @@ class Parts:
         if strange := [value.name for value in inputs if value.name not in accepted]:
             raise UnsupportedError(
                 f"the loss reads `{strange[0]}` beside outputs and targets, which a loss of Keras cannot",
-                hint="run the training model as it is: `onward.engines.load(model, engine=...)`",
+                hint="run the training model as it is: `onward.engines.start(model, engine=...)`",
             )
         return Loss(self._made(combined), self._loss_name, _names(given), targets)
 

@@ -9,7 +9,7 @@ from onward.convert.keras.ops import no_gradient_inside
 from onward.convert.snapshot import disassemble, is_plain, step_of
 from onward.convert.standard_steps import adopted
 from onward.differentiate.gradients import has_gradients
-from onward.model import Source, read
+from onward.model import Source, load
 from onward.transform.opset import of_one_opset
 
 
@@ -20,7 +20,7 @@ def to_keras(training: Source) -> TrainingModel:
     Its variables have the names of the training model's tensors, its optimizer is Keras's own where that computes the
     same, else the update of the training model, and so is its loss.
     """
-    model = adopted(of_one_opset(read(training)))
+    model = adopted(of_one_opset(load(training)))
     index = step_of(model)
     if has_gradients(model):
         raise no_gradient_inside()

@@ -24,7 +24,7 @@ from onward.errors import Error, UnsupportedError
 from onward.inspect import describe
 from onward.lowering.contract import contract_of
 from onward.lowering.step import lower
-from onward.model import Model, Source, read
+from onward.model import Model, Source, load
 from onward.model.core import as_input
 from onward.model.state import carried_state
 from onward.transform import inline
@@ -59,7 +59,7 @@ def to_tensorflow(source: Source, step: int | None = None, *, sizes: Mapping[str
     Sizes that the model leaves open stay open. `sizes` fixes some of them by name, such as `{"N": 32}`, for graphs that
     need to know them.
     """
-    model, framework = of_one_opset(read(source)), OpenSizes()
+    model, framework = of_one_opset(load(source)), OpenSizes()
     step = step_of(model, step)
     refuse_rounding(model, in_pairs=True)
     require_shapes(model, step, "TensorFlow")

@@ -9,7 +9,7 @@ from typing import Any
 from onward.engines.tensorflow.quiet import tensorflow as tf  # isort: skip  (other imports of it are not quiet)
 
 from onward.errors import InvalidModelError, first_line
-from onward.model import Model, read
+from onward.model import Model, load
 
 _MOST = 2**31 - 1
 """Bytes of a model: no file of ONNX is larger."""
@@ -38,4 +38,4 @@ def carried_along(nodes: Iterable[Any], of: str) -> tuple[Model, int]:
         unpacked = zlib.decompressobj().decompress(packed, _MOST)
     except (TypeError, ValueError, StopIteration, zlib.error) as error:
         raise InvalidModelError(f"the training model in {of} is damaged: {first_line(error)}") from error
-    return read(unpacked), step
+    return load(unpacked), step

@@ -30,7 +30,7 @@ from onward.convert.torch.tags import COUNTER, GROUP, STEP
 from onward.convert.torch.traced.optimizer_state import copied
 from onward.convert.torch.wrappers import bare_optimizer, bare_scheduler
 from onward.errors import UnsupportedError
-from onward.model import Model, Source, read
+from onward.model import Model, Source, load
 from onward.recipe import objective
 from onward.recipe.trainable import gradient_edges
 from onward.transform.declare import require_shapes
@@ -206,7 +206,7 @@ def to_torch(training: Source, *, live: bool = True, probe: bool = True) -> Carr
       torch.nn, and needs nothing of Onward: what `onward convert --to torch` writes
     - `probe`: make a few steps on both sides with inputs that are made up, and compare
     """
-    model = adopted(of_one_opset(read(training)))
+    model = adopted(of_one_opset(load(training)))
     step = step_of(model)
     if probe:
         require_shapes(model, step, "a comparison of both sides (`probe`)")

@@ -19,7 +19,7 @@ from onward.engines.framework_engine import interpreter
 from onward.engines.interpreter import Interpreter
 from onward.engines.torch.types import CODES, to_array
 from onward.gradcheck.precision import converted
-from onward.model import Model, read
+from onward.model import Model, load
 from onward.model.core import as_input, values
 from onward.recipe.forward import Variance, functions_to_inline, is_switchable
 from onward.recipe.trainable import judge
@@ -142,7 +142,7 @@ class Graph:
 
     def __setstate__(self, kept: dict[str, Any]) -> None:
         state = {name: ir.Tensor(array, dtype=dtype, name=name) for name, (array, dtype) in kept["state"].items()}
-        vars(self).update({**kept, "model": read(kept["model"]), "state": state})
+        vars(self).update({**kept, "model": load(kept["model"]), "state": state})
 
 
 def _name_nodes(model: Model) -> None:

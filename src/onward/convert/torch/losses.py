@@ -145,7 +145,7 @@ def make_loss(terms: Any, inner: Collection[str] = ()) -> nn.Module:
     for term in terms_of(terms):
         if term.custom is not None or term.spec.name == "custom":
             problems.add(
-                "it is a graph of its own", "run the training model as it is: `onward.engines.load(model, engine=...)`"
+                "it is a graph of its own", "run the training model as it is: `onward.engines.start(model, engine=...)`"
             )
             continue
         is_own = term.spec.name == "value"

@@ -11,7 +11,7 @@ from torch import nn
 
 from onward.convert.torch.graph import Graph
 from onward.engines.torch.types import from_array, to_array
-from onward.model import Model, Source, read
+from onward.model import Model, Source, load
 from onward.recipe.forward import Variance
 
 
@@ -28,7 +28,7 @@ def to_module(
     BatchNorm keeps in training: that of the sample, as PyTorch has it, or of the population. `inner` are values that it
     returns beside its outputs.
     """
-    return OnnxModule(Graph.of(read(source), trainable, statistics, inner))
+    return OnnxModule(Graph.of(load(source), trainable, statistics, inner))
 
 
 class OnnxModule(nn.Module):  # type: ignore[misc]

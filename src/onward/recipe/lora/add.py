@@ -11,7 +11,7 @@ import onnx_ir as ir
 from onward.arguments import Count, Range, Seed, checked
 from onward.build import Builder, Expr, Names
 from onward.errors import RecipeError, UnknownNameError, UnsupportedError
-from onward.model import Model, Source, read
+from onward.model import Model, Source, load
 from onward.model.signature import sound
 from onward.model.state import with_tags
 from onward.recipe.constants import expose
@@ -29,7 +29,7 @@ _WINDOW = {"kernel_shape", "strides", "pads", "dilations", "auto_pad"}
 
 
 @checked()
-def add_lora(
+def add(
     model: Source,
     rank: Count = 8,
     alpha: float = 16.0,
@@ -61,7 +61,7 @@ def add_lora(
 
 def adaptable(model: Source) -> Model:
     """A copy to which adapters can be added."""
-    source = sound(read(model))
+    source = sound(load(model))
     refuse_training(source, "add adapters")
     changed = of_one_opset(source, _OLDEST_OPSET).copy()
     changed.ir.ir_version = max(changed.ir.ir_version or 0, METADATA_IR)
@@ -88,7 +88,7 @@ def attach(
     """Add an adapter with these values to the layers that share a weight, in place."""
     weight = of[0].weight
     if any(adapter.weight == weight.name for adapter in adapters(model)):
-        raise RecipeError(f"`{weight.name}` has an adapter already", hint="merge it first (`onward.merge_lora`)")
+        raise RecipeError(f"`{weight.name}` has an adapter already", hint="merge it first (`onward.lora.merge`)")
     if len({(layer.units_first, layer.is_convolution) for layer in of}) > 1:
         raise UnsupportedError(f"`{weight.name}` is used both as it is and transposed, so that no adapter fits both")
     if weight.producer() is not None:

@@ -20,7 +20,7 @@ import onnx_ir as ir
 
 from onward.arguments import checked
 from onward.errors import InvalidModelError, UnknownNameError, UnsupportedError, near
-from onward.model import Model, Source, read
+from onward.model import Model, Source, serde
 from onward.model.storage import write_file
 from onward.model.storage.files import reason, regular
 from onward.recipe.layers import Layer
@@ -35,12 +35,12 @@ _UNSUPPORTED = ("use_dora", "modules_to_save", "layer_replication")
 
 
 @checked()
-def save_adapter(model: Source, path: str | os.PathLike[str]) -> Path:
+def save(model: Source, path: str | os.PathLike[str]) -> Path:
     """Write the adapters of a model, and nothing else; the path."""
-    source, target = read(model), Path(path)
+    source, target = serde.load(model), Path(path)
     found = adapters(source)
     if not found:
-        raise UnknownNameError("the model has no adapters to save", hint="`onward.add_lora` adds some")
+        raise UnknownNameError("the model has no adapters to save", hint="`onward.lora.add` adds some")
     tensors = {key: array for adapter in found for key, array in _tensors(adapter).items()}
     config = json.dumps(_config(source, found), indent=2)
     if target.suffix == ".safetensors":
@@ -53,8 +53,8 @@ def save_adapter(model: Source, path: str | os.PathLike[str]) -> Path:
 
 
 @checked()
-def load_adapter(model: Source, path: str | os.PathLike[str]) -> Model:
-    """A copy with the adapters of a file that `save_adapter` or PEFT wrote; those that it had on the same weights go.
+def load(model: Source, path: str | os.PathLike[str]) -> Model:
+    """A copy with the adapters of a file that `save` or PEFT wrote; those that it had on the same weights go.
 
     Modules are matched to weights by their names, or by the ends of these where only one weight fits.
     """

@@ -10,24 +10,24 @@ import onnx_ir as ir
 from onward.arguments import checked
 from onward.build import Names
 from onward.errors import UnknownNameError, UnsupportedError
-from onward.model import Model, Source, read
+from onward.model import Model, Source, load
 from onward.recipe.head import refuse_training
 from onward.recipe.layers import Layer
 from onward.recipe.lora.adapters import Adapter, adapters, by_weight, delta
 
 
 @checked()
-def merge_lora(model: Source) -> Model:
+def merge(model: Source) -> Model:
     """A copy in which adapters are added to the weights that they adapt: W + (alpha / rank) A B, and nothing remains.
 
     A weight that other places read as it is keeps its value there; the layer gets its own, `<weight>/merged`.
     """
-    source = read(model)
+    source = load(model)
     refuse_training(source, "merge its adapters")
     merged = source.copy()
     found = adapters(merged)
     if not found:
-        raise UnknownNameError("the model has no adapters to merge", hint="`onward.add_lora` adds some")
+        raise UnknownNameError("the model has no adapters to merge", hint="`onward.lora.add` adds some")
     adapted = {adapter.weight: detach(merged, adapter) for adapter in found}
     names = merged.names()
     for adapter in found:
@@ -81,7 +81,7 @@ def _fold(model: Model, names: Names, adapter: Adapter, adapted: Sequence[Layer]
     if layer.is_quantised:
         raise UnsupportedError(
             f"the adapter of `{adapter.weight}` cannot be merged: the weight is quantised",
-            hint="save it alone (`onward.save_adapter`), and merge it into the model before quantisation",
+            hint="save it alone (`onward.lora.save`), and merge it into the model before quantisation",
         )
     weight = layer.weight
     old = weight.const_value

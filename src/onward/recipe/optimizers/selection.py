@@ -11,7 +11,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onward.errors import RecipeError
-from onward.model import Model, read
+from onward.model import Model, load
 from onward.recipe.optimizers.graph_optimizer import RATE, FunctionOptimizer
 from onward.recipe.ranges import NOT_NEGATIVE
 from onward.recipe.spec import Spec, check_options, parse
@@ -62,7 +62,7 @@ def _open_function(source: Any) -> FunctionOptimizer:
         function = source.clone() if isinstance(source, ir.Function) else ir.from_proto(source)
         made = FunctionOptimizer(function.name, _as_model(function), _DEFAULT_RATE)
     else:
-        model = read(source).copy()
+        model = load(source).copy()
         held = {name: value for name, value in model.graph.initializers.items() if value in model.graph.inputs}
         for name in held:
             model.graph.initializers.pop(name)

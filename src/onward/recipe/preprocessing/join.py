@@ -16,7 +16,7 @@ import onnx_ir as ir
 
 from onward.build import Builder, Names
 from onward.errors import RecipeError
-from onward.model import Model, read
+from onward.model import Model, load
 from onward.model.serde import stamp
 from onward.model.state import PREPROCESSING, ROLE_KEY, with_tags
 from onward.recipe.assembly import Assembly
@@ -60,7 +60,7 @@ def open_preprocessing(preprocess: Any) -> Any:
     """Preprocessing, read if it is a file."""
     is_file = isinstance(preprocess, str) and preprocess.strip().endswith(".onnx")
     is_source = isinstance(preprocess, os.PathLike | bytes) or hasattr(preprocess, "SerializeToString")
-    return strip(inline(read(preprocess))) if is_file or is_source or isinstance(preprocess, Model) else preprocess
+    return strip(inline(load(preprocess))) if is_file or is_source or isinstance(preprocess, Model) else preprocess
 
 
 def opset_of(preprocess: Any) -> int:

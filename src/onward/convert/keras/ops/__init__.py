@@ -126,5 +126,5 @@ def interpreted(model: Model, framework: KerasOps) -> Interpreter:
 def no_gradient_inside() -> UnsupportedError:
     return UnsupportedError(
         "a Keras model computes a gradient inside of its graph, which Keras's operations have no word for",
-        hint="run the training model as it is: `onward.engines.load(model, engine=...)`",
+        hint="run the training model as it is: `onward.engines.start(model, engine=...)`",
     )

@@ -27,7 +27,7 @@ def scan(*inputs, num_scan_inputs, scan_input_axes, **others):
         raise UnsupportedError(
             "Keras computes a `Scan` round by round, and how many there are is not known: the loss or model has an "
             f"open size along axis {axis}",
-            hint="settle it in the file: `onward set MODEL --shape x=16,N,64`, or `onward.declare`",
+            hint="settle it in the file: `onward set MODEL --shape x=16,N,64`, or `onward.transform.declare`",
         )
     return control.scan(*inputs, num_scan_inputs=num_scan_inputs, scan_input_axes=scan_input_axes, **others)
 

@@ -17,7 +17,7 @@ from onward.engines.interpreter import Interpreter
 from onward.engines.torch import Torch
 from onward.engines.torch.types import from_array, to_array
 from onward.errors import UnsupportedError
-from onward.model import read
+from onward.model import load
 from onward.recipe.optimizers import FunctionOptimizer
 from onward.recipe.optimizers.graph_optimizer import COUNT, RATE, gradient_of
 from onward.transform.inline import inline
@@ -48,7 +48,7 @@ class _Update:
 
     def __setstate__(self, kept: dict[str, Any]) -> None:
         function = kept["function"]
-        self.function = dataclasses.replace(function, update=read(function.update))
+        self.function = dataclasses.replace(function, update=load(function.update))
 
 
 class GraphOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
