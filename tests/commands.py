@@ -6,8 +6,8 @@ import re
 
 from typer.testing import CliRunner, Result
 
+from onward.cli.app import BUG
 from onward.cli.commands import app
-from onward.cli.failure import BUG
 
 
 def run(*arguments: str, code: int = 0) -> Result:

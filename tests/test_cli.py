@@ -25,8 +25,8 @@ from commands import failed, run
 from models import digits_mlp, small_cnn
 from onward import transform
 from onward.cli import app as application
+from onward.cli.app import BUG
 from onward.cli.commands import app
-from onward.cli.failure import BUG
 from onward.engines import ENGINES, FRAMEWORKS
 
 BUILD = ["train", "prepare", "grad", "lower", "convert"]
@@ -189,7 +189,7 @@ main()
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no such signal")
-@pytest.mark.parametrize("module", ["onward.cli.app", "typer", "onward.cli.work", "onward.inspect.summary"])
+@pytest.mark.parametrize("module", ["onward.cli.app", "typer", "onward.cli.files", "onward.inspect.summary"])
 def test_an_interrupt_of_imports_is_one_line(module: str, folder: Path) -> None:
     """Before there is an application, while its commands are loaded, and in one of them."""
     code = INTERRUPTED_IMPORT.format(module=module)

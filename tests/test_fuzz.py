@@ -34,9 +34,9 @@ from broken_models import GOOD
 from campaign.mutations import KINDS, encoded, fields
 from models import digits_mlp, small_cnn
 from older_forms import write
+from onward.cli.app import BUG
 from onward.cli.catalogue import Catalogue, entries
 from onward.cli.commands import app
-from onward.cli.failure import BUG
 
 TIMES = int(os.environ.get("ONWARD_FUZZ", "1"))
 SECONDS, BYTES = 30, 3 << 30

@@ -29,7 +29,7 @@ import onward
 from commands import failed, run
 from conftest import needs
 from models import digits_mlp
-from onward.cli import work
+from onward.cli import files
 from onward.model import storage
 from onward.model.storage.stream import Sink, report_writes_to
 from runs import digits, state
@@ -417,7 +417,7 @@ def test_who_looks_on_is_told_of_every_byte(tmp_path: Path) -> None:
 def test_a_person_sees_bytes_and_their_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     screen = io.StringIO()
     console = Console(file=screen, force_terminal=True, width=120)
-    monkeypatch.setattr(work, "err", lambda: console)
-    with work.writing("writing m.onnx"):
+    monkeypatch.setattr(files, "err", lambda: console)
+    with files.writing("writing m.onnx"):
         onward.prepare(digits_mlp(4096), loss="cross_entropy").save(tmp_path / "m.onnx", data="data")
     assert "writing m.onnx" in screen.getvalue() and "MiB" in screen.getvalue() and "/s" in screen.getvalue()

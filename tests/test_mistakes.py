@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 
 import onward
 from models import digits_mlp
+from onward.cli.app import BUG
 from onward.cli.commands import app
-from onward.cli.failure import BUG
 
 # Arguments, a part of the message, a part of the hint. Usage ends with 2, everything else with 1.
 USAGE = [

@@ -13,7 +13,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 import onward
 from conftest import needs
-from onward.cli.arguments import specs_by_pattern
+from onward.cli.options import specs_by_pattern
 from onward.convert import files
 from onward.errors import RecipeError
 

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 from typer.testing import CliRunner
 
 import onward
+from onward.cli.app import BUG
 from onward.cli.commands import app
-from onward.cli.failure import BUG
 
 CPU_SECONDS, SECONDS, BYTES = 30, 240, 4 << 30
 SECRET = b"a secret that no file may be made to give away"

@@ -1,20 +1,25 @@
-"""The application that commands enter themselves into, and what holds for all of them."""
+"""The application that commands enter themselves into, and what becomes of their errors."""
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
+import re
 import sys
+import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import Annotated, Any, TypeVar
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
 from onward.cli import INTERRUPTED, console, interrupted
-from onward.cli.failure import report
-from onward.cli.help import USAGE, help_text
+from onward.cli.console import ClosedPipe, print_error
+from onward.cli.help import USAGE, help_text, usage_of
+from onward.errors import Error, near
 
 BUILD, LOOK, CHANGE = "Build", "Check and show", "Change, without losing the training"
 
@@ -80,12 +85,35 @@ app = typer.Typer(
 
 
 def command(
-    panel: str, *examples: str, name: str | None = None, usage: str = USAGE, more: Callable[[], str] | None = None
+    panel: str,
+    *examples: str,
+    name: str | None = None,
+    usage: str = USAGE,
+    about: Callable[[], str] | None = None,
+    parameters: Iterable[inspect.Parameter] = (),
 ) -> Callable[[_Function], _Function]:
-    """Enter a function as a command, with examples below its help; `usage` where its signature does not tell."""
+    """Enter a function as a command, with examples below its help; `usage` where its signature does not tell.
+
+    Further `parameters` are what a function takes as keywords (`**`); they come before those that only have a name.
+    """
     epilog = "\n".join(["Examples:", *(f"  {example}" for example in examples)])
-    kind = type("Command", (Command,), {"more": staticmethod(more)}) if more else Command
-    return app.command(name, cls=kind, rich_help_panel=panel, epilog=epilog, options_metavar=usage)
+    kind = type("Command", (Command,), {"more": staticmethod(about)}) if about else Command
+
+    def enter(function: _Function) -> _Function:
+        more = list(parameters)
+        own = [p for p in parameters_of(function) if p.name not in {each.name for each in more}]
+        last = [p for p in own if p.kind is p.KEYWORD_ONLY]
+        every = [p for p in own if p not in last] + more + last
+        function.__dict__["__signature__"] = inspect.Signature([p.replace(kind=p.KEYWORD_ONLY) for p in every])
+        return app.command(name, cls=kind, rich_help_panel=panel, epilog=epilog, options_metavar=usage)(function)
+
+    return enter
+
+
+def parameters_of(function: Callable[..., Any]) -> list[inspect.Parameter]:
+    """What a function takes by name, with types and not their names."""
+    taken = inspect.signature(function, eval_str=True).parameters.values()
+    return [parameter for parameter in taken if parameter.kind is not parameter.VAR_KEYWORD]
 
 
 def _version(wanted: bool) -> None:
@@ -112,3 +140,99 @@ def onward(
     """ONNX training made real: one .onnx file that holds a model and its training."""
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
+
+
+# ---- errors ----------------------------------------------------------------------------------------------------------
+
+
+FAILED, MISUSED = 1, 2
+CLOSED_PIPE = 141
+"""128 and the number of the signal, as shells count."""
+
+BUG = "this is a bug in Onward; run it again with `--debug`, and report what that shows"
+
+
+class Misuse(typer.TyperException):
+    """Arguments that are well-formed, but do not go together."""
+
+    def __init__(self, message: str, hint: str):
+        super().__init__(message)
+        self.hint = hint
+
+
+_PLAIN = {
+    "Input should be a valid integer.*": "it must be a whole number",
+    "Input should be a valid number.*": "it must be a number",
+    "Input should be greater than or equal to": "it must be at least",
+    "Input should be less than or equal to": "it must be at most",
+    r"\.?\s*Choose from:\s*": ": one of ",
+    r"^Got unexpected extra argument(?:\(s\)|s)? \((.+)\)": r"unexpected argument `\1`",
+    "Value error, ": "",
+}
+"""How the parser says things, and how we do."""
+
+
+def report(error: BaseException, debug: bool) -> int:
+    """Say what went wrong, with the traceback if that is wanted; the exit code."""
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else FAILED if error.code else 0
+    if isinstance(error, typer.Abort) and isinstance(error.__cause__, EOFError):  # a file that ends too soon
+        error = error.__cause__
+    if isinstance(error, KeyboardInterrupt | typer.Abort):
+        return interrupted()
+    if isinstance(error, ClosedPipe | BrokenPipeError):
+        _leave_pipe()
+        return CLOSED_PIPE
+    with suppress(ClosedPipe, BrokenPipeError):  # where nobody hears it, the exit code must do
+        if debug:
+            traceback.print_exception(error)
+        print_error(*_explain(error))
+    return MISUSED if isinstance(error, typer.TyperException) else FAILED
+
+
+def _explain(error: BaseException) -> tuple[str, str | None]:
+    if isinstance(error, Error | Misuse):
+        return str(error), error.hint
+    if isinstance(error, typer.TyperException):
+        return _usage(error)
+    if isinstance(error, MemoryError):
+        return "there is not enough memory for this", None
+    if isinstance(error, OSError):
+        return f"{f'`{error.filename}`: ' if error.filename else ''}{error.strerror or error}", None
+    return "".join(traceback.format_exception_only(error)).strip(), BUG
+
+
+def _usage(error: typer.TyperException) -> tuple[str, str]:
+    """The parser's message in the form of ours, and what was meant or where to look."""
+    text, *_ = re.split(r" Did you mean | \(Possible options", error.format_message())
+    text = re.sub(r"'([^']+)'", r"`\1`", text).strip().rstrip(".")
+    for pattern, plain in _PLAIN.items():
+        text = re.sub(pattern, plain, text)
+    text = " ".join(text.split())
+    context = getattr(error, "ctx", None)
+    path = context.command_path if context else "onward"
+    return text[:1].lower() + text[1:], _meant(text, context) or f"see `{path} --help`"
+
+
+def _meant(text: str, context: typer.Context | None) -> str | None:
+    """What was meant by a word that is not known."""
+    if choice := re.search(r"`([^`]+)` is not one of (.+)", text):
+        return near(choice[1], re.findall(r"`([^`]+)`", choice[2]))
+    unknown = re.search(r"No such (?:command|option):? `?([^` ]+)", text)
+    if unknown and context:
+        return near(unknown[1], _known(context), likeness=0.6)
+    if text.startswith("unexpected argument") and context:
+        return f"usage: `{context.command_path} {usage_of(context.command, context.command.params)}`"
+    return None
+
+
+def _known(context: typer.Context) -> list[str]:
+    """The options and commands that there are."""
+    options = [name for parameter in context.command.params for name in parameter.opts if name.startswith("--")]
+    return [*options, *getattr(context.command, "commands", ())]
+
+
+def _leave_pipe() -> None:
+    """Nobody reads any more. Python would complain when it flushes at exit, unless there is somewhere to flush to."""
+    with suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

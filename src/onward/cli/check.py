@@ -1,21 +1,23 @@
-"""`onward check`: what is wrong with a file."""
+"""`onward check`, `check-gradients`, `verify` and `engines`: whether a model is right, and what can run it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from onward.cli import options
-from onward.cli.app import LOOK, command
-from onward.cli.console import print_json, print_rows, say
-from onward.cli.failure import FAILED, Misuse
-from onward.cli.work import working
+from onward.cli.app import FAILED, LOOK, Misuse, command
+from onward.cli.console import print_json, print_rows, remark, say
+from onward.cli.files import working
+from onward.cli.options import floats_matching, option
 
 if TYPE_CHECKING:
-    from onward import Finding
+    from onward import Finding, gradcheck, verification
 
 _HEADINGS = {"error": ("errors", "bold red"), "warning": ("warnings", "bold yellow"), "info": ("remarks", "bold")}
 
@@ -29,11 +31,9 @@ _HEADINGS = {"error": ("errors", "bold red"), "warning": ("warnings", "bold yell
 )
 def check(
     model: options.OptionalModel = None,
-    strict: Annotated[bool, typer.Option("--strict", help="Fail on warnings, too.")] = False,
-    runtime: Annotated[
-        str | None, typer.Option("--for", metavar="RUNTIME", help="Check also that this runtime loads the model.")
-    ] = None,
-    codes: Annotated[bool, typer.Option("--codes", help="List all codes of findings, and exit.")] = False,
+    strict: Annotated[bool, option("--strict", None, "Fail on warnings, too.")] = False,
+    runtime: Annotated[str | None, option("--for", "RUNTIME", "Check also that this runtime loads the model.")] = None,
+    codes: Annotated[bool, option("--codes", None, "List all codes of findings, and exit.")] = False,
     as_json: options.Json = False,
 ) -> None:
     """Find what is wrong with a file.
@@ -104,3 +104,160 @@ def _print_codes(as_json: bool) -> None:
         say(subject, style="bold")
         rows = [[f"  {c}", str(k.severity), k.meaning] for c, k in CODES.items() if c.startswith(family)]
         print_rows(rows)
+
+
+@command(
+    LOOK,
+    "onward check-gradients training.onnx",
+    "onward check-gradients digits.onnx --of logits --wrt 'fc1.*' --wrt image --order 2",
+    "onward check-gradients training.onnx --inputs batch.npz --json | jq .culprit",
+    name="check-gradients",
+)
+def check_gradients(
+    model: options.Model,
+    of: Annotated[
+        str | None,
+        option("--of", "NAME", "The value that is differentiated; the loss, or the first output."),
+    ] = None,
+    wrt: Annotated[
+        list[str] | None,
+        option(
+            "--wrt",
+            "PATTERN",
+            "Inputs, weights or values by which to differentiate; all parameters and inputs unless given. "
+            "May be repeated.",
+        ),
+    ] = None,
+    inputs: Annotated[
+        Path | None, option("--inputs", "FILE", "An .npz file with inputs; made up unless given.")
+    ] = None,
+    directions: Annotated[int, option("--directions", "N", "How many random directions to try for each.", min=1)] = 1,
+    order: Annotated[int, option("--order", "N", "2: check the gradient of the gradient, too.", min=1, max=2)] = 1,
+    tolerance: Annotated[
+        float | None,
+        option("--tolerance", "X", "How far off a gradient may be, relative to its size.", min=0),
+    ] = None,
+    seed: Annotated[int, option("--seed", "N", "For directions and made-up inputs.", min=0)] = 0,
+    step: options.Step = 0,
+    as_json: options.Json = False,
+) -> None:
+    """Compare gradients with differences, along random directions.
+
+    The gradient is ours; the differences need nothing but the model itself, which is computed in float64 wherever ONNX
+    Runtime can. Where a gradient is wrong, the operator to blame is named. Exits with 1 if one is wrong or not finite.
+    """
+    import onward
+
+    with working(f"checking the gradients of {model}", model):
+        source = onward.load(str(model))
+        report = onward.check_gradients(
+            source,
+            of,
+            floats_matching(source, wrt) if wrt else None,
+            inputs=inputs,
+            directions=directions,
+            order=order,
+            seed=seed,
+            tolerance=tolerance,
+            step=step,
+        )
+    if as_json:
+        print_json({"file": str(model), **report.to_json()})
+    else:
+        _print_report(report, style="bold red")
+    if not report.ok:
+        raise typer.Exit(FAILED)
+
+
+@command(
+    LOOK,
+    "onward verify training.onnx",
+    "onward verify training.onnx --engine onnxruntime --engine torch --steps 50",
+    "onward verify training.onnx --inputs batch.npz --json | jq '.rows[] | {engine, verdict}'",
+)
+def verify(
+    model: options.Model,
+    engine: Annotated[
+        list[str] | None,
+        option("--engine", "NAME", "An engine; all that are installed unless given. May be repeated."),
+    ] = None,
+    steps: Annotated[int, option("--steps", "N", "How many steps to run.", min=1)] = 5,
+    inputs: Annotated[
+        Path | None, option("--inputs", "FILE", "An .npz file with a batch; made up unless given.")
+    ] = None,
+    tolerance: Annotated[
+        float | None,
+        option("--tolerance", "X", "How far apart engines may be, relative to a tensor's size.", min=0),
+    ] = None,
+    seed: Annotated[int, option("--seed", "N", "For made-up inputs.", min=0)] = 0,
+    compiled: Annotated[bool, option("--compile", None, "Compile the step where an engine can.")] = False,
+    step: options.Step = 0,
+    as_json: options.Json = False,
+) -> None:
+    """Run a few steps on every installed engine, and show where they agree and where not.
+
+    PyTorch, JAX and TensorFlow take part twice, with their own derivative and with Onward's. Where an engine differs,
+    the first value that does is named. Exits with 1 if one differs.
+    """
+    import onward
+
+    with working(f"running {model}", model):
+        report = onward.verify(
+            str(model),
+            engines=engine or None,
+            steps=steps,
+            inputs=inputs,
+            tolerance=tolerance,
+            seed=seed,
+            step=step,
+            compile=compiled,
+            on_start=lambda name: remark(f"running {name}"),
+        )
+    if as_json:
+        print_json(report.to_json())
+    else:
+        _print_report(report)
+    if not report.ok:
+        raise typer.Exit(FAILED)
+
+
+def _print_report(report: gradcheck.Report | verification.Report, style: str | None = None) -> None:
+    say(report.heading, style="bold")
+    print_rows(report.table())
+    for text in report.remarks:
+        say(text, style=style)
+
+
+@command(
+    LOOK,
+    "onward engines",
+    "onward engines --devices",
+    "onward engines --devices --json | jq '.[] | select(.name == \"jax\").cannot'",
+)
+def engines(
+    devices: Annotated[
+        bool, option("--devices", None, "Load PyTorch, JAX and TensorFlow to see their devices and operators.")
+    ] = False,
+    as_json: options.Json = False,
+) -> None:
+    """List engines: versions, devices, and how many operators of the standard each has.
+
+    What only a framework itself can tell takes a while to load: `--devices` asks for it.
+    """
+    from onward.engines import catalogue
+
+    with working("loading the engines") if devices else nullcontext():
+        found = catalogue.engines(load=devices)
+    if as_json:
+        print_json([asdict(info) | {"install": info.install} for info in found])
+        return
+    total = len(catalogue.standard_operators())
+    rows = [["engine", "version", "devices", "operators"]]
+    for info in found:
+        if info.version is None:
+            rows.append([info.name, "not installed", "", info.install])
+        else:
+            covered = "its own" if info.operators is None else f"{info.operators} of {total}"
+            seen = [", ".join(info.devices), covered] if info.devices is not None else ["(--devices)", "(--devices)"]
+            rows.append([info.name, info.version, *seen])
+    print_rows(rows)

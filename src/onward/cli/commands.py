@@ -2,27 +2,6 @@
 
 # ruff: noqa: I001
 from onward.cli.app import app
-from onward.cli import (
-    train,
-    prepare,
-    grad,
-    lower,
-    convert,
-    check,
-    check_gradients,
-    verify,
-    engines,
-    show,
-    diff,
-    report,
-    settings,
-    names,
-    parts,
-    form,
-    training,
-)
+from onward.cli import train, prepare, grad, lower, convert, check, show, settings, change
 
-__all__ = [
-    "app", "check", "check_gradients", "convert", "diff", "engines", "form", "grad", "lower", "names", "parts",
-    "prepare", "report", "settings", "show", "train", "training", "verify",
-]  # fmt: skip
+__all__ = ["app", "change", "check", "convert", "grad", "lower", "prepare", "settings", "show", "train"]

@@ -5,15 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from onward.cli import options, recipes
-from onward.cli.app import BUILD, command
-from onward.cli.arguments import example_in, names_in
+from onward.cli.app import BUILD, Misuse, command
 from onward.cli.console import print_fields, print_json, remark
-from onward.cli.failure import Misuse
-from onward.cli.saving import Where, refuse_to_overwrite, target
-from onward.cli.work import working, writing
+from onward.cli.files import Where, refuse_to_overwrite, target, working, writing
+from onward.cli.options import UNTOLD, argument, example_in, names_in, option
 from onward.errors import InvalidModelError, WriteError, near
 
 if TYPE_CHECKING:
@@ -32,10 +28,6 @@ def _formats() -> str:
     )
 
 
-def _untold(flag: str, metavar: str, help: str) -> Any:
-    return typer.Option(flag, metavar=metavar, help=help, rich_help_panel="What a checkpoint does not tell")
-
-
 @command(
     BUILD,
     "onward convert training.onnx --to torch -o run.pt",
@@ -45,62 +37,53 @@ def _untold(flag: str, metavar: str, help: str) -> Any:
     "onward convert last.ckpt --module project.models:Classifier --inputs batch.npz -o run.onnx",
     "onward convert run.onnx --to hf -o checkpoint-600/",
     "onward convert checkpoint-500/ --to dcp -o sharded/",
-    more=_formats,
+    about=_formats,
 )
 def convert(
     source: Annotated[
         Path,
-        typer.Argument(
-            metavar="SOURCE",
-            help="An .onnx file; a checkpoint, a file or a folder; or what was written with `--to`.",
-            show_default=False,
-        ),
+        argument("SOURCE", "An .onnx file; a checkpoint, a file or a folder; or what was written with `--to`."),
     ],
-    to: Annotated[
-        str | None, typer.Option("--to", metavar="FORMAT", help="A framework, or a format of checkpoints: see above.")
-    ] = None,
+    to: Annotated[str | None, option("--to", "FORMAT", "A framework, or a format of checkpoints: see above.")] = None,
     output: Annotated[
         Path | None,
-        typer.Option(
-            "--output", "-o", metavar="PATH", help="The file or folder to write. Beside the source unless given."
-        ),
+        option("--output -o", "PATH", "The file or folder to write. Beside the source unless given."),
     ] = None,
     program: Annotated[
         bool | None,
-        typer.Option("--program/--only-state", help="Which of the two it is for `torch`, `keras` or `tensorflow`."),
+        option("--program/--only-state", None, "Which of the two it is for `torch`, `keras` or `tensorflow`."),
     ] = None,
     like: Annotated[
         Path | None,
-        typer.Option(
-            "--like",
-            metavar="MODEL",
-            help="The model that a checkpoint is of; or the training model that a run was made of.",
-        ),
+        option("--like", "MODEL", "The model that a checkpoint is of; or the training model that a run was made of."),
     ] = None,
     module: Annotated[
         str | None,
-        _untold(
+        option(
             "--module",
             "PACKAGE:CLASS",
             "In place of `--like`, the nn.Module or LightningModule that was trained: your code, which is executed.",
+            UNTOLD,
         ),
     ] = None,
     inputs: Annotated[
         Path | None,
-        _untold("--inputs", "FILE", "An .npz file with what the module takes, by name or in its order; or a batch."),
+        option(
+            "--inputs", "FILE", "An .npz file with what the module takes, by name or in its order; or a batch.", UNTOLD
+        ),
     ] = None,
     loss: Annotated[
-        list[str] | None, _untold("--loss", "SPEC", "What is minimised, as `onward prepare` takes it.")
+        list[str] | None, option("--loss", "SPEC", "What is minimised, as `onward prepare` takes it.", UNTOLD)
     ] = None,
     optimizer: Annotated[
-        str | None, _untold("--optimizer", "SPEC", "Which it is, or other numbers than are stored.")
+        str | None, option("--optimizer", "SPEC", "Which it is, or other numbers than are stored.", UNTOLD)
     ] = None,
     schedule: Annotated[
-        list[str] | None, _untold("--schedule", "SPEC", "How the learning rate changes, by updates.")
+        list[str] | None, option("--schedule", "SPEC", "How the learning rate changes, by updates.", UNTOLD)
     ] = None,
     names: options.Names = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Say what would become of a checkpoint, and write nothing.")
+        bool, option("--dry-run", None, "Say what would become of a checkpoint, and write nothing.")
     ] = False,
     data: options.Data = "auto",
     force: options.Force = False,

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
-
 from onward.cli import options
 from onward.cli.app import BUILD, command
-from onward.cli.arguments import floats_matching, recomputation
-from onward.cli.saving import target
-from onward.cli.work import working
+from onward.cli.files import target, working
+from onward.cli.options import floats_matching, option, recomputation
 
 
 @command(
@@ -23,19 +20,15 @@ from onward.cli.work import working
 )
 def grad(
     model: options.Model,
-    of: Annotated[
-        str, typer.Option("--of", metavar="NAME", help="The value to differentiate; the sum of its elements.")
-    ],
+    of: Annotated[str, option("--of", "NAME", "The value to differentiate; the sum of its elements.")],
     wrt: Annotated[
         list[str],
-        typer.Option(
-            "--wrt", metavar="PATTERN", help="Inputs, weights or values by which to differentiate. May be repeated."
-        ),
+        option("--wrt", "PATTERN", "Inputs, weights or values by which to differentiate. May be repeated."),
     ],
     recompute: options.Recompute = None,
     keep_functions: Annotated[
         bool,
-        typer.Option("--keep-functions", help="Let functions of the model stay, with functions for their gradients."),
+        option("--keep-functions", None, "Let functions of the model stay, with functions for their gradients."),
     ] = False,
     output: options.Output = None,
     data: options.Data = "auto",

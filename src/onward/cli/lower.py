@@ -6,15 +6,11 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import typer
-
 from onward.cli import options
-from onward.cli.app import BUILD, command
-from onward.cli.arguments import recomputation
+from onward.cli.app import BUILD, Misuse, command
 from onward.cli.console import print_json, remark
-from onward.cli.failure import Misuse
-from onward.cli.saving import Target, refuse_to_overwrite, target
-from onward.cli.work import working
+from onward.cli.files import Target, refuse_to_overwrite, target, working
+from onward.cli.options import option, recomputation
 
 if TYPE_CHECKING:
     from onward import Model
@@ -34,22 +30,22 @@ def lower(
     model: options.Model,
     part: Annotated[
         Part | None,
-        typer.Option(
+        option(
             "--part",
-            metavar="PART",
-            help="`step`, `evaluation`, `gradients`, `apply`, `initialization`, `state` or `inference`; unless given "
+            "PART",
+            "`step`, `evaluation`, `gradients`, `apply`, `initialization`, `state` or `inference`; unless given "
             "`step`, or `inference` of a model without training.",
         ),
     ] = None,
     everything: Annotated[
-        Path | None, typer.Option("--all", metavar="FOLDER", help="Write all parts into a folder, as `step.onnx` etc.")
+        Path | None, option("--all", "FOLDER", "Write all parts into a folder, as `step.onnx` etc.")
     ] = None,
     steps: Annotated[
         str | None,
-        typer.Option(
+        option(
             "--steps",
-            metavar="STEPS",
-            help="Of a model with several: a number or a name, or how often each runs: `discriminator:2,generator`; "
+            "STEPS",
+            "Of a model with several: a number or a name, or how often each runs: `discriminator:2,generator`; "
             "unless given, all, as often as the file says.",
         ),
     ] = None,

@@ -7,13 +7,12 @@ from typing import Annotated
 import typer
 
 from onward.cli import options, recipes
-from onward.cli.app import BUILD, command
+from onward.cli.app import BUILD, Misuse, command
 from onward.cli.catalogue import Catalogue, print_catalogue
 from onward.cli.console import print_json
-from onward.cli.failure import Misuse
+from onward.cli.files import target, working
+from onward.cli.options import option
 from onward.cli.prepared import print_prepared
-from onward.cli.saving import target
-from onward.cli.work import working
 
 
 @command(
@@ -52,20 +51,15 @@ def prepare(
     lr_decay: recipes.RateDecay = None,
     append: Annotated[
         bool,
-        typer.Option("--append", help="Add a step to those that the model has.", rich_help_panel="What is trained"),
+        option("--append", None, "Add a step to those that the model has.", "What is trained"),
     ] = False,
     name: Annotated[
         str | None,
-        typer.Option("--name", metavar="NAME", help="What the step is called.", rich_help_panel="What is trained"),
+        option("--name", "NAME", "What the step is called.", "What is trained"),
     ] = None,
     times: Annotated[
         int,
-        typer.Option(
-            "--times",
-            metavar="N",
-            help="How often the step runs while others run once.",
-            rich_help_panel="What is trained",
-        ),
+        option("--times", "N", "How often the step runs while others run once.", "What is trained"),
     ] = 1,
     preprocess: recipes.Preprocess = None,
     augment: recipes.Augment = None,
@@ -73,10 +67,10 @@ def prepare(
     seed: recipes.Seed = 0,
     listed: Annotated[
         Catalogue | None,
-        typer.Option(
+        option(
             "--list",
-            metavar="WHAT",
-            help="List `losses`, `optimizers`, `schedules`, `initializers`, `preprocessing` or `augmentations` with "
+            "WHAT",
+            "List `losses`, `optimizers`, `schedules`, `initializers`, `preprocessing` or `augmentations` with "
             "options and defaults, and exit.",
         ),
     ] = None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from onward.cli.console import print_rows
-from onward.cli.saving import Target
+from onward.cli.files import Target
 
 if TYPE_CHECKING:
     from onward.inspect import Summary

@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from onward.cli.arguments import specs_by_pattern
-from onward.cli.failure import Misuse
+from onward.cli.app import Misuse
+from onward.cli.options import specs_by_pattern
 
 _Texts = list[str] | None
 

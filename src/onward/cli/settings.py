@@ -5,15 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from onward.cli import options
-from onward.cli.app import CHANGE, command
-from onward.cli.arguments import number, pairs
+from onward.cli.app import CHANGE, Misuse, command
 from onward.cli.console import print_json, print_rows, remark, word
-from onward.cli.failure import Misuse
-from onward.cli.saving import Target, target
-from onward.cli.work import working
+from onward.cli.files import Target, target, working
+from onward.cli.options import argument, number, option, pairs
 from onward.errors import InvalidModelError, UnknownNameError
 
 if TYPE_CHECKING:
@@ -38,23 +34,19 @@ def set_(
     model: options.OptionalModel = None,
     settings: Annotated[
         list[str] | None,
-        typer.Argument(
-            metavar="NAME=VALUE...", help="Hyper-parameters, counters, other small tensors.", show_default=False
-        ),
+        argument("NAME=VALUE...", "Hyper-parameters, counters, other small tensors."),
     ] = None,
     shape: Annotated[
         list[str] | None,
-        typer.Option(
+        option(
             "--shape",
-            metavar="INPUT=SIZES",
-            help="Say which shape an input has, such as image=N,3,224,224, if the file does not. May be repeated.",
+            "INPUT=SIZES",
+            "Say which shape an input has, such as image=N,3,224,224, if the file does not. May be repeated.",
         ),
     ] = None,
-    listed: Annotated[bool, typer.Option("--list", help="List what can be set, and exit.")] = False,
+    listed: Annotated[bool, option("--list", None, "List what can be set, and exit.")] = False,
     step: options.Step = 0,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Where to write; in place unless given.")
-    ] = None,
+    output: Annotated[Path | None, option("--output -o", "FILE", "Where to write; in place unless given.")] = None,
     force: options.Force = False,
     as_json: options.Json = False,
 ) -> None:

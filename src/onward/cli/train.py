@@ -9,12 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from onward.cli import INTERRUPTED, options, recipes
-from onward.cli.app import BUILD, command
-from onward.cli.arguments import names_in, pairs, recomputation
+from onward.cli.app import BUILD, Misuse, command
 from onward.cli.console import print_json, remark, say
-from onward.cli.failure import Misuse
-from onward.cli.saving import Target, target
-from onward.cli.work import working
+from onward.cli.files import Target, target, working
+from onward.cli.options import names_in, pairs, recomputation
 
 if TYPE_CHECKING:
     from onward import Model

@@ -1,18 +1,22 @@
-"""Writing a model for a command: never over a file that is there, unless that is wanted."""
+"""What commands do with files: show that it goes on, blame the right one if it fails, never write over one unasked."""
 
 from __future__ import annotations
 
 import os
+import traceback
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from onward.cli.console import remark
-from onward.cli.failure import Misuse
-from onward.cli.work import writing
-from onward.errors import WriteError
+from onward.cli.app import Misuse
+from onward.cli.console import err, remark
+from onward.errors import Error, InvalidModelError, WriteError, safe
 
 if TYPE_CHECKING:
+    from rich.progress import Progress
+
     from onward import Model
 
 Where = Literal["auto", "overlay", "none", "data", "safetensors"]
@@ -20,6 +24,9 @@ Where = Literal["auto", "overlay", "none", "data", "safetensors"]
 
 _OTHERS = {".pt", ".pth", ".keras", ".h5", ".hdf5", ".safetensors", ".npz", ".tflite"}
 """Endings that say that a file is something else."""
+
+
+# ---- writing a model -------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -90,3 +97,86 @@ def refuse_to_overwrite(path: Path, source: Path | None = None) -> None:
         is_source = source is not None and source.exists() and path.samefile(source)
         what = f"`{path}` is the model itself" if is_source else f"`{path}` exists"
         raise WriteError(what, hint="write elsewhere with `-o`, or overwrite it with `--force`")
+
+
+# ---- meanwhile -------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def working(what: str, *files: Path) -> Iterator[None]:
+    """Show that something is going on, where somebody looks on.
+
+    Where it fails in a way that nobody expected, on a file that breaks the rules, the file is to blame.
+    """
+    with _blaming(files), err().status(safe(what)) if err().is_terminal else nullcontext():
+        yield
+
+
+@contextmanager
+def writing(what: str, *files: Path) -> Iterator[None]:
+    """The same while data are written: show how many bytes are, and how fast it goes."""
+    from onward.model.storage.stream import report_writes_to
+
+    with _blaming(files), _bar(what) as bar, report_writes_to(bar) if bar is not None else nullcontext():
+        yield
+
+
+class _Bar:
+    """Tells a person how far writing is."""
+
+    def __init__(self, progress: Progress, what: str):
+        self._progress, self._task, self._total = progress, progress.add_task(safe(what), total=None), 0
+
+    def begin(self, size: int) -> None:
+        self._total += size
+        self._progress.update(self._task, total=self._total)
+
+    def advance(self, size: int) -> None:
+        self._progress.advance(self._task, size)
+
+
+@contextmanager
+def _bar(what: str) -> Iterator[_Bar | None]:
+    if not err().is_terminal:
+        yield None
+        return
+    from rich import progress as parts
+
+    columns = (
+        parts.SpinnerColumn(),
+        parts.TextColumn("{task.description}", markup=False),
+        parts.BarColumn(),
+        parts.DownloadColumn(binary_units=True),
+        parts.TransferSpeedColumn(),
+        parts.TimeRemainingColumn(),
+    )
+    with parts.Progress(*columns, console=err(), transient=True) as progress:
+        yield _Bar(progress, what)
+
+
+@contextmanager
+def _blaming(files: Iterable[Path]) -> Iterator[None]:
+    try:
+        yield
+    except (Error, Misuse, OSError, MemoryError):  # these say well enough what happened
+        raise
+    except Exception as error:
+        for file in files:
+            if _breaks_rules(file):
+                raise _to_blame(file, error) from error
+        raise
+
+
+def _breaks_rules(file: Path) -> bool:
+    from onward.checker import check
+
+    with suppress(Exception):  # the first error is the one to tell
+        return any(finding.severity == "error" for finding in check(file))
+    return False
+
+
+def _to_blame(file: Path, error: Exception) -> InvalidModelError:
+    what = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
+    return InvalidModelError(
+        f"`{file}` is not a valid model: {what}", hint=f"`onward check {file}` says what is wrong with it"
+    )
