@@ -12,7 +12,7 @@ from onward.engines import ENGINES, is_installed
 from onward.engines.framework import Framework
 from onward.engines.framework_engine import framework_class
 from onward.engines.host import ONLY_ON_HOST
-from onward.rules.registry import RULES, Rewrite
+from onward.rules.registry import BODIES, RULES, Rewrite
 from onward.standard import NEWEST_INTERPRETED
 from onward.transform.inline import has_body
 
@@ -76,7 +76,7 @@ def lacking(framework: type[Framework]) -> dict[str, str]:
 def _is_expressible(name: str, framework: type[Framework]) -> bool:
     if name == "Constant" or name in ONLY_ON_HOST or name in framework.operators:
         return True
-    return has_body(name, NEWEST_INTERPRETED) or isinstance(RULES.get(("", name)), Rewrite)
+    return has_body(name, NEWEST_INTERPRETED) or ("", name) in BODIES or isinstance(RULES.get(("", name)), Rewrite)
 
 
 def _info(name: str, load: bool) -> EngineInfo:

@@ -1,4 +1,4 @@
-"""Expressing operators that someone lacks by others: by lowerings, function bodies and rewrites."""
+"""Expressing operators that someone lacks by others: by lowerings, rewrites and function bodies."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from onward.errors import Error
 from onward.lowering.expand import LOWERINGS, expand
 from onward.model import Model
 from onward.model.core import values
-from onward.rules import Rewrite
-from onward.rules.registry import lookup
+from onward.rules.registry import lookup_body
 from onward.transform.inline import has_body, inline_operators
 from onward.transform.types import fill_in_types
 
@@ -22,7 +21,7 @@ def replace_unknown(
 ) -> Model:
     """The model without unknown nodes. What cannot be expressed is named all at once."""
     while unknown := unknown_in(model):
-        for replaced in (_by_lowerings, _by_bodies, _by_rewrites):
+        for replaced in (_by_lowerings, _by_rewrites, _by_functions):
             if (result := replaced(model, unknown)) is not None:
                 model = result
                 break
@@ -39,27 +38,23 @@ def _by_lowerings(model: Model, unknown: list[ir.Node]) -> Model | None:
     return model
 
 
-def _by_bodies(model: Model, unknown: list[ir.Node]) -> Model | None:
-    imports = {**model.graph.opset_imports, "": model.opset, "ai.onnx": model.opset}
-    bodies = (node for node in unknown if has_body(node.op_type, imports.get(node.domain, 1), node.domain))
-    calls = {(node.domain, node.op_type) for node in bodies if not _stops_the_inliner(node)}
-    if not calls:
-        return None
-    result = inline_operators(model, calls)
-    left = {(node.domain, node.op_type) for node in result.graph.all_nodes()}
-    return None if calls <= left else result  # some bodies are for newer versions of the standard than the model's
-
-
-def _stops_the_inliner(node: ir.Node) -> bool:
-    """It asks for the types of inputs that are left out; a rewrite does not."""
-    return None in node.inputs and isinstance(lookup(node), Rewrite)
-
-
 def _by_rewrites(model: Model, unknown: list[ir.Node]) -> Model | None:
-    found = {node: rule for node in unknown if isinstance(rule := lookup(node), Rewrite)}
+    found = {node: body for node in unknown if (body := lookup_body(node)) is not None}
     if not found:
         return None
     fill_in_types(model, values(model.graph))
     names = model.names()
     replaced = [replace_node(model, node, rule, names) for node, rule in found.items()]
     return model if any(replaced) else None
+
+
+def _by_functions(model: Model, unknown: list[ir.Node]) -> Model | None:
+    """As the standard, or the model, defines them."""
+    imports = {**model.graph.opset_imports, "": model.opset, "ai.onnx": model.opset}
+    bodies = (node for node in unknown if has_body(node.op_type, imports.get(node.domain, 1), node.domain))
+    calls = {(node.domain, node.op_type) for node in bodies}
+    if not calls:
+        return None
+    result = inline_operators(model, calls)
+    left = {(node.domain, node.op_type) for node in result.graph.all_nodes()}
+    return None if calls <= left else result  # some bodies are for newer versions of the standard than the model's

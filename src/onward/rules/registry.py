@@ -16,13 +16,17 @@
     def known_element(op, sequence, position):
         return NotImplemented                                 # here it is not: the rule it is
 
+    @body("STFT", gradient=(0, 2))                            # what it computes, and by that its derivative
+    def stft(op, signal, frame_step, window, frame_length, *, onesided):
+        return op.DFT(...)
+
 A rule gets a builder, the gradient of the output, and the inputs in the order of the operator's documentation; those
 that a node leaves out are None. By keyword it may ask for the output `y` and for attributes, which come with the
 schema's defaults. Of an operator with several outputs it asks for `dys` and `ys`, where an output that nothing depends
 on has the gradient None. It returns one gradient per input, None where there is none; what is left out at the end
 counts as None. Where only a small part of an input has one, it may return a function instead, from the gradient so far
 (None at first) to the sum. A rewrite gets a builder and the inputs, and returns the outputs; what it is made of has
-rules.
+rules. So does a body, which takes the place of an operator only on engines that lack it.
 
 What a rule need not think about: which inputs need a gradient (what nobody asks for is removed afterwards),
 broadcasting (`broadcasts=True`, or the positions of inputs), the type of the result, accumulation, and names.
@@ -33,6 +37,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import itertools
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -102,6 +107,10 @@ SIMPLIFICATIONS: dict[tuple[str, str], Rewrite] = {}
 """(domain, operator) -> what a node is replaced by before differentiation in some cases, although there is a rule."""
 
 
+BODIES: dict[tuple[str, str], Rewrite] = {}
+"""(domain, operator) -> what a node is replaced by on engines that lack the operator."""
+
+
 def gradient(
     *operators: str,
     domain: str = "",
@@ -149,6 +158,38 @@ def simplification(*operators: str, domain: str = "") -> Callable[[Callable[...,
     return register
 
 
+def body(
+    *operators: str, domain: str = STANDARD, gradient: tuple[int, ...] = ()
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register the decorated function as what these operators compute: `(op, *inputs) -> outputs`, as a rewrite does.
+
+    Engines that lack an operator execute that. The derivative with respect to the inputs `gradient` is that of the
+    body; where these are none, there is a rule besides, or no derivative.
+    """
+
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        for name in operators:
+            BODIES[domain, name] = make_rewrite((domain, name), function)
+            if gradient:
+                _add(_rule_of_body(BODIES[domain, name], gradient), function.__module__)
+        return function
+
+    return register
+
+
+def _rule_of_body(entry: Rewrite, inputs: tuple[int, ...]) -> Rule:
+    @functools.wraps(entry.function)
+    def rule(op: Any, dy: Expr, *given: Expr | None, pull_back: Callable[..., Any], **attributes: Any) -> Any:
+        variables = [op.Identity(x) if i in inputs and x is not None else x for i, x in enumerate(given)]
+        sources = [x.value for i, x in enumerate(variables) if i in inputs and x is not None]
+        y = entry.function(op, *variables, **attributes)
+        since = itertools.takewhile(lambda node: node is not sources[-1].producer(), reversed(op.graph))
+        found = pull_back(op, list(since)[::-1], {y.value: dy}, sources)
+        return tuple(None if x is None else found.get(x.value) for x in variables)
+
+    return Rule(entry.operator, rule, False, {**entry.keywords, "pull_back": None}, False, entry.positional, inputs)
+
+
 def make_rewrite(operator: tuple[str, str], function: Callable[..., Any]) -> Rewrite:
     """A rewrite that is not in the table."""
     return Rewrite(operator, function, *_asked(function, leading=1))
@@ -192,6 +233,12 @@ def lookup_rewrite(node: ir.Node) -> Rewrite | None:
     """How a node is replaced before differentiation, or may be."""
     entry = RULES.get(_operator(node))
     return entry if isinstance(entry, Rewrite) else SIMPLIFICATIONS.get(_operator(node))
+
+
+def lookup_body(node: ir.Node) -> Rewrite | None:
+    """What a node may be replaced by where its operator is lacking."""
+    entry = lookup(node)
+    return entry if isinstance(entry, Rewrite) else BODIES.get(_operator(node))
 
 
 def _operator(node: ir.Node) -> tuple[str, str]:

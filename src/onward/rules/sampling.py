@@ -1,12 +1,11 @@
 """Reading an image between its pixels, and writing into a cache.
 
-These operators have no short derivative. Their rules say once more what the operator computes, in terms of operators
-that have one: coordinates, the pixels around them (taps), their weights. The derivative of that is what is returned,
-with respect to the image and to the coordinates. Where a coordinate lies on a pixel, it is that of the side above, and
-0 at the ends of an image that is padded with its border or mirrored, as in PyTorch.
+These operators have no short derivative: it is that of what they compute, with respect to the image and to the
+coordinates, in terms of coordinates, the pixels around them (taps), and their weights. Where a coordinate lies on a
+pixel, it is that of the side above, and 0 at the ends of an image that is padded with its border or mirrored, as in
+PyTorch.
 """
 
-import itertools
 import math
 from typing import NamedTuple
 
@@ -16,23 +15,13 @@ import onnx_ir as ir
 from onward.build import Expr
 from onward.errors import UnsupportedError
 from onward.rules.common import cast_like, largest
-from onward.rules.indexing import filled_like
-from onward.rules.registry import gradient
+from onward.rules.indexing import extent, filled_like, joined, reshaped
+from onward.rules.registry import body, gradient
 from onward.shapes import dims
 
 INT64 = ir.DataType.INT64
 HALVES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 CUBIC = -0.75
-
-
-def through(op, pull_back, forward, dy, *inputs):
-    """The derivatives of y = forward(*inputs), which is built for that: those of its parts, swept backwards."""
-    given = [None if x is None else op.Identity(x) for x in inputs]
-    before = next(x.value.producer() for x in reversed(given) if x is not None)
-    y = forward(*given)
-    nodes = list(itertools.takewhile(lambda node: node is not before, reversed(op.graph)))
-    found = pull_back(op, nodes[::-1], {y.value: dy}, [x.value for x in given if x is not None])
-    return tuple(None if x is None else found.get(x.value) for x in given)
 
 
 def on_axis(op, vector, x, axis):
@@ -72,18 +61,27 @@ def _product(op, *numbers):
 
 
 @gradient("TensorScatter")
-def tensor_scatter(op, dy, cache, update, write_indices, *, axis, mode):
+def tensor_scatter_gradient(op, dy, cache, update, write_indices, *, axis, mode):
     """y = the cache with the update written into it: dupdate = dY where it was written, dcache = dY elsewhere."""
+    index = _written_at(op, cache, update, write_indices, axis, mode)
+    dcache = op.ScatterElements(dy, index, filled_like(op, update, 0), axis=axis)
+    return dcache, op.GatherElements(dy, index, axis=axis)
+
+
+@body("TensorScatter")
+def tensor_scatter(op, cache, update, write_indices, *, axis, mode):
+    """The cache with the update written into it, where `write_indices` begin, one for each element of the batch."""
+    return op.ScatterElements(cache, _written_at(op, cache, update, write_indices, axis, mode), update, axis=axis)
+
+
+def _written_at(op, cache, update, write_indices, axis, mode):
     size, count = (op.Gather(op.Shape(x), np.int64(axis)) for x in (cache, update))
-    places = op.Range(np.int64(0), count, np.int64(1))
-    places = on_axis(op, places, update, axis)
+    places = on_axis(op, op.Range(np.int64(0), count, np.int64(1)), update, axis)
     if write_indices is not None:
         places = places + on_axis(op, write_indices, update, 0)
     if mode == "circular":
         places = op.Mod(places, size)
-    index = op.Expand(places, op.Shape(update))
-    dcache = op.ScatterElements(dy, index, filled_like(op, update, 0), axis=axis)
-    return dcache, op.GatherElements(dy, index, axis=axis)
+    return op.Expand(places, op.Shape(update))
 
 
 # ---- taps ------------------------------------------------------------------------------------------------------------
@@ -205,9 +203,9 @@ def _sampled(op, x, sizes, taps):
 # ---- operators -------------------------------------------------------------------------------------------------------
 
 
-@gradient("GridSample")
-def grid_sample(op, dy, x, grid, *, align_corners, mode, padding_mode, pull_back):
-    """Y = X at the coordinates of the grid: dX += dY times the weight of each tap, dgrid by that of the weights.
+@body("GridSample", gradient=(0, 1))
+def grid_sample(op, x, grid, *, align_corners, mode, padding_mode):
+    """X at the coordinates of the grid: the sum of the pixels around, each times its weight.
 
     With mode "nearest" the grid has no gradient. Outside the image, coordinates have none with padding "border".
     """
@@ -215,17 +213,14 @@ def grid_sample(op, dy, x, grid, *, align_corners, mode, padding_mode, pull_back
     rank = _spatial_rank(op, x, grid)
     sizes = [_size(op, x, axis + 2) for axis in range(rank)]
     images, places = _dim(op, grid, 0), _product(op, *(_dim(op, grid, axis + 1) for axis in range(rank)))
-
-    def forward(x, grid):
-        grid, taps = _exact(op, grid), []
-        for axis, number in enumerate(sizes):
-            place = op.Reshape(op.Gather(grid, np.int64(rank - 1 - axis), axis=-1), [0, -1])
-            place, size = _declared(place, images, places), _as_float(op, number, grid)
-            p = (place + 1) / 2 * (size - 1) if align_corners else ((place + 1) * size - 1) / 2
-            taps.append(_taps(op, p, size, mode, padding_mode, align_corners))
-        return op.Reshape(_sampled(op, x, sizes, taps), op.Shape(dy))
-
-    return through(op, pull_back, forward, dy, x, grid)
+    shape = joined(op, extent(op, x, 0, 2), extent(op, grid, 1, rank + 1))
+    grid, taps = _exact(op, grid), []
+    for axis, number in enumerate(sizes):
+        place = op.Reshape(op.Gather(grid, np.int64(rank - 1 - axis), axis=-1), [0, -1])
+        place, size = _declared(place, images, places), _as_float(op, number, grid)
+        p = (place + 1) / 2 * (size - 1) if align_corners else ((place + 1) * size - 1) / 2
+        taps.append(_taps(op, p, size, mode, padding_mode, align_corners))
+    return reshaped(op, _sampled(op, x, sizes, taps), shape)
 
 
 def _spatial_rank(op, *tensors):
@@ -237,16 +232,12 @@ def _spatial_rank(op, *tensors):
     raise UnsupportedError("the rank of the input of GridSample is not known")
 
 
-@gradient("DeformConv")
-def deform_conv(
-    op, dy, x, w, offset, b, mask, *, dilations, group, kernel_shape, offset_group, pads, strides, pull_back
-):
-    """Y = W * (X at places moved by the offset, times the mask): the derivative of that, for all inputs."""
+@body("DeformConv", gradient=(0, 1, 2, 3, 4))
+def deform_conv(op, x, w, offset, b, mask, *, dilations, group, offset_group, pads, strides):
+    """W * (X at places moved by the offset, times the mask)."""
     dilations, strides, pads = dilations or [1, 1], strides or [1, 1], pads or [0, 0, 0, 0]
-    kernel = [_size(op, w, axis + 2) for axis in range(2)]
-    sizes = [_size(op, x, axis + 2) for axis in range(2)]
-    counts = [_size(op, dy, axis + 2) for axis in range(2)]
-    known = [_dim(op, value, axis) for value in (w, dy) for axis in (2, 3)]
+    kernel, sizes, counts = ([_size(op, value, axis) for axis in (2, 3)] for value in (w, x, offset))
+    known = [_dim(op, value, axis) for value in (w, offset) for axis in (2, 3)]
     images, places = _product(op, _dim(op, x, 0), offset_group), _product(op, *known)
 
     def shape(*parts):
@@ -260,43 +251,42 @@ def deform_conv(
         place = op.Unsqueeze(place, [1, 3] if axis == 0 else [0, 2])
         return _declared(place, *(n if i % 2 == axis else 1 for i, n in enumerate(known)))
 
-    def forward(x, w, offset, b, mask):
-        offset = _exact(op, offset)
-        moved = op.Reshape(offset, shape([-1], *kernel, [2], *counts))
-        taps = []
-        for axis, size in enumerate(sizes):
-            place = _declared(op.Gather(moved, np.int64(axis), axis=3), images, *known)
-            place = op.Reshape(place + _as_float(op, regular(axis), offset), [0, -1])
-            taps.append(_taps(op, _declared(place, images, places), _as_float(op, size, offset)))
-        pictures = op.Reshape(x, shape(_size(op, x, 0) * offset_group, [-1], *sizes))
-        read = _sampled(op, pictures, sizes, taps)
-        if mask is not None:
-            read = read * _declared(op.Reshape(mask, shape(op.Shape(read, end=1), [1, -1])), images, 1, places)
-        columns = op.Reshape(read, shape(_size(op, x, 0), [group, -1], counts[0] * counts[1]))
-        weights = op.Reshape(w, shape([group, -1], op.ReduceProd(op.Shape(w, start=1), keepdims=1)))
-        y = op.Reshape(op.MatMul(weights, columns), op.Shape(dy))
-        filters = _dim(op, w, 0)
-        y = _declared(y, _dim(op, x, 0), filters, *known[2:])
-        return y if b is None else y + _declared(op.Reshape(b, [1, -1, 1, 1]), 1, filters, 1, 1)
-
-    return through(op, pull_back, forward, dy, x, w, offset, b, mask)
+    offset, taps = _exact(op, offset), []
+    moved = op.Reshape(offset, shape([-1], *kernel, [2], *counts))
+    for axis, size in enumerate(sizes):
+        place = _declared(op.Gather(moved, np.int64(axis), axis=3), images, *known)
+        place = op.Reshape(place + _as_float(op, regular(axis), offset), [0, -1])
+        taps.append(_taps(op, _declared(place, images, places), _as_float(op, size, offset)))
+    read = _sampled(op, op.Reshape(x, shape(_size(op, x, 0) * offset_group, [-1], *sizes)), sizes, taps)
+    if mask is not None:
+        read = read * _declared(op.Reshape(mask, shape(op.Shape(read, end=1), [1, -1])), images, 1, places)
+    columns = op.Reshape(read, shape(_size(op, x, 0), [group, -1], counts[0] * counts[1]))
+    weights = op.Reshape(w, shape([group, -1], op.ReduceProd(op.Shape(w, start=1), keepdims=1)))
+    y = op.Reshape(op.MatMul(weights, columns), shape(_size(op, x, 0), [-1], *counts))
+    filters = _dim(op, w, 0)
+    y = _declared(y, _dim(op, x, 0), filters, *known[2:])
+    return y if b is None else y + _declared(op.Reshape(b, [1, -1, 1, 1]), 1, filters, 1, 1)
 
 
-@gradient("RoiAlign")
+@body("RoiAlign", gradient=(0, 1))
 def roi_align(
-    op, dy, x, rois, batch_indices, *, coordinate_transformation_mode, mode, output_height, output_width,
-    sampling_ratio, spatial_scale, pull_back
+    op, x, rois, batch_indices, *, coordinate_transformation_mode, mode, output_height, output_width,
+    sampling_ratio, spatial_scale,
 ):  # fmt: skip
-    """Y = the mean, or the largest, of samples of X in each bin of a region: the derivative of that, for X and rois.
+    """The mean, or the largest, of samples of X in each bin of a region.
 
     As in the standard, the largest is that of the pixels times their weights.
     """
     half_pixel = coordinate_transformation_mode == "half_pixel"
     sizes = [_size(op, x, axis + 2) for axis in range(2)]
     regions, channels = _dim(op, rois, 0), _dim(op, x, 1)
+    rois = _exact(op, rois)
 
-    def along(rois, axis, bins):
-        """Per bin S samples, with two taps: pixels and weights [R, bins, S, 2], whether it is a sample [R, 1, S]."""
+    def along(axis, bins):
+        """Two taps of each of S samples per bin: their pixels and weights, and whether it is a sample, [R, bins S 2].
+
+        Also how many taps there are in a bin, and how many samples count, [R, 1].
+        """
         begin, end = (
             _declared(op.Gather(rois, [1 - axis + side], axis=1), regions, 1) * spatial_scale for side in (0, 2)
         )
@@ -314,36 +304,32 @@ def roi_align(
         below = op.Floor(p)
         pixels = op.Concat(*(op.Unsqueeze(n, [3]) for n in (below, op.Min(below + 1, size - 1))), axis=3)
         weights = op.Concat(*(op.Unsqueeze(n * counts, [3]) for n in (1 - (p - below), p - below)), axis=3)
-        pixels, weights = (_declared(n, regions, bins, samples, 2) for n in (pixels, weights))
-        return op.Cast(pixels, to=INT64), weights, op.Unsqueeze(steps < count, [1]), count
+        is_sample = op.Expand(op.Unsqueeze(steps < count, [1, 3]), op.Shape(weights))
+        whole = _product(op, bins, samples, 2)
+        taps = [_declared(op.Reshape(n, [0, -1]), regions, whole) for n in (pixels, weights, is_sample)]
+        return op.Cast(taps[0], to=INT64), *taps[1:], op.Reshape(most * 2, [1]), count
 
-    def forward(x, rois):
-        rois = _exact(op, rois)
-        (rows, high, is_row, row_count), (columns, wide, is_column, column_count) = (
-            along(rois, axis, bins) for axis, bins in enumerate((output_height, output_width))
-        )
-        # [R, output height, output width, S, S, 2, 2], with the last four made one
-        rows, high = (op.Unsqueeze(n, [2, 4, 6]) for n in (rows, high))
-        columns, wide = (op.Unsqueeze(n, [1, 3, 5]) for n in (columns, wide))
-        is_sample = op.And(op.Unsqueeze(is_row, [2, 4, 5, 6]), op.Unsqueeze(is_column, [1, 3, 5, 6]))
-        image = op.Reshape(op.Cast(batch_indices, to=INT64), [-1, 1, 1, 1, 1, 1, 1])
-        index = (image * sizes[0] + rows) * sizes[1] + columns
-        bins = [0, output_height, output_width, -1]
-        pixels = op.Gather(op.Reshape(op.Transpose(x, perm=[1, 0, 2, 3]), [0, -1]), op.Reshape(index, bins), axis=1)
-        within = 4 * sampling_ratio**2 if sampling_ratio > 0 else _symbol(op)
-        shape = regions, output_height, output_width, within
-        pixels = _declared(pixels, channels, *shape)
-        weights = cast_like(op, high * wide, x)
-        is_sample = op.Reshape(op.Expand(is_sample, op.Shape(weights)), bins)
-        is_sample = _declared(is_sample, *shape)
-        weighted = pixels * _declared(op.Reshape(weights, bins), *shape)
-        if mode == "max":
-            y = op.ReduceMax(op.Where(is_sample, weighted, -largest(x)), [4], keepdims=0)
-        else:
-            count = op.Reshape(cast_like(op, op.Max(row_count * column_count, op.scalar(1, rois)), x), [-1, 1, 1])
-            y = op.ReduceSum(op.Where(is_sample, weighted, 0), [4], keepdims=0) / _declared(
-                count, 1 if sampling_ratio > 0 else regions, 1, 1
-            )
-        return op.Transpose(y, perm=[1, 0, 2, 3])
+    def together(rows, columns):
+        return op.Unsqueeze(rows, [2]), op.Unsqueeze(columns, [1])
 
-    return through(op, pull_back, forward, dy, x, rois)
+    rows, high, is_row, row_taps, row_count = along(0, output_height)
+    columns, wide, is_column, column_taps, column_count = along(1, output_width)
+    image = op.Reshape(op.Cast(batch_indices, to=INT64), [-1, 1, 1])
+    row, column = together(rows, columns)
+    index = (image * sizes[0] + row) * sizes[1] + column
+    index = _declared(index, regions, rows.value.shape[1], columns.value.shape[1])
+    flat = op.Reshape(op.Transpose(x, perm=[1, 0, 2, 3]), [0, -1])
+    pixels = _declared(op.Gather(flat, index, axis=1), channels, *index.value.shape)
+    weighted = pixels * cast_like(op, op.Mul(*together(high, wide)), x)
+    nothing = -largest(x) if mode == "max" else 0
+    weighted = op.Where(op.And(*together(is_row, is_column)), weighted, nothing)
+    bins = op.Concat([0, 0, output_height], row_taps, [output_width], column_taps, axis=0)
+    taps = [2 * sampling_ratio if sampling_ratio > 0 else _symbol(op) for _ in range(2)]
+    weighted = op.Reshape(weighted, bins)
+    weighted = _declared(weighted, channels, regions, output_height, taps[0], output_width, taps[1])
+    if mode == "max":
+        y = op.ReduceMax(weighted, [3, 5], keepdims=0)
+    else:
+        count = op.Reshape(cast_like(op, op.Max(row_count * column_count, op.scalar(1, rois)), x), [-1, 1, 1])
+        y = op.ReduceSum(weighted, [3, 5], keepdims=0) / _declared(count, 1 if sampling_ratio > 0 else regions, 1, 1)
+    return op.Transpose(y, perm=[1, 0, 2, 3])

@@ -5,8 +5,8 @@ import onnx_ir as ir
 
 from onward.rules.common import cast_like
 from onward.rules.indexing import padded
-from onward.rules.registry import gradient
-from onward.rules.sampling import on_axis, through
+from onward.rules.registry import body, gradient
+from onward.rules.sampling import on_axis
 from onward.shapes import constant_ints
 
 SCALAR = np.zeros(0, np.int64)
@@ -35,24 +35,20 @@ def dft(op, dy, x, dft_length, axis_input, *, y, axis, inverse, onesided):
     return dx if pair else op.Slice(dx, [0], op.Shape(x, start=-1), [-1])
 
 
-@gradient("STFT")
-def stft(op, dy, signal, frame_step, window, frame_length, *, onesided, pull_back):
-    """Y = DFT(frames of the signal, times the window): the derivative of that."""
+@body("STFT", gradient=(0, 2))
+def stft(op, signal, frame_step, window, frame_length, *, onesided):
+    """The transform of frames of the signal, times the window."""
     step = op.Cast(op.Reshape(frame_step, SCALAR), to=ir.DataType.INT64)
-    if frame_length is not None:
-        length = op.Cast(op.Reshape(frame_length, SCALAR), to=ir.DataType.INT64)
+    whole = _length(op, signal, 1, None)
+    if frame_length is None:
+        length = whole if window is None else _length(op, window, 0, None)
     else:
-        length = _length(op, signal, 1, None) if window is None else _length(op, window, 0, None)
-    begins = op.Range(np.int64(0), _length(op, dy, 1, None), np.int64(1)) * step
+        length = _length(op, signal, 1, frame_length)
+    begins = op.Range(np.int64(0), whole - length + 1, step)
     places = op.Unsqueeze(begins, [1]) + op.Range(np.int64(0), length, np.int64(1))
-
-    def forward(signal, window):
-        frames = op.Gather(signal, places, axis=1)
-        weighted = frames if window is None else frames * op.Unsqueeze(window, [1])
-        return _transformed(op, weighted, length, 2, onesided=onesided)
-
-    dsignal, dwindow = through(op, pull_back, forward, dy, signal, window)
-    return dsignal, None, dwindow
+    frames = op.Gather(signal, places, axis=1)
+    weighted = frames if window is None else frames * op.Unsqueeze(window, [1])
+    return _transformed(op, weighted, length, 2, onesided=onesided)
 
 
 def _transformed(op, x, length, axis, **attributes):

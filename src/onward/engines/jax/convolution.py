@@ -9,7 +9,6 @@ import numpy as np
 from jax import lax
 
 from onward.engines.framework import Operators
-from onward.engines.jax.grids import linear
 from onward.engines.shared.windows import halves, paddings, reach
 
 operators = Operators()
@@ -59,27 +58,6 @@ def conv_transpose(
         x, flipped, [1] * count, amounts, lhs_dilation=strides, rhs_dilation=dilations, feature_group_count=group
     )
     return with_bias(y, bias)
-
-
-@operators.define("DeformConv")
-def deform_conv(x, w, offset, bias=None, mask=None, *, dilations=None, group, offset_group, pads=None, strides=None):
-    count = x.ndim - 2
-    strides, dilations, pads = strides or [1] * count, dilations or [1] * count, pads or [0] * 2 * count
-    kernel, sizes = w.shape[2:], offset.shape[2:]
-    n, taps = len(x), int(np.prod(kernel))
-    offset = offset.reshape(n * offset_group, taps, count, *sizes)
-    taken = np.meshgrid(*map(np.arange, kernel), indexing="ij")
-    starts = np.meshgrid(*map(np.arange, sizes), indexing="ij")
-    places = [
-        starts[i] * strides[i] - pads[i] + (taken[i] * dilations[i]).reshape(-1, *[1] * count) + offset[:, :, i]
-        for i in range(count)
-    ]
-    sampled = linear(x.reshape(n * offset_group, -1, *x.shape[2:]), places)
-    if mask is not None:
-        sampled = sampled * mask.reshape(n * offset_group, 1, taps, *sizes)
-    columns = sampled.reshape(n, group, x.shape[1] // group, taps, *sizes)
-    y = jnp.einsum("ngck...,gock->ngo...", columns, w.reshape(group, w.shape[0] // group, w.shape[1], taps))
-    return with_bias(y.reshape(n, w.shape[0], *sizes), bias)
 
 
 @operators.define("Col2Im")

@@ -92,16 +92,6 @@ def _multiplied_jvp(given, tangents):
     return y, change
 
 
-@operators.define("TensorScatter")
-def tensor_scatter(cache, update, starts=None, *, axis, mode):
-    axis %= cache.ndim
-    starts = jnp.zeros(len(cache), np.int64) if starts is None else starts
-    places = starts[:, None] + np.arange(update.shape[axis])
-    places = places % cache.shape[axis] if mode == "circular" else places
-    shape = [size if i in (0, axis) else 1 for i, size in enumerate(update.shape)]
-    return cache.at[_along(jnp.broadcast_to(places.reshape(shape), update.shape), axis)].set(update)
-
-
 @operators.define("OneHot")
 def one_hot(indices, depth, values, *, axis):
     size = depth.item()

@@ -10,8 +10,6 @@ import numpy as np
 from jax import lax
 
 from onward.engines.framework import Operators
-from onward.engines.jax.grids import linear_corners
-from onward.engines.jax.values import known
 from onward.engines.shared.windows import counts, paddings, reach, with_ceiling
 
 operators = Operators()
@@ -122,40 +120,3 @@ def max_roi_pool(x, rois, *, pooled_shape, spatial_scale):
         inside = inside.reshape(len(rois), *[1] * (axis - 1), *inside.shape[1:], *[1] * (3 - axis))
         chosen = jnp.max(jnp.where(inside, spread, -jnp.inf), axis + 1)
     return jnp.where(jnp.isneginf(chosen), 0, chosen)
-
-
-@operators.define("RoiAlign")
-def roi_align(
-    x,
-    rois,
-    batch_indices,
-    *,
-    coordinate_transformation_mode,
-    mode,
-    output_height,
-    output_width,
-    sampling_ratio,
-    spatial_scale,
-):
-    half = coordinate_transformation_mode == "half_pixel"
-    corners = rois * spatial_scale - (0.5 if half else 0)
-    places, shares = [], []
-    for axis, bins in ((1, output_height), (0, output_width)):
-        length = corners[:, 2 + axis] - corners[:, axis]
-        size = (length if half else jnp.maximum(length, 1)) / bins
-        samples = jnp.full(len(rois), sampling_ratio) if sampling_ratio else jnp.maximum(jnp.ceil(size), 1)
-        most = sampling_ratio or int(known(samples).max(initial=1))
-        steps = (np.arange(most) + 0.5) / samples[:, None]  # (rois, samples)
-        at = (np.arange(bins)[:, None] + steps[:, None]) * size[:, None, None] + corners[:, axis, None, None]
-        places.append(at)
-        shares.append(jnp.where(np.arange(most) < samples[:, None], 1 / samples[:, None], 0))
-    rows, columns = places[0][:, :, None, :, None], places[1][:, None, :, None, :]
-    h, w = x.shape[2:]
-    inside = (rows >= -1) & (rows <= h) & (columns >= -1) & (columns <= w)
-    at = jnp.broadcast_arrays(jnp.clip(rows, 0, h - 1), jnp.clip(columns, 0, w - 1))
-    corners_there = [jnp.where(inside[:, None], part, 0) for part in linear_corners(x[batch_indices], at)]
-    counted = shares[0][:, :, None] * shares[1][:, None, :]
-    if mode == "avg":
-        return jnp.einsum("rchwij,rij->rchw", sum(corners_there), counted).astype(x.dtype)
-    largest = functools.reduce(jnp.maximum, corners_there)  # of weighted corners, as the standard's reference has it
-    return jnp.max(jnp.where((counted > 0)[:, None, None, None], largest, -jnp.inf), (4, 5)).astype(x.dtype)

@@ -32,16 +32,6 @@ def dft(x, length=None, axis=None, *, inverse, onesided):
     return _parts(transform(values, count, place), x.dtype)
 
 
-@operators.define("STFT")
-def stft(signal, step, window=None, length=None, *, onesided):
-    size = window.shape[0] if length is None else length.item()
-    starts = np.arange(0, signal.shape[1] - size + 1, step.item())
-    frames = _complex(signal)[:, starts[:, None] + np.arange(size)]
-    frames = frames if window is None else frames * window
-    transform = jnp.fft.rfft if onesided else jnp.fft.fft
-    return _parts(transform(frames, size), signal.dtype)
-
-
 @operators.define("MelWeightMatrix")
 def mel_weight_matrix(bands, dft_length, sample_rate, lowest, highest, *, output_datatype):
     count, rate = bands.item(), sample_rate.item()

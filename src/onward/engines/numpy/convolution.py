@@ -8,7 +8,6 @@ import numpy as np
 
 from onward.engines.framework import Operators
 from onward.engines.numpy.activation import sigmoid
-from onward.engines.numpy.grids import sampled
 from onward.engines.numpy.precision import in_float32
 from onward.engines.numpy.windows import Windows, halves, windows
 
@@ -50,29 +49,6 @@ def conv_transpose(x, w, b=None, *, auto_pad, dilations, group, output_padding, 
     weights = w.reshape(group, c // group, -1).swapaxes(1, 2)
     values = (weights @ grouped).reshape(n, group * w.shape[1], math.prod(w.shape[2:]), -1).swapaxes(2, 3)
     return _with_bias(where.sum(values.reshape(n, -1, *sizes, *w.shape[2:]), shape), b)
-
-
-@operators.define("DeformConv")
-@in_float32
-def deform_conv(x, w, offset, b=None, mask=None, *, dilations, group, offset_group, pads, strides):
-    n, c, *sizes = x.shape
-    kernel, rank = w.shape[2:], w.ndim - 2
-    where = windows(sizes, kernel, dilations=dilations, pads=pads, strides=strides)
-    shape = (n * offset_group, *kernel, rank, *where.counts)
-    places = np.moveaxis(offset.reshape(shape), 1 + rank, -1).copy()  # [N * groups, *kernel, *counts, rank]
-    for axis in range(rank):
-        taps = np.arange(kernel[axis]) * where.dilations[axis]
-        begins = np.arange(where.counts[axis]) * where.strides[axis] - where.begins[axis]
-        base = (taps[:, None] + begins).reshape(
-            [m if i in (axis, rank + axis) else 1 for i, m in enumerate((*kernel, *where.counts))]
-        )
-        places[..., axis] += base
-    values = sampled(x.reshape(n * offset_group, c // offset_group, *sizes), places, "linear")
-    if mask is not None:
-        values = values * mask.reshape(n * offset_group, 1, *kernel, *where.counts)
-    values = values.reshape(n, c, *kernel, *where.counts)
-    view = np.moveaxis(values, range(2, 2 + rank), range(2 + rank, 2 + 2 * rank))
-    return _with_bias(convolved(view, w, group), b)
 
 
 @operators.define("CausalConvWithState")

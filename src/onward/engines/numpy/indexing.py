@@ -32,17 +32,6 @@ def scatter_nd(x, indices, updates, *, reduction):
     return _scattered(x, tuple(np.moveaxis(indices, -1, 0)), updates, reduction)
 
 
-@operators.define("TensorScatter")
-def tensor_scatter(cache, update, begins=None, *, axis, mode):
-    result = np.moveaxis(cache, axis, 1).copy()
-    update = np.moveaxis(update, axis, 1)
-    length = update.shape[1]
-    for row, new, begin in zip(result, update, [0] * len(cache) if begins is None else begins.tolist(), strict=True):
-        places = np.arange(begin, begin + length)
-        row[places % len(row) if mode == "circular" else places] = new
-    return np.moveaxis(result, 1, axis)
-
-
 @operators.define("OneHot")
 def one_hot(indices, depth, values, *, axis):
     size = int(depth.item())

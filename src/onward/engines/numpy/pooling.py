@@ -8,7 +8,6 @@ import numpy as np
 
 from onward.engines.framework import Operators
 from onward.engines.numpy.precision import in_float32, lowest
-from onward.engines.numpy.reference import from_reference
 from onward.engines.numpy.windows import halves, windows
 
 operators = Operators()
@@ -111,9 +110,6 @@ def max_roi_pool(x, rois, *, pooled_shape, spatial_scale):
                 if part.size:
                     result[n, :, i, j] = part.max((1, 2))
     return result
-
-
-operators(RoiAlign=from_reference("RoiAlign"))
 
 
 def _bins(first, last, count, size):

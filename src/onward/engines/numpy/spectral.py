@@ -26,17 +26,6 @@ def dft(x, length=None, axis=None, *, inverse, onesided):
     return _real(y.take(range(count // 2 + 1), axis) if onesided else y, x.dtype)
 
 
-@operators.define("STFT")
-@in_float32
-def stft(signal, step, window=None, frame_length=None, *, onesided):
-    whole = signal.shape[1] if window is None else len(window)
-    size = whole if frame_length is None else frame_length.item()
-    starts = np.arange(0, signal.shape[1] - size + 1, step.item())
-    frames = _complex(signal)[:, starts[:, None] + np.arange(size)]
-    y = np.fft.fft(frames if window is None else frames * window, axis=2)
-    return _real(y[:, :, : size // 2 + 1] if onesided else y, signal.dtype)
-
-
 operators(MelWeightMatrix=from_reference("MelWeightMatrix"))
 
 

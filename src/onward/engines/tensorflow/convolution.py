@@ -13,7 +13,6 @@ import tensorflow as tf
 
 from onward.engines.framework import Operators
 from onward.engines.shared.windows import halves, paddings, reach
-from onward.engines.tensorflow.grids import linear
 from onward.engines.tensorflow.tensors import sizes, wide
 
 operators = Operators()
@@ -123,27 +122,6 @@ def _spread(x, w, group, strides, whole):
     ]
     y = tf.concat(pieces, -1)
     return y[:, 0] if rank == 1 else y
-
-
-@operators.define("DeformConv")
-def deform_conv(x, w, offset, b=None, mask=None, *, dilations, group, offset_group, pads, strides):
-    """Each element of a window is sampled where its offset says, and windows times kernels are added up."""
-    n, channels, *_ = sizes(x)
-    count, kernel, places = math.prod(w.shape[2:]), w.shape[2:].as_list(), sizes(offset, 2)
-    rank = len(kernel)
-    starts = [np.arange(m) * s - p for m, s, p in zip(places, strides or [1] * rank, pads or [0] * rank, strict=False)]
-    steps = [np.arange(k) * d for k, d in zip(kernel, dilations or [1] * rank, strict=True)]
-    windows = np.array(np.meshgrid(*steps, *starts, indexing="ij"))
-    regular = (windows[:rank] + windows[rank:]).reshape(rank, count, -1).swapaxes(0, 1)
-    moved = tf.reshape(offset, [n * offset_group, count, rank, -1]) + tf.constant(regular, x.dtype)
-    points = [tf.reshape(moved[:, :, axis], [n * offset_group, -1]) for axis in range(rank)]
-    images = tf.reshape(x, [n * offset_group, channels // offset_group, *x.shape[2:]])
-    windows = tf.reshape(linear(images, points), [n, offset_group, channels // offset_group, count, -1])
-    if mask is not None:
-        windows *= tf.reshape(mask, [n, offset_group, 1, count, -1])
-    windows = tf.reshape(windows, [n, group, channels // group * count, -1])
-    y = tf.reshape(tf.matmul(tf.reshape(w, [group, -1, windows.shape[2]]), windows), [n, -1, *places])
-    return y if b is None else y + per_channel(b, rank)
 
 
 @operators.define("CausalConvWithState")

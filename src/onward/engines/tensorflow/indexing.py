@@ -68,21 +68,6 @@ def scattered(x, places, updates, reduction):
     return x * tf.reshape(tf.math.unsorted_segment_prod(factors, rows, math.prod(x.shape[:depth])), x.shape)
 
 
-@operators.define("TensorScatter")
-def tensor_scatter(cache, update, begins=None, *, axis, mode):
-    batch, count = update.shape[0], update.shape[axis]
-    begins = tf.zeros([batch], tf.int64) if begins is None else begins
-    places = begins[:, None] + tf.range(count, dtype=begins.dtype)
-    if mode == "circular":
-        places %= cache.shape[axis]
-    rows = tf.broadcast_to(tf.range(batch, dtype=begins.dtype)[:, None], places.shape)
-    order = [0, axis % cache.shape.rank, *(i for i in range(1, cache.shape.rank) if i != axis % cache.shape.rank)]
-    written = tf.tensor_scatter_nd_update(
-        tf.transpose(cache, order), tf.stack([rows, places], -1), tf.transpose(update, order)
-    )
-    return tf.transpose(written, np.argsort(order))
-
-
 @operators.define("OneHot")
 def one_hot(indices, depth, values, *, axis):
     size = int(depth.item())

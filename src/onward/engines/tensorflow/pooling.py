@@ -13,7 +13,6 @@ import tensorflow as tf
 from onward.engines.framework import Operators
 from onward.engines.shared.windows import Pair, counts, paddings, reach, with_ceiling
 from onward.engines.tensorflow.convolution import channels_first, channels_last
-from onward.engines.tensorflow.grids import corners
 from onward.engines.tensorflow.tensors import fetched, scalar, sizes
 
 operators = Operators()
@@ -200,53 +199,3 @@ def _bins(low, high, count, size):
     for i in range(count):
         start, end = low + i * width // count, low - (-(i + 1) * width // count)
         yield min(max(start, 0), size), min(max(end, 0), size)
-
-
-@operators.define("RoiAlign")
-def roi_align(
-    x, rois, images,
-    *, coordinate_transformation_mode, mode, output_height, output_width, sampling_ratio, spatial_scale,
-):  # fmt: skip
-    """Each bin is the mean, or the maximum, of points on a grid within it."""
-    half = coordinate_transformation_mode == "half_pixel"
-    left, top, right, bottom = tf.unstack(rois * spatial_scale - (0.5 if half else 0.0), axis=1)
-    rows = _points(top, bottom, output_height, sampling_ratio, half, x.shape[2])
-    columns = _points(left, right, output_width, sampling_ratio, half, x.shape[3])
-    shape = [rois.shape[0], rows.places.shape[1], columns.places.shape[1]]
-    points = [
-        tf.reshape(tf.broadcast_to(places, shape), [shape[0], -1])
-        for places in (rows.places[:, :, None], columns.places[:, None])
-    ]
-    parts = [weight * value for weight, value in corners(tf.gather(x, images), points)]
-    values = tf.reduce_max(parts, 0) if mode == "max" else tf.add_n(parts)
-    bins = [shape[0], -1, output_height, shape[1] // output_height, output_width, shape[2] // output_width]
-    inside, counted = (
-        tf.reshape(a[:, None, :, None] & b[:, None, None], bins)
-        for a, b in ((rows.inside, columns.inside), (rows.counted, columns.counted))
-    )
-    values = tf.where(inside, tf.reshape(values, bins), scalar(0, x))
-    if mode == "max":
-        return tf.reduce_max(tf.where(counted, values, x.dtype.min), [3, 5])
-    counted = tf.cast(counted, x.dtype)
-    return tf.reduce_sum(values * counted, [3, 5]) / tf.reduce_sum(counted, [3, 5])
-
-
-class _Points(NamedTuple):
-    """Points along one axis, [regions, bins * points]."""
-
-    places: tf.Tensor
-    inside: tf.Tensor
-    """Whether they are on the image."""
-    counted: tf.Tensor
-    """Whether they belong to a bin: if their number is adaptive, there are as many as the largest needs."""
-
-
-def _points(low, high, bins, ratio, half, size):
-    length = (high - low if half else tf.maximum(high - low, scalar(1, low))) / bins
-    numbers = tf.fill(low.shape, scalar(ratio, low)) if ratio else tf.maximum(tf.math.ceil(length), 1)
-    most = ratio or int(fetched(tf.reduce_max(numbers)).item())
-    point = tf.tile(tf.range(most, dtype=low.dtype), [bins])
-    start = tf.repeat(tf.range(bins, dtype=low.dtype), most)
-    places = low[:, None] + length[:, None] * (start + (point + 0.5) / numbers[:, None])
-    inside = (places >= -1) & (places <= size)
-    return _Points(tf.clip_by_value(places, 0, size - 1), inside, point < numbers[:, None])

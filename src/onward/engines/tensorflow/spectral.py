@@ -43,17 +43,6 @@ def _pairs(x):
     return tf.stack([tf.math.real(x), tf.math.imag(x)], -1)
 
 
-@operators.define("STFT")
-def stft(signal, step, window=None, length=None, *, onesided):
-    whole = signal.shape[1] if window is None else window.shape[0]
-    size = whole if length is None else length.item()
-    frames = tf.signal.frame(signal, size, step.item(), axis=1)
-    if window is not None:
-        frames *= tf.cast(window, signal.dtype)[:, None]
-    result = tf.signal.fft(_complex(wide(frames)))
-    return tf.cast(_pairs(result[..., : size // 2 + 1] if onesided else result), signal.dtype)
-
-
 operators(
     MelWeightMatrix=on_host("MelWeightMatrix"),
     HannWindow=on_host("HannWindow"),

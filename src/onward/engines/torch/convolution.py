@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
 import torch
 from torch.nn import functional as F
 
 from onward.engines.framework import Operators
 from onward.engines.shared.windows import halves, paddings, reach
-from onward.engines.torch.grids import linear
 
 operators = Operators()
 
@@ -60,35 +58,6 @@ def conv_transpose(
     y = _TRANSPOSED[rank](x, w, None, strides, 0, 0, group, dilations)
     y = padded(y, [(-before, m - after) for (before, after), m in zip(amounts, more, strict=True)])
     return y if b is None else y + b.reshape(-1, *[1] * rank)
-
-
-@operators.define("DeformConv")
-def deform_conv(x, w, offset, b=None, mask=None, *, dilations, group, kernel_shape, offset_group, pads, strides):
-    """Samples where the offsets point to, and the product with the weights."""
-    (n, channels, *sizes), kernel, out = x.shape, w.shape[2:], offset.shape[2:]
-    rank, taps, count = len(sizes), math.prod(kernel), math.prod(out)
-    strides, dilations, pads = strides or [1] * rank, dilations or [1] * rank, pads or [0] * 2 * rank
-    steps = [
-        np.add.outer(np.arange(k) * d, np.arange(o) * s - p)
-        for k, o, s, d, p in zip(kernel, out, strides, dilations, pads[:rank], strict=True)
-    ]
-    base = [_spread_out(step, axis, kernel, out) for axis, step in enumerate(steps)]
-    offsets = offset.reshape(n * offset_group, taps, rank, count).unbind(2)
-    places = [offsets[axis] + torch.from_numpy(base[axis]).to(x) for axis in range(rank)]
-    found = linear(x.reshape(n * offset_group, channels // offset_group, *sizes), places)
-    found = found.reshape(n, offset_group, -1, taps, count)
-    if mask is not None:
-        found = found * mask.reshape(n, offset_group, 1, taps, count)
-    columns = found.reshape(n, group, -1, count)
-    y = w.reshape(group, w.shape[0] // group, -1) @ columns
-    y = y.reshape(n, -1, *out)
-    return y if b is None else y + b.reshape(-1, *[1] * rank)
-
-
-def _spread_out(step, axis, kernel, out):
-    """What is known for an element of the kernel and a place along one axis, for all of them: [taps, places]."""
-    shape = [n if i == axis else 1 for part in (kernel, out) for i, n in enumerate(part)]
-    return np.broadcast_to(step.reshape(shape), (*kernel, *out)).reshape(math.prod(kernel), math.prod(out))
 
 
 @operators.define("Col2Im")

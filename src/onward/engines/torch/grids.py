@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import numpy as np
 import torch
 from torch.nn import functional as F
@@ -73,22 +71,6 @@ _MODES = {"linear": "bilinear", "nearest": "nearest", "cubic": "bicubic"}
 @operators.define("GridSample")
 def grid_sample(x, grid, *, align_corners, mode, padding_mode):
     return F.grid_sample(x, grid, _MODES[mode], padding_mode, bool(align_corners))
-
-
-def linear(x, places):
-    """Between the neighbours of places, one tensor [batch, *points] per axis; outside of the grid are zeros."""
-    n, _, *sizes = x.shape
-    batch = torch.arange(n, device=x.device).reshape(-1, *[1] * (places[0].ndim - 1))
-    lower = [at.floor() for at in places]
-    total = 0
-    for corner in itertools.product((0, 1), repeat=len(sizes)):
-        index, weight = [], 1
-        for at, low, side, size in zip(places, lower, corner, sizes, strict=True):
-            place, share = low + side, (at - low) if side else 1 - (at - low)
-            weight = weight * torch.where((place >= 0) & (place < size), share, 0)
-            index.append(place.clamp(0, size - 1).long())
-        total = total + x.movedim(1, -1)[batch, *index] * weight[..., None]
-    return total.movedim(-1, 1)
 
 
 operators(AffineGrid=lambda theta, size, *, align_corners: F.affine_grid(theta, size.tolist(), bool(align_corners)))

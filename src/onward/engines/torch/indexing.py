@@ -77,18 +77,6 @@ def scatter_nd(x, indices, updates, *, reduction):
     return y.reshape(x.shape)
 
 
-@operators.define("TensorScatter")
-@by_bits
-def tensor_scatter(x, update, first=None, *, axis, mode):
-    axis %= x.ndim
-    along = torch.arange(update.shape[axis], device=x.device).reshape(-1, *[1] * (x.ndim - 1 - axis))
-    if first is not None:
-        along = along + first.long().reshape(-1, *[1] * (x.ndim - 1))
-    if mode == "circular":
-        along = along % x.shape[axis]
-    return x.scatter(axis, along.expand_as(update), update)
-
-
 @operators.define("OneHot")
 @by_bits
 def one_hot(indices, depth, values, *, axis):

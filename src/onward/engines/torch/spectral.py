@@ -23,16 +23,6 @@ def dft(x, length=None, axis=None, *, inverse, onesided):
     return torch.view_as_real((torch.fft.ifft if inverse else torch.fft.fft)(values, length, axis))
 
 
-@operators.define("STFT")
-def stft(x, step, window=None, length=None, *, onesided):
-    if x.ndim == 3:
-        x = x.squeeze(-1) if x.shape[-1] == 1 else torch.view_as_complex(x.contiguous())
-    length = length.item() if length is not None else x.shape[1] if window is None else window.shape[0]
-    frames = x.unfold(1, length, step.item())
-    frames = frames if window is None else frames * window
-    return torch.view_as_real(torch.fft.rfft(frames) if onesided and not x.is_complex() else torch.fft.fft(frames))
-
-
 @operators.define("MelWeightMatrix")
 def mel_weight_matrix(*inputs, output_datatype, outputs):
     return on_numpy("MelWeightMatrix", *inputs, output_datatype=output_datatype, outputs=outputs)
