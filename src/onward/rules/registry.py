@@ -159,7 +159,7 @@ def simplification(*operators: str, domain: str = "") -> Callable[[Callable[...,
 
 
 def body(
-    *operators: str, domain: str = STANDARD, gradient: tuple[int, ...] = ()
+    *operators: str, domain: str = "", gradient: tuple[int, ...] = ()
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register the decorated function as what these operators compute: `(op, *inputs) -> outputs`, as a rewrite does.
 
