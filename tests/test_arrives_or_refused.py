@@ -152,7 +152,7 @@ def test_one_of_two_steps_by_its_number() -> None:
     """It is carried where that is asked for, with what the other one changes."""
     draft = drafted(features()["two steps"])
     model = draft.model()
-    module = onward.to_tensorflow(model, 1)
+    module = onward.to_tensorflow(model, step=1)
     batches = draft.batches(model, 1)
     found = [float(module.train_step(*batch.values())["loss"]) for batch in batches]
     np.testing.assert_allclose(found, on_engine("onnxruntime", 1, threads=1)(model, batches), rtol=1e-5)
@@ -161,7 +161,13 @@ def test_one_of_two_steps_by_its_number() -> None:
 @needs("jax", "optax")
 def test_what_another_step_changes_has_no_place_in_jax() -> None:
     with pytest.raises(UnsupportedError, match=r"no place for: fc1\.weight"):
-        onward.to_jax(drafted(features()["two steps"]).model(), 1)
+        onward.to_jax(drafted(features()["two steps"]).model(), step=1)
+
+
+@pytest.mark.parametrize("target", [pytest.param(name, marks=needs(name)) for name in ("torch", "keras")])
+def test_what_another_step_changes_has_no_place_elsewhere(target: str) -> None:
+    with pytest.raises(UnsupportedError, match="the others would be left behind"):
+        getattr(onward, f"to_{target}")(drafted(features()["two steps"]).model(), step=1)
 
 
 # ---- what somebody added to a file -----------------------------------------------------------------------------------

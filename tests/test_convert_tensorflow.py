@@ -162,7 +162,7 @@ def test_a_second_step():
     """Slots of the same name belong to each step."""
     model = onward.prepare(models.digits_mlp(), loss="cross_entropy", optimizer="adam:lr=1e-2")
     model = onward.prepare(model, loss="cross_entropy", optimizer="adam:lr=5e-2", append=True)
-    module = onward.to_tensorflow(model, 1)
+    module = onward.to_tensorflow(model, step=1)
     with start(model, 1) as engine:
         for batch in FLAT[:3]:
             given = dict(zip(engine.inputs, batch.values(), strict=True))

@@ -54,7 +54,7 @@ def test_vjp_and_jvp_are_adjoint_and_equal_torch(image):
     dy = rng.standard_normal((3, 10)).astype(np.float32)
     dimage = rng.standard_normal(image.shape).astype(np.float32)
     back = run(onward.vjp(small_cnn(), y="logits", xs=["image"]), {"image": image, "dy": dy})
-    ahead = run(onward.jvp(small_cnn(), xs=["image"], y="logits"), {"image": image, "dimage": dimage})
+    ahead = run(onward.jvp(small_cnn(), "logits", ["image"]), {"image": image, "dimage": dimage})
     assert list(back) == ["image/grad"] and list(ahead) == ["dlogits"]
     w = {name: torch.tensor(array) for name, array in weights(onward.load(small_cnn())).items()}
     _, expected = torch.func.jvp(torch_cnn(w), (torch.tensor(image),), (torch.tensor(dimage),))

@@ -360,7 +360,7 @@ def test_forward_mode(name):
     proto, inputs = CASES[name]
     y, xs = proto.graph.output[0].name, differentiable(proto, inputs)
     along = {f"d{x}": mapped(lambda a: f32(*a.shape, seed=7), inputs[x]) for x in xs}
-    (change,) = on_onnxruntime(jvp(proto, xs, y).to_proto(), {**inputs, **along})
+    (change,) = on_onnxruntime(jvp(proto, y, xs).to_proto(), {**inputs, **along})
     dy = mapped(lambda a: f32(*a.shape, seed=8), change)
     grads = on_onnxruntime(vjp(proto, y, xs).to_proto(), {**inputs, "dy": dy})
     assert dot(change, dy) == pytest.approx(sum(map(dot, grads, along.values())), rel=1e-4)

@@ -244,7 +244,7 @@ def test_forward_mode():
     model = exported(Case("lstm", torchscript=True, dynamic=True, double=True))
     steps = {name: torch.randn_like(x) for name, x in model.leaves.items()}
     feeds = model.feeds() | {f"d{name}": step.numpy() for name, step in steps.items()}
-    outputs = run(onward.jvp(model.proto, xs=list(steps), y="loss").to_proto(), feeds)
+    outputs = run(onward.jvp(model.proto, "loss", list(steps)).to_proto(), feeds)
 
     loss = lambda weights: torch.func.functional_call(model.module, weights, tuple(model.inputs.values()))
     _, expected = torch.func.jvp(loss, (model.leaves,), (steps,))

@@ -1,1 +1,1 @@
-"""Carriers: training runs of PyTorch, Keras, TensorFlow and JAX as training models, and training models as theirs."""
+"""Training runs of PyTorch, Keras, TensorFlow and JAX as training models, and training models as theirs."""

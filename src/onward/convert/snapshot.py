@@ -1,8 +1,8 @@
-"""A training run in words that no framework owns: what every carrier is read into, and made from.
+"""A training run in words that no framework owns: what training objects are read into, and made from.
 
-A carrier is read in three parts: the forward pass becomes an inference model whose initializers have the names of the
-framework's parameters; loss, optimizer and schedule become words of a recipe; the optimizer's state becomes slots.
-`assemble` makes a training model of these, and `disassemble` finds them in one, whoever wrote it.
+Objects of a framework are read in three parts: the forward pass becomes an inference model whose initializers have
+the names of the framework's parameters; loss, optimizer and schedule become words of a recipe; the optimizer's state
+becomes slots. `assemble` makes a training model of these, and `disassemble` finds them in one, whoever wrote it.
 """
 
 from __future__ import annotations
@@ -130,9 +130,20 @@ def step_of(model: Model, asked: int | None = None) -> int:
         names = ", ".join(f"`{step.algorithm.name}`" for step in model.steps)
         raise UnsupportedError(
             f"the training model has {len(model.steps)} steps ({names}), and a run of a framework has one",
-            hint="run them as they are: `onward.engines.start(model, engine=..., step=...)`",
+            hint="name one with `step=...`, or run them as they are: `onward.engines.start(model, engine=...)`",
         )
-    return asked or 0
+    return model.steps.index(model.step(asked or 0))
+
+
+def only_step_of(model: Model, asked: int | None = None) -> int:
+    """The step of a training model that has no other: for frameworks without a place for what others change."""
+    index = step_of(model, asked)
+    if len(model.steps) > 1:
+        raise UnsupportedError(
+            f"the training model has {len(model.steps)} steps, and the others would be left behind",
+            hint="`onward.to_tensorflow(training, step=...)` keeps them; so does every engine: `onward.engines.start`",
+        )
+    return index
 
 
 def refuse_rounding(model: Model, *, in_pairs: bool) -> None:

@@ -69,7 +69,7 @@ def vjp(source: Source, y: str, xs: Sequence[str], *, recompute: Choice = None, 
 
 @checked()
 @uncollected()
-def jvp(source: Source, xs: Sequence[str], y: str) -> Model:
+def jvp(source: Source, y: str, xs: Sequence[str]) -> Model:
     """A model with one more input `d<x>` for each x, a direction; its output `d<y>` is how y changes along them.
 
     Forward mode out of reverse mode: the gradients are linear in `dy`, so the derivative with respect to `dy` of their

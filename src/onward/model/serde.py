@@ -22,7 +22,7 @@ from onward.model.functions import callees_first
 from onward.model.tensors import check_tensors
 from onward.model.walk import graphs_in
 
-_CARRIER = "onward.carrier"
+_ALGORITHMS = "onward.algorithms"
 
 
 Source = str | os.PathLike[str] | bytes | ModelProto | Model
@@ -100,8 +100,8 @@ def _deserialize(proto: ModelProto) -> tuple[ir.Model, list[ir.Graph]]:
     """
     if not proto.training_info:
         return ir.serde.deserialize_model(proto), []
-    carrier = proto.graph.node.add(op_type=_CARRIER)
-    attribute = carrier.attribute.add(name="algorithms", type=onnx.AttributeProto.GRAPHS)
+    holder = proto.graph.node.add(op_type=_ALGORITHMS)
+    attribute = holder.attribute.add(name="algorithms", type=onnx.AttributeProto.GRAPHS)
     attribute.graphs.extend(info.algorithm for info in proto.training_info)
     try:
         inference = ir.serde.deserialize_model(proto)

@@ -44,11 +44,11 @@ _NOISE = 1e-4
 def from_jax(
     function: Callable[..., Any],
     params: Tree,
-    batch: Any,
+    example_inputs: Any,
     *,
+    loss: Any = None,
     optimizer: optax.GradientTransformation,
     opt_state: Any = None,
-    loss: Any = None,
     statistics: Tree = None,
     probe: bool = True,
 ) -> Model:
@@ -58,15 +58,15 @@ def from_jax(
       `(params, statistics, batch) -> (scalar, new statistics)`. With a `loss` of a recipe, such as `"cross_entropy"`,
       what computes the predictions, `(params, inputs) -> outputs`
     - `params`: any tree: plain dicts, Flax, Equinox. Parameters are named after their place: `Dense_0/kernel`
-    - `batch`: an example, by name, whose first axis is free; for predictions the inputs alone
+    - `example_inputs`: a batch, by name, whose first axis is free; for predictions the inputs alone
     - `optimizer`, `opt_state`: of optax; without a state the run begins
     - `probe`: whether both sides make a few steps, which must agree
     """
-    captured = _Captured(function, params, statistics, batch)
+    captured = _Captured(function, params, statistics, example_inputs)
     weights = captured.weights
     parts = Parts()
     with parts.reading():
-        check_function(captured, weights, statistics, batch)
+        check_function(captured, weights, statistics, example_inputs)
     with parts.reading():
         check_optimizer(optimizer, opt_state, weights)
     parts.refuse()

@@ -54,11 +54,13 @@ class JaxTraining(NamedTuple):
 
 
 @checked(types=False)
-def to_jax(training: Source, step: int | None = None, *, probe: bool = True) -> JaxTraining:
+def to_jax(training: Source, *, step: int | None = None, probe: bool = True) -> JaxTraining:
     """The run that a training model holds as functions of JAX: `step, state = onward.to_jax(training)[:2]`.
 
-    Of a model with several steps, `step` says which one. Gradients are JAX's own. The optimizer is a chain of optax's
-    where that computes the same, else ours; both sides make a few updates, which must agree, unless `probe` is false.
+    Gradients are JAX's own. The optimizer is a chain of optax's where that computes the same, else ours.
+
+    - `step`: which one, of a training model with several
+    - `probe`: make a few updates on both sides, and compare
     """
     parts = Parts(of_one_opset(load(training)), step)
     run = parts.run

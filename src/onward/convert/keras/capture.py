@@ -22,7 +22,7 @@ from onward.recipe.spec import Spec
 
 
 @checked(types=False)
-def from_keras(model: Any, *, probe: bool = True, approx: bool = False) -> Model:
+def from_keras(model: Any, *, approx: bool = False, probe: bool = True) -> Model:
     """The training model that goes on where a compiled Keras model is, on any of Keras's backends.
 
     Initializers are the model's variables, under their paths and in their layouts. With `probe`, a copy of the model

@@ -6,7 +6,7 @@ from onward.arguments import checked
 from onward.convert.keras.live import GraphOptimizer, TrainingModel
 from onward.convert.keras.native import native_losses, native_optimizer
 from onward.convert.keras.ops import no_gradient_inside
-from onward.convert.snapshot import disassemble, is_plain, step_of
+from onward.convert.snapshot import disassemble, is_plain, only_step_of
 from onward.convert.standard_steps import adopted
 from onward.differentiate.gradients import has_gradients
 from onward.model import Source, load
@@ -14,14 +14,16 @@ from onward.transform.opset import of_one_opset
 
 
 @checked(types=False)
-def to_keras(training: Source) -> TrainingModel:
+def to_keras(training: Source, *, step: int | None = None) -> TrainingModel:
     """A compiled Keras model that goes on where a training model is: `fit` continues the run.
 
     Its variables have the names of the training model's tensors, its optimizer is Keras's own where that computes the
     same, else the update of the training model, and so is its loss.
+
+    - `step`: which one; a training model with several is refused, since a Keras model has no place for the others
     """
     model = adopted(of_one_opset(load(training)))
-    index = step_of(model)
+    index = only_step_of(model, step)
     if has_gradients(model):
         raise no_gradient_inside()
     run = disassemble(model, index, forward=False)

@@ -15,6 +15,7 @@ from onward.standard import COMMON_OPSET, IR_VERSION
 
 from onward.engines.tensorflow.quiet import tensorflow as tf  # isort: skip  (other imports of it are not quiet)
 
+from onward.arguments import checked
 from onward.build import Builder, Names, uncollected
 from onward.convert.randomness import no_chance
 from onward.convert.tensorflow.agreement import confirm
@@ -24,15 +25,22 @@ from onward.convert.tensorflow.restore import is_training_module, restored
 from onward.convert.tensorflow.running import keep_averages
 from onward.errors import DataError, RecipeError, UnsupportedError
 from onward.model import Model
-from onward.recipe import prepare
+from onward.recipe import Recipe, prepare
 from onward.transform.unused import remove_unused
 
 BATCH = "N"
 """What the size of the first axis is called."""
 
 
+@checked(rest=Recipe, types=False)
 def from_tensorflow(
-    carrier: Any, example_inputs: Any = None, *, loss: Any = None, optimizer: Any = None, **recipe: Any
+    module: Any,
+    example_inputs: Any = None,
+    *,
+    loss: Any = None,
+    optimizer: Any = None,
+    probe: bool = True,
+    **recipe: Any,
 ) -> Model:
     """Make a training model of a `tf.function`, a `tf.Module` (its `__call__`) or any function of tensors.
 
@@ -46,27 +54,30 @@ def from_tensorflow(
     A module that `to_tensorflow` made, or the folder of a SavedModel of one, is the training model that it was made
     of, with the values that its variables have now.
     """
-    if isinstance(carrier, str | os.PathLike):
-        return restore(Path(carrier))
-    if is_training_module(carrier):
-        return restored(carrier)
+    if isinstance(module, str | os.PathLike):
+        return restore(Path(module))
+    if is_training_module(module):
+        return restored(module)
     if loss is None and recipe.get("teacher") is None:
         raise RecipeError("there is nothing to learn from", hint='give a `loss`, such as "cross_entropy"')
     if optimizer is None:
         raise RecipeError("it is not said how to learn", hint='give an `optimizer`, such as "adamw:lr=1e-3"')
-    model, trainable, variance = exported(carrier, example_inputs)
+    model, trainable, variance = exported(module, example_inputs, probe=probe)
     chosen = recipe.pop("trainable", [glob.escape(name) for name in trainable])
     return prepare(model, loss=loss, optimizer=optimizer, trainable=chosen, variance=variance, **recipe)
 
 
-def exported(carrier: Any, example_inputs: Any) -> tuple[Model, list[str], Literal["population", "sample"]]:
+def exported(
+    module: Any, example_inputs: Any, *, probe: bool = True
+) -> tuple[Model, list[str], Literal["population", "sample"]]:
     """The inference model of a function, the names of its trainable variables, and which variance it averages."""
     arguments, named = _arguments(example_inputs)
-    function = _concrete(carrier, arguments, named)
+    function = _concrete(module, arguments, named)
     variables = _variables(function)
-    names = _names(carrier, variables)
+    names = _names(module, variables)
     model, variance = _model(function, [(v, names[id(v)]) for v in variables])
-    confirm(model, function, arguments, named)
+    if probe:
+        confirm(model, function, arguments, named)
     used = model.graph.initializers
     return model, [names[id(v)] for v in variables if v.trainable and names[id(v)] in used], variance
 
@@ -132,12 +143,12 @@ def _arguments(example_inputs: Any) -> tuple[Sequence[Any], dict[str, Any]]:
     return example_inputs if isinstance(example_inputs, tuple | list) else (example_inputs,), {}
 
 
-def _concrete(carrier: Any, arguments: Sequence[Any], named: Mapping[str, Any]) -> Any:
-    if hasattr(carrier, "captured_inputs"):  # it is one already
-        return carrier
-    function = carrier.__call__ if isinstance(carrier, tf.Module) else carrier
+def _concrete(module: Any, arguments: Sequence[Any], named: Mapping[str, Any]) -> Any:
+    if hasattr(module, "captured_inputs"):  # it is one already
+        return module
+    function = module.__call__ if isinstance(module, tf.Module) else module
     if not callable(function):
-        raise UnsupportedError(f"{carrier!r} is no function of tensors", hint="give a `tf.function` or a `tf.Module`")
+        raise UnsupportedError(f"{module!r} is no function of tensors", hint="give a `tf.function` or a `tf.Module`")
     if not hasattr(function, "get_concrete_function"):
         function = tf.function(function)
     specs = {name: _spec(x, name) for name, x in named.items()}
@@ -192,14 +203,14 @@ def _variables(function: Any) -> list[Any]:
     return [known[id(tensor)] for tensor in function.captured_inputs if id(tensor) in known]
 
 
-def _names(carrier: Any, variables: Sequence[Any]) -> dict[int, str]:
+def _names(module: Any, variables: Sequence[Any]) -> dict[int, str]:
     """What variables are called: as they were named, or if that is not clear after their place in the module."""
     given = [variable.name.partition(":")[0] for variable in variables]
     if len(set(given)) == len(given):
         return {id(variable): name for variable, name in zip(variables, given, strict=True)}
     places = {}
-    if isinstance(carrier, tf.Module):
-        found = carrier._flatten(predicate=lambda value: isinstance(value, tf.Variable), with_path=True)
+    if isinstance(module, tf.Module):
+        found = module._flatten(predicate=lambda value: isinstance(value, tf.Variable), with_path=True)
         places = {id(variable): ".".join(map(str, path)) for path, variable in found}
     names = Names()
     return {

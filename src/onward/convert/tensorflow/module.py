@@ -53,13 +53,16 @@ class TrainingModule(tf.Module):  # type: ignore[misc]
 
 
 @checked(types=False)
-def to_tensorflow(source: Source, step: int | None = None, *, sizes: Mapping[str, int] | None = None) -> TrainingModule:
-    """Make a `tf.Module` that goes on where a training model is; of one with several steps, `step` says which it is.
+def to_tensorflow(
+    training: Source, *, step: int | None = None, sizes: Mapping[str, int] | None = None
+) -> TrainingModule:
+    """Make a `tf.Module` that goes on where a training model is.
 
-    Sizes that the model leaves open stay open. `sizes` fixes some of them by name, such as `{"N": 32}`, for graphs that
-    need to know them.
+    - `step`: which one, of a training model with several
+    - `sizes`: sizes that the model leaves open stay open; this fixes some of them by name, such as `{"N": 32}`, for
+      graphs that need to know them
     """
-    model, framework = of_one_opset(load(source)), OpenSizes()
+    model, framework = of_one_opset(load(training)), OpenSizes()
     step = step_of(model, step)
     refuse_rounding(model, in_pairs=True)
     require_shapes(model, step, "TensorFlow")

@@ -15,9 +15,9 @@ _MOST = 2**31 - 1
 """Bytes of a model: no file of ONNX is larger."""
 
 
-def is_training_module(carrier: Any) -> bool:
+def is_training_module(module: Any) -> bool:
     """Whether Onward made it, or what it was loaded from."""
-    return hasattr(carrier, "training_model") and hasattr(carrier, "state")
+    return hasattr(module, "training_model") and hasattr(module, "state")
 
 
 def restored(module: Any) -> Model:

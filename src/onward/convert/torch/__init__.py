@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from onward.arguments import checked
 from onward.convert.problems import Parts, Problems
-from onward.convert.snapshot import Snapshot, assemble, disassemble, nothing_learns, step_of
+from onward.convert.snapshot import Snapshot, assemble, disassemble, nothing_learns, only_step_of
 from onward.convert.standard_steps import adopted
 from onward.convert.torch.capture import captured, check_copyable, into_training, unwrapped
 from onward.convert.torch.clipping import Clip, clip_of, clipping_part
@@ -36,10 +36,10 @@ from onward.recipe.trainable import gradient_edges
 from onward.transform.declare import require_shapes
 from onward.transform.opset import of_one_opset
 
-__all__ = ["Carried", "captured", "from_torch", "to_module", "to_torch"]
+__all__ = ["TorchTraining", "captured", "from_torch", "to_module", "to_torch"]
 
 
-class Carried(NamedTuple):
+class TorchTraining(NamedTuple):
     """A training run as PyTorch has it."""
 
     module: nn.Module
@@ -195,33 +195,34 @@ def _counters(model: Model) -> Iterator[ir.Value]:
 
 
 @checked(types=False)
-def to_torch(training: Source, *, live: bool = True, probe: bool = True) -> Carried:
+def to_torch(training: Source, *, step: int | None = None, probe: bool = True, live: bool = True) -> TorchTraining:
     """The run that a training model holds, as objects of PyTorch that go on from there.
 
     A training loop is as usual: the scheduler steps after the optimizer (once in an epoch, where it counts epochs), and
     gradients are clipped by the optimizer's own step, where the training model clips. A module with several outputs
     returns them by name, and among them values inside of the model that the loss looks at: `loss(module(x), y)`.
 
+    - `step`: which one; a training model with several is refused, since PyTorch has no place for the others
+    - `probe`: make a few steps on both sides with inputs that are made up, and compare
     - `live`: the module executes the graph as it is; without, it is of a class that is written for it, of layers of
       torch.nn, and needs nothing of Onward: what `onward convert --to torch` writes
-    - `probe`: make a few steps on both sides with inputs that are made up, and compare
     """
     model = adopted(of_one_opset(load(training)))
-    step = step_of(model)
+    index = only_step_of(model, step)
     if probe:
-        require_shapes(model, step, "a comparison of both sides (`probe`)")
-    run = disassemble(model, step)
-    carried = _carried(run)
+        require_shapes(model, index, "a comparison of both sides (`probe`)")
+    run = disassemble(model, index)
+    made = _make_objects(run)
     if probe:
-        _probe(carried, run)
+        _probe(made, run)
     if live:
-        return carried
+        return made
     from onward.convert.torch.source import built, written
 
-    return Carried(*built(written(model, carried), carried))
+    return TorchTraining(*built(written(model, made), made))
 
 
-def _carried(run: Snapshot) -> Carried:
+def _make_objects(run: Snapshot) -> TorchTraining:
     _check(run)
     _count(run)
     inner = inner_values(run.loss, run.model)
@@ -232,12 +233,12 @@ def _carried(run: Snapshot) -> Carried:
     _add_idle(optimizer, run, parameters)
     if run.clip is not None:
         clipping_part(optimizer).register_step_pre_hook(Clip(run.clip))
-    return Carried(module.train(), optimizer, scheduler, make_loss(run.loss, inner))
+    return TorchTraining(module.train(), optimizer, scheduler, make_loss(run.loss, inner))
 
 
-def _probe(carried: Carried, run: Snapshot) -> None:
-    twins = copy.deepcopy(carried[:3])  # without the hook that clips
-    probe_made(NativeRun(*twins, carried.loss, summands(carried.loss, None), run.clip, updates_per_step(run)), run)
+def _probe(made: TorchTraining, run: Snapshot) -> None:
+    twins = copy.deepcopy(made[:3])  # without the hook that clips
+    probe_made(NativeRun(*twins, made.loss, summands(made.loss, None), run.clip, updates_per_step(run)), run)
 
 
 def _check(run: Snapshot) -> None:

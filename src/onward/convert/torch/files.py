@@ -15,7 +15,7 @@ from onward.convert.files import refilled
 from onward.convert.problems import Problems
 from onward.convert.python import program_beside
 from onward.convert.snapshot import disassemble
-from onward.convert.torch import Carried, to_torch
+from onward.convert.torch import TorchTraining, to_torch
 from onward.convert.torch.optimizers import read_optimizer
 from onward.convert.torch.schedulers import updates_per_step
 from onward.convert.torch.schedules import read_scheduler
@@ -65,12 +65,12 @@ def restore(path: Path, like: Model | None = None) -> Model:
     return made
 
 
-def _optimizer(carried: Carried, names: Mapping[int, str], every: int) -> Any:
+def _optimizer(carried: TorchTraining, names: Mapping[int, str], every: int) -> Any:
     schedule = read_scheduler(carried.scheduler, every) if carried.scheduler is not None else None
     return read_optimizer(carried.optimizer, names, schedule)
 
 
-def _load(carried: Carried, path: Path) -> None:
+def _load(carried: TorchTraining, path: Path) -> None:
     """Fill the objects of PyTorch with what a file holds, if they are the same."""
     scheduler = carried.scheduler
     expected = {
@@ -85,7 +85,7 @@ def _load(carried: Carried, path: Path) -> None:
         scheduler.load_state_dict(state["scheduler"])
 
 
-def _begun(carried: Carried) -> torch.optim.Optimizer:
+def _begun(carried: TorchTraining) -> torch.optim.Optimizer:
     """A copy of the optimizer that has made a step: with all that it ever remembers."""
     module, optimizer = copy.deepcopy(carried[:2])  # without the hook that clips
     for parameter in module.parameters():
