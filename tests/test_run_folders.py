@@ -151,7 +151,7 @@ def test_a_disk_that_is_full_before_the_first_step(folder: Path, monkeypatch: py
     write = Log.write
 
     def full(self: Log, event: str, /, **values: Any) -> None:
-        if event == "gradients":  # after the first save
+        if event == "save":  # after the first one
             raise OSError(28, "No space left on device")
         write(self, event, **values)
 

@@ -35,8 +35,9 @@ from onward.errors import (
 )
 from onward.model.storage import data_files_of
 from onward.training.api import resume, train
+from onward.training.callbacks import Status
 from onward.training.folder import Run
-from onward.training.loop import Loop
+from onward.training.watchers import Saver
 from runs import QUIET, RECIPE, Arrays, digits, filled, interrupted_after, outputs, state
 
 
@@ -214,15 +215,15 @@ def test_interrupt_in_validation(whole: Run, folder: Path, monkeypatch: pytest.M
 @needs("tensorflow")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_tensorboard_shows_each_step_once(whole: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(self: Loop, after: float = 0.0) -> None:
-        if self.at.step == 8:
+    def broken(self: Saver, status: Status, after: float = 0.0) -> None:
+        if status.step == 8:
             raise KeyboardInterrupt
-        if self.at.step not in (6, 7):  # which are lost
-            save(self, after)
+        if status.step not in (6, 7):  # which are lost
+            save(self, status, after)
 
-    save = Loop._save
+    save = Saver.save
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(Loop, "_save", broken)
+        patch.setattr(Saver, "save", broken)
         train("model.onnx", "data.npz", run="run", **killed_runs.SETTINGS)
     run = Run("run")
     assert run.progress["step"] == 5

@@ -37,6 +37,7 @@ if TYPE_CHECKING:  # `_NAMES` for type checkers; a test compares the two
     from onward.model import Model as Model, Step as Step, load as load
     from onward.recipe import Recipe as Recipe, lora as lora, prepare as prepare, replace_head as replace_head
     from onward.training.api import find_lr as find_lr, resume as resume, train as train
+    from onward.training.callbacks import Callback as Callback
     from onward.training.report import report as report
     from onward.verification import verify as verify
     # isort: on
@@ -62,6 +63,7 @@ _NAMES = {
     "model": ("Model", "Step", "load"),
     "recipe": ("Recipe", "lora", "prepare", "replace_head"),
     "training.api": ("find_lr", "resume", "train"),
+    "training.callbacks": ("Callback",),
     "training.report": ("report",),
     "verification": ("verify",),
 }

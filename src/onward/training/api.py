@@ -13,20 +13,20 @@ from typing import Annotated, Any
 
 from onward.arguments import Count, Range, Seed, Threads, checked
 from onward.differentiate.recompute import Choice
-from onward.engines import Engine
 from onward.engines.initialization import kept, reseeded, started_over
 from onward.errors import DataError, RecipeError, listed
 from onward.model import Model, Source, load
 from onward.recipe import prepare, replace_head
 from onward.recipe.preprocessing import with_preprocessing
 from onward.recipe.spec import arguments
+from onward.training.callbacks import Callback
 from onward.training.config import Config, Last
 from onward.training.data import in_parts
 from onward.training.evaluation import Measures
-from onward.training.feed import Feed, feeds
+from onward.training.feed import feeds
 from onward.training.folder import Place, Run
 from onward.training.labels import labels_of
-from onward.training.loop import Loop, Settings
+from onward.training.loop import Loop
 from onward.training.lr_finder import find_lr
 from onward.training.objective import Objective, objectives
 from onward.training.preparation import prepared
@@ -55,6 +55,7 @@ def train(
     keep_preprocessing: bool = False,
     save_every: Annotated[float, Range(least=0)] = 60.0,
     tensorboard: bool = False,
+    statistics: bool = True,
     engine: str = "onnxruntime",
     device: str = "cpu",
     threads: Threads | None = None,
@@ -64,6 +65,7 @@ def train(
     deterministic: bool = False,
     steps: str | Mapping[str, Count] | None = None,
     noise: Mapping[str, str] | None = None,
+    callbacks: Sequence[Callback] = (),
     quiet: bool = False,
     **recipe: Any,
 ) -> Run:
@@ -87,6 +89,8 @@ def train(
     - `steps`: of a model with several, which run and how often in a round, such as `"discriminator:2,generator"`;
       unless given, all, as the file says. `noise`: inputs that are random numbers, such as `{"z": "normal"}`
     - `save_every`: seconds after which the state is saved, also within an epoch
+    - `statistics`: whether norms of gradients and histograms of weights are logged, which the report shows
+    - `callbacks`: what is told how it goes, and may stop it: see `onward.Callback`
     - `recompute`: saves memory, as in `onward.gradient`
     - `engine`, `device`: what runs it, and where; `compile`, `precision` (`"bfloat16"` ...) and `deterministic` are for
       engines that have them: see `onward.engines.start`
@@ -125,6 +129,7 @@ def train(
         patience=patience,
         save_every=save_every,
         tensorboard=tensorboard,
+        statistics=statistics,
         engine=engine,
         device=device,
         threads=threads,
@@ -143,7 +148,8 @@ def train(
         feed = feeds(loaded, config, made.data)
         config = dataclasses.replace(config, classes=list(feed.classes) if feed.classes else None)
         folder.configure(config.to_json())
-        return _go(folder, loaded, config, feed, measures, at, quiet, [*notes, *made.notes])
+        Loop(folder, loaded, config, feed, measures, at)([*notes, *made.notes, *feed.notes], callbacks, quiet)
+    return folder
 
 
 @checked()
@@ -155,12 +161,13 @@ def resume(
     epochs: Annotated[int, Range(least=0)] | None = None,
     engine: str | None = None,
     device: str | None = None,
+    callbacks: Sequence[Callback] = (),
     quiet: bool = False,
 ) -> Run:
     """Go on with a run, as if nothing had happened. Data that came from Python must be given again.
 
     `epochs` is how many there are in all: with more of them, a run that has ended goes on. With another `engine` or
-    `device` than before, it goes on there.
+    `device` than before, it goes on there. `callbacks` are given again, too.
     """
     folder = run if isinstance(run, Run) else Run(run)
     with folder.resumed() as training:
@@ -176,32 +183,9 @@ def resume(
         with config.start_engine(training) as loaded:
             feed = feeds(loaded, config)
             folder.configure(config.to_json())
-            return _go(folder, loaded, config, feed, _measures(training, config), place, quiet, notes)
-
-
-def _go(
-    run: Run,
-    engine: Engine,
-    config: Config,
-    feed: Feed,
-    measures: Measures,
-    at: Place,
-    quiet: bool,
-    notes: Sequence[str],
-) -> Run:
-    settings = Settings(config.epochs, config.patience, config.save_every, config.tensorboard, quiet, feed.size)
-    parameters = [s.value.const_value for s in engine.states() if s.role == "parameter"]
-    opening = {
-        "model": config.model,
-        "parameters": sum(tensor.size for tensor in parameters if tensor is not None),
-        "recipe": engine.model.step().fact("train.recipe"),
-        "config": config.to_json(),
-        "device": config.device,
-        "engine": config.engine,
-    }
-    loop = Loop(run, engine, feed.training, feed.validation, measures, settings, at)
-    loop(opening, [*notes, *feed.notes])
-    return run
+            measures = _measures(training, config)
+            Loop(folder, loaded, config, feed, measures, place)([*notes, *feed.notes], callbacks, quiet)
+    return folder
 
 
 # ---- before the run --------------------------------------------------------------------------------------------------

@@ -34,6 +34,7 @@ _BEFORE: Mapping[str, Any] = {
     "reset": False,
     "steps": None,
     "noise": {},
+    "statistics": True,
 }
 """Settings that were not there once, and what they would have been."""
 
@@ -56,6 +57,8 @@ class Config:
     patience: Count | None = None
     save_every: Annotated[float, Range(least=0)] = 60.0
     tensorboard: bool = False
+    statistics: bool = True
+    """Whether norms of gradients and histograms of weights are in the log."""
     engine: str = "onnxruntime"
     device: str = "cpu"
     threads: Threads | None = None

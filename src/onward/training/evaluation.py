@@ -56,7 +56,7 @@ class Measures:
     def make(self) -> dict[str, Metric]:
         return {name: make(name, threshold=self.threshold) for name in self.names if name != _OF_LOSS}
 
-    def counted(self, targets: np.ndarray) -> np.ndarray:
+    def countable(self, targets: np.ndarray) -> np.ndarray:
         """Targets as metrics take them: what is negative does not count."""
         return np.where(targets == self.ignored, -1, targets) if self.are_classes else targets
 
@@ -67,7 +67,7 @@ class Measures:
         return value > best if metric is not None and metric.higher_is_better else value < best
 
 
-def evaluated(engine: Engine, batches: Iterable[tuple[Batch, int]], measures: Measures) -> dict[str, float]:
+def evaluate(engine: Engine, batches: Iterable[tuple[Batch, int]], measures: Measures) -> dict[str, float]:
     """The metrics of a model over batches, of which so many samples count; the loss is the mean over samples."""
     metrics = measures.make()
     total, count = 0.0, 0
@@ -85,7 +85,7 @@ def evaluated(engine: Engine, batches: Iterable[tuple[Batch, int]], measures: Me
             predictions = results[measures.output][:samples]
             if measures.axis != 1 and predictions.ndim > 1:
                 predictions = np.moveaxis(predictions, measures.axis, 1)
-            metric.add(predictions, measures.counted(batch[measures.target][:samples]))
+            metric.add(predictions, measures.countable(batch[measures.target][:samples]))
     loss = total / count if count else math.nan
     found = {"loss": loss} | {name: metric.result() for name, metric in metrics.items()}
     if _OF_LOSS in measures.names:
@@ -114,7 +114,7 @@ def samples_in(batch: Batch) -> int:
 
 
 @contextlib.contextmanager
-def averaged(engine: Engine) -> Iterator[None]:
+def using_averages(engine: Engine) -> Iterator[None]:
     """Within it, parameters are their moving averages, where training keeps such: those are what is exported."""
     averages = {s.parameter: s.name for s in engine.states() if s.role == "ema" and s.parameter}
     if not averages:

@@ -205,7 +205,7 @@ class Run:
         """Write the inference model with the weights that a training model has now."""
         return save(self._inference(model), self.path / name, self._form, shared=self._shared())
 
-    def written(self, at: Place) -> None:
+    def note_lengths(self, at: Place) -> None:
         """Note how long the log and the event file are."""
         at.log = (self.path / LOG).stat().st_size
         at.board = sum(file.stat().st_size for file in self.path.glob(_EVENTS))

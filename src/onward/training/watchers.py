@@ -1,0 +1,217 @@
+"""What Onward watches runs with: callbacks that log, draw, show, judge and save."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+
+import numpy as np
+
+from onward.model import Model
+from onward.model.state import all_states
+from onward.training.callbacks import Callback, Status
+from onward.training.config import Config
+from onward.training.evaluation import Measures
+from onward.training.folder import BEST, LAST, Place
+from onward.training.log import Log
+from onward.training.progress import Progress
+from onward.training.tensorboard import EventWriter
+
+_BINS = 30
+_LOOK_EVERY = 500
+"""Steps after which gradients are looked at again, in epochs that are longer."""
+_SHORT = 1.0
+"""Seconds. Epochs that are shorter are not saved one by one."""
+
+
+class NotFiniteError(Exception):
+    """What is not finite, and the loss if it is that."""
+
+    def __init__(self, what: str, loss: float | None = None):
+        super().__init__(what)
+        self.loss = loss
+
+
+class LogWatcher(Callback):
+    """Writes what happens into the log of the run."""
+
+    def __init__(self, log: Log, config: Config):
+        self._log, self._config, self._time = log, config, time.time()
+
+    def start(self, status: Status) -> None:
+        if status.place.log:
+            self._log.write("save", step=status.step, best=False)  # as the file proves from which it goes on
+            self._log.write("resume", step=status.step, time=time.time())
+            return
+        config, engine = self._config, status.engine
+        parameters = [state.value.const_value for state in engine.states() if state.role == "parameter"]
+        self._log.write(
+            "start",
+            time=self._time,
+            steps_per_epoch=status.steps_per_epoch,
+            epochs=status.epochs,
+            model=config.model,
+            parameters=sum(tensor.size for tensor in parameters if tensor is not None),
+            recipe=engine.model.step().fact("train.recipe"),
+            config=config.to_json(),
+            device=config.device,
+            engine=config.engine,
+        )
+        self._write_results(status)
+
+    def step(self, status: Status) -> None:
+        at, seconds = status.place, status.seconds
+        self._log.write("step", step=at.step, epoch=at.epoch, samples=at.samples, seconds=seconds, **status.metrics)
+
+    def epoch(self, status: Status) -> None:
+        self._log.write("epoch", step=status.step, epoch=status.epoch, loss=status.loss)
+        self._write_results(status)
+
+    def end(self, status: Status) -> None:
+        loss = {} if math.isfinite(status.loss) or status.reason != "not_finite" else {"loss": status.loss}
+        self._log.write("end", step=status.step, reason=status.reason, seconds=status.seconds, **loss)
+
+    def _write_results(self, status: Status) -> None:
+        if status.results:
+            self._log.write("validation", step=status.step, epoch=status.epoch, **status.results)
+
+
+class BoardWatcher(Callback):
+    """Writes losses and metrics for TensorBoard."""
+
+    def __init__(self, board: EventWriter):
+        self._board = board
+
+    def start(self, status: Status) -> None:
+        if not status.place.log:
+            self._plot(status, "validation", status.results)
+
+    def step(self, status: Status) -> None:
+        self._plot(status, "train", status.metrics)
+
+    def epoch(self, status: Status) -> None:
+        self._plot(status, "epoch", {"loss": status.loss})
+        self._plot(status, "validation", status.results)
+
+    def _plot(self, status: Status, section: str, values: Mapping[str, float]) -> None:
+        if values:
+            self._board.scalars(status.step, {f"{section}/{name}": value for name, value in values.items()})
+
+
+class ProgressWatcher(Callback):
+    """Shows how far the run is."""
+
+    def __init__(self, progress: Progress):
+        self._progress = progress
+
+    def step(self, status: Status) -> None:
+        self._progress.step(status.loss, status.samples)
+
+    def epoch(self, status: Status) -> None:
+        self._progress.epoch(status.loss, status.results)
+
+
+class StatisticsWatcher(Callback):
+    """Looks closer: norms of gradients once in an epoch, or every 500 steps, and histograms of weights after it."""
+
+    def __init__(self, board: EventWriter | None):
+        self._board = board
+
+    def step(self, status: Status) -> None:
+        if status.place.batch == 1 or status.step % _LOOK_EVERY == 0:
+            gradients = status.engine.gradients(status.batches[0])
+            norms = {name: float(np.linalg.norm(g.astype(np.float64))) for name, g in gradients.items()}
+            status.log("gradients", step=status.step, norms=norms)
+
+    def epoch(self, status: Status) -> None:
+        parameters = {state.name for state in status.engine.states() if state.role == "parameter"}
+        histograms = {}
+        for name, array in status.engine.state().items():
+            if name in parameters and np.isfinite(array).all():
+                counts, edges = np.histogram(array.astype(np.float64), bins=_BINS)
+                histograms[name] = {"edges": edges.tolist(), "counts": counts.tolist()}
+                if self._board is not None:
+                    self._board.histogram(status.step, name, edges.tolist(), counts.tolist())
+        status.log("weights", step=status.step, histograms=histograms)
+
+
+class BestWatcher(Callback):
+    """Keeps the model with the best results on validation data, and stops when it gets no better for long enough."""
+
+    def __init__(self, measures: Measures, patience: int | None):
+        self._measures, self._patience = measures, patience
+
+    def start(self, status: Status) -> None:
+        if not status.place.log:
+            self._judge(status)
+        self._stop_if_it_gets_no_better(status)
+
+    def epoch(self, status: Status) -> None:
+        self._judge(status)
+        self._stop_if_it_gets_no_better(status)
+
+    def _judge(self, status: Status) -> None:
+        if not status.results:
+            return
+        at, value = status.place, status.results[self._measures.monitor]
+        if self._measures.is_better(value, at.best):
+            at.best, at.since_best = value, 0
+            status.run.export(status.engine.updated(), BEST)
+            status.log("save", step=at.step, best=True)
+        elif at.epoch:  # the model as it was given is measured, too, but no epoch
+            at.since_best += 1
+
+    def _stop_if_it_gets_no_better(self, status: Status) -> None:
+        if self._patience is not None and status.place.since_best >= self._patience:
+            status.stop("early_stopping")
+
+
+class Saver(Callback):
+    """Saves the state now and then. It comes last, so that what others note about the run is saved with it."""
+
+    def __init__(self, every: float, at: Place):
+        self._every = every
+        self.files: list[Log | EventWriter] = []
+        """What is written out before it saves."""
+        self._saved_at = time.monotonic()
+        self.saved = (at.step, at.epoch, at.batch) if at.log else None
+        """Where the run stood when it was last saved: steps, epochs, batches."""
+
+    def start(self, status: Status) -> None:
+        self.save(status)
+
+    def step(self, status: Status) -> None:
+        self.save(status, self._every)
+
+    def epoch(self, status: Status) -> None:
+        self.save(status, min(self._every, _SHORT))
+
+    def end(self, status: Status) -> None:
+        """The last inference model is that of the state which was saved."""
+        status.run.export(status.run.model, LAST)
+
+    def save(self, status: Status, after: float = 0.0) -> None:
+        """Save, unless that was done here already, or less than so many seconds ago."""
+        at, engine = status.place, status.engine
+        here = (at.step, at.epoch, at.batch)
+        if here == self.saved or time.monotonic() - self._saved_at < after:
+            return
+        model = engine.updated() if at.step else engine.model.copy()  # whose tensors are in files
+        if strange := _not_finite(model):
+            raise NotFiniteError(f"`{strange}` holds NaN or infinity after step {at.step:,}")
+        for file in self.files:
+            file.flush()
+        status.run.note_lengths(at)
+        status.run.save(model, at)
+        self.saved, self._saved_at = here, time.monotonic()
+        status.log("save", step=at.step, best=False)
+
+
+def _not_finite(model: Model) -> str | None:
+    """A weight that training has made NaN or infinite."""
+    for state in all_states(model):
+        tensor = state.value.const_value
+        if state.role in ("parameter", "statistics") and tensor is not None and not np.isfinite(tensor.numpy()).all():
+            return state.name
+    return None
