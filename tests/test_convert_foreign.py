@@ -8,7 +8,7 @@ import onnx.parser
 import pytest
 
 import onward
-from onward.convert.standard_steps import adopted
+from onward.convert.standard_steps import adopt
 from onward.engines import start
 from onward.model.state import states
 
@@ -53,7 +53,7 @@ RUNS = {
 @pytest.mark.parametrize("name", RUNS)
 def test_a_step_that_is_a_run_computes_the_same_as_one(name: str, count: int) -> None:
     theirs = model(*RUNS[name], count=count)
-    ours = adopted(theirs)
+    ours = adopt(theirs)
     assert ours is not theirs
     assert {state.role for state in states(ours)} == {"parameter", "optimizer_state", "counter"}
     rng = np.random.default_rng(0)
@@ -82,4 +82,4 @@ OTHERS = {
 @pytest.mark.parametrize("name", OTHERS)
 def test_a_step_that_is_more_than_a_run_stays_as_it_is(name: str) -> None:
     theirs = model(*OTHERS[name])
-    assert adopted(theirs) is theirs
+    assert adopt(theirs) is theirs

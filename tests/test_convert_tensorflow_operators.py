@@ -235,11 +235,11 @@ def as_specs(name, arrays):
 
 @pytest.mark.parametrize("name", CASES)
 def test_values_and_gradients(name):
-    from onward.convert.tensorflow.capture import exported
+    from onward.convert.tensorflow.capture import export
 
     compute, *arrays = CASES[name]
     call = tf().function(compute)
-    model, _, _ = exported(call, as_specs(name, arrays))
+    model, _, _ = export(call, as_specs(name, arrays))
     tensors = [tf().constant(array) for array in arrays]
     floats = [x for x in tensors if x.dtype.is_floating]
     with tf().GradientTape() as tape:

@@ -21,7 +21,7 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
 
-from onward.convert.torch import captured, from_torch, to_module, to_torch  # noqa: E402
+from onward.convert.torch import capture_module, from_torch, to_module, to_torch  # noqa: E402
 from onward.convert.torch.module import OnnxModule  # noqa: E402
 from torch_runs import CASES, Loop, batches, cnn, without_dropout  # noqa: E402
 
@@ -194,7 +194,7 @@ def assorted():
     torch.manual_seed(0)
     module = Assorted().train()
     inputs = {"image": torch.randn(5, 1, 4, 4), "pair": (torch.randn(5, 4), torch.randn(5, 2))}
-    return module, inputs, captured(module, inputs)
+    return module, inputs, capture_module(module, inputs)
 
 
 def test_names_of_inputs_and_outputs(assorted):
@@ -265,7 +265,7 @@ class Namesake(nn.Module):
 
 def test_parameters_keep_names_that_others_have():
     net, x = Namesake(), torch.randn(2, 3)
-    model = captured(net, x)
+    model = capture_module(net, x)
     assert [value.name for value in model.inputs] == ["x_input"]
     module = to_module(model)
     assert_same(module.state_dict(), net.state_dict())
@@ -280,13 +280,13 @@ def test_an_example_whose_inputs_are_one_tensor():
             return a - 2 * b
 
     x = torch.ones(3, 2)
-    model = captured(Difference(), {"a": x, "b": x})
+    model = capture_module(Difference(), {"a": x, "b": x})
     assert all(value.uses() for value in model.inputs) and len(model.inputs) == 2
 
 
 def test_a_module_in_eval_is_captured_as_in_training():
     module = cnn().eval()
-    model = captured(module, torch.randn(4, 2, 6, 6))
+    model = capture_module(module, torch.randn(4, 2, 6, 6))
     assert not module.training
     training = onward.prepare(model, loss="cross_entropy", variance="sample")
     assert {"1.running_mean", "rng"} <= training.step().update.keys()
@@ -307,7 +307,7 @@ def test_batches_that_were_seen_elsewhere_are_counted():
 def small():
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
-    return net, to_module(captured(net, torch.randn(2, 3)))
+    return net, to_module(capture_module(net, torch.randn(2, 3)))
 
 
 def test_copies_types_and_files(small):
@@ -349,7 +349,7 @@ def test_population_statistics():
     """As other frameworks keep them."""
     net = nn.BatchNorm1d(2)
     x = torch.randn(4, 2)
-    module = to_module(captured(net, x), statistics="population")
+    module = to_module(capture_module(net, x), statistics="population")
     module(x)
     torch.testing.assert_close(module.running_var, 0.9 + 0.1 * x.var(0, correction=0))
     net(x)
@@ -432,13 +432,13 @@ class Noisy(nn.Module):
 )
 def test_a_module_that_is_refused(module, x, message):
     with pytest.raises(UnsupportedError, match=message):
-        captured(module, x)
+        capture_module(module, x)
 
 
 def test_inputs_that_are_not_there(small):
     net, module = small
     with pytest.raises(UnknownNameError, match="there is no input `inputs`") as caught:
-        captured(net, torch.randn(2, 3), {"inputs": {0: "batch"}})
+        capture_module(net, torch.randn(2, 3), {"inputs": {0: "batch"}})
     assert "`input`" in caught.value.hint
     for wrong in [(), (torch.randn(2, 3),) * 2]:
         with pytest.raises(TypeError, match="the module takes input"):

@@ -19,7 +19,7 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
 import torch_optimizers as theirs  # noqa: E402
-from onward.convert.torch.capture import captured  # noqa: E402
+from onward.convert.torch.capture import capture_module  # noqa: E402
 from onward.convert.torch.optimizers import make_optimizer, read_optimizer  # noqa: E402
 
 pytestmark = [needs("torch"), pytest.mark.usefixtures("one_torch_thread")]
@@ -36,7 +36,7 @@ def network() -> Any:
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    return captured(network(), torch.tensor(X))
+    return capture_module(network(), torch.tensor(X))
 
 
 def train(module: Any, optimizer: Any, count: int, scheduler: Any = None) -> list[float]:
@@ -158,7 +158,9 @@ def test_many_parameters_of_few_shapes(name: str) -> None:
     optimizer = getattr(theirs, name)(module.parameters())
     (group,), _, _ = read_optimizer(optimizer, names_of(module))
     again = copy.deepcopy(module)
-    twin = make_optimizer(Snapshot(captured(again, torch.tensor(X)), None, [group]), dict(again.named_parameters()))
+    twin = make_optimizer(
+        Snapshot(capture_module(again, torch.tensor(X)), None, [group]), dict(again.named_parameters())
+    )
     for parameter, other in zip(module.parameters(), again.parameters(), strict=True):
         parameter.grad = torch.randn_like(parameter)
         other.grad = parameter.grad.clone()

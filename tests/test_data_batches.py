@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from onward.errors import DataError
 from onward.training.data import Batches, open_data, split
 from onward.training.data.order import Order
-from onward.training.data.prefetch import prefetched
+from onward.training.data.prefetch import prefetch
 
 # ---- order -----------------------------------------------------------------------------------------------------------
 
@@ -130,7 +130,7 @@ def test_items_are_made_ahead_but_not_all() -> None:
             made.append(item)
             yield item
 
-    items = prefetched(make(), depth=3)
+    items = prefetch(make(), depth=3)
     assert next(items) == 0
     deadline = time.monotonic() + 5
     while len(made) < 5 and time.monotonic() < deadline:
@@ -142,7 +142,7 @@ def test_items_are_made_ahead_but_not_all() -> None:
 
 
 def test_leaving_early_ends_the_thread() -> None:
-    items = prefetched(itertools.count(), depth=2)
+    items = prefetch(itertools.count(), depth=2)
     assert [next(items), next(items)] == [0, 1]
     items.close()
     assert _threads() == 0
@@ -153,7 +153,7 @@ def test_an_error_comes_where_its_item_would() -> None:
         yield 1
         raise DataError("broken")
 
-    items = prefetched(make(), depth=5)
+    items = prefetch(make(), depth=5)
     assert next(items) == 1
     with pytest.raises(DataError, match="broken"):
         next(items)

@@ -27,7 +27,7 @@ from torch import nn  # noqa: E402
 
 from onward.checkpoint.scales import scaling_of  # noqa: E402
 from onward.convert.snapshot import Group, Snapshot, assemble  # noqa: E402
-from onward.convert.torch import captured, files, from_torch, to_torch  # noqa: E402
+from onward.convert.torch import capture_module, files, from_torch, to_torch  # noqa: E402
 from onward.convert.torch.clipping import Clip  # noqa: E402
 from onward.convert.torch.exact.masters import MasterWeights, float32_copies  # noqa: E402
 from onward.convert.torch.optimizers import read_optimizer  # noqa: E402
@@ -219,7 +219,7 @@ def with_masters(module: Any, scale: float | None = None) -> list[float]:
 def trained(module: Any, engine: str, **recipe: Any) -> tuple[list[float], dict[str, np.ndarray]]:
     dtype = next(module.parameters()).dtype
     first, _ = next(batches(dtype))
-    model = onward.prepare(captured(module, first), loss="cross_entropy", **recipe)
+    model = onward.prepare(capture_module(module, first), loss="cross_entropy", **recipe)
     losses = []
     with start(model, engine=engine, **({"compile": False} if engine == "torch" else {})) as running:
         inputs, labels = running.inputs
@@ -320,7 +320,7 @@ def test_a_checkpoint_in_float16_goes_on_with_its_copies_and_its_scale(tmp_path:
     path = tmp_path / "run.pt"
     torch.save({"model": module.state_dict(), "optimizer": made.state_dict(), "scaler": scaler}, path)
     names = [name for name, _ in module.named_parameters()]
-    training = onward.from_checkpoint(path, like=captured(module, x), loss="cross_entropy", names=names)
+    training = onward.from_checkpoint(path, like=capture_module(module, x), loss="cross_entropy", names=names)
     assert training.array("scaler/scale") == 1024 and training.array("scaler/growth_tracker") == 3
     assert training.array("scaler/growth_interval") == 7
     for name, parameter in module.named_parameters():
@@ -436,7 +436,7 @@ def test_copies_of_a_run_are_masters_that_round_to_its_weights() -> None:
     slots = {
         slot: {n: generator.random(x.shape).astype("f") for n, x in own.items()} for slot in ("exp_avg", "exp_avg_sq")
     }
-    model = captured(module, next(batches(torch.bfloat16))[0])
+    model = capture_module(module, next(batches(torch.bfloat16))[0])
     for name, master in copies.items():
         model.set(name, master.astype(BFLOAT16))
     state = {f"{name}/master": master for name, master in copies.items()}
@@ -479,7 +479,7 @@ def test_what_rounds_in_its_own_way_is_refused(make: Callable[[Any], Any], messa
 
 
 def test_updates_of_other_frameworks_in_16_bits_are_no_classes_of_pytorch() -> None:
-    model = captured(network().bfloat16(), next(batches(torch.bfloat16))[0])
+    model = capture_module(network().bfloat16(), next(batches(torch.bfloat16))[0])
     training = onward.prepare(model, loss="cross_entropy", optimizer="adamw:variant=keras", master_weights=False)
     with pytest.raises(UnsupportedError, match=r"`adamw` rounds .* in another way than any class of PyTorch"):
         to_torch(training)
@@ -487,7 +487,7 @@ def test_updates_of_other_frameworks_in_16_bits_are_no_classes_of_pytorch() -> N
 
 @needs("keras")
 def test_keras_keeps_copies_and_optax_refuses_them() -> None:
-    model = captured(network().bfloat16(), next(batches(torch.bfloat16))[0])
+    model = capture_module(network().bfloat16(), next(batches(torch.bfloat16))[0])
     training = onward.prepare(model, loss="cross_entropy", optimizer="adamw:variant=keras")
     held = onward.to_keras(training).optimizer.state()
     assert held["0.weight/master"].dtype == np.float32

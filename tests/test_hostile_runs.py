@@ -22,7 +22,7 @@ import onward
 from commands import failed
 from conftest import needs
 from full_disks import NAMESPACE, can_mount
-from onward.convert.files import Framework, refilled, restore, write
+from onward.convert.files import Framework, restore, with_state, write
 from onward.errors import InvalidModelError, UnsupportedError
 from onward.model.state import STEP
 
@@ -126,7 +126,7 @@ def group_in_place(h5: Any, group: Any, secret: Path) -> None:
 def test_weights_that_are_elsewhere_are_not_read(damage: Callable[..., None], tmp_path: Path) -> None:
     import h5py
 
-    from onward.convert.keras.weights import stored
+    from onward.convert.keras.weights import read_weights
 
     (tmp_path / "secret").write_bytes(SECRET)
     data = io.BytesIO()
@@ -136,18 +136,18 @@ def test_weights_that_are_elsewhere_are_not_read(damage: Callable[..., None], tm
     with zipfile.ZipFile(tmp_path / "run.keras", "w") as archive:
         archive.writestr("model.weights.h5", data.getvalue())
     with pytest.raises(InvalidModelError, match=r"run.keras` is not a file of Keras") as raised:
-        stored(tmp_path / "run.keras", {"vars": [(16,)]})
+        read_weights(tmp_path / "run.keras", {"vars": [(16,)]})
     assert "\x1b" not in str(raised.value)
 
 
 @needs("keras")
 def test_an_archive_that_unpacks_to_more_than_there_can_be(tmp_path: Path) -> None:
-    from onward.convert.keras.weights import stored
+    from onward.convert.keras.weights import read_weights
 
     with zipfile.ZipFile(tmp_path / "run.keras", "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("model.weights.h5", bytes(200 << 20))
     with pytest.raises(InvalidModelError, match="unpacks to 209715200 bytes"):
-        stored(tmp_path / "run.keras", {"vars": [(16,)]})
+        read_weights(tmp_path / "run.keras", {"vars": [(16,)]})
 
 
 # ---- files of PyTorch ------------------------------------------------------------------------------------------------
@@ -232,14 +232,14 @@ def test_states_of_pytorch_are_what_the_training_model_has(tmp_path: Path, monke
 def test_what_is_no_number_does_not_come_back() -> None:
     like = training()
     bias = np.zeros(4, "f")
-    assert refilled(like, {"fc1.bias": bias + 1}, "run").array("fc1.bias")[0] == 1
+    assert with_state(like, {"fc1.bias": bias + 1}, "run").array("fc1.bias")[0] == 1
     for bad in (np.nan, np.inf, -np.inf):
         with pytest.raises(UnsupportedError, match=r"`fc1.bias` has elements that are infinite or no numbers"):
-            refilled(like, {"fc1.bias": bias + bad}, "run")
+            with_state(like, {"fc1.bias": bias + bad}, "run")
     with pytest.raises(UnsupportedError, match="made -1 updates"):
-        refilled(like, {STEP: np.asarray(-1)}, "run")
+        with_state(like, {STEP: np.asarray(-1)}, "run")
     like.set("fc1.bias", bias - np.inf)  # which it had before
-    assert np.isinf(refilled(like, {"fc1.bias": bias - np.inf}, "run").array("fc1.bias")).all()
+    assert np.isinf(with_state(like, {"fc1.bias": bias - np.inf}, "run").array("fc1.bias")).all()
 
 
 # ---- what is there already -------------------------------------------------------------------------------------------

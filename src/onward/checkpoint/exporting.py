@@ -23,7 +23,7 @@ from onward.checkpoint.pytorch.trees import UPDATES
 from onward.checkpoint.source_checkpoint import source_of
 from onward.checkpoint.tensors import ModelTensor, Tensor, convert_dtype, transpose
 from onward.convert.snapshot import Snapshot, disassemble, step_of
-from onward.convert.standard_steps import adopted
+from onward.convert.standard_steps import adopt
 from onward.errors import UnknownNameError, advising, near
 from onward.inspect import describe
 from onward.model import Model, load
@@ -81,7 +81,7 @@ def _describe(source: Model | str | os.PathLike[str]) -> Checkpoint:
 
 def checkpoint_of_model(model: Model) -> Checkpoint:
     """What a training model holds, as a checkpoint. What it was made of is kept, with its numbers as they are now."""
-    model = adopted(model)
+    model = adopt(model)
     run = disassemble(model, step_of(model))
     rates = [group.lr_now for group in describe(model).steps[0].groups]
     origin = source_of(model)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from onward.checkpoint.side_models import Beside
-from onward.convert.torch.architecture import remembered
+from onward.convert.torch.architecture import remember_example
 
 
 def _lightning() -> Any:
@@ -63,11 +63,11 @@ class LightningCallback(_Base):  # type: ignore[misc]
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if self._example is None and not self._has_loss:
-            self._example = remembered(batch)
+            self._example = remember_example(batch)
 
     def _wait_for_call(self, module: Any) -> None:
         def remember(_: Any, inputs: Any, named: dict[str, Any]) -> None:
             handle.remove()
-            self._example = remembered(named or inputs)
+            self._example = remember_example(named or inputs)
 
         handle = module.register_forward_pre_hook(remember, with_kwargs=True)

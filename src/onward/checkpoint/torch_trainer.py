@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from onward.checkpoint.side_models import Beside
-from onward.convert.torch.architecture import remembered
+from onward.convert.torch.architecture import remember_example
 
 _Base: Any = object if TYPE_CHECKING else importlib.import_module("transformers").TrainerCallback
 
@@ -32,7 +32,9 @@ class TrainerCallback(_Base):  # type: ignore[misc]
         def remember(_: Any, inputs: Any, named: dict[str, Any]) -> None:
             handle.remove()
             is_tensor = {key: hasattr(value, "shape") for key, value in named.items()}
-            self._example = remembered({k: v for k, v in named.items() if is_tensor[k] and k != "num_items_in_batch"})
+            self._example = remember_example(
+                {k: v for k, v in named.items() if is_tensor[k] and k != "num_items_in_batch"}
+            )
 
         handle = model.register_forward_pre_hook(remember, with_kwargs=True)
 

@@ -259,9 +259,9 @@ def _imported(
 def _refilled(source: Path, output: Path | None, like: Path | None, data: Where, force: bool) -> Path:
     import onward
     from onward.checkpoint.programs import framework_of
-    from onward.convert.files import recognized, restore
+    from onward.convert.files import recognize, restore
 
-    framework = framework_of(source) or recognized(source)
+    framework = framework_of(source) or recognize(source)
     if framework is None:
         raise Misuse(
             f"`{source}` is of no framework", "give a checkpoint, a .pt file, a .keras file, a folder; or an .onnx file"

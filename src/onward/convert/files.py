@@ -16,7 +16,7 @@ import onnx_ir as ir
 
 from onward.convert.problems import Problems
 from onward.convert.python import program_beside
-from onward.convert.standard_steps import adopted
+from onward.convert.standard_steps import adopt
 from onward.errors import InvalidModelError, UnsupportedError
 from onward.model import Model
 from onward.model.state import STEP
@@ -38,7 +38,7 @@ def places(framework: Framework, path: Path) -> list[Path]:
 
 def write(model: Model, framework: Framework, path: Path) -> list[Path]:
     """Write the run that a training model holds for a framework; the files, or folders, that were written."""
-    made: list[Path] = _files_of(framework).write(_known_to(framework, of_one_opset(model)), path)
+    made: list[Path] = _files_of(framework).write(_with_known_names(framework, of_one_opset(model)), path)
     return made
 
 
@@ -49,13 +49,13 @@ def restore(framework: Framework, path: Path, like: Model | None = None) -> Mode
             regular(path)
     except (OSError, ValueError) as error:
         raise InvalidModelError(f"could not read `{path}`: {reason(error)}") from error
-    made: Model = _files_of(framework).restore(path, None if like is None else _known_to(framework, like))
+    made: Model = _files_of(framework).restore(path, None if like is None else _with_known_names(framework, like))
     return made
 
 
-def _known_to(framework: Framework, model: Model) -> Model:
+def _with_known_names(framework: Framework, model: Model) -> Model:
     """With state under names that converters know. TensorFlow executes any step as it is."""
-    return model if framework == "tensorflow" else adopted(model)
+    return model if framework == "tensorflow" else adopt(model)
 
 
 def _files_of(framework: Framework) -> Any:
@@ -70,14 +70,14 @@ def _files_of(framework: Framework) -> Any:
         ) from error
 
 
-def recognized(path: Path) -> Framework | None:
+def recognize(path: Path) -> Framework | None:
     """The framework that a file or a folder is of, by what it is called and what is in it."""
     if path.is_dir():
         return "tensorflow" if (path / "saved_model.pb").exists() else "jax"
     return next((name for name, ending in ENDINGS.items() if ending and path.suffix == ending), None)
 
 
-def refilled(like: Model | None, state: Mapping[str, np.ndarray], of: str) -> Model:
+def with_state(like: Model | None, state: Mapping[str, np.ndarray], of: str) -> Model:
     """A copy of a training model with other values, by its own names; refused is what it has no place for.
 
     `of` is what the values come from, such as a path.

@@ -116,7 +116,7 @@ def in_sequence(parts: Sequence[Pieces], milestones: Sequence[int]) -> Pieces:
     return found
 
 
-def restarted(period: int, mult: int, position: int) -> dict[str, int]:
+def restart_position(period: int, mult: int, position: int) -> dict[str, int]:
     """Where CosineAnnealingWarmRestarts is after so many steps."""
     while position >= period and mult > 1:
         position, period = position - period, period * mult

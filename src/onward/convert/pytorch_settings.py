@@ -17,7 +17,7 @@ def words_of(name: str, settings: Mapping[str, Any], *, number: Callable[[Any], 
 
     What is `given` counts in place of settings.
     """
-    known, every = optimizer(name), {**_flattened(settings), **given}
+    known, every = optimizer(name), {**_flatten(settings), **given}
     if not every.get("momentum"):
         every.pop("dampening", None)  # without momentum, PyTorch does not look at it
     options = {key: every[key] for key in (*known.hyper, *known.choices) if every.get(key) is not None}
@@ -25,7 +25,7 @@ def words_of(name: str, settings: Mapping[str, Any], *, number: Callable[[Any], 
     return Spec(name, plain)
 
 
-def _flattened(settings: Mapping[str, Any]) -> dict[str, Any]:
+def _flatten(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Settings with one name for each number."""
     flat: dict[str, Any] = {}
     for key, value in settings.items():

@@ -95,7 +95,7 @@ def assemble(run: Snapshot) -> Model:
         run.model,
         loss=run.loss,
         optimizer=run.groups[0].optimizer,
-        groups=[_given(group) for group in run.groups],
+        groups=[_group_settings(group) for group in run.groups],
         trainable=[glob.escape(name) for name in run.parameters],
         schedule=list(run.schedule) or None,
         clip=run.clip,
@@ -114,7 +114,7 @@ def nothing_learns() -> UnsupportedError:
     )
 
 
-def _given(group: Group) -> dict[str, Any]:
+def _group_settings(group: Group) -> dict[str, Any]:
     match = [glob.escape(name) for name in group.parameters]
     return {"match": match, "optimizer": group.optimizer}
 
@@ -165,7 +165,7 @@ def disassemble(model: Model, index: int = 0, *, forward: bool = True) -> Snapsh
     Without `forward` the caller executes the forward pass and the loss as the file has them, and only the update is
     what the run says.
     """
-    run = _found(model, step_of(model, index))
+    run = _read_snapshot(model, step_of(model, index))
     refuse_rounding(model, in_pairs=forward)
     if not forward:
         _check_differentiated(model.step(index))
@@ -221,7 +221,7 @@ def is_plain(model: Model, index: int, run: Snapshot) -> bool:
     return named and not differences(model, index, _again(run, forward=True), forward=True)
 
 
-def _found(model: Model, index: int) -> Snapshot:
+def _read_snapshot(model: Model, index: int) -> Snapshot:
     """What a converter knows to look for."""
     training = describe(model).steps[index]
     unknown = [group.name for group in training.groups if group.optimizer is None]

@@ -27,7 +27,7 @@ _SLOTS = {"Adagrad": "sum", "Momentum": "momentum_buffer"}
 """What is held beside a parameter. The standard's Adam adds epsilon where no framework does."""
 
 
-def adopted(model: Model) -> Model:
+def adopt(model: Model) -> Model:
     """The training model that `prepare` would have written, if a step of others is one; else the model as it is."""
     if len(model.steps) != 1 or model.steps[0].fact("train.optimizer") is not None:
         return model

@@ -22,7 +22,7 @@ from onward.model import Model
 from onward.model.core import is_gradient, string, strings
 from onward.model.gradient_names import gradients_in, names_of, visible
 from onward.model.walk import ancestors, nodes_after
-from onward.rules.nested import copied, fill_in_types_of
+from onward.rules.nested import copy_graph, fill_in_types_of
 from onward.transform.inline import inline_calls
 from onward.transform.types import fill_in_types_before
 
@@ -160,7 +160,7 @@ def _at(
 
 
 def _nested_at(op: Builder, graph: ir.Graph, new: Mapping[ir.Value, ir.Value]) -> ir.Graph:
-    copy = copied(op, graph)
+    copy = copy_graph(op, graph)
     for node in copy.all_nodes():
         for i, value in enumerate(node.inputs):
             if value is not None and value in new:

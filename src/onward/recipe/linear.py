@@ -12,7 +12,7 @@ import onnx_ir as ir
 from onward.build import Builder, Expr
 from onward.differentiate.expand import replace_node
 from onward.model import Model
-from onward.rules.classical import classified, transformed
+from onward.rules.classical import classify, post_transform_scores
 from onward.rules.registry import make_rewrite
 from onward.transform.linear import DOMAIN, ORIGIN_KEY, PART_KEY
 
@@ -35,7 +35,7 @@ def _regressor(
     op: Builder, x: Expr, *, coefficients: Any, intercepts: Any, targets: int = 1, post_transform: Any, node: ir.Node
 ) -> Expr:
     scores = _scores(op, x, coefficients, intercepts, targets, node)
-    result: Expr = transformed(op, scores, post_transform)  # type: ignore[no-untyped-call]
+    result: Expr = post_transform_scores(op, scores, post_transform)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -52,7 +52,7 @@ def _classifier(
 ) -> tuple[Expr, Expr]:
     labels = classlabels_ints or classlabels_strings or ()
     scores = _scores(op, x, coefficients, intercepts, len(intercepts or labels), node)
-    result: tuple[Expr, Expr] = classified(op, scores, intercepts, labels, post_transform, node)  # type: ignore[no-untyped-call]
+    result: tuple[Expr, Expr] = classify(op, scores, intercepts, labels, post_transform, node)  # type: ignore[no-untyped-call]
     return result
 
 

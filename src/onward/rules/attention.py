@@ -7,7 +7,7 @@ import onnx_ir as ir
 
 from onward.build import Expr
 from onward.rules.common import cast_like
-from onward.rules.indexing import along, filled, joined, padded, reshaped
+from onward.rules.indexing import along, fill, join_shape, pad_axes, reshape_to
 from onward.rules.registry import rewrite
 
 
@@ -21,7 +21,7 @@ def attention(
     flat = q_num_heads is not None if q.value.shape is None else q.value.shape.rank() == 3
     if flat:  # the heads lie side by side in the last axis
         q, k, v = (_split(op, x, n) for x, n in ((q, q_num_heads), (k, kv_num_heads), (v, kv_num_heads)))
-    past, k, v = 0, _appended(op, past_key, k), _appended(op, past_value, v)
+    past, k, v = 0, _append_past(op, past_key, k), _append_past(op, past_value, v)
     if past_key is not None:
         past = _size(op, past_key, 2).part
     elif lengths is not None:  # what is behind the last valid key is not there yet
@@ -37,12 +37,12 @@ def attention(
         blind = op.Equal(op.ReduceMax(bias, [-1], keepdims=1), -np.inf)
     weights = _softmax(op, scores if blind is None else capped + op.Where(blind, 0, bias), softmax_precision)
     weights = cast_like(op, weights, q)
-    y = _weighted(op, weights, cast_like(op, v, q))
+    y = _weigh(op, weights, cast_like(op, v, q))
     if blind is not None:
         y = op.Where(blind, 0, y)
     if flat:
         width = _times(op, _size(op, q, 1), _size(op, v, 3))
-        y = _reshaped(op, op.Transpose(y, perm=[0, 2, 1, 3]), _size(op, q, 0), _size(op, q, 2), width)
+        y = _reshape(op, op.Transpose(y, perm=[0, 2, 1, 3]), _size(op, q, 0), _size(op, q, 2), width)
     if qk_matmul_output_mode == 3 and blind is not None:
         weights = op.Where(blind, 0, weights)
     results = y, k, v, (products, capped, scores, weights)[qk_matmul_output_mode]
@@ -63,12 +63,12 @@ def _softmax(op, scores, precision):
 
 def _split(op, x, heads):
     """(batch, length, heads * width) as (batch, heads, length, width)."""
-    count = _known(heads)
-    split = _reshaped(op, x, _size(op, x, 0), _size(op, x, 1), count, _over(op, _size(op, x, 2), count))
+    count = _constant_of(heads)
+    split = _reshape(op, x, _size(op, x, 0), _size(op, x, 1), count, _over(op, _size(op, x, 2), count))
     return op.Transpose(split, perm=[0, 2, 1, 3])
 
 
-def _appended(op, past, x):
+def _append_past(op, past, x):
     """Earlier keys or values, and those of now."""
     if past is None:
         return x
@@ -100,7 +100,7 @@ def _to_length(op, bias, k, unseen):
     if op.opset < 24 or (shape is not None and isinstance(shape[-1], int) and shape[-1] == total.dim):
         return bias
     missing = op.Sub(total.part, along(op, bias, -1))
-    longer = padded(op, bias, op.Concat([0], missing, axis=0), [-1], unseen)
+    longer = pad_axes(op, bias, op.Concat([0], missing, axis=0), [-1], unseen)
     if shape is not None:
         longer.value.shape = ir.Shape([*shape[:-1], total.dim])
     return longer
@@ -108,7 +108,7 @@ def _to_length(op, bias, k, unseen):
 
 def _visible(op, q, k, past, lengths, ahead, behind):
     """Where a query sees a key: neither too far ahead of it, nor too far behind, nor padding; None for everywhere."""
-    keys, queries = _numbered(op, k), op.Unsqueeze(_numbered(op, q), [1])
+    keys, queries = _positions(op, k), op.Unsqueeze(_positions(op, q), [1])
     place = queries if isinstance(past, int) else queries + past
     conditions = []
     if ahead >= 0:
@@ -123,7 +123,7 @@ def _visible(op, q, k, past, lengths, ahead, behind):
     return visible
 
 
-def _numbered(op, x):
+def _positions(op, x):
     """0, 1, 2 ... for each query or key."""
     size = _size(op, x, 2)
     count = np.int64(size.dim) if isinstance(size.dim, int) else op.Squeeze(size.part, [0])
@@ -138,29 +138,29 @@ def _numbered(op, x):
 def _products(op, q, k, scale):
     """scale Q K'; the root of the scale goes to either side, against overflow."""
     root = _power(op, _size(op, q, 3), -0.25, q) if scale is None else float(np.sqrt(scale))
-    grouped = _grouped(op, q, k)
+    grouped = _group_heads(op, q, k)
     products = op.MatMul(grouped * root, op.Transpose(k * root, perm=[0, 1, 3, 2]))
     if grouped is q:
         return products
-    return _reshaped(op, products, *(_size(op, q, axis) for axis in range(3)), _size(op, k, 2))
+    return _reshape(op, products, *(_size(op, q, axis) for axis in range(3)), _size(op, k, 2))
 
 
-def _weighted(op, weights, v):
+def _weigh(op, weights, v):
     """P V."""
-    grouped = _grouped(op, weights, v)
+    grouped = _group_heads(op, weights, v)
     y = op.MatMul(grouped, v)
     if grouped is weights:
         return y
-    return _reshaped(op, y, *(_size(op, weights, axis) for axis in range(3)), _size(op, v, 3))
+    return _reshape(op, y, *(_size(op, weights, axis) for axis in range(3)), _size(op, v, 3))
 
 
-def _grouped(op, x, kv):
+def _group_heads(op, x, kv):
     """Heads that share a key and a value below each other, so that one product serves them all."""
     heads, shared = _size(op, x, 1), _size(op, kv, 1)
     if heads.dim == shared.dim:
         return x
     rows = _times(op, _over(op, heads, shared), _size(op, x, 2))
-    return _reshaped(op, x, _size(op, x, 0), shared, rows, _size(op, x, 3))
+    return _reshape(op, x, _size(op, x, 0), shared, rows, _size(op, x, 3))
 
 
 # ---- sizes that may be known only at run time ------------------------------------------------------------------------
@@ -185,19 +185,19 @@ def _symbol(op):
 
 def _times(op, a, b):
     known = isinstance(a.dim, int) and isinstance(b.dim, int)
-    return _known(a.dim * b.dim) if known else _Size(_symbol(op), op.Mul(a.part, b.part))
+    return _constant_of(a.dim * b.dim) if known else _Size(_symbol(op), op.Mul(a.part, b.part))
 
 
 def _over(op, a, b):
     known = isinstance(a.dim, int) and isinstance(b.dim, int)
-    return _known(a.dim // b.dim) if known else _Size(_symbol(op), op.Div(a.part, b.part))
+    return _constant_of(a.dim // b.dim) if known else _Size(_symbol(op), op.Div(a.part, b.part))
 
 
 def _sum(op, a, b):
     return a + b if isinstance(a, int) and isinstance(b, int) else _symbol(op)
 
 
-def _known(number):
+def _constant_of(number):
     return _Size(number, [number])
 
 
@@ -208,8 +208,8 @@ def _power(op, size, exponent, like):
     return op.Pow(cast_like(op, size.part, like), exponent)
 
 
-def _reshaped(op, x, *sizes):
-    y = reshaped(op, x, joined(op, *(size.part for size in sizes)))
+def _reshape(op, x, *sizes):
+    y = reshape_to(op, x, join_shape(op, *(size.part for size in sizes)))
     y.value.shape = ir.Shape([size.dim for size in sizes])
     return y
 
@@ -229,14 +229,14 @@ def linear_attention(op, q, k, v, past, decay, beta, *, q_num_heads, kv_num_head
         return x if x is None or x.dtype == dtype else op.Cast(x, to=dtype)
 
     queries, keys, values, state, decay, beta = map(wide, (q, k, v, past, decay, beta))
-    one, heads, shared = _known(1), _known(kv_num_heads), _known(q_num_heads // kv_num_heads)
+    one, heads, shared = _constant_of(1), _constant_of(kv_num_heads), _constant_of(q_num_heads // kv_num_heads)
     batch, length = _size(op, q, 0), _size(op, q, 1)
     key_width, width = _over(op, _size(op, k, 2), heads), _over(op, _size(op, v, 2), heads)
     if state is None:
         state = _zeros(op, queries, batch, heads, key_width, width)
 
     def by_step(x, *sizes):
-        return op.Transpose(_reshaped(op, x, batch, length, *sizes), perm=[1, 0, 2, 3, 4])
+        return op.Transpose(_reshape(op, x, batch, length, *sizes), perm=[1, 0, 2, 3, 4])
 
     items = [
         by_step(queries * (scale or _power(op, key_width, -0.5, queries)), heads, shared, key_width),
@@ -262,12 +262,12 @@ def linear_attention(op, q, k, v, past, decay, beta, *, q_num_heads, kv_num_head
     body = op.subgraph(step, entries, name="step")
     state, y = op.Scan(state, *items, outputs=2, body=body, num_scan_inputs=len(items))
     y.value.shape = ir.Shape([length.dim, batch.dim, heads.dim, shared.dim, width.dim])
-    y = _reshaped(op, op.Transpose(y, perm=[1, 0, 2, 3, 4]), batch, length, _times(op, _known(q_num_heads), width))
+    y = _reshape(op, op.Transpose(y, perm=[1, 0, 2, 3, 4]), batch, length, _times(op, _constant_of(q_num_heads), width))
     return cast_like(op, y, q), cast_like(op, state, q if past is None else past)
 
 
 def _zeros(op, like, *sizes):
-    zeros = filled(op, joined(op, *(size.part for size in sizes)), 0, like)
+    zeros = fill(op, join_shape(op, *(size.part for size in sizes)), 0, like)
     zeros.value.shape = ir.Shape([size.dim for size in sizes])
     return zeros
 

@@ -41,7 +41,7 @@ def normalizer(op, x, *, norm="MAX"):
 @rewrite("LinearRegressor")
 def linear_regressor(op, x, *, coefficients, intercepts, targets=1, post_transform="NONE"):
     y = _rows(op, x) @ _matrix(coefficients, targets)
-    return transformed(op, y + _vector(intercepts) if intercepts else y, post_transform)
+    return post_transform_scores(op, y + _vector(intercepts) if intercepts else y, post_transform)
 
 
 @rewrite("LinearClassifier")
@@ -52,15 +52,15 @@ def linear_classifier(
     labels = classlabels_ints or classlabels_strings or ()
     scores = _rows(op, x) @ _matrix(coefficients, len(intercepts or labels))
     scores = scores + _vector(intercepts) if intercepts else scores
-    return classified(op, scores, intercepts, labels, post_transform, node)
+    return classify(op, scores, intercepts, labels, post_transform, node)
 
 
-def classified(op, scores, intercepts, labels, post_transform, node):
+def classify(op, scores, intercepts, labels, post_transform, node):
     """The labels and the probabilities that a LinearClassifier with these intercepts makes of scores."""
     if intercepts and len(intercepts) == 1:
         winner = op.Cast(op.Squeeze(scores, [1]) > 0, to=ir.DataType.INT64)
         return _label(op, winner, labels), _of_two(op, scores, post_transform, node, first=1 - scores)
-    return _label(op, op.ArgMax(scores, axis=1, keepdims=0), labels), transformed(op, scores, post_transform)
+    return _label(op, op.ArgMax(scores, axis=1, keepdims=0), labels), post_transform_scores(op, scores, post_transform)
 
 
 @rewrite("SVMRegressor")
@@ -74,7 +74,7 @@ def svm_regressor(
     y = x @ _matrix(coefficients, 1) + rho[0]
     if one_class:
         return op.Where(y > 0, 1, op.scalar(-1, y))
-    return transformed(op, y, post_transform)
+    return post_transform_scores(op, y, post_transform)
 
 
 @rewrite("SVMClassifier")
@@ -91,7 +91,9 @@ def svm_classifier(
     x, labels = _rows(op, x), classlabels_ints or classlabels_strings
     if not vectors_per_class:
         scores = x @ _matrix(coefficients, len(labels)) + rho[0]
-        return _label(op, op.ArgMax(scores, axis=1, keepdims=0), labels), transformed(op, scores, post_transform)
+        return _label(op, op.ArgMax(scores, axis=1, keepdims=0), labels), post_transform_scores(
+            op, scores, post_transform
+        )
     kernels = _kernel(op, x, _matrix(support_vectors, sum(vectors_per_class)), kernel_type, kernel_params)
     scores = kernels @ _pairs(coefficients, vectors_per_class) + _vector(rho)
     label = _label(op, op.ArgMax(_votes(op, scores, len(labels)), axis=1, keepdims=0), labels)
@@ -99,7 +101,7 @@ def svm_classifier(
         return label, _of_two(
             op, scores, post_transform, node, first=-scores if post_transform == "NONE" else 1 - scores
         )
-    return label, transformed(op, scores, post_transform)
+    return label, post_transform_scores(op, scores, post_transform)
 
 
 @rewrite("Imputer")
@@ -216,7 +218,7 @@ def _of_two(op, score, post_transform, node, first):
     return op.Concat(first, score, axis=1)
 
 
-def transformed(op, scores, how):
+def post_transform_scores(op, scores, how):
     if how == "SOFTMAX":
         return op.Softmax(scores, axis=-1)
     if how == "LOGISTIC":

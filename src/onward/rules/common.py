@@ -57,7 +57,7 @@ def never_zero(x) -> bool:
     return number is not None and number != 0
 
 
-def kept(node, *names):
+def standard_attributes(node, *names):
     """Those of a node's attributes that a standard operator takes as they are."""
     return {name: node.attributes[name].value for name in names if name in node.attributes}
 

@@ -15,14 +15,14 @@ from onward.containers import content_type, is_sequence
 from onward.errors import UnsupportedError
 from onward.rules.nested import (
     captured_and_active,
-    copied,
+    copy_graph,
     is_float,
-    recomputed,
+    recompute,
     refuse_random,
     refuse_sequences,
     seeds_of,
     several,
-    summed,
+    sum_by_value,
 )
 from onward.rules.registry import gradient
 from onward.rules.scan_products import defer, sum_of_products
@@ -38,7 +38,7 @@ def if_(op, dys, cond, *, node, then_branch, else_branch, active, pull_back):
 
     def back(branch):
         def body(inner):
-            nodes, outputs = recomputed(inner, branch, [])
+            nodes, outputs = recompute(inner, branch, [])
             grads = pull_back(inner, nodes, seeds_of(inner, outputs, dys), wanted)
             return [grads[value] if value in grads else inner.filled_like(value, 0) for value in wanted]
 
@@ -162,7 +162,7 @@ def loop(op, dys, trip_count, cond, *inputs, node, body, active, pull_back):
         node,
         body,
         [body.inputs[0], *(body.inputs[2 + i] for i in tensors)],
-        [_declared(number, body.inputs[0]), *(states[i] for i in tensors)],
+        [_declare_like(number, body.inputs[0]), *(states[i] for i in tensors)],
     )
     trips = op.Squeeze(op.Shape(numbers, start=0, end=1), [0])
     trips.value.shape = ir.Shape([])  # so that what is read at an iteration's number has a shape
@@ -200,7 +200,7 @@ class _Back:
     def __init__(self, op, node, states, inner_states, active, pull_back):
         self.op, self.node, self.states, self.pull_back = op, node, states, pull_back
         refuse_random(node)
-        self.types = [_declared(inner, state) for inner, state in zip(inner_states, states, strict=True)]
+        self.types = [_declare_like(inner, state) for inner, state in zip(inner_states, states, strict=True)]
         self.floats = [i for i, state in enumerate(self.types) if is_float(state)]
         self.captured = captured_and_active(node, active)
         self.size = len(self.floats) + len(self.captured)
@@ -230,7 +230,7 @@ class _Back:
         The states are among the outputs of the body from `first_state` on, before what is stacked. Pairs of values of
         the body and what they were in this iteration, where that is known, are in `computed`.
         """
-        nodes, outputs = recomputed(op, body, given)
+        nodes, outputs = recompute(op, body, given)
         after = dict(zip(self.floats, carried, strict=False))
         results = outputs[first_state:]
         for state, result in zip(self.types, results, strict=False):
@@ -255,7 +255,7 @@ class _Back:
     def gradients(self, carried, others):
         """Per value, which may be an input twice, or captured as well."""
         values = [*(self.states[i] for i in self.floats), *self.captured]
-        return summed((*zip(values, carried, strict=True), *others))
+        return sum_by_value((*zip(values, carried, strict=True), *others))
 
 
 # ---- states ----------------------------------------------------------------------------------------------------------
@@ -269,7 +269,7 @@ def _saving(op, node, body, values, types):
     for output in node.outputs[:first]:  # ONNX Runtime takes none that is left out before another
         output.name = output.name or op.names.fresh(f"{node.name or node.op_type}/unused")
     for value, kind, output in zip(values, types, node.outputs[first:], strict=True):
-        body.outputs.append(inner.Identity(value).like(_declared(value, kind)).value)
+        body.outputs.append(inner.Identity(value).like(_declare_like(value, kind)).value)
         output.name = op.names.fresh(f"{node.name or node.op_type}/{value.name}")
         output.type = kind.type
         output.shape = ir.Shape([None, *kind.shape]) if kind.shape is not None else None
@@ -295,7 +295,7 @@ def _products(node, body):
 
 def _after(op, node, body, trips, types):
     """The states of a Loop after so many iterations, no more than it went through: the Loop itself, once more."""
-    again = copied(op, body)
+    again = copy_graph(op, body)
     del again.outputs[1 + len(types) :]
     _, cond, *states = node.inputs
     results = several(op.Loop(trips, cond, *states, outputs=len(types), body=remove_unused(again)))
@@ -327,7 +327,7 @@ def _gradient_of(value):
     return ir.Value(name="gradient", type=content_type(value), shape=value.shape)
 
 
-def _declared(value, outer):
+def _declare_like(value, outer):
     """A value with the type and shape of `outer`; where that is not known, what `value` itself declares."""
     if is_sequence(outer):  # whose elements may come to have other shapes
         return ir.Value(name=value.name, type=outer.type)

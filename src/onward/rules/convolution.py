@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 
-from onward.rules.indexing import extent, filled, joined, merged, reshaped
+from onward.rules.indexing import extent, fill, join_shape, merge_axes, reshape_to
 from onward.rules.registry import gradient, rewrite
 from onward.rules.windows import (
     END,
@@ -17,7 +17,7 @@ from onward.rules.windows import (
     size_of,
     sliding,
     spatial,
-    spread,
+    spread_windows,
 )
 from onward.shapes import constant_ints, dims
 
@@ -36,7 +36,7 @@ def conv(op, dy, x, w, b, *, y, auto_pad, dilations, group, kernel_shape, pads, 
     slide = {"auto_pad": auto_pad, "dilations": dilations, "pads": pads, "strides": strides}
     window = sliding(op, x, y, kernel, **slide)
     dy, factor = _without_factor(op, dy, w)
-    dx = spread(op, dy, w if factor is None else w * factor, window, group=group)
+    dx = spread_windows(op, dy, w if factor is None else w * factor, window, group=group)
     dw, db = _weight_gradient(op, x, dy, w, window, kernel, group, **slide), _bias_gradient(op, dy, window)
     if factor is None:
         return dx, dw, db
@@ -167,8 +167,8 @@ def _products_by_row(op, image, outputs, w, window):
     channels, inputs = dims(w.value)[:2]
     rows, *row = window.kernel.tolist()
     width = math.prod(window.count[1:].tolist())
-    flat = merged(op, outputs, 2)
-    gap = filled(op, joined(op, extent(op, outputs, 0, 2), [rows * window.dilations[0] * width]), 0, outputs)
+    flat = merge_axes(op, outputs, 2)
+    gap = fill(op, join_shape(op, extent(op, outputs, 0, 2), [rows * window.dilations[0] * width]), 0, outputs)
     shifted = op.Concat(flat, *[gap, flat] * (rows - 1), axis=2)
     windows = image
     if any(n != 1 for n in (*row, *window.strides)) or any(window.padding):
@@ -199,4 +199,4 @@ def col2im(op, dy, x, image_shape, block_shape, *, dilations, pads, strides):
     """Windows added up: dX is the windows of dY."""
     kernel = constant_ints(block_shape.value)
     block = block_shape if kernel is None else list(kernel)
-    return reshaped(op, columns(op, dy, block, dilations=dilations, pads=pads, strides=strides), op.Shape(x))
+    return reshape_to(op, columns(op, dy, block, dilations=dilations, pads=pads, strides=strides), op.Shape(x))

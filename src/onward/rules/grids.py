@@ -1,7 +1,7 @@
 """Grids of places to sample an image at."""
 
 from onward.rules.common import identity
-from onward.rules.indexing import END, along, extent, filled, joined
+from onward.rules.indexing import END, along, extent, fill, join_shape
 from onward.rules.registry import gradient
 
 
@@ -12,7 +12,7 @@ def affine_grid(op, dy, theta, size, *, align_corners):
     one_image = op.Concat([1], op.Slice(size, [1], [END]), axis=0)
     places = op.AffineGrid(unit, one_image, align_corners=align_corners)
     axes = along(op, theta, 1)
-    places = op.Reshape(places, joined(op, [-1], axes))
-    ones = filled(op, op.Concat(op.Shape(places, end=1), [1], axis=0), 1, theta)
-    rows = op.Reshape(dy, joined(op, [0], [-1], axes))
+    places = op.Reshape(places, join_shape(op, [-1], axes))
+    ones = fill(op, op.Concat(op.Shape(places, end=1), [1], axis=0), 1, theta)
+    rows = op.Reshape(dy, join_shape(op, [0], [-1], axes))
     return op.MatMul(op.Transpose(rows, perm=[0, 2, 1]), op.Concat(places, ones, axis=1))

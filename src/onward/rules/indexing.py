@@ -33,7 +33,7 @@ def extent(op, x, start=0, stop=None):
     return part
 
 
-def joined(op, *parts):
+def join_shape(op, *parts):
     """One shape out of several parts."""
     if all(isinstance(part, list) for part in parts):
         return [n for part in parts for n in part]
@@ -56,7 +56,7 @@ def positive(axis, x):
     return axis if x.value.shape is None else axis % max(x.value.shape.rank(), 1)
 
 
-def filled(op, shape, number, like):
+def fill(op, shape, number, like):
     """A tensor of equal numbers, of the type of `like`."""
     if like.dtype is None or (like.dtype is ir.DataType.BFLOAT16 and op.opset < 20):
         return op.CastLike(op.ConstantOfShape(shape, value=np.full(1, number, np.float32)), like)
@@ -66,20 +66,20 @@ def filled(op, shape, number, like):
 
 def filled_like(op, x, number):
     """A tensor of equal numbers, of the type and the shape of `x`."""
-    return filled(op, extent(op, x), number, x).like(x.value)
+    return fill(op, extent(op, x), number, x).like(x.value)
 
 
-def reshaped(op, x, shape):
+def reshape_to(op, x, shape):
     """`x` with another shape, in which a zero means that there are no elements."""
     zero_free = isinstance(shape, list) and 0 not in shape
     return op.Reshape(x, shape, allowzero=None if zero_free else 1)
 
 
-def merged(op, x, start):
+def merge_axes(op, x, start):
     """`x` with its axes from `start` on made one."""
     behind = extent(op, x, start)
     size = [math.prod(behind)] if isinstance(behind, list) else op.ReduceProd(behind, keepdims=1)
-    result = reshaped(op, x, joined(op, extent(op, x, 0, start), size))
+    result = reshape_to(op, x, join_shape(op, extent(op, x, 0, start), size))
     if x.value.shape is not None:
         result.value.shape = ir.Shape([*x.value.shape[:start], size[0] if isinstance(size, list) else None])
     return result
@@ -89,7 +89,7 @@ def split_axis(op, x, axis, count):
     """`x` with an axis made two, the first of them with `count` elements."""
     size = along(op, x, axis)
     size = [size[0] // count] if isinstance(size, list) else op.Div(size, [count])
-    result = reshaped(op, x, joined(op, extent(op, x, 0, axis), [count], size, extent(op, x, axis + 1)))
+    result = reshape_to(op, x, join_shape(op, extent(op, x, 0, axis), [count], size, extent(op, x, axis + 1)))
     if x.value.shape is not None:
         inner = size[0] if isinstance(size, list) else None
         result.value.shape = ir.Shape([*x.value.shape[:axis], count, inner, *x.value.shape[axis + 1 :]])
@@ -100,21 +100,21 @@ def shaped_like(op, value, x):
     """`value` in the shape of `x`."""
     wanted, given = x.value.shape, value.value.shape
     if wanted is None or 0 in wanted:
-        return reshaped(op, value, extent(op, x))
+        return reshape_to(op, value, extent(op, x))
     if sum(not isinstance(size, int) for size in wanted) < 2:
-        return reshaped(op, value, [size if isinstance(size, int) else -1 for size in wanted])
+        return reshape_to(op, value, [size if isinstance(size, int) else -1 for size in wanted])
     same = zip(wanted, [] if given is None else given, strict=False)
     kept = [a == b and not isinstance(a, int) and a.value is not None for a, b in same]
     shape = [0 if i < len(kept) and kept[i] else size for i, size in enumerate(wanted)]
     if all(isinstance(size, int) for size in shape):
         return op.Reshape(value, shape)  # 0 means that of `value`
-    return reshaped(op, value, extent(op, x))
+    return reshape_to(op, value, extent(op, x))
 
 
-def counted(op, shape):
+def count_elements(op, shape):
     """The numbers of all elements of a tensor of this shape: 0, 1, 2 ..."""
     number = op.constant(np.int64(np.prod(shape))) if isinstance(shape, list) else op.ReduceProd(shape, keepdims=0)
-    return reshaped(op, op.Range(np.int64(0), number, np.int64(1)), shape)
+    return reshape_to(op, op.Range(np.int64(0), number, np.int64(1)), shape)
 
 
 def _ones(op, shape):
@@ -126,7 +126,7 @@ def _ones(op, shape):
     return op.ConstantOfShape(op.Shape(shape), value=np.ones(1, np.int64))
 
 
-def padded(op, x, pads, axes=None, value=None, mode=None):
+def pad_axes(op, x, pads, axes=None, value=None, mode=None):
     """`x` with elements added in front of and behind some of its axes, or all of them.
 
     Where it is known how many axes there are, the Pad is one of all of them: ONNX Runtime moves a Transpose past a Pad
@@ -156,15 +156,15 @@ def add_at(op, shape, indices, updates, axis=0, reduction="add"):
     """Zeros with `updates` added at `indices`. In float32 for shorter types, whose sums lose digits."""
     if reduction == "add" and updates.dtype in (ir.DataType.FLOAT16, ir.DataType.BFLOAT16):
         updates = op.Cast(updates, to=ir.DataType.FLOAT)
-    return op.ScatterElements(filled(op, shape, 0, updates), indices, updates, axis=axis, reduction=reduction)
+    return op.ScatterElements(fill(op, shape, 0, updates), indices, updates, axis=axis, reduction=reduction)
 
 
 def add_along(op, dy, x, positions, axis, reduction="add"):
     """The derivative of y = x at `positions`, of any shape, along `axis`."""
     axis, behind = positive(axis, x), after(op, x, axis)
-    shape = joined(op, extent(op, x, 0, axis), _size(op, positions), behind)
-    index = op.Expand(op.Reshape(positions, joined(op, [-1], _ones(op, behind))), shape)
-    return add_at(op, extent(op, x), index, dy if _is_vector(positions) else reshaped(op, dy, shape), axis, reduction)
+    shape = join_shape(op, extent(op, x, 0, axis), _size(op, positions), behind)
+    index = op.Expand(op.Reshape(positions, join_shape(op, [-1], _ones(op, behind))), shape)
+    return add_at(op, extent(op, x), index, dy if _is_vector(positions) else reshape_to(op, dy, shape), axis, reduction)
 
 
 def _is_vector(x):
@@ -179,7 +179,7 @@ def _size(op, x):
 
 def undo_selection(op, dy, x, select, reduction="add"):
     """The derivative of y = select(x), which only picks elements: apply it to their numbers, and add dy at these."""
-    chosen = op.Reshape(select(counted(op, extent(op, x))), [-1])
+    chosen = op.Reshape(select(count_elements(op, extent(op, x))), [-1])
     chosen.value.shape = ir.Shape([None])
     return shaped_like(op, add_at(op, _size(op, x), chosen, op.Reshape(dy, [-1]), reduction=reduction), x)
 
@@ -202,8 +202,8 @@ def _put_back(op, dy, x, index, axis):
     if isinstance(size, list):
         pads = [index % size[0], size[0] - 1 - index % size[0]]
     else:
-        pads = joined(op, [index], size - (index + 1)) if index >= 0 else joined(op, size + index, [-1 - index])
-    return padded(op, dy, pads, [axis])
+        pads = join_shape(op, [index], size - (index + 1)) if index >= 0 else join_shape(op, size + index, [-1 - index])
+    return pad_axes(op, dy, pads, [axis])
 
 
 @gradient("GatherElements")
@@ -216,7 +216,7 @@ def gather_elements(op, dy, x, indices, *, axis):
 def gather_nd(op, dy, x, indices, *, batch_dims):
     """y = x[indices]: dX[indices] += dY, with the leading axes made one."""
     rows = _Rows(op, x, indices, batch_dims)
-    return shaped_like(op, add_at(op, rows.table, rows.index, reshaped(op, dy, rows.chosen)), x)
+    return shaped_like(op, add_at(op, rows.table, rows.index, reshape_to(op, dy, rows.chosen)), x)
 
 
 @gradient("Compress")
@@ -239,11 +239,11 @@ class _Rows:
         else:
             shape, depth = op.Shape(x), width + batch_dims
             head, rest = op.Slice(shape, [0], depth), op.Slice(shape, depth, [END])
-        position = op.Reshape(op.GatherND(counted(op, head), indices, batch_dims=batch_dims or None), [-1])
+        position = op.Reshape(op.GatherND(count_elements(op, head), indices, batch_dims=batch_dims or None), [-1])
         rows = [int(np.prod(head))] if isinstance(head, list) else op.ReduceProd(head, keepdims=1)
-        self.table = joined(op, rows, rest)
-        self.chosen = joined(op, op.Shape(position), rest)
-        self.index = op.Expand(op.Reshape(position, joined(op, [-1], _ones(op, rest))), self.chosen)
+        self.table = join_shape(op, rows, rest)
+        self.chosen = join_shape(op, op.Shape(position), rest)
+        self.index = op.Expand(op.Reshape(position, join_shape(op, [-1], _ones(op, rest))), self.chosen)
 
 
 # ---- scatter ---------------------------------------------------------------------------------------------------------
@@ -257,19 +257,19 @@ def scatter_elements(op, dy, x, indices, updates, *, y, axis, reduction):
     standard leaves open which one stays; each gets dY then. A product (mul) may have zeros among its factors; if there
     are three or more, derivatives above the second are lost.
     """
-    return _scattered(op, dy, x, indices, updates, y, positive(axis, x), reduction or "none")
+    return _scatter_derivatives(op, dy, x, indices, updates, y, positive(axis, x), reduction or "none")
 
 
 @gradient("ScatterND")
 def scatter_nd(op, dy, x, indices, updates, *, y, reduction):
     """As ScatterElements, with the leading axes made one."""
     rows = _Rows(op, x, indices)
-    dy, data, y = (reshaped(op, value, rows.table) for value in (dy, x, y))
-    dx, _, du = _scattered(op, dy, data, rows.index, reshaped(op, updates, rows.chosen), y, 0, reduction)
+    dy, data, y = (reshape_to(op, value, rows.table) for value in (dy, x, y))
+    dx, _, du = _scatter_derivatives(op, dy, data, rows.index, reshape_to(op, updates, rows.chosen), y, 0, reduction)
     return shaped_like(op, dx, x), None, shaped_like(op, du, updates)
 
 
-def _scattered(op, dy, x, indices, updates, y, axis, reduction):
+def _scatter_derivatives(op, dy, x, indices, updates, y, axis, reduction):
     """The derivatives with respect to x and, last, the updates."""
 
     def at(value):
@@ -307,7 +307,7 @@ def one_hot(op, dy, indices, depth, values, *, axis):
     depth = op.Reshape(op.Cast(depth, to=ir.DataType.INT64), np.zeros(0, np.int64))
     index = op.Unsqueeze(op.Cast(indices, to=ir.DataType.INT64), [axis])
     places = op.Range(np.int64(0), depth, np.int64(1))
-    places = op.Reshape(places, joined(op, [-1], _ones(op, after(op, dy, axis))))
+    places = op.Reshape(places, join_shape(op, [-1], _ones(op, after(op, dy, axis))))
     on = op.Equal(op.Where(index < 0, index + depth, index), places)
     sums = (op.ReduceSum(op.Where(on, *pair), keepdims=0) for pair in ((0, dy), (dy, 0)))
     return None, None, op.Concat(*(op.Reshape(total, [1]) for total in sums), axis=0)

@@ -54,17 +54,17 @@ def _matmul_of_any_rank(op, dy, a, b):
     dy = op.Reshape(
         dy, op.Concat(batch, op.Slice(a_shape, [-2], [-1]), op.Slice(b_shape, [-1], _END), axis=0), allowzero=1
     )
-    da = op.MatMul(dy, _transposed(op, op.Reshape(b, b_shape, allowzero=1)))
-    db = op.MatMul(_transposed(op, op.Reshape(a, a_shape, allowzero=1)), dy)
+    da = op.MatMul(dy, _transpose_matrices(op, op.Reshape(b, b_shape, allowzero=1)))
+    db = op.MatMul(_transpose_matrices(op, op.Reshape(a, a_shape, allowzero=1)), dy)
     # Without the column that a vector B was given; batch axes that B lacks are summed by the driver.
     matrix_axes = op.Shape(op.Shape(db)) - op.Max(2 - b_rank, [0])
     return da, op.Reshape(db, op.Slice(op.Shape(db), [0], matrix_axes), allowzero=1)
 
 
-def _transposed(op, x):
+def _transpose_matrices(op, x):
     """Matrices in a tensor of unknown rank with their axes swapped; only from opset 28 on Einsum knows bfloat16."""
     if x.dtype is ir.DataType.BFLOAT16 and op.opset < 28:
-        return cast_like(op, _transposed(op, op.Cast(x, to=ir.DataType.FLOAT)), x)
+        return cast_like(op, _transpose_matrices(op, op.Cast(x, to=ir.DataType.FLOAT)), x)
     return op.Einsum(x, equation="...ij->...ji")
 
 
@@ -98,13 +98,13 @@ def _einsum_operand(op, dy, index, operands, terms, result, unused):
         # A label that occurs twice takes the diagonal: all else is zero.
         wanted += next(unused) if label in wanted and label != "..." else label
         if wanted[-1] != label[-1]:
-            size = op.Shape(x, start=_counted(term, axis), end=_counted(term, axis) + 1 or None)
+            size = op.Shape(x, start=_axis_of_label(term, axis), end=_axis_of_label(term, axis) + 1 or None)
             factors.append((identity(op, op.Concat(size, size, axis=0), x), label + wanted[-1]))
     for axis, label in enumerate(_labels(wanted)):
         # A label that occurs nowhere else is summed over: the gradient is the same along it.
         if label != "..." and not any(label in _labels(given) for _, given in factors):
-            size = op.Shape(x, start=_counted(wanted, axis), end=_counted(wanted, axis) + 1 or None)
-            factors.append((_filled(op, size, 1, x), label))
+            size = op.Shape(x, start=_axis_of_label(wanted, axis), end=_axis_of_label(wanted, axis) + 1 or None)
+            factors.append((_fill(op, size, 1, x), label))
     if not factors:  # of a scalar
         return dy
     equation = ",".join(given for _, given in factors) + "->" + wanted
@@ -140,7 +140,7 @@ def _labels(term):
     return [*head, *([dots] if dots else []), *tail]
 
 
-def _counted(term, position):
+def _axis_of_label(term, position):
     """The axis of a label: from the end if it comes after an ellipsis, whose length is not known."""
     labels = _labels(term)
     return position - len(labels) if "..." in labels[:position] else position
@@ -159,7 +159,7 @@ def _no_broadcast(x, term, operands, terms):
     return all(len(set(sizes[label])) == 1 and sizes[label][0] is not None for label in term)
 
 
-def _filled(op, shape, number, like):
+def _fill(op, shape, number, like):
     return op.Expand(op.scalar(number, like), shape)
 
 

@@ -7,11 +7,11 @@ from onward.rules.indexing import (
     END,
     along,
     extent,
-    filled,
+    fill,
     filled_like,
-    joined,
-    padded,
-    reshaped,
+    join_shape,
+    pad_axes,
+    reshape_to,
     shaped_like,
     undo_selection,
 )
@@ -65,7 +65,7 @@ def depth_to_space(op, dy, x, *, blocksize, mode):
     if mode == "DCR":
         return op.SpaceToDepth(dy, blocksize=blocksize)
     height, width = extent(op, x, 2, 3), extent(op, x, 3, 4)
-    blocks = reshaped(op, dy, joined(op, extent(op, dy, 0, 2), height, [blocksize], width, [blocksize]))
+    blocks = reshape_to(op, dy, join_shape(op, extent(op, dy, 0, 2), height, [blocksize], width, [blocksize]))
     return shaped_like(op, op.Transpose(blocks, perm=[0, 1, 3, 5, 2, 4]), x)
 
 
@@ -89,14 +89,14 @@ def concat(op, dy, *xs, axis):
     """dX_i = the part of dY that was X_i."""
     if len(xs) == 1:
         return dy
-    return op.Split(dy, joined(op, *(along(op, x, axis) for x in xs)), axis=axis, outputs=len(xs))
+    return op.Split(dy, join_shape(op, *(along(op, x, axis) for x in xs)), axis=axis, outputs=len(xs))
 
 
 @gradient("Split")
 def split(op, dys, x, sizes, *, ys, axis):
     """dX = all dY_i behind each other, zeros where nothing depends on Y_i."""
     named = [y if y.value.name else y.named("part") for y in ys]  # an output that is left out has a shape as well
-    parts = [filled(op, extent(op, y), 0, x) if dy is None else dy for dy, y in zip(dys, named, strict=True)]
+    parts = [fill(op, extent(op, y), 0, x) if dy is None else dy for dy, y in zip(dys, named, strict=True)]
     return op.Concat(*parts, axis=axis)
 
 
@@ -116,7 +116,7 @@ def slice_(op, dy, x, starts, ends, axes, steps):
             first = op.Max(op.Where(first < 0, first + size, first), 0)
         first = op.Min(first, size)
         pads = op.Concat(first, size - first - left, axis=0)
-    return padded(op, dy, pads, axes)
+    return pad_axes(op, dy, pads, axes)
 
 
 def _first_axes(op, starts):
@@ -190,32 +190,32 @@ def tile(op, dy, x, repeats):
         copies = op.Range(np.int64(0), op.Size(pairs), np.int64(2))
     else:
         copies = list(range(0, 2 * x.value.shape.rank(), 2))
-    return op.ReduceSum(reshaped(op, dy, pairs), copies, keepdims=0, noop_with_empty_axes=1)
+    return op.ReduceSum(reshape_to(op, dy, pairs), copies, keepdims=0, noop_with_empty_axes=1)
 
 
 @gradient("Pad", broadcasts=(2,))
 def pad(op, dy, x, pads, value, axes, *, mode):
     """Constant: dX = the part of dY that was X, and the frame around it goes to the value; else each copy counts."""
     if mode != "constant":
-        return undo_selection(op, dy, x, lambda numbers: padded(op, numbers, pads, axes, mode=mode))
-    frame = None if value is None else dy * padded(op, filled_like(op, x, 0), pads, axes, op.scalar(1, x))
+        return undo_selection(op, dy, x, lambda numbers: pad_axes(op, numbers, pads, axes, mode=mode))
+    frame = None if value is None else dy * pad_axes(op, filled_like(op, x, 0), pads, axes, op.scalar(1, x))
     known = constant_ints(pads.value)
-    return _cropped(op, dy, pads, axes) if known is None else _cropped_by(op, dy, known, axes), None, frame
+    return _crop(op, dy, pads, axes) if known is None else _crop_by(op, dy, known, axes), None, frame
 
 
-def _cropped(op, dy, pads, axes):
+def _crop(op, dy, pads, axes):
     """Undo padding with constants: leave out what was added; add zeros where pads are negative."""
     begin, end = op.Split(op.Max(pads, 0), num_outputs=2, axis=0, outputs=2)
     part = op.Slice(dy, begin, _sizes(op, dy, axes) - end, *_long_only(op, axes))
-    return padded(op, part, op.Max(-pads, 0), axes)
+    return pad_axes(op, part, op.Max(-pads, 0), axes)
 
 
-def _cropped_by(op, dy, pads, axes):
+def _crop_by(op, dy, pads, axes):
     """The same for pads that are known."""
     begin, end = pads[: len(pads) // 2], pads[len(pads) // 2 :]
     if max(pads, default=0) > 0:
         stop = [-n if n > 0 else END for n in end]
         dy = op.Slice(dy, [max(n, 0) for n in begin], stop, *_long_only(op, axes))
     if min(pads, default=0) < 0:
-        dy = padded(op, dy, [max(-n, 0) for n in pads], axes)
+        dy = pad_axes(op, dy, [max(-n, 0) for n in pads], axes)
     return dy

@@ -17,7 +17,7 @@ from onward.standard import IR_VERSION
 from onward.transform.types import value_types
 
 
-def captured(nodes):
+def captured_values(nodes):
     """The values that nodes, or graphs nested in them, read and that none of them defines; each once, in order."""
     inside = {value for node in nodes for value in node.outputs}
     for graph in (graph for node in nodes for outer in nested_graphs(node) for graph in (outer, *outer.subgraphs())):
@@ -28,10 +28,12 @@ def captured(nodes):
 def captured_and_active(node, active):
     refuse_random(node)
     inner = [inner for graph in nested_graphs(node) for inner in graph]
-    return [value for value in captured(inner) if value in active and value.graph not in tuple(nested_graphs(node))]
+    return [
+        value for value in captured_values(inner) if value in active and value.graph not in tuple(nested_graphs(node))
+    ]
 
 
-def copied(op: Builder, graph: ir.Graph) -> ir.Graph:
+def copy_graph(op: Builder, graph: ir.Graph) -> ir.Graph:
     """A nested graph once more, its values and nodes under names of their own."""
     copy = graph.clone(allow_outer_scope_values=True)
     for inner in (copy, *copy.subgraphs()):
@@ -43,9 +45,9 @@ def copied(op: Builder, graph: ir.Graph) -> ir.Graph:
     return copy
 
 
-def recomputed(op, graph, given):
+def recompute(op, graph, given):
     """The nodes of a nested graph once more, reading `given` for its inputs, in the graph of `op`; and its outputs."""
-    copy = copied(op, graph)
+    copy = copy_graph(op, graph)
     new = {old: expr.value for old, expr in zip(copy.inputs, given, strict=True)}
     for value in copy.initializers.values():
         new[value] = op.constant(value.const_value.numpy(), value.const_value.dtype).value
@@ -62,7 +64,7 @@ def recomputed(op, graph, given):
 
 def fill_in_types_of(op: Builder, nodes: Sequence[ir.Node]) -> None:
     """Types and shapes of what the nodes compute, as far as they follow from what they read."""
-    read = [value for value in captured(nodes) if value.type is not None]
+    read = [value for value in captured_values(nodes) if value.type is not None]
     # Declared symbols may be of the nested graph alone, so only numbers are certain.
     untyped = {v.name: v for node in nodes for v in node.outputs if v.name and not (v.type and _is_static(v.shape))}
     if not untyped:
@@ -132,7 +134,7 @@ def several(results):
     return results if isinstance(results, tuple) else (results,)
 
 
-def summed(gradients):
+def sum_by_value(gradients):
     """Pairs of values and gradients, by value: one that is there twice has the sum."""
     found = {}
     for value, dx in gradients:

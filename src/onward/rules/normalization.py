@@ -7,7 +7,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onward.rules.common import cast_like, fixed_number, further_output
-from onward.rules.indexing import merged, shaped_like, split_axis
+from onward.rules.indexing import merge_axes, shaped_like, split_axis
 from onward.rules.registry import gradient
 from onward.shapes import dims
 
@@ -44,10 +44,10 @@ def layer_normalization(op, dys, x, scale, bias, *, node, axis, epsilon):
     dy, dmean, dinverse = (_as(op, d, dtype) for d in (*dys, None, None)[:3])
     wide, axes = _as(op, x, dtype), _axes_from(op, x, axis)
     if dtype is ir.DataType.FLOAT:
-        mean, inverse = (further_output(op, node, i, dtype, _reduced(x, axes)) for i in (1, 2))
+        mean, inverse = (further_output(op, node, i, dtype, _reduced_shape(x, axes)) for i in (1, 2))
         normal = (wide - mean) * inverse
     else:  # the outputs would have less than the precision of X
-        mean, inverse, normal = _standardised(op, wide, axes, epsilon)
+        mean, inverse, normal = _standardise(op, wide, axes, epsilon)
     dx = None
     if dy is not None:
         dx = _through_statistics(op, dy * _as(op, scale, dtype), inverse, normal, axes)
@@ -102,7 +102,7 @@ def instance_normalization(op, dy, x, scale, bias, *, epsilon):
     """N = (X - mean) / deviation of each channel of each sample, Y = N scale + bias."""
     dtype = _working_type(x)
     dy, wide, axes = _as(op, dy, dtype), _as(op, x, dtype), _axes_from(op, x, 2)
-    _, inverse, normal = _standardised(op, wide, axes, epsilon)
+    _, inverse, normal = _standardise(op, wide, axes, epsilon)
     dx = _through_statistics(op, dy * _per_channel(op, _as(op, scale, dtype), x), inverse, normal, axes)
     return dx, _channel_sum(op, dy * normal, x), _channel_sum(op, dy, x)
 
@@ -112,21 +112,21 @@ def group_normalization(op, dy, x, scale, bias, *, num_groups, epsilon):
     """As InstanceNormalization, for groups of channels; scale and bias are per group below opset 21."""
     dtype = _working_type(x)
     dy = _as(op, dy, dtype)
-    _, inverse, normal = _standardised(op, _grouped(op, _as(op, x, dtype), num_groups), [2], epsilon)
+    _, inverse, normal = _standardise(op, _group_channels(op, _as(op, x, dtype), num_groups), [2], epsilon)
     scale = _as(op, scale, dtype)
     if op.opset < 21:
-        dy = _grouped(op, dy, num_groups)
+        dy = _group_channels(op, dy, num_groups)
         dx = _through_statistics(op, dy * op.Unsqueeze(scale, [1]), inverse, normal, [2])
         sums = [op.ReduceSum(d, [0, 2], keepdims=0) for d in (dy * normal, dy)]
         return shaped_like(op, dx, x), *sums
-    dnormal = _grouped(op, dy * _per_channel(op, scale, x), num_groups)
+    dnormal = _group_channels(op, dy * _per_channel(op, scale, x), num_groups)
     dx = shaped_like(op, _through_statistics(op, dnormal, inverse, normal, [2]), x)
     return dx, _channel_sum(op, dy * shaped_like(op, normal, x), x), _channel_sum(op, dy, x)
 
 
-def _grouped(op, x, groups):
+def _group_channels(op, x, groups):
     """[batch, group, all that is in the group]."""
-    return merged(op, split_axis(op, x, 1, groups), 2)
+    return merge_axes(op, split_axis(op, x, 1, groups), 2)
 
 
 @gradient("BatchNormalization")
@@ -184,7 +184,7 @@ def lrn(op, dy, x, *, alpha, beta, bias, size):
     band = _window(op, x, size)
 
     def summed(matrix, values):
-        return shaped_like(op, op.MatMul(matrix, merged(op, values, 2)), x)
+        return shaped_like(op, op.MatMul(matrix, merge_axes(op, values, 2)), x)
 
     total = summed(band, x * x) * (alpha / size) + bias
     direct = dy * total**-beta
@@ -257,7 +257,7 @@ def dropout(op, dy, x, ratio, training_mode, *, node):
 # ---- what they share -------------------------------------------------------------------------------------------------
 
 
-def _standardised(op, x, axes, epsilon):
+def _standardise(op, x, axes, epsilon):
     """The mean of x over `axes`, the inverse of its deviation, and x standardised."""
     mean = _mean(op, x, axes)
     centred = x - mean
@@ -283,7 +283,7 @@ def _as(op, value, dtype):
     return value if value is None or dtype is None or value.dtype == dtype else op.Cast(value, to=dtype)
 
 
-def _reduced(x, axes):
+def _reduced_shape(x, axes):
     """The shape of x with 1 on `axes`, as far as it is known."""
     if not isinstance(axes, list) or x.value.shape is None:
         return None

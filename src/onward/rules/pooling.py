@@ -6,9 +6,9 @@ import onnx_ir as ir
 from onward.build import Expr
 from onward.errors import UnsupportedError
 from onward.rules.common import further_output, identity, largest
-from onward.rules.indexing import merged
+from onward.rules.indexing import merge_axes
 from onward.rules.registry import gradient
-from onward.rules.windows import known_product, reshape, reshape_like, size_of, sliding, spatial, spread
+from onward.rules.windows import known_product, reshape, reshape_like, size_of, sliding, spatial, spread_windows
 
 FLOAT, INT64 = ir.DataType.FLOAT, ir.DataType.INT64
 HALVES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
@@ -26,7 +26,7 @@ def max_pool(op, dys, x, *, node, auto_pad, ceil_mode, dilations, kernel_shape, 
         _, places = op.MaxPool(x, outputs=2, kernel_shape=kernel_shape, strides=strides, **attributes)
     if _tiles(x, kernel_shape, auto_pad, dilations, pads, strides):
         return op.MaxUnpool(dys[0], places, kernel_shape=kernel_shape, strides=strides)
-    return _scattered(op, dys[0], places, x)
+    return _scatter_add(op, dys[0], places, x)
 
 
 def _tiles(x, kernel, auto_pad, dilations, pads, strides):
@@ -43,7 +43,7 @@ def _tiles(x, kernel, auto_pad, dilations, pads, strides):
     )
 
 
-def _scattered(op, dy, places, x):
+def _scatter_add(op, dy, places, x):
     """Add the elements of `dy` up at `places`, numbers of elements of `x`."""
     narrow = x.dtype in HALVES
     dy = op.Cast(dy, to=FLOAT) if narrow else dy
@@ -74,7 +74,7 @@ def max_roi_pool(op, dy, x, rois, *, pooled_shape, spatial_scale):
     places = op.Unsqueeze(planes * height, [2, 3]) + op.Squeeze(down, [-1])
     places = places * width + op.Squeeze(across, [-1])
     some = op.And(op.Unsqueeze(_any(op, rows), [1, 3]), op.Unsqueeze(_any(op, columns), [1, 2]))
-    return _scattered(op, op.Where(some, dy, 0), places, x)
+    return _scatter_add(op, op.Where(some, dy, 0), places, x)
 
 
 def _in_bins(op, x, rois, axis, bins, scale):
@@ -83,7 +83,7 @@ def _in_bins(op, x, rois, axis, bins, scale):
     Computed in float32, as runtimes do: with rounding errors a bin may reach one position further.
     """
     rois = op.Cast(rois, to=FLOAT)
-    first, last = (_rounded(op, op.Gather(rois, [4 - axis + side], axis=1) * scale) for side in (0, 2))
+    first, last = (_round_half_away(op, op.Gather(rois, [4 - axis + side], axis=1) * scale) for side in (0, 2))
     size = op.Max(last - first + 1, np.float32(1)) / bins
     numbers = np.arange(bins, dtype=np.float32)
     begin = op.Unsqueeze(op.Floor(op.constant(numbers) * size) + first, [2])
@@ -93,7 +93,7 @@ def _in_bins(op, x, rois, axis, bins, scale):
     return op.And(positions >= begin, positions < end)
 
 
-def _rounded(op, x):
+def _round_half_away(op, x):
     """To the nearest integer, halves away from zero."""
     return op.Sign(x) * op.Floor(op.Abs(x) + 0.5)
 
@@ -161,7 +161,7 @@ def _added_up(op, dy, x, window):
     kernel = window.kernel.tolist() if window.static else op.Concat([1, 1], window.kernel, axis=0)
     ones = op.Expand(op.scalar(1, dy), kernel) if isinstance(kernel, Expr) else np.ones((1, 1, *kernel))
     ones = ones if isinstance(ones, Expr) else op.constant(ones, dy.dtype)
-    return reshape_like(op, spread(op, planes, ones, window), x)
+    return reshape_like(op, spread_windows(op, planes, ones, window), x)
 
 
 @gradient("LpPool")
@@ -200,10 +200,10 @@ def global_average_pool(op, dy, x):
 @gradient("GlobalMaxPool")
 def global_max_pool(op, dy, x):
     """dX = dY at the maximum of each plane, the first one if there are several."""
-    planes = merged(op, x, 2)
+    planes = merge_axes(op, x, 2)
     place = op.ArgMax(planes, axis=2, keepdims=1)
     zeros = op.Expand(op.scalar(0, dy), op.Shape(planes))
-    return reshape_like(op, op.ScatterElements(zeros, place, merged(op, dy, 2), axis=2), x)
+    return reshape_like(op, op.ScatterElements(zeros, place, merge_axes(op, dy, 2), axis=2), x)
 
 
 # ---- resizing --------------------------------------------------------------------------------------------------------

@@ -9,9 +9,9 @@ import numpy as np
 import onnx_ir as ir
 
 from onward.model import Model
-from onward.rules.common import cast_like, kept
+from onward.rules.common import cast_like, standard_attributes
 from onward.rules.convolution import conv
-from onward.rules.indexing import padded
+from onward.rules.indexing import pad_axes
 from onward.rules.matrix import matmul
 from onward.rules.registry import gradient, rewrite
 from onward.standard import STANDARD, is_standard
@@ -75,12 +75,12 @@ def stands_for_floats(value: ir.Value) -> bool:
 @gradient("QuantizeLinear", broadcasts=(1,), inputs=(0, 1))
 def quantize_linear(op, dy, x, scale, zero_point, *, node, axis, block_size, output_dtype):
     """Q = clip(round(X / scale) + zero): dX = dQ / scale, dscale = -sum(dQ X / scale^2), both 0 out of range."""
-    spread = _spread(op, scale, x, axis, block_size)
+    spread = _broadcast_scale(op, scale, x, axis, block_size)
     dtype = _quantised_type(node, zero_point, output_dtype)
     ratio = cast_like(op, x, scale) / spread
     level = op.Round(ratio) if dtype.is_integer() else ratio
     if zero_point is not None:
-        level = level + _spread(op, cast_like(op, zero_point, scale), x, axis, block_size)
+        level = level + _broadcast_scale(op, cast_like(op, zero_point, scale), x, axis, block_size)
     in_range = op.And(level >= float(dtype.min), level <= float(dtype.max))
     dx = op.Where(in_range, cast_like(op, dy, scale) / spread, 0)
     return dx, _gather_up(op, -(dx * ratio), scale, axis, block_size)
@@ -92,8 +92,8 @@ def dequantize_linear(op, dy, x, scale, zero_point, *, axis, block_size):
     dy = cast_like(op, dy, scale)
     levels = cast_like(op, x, scale)
     if zero_point is not None:
-        levels = levels - _spread(op, cast_like(op, zero_point, scale), x, axis, block_size)
-    return dy * _spread(op, scale, x, axis, block_size), _gather_up(op, dy * levels, scale, axis, block_size)
+        levels = levels - _broadcast_scale(op, cast_like(op, zero_point, scale), x, axis, block_size)
+    return dy * _broadcast_scale(op, scale, x, axis, block_size), _gather_up(op, dy * levels, scale, axis, block_size)
 
 
 @gradient("DynamicQuantizeLinear")
@@ -136,7 +136,7 @@ def _levels(op, x, zero, like, axis):
     if zero is None:
         return levels
     zero = cast_like(op, zero, like)
-    return levels - (_spread(op, zero, x, axis, 0) if _rank(zero) == 1 else zero)
+    return levels - (_broadcast_scale(op, zero, x, axis, 0) if _rank(zero) == 1 else zero)
 
 
 @rewrite("QLinearConv")
@@ -152,7 +152,7 @@ def conv_of_quantised(op, x, x_scale, weights, w_scale, w_zero, bias, node):
         x,
         op.DequantizeLinear(weights, w_scale, w_zero, axis=0),
         None if bias is None else cast_like(op, bias, x_scale) * (x_scale * w_scale),
-        **kept(node, "auto_pad", "dilations", "group", "kernel_shape", "pads", "strides"),
+        **standard_attributes(node, "auto_pad", "dilations", "group", "kernel_shape", "pads", "strides"),
     )
 
 
@@ -176,7 +176,7 @@ def _quantised_type(node, zero_point, output_dtype):
 # ---- one scale for a tensor, for each index of an axis, or for each block along an axis ------------------------------
 
 
-def _spread(op, scale, x, axis, block_size):
+def _broadcast_scale(op, scale, x, axis, block_size):
     """The scale in a shape that broadcasts with x."""
     if block_size:
         length = op.Squeeze(op.Gather(op.Shape(x), [axis]), [0])
@@ -211,7 +211,7 @@ def _sum_blocks(op, values, scale, axis, block_size):
     """Sum over blocks of an axis, of which the last may be short."""
     blocks = op.Gather(op.Shape(scale), [axis])
     missing = blocks * block_size - op.Gather(op.Shape(values), [axis])
-    whole = padded(op, values, op.Concat([0], missing, axis=0), [axis])
+    whole = pad_axes(op, values, op.Concat([0], missing, axis=0), [axis])
     rank = _rank(values)
     after = [] if axis == -1 or axis + 1 == rank else [op.Shape(values, start=axis + 1)]
     before = [] if axis == 0 else [op.Shape(values, end=axis)]

@@ -19,7 +19,7 @@ import onnx_ir as ir
 
 from onward.build import Expr
 from onward.model.walk import attributes
-from onward.rules.indexing import along, extent, filled, joined, reshaped
+from onward.rules.indexing import along, extent, fill, join_shape, reshape_to
 from onward.rules.registry import rewrite
 
 # ---- cells -----------------------------------------------------------------------------------------------------------
@@ -239,25 +239,25 @@ class _Sizes:
     def state(self, given):
         """A state to begin with, zeros if none is given."""
         if given is None:
-            shape = joined(self.op, extent(self.op, self.x, 1, 2), extent(self.op, self.r, 1, 2))
-            given = filled(self.op, shape, 0, self.x)
+            shape = join_shape(self.op, extent(self.op, self.x, 1, 2), extent(self.op, self.r, 1, 2))
+            given = fill(self.op, shape, 0, self.x)
         return self.of_state(given)
 
     def of_state(self, state):
-        return _shaped(state, self.batch, self.hidden)
+        return _shape_or_none(state, self.batch, self.hidden)
 
     def items(self, weights, bias):
         """The product of the inputs of all steps with weights: (steps, batch, rows of the weights)."""
         op = self.op
-        rows = op.Reshape(self.x, joined(op, [-1], along(op, weights, 1)))
-        result = reshaped(
-            op, _affine(op, rows, weights, bias), joined(op, extent(op, self.x, 0, 2), along(op, weights, 0))
+        rows = op.Reshape(self.x, join_shape(op, [-1], along(op, weights, 1)))
+        result = reshape_to(
+            op, _affine(op, rows, weights, bias), join_shape(op, extent(op, self.x, 0, 2), along(op, weights, 0))
         )
         width = weights.value.shape[0] if weights.value.shape is not None else None
-        return _shaped(result, self.steps, self.batch, width)
+        return _shape_or_none(result, self.steps, self.batch, width)
 
 
-def _shaped(x, *shape):
+def _shape_or_none(x, *shape):
     x.value.shape = ir.Shape(shape)
     return x
 
@@ -295,5 +295,5 @@ def _scan(op, sizes, cell, states, inside, backwards, stacked):
     last = [sizes.of_state(state) for state in results[: len(states)]]
     if not stacked:
         return [None, *last]
-    every = _shaped(results[-1], sizes.steps, sizes.batch, sizes.hidden)
+    every = _shape_or_none(results[-1], sizes.steps, sizes.batch, sizes.hidden)
     return [every if inside is None else op.Where(inside, every, 0), *last]

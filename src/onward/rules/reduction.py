@@ -11,7 +11,7 @@ from onward.shapes import dims
 no_gradient("the result is made of integers", "ArgMax", "ArgMin")
 
 
-def _kept(op, reduced, axes, keepdims):
+def _keep_axes(op, reduced, axes, keepdims):
     """A result of a reduction with the reduced axes as 1, so that it broadcasts with the operand.
 
     Without axes either everything is reduced, and a scalar broadcasts as it is, or nothing (`noop_with_empty_axes`),
@@ -27,13 +27,13 @@ def _like(op, small, x):
 @gradient("ReduceSum")
 def reduce_sum(op, dy, x, axes, *, keepdims):
     """dX = dY for every element."""
-    return _like(op, _kept(op, dy, axes, keepdims), x)
+    return _like(op, _keep_axes(op, dy, axes, keepdims), x)
 
 
 @gradient("ReduceMean")
 def reduce_mean(op, dy, x, axes, *, keepdims):
     """dX = dY / n for each of n elements."""
-    return _like(op, _kept(op, dy * _share(op, dy, x), axes, keepdims), x)
+    return _like(op, _keep_axes(op, dy * _share(op, dy, x), axes, keepdims), x)
 
 
 def _share(op, reduced, x):
@@ -48,41 +48,41 @@ def _share(op, reduced, x):
 @gradient("ReduceSumSquare")
 def reduce_sum_square(op, dy, x, axes, *, keepdims):
     """dX = 2 X dY."""
-    return _kept(op, dy * 2, axes, keepdims) * x
+    return _keep_axes(op, dy * 2, axes, keepdims) * x
 
 
 @gradient("ReduceL1")
 def reduce_l1(op, dy, x, axes, *, keepdims):
     """dX = sign(X) dY; 0 at 0."""
-    return _kept(op, dy, axes, keepdims) * op.Sign(x)
+    return _keep_axes(op, dy, axes, keepdims) * op.Sign(x)
 
 
 @gradient("ReduceL2")
 def reduce_l2(op, dy, x, axes, *, y, keepdims):
     """dX = X dY / Y; 0 for a vector of zeros."""
     length = op.Where(op.Equal(y, 0), 1, y)
-    return _kept(op, dy / length, axes, keepdims) * x
+    return _keep_axes(op, dy / length, axes, keepdims) * x
 
 
 @gradient("ReduceLogSum")
 def reduce_log_sum(op, dy, x, axes, *, y, keepdims):
     """dX = dY / sum(X) = dY exp(-Y)."""
-    return _like(op, _kept(op, dy * finite(op, op.Exp(-y)), axes, keepdims), x)
+    return _like(op, _keep_axes(op, dy * finite(op, op.Exp(-y)), axes, keepdims), x)
 
 
 @gradient("ReduceLogSumExp")
 def reduce_log_sum_exp(op, dy, x, axes, *, y, keepdims):
     """dX = dY exp(X - Y); 0 where all of X is -inf."""
     total = op.Where(op.Equal(y, -math.inf), 0, y)
-    return _kept(op, dy, axes, keepdims) * op.Exp(x - _kept(op, total, axes, keepdims))
+    return _keep_axes(op, dy, axes, keepdims) * op.Exp(x - _keep_axes(op, total, axes, keepdims))
 
 
 @gradient("ReduceMax", "ReduceMin")
 def reduce_extreme(op, dy, x, axes, *, y, keepdims, noop_with_empty_axes):
     """dX = dY where X is the extreme; elements that tie share it evenly."""
-    chosen = op.Equal(x, _kept(op, y, axes, keepdims))
+    chosen = op.Equal(x, _keep_axes(op, y, axes, keepdims))
     ties = op.ReduceSum(cast_like(op, chosen, x), axes, keepdims=1, noop_with_empty_axes=noop_with_empty_axes)
-    return op.Where(chosen, _kept(op, dy, axes, keepdims) / ties, 0)
+    return op.Where(chosen, _keep_axes(op, dy, axes, keepdims) / ties, 0)
 
 
 @gradient("ReduceProd")
@@ -104,9 +104,9 @@ def reduce_prod(op, dy, x, axes, *, y, keepdims, noop_with_empty_axes):
     position = op.Reshape(op.Range(np.int64(0), size, np.int64(1)), op.Shape(x), allowzero=1)
     first = op.Equal(position, reduced(op.ReduceMin, op.Where(zero, position, size)))
     last = op.Equal(position, reduced(op.ReduceMax, op.Where(zero, position, np.int64(-1))))
-    quotient = _kept(op, y, axes, keepdims) / op.Where(zero, 1, x)
+    quotient = _keep_axes(op, y, axes, keepdims) / op.Where(zero, 1, x)
     others = op.Where(first, without(first), op.Where(last, without(last), op.Where(zero, 0, quotient)))
-    return _kept(op, dy, axes, keepdims) * others
+    return _keep_axes(op, dy, axes, keepdims) * others
 
 
 @gradient("CumSum")

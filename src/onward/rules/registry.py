@@ -192,7 +192,7 @@ def _rule_of_body(entry: Rewrite, inputs: tuple[int, ...]) -> Rule:
 
 def make_rewrite(operator: tuple[str, str], function: Callable[..., Any]) -> Rewrite:
     """A rewrite that is not in the table."""
-    return Rewrite(operator, function, *_asked(function, leading=1))
+    return Rewrite(operator, function, *_keywords_of(function, leading=1))
 
 
 def elementwise(domain: str = "", **derivatives: Callable[..., Any]) -> None:
@@ -297,7 +297,7 @@ def _rule(
     inputs: tuple[int, ...] | None = None,
 ) -> Rule:
     gradients = _parameters(function)[1].name
-    keywords, positional = _asked(function, leading=2)
+    keywords, positional = _keywords_of(function, leading=2)
     return Rule(operator, function, broadcasts, keywords, gradients == "dys", positional, inputs)
 
 
@@ -306,7 +306,7 @@ def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
     return list(inspect.signature(function).parameters.values())
 
 
-def _asked(function: Callable[..., Any], leading: int) -> tuple[dict[str, Any], int | None]:
+def _keywords_of(function: Callable[..., Any], leading: int) -> tuple[dict[str, Any], int | None]:
     """What a rule asks for by keyword, with defaults, and how many inputs it takes after the `leading` parameters."""
     parameters = _parameters(function)
     keywords = {p.name: None if p.default is p.empty else p.default for p in parameters if p.kind is p.KEYWORD_ONLY}

@@ -15,7 +15,7 @@ import onnx_ir as ir
 from onward.build import Expr
 from onward.errors import UnsupportedError
 from onward.rules.common import cast_like, largest
-from onward.rules.indexing import extent, filled_like, joined, reshaped
+from onward.rules.indexing import extent, filled_like, join_shape, reshape_to
 from onward.rules.registry import body, gradient
 from onward.shapes import dims
 
@@ -38,7 +38,7 @@ def on_axis(op, vector, x, axis):
 # ---- shapes: declared, so that sums over broadcast axes are known when the graph is built ----------------------------
 
 
-def _declared(x, *shape):
+def _declare(x, *shape):
     x.value.shape = ir.Shape(shape)
     return x
 
@@ -96,14 +96,14 @@ def _size(op, x, axis):
     shape = x.value.shape
     if shape is not None and isinstance(shape[axis], int):
         return op.constant(np.int64(shape[axis]))
-    return _declared(op.Gather(op.Shape(x), np.int64(axis)))
+    return _declare(op.Gather(op.Shape(x), np.int64(axis)))
 
 
 def _as_float(op, number, like):
     return cast_like(op, op.Cast(number, to=ir.DataType.DOUBLE) if like.dtype is None else number, like)
 
 
-def _clipped(op, p, size):
+def _clip_to_image(op, p, size):
     """`p` from the first pixel to the last, at which it has no derivative any more."""
     last = size - 1
     return op.Where(p > 0, op.Where(p < last, p, last), 0)
@@ -114,7 +114,7 @@ def _exact(op, p):
     return op.Cast(p, to=ir.DataType.FLOAT) if p.dtype in HALVES else p
 
 
-def _reflected(op, p, size, align_corners):
+def _reflect(op, p, size, align_corners):
     """`p` mirrored at the ends of the image, as often as it takes: they are pixels' centres, or half a pixel on."""
     low, extent = (0.0, op.Max(size - 1, 1)) if align_corners else (-0.5, size)
     distance = op.Abs(p - low)
@@ -142,11 +142,11 @@ def _taps(op, p, size, mode="linear", padding="zeros", align_corners=0):
         offsets, weights = _weights(op, op.Unsqueeze(p - base, [1]), mode)
     pixels = op.Unsqueeze(base, [1]) + _numbers(op, np.reshape(offsets, (-1, 1)), p)
     if padding == "reflection":
-        pixels = _reflected(op, pixels, size, align_corners)
+        pixels = _reflect(op, pixels, size, align_corners)
     if padding == "zeros":
         within = cast_like(op, op.And(pixels >= 0, pixels < size), p)
         weights = within if weights is None else weights * within
-    return Taps(offsets, op.Cast(_clipped(op, pixels, size), to=INT64), weights)
+    return Taps(offsets, op.Cast(_clip_to_image(op, pixels, size), to=INT64), weights)
 
 
 def _inside(op, p, size, mode, padding, align_corners):
@@ -154,18 +154,18 @@ def _inside(op, p, size, mode, padding, align_corners):
     if padding == "zeros":
         return p
     if padding == "reflection":
-        mirrored = _reflected(op, p, size, align_corners)
-        return mirrored if mode == "cubic" else _clipped(op, mirrored, size)
+        mirrored = _reflect(op, p, size, align_corners)
+        return mirrored if mode == "cubic" else _clip_to_image(op, mirrored, size)
     if mode != "cubic":
-        return _clipped(op, p, size)
+        return _clip_to_image(op, p, size)
     outside = op.Or(p < 0, p > size - 1) if align_corners else op.Or(p < -0.5, p > size - 0.5)
-    return op.Where(outside, _clipped(op, p, size), p)
+    return op.Where(outside, _clip_to_image(op, p, size), p)
 
 
 def _weights(op, f, mode):
     """The taps' offsets from the pixel below, and their weights, `f` above it."""
     if mode == "linear":
-        return [0, 1], _declared(op.Concat(1 - f, f, axis=1), f.value.shape[0], 2, f.value.shape[2])
+        return [0, 1], _declare(op.Concat(1 - f, f, axis=1), f.value.shape[0], 2, f.value.shape[2])
 
     def far(t):
         return ((t - 5) * t + 8) * t * CUBIC - 4 * CUBIC
@@ -174,10 +174,10 @@ def _weights(op, f, mode):
         return ((CUBIC + 2) * t - (CUBIC + 3)) * t * t + 1
 
     weights = op.Concat(far(f + 1), near(f), near(1 - f), far(2 - f), axis=1)
-    return [-1, 0, 1, 2], _declared(weights, f.value.shape[0], 4, f.value.shape[2])
+    return [-1, 0, 1, 2], _declare(weights, f.value.shape[0], 4, f.value.shape[2])
 
 
-def _sampled(op, x, sizes, taps):
+def _sample(op, x, sizes, taps):
     """The images [M, C, D1 ... Dr] at taps per axis [M, T, P]: [M, C, P]."""
     rank = len(sizes)
     index, weights = None, None
@@ -195,8 +195,8 @@ def _sampled(op, x, sizes, taps):
         return read
     count = len(taps[0].offsets) ** rank
     images, places = taps[0].pixels.value.shape[0], taps[0].pixels.value.shape[2]
-    read = _declared(op.Reshape(read, [0, 0, count, -1]), images, _dim(op, x, 1), count, places)
-    weighted = read * _declared(op.Reshape(weights, [0, 1, count, -1]), images, 1, count, places)
+    read = _declare(op.Reshape(read, [0, 0, count, -1]), images, _dim(op, x, 1), count, places)
+    weighted = read * _declare(op.Reshape(weights, [0, 1, count, -1]), images, 1, count, places)
     return op.ReduceSum(weighted, [2], keepdims=0) if count > 1 else op.Squeeze(weighted, [2])
 
 
@@ -213,14 +213,14 @@ def grid_sample(op, x, grid, *, align_corners, mode, padding_mode):
     rank = _spatial_rank(op, x, grid)
     sizes = [_size(op, x, axis + 2) for axis in range(rank)]
     images, places = _dim(op, grid, 0), _product(op, *(_dim(op, grid, axis + 1) for axis in range(rank)))
-    shape = joined(op, extent(op, x, 0, 2), extent(op, grid, 1, rank + 1))
+    shape = join_shape(op, extent(op, x, 0, 2), extent(op, grid, 1, rank + 1))
     grid, taps = _exact(op, grid), []
     for axis, number in enumerate(sizes):
         place = op.Reshape(op.Gather(grid, np.int64(rank - 1 - axis), axis=-1), [0, -1])
-        place, size = _declared(place, images, places), _as_float(op, number, grid)
+        place, size = _declare(place, images, places), _as_float(op, number, grid)
         p = (place + 1) / 2 * (size - 1) if align_corners else ((place + 1) * size - 1) / 2
         taps.append(_taps(op, p, size, mode, padding_mode, align_corners))
-    return reshaped(op, _sampled(op, x, sizes, taps), shape)
+    return reshape_to(op, _sample(op, x, sizes, taps), shape)
 
 
 def _spatial_rank(op, *tensors):
@@ -249,23 +249,23 @@ def deform_conv(op, x, w, offset, b, mask, *, dilations, group, offset_group, pa
         begins = op.Range(np.int64(0), counts[axis], np.int64(1)) * strides[axis] - pads[axis]
         place = op.Unsqueeze(within, [1]) + begins
         place = op.Unsqueeze(place, [1, 3] if axis == 0 else [0, 2])
-        return _declared(place, *(n if i % 2 == axis else 1 for i, n in enumerate(known)))
+        return _declare(place, *(n if i % 2 == axis else 1 for i, n in enumerate(known)))
 
     offset, taps = _exact(op, offset), []
     moved = op.Reshape(offset, shape([-1], *kernel, [2], *counts))
     for axis, size in enumerate(sizes):
-        place = _declared(op.Gather(moved, np.int64(axis), axis=3), images, *known)
+        place = _declare(op.Gather(moved, np.int64(axis), axis=3), images, *known)
         place = op.Reshape(place + _as_float(op, regular(axis), offset), [0, -1])
-        taps.append(_taps(op, _declared(place, images, places), _as_float(op, size, offset)))
-    read = _sampled(op, op.Reshape(x, shape(_size(op, x, 0) * offset_group, [-1], *sizes)), sizes, taps)
+        taps.append(_taps(op, _declare(place, images, places), _as_float(op, size, offset)))
+    read = _sample(op, op.Reshape(x, shape(_size(op, x, 0) * offset_group, [-1], *sizes)), sizes, taps)
     if mask is not None:
-        read = read * _declared(op.Reshape(mask, shape(op.Shape(read, end=1), [1, -1])), images, 1, places)
+        read = read * _declare(op.Reshape(mask, shape(op.Shape(read, end=1), [1, -1])), images, 1, places)
     columns = op.Reshape(read, shape(_size(op, x, 0), [group, -1], counts[0] * counts[1]))
     weights = op.Reshape(w, shape([group, -1], op.ReduceProd(op.Shape(w, start=1), keepdims=1)))
     y = op.Reshape(op.MatMul(weights, columns), shape(_size(op, x, 0), [-1], *counts))
     filters = _dim(op, w, 0)
-    y = _declared(y, _dim(op, x, 0), filters, *known[2:])
-    return y if b is None else y + _declared(op.Reshape(b, [1, -1, 1, 1]), 1, filters, 1, 1)
+    y = _declare(y, _dim(op, x, 0), filters, *known[2:])
+    return y if b is None else y + _declare(op.Reshape(b, [1, -1, 1, 1]), 1, filters, 1, 1)
 
 
 @body("RoiAlign", gradient=(0, 1))
@@ -288,25 +288,25 @@ def roi_align(
         Also how many taps there are in a bin, and how many samples count, [R, 1].
         """
         begin, end = (
-            _declared(op.Gather(rois, [1 - axis + side], axis=1), regions, 1) * spatial_scale for side in (0, 2)
+            _declare(op.Gather(rois, [1 - axis + side], axis=1), regions, 1) * spatial_scale for side in (0, 2)
         )
         extent = end - begin
         begin, extent = (begin - 0.5, extent) if half_pixel else (begin, op.Max(extent, op.scalar(1, rois)))
         count = _numbers(op, [[sampling_ratio]], rois) if sampling_ratio > 0 else op.Ceil(extent / bins)
         most = op.Cast(op.ReduceMax(count, keepdims=0), to=INT64)
         samples = sampling_ratio if sampling_ratio > 0 else _symbol(op)
-        steps = _as_float(op, _declared(op.Range(np.int64(0), most, np.int64(1)), samples), rois)
+        steps = _as_float(op, _declare(op.Range(np.int64(0), most, np.int64(1)), samples), rois)
         within = op.Unsqueeze((steps + 0.5) / count, [1]) + _numbers(op, np.arange(bins).reshape(-1, 1), rois)
         p = op.Unsqueeze(begin, [2]) + within * op.Unsqueeze(extent / bins, [2])
         size = _as_float(op, sizes[axis], rois)
         counts = cast_like(op, op.And(p >= -1, p <= size), rois)
-        p = _clipped(op, p, size)
+        p = _clip_to_image(op, p, size)
         below = op.Floor(p)
         pixels = op.Concat(*(op.Unsqueeze(n, [3]) for n in (below, op.Min(below + 1, size - 1))), axis=3)
         weights = op.Concat(*(op.Unsqueeze(n * counts, [3]) for n in (1 - (p - below), p - below)), axis=3)
         is_sample = op.Expand(op.Unsqueeze(steps < count, [1, 3]), op.Shape(weights))
         whole = _product(op, bins, samples, 2)
-        taps = [_declared(op.Reshape(n, [0, -1]), regions, whole) for n in (pixels, weights, is_sample)]
+        taps = [_declare(op.Reshape(n, [0, -1]), regions, whole) for n in (pixels, weights, is_sample)]
         return op.Cast(taps[0], to=INT64), *taps[1:], op.Reshape(most * 2, [1]), count
 
     def together(rows, columns):
@@ -317,19 +317,19 @@ def roi_align(
     image = op.Reshape(op.Cast(batch_indices, to=INT64), [-1, 1, 1])
     row, column = together(rows, columns)
     index = (image * sizes[0] + row) * sizes[1] + column
-    index = _declared(index, regions, rows.value.shape[1], columns.value.shape[1])
+    index = _declare(index, regions, rows.value.shape[1], columns.value.shape[1])
     flat = op.Reshape(op.Transpose(x, perm=[1, 0, 2, 3]), [0, -1])
-    pixels = _declared(op.Gather(flat, index, axis=1), channels, *index.value.shape)
+    pixels = _declare(op.Gather(flat, index, axis=1), channels, *index.value.shape)
     weighted = pixels * cast_like(op, op.Mul(*together(high, wide)), x)
     nothing = -largest(x) if mode == "max" else 0
     weighted = op.Where(op.And(*together(is_row, is_column)), weighted, nothing)
     bins = op.Concat([0, 0, output_height], row_taps, [output_width], column_taps, axis=0)
     taps = [2 * sampling_ratio if sampling_ratio > 0 else _symbol(op) for _ in range(2)]
     weighted = op.Reshape(weighted, bins)
-    weighted = _declared(weighted, channels, regions, output_height, taps[0], output_width, taps[1])
+    weighted = _declare(weighted, channels, regions, output_height, taps[0], output_width, taps[1])
     if mode == "max":
         y = op.ReduceMax(weighted, [3, 5], keepdims=0)
     else:
         count = op.Reshape(cast_like(op, op.Max(row_count * column_count, op.scalar(1, rois)), x), [-1, 1, 1])
-        y = op.ReduceSum(weighted, [3, 5], keepdims=0) / _declared(count, 1 if sampling_ratio > 0 else regions, 1, 1)
+        y = op.ReduceSum(weighted, [3, 5], keepdims=0) / _declare(count, 1 if sampling_ratio > 0 else regions, 1, 1)
     return op.Transpose(y, perm=[1, 0, 2, 3])

@@ -8,7 +8,7 @@ A are multiplied with those of all B.
 import onnx_ir as ir
 
 from onward.build import Builder
-from onward.rules.indexing import along, joined
+from onward.rules.indexing import along, join_shape
 from onward.transform.unused import remove_unused
 
 
@@ -37,7 +37,7 @@ def sum_of_products(op, pairs, stacks):
     def all_rows(value):
         stack = stacks[value]
         stack.value.shape = ir.Shape([None, *value.shape])
-        return op.Reshape(stack, joined(op, [-1], along(op, stack, -1)))
+        return op.Reshape(stack, join_shape(op, [-1], along(op, stack, -1)))
 
     products = [op.Gemm(all_rows(a), all_rows(b), transA=1) for a, b in pairs]
     return products[0] if len(products) == 1 else op.Sum(*products)

@@ -12,7 +12,15 @@ import onnx_ir as ir
 from onward.containers import element_of, is_sequence
 from onward.model.walk import nested_graphs
 from onward.rules.common import fixed_number
-from onward.rules.nested import captured, captured_and_active, recomputed, refuse_sequences, seeds_of, several, summed
+from onward.rules.nested import (
+    captured_and_active,
+    captured_values,
+    recompute,
+    refuse_sequences,
+    seeds_of,
+    several,
+    sum_by_value,
+)
 from onward.rules.registry import gradient, no_gradient, simplification
 from onward.shapes import constant_ints, dims, output_shape
 from onward.transform.unused import remove_unused
@@ -128,7 +136,7 @@ def sequence_map(op, dys, *inputs, node, body, active, pull_back):
 
     def back(inner, *values):
         known, items = dict(zip(given, values, strict=False)), values[len(given) :]
-        nodes, outputs = recomputed(inner, body, items)
+        nodes, outputs = recompute(inner, body, items)
         sources = [*(items[i].value for i in wanted), *captured]
         seeds = seeds_of(inner, outputs, [known.get(i) for i in range(len(dys))])
         grads = pull_back(inner, nodes, seeds, sources)
@@ -140,7 +148,7 @@ def sequence_map(op, dys, *inputs, node, body, active, pull_back):
     graph.inputs[:] = [graph.inputs[i] for i in needed]
     results = op.SequenceMap(*(entries[i] for i in needed), outputs=len(wanted) + len(captured), body=graph)
     sources = [*(node.inputs[i] for i in wanted), *captured]
-    return summed(
+    return sum_by_value(
         (value, grads if is_sequence(value) else _total(op, grads, value))
         for value, grads in zip(sources, several(results), strict=True)
     )
@@ -164,7 +172,7 @@ def map_as_loop(op, *inputs, node, body):
 
     ONNX Runtime does not load every SequenceMap in a graph that is nested in another one, as gradients would have it.
     """
-    outside = [value for value in captured(body) if value not in body.inputs]
+    outside = [value for value in captured_values(body) if value not in body.inputs]
     plain = all(isinstance(value.type, ir.TensorType) for value in outside)
     dtypes = [outer.dtype or made.dtype for outer, made in zip(node.outputs, body.outputs, strict=True)]
     if (plain and not any(any(nested_graphs(inner)) for inner in body)) or None in dtypes:
@@ -172,7 +180,7 @@ def map_as_loop(op, *inputs, node, body):
 
     def step(inner, number, go_on, *lists):
         items = [inner.SequenceAt(x.value, number).like(_entry(x.value)) if is_sequence(x.value) else x for x in inputs]
-        _, outputs = recomputed(inner, body, items)
+        _, outputs = recompute(inner, body, items)
         longer = [inner.SequenceInsert(*pair) for pair in zip(lists, outputs, strict=True)]
         return [inner.Identity(go_on), *longer]
 

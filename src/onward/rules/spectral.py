@@ -4,7 +4,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onward.rules.common import cast_like
-from onward.rules.indexing import padded
+from onward.rules.indexing import pad_axes
 from onward.rules.registry import body, gradient
 from onward.rules.sampling import on_axis
 from onward.shapes import constant_ints
@@ -20,17 +20,17 @@ def dft(op, dy, x, dft_length, axis_input, *, y, axis, inverse, onesided):
     but for the first, and for the last if n is even. What dft_length adds to X gets no gradient, what it cuts off 0.
     """
     if axis is None:  # an input since operator set 20
-        axis = -2 if axis_input is None else _known(axis_input)
+        axis = -2 if axis_input is None else _known_axis(axis_input)
     length = _length(op, y if inverse else x, axis, dft_length)
     n = cast_like(op, op.Cast(length, to=ir.DataType.DOUBLE) if dy.dtype is None else length, dy)
     if not inverse:
-        dx = _transformed(op, dy, length, axis, inverse=1) * n
+        dx = _transform(op, dy, length, axis, inverse=1) * n
     else:
-        dx = _transformed(op, dy, length, axis, onesided=onesided or None) / n
+        dx = _transform(op, dy, length, axis, onesided=onesided or None) / n
         if onesided:
             dx = _twice_inside(op, dx, length, axis)
     known = dft_length is None and not onesided
-    dx = dx if known else _fitted(op, dx, x, axis)
+    dx = dx if known else _fit_length(op, dx, x, axis)
     pair = x.value.shape is not None and x.value.shape[-1] == 2
     return dx if pair else op.Slice(dx, [0], op.Shape(x, start=-1), [-1])
 
@@ -48,10 +48,10 @@ def stft(op, signal, frame_step, window, frame_length, *, onesided):
     places = op.Unsqueeze(begins, [1]) + op.Range(np.int64(0), length, np.int64(1))
     frames = op.Gather(signal, places, axis=1)
     weighted = frames if window is None else frames * op.Unsqueeze(window, [1])
-    return _transformed(op, weighted, length, 2, onesided=onesided)
+    return _transform(op, weighted, length, 2, onesided=onesided)
 
 
-def _transformed(op, x, length, axis, **attributes):
+def _transform(op, x, length, axis, **attributes):
     """The transform of `x`, by whichever way the operator set has to name the axis."""
     if op.opset < 20:
         return op.DFT(x, length, axis=axis, **attributes)
@@ -70,19 +70,19 @@ def _length(op, x, axis, given):
     return op.Gather(op.Shape(x), op.Reshape(axis, SCALAR))
 
 
-def _known(axis):
+def _known_axis(axis):
     """The axis as a number, if it is one that is known."""
     number = constant_ints(axis.value)
     return axis if number is None else number[0]
 
 
-def _fitted(op, dx, x, axis):
+def _fit_length(op, dx, x, axis):
     """`dx` cut, or filled up with zeros, to the length of `x` along the axis."""
     axes = [axis] if isinstance(axis, int) else op.Reshape(axis, [1])
     size = op.Reshape(_length(op, x, axis, None), [1])
     cut = op.Slice(dx, [0], size, axes)
     missing = size - op.Reshape(_length(op, cut, axis, None), [1])
-    return padded(op, cut, op.Concat([0], missing, axis=0), axes)
+    return pad_axes(op, cut, op.Concat([0], missing, axis=0), axes)
 
 
 def _twice_inside(op, dx, length, axis):

@@ -12,7 +12,7 @@ import numpy as np
 from onward.build import Expr
 from onward.errors import UnsupportedError
 from onward.rules.common import identity
-from onward.rules.indexing import joined, reshaped
+from onward.rules.indexing import join_shape, reshape_to
 
 LARGEST_CONSTANT = 64
 """Identity matrices up to this size are written out."""
@@ -85,7 +85,7 @@ def sliding(op, image, windows, kernel, *, auto_pad, dilations, pads, strides):
     return window
 
 
-def spread(op, windows, weight, window, group=1):
+def spread_windows(op, windows, weight, window, group=1):
     """Multiply `weight` by each element of `windows` and add up, over the image, what falls on the same place."""
     slide = {"dilations": window.dilations, "strides": window.strides, "group": group}
     if not window.static:
@@ -221,10 +221,10 @@ def reshape(op, x, *sizes):
     unknown = [n for n in sizes if isinstance(n, Expr)]
     if len(unknown) <= 1 and 0 not in [n for n in sizes if not isinstance(n, Expr)]:
         return op.Reshape(x, [-1 if isinstance(n, Expr) else n for n in sizes])
-    return reshaped(op, x, joined(op, *(n if isinstance(n, Expr) else [n] for n in sizes)))
+    return reshape_to(op, x, join_shape(op, *(n if isinstance(n, Expr) else [n] for n in sizes)))
 
 
 def reshape_like(op, x, like):
     shape = like.value.shape
     known = shape is not None and all(isinstance(n, int) and n > 0 for n in shape)
-    return reshaped(op, x, list(shape) if known else op.Shape(like))
+    return reshape_to(op, x, list(shape) if known else op.Shape(like))

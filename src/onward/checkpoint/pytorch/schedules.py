@@ -7,7 +7,7 @@ from typing import Any
 
 from onward.checkpoint.description import Schedule
 from onward.checkpoint.pytorch.objects import Name, Object
-from onward.convert.pytorch_schedules import ROWS, Attributes, class_of, in_sequence, one_cycle, restarted
+from onward.convert.pytorch_schedules import ROWS, Attributes, class_of, in_sequence, one_cycle, restart_position
 from onward.convert.rate_formulas import FOREVER, Pieces, complete, in_words
 from onward.recipe.spec import Spec
 
@@ -93,7 +93,7 @@ def state_of(words: Sequence[Spec], bases: Sequence[float], rates: Sequence[floa
         counts = {step: state["milestones"].count(step) for step in state["milestones"]}
         state["milestones"] = Object(Name("collections", "Counter"), (counts,))
     if "T_0" in state:
-        state |= restarted(state["T_0"], state["T_mult"], position)
+        state |= restart_position(state["T_0"], state["T_mult"], position)
     return {**state, **common}
 
 
@@ -111,7 +111,7 @@ def advance_state(state: Mapping[str, Any], rates: Sequence[float], position: in
     if "_step_count" in state:
         moved["_step_count"] = position + 1
     if "T_cur" in state:
-        moved |= restarted(state["T_0"], state["T_mult"], position)
+        moved |= restart_position(state["T_0"], state["T_mult"], position)
     return moved
 
 

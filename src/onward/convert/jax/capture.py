@@ -88,14 +88,14 @@ def from_jax(
         clip=found.clip,
         recipe=found.recipe,
     )
-    training = _assembled(run, captured)
+    training = _assemble(run, captured)
     if not probe:
         return training
     if not is_traced:
         try_updates(optimizer, state, weights, run)
     if loss is None:
         still = dataclasses.replace(run, model=without_dropout(model))
-        _probe_steps(_assembled(still, captured), captured, optimizer, state)
+        _probe_steps(_assemble(still, captured), captured, optimizer, state)
     else:
         _compare_outputs(model, captured)
     return training
@@ -120,10 +120,10 @@ def _updates(tx: optax.GradientTransformation, state: Any, weights: Tree, idle: 
         except UnsupportedError as error:
             hints = "; ".join(hint for each in (unread, error) if (hint := each.hint))
             raise UnsupportedError(f"{unread}; and as a function: {error}", hint=hints) from error
-    return _used(found, idle), False
+    return _drop_idle(found, idle), False
 
 
-def _used(found: Optimization, idle: set[str]) -> Optimization:
+def _drop_idle(found: Optimization, idle: set[str]) -> Optimization:
     """The same without parameters that no result depends on, if their updates are zero."""
     moving = [
         name
@@ -186,7 +186,7 @@ def _is_parameter(leaf: Any) -> bool:
     return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating)
 
 
-def _assembled(run: Snapshot, captured: _Captured) -> Model:
+def _assemble(run: Snapshot, captured: _Captured) -> Model:
     training = assemble(run)
     if captured.statistics is not None:
         for name in named_leaves(captured.statistics):
@@ -248,7 +248,7 @@ def _probe_steps(training: Model, captured: _Captured, tx: optax.GradientTransfo
         return {name: np.ma.masked_array(leaf, noisy.get(name, False)) for name, leaf in leaves.items()}
 
     engine = "jax" if ir.DataType.BFLOAT16 in types_in(training) else None  # of which ONNX Runtime has few kernels
-    compare_steps(training, _repeated(batch, 3), step, weights, carrier="JAX", engine=engine)
+    compare_steps(training, _repeat(batch, 3), step, weights, carrier="JAX", engine=engine)
 
 
 def _plain(leaf: Any) -> np.ndarray:
@@ -264,7 +264,7 @@ def _rounding(gradients: Tree) -> dict[str, np.ndarray]:
     return {name: size < least for name, size in sizes.items()}
 
 
-def _repeated(batch: dict[str, np.ndarray], times: int) -> Iterator[dict[str, np.ndarray]]:
+def _repeat(batch: dict[str, np.ndarray], times: int) -> Iterator[dict[str, np.ndarray]]:
     for _ in range(times):
         yield batch
 

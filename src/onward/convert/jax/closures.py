@@ -98,7 +98,7 @@ def _named_chain(free: dict[str, Any], state: Any, params: Tree, visit: Visit) -
     return type(state)((name, walk(tx.update, state[name], params, visit)) for name, tx in free["transforms"])
 
 
-def _masked(free: dict[str, Any], state: Any, params: Tree, visit: Visit) -> Any:
+def _visit_masked(free: dict[str, Any], state: Any, params: Tree, visit: Visit) -> Any:
     mask = free["mask"]
     leaves = jax.tree.leaves(mask)
     if callable(mask) or (leaves and all(map(callable, leaves))):
@@ -125,7 +125,7 @@ def _equal(labels: Tree, group: Any) -> Tree:
     return jax.tree.map(lambda label: label == group, labels)
 
 
-def _injected(free: dict[str, Any], state: Any, params: Tree, visit: Visit) -> Any:
+def _visit_injected(free: dict[str, Any], state: Any, params: Tree, visit: Visit) -> Any:
     """The transformation with its numbers as they are in the state."""
     numbers = {name: float(value) for name, value in state.hyperparams.items()}
     for name, schedule in free["sched_hps"].items():
@@ -144,9 +144,9 @@ _COMBINATIONS: dict[str, Callable[[dict[str, Any], Any, Tree, Visit], Any]] = {
     "with_extra_args_support": _extra,
     "chain": _chain,
     "named_chain": _named_chain,
-    "masked": _masked,
+    "masked": _visit_masked,
     "partition": _partition,
-    "inject_hyperparams": _injected,
+    "inject_hyperparams": _visit_injected,
 }
 
 

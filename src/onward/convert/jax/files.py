@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from onward.convert.files import check_numbers, compare, refilled
+from onward.convert.files import check_numbers, compare, with_state
 from onward.convert.jax.program.runtime import filled, named
 from onward.convert.jax.program.runtime import write as write_arrays
 from onward.convert.jax.program.source import CONSTANTS, STATE, program
@@ -36,7 +36,7 @@ def write(model: Model, path: Path) -> list[Path]:
 def restore(path: Path, like: Model | None) -> Model:
     """The training model `like` with the state of a folder, of which nothing is executed."""
     if like is None:
-        return refilled(like, {}, str(path))
+        return with_state(like, {}, str(path))
     arrays = _arrays(path / STATE)
     parts = Parts(like)
     state, tx = parts.state()

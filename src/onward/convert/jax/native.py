@@ -15,7 +15,7 @@ from onward.convert.jax.closures import walk
 from onward.convert.jax.exact import Rate
 from onward.convert.jax.objects import OBJECTS
 from onward.convert.jax.schedules import make_schedule
-from onward.convert.jax.slots import filled
+from onward.convert.jax.slots import fill_state
 from onward.convert.snapshot import Group, Snapshot
 from onward.recipe.optimizers import FunctionOptimizer, optimizer
 from onward.recipe.spec import Spec
@@ -29,12 +29,12 @@ def make_optimizer(run: Snapshot, params: Mapping[str, Any]) -> tuple[optax.Grad
     tx = transformation(run, OBJECTS)
     slots = {**run.state, **_traces(run)}
     with jax.enable_x64(True):
-        state = walk(tx.update, tx.init(params), params, lambda found: filled(found, slots, run.step))
+        state = walk(tx.update, tx.init(params), params, lambda found: fill_state(found, slots, run.step))
         every = int(run.recipe.get("accumulate", 1))
         if every == 1:
             return tx, state
         steps = optax.MultiSteps(tx, every, accumulator_dtype=jnp.result_type(*params.values()))
-        return steps.gradient_transformation(), _accumulated(steps.init(params), state, run)
+        return steps.gradient_transformation(), _accumulation_state(steps.init(params), state, run)
 
 
 def is_native(spec: Spec) -> bool:
@@ -90,7 +90,7 @@ def _momentum_is_outer(spec: Spec) -> bool:
     return spec.name == "rmsprop" and spec.options.get("variant") != "torch" and is_native(spec)
 
 
-def _accumulated(state: optax.MultiStepsState, inner: Any, run: Snapshot) -> optax.MultiStepsState:
+def _accumulation_state(state: optax.MultiStepsState, inner: Any, run: Snapshot) -> optax.MultiStepsState:
     count = int(run.state.get("micro_step", 0))
     means = {
         name: jnp.asarray(run.state[f"accum/{name}"] / max(count, 1), old.dtype)

@@ -11,7 +11,7 @@ import optax
 
 from onward.convert.jax.closures import Transformation, Tree, free_variables, named_leaves, origin, walk
 from onward.convert.jax.recognize import Recognized, number, recognize
-from onward.convert.jax.schedules import read_schedule, scaled
+from onward.convert.jax.schedules import read_schedule, scale_rates
 from onward.convert.jax.slots import Arrays, counts, read_slots
 from onward.convert.snapshot import Group
 from onward.errors import UnsupportedError
@@ -49,20 +49,20 @@ def read_optimizer(tx: Any, opt_state: Any, params: Tree) -> Optimization:
     if not trained:
         raise UnsupportedError("the optimizer changes no parameter")
     problems: dict[str, UnsupportedError] = {}
-    recognized, clip = _recognized(trained, problems)
+    recognized, clip = _recognize_each(trained, problems)
     rates = _rates(recognized, problems)
     if problems:
         raise _refusal(problems, found)
     for t in found:
         state |= read_slots(t)
     step = _common([*steps, *(count for t in found for count in counts(t.state))])
-    kept = _kept(state, recognized, {name: rate for name, (rate, _) in rates.items()})
+    kept = _optimizer_state(state, recognized, {name: rate for name, (rate, _) in rates.items()})
     schedule = next(iter(rates.values()))[1]
     groups = _groups({name: _with_rate(recognized[name].optimizer, rates[name][0]) for name in trained})
     return Optimization(groups, kept, step, schedule, clip, recipe)
 
 
-def _recognized(
+def _recognize_each(
     trained: Mapping[str, Sequence[Transformation]], problems: dict[str, UnsupportedError]
 ) -> tuple[dict[str, Recognized], dict[str, Any] | None]:
     """The optimizer of each parameter, and how all gradients are clipped."""
@@ -70,7 +70,7 @@ def _recognized(
     clips: dict[str, dict[str, Any] | None] = {}
     for name, chain in trained.items():
         try:
-            clip, rest = _clipped(chain, set(trained))
+            clip, rest = _take_clipping(chain, set(trained))
             clips[str(clip)] = clip
             recognized[name] = recognize(rest)
         except UnsupportedError as error:
@@ -128,7 +128,7 @@ def _is_frozen(chain: Sequence[Transformation]) -> bool:
     return last == ["set_to_zero"]
 
 
-def _clipped(
+def _take_clipping(
     chain: Sequence[Transformation], trained: set[str]
 ) -> tuple[dict[str, Any] | None, Sequence[Transformation]]:
     """How gradients are clipped before everything else, and the rest."""
@@ -157,7 +157,7 @@ def _rates(
     for rate in {each.rate for each in recognized.values()}:
         try:
             read = read_schedule(rate.schedule, rate.factor) if rate.schedule else (rate.factor, [])
-            known[rate] = (-read[0], [scaled(spec, -1.0) for spec in read[1]])
+            known[rate] = (-read[0], [scale_rates(spec, -1.0) for spec in read[1]])
         except UnsupportedError as error:
             problems.setdefault(str(error), error)
     rates = {name: known[each.rate] for name, each in recognized.items() if each.rate in known}
@@ -182,7 +182,7 @@ def _refusal(problems: Mapping[str, UnsupportedError], found: Sequence[Transform
     )
 
 
-def _kept(state: Arrays, recognized: Mapping[str, Recognized], rates: Mapping[str, float]) -> Arrays:
+def _optimizer_state(state: Arrays, recognized: Mapping[str, Recognized], rates: Mapping[str, float]) -> Arrays:
     """The state of what is trained, with momentum as a recipe has it."""
     kept = {name: array for name, array in state.items() if name == "micro_step" or name.startswith(_OF_GROUPS)}
     for name, found in recognized.items():

@@ -15,7 +15,7 @@ from onward.convert.jax.native import make_optimizer
 from onward.convert.jax.optimizers import read_optimizer
 from onward.convert.jax.trial import try_updates
 from onward.convert.snapshot import Snapshot, disassemble, step_of
-from onward.convert.standard_steps import adopted
+from onward.convert.standard_steps import adopt
 from onward.engines.framework_engine import interpreter
 from onward.engines.jax import Jax
 from onward.errors import UnsupportedError, listed
@@ -76,12 +76,12 @@ def to_jax(training: Source, *, step: int | None = None, probe: bool = True) -> 
             params = optax.apply_updates(state["params"], updates)
             count = opt_state.gradient_step if isinstance(opt_state, optax.MultiStepsState) else state["step"] + 1
             new = {**state, **changed, "params": params, "opt_state": opt_state, "step": count}
-            return _averaged(new, state, run), metrics
+            return _average(new, state, run), metrics
 
     return JaxTraining(one_step, state, parts.apply(), loss, tx, lambda state: parts.training(state, tx))
 
 
-def _averaged(new: Tree, old: Tree, run: Snapshot) -> Tree:
+def _average(new: Tree, old: Tree, run: Snapshot) -> Tree:
     """The averages of the parameters follow them where there was an update."""
     if "ema" not in new:
         return new
@@ -109,7 +109,7 @@ class Parts:
     """What of a training model is what in JAX."""
 
     def __init__(self, model: Model, asked: int | None = None):
-        model = adopted(model)
+        model = adopt(model)
         index = step_of(model, asked)
         self._model, self._index, self._states = model, index, states(model, index)
         self.framework = Jax("cuda" if jax.default_backend() == "gpu" else "cpu")

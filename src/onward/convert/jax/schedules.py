@@ -46,7 +46,7 @@ def read_schedule(function: Schedule, factor: float = 1.0) -> tuple[float, list[
     """The base rate and the schedules of a recipe that give `factor` times what a schedule of optax gives."""
     if origin(function) == "rate_of":
         free = free_variables(function)
-        return free["lr"] * factor, [scaled(spec, factor) for spec in free["specs"]]
+        return free["lr"] * factor, [scale_rates(spec, factor) for spec in free["specs"]]
     pieces = _pieces(function, factor)
     bases = list(dict.fromkeys(piece.base for piece, _ in pieces if isinstance(piece, Curve)))
     if len(bases) > 1:
@@ -62,7 +62,7 @@ def read_schedule(function: Schedule, factor: float = 1.0) -> tuple[float, list[
     return base, [_spec(piece, end, base) for piece, end in pieces]
 
 
-def scaled(spec: Spec, factor: float) -> Spec:
+def scale_rates(spec: Spec, factor: float) -> Spec:
     """Two numbers are rates themselves."""
     return Spec(spec.name, {key: value * factor if key in _RATES else value for key, value in spec.options.items()})
 
@@ -115,11 +115,11 @@ def _exponential(free: Mapping[str, Any], factor: float) -> Pieces:
         curve = Curve(start, Spec("exponential", {"gamma": rate ** (1 / steps)}))
     pieces: Pieces = [(curve, math.inf)]
     if free.get("end_value") is not None:
-        pieces = _limited(curve, float(free["end_value"]) * factor, rate, steps, bool(free["staircase"]))
+        pieces = _limit_curve(curve, float(free["end_value"]) * factor, rate, steps, bool(free["staircase"]))
     return _after(float(free["transition_begin"]), start, pieces)
 
 
-def _limited(curve: Curve, limit: float, rate: float, steps: float, staircase: bool) -> Pieces:
+def _limit_curve(curve: Curve, limit: float, rate: float, steps: float, staircase: bool) -> Pieces:
     """An exponential curve until it is at a limit, and that limit from then on."""
 
     def passed(n: int) -> bool:
@@ -156,7 +156,7 @@ def _piecewise_constant(free: Mapping[str, Any], factor: float) -> Pieces:
     for boundary, scale in changes:
         pieces.append((Line(value, value), float(boundary)))
         value *= float(scale)
-    return _clipped([*pieces, (Line(value, value), math.inf)], math.inf)
+    return _clip_pieces([*pieces, (Line(value, value), math.inf)], math.inf)
 
 
 def _piecewise_interpolated(free: Mapping[str, Any], factor: float) -> Pieces:
@@ -169,7 +169,7 @@ def _piecewise_interpolated(free: Mapping[str, Any], factor: float) -> Pieces:
             (Line(*rates, end - start), end)
             for rates, (start, end) in zip(pairwise(values), pairwise(bounds), strict=True)
         ]
-        return _clipped([*lines, (Line(values[-1], values[-1]), math.inf)], math.inf)
+        return _clip_pieces([*lines, (Line(values[-1], values[-1]), math.inf)], math.inf)
     if len(bounds) == 2:
         return [(Curve(values[0], Spec("cosine", {"steps": bounds[1], "min": values[1]})), math.inf)]
     if len(bounds) == 3 and 0 < bounds[1] < bounds[2]:
@@ -184,15 +184,15 @@ def _piecewise_interpolated(free: Mapping[str, Any], factor: float) -> Pieces:
     raise UnsupportedError("a recipe has no chain of more than two cosine curves up and down")
 
 
-def _joined(free: Mapping[str, Any], factor: float) -> Pieces:
+def _join_pieces(free: Mapping[str, Any], factor: float) -> Pieces:
     ends = [*map(float, free["boundaries"]), math.inf]
     pieces: Pieces = []
     for function, start, end in zip(free["schedules"], [0.0, *ends], ends, strict=False):
-        pieces += [(piece, start + last) for piece, last in _clipped(_pieces(function, factor), end - start)]
+        pieces += [(piece, start + last) for piece, last in _clip_pieces(_pieces(function, factor), end - start)]
     return pieces
 
 
-def _clipped(pieces: Pieces, length: float) -> Pieces:
+def _clip_pieces(pieces: Pieces, length: float) -> Pieces:
     """What of them happens within so many updates."""
     kept: Pieces = []
     start = 0.0
@@ -215,7 +215,7 @@ _READERS: dict[str, Callable[[Mapping[str, Any], float], Pieces]] = {
     "cosine_decay_schedule": _cosine,
     "piecewise_constant_schedule": _piecewise_constant,
     "piecewise_interpolate_schedule": _piecewise_interpolated,
-    "join_schedules": _joined,
+    "join_schedules": _join_pieces,
 }
 
 # ---- to optax --------------------------------------------------------------------------------------------------------

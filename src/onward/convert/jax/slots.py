@@ -33,7 +33,7 @@ def read_slots(found: Transformation) -> Arrays:
     return slots
 
 
-def filled(found: Transformation, slots: Mapping[str, np.ndarray], step: int) -> Any:
+def fill_state(found: Transformation, slots: Mapping[str, np.ndarray], step: int) -> Any:
     """The state of a transformation, with our slots in it, after so many updates."""
     state = found.state
     if "count" in getattr(state, "_fields", ()):

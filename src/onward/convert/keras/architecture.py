@@ -27,7 +27,7 @@ def from_configuration(config: Mapping[str, Any], names: Sequence[tuple[str, tup
     compiled = {**config.get("compile_config", {}), "optimizer": _ANY_OPTIMIZER, "metrics": None, "run_eagerly": False}
     if not compiled.get("loss"):
         raise UnsupportedError("the model was saved without its loss", hint="give a training model with `--like`")
-    made = _made({**config, "compile_config": compiled})
+    made = _make_model({**config, "compile_config": compiled})
     variables = [variable for variable in made.variables if "seed_generator" not in variable.path]
     shapes = [tuple(variable.shape) for variable in variables]
     if shapes != [shape for _, shape in names]:
@@ -39,7 +39,7 @@ def from_configuration(config: Mapping[str, Any], names: Sequence[tuple[str, tup
     return from_keras(made, probe=False, approx=True)
 
 
-def _made(config: dict[str, Any]) -> Any:
+def _make_model(config: dict[str, Any]) -> Any:
     try:
         return keras.saving.deserialize_keras_object(config, safe_mode=True)
     except Exception as error:  # nothing of ours runs here, and Keras raises whatever a layer does

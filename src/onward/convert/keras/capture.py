@@ -12,7 +12,7 @@ from onward.convert.keras.losses import Term, terms_of
 from onward.convert.keras.optimizers import clip_of, kind_of, recipe_of, settings_of, state_of
 from onward.convert.keras.rehearsal import rehearse
 from onward.convert.keras.schedules import rate_of
-from onward.convert.keras.traced import traced
+from onward.convert.keras.traced import trace_update
 from onward.convert.keras.walk import REGULARIZATION, Walk, functional_of
 from onward.convert.optimizer_classes import Rate, Refused
 from onward.convert.snapshot import Group, Snapshot, assemble
@@ -120,7 +120,7 @@ def _groups(optimizer: Any, lr: float, variables: Sequence[Any], walk: Walk) -> 
     """One, or two where weight decay leaves some variables out."""
     kind = kind_of(optimizer)
     if kind is None:
-        return [Group(traced(optimizer, variables, walk.names, lr), [walk.names[id(v)] for v in variables])]
+        return [Group(trace_update(optimizer, variables, walk.names, lr), [walk.names[id(v)] for v in variables])]
     settings = {"lr": lr, **settings_of(optimizer)}
     decay = float(optimizer.weight_decay or 0.0)
     decayed = [v for v in variables if decay and optimizer._use_weight_decay(v)]

@@ -20,19 +20,19 @@ from onward.transform.inline import inline
 _SAMPLES = 3
 
 
-def traced(op: Builder, node: Any, arguments: Any, weight: Callable[[Any], Expr]) -> list[Expr]:
+def trace_layer(op: Builder, node: Any, arguments: Any, weight: Callable[[Any], Expr]) -> list[Expr]:
     """What a call of a layer computes, in the graph of `op`; `arguments` are those of the call, with our tensors."""
     layer = node.operation
     _check(layer)
     call = _Call(layer, arguments)
     try:
-        model = inline(_exported(call))
+        model = inline(_export(call))
     except Refused:
         raise
     except Exception as error:  # what the backend, or the layer, raises
         raise Refused(f"cannot be traced: {first_line(error)}") from error
     sources = [*(tensor.plain for tensor in call.tensors), *map(weight, call.variables)]
-    return _placed(op, model, sources, layer.name)
+    return _place_graph(op, model, sources, layer.name)
 
 
 def _check(layer: Any) -> None:
@@ -82,7 +82,7 @@ class _Call:
         return any(not np.array_equal(x, y, equal_nan=True) for x, y in zip(*both, strict=True))
 
 
-def _exported(call: _Call) -> Model:
+def _export(call: _Call) -> Model:
     """The graph of a call, on the backend that Keras has."""
     if call.differs_in_training():
         raise Refused("computes something else in training")
@@ -108,7 +108,7 @@ def _by_jax(call: _Call) -> Model:
     return export(lambda _, *given: call(*given), {}, *examples)
 
 
-def _placed(op: Builder, model: Model, sources: Sequence[Expr], scope: str) -> list[Expr]:
+def _place_graph(op: Builder, model: Model, sources: Sequence[Expr], scope: str) -> list[Expr]:
     """Move the graph of a model, which is used up, into that of `op`."""
     results = list(model.graph.outputs)
     for value, source in zip(list(model.graph.inputs), sources, strict=True):

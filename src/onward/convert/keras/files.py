@@ -6,13 +6,13 @@ from pathlib import Path
 
 import numpy as np
 
-from onward.convert.files import OTHER, refilled
+from onward.convert.files import OTHER, with_state
 from onward.convert.keras.optimizers import array_of
 from onward.convert.keras.release import to_keras
 from onward.convert.keras.source import program_of
 from onward.convert.keras.source.placeholder_model import standing_in
 from onward.convert.keras.source.trial import try_files
-from onward.convert.keras.weights import stored
+from onward.convert.keras.weights import read_weights
 from onward.convert.problems import Problems
 from onward.convert.python import program_beside
 from onward.convert.snapshot import step_of
@@ -40,12 +40,12 @@ def write(model: Model, path: Path) -> list[Path]:
 def restore(path: Path, like: Model | None = None) -> Model:
     """The training model `like` with the state of a file. Nothing in it is executed."""
     if like is None:
-        return refilled(None, {}, str(path))
+        return with_state(None, {}, str(path))
     live = to_keras(like)
     held = list(live.variables_by_name.values())
     in_order = [*(v for v in held if v.trainable), *(v for v in held if not v.trainable)]
     places = {"vars": in_order, "optimizer/vars": live.optimizer.variables}
-    arrays = stored(path, {place: [tuple(v.shape) for v in variables] for place, variables in places.items()})
+    arrays = read_weights(path, {place: [tuple(v.shape) for v in variables] for place, variables in places.items()})
     problems = Problems(f"the state of `{path}`")
     for place, variables in places.items():
         if len(arrays[place]) < len(variables):
@@ -61,7 +61,7 @@ def restore(path: Path, like: Model | None = None) -> Model:
     for place, variables in places.items():
         for variable, array in zip(variables, arrays[place], strict=False):
             variable.assign(array.astype(array_of(variable).dtype))
-    return refilled(like, live.state(), str(path))
+    return with_state(like, live.state(), str(path))
 
 
 def _is_alike(found: np.dtype, expected: np.dtype) -> bool:

@@ -63,7 +63,7 @@ def find(layer: Any) -> Row | None:
     return ROWS.get(kind.__name__) if kind.__module__.startswith("keras.") else None
 
 
-def accepted(function: Row, arguments: dict[str, Any]) -> dict[str, Any]:
+def accepted_arguments(function: Row, arguments: dict[str, Any]) -> dict[str, Any]:
     """The arguments that a row takes, if the others say nothing."""
     known = inspect.signature(function).parameters
     for name, value in arguments.items():

@@ -183,7 +183,7 @@ def dice(eps: float) -> Formula:
     return formula
 
 
-def generalized(q: float) -> Formula:
+def generalized_cross_entropy(q: float) -> Formula:
     """(1 - p^q) / q of the probability of the right class."""
 
     def formula(op: Builder, p: Expr, labels: Expr) -> Expr:

@@ -264,7 +264,7 @@ _READERS: dict[str, Callable[[_Reader], Term]] = {
     "dice": _of_regions,
     "tversky": _of_regions,
     "categorical_generalized_cross_entropy": lambda r: r.formula(
-        loss_formulas.generalized(float(r.option("q"))), _labels(r), each=False
+        loss_formulas.generalized_cross_entropy(float(r.option("q"))), _labels(r), each=False
     ),
     **dict.fromkeys((*loss_formulas.ELEMENTWISE, *loss_formulas.BY_SAMPLE), _formula),
 }

@@ -7,7 +7,7 @@ from onward.convert.keras.live import GraphOptimizer, TrainingModel
 from onward.convert.keras.native import native_losses, native_optimizer
 from onward.convert.keras.ops import no_gradient_inside
 from onward.convert.snapshot import disassemble, is_plain, only_step_of
-from onward.convert.standard_steps import adopted
+from onward.convert.standard_steps import adopt
 from onward.differentiate.gradients import has_gradients
 from onward.model import Source, load
 from onward.transform.opset import of_one_opset
@@ -22,7 +22,7 @@ def to_keras(training: Source, *, step: int | None = None) -> TrainingModel:
 
     - `step`: which one; a training model with several is refused, since a Keras model has no place for the others
     """
-    model = adopted(of_one_opset(load(training)))
+    model = adopt(of_one_opset(load(training)))
     index = only_step_of(model, step)
     if has_gradients(model):
         raise no_gradient_inside()

@@ -36,7 +36,7 @@ class _Slot(NamedTuple):
         return name if owner is None else f"{names[owner]}/{name}"
 
 
-def traced(optimizer: Any, variables: Sequence[Any], names: Mapping[int, str], lr: float) -> FunctionOptimizer:
+def trace_update(optimizer: Any, variables: Sequence[Any], names: Mapping[int, str], lr: float) -> FunctionOptimizer:
     """The update of these variables at once, which is compared with the optimizer's own; `names` are by `id`."""
     kind = type(optimizer).__name__
     twin = _Twin(optimizer, variables, lr)
@@ -45,7 +45,7 @@ def traced(optimizer: Any, variables: Sequence[Any], names: Mapping[int, str], l
     slots = [taken.fresh(slot.called(called)) for slot in twin.slots]
     inputs = [RATE, COUNT, *called, *map(gradient_of, called), *slots]
     try:
-        update = _exported(twin)
+        update = _export(twin)
     except Error:
         raise
     except Exception as error:
@@ -80,7 +80,7 @@ def _check_owners(optimizer: Any, variables: Sequence[Any], twin: _Twin) -> None
         )
 
 
-def _exported(twin: _Twin) -> Model:
+def _export(twin: _Twin) -> Model:
     """The graph of an update, on the backend that Keras has."""
     examples = twin.examples()
     match keras.backend.backend():

@@ -11,8 +11,8 @@ import onnx_ir as ir
 
 from onward.build import Builder, Expr, Names, uncollected
 from onward.convert.keras import layers  # noqa: F401 (the rows)
-from onward.convert.keras.custom import traced
-from onward.convert.keras.layer_table import Call, accepted, find
+from onward.convert.keras.custom import trace_layer
+from onward.convert.keras.layer_table import Call, accepted_arguments, find
 from onward.convert.keras.tensors import Tensor
 from onward.convert.optimizer_classes import Refused
 from onward.model import Model
@@ -113,10 +113,10 @@ class Walk:
         if getattr(layer, "activity_regularizer", None) is not None:
             raise Refused("adds to the loss what depends on its output")
         if function is None:
-            made = traced(op, node, (arguments, named), self._weight)
+            made = trace_layer(op, node, (arguments, named), self._weight)
         else:
             call = Call(op, layer, shapes[0], self._weight)
-            made = function(call, *arguments, **accepted(function, named))
+            made = function(call, *arguments, **accepted_arguments(function, named))
         results = made if isinstance(made, list) else [made]
         return [
             x if isinstance(x, Tensor) else Tensor(shape, plain=x) for x, shape in zip(results, shapes, strict=True)

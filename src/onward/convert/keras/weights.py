@@ -31,7 +31,7 @@ _DAMAGED = (
 """What `zipfile` and `h5py` raise where bytes are none of theirs."""
 
 
-def stored(path: Path, wanted: Shapes) -> dict[str, list[np.ndarray]]:
+def read_weights(path: Path, wanted: Shapes) -> dict[str, list[np.ndarray]]:
     """The arrays of a file that are wanted; of one that has another shape, nothing but that."""
     most = 8 * sum(math.prod(shape) for shapes in wanted.values() for shape in shapes) * 2 + _ROOM
     try:

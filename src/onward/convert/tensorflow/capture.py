@@ -21,7 +21,7 @@ from onward.convert.randomness import no_chance
 from onward.convert.tensorflow.agreement import confirm
 from onward.convert.tensorflow.files import restore
 from onward.convert.tensorflow.graph import Resource, Walk, dtype_of
-from onward.convert.tensorflow.restore import is_training_module, restored
+from onward.convert.tensorflow.restore import is_training_module, restore_model
 from onward.convert.tensorflow.running import keep_averages
 from onward.errors import DataError, RecipeError, UnsupportedError
 from onward.model import Model
@@ -57,17 +57,17 @@ def from_tensorflow(
     if isinstance(module, str | os.PathLike):
         return restore(Path(module))
     if is_training_module(module):
-        return restored(module)
+        return restore_model(module)
     if loss is None and recipe.get("teacher") is None:
         raise RecipeError("there is nothing to learn from", hint='give a `loss`, such as "cross_entropy"')
     if optimizer is None:
         raise RecipeError("it is not said how to learn", hint='give an `optimizer`, such as "adamw:lr=1e-3"')
-    model, trainable, variance = exported(module, example_inputs, probe=probe)
+    model, trainable, variance = export(module, example_inputs, probe=probe)
     chosen = recipe.pop("trainable", [glob.escape(name) for name in trainable])
     return prepare(model, loss=loss, optimizer=optimizer, trainable=chosen, variance=variance, **recipe)
 
 
-def exported(
+def export(
     module: Any, example_inputs: Any, *, probe: bool = True
 ) -> tuple[Model, list[str], Literal["population", "sample"]]:
     """The inference model of a function, the names of its trainable variables, and which variance it averages."""
@@ -86,24 +86,24 @@ def exported_function(function: Callable[..., Any], examples: Sequence[np.ndarra
     """The graph of a function of tensors that have these shapes; results are in the order of its list."""
     specs = [tf.TensorSpec(example.shape, example.dtype) for example in examples]
     concrete = tf.function(function, autograph=False).get_concrete_function(*specs)
-    op, walk = _written(concrete, [(variable, f"variable{i}") for i, variable in enumerate(_variables(concrete))])
-    return _finished(op, walk)
+    op, walk = _write_graph(concrete, [(variable, f"variable{i}") for i, variable in enumerate(_variables(concrete))])
+    return _finish(op, walk)
 
 
 def _model(function: Any, variables: Sequence[tuple[Any, str]]) -> tuple[Model, Literal["population", "sample"]]:
-    op, walk = _written(function, variables)
+    op, walk = _write_graph(function, variables)
     variance = keep_averages(op, walk)
-    return _finished(op, walk), variance
+    return _finish(op, walk), variance
 
 
-def _finished(op: Builder, walk: Walk) -> Model:
+def _finish(op: Builder, walk: Walk) -> Model:
     op.graph.sort()
     _check(op.graph, walk)
     return Model(ir.Model(remove_unused(op.graph), ir_version=IR_VERSION, producer_name="onward"))
 
 
 @uncollected()
-def _written(function: Any, variables: Sequence[tuple[Any, str]]) -> tuple[Builder, Walk]:
+def _write_graph(function: Any, variables: Sequence[tuple[Any, str]]) -> tuple[Builder, Walk]:
     count = len(function.inputs) - len(function.captured_inputs)
     results = list(_paths(function.structured_outputs))
     weights = {id(variable.handle): _initializer(variable, name) for variable, name in variables}
@@ -113,7 +113,7 @@ def _written(function: Any, variables: Sequence[tuple[Any, str]]) -> tuple[Build
         fed, [], nodes=[], initializers=list(weights.values()), opset_imports={"": COMMON_OPSET}, name="function"
     )
     op, walk = Builder(graph, opset=COMMON_OPSET, names=taken, share=True), Walk()
-    captured = [_captured(op, tensor, weights) for tensor in function.captured_inputs]
+    captured = [_captured_value(op, tensor, weights) for tensor in function.captured_inputs]
     outputs = walk.inline(op, function.graph, [*map(op, fed), *captured])
     for name, result in zip(results, outputs, strict=True):
         made_here = result.value.producer() is not None and not result.value.is_graph_output()
@@ -225,7 +225,7 @@ def _initializer(variable: Any, name: str) -> ir.Value:
     return ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=shape, const_value=tensor)
 
 
-def _captured(op: Builder, tensor: Any, weights: Mapping[int, ir.Value]) -> Any:
+def _captured_value(op: Builder, tensor: Any, weights: Mapping[int, ir.Value]) -> Any:
     """A variable, or a tensor that the function found around it."""
     if tensor.dtype == tf.resource:
         if id(tensor) not in weights:

@@ -13,7 +13,7 @@ from onward.engines.tensorflow.quiet import tensorflow as tf  # isort: skip  (ot
 
 from tensorflow.core.protobuf import saved_model_pb2
 
-from onward.convert.files import OTHER, refilled
+from onward.convert.files import OTHER, with_state
 from onward.convert.problems import Problems
 from onward.convert.tensorflow.module import to_tensorflow
 from onward.convert.tensorflow.restore import carried_along
@@ -44,7 +44,7 @@ def restore(path: Path, like: Model | None = None) -> Model:
     if not (path / "saved_model.pb").is_file():
         raise UnsupportedError(f"`{path}` is not a SavedModel", hint="give the folder that `tf.saved_model.save` wrote")
     model = like if like is not None else _model(path)
-    return refilled(model, _variables(path, model), str(path))
+    return with_state(model, _variables(path, model), str(path))
 
 
 def _model(path: Path) -> Model:

@@ -101,7 +101,7 @@ class Walk:
     ) -> list[Value]:
         """Write the operations of a graph, given its inputs; what it returns, or other tensors of it."""
         wanted = graph.outputs if outputs is None else outputs
-        needed = _needed(graph, wanted)
+        needed = _needed_operations(graph, wanted)
         known: Environment = {x.ref(): _inside(op, value) for x, value in zip(graph.inputs, arguments, strict=True)}
         for operation in graph.get_operations():
             if operation in needed and operation.type != "Placeholder":
@@ -149,7 +149,7 @@ class Walk:
 _EFFECTS = ("AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp", "StatefulPartitionedCall", "If", "While")
 
 
-def _needed(graph: Any, outputs: Iterable[Any]) -> set[Any]:
+def _needed_operations(graph: Any, outputs: Iterable[Any]) -> set[Any]:
     """The operations that results depend on, and those that may change variables."""
     pending = [y.op for y in outputs] + [found for found in graph.get_operations() if found.type in _EFFECTS]
     needed: set[Any] = set()
@@ -270,12 +270,12 @@ def as_int64(op: Builder, x: Expr) -> Expr:
     return cast(op, x, ir.DataType.INT64)
 
 
-def transposed(op: Builder, x: Expr, order: Sequence[int]) -> Expr:
+def transpose(op: Builder, x: Expr, order: Sequence[int]) -> Expr:
     """`x` with its axes in another order. Of two such operations, which convolutions leave, one remains, or none."""
     before = x.value.producer()
     if before is not None and before.op_type == "Transpose" and before.inputs[0] is not None:
         perm = before.attributes["perm"].as_ints()
-        return transposed(op, op(before.inputs[0]), [perm[axis] for axis in order])
+        return transpose(op, op(before.inputs[0]), [perm[axis] for axis in order])
     return x if list(order) == sorted(order) else op.Transpose(x, perm=list(order))
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onward.build import Builder
-from onward.convert.tensorflow.graph import Statistics, transposed
+from onward.convert.tensorflow.graph import Statistics, transpose
 
 
 def written_out(op: Builder, averaged: Collection[ir.Value]) -> list[Statistics]:
@@ -21,7 +21,7 @@ def written_out(op: Builder, averaged: Collection[ir.Value]) -> list[Statistics]
     for root in [node for node in op.graph if node.op_type == "Add"]:
         match = _match(root, averaged)
         if match is not None:
-            found.append(_replaced(op, root.outputs[0], match))
+            found.append(_replace(op, root.outputs[0], match))
     return found
 
 
@@ -77,14 +77,14 @@ def _channels(slope: ir.Value) -> int | None:
     return wide[0] if len(wide) == 1 else -1 if sizes and not wide else None
 
 
-def _replaced(op: Builder, y: ir.Value, parts: _Parts) -> Statistics:
+def _replace(op: Builder, y: ir.Value, parts: _Parts) -> Statistics:
     assert y.shape is not None
     rank, unknown = y.shape.rank(), op.constant(np.zeros(1, np.float32))  # until it is known what averages it
     order = list(range(rank))
     order.insert(1, order.pop(parts.axis))
-    images = transposed(op, op(parts.x), order)
+    images = transpose(op, op(parts.x), order)
     made = op.BatchNormalization(images, parts.scale, parts.bias, unknown, unknown, epsilon=parts.epsilon)
-    result = transposed(op, made, [order.index(axis) for axis in range(rank)])
+    result = transpose(op, made, [order.index(axis) for axis in range(rank)])
     y.replace_all_uses_with(result.like(y).value, replace_graph_outputs=True)
     node = made.value.producer()
     assert node is not None

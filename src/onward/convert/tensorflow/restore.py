@@ -20,7 +20,7 @@ def is_training_module(module: Any) -> bool:
     return hasattr(module, "training_model") and hasattr(module, "state")
 
 
-def restored(module: Any) -> Model:
+def restore_model(module: Any) -> Model:
     """The training model of a module, with the values that its variables have now."""
     graph = module.training_model.get_concrete_function().graph
     model, step = carried_along(graph.as_graph_def().node, "the module")

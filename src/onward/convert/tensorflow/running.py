@@ -76,15 +76,15 @@ def _coefficients(value: ir.Value) -> Coefficients | None:
     first, *others = known
     if node.op_type == "Mul":
         number, sum_of = (first, others[0]) if first.keys() == {None} else (others[0], first)
-        return _scaled(sum_of, number[None]) if number.keys() == {None} else {value: 1.0}
+        return _scale_terms(sum_of, number[None]) if number.keys() == {None} else {value: 1.0}
     if node.op_type == "Neg":
-        return _scaled(first, -1.0)
+        return _scale_terms(first, -1.0)
     if others:
-        return _sum(first, _scaled(others[0], -1.0 if node.op_type == "Sub" else 1.0))
+        return _sum(first, _scale_terms(others[0], -1.0 if node.op_type == "Sub" else 1.0))
     return first
 
 
-def _scaled(terms: Coefficients, factor: float) -> Coefficients:
+def _scale_terms(terms: Coefficients, factor: float) -> Coefficients:
     return {value: number * factor for value, number in terms.items()}
 
 

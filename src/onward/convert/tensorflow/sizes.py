@@ -110,11 +110,11 @@ def gather(x, indices, *, axis):
 @operators.define("Concat")
 def concat(*xs, axis):
     if any(map(_is_vector_of_sizes, xs)):
-        return _vector([element for x in xs for element in _elements(_known(x))])
+        return _vector([element for x in xs for element in _elements(_known_value(x))])
     return tf.concat(xs, axis)
 
 
-def _known(x):
+def _known_value(x):
     value = tf.get_static_value(x)
     return x if value is None else np.asarray(value)
 
@@ -179,11 +179,11 @@ def _place(place):
 def expand(x, shape):
     wanted = _elements(shape)
     rank = max(x.shape.rank, len(wanted))
-    pairs = zip(_filled(_shape(x), rank), _filled(wanted, rank), strict=True)
+    pairs = zip(_fill_sizes(_shape(x), rank), _fill_sizes(wanted, rank), strict=True)
     return tf.broadcast_to(x, _vector([_wider(a, b) for a, b in pairs]))
 
 
-def _filled(sizes, rank):
+def _fill_sizes(sizes, rank):
     return [1] * (rank - len(sizes)) + sizes
 
 

@@ -14,8 +14,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from onward.arguments import checked
 from onward.convert.problems import Parts, Problems
 from onward.convert.snapshot import Snapshot, assemble, disassemble, nothing_learns, only_step_of
-from onward.convert.standard_steps import adopted
-from onward.convert.torch.capture import captured, check_copyable, into_training, unwrapped
+from onward.convert.standard_steps import adopt
+from onward.convert.torch.capture import capture_module, check_copyable, into_training, unwrap_module
 from onward.convert.torch.clipping import Clip, clip_of, clipping_part
 from onward.convert.torch.exact.masters import MasterWeights
 from onward.convert.torch.losses import make_loss
@@ -27,7 +27,7 @@ from onward.convert.torch.schedulers import updates_per_step
 from onward.convert.torch.schedules import make_scheduler, read_scheduler
 from onward.convert.torch.sixteen_bit import HALVES
 from onward.convert.torch.tags import COUNTER, GROUP, STEP
-from onward.convert.torch.traced.optimizer_state import copied
+from onward.convert.torch.traced.optimizer_state import copy_optimizer
 from onward.convert.torch.wrappers import bare_optimizer, bare_scheduler
 from onward.errors import UnsupportedError
 from onward.model import Model, Source, load
@@ -36,7 +36,7 @@ from onward.recipe.trainable import gradient_edges
 from onward.transform.declare import require_shapes
 from onward.transform.opset import of_one_opset
 
-__all__ = ["TorchTraining", "captured", "from_torch", "to_module", "to_torch"]
+__all__ = ["TorchTraining", "capture_module", "from_torch", "to_module", "to_torch"]
 
 
 class TorchTraining(NamedTuple):
@@ -81,14 +81,14 @@ def from_torch(
     - `dynamic_shapes`: argument -> axis -> name, for axes of any size; without it, the first axis of all tensors
     - `probe`: make three steps on both sides with the example, and compare
     """
-    module, optimizer, scheduler = unwrapped(module), bare_optimizer(optimizer), bare_scheduler(scheduler)
+    module, optimizer, scheduler = unwrap_module(module), bare_optimizer(optimizer), bare_scheduler(scheduler)
     check_copyable(module)
     terms = summands(loss, example_targets)
     clip = clip_of(optimizer, clip)
     if isinstance(module, OnnxModule):
         example_inputs = module.named(example_inputs)
     memo: dict[int, Any] = {}
-    twins = (copy.deepcopy(module, memo), copied(optimizer, memo), copy.deepcopy(scheduler, memo))
+    twins = (copy.deepcopy(module, memo), copy_optimizer(optimizer, memo), copy.deepcopy(scheduler, memo))
     native = NativeRun(*twins, loss, terms, clip, steps_per_epoch)
     into_training(native.module)
     _freeze_others(native)
@@ -160,7 +160,9 @@ def _precision(state: Mapping[str, Any], trained: Sequence[nn.Parameter]) -> dic
 
 
 def _model(module: nn.Module, example_inputs: Any, dynamic_shapes: Mapping[str, Any] | None) -> Model:
-    return module.to_model() if isinstance(module, OnnxModule) else captured(module, example_inputs, dynamic_shapes)
+    return (
+        module.to_model() if isinstance(module, OnnxModule) else capture_module(module, example_inputs, dynamic_shapes)
+    )
 
 
 def _step(native: NativeRun, found: int, given: int | None) -> int:
@@ -207,7 +209,7 @@ def to_torch(training: Source, *, step: int | None = None, probe: bool = True, l
     - `live`: the module executes the graph as it is; without, it is of a class that is written for it, of layers of
       torch.nn, and needs nothing of Onward: what `onward convert --to torch` writes
     """
-    model = adopted(of_one_opset(load(training)))
+    model = adopt(of_one_opset(load(training)))
     index = only_step_of(model, step)
     if probe:
         require_shapes(model, index, "a comparison of both sides (`probe`)")

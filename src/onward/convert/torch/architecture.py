@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from onward.convert.torch.arguments import held_by
-from onward.convert.torch.capture import captured_in_place, check_copyable, unwrapped
+from onward.convert.torch.arguments import tensors_of
+from onward.convert.torch.capture import captured_in_place, check_copyable, unwrap_module
 from onward.convert.torch.placeholder_parameters import hollow_copy
 from onward.errors import UnsupportedError
 from onward.model import Model
@@ -82,7 +82,7 @@ def from_module(module: nn.Module, example_inputs: Any, *, computes_loss: bool, 
 
     A module of Lightning whose loss is not said computes it in its `training_step`, and the example is a batch.
     """
-    module = unwrapped(module)
+    module = unwrap_module(module)
     check_copyable(module)
     module = hollow_copy(module)
     if hasattr(module, "config") and hasattr(module, "main_input_name"):
@@ -104,7 +104,7 @@ def _order(module: nn.Module) -> dict[str, Order]:
     return {"the module": (tuple(name for name, _ in module.named_parameters()),)}
 
 
-def remembered(example: Any) -> Any:
+def remember_example(example: Any) -> Any:
     """An example that a training loop went by: a copy on the CPU, and of at least two samples."""
 
     def kept(tensor: Any) -> Any:
@@ -136,7 +136,7 @@ def _training_step(module: Any, batch: Any) -> tuple[nn.Module, Any]:
 
 def _architecture(module: nn.Module, model: Model, orders: Mapping[str, Order]) -> Architecture:
     names: dict[int, list[str]] = {}
-    for name, tensor in held_by(module):
+    for name, tensor in tensors_of(module):
         names.setdefault(id(tensor), []).append(name)
     first = {name: same[0] for same in names.values() for name in same}
     loss = f"value:{LOSS}" if any(value.name == LOSS for value in model.outputs) else None

@@ -30,7 +30,7 @@ def _arguments(module: nn.Module, example_inputs: Any) -> inspect.BoundArguments
 
 def _check_devices(module: nn.Module, inputs: Mapping[str, torch.Tensor]) -> None:
     """Refuse examples that are elsewhere than the module is."""
-    devices = {str(tensor.device) for _, tensor in held_by(module)} or {"cpu"}
+    devices = {str(tensor.device) for _, tensor in tensors_of(module)} or {"cpu"}
     wrong = [f"`{name}` is on {tensor.device}" for name, tensor in inputs.items() if str(tensor.device) not in devices]
     if wrong:
         raise DataError(
@@ -47,13 +47,13 @@ class Flat(nn.Module):  # type: ignore[misc]
         self.module = module
         arguments = _arguments(module, example_inputs)
         leaves, self._structure = pytree.tree_flatten_with_path((arguments.args, arguments.kwargs))
-        names, held = _argument_names(arguments), dict(held_by(module))
+        names, held = _argument_names(arguments), dict(tensors_of(module))
         self._leaves = [None if isinstance(leaf, torch.Tensor) else leaf for _, leaf in leaves]
         self._places = [place for place, (_, leaf) in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         self.inputs: dict[str, torch.Tensor] = {}
         for place in self._places:
             path, tensor = leaves[place]
-            name = _joined((names[path[:2]], *path[2:]))
+            name = _join_path((names[path[:2]], *path[2:]))
             if any(tensor is other for other in self.inputs.values()):
                 tensor = tensor.clone()  # the exporter would take two inputs for one
             self.inputs[f"{name}_input" if name in held else name] = tensor
@@ -65,7 +65,7 @@ class Flat(nn.Module):  # type: ignore[misc]
             leaves[place] = tensor
         args, kwargs = pytree.tree_unflatten(leaves, self._structure)
         found = pytree.tree_flatten_with_path(self.module(*args, **kwargs))[0]
-        return {_joined(path or ("output",)): _for_loss(x) for path, x in found if isinstance(x, torch.Tensor)}
+        return {_join_path(path or ("output",)): _for_loss(x) for path, x in found if isinstance(x, torch.Tensor)}
 
 
 def _for_loss(output: torch.Tensor) -> torch.Tensor:
@@ -74,7 +74,7 @@ def _for_loss(output: torch.Tensor) -> torch.Tensor:
     return output.float() if is_narrow and torch.is_autocast_enabled(output.device.type) else output
 
 
-def held_by(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def tensors_of(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """All parameters and buffers, as `state_dict` orders them, those that are not kept by it among them."""
     held = {
         **dict(module.named_parameters(remove_duplicate=False)),
@@ -98,7 +98,7 @@ def _argument_names(arguments: inspect.BoundArguments) -> dict[tuple[Any, ...], 
     return placed | {(pytree.SequenceKey(1), pytree.MappingKey(name)): name for name in arguments.kwargs}
 
 
-def _joined(path: Sequence[Any]) -> str:
+def _join_path(path: Sequence[Any]) -> str:
     """A name from where something is: `state_0`, `logits`, and `output_1` for what has no name."""
     parts = [str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in path]
     return "_".join(["output", *parts] if parts[0].isdigit() else parts)

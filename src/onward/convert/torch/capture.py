@@ -18,7 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from onward.convert.problems import Problems
-from onward.convert.torch.arguments import Flat, held_by
+from onward.convert.torch.arguments import Flat, tensors_of
 from onward.convert.torch.exporter import export
 from onward.convert.torch.placeholder_parameters import is_hollow
 from onward.convert.torch.tags import ALSO, COUNTER, KIND, LEARNS, PERSISTENT
@@ -32,7 +32,7 @@ _NOISE = ("pkg.torch.onnx.stack_trace", "pkg.torch.onnx.fx_node")
 _RANDOM = {"Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike"}
 
 
-def captured(module: nn.Module, example_inputs: Any, dynamic_shapes: Mapping[str, Any] | None = None) -> Model:
+def capture_module(module: nn.Module, example_inputs: Any, dynamic_shapes: Mapping[str, Any] | None = None) -> Model:
     """The forward pass of a module, with its parameters and buffers under their names. The module stays as it is.
 
     - `example_inputs`: what `forward` takes: a tensor, a sequence of arguments, or a mapping by their names
@@ -55,7 +55,7 @@ def captured_in_place(module: nn.Module, example_inputs: Any, dynamic_shapes: Ma
     return model
 
 
-def unwrapped(module: nn.Module) -> nn.Module:
+def unwrap_module(module: nn.Module) -> nn.Module:
     """The module inside of what `torch.compile` and data parallelism make of one."""
     while isinstance(module, DataParallel | DistributedDataParallel) or hasattr(module, "_orig_mod"):
         module = module._orig_mod if hasattr(module, "_orig_mod") else module.module
@@ -90,7 +90,7 @@ def into_training(module: nn.Module) -> None:
 
 def _restore(model: Model, module: nn.Module) -> None:
     """Give all that the module holds its name, in the module's order, used or not."""
-    graph, named = model.graph, dict(held_by(module))
+    graph, named = model.graph, dict(tensors_of(module))
     main = {id(tensor): name for name, tensor in reversed(named.items())}
     exported = {name.removeprefix(_PREFIX): value for name, value in graph.initializers.items()}
     used = {main[id(tensor)]: exported.pop(name) for name, tensor in named.items() if name in exported}
@@ -194,7 +194,7 @@ def _check(module: nn.Module) -> None:
             problems.add(f"`{prefix}running_mean` is an average over all batches", "give the layer a momentum")
     for name, layer in module.named_modules():
         _check_layer(name, layer, problems)
-    for name, tensor in held_by(module):
+    for name, tensor in tensors_of(module):
         _check_tensor(name, tensor, problems)
     problems.refuse()
 

@@ -15,7 +15,7 @@ from torch.export import Dim
 
 from onward.convert.randomness import no_chance
 from onward.convert.torch.arguments import Flat
-from onward.convert.torch.failures import explained, fault_of_example
+from onward.convert.torch.failures import explain, fault_of_example
 from onward.convert.torch.randomness import NeverBelowZero
 from onward.convert.torch.rewrites import rewrite
 from onward.convert.torch.translations import TRANSLATIONS, define_functions
@@ -43,7 +43,7 @@ def export(flat: Flat, dynamic_shapes: Mapping[str, Any] | None) -> Exported:
                 f"there is no input `{name}`", hint=near(name, known) or f"one of {', '.join(known)}"
             )
     axes = {name: _axes(name, tensor, dynamic_shapes) for name, tensor in flat.inputs.items()}
-    made = _exported(flat, axes)
+    made = _export(flat, axes)
     program = made.exported_program
     assert program is not None
     model = Model(made.model)
@@ -76,7 +76,7 @@ def export_function(function: Callable[..., Any], inputs: tuple[torch.Tensor, ..
         except Error:
             raise
         except Exception as error:
-            raise explained(error, what) from error
+            raise explain(error, what) from error
     assert made is not None
     return Model(made.model)
 
@@ -88,7 +88,7 @@ def _axes(name: str, tensor: torch.Tensor, dynamic_shapes: Mapping[str, Any] | N
     return dict(given.items() if isinstance(given, Mapping) else enumerate(given))
 
 
-def _exported(flat: Flat, axes: Mapping[str, Mapping[int, Any]]) -> torch.onnx.ONNXProgram:
+def _export(flat: Flat, axes: Mapping[str, Mapping[int, Any]]) -> torch.onnx.ONNXProgram:
     dims = {name: {axis: _dim(size) for axis, size in sizes.items()} for name, sizes in axes.items()}
     with quiet(), torch.random.fork_rng():
         try:
@@ -108,7 +108,7 @@ def _exported(flat: Flat, axes: Mapping[str, Mapping[int, Any]]) -> torch.onnx.O
         except Error:
             raise
         except Exception as error:
-            raise fault_of_example(flat) or explained(error) from error
+            raise fault_of_example(flat) or explain(error) from error
     assert made is not None
     return made
 
@@ -148,7 +148,7 @@ def _name_axes(model: Model, axes: Mapping[str, Mapping[int, Any]]) -> None:
             names.setdefault(dim.value, name)
     for value in _all_values(model):
         if value.shape is not None and not value.shape.is_static():
-            value.shape = ir.Shape([_renamed(dim, names) for dim in value.shape])
+            value.shape = ir.Shape([_rename_dim(dim, names) for dim in value.shape])
 
 
 def _settle_sizes(model: Model) -> None:
@@ -197,7 +197,7 @@ def _all_values(model: Model) -> Iterator[ir.Value]:
         yield from node.outputs
 
 
-def _renamed(dim: int | ir.SymbolicDim, names: Mapping[str, str]) -> int | str | None:
+def _rename_dim(dim: int | ir.SymbolicDim, names: Mapping[str, str]) -> int | str | None:
     if isinstance(dim, int) or dim.value is None:
         return dim if isinstance(dim, int) else None
     return re.sub(r"\w+", lambda found: names.get(found[0], found[0]), dim.value)

@@ -16,7 +16,7 @@ from onward.convert.torch.arguments import Flat
 from onward.errors import DataError, UnsupportedError, first_line
 
 
-def explained(error: Exception, what: str = "the module") -> UnsupportedError:
+def explain(error: Exception, what: str = "the module") -> UnsupportedError:
     """What the user can do about a failure of the exporter."""
     causes: list[BaseException] = [error]
     while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None:
@@ -45,7 +45,7 @@ def fault_of_example(flat: Flat) -> DataError | None:
     except Exception as error:
         return DataError(
             f"the module fails with the example: {first_line(error)}",
-            hint=f"check shapes and types of the example: {_shown(flat.inputs)}",
+            hint=f"check shapes and types of the example: {_show_inputs(flat.inputs)}",
         )
     return None
 
@@ -77,5 +77,5 @@ def _is_users(filename: str) -> bool:
     return not of_python and not any(path.is_relative_to(home) for home in _HOMES)
 
 
-def _shown(inputs: Mapping[str, torch.Tensor]) -> str:
+def _show_inputs(inputs: Mapping[str, torch.Tensor]) -> str:
     return ", ".join(f"`{name}` {str(x.dtype).removeprefix('torch.')}{list(x.shape)}" for name, x in inputs.items())

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from onward.convert.files import refilled
+from onward.convert.files import with_state
 from onward.convert.problems import Problems
 from onward.convert.python import program_beside
 from onward.convert.snapshot import disassemble
@@ -21,7 +21,7 @@ from onward.convert.torch.schedulers import updates_per_step
 from onward.convert.torch.schedules import read_scheduler
 from onward.convert.torch.source import state_of, written
 from onward.convert.torch.source.trial import try_files
-from onward.convert.torch.state_file import stored
+from onward.convert.torch.state_file import read_state_file
 from onward.convert.torch.tags import COUNTER
 from onward.convert.torch.tags import STEP as STEP_TAG
 from onward.model import Model
@@ -45,7 +45,7 @@ def write(model: Model, path: Path) -> list[Path]:
 def restore(path: Path, like: Model | None = None) -> Model:
     """The training model `like` with the state of a file. Nothing in it is executed."""
     if like is None:
-        return refilled(None, {}, str(path))
+        return with_state(None, {}, str(path))
     run, carried = disassemble(like), to_torch(like, probe=False)
     names = {id(parameter): name for name, parameter in carried.module.parameters_by_name().items()}
     every = updates_per_step(run)
@@ -58,7 +58,7 @@ def restore(path: Path, like: Model | None = None) -> Model:
     problems.refuse()
     weights = carried.module.arrays()
     arrays = {**weights, **{name: array.astype(like.array(name).dtype) for name, array in slots.items()}}
-    made = refilled(like, {**arrays, STEP: np.asarray(max(step, run.step), np.int64)}, str(path))
+    made = with_state(like, {**arrays, STEP: np.asarray(max(step, run.step), np.int64)}, str(path))
     for name in weights:
         if name.rpartition(".")[2] == COUNTER:
             made.graph.initializers[name].metadata_props[STEP_TAG] = str(step)
@@ -75,17 +75,17 @@ def _load(carried: TorchTraining, path: Path) -> None:
     scheduler = carried.scheduler
     expected = {
         "module": carried.module.state_dict(),
-        "optimizer": _begun(carried).state_dict(),
+        "optimizer": _with_all_state(carried).state_dict(),
         "scheduler": None if scheduler is None else scheduler.state_dict(),
     }
-    state = stored(path, expected)
+    state = read_state_file(path, expected)
     carried.module.load_state_dict(state["module"])
     carried.optimizer.load_state_dict(state["optimizer"])
     if scheduler is not None:
         scheduler.load_state_dict(state["scheduler"])
 
 
-def _begun(carried: TorchTraining) -> torch.optim.Optimizer:
+def _with_all_state(carried: TorchTraining) -> torch.optim.Optimizer:
     """A copy of the optimizer that has made a step: with all that it ever remembers."""
     module, optimizer = copy.deepcopy(carried[:2])  # without the hook that clips
     for parameter in module.parameters():

@@ -65,7 +65,7 @@ class Graph:
         model.graph.outputs.extend(known[name] for name in inner)
         learns = _parameters(model, trainable)
         held = {name: value for name, value in model.graph.initializers.items() if name in learns or _is_held(value)}
-        switched = _switched(model, [name for name, learn in learns.items() if not learn])
+        switched = _switched_nodes(model, [name for name, learn in learns.items() if not learn])
         graph = cls(
             model,
             statistics,
@@ -176,7 +176,7 @@ def _is_kept(value: ir.Value, switched: Collection[ir.Node]) -> bool:
     return any(node in switched for node in value.consumers())
 
 
-def _switched(model: Model, frozen: Collection[str]) -> list[ir.Node]:
+def _switched_nodes(model: Model, frozen: Collection[str]) -> list[ir.Node]:
     nodes = model.graph.all_nodes()
     return [node for node in nodes if node.op_type == "BatchNormalization" and is_switchable(node, frozen)]
 

@@ -126,7 +126,7 @@ class _Prober:
         self._made = made
         """Updates so far."""
         self._forward = forward
-        self._forward.inputs = {name: _varied(tensor) for name, tensor in forward.inputs.items()}
+        self._forward.inputs = {name: _vary(tensor) for name, tensor in forward.inputs.items()}
         self._terms = terms
         self._noisy: dict[str, np.ndarray] = {}
         self._clip = native.clip
@@ -206,7 +206,7 @@ class _Prober:
         return {name: np.ma.masked_array(array, self._noisy.get(name, False)) for name, array in arrays.items()}
 
 
-def _varied(tensor: torch.Tensor) -> torch.Tensor:
+def _vary(tensor: torch.Tensor) -> torch.Tensor:
     """An example that is the same everywhere tells little, and leaves nothing but rounding errors of a BatchNorm."""
     if tensor.is_floating_point() and tensor.numel() > 1 and bool((tensor == tensor.flatten()[0]).all()):
         return torch.rand_like(tensor)

@@ -21,7 +21,7 @@ from onward.convert.torch.exact.masters import MasterWeights, float32_copies
 from onward.convert.torch.exact.optimizer import ExactOptimizer, Together
 from onward.convert.torch.schedules import ReadSchedule
 from onward.convert.torch.sixteen_bit import HALVES, in_16_bits, is_known_in_half, objection
-from onward.convert.torch.traced.groups import traced
+from onward.convert.torch.traced.groups import trace_groups
 from onward.convert.torch.traced.optimizer import GraphOptimizer
 from onward.engines.torch.types import from_array, to_array
 from onward.errors import listed
@@ -142,7 +142,7 @@ class _Reading:
             function = part.function(self._names, rates[0])
             groups, step = [Group(function, function.parameters)], int(part.param_groups[0]["t"])
         else:
-            groups, step = traced(part, self._names, rates)
+            groups, step = trace_groups(part, self._names, rates)
         self.groups += groups
         self._most = max(self._most, step)
 

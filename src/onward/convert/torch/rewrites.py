@@ -72,7 +72,7 @@ def _drop_by_bernoulli(node: Node) -> None:
     if is_drawn and (*drawn.args[1:], _BY_DEFAULT)[0] == keep:
         with node.graph.inserting_before(node):
             ones = node.graph.call_function(torch.ops.aten.ones_like.default, drawn.args[:1])
-            _replace(node, _dropped(ones, keep))
+            _replace(node, _dropout_node(ones, keep))
         node.graph.erase_node(drawn)
 
 
@@ -88,13 +88,13 @@ def _drop_by_rounding(node: Node) -> None:
     if is_drawn and quotient.target in _QUOTIENTS and quotient.args[1] == keep:
         with node.graph.inserting_before(node):
             ones = node.graph.call_function(torch.ops.aten.ones.default, drawn.args, dict(drawn.kwargs))
-            kept = _dropped(ones, keep)
+            kept = _dropout_node(ones, keep)
             _replace(node, node.graph.call_function(torch.ops.aten.mul.Tensor, (quotient.args[0], kept)))
         for unused in (mask, shifted, drawn):
             node.graph.erase_node(unused)
 
 
-def _dropped(ones: Node, keep: Any) -> Node:
+def _dropout_node(ones: Node, keep: Any) -> Node:
     return ones.graph.call_function(torch.ops.aten.dropout.default, (ones, 1 - keep, True))
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
-from onward.convert.pytorch_schedules import class_of, is_whole, restarted
+from onward.convert.pytorch_schedules import class_of, is_whole, restart_position
 from onward.convert.rate_formulas import FOREVER, Factor, complete
 from onward.convert.snapshot import Snapshot
 
@@ -30,7 +30,7 @@ def make_scheduler(run: Snapshot, optimizer: Optimizer) -> LRScheduler | None:
     if not run.schedule:
         return None
     unit = updates_per_step(run)
-    schedules = _counted_in(unit, complete([(spec.without("until"), _end(spec.options)) for spec in run.schedule]))
+    schedules = _in_units(unit, complete([(spec.without("until"), _end(spec.options)) for spec in run.schedule]))
     bases = [float(group["lr"]) for group in optimizer.param_groups]
     position = run.step // unit
     make = _native(schedules, position) or _by_formula
@@ -48,7 +48,7 @@ def _end(options: Mapping[str, Any]) -> float:
     return float(options.get("until", FOREVER))
 
 
-def _counted_in(unit: int, schedules: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _in_units(unit: int, schedules: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Schedules by groups of updates, where they were by updates."""
     if unit == 1:
         return schedules
@@ -70,7 +70,7 @@ def _put_at(scheduler: Any, position: int) -> None:
         return
     scheduler._step_count = position + 1
     if isinstance(scheduler, lr_scheduler.CosineAnnealingWarmRestarts):
-        vars(scheduler).update(restarted(scheduler.T_0, scheduler.T_mult, position))
+        vars(scheduler).update(restart_position(scheduler.T_0, scheduler.T_mult, position))
 
 
 def _remember_rates(scheduler: Any, rates: list[float]) -> None:

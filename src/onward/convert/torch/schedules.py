@@ -39,7 +39,7 @@ def read_scheduler(scheduler: LRScheduler, every: int = 1) -> ReadSchedule:
     base_rates = _base_rates(scheduler)
     pieces = _Reader(problems, base_rates).pieces(scheduler)
     problems.refuse()
-    schedules = _completed(pieces, problems)
+    schedules = _complete(pieces, problems)
     problems.refuse()
     position = _position(scheduler)
     for base, group in zip(base_rates, _optimizer(scheduler).param_groups, strict=True):
@@ -68,7 +68,7 @@ def _position(scheduler: LRScheduler) -> int:
     return int(scheduler.last_epoch)
 
 
-def _completed(pieces: Pieces, problems: Problems) -> list[dict[str, Any]]:
+def _complete(pieces: Pieces, problems: Problems) -> list[dict[str, Any]]:
     try:
         return complete(pieces)
     except RecipeError as error:

@@ -20,14 +20,14 @@ _LARGEST = 2**53
 """Of counts and settings: no larger one is exact."""
 
 
-def stored(path: Path, expected: Mapping[str, Any]) -> dict[str, Any]:
+def read_state_file(path: Path, expected: Mapping[str, Any]) -> dict[str, Any]:
     """What a file holds, if it is a dictionary of state dictionaries like those that are expected."""
     _check_size(path, expected["module"])
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # of bytes that are none of its own, PyTorch says so in many ways
         raise InvalidModelError(
-            f"`{path}` is not a file of tensors that PyTorch reads without executing it: {_said(error)}", hint=_HINT
+            f"`{path}` is not a file of tensors that PyTorch reads without executing it: {_reason(error)}", hint=_HINT
         ) from error
     if not isinstance(state, dict) or not expected.keys() <= state.keys():
         raise InvalidModelError(f"`{path}` does not hold a module, an optimizer and a scheduler", hint=_HINT)
@@ -45,7 +45,7 @@ def _refuse(path: Path, objections: Iterator[str]) -> None:
         raise InvalidModelError(f"`{path}` is no state of such a run: {objection}", hint=_HINT)
 
 
-def _said(error: Exception) -> str:
+def _reason(error: Exception) -> str:
     return "".join(character if character.isprintable() else " " for character in first_line(error))[:200]
 
 

@@ -26,10 +26,10 @@ def drawn_targets(
         return _sequences(rng, term, prediction)
     axis = term.options.get("axis", 1)
     classes = prediction.shape[axis] if prediction.ndim > 1 else 2
-    return {name: _drawn(rng, inputs[name], sizes, classes) for name in term.inputs}
+    return {name: _draw_target(rng, inputs[name], sizes, classes) for name in term.inputs}
 
 
-def _drawn(rng: np.random.Generator, target: ir.Value, sizes: Mapping[str, int], classes: int) -> np.ndarray:
+def _draw_target(rng: np.random.Generator, target: ir.Value, sizes: Mapping[str, int], classes: int) -> np.ndarray:
     assert target.shape is not None and target.dtype is not None
     shape = [size if isinstance(size, int) else sizes.get(str(size), 1) for size in target.shape]
     drawn = rng.random(shape) if target.dtype.is_floating_point() else rng.integers(0, classes, shape)

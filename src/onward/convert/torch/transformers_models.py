@@ -29,7 +29,7 @@ def hollow_model(configuration: Mapping[str, Any], types: Mapping[str, np.dtype]
     """The model that a configuration describes, in training; `types` are those of its parameters, by name."""
     kind: Any = _class_of(configuration)
     _check_sizes(configuration, len(types))
-    module = _made(kind, configuration)
+    module = _make_module(kind, configuration)
     stored = stored_names(module)
     hollow_out(module, {name: types[stored[name]] for name in stored if stored[name] in types})
     return module.train()
@@ -75,7 +75,7 @@ def _check_sizes(configuration: Mapping[str, Any], tensors: int) -> None:
             raise InvalidModelError(f"its configuration says that `{key}` is {value}, and there are {tensors} tensors")
 
 
-def _made(kind: Any, configuration: Mapping[str, Any]) -> nn.Module:
+def _make_module(kind: Any, configuration: Mapping[str, Any]) -> nn.Module:
     """A module of a class of transformers, in memory that nobody touches, and that takes none therefore."""
     initialization: Any = importlib.import_module("transformers.initialization")
     try:

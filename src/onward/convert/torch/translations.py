@@ -34,7 +34,7 @@ def _stopping() -> Op:
 _stop = _stopping()
 
 
-def _stopped(x: Any) -> Any:
+def _stop_gradient(x: Any) -> Any:
     return _stop(x) if x.dtype.is_floating_point() else op.Identity(x)
 
 
@@ -84,20 +84,20 @@ def _embedding_bag(
         share = op.Where(op.Unsqueeze(_is(indices, padding_idx), once), op.Sub(share, share), share)
     weighted = share if per_sample_weights is None else op.Mul(share, op.Unsqueeze(per_sample_weights, once))
     rows = op.Mul(op.Gather(weight, indices), weighted)
-    added = _added(rows, bag, op.Concat(op.Shape(offsets), op.Shape(weight, start=1), axis=0))
+    added = _add_rows(rows, bag, op.Concat(op.Shape(offsets), op.Shape(weight, start=1), axis=0))
     if mode == _MEAN:
-        counted = _added(share, bag, op.Concat(op.Shape(offsets), once, axis=0))
+        counted = _add_rows(share, bag, op.Concat(op.Shape(offsets), once, axis=0))
         added = op.Div(added, op.Max(counted, op.CastLike(op.Constant(value_float=1.0), weight)))
     return added, offsets, offsets, offsets  # the others are for PyTorch's own derivative
 
 
-def _added(rows: Any, places: Any, shape: Any) -> Any:
+def _add_rows(rows: Any, places: Any, shape: Any) -> Any:
     zeros = op.Expand(op.CastLike(op.Constant(value_float=0.0), rows), shape)
     return op.ScatterND(zeros, places, rows, reduction="add")
 
 
 TRANSLATIONS = {
-    ops.aten.detach.default: _stopped,
+    ops.aten.detach.default: _stop_gradient,
     ops.aten.embedding.default: _embedding,
     ops.aten._embedding_bag.default: _embedding_bag,
     ops.aten.embedding_bag.padding_idx: _embedding_bag,

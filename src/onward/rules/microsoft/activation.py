@@ -77,7 +77,7 @@ _GELU = 20
 """The operator set from which on the standard has Gelu."""
 
 
-def activated(op, x, activation, alpha=None, beta=None, gamma=None):
+def apply_activation(op, x, activation, alpha=None, beta=None, gamma=None):
     """An activation by its name, with the parameters that it has."""
     if not activation:
         return x

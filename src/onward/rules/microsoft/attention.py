@@ -3,7 +3,7 @@
 import numpy as np
 
 from onward.rules.common import largest
-from onward.rules.microsoft.domain import as_length, counted, rank, refuse, rewrite
+from onward.rules.microsoft.domain import as_length, count_up_to, rank, refuse, rewrite
 
 _END = [2**31 - 1]
 
@@ -26,8 +26,8 @@ def attention(
     if past is not None:
         k, v = (op.Concat(op.Gather(past, np.int64(i), axis=0), new, axis=2) for i, new in enumerate((k, v)))
     before = None if past is None else op.Shape(past, start=3, end=4)
-    hidden = _hidden(op, q, k, mask, mask_filter_value, before, unidirectional)
-    y, _ = _attend(op, q, k, v, scale, _summed(hidden, scores_bias))
+    hidden = _mask_bias(op, q, k, mask, mask_filter_value, before, unidirectional)
+    y, _ = _attend(op, q, k, v, scale, _sum_present(hidden, scores_bias))
     return y, op.Concat(op.Unsqueeze(k, [0]), op.Unsqueeze(v, [0]), axis=0)
 
 
@@ -41,9 +41,9 @@ def multi_head_attention(
         refuse(node, "a buffer that past and present share")
     by_head = key is not None and rank(key) == 4  # keys and values that were computed earlier
     if key is None:
-        query, key, value = _unpacked(op, query, 3)
+        query, key, value = _unpack(op, query, 3)
     elif value is None:
-        key, value = _unpacked(op, key, 2)
+        key, value = _unpack(op, key, 2)
     if bias is not None:
         query, key, value = _with_bias(op, query, key, value, bias, only_query=by_head)
     q = _by_head(op, query, num_heads)
@@ -52,8 +52,8 @@ def multi_head_attention(
     if past_key is not None:
         before = op.Shape(past_key, start=2, end=3)
         k, v = op.Concat(past_key, k, axis=2), op.Concat(past_value, v, axis=2)
-    hidden = _hidden(op, q, k, mask, mask_filter_value, before, unidirectional)
-    y, scores = _attend(op, q, k, v, scale, _summed(hidden, scores_bias))
+    hidden = _mask_bias(op, q, k, mask, mask_filter_value, before, unidirectional)
+    y, scores = _attend(op, q, k, v, scale, _sum_present(hidden, scores_bias))
     return y, k, v, scores
 
 
@@ -79,19 +79,19 @@ def group_query_attention(
     if do_rotary:
         places = _places(op, positions, before, length, is_prompt)
         cosines, sines = (op.Unsqueeze(op.Gather(cache, places, axis=0), [1]) for cache in (cos, sin))
-        q, k = (_rotated(op, part, cosines, sines, rotary_interleaved, partial=True) for part in (q, k))
+        q, k = (_rotate(op, part, cosines, sines, rotary_interleaved, partial=True) for part in (q, k))
     keys, values = k, v
     if past_key is not None:
-        keys, values = (_inserted(op, past, new, before, total) for past, new in ((past_key, k), (past_value, v)))
+        keys, values = (_insert_new(op, past, new, before, total) for past, new in ((past_key, k), (past_value, v)))
     k, v = (op.Slice(part, [0], total, [2]) for part in (keys, values))
-    k, v = (_repeated(op, part, num_heads, kv_num_heads) for part in (k, v))
+    k, v = (_repeat_heads(op, part, num_heads, kv_num_heads) for part in (k, v))
 
-    scores = _scaled(op, q, scale) @ op.Transpose(k, perm=[0, 1, 3, 2])
+    scores = _scale_queries(op, q, scale) @ op.Transpose(k, perm=[0, 1, 3, 2])
     scores = op.Tanh(scores / softcap) * softcap if softcap else scores
     scores = scores if scores_bias is None else scores + scores_bias
     end = op.Unsqueeze(count, [1])  # [sequence, query, key]
     if causal:
-        end = op.Min(op.Unsqueeze(before + counted(op, length) + 1, [2]), end)
+        end = op.Min(op.Unsqueeze(before + count_up_to(op, length) + 1, [2]), end)
     scores = op.Where(op.Unsqueeze(_before(op, end, total, local_window_size), [1]), scores, -largest(scores))
     y = _side_by_side(op, _with_sink(op, scores, sink, smooth_softmax) @ v)
     return y, keys, values
@@ -110,9 +110,9 @@ def rotary_embedding(
         x = op.Reshape(x, op.Concat([0, 0, num_heads or -1], width, axis=0))
         x = op.Transpose(x, perm=[0, 2, 1, 3])
     if rank(positions) == 1:
-        positions = op.Unsqueeze(positions + counted(op, op.Shape(x, start=2, end=3)), [0])
+        positions = op.Unsqueeze(positions + count_up_to(op, op.Shape(x, start=2, end=3)), [0])
     cosines, sines = (op.Unsqueeze(op.Gather(cache, positions, axis=0), [1]) for cache in (cos, sin))
-    y = _rotated(op, x, cosines, sines, interleaved, partial=rotary_embedding_dim > 0)
+    y = _rotate(op, x, cosines, sines, interleaved, partial=rotary_embedding_dim > 0)
     return _side_by_side(op, y) if flat else y
 
 
@@ -137,7 +137,7 @@ def _by_head_in_groups(op, query, key, value, heads, groups):
     return op.Split(packed, [heads, groups, groups], outputs=3, axis=1)
 
 
-def _repeated(op, x, heads, groups):
+def _repeat_heads(op, x, heads, groups):
     """Keys or values for each head, from those for each group of heads."""
     if heads == groups:
         return x
@@ -145,7 +145,7 @@ def _repeated(op, x, heads, groups):
     return op.Reshape(wide, op.Concat(op.Shape(x, end=1), [heads], op.Shape(x, start=2), axis=0))
 
 
-def _unpacked(op, packed, count):
+def _unpack(op, packed, count):
     """(batch, length, heads, count, width) as `count` times (batch, length, heads * width)."""
     parts = op.Split(packed, outputs=count, axis=3, num_outputs=count)
     return [op.Reshape(part, [0, 0, -1]) for part in parts]
@@ -161,12 +161,12 @@ def _with_bias(op, query, key, value, bias, only_query):
     return query, key + op.Slice(bias, first, second, [0]), value + op.Slice(bias, second, _END, [0])
 
 
-def _inserted(op, past, new, before, total):
+def _insert_new(op, past, new, before, total):
     """Earlier keys or values with the new ones in their places, from `before` on, in each sequence."""
     have, count = op.Shape(past, start=2, end=3), op.Shape(new, start=2, end=3)
     length = op.Max(have, total)
     padded = op.Pad(past, op.Concat([0] * 6, length - have, [0], axis=0))
-    place = counted(op, length) - before
+    place = count_up_to(op, length) - before
     inside = op.And(place >= 0, place < count)
     source = op.Unsqueeze(op.Min(op.Max(place, 0), count - 1), [1, 3])
     shape = op.Concat(op.Shape(new, end=2), length, op.Shape(new, start=3), axis=0)
@@ -178,33 +178,33 @@ def _inserted(op, past, new, before, total):
 
 def _attend(op, q, k, v, scale, bias):
     """softmax(scale Q K' + bias) V, with the heads side by side; and the scores in the softmax."""
-    scores = _scaled(op, q, scale) @ op.Transpose(k, perm=[0, 1, 3, 2])
+    scores = _scale_queries(op, q, scale) @ op.Transpose(k, perm=[0, 1, 3, 2])
     scores = scores if bias is None else scores + bias
     return _side_by_side(op, op.Softmax(scores, axis=-1) @ v), scores
 
 
-def _scaled(op, q, scale):
+def _scale_queries(op, q, scale):
     """Queries times the scale, which is the inverse root of their width where none is given."""
     if scale:
         return q * scale
     return q / op.Sqrt(op.CastLike(op.Shape(q, start=-1), q))
 
 
-def _summed(first, second):
+def _sum_present(first, second):
     return first if second is None else second if first is None else first + second
 
 
-def _hidden(op, q, k, mask, value, before, causal):
+def _mask_bias(op, q, k, mask, value, before, causal):
     """What is added to scores so that queries do not see keys which are padding, or come after them."""
     length, total = op.Shape(q, start=2, end=3), op.Shape(k, start=2, end=3)
-    place = counted(op, total)
+    place = count_up_to(op, total)
     bias = None
     if mask is not None:
         seen = _not_padding(op, mask, op.Shape(q, end=1), length, total, place)
         bias = op.Where(seen, op.scalar(0, q), op.scalar(value, q))
     if not causal:
         return bias
-    query = counted(op, length) if before is None else counted(op, length) + before
+    query = count_up_to(op, length) if before is None else count_up_to(op, length) + before
     return op.Where(place <= op.Unsqueeze(query, [1]), op.scalar(0, q) if bias is None else bias, -largest(q))
 
 
@@ -228,7 +228,7 @@ def _not_padding(op, mask, batch, length, total, place):
 
 def _before(op, end, total, window):
     """Which keys come before `end`, and not more than a window before it, if there is one."""
-    place = counted(op, total)
+    place = count_up_to(op, total)
     return place < end if window < 0 else op.And(place < end, place >= end - window)
 
 
@@ -246,13 +246,13 @@ def _with_sink(op, scores, sink, smooth):
 
 def _places(op, positions, before, length, is_prompt):
     """Where each new word stands in its sequence. Of the positions in a prompt, only the first is read."""
-    steps = counted(op, length)
+    steps = count_up_to(op, length)
     if positions is None:
         return before + steps
     return op.Where(is_prompt, op.Slice(positions, [0, 0], [1, 1]) + steps, positions)
 
 
-def _rotated(op, x, cos, sin, interleaved, partial):
+def _rotate(op, x, cos, sin, interleaved, partial):
     """(A, B) -> (A cos - B sin, A sin + B cos), on the last axis; where `partial`, there may be more behind them."""
     half = op.Shape(cos, start=-1)
     if interleaved:

@@ -31,6 +31,6 @@ def as_length(op, x):
     return op.Cast(x, to=ir.DataType.INT64)
 
 
-def counted(op, length):
+def count_up_to(op, length):
     """0, 1, ... up to a length that is a vector with one element."""
     return op.Range(np.int64(0), op.Squeeze(length, [0]), np.int64(1))

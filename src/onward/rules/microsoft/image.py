@@ -2,18 +2,18 @@
 
 import numpy as np
 
-from onward.rules.common import kept
-from onward.rules.microsoft.activation import activated
-from onward.rules.microsoft.domain import as_length, counted, rank, refuse, rewrite
+from onward.rules.common import standard_attributes
+from onward.rules.microsoft.activation import apply_activation
+from onward.rules.microsoft.domain import as_length, count_up_to, rank, refuse, rewrite
 
 _CONV = ("auto_pad", "dilations", "group", "kernel_shape", "pads", "strides")
 
 
 @rewrite("FusedConv")
 def fused_conv(op, x, weights, bias, residual, *, activation=None, activation_params=(), node):
-    y = op.Conv(x, weights, bias, **kept(node, *_CONV))
+    y = op.Conv(x, weights, bias, **standard_attributes(node, *_CONV))
     y = y if residual is None else y + residual
-    return activated(op, y, activation, *activation_params)
+    return apply_activation(op, y, activation, *activation_params)
 
 
 @rewrite("NhwcFusedConv")
@@ -32,20 +32,20 @@ def nhwc_conv(op, x, weights, bias, *, node):
     """Here the channels come last in the weights too."""
     axes = _axes(node, weights)
     x, weights = channels_first(op, x, axes), channels_first(op, weights, axes)
-    return channels_last(op, op.Conv(x, weights, bias, **kept(node, *_CONV)), axes)
+    return channels_last(op, op.Conv(x, weights, bias, **standard_attributes(node, *_CONV)), axes)
 
 
 @rewrite("NhwcMaxPool")
 def nhwc_max_pool(op, x, *, kernel_shape, node):
     axes = len(kernel_shape) + 2
-    settings = kept(node, "auto_pad", "ceil_mode", "dilations", "kernel_shape", "pads", "strides")
+    settings = standard_attributes(node, "auto_pad", "ceil_mode", "dilations", "kernel_shape", "pads", "strides")
     return channels_last(op, op.MaxPool(channels_first(op, x, axes), **settings), axes)
 
 
 @rewrite("ConvTransposeWithDynamicPads")
 def conv_transpose_with_dynamic_pads(op, x, weights, pads, bias, *, node):
     """What is padded away is cut off."""
-    settings = kept(node, "auto_pad", "dilations", "group", "kernel_shape", "output_padding", "strides")
+    settings = standard_attributes(node, "auto_pad", "dilations", "group", "kernel_shape", "output_padding", "strides")
     y = op.ConvTranspose(x, weights, bias, **settings)
     if pads is None:
         return y
@@ -59,21 +59,21 @@ def crop_and_resize(op, x, boxes, images, size, *, mode="bilinear", extrapolatio
     images = op.Gather(x, images, axis=0)
     rows, columns = op.Split(as_length(op, size), outputs=2, axis=0, num_outputs=2)
     top, left, bottom, right = op.Split(boxes, outputs=4, axis=1, num_outputs=4)
-    by_row, in_height = _sampled(op, top, bottom, rows, op.Shape(x, start=2, end=3), mode)
-    by_column, in_width = _sampled(op, left, right, columns, op.Shape(x, start=3, end=4), mode)
+    by_row, in_height = _sample_weights(op, top, bottom, rows, op.Shape(x, start=2, end=3), mode)
+    by_column, in_width = _sample_weights(op, left, right, columns, op.Shape(x, start=3, end=4), mode)
     y = by_row @ images @ op.Transpose(by_column, perm=[0, 1, 3, 2])
     inside = op.And(op.Unsqueeze(in_height, [1, 3]), op.Unsqueeze(in_width, [1, 2]))
     return op.Where(inside, y, extrapolation_value)
 
 
-def _sampled(op, first, last, count, length, mode):
+def _sample_weights(op, first, last, count, length, mode):
     """The weights [box, 1, sample, pixel] of pixels in samples from `first` to `last`, and which samples are inside."""
     steps = op.CastLike(op.Max(count - 1, 1), first)
-    part = op.Unsqueeze(op.CastLike(counted(op, count), first) / steps, [0])
+    part = op.Unsqueeze(op.CastLike(count_up_to(op, count), first) / steps, [0])
     part = op.Where(op.Equal(count, np.int64(1)), 0.5, part)
     end = op.CastLike(length - 1, first)
     place = (first * (1 - part) + last * part) * end
-    pixels = op.CastLike(counted(op, length), first)
+    pixels = op.CastLike(count_up_to(op, length), first)
     if mode == "nearest":
         weights = op.CastLike(op.Equal(op.Unsqueeze(op.Floor(place + 0.5), [2]), pixels), first)
     else:

@@ -3,15 +3,15 @@
 import numpy as np
 import onnx_ir as ir
 
-from onward.rules.microsoft.activation import activated, tanh_gelu
+from onward.rules.microsoft.activation import apply_activation, tanh_gelu
 from onward.rules.microsoft.domain import DOMAIN, rank, refuse, rewrite
 from onward.rules.registry import gradient
 
 
 @rewrite("FusedMatMul", "TransposeMatMul")
 def fused_matmul(op, a, b, *, alpha=1.0, transA=0, transB=0, transBatchA=0, transBatchB=0, node):
-    a, b = _turned(op, a, transA, transBatchA, node), _turned(op, b, transB, transBatchB, node)
-    return _scaled(op.MatMul(a, b), alpha)
+    a, b = _move_batch_axis(op, a, transA, transBatchA, node), _move_batch_axis(op, b, transB, transBatchB, node)
+    return _scale(op.MatMul(a, b), alpha)
 
 
 @rewrite("FusedMatMulActivation")
@@ -24,7 +24,7 @@ def fused_matmul_activation(
     )
     if activation == "Softmax":
         return op.Softmax(y, axis=-1 if activation_axis is None else activation_axis)
-    return activated(op, y, activation, activation_alpha, activation_beta, activation_gamma)
+    return apply_activation(op, y, activation, activation_alpha, activation_beta, activation_gamma)
 
 
 @rewrite("FusedGemm")
@@ -33,7 +33,7 @@ def fused_gemm(
     activation_gamma,
 ):  # fmt: skip
     y = op.Gemm(a, b, c, alpha=alpha, beta=beta, transA=transA, transB=transB)
-    return activated(op, y, activation, activation_alpha, activation_beta, activation_gamma)
+    return apply_activation(op, y, activation, activation_alpha, activation_beta, activation_gamma)
 
 
 @rewrite("GemmFastGelu")
@@ -52,13 +52,13 @@ def matmul_n_bits(
     if group is not None:
         refuse(node, "an order of groups")
     blocks = -(-K // block_size)
-    levels = _unpacked(op, b, bits, node)
+    levels = _unpack_bits(op, b, bits, node)
     levels = op.CastLike(op.Reshape(levels, [N, blocks, block_size]), scales)
     if zero_points is None:
         zeros = 2.0 ** (bits - 1)
     else:
         if zero_points.dtype is not None and zero_points.dtype.is_integer():
-            zero_points = _unpacked(op, op.Reshape(zero_points, [N, -1]), bits, node)
+            zero_points = _unpack_bits(op, op.Reshape(zero_points, [N, -1]), bits, node)
             zero_points = op.CastLike(op.Slice(zero_points, [0], [blocks], [1]), scales)
         zeros = op.Reshape(zero_points, [N, blocks, 1])
     weights = (levels - zeros) * op.Reshape(scales, [N, blocks, 1])
@@ -115,7 +115,7 @@ def inverse(op, dy, x, *, y):
 # ---- what they share -------------------------------------------------------------------------------------------------
 
 
-def _turned(op, x, transposed, batch_last, node):
+def _move_batch_axis(op, x, transposed, batch_last, node):
     """`x` with its first axis behind the others but the last, and then with the last two exchanged."""
     if rank(x) == 1:
         return x
@@ -133,11 +133,11 @@ def _swap_last(op, x):
     return op.Transpose(x, perm=[*range(rank(x) - 2), rank(x) - 1, rank(x) - 2])
 
 
-def _scaled(x, factor):
+def _scale(x, factor):
     return x if factor == 1 else x * factor
 
 
-def _unpacked(op, packed, bits, node):
+def _unpack_bits(op, packed, bits, node):
     """The numbers of a few bits each that bytes hold along the last axis, the lowest bits first."""
     if bits == 8:
         return packed

@@ -5,7 +5,7 @@ import onnx_ir as ir
 
 from onward.rules import registry
 from onward.rules.common import cast_like
-from onward.rules.microsoft.domain import as_length, counted, rewrite
+from onward.rules.microsoft.domain import as_length, count_up_to, rewrite
 
 
 @registry.rewrite("SimplifiedLayerNormalization")  # which ONNX Runtime has in the domain of the standard
@@ -40,7 +40,7 @@ def embed_layer_normalization(
 ):  # fmt: skip
     """The sum of what words, positions and segments stand for, normalised; and how many words there are."""
     if positions is None:
-        positions = counted(op, op.Shape(words, start=1, end=2))
+        positions = count_up_to(op, op.Shape(words, start=1, end=2))
     total = op.Gather(word_table, words, axis=0) + op.Gather(position_table, positions, axis=0)
     if segments is not None:
         total = total + op.Gather(segment_table, segments, axis=0)

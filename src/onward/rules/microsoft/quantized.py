@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from onward.rules.common import kept
+from onward.rules.common import standard_attributes
 from onward.rules.microsoft.attention import attention
 from onward.rules.microsoft.domain import rank, refuse, rewrite
 from onward.rules.microsoft.image import channels_first, channels_last
@@ -22,23 +22,23 @@ def dequantize_linear(op, x, scale, zero, *, axis=1):
 @rewrite("QLinearAdd")
 def add(op, a, a_scale, a_zero, b, b_scale, b_zero, scale, zero):
     y = op.DequantizeLinear(a, a_scale, a_zero) + op.DequantizeLinear(b, b_scale, b_zero)
-    return _quantized(op, y, scale, zero, a)
+    return _quantize(op, y, scale, zero, a)
 
 
 @rewrite("QLinearMul")
 def mul(op, a, a_scale, a_zero, b, b_scale, b_zero, scale, zero):
     y = op.DequantizeLinear(a, a_scale, a_zero) * op.DequantizeLinear(b, b_scale, b_zero)
-    return _quantized(op, y, scale, zero, a)
+    return _quantize(op, y, scale, zero, a)
 
 
 @rewrite("QLinearSigmoid")
 def sigmoid(op, x, x_scale, x_zero, scale, zero):
-    return _quantized(op, op.Sigmoid(op.DequantizeLinear(x, x_scale, x_zero)), scale, zero, x)
+    return _quantize(op, op.Sigmoid(op.DequantizeLinear(x, x_scale, x_zero)), scale, zero, x)
 
 
 @rewrite("QLinearLeakyRelu")
 def leaky_relu(op, x, x_scale, x_zero, scale, zero, *, alpha=0.01):
-    return _quantized(op, op.LeakyRelu(op.DequantizeLinear(x, x_scale, x_zero), alpha=alpha), scale, zero, x)
+    return _quantize(op, op.LeakyRelu(op.DequantizeLinear(x, x_scale, x_zero), alpha=alpha), scale, zero, x)
 
 
 @rewrite("QLinearSoftmax")
@@ -49,17 +49,19 @@ def softmax(op, x, x_scale, x_zero, scale, zero, *, axis=-1, opset):
         y = op.Softmax(y, axis=axis)
     else:
         y = op.Reshape(op.Softmax(op.Flatten(y, axis=axis), axis=-1), op.Shape(x))
-    return _quantized(op, y, scale, zero, x)
+    return _quantize(op, y, scale, zero, x)
 
 
 @rewrite("QLinearAveragePool")
 def average_pool(op, x, x_scale, x_zero, scale, zero, *, kernel_shape, channels_last=0, node):
     y = op.DequantizeLinear(x, x_scale, x_zero)
-    settings = kept(node, "auto_pad", "ceil_mode", "count_include_pad", "kernel_shape", "pads", "strides")
+    settings = standard_attributes(
+        node, "auto_pad", "ceil_mode", "count_include_pad", "kernel_shape", "pads", "strides"
+    )
     y = _with_channels_first(
         op, y, len(kernel_shape) + 2 if channels_last else 0, lambda image: op.AveragePool(image, **settings)
     )
-    return _quantized(op, y, scale, zero, x)
+    return _quantize(op, y, scale, zero, x)
 
 
 @rewrite("QLinearGlobalAveragePool")
@@ -69,7 +71,7 @@ def global_average_pool(op, x, x_scale, x_zero, scale, zero, *, channels_last=0,
     y = _with_channels_first(
         op, op.DequantizeLinear(x, x_scale, x_zero), rank(x) if channels_last else 0, op.GlobalAveragePool
     )
-    return _quantized(op, y, scale, zero, x)
+    return _quantize(op, y, scale, zero, x)
 
 
 @rewrite("QLinearConv")
@@ -83,19 +85,19 @@ def conv(op, x, x_scale, x_zero, weights, w_scale, w_zero, scale, zero, bias, *,
 
     image = op.DequantizeLinear(x, x_scale, x_zero)
     y = _with_channels_first(op, image, rank(weights) if channels_last else 0, convolved)
-    return _quantized(op, y, scale, zero, x)
+    return _quantize(op, y, scale, zero, x)
 
 
 @rewrite("QLinearConcat")
 def concat(op, scale, zero, *inputs, axis):
     parts = [op.DequantizeLinear(*inputs[i : i + 3]) for i in range(0, len(inputs), 3)]
-    return _quantized(op, op.Concat(*parts, axis=axis), scale, zero, inputs[0])
+    return _quantize(op, op.Concat(*parts, axis=axis), scale, zero, inputs[0])
 
 
 @rewrite("QLinearWhere")
 def where(op, condition, a, a_scale, a_zero, b, b_scale, b_zero, scale, zero):
     y = op.Where(condition, op.DequantizeLinear(a, a_scale, a_zero), op.DequantizeLinear(b, b_scale, b_zero))
-    return _quantized(op, y, scale, zero, a)
+    return _quantize(op, y, scale, zero, a)
 
 
 @rewrite("QGemm")
@@ -110,7 +112,7 @@ def gemm(op, a, a_scale, a_zero, b, b_scale, b_zero, c, scale, zero, *, alpha=1.
         transA=transA,
         transB=transB,
     )
-    return y if scale is None else _quantized(op, y, scale, zero, a)
+    return y if scale is None else _quantize(op, y, scale, zero, a)
 
 
 @rewrite("MatMulIntegerToFloat")
@@ -138,7 +140,7 @@ def quantized_attention(
     )  # fmt: skip
 
 
-def _quantized(op, y, scale, zero, like):
+def _quantize(op, y, scale, zero, like):
     """`y` quantised; without a zero point, in the type of `like`."""
     if zero is None and like.dtype is not None:
         zero = op.constant(np.zeros((), like.dtype.numpy()))

@@ -18,11 +18,11 @@ import numpy as np
 
 from onward.errors import DataError
 from onward.training.data.arrow_values import Reader, pyarrow
-from onward.training.data.dataset import Batch, Dataset, check_not_empty, known
+from onward.training.data.dataset import Batch, Dataset, check_not_empty, known_columns
 from onward.training.data.files import check_file
 from onward.training.data.images import ImageFormat
 from onward.training.data.records import Conversion, Records
-from onward.training.data.views import joined
+from onward.training.data.views import concatenate
 
 
 def open_arrow(path: Path, images: ImageFormat) -> Dataset:
@@ -31,7 +31,7 @@ def open_arrow(path: Path, images: ImageFormat) -> Dataset:
     check_not_empty(sum(lengths), str(path))
     if is_mapped:
         return _Mapped(path, [batch for batch in file if batch.num_rows], images)
-    return _converted(path, sum(lengths), images)
+    return _convert_once(path, sum(lengths), images)
 
 
 def open_saved(folder: Path, images: ImageFormat) -> Dataset:
@@ -45,7 +45,7 @@ def open_saved(folder: Path, images: ImageFormat) -> Dataset:
     except (KeyError, TypeError):
         raise DataError(f"{folder / 'state.json'} does not name the files of the data set") from None
     check_not_empty(len(files), str(folder))
-    return joined([open_arrow(file, images) for file in files], folder.name)
+    return concatenate([open_arrow(file, images) for file in files], folder.name)
 
 
 class _Mapped:
@@ -63,7 +63,7 @@ class _Mapped:
         return self._starts[-1]
 
     def take(self, indices: np.ndarray, columns: Sequence[str] | None = None) -> Batch:
-        wanted = known(columns, self.columns, self._path.name)
+        wanted = known_columns(columns, self.columns, self._path.name)
         if len(indices) and not 0 <= indices.min() <= indices.max() < len(self):
             raise IndexError(f"rows {indices.min()} to {indices.max()} of {len(self)}")
         self._check_size()
@@ -100,7 +100,7 @@ class _Mapped:
             raise DataError(f"{self._path} has become shorter since it was opened", hint=hint)
 
 
-def _converted(path: Path, length: int, images: ImageFormat) -> Records:
+def _convert_once(path: Path, length: int, images: ImageFormat) -> Records:
     first = next(batch for batch in _File(path) if batch.num_rows)
     reader = Reader(first, images, path.name)
 
@@ -136,14 +136,14 @@ class _File:
             except pa.ArrowInvalid:  # `datasets` writes the other format: a stream, without the index at the end
                 if not self._is_mapped:
                     source.seek(0)
-                yield from map(_validated, pa.ipc.open_stream(source))
+                yield from map(_validate, pa.ipc.open_stream(source))
             else:
-                yield from (_validated(file.get_batch(number)) for number in range(file.num_record_batches))
+                yield from (_validate(file.get_batch(number)) for number in range(file.num_record_batches))
         except (OSError, pa.ArrowException) as error:
             raise DataError(f"{self._path} is not a whole Arrow file: {error}") from None
 
 
-def _validated(batch: Any) -> Any:
+def _validate(batch: Any) -> Any:
     """A batch whose offsets lead to its own bytes: Arrow itself follows them wherever they lead."""
     batch.validate(full=True)
     return batch

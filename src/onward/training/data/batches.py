@@ -15,7 +15,7 @@ from onward.training.data.dataset import Batch, Dataset
 from onward.training.data.fitting import Binding, is_float
 from onward.training.data.noise import Noise
 from onward.training.data.order import Order
-from onward.training.data.prefetch import prefetched
+from onward.training.data.prefetch import prefetch
 from onward.training.data.streams import Stream
 
 _ORDERED_AT_ONCE = 1 << 16  # rows whose order is computed together
@@ -80,7 +80,7 @@ class Batches:
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
         """The batches of an epoch, beginning with number `start`: exactly those that come when nothing is left out."""
         batches = self._of_stream(epoch, start) if isinstance(self._data, Stream) else self._of_data(epoch, start)
-        return prefetched(batches, self._ahead) if self._ahead else batches
+        return prefetch(batches, self._ahead) if self._ahead else batches
 
     # ---- where batches come from ----
 

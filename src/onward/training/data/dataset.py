@@ -86,7 +86,7 @@ class Columns:
         return self._length
 
     def take(self, indices: np.ndarray, columns: Sequence[str] | None = None) -> Batch:
-        return {name: self._arrays[name][indices] for name in known(columns, self.columns, self._origin)}
+        return {name: self._arrays[name][indices] for name in known_columns(columns, self.columns, self._origin)}
 
     def row(self, index: int) -> str:
         return f"row {index:,} of {self._origin}"
@@ -105,7 +105,7 @@ def check_not_empty(length: int, origin: str) -> None:
         raise DataError(f"{origin} has no rows", hint="there must be something to learn from")
 
 
-def known(wanted: Sequence[str] | None, columns: Mapping[str, Column], origin: str) -> Sequence[str]:
+def known_columns(wanted: Sequence[str] | None, columns: Mapping[str, Column], origin: str) -> Sequence[str]:
     """The names of the columns to take, all of which exist."""
     for name in wanted or ():
         if name not in columns:

@@ -19,7 +19,7 @@ import numpy as np
 from onward.errors import DataError
 from onward.model.storage.files import NotRegularError, PathLike, reason, regular
 from onward.model.storage.headers import Stored
-from onward.training.data.memory import held
+from onward.training.data.memory import hold_in_memory
 
 
 def check_file(path: PathLike) -> int:
@@ -128,5 +128,5 @@ def rows_of(file: DataFile, stored: Stored) -> FileRows | np.ndarray:
     if not stored.size:
         return np.empty(stored.shape, stored.dtype)
     rows = FileRows(file, stored.offset, stored.dtype, stored.shape)
-    in_memory = held(stored.size, rows.all) if stored.shape else None
+    in_memory = hold_in_memory(stored.size, rows.all) if stored.shape else None
     return rows if in_memory is None else in_memory

@@ -64,7 +64,7 @@ def fit(names: Sequence[str], columns: Mapping[str, Column], wanted: Wanted, is_
     given = parts[0].shape if len(parts) == 1 else (len(parts),)
     shape = None
     if wanted.shape is not None and not _is_same(given, wanted.shape):
-        shape = _reshaped(given, wanted.shape)
+        shape = _reshape_to(given, wanted.shape)
         if shape is None:
             return None
     note = ""
@@ -98,7 +98,7 @@ def _is_same(given: tuple[int | None, ...], wanted: tuple[int | None, ...]) -> b
     return len(given) == len(wanted) and all(b is None or a == b for a, b in zip(given, wanted, strict=True))
 
 
-def _reshaped(given: tuple[int | None, ...], wanted: tuple[int | None, ...]) -> tuple[int, ...] | None:
+def _reshape_to(given: tuple[int | None, ...], wanted: tuple[int | None, ...]) -> tuple[int, ...] | None:
     """The wanted shape, if values in their order can mean only that: one of both is flat, or only ones differ."""
     old = tuple(dim for dim in given if dim is not None)
     new = tuple(dim for dim in wanted if dim is not None)

@@ -14,7 +14,7 @@ import numpy as np
 from onward.errors import DataError, first_line
 from onward.recipe.preprocessing import Pipeline, Single
 from onward.recipe.preprocessing.pipeline import form_of
-from onward.training.data.dataset import Batch, Column, check_not_empty, known, optional_package
+from onward.training.data.dataset import Batch, Column, check_not_empty, known_columns, optional_package
 from onward.training.data.files import check_file, files_in
 
 SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm"}
@@ -94,7 +94,7 @@ class ImageFolder:
         return len(self._files)
 
     def take(self, indices: np.ndarray, columns: Sequence[str] | None = None) -> Batch:
-        wanted = known(columns, self.columns, self._folder.name)
+        wanted = known_columns(columns, self.columns, self._folder.name)
         return {name: self._labels[indices] if name == "label" else self._images(indices) for name in wanted}
 
     def row(self, index: int) -> str:
@@ -175,13 +175,13 @@ def _open(encoded: bytes, origin: str) -> Any:
     try:
         image = pillow.open(io.BytesIO(encoded))
         image.load()
-        return _turned(image)
+        return _turn_upright(image)
     except Exception as error:  # Pillow raises many kinds for bad files, and nothing in here is ours
         text = f"{origin} is not a whole image: {first_line(error)}"
         raise DataError(text, hint="replace it, or take it away") from None
 
 
-def _turned(image: Any) -> Any:
+def _turn_upright(image: Any) -> Any:
     """As people see it: a camera that was held upright says so beside the pixels."""
     if image.getexif().get(_ORIENTATION, 1) == 1:
         return image

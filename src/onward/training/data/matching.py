@@ -43,7 +43,7 @@ class _Sides:
         bound: Way = {}
         for name, given in mapping.items():
             if name not in self._wanted:
-                hint = near(name, self._wanted) or _listed("inputs", self._wanted)
+                hint = near(name, self._wanted) or _list_names("inputs", self._wanted)
                 raise UnknownNameError(f"the model has no input `{name}`", hint=hint)
             bound[name] = self._bind(name, self._resolve(given))
         for name in self._wanted:
@@ -63,7 +63,7 @@ class _Sides:
         for pattern in [given] if isinstance(given, str) else given:
             found = [pattern] if pattern in self._columns else fnmatch.filter(self._columns, pattern)
             if not found:
-                hint = " ".join(filter(None, [near(pattern, self._columns), _listed("columns", self._columns)]))
+                hint = " ".join(filter(None, [near(pattern, self._columns), _list_names("columns", self._columns)]))
                 raise UnknownNameError(f"the data have no column `{pattern}`", hint=hint)
             names += found
         return names
@@ -166,5 +166,5 @@ def _say(name: str, column: str) -> str:
     return f'--map {name}={column}, or columns={{"{name}": "{column}"}}'
 
 
-def _listed(what: str, names: Mapping[str, object]) -> str:
+def _list_names(what: str, names: Mapping[str, object]) -> str:
     return f"{what} are " + ", ".join(f"`{name}` ({kind})" for name, kind in list(names.items())[:_MOST_LISTED])

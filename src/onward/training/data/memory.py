@@ -14,7 +14,7 @@ _lock = threading.RLock()  # arrays may be collected, and counted, while it is h
 _used = 0
 
 
-def held(size: int, make: Callable[[], np.ndarray]) -> np.ndarray | None:
+def hold_in_memory(size: int, make: Callable[[], np.ndarray]) -> np.ndarray | None:
     """What `make` returns, an array of `size` bytes, if there is room for it."""
     with _lock:
         if _used + size > LIMIT:

@@ -18,7 +18,7 @@ class _Failure:
         self.error = error
 
 
-def prefetched(items: Iterable[T], depth: int) -> Iterator[T]:
+def prefetch(items: Iterable[T], depth: int) -> Iterator[T]:
     """The items, `depth` of them ahead. Errors come out where their item would; leaving early ends the thread."""
     ready: queue.Queue[Any] = queue.Queue(depth)
     is_over = threading.Event()

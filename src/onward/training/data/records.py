@@ -15,9 +15,9 @@ from typing import IO
 import numpy as np
 
 from onward.errors import DataError
-from onward.training.data.dataset import Batch, Column, check_not_empty, known
+from onward.training.data.dataset import Batch, Column, check_not_empty, known_columns
 from onward.training.data.files import DataFile, FileRows
-from onward.training.data.memory import held
+from onward.training.data.memory import hold_in_memory
 
 
 @dataclass
@@ -45,7 +45,7 @@ class Records:
         return self._source.length
 
     def take(self, indices: np.ndarray, columns: Sequence[str] | None = None) -> Batch:
-        wanted = known(columns, self.columns, self._source.origin)
+        wanted = known_columns(columns, self.columns, self._source.origin)
         with self._lock:
             converted = {name for table in self._tables for name in table.dtype.names or ()}
             missing = [name for name in wanted if name not in converted]
@@ -65,7 +65,7 @@ class Records:
     def _convert(self, names: Sequence[str]) -> np.ndarray | FileRows:
         record = np.dtype([(name, self._field(name)[0], self._field(name)[1]) for name in names])
         size = record.itemsize * self._source.length
-        in_memory = held(size, lambda: self._to_memory(names, record))
+        in_memory = hold_in_memory(size, lambda: self._to_memory(names, record))
         return self._to_file(names, record) if in_memory is None else in_memory
 
     def _to_memory(self, names: Sequence[str], record: np.dtype) -> np.ndarray:

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from onward.errors import DataError
-from onward.training.data.dataset import Batch, Column, check_not_empty, known, to_array
+from onward.training.data.dataset import Batch, Column, check_not_empty, known_columns, to_array
 
 
-def named(item: Any) -> dict[str, Any]:
+def parts_by_name(item: Any) -> dict[str, Any]:
     """The parts of a sample or a batch by name; parts without a name have their position for one."""
     if isinstance(item, Mapping):
         return {str(name): value for name, value in item.items()}
@@ -26,15 +26,15 @@ class Samples:
     def __init__(self, samples: Any, origin: str = "the samples"):
         check_not_empty(len(samples), origin)
         self._samples, self._origin = samples, origin
-        first = {name: to_array(value, name, origin) for name, value in named(samples[0]).items()}
+        first = {name: to_array(value, name, origin) for name, value in parts_by_name(samples[0]).items()}
         self.columns = {name: Column(array.dtype, array.shape) for name, array in first.items()}
 
     def __len__(self) -> int:
         return len(self._samples)
 
     def take(self, indices: np.ndarray, columns: Sequence[str] | None = None) -> Batch:
-        wanted = known(columns, self.columns, self._origin)
-        samples = [(int(index), named(self._samples[int(index)])) for index in indices]
+        wanted = known_columns(columns, self.columns, self._origin)
+        samples = [(int(index), parts_by_name(self._samples[int(index)])) for index in indices]
         return {name: np.stack([self._value(name, *sample) for sample in samples]) for name in wanted}
 
     def row(self, index: int) -> str:
@@ -65,7 +65,7 @@ class HubDataset:
         return len(self._dataset)
 
     def take(self, indices: np.ndarray, columns: Sequence[str] | None = None) -> Batch:
-        wanted = tuple(known(columns, self.columns, "the data set"))
+        wanted = tuple(known_columns(columns, self.columns, "the data set"))
         if wanted not in self._parts:
             self._parts[wanted] = self._dataset.with_format("numpy", columns=list(wanted))
         arrays = _arrays(self._parts[wanted], indices.tolist())

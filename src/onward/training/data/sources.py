@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 
 from onward.errors import DataError
-from onward.training.data.dataset import Columns, Dataset, Rows, check_names, known, to_array
+from onward.training.data.dataset import Columns, Dataset, Rows, check_names, known_columns, to_array
 from onward.training.data.files import check_file, files_in
 from onward.training.data.frames import is_frame, open_frame
 from onward.training.data.images import SUFFIXES, ImageFolder, ImageFormat, format_for
 from onward.training.data.samples import HubDataset, Samples
 from onward.training.data.split_folders import refuse_parts
 from onward.training.data.streams import Stream
-from onward.training.data.views import Beside, joined
+from onward.training.data.views import Beside, concatenate
 
 _FILES = ".npz, .npy, .csv, .tsv, .parquet, .arrow, .feather, .safetensors, or a folder of images or of such files"
 
@@ -102,7 +102,7 @@ def _open_paths(paths: Sequence[str | Path], images: ImageFormat) -> Dataset:
         raise DataError("the path of the data is empty", hint=f"use {_FILES}")
     names = [_name_of(path) for path in paths]
     if all(name is None for name in names):
-        return joined([_open_path(Path(path), images) for path in paths], f"{len(paths)} files")
+        return concatenate([_open_path(Path(path), images) for path in paths], f"{len(paths)} files")
     if None in names:
         raise DataError(
             "some paths have a name and some have none", hint="image=x.npy label=y.npy, or none with a name"
@@ -132,7 +132,7 @@ def _named_column(name: str, path: str, images: ImageFormat) -> tuple[Dataset, s
     else:
         path, _, column = path.rpartition(":")
         data = _open_path(Path(path), images, only=column)
-    known([column], data.columns, path)
+    known_columns([column], data.columns, path)
     return data, column
 
 
@@ -189,4 +189,4 @@ def _open_folder(folder: Path, images: ImageFormat) -> Dataset:
         raise DataError(f"{folder} is empty", hint=f"use {_FILES}")
     if len({path.suffix for path in files}) > 1:
         raise DataError(f"{folder} holds files of different kinds", hint="name the ones that are meant")
-    return joined([_open_path(path, images) for path in files], folder.name)
+    return concatenate([_open_path(path, images) for path in files], folder.name)

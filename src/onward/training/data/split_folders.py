@@ -36,14 +36,14 @@ def in_parts(data: Any, validation: Any = None) -> Parted:
     parts = parts_of(Path(data)) if isinstance(data, str | Path) and data != "" else {}
     if not parts:
         return Parted(data, validation)
-    said, used = [f"trains on {_called(parts['training'])}"], validation
+    said, used = [f"trains on {_common_name(parts['training'])}"], validation
     if "validation" in parts and validation is None:
         used = _source(parts["validation"])
-        said.append(f"validates with {_called(parts['validation'])}")
+        said.append(f"validates with {_common_name(parts['validation'])}")
     elif "validation" in parts:
-        said.append(f"leaves {_called(parts['validation'])} alone, since other data to validate with are named")
+        said.append(f"leaves {_common_name(parts['validation'])} alone, since other data to validate with are named")
     if "test" in parts:
-        said.append(f"leaves {_called(parts['test'])} for an evaluation")
+        said.append(f"leaves {_common_name(parts['test'])} for an evaluation")
     return Parted(_source(parts["training"]), used, (f"{data}: {', '.join(said)}",))
 
 
@@ -66,7 +66,7 @@ def parts_of(folder: Path) -> dict[str, list[Path]]:
 def refuse_parts(folder: Path) -> None:
     """Refuse a folder of parts where one kind of data is wanted."""
     if parts := parts_of(folder):
-        listed = " and ".join(map(_called, parts.values()))
+        listed = " and ".join(map(_common_name, parts.values()))
         raise DataError(f"{folder} holds several sets of data: {listed}", hint=_name_one(parts.values()))
 
 
@@ -78,9 +78,9 @@ def _refuse_unclear(folder: Path, words: dict[str, list[Path]], roles: list[str]
     elif len(set(roles)) < len(roles):
         problem = "of which two are for the same"
     elif others := [paths for word, paths in words.items() if word not in _ROLES]:
-        problem = f"beside {_called(others[0])}, so that it is not clear whether these are parts of the data"
+        problem = f"beside {_common_name(others[0])}, so that it is not clear whether these are parts of the data"
     if problem:
-        listed = " and ".join(map(_called, known))
+        listed = " and ".join(map(_common_name, known))
         raise DataError(f"{folder} holds {listed}, {problem}", hint=_name_one(known))
 
 
@@ -98,7 +98,7 @@ def _word(path: Path) -> str:
     return numbered[1] if numbered else name
 
 
-def _called(paths: list[Path]) -> str:
+def _common_name(paths: list[Path]) -> str:
     if len(paths) > 1:
         return f"{len(paths)} files `{paths[0].name}` ..."
     return f"`{paths[0].name}{'/' if paths[0].is_dir() else ''}`"

@@ -30,7 +30,7 @@ def split(
     if strata is None:
         first = Subset(data, count - held_out, lambda rows: order(rows + held_out))
         return first, Subset(data, held_out, order)
-    is_held_out = _stratified(strata, held_out, order)
+    is_held_out = _stratified_rows(strata, held_out, order)
     parts = [np.flatnonzero(chosen) for chosen in (~is_held_out, is_held_out)]
     first, second = (Subset(data, len(rows), rows.__getitem__) for rows in parts)
     return first, second
@@ -39,7 +39,7 @@ def split(
 _SPLIT = 2**64 - 1  # takes the place of the epoch, which is never that large
 
 
-def _stratified(strata: np.ndarray, held_out: int, order: Order) -> np.ndarray:
+def _stratified_rows(strata: np.ndarray, held_out: int, order: Order) -> np.ndarray:
     """Which rows to keep apart: so many in all, of each stratum its share, and those that come first in the order."""
     _, numbers, counts = np.unique(strata, return_inverse=True, return_counts=True)
     shares = counts * (held_out / len(strata))

@@ -10,7 +10,7 @@ import numpy as np
 
 from onward.errors import DataError
 from onward.training.data.dataset import Batch, Column, to_array
-from onward.training.data.samples import named
+from onward.training.data.samples import parts_by_name
 
 
 class Stream:
@@ -70,7 +70,7 @@ def _takes_epoch(function: Callable[..., Any]) -> bool:
 
 def _batch(item: Any, number: int) -> Batch:
     """A batch of our own: batches are read ahead, and a source may write the next one where the last one was."""
-    batch = {name: np.array(to_array(value, name, f"batch {number:,}")) for name, value in named(item).items()}
+    batch = {name: np.array(to_array(value, name, f"batch {number:,}")) for name, value in parts_by_name(item).items()}
     lengths = {name: array.shape[0] if array.shape else None for name, array in batch.items()}
     if len(set(lengths.values())) != 1 or None in lengths.values():
         hint = "each item of a stream is a batch: arrays whose first dimension counts samples"

@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from onward.errors import DataError, near
-from onward.training.data.dataset import Batch, Dataset, known
+from onward.training.data.dataset import Batch, Dataset, known_columns
 
 
-def joined(parts: Sequence[Dataset], origin: str) -> Dataset:
+def concatenate(parts: Sequence[Dataset], origin: str) -> Dataset:
     """The rows of all parts, one part after the other."""
     return parts[0] if len(parts) == 1 else _Joined(parts, origin)
 
@@ -36,7 +36,7 @@ class _Joined:
         return self._starts[-1]
 
     def take(self, indices: np.ndarray, columns: Sequence[str] | None = None) -> Batch:
-        names = known(columns, self.columns, self._origin)
+        names = known_columns(columns, self.columns, self._origin)
         places = np.searchsorted(self._starts, indices, side="right") - 1
         out: Batch = {}
         for place in np.unique(places):
@@ -69,7 +69,7 @@ class Beside:
 
     def take(self, indices: np.ndarray, columns: Sequence[str] | None = None) -> Batch:
         out: Batch = {}
-        for name in known(columns, self.columns, "the data"):
+        for name in known_columns(columns, self.columns, "the data"):
             data, there = self._sources[name]
             out[name] = data.take(indices, [there])[there]
         return out

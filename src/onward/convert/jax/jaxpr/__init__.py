@@ -17,7 +17,7 @@ import jax
 import onnx_ir as ir
 
 from onward.build import Expr, Names, uncollected
-from onward.convert.jax.jaxpr.emitter import Emitter, data_of, declared
+from onward.convert.jax.jaxpr.emitter import Emitter, data_of, declare_value
 from onward.convert.jax.jaxpr.trace import leaves, path_of, shape_of, trace, with_free_size
 from onward.errors import UnsupportedError, first_line
 from onward.model import Model
@@ -46,19 +46,19 @@ def export(
     fixed = jax.tree.map(shape_of, inputs)
     free = with_free_size(fixed, batch)
     if free is fixed:
-        return _exported(function, params, fixed, names, input_names)
+        return _export(function, params, fixed, names, input_names)
     try:
-        return _exported(function, params, free, names, input_names)
+        return _export(function, params, free, names, input_names)
     except UnsupportedError:
         raise
     except Exception as error:  # what JAX, or the function, raises where it asks how large a symbol is
-        model = _exported(function, params, fixed, names, input_names)
+        model = _export(function, params, fixed, names, input_names)
         reason = f"the batch size is fixed, since JAX cannot trace a free one: {first_line(error)}"
         warnings.warn(reason, stacklevel=3)
         return model
 
 
-def _exported(
+def _export(
     function: Callable[..., Any],
     params: Any,
     inputs: Sequence[Any],
@@ -68,9 +68,9 @@ def _exported(
     traced = trace(function, params, inputs)
     taken = Names()
     weights = [_initializer(taken.fresh(name), leaf) for name, leaf in leaves(params)]
-    called = _called(taken, "inputs", input_names, _argument_names(function, inputs))
-    fed = [declared(var.aval, name) for var, name in zip(traced.variables[len(weights) :], called, strict=True)]
-    result_names = _called(taken, "results", names, _result_names(traced.results))
+    called = _input_names(taken, "inputs", input_names, _argument_names(function, inputs))
+    fed = [declare_value(var.aval, name) for var, name in zip(traced.variables[len(weights) :], called, strict=True)]
+    result_names = _input_names(taken, "results", names, _result_names(traced.results))
     name = getattr(function, "__name__", "function")
     graph = ir.Graph(fed, [], nodes=[], initializers=weights, opset_imports={"": COMMON_OPSET}, name=name)
     op = Emitter.of(graph, COMMON_OPSET, taken, traced.sizes(fed))
@@ -113,7 +113,7 @@ def _result_names(results: Any) -> list[str]:
     return [f"output_{place}" if place[:1].isdigit() else place for place in places]
 
 
-def _called(taken: Names, what: str, given: Sequence[str] | None, default: Sequence[str]) -> list[str]:
+def _input_names(taken: Names, what: str, given: Sequence[str] | None, default: Sequence[str]) -> list[str]:
     """The names that were given, or else such as nothing has yet."""
     if given is None:
         return [taken.fresh(name) for name in default]

@@ -33,27 +33,27 @@ def _bits(dtype):
     return np.dtype(dtype).itemsize * 8
 
 
-def _unsigned(dtype):
+def _unsigned_type(dtype):
     return np.dtype(f"uint{_bits(dtype)}")
 
 
-def _shifted(op, x, by, direction):
+def _shift(op, x, by, direction):
     """As unsigned numbers of a width that ONNX Runtime has; by more than there are bits, nothing is left."""
     wide = np.uint64 if _bits(x.dtype.numpy()) > 32 else np.uint32
-    bits, count = (cast(op, cast(op, n, _unsigned(n.dtype.numpy())), wide) for n in (x, by))
+    bits, count = (cast(op, cast(op, n, _unsigned_type(n.dtype.numpy())), wide) for n in (x, by))
     shifted = op.BitShift(bits, count, direction=direction)
     left = where(op, count < _bits(x.dtype.numpy()), shifted, op.scalar(0, shifted))
-    return cast(op, cast(op, left, _unsigned(x.dtype.numpy())), x.dtype)
+    return cast(op, cast(op, left, _unsigned_type(x.dtype.numpy())), x.dtype)
 
 
 @primitives.define("shift_left")
 def shift_left(op, x, by):
-    return _shifted(op, x, by, "LEFT")
+    return _shift(op, x, by, "LEFT")
 
 
 @primitives.define("shift_right_logical")
 def shift_right_logical(op, x, by):
-    return _shifted(op, x, by, "RIGHT")
+    return _shift(op, x, by, "RIGHT")
 
 
 @primitives.define("shift_right_arithmetic")
@@ -68,9 +68,9 @@ def shift_right_arithmetic(op, x, by):
 
 @primitives.define("population_count")
 def population_count(op, x):
-    bits, count = cast(op, x, _unsigned(x.dtype.numpy())), None
+    bits, count = cast(op, x, _unsigned_type(x.dtype.numpy())), None
     for place in range(_bits(x.dtype.numpy())):
-        bit = op.BitwiseAnd(_shifted(op, bits, op.scalar(place, bits), "RIGHT"), op.scalar(1, bits))
+        bit = op.BitwiseAnd(_shift(op, bits, op.scalar(place, bits), "RIGHT"), op.scalar(1, bits))
         count = bit if count is None else count + bit
     return cast(op, count, x.dtype)
 
@@ -89,7 +89,7 @@ def bitcast(op, x, *, new_dtype):
     if old.kind in "iu" and new.kind in "iu":
         return cast(op, x, new)
     if old.kind in "iu":
-        return _float_of_bits(op, cast(op, x, _unsigned(old)), new)
+        return _float_of_bits(op, cast(op, x, _unsigned_type(old)), new)
     if new.kind in "iu":
         return cast(op, _bits_of_float(op, x), new)
     raise UnsupportedError(f"{old} cannot be read as {new}")
@@ -98,7 +98,7 @@ def bitcast(op, x, *, new_dtype):
 @primitives.define("nextafter")
 def nextafter(op, x, towards):
     """The number whose bits, read as an integer, are one more or less."""
-    unsigned, signed = _unsigned(x.dtype.numpy()), np.dtype(f"int{_bits(x.dtype.numpy())}")
+    unsigned, signed = _unsigned_type(x.dtype.numpy()), np.dtype(f"int{_bits(x.dtype.numpy())}")
     bits = cast(op, _bits_of_float(op, x), signed)
     step = op.Where(op.Equal(towards > x, x > 0), op.scalar(1, bits), op.scalar(-1, bits))
     moved = _float_of_bits(op, cast(op, bits + step, unsigned), x.dtype.numpy())
@@ -144,4 +144,4 @@ def _bits_of_float(op, x):
     bits = op.Where(undefined, special + 2 ** (fraction_bits - 1), op.Where(infinite, special, bits))
     is_negative = op.Or(cast(op, x, np.float64) < 0, op.Equal(op.Reciprocal(cast(op, x, np.float64)), -np.inf))
     bits = op.Where(is_negative, bits + 2 ** (exponent_bits + fraction_bits), bits)
-    return cast(op, cast(op, bits, np.int64), _unsigned(x.dtype.numpy()))
+    return cast(op, cast(op, bits, np.int64), _unsigned_type(x.dtype.numpy()))

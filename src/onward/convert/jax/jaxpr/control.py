@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from onward.convert.jax.jaxpr.emitter import declared
+from onward.convert.jax.jaxpr.emitter import declare_value
 from onward.convert.jax.jaxpr.movement import positions
-from onward.convert.jax.jaxpr.values import beside, where
+from onward.convert.jax.jaxpr.values import align_mask, where
 from onward.engines.framework import Operators
 
 primitives = Operators()
@@ -52,7 +52,7 @@ def _branch(op, which, xs, branches, outs, first):
         lambda inner: _branch(inner, inner(which.value), xs, branches[1:], outs, first + 1), name="branch"
     )
     results = op.If(op.Equal(which, first), then_branch=chosen, else_branch=others, outputs=len(outs))
-    return [expr.like(declared(out)) for expr, out in zip(_results(results, len(outs)), outs, strict=True)]
+    return [expr.like(declare_value(out)) for expr, out in zip(_results(results, len(outs)), outs, strict=True)]
 
 
 # ---- Loop ------------------------------------------------------------------------------------------------------------
@@ -74,12 +74,12 @@ def repeat(op, *xs, cond_jaxpr, body_jaxpr, cond_nconsts, body_nconsts, outs):
         if many:
             each, _ = goes_on(inner, carried)
             after = [
-                where(inner, beside(inner, each, len(out.shape), many), new, old)
+                where(inner, align_mask(inner, each, len(out.shape), many), new, old)
                 for new, old, out in zip(after, carried, outs, strict=True)
             ]
         return [goes_on(inner, after)[1], *after]
 
-    carried = [declared(out, "carried") for out in outs]
+    carried = [declare_value(out, "carried") for out in outs]
     body = op.subgraph(step, [_scalar("iteration", ir.DataType.INT64), _scalar("goes_on", ir.DataType.BOOL), *carried])
     results = op.Loop(None, goes_on(op, start)[1], *start, body=body, outputs=len(outs))
     return _results(results, len(outs))
@@ -93,7 +93,7 @@ def scan(op, *xs, jaxpr, length, num_consts, num_carry, reverse, outs):
     """A Scan needs something to go along: where there is nothing, the numbers of the steps."""
     consts, start, items = xs[:num_consts], xs[num_consts : num_consts + num_carry], xs[num_consts + num_carry :]
     variables = jaxpr.jaxpr.invars[num_consts:]
-    inputs = [declared(var.aval, "carried" if i < num_carry else "item") for i, var in enumerate(variables)]
+    inputs = [declare_value(var.aval, "carried" if i < num_carry else "item") for i, var in enumerate(variables)]
     if not items:
         items = (positions(op, length),)
         inputs.append(_scalar("iteration", ir.DataType.INT64))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from onward.convert.jax.jaxpr.movement import padded, spread
-from onward.convert.jax.jaxpr.values import cast, inverse, reshaped, transposed
+from onward.convert.jax.jaxpr.movement import pad_axes, spread_elements
+from onward.convert.jax.jaxpr.values import cast, inverse, permute, reshape_to
 from onward.engines.framework import Operators
 
 primitives = Operators()
@@ -19,15 +19,15 @@ def convolution(
     """Conv, with the axes in the order that it has; where elements of `x` are to lie apart, zeros between them."""
     x, kernel = (cast(op, tensor, outs[0].dtype) for tensor in (x, kernel))
     order_x, order_kernel, order_y = dimension_numbers
-    x, kernel = transposed(op, x, order_x), transposed(op, kernel, order_kernel)
+    x, kernel = permute(op, x, order_x), permute(op, kernel, order_kernel)
     zero = op.constant(np.zeros((), outs[0].dtype))
     shape = [ins[0].shape[axis] for axis in order_x]
-    x, sizes = spread(op, x, zero, shape, [0, 0, *(apart - 1 for apart in lhs_dilation)])
+    x, sizes = spread_elements(op, x, zero, shape, [0, 0, *(apart - 1 for apart in lhs_dilation)])
     if batch_group_count > 1:
         x = _groups_as_features(op, x, sizes, batch_group_count)
     around = [(0, 0), (0, 0), *padding]
     if any(min(pair) < 0 for pair in padding):
-        x, around = padded(op, x, zero, around), [(0, 0)] * len(around)
+        x, around = pad_axes(op, x, zero, around), [(0, 0)] * len(around)
     y = op.Conv(
         x,
         kernel,
@@ -37,12 +37,12 @@ def convolution(
         dilations=list(rhs_dilation),
         group=feature_group_count * batch_group_count,
     )
-    return transposed(op, y, inverse(order_y))
+    return permute(op, y, inverse(order_y))
 
 
 def _groups_as_features(op, x, sizes, groups):
     """Groups of examples, each of which has kernels of its own, as groups of features."""
     count, features, *rest = sizes
-    apart = reshaped(op, x, [groups, count // groups, features, *rest])
+    apart = reshape_to(op, x, [groups, count // groups, features, *rest])
     order = [1, 0, *range(2, 3 + len(rest))]
-    return reshaped(op, op.Transpose(apart, perm=order), [count // groups, groups * features, *rest])
+    return reshape_to(op, op.Transpose(apart, perm=order), [count // groups, groups * features, *rest])

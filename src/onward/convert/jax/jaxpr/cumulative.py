@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from onward.convert.jax.jaxpr.emitter import declared
-from onward.convert.jax.jaxpr.values import extreme, filled, widely
+from onward.convert.jax.jaxpr.emitter import declare_value
+from onward.convert.jax.jaxpr.values import extreme, fill, widely
 from onward.engines.framework import Operators
 
 primitives = Operators()
@@ -22,7 +22,7 @@ def _cumsum(op, x, axis, reverse):
     return op.CumSum(x, op.constant(np.int64(axis)), reverse=int(reverse))
 
 
-def _scanned(combine, start):
+def _scan_rule(combine, start):
     """A Scan along the axis that combines what was with what comes; `start(dtype)` changes nothing."""
 
     def scanned(op, x, *, axis, reverse, ins):
@@ -35,7 +35,7 @@ def _scanned(combine, start):
 
         shape = ir.Shape([size if isinstance(size, int) else str(size) for size in rest])
         body = op.subgraph(step, [ir.Value(name=name, type=sort, shape=shape) for name in ("before", "item")])
-        first = filled(op, rest, start(ins[0].dtype), ins[0].dtype)
+        first = fill(op, rest, start(ins[0].dtype), ins[0].dtype)
         way = [int(reverse)]
         _, result = op.Scan(
             first,
@@ -48,7 +48,7 @@ def _scanned(combine, start):
             scan_input_directions=way,
             scan_output_directions=way,
         )
-        return result.like(declared(ins[0]))
+        return result.like(declare_value(ins[0]))
 
     return scanned
 
@@ -59,8 +59,8 @@ def _log_of_sum(op, a, b):
 
 
 primitives(
-    cumprod=_scanned(lambda op, a, b: a * b, lambda dtype: 1),
-    cummax=_scanned(lambda op, a, b: op.Max(a, b), lambda dtype: extreme(dtype, largest=False)),
-    cummin=_scanned(lambda op, a, b: op.Min(a, b), lambda dtype: extreme(dtype, largest=True)),
-    cumlogsumexp=_scanned(_log_of_sum, lambda dtype: np.finfo(dtype).min),
+    cumprod=_scan_rule(lambda op, a, b: a * b, lambda dtype: 1),
+    cummax=_scan_rule(lambda op, a, b: op.Max(a, b), lambda dtype: extreme(dtype, largest=False)),
+    cummin=_scan_rule(lambda op, a, b: op.Min(a, b), lambda dtype: extreme(dtype, largest=True)),
+    cumlogsumexp=_scan_rule(_log_of_sum, lambda dtype: np.finfo(dtype).min),
 )

@@ -68,7 +68,7 @@ def integer_pow(op, x, *, y):
 
 
 @primitives.define("round")
-def rounded(op, x, *, rounding_method):
+def round_as(op, x, *, rounding_method):
     if rounding_method.name == "TO_NEAREST_EVEN":
         return op.Round(x)
     return op.Sign(x) * op.Floor(op.Abs(x) + 0.5)

@@ -121,13 +121,13 @@ class Emitter(Builder):
         try:
             if row is None:
                 raise UnsupportedError("there is no operator for it")
-            results = row(self, *operands, **_asked_for(row, eqn))
+            results = row(self, *operands, **_keywords_of(row, eqn))
         except UnsupportedError as error:
             where = source_info_util.summarize(eqn.source_info)
             self.refused.append(f"{eqn.primitive.name} ({where}): {error}")
-            return [declared(var.aval, "refused") for var in eqn.outvars]
+            return [declare_value(var.aval, "refused") for var in eqn.outvars]
         results = results if isinstance(results, tuple | list) else (results,)
-        return [_typed(expr, var) for expr, var in zip(results, eqn.outvars, strict=True)]
+        return [_typed_value(expr, var) for expr, var in zip(results, eqn.outvars, strict=True)]
 
 
 _ARITHMETIC: dict[str, Callable[[Builder, Expr, Expr], Expr]] = {
@@ -147,12 +147,12 @@ def _keywords(function: Callable[..., Any]) -> tuple[str, ...]:
     return tuple(p.name for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY)
 
 
-def _asked_for(function: Callable[..., Any], eqn: JaxprEqn) -> dict[str, Any]:
+def _keywords_of(function: Callable[..., Any], eqn: JaxprEqn) -> dict[str, Any]:
     known = {
         **{name: int(value) if isinstance(value, np.integer) else value for name, value in eqn.params.items()},
         "eqn": eqn,
-        "ins": [stored(atom.aval) for atom in eqn.invars],
-        "outs": [stored(var.aval) for var in eqn.outvars],
+        "ins": [stored_type(atom.aval) for atom in eqn.invars],
+        "outs": [stored_type(var.aval) for var in eqn.outvars],
     }
     return {name: known[name] for name in _keywords(function)}
 
@@ -168,7 +168,7 @@ def _live(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
     return reversed(kept)
 
 
-def stored(aval: Any) -> Any:
+def stored_type(aval: Any) -> Any:
     """The type and shape in which a value is kept: a random key is two numbers."""
     if not jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key):
         return aval
@@ -181,16 +181,16 @@ def data_of(const: Any) -> np.ndarray:
     return np.asarray(jax.random.key_data(const) if is_key else const)
 
 
-def declared(aval: Any, name: str | None = None) -> ir.Value:
+def declare_value(aval: Any, name: str | None = None) -> ir.Value:
     """A value of a type and shape."""
-    kept = stored(aval)
+    kept = stored_type(aval)
     shape = [size if isinstance(size, int) else str(size) for size in kept.shape]
     return ir.Value(name=name, type=ir.TensorType(ir.DataType.from_numpy(kept.dtype)), shape=ir.Shape(shape))
 
 
-def _typed(expr: Expr, var: Var) -> ir.Value:
+def _typed_value(expr: Expr, var: Var) -> ir.Value:
     """The result of an equation, which has the type and shape that JAX says it has."""
-    value, expected = expr.value, declared(var.aval)
+    value, expected = expr.value, declare_value(var.aval)
     assert value.dtype in (None, expected.dtype), f"{value.name} is {value.dtype} and should be {expected.dtype}"
     if value.producer() is not None and not _same(value.shape, expected.shape):
         value.type, value.shape = expected.type, expected.shape

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from onward.build import Expr
-from onward.convert.jax.jaxpr.movement import padded, positions
-from onward.convert.jax.jaxpr.values import beside, cast, extreme, inverse, transposed, where
+from onward.convert.jax.jaxpr.movement import pad_axes, positions
+from onward.convert.jax.jaxpr.values import align_mask, cast, extreme, inverse, permute, where
 from onward.engines.framework import Operators
 
 primitives = Operators()
@@ -66,7 +66,7 @@ def _columns(op, indices, windows):
     return {axis: op.Gather(wide, op.constant(np.int64(i)), axis=-1) for i, axis in enumerate(windows.mapped)}
 
 
-def _bounded(op, columns, windows, mode):
+def _bound_starts(op, columns, windows, mode):
     """The starts moved to where windows are inside, and which of them were; None where they are known to be."""
     name = getattr(mode, "name", str(mode))
     if name == "PROMISE_IN_BOUNDS":
@@ -118,27 +118,27 @@ def gather(op, x, indices, *, dimension_numbers, slice_sizes, mode, fill_value, 
     paired = dict(zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True))
     dropped = [*numbers.collapsed_slice_dims, *numbers.operand_batching_dims]
     windows = Windows(ins[0].shape, ins[1].shape[:-1], slice_sizes, numbers.start_index_map, paired, dropped)
-    columns, inside = _bounded(op, _columns(op, indices, windows), windows, mode)
+    columns, inside = _bound_starts(op, _columns(op, indices, windows), windows, mode)
     if windows.indexed == list(numbers.collapsed_slice_dims) and len(windows.indexed) == 1:
-        found = _taken(op, x, columns, windows)
+        found = _take(op, x, columns, windows)
     else:
-        ordered = transposed(op, x, [*windows.indexed, *windows.whole])
-        found = op.GatherND(ordered, _places(op, columns, windows)) if windows.indexed else _repeated(op, x, windows)
+        ordered = permute(op, x, [*windows.indexed, *windows.whole])
+        found = op.GatherND(ordered, _places(op, columns, windows)) if windows.indexed else _repeat(op, x, windows)
     if inside is not None:
         fill = op.constant(np.asarray(_fill(fill_value, outs[0].dtype), outs[0].dtype))
-        found = where(op, beside(op, inside, len(outs[0].shape), len(windows.starts)), found, fill)
-    return transposed(op, found, windows.order(numbers.offset_dims))
+        found = where(op, align_mask(op, inside, len(outs[0].shape), len(windows.starts)), found, fill)
+    return permute(op, found, windows.order(numbers.offset_dims))
 
 
-def _taken(op, x, columns, windows):
+def _take(op, x, columns, windows):
     """Along one axis; the axes of the starts come first, as they do after GatherND."""
     (axis,), count = windows.indexed, len(windows.starts)
     found = op.Gather(x, columns[axis], axis=axis)
     rest = [other for other in range(count + len(windows.whole)) if not axis <= other < axis + count]
-    return transposed(op, found, [*range(axis, axis + count), *rest])
+    return permute(op, found, [*range(axis, axis + count), *rest])
 
 
-def _repeated(op, x, windows):
+def _repeat(op, x, windows):
     return op.Expand(x, op.shape([*windows.starts, *windows.operand]))
 
 
@@ -156,14 +156,14 @@ def _scatter(reduction, neutral):
     """A write that combines with what is there. Outside, it writes what changes nothing, which is `neutral(dtype)`."""
 
     def scatter(op, x, indices, updates, *, dimension_numbers, mode, ins):
-        windows, order = _scattered(dimension_numbers, ins)
-        columns, inside = _bounded(op, _columns(op, indices, windows), windows, mode)
-        updates = transposed(op, updates, inverse(order))
+        windows, order = _scatter_windows(dimension_numbers, ins)
+        columns, inside = _bound_starts(op, _columns(op, indices, windows), windows, mode)
+        updates = permute(op, updates, inverse(order))
         if inside is not None:
-            mask = beside(op, inside, len(ins[2].shape), len(windows.starts))
+            mask = align_mask(op, inside, len(ins[2].shape), len(windows.starts))
             nothing = op.constant(np.asarray(neutral(ins[0].dtype), ins[0].dtype))
             updates = where(op, mask, updates, nothing)
-        return _written(op, x, _places(op, columns, windows), updates, windows, reduction)
+        return _scatter_updates(op, x, _places(op, columns, windows), updates, windows, reduction)
 
     return scatter
 
@@ -187,23 +187,23 @@ def scatter_sub(op, x, indices, updates, *, dimension_numbers, mode, ins):
 @primitives.define("scatter")
 def scatter_set(op, x, indices, updates, *, dimension_numbers, mode, ins):
     """Writes outside go to an element more along the first axis, which is cut off again."""
-    windows, order = _scattered(dimension_numbers, ins)
-    columns, inside = _bounded(op, _columns(op, indices, windows), windows, mode)
-    updates = transposed(op, updates, inverse(order))
+    windows, order = _scatter_windows(dimension_numbers, ins)
+    columns, inside = _bound_starts(op, _columns(op, indices, windows), windows, mode)
+    updates = permute(op, updates, inverse(order))
     places = _places(op, columns, windows)
     if inside is None:
-        return _written(op, x, places, updates, windows, None)
+        return _scatter_updates(op, x, places, updates, windows, None)
     first = windows.indexed[0]
     size = op.size(windows.operand[first])
     beyond = op.Concat(op.Unsqueeze(size, [0]), op.constant(np.zeros(len(windows.indexed) - 1, np.int64)), axis=0)
-    mask = beside(op, inside, len(windows.starts) + len(windows.windowed) + 1, len(windows.starts))
+    mask = align_mask(op, inside, len(windows.starts) + len(windows.windowed) + 1, len(windows.starts))
     places = op.Where(mask, places, beyond)
-    longer = padded(op, x, None, [(0, int(axis == first)) for axis in range(len(windows.operand))])
-    written = _written(op, longer, places, updates, windows, None)
+    longer = pad_axes(op, x, None, [(0, int(axis == first)) for axis in range(len(windows.operand))])
+    written = _scatter_updates(op, longer, places, updates, windows, None)
     return op.Slice(written, [0], op.Unsqueeze(size, [0]), [first])
 
 
-def _scattered(numbers, ins):
+def _scatter_windows(numbers, ins):
     """The windows of a scatter, and the order in which axes of the updates come."""
     paired = dict(zip(numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True))
     dropped = [*numbers.inserted_window_dims, *numbers.operand_batching_dims]
@@ -213,10 +213,10 @@ def _scattered(numbers, ins):
     return windows, windows.order(numbers.update_window_dims)
 
 
-def _written(op, x, places, updates, windows, reduction):
+def _scatter_updates(op, x, places, updates, windows, reduction):
     order = [*windows.indexed, *windows.whole]
-    written = op.ScatterND(transposed(op, x, order), places, updates, reduction=reduction)
-    return transposed(op, written, inverse(order))
+    written = op.ScatterND(permute(op, x, order), places, updates, reduction=reduction)
+    return permute(op, written, inverse(order))
 
 
 # ---- windows at one start --------------------------------------------------------------------------------------------

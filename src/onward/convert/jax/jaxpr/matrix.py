@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import string
 
-from onward.convert.jax.jaxpr.values import cast, transposed, widely
+from onward.convert.jax.jaxpr.values import cast, permute, widely
 from onward.engines.framework import Operators
 
 primitives = Operators()
@@ -28,11 +28,13 @@ def _product(op, a, b, *, dimension_numbers, ranks):
         flipped = k_a == 0, k_b == 1
         return op.Gemm(a, b, transA=int(flipped[0]), transB=int(flipped[1])) if any(flipped) else a @ b
     if ranks[1] == batch + 2 and (ranks[0] == batch + 2 or not batch):
-        return transposed(op, a, _moved(ranks[0], k_a, ranks[0] - 1)) @ transposed(op, b, _moved(ranks[1], k_b, batch))
+        return permute(op, a, _moved_order(ranks[0], k_a, ranks[0] - 1)) @ permute(
+            op, b, _moved_order(ranks[1], k_b, batch)
+        )
     return _einsum(op, a, b, dimension_numbers, ranks)
 
 
-def _moved(rank, axis, place):
+def _moved_order(rank, axis, place):
     """An order of axes in which one has moved to another place."""
     order = [other for other in range(rank) if other != axis]
     return [*order[:place], axis, *order[place:]]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from onward.convert.jax.jaxpr.values import cast, constant_of, filled, reshaped, transposed
+from onward.convert.jax.jaxpr.values import cast, constant_of, fill, permute, reshape_to
 from onward.engines.framework import Operators
 from onward.errors import UnsupportedError
 
@@ -17,8 +17,8 @@ _END = np.iinfo(np.int64).max
 @primitives.define("reshape")
 def reshape(op, x, *, dimensions, ins, outs):
     if dimensions is not None:
-        x = transposed(op, x, dimensions)
-    return x if ins[0].shape == outs[0].shape else reshaped(op, x, outs[0].shape)
+        x = permute(op, x, dimensions)
+    return x if ins[0].shape == outs[0].shape else reshape_to(op, x, outs[0].shape)
 
 
 @primitives.define("squeeze")
@@ -28,7 +28,7 @@ def squeeze(op, x, *, dimensions):
 
 @primitives.define("transpose")
 def transpose(op, x, *, permutation, ins):
-    return transposed(op, x, [*permutation, *range(len(permutation), len(ins[0].shape))])
+    return permute(op, x, [*permutation, *range(len(permutation), len(ins[0].shape))])
 
 
 @primitives.define("broadcast_in_dim")
@@ -36,7 +36,7 @@ def broadcast_in_dim(op, x, *sizes, broadcast_dimensions, ins, outs):
     """The axes of `x` among others of size 1, and then as large as they are to be."""
     shape, own = outs[0].shape, list(broadcast_dimensions)
     if not ins[0].shape and (number := constant_of(x)) is not None:
-        return filled(op, shape, number, outs[0].dtype) if shape else x
+        return fill(op, shape, number, outs[0].dtype) if shape else x
     own += range(len(shape) - len(ins[0].shape) + len(own), len(shape))  # the numbers of a random key stay last
     new = [axis for axis in range(len(shape)) if axis not in own]
     before = [ins[0].shape[own.index(axis)] if axis in own else 1 for axis in range(len(shape))]
@@ -101,24 +101,24 @@ def rev(op, x, *, dimensions):
 @primitives.define("pad")
 def pad(op, x, value, *, padding_config, ins):
     """Between elements first, then around them; what is negative is cut off."""
-    x, _ = spread(op, x, value, ins[0].shape, [between for _, _, between in padding_config])
-    return padded(op, x, value, [(low, high) for low, high, _ in padding_config])
+    x, _ = spread_elements(op, x, value, ins[0].shape, [between for _, _, between in padding_config])
+    return pad_axes(op, x, value, [(low, high) for low, high, _ in padding_config])
 
 
-def spread(op, x, value, shape, between):
+def spread_elements(op, x, value, shape, between):
     """`x` with so many times `value` between its elements along each axis, and its shape then."""
     sizes = list(shape)
     for axis, count in enumerate(between):
         if count:
             amounts = [(0, count * (i == axis + 1)) for i in range(len(sizes) + 1)]
-            x = padded(op, op.Unsqueeze(x, [axis + 1]), value, amounts)
+            x = pad_axes(op, op.Unsqueeze(x, [axis + 1]), value, amounts)
             sizes[axis] *= count + 1
-            x = op.Slice(reshaped(op, x, sizes), [0], [-count], [axis])
+            x = op.Slice(reshape_to(op, x, sizes), [0], [-count], [axis])
             sizes[axis] -= count
     return x, sizes
 
 
-def padded(op, x, value, amounts):
+def pad_axes(op, x, value, amounts):
     """`x` with so many times `value` before and after its elements along each axis."""
     cut_away = [(axis, -min(low, 0), -min(high, 0)) for axis, (low, high) in enumerate(amounts) if min(low, high) < 0]
     if cut_away:
@@ -152,4 +152,4 @@ def positions(op, size):
 
 @primitives.define("empty", "empty2")
 def empty(op, *, outs):
-    return filled(op, outs[0].shape, 0, outs[0].dtype)
+    return fill(op, outs[0].shape, 0, outs[0].dtype)

@@ -8,8 +8,8 @@ import math
 import numpy as np
 import onnx_ir as ir
 
-from onward.convert.jax.jaxpr.movement import padded, spread
-from onward.convert.jax.jaxpr.values import cast, extreme, filled, inverse, reshaped, transposed
+from onward.convert.jax.jaxpr.movement import pad_axes, spread_elements
+from onward.convert.jax.jaxpr.values import cast, extreme, fill, inverse, permute, reshape_to
 from onward.engines.framework import Operators
 
 primitives = Operators()
@@ -34,27 +34,27 @@ class Pool:
         }
 
     def enter(self, op, x):
-        x = transposed(op, x, self.order)
+        x = permute(op, x, self.order)
         if len(self.resting) == 2:
             return x
         return op.Reshape(x, op.shape([1, -1, *(self.shape[axis] for axis in self.sliding)]))
 
     def leave(self, op, y, shape):
         if len(self.resting) != 2:
-            y = reshaped(op, y, [shape[axis] for axis in self.order])
-        return transposed(op, y, inverse(self.order))
+            y = reshape_to(op, y, [shape[axis] for axis in self.order])
+        return permute(op, y, inverse(self.order))
 
 
-def _windowed(slide, start):
+def _window_rule(slide, start):
     """A reduction by a pooling operator: `slide(op, x, pool)`; `start(dtype)` is what lies around."""
 
     def windowed(
         op, x, *, window_dimensions, window_strides, padding, base_dilation, window_dilation, ins, outs
     ):  # fmt: skip
         around, nothing = list(padding), op.constant(np.asarray(start(ins[0].dtype), ins[0].dtype))
-        x, sizes = spread(op, x, nothing, ins[0].shape, [apart - 1 for apart in base_dilation])
+        x, sizes = spread_elements(op, x, nothing, ins[0].shape, [apart - 1 for apart in base_dilation])
         if any(min(pads) < 0 or max(pads) >= size for pads, size in zip(around, window_dimensions, strict=True)):
-            x = padded(op, x, nothing, around)
+            x = pad_axes(op, x, nothing, around)
             sizes = [size + low + high for size, (low, high) in zip(sizes, around, strict=True)]
             around = [(0, 0)] * len(sizes)
         pool = Pool(sizes, window_dimensions, window_strides, around, window_dilation)
@@ -75,7 +75,7 @@ def _sum(op, x, pool):
         return op.AveragePool(x, count_include_pad=1, **pool.attributes) * math.prod(pool.attributes["kernel_shape"])
     kernel, steps, pads, apart = pool.attributes.values()
     rank = len(kernel)
-    x = padded(op, x, op.scalar(0, x), [(0, 0), (0, 0), *zip(pads[:rank], pads[rank:], strict=True)])
+    x = pad_axes(op, x, op.scalar(0, x), [(0, 0), (0, 0), *zip(pads[:rank], pads[rank:], strict=True)])
     full = [pool.shape[axis] + pads[i] + pads[rank + i] for i, axis in enumerate(pool.sliding)]
     last = [size - gap * (count - 1) for size, gap, count in zip(full, apart, kernel, strict=True)]
     parts = []
@@ -87,20 +87,20 @@ def _sum(op, x, pool):
 
 
 primitives(
-    reduce_window_max=_windowed(
+    reduce_window_max=_window_rule(
         lambda op, x, pool: op.MaxPool(x, **pool.attributes), lambda dtype: extreme(dtype, largest=False)
     ),
-    reduce_window_min=_windowed(
+    reduce_window_min=_window_rule(
         lambda op, x, pool: -op.MaxPool(-x, **pool.attributes), lambda dtype: extreme(dtype, largest=True)
     ),
-    reduce_window_sum=_windowed(_sum, lambda dtype: 0),
+    reduce_window_sum=_window_rule(_sum, lambda dtype: 0),
 )
 
 
 # ---- derivatives of windows ------------------------------------------------------------------------------------------
 
 
-def _chosen(op, x, pool, select_prim):
+def _chosen_places(op, x, pool, select_prim):
     """Where the largest (`ge`) or smallest element of each window is, if all elements are counted in a row."""
     entered = pool.enter(op, x)
     return op.MaxPool(entered if select_prim.name == "ge" else -entered, outputs=2, **pool.attributes)[1]
@@ -111,12 +111,12 @@ def select_and_scatter_add(op, source, x, *, select_prim, window_dimensions, win
     """The way back through a MaxPool: what comes for a window goes to where its largest element was."""
     shape = ins[1].shape
     pool = Pool(shape, window_dimensions, window_strides, padding)
-    places = op.Reshape(_chosen(op, x, pool, select_prim), [-1])
-    given = op.Reshape(transposed(op, source, pool.order), [-1])
-    empty = filled(op, [math.prod(shape)], 0, ins[0].dtype)
+    places = op.Reshape(_chosen_places(op, x, pool, select_prim), [-1])
+    given = op.Reshape(permute(op, source, pool.order), [-1])
+    empty = fill(op, [math.prod(shape)], 0, ins[0].dtype)
     sums = op.ScatterElements(empty, places, given, axis=0, reduction="add")
     entered = op.shape([shape[axis] for axis in pool.order])
-    return transposed(op, op.Reshape(sums, entered), inverse(pool.order))
+    return permute(op, op.Reshape(sums, entered), inverse(pool.order))
 
 
 @primitives.define("select_and_gather_add")
@@ -125,5 +125,5 @@ def select_and_gather_add(
 ):  # fmt: skip
     """And forward: of each window, what `source` has where its largest element is."""
     pool = Pool(ins[1].shape, window_dimensions, window_strides, padding, window_dilation)
-    flat = op.Reshape(transposed(op, source, pool.order), [-1])
-    return pool.leave(op, op.Gather(flat, _chosen(op, x, pool, select_prim), axis=0), outs[0].shape)
+    flat = op.Reshape(permute(op, source, pool.order), [-1])
+    return pool.leave(op, op.Gather(flat, _chosen_places(op, x, pool, select_prim), axis=0), outs[0].shape)

@@ -9,7 +9,7 @@ import numpy as np
 from onward.build import function
 from onward.convert.jax.jaxpr.bits import shift_left
 from onward.convert.jax.jaxpr.movement import positions
-from onward.convert.jax.jaxpr.values import cast, dtype_of, reshaped
+from onward.convert.jax.jaxpr.values import cast, dtype_of, reshape_to
 from onward.engines.framework import Operators
 from onward.errors import UnsupportedError
 
@@ -36,7 +36,7 @@ def threefry2x32(op, key0, key1, x0, x1):
 
 
 @primitives.define("threefry2x32")
-def mixed(op, key0, key1, x0, x1):
+def mix(op, key0, key1, x0, x1):
     results = op.call(threefry2x32, key0, key1, x0, x1)
     for result in results:
         result.value.dtype = _NUMBERS
@@ -51,23 +51,23 @@ def _key(op, *halves):
     return op.Concat(*(op.Unsqueeze(half, [-1]) for half in halves), axis=-1)
 
 
-def _numbered(op, key, shape, eqn):
+def _mixed_counters(op, key, shape, eqn):
     """For each key and each place in a shape, two numbers: the place itself, mixed with the key."""
     if not eqn.ctx.threefry_partitionable:
         raise UnsupportedError("it was traced with jax_threefry_partitionable=False")
     if isinstance(size := math.prod(shape), int) and size >= 2**32:
         raise UnsupportedError("there are more than 2**32 of them")
-    numbers = reshaped(op, cast(op, positions(op, size), np.uint32), shape)
+    numbers = reshape_to(op, cast(op, positions(op, size), np.uint32), shape)
     new = [-1 - i for i in range(len(shape))]
     halves = (op.Unsqueeze(half, new) if new else half for half in _halves(op, key))
-    return mixed(op, *halves, op.constant(np.uint32(0)), numbers)
+    return mix(op, *halves, op.constant(np.uint32(0)), numbers)
 
 
 primitives(
     random_wrap=lambda op, key: key,
     random_unwrap=lambda op, key: key,
     random_clone=lambda op, key: key,
-    random_split=lambda op, key, *, shape, eqn: _key(op, *_numbered(op, key, shape, eqn)),
+    random_split=lambda op, key, *, shape, eqn: _key(op, *_mixed_counters(op, key, shape, eqn)),
 )
 
 
@@ -82,12 +82,12 @@ def seed(op, number):
 
 @primitives.define("random_fold_in")
 def fold_in(op, key, number):
-    return _key(op, *mixed(op, *_halves(op, key), op.constant(np.uint32(0)), cast(op, number, np.uint32)))
+    return _key(op, *mix(op, *_halves(op, key), op.constant(np.uint32(0)), cast(op, number, np.uint32)))
 
 
 @primitives.define("random_bits")
 def bits(op, key, *, bit_width, shape, eqn):
-    high, low = _numbered(op, key, shape, eqn)
+    high, low = _mixed_counters(op, key, shape, eqn)
     if bit_width == 64:
         wide = cast(op, high, np.uint64)
         return op.BitwiseOr(shift_left(op, wide, op.scalar(32, wide)), cast(op, low, np.uint64))

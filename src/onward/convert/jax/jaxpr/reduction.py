@@ -11,7 +11,7 @@ from onward.errors import UnsupportedError
 primitives = Operators()
 
 
-def _reduced(operator):
+def _reduction_rule(operator):
     """A reduction. Truth values and small integers are counted in 64 bits."""
 
     @widely
@@ -22,18 +22,18 @@ def _reduced(operator):
 
 
 primitives(
-    reduce_sum=_reduced("ReduceSum"),
-    reduce_prod=_reduced("ReduceProd"),
-    reduce_max=_reduced("ReduceMax"),
-    reduce_min=_reduced("ReduceMin"),
-    reduce_or=_reduced("ReduceMax"),
-    reduce_and=_reduced("ReduceMin"),
+    reduce_sum=_reduction_rule("ReduceSum"),
+    reduce_prod=_reduction_rule("ReduceProd"),
+    reduce_max=_reduction_rule("ReduceMax"),
+    reduce_min=_reduction_rule("ReduceMin"),
+    reduce_or=_reduction_rule("ReduceMax"),
+    reduce_and=_reduction_rule("ReduceMin"),
 )
 
 
-def _collected(operator):
+def _collective_rule(operator):
     """A reduction over an axis that `vmap` gave a name; nothing here lives on several devices."""
-    reduced = _reduced(operator)
+    reduced = _reduction_rule(operator)
 
     def collected(op, *xs, axes, axis_index_groups):
         if axis_index_groups is not None or any(isinstance(axis, str) for axis in axes):
@@ -43,7 +43,7 @@ def _collected(operator):
     return collected
 
 
-primitives(psum=_collected("ReduceSum"), pmax=_collected("ReduceMax"), pmin=_collected("ReduceMin"))
+primitives(psum=_collective_rule("ReduceSum"), pmax=_collective_rule("ReduceMax"), pmin=_collective_rule("ReduceMin"))
 
 
 @primitives.define("reduce_xor")

@@ -47,12 +47,12 @@ def _where(op: Any, yes: Expr, no: Expr, *, which: Expr) -> Expr:
     return op.Where(which, yes, no)
 
 
-def beside(op: Any, mask: Expr, rank: int, count: int) -> Expr:
+def align_mask(op: Any, mask: Expr, rank: int, count: int) -> Expr:
     """A mask over the first axes, for what has more axes after them."""
     return op.Unsqueeze(mask, list(range(count, rank))) if rank > count else mask
 
 
-def transposed(op: Any, x: Expr, order: Sequence[int]) -> Expr:
+def permute(op: Any, x: Expr, order: Sequence[int]) -> Expr:
     """`x` with its axes in another order, where that is another."""
     return x if list(order) == sorted(order) else op.Transpose(x, perm=list(order))
 
@@ -61,7 +61,7 @@ def inverse(order: Sequence[int]) -> list[int]:
     return [list(order).index(axis) for axis in range(len(order))]
 
 
-def reshaped(op: Any, x: Expr, sizes: Sequence[Any]) -> Expr:
+def reshape_to(op: Any, x: Expr, sizes: Sequence[Any]) -> Expr:
     """`x` in another shape, in which one size may be a symbol that need not be computed."""
     unknown = [i for i, size in enumerate(sizes) if not isinstance(size, int)]
     if len(unknown) == 1 and 0 not in sizes:
@@ -75,7 +75,7 @@ def constant_of(x: Expr) -> np.ndarray | None:
     return node.attributes["value"].as_tensor().numpy() if node is not None and node.op_type == "Constant" else None
 
 
-def filled(op: Any, sizes: Sequence[Any], number: Any, dtype: Any) -> Expr:
+def fill(op: Any, sizes: Sequence[Any], number: Any, dtype: Any) -> Expr:
     """A tensor that is the same number everywhere."""
     return op.ConstantOfShape(op.shape(sizes), value=ir.Tensor(np.full((1,), number, dtype)))
 

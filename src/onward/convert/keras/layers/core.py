@@ -12,7 +12,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onward.build import Expr
-from onward.convert.keras.layer_table import Call, accepted, find, row
+from onward.convert.keras.layer_table import Call, accepted_arguments, find, row
 from onward.convert.keras.layers.activations import activate
 from onward.convert.keras.tensors import Tensor, elementwise
 
@@ -58,7 +58,7 @@ def time_distributed(c: Call, x: Tensor) -> Any:
     c.refuse_unless(type(inner).__name__ in _PER_POSITION, f"applies {type(inner).__name__} at every time")
     function = find(inner)
     assert function is not None
-    return function(c.of(inner), x, **accepted(function, {}))
+    return function(c.of(inner), x, **accepted_arguments(function, {}))
 
 
 _PER_POSITION = {"Dense", "Activation", "ReLU", "LeakyReLU", "ELU", "Dropout", "LayerNormalization", "Identity"}
@@ -201,7 +201,7 @@ def multi_head_attention(
     if layer.dropout:
         weights = op.Dropout(weights, np.float32(layer.dropout))
     context = op.Transpose(weights @ v, perm=[0, 2, 1, 3])
-    return _joined(c, layer.output_dense, context)
+    return _join_heads(c, layer.output_dense, context)
 
 
 _MASKED = -1e9
@@ -217,7 +217,7 @@ def _heads(c: Call, projection: Any, x: Tensor, *, last: bool = False) -> Expr:
     return op.Transpose(op.Reshape(y, [0, 0, heads, size]), perm=[0, 2, 3, 1] if last else [0, 2, 1, 3])
 
 
-def _joined(c: Call, projection: Any, x: Expr) -> Expr:
+def _join_heads(c: Call, projection: Any, x: Expr) -> Expr:
     op, (heads, size, width) = c.op, projection.kernel.shape
     kernel = op.Reshape(c.weight(projection.kernel), [heads * size, width])
     y = op.Reshape(x, [0, 0, heads * size]) @ kernel

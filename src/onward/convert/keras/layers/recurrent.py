@@ -37,7 +37,7 @@ def recurrent(c: Call, x: Tensor, initial_state: Any = None) -> Any:
     outcome = _run(c, x, initial_state)
     y = outcome.states[0]
     if layer.return_sequences:
-        y = _reversed(outcome.sequence) if layer.go_backwards else outcome.sequence
+        y = _reverse(outcome.sequence) if layer.go_backwards else outcome.sequence
     return [y, *outcome.states] if layer.return_state else y
 
 
@@ -121,5 +121,5 @@ def _gates(stacked: Expr, order: Sequence[int]) -> Expr:
     return stacked.op.Concat(*(parts[i] for i in order), axis=0)
 
 
-def _reversed(sequence: Expr) -> Expr:
+def _reverse(sequence: Expr) -> Expr:
     return sequence.op.Slice(sequence, [-1], [np.iinfo(np.int64).min], [1], [-1])

@@ -49,7 +49,7 @@ def _padding(c: Call, x: Tensor, kernel: Sequence[int], strides: Sequence[int], 
     return {"pads": [*begin, *end]}
 
 
-def _biased(c: Call, y: Expr) -> Tensor:
+def _add_bias(c: Call, y: Expr) -> Tensor:
     """With the bias of the layer, and its activation."""
     layer = c.layer
     if layer.use_bias:
@@ -78,18 +78,18 @@ def convolution(c: Call, x: Tensor) -> Tensor:
         group=int(layer.groups),
         **_padding(c, x, window, strides, dilations),
     )
-    return _biased(c, y)
+    return _add_bias(c, y)
 
 
 @row("DepthwiseConv1D", "DepthwiseConv2D")
 def depthwise(c: Call, x: Tensor) -> Tensor:
-    return _biased(c, _each_channel(c, x, c.layer.kernel))
+    return _add_bias(c, _each_channel(c, x, c.layer.kernel))
 
 
 @row("SeparableConv1D", "SeparableConv2D")
 def separable(c: Call, x: Tensor) -> Tensor:
     each = _each_channel(c, x, c.layer.depthwise_kernel)
-    return _biased(c, c.op.Conv(each, _outermost(c.weight(c.layer.pointwise_kernel), x.rank)))
+    return _add_bias(c, c.op.Conv(each, _outermost(c.weight(c.layer.pointwise_kernel), x.rank)))
 
 
 def _each_channel(c: Call, x: Tensor, kernel: Any) -> Expr:
@@ -105,7 +105,7 @@ def _each_channel(c: Call, x: Tensor, kernel: Any) -> Expr:
 
 
 @row("Conv1DTranspose", "Conv2DTranspose", "Conv3DTranspose")
-def transposed(c: Call, x: Tensor) -> Tensor:
+def convolution_transpose(c: Call, x: Tensor) -> Tensor:
     layer = c.layer
     plain = layer.output_padding is None and all(d == 1 for d in layer.dilation_rate)
     c.refuse_unless(plain, "has an output padding or a dilation")
@@ -120,7 +120,7 @@ def transposed(c: Call, x: Tensor) -> Tensor:
         pads=[*(n // 2 for n in pads), *(n - n // 2 for n in pads)],
         output_padding=[max(-n, 0) for n in beyond],
     )
-    return _biased(c, y)
+    return _add_bias(c, y)
 
 
 # ---- pooling ---------------------------------------------------------------------------------------------------------

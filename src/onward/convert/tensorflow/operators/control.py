@@ -35,7 +35,7 @@ def loop(op, *initial, node):
     """What no iteration changes is read from around the loop; lists that are only written are what Loop collects."""
     condition, body = (node.function(name) for name in ("cond", "body"))
     changed = [i for i, value in enumerate(initial) if not _is_kept(body, i, value)]
-    items = {i: item for i in changed if (item := _collected(body, i, initial)) is not None}
+    items = {i: item for i in changed if (item := _collect_items(body, i, initial)) is not None}
     carried = [i for i in changed if i not in items]
 
     def goes_on(inner, values):
@@ -81,7 +81,7 @@ def _source(tensor):
     return tensor
 
 
-def _collected(body, index, initial):
+def _collect_items(body, index, initial):
     """What each iteration writes to a list, if it writes to the place after that of the one before, from 0 on."""
     written = _source(body.outputs[index]).op
     if written.type != "TensorListSetItem" or written.inputs[0] is not body.inputs[index]:

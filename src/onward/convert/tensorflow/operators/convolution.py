@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from onward.convert.tensorflow.graph import Refused, transposed
+from onward.convert.tensorflow.graph import Refused, transpose
 from onward.engines.framework import Operators
 from onward.engines.shared.windows import paddings
 
@@ -14,12 +14,12 @@ operators = Operators()
 def channels_first(op, x, layout):
     """[N, ..., C] as [N, C, ...]."""
     rank = len(layout)
-    return transposed(op, x, [0, rank - 1, *range(1, rank - 1)]) if layout.endswith("C") else x
+    return transpose(op, x, [0, rank - 1, *range(1, rank - 1)]) if layout.endswith("C") else x
 
 
 def channels_last(op, x, layout):
     rank = len(layout)
-    return transposed(op, x, [0, *range(2, rank), 1]) if layout.endswith("C") else x
+    return transpose(op, x, [0, *range(2, rank), 1]) if layout.endswith("C") else x
 
 
 def _spatial(numbers, layout):
@@ -49,7 +49,7 @@ def _slide(node, strides, dilations, padding, explicit, layout):
 
 def _kernel(op, w, rank):
     """[..., in, out] as [out, in, ...]."""
-    return transposed(op, w, [rank - 1, rank - 2, *range(rank - 2)])
+    return transpose(op, w, [rank - 1, rank - 2, *range(rank - 2)])
 
 
 @operators.define("Conv2D")
@@ -72,7 +72,7 @@ def _conv(op, x, w, node, layout, slide):
 def depthwise(op, x, w, *, node, strides, dilations, padding, explicit_paddings, data_format):
     """A kernel is [height, width, channels, multiplier]."""
     height, width, channels, multiplier = (node.size(1, axis) for axis in range(4))
-    kernel = op.Reshape(transposed(op, w, [2, 3, 0, 1]), [channels * multiplier, 1, height, width])
+    kernel = op.Reshape(transpose(op, w, [2, 3, 0, 1]), [channels * multiplier, 1, height, width])
     slide = _slide(node, strides, dilations, padding, explicit_paddings, data_format)
     y = op.Conv(channels_first(op, x, data_format), kernel, group=channels, **slide)
     return channels_last(op, y, data_format)
@@ -89,7 +89,7 @@ def conv_transpose(op, shape, w, dy, *, node, strides, dilations, padding, expli
         raise Refused("the size of its result is not known")
     y = op.ConvTranspose(
         channels_first(op, dy, data_format),
-        transposed(op, w, [3, 2, 0, 1]),
+        transpose(op, w, [3, 2, 0, 1]),
         strides=_spatial(strides, data_format),
         dilations=_spatial(dilations, data_format),
         output_shape=wanted,
@@ -147,7 +147,7 @@ def space_to_batch(op, x, _, __, *, node):
         *range(1 + 2 * count, 1 + 2 * count + len(rest)),
     ]
     together = [size // block for size, block in zip(sizes, blocks, strict=True)]
-    return op.Reshape(transposed(op, apart, order), [-1, *together, *rest])
+    return op.Reshape(transpose(op, apart, order), [-1, *together, *rest])
 
 
 @operators.define("BatchToSpaceND")
@@ -159,7 +159,7 @@ def batch_to_space(op, x, _, __, *, node):
     apart = op.Reshape(x, [*blocks, -1, *sizes, *rest])
     order = [count, *(i for pair in zip(range(count + 1, 2 * count + 1), range(count), strict=True) for i in pair)]
     order += range(2 * count + 1, 2 * count + 1 + len(rest))
-    y = op.Reshape(transposed(op, apart, order), [-1, *(n * b for n, b in zip(sizes, blocks, strict=True)), *rest])
+    y = op.Reshape(transpose(op, apart, order), [-1, *(n * b for n, b in zip(sizes, blocks, strict=True)), *rest])
     if not cut.any():
         return y
     ends = [size * block - int(high) for size, block, high in zip(sizes, blocks, cut[:, 1], strict=True)]

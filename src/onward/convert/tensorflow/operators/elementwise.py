@@ -52,14 +52,14 @@ def div_no_nan(op, a, b):
     return op.Where(zero, 0, a / op.Where(zero, 1, b))
 
 
-def _chosen(op, second, a, b):
+def _choose(op, second, a, b):
     """One of two, the second where it is not a number. Of two that tie the first has the whole gradient."""
     return op.Where(op.Or(second, op.IsNaN(b)), b, a)
 
 
 operators(
-    Maximum=lambda op, a, b: _chosen(op, a < b, a, b) if _is_float(a) else op.Max(a, b),
-    Minimum=lambda op, a, b: _chosen(op, a > b, a, b) if _is_float(a) else op.Min(a, b),
+    Maximum=lambda op, a, b: _choose(op, a < b, a, b) if _is_float(a) else op.Max(a, b),
+    Minimum=lambda op, a, b: _choose(op, a > b, a, b) if _is_float(a) else op.Min(a, b),
 )
 
 

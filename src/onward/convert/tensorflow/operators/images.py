@@ -10,7 +10,7 @@ from onward.engines.framework import Operators
 operators = Operators()
 
 
-def _resized(op, x, sizes, mode, align_corners, half_pixel_centers, **more):
+def _resize(op, x, sizes, mode, align_corners, half_pixel_centers, **more):
     """Where the places of new elements lie on the old image, TensorFlow says with two switches."""
     places = "align_corners" if align_corners else "half_pixel" if half_pixel_centers else "asymmetric"
     images = channels_first(op, x, "NHWC")
@@ -21,10 +21,10 @@ def _resized(op, x, sizes, mode, align_corners, half_pixel_centers, **more):
 
 @operators.define("ResizeBilinear")
 def bilinear(op, x, _, *, align_corners, half_pixel_centers, node):
-    return _resized(op, x, node.numbers(1), "linear", align_corners, half_pixel_centers)
+    return _resize(op, x, node.numbers(1), "linear", align_corners, half_pixel_centers)
 
 
 @operators.define("ResizeNearestNeighbor")
 def nearest(op, x, _, *, align_corners, half_pixel_centers, node):
     rounding = "round_prefer_ceil" if align_corners or half_pixel_centers else "floor"
-    return _resized(op, x, node.numbers(1), "nearest", align_corners, half_pixel_centers, nearest_mode=rounding)
+    return _resize(op, x, node.numbers(1), "nearest", align_corners, half_pixel_centers, nearest_mode=rounding)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from onward.convert.tensorflow.graph import Refused, as_int64, dtype_of, transposed
+from onward.convert.tensorflow.graph import Refused, as_int64, dtype_of, transpose
 from onward.engines.framework import Operators
 
 operators = Operators()
@@ -63,7 +63,7 @@ def one_hot(op, indices, depth, on, off, *, axis, node):
 
 @operators.define("Where")
 def where(op, condition):
-    return transposed(op, op.NonZero(condition), [1, 0])
+    return transpose(op, op.NonZero(condition), [1, 0])
 
 
 @operators.define("InvertPermutation")

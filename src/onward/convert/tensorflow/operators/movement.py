@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from onward.convert.tensorflow.graph import Refused, as_int64, cast, dtype_of, transposed
+from onward.convert.tensorflow.graph import Refused, as_int64, cast, dtype_of, transpose
 from onward.engines.framework import Operators
 
 operators = Operators()
@@ -61,7 +61,7 @@ def squeeze(op, x, *, squeeze_dims, node):
 
 operators(
     ExpandDims=lambda op, x, _, *, node: op.Unsqueeze(x, node.numbers(1)),
-    Transpose=lambda op, x, _, *, node: transposed(op, x, node.numbers(1)),
+    Transpose=lambda op, x, _, *, node: transpose(op, x, node.numbers(1)),
 )
 
 # ---- pieces ----------------------------------------------------------------------------------------------------------
@@ -214,7 +214,7 @@ def _blocks(name):
     def moved(op, x, *, block_size, data_format):
         if data_format != "NHWC":
             return op.node("", name, x, blocksize=block_size)
-        return transposed(op, op.node("", name, transposed(op, x, [0, 3, 1, 2]), blocksize=block_size), [0, 2, 3, 1])
+        return transpose(op, op.node("", name, transpose(op, x, [0, 3, 1, 2]), blocksize=block_size), [0, 2, 3, 1])
 
     return moved
 

@@ -26,7 +26,7 @@ _SAME_NAME = (
 
 
 @contextlib.contextmanager
-def shadowed(kind: type) -> Iterator[None]:
+def shadow_builtins(kind: type) -> Iterator[None]:
     """Let `math.sqrt`, `max`, `float` and the like take tensors in the modules that a class is written in."""
     modules = [sys.modules[base.__module__] for base in kind.__mro__ if base.__module__ in sys.modules]
     undo = contextlib.ExitStack()

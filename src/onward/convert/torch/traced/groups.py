@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from onward.build import Builder
 from onward.convert.snapshot import Group
-from onward.convert.torch.traced.initial_state import begun
+from onward.convert.torch.traced.initial_state import with_initial_state
 from onward.convert.torch.traced.optimizer_state import Path, parameters_of
 from onward.convert.torch.traced.trace import Trace, is_rate, trace
 from onward.convert.torch.traced.trace_sharing import traced_alike
@@ -36,20 +36,20 @@ class Traced(NamedTuple):
     """The updates that it says it has made, if it says so; else 0."""
 
 
-def traced(optimizer: Optimizer, names: Mapping[int, str], rates: Sequence[float]) -> Traced:
+def trace_groups(optimizer: Optimizer, names: Mapping[int, str], rates: Sequence[float]) -> Traced:
     """The groups of an optimizer of any class, by tracing a step of it; `rates` are what its groups begin with.
 
     `names` are those of the parameters that are trained, by `id`. What was traced is compared with the optimizer.
     """
     trained = {i: names[id(p)] for i, p in enumerate(parameters_of(optimizer)) if id(p) in names and p.requires_grad}
-    ready = begun(optimizer, trained)
+    ready = with_initial_state(optimizer, trained)
     if (alike := traced_alike(ready, list(trained))) is not None:
         with contextlib.suppress(MismatchError):  # where parameters that are alike are not treated alike
-            return _tried(optimizer, trained, alike, rates)
-    return _tried(optimizer, trained, trace(ready, list(trained)), rates)
+            return _try_trace(optimizer, trained, alike, rates)
+    return _try_trace(optimizer, trained, trace(ready, list(trained)), rates)
 
 
-def _tried(optimizer: Optimizer, trained: Mapping[int, str], found: Trace, rates: Sequence[float]) -> Traced:
+def _try_trace(optimizer: Optimizer, trained: Mapping[int, str], found: Trace, rates: Sequence[float]) -> Traced:
     _clean(found.model)
     sides = _Making(type(optimizer).__name__, found, trained, _group_of_each(optimizer), rates).functions()
     try_out(optimizer, trained, sides)

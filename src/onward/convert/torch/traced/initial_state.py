@@ -13,33 +13,33 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from onward.convert.torch.traced.optimizer_state import copied, leaves_of, parameters_of
+from onward.convert.torch.traced.optimizer_state import copy_optimizer, leaves_of, parameters_of
 from onward.errors import UnsupportedError, first_line
 
 _ONE_STEP = "make one step with the optimizer first"
 
 
-def begun(optimizer: Optimizer, trained: Collection[int]) -> Optimizer:
+def with_initial_state(optimizer: Optimizer, trained: Collection[int]) -> Optimizer:
     """A copy whose state has what a first step would make: as it was when the step made it, before it was used."""
     _check_signature(optimizer)
     made = [_first_state(optimizer, trained, seed) for seed in range(2)]
     first, second = made
     if first.keys() != second.keys() or not all(_equal(first[key], second[key]) for key in first):
-        raise _refused(optimizer, "what its state begins with depends on the first gradients", _ONE_STEP)
-    result = copied(optimizer)
+        raise _refusal(optimizer, "what its state begins with depends on the first gradients", _ONE_STEP)
+    result = copy_optimizer(optimizer)
     parameters = parameters_of(result)
     for (place, slot), value in first.items():
         result.state[parameters[place]][slot] = value
-    before, after = leaves_of(result), leaves_of(stepped(copied(result), trained, 2))
+    before, after = leaves_of(result), leaves_of(after_step(copy_optimizer(result), trained, 2))
     strange = [path for path in before.keys() ^ after.keys() if path[0] != "state" or path[1] in trained]
     strange += [path for path in before.keys() & after.keys() if (before[path] is None) != (after[path] is None)]
     if strange:
         where = ".".join(map(str, strange[0][1:]))
-        raise _refused(optimizer, f"a step changes what it holds (`{where}`), and not only its values", _ONE_STEP)
+        raise _refusal(optimizer, f"a step changes what it holds (`{where}`), and not only its values", _ONE_STEP)
     return result
 
 
-def stepped(optimizer: Optimizer, trained: Collection[int], seed: int, scale: float = 1.0) -> Optimizer:
+def after_step(optimizer: Optimizer, trained: Collection[int], seed: int, scale: float = 1.0) -> Optimizer:
     """The same optimizer after a step with random gradients."""
     generator = torch.Generator().manual_seed(seed)
     for i, parameter in enumerate(parameters_of(optimizer)):
@@ -52,7 +52,7 @@ def stepped(optimizer: Optimizer, trained: Collection[int], seed: int, scale: fl
     except UnsupportedError:
         raise
     except Exception as error:
-        raise _refused(
+        raise _refusal(
             optimizer, f"a step of it fails: {first_line(error)}", "see that `optimizer.step()` works"
         ) from error
     return optimizer
@@ -69,7 +69,7 @@ def step_of(optimizer: Optimizer) -> Any:
 def _check_signature(optimizer: Optimizer) -> None:
     parameters = inspect.signature(step_of(optimizer)).parameters.values()
     if any(p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters):
-        raise _refused(
+        raise _refusal(
             optimizer,
             "its step asks for a closure, to evaluate the model several times",
             "use an optimizer of one gradient for each update, such as AdamW",
@@ -110,12 +110,12 @@ class _State(defaultdict[Any, Any]):
 
 def _first_state(optimizer: Optimizer, trained: Collection[int], seed: int) -> dict[tuple[int, Any], Any]:
     """What a step puts into the state that was not there, by parameter and slot."""
-    made = copied(optimizer)
+    made = copy_optimizer(optimizer)
     held = made.state
     made.state = _State(_Slots)
     for parameter, slots in held.items():
         dict.__setitem__(made.state, parameter, _Slots(slots) if isinstance(slots, dict) else slots)
-    stepped(made, trained, seed)
+    after_step(made, trained, seed)
     parameters = parameters_of(made)
     state = {i: made.state[parameters[i]] for i in trained if parameters[i] in made.state}
     return {(i, slot): value for i, slots in state.items() for slot, value in slots.first.items()}
@@ -129,5 +129,5 @@ def _equal(a: Any, b: Any) -> bool:
     )
 
 
-def _refused(optimizer: Optimizer, problem: str, hint: str) -> UnsupportedError:
+def _refusal(optimizer: Optimizer, problem: str, hint: str) -> UnsupportedError:
     return UnsupportedError(f"the optimizer {type(optimizer).__name__} cannot be carried over: {problem}", hint=hint)

@@ -20,7 +20,7 @@ _OF_PYTORCH = ("state", "param_groups", "defaults", "step", "_opt_called")
 _OF_PYTORCH_TOO = ("_optimizer_", "_zero_grad_profile_name", "_warned_capturable_if_run_uncaptured")
 
 
-def copied(optimizer: Optimizer, memo: dict[int, Any] | None = None) -> Optimizer:
+def copy_optimizer(optimizer: Optimizer, memo: dict[int, Any] | None = None) -> Optimizer:
     """A copy with all attributes, of which PyTorch's own way to copy an optimizer knows only some."""
     memo = {} if memo is None else memo
     made = copy.deepcopy(optimizer, memo)
@@ -56,14 +56,14 @@ def shell_of(optimizer: Optimizer, parameters: Mapping[int, Tensor], new: Callab
     made.state = defaultdict(dict)
     for key, value in optimizer.state.items():
         place = places.get(id(key), key)
-        made.state[own[place] if id(key) in places else key] = _mapped(("state", place), value, new)
+        made.state[own[place] if id(key) in places else key] = _map_leaf(("state", place), value, new)
     rest = iter(own.values())
     made.param_groups = []
     for i, group in enumerate(optimizer.param_groups):
-        settings = {key: _mapped(("group", i, key), value, new) for key, value in group.items() if key != "params"}
+        settings = {key: _map_leaf(("group", i, key), value, new) for key, value in group.items() if key != "params"}
         made.param_groups.append({"params": [next(rest) for _ in group["params"]], **settings})
     for name, value in _attributes(optimizer).items():
-        vars(made)[name] = _mapped(("self", name), value, new)
+        vars(made)[name] = _map_leaf(("self", name), value, new)
     return made
 
 
@@ -87,7 +87,7 @@ def _flat(place: Path, value: Any) -> Leaves:
     return {(*place, *map(_key, path)): leaf for path, leaf in found}
 
 
-def _mapped(place: Path, value: Any, new: Callable[[Path, Any], Any]) -> Any:
+def _map_leaf(place: Path, value: Any, new: Callable[[Path, Any], Any]) -> Any:
     return pytree.tree_map_with_path(lambda path, leaf: new((*place, *map(_key, path)), leaf), value)
 
 

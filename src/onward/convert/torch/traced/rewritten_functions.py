@@ -44,12 +44,12 @@ def _sum(name: str) -> Callable[..., Any]:
         else:
             other = args[0] if args else kwargs.get("other")
         factor = _as_factor(alpha, x)
-        return NotImplemented if factor is None else _finished(name, in_place, x, other * factor)
+        return NotImplemented if factor is None else _finish(name, in_place, x, other * factor)
 
     return compute
 
 
-def _finished(name: str, in_place: bool, x: Tensor, *changes: Any) -> Tensor:
+def _finish(name: str, in_place: bool, x: Tensor, *changes: Any) -> Tensor:
     result: Tensor = getattr(x, f"{name}_" if in_place else name)(*changes)
     return result
 
@@ -61,7 +61,7 @@ def _product_added(combine: Callable[[Any, Any], Any]) -> Callable[..., Any]:
         else:
             a, b = (*args, *(kwargs[key] for key in ("tensor1", "tensor2") if key in kwargs))
         factor = _as_factor(value, x)
-        return NotImplemented if factor is None else _finished("add", in_place, x, combine(a * factor, b))
+        return NotImplemented if factor is None else _finish("add", in_place, x, combine(a * factor, b))
 
     return compute
 
@@ -69,7 +69,7 @@ def _product_added(combine: Callable[[Any, Any], Any]) -> Callable[..., Any]:
 def _lerp(in_place: bool, x: Tensor, end: Tensor, weight: Any) -> Any:
     factor = _as_factor(weight, x)
     is_number = factor is not None and factor.ndim == 0
-    return _finished("add", in_place, x, (end - x) * factor) if is_number else NotImplemented
+    return _finish("add", in_place, x, (end - x) * factor) if is_number else NotImplemented
 
 
 def _matrix_added(in_place: bool, x: Tensor, a: Tensor, b: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Any:
@@ -83,7 +83,7 @@ def _clamp(in_place: bool, x: Tensor, min: Any = None, max: Any = None) -> Any:
     if not isinstance(min, Tensor) and not isinstance(max, Tensor):
         whole = x.is_floating_point() and int in (type(min), type(max))  # with which the exporter has trouble
         limits = [float(limit) if whole and limit is not None else limit for limit in (min, max)]
-        return _finished("clamp", in_place, x, *limits) if whole and x.dtype != torch.float64 else NotImplemented
+        return _finish("clamp", in_place, x, *limits) if whole and x.dtype != torch.float64 else NotImplemented
     result = x
     for limit, function in ((min, torch.maximum), (max, torch.minimum)):
         if limit is not None:

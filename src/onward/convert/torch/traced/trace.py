@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from onward.convert.torch.exporter import export_function
-from onward.convert.torch.traced.builtins import shadowed
+from onward.convert.torch.traced.builtins import shadow_builtins
 from onward.convert.torch.traced.initial_state import step_of
 from onward.convert.torch.traced.optimizer_state import (
     Leaves,
@@ -145,7 +145,7 @@ class _Step:
             return made.get(path, _SLOWER.get(path[-1], leaf) if path[0] == "group" else leaf)
 
         shell = shell_of(optimizer, own, new)
-        with shadowed(type(optimizer)), Numbers(numbers, gradients, answers) as mode:
+        with shadow_builtins(type(optimizer)), Numbers(numbers, gradients, answers) as mode:
             step_of(shell)()
         return [*own.values(), *self._new_state(leaves_of(shell), mode)], mode.asked
 
@@ -156,7 +156,7 @@ class _Step:
         }
         for path in varying:
             if not is_scalar(constant[path]):
-                raise _refused(path, "a step changes it, and it is neither a tensor nor a number")
+                raise _refusal(path, "a step changes it, and it is neither a tensor nor a number")
         if varying:
             raise _Varies(varying)
         if any(mode.key(after[path]) != path for path in self.rates):
@@ -166,10 +166,10 @@ class _Step:
             if is_rate(path):
                 continue
             if path not in after or not (isinstance(after[path], Tensor) or is_scalar(after[path])):
-                raise _refused(path, "a step leaves no tensor there")
+                raise _refusal(path, "a step leaves no tensor there")
             result, example = tensor_of(after[path]), self.state[place]
             if result.shape != example.shape:
-                raise _refused(path, "a step changes its shape")
+                raise _refusal(path, "a step changes its shape")
             if place in new and mode.key(after[path]) != mode.key(new[place]):
                 raise _NotShared
             new.setdefault(place, after[path] if isinstance(after[path], Tensor) else result)
@@ -205,5 +205,5 @@ def _differs(leaf: Any, other: Any) -> bool:
     return is_plain and (isinstance(other, Tensor) or type(leaf) is not type(other) or bool(leaf != other))
 
 
-def _refused(path: Path, problem: str) -> UnsupportedError:
+def _refusal(path: Path, problem: str) -> UnsupportedError:
     return UnsupportedError(f"the state `{'.'.join(map(str, path[2:] or path))}` cannot be carried over: {problem}")

@@ -33,7 +33,7 @@ def traced_alike(optimizer: Optimizer, trained: Sequence[int]) -> Trace | None:
         return None
     few = trace(optimizer, first, among=trained)
     of = {i: members[0] for members in classes.values() for i in members}
-    return _widened(few, trained, {i: i if i in first else of[i] for i in trained}, leaves)
+    return _widen(few, trained, {i: i if i in first else of[i] for i in trained}, leaves)
 
 
 def _kind(optimizer: Optimizer, leaves: Leaves, place: int) -> object:
@@ -48,7 +48,7 @@ def _form(leaf: object) -> object:
     return (leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else type(leaf)
 
 
-def _widened(few: Trace, trained: Sequence[int], example: Mapping[int, int], leaves: Leaves) -> Trace | None:
+def _widen(few: Trace, trained: Sequence[int], example: Mapping[int, int], leaves: Leaves) -> Trace | None:
     """The trace with what it has for an example written for all parameters that are like it; in place."""
     graph = few.model.graph
     inputs = dict(zip(few.places, graph.inputs, strict=True))
@@ -62,18 +62,18 @@ def _widened(few: Trace, trained: Sequence[int], example: Mapping[int, int], lea
         for place, value in list(inputs.items()):
             if _owner(place) == example[i]:
                 made = ir.Value(name=names.fresh("input"), type=value.type, shape=value.shape)
-                inputs[_moved(place, i)] = new[value] = made
+                inputs[_move_path(place, i)] = new[value] = made
         for node in own[example[i]] or ():
             copy = twin(node, [new.get(value, value) for value in node.inputs], names, "{}")
             graph.append(copy)
             new.update(zip(node.outputs, copy.outputs, strict=True))
         for place, value in list(outputs.items()):
             if _owner(place) == example[i]:
-                outputs[_moved(place, i)] = new.get(value) or value
+                outputs[_move_path(place, i)] = new.get(value) or value
     state: dict[Path, Tensor] = {}
     for i in trained:
         places = [place for place in few.state if _owner(place) == example[i]]
-        state |= {_moved(place, i): tensor_of(leaves[_moved(place, i)]) for place in places}
+        state |= {_move_path(place, i): tensor_of(leaves[_move_path(place, i)]) for place in places}
     state |= {place: tensor for place, tensor in few.state.items() if _owner(place) is None}
     wide = Trace(few.model, list(trained), few.rates, state)
     graph.inputs[:] = [inputs[place] for place in wide.places]
@@ -87,7 +87,7 @@ def _owner(place: Path) -> int | None:
     return place[1] if is_own else None
 
 
-def _moved(place: Path, parameter: int) -> Path:
+def _move_path(place: Path, parameter: int) -> Path:
     return (place[0], parameter, *place[2:])
 
 

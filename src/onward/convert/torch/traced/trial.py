@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from onward.convert.torch.traced.initial_state import step_of
-from onward.convert.torch.traced.optimizer_state import Path, copied, leaves_of, parameters_of
+from onward.convert.torch.traced.optimizer_state import Path, copy_optimizer, leaves_of, parameters_of
 from onward.convert.trial import TRIALS, compare
 from onward.engines.torch.types import to_array
 from onward.gradcheck.evaluate import Session
@@ -31,7 +31,7 @@ class Side(NamedTuple):
 
 def try_out(optimizer: Optimizer, trained: Mapping[int, str], sides: Sequence[Side]) -> None:
     """Compare some steps, each from the same state. Neither side is changed."""
-    theirs = copied(optimizer)
+    theirs = copy_optimizer(optimizer)
     held = {name: parameters_of(theirs)[i] for i, name in trained.items()}
     rates = [float(group[RATE]) for group in theirs.param_groups]
     sessions = [Session(inline(side.function.update)) for side in sides]
