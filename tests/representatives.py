@@ -1,4 +1,4 @@
-"""Which cases of a large table `make test` runs: of those that are alike, the first. `make test-all` runs them all."""
+"""What `make test` runs of many: of cases that are alike, the first; of random ones, a few. `make test-all` runs all."""
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from typing import Any
@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+from hypothesis import settings
 from onnx import AttributeProto
 
 Case = tuple[onnx.ModelProto, Mapping[str, Any]]
@@ -14,6 +15,11 @@ Case = tuple[onnx.ModelProto, Mapping[str, Any]]
 def chosen(values: Iterable[Any], quick: Collection[Any]) -> list[Any]:
     """Values as parameters of a test; those that are not quick are slow."""
     return [pytest.param(value, marks=() if value in quick else pytest.mark.slow) for value in values]
+
+
+def examples(quick: int, **options: Any) -> settings:
+    """So many examples of a random test in `make test`; ten times as many where `make test-all` searches."""
+    return settings(max_examples=quick if settings().derandomize else 10 * quick, **options)
 
 
 def first_of_each(cases: Mapping[str, Case], kind: Callable[..., Hashable]) -> list[str]:

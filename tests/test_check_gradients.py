@@ -9,7 +9,7 @@ import onnx
 import onnx.parser
 import onnx_ir as ir
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from onnx import TensorProto, helper
 from typer.testing import CliRunner
@@ -21,6 +21,7 @@ from onward.cli.commands import app
 from onward.gradcheck import precision, standins
 from onward.gradcheck.evaluate import Session
 from onward.rules.registry import RULES, Rule, make_rewrite
+from representatives import examples
 
 HEAD = '<ir_version: 10, opset_import: ["": 21]> '
 
@@ -398,7 +399,7 @@ def graphs(draw):
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
 
 
-@settings(max_examples=25, derandomize=True)
+@examples(8)
 @given(model=graphs())
 def test_random_graphs_pass(model):
     report = onward.check_gradients(model, order=2)

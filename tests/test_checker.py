@@ -37,6 +37,7 @@ from onward.checker.view import sandbox, worker
 from onward.errors import UnknownNameError
 from onward.model.fingerprint import fingerprint
 from onward.transform.runtime import onnxruntime_limits
+from representatives import examples
 
 # ---- the table -------------------------------------------------------------------------------------------------------
 
@@ -372,7 +373,7 @@ def test_damaged_bytes(data: st.DataObject) -> None:
     checked_in_time(proto)
 
 
-@settings(max_examples=300)
+@examples(100)
 @given(st.integers(0, 2**32), st.sampled_from(sorted(GOOD)), st.sampled_from([1, 2, 4, 16, 64]))
 def test_damaged_messages(seed: int, name: str, times: int) -> None:
     """Changes that always parse: fields of all messages get other values, elements are removed, repeated and moved."""

@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from conftest import needs
+from representatives import examples
 
 pytestmark = needs("jax")
 jax = pytest.importorskip("jax")
@@ -76,7 +77,7 @@ def test_indexing_of_a_batch() -> None:
         )
     )
 )
-@settings(max_examples=8)
+@examples(3)
 def test_any_place_along_any_axis(case: tuple[list[int], list[int], int, str]) -> None:
     shape, places, axis, mode = case
     agrees(lambda x, i: jnp.take(x, i, axis, mode=mode), numbers(*shape), np.array(places, np.int32), batch=None)
@@ -90,7 +91,7 @@ EPS = float(np.finfo(np.float32).eps)
 
 
 @given(st.data())
-@settings(max_examples=12)
+@examples(5)
 def test_any_product(data: st.DataObject) -> None:
     """Axes that are summed, shared or free, in any order on both sides."""
     kinds = data.draw(st.lists(st.sampled_from("sba"), max_size=4))
@@ -191,7 +192,7 @@ def test_a_dilated_pool() -> None:
 
 
 @given(st.data())
-@settings(max_examples=6)
+@examples(2)
 def test_any_convolution(data: st.DataObject) -> None:
     """With its way back to both inputs."""
     pair = lambda low, high: tuple(data.draw(st.integers(low, high)) for _ in range(2))

@@ -42,12 +42,11 @@ def test_a_classifier_goes_on_and_keeps_names_shapes_and_bytes():
     run = mlp(
         keras.optimizers.AdamW(1e-2, epsilon=1e-3), "sparse_categorical_crossentropy", target=whole(3), last="softmax"
     )
-    training = from_keras(run.model)
+    training = from_keras(run.model, probe=False)
     for variable in run.model.trainable_variables:
         stored = training.initializer(variable.path).const_value.numpy()
         assert stored.tobytes() == variable.numpy().tobytes() and stored.shape == tuple(variable.shape)
-    goes_on(run)
-    assert onward.check(from_keras(run.model)) == []
+    assert onward.check(goes_on(run)) == []
 
 
 def test_the_original_is_not_changed_by_trying_it():
@@ -274,8 +273,7 @@ def test_layers_of_ones_own_are_traced():
     x = Gated(5, name="own")(layers.Dense(8, activation="relu")(inputs))
     x = layers.Lambda(lambda x: keras.ops.softplus(x) * 2, name="anything")(x)
     model = compiled(inputs, layers.Dense(3)(x), keras.optimizers.Adam(1e-2, epsilon=1e-3), "mse")
-    goes_on(Run(model, batches(real(6), real(3))))
-    training = from_keras(model)
+    training = goes_on(Run(model, batches(real(6), real(3))))
     assert {"own/gate", "own/dense_1/kernel"} <= set(training.step().update)
     assert "own/size" not in training.step().update
     assert onward.check(training) == []

@@ -44,7 +44,7 @@ OPTIMIZERS = {
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers(name):
-    goes_on(mlp(OPTIMIZERS[name]()))
+    goes_on(mlp(OPTIMIZERS[name]()), steps=7)
 
 
 def test_averages_of_weights_go_on():
@@ -75,7 +75,7 @@ SCHEDULES = {
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_schedules(name):
     """With momentum, in which Keras keeps the rate of each step."""
-    goes_on(mlp(optimizers.SGD(SCHEDULES[name](), momentum=0.9)), probe=False)
+    goes_on(mlp(optimizers.SGD(SCHEDULES[name](), momentum=0.9)), before=5, steps=10, probe=False)
 
 
 @pytest.mark.parametrize(
@@ -134,10 +134,14 @@ LOSSES = {
 }
 
 
+TRIED = {"mse", "sparse, logits", "binary, smoothed", "focal, sum"}
+"""Of each kind of target one that is also tried in the conversion, which takes as long as all the rest."""
+
+
 @pytest.mark.parametrize("name", LOSSES)
 def test_losses(name):
     loss, last, target = LOSSES[name]
-    goes_on(mlp(optimizers.SGD(0.02), loss, target=target, last=last), before=2)
+    goes_on(mlp(optimizers.SGD(0.02), loss, target=target, last=last), probe=name in TRIED)
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ import numpy as np
 import onnx
 import onnx.parser
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from onnx import ModelProto, TensorProto, helper
 from typer.testing import CliRunner
@@ -37,6 +37,7 @@ from older_forms import write
 from onward.cli.app import BUG
 from onward.cli.catalogue import Catalogue, entries
 from onward.cli.commands import app
+from representatives import examples
 
 TIMES = int(os.environ.get("ONWARD_FUZZ", "1"))
 SECONDS, BYTES = 30, 3 << 30
@@ -440,7 +441,7 @@ def specs(catalogue: Catalogue) -> st.SearchStrategy[str]:
     return st.sampled_from(list(known)).flatmap(spec) | st.text(alphabet=":=,*[]ab./\x00é", max_size=8)
 
 
-@settings(max_examples=200 * TIMES)
+@examples(60 * TIMES)
 @given(loss=specs("losses"), optimizer=specs("optimizers"), schedule=specs("schedules"), init=specs("initializers"))
 def test_mistyped_recipes(loss: str, optimizer: str, schedule: str, init: str) -> None:
     proto = digits_mlp(hidden=4)

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from conftest import needs
 from loss_models import Array, check, model, on_onnxruntime
 from onward.recipe.losses import LOSSES, loss
+from representatives import examples
 
 # ---- against PyTorch: value by value ---------------------------------------------------------------------------------
 
@@ -268,7 +269,7 @@ def test_labels_may_be_int32(options: dict[str, Any]):
 
 
 @needs("torch")
-@settings(max_examples=30, derandomize=True)
+@examples(10)
 @given(
     time=st.integers(1, 8),
     length=st.integers(1, 4),

@@ -8,13 +8,14 @@ defaults of alpha and beta are 0 for Affine, ScaledTanh and ThresholdedRelu.
 import numpy as np
 import onnx
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from onnx import helper
 
 import gradcheck
 from conftest import needs
 from onward.differentiate import gradient
+from representatives import examples
 from rule_cases.recurrent import ACTIVATIONS, EVALUATORS, FUNCTIONS, GATES, OUTPUTS, layer
 from sessions import session
 
@@ -204,7 +205,7 @@ def layers(draw):
     return layer(operator, optional, lengths=lengths, outputs=outputs, sizes=(steps, batch, 2, 3), **attributes)
 
 
-@settings(max_examples=25, derandomize=True)
+@examples(10)
 @given(layers(), st.booleans())
 def test_any_layer(case, symbolic):
     """Results by the equations, gradients by differences."""

@@ -13,6 +13,7 @@ from onward.differentiate import gradient, jvp, vjp
 from onward.errors import UnsupportedError
 from onward.model import load
 from onward.recipe.trainable import judge
+from representatives import examples
 from rule_cases.sequence import f32
 from sequence_programs import programs
 
@@ -163,7 +164,7 @@ def test_onnxruntime(name):
     check_on_onnxruntime(*CASES[name])
 
 
-@settings(max_examples=40, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@examples(15, suppress_health_check=[HealthCheck.too_slow])
 @given(programs())
 def test_programs(program):
     check_program(*program)

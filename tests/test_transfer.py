@@ -8,7 +8,7 @@ import onnx.parser
 import onnx_ir as ir
 import onnxruntime as ort
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import onward
@@ -16,6 +16,7 @@ from conftest import needs
 from models import digits_mlp, small_cnn, small_transformer
 from onward.recipe.lora.adapters import adapters
 from onward.training.export import in_form_of
+from representatives import examples
 from stepping import Stepper
 
 
@@ -254,7 +255,7 @@ def test_adapters_of_convolutions_are_convolutions(name):
     np.testing.assert_allclose(run(merged, {"x": x})[0], expected, rtol=1e-4, atol=1e-5)
 
 
-@settings(max_examples=12)
+@examples(4)
 @given(st.booleans(), st.booleans(), st.sampled_from([1.0, 0.5]), st.integers(1, 5), st.integers(0, 9))
 def test_merging_changes_nothing_but_the_weights(turn_a, turn_b, factor, rank, seed):
     """Of a Gemm in all its forms, followed by a weight that is used twice."""
