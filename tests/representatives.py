@@ -1,4 +1,4 @@
-"""What `make test` runs of many: of cases that are alike, the first; of random ones, a few. `make test-all` runs all."""
+"""What `make test` runs of many: of cases that are alike the first, of random ones a few. `make test-all` runs all."""
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from typing import Any
