@@ -180,7 +180,7 @@ def test_state_of_another_model_is_refused(tmp_path: Path) -> None:
 
 
 def _operators() -> Iterator[str]:
-    from onward.convert.jax.program.operators import rows
+    from onward.convert.jax.source.operators import rows
 
     return iter(sorted(rows()))
 
@@ -190,16 +190,16 @@ def test_all_operators_can_be_written() -> None:
     import builtins
     import symtable
 
-    from onward.convert.jax.program.definitions import Definitions
-    from onward.convert.jax.program.operators import INSTEAD, define, short
+    from onward.convert.jax.source.operators import INSTEAD, define, short
+    from onward.convert.program.own_source import OwnSource
 
-    definitions, refused = Definitions(INSTEAD), []
+    own, refused = OwnSource(instead=INSTEAD, annotated=False), []
     for name in _operators():
         try:
-            define(definitions, name, short(name))
+            define(own, name, short(name))
         except UnsupportedError:
             refused.append(name)
-    text = "\n".join([*definitions.imports(), definitions.text()])
+    text = "\n".join([*own.imports(), *own.texts()])
     assert refused == ["NonMaxSuppression"] and "onward" not in text
     module: dict[str, Any] = {}
     exec(compile(text, "operators.py", "exec"), module)
@@ -236,19 +236,19 @@ def executed(proto: onnx.ModelProto, inputs: Arrays) -> list[np.ndarray]:
     """What a program of a model computes."""
     import jax.numpy as jnp
 
-    from onward.convert.jax.program.definitions import Definitions
-    from onward.convert.jax.program.operators import INSTEAD
-    from onward.convert.jax.program.printer import Printer
+    from onward.convert.jax.source.operators import INSTEAD
+    from onward.convert.jax.source.printer import Printer
+    from onward.convert.program.own_source import OwnSource
 
-    model, printer = onward.load(proto), Printer(Definitions(INSTEAD))
+    model, printer = onward.load(proto), Printer(OwnSource(instead=INSTEAD, annotated=False))
     given = {value.name: f"inputs[{value.name!r}]" for value in model.graph.inputs if not value.is_initializer()}
     lines, results = printer.body(model, given)
     exact = printer.helper("exact")
     body = [*lines, f"return [{', '.join(results.values())}]"]
     run = "\n".join(["def run(inputs):", *(f"    {line}" for line in body)])
-    imports = ["import jax", "import jax.numpy as jnp", "import numpy as np", *printer.definitions.imports()]
+    imports = ["import jax", "import jax.numpy as jnp", "import numpy as np", *printer.own.imports()]
     module: dict[str, Any] = {"constants": printer.constants}
-    exec("\n".join([*imports, printer.definitions.text(), *printer.functions, run]), module)
+    exec("\n".join([*imports, *printer.own.texts(), *printer.functions, run]), module)
     with module[exact]():
         return [np.asarray(x) for x in module["run"]({name: jnp.asarray(x) for name, x in inputs.items()})]
 

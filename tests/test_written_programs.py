@@ -18,9 +18,9 @@ from onnx import TensorProto, helper, numpy_helper
 import onward
 import planted
 from conftest import needs
-from onward.convert.audit import audited
 from onward.convert.files import Framework, write
-from onward.convert.python import Identifiers, docstring, is_identifier, program_beside, quoted
+from onward.convert.program.audit import audit_program
+from onward.convert.program.names import Identifiers, docstring, is_identifier, program_beside, quoted
 from onward.engines import start
 from onward.errors import Error, UnsupportedError
 from onward.transform.attribute_words import WORDS
@@ -85,7 +85,7 @@ def test_a_program_can_be_imported_and_hides_no_module(path: str, program: str) 
 )
 def test_what_no_program_of_ours_does(source: str, objection: str) -> None:
     with pytest.raises(UnsupportedError, match=objection):
-        audited(source, ["torch"])
+        audit_program(source, ["torch"])
 
 
 # ---- models that are full of statements ------------------------------------------------------------------------------

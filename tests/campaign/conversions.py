@@ -81,12 +81,12 @@ def changed_state(rng: random.Random, data: bytes) -> bytes:
 
 def _keras(folder: Path) -> None:
     from onward.convert.keras.release import to_keras
-    from onward.convert.keras.source import program_of
+    from onward.convert.keras.source import write_program
     from onward.convert.keras.source.placeholder_model import standing_in
 
     training = _training(folder)
     live = to_keras(training)
-    standing_in(program_of(training, live, "run", "run.keras"), live).save(folder / "run.keras")
+    standing_in(write_program(training, live, "run", "run.keras"), live).save(folder / "run.keras")
 
 
 def changed_hdf5(rng: random.Random, data: bytes) -> bytes:

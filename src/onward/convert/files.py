@@ -15,7 +15,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onward.convert.problems import Problems
-from onward.convert.python import program_beside
+from onward.convert.program.names import program_beside
 from onward.convert.standard_steps import adopt
 from onward.errors import InvalidModelError, UnsupportedError
 from onward.model import Model

@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 
 from onward.convert.files import check_numbers, compare, with_state
-from onward.convert.jax.program.runtime import filled, named
-from onward.convert.jax.program.runtime import write as write_arrays
-from onward.convert.jax.program.source import CONSTANTS, STATE, program
 from onward.convert.jax.restore import Parts
+from onward.convert.jax.source.file import CONSTANTS, STATE, write_program
+from onward.convert.jax.source.runtime import filled, named
+from onward.convert.jax.source.runtime import write as write_arrays
 from onward.convert.problems import Problems
 from onward.errors import InvalidModelError
 from onward.model import Model
@@ -24,7 +24,7 @@ def write(model: Model, path: Path) -> list[Path]:
     """Write `run.py` and the arrays that it reads into a folder."""
     parts = Parts(model)
     state, _ = parts.state()
-    made = program(parts, state["params"], model.graph.name or path.name)
+    made = write_program(parts, state["params"], model.graph.name or path.name)
     with replacing(path) as folder:
         (folder / "run.py").write_text(made.source, encoding="utf-8")
         write_arrays(named(state), folder / STATE)

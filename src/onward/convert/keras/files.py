@@ -9,12 +9,12 @@ import numpy as np
 from onward.convert.files import OTHER, with_state
 from onward.convert.keras.optimizers import array_of
 from onward.convert.keras.release import to_keras
-from onward.convert.keras.source import program_of
+from onward.convert.keras.source import write_program
 from onward.convert.keras.source.placeholder_model import standing_in
 from onward.convert.keras.source.trial import try_files
 from onward.convert.keras.weights import read_weights
 from onward.convert.problems import Problems
-from onward.convert.python import program_beside
+from onward.convert.program.names import program_beside
 from onward.convert.snapshot import step_of
 from onward.model import Model
 from onward.model.storage.replacement import replacing
@@ -25,7 +25,7 @@ def write(model: Model, path: Path) -> list[Path]:
     """Write the run to `path`, and beside it the module with the classes that it is made of; both."""
     require_shapes(model, step_of(model), "a program of Keras")
     live, program = to_keras(model), program_beside(path)
-    source = program_of(model, live, program.stem, path.name)
+    source = write_program(model, live, program.stem, path.name)
     made = standing_in(source, live)
     with replacing(path.parent, path) as folder:
         (folder / program.name).write_text(source.text, encoding="utf-8")

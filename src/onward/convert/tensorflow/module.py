@@ -15,7 +15,7 @@ from onward.arguments import checked
 
 from onward.engines.tensorflow.quiet import tensorflow as tf  # isort: skip  (other imports of it are not quiet)
 
-from onward.convert.python import Identifiers
+from onward.convert.program.names import Identifiers
 from onward.convert.snapshot import refuse_rounding, step_of
 from onward.convert.tensorflow.sizes import OpenSizes
 from onward.engines.framework import Framework

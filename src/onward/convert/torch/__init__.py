@@ -219,9 +219,9 @@ def to_torch(training: Source, *, step: int | None = None, probe: bool = True, l
         _probe(made, run)
     if live:
         return made
-    from onward.convert.torch.source import built, written
+    from onward.convert.torch.source import run_program, write_program
 
-    return TorchTraining(*built(written(model, made), made))
+    return TorchTraining(*run_program(write_program(model, made), made))
 
 
 def _make_objects(run: Snapshot) -> TorchTraining:

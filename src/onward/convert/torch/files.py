@@ -13,13 +13,13 @@ import torch
 
 from onward.convert.files import with_state
 from onward.convert.problems import Problems
-from onward.convert.python import program_beside
+from onward.convert.program.names import program_beside
 from onward.convert.snapshot import disassemble
 from onward.convert.torch import TorchTraining, to_torch
 from onward.convert.torch.optimizers import read_optimizer
 from onward.convert.torch.schedulers import updates_per_step
 from onward.convert.torch.schedules import read_scheduler
-from onward.convert.torch.source import state_of, written
+from onward.convert.torch.source import state_of, write_program
 from onward.convert.torch.source.trial import try_files
 from onward.convert.torch.state_file import read_state_file
 from onward.convert.torch.tags import COUNTER
@@ -32,7 +32,7 @@ from onward.model.storage.replacement import replacing
 def write(model: Model, path: Path) -> list[Path]:
     """Write the state to `path`, and beside it the program that makes the run again; both."""
     live, program = to_torch(model), program_beside(path)
-    source = written(model, live, path.name)
+    source = write_program(model, live, path.name)
     state = io.BytesIO()
     torch.save(state_of(source, live), state)
     with replacing(path.parent, path) as folder:

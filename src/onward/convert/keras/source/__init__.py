@@ -9,21 +9,19 @@ from typing import NamedTuple
 import keras
 import numpy as np
 
-from onward.convert.audit import audited
-from onward.convert.keras import ops as table
 from onward.convert.keras.graphs import Forward, Parts
 from onward.convert.keras.live import GraphOptimizer, TrainingModel
 from onward.convert.keras.ops.types import as_single, available, fitted
 from onward.convert.keras.optimizers import array_of
 from onward.convert.keras.source.recording import MENTIONED, Choices, Program, recorded
-from onward.convert.layout import wrapped
-from onward.convert.own_source import borrowed
-from onward.convert.python import RESERVED, Identifiers, docstring, identifier, quoted
+from onward.convert.program.audit import audit_program
+from onward.convert.program.layout import arrange_imports, break_lines
+from onward.convert.program.names import RESERVED, Identifiers, docstring, identifier, quoted
+from onward.convert.program.own_source import OwnSource
 from onward.engines.framework import Function
 from onward.model import Model
 from onward.model.state import STEP
 
-_HOMES = (table.__name__, "onward.engines.shared")
 _METHODS = ("inference_pass", "training_pass", "watched")
 """What a program's model has beside what those of Keras have."""
 
@@ -49,7 +47,7 @@ class Source:
     """Those of the program's own optimizer; none if that is one of Keras."""
 
 
-def program_of(model: Model, live: TrainingModel, package: str, file: str) -> Source:
+def write_program(model: Model, live: TrainingModel, package: str, file: str) -> Source:
     """The program that computes what a live model does.
 
     `package` is what Keras registers its classes under, and `file` what holds its state.
@@ -80,19 +78,17 @@ class _Writer:
         model = [*self._heading(), *passes]
         body = "\n".join([*model, *optimizer])
         helpers = [function for function in (available, as_single, fitted) if f"{function.__name__}(" in body]
-        sources, imports = borrowed([*helpers, *self._used.values()], _HOMES)
-        standard = [line for line in imports if "keras" not in line and "numpy" not in line]
-        others = sorted(
-            {"import keras", "from keras import ops", *(x for x in imports if x not in standard)}, key=_order
-        )
+        own = OwnSource()
+        own.add(*helpers, *self._used.values())
+        imports = ["from __future__ import annotations", "import keras", "from keras import ops", *own.imports()]
         blocks = [
             self._docstring(),
-            "\n".join(["from __future__ import annotations\n", *standard, *([""] if standard else []), *others]),
-            *(f"\n{text}" for text in sources),
-            "\n" + wrapped("\n".join(model)),
-            *(["\n" + wrapped("\n".join(optimizer))] if optimizer else []),
+            arrange_imports(imports),
+            *(f"\n{text}" for text in own.texts()),
+            "\n" + break_lines("\n".join(model)),
+            *(["\n" + break_lines("\n".join(optimizer))] if optimizer else []),
         ]
-        text = audited("\n\n".join(blocks) + "\n", ["keras"])
+        text = audit_program("\n\n".join(blocks) + "\n", ["keras"])
         return Source(text, self._package, self._class_name, self._variables(), self._slots())
 
     def _docstring(self) -> str:
@@ -276,7 +272,3 @@ def written_list(items: Sequence[str]) -> str:
 
 def _indented(lines: Iterable[str]) -> list[str]:
     return [f"        {line}" for line in lines]
-
-
-def _order(line: str) -> tuple[bool, str]:
-    return line.startswith("from"), line

@@ -7,7 +7,7 @@ import dataclasses
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
-from onward.convert.layout import TEXT, masked
+from onward.convert.program.layout import TEXT, masked
 
 
 @dataclasses.dataclass

@@ -21,7 +21,8 @@ from onward.convert.keras.ops.random import dropout
 from onward.convert.keras.ops.sizes import listed
 from onward.convert.keras.ops.types import available, constant
 from onward.convert.keras.source.lines import Line, Numbered, names_in, needed, nested, renamed
-from onward.convert.python import RESERVED, identifier, quoted
+from onward.convert.program.literals import literal
+from onward.convert.program.names import RESERVED, identifier
 from onward.engines.framework import Function, NotOnHost
 from onward.errors import UnsupportedError
 from onward.model import Model
@@ -141,7 +142,7 @@ class Recorder(KerasOps):
                 name = f"constant_{len(self._constants) + 1}"
                 self._constants[name] = array
             return Recorded(f"self.{name}", (array.shape, array.shape), available(dtype))
-        return self._record("constant", constant, [_plain(array), dtype], {})
+        return self._record("constant", constant, [list(array) if array.ndim else array[()], dtype], {})
 
     def array(self, tensor: Any) -> np.ndarray:
         raise NotOnHost
@@ -204,7 +205,7 @@ class Recorder(KerasOps):
         if sign and len(arguments) == 2:
             return f"{arguments[0]} {sign} {arguments[1]}"
         defaults = {key: p.default for key, p in inspect.signature(function).parameters.items()}
-        given = [f"{key}={written(_rounded(x))}" for key, x in attributes.items() if not _is_same(x, defaults.get(key))]
+        given = [f"{key}={written(x)}" for key, x in attributes.items() if not _is_same(x, defaults.get(key))]
         return f"{text}({', '.join([*arguments, *given])})"
 
 
@@ -214,30 +215,12 @@ def _is_same(value: Any, default: Any) -> bool:
     return bool(value == default)
 
 
-def _rounded(attribute: Any) -> Any:
-    """Attributes have the digits of float32."""
-    if isinstance(attribute, list):
-        return [_rounded(item) for item in attribute]
-    return float(str(np.float32(attribute))) if isinstance(attribute, float) else attribute
-
-
-def _plain(array: np.ndarray) -> Any:
-    return array.tolist() if array.dtype != np.float32 else _short(array)
-
-
-def _short(array: np.ndarray) -> Any:
-    """float32 in as few digits as it takes."""
-    return float(str(array[()])) if array.ndim == 0 else [_short(np.asarray(item)) for item in array]
-
-
 def written(value: Any) -> str:
     if isinstance(value, Recorded):
         return value.name
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(written, value))}]"
-    if isinstance(value, float):
-        return repr(value) if np.isfinite(value) else f'float("{value}")'
-    return quoted(value) if isinstance(value, str) else repr(value)
+    return repr(value) if isinstance(value, Extent) else literal(value)
 
 
 # ---- whole graphs ----------------------------------------------------------------------------------------------------

@@ -10,9 +10,9 @@ from pathlib import Path
 import keras
 import numpy as np
 
-from onward.convert.child import try_out
 from onward.convert.keras.live import TrainingModel
 from onward.convert.keras.source import child
+from onward.convert.program.child import try_out
 from onward.engines.framework_engine import array_function
 from onward.errors import Error, MismatchError
 from onward.gradcheck.inputs import made_up

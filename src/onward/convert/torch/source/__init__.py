@@ -14,14 +14,14 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from onward.convert.audit import audited
-from onward.convert.layout import wrapped
-from onward.convert.python import docstring, identifier, quoted
+from onward.convert.program.audit import audit_program
+from onward.convert.program.layout import arrange_imports, break_lines
+from onward.convert.program.names import docstring, identifier, quoted
+from onward.convert.program.own_source import OwnSource
 from onward.convert.snapshot import disassemble
 from onward.convert.torch.module import OnnxModule
 from onward.convert.torch.schedulers import updates_per_step
 from onward.convert.torch.source.model import ModelSource, model_source
-from onward.convert.torch.source.own_source import borrowed
 from onward.convert.torch.source.passes import shortened
 from onward.convert.torch.source.statements import argument_names
 from onward.convert.torch.source.tracing import Program, traced
@@ -45,7 +45,7 @@ class Source:
     """Tensors that the module needs beside its `state_dict`."""
 
 
-def written(training: Model, live: Any, file: str = "run.pt") -> Source:
+def write_program(training: Model, live: Any, file: str = "run.pt") -> Source:
     """The program of the run that a training model holds, given what `to_torch` made of it; `file` is for its state."""
     module, optimizer, scheduler, loss = live
     program, model = _model(module)
@@ -63,13 +63,16 @@ def written(training: Model, live: Any, file: str = "run.pt") -> Source:
     functions.append(["def make_loss() -> nn.Module:", f"    return {definitions.loss(loss)}"])
     functions.append(_load(scheduler is not None, bool(model.constants)))
     functions.append(_save(scheduler is not None, bool(model.constants)))
-    own, imports = borrowed([*model.helpers, *definitions.borrowed], definitions.replaced)
+    own = OwnSource(replaced=definitions.replaced)
+    own.add(*model.helpers, *definitions.borrowed)
     parts = [model.text, *("\n".join(lines) for lines in functions if lines)]
-    body = "\n\n\n".join([*own, *map(wrapped, parts)])
+    body = "\n\n\n".join([*own.texts(), *map(break_lines, parts)])
     terms = describe(training).steps[0].loss.terms
     every = updates_per_step(disassemble(training)) if scheduler is not None else 0
     heading = _heading(_loop(program, terms, every, quoted(file)))
-    return Source(audited(f"{heading}\n\n{_imports(imports, body)}\n\n\n{body}\n", ["torch"]), model.constants)
+    return Source(
+        audit_program(f"{heading}\n\n{_imports(own.imports(), body)}\n\n\n{body}\n", ["torch"]), model.constants
+    )
 
 
 def _model(module: OnnxModule) -> tuple[Program, ModelSource]:
@@ -95,7 +98,7 @@ def state_of(source: Source, live: Any) -> dict[str, Any]:
     return {**state, **({"constants": source.constants} if source.constants else {})}
 
 
-def built(source: Source, live: Any) -> tuple[nn.Module, Optimizer, LRScheduler | None, nn.Module]:
+def run_program(source: Source, live: Any) -> tuple[nn.Module, Optimizer, LRScheduler | None, nn.Module]:
     """What the program makes, with the state of what it was made of; tracebacks show its lines."""
     name = f"<written by Onward, {id(source):x}>"
     linecache.cache[name] = len(source.text), None, source.text.splitlines(True), name
@@ -163,15 +166,7 @@ def _imports(needed: list[str], body: str) -> str:
         "from torch import Tensor",
         "from torch import nn",
     }
-    found.add("from torch import Tensor, nn")
-    frameworks = sorted((line for line in found if "torch" in line), key=_order)
-    standard = sorted((line for line in found if "torch" not in line), key=_order)
-    blocks = [["from __future__ import annotations"], standard, frameworks]
-    return "\n\n".join("\n".join(block) for block in blocks if block)
-
-
-def _order(line: str) -> tuple[bool, str]:
-    return line.startswith("from"), line
+    return arrange_imports([*found, "from __future__ import annotations", "from torch import Tensor, nn"])
 
 
 def _load(scheduled: bool, constants: bool) -> list[str]:

@@ -11,7 +11,8 @@ import sympy  # type: ignore[import-untyped]
 import torch
 from torch.utils._sympy.printers import PythonPrinter
 
-from onward.convert.python import quoted
+from onward.convert.program.literals import number
+from onward.convert.program.names import quoted
 from onward.convert.torch.source.program import LIVE, TRAINING, Step, Value, WhileTraining, defaults_of
 from onward.errors import UnsupportedError
 
@@ -176,20 +177,6 @@ class Printer:
             for part, empty in ((place.start, 0), (place.stop, None), (place.step, 1))
         )
         return f"{start}:{stop}{f':{step}' if step else ''}"
-
-
-def number(value: Any) -> str:
-    """A number, as short as float32 allows where it is one."""
-    plain = value.item() if isinstance(value, np.generic) else value
-    if not isinstance(plain, float):
-        return repr(plain)
-    if not np.isfinite(plain):
-        return "math.nan" if np.isnan(plain) else "math.inf" if plain > 0 else "-math.inf"
-    with np.errstate(over="ignore"):
-        single = np.float32(plain)
-    short = float(str(single))
-    fits = float(single) == plain and abs(short) <= float(np.finfo(np.float32).max)  # which its own digits are above
-    return repr(short) if fits else repr(plain)
 
 
 def _shortened(function: str) -> str:

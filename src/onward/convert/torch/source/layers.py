@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from onward.convert.torch.source.expressions import number
+from onward.convert.program.literals import number
 from onward.convert.torch.source.program import Step, Value, is_zero, values_in
 
 F_ = "torch.nn.functional."

@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from onward.convert.python import identifier, quoted
+from onward.convert.program.literals import literal, number
+from onward.convert.program.names import identifier, quoted
 from onward.convert.torch.exact import layers as exact
 from onward.convert.torch.module import OnnxModule
-from onward.convert.torch.source.expressions import number
 from onward.convert.torch.source.framework import one
 from onward.convert.torch.source.layers import F_, layer_of
 from onward.convert.torch.source.program import TRAINING, Step, Value, defaults_of, without_unused
@@ -194,11 +194,8 @@ def _single(axes: Any) -> Any:
 
 
 def _literal(array: np.ndarray) -> str:
-    def listed(part: Any) -> str:
-        return f"[{', '.join(map(listed, part))}]" if isinstance(part, list) else number(part)
-
     tensor = torch.tensor(array)
     usual = {torch.float32, torch.int64, torch.bool}
     empty = array.size == 0 and tensor.dtype != torch.float32
     dtype = f", dtype={tensor.dtype}" if tensor.dtype not in usual or empty else ""
-    return f"torch.tensor({listed(array.tolist())}{dtype})"
+    return f"torch.tensor({literal(array)}{dtype})"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 
-from onward.convert.python import Identifiers, quoted
+from onward.convert.program.names import Identifiers, quoted
 from onward.convert.torch.source.expressions import Expression, Printer
 from onward.convert.torch.source.program import Step, Value
 from onward.convert.torch.source.tracing import Program

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from onward.convert.python import is_identifier, quoted
+from onward.convert.program.names import is_identifier, quoted
 from onward.convert.torch.source.layers import Layer, own_state
 
 ROOT = "self"

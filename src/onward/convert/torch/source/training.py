@@ -13,12 +13,12 @@ from torch.optim import Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
 from onward.convert import rate_formulas
-from onward.convert.python import quoted
+from onward.convert.program.literals import number
+from onward.convert.program.names import quoted
 from onward.convert.torch.clipping import Clip, clipping_part
 from onward.convert.torch.exact import clipping
 from onward.convert.torch.exact.masters import MasterWeights, float32_copies
 from onward.convert.torch.exact.optimizer import ExactOptimizer, Together
-from onward.convert.torch.source.expressions import number
 from onward.convert.torch.source.program import defaults_of
 from onward.errors import UnsupportedError
 

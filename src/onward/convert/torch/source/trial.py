@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from onward.convert.child import try_out
+from onward.convert.program.child import try_out
 from onward.convert.torch.module import OnnxModule
 from onward.convert.torch.native_run import example_inputs
 from onward.convert.torch.source import child

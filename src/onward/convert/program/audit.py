@@ -9,7 +9,7 @@ import ast
 import symtable
 from collections.abc import Collection, Iterator
 
-from onward.convert.python import BUILTINS
+from onward.convert.program.names import BUILTINS
 from onward.errors import UnsupportedError
 
 _ALLOWED = (
@@ -28,7 +28,7 @@ _NEVER = {
 _STATEMENTS = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef, ast.Assign, ast.AnnAssign)
 
 
-def audited(source: str, frameworks: Collection[str]) -> str:
+def audit_program(source: str, frameworks: Collection[str]) -> str:
     """The program itself, if it imports these frameworks only, and knows all names that it uses."""
     try:
         tree, table = ast.parse(source), symtable.symtable(source, "program", "exec")

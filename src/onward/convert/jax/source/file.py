@@ -7,14 +7,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from onward.convert.audit import audited
-from onward.convert.jax.program.definitions import Definitions
-from onward.convert.jax.program.literals import listed, pairs, type_name, variables
-from onward.convert.jax.program.operators import INSTEAD
-from onward.convert.jax.program.printer import Printer
-from onward.convert.jax.program.spelling import Spelling
 from onward.convert.jax.restore import Parts, types_of
-from onward.convert.python import docstring, quoted
+from onward.convert.jax.source.literals import listed, pairs, type_name, variables
+from onward.convert.jax.source.operators import INSTEAD
+from onward.convert.jax.source.printer import Printer
+from onward.convert.jax.source.spelling import Spelling
+from onward.convert.program.audit import audit_program
+from onward.convert.program.layout import arrange_imports
+from onward.convert.program.names import docstring, quoted
+from onward.convert.program.own_source import OwnSource
 from onward.model import Model
 from onward.model.state import STEP
 
@@ -29,9 +30,9 @@ class Program(NamedTuple):
     """What the source reads from a file of its own."""
 
 
-def program(parts: Parts, params: Mapping[str, Any], name: str) -> Program:
+def write_program(parts: Parts, params: Mapping[str, Any], name: str) -> Program:
     """The program that goes on with a run."""
-    printer = Printer(Definitions(INSTEAD, _NAMES))
+    printer = Printer(OwnSource(instead=INSTEAD, taken=_NAMES, annotated=False))
     for helper in ("read", "write", "named", "filled", "exact"):
         printer.helper(helper)
     loss, apply, batch = _loss(parts, printer), _apply(parts, printer), _batch(parts)
@@ -43,15 +44,15 @@ def program(parts: Parts, params: Mapping[str, Any], name: str) -> Program:
         "the model": f"{loss}\n\n\n{apply}",
         "functions of the model": "\n\n\n".join(functions),
         "updates that optax does not have": "\n\n\n".join(spelling.functions),
-        "what these call": printer.definitions.text().rstrip(),
+        "what these call": "\n\n\n".join(printer.own.texts()),
         "": f"constants = read(HERE / {quoted(CONSTANTS)})" if printer.constants else "",
     }
-    imports = _sorted({*printer.definitions.imports(), *_IMPORTS})
+    imports = arrange_imports([*printer.own.imports(), *_IMPORTS])
     written = [f"{_title(title)}\n\n\n{text}" if title else text for title, text in sections.items() if text]
     said = docstring(_DOCSTRING.format(name=name, batch=", ".join(f"{quoted(key)}: ..." for key in batch)))
     head = f"{said}\n\n{imports}\n\nHERE = Path(__file__).parent"
     source = "\n\n".join([head, *(f"{text}\n" for text in written)])
-    return Program(audited(source, ["jax", "optax"]), printer.constants)
+    return Program(audit_program(source, ["jax", "optax"]), printer.constants)
 
 
 _NAMES = ("loss", "apply", "step", "load", "save", "optimizer", "constants", "rate", "clip")
@@ -70,14 +71,6 @@ _DOCSTRING = """A training run of {name} that goes on in JAX. Written by Onward;
 
 def _title(text: str) -> str:
     return f"# ---- {text} ".ljust(_RULE, "-")
-
-
-def _sorted(imports: set[str]) -> str:
-    """As linters want them: the standard library first."""
-    standard = sorted(line for line in imports if line.split()[1].partition(".")[0] not in ("jax", "numpy", "optax"))
-    others = sorted(imports - set(standard), key=lambda line: line.split()[1])
-    plain = [line for lines in (standard, others) for line in sorted(lines, key=lambda line: line.startswith("from"))]
-    return "\n".join([*plain[: len(standard)], "", *plain[len(standard) :]])
 
 
 def _batch(parts: Parts) -> list[str]:

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from onward.convert import python
-from onward.convert.python import Identifiers, quoted
+from onward.convert.program import literals, names
+from onward.convert.program.names import Identifiers, quoted
 
 MENTIONED = (
     "np", "jnp", "jax", "lax", "params", "state", "batch", "inputs", "gradients", "lr", "t", "constants", "at_once",
@@ -26,7 +26,7 @@ _WIDE = 88
 
 def identifier(name: str) -> str:
     """A name of the graph as one of Python."""
-    return python.identifier(name.lower())  # operators are written with capitals
+    return names.identifier(name.lower())  # operators are written with capitals
 
 
 def variables(names: Iterable[str]) -> dict[str, str]:
@@ -52,22 +52,14 @@ def literal(array: np.ndarray) -> str | None:
     if array.size > _FEW or dtype is None:
         return None
     if array.ndim == 0:
-        return f"{dtype}({number(array[()])})"
+        return f"{dtype}({write_literal(array)})"
     if array.size == 0:
         return f"np.zeros({array.shape}, {dtype})"
-    return f"np.array({_nested(array.tolist())}, {dtype})"
+    return f"np.array({write_literal(array)}, {dtype})"
 
 
-def number(value: Any) -> str:
-    if isinstance(value, float | np.floating) and not np.isfinite(value):
-        return "np.nan" if np.isnan(value) else "np.inf" if value > 0 else "-np.inf"
-    if isinstance(value, str):
-        return quoted(value)
-    return str(value) if isinstance(value, np.generic) else repr(value)
-
-
-def _nested(value: Any) -> str:
-    return f"[{', '.join(map(_nested, value))}]" if isinstance(value, list) else number(value)
+def write_literal(value: Any) -> str:
+    return literals.literal(value, "np")
 
 
 # ---- types -----------------------------------------------------------------------------------------------------------
@@ -98,10 +90,10 @@ def plain_type(number: int) -> str | None:
 
 def attribute(name: str, value: Any) -> str:
     if isinstance(value, np.ndarray):
-        return f"np.array({_nested(value.tolist())}, {type_name(value.dtype)})"
+        return f"np.array({write_literal(value)}, {type_name(value.dtype)})"
     if name in _NAME_A_TYPE and isinstance(value, int) and value:
         return quoted(str(ir.DataType(value).numpy()))
-    return _nested(list(value)) if isinstance(value, list | tuple) else number(value)
+    return write_literal(list(value) if isinstance(value, tuple) else value)
 
 
 def declared(value: ir.Value) -> str:

@@ -8,10 +8,10 @@ import importlib.util
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from onward.convert.jax.program.definitions import Definitions, parsed
+from onward.convert.program.own_source import OwnSource, parse_module
 from onward.engines.framework import FAMILIES
 
-_RUNTIME = "onward.convert.jax.program.runtime"
+_RUNTIME = "onward.convert.jax.source.runtime"
 INSTEAD = {
     "onward.engines.jax.values.dtype_of": _RUNTIME,
     "onward.engines.jax.elementwise.cast": _RUNTIME,
@@ -37,7 +37,7 @@ def rows() -> dict[str, Row]:
     for family in FAMILIES:
         for module in (f"onward.engines.jax.{family}", f"onward.engines.shared.{family}"):
             if importlib.util.find_spec(module) is not None:
-                for name, value in _rows_of(parsed(module)):
+                for name, value in _rows_of(parse_module(module)):
                     found.setdefault(name, Row(module, value))
     return found
 
@@ -62,10 +62,10 @@ def short(operator: str) -> str:
     return operator.rpartition(".")[2]
 
 
-def define(definitions: Definitions, operator: str, called: str) -> None:
+def define(own: OwnSource, operator: str, called: str) -> None:
     """Have the row of an operator under a name."""
     module, value = rows()[operator]
     if isinstance(value, str):
-        definitions.function(module, value, called)
+        own.define(module, value, called)
     else:
-        definitions.value(called, module, value)
+        own.name_expression(called, module, value)

@@ -7,8 +7,8 @@ from typing import Any
 
 import onnx_ir as ir
 
-from onward.convert.jax.program.operators import rows
-from onward.convert.python import docstring
+from onward.convert.jax.source.operators import rows
+from onward.convert.program.names import docstring
 from onward.engines.plan import Call
 from onward.model import Model
 from onward.standard import IR_VERSION

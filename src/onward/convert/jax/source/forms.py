@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from onward.convert.jax.program.literals import plain_type
+from onward.convert.jax.source.literals import plain_type
 
 Given = Sequence[np.ndarray | None]
 """The inputs that are constants."""

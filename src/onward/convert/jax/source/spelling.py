@@ -11,9 +11,9 @@ import numpy as np
 from onward.convert.jax.exact import Sizes, clip_model, rate_model, sizes_of, slots_of, update_model
 from onward.convert.jax.executed import initial_state, places_of
 from onward.convert.jax.native import transformation
-from onward.convert.jax.program.literals import call, identifier, listed, number, pairs, type_name
-from onward.convert.jax.program.printer import Printer
-from onward.convert.python import Identifiers, quoted
+from onward.convert.jax.source.literals import call, identifier, listed, pairs, type_name, write_literal
+from onward.convert.jax.source.printer import Printer
+from onward.convert.program.names import Identifiers, quoted
 from onward.convert.snapshot import Group, Snapshot
 from onward.recipe.optimizers import FunctionOptimizer
 from onward.recipe.optimizers.graph_optimizer import COUNT, RATE, gradient_of
@@ -102,7 +102,7 @@ class Spelling:
     def _start(self, name: str, array: np.ndarray) -> str:
         """An array, as it is written where it is the same number everywhere."""
         if array.size and (array == array.flat[0]).all():
-            return f"jnp.full({array.shape}, {number(array.flat[0])}, {type_name(array.dtype)})"
+            return f"jnp.full({array.shape}, {write_literal(array.flat[0])}, {type_name(array.dtype)})"
         return f"jnp.asarray({self._printer.stored(f'{name}/initial', array)})"
 
     def _rule(self, spec: Spec, sizes: Sizes) -> tuple[str, str]:

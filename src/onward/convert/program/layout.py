@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import re
+import sys
+from collections.abc import Iterable
 
 WIDTH = 100
 
 
-def wrapped(text: str) -> str:
+def arrange_imports(lines: Iterable[str]) -> str:
+    """Imports as linters want them: the future, the standard library, the rest."""
+    blocks: list[list[str]] = [[], [], []]
+    for line in sorted(set(lines), key=lambda line: (line.startswith("from"), line)):
+        module = line.split()[1].partition(".")[0]
+        blocks[0 if module == "__future__" else 1 if module in sys.stdlib_module_names else 2].append(line)
+    return "\n\n".join("\n".join(block) for block in blocks if block)
+
+
+def break_lines(text: str) -> str:
     return "\n".join(part for line in text.split("\n") for part in _broken(line))
 
 

@@ -11,10 +11,9 @@ import onnx_ir as ir
 from onnx import defs
 
 from onward.build import Names
-from onward.convert.jax.program.definitions import Definitions
-from onward.convert.jax.program.forms import short_form
-from onward.convert.jax.program.functions import Functions
-from onward.convert.jax.program.literals import (
+from onward.convert.jax.source.forms import short_form
+from onward.convert.jax.source.functions import Functions
+from onward.convert.jax.source.literals import (
     MENTIONED,
     attribute,
     call,
@@ -24,9 +23,10 @@ from onward.convert.jax.program.literals import (
     literal,
     variables,
 )
-from onward.convert.jax.program.operators import define, rows, short
-from onward.convert.jax.program.runtime import TYPES
-from onward.convert.python import Identifiers, quoted
+from onward.convert.jax.source.operators import define, rows, short
+from onward.convert.jax.source.runtime import TYPES
+from onward.convert.program.names import Identifiers, quoted
+from onward.convert.program.own_source import OwnSource
 from onward.engines.framework import Operators
 from onward.engines.framework_engine import planned
 from onward.engines.host import HOST_INPUTS, ONLY_ON_HOST
@@ -37,7 +37,7 @@ from onward.model import Model
 from onward.model.core import values
 from onward.transform.types import fill_in_types
 
-_RUNTIME = "onward.convert.jax.program.runtime"
+_RUNTIME = "onward.convert.jax.source.runtime"
 _MAKE_ARRAYS = ("Shape", "Size", "ConstantOfShape", "Range")
 """What they return is of numpy."""
 _DRAW = (
@@ -69,8 +69,8 @@ _CAPITALS = (
 class Printer:
     """Writes graphs as functions; the operators that they call are collected on the way."""
 
-    def __init__(self, definitions: Definitions):
-        self.definitions = definitions
+    def __init__(self, own: OwnSource):
+        self.own = own
         self.constants: dict[str, np.ndarray] = {}
         """What is too large to be written out."""
         self.functions: list[str] = []
@@ -110,17 +110,17 @@ class Printer:
         return self._known[name, text], [value in body.arrays for value in plan.outputs]
 
     def helper(self, name: str) -> str:
-        return self.definitions.function(_RUNTIME, name)
+        return self.own.define(_RUNTIME, name)
 
     def operator(self, name: str) -> str:
         """What computes an operator: a function of JAX, or one that is defined for it."""
         row = rows()[name]
         if (library := row.library) is not None:
-            self.definitions.function(row.module, library.partition(".")[0])  # which is imported
+            self.own.define(row.module, library.partition(".")[0])  # which is imported
             return library
         if name not in self._operators:
             self._operators[name] = self._called.fresh(short(name))
-            define(self.definitions, name, self._operators[name])
+            define(self.own, name, self._operators[name])
         return self._operators[name]
 
     def stored(self, name: str, array: np.ndarray) -> str:
@@ -228,7 +228,7 @@ class _Body:
             if value is not None and not at_once and not bodies:
                 is_array = value in self.arrays
                 if i in on_host and not is_array:
-                    text = f"{printer.definitions.function('onward.engines.jax.values', 'known')}({text})"
+                    text = f"{printer.own.define('onward.engines.jax.values', 'known')}({text})"
                 elif i not in on_host and is_array and library is None and not self._is_number(value):
                     text = f"jnp.asarray({text})"
             arguments.append(text)

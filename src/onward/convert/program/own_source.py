@@ -1,4 +1,4 @@
-"""The source of functions, with that of everything that they mention: what a file needs to stand alone."""
+"""The source of functions and classes of ours, with that of all that they mention: for files that stand alone."""
 
 from __future__ import annotations
 
@@ -7,31 +7,45 @@ import builtins
 import functools
 import importlib
 import inspect
+import re
 import symtable
 from collections.abc import Iterable, Iterator, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from onward.errors import UnsupportedError
 
 _OURS = "onward."
+_REMARK = re.compile(r"  # (type: ignore|noqa)[^\n]*")
 
 
-class Definitions:
-    """Definitions of modules of ours, collected under names that are unique, each after those that it needs."""
+class OwnSource:
+    """Definitions of modules of ours, collected under names that are unique, each after those that it needs.
 
-    def __init__(self, instead: Mapping[str, str], taken: Iterable[str] = ()):
-        """`instead` says which modules have definitions that stand for those of others; `taken` names are others'."""
-        self._instead = instead
+    What others have made is imported.
+    """
+
+    def __init__(
+        self,
+        *,
+        instead: Mapping[str, str] | None = None,
+        replaced: Mapping[str, str] | None = None,
+        taken: Iterable[str] = (),
+        annotated: bool = True,
+    ):
+        """`instead` names modules whose definitions stand for those of others, `replaced` has definitions by name.
+
+        Nothing is called as what is `taken`. Unless it is `annotated`, nothing says which types arguments have.
+        """
+        self._instead = instead or {}
+        self._replaced = replaced or {}
+        self._annotated = annotated
         self._names: dict[tuple[str, str], str] = {}
         self._imports: dict[str, None] = {}
         self._texts: dict[str, str] = {}
         self._taken = set(taken)
 
-    def __contains__(self, called: str) -> bool:
-        return called in self._texts
-
-    def text(self) -> str:
-        return "\n\n\n".join(self._texts.values())
+    def texts(self) -> list[str]:
+        return list(self._texts.values())
 
     def imports(self) -> list[str]:
         """The lines that import what the definitions take from elsewhere."""
@@ -39,12 +53,17 @@ class Definitions:
 
     # ---- what is asked for -------------------------------------------------------------------------------------------
 
-    def function(self, module: str, name: str, called: str | None = None) -> str:
+    def add(self, *objects: Any) -> None:
+        """Have functions and classes, by the names that they have."""
+        for one in objects:
+            self.define(one.__module__, one.__name__)
+
+    def define(self, module: str, name: str, called: str | None = None) -> str:
         """Have a definition of a module; what it is called here."""
         module = self._instead.get(f"{module}.{name}", self._instead.get(module, module))
         if (module, name) in self._names:
-            return self._again(self._names[module, name], called)
-        source = _Source.of(module)
+            return self._define_again(self._names[module, name], called)
+        source = _Module.of(module)
         statement = source.definitions.get(name)
         if statement is None:
             raise UnsupportedError(f"`{module}` has no definition of `{name}` that can be written to a file")
@@ -53,25 +72,24 @@ class Definitions:
         made = called or self._fresh(name, module)
         self._taken.add(made)
         self._names[module, name] = made
-        text = self._copied(source, statement)
-        self._texts[made] = text.replace(f"def {name}(", f"def {made}(", 1)
+        self._texts[made] = self._copy(source, statement, {name: made} if name != made else {})
         for other in source.completing(name):
-            self.function(module, other)
+            self.define(module, other)
         return made
 
-    def _again(self, known: str, called: str | None) -> str:
+    def _define_again(self, known: str, called: str | None) -> str:
         if called is None or called == known:
             return known
         self._texts[called] = f"{called} = {known}"
         return called
 
-    def value(self, called: str, module: str, expression: ast.expr) -> None:
+    def name_expression(self, called: str, module: str, expression: ast.expr) -> None:
         """Have a name for what an expression of a module is."""
-        text = self._copied(_Source.of(module), expression)
+        text = self._copy(_Module.of(module), expression, {})
         self._taken.add(called)
         self._texts[called] = _as_function(called, text) if isinstance(expression, ast.Lambda) else f"{called} = {text}"
 
-    def _copied(self, source: _Source, node: ast.stmt | ast.expr) -> str:
+    def _copy(self, source: _Module, node: ast.stmt | ast.expr, renamed: Mapping[str, str]) -> str:
         """The text of a part of a module, with the names that things have here."""
         inner = (each for each in ast.walk(node) if isinstance(each, ast.ImportFrom))
         if any(str(each.module).startswith(_OURS) for each in inner):
@@ -79,14 +97,19 @@ class Definitions:
                 f"`{getattr(node, 'name', node)}` of the engine needs more of Onward than can be written to a file",
                 hint="have it as live functions: `onward.to_jax`",
             )
-        renamed = {name: self.function(source.module, name) for name in source.mentioned(node)}
-        return source.text(node, {old: new for old, new in renamed.items() if old != new})
+        names = dict(renamed)
+        for name in source.mentioned(node):
+            if name in self._replaced:
+                self._texts.setdefault(name, self._replaced[name])
+            elif name not in names:
+                names[name] = self.define(source.name, name)
+        return source.text(node, {old: new for old, new in names.items() if old != new}, self._annotated)
 
     def _import(self, statement: ast.Import | ast.ImportFrom, name: str) -> str:
         alias = next(alias for alias in statement.names if (alias.asname or alias.name.partition(".")[0]) == name)
         if isinstance(statement, ast.ImportFrom):
             if str(statement.module).startswith(_OURS):
-                return self.function(str(statement.module), alias.name)
+                return self.define(str(statement.module), alias.name)
             line = ast.unparse(ast.ImportFrom(statement.module, [alias], statement.level))
         else:
             line = ast.unparse(ast.Import([alias]))
@@ -95,30 +118,28 @@ class Definitions:
         return name
 
     def _fresh(self, name: str, module: str) -> str:
-        called = name if name not in self._taken else f"{name}_{module.rpartition('.')[2]}"
-        self._taken.add(called)
-        return called
+        return name if name not in self._taken else f"{name}_{module.rpartition('.')[2]}"
 
 
-def parsed(module: str) -> ast.Module:
+def parse_module(name: str) -> ast.Module:
     """The source of a module."""
-    return _Source.of(module).tree
+    return _Module.of(name).tree
 
 
-class _Source:
+class _Module:
     """A module as text."""
 
-    def __init__(self, module: str):
-        self.module = module
-        self._text = inspect.getsource(importlib.import_module(module))
+    def __init__(self, name: str):
+        self.name = name
+        self._text = inspect.getsource(importlib.import_module(name))
         self._lines = self._text.splitlines()
         self.tree = ast.parse(self._text)
-        self.definitions = {name: statement for statement in self.tree.body for name in _defined(statement)}
+        self.definitions = {name: statement for statement in self.tree.body for name in _defined_names(statement)}
 
     @classmethod
     @functools.cache
-    def of(cls, module: str) -> _Source:
-        return cls(module)
+    def of(cls, name: str) -> _Module:
+        return cls(name)
 
     def completing(self, name: str) -> Iterator[str]:
         """Functions that are handed to this one by a decorator: `@softmax.defjvp`."""
@@ -130,14 +151,13 @@ class _Source:
 
     def mentioned(self, node: ast.AST) -> list[str]:
         """The names of the module that a part of it reads."""
-        free = _globals(self._plain(node))
-        return [name for name in self.definitions if name in free]
+        return [name for name in _globals(self._plain(node)) if name in self.definitions]
 
-    def text(self, node: ast.AST, renamed: Mapping[str, str]) -> str:
-        """A part of the module as it stands, but for other names, annotations, and what registers it in a table."""
+    def text(self, node: ast.AST, renamed: Mapping[str, str], annotated: bool) -> str:
+        """A part of the module as it stands, but for other names, and what registers it in a table."""
         text = self._plain(node)
         lines = [line.encode() for line in text.splitlines()]
-        for edit in sorted(_edits(ast.parse(text), renamed), reverse=True):
+        for edit in sorted(_edits(ast.parse(text), renamed, annotated), reverse=True):
             old = lines[edit.line - 1]
             lines[edit.line - 1] = old[: edit.start] + edit.text.encode() + old[edit.end :]
         return b"\n".join(lines).decode()
@@ -148,14 +168,15 @@ class _Source:
             return f"({text})" if isinstance(node, ast.expr) and "\n" in text else text
         kept = [d for d in node.decorator_list if "operators.define" not in ast.unparse(d)]
         above = [f"@{ast.get_source_segment(self._text, decorator)}" for decorator in kept]
-        return "\n".join([*above, *self._lines[node.lineno - 1 : node.end_lineno]])
+        return _REMARK.sub("", "\n".join([*above, *self._lines[node.lineno - 1 : node.end_lineno]]))
 
 
 @functools.cache
-def _globals(text: str) -> frozenset[str]:
-    """What a text reads that it does not define within functions."""
+def _globals(text: str) -> list[str]:
+    """What a text reads that it does not define within functions, in the order in which it is mentioned."""
+    tree = _Unannotated().visit(ast.parse(text))
     found: set[str] = set()
-    pending = [symtable.symtable(ast.unparse(_Unannotated().visit(ast.parse(text))), "program", "exec")]
+    pending = [symtable.symtable(ast.unparse(tree), "program", "exec")]
     while pending:
         table = pending.pop()
         found.update(
@@ -164,7 +185,8 @@ def _globals(text: str) -> frozenset[str]:
             if symbol.is_referenced() and (symbol.is_global() or table.get_type() == "module")
         )
         pending += table.get_children()
-    return frozenset(found - set(dir(builtins)))
+    mentioned = dict.fromkeys(node.id for node in ast.walk(tree) if isinstance(node, ast.Name))
+    return [name for name in mentioned if name in found and not hasattr(builtins, name)]
 
 
 class _Edit(NamedTuple):
@@ -174,19 +196,23 @@ class _Edit(NamedTuple):
     text: str = ""
 
 
-def _edits(tree: ast.AST, renamed: Mapping[str, str]) -> Iterator[_Edit]:
+def _edits(tree: ast.AST, renamed: Mapping[str, str], annotated: bool) -> Iterator[_Edit]:
     for node in ast.walk(tree):
         match node:
             case ast.Name(id=name) if name in renamed:
                 yield _Edit(node.lineno, node.col_offset, node.col_offset + len(name), renamed[name])
-            case ast.arg(arg=name, annotation=ast.expr() as annotation):
+            case ast.FunctionDef(name=name) | ast.ClassDef(name=name) if name in renamed:
+                start = node.col_offset + len("def " if isinstance(node, ast.FunctionDef) else "class ")
+                yield _Edit(node.lineno, start, start + len(name), renamed[name])
+        match node:
+            case ast.arg(arg=name, annotation=ast.expr() as annotation) if not annotated:
                 yield _Edit(node.lineno, node.col_offset + len(name), annotation.end_col_offset or 0)
-            case ast.FunctionDef(returns=ast.expr() as returns):
+            case ast.FunctionDef(returns=ast.expr() as returns) if not annotated:
                 yield _Edit(returns.lineno, returns.col_offset - len(" -> "), returns.end_col_offset or 0)
 
 
 class _Unannotated(ast.NodeTransformer):
-    """The same without annotations, which nobody evaluates."""
+    """The same without annotations of functions, which nobody evaluates."""
 
     def visit_arg(self, node: ast.arg) -> ast.arg:
         return ast.arg(node.arg)
@@ -196,7 +222,7 @@ class _Unannotated(ast.NodeTransformer):
         return self.generic_visit(node)
 
 
-def _defined(statement: ast.stmt) -> list[str]:
+def _defined_names(statement: ast.stmt) -> list[str]:
     match statement:
         case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
             return [name]
