@@ -14,7 +14,7 @@ from lowered import CASES as TRAINING
 from lowered import FLAT, SQUARE, assert_close, penalised
 from models import digits_mlp, small_cnn
 from onward.engines import function, start
-from onward.engines.expression import expressed
+from onward.engines.expression import express
 from onward.engines.framework_engine import Interpreted
 from onward.engines.numpy import Numpy
 from onward.errors import UnknownNameError, UnsupportedError
@@ -135,7 +135,7 @@ def test_a_body_of_a_newer_operator_set_is_of_no_use():
     """Relu has been a function since operator set 14, whose body is of 18."""
     text = '<ir_version: 9, opset_import: ["" : 14]> f (float[N] x) => (float[N] y) { y = Relu (x) }'
     with pytest.raises(UnsupportedError, match="Relu"):
-        expressed(load(onnx.parser.parse_model(text)), Numpy.operators.keys() - {"Relu"}, {}, "numpy")
+        express(load(onnx.parser.parse_model(text)), Numpy.operators.keys() - {"Relu"}, {}, "numpy")
 
 
 # ---- steps -----------------------------------------------------------------------------------------------------------

@@ -196,10 +196,10 @@ def reset(
     and zeros for what optimizers keep. State without an initialization stays as it is stored, and is named.
     """
     import onward
-    from onward.engines.initialization import kept
+    from onward.engines.initialization import state_left_as_stored
 
     made = onward.reset(str(model), seed=seed)
-    stored = kept(made)
+    stored = state_left_as_stored(made)
     return made, f"kept as stored: {listed(stored, 10)}" if stored else "all state is as initialised"
 
 

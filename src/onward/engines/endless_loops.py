@@ -31,13 +31,13 @@ def refuse_endless_loops(graphs: Iterable[ir.Graph]) -> None:
 
 def _is_endless(node: ir.Node) -> bool:
     trips, condition = [*node.inputs, None, None][:2]
-    count = None if trips is None else _known(trips)
+    count = None if trips is None else _constant_of(trips)
     if trips is not None and (count is None or count < _ENDLESS):
         return False
     body = node.attributes["body"].as_graph()
     goes_on = _origin(body.outputs[0])
-    starts = condition is None or bool(_known(condition))
-    return starts and (goes_on is body.inputs[1] or bool(_known(goes_on)))
+    starts = condition is None or bool(_constant_of(condition))
+    return starts and (goes_on is body.inputs[1] or bool(_constant_of(goes_on)))
 
 
 def _origin(value: ir.Value) -> ir.Value:
@@ -47,7 +47,7 @@ def _origin(value: ir.Value) -> ir.Value:
     return value
 
 
-def _known(value: ir.Value) -> Any:
+def _constant_of(value: ir.Value) -> Any:
     """The number that a value always is, or None."""
     value = _origin(value)
     if value.is_graph_input():

@@ -187,7 +187,7 @@ def misfit(
     fits = len(shape) == len(array.shape) and all(
         not isinstance(size, int) or size == given for size, given in zip(shape, array.shape, strict=True)
     )
-    return None if fits else f"`{name}` has the shape {list(array.shape)}, not {_shown(shape)}"
+    return None if fits else f"`{name}` has the shape {list(array.shape)}, not {_show_shape(shape)}"
 
 
 def _array(value: Any) -> Any:
@@ -205,5 +205,5 @@ def _is_of(array: np.ndarray, expected: np.dtype) -> bool:
     return array.dtype == expected or (expected.kind == "O" and array.dtype.kind in "US")
 
 
-def _shown(shape: ir.Shape) -> str:
+def _show_shape(shape: ir.Shape) -> str:
     return "[" + ", ".join(str(size) if isinstance(size, int) else str(size.value or "?") for size in shape) + "]"

@@ -16,7 +16,7 @@ _ALWAYS = {"Constant", f"{TRAINING_DOMAIN}.Gradient"}
 """What the interpreter itself does."""
 
 
-def expressed(model: Model, operators: Container[str], cannot: Mapping[str, str], engine: str) -> Model:
+def express(model: Model, operators: Container[str], cannot: Mapping[str, str], engine: str) -> Model:
     """The model in operators of the table: others are replaced by their function bodies or by rewrites."""
     return replace_unknown(
         model, lambda model: _unknown(model, operators), lambda unknown: _refusal(unknown, cannot, engine)

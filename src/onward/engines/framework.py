@@ -62,7 +62,7 @@ FAMILIES = (
 """The files of a table, in the order in which all have them."""
 
 
-def collected(package: str, families: Sequence[str], name: str = "operators") -> Operators:
+def collect_operators(package: str, families: Sequence[str], name: str = "operators") -> Operators:
     """The rows of all files of a package."""
     made = Operators()
     for family in families:

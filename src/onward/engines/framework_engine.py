@@ -12,7 +12,7 @@ import numpy as np
 from onward.differentiate.recompute import Choice
 from onward.engines import FRAMEWORKS
 from onward.engines.engine import Arrays, Engine, check_options
-from onward.engines.expression import expressed
+from onward.engines.expression import express
 from onward.engines.framework import Framework, Function
 from onward.engines.host import ONLY_ON_HOST
 from onward.engines.interpreter import Interpreter
@@ -36,17 +36,17 @@ Tensors = dict[str, Any]
 
 def interpreter(model: Model, framework: Framework) -> Interpreter:
     """What executes the graph of a model on a framework. The model is changed: it must be the caller's own."""
-    return Interpreter(planned(model, framework, framework.fuses), framework)
+    return Interpreter(make_plan(model, framework, framework.fuses), framework)
 
 
-def planned(
+def make_plan(
     model: Model, framework: Framework, fuses: Sequence[str] = (), host: Mapping[str, Function] = Numpy.operators
 ) -> Plan:
     """The calls of operators that a model is: of a framework's, and on the host of others. The model is changed."""
     if not OLDEST_INTERPRETED <= model.opset <= NEWEST_INTERPRETED:
         model = convert_opset(model, min(max(model.opset, COMMON_OPSET), NEWEST_INTERPRETED))
     available = framework.operators.keys() | ONLY_ON_HOST
-    model = expressed(model, available, framework.cannot, framework.name)
+    model = express(model, available, framework.cannot, framework.name)
     return plan(model.graph, framework.operators, host, model.opset, fuses)
 
 
@@ -82,8 +82,8 @@ def array_function(engine: str, model: Model, **options: Any) -> Callable[[Mappi
     execute = interpreter(inline(model), framework)
 
     def run(inputs: Mapping[str, Any]) -> dict[str, Any]:
-        results = execute({name: _mapped(_placing(framework), value) for name, value in inputs.items()})
-        return {name: _mapped(framework.owned, value) for name, value in results.items()}
+        results = execute({name: _map_arrays(_placing(framework), value) for name, value in inputs.items()})
+        return {name: _map_arrays(framework.owned, value) for name, value in results.items()}
 
     return run
 
@@ -92,10 +92,10 @@ def _placing(framework: Framework) -> Callable[[Any], Any]:
     return lambda array: framework.tensor(array) if framework.supports(array.dtype) else array
 
 
-def _mapped(function: Callable[[Any], Any], value: Any) -> Any:
+def _map_arrays(function: Callable[[Any], Any], value: Any) -> Any:
     """A function of arrays, on what may be a sequence of them, or nothing."""
     if isinstance(value, list):
-        return [_mapped(function, item) for item in value]
+        return [_map_arrays(function, item) for item in value]
     return None if value is None else function(value)
 
 
@@ -171,7 +171,7 @@ class Interpreted(Engine):
         part = self._part("evaluation")
         _, results = part.run(self._state, self._fitting(batch, part.contract["batch"]))
         names = (*part.contract["metrics"], *part.contract["outputs"])
-        return {name: _mapped(self._framework.owned, results[name]) for name in names}
+        return {name: _map_arrays(self._framework.owned, results[name]) for name in names}
 
     def state(self) -> dict[str, np.ndarray]:
         return {name: self._framework.owned(tensor) for name, tensor in self._state.items()}

@@ -40,7 +40,7 @@ def reset(source: Source, *, seed: Seed | None = None) -> Model:
     model = load(source)
     if seed is None:
         return started_over(model)
-    other = reseeded(model, seed)
+    other = with_seed(model, seed)
     if other is model:
         raise RecipeError(
             "the initialization draws no random numbers, so a seed has no effect",
@@ -49,7 +49,7 @@ def reset(source: Source, *, seed: Seed | None = None) -> Model:
     return started_over(other)
 
 
-def kept(model: Model) -> list[str]:
+def state_left_as_stored(model: Model) -> list[str]:
     """State that a reset leaves as it is stored, since no initialization binding names it."""
     anywhere = {name for step in model.steps for name in step.reset}
     found = (
@@ -83,13 +83,13 @@ def _fitting(name: str, new: ir.TensorProtocol, old: ir.TensorProtocol | None) -
     assert old is not None
     if (new.dtype, list(new.shape)) != (old.dtype, list(old.shape)):
         raise InvalidModelError(
-            f"`{name}` is {_described(old)}, and the initialization makes {_described(new)} of it",
+            f"`{name}` is {_describe(old)}, and the initialization makes {_describe(new)} of it",
             hint="`onward check` says all that is wrong",
         )
     return with_metadata(new, dict(old.metadata_props), old)
 
 
-def _described(tensor: ir.TensorProtocol) -> str:
+def _describe(tensor: ir.TensorProtocol) -> str:
     return f"{tensor.dtype.name.lower()}{list(tensor.shape.numpy())}"
 
 
@@ -130,7 +130,7 @@ def _as_it_is(value: ir.Value | None) -> ir.TensorProtocol | None:
 # ---- seeds -----------------------------------------------------------------------------------------------------------
 
 
-def reseeded(source: Model, seed: int) -> Model:
+def with_seed(source: Model, seed: int) -> Model:
     """A copy whose initializations draw of another seed; the model itself, if they do not draw."""
     model = source.copy()
     keys = [value for step in model.steps for value in _keys(step)]

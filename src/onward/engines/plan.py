@@ -148,8 +148,8 @@ class _Planner:
                 call = self._call(node, constants)
                 call.outputs = [None if value in given else value for value in call.outputs]
                 units.append(call)
-        items = _needed(_sorted(units), outputs)
-        available = {*inputs, *constants, *(value for item in items for value in _written(item))}
+        items = _needed_items(_sort_items(units), outputs)
+        available = {*inputs, *constants, *(value for item in items for value in _values_written(item))}
         captured = dict.fromkeys(value for item in items for value in _read(item) if value not in available)
         captured.update(dict.fromkeys(value for value in outputs if value not in available))
         _mark_last_uses(items, {*outputs, *constants})
@@ -301,15 +301,15 @@ def _read(item: Item) -> Iterator[ir.Value]:
         yield from (item.others.get(value, value) for value in item.plan.captured)
 
 
-def _written(item: Item) -> Iterator[ir.Value]:
+def _values_written(item: Item) -> Iterator[ir.Value]:
     yield from (value for value in item.outputs if value is not None)
     if isinstance(item, Differentiation):
         yield from item.kept
 
 
-def _sorted(items: Sequence[Item]) -> list[Item]:
+def _sort_items(items: Sequence[Item]) -> list[Item]:
     """An order in which what is read has been written, as near to the given one as may be."""
-    writer = {value: i for i, item in enumerate(items) for value in _written(item)}
+    writer = {value: i for i, item in enumerate(items) for value in _values_written(item)}
     needs = [{writer[value] for value in _read(item) if value in writer} for item in items]
     readers: list[list[int]] = [[] for _ in items]
     for i, sources in enumerate(needs):
@@ -328,11 +328,11 @@ def _sorted(items: Sequence[Item]) -> list[Item]:
     return order
 
 
-def _needed(items: Sequence[Item], outputs: Iterable[ir.Value]) -> list[Item]:
+def _needed_items(items: Sequence[Item], outputs: Iterable[ir.Value]) -> list[Item]:
     """Without those of which nothing is read: rewrites compute all outputs of an operator."""
     needed, kept = set(outputs), []
     for item in reversed(items):
-        if any(value in needed for value in _written(item)):
+        if any(value in needed for value in _values_written(item)):
             needed.update(_read(item))
             kept.append(item)
     return kept[::-1]
@@ -342,7 +342,7 @@ def _mark_last_uses(items: Sequence[Item], needed: set[ir.Value]) -> None:
     """Let values go when nothing reads them any more."""
     seen = set(needed)
     for item in reversed(items):
-        for value in {*_read(item), *_written(item)}:
+        for value in {*_read(item), *_values_written(item)}:
             if value not in seen:
                 seen.add(value)
                 item.last_used.append(value)

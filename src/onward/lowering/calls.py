@@ -98,7 +98,7 @@ class _Writer:
         new.update(zip(function.inputs, inputs, strict=False))
         for node in function:
             read = [new[value] for value in node.inputs]
-            stated = _resolved(node.attributes.data, given)
+            stated = _resolve_attributes(node.attributes.data, given)
             if node.op_identifier() in self._functions:
                 results: Results = self._body(node, read, stated, {**metadata, **node.metadata_props}, nodes)
             else:
@@ -144,7 +144,7 @@ class _Writer:
         return copy.outputs
 
 
-def _resolved(attributes: Mapping[str, ir.Attr], given: Mapping[str, ir.Attr]) -> dict[str, ir.Attr]:
+def _resolve_attributes(attributes: Mapping[str, ir.Attr], given: Mapping[str, ir.Attr]) -> dict[str, ir.Attr]:
     """The attributes of a node of a body: a reference becomes what the call gives, or goes if it gives nothing."""
     found = {}
     for name, attribute in attributes.items():

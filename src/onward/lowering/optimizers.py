@@ -30,7 +30,7 @@ Attributes = dict[str, Any]
 
 def momentum(op: Builder, a: Attributes, r: Expr, t: Expr, x: Expr, g: Expr, v: Expr) -> tuple[Expr, ...]:
     """G += norm·X;  V' = α·V + (T > 0 ? β : 1)·G;  X' = X − R·V', or by Nesterov X − R·(G + α·V')."""
-    g = _regularized(a, x, g)
+    g = _regularize(a, x, g)
     new = g if a["beta"] == 1 else g * op.Where(t > 0, typed(a["beta"], g), 1.0)
     v = trace(v, new, a["alpha"])
     return descend(x, r, trace(v, g, a["alpha"]) if _is_nesterov(a) else v), v
@@ -38,7 +38,7 @@ def momentum(op: Builder, a: Attributes, r: Expr, t: Expr, x: Expr, g: Expr, v: 
 
 def adagrad(op: Builder, a: Attributes, r: Expr, t: Expr, x: Expr, g: Expr, h: Expr) -> tuple[Expr, ...]:
     """G += norm·X;  H' = H + G²;  X' = X − R / (1 + T·decay) · G / (√H' + ε)."""
-    g = _regularized(a, x, g)
+    g = _regularize(a, x, g)
     h = h + g * g
     rate = r / (1.0 + double(t) * a["decay_factor"]) if a["decay_factor"] else r
     return descend(x, rate, over_root(g, h, a["epsilon"])), h
@@ -49,14 +49,14 @@ def adam(op: Builder, a: Attributes, r: Expr, t: Expr, x: Expr, g: Expr, v: Expr
 
     X' = (1 − norm_post)·(X − R'·V' / (√H' + ε)).
     """
-    g = _regularized(a, x, g)
+    g = _regularize(a, x, g)
     v, h = ema(v, g, a["alpha"]), ema(h, g * g, a["beta"])
     rate = op.Where(t > 0, adam_rate(r, t, a["alpha"], a["beta"]), r)
     x = descend(x, rate, over_root(v, h, a["epsilon"]))
     return scaled(1 - a["norm_coefficient_post"], x) if a["norm_coefficient_post"] else x, v, h
 
 
-def _regularized(a: Attributes, x: Expr, g: Expr) -> Expr:
+def _regularize(a: Attributes, x: Expr, g: Expr) -> Expr:
     return coupled_decay(x, g, a["norm_coefficient"]) if a["norm_coefficient"] else g
 
 

@@ -135,7 +135,7 @@ Made = tuple[Model, dict[str, Any]]
 
 
 def _step(model: Model, index: int, manner: Manner) -> Made:
-    flow = _opened(model, index)
+    flow = _open_step(model, index)
     made, contract = _plain(manner, flow, flow.bindings, flow.metrics)
     inputs = made.graph.inputs
     read = {value.name for value in inputs}
@@ -146,7 +146,7 @@ def _step(model: Model, index: int, manner: Manner) -> Made:
 
 
 def _evaluation(model: Model, index: int, manner: Manner) -> Made:
-    flow = _opened(model, index)
+    flow = _open_step(model, index)
     outputs = [value.name or "" for value in model.graph.outputs if linear.tensor_of(value) is value]
     loss = flow.loss(flow.metrics)
     flow.switch_to_inference()
@@ -156,14 +156,14 @@ def _evaluation(model: Model, index: int, manner: Manner) -> Made:
 
 
 def _gradient_part(model: Model, index: int, manner: Manner) -> Made:
-    flow = _opened(model, index)
+    flow = _open_step(model, index)
     gradients = {output.name or "": x for x, output in flow.results()}
     made, contract = _plain(manner, flow, *flow.of_forward(), list(gradients))
     return made, contract | {"gradients": gradients}
 
 
 def _apply(model: Model, index: int, manner: Manner) -> Made:
-    flow = _opened(model, index)
+    flow = _open_step(model, index)
     forward, forward_metrics = flow.of_forward()
     parameters = {}
     flow.graph.outputs.clear()  # others are set later
@@ -250,7 +250,7 @@ PARTS: dict[str, Callable[[Model, int, Manner], Made]] = {
 # ---- what the parts share --------------------------------------------------------------------------------------------
 
 
-def _opened(model: Model, index: int) -> Flow:
+def _open_step(model: Model, index: int) -> Flow:
     """The combined graph, with the state as inputs: what is constant might be folded, by rules or passes."""
     combined = Model(model.combined(index))
     give_two_axes(combined.ir)

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 from onward.arguments import Count, Range, Seed, Threads, checked
 from onward.differentiate.recompute import Choice
-from onward.engines.initialization import kept, reseeded, started_over
+from onward.engines.initialization import started_over, state_left_as_stored, with_seed
 from onward.errors import DataError, RecipeError, listed
 from onward.model import Model, Source, load
 from onward.recipe import prepare, replace_head
@@ -105,7 +105,7 @@ def train(
     made = prepared(original, data, columns or {}, batch_size, recipe, seed or 0)
     training = made.model
     if reset:
-        training = started_over(training if seed is None else reseeded(training, seed))
+        training = started_over(training if seed is None else with_seed(training, seed))
         made.notes.append(_reset_note(training))
     if "new_head" in recipe:  # then what is trained is not what was given
         head = arguments(replace_head, recipe["new_head"])
@@ -237,7 +237,7 @@ def _measures(training: Model, config: Config) -> Measures:
 
 
 def _reset_note(training: Model) -> str:
-    stored = kept(training)
+    stored = state_left_as_stored(training)
     return "reset to its initialization" + (f"; kept as stored: {listed(stored, 3)}" if stored else "")
 
 

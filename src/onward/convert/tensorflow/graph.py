@@ -27,7 +27,7 @@ import onnx_ir as ir
 from onward.engines.tensorflow.quiet import tensorflow as tf  # isort: skip  (other imports of it are not quiet)
 
 from onward.build import Builder, Expr
-from onward.engines.framework import Operators, collected, keywords
+from onward.engines.framework import Operators, collect_operators, keywords
 from onward.model.walk import ancestors
 
 FAMILIES = (
@@ -39,7 +39,7 @@ FAMILIES = (
 @functools.cache
 def operators() -> Operators:
     """The rows of all families."""
-    return collected("onward.convert.tensorflow.operators", FAMILIES)
+    return collect_operators("onward.convert.tensorflow.operators", FAMILIES)
 
 
 class Refused(Exception):

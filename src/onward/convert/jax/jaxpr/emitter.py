@@ -25,7 +25,7 @@ from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from onward.build import Builder, Expr, Names
-from onward.engines.framework import Operators, collected
+from onward.engines.framework import Operators, collect_operators
 from onward.errors import UnsupportedError
 
 FAMILIES = (
@@ -37,7 +37,7 @@ FAMILIES = (
 @functools.cache
 def primitives() -> Operators:
     """The rows of all families."""
-    return collected("onward.convert.jax.jaxpr", FAMILIES, "primitives")
+    return collect_operators("onward.convert.jax.jaxpr", FAMILIES, "primitives")
 
 
 class Emitter(Builder):

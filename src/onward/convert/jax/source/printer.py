@@ -28,7 +28,7 @@ from onward.convert.jax.source.runtime import TYPES
 from onward.convert.program.names import Identifiers, quoted
 from onward.convert.program.own_source import OwnSource
 from onward.engines.framework import Operators
-from onward.engines.framework_engine import planned
+from onward.engines.framework_engine import make_plan
 from onward.engines.host import HOST_INPUTS, ONLY_ON_HOST
 from onward.engines.jax import Jax
 from onward.engines.plan import Call, Plan
@@ -89,7 +89,7 @@ class Printer:
         fill_in_types(model, values(model.graph))
         framework = Jax()
         framework.operators = Operators({**functions.rows(), **framework.operators})
-        plan = planned(model, framework)
+        plan = make_plan(model, framework)
         known = {value: given[name] for name, value in plan.inputs.items()}
         of_numpy = [value for name, value in plan.inputs.items() if name in arrays]
         body = _Body(self, known, Identifiers([*MENTIONED, *given.values()]), functions, of_numpy)

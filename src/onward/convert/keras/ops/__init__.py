@@ -17,8 +17,8 @@ import onnx_ir as ir
 from onward.convert.keras.ops import control
 from onward.convert.keras.ops.sizes import is_open, listed, on_host, vector
 from onward.convert.keras.ops.types import constant
-from onward.engines.expression import expressed
-from onward.engines.framework import Framework, Function, NotOnHost, Operators, collected
+from onward.engines.expression import express
+from onward.engines.framework import Framework, Function, NotOnHost, Operators, collect_operators
 from onward.engines.host import ONLY_ON_HOST
 from onward.engines.interpreter import Interpreter
 from onward.engines.plan import plan
@@ -32,7 +32,7 @@ FAMILIES = (
     "elementwise", "activation", "reduction", "movement", "indexing", "matrix", "convolution", "pooling", "grids",
     "normalization", "attention", "recurrent", "loss", "random",
 )  # fmt: skip
-ROWS = collected(__name__, FAMILIES)
+ROWS = collect_operators(__name__, FAMILIES)
 
 _TYPES = frozenset(
     {
@@ -119,7 +119,7 @@ def interpreted(model: Model, framework: KerasOps) -> Interpreter:
     made = inline(model, called)
     if not OLDEST_INTERPRETED <= made.opset <= NEWEST_INTERPRETED:
         made = convert_opset(made, min(max(made.opset, OLDEST_INTERPRETED), NEWEST_INTERPRETED))
-    made = expressed(made, framework.operators.keys() | ONLY_ON_HOST, framework.cannot, framework.name)
+    made = express(made, framework.operators.keys() | ONLY_ON_HOST, framework.cannot, framework.name)
     return Interpreter(plan(made.graph, framework.operators, framework.on_host, made.opset, framework.fuses), framework)
 
 
