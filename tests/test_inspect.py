@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import re
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -21,9 +20,8 @@ from rich.console import Console
 
 import onward
 from broken_models import DAMAGES, GOOD
-from conftest import needs
 from models import digits_mlp, small_cnn
-from onward.errors import Error, UnknownNameError, UnsupportedError
+from onward.errors import Error, UnknownNameError
 from onward.inspect import Summary, describe, draw, render, render_parameters
 from onward.model.storage.open_files import HeldTensor
 from onward.recipe.optimizers import OPTIMIZERS
@@ -640,7 +638,6 @@ def test_hostile_names_on_the_screen(name: str) -> None:
         assert len(screen(render, summary)) <= 35
 
 
-@needs("igraph")
 @pytest.mark.parametrize("name", HOSTILE, ids=lambda name: ascii(name)[:20])
 def test_hostile_names_in_a_picture(name: str) -> None:
     strange = renamed(name)
@@ -694,7 +691,6 @@ def blocks(svg: str) -> list[str]:
     return found
 
 
-@needs("igraph")
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("build", [digits_mlp, small_cnn])
 def test_a_picture_shows_everything(build: Any, recipe: str) -> None:
@@ -713,7 +709,6 @@ def test_a_picture_shows_everything(build: Any, recipe: str) -> None:
     assert {"input", "output", "loss", "state", "metric"} <= set(kinds)
 
 
-@needs("igraph")
 def test_a_picture_stands_alone() -> None:
     svg = draw(prepared(small_cnn(), "everything"))
     assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)|<script|@import|<image|<foreignObject", svg)
@@ -723,12 +718,10 @@ def test_a_picture_stands_alone() -> None:
     assert "prefers-color-scheme:dark" in svg
 
 
-@needs("igraph")
 def test_a_picture_is_the_same_every_time() -> None:
     assert draw(prepared(small_cnn(), "everything")) == draw(prepared(small_cnn(), "everything"))
 
 
-@needs("igraph")
 def test_blocks_do_not_overlap_and_lie_inside() -> None:
     for model in (prepared(small_cnn(), "everything"), prepared(scoped(40), "adamw", freeze=[]), GOOD["gan"]()):
         root = picture(draw(model))
@@ -747,7 +740,6 @@ def test_blocks_do_not_overlap_and_lie_inside() -> None:
             assert not [b for b in boxes[i + 1 :] if b[0] < right and x < b[2] and b[1] < bottom and y < b[3]]
 
 
-@needs("igraph")
 @pytest.mark.parametrize("names", [True, False], ids=["named", "nameless"])
 def test_a_large_model_is_drawn_by_parts(names: bool) -> None:
     model = prepared(scoped(250, names=names), "adamw", freeze=[])
@@ -762,7 +754,6 @@ def test_a_large_model_is_drawn_by_parts(names: bool) -> None:
     assert ("encoder/layer.0 to layer." in text) == names
 
 
-@needs("igraph")
 def test_each_step_has_a_picture() -> None:
     first, second = draw(GOOD["gan"](), 0), draw(GOOD["gan"](), -1)
     assert "momentum ×1" in first and "adagrad ×1" in second
@@ -776,24 +767,15 @@ def test_there_is_no_picture_of_a_step_that_is_not_there() -> None:
         draw(GOOD["gan"](), 2)
 
 
-@needs("igraph")
 @pytest.mark.parametrize("name", GOOD)
 def test_pictures_of_foreign_models(name: str) -> None:
     kinds = blocks(draw(GOOD[name]()))
     assert "gradient" in kinds and "state" in kinds and "optimizer" in kinds
 
 
-@needs("igraph")
 @pytest.mark.parametrize("path", WHEEL, ids=lambda path: path.parent.name if path.stem == "model" else path.stem)
 def test_pictures_of_models_of_the_wheel(path: Path) -> None:
     picture(draw(path))
-
-
-def test_without_igraph_there_is_a_hint(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "igraph", None)
-    with pytest.raises(UnsupportedError) as caught:
-        draw(digits_mlp())
-    assert caught.value.hint == "pip install 'onward[draw]'"
 
 
 def test_a_model_of_nothing() -> None:

@@ -1,22 +1,17 @@
-"""Where the blocks of a picture go: in layers from top to bottom, in columns that the library igraph chooses.
+"""Where the blocks of a picture go: in layers from top to bottom, so that few edges cross and most are straight.
 
-It orders each layer so that few edges cross, and puts what belongs together straight below one another. It knows points
-only: blocks of different sizes move together afterwards.
+The method of Sugiyama: blocks get layers, edges that pass a layer get a bend in it, each layer is put into an order by
+where its neighbours are, and then everything moves as near to what it is connected with as that order lets it.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import importlib
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, pairwise
-from typing import Any
 
-from onward.errors import UnsupportedError
-
-_GAP, _EDGE_GAP, _LAYER_GAP = 26.0, 14.0, 36.0
-_BEND = 4.0
-_SWEEPS, _FAR, _NEAR = 200, 400.0, 4.0
+_GAP, _EDGE_GAP, _LAYER_GAP, _BEND = 26.0, 14.0, 36.0, 4.0
+_ORDERINGS, _SWEEPS, _FAR, _NEAR = 24, 200, 400.0, 4.0
 
 Point = tuple[float, float]
 Edge = tuple[int, int]
@@ -35,127 +30,116 @@ class Layout:
 def arrange(sizes: Sequence[Point], edges: Iterable[Edge]) -> Layout:
     """Lay out blocks of these sizes (width, height)."""
     edges = list(edges)
-    layers = _layers(len(sizes), edges)
-    grid = _Grid(sizes, layers, [edge for edge in edges if layers[edge[0]] < layers[edge[1]]])
-    grid.settle()
-    tops, heights = _rows(sizes, layers)
-    xs = grid.positions()
-    centres = [(xs[i], tops[layer] + heights[layer] / 2) for i, layer in enumerate(layers)]
+    layer_of = _layers(len(sizes), edges)
+    bends: dict[Edge, range] = {}
+    for source, target in edges:
+        between = range(layer_of[source] + 1, layer_of[target])
+        bends[source, target] = range(len(layer_of), len(layer_of) + len(between))
+        layer_of += between
+    half = [width / 2 for width, _ in sizes] + [_BEND] * (len(layer_of) - len(sizes))
+    near: list[list[int]] = [[] for _ in layer_of]
+    for (source, target), between in bends.items():
+        for upper, lower in pairwise([source, *between, target]):
+            near[upper].append(lower)
+            near[lower].append(upper)
+    layers = [
+        [item for item, own in enumerate(layer_of) if own == layer] for layer in range(max(layer_of, default=-1) + 1)
+    ]
+    xs = _columns(_ordered(layers, near), near, half, len(sizes))
+    left = min((x - width for x, width in zip(xs, half, strict=True)), default=0.0)
+    xs = [x - left for x in xs]
+    heights = [max((sizes[item][1] for item in layer if item < len(sizes)), default=0.0) for layer in layers]
+    tops = [0.0, *accumulate(height + _LAYER_GAP for height in heights)]
+    centres = [(xs[i], tops[layer_of[i]] + heights[layer_of[i]] / 2) for i in range(len(sizes))]
     routes = {}
     for source, target in edges:
         start = (centres[source][0], centres[source][1] + sizes[source][1] / 2)
         end = (centres[target][0], centres[target][1] - sizes[target][1] / 2)
-        bends = []
-        for layer, bend in enumerate(grid.bends.get((source, target), ()), layers[source] + 1):
-            bends += [(xs[bend], tops[layer]), (xs[bend], tops[layer] + heights[layer])]
-        routes[source, target] = [start, *bends, end]
-    return Layout(centres, routes, grid.width(), tops[-1] - _LAYER_GAP)
+        passed = [
+            (xs[i], tops[layer_of[i]] + down) for i in bends[source, target] for down in (0, heights[layer_of[i]])
+        ]
+        routes[source, target] = [start, *passed, end]
+    width = max((x + wide for x, wide in zip(xs, half, strict=True)), default=0.0)
+    return Layout(centres, routes, width, tops[-1] - _LAYER_GAP)
 
 
 def _layers(count: int, edges: Sequence[Edge]) -> list[int]:
     """Every block below those that it reads, and what reads nothing just above the first that goes on from it."""
-    after: list[list[int]] = [[] for _ in range(count)]
-    before: list[list[int]] = [[] for _ in range(count)]
-    for source, target in edges:
-        after[source].append(target)
-        before[target].append(source)
-    layers = _longest_paths(after, [len(sources) for sources in before])
-    for block in range(count):
-        if not before[block] and after[block]:
-            following = [target for target in after[block] if after[target]] or after[block]
-            layers[block] = max(min(layers[target] for target in following) - 1, 0)
-    for block in range(count):
-        if before[block] and not after[block]:
-            layers[block] = max(layers[source] for source in before[block]) + 1
-    return layers
-
-
-def _longest_paths(after: Sequence[Sequence[int]], missing: list[int]) -> list[int]:
-    """How many blocks are before each one; `missing` counts those that have not been placed."""
-    count = len(after)
-    layers = [0] * count
-    waiting = dict.fromkeys(range(count))
-    ready = [i for i in waiting if not missing[i]]
-    while waiting:
+    before: list[list[int]] = [[source for source, target in edges if target == block] for block in range(count)]
+    after: list[list[int]] = [[target for source, target in edges if source == block] for block in range(count)]
+    order: dict[int, int] = {}
+    while len(order) < count:
+        waiting = [block for block in range(count) if block not in order]
         # A circle, which a sound model does not have, is entered at its first block.
-        block = ready.pop() if ready else next(iter(waiting))
-        if block not in waiting:
-            continue
-        del waiting[block]
-        for target in after[block]:
-            if target in waiting:
-                layers[target] = max(layers[target], layers[block] + 1)
-                missing[target] -= 1
-                if not missing[target]:
-                    ready.append(target)
+        ready = next((block for block in waiting if all(source in order for source in before[block])), waiting[0])
+        order[ready] = len(order)
+    layers = [0] * count
+    for first_time in (True, False):
+        for block in order:
+            above = [layers[source] for source in before[block] if order[source] < order[block]]
+            layers[block] = max(above) + 1 if above else layers[block]
+        for block in order if first_time else ():
+            if not before[block] and after[block]:
+                following = [target for target in after[block] if after[target]] or after[block]
+                layers[block] = max(min(layers[target] for target in following) - 1, 0)
     return layers
 
 
-def _rows(sizes: Sequence[Point], layers: Sequence[int]) -> tuple[list[float], list[float]]:
-    """Where each layer begins, and how high it is."""
-    heights = [0.0] * (max(layers, default=0) + 1)
-    for layer, (_, height) in zip(layers, sizes, strict=True):
-        heights[layer] = max(heights[layer], height)
-    tops = [0.0]
-    for height in heights:
-        tops.append(tops[-1] + height + _LAYER_GAP)
-    return tops, heights
+def _ordered(layers: list[list[int]], near: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Each layer in an order in which few edges cross: by the mean of where neighbours are, downwards and upwards."""
+    best, fewest = layers, _crossings(layers, near)
+    place = {item: i for layer in layers for i, item in enumerate(layer)}
+    for i in range(_ORDERINGS):
+        layers = [list(layer) for layer in layers]
+        for number in range(len(layers)) if i % 2 == 0 else reversed(range(len(layers))):
+            beside = set(layers[number - 1] if number else ()) if i % 2 == 0 else set(*layers[number + 1 : number + 2])
+            means = {}
+            for item in layers[number]:
+                places = [place[other] for other in near[item] if other in beside]
+                means[item] = sum(places) / len(places) if places else place[item]
+            layers[number].sort(key=lambda item: means[item])
+            place |= {item: at for at, item in enumerate(layers[number])}
+        if (count := _crossings(layers, near)) < fewest:
+            best, fewest = layers, count
+    return best
 
 
-class _Grid:
-    """Blocks, and the bends of edges that pass a layer, in the order that they have in their layer."""
+def _crossings(layers: Sequence[Sequence[int]], near: Sequence[Sequence[int]]) -> int:
+    count = 0
+    for upper, lower in pairwise(layers):
+        place = {item: at for at, item in enumerate(lower)}
+        ends: list[int] = []
+        for item in upper:
+            own = [place[other] for other in near[item] if other in place]
+            count += sum(end > mine for mine in own for end in ends)
+            ends += own
+    return count
 
-    def __init__(self, sizes: Sequence[Point], layers: Sequence[int], edges: Sequence[Edge]):
-        self.bends: dict[Edge, list[int]] = {}
-        layer_of = list(layers)
-        for source, target in edges:
-            between = range(layers[source] + 1, layers[target])
-            self.bends[source, target] = list(range(len(layer_of), len(layer_of) + len(between)))
-            layer_of += between
-        self._is_block = [item < len(sizes) for item in range(len(layer_of))]
-        self._half = [width / 2 for width, _ in sizes] + [_BEND] * (len(layer_of) - len(sizes))
-        self._near: list[list[int]] = [[] for _ in layer_of]
-        self._links = [pair for (a, b), bends in self.bends.items() for pair in pairwise([a, *bends, b])]
-        for upper, lower in self._links:
-            self._near[upper].append(lower)
-            self._near[lower].append(upper)
-        self._x = self._places(layer_of)
-        self._layers: list[list[int]] = [[] for _ in range(max(layer_of, default=-1) + 1)]
-        for item in sorted(range(len(layer_of)), key=lambda i: self._x[i]):
-            self._layers[layer_of[item]].append(item)
 
-    def _places(self, layers: Sequence[int]) -> list[float]:
-        """Where igraph puts everything, in columns as wide as the widest block."""
-        graph = _igraph().Graph(n=len(layers), edges=self._links, directed=True)
-        wide = 2 * max(self._half, default=0.0) + _GAP
-        return [x for x, _ in graph.layout_sugiyama(layers=list(layers), hgap=wide, maxiter=200)]
-
-    def settle(self) -> None:
-        """Move everything as near to what it is connected with as the order and the widths of blocks let it."""
-        for i in range(_SWEEPS):
-            near = _FAR * (_NEAR / _FAR) ** (i / _SWEEPS)
-            for layer in self._layers if i % 2 else reversed(self._layers):
-                wanted = [self._wanted(item, near) for item in layer]
-                distances = [self._distance(left, right) for left, right in pairwise(layer)]
-                for item, x in zip(layer, _nearest(wanted, distances), strict=True):
-                    self._x[item] = x
-
-    def _wanted(self, item: int, near: float) -> tuple[float, float]:
-        """Where it would be best, and how much that matters: edges that are nearly straight should get straight."""
-        pulls = [(self._x[other], 1 / ((self._x[other] - self._x[item]) ** 2 + near**2)) for other in self._near[item]]
-        total = sum(pull for _, pull in pulls)
-        return (sum(x * pull for x, pull in pulls) / total, total) if pulls else (self._x[item], 1e-9)
-
-    def _distance(self, left: int, right: int) -> float:
-        gap = _GAP if self._is_block[left] and self._is_block[right] else _EDGE_GAP
-        return self._half[left] + gap + self._half[right]
-
-    def positions(self) -> list[float]:
-        left = min((x - half for x, half in zip(self._x, self._half, strict=True)), default=0.0)
-        return [x - left for x in self._x]
-
-    def width(self) -> float:
-        return max((x + half for x, half in zip(self.positions(), self._half, strict=True)), default=0.0)
+def _columns(
+    layers: Sequence[Sequence[int]], near: Sequence[Sequence[int]], half: Sequence[float], blocks: int
+) -> list[float]:
+    """Where everything is from left to right, as near to what it is connected with as orders and widths let it."""
+    distances = [
+        [half[a] + half[b] + (_GAP if max(a, b) < blocks else _EDGE_GAP) for a, b in pairwise(layer)]
+        for layer in layers
+    ]
+    xs = [0.0] * len(half)
+    for layer, apart in zip(layers, distances, strict=True):
+        for item, x in zip(layer, accumulate(apart, initial=-sum(apart) / 2), strict=True):
+            xs[item] = x
+    for i in range(_SWEEPS):
+        close = (_FAR * (_NEAR / _FAR) ** (i / _SWEEPS)) ** 2
+        sweep = list(zip(layers, distances, strict=True))
+        for layer, apart in sweep if i % 2 else reversed(sweep):
+            wanted = []
+            for item in layer:  # edges that are nearly straight matter most: they should get straight
+                pulls = [(xs[other], 1 / ((xs[other] - xs[item]) ** 2 + close)) for other in near[item]]
+                total = sum(pull for _, pull in pulls)
+                wanted.append((sum(x * pull for x, pull in pulls) / total, total) if pulls else (xs[item], 1e-9))
+            for item, x in zip(layer, _nearest(wanted, apart), strict=True):
+                xs[item] = x
+    return xs
 
 
 def _nearest(wanted: Sequence[tuple[float, float]], distances: Sequence[float]) -> list[float]:
@@ -170,11 +154,3 @@ def _nearest(wanted: Sequence[tuple[float, float]], distances: Sequence[float]) 
         pools.append((mean, total, length))
     means = [mean for mean, _, length in pools for _ in range(length)]
     return [mean + offset for mean, offset in zip(means, offsets, strict=False)]
-
-
-def _igraph() -> Any:
-    try:
-        return importlib.import_module("igraph")
-    except ImportError:
-        hint = "pip install 'onward[draw]'"
-        raise UnsupportedError("drawing needs igraph, which is not installed", hint=hint) from None
