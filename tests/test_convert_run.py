@@ -12,7 +12,7 @@ from onnx import parser
 
 import models
 import onward
-from onward.convert.probe import without_dropout
+from onward.agreement.steps import without_dropout
 from onward.convert.snapshot import assemble, disassemble
 from onward.engines import start
 from onward.errors import UnsupportedError

@@ -18,8 +18,8 @@ import pytest
 import models
 import onward
 from conftest import needs
+from onward.agreement.steps import without_dropout
 from onward.convert.files import restore, write
-from onward.convert.probe import without_dropout
 from onward.engines import start
 from onward.errors import InvalidModelError, UnsupportedError
 from onward.model import Model

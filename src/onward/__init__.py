@@ -19,6 +19,7 @@ from onward.lazy_sympy import defer_sympy
 if TYPE_CHECKING:  # `_NAMES` for type checkers; a test compares the two
     # isort: off
     from onward import backend as backend, engines as engines, transform as transform
+    from onward.agreement import verify as verify
     from onward.checker import Finding as Finding, check as check
     from onward.checkpoint import diff as diff, from_checkpoint as from_checkpoint
     from onward.checkpoint import open_checkpoint as open_checkpoint, to_checkpoint as to_checkpoint
@@ -39,13 +40,13 @@ if TYPE_CHECKING:  # `_NAMES` for type checkers; a test compares the two
     from onward.training.api import find_lr as find_lr, resume as resume, train as train
     from onward.training.callbacks import Callback as Callback
     from onward.training.report import report as report
-    from onward.verification import verify as verify
     # isort: on
 
 defer_sympy()
 
 _NAMES = {
     "": ("backend", "engines", "transform"),
+    "agreement": ("verify",),
     "checker": ("Finding", "check"),
     "checkpoint": ("diff", "from_checkpoint", "open_checkpoint", "to_checkpoint"),
     "checkpoint.torch_lightning": ("LightningCallback",),
@@ -65,7 +66,6 @@ _NAMES = {
     "training.api": ("find_lr", "resume", "train"),
     "training.callbacks": ("Callback",),
     "training.report": ("report",),
-    "verification": ("verify",),
 }
 """Module -> the public names in it."""
 _HOME = {name: home for home, names in _NAMES.items() for name in names}

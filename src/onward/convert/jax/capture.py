@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -12,6 +12,8 @@ import numpy as np
 import onnx_ir as ir
 import optax
 
+from onward.agreement.steps import Step, compare_steps, without_dropout
+from onward.agreement.tolerance import Comparison
 from onward.arguments import checked
 from onward.build import Builder, Names
 from onward.convert.jax.closures import Tree, named_leaves
@@ -21,8 +23,6 @@ from onward.convert.jax.jaxpr.emitter import data_of
 from onward.convert.jax.optimizers import Optimization, read_optimizer
 from onward.convert.jax.traced import trace_optimizer
 from onward.convert.jax.trial import try_updates
-from onward.convert.probe import probe as compare_steps
-from onward.convert.probe import types_in, without_dropout
 from onward.convert.problems import Parts
 from onward.convert.snapshot import Group, Snapshot, assemble
 from onward.errors import MismatchError, UnsupportedError
@@ -32,12 +32,6 @@ from onward.model.serde import stamp
 from onward.model.state import with_tags
 from onward.model.walk import ancestors
 from onward.transform import rename
-
-_TOLERANCE = 1e-4
-"""Of outputs, as parts of their largest element."""
-
-_NOISE = 1e-4
-"""Of gradients, as parts of the largest: those that are smaller are not told from zero."""
 
 
 @checked(types=False)
@@ -117,7 +111,7 @@ def _updates(tx: optax.GradientTransformation, state: Any, weights: Tree, idle: 
     except UnsupportedError as unread:
         try:
             return trace_optimizer(tx, state, weights, idle), True
-        except UnsupportedError as error:
+        except (UnsupportedError, MismatchError) as error:
             hints = "; ".join(hint for each in (unread, error) if (hint := each.hint))
             raise UnsupportedError(f"{unread}; and as a function: {error}", hint=hints) from error
     return _drop_idle(found, idle), False
@@ -224,7 +218,6 @@ def _probe_steps(training: Model, captured: _Captured, tx: optax.GradientTransfo
     types = {value.name: value.dtype.numpy() for value in training.inputs if value.dtype}
     batch = {name: data_of(jnp.asarray(x)).astype(types[name]) for name, x in named_leaves(captured.batch).items()}
     sides = [captured.weights, captured.statistics, opt_state]
-    noisy: dict[str, Any] = {}
 
     def advance(weights: Tree, statistics: Tree, opt_state: Any) -> Any:
         def loss(weights: Tree) -> Any:
@@ -237,36 +230,16 @@ def _probe_steps(training: Model, captured: _Captured, tx: optax.GradientTransfo
 
     compiled = jax.jit(advance)
 
-    def step(_: Any) -> float:
+    def step(_: Any) -> Step:
         value, gradients, *sides[:] = compiled(*sides)
-        for name, noise in _rounding(gradients).items():
-            noisy[name] = noisy.get(name, False) | noise
-        return float(value)
+        weights = {name: leaf for tree in sides[:2] for name, leaf in _arrays(tree).items()}
+        return Step(float(value), _arrays(gradients), weights)
 
-    def weights() -> dict[str, np.ndarray]:
-        leaves = {name: _plain(leaf) for tree in sides[:2] for name, leaf in named_leaves(tree).items()}
-        return {name: np.ma.masked_array(leaf, noisy.get(name, False)) for name, leaf in leaves.items()}
-
-    engine = "jax" if ir.DataType.BFLOAT16 in types_in(training) else None  # of which ONNX Runtime has few kernels
-    compare_steps(training, _repeat(batch, 3), step, weights, carrier="JAX", engine=engine)
+    compare_steps(training, [batch] * 3, step, framework="JAX", engine="jax")
 
 
-def _plain(leaf: Any) -> np.ndarray:
-    """An array of a type of numpy."""
-    array = data_of(leaf)
-    return array.astype(np.float32) if jnp.issubdtype(array.dtype, jnp.floating) and array.itemsize < 4 else array
-
-
-def _rounding(gradients: Tree) -> dict[str, np.ndarray]:
-    """Where gradients are little more than rounding errors, of which an optimizer may make steps of full length."""
-    sizes = {name: np.abs(_plain(leaf)) for name, leaf in named_leaves(gradients).items()}
-    least = _NOISE * max(float(size.max(initial=0)) for size in sizes.values())
-    return {name: size < least for name, size in sizes.items()}
-
-
-def _repeat(batch: dict[str, np.ndarray], times: int) -> Iterator[dict[str, np.ndarray]]:
-    for _ in range(times):
-        yield batch
+def _arrays(tree: Tree) -> dict[str, np.ndarray]:
+    return {name: data_of(leaf) for name, leaf in named_leaves(tree).items()}
 
 
 def _compare_outputs(model: Model, captured: _Captured) -> None:
@@ -284,11 +257,6 @@ def _compare_outputs(model: Model, captured: _Captured) -> None:
     fed = zip(model.inputs, jax.tree.leaves(captured.batch), strict=True)
     feeds = {value.name: np.asarray(leaf, value.dtype.numpy()) for value, leaf in fed if value.dtype}
     expected = jax.tree.leaves(captured.function(captured.params, captured.batch))
-    for value, ours, theirs in zip(model.outputs, session.run(None, feeds), expected, strict=True):
-        size = max(float(np.abs(theirs).max(initial=0)), 1e-3)
-        difference = float(np.abs(ours.astype(np.float64) - np.asarray(theirs, np.float64)).max(initial=0))
-        if not difference <= _TOLERANCE * size:
-            raise MismatchError(
-                f"`{value.name}` is off by {difference:.3g} from what JAX computes, where it is {size:.3g} large",
-                hint="the conversion is not exact: please report the function",
-            )
+    names = [value.name or "" for value in model.outputs]
+    compare = Comparison("what JAX computes", "the conversion is not exact: please report the function")
+    compare(dict(zip(names, session.run(None, feeds), strict=True)), dict(zip(names, expected, strict=True)))

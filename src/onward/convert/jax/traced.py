@@ -16,22 +16,19 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from onward.agreement.tolerance import Arrays
+from onward.agreement.updates import Trial, compare_updates
 from onward.convert.jax.closures import Transformation, Tree, named_leaves, path_name, walk
 from onward.convert.jax.executed import places_of
 from onward.convert.jax.jaxpr import export
 from onward.convert.jax.jaxpr.emitter import data_of
 from onward.convert.jax.optimizers import Optimization
-from onward.convert.jax.trial import random_gradient
 from onward.convert.snapshot import Group
 from onward.engines.framework_engine import array_function
 from onward.errors import UnsupportedError, first_line
 from onward.model import Model
 from onward.recipe.optimizers import FunctionOptimizer
 from onward.recipe.optimizers.graph_optimizer import COUNT, RATE, gradient_of
-
-_UPDATES = 3
-_TOLERANCE = 1e-5
-"""Of updates, as parts of the largest."""
 
 
 def trace_optimizer(tx: Any, opt_state: Any, params: Tree, idle: Collection[str] = ()) -> Optimization:
@@ -41,8 +38,8 @@ def trace_optimizer(tx: Any, opt_state: Any, params: Tree, idle: Collection[str]
     """
     traced = _Traced(tx, jax.tree.map(jnp.asarray, opt_state), params, idle)
     model = traced.model()
-    _try_updates(model, traced)
     function = FunctionOptimizer(model.graph.name or "optax", model, 1.0, traced.begin)
+    _try_updates(model, traced, function.name)
     places = places_of(function, "group0")  # there are no others
     kept = {places[name]: value for name, value in traced.begin.items()}
     return Optimization([Group(function, traced.trained)], kept, _updates_in(opt_state), [], None, {})
@@ -66,6 +63,10 @@ class _Traced:
 
     def of(self, names: Collection[str], params: Tree) -> list[Any]:
         return [leaf for name, leaf in named_leaves(params).items() if name in names]
+
+    def arrays(self, params: Tree) -> dict[str, np.ndarray]:
+        """The parameters that are trained."""
+        return {name: np.asarray(leaf) for name, leaf in named_leaves(params).items() if name in self.trained}
 
     def whole(self, leaves: Mapping[str, Any]) -> Tree:
         """A tree like that of the parameters, with zeros where nothing is given."""
@@ -170,36 +171,23 @@ def _updates_in(state: Any) -> int:
 # ---- both sides ------------------------------------------------------------------------------------------------------
 
 
-def _try_updates(model: Model, traced: _Traced) -> None:
-    """Some updates by optax, as Python and not as traced, and by the function, with the same random gradients."""
+def _try_updates(model: Model, traced: _Traced, name: str) -> None:
+    """Some updates by optax, as Python and not as traced, and by the function, which keeps its own state."""
     run = array_function("numpy", model)
-    generator = np.random.default_rng(0)
     params, state, ours = traced.params, traced.opt_state, traced.begin
-    for _ in range(_UPDATES):
-        old = {name: np.asarray(leaf) for name, leaf in named_leaves(params).items()}
-        drawn = {
-            name: np.asarray(random_gradient(generator, old[name].shape), old[name].dtype) for name in traced.trained
-        }
-        given = {gradient_of(name): gradient for name, gradient in drawn.items()}
-        trained = {name: old[name] for name in traced.trained}
-        found = run({**ours, **given, **trained, RATE: np.ones((), np.float32)})
+
+    def update(before: Arrays, trial: Trial) -> Arrays:
+        nonlocal ours
+        gradients = {gradient_of(name): gradient for name, gradient in trial.gradients.items()}
+        found = run({**ours, **gradients, **before, RATE: np.ones((), np.float32)})
         ours = {name: found[f"{name}/new"] for name in traced.state_names}
-        slopes = traced.whole({name: jnp.asarray(gradient) for name, gradient in drawn.items()})
-        changes, state = traced.tx.update(slopes, state, params)
+        return {name: found[f"{name}/new"] for name in traced.trained}
+
+    def step(trial: Trial) -> Arrays:
+        nonlocal params, state
+        gradients = traced.whole({name: jnp.asarray(gradient) for name, gradient in trial.gradients.items()})
+        changes, state = traced.tx.update(gradients, state, params)
         params = optax.apply_updates(params, changes)
-        new = named_leaves(params)
-        for name in traced.trained:
-            _compare(name, found[f"{name}/new"], np.asarray(new[name]), old[name])
+        return traced.arrays(params)
 
-
-def _compare(name: str, found: np.ndarray, expected: np.ndarray, old: np.ndarray) -> None:
-    """To some digits of the change, and of what rounding leaves."""
-    size, change = (float(np.abs(array.astype(np.float64)).max(initial=0)) for array in (expected, expected - old))
-    allowed = _TOLERANCE * change + 8 * float(jnp.finfo(expected.dtype).eps) * size
-    difference = float(np.abs(found.astype(np.float64) - expected.astype(np.float64)).max(initial=0))
-    if not difference <= allowed:
-        raise UnsupportedError(
-            f"what was traced of its update changes `{name}` by {difference:.3g} more than the update itself, "
-            f"which changes it by {change:.3g}",
-            hint="it may keep state of its own in Python, beside what `init` returns",
-        )
+    compare_updates(update, step, traced.arrays(params), traced.trained, optimizer=f"the optimizer {name}")

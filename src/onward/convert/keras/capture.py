@@ -10,9 +10,9 @@ import keras
 from onward.arguments import checked
 from onward.convert.keras.losses import Term, terms_of
 from onward.convert.keras.optimizers import clip_of, kind_of, recipe_of, settings_of, state_of
-from onward.convert.keras.rehearsal import rehearse
 from onward.convert.keras.schedules import rate_of
 from onward.convert.keras.traced import trace_update
+from onward.convert.keras.trial import try_steps
 from onward.convert.keras.walk import REGULARIZATION, Walk, functional_of
 from onward.convert.optimizer_classes import Rate, Refused
 from onward.convert.snapshot import Group, Snapshot, assemble
@@ -60,7 +60,7 @@ def from_keras(model: Any, *, approx: bool = False, probe: bool = True) -> Model
         recipe=recipe,
     )
     if probe:
-        rehearse(run, model, walk, terms)
+        try_steps(run, model, walk, terms)
     return assemble(run)
 
 

@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 import keras
 import numpy as np
 
+from onward.agreement.tolerance import Arrays
+from onward.agreement.updates import Trial, compare_updates
 from onward.build import Names
 from onward.convert.keras.optimizers import array_of, twin_of
-from onward.convert.trial import TRIALS, compare
 from onward.errors import Error, UnsupportedError, first_line
 from onward.gradcheck.evaluate import Session
 from onward.model import Model
@@ -173,16 +174,21 @@ class _Twin:
 
 
 def _try_out(made: FunctionOptimizer, twin: _Twin, names: Sequence[str], slots: Sequence[str]) -> None:
-    session, rng = Session(made.update), np.random.default_rng(0)
+    session = Session(made.update)
     counter = next(value.dtype for value in made.inputs if value.name == COUNT)
     assert counter is not None
     order = [*names, *slots]
-    for count, (factor, size) in enumerate(TRIALS, 1):
-        before = dict(zip(order, twin.state(), strict=True))
-        gradients = [(size * rng.standard_normal(before[name].shape)).astype(before[name].dtype) for name in names]
-        given = dict(zip(map(gradient_of, names), gradients, strict=True))
-        scalars = {RATE: np.asarray(made.lr * factor), COUNT: np.asarray(count, counter.numpy())}
-        found = session({**before, **given, **scalars})
-        twin.step(gradients, made.lr * factor)
-        for name, array, expected in zip(order, found, twin.state(), strict=True):
-            compare(name, array, expected, before[name], made.name)
+
+    def state() -> dict[str, np.ndarray]:
+        return dict(zip(order, twin.state(), strict=True))
+
+    def update(before: Arrays, trial: Trial) -> Arrays:
+        gradients = {gradient_of(name): gradient for name, gradient in trial.gradients.items()}
+        scalars = {RATE: np.asarray(made.lr * trial.factor), COUNT: np.asarray(trial.number, counter.numpy())}
+        return dict(zip(order, session({**before, **gradients, **scalars}), strict=True))
+
+    def step(trial: Trial) -> Arrays:
+        twin.step([trial.gradients[name] for name in names], made.lr * trial.factor)
+        return state()
+
+    compare_updates(update, step, state(), names, optimizer=f"the optimizer {made.name}")

@@ -18,11 +18,11 @@ from onward.engines.tensorflow.quiet import tensorflow as tf  # isort: skip  (ot
 from onward.arguments import checked
 from onward.build import Builder, Names, uncollected
 from onward.convert.randomness import no_chance
-from onward.convert.tensorflow.agreement import confirm
 from onward.convert.tensorflow.files import restore
 from onward.convert.tensorflow.graph import Resource, Walk, dtype_of
 from onward.convert.tensorflow.restore import is_training_module, restore_model
 from onward.convert.tensorflow.running import keep_averages
+from onward.convert.tensorflow.trial import confirm
 from onward.errors import DataError, RecipeError, UnsupportedError
 from onward.model import Model
 from onward.recipe import Recipe, prepare

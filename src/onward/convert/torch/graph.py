@@ -12,7 +12,7 @@ import numpy as np
 import onnx_ir as ir
 import torch
 
-from onward.convert.probe import without_dropout
+from onward.agreement.steps import without_dropout
 from onward.convert.torch.module_engine import Live
 from onward.convert.torch.tags import ALSO, COUNTER, KIND, LEARNS, PERSISTENT
 from onward.engines.framework_engine import interpreter

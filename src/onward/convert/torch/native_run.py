@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import itertools
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import onnx_ir as ir
 import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from onward.convert.probe import probe, types_in, without_dropout
+from onward.agreement.data import example_inputs
+from onward.agreement.steps import Step, compare_steps, without_dropout
 from onward.convert.snapshot import Snapshot, assemble
 from onward.convert.torch.arguments import Flat
 from onward.convert.torch.clipping import Clip, clip_gradients, clipping_part
@@ -27,15 +26,12 @@ from onward.convert.torch.targets import drawn_targets
 from onward.engines.engine import Arrays
 from onward.engines.torch.types import from_array, to_array
 from onward.errors import Error
-from onward.gradcheck.inputs import made_up
 from onward.inspect import describe
 from onward.inspect.summary_fields import LossTerm
 from onward.model import Model
 from onward.model.core import values
 
 _STEPS = 3
-_NOISE = 1e-4
-"""What is so much smaller than the largest gradient has too few digits to be compared: Adam divides by its size."""
 
 
 @dataclasses.dataclass
@@ -64,8 +60,8 @@ def probe_native(native: NativeRun, run: Snapshot, example_inputs: Any) -> None:
     prober = _Prober(native, run.step, _flat(native.module, example_inputs), terms)
     with torch.random.fork_rng(), NothingDropped(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a copy of a scheduler does not know that its optimizer steps before it
-        engine = "torch" if ir.DataType.BFLOAT16 in types_in(model) else None
-        probe(model, [prober.batch(model)] * _STEPS, prober.step, prober.weights, carrier="PyTorch", engine=engine)
+        batches = [prober.batch(model)] * _STEPS
+        compare_steps(model, batches, prober.step, framework="PyTorch", engine="torch")
 
 
 def probe_made(native: NativeRun, run: Snapshot) -> None:
@@ -73,7 +69,8 @@ def probe_made(native: NativeRun, run: Snapshot) -> None:
 
     Where the module runs on none of them, nothing is compared.
     """
-    for inputs in example_inputs(run.model):
+    for arrays in example_inputs(run.model):
+        inputs = {name: from_array(array) for name, array in arrays.items()}
         try:
             with torch.no_grad():
                 copy.deepcopy(native.module)(*inputs.values())
@@ -83,14 +80,6 @@ def probe_made(native: NativeRun, run: Snapshot) -> None:
         slots = {key: array for key, array in run.state.items() if key.rpartition("/")[0] in owners}
         probe_native(native, dataclasses.replace(run, state=slots), inputs)  # without what Dropout draws from
         return
-
-
-def example_inputs(model: Model) -> Iterator[dict[str, torch.Tensor]]:
-    """Inputs that are made up: the caller takes the first with which the model runs."""
-    known = {value.name or "": value.dtype.numpy() for value in model.inputs if value.dtype is not None}
-    smallest, *larger = itertools.islice(made_up(model, {}, seed=0), 4)
-    for arrays in (*larger, smallest):  # a BatchNorm of two samples gives nothing but signs
-        yield {name: from_array(array.astype(known[name])) for name, array in arrays.items()}
 
 
 def _turn_dropout_off(module: nn.Module) -> None:
@@ -128,7 +117,6 @@ class _Prober:
         self._forward = forward
         self._forward.inputs = {name: _vary(tensor) for name, tensor in forward.inputs.items()}
         self._terms = terms
-        self._noisy: dict[str, np.ndarray] = {}
         self._clip = native.clip
         """What happens to gradients before a step, unless it happens to those of copies, in it."""
         part = clipping_part(native.optimizer)
@@ -161,13 +149,13 @@ class _Prober:
         made = isinstance(forward.module, OnnxModule)
         return dict(zip(forward.module.output_names, outputs.values(), strict=True)) if made else outputs
 
-    def step(self, batch: Arrays) -> float:
+    def step(self, batch: Arrays) -> Step:
         native = self._native
         native.optimizer.zero_grad()
         loss = self._loss(batch)
         with torch.autocast(loss.device.type, enabled=False):  # which is for the forward pass alone
             loss.backward()
-            self._find_noise()
+            gradients = {name: to_array(x.grad).copy() for name, x in self._parameters() if x.grad is not None}
             if self._clip is not None:
                 clip_gradients(list(native.module.parameters()), self._clip)
             native.optimizer.step()
@@ -175,7 +163,12 @@ class _Prober:
         self._made += 1
         if native.scheduler is not None and self._made % native.every == 0:
             native.scheduler.step()
-        return float(loss.detach())
+        held = {**dict(self._parameters()), **dict(native.module.named_buffers())}
+        weights = {name: to_array(x) for name, x in held.items() if x.is_floating_point()}
+        return Step(float(loss.detach()), gradients, weights)
+
+    def _parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return self._native.module.named_parameters()
 
     def _loss(self, batch: Arrays) -> torch.Tensor:
         outputs = self._outputs(self._forward)
@@ -187,23 +180,6 @@ class _Prober:
             targets = [from_array(batch[name]).to(prediction.device) for name in term.inputs]
             total = total + summand.value(prediction, targets)
         return total
-
-    def _find_noise(self) -> None:
-        gradients = {
-            name: np.abs(to_array(parameter.grad).astype(np.float64))
-            for name, parameter in self._native.module.named_parameters()
-            if parameter.grad is not None
-        }
-        least = _NOISE * max(float(gradient.max(initial=0)) for gradient in gradients.values())
-        for name, gradient in gradients.items():
-            self._noisy[name] = self._noisy.get(name, False) | (gradient < least)
-
-    def weights(self) -> dict[str, np.ndarray]:
-        """Parameters and statistics, but for elements whose gradients are little more than rounding errors."""
-        module = self._native.module
-        held = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-        arrays = {name: to_array(x) for name, x in held.items() if x.is_floating_point()}
-        return {name: np.ma.masked_array(array, self._noisy.get(name, False)) for name, array in arrays.items()}
 
 
 def _vary(tensor: torch.Tensor) -> torch.Tensor:

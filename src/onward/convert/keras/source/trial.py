@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import tempfile
 from pathlib import Path
 
 import keras
 import numpy as np
 
+from onward.agreement.data import example_inputs
+from onward.agreement.steps import epsilon_in, types_in
+from onward.agreement.tolerance import Comparison, Tolerance
 from onward.convert.keras.live import TrainingModel
 from onward.convert.keras.source import child
 from onward.convert.program.child import try_out
 from onward.engines.framework_engine import array_function
-from onward.errors import Error, MismatchError
-from onward.gradcheck.inputs import made_up
+from onward.errors import Error
 from onward.transform import strip
 
 
@@ -30,21 +31,19 @@ def try_files(program: Path, file: Path, live: TrainingModel) -> None:
             return
         with np.load(results) as arrays:
             found = [arrays[str(i)] for i in range(len(arrays))]
-    for value, ours, theirs in zip(live.source.outputs, found, expected, strict=bool(inputs)):
-        if not np.allclose(ours, theirs, 1e-3, 1e-4 * float(np.abs(theirs).max(initial=0)), equal_nan=True):
-            raise MismatchError(
-                f"`{value.name}` of the program is not that of the live model",
-                hint="please report the model; the live model is `onward.to_keras(training)`",
-            )
+    names = [value.name or "" for value in live.source.outputs]
+    tolerance = Tolerance(epsilon=epsilon_in(types_in(live.source)), least=0.0, equal_nan=True)
+    hint = "please report the model; the live model is `onward.to_keras(training)`"
+    compare = Comparison("that of the live model", hint, tolerance, "`{}` of the program".format)
+    compare(dict(zip(names, found, strict=bool(inputs))), dict(zip(names, expected, strict=bool(inputs))))
 
 
 def _example(live: TrainingModel) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Inputs with which the live model runs, and its outputs; none if it takes none that are made up."""
     model = strip(live.source)
     runs = array_function("numpy", model.copy())
-    types = {value.name or "": value.dtype.numpy() for value in model.inputs if value.dtype is not None}
-    for arrays in itertools.islice(made_up(model, {}, seed=0), 4):
-        inputs = [arrays[name].astype(types[name]) for name in live.input_names]
+    for arrays in example_inputs(model):
+        inputs = [arrays[name] for name in live.input_names]
         with contextlib.suppress(Error):
             runs(dict(zip(live.input_names, inputs, strict=True)))
             made = live(inputs, training=False)

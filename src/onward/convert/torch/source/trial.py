@@ -11,12 +11,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from onward.agreement.data import example_inputs
+from onward.agreement.steps import epsilon_in, types_in
+from onward.agreement.tolerance import Comparison, Tolerance
 from onward.convert.program.child import try_out
 from onward.convert.torch.module import OnnxModule
-from onward.convert.torch.native_run import example_inputs
 from onward.convert.torch.source import child
 from onward.convert.torch.source.program import LIVE
-from onward.errors import Error, MismatchError, UnsupportedError
+from onward.engines.torch.types import from_array, to_array
+from onward.errors import Error, UnsupportedError
 
 
 def try_files(program: Path, state: Path, live: OnnxModule) -> None:
@@ -29,7 +32,7 @@ def try_files(program: Path, state: Path, live: OnnxModule) -> None:
             return
         found = torch.load(results, weights_only=True)
     _compare_state(found["state"], live)
-    _compare(found["outputs"], expected)
+    _compare(found["outputs"], expected, live)
 
 
 def try_module(made: nn.Module, live: OnnxModule) -> None:
@@ -37,13 +40,13 @@ def try_module(made: nn.Module, live: OnnxModule) -> None:
     _compare_state({name: list(x.shape) for name, x in made.state_dict().items()}, live)
     inputs, expected = _example(live)
     if inputs is not None:
-        _compare(_outputs(made, inputs), expected)
+        _compare(_outputs(made, inputs), expected, live)
 
 
 def _example(live: OnnxModule) -> tuple[list[torch.Tensor] | None, dict[str, Any]]:
     """Inputs that are made up, and what the live module makes of them; None if it takes none."""
     for named in example_inputs(live.to_model()):
-        inputs = list(named.values())
+        inputs = [from_array(array) for array in named.values()]
         try:
             return inputs, _outputs(live, inputs)
         except (Error, RuntimeError, IndexError):
@@ -62,10 +65,12 @@ def _compare_state(found: Mapping[str, list[int]], live: OnnxModule) -> None:
         raise UnsupportedError("names of parameters are none of Python's", hint=LIVE)
 
 
-def _compare(found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
-    for name, theirs in expected.items():
-        if not torch.allclose(found[name], theirs, 1e-3, 1e-4 * float(theirs.abs().max()), equal_nan=True):
-            raise MismatchError(
-                f"`{name or 'the output'}` of the program is not that of the live module",
-                hint="please report the model; the live module is `onward.to_torch(training)`",
-            )
+def _compare(found: Mapping[str, Any], expected: Mapping[str, Any], live: OnnxModule) -> None:
+    ours, theirs = ({name: to_array(x) for name, x in outputs.items()} for outputs in (found, expected))
+    tolerance = Tolerance(epsilon=epsilon_in(types_in(live.to_model())), least=0.0, equal_nan=True)
+    hint = "please report the model; the live module is `onward.to_torch(training)`"
+    Comparison("that of the live module", hint, tolerance, _describe)(ours, theirs)
+
+
+def _describe(output: str) -> str:
+    return f"`{output or 'the output'}` of the program"

@@ -52,7 +52,8 @@ def trace_groups(optimizer: Optimizer, names: Mapping[int, str], rates: Sequence
 def _try_trace(optimizer: Optimizer, trained: Mapping[int, str], found: Trace, rates: Sequence[float]) -> Traced:
     _clean(found.model)
     sides = _Making(type(optimizer).__name__, found, trained, _group_of_each(optimizer), rates).functions()
-    try_out(optimizer, trained, sides)
+    for side in sides:
+        try_out(optimizer, trained, side)
     count = found.state.get(("each", _COUNT))
     groups = [Group(side.function, side.function.parameters) for side in sides]
     return Traced(groups, 0 if count is None else int(count))

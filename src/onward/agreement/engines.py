@@ -10,18 +10,19 @@ from typing import Annotated
 
 import numpy as np
 
+from onward.agreement.data import inputs_of_type
+from onward.agreement.divergence import Way, first_difference
+from onward.agreement.noise import distances_without_noise
+from onward.agreement.report import Report, Row
+from onward.agreement.tolerance import Arrays, farthest
 from onward.arguments import Count, Range, Seed, checked
 from onward.engines import ENGINES, FRAMEWORKS, Engine, is_installed, start
 from onward.errors import Error, UnknownNameError, UnsupportedError, near_or_first
-from onward.gradcheck.inputs import GIVE, Given, fitting, made_up
+from onward.gradcheck.inputs import GIVE, Given, fitting
 from onward.lowering.contract import contract_of
 from onward.lowering.step import lower
 from onward.model import Model, Source, load
 from onward.model.state import states
-from onward.verification.distance import Arrays, farthest
-from onward.verification.divergence import Way, first_difference
-from onward.verification.noise import distances_without_noise
-from onward.verification.report import Report, Row
 
 
 @checked()
@@ -60,7 +61,7 @@ def verify(
     for way in ways:
         on_start(f"{way.engine} ({way.derivative})")
         try:
-            with _loaded(model, step, way, compile) as engine:
+            with _load(model, step, way, compile) as engine:
                 batches = batches or _batches(model, step, engine, given, steps, seed)
                 runs[way] = _run(engine, batches)
         except Error as error:
@@ -72,7 +73,7 @@ def verify(
     limit = _default_tolerance(model, step) if tolerance is None else tolerance
     reference = _nearest_to_all(runs)
     rows = [
-        _compared(model, step, way, reference, runs, batches, limit)
+        _compare(model, step, way, reference, runs, batches, limit)
         if way in runs
         else Row(way.engine, way.derivative, "cannot", note=str(refusals[way]))
         for way in ways
@@ -85,7 +86,7 @@ def _rules(engine: str) -> tuple[bool, ...]:
     return (False, True) if engine in FRAMEWORKS else (True,)
 
 
-def _loaded(model: Model, step: int, way: Way, compile: bool) -> Engine:
+def _load(model: Model, step: int, way: Way, compile: bool) -> Engine:
     if way.engine in FRAMEWORKS:
         return start(model, step, engine=way.engine, rules=way.rules, compile=compile)
     return start(model, step, engine=way.engine)
@@ -134,14 +135,9 @@ def _batches(model: Model, step: int, engine: Engine, given: Arrays, steps: int,
 def _candidates(whole: Model, model: Model, step: int, given: Arrays, seed: int) -> Iterator[Arrays]:
     """Batches for the step as a whole, of other shapes each."""
     names = contract_of(whole)["batch"]
-    batch = [value for value in whole.graph.inputs if value.name in names]
     state = {s.name: s.value.const_value.numpy() for s in states(model, step) if s.value.const_value is not None}
-    for found in made_up(whole, {**given, **state}, seed):
-        yield {
-            name: array.astype(value.dtype.numpy() if value.dtype is not None else array.dtype)
-            for value in batch
-            if (array := {**given, **found}[name := value.name or ""]) is not None
-        }
+    for found in inputs_of_type(whole, {**given, **state}, seed):
+        yield {name: {**given, **found}[name] for value in whole.graph.inputs if (name := value.name or "") in names}
 
 
 # ---- the comparison --------------------------------------------------------------------------------------------------
@@ -167,14 +163,14 @@ def _nearest_to_all(runs: dict[Way, _Run]) -> Way:
     return min(sound, key=distance)
 
 
-def _compared(
+def _compare(
     model: Model, index: int, way: Way, reference: Way, runs: dict[Way, _Run], batches: Sequence[Arrays], limit: float
 ) -> Row:
     run, other = runs[way], runs[reference]
     metrics = [farthest(a, b) for a, b in zip(run.metrics, other.metrics, strict=True)]
     after = [farthest(a, b) for a, b in zip(run.states[1:], other.states[1:], strict=True)]
     if not max(after) <= limit:
-        with _loaded(model, index, way, False) as engine, _loaded(model, index, reference, False) as expected:
+        with _load(model, index, way, False) as engine, _load(model, index, reference, False) as expected:
             after = distances_without_noise(engine, expected, other.states, batches)
     wrong = next((i for i, far in enumerate(zip(metrics, after, strict=True)) if not max(far) <= limit), None)
     difference = None

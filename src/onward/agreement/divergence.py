@@ -8,13 +8,13 @@ from typing import NamedTuple
 import numpy as np
 import onnx_ir as ir
 
+from onward.agreement.report import Difference
+from onward.agreement.tolerance import Arrays, distance
 from onward.engines import function
 from onward.lowering.step import Manner, lower_for_engine
 from onward.model import Model
 from onward.model.core import values
 from onward.transform.types import fill_in_types
-from onward.verification.distance import Arrays, distance
-from onward.verification.report import Difference
 
 
 class Way(NamedTuple):

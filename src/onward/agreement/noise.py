@@ -10,9 +10,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from onward.agreement.tolerance import Arrays, epsilon_of, farthest, largest
 from onward.engines import Engine
 from onward.errors import UnsupportedError
-from onward.verification.distance import Arrays, farthest
 
 _ROUNDINGS = 32
 """How many roundings of the largest gradient of a step no engine can tell from zero."""
@@ -38,13 +38,17 @@ def distances_without_noise(
 
 
 def _noise(engine: Engine, batch: Arrays) -> Arrays:
-    """Which elements of the gradients are rounding errors."""
     try:
-        gradients = {name: np.abs(gradient) for name, gradient in engine.gradients(batch).items()}
+        return noise_in(engine.gradients(batch))
     except UnsupportedError:  # a step without a gradient of its own
         return {}
-    largest = max((size.max(initial=0) for size in gradients.values()), default=0)
-    return {name: size <= _ROUNDINGS * np.finfo(size.dtype).eps * largest for name, size in gradients.items()}
+
+
+def noise_in(gradients: Arrays) -> dict[str, np.ndarray]:
+    """Which elements of the gradients of a step are rounding errors; those of 16 bits are sums in float32."""
+    top = max(map(largest, gradients.values()), default=0.0)
+    epsilons = {name: min(epsilon_of(g.dtype), epsilon_of(np.dtype(np.float32))) for name, g in gradients.items()}
+    return {name: np.abs(g) <= _ROUNDINGS * epsilons[name] * top for name, g in gradients.items()}
 
 
 def _followers(engine: Engine, noise: Arrays) -> Arrays:

@@ -10,9 +10,8 @@ import onnx_ir as ir
 
 from onward.engines.tensorflow.quiet import tensorflow as tf  # isort: skip  (other imports of it are not quiet)
 
-from onward.convert.probe import TOLERANCE
+from onward.agreement.tolerance import Comparison
 from onward.engines import function as function_of
-from onward.errors import MismatchError
 from onward.model import Model
 
 
@@ -32,8 +31,9 @@ def confirm(model: Model, function: Any, arguments: Sequence[Any], named: dict[s
     fed = {x.op.name: np.asarray(example) for x, example in zip(function.inputs, examples, strict=False)}
     given = {value.name or "": fed[value.name or ""] for value in model.inputs}
     found = function_of(_in_training(model), engine="numpy")(given)
-    for (name, array), other in zip(found.items(), expected, strict=True):
-        _compare(name, np.asarray(array), other.numpy())
+    theirs = {name: other.numpy() for name, other in zip(found, expected, strict=True)}
+    compare = Comparison("that of TensorFlow", "the conversion is not exact: please report the function that it was")
+    compare(found, theirs)
 
 
 def _is_array(x: Any) -> bool:
@@ -51,13 +51,3 @@ def _in_training(model: Model) -> Model:
         if mean is not None and mean.is_initializer():
             node.attributes["training_mode"] = ir.AttrInt64("training_mode", 1)
     return made
-
-
-def _compare(name: str, found: np.ndarray, expected: np.ndarray) -> None:
-    size = max(float(np.abs(expected).max(initial=0)), 1e-3)
-    difference = float(np.abs(found.astype(np.float64) - expected).max(initial=0)) if found.size else 0.0
-    if found.shape != expected.shape or not difference <= TOLERANCE * size:
-        raise MismatchError(
-            f"`{name}` is off by {difference:.3g} from that of TensorFlow, where it is {size:.3g} large",
-            hint="the conversion is not exact: please report the function that it was",
-        )

@@ -1,0 +1,97 @@
+"""The same steps of a framework and of the training model that was made of its run, or that it was made from.
+
+Dropout is left out, since no two frameworks draw the same numbers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import numpy as np
+import onnx_ir as ir
+
+from onward.agreement.noise import noise_in
+from onward.agreement.tolerance import Arrays, Comparison, Tolerance, epsilon_of
+from onward.engines import start
+from onward.inspect import describe
+from onward.model import Model
+from onward.model.core import values
+
+_FOLLOW_SIGNS = ("lion", "sign", "rprop")
+"""Optimizers that make whole steps of rounding errors, where a gradient is almost zero: only one can be compared."""
+_NARROW = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+_INEXACT = "the conversion is not exact: please report the model that it was"
+
+
+class Step(NamedTuple):
+    """What a step of a framework has computed: its parts by the names of the model."""
+
+    loss: float
+    gradients: Arrays
+    weights: Arrays
+    """Parameters and statistics after it."""
+
+
+def compare_steps(
+    model: Model,
+    batches: Iterable[Arrays],
+    step: Callable[[Arrays], Step],
+    *,
+    framework: str,
+    engine: str | None = None,
+) -> None:
+    """Let both sides make the same steps, or say what differs first. The training model itself stays as it is.
+
+    Elements that follow rounding errors are not compared, and become those of the framework, or the sides would part.
+    `engine` computes in place of ONNX Runtime where there is bfloat16, of which that has few kernels.
+    """
+    groups = describe(model).steps[0].groups
+    comparable = 1 if any(group.optimizer in _FOLLOW_SIGNS for group in groups) else None
+    types = types_in(model)
+    compare = Comparison(f"that of {framework}", _INEXACT, Tolerance(epsilon=epsilon_in(types)))
+    compare_loss = dataclasses.replace(compare, describe="the {}".format)
+    options: dict[str, Any] = {"threads": 1}
+    if engine is not None and ir.DataType.BFLOAT16 in types:
+        options = {"engine": engine, **({"compile": False} if engine == "torch" else {})}  # longer than a few steps
+    noise: dict[str, np.ndarray] = {}
+    with start(model, **options) as running:
+        for number, batch in enumerate(itertools.islice(batches, comparable), 1):
+            used = {name: batch[name] for name in running.inputs}  # some may not matter to the loss
+            found, theirs = running.step(used), step(batch)
+            when = f"after step {number} "
+            compare_loss({"loss": found[running.loss]}, {"loss": np.asarray(theirs.loss)}, when=when)
+            noise |= {name: noise.get(name, False) | new for name, new in noise_in(theirs.gradients).items()}
+            state, weights = running.state(), theirs.weights
+            compare(state, weights, ignored=noise, when=when)
+            shared = noise.keys() & state.keys() & weights.keys()
+            running.load_state({n: np.where(noise[n], weights[n], state[n]).astype(state[n].dtype) for n in shared})
+
+
+def epsilon_in(types: Iterable[ir.DataType | None]) -> float:
+    """What the last digit of the narrowest of some types is worth, if that has 16 bits; else nothing."""
+    return max((epsilon_of(dtype.numpy()) for dtype in types if dtype in _NARROW and dtype), default=0.0)
+
+
+def types_in(model: Model) -> set[ir.DataType | None]:
+    """The types of numbers that a model computes with."""
+    graphs = [model.graph, *(step.algorithm for step in model.steps), *(f.graph for f in model.functions.values())]
+    return {value.dtype for graph in graphs for value in values(graph)}
+
+
+def without_dropout(model: Model) -> Model:
+    """A copy of an inference model without Dropout."""
+    made = model.copy()
+    for node in list(made.graph.all_nodes()):
+        if node.op_type == "Dropout" and not node.domain:
+            kept, source = node.outputs[0], node.inputs[0]
+            assert source is not None and node.graph is not None
+            identity = ir.node("Identity", [source])
+            node.graph.insert_before(node, identity)
+            identity.outputs[0].type, identity.outputs[0].shape = kept.type, kept.shape
+            kept.replace_all_uses_with(identity.outputs[0], replace_graph_outputs=True)
+            node.graph.remove(node)
+            identity.outputs[0].name = kept.name
+    return made
