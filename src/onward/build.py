@@ -7,10 +7,8 @@ serves several types) they are stored in double precision and cast at run time, 
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
-import gc
 import inspect
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -27,18 +25,6 @@ from onward.standard import STANDARD, is_standard, schema_domain
 DOMAIN = "onward"
 """The domain of the functions that Onward defines where the standard has no operator."""
 DOMAIN_VERSION = 1
-
-
-@contextlib.contextmanager
-def uncollected() -> Iterator[None]:
-    """Do not look for garbage meanwhile: of the objects that make a graph few go, and looking takes as long again."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 class Names:
@@ -345,14 +331,15 @@ class Builder:
         types = _input_types(domain, op_type, self.opset)
         tensors = {i: Expr(self, x) for i, x in enumerate(inputs) if isinstance(x, ir.Value)}
         tensors |= {i: x for i, x in enumerate(inputs) if isinstance(x, Expr)}
+        ordered = sorted(tensors)
 
         def type_of(i: int) -> str:
             return types[min(i, len(types) - 1)]
 
         def like(i: int) -> Expr | None:
             """The tensor whose type input `i` shares, e.g. the other branch of a Where; else the first tensor."""
-            same = (tensors[j] for j in sorted(tensors) if types and type_of(j) == type_of(i))
-            return next(same, tensors[min(tensors)] if tensors else None)
+            same = (tensors[j] for j in ordered if types and type_of(j) == type_of(i))
+            return next(same, tensors[ordered[0]] if ordered else None)
 
         values = [self._operand(x, like(i)) for i, x in enumerate(inputs)]
         while values and values[-1] is None:  # an empty name at the end can crash ONNX Runtime

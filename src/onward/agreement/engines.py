@@ -20,7 +20,7 @@ from onward.engines import ENGINES, FRAMEWORKS, Engine, is_installed, start
 from onward.errors import Error, UnknownNameError, UnsupportedError, near_or_first
 from onward.gradcheck.inputs import GIVE, Given, fitting
 from onward.lowering.contract import contract_of
-from onward.lowering.step import lower
+from onward.lowering.step import lower_for_framework
 from onward.model import Model, Source, load
 from onward.model.state import states
 
@@ -120,7 +120,7 @@ def _batches(model: Model, step: int, engine: Engine, given: Arrays, steps: int,
     """A batch for each step: what is given, and for the rest other numbers each time, of shapes that work."""
     kept = {name: array for name, array in given.items() if name in engine.inputs}
     failure: Exception | None = None
-    whole = lower(model, step, differentiate=False)
+    whole = lower_for_framework(model, step)
     can_evaluate = engine.inputs.keys() >= {value.name for value in model.inputs}
     for number, batch in enumerate(_candidates(whole, model, step, kept, seed)):
         try:
@@ -134,7 +134,7 @@ def _batches(model: Model, step: int, engine: Engine, given: Arrays, steps: int,
 
 def _candidates(whole: Model, model: Model, step: int, given: Arrays, seed: int) -> Iterator[Arrays]:
     """Batches for the step as a whole, of other shapes each."""
-    names = contract_of(whole)["batch"]
+    names = contract_of(whole).batch
     state = {s.name: s.value.const_value.numpy() for s in states(model, step) if s.value.const_value is not None}
     for found in inputs_of_type(whole, {**given, **state}, seed):
         yield {name: {**given, **found}[name] for value in whole.graph.inputs if (name := value.name or "") in names}

@@ -116,7 +116,7 @@ def _write(made: Model, place: Target) -> dict[str, Any]:
     from onward.lowering.contract import contract_of
     from onward.model.storage import write_file
 
-    contract = contract_of(made)
+    contract = contract_of(made).to_json()
     place.save(made)
     beside = place.path.with_suffix(".json")
     write_file(beside, json.dumps(contract, indent=2) + "\n")

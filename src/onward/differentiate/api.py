@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import onnx_ir as ir
 
 from onward.arguments import checked
-from onward.build import Builder, Expr, uncollected
+from onward.build import Builder, Expr
 from onward.containers import content_type, is_optional, is_sequence
 from onward.differentiate.expand import expand
 from onward.differentiate.functions import FunctionRules
@@ -29,7 +29,6 @@ from onward.transform.types import fill_in_types
 
 
 @checked()
-@uncollected()
 def gradient(
     source: Source, y: str, xs: Sequence[str], *, recompute: Choice = None, keep_functions: bool = False
 ) -> Model:
@@ -52,7 +51,6 @@ def gradient(
 
 
 @checked()
-@uncollected()
 def vjp(source: Source, y: str, xs: Sequence[str], *, recompute: Choice = None, keep_functions: bool = False) -> Model:
     """A model with one more input `dy`, of the type and shape of `y`, whose outputs are the gradients of `xs`.
 
@@ -68,7 +66,6 @@ def vjp(source: Source, y: str, xs: Sequence[str], *, recompute: Choice = None, 
 
 
 @checked()
-@uncollected()
 def jvp(source: Source, y: str, xs: Sequence[str]) -> Model:
     """A model with one more input `d<x>` for each x, a direction; its output `d<y>` is how y changes along them.
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 import onnx_ir as ir
 
-from onward.build import Builder, Expr, twin, uncollected
+from onward.build import Builder, Expr, twin
 from onward.differentiate.expand import expand
 from onward.differentiate.path import between, way
 from onward.differentiate.recompute import Choice, recomputation
@@ -27,7 +27,6 @@ from onward.transform.inline import inline_calls
 from onward.transform.types import fill_in_types_before
 
 
-@uncollected()
 def lower_gradients(model: Model, *, recompute: Choice = None) -> Model:
     """A model without steps, which may be changed, with no `Gradient` left; those of higher order are done in order.
 

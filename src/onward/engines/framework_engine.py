@@ -127,8 +127,8 @@ class Interpreted(Engine):
         }
         self._parts: dict[str, _Part] = {}
         part = self._part("step")
-        self.inputs = {v.name: v for v in part.model.graph.inputs if v.name and v.name in part.contract["batch"]}
-        self.loss = part.contract["loss"] or self.loss
+        self.inputs = {v.name: v for v in part.model.graph.inputs if v.name and v.name in part.contract.batch}
+        self.loss = part.contract.loss or self.loss
 
     @classmethod
     def on(
@@ -160,17 +160,17 @@ class Interpreted(Engine):
         part = self._part("step")
         new, results = part.run(self._state, self._fitting(batch, self.inputs))
         self._state = self._state | new
-        return Results(self._framework, {name: results[name] for name in part.contract["metrics"]})
+        return Results(self._framework, {name: results[name] for name in part.contract.metrics})
 
     def gradients(self, batch: Arrays) -> dict[str, np.ndarray]:
         part = self._part("gradients")
-        _, results = part.run(self._state, self._fitting(batch, part.contract["batch"]))
-        return {x: self._framework.owned(results[name]) for name, x in part.contract["gradients"].items()}
+        _, results = part.run(self._state, self._fitting(batch, part.contract.batch))
+        return {x: self._framework.owned(results[name]) for name, x in part.contract.gradients.items()}
 
     def evaluate(self, batch: Arrays) -> dict[str, np.ndarray]:
         part = self._part("evaluation")
-        _, results = part.run(self._state, self._fitting(batch, part.contract["batch"]))
-        names = (*part.contract["metrics"], *part.contract["outputs"])
+        _, results = part.run(self._state, self._fitting(batch, part.contract.batch))
+        names = (*part.contract.metrics, *part.contract.outputs)
         return {name: _map_arrays(self._framework.owned, results[name]) for name in names}
 
     def state(self) -> dict[str, np.ndarray]:
@@ -203,10 +203,10 @@ def computation(lowered: Model, framework: Framework) -> Computation:
     """A part of a training step: (state and batch) -> (what is new of the state, results to be shown)."""
     contract = contract_of(lowered)
     execute = interpreter(lowered, framework)
-    is_step = contract["part"] == "step"
-    update: dict[str, str] = contract["update"] if is_step else {}
-    loss = contract["loss"]
-    shown = [*contract["metrics"], *contract["outputs"], *contract["gradients"]]
+    is_step = contract.part == "step"
+    update: dict[str, str] = contract.update if is_step else {}
+    loss = contract.loss
+    shown = [*contract.metrics, *contract.outputs, *contract.gradients]
 
     def compute(given: Tensors) -> tuple[Tensors, Tensors]:
         results = execute(given)
@@ -238,7 +238,7 @@ class _Part:
         def compute(state: Tensors, constants: Tensors, batch: Tensors) -> tuple[Tensors, Tensors]:
             return of_all(state | constants | batch)
 
-        compile = framework.compile_step if self.contract["part"] == "step" else framework.compile
+        compile = framework.compile_step if self.contract.part == "step" else framework.compile
         compiled = compiled and self._can_be_compiled()
         self._compute = compile(compute) if compiled else compute
         self._take = framework.feed if compiled else framework.adopt
@@ -247,7 +247,7 @@ class _Part:
         """Whether it is worth the trouble, and possible: what is of a type that a framework lacks stays on the host."""
         if self._framework.name not in FRAMEWORKS:
             return True
-        inputs = (value for value in self.model.graph.inputs if value.name in self.contract["batch"])
+        inputs = (value for value in self.model.graph.inputs if value.name in self.contract.batch)
         other = next((v for v in inputs if v.dtype is not None and not self._framework.supports(v.dtype.numpy())), None)
         if other is not None:
             reason = f"{self._framework.name} has no tensors of the type of `{other.name}`, {other.dtype}"
@@ -260,7 +260,7 @@ class _Part:
 
     def run(self, state: Tensors, batch: Arrays) -> tuple[Tensors, Tensors]:
         with memory_of(self._framework.name):
-            tensors = {name: self._take(batch[name]) for name in self.contract["batch"]}
+            tensors = {name: self._take(batch[name]) for name in self.contract.batch}
             return self._compute(state, self._constants, tensors)
 
 

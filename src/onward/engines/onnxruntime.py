@@ -66,19 +66,19 @@ class OnnxRuntime(Engine):
         self._memory = _WITH_MEMORY.get(device, "cpu")
         made = lower_for_engine(model, step, manner=Manner(recompute))
         contract = contract_of(made)
-        self.inputs = {v.name: v for v in made.graph.inputs if v.name is not None and v.name in contract["batch"]}
+        self.inputs = {v.name: v for v in made.graph.inputs if v.name is not None and v.name in contract.batch}
         if text := [name for name, value in self.inputs.items() if value.dtype == ir.DataType.STRING]:
             raise UnsupportedError(
                 f"ONNX Runtime takes no text beside state in its own memory, and `{text[0]}` is of the type string",
                 hint='take another engine: `engine="torch"` (`--engine torch`)',
             )
-        self._metrics: list[str] = contract["metrics"]
-        self.loss = contract["loss"] or self.loss
+        self._metrics: list[str] = contract.metrics
+        self.loss = contract.loss or self.loss
         self._step = self._session(made)
         self._evaluation: ort.InferenceSession | None = None
         self._gradients: tuple[ort.InferenceSession | None, dict[str, str]] | None = None
         self._read = {name: self._buffer(value, fill=True) for name, value in self._carried.items()}
-        bindings: dict[str, str] = contract["update"]
+        bindings: dict[str, str] = contract.update
         written = {s.name: self._buffer(s.value) for s in self.states() if s.name in bindings}
         self._write = {**self._read, **written}
         turns = [(self._read, self._write), (self._write, self._read)]
@@ -106,7 +106,7 @@ class OnnxRuntime(Engine):
     def gradients(self, batch: Arrays) -> dict[str, np.ndarray]:
         if self._gradients is None:
             made = lower_for_engine(self.model, self._steps, "gradients", Manner(self._recompute))
-            self._gradients = self._session(made), contract_of(made)["gradients"]
+            self._gradients = self._session(made), contract_of(made).gradients
         session, names = self._gradients
         results = self._run(session, batch, list(names))
         return {parameter: results[name] for name, parameter in names.items()}

@@ -5,38 +5,51 @@ Types and shapes are in the graph, as the inputs and outputs that the names stan
 
 from __future__ import annotations
 
+import dataclasses
 import json
+from dataclasses import field
 from typing import Any
 
 from onward.errors import UnsupportedError
 from onward.model import Model
 
-CONTRACT = "train.lowered"
-VERSION = 1
-
-_KEYS: dict[str, Any] = {
-    "version": VERSION,
-    "part": "",
-    "batch": [],  # inputs that each call brings
-    "gradients": {},  # gradient -> its parameter: outputs of `gradients`, inputs of `apply`
-    "state": [],  # inputs that go on from call to call
-    "update": {},  # state -> the output that replaces it
-    "metrics": [],  # outputs to look at
-    "loss": None,  # which of them is minimised
-    "outputs": [],  # outputs of the inference model
-}
-"""All keys, which every contract has, with what they are where a part has nothing of the kind."""
+_KEY = "train.lowered"
+_VERSION = 1
 
 
-def record(model: Model, facts: dict[str, Any]) -> None:
-    """Write the contract into the metadata of a lowered model."""
-    assert facts.keys() <= _KEYS.keys()
-    model.metadata[CONTRACT] = json.dumps({**_KEYS, **facts})
+@dataclasses.dataclass(frozen=True)
+class Contract:
+    """How to drive a lowered model. A field is empty where a part has nothing of the kind."""
+
+    part: str = ""
+    batch: list[str] = field(default_factory=list)
+    """Inputs that each call brings."""
+    gradients: dict[str, str] = field(default_factory=dict)
+    """Gradient -> its parameter: outputs of `gradients`, inputs of `apply`."""
+    state: list[str] = field(default_factory=list)
+    """Inputs that go on from call to call."""
+    update: dict[str, str] = field(default_factory=dict)
+    """State -> the output that replaces it."""
+    metrics: list[str] = field(default_factory=list)
+    """Outputs to look at."""
+    loss: str | None = None
+    """Which of them is minimised."""
+    outputs: list[str] = field(default_factory=list)
+    """Outputs of the inference model."""
+
+    def to_json(self) -> dict[str, Any]:
+        """The contract as the file has it, every key included."""
+        return {"version": _VERSION, **dataclasses.asdict(self)}
+
+    def write_to(self, model: Model) -> None:
+        """Write the contract into the metadata of a lowered model."""
+        model.metadata[_KEY] = json.dumps(self.to_json())
 
 
-def contract_of(model: Model) -> dict[str, Any]:
-    """What the metadata of a lowered model says."""
-    if CONTRACT not in model.metadata:
+def contract_of(model: Model) -> Contract:
+    """What the metadata of a lowered model says; keys of later versions are left out."""
+    if _KEY not in model.metadata:
         raise UnsupportedError("this is not a lowered model", hint="make one with `onward lower`")
-    found: dict[str, Any] = json.loads(model.metadata[CONTRACT])
-    return found
+    found = json.loads(model.metadata[_KEY])
+    known = {each.name for each in dataclasses.fields(Contract)}
+    return Contract(**{key: value for key, value in found.items() if key in known})

@@ -8,19 +8,20 @@ Which output replaces which input says the metadata of the file, as JSON: see co
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import onnx_ir as ir
 
 from onward.arguments import checked
-from onward.build import Builder, Names, uncollected
+from onward.build import Builder, Names
 from onward.differentiate.gradients import check_gradients_of, lower_gradients
 from onward.differentiate.recompute import Choice
 from onward.differentiate.simplify import put_results_last, simplify
 from onward.errors import InvalidModelError, UnknownNameError, UnsupportedError, near
 from onward.lowering.calls import write_calls
-from onward.lowering.contract import record
+from onward.lowering.contract import Contract
 from onward.lowering.dependencies import Flow
 from onward.lowering.expand import expand
 from onward.lowering.inference import has_training_operators, plain_inference
@@ -49,19 +50,18 @@ class Manner(NamedTuple):
 
     recompute: Choice = None
     differentiate: bool = True
+    """If not, training operators stay and nothing is rewritten: for what has derivatives of its own."""
     keep_functions: bool = False
+    """Whether functions stay, too, instead of being replaced by their bodies."""
 
 
 @checked()
-@uncollected()
 def lower(
     source: Source,
     step: Steps = None,
     *,
     part: str | None = None,
     recompute: Choice = None,
-    differentiate: bool = True,
-    keep_functions: bool = False,
 ) -> Model:
     """A plain ONNX model for one step of a training model: only operators of the standard, no training operator.
 
@@ -83,17 +83,13 @@ def lower(
     often as the file says. Several are lowered as one: later ones see what earlier ones have made of the state, but in
     `"evaluation"` and `"gradients"`, where each has the state as it is.
 
-    `recompute` names what is computed twice to save memory, as in `onward.gradient`. Without `differentiate` the
-    training operators stay, functions are replaced by their bodies unless they are kept, and nothing else is done: for
-    an engine that has derivatives of its own.
+    `recompute` names what is computed twice to save memory, as in `onward.gradient`.
 
     It is for the ONNX Runtime that is installed: what its operator sets lack is replaced by what that stands for.
     """
-    made = lower_for_engine(source, step, part, Manner(recompute, differentiate, keep_functions))
-    return for_onnxruntime(made) if differentiate else made
+    return for_onnxruntime(lower_for_engine(source, step, part, Manner(recompute)))
 
 
-@uncollected()
 def lower_for_engine(
     source: Source,
     step: Steps = None,
@@ -117,11 +113,17 @@ def lower_for_engine(
     if part != "inference":
         one = as_one_step(model, step, together=part not in ("evaluation", "gradients"))
     made, contract = PARTS[part](one.model, one.index, manner)
-    if one.loss in contract.get("metrics", ()):
-        contract["loss"] = one.loss
+    loss = one.loss if one.loss in contract.metrics else contract.loss
     made.ir.ir_version = max(IR_VERSION, made.ir.ir_version or 0) if part == "inference" else IR_VERSION
-    record(made, {"part": part, **contract})
+    dataclasses.replace(contract, part=part, loss=loss).write_to(made)
     return made
+
+
+def lower_for_framework(
+    source: Source, step: Steps = None, part: str | None = None, *, keep_functions: bool = False
+) -> Model:
+    """The same with training operators as they are, for a framework that has derivatives of its own."""
+    return lower_for_engine(source, step, part, Manner(differentiate=False, keep_functions=keep_functions))
 
 
 def default_part(model: Model) -> str:
@@ -131,7 +133,7 @@ def default_part(model: Model) -> str:
 
 # ---- the parts -------------------------------------------------------------------------------------------------------
 
-Made = tuple[Model, dict[str, Any]]
+Made = tuple[Model, Contract]
 
 
 def _step(model: Model, index: int, manner: Manner) -> Made:
@@ -142,7 +144,7 @@ def _step(model: Model, index: int, manner: Manner) -> Made:
     unread = [state.name for state in states(model, index) if state.name not in read]
     for value in (flow.state[name] for name in unread):  # a loop hands over all state, also what is only written
         inputs.append(ir.Value(name=value.name, type=value.type, shape=value.shape))
-    return made, contract | {"state": [*contract["state"], *unread]}
+    return made, dataclasses.replace(contract, state=[*contract.state, *unread])
 
 
 def _evaluation(model: Model, index: int, manner: Manner) -> Made:
@@ -152,14 +154,14 @@ def _evaluation(model: Model, index: int, manner: Manner) -> Made:
     flow.switch_to_inference()
     metrics = flow.of_evaluation()
     made, contract = _plain(manner, flow, {}, metrics, outputs)
-    return made, contract | {"outputs": outputs, "loss": loss if loss in metrics else None}
+    return made, dataclasses.replace(contract, outputs=outputs, loss=loss if loss in metrics else None)
 
 
 def _gradient_part(model: Model, index: int, manner: Manner) -> Made:
     flow = _open_step(model, index)
     gradients = {output.name or "": x for x, output in flow.results()}
     made, contract = _plain(manner, flow, *flow.of_forward(), list(gradients))
-    return made, contract | {"gradients": gradients}
+    return made, dataclasses.replace(contract, gradients=gradients)
 
 
 def _apply(model: Model, index: int, manner: Manner) -> Made:
@@ -177,11 +179,11 @@ def _apply(model: Model, index: int, manner: Manner) -> Made:
     bindings = {name: new for name, new in flow.bindings.items() if name not in forward}
     metrics = [name for name in flow.metrics if name not in forward_metrics]
     made, contract = _plain(manner, flow, bindings, metrics)
-    if strange := [name for name in contract["batch"] if name not in parameters]:
+    if strange := [name for name in contract.batch if name not in parameters]:
         raise UnsupportedError(
             f"the update reads `{strange[0]}`, not gradients and state alone", hint="run the whole step: part `step`"
         )
-    return made, contract | {"batch": [], "gradients": {name: parameters[name] for name in contract["batch"]}}
+    return made, dataclasses.replace(contract, batch=[], gradients={name: parameters[name] for name in contract.batch})
 
 
 def _initialization(model: Model, index: int, manner: Manner) -> Made:
@@ -208,7 +210,7 @@ def _initialization(model: Model, index: int, manner: Manner) -> Made:
         value.name = state
         graph.outputs.append(value)
     _finish(made)
-    return made, {"update": {name: name for name in step.reset}}
+    return made, Contract(update={name: name for name in step.reset})
 
 
 def _state(model: Model, index: int, manner: Manner) -> Made:
@@ -225,7 +227,7 @@ def _state(model: Model, index: int, manner: Manner) -> Made:
         value = op.Identity(kept).like(kept).value
         value.name = state.name
         graph.outputs.append(value)
-    return Model(ir.Model(graph, ir_version=IR_VERSION)), {"update": {state.name: state.name for state in stored}}
+    return Model(ir.Model(graph, ir_version=IR_VERSION)), Contract(update={state.name: state.name for state in stored})
 
 
 def _inference(model: Model, index: int, manner: Manner) -> Made:
@@ -233,7 +235,7 @@ def _inference(model: Model, index: int, manner: Manner) -> Made:
         model.step(index)  # there must be such a step, though it is not what is computed
     made = plain_inference(model, manner.differentiate, manner.recompute)
     batch, outputs = ([value.name or "" for value in values] for values in (made.inputs, made.outputs))
-    return made, {"batch": batch, "outputs": outputs}
+    return made, Contract(batch=batch, outputs=outputs)
 
 
 PARTS: dict[str, Callable[[Model, int, Manner], Made]] = {
@@ -285,13 +287,13 @@ def _plain(
         _drop_unused_inputs(made.graph)
     made.graph.inputs[:] = sorted(made.graph.inputs, key=lambda value: value.name in flow.state)  # the state last
     inputs = [value.name or "" for value in made.graph.inputs]
-    return made, {
-        "batch": [name for name in inputs if name not in flow.state],
-        "state": [name for name in inputs if name in flow.state],
-        "update": dict(bindings),
-        "metrics": list(metrics),
-        "loss": loss,
-    }
+    return made, Contract(
+        batch=[name for name in inputs if name not in flow.state],
+        state=[name for name in inputs if name in flow.state],
+        update=dict(bindings),
+        metrics=list(metrics),
+        loss=loss,
+    )
 
 
 def _finish(model: Model) -> None:

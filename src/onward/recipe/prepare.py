@@ -9,7 +9,7 @@ from typing import Annotated, Any, get_type_hints
 import onnx_ir as ir
 
 from onward.arguments import Count, Range, Seed, checked, fitting
-from onward.build import Builder, Expr, uncollected
+from onward.build import Builder, Expr
 from onward.errors import RecipeError, warn
 from onward.model import TRAINING_DOMAIN, Model, Source, load
 from onward.model.core import values
@@ -73,7 +73,6 @@ class Recipe:
         for name, hint in get_type_hints(Recipe, include_extras=True).items():
             object.__setattr__(self, name, fitting(f"`{name}`", getattr(self, name), hint))
 
-    @uncollected()
     def apply(self, model: Model) -> Model:
         """The training model; `model` itself stays as it is."""
         if model.steps and not self.append:

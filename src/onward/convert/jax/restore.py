@@ -19,8 +19,8 @@ from onward.convert.standard_steps import adopt
 from onward.engines.framework_engine import interpreter
 from onward.engines.jax import Jax
 from onward.errors import UnsupportedError, listed
-from onward.lowering.contract import contract_of
-from onward.lowering.step import lower
+from onward.lowering.contract import Contract, contract_of
+from onward.lowering.step import lower_for_framework
 from onward.model import Model, Source, load
 from onward.model.core import as_input
 from onward.model.state import STEP, State, carried_state, states
@@ -142,11 +142,11 @@ class Parts:
             }
             return (state | {"ema": self.arrays("ema")} if "ema" in self.run.recipe else state), tx
 
-    def forward(self, *, keep_functions: bool = False) -> tuple[Model, Mapping[str, Any]]:
+    def forward(self, *, keep_functions: bool = False) -> tuple[Model, Contract]:
         """The forward pass of training as a model, and what its inputs and outputs are."""
-        lowered = lower(self._model, self._index, part="gradients", differentiate=False, keep_functions=keep_functions)
+        lowered = lower_for_framework(self._model, self._index, "gradients", keep_functions=keep_functions)
         contract = contract_of(lowered)
-        keep_only(lowered, [value for value in lowered.outputs if value.name not in contract["gradients"]])
+        keep_only(lowered, [value for value in lowered.outputs if value.name not in contract.gradients])
         return lowered, contract
 
     def inference(self, *, keep_functions: bool = False) -> Model:
@@ -166,6 +166,8 @@ class Parts:
     def loss(self) -> Callable[[Arrays, Tree, Arrays], tuple[Any, tuple[dict[str, Any], Tree]]]:
         """The forward pass of training."""
         lowered, contract = self.forward()
+        loss_name = contract.loss
+        assert loss_name is not None
         types, kinds = types_of(lowered), self.kinds
         execute = interpreter(lowered, self.framework)
 
@@ -174,10 +176,10 @@ class Parts:
                 known = {**batch, **state["statistics"], **state["random"], **params, STEP: state["step"]}
                 results = execute({name: jnp.asarray(known[name], dtype) for name, dtype in types.items()})
                 changed: Tree = {kind: dict(state[kind]) for kind in ("statistics", "random")}
-                for name, output in contract["update"].items():
+                for name, output in contract.update.items():
                     changed[kinds[name]][name] = results[output]
-                value = results[contract["loss"]]
-                metrics = {name: results[name] for name in contract["metrics"] if name != contract["loss"]}
+                value = results[loss_name]
+                metrics = {name: results[name] for name in contract.metrics if name != loss_name}
                 return value, ({"loss": value, **metrics}, changed)
 
         return loss

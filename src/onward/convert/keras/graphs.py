@@ -16,8 +16,8 @@ from onward.build import twin
 from onward.convert.keras.ops import KerasOps, interpreted
 from onward.errors import UnsupportedError
 from onward.inspect import describe
-from onward.lowering.contract import contract_of
-from onward.lowering.step import lower
+from onward.lowering.contract import Contract, contract_of
+from onward.lowering.step import lower_for_framework
 from onward.model import Model
 from onward.model.core import as_input, values
 from onward.model.state import carried_state
@@ -69,9 +69,9 @@ class Parts:
         """`made` says what becomes of the graph of each piece."""
         self.model = model
         self._made = made
-        gradients = contract_of(lower(model, part="gradients", differentiate=False))
-        self._loss_name = str(gradients["loss"])
-        self._updates: dict[str, str] = gradients["update"]
+        gradients = contract_of(lower_for_framework(model, part="gradients"))
+        self._loss_name = str(gradients.loss)
+        self._updates = gradients.update
         terms = describe(model).steps[0].loss.terms
         self._watched = list(dict.fromkeys(term.output for term in terms))
         self._targets = [name for term in terms for name in term.inputs]
@@ -134,9 +134,9 @@ class Parts:
             )
         return Loss(self._made(combined), self._loss_name, _names(given), targets)
 
-    def apply(self) -> tuple[Any, dict[str, Any]]:
+    def apply(self) -> tuple[Any, Contract]:
         """The update as a function of gradients and state, and its contract."""
-        lowered = lower(self.model, part="apply", differentiate=False)
+        lowered = lower_for_framework(self.model, part="apply")
         return self._made(lowered), contract_of(lowered)
 
     def _open(self, model: Model, outputs: Sequence[ir.Value]) -> None:

@@ -112,9 +112,9 @@ class GraphOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
         super().__init__(learning_rate=learning_rate, name="training")
         graph, contract = Parts(model).apply()
         self._graph: Executable = graph
-        self._gradients: dict[str, str] = contract["gradients"]
-        self._updates: dict[str, str] = contract["update"]
-        self._own = {name: model.array(name) for name in contract["state"] if name not in held}
+        self._gradients: dict[str, str] = contract.gradients
+        self._updates: dict[str, str] = contract.update
+        self._own = {name: model.array(name) for name in contract.state if name not in held}
         self._names = {id(v): name for name, v in held.items()}
         self._state: dict[str, Any] = {}
         self._iterations.assign(int(model.initializer(STEP).const_value.numpy()))  # type: ignore[union-attr]

@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import onnx_ir as ir
 
-from onward.build import Builder, Expr, Names, uncollected
+from onward.build import Builder, Expr, Names
 from onward.convert.keras import layers  # noqa: F401 (the rows)
 from onward.convert.keras.custom import trace_layer
 from onward.convert.keras.layer_table import Call, accepted_arguments, find
@@ -32,11 +32,10 @@ class Walk:
         """id of a variable -> its name, in the order of use."""
         self._by_id = self._named(model.variables)
         self._weights: dict[int, ir.Value] = {}
-        with uncollected():
-            self.inputs = [self._input(tensor) for tensor in model.inputs]
-            results = self._model(model, self.inputs)
-            self.outputs = [self._output(x, name) for x, name in zip(results, _output_names(model), strict=True)]
-            self.is_regularized = self._regularize(model.trainable_variables)
+        self.inputs = [self._input(tensor) for tensor in model.inputs]
+        results = self._model(model, self.inputs)
+        self.outputs = [self._output(x, name) for x, name in zip(results, _output_names(model), strict=True)]
+        self.is_regularized = self._regularize(model.trainable_variables)
 
     def model(self) -> Model:
         """The inference model."""

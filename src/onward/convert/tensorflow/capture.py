@@ -16,7 +16,7 @@ from onward.standard import COMMON_OPSET, IR_VERSION
 from onward.engines.tensorflow.quiet import tensorflow as tf  # isort: skip  (other imports of it are not quiet)
 
 from onward.arguments import checked
-from onward.build import Builder, Names, uncollected
+from onward.build import Builder, Names
 from onward.convert.randomness import no_chance
 from onward.convert.tensorflow.files import restore
 from onward.convert.tensorflow.graph import Resource, Walk, dtype_of
@@ -102,7 +102,6 @@ def _finish(op: Builder, walk: Walk) -> Model:
     return Model(ir.Model(remove_unused(op.graph), ir_version=IR_VERSION, producer_name="onward"))
 
 
-@uncollected()
 def _write_graph(function: Any, variables: Sequence[tuple[Any, str]]) -> tuple[Builder, Walk]:
     count = len(function.inputs) - len(function.captured_inputs)
     results = list(_paths(function.structured_outputs))

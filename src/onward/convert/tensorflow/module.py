@@ -23,7 +23,7 @@ from onward.engines.framework_engine import Tensors, computation, interpreter
 from onward.errors import Error, UnsupportedError
 from onward.inspect import describe
 from onward.lowering.contract import contract_of
-from onward.lowering.step import lower
+from onward.lowering.step import lower_for_framework
 from onward.model import Model, Source, load
 from onward.model.core import as_input
 from onward.model.state import carried_state
@@ -73,8 +73,8 @@ def to_tensorflow(
     trainable = {name for name, found in state.items() if found.role == "parameter"}
     module.state = {name: _variable(name, value, name in trainable) for name, value in values.items()}
     known = dict(sizes or {})
-    module.train_step = _part(module, lower(model, step, part="step", differentiate=False), framework, known)
-    module.evaluate = _part(module, lower(model, step, part="evaluation", differentiate=False), framework, known)
+    module.train_step = _part(module, lower_for_framework(model, step, "step"), framework, known)
+    module.evaluate = _part(module, lower_for_framework(model, step, "evaluation"), framework, known)
     module.infer = _inference(module, inline(without_steps(model)), framework, known)
     packed = zlib.compress(_without_values(model, module.state, step))
     carried_along = {"onnx": packed, "step": step}
@@ -113,8 +113,8 @@ def _plain(name: str) -> str:
 def _part(module: TrainingModule, lowered: Model, framework: Framework, sizes: Mapping[str, int]) -> Any:
     """A part of the step as a function of a batch."""
     given, contract = _as_inputs(lowered, module.state), contract_of(lowered)
-    batch = [value for value in lowered.graph.inputs if value.name in contract["batch"]]
-    called = {contract["loss"]: "loss"} if contract["part"] == "step" else {}  # whatever it is called in the model
+    batch = [value for value in lowered.graph.inputs if value.name in contract.batch]
+    called = {contract.loss: "loss"} if contract.part == "step" else {}  # whatever it is called in the model
     compute = computation(lowered, framework)
 
     def run(tensors: Tensors) -> Tensors:

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import onnx_ir as ir
 
-from onward.build import Expr, Names, uncollected
+from onward.build import Expr, Names
 from onward.convert.jax.jaxpr.emitter import Emitter, data_of, declare_value
 from onward.convert.jax.jaxpr.trace import leaves, path_of, shape_of, trace, with_free_size
 from onward.errors import UnsupportedError, first_line
@@ -27,7 +27,6 @@ from onward.transform.unused import remove_unused
 __all__ = ["export"]
 
 
-@uncollected()
 def export(
     function: Callable[..., Any],
     params: Any,

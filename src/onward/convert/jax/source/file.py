@@ -74,7 +74,7 @@ def _title(text: str) -> str:
 
 
 def _batch(parts: Parts) -> list[str]:
-    return list(parts.forward()[1]["batch"])
+    return parts.forward()[1].batch
 
 
 # ---- the model -------------------------------------------------------------------------------------------------------
@@ -97,14 +97,15 @@ def _given(parts: Parts, model: Model, fed: str) -> tuple[list[str], dict[str, s
 
 def _loss(parts: Parts, printer: Printer) -> str:
     model, contract = parts.forward(keep_functions=True)
+    assert contract.loss is not None
     taken, given = _given(parts, model, "batch")
     lines, results = printer.body(model, given)
     kinds = parts.kinds
     changes: dict[str, dict[str, str]] = {"statistics": {}, "random": {}}
-    for name, output in contract["update"].items():
+    for name, output in contract.update.items():
         changes[kinds[name]][name] = results[output]
-    metrics = {"loss": results[contract["loss"]]}
-    metrics |= {name: results[name] for name in contract["metrics"] if name != contract["loss"]}
+    metrics = {"loss": results[contract.loss]}
+    metrics |= {name: results[name] for name in contract.metrics if name != contract.loss}
     changed = []
     for kind, new in changes.items():
         own = f'state["{kind}"]'

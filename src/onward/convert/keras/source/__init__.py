@@ -206,9 +206,9 @@ class _Writer:
         graph, contract = self._parts.apply()
         trained = {n: self._held[n] for n, v in self._live.variables_by_name.items() if v.trainable}
         given = {name: self._names.like(f"{attribute}_grad") for name, attribute in trained.items()}
-        gradients = {name: given[parameter] for name, parameter in contract["gradients"].items()}
+        gradients = {name: given[parameter] for name, parameter in contract.gradients.items()}
         own = {name: f"self.{attribute}" for name, attribute in self._own.items()}
-        wanted = {new: f"new_{({**self._own, **trained})[name]}" for name, new in contract["update"].items()}
+        wanted = {new: f"new_{({**self._own, **trained})[name]}" for name, new in contract.update.items()}
         program = recorded(graph, {**trained, **own, **gradients}, self._choices, self._constants, wanted)
         self._used |= program.used
         targets = {**own, **trained}
@@ -219,7 +219,7 @@ class _Writer:
             f"{written_list(list(trained.values()))} = variables",
             f"{written_list(list(given.values()))} = grads",
             *program.lines,
-            *(f"{targets[n]}.assign({program.results[new]})" for n, new in contract["update"].items() if n in targets),
+            *(f"{targets[n]}.assign({program.results[new]})" for n, new in contract.update.items() if n in targets),
             f"self.iterations.assign(ops.cast({own[STEP]}, self.iterations.dtype))",
         ]
         return [
