@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from onward.inspect.picture.blocks import Picture
-from onward.inspect.picture.layout import arrange
-from onward.inspect.picture.svg import size, write
+from onward.inspect.picture.svg import write_svg
 from onward.inspect.summary import describe, understood
 from onward.model import Source, load
 
@@ -21,6 +20,5 @@ def draw(source: Source, step: int = 0) -> str:
     index = step % len(model.steps) if model.steps else None
     with understood():
         picture = Picture(model, summary, index)
-    layout = arrange([size(block) for block in picture.blocks], picture.edges)
     several = index is not None and len(model.steps) > 1
-    return write(picture, layout, f"{summary.name}, step {index}" if several else summary.name)
+    return write_svg(picture, f"{summary.name}, step {index}" if several else summary.name)

@@ -10,52 +10,52 @@ from xml.etree.ElementTree import Element
 from rich.cells import cell_len
 
 from onward.inspect.formatting import clean, shortened
-from onward.inspect.picture.blocks import Block, Kind, Picture
-from onward.inspect.picture.layout import Layout, Point
+from onward.inspect.picture.blocks import Block, Picture
+from onward.inspect.picture.layout import Point, arrange
 
 _MARGIN, _PADDING, _MARK = 24.0, 11.0, 10.0
 _BASE, _ROW_HEIGHT, _HEADER, _LEAST_WIDTH = 17.0, 14.0, 34.0, 460.0
 _NAME_LETTER, _TITLE_LETTER, _ROW_LETTER = 9.4, 7.8, 6.1
 _MOST_NAME, _MOST_TITLE, _MOST_ROW = 80, 36, 44
 
-_MEANING: dict[Kind, str] = {
-    "input": "input",
-    "inference": "inference",
-    "training": "the same in training mode",
-    "loss": "loss",
-    "gradient": "gradient",
-    "update": "what is done with gradients",
-    "schedule": "schedule",
-    "optimizer": "optimizer",
-    "state": "state",
-    "output": "output",
-    "metric": "metric",
+# What a kind of block is called; fill and line on light paper, and on dark paper.
+_KINDS = {
+    "input": ("input", "#f3f4f6", "#7c8591", "#22272e", "#8b949e"),
+    "inference": ("inference", "#e5f0fc", "#3f7fc4", "#12263d", "#5b9be0"),
+    "training": ("the same in training mode", "#dff5f1", "#238b7b", "#0d2b27", "#3fb9a6"),
+    "loss": ("loss", "#fde8e8", "#cc4b4f", "#3a1618", "#ea7377"),
+    "gradient": ("gradient", "#efe7fb", "#7f57c2", "#261a3d", "#a988e6"),
+    "update": ("what is done with gradients", "#fdf3e3", "#c98a2b", "#33240c", "#dba24b"),
+    "schedule": ("schedule", "#f8f6dc", "#9a8a1c", "#2b280c", "#c3b44a"),
+    "optimizer": ("optimizer", "#fce0bd", "#bf6f0e", "#40280a", "#ef9f3c"),
+    "state": ("state", "#e3f4e3", "#3f9142", "#12301a", "#5cb862"),
+    "output": ("output", "#f3f4f6", "#7c8591", "#22272e", "#8b949e"),
+    "metric": ("metric", "#ffffff", "#7c8591", "#161b22", "#8b949e"),
 }
-
-# Fill and line: on light paper, on dark paper.
-_COLOURS: dict[Kind, tuple[tuple[str, str], tuple[str, str]]] = {
-    "input": (("#f3f4f6", "#7c8591"), ("#22272e", "#8b949e")),
-    "output": (("#f3f4f6", "#7c8591"), ("#22272e", "#8b949e")),
-    "metric": (("#ffffff", "#7c8591"), ("#161b22", "#8b949e")),
-    "inference": (("#e5f0fc", "#3f7fc4"), ("#12263d", "#5b9be0")),
-    "training": (("#dff5f1", "#238b7b"), ("#0d2b27", "#3fb9a6")),
-    "loss": (("#fde8e8", "#cc4b4f"), ("#3a1618", "#ea7377")),
-    "gradient": (("#efe7fb", "#7f57c2"), ("#261a3d", "#a988e6")),
-    "update": (("#fdf3e3", "#c98a2b"), ("#33240c", "#dba24b")),
-    "schedule": (("#f8f6dc", "#9a8a1c"), ("#2b280c", "#c3b44a")),
-    "optimizer": (("#fce0bd", "#bf6f0e"), ("#40280a", "#ef9f3c")),
-    "state": (("#e3f4e3", "#3f9142"), ("#12301a", "#5cb862")),
-}
-_MARK_COLOURS = {
+_MARKS = {
     "trained": ("#2f8f3a", "#5cc869"),
     "trainable": ("#2f8f3a", "#5cc869"),
     "frozen": ("#5b7fa8", "#8fb3dd"),
     "statistics": ("#a08a2a", "#d0bb55"),
 }
+_PAPERS = (("#ffffff", "#1f2328", "#9aa4af"), ("#0d1117", "#e6edf3", "#6e7681"))
+_LOOK = {
+    "text": "font-family:system-ui,-apple-system,'Segoe UI',Roboto,Helvetica,Arial,sans-serif",
+    ".name": "font-size:15px;font-weight:600",
+    ".title": "font-size:12px;font-weight:600;text-anchor:middle",
+    ".row": "font-size:10.5px",
+    ".middle": "text-anchor:middle",
+    ".block": "stroke-width:1.2",
+    ".block.state": "stroke-dasharray:4 2.5",
+    ".edge": "fill:none;stroke-width:1.2",
+    ".edge:hover": "stroke-width:3",
+    "g:hover>.block": "stroke-width:2.4",
+}
 
 
-def write(picture: Picture, layout: Layout, name: str) -> str:
+def write_svg(picture: Picture, name: str) -> str:
     """The file. Texts go through the XML library, which escapes them, and before that through `clean`."""
+    layout = arrange([_size(block) for block in picture.blocks], picture.edges)
     legend, legend_width, legend_height = _legend(picture, max(layout.width, _LEAST_WIDTH))
     heading = shortened(name, _MOST_NAME)
     width = max(layout.width, legend_width, cell_len(heading) * _NAME_LETTER) + 2 * _MARGIN
@@ -65,22 +65,25 @@ def write(picture: Picture, layout: Layout, name: str) -> str:
     root.set("width", f"{width:.0f}")
     root.set("style", "max-width:100%;height:auto")
     _child(root, "title").text = clean(name)
-    _child(root, "style").text = _style()
+    dark = f"@media (prefers-color-scheme:dark){{{_rules(_colours(1))}}}"
+    _child(root, "style").text = _rules(_LOOK) + _rules(_colours(0)) + dark
     _child(root, "rect", {"class": "paper", "width": "100%", "height": "100%"})
-    _arrow(root)
+    arrow = {"id": "arrow", "viewBox": "0 0 8 8", "refX": "7", "refY": "4", "orient": "auto"}
+    marker = _child(root, "marker", {**arrow, "markerWidth": "7", "markerHeight": "7"})
+    _child(marker, "path", {"d": "M0 0.5 L8 4 L0 7.5 z", "class": "head"})
     _text(root, heading, _MARGIN, _MARGIN + 12, "name")
-    legend.set("transform", f"translate({_MARGIN:.1f} {_MARGIN + _HEADER - 8:.1f})")
     root.append(legend)
-    graph = _child(root, "g", {"transform": f"translate({(width - layout.width) / 2:.1f} {top:.1f})"})
+    graph = _group(root, (width - layout.width) / 2, top)
     for edge, names in picture.edges.items():
-        _edge(graph, layout.routes[edge], names)
+        path = _child(graph, "path", {"class": "edge", "d": _curve(layout.routes[edge]), "marker-end": "url(#arrow)"})
+        _child(path, "title").text = "\n".join(clean(name) for name in names)
     for block, centre in zip(picture.blocks, layout.centres, strict=True):
         _block(graph, block, centre)
     ElementTree.indent(root)
     return ElementTree.tostring(root, encoding="unicode") + "\n"
 
 
-def size(block: Block) -> Point:
+def _size(block: Block) -> Point:
     """Width and height. Fonts differ, so this is a guess, and a generous one."""
     margin = _MARK if _has_marks(block) else 0.0
     widths = [cell_len(shortened(block.title, _MOST_TITLE)) * _TITLE_LETTER]
@@ -92,44 +95,32 @@ def _has_marks(block: Block) -> bool:
     return any(mark for mark, _ in block.rows)
 
 
-def _arrow(root: Element) -> None:
-    place = {"id": "arrow", "viewBox": "0 0 8 8", "refX": "7", "refY": "4", "orient": "auto"}
-    marker = _child(root, "marker", {**place, "markerWidth": "7", "markerHeight": "7"})
-    _child(marker, "path", {"d": "M0 0.5 L8 4 L0 7.5 z", "class": "head"})
-
-
 def _legend(picture: Picture, width: float) -> tuple[Element, float, float]:
     """What the colours mean, as far as they occur; how wide and how high it is."""
     kinds = {block.kind for block in picture.blocks}
     marks = {mark for block in picture.blocks for mark, _ in block.rows}
-    items = [(f"block {kind}", meaning) for kind, meaning in _MEANING.items() if kind in kinds]
-    items += [(f"mark {mark}", mark) for mark in _MARK_COLOURS if mark in marks]
     legend, x, y, widest = ElementTree.Element("g"), 0.0, 12.0, 0.0
-    for style, meaning in items:
+    legend.set("transform", f"translate({_MARGIN:.1f} {_MARGIN + _HEADER - 8:.1f})")
+    items = [(kind, look[0]) for kind, look in _KINDS.items() if kind in kinds]
+    for style, meaning in [*items, *((mark, mark) for mark in _MARKS if mark in marks)]:
         needed = 34 + len(meaning) * _ROW_LETTER
         if x and x + needed > width:
             x, y = 0.0, y + 18
-        place = _child(legend, "g", {"transform": f"translate({x:.1f} {y:.1f})"})
-        if style.startswith("mark"):
-            _child(place, "circle", {"class": style, "cx": "6.5", "cy": "-3.5", "r": "3.5"})
+        place = _group(legend, x, y)
+        if style in _MARKS:
+            _child(place, "circle", {"class": f"mark {style}", "cx": "6.5", "cy": "-3.5", "r": "3.5"})
         else:
-            _child(place, "rect", {"class": style, "y": "-9", "width": "13", "height": "11", "rx": "3"})
+            _child(place, "rect", {"class": f"block {style}", "y": "-9", "width": "13", "height": "11", "rx": "3"})
         _text(place, meaning, 18, 0, "row")
         x += needed
         widest = max(widest, x)
     return legend, widest, y + 18
 
 
-def _edge(parent: Element, route: Sequence[Point], names: Sequence[str]) -> None:
-    path = _child(parent, "path", {"class": "edge", "d": _curve(route), "marker-end": "url(#arrow)"})
-    _child(path, "title").text = "\n".join(clean(name) for name in names)
-
-
 def _block(parent: Element, block: Block, centre: Point) -> None:
-    width, height = size(block)
+    width, height = _size(block)
     corner = height / 2 if block.kind in ("input", "output", "metric") else 5.0
-    place = f"translate({centre[0] - width / 2:.1f} {centre[1] - height / 2:.1f})"
-    group = _child(parent, "g", {"transform": place})
+    group = _group(parent, centre[0] - width / 2, centre[1] - height / 2)
     _child(group, "title").text = "\n".join(clean(line) for line in (block.title, *block.notes))
     box = {"class": f"block {block.kind}", "width": f"{width:.1f}", "height": f"{height:.1f}", "rx": f"{corner:.1f}"}
     _child(group, "rect", box)
@@ -153,41 +144,24 @@ def _curve(route: Sequence[Point]) -> str:
     return "".join(steps)
 
 
-def _style() -> str:
-    """Rules for light paper, and those that differ on dark paper. They hold in this picture, also inside a page."""
-    look = {
-        "text": "font-family:system-ui,-apple-system,'Segoe UI',Roboto,Helvetica,Arial,sans-serif",
-        ".name": "font-size:15px;font-weight:600",
-        ".title": "font-size:12px;font-weight:600;text-anchor:middle",
-        ".row": "font-size:10.5px",
-        ".middle": "text-anchor:middle",
-        ".block": "stroke-width:1.2",
-        ".block.state": "stroke-dasharray:4 2.5",
-        ".edge": "fill:none;stroke-width:1.2",
-        ".edge:hover": "stroke-width:3",
-        "g:hover>.block": "stroke-width:2.4",
-    }
-    light, dark = _colours(0, "#ffffff", "#1f2328", "#9aa4af"), _colours(1, "#0d1117", "#e6edf3", "#6e7681")
-    return _rules(look) + _rules(light) + f"@media (prefers-color-scheme:dark){{{_rules(dark)}}}"
-
-
-def _colours(paper: int, ground: str, ink: str, line: str) -> dict[str, str]:
-    return {
-        ".paper": f"fill:{ground}",
-        "text": f"fill:{ink}",
-        ".edge": f"stroke:{line}",
-        ".head": f"fill:{line}",
-        **{f".block.{kind}": f"fill:{of[paper][0]};stroke:{of[paper][1]}" for kind, of in _COLOURS.items()},
-        **{f".mark.{mark}": f"fill:{of[paper]}" for mark, of in _MARK_COLOURS.items()},
-    }
+def _colours(paper: int) -> dict[str, str]:
+    ground, ink, line = _PAPERS[paper]
+    rules = {".paper": f"fill:{ground}", "text": f"fill:{ink}", ".edge": f"stroke:{line}", ".head": f"fill:{line}"}
+    rules |= {f".block.{k}": f"fill:{v[1 + 2 * paper]};stroke:{v[2 + 2 * paper]}" for k, v in _KINDS.items()}
+    return rules | {f".mark.{mark}": f"fill:{colours[paper]}" for mark, colours in _MARKS.items()}
 
 
 def _rules(rules: Mapping[str, str]) -> str:
+    """They hold in this picture, also inside a page."""
     return "".join(f".onward {selector}{{{look}}}" for selector, look in rules.items())
 
 
 def _child(parent: Element, tag: str, attributes: dict[str, str] | None = None) -> Element:
     return ElementTree.SubElement(parent, tag, attributes or {})
+
+
+def _group(parent: Element, x: float, y: float) -> Element:
+    return _child(parent, "g", {"transform": f"translate({x:.1f} {y:.1f})"})
 
 
 def _text(parent: Element, text: str, x: float, y: float, style: str) -> None:
