@@ -36,7 +36,7 @@ def fake_run(
     onnx.save(proto, folder / name)
     onward.prepare(str(folder / name), clip="norm:1", **recipe).save(folder / "training.onnx")
     config = {"data": "digits.npz", "validation": 0.2, "batch_size": BATCH, "seed": 7, "epochs": epochs, **recipe}
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.yaml").write_text(json.dumps(config))
     layers = [tensor.name for tensor in proto.graph.initializer if tensor.data_type == onnx.TensorProto.FLOAT]
     with Log(folder / "log.jsonl") as log:
         for event in _events(name, recipe, config, layers, epochs, resumed, reason):

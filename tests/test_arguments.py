@@ -118,7 +118,7 @@ def test_a_number_says_how_many_classes_a_head_has() -> None:
         (lambda: onward.train("digits.onnx"), "`train` needs `data`"),
         (lambda: onward.train("digits.onnx", DATA, 3), "takes 2 arguments without a name, not 3 | give the others"),
         (lambda: onward.prepare("digits.onnx", "ce"), "such as `loss=...`"),
-        (lambda: onward.prepare("digits.onnx"), "`prepare` needs `loss`"),
+        (lambda: onward.prepare("digits.onnx"), "there is nothing to learn from"),
         (lambda: onward.resume(None), "`run` is `None`"),
         (lambda: onward.resume("nope", epoch=3), "did you mean `epochs`?"),
         (lambda: onward.find_lr("digits.onnx", DATA, loss="ce", steps="x"), "`steps` is `'x'`"),
@@ -202,7 +202,7 @@ def test_every_public_function_is_checked() -> None:
     functions = {name: value for name, value in (flat | nested).items() if inspect.isfunction(value) and name != "load"}
     assert functions.keys() >= {"train", "lora.add", "transform.merge"}
     for name, function in functions.items():
-        assert "rest" in vars(function), f"`onward.{name}` is not `checked`"
+        assert "is_checked" in vars(function), f"`onward.{name}` is not `checked`"
         typing.get_type_hints(inspect.unwrap(function), include_extras=True)  # all of them are there at run time
 
 

@@ -169,8 +169,8 @@ def test_training_goes_on(folder: Path) -> None:
     assert any(
         fact.name == "random numbers, torch, CPU" and fact.equal for fact in onward.diff("after.pt", training).facts
     )
-    said, _ = failed("train", *arguments, "--clip-norm", "1", code=2)
-    assert said == "`--clip-norm` has no effect with `--from`"
+    said, _ = failed("train", *arguments, "--clip", "1", code=2)
+    assert said == "`--clip` has no effect with `--from`"
 
 
 @needs("torch")

@@ -245,7 +245,7 @@ def test_names_cannot_disturb_the_terminal(folder: Path) -> None:
 
 
 def test_prepare(folder: Path) -> None:
-    text = run("prepare", "digits.onnx", *RECIPE, "--freeze", "fc1.*", "--clip-norm", "1", "-o", "made.onnx").stdout
+    text = run("prepare", "digits.onnx", *RECIPE, "--freeze", "fc1.*", "--clip", "1", "-o", "made.onnx").stdout
     for said in (
         "trains",
         "330 in 2 tensors",
@@ -268,7 +268,7 @@ def test_prepare_is_the_function_of_the_same_name(folder: Path) -> None:
     onnx.save(small_cnn(), "cnn.onnx")
     options = """--loss logits=ce:label_smoothing=0.1 --loss logits=ce:scale=0.5 --optimizer sgd:lr=0.1,momentum=0.9
         --schedule warmup:steps=5,until=5 --schedule step:size=10 --trainable conv.* --trainable fc.* --freeze *.bias
-        --group fc.*:lr=0.01 --lr-decay 0.5 --clip-tensor-norm 2 --accumulate 3 --ema 0.9 --loss-scale dynamic
+        --group fc.*:lr=0.01 --lr-decay 0.5 --clip tensor_norm:2 --accumulate 3 --ema 0.9 --loss-scale dynamic
         --no-master-weights
         --init conv.*=normal:std=0.02 --init zeros --variance sample --seed 7"""
     run("prepare", "cnn.onnx", *options.split(), "-o", "made.onnx")
@@ -281,7 +281,7 @@ def test_prepare_is_the_function_of_the_same_name(folder: Path) -> None:
         freeze=["*.bias"],
         groups=["fc.*:lr=0.01"],
         lr_decay=0.5,
-        clip={"tensor_norm": 2.0},
+        clip="tensor_norm:2",
         accumulate=3,
         ema=0.9,
         loss_scale="dynamic",

@@ -13,7 +13,6 @@ from onnx import TensorProto, helper, numpy_helper
 
 import onward
 from conftest import needs
-from onward.cli.options import specs_by_pattern
 from onward.convert import files
 from onward.errors import RecipeError
 
@@ -62,7 +61,7 @@ def recipe(names):
         "trainable": [w1, b1, w2],
         "freeze": [b1],
         "groups": [f"{w1}:lr=0.2"],
-        "init": specs_by_pattern([f"{w2}=zeros"]),
+        "init": [f"{w2}=zeros"],
     }
 
 

@@ -214,12 +214,12 @@ def test_every_torn_log_gives_a_page(tmp_path: Path) -> None:
 
 def test_missing_and_damaged_files(tmp_path: Path) -> None:
     folder = fake_run(tmp_path, epochs=1)
-    (folder / "config.json").unlink()
+    (folder / "config.yaml").unlink()
     (folder / "training.onnx").write_bytes(b"not a model")
     found = page(folder)
     found.has("training.onnx cannot be read", "adamw:lr=3e-3", "cross_entropy")  # as the log has it
-    (folder / "config.json").write_text("{")
-    page(folder).has("config.json cannot be read")
+    (folder / "config.yaml").write_text("{")
+    page(folder).has("is not a configuration in YAML")
     with pytest.raises(onward.Error, match="holds no run"):
         onward.report(folder / "nowhere")
 
@@ -246,7 +246,7 @@ def test_nonsense_in_an_event_is_passed_over(tmp_path: Path, key: str) -> None:
 )
 def test_nonsense_about_the_run_is_passed_over(tmp_path: Path, key: str) -> None:
     for value in NONSENSE:
-        (tmp_path / "config.json").write_text(json.dumps({"data": value, "seed": value}))
+        (tmp_path / "config.yaml").write_text(json.dumps({"data": value, "seed": value}))
         (tmp_path / "log.jsonl").write_text(
             "".join(
                 json.dumps(event) + "\n"
@@ -267,7 +267,7 @@ def test_names_cannot_break_the_page(tmp_path: Path) -> None:
         tensor.name += EVIL
     onnx.save(proto, tmp_path / "evil.onnx")
     onward.prepare(str(tmp_path / "evil.onnx"), loss="cross_entropy").save(tmp_path / "training.onnx")
-    (tmp_path / "config.json").write_text(json.dumps({EVIL: EVIL, "data": EVIL}))
+    (tmp_path / "config.yaml").write_text(json.dumps({EVIL: EVIL, "data": EVIL}))
     histogram = {EVIL: {"edges": [0, 1], "counts": [1]}}
     folder = write_log(
         tmp_path,

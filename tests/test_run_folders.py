@@ -57,11 +57,11 @@ CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"columns": ["x"]}, "`columns` is"),
     ({"last": "some"}, "`last` is `'some'`, but must be `keep`, `drop` or `pad`"),
     ({"seed": -3}, "`seed` is -3"),
-    ({"metrics": [1]}, "`metrics` is `[1]`, but must be a list of texts"),
+    ({"metrics": [1]}, "`metrics` is `[1]`, but must be a text or a list of texts"),
     ({"save_every": float("nan")}, "`save_every` is nan"),
     ({"threads": 10**20}, "`threads` is 1000"),
     ({"validation": 2.0}, "`validation` is 2"),
-    ({"engine": None, "shuffle": 0}, "`shuffle` is `0`, but must be `True` or `False`; `engine` is `None`"),
+    ({"engine": 7, "shuffle": 0}, "`shuffle` is `0`, but must be `True` or `False`; `engine` is `7`"),
 ]
 
 
@@ -69,23 +69,23 @@ CONFIGS: list[tuple[dict[str, Any], str]] = [
 def test_a_configuration_that_cannot_be(change: dict[str, Any], problem: str, made: Path, tmp_path: Path) -> None:
     run = Run(shutil.copytree(made / "run", tmp_path / "run"))
     run.configure({**run.config, **change})
-    with pytest.raises(DataError, match=re.escape(f"`{run.path / 'config.json'}` cannot be used: ")) as error:
+    with pytest.raises(DataError, match=re.escape(f"`{run.path / 'config.yaml'}` cannot be used: ")) as error:
         resume(run, epochs=2)
     assert problem in str(error.value) and error.value.hint
 
 
 def test_a_configuration_that_lacks_something(made: Path, tmp_path: Path) -> None:
     run = Run(shutil.copytree(made / "run", tmp_path / "run"))
-    run.configure({name: value for name, value in run.config.items() if name != "model"})
+    run.configure({name: value for name, value in run.config.items() if name != "batch_size"})
     code, err = said("train", "--resume", str(run.path), "-o", str(tmp_path / "out.onnx"))
-    assert code == 1 and "its configuration differs in `model`" in err
+    assert code == 1 and "the configuration of this run lacks `batch_size`" in err
 
 
 @pytest.mark.parametrize("text", ["", "[]", "nothing", "[" * 100_000, '{"epochs": ' + "9" * 5000 + "}"])
 def test_a_configuration_that_is_none(text: str, made: Path, tmp_path: Path) -> None:
     run = Run(shutil.copytree(made / "run", tmp_path / "run"))
-    (run.path / "config.json").write_text(text)
-    with pytest.raises(DataError, match=r"config\.json` is"):
+    (run.path / "config.yaml").write_text(text)
+    with pytest.raises(DataError, match=r"config\.yaml` (is|holds)"):
         resume(run)
 
 
@@ -171,9 +171,9 @@ def test_a_folder_that_was_there_stays(folder: Path) -> None:
 
 def test_what_a_kill_at_the_start_leaves_behind_is_removed(folder: Path) -> None:
     """By the next start in the folder, and by a run that goes on; files of others stay."""
-    left = [".original.onnx.0a1b2c3d.tmp", ".config.json.0a1b2c3d.tmp", "original.3.data", "training.7.safetensors"]
+    left = [".original.onnx.0a1b2c3d.tmp", ".config.yaml.0a1b2c3d.tmp", "original.3.data", "training.7.safetensors"]
     Path("run").mkdir()
-    for name in (*left, "config.json"):
+    for name in (*left, "config.yaml"):
         Path("run", name).write_bytes(b"half of it")
     run = train("digits.onnx", "digits.npz", run="run", **SETTINGS)
     assert not [name for name in left if (run.path / name).exists()]

@@ -41,7 +41,7 @@ def test_a_run_makes_a_better_model(folder: Path) -> None:
     assert [e["step"] for e in steps] == list(range(1, 8 * 13 + 1)) and steps[-1]["samples"] == 8 * 400
     assert run.progress["epoch"] == 8 and run.log[-1]["reason"] == "finished"
     assert sorted(p.name for p in run.path.iterdir()) == [
-        ".lock", "best.onnx", "config.json", "last.onnx", "log.jsonl", "original.onnx", "training.onnx",
+        ".lock", "best.onnx", "config.yaml", "last.onnx", "log.jsonl", "original.onnx", "training.onnx",
     ]  # fmt: skip
 
 

@@ -6,6 +6,7 @@ numpy become Python's on the way, and a name where a list of names is wanted bec
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -71,14 +72,14 @@ def checked(
     def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
         @functools.wraps(function)
         def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-            bound = _bind(function, args, kwargs, rest)
+            bound = bind(function.__name__, _signature(function), args, kwargs, rest)
             hints = _hints(function) if types else {}
             for name, value in bound.arguments.items():
                 if name in hints and bound.signature.parameters[name].kind is not inspect.Parameter.VAR_KEYWORD:
                     bound.arguments[name] = fitting(f"`{name}`", value, hints[name])
             return function(*bound.args, **bound.kwargs)
 
-        call.__dict__["rest"] = rest
+        call.__dict__["is_checked"] = True
         return call
 
     return decorate
@@ -86,7 +87,7 @@ def checked(
 
 def fitting(what: str, value: Any, hint: Any) -> Any:
     """The value as a type wants it, or an error that says what is wanted."""
-    kinds = sorted(_kinds(hint), key=lambda kind: get_origin(kind[0]) in (Sequence, Iterable))  # a text stays one
+    kinds = sorted(kinds_of(hint), key=lambda kind: get_origin(kind[0]) in (Sequence, Iterable))  # a text stays one
     for kind, within in kinds:
         found = _as(value, kind)
         if found is _MISSING:
@@ -98,6 +99,16 @@ def fitting(what: str, value: Any, hint: Any) -> Any:
     raise ArgumentError(f"{what} is {_show(value)}, but must be {wanted}", hint=_way_out(value, kinds))
 
 
+def from_text(text: str, hint: Any) -> Any:
+    """What a text that was typed stands for, where it may be a number: that number; else the text itself."""
+    kinds = [kind for kind, _ in kinds_of(hint)]
+    for kind in (int, float):
+        with contextlib.suppress(ValueError):
+            if kind in kinds:
+                return kind(text)
+    return text
+
+
 # ---- names -----------------------------------------------------------------------------------------------------------
 
 
@@ -106,25 +117,20 @@ def _signature(function: Callable[..., Any]) -> inspect.Signature:
     return inspect.signature(function)
 
 
-def _bind(function: Callable[..., Any], args: Any, kwargs: Any, rest: Callable[..., Any] | None) -> Any:
-    known = list(_names(function, rest))
-    unknown = [name for name in kwargs if name not in known]
+def bind(
+    name: str, signature: inspect.Signature, args: Any, kwargs: Any, rest: Callable[..., Any] | None = None
+) -> inspect.BoundArguments:
+    """The arguments of a call by name, or an error that says which is unknown, missing, or there twice."""
+    signatures = [signature, *([_signature(rest)] if rest is not None else [])]
+    known = [each for one in signatures for each, p in one.parameters.items() if p.kind is not p.VAR_KEYWORD]
+    unknown = [each for each in kwargs if each not in known]
     if unknown:
         hint = near(unknown[0], known) or f"it has {', '.join(known)}"
-        raise ArgumentError(f"`{function.__name__}` has no argument `{unknown[0]}`", hint=hint)
-    signature = _signature(function)
+        raise ArgumentError(f"`{name}` has no argument `{unknown[0]}`", hint=hint)
     try:
         return signature.bind(*args, **kwargs)
     except TypeError:
-        raise _misfit(function.__name__, signature, args, kwargs) from None
-
-
-def _names(function: Callable[..., Any], rest: Callable[..., Any] | None) -> Iterator[str]:
-    for name, parameter in _signature(function).parameters.items():
-        if parameter.kind is not inspect.Parameter.VAR_KEYWORD:
-            yield name
-    if rest is not None:
-        yield from (name for name in _names(rest, getattr(rest, "rest", None)))
+        raise _misfit(name, signature, args, kwargs) from None
 
 
 def _misfit(name: str, signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ArgumentError:
@@ -150,16 +156,16 @@ def _hints(function: Callable[..., Any]) -> dict[str, Any]:
     return get_type_hints(function, include_extras=True)
 
 
-def _kinds(hint: Any, within: Range | None = None) -> Iterator[tuple[Any, Range | None]]:
+def kinds_of(hint: Any, within: Range | None = None) -> Iterator[tuple[Any, Range | None]]:
     """What a hint allows, one by one, with the range of numbers."""
     if hint in OPENED:
         yield Any, None
     elif get_origin(hint) is Annotated:
         inner, *notes = get_args(hint)
-        yield from _kinds(inner, next((note for note in notes if isinstance(note, Range)), within))
+        yield from kinds_of(inner, next((note for note in notes if isinstance(note, Range)), within))
     elif get_origin(hint) in (Union, UnionType):
         for option in get_args(hint):
-            yield from _kinds(option, within)
+            yield from kinds_of(option, within)
     else:
         yield hint, within
 
@@ -207,7 +213,7 @@ def _as_mapping(value: Any, key: Any = Any, item: Any = Any) -> Any:
 
 
 def _fit(value: Any, hint: Any) -> Any:
-    return next((found for kind, _ in _kinds(hint) if (found := _as(value, kind)) is not _MISSING), _MISSING)
+    return next((found for kind, _ in kinds_of(hint) if (found := _as(value, kind)) is not _MISSING), _MISSING)
 
 
 # ---- words -----------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 
@@ -35,6 +36,7 @@ def _run(folder: Path) -> None:
         quiet=True,
         threads=1,
     )
+    (folder / "run" / "config.yaml").write_text(json.dumps(Run(folder / "run").config))  # which is YAML, too
 
 
 def changed_progress(rng: random.Random, data: bytes) -> bytes:
@@ -57,7 +59,7 @@ KINDS = {
     "runs": Kind(
         _run,
         {
-            "run/config.json": (*JSON, *(changed_json,) * 12),
+            "run/config.yaml": (*JSON, *(changed_json,) * 12),
             "run/training.onnx": (*PROTOBUF, *(changed_progress,) * 24),
             "run/log.jsonl": (changed_lines, changed_lines, *BYTES),
             "run/.lock": BYTES,

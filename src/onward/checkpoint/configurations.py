@@ -1,43 +1,12 @@
-"""Configurations as plain data: YAML, and the objects of OmegaConf that pickles hold."""
+"""Configurations that pickles hold as objects of OmegaConf, as plain data."""
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping
 from typing import Any
 
 from onward.checkpoint.pytorch.objects import Object
-from onward.errors import InvalidModelError, UnsupportedError, first_line
-
-_LARGEST = 16 << 20
-
-
-def read_yaml(data: bytes, of: str) -> dict[str, Any]:
-    """A mapping in YAML: no tags, which name classes, and no references, of which a few lines make an endless tree."""
-    if len(data) > _LARGEST:
-        raise InvalidModelError(f"`{of}` is larger than any configuration")
-    yaml = _yaml()
-    try:
-        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(data, Loader=yaml.SafeLoader)):
-            raise InvalidModelError(f"`{of}` refers to parts of itself")
-        found = yaml.load(data, Loader=yaml.SafeLoader)
-    except (yaml.YAMLError, RecursionError, UnicodeDecodeError) as error:
-        raise InvalidModelError(f"`{of}` is not a configuration in YAML: {first_line(error)}") from error
-    if not isinstance(found, dict):
-        raise InvalidModelError(f"`{of}` holds no mapping")
-    return found
-
-
-def write_yaml(tree: Mapping[str, Any]) -> bytes:
-    return bytes(_yaml().safe_dump(dict(tree), sort_keys=False).encode())
-
-
-def _yaml() -> Any:
-    try:
-        return importlib.import_module("yaml")
-    except ImportError as error:
-        missing = "the configuration is YAML, for which PyYAML is missing"
-        raise UnsupportedError(missing, hint="pip install pyyaml") from error
+from onward.errors import InvalidModelError
 
 
 def plain(tree: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from onward.cli import options, recipes
+from onward.cli import options
 from onward.cli.app import BUILD, Misuse, command
 from onward.cli.console import print_fields, print_json, remark
 from onward.cli.files import Where, refuse_to_overwrite, target, working, writing
@@ -101,9 +101,9 @@ def convert(
     if not source.exists():
         raise _missing(source)
     given = {
-        "loss": recipes.one_or_all(loss),
+        "loss": _one_or_all(loss),
         "optimizer": optimizer,
-        "schedule": recipes.one_or_all(schedule),
+        "schedule": _one_or_all(schedule),
         "names": names_in(names) if names is not None else None,
         "module": module,
     }
@@ -126,6 +126,10 @@ def convert(
         written = [_refilled(source, output, like, data, force)]
     if as_json and not dry_run:
         print_json([str(path) for path in written])
+
+
+def _one_or_all(given: list[str] | None) -> str | list[str] | None:
+    return given[0] if given and len(given) == 1 else given or None
 
 
 def _missing(source: Path) -> InvalidModelError:

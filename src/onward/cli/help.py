@@ -52,8 +52,8 @@ def usage_of(command: Any, parameters: list[Any]) -> str:
 
 def _flags(option: Any) -> str:
     names = sorted(option.opts, key=len)
-    if option.secondary_opts:
-        names = ["/".join((*names, *option.secondary_opts))]
+    if option.secondary_opts:  # of a switch that is off, the metavar is all that is of interest
+        names = [option.metavar or "/".join((*names, *option.secondary_opts))]
     flags = ", ".join(names) if len(names[0]) == 2 else f"    {', '.join(names)}"
     return flags if option.is_flag or not option.metavar else f"{flags} {option.metavar}"
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_origin
 
 import typer
 
+from onward.arguments import from_text, kinds_of
 from onward.cli.app import Misuse
 from onward.cli.files import Where
 from onward.errors import UnknownNameError, near_or_first
+from onward.options import Option, RunOptions, options_of
 
 if TYPE_CHECKING:
     from onward import Model as AnyModel
@@ -54,15 +58,61 @@ Names = Annotated[
     ),
 ]
 Step = Annotated[int, option("--step", "N", "Which training step, where a model has several.")]
-Recompute = Annotated[
-    list[str] | None,
-    option(
-        "--recompute",
-        "N|PATTERN",
-        "Save memory: compute nodes a second time on the way back, those whose names match (may be repeated), "
-        "or all, keeping the result of every N-th layer.",
-    ),
-]
+
+
+# ---- options that are declared once, in `onward.options` -------------------------------------------------------------
+
+
+def parameters_for(kind: type) -> list[inspect.Parameter]:
+    """The parameters of a command that stand for the options of a class; they are None unless given."""
+    return [_parameter(each) for each in options_of(kind)]
+
+
+def _parameter(one: Option) -> inspect.Parameter:
+    taken: Any = list[str] if one.repeated else _typed(one)
+    annotation = Annotated[taken | None, _shown(one)]
+    return inspect.Parameter(one.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+
+
+def _typed(one: Option) -> Any:
+    """What is made of what is typed: a number or one of a few words, where it can be nothing else."""
+    kinds = [kind for kind, _ in kinds_of(one.hint) if kind is not type(None)]
+    return kinds[0] if len(kinds) == 1 and (kinds[0] in (bool, int, float) or get_origin(kinds[0])) else str
+
+
+def _shown(one: Option) -> Any:
+    flags, metavar = " ".join(one.flags), one.metavar
+    if _typed(one) is bool:  # a file may say either, and so can who differs; help shows what is not so anyway
+        metavar = flags if one.default is False else None
+        flags = f"{flags}/--no-{flags.removeprefix('--')}"
+    return option(flags, metavar, one.sentence, one.panel)
+
+
+def select_given(kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a function that stand on the command line for options of a class."""
+    return {
+        one.name: _value(one, value) for one in options_of(kind) if (value := values[one.name]) not in (None, [], ())
+    }
+
+
+def _value(one: Option, typed: Any) -> Any:
+    if one.repeated and one.metavar and "=" in one.metavar:
+        example = re.search("`([^`]+=[^`]+)`", one.text)
+        return pairs(typed, f"{one.flags[0]} {example[1] if example else one.metavar}")
+    typed = typed if one.repeated else [typed]
+    values = [from_text(each, one.hint) if isinstance(each, str) else each for each in typed]
+    is_list = any(get_origin(kind) is Sequence for kind, _ in kinds_of(one.hint))
+    return values if len(values) > 1 or (is_list and isinstance(values[0], str)) else values[0]
+
+
+_RECOMPUTE = next(one for one in options_of(RunOptions) if one.name == "recompute")
+Recompute = Annotated[list[str] | None, _shown(_RECOMPUTE)]
+
+
+def recomputation(typed: list[str] | None) -> int | list[str] | None:
+    """What to compute again, as the library takes it: a number of layers, or patterns."""
+    return _value(_RECOMPUTE, typed) if typed else None
+
 
 # ---- what is typed ---------------------------------------------------------------------------------------------------
 
@@ -80,24 +130,6 @@ def pairs(items: Sequence[str], example: str) -> dict[str, str]:
             raise Misuse(f"`{left}` is given twice: as `{found[left]}` and as `{right}`", "give each name once")
         found[left] = right
     return found
-
-
-def specs_by_pattern(items: Sequence[str]) -> str | dict[str, str] | None:
-    """`SPEC` for all, or `PATTERN=SPEC` for some; an equals sign after the colon belongs to the options of a spec."""
-    from onward.recipe.initialize import INITIALIZERS
-    from onward.recipe.spec import split_address
-
-    found: dict[str, str] = {}
-    for item in items:
-        named, spec = split_address(item, INITIALIZERS)
-        pattern = "*" if named is None else named
-        if pattern in found:
-            raise Misuse(f"`{pattern}` is given twice", "the first pattern that matches counts; give each once")
-        found[pattern] = spec
-    everything = found.pop("*", None)  # what is for all comes last, wherever it stood
-    if not found:
-        return everything
-    return {**found, **({"*": everything} if everything else {})}
 
 
 def names_in(file: Path) -> dict[str, str] | list[str]:
@@ -133,13 +165,6 @@ def number(text: str) -> Any:
         return float(text) if text.lower() in ("inf", "-inf", "nan") else json.loads(text)
     except (ValueError, RecursionError):
         return text
-
-
-def recomputation(given: list[str] | None) -> int | list[str] | None:
-    """What to compute again, as the library takes it: a number of layers, or patterns."""
-    if given and len(given) == 1 and given[0].removeprefix("-").isdecimal():
-        return int(given[0])
-    return given or None
 
 
 def floats_matching(model: AnyModel, patterns: Sequence[str]) -> list[str]:

@@ -2,38 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+import inspect
+from collections.abc import Iterable
+from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
-from onward.cli import INTERRUPTED, options, recipes
+from onward.cli import INTERRUPTED, options
 from onward.cli.app import BUILD, Misuse, command
 from onward.cli.console import print_json, remark, say
 from onward.cli.files import Target, target, working
-from onward.cli.options import names_in, pairs, recomputation
+from onward.cli.options import names_in, option, parameters_for, select_given
+from onward.options import RecipeOptions, TrainOptions, options_of
 
 if TYPE_CHECKING:
     from onward import Model
     from onward.training.folder import Run
     from onward.training.lr_finder import Rates
 
-
-def _option(panel: str, *flags: str, metavar: str | None, help: str) -> Any:
-    return typer.Option(*flags, metavar=metavar, help=help, rich_help_panel=panel)
-
-
-def _data(*flags: str, metavar: str | None, help: str) -> Any:
-    return _option("Data", *flags, metavar=metavar, help=help)
-
-
-def _runs(*flags: str, metavar: str | None, help: str) -> Any:
-    return _option("The run", *flags, metavar=metavar, help=help)
-
-
-def _engines(*flags: str, metavar: str | None, help: str) -> Any:
-    return _option("The engine", *flags, metavar=metavar, help=help)
+_RUN = "The run"
+_RECIPE = {field.name for field in fields(RecipeOptions)} - {"seed"}
+_FROM = {"loss", "optimizer", "schedule"}
+"""Options of a recipe that say what a checkpoint does not."""
+_WHEN_RESUMING = {"data", "validation", "epochs", "engine", "device"}
 
 
 @command(
@@ -48,231 +39,91 @@ def _engines(*flags: str, metavar: str | None, help: str) -> Any:
     "onward train net.onnx --from checkpoint-500/ --data photos/ --loss ce --epochs 3",
     "onward train training.onnx --data digits.npz --reset --seed 7",
     "onward train gan.onnx --data digits.npz --noise z=normal --steps discriminator:2,generator --epochs 20",
+    "onward train --config run.yaml --epochs 10",
     "onward train --resume runs/digits-20260101-120000",
     usage="MODEL --data DATA [OPTIONS]",
+    parameters=parameters_for(TrainOptions),
 )
 def train(
-    context: typer.Context,
     model: options.OptionalModel = None,
-    data: Annotated[
-        list[str] | None,
-        _data(
-            "--data",
-            metavar="DATA",
-            help="A .npz, .csv, .parquet, .arrow or .safetensors file, a folder of images or of a data set of Hugging "
-            "Face, or `NAME=FILE.npy` for each column. May be repeated.",
+    *,
+    config: Annotated[
+        Path | None,
+        option(
+            "--config",
+            "FILE",
+            "Options from a .yaml or .toml file, such as `config.yaml` in the folder of a run. Those given here count.",
+            _RUN,
         ),
-    ] = None,
-    validation: Annotated[
-        str | None, _data("--validation", metavar="DATA", help="More data, or a share of it to keep apart: 0.1.")
-    ] = None,
-    stratify: Annotated[
-        bool | None,
-        _data(
-            "--stratify/--no-stratify",
-            metavar=None,
-            help="Whether a share for validation has its part of every class; so it is where labels are classes.",
-        ),
-    ] = None,
-    mapping: Annotated[
-        list[str] | None,
-        _data("--map", metavar="INPUT=COLUMN", help="Which column an input takes, where names do not say it."),
-    ] = None,
-    noise: Annotated[
-        list[str] | None,
-        _data(
-            "--noise", metavar="INPUT=KIND", help="An input that is no data but random: `z=normal`, `z=uniform:low=-1`."
-        ),
-    ] = None,
-    batch_size: Annotated[
-        int | None, _data("--batch-size", "-b", metavar="N", help="Samples in a batch; 32 unless given.")
-    ] = None,
-    last: Annotated[
-        Literal["keep", "drop", "pad"],
-        _data("--last", metavar="HOW", help="A last batch that is not full: keep, drop or pad."),
-    ] = "keep",
-    no_shuffle: Annotated[bool, _data("--no-shuffle", metavar=None, help="Take samples in their order.")] = False,
-    preprocess: recipes.Preprocess = None,
-    augment: recipes.Augment = None,
-    keep_preprocessing: Annotated[
-        bool,
-        _option(
-            "What happens to data",
-            "--keep-preprocessing",
-            metavar=None,
-            help="The model that comes out takes data as they are, not what the model took.",
-        ),
-    ] = False,
-    loss: recipes.Losses = None,
-    optimizer: recipes.Optimizer = "adamw",
-    lr: recipes.Rate = None,
-    schedule: recipes.Schedules = None,
-    clip_norm: recipes.ClipNorm = None,
-    clip_tensor_norm: recipes.ClipTensorNorm = None,
-    clip_value: recipes.ClipValue = None,
-    accumulate: recipes.Accumulate = 1,
-    ema: recipes.Ema = None,
-    loss_scale: recipes.LossScale = None,
-    no_master_weights: recipes.NoMasterWeights = False,
-    variance: recipes.Variance = "population",
-    teacher: recipes.Teacher = None,
-    distill: recipes.Distill = None,
-    new_head: recipes.NewHead = None,
-    lora: recipes.Lora = None,
-    trainable: recipes.Trainable = None,
-    freeze: recipes.Freeze = None,
-    group: recipes.Groups = None,
-    lr_decay: recipes.RateDecay = None,
-    init: recipes.Init = None,
-    seed: recipes.Seed = 0,
-    epochs: Annotated[
-        int | None, _runs("--epochs", "-e", metavar="N", help="Times through the data; 1 unless given.")
-    ] = None,
-    steps: Annotated[
-        str | None,
-        _runs(
-            "--steps",
-            metavar="STEPS",
-            help="Of a model with several: which run, and how often in a round: `discriminator:2,generator`.",
-        ),
-    ] = None,
-    metric: Annotated[
-        list[str] | None,
-        _runs(
-            "--metric",
-            metavar="SPEC",
-            help="Measured on validation data: `accuracy`, `top_k:k=5`, `f1` ... May be repeated.",
-        ),
-    ] = None,
-    monitor: Annotated[
-        str | None, _runs("--monitor", metavar="METRIC", help="What decides which model is the best.")
-    ] = None,
-    patience: Annotated[
-        int | None, _runs("--patience", metavar="N", help="Stop after N epochs without a better model.")
     ] = None,
     run: Annotated[
-        Path | None, _runs("--run", metavar="FOLDER", help="The folder of the run; new below runs/ unless given.")
+        Path | None, option("--run", "FOLDER", "The folder of the run; new below runs/ unless given.", _RUN)
+    ] = None,
+    resume: Annotated[
+        Path | None, option("--resume", "FOLDER", "Go on with a run, as if nothing had happened.", _RUN)
     ] = None,
     origin: Annotated[
         Path | None,
-        _runs("--from", metavar="CHECKPOINT", help="Go on from a checkpoint of another framework, which is of MODEL."),
+        option("--from", "CHECKPOINT", "Go on from a checkpoint of another framework, which is of MODEL.", _RUN),
     ] = None,
     names: options.Names = None,
-    reset: Annotated[
-        bool,
-        _runs(
-            "--reset",
-            metavar=None,
-            help="Start from the initialization of a training model, and not from its state; `--seed` draws anew.",
-        ),
-    ] = False,
-    resume: Annotated[
-        Path | None, _runs("--resume", metavar="FOLDER", help="Go on with a run, as if nothing had happened.")
-    ] = None,
-    save_every: Annotated[
-        float, _runs("--save-every", metavar="SECONDS", help="How often to save within an epoch.")
-    ] = 60.0,
-    tensorboard: Annotated[bool, _runs("--tensorboard", metavar=None, help="Write event files, too.")] = False,
-    engine: Annotated[
-        str, _engines("--engine", metavar="NAME", help="`onnxruntime`, `torch`, `jax`, `tensorflow`, `numpy`.")
-    ] = "onnxruntime",
-    device: Annotated[
-        str, _engines("--device", metavar="NAME", help="`cpu`, `cuda`, `directml` ...: what `onward engines` lists.")
-    ] = "cpu",
-    threads: Annotated[int | None, _engines("--threads", metavar="N", help="Threads of the CPU.")] = None,
-    precision: Annotated[
-        str | None,
-        _engines("--precision", metavar="TYPE", help="`bfloat16`, `float16` or `tf32`, where the engine has it."),
-    ] = None,
-    no_compile: Annotated[
-        bool, _engines("--no-compile", metavar=None, help="Run operator by operator on torch, jax and tensorflow.")
-    ] = False,
-    deterministic: Annotated[
-        bool, _engines("--deterministic", metavar=None, help="Same numbers in every run, where the engine has it.")
-    ] = False,
-    recompute: options.Recompute = None,
     find_lr: Annotated[
-        bool, _runs("--find-lr", metavar=None, help="Do not train: search for a learning rate, and print it.")
+        bool, option("--find-lr", None, "Do not train: search for a learning rate, and print it.", _RUN)
     ] = False,
-    quiet: Annotated[bool, _runs("--quiet", "-q", metavar=None, help="Show no progress.")] = False,
+    quiet: Annotated[bool, option("--quiet -q", None, "Show no progress.", _RUN)] = False,
     output: options.Output = None,
     force: options.Force = False,
     as_json: options.Json = False,
+    **given: Any,
 ) -> None:
     """Train a model on data, on stock ONNX Runtime or another engine.
 
     The model is a training model, or any model and a loss. Everything about the run is kept in a folder: Ctrl-C saves
     and stops, and `--resume` goes on. The best model is written to `-o`, its graph as it was, its weights trained.
     """
-    given = {name for name in context.params if _is_stated(context, name)}
+    asked = select_given(TrainOptions, given)
+    if "data" in asked:
+        asked["data"] = _source(given["data"])
+    quiet = quiet or as_json
     if resume is not None:
-        _refuse_with("--resume", given - _WHEN_RESUMING, "it goes on as it was started")
-        _resume(context, resume)
+        others = {"model": model, "config": config, "run": run, "from": origin, "names": names, "find-lr": find_lr}
+        useless = [*(name for name, value in others.items() if value), *(asked.keys() - _WHEN_RESUMING)]
+        _refuse(useless, "--resume", "it goes on as it was started")
+        _resume(resume, asked, output, force, quiet, as_json)
         return
-    if model is None or not data:
-        missing = "argument `MODEL`" if model is None else "option `--data`"
+    if config is not None:
+        from onward.training.config import read_settings
+
+        asked = read_settings(config) | asked
+    path = model or asked.get("model")
+    if path is None or "data" not in asked:
+        missing = "argument `MODEL`" if path is None else "option `--data`"
         raise Misuse(
             f"missing {missing}", "see `onward train --help`; to go on with a run: `onward train --resume RUN`"
         )
-    place = _place(model, output, force, origin) if output is not None else None
-    recipe = recipes.chosen(context)
-    import onward
-    from onward.training import api
-
-    if origin is not None:
-        stated = {name: recipe[name] if name in given else None for name in _FROM}
-        _refuse_with("`--from`", given & (recipes.OPTIONS | {"reset"}) - _FROM, "a checkpoint says how it goes on")
-        source, recipe = _continued(origin, model, names, stated), {}
-    else:
-        _refuse_with("a model alone", given & {"names"}, "it is for `--from CHECKPOINT`")
-        source = onward.load(str(model))
-    if origin is None and source.is_training_model:
-        _refuse_with("a model that carries its training", given & recipes.OPTIONS, "strip it first (`onward strip`)")
-        recipe = {}
-    common: dict[str, Any] = {
-        "batch_size": batch_size,
-        "columns": pairs(mapping or [], "--map image=pixels"),
-        **({"seed": seed} if "seed" in given else {}),
-        "engine": engine,
-        "device": device,
-        "threads": threads,
-        **{name: value for name, value in recipe.items() if value is not None},
-    }
+    place = _place(Path(path), output, force, origin) if output is not None else None
     if find_lr and place is not None:
         raise Misuse("`--find-lr` trains nothing, so there is nothing to write", "leave `-o` out")
+    from onward.training import api
+
+    asked["model"] = str(path)
+    if origin is not None:
+        _refuse(asked.keys() & (_RECIPE | {"reset"}) - _FROM, "`--from`", "a checkpoint says how it goes on")
+        asked["model"] = _continued(origin, Path(path), names, {name: asked.pop(name, None) for name in _FROM})
+    elif names is not None:
+        _refuse(["names"], "a model alone", "it is for `--from CHECKPOINT`")
     if find_lr:
-        _show_rate(api.find_lr(source, _source(data), **common), as_json)
-        return
-    made = api.train(
-        source,
-        _source(data),
-        epochs=1 if epochs is None else epochs,
-        validation=_validation(validation),
-        stratify=stratify,
-        keep_preprocessing=keep_preprocessing,
-        run=run,
-        shuffle=not no_shuffle,
-        last=last,
-        reset=reset,
-        metrics=metric,
-        monitor=monitor,
-        patience=patience,
-        save_every=save_every,
-        tensorboard=tensorboard,
-        recompute=recomputation(recompute),
-        compile=not no_compile,
-        precision=precision,
-        deterministic=deterministic,
-        steps=steps,
-        noise=pairs(noise or [], "--noise z=normal"),
-        quiet=quiet or as_json,
-        **common,
-    )
-    _finish(made, place, as_json)
+        taken = (inspect.signature(api.find_lr).parameters.keys() | _RECIPE) - {"steps"}
+        _show_rate(api.find_lr(**{name: value for name, value in asked.items() if name in taken}), as_json)
+    else:
+        _finish(api.train(**asked, run=run, quiet=quiet), place, as_json)
 
 
-_FROM = frozenset({"loss", "optimizer", "schedule"})
-"""Options of a recipe that say what a checkpoint does not."""
+def _refuse(useless: Iterable[str], what: str, hint: str) -> None:
+    flags = {one.name: one.flags[0] for one in options_of(TrainOptions)}
+    for name in useless:
+        flag = "a model" if name == "model" else f"`{flags.get(name, f'--{name}')}`"
+        raise Misuse(f"{flag} has no effect with {what}", hint)
 
 
 def _place(model: Path, output: Path, force: bool, origin: Path | None) -> Target:
@@ -295,47 +146,14 @@ def _continued(origin: Path, model: Path, names: Path | None, stated: dict[str, 
     return made
 
 
-_WHEN_RESUMING = {
-    "resume", "data", "validation", "epochs", "engine", "device", "output", "force", "quiet", "as_json",
-}  # fmt: skip
-
-
-def _is_stated(context: typer.Context, name: str) -> bool:
-    source = context.get_parameter_source(name)
-    return source is not None and source.name == "COMMANDLINE"
-
-
-def _if_stated(context: typer.Context, name: str) -> Any:
-    return context.params[name] if _is_stated(context, name) else None
-
-
-def _refuse_with(what: str, options: Set[str], hint: str) -> None:
-    if options:
-        name = sorted(options)[0]
-        flag = "a model" if name == "model" else f"`--{_FLAGS.get(name, name.replace('_', '-'))}`"
-        raise Misuse(f"{flag} has no effect with {what}", hint)
-
-
-_FLAGS = {"mapping": "map", "origin": "from"}
-
-
-def _resume(context: typer.Context, run: Path) -> None:
+def _resume(run: Path, asked: dict[str, Any], output: Path | None, force: bool, quiet: bool, as_json: bool) -> None:
     from onward.training.api import resume
     from onward.training.folder import Run
 
-    given = context.params
-    folder, output = Run(run), given["output"]
-    place = target(Path(folder.config["model"]), output, "trained", force=given["force"]) if output else None
-    made = resume(
-        folder,
-        _source(given["data"]) if given["data"] else None,
-        validation=_validation(given["validation"]),
-        epochs=given["epochs"],
-        engine=_if_stated(context, "engine"),
-        device=_if_stated(context, "device"),
-        quiet=given["quiet"] or given["as_json"],
-    )
-    _finish(made, place, given["as_json"])
+    folder, place = Run(run), None
+    if output is not None:
+        place = target(Path(folder.config.get("model", "model.onnx")), output, "trained", force=force)
+    _finish(resume(folder, **asked, quiet=quiet), place, as_json)
 
 
 def _finish(run: Run, place: Target | None, as_json: bool) -> None:
@@ -369,17 +187,3 @@ def _show_rate(found: Rates, as_json: bool) -> None:
 def _source(data: list[str]) -> str | list[str]:
     """One file, or several; with a name for each, they are columns."""
     return data[0] if len(data) == 1 and "=" not in Path(data[0]).name else data
-
-
-def _validation(given: str | None) -> Any:
-    if given is None:
-        return None
-    try:
-        share = float(given.removesuffix("%"))
-    except ValueError:
-        return given
-    if given.endswith("%"):
-        raise Misuse(f"`--validation {given}` is no share of the data", f"write `--validation {share / 100:g}`")
-    if not 0 < share < 1:
-        raise Misuse(f"`--validation {given}` is no share of the data", "give a number between 0 and 1, or more data")
-    return share

@@ -25,8 +25,8 @@ from onward.inspect.summary_fields import LossTerm, Training
 from onward.model import Model, Step
 from onward.model.core import string
 from onward.model.state import STEP, states
+from onward.options import Variance
 from onward.recipe import prepare
-from onward.recipe.forward import Variance
 from onward.recipe.objective import terms
 from onward.recipe.optimizers import FunctionOptimizer, optimizer
 from onward.recipe.optimizers.clip import scale_to_norm_optax

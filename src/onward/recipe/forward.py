@@ -7,7 +7,6 @@ of these nodes in training mode, and of everything behind them on the way to the
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from typing import Literal
 
 import numpy as np
 import onnx_ir as ir
@@ -17,12 +16,11 @@ from onward.errors import UnsupportedError
 from onward.model import Model
 from onward.model.core import values
 from onward.model.walk import ancestors, read_by
+from onward.options import Variance
 from onward.recipe import random
 from onward.recipe.assembly import Assembly, moving_average
 from onward.recipe.trainable import Choice
 from onward.standard import is_standard
-
-Variance = Literal["population", "sample"]
 
 SWITCHED = {"Dropout", "BatchNormalization"}
 """Operators that compute something else in training than in inference."""

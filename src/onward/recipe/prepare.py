@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, get_type_hints
+from typing import Any, cast, get_type_hints
 
 import onnx_ir as ir
 
-from onward.arguments import Count, Range, Seed, checked, fitting
+from onward.arguments import fitting
 from onward.build import Builder, Expr
 from onward.errors import RecipeError, warn
 from onward.model import TRAINING_DOMAIN, Model, Source, load
@@ -17,19 +17,19 @@ from onward.model.gradient_names import tie, untie
 from onward.model.serde import stamp
 from onward.model.signature import sound
 from onward.model.walk import ancestors
+from onward.options import StepOptions, taking
 from onward.recipe import lora, objective, preprocessing
 from onward.recipe.assembly import Assembly
 from onward.recipe.constants import in_bodies, lift, separate_merged
 from onward.recipe.distill import Distillation
-from onward.recipe.forward import Variance, bind_statistics, functions_to_inline, training_forward
+from onward.recipe.forward import bind_statistics, functions_to_inline, training_forward
 from onward.recipe.head import replace_head
 from onward.recipe.layer_depth import divide_by_depth
 from onward.recipe.linear import open_linear
 from onward.recipe.optimizers.graph_optimizer import FunctionOptimizer
 from onward.recipe.optimizers.groups import Group, groups, opset_of, patterns
 from onward.recipe.optimizers.selection import given_optimizer, with_rate
-from onward.recipe.ranges import DECAY_RATE, POSITIVE
-from onward.recipe.reset import bind_initial_value, check_patterns
+from onward.recipe.reset import bind_initial_value, by_pattern, check_patterns
 from onward.recipe.roles import roles
 from onward.recipe.spec import Spec, arguments
 from onward.recipe.suitability import unsuitable
@@ -41,37 +41,16 @@ from onward.transform.opset import convert_opset, of_one_opset
 
 
 @dataclasses.dataclass(frozen=True)
-class Recipe:
-    """What turns an inference model into a training model."""
-
-    loss: Any
-    optimizer: Any = "adamw"
-    schedule: Any = None
-    trainable: Sequence[str] | str | None = None
-    freeze: Sequence[str] | str | None = ()
-    groups: Sequence[str | Mapping[str, Any]] = ()
-    lr_decay: Annotated[float, Range(above=0, most=1)] | None = None
-    clip: str | Annotated[float, Range(finite=False)] | Mapping[str, Any] | None = None
-    accumulate: Count = 1
-    ema: Annotated[float, DECAY_RATE] | None = None
-    loss_scale: Annotated[float, POSITIVE] | str | None = None
-    master_weights: bool | None = None
-    init: str | Mapping[str, Any] = "file"
-    variance: Variance = "population"
-    seed: Seed = 0
-    append: bool = False
-    name: str | None = None
-    times: Count = 1
-    new_head: str | Mapping[str, Any] | int | None = None
-    lora: str | Mapping[str, Any] | int | None = None
-    teacher: Any = None
-    distill: Any = None
-    preprocess: Any = None
-    augment: Any = None
+class Recipe(StepOptions):
+    """What turns an inference model into a training model. `onward.prepare` says what the fields are."""
 
     def __post_init__(self) -> None:
         for name, hint in get_type_hints(Recipe, include_extras=True).items():
             object.__setattr__(self, name, fitting(f"`{name}`", getattr(self, name), hint))
+        object.__setattr__(self, "init", by_pattern(self.init))
+        if self.lr is not None:
+            object.__setattr__(self, "optimizer", with_rate(self.optimizer, self.lr))
+            object.__setattr__(self, "lr", None)
 
     def apply(self, model: Model) -> Model:
         """The training model; `model` itself stays as it is."""
@@ -115,9 +94,10 @@ class Recipe:
             loss = teaching.add(assembly, loss, students, trained, _inputs_in_training(model, entries, trained))
         assert loss is not None
         loss = assembly.metric("loss", loss)
-        check_patterns(self.init, selection.parameters)
+        init = cast(str | Mapping[str, Any], self.init)
+        check_patterns(init, selection.parameters)
         for value in selection.parameters:
-            bind_initial_value(assembly, value, self.init)
+            bind_initial_value(assembly, value, init)
         self._train(assembly, selection, loss, groups(selection.parameters, optimizer, self.groups, found))
         for value in bind_statistics(assembly, trained):
             bind_initial_value(assembly, value, "file")
@@ -173,38 +153,15 @@ class Recipe:
         return {name: _plain(value) for name, value in changed.items() if name not in ("append", "name", "times")}
 
 
-@checked(rest=Recipe)
-def prepare(model: Source, *, loss: Any, lr: float | None = None, **recipe: Any) -> Model:
-    """Make a training model: the same inference graph, and a step that improves it.
+@dataclasses.dataclass(frozen=True)
+class _Arguments(StepOptions):
+    model: Source
 
-    - `loss`: a name with options (`"cross_entropy:label_smoothing=0.1"`), a mapping or list of several
-      (`"aux=mse:scale=0.3"`; with `constant=1`, an output is compared with that number and not with data), an ONNX
-      model or function, or `"value:NAME"` for a loss that the model computes itself
-    - `optimizer`: such as `"adamw:lr=1e-3,weight_decay=0.01"`, or an ONNX model or function, which can be given a rate
-      (`{"function": update, "lr": 1e-3}`); `groups` gives some parameters their own settings
-    - `lr`: the learning rate, where the optimizer does not say it
-    - `lr_decay`: such as 0.8: each block of the network gets so much of the learning rate of the block after it
-    - `schedule`: such as `"cosine:steps=1000,warmup=50"`, or a list of schedules with `until`
-    - `trainable`, `freeze`: patterns of parameter names, or `biases`, `norms`, `head`
-    - `clip`: `"norm:1"`, `"value:0.5"` or `"tensor_norm:1"`; a number means the global norm
-    - `accumulate`: number of batches whose gradients make one update
-    - `ema`: decay of an exponential moving average of the parameters
-    - `loss_scale`: a number, or `"dynamic"`, such as `"dynamic:growth_interval=1000"`, for float16
-    - `init`: what parameters are reset to: `"file"`, an initialiser such as `"kaiming_normal"`, or a mapping by pattern
-    - `variance`: `"population"` (ONNX) or `"sample"` (PyTorch) running variance of BatchNormalization
-    - `append`: adds a step to a training model; `name` is what a step is called, and `times` how often it runs while
-      the others run once, such as the discriminator of a GAN
-    - `seed`: for initial values and random numbers during training
-    - `new_head`, `lora`: what is changed before, such as `"classes=5"` for `replace_head` and
-      `"rank=8,targets=*attn*"` for `onward.lora.add`
-    - `teacher`: a model to learn from, beside the loss or (`loss=None`) alone; `distill` says how, such as
-      `"kl:temperature=4,weight=0.5"`
-    - `preprocess`: what happens to data before the model, such as `"resize:size=32 scale channels_first"`, or a model;
-      `augment`: what happens to them in training alone, such as `"flip crop:padding=4"`
-    """
-    if lr is not None:
-        recipe["optimizer"] = with_rate(recipe.get("optimizer", Recipe.optimizer), lr)
-    return Recipe(loss=loss, **recipe).apply(sound(load(model)))
+
+@taking(_Arguments)
+def prepare(model: Source, **recipe: Any) -> Model:
+    """Make a training model: the same inference graph, and a step that improves it."""
+    return Recipe(**recipe).apply(sound(load(model)))
 
 
 def _at_common_opset(model: Model, least: int) -> Model:

@@ -9,16 +9,33 @@ import numpy as np
 import onnx_ir as ir
 
 from onward.build import Builder, Expr
-from onward.errors import UnknownNameError, near_or_first
+from onward.errors import RecipeError, UnknownNameError, near_or_first
 from onward.model.state import without_tags
 from onward.recipe import random
 from onward.recipe.assembly import Assembly, register
-from onward.recipe.initialize import initializer
-from onward.recipe.spec import Spec, parse
+from onward.recipe.initialize import INITIALIZERS, initializer
+from onward.recipe.spec import Spec, parse, split_address
 from onward.recipe.trainable import matching
 from onward.standard import COMMON_OPSET, IR_VERSION
 
 _FILE = "file"
+
+
+def by_pattern(init: str | Sequence[str] | Mapping[str, Any]) -> str | Mapping[str, Any]:
+    """An initialiser for all, or those for some by pattern, where they are given as `SPEC` and `PATTERN=SPEC`."""
+    if isinstance(init, Mapping):
+        return init
+    found: dict[str, str] = {}
+    for text in [init] if isinstance(init, str) else init:
+        pattern, spec = split_address(text, INITIALIZERS)
+        pattern = "*" if pattern is None else pattern
+        if pattern in found:
+            raise RecipeError(
+                f"`{pattern}` is given twice", hint="the first pattern that matches counts; give each once"
+            )
+        found[pattern] = spec
+    everything = found.pop("*", _FILE)  # what is for all comes last, wherever it stood
+    return {**found, "*": everything} if found else everything
 
 
 def check_patterns(init: str | Mapping[str, Any], parameters: Sequence[ir.Value]) -> None:

@@ -6,21 +6,22 @@ import contextlib
 import dataclasses
 import itertools
 import os
+import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-from onward.arguments import Count, Range, Seed, Threads, checked
-from onward.differentiate.recompute import Choice
+from onward.arguments import Range, checked
 from onward.engines.initialization import started_over, state_left_as_stored, with_seed
-from onward.errors import DataError, RecipeError, listed
+from onward.errors import ArgumentError, DataError, RecipeError, listed
 from onward.model import Model, Source, load
-from onward.recipe import prepare, replace_head
+from onward.options import TrainOptions, taking
+from onward.recipe import replace_head
 from onward.recipe.preprocessing import with_preprocessing
 from onward.recipe.spec import arguments
 from onward.training.callbacks import Callback
-from onward.training.config import Config, Last
+from onward.training.config import Config, read_settings, refuse_placeholders, select_recipe
 from onward.training.data import in_parts
 from onward.training.evaluation import Measures
 from onward.training.feed import feeds
@@ -34,121 +35,75 @@ from onward.training.preparation import prepared
 __all__ = ["find_lr", "resume", "train"]
 
 
-@checked(rest=prepare)
+@dataclasses.dataclass(frozen=True)
+class _Arguments(TrainOptions):
+    model: Source = None  # type: ignore[assignment]  # then a configuration has it
+    _: dataclasses.KW_ONLY
+    config: str | os.PathLike[str] | None = None
+    run: str | os.PathLike[str] | None = None
+    callbacks: Sequence[Callback] = ()
+    quiet: bool = False
+
+
+@taking(_Arguments)
 def train(
-    model: Source,
-    data: Any,
-    *,
-    epochs: Annotated[int, Range(least=0)] = 1,
-    batch_size: Count | None = None,
-    validation: Any = None,
+    config: str | os.PathLike[str] | None = None,
     run: str | os.PathLike[str] | None = None,
-    columns: Mapping[str, str | Sequence[str]] | None = None,
-    shuffle: bool = True,
-    last: Last = "keep",
-    reset: bool = False,
-    seed: Seed | None = None,
-    metrics: Sequence[str] | str | None = None,
-    monitor: str | None = None,
-    patience: Count | None = None,
-    stratify: bool | None = None,
-    keep_preprocessing: bool = False,
-    save_every: Annotated[float, Range(least=0)] = 60.0,
-    tensorboard: bool = False,
-    statistics: bool = True,
-    engine: str = "onnxruntime",
-    device: str = "cpu",
-    threads: Threads | None = None,
-    recompute: Choice = None,
-    compile: bool = True,
-    precision: str | None = None,
-    deterministic: bool = False,
-    steps: str | Mapping[str, Count] | None = None,
-    noise: Mapping[str, str] | None = None,
     callbacks: Sequence[Callback] = (),
     quiet: bool = False,
-    **recipe: Any,
+    **given: Any,
 ) -> Run:
     """Train a model on data. What comes back is a folder with everything: `run.best` is the model to use.
 
-    - `model`: a training model, or any model and a recipe: `loss=...`, `optimizer=...` as in `onward.prepare`
-    - `data`: a path (.npz, .csv, .parquet, a folder of images ...), arrays by name, or anything that gives batches
-    - `batch_size`: 32 unless given; a model for one size of batch is made to take any, where that is possible
-    - `validation`: more data, or a share of it that is kept apart, such as 0.1
-    - `run`: the folder; a new one below `runs/` if it is not given
-    - `stratify`: whether a share has its part of every class; where labels are classes, unless they are costly to read
-    - `preprocess`, `augment`: what happens to data first, as in `onward.prepare`; what comes out takes what the model
-      took, or with `keep_preprocessing` data as they are
-    - `columns`: input of the model -> column of the data, where names and shapes do not say it
-    - `last`: what happens to a last batch that is not full: `"keep"`, `"drop"` or `"pad"`
-    - `reset`: start from the initialization of a training model, as `onward.reset` does, and not from its state
-    - `seed`: for the order of samples, a recipe and a reset; 0 unless given, but for a reset what the model has
-    - `metrics`: measured on the validation data, such as `"accuracy"`; by default what suits the loss
-    - `monitor`: the metric that decides which model is the best, which is measured, too; `patience`: epochs to wait for
-      a better one
-    - `steps`: of a model with several, which run and how often in a round, such as `"discriminator:2,generator"`;
-      unless given, all, as the file says. `noise`: inputs that are random numbers, such as `{"z": "normal"}`
-    - `save_every`: seconds after which the state is saved, also within an epoch
-    - `statistics`: whether norms of gradients and histograms of weights are logged, which the report shows
-    - `callbacks`: what is told how it goes, and may stop it: see `onward.Callback`
-    - `recompute`: saves memory, as in `onward.gradient`
-    - `engine`, `device`: what runs it, and where; `compile`, `precision` (`"bfloat16"` ...) and `deterministic` are for
-      engines that have them: see `onward.engines.start`
-
     Ctrl-C finishes the step, saves and returns; `onward.resume` goes on as if nothing had happened.
+
+    - `model`: a training model, or any model and a recipe: `loss=...`, `optimizer=...` as in `onward.prepare`
+    - `config`: a .yaml or .toml file with any of the arguments, such as `config.yaml` of another run; those that are
+      given beside it count
+    - `run`: the folder; a new one below `runs/` if it is not given
+    - `callbacks`: what is told how it goes, and may stop it: see `onward.Callback`
+    - `quiet`: show no progress
     """
-    original = load(model)
-    data, validation, notes = in_parts(data, validation)
-    _check(patience, validation)
+    asked = {**(read_settings(config) if config is not None else {}), **given}
+    refuse_placeholders(asked)
+    if missing := [name for name in ("model", "data") if asked.get(name) is None]:
+        raise ArgumentError(f"`train` needs `{missing[0]}`", hint="`help(onward.train)` says what that is")
+    recipe = select_recipe(asked)
+    wanted = Config(**{name: value for name, value in asked.items() if name not in recipe and value is not None})
+    original = load(wanted.model)
+    data, validation, notes = in_parts(wanted.data, wanted.validation)
+    _check(wanted.patience, validation)
     if run is not None:
         Run(run).refuse_if_in_use()
-    made = prepared(original, data, columns or {}, batch_size, recipe, seed or 0)
+    seed = wanted.seed or 0
+    made = prepared(original, data, wanted.columns, asked.get("batch_size"), recipe, seed)
     training = made.model
-    if reset:
-        training = started_over(training if seed is None else with_seed(training, seed))
+    if wanted.reset:
+        training = started_over(training if wanted.seed is None else with_seed(training, seed))
         made.notes.append(_reset_note(training))
     if "new_head" in recipe:  # then what is trained is not what was given
-        head = arguments(replace_head, recipe["new_head"])
-        original = replace_head(original, **{"seed": seed or 0, **head})
-    if keep_preprocessing:
+        head = arguments(replace_head, recipe["new_head"], "new_head")
+        original = replace_head(original, **{"seed": seed, **head})
+    if wanted.keep_preprocessing:
         if made.preprocess is None:
             raise RecipeError("there is no preprocessing to keep", hint="give some: `preprocess=...`")
         original = with_preprocessing(original, made.preprocess)
-    config = Config(
-        model=str(original.path or "model.onnx"),
+    settled = dataclasses.replace(
+        wanted,
         data=data,
-        epochs=epochs,
-        batch_size=made.batch_size,
         validation=validation,
-        columns=dict(columns or {}),
-        shuffle=shuffle,
-        last=last,
-        seed=seed or 0,
-        metrics=_metrics(training, metrics, monitor),
-        monitor=monitor,
-        patience=patience,
-        save_every=save_every,
-        tensorboard=tensorboard,
-        statistics=statistics,
-        engine=engine,
-        device=device,
-        threads=threads,
-        recompute=recompute,
-        compile=compile,
-        precision=precision,
-        deterministic=deterministic,
-        stratify=stratify,
-        reset=reset,
-        steps=steps,
-        noise=dict(noise or {}),
+        batch_size=made.batch_size,
+        metrics=_metrics(training, asked.get("metrics"), wanted.monitor),
+        seed=wanted.seed if wanted.reset else seed,
+        recipe=recipe,
     )
-    measures = _measures(training, config)
+    measures = _measures(training, settled)
     folder, at = Run(run) if run is not None else _new_folder(original), Place()
-    with folder.started(original, training, config.to_json(), at), config.start_engine(training) as loaded:
-        feed = feeds(loaded, config, made.data)
-        config = dataclasses.replace(config, classes=list(feed.classes) if feed.classes else None)
-        folder.configure(config.to_json())
-        Loop(folder, loaded, config, feed, measures, at)([*notes, *made.notes, *feed.notes], callbacks, quiet)
+    with folder.started(original, training, settled.to_json(), at), settled.start_engine(training) as loaded:
+        feed = feeds(loaded, settled, made.data)
+        settled = dataclasses.replace(settled, classes=list(feed.classes) if feed.classes else None)
+        folder.configure(settled.to_json())
+        Loop(folder, loaded, settled, feed, measures, at)([*notes, *made.notes, *feed.notes], callbacks, quiet)
     return folder
 
 
@@ -174,7 +129,7 @@ def resume(
         data, own, _ = in_parts(data, validation)
         if isinstance(folder.config.get("validation"), str | list):  # not a share of the data, nor nothing
             validation = own
-        before = Config.from_json(folder.config, data=data, validation=validation, epochs=epochs)
+        before = Config.from_settings(folder.config, data=data, validation=validation, epochs=epochs)
         config = before.moved(engine or before.engine, device or before.device)
         place = Place.of(training)
         notes = [f"{place.epoch} of {config.epochs} epochs are done"] if place.epoch >= config.epochs else []
@@ -192,9 +147,12 @@ def resume(
 
 
 def _check(patience: int | None, validation: Any) -> None:
+    if isinstance(validation, str) and re.fullmatch(r"[\d.]+%", validation) and not os.path.exists(validation):
+        share = f"{float(validation.removesuffix('%')) / 100:g}"
+        raise DataError(f"`validation={validation}` is no share of the data", hint=f"write `validation={share}`")
     if isinstance(validation, int | float) and not 0 < validation < 1:
         raise DataError(
-            f"`validation={validation}` is no share of the data", hint="give a number between 0 and 1, or more data"
+            f"`validation={validation:g}` is no share of the data", hint="give a number between 0 and 1, or more data"
         )
     if patience is not None and validation is None:
         raise RecipeError(

@@ -1,4 +1,4 @@
-"""How a run was started, as it is kept in its folder."""
+"""How a run was started: as a file for people, which starts another like it, and is all that is needed to go on."""
 
 from __future__ import annotations
 
@@ -6,73 +6,78 @@ import dataclasses
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, get_type_hints
 
 from onward import engines
-from onward.arguments import Count, Range, Seed, Threads
-from onward.differentiate.recompute import Choice
+from onward.arguments import Range, from_text
+from onward.configuration import read_configuration, write_yaml
 from onward.engines import Engine
-from onward.errors import DataError, listed
+from onward.errors import DataError, near
 from onward.model import Model
-from onward.training.schema import Natural, checked
+from onward.options import RecipeOptions, RunOptions, TrainOptions
+from onward.recipe.spec import Spec
+from onward.training.schema import EDITED, check_values
 
-Last = Literal["keep", "drop", "pad"]
-Paths = str | Sequence[str] | Mapping[str, str]
+_Paths = str | Sequence[str] | Mapping[str, str]
 
 _SOURCES = ("data", "validation")
+_RECIPE = {field.name for field in dataclasses.fields(RecipeOptions)} - {"seed"}
 
 _OBJECT = "<object>"
-"""What stands for data that were no files."""
-
-_BEFORE: Mapping[str, Any] = {
-    "stratify": False,
-    "classes": None,
-    "compile": True,
-    "precision": None,
-    "deterministic": False,
-    "reset": False,
-    "steps": None,
-    "noise": {},
-    "statistics": True,
-}
-"""Settings that were not there once, and what they would have been."""
+"""What stands for what was given as an object of Python."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
-    """How a run was started: enough to go on with it. The types are those of what is stored."""
+class _Stored(TrainOptions):
+    """What files may hold: of some, less than what can be given in Python."""
 
-    model: str
-    data: Paths
-    batch_size: Annotated[int, Range(least=1, most=2**31 - 1)]
-    epochs: Natural = 1
-    validation: Annotated[float, Range(above=0, below=1)] | Paths | None = None
-    columns: Mapping[str, str | Sequence[str]] = dataclasses.field(default_factory=dict)
-    shuffle: bool = True
-    last: Last = "keep"
-    seed: Seed = 0
+    model: str | None = None
+    data: _Paths | None = None
+    _: dataclasses.KW_ONLY
+    validation: Annotated[float, Range(above=0, below=1)] | _Paths | None = None
+
+
+def read_settings(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The arguments of `onward.train` that a configuration file holds, checked."""
+    settings = read_configuration(path)
+    hints = {
+        field.name: get_type_hints(_Stored, include_extras=True)[field.name] for field in dataclasses.fields(_Stored)
+    }
+    if unknown := [key for key in settings if key not in hints]:
+        hint = near(unknown[0], hints) or "`onward train --help` lists the options, which are the keys"
+        raise DataError(f"`{path}` has the key `{unknown[0]}`, and there is no such option", hint=hint)
+    typed = {
+        name: from_text(value, hints[name]) if isinstance(value, str) else value for name, value in settings.items()
+    }
+    return check_values(typed, hints, f"`{path}`")
+
+
+def write_settings(settings: Mapping[str, Any]) -> str:
+    """The text of a configuration file; what was not said is left out."""
+    remark = "How this run was started. `onward train --config` starts another like it; flags say what differs."
+    return write_yaml({name: value for name, value in settings.items() if value is not None}, remark)
+
+
+def select_recipe(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of a training's arguments that is its recipe; what is None is not said."""
+    return {name: value for name, value in settings.items() if name in _RECIPE and value is not None}
+
+
+def refuse_placeholders(settings: Mapping[str, Any]) -> None:
+    """Fail where a file says that something was an object, which files cannot hold."""
+    for name, value in settings.items():
+        if isinstance(value, str) and value == _OBJECT:
+            raise DataError(f"the {name} of this run came from Python", hint=f"give it again: `{name}=...`")
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(RunOptions):
+    """How a run was started: its options as they were settled, and its recipe as it was given."""
+
+    _: dataclasses.KW_ONLY
+    batch_size: int = 1
     metrics: Sequence[str] = ()
-    monitor: str | None = None
-    patience: Count | None = None
-    save_every: Annotated[float, Range(least=0)] = 60.0
-    tensorboard: bool = False
-    statistics: bool = True
-    """Whether norms of gradients and histograms of weights are in the log."""
-    engine: str = "onnxruntime"
-    device: str = "cpu"
-    threads: Threads | None = None
-    recompute: Choice = None
-    compile: bool = True
-    precision: str | None = None
-    deterministic: bool = False
-    stratify: bool | None = None
-    steps: str | Mapping[str, Count] | None = None
-    noise: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    classes: Sequence[str] | None = None
-    """What the numbers of labels stand for."""
-    reset: bool = False
-    """Whether it started from the initialization of the model, and not from its state."""
+    recipe: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def start_engine(self, training: Model) -> Engine:
         """The engine that the run is on. What is not asked for is not mentioned: not every engine has it."""
@@ -96,28 +101,24 @@ class Config:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """What JSON can hold of it. Paths become absolute, so that the run can go on from anywhere."""
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        places = {name: _stored(fields[name]) for name in _SOURCES}
-        return {**fields, **places, "metrics": list(self.metrics)}
+        """What files can hold of it. Paths become absolute, so that the run can go on from anywhere."""
+        own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "recipe"}
+        places = {name: _stored(own[name]) for name in ("model", *_SOURCES)}
+        plain = {name: _plain(value) for name, value in {**own, **self.recipe}.items() if name not in places}
+        return {**places, **plain}
+
+    @property
+    def title(self) -> str:
+        """What the model is called that was given."""
+        path = self.model if isinstance(self.model, str | os.PathLike) else getattr(self.model, "path", None)
+        return str(path) if path and path != _OBJECT else "model.onnx"
 
     @classmethod
-    def stored(cls, file: Path) -> dict[str, Any]:
-        """What a file holds, all of it and no more, each setting as it may be."""
-        settings = {**_BEFORE, **checked(file.read_bytes(), cls, f"`{file}`")}
-        known = {field.name for field in dataclasses.fields(cls)}
-        if settings.keys() != known:
-            names = listed(sorted(settings.keys() ^ known), 5)
-            raise DataError(
-                f"`{file.parent}` was started by another version of Onward: its configuration differs in {names}",
-                hint=f"go on with that version, or start a new run from `{file.with_name('training.onnx')}`",
-            )
-        return settings
-
-    @classmethod
-    def from_json(cls, stored: Mapping[str, Any], **given: Any) -> Config:
+    def from_settings(cls, stored: Mapping[str, Any], **given: Any) -> Config:
         """What was stored, or was given anew; data that were objects must be."""
         settings = {**stored, **{name: value for name, value in given.items() if value is not None}}
+        if missing := [name for name in ("data", "batch_size") if settings.get(name) is None]:
+            raise DataError(f"the configuration of this run lacks `{missing[0]}`", hint=EDITED)
         for name in _SOURCES:
             if isinstance(settings.get(name), str) and settings[name] == _OBJECT:
                 raise DataError(
@@ -128,7 +129,23 @@ class Config:
                     f"the {name} of this run is no longer at `{gone}`",
                     hint=f"say where it is: `--{name} NEW` (`onward.resume(run, {name}=...)`)",
                 )
-        return cls(**{**settings, "metrics": tuple(settings["metrics"])})
+        own = {name: value for name, value in settings.items() if name not in _RECIPE}
+        return cls(**own, recipe=select_recipe(settings))
+
+
+def _plain(value: Any) -> Any:
+    """What of a setting a file can hold. Files that it names are named from the root on."""
+    if isinstance(value, os.PathLike) or (isinstance(value, str) and value.endswith(".onnx")):
+        return _absolute(os.fspath(value))
+    if value is None or isinstance(value, str | int | float):
+        return value
+    if isinstance(value, Spec):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {str(name): _plain(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return _OBJECT
 
 
 def _stored(source: Any) -> Any:

@@ -11,7 +11,8 @@ import onnx_ir as ir
 from onward.engines import Engine
 from onward.errors import DataError, listed
 from onward.model import Model
-from onward.training.config import Config, Last
+from onward.options import Last
+from onward.training.config import Config
 from onward.training.data import Batches, Binding, Dataset, Noise, Stream, format_for, match, open_data, split
 from onward.training.labels import Labels, check_classes, in_classes, labels_of, strata_of, too_few_classes
 from onward.training.raw_inputs import single_pictures
@@ -41,7 +42,7 @@ class _Part:
 def feeds(engine: Engine, config: Config, opened: Dataset | Stream | None = None) -> Feed:
     """Open the data of a run, unless they are `opened`, and match them with the model."""
     labels = labels_of(engine.model)
-    noise = Noise(config.noise, engine.of_a_batch, config.seed)
+    noise = Noise(config.noise, engine.of_a_batch, config.seed or 0)
     inputs = {name: value for name, value in engine.of_a_batch.items() if name not in config.noise}
     part, held_out = _parts(engine.model, inputs, config, opened, labels)
     notes = dict.fromkeys(binding.note for binding in part.way.values() if binding.note)
@@ -55,7 +56,7 @@ def feeds(engine: Engine, config: Config, opened: Dataset | Stream | None = None
             of.way,
             size=config.batch_size,
             shuffle=shuffle,
-            seed=config.seed,
+            seed=config.seed or 0,
             last=last,
             classes={labels.name: labels.count} if labels is not None else None,
             ignore=labels.ignored if labels is not None else None,
@@ -102,14 +103,13 @@ def _parts(
     data = open_data(config.data, images=images) if opened is None else opened
     way = match(data.columns, inputs, config.columns)
     if labels is not None:
-        if config.classes is not None:  # a run that is resumed
-            origin = "the data that the run was started with"
-            data = in_classes(data, way[labels.name], tuple(config.classes), origin)
+        if config.classes is not None:  # as they were when the run was started, for example
+            data = in_classes(data, way[labels.name], tuple(config.classes), "the configuration of the run")
             way = match(data.columns, inputs, config.columns)
         check_classes(way[labels.name].classes, labels)
     if isinstance(config.validation, float):
         strata = strata_of(data, way, labels, config.stratify)
-        rest, share = split(data, config.validation, config.seed, strata)
+        rest, share = split(data, config.validation, config.seed or 0, strata)
         return _Part(rest, way), _Part(share, way)
     if config.validation is None:
         return _Part(data, way), None

@@ -6,7 +6,7 @@
 | `best.onnx`, `last.onnx` | inference models |
 | `original.onnx` | the model as it was given: trained weights go back into it |
 | `original.data` | beside a model that has its tensors outside: those that were given, which the others refer to, too |
-| `config.json` | how the run was started |
+| `config.yaml` | how the run was started; `onward train --config` takes it to start another like it |
 | `log.jsonl` | what happened |
 | `.lock` | who trains here, while somebody does |
 """
@@ -19,7 +19,7 @@ import json
 import math
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from onward.model.storage.data import is_own
 from onward.model.storage.files import mentions, reason, regular
 from onward.model.storage.tensor_places import is_in
 from onward.model.storage.transaction import is_torn
-from onward.training.config import Config
+from onward.training.config import read_settings, write_settings
 from onward.training.export import in_form_of
 from onward.training.lock import LOCK, locked, remove_lock
 from onward.training.log import read_log
@@ -40,7 +40,7 @@ from onward.transform.training import strip
 
 TRAINING, BEST, LAST, ORIGINAL = "training.onnx", "best.onnx", "last.onnx", "original.onnx"
 _MODELS = (TRAINING, BEST, LAST, ORIGINAL)
-CONFIG, LOG = "config.json", "log.jsonl"
+CONFIG, LOG = "config.yaml", "log.jsonl"
 _EVENTS = "events.out.tfevents.*.onward"
 
 
@@ -171,7 +171,7 @@ class Run:
     def config(self) -> dict[str, Any]:
         """How it was started."""
         with _reading(self.path / CONFIG) as path:
-            return Config.stored(path)
+            return read_settings(path)
 
     @property
     def progress(self) -> dict[str, Any]:
@@ -192,8 +192,8 @@ class Run:
 
     # ---- what is written ---------------------------------------------------------------------------------------------
 
-    def configure(self, config: dict[str, Any]) -> None:
-        write_file(self.path / CONFIG, json.dumps(config, indent=1) + "\n")
+    def configure(self, config: Mapping[str, Any]) -> None:
+        write_file(self.path / CONFIG, write_settings(config))
 
     def save(self, model: Model, at: Place) -> None:
         """Keep the training model, and where the run stands, all at once."""

@@ -13,7 +13,7 @@ import numpy as np
 from onward.arguments import Count, Range, Seed, Threads, checked
 from onward.errors import RecipeError
 from onward.model import Source, load
-from onward.recipe import prepare
+from onward.options import RecipeOptions
 from onward.recipe.optimizers.table import optimizer
 from onward.recipe.spec import Spec, parse
 from onward.training.config import Config
@@ -39,7 +39,7 @@ class Rates:
     """The smoothed loss at each rate."""
 
 
-@checked(rest=prepare)
+@checked(rest=RecipeOptions)
 def find_lr(
     model: Source,
     data: Any,
@@ -73,9 +73,8 @@ def find_lr(
     data = in_parts(data).data
     made = prepared(original, data, columns or {}, batch_size, {**recipe, **rising}, seed)
     config = Config(
-        str(original.path),
-        data,
-        made.batch_size,
+        data=data,
+        batch_size=made.batch_size,
         columns=dict(columns or {}),
         seed=seed,
         engine=engine,

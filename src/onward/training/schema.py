@@ -6,6 +6,7 @@ What a key may hold says the dataclass that it becomes a field of.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Annotated, Any, get_type_hints
 
 from onward.arguments import Range, fitting
@@ -14,7 +15,7 @@ from onward.errors import ArgumentError, DataError, RecipeError, first_line
 Natural = Annotated[int, Range(least=0, most=2**53)]
 """Whole numbers up to there are the same in every language that reads JSON."""
 
-_HINT = "was it edited? undo that, or start a new run"
+EDITED = "was it edited? undo that, or start a new run"
 
 
 def checked(text: str | bytes, kind: type, name: str) -> dict[str, Any]:
@@ -22,15 +23,22 @@ def checked(text: str | bytes, kind: type, name: str) -> dict[str, Any]:
     try:
         values = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{name} is not valid JSON: {first_line(error)}", hint=_HINT) from error
+        raise DataError(f"{name} is not valid JSON: {first_line(error)}", hint=EDITED) from error
     if not isinstance(values, dict):
-        raise DataError(f"{name} is not a JSON object", hint=_HINT)
+        raise DataError(f"{name} is not a JSON object", hint=EDITED)
+    return check_values(values, get_type_hints(kind, include_extras=True), name)
+
+
+def check_values(values: dict[str, Any], hints: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """The values as their types want them, or one error about all that do not fit; others stay as they are."""
     problems = []
-    for key, hint in get_type_hints(kind, include_extras=True).items():
+    for key, hint in hints.items():
         try:
-            values |= {key: fitting(f"`{key}`", values[key], hint)} if key in values else {}
+            if key in values:
+                values |= {key: fitting(f"`{key}`", values[key], hint)}
         except (ArgumentError, RecipeError) as error:
-            problems.append(str(error))
+            problems.append(error)
     if problems:
-        raise DataError(f"{name} cannot be used: {'; '.join(problems)}", hint=_HINT)
+        told = "; ".join(map(str, problems))
+        raise DataError(f"{name} cannot be used: {told}", hint=problems[0].hint or EDITED)
     return values

@@ -51,7 +51,7 @@ class LogWatcher(Callback):
             time=self._time,
             steps_per_epoch=status.steps_per_epoch,
             epochs=status.epochs,
-            model=config.model,
+            model=config.title,
             parameters=sum(tensor.size for tensor in parameters if tensor is not None),
             recipe=engine.model.step().fact("train.recipe"),
             config=config.to_json(),

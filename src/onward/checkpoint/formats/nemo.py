@@ -9,7 +9,6 @@ from typing import BinaryIO
 
 import numpy as np
 
-from onward.checkpoint.configurations import read_yaml, write_yaml
 from onward.checkpoint.description import Checkpoint
 from onward.checkpoint.format import Format
 from onward.checkpoint.pytorch.archive import Appending, read_torch_file, write_torch_archive
@@ -17,6 +16,7 @@ from onward.checkpoint.pytorch.contents import executed_names
 from onward.checkpoint.pytorch.states import module_state
 from onward.checkpoint.pytorch.trees import mapping
 from onward.checkpoint.tensors import StoredTensor, Tensor
+from onward.configuration import parse_yaml, write_yaml
 from onward.errors import Error, InvalidModelError, UnsupportedError, listed
 from onward.model.storage.files import reason, regular
 
@@ -76,7 +76,7 @@ def read(path: Path) -> Checkpoint:
         if (config := members.get(_CONFIGURATION)) is None:
             raise InvalidModelError(f"`{path}` has no `{_CONFIGURATION}`", hint="give a whole model")
         file.seek(config.offset_data)
-        configuration = read_yaml(file.read(min(config.size, 1 << 25)), f"{path.name}:{_CONFIGURATION}")
+        configuration = parse_yaml(file.read(min(config.size, 1 << 25)), f"{path.name}:{_CONFIGURATION}")
     weights = members[_WEIGHTS]
     tree = mapping(read_torch_file(path, (weights.offset_data, weights.size)))
     version = configuration.get("nemo_version")
@@ -107,7 +107,7 @@ def write(checkpoint: Checkpoint, path: Path) -> None:
         )
     others = _others(checkpoint)
     with open(path, "wb") as file:
-        _add(file, _CONFIGURATION, write_yaml(checkpoint.configuration))
+        _add(file, _CONFIGURATION, write_yaml(checkpoint.configuration).encode())
         _add_weights(file, checkpoint)
         for name, other in others.items():
             file.write(_header(name, other.nbytes))

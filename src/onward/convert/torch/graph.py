@@ -21,7 +21,8 @@ from onward.engines.torch.types import CODES, to_array
 from onward.gradcheck.precision import converted
 from onward.model import Model, load
 from onward.model.core import as_input, values
-from onward.recipe.forward import Variance, functions_to_inline, is_switchable
+from onward.options import Variance
+from onward.recipe.forward import functions_to_inline, is_switchable
 from onward.recipe.trainable import judge
 from onward.standard import OLDEST_OPSET
 from onward.transform.inline import inline

@@ -12,7 +12,7 @@ from torch import nn
 from onward.convert.torch.graph import Graph
 from onward.engines.torch.types import from_array, to_array
 from onward.model import Model, Source, load
-from onward.recipe.forward import Variance
+from onward.options import Variance
 
 
 def to_module(

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from onward.engines.torch import Torch
 from onward.engines.torch.normalization import batch_normalization
-from onward.recipe.forward import Variance
+from onward.options import Variance
 
 
 class Live(Torch):

@@ -6,15 +6,15 @@ down, with the style and the scripts in page/.
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any
 
 from onward.arguments import checked
+from onward.configuration import read_configuration
 from onward.errors import DataError, WriteError
 from onward.model.storage import write_file
-from onward.model.storage.files import mentions, reason, regular
+from onward.model.storage.files import mentions
 
 __all__ = ["report"]
 
@@ -41,7 +41,7 @@ def report(run: PathLike, output: PathLike | None = None, *, force: bool = False
     path = path / "report.html" if path.is_dir() else path
     _refuse_to_replace(path, folder, force)
     history = History().read(read_log(log))
-    config, complaint = _config(folder / "config.json")
+    config, complaint = _config(folder / "config.yaml")
     summary, missing = summary_of(folder)
     page = document(history, config, summary, [remark for remark in (complaint, missing) if remark])
     write_file(path, page)
@@ -50,13 +50,9 @@ def report(run: PathLike, output: PathLike | None = None, *, force: bool = False
 
 def _config(path: Path) -> tuple[dict[str, Any], str | None]:
     try:
-        regular(path)
-        config = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        return {}, None
-    except (OSError, ValueError, RecursionError) as error:
-        return {}, f"config.json cannot be read: {reason(error)}"
-    return (config, None) if isinstance(config, dict) else ({}, "config.json is not an object.")
+        return (read_configuration(path), None) if path.exists() else ({}, None)
+    except DataError as error:
+        return {}, str(error)
 
 
 def _refuse_to_replace(path: Path, folder: Path, force: bool) -> None:

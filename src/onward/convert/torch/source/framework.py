@@ -21,7 +21,7 @@ from onward.engines.framework import Function, NotOnHost
 from onward.engines.shared.windows import paddings
 from onward.engines.torch.types import TYPES
 from onward.errors import UnsupportedError
-from onward.recipe.forward import Variance
+from onward.options import Variance
 
 
 class Writing(Live):

@@ -1,0 +1,99 @@
+"""Configuration files: mappings in YAML or TOML, read as data and nothing else."""
+
+from __future__ import annotations
+
+import os
+import re
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from onward.errors import DataError, first_line
+from onward.model.storage.files import reason, regular
+
+_LARGEST, _DEEPEST = 1 << 20, 50
+
+
+class _Loader(yaml.SafeLoader):  # type: ignore[misc]
+    """YAML without tags that name classes, with numbers such as `1e-3`, and each key once."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        if twice := [key for key in keys if keys.count(key) > 1][:1]:
+            raise yaml.constructor.ConstructorError(None, None, f"`{twice[0]}` is there twice", node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\.\d+|\d+(\.\d*)?)[eE][-+]?\d+$"), list("-+.0123456789")
+)
+
+
+def read_configuration(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The mapping that a .yaml or .toml file holds: texts, numbers, truth values, lists and mappings of those."""
+    file = Path(path)
+    try:
+        regular(file)
+        with file.open("rb") as stream:
+            data = stream.read(_LARGEST + 1)
+    except OSError as error:
+        raise DataError(f"`{file}` cannot be read: {reason(error)}", hint="check the path") from error
+    found = _parse_toml(data, file) if file.suffix == ".toml" else parse_yaml(data, str(file))
+    for key, value in found.items():
+        if not isinstance(key, str) or not _is_plain(value):
+            raise DataError(f"`{key}` in `{file}` is no text, number or list of such", hint="write texts in quotes")
+    return found
+
+
+def parse_yaml(data: bytes, of: str) -> dict[str, Any]:
+    """A mapping in YAML. References are refused, of which a few lines make an endless tree, and deep nesting."""
+    if len(data) > _LARGEST:
+        raise DataError(f"`{of}` is larger than any configuration")
+    depth = 0
+    try:
+        for event in yaml.parse(data, Loader=_Loader):
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if isinstance(event, yaml.AliasEvent) or depth > _DEEPEST:
+                what = "refers to parts of itself" if depth <= _DEEPEST else "is nested deeper than any configuration"
+                raise DataError(f"`{of}` {what}", hint="write it out")
+        found = yaml.load(data, Loader=_Loader)
+    except (yaml.YAMLError, ValueError) as error:
+        if isinstance(error, DataError):
+            raise
+        raise DataError(f"`{of}` is not a configuration in YAML: {_problem(error)}") from error
+    return _as_mapping(found, of)
+
+
+def write_yaml(tree: Mapping[str, Any], remark: str = "") -> str:
+    lines = "".join(f"# {line}\n" for line in remark.splitlines())
+    return lines + str(yaml.safe_dump(dict(tree), sort_keys=False, allow_unicode=True, width=120))
+
+
+def _parse_toml(data: bytes, file: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(data.decode())
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"`{file}` is not valid TOML: {first_line(error)}") from error
+
+
+def _problem(error: Exception) -> str:
+    """What is wrong, and in which line."""
+    problem, mark = getattr(error, "problem", None), getattr(error, "problem_mark", None)
+    return f"{problem}{f' (line {mark.line + 1})' if mark else ''}" if problem else first_line(error)
+
+
+def _as_mapping(found: Any, of: str) -> dict[str, Any]:
+    if not isinstance(found, dict):
+        raise DataError(f"`{of}` holds no mapping", hint="write a line such as `epochs: 5` for each setting")
+    return found
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list):
+        return all(map(_is_plain, value))
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _is_plain(item) for key, item in value.items())
+    return value is None or isinstance(value, str | int | float)

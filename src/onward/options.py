@@ -1,0 +1,349 @@
+"""The options of a recipe and of a run, each declared once: type, range, default, and what it says.
+
+Arguments of `onward.prepare` and `onward.train`, their documentation, the options of the command line and the keys of
+configuration files are made of these fields. A new option is a new field here, and what is done with it.
+"""
+
+# ruff: noqa: RUF009
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Annotated, Any, Literal, ParamSpec, TypeVar, get_type_hints
+
+from onward.arguments import Count, Range, Seed, Threads, bind, fitting
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+_DATA, _FIRST, _HOW, _WHAT = "Data", "What happens to data", "How it is trained", "What is trained"
+_FROM, _RUN, _ENGINE = "Where it starts", "The run", "The engine"
+_PANELS = (_DATA, _FIRST, _HOW, _WHAT, _FROM, _RUN, _ENGINE)
+
+Last = Literal["keep", "drop", "pad"]
+Variance = Literal["population", "sample"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Option:
+    """A field as people see it."""
+
+    name: str
+    hint: Any
+    default: Any
+    panel: str
+    """Under which heading it stands."""
+    metavar: str | None
+    """What stands for its value where it is typed."""
+    text: str
+    """What it says: a sentence without its capital and full stop."""
+    flags: tuple[str, ...]
+    repeated: bool
+    also: str
+    """What can be given in Python only."""
+
+    @property
+    def sentence(self) -> str:
+        usual = "so it is" if self.default is True else f"`{_word(self.default)}`" if self.default else None
+        said = self.text + (f"; {usual} unless given" if usual else "")
+        return said[:1].upper() + said[1:] + "." + (" May be repeated." if self.repeated else "")
+
+
+def _word(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _option(
+    default: Any, panel: str, metavar: str | None, text: str, *, flags: str = "", repeated: bool = False, also: str = ""
+) -> Any:
+    facts = {"panel": panel, "metavar": metavar, "text": text, "flags": flags, "repeated": repeated, "also": also}
+    if isinstance(default, Mapping):
+        return dataclasses.field(default_factory=lambda: dict(default), metadata=facts)
+    return dataclasses.field(default=default, metadata=facts)
+
+
+def options_of(kind: type) -> Iterator[Option]:
+    """All options among the fields of a dataclass, panel by panel."""
+    hints = get_type_hints(kind, include_extras=True)
+    declared = [field for field in dataclasses.fields(kind) if field.metadata]
+    for field in sorted(declared, key=lambda field: _PANELS.index(field.metadata["panel"])):
+        flags = field.metadata["flags"] or f"--{field.name.replace('_', '-')}"
+        default = {} if field.default is dataclasses.MISSING else field.default
+        yield Option(field.name, hints[field.name], default, **{**field.metadata, "flags": tuple(flags.split())})
+
+
+def taking(kind: Callable[_P, Any]) -> Callable[[Callable[..., _R]], Callable[_P, _R]]:
+    """Give a function the arguments of a dataclass: to people, type checkers and editors. It gets those that are given.
+
+    They are checked first, names, types and ranges, and its docstring gets a line for each that is an option.
+    """
+
+    def decorate(function: Callable[..., _R]) -> Callable[_P, _R]:
+        assert isinstance(kind, type)
+        signature = inspect.signature(kind)
+        hints = get_type_hints(kind, include_extras=True)
+
+        @functools.wraps(function)
+        def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+            given = bind(function.__name__, signature, args, kwargs).arguments
+            return function(**{name: fitting(f"`{name}`", value, hints[name]) for name, value in given.items()})
+
+        call.__dict__["is_checked"] = True
+        call.__dict__["__signature__"] = signature.replace(return_annotation=function.__annotations__["return"])
+        lines = (f"- `{o.name}`: {o.text}{f'; {o.also}' if o.also else ''}" for o in options_of(kind))
+        call.__doc__ = "\n".join([inspect.cleandoc(function.__doc__ or ""), "", *lines])
+        return call
+
+    return decorate
+
+
+# ---- recipes ---------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RecipeOptions:
+    """What turns an inference model into a training model."""
+
+    loss: Any = _option(
+        None,
+        _HOW,
+        "SPEC",
+        "what to minimise: a loss by name, such as `cross_entropy:label_smoothing=0.1`; `OUTPUT=SPEC` where the model "
+        "has several outputs, and with `constant=1` an output is compared with that number and not with data; a loss "
+        "as an .onnx file; or `value:NAME` for one that the model computes. Several are added up",
+        repeated=True,
+        also="an ONNX model or function, or a mapping or list of several",
+    )
+    optimizer: Any = _option(
+        "adamw",
+        _HOW,
+        "SPEC",
+        "by name, such as `adamw:lr=1e-3,weight_decay=0.01`",
+        also='an ONNX model or function, which can be given a rate: `{"function": update, "lr": 1e-3}`',
+    )
+    lr: float | None = _option(None, _HOW, "X", "the learning rate, where the optimizer does not say it")
+    schedule: Any = _option(
+        None,
+        _HOW,
+        "SPEC",
+        "how the learning rate changes, such as `cosine:steps=1000,warmup=50`. Several follow one another, each but "
+        "the last with `until=STEP`",
+        repeated=True,
+    )
+    clip: str | Annotated[float, Range(finite=False)] | Mapping[str, Any] | None = _option(
+        None,
+        _HOW,
+        "SPEC",
+        "limit gradients: `norm:1` that of all together, which a number alone means, too; `tensor_norm:1` that of "
+        "each; `value:0.5` each element",
+    )
+    accumulate: Count = _option(1, _HOW, "N", "make one update from N batches")
+    ema: Annotated[float, Range(least=0, below=1)] | None = _option(
+        None, _HOW, "DECAY", "keep a moving average of parameters"
+    )
+    loss_scale: Annotated[float, Range(above=0)] | str | None = _option(
+        None, _HOW, "X", "scale the loss, for float16: a number, or `dynamic`, such as `dynamic:growth_interval=1000`"
+    )
+    master_weights: bool | None = _option(
+        None,
+        _HOW,
+        None,
+        "whether float32 copies of parameters in float16 and bfloat16 are kept; they are, unless given",
+    )
+    variance: Variance = _option(
+        "population", _HOW, "KIND", "running variance of BatchNormalization, as in ONNX, or `sample` as in PyTorch"
+    )
+    teacher: Any = _option(
+        None, _HOW, "MODEL", "a model to learn from, beside the loss or alone", also="then `loss=None`"
+    )
+    distill: Any = _option(
+        None,
+        _HOW,
+        "SPEC",
+        "how to learn from the teacher, such as `kl:temperature=4,weight=0.5`",
+        repeated=True,
+    )
+    new_head: str | Mapping[str, Any] | int | None = _option(
+        None,
+        _WHAT,
+        "OPTIONS",
+        "first give the model a new last layer: `5` classes, or `5,layer=fc`",
+        also="or what `replace_head` takes as a mapping",
+    )
+    lora: str | Mapping[str, Any] | int | None = _option(
+        None,
+        _WHAT,
+        "OPTIONS",
+        "first add low-rank adapters, such as `8,targets=*attn*`, and train them alone",
+        also="or what `lora.add` takes as a mapping",
+    )
+    trainable: Sequence[str] | str | None = _option(
+        None, _WHAT, "PATTERN", "train these parameters alone; also `biases`, `norms` or the `head`", repeated=True
+    )
+    freeze: Sequence[str] | str | None = _option((), _WHAT, "PATTERN", "do not train these", repeated=True)
+    groups: Sequence[str | Mapping[str, Any]] = _option(
+        (),
+        _WHAT,
+        "PATTERN:...",
+        "settings of the optimizer for some parameters, such as `*.bias:weight_decay=0`",
+        flags="--group",
+        repeated=True,
+    )
+    lr_decay: Annotated[float, Range(above=0, most=1)] | None = _option(
+        None,
+        _WHAT,
+        "X",
+        "give each block of the network X times the learning rate of the block after it, such as 0.8",
+    )
+    preprocess: Any = _option(
+        None,
+        _FIRST,
+        "SPECS",
+        "what happens to data before the model, such as `resize:size=32 scale channels_first`, or an .onnx file that "
+        "does it; `INPUT=...` where several inputs take pictures",
+        repeated=True,
+    )
+    augment: Any = _option(
+        None, _FIRST, "SPECS", "what happens to them in training alone, such as `flip crop:padding=4`", repeated=True
+    )
+    init: str | Sequence[str] | Mapping[str, Any] = _option(
+        "file",
+        _FROM,
+        "SPEC",
+        "what `train` and `reset` make of parameters first: an initializer by name, such as `kaiming_normal`, or "
+        "`PATTERN=SPEC` for some",
+        repeated=True,
+        also="a mapping by pattern",
+    )
+    seed: Seed = _option(0, _FROM, "N", "for initial values, and for random numbers in training")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepOptions(RecipeOptions):
+    """A recipe, and which step of a model it becomes."""
+
+    append: bool = _option(False, _WHAT, None, "add a step to those that the model has")
+    name: str | None = _option(None, _WHAT, "NAME", "what the step is called")
+    times: Count = _option(1, _WHAT, "N", "how often the step runs while others run once, such as a discriminator")
+
+
+# ---- runs ------------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class RunOptions:
+    """How a model is trained on data."""
+
+    model: Any = None
+    data: Any = _option(
+        None,
+        _DATA,
+        "DATA",
+        "a .npz, .csv, .parquet, .arrow or .safetensors file, a folder of images or of a data set of Hugging Face, or "
+        "`NAME=FILE.npy` for each column",
+        repeated=True,
+        also="arrays by name, or anything that gives batches",
+    )
+    _: dataclasses.KW_ONLY
+    validation: Any | float = _option(None, _DATA, "DATA", "more data, or a share of it to keep apart, such as 0.1")
+    stratify: bool | None = _option(
+        None,
+        _DATA,
+        None,
+        "whether a share for validation has its part of every class; so it is where labels are classes",
+    )
+    columns: Mapping[str, str | Sequence[str]] = _option(
+        {},
+        _DATA,
+        "INPUT=COLUMN",
+        "which column an input takes, such as `image=pixels`, where names and shapes do not say it",
+        flags="--map",
+        repeated=True,
+    )
+    noise: Mapping[str, str] = _option(
+        {},
+        _DATA,
+        "INPUT=KIND",
+        "an input that is no data but random: `z=normal`, `z=uniform:low=-1`",
+        repeated=True,
+    )
+    batch_size: Annotated[int, Range(least=1, most=2**31 - 1)] | None = _option(
+        None,
+        _DATA,
+        "N",
+        "samples in a batch; 32 unless given. A model for one size is made to take any, where that is possible",
+        flags="--batch-size -b",
+    )
+    last: Last = _option("keep", _DATA, "HOW", "a last batch that is not full: `keep`, `drop` or `pad` it")
+    shuffle: bool = _option(True, _DATA, None, "whether samples are taken in another order in each epoch")
+    classes: Sequence[str] | None = _option(
+        None,
+        _DATA,
+        "NAME",
+        "what the numbers of labels stand for, in their order, where data have names of classes; sorted unless given",
+        flags="--class",
+        repeated=True,
+    )
+    keep_preprocessing: bool = _option(
+        False, _FIRST, None, "the model that comes out takes data as they are, not what the model took"
+    )
+    epochs: Annotated[int, Range(least=0)] = _option(1, _RUN, "N", "times through the data", flags="--epochs -e")
+    steps: str | Mapping[str, Count] | None = _option(
+        None,
+        _RUN,
+        "STEPS",
+        "of a model with several: which run, and how often in a round: `discriminator:2,generator`",
+    )
+    metrics: Sequence[str] | str | None = _option(
+        None,
+        _RUN,
+        "SPEC",
+        "measured on validation data: `accuracy`, `top_k:k=5`, `f1` ...; what suits the loss unless given",
+        flags="--metric",
+        repeated=True,
+    )
+    monitor: str | None = _option(
+        None, _RUN, "METRIC", "what decides which model is the best; it is measured, too, and `loss` can be it"
+    )
+    patience: Count | None = _option(None, _RUN, "N", "stop after N epochs without a better model")
+    reset: bool = _option(
+        False,
+        _RUN,
+        None,
+        "start from the initialization of a training model, and not from its state; `seed` draws anew",
+    )
+    seed: Seed | None = _option(
+        None,
+        _FROM,
+        "N",
+        "for initial values, the order of samples and random numbers in training; 0 unless given, and for a reset what "
+        "the model has",
+    )
+    save_every: Annotated[float, Range(least=0)] = _option(
+        60.0, _RUN, "SECONDS", "after how many seconds the state is saved, also within an epoch"
+    )
+    tensorboard: bool = _option(False, _RUN, None, "write event files of TensorBoard, too")
+    statistics: bool = _option(
+        True, _RUN, None, "whether norms of gradients and histograms of weights are logged, which the report shows"
+    )
+    engine: str = _option("onnxruntime", _ENGINE, "NAME", "`onnxruntime`, `torch`, `jax`, `tensorflow` or `numpy`")
+    device: str = _option("cpu", _ENGINE, "NAME", "`cpu`, `cuda`, `directml` ...: what `onward engines` lists")
+    threads: Threads | None = _option(None, _ENGINE, "N", "threads of the CPU")
+    precision: str | None = _option(None, _ENGINE, "TYPE", "`bfloat16`, `float16` or `tf32`, where the engine has it")
+    compile: bool = _option(True, _ENGINE, None, "compile the step on torch, jax and tensorflow")
+    deterministic: bool = _option(False, _ENGINE, None, "the same numbers in every run, where the engine has it")
+    recompute: int | str | Sequence[str] | None = _option(
+        None,
+        _ENGINE,
+        "N|PATTERN",
+        "save memory: compute nodes a second time on the way back, those whose names match, or all, keeping the result "
+        "of every N-th layer",
+        repeated=True,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainOptions(RunOptions, RecipeOptions):
+    """Everything that a training can be told: the keys of a configuration file."""
