@@ -33,9 +33,9 @@ _PROGRESS = "train.progress"
 def reset(source: Source, *, seed: Seed | None = None) -> Model:
     """The training model as its initialization makes it: the stored state first, then every initialization in order.
 
-    State that no initialization binding names keeps the value in the file: see `kept`. With a `seed` random numbers are
-    drawn of that, and the file says so from then on. Without, they are those of the seeds in the file; what has none
-    there draws other numbers each time.
+    State that no initialization binding names keeps the value in the file: see `state_left_as_stored`. With a `seed`
+    random numbers are drawn of that, and the file says so from then on. Without, they are those of the seeds in the
+    file; what has none there draws other numbers each time.
     """
     model = load(source)
     if seed is None:
