@@ -14,8 +14,8 @@ import pytest
 import onward
 from models import digits_mlp, small_cnn
 from onward.model.state import states
-from onward.training.folder import Run
 from onward.training.loop import Loop
+from onward.training.run import Run
 
 Arrays = dict[str, np.ndarray]
 

@@ -19,7 +19,7 @@ from onward.engines import start
 from onward.errors import Error
 from onward.model import Model
 from onward.training.api import resume, train
-from onward.training.folder import Run
+from onward.training.run import Run
 from onward.transform.unused import remove_unused
 from runs import QUIET, accuracy, interrupted_after, state
 

@@ -11,7 +11,7 @@ import pytest
 import onward
 from onward.errors import ArgumentError, TrainingError
 from onward.training.callbacks import Status
-from onward.training.folder import Run
+from onward.training.run import Run
 from runs import QUIET, RECIPE, filled, state
 
 SETTINGS: dict[str, Any] = {"epochs": 2, "batch_size": 16, "validation": 0.5, **RECIPE, **QUIET}  # 3 steps in an epoch

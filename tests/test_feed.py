@@ -18,7 +18,7 @@ from models import digits_mlp, small_cnn
 from onward.errors import DataError, UnknownNameError, UnsupportedError
 from onward.training.api import find_lr, resume, train
 from onward.training.data import in_parts, open_data, split
-from onward.training.folder import Run
+from onward.training.run import Run
 from runs import QUIET, RECIPE, digits, outputs, state
 
 

@@ -18,7 +18,7 @@ from models import digits_mlp
 from onward.engines import start
 from onward.errors import DataError, RecipeError, UnknownNameError, UnsupportedError
 from onward.training.api import resume, train
-from onward.training.folder import Run
+from onward.training.run import Run
 from runs import QUIET
 
 GAN = Path(__file__).parents[1] / "examples" / "gan.py"

@@ -18,7 +18,7 @@ import onward
 from models import digits_mlp
 from onward.errors import ExternalDataError, WriteError
 from onward.training.api import resume, train
-from onward.training.folder import Run
+from onward.training.run import Run
 from runs import QUIET, RECIPE, Arrays, digits, state
 
 FROZEN: dict[str, Any] = {**RECIPE, **QUIET, "freeze": "fc1.*", "save_every": 0}

@@ -20,8 +20,8 @@ from onward.cli.commands import app
 from onward.errors import DataError, Error, TrainingError, WriteError
 from onward.model.storage import data_files_of
 from onward.training.api import resume, train
-from onward.training.folder import Run
 from onward.training.log import Log
+from onward.training.run import Run
 from runs import QUIET, RECIPE, filled
 
 SETTINGS: dict[str, Any] = {**RECIPE, **QUIET}

@@ -13,7 +13,7 @@ import onward
 from commands import run
 from models import digits_mlp
 from onward.engines import start
-from onward.training.folder import Run
+from onward.training.run import Run
 from runs import accuracy, digits, state
 
 RECIPE = ["--loss", "cross_entropy", "--optimizer", "adamw:lr=1e-2"]

@@ -14,7 +14,7 @@ import onward
 from models import digits_mlp, small_cnn
 from onward.errors import DataError, RecipeError, UnsupportedError
 from onward.training.api import find_lr, resume, train
-from onward.training.folder import Run
+from onward.training.run import Run
 from runs import QUIET, RECIPE, Arrays, accuracy, digits, filled, outputs, state
 
 

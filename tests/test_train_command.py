@@ -12,7 +12,7 @@ import pytest
 
 import onward
 from onward.training.api import train
-from onward.training.folder import Run
+from onward.training.run import Run
 from runs import QUIET, filled, interrupted_after, state
 
 

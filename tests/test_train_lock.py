@@ -17,8 +17,8 @@ import pytest
 
 from onward.errors import DataError, WriteError
 from onward.training.api import resume, train
-from onward.training.folder import Run
 from onward.training.lock import LOCK, locked
+from onward.training.run import Run
 from runs import QUIET, RECIPE, Arrays, digits, filled
 
 HOLDER = """

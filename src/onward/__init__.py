@@ -40,6 +40,7 @@ if TYPE_CHECKING:  # `_NAMES` for type checkers; a test compares the two
     from onward.training.api import find_lr as find_lr, resume as resume, train as train
     from onward.training.callbacks import Callback as Callback
     from onward.training.report import report as report
+    from onward.training.run import Run as Run
     # isort: on
 
 defer_sympy()
@@ -66,6 +67,7 @@ _NAMES = {
     "training.api": ("find_lr", "resume", "train"),
     "training.callbacks": ("Callback",),
     "training.report": ("report",),
+    "training.run": ("Run",),
 }
 """Module -> the public names in it."""
 _HOME = {name: home for home, names in _NAMES.items() for name in names}

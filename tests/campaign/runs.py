@@ -15,7 +15,7 @@ from campaign.kinds import Kind
 from campaign.models import PROTOBUF
 from campaign.mutations import BYTES, JSON, changed_json, changed_lines
 from models import digits_mlp
-from onward.training.folder import Run
+from onward.training.run import Run
 
 
 def _run(folder: Path) -> None:

@@ -17,8 +17,8 @@ from onward.options import RecipeOptions, TrainOptions, options_of
 
 if TYPE_CHECKING:
     from onward import Model
-    from onward.training.folder import Run
     from onward.training.lr_finder import Rates
+    from onward.training.run import Run
 
 _RUN = "The run"
 _RECIPE = {field.name for field in fields(RecipeOptions)} - {"seed"}
@@ -148,7 +148,7 @@ def _continued(origin: Path, model: Path, names: Path | None, stated: dict[str, 
 
 def _resume(run: Path, asked: dict[str, Any], output: Path | None, force: bool, quiet: bool, as_json: bool) -> None:
     from onward.training.api import resume
-    from onward.training.folder import Run
+    from onward.training.run import Run
 
     folder, place = Run(run), None
     if output is not None:

@@ -25,12 +25,13 @@ from onward.training.config import Config, read_settings, refuse_placeholders, s
 from onward.training.data import in_parts
 from onward.training.evaluation import Measures
 from onward.training.feed import feeds
-from onward.training.folder import Place, Run
+from onward.training.folder import Folder
 from onward.training.labels import labels_of
 from onward.training.loop import Loop
 from onward.training.lr_finder import find_lr
 from onward.training.objective import Objective, objectives
 from onward.training.preparation import prepared
+from onward.training.run import Place, Run
 
 __all__ = ["find_lr", "resume", "train"]
 
@@ -74,7 +75,7 @@ def train(
     data, validation, notes = in_parts(wanted.data, wanted.validation)
     _check(wanted.patience, validation)
     if run is not None:
-        Run(run).refuse_if_in_use()
+        Folder(run).refuse_if_in_use()
     seed = wanted.seed or 0
     made = prepared(original, data, wanted.columns, asked.get("batch_size"), recipe, seed)
     training = made.model
@@ -98,13 +99,13 @@ def train(
         recipe=recipe,
     )
     measures = _measures(training, settled)
-    folder, at = Run(run) if run is not None else _new_folder(original), Place()
+    folder, at = Folder(run) if run is not None else _new_folder(original), Place()
     with folder.started(original, training, settled.to_json(), at), settled.start_engine(training) as loaded:
         feed = feeds(loaded, settled, made.data)
         settled = dataclasses.replace(settled, classes=list(feed.classes) if feed.classes else None)
         folder.configure(settled.to_json())
         Loop(folder, loaded, settled, feed, measures, at)([*notes, *made.notes, *feed.notes], callbacks, quiet)
-    return folder
+    return Run(folder.path)
 
 
 @checked()
@@ -124,7 +125,7 @@ def resume(
     `epochs` is how many there are in all: with more of them, a run that has ended goes on. With another `engine` or
     `device` than before, it goes on there. `callbacks` are given again, too.
     """
-    folder = run if isinstance(run, Run) else Run(run)
+    folder = Folder(run.path if isinstance(run, Run) else run)
     with folder.resumed() as training:
         data, own, _ = in_parts(data, validation)
         if isinstance(folder.config.get("validation"), str | list):  # not a share of the data, nor nothing
@@ -140,7 +141,7 @@ def resume(
             folder.configure(config.to_json())
             measures = _measures(training, config)
             Loop(folder, loaded, config, feed, measures, place)([*notes, *feed.notes], callbacks, quiet)
-    return folder
+    return Run(folder.path)
 
 
 # ---- before the run --------------------------------------------------------------------------------------------------
@@ -199,12 +200,12 @@ def _reset_note(training: Model) -> str:
     return "reset to its initialization" + (f"; kept as stored: {listed(stored, 3)}" if stored else "")
 
 
-def _new_folder(model: Model) -> Run:
+def _new_folder(model: Model) -> Folder:
     """A folder that was not there, and is now: another process may look for one in the same second."""
     name = model.path.stem if model.path else model.graph.name or "model"
     stem = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     for number in itertools.count(1):
-        run = Run(Path("runs") / (stem if number == 1 else f"{stem}-{number}"))
+        run = Folder(Path("runs") / (stem if number == 1 else f"{stem}-{number}"))
         with contextlib.suppress(FileExistsError):
             run.make(new=True)
             return run

@@ -9,7 +9,7 @@ from typing import Any
 
 from onward.engines import Engine
 from onward.training.data import Batch
-from onward.training.folder import Place, Run
+from onward.training.run import Place, Run
 
 
 @dataclasses.dataclass

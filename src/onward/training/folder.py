@@ -1,22 +1,10 @@
-"""A run as a folder: everything that is needed to look at it, to use what came out of it, and to go on.
-
-| file | what it is |
-|---|---|
-| `training.onnx` | the training model with its full state; where the run stands is in its metadata |
-| `best.onnx`, `last.onnx` | inference models |
-| `original.onnx` | the model as it was given: trained weights go back into it |
-| `original.data` | beside a model that has its tensors outside: those that were given, which the others refer to, too |
-| `config.yaml` | how the run was started; `onward train --config` takes it to start another like it |
-| `log.jsonl` | what happened |
-| `.lock` | who trains here, while somebody does |
-"""
+"""The folder of a run while it is trained: begun, saved to, gone on with, and nobody else's meanwhile."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import json
-import math
 import os
 import stat
 from collections.abc import Iterator, Mapping
@@ -28,61 +16,23 @@ from onward.model import Model, load, storage
 from onward.model.serde import places_of, save
 from onward.model.storage import form_of, goes_outside, is_external, write_file
 from onward.model.storage.data import is_own
-from onward.model.storage.files import mentions, reason, regular
+from onward.model.storage.files import mentions
 from onward.model.storage.tensor_places import is_in
 from onward.model.storage.transaction import is_torn
-from onward.training.config import read_settings, write_settings
-from onward.training.export import in_form_of
+from onward.training.config import write_settings
 from onward.training.lock import LOCK, locked, remove_lock
-from onward.training.log import read_log
-from onward.training.schema import Natural, checked
+from onward.training.run import BEST, CONFIG, LAST, LOG, ORIGINAL, TRAINING, Place, Run
 from onward.transform.training import strip
 
-TRAINING, BEST, LAST, ORIGINAL = "training.onnx", "best.onnx", "last.onnx", "original.onnx"
 _MODELS = (TRAINING, BEST, LAST, ORIGINAL)
-CONFIG, LOG = "config.yaml", "log.jsonl"
 _EVENTS = "events.out.tfevents.*.onward"
 
 
-@dataclasses.dataclass
-class Place:
-    """Where a run stands. It is saved with the state, and is all that is needed to go on."""
-
-    step: Natural = 0
-    epoch: Natural = 0
-    batch: Natural = 0
-    """Batches of the epoch that are done."""
-    samples: Natural = 0
-    best: float | None = None
-    since_best: Natural = 0
-    """Epochs since the best result."""
-    log: Natural = 0
-    """How much of the log belongs to it, in bytes. What follows are steps that will be made again."""
-    board: Natural = 0
-    """The same for the event file of TensorBoard."""
-    losses: float = 0.0
-    """The sum of the losses of the samples in the epoch so far,"""
-    counted: Natural = 0
-    """and their number."""
-
-    @classmethod
-    def of(cls, model: Model) -> Place:
-        """Where the run stood when this model was saved."""
-        text = model.step().metadata.get("train.progress", "{}")
-        fact = checked(text, cls, f"the progress in `{model.path}`")
-        return cls(**{field.name: fact[field.name] for field in dataclasses.fields(cls) if field.name in fact})
-
-    @property
-    def loss(self) -> float:
-        """The mean over the samples of the epoch so far."""
-        return self.losses / self.counted if self.counted else math.nan
-
-
-class Run:
-    """A run on disk. `run.best` and `run.last` are the models that came out of it."""
+class Folder(Run):
+    """The folder of a run while it is trained."""
 
     def __init__(self, path: str | os.PathLike[str]):
-        self.path = Path(path)
+        super().__init__(path)
         self._made: list[Path] = []
         """The folder and those around it, if they were made here."""
         self._form: storage.External = "auto"
@@ -149,47 +99,6 @@ class Run:
                 save(original, self.path / ORIGINAL, also=elsewhere)  # as an older version has left it
             yield model
 
-    # ---- what is there -----------------------------------------------------------------------------------------------
-
-    @property
-    def model(self) -> Model:
-        """The training model as it was last saved."""
-        self._refuse_if_empty()
-        return load(self.path / TRAINING)
-
-    @property
-    def best(self) -> Model:
-        """The model with the best result on validation data; without such data, the last one."""
-        return load(self.path / BEST) if (self.path / BEST).exists() else self.last
-
-    @property
-    def last(self) -> Model:
-        """The model as it was last saved."""
-        return self._inference(self.model)
-
-    @property
-    def config(self) -> dict[str, Any]:
-        """How it was started."""
-        with _reading(self.path / CONFIG) as path:
-            return read_settings(path)
-
-    @property
-    def progress(self) -> dict[str, Any]:
-        """Where the run stands: `step`, `epoch`, `batch` in the epoch, `samples`."""
-        return dataclasses.asdict(Place.of(self.model))
-
-    @property
-    def log(self) -> list[dict[str, Any]]:
-        """What happened, in order."""
-        with _reading(self.path / LOG) as path:
-            return list(read_log(path))
-
-    @property
-    def results(self) -> dict[str, float]:
-        """The latest results on validation data: `loss`, and the metrics."""
-        measured = [event for event in self.log if event.get("event") == "validation"]
-        return {name: value for name, value in measured[-1].items() if name not in _WHEN} if measured else {}
-
     # ---- what is written ---------------------------------------------------------------------------------------------
 
     def configure(self, config: Mapping[str, Any]) -> None:
@@ -250,28 +159,8 @@ class Run:
         folder = self.path.resolve()
         return {file for file in folder.iterdir() if is_own(folder / ORIGINAL, file)}
 
-    def _refuse_if_empty(self) -> None:
-        if not (self.path / TRAINING).exists():
-            raise DataError(f"`{self.path}` holds no run: there is no {TRAINING}", hint="start one with `onward train`")
-
-    def _inference(self, model: Model) -> Model:
-        return in_form_of(load(self.path / ORIGINAL), model)
-
-    def __repr__(self) -> str:
-        return f"<onward.Run {self.path}>"
-
 
 _OWN = "a run has all its files in its folder: put the file itself there"
-_WHEN = ("event", "step", "epoch")
-
-
-@contextlib.contextmanager
-def _reading(path: Path) -> Iterator[Path]:
-    try:
-        regular(path)
-        yield path
-    except OSError as error:
-        raise DataError(f"`{path}` cannot be read: {reason(error)}", hint="name the folder of a run") from error
 
 
 def _lasting(model: Model) -> list[storage.Place]:

@@ -15,10 +15,11 @@ from onward.training.config import Config
 from onward.training.data import Batch, Batches
 from onward.training.evaluation import Measures, evaluate, samples_in, using_averages
 from onward.training.feed import Feed
-from onward.training.folder import LOG, Place, Run
+from onward.training.folder import Folder
 from onward.training.interruption import Interruption
 from onward.training.log import Log
 from onward.training.progress import Progress
+from onward.training.run import LOG, Place, Run
 from onward.training.tensorboard import EventWriter
 from onward.training.watchers import (
     BestWatcher,
@@ -36,11 +37,11 @@ _WAYS_OUT = "try a smaller learning rate or `clip` (`--clip-norm 1`), and look f
 class Loop:
     """One run, from where it stands to its end."""
 
-    def __init__(self, run: Run, engine: Engine, config: Config, feed: Feed, measures: Measures, at: Place):
+    def __init__(self, run: Folder, engine: Engine, config: Config, feed: Feed, measures: Measures, at: Place):
         self.run, self.engine, self.config, self.feed, self.measures, self.at = run, engine, config, feed, measures, at
         self._is_new = not at.log
         self._left_out = False
-        self._saver = Saver(config.save_every, at)
+        self._saver = Saver(run, config.save_every, at)
 
     def __call__(self, notes: Sequence[str] = (), callbacks: Sequence[Callback] = (), quiet: bool = False) -> None:
         """Go on until the end. `notes` are said to the user first."""
@@ -78,14 +79,16 @@ class Loop:
         board = stack.enter_context(EventWriter(self.run.path)) if config.tensorboard else None
         progress = stack.enter_context(Progress(config.epochs, self._per_epoch, done=at.step, quiet=quiet))
         self.engine.on_compile = progress.say
-        self.status = Status(self.run, self.engine, at, config.epochs, self._per_epoch, log.write, progress.say)
+        self.status = Status(
+            Run(self.run.path), self.engine, at, config.epochs, self._per_epoch, log.write, progress.say
+        )
         self._saver.files = [log] if board is None else [log, board]
         self._callbacks = list(callbacks)
         self._watchers: list[Callback] = [
             LogWatcher(log, config),
             *([BoardWatcher(board)] if board is not None else []),
             *([StatisticsWatcher(board)] if config.statistics else []),
-            BestWatcher(self.measures, config.patience),
+            BestWatcher(self.run, self.measures, config.patience),
             ProgressWatcher(progress),
             *self._callbacks,
             self._saver,

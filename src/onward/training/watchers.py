@@ -13,9 +13,10 @@ from onward.model.state import all_states
 from onward.training.callbacks import Callback, Status
 from onward.training.config import Config
 from onward.training.evaluation import Measures
-from onward.training.folder import BEST, LAST, Place
+from onward.training.folder import Folder
 from onward.training.log import Log
 from onward.training.progress import Progress
+from onward.training.run import BEST, LAST, Place
 from onward.training.tensorboard import EventWriter
 
 _BINS = 30
@@ -139,8 +140,8 @@ class StatisticsWatcher(Callback):
 class BestWatcher(Callback):
     """Keeps the model with the best results on validation data, and stops when it gets no better for long enough."""
 
-    def __init__(self, measures: Measures, patience: int | None):
-        self._measures, self._patience = measures, patience
+    def __init__(self, folder: Folder, measures: Measures, patience: int | None):
+        self._folder, self._measures, self._patience = folder, measures, patience
 
     def start(self, status: Status) -> None:
         if not status.place.log:
@@ -157,7 +158,7 @@ class BestWatcher(Callback):
         at, value = status.place, status.results[self._measures.monitor]
         if self._measures.is_better(value, at.best):
             at.best, at.since_best = value, 0
-            status.run.export(status.engine.updated(), BEST)
+            self._folder.export(status.engine.updated(), BEST)
             status.log("save", step=at.step, best=True)
         elif at.epoch:  # the model as it was given is measured, too, but no epoch
             at.since_best += 1
@@ -170,8 +171,8 @@ class BestWatcher(Callback):
 class Saver(Callback):
     """Saves the state now and then. It comes last, so that what others note about the run is saved with it."""
 
-    def __init__(self, every: float, at: Place):
-        self._every = every
+    def __init__(self, folder: Folder, every: float, at: Place):
+        self._folder, self._every = folder, every
         self.files: list[Log | EventWriter] = []
         """What is written out before it saves."""
         self._saved_at = time.monotonic()
@@ -189,7 +190,7 @@ class Saver(Callback):
 
     def end(self, status: Status) -> None:
         """The last inference model is that of the state which was saved."""
-        status.run.export(status.run.model, LAST)
+        self._folder.export(self._folder.model, LAST)
 
     def save(self, status: Status, after: float = 0.0) -> None:
         """Save, unless that was done here already, or less than so many seconds ago."""
@@ -202,8 +203,8 @@ class Saver(Callback):
             raise NotFiniteError(f"`{strange}` holds NaN or infinity after step {at.step:,}")
         for file in self.files:
             file.flush()
-        status.run.note_lengths(at)
-        status.run.save(model, at)
+        self._folder.note_lengths(at)
+        self._folder.save(model, at)
         self.saved, self._saved_at = here, time.monotonic()
         status.log("save", step=at.step, best=False)
 

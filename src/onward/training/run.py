@@ -1,0 +1,141 @@
+"""A run that is on disk: what is in its folder, to look at and to use. `folder.py` writes it.
+
+| file | what it is |
+|---|---|
+| `training.onnx` | the training model with its full state; where the run stands is in its metadata |
+| `best.onnx`, `last.onnx` | inference models |
+| `original.onnx` | the model as it was given: trained weights go back into it |
+| `original.data` | beside a model that has its tensors outside: those that were given, which the others refer to, too |
+| `config.yaml` | how the run was started; `onward train --config` takes it to start another like it |
+| `log.jsonl` | what happened |
+| `.lock` | who trains here, while somebody does |
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from onward.errors import DataError
+from onward.model import Model, load
+from onward.model.storage.files import reason, regular
+from onward.training.config import read_settings
+from onward.training.export import in_form_of
+from onward.training.log import read_log
+from onward.training.schema import Natural, checked
+
+TRAINING, BEST, LAST, ORIGINAL = "training.onnx", "best.onnx", "last.onnx", "original.onnx"
+CONFIG, LOG = "config.yaml", "log.jsonl"
+_WHEN = ("event", "step", "epoch")
+
+
+@dataclasses.dataclass
+class Place:
+    """Where a run stands. It is saved with the state, and is all that is needed to go on."""
+
+    step: Natural = 0
+    epoch: Natural = 0
+    batch: Natural = 0
+    """Batches of the epoch that are done."""
+    samples: Natural = 0
+    best: float | None = None
+    since_best: Natural = 0
+    """Epochs since the best result."""
+    log: Natural = 0
+    """How much of the log belongs to it, in bytes. What follows are steps that will be made again."""
+    board: Natural = 0
+    """The same for the event file of TensorBoard."""
+    losses: float = 0.0
+    """The sum of the losses of the samples in the epoch so far,"""
+    counted: Natural = 0
+    """and their number."""
+
+    @classmethod
+    def of(cls, model: Model) -> Place:
+        """Where the run stood when this model was saved."""
+        text = model.step().metadata.get("train.progress", "{}")
+        fact = checked(text, cls, f"the progress in `{model.path}`")
+        return cls(**{field.name: fact[field.name] for field in dataclasses.fields(cls) if field.name in fact})
+
+    @property
+    def loss(self) -> float:
+        """The mean over the samples of the epoch so far."""
+        return self.losses / self.counted if self.counted else math.nan
+
+
+class Run:
+    """A run on disk: what `train` and `resume` return, and `onward.Run("runs/digits")` opens.
+
+    Attributes:
+        path: its folder
+
+    Examples:
+        >>> run = onward.Run("runs/digits")  # doctest: +SKIP
+        >>> run.best.save("digits-trained.onnx")  # doctest: +SKIP
+    """
+
+    def __init__(self, path: str | os.PathLike[str]):
+        self.path = Path(path)
+
+    @property
+    def model(self) -> Model:
+        """The training model as it was last saved."""
+        self._refuse_if_empty()
+        return load(self.path / TRAINING)
+
+    @property
+    def best(self) -> Model:
+        """The model with the best result on validation data; without such data, the last one."""
+        return load(self.path / BEST) if (self.path / BEST).exists() else self.last
+
+    @property
+    def last(self) -> Model:
+        """The model as it was last saved."""
+        return self._inference(self.model)
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """How it was started."""
+        with _reading(self.path / CONFIG) as path:
+            return read_settings(path)
+
+    @property
+    def progress(self) -> dict[str, Any]:
+        """Where the run stands: `step`, `epoch`, `batch` in the epoch, `samples`."""
+        return dataclasses.asdict(Place.of(self.model))
+
+    @property
+    def log(self) -> list[dict[str, Any]]:
+        """What happened, in order."""
+        with _reading(self.path / LOG) as path:
+            return list(read_log(path))
+
+    @property
+    def results(self) -> dict[str, float]:
+        """The latest results on validation data: `loss`, and the metrics."""
+        measured = [event for event in self.log if event.get("event") == "validation"]
+        return {name: value for name, value in measured[-1].items() if name not in _WHEN} if measured else {}
+
+    def _refuse_if_empty(self) -> None:
+        if not (self.path / TRAINING).exists():
+            raise DataError(f"`{self.path}` holds no run: there is no {TRAINING}", hint="start one with `onward train`")
+
+    def _inference(self, model: Model) -> Model:
+        return in_form_of(load(self.path / ORIGINAL), model)
+
+    def __repr__(self) -> str:
+        return f"<onward.Run {self.path}>"
+
+
+@contextlib.contextmanager
+def _reading(path: Path) -> Iterator[Path]:
+    try:
+        regular(path)
+        yield path
+    except OSError as error:
+        raise DataError(f"`{path}` cannot be read: {reason(error)}", hint="name the folder of a run") from error
