@@ -30,6 +30,11 @@ def first_of_each(cases: Mapping[str, Case], kind: Callable[..., Hashable]) -> l
     return list(first.values())
 
 
+def by_operators(proto: onnx.ModelProto, inputs: Mapping[str, Any]) -> Hashable:
+    """The operators alone: for what takes long, and has quick kin that are alike in the ways below."""
+    return tuple(node.op_type for node in proto.graph.node)
+
+
 def by_mode(proto: onnx.ModelProto, inputs: Mapping[str, Any]) -> Hashable:
     """The operators, and the words among their attributes: the same rows of a table compute alike cases."""
     return tuple(
