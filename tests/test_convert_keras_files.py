@@ -23,7 +23,7 @@ from onward.errors import InvalidModelError, UnsupportedError  # noqa: E402
 
 pytestmark = [needs("keras"), needs("tensorflow")]
 
-STEPS = 10
+STEPS = 5
 GOES_ON = """
 import sys
 sys.modules["onward"] = None  # importing it fails
@@ -76,7 +76,13 @@ def prepared(name):
     raise ValueError(name)
 
 
-def goes_on(name, folder, *backends):
+def in_a_process(folder, backend):
+    command, environment = [sys.executable, "-c", GOES_ON], {**os.environ, "KERAS_BACKEND": backend}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def goes_on(name, folder, *backends, go=in_a_process):
     """Both sides make the same steps, from the same file; their losses and their state are the same."""
     training, data = prepared(name)
     with start(training, threads=1) as engine:  # a run that has begun
@@ -92,20 +98,38 @@ def goes_on(name, folder, *backends):
     arrays = {f"{key}{i}": array for i, batch in enumerate(given) for key, array in zip("xy", batch, strict=True)}
     np.savez(folder / "data.npz", steps=STEPS, **arrays)
     for backend in backends:
-        command, environment = [sys.executable, "-c", GOES_ON], {**os.environ, "KERAS_BACKEND": backend}
-        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr[-3000:]
+        go(folder, backend)
         np.testing.assert_allclose(np.load(folder / "losses.npy"), expected, rtol=1e-5, err_msg=backend)
         back = restore("keras", folder / "later.keras", training)
         for key, array in state.items():
             found = back.array(key)
             assert found.dtype == array.dtype
             np.testing.assert_allclose(found, array, rtol=1e-3, atol=1e-5, err_msg=f"{key} on {backend}")
-    return (folder / "run.py").read_text()
+    return training
 
 
-def test_a_run_goes_on_without_us(tmp_path):
-    text = goes_on("mlp", tmp_path, "tensorflow")
+def in_this_process(folder, backend):
+    """In which nothing of ours can be imported then; `test_all_backends` starts others."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.syspath_prepend(folder)
+        for name in [name for name in sys.modules if name.partition(".")[0] == "onward"]:
+            patch.setitem(sys.modules, name, None)
+        try:
+            exec(GOES_ON, {})
+        finally:
+            sys.modules.pop("run", None)
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """A training model that went on as a file of Keras, and the folder of that. To write one takes seconds."""
+    folder = tmp_path_factory.mktemp("keras")
+    return goes_on("keras's own", folder, "tensorflow", go=in_this_process), folder
+
+
+def test_a_run_goes_on_without_us(written):
+    text = (written[1] / "run.py").read_text()
     assert "import onward" not in text and "from onward" not in text
     compile(text, "run.py", "exec")
 
@@ -116,10 +140,8 @@ def test_all_backends(name, tmp_path):
     goes_on(name, tmp_path, "tensorflow", "jax", "torch")
 
 
-def test_only_the_state_of_the_same_training_model_is_read(tmp_path):
-    training, _ = prepared("keras's own")
-    path = tmp_path / "run.keras"
-    write(training, "keras", path)
+def test_only_the_state_of_the_same_training_model_is_read(written):
+    training, path = written[0], written[1] / "run.keras"
     same = restore("keras", path, training)
     np.testing.assert_array_equal(same.array("fc1.weight"), training.array("fc1.weight"))
     with pytest.raises(UnsupportedError, match="holds the state of a run"):

@@ -20,10 +20,12 @@ from onward.errors import DataError
 from onward.training.data import Batches, open_data, split
 from onward.training.data.order import Order
 from onward.training.data.prefetch import prefetch
+from representatives import examples
 
 # ---- order -----------------------------------------------------------------------------------------------------------
 
 
+@examples(30)
 @given(st.integers(1, 5000), st.integers(0, 2**70), st.integers(0, 100))
 def test_an_order_is_a_permutation(count: int, seed: int, epoch: int) -> None:
     rows = Order(count, seed, epoch)(np.arange(count))

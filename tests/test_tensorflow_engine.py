@@ -20,7 +20,7 @@ from onward.engines import function, start
 from onward.engines.framework_engine import interpreter
 from onward.errors import DataError, UnknownNameError
 from onward.model import load
-from representatives import by_mode, chosen, first_of_each
+from representatives import by_operators, chosen, first_of_each
 from rule_tables import CASES as RULE_CASES
 from rule_tables import EDGES
 
@@ -99,10 +99,21 @@ def placed(framework, value):
 
 
 DERIVED = {name: case for name, case in RULE_CASES.items() if name not in EXCLUDED}
+OWN_WAYS = {
+    "Pow", "Where", "Softmax", "MatMul", "Einsum", "Conv", "ConvTranspose", "MaxPool", "AveragePool", "Resize",
+    "BatchNormalization", "LayerNormalization", "Gather", "GatherND", "ScatterElements", "ScatterND", "TopK", "CumSum",
+    "ReduceMax", "ReduceProd", "Pad", "Slice", "Attention", "LSTM", "SoftmaxCrossEntropyLoss",
+}  # fmt: skip
+"""Operators whose derivatives TensorFlow computes in ways of its own; the others are made of the same few."""
+
+
+def first_derivatives():
+    found = {name: case for name, case in DERIVED.items() if {node.op_type for node in case[0].graph.node} <= OWN_WAYS}
+    return first_of_each(found, by_operators)
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", chosen(DERIVED, first_of_each(DERIVED, by_mode)))
+@pytest.mark.parametrize("name", chosen(DERIVED, first_derivatives()))
 def test_derivatives_are_those_of_our_rules(name):
     proto, inputs = DERIVED[name]
     inputs, xs = gradcheck.double(proto, inputs), gradcheck.differentiable(proto, inputs)
