@@ -20,8 +20,8 @@ import onward
 from conftest import needs
 from framework_training import trained
 from onward.engines import start
-from onward.gradcheck.precision import converted
 from onward.model.state import states
+from onward.transform.float_type import convert_floats
 from representatives import chosen
 from training_cases import CASES, arrays, exported, made, prepared
 
@@ -141,7 +141,7 @@ def test_engines_agree_in_float64(optimizer, engine):
     """The rounding errors of float64 are all that is left: 1e-10 over 50 steps."""
     import models
 
-    graph = converted(onward.load(models.digits_mlp()), ir.DataType.DOUBLE)
+    graph = convert_floats(onward.load(models.digits_mlp()), ir.DataType.DOUBLE)
     model = onward.prepare(graph, loss="cross_entropy", optimizer=optimizer)
     rng = np.random.default_rng(0)
     x = next(value.name for value in graph.inputs)

@@ -6,10 +6,10 @@ Dimensions may be symbols: two that are the same symbol are equal. Where nothing
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import chain
 
 import onnx_ir as ir
 
+from onward.constants import constant_ints
 from onward.standard import is_standard
 
 Dims = tuple[int | ir.SymbolicDim, ...]
@@ -73,27 +73,6 @@ def broadcast(shapes: Sequence[Dims | None]) -> Dims | None:
             return None
         result.append(next(iter(wide), 1))
     return tuple(result)
-
-
-def constant_ints(value: ir.Value | None) -> tuple[int, ...] | None:
-    """The integers in a small constant, such as axes or a shape."""
-    if value is None:
-        return None
-    tensor = value.const_value
-    producer = value.producer()
-    if tensor is None and producer is not None and producer.op_type == "Constant":
-        given = producer.attributes
-        if "value_int" in given:
-            return (given["value_int"].as_int(),)
-        if "value_ints" in given:
-            return tuple(given["value_ints"].as_ints())
-        tensor = given["value"].value if "value" in given else None
-    elif tensor is None and producer is not None and producer.op_type == "Concat":
-        parts = [part for value in producer.inputs if (part := constant_ints(value)) is not None]
-        return tuple(chain.from_iterable(parts)) if len(parts) == len(producer.inputs) else None
-    if tensor is None or tensor.size > 64 or not tensor.dtype.is_integer():
-        return None
-    return tuple(int(n) for n in tensor.numpy().reshape(-1))
 
 
 def _copy(shape: Dims | None) -> ir.Shape | None:

@@ -10,8 +10,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from onward import engines
 from onward.agreement.tolerance import Arrays, Comparison, Tolerance
 from onward.gradcheck.inputs import generator
+from onward.recipe.optimizers import FunctionOptimizer
 
 _TRIALS = ((1.0, 1.0), (0.4, 1e-3), (2.5, 30.0), (1.0, 0.1))
 """Updates: by what the learning rate is multiplied, and how large gradients are."""
@@ -28,6 +30,15 @@ class Trial(NamedTuple):
     factor: float
     """By what the learning rate is multiplied."""
     gradients: Arrays
+
+
+def update_function(optimizer: FunctionOptimizer) -> Callable[[Arrays], list[np.ndarray]]:
+    """The update of an optimizer as a function of arrays, of which it takes what it reads: its results, in order."""
+    types = {value.name or "": value.dtype.numpy() for value in optimizer.update.inputs if value.dtype is not None}
+    compute = engines.function(optimizer.update, engine="onnxruntime")
+    return lambda arrays: list(
+        compute({name: np.asarray(arrays[name], dtype) for name, dtype in types.items()}).values()
+    )
 
 
 def compare_updates(

@@ -15,6 +15,7 @@ import onnx_ir as ir
 from onnx_ir.passes.common import InlinePass
 
 from onward.build import Builder, Expr, Names
+from onward.constants import constant_ints
 from onward.containers import content_type
 from onward.differentiate.backward_split import split_off
 from onward.differentiate.expand import expand
@@ -25,7 +26,6 @@ from onward.model import Model
 from onward.model.core import values
 from onward.rules import NoGradient, Rewrite, Rule
 from onward.rules.registry import lookup
-from onward.shapes import constant_ints
 from onward.standard import IR_VERSION, STANDARD
 from onward.transform.training import drop_unused_definitions
 from onward.transform.types import fill_in_types

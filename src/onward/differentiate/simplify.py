@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 import onnx_ir as ir
 
 from onward.build import become
+from onward.constants import constant_ints
 from onward.model.walk import read_by
-from onward.shapes import constant_ints
 from onward.transform.unused import remove_unused
 
 

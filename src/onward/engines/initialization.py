@@ -15,6 +15,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onward.arguments import Seed, checked
+from onward.constants import tensor_in
 from onward.engines import function
 from onward.errors import InvalidModelError, RecipeError, UnsupportedError, listed
 from onward.lowering.step import lower_for_engine
@@ -118,8 +119,8 @@ def _as_it_is(value: ir.Value | None) -> ir.TensorProtocol | None:
     source = node.inputs[0] if node.inputs else None
     if node.op_type == "Identity" or (node.op_type == "Cast" and source is not None and source.dtype == value.dtype):
         return _as_it_is(source)
-    if node.op_type == "Constant" and "value" in node.attributes:
-        return node.attributes["value"].as_tensor()
+    if (tensor := tensor_in(node)) is not None:
+        return tensor
     if node.op_type == "ConstantOfShape" and (shape := _as_it_is(source)) is not None:
         given = node.attributes.get("value")
         one = given.as_tensor() if given is not None else ir.Tensor(np.zeros(1, np.float32))

@@ -11,14 +11,14 @@ import onnx_ir as ir
 from onward.build import Builder
 from onward.differentiate import vjp
 from onward.errors import Error, InvalidModelError, UnsupportedError
-from onward.gradcheck.compare import compare, default_tolerance
-from onward.gradcheck.evaluate import Arrays, Function, reason
+from onward.gradcheck.compare import TOLERANCE, compare
+from onward.gradcheck.evaluate import Arrays, Function, in_float64
 from onward.gradcheck.inputs import GIVE, generator
-from onward.gradcheck.precision import FLOATS, converted
 from onward.gradcheck.report import Row, Verdict
 from onward.gradcheck.subject import Subject
 from onward.model import Model
 from onward.model.core import values
+from onward.transform.float_type import FLOATS
 
 _WORST_FIRST: tuple[Verdict, ...] = ("wrong", "not finite", "kink", "unclear", "ok")
 
@@ -33,19 +33,17 @@ class Settings:
 
 def function_of(subject: Subject) -> Function:
     inputs = [value.name or "" for value in subject.model.inputs if value.dtype in FLOATS]
-    return Function(lambda dtype: converted(subject.model, dtype), subject.y, subject.xs, inputs)
+    return Function(in_float64(subject.model), subject.y, subject.xs, inputs)
 
 
 def settle(function: Function, candidates: Iterable[Arrays]) -> Arrays:
     """Put a function at the first of some points where it can be computed, at best to a finite result."""
-    failure: Exception | None = None
+    failure: Error | None = None
     usable: Arrays | None = None
     for inputs in candidates:
         try:
             function.at(inputs)
-        except Error:
-            raise
-        except Exception as error:  # ONNX Runtime's own exceptions have no common base
+        except Error as error:
             failure = failure or error
             continue
         if function.y.size and np.all(np.isfinite(function.y)):
@@ -54,7 +52,7 @@ def settle(function: Function, candidates: Iterable[Arrays]) -> Arrays:
     else:
         if usable is None:
             assert failure is not None
-            raise InvalidModelError(f"the model does not run: {reason(failure)}", hint=GIVE) from failure
+            raise InvalidModelError(f"the model does not run: {failure.message}", hint=GIVE) from failure
         function.at(inputs := usable)
     if not np.array_equal(function.value({}), function.y, equal_nan=True):
         raise UnsupportedError(
@@ -78,7 +76,7 @@ def _rows(function: Function, settings: Settings, rng: np.random.Generator, orde
     for _ in range(settings.directions):
         dy = cotangent(function.y, rng)
         gradients = function.gradients(dy, {})
-        tolerance = default_tolerance(function) if settings.tolerance is None else settings.tolerance
+        tolerance = TOLERANCE if settings.tolerance is None else settings.tolerance
         for x in function.xs:
             with np.errstate(all="ignore"):  # what overflows is reported as such
                 row = compare(function, x, dy, gradients[x], tolerance, rng)
@@ -101,9 +99,7 @@ def _second_order(subject: Subject, function: Function, inputs: Arrays, rng: np.
         return None
     dy = made.graph.inputs[-1 - len(subject.xs)].name or ""
     factors = {dy: cotangent(function.y, rng), **{_direction(x): function.random_step(x, rng) for x in subject.xs}}
-    second = Function(
-        lambda dtype: _along(converted(subject.model, dtype), subject), _RESULT, xs, [*function.movable, *factors]
-    )
+    second = Function(_along(in_float64(subject.model), subject), _RESULT, xs, [*function.movable, *factors])
     settle(second, [{**inputs, **factors}])
     return second
 

@@ -6,29 +6,17 @@ import dataclasses
 from itertools import pairwise
 
 import numpy as np
-import onnx_ir as ir
 
 from onward.gradcheck.evaluate import Arrays, Function
 from onward.gradcheck.report import Row
 
-_STEPS = {ir.DataType.DOUBLE: (1e-6, 1e-5, 1e-7, 1e-4), ir.DataType.FLOAT: (1e-2, 3e-2, 3e-3, 1e-1, 1e-3)}
+TOLERANCE = 1e-5
+"""How far derivatives may differ, relative to the size of the gradient."""
+_STEPS = (1e-6, 1e-5, 1e-7, 1e-4)
 """How far to go, as parts of the size of x. The first is the best mostly; a smaller one is away from a kink nearby, a
 larger one above the rounding."""
-
-_BESIDE = {ir.DataType.DOUBLE: 1e-3, ir.DataType.FLOAT: 1e-1}
+_BESIDE = 1e-3
 """How far off to look beside a kink: much further than a step, and so near that what is smooth is the same there."""
-
-_TOLERANCES = {
-    (ir.DataType.DOUBLE, ir.DataType.DOUBLE): 1e-5,
-    (ir.DataType.DOUBLE, ir.DataType.FLOAT): 1e-3,
-    (ir.DataType.FLOAT, ir.DataType.FLOAT): 1e-2,
-    (ir.DataType.FLOAT, ir.DataType.DOUBLE): 1e-2,
-}
-
-
-def default_tolerance(function: Function) -> float:
-    """By the precision of y, and of its gradient."""
-    return _TOLERANCES[function.dtypes]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,8 +70,7 @@ def compare(
 def _is_kink(line: _Line, here: _Slope, rng: np.random.Generator) -> bool:
     """Whether the gradient is right beside this point, or, where kinks are everywhere, between the two sides."""
     function = line.function
-    far = _BESIDE[function.dtypes[0]]
-    beside = {name: far * function.random_step(name, rng) for name in function.movable}
+    beside = {name: _BESIDE * function.random_step(name, rng) for name in function.movable}
     there = line.slope(function.gradients(line.dy, beside)[line.x], beside)
     agrees = there.agrees and there.difference < 0.1 * here.difference  # what is a bit wrong here, may pass there
     return there.finite and (agrees or (here.is_between and there.is_between))
@@ -111,7 +98,7 @@ class _Line:
         ours = float(np.sum(gradient * self.direction))
         size = float(np.linalg.norm(gradient * self.direction))
         tried: dict[float, float] = {}
-        for step in _STEPS[self.function.dtypes[0]]:
+        for step in _STEPS:
             numeric = self.change(-step, step, at) / (2 * step)
             if not np.isfinite(numeric):
                 continue
@@ -131,9 +118,7 @@ class _Line:
     @property
     def _rounding(self) -> float:
         """The least by which a result may be off."""
-        return (
-            8 * float(np.finfo(self.function.dtypes[0].numpy()).eps) * float(np.sum(np.abs(self.dy * self.function.y)))
-        )
+        return 8 * float(np.finfo(np.float64).eps) * float(np.sum(np.abs(self.dy * self.function.y)))
 
 
 def _relative(ours: float, numeric: float, size: float) -> float:

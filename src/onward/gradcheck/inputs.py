@@ -10,7 +10,6 @@ import numpy as np
 import onnx_ir as ir
 
 from onward.errors import DataError, InvalidModelError, UnknownNameError, UnsupportedError, near
-from onward.gradcheck.precision import FLOATS
 from onward.gradcheck.subject import Subject
 from onward.inspect.formatting import shape as shown_shape
 from onward.inspect.values import number, port
@@ -19,6 +18,7 @@ from onward.model.core import values
 from onward.model.storage.files import reason
 from onward.model.storage.npz import read_npz
 from onward.transform.declare import way_out
+from onward.transform.float_type import FLOATS
 from onward.transform.inline import inline
 from onward.transform.types import fill_in_types
 

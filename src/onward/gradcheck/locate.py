@@ -8,18 +8,18 @@ from contextlib import suppress
 import numpy as np
 import onnx_ir as ir
 
+from onward.constants import constant_tensor
 from onward.differentiate.path import between
 from onward.errors import Error
 from onward.gradcheck.check import Settings, function_of, rows, settle
-from onward.gradcheck.evaluate import Arrays, Runner
-from onward.gradcheck.precision import FLOATS, converted
+from onward.gradcheck.evaluate import Arrays, Runner, in_float64
 from onward.gradcheck.report import Culprit
 from onward.gradcheck.subject import Subject
-from onward.inspect.values import constant
 from onward.model import Model
 from onward.model.core import values
 from onward.model.walk import read_by
 from onward.transform.extract import extract
+from onward.transform.float_type import FLOATS
 from onward.transform.inline import inline
 from onward.transform.types import fill_in_types
 from onward.transform.unused import keep_only
@@ -34,7 +34,7 @@ def culprit(subject: Subject, wrong: Iterable[str], inputs: Arrays, settings: Se
     read = {node: _read(node, known) for node in nodes}
     met = _values(subject.model, [value for values_read in read.values() for value in values_read], inputs)
     for node in reversed(nodes):
-        names = [value.name or "" for value in read[node] if constant(value) is None]
+        names = [value.name or "" for value in read[node] if constant_tensor(value) is None]
         xs = [value.name or "" for value in read[node] if value in active and value.dtype in FLOATS]
         if xs and all(name in met for name in names):
             found = _blame(subject.model, node, xs, {name: met[name] for name in names}, settings)
@@ -50,18 +50,14 @@ def _read(node: ir.Node, known: dict[str | None, ir.Value]) -> list[ir.Value]:
 
 def _values(model: Model, wanted: list[ir.Value], inputs: Arrays) -> dict[str, np.ndarray]:
     """What the values were when the model ran."""
-    tensors = [value for value in wanted if isinstance(value.type, ir.TensorType) and constant(value) is None]
+    tensors = [value for value in wanted if isinstance(value.type, ir.TensorType) and constant_tensor(value) is None]
     names = list(dict.fromkeys(value.name or "" for value in tensors))
     if not names:
         return {}
-
-    def make(dtype: ir.DataType) -> Model:
-        made = converted(model, dtype)
-        known = {value.name: value for value in values(made.graph)}
-        keep_only(made, [known[name] for name in names])
-        return made
-
-    return dict(zip(names, Runner(make)(inputs), strict=True))
+    made = in_float64(model)
+    known = {value.name: value for value in values(made.graph)}
+    keep_only(made, [known[name] for name in names])
+    return Runner(made)(inputs)
 
 
 def _blame(model: Model, node: ir.Node, xs: list[str], inputs: Arrays, settings: Settings) -> Culprit | None:

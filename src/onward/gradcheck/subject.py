@@ -10,7 +10,6 @@ from onnx import defs
 
 from onward.differentiate.gradients import lower_gradients
 from onward.errors import UnknownNameError, UnsupportedError, near_or_first
-from onward.gradcheck.precision import FLOATS
 from onward.model import Model, Source, load
 from onward.model.core import string, strings, values
 from onward.model.gradient_names import tie
@@ -20,6 +19,7 @@ from onward.recipe.trainable import gradient_edges, judge
 from onward.rules import NoGradient
 from onward.rules.registry import lookup
 from onward.standard import OLDEST_OPSET, is_standard
+from onward.transform.float_type import FLOATS
 from onward.transform.opset import of_one_opset
 from onward.transform.types import fill_in_types
 from onward.transform.unused import keep_only

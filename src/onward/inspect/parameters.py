@@ -8,10 +8,11 @@ from collections.abc import Iterator
 import numpy as np
 import onnx_ir as ir
 
+from onward.constants import constant_tensor
 from onward.inspect.optimizer import is_statistics, trained
 from onward.inspect.summary_fields import Role, Weight
 from onward.inspect.training import differentiated_values
-from onward.inspect.values import constant, dtype_name, number, reads, texts
+from onward.inspect.values import dtype_name, number, reads, texts
 from onward.model import Model
 from onward.recipe.trainable import judge
 
@@ -57,10 +58,10 @@ def _form(value: ir.Value) -> tuple[ir.DataType, tuple[int, ...] | None]:
         axes = number(first)
         sizes = axes if isinstance(axes, list) else [axes]
         return value.dtype or ir.DataType.FLOAT, tuple(sizes) if all(isinstance(n, int) for n in sizes) else None
-    tensor = constant(value)
+    tensor = constant_tensor(value)
     if tensor is not None:
         return tensor.dtype, tuple(tensor.shape.numpy())
-    tensor = constant(first)
+    tensor = constant_tensor(first)
     return value.dtype or ir.DataType.FLOAT, tuple(tensor.shape.numpy()) if tensor is not None else None
 
 

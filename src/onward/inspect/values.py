@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from onward.constants import constant_tensor
 from onward.inspect.summary_fields import Port, Setting, Shape
 
 _TYPE_NAMES = {"FLOAT": "float32", "DOUBLE": "float64"}
@@ -47,22 +48,11 @@ def shape_of(value: ir.Value) -> Shape | None:
 
 def number(value: ir.Value | None) -> Setting:
     """The current number of a small initializer or constant; None for anything else. Large tensors are not touched."""
-    tensor = constant(value)
+    tensor = constant_tensor(value)
     if tensor is None or tensor.size > _LONGEST_LIST or not _is_numeric(tensor.dtype):
         return None
     array = np.asarray(tensor.numpy())
     return plain(array.reshape(-1)[0].item() if array.size == 1 else array.tolist())
-
-
-def constant(value: ir.Value | None) -> ir.TensorProtocol | None:
-    """The tensor behind an initializer or the output of a Constant node."""
-    if value is None or value.const_value is not None:
-        return value.const_value if value is not None else None
-    node = value.producer()
-    if node is None or node.op_type != "Constant":
-        return None
-    attribute = node.attributes.get("value")
-    return attribute.as_tensor() if attribute is not None and attribute.type == ir.AttributeType.TENSOR else None
 
 
 def _is_numeric(dtype: ir.DataType) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from onward.build import become, identity
+from onward.constants import tensor_in
 from onward.model import Model
 from onward.model.core import values
 from onward.standard import is_standard
@@ -34,7 +35,7 @@ def settle_casts(graph: ir.Graph) -> None:
         source, target = node.inputs[0], _target(node)
         if source is None or target is None:
             continue
-        constant = _constant(source)
+        constant = tensor_in(source.producer())
         if source.dtype == target and not node.outputs[0].is_graph_output():
             node.outputs[0].replace_all_uses_with(source)
         elif constant is not None and constant.size == 1:
@@ -50,13 +51,6 @@ def _target(node: ir.Node) -> ir.DataType | None:
         return ir.DataType(node.attributes["to"].as_int())
     like = node.inputs[1]
     return like.dtype if like is not None else None
-
-
-def _constant(value: ir.Value) -> ir.TensorProtocol | None:
-    producer = value.producer()
-    if producer is None or producer.op_type != "Constant" or "value" not in producer.attributes:
-        return None
-    return producer.attributes["value"].as_tensor()
 
 
 def turn_products_with_vectors(graph: ir.Graph) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import onnx_ir as ir
 
+from onward.constants import constant_tensor, tensor_in
 from onward.model import Model
 from onward.model.state import with_metadata
 from onward.standard import COMMON_OPSET, IR_VERSION
@@ -14,29 +15,6 @@ from onward.transform.quantised import open_up
 
 _BLOCK = 1 << 22
 """Numbers that are looked at together."""
-
-
-def constant_tensor(value: ir.Value | None) -> ir.TensorProtocol | None:
-    """The tensor behind an initializer or the output of a Constant node."""
-    if value is None:
-        return None
-    if value.is_initializer():
-        return value.const_value
-    node = value.producer()
-    return tensor_in(node) if node is not None else None
-
-
-_WRITTEN_OUT = {"value_float": np.float32, "value_floats": np.float32, "value_int": np.int64, "value_ints": np.int64}
-
-
-def tensor_in(node: ir.Node) -> ir.TensorProtocol | None:
-    """The tensor of a Constant node, as which numbers may be written out, too; None of any other node."""
-    if node.op_type != "Constant" or any(attribute.is_ref() for attribute in node.attributes.values()):
-        return None
-    if "value" in node.attributes:
-        return node.attributes["value"].as_tensor()
-    found = [(name, kind) for name, kind in _WRITTEN_OUT.items() if name in node.attributes]
-    return ir.Tensor(np.array(node.attributes[found[0][0]].value, found[0][1])) if found else None
 
 
 def stored_shape(value: ir.Value) -> tuple[int, ...] | None:

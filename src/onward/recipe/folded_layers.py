@@ -7,8 +7,9 @@ from collections.abc import Iterator
 
 import onnx_ir as ir
 
+from onward.constants import constant_tensor
 from onward.model import Model
-from onward.recipe.constants import constant_tensor, in_bodies, stored_shape
+from onward.recipe.constants import in_bodies, stored_shape
 
 _BATCH_NORM = re.compile(r"batch_?norm", re.IGNORECASE)
 """A trace in the names of a layer, or in what an exporter has noted, of the BatchNormalization behind it."""

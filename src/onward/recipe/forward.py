@@ -12,6 +12,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onward.build import Expr
+from onward.constants import constant_tensor
 from onward.errors import UnsupportedError
 from onward.model import Model
 from onward.model.core import values
@@ -138,10 +139,7 @@ def _constant(node: ir.Node, index: int, default: float) -> float | None:
     """A number that a node takes as an optional input; None if it is not constant."""
     if index >= len(node.inputs) or (value := node.inputs[index]) is None:
         return default
-    tensor = value.const_value
-    producer = value.producer()
-    if tensor is None and producer is not None and producer.op_type == "Constant" and "value" in producer.attributes:
-        tensor = producer.attributes["value"].as_tensor()
+    tensor = constant_tensor(value)
     return float(tensor.numpy().reshape(-1)[0]) if tensor is not None else None
 
 

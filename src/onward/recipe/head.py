@@ -15,17 +15,17 @@ import numpy as np
 import onnx_ir as ir
 
 from onward.arguments import Count, Seed, checked
+from onward.constants import constant_ints, constant_tensor
 from onward.errors import RecipeError, UnsupportedError
 from onward.model import Model, Source, load
 from onward.model.signature import sound
 from onward.model.state import with_tags
-from onward.recipe.constants import constant_tensor, expose
+from onward.recipe.constants import expose
 from onward.recipe.initialize import INITIALIZERS
 from onward.recipe.layers import Layer, downstream, find_head
 from onward.recipe.reset import draw_initial_value
 from onward.recipe.spec import Spec, parse
 from onward.recipe.trainable import HEAD
-from onward.shapes import constant_ints
 from onward.standard import METADATA_IR
 from onward.transform.types import fill_in_types
 

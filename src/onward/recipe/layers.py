@@ -8,9 +8,9 @@ from collections.abc import Iterable, Iterator
 
 import onnx_ir as ir
 
+from onward.constants import constant_tensor
 from onward.errors import UnknownNameError, near
 from onward.model import Model
-from onward.recipe.constants import constant_tensor
 from onward.standard import is_standard
 
 _TORCH_SCOPES = "pkg.torch.onnx.name_scopes"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from onward.recipe.constants import constant_tensor
+from onward.constants import constant_tensor
 
 _MOVES = {"Cast", "Flatten", "Identity", "Reshape", "Resize", "Squeeze", "Transpose", "Unsqueeze"}
 _SCALES = {"Div", "Mul"}

@@ -34,11 +34,12 @@ import numpy as np
 import onnx_ir as ir
 from onnx import defs
 
+from onward.constants import constant_tensor, tensor_in
 from onward.errors import RecipeError, UnknownNameError, near_or_first
 from onward.model import Model
 from onward.model.state import PREPROCESSING, ROLE_KEY, SLOT_KEY
 from onward.model.walk import nested_graphs
-from onward.recipe.constants import blocks, constant_tensor, expose, is_uniform, stored_shape, tensor_in
+from onward.recipe.constants import blocks, expose, is_uniform, stored_shape
 from onward.recipe.normalization import normalizes_input
 from onward.rules.quantization import stands_for_floats
 from onward.rules.registry import has_gradient

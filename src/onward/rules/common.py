@@ -4,6 +4,8 @@ import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 
+from onward.constants import tensor_in
+
 
 def cast_like(op, x, like):
     """`x` in the type of `like`."""
@@ -39,14 +41,8 @@ def finite(op, x):
 
 def fixed_number(x) -> float | None:
     """The number that `x` is in every run: a Constant with one element. An initializer may change, so it is none."""
-    producer = x.value.producer()
-    if producer is None or producer.op_type != "Constant":
-        return None
-    attribute = producer.attributes.get("value")
-    if attribute is not None and attribute.value.size == 1:
-        return float(attribute.value.numpy().reshape(()))
-    attribute = producer.attributes.get("value_float") or producer.attributes.get("value_int")
-    return None if attribute is None else float(attribute.value)
+    tensor = tensor_in(x.value.producer())
+    return float(tensor.numpy().reshape(())) if tensor is not None and tensor.size == 1 else None
 
 
 def never_zero(x) -> bool:

@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 
+from onward.constants import constant_ints
 from onward.rules.indexing import extent, fill, join_shape, merge_axes, reshape_to
 from onward.rules.registry import gradient, rewrite
 from onward.rules.windows import (
@@ -19,7 +20,7 @@ from onward.rules.windows import (
     spatial,
     spread_windows,
 )
-from onward.shapes import constant_ints, dims
+from onward.shapes import dims
 
 COPIES_OF_OUTPUTS = 0.5
 MULTIPLICATIONS = 1 / 32

@@ -9,8 +9,8 @@ import math
 import numpy as np
 import onnx_ir as ir
 
+from onward.constants import constant_ints
 from onward.rules.registry import gradient, no_gradient
-from onward.shapes import constant_ints
 
 END = np.iinfo(np.int64).max
 

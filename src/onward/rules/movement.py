@@ -3,6 +3,7 @@
 import numpy as np
 import onnx_ir as ir
 
+from onward.constants import constant_ints
 from onward.rules.indexing import (
     END,
     along,
@@ -16,7 +17,6 @@ from onward.rules.indexing import (
     undo_selection,
 )
 from onward.rules.registry import gradient, no_gradient
-from onward.shapes import constant_ints
 
 no_gradient("the result is a constant", "Constant", "ConstantOfShape", "EyeLike")
 no_gradient("the result is a sequence of numbers, whose length depends on the inputs", "Range")

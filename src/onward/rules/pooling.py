@@ -4,6 +4,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onward.build import Expr
+from onward.constants import constant_tensor
 from onward.errors import UnsupportedError
 from onward.rules.common import further_output, identity, largest
 from onward.rules.indexing import merge_axes
@@ -267,10 +268,7 @@ def _known_scales(x, y, scales, chosen):
 
 
 def _constant_floats(value):
-    producer = value.producer()
-    tensor = value.const_value if not value.is_graph_input() else None
-    if producer is not None and producer.op_type == "Constant" and "value" in producer.attributes:
-        tensor = producer.attributes["value"].value
+    tensor = constant_tensor(value) if not value.is_graph_input() else None
     return None if tensor is None else [float(n) for n in tensor.numpy()]
 
 

@@ -9,6 +9,7 @@ element that is taken from a sequence is the tensor that was put into it, and no
 
 import onnx_ir as ir
 
+from onward.constants import constant_ints
 from onward.containers import element_of, is_sequence
 from onward.model.walk import nested_graphs
 from onward.rules.common import fixed_number
@@ -22,7 +23,7 @@ from onward.rules.nested import (
     sum_by_value,
 )
 from onward.rules.registry import gradient, no_gradient, simplification
-from onward.shapes import constant_ints, dims, output_shape
+from onward.shapes import dims, output_shape
 from onward.transform.unused import remove_unused
 
 INT64 = ir.DataType.INT64

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
+from onward.constants import tensor_in
 from onward.errors import UnsupportedError
 from onward.model import Model
 from onward.model.state import all_states, with_metadata
 from onward.recipe import lora
-from onward.recipe.constants import tensor_in
 from onward.recipe.lora.adapters import adapters
 from onward.transform.quantised import stored_as_integers
 from onward.transform.training import strip

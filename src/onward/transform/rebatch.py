@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from onward.constants import constant_ints
 from onward.errors import InvalidModelError, UnsupportedError, first_line
 from onward.model import Model, Source, load
 from onward.model.signature import sound
 from onward.model.walk import ancestors
-from onward.shapes import constant_ints
 from onward.standard import is_standard
 from onward.transform.training import strip
 

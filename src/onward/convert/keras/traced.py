@@ -9,11 +9,10 @@ import keras
 import numpy as np
 
 from onward.agreement.tolerance import Arrays
-from onward.agreement.updates import Trial, compare_updates
+from onward.agreement.updates import Trial, compare_updates, update_function
 from onward.build import Names
 from onward.convert.keras.optimizers import array_of, twin_of
 from onward.errors import Error, UnsupportedError, first_line
-from onward.gradcheck.evaluate import Session
 from onward.model import Model
 from onward.recipe.optimizers import FunctionOptimizer
 from onward.recipe.optimizers.graph_optimizer import COUNT, RATE, gradient_of, name_inputs
@@ -174,7 +173,7 @@ class _Twin:
 
 
 def _try_out(made: FunctionOptimizer, twin: _Twin, names: Sequence[str], slots: Sequence[str]) -> None:
-    session = Session(made.update)
+    compute = update_function(made)
     counter = next(value.dtype for value in made.inputs if value.name == COUNT)
     assert counter is not None
     order = [*names, *slots]
@@ -185,7 +184,7 @@ def _try_out(made: FunctionOptimizer, twin: _Twin, names: Sequence[str], slots: 
     def update(before: Arrays, trial: Trial) -> Arrays:
         gradients = {gradient_of(name): gradient for name, gradient in trial.gradients.items()}
         scalars = {RATE: np.asarray(made.lr * trial.factor), COUNT: np.asarray(trial.number, counter.numpy())}
-        return dict(zip(order, session({**before, **gradients, **scalars}), strict=True))
+        return dict(zip(order, compute({**before, **gradients, **scalars}), strict=True))
 
     def step(trial: Trial) -> Arrays:
         twin.step([trial.gradients[name] for name in names], made.lr * trial.factor)

@@ -18,13 +18,13 @@ from onward.convert.torch.tags import ALSO, COUNTER, KIND, LEARNS, PERSISTENT
 from onward.engines.framework_engine import interpreter
 from onward.engines.interpreter import Interpreter
 from onward.engines.torch.types import CODES, to_array
-from onward.gradcheck.precision import converted
 from onward.model import Model, load
 from onward.model.core import as_input, values
 from onward.options import Variance
 from onward.recipe.forward import functions_to_inline, is_switchable
 from onward.recipe.trainable import judge
 from onward.standard import OLDEST_OPSET
+from onward.transform.float_type import convert_floats
 from onward.transform.inline import inline
 from onward.transform.opset import of_one_opset
 
@@ -111,7 +111,7 @@ class Graph:
             if training:
                 _train(model, self.switched)
             if dtype is not None:
-                model = converted(model, dtype)
+                model = convert_floats(model, dtype)
             self._made[key] = interpreter(model, Live(device, self.statistics))
         return self._made[key]
 
@@ -121,7 +121,7 @@ class Graph:
     def with_state(self, state: Mapping[str, torch.Tensor]) -> Model:
         """The model with the tensors that a module holds."""
         _, dtype = _where(state, self.state)
-        model = self.model.copy() if dtype is None else converted(self.model, dtype)
+        model = self.model.copy() if dtype is None else convert_floats(self.model, dtype)
         constants = list(model.graph.initializers.values())
         del model.graph.outputs[len(model.graph.outputs) - len(self.inner) :]
         model.graph.initializers.clear()

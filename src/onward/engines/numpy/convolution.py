@@ -24,8 +24,8 @@ def conv(x, w, b=None, *, auto_pad, dilations, group, pads, strides):
 def convolved(view, w, group):
     """The product of windows [N, C, *counts, *kernel] with weights [M, C / group, *kernel]."""
     rank = w.ndim - 2
-    n, c, counts = view.shape[0], view.shape[1], view.shape[2 : 2 + rank]
-    columns = view.reshape(n, group, c // group, math.prod(counts), math.prod(w.shape[2:])).swapaxes(3, 4)
+    n, counts = view.shape[0], view.shape[2 : 2 + rank]
+    columns = np.moveaxis(view, range(2, 2 + rank), range(-rank, 0))  # the longest runs last: they are copied fastest
     columns = columns.reshape(n, group, math.prod(w.shape[1:]), math.prod(counts))
     y = w.reshape(group, w.shape[0] // group, -1) @ columns
     return y.reshape(n, w.shape[0], *counts)

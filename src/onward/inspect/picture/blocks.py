@@ -8,12 +8,13 @@ from collections.abc import Callable, Iterable, Sequence
 
 import onnx_ir as ir
 
+from onward.constants import constant_tensor
 from onward.inspect.formatting import listed, quantity, setting, settings, shape
 from onward.inspect.picture.folding import Algorithm, fold
 from onward.inspect.summary import Summary
 from onward.inspect.summary_fields import Training, Weight
 from onward.inspect.training import differentiated_values
-from onward.inspect.values import constant, port, reads, text_attribute
+from onward.inspect.values import port, reads, text_attribute
 from onward.model import Model
 from onward.model.state import State, states
 from onward.standard import operator_name
@@ -131,7 +132,7 @@ class Picture:
 
 def _is_constant(node: ir.Node) -> bool:
     """Whether a node only makes a constant: what reads it shows it."""
-    known = all(value is None or constant(value) is not None for value in node.inputs)
+    known = all(value is None or constant_tensor(value) is not None for value in node.inputs)
     return node.op_type == "Constant" or (node.op_type in ("ConstantOfShape", "DequantizeLinear", "Cast") and known)
 
 

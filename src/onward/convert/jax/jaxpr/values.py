@@ -9,6 +9,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onward.build import Expr
+from onward.constants import tensor_in
 
 _WIDE = {ir.DataType.INT32, ir.DataType.INT64, ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16}
 
@@ -71,8 +72,8 @@ def reshape_to(op: Any, x: Expr, sizes: Sequence[Any]) -> Expr:
 
 def constant_of(x: Expr) -> np.ndarray | None:
     """What a constant is."""
-    node = x.value.producer()
-    return node.attributes["value"].as_tensor().numpy() if node is not None and node.op_type == "Constant" else None
+    tensor = tensor_in(x.value.producer())
+    return None if tensor is None else tensor.numpy()
 
 
 def fill(op: Any, sizes: Sequence[Any], number: Any, dtype: Any) -> Expr:

@@ -11,14 +11,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from onward.agreement.tolerance import Arrays
-from onward.agreement.updates import Trial, compare_updates
+from onward.agreement.updates import Trial, compare_updates, update_function
 from onward.convert.torch.traced.initial_state import step_of
 from onward.convert.torch.traced.optimizer_state import Path, copy_optimizer, leaves_of, parameters_of
 from onward.engines.torch.types import from_array, to_array
-from onward.gradcheck.evaluate import Session
 from onward.recipe.optimizers import FunctionOptimizer
 from onward.recipe.optimizers.graph_optimizer import COUNT, RATE, gradient_of
-from onward.transform.inline import inline
 
 
 class Side(NamedTuple):
@@ -36,7 +34,7 @@ def try_out(optimizer: Optimizer, trained: Mapping[int, str], side: Side) -> Non
     held = {name: parameters_of(theirs)[i] for i, name in trained.items()}
     rates = [float(group[RATE]) for group in theirs.param_groups]
     function = side.function
-    session = Session(inline(function.update))
+    compute = update_function(function)
     state = {value.name or "": function.initial[value.name or ""] for value in function.state}
 
     def parameters() -> dict[str, np.ndarray]:
@@ -54,7 +52,7 @@ def try_out(optimizer: Optimizer, trained: Mapping[int, str], side: Side) -> Non
     def update(before: Arrays, trial: Trial) -> Arrays:
         gradients = {gradient_of(name): gradient for name, gradient in trial.gradients.items()}
         scalars = {RATE: np.asarray(rates[side.group] * trial.factor), COUNT: np.asarray(trial.number)}
-        return dict(zip([*function.parameters, *state], session({**before, **gradients, **scalars}), strict=True))
+        return dict(zip([*function.parameters, *state], compute({**before, **gradients, **scalars}), strict=True))
 
     compare_updates(update, step, {**parameters(), **state}, held, optimizer=f"the optimizer {function.name}")
 

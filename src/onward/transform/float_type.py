@@ -8,8 +8,8 @@ import numpy as np
 import onnx_ir as ir
 from onnx import defs
 
+from onward.constants import constant_tensor
 from onward.errors import UnsupportedError
-from onward.inspect.values import constant
 from onward.model import Model
 from onward.model.core import values
 from onward.model.walk import attributes
@@ -22,8 +22,11 @@ _TYPE_ATTRIBUTES = ("to", "dtype", "stash_type", "output_dtype", "output_datatyp
 """Attributes that hold the number of a type."""
 
 
-def converted(model: Model, dtype: ir.DataType) -> Model:
-    """A copy in which every float is a `dtype`, and every tensor is in memory; refused where an operator forbids it."""
+def convert_floats(model: Model, dtype: ir.DataType, *, settings: bool = False) -> Model:
+    """A copy in which every float is a `dtype`, and every tensor is in memory; refused where an operator forbids it.
+
+    With `settings`, also where it does: for who computes with all operators in that type, whatever the standard says.
+    """
     model = model.copy()
     for graph in _graphs(model):
         for value in values(graph):
@@ -34,7 +37,8 @@ def converted(model: Model, dtype: ir.DataType) -> Model:
                 value.const_value = _tensor(value.const_value, dtype)
         for node in list(graph):
             _convert_attributes(node, model.opset, dtype)
-            _convert_settings(node, model.opset, dtype)
+            if not settings:
+                _cast_settings_back(node, model.opset, dtype)
     return model
 
 
@@ -66,7 +70,7 @@ def _convert_attributes(node: ir.Node, opset: int, dtype: ir.DataType) -> None:
         node.attributes.add(ir.AttrTensor("value", ir.Tensor(np.zeros(1, dtype.numpy()))))
 
 
-def _convert_settings(node: ir.Node, opset: int, dtype: ir.DataType) -> None:
+def _cast_settings_back(node: ir.Node, opset: int, dtype: ir.DataType) -> None:
     """Cast constants back to float32 where an operator takes nothing else, such as the scales of Resize.
 
     A computed value cannot be cast: the rounding would swamp the differences.
@@ -74,7 +78,7 @@ def _convert_settings(node: ir.Node, opset: int, dtype: ir.DataType) -> None:
     for i, value in enumerate(node.inputs):
         if value is None or value.dtype != dtype or _takes(node, i, opset, dtype):
             continue
-        if constant(value) is None:
+        if constant_tensor(value) is None:
             raise UnsupportedError(f"`{node.op_type}` does not take {dtype.name.lower()}")
         cast = ir.Node("", "Cast", [value], [ir.AttrInt64("to", ir.DataType.FLOAT.value)])
         cast.outputs[0].name = f"{node.outputs[0].name}/{value.name}/float"

@@ -1,0 +1,39 @@
+"""The tensor that a value is in every run: of an initializer, or in a Constant node."""
+
+from __future__ import annotations
+
+from itertools import chain
+
+import numpy as np
+import onnx_ir as ir
+
+_NUMBERS = {"value_float": np.float32, "value_floats": np.float32, "value_int": np.int64, "value_ints": np.int64}
+
+
+def constant_tensor(value: ir.Value | None) -> ir.TensorProtocol | None:
+    """The tensor behind an initializer or the output of a Constant node."""
+    if value is None:
+        return None
+    return value.const_value if value.const_value is not None else tensor_in(value.producer())
+
+
+def tensor_in(node: ir.Node | None) -> ir.TensorProtocol | None:
+    """The tensor of a Constant node, in which numbers may be written out, too; None of any other node."""
+    if node is None or node.op_type != "Constant" or any(given.is_ref() for given in node.attributes.values()):
+        return None
+    if "value" in node.attributes:
+        return node.attributes["value"].as_tensor()
+    found = [(name, kind) for name, kind in _NUMBERS.items() if name in node.attributes]
+    return ir.Tensor(np.array(node.attributes[found[0][0]].value, found[0][1])) if found else None
+
+
+def constant_ints(value: ir.Value | None) -> tuple[int, ...] | None:
+    """The integers in a small constant, such as axes or a shape, or in some that are put together."""
+    producer = value.producer() if value is not None else None
+    if producer is not None and producer.op_type == "Concat":
+        parts = [part for value in producer.inputs if (part := constant_ints(value)) is not None]
+        return tuple(chain.from_iterable(parts)) if len(parts) == len(producer.inputs) else None
+    tensor = constant_tensor(value)
+    if tensor is None or tensor.size > 64 or not tensor.dtype.is_integer():
+        return None
+    return tuple(int(n) for n in tensor.numpy().reshape(-1))
