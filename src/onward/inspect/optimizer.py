@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -78,9 +78,12 @@ def groups(model: Model, step: Step, schedule: Sequence[ScheduleSection], count:
     for fact in records(step.fact("train.optimizer")):
         chosen = [updates.pop(name) for name in texts(fact.get("params")) if name in updates]
         if chosen:
-            found.append(_recorded(step, fact, chosen))
-    for alike in _alike(updates.values()):
-        found.append(_observed(step, alike, f"group{len(found)}"))
+            found.append(_group(step, chosen, fact, str(fact.get("group", "group0"))))
+    alike: dict[str, list[_Update]] = {}
+    for update in updates.values():
+        alike.setdefault(json.dumps([update.operator, update.hyper]), []).append(update)
+    for chosen in alike.values():
+        found.append(_group(step, chosen, {}, f"group{len(found)}"))
     return tuple(dataclasses.replace(group, lr_now=_lr_now(group, schedule, count)) for group in found)
 
 
@@ -133,24 +136,24 @@ def _attribute(node: ir.Node, name: str) -> Setting:
     return plain(attribute.value) if attribute.type in simple else None
 
 
-def _recorded(step: Step, fact: dict[str, Any], updates: Sequence[_Update]) -> Group:
-    """A group of a recipe: the settings as prepared, and over them what the graph holds now."""
-    name = str(fact.get("group", "group0"))
-    prepared = fact.get("hyper")
-    hyper = plain(prepared) if isinstance(prepared, dict) else {}
-    is_standard = updates[0].operator.startswith(TRAINING_DOMAIN)
-    observed = {key: value for key, value in updates[0].hyper.items() if key in hyper or is_standard}
-    options = fact.get("options")
+def _group(step: Step, updates: Sequence[_Update], fact: dict[str, Any], name: str) -> Group:
+    """A group: what the graph computes, and over what a recipe has recorded about it what the graph holds now."""
+    recorded, options, hyper = fact.get("hyper"), fact.get("options"), updates[0].hyper
     if isinstance(options, dict) and "nesterov" in options:
-        observed.pop("mode", None)  # the same in other words
+        hyper = {key: value for key, value in hyper.items() if key != "mode"}  # the same in other words
+    if fact:
+        known = plain(recorded) if isinstance(recorded, dict) else {}
+        is_standard = updates[0].operator.startswith(TRAINING_DOMAIN)
+        observed = {key: value for key, value in hyper.items() if key in known or is_standard}
+        hyper = {**known, **observed, **_tagged_numbers(step, name)}
     return Group(
         name=name,
         optimizer=str(fact["name"]) if "name" in fact else updates[0].optimizer,
-        operators=tuple(dict.fromkeys(update.operator for update in updates)),
-        hyper={**hyper, **observed, **_tagged_numbers(step, name)},
+        operators=tuple(dict.fromkeys(update.operator for update in updates if update.operator)),
+        hyper=hyper,
         lr_now=None,
         options=plain(options) if isinstance(options, dict) else {},
-        slots=_slots(step, updates, name),
+        slots=_slots(step, updates, name if fact else None),
         parameters=tuple(update.parameter for update in updates),
         is_function=fact.get("is_function") is True,
     )
@@ -169,27 +172,6 @@ def _tagged_numbers(step: Step, group: str) -> dict[str, Setting]:
 def wanted_name(name: str) -> str:
     """A name without the number that made it unique."""
     return re.sub(r"_\d+$", "", name)
-
-
-def _alike(updates: Any) -> Iterator[list[_Update]]:
-    found: dict[str, list[_Update]] = {}
-    for update in updates:
-        found.setdefault(json.dumps([update.operator, update.hyper]), []).append(update)
-    yield from found.values()
-
-
-def _observed(step: Step, updates: Sequence[_Update], name: str) -> Group:
-    first = updates[0]
-    return Group(
-        name=name,
-        optimizer=first.optimizer,
-        operators=(first.operator,) if first.operator else (),
-        hyper=first.hyper,
-        lr_now=None,
-        options={},
-        slots=_slots(step, updates),
-        parameters=tuple(update.parameter for update in updates),
-    )
 
 
 def _slots(step: Step, updates: Sequence[_Update], group: str | None = None) -> tuple[str, ...]:

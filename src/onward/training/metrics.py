@@ -67,7 +67,7 @@ class _OfClasses(Metric):
     def _add(self, scores: np.ndarray, labels: np.ndarray) -> None:
         """Scores as rows, with the number of a class each; or as a table of decisions, with one of yes and no."""
 
-    def _chosen(self, scores: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def _choose(self, scores: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """What was chosen, and what is right, as numbers of classes."""
         if labels.dtype == bool:
             return (scores > (self._threshold or 0.0)).reshape(-1).astype(np.int64), labels.reshape(-1).astype(np.int64)
@@ -82,28 +82,27 @@ class Accuracy(_OfClasses):
         self._right = self._all = 0
 
     def _add(self, scores: np.ndarray, labels: np.ndarray) -> None:
-        chosen, right = self._chosen(scores, labels)
-        self._right += int(np.sum(chosen == right))
+        chosen, right = self._choose(scores, labels)
+        self._count(chosen == right)
+
+    def _count(self, right: np.ndarray) -> None:
+        self._right += int(np.sum(right))
         self._all += len(right)
 
     def result(self) -> float:
         return self._right / self._all if self._all else float("nan")
 
 
-class TopK(_OfClasses):
+class TopK(Accuracy):
     """The share of labels that are among the k highest scores."""
 
     def __init__(self, k: int = 5) -> None:
         super().__init__()
-        self._k, self._right, self._all = int(k), 0, 0
+        self._k = int(k)
 
     def _add(self, scores: np.ndarray, labels: np.ndarray) -> None:
         own = np.take_along_axis(scores, labels.reshape(-1, 1).astype(np.int64), axis=1)
-        self._right += int(np.sum(np.sum(scores > own, axis=1) < self._k))
-        self._all += len(labels)
-
-    def result(self) -> float:
-        return self._right / self._all if self._all else float("nan")
+        self._count(np.sum(scores > own, axis=1) < self._k)
 
 
 class _Confusion(_OfClasses):
@@ -114,14 +113,14 @@ class _Confusion(_OfClasses):
         self._counts = np.zeros((0, 0), np.int64)
 
     def _add(self, scores: np.ndarray, labels: np.ndarray) -> None:
-        chosen, right = self._chosen(scores, labels)
+        chosen, right = self._choose(scores, labels)
         classes = max(2, scores.shape[1] if labels.dtype != bool else 2, int(right.max(initial=0)) + 1)
         grown = np.zeros((max(classes, len(self._counts)),) * 2, np.int64)
         grown[: len(self._counts), : len(self._counts)] = self._counts
         np.add.at(grown, (right, chosen), 1)
         self._counts = grown
 
-    def _averaged(self, part: np.ndarray, whole: np.ndarray) -> float:
+    def _average_over_classes(self, part: np.ndarray, whole: np.ndarray) -> float:
         of_classes = np.divide(part, whole, out=np.zeros(len(part)), where=whole > 0)
         if len(of_classes) == 2:
             return float(of_classes[1])
@@ -133,21 +132,21 @@ class Precision(_Confusion):
     """How many of those that were chosen are right."""
 
     def result(self) -> float:
-        return self._averaged(np.diag(self._counts), self._counts.sum(0))
+        return self._average_over_classes(np.diag(self._counts), self._counts.sum(0))
 
 
 class Recall(_Confusion):
     """How many of those that are right were chosen."""
 
     def result(self) -> float:
-        return self._averaged(np.diag(self._counts), self._counts.sum(1))
+        return self._average_over_classes(np.diag(self._counts), self._counts.sum(1))
 
 
 class F1(_Confusion):
     """The harmonic mean of precision and recall."""
 
     def result(self) -> float:
-        return self._averaged(2 * np.diag(self._counts), self._counts.sum(0) + self._counts.sum(1))
+        return self._average_over_classes(2 * np.diag(self._counts), self._counts.sum(0) + self._counts.sum(1))
 
 
 class AUC(_OfClasses):
@@ -155,17 +154,15 @@ class AUC(_OfClasses):
 
     def __init__(self, threshold: float | None = None) -> None:
         super().__init__(threshold)
-        self._scores: list[np.ndarray] = []
-        self._labels: list[np.ndarray] = []
+        self._batches: list[tuple[np.ndarray, np.ndarray]] = []
 
     def _add(self, scores: np.ndarray, labels: np.ndarray) -> None:
-        self._scores.append(scores)
-        self._labels.append(labels)
+        self._batches.append((scores, labels))
 
     def result(self) -> float:
-        if not self._scores:
+        if not self._batches:
             return float("nan")
-        scores, labels = np.concatenate(self._scores), np.concatenate(self._labels)
+        scores, labels = (np.concatenate(parts) for parts in zip(*self._batches, strict=True))
         if labels.dtype == bool:
             areas = [_area(scores[:, i], labels[:, i]) for i in range(scores.shape[1])]
         else:
@@ -203,10 +200,7 @@ class _OfAmounts(Metric):
 
     def __init__(self) -> None:
         self._count = 0
-        self._absolute: Any = 0.0
-        self._squared: Any = 0.0
-        self._mean: Any = 0.0
-        self._variation: Any = 0.0
+        self._absolute, self._squared, self._mean, self._variation = (np.zeros(()) for _ in range(4))
         """The sum of squares of differences to the mean."""
 
     def add(self, predictions: np.ndarray, targets: np.ndarray) -> None:

@@ -12,7 +12,7 @@ from onward.constants import constant_tensor
 from onward.inspect.formatting import listed, quantity, setting, settings, shape
 from onward.inspect.picture.folding import Algorithm, fold
 from onward.inspect.summary import Summary
-from onward.inspect.summary_fields import Training, Weight
+from onward.inspect.summary_fields import Amount, Training, Weight
 from onward.inspect.training import differentiated_values
 from onward.inspect.values import port, reads, text_attribute
 from onward.model import Model
@@ -90,9 +90,7 @@ class Picture:
             self._add_graph(kind, parts.pop((kind, 0)))
         targets = differentiated_values(model, step)
         for (purpose, group), nodes in parts.items():
-            title, rows, notes = _describe_part(purpose, group, training)
-            block = Block(_KINDS.get(purpose, purpose), title, [("", row) for row in rows], notes + _node_notes(nodes))
-            added = self._add(block, nodes)
+            added = self._add(_part_block(purpose, group, training, nodes), nodes)
             if purpose == "gradient":  # which names the loss, but does not read it
                 for node in nodes:
                     self._connect_to(added, targets.get(text_attribute(node, "y") or ""))
@@ -164,42 +162,41 @@ def _contents(nodes: Sequence[ir.Node]) -> str:
 
 
 def _weight_rows(weights: Sequence[Weight]) -> list[tuple[str, str]]:
-    rows = [(str(weight.role), f"{weight.name} {shape(weight.shape)}") for weight in weights]
-    return rows if len(rows) <= _MOST_ROWS else [*rows[:_MOST_ROWS], ("", f"and {len(rows) - _MOST_ROWS} more")]
+    return _shorten([(str(weight.role), f"{weight.name} {shape(weight.shape)}") for weight in weights])
 
 
 def _weight_counts(weights: Sequence[Weight]) -> list[tuple[str, str]]:
-    of_role: dict[str, list[int]] = {}
-    for weight in weights:
-        of_role.setdefault(weight.role, []).append(weight.numbers)
-    return [(role, f"{quantity(len(all_), 'tensor')}, {sum(all_):,} numbers") for role, all_ in of_role.items()]
+    amounts = {role: Amount.of(w for w in weights if w.role == role) for role in dict.fromkeys(w.role for w in weights)}
+    return [(role, f"{quantity(of.tensors, 'tensor')}, {of.numbers:,} numbers") for role, of in amounts.items()]
 
 
-def _describe_part(purpose: str, group: int, training: Training) -> tuple[str, list[str], list[str]]:
-    """The title, the rows and the first notes of a block that is one part of a step."""
+def _shorten(rows: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    return rows if len(rows) <= _MOST_ROWS else [*rows[:_MOST_ROWS], ("", f"and {len(rows) - _MOST_ROWS} more")]
+
+
+def _part_block(purpose: str, group: int, training: Training, nodes: Sequence[ir.Node]) -> Block:
+    """One part of a step, however many nodes and parameters it has."""
+    title, rows, notes = purpose, [], []
     if purpose == "optimizer":
         of = training.groups[group]
-        rows = settings(of.hyper)
-        rows = rows if len(rows) <= _MOST_ROWS else [*rows[:_MOST_ROWS], f"and {len(rows) - _MOST_ROWS} more"]
+        title, rows = f"{of.optimizer or 'update'} ×{len(of.parameters)}", settings(of.hyper)
         rows += [f"slots {listed(of.slots, 3)}"] if of.slots else []
         notes = [f"updates {name}" for name in of.parameters]
-        return f"{of.optimizer or 'update'} ×{len(of.parameters)}", rows, notes
-    if purpose == "gradient":
-        count = quantity(training.trained.tensors, "parameter")
-        return "Gradient", [f"of {listed(training.loss.differentiated, 2)}", f"for {count}"], []
-    if purpose == "schedule":
+    elif purpose == "gradient":
+        of_what = f"of {listed(training.loss.differentiated, 2)}"
+        title, rows = "Gradient", [of_what, f"for {quantity(training.trained.tensors, 'parameter')}"]
+    elif purpose == "schedule":
         names = [section.name for section in training.schedule]
-        numbers = settings(training.schedule[0].numbers)[:_MOST_ROWS] if len(names) == 1 else []
-        return f"schedule: {listed(names, 3)}" if names else "step counter", numbers, []
-    if purpose == "average" and training.average is not None:
-        return purpose, [f"decay {setting(training.average.decay)}"], []
-    if purpose == "gradients":
-        clip, accumulation, scale = training.clip, training.accumulation, training.loss_scale
-        rows = [f"sum of {setting(accumulation.batches)} batches"] if accumulation is not None else []
+        title = f"schedule: {listed(names, 3)}" if names else "step counter"
+        rows = settings(training.schedule[0].numbers) if len(names) == 1 else []
+    elif purpose == "average" and training.average is not None:
+        rows = [f"decay {setting(training.average.decay)}"]
+    elif purpose == "gradients":
+        clip, sums, scale = training.clip, training.accumulation, training.loss_scale
+        rows = [f"sum of {setting(sums.batches)} batches"] if sums is not None else []
         rows += [f"loss scale {setting(scale.scale)}"] if scale is not None else []
         rows += [f"{clip.kind} at most {setting(clip.limit)}"] if clip is not None else []
-        return purpose, rows, []
-    return purpose, [], []
+    return Block(_KINDS.get(purpose, purpose), title, _shorten([("", row) for row in rows]), notes + _node_notes(nodes))
 
 
 def _state_block(found: Sequence[State]) -> Block:
