@@ -6,7 +6,7 @@ import contextlib
 import signal
 import threading
 from collections.abc import Callable
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -34,7 +34,7 @@ class Interruption:
             self._before = {number: signal.signal(number, self._hear) for number in heard}
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self._restore()
 
     def _hear(self, number: int, frame: FrameType | None) -> None:

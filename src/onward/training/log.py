@@ -15,8 +15,7 @@
 | `end` | last | `step`, `reason`, `seconds` since it was started or resumed; `loss` if that was not finite |
 
 The lines are strict JSON that any program reads: NaN and infinities, which JSON does not have, are texts ("NaN",
-"Infinity", "-Infinity"). A run may be killed at any moment, so the last line may be torn: readers skip it, and whoever
-goes on writing removes it first.
+"Infinity", "-Infinity"). A run may be killed at any moment, so the last line may be torn: readers skip it.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ import math
 import os
 import time
 from collections.abc import Iterator, Mapping
-from types import TracebackType
 from typing import Any
 
 PathLike = str | os.PathLike[str]
@@ -40,8 +38,11 @@ class Log:
     """Writes a log, or goes on with one. Steps are gathered and written about once a second, other events at once."""
 
     def __init__(self, path: PathLike):
-        _remove_torn_line(path)
-        self._file = open(path, "ab", buffering=1 << 16)  # noqa: SIM115 (open as long as the run lasts)
+        self._file = open(path, "a+b", buffering=1 << 16)  # noqa: SIM115 (open as long as the run lasts)
+        if self._file.tell():
+            self._file.seek(-1, os.SEEK_END)
+            if self._file.read(1) != b"\n":  # a line that is torn stays alone
+                self._file.write(b"\n")
         self._written = time.monotonic()
 
     def write(self, event: str, /, **values: Any) -> None:
@@ -54,14 +55,11 @@ class Log:
         self._file.flush()
         self._written = time.monotonic()
 
-    def close(self) -> None:
-        self._file.close()
-
     def __enter__(self) -> Log:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.close()
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
 
 
 def read_log(path: PathLike) -> Iterator[dict[str, Any]]:
@@ -74,24 +72,6 @@ def read_log(path: PathLike) -> Iterator[dict[str, Any]]:
                 continue
             if isinstance(event, dict):
                 yield _with_numbers(event) if b'NaN"' in line or b'Infinity"' in line else event
-
-
-def _remove_torn_line(path: PathLike) -> None:
-    """Cut off what follows the last line break, which is all that a writer that was killed can leave behind."""
-    if not os.path.exists(path):
-        return
-    with open(path, "r+b") as file:
-        end = file.seek(0, os.SEEK_END)
-        start = end
-        while start > 0:
-            start = max(start - (1 << 16), 0)
-            file.seek(start)
-            found = file.read(min(1 << 16, end - start)).rfind(b"\n")
-            if found >= 0:
-                start += found + 1
-                break
-        if start < end:
-            file.truncate(start)
 
 
 def _line(event: Mapping[str, Any]) -> bytes:

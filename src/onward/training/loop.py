@@ -23,7 +23,6 @@ from onward.training.run import LOG, Place, Run
 from onward.training.tensorboard import EventWriter
 from onward.training.watchers import (
     BestWatcher,
-    BoardWatcher,
     LogWatcher,
     NotFiniteError,
     ProgressWatcher,
@@ -86,7 +85,7 @@ class Loop:
         self._callbacks = list(callbacks)
         self._watchers: list[Callback] = [
             LogWatcher(log, config),
-            *([BoardWatcher(board)] if board is not None else []),
+            *([board] if board is not None else []),
             *([StatisticsWatcher(board)] if config.statistics else []),
             BestWatcher(self.run, self.measures, config.patience),
             ProgressWatcher(progress),

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -85,16 +84,13 @@ class Progress:
         if self._console:
             self._console.print(text, soft_wrap=True, markup=False, highlight=False, emoji=False)
 
-    def close(self) -> None:
-        """The bar goes; the lines stay."""
-        if self._bar:
-            self._bar.stop()
-
     def __enter__(self) -> Progress:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.close()
+    def __exit__(self, *_: object) -> None:
+        """The bar goes; the lines stay."""
+        if self._bar:
+            self._bar.stop()
 
     # ---- what is shown -----------------------------------------------------------------------------------------------
 

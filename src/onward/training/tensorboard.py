@@ -1,18 +1,19 @@
 """Event files for TensorBoard, written without TensorFlow: scalars and histograms.
 
 A file is a sequence of records: length (8 bytes), its checksum, data, its checksum. The data of each is a message
-`Event` of protobuf, of which we need seven fields, so they are encoded by hand.
+`Event` of protobuf, of which we need six fields, so they are encoded by hand.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
-import os
 import struct
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
+
+from onward.training.callbacks import Callback, Status
 
 _POLYNOMIAL = 0x82F63B78  # CRC-32C (Castagnoli), its bits reversed
 _VARINT, _DOUBLE, _BYTES, _FLOAT = 0, 1, 2, 5
@@ -20,22 +21,30 @@ _PATIENCE = 2.0
 """Seconds that an event may wait for being written."""
 
 
-class EventWriter:
-    """Writes what TensorBoard shows into a folder, or goes on with what is there from step `step` on."""
+class EventWriter(Callback):
+    """Writes what TensorBoard shows into a folder, or goes on with what is there."""
 
-    def __init__(self, folder: str | os.PathLike[str], *, step: int = 0):
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
+    def __init__(self, folder: Path):
         earlier = sorted(folder.glob("events.out.tfevents.*.onward"))
         path = earlier[-1] if earlier else folder / f"events.out.tfevents.{int(time.time())}.onward"
-        kept = _intact_length(path) if earlier else 0
         self._file = open(path, "ab")  # noqa: SIM115 (open as long as the run lasts)
-        self._file.truncate(kept)
-        if not kept:
+        if not self._file.tell():
             self._write(_event(0, _field(3, b"brain.Event:2")))
-        if step:  # the start of a session: readers forget what earlier ones wrote about this step and later ones
-            self._write(_event(step, _field(7, _field(1, 1))))
         self.flush()
+
+    def start(self, status: Status) -> None:
+        self._plot(status, "validation", status.results)
+
+    def step(self, status: Status) -> None:
+        self._plot(status, "train", status.metrics)
+
+    def epoch(self, status: Status) -> None:
+        self._plot(status, "epoch", {"loss": status.loss})
+        self._plot(status, "validation", status.results)
+
+    def _plot(self, status: Status, section: str, values: Mapping[str, float]) -> None:
+        if values:
+            self.scalars(status.step, {f"{section}/{name}": value for name, value in values.items()})
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         """Numbers by name; a name before a slash becomes a section of the page: `loss/train`."""
@@ -49,14 +58,11 @@ class EventWriter:
         self._file.flush()
         self._written = time.monotonic()
 
-    def close(self) -> None:
-        self._file.close()
-
     def __enter__(self) -> EventWriter:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.close()
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
 
     def _add(self, step: int, values: Iterable[bytes]) -> None:
         self._write(_event(step, _field(5, b"".join(_field(1, value) for value in values))))
@@ -115,34 +121,18 @@ def _varint(value: int) -> bytes:
 # ---- records ---------------------------------------------------------------------------------------------------------
 
 
+@functools.cache
 def _table() -> list[int]:
-    table = []
-    for value in range(256):
-        for _ in range(8):
-            value = value >> 1 ^ (_POLYNOMIAL if value & 1 else 0)
-        table.append(value)
+    table = list(range(256))
+    for _ in range(8):
+        table = [value >> 1 ^ (_POLYNOMIAL if value & 1 else 0) for value in table]
     return table
-
-
-_TABLE = _table()
 
 
 def _checksum(data: bytes) -> bytes:
     """CRC-32C, rotated and shifted: a checksum of data that holds checksums would otherwise be weak."""
-    crc = 0xFFFFFFFF
+    crc, table = 0xFFFFFFFF, _table()
     for byte in data:
-        crc = _TABLE[(crc ^ byte) & 0xFF] ^ crc >> 8
+        crc = table[(crc ^ byte) & 0xFF] ^ crc >> 8
     crc ^= 0xFFFFFFFF
     return struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF)
-
-
-def _intact_length(path: Path) -> int:
-    """How much of a file is whole records: the last one is torn where its writer was killed."""
-    size, kept = path.stat().st_size, 0
-    with open(path, "rb") as file:
-        while len(header := file.read(12)) == 12 and header[8:] == _checksum(header[:8]):
-            end = kept + 16 + int.from_bytes(header[:8], "little")
-            if end > size:
-                break
-            kept = file.seek(end)
-    return kept

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
 
 import numpy as np
 
@@ -78,28 +77,6 @@ class LogWatcher(Callback):
             self._log.write("validation", step=status.step, epoch=status.epoch, **status.results)
 
 
-class BoardWatcher(Callback):
-    """Writes losses and metrics for TensorBoard."""
-
-    def __init__(self, board: EventWriter):
-        self._board = board
-
-    def start(self, status: Status) -> None:
-        if not status.place.log:
-            self._plot(status, "validation", status.results)
-
-    def step(self, status: Status) -> None:
-        self._plot(status, "train", status.metrics)
-
-    def epoch(self, status: Status) -> None:
-        self._plot(status, "epoch", {"loss": status.loss})
-        self._plot(status, "validation", status.results)
-
-    def _plot(self, status: Status, section: str, values: Mapping[str, float]) -> None:
-        if values:
-            self._board.scalars(status.step, {f"{section}/{name}": value for name, value in values.items()})
-
-
 class ProgressWatcher(Callback):
     """Shows how far the run is."""
 
@@ -144,27 +121,17 @@ class BestWatcher(Callback):
         self._folder, self._measures, self._patience = folder, measures, patience
 
     def start(self, status: Status) -> None:
-        if not status.place.log:
-            self._judge(status)
-        self._stop_if_it_gets_no_better(status)
+        self.epoch(status)  # the model as it was given is measured, too; one that goes on is not measured again
 
     def epoch(self, status: Status) -> None:
-        self._judge(status)
-        self._stop_if_it_gets_no_better(status)
-
-    def _judge(self, status: Status) -> None:
-        if not status.results:
-            return
-        at, value = status.place, status.results[self._measures.monitor]
-        if self._measures.is_better(value, at.best):
+        at, value = status.place, status.results.get(self._measures.monitor)
+        if value is not None and self._measures.is_better(value, at.best):
             at.best, at.since_best = value, 0
             self._folder.export(status.engine.updated(), BEST)
             status.log("save", step=at.step, best=True)
-        elif at.epoch:  # the model as it was given is measured, too, but no epoch
+        elif value is not None and at.epoch:
             at.since_best += 1
-
-    def _stop_if_it_gets_no_better(self, status: Status) -> None:
-        if self._patience is not None and status.place.since_best >= self._patience:
+        if self._patience is not None and at.since_best >= self._patience:
             status.stop("early_stopping")
 
 
