@@ -324,6 +324,7 @@ def test_models_of_hugging_face(name: str) -> None:
     np.testing.assert_allclose(losses, run.losses, rtol=1e-5)
 
 
+@pytest.mark.usefixtures("untried")
 def test_the_loop_says_when_a_scheduler_steps(tmp_path: Path) -> None:
     training = onward.prepare(models.digits_mlp(), loss="cross_entropy", schedule="step:size=2,every=30")
     write(training, "torch", tmp_path / "epochs.pt")
