@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import inspect
 import re
 import sys
 import tomllib
@@ -14,6 +15,7 @@ sys.path.insert(0, str(DOCS))
 
 from tables import MARKED, refreshed  # noqa: E402
 
+import onward  # noqa: E402
 from broken_models import DAMAGES  # noqa: E402
 
 PAGES = [page for page in sorted(DOCS.rglob("*.md")) if MARKED.search(page.read_text())]
@@ -29,6 +31,63 @@ def test_there_are_tables():
         "specification.md"
     }
     assert {page.name for page in PAGES} == names
+
+
+# ---- what is where ---------------------------------------------------------------------------------------------------
+
+
+def _links(page):
+    targets = re.findall(r"\]\(([^)#\s]+\.md)(?:#[^)]*)?\)", page.read_text())
+    return {(page.parent / target).resolve() for target in targets if "://" not in target}
+
+
+def test_the_index_leads_to_every_page():
+    reached, todo = set(), [DOCS / "index.md"]
+    while todo:
+        page = todo.pop()
+        if page not in reached:
+            reached.add(page)
+            todo.extend(_links(page))
+    assert reached >= set(DOCS.rglob("*.md"))
+
+
+def test_contributors_are_sent_to_files_that_there_are():
+    root = DOCS.parent
+    named = re.findall(r"`([\w./*-]+(?:/|\.(?:py|md|txt|toml)))`", (root / "CONTRIBUTING.md").read_text())
+    assert len(named) > 20
+    places = ("", "tests/", "src/onward/")
+    assert [name for name in named if not any(any(root.glob(place + name)) for place in places)] == []
+
+
+# ---- the reference of the Python interface ---------------------------------------------------------------------------
+
+ROOMS = ("backend", "engines", "lora", "transform")
+CONSTANTS = {"engines.ENGINES", "engines.FRAMEWORKS"}
+
+
+def _public_names():
+    nested = {f"{room}.{name}" for room in ROOMS for name in getattr(onward, room).__all__}
+    return ({*onward.__all__} - {*ROOMS} | nested) - CONSTANTS
+
+
+def test_the_reference_has_every_public_name():
+    pages = [page.read_text() for page in (DOCS / "api").glob("*.md") if page.name != "index.md"]
+    listed = [name for page in pages for name in re.findall(r"^::: onward\.(\S+)$", page, re.MULTILINE)]
+    assert sorted(listed) == sorted(_public_names() - {"Error"})  # which is among those of `onward.errors`
+    index = (DOCS / "api/index.md").read_text()
+    assert [name for name in listed if f"`{name}`" not in index] == []
+
+
+FRAMEWORKS = re.compile("(from|to)_(torch|keras|jax|tensorflow)|.*Callback")  # which are slow to import
+
+
+@pytest.mark.parametrize("name", sorted(name for name in _public_names() if not FRAMEWORKS.fullmatch(name)))
+def test_docstrings_say_what_arguments_are(name):
+    public = functools.reduce(getattr, name.split("."), onward)
+    text = inspect.getdoc(public) or ""
+    assert text and not text.startswith(f"{name}(")
+    if inspect.isfunction(public):
+        assert [each for each in inspect.signature(public).parameters if f"`{each}`" not in text] == []
 
 
 # ---- the specification, clause by clause -----------------------------------------------------------------------------

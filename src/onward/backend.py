@@ -29,6 +29,8 @@ from onward.errors import DataError, UnsupportedError
 from onward.model import Model, Source, load
 from onward.standard import is_standard
 
+__all__ = ["Prepared", "for_engine", "is_compatible", "prepare", "run_model", "run_node", "supports_device"]
+
 _OF_THE_RUNNER = ("rtol", "atol")
 """What the test runner tells a backend, although it is for itself."""
 
@@ -67,7 +69,14 @@ class Prepared(BackendRep):
 
 
 def prepare(model: Source, device: str = "CPU", *, engine: str = "onnxruntime", **options: Any) -> Prepared:
-    """Make a model ready to run on a device: `CPU`, `CUDA`, `CUDA:1`. Options are the engine's."""
+    """Make a model ready to run.
+
+        y, *others = onward.backend.prepare("model.onnx", "CPU", engine="torch").run([x])
+
+    - `model`: any model; what is computed is its main graph
+    - `device`: `CPU`, `CUDA`, `CUDA:1`
+    - `engine`, `options`: as for `onward.engines.start`
+    """
     for name in _OF_THE_RUNNER:
         options.pop(name, None)
     opened = load(model)
@@ -78,7 +87,11 @@ def prepare(model: Source, device: str = "CPU", *, engine: str = "onnxruntime", 
 def run_model(
     model: Source, inputs: Any, device: str = "CPU", *, engine: str = "onnxruntime", **options: Any
 ) -> tuple[Any, ...]:
-    """The outputs of a model."""
+    """The outputs of a model: `prepare` and `run` in one.
+
+    - `model`, `device`, `engine`, `options`: as for `prepare`
+    - `inputs`: as for `Prepared.run`
+    """
     return prepare(model, device, engine=engine, **options).run(inputs)
 
 
@@ -92,7 +105,12 @@ def run_node(
     opset_version: int | None = None,
     **options: Any,
 ) -> tuple[Any, ...]:
-    """The outputs of a single operator, of the newest version unless one is said. Their types need not be known."""
+    """The outputs of a single operator.
+
+    - `node`: the operator; `opset_version`: of which version, the newest unless given
+    - `inputs`, `device`, `engine`, `options`: as for `run_model`
+    - `outputs_info`: types of the outputs, which need not be known
+    """
     given = inputs if isinstance(inputs, list | tuple) else [inputs]
     names = dict.fromkeys(name for name in node.input if name)
     typed = [helper.make_value_info(name, _type(value)) for name, value in zip(names, given, strict=True)]
@@ -106,13 +124,19 @@ def run_node(
 
 
 def supports_device(device: str, *, engine: str = "onnxruntime") -> bool:
-    """Whether an engine is there, and has a device."""
+    """Whether an engine is there, and has a device.
+
+    - `device`, `engine`: as for `prepare`
+    """
     check_engine(engine)
     return is_installed(engine) and _device(device) in devices(engine)
 
 
 def is_compatible(model: Source, device: str = "CPU", *, engine: str = "onnxruntime", **options: Any) -> bool:
-    """Whether an engine executes a model."""
+    """Whether an engine executes a model.
+
+    - `model`, `device`, `engine`, `options`: as for `prepare`
+    """
     try:
         prepare(model, device, engine=engine, **options)
     except UnsupportedError:
@@ -122,7 +146,10 @@ def is_compatible(model: Source, device: str = "CPU", *, engine: str = "onnxrunt
 
 @functools.cache
 def for_engine(engine: str) -> type[Backend]:
-    """The same five functions for one engine, as the class that `onnx.backend.test.BackendTest` takes."""
+    """The same five functions for one engine, as the class that `onnx.backend.test.BackendTest` takes.
+
+    - `engine`: its name
+    """
     check_engine(engine)
     functions = (is_compatible, prepare, run_model, run_node, supports_device)
     bound = {each.__name__: staticmethod(functools.partial(each, engine=engine)) for each in functions}

@@ -42,9 +42,19 @@ def verify(
 
     PyTorch, JAX and TensorFlow run it twice: with their own derivative and with ours. The reference is the engine that
     is nearest to the others, so that the odd one out is named, whichever it is. Where an engine differs, the first
-    value that does is found by running the step again with all values as outputs. `inputs`, a dict of arrays or the
-    path of an .npz file, is one batch, used in each step; what it lacks is made up. `tolerance` is relative to the
-    largest element of a tensor: 1e-4 unless given, 1e-9 for models in float64.
+    value that does is found by running the step again with all values as outputs.
+
+        print(onward.verify("training.onnx", engines=["onnxruntime", "torch"]))
+
+    - `source`: a training model
+    - `engines`: those that are compared; all that are installed unless given
+    - `steps`: how many are made
+    - `inputs`: a dict of arrays or the path of an .npz file: one batch, used in each step; what it lacks is made up
+    - `tolerance`: relative to the largest element of a tensor; 1e-4 unless given, 1e-9 for models in float64
+    - `seed`: what is made up is drawn from it
+    - `step`: which one, of a training model with several
+    - `compile`: whether frameworks compile the step
+    - `on_start`: told the name of each engine before it runs
     """
     model = load(source)
     model.step(step)  # which refuses a model without training

@@ -94,7 +94,14 @@ def check_proto(
 
 @checked()
 def check(source: Source, *, target: str | None = None) -> list[Finding]:
-    """All findings about a model in a file, in bytes, in a `ModelProto` or in memory; see `check_proto`."""
+    """All that is wrong with a model, by the rules of the specification and of Onward; an empty list if nothing is.
+
+        for finding in onward.check("training.onnx"):
+            print(finding)
+
+    - `source`: a model in a file, in bytes, in a `ModelProto` or in memory
+    - `target`: also what would be in the way of a runtime, such as `"onnxruntime"`
+    """
     if isinstance(source, ModelProto):
         return check_proto(source, target=target)
     if isinstance(source, Model):

@@ -12,7 +12,10 @@ _RANK = {Severity.ERROR: 0, Severity.WARNING: 1, Severity.INFO: 2}
 
 @dataclass(frozen=True, slots=True)
 class Finding:
+    """What `onward.check` has found: an error, a warning or a note."""
+
     code: str
+    """Its row in the table of checks, such as `OW201`."""
     severity: Severity
     place: str
     """Where, in the words of the file: `training_info[0].algorithm/node[3] Gradient "grad"`."""

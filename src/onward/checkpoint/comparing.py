@@ -76,7 +76,10 @@ def diff(
 ) -> Comparison:
     """Compare two checkpoints of any formats, two models, or one of each. Nothing in them is executed.
 
-    Numbers count as different beyond `atol`, and `rtol` times the second. Tensors are read one after the other.
+        print(onward.diff("checkpoint-500", "training.onnx", rtol=1e-5))
+
+    - `a`, `b`: what is compared; tensors are read one after the other
+    - `atol`, `rtol`: numbers count as different beyond `atol`, and `rtol` times the second
     """
     one, other = _describe(a), _describe(b)
     rules: list[str] = []

@@ -39,7 +39,10 @@ def to_checkpoint(
 ) -> Path:
     """Write a checkpoint from which a framework goes on; where it was written.
 
+        onward.to_checkpoint("training.onnx", "checkpoint-500", format="hf")
+
     - `source`: a training model, or a checkpoint of any format
+    - `path`: the file or folder
     - `format`: such as `"hf"`, `"dcp"`, `"deepspeed"` or `"orbax"`
     """
     chosen = format_named(format)

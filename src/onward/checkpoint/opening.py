@@ -20,7 +20,11 @@ _DAMAGED = "copy it again from where it was saved, all of it; or take an earlier
 
 @checked()
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
-    """Look at a checkpoint of another framework: a file or a folder. Nothing in it is executed.
+    """Look at a checkpoint of another framework. Nothing in it is executed.
+
+        print(onward.open_checkpoint("checkpoint-500"))
+
+    - `path`: a file or a folder
 
     Tensors stay where they are until their elements are asked for.
     """

@@ -24,7 +24,9 @@ _Base: Any = object if TYPE_CHECKING else _lightning().Callback
 
 
 class LightningCallback(_Base):  # type: ignore[misc]
-    """Writes `epoch=1-step=500.onnx` beside each checkpoint of Lightning: `Trainer(..., callbacks=[...])`.
+    """Writes `epoch=1-step=500.onnx` beside each checkpoint of Lightning.
+
+        trainer = pl.Trainer(callbacks=[onward.LightningCallback()])
 
     The training is not disturbed: no random numbers are drawn, and the module stays as it is.
 

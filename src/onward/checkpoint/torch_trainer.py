@@ -13,7 +13,9 @@ _Base: Any = object if TYPE_CHECKING else importlib.import_module("transformers"
 
 
 class TrainerCallback(_Base):  # type: ignore[misc]
-    """Writes `checkpoint-500/training.onnx` beside each checkpoint of the Trainer: `Trainer(..., callbacks=[...])`.
+    """Writes `checkpoint-500/training.onnx` beside each checkpoint of the Trainer of transformers.
+
+        trainer = transformers.Trainer(model, args, callbacks=[onward.TrainerCallback()])
 
     The training is not disturbed: no random numbers are drawn, and the model stays as it is.
 

@@ -34,14 +34,17 @@ def gradient(
 ) -> Model:
     """The model with one more output for each of `xs`: the derivative of `y` (of its sum, if it has several elements).
 
-    `y` and `xs` are inputs, initializers or values in between. A derivative is called `<x>/grad` and has the type and
-    shape of its x.
+        onward.gradient("digits.onnx", "logits", ["image", "fc1.weight"]).save("gradient.onnx")
 
-    The way back reads many of the values in between, which takes memory. Those that `recompute` names are computed a
-    second time instead: nodes by patterns (`"*gelu*"`), or all, keeping only the result of every n-th layer (`2`).
+    A derivative is called `<x>/grad` and has the type and shape of its x.
 
-    Functions of the model on the way are replaced by their bodies. With `keep_functions` they stay: each gets a twin
-    that hands out what its gradient needs, `<Function>_forward`, and a gradient of its own, `<Function>_backward`.
+    - `source`: any model
+    - `y`, `xs`: inputs, initializers or values in between, by name
+    - `recompute`: the way back reads many of the values in between, which takes memory. Those named here are computed a
+      second time instead: nodes by patterns (`"*gelu*"`), or all, keeping only the result of every n-th layer (`2`)
+    - `keep_functions`: functions of the model on the way are replaced by their bodies. With this they stay: each gets a
+      twin that hands out what its gradient needs, `<Function>_forward`, and a gradient of its own,
+      `<Function>_backward`
     """
     model, target, sources = _open_model(source, y, xs, keep_functions)
     op, last = _builder(model)
@@ -54,7 +57,9 @@ def gradient(
 def vjp(source: Source, y: str, xs: Sequence[str], *, recompute: Choice = None, keep_functions: bool = False) -> Model:
     """A model with one more input `dy`, of the type and shape of `y`, whose outputs are the gradients of `xs`.
 
-    `recompute` and `keep_functions` are those of `gradient`.
+        backward = onward.vjp("digits.onnx", "logits", ["image"])
+
+    - `source`, `y`, `xs`, `recompute`, `keep_functions`: as for `gradient`
     """
     model, target, sources = _open_model(source, y, xs, keep_functions)
     op, last = _builder(model)
@@ -68,6 +73,10 @@ def vjp(source: Source, y: str, xs: Sequence[str], *, recompute: Choice = None, 
 @checked()
 def jvp(source: Source, y: str, xs: Sequence[str]) -> Model:
     """A model with one more input `d<x>` for each x, a direction; its output `d<y>` is how y changes along them.
+
+        forward = onward.jvp("digits.onnx", "logits", ["image"])
+
+    - `source`, `y`, `xs`: as for `gradient`
 
     Forward mode out of reverse mode: the gradients are linear in `dy`, so the derivative with respect to `dy` of their
     product with the directions is the derivative of y along the directions. Of `dy` itself only the shape may be left.

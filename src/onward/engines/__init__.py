@@ -30,19 +30,27 @@ __all__ = ["ENGINES", "FRAMEWORKS", "Engine", "function", "is_installed", "start
 
 
 def is_installed(engine: str) -> bool:
-    """Whether the framework of an engine is there."""
+    """Whether the framework of an engine is there: `onward.engines.is_installed("jax")`.
+
+    - `engine`: its name
+    """
     return importlib.util.find_spec(engine) is not None
 
 
 def start(source: Source, step: Steps = None, *, engine: str = "onnxruntime", **options: Any) -> Engine:
     """An engine with a training model on it, ready to run.
 
-    Of a model with several steps, `step` is the number or the name of one, or says how often each runs in a round:
-    `"discriminator:2,generator"`. Unless it is given, all run, in their order and as often as the file says.
+        with onward.engines.start("training.onnx", engine="torch", device="cuda") as engine:
+            metrics = engine.step({"image": images, "labels": labels})
+            model = engine.updated()
 
-    Options are the engine's. All have `device`; ONNX Runtime has `threads` and `recompute`; frameworks have `compile`,
-    whether the step is compiled as a whole, `rules`, whether gradients are those of our rules, `precision` and
-    `deterministic`.
+    - `source`: a training model
+    - `step`: of several, the number or the name of one, or how often each runs in a round:
+      `"discriminator:2,generator"`. Unless it is given, all run, in their order and as often as the file says
+    - `engine`: `"onnxruntime"`, `"numpy"`, `"torch"`, `"jax"` or `"tensorflow"`
+    - `options`: the engine's. All have `device`; ONNX Runtime has `threads` and `recompute`; frameworks have `compile`,
+      whether the step is compiled as a whole, `rules`, whether gradients are those of our rules, `precision` and
+      `deterministic`
     """
     check_engine(engine)
     if "threads" in options:
@@ -59,7 +67,14 @@ def start(source: Source, step: Steps = None, *, engine: str = "onnxruntime", **
 
 
 def function(source: Source, *, engine: str = "numpy", **options: Any) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
-    """The graph of any model as a function of arrays by name. Options are the engine's."""
+    """The graph of any model as a function of arrays by name.
+
+        compute = onward.engines.function("digits.onnx", engine="torch")
+        logits = compute({"image": images})["logits"]
+
+    - `source`: any model
+    - `engine`, `options`: as for `start`
+    """
     check_engine(engine)
     model = load(source)
     check_gradients_of(model)

@@ -34,9 +34,13 @@ _PROGRESS = "train.progress"
 def reset(source: Source, *, seed: Seed | None = None) -> Model:
     """The training model as its initialization makes it: the stored state first, then every initialization in order.
 
-    State that no initialization binding names keeps the value in the file: see `state_left_as_stored`. With a `seed`
-    random numbers are drawn of that, and the file says so from then on. Without, they are those of the seeds in the
-    file; what has none there draws other numbers each time.
+        fresh = onward.reset("training.onnx", seed=1)
+
+    State that no initialization binding names keeps the value in the file.
+
+    - `source`: a training model
+    - `seed`: what random numbers are drawn from, which the file says from then on. Without it, they are those of the
+      seeds in the file; what has none there draws other numbers each time
     """
     model = load(source)
     if seed is None:

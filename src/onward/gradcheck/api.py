@@ -30,13 +30,21 @@ def check_gradients(
 ) -> Report:
     """Compare the gradient of `y` by each of `xs` with central differences, along random directions.
 
-    Without `y` and `xs`: what the Gradient of a training model (of its step `step`) names; else the output that is a
-    single number, or the first, by all parameters and floating-point inputs on which it depends. A `y` of several
-    elements is weighed by random numbers. `inputs`, a dict of arrays or the path of an .npz file, is where to look;
-    what it lacks is made up. With `order=2`, the gradient of the gradient is checked as well. `tolerance` is relative
-    to the size of a gradient. All is computed in float64, by the engine `numpy`.
+        print(onward.check_gradients("digits.onnx", "logits", ["fc1.weight"]))
 
-    Where a gradient is wrong, each operator on the way is checked alone, and the report names the first that is.
+    All is computed in float64, by the engine `numpy`. Where a gradient is wrong, each operator on the way is checked
+    alone, and the report names the first that is.
+
+    - `source`: any model
+    - `y`, `xs`: without them, what the Gradient of a training model names; else the output that is a single number, or
+      the first, by all parameters and floating-point inputs on which it depends. A `y` of several elements is weighed
+      by random numbers
+    - `inputs`: a dict of arrays or the path of an .npz file: where to look; what it lacks is made up
+    - `directions`: how many are tried for each x
+    - `order`: 2 checks the gradient of the gradient as well
+    - `seed`: directions, and what is made up, are drawn from it
+    - `tolerance`: relative to the size of a gradient
+    - `step`: which one, of a training model with several
     """
     what = subject(source, y, xs, step)
     settings = Settings(directions, order, seed, tolerance)

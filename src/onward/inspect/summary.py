@@ -70,7 +70,12 @@ class Summary:
 
 @checked()
 def describe(source: Source) -> Summary:
-    """Say what is in a model, by its file alone: it is not run, and weights outside the file are not loaded."""
+    """Say what is in a model, by its file alone: it is not run, and weights outside the file are not loaded.
+
+        print(onward.describe("training.onnx"))
+
+    - `source`: any model
+    """
     model = load(source)
     with understood():
         return _summary(model)

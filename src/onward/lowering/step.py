@@ -65,6 +65,12 @@ def lower(
 ) -> Model:
     """A plain ONNX model for one step of a training model: only operators of the standard, no training operator.
 
+        onward.lower("training.onnx").save("step.onnx")
+
+    - `source`: a training model, or any other for `"inference"`
+    - `step`, `recompute`: see below
+    - `part`: what it computes
+
     The parts:
 
     - `"step"`: (batch, state) -> (metrics, new state)

@@ -31,7 +31,12 @@ OPENED.add(Source)
 
 
 def load(source: Source) -> Model:
-    """Read a model from a path, bytes or a `ModelProto`. Weights outside the file are mapped when they are used."""
+    """Read a model from a path, bytes or a `ModelProto`. Weights outside the file are mapped when they are used.
+
+        model = onward.load("training.onnx")
+
+    - `source`: where it is; an `onward.Model` is handed back as it is
+    """
     if isinstance(source, Model):
         return source
     if isinstance(source, ModelProto):

@@ -47,6 +47,10 @@ def replace_head(
 ) -> Model:
     """A copy whose last layer gives `classes` logits, from fresh weights.
 
+        flowers = onward.replace_head("resnet18.onnx", 5)
+
+    - `model`: an inference model
+    - `classes`: how many there are now
     - `layer`: which one, by the name of its weight, node or output; found from the outputs unless given
     - `init`, `bias_init`: initialisers, such as `"normal:std=0.02"`
     - `seed`: what they are drawn from

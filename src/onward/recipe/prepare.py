@@ -160,7 +160,13 @@ class _Arguments(StepOptions):
 
 @taking(_Arguments)
 def prepare(model: Source, **recipe: Any) -> Model:
-    """Make a training model: the same inference graph, and a step that improves it."""
+    """Make a training model: the same inference graph, and a step that improves it.
+
+        training = onward.prepare("digits.onnx", loss="cross_entropy", optimizer="adamw:lr=1e-3")
+        training.save("training.onnx")
+
+    - `model`: any model; a training model with `append`
+    """
     return Recipe(**recipe).apply(sound(load(model)))
 
 

@@ -56,6 +56,9 @@ def train(
 ) -> Run:
     """Train a model on data. What comes back is a folder with everything: `run.best` is the model to use.
 
+        run = onward.train("digits.onnx", "digits.npz", loss="cross_entropy", epochs=10, validation=0.1)
+        run.best.save("digits-trained.onnx")
+
     Ctrl-C finishes the step, saves and returns; `onward.resume` goes on as if nothing had happened.
 
     - `model`: a training model, or any model and a recipe: `loss=...`, `optimizer=...` as in `onward.prepare`
@@ -120,10 +123,16 @@ def resume(
     callbacks: Sequence[Callback] = (),
     quiet: bool = False,
 ) -> Run:
-    """Go on with a run, as if nothing had happened. Data that came from Python must be given again.
+    """Go on with a run, as if nothing had happened.
 
-    `epochs` is how many there are in all: with more of them, a run that has ended goes on. With another `engine` or
-    `device` than before, it goes on there. `callbacks` are given again, too.
+        run = onward.resume("runs/digits", epochs=20)
+
+    - `run`: its folder, or what `train` returned
+    - `data`, `validation`: given again where they came from Python; else they are where they were
+    - `epochs`: how many there are in all: with more of them, a run that has ended goes on
+    - `engine`, `device`: what it goes on with; as before unless given
+    - `callbacks`: those that are to be told, as for `train`
+    - `quiet`: show no progress
     """
     folder = Folder(run.path if isinstance(run, Run) else run)
     with folder.resumed() as training:

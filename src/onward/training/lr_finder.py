@@ -57,8 +57,15 @@ def find_lr(
 ) -> Rates:
     """Search for a learning rate: some steps in which it rises from `lowest` to `highest`, on a copy of the model.
 
-    The recipe is that of `onward.train`, and `suggested` is what to write into it: `optimizer="adam:lr=..."`. A group
-    of parameters with a rate of its own keeps that in proportion: it is to be multiplied like that of the optimizer.
+        rates = onward.find_lr("digits.onnx", "digits.npz", loss="cross_entropy", optimizer="adam")
+        rates.suggested
+
+    `suggested` is what to write into the recipe: `optimizer="adam:lr=..."`. A group of parameters with a rate of its
+    own keeps that in proportion: it is to be multiplied like that of the optimizer.
+
+    - `lowest`, `highest`: the first and the last rate
+    - `steps`: how many there are between them
+    - `model`, `data`, `batch_size`, `columns`, `seed`, `engine`, `device`, `threads`, `recipe`: as for `onward.train`
     """
     if not lowest < highest:
         raise RecipeError(f"a rate cannot rise from {lowest:g} to {highest:g}", hint="begin with the lower one")

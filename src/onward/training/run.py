@@ -71,12 +71,10 @@ class Place:
 class Run:
     """A run on disk: what `train` and `resume` return, and `onward.Run("runs/digits")` opens.
 
-    Attributes:
-        path: its folder
+        run = onward.Run("runs/digits")
+        run.best.save("digits-trained.onnx")
 
-    Examples:
-        >>> run = onward.Run("runs/digits")  # doctest: +SKIP
-        >>> run.best.save("digits-trained.onnx")  # doctest: +SKIP
+    - `path`: its folder
     """
 
     def __init__(self, path: str | os.PathLike[str]):

@@ -18,8 +18,13 @@ from onward.transform.types import fill_in_types
 def declare(source: Source, shapes: Mapping[str, Sequence[int | str]]) -> Model:
     """A copy whose inputs have these shapes: `{"image": ("N", 3, 224, 224)}`, with names for sizes that stay open.
 
+        fixed = onward.transform.declare("digits.onnx", {"image": ("N", 64)})
+
     What a file says already stays true: a number is not changed, nor is the number of axes. Shapes that follow from
     these in the graph are filled in.
+
+    - `source`: any model
+    - `shapes`: input -> its sizes
     """
     model = load(source).copy()
     inputs = {value.name or "": value for value in (*model.inputs, *_added_inputs(model.steps))}

@@ -22,6 +22,11 @@ from onward.transform.types import fill_in_types
 def extract(source: Source, inputs: Sequence[str], outputs: Sequence[str]) -> Model:
     """The part of a model that computes `outputs` from `inputs`, which may be values in the middle of it.
 
+        features = onward.transform.extract("digits.onnx", ["image"], ["active"])
+
+    - `source`: any model
+    - `inputs`, `outputs`: names of values
+
     What lies behind the new outputs and is needed for the loss moves into the training step. Parameters before the new
     inputs leave the model, and their state with them. A step that cannot do without them is refused.
     """

@@ -24,7 +24,13 @@ from onward.transform.types import value_types
 
 @checked()
 def inline(source: Source, names: Iterable[str] = ("*",)) -> Model:
-    """A copy in which calls of the functions that match `names` (as `domain.Name`) are replaced by their bodies."""
+    """A copy in which calls of functions are replaced by their bodies.
+
+        plain = onward.transform.inline("training.onnx", ["onward.Adam*"])
+
+    - `source`: any model
+    - `names`: patterns of the functions, as `domain.Name`; all unless given
+    """
     model, patterns = of_one_opset(load(source)).copy(), list(names)
     known = [f"{function.domain}.{function.name}" for function in model.functions.values()]
     for pattern in patterns:

@@ -26,9 +26,11 @@ def merge(
 ) -> Model:
     """One model that runs `first` and then `second`, with the training steps of both.
 
-    `connect` maps outputs of `first` to inputs of `second`; without it, they are joined in order where that is the only
-    way. `prefix` goes before all names of `second`, for when the two share some. Outputs of `first` that are not
-    connected stay outputs.
+        both = onward.transform.merge("encoder.onnx", "decoder.onnx", {"code": "z"}, prefix="decoder/")
+
+    - `first`, `second`: the models; outputs of `first` that are not connected stay outputs
+    - `connect`: output of `first` -> input of `second`; without it, they are joined in order where that is the only way
+    - `prefix`: goes before all names of `second`, for when the two share some
     """
     first, second = load(first), load(second)
     opset = max(first.opset, second.opset)

@@ -20,7 +20,11 @@ from onward.transform.quantised import put_away
 def strip(source: Source) -> Model:
     """A copy without training: the inference graph, its weights as they are, and nothing that only training used.
 
+        plain = onward.transform.strip("training.onnx")
+
     Weights that were stored as integers are so again.
+
+    - `source`: any model
     """
     model = without_steps(source)
     put_away(model)
@@ -63,8 +67,13 @@ def drop_unused_definitions(model: Model) -> None:
 def refresh(changed: Source, training: Source) -> Model:
     """The inference graph of `changed` with the training of `training`, which was made for an earlier form of it.
 
+        again = onward.transform.refresh("quantised.onnx", "training.onnx")
+
     Training refers to the inference graph by name. Where a name is gone, or has another type or shape, nothing is
     guessed: all such places are reported at once.
+
+    - `changed`: the model that has lost its training, or has an older one
+    - `training`: the training model
     """
     changed, training = load(changed), load(training)
     if not training.steps:

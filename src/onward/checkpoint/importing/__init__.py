@@ -64,6 +64,9 @@ def from_checkpoint(
 ) -> Model:
     """The training model that goes on where a checkpoint of another framework is. Nothing in it is executed.
 
+        training = onward.from_checkpoint("checkpoint-500", "bert.onnx")
+
+    - `path`: the file or folder, or what `open_checkpoint` returned
     - `like`: the ONNX model that computes what the checkpoint's model does; where it is a training model, its loss is
       taken. Not needed where the checkpoint has its graph, or a configuration of transformers, or `module` is given
     - `loss`: as `prepare` takes it, where neither says which it is

@@ -48,11 +48,14 @@ def from_jax(
 ) -> Model:
     """The training model that goes on where a run of JAX is.
 
+        training = onward.from_jax(loss, params, batch, optimizer=tx, opt_state=state)
+
     - `function`: without `loss`, the loss itself, `(params, batch) -> scalar`; with `statistics`
       `(params, statistics, batch) -> (scalar, new statistics)`. With a `loss` of a recipe, such as `"cross_entropy"`,
       what computes the predictions, `(params, inputs) -> outputs`
     - `params`: any tree: plain dicts, Flax, Equinox. Parameters are named after their place: `Dense_0/kernel`
     - `example_inputs`: a batch, by name, whose first axis is free; for predictions the inputs alone
+    - `loss`, `statistics`: see `function`; `statistics` are what it changes beside the parameters, as a tree
     - `optimizer`, `opt_state`: of optax; without a state the run begins
     - `probe`: whether both sides make a few steps, which must agree
     """

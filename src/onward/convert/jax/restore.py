@@ -55,10 +55,14 @@ class JaxTraining(NamedTuple):
 
 @checked(types=False)
 def to_jax(training: Source, *, step: int | None = None, probe: bool = True) -> JaxTraining:
-    """The run that a training model holds as functions of JAX: `step, state = onward.to_jax(training)[:2]`.
+    """The run that a training model holds as functions of JAX.
+
+        step, state = onward.to_jax("training.onnx")[:2]
+        state, metrics = step(state, batch)
 
     Gradients are JAX's own. The optimizer is a chain of optax's where that computes the same, else ours.
 
+    - `training`: a training model
     - `step`: which one, of a training model with several
     - `probe`: make a few updates on both sides, and compare
     """

@@ -25,12 +25,15 @@ from onward.recipe.spec import Spec
 def from_keras(model: Any, *, approx: bool = False, probe: bool = True) -> Model:
     """The training model that goes on where a compiled Keras model is, on any of Keras's backends.
 
-    Initializers are the model's variables, under their paths and in their layouts. With `probe`, a copy of the model
-    and the training model make three steps side by side, on random data and without dropout; the first difference is
-    an error.
+        training = onward.from_keras(model)
 
-    On TensorFlow most of Keras's optimizers square the gradients of an Embedding row by row, before those of the same
-    token are added up. With `approx` they are added up first, as on all other backends; else this is refused.
+    Initializers are the model's variables, under their paths and in their layouts.
+
+    - `model`: a compiled one, which has its loss and its optimizer
+    - `approx`: on TensorFlow most of Keras's optimizers square the gradients of an Embedding row by row, before those
+      of the same token are added up. With this they are added up first, as on all other backends; else it is refused
+    - `probe`: a copy of the model and the training model make three steps side by side, on random data and without
+      dropout; the first difference is an error
     """
     if hasattr(model, "to_training_model"):
         restored: Model = model.to_training_model()

@@ -20,6 +20,10 @@ def to_keras(training: Source, *, step: int | None = None) -> TrainingModel:
     Its variables have the names of the training model's tensors, its optimizer is Keras's own where that computes the
     same, else the update of the training model, and so is its loss.
 
+        model = onward.to_keras("training.onnx")
+        model.fit(images, labels)
+
+    - `training`: a training model
     - `step`: which one; a training model with several is refused, since a Keras model has no place for the others
     """
     model = adopt(of_one_opset(load(training)))

@@ -44,12 +44,15 @@ def from_tensorflow(
 ) -> Model:
     """Make a training model of a `tf.function`, a `tf.Module` (its `__call__`) or any function of tensors.
 
-    `example_inputs` are its arguments: a tuple, a mapping by name, or one tensor. Of arrays and tensors the first axis
-    is taken to be that of the batch, of any size; a `tf.TensorSpec` says it otherwise; all else is handed to the
-    function as it is, such as `training=True`. A function with an `input_signature` needs none.
+        training = onward.from_tensorflow(module, images, loss="cross_entropy", optimizer="adamw:lr=1e-3")
 
-    `loss`, `optimizer` and more are those of `prepare`: `loss="cross_entropy"` for an output, `loss="value:NAME"` for
-    one that the function computes itself. Trainable variables are trained, others are not.
+    - `module`: what computes; its trainable variables are trained, others are not
+    - `example_inputs`: its arguments: a tuple, a mapping by name, or one tensor. Of arrays and tensors the first axis
+      is taken to be that of the batch, of any size; a `tf.TensorSpec` says it otherwise; all else is handed to the
+      function as it is, such as `training=True`. A function with an `input_signature` needs none
+    - `loss`, `optimizer`, `recipe`: as for `prepare`: `loss="cross_entropy"` for an output, `loss="value:NAME"` for one
+      that the function computes itself
+    - `probe`: run both sides on the example, and compare
 
     A module that `to_tensorflow` made, or the folder of a SavedModel of one, is the training model that it was made
     of, with the values that its variables have now.

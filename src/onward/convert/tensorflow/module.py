@@ -58,6 +58,10 @@ def to_tensorflow(
 ) -> TrainingModule:
     """Make a `tf.Module` that goes on where a training model is.
 
+        module = onward.to_tensorflow("training.onnx")
+        metrics = module.train_step(image=images, labels=labels)
+
+    - `training`: a training model
     - `step`: which one, of a training model with several
     - `sizes`: sizes that the model leaves open stay open; this fixes some of them by name, such as `{"N": 32}`, for
       graphs that need to know them

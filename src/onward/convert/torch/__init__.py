@@ -68,6 +68,9 @@ def from_torch(
 ) -> Model:
     """A run of PyTorch, at any moment, as a training model that goes on from there. What is given stays as it is.
 
+        training = onward.from_torch(net, images, loss=nn.CrossEntropyLoss(), optimizer=optimizer)
+
+    - `module`, `optimizer`: what is trained, and by what
     - `example_inputs`: what the module takes: a tensor, a sequence of arguments, or a mapping by their names
     - `loss`: of torch.nn or torch.nn.functional, such as `nn.CrossEntropyLoss()`; a mapping of output -> loss where the
       module has several outputs; or the name of the output that is the loss. Losses are added up: in place of one there
@@ -200,10 +203,13 @@ def _counters(model: Model) -> Iterator[ir.Value]:
 def to_torch(training: Source, *, step: int | None = None, probe: bool = True, live: bool = True) -> TorchTraining:
     """The run that a training model holds, as objects of PyTorch that go on from there.
 
+        module, optimizer, scheduler, loss = onward.to_torch("training.onnx")
+
     A training loop is as usual: the scheduler steps after the optimizer (once in an epoch, where it counts epochs), and
     gradients are clipped by the optimizer's own step, where the training model clips. A module with several outputs
     returns them by name, and among them values inside of the model that the loss looks at: `loss(module(x), y)`.
 
+    - `training`: a training model
     - `step`: which one; a training model with several is refused, since PyTorch has no place for the others
     - `probe`: make a few steps on both sides with inputs that are made up, and compare
     - `live`: the module executes the graph as it is; without, it is of a class that is written for it, of layers of

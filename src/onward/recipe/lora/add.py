@@ -39,8 +39,16 @@ def add(
 ) -> Model:
     """A copy with low-rank adapters beside the weights of MatMul, Gemm and Conv that match `targets`.
 
+        adapted = onward.lora.add("bert.onnx", rank=8, targets="*attention*")
+
     It computes what the model computes until the adapters are trained, as B is zero. A recipe that does not say what is
-    `trainable` trains them alone. `dropout` acts on what A reads, in training.
+    `trainable` trains them alone.
+
+    - `model`: an inference model
+    - `rank`, `alpha`: y = x W becomes y = x W + (alpha / rank) (x A) B, where A has `rank` columns
+    - `targets`: patterns of weights, or of the modules that owned them
+    - `dropout`: acts on what A reads, in training
+    - `seed`: A is drawn from it
     """
     changed = adaptable(model)
     patterns = [targets] if isinstance(targets, str) else list(targets)

@@ -36,7 +36,13 @@ _UNSUPPORTED = ("use_dora", "modules_to_save", "layer_replication")
 
 @checked()
 def save(model: Source, path: str | os.PathLike[str]) -> Path:
-    """Write the adapters of a model, and nothing else; the path."""
+    """Write the adapters of a model, and nothing else, as PEFT does; the path.
+
+        onward.lora.save(trained, "adapter")
+
+    - `model`: a model with adapters
+    - `path`: a folder, or one file that ends in `.safetensors`
+    """
     source, target = serde.load(model), Path(path)
     found = adapters(source)
     if not found:
@@ -55,6 +61,11 @@ def save(model: Source, path: str | os.PathLike[str]) -> Path:
 @checked()
 def load(model: Source, path: str | os.PathLike[str]) -> Model:
     """A copy with the adapters of a file that `save` or PEFT wrote; those that it had on the same weights go.
+
+        adapted = onward.lora.load("bert.onnx", "adapter")
+
+    - `model`: an inference model
+    - `path`: the folder or file
 
     Modules are matched to weights by their names, or by the ends of these where only one weight fits.
     """

@@ -20,6 +20,10 @@ from onward.recipe.lora.adapters import Adapter, adapters, by_weight, delta
 def merge(model: Source) -> Model:
     """A copy in which adapters are added to the weights that they adapt: W + (alpha / rank) A B, and nothing remains.
 
+        merged = onward.lora.merge(trained)
+
+    - `model`: an inference model with adapters
+
     A weight that other places read as it is keeps its value there; the layer gets its own, `<weight>/merged`.
     """
     source = load(model)

@@ -23,10 +23,15 @@ PathLike = str | os.PathLike[str]
 
 @checked()
 def report(run: PathLike, output: PathLike | None = None, *, force: bool = False) -> Path:
-    """Write the report of a run, and say where: `report.html` in its folder unless told otherwise.
+    """Write the report of a run as a page of HTML, and return its path.
 
-    The run may still be going on, or have been killed; files that are missing or damaged are told on the page. An
-    earlier page is brought up to date; any other file is overwritten only by `force`, and none of the run's is.
+        onward.report("runs/digits")    # runs/digits/report.html
+
+    The run may still be going on, or have been killed; files that are missing or damaged are told on the page.
+
+    - `run`: the folder of the run
+    - `output`: the page, or a folder for it; `report.html` in the folder of the run unless given
+    - `force`: overwrite a file that is no report; files of the run never are
     """
     from onward.training.log import read_log
     from onward.training.report.document import document
