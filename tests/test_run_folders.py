@@ -20,6 +20,7 @@ from onward.cli.commands import app
 from onward.errors import DataError, Error, TrainingError, WriteError
 from onward.model.storage import data_files_of
 from onward.training.api import resume, train
+from onward.training.folder import Folder
 from onward.training.log import Log
 from onward.training.run import Run
 from runs import QUIET, RECIPE, filled
@@ -68,7 +69,7 @@ CONFIGS: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("change", "problem"), CONFIGS, ids=lambda value: str(value)[:30])
 def test_a_configuration_that_cannot_be(change: dict[str, Any], problem: str, made: Path, tmp_path: Path) -> None:
     run = Run(shutil.copytree(made / "run", tmp_path / "run"))
-    run.configure({**run.config, **change})
+    Folder(run.path).configure({**run.config, **change})
     with pytest.raises(DataError, match=re.escape(f"`{run.path / 'config.yaml'}` cannot be used: ")) as error:
         resume(run, epochs=2)
     assert problem in str(error.value) and error.value.hint
@@ -76,7 +77,7 @@ def test_a_configuration_that_cannot_be(change: dict[str, Any], problem: str, ma
 
 def test_a_configuration_that_lacks_something(made: Path, tmp_path: Path) -> None:
     run = Run(shutil.copytree(made / "run", tmp_path / "run"))
-    run.configure({name: value for name, value in run.config.items() if name != "batch_size"})
+    Folder(run.path).configure({name: value for name, value in run.config.items() if name != "batch_size"})
     code, err = said("train", "--resume", str(run.path), "-o", str(tmp_path / "out.onnx"))
     assert code == 1 and "the configuration of this run lacks `batch_size`" in err
 

@@ -36,6 +36,7 @@ from onward.errors import (
 from onward.model.storage import data_files_of
 from onward.training.api import resume, train
 from onward.training.callbacks import Status
+from onward.training.folder import Folder
 from onward.training.run import Run
 from onward.training.watchers import Saver
 from runs import QUIET, RECIPE, Arrays, digits, filled, interrupted_after, outputs, state
@@ -131,7 +132,7 @@ def test_kill_with_weights_beside_the_model(kills: int, tmp_path: Path) -> None:
     resume(run, epochs=11, quiet=True)  # sweeps
     left = {path.name for path in run.path.iterdir()}
     used = {path.name for name in left if name.endswith(".onnx") for path in data_files_of(run.path / name)}
-    others = sorted(name for name in left - used if not re.fullmatch(r".*\.(onnx|jsonl?)|\.lock", name))
+    others = sorted(name for name in left - used if not re.fullmatch(r".*\.(onnx|jsonl|yaml)|\.lock", name))
     assert "original.data" in used and all(re.fullmatch(r"(training|best|last)(\.\d+)?\.data", o) for o in others)
     assert len(others) <= 3  # what each model had before it was last replaced
 
@@ -398,8 +399,8 @@ def test_a_folder_that_is_read_only(folder: Path) -> None:
 
 def test_a_configuration_of_another_version(folder: Path) -> None:
     run = train("digits.onnx", "digits.npz", run="run", **RECIPE, **QUIET)
-    run.configure({**run.config, "novelty": 1})
-    with pytest.raises(DataError, match="another version of Onward: its configuration differs in `novelty`"):
+    Folder(run.path).configure({**run.config, "novelty": 1})
+    with pytest.raises(DataError, match="has the key `novelty`, and there is no such option"):
         resume(run)
 
 

@@ -15,6 +15,7 @@ from onward.errors import DataError, first_line
 from onward.model.storage.files import reason, regular
 
 _LARGEST, _DEEPEST = 1 << 20, 50
+_FORM = "write a line such as `epochs: 5` for each setting (in TOML, `epochs = 5`)"
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]
@@ -51,7 +52,7 @@ def read_configuration(path: str | os.PathLike[str]) -> dict[str, Any]:
 def parse_yaml(data: bytes, of: str) -> dict[str, Any]:
     """A mapping in YAML. References are refused, of which a few lines make an endless tree, and deep nesting."""
     if len(data) > _LARGEST:
-        raise DataError(f"`{of}` is larger than any configuration")
+        raise DataError(f"`{of}` is larger than any configuration", hint=_FORM)
     depth = 0
     try:
         for event in yaml.parse(data, Loader=_Loader):
@@ -63,7 +64,7 @@ def parse_yaml(data: bytes, of: str) -> dict[str, Any]:
     except (yaml.YAMLError, ValueError) as error:
         if isinstance(error, DataError):
             raise
-        raise DataError(f"`{of}` is not a configuration in YAML: {_problem(error)}") from error
+        raise DataError(f"`{of}` is not a configuration in YAML: {_problem(error)}", hint=_FORM) from error
     return _as_mapping(found, of)
 
 
@@ -76,7 +77,7 @@ def _parse_toml(data: bytes, file: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(data.decode())
     except (ValueError, RecursionError) as error:
-        raise DataError(f"`{file}` is not valid TOML: {first_line(error)}") from error
+        raise DataError(f"`{file}` is not valid TOML: {first_line(error)}", hint=_FORM) from error
 
 
 def _problem(error: Exception) -> str:
@@ -87,7 +88,7 @@ def _problem(error: Exception) -> str:
 
 def _as_mapping(found: Any, of: str) -> dict[str, Any]:
     if not isinstance(found, dict):
-        raise DataError(f"`{of}` holds no mapping", hint="write a line such as `epochs: 5` for each setting")
+        raise DataError(f"`{of}` holds no mapping", hint=_FORM)
     return found
 
 

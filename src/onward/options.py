@@ -10,6 +10,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import os
+import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, ParamSpec, TypeVar, get_type_hints
 
@@ -93,7 +95,8 @@ def taking(kind: Callable[_P, Any]) -> Callable[[Callable[..., _R]], Callable[_P
         call.__dict__["is_checked"] = True
         call.__dict__["__signature__"] = signature.replace(return_annotation=function.__annotations__["return"])
         lines = (f"- `{o.name}`: {o.text}{f'; {o.also}' if o.also else ''}" for o in options_of(kind))
-        call.__doc__ = "\n".join([inspect.cleandoc(function.__doc__ or ""), "", *lines])
+        wrapped = (textwrap.fill(line, 116, subsequent_indent="  ", break_on_hyphens=False) for line in lines)
+        call.__doc__ = "\n".join([inspect.cleandoc(function.__doc__ or ""), *wrapped])
         return call
 
     return decorate
@@ -347,3 +350,8 @@ class RunOptions:
 @dataclasses.dataclass(frozen=True)
 class TrainOptions(RunOptions, RecipeOptions):
     """Everything that a training can be told: the keys of a configuration file."""
+
+    _: dataclasses.KW_ONLY
+    run: str | os.PathLike[str] | None = _option(
+        None, _RUN, "FOLDER", "the folder of the run; a new one below `runs/` unless given"
+    )

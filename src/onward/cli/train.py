@@ -56,9 +56,6 @@ def train(
             _RUN,
         ),
     ] = None,
-    run: Annotated[
-        Path | None, option("--run", "FOLDER", "The folder of the run; new below runs/ unless given.", _RUN)
-    ] = None,
     resume: Annotated[
         Path | None, option("--resume", "FOLDER", "Go on with a run, as if nothing had happened.", _RUN)
     ] = None,
@@ -86,7 +83,7 @@ def train(
         asked["data"] = _source(given["data"])
     quiet = quiet or as_json
     if resume is not None:
-        others = {"model": model, "config": config, "run": run, "from": origin, "names": names, "find-lr": find_lr}
+        others = {"model": model, "config": config, "from": origin, "names": names, "find-lr": find_lr}
         useless = [*(name for name, value in others.items() if value), *(asked.keys() - _WHEN_RESUMING)]
         _refuse(useless, "--resume", "it goes on as it was started")
         _resume(resume, asked, output, force, quiet, as_json)
@@ -116,7 +113,7 @@ def train(
         taken = (inspect.signature(api.find_lr).parameters.keys() | _RECIPE) - {"steps"}
         _show_rate(api.find_lr(**{name: value for name, value in asked.items() if name in taken}), as_json)
     else:
-        _finish(api.train(**asked, run=run, quiet=quiet), place, as_json)
+        _finish(api.train(**asked, quiet=quiet), place, as_json)
 
 
 def _refuse(useless: Iterable[str], what: str, hint: str) -> None:

@@ -41,7 +41,6 @@ class _Arguments(TrainOptions):
     model: Source = None  # type: ignore[assignment]  # then a configuration has it
     _: dataclasses.KW_ONLY
     config: str | os.PathLike[str] | None = None
-    run: str | os.PathLike[str] | None = None
     callbacks: Sequence[Callback] = ()
     quiet: bool = False
 
@@ -49,7 +48,6 @@ class _Arguments(TrainOptions):
 @taking(_Arguments)
 def train(
     config: str | os.PathLike[str] | None = None,
-    run: str | os.PathLike[str] | None = None,
     callbacks: Sequence[Callback] = (),
     quiet: bool = False,
     **given: Any,
@@ -64,7 +62,6 @@ def train(
     - `model`: a training model, or any model and a recipe: `loss=...`, `optimizer=...` as in `onward.prepare`
     - `config`: a .yaml or .toml file with any of the arguments, such as `config.yaml` of another run; those that are
       given beside it count
-    - `run`: the folder; a new one below `runs/` if it is not given
     - `callbacks`: what is told how it goes, and may stop it: see `onward.Callback`
     - `quiet`: show no progress
     """
@@ -72,7 +69,7 @@ def train(
     refuse_placeholders(asked)
     if missing := [name for name in ("model", "data") if asked.get(name) is None]:
         raise ArgumentError(f"`train` needs `{missing[0]}`", hint="`help(onward.train)` says what that is")
-    recipe = select_recipe(asked)
+    recipe, run = select_recipe(asked), asked.pop("run", None)
     wanted = Config(**{name: value for name, value in asked.items() if name not in recipe and value is not None})
     original = load(wanted.model)
     data, validation, notes = in_parts(wanted.data, wanted.validation)

@@ -37,25 +37,28 @@ class _Stored(TrainOptions):
     validation: Annotated[float, Range(above=0, below=1)] | _Paths | None = None
 
 
-def read_settings(path: str | os.PathLike[str]) -> dict[str, Any]:
+def read_settings(
+    path: str | os.PathLike[str], hint: str = "`onward train --help` says what is what"
+) -> dict[str, Any]:
     """The arguments of `onward.train` that a configuration file holds, checked."""
     settings = read_configuration(path)
     hints = {
         field.name: get_type_hints(_Stored, include_extras=True)[field.name] for field in dataclasses.fields(_Stored)
     }
     if unknown := [key for key in settings if key not in hints]:
-        hint = near(unknown[0], hints) or "`onward train --help` lists the options, which are the keys"
-        raise DataError(f"`{path}` has the key `{unknown[0]}`, and there is no such option", hint=hint)
+        raise DataError(
+            f"`{path}` has the key `{unknown[0]}`, and there is no such option", hint=near(unknown[0], hints) or hint
+        )
     typed = {
         name: from_text(value, hints[name]) if isinstance(value, str) else value for name, value in settings.items()
     }
-    return check_values(typed, hints, f"`{path}`")
+    return check_values(typed, hints, f"`{path}`", hint)
 
 
 def write_settings(settings: Mapping[str, Any]) -> str:
     """The text of a configuration file; what was not said is left out."""
     remark = "How this run was started. `onward train --config` starts another like it; flags say what differs."
-    return write_yaml({name: value for name, value in settings.items() if value is not None}, remark)
+    return write_yaml({name: value for name, value in settings.items() if value not in (None, {})}, remark)
 
 
 def select_recipe(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -129,7 +132,8 @@ class Config(RunOptions):
                     f"the {name} of this run is no longer at `{gone}`",
                     hint=f"say where it is: `--{name} NEW` (`onward.resume(run, {name}=...)`)",
                 )
-        own = {name: value for name, value in settings.items() if name not in _RECIPE}
+        names = {field.name for field in dataclasses.fields(cls)}
+        own = {name: value for name, value in settings.items() if name in names}
         return cls(**own, recipe=select_recipe(settings))
 
 

@@ -27,7 +27,7 @@ from onward.model.storage.files import reason, regular
 from onward.training.config import read_settings
 from onward.training.export import in_form_of
 from onward.training.log import read_log
-from onward.training.schema import Natural, checked
+from onward.training.schema import EDITED, Natural, checked
 
 TRAINING, BEST, LAST, ORIGINAL = "training.onnx", "best.onnx", "last.onnx", "original.onnx"
 CONFIG, LOG = "config.yaml", "log.jsonl"
@@ -100,7 +100,7 @@ class Run:
     def config(self) -> dict[str, Any]:
         """How it was started."""
         with _reading(self.path / CONFIG) as path:
-            return read_settings(path)
+            return read_settings(path, EDITED)
 
     @property
     def progress(self) -> dict[str, Any]:

@@ -81,9 +81,7 @@ class Muon(ExactOptimizer):
         "weight_decay": 0.1,
         "decoupled_weight_decay": True,
     }
-
-    def slots(self, group: dict[str, Any]) -> tuple[str, ...]:
-        return ("momentum_buffer",)
+    SLOTS = ("momentum_buffer",)
 
     def update(self, x: Tensor, g: Tensor, state: dict[str, Any], lr: float, t: int, group: dict[str, Any]) -> None:
         momentum, (rows, columns) = group["momentum"], x.shape

@@ -1,0 +1,139 @@
+"""Options, which are declared once, and the files that hold them."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+
+import onward
+from commands import failed, run
+from models import digits_mlp
+from onward.options import StepOptions, TrainOptions, options_of
+from onward.training.config import read_settings
+from runs import QUIET
+
+BASE = "model: digits.onnx\ndata: digits.npz\nloss: ce\nthreads: 1\n"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    onnx.save(digits_mlp(), "digits.onnx")
+    rng = np.random.default_rng(0)
+    np.savez("digits.npz", image=rng.random((32, 64), np.float32), labels=rng.integers(0, 10, 32))
+    Path("run.yaml").write_text(BASE)
+    return tmp_path
+
+
+def weights(path: str) -> dict[str, bytes]:
+    return {tensor.name: tensor.raw_data for tensor in onnx.load(path).graph.initializer}
+
+
+# ---- declared once ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("function", "kind", "command"),
+    [(onward.train, TrainOptions, "train"), (onward.prepare, StepOptions, "prepare")],
+    ids=["train", "prepare"],
+)
+def test_an_option_is_wherever_options_are(function: object, kind: type, command: str) -> None:
+    told = run(command, "--help").stdout
+    for option in options_of(kind):
+        assert option.name in inspect.signature(function).parameters
+        assert f"- `{option.name}`: " in inspect.getdoc(function)
+        assert all(flag in told for flag in option.flags), option.name
+
+
+# ---- files -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_writes_the_file_that_starts_another_like_it(folder: Path) -> None:
+    flags = ["--optimizer", "adamw:lr=1e-3", "--group", "*.bias:lr=0", "--freeze", "fc1.bias", "--validation", "0.25"]
+    more = ["--seed", "3", "--epochs", "2", "--clip", "0.5", "--map", "image=image", "--no-shuffle", "--ema", "0.5"]
+    run("train", "digits.onnx", "--data", "digits.npz", "--loss", "ce", *flags, *more, "--run", "first", "-q")
+    run("train", "--config", "first/config.yaml", "--run", "second", "-q")
+    onward.train(config="first/config.yaml", run="third", **QUIET)
+    assert weights("first/training.onnx") == weights("second/training.onnx") == weights("third/training.onnx")
+    assert read_settings("first/config.yaml") == read_settings("second/config.yaml")
+    assert Path(read_settings("first/config.yaml")["data"]).is_absolute()
+
+
+def test_a_reset_is_started_again_as_it_was(folder: Path) -> None:
+    onward.prepare("digits.onnx", loss="ce", init="normal", seed=5).save("training.onnx")
+    onward.train("training.onnx", "digits.npz", reset=True, run="first", **QUIET)
+    onward.train(config="first/config.yaml", run="second", **QUIET)
+    assert weights("first/training.onnx") == weights("second/training.onnx")
+    assert "seed" not in read_settings("first/config.yaml")
+
+
+def test_what_is_given_beside_a_file_counts(folder: Path) -> None:
+    Path("run.toml").write_text(
+        'model = "digits.onnx"\ndata = "digits.npz"\nloss = "ce"\nepochs = 2\nshuffle = false\nrun = "named"\n'
+    )
+    run("train", "--config", "run.toml", "--epochs", "3", "--shuffle", "-q")
+    found = read_settings("named/config.yaml")
+    assert (found["epochs"], found["shuffle"], found["batch_size"]) == (3, True, 32)
+    run("prepare", "digits.onnx", "--config", "named/config.yaml", "--optimizer", "sgd", "-o", "made.onnx")
+    recipe = onward.load("made.onnx").step().fact("train.recipe")
+    assert (recipe["loss"], recipe["optimizer"]) == ("ce", "sgd")
+
+
+def test_numbers_as_people_write_them(folder: Path) -> None:
+    Path("run.yaml").write_text(
+        BASE + "optimizer: {name: adamw, lr: 1e-3}\nloss_scale: 1e2\nlr_decay: 5e-1\nrun: made\n"
+    )
+    run("train", "--config", "run.yaml", "-q")
+    recipe = onward.load("made/training.onnx").step().fact("train.recipe")
+    assert (recipe["optimizer"]["lr"], recipe["loss_scale"], recipe["lr_decay"]) == (1e-3, 100, 0.5)
+
+
+def test_what_came_from_python_must_be_given_again(folder: Path) -> None:
+    data = dict(np.load("digits.npz"))
+    onward.train(onward.load("digits.onnx"), data, loss="ce", run="first", **QUIET)
+    assert failed("train", "--config", "first/config.yaml")[0] == "the model of this run came from Python"
+    told, hint = failed("train", "digits.onnx", "--config", "first/config.yaml")
+    assert told == "the data of this run came from Python" and "`data=...`" in hint
+    onward.train("digits.onnx", data, config="first/config.yaml", run="second", **QUIET)
+    assert weights("first/training.onnx") == weights("second/training.onnx")
+
+
+MISTAKES = {
+    "epoch: 3": ("`run.yaml` has the key `epoch`, and there is no such option", "did you mean `epochs`?"),
+    "qqqq: 3": ("`qqqq`", "onward train --help"),
+    "epochs: many": ("`epochs` is `'many'`, but must be a whole number", "without quotes"),
+    "batch_size: -1\nlast: some": ("`batch_size` is -1, but must be at least 1", ""),
+    "last: keeep": ("`last` is `'keeep'`, but must be `keep`, `drop` or `pad`", "did you mean `keep`?"),
+    "shuffle: 1": ("`shuffle` is `1`, but must be `True` or `False`", "onward train --help"),
+    "validation: 3": ("`validation` is 3, but must be positive and less than 1", ""),
+    "seed: 2020-01-01": ("`seed` in `run.yaml` is no text", "quotes"),
+    "epochs: 1\nepochs: 2": ("`epochs` is there twice", "epochs: 5"),
+    "- 1": ("holds no mapping", "epochs: 5"),
+    "a: b: c": ("is not a configuration in YAML", "epochs: 5"),
+    "\x00": ("is not a configuration in YAML", "epochs: 5"),
+    "epochs: " + "9" * 5000: ("is not a configuration in YAML", "epochs: 5"),
+    "loss: !!python/object/apply:os.system [exit]": ("could not determine a constructor for the tag", "epochs: 5"),
+    "a: &a [x, x]\nb: &b [*a, *a]\nc: [*b, *b]": ("refers to parts of itself", "write it out"),
+    "[" * 100_000: ("is nested deeper than any", "write it out"),
+    "x: " + "y" * (1 << 21): ("is larger than any configuration", "epochs: 5"),
+}
+
+
+@pytest.mark.parametrize("text", MISTAKES, ids=lambda text: text[:20])
+def test_a_mistake_in_a_file_is_explained(text: str, folder: Path) -> None:
+    Path("run.yaml").write_text(text)
+    message, hint = MISTAKES[text]
+    told, way_out = failed("train", "--config", "run.yaml")
+    assert message in told and hint in way_out
+    assert not Path("runs").exists()
+
+
+def test_files_that_are_none(folder: Path) -> None:
+    assert "nowhere.yaml` cannot be read" in failed("train", "--config", "nowhere.yaml")[0]
+    assert "a folder, not a file" in failed("train", "--config", ".")[0]
+    Path("run.toml").write_text("epochs = ")
+    assert "`run.toml` is not valid TOML" in failed("train", "--config", "run.toml")[0]
