@@ -6,8 +6,9 @@ from collections import Counter, deque
 from collections.abc import Iterator
 
 from onward.checker.findings import Finding, bare, listing, make_finding, quote
-from onward.checker.view.graphs import Graph, Node, definitions
+from onward.checker.view.graphs import Graph, Node
 from onward.checker.view.scope import Scope
+from onward.model.protos import definitions
 
 
 def defined_once(scope: Scope) -> Iterator[Finding]:

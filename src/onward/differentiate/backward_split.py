@@ -9,7 +9,7 @@ import onnx_ir as ir
 
 from onward.build import Builder, Expr
 from onward.differentiate.simplify import tidy
-from onward.model.walk import nested_graphs, nodes_after, read_by
+from onward.model.walk import nested_nodes, nodes_after, read_by
 
 
 def split_off(
@@ -28,7 +28,7 @@ def split_off(
 
     made = set(added)
     nodes = [node for node in graph if node in made]
-    inside = {*nodes, *(inner for node in nodes for nested in nested_graphs(node) for inner in nested.all_nodes())}
+    inside = {*nodes, *(inner for node in nodes for inner in nested_nodes(node))}
     all_read = dict.fromkeys(value for node in nodes for value in read_by(node))
     outside = [value for value in all_read if value.graph is graph and value.producer() not in inside]
     constants = [value for value in outside if _is_constant(value)]

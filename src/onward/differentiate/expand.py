@@ -7,11 +7,10 @@ from collections.abc import Callable, Iterable, Sequence
 import onnx_ir as ir
 
 from onward.build import Builder, Names, declare
-from onward.differentiate.path import between
 from onward.model import Model
 from onward.model.core import values
 from onward.model.gradient_names import visible
-from onward.model.walk import is_random, nested_graphs, nodes_after
+from onward.model.walk import between, is_random, nested_nodes, nodes_after
 from onward.rules import Rewrite
 from onward.rules.quantization import ROUNDED
 from onward.rules.registry import apply, lookup, lookup_rewrite
@@ -55,7 +54,7 @@ def _on_the_way(scope: Sequence[ir.Graph], y: str, xs: list[str]) -> list[ir.Nod
     """The nodes between `xs` and `y`, and all that are nested in them."""
     known = visible(scope)
     nodes = between(known[y], [known[x] for x in xs], scope)
-    return nodes + [inner for node in nodes for graph in nested_graphs(node) for inner in graph.all_nodes()]
+    return nodes + [inner for node in nodes for inner in nested_nodes(node)]
 
 
 def _is_function(model: Model, node: ir.Node) -> bool:

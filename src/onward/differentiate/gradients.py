@@ -14,14 +14,14 @@ import onnx_ir as ir
 
 from onward.build import Builder, Expr, twin
 from onward.differentiate.expand import expand
-from onward.differentiate.path import between, way
+from onward.differentiate.path import way
 from onward.differentiate.recompute import Choice, recomputation
 from onward.differentiate.sweep import pull_back
 from onward.errors import InvalidModelError, UnsupportedError
 from onward.model import Model
 from onward.model.core import is_gradient, string, strings
 from onward.model.gradient_names import gradients_in, names_of, visible
-from onward.model.walk import ancestors, nodes_after
+from onward.model.walk import ancestors, between, graphs_of, nodes_after, nodes_of
 from onward.rules.nested import copy_graph, fill_in_types_of
 from onward.transform.inline import inline_calls
 from onward.transform.types import fill_in_types_before
@@ -47,13 +47,12 @@ def lower_gradients(model: Model, *, recompute: Choice = None) -> Model:
 
 def has_gradients(model: Model) -> bool:
     """Whether there is a Gradient in the main graph or in a function."""
-    graphs = [model.graph, *(function.graph for function in model.functions.values())]
-    return any(is_gradient(node) for graph in graphs for node in graph.all_nodes())
+    return any(map(is_gradient, nodes_of(model)))
 
 
 def check_gradients_of(model: Model) -> None:
     """That what the Gradients of the main graph and of functions name exists, and does not depend on themselves."""
-    for graph in (model.graph, *(function.graph for function in model.functions.values())):
+    for graph in graphs_of(model):
         needs: dict[ir.Node, set[ir.Node]] = {}
         for node, scope in gradients_in(graph):
             _check_names(node, scope)

@@ -8,28 +8,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import onnx_ir as ir
 
 from onward.errors import UnsupportedError
-from onward.model.walk import ancestors, nested_graphs, read_by
+from onward.model.walk import between, nested_graphs, read_by
 from onward.rules import NoGradient, Rewrite, Rule
 from onward.rules.registry import lookup
 from onward.standard import is_standard
 
 Find = Callable[[ir.Node], Rule | Rewrite | NoGradient | None]
 """How rules are found: `lookup` in the table, or what knows more of them."""
-
-
-def between(y: ir.Value, xs: Iterable[ir.Value], scope: Sequence[ir.Graph] = ()) -> list[ir.Node]:
-    """The nodes on the ways from `xs` to `y`, in the order of the graph; of all graphs of a scope, if that is given."""
-    producer = y.producer()
-    if producer is None or producer.graph is None:
-        return []
-    needed, _ = ancestors([y])
-    reached = set(xs)
-    found = []
-    for node in (node for graph in scope or (producer.graph,) for node in graph if node in needed):
-        if any(value in reached for value in read_by(node)):
-            reached.update(node.outputs)
-            found.append(node)
-    return found
 
 
 def way(y: ir.Value, xs: Iterable[ir.Value], find: Find = lookup, scope: Sequence[ir.Graph] = ()) -> list[ir.Node]:

@@ -21,6 +21,7 @@ from onward.lowering.inference import has_training_operators
 from onward.lowering.rounds import Steps
 from onward.lowering.step import lower_for_engine
 from onward.model import Model, Source, load
+from onward.model.walk import graphs_of
 
 FRAMEWORKS = ("torch", "jax", "tensorflow")
 """Engines with a derivative and a compiler of their own."""
@@ -78,7 +79,7 @@ def function(source: Source, *, engine: str = "numpy", **options: Any) -> Callab
     check_engine(engine)
     model = load(source)
     check_gradients_of(model)
-    refuse_endless_loops([model.graph, *(function.graph for function in model.functions.values())])
+    refuse_endless_loops(graphs_of(model))
     inputs = [value.name or "" for value in model.inputs]
     defaults = list(model.graph.initializers)
     if engine not in FRAMEWORKS and has_training_operators(model):  # no derivative of its own

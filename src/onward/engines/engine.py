@@ -15,6 +15,7 @@ from onward.errors import DataError, UnknownNameError, UnsupportedError, near
 from onward.lowering.rounds import Steps, as_one_step, input_of_run, of_round
 from onward.model import Model
 from onward.model.state import State, carried_state, states
+from onward.model.walk import graphs_of
 
 Arrays = Mapping[str, np.ndarray]
 
@@ -27,9 +28,7 @@ class Engine(ABC):
         self._one = as_one_step(model, step)
         self._steps = step
         executed = self._one.model.step(self._one.index)
-        refuse_endless_loops(
-            [model.graph, executed.algorithm, *(function.graph for function in model.functions.values())]
-        )
+        refuse_endless_loops([*graphs_of(model), executed.algorithm])
         self.inputs: dict[str, ir.Value] = {}
         """What a batch must hold, by name."""
         self._known = {value.name or "": value for value in (*model.inputs, *executed.algorithm.inputs)}

@@ -30,6 +30,7 @@ from onward.lowering.step import Manner, lower_for_engine
 from onward.lowering.widen import widen
 from onward.model import Model
 from onward.model.storage.tensor_places import inside, is_external, is_where_it_was_read
+from onward.model.walk import graphs_of
 from onward.standard import COMMON_OPSET, IR_VERSION, OLDEST_LOADED
 from onward.transform.opset import of_one_opset
 from onward.transform.types import fill_in_types_before
@@ -225,7 +226,7 @@ _Run = Callable[[ort.RunOptions | None], Any]
 
 
 def _loops(model: Model) -> bool:
-    graphs = [model.graph, *(function.graph for function in model.functions.values())]
+    graphs = graphs_of(model)
     graphs += [step.algorithm for step in model.steps]
     return any(node.op_type == "Loop" for graph in graphs for node in graph.all_nodes())
 

@@ -17,7 +17,7 @@ from onward.engines.fusion import Match, matches
 from onward.engines.host import ONLY_ON_HOST
 from onward.model.core import is_gradient, string, strings
 from onward.model.gradient_names import visible
-from onward.model.walk import nested_graphs, read_by
+from onward.model.walk import ancestors, between, nested_nodes, read_by
 from onward.standard import is_standard
 from onward.transform.attribute_words import check_words
 
@@ -227,44 +227,23 @@ class _Planner:
         variables = [self._known[name] for name in (*names, *strings(node, "zs"))]
         given = [value for value in node.inputs if value is not None]
         sources = variables[: len(names)] if given == variables else variables
-        return variables, given, self._between(self._known[string(node, "y")], sources, variables)
-
-    def _between(self, y: ir.Value, sources: Sequence[ir.Value], variables: Sequence[ir.Value]) -> list[ir.Node]:
-        """The nodes on the ways from some variables to `y` that do not go through others, in the order of the graph
-        and of those around it."""
-        needed = self._ancestors([y], set(variables))
-        reached, found = set(sources), []
-        for node in (node for graph in self._scope for node in graph):
-            if node in needed and any(value in reached for value in self._reads(node)):
-                fresh = [value for value in node.outputs if value not in reached]
-                reached.update(fresh)
-                found += [node] if fresh else []
-        return found
+        return (
+            variables,
+            given,
+            between(self._known[string(node, "y")], sources, self._scope, known=set(variables), reads=self._reads),
+        )
 
     def _read_their_results(self, nodes: Sequence[ir.Node]) -> bool:
         """Whether nodes read, by way of others, what some of them compute: these cannot be executed as one."""
-        return not self._ancestors(self._outside(nodes)).isdisjoint(nodes)
+        return not ancestors(self._outside(nodes), reads=self._reads)[0].isdisjoint(nodes)
 
     def _outside(self, nodes: Sequence[ir.Node]) -> set[ir.Value]:
         """What nodes read that none of them computes."""
         return {value for node in nodes for value in self._reads(node)} - {v for node in nodes for v in node.outputs}
 
-    def _ancestors(self, values: Iterable[ir.Value], known: Container[ir.Value] = ()) -> set[ir.Node]:
-        """The nodes that are needed to compute values, where some are known."""
-        needed: set[ir.Node] = set()
-        pending = list(values)
-        while pending:
-            value = pending.pop()
-            node = None if value in known else value.producer()
-            if node is not None and node not in needed:
-                needed.add(node)
-                pending += self._reads(node)
-        return needed
-
     def _reads(self, node: ir.Node) -> Iterator[ir.Value]:
         yield from read_by(node)
-        inside = (inner for graph in nested_graphs(node) for inner in graph.all_nodes())
-        for gradient in filter(is_gradient, (node, *inside)):  # which reads its result, and what that needs, by name
+        for gradient in filter(is_gradient, (node, *nested_nodes(node))):  # which reads its result by name
             if (y := string(gradient, "y")) in self._known:
                 yield self._known[y]
 

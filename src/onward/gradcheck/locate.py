@@ -9,7 +9,6 @@ import numpy as np
 import onnx_ir as ir
 
 from onward.constants import constant_tensor
-from onward.differentiate.path import between
 from onward.errors import Error
 from onward.gradcheck.check import Settings, function_of, rows, settle
 from onward.gradcheck.evaluate import Arrays, Runner, in_float64
@@ -17,7 +16,7 @@ from onward.gradcheck.report import Culprit
 from onward.gradcheck.subject import Subject
 from onward.model import Model
 from onward.model.core import values
-from onward.model.walk import read_by
+from onward.model.walk import between, read_by
 from onward.transform.extract import extract
 from onward.transform.float_type import FLOATS
 from onward.transform.inline import inline

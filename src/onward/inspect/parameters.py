@@ -12,8 +12,9 @@ from onward.constants import constant_tensor
 from onward.inspect.optimizer import is_statistics, trained
 from onward.inspect.summary_fields import Role, Weight
 from onward.inspect.training import differentiated_values
-from onward.inspect.values import dtype_name, number, reads, texts
+from onward.inspect.values import dtype_name, number, texts
 from onward.model import Model
+from onward.model.walk import read_by
 from onward.recipe.trainable import judge
 
 _HIDING = {"Constant", "ConstantOfShape", "DequantizeLinear"}
@@ -68,7 +69,7 @@ def _form(value: ir.Value) -> tuple[ir.DataType, tuple[int, ...] | None]:
 def _in_order(graph: ir.Graph, verdicts: dict[str, Verdict]) -> Iterator[ir.Value]:
     waiting = dict.fromkeys(graph.initializers.values())
     for node in graph:
-        for value in dict.fromkeys(reads(node)):
+        for value in dict.fromkeys(read_by(node)):
             if value in waiting:
                 del waiting[value]
                 yield value

@@ -14,9 +14,10 @@ from onward.errors import Error, InvalidModelError
 from onward.inspect.parameters import weights
 from onward.inspect.summary_fields import ROLES, Amount, File, Port, Role, Training, Weight
 from onward.inspect.training import describe_step
-from onward.inspect.values import nested, port
+from onward.inspect.values import port
 from onward.model import Model, Source, load
 from onward.model.preserved_fields import SparseTensor
+from onward.model.walk import graphs_in, graphs_of
 from onward.recipe.folded_layers import folding_remarks
 
 FORMAT = 1
@@ -141,12 +142,8 @@ def _external(model: Model) -> Iterator[ir.ExternalTensor]:
 
 
 def _graphs(model: Model) -> Iterator[ir.Graph]:
-    pending = [model.graph, *(function.graph for function in model.functions.values())]
-    pending += [graph for step in model.steps for graph in (step.algorithm, step.initialization) if graph is not None]
-    while pending:
-        graph = pending.pop()
-        yield graph
-        pending += [inner for node in graph for inner in nested(node)]
+    of_steps = [graph for step in model.steps for graph in (step.algorithm, step.initialization) if graph is not None]
+    return (inner for graph in (*graphs_of(model), *of_steps) for inner in graphs_in(graph))
 
 
 def _tensor_attributes(node: ir.Node) -> Iterable[ir.Attr]:

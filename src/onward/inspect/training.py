@@ -25,13 +25,10 @@ from onward.inspect.summary_fields import (
     Weight,
 )
 from onward.inspect.values import (
-    ancestors,
     computed_by,
-    nested,
     number,
     plain,
     port,
-    reads,
     records,
     setting,
     text_attribute,
@@ -40,6 +37,7 @@ from onward.inspect.values import (
 from onward.model import Model, Step
 from onward.model.core import values
 from onward.model.state import STEP, State, hyperparameters, states
+from onward.model.walk import ancestors, graphs_in, read_by
 from onward.recipe.optimizers.clip import clip_to_value, scale_to_norm, scale_to_norm_optax
 from onward.recipe.schedules import SCHEDULES
 from onward.standard import operator_name
@@ -98,7 +96,7 @@ def _loss(model: Model, step: Step) -> Loss:
 
 def differentiated_values(model: Model, step: Step) -> dict[str, ir.Value | None]:
     """The `y` of each Gradient, by name; None where there is no such value."""
-    graphs = [model.graph, step.algorithm, *(inner for node in step.algorithm.all_nodes() for inner in nested(node))]
+    graphs = [model.graph, *graphs_in(step.algorithm)]
     known = {value.name: value for graph in graphs for value in values(graph)}
     names = [text_attribute(node, "y") for node in step.gradients()]
     return {name: known.get(name) for name in names if name is not None}
@@ -118,7 +116,7 @@ def _term(fact: dict[str, Any]) -> LossTerm:
 def _outputs_below(model: Model, targets: Iterable[ir.Value | None]) -> tuple[str, ...]:
     """The outputs of the model that a loss depends on."""
     found = [value for value in targets if value is not None]
-    read = {value for node in ancestors(found) if node.graph is not model.graph for value in reads(node)}
+    read = {value for node in ancestors(found)[0] if node.graph is not model.graph for value in read_by(node)}
     return tuple(value.name or "" for value in model.outputs if value in read or value in found)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,7 @@ import onnx_ir as ir
 
 from onward.constants import constant_tensor
 from onward.inspect.summary_fields import Port, Setting, Shape
+from onward.model.walk import nested_graphs
 
 _TYPE_NAMES = {"FLOAT": "float32", "DOUBLE": "float64"}
 _LONGEST_LIST = 64
@@ -111,44 +112,13 @@ def computed_by(value: ir.Value | None) -> tuple[ir.Node, int] | None:
 def _behind(node: ir.Node, index: int) -> ir.Value | None:
     """The value that an operator hands on or chooses, if that is all it does."""
     if node.op_type == "If":
-        outputs = [graph.outputs[index] for graph in nested(node) if index < len(graph.outputs)]
+        outputs = [graph.outputs[index] for graph in nested_graphs(node) if index < len(graph.outputs)]
         changing = [value for value in outputs if (origin := source(value)) and origin.producer()]
         return changing[0] if changing else None
     if node.op_type == "Where":
         changing = [value for value in node.inputs[1:] if value is not None and value.producer()]
         return changing[0] if len(changing) == 1 else None
     return node.inputs[0] if node.op_type in ("Identity", "Cast") and node.inputs else None
-
-
-def nested(node: ir.Node) -> Iterator[ir.Graph]:
-    """The graphs in the attributes of a node."""
-    for attribute in node.attributes.values():
-        if attribute.is_ref():
-            continue
-        if attribute.type == ir.AttributeType.GRAPH:
-            yield attribute.as_graph()
-        elif attribute.type == ir.AttributeType.GRAPHS:
-            yield from attribute.as_graphs()
-
-
-def reads(node: ir.Node) -> Iterator[ir.Value]:
-    """What a node reads, through the graphs nested in it too."""
-    yield from (value for value in node.inputs if value is not None)
-    for graph in nested(node):
-        for inner in graph.all_nodes():
-            yield from (value for value in inner.inputs if value is not None)
-
-
-def ancestors(values: Iterable[ir.Value]) -> set[ir.Node]:
-    """The nodes that `values` depend on."""
-    found: set[ir.Node] = set()
-    pending = [node for value in values if (node := value.producer())]
-    while pending:
-        node = pending.pop()
-        if node not in found:
-            found.add(node)
-            pending += [producer for value in reads(node) if (producer := value.producer())]
-    return found
 
 
 def text_attribute(node: ir.Node, name: str) -> str | None:

@@ -9,7 +9,7 @@ import onnx_ir as ir
 from onward.build import Builder, Names
 from onward.lowering import losses, optimizers
 from onward.lowering.losses import Lowering
-from onward.model.walk import attributes
+from onward.model.walk import attributes, graphs_in, graphs_of
 
 LOWERINGS: Mapping[tuple[str, str], Lowering] = {**losses.LOWERINGS, **optimizers.LOWERINGS}
 
@@ -20,8 +20,7 @@ def expand(
     is_meant: Callable[[ir.Node], bool] = lambda node: True,
 ) -> None:
     """Replace every node that has a lowering and is meant, in nested graphs and functions too, in place."""
-    outer = [model.graph, *(function.graph for function in model.functions.values())]
-    for graph in [inner for whole in outer for inner in (whole, *whole.subgraphs())]:
+    for graph in [inner for outer in graphs_of(model) for inner in graphs_in(outer)]:
         names = Names(value.name for node in graph.all_nodes() for value in node.outputs if value.name)
         names.take(value.name for value in (*graph.inputs, *graph.initializers.values()) if value.name)
         for node in list(graph):

@@ -11,6 +11,7 @@ from onward.lowering.calls import write_calls
 from onward.lowering.expand import expand
 from onward.lowering.optimize import optimize
 from onward.model import TRAINING_DOMAIN, Model
+from onward.model.walk import nodes_of
 from onward.transform.inline import inline_calls
 from onward.transform.training import drop_unused_definitions
 from onward.transform.unused import remove_unused
@@ -18,8 +19,7 @@ from onward.transform.unused import remove_unused
 
 def has_training_operators(model: Model) -> bool:
     """Whether the main graph, or a function, has a node that no runtime knows: a Gradient or an optimizer."""
-    graphs = [model.graph, *(function.graph for function in model.functions.values())]
-    return any(node.domain == TRAINING_DOMAIN for graph in graphs for node in graph.all_nodes())
+    return any(node.domain == TRAINING_DOMAIN for node in nodes_of(model))
 
 
 def plain_inference(model: Model, differentiate: bool = True, recompute: Choice = None) -> Model:

@@ -11,6 +11,7 @@ from onward.errors import UnsupportedError
 from onward.lowering.replacement import replace_unknown
 from onward.model import Model
 from onward.model.core import values
+from onward.model.walk import nodes_of
 from onward.standard import is_standard
 from onward.transform.inline import has_body, inline
 from onward.transform.opset import convert_opset, of_one_opset
@@ -28,8 +29,7 @@ def for_onnxruntime(model: Model) -> Model:
     """A model of the inference graph that ONNX Runtime loads: what it lacks is replaced by what that stands for."""
     model = of_one_opset(model)
     version = model.opset if model.opset <= _LOADED_BY_ALL else min(model.opset, onnxruntime_limits().opset)
-    graphs = [model.graph, *(function.graph for function in model.functions.values())]
-    nodes = [node for graph in graphs for node in graph.all_nodes()]
+    nodes = list(nodes_of(model))
     version = min([version, *(older for node in nodes if (older := _last_kernel(node, version)))])
     if version < model.opset or any(_has_no_kernel(node, version) for node in nodes):
         model = _at(version, model)

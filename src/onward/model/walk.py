@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import onnx_ir as ir
 from onnx import defs
 
 from onward.build import RANDOM
-from onward.standard import is_standard
+from onward.standard import domain_of, is_standard
+
+if TYPE_CHECKING:
+    from onward.model.core import Model
+
+Reads = Callable[[ir.Node], Iterable[ir.Value]]
+"""What a node depends on."""
 
 _NEWEST = defs.onnx_opset_version()  # at least as new as the newest of every other domain
 
@@ -33,12 +39,36 @@ def graphs_in(graph: ir.Graph) -> Iterator[ir.Graph]:
             yield from graphs_in(inner)
 
 
+def graphs_of(model: Model | ir.Model) -> list[ir.Graph]:
+    """The inference graph and those of functions, without what is nested in them."""
+    return [model.graph, *(function.graph for function in model.functions.values())]
+
+
+def nodes_of(model: Model | ir.Model) -> Iterator[ir.Node]:
+    """All nodes of the inference graph and of functions, also nested ones."""
+    return (node for graph in graphs_of(model) for node in graph.all_nodes())
+
+
+def nested_nodes(node: ir.Node) -> Iterator[ir.Node]:
+    """The nodes of the graphs nested in a node, at any depth."""
+    for graph in nested_graphs(node):
+        yield from graph.all_nodes()
+
+
 def read_by(node: ir.Node) -> Iterator[ir.Value]:
     """What a node reads, through the graphs nested in it too."""
     yield from (value for value in node.inputs if value is not None)
-    for graph in nested_graphs(node):
-        for inner in graph.all_nodes():
-            yield from (value for value in inner.inputs if value is not None)
+    for inner in nested_nodes(node):
+        yield from (value for value in inner.inputs if value is not None)
+
+
+def captured_values(nodes: Iterable[ir.Node]) -> list[ir.Value]:
+    """The values that nodes, or graphs nested in them, read and that none of them defines; each once, in order."""
+    nodes = list(nodes)
+    inside = {value for node in nodes for value in node.outputs}
+    for graph in (graph for node in nodes for outer in nested_graphs(node) for graph in graphs_in(outer)):
+        inside.update(graph.inputs, graph.initializers.values(), *(node.outputs for node in graph))
+    return [v for v in dict.fromkeys(v for node in nodes for v in read_by(node)) if v not in inside]
 
 
 def is_random(node: ir.Node) -> bool:
@@ -52,20 +82,46 @@ def nodes_after(last: ir.Node | None, graph: ir.Graph) -> list[ir.Node]:
     return [*itertools.takewhile(lambda node: node is not last, reversed(graph))][::-1]
 
 
-def ancestors(values: Iterable[ir.Value]) -> tuple[set[ir.Node], set[ir.Value]]:
-    """The nodes that are needed to compute `values`, and all values on the way, `values` among them."""
+def ancestors(
+    values: Iterable[ir.Value], *, known: Container[ir.Value] = (), reads: Reads = read_by
+) -> tuple[set[ir.Node], set[ir.Value]]:
+    """The nodes that are needed to compute `values` where some are known, and all values on the way, `values` too."""
     nodes: set[ir.Node] = set()
     reached = set(values)
     pending = list(reached)
     while pending:
-        node = pending.pop().producer()
+        value = pending.pop()
+        node = None if value in known else value.producer()
         if node is None or node in nodes:
             continue
         nodes.add(node)
-        fresh = [value for value in read_by(node) if value not in reached]
+        fresh = [value for value in reads(node) if value not in reached]
         reached.update(fresh)
         pending += fresh
     return nodes, reached
+
+
+def between(
+    y: ir.Value,
+    xs: Iterable[ir.Value],
+    scope: Sequence[ir.Graph] = (),
+    *,
+    known: Container[ir.Value] = (),
+    reads: Reads = read_by,
+) -> list[ir.Node]:
+    """The nodes on the ways from `xs` to `y` that do not go through what is known, in the order of the graph of `y`;
+    of all graphs of a scope, if that is given."""
+    producer = y.producer()
+    if producer is None or producer.graph is None:
+        return []
+    needed, _ = ancestors([y], known=known, reads=reads)
+    reached = set(xs)
+    found = []
+    for node in (node for graph in scope or (producer.graph,) for node in graph if node in needed):
+        if any(value in reached for value in reads(node)):
+            reached.update(node.outputs)
+            found.append(node)
+    return found
 
 
 def descendants(graph: ir.Graph, values: Iterable[ir.Value]) -> set[ir.Value]:
@@ -79,8 +135,7 @@ def descendants(graph: ir.Graph, values: Iterable[ir.Value]) -> set[ir.Value]:
 
 def attributes(node: ir.Node, opset: int) -> dict[str, Any]:
     """The attributes of a node by name, with the schema's defaults for those that it leaves out, else None."""
-    standard = is_standard(node)
-    defaults = _defaults("" if standard else node.domain, node.op_type, opset if standard else _NEWEST)
+    defaults = _defaults(domain_of(node), node.op_type, opset if is_standard(node) else _NEWEST)
     return {**defaults, **{name: attribute.value for name, attribute in node.attributes.items()}}
 
 

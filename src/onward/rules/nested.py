@@ -12,17 +12,9 @@ import onnx_ir as ir
 from onward.build import Builder
 from onward.containers import is_sequence
 from onward.errors import UnsupportedError
-from onward.model.walk import is_random, nested_graphs, read_by
+from onward.model.walk import captured_values, graphs_in, is_random, nested_graphs, nested_nodes
 from onward.standard import IR_VERSION
 from onward.transform.types import value_types
-
-
-def captured_values(nodes):
-    """The values that nodes, or graphs nested in them, read and that none of them defines; each once, in order."""
-    inside = {value for node in nodes for value in node.outputs}
-    for graph in (graph for node in nodes for outer in nested_graphs(node) for graph in (outer, *outer.subgraphs())):
-        inside.update(graph.inputs, graph.initializers.values(), *(node.outputs for node in graph))
-    return [v for v in dict.fromkeys(v for node in nodes for v in read_by(node)) if v not in inside]
 
 
 def captured_and_active(node, active):
@@ -36,7 +28,7 @@ def captured_and_active(node, active):
 def copy_graph(op: Builder, graph: ir.Graph) -> ir.Graph:
     """A nested graph once more, its values and nodes under names of their own."""
     copy = graph.clone(allow_outer_scope_values=True)
-    for inner in (copy, *copy.subgraphs()):
+    for inner in graphs_in(copy):
         for value in (*inner.inputs, *inner.initializers.values(), *(v for node in inner for v in node.outputs)):
             if value.name:
                 value.name = op.names.fresh(value.name)
@@ -103,7 +95,7 @@ def seeds_of(op, outputs, dys):
 
 
 def refuse_random(node):
-    for inner in (inner for graph in nested_graphs(node) for inner in graph.all_nodes()):
+    for inner in nested_nodes(node):
         if is_random(inner):
             raise UnsupportedError(
                 f"`{inner.op_type}` (node `{inner.name}`) inside `{node.op_type}` (node `{node.name}`) draws random "

@@ -11,11 +11,10 @@ import onnx_ir as ir
 
 from onward.constants import constant_ints
 from onward.containers import element_of, is_sequence
-from onward.model.walk import nested_graphs
+from onward.model.walk import captured_values, nested_graphs
 from onward.rules.common import fixed_number
 from onward.rules.nested import (
     captured_and_active,
-    captured_values,
     recompute,
     refuse_sequences,
     seeds_of,

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from onnx import ModelProto, NodeProto
+from onnx import ModelProto
 
 from onward.errors import InvalidModelError, listed
+from onward.model.protos import all_nodes
 
 _PADDING = ("NOTSET", "SAME_UPPER", "SAME_LOWER", "VALID")
 _REDUCTION = ("none", "sum", "mean")
@@ -61,19 +62,11 @@ def check_words(operator: str, attributes: Mapping[str, Any], described: str) ->
 
 def check_equations(proto: ModelProto) -> None:
     """Refuse equations that `onnx` would look at for ever when it infers shapes."""
-    for node in _nodes([*proto.graph.node, *(node for function in proto.functions for node in function.node)]):
+    for node in all_nodes([*proto.graph.node, *(node for function in proto.functions for node in function.node)]):
         if node.op_type == "Einsum":
             for attribute in node.attribute:
                 if attribute.name == "equation":
                     _check_equation(attribute.s.decode("utf-8", "replace"), f"`Einsum` (node `{node.name}`)")
-
-
-def _nodes(nodes: Iterable[NodeProto]) -> Iterator[NodeProto]:
-    for node in nodes:
-        yield node
-        for attribute in node.attribute:
-            for graph in (attribute.g, *attribute.graphs):
-                yield from _nodes(graph.node)
 
 
 def _check_equation(equation: str, described: str) -> None:

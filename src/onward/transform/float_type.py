@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import onnx_ir as ir
 from onnx import defs
@@ -12,7 +10,7 @@ from onward.constants import constant_tensor
 from onward.errors import UnsupportedError
 from onward.model import Model
 from onward.model.core import values
-from onward.model.walk import attributes
+from onward.model.walk import attributes, graphs_in, graphs_of
 from onward.standard import is_standard
 
 FLOATS = (ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
@@ -28,7 +26,7 @@ def convert_floats(model: Model, dtype: ir.DataType, *, settings: bool = False) 
     With `settings`, also where it does: for who computes with all operators in that type, whatever the standard says.
     """
     model = model.copy()
-    for graph in _graphs(model):
+    for graph in [inner for outer in graphs_of(model) for inner in graphs_in(outer)]:
         for value in values(graph):
             if value.dtype in FLOATS:
                 value.type = ir.TensorType(dtype)
@@ -40,12 +38,6 @@ def convert_floats(model: Model, dtype: ir.DataType, *, settings: bool = False) 
             if not settings:
                 _cast_settings_back(node, model.opset, dtype)
     return model
-
-
-def _graphs(model: Model) -> Iterator[ir.Graph]:
-    for graph in (model.graph, *(function.graph for function in model.functions.values())):
-        yield graph
-        yield from graph.subgraphs()
 
 
 def _tensor(tensor: ir.TensorProtocol, dtype: ir.DataType) -> ir.TensorProtocol:

@@ -13,8 +13,9 @@ from onnx import AttributeProto, FunctionProto, GraphProto, ModelProto, NodeProt
 
 from onward.build import Names
 from onward.errors import UnsupportedError
+from onward.model.protos import all_nodes, names_within, with_nested
 from onward.standard import IR_VERSION, STANDARD
-from onward.transform.graph_opset import convert_graph, names_in, with_subgraphs
+from onward.transform.graph_opset import convert_graph
 from onward.transform.types import value_types
 
 _AXES_AS_NUMPY = 13
@@ -59,7 +60,7 @@ def convert_function(function: FunctionProto, version: int) -> bool:
     graph.input.extend(ValueInfoProto(name=name) for name in function.input)
     graph.output.extend(ValueInfoProto(name=name) for name in function.output)
     try:
-        convert_graph(graph, function.opset_import, version, Names(names_in(graph)))
+        convert_graph(graph, function.opset_import, version, Names(names_within(graph)))
     except UnsupportedError:
         return False
     if min(version, function_version(function) or 1) < _AXES_AS_NUMPY or not _keeps_references(function.node, graph):
@@ -84,7 +85,7 @@ def _rewrite(function: FunctionProto, graph: GraphProto, version: int) -> None:
 def _keeps_references(nodes: Iterable[NodeProto], converted: GraphProto) -> bool:
     """Whether all that refers to attributes of the function does so as before."""
     new = {tuple(node.output): node for node in converted.node}
-    outer, *nested = with_subgraphs(GraphProto(node=nodes))
+    outer, *nested = with_nested(GraphProto(node=nodes))
     return not any(map(_refers, (node for graph in nested for node in graph.node))) and all(
         node.op_type not in _OTHER_MEANING and _is_alike(node, new.get(tuple(node.output), NodeProto()))
         for node in outer.node
@@ -120,7 +121,7 @@ class _ForCalls:
 
     def _calls(self, nodes: Iterable[NodeProto]) -> list[NodeProto]:
         graph = GraphProto(node=nodes)
-        return [node for inner in with_subgraphs(graph) for node in inner.node if self._target(node) in self.needed]
+        return [node for node in all_nodes(graph.node) if self._target(node) in self.needed]
 
     @staticmethod
     def _target(node: NodeProto) -> Key:
@@ -128,7 +129,7 @@ class _ForCalls:
 
     def redirect(self, graph: GraphProto, types: Types) -> None:
         """Let the calls in a graph call the functions that are made for them."""
-        for node in (node for inner in with_subgraphs(graph) for node in inner.node):
+        for node in all_nodes(graph.node):
             if self._target(node) in self.needed:
                 node.op_type, node.overload = self._made(node, types).name, ""
                 del node.attribute[:]
@@ -152,7 +153,7 @@ class _ForCalls:
         self.redirect(graph, value_types(shell))
         if function_version(function) not in (None, self._version):
             try:
-                convert_graph(graph, function.opset_import, self._version, Names(names_in(graph)))
+                convert_graph(graph, function.opset_import, self._version, Names(names_within(graph)))
             except UnsupportedError as error:
                 where = f"in the function `{function.domain}.{function.name}`"
                 raise UnsupportedError(f"{error}\n{where}", hint=error.hint) from error
@@ -173,7 +174,7 @@ def _body(function: FunctionProto, call: NodeProto, types: Types) -> GraphProto:
         graph.input.add(name=formal, type=types[name].type if name in types else None)
     missing = set(function.input) - given.keys()
     settings = {a.name: a for a in (*function.attribute_proto, *call.attribute)}
-    for node in (node for inner in with_subgraphs(graph) for node in inner.node):
+    for node in all_nodes(graph.node):
         node.input[:] = ["" if name in missing else name for name in node.input]
         _resolve(node, settings)
     return graph
@@ -203,7 +204,7 @@ def _share_other_domains(proto: ModelProto) -> None:
             opset.domain = "" if opset.domain in STANDARD else opset.domain  # ONNX Runtime knows it as that
             if opset.domain in STANDARD or shared.setdefault(opset.domain, opset.version) == opset.version:
                 continue
-            nodes = (node for graph in with_subgraphs(GraphProto(node=function.node)) for node in graph.node)
+            nodes = all_nodes(function.node)
             for operator in {node.op_type for node in nodes if node.domain == opset.domain}:
                 wanted = shared[opset.domain]
                 if (opset.domain, operator) not in defined and not is_same(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import onnx
 from onnx import GraphProto, ModelProto, TensorProto, ValueInfoProto, version_converter
 
 from onward.build import Names
 from onward.errors import UnsupportedError
+from onward.model.protos import with_nested
 from onward.standard import IR_VERSION, STANDARD
 from onward.transform.attribute_words import check_equations
 
@@ -90,7 +91,7 @@ def _spread_groups(graph: GraphProto) -> None:
 
     The converter leaves them as they are.
     """
-    for inner in with_subgraphs(graph):
+    for inner in with_nested(graph):
         nodes: list[onnx.NodeProto] = []
         for node in inner.node:
             if node.op_type == "GroupNormalization" and node.domain in STANDARD:
@@ -120,7 +121,7 @@ def _of_channels(node: onnx.NodeProto, groups: int, i: int, name: str) -> list[o
 
 
 def _refuse_sequence_lengths(graph: GraphProto) -> None:
-    for inner in with_subgraphs(graph):
+    for inner in with_nested(graph):
         for node in inner.node:
             if node.op_type == "Scan" and node.input[0]:
                 raise UnsupportedError(f"`Scan` (node `{node.name}`) has lengths of sequences, which no later one has")
@@ -131,7 +132,7 @@ def _scan_batches(graph: GraphProto) -> None:
 
     In operator set 8 all inputs and outputs of a Scan had a first axis of samples, each of which was scanned by itself.
     """
-    for scan in [node for inner in with_subgraphs(graph) for node in inner.node if node.op_type == "Scan"]:
+    for scan in [node for inner in with_nested(graph) for node in inner.node if node.op_type == "Scan"]:
         one = onnx.NodeProto.FromString(scan.SerializeToString())
         one.input[:] = [f"{name}/sample" for name in scan.input]
         one.output[:] = [f"{name}/sample" for name in scan.output]
@@ -165,7 +166,7 @@ _ASIDE = "com.microsoft"
 def _put_aside(shell: ModelProto) -> None:
     """Move foreign operators out of the sight of the converter, which would refuse them, into another domain."""
     version = _standard_version(shell)
-    for graph in with_subgraphs(shell.graph):
+    for graph in with_nested(shell.graph):
         for node in graph.node:
             if node.domain == "" and version < _FOREIGN.get(node.op_type, 0):
                 node.domain = _ASIDE
@@ -174,7 +175,7 @@ def _put_aside(shell: ModelProto) -> None:
 
 
 def _put_back(result: GraphProto) -> None:
-    for graph in with_subgraphs(result):
+    for graph in with_nested(result):
         for node in graph.node:
             if node.domain == _ASIDE and node.op_type in _FOREIGN:
                 node.domain = ""
@@ -199,7 +200,7 @@ def _name_afresh(result: GraphProto, before: GraphProto, names: Names) -> None:
     fresh = {name: names.fresh(name.strip("_")) for name in sorted(added - old - {""})}
     if not fresh:
         return
-    for graph in with_subgraphs(result):
+    for graph in with_nested(result):
         for node in graph.node:
             node.input[:] = [fresh.get(name, name) for name in node.input]
             node.output[:] = [fresh.get(name, name) for name in node.output]
@@ -221,27 +222,3 @@ def _restore_notes(graph: GraphProto, before: GraphProto) -> None:
         for attribute in node.attribute:
             if attribute.name in references:
                 attribute.CopyFrom(references[attribute.name])
-
-
-def captured_names(graph: GraphProto) -> list[str]:
-    """The names that a graph reads or returns without defining them."""
-    defined = set(names_in(graph))
-    read = [name for inner in with_subgraphs(graph) for node in inner.node for name in node.input]
-    returned = [value.name for value in graph.output]
-    return [name for name in dict.fromkeys(read + returned) if name and name not in defined]
-
-
-def names_in(graph: GraphProto) -> Iterator[str]:
-    for inner in with_subgraphs(graph):
-        yield from (value.name for value in inner.input)
-        yield from (tensor.name for tensor in inner.initializer)
-        yield from (sparse.values.name for sparse in inner.sparse_initializer)
-        yield from (name for node in inner.node for name in node.output)
-
-
-def with_subgraphs(graph: GraphProto) -> Iterator[GraphProto]:
-    yield graph
-    for node in graph.node:
-        for attribute in node.attribute:
-            for inner in (*([attribute.g] if attribute.HasField("g") else []), *attribute.graphs):
-                yield from with_subgraphs(inner)

@@ -14,6 +14,7 @@ from onward.errors import InvalidModelError, UnknownNameError, near_or_first
 from onward.model import Model, Source, load
 from onward.model.core import values
 from onward.model.gradient_names import tie, tie_function, untie
+from onward.model.protos import all_nodes
 from onward.model.serde import from_proto, stamp, to_proto, with_data, without_data
 from onward.standard import IR_VERSION, STANDARD, schema_domain
 from onward.transform.expansion import check_expansion
@@ -117,10 +118,7 @@ def _state_defaults(proto: ModelProto, operators: Iterable[tuple[str, str]], ops
         if domain in STANDARD and has_body(name, opset):
             possible = (attribute.default_value for attribute in defs.get_schema(name, opset).attributes.values())
             defaults[domain, name, ""] = [default for default in possible if default.name]
-    pending = [*proto.graph.node, *(node for f in proto.functions for node in f.node)] if defaults else []
-    while pending:
-        node = pending.pop()
+    for node in all_nodes([*proto.graph.node, *(node for f in proto.functions for node in f.node)]) if defaults else ():
         stated = {attribute.name for attribute in node.attribute}
         missing = (a for a in defaults.get((node.domain, node.op_type, node.overload), ()) if a.name not in stated)
         node.attribute.extend(missing)
-        pending += [inner for a in node.attribute for graph in (a.g, *a.graphs) for inner in graph.node]

@@ -8,7 +8,7 @@ import onnx_ir as ir
 
 from onward.model import Model
 from onward.model.gradient_names import tie, untie
-from onward.model.walk import ancestors, nested_graphs
+from onward.model.walk import ancestors, nested_nodes
 
 
 def remove_unused(graph: ir.Graph) -> ir.Graph:
@@ -49,4 +49,4 @@ def remove(graph: ir.Graph, nodes: Collection[ir.Node]) -> None:
 
 
 def _nested_nodes(node: ir.Node) -> list[ir.Node]:
-    return [inner for graph in nested_graphs(node) for inner in graph.all_nodes()]
+    return list(nested_nodes(node))

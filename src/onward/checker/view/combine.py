@@ -14,6 +14,7 @@ from onward.checker.view.graphs import Graph
 from onward.checker.view.scope import Scope, versions
 from onward.checker.view.shapes import count
 from onward.model import TRAINING_DOMAIN
+from onward.model.protos import bodies
 
 _SMALL = 256  # elements; shapes, axes and other values that shape inference computes with are smaller
 
@@ -73,10 +74,8 @@ def _type_gradients(nodes: MutableSequence[NodeProto]) -> None:
     given = list(nodes)
     del nodes[:]
     for node in given:
-        for attribute in node.attribute:
-            for graph in (attribute.g, *attribute.graphs):
-                if graph.node:
-                    _type_gradients(graph.node)
+        for body in bodies(node):
+            _type_gradients(body.node)
         copies = []
         if (node.domain, node.op_type) == (TRAINING_DOMAIN, "Gradient"):
             for i, (x, result) in enumerate(zip(node.input, node.output, strict=False)):

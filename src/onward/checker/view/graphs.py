@@ -10,6 +10,7 @@ from onnx import AttributeProto, GraphProto, NodeProto, SparseTensorProto, Tenso
 
 from onward.checker.findings import bare
 from onward.model.core import TRAINING_DOMAIN
+from onward.model.protos import bodies, captured_names
 from onward.standard import domain_of
 
 SLOTS = {"Adagrad": 1, "Momentum": 1, "Adam": 2}
@@ -55,34 +56,6 @@ def walk(nodes: Iterable[NodeProto], holder: str, depth: int = 0) -> Iterator[Si
             yield from walk(graph.node, f"{site.place}/{name}", depth + 1)
 
 
-def captures(node: NodeProto) -> tuple[str, ...]:
-    """The names that the subgraphs of a node read from around it."""
-    free: dict[str, None] = {}
-    for _, graph in subgraphs(node):
-        _collect_free(graph, (), free)
-    return tuple(free)
-
-
-def _collect_free(graph: GraphProto, around: tuple[set[str], ...], free: dict[str, None]) -> None:
-    inside = (*around, set(definitions(graph)))
-    reads = [name for node in graph.node for name in node.input] + [output.name for output in graph.output]
-    for name in reads:
-        if name and not any(name in names for names in inside):
-            free[name] = None
-    for node in graph.node:
-        for _, inner in subgraphs(node):
-            _collect_free(inner, inside, free)
-
-
-def definitions(graph: GraphProto) -> Iterator[str]:
-    """Every name that a graph defines, as often as it does; an initializer may share its name with an input."""
-    inputs = {value.name for value in graph.input}
-    yield from (value.name for value in graph.input)
-    yield from (tensor.name for tensor in graph.initializer if tensor.name not in inputs)
-    yield from (tensor.values.name for tensor in graph.sparse_initializer if tensor.values.name not in inputs)
-    yield from (name for node in graph.node for name in node.output if name)
-
-
 class Node:
     """A node of a top-level graph."""
 
@@ -92,7 +65,7 @@ class Node:
         self.graph, self.index, self.proto = graph, index, proto
         self.domain, self.op = domain_of(proto), proto.op_type
         self.args, self.outputs = tuple(proto.input), tuple(proto.output)
-        self.reads = tuple(dict.fromkeys(name for name in (*self.args, *captures(proto)) if name))
+        self.reads = tuple(dict.fromkeys(name for name in (*self.args, *captured_names(*bodies(proto))) if name))
 
     @property
     def place(self) -> str:

@@ -14,9 +14,10 @@ from onward.inspect.picture.folding import Algorithm, fold
 from onward.inspect.summary import Summary
 from onward.inspect.summary_fields import Amount, Training, Weight
 from onward.inspect.training import differentiated_values
-from onward.inspect.values import port, reads, text_attribute
+from onward.inspect.values import port, text_attribute
 from onward.model import Model
 from onward.model.state import State, states
+from onward.model.walk import read_by
 from onward.standard import operator_name
 
 _MOST_ROWS, _MOST_NODES_NAMED, _MOST_READERS = 6, 30, 8
@@ -68,7 +69,7 @@ class Picture:
 
     def _add_graph(self, kind: str, nodes: Iterable[ir.Node]) -> None:
         for name, part in fold([node for node in nodes if not _is_constant(node)]):
-            read = dict.fromkeys(value.name or "" for node in part for value in reads(node))
+            read = dict.fromkeys(value.name or "" for node in part for value in read_by(node))
             weights = [self._weights[name] for name in read if name in self._weights]
             notes = _node_notes(part) + [f"{weight.role} {weight.name} {shape(weight.shape)}" for weight in weights]
             shown = [weight for weight in weights if weight.role != "constant"]
@@ -115,7 +116,7 @@ class Picture:
             if self.blocks[target].kind == "gradient":
                 continue  # it reads everything that the loss depends on: only the loss itself is worth a line
             for node in nodes:
-                for value in map(self._resolve, reads(node)):
+                for value in map(self._resolve, read_by(node)):
                     self._connect_to(target, value)
         readers: dict[int, list[int]] = {}
         for source, target in self.edges:

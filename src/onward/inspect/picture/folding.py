@@ -10,10 +10,10 @@ import onnx_ir as ir
 from onward.build import DOMAIN
 from onward.inspect.summary_fields import Training
 from onward.inspect.training import differentiated_values
-from onward.inspect.values import ancestors, nested, reads
 from onward.model import Model
 from onward.model.core import is_gradient
 from onward.model.state import State, states
+from onward.model.walk import ancestors, nested_graphs, read_by
 from onward.recipe.optimizers.clip import clip_to_value, scale_to_norm, scale_to_norm_optax, squared_norm
 
 MOST = 24
@@ -96,7 +96,7 @@ class Algorithm:
         self._inside: dict[ir.Value, ir.Value] = {}
         bound = {value for value in self.step.algorithm.outputs if value.name in set(self.step.update.values())}
         for node in self.step.algorithm:
-            branches = list(nested(node)) if node.op_type == "If" and bound.intersection(node.outputs) else []
+            branches = list(nested_graphs(node)) if node.op_type == "If" and bound.intersection(node.outputs) else []
             if not branches:
                 self.nodes.append(node)
                 continue
@@ -117,7 +117,7 @@ class Algorithm:
 
     def _find_purposes(self, training: Training) -> dict[ir.Node, Purpose]:
         sources, readers = self._sources(), self._readers(training)
-        needed = ancestors(v for v in differentiated_values(self.model, self.step).values() if v is not None)
+        needed, _ = ancestors(v for v in differentiated_values(self.model, self.step).values() if v is not None)
         found: dict[ir.Node, Purpose] = {}
         for node in reversed(self.nodes):
             depends = _joined(sources, node.outputs)
@@ -136,7 +136,7 @@ class Algorithm:
         roles |= dict.fromkeys(("parameter", "statistics"), 0)
         bits |= {state.value: roles.get(state.role, _STATE) for state in self._states}
         for node in (*self.model.graph, *self.nodes):
-            own = _GRADIENT if is_gradient(node) else _joined(bits, map(self.resolve, reads(node)))
+            own = _GRADIENT if is_gradient(node) else _joined(bits, map(self.resolve, read_by(node)))
             bits |= dict.fromkeys(node.outputs, own)
         return bits
 
@@ -148,7 +148,7 @@ class Algorithm:
             bits[value] = bits.get(value, 0) | own.get(name, 0)
         for node in reversed(self.nodes):
             joined = _joined(bits, node.outputs)
-            for value in map(self.resolve, reads(node)):
+            for value in map(self.resolve, read_by(node)):
                 bits[value] = bits.get(value, 0) | joined
         return bits
 

@@ -13,15 +13,12 @@ from onnx import GraphProto, ModelProto, NodeProto, TrainingInfoProto, helper
 from onward.build import Names
 from onward.errors import InvalidModelError
 from onward.model.legacy.names import (
-    all_nodes,
-    bodies,
-    defined_names,
-    defined_within,
     rename,
     set_nodes,
     string,
     strings,
 )
+from onward.model.protos import all_nodes, bodies, definitions, names_within
 
 OPERATOR = "GraphCall"
 DOMAINS = ("ai.onnx.preview.training", "ai.onnx.training", "ai.onnx", "")
@@ -112,9 +109,9 @@ def _bind_inputs(formal: Sequence[str], actual: Iterable[str]) -> list[tuple[str
 def _join(graph: GraphProto, info: TrainingInfoProto) -> None:
     """Let the algorithm read the inference graph's values if a call passes its own inputs on; else copy the graph."""
     algorithm = info.algorithm
-    names = Names(defined_within(graph) | defined_within(algorithm))
+    names = Names(names_within(graph) | names_within(algorithm))
     # What the algorithm defines under a name of the inference graph was legal before they were joined.
-    renames = {name: names.fresh(name) for name in sorted(defined_names(algorithm) & defined_within(graph))}
+    renames = {name: names.fresh(name) for name in sorted(set(definitions(algorithm)) & names_within(graph))}
     own = [node for node in algorithm.node if is_call(node)]
     call, aliases = next(((node, found) for node in own if (found := _aliases(node, graph, algorithm))), (None, {}))
     if call is not None:
@@ -133,7 +130,7 @@ def _join(graph: GraphProto, info: TrainingInfoProto) -> None:
 def _aliases(call: NodeProto, graph: GraphProto, algorithm: GraphProto) -> dict[str, str]:
     """Algorithm name -> inference name, if the call passes nothing but inputs of the algorithm and shared weights."""
     defaults = {tensor.name for tensor in (*graph.initializer, *algorithm.initializer)}
-    own, inputs = defined_names(algorithm), {value.name for value in algorithm.input} - defaults
+    own, inputs = set(definitions(algorithm)), {value.name for value in algorithm.input} - defaults
     passed = _inputs(call, graph)
     for formal, actual in passed:
         shared = actual == formal and actual not in own

@@ -30,7 +30,8 @@ from onnx import (
 from onward.build import Names
 from onward.errors import UnsupportedError
 from onward.model.legacy import calls, operators
-from onward.model.legacy.names import all_nodes, defined_within, rename, rename_node, set_nodes
+from onward.model.legacy.names import rename, rename_node, set_nodes
+from onward.model.protos import all_nodes, names_within
 from onward.model.storage import walk_tensors
 
 _FUNCTION, _TRAINING = 9, 21
@@ -146,11 +147,11 @@ def _join(graph: GraphProto, info: TrainingInfoProto, *, by_name: bool) -> None:
     by_name: inputs of the same name are the same, as in the drafts without a call of the graph, and what both compute
     is computed once.
     """
-    algorithm, taken = info.algorithm, defined_within(graph)
+    algorithm, taken = info.algorithm, names_within(graph)
     if any(calls.is_call(node) for node in all_nodes(algorithm.node)):
         return  # calls.py joins them
     shared = {value.name for value in graph.input} if by_name else set()
-    names = Names(taken | defined_within(algorithm))
+    names = Names(taken | names_within(algorithm))
     own = {value.name for value in algorithm.input} | {tensor.name for tensor in algorithm.initializer}
     renames = {name: names.fresh(name) for name in sorted((own - shared) & taken)}
     known = {_computation(node): node for node in graph.node} if by_name else {}

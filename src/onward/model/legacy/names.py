@@ -1,36 +1,12 @@
-"""Names in a GraphProto: which a graph defines, and giving it others."""
+"""Giving names in a GraphProto: others for values, and what attributes say."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 
 from onnx import FunctionProto, GraphProto, NodeProto
 
-
-def bodies(node: NodeProto) -> Iterator[GraphProto]:
-    """The graphs in a node's attributes."""
-    for attribute in node.attribute:
-        if attribute.HasField("g"):
-            yield attribute.g
-        yield from attribute.graphs
-
-
-def all_nodes(nodes: Iterable[NodeProto]) -> Iterator[NodeProto]:
-    """Nodes and those nested in them."""
-    for node in nodes:
-        yield node
-        for body in bodies(node):
-            yield from all_nodes(body.node)
-
-
-def defined_names(graph: GraphProto) -> set[str]:
-    names = {value.name for value in graph.input} | {tensor.name for tensor in graph.initializer}
-    return names | {name for node in graph.node for name in node.output if name}
-
-
-def defined_within(graph: GraphProto) -> set[str]:
-    """With what nested graphs define."""
-    return defined_names(graph).union(*(defined_within(body) for node in graph.node for body in bodies(node)))
+from onward.model.protos import bodies, definitions
 
 
 def rename(graph: GraphProto, renames: Mapping[str, str]) -> None:
@@ -54,7 +30,7 @@ def rename_node(node: NodeProto, renames: Mapping[str, str]) -> None:
                 name = attribute.s.decode()
                 attribute.s = renames.get(name, name).encode()
     for body in bodies(node):
-        shadowed = defined_names(body)
+        shadowed = set(definitions(body))
         rename(body, {old: new for old, new in renames.items() if old not in shadowed})
 
 

@@ -9,7 +9,8 @@ from onnx import FunctionProto, GraphProto, ModelProto, NodeProto, helper
 from onward.build import Names
 from onward.errors import UnsupportedError
 from onward.model.legacy import calls
-from onward.model.legacy.names import bodies, defined_within, set_nodes, string, strings
+from onward.model.legacy.names import set_nodes, string, strings
+from onward.model.protos import bodies, names_within
 from onward.standard import FUNCTIONS_IR, TRAINING_IR
 
 _TRAINING = "ai.onnx.preview.training"
@@ -22,7 +23,7 @@ _REDUCTIONS = {"mean": "ReduceMean", "sum": "ReduceSum"}
 
 def convert(proto: ModelProto, functions: Collection[str]) -> list[str]:
     graphs = [proto.graph, *(step.algorithm for step in proto.training_info)]
-    names = Names(set().union(*(defined_within(graph) for graph in graphs)))
+    names = Names(set().union(*(names_within(graph) for graph in graphs)))
     notes: dict[str, None] = {}
     holders: list[GraphProto | FunctionProto] = [*graphs, *proto.functions]
     for holder in holders:
