@@ -82,6 +82,12 @@ def same_random_numbers() -> None:
         tensorflow.random.set_seed(0)
 
 
+@pytest.fixture
+def untried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs that are written are not tried, as where there is no interpreter to do it: that takes seconds each."""
+    monkeypatch.setattr(sys, "executable", "")
+
+
 @pytest.fixture(scope="module")
 def one_torch_thread() -> Iterator[None]:
     """More have nothing to do in models of the size that tests have, and wait for one another."""

@@ -103,6 +103,7 @@ def test_into_a_training_model_and_out_again(folder: Path) -> None:
         assert all(pair.equal for pair in (*onward.diff("run.pt", other).tensors, *onward.diff("run.pt", other).slots))
 
 
+@pytest.mark.usefixtures("untried")
 def test_the_state_alone(folder: Path) -> None:
     run("convert", "run.pt", *IMPORT, "-o", "run.onnx")
     assert "--program/--only-state" in run("convert", "--help").stdout

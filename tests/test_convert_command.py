@@ -47,15 +47,15 @@ def test_to_torch_and_back(folder: Path) -> None:
     assert "nn.Linear(64, 32)" in Path("run.py").read_text()
     assert json.loads(run("convert", "run.pt", "--like", "training.onnx", "--json").stdout) == ["run.pt-restored.onnx"]
     assert same("training.onnx", "run.pt-restored.onnx")
-    run("convert", "training.onnx", "--to", "torch")
-    assert Path("training.py").exists()
-    assert 'load("training.pt")' in Path("training.py").read_text()
 
 
+@pytest.mark.usefixtures("untried")
 @needs("torch")
 def test_what_torch_trained_comes_back(folder: Path) -> None:
     import torch
 
+    run("convert", "training.onnx", "--to", "torch")
+    assert 'load("training.pt")' in Path("training.py").read_text()
     run("convert", "training.onnx", "--to", "torch", "-o", "run.pt")
     state = torch.load("run.pt", weights_only=True)
     state["module"]["fc1.bias"] += 1
@@ -82,6 +82,7 @@ def test_misuse(folder: Path, arguments: str, message: str, hint: str) -> None:
     assert message in said and hint in way_out
 
 
+@pytest.mark.usefixtures("untried")
 @needs("torch")
 def test_refusals(folder: Path) -> None:
     said, hint = failed("convert", "trainin.onnx", "--to", "torch")
@@ -97,6 +98,7 @@ def test_refusals(folder: Path) -> None:
     assert "without executing it" in failed("convert", "bad.pt", "--like", "training.onnx")[0]
 
 
+@pytest.mark.usefixtures("untried")
 @needs("torch")
 def test_a_loss_on_an_inner_value(folder: Path) -> None:
     """What is behind the value that a loss looks at is kept, and the program that is written trains by the value."""
@@ -129,6 +131,7 @@ def loaded(program: Path, file: str) -> Any:
     return space["load"](file)
 
 
+@pytest.mark.usefixtures("untried")
 @needs("torch")
 def test_an_inference_model(folder: Path) -> None:
     said, hint = failed("convert", "digits.onnx", "--to", "torch")

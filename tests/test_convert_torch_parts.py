@@ -25,6 +25,7 @@ from representatives import chosen
 torch = pytest.importorskip("torch")
 from onward.convert.torch.counterparts import FROM_TORCH, SUPPORT  # noqa: E402
 from onward.convert.torch.exact.optimizer import ExactOptimizer, Together  # noqa: E402
+from onward.convert.torch.formulas import EXACT  # noqa: E402
 from onward.convert.torch.optimizers import make_optimizer, read_optimizer  # noqa: E402
 
 pytestmark = [needs("torch"), pytest.mark.usefixtures("one_torch_thread", "torch_in_float64")]
@@ -372,7 +373,8 @@ def test_exact_classes_need_nothing_but_torch() -> None:
     """Put together in one file, they work without this package."""
     folder = Path(inspect.getfile(ExactOptimizer)).parent
     files = sorted(folder.glob("*.py"), key=lambda path: (path.stem != "optimizer", path.stem))
-    lines = [line for path in files for line in path.read_text().splitlines()]
+    printed = inspect.getsource(inspect.getmodule(EXACT["Lion"]))
+    lines = [line for text in (*(path.read_text() for path in files), printed) for line in text.splitlines()]
     ours = [line for line in lines if "onward" in line]
     assert all(line.startswith("from onward.convert.torch.exact.") for line in ours), ours
     program = "\n".join(line for line in lines if line not in ours and "__future__" not in line)

@@ -89,8 +89,8 @@ def in_torch(
 
 
 def in_onnx(dtype: np.dtype, engine: str = "onnxruntime", options: Any = None, **recipe: Any) -> dict[str, np.ndarray]:
-    start, gradients = examples(dtype)
-    model = onward.prepare(sums(start), loss=L1, master_weights=False, **recipe)
+    weights, gradients = examples(dtype)
+    model = onward.prepare(sums(weights), loss=L1, master_weights=False, **recipe)
     with start(model, engine=engine, **(options or {})) as running:
         for step in gradients:
             given = {f"g{i}": g.astype(np.float32) for i, g in enumerate(step)}
@@ -270,8 +270,8 @@ def test_float16_with_copies_and_a_loss_that_is_scaled() -> None:
 
 def scales(overflows: list[bool], loss_scale: Any, state: Any = None) -> list[float]:
     """The scale after each step, of which some overflow."""
-    start, _ = examples(np.dtype(np.float16))
-    model = onward.prepare(sums(start), loss=L1, optimizer="sgd:lr=1e-6", loss_scale=loss_scale)
+    weights, _ = examples(np.dtype(np.float16))
+    model = onward.prepare(sums(weights), loss=L1, optimizer="sgd:lr=1e-6", loss_scale=loss_scale)
     for name, tensor in (state or {}).items():
         model.set(name, tensor.array())
     found = []

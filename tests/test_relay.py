@@ -29,9 +29,9 @@ LEG = 30
 
 
 def lion(parameters):
-    from onward.convert.torch.exact.adam import Lion
+    from onward.convert.torch.formulas import EXACT
 
-    return Lion(parameters, lr=1e-3, weight_decay=0.01)
+    return EXACT["Lion"](parameters, lr=1e-3, weight_decay=0.01)
 
 
 def decaying(optimizer):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -10,12 +11,13 @@ import onnxruntime as ort
 import pytest
 
 import onward
-from commands import run
+from commands import failed, run
 from models import digits_mlp
 from onward.engines import start
 from onward.training.run import Run
 from runs import accuracy, digits, state
 
+CHECKPOINT = Path(__file__).parent / "checkpoints" / "lightning.ckpt"
 RECIPE = ["--loss", "cross_entropy", "--optimizer", "adamw:lr=1e-2"]
 TRAIN = ["train", "digits.onnx", "--data", "digits.npz", "--validation", "0.25", "--seed", "3", "--threads", "1"]
 
@@ -71,3 +73,26 @@ def test_gradients_are_those_of_differences(folder: Path) -> None:
     run("grad", "digits.onnx", "--of", "logits", "--wrt", "image", "-o", "saliency.onnx")
     assert "image/grad" in [value.name for value in ort.InferenceSession("saliency.onnx").get_outputs()]
     assert run("check-gradients", "digits.onnx", "--of", "logits", "--order", "2").stdout.count(" ok\n") > 4
+
+
+def test_a_training_model_is_changed_and_keeps_training(folder: Path) -> None:
+    run("prepare", "digits.onnx", *RECIPE, "-o", "training.onnx")
+    run("opset", "training.onnx", "22", "-o", "newer.onnx")
+    run("rename", "newer.onnx", "image=picture", "-o", "renamed.onnx")
+    run("data", "renamed.onnx", "--to", "safetensors", "-o", "changed.onnx")
+    run("check", "changed.onnx", "--strict")
+    batch = digits(16)
+    losses = []
+    for file, name in (("training.onnx", "image"), ("changed.onnx", "picture")):
+        with start(onward.load(file), threads=1) as engine:
+            losses += [float(engine.step({name: batch["image"], "labels": batch["labels"]})["loss"]) for _ in range(2)]
+    assert losses[:2] == pytest.approx(losses[2:], rel=1e-6) and losses[0] != losses[1]
+
+
+def test_a_checkpoint_is_shown_and_a_missing_framework_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file of PyTorch is read without PyTorch; to go on in it, it is needed."""
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert "exponential:gamma=0.9; after 2 steps" in run("show", str(CHECKPOINT)).stdout
+    run("prepare", "digits.onnx", *RECIPE, "-o", "training.onnx")
+    said, hint = failed("convert", "training.onnx", "--to", "torch")
+    assert "needs `torch`" in said and "pip install 'onward[torch]'" in hint

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,10 +14,10 @@ from onward.errors import Error, InvalidModelError
 from onward.inspect.parameters import weights
 from onward.inspect.summary_fields import ROLES, Amount, File, Port, Role, Training, Weight
 from onward.inspect.training import describe_step
-from onward.inspect.values import port
+from onward.inspect.values import plain, port
 from onward.model import Model, Source, load
-from onward.model.preserved_fields import SparseTensor
-from onward.model.walk import graphs_in, graphs_of
+from onward.model.serde import places_of
+from onward.model.storage import is_external
 from onward.recipe.folded_layers import folding_remarks
 
 FORMAT = 1
@@ -65,13 +65,7 @@ class Summary:
 
     def to_json(self) -> dict[str, Any]:
         """The same as plain data: dictionaries, lists, texts, numbers and None."""
-        return {"format": FORMAT, **_plain(dataclasses.asdict(self))}
-
-
-def _plain(item: Any) -> Any:
-    if isinstance(item, dict):
-        return {key: _plain(value) for key, value in item.items()}
-    return [_plain(value) for value in item] if isinstance(item, list | tuple) else item
+        return {"format": FORMAT, **plain(dataclasses.asdict(self))}
 
 
 @checked()
@@ -117,7 +111,10 @@ def _summary(model: Model) -> Summary:
 
 
 def _file(model: Model) -> File:
-    external = {(t.location, t.offset, t.length): t for t in _external(model)}
+    tensors = (place.tensor for place in places_of(model))
+    external = {
+        (t.location, t.offset, t.length): t for t in tensors if isinstance(t, ir.ExternalTensor) and is_external(t)
+    }
     path = model.path
     return File(
         path=str(path) if path else None,
@@ -131,20 +128,3 @@ def _file(model: Model) -> File:
         nodes=sum(1 for _ in model.graph.all_nodes()),
         functions=tuple(f"{domain}.{name}" for domain, name, _ in model.functions),
     )
-
-
-def _external(model: Model) -> Iterator[ir.ExternalTensor]:
-    """Every tensor whose bytes are outside the file."""
-    for graph in _graphs(model):
-        tensors = [value.const_value for value in graph.initializers.values()]
-        tensors += [attribute.as_tensor() for node in graph for attribute in _tensor_attributes(node)]
-        yield from (t for t in tensors if isinstance(t, ir.ExternalTensor) and not isinstance(t, SparseTensor))
-
-
-def _graphs(model: Model) -> Iterator[ir.Graph]:
-    of_steps = [graph for step in model.steps for graph in (step.algorithm, step.initialization) if graph is not None]
-    return (inner for graph in (*graphs_of(model), *of_steps) for inner in graphs_in(graph))
-
-
-def _tensor_attributes(node: ir.Node) -> Iterable[ir.Attr]:
-    return [a for a in node.attributes.values() if a.type == ir.AttributeType.TENSOR and not a.is_ref()]

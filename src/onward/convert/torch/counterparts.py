@@ -9,8 +9,9 @@ from torch import optim
 from torch.optim import Optimizer
 
 from onward.convert.pytorch_settings import NATIVE, Condition, Native
-from onward.convert.torch.exact import adam, descent, matrices, squares
+from onward.convert.torch.exact import matrices
 from onward.convert.torch.exact.optimizer import ExactOptimizer
+from onward.convert.torch.formulas import EXACT
 from onward.recipe.optimizers import ConfiguredOptimizer
 
 
@@ -32,20 +33,20 @@ class Support(NamedTuple):
 
 SUPPORT = [
     *(Support(row.optimizers, row.variants, getattr(optim, row.made), row.when) for row in NATIVE),
-    Support(("sgd", "momentum", "nesterov", "sgdw"), ("keras",), descent.KerasSGD),
-    Support(("sgdw",), ("torch", "optax"), descent.SGDW),
-    Support(("adam", "adamw", "amsgrad"), ("optax",), adam.OptaxAMSGrad),
-    Support(("adam", "adamw", "amsgrad"), ("keras",), adam.KerasAdam),
-    Support(("adamw",), ("transformers",), adam.TransformersAdamW),
-    Support(("adamax",), ("keras",), adam.KerasAdamax),
-    Support(("nadam",), ("optax",), adam.OptaxNAdam),
-    Support(("radam",), ("optax",), adam.OptaxRAdam),
-    Support(("adagrad",), ("optax", "keras"), squares.RootEpsAdagrad),
-    Support(("rmsprop",), ("optax", "keras"), squares.RootEpsRMSprop),
-    Support(("adadelta",), ("keras",), squares.AdadeltaW),
+    Support(("sgd", "momentum", "nesterov", "sgdw"), ("keras",), EXACT["KerasSGD"]),
+    Support(("sgdw",), ("torch", "optax"), EXACT["SGDW"]),
+    Support(("adam", "adamw", "amsgrad"), ("optax",), EXACT["OptaxAMSGrad"]),
+    Support(("adam", "adamw", "amsgrad"), ("keras",), EXACT["KerasAdam"]),
+    Support(("adamw",), ("transformers",), EXACT["TransformersAdamW"]),
+    Support(("adamax",), ("keras",), EXACT["KerasAdamax"]),
+    Support(("nadam",), ("optax",), EXACT["OptaxNAdam"]),
+    Support(("radam",), ("optax",), EXACT["OptaxRAdam"]),
+    Support(("adagrad",), ("optax", "keras"), EXACT["RootEpsAdagrad"]),
+    Support(("rmsprop",), ("optax", "keras"), EXACT["RootEpsRMSprop"]),
+    Support(("adadelta",), ("keras",), EXACT["AdadeltaW"]),
     Support(("adafactor",), ("optax",), matrices.OptaxAdafactor),
-    Support(("lion",), ("optax", "keras"), adam.Lion),
-    Support(("lamb",), ("optax", "keras"), adam.Lamb),
+    Support(("lion",), ("optax", "keras"), EXACT["Lion"]),
+    Support(("lamb",), ("optax", "keras"), EXACT["Lamb"]),
     Support(("muon",), ("torch",), matrices.Muon),
 ]
 """The first row that fits counts."""
@@ -82,19 +83,19 @@ FROM_TORCH: dict[type[Optimizer], Words] = {
     optim.RAdam: _always("radam"),
     optim.RMSprop: _always("rmsprop"),
     optim.Adafactor: _always("adafactor"),
-    descent.KerasSGD: _always("sgd", "keras"),
-    descent.SGDW: _always("sgdw"),
-    adam.KerasAdam: _always("adam", "keras"),
-    adam.TransformersAdamW: _always("adamw", "transformers"),
-    adam.OptaxAMSGrad: _always("amsgrad", "optax"),
-    adam.KerasAdamax: _always("adamax", "keras"),
-    adam.OptaxNAdam: _always("nadam", "optax"),
-    adam.OptaxRAdam: _always("radam", "optax"),
-    adam.Lion: _always("lion", "optax"),
-    adam.Lamb: _by_decay("lamb"),
-    squares.RootEpsAdagrad: _by_decay("adagrad"),
-    squares.RootEpsRMSprop: _by_decay("rmsprop"),
-    squares.AdadeltaW: _always("adadelta", "keras"),
+    EXACT["KerasSGD"]: _always("sgd", "keras"),
+    EXACT["SGDW"]: _always("sgdw"),
+    EXACT["KerasAdam"]: _always("adam", "keras"),
+    EXACT["TransformersAdamW"]: _always("adamw", "transformers"),
+    EXACT["OptaxAMSGrad"]: _always("amsgrad", "optax"),
+    EXACT["KerasAdamax"]: _always("adamax", "keras"),
+    EXACT["OptaxNAdam"]: _always("nadam", "optax"),
+    EXACT["OptaxRAdam"]: _always("radam", "optax"),
+    EXACT["Lion"]: _always("lion", "optax"),
+    EXACT["Lamb"]: _by_decay("lamb"),
+    EXACT["RootEpsAdagrad"]: _by_decay("adagrad"),
+    EXACT["RootEpsRMSprop"]: _by_decay("rmsprop"),
+    EXACT["AdadeltaW"]: _always("adadelta", "keras"),
     matrices.OptaxAdafactor: _always("adafactor", "optax"),
     matrices.Muon: _always("muon"),
 }

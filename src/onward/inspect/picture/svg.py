@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
-from xml.etree import ElementTree
-from xml.etree.ElementTree import Element
+from xml.sax.saxutils import escape
 
 from rich.cells import cell_len
 
@@ -53,34 +52,35 @@ _LOOK = {
 }
 
 
+_ARROW = (
+    '<marker id="arrow" viewBox="0 0 8 8" refX="7" refY="4" orient="auto" markerWidth="7" markerHeight="7">'
+    '<path d="M0 0.5 L8 4 L0 7.5 z" class="head"/></marker>'
+)
+
+
 def write_svg(picture: Picture, name: str) -> str:
-    """The file. Texts go through the XML library, which escapes them, and before that through `clean`."""
+    """The file. Whatever is written in it goes through `clean`, and is escaped."""
     layout = arrange([_size(block) for block in picture.blocks], picture.edges)
     legend, legend_width, legend_height = _legend(picture, max(layout.width, _LEAST_WIDTH))
     heading = shortened(name, _MOST_NAME)
     width = max(layout.width, legend_width, cell_len(heading) * _NAME_LETTER) + 2 * _MARGIN
     top = _MARGIN + _HEADER + legend_height
-    root = ElementTree.Element("svg", {"xmlns": "http://www.w3.org/2000/svg", "role": "img", "class": "onward"})
-    root.set("viewBox", f"0 0 {width:.0f} {top + layout.height + _MARGIN:.0f}")
-    root.set("width", f"{width:.0f}")
-    root.set("style", "max-width:100%;height:auto")
-    _child(root, "title").text = clean(name)
-    dark = f"@media (prefers-color-scheme:dark){{{_rules(_colours(1))}}}"
-    _child(root, "style").text = _rules(_LOOK) + _rules(_colours(0)) + dark
-    _child(root, "rect", {"class": "paper", "width": "100%", "height": "100%"})
-    arrow = {"id": "arrow", "viewBox": "0 0 8 8", "refX": "7", "refY": "4", "orient": "auto"}
-    marker = _child(root, "marker", {**arrow, "markerWidth": "7", "markerHeight": "7"})
-    _child(marker, "path", {"d": "M0 0.5 L8 4 L0 7.5 z", "class": "head"})
-    _text(root, heading, _MARGIN, _MARGIN + 12, "name")
-    root.append(legend)
-    graph = _group(root, (width - layout.width) / 2, top)
-    for edge, names in picture.edges.items():
-        path = _child(graph, "path", {"class": "edge", "d": _curve(layout.routes[edge]), "marker-end": "url(#arrow)"})
-        _child(path, "title").text = "\n".join(clean(name) for name in names)
-    for block, centre in zip(picture.blocks, layout.centres, strict=True):
-        _block(graph, block, centre)
-    ElementTree.indent(root)
-    return ElementTree.tostring(root, encoding="unicode") + "\n"
+    style = _rules(_LOOK) + _rules(_colours(0)) + f"@media (prefers-color-scheme:dark){{{_rules(_colours(1))}}}"
+    look = f'role="img" class="onward" width="{width:.0f}" style="max-width:100%;height:auto"'
+    view = f'viewBox="0 0 {width:.0f} {top + layout.height + _MARGIN:.0f}"'
+    edges = [
+        f'<path class="edge" d="{_curve(layout.routes[edge])}" marker-end="url(#arrow)">{_title(names)}</path>'
+        for edge, names in picture.edges.items()
+    ]
+    blocks = [_block(block, centre) for block, centre in zip(picture.blocks, layout.centres, strict=True)]
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" {look} {view}>{_title([name])}',
+        f'<style>{escape(style)}</style><rect class="paper" width="100%" height="100%"/>{_ARROW}',
+        _text(heading, _MARGIN, _MARGIN + 12, "name"),
+        _group(_MARGIN, _MARGIN + _HEADER - 8, legend),
+        _group((width - layout.width) / 2, top, [*edges, *blocks]),
+    ]
+    return "\n".join([*parts, "</svg>\n"])
 
 
 def _size(block: Block) -> Point:
@@ -95,43 +95,39 @@ def _has_marks(block: Block) -> bool:
     return any(mark for mark, _ in block.rows)
 
 
-def _legend(picture: Picture, width: float) -> tuple[Element, float, float]:
+def _legend(picture: Picture, width: float) -> tuple[list[str], float, float]:
     """What the colours mean, as far as they occur; how wide and how high it is."""
-    kinds = {block.kind for block in picture.blocks}
-    marks = {mark for block in picture.blocks for mark, _ in block.rows}
-    legend, x, y, widest = ElementTree.Element("g"), 0.0, 12.0, 0.0
-    legend.set("transform", f"translate({_MARGIN:.1f} {_MARGIN + _HEADER - 8:.1f})")
-    items = [(kind, look[0]) for kind, look in _KINDS.items() if kind in kinds]
-    for style, meaning in [*items, *((mark, mark) for mark in _MARKS if mark in marks)]:
+    used = {block.kind for block in picture.blocks} | {mark for block in picture.blocks for mark, _ in block.rows}
+    items, x, y, widest = [], 0.0, 12.0, 0.0
+    for style, meaning in [*((kind, look[0]) for kind, look in _KINDS.items()), *((mark, mark) for mark in _MARKS)]:
+        if style not in used:
+            continue
         needed = 34 + len(meaning) * _ROW_LETTER
         if x and x + needed > width:
             x, y = 0.0, y + 18
-        place = _group(legend, x, y)
-        if style in _MARKS:
-            _child(place, "circle", {"class": f"mark {style}", "cx": "6.5", "cy": "-3.5", "r": "3.5"})
-        else:
-            _child(place, "rect", {"class": f"block {style}", "y": "-9", "width": "13", "height": "11", "rx": "3"})
-        _text(place, meaning, 18, 0, "row")
+        dot = f'<circle class="mark {style}" cx="6.5" cy="-3.5" r="3.5"/>'
+        box = f'<rect class="block {style}" y="-9" width="13" height="11" rx="3"/>'
+        items.append(_group(x, y, [dot if style in _MARKS else box, _text(meaning, 18, 0, "row")]))
         x += needed
         widest = max(widest, x)
-    return legend, widest, y + 18
+    return items, widest, y + 18
 
 
-def _block(parent: Element, block: Block, centre: Point) -> None:
+def _block(block: Block, centre: Point) -> str:
     width, height = _size(block)
     corner = height / 2 if block.kind in ("input", "output", "metric") else 5.0
-    group = _group(parent, centre[0] - width / 2, centre[1] - height / 2)
-    _child(group, "title").text = "\n".join(clean(line) for line in (block.title, *block.notes))
-    box = {"class": f"block {block.kind}", "width": f"{width:.1f}", "height": f"{height:.1f}", "rx": f"{corner:.1f}"}
-    _child(group, "rect", box)
-    _text(group, shortened(block.title, _MOST_TITLE), width / 2, _BASE, "title")
     left, style = (_PADDING + _MARK, "row") if _has_marks(block) else (width / 2, "row middle")
+    parts = [
+        _title([block.title, *block.notes]),
+        f'<rect class="block {block.kind}" width="{width:.1f}" height="{height:.1f}" rx="{corner:.1f}"/>',
+        _text(shortened(block.title, _MOST_TITLE), width / 2, _BASE, "title"),
+    ]
     for i, (mark, text) in enumerate(block.rows, 1):
         base = _BASE + _ROW_HEIGHT * i
-        _text(group, shortened(text, _MOST_ROW), left, base, style)
+        parts.append(_text(shortened(text, _MOST_ROW), left, base, style))
         if mark:
-            dot = {"cx": f"{_PADDING + 3:.1f}", "cy": f"{base - 3.5:.1f}", "r": "3"}
-            _child(group, "circle", {"class": f"mark {mark}", **dot})
+            parts.append(f'<circle class="mark {mark}" cx="{_PADDING + 3:.1f}" cy="{base - 3.5:.1f}" r="3"/>')
+    return _group(centre[0] - width / 2, centre[1] - height / 2, parts)
 
 
 def _curve(route: Sequence[Point]) -> str:
@@ -156,13 +152,13 @@ def _rules(rules: Mapping[str, str]) -> str:
     return "".join(f".onward {selector}{{{look}}}" for selector, look in rules.items())
 
 
-def _child(parent: Element, tag: str, attributes: dict[str, str] | None = None) -> Element:
-    return ElementTree.SubElement(parent, tag, attributes or {})
+def _group(x: float, y: float, content: Iterable[str]) -> str:
+    return f'<g transform="translate({x:.1f} {y:.1f})">{"".join(content)}</g>'
 
 
-def _group(parent: Element, x: float, y: float) -> Element:
-    return _child(parent, "g", {"transform": f"translate({x:.1f} {y:.1f})"})
+def _title(lines: Iterable[str]) -> str:
+    return f"<title>{escape(chr(10).join(map(clean, lines)))}</title>"
 
 
-def _text(parent: Element, text: str, x: float, y: float, style: str) -> None:
-    _child(parent, "text", {"x": f"{x:.1f}", "y": f"{y:.1f}", "class": style}).text = text
+def _text(text: str, x: float, y: float, style: str) -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" class="{style}">{escape(text)}</text>'

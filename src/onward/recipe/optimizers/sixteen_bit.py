@@ -11,6 +11,7 @@ these are rounded to 16 bits first.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -86,8 +87,8 @@ class Rounded(Update):
     """An update in 16 bits, beside the one whose formula it has."""
 
     def __init__(self, body: Callable[..., Any], of: Update, suffix: str = "Half"):
+        body.__doc__ = f"{inspect.getdoc(of._body)}\n\nFor 16 bits: each operation rounds, as PyTorch's does."
         super().__init__(body, of.name + suffix)
-        body.__doc__ = f"{body.__doc__}\n\nFor 16 bits: each operation rounds, as PyTorch's does."
 
     def coupled_decay(self, x: Expr, g: Expr, weight_decay: Expr) -> Expr:
         return add_scaled(g, x, weight_decay)
@@ -119,27 +120,23 @@ def in_half(function: Function, fused: bool) -> Function | None:
 
 @half(updates.sgd)
 def sgd(op, x, g, lr):
-    """x ← x − lr·g."""
     return add_scaled(x, g, -lr)
 
 
 @half(updates.sgd_momentum)
 def sgd_momentum(op, x, g, momentum_buffer, lr, momentum):
-    """v ← μ·v + g;  x ← x − lr·v."""
     v = add_scaled(mul(momentum_buffer, momentum), g, 1.0)
     return add_scaled(x, v, -lr), v
 
 
 @half(updates.sgd_nesterov)
 def sgd_nesterov(op, x, g, momentum_buffer, lr, momentum):
-    """v ← μ·v + g;  x ← x − lr·(g + μ·v)."""
     v = add_scaled(mul(momentum_buffer, momentum), g, 1.0)
     return add_scaled(x, add_scaled(g, v, momentum), -lr), v
 
 
 @half(updates.sgd_momentum_dampened)
 def sgd_momentum_dampened(op, x, g, momentum_buffer, lr, t, momentum, dampening):
-    """v ← μ·v + (1−τ)·g, but v ← g in the first update;  x ← x − lr·v."""
     v = add_scaled(mul(momentum_buffer, momentum), g, op.Where(t > 1, 1.0 - dampening, 1.0))
     return add_scaled(x, v, -lr), v
 
@@ -159,14 +156,12 @@ def adam_step(x, m, v, lr, t, beta1, beta2, eps):
 
 @half(updates.adam)
 def adam(op, x, g, exp_avg, exp_avg_sq, lr, t, beta1, beta2, eps):
-    """m ← β1·m + (1−β1)·g;  v ← β2·v + (1−β2)·g²;  x ← x − lr / (1−β1ᵗ) · m / (√v / √(1−β2ᵗ) + ε)."""
     m, v = moments(g, exp_avg, exp_avg_sq, beta1, beta2)
     return adam_step(x, m, v, lr, t, beta1, beta2, eps), m, v
 
 
 @half(updates.amsgrad)
 def amsgrad(op, x, g, exp_avg, exp_avg_sq, max_exp_avg_sq, lr, t, beta1, beta2, eps):
-    """Adam with the largest v so far: u ← max(u, v);  x ← x − lr / (1−β1ᵗ) · m / (√u / √(1−β2ᵗ) + ε)."""
     m, v = moments(g, exp_avg, exp_avg_sq, beta1, beta2)
     u = rounded(op.Max(single(max_exp_avg_sq), single(v)), v)
     return adam_step(x, m, u, lr, t, beta1, beta2, eps), m, v, u
@@ -174,7 +169,6 @@ def amsgrad(op, x, g, exp_avg, exp_avg_sq, max_exp_avg_sq, lr, t, beta1, beta2, 
 
 @half(updates.adamax)
 def adamax(op, x, g, exp_avg, exp_inf, lr, t, beta1, beta2, eps):
-    """m ← β1·m + (1−β1)·g;  u ← max(β2·u, |g| + ε);  x ← x − lr / (1−β1ᵗ) · m / u."""
     m = lerp(exp_avg, g, 1.0 - beta1)
     u = rounded(op.Max(single(mul(exp_inf, beta2)), single(add(rounded(op.Abs(single(g)), g), eps))), exp_inf)
     return addcdiv(x, m, u, -lr / bias_correction(beta1, t)), m, u
@@ -182,10 +176,6 @@ def adamax(op, x, g, exp_avg, exp_inf, lr, t, beta1, beta2, eps):
 
 @half(updates.nadam)
 def nadam(op, x, g, exp_avg, exp_avg_sq, mu_product, lr, t, beta1, beta2, eps, momentum_decay):
-    """Adam with Nesterov momentum μₜ = β1·(1 − 0.96^(t·ψ)/2), whose product so far is π ← π·μₜ.
-
-    d = √(v / (1−β2ᵗ)) + ε;  x ← x − lr·(1−μₜ)/(1−π)·g / d − lr·μₜ₊₁/(1−π·μₜ₊₁)·m / d.
-    """
     m, v = moments(g, exp_avg, exp_avg_sq, beta1, beta2)
     step = double(t)
     mu, mu_next = (beta1 * (1.0 - 0.5 * power(0.96, n * momentum_decay)) for n in (step, step + 1.0))
@@ -197,10 +187,6 @@ def nadam(op, x, g, exp_avg, exp_avg_sq, mu_product, lr, t, beta1, beta2, eps, m
 
 @half(updates.radam)
 def radam(op, x, g, exp_avg, exp_avg_sq, lr, t, beta1, beta2, eps):
-    """Adam with its variance rectified, and momentum until that is known: ρ∞ = 2/(1−β2) − 1, ρ = ρ∞ − 2t·β2ᵗ/(1−β2ᵗ);
-
-    x ← x − lr·m/(1−β1ᵗ) · (ρ > 5 ? r·√(1−β2ᵗ) / (√v + ε) : 1) with r² = (ρ−4)(ρ−2)ρ∞ / ((ρ∞−4)(ρ∞−2)ρ).
-    """
     m, v = moments(g, exp_avg, exp_avg_sq, beta1, beta2)
     adaptive, r = updates.rectification(op, t, beta2)
     reciprocal = rounded(1.0 / single(add(sqrt(v), eps)), v)
@@ -211,21 +197,18 @@ def radam(op, x, g, exp_avg, exp_avg_sq, lr, t, beta1, beta2, eps):
 
 @half(updates.adagrad)
 def adagrad(op, x, g, sum, lr, t, lr_decay, eps):
-    """h ← h + g²;  x ← x − lr / (1 + (t−1)·η) · g / (√h + ε)."""
     h = rounded(single(sum) + single(g) * single(g), sum)
     return addcdiv(x, g, add(sqrt(h), eps), -lr / (1.0 + (double(t) - 1.0) * lr_decay)), h
 
 
 @half(updates.rmsprop)
 def rmsprop(op, x, g, square_avg, lr, alpha, eps):
-    """v ← α·v + (1−α)·g²;  x ← x − lr·g / (√v + ε)."""
     v = square_average(square_avg, g, alpha)
     return addcdiv(x, g, add(sqrt(v), eps), -lr), v
 
 
 @half(updates.rmsprop_momentum)
 def rmsprop_momentum(op, x, g, square_avg, momentum_buffer, lr, alpha, eps, momentum):
-    """v ← α·v + (1−α)·g²;  b ← μ·b + g / (√v + ε);  x ← x − lr·b."""
     v = square_average(square_avg, g, alpha)
     b = momentum_by_size(momentum_buffer, g, add(sqrt(v), eps), momentum)
     return add_scaled(x, b, -lr), v, b
@@ -233,14 +216,12 @@ def rmsprop_momentum(op, x, g, square_avg, momentum_buffer, lr, alpha, eps, mome
 
 @half(updates.rmsprop_centered)
 def rmsprop_centered(op, x, g, square_avg, grad_avg, lr, alpha, eps):
-    """v ← α·v + (1−α)·g²;  a ← α·a + (1−α)·g;  x ← x − lr·g / (√(v − a²) + ε)."""
     a, v = moments(g, grad_avg, square_avg, alpha, alpha)
     return addcdiv(x, g, add(centered_root(a, v), eps), -lr), v, a
 
 
 @half(updates.rmsprop_centered_momentum)
 def rmsprop_centered_momentum(op, x, g, square_avg, grad_avg, momentum_buffer, lr, alpha, eps, momentum):
-    """v ← α·v + (1−α)·g²;  a ← α·a + (1−α)·g;  b ← μ·b + g / (√(v − a²) + ε);  x ← x − lr·b."""
     a, v = moments(g, grad_avg, square_avg, alpha, alpha)
     b = momentum_by_size(momentum_buffer, g, add(centered_root(a, v), eps), momentum)
     return add_scaled(x, b, -lr), v, a, b
@@ -257,7 +238,6 @@ def momentum_by_size(old, g, size, momentum):
 
 @half(updates.adadelta)
 def adadelta(op, x, g, square_avg, acc_delta, lr, rho, eps):
-    """v ← ρ·v + (1−ρ)·g²;  d = √(u + ε) / √(v + ε) · g;  u ← ρ·u + (1−ρ)·d²;  x ← x − lr·d."""
     v = square_average(square_avg, g, rho)
     ratio = rounded(single(sqrt(add(acc_delta, eps))) / single(sqrt(add(v, eps))), g)
     d = rounded(single(ratio) * single(g), g)
@@ -271,8 +251,8 @@ class Fused(Update):
     """An update of tensors in 16 bits that is computed in float32, and rounded where it is stored."""
 
     def __init__(self, body: Callable[..., Any], of: Update):
+        body.__doc__ = f"{inspect.getdoc(of._body)}\n\nFor 16 bits: in float32, and what is stored is rounded."
         super().__init__(body, of.name + "Fused")
-        body.__doc__ = f"{body.__doc__}\n\nFor 16 bits: in float32, and what is stored is rounded."
 
     def coupled_decay(self, x: Expr, g: Expr, weight_decay: Expr) -> Expr:
         return single(g) + single(x) * single(weight_decay)
@@ -292,14 +272,12 @@ def fused_step(x, m, v, lr, t, beta1, beta2, eps):
 
 
 def fused_adam(op, x, g, exp_avg, exp_avg_sq, lr, t, beta1, beta2, eps):
-    """m ← β1·m + (1−β1)·g;  v ← β2·v + (1−β2)·g²;  x ← x − lr / (1−β1ᵗ) · m / (√v / √(1−β2ᵗ) + ε)."""
     m, v = fused_moments(g, exp_avg, exp_avg_sq, beta1, beta2)
     stored = fused_step(x, m, v, lr, t, beta1, beta2, eps), m, v
     return tuple(rounded(new, exp_avg) for new in stored)
 
 
 def fused_amsgrad(op, x, g, exp_avg, exp_avg_sq, max_exp_avg_sq, lr, t, beta1, beta2, eps):
-    """Adam with the largest v so far: u ← max(u, v);  x ← x − lr / (1−β1ᵗ) · m / (√u / √(1−β2ᵗ) + ε)."""
     m, v = fused_moments(g, exp_avg, exp_avg_sq, beta1, beta2)
     u = op.Max(single(max_exp_avg_sq), v)
     stored = fused_step(x, m, u, lr, t, beta1, beta2, eps), m, v, u

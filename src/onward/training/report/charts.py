@@ -9,14 +9,14 @@ from typing import Any
 from onward.inspect.formatting import clean
 from onward.training.progress import short
 from onward.training.report.headline import best_step
-from onward.training.report.history import History, Series
+from onward.training.report.history import ENDS, History, Series
 from onward.training.report.layers import MOST_LINES, gradient_lines, gradient_map, weight_histograms
 from onward.training.report.thinning import curve, rounded
 
 Chart = dict[str, Any]
 
 _MOST_METRICS = 12
-_MARKED = {"resume": "resumed", "interrupted": "interrupted", "not_finite": "loss not finite"}
+_MARKED = {"resume": "resumed", **{reason: word for reason, (word, kind, _) in ENDS.items() if kind != "good"}}
 _MOST_MARKS = 40
 
 

@@ -14,8 +14,8 @@ from typing import Any
 from onward.inspect import Summary
 from onward.inspect.formatting import quantity, setting, shape, shortened, size
 from onward.training.report.charts import charts
-from onward.training.report.headline import STATUS, cards, facts
-from onward.training.report.history import Event, History
+from onward.training.report.headline import cards, facts
+from onward.training.report.history import ENDS, Event, History
 from onward.training.report.markup import Markup, data, joined, tag
 
 _SCRIPTS = ("axes.js", "curves.js", "layers.js", "main.js")
@@ -59,7 +59,7 @@ def _policy(script: str) -> str:
 
 
 def _header(name: str, history: History) -> Markup:
-    word, kind = STATUS.get(history.reason, (history.reason or "", "open"))
+    word, kind, _ = ENDS.get(history.reason or "", (history.reason or "unfinished", "open", ""))
     times = [event.time for event in history.events if event.time is not None]
     began = tag("p", f"Started {_time(times[0])}", class_="when") if times else ""
     return tag(
@@ -221,7 +221,7 @@ def _events(history: History) -> Markup:
     return tag("div", _table(header, rows, {1, 2}, left_out), class_="panel")
 
 
-_DOTS = {"start", "save", "resume", "finished", "early_stopping", "interrupted", "not_finite"}
+_DOTS = {"start", "save", "resume", *ENDS}
 
 
 def _most_telling(events: list[Event], most: int = 60) -> list[Event]:

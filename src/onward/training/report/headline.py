@@ -18,31 +18,12 @@ from onward.training.report.history import History, Series
 
 _WANTED_ROWS = {"loss", "optimizer", "schedule", "clipping", "accumulate", "average", "loss scale"}
 
-STATUS = {
-    None: ("unfinished", "open"),
-    "finished": ("finished", "good"),
-    "early_stopping": ("stopped early", "good"),
-    "interrupted": ("interrupted", "open"),
-    "not_finite": ("loss not finite", "bad"),
-}
-"""What became of a run, and whether that is good."""
-
 
 @dataclass(frozen=True)
 class Card:
     label: str
     value: str
     note: str
-
-
-@dataclass(frozen=True)
-class Result:
-    """A metric of validation, or the loss in training where nothing was validated."""
-
-    name: str
-    best_step: int | None
-    best: float | None
-    last: float
 
 
 def summary_of(folder: Path) -> tuple[Summary | None, str | None]:
@@ -60,32 +41,20 @@ def best_step(history: History) -> int | None:
     """Where the best model was saved, or else the lowest loss of validation was seen."""
     if history.best is not None:
         return history.best
-    loss = history.validation.get("loss")
-    good = (
-        [(value, step) for step, value in zip(loss.steps, loss.values, strict=True) if math.isfinite(value)]
-        if loss
-        else []
-    )
+    loss = history.validation.get("loss", Series())
+    good = [(value, step) for step, value in zip(loss.steps, loss.values, strict=True) if math.isfinite(value)]
     return int(min(good)[1]) if good else None
-
-
-def results(history: History) -> list[Result]:
-    at = best_step(history)
-    return [
-        Result(name, at, series.at(at) if at is not None else None, series.values[-1])
-        for name, series in history.validation.items()
-        if series
-    ]
 
 
 # ---- cards -----------------------------------------------------------------------------------------------------------
 
 
 def cards(history: History, summary: Summary | None) -> Iterator[Card]:
-    found = sorted(results(history), key=lambda result: result.name == "loss")
-    for result in found[:3]:
-        label = f"validation {result.name}" if result.name == "loss" else result.name
-        yield _result_card(label, result)
+    found = sorted((name for name, series in history.validation.items() if series), key=lambda name: name == "loss")
+    for name in found[:3]:
+        yield _result_card(
+            f"validation {name}" if name == "loss" else name, history.validation[name], best_step(history)
+        )
     loss = history.train.get("loss")
     if loss and (late := _late(loss)) is not None:
         value, of = (history.epochs.values[-1], "epoch") if history.epochs else (late, "steps")
@@ -101,11 +70,12 @@ def cards(history: History, summary: Summary | None) -> Iterator[Card]:
         yield trained
 
 
-def _result_card(label: str, result: Result) -> Card:
-    if result.best is None:
-        return Card(label, short(result.last), "at the end")
-    note = f"best model, after step {result.best_step:,}"
-    return Card(label, short(result.best), note if result.best == result.last else f"{note}; last {short(result.last)}")
+def _result_card(label: str, series: Series, at: int | None) -> Card:
+    best, last = series.at(at) if at is not None else None, series.values[-1]
+    if best is None:
+        return Card(label, short(last), "at the end")
+    note = f"best model, after step {at:,}"
+    return Card(label, short(best), note if best == last else f"{note}; last {short(last)}")
 
 
 def _late(series: Series) -> float | None:

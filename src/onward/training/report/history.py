@@ -85,20 +85,9 @@ class History:
     """The last step that told how many samples were seen so far, and how many."""
 
     def read(self, events: Iterable[dict[str, Any]]) -> History:
-        readers = {
-            "start": self._read_start,
-            "step": self._read_step,
-            "gradients": self._read_gradients,
-            "weights": self._read_weights,
-            "epoch": self._read_epoch,
-            "validation": self._read_validation,
-            "save": self._read_save,
-            "resume": self._read_resume,
-            "end": self._read_end,
-        }
         for event in events:
             step = _whole(event.get("step", 0))
-            reader = readers.get(str(event.get("event")))
+            reader = getattr(self, f"_read_{event.get('event')}", None)
             if reader is not None and step is not None:
                 reader(step, event)
         self.seconds += self._session
@@ -123,9 +112,9 @@ class History:
             self._add(self.train, name, step, event[name])
         if (rate := _number(event.get("lr"))) is not None:
             self.rate.add(step, rate)
-        self._read_speed(step, event)
+        self._add_speed(step, event)
 
-    def _read_speed(self, step: int, event: dict[str, Any]) -> None:
+    def _add_speed(self, step: int, event: dict[str, Any]) -> None:
         """Samples of a step over its time. Not each step need have a line, so that samples are those of several."""
         seconds, samples = _seconds(event.get("seconds")), _number(event.get("samples"))
         if seconds is None:
@@ -175,7 +164,7 @@ class History:
         self.step = max(self.step, step)
         self.reason = str(event.get("reason", "finished"))
         seconds = _seconds(event.get("seconds"))
-        text = _ENDS.get(self.reason, f"ended: {self.reason}")
+        _, _, text = ENDS.get(self.reason, ("", "", f"ended: {self.reason}"))
         if self.reason == "not_finite":
             self.failure = f"the loss of step {step + 1:,} was {_spelled(_number(event.get('loss')))}"
             text = f"stopped: {self.failure}"
@@ -196,14 +185,14 @@ class History:
 
     def _made_again(self, step: int) -> None:
         """The run went back to its last save: what came after it is no part of its history."""
-        for series in [
+        for series in (
             self.rate,
             self.speed,
             self.epochs,
             *self.train.values(),
             *self.validation.values(),
             *self.norms.values(),
-        ]:
+        ):
             series.forget(step)
         self.weights = [item for item in self.weights if item[0] < step]
         if self.best is not None and self.best >= step:
@@ -211,11 +200,15 @@ class History:
         self._seen = None
 
 
-_ENDS = {
-    "finished": "finished",
-    "interrupted": "interrupted, and saved",
-    "early_stopping": "stopped early: no longer getting better",
+ENDS = {
+    "finished": ("finished", "good", "finished"),
+    "early_stopping": ("stopped early", "good", "stopped early: no longer getting better"),
+    "stopped": ("stopped", "good", "stopped by a callback"),
+    "interrupted": ("interrupted", "open", "interrupted, and saved"),
+    "failed": ("failed", "bad", "failed, and saved"),
+    "not_finite": ("loss not finite", "bad", ""),
 }
+"""Why a run ended: in a word, whether that is good, and as an event."""
 
 
 def _spelled(value: float | None) -> str:

@@ -81,7 +81,9 @@ class Muon(ExactOptimizer):
         "weight_decay": 0.1,
         "decoupled_weight_decay": True,
     }
-    SLOTS = ("momentum_buffer",)
+
+    def slots(self, group: dict[str, Any]) -> tuple[str, ...]:
+        return ("momentum_buffer",)
 
     def update(self, x: Tensor, g: Tensor, state: dict[str, Any], lr: float, t: int, group: dict[str, Any]) -> None:
         momentum, (rows, columns) = group["momentum"], x.shape

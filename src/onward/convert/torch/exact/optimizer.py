@@ -16,8 +16,6 @@ class ExactOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
     SETTINGS: ClassVar[dict[str, Any]] = {}
     """What it can be told beside `COMMON`, with defaults."""
     COMMON: ClassVar[dict[str, Any]] = {"weight_decay": 0.0, "decoupled_weight_decay": False, "maximize": False}
-    SLOTS: ClassVar[tuple[str, ...]] = ()
-    """Tensors that it keeps beside a parameter."""
 
     def __init__(self, params: ParamsT, **settings: Any) -> None:
         known = {**self.COMMON, **self.SETTINGS}
@@ -48,9 +46,13 @@ class ExactOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         g = self.decay(x, g, lr, group)
         self.update(x, g, state, lr, int(state["step"]), group)
 
+    def slots(self, group: dict[str, Any]) -> tuple[str, ...]:
+        """Tensors that it keeps beside a parameter."""
+        raise NotImplementedError
+
     def begin(self, x: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
         """The state of a parameter before its first update."""
-        return {name: torch.zeros_like(x) for name in self.SLOTS}
+        return {name: torch.full_like(x, group.get("initial_accumulator_value", 0.0)) for name in self.slots(group)}
 
     def decay(self, x: Tensor, g: Tensor, lr: float, group: dict[str, Any]) -> Tensor:
         """Decoupled weight decay makes the parameter smaller; any other is part of the gradient, which is returned."""
@@ -64,14 +66,6 @@ class ExactOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
     def update(self, x: Tensor, g: Tensor, state: dict[str, Any], lr: float, t: int, group: dict[str, Any]) -> None:
         """Write the new parameter and state over the old ones; `t` counts this update from 1."""
         raise NotImplementedError
-
-
-def moments(g: Tensor, state: dict[str, Any], betas: tuple[float, float]) -> tuple[Tensor, Tensor]:
-    """The averages of gradients and of their squares, with this gradient in them."""
-    m, v = state["exp_avg"], state["exp_avg_sq"]
-    m.mul_(betas[0]).add_(g, alpha=1 - betas[0])
-    v.mul_(betas[1]).addcmul_(g, g, value=1 - betas[1])
-    return m, v
 
 
 class Together(torch.optim.Optimizer):  # type: ignore[misc]
