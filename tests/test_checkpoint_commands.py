@@ -14,7 +14,7 @@ import models
 import onward
 from commands import failed, run
 from conftest import needs
-from onward.checkpoint.elements import distance
+from onward.agreement.elements import compare_elements
 
 RECORDED = Path(__file__).parent / "checkpoints"
 STEPS, MORE = 5, 4
@@ -237,16 +237,16 @@ def test_a_model_that_has_its_graph(tmp_path: Path) -> None:
 
 def test_distances() -> None:
     nan, inf = np.nan, np.inf
-    assert distance(np.array([nan, inf, 1]), np.array([nan, inf, 1])).differ == 0
-    assert distance(np.array([nan, inf, 1.0]), np.array([0, -inf, 1.5])) == (3, inf, inf)
-    assert distance(np.array([1.0, 100]), np.array([1.1, 101]), rtol=0.02).differ == 1
+    assert compare_elements(np.array([nan, inf, 1]), np.array([nan, inf, 1])).differ == 0
+    assert compare_elements(np.array([nan, inf, 1.0]), np.array([0, -inf, 1.5])) == (3, inf, inf)
+    assert compare_elements(np.array([1.0, 100]), np.array([1.1, 101]), rtol=0.02).differ == 1
     large = np.array([2**53, 2**53 + 1])
-    assert distance(large, large[::-1]).differ == 2
-    assert distance(np.zeros((2, 2, 0)), np.zeros((2, 2, 0))) == (0, 0, 0)
+    assert compare_elements(large, large[::-1]).differ == 2
+    assert compare_elements(np.zeros((2, 2, 0)), np.zeros((2, 2, 0))) == (0, 0, 0)
     many = np.zeros(3_000_000, np.float16)
     other = many.copy()
     other[[5, 2_500_000]] = 1, 2
-    assert distance(many, other) == (2, 2, 1)
+    assert compare_elements(many, other) == (2, 2, 1)
 
 
 def test_looking_at_one() -> None:

@@ -14,6 +14,7 @@ from onward import engines
 from onward.agreement.tolerance import Arrays, Comparison, Tolerance
 from onward.gradcheck.inputs import generator
 from onward.recipe.optimizers import FunctionOptimizer
+from onward.recipe.optimizers.graph_optimizer import COUNT, RATE, gradient_of
 
 _TRIALS = ((1.0, 1.0), (0.4, 1e-3), (2.5, 30.0), (1.0, 0.1))
 """Updates: by what the learning rate is multiplied, and how large gradients are."""
@@ -30,15 +31,6 @@ class Trial(NamedTuple):
     factor: float
     """By what the learning rate is multiplied."""
     gradients: Arrays
-
-
-def update_function(optimizer: FunctionOptimizer) -> Callable[[Arrays], list[np.ndarray]]:
-    """The update of an optimizer as a function of arrays, of which it takes what it reads: its results, in order."""
-    types = {value.name or "": value.dtype.numpy() for value in optimizer.update.inputs if value.dtype is not None}
-    compute = engines.function(optimizer.update, engine="onnxruntime")
-    return lambda arrays: list(
-        compute({name: np.asarray(arrays[name], dtype) for name, dtype in types.items()}).values()
-    )
 
 
 def compare_updates(
@@ -64,6 +56,21 @@ def compare_updates(
         found, expected = ours(before, trial), theirs(trial)
         compare(found, expected, before=before)
         before |= expected
+
+
+def update_by(function: FunctionOptimizer, engine: str = "onnxruntime") -> Callable[[Arrays, Trial], Arrays]:
+    """Updates by the graph of an optimizer."""
+    names = [*function.parameters, *(value.name or "" for value in function.state)]
+    types = {value.name or "": value.dtype.numpy() for value in function.inputs if value.dtype is not None}
+    compute = engines.function(function.update, engine=engine)
+
+    def update(before: Arrays, trial: Trial) -> Arrays:
+        gradients = {gradient_of(name): gradient for name, gradient in trial.gradients.items()}
+        given = {**before, **gradients, RATE: function.lr * trial.factor, COUNT: trial.number}
+        found = compute({name: np.asarray(given[name], dtype) for name, dtype in types.items()})
+        return dict(zip(names, found.values(), strict=True))
+
+    return update
 
 
 def _trials(parameters: Arrays, repeats: int = 1) -> Iterator[Trial]:

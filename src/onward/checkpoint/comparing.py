@@ -7,9 +7,9 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Annotated
 
+from onward.agreement.elements import Distance, compare_elements
 from onward.arguments import Range, checked
 from onward.checkpoint.description import COUNT, Checkpoint
-from onward.checkpoint.elements import Distance, distance
 from onward.checkpoint.exporting import checkpoint_of_model, weights_of
 from onward.checkpoint.facts import Fact, facts
 from onward.checkpoint.matching import by_name
@@ -231,9 +231,9 @@ class _Comparing:
         if a.shape != b.shape:
             return Pair(name, other, shapes, dtypes, None, bool(is_turned))
         array, theirs = a.array(), b.array()
-        found = distance(array, theirs, self.atol, self.rtol)
+        found = compare_elements(array, theirs, self.atol, self.rtol)
         if is_turned is None and found.differ:
-            again = distance(array, theirs.T, self.atol, self.rtol)
+            again = compare_elements(array, theirs.T, self.atol, self.rtol)
             if again.differ < found.differ:
                 return Pair(name, other, shapes, dtypes, again, is_turned=True)
         return Pair(name, other, shapes, dtypes, found, bool(is_turned))

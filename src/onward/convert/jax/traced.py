@@ -17,14 +17,13 @@ import numpy as np
 import optax
 
 from onward.agreement.tolerance import Arrays
-from onward.agreement.updates import Trial, compare_updates
+from onward.agreement.updates import Trial, compare_updates, update_by
 from onward.convert.jax.closures import Transformation, Tree, named_leaves, path_name, walk
 from onward.convert.jax.executed import places_of
 from onward.convert.jax.jaxpr import export
 from onward.convert.jax.jaxpr.emitter import data_of
 from onward.convert.jax.optimizers import Optimization
 from onward.convert.snapshot import Group
-from onward.engines.framework_engine import array_function
 from onward.errors import UnsupportedError, first_line
 from onward.model import Model
 from onward.recipe.optimizers import FunctionOptimizer
@@ -39,7 +38,7 @@ def trace_optimizer(tx: Any, opt_state: Any, params: Tree, idle: Collection[str]
     traced = _Traced(tx, jax.tree.map(jnp.asarray, opt_state), params, idle)
     model = traced.model()
     function = FunctionOptimizer(model.graph.name or "optax", model, 1.0, traced.begin)
-    _try_updates(model, traced, function.name)
+    _try_updates(function, traced)
     places = places_of(function, "group0")  # there are no others
     kept = {places[name]: value for name, value in traced.begin.items()}
     return Optimization([Group(function, traced.trained)], kept, _updates_in(opt_state), [], None, {})
@@ -58,15 +57,19 @@ class _Traced:
     @property
     def begin(self) -> dict[str, np.ndarray]:
         """The state by name."""
-        leaves = jax.tree.leaves((self.opt_state, self.of(self.others, self.params)))
+        return self._state(self.params, self.opt_state)
+
+    def _state(self, params: Tree, opt_state: Any) -> dict[str, np.ndarray]:
+        leaves = jax.tree.leaves((opt_state, self.of(self.others, params)))
         return dict(zip(self.state_names, map(data_of, leaves), strict=True))
 
     def of(self, names: Collection[str], params: Tree) -> list[Any]:
         return [leaf for name, leaf in named_leaves(params).items() if name in names]
 
-    def arrays(self, params: Tree) -> dict[str, np.ndarray]:
-        """The parameters that are trained."""
-        return {name: np.asarray(leaf) for name, leaf in named_leaves(params).items() if name in self.trained}
+    def arrays(self, params: Tree, opt_state: Any) -> dict[str, np.ndarray]:
+        """The parameters that are trained, and the state."""
+        trained = {name: data_of(leaf) for name, leaf in named_leaves(params).items() if name in self.trained}
+        return {**trained, **self._state(params, opt_state)}
 
     def whole(self, leaves: Mapping[str, Any]) -> Tree:
         """A tree like that of the parameters, with zeros where nothing is given."""
@@ -171,23 +174,22 @@ def _updates_in(state: Any) -> int:
 # ---- both sides ------------------------------------------------------------------------------------------------------
 
 
-def _try_updates(model: Model, traced: _Traced, name: str) -> None:
-    """Some updates by optax, as Python and not as traced, and by the function, which keeps its own state."""
-    run = array_function("numpy", model)
-    params, state, ours = traced.params, traced.opt_state, traced.begin
-
-    def update(before: Arrays, trial: Trial) -> Arrays:
-        nonlocal ours
-        gradients = {gradient_of(name): gradient for name, gradient in trial.gradients.items()}
-        found = run({**ours, **gradients, **before, RATE: np.ones((), np.float32)})
-        ours = {name: found[f"{name}/new"] for name in traced.state_names}
-        return {name: found[f"{name}/new"] for name in traced.trained}
+def _try_updates(function: FunctionOptimizer, traced: _Traced) -> None:
+    """Some updates by optax, as Python and not as traced, and by the function."""
+    params, state = traced.params, traced.opt_state
+    update = update_by(function, engine="numpy")
 
     def step(trial: Trial) -> Arrays:
         nonlocal params, state
         gradients = traced.whole({name: jnp.asarray(gradient) for name, gradient in trial.gradients.items()})
         changes, state = traced.tx.update(gradients, state, params)
         params = optax.apply_updates(params, changes)
-        return traced.arrays(params)
+        return traced.arrays(params, state)
 
-    compare_updates(update, step, traced.arrays(params), traced.trained, optimizer=f"the optimizer {name}")
+    compare_updates(
+        lambda before, trial: update(before, trial._replace(factor=1.0)),  # the rate is inside of the transformation
+        step,
+        traced.arrays(params, state),
+        traced.trained,
+        optimizer=f"the optimizer {function.name}",
+    )

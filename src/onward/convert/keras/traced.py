@@ -9,7 +9,7 @@ import keras
 import numpy as np
 
 from onward.agreement.tolerance import Arrays
-from onward.agreement.updates import Trial, compare_updates, update_function
+from onward.agreement.updates import Trial, compare_updates, update_by
 from onward.build import Names
 from onward.convert.keras.optimizers import array_of, twin_of
 from onward.errors import Error, UnsupportedError, first_line
@@ -173,21 +173,11 @@ class _Twin:
 
 
 def _try_out(made: FunctionOptimizer, twin: _Twin, names: Sequence[str], slots: Sequence[str]) -> None:
-    compute = update_function(made)
-    counter = next(value.dtype for value in made.inputs if value.name == COUNT)
-    assert counter is not None
-    order = [*names, *slots]
-
     def state() -> dict[str, np.ndarray]:
-        return dict(zip(order, twin.state(), strict=True))
-
-    def update(before: Arrays, trial: Trial) -> Arrays:
-        gradients = {gradient_of(name): gradient for name, gradient in trial.gradients.items()}
-        scalars = {RATE: np.asarray(made.lr * trial.factor), COUNT: np.asarray(trial.number, counter.numpy())}
-        return dict(zip(order, compute({**before, **gradients, **scalars}), strict=True))
+        return dict(zip([*names, *slots], twin.state(), strict=True))
 
     def step(trial: Trial) -> Arrays:
         twin.step([trial.gradients[name] for name in names], made.lr * trial.factor)
         return state()
 
-    compare_updates(update, step, state(), names, optimizer=f"the optimizer {made.name}")
+    compare_updates(update_by(made), step, state(), names, optimizer=f"the optimizer {made.name}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -11,12 +12,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from onward.agreement.tolerance import Arrays
-from onward.agreement.updates import Trial, compare_updates, update_function
+from onward.agreement.updates import Trial, compare_updates, update_by
 from onward.convert.torch.traced.initial_state import step_of
 from onward.convert.torch.traced.optimizer_state import Path, copy_optimizer, leaves_of, parameters_of
 from onward.engines.torch.types import from_array, to_array
 from onward.recipe.optimizers import FunctionOptimizer
-from onward.recipe.optimizers.graph_optimizer import COUNT, RATE, gradient_of
+from onward.recipe.optimizers.graph_optimizer import RATE
 
 
 class Side(NamedTuple):
@@ -33,9 +34,7 @@ def try_out(optimizer: Optimizer, trained: Mapping[int, str], side: Side) -> Non
     theirs = copy_optimizer(optimizer)
     held = {name: parameters_of(theirs)[i] for i, name in trained.items()}
     rates = [float(group[RATE]) for group in theirs.param_groups]
-    function = side.function
-    compute = update_function(function)
-    state = {value.name or "": function.initial[value.name or ""] for value in function.state}
+    function = dataclasses.replace(side.function, lr=rates[side.group])
 
     def parameters() -> dict[str, np.ndarray]:
         return {name: to_array(parameter).copy() for name, parameter in held.items()}
@@ -49,12 +48,8 @@ def try_out(optimizer: Optimizer, trained: Mapping[int, str], side: Side) -> Non
             step_of(theirs)()
         return {**parameters(), **_state(theirs, side, trained)}
 
-    def update(before: Arrays, trial: Trial) -> Arrays:
-        gradients = {gradient_of(name): gradient for name, gradient in trial.gradients.items()}
-        scalars = {RATE: np.asarray(rates[side.group] * trial.factor), COUNT: np.asarray(trial.number)}
-        return dict(zip([*function.parameters, *state], compute({**before, **gradients, **scalars}), strict=True))
-
-    compare_updates(update, step, {**parameters(), **state}, held, optimizer=f"the optimizer {function.name}")
+    start = {**parameters(), **function.initial}
+    compare_updates(update_by(function), step, start, held, optimizer=f"the optimizer {function.name}")
 
 
 def _state(optimizer: Optimizer, side: Side, trained: Mapping[int, str]) -> dict[str, np.ndarray]:

@@ -22,7 +22,7 @@ class Distance(NamedTuple):
     """The largest difference in proportion to the larger number of the two."""
 
 
-def distance(a: np.ndarray, b: np.ndarray, atol: float = 0.0, rtol: float = 0.0) -> Distance:
+def compare_elements(a: np.ndarray, b: np.ndarray, atol: float = 0.0, rtol: float = 0.0) -> Distance:
     """NaN is equal to NaN. Differences count beyond `atol`, and `rtol` times the number in `b`."""
     one, other = a.reshape(-1), b.reshape(-1)
     parts = [_of_part(one[at : at + _PART], other[at : at + _PART], atol, rtol) for at in range(0, one.size, _PART)]
