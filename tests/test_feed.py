@@ -170,12 +170,12 @@ def held_out_labels(run: Run, data: dict[str, np.ndarray], monkeypatch: pytest.M
     seen: list[np.ndarray] = []
     from onward.training import loop
 
-    def evaluated(engine: Any, batches: Any, measures: Any) -> dict[str, float]:
+    def evaluate(engine: Any, batches: Any, measures: Any) -> dict[str, float]:
         seen.extend(batch["labels"][:count] for batch, count in batches)
         return {"loss": 0.0, "accuracy": 0.0}
 
     with monkeypatch.context() as patch:
-        patch.setattr(loop, "evaluated", evaluated)
+        patch.setattr(loop, "evaluate", evaluate)
         resume(run, data, epochs=run.progress["epoch"] + 1, quiet=True)
     return np.concatenate(seen)
 

@@ -8,6 +8,7 @@ import math
 import re
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -141,13 +142,21 @@ def shown(terminal: bool, **options: Any) -> tuple[Progress, io.StringIO]:
     return Progress(3, options.pop("steps", 10), console=console, **options), stream
 
 
+def step(progress: Progress, loss: float = 0.5, samples: int = 32) -> None:
+    progress.step(SimpleNamespace(loss=loss, samples=samples))  # type: ignore[arg-type] # as much of a status as it reads
+
+
+def epoch(progress: Progress, mean: float, /, **results: float) -> None:
+    progress.epoch(SimpleNamespace(loss=mean, results=results))  # type: ignore[arg-type]
+
+
 def train(progress: Progress, epochs: int = 3, steps: int = 10, pause: float = 0.0) -> None:
     with progress:
-        for epoch in range(epochs):
+        for number in range(epochs):
             for _ in range(steps):
                 time.sleep(pause)
-                progress.step(0.5, 32)
-            progress.epoch(0.45, {"loss": 0.25, "accuracy": 0.9 + epoch / 100})
+                step(progress)
+            epoch(progress, 0.45, loss=0.25, accuracy=0.9 + number / 100)
 
 
 def test_plain_lines_are_one_per_epoch() -> None:
@@ -163,7 +172,7 @@ def test_plain_lines_come_every_few_seconds(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(time, "perf_counter", lambda: float(next(clock)))
     progress, stream = shown(terminal=False, steps=40)
     for _ in range(21):
-        progress.step(0.5, 32)
+        step(progress)
     lines = stream.getvalue().splitlines()
     assert lines == [
         "epoch 1/3  step 10/120  loss 0.5  64 samples/s  0:55 left",
@@ -191,8 +200,8 @@ def test_quiet_is_quiet(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_run_that_goes_on_counts_from_there() -> None:
     progress, stream = shown(terminal=False, done=15)
     for _ in range(5):
-        progress.step(0.5, 32)
-    progress.epoch(0.25)
+        step(progress)
+    epoch(progress, 0.25)
     assert stream.getvalue().startswith("epoch 2/3  loss 0.25  ")
 
 
@@ -211,7 +220,7 @@ def test_losses_that_are_no_numbers_are_not_averaged(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(time, "perf_counter", lambda: float(next(clock)))
     progress, stream = shown(terminal=False)
     for loss in (1.0, math.nan, math.inf, 2.0):
-        progress.step(loss, 1)
+        step(progress, loss, 1)
     assert "loss 1.505" in stream.getvalue()
 
 
@@ -220,7 +229,7 @@ def test_a_step_costs_next_to_nothing() -> None:
     start = time.process_time()
     with progress:
         for _ in range(200_000):
-            progress.step(0.5, 32)
+            step(progress)
     assert (time.process_time() - start) / 200_000 < 20e-6
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from onward.engines import Engine
-from onward.training.data import Batch
-from onward.training.run import Place, Run
+if TYPE_CHECKING:
+    from onward.engines import Engine
+    from onward.training.data import Batch
+    from onward.training.run import Place, Run
 
 
 @dataclasses.dataclass

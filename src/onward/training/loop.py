@@ -20,12 +20,10 @@ from onward.training.interruption import Interruption
 from onward.training.log import Log
 from onward.training.progress import Progress
 from onward.training.run import LOG, Place, Run
-from onward.training.tensorboard import EventWriter
 from onward.training.watchers import (
     BestWatcher,
     LogWatcher,
     NotFiniteError,
-    ProgressWatcher,
     Saver,
     StatisticsWatcher,
 )
@@ -75,7 +73,11 @@ class Loop:
         config, at = self.config, self.at
         self.run.rewind(at)
         log = stack.enter_context(Log(self.run.path / LOG))
-        board = stack.enter_context(EventWriter(self.run.path)) if config.tensorboard else None
+        board = None
+        if config.tensorboard:
+            from onward.training.tensorboard import EventWriter
+
+            board = stack.enter_context(EventWriter(self.run.path))
         progress = stack.enter_context(Progress(config.epochs, self._per_epoch, done=at.step, quiet=quiet))
         self.engine.on_compile = progress.say
         self.status = Status(
@@ -88,7 +90,7 @@ class Loop:
             *([board] if board is not None else []),
             *([StatisticsWatcher(board)] if config.statistics else []),
             BestWatcher(self.run, self.measures, config.patience),
-            ProgressWatcher(progress),
+            progress,
             *self._callbacks,
             self._saver,
         ]

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
+
+from onward.training.callbacks import Callback, Status
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -21,7 +22,7 @@ _MEMORY = 50
 """The loss that is shown while an epoch goes on is an average over about this many steps."""
 
 
-class Progress:
+class Progress(Callback):
     """Shows how far a run is. `done` is the number of steps that were made before, in a run that goes on.
 
     `steps_per_epoch` is None where nobody knows it; the first epoch tells.
@@ -50,10 +51,11 @@ class Progress:
 
     # ---- what happens ------------------------------------------------------------------------------------------------
 
-    def step(self, loss: float, samples: int) -> None:
-        """A step was made, of so many samples. A loss that is no number is not averaged, and shown by nobody here."""
+    def step(self, status: Status) -> None:
+        """A loss that is no number is not averaged, and shown by nobody here."""
         self._steps += 1
-        self._samples += samples
+        self._samples += status.samples
+        loss = status.loss
         if loss - loss == 0:  # finite
             keep = 1 - 1 / _MEMORY
             self._loss = keep * self._loss + loss
@@ -62,12 +64,12 @@ class Progress:
         if now >= self._due:
             self._show(now)
 
-    def epoch(self, loss: float, metrics: Mapping[str, float] | None = None) -> None:
-        """An epoch has ended, with this loss and these results of validation: a line of its own, which stays."""
-        now = time.perf_counter()
+    def epoch(self, status: Status) -> None:
+        """A line of its own, which stays."""
+        now, loss = time.perf_counter(), status.loss
         self._epoch += 1
         self._steps_per_epoch = self._steps_per_epoch or self._steps - self._epoch_start
-        self._metrics = dict(metrics or {})
+        self._metrics = dict(status.results)
         parts = [f"epoch {self._epoch}/{self._epochs}", f"loss {short(loss) if math.isfinite(loss) else '-'}"]
         parts += [f"{'validation loss' if name == 'loss' else name} {short(v)}" for name, v in self._metrics.items()]
         self.say("  ".join([*parts, duration(now - self._epoch_started)]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -14,9 +15,10 @@ from onward.training.config import Config
 from onward.training.evaluation import Measures
 from onward.training.folder import Folder
 from onward.training.log import Log
-from onward.training.progress import Progress
 from onward.training.run import BEST, LAST, Place
-from onward.training.tensorboard import EventWriter
+
+if TYPE_CHECKING:
+    from onward.training.tensorboard import EventWriter
 
 _BINS = 30
 _LOOK_EVERY = 500
@@ -75,19 +77,6 @@ class LogWatcher(Callback):
     def _write_results(self, status: Status) -> None:
         if status.results:
             self._log.write("validation", step=status.step, epoch=status.epoch, **status.results)
-
-
-class ProgressWatcher(Callback):
-    """Shows how far the run is."""
-
-    def __init__(self, progress: Progress):
-        self._progress = progress
-
-    def step(self, status: Status) -> None:
-        self._progress.step(status.loss, status.samples)
-
-    def epoch(self, status: Status) -> None:
-        self._progress.epoch(status.loss, status.results)
 
 
 class StatisticsWatcher(Callback):

@@ -16,12 +16,11 @@ from pathlib import Path
 import numpy as np
 
 from onward.errors import DataError
-from onward.training.data.dataset import Batch, Column
+from onward.training.data.dataset import MOST_CLASSES, Batch, Column
 from onward.training.data.files import check_file
 from onward.training.data.records import Conversion, Records
 
 _CHUNK = 4096  # rows
-MOST_CLASSES = 10_000  # text with more different values is no class but prose
 
 
 @dataclass

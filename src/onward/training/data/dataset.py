@@ -14,6 +14,9 @@ from onward.errors import DataError, UnsupportedError, near
 
 Batch = dict[str, np.ndarray]
 
+MOST_CLASSES = 10_000
+"""Text with more different values is no class but prose."""
+
 
 @dataclass(frozen=True)
 class Column:

@@ -11,8 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from onward.training.data.csv_file import MOST_CLASSES
-from onward.training.data.dataset import Columns, check_names, to_array
+from onward.training.data.dataset import MOST_CLASSES, Columns, check_names, to_array
 
 
 def is_frame(source: Any) -> bool:
