@@ -37,8 +37,20 @@ def newest_form(node: ir.Node, opset: int) -> Form:
 
 
 def has_other_meaning(node: ir.Node, opset: int) -> bool:
-    """Whether the newest version of an operator cannot say what this node means, so that its own body is needed."""
-    return operator_name(node) == "GroupNormalization" and opset < 21  # one scale per group, not per channel
+    """Whether rows of tables cannot say what this node means, so that its own body is needed."""
+    match operator_name(node):
+        case "GroupNormalization":
+            return opset < 21  # one scale per group, not per channel
+        case "Attention":
+            more = (*node.inputs[4:], *(value for value in node.outputs[1:] if value.name))
+            return any(value is not None for value in more) or any(
+                name in node.attributes and node.attributes[name].value != usual for name, usual in _UNUSUAL.items()
+            )
+    return False
+
+
+_UNUSUAL = {"left_window_size": -1, "right_window_size": -1, "softcap": 0.0, "softmax_precision": None}
+"""What `Attention` may also be told, with defaults; tables have no more of it than is trained every day."""
 
 
 def _plain(value: Any) -> Any:

@@ -14,7 +14,6 @@ _ALL = range(16)
 
 HOST_INPUTS: dict[str, range | tuple[int, ...]] = {
     "AffineGrid": (1,),
-    "BlackmanWindow": _ALL,
     "CenterCropPad": (1,),
     "Col2Im": (1, 2),
     "ConstantOfShape": _ALL,
@@ -23,10 +22,7 @@ HOST_INPUTS: dict[str, range | tuple[int, ...]] = {
     "DFT": (1, 2),
     "Dropout": (1, 2),
     "Expand": (1,),
-    "HammingWindow": _ALL,
-    "HannWindow": _ALL,
     "MaxUnpool": (2,),
-    "MelWeightMatrix": _ALL,
     "NonMaxSuppression": (2, 3, 4),
     "OneHot": (1,),
     "Pad": (1, 3),
@@ -62,7 +58,11 @@ HOST_INPUTS: dict[str, range | tuple[int, ...]] = {
 
 ONLY_ON_HOST = frozenset(
     {
+        "BlackmanWindow",
+        "HammingWindow",
+        "HannWindow",
         "ImageDecoder",
+        "MelWeightMatrix",
         "RegexFullMatch",
         "StringConcat",
         "StringNormalizer",
@@ -71,7 +71,7 @@ ONLY_ON_HOST = frozenset(
         "ai.onnx.ml.LabelEncoder",
     }
 )
-"""Operators on text and files, which no framework here has, nor a derivative: always computed by numpy."""
+"""Operators on text, files and sizes, which have no derivative, nor counterparts here: always computed by numpy."""
 
 _MANY = 1 << 14
 

@@ -6,7 +6,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onward.build import Expr
-from onward.rules.common import cast_like
+from onward.rules.common import HALVES, cast_like
 from onward.rules.indexing import along, fill, join_shape, pad_axes, reshape_to
 from onward.rules.registry import rewrite
 
@@ -223,7 +223,7 @@ def linear_attention(op, q, k, v, past, decay, beta, *, q_num_heads, kv_num_head
 
     Half precision is computed in float32, as the operator does.
     """
-    dtype = ir.DataType.FLOAT if q.dtype in (ir.DataType.FLOAT16, ir.DataType.BFLOAT16) else q.dtype
+    dtype = ir.DataType.FLOAT if q.dtype in HALVES else q.dtype
 
     def wide(x):
         return x if x is None or x.dtype == dtype else op.Cast(x, to=dtype)

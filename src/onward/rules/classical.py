@@ -18,6 +18,7 @@ DOMAIN = "ai.onnx.ml"
 FLOAT = ir.DataType.FLOAT
 
 rewrite = functools.partial(registry.rewrite, domain=DOMAIN)
+body = functools.partial(registry.body, domain=DOMAIN)
 no_gradient = functools.partial(registry.no_gradient, domain=DOMAIN)
 
 
@@ -139,6 +140,101 @@ no_gradient(
     "trees are piecewise constant: their derivative is zero wherever there is one", "TreeEnsemble",
     "TreeEnsembleClassifier", "TreeEnsembleRegressor",
 )  # fmt: skip
+
+
+# ---- elements and trees ----------------------------------------------------------------------------------------------
+
+
+@body("Binarizer")
+def binarizer(op, x, *, threshold=0.0):
+    return op.CastLike(x > threshold, x)
+
+
+@body("TreeEnsemble")
+def tree_ensemble(
+    op, x, *,
+    aggregate_function=1, leaf_targetids, leaf_weights, membership_values, n_targets, nodes_falseleafs,
+    nodes_falsenodeids, nodes_featureids, nodes_missing_value_tracks_true, nodes_modes, nodes_splits, nodes_trueleafs,
+    nodes_truenodeids, post_transform=0, tree_roots,
+):  # fmt: skip
+    """All trees at once: each example goes down by one node at a time, until all are at leaves, where they stay."""
+    nodes, leaves = len(nodes_featureids), np.arange(len(leaf_targetids))
+    ways = ((nodes_trueleafs, nodes_truenodeids), (nodes_falseleafs, nodes_falsenodeids))
+    following = [np.append(np.where(is_leaf, nodes, 0) + ids, nodes + leaves) for is_leaf, ids in ways]
+
+    def of_node(values):
+        """What is known of each node, where examples are; leaves come last, and of them nothing is."""
+        padded = np.append(values, np.zeros([len(leaves), *values.shape[1:]], values.dtype), axis=0)
+        return lambda at: op.Gather(op.constant(padded), at)
+
+    modes, splits = nodes_modes.numpy(), nodes_splits.numpy()
+    feature, split, mode = of_node(np.array(nodes_featureids)), of_node(splits), of_node(modes)
+    members = of_node(_members(modes, membership_values, splits.dtype))
+    if_missing = of_node(np.array(nodes_missing_value_tracks_true or [0] * nodes, bool))
+
+    def test(value, at, kind):
+        if kind == _MEMBER:
+            same = op.Equal(op.Unsqueeze(value, [2]), members(at))
+            return op.Cast(op.ReduceMax(op.Cast(same, to=FLOAT), [2], keepdims=0), to=ir.DataType.BOOL)
+        return _COMPARISONS[kind](op, value, split(at))
+
+    at = op.Expand(np.array([tree_roots]), op.Concat(op.Shape(x, end=1), [len(tree_roots)], axis=0))
+    for _ in range(_depth(tree_roots, following, nodes)):
+        value = op.GatherElements(x, feature(at), axis=1)
+        first, *others = np.unique(modes)
+        is_true = test(value, at, first)
+        for kind in others:
+            is_true = op.Where(op.Equal(mode(at), kind), test(value, at, kind), is_true)
+        is_true = op.Where(op.IsNaN(value), if_missing(at), is_true)
+        at = op.Where(is_true, *(op.Gather(ids, at) for ids in map(op.constant, following)))
+    leaf = at - nodes
+    weights = op.Unsqueeze(op.Gather(op.constant(leaf_weights.numpy()), leaf), [2])
+    targets = op.Unsqueeze(op.Gather(op.constant(np.array(leaf_targetids)), leaf), [2])
+    scores = _aggregate(op, weights, op.Equal(targets, np.arange(n_targets)), aggregate_function, len(tree_roots))
+    return post_transform_scores(op, scores, _TRANSFORMS[post_transform])
+
+
+_COMPARISONS = [
+    lambda op, a, b: a <= b,
+    lambda op, a, b: a < b,
+    lambda op, a, b: a >= b,
+    lambda op, a, b: a > b,
+    lambda op, a, b: op.Equal(a, b),
+    lambda op, a, b: op.Not(op.Equal(a, b)),
+]
+_MEMBER = 6
+_TRANSFORMS = ["NONE", "SOFTMAX", "LOGISTIC", "SOFTMAX_ZERO", "PROBIT"]
+
+
+def _members(modes, values, dtype):
+    """For each node the numbers that it tests for, filled up with NaN, which also ends each set in `values`."""
+    if values is None:
+        return np.full((len(modes), 1), np.nan, dtype)
+    values = values.numpy()
+    members = np.full((len(modes), len(values)), np.nan, dtype)
+    sets = np.split(values, np.flatnonzero(np.isnan(values)) + 1)
+    for node, found in zip(np.flatnonzero(modes == _MEMBER), sets, strict=False):
+        members[node, : len(found)] = found
+    return members
+
+
+def _depth(roots, following, nodes):
+    """After how many nodes all are at leaves."""
+    depth, level = 0, set(roots)
+    while level:
+        depth += 1
+        level = {ids[node] for node in level for ids in following if ids[node] < nodes}
+    return depth
+
+
+def _aggregate(op, weights, chosen, function, trees):
+    """The mean, sum, least or largest of what trees say of each target; 0 where none does."""
+    if function < 2:
+        total = op.ReduceSum(op.Where(chosen, weights, 0), [1], keepdims=0)
+        return total / trees if function == 0 else total
+    reduce, without = (op.ReduceMin, np.inf) if function == 2 else (op.ReduceMax, -np.inf)
+    found = reduce(op.Where(chosen, weights, without), [1], keepdims=0)
+    return op.Where(op.Equal(found, without), 0, found)
 
 
 # ---- weights ---------------------------------------------------------------------------------------------------------

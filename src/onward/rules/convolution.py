@@ -3,22 +3,26 @@
 import math
 
 import numpy as np
+import onnx_ir as ir
 
 from onward.constants import constant_ints
+from onward.rules.common import HALVES, cast_like
 from onward.rules.indexing import extent, fill, join_shape, merge_axes, reshape_to
-from onward.rules.registry import gradient, rewrite
+from onward.rules.registry import body, gradient, rewrite
 from onward.rules.windows import (
     END,
     columns,
     exactly_covered,
     half_of_padding,
     known_product,
+    one_hot_kernels,
     reshape,
     reshape_like,
     size_of,
     sliding,
     spatial,
     spread_windows,
+    tiling,
 )
 from onward.shapes import dims
 
@@ -76,17 +80,21 @@ def conv_transpose(
 
 @rewrite("CausalConvWithState")
 def causal_conv_with_state(op, x, w, b, past, *, activation):
-    """Each channel by its own kernel, over what was before and what is now; the last of that is the new state."""
+    """Each channel by its own kernel, over what was before and what is now; the last of that is the new state.
+
+    Half precision is computed in float32.
+    """
     length, width = op.Shape(x, start=2), op.Shape(w, start=2)
     if past is None:
         past = op.CastLike(op.ConstantOfShape(op.Concat(op.Shape(x, end=2), width - 1, axis=0)), x)
     whole = op.Concat(past, x, axis=2)
+    given = (n if n is None or n.dtype not in HALVES else op.Cast(n, to=ir.DataType.FLOAT) for n in (whole, w, b))
     channels = size_of(op, x, 1)
     if isinstance(channels, int):
-        y = op.Conv(whole, w, b, group=channels)
+        y = op.Conv(*given, group=channels)
     else:
-        y = _by_channel(op, whole, w, b, length, width)
-    return (y if activation == "none" else y * op.Sigmoid(y)), op.Slice(whole, length, [END], [2])
+        y = _by_channel(op, *given, length, width)
+    return cast_like(op, y if activation == "none" else y * op.Sigmoid(y), x), op.Slice(whole, length, [END], [2])
 
 
 def _by_channel(op, x, w, b, length, width):
@@ -196,8 +204,20 @@ def _pays_by_row(window, w, group):
 
 
 @gradient("Col2Im")
-def col2im(op, dy, x, image_shape, block_shape, *, dilations, pads, strides):
+def col2im_gradient(op, dy, x, image_shape, block_shape, *, dilations, pads, strides):
     """Windows added up: dX is the windows of dY."""
     kernel = constant_ints(block_shape.value)
     block = block_shape if kernel is None else list(kernel)
     return reshape_to(op, columns(op, dy, block, dilations=dilations, pads=pads, strides=strides), op.Shape(x))
+
+
+@body("Col2Im")
+def col2im(op, x, image_shape, block_shape, *, dilations, pads, strides):
+    """Windows added up: a transposed convolution, whose kernels put one element of a window each."""
+    kernel, sizes = (constant_ints(value.value) for value in (block_shape, image_shape))
+    kernel, sizes = list(kernel) if kernel else block_shape, list(sizes) if sizes else image_shape
+    window = tiling(op, sizes, kernel, dilations=dilations, pads=pads, strides=strides)
+    elements, kernels = one_hot_kernels(op, kernel, x)
+    planes = reshape_to(op, x, join_shape(op, [-1], elements, window.as_shape(window.count)))
+    y = spread_windows(op, planes, kernels, window)
+    return reshape_to(op, y, join_shape(op, extent(op, x, 0, 1), [-1], window.as_shape(window.sizes)))

@@ -10,6 +10,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onward.constants import constant_ints
+from onward.rules.common import HALVES
 from onward.rules.registry import gradient, no_gradient
 
 END = np.iinfo(np.int64).max
@@ -126,6 +127,17 @@ def _ones(op, shape):
     return op.ConstantOfShape(op.Shape(shape), value=np.ones(1, np.int64))
 
 
+def on_axis(op, vector, x, axis):
+    """The vector as a tensor of the rank of `x`, along the axis: a number, or a tensor with one."""
+    if x.value.shape is not None and isinstance(axis, int):
+        shape = [1] * x.value.shape.rank()
+        shape[axis] = -1
+        return op.Reshape(vector, shape)
+    ones = op.ConstantOfShape(op.Shape(op.Shape(x)), value=np.ones(1, np.int64))
+    axis = [axis] if isinstance(axis, int) else op.Reshape(axis, [1])
+    return op.Reshape(vector, op.ScatterElements(ones, axis, [-1], axis=0))
+
+
 def pad_axes(op, x, pads, axes=None, value=None, mode=None):
     """`x` with elements added in front of and behind some of its axes, or all of them.
 
@@ -154,7 +166,7 @@ def _pads_of_all_axes(op, pads, axes, rank):
 
 def add_at(op, shape, indices, updates, axis=0, reduction="add"):
     """Zeros with `updates` added at `indices`. In float32 for shorter types, whose sums lose digits."""
-    if reduction == "add" and updates.dtype in (ir.DataType.FLOAT16, ir.DataType.BFLOAT16):
+    if reduction == "add" and updates.dtype in HALVES:
         updates = op.Cast(updates, to=ir.DataType.FLOAT)
     return op.ScatterElements(fill(op, shape, 0, updates), indices, updates, axis=axis, reduction=reduction)
 

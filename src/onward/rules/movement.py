@@ -16,7 +16,7 @@ from onward.rules.indexing import (
     shaped_like,
     undo_selection,
 )
-from onward.rules.registry import gradient, no_gradient
+from onward.rules.registry import body, gradient, no_gradient
 
 no_gradient("the result is a constant", "Constant", "ConstantOfShape", "EyeLike")
 no_gradient("the result is a sequence of numbers, whose length depends on the inputs", "Range")
@@ -60,25 +60,63 @@ def transpose(op, dy, x, *, perm):
 
 
 @gradient("DepthToSpace")
-def depth_to_space(op, dy, x, *, blocksize, mode):
+def depth_to_space_gradient(op, dy, x, *, blocksize, mode):
     """dX = dY moved back to the channels."""
-    if mode == "DCR":
-        return op.SpaceToDepth(dy, blocksize=blocksize)
-    height, width = extent(op, x, 2, 3), extent(op, x, 3, 4)
-    blocks = reshape_to(op, dy, join_shape(op, extent(op, dy, 0, 2), height, [blocksize], width, [blocksize]))
-    return shaped_like(op, op.Transpose(blocks, perm=[0, 1, 3, 5, 2, 4]), x)
+    return op.SpaceToDepth(dy, blocksize=blocksize) if mode == "DCR" else _space_to_depth(op, dy, blocksize, mode)
 
 
 @gradient("SpaceToDepth")
-def space_to_depth(op, dy, x, *, blocksize, mode):
+def space_to_depth_gradient(op, dy, x, *, blocksize, mode):
     """dX = dY moved back to the plane."""
     return op.DepthToSpace(dy, blocksize=blocksize, mode=mode)
 
 
+@body("DepthToSpace")
+def depth_to_space(op, x, *, blocksize, mode):
+    """Channels as blocks of the plane: these are the first part of the numbers of channels (DCR), or the last."""
+    height, width, sides = along(op, x, 2), along(op, x, 3), [blocksize, blocksize]
+    inside = [[0], sides, [-1]] if mode == "DCR" else [[0, -1], sides]
+    blocks = op.Reshape(x, join_shape(op, *inside, height, width))
+    blocks = op.Transpose(blocks, perm=[0, 3, 4, 1, 5, 2] if mode == "DCR" else [0, 1, 4, 2, 5, 3])
+    return op.Reshape(blocks, join_shape(op, [0, -1], *(_scale(op, n, blocksize) for n in (height, width))))
+
+
+@body("SpaceToDepth")
+def space_to_depth(op, x, *, blocksize, mode="DCR"):
+    """The reverse."""
+    return _space_to_depth(op, x, blocksize, mode)
+
+
+def _space_to_depth(op, x, size, mode):
+    height, width = ([n[0] // size] if isinstance(n, list) else n / [size] for n in (along(op, x, 2), along(op, x, 3)))
+    blocks = op.Reshape(x, join_shape(op, [0, 0], height, [size], width, [size]))
+    blocks = op.Transpose(blocks, perm=[0, 3, 5, 1, 2, 4] if mode == "DCR" else [0, 1, 3, 5, 2, 4])
+    return op.Reshape(blocks, join_shape(op, [0, -1], height, width))
+
+
+def _scale(op, size, factor):
+    return [size[0] * factor] if isinstance(size, list) else size * [factor]
+
+
 @gradient("ReverseSequence")
-def reverse_sequence(op, dy, x, lengths, *, batch_axis, time_axis):
+def reverse_sequence_gradient(op, dy, x, lengths, *, batch_axis, time_axis):
     """dX = dY reversed again."""
     return op.ReverseSequence(dy, lengths, batch_axis=batch_axis, time_axis=time_axis)
+
+
+@body("ReverseSequence")
+def reverse_sequence(op, x, lengths, *, batch_axis, time_axis):
+    """The first `lengths` elements along the axis of time from the last to the first; the axes are the first two."""
+    time, example = (
+        op.Range(np.int64(0), op.Gather(op.Shape(x), np.int64(axis)), np.int64(1)) for axis in (time_axis, batch_axis)
+    )
+    time, (example, lengths) = (
+        op.Unsqueeze(time, [batch_axis]),
+        (op.Unsqueeze(n, [time_axis]) for n in (example, lengths)),
+    )
+    places = op.Where(time < lengths, lengths - 1 - time, time)
+    pair = (places, op.Expand(example, op.Shape(places)))[:: -1 if batch_axis == 0 else 1]
+    return op.GatherND(x, op.Concat(*(op.Unsqueeze(n, [2]) for n in pair), axis=2))
 
 
 # ---- putting together and taking apart -------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import onnx_ir as ir
 
 from onward.rules.common import cast_like, fixed_number, further_output
 from onward.rules.indexing import merge_axes, shaped_like, split_axis
-from onward.rules.registry import gradient
+from onward.rules.registry import body, gradient
 from onward.shapes import dims
 
 
@@ -84,14 +84,13 @@ def mean_variance_normalization(op, dy, x, *, axes):
     return dcentred - _mean(op, dcentred, axes) - along
 
 
-@gradient("LpNormalization")
-def lp_normalization(op, dy, x, *, y, p, axis):
-    """Y = X / |X|: dX = (dY - d|X| sum(dY Y)) / |X|, d|X| being sign(X) for p = 1, Y for p = 2; 0 where |X| is 0."""
-    norm = (op.ReduceL1 if p == 1 else op.ReduceL2)(x, [axis], keepdims=1)
-    zero = op.Equal(norm, 0)
-    slope = op.Sign(x) if p == 1 else y
-    dx = (dy - slope * op.ReduceSum(dy * y, [axis], keepdims=1)) / op.Where(zero, 1, norm)
-    return op.Where(zero, 0, dx)
+@body("LpNormalization", gradient=(0,))
+def lp_normalization(op, x, *, p, axis):
+    """X / |X|; where the norm is 0, the result and its derivative are 0."""
+    powers = op.ReduceSum(op.Abs(x), [axis], keepdims=1) if p == 1 else op.ReduceSumSquare(x, [axis], keepdims=1)
+    zero = op.Equal(powers, 0)
+    safe = op.Where(zero, 1, powers)
+    return op.Where(zero, 0, x / (safe if p == 1 else op.Sqrt(safe)))
 
 
 # ---- layers that have channels, on axis 1 ----------------------------------------------------------------------------
@@ -178,18 +177,11 @@ def _statistics_of_batch(op, x, ys, momentum):
     return mean, _channel_mean(op, centred * centred, x)
 
 
-@gradient("LRN")
-def lrn(op, dy, x, *, alpha, beta, bias, size):
-    """Y = X S^-b, S = bias + a W(X X), W a sum over near channels: dX = dY S^-b - 2 a b X W'(dY X S^-b / S)."""
-    band = _window(op, x, size)
-
-    def summed(matrix, values):
-        return shaped_like(op, op.MatMul(matrix, merge_axes(op, values, 2)), x)
-
-    total = summed(band, x * x) * (alpha / size) + bias
-    direct = dy * total**-beta
-    through_sums = summed(op.Transpose(band, perm=[1, 0]), direct * x / total)
-    return direct - x * through_sums * (2 * alpha * beta / size)
+@body("LRN", gradient=(0,))
+def lrn(op, x, *, alpha, beta, bias, size):
+    """X S^-b, S = bias + a W(X X), W a sum over near channels, by a matrix."""
+    sums = shaped_like(op, op.MatMul(_window(op, x, size), merge_axes(op, x * x, 2)), x)
+    return x * (sums * (alpha / size) + bias) ** -beta
 
 
 def _window(op, x, size):

@@ -6,13 +6,12 @@ import onnx_ir as ir
 from onward.build import Expr
 from onward.constants import constant_tensor
 from onward.errors import UnsupportedError
-from onward.rules.common import further_output, identity, largest
-from onward.rules.indexing import merge_axes
-from onward.rules.registry import gradient
+from onward.rules.common import HALVES, further_output, identity, largest
+from onward.rules.indexing import fill, merge_axes, reshape_to
+from onward.rules.registry import body, gradient
 from onward.rules.windows import known_product, reshape, reshape_like, size_of, sliding, spatial, spread_windows
 
 FLOAT, INT64 = ir.DataType.FLOAT, ir.DataType.INT64
-HALVES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 
 
 @gradient("MaxPool")
@@ -55,9 +54,9 @@ def _scatter_add(op, dy, places, x):
     return reshape_like(op, op.Cast(flat, to=x.dtype) if narrow else flat, x)
 
 
-@gradient("MaxRoiPool", inputs=(0,))
-def max_roi_pool(op, dy, x, rois, *, pooled_shape, spatial_scale):
-    """dX = dY at the place of each maximum, the first one in a bin that has several. An empty bin has none."""
+@body("MaxRoiPool", gradient=(0,))
+def max_roi_pool(op, x, rois, *, pooled_shape, spatial_scale):
+    """X at the place of the maximum of each bin, the first one in a bin that has several. An empty bin is 0."""
     rois, pixels = (op.Cast(value, to=FLOAT) if value.dtype in HALVES else value for value in (rois, x))
     images = op.Cast(op.Gather(rois, [0], axis=1), to=INT64)
     rows, columns = (
@@ -75,7 +74,7 @@ def max_roi_pool(op, dy, x, rois, *, pooled_shape, spatial_scale):
     places = op.Unsqueeze(planes * height, [2, 3]) + op.Squeeze(down, [-1])
     places = places * width + op.Squeeze(across, [-1])
     some = op.And(op.Unsqueeze(_any(op, rows), [1, 3]), op.Unsqueeze(_any(op, columns), [1, 2]))
-    return _scatter_add(op, op.Where(some, dy, 0), places, x)
+    return op.Where(some, op.Gather(op.Reshape(x, [-1]), places), 0)
 
 
 def _in_bins(op, x, rois, axis, bins, scale):
@@ -104,17 +103,18 @@ def _any(op, truths):
     return op.Cast(op.ReduceMax(op.Cast(truths, to=FLOAT), [-1], keepdims=0), to=ir.DataType.BOOL)
 
 
-@gradient("MaxUnpool")
-def max_unpool(op, dy, x, places, output_shape, *, kernel_shape, pads, strides):
-    """dX = dY at the place that each element of X was put."""
+@body("MaxUnpool", gradient=(0,))
+def max_unpool(op, x, places, output_shape, *, kernel_shape, pads, strides):
+    """Zeros, but for each element of X at its place: of an image that is larger if `output_shape` says so."""
     rank = len(kernel_shape)
     strides, pads = list(strides or [1] * rank), np.asarray(pads or [0] * 2 * rank)
-    if output_shape is not None:  # places count in the image that would result without it
-        shrink = (pads[:rank] + pads[rank:] - kernel_shape).tolist()
-        sizes = (op.Shape(x, start=2) - 1) * strides - shrink
-        dy = op.Slice(dy, [0] * rank, sizes, list(range(2, rank + 2)))
-    flat = op.GatherElements(op.Reshape(dy, [-1]), op.Reshape(places, [-1]), axis=0)
-    return reshape_like(op, flat, x)
+    grow = (np.asarray(kernel_shape) - pads[:rank] - pads[rank:] - strides).tolist()
+    shape = op.Concat(op.Shape(x, end=2), op.Shape(x, start=2) * strides + grow, axis=0)
+    zeros = fill(op, op.ReduceProd(shape, keepdims=1), 0, x)
+    y = reshape_to(op, op.ScatterElements(zeros, op.Reshape(places, [-1]), op.Reshape(x, [-1])), shape)
+    if output_shape is None:
+        return y
+    return op.Pad(y, op.Concat([0] * (rank + 2), output_shape - shape, axis=0))
 
 
 @gradient("AveragePool")

@@ -13,9 +13,10 @@ from onward.rules.common import cast_like, standard_attributes
 from onward.rules.convolution import conv
 from onward.rules.indexing import pad_axes
 from onward.rules.matrix import matmul
-from onward.rules.registry import gradient, rewrite
+from onward.rules.registry import body, gradient, rewrite
 from onward.standard import STANDARD, is_standard
 
+_SLIDE = ("auto_pad", "dilations", "group", "kernel_shape", "pads", "strides")
 _QUANTISED_BY_DEFAULT = ir.DataType.UINT8
 
 ROUNDED = frozenset(("ConvInteger", "DynamicQuantizeLinear", "MatMulInteger", "QuantizeLinear"))
@@ -116,14 +117,29 @@ def dynamic_quantize_linear(op, dys, x, *, ys):
     return through_extremes if dx is None else dx + through_extremes
 
 
+@body("MatMulInteger")
+def matmul_integer(op, a, b, a_zero, b_zero):
+    """In float64, which is exact here, and has fast products everywhere."""
+    exact = op.constant(np.float64(0))
+    product = _levels(op, a, a_zero, exact, -2) @ _levels(op, b, b_zero, exact, -1)
+    return op.Cast(product, to=ir.DataType.INT32)
+
+
+@body("ConvInteger")
+def conv_integer(op, x, w, x_zero, w_zero, *, node):
+    exact = op.constant(np.float64(0))
+    x, w = _levels(op, x, x_zero, exact, 0), _levels(op, w, w_zero, exact, 0)
+    return op.Cast(op.Conv(x, w, **standard_attributes(node, *_SLIDE)), to=ir.DataType.INT32)
+
+
 @gradient("MatMulInteger", broadcasts=(0, 1), inputs=(0, 1))
-def matmul_integer(op, dy, a, b, a_zero, b_zero):
+def matmul_integer_gradient(op, dy, a, b, a_zero, b_zero):
     """As MatMul of the levels, which are counted from the zero points."""
     return matmul(op, dy, _levels(op, a, a_zero, dy, -2), _levels(op, b, b_zero, dy, -1))
 
 
 @gradient("ConvInteger", inputs=(0, 1))
-def conv_integer(op, dy, x, w, x_zero, w_zero, *, y, auto_pad, dilations, group, kernel_shape, pads, strides):
+def conv_integer_gradient(op, dy, x, w, x_zero, w_zero, *, y, auto_pad, dilations, group, kernel_shape, pads, strides):
     """As Conv of the levels."""
     settings = {"auto_pad": auto_pad, "dilations": dilations, "group": group, "pads": pads, "strides": strides}
     x, w = _levels(op, x, x_zero, dy, 0), _levels(op, w, w_zero, dy, 0)
@@ -152,7 +168,7 @@ def conv_of_quantised(op, x, x_scale, weights, w_scale, w_zero, bias, node):
         x,
         op.DequantizeLinear(weights, w_scale, w_zero, axis=0),
         None if bias is None else cast_like(op, bias, x_scale) * (x_scale * w_scale),
-        **standard_attributes(node, "auto_pad", "dilations", "group", "kernel_shape", "pads", "strides"),
+        **standard_attributes(node, *_SLIDE),
     )
 
 

@@ -14,25 +14,13 @@ import onnx_ir as ir
 
 from onward.build import Expr
 from onward.errors import UnsupportedError
-from onward.rules.common import cast_like, largest
-from onward.rules.indexing import extent, filled_like, join_shape, reshape_to
+from onward.rules.common import HALVES, cast_like, largest
+from onward.rules.indexing import extent, filled_like, join_shape, on_axis, reshape_to
 from onward.rules.registry import body, gradient
 from onward.shapes import dims
 
 INT64 = ir.DataType.INT64
-HALVES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 CUBIC = -0.75
-
-
-def on_axis(op, vector, x, axis):
-    """The vector as a tensor of the rank of `x`, along the axis: a number, or a tensor with one."""
-    if x.value.shape is not None and isinstance(axis, int):
-        shape = [1] * x.value.shape.rank()
-        shape[axis] = -1
-        return op.Reshape(vector, shape)
-    ones = op.ConstantOfShape(op.Shape(op.Shape(x)), value=np.ones(1, np.int64))
-    axis = [axis] if isinstance(axis, int) else op.Reshape(axis, [1])
-    return op.Reshape(vector, op.ScatterElements(ones, axis, [-1], axis=0))
 
 
 # ---- shapes: declared, so that sums over broadcast axes are known when the graph is built ----------------------------
@@ -63,7 +51,7 @@ def _product(op, *numbers):
 @gradient("TensorScatter")
 def tensor_scatter_gradient(op, dy, cache, update, write_indices, *, axis, mode):
     """y = the cache with the update written into it: dupdate = dY where it was written, dcache = dY elsewhere."""
-    index = _written_at(op, cache, update, write_indices, axis, mode)
+    index = _write_places(op, cache, update, write_indices, axis, mode)
     dcache = op.ScatterElements(dy, index, filled_like(op, update, 0), axis=axis)
     return dcache, op.GatherElements(dy, index, axis=axis)
 
@@ -71,10 +59,10 @@ def tensor_scatter_gradient(op, dy, cache, update, write_indices, *, axis, mode)
 @body("TensorScatter")
 def tensor_scatter(op, cache, update, write_indices, *, axis, mode):
     """The cache with the update written into it, where `write_indices` begin, one for each element of the batch."""
-    return op.ScatterElements(cache, _written_at(op, cache, update, write_indices, axis, mode), update, axis=axis)
+    return op.ScatterElements(cache, _write_places(op, cache, update, write_indices, axis, mode), update, axis=axis)
 
 
-def _written_at(op, cache, update, write_indices, axis, mode):
+def _write_places(op, cache, update, write_indices, axis, mode):
     size, count = (op.Gather(op.Shape(x), np.int64(axis)) for x in (cache, update))
     places = on_axis(op, op.Range(np.int64(0), count, np.int64(1)), update, axis)
     if write_indices is not None:
@@ -178,26 +166,27 @@ def _weights(op, f, mode):
 
 
 def _sample(op, x, sizes, taps):
-    """The images [M, C, D1 ... Dr] at taps per axis [M, T, P]: [M, C, P]."""
-    rank = len(sizes)
-    index, weights = None, None
+    """The images [M, C, D1 ... Dr] at taps per axis [M, T, P]: [M, C, P].
+
+    All channels of a pixel are read at once: that takes the fewest indices.
+    """
+    rank, pixels, channels = len(sizes), taps[0].pixels, _dim(op, x, 1)
+    index, weights = on_axis(op, op.Range(np.int64(0), _size(op, pixels, 0), np.int64(1)), x, 0), None
     for axis, (size, tap) in enumerate(zip(sizes, taps, strict=True)):
         others = [1 + i for i in range(rank) if i != axis]
-        pixels = op.Unsqueeze(tap.pixels, others)
-        index = pixels if index is None else index * size + pixels
+        index = index * size + op.Unsqueeze(tap.pixels, others)
         if tap.weights is not None:
             weight = cast_like(op, op.Unsqueeze(tap.weights, others), x)
             weights = weight if weights is None else weights * weight
-    channels = op.Concat([1], op.Shape(x, start=1, end=2), [1], axis=0)
-    index = op.Expand(op.Reshape(index, [0, 1, -1]), channels)
-    read = op.GatherElements(op.Reshape(x, [0, 0, -1]), index, axis=2)
-    if weights is None:
-        return read
     count = len(taps[0].offsets) ** rank
-    images, places = taps[0].pixels.value.shape[0], taps[0].pixels.value.shape[2]
-    read = _declare(op.Reshape(read, [0, 0, count, -1]), images, _dim(op, x, 1), count, places)
-    weighted = read * _declare(op.Reshape(weights, [0, 1, count, -1]), images, 1, count, places)
-    return op.ReduceSum(weighted, [2], keepdims=0) if count > 1 else op.Squeeze(weighted, [2])
+    images, places = pixels.value.shape[0], pixels.value.shape[2]
+    planes = op.Transpose(op.Reshape(x, [0, 0, -1]), perm=[0, 2, 1])
+    rows = _declare(op.Reshape(planes, op.Concat([-1], op.Shape(x, start=1, end=2), axis=0)), _symbol(op), channels)
+    read = op.Gather(rows, _declare(op.Reshape(index, [0, count, -1]), images, count, places))
+    read = _declare(read, images, count, places, channels)
+    if weights is not None:
+        read = read * _declare(op.Reshape(weights, [0, count, -1, 1]), images, count, places, 1)
+    return op.Transpose(op.ReduceSum(read, [1], keepdims=0), perm=[0, 2, 1])
 
 
 # ---- operators -------------------------------------------------------------------------------------------------------

@@ -5,9 +5,8 @@ import onnx_ir as ir
 
 from onward.constants import constant_ints
 from onward.rules.common import cast_like
-from onward.rules.indexing import pad_axes
+from onward.rules.indexing import on_axis, pad_axes
 from onward.rules.registry import body, gradient
-from onward.rules.sampling import on_axis
 
 SCALAR = np.zeros(0, np.int64)
 

@@ -58,6 +58,10 @@ class Window(NamedTuple):
         after = self.covered - self.begin - self.sizes
         return [*self.begin.tolist(), *np.maximum(after, 0).tolist()]
 
+    def as_shape(self, numbers):
+        """Numbers of the window as a part of a shape."""
+        return numbers.tolist() if self.static else numbers
+
     def number(self, op, values):
         """Numbers per spatial axis, to compute with those of the window."""
         return np.asarray(values, np.int64) if self.static else op.constant(np.asarray(values, np.int64))
@@ -66,8 +70,28 @@ class Window(NamedTuple):
 def sliding(op, image, windows, kernel, *, auto_pad, dilations, pads, strides):
     """The window of an operator that takes an image apart to as many places as `windows` has."""
     rank = _spatial_rank(kernel, strides, dilations, pads, image, windows)
+    window = _window(op, rank, kernel, spatial(op, image), spatial(op, windows), dilations, pads, strides)
+    if auto_pad == "VALID":
+        return window._replace(begin=window.number(op, [0] * rank))
+    if auto_pad in ("SAME_UPPER", "SAME_LOWER"):
+        return window._replace(begin=half_of_padding(op, window.covered - window.sizes, auto_pad))
+    return window
+
+
+def tiling(op, sizes, kernel, *, dilations, pads, strides):
+    """The window that slides over as much of an image of these sizes as it can."""
+    known = [n for n in (sizes, kernel, strides, dilations) if n and not isinstance(n, Expr)]
+    rank = len(known[0]) if known else len(pads) // 2 if pads else _length(sizes, kernel)
+    window = _window(op, rank, kernel, sizes, [1] * rank, dilations, pads, strides)
+    more = window.number(op, list(pads or [0] * 2 * rank)[rank:])
+    room, strides = window.sizes + window.begin + more - window.extent, window.number(op, window.strides)
+    count = (room / strides if isinstance(room, Expr) else room // strides) + 1
+    return window._replace(count=count, covered=(count - 1) * strides + window.extent)
+
+
+def _window(op, rank, kernel, sizes, count, dilations, pads, strides):
     strides, dilations = list(strides or [1] * rank), list(dilations or [1] * rank)
-    numbers = [kernel, strides, dilations, spatial(op, image), spatial(op, windows), list(pads or [0] * rank)[:rank]]
+    numbers = [kernel, strides, dilations, sizes, count, list(pads or [0] * rank)[:rank]]
     known = not any(isinstance(n, Expr) for n in numbers)
     if known:
         k, s, d, sizes, count, begin = (np.asarray(n, np.int64) for n in numbers)
@@ -76,13 +100,7 @@ def sliding(op, image, windows, kernel, *, auto_pad, dilations, pads, strides):
             n if isinstance(n, Expr) else op.constant(np.asarray(n, np.int64)) for n in numbers
         )
     extent = (k - 1) * d + 1
-    covered = (count - 1) * s + extent
-    window = Window(strides, dilations, k, sizes, count, begin, extent, covered)
-    if auto_pad == "VALID":
-        return window._replace(begin=window.number(op, [0] * rank))
-    if auto_pad in ("SAME_UPPER", "SAME_LOWER"):
-        return window._replace(begin=half_of_padding(op, covered - sizes, auto_pad))
-    return window
+    return Window(strides, dilations, k, sizes, count, begin, extent, covered=(count - 1) * s + extent)
 
 
 def spread_windows(op, windows, weight, window, group=1):
@@ -126,25 +144,27 @@ def columns(op, image, kernel, **slide):
     """
     size = None if isinstance(kernel, Expr) else math.prod(kernel)
     channels = None if image.value.shape is None else image.value.shape[1]
-    if size is not None and size <= LARGEST_CONSTANT and image.dtype is not None:
-        one_hot = np.eye(size).reshape(size, 1, *kernel)
-        if isinstance(channels, int) and channels * size * size <= LARGEST_KERNELS:
-            return op.Conv(
-                image,
-                op.constant(np.tile(one_hot, (channels, *[1] * (one_hot.ndim - 1))), image.dtype),
-                group=channels,
-                **slide,
-            )
-        kernels = op.constant(one_hot, image.dtype)
-    else:
-        shape = kernel if isinstance(kernel, Expr) else op.constant(np.asarray(kernel, np.int64))
-        elements = op.ReduceProd(shape, keepdims=1)
-        kernels = op.Reshape(
-            identity(op, op.Concat(elements, elements, axis=0), image), op.Concat([-1, 1], shape, axis=0)
-        )
+    small = size is not None and size <= LARGEST_CONSTANT and image.dtype is not None
+    if small and isinstance(channels, int) and channels * size * size <= LARGEST_KERNELS:
+        each = np.tile(_one_hot(kernel), (channels, *[1] * (len(kernel) + 1)))
+        return op.Conv(image, op.constant(each, image.dtype), group=channels, **slide)
     sizes = spatial(op, image)
     planes = op.Reshape(image, op.Concat([-1, 1], sizes, axis=0) if isinstance(sizes, Expr) else [-1, 1, *sizes])
-    return op.Conv(planes, kernels, **slide)
+    return op.Conv(planes, one_hot_kernels(op, kernel, image)[1], **slide)
+
+
+def one_hot_kernels(op, kernel, like):
+    """How many elements a window has, as a part of a shape, and kernels that pick one each: [elements, 1, *kernel]."""
+    if not isinstance(kernel, Expr) and math.prod(kernel) <= LARGEST_CONSTANT and like.dtype is not None:
+        return [math.prod(kernel)], op.constant(_one_hot(kernel), like.dtype)
+    shape = kernel if isinstance(kernel, Expr) else op.constant(np.asarray(kernel, np.int64))
+    elements = op.ReduceProd(shape, keepdims=1)
+    ones = identity(op, op.Concat(elements, elements, axis=0), like)
+    return elements, op.Reshape(ones, op.Concat([-1, 1], shape, axis=0))
+
+
+def _one_hot(kernel):
+    return np.eye(math.prod(kernel)).reshape(-1, 1, *kernel)
 
 
 def exactly_covered(op, image, window):
@@ -198,6 +218,13 @@ def _spatial_rank(kernel, strides, dilations, pads, *tensors):
     for tensor in tensors:
         if tensor.value.shape is not None:
             return tensor.value.shape.rank() - 2
+    raise UnsupportedError("the number of spatial axes is not known", hint="give the model's inputs shapes")
+
+
+def _length(*vectors):
+    for vector in vectors:
+        if vector.value.shape is not None and isinstance(vector.value.shape[0], int):
+            return vector.value.shape[0]
     raise UnsupportedError("the number of spatial axes is not known", hint="give the model's inputs shapes")
 
 

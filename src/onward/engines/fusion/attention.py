@@ -55,19 +55,8 @@ class Attention(Match):
         if self.guarded and mask is not None and not causal and not _always_attends(mask):
             return NotImplemented
         placed = None if causal or mask is None else framework.place(mask)
-        given = {"scale": float(scale), "is_causal": int(causal)} | _PLAIN
-        return framework.operators["Attention"](q, k, v, placed, **given)[0]
-
-
-_PLAIN = {
-    "kv_num_heads": None,
-    "q_num_heads": None,
-    "qk_matmul_output_mode": 0,
-    "softcap": 0.0,
-    "softmax_precision": None,
-    "outputs": 1,
-}
-"""What else `Attention` may be told."""
+        given = {"scale": float(scale), "is_causal": int(causal), "kv_num_heads": None, "q_num_heads": None}
+        return framework.operators["Attention"](q, k, v, placed, **given)
 
 
 def attention(last: ir.Node, among: Container[ir.Node], kept: Container[ir.Value]) -> Attention | None:

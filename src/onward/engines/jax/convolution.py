@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
-
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from onward.engines.framework import Operators
-from onward.engines.shared.windows import halves, paddings, reach
+from onward.engines.shared.windows import cut_off, paddings, reach
 
 operators = Operators()
 
@@ -37,17 +34,7 @@ def conv_transpose(
     count = x.ndim - 2
     strides, dilations, extra = strides or [1] * count, dilations or [1] * count, output_padding or [0] * count
     covered = list(map(reach, w.shape[2:], dilations))
-    if output_shape is None and auto_pad.startswith("SAME"):
-        output_shape = [size * stride for size, stride in zip(x.shape[2:], strides, strict=True)]
-    if output_shape is None:
-        removed = paddings(auto_pad, pads, x.shape[2:], w.shape[2:], strides, dilations)
-    else:
-        full = (
-            stride * (size - 1) + more + cover
-            for stride, size, more, cover in zip(strides, x.shape[2:], extra, covered, strict=True)
-        )
-        totals = (whole - size for whole, size in zip(full, output_shape[-count:], strict=True))
-        removed = [halves(total, larger_last=auto_pad == "SAME_UPPER") for total in totals]
+    removed = cut_off(auto_pad, pads, x.shape[2:], w.shape[2:], strides, dilations, extra, output_shape)
     amounts = [
         (cover - 1 - before, cover - 1 - after + more)
         for cover, (before, after), more in zip(covered, removed, extra, strict=True)
@@ -58,23 +45,3 @@ def conv_transpose(
         x, flipped, [1] * count, amounts, lhs_dilation=strides, rhs_dilation=dilations, feature_group_count=group
     )
     return with_bias(y, bias)
-
-
-@operators.define("Col2Im")
-def col2im(columns, image_shape, block_shape, *, dilations=None, pads=None, strides=None):
-    sizes, kernel = image_shape.tolist(), block_shape.tolist()
-    count = len(sizes)
-    strides, dilations = strides or [1] * count, dilations or [1] * count
-    amounts = paddings("NOTSET", pads, sizes, kernel, strides, dilations)
-    whole = [before + size + after for size, (before, after) in zip(sizes, amounts, strict=True)]
-    blocks = [(w - reach(k, d)) // s + 1 for w, k, d, s in zip(whole, kernel, dilations, strides, strict=True)]
-    n, taps = len(columns), int(np.prod(kernel))
-    columns = columns.reshape(n, -1, taps, *blocks)
-    image = jnp.zeros((n, columns.shape[1], *whole), columns.dtype)
-    for tap, place in enumerate(itertools.product(*map(range, kernel))):
-        at = tuple(
-            slice(i * d, i * d + (b - 1) * s + 1, s)
-            for i, d, b, s in zip(place, dilations, blocks, strides, strict=True)
-        )
-        image = image.at[:, :, *at].add(columns[:, :, tap])
-    return image[:, :, *(slice(before, before + size) for size, (before, _) in zip(sizes, amounts, strict=True))]

@@ -79,36 +79,6 @@ def pad(x, pads, constant=None, axes=None, *, mode):
     return jnp.pad(x[tuple(cuts)], [(max(a, 0), max(b, 0)) for a, b in amounts], mode=mode)
 
 
-@operators.define("DepthToSpace")
-def depth_to_space(x, *, blocksize, mode):
-    n, c, h, w = x.shape
-    b = blocksize
-    if mode == "DCR":
-        blocks = x.reshape(n, b, b, c // b**2, h, w).transpose(0, 3, 4, 1, 5, 2)
-    else:
-        blocks = x.reshape(n, c // b**2, b, b, h, w).transpose(0, 1, 4, 2, 5, 3)
-    return blocks.reshape(n, c // b**2, h * b, w * b)
-
-
-@operators.define("SpaceToDepth")
-def space_to_depth(x, *, blocksize, mode):
-    n, c, h, w = x.shape
-    b = blocksize
-    blocks = x.reshape(n, c, h // b, b, w // b, b)
-    return blocks.transpose((0, 3, 5, 1, 2, 4) if mode == "DCR" else (0, 1, 3, 5, 2, 4)).reshape(
-        n, c * b**2, h // b, w // b
-    )
-
-
-@operators.define("ReverseSequence")
-def reverse_sequence(x, lengths, *, batch_axis, time_axis):
-    times = jnp.arange(x.shape[time_axis])
-    places = jnp.where(times < lengths[:, None], lengths[:, None] - 1 - times, times)
-    shape = [size if axis in (batch_axis, time_axis) else 1 for axis, size in enumerate(x.shape)]
-    places = (places if batch_axis < time_axis else places.T).reshape(shape)
-    return jnp.take_along_axis(x, places, time_axis)
-
-
 @operators.define("Trilu")
 def trilu(x, k=None, *, upper):
     return (jnp.triu if upper else jnp.tril)(x, 0 if k is None else k.item())

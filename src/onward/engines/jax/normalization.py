@@ -114,18 +114,3 @@ def group_normalization(x, scale, bias, *, epsilon, num_groups, stash_type):
 def instance_normalization(x, scale, bias, *, epsilon):
     normal = _standardized(x, tuple(range(2, x.ndim)), epsilon)[0]
     return normal * _channels(scale, x) + _channels(bias, x)
-
-
-@operators.define("LRN")
-def lrn(x, *, alpha, beta, bias, size):
-    window = (1, size, *[1] * (x.ndim - 2))
-    around = [(0, 0), ((size - 1) // 2, size // 2), *[(0, 0)] * (x.ndim - 2)]
-    squares = lax.reduce_window(x * x, x.dtype.type(0), lax.add, window, [1] * x.ndim, around)
-    return x / (bias + alpha / size * squares) ** beta
-
-
-@operators.define("LpNormalization")
-def lp_normalization(x, *, axis, p):
-    powers = jnp.sum(jnp.abs(x) ** p, axis, keepdims=True)
-    norm = jnp.where(powers == 0, 0, jnp.where(powers == 0, 1, powers) ** (1 / p))
-    return jnp.where(norm == 0, 0, x / jnp.where(norm == 0, 1, norm))

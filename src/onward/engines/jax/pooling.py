@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 
 import jax.numpy as jnp
 import numpy as np
@@ -87,36 +86,3 @@ operators(
     GlobalAveragePool=lambda x: jnp.mean(x, _space(x), keepdims=True),
     GlobalLpPool=lambda x, *, p: jnp.sum(jnp.abs(x) ** p, _space(x), keepdims=True) ** (1 / p),
 )
-
-
-@operators.define("MaxUnpool")
-def max_unpool(x, places, output_shape=None, *, kernel_shape, pads=None, strides=None):
-    count = x.ndim - 2
-    strides, pads = strides or [1] * count, pads or [0] * 2 * count
-    sizes = [
-        (size - 1) * stride + length - pads[i] - pads[count + i]
-        for i, (size, stride, length) in enumerate(zip(x.shape[2:], strides, kernel_shape, strict=True))
-    ]
-    shape = (*x.shape[:2], *sizes)
-    y = jnp.zeros(math.prod(shape), x.dtype).at[places.reshape(-1)].set(x.reshape(-1)).reshape(shape)
-    if output_shape is None:
-        return y
-    return jnp.pad(y, [(0, whole - size) for whole, size in zip(output_shape.tolist(), shape, strict=True)])
-
-
-@operators.define("MaxRoiPool")
-def max_roi_pool(x, rois, *, pooled_shape, spatial_scale):
-    images, scaled = rois[:, 0].astype(np.int32), rois[:, 1:] * spatial_scale
-    corners = jnp.trunc(scaled + jnp.copysign(0.5, scaled)).astype(np.int32)  # halves away from zero
-    chosen = x[images]
-    for axis, bins in zip((2, 3), pooled_shape, strict=True):
-        start, end = corners[:, 3 - axis, None], corners[:, 5 - axis, None]
-        size = jnp.maximum(end - start + 1, 1)
-        first = start + np.arange(bins) * size // bins
-        last = start - np.arange(-1, -bins - 1, -1) * size // bins
-        places = np.arange(x.shape[axis])
-        inside = (places >= first[..., None]) & (places < last[..., None])  # (rois, bins, places)
-        spread = jnp.expand_dims(chosen, axis)
-        inside = inside.reshape(len(rois), *[1] * (axis - 1), *inside.shape[1:], *[1] * (3 - axis))
-        chosen = jnp.max(jnp.where(inside, spread, -jnp.inf), axis + 1)
-    return jnp.where(jnp.isneginf(chosen), 0, chosen)

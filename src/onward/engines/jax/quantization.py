@@ -6,7 +6,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from onward.engines.framework import Operators
-from onward.engines.jax.convolution import convolved, with_bias
 from onward.engines.jax.elementwise import converted
 from onward.engines.jax.values import dtype_of
 
@@ -50,56 +49,3 @@ def dequantize_linear(x, scale, zero_point=None, *, axis, block_size, output_dty
         exact = exact - _spread(zero_point, x, axis, block_size).astype(exact.dtype)
     y = exact.astype(np.float32) * _spread(scale, x, axis, block_size).astype(np.float32)
     return y.astype(dtype_of(output_dtype) if output_dtype else scale.dtype)
-
-
-def _centred(x, zero_point, axis):
-    """Whole numbers from zero, where all have a place."""
-    if zero_point is None:
-        return x.astype(np.int32)
-    along = zero_point if zero_point.ndim != 1 else _spread(zero_point, x, axis, 0)
-    return x.astype(np.int32) - along.astype(np.int32)
-
-
-@operators.define("QLinearMatMul")
-def q_linear_mat_mul(a, a_scale, a_zero, b, b_scale, b_zero, y_scale, y_zero):
-    product = jnp.matmul(_centred(a, a_zero, -2), _centred(b, b_zero, -1))
-    factor = a_scale.astype(np.float32) * b_scale.astype(np.float32) / y_scale.astype(np.float32)
-    return _rounded(product * factor, y_zero, y_zero.dtype)
-
-
-@operators.define("QLinearConv")
-def q_linear_conv(
-    x,
-    x_scale,
-    x_zero,
-    w,
-    w_scale,
-    w_zero,
-    y_scale,
-    y_zero,
-    bias=None,
-    *,
-    auto_pad,
-    dilations=None,
-    group,
-    pads=None,
-    strides=None,
-):
-    total = _convolved(_centred(x, x_zero, 1), _centred(w, w_zero, 0), auto_pad, dilations, group, pads, strides)
-    factor = with_bias(jnp.zeros([1] * x.ndim, np.float32), x_scale * w_scale / y_scale)
-    return _rounded(with_bias(total, bias) * factor, y_zero, y_zero.dtype)
-
-
-@operators.define("MatMulInteger")
-def mat_mul_integer(a, b, a_zero=None, b_zero=None):
-    return jnp.matmul(_centred(a, a_zero, -2), _centred(b, b_zero, -1))
-
-
-@operators.define("ConvInteger")
-def conv_integer(x, w, x_zero=None, w_zero=None, *, auto_pad, dilations=None, group, pads=None, strides=None):
-    return _convolved(_centred(x, x_zero, 1), _centred(w, w_zero, 0), auto_pad, dilations, group, pads, strides)
-
-
-def _convolved(x, w, *settings):
-    """GPUs have no convolution of such integers; in float64 it is exact, too."""
-    return convolved(x.astype(np.float64), w.astype(np.float64), *settings).astype(np.int32)

@@ -12,40 +12,7 @@ from onward.engines.numpy.precision import in_float32
 
 operators = Operators()
 
-operators(Relu=lambda x: np.maximum(x, x.dtype.type(0)))
 
-
-@operators.define("LeakyRelu")
-@in_float32
-def leaky_relu(x, *, alpha):
-    return np.where(x < 0, alpha * x, x)
-
-
-@operators.define("PRelu")
-@in_float32
-def prelu(x, slope):
-    return np.where(x < 0, slope * x, x)
-
-
-@operators.define("Elu")
-@in_float32
-def elu(x, *, alpha):
-    return np.where(x < 0, alpha * np.expm1(x), x)
-
-
-@operators.define("Celu")
-@in_float32
-def celu(x, *, alpha):
-    return np.where(x < 0, alpha * np.expm1(x / alpha), x)
-
-
-@operators.define("Selu")
-@in_float32
-def selu(x, *, alpha, gamma):
-    return gamma * np.where(x <= 0, alpha * np.expm1(x), x)
-
-
-@operators.define("Gelu")
 @in_float32
 def gelu(x, *, approximate):
     if approximate == "tanh":
@@ -53,65 +20,41 @@ def gelu(x, *, approximate):
     return 0.5 * x * (1 + erf(x * math.sqrt(0.5)))
 
 
-@operators.define("Mish")
-@in_float32
-def mish(x):
-    return x * np.tanh(softplus(x))
-
-
-@operators.define("Swish")
-@in_float32
-def swish(x, *, alpha):
-    return x * sigmoid(alpha * x)
-
-
-@operators.define("SwiGLU")
-@in_float32
-def swiglu(gate, x, *, alpha):
-    return swish(gate, alpha=alpha) * x
-
-
-@operators.define("HardSigmoid")
-@in_float32
-def hard_sigmoid(x, *, alpha, beta):
-    return np.clip(alpha * x + beta, 0, 1)
-
-
-@operators.define("HardSwish")
-@in_float32
-def hard_swish(x):
-    return x * np.clip(x / 6 + 0.5, 0, 1)
-
-
-@operators.define("Sigmoid")
 @in_float32
 def sigmoid(x):
     small = np.exp(-np.abs(x))  # which cannot overflow
     return np.where(x >= 0, 1, small) / (1 + small)
 
 
-@operators.define("Softplus")
 @in_float32
 def softplus(x):
     return np.logaddexp(x, x.dtype.type(0))
 
 
-@operators.define("Softsign")
-@in_float32
-def softsign(x):
-    return x / (1 + np.abs(x))
-
-
-@operators.define("Shrink")
 @in_float32
 def shrink(x, *, lambd, bias):
     return np.where(x < -lambd, x + bias, np.where(x > lambd, x - bias, 0)).astype(x.dtype)
 
 
-@operators.define("ThresholdedRelu")
-@in_float32
-def thresholded_relu(x, *, alpha):
-    return np.where(x > alpha, x, 0)
+operators(
+    Relu=lambda x: np.maximum(x, x.dtype.type(0)),
+    LeakyRelu=in_float32(lambda x, *, alpha: np.where(x < 0, alpha * x, x)),
+    PRelu=in_float32(lambda x, slope: np.where(x < 0, slope * x, x)),
+    Elu=in_float32(lambda x, *, alpha: np.where(x < 0, alpha * np.expm1(x), x)),
+    Celu=in_float32(lambda x, *, alpha: np.where(x < 0, alpha * np.expm1(x / alpha), x)),
+    Selu=in_float32(lambda x, *, alpha, gamma: gamma * np.where(x <= 0, alpha * np.expm1(x), x)),
+    Gelu=gelu,
+    Mish=in_float32(lambda x: x * np.tanh(softplus(x))),
+    Swish=in_float32(lambda x, *, alpha: x * sigmoid(alpha * x)),
+    SwiGLU=in_float32(lambda gate, x, *, alpha: gate * sigmoid(alpha * gate) * x),
+    HardSigmoid=in_float32(lambda x, *, alpha, beta: np.clip(alpha * x + beta, 0, 1)),
+    HardSwish=in_float32(lambda x: x * np.clip(x / 6 + 0.5, 0, 1)),
+    Sigmoid=sigmoid,
+    Softplus=softplus,
+    Softsign=in_float32(lambda x: x / (1 + np.abs(x))),
+    Shrink=shrink,
+    ThresholdedRelu=in_float32(lambda x, *, alpha: np.where(x > alpha, x, 0)),
+)
 
 
 @operators.define("Softmax")

@@ -7,7 +7,6 @@ import math
 import numpy as np
 
 from onward.engines.framework import Operators
-from onward.engines.numpy.activation import sigmoid
 from onward.engines.numpy.precision import in_float32
 from onward.engines.numpy.windows import Windows, halves, windows
 
@@ -49,26 +48,6 @@ def conv_transpose(x, w, b=None, *, auto_pad, dilations, group, output_padding, 
     weights = w.reshape(group, c // group, -1).swapaxes(1, 2)
     values = (weights @ grouped).reshape(n, group * w.shape[1], math.prod(w.shape[2:]), -1).swapaxes(2, 3)
     return _with_bias(where.sum(values.reshape(n, -1, *sizes, *w.shape[2:]), shape), b)
-
-
-@operators.define("CausalConvWithState")
-@in_float32
-def causal_conv_with_state(x, w, b=None, past=None, *, activation):
-    channels, kept = x.shape[1], w.shape[2] - 1
-    past = np.zeros((len(x), channels, kept), x.dtype) if past is None else past
-    whole = np.concatenate([past, x], 2)
-    y = _with_bias(convolved(windows(whole.shape[2:], w.shape[2:]).of(whole), w, channels), b)
-    return y * sigmoid(y) if activation in ("silu", "swish") else y, whole[:, :, whole.shape[2] - kept :]
-
-
-@operators.define("Col2Im")
-@in_float32
-def col2im(x, sizes, block, *, dilations, pads, strides):
-    sizes, kernel = sizes.tolist(), block.tolist()
-    where = windows(sizes, kernel, dilations=dilations, pads=pads, strides=strides)
-    values = x.reshape(len(x), -1, *kernel, *where.counts)
-    rank = len(kernel)
-    return where.sum(np.moveaxis(values, range(2, 2 + rank), range(2 + rank, 2 + 2 * rank)), sizes)
 
 
 def _with_bias(y, b):

@@ -85,46 +85,6 @@ def pad(x, pads, value=None, axes=None, *, mode):
     return result
 
 
-@operators.define("CenterCropPad")
-def center_crop_pad(x, shape, *, axes):
-    for axis, size in zip(range(x.ndim) if axes is None else axes, shape.tolist(), strict=True):
-        more = size - x.shape[axis]
-        if more > 0:
-            widths = [(0, 0)] * x.ndim
-            widths[axis] = (more // 2, more - more // 2)
-            x = np.pad(x, widths)
-        else:
-            begin = -more // 2
-            x = x.take(range(begin, begin + size), axis)
-    return x
-
-
-@operators.define("DepthToSpace")
-def depth_to_space(x, *, blocksize, mode):
-    n, c, h, w = x.shape
-    if mode == "DCR":
-        x = x.reshape(n, blocksize, blocksize, c // blocksize**2, h, w).transpose(0, 3, 4, 1, 5, 2)
-    else:
-        x = x.reshape(n, c // blocksize**2, blocksize, blocksize, h, w).transpose(0, 1, 4, 2, 5, 3)
-    return x.reshape(n, c // blocksize**2, h * blocksize, w * blocksize)
-
-
-@operators.define("SpaceToDepth")
-def space_to_depth(x, *, blocksize, mode):
-    n, c, h, w = x.shape
-    x = x.reshape(n, c, h // blocksize, blocksize, w // blocksize, blocksize)
-    x = x.transpose((0, 3, 5, 1, 2, 4) if mode == "DCR" else (0, 1, 3, 5, 2, 4))
-    return x.reshape(n, c * blocksize**2, h // blocksize, w // blocksize)
-
-
-@operators.define("ReverseSequence")
-def reverse_sequence(x, lengths, *, batch_axis, time_axis):
-    result = np.moveaxis(x, (batch_axis, time_axis), (0, 1)).copy()
-    for row, length in zip(result, lengths.tolist(), strict=True):
-        row[:length] = row[:length][::-1].copy()
-    return np.moveaxis(result, (0, 1), (batch_axis, time_axis))
-
-
 @operators.define("Trilu")
 def trilu(x, k=None, *, upper):
     return (np.triu if upper else np.tril)(x, 0 if k is None else k.item())

@@ -60,30 +60,6 @@ def instance_normalization(x, scale, bias, *, epsilon):
     return y * _per_channel(scale, x) + _per_channel(bias, x)
 
 
-@operators.define("LRN")
-@in_float32
-def lrn(x, *, alpha, beta, bias, size):
-    before, after = (size - 1) // 2, size // 2
-    squares = np.square(x)
-    sums = np.stack([squares[:, max(c - before, 0) : c + after + 1].sum(1) for c in range(x.shape[1])], 1)
-    return x / (bias + alpha / size * sums) ** beta
-
-
-@operators.define("LpNormalization")
-@in_float32
-def lp_normalization(x, *, axis, p):
-    norm = np.linalg.norm(x, p, axis, keepdims=True)
-    return np.where(norm == 0, 0, x / norm).astype(x.dtype)
-
-
-@operators.define("MeanVarianceNormalization")
-@in_float32
-def mean_variance_normalization(x, *, axes):
-    axes = tuple(axes)
-    deviation = np.sqrt(np.maximum(np.square(x).mean(axes, keepdims=True) - x.mean(axes, keepdims=True) ** 2, 0))
-    return (x - x.mean(axes, keepdims=True)) / (deviation + 1e-9)
-
-
 def _standardized(x, axes, epsilon):
     return (x - x.mean(axes, keepdims=True)) / np.sqrt(x.var(axes, keepdims=True) + epsilon)
 

@@ -79,46 +79,6 @@ def global_lp_pool(x, *, p):
     return (np.abs(x) ** p).sum(_spatial(x), keepdims=True) ** (1 / p)
 
 
-@operators.define("MaxUnpool")
-def max_unpool(x, places, shape=None, *, kernel_shape, pads, strides):
-    rank = x.ndim - 2
-    begins, ends = halves(pads, rank)
-    usual = [
-        (n - 1) * s + k - begin - end
-        for n, s, k, begin, end in zip(x.shape[2:], strides or [1] * rank, kernel_shape, begins, ends, strict=True)
-    ]
-    result = np.zeros((*x.shape[:2], *usual), x.dtype)
-    result.put(places, x)
-    if shape is None:
-        return result
-    larger = np.zeros(shape.tolist(), x.dtype)
-    larger[tuple(map(slice, result.shape))] = result
-    return larger
-
-
-@operators.define("MaxRoiPool")
-def max_roi_pool(x, rois, *, pooled_shape, spatial_scale):
-    result = np.zeros((len(rois), x.shape[1], *pooled_shape), x.dtype)
-    scaled = rois[:, 1:] * spatial_scale
-    corners = np.trunc(scaled + np.copysign(0.5, scaled)).astype(int)  # halves away from zero
-    for n, (batch, (left, top, right, bottom)) in enumerate(zip(rois[:, 0].astype(int), corners, strict=True)):
-        rows = _bins(top, bottom, pooled_shape[0], x.shape[2])
-        columns = _bins(left, right, pooled_shape[1], x.shape[3])
-        for i, row in enumerate(rows):
-            for j, column in enumerate(columns):
-                part = x[batch, :, row, column]
-                if part.size:
-                    result[n, :, i, j] = part.max((1, 2))
-    return result
-
-
-def _bins(first, last, count, size):
-    """A stretch in so many parts, of which neighbours may share an element."""
-    step = max(last - first + 1, 1) / count
-    edges = ((first + int(np.floor(i * step)), first + int(np.ceil((i + 1) * step))) for i in range(count))
-    return [slice(max(begin, 0), min(max(end, 0), size)) for begin, end in edges]
-
-
 def _flat(view, rank):
     """Windows [..., *kernel] with the elements of each on one axis."""
     return view.reshape(*view.shape[:-rank], -1)

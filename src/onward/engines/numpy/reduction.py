@@ -10,71 +10,41 @@ from onward.engines.numpy.precision import highest, in_float32, is_float, lowest
 operators = Operators()
 
 
-@operators.define("ReduceSum")
-@in_float32
-def reduce_sum(x, axes=None, *, keepdims, noop_with_empty_axes):
-    return np.sum(x, _axes(axes, noop_with_empty_axes), x.dtype, keepdims=bool(keepdims))
+def _reduction(function):
+    """The row of a function of an array, axes (None: all of them), and whether these are kept."""
+
+    @in_float32
+    def reduce(x, axes=None, *, keepdims, noop_with_empty_axes):
+        along = (() if noop_with_empty_axes else None) if axes is None or not axes.size else tuple(axes.tolist())
+        return function(x, along, keepdims=bool(keepdims)).astype(x.dtype, copy=False)
+
+    return reduce
 
 
-@operators.define("ReduceMean")
-@in_float32
-def reduce_mean(x, axes=None, *, keepdims, noop_with_empty_axes):
-    return np.mean(x, _axes(axes, noop_with_empty_axes), keepdims=bool(keepdims)).astype(x.dtype, copy=False)
+def _sum(x, axes, keepdims):
+    return np.sum(x, axes, x.dtype, keepdims=keepdims)
 
 
-@operators.define("ReduceMax")
-@in_float32
-def reduce_max(x, axes=None, *, keepdims, noop_with_empty_axes):
-    return np.max(x, _axes(axes, noop_with_empty_axes), keepdims=bool(keepdims), initial=lowest(x.dtype))
-
-
-@operators.define("ReduceMin")
-@in_float32
-def reduce_min(x, axes=None, *, keepdims, noop_with_empty_axes):
-    return np.min(x, _axes(axes, noop_with_empty_axes), keepdims=bool(keepdims), initial=highest(x.dtype))
-
-
-@operators.define("ReduceProd")
-@in_float32
-def reduce_prod(x, axes=None, *, keepdims, noop_with_empty_axes):
-    return np.prod(x, _axes(axes, noop_with_empty_axes), x.dtype, keepdims=bool(keepdims))
-
-
-@operators.define("ReduceL1")
-@in_float32
-def reduce_l1(x, axes=None, *, keepdims, noop_with_empty_axes):
-    return reduce_sum(np.abs(x), axes, keepdims=keepdims, noop_with_empty_axes=noop_with_empty_axes)
-
-
-@operators.define("ReduceL2")
-@in_float32
-def reduce_l2(x, axes=None, *, keepdims, noop_with_empty_axes):
-    squares = reduce_sum(np.square(x), axes, keepdims=keepdims, noop_with_empty_axes=noop_with_empty_axes)
-    return np.sqrt(squares).astype(x.dtype, copy=False)
-
-
-@operators.define("ReduceLogSum")
-@in_float32
-def reduce_log_sum(x, axes=None, *, keepdims, noop_with_empty_axes):
-    total = reduce_sum(x, axes, keepdims=keepdims, noop_with_empty_axes=noop_with_empty_axes)
-    return np.log(total).astype(x.dtype, copy=False)
-
-
-@operators.define("ReduceLogSumExp")
-@in_float32
-def reduce_log_sum_exp(x, axes=None, *, keepdims, noop_with_empty_axes):
-    along = _axes(axes, noop_with_empty_axes)
+def _log_sum_exp(x, axes, keepdims):
     y = x if is_float(x.dtype) else x.astype(np.float64)
-    top = np.max(y, along, keepdims=True, initial=-np.inf)
+    top = np.max(y, axes, keepdims=True, initial=-np.inf)
     top = np.where(np.isfinite(top), top, 0)  # infinities less themselves would be NaN
-    result = np.log(np.sum(np.exp(y - top), along, keepdims=True)) + top
-    return (result if keepdims else np.squeeze(result, along)).astype(x.dtype, copy=False)
+    result = np.log(np.sum(np.exp(y - top), axes, keepdims=True)) + top
+    return result if keepdims else np.squeeze(result, axes)
 
 
-@operators.define("ReduceSumSquare")
-@in_float32
-def reduce_sum_square(x, axes=None, *, keepdims, noop_with_empty_axes):
-    return reduce_sum(np.square(x), axes, keepdims=keepdims, noop_with_empty_axes=noop_with_empty_axes)
+operators(
+    ReduceSum=_reduction(_sum),
+    ReduceMean=_reduction(np.mean),
+    ReduceMax=_reduction(lambda x, axes, keepdims: np.max(x, axes, keepdims=keepdims, initial=lowest(x.dtype))),
+    ReduceMin=_reduction(lambda x, axes, keepdims: np.min(x, axes, keepdims=keepdims, initial=highest(x.dtype))),
+    ReduceProd=_reduction(lambda x, axes, keepdims: np.prod(x, axes, x.dtype, keepdims=keepdims)),
+    ReduceL1=_reduction(lambda x, axes, keepdims: _sum(np.abs(x), axes, keepdims)),
+    ReduceL2=_reduction(lambda x, axes, keepdims: np.sqrt(_sum(np.square(x), axes, keepdims))),
+    ReduceLogSum=_reduction(lambda x, axes, keepdims: np.log(_sum(x, axes, keepdims))),
+    ReduceLogSumExp=_reduction(_log_sum_exp),
+    ReduceSumSquare=_reduction(lambda x, axes, keepdims: _sum(np.square(x), axes, keepdims)),
+)
 
 
 @operators.define("ArgMax")
@@ -109,13 +79,6 @@ def top_k(x, k, *, axis, largest, sorted):
         order = np.argsort(keys, axis, kind="stable")
     order = order.take(range(k.item()), axis)
     return np.take_along_axis(x, order, axis), order
-
-
-def _axes(axes, noop_with_empty_axes):
-    """None are all of them."""
-    if axes is None or not axes.size:
-        return () if noop_with_empty_axes else None
-    return tuple(axes.tolist())
 
 
 def _place(function, x, axis, keepdims, last):

@@ -9,7 +9,7 @@ from typing import Any
 from onward.engines.framework import Function, Operators
 from onward.errors import UnknownNameError
 
-_PRODUCTS = ("MatMul", "Gemm", "Einsum", "Conv", "ConvTranspose", "DeformConv", "Attention", "onward.Linear")
+_PRODUCTS = ("MatMul", "Gemm", "Einsum", "Conv", "ConvTranspose", "Attention", "onward.Linear")
 """What is computed in the chosen precision: products, where time goes."""
 _EXACT = (
     "Exp", "Log", "Pow", "Softmax", "LogSoftmax", "CumSum", "CumProd", "SoftmaxCrossEntropyLoss",

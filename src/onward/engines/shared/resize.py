@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -60,6 +60,44 @@ def resized_axes(
     return results
 
 
+def as_resize(function: Callable[..., Any], shape_of: Callable[[Any], Sequence[int]] = lambda x: x.shape) -> Any:
+    """The row of a table, of a function of the image, what is done along its axes, and two attributes."""
+
+    def resize(
+        x,
+        roi=None,
+        scales=None,
+        sizes=None,
+        *,
+        antialias,
+        axes=None,
+        coordinate_transformation_mode,
+        cubic_coeff_a,
+        exclude_outside,
+        extrapolation_value,
+        keep_aspect_ratio_policy,
+        mode,
+        nearest_mode,
+    ):
+        along = resized_axes(
+            shape_of(x),
+            roi,
+            scales,
+            sizes,
+            antialias=antialias,
+            axes=axes,
+            coordinate_transformation_mode=coordinate_transformation_mode,
+            cubic_coeff_a=cubic_coeff_a,
+            exclude_outside=exclude_outside,
+            keep_aspect_ratio_policy=keep_aspect_ratio_policy,
+            mode=mode,
+            nearest_mode=nearest_mode,
+        )
+        return function(x, along, extrapolation_value, mode)
+
+    return resize
+
+
 def _by_sizes(before: list[int], sizes: list[int], policy: str) -> tuple[list[float], list[int]]:
     factors = [size / n for size, n in zip(sizes, before, strict=True)]
     if policy == "stretch":
@@ -105,7 +143,7 @@ def _weighted(places: np.ndarray, n: int, mode: str, a: float, stretch: float, e
     first = np.floor(places).astype(int)[:, None]
     neighbours = first + np.arange(1 - reach, 1 + reach)
     distance = np.abs(neighbours - places[:, None]) * stretch
-    weights = np.maximum(1 - distance, 0) if mode == "linear" else cubic(distance, a)
+    weights = np.maximum(1 - distance, 0) if mode == "linear" else _cubic(distance, a)
     if exclude_outside:
         weights = np.where((neighbours >= 0) & (neighbours < n), weights, 0)
     if exclude_outside or stretch < 1:
@@ -115,7 +153,7 @@ def _weighted(places: np.ndarray, n: int, mode: str, a: float, stretch: float, e
     return matrix
 
 
-def cubic(x: np.ndarray, a: float) -> np.ndarray:
+def _cubic(x: np.ndarray, a: float) -> np.ndarray:
     """The piecewise cubic kernel of Keys, of distances."""
     near = ((a + 2) * x - (a + 3)) * x * x + 1
     far = ((a * x - 5 * a) * x + 8 * a) * x - 4 * a

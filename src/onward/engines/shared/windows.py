@@ -30,6 +30,27 @@ def paddings(
     return [halves(total, larger_last=auto_pad == "SAME_UPPER") for total in totals]
 
 
+def cut_off(
+    auto_pad: str,
+    pads: Sequence[int] | None,
+    sizes: Sequence[int],
+    kernel: Sequence[int],
+    strides: Sequence[int],
+    dilations: Sequence[int],
+    more: Sequence[int],
+    output_shape: Sequence[int] | None,
+) -> list[Pair]:
+    """How much is left out before and after each axis of a transposed convolution, to which `more` was added."""
+    if not output_shape and auto_pad.startswith("SAME"):
+        output_shape = [size * stride for size, stride in zip(sizes, strides, strict=True)]
+    if not output_shape:
+        return paddings(auto_pad, pads, sizes, kernel, strides, dilations)
+    reaches = map(reach, kernel, dilations)
+    whole = [(n - 1) * s + covered + m for n, s, covered, m in zip(sizes, strides, reaches, more, strict=True)]
+    totals = [size - wanted for size, wanted in zip(whole, output_shape[-len(sizes) :], strict=True)]
+    return [halves(total, larger_last=auto_pad == "SAME_UPPER") for total in totals]
+
+
 def halves(total: int, *, larger_last: bool) -> Pair:
     small, large = total // 2, total - total // 2
     return (small, large) if larger_last else (large, small)

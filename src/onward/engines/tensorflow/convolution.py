@@ -6,14 +6,12 @@ dilated kernel is one with zeros in it if there are strides too, and groups are 
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import tensorflow as tf
 
 from onward.engines.framework import Operators
-from onward.engines.shared.windows import halves, paddings, reach
-from onward.engines.tensorflow.tensors import sizes, wide
+from onward.engines.shared.windows import cut_off, paddings, reach
+from onward.engines.tensorflow.tensors import sizes
 
 operators = Operators()
 
@@ -96,12 +94,7 @@ def conv_transpose(x, w, b=None, *, auto_pad, dilations, group, output_padding, 
     strides, dilations, more = strides or [1] * rank, dilations or [1] * rank, output_padding or [0] * rank
     reaches = map(reach, w.shape[2:], dilations)
     whole = [(n - 1) * s + covered for n, s, covered in zip(x.shape[2:], strides, reaches, strict=True)]
-    if output_shape or auto_pad.startswith("SAME"):
-        wanted = output_shape[-rank:] if output_shape else [n * s for n, s in zip(x.shape[2:], strides, strict=True)]
-        totals = [n + m - size for n, m, size in zip(whole, more, wanted, strict=True)]
-        cut = [halves(total, larger_last=auto_pad == "SAME_UPPER") for total in totals]
-    else:
-        cut = paddings(auto_pad, pads, x.shape[2:], w.shape[2:], strides, dilations)
+    cut = cut_off(auto_pad, pads, x.shape[2:], w.shape[2:], strides, dilations, more, output_shape)
     y = _spread(channels_last(x), _with_gaps(_kernel_last(w), dilations), group, strides, whole)
     # Cut off at both ends; where less than nothing is, zeros are added.
     ends = [(-low, m - high) for (low, high), m in zip(cut, more, strict=True)]
@@ -122,36 +115,3 @@ def _spread(x, w, group, strides, whole):
     ]
     y = tf.concat(pieces, -1)
     return y[:, 0] if rank == 1 else y
-
-
-@operators.define("CausalConvWithState")
-def causal_conv_with_state(x, w, b=None, past=None, *, activation):
-    """Each channel by its own kernel, over what was before and what is now; the last of that is the new state."""
-    length = w.shape[2] - 1
-    whole = tf.pad(x, [(0, 0), (0, 0), (length, 0)]) if past is None else tf.concat([past, x], 2)
-    slide = {"auto_pad": "VALID", "dilations": None, "pads": None, "strides": None}
-    y = tf.cast(conv(wide(whole), wide(w), None if b is None else wide(b), group=x.shape[1], **slide), x.dtype)
-    return y if activation == "none" else tf.cast(tf.nn.silu(wide(y)), x.dtype), whole[:, :, x.shape[2] :]
-
-
-@operators.define("Col2Im")
-def col2im(x, image_shape, block_shape, *, dilations, pads, strides):
-    """Elements of blocks are added up where they fall on the image."""
-    shape, block = image_shape.tolist(), block_shape.tolist()
-    rank = len(shape)
-    strides, dilations, pads = strides or [1] * rank, dilations or [1] * rank, pads or [0] * 2 * rank
-    padded = [size + low + high for size, low, high in zip(shape, pads[:rank], pads[rank:], strict=True)]
-    lines = []
-    for size, k, s, d in zip(padded, block, strides, dilations, strict=True):
-        starts = np.arange((size - (k - 1) * d - 1) // s + 1) * s
-        lines.append(np.arange(k)[:, None] * d + starts)
-    grids = np.meshgrid(*(np.arange(line.size) for line in lines), indexing="ij")
-    places = np.ravel_multi_index([line.reshape(-1)[grid] for line, grid in zip(lines, grids, strict=True)], padded)
-    split = [size for line in lines for size in line.shape]
-    order = [*range(0, 2 * rank, 2), *range(1, 2 * rank, 2)]
-    places = places.reshape(split).transpose(order).reshape(-1)
-    n = x.shape[0]
-    rows = tf.transpose(tf.reshape(x, [n, -1, places.size]), [2, 0, 1])
-    image = tf.math.unsorted_segment_sum(rows, places, math.prod(padded))
-    image = tf.reshape(tf.transpose(image, [1, 2, 0]), [n, -1, *padded])
-    return image[(..., *(slice(low, low + size) for low, size in zip(pads[:rank], shape, strict=True)))]

@@ -99,24 +99,6 @@ def pad(x, pads, value=None, axes=None, *, mode):
     return kept
 
 
-@operators.define("DepthToSpace")
-def depth_to_space(x, *, blocksize, mode):
-    n, c, h, w = sizes(x)
-    depth = c // blocksize**2
-    split_up = [n, blocksize, blocksize, depth] if mode == "DCR" else [n, depth, blocksize, blocksize]
-    order = [0, 3, 4, 1, 5, 2] if mode == "DCR" else [0, 1, 4, 2, 5, 3]
-    blocks = tf.transpose(tf.reshape(x, [*split_up, h, w]), order)
-    return tf.reshape(blocks, [n, depth, h * blocksize, w * blocksize])
-
-
-@operators.define("SpaceToDepth")
-def space_to_depth(x, *, blocksize, mode="DCR"):
-    n, c, h, w = sizes(x)
-    blocks = tf.reshape(x, [n, c, h // blocksize, blocksize, w // blocksize, blocksize])
-    order = [0, 3, 5, 1, 2, 4] if mode == "DCR" else [0, 1, 3, 5, 2, 4]
-    return tf.reshape(tf.transpose(blocks, order), [n, c * blocksize**2, h // blocksize, w // blocksize])
-
-
 operators(
     ReverseSequence=lambda x, lengths, *, batch_axis, time_axis: tf.reverse_sequence(x, lengths, time_axis, batch_axis)
 )

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
 import tensorflow as tf
 
 from onward.engines.framework import Operators
 from onward.engines.tensorflow.convolution import channels_first, channels_last, per_channel
-from onward.engines.tensorflow.tensors import dtype_of, scalar, sizes, wide
+from onward.engines.tensorflow.tensors import dtype_of, sizes, wide
 
 operators = Operators()
 
@@ -68,32 +67,3 @@ def instance_normalization(x, scale, bias, *, epsilon):
     rank = x.shape.rank - 2
     normal = _standardised(wide(x), list(range(2, x.shape.rank)), epsilon)[2]
     return tf.cast(normal, x.dtype) * per_channel(scale, rank) + per_channel(bias, rank)
-
-
-@operators.define("LRN")
-def lrn(x, *, alpha, beta, bias, size):
-    """The squares of near channels are added up by a matrix that has a band of ones."""
-    ones = np.ones([x.shape[1]] * 2)
-    band = np.tril(np.triu(ones, -((size - 1) // 2)), size // 2)
-    planes = tf.reshape(tf.square(x), [x.shape[0], x.shape[1], -1])
-    near = tf.reshape(tf.matmul(tf.constant(band, x.dtype), planes), sizes(x))
-    return x / (bias + alpha / size * near) ** beta
-
-
-@operators.define("LpNormalization")
-def lp_normalization(x, *, axis, p):
-    norm = tf.reduce_sum(tf.abs(x) if p == 1 else tf.square(x), axis, keepdims=True)
-    safe = tf.where(norm == 0, scalar(1, x), norm)
-    return tf.where(norm == 0, scalar(0, x), x / (safe if p == 1 else tf.sqrt(safe)))
-
-
-@operators.define("MeanVarianceNormalization")
-def mean_variance_normalization(x, *, axes):
-    """Where all is the same, so that there is no deviation, its derivative is 0."""
-    wide_x = wide(x)
-    centred = wide_x - tf.reduce_mean(wide_x, axes, keepdims=True)
-    variance = tf.reduce_mean(tf.square(centred), axes, keepdims=True)
-    deviation = tf.where(
-        variance == 0, scalar(0, wide_x), tf.sqrt(tf.where(variance == 0, scalar(1, wide_x), variance))
-    )
-    return tf.cast(centred / (deviation + 1e-9), x.dtype)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from typing import NamedTuple
 
@@ -13,7 +12,7 @@ import tensorflow as tf
 from onward.engines.framework import Operators
 from onward.engines.shared.windows import Pair, counts, paddings, reach, with_ceiling
 from onward.engines.tensorflow.convolution import channels_first, channels_last
-from onward.engines.tensorflow.tensors import fetched, scalar, sizes
+from onward.engines.tensorflow.tensors import scalar, sizes
 
 operators = Operators()
 
@@ -155,47 +154,4 @@ operators(
 )
 
 
-@operators.define("MaxUnpool")
-def max_unpool(x, indices, output_shape=None, *, kernel_shape, pads, strides):
-    rank = len(kernel_shape)
-    pads, strides = pads or [0] * 2 * rank, strides or [1] * rank
-    shape = [
-        *x.shape[:2],
-        *((n - 1) * s + k - pads[i] - pads[rank + i]
-          for i, (n, s, k) in enumerate(zip(x.shape[2:], strides, kernel_shape, strict=True))),
-    ]  # fmt: skip
-    flat = tf.scatter_nd(tf.reshape(indices, [-1, 1]), tf.reshape(x, [-1]), tf.constant([math.prod(shape)], tf.int64))
-    y = tf.reshape(flat, shape)
-    if output_shape is None:
-        return y
-    return tf.pad(y, [(0, wanted - size) for wanted, size in zip(output_shape.tolist(), shape, strict=True)])
-
-
 # ---- regions of interest ---------------------------------------------------------------------------------------------
-
-
-@operators.define("MaxRoiPool")
-def max_roi_pool(x, rois, *, pooled_shape, spatial_scale):
-    """Regions are made of whole elements, so that it must be known where they are."""
-    results = []
-    for image, *box in fetched(rois).tolist():
-        left, top, right, bottom = (_rounded(side * spatial_scale) for side in box)
-        rows = _bins(top, bottom, pooled_shape[0], x.shape[2])
-        columns = _bins(left, right, pooled_shape[1], x.shape[3])
-        for (low, high), (first, end) in itertools.product(rows, columns):
-            part = tf.reshape(x[int(image), :, low:high, first:end], [x.shape[1], -1])
-            results.append(_largest(part) if part.shape[1] else tf.zeros([x.shape[1]], x.dtype))
-    y = tf.reshape(tf.stack(results), [-1, *pooled_shape, x.shape[1]])
-    return channels_first(y)
-
-
-def _rounded(x):
-    """Halves away from 0."""
-    return int(math.copysign(math.floor(abs(x) + 0.5), x))
-
-
-def _bins(low, high, count, size):
-    width = max(high - low + 1, 1)
-    for i in range(count):
-        start, end = low + i * width // count, low - (-(i + 1) * width // count)
-        yield min(max(start, 0), size), min(max(end, 0), size)

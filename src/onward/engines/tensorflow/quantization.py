@@ -11,8 +11,6 @@ import onnx_ir as ir
 import tensorflow as tf
 
 from onward.engines.framework import Operators
-from onward.engines.tensorflow.convolution import conv
-from onward.engines.tensorflow.matrix import matmul
 from onward.engines.tensorflow.tensors import dtype_of, on_host, sizes, wide
 
 operators = Operators()
@@ -55,25 +53,3 @@ def dequantize_linear(x, scale, zero=None, *, axis, block_size, output_dtype):
     if zero is not None:
         levels -= tf.cast(_spread(zero, x, axis, block_size), levels.dtype)
     return tf.cast(levels, dtype) * tf.cast(_spread(scale, x, axis, block_size), dtype)
-
-
-@operators.define("MatMulInteger")
-def matmul_integer(a, b, zero_a=None, zero_b=None):
-    a, b = tf.cast(a, tf.int32), tf.cast(b, tf.int32)
-    if zero_a is not None:  # one number, or one per row
-        zero_a = tf.cast(zero_a, tf.int32)
-        a -= zero_a[..., None] if zero_a.shape.rank == 1 and zero_a.shape[0] > 1 else zero_a
-    return matmul(a, b if zero_b is None else b - tf.cast(zero_b, tf.int32))
-
-
-@operators.define("ConvInteger")
-def conv_integer(x, w, zero_x=None, zero_w=None, *, auto_pad, dilations, group, pads, strides):
-    """There is no such kernel; float64 holds all sums of products of bytes."""
-    x, w = tf.cast(x, tf.float64), tf.cast(w, tf.float64)
-    if zero_x is not None:
-        x -= tf.cast(zero_x, tf.float64)
-    if zero_w is not None:
-        w -= tf.reshape(tf.cast(zero_w, tf.float64), [-1, *[1] * (w.shape.rank - 1)])
-    return tf.cast(
-        conv(x, w, auto_pad=auto_pad, dilations=dilations, group=group, pads=pads, strides=strides), tf.int32
-    )

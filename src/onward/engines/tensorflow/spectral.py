@@ -5,7 +5,7 @@ from __future__ import annotations
 import tensorflow as tf
 
 from onward.engines.framework import Operators
-from onward.engines.tensorflow.tensors import on_host, wide
+from onward.engines.tensorflow.tensors import wide
 
 operators = Operators()
 
@@ -41,11 +41,3 @@ def _complex(x):
 
 def _pairs(x):
     return tf.stack([tf.math.real(x), tf.math.imag(x)], -1)
-
-
-operators(
-    MelWeightMatrix=on_host("MelWeightMatrix"),
-    HannWindow=on_host("HannWindow"),
-    HammingWindow=on_host("HammingWindow"),
-    BlackmanWindow=on_host("BlackmanWindow"),
-)

@@ -7,42 +7,14 @@ import torch
 from torch.nn import functional as F
 
 from onward.engines.framework import Operators
-from onward.engines.shared.resize import resized_axes
+from onward.engines.shared.resize import as_resize
 
 operators = Operators()
 
 
 @operators.define("Resize")
-def resize(
-    x,
-    roi=None,
-    scales=None,
-    sizes=None,
-    *,
-    antialias,
-    axes,
-    coordinate_transformation_mode,
-    cubic_coeff_a,
-    exclude_outside,
-    extrapolation_value,
-    keep_aspect_ratio_policy,
-    mode,
-    nearest_mode,
-):
-    along = resized_axes(
-        x.shape,
-        roi,
-        scales,
-        sizes,
-        antialias=antialias,
-        axes=axes,
-        coordinate_transformation_mode=coordinate_transformation_mode,
-        cubic_coeff_a=cubic_coeff_a,
-        exclude_outside=exclude_outside,
-        keep_aspect_ratio_policy=keep_aspect_ratio_policy,
-        mode=mode,
-        nearest_mode=nearest_mode,
-    )
+@as_resize
+def resize(x, along, extrapolation_value, mode):
     y = x if x.is_floating_point() or mode == "nearest" else x.float()
     for axis, matrix, outside, picks in along:
         y = _picked(y, matrix.argmax(1), axis) if picks else _weighted(y, matrix, axis)

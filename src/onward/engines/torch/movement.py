@@ -120,35 +120,6 @@ def _places(positions, size, mode):
     return size - 1 - abs(size - 1 - positions % period)
 
 
-@operators.define("DepthToSpace")
-def depth_to_space(x, *, blocksize, mode):
-    n, c, h, w = x.shape
-    b = blocksize
-    if mode == "DCR":
-        y = x.reshape(n, b, b, c // b**2, h, w).permute(0, 3, 4, 1, 5, 2)
-    else:
-        y = x.reshape(n, c // b**2, b, b, h, w).permute(0, 1, 4, 2, 5, 3)
-    return y.reshape(n, c // b**2, h * b, w * b)
-
-
-@operators.define("SpaceToDepth")
-def space_to_depth(x, *, blocksize, mode):
-    n, c, h, w = x.shape
-    b = blocksize
-    y = x.reshape(n, c, h // b, b, w // b, b).permute((0, 3, 5, 1, 2, 4) if mode == "DCR" else (0, 1, 3, 5, 2, 4))
-    return y.reshape(n, c * b**2, h // b, w // b)
-
-
-@operators.define("ReverseSequence")
-@by_bits
-def reverse_sequence(x, lengths, *, batch_axis, time_axis):
-    x = x.movedim((batch_axis, time_axis), (0, 1))
-    time = torch.arange(x.shape[1], device=x.device)
-    last = lengths[:, None].long() - 1
-    y = x[torch.arange(x.shape[0], device=x.device)[:, None], torch.where(time <= last, last - time, time)]
-    return y.movedim((0, 1), (batch_axis, time_axis))
-
-
 @operators.define("Trilu")
 @by_bits
 def trilu(x, k=0, *, upper):

@@ -59,17 +59,3 @@ operators(
         x, weight=scale, bias=bias, eps=epsilon, use_input_stats=True
     ),
 )
-
-
-@operators.define("LRN")
-def lrn(x, *, alpha, beta, bias, size):
-    """Windows over channels, of which one more lies behind than before if their number is even."""
-    around = F.pad((x * x).flatten(2), (0, 0, (size - 1) // 2, size // 2))
-    total = sum(around.narrow(1, i, x.shape[1]) for i in range(size)).reshape(x.shape)
-    return x / (bias + alpha / size * total) ** beta
-
-
-@operators.define("LpNormalization")
-def lp_normalization(x, *, axis, p):
-    norm = torch.linalg.vector_norm(x, p, axis, keepdim=True)
-    return x / torch.where(norm == 0, 1, norm)

@@ -100,31 +100,3 @@ operators(
     GlobalAveragePool=_globally(lambda x: x.mean(2)),
     GlobalLpPool=_globally(lambda x, *, p: torch.linalg.vector_norm(x, p, 2)),
 )
-
-
-@operators.define("MaxUnpool")
-def max_unpool(x, places, output_shape=None, *, kernel_shape, pads, strides):
-    strides, pads = strides or [1] * len(kernel_shape), pads or [0] * 2 * len(kernel_shape)
-    numbers = zip(x.shape[2:], kernel_shape, strides, pads, pads[len(kernel_shape) :], strict=False)
-    sizes = [(size - 1) * stride + length - before - after for size, length, stride, before, after in numbers]
-    y = x.new_zeros(math.prod([*x.shape[:2], *sizes])).scatter(0, places.flatten(), x.flatten())
-    y = y.reshape(*x.shape[:2], *sizes)
-    wanted = sizes if output_shape is None else output_shape.tolist()[2:]
-    return padded(y, [(0, new - old) for new, old in zip(wanted, sizes, strict=True)])
-
-
-@operators.define("MaxRoiPool")
-def max_roi_pool(x, rois, *, pooled_shape, spatial_scale):
-    """The largest element of each bin; first along the rows, then along the columns."""
-    images = x[rois[:, 0].long()]
-    scaled = rois[:, 1:] * spatial_scale
-    left, top, right, bottom = (scaled.sign() * torch.floor(scaled.abs() + 0.5)).unbind(1)  # halves away from zero
-    for start, end, bins in ((left, right, pooled_shape[1]), (top, bottom, pooled_shape[0])):
-        size, i = images.shape[3], torch.arange(bins, device=x.device)
-        step = (end - start + 1).clamp(min=1)[:, None] / bins
-        first, last = (torch.floor(i * step) + start[:, None]), (torch.ceil((i + 1) * step) + start[:, None])
-        place = torch.arange(size, device=x.device)
-        inside = (place >= first[..., None]) & (place < last[..., None])
-        chosen = torch.where(inside[:, None, None], images[:, :, :, None], -torch.inf)
-        images = chosen.amax(-1).transpose(2, 3)
-    return torch.where(images == -torch.inf, 0, images)

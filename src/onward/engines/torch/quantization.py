@@ -9,7 +9,6 @@ from __future__ import annotations
 import torch
 
 from onward.engines.framework import Operators
-from onward.engines.torch.convolution import conv
 from onward.engines.torch.elementwise import cast
 from onward.engines.torch.types import CODES, FLOAT8, TYPES, on_numpy
 
@@ -64,31 +63,3 @@ def dequantize_linear(x, scale, zero=None, *, axis=1, block_size=0, output_dtype
         levels = levels.to(scale.dtype) - offset.to(scale.dtype) if levels.is_floating_point() else levels - offset
     y = levels.to(scale.dtype) * _spread(scale, x, axis, block_size)
     return y.to(TYPES[output_dtype]) if output_dtype else y
-
-
-@operators.define("DynamicQuantizeLinear")
-def dynamic_quantize_linear(x):
-    low, high = x.amin().clamp(max=0), x.amax().clamp(min=0)
-    scale = (high - low) / 255
-    zero = (-low / scale).round().clamp(0, 255).to(torch.uint8)
-    return quantize_linear(x, scale, zero), scale, zero
-
-
-@operators.define("MatMulInteger")
-def mat_mul_integer(a, b, a_zero=None, b_zero=None):
-    """In float64, which is exact here, and has fast products everywhere."""
-    if a_zero is not None and a_zero.ndim == 1 and a_zero.numel() > 1:
-        a_zero = a_zero[:, None]
-    return (_shifted(a, a_zero) @ _shifted(b, b_zero)).to(torch.int32)
-
-
-@operators.define("ConvInteger")
-def conv_integer(x, w, x_zero=None, w_zero=None, *, auto_pad, dilations, group, kernel_shape, pads, strides):
-    if w_zero is not None and w_zero.numel() > 1:
-        w_zero = w_zero.reshape(-1, *[1] * (w.ndim - 1))
-    settings = {"auto_pad": auto_pad, "dilations": dilations, "group": group, "pads": pads, "strides": strides}
-    return conv(_shifted(x, x_zero), _shifted(w, w_zero), kernel_shape=kernel_shape, **settings).to(torch.int32)
-
-
-def _shifted(x, zero):
-    return x.double() if zero is None else x.double() - zero.double()

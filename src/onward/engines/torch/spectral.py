@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from onward.engines.framework import Operators
-from onward.engines.torch.types import on_numpy
 
 operators = Operators()
 
@@ -21,8 +20,3 @@ def dft(x, length=None, axis=None, *, inverse, onesided):
     if onesided:
         return torch.view_as_real(torch.fft.rfft(values, length, axis))
     return torch.view_as_real((torch.fft.ifft if inverse else torch.fft.fft)(values, length, axis))
-
-
-@operators.define("MelWeightMatrix")
-def mel_weight_matrix(*inputs, output_datatype, outputs):
-    return on_numpy("MelWeightMatrix", *inputs, output_datatype=output_datatype, outputs=outputs)

@@ -172,8 +172,6 @@ class _Body:
             self._call(item)
 
     def _call(self, call: Call) -> None:
-        if call.operator in ONLY_ON_HOST:
-            raise UnsupportedError(f"{call.described} cannot be computed by JAX")
         source, result = call.inputs[0] if call.inputs else None, call.outputs[0]
         if call.operator == "Identity" and source is not None and result is not None and source not in self._constants:
             self._known[result] = self[source]
@@ -181,6 +179,8 @@ class _Body:
             return
         if self._fold(call):
             return
+        if call.operator in ONLY_ON_HOST:
+            raise UnsupportedError(f"{call.described} cannot be computed by JAX")
         if call.operator in self._functions:
             self._call_function(call)
             return

@@ -30,7 +30,7 @@ from onward.transform import convert_opset, inline
 
 FAMILIES = (
     "elementwise", "activation", "reduction", "movement", "indexing", "matrix", "convolution", "pooling", "grids",
-    "normalization", "attention", "recurrent", "loss", "random",
+    "normalization", "attention", "recurrent", "random",
 )  # fmt: skip
 ROWS = collect_operators(__name__, FAMILIES)
 

@@ -7,7 +7,7 @@ from keras import ops
 
 from onward.convert.keras.ops.movement import padded
 from onward.engines.framework import Operators
-from onward.engines.shared.windows import halves, paddings, reach
+from onward.engines.shared.windows import cut_off, paddings, reach
 
 operators = Operators()
 
@@ -59,14 +59,7 @@ def conv_transpose(
     count, sizes = len(x.shape) - 2, x.shape[2:]
     strides, dilations, extra = strides or [1] * count, dilations or [1] * count, output_padding or [0] * count
     covered = list(map(reach, w.shape[2:], dilations))
-    if output_shape is None and auto_pad.startswith("SAME"):
-        output_shape = [size * stride for size, stride in zip(sizes, strides, strict=True)]
-    if output_shape is None:
-        removed = paddings(auto_pad, pads, sizes, w.shape[2:], strides, dilations)
-    else:
-        full = [s * (n - 1) + more + cover for s, n, more, cover in zip(strides, sizes, extra, covered, strict=True)]
-        totals = [whole - size for whole, size in zip(full, output_shape[-count:], strict=True)]
-        removed = [halves(amount, larger_last=auto_pad == "SAME_UPPER") for amount in totals]
+    removed = cut_off(auto_pad, pads, sizes, w.shape[2:], strides, dilations, extra, output_shape)
     before = [cover - 1 - first for cover, (first, _) in zip(covered, removed, strict=True)]
     after = [cover - 1 - last + more for cover, (_, last), more in zip(covered, removed, extra, strict=True)]
     wide = padded(spread(x, strides), [0, 0, *before, 0, 0, *after])

@@ -130,25 +130,6 @@ def padded(x, pads, value=None, axes=None, *, mode="constant"):
     return ops.where(inside, y, ops.cast(ops.reshape(value, ()), dtype_of(x)))
 
 
-@operators.define("DepthToSpace")
-def depth_to_space(x, *, blocksize, mode="DCR"):
-    (_, c, h, w), b = x.shape, blocksize
-    if mode == "DCR":
-        blocks = ops.transpose(ops.reshape(x, (-1, b, b, c // b**2, h, w)), (0, 3, 4, 1, 5, 2))
-    else:
-        blocks = ops.transpose(ops.reshape(x, (-1, c // b**2, b, b, h, w)), (0, 1, 4, 2, 5, 3))
-    return ops.reshape(blocks, (-1, c // b**2, h * b, w * b))
-
-
-@operators.define("SpaceToDepth")
-def space_to_depth(x, *, blocksize, mode="DCR"):
-    (_, c, h, w), b = x.shape, blocksize
-    blocks = ops.transpose(
-        ops.reshape(x, (-1, c, h // b, b, w // b, b)), (0, 3, 5, 1, 2, 4) if mode == "DCR" else (0, 1, 3, 5, 2, 4)
-    )
-    return ops.reshape(blocks, (-1, c * b**2, h // b, w // b))
-
-
 @operators.define("Trilu")
 def triangle(x, k=0, *, upper=1):
     rows, columns = (ops.arange(ops.shape(x)[axis], dtype="int32") for axis in (-2, -1))
@@ -172,15 +153,3 @@ def eye_like(x, *, dtype=None, k=0):
 def numbers(start, limit, step):
     is_float = any(isinstance(number, float) for number in (start, limit, step))
     return ops.arange(start, limit, step, dtype="float32" if is_float else available("int64"))
-
-
-@operators.define("ReverseSequence")
-def reverse_sequence(x, lengths, *, batch_axis=1, time_axis=0):
-    times = ops.arange(x.shape[time_axis])
-    lengths = ops.cast(lengths, dtype_of(times))[:, None]
-    places = ops.where(times < lengths, lengths - 1 - times, times)
-    places = places if batch_axis < time_axis else ops.transpose(places)
-    places = ops.reshape(
-        places, [-1 if i == batch_axis else x.shape[i] if i == time_axis else 1 for i in range(len(x.shape))]
-    )
-    return ops.take_along_axis(x, ops.broadcast_to(places, ops.shape(x)), time_axis)

@@ -78,18 +78,3 @@ def group_normalization(x, scale, bias, *, epsilon=1e-5, num_groups, stash_type=
 @operators.define("InstanceNormalization")
 def instance_normalization(x, scale, bias, *, epsilon=1e-5):
     return standardized(x, tuple(range(2, len(x.shape))), epsilon) * channels(scale, x) + channels(bias, x)
-
-
-@operators.define("LRN")
-def lrn(x, *, alpha=0.0001, beta=0.75, bias=1.0, size):
-    around = [(0, 0), ((size - 1) // 2, size // 2), *[(0, 0)] * (len(x.shape) - 2)]
-    squares = ops.pad(ops.square(x), around)
-    total = sum(squares[:, i : i + x.shape[1]] for i in range(size))
-    return x / ops.power(bias + alpha / size * total, beta)
-
-
-@operators.define("LpNormalization")
-def lp_normalization(x, *, axis=-1, p=2):
-    powers = ops.sum(ops.power(ops.abs(x), p), axis, keepdims=True)
-    zero = powers == 0
-    return ops.where(zero, ops.zeros_like(x), x / ops.power(ops.where(zero, ops.ones_like(powers), powers), 1 / p))
