@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -48,20 +48,26 @@ def _matches(name: str, pattern: str) -> bool:
 
 def inline_calls(model: Model, names: Iterable[str] = ("*",)) -> None:
     """The same in place."""
-    from onnx_ir.passes.common import InlinePass  # slow to import, and seldom needed
-
     check_expansion(model)
     patterns = list(names)
 
     def wanted(function: ir.Function) -> bool:
         return any(_matches(f"{function.domain}.{function.name}", pattern) for pattern in patterns)
 
+    if any(map(wanted, model.functions.values())):
+        _inline(model, wanted)
+    drop_unused_definitions(model)
+
+
+def _inline(model: Model, wanted: Callable[[ir.Function], bool]) -> None:
+    from onnx_ir.passes.common import InlinePass  # slow to import, and seldom needed
+
     graphs = [model.graph, *(graph for step in model.steps for graph in (step.algorithm, step.initialization) if graph)]
     functions = [function.clone() for function in model.functions.values()]
     for function in functions:
         tie_function(function)
     names_in_use = model.names()
-    for graph in graphs if functions else ():
+    for graph in graphs:
         tie(graph, () if graph is model.graph else (model.graph,))
         before = set(values(graph))
         graph.opset_imports.update(model.ir.opset_imports)
@@ -78,7 +84,6 @@ def inline_calls(model: Model, names: Iterable[str] = ("*",)) -> None:
     for function in functions:
         if wanted(function):
             model.functions.pop(function.identifier(), None)
-    drop_unused_definitions(model)
 
 
 def inline_operators(model: Model, operators: Iterable[tuple[str, str]]) -> Model:
