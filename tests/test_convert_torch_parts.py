@@ -386,6 +386,20 @@ def test_exact_classes_need_nothing_but_torch() -> None:
     torch.testing.assert_close(parameter.detach(), torch.full((3, 2), 0.9))
 
 
+def test_a_printed_update_reads_like_its_formula() -> None:
+    lines = [line.strip() for line in inspect.getsource(EXACT["OptaxNAdam"].update).splitlines()]
+    assert lines[3:] == [
+        'beta1, beta2 = group["betas"]',
+        'm = beta1 * state["exp_avg"] + (1 - beta1) * g',
+        'v = beta2 * state["exp_avg_sq"] + (1 - beta2) * (g * g)',
+        "root = math.sqrt(1 - beta2**t)",
+        "d = beta1 / (1 - beta1**(t + 1)) * m + (1 - beta1) / (1 - beta1**t) * g",
+        'x.copy_(x - lr * root * (d / (v.sqrt() + group["eps"] * root)))',
+        'state["exp_avg"].copy_(m)',
+        'state["exp_avg_sq"].copy_(v)',
+    ]
+
+
 def test_the_page_has_the_table() -> None:
     page = (Path(__file__).parent.parent / "docs" / "frameworks" / "torch.md").read_text().splitlines()
     for row in SUPPORT:

@@ -26,7 +26,7 @@ from conftest import needs
 from models import digits_mlp
 from onward.convert.files import restore
 from onward.errors import DataError, Error, InvalidModelError, UnknownNameError, UnsupportedError
-from onward.gradcheck.inputs import fitting
+from onward.gradcheck.inputs import fit_inputs
 from onward.training.data import Batches, Column, dataset, match, open_data
 from onward.training.data.fitting import Wanted, fit
 
@@ -360,7 +360,7 @@ def test_bad_headers(case: str, tmp_path: Path) -> None:
         with pytest.raises(DataError, match=message):
             open_data(tmp_path / "x.npz")
         with pytest.raises(DataError, match=message):
-            fitting(tmp_path / "x.npz", {})
+            fit_inputs(tmp_path / "x.npz", {})
 
 
 def test_arrays_are_read_as_numpy_reads_them(tmp_path: Path) -> None:
@@ -373,7 +373,7 @@ def test_arrays_are_read_as_numpy_reads_them(tmp_path: Path) -> None:
     }
     np.savez_compressed(tmp_path / "x.npz", **arrays)
     known = {name: ir.Value(name=name) for name in arrays}
-    given = fitting(tmp_path / "x.npz", known)
+    given = fit_inputs(tmp_path / "x.npz", known)
     data = open_data(tmp_path / "x.npz").take(np.arange(3))
     with np.load(tmp_path / "x.npz") as theirs:
         for name in arrays:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import warnings
 
@@ -13,9 +14,11 @@ from onnx import numpy_helper, parser
 import models
 import onward
 from conftest import needs
+from onward.agreement.noise import noise_in
+from onward.agreement.tolerance import Comparison
 from onward.engines import start
 from onward.engines.framework_engine import framework_class
-from onward.errors import InvalidModelError, OutOfMemoryError, UnknownNameError, UnsupportedError
+from onward.errors import InvalidModelError, MismatchError, OutOfMemoryError, UnknownNameError, UnsupportedError
 
 FRAMEWORKS = [pytest.param(name, marks=needs(name)) for name in ("torch", "jax", "tensorflow")]
 EVERYWHERE = ["onnxruntime", "numpy", *FRAMEWORKS]
@@ -160,3 +163,34 @@ def test_a_model_that_is_too_large(engine, options):
             loaded.step(batch)["loss"]
         assert "smaller" in caught.value.hint
         np.testing.assert_array_equal(loaded.state()["v"], before["v"])
+
+
+# ---- the rule --------------------------------------------------------------------------------------------------------
+
+ONE, HALF = np.float32([1, 0.5]), np.float16([1, 0.5])
+
+
+@pytest.mark.parametrize(
+    ("found", "expected", "before", "agrees"),
+    [
+        (ONE + np.float32(9e-5), ONE, None, True),
+        (ONE + np.float32(2e-4), ONE, None, False),
+        (ONE * 1e-6 + np.float32(9e-8), ONE * 1e-6, None, True),  # a sum that cancels
+        (ONE + np.float32(2e-5), ONE, ONE - np.float32(0.1), False),  # of a change of 0.1
+        (ONE + np.float32(2e-7), ONE, ONE - np.float32(1e-4), True),  # rounding of what is changed
+        (HALF + np.float16(2**-9), HALF, None, True),  # two roundings
+        (ONE * np.nan, ONE * np.nan, None, False),
+        (ONE * np.inf, ONE * np.inf, None, True),
+        (ONE[:1], ONE, None, False),
+    ],
+)
+def test_what_agrees(found, expected, before, agrees):
+    compare = Comparison("that of another", "a hint")
+    with contextlib.nullcontext() if agrees else pytest.raises(MismatchError, match="`x` is off by"):
+        compare({"x": found}, {"x": expected}, before=None if before is None else {"x": before})
+
+
+def test_gradients_that_are_rounding_errors():
+    noise = noise_in({"a": np.float32([1, 1e-5]), "b": np.float32([1e-6, 0])})
+    assert {name: mask.tolist() for name, mask in noise.items()} == {"a": [False, False], "b": [True, True]}
+    Comparison("", "")({"b": np.ones(2)}, {"b": np.zeros(2)}, ignored=noise)

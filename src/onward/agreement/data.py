@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from onward.gradcheck.inputs import made_up
+from onward.gradcheck.inputs import candidate_inputs
 from onward.model import Model
 
 _CANDIDATES = 4
@@ -22,5 +22,5 @@ def example_inputs(model: Model, seed: int = 0) -> Iterator[dict[str, np.ndarray
 def inputs_of_type(model: Model, given: Mapping[str, np.ndarray], seed: int) -> Iterator[dict[str, np.ndarray]]:
     """Ever other values for the inputs that are not given, in the types that the model takes."""
     types = {value.name or "": value.dtype.numpy() for value in model.inputs if value.dtype is not None}
-    for arrays in made_up(model, given, seed):
+    for arrays in candidate_inputs(model, given, seed):
         yield {name: array.astype(types.get(name, array.dtype)) for name, array in arrays.items()}

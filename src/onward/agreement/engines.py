@@ -18,7 +18,7 @@ from onward.agreement.tolerance import Arrays, farthest
 from onward.arguments import Count, Range, Seed, checked
 from onward.engines import ENGINES, FRAMEWORKS, Engine, is_installed, start
 from onward.errors import Error, UnknownNameError, UnsupportedError, near_or_first
-from onward.gradcheck.inputs import GIVE, Given, fitting
+from onward.gradcheck.inputs import GIVE, Given, fit_inputs
 from onward.lowering.contract import contract_of
 from onward.lowering.step import lower_for_framework
 from onward.model import Model, Source, load
@@ -64,7 +64,7 @@ def verify(
     names = engines if engines is not None else [name for name in ENGINES if is_installed(name)]
     ways = [Way(name, rules) for name in names for rules in _rules(name)]
     known = [*model.inputs, *(value for one in model.steps[step:][:1] for value in one.algorithm.inputs)]
-    given = fitting(inputs, {value.name or "": value for value in known})
+    given = fit_inputs(inputs, {value.name or "": value for value in known})
     batches: list[Arrays] = []
     runs: dict[Way, _Run] = {}
     refusals: dict[Way, Error] = {}

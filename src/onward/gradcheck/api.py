@@ -8,7 +8,7 @@ from typing import Annotated
 from onward.arguments import Count, Range, Seed, checked
 from onward.gradcheck.check import Settings, function_of, rows, settle
 from onward.gradcheck.compare import TOLERANCE
-from onward.gradcheck.inputs import Given, given_inputs, made_up
+from onward.gradcheck.inputs import Given, candidate_inputs, given_inputs
 from onward.gradcheck.locate import culprit
 from onward.gradcheck.report import Report
 from onward.gradcheck.subject import subject
@@ -50,7 +50,7 @@ def check_gradients(
     settings = Settings(directions, order, seed, tolerance)
     given = given_inputs(what, inputs)
     function = function_of(what)
-    point = settle(function, ({**given, **rest} for rest in made_up(what.model, given, seed)))
+    point = settle(function, ({**given, **rest} for rest in candidate_inputs(what.model, given, seed)))
     found = list(rows(what, function, point, settings))
     wrong = list(dict.fromkeys(row.x for row in found if row.verdict == "wrong"))
     blamed = culprit(what, wrong, point, settings) if wrong else None

@@ -39,10 +39,10 @@ def generator(seed: int) -> np.random.Generator:
 
 def given_inputs(subject: Subject, given: Given) -> dict[str, np.ndarray]:
     """What the user gives, as arrays that fit the inputs of the model; those that y does not depend on are left out."""
-    return fitting(given, {value.name or "": value for value in subject.model.inputs}, subject.spare)
+    return fit_inputs(given, {value.name or "": value for value in subject.model.inputs}, subject.spare)
 
 
-def fitting(given: Given, known: Mapping[str, ir.Value], spare: Container[str] = ()) -> dict[str, np.ndarray]:
+def fit_inputs(given: Given, known: Mapping[str, ir.Value], spare: Container[str] = ()) -> dict[str, np.ndarray]:
     """What the user gives, as arrays that fit inputs that are known; those that are to spare are left out."""
     found = {}
     for name, array in _read(given).items():
@@ -68,7 +68,7 @@ def _read(given: Given) -> dict[str, np.ndarray]:
     return {name: np.asarray(array) for name, array in (given or {}).items()}
 
 
-def made_up(model: Model, given: Mapping[str, np.ndarray], seed: int) -> Iterator[dict[str, np.ndarray]]:
+def candidate_inputs(model: Model, given: Mapping[str, np.ndarray], seed: int) -> Iterator[dict[str, np.ndarray]]:
     """Ever other values for the inputs that are not given: the caller takes the first with which the model runs."""
     missing = [value for value in model.inputs if value.name not in given]
     sizes = _sizes(model, given)

@@ -109,8 +109,11 @@ def _statements(function: Function) -> list[str]:
             lines.append(f"{name} = {made.text}")
             made = made._replace(text=name, binds=9)
         texts[value] = made
-    targets = ("x", *(f'state["{slot}"]' for slot in slots))
-    return lines + [f"{to}.copy_({texts[value].text})" for to, value in zip(targets, graph.outputs, strict=True)]
+    targets = ["x", *(f'state["{slot}"]' for slot in slots)]
+    results = [texts[value].text for value in graph.outputs]
+    for i, result in enumerate(results):  # nothing may be read after it was written
+        assert not any(re.search(rf"(?<!\w){re.escape(done)}(?!\w)", result) for done in targets[:i]), function.name
+    return lines + [f"{target}.copy_({result})" for target, result in zip(targets, results, strict=True)]
 
 
 def _input(name: str, slots: Sequence[str]) -> str:
