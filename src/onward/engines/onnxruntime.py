@@ -6,17 +6,14 @@ a buffer that is bound as input and output at once may be overwritten while othe
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
-from onnxruntime.capi import onnxruntime_pybind11_state as native
 
 from onward.differentiate.recompute import Choice
 from onward.engines.engine import Arrays, Engine
@@ -29,10 +26,10 @@ from onward.lowering.runtime import for_onnxruntime
 from onward.lowering.step import Manner, lower_for_engine
 from onward.lowering.widen import widen
 from onward.model import Model
-from onward.model.storage.tensor_places import inside, is_external, is_where_it_was_read
 from onward.model.walk import graphs_of
 from onward.standard import COMMON_OPSET, IR_VERSION, OLDEST_LOADED
 from onward.transform.opset import of_one_opset
+from onward.transform.sessions import contiguous, explain_failures, open_session
 from onward.transform.types import fill_in_types_before
 
 _PROVIDERS = {
@@ -61,7 +58,6 @@ class OnnxRuntime(Engine):
         super().__init__(model, step)
         self._refuse_state_unless(lambda dtype: dtype != ir.DataType.STRING, "ONNX Runtime")
         self._threads, self._recompute = threads, recompute
-        self._handed: list[ort.OrtValue] = []
         self._stoppable: Callable[[_Run], Any] = _stoppable if _loops(self._one.model) else lambda run: run(None)
         self._providers = _providers(device)
         self._memory = _WITH_MEMORY.get(device, "cpu")
@@ -95,7 +91,7 @@ class OnnxRuntime(Engine):
                 binding.bind_cpu_input(name, np.ascontiguousarray(array) if array.ndim else array)
             else:
                 binding.bind_ortvalue_input(name, self._given(name, array))
-        with memory_of("ONNX Runtime"), _explained(DataError, "could not make a step with this batch"):
+        with memory_of("ONNX Runtime"), explain_failures(DataError, "could not make a step with this batch"):
             self._stoppable(lambda options: session.run_with_iobinding(binding, options))
         results = zip(self._metrics, binding.get_outputs(), strict=False)
         metrics = {name: np.array(_array(value)) for name, value in results}  # whose memory the next step writes again
@@ -125,17 +121,17 @@ class OnnxRuntime(Engine):
         names = [value.name for value in session.get_inputs()]
         given = self._fitting(batch, [name for name in names if name not in self._read])
         feeds = {name: self._read[name] if name in self._read else self._given(name, given[name]) for name in names}
-        with _explained(DataError, "could not compute anything from this batch"):
+        with explain_failures(DataError, "could not compute anything from this batch"):
             results = self._stoppable(lambda options: session.run_with_ort_values(outputs, feeds, options))
         return {name: np.asarray(_array(value)) for name, value in zip(outputs, results, strict=True)}
 
     def _given(self, name: str, array: np.ndarray) -> ort.OrtValue:
         """An input of a batch; of types that numpy itself does not have, the number is told."""
         if array.dtype.isbuiltin == 1:
-            return ort.OrtValue.ortvalue_from_numpy(_contiguous(array))
+            return ort.OrtValue.ortvalue_from_numpy(contiguous(array))
         dtype = (self._known | self.inputs)[name].dtype
         assert dtype is not None
-        return ort.OrtValue.ortvalue_from_numpy_with_onnx_type(_contiguous(array), dtype.value)
+        return ort.OrtValue.ortvalue_from_numpy_with_onnx_type(contiguous(array), dtype.value)
 
     def state(self) -> dict[str, np.ndarray]:
         return {name: np.array(_array(value)) for name, value in self._read.items()}
@@ -153,15 +149,11 @@ class OnnxRuntime(Engine):
         """None for what computes nothing, which ONNX Runtime does not load."""
         if not model.graph.outputs:
             return None
-        options = _options(self._threads)
         if self._memory == "cpu":
             widen(model, ir.DataType.BFLOAT16)
         model = for_onnxruntime(model)
-        if _has_many_small_nodes(model.graph, self._carried.values()):
-            options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-        self._handed += _hand_over_large_tensors(model, options)
-        with _explained(UnsupportedError, "does not run this model"):
-            return ort.InferenceSession(model.to_proto().SerializeToString(), options, providers=self._providers)
+        optimize = not _has_many_small_nodes(model.graph, self._carried.values())
+        return open_session(model, threads=self._threads, providers=self._providers, optimize=optimize)
 
     def _buffer(self, value: ir.Value, *, fill: bool = False) -> ort.OrtValue:
         """Memory of ONNX Runtime's own: what is backed by numpy would go with the array."""
@@ -192,7 +184,7 @@ def array_function(
     model: Model, *, device: str = "cpu", threads: int | None = None
 ) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
     """The graph of a model as a function of arrays, lists of arrays and None, by name."""
-    providers, options = _providers(device), _options(threads)
+    providers = _providers(device)
     runs: Callable[[_Run], Any] = _stoppable if _loops(model) else lambda run: run(None)
     model = of_one_opset(model, OLDEST_LOADED).copy()
     model.steps = []
@@ -201,15 +193,11 @@ def array_function(
     if device == "cpu" and _has_bfloat16(model):
         fill_in_types_before(model, model.graph.outputs)
         widen(model, ir.DataType.BFLOAT16)
-    model = for_onnxruntime(model)
-    handed = _hand_over_large_tensors(model, options)
-    with _explained(UnsupportedError, "does not run this model"):
-        session = ort.InferenceSession(model.to_proto().SerializeToString(), options, providers=providers)
-    session.handed = handed  # whose memory it reads
+    session = open_session(for_onnxruntime(model), threads=threads, providers=providers)
 
     def run(inputs: Mapping[str, Any]) -> dict[str, Any]:
         given = {name: wide(value) for name, value in inputs.items()}
-        with _explained(DataError, "could not compute anything from these inputs"):
+        with explain_failures(DataError, "could not compute anything from these inputs"):
             results = runs(lambda options: session.run(None, given, options))
         typed = (x if dtype is None else x.astype(dtype) for x, dtype in zip(results, narrow, strict=True))
         return dict(zip(names, typed, strict=True))
@@ -245,33 +233,10 @@ def _stoppable(run: _Run) -> Any:
         return future.result()
 
 
-_FAILURES = (
-    native.EPFail,
-    native.Fail,
-    native.InvalidArgument,
-    native.InvalidGraph,
-    native.InvalidProtobuf,
-    native.NotImplemented,
-    native.RuntimeException,
-    RuntimeError,  # of bound outputs
-)
-
-
-@contextlib.contextmanager
-def _explained(kind: type[DataError | UnsupportedError], what: str) -> Iterator[None]:
-    """What ONNX Runtime raises, as an error of ours."""
-    try:
-        yield
-    except _FAILURES as error:
-        reason = re.sub(r"^(\[ONNXRuntimeError\] : \d+ : \w+|Error in execution) ?: ", "", str(error)).splitlines()[0]
-        hint = "`onward check MODEL --for onnxruntime` looks for the cause"
-        raise kind(f"ONNX Runtime {what}: {reason}", hint=hint) from error
-
-
 def _write(buffer: ort.OrtValue, array: np.ndarray) -> None:
     """Copy an array into memory; of types that numpy itself does not have, as integers of as many bits."""
     plain = array if array.dtype.isbuiltin == 1 else array.view(f"u{array.itemsize}")
-    buffer.update_inplace(_contiguous(plain))
+    buffer.update_inplace(contiguous(plain))
 
 
 def _array(value: ort.OrtValue) -> np.ndarray:
@@ -290,20 +255,7 @@ def _from_bfloat16() -> ort.InferenceSession:
     cast = ir.node("Cast", [x], attributes={"to": ir.DataType.FLOAT.value})
     cast.outputs[0].name, cast.outputs[0].type = "y", ir.TensorType(ir.DataType.FLOAT)
     graph = ir.Graph([x], cast.outputs, nodes=[cast], opset_imports={"": COMMON_OPSET}, name="cast")
-    proto = ir.to_proto(ir.Model(graph, ir_version=IR_VERSION))
-    return ort.InferenceSession(proto.SerializeToString(), _options(1), providers=["CPUExecutionProvider"])
-
-
-def _contiguous(array: np.ndarray) -> np.ndarray:
-    return np.ascontiguousarray(array).reshape(array.shape)  # which makes a row of a single number
-
-
-def _options(threads: int | None) -> ort.SessionOptions:
-    options = ort.SessionOptions()
-    options.log_severity_level = 4  # what it would print is in the errors that it raises
-    if threads is not None:
-        options.intra_op_num_threads = threads
-    return options
+    return open_session(Model(ir.Model(graph, ir_version=IR_VERSION)), threads=1)
 
 
 _MANY_NODES = 5_000
@@ -318,49 +270,6 @@ def _has_many_small_nodes(graph: ir.Graph, weights: Iterable[ir.Value]) -> bool:
     """
     numbers = sum(value.const_value.size for value in weights if value.const_value is not None)
     return len(graph) > _MANY_NODES and numbers < _SMALL * len(graph)
-
-
-_LARGE = 2**20
-
-
-def _hand_over_large_tensors(model: Model, options: ort.SessionOptions) -> list[ort.OrtValue]:
-    """Let frozen weights pass by the serialised model, which holds 2 GiB at most.
-
-    Those in data files of one folder are mapped from them. Others leave the model, which is ours alone, for the
-    options: what is returned must live as long as the session, which reads the same memory.
-    """
-    _map_from_one_folder(model, options)
-    handed: dict[str, ort.OrtValue] = {}
-    for name, value in model.graph.initializers.items():
-        if (tensor := value.const_value) is None or not _is_large(tensor):
-            continue
-        array, kind, shape = _contiguous(tensor.numpy()), tensor.dtype.value, ir.Shape(tensor.shape.numpy())
-        handed[name] = ort.OrtValue.ortvalue_from_numpy_with_onnx_type(array, kind)
-        value.const_value = ir.ExternalTensor("memory", 0, tensor.nbytes, tensor.dtype, shape=shape, name=name)
-        options.add_initializer(name, handed[name])
-    if handed:
-        options.add_external_initializers(list(handed), list(handed.values()))
-    return list(handed.values())
-
-
-def _map_from_one_folder(model: Model, options: ort.SessionOptions) -> None:
-    """Say where data files are. ONNX Runtime finds them by name: what is elsewhere, or has no name, is in memory."""
-    folder = None
-    for value in model.graph.initializers.values():
-        if not is_external(tensor := value.const_value):
-            continue
-        assert isinstance(tensor, ir.ExternalTensor)
-        folder = str(tensor.base_dir) if folder is None else folder
-        if str(tensor.base_dir) != folder or not is_where_it_was_read(tensor):
-            value.const_value = inside(tensor)
-    if folder is not None:
-        options.add_session_config_entry("session.model_external_initializers_file_folder_path", folder)
-
-
-def _is_large(tensor: ir.TensorProtocol) -> bool:
-    """Whether it is worth the trouble; numpy has no arrays of what is smaller than a byte, nor such of strings."""
-    plain = tensor.dtype != ir.DataType.STRING and tensor.dtype.bitwidth >= 8
-    return plain and tensor.nbytes >= _LARGE and not isinstance(tensor, ir.ExternalTensor)
 
 
 def devices() -> list[str]:

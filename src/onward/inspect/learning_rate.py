@@ -11,8 +11,10 @@ import onnx_ir as ir
 from onward.build import DOMAIN, DOMAIN_VERSION, Builder
 from onward.errors import Error
 from onward.inspect.summary_fields import ScheduleSection
+from onward.model import Model
 from onward.recipe.schedules import Part, schedule, sequence
 from onward.standard import COMMON_OPSET, IR_VERSION
+from onward.transform.sessions import evaluate
 
 
 def rate_now(sections: Sequence[ScheduleSection], lr: float, step: int) -> float | None:
@@ -27,7 +29,8 @@ def rate_now(sections: Sequence[ScheduleSection], lr: float, step: int) -> float
     except (Error, KeyError, TypeError, ValueError, AttributeError):
         return None
     graph.outputs.append(rate.value)
-    return _run(ir.Model(graph, ir_version=IR_VERSION, functions=list(functions.values())))
+    (result,) = evaluate(Model(ir.Model(graph, ir_version=IR_VERSION, functions=list(functions.values()))))
+    return float(result) if math.isfinite(result) else None
 
 
 def _part(op: Builder, section: ScheduleSection) -> Part:
@@ -36,11 +39,3 @@ def _part(op: Builder, section: ScheduleSection) -> Part:
     kind = schedule(section.name)
     choices = {name: section.choices.get(name, allowed[0]) for name, allowed in kind.choices.items()}
     return Part(kind, numbers, choices, until)
-
-
-def _run(model: ir.Model) -> float | None:
-    import onnxruntime as ort
-
-    session = ort.InferenceSession(ir.to_proto(model).SerializeToString(), providers=["CPUExecutionProvider"])
-    result = float(session.run(None, {})[0])
-    return result if math.isfinite(result) else None

@@ -15,7 +15,7 @@ from onward.model.walk import nodes_of
 from onward.standard import is_standard
 from onward.transform.inline import has_body, inline
 from onward.transform.opset import convert_opset, of_one_opset
-from onward.transform.runtime import NO_ATTRIBUTES, NO_KERNEL, onnxruntime_limits
+from onward.transform.runtime_limits import NO_ATTRIBUTES, NO_KERNEL, onnxruntime_limits
 from onward.transform.types import fill_in_types
 
 _LOADED_BY_ALL = 26

@@ -12,6 +12,7 @@ from onward.model import Model
 from onward.model.state import with_metadata
 from onward.standard import COMMON_OPSET, IR_VERSION
 from onward.transform.quantised import open_up
+from onward.transform.sessions import evaluate
 
 _BLOCK = 1 << 22
 """Numbers that are looked at together."""
@@ -131,8 +132,6 @@ def _under_name(name: str | None, tensor: ir.TensorProtocol) -> ir.TensorProtoco
 
 
 def _run(node: ir.Node, tensors: Sequence[ir.TensorProtocol | None]) -> ir.Tensor:
-    import onnxruntime as ort
-
     values = [t if t is None else ir.Value(name=f"x{i}", const_value=t) for i, t in enumerate(tensors)]
     copy = ir.Node(node.domain, node.op_type, values, list(node.attributes.values()), name="node")
     copy.outputs[0].name = "y"
@@ -140,5 +139,4 @@ def _run(node: ir.Node, tensors: Sequence[ir.TensorProtocol | None]) -> ir.Tenso
     opset = dict(node.graph.opset_imports) if node.graph is not None else {"": COMMON_OPSET}
     constants = [value for value in values if value is not None]
     graph = ir.Graph([], copy.outputs, nodes=[copy], initializers=constants, opset_imports=opset, name="constant")
-    session = ort.InferenceSession(ir.to_proto(ir.Model(graph, ir_version=IR_VERSION)).SerializeToString())
-    return ir.Tensor(session.run(None, {})[0], name=node.outputs[0].name)
+    return ir.Tensor(evaluate(Model(ir.Model(graph, ir_version=IR_VERSION)))[0], name=node.outputs[0].name)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import onnx_ir as ir
 
 from onward.build import Builder, Expr
 from onward.errors import RecipeError, UnknownNameError, near_or_first
+from onward.model import Model
 from onward.model.state import without_tags
 from onward.recipe import random
 from onward.recipe.assembly import Assembly, register
@@ -17,6 +17,7 @@ from onward.recipe.initialize import INITIALIZERS, initializer
 from onward.recipe.spec import Spec, parse, split_address
 from onward.recipe.trainable import matching
 from onward.standard import COMMON_OPSET, IR_VERSION
+from onward.transform.sessions import evaluate
 
 _FILE = "file"
 
@@ -61,16 +62,12 @@ def draw_initial_value(
     name: str, dtype: ir.DataType, shape: tuple[int, ...], init: str | Mapping[str, Any] | Spec, seed: int
 ) -> ir.Tensor:
     """What a parameter of that name is reset to by an initialiser, as a tensor."""
-    import onnxruntime as ort
-
     wide = ir.DataType.DOUBLE if dtype == ir.DataType.DOUBLE else ir.DataType.FLOAT
     graph = ir.Graph([], [], nodes=[], opset_imports={"": COMMON_OPSET}, name="initialization")
     op = Builder(graph, opset=COMMON_OPSET)
     value = ir.Value(name=name, type=ir.TensorType(wide), shape=ir.Shape(shape))
     graph.outputs.append(_fresh(op, value, parse(init), op.constant(random.new_key(seed))).value)
-    model = ir.Model(graph, ir_version=IR_VERSION, functions=list(op.functions.values()))
-    session = ort.InferenceSession(ir.to_proto(model).SerializeToString(), providers=["CPUExecutionProvider"])
-    numbers: np.ndarray = session.run(None, {})[0]
+    (numbers,) = evaluate(Model(ir.Model(graph, ir_version=IR_VERSION, functions=list(op.functions.values()))))
     return ir.Tensor(numbers.astype(dtype.numpy()), dtype=dtype, name=name)
 
 

@@ -9,9 +9,10 @@ import onnx
 import onnx_ir as ir
 from onnx import ModelProto, defs
 
-from onward.errors import first_line
+from onward.errors import UnsupportedError, first_line
 from onward.model.walk import nested_graphs
 from onward.standard import IR_VERSION, domain_of
+from onward.transform.sessions import open_session
 
 _MICROSOFT = "com.microsoft"
 _LARGEST = 64
@@ -37,17 +38,13 @@ def fault_of(node: ir.Node, imports: Mapping[str, int]) -> str | None:
 
 
 def _refusal_of_onnxruntime(proto: ModelProto) -> str | None:
-    import onnxruntime as ort
-
     declared = {value.name for value in proto.graph.input} | {tensor.name for tensor in proto.graph.initializer}
     if any(name and name not in declared for name in proto.graph.node[0].input):
         return None
-    options = ort.SessionOptions()
-    options.log_severity_level = 4
     try:
-        ort.InferenceSession(proto.SerializeToString(), options, providers=["CPUExecutionProvider"])
-    except Exception as error:  # its own exceptions have no common base
-        return first_line(error)
+        open_session(proto)
+    except UnsupportedError as error:
+        return error.message
     return None
 
 

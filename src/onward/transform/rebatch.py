@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
 from onward.constants import constant_ints
-from onward.errors import InvalidModelError, UnsupportedError, first_line
+from onward.errors import DataError, InvalidModelError, UnsupportedError
 from onward.model import Model, Source, load
 from onward.model.signature import sound
 from onward.model.walk import ancestors
 from onward.standard import is_standard
+from onward.transform.sessions import evaluate
 from onward.transform.training import strip
 
 _BATCH = "batch"
@@ -78,8 +77,8 @@ def _target(model: Model, shape: ir.Value | None) -> tuple[int, ...] | None:
         name="shape",
     )
     try:
-        (numbers,) = _run(Model(ir.Model(view, ir_version=model.ir.ir_version)), {})
-    except _Failure:
+        (numbers,) = evaluate(strip(Model(ir.Model(view, ir_version=model.ir.ir_version))))
+    except UnsupportedError:
         return None
     return tuple(int(n) for n in numbers)
 
@@ -161,10 +160,10 @@ def _compare(old: Model, new: Model, size: int) -> None:
     halves = [{value.name or "": _sample(rng, value) for value in old.inputs} for _ in range(2)]
     whole = {name: np.concatenate([half[name] for half in halves]) for name in halves[0]}
     try:
-        expected = [_run(old, half) for half in halves]
-        found = _run(new, whole)
-    except _Failure as error:
-        raise _refusal(size, str(error)) from error
+        expected = [evaluate(strip(old), half) for half in halves]
+        found = evaluate(strip(new), whole)
+    except (DataError, UnsupportedError) as error:
+        raise _refusal(size, error.message) from error
     for value, first, second, both in zip(new.outputs, *expected, found, strict=True):
         wanted = np.concatenate([first, second]) if first.ndim else np.mean([first, second])  # such as a loss
         if both.shape != wanted.shape:
@@ -180,24 +179,6 @@ def _sample(rng: np.random.Generator, value: ir.Value) -> np.ndarray:
     dtype = value.dtype.numpy()
     numbers: np.ndarray = rng.normal(size=shape) if value.dtype.is_floating_point() else rng.integers(0, 2, shape)
     return numbers.astype(dtype)
-
-
-class _Failure(Exception):
-    """What ONNX Runtime says where it does not run a model."""
-
-
-def _run(model: Model, inputs: Mapping[str, np.ndarray]) -> list[Any]:
-    import onnxruntime as ort
-
-    options = ort.SessionOptions()
-    options.log_severity_level = 4
-    with tempfile.TemporaryDirectory() as folder:  # a model of any size can be read from a file
-        path = strip(model).save(Path(folder) / "model.onnx")
-        try:
-            session = ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-            return [np.asarray(array) for array in session.run(None, dict(inputs))]
-        except Exception as error:  # its own exceptions have no common base
-            raise _Failure(first_line(error)) from error
 
 
 def _refusal(size: int, why: str) -> UnsupportedError:

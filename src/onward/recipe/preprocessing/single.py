@@ -10,11 +10,13 @@ import numpy as np
 import onnx_ir as ir
 
 from onward.build import Builder
+from onward.model import Model
 from onward.recipe.preprocessing.operations import OPERATIONS, size_of
 from onward.recipe.preprocessing.picture import Form, Picture
 from onward.recipe.preprocessing.pipeline import Pipeline
 from onward.recipe.spec import Spec
 from onward.standard import IR_VERSION, OLDEST_OPSET
+from onward.transform.sessions import open_session
 
 _SIZES = ("resize", "center_crop")
 _MOVES = ("channels_first", "channels_last", "to_rgb")
@@ -25,8 +27,6 @@ class Single:
     """Brings bytes of a picture to the size that a pipeline makes of it, as numbers that are not rounded."""
 
     def __init__(self, specs: tuple[Spec, ...], form: Form):
-        import onnxruntime as ort
-
         self._specs, self._form = specs, form
         raw = ir.Value(name="x", type=ir.TensorType(ir.DataType.UINT8), shape=ir.Shape([1, *form.dims]))
         graph = ir.Graph([raw], [], nodes=[], name="picture", opset_imports={"": OLDEST_OPSET})
@@ -37,10 +37,8 @@ class Single:
         made = picture.x.named("y").value
         made.type, self._made = ir.TensorType(ir.DataType.FLOAT), picture.form
         graph.outputs.append(made)
-        options = ort.SessionOptions()
-        options.intra_op_num_threads = 1  # other pictures wait for other cores
-        proto = ir.to_proto(ir.Model(graph, ir_version=IR_VERSION))
-        self._session = ort.InferenceSession(proto.SerializeToString(), options, providers=["CPUExecutionProvider"])
+        # Other pictures wait for other cores.
+        self._session = open_session(Model(ir.Model(graph, ir_version=IR_VERSION)), threads=1)
 
     @classmethod
     def of(cls, pipeline: Pipeline, form: Form) -> Single | None:

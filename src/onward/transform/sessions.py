@@ -1,0 +1,118 @@
+"""Sessions of ONNX Runtime: how all of them are made, what it raises as errors of ours, and small graphs computed."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from onnx import ModelProto
+
+from onward.errors import DataError, UnsupportedError
+from onward.model import Model
+from onward.model.storage.tensor_places import inside, is_external, is_where_it_was_read
+
+CPU = ("CPUExecutionProvider",)
+_LARGE = 2**20
+
+
+def open_session(
+    model: Model | ModelProto, *, threads: int | None = None, providers: Sequence[str] = CPU, optimize: bool = True
+) -> Any:
+    """A session for the inference graph of a model. A `Model` must be the caller's own: large tensors leave it.
+
+    `optimize` lets ONNX Runtime change the graph, which it does in a time that grows with the square of the nodes.
+    """
+    import onnxruntime as ort
+
+    options = ort.SessionOptions()
+    options.log_severity_level = 4  # what it would print is in the errors that it raises
+    if threads is not None:
+        options.intra_op_num_threads = threads
+    if not optimize:
+        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    handed = _hand_over_large_tensors(model, options) if isinstance(model, Model) else []
+    proto = model.to_proto() if isinstance(model, Model) else model
+    with explain_failures(UnsupportedError, "does not run this model"):
+        session = ort.InferenceSession(proto.SerializeToString(), options, providers=list(providers))
+    session.handed = handed  # whose memory it reads
+    return session
+
+
+def evaluate(model: Model, inputs: Mapping[str, np.ndarray] | None = None) -> list[np.ndarray]:
+    """What a graph that needs no engine computes, in the order of its outputs: constants, shapes, a learning rate."""
+    session = open_session(model)
+    with explain_failures(DataError, "could not compute anything from these inputs"):
+        return [np.asarray(array) for array in session.run(None, dict(inputs or {}))]
+
+
+@contextlib.contextmanager
+def explain_failures(kind: type[DataError | UnsupportedError], what: str) -> Iterator[None]:
+    """Raise what ONNX Runtime raises, which has no common base, as an error of ours."""
+    try:
+        yield
+    except _failures() as error:
+        reason = re.sub(r"^(\[ONNXRuntimeError\] : \d+ : \w+|Error in execution) ?: ", "", str(error)).splitlines()[0]
+        hint = "`onward check MODEL --for onnxruntime` looks for the cause"
+        raise kind(f"ONNX Runtime {what}: {reason}", hint=hint) from error
+
+
+@functools.cache
+def _failures() -> tuple[type[Exception], ...]:
+    from onnxruntime.capi import onnxruntime_pybind11_state as native
+
+    names = ("EPFail", "Fail", "InvalidArgument", "InvalidGraph", "InvalidProtobuf", "NotImplemented")
+    return (*(getattr(native, name) for name in names), native.RuntimeException, RuntimeError)
+
+
+# ---- large tensors ---------------------------------------------------------------------------------------------------
+
+
+def _hand_over_large_tensors(model: Model, options: Any) -> list[Any]:
+    """Let frozen weights pass by the serialised model, which holds 2 GiB at most.
+
+    Those in data files of one folder are mapped from them. Others leave the model, which is ours alone, for the
+    options: what is returned must live as long as the session, which reads the same memory.
+    """
+    import onnxruntime as ort
+
+    _map_from_one_folder(model, options)
+    handed: dict[str, Any] = {}
+    for name, value in model.graph.initializers.items():
+        if (tensor := value.const_value) is None or not _is_large(tensor):
+            continue
+        array, kind, shape = contiguous(tensor.numpy()), tensor.dtype.value, ir.Shape(tensor.shape.numpy())
+        handed[name] = ort.OrtValue.ortvalue_from_numpy_with_onnx_type(array, kind)
+        value.const_value = ir.ExternalTensor("memory", 0, tensor.nbytes, tensor.dtype, shape=shape, name=name)
+        options.add_initializer(name, handed[name])
+    if handed:
+        options.add_external_initializers(list(handed), list(handed.values()))
+    return list(handed.values())
+
+
+def _map_from_one_folder(model: Model, options: Any) -> None:
+    """Say where data files are. ONNX Runtime finds them by name: what is elsewhere, or has no name, is in memory."""
+    folder = None
+    for value in model.graph.initializers.values():
+        if not is_external(tensor := value.const_value):
+            continue
+        assert isinstance(tensor, ir.ExternalTensor)
+        folder = str(tensor.base_dir) if folder is None else folder
+        if str(tensor.base_dir) != folder or not is_where_it_was_read(tensor):
+            value.const_value = inside(tensor)
+    if folder is not None:
+        options.add_session_config_entry("session.model_external_initializers_file_folder_path", folder)
+
+
+def _is_large(tensor: ir.TensorProtocol) -> bool:
+    """Whether it is worth the trouble; numpy has no arrays of what is smaller than a byte, nor such of strings."""
+    plain = tensor.dtype != ir.DataType.STRING and tensor.dtype.bitwidth >= 8
+    return plain and tensor.nbytes >= _LARGE and not isinstance(tensor, ir.ExternalTensor)
+
+
+def contiguous(array: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(array).reshape(array.shape)  # which makes a row of a single number
