@@ -1,4 +1,4 @@
-"""What the tests of the Keras carrier share: runs of Keras, and whether a training model goes on as they do."""
+"""What the tests of Keras share: runs of Keras, and whether a training model goes on as they do."""
 
 from __future__ import annotations
 

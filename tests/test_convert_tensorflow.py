@@ -320,7 +320,7 @@ def transformer(width=8, heads=2):
 
 
 NHWC = [{"image": batch["image"].reshape(-1, 8, 8, 1), "labels": batch["labels"]} for batch in FLAT]
-CARRIERS = {
+MODULES = {
     "mlp": (mlp, FLAT),
     "cnn, fused normalization": (cnn, NHWC),
     "cnn, written out": (lambda: cnn(fused=False), NHWC),
@@ -395,9 +395,9 @@ def inputs_of(model):
 
 
 @pytest.mark.parametrize("kind", [Momentum, Adam])
-@pytest.mark.parametrize("name", CARRIERS)
+@pytest.mark.parametrize("name", MODULES)
 def test_trains_as_tensorflow_does(name, kind):
-    make, batches = CARRIERS[name]
+    make, batches = MODULES[name]
     module = make()
     before = [variable.numpy() for variable in module.variables]
     model = captured(module, batches[0], optimizer=kind.recipe)
@@ -411,9 +411,9 @@ def test_trains_as_tensorflow_does(name, kind):
         np.testing.assert_allclose(end.initializer(name).const_value.numpy(), variable, atol=2e-4, err_msg=name)
 
 
-@pytest.mark.parametrize("name", CARRIERS)
+@pytest.mark.parametrize("name", MODULES)
 def test_gradients_are_those_of_a_tape(name):
-    make, batches = CARRIERS[name]
+    make, batches = MODULES[name]
     module = make()
     with tf().GradientTape() as tape:
         loss = loss_of(module, batches[0])

@@ -51,9 +51,9 @@ def test_no_function_of_a_saved_model_is_called(tmp_path: Path) -> None:
     module.training_model = with_a_side_effect
     tf.saved_model.save(module, str(tmp_path / "saved"))
     marker.unlink(missing_ok=True)
-    for carrier in (tmp_path / "saved", str(tmp_path / "saved"), tf.saved_model.load(str(tmp_path / "saved"))):
+    for module in (tmp_path / "saved", str(tmp_path / "saved"), tf.saved_model.load(str(tmp_path / "saved"))):
         try:
-            made = from_tensorflow(carrier)
+            made = from_tensorflow(module)
         except InvalidModelError:
             continue
         np.testing.assert_array_equal(made.array("fc1.weight"), training().array("fc1.weight"))
