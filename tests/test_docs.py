@@ -59,6 +59,23 @@ def test_contributors_are_sent_to_files_that_there_are():
     assert [name for name in named if not any(any(root.glob(place + name)) for place in places)] == []
 
 
+def test_the_way_of_data_is_where_it_is_said_to_be():
+    text = (DOCS / "architecture.md").read_text()
+    steps = re.findall(r"\| `(\w+)` \| `([\w/.]+\.py)` \|$", text, re.MULTILINE)
+    assert len(steps) > 20
+    for name, file in steps:
+        tree = _parsed(DOCS.parent / "src/onward" / file)
+        assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}, file
+
+
+def test_the_layout_is_that_of_the_files():
+    text = (DOCS / "architecture.md").read_text()
+    there = {path.name for folder in ("src", "tests", "docs") for path in (DOCS.parent / folder).rglob("*.py")}
+    assert set(re.findall(r"\w+\.py\b", text)) - there == set()
+    rooms = {path.name + ("/" if path.is_dir() else "") for path in (DOCS.parent / "src/onward").glob("[a-z]*")}
+    assert rooms - {"py.typed"} == set(re.findall(r"^      ([a-z]\w+(?:/|\.py)) ", text, re.MULTILINE))
+
+
 # ---- the reference of the Python interface ---------------------------------------------------------------------------
 
 ROOMS = ("backend", "engines", "lora", "transform")
