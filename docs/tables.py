@@ -16,6 +16,8 @@ from onnx import defs
 from onward.checker import CODES, FAMILIES
 from onward.checkpoint import Checkpoint, open_checkpoint, to_checkpoint
 from onward.checkpoint.formats import FORMATS
+from onward.options import RunOptions, StepOptions
+from onward.options import options_of as declared_options
 from onward.recipe.initialize import INITIALIZERS
 from onward.recipe.losses import LOSSES
 from onward.recipe.optimizers import OPTIMIZERS
@@ -94,6 +96,23 @@ def preprocessing() -> str:
 
 def augmentations() -> str:
     return _of_functions("augmentation", AUGMENTATIONS)
+
+
+def recipe_options() -> str:
+    return _declared(StepOptions)
+
+
+def run_options() -> str:
+    return _declared(RunOptions)
+
+
+def _declared(kind: type) -> str:
+    """Options as they are typed, as arguments and keys of files are called, and what they say."""
+    lines = []
+    for one in declared_options(kind):
+        flags = ", ".join(sorted(one.flags, key=len))
+        lines.append((f"`{' '.join(filter(None, (flags, one.metavar)))}`", f"`{one.name}`", one.said))
+    return rows("option|argument, key|what it says", lines)
 
 
 def _of_functions(what: str, functions: Mapping[str, Callable[..., Any]]) -> str:
@@ -338,6 +357,8 @@ TABLES = {
         initializers,
         preprocessing,
         augmentations,
+        recipe_options,
+        run_options,
         codes,
         gradients,
         classical,

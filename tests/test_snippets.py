@@ -1,5 +1,7 @@
 """What the README and the documentation show is executed: Python blocks, and `$ onward ...` lines of console blocks.
 
+A block of YAML that begins with `# name.yaml` is written to that file.
+
 The blocks of a file run in order, in one namespace, in a folder that holds a `digits.onnx` and a `digits.npz`, and a
 `scans.onnx` for pictures with a `scans.npz` of bytes. A block
 whose info string says `no-run` (```python no-run) is only shown. A command must succeed; what it prints may differ
@@ -38,7 +40,7 @@ def blocks(text: str) -> Iterator[Block]:
     """The fenced blocks to execute."""
     for token in MarkdownIt().parse(text):
         language, *words = token.info.split() or [""]
-        if token.type == "fence" and language in ("python", "console") and "no-run" not in words:
+        if token.type == "fence" and language in ("python", "console", "yaml") and "no-run" not in words:
             assert token.map is not None
             yield Block(language, token.content, token.map[0] + 2)
 
@@ -53,6 +55,9 @@ def run(block: Block, namespace: dict[str, Any], file: Path) -> None:
     if block.language == "python":
         # The empty lines make line numbers those of the file, so that a traceback shows the line that failed.
         exec(compile("\n" * (block.line - 1) + block.code, str(file), "exec"), namespace)
+        return
+    if block.language == "yaml":
+        Path(block.code.splitlines()[0].removeprefix("# ")).write_text(block.code)
         return
     scripts = Path(sys.executable).parent
     for command in commands(block.code):

@@ -47,10 +47,14 @@ class Option:
     """What can be given in Python only."""
 
     @property
-    def sentence(self) -> str:
+    def said(self) -> str:
+        """What it says, and what is so unless it is given."""
         usual = "so it is" if self.default is True else f"`{_word(self.default)}`" if self.default else None
-        said = self.text + (f"; {usual} unless given" if usual else "")
-        return said[:1].upper() + said[1:] + "." + (" May be repeated." if self.repeated else "")
+        return self.text + (f"; {usual} unless given" if usual else "")
+
+    @property
+    def sentence(self) -> str:
+        return f"{self.said[:1].upper()}{self.said[1:]}.{' May be repeated.' if self.repeated else ''}"
 
 
 def _word(value: Any) -> str:
@@ -153,7 +157,7 @@ class RecipeOptions:
         None,
         _HOW,
         None,
-        "whether float32 copies of parameters in float16 and bfloat16 are kept; they are, unless given",
+        "whether float32 copies of parameters in float16 and bfloat16 are kept; they are unless given",
     )
     variance: Variance = _option(
         "population", _HOW, "KIND", "running variance of BatchNormalization, as in ONNX, or `sample` as in PyTorch"
@@ -285,7 +289,7 @@ class RunOptions:
         None,
         _DATA,
         "NAME",
-        "what the numbers of labels stand for, in their order, where data have names of classes; sorted unless given",
+        "what the numbers of labels stand for, in order, where data name classes; what the data say unless given",
         flags="--class",
         repeated=True,
     )
