@@ -17,7 +17,7 @@ import pytest
 
 from onward.errors import DataError, WriteError
 from onward.training.api import resume, train
-from onward.training.lock import LOCK, locked
+from onward.training.lock import LOCK, lock_folder
 from onward.training.run import Run
 from runs import QUIET, RECIPE, Arrays, digits, filled
 
@@ -84,12 +84,12 @@ def test_a_folder_in_which_another_process_trains(kind: str, folder: Path) -> No
 
 
 def test_threads_of_one_process(folder: Path) -> None:
-    with locked(folder), ThreadPoolExecutor(1) as other:
+    with lock_folder(folder), ThreadPoolExecutor(1) as other:
         with pytest.raises(DataError, match="this process is training in"):
-            other.submit(lambda: locked(folder).__enter__()).result()
-        with pytest.raises(DataError, match="this process is training in"), locked(folder / "." / "run" / ".."):
+            other.submit(lambda: lock_folder(folder).__enter__()).result()
+        with pytest.raises(DataError, match="this process is training in"), lock_folder(folder / "." / "run" / ".."):
             pass
-    with locked(folder):  # and is free again
+    with lock_folder(folder):  # and is free again
         pass
 
 
@@ -106,7 +106,7 @@ def test_a_run_that_failed_leaves_no_lock(folder: Path) -> None:
 def test_a_folder_with_only_a_lock_is_empty(folder: Path) -> None:
     """What a process leaves that was killed at the very beginning."""
     Path("run").mkdir()
-    with locked(Path("run")):
+    with lock_folder(Path("run")):
         pass
     assert [path.name for path in Path("run").iterdir()] == [LOCK]
     assert train("digits.onnx", "digits.npz", run="run", **RECIPE, **QUIET).progress["step"] == 3

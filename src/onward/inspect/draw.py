@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from onward.inspect.picture.blocks import Picture
 from onward.inspect.picture.svg import write_svg
-from onward.inspect.summary import describe, understood
+from onward.inspect.summary import blame_model, describe
 from onward.model import Source, load
 
 
@@ -18,7 +18,7 @@ def draw(source: Source, step: int = 0) -> str:
         model.step(step)
     summary = describe(model)
     index = step % len(model.steps) if model.steps else None
-    with understood():
+    with blame_model():
         picture = Picture(model, summary, index)
     several = index is not None and len(model.steps) > 1
     return write_svg(picture, f"{summary.name}, step {index}" if several else summary.name)

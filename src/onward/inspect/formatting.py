@@ -15,7 +15,7 @@ def clean(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
-def shortened(text: str, width: int = 60) -> str:
+def shorten(text: str, width: int = 60) -> str:
     """At most `width` characters: the middle goes, since names differ at their ends."""
     text = clean(text)
     if len(text) <= width:
@@ -63,38 +63,38 @@ def setting(value: Any) -> str:
         return f"{value:.6g}" if abs(value) < 10**300 else "enormous"
     if isinstance(value, float):
         return f"{value:.6g}".replace("e-0", "e-")
-    return "unknown" if value is None else shortened(str(value))
+    return "unknown" if value is None else shorten(str(value))
 
 
 def settings(values: Mapping[str, Any]) -> list[str]:
-    return [f"{shortened(name)} {setting(value)}" for name, value in values.items()]
+    return [f"{shorten(name)} {setting(value)}" for name, value in values.items()]
 
 
 def shape(axes: Shape | None) -> str:
     if axes is None:
         return "[?]"
-    return "[" + ", ".join("?" if axis is None else shortened(str(axis), 30) for axis in axes) + "]"
+    return "[" + ", ".join("?" if axis is None else shorten(str(axis), 30) for axis in axes) + "]"
 
 
-def listed(names: Sequence[str], most: int) -> str:
+def list_names(names: Sequence[str], most: int) -> str:
     """The first names, and how many more there are."""
-    shown = ", ".join(shortened(name) for name in names[:most])
+    shown = ", ".join(shorten(name) for name in names[:most])
     return shown if len(names) <= most else f"{shown} and {len(names) - most:,} more"
 
 
-def gathered(names: Sequence[str], everything: Iterable[str], most: int = 3) -> str:
+def gather_names(names: Sequence[str], everything: Iterable[str], most: int = 3) -> str:
     """Names, the many of one part of the model as `backbone.* (60 tensors)`."""
     if len(names) <= most:
-        return listed(names, most)
+        return list_names(names, most)
     parts = _parts(names, most)
     if len(parts) > most:
-        return f"{quantity(len(names), 'tensor')}, such as {shortened(names[0])}"
+        return f"{quantity(len(names), 'tensor')}, such as {shorten(names[0])}"
     everything = list(everything)
     words = []
     for prefix, members in parts.items():
         total = sum(name.startswith(prefix) for name in everything)
         count = f"{len(members):,}" if total <= len(members) else f"{len(members):,} of {total:,}"
-        words.append(f"{shortened(prefix)}* ({count} tensors)" if len(members) > 1 else shortened(members[0]))
+        words.append(f"{shorten(prefix)}* ({count} tensors)" if len(members) > 1 else shorten(members[0]))
     return ", ".join(words)
 
 

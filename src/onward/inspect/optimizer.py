@@ -54,7 +54,7 @@ class _Update:
     hyper: dict[str, Setting]
 
 
-def trained(model: Model, step: Step) -> list[ir.Value]:
+def trained_parameters(model: Model, step: Step) -> list[ir.Value]:
     """The parameters of a step: state that its Gradients name; without any Gradient, the weights that it updates."""
     known, has_gradients = model.graph.initializers, bool(step.gradients())
     wanted = step.differentiated() if has_gradients else list(known)
@@ -73,7 +73,7 @@ def is_statistics(value: ir.Value) -> bool:
 def groups(model: Model, step: Step, schedule: Sequence[ScheduleSection], count: int | None) -> tuple[Group, ...]:
     """The optimizer groups as the file records them; parameters that it does not mention are grouped by settings."""
     computed = {value.name: value for value in values(step.algorithm)}
-    updates = {p.name or "": _update(model, step, p, computed) for p in trained(model, step)}
+    updates = {p.name or "": _update(model, step, p, computed) for p in trained_parameters(model, step)}
     found = []
     for fact in records(step.fact("train.optimizer")):
         chosen = [updates.pop(name) for name in texts(fact.get("params")) if name in updates]

@@ -9,7 +9,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onward.constants import constant_tensor
-from onward.inspect.optimizer import is_statistics, trained
+from onward.inspect.optimizer import is_statistics, trained_parameters
 from onward.inspect.summary_fields import Role, Weight
 from onward.inspect.training import differentiated_values
 from onward.inspect.values import dtype_name, number, texts
@@ -28,15 +28,15 @@ def weights(model: Model) -> tuple[Weight, ...]:
     verdicts = _verdicts(model)
     trained_by: dict[str, list[int]] = {}
     for i, step in enumerate(model.steps):
-        for parameter in trained(model, step):
+        for parameter in trained_parameters(model, step):
             trained_by.setdefault(parameter.name or "", []).append(i)
     differentiated = {name for step in model.steps for name in step.differentiated()}
     found = []
     for value in _in_order(model.graph, verdicts):
         name = value.name or ""
-        verdict = verdicts.get(name) or _unmentioned(value)
+        verdict = verdicts.get(name) or _verdict_by_type(value)
         if name in trained_by:
-            verdict = _trained(verdict, name in differentiated)
+            verdict = _verdict_if_trained(verdict, name in differentiated)
         elif model.steps and verdict[0] == "trainable":
             verdict = ("frozen", "no step trains it")
         found.append(_weight(value, verdict, tuple(trained_by.get(name, ()))))
@@ -83,13 +83,13 @@ def _in_order(graph: ir.Graph, verdicts: dict[str, Verdict]) -> Iterator[ir.Valu
 # ---- roles and reasons -----------------------------------------------------------------------------------------------
 
 
-def _trained(verdict: Verdict, differentiated: bool) -> Verdict:
+def _verdict_if_trained(verdict: Verdict, differentiated: bool) -> Verdict:
     """What a step trains is trained, whatever was written down about it."""
     observed = "differentiated by a Gradient" if differentiated else "updated without a Gradient"
     return "trained", verdict[1] if verdict[0] == "trainable" else observed
 
 
-def _unmentioned(value: ir.Value) -> Verdict:
+def _verdict_by_type(value: ir.Value) -> Verdict:
     if value.dtype is not None and not value.dtype.is_floating_point():
         return "constant", "not a floating-point tensor"
     return ("statistics", "running statistics") if is_statistics(value) else ("constant", "not a parameter of any step")
@@ -124,10 +124,10 @@ def _without_external_data(model: Model) -> Model:
     copy = model.copy()
     for value in copy.initializers():
         if isinstance(value.const_value, ir.ExternalTensor):
-            value.const_value = _without_data(value.const_value)
+            value.const_value = _empty_tensor(value.const_value)
     return copy
 
 
-def _without_data(tensor: ir.ExternalTensor) -> ir.LazyTensor:
+def _empty_tensor(tensor: ir.ExternalTensor) -> ir.LazyTensor:
     nothing = ir.Tensor(np.zeros(0, tensor.dtype.numpy()), dtype=tensor.dtype)
     return ir.LazyTensor(lambda: nothing, dtype=tensor.dtype, shape=ir.Shape(tensor.shape.numpy()), name=tensor.name)

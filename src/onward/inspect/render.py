@@ -9,7 +9,7 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
-from onward.inspect.formatting import amount, clean, listed, shape, shortened, size
+from onward.inspect.formatting import amount, clean, list_names, shape, shorten, size
 from onward.inspect.rows import Row, model_rows, step_rows
 from onward.inspect.summary import Summary
 from onward.inspect.summary_fields import Amount, Weight
@@ -25,14 +25,14 @@ _NARROWEST = {"name": 14, "shape": 9, "reason": 14}
 def render(summary: Summary, console: Console) -> None:
     """Print what is in a model."""
     kind = "training model" if summary.is_training_model else "inference model"
-    _print(console, Text.assemble((_encoded(shortened(summary.name), console), "bold"), "  ", (kind, _FAINT)))
+    _print(console, Text.assemble((_encoded(shorten(summary.name), console), "bold"), "  ", (kind, _FAINT)))
     _print_rows(console, model_rows(summary))
     for index, step in enumerate(summary.steps):
-        title = "training" if len(summary.steps) == 1 else f"step {index}: {shortened(step.name)}"
+        title = "training" if len(summary.steps) == 1 else f"step {index}: {shorten(step.name)}"
         _print(console, Text("\n" + _encoded(title, console), "bold"))
         _print_rows(console, step_rows(summary, step))
     if summary.parameters["trainable"].tensors:
-        name = shortened(summary.name) if summary.file.path else "model.onnx"
+        name = shorten(summary.name) if summary.file.path else "model.onnx"
         hint = f"make it a training model: onward prepare {name} --loss ..."
         _print(console, Text("\n" + _encoded(hint, console), _FAINT))
 
@@ -63,7 +63,7 @@ def _updated_by(weight: Weight, summary: Summary) -> str:
     """The group; with several steps, which of them."""
     if len(summary.steps) < 2 or not weight.steps:
         return weight.group or ""
-    return f"step {listed([str(index) for index in weight.steps], 3)}"
+    return f"step {list_names([str(index) for index in weight.steps], 3)}"
 
 
 # ---- printing --------------------------------------------------------------------------------------------------------

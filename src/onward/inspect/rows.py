@@ -10,14 +10,14 @@ from rich.cells import cell_len
 from onward.inspect.formatting import (
     amount,
     clean,
-    gathered,
-    listed,
+    gather_names,
+    list_names,
     percent,
     quantity,
     setting,
     settings,
     shape,
-    shortened,
+    shorten,
     size,
 )
 from onward.inspect.summary import Summary
@@ -50,7 +50,7 @@ _CLIPPED = {"norm": "norm of all gradients", "tensor_norm": "norm of each gradie
 def model_rows(summary: Summary) -> Iterator[Row]:
     yield "file", _file(summary)
     if summary.file.producer:
-        yield "made by", shortened(summary.file.producer)
+        yield "made by", shorten(summary.file.producer)
     yield from _ports("in", summary.inputs)
     yield from _ports("out", summary.outputs)
     if summary.is_training_model:
@@ -66,7 +66,7 @@ def _file(summary: Summary) -> list[str]:
     file = summary.file
     parts = [size(file.bytes)] if file.bytes is not None else []
     if file.external_files:
-        parts.append(f"{size(file.external_bytes)} in {listed(file.external_files, 2)}")
+        parts.append(f"{size(file.external_bytes)} in {list_names(file.external_files, 2)}")
     nodes = quantity(file.nodes, "node")
     if training := sum(step.nodes for step in summary.steps):
         nodes += f" + {training:,} for training"
@@ -77,7 +77,7 @@ def _file(summary: Summary) -> list[str]:
 def _ports(label: str, ports: Sequence[Port]) -> Iterator[Row]:
     if not ports:
         return
-    names = [shortened(port.name, _NAME_WIDTH) for port in ports[:_MOST_PORTS]]
+    names = [shorten(port.name, _NAME_WIDTH) for port in ports[:_MOST_PORTS]]
     width = max(cell_len(name) for name in names)
     lines = [
         f"{name}{' ' * (width - cell_len(name))}  {clean(port.type)} {shape(port.shape)}"
@@ -107,7 +107,7 @@ def _reasons(summary: Summary, role: Role) -> Iterator[str]:
     ordered = sorted(by_reason.items(), key=lambda item: -len(item[1]))
     everything = [weight.name for weight in summary.weights]
     for reason, names in ordered[:_MOST_REASONS]:
-        yield f"{gathered(names, everything)}: {shortened(reason, 100)}"
+        yield f"{gather_names(names, everything)}: {shorten(reason, 100)}"
     if others := ordered[_MOST_REASONS:]:
         count = sum(len(names) for _, names in others)
         yield f"{quantity(count, 'tensor')} for {quantity(len(others), 'other reason')}"
@@ -119,52 +119,52 @@ def _reasons(summary: Summary, role: Role) -> Iterator[str]:
 def step_rows(summary: Summary, step: Training) -> Iterator[Row]:
     yield from _ports("in", step.inputs)
     if step.metrics:
-        yield "metrics", listed([port.name for port in step.metrics], 8)
+        yield "metrics", list_names([port.name for port in step.metrics], 8)
     if len(summary.steps) > 1:
-        yield "trained", _trained(summary, step)
+        yield "trained", _trained_parameters(summary, step)
     yield "loss", _loss(step.loss)
     yield from _optimizer(step)
     for i, section in enumerate(step.schedule):
-        yield "schedule" if i == 0 else "", _named(section.name, {**section.numbers, **section.choices})
-    yield from _around_the_optimizer(step)
+        yield "schedule" if i == 0 else "", _name_settings(section.name, {**section.numbers, **section.choices})
+    yield from _around_optimizer(step)
     yield "progress", [_progress(step.progress), *settings({k: v for k, v in step.progress.recorded.items() if v})]
     yield (
         "state",
-        [f"{_STATE_WORDS.get(s.role, shortened(s.role))} {s.tensors:,} ({size(s.bytes)})" for s in step.state],
+        [f"{_STATE_WORDS.get(s.role, shorten(s.role))} {s.tensors:,} ({size(s.bytes)})" for s in step.state],
     )
     if not step.initialization:
         yield "initial", "some state has no initial value"
 
 
-def _trained(summary: Summary, step: Training) -> str:
+def _trained_parameters(summary: Summary, step: Training) -> str:
     names = [name for group in step.groups for name in group.parameters]
     if not names:
         return "unknown: it updates no weight of the model"
-    return f"{amount(step.trained)}\n{gathered(names, [weight.name for weight in summary.weights])}"
+    return f"{amount(step.trained)}\n{gather_names(names, [weight.name for weight in summary.weights])}"
 
 
-def _named(name: str, values: Mapping[str, Any]) -> list[str]:
+def _name_settings(name: str, values: Mapping[str, Any]) -> list[str]:
     """`cosine: steps 1,000`, `warmup 50`, ..."""
     first, *others = settings(values) or [""]
-    return [f"{shortened(name)}: {first}" if first else shortened(name), *others]
+    return [f"{shorten(name)}: {first}" if first else shorten(name), *others]
 
 
 def _loss(loss: Loss) -> str:
-    differentiated = f"differentiated: {listed(loss.differentiated, 4)}" if loss.differentiated else "no Gradient"
+    differentiated = f"differentiated: {list_names(loss.differentiated, 4)}" if loss.differentiated else "no Gradient"
     terms = [_term(term) for term in loss.terms[:_MOST_TERMS]]
     if len(loss.terms) > _MOST_TERMS:
         terms.append(f"and {quantity(len(loss.terms) - _MOST_TERMS, 'more term')}")
     if not terms:
-        operators = listed([operator or "unknown" for operator in loss.operators], 4) or "unknown"
-        terms = [f"{operators} on {listed(loss.outputs, 4)}" if loss.outputs else operators]
+        operators = list_names([operator or "unknown" for operator in loss.operators], 4) or "unknown"
+        terms = [f"{operators} on {list_names(loss.outputs, 4)}" if loss.outputs else operators]
     return "\n".join(terms) + f"; {differentiated}"
 
 
 def _term(term: LossTerm) -> str:
     options = f" ({', '.join(settings(term.options))})" if term.options else ""
-    against = f" against {listed(term.inputs, 4)}" if term.inputs else ""
+    against = f" against {list_names(term.inputs, 4)}" if term.inputs else ""
     scale = f" times {setting(term.scale)}" if term.scale != 1 else ""
-    return f"{shortened(term.name)}{options} on {shortened(term.output)}{against}{scale}"
+    return f"{shorten(term.name)}{options} on {shorten(term.output)}{against}{scale}"
 
 
 def _optimizer(step: Training) -> Iterator[Row]:
@@ -173,7 +173,7 @@ def _optimizer(step: Training) -> Iterator[Row]:
     for i, group in enumerate(step.groups[:_MOST_GROUPS]):
         yield "optimizer" if i == 0 else "", _group(group)
         if len(step.groups) > 1:
-            yield "", f"  {shortened(group.name)}: {gathered(group.parameters, ())}"
+            yield "", f"  {shorten(group.name)}: {gather_names(group.parameters, ())}"
     if len(step.groups) > _MOST_GROUPS:
         yield "", f"and {quantity(len(step.groups) - _MOST_GROUPS, 'more group')}"
 
@@ -181,15 +181,15 @@ def _optimizer(step: Training) -> Iterator[Row]:
 def _group(group: Group) -> list[str]:
     if group.optimizer is None:
         return [
-            f"unknown: plain operators, the last one {shortened(group.operators[0])}" if group.operators else "unknown"
+            f"unknown: plain operators, the last one {shorten(group.operators[0])}" if group.operators else "unknown"
         ]
-    values = {**group.hyper, **_unusual(group)}
+    values = {**group.hyper, **_unusual_options(group)}
     if group.lr_now is not None and group.lr_now != group.hyper["lr"]:
         values["lr"] = f"{setting(group.hyper['lr'])} (now {setting(group.lr_now)})"
-    return _named(group.optimizer, values)
+    return _name_settings(group.optimizer, values)
 
 
-def _unusual(group: Group) -> dict[str, Any]:
+def _unusual_options(group: Group) -> dict[str, Any]:
     """The options that are not as they are by default."""
     kind = OPTIMIZERS.get(group.optimizer or "")
     choices = kind.choices if kind is not None else {}
@@ -197,7 +197,7 @@ def _unusual(group: Group) -> dict[str, Any]:
     return {name: value for name, value in group.options.items() if name not in usual or usual[name] != value}
 
 
-def _around_the_optimizer(step: Training) -> Iterator[Row]:
+def _around_optimizer(step: Training) -> Iterator[Row]:
     if step.clip is not None:
         yield "clipping", f"{_CLIPPED[step.clip.kind]}: at most {setting(step.clip.limit)}"
     if step.accumulation is not None:
@@ -207,7 +207,7 @@ def _around_the_optimizer(step: Training) -> Iterator[Row]:
         yield "average", f"decay {setting(step.average.decay)}, over {setting(step.average.updates)} updates"
     if step.loss_scale is not None:
         kind = "dynamic" if step.loss_scale.dynamic else "fixed"
-        yield "loss scale", [setting(step.loss_scale.scale), *_named(kind, step.loss_scale.settings)]
+        yield "loss scale", [setting(step.loss_scale.scale), *_name_settings(kind, step.loss_scale.settings)]
 
 
 def _progress(progress: Progress) -> str:

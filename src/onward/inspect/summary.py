@@ -77,12 +77,12 @@ def describe(source: Source) -> Summary:
     - `source`: any model
     """
     model = load(source)
-    with understood():
+    with blame_model():
         return _summary(model)
 
 
 @contextmanager
-def understood() -> Iterator[None]:
+def blame_model() -> Iterator[None]:
     """Within it, what a broken model makes go wrong is an error that says so."""
     try:
         yield

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import onnx_ir as ir
 
 from onward.build import DOMAIN
-from onward.inspect.optimizer import groups, is_statistics, trained, wanted_name
+from onward.inspect.optimizer import groups, is_statistics, trained_parameters, wanted_name
 from onward.inspect.summary_fields import (
     Accumulation,
     Amount,
@@ -48,7 +48,7 @@ def describe_step(model: Model, index: int, weights: Iterable[Weight]) -> Traini
     schedule = _schedule(step)
     variables = states(model, index)
     progress = _progress(step, schedule, variables)
-    parameters = {value.name for value in trained(model, step)}
+    parameters = {value.name for value in trained_parameters(model, step)}
     bound = set(step.update.values())
     return Training(
         name=step.algorithm.name or f"step {index}",

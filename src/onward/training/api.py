@@ -24,13 +24,13 @@ from onward.training.callbacks import Callback
 from onward.training.config import Config, read_settings, refuse_placeholders, select_recipe
 from onward.training.data import in_parts
 from onward.training.evaluation import Measures
-from onward.training.feed import feeds
+from onward.training.feed import open_feed
 from onward.training.folder import Folder
 from onward.training.labels import labels_of
 from onward.training.loop import Loop
 from onward.training.lr_finder import find_lr
 from onward.training.objective import Objective, objectives
-from onward.training.preparation import prepared
+from onward.training.preparation import prepare_training
 from onward.training.run import Place, Run
 
 __all__ = ["find_lr", "resume", "train"]
@@ -77,7 +77,7 @@ def train(
     if run is not None:
         Folder(run).refuse_if_in_use()
     seed = wanted.seed or 0
-    made = prepared(original, data, wanted.columns, asked.get("batch_size"), recipe, seed)
+    made = prepare_training(original, data, wanted.columns, asked.get("batch_size"), recipe, seed)
     training = made.model
     if wanted.reset:
         training = started_over(training if wanted.seed is None else with_seed(training, seed))
@@ -101,7 +101,7 @@ def train(
     measures = _measures(training, settled)
     folder, at = Folder(run) if run is not None else _new_folder(original), Place()
     with folder.started(original, training, settled.to_json(), at), settled.start_engine(training) as loaded:
-        feed = feeds(loaded, settled, made.data)
+        feed = open_feed(loaded, settled, made.data)
         settled = dataclasses.replace(settled, classes=list(feed.classes) if feed.classes else None)
         folder.configure(settled.to_json())
         Loop(folder, loaded, settled, feed, measures, at)([*notes, *made.notes, *feed.notes], callbacks, quiet)
@@ -143,7 +143,7 @@ def resume(
         if config.precision != before.precision:
             notes.append(f"precision `{before.precision}` was that of {before.engine}; it goes on in the model's own")
         with config.start_engine(training) as loaded:
-            feed = feeds(loaded, config)
+            feed = open_feed(loaded, config)
             folder.configure(config.to_json())
             measures = _measures(training, config)
             Loop(folder, loaded, config, feed, measures, place)([*notes, *feed.notes], callbacks, quiet)

@@ -20,7 +20,7 @@ def in_form_of(original: Model, training: Model) -> Model:
     They are put into `original`, which stays as it was in all else. Where it has no place for one of them, the result
     is the graph that was trained.
     """
-    trained = strip(_with_averages(training))
+    trained = strip(_put_averages(training))
     stored = stored_as_integers(training)
     updated = dict.fromkeys(name for step in training.steps for name in step.update)
     names = [stored.get(name, name) for name in updated if name in training.graph.initializers]
@@ -36,7 +36,7 @@ def in_form_of(original: Model, training: Model) -> Model:
     return result if all(_put(result.graph, trained.graph.initializers.get(name)) for name in names) else trained
 
 
-def _with_averages(training: Model) -> Model:
+def _put_averages(training: Model) -> Model:
     averages = {s.parameter: s.value for s in all_states(training) if s.role == "ema" and s.parameter}
     if not averages:
         return training
@@ -57,14 +57,14 @@ def _put(graph: ir.Graph, trained: ir.Value | None) -> bool:
         old = place.const_value
         if not _is_alike(old, tensor):
             return False
-        place.const_value = _described_as(old, tensor)
+        place.const_value = _describe_as(old, tensor)
         return True
     for node in graph:
         if node.outputs[0].name == tensor.name and (constant := tensor_in(node)) is not None:
             if not _is_alike(constant, tensor):
                 return False
             node.attributes.clear()  # numbers may be written out under another name
-            node.attributes["value"] = ir.AttrTensor("value", _described_as(constant, tensor))
+            node.attributes["value"] = ir.AttrTensor("value", _describe_as(constant, tensor))
             return True
     return False
 
@@ -73,6 +73,6 @@ def _is_alike(a: ir.TensorProtocol, b: ir.TensorProtocol) -> bool:
     return a.dtype == b.dtype and a.shape.numpy() == b.shape.numpy()
 
 
-def _described_as(old: ir.TensorProtocol, new: ir.TensorProtocol) -> ir.TensorProtocol:
+def _describe_as(old: ir.TensorProtocol, new: ir.TensorProtocol) -> ir.TensorProtocol:
     """The new numbers under the old name, with what was said about the old ones."""
     return with_metadata(new, dict(old.metadata_props), like=old)

@@ -39,7 +39,7 @@ class _Part:
     notes: tuple[str, ...] = ()
 
 
-def feeds(engine: Engine, config: Config, opened: Dataset | Stream | None = None) -> Feed:
+def open_feed(engine: Engine, config: Config, opened: Dataset | Stream | None = None) -> Feed:
     """Open the data of a run, unless they are `opened`, and match them with the model."""
     labels = labels_of(engine.model)
     noise = Noise(config.noise, engine.of_a_batch, config.seed or 0)
@@ -113,10 +113,10 @@ def _parts(
         return _Part(rest, way), _Part(share, way)
     if config.validation is None:
         return _Part(data, way), None
-    return _Part(data, way), _matched_alike(open_data(config.validation, images=images), inputs, config, way)
+    return _Part(data, way), _match_alike(open_data(config.validation, images=images), inputs, config, way)
 
 
-def _matched_alike(
+def _match_alike(
     held_out: Dataset | Stream, inputs: Mapping[str, ir.Value], config: Config, training: Mapping[str, Binding]
 ) -> _Part:
     """Validation data, matched as the training data are: the same columns, if they are there, and the same classes."""

@@ -20,7 +20,7 @@ from onward.model.storage.files import mentions
 from onward.model.storage.tensor_places import is_in
 from onward.model.storage.transaction import is_torn
 from onward.training.config import write_settings
-from onward.training.lock import LOCK, locked, remove_lock
+from onward.training.lock import LOCK, lock_folder, remove_lock
 from onward.training.run import BEST, CONFIG, LAST, LOG, ORIGINAL, TRAINING, Place, Run
 from onward.transform.training import strip
 
@@ -70,7 +70,7 @@ class Folder(Run):
         has made a step (`at` says so), the folder is as it was before.
         """
         self.make()
-        with locked(self.path):
+        with lock_folder(self.path):
             self.refuse_if_in_use()  # again: it may just have been
             before = set(self.path.iterdir())
             self._refuse_links()
@@ -78,7 +78,11 @@ class Folder(Run):
                 self._sweep()
                 self.configure(config)
                 self._form = form_of(places_of(original))
-                save(strip(original), self.path / ORIGINAL, also=[*_lasting(training), *_given(training)])
+                save(
+                    strip(original),
+                    self.path / ORIGINAL,
+                    also=[*_unchanging_places(training), *_user_places(training)],
+                )
                 yield
             except BaseException as error:
                 can_go_on = (self.path / TRAINING).exists() and not isinstance(error, Exception)
@@ -90,12 +94,12 @@ class Folder(Run):
     def resumed(self) -> Iterator[Model]:
         """The training model as it was last saved. Within it, the folder is ours alone."""
         self._refuse_if_empty()
-        with locked(self.path):
+        with lock_folder(self.path):
             self._refuse_links()
             self._sweep()
             model, original, shared = self.model, load(self.path / ORIGINAL), self._shared()
             self._form = form_of(places_of(original))
-            if elsewhere := [place for place in _lasting(model) if not is_in(place.tensor, shared)]:
+            if elsewhere := [place for place in _unchanging_places(model) if not is_in(place.tensor, shared)]:
                 save(original, self.path / ORIGINAL, also=elsewhere)  # as an older version has left it
             yield model
 
@@ -163,17 +167,17 @@ class Folder(Run):
 _OWN = "a run has all its files in its folder: put the file itself there"
 
 
-def _lasting(model: Model) -> list[storage.Place]:
+def _unchanging_places(model: Model) -> list[storage.Place]:
     """The places of what training does not change, if that is to be outside the file."""
-    places, changing = places_of(model), _changing(model)
+    places, changing = places_of(model), _changing_state(model)
     return [place for place in places if place.holder not in changing] if goes_outside(places) else []
 
 
-def _given(model: Model) -> list[storage.Place]:
+def _user_places(model: Model) -> list[storage.Place]:
     """The places of what training changes that is in files of the user: an engine may begin with it as it is there."""
-    changing = _changing(model)
+    changing = _changing_state(model)
     return [place for place in places_of(model) if place.holder in changing and is_external(place.tensor)]
 
 
-def _changing(model: Model) -> set[Any]:
+def _changing_state(model: Model) -> set[Any]:
     return {model.initializer(name, index) for index, step in enumerate(model.steps) for name in step.update}

@@ -28,14 +28,14 @@ _held: set[Path] = set()
 
 
 @contextlib.contextmanager
-def locked(folder: Path) -> Iterator[None]:
+def lock_folder(folder: Path) -> Iterator[None]:
     """Within it, no other process, and no other thread, gets a lock on this folder."""
     folder = folder.resolve()
     if folder in _held:  # not even opened: closing any handle of the file would end the lock
         raise _refusal(folder, "this process")
     _held.add(folder)
     try:
-        with _locked(folder) as file:
+        with _open_locked(folder) as file:
             with contextlib.suppress(OSError):  # a lock holds on a full disk, too
                 file.truncate(0)
                 file.write(f"process {os.getpid()} on {platform.node()}".encode())
@@ -44,9 +44,9 @@ def locked(folder: Path) -> Iterator[None]:
         _held.discard(folder)
 
 
-def _locked(folder: Path) -> FileIO:
+def _open_locked(folder: Path) -> FileIO:
     while True:
-        file = _opened(folder / LOCK)
+        file = _open_file(folder / LOCK)
         if not _lock(file):
             with file:
                 file.seek(0)
@@ -64,7 +64,7 @@ def remove_lock(folder: Path) -> None:
         (folder / LOCK).unlink()
 
 
-def _opened(path: Path) -> FileIO:
+def _open_file(path: Path) -> FileIO:
     if path.is_symlink() or (path.exists() and not path.is_file()):
         raise WriteError(f"could not write to `{path.parent}`: `{path.name}` in it is not a file", hint="remove it")
     try:

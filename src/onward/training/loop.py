@@ -103,7 +103,7 @@ class Loop:
     def _train(self) -> None:
         at, status = self.at, self.status
         while at.epoch < self.config.epochs and not self._must_end():
-            for batch in self._left():
+            for batch in self._remaining():
                 if not self._fits(batch):
                     at.batch += 1
                     continue
@@ -129,7 +129,7 @@ class Loop:
         batches = self.feed.training.per_epoch
         return None if batches is None else batches // self.engine.batches
 
-    def _left(self) -> Iterator[tuple[Batch, ...]]:
+    def _remaining(self) -> Iterator[tuple[Batch, ...]]:
         """What the steps of an epoch that are left take; batches that do not fill a round of several are left out."""
         count = self.engine.batches
         batches = self.feed.training.epoch(self.at.epoch, start=self.at.batch * count)

@@ -18,8 +18,8 @@ from onward.recipe.optimizers.table import optimizer
 from onward.recipe.spec import Spec, parse
 from onward.training.config import Config
 from onward.training.data import Batch, Batches, in_parts
-from onward.training.feed import feeds
-from onward.training.preparation import prepared
+from onward.training.feed import open_feed
+from onward.training.preparation import prepare_training
 
 _MEMORY = 0.9
 """How much of the smoothed loss is what it was before."""
@@ -78,7 +78,7 @@ def find_lr(
     growth = (highest / lowest) ** (1 / (steps - 1))
     rising = {"schedule": Spec("exponential", {"gamma": growth}), "accumulate": 1}
     data = in_parts(data).data
-    made = prepared(original, data, columns or {}, batch_size, {**recipe, **rising}, seed)
+    made = prepare_training(original, data, columns or {}, batch_size, {**recipe, **rising}, seed)
     config = Config(
         data=data,
         batch_size=made.batch_size,
@@ -93,7 +93,7 @@ def find_lr(
     losses: list[float] = []
     with config.start_engine(made.model) as running:
         smoothed = 0.0
-        for batch in itertools.islice(_endless(feeds(running, config, made.data).training), steps):
+        for batch in itertools.islice(_endless(open_feed(running, config, made.data).training), steps):
             loss = float(running.step(batch)[running.loss])
             smoothed = _MEMORY * smoothed + (1 - _MEMORY) * loss
             now = smoothed / (1 - _MEMORY ** (len(losses) + 1))

@@ -33,7 +33,7 @@ class Prepared:
     preprocess: Any = None
 
 
-def prepared(
+def prepare_training(
     original: Model,
     data: Any,
     columns: Mapping[str, str | Sequence[str]],

@@ -27,7 +27,7 @@ from onward.model.storage.files import reason, regular
 from onward.training.config import read_settings
 from onward.training.export import in_form_of
 from onward.training.log import read_log
-from onward.training.schema import EDITED, Natural, checked
+from onward.training.schema import EDITED, Natural, parse_json_as
 
 TRAINING, BEST, LAST, ORIGINAL = "training.onnx", "best.onnx", "last.onnx", "original.onnx"
 CONFIG, LOG = "config.yaml", "log.jsonl"
@@ -59,7 +59,7 @@ class Place:
     def of(cls, model: Model) -> Place:
         """Where the run stood when this model was saved."""
         text = model.step().metadata.get("train.progress", "{}")
-        fact = checked(text, cls, f"the progress in `{model.path}`")
+        fact = parse_json_as(text, cls, f"the progress in `{model.path}`")
         return cls(**{field.name: fact[field.name] for field in dataclasses.fields(cls) if field.name in fact})
 
     @property

@@ -18,7 +18,7 @@ Natural = Annotated[int, Range(least=0, most=2**53)]
 EDITED = "was it edited, or written by another version of Onward? undo that, or start a new run"
 
 
-def checked(text: str | bytes, kind: type, name: str) -> dict[str, Any]:
+def parse_json_as(text: str | bytes, kind: type, name: str) -> dict[str, Any]:
     """The object that JSON holds, with the values that are fields of this kind as it wants them."""
     try:
         values = json.loads(text)

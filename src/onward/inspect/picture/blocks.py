@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 import onnx_ir as ir
 
 from onward.constants import constant_tensor
-from onward.inspect.formatting import listed, quantity, setting, settings, shape
+from onward.inspect.formatting import list_names, quantity, setting, settings, shape
 from onward.inspect.picture.folding import Algorithm, fold
 from onward.inspect.summary import Summary
 from onward.inspect.summary_fields import Amount, Training, Weight
@@ -181,14 +181,14 @@ def _part_block(purpose: str, group: int, training: Training, nodes: Sequence[ir
     if purpose == "optimizer":
         of = training.groups[group]
         title, rows = f"{of.optimizer or 'update'} ×{len(of.parameters)}", settings(of.hyper)
-        rows += [f"slots {listed(of.slots, 3)}"] if of.slots else []
+        rows += [f"slots {list_names(of.slots, 3)}"] if of.slots else []
         notes = [f"updates {name}" for name in of.parameters]
     elif purpose == "gradient":
-        of_what = f"of {listed(training.loss.differentiated, 2)}"
+        of_what = f"of {list_names(training.loss.differentiated, 2)}"
         title, rows = "Gradient", [of_what, f"for {quantity(training.trained.tensors, 'parameter')}"]
     elif purpose == "schedule":
         names = [section.name for section in training.schedule]
-        title = f"schedule: {listed(names, 3)}" if names else "step counter"
+        title = f"schedule: {list_names(names, 3)}" if names else "step counter"
         rows = settings(training.schedule[0].numbers) if len(names) == 1 else []
     elif purpose == "average" and training.average is not None:
         rows = [f"decay {setting(training.average.decay)}"]

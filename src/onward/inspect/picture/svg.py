@@ -8,7 +8,7 @@ from xml.sax.saxutils import escape
 
 from rich.cells import cell_len
 
-from onward.inspect.formatting import clean, shortened
+from onward.inspect.formatting import clean, shorten
 from onward.inspect.picture.blocks import Block, Picture
 from onward.inspect.picture.layout import Point, arrange
 
@@ -62,7 +62,7 @@ def write_svg(picture: Picture, name: str) -> str:
     """The file. Whatever is written in it goes through `clean`, and is escaped."""
     layout = arrange([_size(block) for block in picture.blocks], picture.edges)
     legend, legend_width, legend_height = _legend(picture, max(layout.width, _LEAST_WIDTH))
-    heading = shortened(name, _MOST_NAME)
+    heading = shorten(name, _MOST_NAME)
     width = max(layout.width, legend_width, cell_len(heading) * _NAME_LETTER) + 2 * _MARGIN
     top = _MARGIN + _HEADER + legend_height
     style = _rules(_LOOK) + _rules(_colours(0)) + f"@media (prefers-color-scheme:dark){{{_rules(_colours(1))}}}"
@@ -86,8 +86,8 @@ def write_svg(picture: Picture, name: str) -> str:
 def _size(block: Block) -> Point:
     """Width and height. Fonts differ, so this is a guess, and a generous one."""
     margin = _MARK if _has_marks(block) else 0.0
-    widths = [cell_len(shortened(block.title, _MOST_TITLE)) * _TITLE_LETTER]
-    widths += [cell_len(shortened(text, _MOST_ROW)) * _ROW_LETTER + margin for _, text in block.rows]
+    widths = [cell_len(shorten(block.title, _MOST_TITLE)) * _TITLE_LETTER]
+    widths += [cell_len(shorten(text, _MOST_ROW)) * _ROW_LETTER + margin for _, text in block.rows]
     return max(widths) + 2 * _PADDING, _BASE + _ROW_HEIGHT * len(block.rows) + 10
 
 
@@ -120,11 +120,11 @@ def _block(block: Block, centre: Point) -> str:
     parts = [
         _title([block.title, *block.notes]),
         f'<rect class="block {block.kind}" width="{width:.1f}" height="{height:.1f}" rx="{corner:.1f}"/>',
-        _text(shortened(block.title, _MOST_TITLE), width / 2, _BASE, "title"),
+        _text(shorten(block.title, _MOST_TITLE), width / 2, _BASE, "title"),
     ]
     for i, (mark, text) in enumerate(block.rows, 1):
         base = _BASE + _ROW_HEIGHT * i
-        parts.append(_text(shortened(text, _MOST_ROW), left, base, style))
+        parts.append(_text(shorten(text, _MOST_ROW), left, base, style))
         if mark:
             parts.append(f'<circle class="mark {mark}" cx="{_PADDING + 3:.1f}" cy="{base - 3.5:.1f}" r="3"/>')
     return _group(centre[0] - width / 2, centre[1] - height / 2, parts)

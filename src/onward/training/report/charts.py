@@ -11,7 +11,7 @@ from onward.training.progress import short
 from onward.training.report.headline import best_step
 from onward.training.report.history import ENDS, History, Series
 from onward.training.report.layers import MOST_LINES, gradient_lines, gradient_map, weight_histograms
-from onward.training.report.thinning import curve, rounded
+from onward.training.report.thinning import curve, round_to
 
 Chart = dict[str, Any]
 
@@ -73,7 +73,7 @@ def _summary(series: list[Chart]) -> str:
 def _best(history: History, name: str) -> Chart | None:
     step, series = best_step(history), history.validation.get(name, Series())
     value = series.at(step) if step is not None else None
-    return {"x": step, "y": rounded(value)} if value is not None and math.isfinite(value) else None
+    return {"x": step, "y": round_to(value)} if value is not None and math.isfinite(value) else None
 
 
 def _spans_decades(history: History, name: str) -> bool:

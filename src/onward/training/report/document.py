@@ -12,11 +12,11 @@ from importlib.resources import files
 from typing import Any
 
 from onward.inspect import Summary
-from onward.inspect.formatting import quantity, setting, shape, shortened, size
+from onward.inspect.formatting import quantity, setting, shape, shorten, size
 from onward.training.report.charts import charts
 from onward.training.report.headline import cards, facts
 from onward.training.report.history import ENDS, Event, History
-from onward.training.report.markup import Markup, data, joined, tag
+from onward.training.report.markup import Markup, data, join, tag
 
 _SCRIPTS = ("axes.js", "curves.js", "layers.js", "main.js")
 _MOST_ROWS, _MOST_LAYERS_AT_ONCE = 400, 12
@@ -25,14 +25,14 @@ _MOST_ROWS, _MOST_LAYERS_AT_ONCE = 400, 12
 def document(history: History, config: dict[str, Any], summary: Summary | None, remarks: list[str]) -> str:
     drawn = charts(history)
     model = history.start.get("model") or (summary.name if summary else "a run")
-    name = shortened(re.split(r"[/\\]", str(model))[-1], 80)
-    body = joined(
+    name = shorten(re.split(r"[/\\]", str(model))[-1], 80)
+    body = join(
         _header(name, history),
         tag("main", *_warnings(history, remarks), *_sections(history, config, summary, drawn)),
         tag("footer", "Written by ", tag("code", "onward report"), ". Times are in UTC."),
     )
     script = Markup('"use strict";\n(() => {\n' + "".join(_resource(file) for file in _SCRIPTS) + "})();\n")
-    head = joined(
+    head = join(
         Markup('<meta charset="utf-8">'),
         Markup('<meta name="viewport" content="width=device-width, initial-scale=1">'),
         Markup('<meta name="color-scheme" content="light dark">'),
@@ -65,7 +65,7 @@ def _header(name: str, history: History) -> Markup:
     return tag(
         "header",
         tag("p", "Training report", class_="kicker"),
-        tag("h1", name, " ", tag("span", shortened(word), class_=f"status {kind}")),
+        tag("h1", name, " ", tag("span", shorten(word), class_=f"status {kind}")),
         began,
     )
 
@@ -129,7 +129,7 @@ def _cards(history: History, summary: Summary | None) -> Markup:
     shown = [
         tag(
             "div",
-            tag("dt", shortened(c.label, 40)),
+            tag("dt", shorten(c.label, 40)),
             tag("dd", c.value),
             tag("dd", c.note, class_="note"),
             class_="card",
@@ -149,13 +149,13 @@ def _controls() -> Markup:
 
 def _curves(curves: list[dict[str, Any]]) -> Markup:
     without_script = tag("noscript", tag("p", "Charts are drawn by a script in this page, which does not run here."))
-    return joined(
+    return join(
         without_script, tag("div", *(_figure(c["title"], "curve", str(i)) for i, c in enumerate(curves)), class_="grid")
     )
 
 
 def _figure(title: str, kind: str, index: str = "") -> Markup:
-    caption = tag("figcaption", tag("h3", shortened(title)), tag("span", class_="legend"))
+    caption = tag("figcaption", tag("h3", shorten(title)), tag("span", class_="legend"))
     return tag("figure", caption, tag("div", class_="plot"), class_=f"panel {kind}", data_index=index)
 
 
@@ -188,7 +188,7 @@ def _table(header: list[str], rows: list[list[str | Markup]], numbers: set[int],
     body = [tag("tr", *cells("td", row)) for row in rows]
     table = tag("table", tag("thead", tag("tr", *cells("th", header))), tag("tbody", *body))
     note = tag("p", f"{left_out:,} more rows are left out.", class_="hint") if left_out else ""
-    return joined(tag("div", table, class_="scroll", tabindex="0"), note)
+    return join(tag("div", table, class_="scroll", tabindex="0"), note)
 
 
 def _validation(history: History) -> Markup:
@@ -200,7 +200,7 @@ def _validation(history: History) -> Markup:
     for step in shown:
         values = [found.at(step) for found in series.values()]
         rows.append([f"{step:,}", *("" if value is None else f"{value:.6g}" for value in values)])
-    header = ["step", *(shortened(name, 40) for name in series)]
+    header = ["step", *(shorten(name, 40) for name in series)]
     return _table(header, rows, set(range(len(header))), len(steps) - len(shown))
 
 
@@ -243,7 +243,7 @@ def _parameters(summary: Summary) -> Markup:
     rows: list[list[str | Markup]] = []
     for weight in shown:
         bar = Markup(f'<meter min="0" max="{largest}" value="{weight.numbers}" aria-hidden="true"></meter>')
-        name = tag("code", shortened(weight.name, 70))
+        name = tag("code", shorten(weight.name, 70))
         rows.append(
             [name, weight.type, shape(weight.shape), f"{weight.numbers:,}", bar, size(weight.bytes), weight.role]
         )

@@ -62,11 +62,11 @@ def cards(history: History, summary: Summary | None) -> Iterator[Card]:
     if history.step:
         epochs = epochs_made(history)
         yield Card("steps", f"{history.step:,}", f"{epochs:.3g} epochs" if epochs is not None else "")
-    yield Card("time", duration(history.seconds), _started(history))
+    yield Card("time", duration(history.seconds), _sittings(history))
     if history.speed:
         middle = statistics.median(history.speed.values)
         yield Card("throughput", f"{middle:,.0f}" if middle >= 10 else short(middle), "samples per second, median")
-    if trained := _trained(history, summary):
+    if trained := _parameters_card(history, summary):
         yield trained
 
 
@@ -88,12 +88,12 @@ def epochs_made(history: History) -> float | None:
     return history.step / history.steps_per_epoch if history.steps_per_epoch else None
 
 
-def _started(history: History) -> str:
+def _sittings(history: History) -> str:
     resumes = sum(event.kind == "resume" for event in history.events)
     return f"in {resumes + 1} sittings" if resumes else "in one go"
 
 
-def _trained(history: History, summary: Summary | None) -> Card | None:
+def _parameters_card(history: History, summary: Summary | None) -> Card | None:
     if summary is not None and summary.parameters["trained"].tensors:
         part = summary.parameters["trained"]
         return Card("parameters", f"{part.numbers:,}", f"trained, in {quantity(part.tensors, 'tensor')}")
@@ -107,14 +107,14 @@ def _trained(history: History, summary: Summary | None) -> Card | None:
 def facts(history: History, config: dict[str, Any], summary: Summary | None) -> Iterator[tuple[str, str]]:
     """Labels, and texts beside them."""
     start = history.start
-    yield from _told("model", start.get("model"))
+    yield from _fact("model", start.get("model"))
     if summary is not None and summary.parameters["trained"].tensors:
         frozen = summary.parameters["frozen"]
         kept = f"; frozen: {amount(frozen)}" if frozen.tensors else ""
         yield "trained", amount(summary.parameters["trained"]) + kept
     yield from _recipe(start, summary)
     for label in ("data", "validation", "batch_size", "seed"):
-        yield from _told(label.replace("_", " "), config.get(label))
+        yield from _fact(label.replace("_", " "), config.get(label))
     epochs = start.get("epochs")
     if isinstance(epochs, int):
         each = f" of {quantity(history.steps_per_epoch, 'step')}" if history.steps_per_epoch else ""
@@ -135,10 +135,10 @@ def _recipe(start: dict[str, Any], summary: Summary | None) -> Iterator[tuple[st
         return
     recipe = start.get("recipe")
     for name, content in recipe.items() if isinstance(recipe, dict) else ():
-        yield from _told(str(name), content)
+        yield from _fact(str(name), content)
 
 
-def _told(label: str, value: Any) -> Iterator[tuple[str, str]]:
+def _fact(label: str, value: Any) -> Iterator[tuple[str, str]]:
     if value is not None and value != "" and value != [] and value != {}:
         with suppress(RecursionError):
             yield label, setting(value)

@@ -98,12 +98,12 @@ class History:
     def _read_start(self, step: int, event: dict[str, Any]) -> None:
         self.start = event
         self.steps_per_epoch = _whole(event.get("steps_per_epoch")) or None
-        self._happened("start", step, "started", event)
+        self._add_event("start", step, "started", event)
 
     def _read_step(self, step: int, event: dict[str, Any]) -> None:
         loss = self.train.get("loss")
         if loss and step <= loss.steps[-1]:
-            self._made_again(step)
+            self._forget_from(step)
         self.reason = None
         self.step = step
         if self.steps_per_epoch is None and event.get("epoch") == 1:  # nobody knew, but now the first one is over
@@ -153,12 +153,12 @@ class History:
         if last and last.kind == "save" and last.step == step:
             is_best = is_best or last.text != "saved"
             self.events.pop()
-        self._happened("save", step, "saved, the best so far" if is_best else "saved", event)
+        self._add_event("save", step, "saved, the best so far" if is_best else "saved", event)
 
     def _read_resume(self, step: int, event: dict[str, Any]) -> None:
         self.seconds, self._session = self.seconds + self._session, 0.0
         self.reason = None
-        self._happened("resume", step, f"resumed after {step:,} steps", event)
+        self._add_event("resume", step, f"resumed after {step:,} steps", event)
 
     def _read_end(self, step: int, event: dict[str, Any]) -> None:
         self.step = max(self.step, step)
@@ -166,12 +166,12 @@ class History:
         seconds = _seconds(event.get("seconds"))
         _, _, text = ENDS.get(self.reason, ("", "", f"ended: {self.reason}"))
         if self.reason == "not_finite":
-            self.failure = f"the loss of step {step + 1:,} was {_spelled(_number(event.get('loss')))}"
+            self.failure = f"the loss of step {step + 1:,} was {_spell(_number(event.get('loss')))}"
             text = f"stopped: {self.failure}"
         if seconds is not None:
             self._session = seconds
             text += f" (after {duration(seconds)})"
-        self._happened(self.reason, step, text, event)
+        self._add_event(self.reason, step, text, event)
 
     # ---- helpers -----------------------------------------------------------------------------------------------------
 
@@ -179,11 +179,11 @@ class History:
         if (number := _number(value)) is not None:
             to.setdefault(name, Series()).add(step, number)
 
-    def _happened(self, kind: str, step: int, text: str, event: dict[str, Any]) -> None:
+    def _add_event(self, kind: str, step: int, text: str, event: dict[str, Any]) -> None:
         time = _number(event.get("time"))
         self.events.append(Event(kind, step, text, time if time is not None and math.isfinite(time) else None))
 
-    def _made_again(self, step: int) -> None:
+    def _forget_from(self, step: int) -> None:
         """The run went back to its last save: what came after it is no part of its history."""
         for series in (
             self.rate,
@@ -211,7 +211,7 @@ ENDS = {
 """Why a run ended: in a word, whether that is good, and as an event."""
 
 
-def _spelled(value: float | None) -> str:
+def _spell(value: float | None) -> str:
     """A number that is not finite, as people write it."""
     if value is None or math.isfinite(value):
         return "not finite"

@@ -9,7 +9,7 @@ import numpy as np
 
 from onward.inspect.formatting import clean
 from onward.training.report.history import History, Series
-from onward.training.report.thinning import curve, rounded
+from onward.training.report.thinning import curve, round_to
 
 MOST_LINES = 6
 """More layers than these are a heat map: nobody can tell so many lines apart."""
@@ -30,7 +30,7 @@ def gradient_map(norms: dict[str, Series]) -> dict[str, Any]:
     rows = [_cells(norms[name], steps[starts]) for name in names]
     return {
         "names": [clean(name) for name in names],
-        "x": [rounded(step, 16) for step in steps[starts].tolist()],
+        "x": [round_to(step, 16) for step in steps[starts].tolist()],
         "rows": rows,
         "left_out": len(norms) - len(names),
     }
@@ -43,18 +43,18 @@ def _cells(series: Series, starts: np.ndarray) -> list[float | None]:
     sums = np.bincount(places, np.log(values[good]), len(starts))
     counts = np.bincount(places, minlength=len(starts))
     with np.errstate(invalid="ignore"):
-        return [rounded(value, 4) for value in np.exp(sums / counts).tolist()]
+        return [round_to(value, 4) for value in np.exp(sums / counts).tolist()]
 
 
 def weight_histograms(history: History) -> list[dict[str, Any]]:
     """For each layer the histograms at some moments over common intervals, as heights from 0 to 100."""
-    chosen = _evenly(history.weights, _MOST_RIDGES)
+    chosen = _pick_evenly(history.weights, _MOST_RIDGES)
     names = list(dict.fromkeys(name for _, layers in chosen for name in layers))
     found = (_ridges(name, chosen) for name in names)
     return [ridges for ridges in found if ridges][:_MOST_LAYERS]
 
 
-def _evenly(items: Sequence[Any], most: int) -> list[Any]:
+def _pick_evenly(items: Sequence[Any], most: int) -> list[Any]:
     """At most so many, the first and the last among them."""
     if len(items) <= most:
         return list(items)
@@ -71,11 +71,11 @@ def _ridges(name: str, snapshots: Sequence[tuple[int, dict[str, Any]]]) -> dict[
         low, high = low - 0.5, high + 0.5
     numbers = max(counts.sum() for _, _, counts in known)
     bounds = np.linspace(low, high, round(min(max(2 * numbers**0.5, _LEAST_BINS), _MOST_BINS)) + 1)
-    densities = [_rebinned(edges, counts, bounds) for _, edges, counts in known]
+    densities = [_rebin(edges, counts, bounds) for _, edges, counts in known]
     return {
         "name": clean(name),
-        "low": rounded(low),
-        "high": rounded(high),
+        "low": round_to(low),
+        "high": round_to(high),
         "steps": [step for step, _, _ in known],
         "heights": [np.rint(100 * density / max(density.max(), 1e-300)).astype(int).tolist() for density in densities],
     }
@@ -93,7 +93,7 @@ def _histogram(value: Any) -> tuple[np.ndarray, np.ndarray] | None:
     return (edges, counts) if counts.sum() > 0 and (counts >= 0).all() and edges[-1] - edges[0] < np.inf else None
 
 
-def _rebinned(edges: np.ndarray, counts: np.ndarray, bounds: np.ndarray) -> np.ndarray:
+def _rebin(edges: np.ndarray, counts: np.ndarray, bounds: np.ndarray) -> np.ndarray:
     """The share of values between each two of `bounds`, as if they were even between each two of `edges`."""
     if edges[0] == edges[-1]:
         share = np.zeros(len(bounds) - 1)

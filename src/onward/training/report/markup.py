@@ -18,10 +18,10 @@ def tag(name: str, /, *content: str, **attributes: str | bool | None) -> Markup:
         for key, value in attributes.items()
         if value is not None and value is not False
     )
-    return Markup(f"<{name}{written}>{joined(*content)}</{name}>")
+    return Markup(f"<{name}{written}>{join(*content)}</{name}>")
 
 
-def joined(*content: str) -> Markup:
+def join(*content: str) -> Markup:
     return Markup("".join(item if isinstance(item, Markup) else escape(item) for item in content))
 
 

@@ -20,7 +20,7 @@ def curve(series: Series) -> dict[str, list[Any]]:
     """
     steps, values = np.asarray(series.steps), np.asarray(series.values)
     if len(steps) <= _MOST_POINTS:
-        return {"x": _rounded(steps, 16), "y": _rounded(values)}
+        return {"x": _round_all(steps, 16), "y": _round_all(values)}
     bounds = np.searchsorted(steps, np.linspace(steps[0], steps[-1], _MOST_POINTS, endpoint=False))
     starts = np.unique(bounds)
     finite = np.isfinite(values)
@@ -31,14 +31,14 @@ def curve(series: Series) -> dict[str, list[Any]]:
         high = np.maximum.reduceat(np.where(finite, values, -np.inf), starts)
     ends = np.append(starts[1:], len(steps)) - 1
     middles = np.floor((steps[starts] + steps[ends]) / 2)
-    return {"x": _rounded(middles, 16), "y": _rounded(means), "low": _rounded(low), "high": _rounded(high)}
+    return {"x": _round_all(middles, 16), "y": _round_all(means), "low": _round_all(low), "high": _round_all(high)}
 
 
-def _rounded(values: np.ndarray, digits: int = 5) -> list[Any]:
-    return [rounded(value, digits) for value in values.tolist()]
+def _round_all(values: np.ndarray, digits: int = 5) -> list[Any]:
+    return [round_to(value, digits) for value in values.tolist()]
 
 
-def rounded(value: float, digits: int = 5) -> float | None:
+def round_to(value: float, digits: int = 5) -> float | None:
     """As many digits as one sees; whole numbers without a point, since that is shorter."""
     if not math.isfinite(value):
         return None
