@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import importlib.util
 import os
 import pickle
@@ -69,6 +70,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if importlib.util.find_spec(module) is None:
                 how = f"pip install 'onward[{extra}]'" if extra else f"pip install {module}"
                 item.add_marker(pytest.mark.skip(reason=f"needs {module}, which is not installed: {how}"))
+
+
+def pytest_collection_finish() -> None:
+    """What was imported and collected stays: garbage collection need not look through all of it again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import subprocess
 import sys
@@ -141,17 +143,33 @@ print(json.dumps([losses, sorted(trained)]))
 """
 
 
-def test_a_saved_model_trains_without_us(tmp_path):
-    """In a process that cannot find Onward. What it saves comes back as a training model."""
+def in_a_process(places):
+    options = {"capture_output": True, "text": True, "env": {"TF_CPP_MIN_LOG_LEVEL": "3"}}
+    done = subprocess.run([sys.executable, "-S", "-c", ELSEWHERE, *places], **options)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def in_this_process(places):
+    """In which nothing of ours can be imported then."""
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as said:
+        patch.setattr(sys, "argv", ["-c", *places])
+        patch.setattr(sys, "path", [*sys.path])
+        for name in [name for name in sys.modules if name.partition(".")[0] == "onward"]:
+            patch.setitem(sys.modules, name, None)
+        exec(ELSEWHERE, {})
+    return said.getvalue()
+
+
+@pytest.mark.parametrize("go", [in_this_process, pytest.param(in_a_process, marks=pytest.mark.slow)])
+def test_a_saved_model_trains_without_us(go, tmp_path):
+    """Where Onward cannot be found. What it saves comes back as a training model."""
     model = onward.prepare(models.small_cnn(), loss="cross_entropy", optimizer="adam:lr=1e-2,eps=1e-3")
     tf().saved_model.save(onward.to_tensorflow(model), str(tmp_path / "model"))
     arrays = {f"{name}{i}": array for i, batch in enumerate(SQUARE) for name, array in batch.items()}
     np.savez(tmp_path / "batches.npz", **arrays)
     places = [sysconfig.get_paths()["purelib"], *(str(tmp_path / name) for name in ("model", "batches.npz", "trained"))]
-    options = {"capture_output": True, "text": True, "env": {"TF_CPP_MIN_LOG_LEVEL": "3"}}
-    done = subprocess.run([sys.executable, "-S", "-c", ELSEWHERE, *places], **options)
-    assert done.returncode == 0, done.stderr
-    found, trained = json.loads(done.stdout.splitlines()[-1])
+    found, trained = json.loads(go(places).splitlines()[-1])
     expected, end = losses(model, SQUARE)
     np.testing.assert_allclose(found, expected, rtol=1e-5)
     assert trained == sorted(model.step().differentiated())
