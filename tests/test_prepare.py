@@ -305,6 +305,18 @@ def test_parameters_are_found_wherever_they_hide():
     np.testing.assert_allclose(after, before, rtol=1e-6)
 
 
+def test_parameters_behind_what_a_schema_calls_not_differentiable():
+    """A spatial transformer learns where to look: AffineGrid has a derivative, whatever its schema says."""
+    text = """<ir_version: 10, opset_import: ["": 20]> g (float[N,6] x, float[N,1,4,4] picture) => (float[N,1,2,2] y)
+    <float[6,6] weight = {1, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 1, 0, 0,
+     0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 1}>
+    { at = MatMul(x, weight) shape = Constant<value_ints = [-1, 2, 3]>() theta = Reshape(at, shape)
+      n = Shape<start = 0, end = 1>(x) rest = Constant<value_ints = [1, 2, 2]>() size = Concat<axis = 0>(n, rest)
+      grid = AffineGrid(theta, size) y = GridSample(picture, grid) }"""
+    found = selection(onward.prepare(onnx.parser.parse_model(text), loss="mse", optimizer="sgd"))
+    assert found["weight"][0] == "parameter"
+
+
 def test_numbers_that_fill_a_first_state_are_not_trained():
     proto = onnx.parser.parse_model("""<ir_version: 10, opset_import: ["": 21]>
         cell (float[N,1] x) => (float[N,1] y) <float[1,1] weight = {2.0}, float[1,1] recurrent = {0.5}>

@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 
 import onnx_ir as ir
-from onnx import defs
 
 from onward.differentiate.gradients import lower_gradients
 from onward.errors import UnknownNameError, UnsupportedError, near_or_first
@@ -16,9 +15,8 @@ from onward.model.gradient_names import tie
 from onward.model.signature import sound
 from onward.model.walk import ancestors
 from onward.recipe.trainable import gradient_edges, judge
-from onward.rules import NoGradient
-from onward.rules.registry import lookup
-from onward.standard import OLDEST_OPSET, is_standard
+from onward.rules.registry import has_gradient
+from onward.standard import OLDEST_OPSET
 from onward.transform.float_type import FLOATS
 from onward.transform.opset import of_one_opset
 from onward.transform.types import fill_in_types
@@ -83,24 +81,14 @@ def _default_xs(model: Model, y: ir.Value) -> list[ir.Value]:
     known = {value.name: value for value in values(model.graph)}
     parameters = [known[choice.name] for choice in judge(model, [y]) if choice.role == "parameter"]
     edges = gradient_edges([y])
-    inputs = [x for x in model.inputs if _is_float(x) and any(_differentiable(*edge) for edge in edges.get(x, ()))]
+    readers = {x: edges.get(x, ()) for x in model.inputs if _is_float(x)}
+    inputs = [x for x, found in readers.items() if any(has_gradient(n.domain, n.op_type, i) for n, i in found)]
     if not parameters and not inputs:
         raise UnsupportedError(
             f"no gradient flows from `{y.name}` to a parameter or a floating-point input",
             hint="name by what to differentiate: `xs=`, `--wrt` on the command line",
         )
     return [*parameters, *inputs]
-
-
-def _differentiable(node: ir.Node, index: int) -> bool:
-    """Whether an input of an operator is one to differentiate by, and not a limit, a ratio or a scale."""
-    if isinstance(lookup(node), NoGradient):
-        return False
-    if not is_standard(node) or not defs.has(node.op_type):
-        return True
-    formals = defs.get_schema(node.op_type).inputs
-    category = formals[min(index, len(formals) - 1)].differentiation_category if formals else None
-    return category != defs.OpSchema.DifferentiationCategory.NonDifferentiable
 
 
 def _is_float(value: ir.Value) -> bool:

@@ -24,7 +24,6 @@ new head are trained, and nothing else.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from types import MappingProxyType
@@ -32,7 +31,6 @@ from typing import Literal
 
 import numpy as np
 import onnx_ir as ir
-from onnx import defs
 
 from onward.constants import constant_tensor, tensor_in
 from onward.errors import RecipeError, UnknownNameError, near_or_first
@@ -43,7 +41,7 @@ from onward.recipe.constants import blocks, expose, is_uniform, stored_shape
 from onward.recipe.normalization import normalizes_input
 from onward.rules.quantization import stands_for_floats
 from onward.rules.registry import has_gradient
-from onward.standard import STANDARD, is_standard
+from onward.standard import is_standard
 from onward.transform.linear import DOMAIN
 from onward.transform.quantised import can_be_trained
 
@@ -172,7 +170,7 @@ def gradient_edges(targets: Iterable[ir.Value]) -> dict[ir.Value, list[tuple[ir.
         seen.add(node)
         pending += [output for graph in nested_graphs(node) for output in graph.outputs]
         for i, value in enumerate(node.inputs):
-            if value is not None and _differentiable(node, i) and _may_be_float(value):
+            if value is not None and _matters(node, i) and _may_be_float(value):
                 edges.setdefault(value, []).append((node, i))
                 pending.append(value)
     return edges
@@ -192,24 +190,9 @@ def _matches(name: str, pattern: str, roles: Mapping[str, Collection[str]]) -> b
     return name == pattern or fnmatchcase(name, pattern)  # a name may hold what means something in a pattern
 
 
-def _differentiable(node: ir.Node, index: int) -> bool:
-    cut = _cut_inputs(node.domain, node.op_type)
-    return index not in cut and (_is_setting(node, index) or has_gradient(node.domain, node.op_type, index))
-
-
-@functools.cache
-def _cut_inputs(domain: str, op_type: str) -> frozenset[int]:
-    """Inputs through which no gradient flows by the operator's schema (shapes, indices). Settings count as read."""
-    if domain not in STANDARD or not defs.has(op_type):
-        return frozenset()
-    formals = defs.get_schema(op_type).inputs
-    none = defs.OpSchema.DifferentiationCategory.NonDifferentiable
-    settings = _SETTINGS.get(op_type, set())
-    kept = set(range(len(formals))) if settings is None else settings
-    statistics = {3, 4} if op_type == "BatchNormalization" else set()
-    return frozenset(
-        i for i, formal in enumerate(formals) if formal.differentiation_category == none and i not in kept | statistics
-    )
+def _matters(node: ir.Node, index: int) -> bool:
+    """Whether a gradient flows into an input, or it is a setting, which counts as read."""
+    return has_gradient(node.domain, node.op_type, index) or _is_setting(node, index)
 
 
 def _may_be_float(value: ir.Value) -> bool:
