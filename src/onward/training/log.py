@@ -6,7 +6,7 @@
 |---|---|---|
 | `start` | once | `time`, `model`, `parameters`, `recipe`, `config`, `device`, `engine`, `steps_per_epoch`, `epochs` |
 | `step` | each step | `step`, `epoch`, `loss`, `lr`, other metrics; `samples` seen so far; `seconds` that it took |
-| `gradients` | now and then | `step`, `norms` by parameter |
+| `gradients` | after the first step of an epoch, and every 500 | `step`, `norms` by parameter |
 | `weights` | each epoch | `step`, `histograms` by parameter: `edges`, `counts` |
 | `epoch` | each epoch | `step`, `epoch`, `loss`: the mean over the samples of the epoch |
 | `validation` | each epoch | `step`, `epoch`, `loss`, other metrics |
