@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from onward.convert.torch.exact.optimizer import evaluate
+
 
 def float32_copies(parameters: Mapping[str, Parameter]) -> dict[str, Parameter]:
     """Copies of parameters in 16 bits, for an optimizer to work on; others are themselves."""
@@ -39,10 +41,7 @@ class MasterWeights(torch.optim.Optimizer):  # type: ignore[misc]
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = evaluate(closure)
         self.settle()
         changed = [(x, copy) for x, copy in self._apart() if x.grad is not None]
         for x, copy in changed:

@@ -26,10 +26,7 @@ class ExactOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = evaluate(closure)
         for group in self.param_groups:
             for x in group["params"]:
                 if x.grad is not None:
@@ -68,6 +65,12 @@ class ExactOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         raise NotImplementedError
 
 
+def evaluate(closure: Callable[[], Any] | None) -> Any:
+    """The loss that a closure computes, if there is one."""
+    with torch.enable_grad():
+        return None if closure is None else closure()
+
+
 class Together(torch.optim.Optimizer):  # type: ignore[misc]
     """Several optimizers that step as one: their groups and their state are its own."""
 
@@ -92,10 +95,7 @@ class Together(torch.optim.Optimizer):  # type: ignore[misc]
         self._share()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = evaluate(closure)
         for optimizer in self.optimizers:
             optimizer.step()
         return loss

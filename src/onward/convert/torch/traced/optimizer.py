@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from onward.convert.torch.exact.optimizer import evaluate
 from onward.engines.framework_engine import interpreter
 from onward.engines.interpreter import Interpreter
 from onward.engines.torch import Torch
@@ -77,10 +78,7 @@ class GraphOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = evaluate(closure)
         (group,) = self.param_groups
         held = [parameter for parameter in group["params"] if parameter.grad is not None]
         if len(held) != len(self._names):
