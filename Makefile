@@ -33,7 +33,7 @@ smoke: $(VENV)/.dev ## every main job once, in seconds; needs no framework
 	$(BIN)/pytest -q tests/test_smoke.py
 
 test: $(VENV)/.frameworks check ## the checks, then all tests but the slow ones, with every framework installed
-	$(PYTEST) -m "not slow"
+	$(PYTEST) -m "not slow" --ignore tests/test_layers.py  # which `check` has run
 
 test-all: $(VENV)/.frameworks $(VENV)/.checkpoints $(ORT_VENV)/.installed $(NEMO_VENV)/.installed check ## the same with the slow tests, and with random tests that search anew
 	ONWARD_ORT_TRAINING_PYTHON=$(CURDIR)/$(ORT_VENV)/bin/python ONWARD_NEMO_PYTHON=$(CURDIR)/$(NEMO_VENV)/bin/python \

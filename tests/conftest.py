@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import onnx
+import onnxruntime
 import pytest
 from hypothesis import settings
 
@@ -31,6 +32,21 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TF_NUM_INTRAOP_THREADS", "1")
 # Most of what JAX does in tests is to compile what runs once: a third less of it.
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+
+# ONNX Runtime asks no variable: where a session is not told how many threads, one.
+_start_session = onnxruntime.InferenceSession.__init__
+
+
+@functools.wraps(_start_session)
+def _start_session_with_one_thread(
+    self: onnxruntime.InferenceSession, model: Any, sess_options: Any = None, *rest: Any, **more: Any
+) -> None:
+    options = sess_options or onnxruntime.SessionOptions()
+    options.intra_op_num_threads = options.intra_op_num_threads or 1
+    _start_session(self, model, options, *rest, **more)
+
+
+onnxruntime.InferenceSession.__init__ = _start_session_with_one_thread
 
 # Tests send SIGINT to what they start, which would ignore it where they themselves do: in the background of a shell.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
