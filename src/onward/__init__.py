@@ -75,16 +75,18 @@ _HOME = {name: home for home, names in _NAMES.items() for name in names}
 __all__ = sorted(_HOME)
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module 'onward' has no attribute {name!r}")
-    home = _HOME[name]
-    try:
-        module = importlib.import_module(f"onward.{home or name}")
-    except ModuleNotFoundError as error:
-        raise _missing(name, error) from error
-    value = globals()[name] = getattr(module, name) if home else module
-    return value
+if not TYPE_CHECKING:  # which know the names above, and no others
+
+    def __getattr__(name: str) -> Any:
+        if name not in _HOME:
+            raise AttributeError(f"module 'onward' has no attribute {name!r}")
+        home = _HOME[name]
+        try:
+            module = importlib.import_module(f"onward.{home or name}")
+        except ModuleNotFoundError as error:
+            raise _missing(name, error) from error
+        value = globals()[name] = getattr(module, name) if home else module
+        return value
 
 
 def __dir__() -> list[str]:

@@ -100,7 +100,7 @@ def train(
     )
     measures = _measures(training, settled)
     folder, at = Folder(run) if run is not None else _new_folder(original), Place()
-    with folder.started(original, training, settled.to_json(), at), settled.start_engine(training) as loaded:
+    with folder.begin(original, training, settled.to_json(), at), settled.start_engine(training) as loaded:
         feed = open_feed(loaded, settled, made.data)
         settled = dataclasses.replace(settled, classes=list(feed.classes) if feed.classes else None)
         folder.configure(settled.to_json())
@@ -132,7 +132,7 @@ def resume(
     - `quiet`: show no progress
     """
     folder = Folder(run.path if isinstance(run, Run) else run)
-    with folder.resumed() as training:
+    with folder.reopen() as training:
         data, own, _ = in_parts(data, validation)
         if isinstance(folder.config.get("validation"), str | list):  # not a share of the data, nor nothing
             validation = own

@@ -63,7 +63,7 @@ class Folder(Run):
             ) from error
 
     @contextlib.contextmanager
-    def started(self, original: Model, training: Model, config: dict[str, Any], at: Place) -> Iterator[None]:
+    def begin(self, original: Model, training: Model, config: dict[str, Any], at: Place) -> Iterator[None]:
         """The folder of a new run, for a model as it was given. Within it, the folder is ours alone.
 
         What training does not change is copied into it, and from then on read from there. If the run fails before it
@@ -91,7 +91,7 @@ class Folder(Run):
                 raise
 
     @contextlib.contextmanager
-    def resumed(self) -> Iterator[Model]:
+    def reopen(self) -> Iterator[Model]:
         """The training model as it was last saved. Within it, the folder is ours alone."""
         self._refuse_if_empty()
         with lock_folder(self.path):
