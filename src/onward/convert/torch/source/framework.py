@@ -13,9 +13,10 @@ import onnx_ir as ir
 import torch
 from torch.nn import functional as F
 
+from onward.convert.program.calls import Value
 from onward.convert.torch.module_engine import Live, share_of_batch
 from onward.convert.torch.source import recurrent
-from onward.convert.torch.source.program import Recorder, Value, is_zero
+from onward.convert.torch.source.program import Recorder, is_zero
 from onward.convert.torch.source.sizes import array_of, is_open
 from onward.engines.framework import Function, NotOnHost
 from onward.engines.shared.windows import paddings

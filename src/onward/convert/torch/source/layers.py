@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from onward.convert.program.calls import Step, Value, values_in
 from onward.convert.program.literals import number
-from onward.convert.torch.source.program import Step, Value, is_zero, values_in
+from onward.convert.torch.source.program import is_zero
 
 F_ = "torch.nn.functional."
 

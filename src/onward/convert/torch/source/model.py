@@ -9,14 +9,15 @@ import numpy as np
 import torch
 from torch import nn
 
+from onward.convert.program.calls import Step, Value, without_unused
 from onward.convert.program.literals import literal, number
 from onward.convert.program.names import identifier, quoted
 from onward.convert.torch.exact import layers as exact
 from onward.convert.torch.module import OnnxModule
 from onward.convert.torch.source.framework import one
 from onward.convert.torch.source.layers import F_, layer_of
-from onward.convert.torch.source.program import TRAINING, Step, Value, defaults_of, without_unused
-from onward.convert.torch.source.statements import argument_names, statements
+from onward.convert.torch.source.program import TRAINING, defaults_of
+from onward.convert.torch.source.statements import argument_names, forward_lines
 from onward.convert.torch.source.structure import Structure
 from onward.convert.torch.source.tracing import Program
 
@@ -54,7 +55,7 @@ class _Class:
     def source(self) -> ModelSource:
         steps = [self._called(step) for step in self._program.steps]
         self._program.steps = without_unused(steps, list(self._program.outputs.values()))
-        forward = list(statements(self._program, self._place))
+        forward = list(forward_lines(self._program, self._place))
         self._settle_constants()
         body = [
             "super().__init__()",

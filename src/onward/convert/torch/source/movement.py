@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from onward.convert.torch.source.program import Step, Value, computed, hint, numbered
+from onward.convert.program.calls import Step, Value
+from onward.convert.torch.source.program import computed, hint, numbered
 
 _MOVES = {
     f"torch.Tensor.{name}": getattr(torch.Tensor, name)

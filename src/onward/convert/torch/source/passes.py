@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from onward.convert.program.calls import Step, Value, count_uses, in_order, without_unused
 from onward.convert.torch.source.layers import F_
 from onward.convert.torch.source.movement import is_idle, simplified
-from onward.convert.torch.source.program import Step, Value, WhileTraining, values_in, without_unused
+from onward.convert.torch.source.program import WhileTraining
 from onward.convert.torch.source.tracing import Program
 
 
@@ -19,26 +20,12 @@ def shortened(program: Program) -> Program:
         if is_idle(step):
             _replace(steps, program, step.results[0], step.arguments[0])
     steps = without_unused(steps, list(program.outputs.values()))
-    uses = _uses(steps, program)
+    uses = count_uses(steps, program.outputs.values())
     for step in steps:
         _fuse_attention(step, uses)
         _reduce_at_once(step, uses)
-    program.steps = _in_order(program)
+    program.steps = in_order(program.outputs.values())
     return program
-
-
-def _in_order(program: Program) -> list[Step]:
-    """What outputs depend on, each call as near before its first reader as may be."""
-    order: dict[Step, None] = {}
-    pending: list[tuple[Step, bool]] = [(v.step, False) for v in reversed(program.outputs.values()) if v.step]
-    while pending:
-        step, is_ready = pending.pop()
-        if is_ready:
-            order.setdefault(step)
-        elif step not in order:
-            pending.append((step, True))
-            pending += [(v.step, False) for v in reversed(list(step.values())) if v.step is not None]
-    return list(order)
 
 
 def _replace(steps: list[Step], program: Program, old: Value, new: Value) -> None:
@@ -56,13 +43,6 @@ def _with(argument: Any, old: Value, new: Value) -> Any:
     if isinstance(argument, list):
         return [_with(item, old, new) for item in argument]
     return tuple(_with(item, old, new) for item in argument) if isinstance(argument, tuple) else argument
-
-
-def _uses(steps: list[Step], program: Program) -> dict[Value, int]:
-    counts: dict[Value, int] = {}
-    for value in values_in([*([step.arguments, step.named] for step in steps), list(program.outputs.values())]):
-        counts[value] = counts.get(value, 0) + 1
-    return counts
 
 
 def _reduce_at_once(squeeze: Step, uses: dict[Value, int]) -> None:

@@ -6,7 +6,6 @@ Sizes that vary are symbols meanwhile, so that what is computed from them is kno
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -19,46 +18,11 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils._pytree import tree_leaves
 
+from onward.convert.program.calls import Step, Value
 from onward.engines.torch.types import from_array
 from onward.errors import UnsupportedError
 
 LIVE = "take the live module, which computes all of them: `onward.to_torch`"
-
-
-@dataclasses.dataclass(eq=False)
-class Value:
-    """A tensor of the forward pass."""
-
-    tensor: torch.Tensor
-    """Its shape and type; kept, since it is known by its identity."""
-    name: str = ""
-    """Of an input; of a constant, if it has one."""
-    path: str = ""
-    """Where the module holds it, if it does."""
-    array: np.ndarray | None = None
-    """What it is, if it is a constant."""
-    step: Step | None = None
-    """What computes it, if something does."""
-
-
-@dataclasses.dataclass(eq=False)
-class Step:
-    """One call; in its arguments are values where there were tensors."""
-
-    function: str
-    """`torch.relu`, `torch.Tensor.reshape`, or what the module calls: `self.dropout`."""
-    arguments: list[Any]
-    named: dict[str, Any]
-    results: list[Value] = dataclasses.field(default_factory=list)
-    is_tuple: bool = False
-    pattern: str = ""
-    """How the results lie in one another, if not side by side: `{}, ({}, {})`."""
-    call: Callable[..., Any] | None = None
-    """The function itself, if it is one of PyTorch's own."""
-
-    def values(self) -> Iterator[Value]:
-        """What it reads."""
-        return values_in([self.arguments, self.named])
 
 
 TRAINING = object()
@@ -69,16 +33,6 @@ class WhileTraining(NamedTuple):
     """An argument that is zero in inference."""
 
     value: float
-
-
-def values_in(argument: Any) -> Iterator[Value]:
-    if isinstance(argument, Value):
-        yield argument
-    elif isinstance(argument, Mapping):
-        yield from values_in(list(argument.values()))
-    elif isinstance(argument, list | tuple):
-        for item in argument:
-            yield from values_in(item)
 
 
 @contextlib.contextmanager
@@ -168,16 +122,6 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]
                 else tuple(self._valued(item) for item in argument)
             )
         return argument
-
-
-def without_unused(steps: list[Step], outputs: list[Value]) -> list[Step]:
-    """Only those steps that an output depends on."""
-    needed, kept = set(outputs), []
-    for step in reversed(steps):
-        if not needed.isdisjoint(step.results):
-            needed.update(step.values())
-            kept.append(step)
-    return kept[::-1]
 
 
 def defaults_of(call: Callable[..., Any] | None) -> dict[str, Any]:

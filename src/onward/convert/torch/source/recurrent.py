@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from onward.convert.torch.source.program import Recorder, Value, computed, numbered, sources, unrecorded
+from onward.convert.program.calls import Value
+from onward.convert.torch.source.program import Recorder, computed, numbered, sources, unrecorded
 from onward.convert.torch.source.sizes import asking
 from onward.errors import UnsupportedError
 

@@ -8,10 +8,11 @@ from typing import Any
 import onnx_ir as ir
 import torch
 
+from onward.convert.program.calls import Step, Value, without_unused
 from onward.convert.torch.graph import Graph
 from onward.convert.torch.module import OnnxModule
 from onward.convert.torch.source.framework import Writing
-from onward.convert.torch.source.program import LIVE, Recorder, Step, Value, without_unused
+from onward.convert.torch.source.program import LIVE, Recorder
 from onward.convert.torch.source.sizes import host_table
 from onward.engines.framework_engine import make_plan
 from onward.engines.interpreter import Interpreter

@@ -1,0 +1,127 @@
+"""Calls as lines of Python: which of them stand inside of others, and how the results of the rest are called."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+from onward.convert.program.calls import Step, Value, count_uses
+from onward.convert.program.expressions import Expression, Printer
+
+WIDTH, DEEPEST = 88, 2
+"""How long a line gets, and how many calls stand inside of one another, before a part of it gets a name."""
+LETTERS = ("x", "y", "z", "u", "w", "a", "b", "c", "d", "e")
+
+
+class Statements:
+    """The lines of one function."""
+
+    def __init__(
+        self,
+        steps: Sequence[Step],
+        outputs: Sequence[Value],
+        names: Mapping[Value, str],
+        printer: Callable[[Callable[[Value], Expression]], Printer],
+        place: Callable[[Value], Expression],
+        *,
+        taken: Iterable[str] = (),
+        roles: Mapping[Value, str] | None = None,
+    ):
+        """`names` are those of inputs, and `place` says where everything else is that no call computes.
+
+        No result is called as what is `taken`; `roles` are how some of them are best called.
+        """
+        self._steps = steps
+        self._outputs = set(outputs)
+        self._inputs = set(names)
+        self._taken = {*names.values(), *taken}
+        self._names = dict(names)
+        self._place = place
+        self._roles = roles or {}
+        self._inline: dict[Value, Expression] = {}
+        self._at = {step: i for i, step in enumerate(steps)}
+        self._readers = {value: step for step in steps for value in step.values()}
+        self._last = {value: i for i, step in enumerate(steps) for value in step.values()}
+        self._last |= dict.fromkeys(outputs, len(steps))
+        self._uses = count_uses(steps, outputs)
+        self._printer = printer(self.name)
+
+    def lines(self) -> list[str]:
+        return [line for step in self._steps for line in self._statement(step)]
+
+    # ---- names -------------------------------------------------------------------------------------------------------
+
+    def name(self, value: Value) -> Expression:
+        """The expression for a value, once the lines before it are there."""
+        if value in self._inline:
+            return self._inline[value]
+        return Expression(self._names[value]) if value in self._names else self._place(value)
+
+    def _fresh(self, step: Step, value: Value) -> str:
+        """A name: that of an operand which is not used any more, or a letter that is free."""
+        number = self._at[step]
+        held = {self._names[v] for v in self._names if self._last.get(v, -1) > number} | self._taken
+        role = self._roles.get(value)
+        if role is not None and role not in held:
+            return role
+        operands = [self._names[v] for v in self._operands(step) if v in self._names]
+        reused = next((n for n in operands if n in LETTERS and n not in held), None)
+        letters = itertools.chain(LETTERS, (f"x{i}" for i in itertools.count(1)))
+        return reused or next(name for name in letters if name not in held)
+
+    def _operands(self, step: Step) -> Iterator[Value]:
+        """What a statement reads, also within the calls that stand in it."""
+        for value in step.values():
+            if value in self._inline and value.step is not None:
+                yield from self._operands(value.step)
+            else:
+                yield value
+
+    # ---- lines -------------------------------------------------------------------------------------------------------
+
+    def _statement(self, step: Step) -> Iterator[str]:
+        made = self._printer.step(step)
+        if not step.is_tuple and self._stands_inside(step, made):
+            self._inline[step.results[0]] = made
+            self._keep(step)
+            return
+        targets = []
+        for value in step.results:
+            if value in self._last:
+                name = self._fresh(step, value)
+                self._names[value] = name
+                targets.append(name)
+            else:
+                targets.append("_")
+        for value in self._operands(step):
+            if self._last.get(value) == self._at[step] and value not in self._inputs:
+                self._names.pop(value, None)
+        listed = f"{', '.join(targets)}{',' if step.is_tuple and len(targets) == 1 else ''}"
+        nested = step.pattern.format(*targets).replace("(_, _)", "_")
+        yield f"{nested or listed} = {made.text}"
+
+    def _keep(self, step: Step) -> None:
+        """Let what a call reads keep its name until the line that the call stands in."""
+        until = self._last[step.results[0]]
+        for value in self._operands(step):
+            self._last[value] = max(self._last.get(value, 0), until)
+
+    def _stands_inside(self, step: Step, made: Expression) -> bool:
+        """Whether a call goes into the one line that reads it: if that is the next, and stays short."""
+        value = step.results[0]
+        if self._uses.get(value) != 1 or made.depth >= DEEPEST + 1 or len(made.text) > WIDTH - 30:
+            return False
+        if value in self._outputs:
+            return True
+        reader = self._readers[value]
+        between = self._steps[self._at[step] + 1 : self._at[reader]]
+        if any(other.results[0] not in self._inline and not self._will_go_inside(other, reader) for other in between):
+            return False
+        self._inline[value] = made
+        known = all(v in self._names or v in self._inline or v.step is None for v in reader.values())
+        whole = self._printer.step(reader) if known else made
+        del self._inline[value]
+        return len(whole.text) <= WIDTH - 8 and whole.depth <= DEEPEST
+
+    def _will_go_inside(self, step: Step, reader: Step) -> bool:
+        return self._uses.get(step.results[0]) == 1 and step.results[0] in set(reader.values())
