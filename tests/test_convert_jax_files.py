@@ -143,7 +143,7 @@ def test_programs_go_on_without_onward(tmp_path: Path) -> None:
         ),
     )
     text = (tmp_path / "schedule" / "run.py").read_text()
-    assert "optax.join_schedules" in text and 'hidden = image @ params["fc1.weight"].T' in text
+    assert "optax.join_schedules" in text and 'image @ params["fc1.weight"].T + params["fc1.bias"]' in text
     assert "import onward" not in text and "onward." not in text
 
 

@@ -40,17 +40,49 @@ class Step:
     """How the results lie in one another, if not side by side: `{}, ({}, {})`."""
     call: Callable[..., Any] | None = None
     """The function itself, if it is one of the framework's own."""
+    item: int | None = None
+    """Which of several results is taken, if only one is."""
+    bodies: dict[str, Body] = dataclasses.field(default_factory=dict)
+    """Functions that are defined for the call, by the names of its arguments."""
 
     def values(self) -> Iterator[Value]:
         """What it reads."""
-        return values_in([self.arguments, self.named])
+        yield from values_in([self.arguments, self.named])
+        for body in self.bodies.values():
+            yield from body.captured()
+
+
+@dataclasses.dataclass(eq=False)
+class Body:
+    """Calls that depend on arguments of their own."""
+
+    arguments: list[Value]
+    steps: list[Step]
+    outputs: list[Value]
+    after: str = ""
+    """A line that follows the definition, in which `{}` is the name of the function."""
+
+    def captured(self) -> Iterator[Value]:
+        """What is read from around it."""
+        inside = {*self.arguments, *(value for step in self.steps for value in step.results)}
+        read = [*(value for step in self.steps for value in step.values()), *self.outputs]
+        return (value for value in read if value not in inside)
+
+
+def step_result(function: str, *arguments: Any, **named: Any) -> Value:
+    """The result of a new call."""
+    step = Step(function, list(arguments), named)
+    step.results = [Value(step=step)]
+    return step.results[0]
 
 
 class Holder:
     """An argument that mentions values, as a formula of their sizes does."""
 
-    def values(self) -> Iterable[Value]:
-        raise NotImplementedError
+    parts: tuple[Any, ...]
+
+    def values(self) -> Iterator[Value]:
+        return values_in(list(self.parts))
 
 
 def values_in(argument: Any) -> Iterator[Value]:
@@ -91,3 +123,30 @@ def in_order(outputs: Iterable[Value]) -> list[Step]:
 
 def count_uses(steps: Iterable[Step], outputs: Iterable[Value]) -> collections.Counter[Value]:
     return collections.Counter([*(value for step in steps for value in step.values()), *outputs])
+
+
+def take_single_results(steps: Iterable[Step], outputs: Iterable[Value]) -> None:
+    """Where only one of several results is read, let the call be of that one."""
+    steps = list(steps)
+    uses = count_uses(steps, outputs)
+    for step in steps:
+        read = [i for i, value in enumerate(step.results) if uses[value]]
+        if step.is_tuple and len(read) == 1 and not step.pattern and not step.bodies and step.function[0] != ".":
+            step.is_tuple, step.item, step.results = False, read[0], [step.results[read[0]]]
+
+
+def call_key(step: Step) -> Any:
+    """What tells a call from others: equal ones compute the same."""
+    return _key([step.function, step.arguments, step.named])
+
+
+def _key(argument: Any) -> Any:
+    if isinstance(argument, Mapping):
+        return tuple((key, _key(item)) for key, item in argument.items())
+    if type(argument) in (list, tuple):
+        return (type(argument).__name__, *map(_key, argument))
+    if isinstance(argument, Holder):
+        return _key(list(argument.parts))
+    if isinstance(argument, slice):
+        return _key(["slice", argument.start, argument.stop, argument.step])
+    return id(argument) if isinstance(argument, Value) else f"{type(argument).__name__} {argument!r}"

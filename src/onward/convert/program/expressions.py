@@ -10,6 +10,7 @@ import numpy as np
 from onward.convert.program.calls import Step, Value
 from onward.convert.program.literals import number
 from onward.convert.program.names import quoted
+from onward.convert.program.sizes import Extent
 
 ATOM, POWER, UNARY, PRODUCT, SUM, BITS, COMPARISON, WIDE = 0, 1, 2, 3, 4, 5, 6, 7
 """How loosely the parts of an expression hold together."""
@@ -56,8 +57,9 @@ class Printer:
         if function == "[]":
             return self.after(given[0], f"[{', '.join(map(self.place, given[1]))}]")
         if not function.startswith("."):
-            return self.call(function, given, step.named)
-        if function == ".T":
+            called = self.call(function, given, step.named)
+            return called if step.item is None else called._replace(text=f"{called.text}[{step.item}]")
+        if function in (".T", ".shape"):
             return self.after(given[0], function)
         called = self.call(function, given[1:], step.named)
         return self.after(given[0], called.text, called.depth)
@@ -92,6 +94,8 @@ class Printer:
             return self._name(given)
         if isinstance(given, Expression):
             return given
+        if isinstance(given, Extent):
+            return self._size(*given.parts)
         if isinstance(given, list | tuple):
             parts = [self.value(item) for item in given]
             inside = ", ".join(part.text for part in parts)
@@ -102,6 +106,15 @@ class Printer:
         if given is None or given is Ellipsis or isinstance(given, str):
             return Expression("..." if given is Ellipsis else "None" if given is None else quoted(given))
         return self.other(given)
+
+    def _size(self, first: Any, *rest: Any) -> Expression:
+        if isinstance(first, str):
+            return self.between(first, *rest)
+        return self.size(self.value(first), *rest) if rest else self.value(first)
+
+    def size(self, x: Expression, axis: int) -> Expression:
+        """How long an axis is."""
+        return Expression(f"{x.within(ATOM)}.shape[{axis}]")
 
     def other(self, given: Any) -> Expression:
         """An argument that only this framework has."""

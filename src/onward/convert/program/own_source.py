@@ -58,8 +58,10 @@ class OwnSource:
         for one in objects:
             self.define(one.__module__, one.__name__)
 
-    def define(self, module: str, name: str, called: str | None = None) -> str:
-        """Have a definition of a module; what it is called here."""
+    def define(
+        self, module: str, name: str, called: str | None = None, defaults: Mapping[str, str] | None = None
+    ) -> str:
+        """Have a definition of a module; what it is called here. Keywords that have to be given may get `defaults`."""
         module = self._instead.get(f"{module}.{name}", self._instead.get(module, module))
         if (module, name) in self._names:
             return self._define_again(self._names[module, name], called)
@@ -72,7 +74,7 @@ class OwnSource:
         made = called or self._fresh(name, module)
         self._taken.add(made)
         self._names[module, name] = made
-        self._texts[made] = self._copy(source, statement, {name: made} if name != made else {})
+        self._texts[made] = self._copy(source, statement, {name: made} if name != made else {}, defaults)
         for other in source.completing(name):
             self.define(module, other)
         return made
@@ -83,13 +85,21 @@ class OwnSource:
         self._texts[called] = f"{called} = {known}"
         return called
 
-    def name_expression(self, called: str, module: str, expression: ast.expr) -> None:
+    def name_expression(
+        self, called: str, module: str, expression: ast.expr, defaults: Mapping[str, str] | None = None
+    ) -> None:
         """Have a name for what an expression of a module is."""
-        text = self._copy(_Module.of(module), expression, {})
+        text = self._copy(_Module.of(module), expression, {}, defaults)
         self._taken.add(called)
         self._texts[called] = _as_function(called, text) if isinstance(expression, ast.Lambda) else f"{called} = {text}"
 
-    def _copy(self, source: _Module, node: ast.stmt | ast.expr, renamed: Mapping[str, str]) -> str:
+    def _copy(
+        self,
+        source: _Module,
+        node: ast.stmt | ast.expr,
+        renamed: Mapping[str, str],
+        defaults: Mapping[str, str] | None,
+    ) -> str:
         """The text of a part of a module, with the names that things have here."""
         inner = (each for each in ast.walk(node) if isinstance(each, ast.ImportFrom))
         if any(str(each.module).startswith(_OURS) for each in inner):
@@ -103,7 +113,8 @@ class OwnSource:
                 self._texts.setdefault(name, self._replaced[name])
             elif name not in names:
                 names[name] = self.define(source.name, name)
-        return source.text(node, {old: new for old, new in names.items() if old != new}, self._annotated)
+        changed = {old: new for old, new in names.items() if old != new}
+        return source.text(node, _Changes(changed, defaults or {}, self._annotated))
 
     def _import(self, statement: ast.Import | ast.ImportFrom, name: str) -> str:
         alias = next(alias for alias in statement.names if (alias.asname or alias.name.partition(".")[0]) == name)
@@ -153,11 +164,11 @@ class _Module:
         """The names of the module that a part of it reads."""
         return [name for name in _globals(self._plain(node)) if name in self.definitions]
 
-    def text(self, node: ast.AST, renamed: Mapping[str, str], annotated: bool) -> str:
+    def text(self, node: ast.AST, changes: _Changes) -> str:
         """A part of the module as it stands, but for other names, and what registers it in a table."""
         text = self._plain(node)
         lines = [line.encode() for line in text.splitlines()]
-        for edit in sorted(_edits(ast.parse(text), renamed, annotated), reverse=True):
+        for edit in sorted(_edits(ast.parse(text), changes), reverse=True):
             old = lines[edit.line - 1]
             lines[edit.line - 1] = old[: edit.start] + edit.text.encode() + old[edit.end :]
         return b"\n".join(lines).decode()
@@ -189,6 +200,12 @@ def _globals(text: str) -> list[str]:
     return [name for name in mentioned if name in found and not hasattr(builtins, name)]
 
 
+class _Changes(NamedTuple):
+    renamed: Mapping[str, str]
+    defaults: Mapping[str, str]
+    annotated: bool
+
+
 class _Edit(NamedTuple):
     line: int
     start: int
@@ -196,7 +213,14 @@ class _Edit(NamedTuple):
     text: str = ""
 
 
-def _edits(tree: ast.AST, renamed: Mapping[str, str], annotated: bool) -> Iterator[_Edit]:
+def _edits(tree: ast.Module, changes: _Changes) -> Iterator[_Edit]:
+    renamed, defaults, annotated = changes
+    whole = getattr(tree.body[0], "value", tree.body[0])
+    if isinstance(whole, ast.FunctionDef | ast.Lambda):
+        for argument, default in zip(whole.args.kwonlyargs, whole.args.kw_defaults, strict=True):
+            if default is None and argument.arg in defaults:
+                end = argument.col_offset + len(argument.arg)
+                yield _Edit(argument.lineno, end, end, f"={defaults[argument.arg]}")
     for node in ast.walk(tree):
         match node:
             case ast.Name(id=name) if name in renamed:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-from onward.convert.program.calls import Step, Value, count_uses
+from onward.convert.program.calls import Body, Step, Value, count_uses
 from onward.convert.program.expressions import Expression, Printer
 
 WIDTH, DEEPEST = 88, 2
@@ -44,6 +44,7 @@ class Statements:
         self._last = {value: i for i, step in enumerate(steps) for value in step.values()}
         self._last |= dict.fromkeys(outputs, len(steps))
         self._uses = count_uses(steps, outputs)
+        self._make_printer = printer
         self._printer = printer(self.name)
 
     def lines(self) -> list[str]:
@@ -66,8 +67,7 @@ class Statements:
             return role
         operands = [self._names[v] for v in self._operands(step) if v in self._names]
         reused = next((n for n in operands if n in LETTERS and n not in held), None)
-        letters = itertools.chain(LETTERS, (f"x{i}" for i in itertools.count(1)))
-        return reused or next(name for name in letters if name not in held)
+        return reused or next(name for name in _letters() if name not in held)
 
     def _operands(self, step: Step) -> Iterator[Value]:
         """What a statement reads, also within the calls that stand in it."""
@@ -80,6 +80,8 @@ class Statements:
     # ---- lines -------------------------------------------------------------------------------------------------------
 
     def _statement(self, step: Step) -> Iterator[str]:
+        for argument, body in step.bodies.items():
+            yield from self._function(step, argument, body)
         made = self._printer.step(step)
         if not step.is_tuple and self._stands_inside(step, made):
             self._inline[step.results[0]] = made
@@ -100,6 +102,24 @@ class Statements:
         nested = step.pattern.format(*targets).replace("(_, _)", "_")
         yield f"{nested or listed} = {made.text}"
 
+    def _function(self, step: Step, argument: str, body: Body) -> Iterator[str]:
+        """A function that the step is given, defined before it."""
+        held = {self._names[v] for v in self._names if self._last.get(v, -1) >= self._at[step]} | self._taken
+        named = itertools.chain([argument], (f"{argument}_{i}" for i in itertools.count(2)))
+        name = next(name for name in named if name not in held)
+        self._taken.add(name)
+        step.named[argument] = Expression(name)
+        free = (letter for letter in _letters() if letter not in held)
+        names = dict(zip(body.arguments, free, strict=False))
+        known, taken = {**self._names, **names}, self._taken | held
+        inner = Statements(body.steps, body.outputs, known, self._make_printer, self._place, taken=taken)
+        lines = inner.lines()
+        results = ", ".join(inner.name(value).text for value in body.outputs)
+        yield f"def {name}({', '.join(names.values())}):"
+        yield from (f"    {line}" for line in [*lines, f"return [{results}]"])
+        if body.after:
+            yield body.after.format(name)
+
     def _keep(self, step: Step) -> None:
         """Let what a call reads keep its name until the line that the call stands in."""
         until = self._last[step.results[0]]
@@ -114,6 +134,8 @@ class Statements:
         if value in self._outputs:
             return True
         reader = self._readers[value]
+        if reader.bodies:
+            return False
         between = self._steps[self._at[step] + 1 : self._at[reader]]
         if any(other.results[0] not in self._inline and not self._will_go_inside(other, reader) for other in between):
             return False
@@ -125,3 +147,7 @@ class Statements:
 
     def _will_go_inside(self, step: Step, reader: Step) -> bool:
         return self._uses.get(step.results[0]) == 1 and step.results[0] in set(reader.values())
+
+
+def _letters() -> Iterator[str]:
+    return itertools.chain(LETTERS, (f"x{i}" for i in itertools.count(1)))

@@ -13,7 +13,7 @@ from onward.convert.jax.source.operators import INSTEAD
 from onward.convert.jax.source.printer import Printer
 from onward.convert.jax.source.spelling import Spelling
 from onward.convert.program.audit import audit_program
-from onward.convert.program.layout import arrange_imports
+from onward.convert.program.layout import arrange_imports, break_lines
 from onward.convert.program.names import docstring, quoted
 from onward.convert.program.own_source import OwnSource
 from onward.model import Model
@@ -41,9 +41,9 @@ def write_program(parts: Parts, params: Mapping[str, Any], name: str) -> Program
     optimizer = spelling.optimizer(parts.run)
     sections = {
         "the run": _run(parts, optimizer),
-        "the model": f"{loss}\n\n\n{apply}",
-        "functions of the model": "\n\n\n".join(functions),
-        "updates that optax does not have": "\n\n\n".join(spelling.functions),
+        "the model": break_lines(f"{loss}\n\n\n{apply}"),
+        "functions of the model": break_lines("\n\n\n".join(functions)),
+        "updates that optax does not have": break_lines("\n\n\n".join(spelling.functions)),
         "what these call": "\n\n\n".join(printer.own.texts()),
         "": f"constants = read(HERE / {quoted(CONSTANTS)})" if printer.constants else "",
     }

@@ -6,8 +6,11 @@ import ast
 import functools
 import importlib.util
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from onnx import defs, helper
+
+from onward.convert.jax.source.literals import attribute
 from onward.convert.program.own_source import OwnSource, parse_module
 from onward.engines.framework import FAMILIES
 
@@ -63,9 +66,40 @@ def short(operator: str) -> str:
 
 
 def define(own: OwnSource, operator: str, called: str) -> None:
-    """Have the row of an operator under a name."""
+    """Have the row of an operator under a name. Attributes that are as the standard has them need not be given."""
     module, value = rows()[operator]
     if isinstance(value, str):
-        own.define(module, value, called)
+        own.define(module, value, called, defaults(operator))
     else:
-        own.name_expression(called, module, value)
+        own.name_expression(called, module, value, defaults(operator))
+
+
+@functools.cache
+def defaults(operator: str) -> dict[str, str]:
+    """What attributes of an operator are unless they are given, as source; of rows that name their attributes."""
+    asked = _keywords(rows()[operator])
+    if "." in operator or not defs.has(operator):
+        return {}
+    found = {name: x.default_value for name, x in defs.get_schema(operator).attributes.items() if name in asked}
+    known = {name: helper.get_attribute_value(value) for name, value in found.items() if value.type}
+    return {name: attribute(name, x.decode() if isinstance(x, bytes) else x) for name, x in known.items()}
+
+
+_IDLE = {"dilations": 1, "strides": 1, "pads": 0}
+"""Of windows: what changes nothing, and need not be given."""
+
+
+def is_idle(operator: str, name: str, value: Any) -> bool:
+    return name in _IDLE and _keywords(rows()[operator]).get(name) == "None" and {*value} == {_IDLE[name]}
+
+
+def _keywords(row: Row) -> dict[str, str | None]:
+    """Attributes that a row asks for, with its own defaults."""
+    node: Any = row.value
+    if isinstance(node, str):
+        tree = parse_module(row.module)
+        node = next(x for x in tree.body if isinstance(x, ast.FunctionDef) and x.name == row.value)
+    if not isinstance(node, ast.FunctionDef | ast.Lambda):
+        return {}
+    pairs = zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True)
+    return {argument.arg: None if default is None else ast.unparse(default) for argument, default in pairs}

@@ -1,35 +1,43 @@
-"""A graph as the body of a Python function: one line for each node."""
+"""A graph as the body of a Python function: calls of JAX, and of operators whose source is copied."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import onnx_ir as ir
 from onnx import defs
 
 from onward.build import Names
-from onward.convert.jax.source.forms import short_form
+from onward.convert.jax.source.forms import Given, short_form
 from onward.convert.jax.source.functions import Functions
 from onward.convert.jax.source.literals import (
     MENTIONED,
     attribute,
-    call,
     capitalised,
     declared,
     identifier,
     literal,
     variables,
 )
-from onward.convert.jax.source.operators import define, rows, short
+from onward.convert.jax.source.operators import defaults, define, is_idle, rows, short
 from onward.convert.jax.source.runtime import TYPES
-from onward.convert.program.names import Identifiers, quoted
+from onward.convert.program import expressions
+from onward.convert.program.calls import Body, Step, Value, call_key, in_order
+from onward.convert.program.expressions import Expression
+from onward.convert.program.literals import number
+from onward.convert.program.names import Identifiers, is_identifier, quoted
 from onward.convert.program.own_source import OwnSource
+from onward.convert.program.sizes import Choices, Shaped, Size, Sizes, is_open, listed, on_host, vector
+from onward.convert.program.statements import Statements
+from onward.engines.failures import is_ours
 from onward.engines.framework import Operators
 from onward.engines.framework_engine import make_plan
-from onward.engines.host import HOST_INPUTS, ONLY_ON_HOST
+from onward.engines.host import HOST_INPUTS, ONLY_ON_HOST, counts_far
 from onward.engines.jax import Jax
 from onward.engines.plan import Call, Plan
 from onward.errors import UnsupportedError
@@ -41,29 +49,14 @@ _RUNTIME = "onward.convert.jax.source.runtime"
 _MAKE_ARRAYS = ("Shape", "Size", "ConstantOfShape", "Range")
 """What they return is of numpy."""
 _DRAW = (
-    "Bernoulli",
-    "Dropout",
-    "Multinomial",
-    "RandomNormal",
-    "RandomNormalLike",
-    "RandomUniform",
-    "RandomUniformLike",
-)
-
-
+    "Bernoulli", "Dropout", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike",
+)  # fmt: skip
 _CAPITALS = (
-    "Any",
-    "ClassVar",
-    "ExactState",
-    "ExecutedState",
-    "HERE",
-    "Mapping",
-    "NamedTuple",
-    "Path",
-    "TYPES",
-    "Values",
-)
+    "Any", "ClassVar", "ExactState", "ExecutedState", "HERE", "Mapping", "NamedTuple", "Path", "TYPES", "Values",
+)  # fmt: skip
 """What else begins so in a program."""
+_FEW = 64
+"""Arrays with more elements than this are computed when the program runs."""
 
 
 class Printer:
@@ -81,33 +74,35 @@ class Printer:
 
     def body(self, model: Model, given: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
         """The statements that compute a model, and its outputs; its inputs are expressions. The model is changed."""
-        body, plan = self._body(model, given, ())
-        return body.lines, {value.name or "": body[value] for value in plan.outputs}
+        recorder, plan = self._recorded(model, given, ())
+        lines, texts = recorder.statements(plan.outputs, given.values(), named=True)
+        return lines, {value.name or "": text for value, text in zip(plan.outputs, texts, strict=True)}
 
-    def _body(self, model: Model, given: Mapping[str, str], arrays: Collection[str]) -> tuple[_Body, Plan]:
+    def _recorded(self, model: Model, given: Mapping[str, str], arrays: Collection[str]) -> tuple[_Recorder, Plan]:
         functions = Functions(model)
         fill_in_types(model, values(model.graph))
         framework = Jax()
         framework.operators = Operators({**functions.rows(), **framework.operators})
-        plan = make_plan(model, framework)
-        known = {value: given[name] for name, value in plan.inputs.items()}
-        of_numpy = [value for name, value in plan.inputs.items() if name in arrays]
-        body = _Body(self, known, Identifiers([*MENTIONED, *given.values()]), functions, of_numpy)
-        body.write(plan)
-        return body, plan
+        plan = make_plan(model, framework, host=on_host({}, framework.tensor))
+        recorder = _Recorder(self, functions, framework)
+        recorder.open(plan, given, arrays)
+        recorder.record(plan)
+        return recorder, plan
 
     def function(self, functions: Functions, call: Call, arrays: Collection[ir.Value]) -> tuple[str, list[bool]]:
         """What a function is called that computes a call of a model's own; and which results are of numpy."""
         model, formals = functions.one_call(call)
         given = variables(formals)
-        body, plan = self._body(model, given, [name for name, value in formals.items() if value in arrays])
-        lines = [*body.lines, f"return {', '.join(body[value] for value in plan.outputs)}"]
-        text = "\n    ".join([f"({', '.join(given.values())}):", *functions.summary(call), *lines])
+        recorder, plan = self._recorded(model, given, [name for name, value in formals.items() if value in arrays])
+        lines, texts = recorder.statements(plan.outputs, given.values())
+        text = "\n    ".join(
+            [f"({', '.join(given.values())}):", *functions.summary(call), *lines, f"return {', '.join(texts)}"]
+        )
         name = capitalised(short(call.operator))
         if (name, text) not in self._known:
             self._known[name, text] = self._called.fresh(name)
             self.functions.append(f"def {self._known[name, text]}{text}")
-        return self._known[name, text], [value in body.arrays for value in plan.outputs]
+        return self._known[name, text], [recorder.value(value) in recorder.arrays for value in plan.outputs]
 
     def helper(self, name: str) -> str:
         return self.own.define(_RUNTIME, name)
@@ -135,148 +130,334 @@ class Printer:
         return f"constants[{quoted(fresh)}]"
 
 
-class _Body:
-    """The statements of one function."""
+class JaxPrinter(expressions.Printer):
+    """Numbers stand beside arrays of their type as they are: JAX gives them that type."""
 
-    def __init__(
-        self,
-        printer: Printer,
-        known: dict[ir.Value, str],
-        names: Names,
-        functions: Functions,
-        arrays: Iterable[ir.Value],
-    ):
+    special = "np"
+
+    def operand(self, given: Any, other: Any) -> Expression:
+        array = given.array if isinstance(given, Value) else None
+        beside = other.tensor if isinstance(other, Value) and other.array is None else None
+        if array is None or beside is None or beside.dtype != str(array.dtype):
+            return self.value(given)
+        is_number = array.size == 1 and array.ndim <= len(beside.shapes[0])
+        return Expression(number(array.flat[0], "np")) if is_number else self.value(given)
+
+
+class _Recorder:
+    """The calls of one function, or of one that is defined in it."""
+
+    def __init__(self, printer: Printer, functions: Functions, framework: Jax):
         self._printer = printer
-        self._known = known
-        self._names = names
         self._functions = functions
-        self._constants: dict[ir.Value, np.ndarray] = {}
-        self.arrays = set(arrays)
-        """What is of numpy, or may be."""
-        self._written: dict[str, list[str]] = {}
-        """Expressions, and what they are called."""
-        self.lines: list[str] = []
+        self._framework = framework
+        self._sizes = Sizes()
+        self._values: dict[ir.Value, Any] = {}
+        """What is known: arrays, some of which have sizes in them, and what the program computes."""
+        self._constants: dict[int, Value] = {}
+        self._written: dict[Any, Step] = {}
+        self._steps: set[Step] = set()
+        self.arrays: set[Value] = set()
+        """What is of numpy when the program runs, or may be."""
 
-    def __getitem__(self, value: ir.Value) -> str:
-        """The expression for a value."""
-        if value not in self._known:
-            array = self._constants[value]
-            self._known[value] = literal(array) or self._printer.stored(value.name or "", array)
-        return self._known[value]
+    def open(self, plan: Plan, given: Mapping[str, str], arrays: Collection[str]) -> None:
+        """Have the inputs, as the expressions that are given."""
+        choices = Choices([])
+        names = Identifiers([*MENTIONED, *given.values()])
+        for name, value in plan.inputs.items():
+            made = Value(path=given[name])
+            if name in arrays:
+                self.arrays.add(made)
+            elif value.shape is not None and value.dtype is not None:
+                made.tensor = Shaped(choices.shapes(value), str(value.dtype.numpy()))
+                if is_identifier(given[name]):
+                    self._sizes.name(made, [_dim(names, size) for size in value.shape], _shape_call)
+            self._values[value] = made
 
-    def write(self, plan: Plan) -> None:
-        self.arrays.update(plan.constants)
-        self._constants.update(plan.constants)
+    def inner(self, arguments: Mapping[ir.Value, Value], arrays: Collection[Value]) -> _Recorder:
+        """A recorder for a function within this one."""
+        made = _Recorder(self._printer, self._functions, self._framework)
+        made._sizes, made._constants, made._written = self._sizes, self._constants, dict(self._written)
+        made._values = {**self._values, **arguments}
+        made.arrays = {*self.arrays, *arrays}
+        return made
+
+    # ---- the result --------------------------------------------------------------------------------------------------
+
+    def statements(
+        self, outputs: Sequence[ir.Value], taken: Collection[str], *, named: bool = False
+    ) -> tuple[list[str], list[str]]:
+        """Lines, and the expressions for outputs; they have names if they are needed more than once."""
+        found = [self.value(value) for value in outputs]
+        written = Statements(
+            in_order(found),
+            found * 2 if named else found,
+            {},
+            JaxPrinter,
+            self._place,
+            taken=[*MENTIONED, *taken],
+            roles=self._sizes.roles,
+        )
+        return written.lines(), [written.name(value).text for value in found]
+
+    def _place(self, value: Value) -> Expression:
+        if value.array is None:
+            return Expression(value.path)
+        return Expression(literal(value.array) or self._printer.stored(value.name, value.array))
+
+    def value(self, value: ir.Value) -> Value:
+        """What the program has for a value of the graph."""
+        found = self._values[value]
+        return self._placed(found, value.name or "") if isinstance(found, np.ndarray) else found
+
+    def _placed(self, array: np.ndarray, name: str = "") -> Value:
+        """An array as a part of the program."""
+        if is_open(array):
+            return self._made(Step("np.array", [listed(array), Expression("np.int64")]))
+        if id(array) not in self._constants:
+            tensor = Shaped((array.shape, array.shape), str(array.dtype))
+            self._constants[id(array)] = Value(array=array, name=name, tensor=tensor)
+            self.arrays.add(self._constants[id(array)])
+        return self._constants[id(array)]
+
+    def _made(self, step: Step) -> Value:
+        """The one result of a call."""
+        step = self._known(step, draws=False)
+        if not step.results:
+            step.results = [Value(step=step)]
+        if step.function in ("np.array", "at_once"):
+            self.arrays.add(step.results[0])
+        return step.results[0]
+
+    def _known(self, step: Step, draws: bool) -> Step:
+        """The same call, if it was made before."""
+        if draws or step.bodies:
+            return step
+        return self._written.setdefault(call_key(step), step)
+
+    # ---- calls -------------------------------------------------------------------------------------------------------
+
+    def record(self, plan: Plan) -> None:
+        self._values.update(plan.constants)
         for item in plan.items:
             assert isinstance(item, Call), item
-            self._call(item)
+            if not self._fold(item):
+                self._call(item)
+
+    def _fold(self, call: Call) -> bool:
+        """Compute what is known when the program is written; what follows from sizes is known as a formula."""
+        given = [self._values[value] for value in call.inputs if value is not None]
+        if call.operator == "Identity" and call.outputs[0] is not None:
+            self._values[call.outputs[0]] = given[0]
+            return True
+        if call.operator in ("Shape", "Size") and isinstance(given[0], Value) and given[0].tensor:
+            sizes, attributes = self._sizes.of(given[0]), _attributes(call)
+            whole = vector(sizes[attributes.get("start") or 0 : attributes.get("end")])
+            self._set(call, [whole if call.operator == "Shape" else _boxed(np.prod(whole))])
+            return True
+        if not given or call.on_host is None or call.graphs or call.operator in (*_DRAW, *self._functions.rows()):
+            return False
+        if not all(isinstance(x, np.ndarray) for x in given) or counts_far(call.operator, given):
+            return False
+        if any(map(is_open, given)) and not _is_certain(call, given):
+            return False
+        try:
+            results = call.on_host(*(None if value is None else self._values[value] for value in call.inputs))
+        except NotImplementedError:
+            return False
+        results = results if isinstance(results, tuple) else (results,)
+        if not all(isinstance(x, np.ndarray | np.generic) and x.size <= _FEW for x in results):
+            return False
+        self._set(call, [np.asarray(x) for x in results])
+        return True
+
+    def _set(self, call: Call, results: Sequence[Any]) -> None:
+        for value, result in zip(call.outputs, results, strict=False):
+            if value is not None:
+                self._values[value] = result
 
     def _call(self, call: Call) -> None:
-        source, result = call.inputs[0] if call.inputs else None, call.outputs[0]
-        if call.operator == "Identity" and source is not None and result is not None and source not in self._constants:
-            self._known[result] = self[source]
-            self.arrays.update([result] if source in self.arrays else [])
-            return
-        if self._fold(call):
-            return
         if call.operator in ONLY_ON_HOST:
             raise UnsupportedError(f"{call.described} cannot be computed by JAX")
         if call.operator in self._functions:
             self._call_function(call)
             return
-        bodies = {name: self._nested(name, call, plan) for name, plan in call.graphs.items()}
-        given = [value for value in call.inputs if value is not None]
-        at_once = bool(given) and not bodies and all(value in self.arrays for value in given)
-        text = self._short(call) if not at_once and not bodies else None
-        self._assign(call, text or self._text(call, bodies, at_once))
+        found = [None if value is None else self._values[value] for value in call.inputs]
+        bodies = {name: self._nested(call, plan) for name, plan in call.graphs.items()}
+        given = [x for x in found if x is not None]
+        at_once = bool(given) and not bodies and all(isinstance(x, np.ndarray) or x in self.arrays for x in given)
+        at_once = at_once and not _is_filled(call, found)
+        results, is_tuple = (None, None) if at_once or bodies else self._shapes(call, found)
+        step = None if at_once or bodies else self._short(call, found, results)
+        if isinstance(step, Value):
+            self._set(call, [step])
+            return
+        step = step or self._operator(call, bodies, at_once)
+        if not bodies and is_tuple is None and _may_return_several(call):
+            inner = self._made(step)
+            step, is_tuple = Step(self._printer.helper("several"), [inner]), True
+            step.pattern = ", ".join([*["{}"] * len(call.outputs), "*_"])
+        several = is_tuple is None and call.operator in ("Split", "TopK")
+        self._add(call, step, results, is_tuple=bool(bodies or is_tuple or several))
         if at_once or call.operator in _MAKE_ARRAYS:
-            self.arrays.update(value for value in call.outputs if value is not None)
+            self.arrays.update(self.value(value) for value in call.outputs if value is not None)
 
-    def _call_function(self, node: Call) -> None:
-        name, of_numpy = self._printer.function(self._functions, node, self.arrays)
-        self._assign(node, call(name, [self[value] for value in node.inputs if value is not None]))
-        made = zip(node.outputs, of_numpy, strict=True)
-        self.arrays.update(value for value, is_array in made if value is not None and is_array)
+    def _add(self, call: Call, step: Step, shapes: Sequence[Shaped] | None, *, is_tuple: bool) -> None:
+        """Have a call, and its results."""
+        step = self._known(step, draws=call.operator in _DRAW)
+        if not step.results:
+            count = len(shapes or call.outputs)
+            wanted = [i for i, value in enumerate(call.outputs) if value is not None]
+            step.is_tuple = is_tuple and (len(wanted) > 1 or bool(step.bodies or step.pattern))
+            step.item = wanted[0] if is_tuple and not step.is_tuple else None
+            step.results = [Value(step=step) for _ in range(count if step.is_tuple else 1)]
+            shapes = shapes and shapes[step.item or 0 :]
+            for value, tensor in zip(step.results, shapes or (), strict=False):
+                value.tensor = tensor
+        self._set(call, step.results if step.item is None else step.results * (step.item + 1))
 
-    def _fold(self, call: Call) -> bool:
-        """Compute what is constant."""
-        given = [value for value in call.inputs if value is not None]
-        if not given or call.on_host is None or call.graphs or call.operator in _DRAW:
-            return False
-        if not all(value in self._constants and self._constants[value].size <= 1 for value in given):
-            return False
-        arrays = [None if value is None else self._constants[value] for value in call.inputs]
-        results = call.on_host(*arrays)
-        for value, result in zip(call.outputs, results if isinstance(results, tuple) else (results,), strict=False):
-            if value is not None:
-                self.arrays.add(value)
-                self._constants[value] = np.asarray(result)
-        return True
+    def _call_function(self, call: Call) -> None:
+        inputs = [value for value in call.inputs if value is not None]
+        arrays = [value for value in inputs if self.value(value) in self.arrays]
+        name, of_numpy = self._printer.function(self._functions, call, arrays)
+        self._add(call, Step(name, [self.value(value) for value in inputs]), None, is_tuple=len(call.outputs) > 1)
+        made = zip(call.outputs, of_numpy, strict=True)
+        self.arrays.update(self.value(value) for value, is_array in made if value is not None and is_array)
 
-    def _short(self, call: Call) -> str | None:
-        inputs = ["None" if value is None else self[value] for value in call.inputs]
-        constants = [None if value is None else self._constants.get(value) for value in call.inputs]
-        types = [None if value is None else value.dtype for value in call.inputs]
-        return short_form(call.operator, inputs, constants, _attributes(call), types)
+    def _shapes(self, call: Call, given: Sequence[Any]) -> tuple[list[Shaped] | None, bool | None]:
+        """The shapes of results, if JAX can tell; and whether there are several."""
+        if any(isinstance(x, Value) and x.tensor is None for x in given):
+            return None, None
+        try:
+            with self._framework.active():
+                made = [self._shape(call, given, choice) for choice in (0, 1)]
+        except Exception as error:  # JAX says in many ways that it needs to know numbers
+            if is_ours(error):
+                raise
+            return None, None
+        is_tuple = isinstance(made[0], tuple | list)
+        pairs = zip(*made, strict=True) if is_tuple else [tuple(made)]
+        return [Shaped((tuple(a.shape), tuple(b.shape)), str(a.dtype)) for a, b in pairs], is_tuple
 
-    def _text(self, node: Call, bodies: Mapping[str, str], at_once: bool) -> str:
-        printer, on_host = self._printer, HOST_INPUTS.get(node.operator, ())
-        library, function = rows()[node.operator].library, printer.operator(node.operator)
-        arguments = []
-        for i, value in enumerate(node.inputs):
-            text = "None" if value is None else self[value]
-            if value is not None and not at_once and not bodies:
-                is_array = value in self.arrays
+    def _shape(self, call: Call, given: Sequence[Any], choice: int) -> Any:
+        hosted, function = HOST_INPUTS.get(call.operator, ()), call.function
+        assert function is not None
+
+        def compute(*tensors: Any) -> Any:
+            remaining = iter(tensors)
+            return function(
+                *(
+                    next(remaining)
+                    if isinstance(x, Value) and i not in hosted
+                    else _chosen(x.array if isinstance(x, Value) else x, choice)
+                    if i in hosted or x is None
+                    else jnp.asarray(_chosen(x, choice))
+                    for i, x in enumerate(given)
+                )
+            )
+
+        tensors = [x for i, x in enumerate(given) if isinstance(x, Value) and i not in hosted]
+        kinds = (jax.ShapeDtypeStruct(x.tensor.shapes[choice], x.tensor.dtype) for x in tensors)
+        return jax.eval_shape(compute, *kinds)
+
+    def _short(self, call: Call, found: Sequence[Any], results: Sequence[Shaped] | None) -> Step | Value | None:
+        inputs = [None if value is None else self.value(value) for value in call.inputs]
+        arrays = [x if isinstance(x, np.ndarray) else None for x in found]
+        first = inputs[0] if inputs else None
+        shape = self._sizes.of(first) if first is not None and first.tensor else None
+        result = self._sizes.of(Value(tensor=results[0])) if results and call.operator == "Expand" else None
+        is_float = all(v is not None and v.dtype is not None and v.dtype.is_floating_point() for v in call.inputs)
+        return short_form(call.operator, Given(inputs, arrays, _attributes(call), shape, result), is_float)
+
+    def _operator(self, call: Call, bodies: Mapping[str, Body], at_once: bool) -> Step:
+        printer, on_host = self._printer, HOST_INPUTS.get(call.operator, ())
+        library, function = rows()[call.operator].library, printer.operator(call.operator)
+        arguments: list[Any] = []
+        for i, value in enumerate(call.inputs):
+            given = None if value is None else self.value(value)
+            if call.operator == "Conv" and i == 2 and given is not None and given.array is not None:
+                given = given if given.array.any() else None  # exporters write zeros for no bias
+            if given is not None and not at_once and not bodies:
+                is_array = given in self.arrays
                 if i in on_host and not is_array:
-                    text = f"{printer.own.define('onward.engines.jax.values', 'known')}({text})"
-                elif i not in on_host and is_array and library is None and not self._is_number(value):
-                    text = f"jnp.asarray({text})"
-            arguments.append(text)
-        given = {name: value for name, value in _attributes(node).items() if value is not None}
-        arguments += [f"{name}={attribute(name, value)}" for name, value in given.items()]
-        arguments += [f"{name}={body}" for name, body in bodies.items()]
+                    given = self._made(Step(printer.own.define("onward.engines.jax.values", "known"), [given]))
+                elif i not in on_host and is_array and library is None and not _is_number(given):
+                    given = self._made(Step("jnp.asarray", [given]))
+            arguments.append(given)
+        usual = defaults(call.operator)
+        texts = {name: attribute(name, value) for name, value in _attributes(call).items() if value is not None}
+        named: dict[str, Any] = {
+            name: Expression(text)
+            for name, text in texts.items()
+            if usual.get(name) != text and not is_idle(call.operator, name, _attributes(call)[name])
+        }
         if bodies:
-            arguments.append(f"framework={printer.helper('Values')}")
+            named["framework"] = Expression(printer.helper("Values"))
+        while arguments and arguments[-1] is None:
+            arguments.pop()
         if at_once:
-            return call(printer.helper("at_once"), [function, *arguments])
-        return call(function, arguments)
+            return Step(printer.helper("at_once"), [Expression(function), *arguments], named)
+        return Step(function, arguments, named, bodies=dict(bodies))
 
-    def _is_number(self, value: ir.Value) -> bool:
-        return value in self._constants and self._constants[value].ndim == 0
-
-    def _assign(self, call: Call, text: str) -> None:
-        """Names for the results, or those that they have already."""
-        several = _may_return_several(call)
-        text = f"{self._printer.helper('several')}({text})" if several else text
-        targets = self._written.get(text) if call.operator not in _DRAW and not call.graphs else None
-        if targets is None or len(targets) < len(call.outputs):
-            fresh = (value.name or short(call.operator) if value else "_" for value in call.outputs)
-            targets = [name if name == "_" else self._names.fresh(identifier(name)) for name in fresh]
-            self._written[text] = targets
-            left = ", ".join([*targets, *(["*_"] if several else [])])
-            lines = f"{left}{',' * (bool(call.graphs) and len(targets) == 1)} = {text}".splitlines()
-            self.lines += lines
-        for value, target in zip(call.outputs, targets, strict=False):
-            if value is not None:
-                self._known[value] = target
-
-    def _nested(self, name: str, call: Call, plan: Plan) -> str:
+    def _nested(self, call: Call, plan: Plan) -> Body:
         """A nested graph, as a function that is defined before the call."""
-        function = self._names.fresh(identifier(name))
-        arguments = {value: self._names.fresh(identifier(key)) for key, value in plan.inputs.items()}
-        may_be_arrays = plan.inputs.values() if call.operator == "Loop" else ()
-        known, arrays = {**self._known, **arguments}, {*self.arrays, *may_be_arrays}
-        inner = _Body(self._printer, known, self._names, self._functions, arrays)
-        inner._constants.update(self._constants)
-        inner.write(plan)
-        results = ", ".join(inner[value] for value in plan.outputs)
-        self.lines += [
-            f"def {function}({', '.join(arguments.values())}):",
-            *(f"    {line}" for line in [*inner.lines, f"return [{results}]"]),
-        ]
-        if call.operator == "Loop":
-            self.lines.append(f"{function}.types = [{', '.join(map(declared, plan.outputs))}]")
-        return function
+        arguments = {value: Value() for value in plan.inputs.values()}
+        inner = self.inner(arguments, arguments.values() if call.operator == "Loop" else ())
+        inner.record(plan)
+        outputs = [inner.value(value) for value in plan.outputs]
+        outside = {step for value in [*self._values.values()] if isinstance(value, Value) for step in in_order([value])}
+        outside |= {step for size in self._sizes.roles for step in in_order([size])}
+        steps = [step for step in in_order(outputs) if step not in outside]
+        types = f"{{}}.types = [{', '.join(map(declared, plan.outputs))}]"
+        return Body(list(arguments.values()), steps, outputs, types if call.operator == "Loop" else "")
+
+
+def _dim(names: Identifiers, size: Any) -> str | None:
+    """What a size is called."""
+    if isinstance(size, int) or size.value is None:
+        return None
+    plain = identifier(str(size.value))
+    return names.fresh(f"{plain}_size" if plain in MENTIONED else plain)
+
+
+def _shape_call(x: Value) -> tuple[str, list[Any]]:
+    return ".shape", [x]
+
+
+def _boxed(size: Any) -> np.ndarray:
+    return np.array(size, object) if isinstance(size, Size) else np.asarray(size)
+
+
+def _is_number(value: Value) -> bool:
+    return value.array is not None and value.array.ndim == 0
+
+
+def _is_filled(call: Call, found: Sequence[Any]) -> bool:
+    """Whether it makes a tensor of numbers, which say nothing about sizes."""
+    return (
+        call.operator == "Expand"
+        and is_open(found[1])
+        and isinstance(found[0], np.ndarray)
+        and found[0].dtype.kind == "f"
+    )
+
+
+def _is_certain(call: Call, given: Sequence[np.ndarray]) -> bool:
+    """Whether the result is the same formula whatever sizes are."""
+    if call.operator == "Equal":
+        return all(isinstance(x, Size) or x < 0 for array in given for x in array.flat)
+    if call.operator in ("Cast", "CastLike"):
+        return bool(_attributes(call).get("to") == ir.DataType.INT64)
+    places = ("Gather", "Slice", "Split", "Squeeze", "Unsqueeze", "Reshape", "Where")
+    return call.operator not in places or not any(map(is_open, given[1:] if call.operator != "Where" else given[:1]))
+
+
+def _chosen(array: Any, choice: int) -> Any:
+    """An array in which sizes are numbers."""
+    if not is_open(array):
+        return array
+    numbers = [x.value.pair[choice] if isinstance(x, Size) else x for x in array.flat]
+    return np.array(numbers, np.int64).reshape(array.shape)
 
 
 def _attributes(call: Call) -> dict[str, Any]:

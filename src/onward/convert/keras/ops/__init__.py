@@ -15,8 +15,8 @@ import numpy as np
 import onnx_ir as ir
 
 from onward.convert.keras.ops import control
-from onward.convert.keras.ops.sizes import is_open, listed, on_host, vector
 from onward.convert.keras.ops.types import constant
+from onward.convert.program.sizes import is_open, listed, on_host, vector
 from onward.engines.expression import express
 from onward.engines.framework import Framework, Function, NotOnHost, Operators, collect_operators
 from onward.engines.host import ONLY_ON_HOST

@@ -30,6 +30,11 @@ def constant(array, dtype):
     return ops.convert_to_tensor(np.asarray(array), available(dtype))
 
 
+def plain_name(name):
+    """A name that every backend has variables of."""
+    return "".join(sign if sign.isascii() and sign.isalnum() else "_" for sign in name).strip("_") or "variable"
+
+
 # ---- what a model is given -------------------------------------------------------------------------------------------
 
 

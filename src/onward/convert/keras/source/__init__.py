@@ -6,24 +6,22 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-import keras
 import numpy as np
 
 from onward.convert.keras.graphs import Forward, Parts
 from onward.convert.keras.live import GraphOptimizer, TrainingModel
-from onward.convert.keras.ops.types import as_single, available, fitted
+from onward.convert.keras.ops.types import as_single, available, fitted, plain_name
 from onward.convert.keras.optimizers import array_of
-from onward.convert.keras.source.recording import MENTIONED, Choices, Program, recorded
+from onward.convert.keras.source.recording import MENTIONED, Program, record
 from onward.convert.program.audit import audit_program
+from onward.convert.program.calls import Step, in_order
 from onward.convert.program.layout import arrange_imports, break_lines
 from onward.convert.program.names import RESERVED, Identifiers, docstring, identifier, quoted
 from onward.convert.program.own_source import OwnSource
+from onward.convert.program.sizes import Choices
 from onward.engines.framework import Function
 from onward.model import Model
-from onward.model.state import STEP
-
-_METHODS = ("inference_pass", "training_pass", "watched")
-"""What a program's model has beside what those of Keras have."""
+from onward.model.state import STEP, states
 
 
 class Held(NamedTuple):
@@ -60,16 +58,13 @@ class _Writer:
         self._live = live
         self._package = package
         self._file = file
+        self._model = model
         self._parts = Parts(model, lambda graph: graph)
         self._choices = Choices([*model.inputs, *model.step().algorithm.inputs])
         self._constants: dict[str, np.ndarray] = {}
         self._used: dict[str, Function] = {}
-        has = [*dir(keras.Model()), *dir(keras.optimizers.Optimizer(0.0))]
-        names = Identifiers([*MENTIONED, *_METHODS, *has])
-        self._held = {name: names.like(name) for name in live.variables_by_name}
+        self._held = {name: f"params[{quoted(name)}]" for name in live.variables_by_name}
         self._state = live.optimizer.state() if isinstance(live.optimizer, GraphOptimizer) else {}
-        self._own = {name: names.like(name) for name in self._state}
-        self._names = names
         self._class_name = _class_name(live.name)
 
     def source(self) -> Source:
@@ -77,10 +72,11 @@ class _Writer:
         optimizer = self._optimizer() if isinstance(self._live.optimizer, GraphOptimizer) else []
         model = [*self._heading(), *passes]
         body = "\n".join([*model, *optimizer])
-        helpers = [function for function in (available, as_single, fitted) if f"{function.__name__}(" in body]
+        helpers = [f for f in (available, as_single, fitted, plain_name) if f"{f.__name__}(" in body]
         own = OwnSource()
         own.add(*helpers, *self._used.values())
         imports = ["from __future__ import annotations", "import keras", "from keras import ops", *own.imports()]
+        imports += ["import math"] if "math." in body else []
         blocks = [
             self._docstring(),
             arrange_imports(imports),
@@ -102,21 +98,38 @@ class _Writer:
     # ---- the model ---------------------------------------------------------------------------------------------------
 
     def _heading(self) -> list[str]:
+        names = list(self._live.variables_by_name)
+        variables = dict(zip([*names, *self._constants], self._variables(), strict=True))
         lines = [
             f'@keras.saving.register_keras_serializable(package="{self._package}")',
             f"class {self._class_name}(keras.Model):",
             "    def __init__(self, **options):",
             "        super().__init__(**options)",
+            "        self.params = {",
+            *(f"            {quoted(name)}: self._weight({_weight(quoted(name), variables[name])})," for name in names),
+            "        }",
+            *(
+                f"        self.{name} = self._weight({_weight(quoted(name), variables[name])})"
+                for name in self._constants
+            ),
+            "        self.built = True",
+            "",
+            '    def _weight(self, name, shape, dtype="float32", trainable=False):',
+            "        options = dict(shape=shape, dtype=available(dtype), trainable=trainable)",
+            '        return self.add_weight(name=plain_name(name), initializer="zeros", **options)',
+            "",
         ]
-        return [*lines, *map(_variable, self._variables()), "        self.built = True", ""]
+        return lines
 
     def _variables(self) -> list[Held]:
+        names = Identifiers()
         held = self._live.variables_by_name.items()
-        made = [Held(self._held[n], array_of(v).astype(_dtype(self._live, n)), v.trainable) for n, v in held]
-        return [*made, *(Held(name, array) for name, array in self._constants.items())]
+        made = [Held(names.like(n), array_of(v).astype(_dtype(self._live, n)), v.trainable) for n, v in held]
+        return [*made, *(Held(names.like(name), array) for name, array in self._constants.items())]
 
     def _slots(self) -> list[Held]:
-        return [Held(self._own[name], array) for name, array in self._state.items()]
+        names = Identifiers()
+        return [Held(names.like(name), array) for name, array in self._state.items()]
 
     def _passes(self) -> list[str]:
         inference, training = (self._pass(forward) for forward in (self._parts.inference(), self._parts.training()))
@@ -134,39 +147,45 @@ class _Writer:
         return [*call, *([] if self._live.loss is not None else self._loss()), *self._exclusions()]
 
     def _pass(self, forward: Forward) -> list[str]:
-        inputs = self._input_names()
-        wanted = {new: f"new_{self._held[name]}" for name, new in forward.updates.items()}
-        program = self._program(forward.graph, inputs, wanted)
-        listed = ", ".join(inputs.values())
-        lines = [f"{listed} = inputs" if len(inputs) > 1 else f"{listed} = as_single(inputs)", *program.lines]
-        lines += [f"self.{self._held[name]}.assign({program.results[new]})" for name, new in forward.updates.items()]
-        if self._live.loss is None:
-            watched = [program.results[name] for name in forward.watched]
-            lines.append(f"self.watched = {written_list(watched)}  # what the loss looks at")
-        outputs = [program.results[name] for name in forward.outputs]
-        lines.append(f"return {outputs[0] if len(outputs) == 1 else written_list(outputs)}")
-        return _indented(lines)
-
-    def _input_names(self) -> dict[str, str]:
         names = Identifiers(MENTIONED)
-        return {name: names.like(name) for name in self._live.input_names}
+        inputs = {name: names.like(name) for name in self._live.input_names}
+        listed = ", ".join(inputs.values())
+        lines, texts = self._computed(self._record(forward.graph, inputs))
+        lines = [f"{listed} = inputs" if len(inputs) > 1 else f"{listed} = as_single(inputs)", *lines]
+        lines += [f"{self._held[name]}.assign({texts[new]})" for name, new in forward.updates.items()]
+        if self._live.loss is None:
+            watched = [texts[name] for name in forward.watched]
+            lines.append(f"self.watched = {write_list(watched)}  # what the loss looks at")
+        outputs = [texts[name] for name in forward.outputs]
+        lines.append(f"return {outputs[0] if len(outputs) == 1 else write_list(outputs)}")
+        return _indented(["params = self.params", *lines] if "params[" in "".join(lines) else lines)
 
-    def _program(self, graph: Model, given: Mapping[str, str], wanted: Mapping[str, str]) -> Program:
-        state = {name: f"self.{attribute}" for name, attribute in self._held.items()}
-        program = recorded(graph, {**state, **given}, self._choices, self._constants, wanted)
-        self._used |= program.used
-        return program
+    def _record(self, graph: Model, given: Mapping[str, str]) -> Program:
+        return record(graph, {**self._held, **given}, self._choices, self._constants)
+
+    def _computed(self, program: Program) -> tuple[list[str], dict[str, str]]:
+        """The lines of a program, and the expressions for its results."""
+        steps = program.steps()
+        self._use(steps)
+        written = program.statements(steps, program.results.values())
+        return written.lines(), {name: written.name(value).text for name, value in program.results.items()}
+
+    def _use(self, steps: Iterable[Step]) -> None:
+        """Have the functions of ours that are called."""
+        functions = [step.call for step in steps if step.call is not None]
+        self._used |= {f.__name__: f for f in functions if not f.__module__.startswith("keras.")}
 
     def _loss(self) -> list[str]:
         loss = self._parts.loss()
         names = Identifiers([*MENTIONED, "y"])
         watched = {name: names.like(name) for name in loss.watched}
         targets = {value.name or "": names.like(value.name or "") for value in loss.targets}
-        program = self._program(loss.graph, {**watched, **targets}, {loss.name: "loss"})
+        body, texts = self._computed(self._record(loss.graph, {**watched, **targets}))
         lines = [
             'assert sample_weight is None, "the loss has no weights of samples"',
-            f"{written_list(list(watched.values()))} = self.watched",
-            f"{written_list(list(targets.values()))} = y if isinstance(y, (list, tuple)) else [y]",
+            *(["params = self.params"] if "params[" in "".join(body) else []),
+            f"{write_list(list(watched.values()))} = self.watched",
+            f"{write_list(list(targets.values()))} = y if isinstance(y, (list, tuple)) else [y]",
         ]
         for value in loss.targets:
             rank, dtype = len(value.shape or ()), str(value.dtype.numpy().name if value.dtype else "float32")
@@ -174,7 +193,7 @@ class _Writer:
         return [
             "",
             "    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):",
-            *_indented([*lines, *program.lines, f"return {program.results[loss.name]}"]),
+            *_indented([*lines, *body, f"return {texts[loss.name]}"]),
         ]
 
     def _exclusions(self) -> list[str]:
@@ -204,24 +223,26 @@ class _Writer:
 
     def _optimizer(self) -> list[str]:
         graph, contract = self._parts.apply()
-        trained = {n: self._held[n] for n, v in self._live.variables_by_name.items() if v.trainable}
-        given = {name: self._names.like(f"{attribute}_grad") for name, attribute in trained.items()}
-        gradients = {name: given[parameter] for name, parameter in contract.gradients.items()}
-        own = {name: f"self.{attribute}" for name, attribute in self._own.items()}
-        wanted = {new: f"new_{({**self._own, **trained})[name]}" for name, new in contract.update.items()}
-        program = recorded(graph, {**trained, **own, **gradients}, self._choices, self._constants, wanted)
-        self._used |= program.used
-        targets = {**own, **trained}
+        trained = [name for name, v in self._live.variables_by_name.items() if v.trainable]
+        own = {name: f"slots[{quoted(name)}]" for name in self._state}
+        places = {**{name: f"params[{quoted(name)}]" for name in trained}, **own}
+        given = {fed: f"gradients[{quoted(name)}]" for fed, name in contract.gradients.items()}
+        program = record(graph, {**places, **given}, self._choices, self._constants)
+        self._use(program.steps())
+        slots = {state.name: state.parameter for state in states(self._model) if state.parameter in trained}
+        owners = {name: slots.get(name, name if name in trained else "") or "" for name in places}
+        updates = {name: new for name, new in contract.update.items() if name in places}
+        body = _by_parameter(program, updates, owners, places)
         apply = [
             "variables = list(trainable_variables or self._trainable_variables)",
             "if not self.built:",
             "    self.build(variables)",
-            f"{written_list(list(trained.values()))} = variables",
-            f"{written_list(list(given.values()))} = grads",
-            *program.lines,
-            *(f"{targets[n]}.assign({program.results[new]})" for n, new in contract.update.items() if n in targets),
+            f"names = {write_list([quoted(name) for name in trained])}",
+            "params, gradients, slots = dict(zip(names, variables)), dict(zip(names, grads)), self.slots",
+            *body,
             f"self.iterations.assign(ops.cast({own[STEP]}, self.iterations.dtype))",
         ]
+        variables = zip(self._state, self._slots(), strict=True)
         return [
             f'@keras.saving.register_keras_serializable(package="{self._package}")',
             "class Update(keras.optimizers.Optimizer):",
@@ -231,32 +252,64 @@ class _Writer:
             "        if self.built:",
             "            return",
             "        super().build(variables)",
-            *map(_slot, self._slots()),
+            "        self.slots = {",
+            *(f"            {quoted(name)}: self._slot({_weight(quoted(name), held)})," for name, held in variables),
+            "        }",
+            "",
+            '    def _slot(self, name, shape, dtype="float32"):',
+            "        return self.add_variable(shape, dtype=available(dtype), name=plain_name(name))",
             "",
             "    def apply(self, grads, trainable_variables=None):",
             *_indented(apply),
         ]
 
 
-def _variable(held: Held) -> str:
-    name, dtype = held.attribute, str(held.array.dtype)
-    options = [f'name="{name}"', f"shape={held.array.shape}"]
-    options += [] if dtype == "float32" else [f"dtype={_written_type(dtype)}"]
-    options += ['initializer="zeros"'] + ([] if held.trainable else ["trainable=False"])
-    return f"        self.{name} = self.add_weight({', '.join(options)})"
+def _by_parameter(
+    program: Program, updates: Mapping[str, str], owners: Mapping[str, str], places: Mapping[str, str]
+) -> list[str]:
+    """An update: what all parameters have in common, and a loop over those that are updated in the same way."""
+    parts: dict[str, list[str]] = {}
+    for name in updates:
+        parts.setdefault(owners[name], []).append(name)
+    values = {name: program.results[new] for name, new in updates.items()}
+    every = program.steps()
+    needed = {owner: set(in_order([values[name] for name in names])) for owner, names in parts.items()}
+    common = parts.pop("", [])
+    shared = [s for s in every if sum(s in steps for steps in needed.values()) > 1 or s in needed.get("", ())]
+    outside = {value for step in every if step not in set(shared) for value in step.values()}
+    kept = [value for step in shared for value in step.results if value in outside]
+    first = program.statements(shared, [*kept, *(values[name] for name in common)])
+    lines = first.lines()
+    names = {value: first.name(value).text for step in shared for value in step.results if value in {*kept}}
+    loops: dict[str, list[str]] = {}
+    for owner, slots in parts.items():
+        steps = [step for step in every if step in needed[owner] and step not in set(shared)]
+        inner = program.statements(steps, [values[name] for name in slots], names)
+        body = inner.lines()
+        stores = [f"{places[name]}.assign({inner.name(values[name]).text})" for name in slots]
+        loops.setdefault(_of_any("\n".join([*body, *stores]), owner), []).append(owner)
+    for text, over in loops.items():
+        listed = "names" if len(loops) == 1 else write_list([quoted(name) for name in over])
+        lines += [f"for name in {listed}:", *(f"    {line}" for line in text.split("\n"))]
+    return [*lines, *(f"{places[name]}.assign({first.name(values[name]).text})" for name in common)]
 
 
-def _slot(held: Held) -> str:
-    name, dtype = held.attribute, _written_type(str(held.array.dtype))
-    return f'        self.{name} = self.add_variable({held.array.shape}, dtype={dtype}, name="{name}")'
+def _of_any(text: str, owner: str) -> str:
+    """The update of a parameter, as that of any `name`."""
+    text = text.replace(f"[{quoted(owner)}]", "[name]")
+    is_plain = quoted(owner)[1:-1] == owner and not {*owner} & {"{", "}"}
+    return text.replace(f'["{owner}/', '[f"{name}/') if is_plain else text
+
+
+def _weight(name: str, held: Held) -> str:
+    dtype = str(held.array.dtype)
+    options = [name, str(held.array.shape)]
+    options += [] if dtype == "float32" else [f'dtype="{dtype}"']
+    return ", ".join([*options, *(["trainable=True"] if held.trainable else [])])
 
 
 def _dtype(live: TrainingModel, name: str) -> str:
     return str(live.source.array(name).dtype)
-
-
-def _written_type(dtype: str) -> str:
-    return f'available("{dtype}")' if dtype.endswith("64") else f'"{dtype}"'
 
 
 def _class_name(name: str) -> str:
@@ -266,7 +319,7 @@ def _class_name(name: str) -> str:
     return joined if is_free else f"Model{joined}"
 
 
-def written_list(items: Sequence[str]) -> str:
+def write_list(items: Sequence[str]) -> str:
     return f"[{', '.join(items)}]"
 
 
