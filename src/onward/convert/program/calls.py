@@ -135,18 +135,39 @@ def take_single_results(steps: Iterable[Step], outputs: Iterable[Value]) -> None
             step.is_tuple, step.item, step.results = False, read[0], [step.results[read[0]]]
 
 
-def call_key(step: Step) -> Any:
+def call_key(step: Step, value_key: Callable[[Value], Any] = id) -> Any:
     """What tells a call from others: equal ones compute the same."""
-    return _key([step.function, step.arguments, step.named])
+
+    def key(argument: Any) -> Any:
+        if isinstance(argument, Value):
+            return value_key(argument)
+        if isinstance(argument, Mapping):
+            return tuple((name, key(item)) for name, item in argument.items())
+        if type(argument) in (list, tuple):
+            return (type(argument).__name__, *map(key, argument))
+        if isinstance(argument, Holder):
+            return key(list(argument.parts))
+        if isinstance(argument, slice):
+            return key(["slice", argument.start, argument.stop, argument.step])
+        return f"{type(argument).__name__} {argument!r}"
+
+    return key([step.function, step.arguments, step.named])
 
 
-def _key(argument: Any) -> Any:
-    if isinstance(argument, Mapping):
-        return tuple((key, _key(item)) for key, item in argument.items())
-    if type(argument) in (list, tuple):
-        return (type(argument).__name__, *map(_key, argument))
-    if isinstance(argument, Holder):
-        return _key(list(argument.parts))
-    if isinstance(argument, slice):
-        return _key(["slice", argument.start, argument.stop, argument.step])
-    return id(argument) if isinstance(argument, Value) else f"{type(argument).__name__} {argument!r}"
+def with_stores(steps: list[Step], stores: Iterable[Step]) -> list[Step]:
+    """Calls with those that only keep what others have computed, each as soon as that is there, and nobody reads
+    what was there before.
+    """
+    made, added = list(steps), set[Step]()
+    for store in stores:
+        needed = in_order(store.values())
+        new = [*(step for step in needed if step not in set(made)), store]
+        after = max((i for i, step in enumerate(made) if step in set(needed)), default=-1) + 1
+        while after < len(made) and made[after] in added:
+            after += 1
+        path = store.arguments[0].path
+        if any(value.path == path for step in made[after:] for value in step.values()):
+            after = len(made)
+        made[after:after] = new
+        added.update(new)
+    return made

@@ -24,6 +24,14 @@ SIGNS = {
 PREFIXES = {"neg": "-", "not": "~"}
 
 
+_IDLE = {"dilations": 1, "strides": 1, "pads": 0}
+
+
+def is_idle(name: str, value: Any) -> bool:
+    """Whether an attribute of a window changes nothing: such need not be given."""
+    return name in _IDLE and isinstance(value, list | tuple) and {*value} == {_IDLE[name]}
+
+
 class Expression(NamedTuple):
     text: str
     looseness: int = ATOM
@@ -51,6 +59,8 @@ class Printer:
         function, given = step.function, step.arguments
         if function in SIGNS:
             return self.between(function, *given)
+        if function == "=":
+            return Expression(f"{self.value(given[0]).text} = {self.value(given[1]).text}", WIDE)
         if function in PREFIXES:
             operand = self.value(given[0])
             return Expression(f"{PREFIXES[function]}{operand.within(UNARY)}", UNARY, operand.depth)

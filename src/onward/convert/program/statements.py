@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from onward.convert.program.calls import Body, Step, Value, count_uses
 from onward.convert.program.expressions import Expression, Printer
+from onward.convert.program.loops import Loop
 
 WIDTH, DEEPEST = 88, 2
 """How long a line gets, and how many calls stand inside of one another, before a part of it gets a name."""
@@ -26,16 +27,18 @@ class Statements:
         *,
         taken: Iterable[str] = (),
         roles: Mapping[Value, str] | None = None,
+        carried: Mapping[Value, str] | None = None,
     ):
         """`names` are those of inputs, and `place` says where everything else is that no call computes.
 
-        No result is called as what is `taken`; `roles` are how some of them are best called.
+        No result is called as what is `taken`; `roles` are how some of them are best called. What is `carried` is not
+        needed any more after its last reader.
         """
         self._steps = steps
         self._outputs = set(outputs)
         self._inputs = set(names)
         self._taken = {*names.values(), *taken}
-        self._names = dict(names)
+        self._names = {**names, **(carried or {})}
         self._place = place
         self._roles = roles or {}
         self._inline: dict[Value, Expression] = {}
@@ -80,9 +83,15 @@ class Statements:
     # ---- lines -------------------------------------------------------------------------------------------------------
 
     def _statement(self, step: Step) -> Iterator[str]:
+        if isinstance(step, Loop):
+            yield from self._loop(step)
+            return
         for argument, body in step.bodies.items():
             yield from self._function(step, argument, body)
         made = self._printer.step(step)
+        if not step.results:
+            yield made.text
+            return
         if not step.is_tuple and self._stands_inside(step, made):
             self._inline[step.results[0]] = made
             self._keep(step)
@@ -101,6 +110,35 @@ class Statements:
         listed = f"{', '.join(targets)}{',' if step.is_tuple and len(targets) == 1 else ''}"
         nested = step.pattern.format(*targets).replace("(_, _)", "_")
         yield f"{nested or listed} = {made.text}"
+
+    def _loop(self, step: Loop) -> Iterator[str]:
+        """A loop: what is carried has the same name before, in and after it."""
+        names = []
+        for value, result in zip(step.arguments, step.results, strict=True):
+            is_free = value in self._names and value not in self._inputs and self._last[value] == self._at[step]
+            name = self.name(value).text if is_free else self._fresh(step, result)
+            if not is_free:
+                yield f"{name} = {self.name(value).text}"
+            self._names[result] = name
+            names.append(name)
+        held = {self._names[v] for v in self._names if self._last.get(v, -1) >= self._at[step]} - {*names}
+        inner = Statements(
+            step.steps,
+            step.new * 2,
+            {v: n for v, n in self._names.items() if v not in step.arguments and v not in step.results},
+            self._make_printer,
+            self._place,
+            taken=self._taken | held,
+            roles={**self._roles, **dict(zip(step.new, names, strict=True))},
+            carried=dict(zip(step.inner, names, strict=True)),
+        )
+        lines = inner.lines()
+        moved = [(n, m) for n, v in zip(names, step.new, strict=True) if (m := inner.name(v).text) != n]
+        begin, end = step.numbers.start, step.numbers.stop
+        yield f"for i in range({f'{begin}, ' if begin else ''}{end}):"
+        yield from (f"    {line}" for line in lines)
+        if moved:
+            yield f"    {', '.join(n for n, _ in moved)} = {', '.join(m for _, m in moved)}"
 
     def _function(self, step: Step, argument: str, body: Body) -> Iterator[str]:
         """A function that the step is given, defined before it."""
@@ -134,10 +172,13 @@ class Statements:
         if value in self._outputs:
             return True
         reader = self._readers[value]
-        if reader.bodies:
+        if reader.bodies or isinstance(reader, Loop):
             return False
         between = self._steps[self._at[step] + 1 : self._at[reader]]
-        if any(other.results[0] not in self._inline and not self._will_go_inside(other, reader) for other in between):
+        if any(
+            not self._inline.keys() >= {*other.results[:1]} and not self._will_go_inside(other, reader)
+            for other in between
+        ):
             return False
         self._inline[value] = made
         known = all(v in self._names or v in self._inline or v.step is None for v in reader.values())
@@ -146,7 +187,7 @@ class Statements:
         return len(whole.text) <= WIDTH - 8 and whole.depth <= DEEPEST
 
     def _will_go_inside(self, step: Step, reader: Step) -> bool:
-        return self._uses.get(step.results[0]) == 1 and step.results[0] in set(reader.values())
+        return bool(step.results) and self._uses.get(step.results[0]) == 1 and step.results[0] in set(reader.values())
 
 
 def _letters() -> Iterator[str]:

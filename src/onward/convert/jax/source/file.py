@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from onward.convert.jax.restore import Parts, types_of
-from onward.convert.jax.source.literals import listed, pairs, type_name, variables
+from onward.convert.jax.source.literals import pairs, type_name, variables
 from onward.convert.jax.source.operators import INSTEAD
 from onward.convert.jax.source.printer import Printer
 from onward.convert.jax.source.spelling import Spelling
@@ -99,19 +99,15 @@ def _loss(parts: Parts, printer: Printer) -> str:
     model, contract = parts.forward(keep_functions=True)
     assert contract.loss is not None
     taken, given = _given(parts, model, "batch")
-    lines, results = printer.body(model, given)
     kinds = parts.kinds
-    changes: dict[str, dict[str, str]] = {"statistics": {}, "random": {}}
-    for name, output in contract.update.items():
-        changes[kinds[name]][name] = results[output]
+    stores = {output: f"{kinds[name]}[{quoted(name)}]" for name, output in contract.update.items()}
+    lines, results = printer.body(model, given, stores)
     metrics = {"loss": results[contract.loss]}
     metrics |= {name: results[name] for name in contract.metrics if name != contract.loss}
-    changed = []
-    for kind, new in changes.items():
-        own = f'state["{kind}"]'
-        after = [f"**{own}", *(f"{quoted(name)}: {text}" for name, text in new.items())]
-        changed.append(f"{quoted(kind)}: {f'{{{listed(after)}}}' if new else own}")
-    body = [*taken, *lines, f"metrics = {{{pairs(metrics)}}}", *f"changed = {{{listed(changed)}}}".splitlines()]
+    used = [kind for kind in ("statistics", "random") if any(kinds[name] == kind for name in contract.update)]
+    changed = pairs({kind: kind if kind in used else f'state["{kind}"]' for kind in ("statistics", "random")})
+    begin = [f'{kind} = dict(state["{kind}"])' for kind in used]
+    body = [*taken, *begin, *lines, f"metrics = {{{pairs(metrics)}}}", f"changed = {{{changed}}}"]
     return _function(
         "loss(params, state, batch)",
         "The forward pass of training: the loss, and with it metrics and what it changes of the state.",

@@ -29,7 +29,7 @@ Form = Callable[[Given], Step | Value | None]
 
 
 def short_form(operator: str, given: Given, is_float: bool) -> Step | Value | None:
-    """The call for an operator, if there is a short one. `is_float` says whether all inputs are."""
+    """The call for an operator, if there is a short one. `is_float` says whether the first input is."""
     if operator in _FORMS and None not in given.inputs and (is_float or operator not in _FOR_FLOATS):
         return _FORMS[operator](given)
     return None

@@ -85,12 +85,9 @@ def defaults(operator: str) -> dict[str, str]:
     return {name: attribute(name, x.decode() if isinstance(x, bytes) else x) for name, x in known.items()}
 
 
-_IDLE = {"dilations": 1, "strides": 1, "pads": 0}
-"""Of windows: what changes nothing, and need not be given."""
-
-
-def is_idle(operator: str, name: str, value: Any) -> bool:
-    return name in _IDLE and _keywords(rows()[operator]).get(name) == "None" and {*value} == {_IDLE[name]}
+def is_optional(operator: str, name: str) -> bool:
+    """Whether an attribute need not be given."""
+    return _keywords(rows()[operator]).get(name) == "None"
 
 
 def _keywords(row: Row) -> dict[str, str | None]:

@@ -24,12 +24,13 @@ from onward.convert.jax.source.literals import (
     literal,
     variables,
 )
-from onward.convert.jax.source.operators import defaults, define, is_idle, rows, short
+from onward.convert.jax.source.operators import defaults, define, is_optional, rows, short
 from onward.convert.jax.source.runtime import TYPES
 from onward.convert.program import expressions
-from onward.convert.program.calls import Body, Step, Value, call_key, in_order
-from onward.convert.program.expressions import Expression
+from onward.convert.program.calls import Body, Step, Value, call_key, in_order, with_stores
+from onward.convert.program.expressions import Expression, is_idle
 from onward.convert.program.literals import number
+from onward.convert.program.loops import fold_repeats
 from onward.convert.program.names import Identifiers, is_identifier, quoted
 from onward.convert.program.own_source import OwnSource
 from onward.convert.program.sizes import Choices, Shaped, Size, Sizes, is_open, listed, on_host, vector
@@ -72,10 +73,17 @@ class Printer:
         self._operators: dict[str, str] = {}
         self._known: dict[tuple[str, str], str] = {}
 
-    def body(self, model: Model, given: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
-        """The statements that compute a model, and its outputs; its inputs are expressions. The model is changed."""
+    def body(
+        self, model: Model, given: Mapping[str, str], stores: Mapping[str, str] | None = None
+    ) -> tuple[list[str], dict[str, str]]:
+        """The statements that compute a model, and its outputs; its inputs are expressions. The model is changed.
+
+        `stores` says where some outputs are kept, by their names.
+        """
         recorder, plan = self._recorded(model, given, ())
-        lines, texts = recorder.statements(plan.outputs, given.values(), named=True)
+        kept = {value: place for value in plan.outputs if (place := (stores or {}).get(value.name or ""))}
+        plan.outputs = [value for value in plan.outputs if value not in kept]
+        lines, texts = recorder.statements(plan.outputs, given.values(), named=True, stores=kept)
         return lines, {value.name or "": text for value, text in zip(plan.outputs, texts, strict=True)}
 
     def _recorded(self, model: Model, given: Mapping[str, str], arrays: Collection[str]) -> tuple[_Recorder, Plan]:
@@ -185,12 +193,19 @@ class _Recorder:
     # ---- the result --------------------------------------------------------------------------------------------------
 
     def statements(
-        self, outputs: Sequence[ir.Value], taken: Collection[str], *, named: bool = False
+        self,
+        outputs: Sequence[ir.Value],
+        taken: Collection[str],
+        *,
+        named: bool = False,
+        stores: Mapping[ir.Value, str] | None = None,
     ) -> tuple[list[str], list[str]]:
         """Lines, and the expressions for outputs; they have names if they are needed more than once."""
         found = [self.value(value) for value in outputs]
+        kept = [Step("=", [Value(path=place), self.value(value)]) for value, place in (stores or {}).items()]
+        steps = with_stores(in_order(found), kept)
         written = Statements(
-            in_order(found),
+            fold_repeats(steps, found),
             found * 2 if named else found,
             {},
             JaxPrinter,
@@ -326,7 +341,8 @@ class _Recorder:
 
     def _shapes(self, call: Call, given: Sequence[Any]) -> tuple[list[Shaped] | None, bool | None]:
         """The shapes of results, if JAX can tell; and whether there are several."""
-        if any(isinstance(x, Value) and x.tensor is None for x in given):
+        hosted = HOST_INPUTS.get(call.operator, ())
+        if any(isinstance(x, Value) and (x.tensor is None or i in hosted) for i, x in enumerate(given)):
             return None, None
         try:
             with self._framework.active():
@@ -348,16 +364,16 @@ class _Recorder:
             return function(
                 *(
                     next(remaining)
-                    if isinstance(x, Value) and i not in hosted
-                    else _chosen(x.array if isinstance(x, Value) else x, choice)
+                    if isinstance(x, Value)
+                    else _chosen(x, choice)
                     if i in hosted or x is None
                     else jnp.asarray(_chosen(x, choice))
                     for i, x in enumerate(given)
                 )
             )
 
-        tensors = [x for i, x in enumerate(given) if isinstance(x, Value) and i not in hosted]
-        kinds = (jax.ShapeDtypeStruct(x.tensor.shapes[choice], x.tensor.dtype) for x in tensors)
+        tensors = [x.tensor for x in given if isinstance(x, Value)]
+        kinds = (jax.ShapeDtypeStruct(tensor.shapes[choice], tensor.dtype) for tensor in tensors)
         return jax.eval_shape(compute, *kinds)
 
     def _short(self, call: Call, found: Sequence[Any], results: Sequence[Shaped] | None) -> Step | Value | None:
@@ -366,7 +382,8 @@ class _Recorder:
         first = inputs[0] if inputs else None
         shape = self._sizes.of(first) if first is not None and first.tensor else None
         result = self._sizes.of(Value(tensor=results[0])) if results and call.operator == "Expand" else None
-        is_float = all(v is not None and v.dtype is not None and v.dtype.is_floating_point() for v in call.inputs)
+        dtype = call.inputs[0].dtype if call.inputs and call.inputs[0] is not None else None
+        is_float = dtype is not None and dtype.is_floating_point()
         return short_form(call.operator, Given(inputs, arrays, _attributes(call), shape, result), is_float)
 
     def _operator(self, call: Call, bodies: Mapping[str, Body], at_once: bool) -> Step:
@@ -389,7 +406,8 @@ class _Recorder:
         named: dict[str, Any] = {
             name: Expression(text)
             for name, text in texts.items()
-            if usual.get(name) != text and not is_idle(call.operator, name, _attributes(call)[name])
+            if usual.get(name) != text
+            and not (is_idle(name, _attributes(call)[name]) and is_optional(call.operator, name))
         }
         if bodies:
             named["framework"] = Expression(printer.helper("Values"))

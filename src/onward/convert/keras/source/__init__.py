@@ -150,9 +150,9 @@ class _Writer:
         names = Identifiers(MENTIONED)
         inputs = {name: names.like(name) for name in self._live.input_names}
         listed = ", ".join(inputs.values())
-        lines, texts = self._computed(self._record(forward.graph, inputs))
+        stores = {new: self._held[name] for name, new in forward.updates.items()}
+        lines, texts = self._computed(self._record(forward.graph, inputs), stores)
         lines = [f"{listed} = inputs" if len(inputs) > 1 else f"{listed} = as_single(inputs)", *lines]
-        lines += [f"{self._held[name]}.assign({texts[new]})" for name, new in forward.updates.items()]
         if self._live.loss is None:
             watched = [texts[name] for name in forward.watched]
             lines.append(f"self.watched = {write_list(watched)}  # what the loss looks at")
@@ -163,17 +163,17 @@ class _Writer:
     def _record(self, graph: Model, given: Mapping[str, str]) -> Program:
         return record(graph, {**self._held, **given}, self._choices, self._constants)
 
-    def _computed(self, program: Program) -> tuple[list[str], dict[str, str]]:
+    def _computed(self, program: Program, stores: Mapping[str, str] | None = None) -> tuple[list[str], dict[str, str]]:
         """The lines of a program, and the expressions for its results."""
-        steps = program.steps()
+        steps = program.steps(stores)
         self._use(steps)
-        written = program.statements(steps, program.results.values())
-        return written.lines(), {name: written.name(value).text for name, value in program.results.items()}
+        results = {name: value for name, value in program.results.items() if name not in (stores or {})}
+        written = program.statements(steps, results.values())
+        return written.lines(), {name: written.name(value).text for name, value in results.items()}
 
     def _use(self, steps: Iterable[Step]) -> None:
         """Have the functions of ours that are called."""
-        functions = [step.call for step in steps if step.call is not None]
-        self._used |= {f.__name__: f for f in functions if not f.__module__.startswith("keras.")}
+        self._used |= {step.call.__name__: step.call for step in steps if step.call is not None}
 
     def _loss(self) -> list[str]:
         loss = self._parts.loss()
@@ -280,14 +280,16 @@ def _by_parameter(
     kept = [value for step in shared for value in step.results if value in outside]
     first = program.statements(shared, [*kept, *(values[name] for name in common)])
     lines = first.lines()
-    names = {value: first.name(value).text for step in shared for value in step.results if value in {*kept}}
+    names = {value: first.name(value).text for value in (*kept, *(values[name] for name in common))}
     loops: dict[str, list[str]] = {}
     for owner, slots in parts.items():
         steps = [step for step in every if step in needed[owner] and step not in set(shared)]
+        for value in (value for step in steps for value in step.values()):
+            value.path = _of_any(value.path, owner)
         inner = program.statements(steps, [values[name] for name in slots], names)
         body = inner.lines()
-        stores = [f"{places[name]}.assign({inner.name(values[name]).text})" for name in slots]
-        loops.setdefault(_of_any("\n".join([*body, *stores]), owner), []).append(owner)
+        stores = [f"{_of_any(places[name], owner)}.assign({inner.name(values[name]).text})" for name in slots]
+        loops.setdefault("\n".join([*body, *stores]), []).append(owner)
     for text, over in loops.items():
         listed = "names" if len(loops) == 1 else write_list([quoted(name) for name in over])
         lines += [f"for name in {listed}:", *(f"    {line}" for line in text.split("\n"))]

@@ -15,12 +15,13 @@ import keras
 import numpy as np
 import onnx_ir as ir
 
-from onward.convert.keras.ops import ROWS, KerasOps, interpreted
+from onward.convert.keras.ops import ROWS, KerasOps, indexing, interpreted, movement
 from onward.convert.keras.ops.elementwise import converted, converted_like, divided, same
 from onward.convert.keras.ops.random import dropout
 from onward.convert.keras.ops.types import available, constant
-from onward.convert.program.calls import Step, Value, call_key, in_order, take_single_results
-from onward.convert.program.expressions import Expression, Printer
+from onward.convert.program.calls import Step, Value, call_key, in_order, take_single_results, with_stores
+from onward.convert.program.expressions import Expression, Printer, is_idle
+from onward.convert.program.loops import fold_repeats
 from onward.convert.program.names import Identifiers, identifier, is_identifier
 from onward.convert.program.sizes import Choices, Extent, Shaped, Sizes, listed
 from onward.convert.program.statements import Statements
@@ -61,13 +62,13 @@ class Recorder(KerasOps):
 
     def __init__(self, constants: dict[str, np.ndarray]):
         super().__init__()
-        self.sizes = Sizes()
+        self.known_sizes = Sizes()
         self._constants = constants
         self._known: dict[Any, Step] = {}
         self._lists: set[Step] = set()
 
     def shape_of(self, x: Value) -> list[Any]:
-        return self.sizes.of(x)
+        return self.known_sizes.of(x)
 
     def tensor(self, array: np.ndarray) -> Any:
         if array.dtype.hasobject:
@@ -92,7 +93,11 @@ class Recorder(KerasOps):
             return self._record(f"ops.{function.__name__}", function, inputs, attributes)
         if function is divided and first is not None and "float" in first.tensor.dtype:
             return self._record("ops.divide", keras.ops.divide, inputs, attributes)
-        return self._record(function.__name__, function, inputs, attributes)
+        short = _SHORT[function](inputs, **attributes) if function in _SHORT else None
+        if short is None:
+            return self._record(function.__name__, function, inputs, attributes)
+        name, given = short
+        return self._record(name, _index if name == "[]" else getattr(keras.ops, name.removeprefix("ops.")), given, {})
 
     def _keeps(self, function: Function, inputs: list[Any], attributes: dict[str, Any]) -> bool:
         """Whether the result is the first input. For conversions, a backend that lacks bits cannot tell."""
@@ -107,9 +112,10 @@ class Recorder(KerasOps):
         while arguments and arguments[-1] is None:
             arguments.pop()
         defaults = {key: p.default for key, p in inspect.signature(function).parameters.items()}
-        named = {key: x for key, x in attributes.items() if not _is_same(x, defaults.get(key))}
+        named = {key: x for key, x in attributes.items() if not _is_same(key, x, defaults.get(key))}
         sign = _SIGNS.get(text) if len(arguments) == 2 else None
-        made = Step(sign or text, arguments, {} if sign else named, call=function)
+        is_theirs = function.__module__.startswith("keras.") or text == "[]"
+        made = Step(sign or text, arguments, {} if sign else named, call=None if is_theirs else function)
         step = self._known.setdefault(call_key(made), made)
         if step is made:
             first, second = (self._computed(function, inputs, attributes, choice) for choice in (0, 1))
@@ -138,7 +144,58 @@ class Recorder(KerasOps):
         return _Computation(function, [stand_in(x) for x in inputs], attributes).compute_output_spec(tensors)
 
 
-def _is_same(value: Any, default: Any) -> bool:
+# ---- calls that Keras has shorter words for --------------------------------------------------------------------------
+
+
+def _index(x: Any, places: list[Any]) -> Any:
+    return x[tuple(places)]
+
+
+def _taken(inputs: list[Any], axis: int = 0) -> Any:
+    """A place that is known."""
+    x, indices = inputs
+    step = indices.step if isinstance(indices, Value) else None
+    if step is None or step.function != "constant" or isinstance(step.arguments[0], list):
+        return None
+    return "[]", [x, [*[slice(None)] * (axis % len(x.tensor.shapes[0])), int(step.arguments[0])]]
+
+
+def _reshaped(inputs: list[Any], allowzero: int = 0) -> Any:
+    x, sizes = inputs
+    if not isinstance(sizes, list) or (not allowzero and any(isinstance(size, int) and size == 0 for size in sizes)):
+        return None
+    unknown = [size for size in sizes if not isinstance(size, int)]
+    if len(unknown) == 1 and not {-1, 0} & {size for size in sizes if isinstance(size, int)}:
+        sizes = [size if isinstance(size, int) else -1 for size in sizes]
+    return "ops.reshape", [x, sizes]
+
+
+def _with_axes(name: str) -> Any:
+    def short(inputs: list[Any]) -> Any:
+        x, axes = [*inputs, None][:2]
+        return None if not isinstance(axes, list) else (name, [x, axes[0] if len(axes) == 1 else axes])
+
+    return short
+
+
+def _transposed(inputs: list[Any], perm: Any = None) -> Any:
+    return "ops.transpose", [*inputs, *([] if perm is None or perm == [1, 0] else [perm])]
+
+
+_SHORT: dict[Function, Any] = {
+    movement.reshaped: _reshaped,
+    movement.transposed: _transposed,
+    movement.squeezed: _with_axes("ops.squeeze"),
+    movement.unsqueezed: _with_axes("ops.expand_dims"),
+    movement.joined: lambda inputs, axis: ("ops.concatenate", [inputs, axis]),
+    indexing.taken: _taken,
+}
+"""Functions of ours, and the calls of Keras that some of their calls are."""
+
+
+def _is_same(name: str, value: Any, default: Any) -> bool:
+    if default is None and is_idle(name, value):
+        return True
     if isinstance(value, float) and isinstance(default, float):
         return np.float32(value) == np.float32(default)
     return bool(value == default)
@@ -161,9 +218,12 @@ class Program:
     taken: list[str]
     roles: dict[Value, str]
 
-    def steps(self) -> list[Step]:
-        found = in_order(self.results.values())
-        take_single_results(found, self.results.values())
+    def steps(self, stores: Mapping[str, str] | None = None) -> list[Step]:
+        """All calls; `stores` says where some results are kept, by their names."""
+        kept = [Step(".assign", [Value(path=place), self.results[name]]) for name, place in (stores or {}).items()]
+        outputs = [value for name, value in self.results.items() if name not in (stores or {})]
+        found = with_stores(in_order(outputs), kept)
+        take_single_results(found, outputs)
         return found
 
     def statements(
@@ -172,7 +232,8 @@ class Program:
         """Lines. State may be assigned before results are read, so all of these have names."""
         roles = {**self.roles}
         wanted = [*outputs] * 2
-        return Statements(list(steps), wanted, names or {}, KerasPrinter, _place, taken=self.taken, roles=roles)
+        folded = fold_repeats(list(steps), wanted)
+        return Statements(folded, wanted, names or {}, KerasPrinter, _place, taken=self.taken, roles=roles)
 
 
 def _place(value: Value) -> Expression:
@@ -181,7 +242,7 @@ def _place(value: Value) -> Expression:
 
 MENTIONED = frozenset({
     "inputs", "training", "grads", "variables", "trainable_variables", "sample_weight", "available", "as_single",
-    "fitted", "constant", "ops", "keras", "np", "math", "params", "slots", "gradients", "name",
+    "fitted", "constant", "ops", "keras", "np", "math", "params", "slots", "gradients", "name", "names", "i",
     *(function.__name__ for function in ROWS.values() if not function.__module__.startswith("keras.")),
 })  # fmt: skip
 """What methods read beside their own variables."""
@@ -210,11 +271,11 @@ def record(
         made = inputs[value.name or ""] = Value(kind, path=given[value.name or ""])
         dims = [None if isinstance(size, int) else _dim(value, i, size.value) for i, size in enumerate(value.shape)]
         fresh = [None if dim is None else names.fresh(identifier(dim)) for dim in dims]
-        recorder.sizes.name(made, fresh, lambda x: ("ops.shape", [x]))
+        recorder.known_sizes.name(made, fresh, lambda x: ("ops.shape", [x]))
     results = {name: recorder.place(x) for name, x in interpreted(model, recorder)(inputs).items()}
     roles = {results[name]: wanted for name, wanted in (wanted_names or {}).items()}
     taken = [*MENTIONED, *(text for text in given.values() if is_identifier(text))]
-    return Program(results, taken, {**recorder.sizes.roles, **roles})
+    return Program(results, taken, {**recorder.known_sizes.roles, **roles})
 
 
 def _dim(value: ir.Value, axis: int, name: str | None) -> str:
