@@ -248,7 +248,7 @@ def executed(proto: onnx.ModelProto, inputs: Arrays) -> list[np.ndarray]:
     run = "\n".join(["def run(inputs):", *(f"    {line}" for line in body)])
     imports = ["import jax", "import jax.numpy as jnp", "import numpy as np", *printer.own.imports()]
     module: dict[str, Any] = {"constants": printer.constants}
-    exec("\n".join([*imports, *printer.own.texts(), *printer.functions, run]), module)
+    exec("\n".join([*imports, *printer.own.texts(), run]), module)
     with module[exact]():
         return [np.asarray(x) for x in module["run"]({name: jnp.asarray(x) for name, x in inputs.items()})]
 

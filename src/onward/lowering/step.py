@@ -51,8 +51,6 @@ class Manner(NamedTuple):
     recompute: Choice = None
     differentiate: bool = True
     """If not, training operators stay and nothing is rewritten: for what has derivatives of its own."""
-    keep_functions: bool = False
-    """Whether functions stay, too, instead of being replaced by their bodies."""
 
 
 @checked()
@@ -125,11 +123,9 @@ def lower_for_engine(
     return made
 
 
-def lower_for_framework(
-    source: Source, step: Steps = None, part: str | None = None, *, keep_functions: bool = False
-) -> Model:
+def lower_for_framework(source: Source, step: Steps = None, part: str | None = None) -> Model:
     """The same with training operators as they are, for a framework that has derivatives of its own."""
-    return lower_for_engine(source, step, part, Manner(differentiate=False, keep_functions=keep_functions))
+    return lower_for_engine(source, step, part, Manner(differentiate=False))
 
 
 def default_part(model: Model) -> str:
@@ -288,8 +284,7 @@ def _plain(
         _finish(made)
     else:
         made = flow.combined
-        if not manner.keep_functions:
-            inline_calls(made, _without_a_rule(made))
+        inline_calls(made, _without_a_rule(made))
         _drop_unused_inputs(made.graph)
     made.graph.inputs[:] = sorted(made.graph.inputs, key=lambda value: value.name in flow.state)  # the state last
     inputs = [value.name or "" for value in made.graph.inputs]

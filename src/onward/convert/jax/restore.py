@@ -146,16 +146,16 @@ class Parts:
             }
             return (state | {"ema": self.arrays("ema")} if "ema" in self.run.recipe else state), tx
 
-    def forward(self, *, keep_functions: bool = False) -> tuple[Model, Contract]:
+    def forward(self) -> tuple[Model, Contract]:
         """The forward pass of training as a model, and what its inputs and outputs are."""
-        lowered = lower_for_framework(self._model, self._index, "gradients", keep_functions=keep_functions)
+        lowered = lower_for_framework(self._model, self._index, "gradients")
         contract = contract_of(lowered)
         keep_only(lowered, [value for value in lowered.outputs if value.name not in contract.gradients])
         return lowered, contract
 
-    def inference(self, *, keep_functions: bool = False) -> Model:
+    def inference(self) -> Model:
         """The model as it predicts, with what is trained among its inputs."""
-        inference = self.run.model.copy() if keep_functions else inline(self.run.model)
+        inference = inline(self.run.model)
         graph = inference.graph
         carried = [s.name for s in self._states if s.role in ("parameter", "statistics")]
         for name in (name for name in carried if name in graph.initializers):

@@ -36,13 +36,11 @@ def write_program(parts: Parts, params: Mapping[str, Any], name: str) -> Program
     for helper in ("read", "write", "named", "filled", "exact"):
         printer.helper(helper)
     loss, apply, batch = _loss(parts, printer), _apply(parts, printer), _batch(parts)
-    functions = list(printer.functions)
     spelling = Spelling(printer, params)
     optimizer = spelling.optimizer(parts.run)
     sections = {
         "the run": _run(parts, optimizer),
         "the model": break_lines(f"{loss}\n\n\n{apply}"),
-        "functions of the model": break_lines("\n\n\n".join(functions)),
         "updates that optax does not have": break_lines("\n\n\n".join(spelling.functions)),
         "what these call": "\n\n\n".join(printer.own.texts()),
         "": f"constants = read(HERE / {quoted(CONSTANTS)})" if printer.constants else "",
@@ -96,7 +94,7 @@ def _given(parts: Parts, model: Model, fed: str) -> tuple[list[str], dict[str, s
 
 
 def _loss(parts: Parts, printer: Printer) -> str:
-    model, contract = parts.forward(keep_functions=True)
+    model, contract = parts.forward()
     assert contract.loss is not None
     taken, given = _given(parts, model, "batch")
     kinds = parts.kinds
@@ -116,7 +114,7 @@ def _loss(parts: Parts, printer: Printer) -> str:
 
 
 def _apply(parts: Parts, printer: Printer) -> str:
-    model = parts.inference(keep_functions=True)
+    model = parts.inference()
     taken, given = _given(parts, model, "inputs")
     lines, results = printer.body(model, given)
     body = ['params = state["params"]', *taken, *lines, f"return {{{pairs(results)}}}"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -36,12 +35,6 @@ def variables(names: Iterable[str]) -> dict[str, str]:
     return {name: taken.fresh(identifier(name)) for name in names}
 
 
-def capitalised(name: str) -> str:
-    """The name of a function of a model, which no variable has."""
-    plain = re.sub(r"\W+", "_", name, flags=re.ASCII).strip("_") or "Function"
-    return f"{plain[0].upper()}{plain[1:]}" if plain[0].isalpha() else f"Function_{plain}"
-
-
 def pairs(values: Mapping[str, str]) -> str:
     """The inside of a dictionary."""
     return ", ".join(f"{quoted(name)}: {text}" for name, text in values.items())
@@ -50,8 +43,11 @@ def pairs(values: Mapping[str, str]) -> str:
 def literal(array: np.ndarray) -> str | None:
     """Few numbers as they are written."""
     dtype = _numpy_type(array.dtype)
-    if array.size > _FEW or dtype is None:
+    if dtype is None:
         return None
+    if array.size > _FEW:
+        is_one = bool((array == array.flat[0]).all())
+        return f"np.full({array.shape}, {write_literal(array.flat[0])}, {dtype})" if is_one else None
     if array.ndim == 0:
         return f"{dtype}({write_literal(array)})"
     if array.size == 0:

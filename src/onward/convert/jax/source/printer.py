@@ -14,16 +14,7 @@ from onnx import defs
 
 from onward.build import Names
 from onward.convert.jax.source.forms import Given, short_form
-from onward.convert.jax.source.functions import Functions
-from onward.convert.jax.source.literals import (
-    MENTIONED,
-    attribute,
-    capitalised,
-    declared,
-    identifier,
-    literal,
-    variables,
-)
+from onward.convert.jax.source.literals import MENTIONED, attribute, declared, identifier, literal
 from onward.convert.jax.source.operators import defaults, define, is_optional, rows, short
 from onward.convert.jax.source.runtime import TYPES
 from onward.convert.program import expressions
@@ -36,7 +27,6 @@ from onward.convert.program.own_source import OwnSource
 from onward.convert.program.sizes import Choices, Shaped, Size, Sizes, is_open, listed, on_host, vector
 from onward.convert.program.statements import Statements
 from onward.engines.failures import is_ours
-from onward.engines.framework import Operators
 from onward.engines.framework_engine import make_plan
 from onward.engines.host import HOST_INPUTS, ONLY_ON_HOST, counts_far
 from onward.engines.jax import Jax
@@ -44,6 +34,7 @@ from onward.engines.plan import Call, Plan
 from onward.errors import UnsupportedError
 from onward.model import Model
 from onward.model.core import values
+from onward.transform.inline import inline
 from onward.transform.types import fill_in_types
 
 _RUNTIME = "onward.convert.jax.source.runtime"
@@ -67,11 +58,8 @@ class Printer:
         self.own = own
         self.constants: dict[str, np.ndarray] = {}
         """What is too large to be written out."""
-        self.functions: list[str] = []
-        """Definitions of functions of models."""
         self._stored, self._called = Names(["__metadata__"]), Identifiers(_CAPITALS)
         self._operators: dict[str, str] = {}
-        self._known: dict[tuple[str, str], str] = {}
 
     def body(
         self, model: Model, given: Mapping[str, str], stores: Mapping[str, str] | None = None
@@ -80,37 +68,22 @@ class Printer:
 
         `stores` says where some outputs are kept, by their names.
         """
-        recorder, plan = self._recorded(model, given, ())
+        recorder, plan = self._recorded(model, given)
         kept = {value: place for value in plan.outputs if (place := (stores or {}).get(value.name or ""))}
         plan.outputs = [value for value in plan.outputs if value not in kept]
         lines, texts = recorder.statements(plan.outputs, given.values(), named=True, stores=kept)
         return lines, {value.name or "": text for value, text in zip(plan.outputs, texts, strict=True)}
 
-    def _recorded(self, model: Model, given: Mapping[str, str], arrays: Collection[str]) -> tuple[_Recorder, Plan]:
-        functions = Functions(model)
+    def _recorded(self, model: Model, given: Mapping[str, str]) -> tuple[_Recorder, Plan]:
+        called = [f"{domain}.{name}" for domain, name, _ in model.functions]
+        model = inline(model, [name for name in called if name not in rows()])
         fill_in_types(model, values(model.graph))
         framework = Jax()
-        framework.operators = Operators({**functions.rows(), **framework.operators})
         plan = make_plan(model, framework, host=on_host({}, framework.tensor))
-        recorder = _Recorder(self, functions, framework)
-        recorder.open(plan, given, arrays)
+        recorder = _Recorder(self, framework)
+        recorder.open(plan, given)
         recorder.record(plan)
         return recorder, plan
-
-    def function(self, functions: Functions, call: Call, arrays: Collection[ir.Value]) -> tuple[str, list[bool]]:
-        """What a function is called that computes a call of a model's own; and which results are of numpy."""
-        model, formals = functions.one_call(call)
-        given = variables(formals)
-        recorder, plan = self._recorded(model, given, [name for name, value in formals.items() if value in arrays])
-        lines, texts = recorder.statements(plan.outputs, given.values())
-        text = "\n    ".join(
-            [f"({', '.join(given.values())}):", *functions.summary(call), *lines, f"return {', '.join(texts)}"]
-        )
-        name = capitalised(short(call.operator))
-        if (name, text) not in self._known:
-            self._known[name, text] = self._called.fresh(name)
-            self.functions.append(f"def {self._known[name, text]}{text}")
-        return self._known[name, text], [recorder.value(value) in recorder.arrays for value in plan.outputs]
 
     def helper(self, name: str) -> str:
         return self.own.define(_RUNTIME, name)
@@ -155,9 +128,8 @@ class JaxPrinter(expressions.Printer):
 class _Recorder:
     """The calls of one function, or of one that is defined in it."""
 
-    def __init__(self, printer: Printer, functions: Functions, framework: Jax):
+    def __init__(self, printer: Printer, framework: Jax):
         self._printer = printer
-        self._functions = functions
         self._framework = framework
         self._sizes = Sizes()
         self._values: dict[ir.Value, Any] = {}
@@ -168,15 +140,13 @@ class _Recorder:
         self.arrays: set[Value] = set()
         """What is of numpy when the program runs, or may be."""
 
-    def open(self, plan: Plan, given: Mapping[str, str], arrays: Collection[str]) -> None:
+    def open(self, plan: Plan, given: Mapping[str, str]) -> None:
         """Have the inputs, as the expressions that are given."""
         choices = Choices([])
         names = Identifiers([*MENTIONED, *given.values()])
         for name, value in plan.inputs.items():
             made = Value(path=given[name])
-            if name in arrays:
-                self.arrays.add(made)
-            elif value.shape is not None and value.dtype is not None:
+            if value.shape is not None and value.dtype is not None:
                 made.tensor = Shaped(choices.shapes(value), str(value.dtype.numpy()))
                 if is_identifier(given[name]):
                     self._sizes.name(made, [_dim(names, size) for size in value.shape], _shape_call)
@@ -184,7 +154,7 @@ class _Recorder:
 
     def inner(self, arguments: Mapping[ir.Value, Value], arrays: Collection[Value]) -> _Recorder:
         """A recorder for a function within this one."""
-        made = _Recorder(self._printer, self._functions, self._framework)
+        made = _Recorder(self._printer, self._framework)
         made._sizes, made._constants, made._written = self._sizes, self._constants, dict(self._written)
         made._values = {**self._values, **arguments}
         made.arrays = {*self.arrays, *arrays}
@@ -270,7 +240,7 @@ class _Recorder:
             whole = vector(sizes[attributes.get("start") or 0 : attributes.get("end")])
             self._set(call, [whole if call.operator == "Shape" else _boxed(np.prod(whole))])
             return True
-        if not given or call.on_host is None or call.graphs or call.operator in (*_DRAW, *self._functions.rows()):
+        if not given or call.on_host is None or call.graphs or call.operator in _DRAW:
             return False
         if not all(isinstance(x, np.ndarray) for x in given) or counts_far(call.operator, given):
             return False
@@ -294,9 +264,6 @@ class _Recorder:
     def _call(self, call: Call) -> None:
         if call.operator in ONLY_ON_HOST:
             raise UnsupportedError(f"{call.described} cannot be computed by JAX")
-        if call.operator in self._functions:
-            self._call_function(call)
-            return
         found = [None if value is None else self._values[value] for value in call.inputs]
         bodies = {name: self._nested(call, plan) for name, plan in call.graphs.items()}
         given = [x for x in found if x is not None]
@@ -330,14 +297,6 @@ class _Recorder:
             for value, tensor in zip(step.results, shapes or (), strict=False):
                 value.tensor = tensor
         self._set(call, step.results if step.item is None else step.results * (step.item + 1))
-
-    def _call_function(self, call: Call) -> None:
-        inputs = [value for value in call.inputs if value is not None]
-        arrays = [value for value in inputs if self.value(value) in self.arrays]
-        name, of_numpy = self._printer.function(self._functions, call, arrays)
-        self._add(call, Step(name, [self.value(value) for value in inputs]), None, is_tuple=len(call.outputs) > 1)
-        made = zip(call.outputs, of_numpy, strict=True)
-        self.arrays.update(self.value(value) for value, is_array in made if value is not None and is_array)
 
     def _shapes(self, call: Call, given: Sequence[Any]) -> tuple[list[Shaped] | None, bool | None]:
         """The shapes of results, if JAX can tell; and whether there are several."""
