@@ -21,8 +21,8 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 _DATA, _FIRST, _HOW, _WHAT = "Data", "What happens to data", "How it is trained", "What is trained"
-_FROM, _RUN, _ENGINE = "Where it starts", "The run", "The engine"
-_PANELS = (_DATA, _FIRST, _HOW, _WHAT, _FROM, _RUN, _ENGINE)
+_FROM, _RUN, ENGINE = "Where it starts", "The run", "The engine"
+_PANELS = (_DATA, _FIRST, _HOW, _WHAT, _FROM, _RUN, ENGINE)
 
 Last = Literal["keep", "drop", "pad"]
 Variance = Literal["population", "sample"]
@@ -335,15 +335,15 @@ class RunOptions:
     statistics: bool = _option(
         True, _RUN, None, "whether norms of gradients and histograms of weights are logged, which the report shows"
     )
-    engine: str = _option("onnxruntime", _ENGINE, "NAME", "`onnxruntime`, `torch`, `jax`, `tensorflow` or `numpy`")
-    device: str = _option("cpu", _ENGINE, "NAME", "`cpu`, `cuda`, `directml` ...: what `onward engines` lists")
-    threads: Threads | None = _option(None, _ENGINE, "N", "threads of the CPU")
-    precision: str | None = _option(None, _ENGINE, "TYPE", "`bfloat16`, `float16` or `tf32`, where the engine has it")
-    compile: bool = _option(True, _ENGINE, None, "compile the step on torch, jax and tensorflow")
-    deterministic: bool = _option(False, _ENGINE, None, "the same numbers in every run, where the engine has it")
+    engine: str = _option("onnxruntime", ENGINE, "NAME", "`onnxruntime`, `torch`, `jax`, `tensorflow` or `numpy`")
+    device: str = _option("cpu", ENGINE, "NAME", "`cpu`, `cuda`, `directml` ...: what `onward engines` lists")
+    threads: Threads | None = _option(None, ENGINE, "N", "threads of the CPU")
+    precision: str | None = _option(None, ENGINE, "TYPE", "`bfloat16`, `float16` or `tf32`, where the engine has it")
+    compile: bool = _option(True, ENGINE, None, "compile the step on torch, jax and tensorflow")
+    deterministic: bool = _option(False, ENGINE, None, "the same numbers in every run, where the engine has it")
     recompute: int | str | Sequence[str] | None = _option(
         None,
-        _ENGINE,
+        ENGINE,
         "N|PATTERN",
         "save memory: compute nodes a second time on the way back, those whose names match, or all, keeping the result "
         "of every N-th layer",

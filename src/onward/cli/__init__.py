@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from contextlib import suppress
 
-__all__ = ["INTERRUPTED", "interrupted", "main"]
+__all__ = ["INTERRUPTED", "main", "say_interrupted"]
 
 INTERRUPTED = 130
 """128 and the number of the signal, as shells count."""
@@ -18,10 +18,10 @@ def main() -> None:
 
         app(prog_name="onward")
     except KeyboardInterrupt:  # while the commands were loaded: else they end themselves
-        sys.exit(interrupted())
+        sys.exit(say_interrupted())
 
 
-def interrupted() -> int:
+def say_interrupted() -> int:
     """Say that a Ctrl-C has ended it; the exit code."""
     with suppress(OSError):
         sys.stderr.write("interrupted\n")

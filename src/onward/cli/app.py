@@ -16,7 +16,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from onward.cli import INTERRUPTED, console, interrupted
+from onward.cli import INTERRUPTED, console, say_interrupted
 from onward.cli.console import ClosedPipe, print_error
 from onward.cli.help import USAGE, help_text, usage_of
 from onward.errors import Error, near
@@ -53,7 +53,7 @@ class Commands(TyperGroup):
                 warnings.showwarning = _say_warning
                 code = super().main([a for a in arguments if a != "--debug"], *rest, **options)
             if code == INTERRUPTED:  # what the parser makes of a Ctrl-C, silently
-                interrupted()
+                say_interrupted()
             sys.stdout.flush()
         except BaseException as error:
             code = report(error, debug)
@@ -179,7 +179,7 @@ def report(error: BaseException, debug: bool) -> int:
     if isinstance(error, typer.Abort) and isinstance(error.__cause__, EOFError):  # a file that ends too soon
         error = error.__cause__
     if isinstance(error, KeyboardInterrupt | typer.Abort):
-        return interrupted()
+        return say_interrupted()
     if isinstance(error, ClosedPipe | BrokenPipeError):
         _leave_pipe()
         return CLOSED_PIPE

@@ -101,7 +101,7 @@ def _print_prepared(summary: Summary, place: Target) -> None:
         *((label, text if isinstance(text, str) else ", ".join(text)) for label, text in recipe),
         ("feed", ", ".join(fed)),
         *(("note", text) for text in summary.remarks),
-        ("wrote", place.described()),
+        ("wrote", place.describe()),
         ("next", f"onward show {place.path}"),
         ("", f"onward check {place.path}"),
     ]
@@ -246,5 +246,5 @@ def _write(made: Model, place: Target) -> dict[str, Any]:
     place.save(made)
     beside = place.path.with_suffix(".json")
     write_file(beside, json.dumps(contract, indent=2) + "\n")
-    remark(f"wrote {place.described(beside)}: {contract['part']}, {quantity(len(made.graph), 'node')}")
+    remark(f"wrote {place.describe(beside)}: {contract['part']}, {quantity(len(made.graph), 'node')}")
     return {"output": str(place.path), "contract": contract}

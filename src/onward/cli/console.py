@@ -61,16 +61,16 @@ def print_json(value: Any) -> None:
 
 def print_error(message: str, hint: str | None) -> None:
     """`error:` and `hint:`, further lines aligned."""
-    _labelled("error:", "bold red", message)
+    _print_labelled("error:", "bold red", message)
     if hint:
-        _labelled("hint: ", "bold cyan", hint)
+        _print_labelled("hint: ", "bold cyan", hint)
 
 
 def print_warning(message: str) -> None:
-    _labelled("warning:", "bold yellow", message)
+    _print_labelled("warning:", "bold yellow", message)
 
 
-def _labelled(label: str, style: str, message: str) -> None:
+def _print_labelled(label: str, style: str, message: str) -> None:
     from rich.text import Text
 
     indented = safe(message).replace("\n", "\n" + " " * (len(label) + 1))

@@ -112,7 +112,7 @@ def convert(
     if to is not None:
         if like is not None or told:
             raise Misuse(f"`{'--like' if like else told[0]}` is for the way back, and `--to` is not", "leave one out")
-        written = _forth(source, to, output, force, program)
+        written = _convert_to(source, to, output, force, program)
     elif program is not None:
         what = "program" if program else "state"
         example = "--program" if program else "--only-state"
@@ -121,9 +121,9 @@ def convert(
         raise Misuse(f"it is not said what to make of `{source}`", "say for example `--to torch`")
     elif _is_foreign(source, bool(told)):
         given["example_inputs"] = example_in(inputs) if inputs is not None else None
-        written = _imported(source, output, like, given, dry_run, as_json, data, force)
+        written = _import(source, output, like, given, dry_run, as_json, data, force)
     else:
-        written = [_refilled(source, output, like, data, force)]
+        written = [_refill(source, output, like, data, force)]
     if as_json and not dry_run:
         print_json([str(path) for path in written])
 
@@ -142,7 +142,7 @@ def _missing(source: Path) -> InvalidModelError:
 # ---- out -------------------------------------------------------------------------------------------------------------
 
 
-def _forth(source: Path, to: str, output: Path | None, force: bool, program: bool | None) -> list[Path]:
+def _convert_to(source: Path, to: str, output: Path | None, force: bool, program: bool | None) -> list[Path]:
     from onward.checkpoint.formats import writable
     from onward.convert.files import FRAMEWORKS
 
@@ -231,7 +231,7 @@ def _is_foreign(source: Path, told: bool) -> bool:
     return is_checkpoint(source) and (told or framework_of(source) is None)
 
 
-def _imported(
+def _import(
     source: Path,
     output: Path | None,
     like: Path | None,
@@ -260,7 +260,7 @@ def _imported(
     return [place.path]
 
 
-def _refilled(source: Path, output: Path | None, like: Path | None, data: Where, force: bool) -> Path:
+def _refill(source: Path, output: Path | None, like: Path | None, data: Where, force: bool) -> Path:
     import onward
     from onward.checkpoint.programs import framework_of
     from onward.convert.files import recognize, restore

@@ -49,9 +49,9 @@ class Target:
     def write(self, model: Model, note: str = "") -> None:
         """Save, and say so."""
         self.save(model)
-        remark(f"wrote {self.described()}{f': {note}' if note else ''}")
+        remark(f"wrote {self.describe()}{f': {note}' if note else ''}")
 
-    def described(self, *others: Path) -> str:
+    def describe(self, *others: Path) -> str:
         """The file and new ones beside it that hold its tensors, how large they are; and where other tensors stay.
 
         `others` were written, too.

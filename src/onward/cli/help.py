@@ -26,11 +26,11 @@ def _lines(command: Any, context: Any) -> Iterator[str]:
     arguments = [parameter for parameter in parameters if parameter.param_type_name == "argument"]
     options = [parameter for parameter in parameters if parameter.param_type_name == "option"]
     commands = getattr(command, "commands", {})
-    yield from _wrapped(summary)
+    yield from _wrap(summary)
     yield from ("", f"{_heading('Usage:')} {context.command_path} {usage_of(command, parameters)}")
     more = getattr(command, "more", None)
     for paragraph in [*paragraphs, *([more()] if more else [])]:
-        yield from ("", *_wrapped(paragraph))
+        yield from ("", *_wrap(paragraph))
     yield from _section("Arguments", [(argument.metavar, argument.help) for argument in arguments])
     for heading, group in _by_panel(commands.values(), "Commands").items():
         yield from _section(heading, [(c.name, inspect.cleandoc(c.help).split("\n\n")[0]) for c in group])
@@ -72,13 +72,13 @@ def _section(heading: str, rows: list[tuple[str, str]]) -> Iterator[str]:
     yield from ("", _heading(f"{heading}:"))
     column = min(max(len(name) for name, _ in rows), _COLUMN)
     for name, text in rows:
-        lines = _wrapped(text or "", column + 4)
+        lines = _wrap(text or "", column + 4)
         beside = len(name) <= column
         yield f"  {_name(name)}{' ' * (column - len(name))}  {lines.pop(0)}" if beside else f"  {_name(name)}"
         yield from (" " * (column + 4) + line for line in lines)
 
 
-def _wrapped(text: str, indent: int = 0) -> list[str]:
+def _wrap(text: str, indent: int = 0) -> list[str]:
     width = min(shutil.get_terminal_size().columns, _WIDEST) - indent
     return textwrap.wrap(" ".join(text.split()), max(width, 20), break_on_hyphens=False) or [""]
 

@@ -82,7 +82,7 @@ def set_(
         print_json({"output": str(place.path), "changes": changes})
         return
     print_rows([[c["name"], f"{word(c['old'])} -> {word(c['new'])}"] for c in changes])
-    remark(f"wrote {place.described()}")
+    remark(f"wrote {place.describe()}")
 
 
 def _sizes(text: str) -> list[int | str]:

@@ -181,10 +181,10 @@ def _print_section(heading: str, pairs: Iterable[Pair], params: bool) -> None:
     different = [pair for pair in pairs if not pair.equal]
     say(f"{heading}: {len(pairs):,} in both, {len(different):,} different", style="bold")
     if shown := pairs if params else different:
-        print_rows([["  ", pair.name, _described(pair)] for pair in shown])
+        print_rows([["  ", pair.name, _describe(pair)] for pair in shown])
 
 
-def _described(pair: Pair) -> str:
+def _describe(pair: Pair) -> str:
     one, other = pair.shapes
     if pair.distance is None:
         return f"{list(one)} and {list(other)}"

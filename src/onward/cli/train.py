@@ -106,7 +106,7 @@ def train(
     asked["model"] = str(path)
     if origin is not None:
         _refuse(asked.keys() & (_RECIPE | {"reset"}) - _FROM, "`--from`", "a checkpoint says how it goes on")
-        asked["model"] = _continued(origin, Path(path), names, {name: asked.pop(name, None) for name in _FROM})
+        asked["model"] = _continue_from(origin, Path(path), names, {name: asked.pop(name, None) for name in _FROM})
     elif names is not None:
         _refuse(["names"], "a model alone", "it is for `--from CHECKPOINT`")
     if find_lr:
@@ -131,7 +131,7 @@ def _place(model: Path, output: Path, force: bool, origin: Path | None) -> Targe
     return target(model, output, "trained", data="none" if inside else "auto", force=force)
 
 
-def _continued(origin: Path, model: Path, names: Path | None, stated: dict[str, Any]) -> Model:
+def _continue_from(origin: Path, model: Path, names: Path | None, stated: dict[str, Any]) -> Model:
     """The training model that goes on from a checkpoint."""
     from onward.checkpoint.importing import apply_plan, plan
 
@@ -168,7 +168,7 @@ def _finish(run: Run, place: Target | None, as_json: bool) -> None:
         if interrupted:
             remark(f"to go on: onward train --resume {run.path}")
         elif place is not None:
-            remark(f"wrote {place.described()}")
+            remark(f"wrote {place.describe()}")
         remark(f"to look at it: onward report {run.path}")
     if interrupted:
         raise SystemExit(INTERRUPTED)

@@ -14,7 +14,7 @@ from onward.configuration import read_configuration, write_yaml
 from onward.engines import Engine
 from onward.errors import DataError, near
 from onward.model import Model
-from onward.options import RecipeOptions, RunOptions, TrainOptions
+from onward.options import ENGINE, RecipeOptions, RunOptions, TrainOptions, options_of
 from onward.recipe.spec import Spec
 from onward.training.schema import EDITED, check_values
 
@@ -22,6 +22,9 @@ _Paths = str | Sequence[str] | Mapping[str, str]
 
 _SOURCES = ("data", "validation")
 _RECIPE = {field.name for field in dataclasses.fields(RecipeOptions)} - {"seed"}
+
+_OF_ENGINES = {one.name: one.default for one in options_of(RunOptions) if one.panel == ENGINE and one.name != "engine"}
+"""What the engine is told, where it is not as usual."""
 
 _OBJECT = "<object>"
 """What stands for what was given as an object of Python."""
@@ -84,29 +87,20 @@ class Config(RunOptions):
 
     def start_engine(self, training: Model) -> Engine:
         """The engine that the run is on. What is not asked for is not mentioned: not every engine has it."""
-        wanted: dict[str, Any] = {
-            "device": None if self.device == "cpu" else self.device,
-            "threads": self.threads,
-            "recompute": self.recompute,
-            "compile": None if self.compile else False,
-            "precision": self.precision,
-            "deterministic": self.deterministic or None,
-        }
-        options = {name: value for name, value in wanted.items() if value is not None}
+        options = {name: wanted for name, usual in _OF_ENGINES.items() if (wanted := getattr(self, name)) != usual}
         return engines.start(training, self.steps, engine=self.engine, **options)
 
     def moved(self, engine: str, device: str) -> Config:
         """The same on another engine or device. What is the engine's own business stays behind with it."""
         if engine == self.engine:
             return dataclasses.replace(self, device=device)
-        return dataclasses.replace(
-            self, engine=engine, device=device, threads=None, recompute=None, precision=None, deterministic=False
-        )
+        left = {name: usual for name, usual in _OF_ENGINES.items() if name != "compile"}
+        return dataclasses.replace(self, **{**left, "engine": engine, "device": device})
 
     def to_json(self) -> dict[str, Any]:
         """What files can hold of it. Paths become absolute, so that the run can go on from anywhere."""
         own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "recipe"}
-        places = {name: _stored(own[name]) for name in ("model", *_SOURCES)}
+        places = {name: _to_stored(own[name]) for name in ("model", *_SOURCES)}
         plain = {name: _plain(value) for name, value in {**own, **self.recipe}.items() if name not in places}
         return {**places, **plain}
 
@@ -127,7 +121,7 @@ class Config(RunOptions):
                 raise DataError(
                     f"the {name} of this run came from Python", hint=f"give it again: `onward.resume(run, {name}=...)`"
                 )
-            if given.get(name) is None and (gone := _gone(settings.get(name))):
+            if given.get(name) is None and (gone := _missing_path(settings.get(name))):
                 raise DataError(
                     f"the {name} of this run is no longer at `{gone}`",
                     hint=f"say where it is: `--{name} NEW` (`onward.resume(run, {name}=...)`)",
@@ -152,7 +146,7 @@ def _plain(value: Any) -> Any:
     return _OBJECT
 
 
-def _stored(source: Any) -> Any:
+def _to_stored(source: Any) -> Any:
     if source is None or isinstance(source, float):
         return source
     if isinstance(source, str | os.PathLike):
@@ -176,7 +170,7 @@ def _parts(path: str) -> tuple[str, str]:
     return ("", path) if name is None or os.path.exists(path) else (name[0], path[name.end() :])
 
 
-def _gone(stored: Any) -> str | None:
+def _missing_path(stored: Any) -> str | None:
     """A path that leads nowhere, of those that were stored; `file:column` is one, too."""
     paths = [stored] if isinstance(stored, str) else stored.values() if isinstance(stored, Mapping) else stored
     for path in paths if isinstance(paths, Iterable) else ():
