@@ -11,7 +11,10 @@ _NUMBERS = {"value_float": np.float32, "value_floats": np.float32, "value_int": 
 
 
 def constant_tensor(value: ir.Value | None) -> ir.TensorProtocol | None:
-    """The tensor behind an initializer or the output of a Constant node."""
+    """The tensor behind an initializer or the output of a Constant node.
+
+    `onnx_ir` has such a function, too, which renames the tensor and raises errors of its own where nodes are broken.
+    """
     if value is None:
         return None
     return value.const_value if value.const_value is not None else tensor_in(value.producer())

@@ -8,11 +8,12 @@ import onnx_ir as ir
 
 from onward.engines.framework_engine import array_function
 from onward.inspect.summary_fields import Group
-from onward.inspect.values import computed_by, source
+from onward.inspect.values import computed_by
 from onward.lowering.step import lower
 from onward.model import Model, Step
 from onward.model.core import values
 from onward.model.state import PARAMETER_KEY, SLOT_KEY
+from onward.model.walk import source_of
 from onward.recipe.optimizers.graph_optimizer import COUNT, RATE, FunctionOptimizer, gradient_of
 from onward.standard import IR_VERSION
 from onward.transform.training import drop_unused_definitions
@@ -26,7 +27,7 @@ def function_of(model: Model, index: int, group: Group) -> FunctionOptimizer:
     call = _call(step, group.parameters[0])
     functions = {key: function.clone() for key, function in model.functions.items()}
     graph = functions.pop(call.op_identifier()).graph
-    given = [source(value) for value in call.inputs]
+    given = [source_of(value) for value in call.inputs]
     names = _names([value.name or "" for value in graph.inputs], given, group.parameters)
     for formal, actual, name in zip(graph.inputs, call.inputs, names, strict=True):
         assert actual is not None

@@ -9,11 +9,14 @@ from typing import Any
 
 import onnx_ir as ir
 
+from onward.constants import constant_tensor
 from onward.errors import OutOfMemoryError, UnsupportedError
+from onward.model.walk import source_of
 from onward.standard import is_standard
 
 _ENDLESS = 1 << 40
 """Iterations that nobody lives to see the end of."""
+_COPIES = ("Identity",)
 _LOOK_EVERY = 4096
 _OVERHEAD = 200
 """Bytes that a tensor takes beside its elements."""
@@ -31,28 +34,21 @@ def refuse_endless_loops(graphs: Iterable[ir.Graph]) -> None:
 
 def _is_endless(node: ir.Node) -> bool:
     trips, condition = [*node.inputs, None, None][:2]
-    count = None if trips is None else _constant_of(trips)
+    count = _constant_of(trips)
     if trips is not None and (count is None or count < _ENDLESS):
         return False
     body = node.attributes["body"].as_graph()
-    goes_on = _origin(body.outputs[0])
+    goes_on = source_of(body.outputs[0], _COPIES)
     starts = condition is None or bool(_constant_of(condition))
     return starts and (goes_on is body.inputs[1] or bool(_constant_of(goes_on)))
 
 
-def _origin(value: ir.Value) -> ir.Value:
-    """What a value is a copy of."""
-    while (node := value.producer()) is not None and node.op_type == "Identity" and node.inputs[0] is not None:
-        value = node.inputs[0]
-    return value
-
-
-def _constant_of(value: ir.Value) -> Any:
+def _constant_of(value: ir.Value | None) -> Any:
     """The number that a value always is, or None."""
-    value = _origin(value)
-    if value.is_graph_input():
+    value = source_of(value, _COPIES)
+    if value is None or value.is_graph_input():
         return None
-    tensor = ir.convenience.get_const_tensor(value)
+    tensor = constant_tensor(value)
     return tensor.numpy().item() if tensor is not None and tensor.size == 1 else None
 
 

@@ -13,10 +13,11 @@ import onnx_ir as ir
 
 from onward.inspect.learning_rate import rate_now
 from onward.inspect.summary_fields import Group, ScheduleSection, Setting
-from onward.inspect.values import computed_by, number, plain, records, setting, source, texts
+from onward.inspect.values import computed_by, number, plain, records, setting, texts
 from onward.model import TRAINING_DOMAIN, Model, Step
 from onward.model.core import values
 from onward.model.state import GROUP_KEY, PARAMETER_KEY, ROLE_KEY, SLOT_KEY
+from onward.model.walk import source_of
 from onward.standard import operator_name
 
 # The words of recipes for the attributes of the standard's operators, and what an attribute is where it is absent.
@@ -115,7 +116,7 @@ def _call_settings(node: ir.Node, function: ir.Function, step: Step) -> dict[str
     """The single numbers that a function is called with, and that no update changes, by the names of its inputs."""
     found: dict[str, Setting] = {}
     for formal, actual in zip(function.inputs, node.inputs, strict=False):
-        origin = source(actual)
+        origin = source_of(actual)
         if origin is None or origin.name in step.update:
             continue
         known = origin.producer() is None or number(origin) is not None

@@ -11,12 +11,10 @@ import onnx_ir as ir
 
 from onward.constants import constant_tensor
 from onward.inspect.summary_fields import Port, Setting, Shape
-from onward.model.walk import nested_graphs
+from onward.model.walk import nested_graphs, source_of
 
 _TYPE_NAMES = {"FLOAT": "float32", "DOUBLE": "float64"}
 _LONGEST_LIST = 64
-_HANDS_ON = {"Identity", "Cast", "CastLike", "Reshape", "Squeeze", "Unsqueeze"}
-"""Operators whose output is their first input in another form."""
 
 
 def port(value: ir.Value) -> Port:
@@ -71,21 +69,9 @@ def plain(item: Any) -> Any:
     return item if isinstance(item, str | int | float | bool) or item is None else str(item)
 
 
-def source(value: ir.Value | None) -> ir.Value | None:
-    """Where a value comes from, behind operators that only hand it on."""
-    seen: set[ir.Value] = set()
-    while value is not None and value not in seen:
-        seen.add(value)
-        node = value.producer()
-        if node is None or node.op_type not in _HANDS_ON or not node.inputs:
-            return value
-        value = node.inputs[0]
-    return value
-
-
 def setting(value: ir.Value | None) -> Setting:
     """A number that steers an operator, as far as it can be told without running anything."""
-    origin = source(value)
+    origin = source_of(value)
     if origin is None:
         return None
     if origin.is_graph_input() and not origin.is_initializer():
@@ -113,7 +99,7 @@ def _behind(node: ir.Node, index: int) -> ir.Value | None:
     """The value that an operator hands on or chooses, if that is all it does."""
     if node.op_type == "If":
         outputs = [graph.outputs[index] for graph in nested_graphs(node) if index < len(graph.outputs)]
-        changing = [value for value in outputs if (origin := source(value)) and origin.producer()]
+        changing = [value for value in outputs if (origin := source_of(value)) and origin.producer()]
         return changing[0] if changing else None
     if node.op_type == "Where":
         changing = [value for value in node.inputs[1:] if value is not None and value.producer()]

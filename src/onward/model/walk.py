@@ -124,6 +124,22 @@ def between(
     return found
 
 
+_HANDS_ON = {"Identity", "Cast", "CastLike", "Reshape", "Squeeze", "Unsqueeze"}
+"""Operators whose output is their first input in another form."""
+
+
+def source_of(value: ir.Value | None, through: Container[str] = _HANDS_ON) -> ir.Value | None:
+    """Where a value comes from, behind operators that only hand their first input on."""
+    seen: set[ir.Value] = set()
+    while value is not None and value not in seen:
+        seen.add(value)
+        node = value.producer()
+        if node is None or node.op_type not in through or not node.inputs:
+            return value
+        value = node.inputs[0]
+    return value
+
+
 def descendants(graph: ir.Graph, values: Iterable[ir.Value]) -> set[ir.Value]:
     """What is computed from `values` in a graph, `values` among them."""
     reached = set(values)

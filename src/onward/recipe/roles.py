@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 import onnx_ir as ir
 
 from onward.model import Model
+from onward.model.walk import source_of
 from onward.recipe.constants import stored_shape
 from onward.recipe.layers import find_head
 from onward.recipe.trainable import TRANSPARENT, candidates, gradient_edges, matching, readers_of
@@ -133,7 +134,5 @@ def _is_root(node: ir.Node | None) -> bool:
 
 def _source(value: ir.Value | None) -> ir.Node | None:
     """What computes a value, looking through operators that only hand it on."""
-    node = value.producer() if value is not None else None
-    while node is not None and node.op_type in TRANSPARENT:
-        node = node.inputs[0].producer() if node.inputs and node.inputs[0] is not None else None
-    return node
+    found = source_of(value, TRANSPARENT)
+    return found.producer() if found is not None else None
