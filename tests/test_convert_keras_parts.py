@@ -44,7 +44,7 @@ OPTIMIZERS = {
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers(name):
-    goes_on(mlp(OPTIMIZERS[name]()), steps=7)
+    goes_on(mlp(OPTIMIZERS[name]()), steps=7, probe="," not in name)  # a class is tried once in the conversion, too
 
 
 def test_averages_of_weights_go_on():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 
 import numpy as np
@@ -48,9 +49,15 @@ def net() -> onnx.ModelProto:
     return proto
 
 
+@functools.cache
+def operators() -> dict[str, str]:
+    """Node test -> the operator that it is about."""
+    return {name: operator_of(case) for name, case in onnx_node_tests().items()}
+
+
 def cases(operator: str) -> list[str]:
     """The node tests of an operator in types that ONNX Runtime computes in."""
-    found = [name for name, case in onnx_node_tests().items() if operator_of(case) == operator]
+    found = [name for name, about in operators().items() if about == operator]
     data = {name: onnx_node_tests()[name].data for name in found}
     return [name for name in found if all(str(x.dtype) in FLOATS for given, _ in data[name] for x in given)]
 

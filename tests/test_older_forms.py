@@ -323,6 +323,7 @@ def test_a_file_of_an_older_form_goes_on_in_keras() -> None:
     np.testing.assert_allclose(history["loss"], EXPECTED, rtol=1e-5)
 
 
+@pytest.mark.usefixtures("untried")
 @needs("torch")
 def test_a_file_of_an_older_form_goes_to_a_program_and_comes_back(tmp_path) -> None:
     old, program, back = path_of("training_linear_model"), str(tmp_path / "run.pt"), str(tmp_path / "back.onnx")

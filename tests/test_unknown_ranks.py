@@ -83,6 +83,7 @@ def test_who_needs_a_shape_says_of_what():
     assert "--shape image=" in caught.value.hint
 
 
+@pytest.mark.usefixtures("untried")
 @pytest.mark.parametrize("framework", [pytest.param(name, marks=needs(name)) for name in files.FRAMEWORKS])
 def test_programs_want_to_know_shapes(framework, tmp_path: Path):
     proto, loss, shapes, _ = NETS["mlp"]
