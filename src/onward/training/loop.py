@@ -28,7 +28,7 @@ from onward.training.watchers import (
     StatisticsWatcher,
 )
 
-_WAYS_OUT = "try a smaller learning rate or `clip` (`--clip-norm 1`), and look for extreme values in the data"
+_WAYS_OUT = "try a smaller learning rate or `clip` (`--clip norm:1`), and look for extreme values in the data"
 
 
 class Loop:
