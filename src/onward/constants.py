@@ -30,6 +30,22 @@ def tensor_in(node: ir.Node | None) -> ir.TensorProtocol | None:
     return ir.Tensor(np.array(node.attributes[found[0][0]].value, found[0][1])) if found else None
 
 
+def stored_tensor(value: ir.Value | None) -> ir.TensorProtocol | None:
+    """A value as a tensor, where nothing has to be computed; one number that is repeated takes no room."""
+    tensor = constant_tensor(value)
+    node = value.producer() if value is not None else None
+    if tensor is not None or node is None or value is None:
+        return tensor
+    source = node.inputs[0] if node.inputs else None
+    if node.op_type == "Identity" or (node.op_type == "Cast" and source is not None and source.dtype == value.dtype):
+        return stored_tensor(source)
+    if node.op_type == "ConstantOfShape" and (shape := stored_tensor(source)) is not None:
+        given = node.attributes.get("value")
+        one = given.as_tensor() if given is not None else ir.Tensor(np.zeros(1, np.float32))
+        return ir.Tensor(np.broadcast_to(one.numpy().reshape(()), shape.numpy().tolist()), dtype=one.dtype)
+    return None
+
+
 def constant_ints(value: ir.Value | None) -> tuple[int, ...] | None:
     """The integers in a small constant, such as axes or a shape, or in some that are put together."""
     producer = value.producer() if value is not None else None

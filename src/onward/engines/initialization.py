@@ -11,11 +11,10 @@ from __future__ import annotations
 import hashlib
 import json
 
-import numpy as np
 import onnx_ir as ir
 
 from onward.arguments import Seed, checked
-from onward.constants import tensor_in
+from onward.constants import stored_tensor
 from onward.engines import function
 from onward.errors import InvalidModelError, RecipeError, UnsupportedError, listed
 from onward.lowering.step import lower_for_engine
@@ -107,29 +106,11 @@ def _initial(model: Model, index: int) -> dict[str, ir.TensorProtocol]:
     if made.graph.inputs:
         names = listed([value.name or "" for value in made.graph.inputs], 5)
         raise InvalidModelError(f"the initialization has inputs, and nobody feeds it: {names}")
-    plain = {value.name or "": _as_it_is(value) for value in made.graph.outputs}
+    plain = {value.name or "": stored_tensor(value) for value in made.graph.outputs}
     found = {name: tensor for name, tensor in plain.items() if tensor is not None}
     keep_only(made, [value for value in made.graph.outputs if value.name not in found])
     arrays = function(made)({}) if made.graph.outputs else {}
     return found | {name: ir.Tensor(array) for name, array in arrays.items()}
-
-
-def _as_it_is(value: ir.Value | None) -> ir.TensorProtocol | None:
-    """A value as a tensor, where nothing has to be computed."""
-    assert value is not None
-    node = value.producer()
-    if node is None:
-        return value.const_value
-    source = node.inputs[0] if node.inputs else None
-    if node.op_type == "Identity" or (node.op_type == "Cast" and source is not None and source.dtype == value.dtype):
-        return _as_it_is(source)
-    if (tensor := tensor_in(node)) is not None:
-        return tensor
-    if node.op_type == "ConstantOfShape" and (shape := _as_it_is(source)) is not None:
-        given = node.attributes.get("value")
-        one = given.as_tensor() if given is not None else ir.Tensor(np.zeros(1, np.float32))
-        return ir.Tensor(np.broadcast_to(one.numpy().reshape(()), shape.numpy().tolist()), dtype=one.dtype)
-    return None
 
 
 # ---- seeds -----------------------------------------------------------------------------------------------------------

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import numpy as np
 import onnx_ir as ir
 
-from onward.constants import constant_tensor, tensor_in
+from onward.constants import constant_tensor, stored_tensor, tensor_in
 from onward.model import Model
 from onward.model.state import with_metadata
 from onward.standard import COMMON_OPSET, IR_VERSION
@@ -109,19 +109,8 @@ def blocks(array: np.ndarray) -> Iterator[np.ndarray]:
 
 def _evaluate(node: ir.Node) -> ir.TensorProtocol:
     """The value of a node whose inputs are constants."""
-    name = node.outputs[0].name
-    if (tensor := tensor_in(node)) is not None:
-        return _under_name(name, tensor)
-    tensors = [constant_tensor(value) for value in node.inputs]
-    if node.op_type == "Identity":
-        return _under_name(name, tensors[0])  # type: ignore[arg-type]
-    if node.op_type == "ConstantOfShape":
-        fill = node.attributes["value"].as_tensor().numpy().item() if "value" in node.attributes else 0.0
-        dtype = node.attributes["value"].as_tensor().dtype if "value" in node.attributes else ir.DataType.FLOAT
-        # One number, repeated without copies until somebody writes to it.
-        shape = tuple(tensors[0].numpy())  # type: ignore[union-attr]
-        return ir.Tensor(np.broadcast_to(np.asarray(fill, dtype.numpy()), shape), dtype=dtype, name=name)
-    return _run(node, tensors)
+    tensor = stored_tensor(node.outputs[0])
+    return _run(node) if tensor is None else _under_name(node.outputs[0].name, tensor)
 
 
 def _under_name(name: str | None, tensor: ir.TensorProtocol) -> ir.TensorProtocol:
@@ -131,7 +120,8 @@ def _under_name(name: str | None, tensor: ir.TensorProtocol) -> ir.TensorProtoco
     return made
 
 
-def _run(node: ir.Node, tensors: Sequence[ir.TensorProtocol | None]) -> ir.Tensor:
+def _run(node: ir.Node) -> ir.Tensor:
+    tensors = [constant_tensor(value) for value in node.inputs]
     values = [t if t is None else ir.Value(name=f"x{i}", const_value=t) for i, t in enumerate(tensors)]
     copy = ir.Node(node.domain, node.op_type, values, list(node.attributes.values()), name="node")
     copy.outputs[0].name = "y"
