@@ -39,7 +39,7 @@ def write_program(parts: Parts, params: Mapping[str, Any], name: str) -> Program
     spelling = Spelling(printer, params)
     optimizer = spelling.optimizer(parts.run)
     sections = {
-        "the run": _run(parts, optimizer),
+        "the run": break_lines(_run(parts, optimizer)),
         "the model": break_lines(f"{loss}\n\n\n{apply}"),
         "updates that optax does not have": break_lines("\n\n\n".join(spelling.functions)),
         "what these call": "\n\n\n".join(printer.own.texts()),
@@ -131,12 +131,11 @@ def _function(signature: str, summary: str, lines: Sequence[str]) -> str:
 
 def _run(parts: Parts, optimizer: str) -> str:
     recipe = parts.run.recipe
-    shown = optimizer.replace("\n", "\n    ")
     accumulates = int(recipe.get("accumulate", 1)) > 1
     count = "opt_state.gradient_step" if accumulates else 'state["step"] + 1'
     kinds = ", ".join(map(quoted, ["params", "statistics", "random", *(["ema"] if "ema" in recipe else [])]))
     averages = _AVERAGES.format(decay=float(recipe["ema"])) if "ema" in recipe else ""
-    return _STEP.format(optimizer=shown, count=count, averages=averages, kinds=f"({kinds})", state=STATE)
+    return _STEP.format(optimizer=optimizer, count=count, averages=averages, kinds=f"({kinds})", state=STATE)
 
 
 _STEP = '''def optimizer():

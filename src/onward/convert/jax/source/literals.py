@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -20,8 +20,6 @@ MENTIONED = (
 
 _FEW = 8
 """Up to so many numbers are written out."""
-_WIDE = 88
-"""Of expressions: names stand before them, and spaces."""
 
 
 def identifier(name: str) -> str:
@@ -97,19 +95,3 @@ def declared(value: ir.Value) -> str:
     """Type and shape of a value, with None for what is not known."""
     sizes = None if value.shape is None else [size if isinstance(size, int) else None for size in value.shape]
     return f"({None if value.dtype is None else quoted(str(value.dtype.numpy()))}, {sizes})"
-
-
-# ---- lines -----------------------------------------------------------------------------------------------------------
-
-
-def call(function: str, arguments: Sequence[str], width: int = _WIDE) -> str:
-    """A call in one line, or with each argument in one of its own."""
-    return f"{function}({listed(arguments, width - len(function))})"
-
-
-def listed(parts: Sequence[str], width: int = _WIDE) -> str:
-    """The inside of brackets."""
-    if sum(map(len, parts)) + 2 * len(parts) <= width and not any("\n" in part for part in parts):
-        return ", ".join(parts)
-    lines = (part.replace("\n", "\n    ") for part in parts)
-    return "".join(f"\n    {line}," for line in lines) + "\n"

@@ -11,7 +11,7 @@ import numpy as np
 from onward.convert.jax.exact import Sizes, clip_model, rate_model, sizes_of, slots_of, update_model
 from onward.convert.jax.executed import initial_state, places_of
 from onward.convert.jax.native import transformation
-from onward.convert.jax.source.literals import call, identifier, listed, pairs, type_name, write_literal
+from onward.convert.jax.source.literals import identifier, pairs, type_name, write_literal
 from onward.convert.jax.source.printer import Printer
 from onward.convert.program.names import Identifiers, quoted
 from onward.convert.snapshot import Group, Snapshot
@@ -43,7 +43,8 @@ class Spelling:
 
     def __getattr__(self, name: str) -> Callable[..., Text]:
         def made(*given: Any, **options: Any) -> Text:
-            return Text(call(f"optax.{name}", [*map(_written, given), *_keywords(options)]))
+            keywords = (f"{key}={_written(value)}" for key, value in options.items())
+            return Text(f"optax.{name}({', '.join([*map(_written, given), *keywords])})")
 
         return made
 
@@ -53,9 +54,7 @@ class Spelling:
         if every == 1:
             return tx
         dtype = type_name(jnp.result_type(*self._params.values()))
-        return Text(
-            f"optax.MultiSteps({listed([tx, str(every), f'accumulator_dtype={dtype}'])}).gradient_transformation()"
-        )
+        return Text(f"optax.MultiSteps({tx}, {every}, accumulator_dtype={dtype}).gradient_transformation()")
 
     # ---- what optax does not have ------------------------------------------------------------------------------------
 
@@ -75,7 +74,7 @@ class Spelling:
     def exact(self, group: Group, rate: Any) -> Text:
         rules = {name: self._rule(group.spec, sizes_of(self._params[name])) for name in group.parameters}
         entries = [f"{quoted(name)}: ({slots}, {update})" for name, (slots, update) in rules.items()]
-        return Text(call(self._printer.helper("transformation"), [f"{{{listed(entries)}}}", _written(rate)]))
+        return Text(f"{self._printer.helper('transformation')}({{{', '.join(entries)}}}, {_written(rate)})")
 
     def executed(self, function: FunctionOptimizer, group: str, rate: Any) -> Text:
         names, places = function.parameters, places_of(function, group)
@@ -96,8 +95,8 @@ class Spelling:
         step = self._define(f"{kind}_update", _function(arguments, [*lines, f"return {{{new}}}, {{{kept}}}"]))
         starts = {places[name]: self._start(name, array) for name, array in initial_state(function).items()}
         begin = self._define(f"{kind}_state", _function([], [f"return {{{pairs(starts)}}}"]))
-        listed_names = f"[{listed([quoted(name) for name in names])}]"
-        return Text(call(self._printer.helper("joint"), [listed_names, step, begin, _written(rate)]))
+        listed = ", ".join(map(quoted, names))
+        return Text(f"{self._printer.helper('joint')}([{listed}], {step}, {begin}, {_written(rate)})")
 
     def _start(self, name: str, array: np.ndarray) -> str:
         """An array, as it is written where it is the same number everywhere."""
@@ -133,13 +132,9 @@ def _function(arguments: Sequence[str], lines: Sequence[str]) -> str:
     return "\n    ".join([f"({', '.join(arguments)}):", *lines])
 
 
-def _keywords(options: Mapping[str, Any]) -> list[str]:
-    return [f"{name}={_written(value)}" for name, value in options.items()]
-
-
 def _written(value: Any) -> str:
     if isinstance(value, dict):
-        return f"{{{listed([f'{quoted(key)}: {_written(item)}' for key, item in value.items()])}}}"
+        return f"{{{pairs({key: _written(item) for key, item in value.items()})}}}"
     if isinstance(value, list):
-        return f"[{listed([*map(_written, value)])}]"
+        return f"[{', '.join(map(_written, value))}]"
     return quoted(value) if isinstance(value, str) and not isinstance(value, Text) else repr(value)
