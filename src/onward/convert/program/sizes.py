@@ -199,7 +199,7 @@ _AS_THEY_ARE = frozenset(
     }
 )  # fmt: skip
 _OWN: Mapping[str, Callable[..., Any]] = {
-    "Cast": lambda x: x,
+    "Cast": lambda x, *, to: NotImplemented if ir.DataType(to).is_floating_point() else x,
     "Div": lambda a, b: a // b,
     "Equal": lambda a, b: np.asarray(a == b, bool),
     "ReduceProd": lambda x, axes=None, *, keepdims: np.prod(x, keepdims=bool(keepdims)),
@@ -207,29 +207,51 @@ _OWN: Mapping[str, Callable[..., Any]] = {
 }
 
 
-def on_host(rows: Mapping[str, Function], place: Callable[[np.ndarray], Any]) -> dict[str, Function]:
-    """Numpy's operators; what they cannot do with sizes that are not known is left to the rows of a table."""
-    return {name: _either(name, function, rows.get(name), place) for name, function in Numpy.operators.items()}
+def on_host(
+    rows: Mapping[str, Function],
+    place: Callable[[np.ndarray], Any],
+    own: Mapping[str, Function] | None = None,
+) -> dict[str, Function]:
+    """Numpy's operators; what they cannot do with sizes that are not known is left to the rows of a table.
+
+    `own` are operators on such sizes, where they are not of the class above.
+    """
+    known = {**_OWN, **(own or {})}
+    return {
+        name: _either(
+            function, known.get(name, function if name in _AS_THEY_ARE else None), name, rows.get(name), place
+        )
+        for name, function in Numpy.operators.items()
+    }
 
 
-def _either(name: str, function: Function, row: Function | None, place: Callable[[np.ndarray], Any]) -> Function:
-    asked = {key for part in (function, row) if part is not None for key in keywords(part)}
-
+def _either(
+    function: Function,
+    on_sizes: Function | None,
+    name: str,
+    row: Function | None,
+    place: Callable[[np.ndarray], Any],
+) -> Function:
     @functools.wraps(function)
     def call(*inputs: Any, **attributes: Any) -> Any:
-        if not any(map(is_open, inputs)) or name in _AS_THEY_ARE:
-            return _plain(function(*inputs, **_asked(function, attributes)))
-        if name in _OWN and not ir.DataType(attributes.get("to", ir.DataType.INT64)).is_floating_point():
-            return _plain(_OWN[name](*inputs, **_asked(_OWN[name], attributes)))
+        chosen = on_sizes if any(map(is_open, inputs)) else function
+        result = NotImplemented if chosen is None else chosen(*inputs, **_asked(chosen, attributes))
+        if result is not NotImplemented:
+            return _plain(result)
         if row is None:
             raise NotImplementedError("a size is not known")
         hosted = HOST_INPUTS.get(name, ())
         placed = (x if x is None or i in hosted else place(x) for i, x in enumerate(inputs))
         return row(*placed, **_asked(row, attributes))
 
-    kinds = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.KEYWORD_ONLY
-    parameters = [inspect.Parameter("inputs", kinds[0]), *(inspect.Parameter(key, kinds[1]) for key in sorted(asked))]
-    call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return asking(call, {key for part in (function, on_sizes, row) if part is not None for key in keywords(part)})
+
+
+def asking(call: Function, asked: Iterable[str]) -> Function:
+    """A function that asks for attributes by these names."""
+    inputs = inspect.Parameter("inputs", inspect.Parameter.VAR_POSITIONAL)
+    by_name = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in sorted({*asked})]
+    call.__signature__ = inspect.Signature([inputs, *by_name])  # type: ignore[attr-defined]
     return call
 
 
@@ -237,9 +259,13 @@ def _plain(result: Any) -> Any:
     """What is known is an array of numbers, also where it came from sizes that are not."""
     if isinstance(result, tuple):
         return tuple(map(_plain, result))
-    array = result if isinstance(result, np.ndarray) else np.array(result, object if isinstance(result, Size) else None)
-    is_known = array.dtype == object and all(isinstance(x, int) for x in array.flat)
-    return array.astype(np.int64) if is_known else array
+    if isinstance(result, list | np.generic) or (isinstance(result, np.ndarray) and result.dtype != object):
+        return result
+    array = np.empty(np.shape(result) if isinstance(result, np.ndarray) else (), object)
+    array[...] = result
+    if not all(isinstance(x, int) for x in array.flat):
+        return array
+    return array.astype(bool if array.size and all(isinstance(x, bool) for x in array.flat) else np.int64)
 
 
 def _asked(function: Function, attributes: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from onward.convert.program.calls import Value
+from onward.convert.program.sizes import asking
 from onward.convert.torch.source.program import Recorder, computed, numbered, sources, unrecorded
-from onward.convert.torch.source.sizes import asking
 from onward.errors import UnsupportedError
 
 Tensors = Sequence[torch.Tensor]
