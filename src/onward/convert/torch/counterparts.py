@@ -63,7 +63,7 @@ Words = Callable[[Mapping[str, Any]], tuple[str, str]]
 """From the settings of a group to the optimizer's name and variant."""
 
 
-def _always(name: str, variant: str = "torch") -> Words:
+def _always(name: str, variant: str) -> Words:
     return lambda settings: (name, variant)
 
 
@@ -73,32 +73,13 @@ def _by_decay(name: str) -> Words:
 
 
 FROM_TORCH: dict[type[Optimizer], Words] = {
-    optim.SGD: _always("sgd"),
-    optim.Adam: _always("adam"),
-    optim.AdamW: _always("adamw"),
-    optim.Adagrad: _always("adagrad"),
-    optim.Adadelta: _always("adadelta"),
-    optim.Adamax: _always("adamax"),
-    optim.NAdam: _always("nadam"),
-    optim.RAdam: _always("radam"),
-    optim.RMSprop: _always("rmsprop"),
-    optim.Adafactor: _always("adafactor"),
-    EXACT["KerasSGD"]: _always("sgd", "keras"),
-    EXACT["SGDW"]: _always("sgdw"),
-    EXACT["KerasAdam"]: _always("adam", "keras"),
-    EXACT["TransformersAdamW"]: _always("adamw", "transformers"),
+    **{row.made: _always(row.optimizers[0], row.variants[0]) for row in reversed(SUPPORT)},
     EXACT["OptaxAMSGrad"]: _always("amsgrad", "optax"),
-    EXACT["KerasAdamax"]: _always("adamax", "keras"),
-    EXACT["OptaxNAdam"]: _always("nadam", "optax"),
-    EXACT["OptaxRAdam"]: _always("radam", "optax"),
-    EXACT["Lion"]: _always("lion", "optax"),
     EXACT["Lamb"]: _by_decay("lamb"),
     EXACT["RootEpsAdagrad"]: _by_decay("adagrad"),
     EXACT["RootEpsRMSprop"]: _by_decay("rmsprop"),
-    EXACT["AdadeltaW"]: _always("adadelta", "keras"),
-    matrices.OptaxAdafactor: _always("adafactor", "optax"),
-    matrices.Muon: _always("muon"),
 }
+"""What each class is in a recipe: the first optimizer and variant that it is made for, with some exceptions."""
 
 _ANOTHER = "use an optimizer of one gradient for each update, such as AdamW"
 

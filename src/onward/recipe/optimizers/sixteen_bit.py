@@ -86,9 +86,11 @@ def sqrt(x: Expr) -> Expr:
 class Rounded(Update):
     """An update in 16 bits, beside the one whose formula it has."""
 
-    def __init__(self, body: Callable[..., Any], of: Update, suffix: str = "Half"):
-        body.__doc__ = f"{inspect.getdoc(of._body)}\n\nFor 16 bits: each operation rounds, as PyTorch's does."
-        super().__init__(body, of.name + suffix)
+    suffix, remark = "Half", "each operation rounds, as PyTorch's does"
+
+    def __init__(self, body: Callable[..., Any], of: Update):
+        body.__doc__ = f"{inspect.getdoc(of._body)}\n\nFor 16 bits: {self.remark}."
+        super().__init__(body, of.name + self.suffix)
 
     def coupled_decay(self, x: Expr, g: Expr, weight_decay: Expr) -> Expr:
         return add_scaled(g, x, weight_decay)
@@ -247,12 +249,10 @@ def adadelta(op, x, g, square_avg, acc_delta, lr, rho, eps):
 # ---- fused kernels ---------------------------------------------------------------------------------------------------
 
 
-class Fused(Update):
+class Fused(Rounded):
     """An update of tensors in 16 bits that is computed in float32, and rounded where it is stored."""
 
-    def __init__(self, body: Callable[..., Any], of: Update):
-        body.__doc__ = f"{inspect.getdoc(of._body)}\n\nFor 16 bits: in float32, and what is stored is rounded."
-        super().__init__(body, of.name + "Fused")
+    suffix, remark = "Fused", "in float32, and what is stored is rounded"
 
     def coupled_decay(self, x: Expr, g: Expr, weight_decay: Expr) -> Expr:
         return single(g) + single(x) * single(weight_decay)
