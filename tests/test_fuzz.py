@@ -252,6 +252,7 @@ def protobuf() -> st.SearchStrategy[bytes]:
     return st.recursive(st.one_of(st.binary(max_size=12), st.text(max_size=6).map(str.encode)), holding, max_leaves=40)
 
 
+@examples(40 * TIMES)
 @given(graph=protobuf(), training=st.lists(protobuf(), max_size=2), rest=protobuf())
 def test_random_protobuf(graph: bytes, training: list[bytes], rest: bytes) -> None:
     data = b"\x08\x0a" + b"\x3a" + encoded(len(graph)) + graph
