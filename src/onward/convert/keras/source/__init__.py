@@ -28,6 +28,7 @@ class Held(NamedTuple):
     """A variable of the program."""
 
     attribute: str
+    """What the model that stands in for it calls it."""
     array: np.ndarray
     """What it holds when the program is written."""
     trainable: bool = False
@@ -122,14 +123,13 @@ class _Writer:
         return lines
 
     def _variables(self) -> list[Held]:
-        names = Identifiers()
         held = self._live.variables_by_name.items()
-        made = [Held(names.like(n), array_of(v).astype(_dtype(self._live, n)), v.trainable) for n, v in held]
-        return [*made, *(Held(names.like(name), array) for name, array in self._constants.items())]
+        made = [(array_of(v).astype(_dtype(self._live, n)), v.trainable) for n, v in held]
+        made += [(array, False) for array in self._constants.values()]
+        return [Held(f"held_{i}", array, trainable) for i, (array, trainable) in enumerate(made)]
 
     def _slots(self) -> list[Held]:
-        names = Identifiers()
-        return [Held(names.like(name), array) for name, array in self._state.items()]
+        return [Held(f"held_{i}", array) for i, array in enumerate(self._state.values())]
 
     def _passes(self) -> list[str]:
         inference, training = (self._pass(forward) for forward in (self._parts.inference(), self._parts.training()))
