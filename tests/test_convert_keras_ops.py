@@ -16,7 +16,7 @@ from conftest import needs, onnx_node_tests
 
 keras = pytest.importorskip("keras")
 from conformity import operator_of  # noqa: E402
-from onward.convert.keras.ops import ROWS, KerasOps, interpreted  # noqa: E402
+from onward.convert.keras.ops import ROWS, KerasOps, interpret  # noqa: E402
 from onward.engines.framework import NotOnHost  # noqa: E402
 from onward.errors import UnsupportedError  # noqa: E402
 from onward.model import load  # noqa: E402
@@ -53,7 +53,7 @@ def cases() -> dict[str, list[str]]:
 def check(name: str) -> None:
     case, framework = onnx_node_tests()[name], KerasOps()
     proto = case.proto()
-    run = interpreted(load(proto).copy(), framework)
+    run = interpret(load(proto).copy(), framework)
     for inputs, expected in case.data:
         given = {value.name: framework.tensor(x) for value, x in zip(proto.graph.input, inputs, strict=False)}
         results = run(given)
@@ -117,7 +117,7 @@ def test_what_the_table_lacks_is_named_at_once():
     text = """<ir_version: 10, opset_import: ["" : 21]>
         g (float[4] x) => (int64[a, b] places, float[c] values) { places = NonZero(x)  values = Unique(x) }"""
     with pytest.raises(UnsupportedError, match=r"(?s)the engine `keras` lacks .*`NonZero`.*`Unique`"):
-        interpreted(load(onnx.parser.parse_model(text)), KerasOps())
+        interpret(load(onnx.parser.parse_model(text)), KerasOps())
 
 
 def test_a_single_size_that_is_not_known():
@@ -134,7 +134,7 @@ def test_a_single_size_that_is_not_known():
             shape = Concat<axis = 0>(vector, others)
             y = Reshape(x, shape)
         }"""
-    run = interpreted(load(onnx.parser.parse_model(text)), KerasOps())
+    run = interpret(load(onnx.parser.parse_model(text)), KerasOps())
     traced = tf.function(lambda x: run({"x": x})["y"], input_signature=[tf.TensorSpec([None, 6])])
     x = np.arange(24, dtype="f").reshape(4, 6)
     np.testing.assert_array_equal(traced(x), x.reshape(4, 2, 3))
@@ -149,10 +149,10 @@ def test_a_branch_that_only_data_decide_about_is_chosen(monkeypatch):
         raise NotOnHost
 
     expected = [
-        interpreted(load(proto).copy(), framework)({"cond": framework.tensor(np.array(c))}) for c in (True, False)
+        interpret(load(proto).copy(), framework)({"cond": framework.tensor(np.array(c))}) for c in (True, False)
     ]
     monkeypatch.setattr(framework, "array", unknown)
-    found = [interpreted(load(proto).copy(), framework)({"cond": framework.tensor(np.array(c))}) for c in (True, False)]
+    found = [interpret(load(proto).copy(), framework)({"cond": framework.tensor(np.array(c))}) for c in (True, False)]
     for one, other in zip(expected, found, strict=True):
         (a,), (b,) = one.values(), other.values()
         np.testing.assert_array_equal(keras.ops.convert_to_numpy(a), keras.ops.convert_to_numpy(b))

@@ -266,7 +266,7 @@ def test_a_library_that_a_kill_left_empty_is_compiled_again(monkeypatch):
     step = compilation.Compiled(lambda state, constants, batch: ({}, {"loss": batch["x"].sum()}), None)
     assert step({}, {}, {"x": torch.ones(2)})[1]["loss"] == "compiled"
     assert not library.exists()
-    monkeypatch.setattr(compilation, "_forgotten", lambda error: False)
+    monkeypatch.setattr(compilation, "_is_torn_library", lambda error: False)
     library.touch()
     with pytest.warns(UserWarning, match="without being compiled.*file too short"):
         assert step({}, {}, {"x": torch.ones(3)})[1]["loss"] == 3

@@ -20,7 +20,7 @@ import planted
 from conftest import needs
 from onward.convert.files import Framework, write
 from onward.convert.program.audit import audit_program
-from onward.convert.program.names import Identifiers, docstring, is_identifier, program_beside, quoted
+from onward.convert.program.names import Identifiers, docstring, is_identifier, program_beside, quote
 from onward.engines import start
 from onward.errors import Error, UnsupportedError
 from onward.transform.attribute_words import WORDS
@@ -34,8 +34,8 @@ TEXTS = st.text(st.characters(codec="utf-8"), max_size=30) | st.sampled_from([*p
 @settings(max_examples=300)
 @given(TEXTS)
 def test_texts_are_literals_of_one_line(text: str) -> None:
-    assert ast.literal_eval(quoted(text)) == text
-    assert len(quoted(text).splitlines()) == 1 and quoted(text).isprintable()
+    assert ast.literal_eval(quote(text)) == text
+    assert len(quote(text).splitlines()) == 1 and quote(text).isprintable()
 
 
 @settings(max_examples=300)

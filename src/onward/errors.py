@@ -101,7 +101,7 @@ def first_line(error: BaseException) -> str:
     return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
-def listed(names: Sequence[str], most: int) -> str:
+def list_names(names: Sequence[str], most: int) -> str:
     """The first names for a sentence, and how many more there are."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(f"`{name}`" for name in names[:most]) + more
@@ -160,4 +160,4 @@ def _plain(name: str) -> str:
 def near_or_first(name: str, known: Iterable[str], *, most: int = 6) -> str:
     """A hint that names what the user may have meant, or the first of what there is."""
     names = list(known)
-    return near(name, names) or (f"there are {listed(names, most)}" if names else "there are none")
+    return near(name, names) or (f"there are {list_names(names, most)}" if names else "there are none")

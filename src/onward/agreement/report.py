@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from onward.gradcheck.report import aligned
+from onward.gradcheck.report import align_columns
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Report:
         return notes + [str(row.difference) for row in self.rows if row.difference is not None]
 
     def __str__(self) -> str:
-        return "\n".join([self.heading, *aligned(self.table()), *self.remarks])
+        return "\n".join([self.heading, *align_columns(self.table()), *self.remarks])
 
     def to_json(self) -> dict[str, Any]:
         return {"ok": self.ok, **dataclasses.asdict(self)}

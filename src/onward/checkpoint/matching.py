@@ -14,7 +14,7 @@ import onnx_ir as ir
 
 from onward.checkpoint.tensors import Tensor
 from onward.convert.problems import Problems
-from onward.errors import listed
+from onward.errors import list_names
 from onward.inspect import describe
 from onward.model import Model
 
@@ -93,7 +93,7 @@ def by_name(theirs: list[str], ours: set[str], weights: set[str], rules: list[st
         part for name in found.values() for part in name.split(".")
     }
     if wrappers:
-        rules.append(f"left out of names: {listed(sorted(wrappers), 4)}")
+        rules.append(f"left out of names: {list_names(sorted(wrappers), 4)}")
     if old != new:
         rules.append(f"names begin with `{new}` instead of `{old}`" if old and new else _describe_rule(old, new))
     return found
@@ -174,7 +174,7 @@ def _by_value(
         if len(same) == 1 and same[0] not in found:
             found[same[0]] = ours
     if found:
-        rules.append(f"{len(found)} tensors by equal values: {listed([f'{a} = {b}' for a, b in found.items()], 4)}")
+        rules.append(f"{len(found)} tensors by equal values: {list_names([f'{a} = {b}' for a, b in found.items()], 4)}")
     return found
 
 
@@ -210,12 +210,12 @@ def _transposed_matrices(
         turned += unsure
     elif turned and unsure:
         problems.add(
-            f"some matrices are stored the other way round, and of {listed(unsure, 3)} it cannot be told",
+            f"some matrices are stored the other way round, and of {list_names(unsure, 3)} it cannot be told",
             "export the model with its weights as they are in the framework",
         )
         problems.refuse()
     if turned:
-        rules.append(f"{len(turned)} matrices are turned: {listed(turned, 3)}")
+        rules.append(f"{len(turned)} matrices are turned: {list_names(turned, 3)}")
     return turned
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from onward.checkpoint.description import Checkpoint, Optimizer
 from onward.checkpoint.tensors import Tensor
-from onward.errors import UnsupportedError, listed
+from onward.errors import UnsupportedError, list_names
 
 _WITHOUT_DECAY = [
     re.compile(pattern)
@@ -112,5 +112,5 @@ def _unfitting(optimizer: Optimizer, shapes: Shapes) -> list[str]:
 def _why(order: Order, optimizer: Optimizer, groups: list[list[Any]], shapes: Shapes) -> str:
     for _, named in _possible_orders(order, groups):
         made = _rename_slots(optimizer, dict(zip([n for group in groups for n in group], named, strict=True)))
-        return f"shapes differ at {listed(_unfitting(made, shapes), 3)}"
+        return f"shapes differ at {list_names(_unfitting(made, shapes), 3)}"
     return f"{' and '.join(str(len(part)) for part in order)} parameters"

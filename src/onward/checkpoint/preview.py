@@ -7,7 +7,7 @@ from typing import Any
 
 from onward.checkpoint.importing import Plan
 from onward.checkpoint.summary import plain, settings
-from onward.errors import listed
+from onward.errors import list_names
 
 _MOST = 6
 
@@ -19,7 +19,10 @@ def lines(plan: Plan) -> list[tuple[str, str]]:
         ("checkpoint", f"{checkpoint.path}, {checkpoint.title}"),
         ("names", f"{len(matched.names)} of {len(checkpoint.tensors)} tensors have their place in the model"),
         *(("", rule) for rule in matched.rules),
-        ("left out", listed(matched.left, _MOST) and f"{listed(matched.left, _MOST)}: the model has no place for them"),
+        (
+            "left out",
+            list_names(matched.left, _MOST) and f"{list_names(matched.left, _MOST)}: the model has no place for them",
+        ),
         *(("optimizer", f"{group.optimizer}") for group in run.groups[:1]),
         *(("", f"{group.optimizer}") for group in run.groups[1:]),
         ("", f"keeps {len(plan.slots)} tensors of {len(run.parameters)} parameters"),

@@ -8,7 +8,7 @@ from typing import Any
 
 from onward.checkpoint.description import Checkpoint, Optimizer, Schedule
 from onward.checkpoint.tensors import ScatteredTensor, StoredTensor, Tensor
-from onward.errors import listed
+from onward.errors import list_names
 from onward.inspect.formatting import quantity, size
 
 _MOST_NAMES, _MOST_SETTINGS = 6, 12
@@ -31,13 +31,13 @@ def lines(checkpoint: Checkpoint) -> list[tuple[str, str]]:
         ("clipping", settings(checkpoint.clip or {})),
         ("layout", settings(checkpoint.layout)),
         ("arguments", settings(checkpoint.arguments)),
-        ("other files", listed(checkpoint.files, _MOST_NAMES)),
+        ("other files", list_names(checkpoint.files, _MOST_NAMES)),
         *(("note", remark) for remark in checkpoint.remarks),
         ("not in it", "; ".join(checkpoint.missing)),
         (
             "names code",
-            listed(checkpoint.executes, _MOST_NAMES)
-            and f"{listed(checkpoint.executes, _MOST_NAMES)}, and none of it ran",
+            list_names(checkpoint.executes, _MOST_NAMES)
+            and f"{list_names(checkpoint.executes, _MOST_NAMES)}, and none of it ran",
         ),
     ]
     return [(label, text) for label, text in rows if text]

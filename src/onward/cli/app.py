@@ -211,22 +211,22 @@ def _usage(error: typer.TyperException) -> tuple[str, str]:
     text = " ".join(text.split())
     context = getattr(error, "ctx", None)
     path = context.command_path if context else "onward"
-    return text[:1].lower() + text[1:], _meant(text, context) or f"see `{path} --help`"
+    return text[:1].lower() + text[1:], _guess(text, context) or f"see `{path} --help`"
 
 
-def _meant(text: str, context: typer.Context | None) -> str | None:
+def _guess(text: str, context: typer.Context | None) -> str | None:
     """What was meant by a word that is not known."""
     if choice := re.search(r"`([^`]+)` is not one of (.+)", text):
         return near(choice[1], re.findall(r"`([^`]+)`", choice[2]))
     unknown = re.search(r"No such (?:command|option):? `?([^` ]+)", text)
     if unknown and context:
-        return near(unknown[1], _known(context), likeness=0.6)
+        return near(unknown[1], _known_words(context), likeness=0.6)
     if text.startswith("unexpected argument") and context:
         return f"usage: `{context.command_path} {usage_of(context.command, context.command.params)}`"
     return None
 
 
-def _known(context: typer.Context) -> list[str]:
+def _known_words(context: typer.Context) -> list[str]:
     """The options and commands that there are."""
     options = [name for parameter in context.command.params for name in parameter.opts if name.startswith("--")]
     return [*options, *getattr(context.command, "commands", ())]

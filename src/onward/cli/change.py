@@ -10,14 +10,16 @@ from onward.cli import options
 from onward.cli.app import CHANGE, Misuse, command, parameters_of
 from onward.cli.files import Where, target, working
 from onward.cli.options import argument, option, pairs
-from onward.errors import listed
+from onward.errors import list_names
 
 _Texts = list[str] | None
 _Made = tuple[Any, str]
 """A model, and what to say about it."""
 
 
-def _written(output: options.Output = None, data: options.Data = "auto", force: options.Force = False) -> None:
+def _output_parameters(
+    output: options.Output = None, data: options.Data = "auto", force: options.Force = False
+) -> None:
     """The parameters that all of them have."""
 
 
@@ -33,7 +35,9 @@ def changing(ending: str, *examples: str) -> Callable[[Callable[..., _Made]], Ca
             place.write(made, note)
 
         run.__name__, run.__doc__ = function.__name__, function.__doc__
-        return command(CHANGE, *examples, parameters=[*parameters_of(function), *parameters_of(_written)])(run)
+        return command(CHANGE, *examples, parameters=[*parameters_of(function), *parameters_of(_output_parameters)])(
+            run
+        )
 
     return decorate
 
@@ -200,7 +204,7 @@ def reset(
 
     made = onward.reset(str(model), seed=seed)
     stored = state_left_as_stored(made)
-    return made, f"kept as stored: {listed(stored, 10)}" if stored else "all state is as initialised"
+    return made, f"kept as stored: {list_names(stored, 10)}" if stored else "all state is as initialised"
 
 
 @changing("inference", "onward strip training.onnx", "onward strip training.onnx -o trained.onnx")

@@ -69,20 +69,20 @@ def parameters_for(kind: type) -> list[inspect.Parameter]:
 
 
 def _parameter(one: Option) -> inspect.Parameter:
-    taken: Any = list[str] if one.repeated else _typed(one)
-    annotation = Annotated[taken | None, _shown(one)]
+    taken: Any = list[str] if one.repeated else _parser_for(one)
+    annotation = Annotated[taken | None, _default_for(one)]
     return inspect.Parameter(one.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 
-def _typed(one: Option) -> Any:
+def _parser_for(one: Option) -> Any:
     """What is made of what is typed: a number or one of a few words, where it can be nothing else."""
     kinds = [kind for kind, _ in kinds_of(one.hint) if kind is not type(None)]
     return kinds[0] if len(kinds) == 1 and (kinds[0] in (bool, int, float) or get_origin(kinds[0])) else str
 
 
-def _shown(one: Option) -> Any:
+def _default_for(one: Option) -> Any:
     flags, metavar = " ".join(one.flags), one.metavar
-    if _typed(one) is bool:  # a file may say either, and so can who differs; help shows what is not so anyway
+    if _parser_for(one) is bool:  # a file may say either, and so can who differs; help shows what is not so anyway
         metavar = flags if one.default is False else None
         flags = f"{flags}/--no-{flags.removeprefix('--')}"
     return option(flags, metavar, one.sentence, one.panel)
@@ -106,7 +106,7 @@ def _value(one: Option, typed: Any) -> Any:
 
 
 _RECOMPUTE = next(one for one in options_of(RunOptions) if one.name == "recompute")
-Recompute = Annotated[list[str] | None, _shown(_RECOMPUTE)]
+Recompute = Annotated[list[str] | None, _default_for(_RECOMPUTE)]
 
 
 def recomputation(typed: list[str] | None) -> int | list[str] | None:

@@ -8,7 +8,7 @@ import onnx_ir as ir
 
 from onward.engines.framework_engine import array_function
 from onward.inspect.summary_fields import Group
-from onward.inspect.values import computed_by
+from onward.inspect.values import computing_node
 from onward.lowering.step import lower
 from onward.model import Model, Step
 from onward.model.core import values
@@ -48,7 +48,7 @@ def function_of(model: Model, index: int, group: Group) -> FunctionOptimizer:
 
 def _call(step: Step, parameter: str) -> ir.Node:
     computed = {value.name: value for value in values(step.algorithm)}
-    found = computed_by(computed[step.update[parameter]])
+    found = computing_node(computed[step.update[parameter]])
     assert found is not None
     return found[0]
 

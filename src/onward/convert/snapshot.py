@@ -18,7 +18,7 @@ from onward.build import DOMAIN
 from onward.convert.completeness import differences
 from onward.convert.optimizer_function import function_of
 from onward.convert.problems import Problems
-from onward.errors import UnsupportedError, listed
+from onward.errors import UnsupportedError, list_names
 from onward.inspect import describe
 from onward.inspect.summary_fields import Group as Described
 from onward.inspect.summary_fields import LossTerm, Training
@@ -195,7 +195,9 @@ def _check_differentiated(step: Step) -> None:
     others = [y for node in step.gradients() if (y := string(node, "y")) not in reported]
     if others or len(step.gradients()) != 1:
         is_scaled = "loss_scale" in (step.fact("train.recipe") or {})
-        what = "it scales its loss" if is_scaled else f"it differentiates {listed(others, 3) or 'more than its loss'}"
+        what = (
+            "it scales its loss" if is_scaled else f"it differentiates {list_names(others, 3) or 'more than its loss'}"
+        )
         problems = Problems("the training model")
         problems.add(what, "run it as it is: `onward.engines.start(model, engine=...)`")
         problems.refuse()

@@ -16,7 +16,7 @@ import onnx_ir as ir
 from onward.arguments import Seed, checked
 from onward.constants import stored_tensor
 from onward.engines import function
-from onward.errors import InvalidModelError, RecipeError, UnsupportedError, listed
+from onward.errors import InvalidModelError, RecipeError, UnsupportedError, list_names
 from onward.lowering.step import lower_for_engine
 from onward.model import Model, Source, Step, load
 from onward.model.functions import callees_first
@@ -104,7 +104,7 @@ def _initial(model: Model, index: int) -> dict[str, ir.TensorProtocol]:
     """State -> its initial value. What is stored is not read, and what is repeated takes no room."""
     made = lower_for_engine(model, index, "initialization")
     if made.graph.inputs:
-        names = listed([value.name or "" for value in made.graph.inputs], 5)
+        names = list_names([value.name or "" for value in made.graph.inputs], 5)
         raise InvalidModelError(f"the initialization has inputs, and nobody feeds it: {names}")
     plain = {value.name or "": stored_tensor(value) for value in made.graph.outputs}
     found = {name: tensor for name, tensor in plain.items() if tensor is not None}

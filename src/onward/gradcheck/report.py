@@ -66,7 +66,7 @@ class Report:
         return all(row.ok for row in self.rows)
 
     def __str__(self) -> str:
-        return "\n".join([self.heading, *aligned(self.table()), *self.remarks])
+        return "\n".join([self.heading, *align_columns(self.table()), *self.remarks])
 
     @property
     def heading(self) -> str:
@@ -115,7 +115,7 @@ def _number(value: float) -> str:
     return f"{value:.8g}"
 
 
-def aligned(rows: list[list[str]]) -> list[str]:
+def align_columns(rows: list[list[str]]) -> list[str]:
     """Rows of cells as lines, in columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

@@ -42,7 +42,7 @@ def find_repeats(items: Sequence[Item], results: Collection[Any] = ()) -> list[R
     """All that follow one another and do not overlap; `results` are read by others."""
     finder = _Finder(items, results)
     found: list[Repeat] = []
-    for prefix, starts in _numbered(items).items():
+    for prefix, starts in _number_blocks(items).items():
         repeat = next(finder.repeats(prefix, starts), None)
         if repeat is not None and not any(_overlap(repeat, other) for other in found):
             found.append(repeat)
@@ -53,7 +53,7 @@ def _overlap(a: Repeat, b: Repeat) -> bool:
     return a.start < b.start + b.length * b.count and b.start < a.start + a.length * a.count
 
 
-def _numbered(items: Sequence[Item]) -> dict[str, dict[int, int]]:
+def _number_blocks(items: Sequence[Item]) -> dict[str, dict[int, int]]:
     """By the names of containers, the outermost first: where the block of each number is first mentioned."""
     found: dict[str, dict[int, int]] = {}
     for at, item in enumerate(items):

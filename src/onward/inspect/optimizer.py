@@ -13,7 +13,7 @@ import onnx_ir as ir
 
 from onward.inspect.learning_rate import rate_now
 from onward.inspect.summary_fields import Group, ScheduleSection, Setting
-from onward.inspect.values import computed_by, number, plain, records, setting, texts
+from onward.inspect.values import computing_node, number, plain, records, setting, texts
 from onward.model import TRAINING_DOMAIN, Model, Step
 from onward.model.core import values
 from onward.model.state import GROUP_KEY, PARAMETER_KEY, ROLE_KEY, SLOT_KEY
@@ -90,7 +90,7 @@ def groups(model: Model, step: Step, schedule: Sequence[ScheduleSection], count:
 
 def _update(model: Model, step: Step, parameter: ir.Value, computed: dict[str | None, ir.Value]) -> _Update:
     name = parameter.name or ""
-    found = computed_by(computed.get(step.update[name]))
+    found = computing_node(computed.get(step.update[name]))
     if found is None:
         return _Update(name, None, "", {})
     node = found[0]

@@ -25,21 +25,21 @@ _NARROWEST = {"name": 14, "shape": 9, "reason": 14}
 def render(summary: Summary, console: Console) -> None:
     """Print what is in a model."""
     kind = "training model" if summary.is_training_model else "inference model"
-    _print(console, Text.assemble((_encoded(shorten(summary.name), console), "bold"), "  ", (kind, _FAINT)))
+    _print(console, Text.assemble((_encode(shorten(summary.name), console), "bold"), "  ", (kind, _FAINT)))
     _print_rows(console, model_rows(summary))
     for index, step in enumerate(summary.steps):
         title = "training" if len(summary.steps) == 1 else f"step {index}: {shorten(step.name)}"
-        _print(console, Text("\n" + _encoded(title, console), "bold"))
+        _print(console, Text("\n" + _encode(title, console), "bold"))
         _print_rows(console, step_rows(summary, step))
     if summary.parameters["trainable"].tensors:
         name = shorten(summary.name) if summary.file.path else "model.onnx"
         hint = f"make it a training model: onward prepare {name} --loss ..."
-        _print(console, Text("\n" + _encoded(hint, console), _FAINT))
+        _print(console, Text("\n" + _encode(hint, console), _FAINT))
 
 
 def render_parameters(summary: Summary, console: Console) -> None:
     """Print a table of all constant tensors of the model, and what each is to training."""
-    whose = {weight.name: _updated_by(weight, summary) for weight in summary.weights}
+    whose = {weight.name: _group_of(weight, summary) for weight in summary.weights}
     columns: dict[str, list[str]] = {
         "name": [clean(weight.name) for weight in summary.weights],
         "shape": [shape(weight.shape).replace(" ", "") for weight in summary.weights],
@@ -59,7 +59,7 @@ def render_parameters(summary: Summary, console: Console) -> None:
     console.print(text, soft_wrap=not console.is_terminal)
 
 
-def _updated_by(weight: Weight, summary: Summary) -> str:
+def _group_of(weight: Weight, summary: Summary) -> str:
     """The group; with several steps, which of them."""
     if len(summary.steps) < 2 or not weight.steps:
         return weight.group or ""
@@ -78,7 +78,7 @@ def _print_rows(console: Console, rows: Iterable[Row]) -> None:
     width = max(console.width - _INDENT - _LABEL_WIDTH, 20)
     for label, content in rows:
         text = content if isinstance(content, str) else _flowing(content, width)
-        for i, line in enumerate(Text(_encoded(text, console)).wrap(console, width, overflow="fold")):
+        for i, line in enumerate(Text(_encode(text, console)).wrap(console, width, overflow="fold")):
             line.rstrip()
             head = (label if i == 0 else "").ljust(_LABEL_WIDTH)
             _print(console, Text.assemble(" " * _INDENT, (head, _LABEL), line))
@@ -108,7 +108,7 @@ def _print_table(console: Console, columns: dict[str, list[str]]) -> None:
 
 def _print_table_row(console: Console, row: dict[str, str], widths: dict[str, int], style: str = "") -> None:
     cells = [
-        Text(_encoded(cell, console), justify="right" if heading == "size" else "left").wrap(
+        Text(_encode(cell, console), justify="right" if heading == "size" else "left").wrap(
             console, widths[heading], overflow="fold"
         )
         for heading, cell in row.items()
@@ -122,6 +122,6 @@ def _print_table_row(console: Console, row: dict[str, str], widths: dict[str, in
         _print(console, line)
 
 
-def _encoded(text: str, console: Console) -> str:
+def _encode(text: str, console: Console) -> str:
     """The text with what the terminal's encoding lacks written as an escape."""
     return text.encode(console.encoding, "backslashreplace").decode(console.encoding)

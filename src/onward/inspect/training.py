@@ -25,7 +25,7 @@ from onward.inspect.summary_fields import (
     Weight,
 )
 from onward.inspect.values import (
-    computed_by,
+    computing_node,
     number,
     plain,
     port,
@@ -85,7 +85,7 @@ def current(step: Step, name: str) -> Setting:
 def _loss(model: Model, step: Step) -> Loss:
     terms = tuple(_term(fact) for fact in records(step.fact("train.loss")) if "name" in fact)
     targets = differentiated_values(model, step)
-    producers = [computed_by(value) for value in targets.values()]
+    producers = [computing_node(value) for value in targets.values()]
     return Loss(
         differentiated=tuple(targets),
         operators=tuple(operator_name(found[0]) if found else "" for found in producers),

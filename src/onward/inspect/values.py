@@ -80,7 +80,7 @@ def setting(value: ir.Value | None) -> Setting:
     return "computed" if found is None else found
 
 
-def computed_by(value: ir.Value | None) -> tuple[ir.Node, int] | None:
+def computing_node(value: ir.Value | None) -> tuple[ir.Node, int] | None:
     """The operator that computes a new state, and which of its outputs it is; also in the branch of an `If`."""
     seen: set[ir.Value] = set()
     while value is not None and value not in seen:

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 from onward.arguments import Range, checked
 from onward.engines.initialization import started_over, state_left_as_stored, with_seed
-from onward.errors import ArgumentError, DataError, RecipeError, listed
+from onward.errors import ArgumentError, DataError, RecipeError, list_names
 from onward.model import Model, Source, load
 from onward.options import TrainOptions, taking
 from onward.recipe import replace_head
@@ -203,7 +203,7 @@ def _measures(training: Model, config: Config) -> Measures:
 
 def _reset_note(training: Model) -> str:
     stored = state_left_as_stored(training)
-    return "reset to its initialization" + (f"; kept as stored: {listed(stored, 3)}" if stored else "")
+    return "reset to its initialization" + (f"; kept as stored: {list_names(stored, 3)}" if stored else "")
 
 
 def _new_folder(model: Model) -> Folder:

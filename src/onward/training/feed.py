@@ -9,7 +9,7 @@ from typing import Any
 import onnx_ir as ir
 
 from onward.engines import Engine
-from onward.errors import DataError, listed
+from onward.errors import DataError, list_names
 from onward.model import Model
 from onward.options import Last
 from onward.training.config import Config
@@ -128,5 +128,5 @@ def _match_alike(
         classes = training[name].classes
         held_out = in_classes(held_out, binding, classes, "the training data")
         if missing := [one for one in classes or () if one not in (binding.classes or classes or ())]:
-            notes.append(f"the validation data have no {listed(missing, 3)}")
+            notes.append(f"the validation data have no {list_names(missing, 3)}")
     return _Part(held_out, match(held_out.columns, inputs, same), tuple(notes))

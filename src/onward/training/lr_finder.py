@@ -101,7 +101,7 @@ def find_lr(
                 break
             losses.append(now)
     rates = [lowest * growth**step for step in range(len(losses))]
-    return Rates(_suggested(rates, losses), tuple(rates), tuple(losses))
+    return Rates(_suggest(rates, losses), tuple(rates), tuple(losses))
 
 
 def _rate(given: str | Mapping[str, Any] | Spec) -> float:
@@ -118,7 +118,7 @@ def _endless(batches: Batches) -> Iterator[Batch]:
         yield from batches.epoch(epoch)
 
 
-def _suggested(rates: Sequence[float], losses: Sequence[float]) -> float:
+def _suggest(rates: Sequence[float], losses: Sequence[float]) -> float:
     """A tenth of the rate at which the loss is least: a little later it rises, and so many steps are yet to come."""
     least = int(np.argmin(losses)) if losses else 0
     if least == 0:

@@ -8,7 +8,7 @@ from typing import Any
 
 from onnx import ModelProto
 
-from onward.errors import InvalidModelError, listed
+from onward.errors import InvalidModelError, list_names
 from onward.model.protos import all_nodes
 
 _PADDING = ("NOTSET", "SAME_UPPER", "SAME_LOWER", "VALID")
@@ -54,7 +54,7 @@ def check_words(operator: str, attributes: Mapping[str, Any], described: str) ->
         for word in given if isinstance(given, list) else [] if given is None else [given]:
             if word not in allowed:
                 raise InvalidModelError(
-                    f"`{name}` of {described} is {word!r}", hint=f"it is one of {listed(allowed, len(allowed))}"
+                    f"`{name}` of {described} is {word!r}", hint=f"it is one of {list_names(allowed, len(allowed))}"
                 )
     if operator == "Einsum":
         _check_equation(attributes["equation"], described)

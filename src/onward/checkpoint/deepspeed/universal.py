@@ -17,7 +17,7 @@ from onward.checkpoint.pytorch.schedules import state_of
 from onward.checkpoint.pytorch.states import module_state, settings_now
 from onward.checkpoint.pytorch.trees import mapping
 from onward.checkpoint.tensors import ArrayTensor, StoredTensor, Tensor, convert_dtype, count_of
-from onward.errors import UnsupportedError, listed
+from onward.errors import UnsupportedError, list_names
 
 FOLDER = "zero"
 COMMON = Path(FOLDER) / "optimizer_state.pt"
@@ -97,10 +97,10 @@ def _groups(checkpoint: Checkpoint) -> tuple[Group, ...]:
         )
     names = [str(name) for group in groups for name in group.parameters]
     if missing := [name for name in names if name not in checkpoint.tensors]:
-        raise UnsupportedError(f"there are no weights of {listed(missing, 3)}, which the optimizer trains")
+        raise UnsupportedError(f"there are no weights of {list_names(missing, 3)}, which the optimizer trains")
     if odd := [name for name in names if not _is_plain(name)]:
         raise UnsupportedError(
-            f"DeepSpeed has a folder for each parameter, and {listed(odd, 3)} cannot be the name of one",
+            f"DeepSpeed has a folder for each parameter, and {list_names(odd, 3)} cannot be the name of one",
             hint="rename it: `onward rename model.onnx`",
         )
     return groups

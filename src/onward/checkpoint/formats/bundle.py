@@ -15,7 +15,7 @@ from onward.checkpoint.tf.bundles import GRAPH, INDEX, Tree, names_in, read_bund
 from onward.checkpoint.tf.fitted import in_place_of
 from onward.checkpoint.tf.tracked import SHARED, Keys, meaning_of
 from onward.convert.optimizer_classes import KINDS, WORDS, snake_case, written_out
-from onward.errors import InvalidModelError, UnsupportedError, listed
+from onward.errors import InvalidModelError, UnsupportedError, list_names
 from onward.model.storage.files import reason, regular
 
 _STATE = "checkpoint"
@@ -47,7 +47,7 @@ def _prefix(path: Path) -> Path:
     if len(names) > 1:
         raise UnsupportedError(
             f"`{path}` has several checkpoints, and no file `{_STATE}` that says which is the newest",
-            hint=f"give one of them: {listed(tuple(name + INDEX for name in names), 6)}",
+            hint=f"give one of them: {list_names(tuple(name + INDEX for name in names), 6)}",
         )
     return path / names[0]
 

@@ -22,7 +22,7 @@ from onward.checkpoint.pytorch.states import settings_now, without_copies
 from onward.checkpoint.pytorch.trees import mapping
 from onward.checkpoint.safetensors_files import read_json
 from onward.checkpoint.tensors import ArrayTensor, Tensor, as_tensor
-from onward.errors import Error, InvalidModelError, UnsupportedError, listed
+from onward.errors import Error, InvalidModelError, UnsupportedError, list_names
 from onward.recipe.spec import Spec
 
 _LATEST = "latest_checkpointed_iteration.txt"
@@ -271,7 +271,9 @@ def write(checkpoint: Checkpoint, path: Path) -> None:
     (path / _LATEST).write_text(str(step))
     kept = checkpoint.optimizers[0].slots if checkpoint.optimizers else {}
     if unnamed := [name for name in kept if isinstance(name, int)]:
-        raise UnsupportedError(f"there are no names for {listed(list(map(str, unnamed)), 3)}, which Megatron goes by")
+        raise UnsupportedError(
+            f"there are no names for {list_names(list(map(str, unnamed)), 3)}, which Megatron goes by"
+        )
     values: dict[str, Any] = {**checkpoint.tensors}
     for name, held in kept.items():
         for slot, value in held.items():

@@ -12,7 +12,7 @@ from onward.checkpoint.pytree.messages import begins_a_tree, read_messages
 from onward.checkpoint.pytree.pytrees import KEY, leaves, without_lists
 from onward.checkpoint.pytree.train_states import checkpoint_of_tree, meaning_of
 from onward.checkpoint.pytree.tree_writing import tree_of
-from onward.errors import UnsupportedError, listed, warn
+from onward.errors import UnsupportedError, list_names, warn
 
 
 def read(path: Path) -> Checkpoint:
@@ -41,7 +41,7 @@ def _state(tree: Any, checkpoint: Checkpoint) -> Any:
         return tree
     (home,) = homes
     others = sorted(name for name in tree if name != home)
-    warn(f"a file of Flax has one tree: `{home}` is written, and {listed(others, 5)} left out")
+    warn(f"a file of Flax has one tree: `{home}` is written, and {list_names(others, 5)} left out")
     return tree[home]
 
 

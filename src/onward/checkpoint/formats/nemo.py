@@ -17,7 +17,7 @@ from onward.checkpoint.pytorch.states import module_state
 from onward.checkpoint.pytorch.trees import mapping
 from onward.checkpoint.tensors import StoredTensor, Tensor
 from onward.configuration import parse_yaml, write_yaml
-from onward.errors import Error, InvalidModelError, UnsupportedError, listed
+from onward.errors import Error, InvalidModelError, UnsupportedError, list_names
 from onward.model.storage.files import reason, regular
 
 _CONFIGURATION, _WEIGHTS = "model_config.yaml", "model_weights.ckpt"
@@ -123,7 +123,7 @@ def _others(checkpoint: Checkpoint) -> dict[str, StoredTensor]:
     members = _members(checkpoint.path) if checkpoint.path.is_file() else {}
     if missing := [name for name in checkpoint.files if name not in members]:
         raise UnsupportedError(
-            f"`{checkpoint.path}` is not there any more, and had {listed(missing, 3)}, which belong to the model",
+            f"`{checkpoint.path}` is not there any more, and had {list_names(missing, 3)}, which belong to the model",
             hint="put it where it was",
         )
     byte = np.dtype(np.uint8)

@@ -22,7 +22,7 @@ from onward.checkpoint.ort.graphs import (
     optimizer_of,
 )
 from onward.checkpoint.tensors import ComputedTensor, Tensor
-from onward.errors import InvalidModelError, UnsupportedError, listed
+from onward.errors import InvalidModelError, UnsupportedError, list_names
 from onward.recipe.optimizers import optimizer
 from onward.recipe.spec import Spec
 
@@ -188,7 +188,9 @@ def _groups(checkpoint: Checkpoint) -> dict[str, Any]:
     if not groups:
         return {}
     if unknown := [str(name) for _, group in groups for name in group.parameters if name not in checkpoint.tensors]:
-        raise InvalidModelError(f"the optimizer updates {listed(unknown, 6)}, and the checkpoint holds no such tensor")
+        raise InvalidModelError(
+            f"the optimizer updates {list_names(unknown, 6)}, and the checkpoint holds no such tensor"
+        )
     states: dict[str, Any] = {}
     for kept, group in groups:
         slots = _slots_there(group)

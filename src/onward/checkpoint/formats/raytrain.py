@@ -17,7 +17,7 @@ from onward.checkpoint.pytorch.folders import has, torch_files
 from onward.checkpoint.pytorch.states import up_to_date
 from onward.checkpoint.pytorch.trees import checkpoint_of, mapping, progress_of
 from onward.checkpoint.safetensors_files import read_json
-from onward.errors import InvalidModelError, UnsupportedError, listed
+from onward.errors import InvalidModelError, UnsupportedError, list_names
 
 _SNAPSHOT = "checkpoint_manager_snapshot.json"
 _VERSION = "2.60.0"
@@ -58,7 +58,7 @@ def _inside(folder: Path) -> Checkpoint:
         progress = {name: number for each in counted for name, number in each.items()}
         return checkpoint_of(folder, FORMAT.name, "files of PyTorch", trees, progress=progress, keeps_order=True)
     raise UnsupportedError(
-        f"`{folder}` holds " + (f"several checkpoints: {listed([p.name for p in found], 4)}" if found else "none"),
+        f"`{folder}` holds " + (f"several checkpoints: {list_names([p.name for p in found], 4)}" if found else "none"),
         hint="give the one that is meant" if found else "give what the training loop has saved",
     )
 

@@ -10,7 +10,7 @@ from onward.checkpoint.matching import Match
 from onward.checkpoint.naming import Order, with_names
 from onward.convert.problems import Problems
 from onward.convert.snapshot import Snapshot
-from onward.errors import listed
+from onward.errors import list_names
 from onward.inspect import describe
 from onward.model import Model
 
@@ -54,9 +54,9 @@ def refuse_unmatched(checkpoint: Checkpoint, matched: Match, constants: set[str]
     problems = Problems("the names of the checkpoint and of the model")
     hint = "give pairs: `--names FILE` (JSON), or `names={...}`; or the model that the checkpoint is of"
     if absent := [name for name in matched.absent if name not in constants]:
-        problems.add(f"the checkpoint has no {listed(absent, 8)}", hint)
+        problems.add(f"the checkpoint has no {list_names(absent, 8)}", hint)
     optimized = {name for optimizer in checkpoint.optimizers for name in optimizer.slots}
     lost = [name for name in matched.left if name in optimized]
     if lost or (matched.absent and matched.left):
-        problems.add(f"the model has no {listed(lost or matched.left, 8)}", hint)
+        problems.add(f"the model has no {list_names(lost or matched.left, 8)}", hint)
     problems.refuse()

@@ -12,7 +12,7 @@ from onward.checkpoint.matching import Match
 from onward.checkpoint.tensors import Tensor, as_tensor, count_of, transpose
 from onward.convert.problems import Problems
 from onward.convert.snapshot import Group as RunGroup
-from onward.errors import UnsupportedError, listed
+from onward.errors import UnsupportedError, list_names
 from onward.model import Model
 
 _NARROW = (ir.DataType.BFLOAT16, ir.DataType.FLOAT16)
@@ -74,7 +74,7 @@ def updates_made(checkpoint: Checkpoint, groups: Sequence[RunGroup]) -> int:
     behind = [name for name, count in counts.items() if count != most]
     if behind:
         raise UnsupportedError(
-            f"{listed(behind, 5)} had fewer updates than other parameters, and a training model counts once for all",
+            f"{list_names(behind, 5)} had fewer updates than other parameters, and training models count once for all",
             hint="leave parameters without gradients out of the optimizer",
         )
     return most

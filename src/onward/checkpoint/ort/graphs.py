@@ -15,7 +15,7 @@ import onnx_ir as ir
 from onward.checkpoint.format import Captured
 from onward.checkpoint.ort.losses import loss_of
 from onward.checkpoint.tensors import StoredTensor
-from onward.errors import InvalidModelError, UnsupportedError, listed
+from onward.errors import InvalidModelError, UnsupportedError, list_names
 from onward.model import Model, load
 from onward.model.core import values
 from onward.model.walk import ancestors
@@ -124,7 +124,7 @@ def _hold(model: Model, tensors: Mapping[str, StoredTensor], path: Path) -> None
     inputs = {value.name: value for value in model.graph.inputs}
     if missing := [name for name in tensors if name not in inputs]:
         raise InvalidModelError(
-            f"`{path}` has no input {listed(missing, 6)}, which the checkpoint holds",
+            f"`{path}` has no input {list_names(missing, 6)}, which the checkpoint holds",
             hint="give the folder with the graphs that belong to the checkpoint",
         )
     for name, tensor in tensors.items():

@@ -13,7 +13,7 @@ from onward.checkpoint.description import COUNT, Checkpoint, Group, Optimizer, R
 from onward.checkpoint.pytree.optax_trees import FAMILIES, WORDS, States, factors, unwrap_variable, with_sign
 from onward.checkpoint.pytree.pytrees import DATA, KEY, Way, at, leaves, names_of_tensors, parts
 from onward.checkpoint.tensors import Tensor
-from onward.errors import listed
+from onward.errors import list_names
 
 _PARAMETERS = ("params", "parameters", "model_params")
 _MODEL = ("model", "weights")
@@ -202,5 +202,5 @@ def _remarks(states: States, flat: Mapping[Way, Any]) -> list[str]:
         said.append(f"gradients of {waiting} batches wait for an update, and are lost in other formats")
     if states.unknown:
         names = ["/".join(way) for way in states.unknown]
-        said.append(f"of the optimizer's state, {listed(names, 3)} is of a kind that is not known")
+        said.append(f"of the optimizer's state, {list_names(names, 3)} is of a kind that is not known")
     return said

@@ -50,7 +50,7 @@ def exact(spec: Spec, rate: Rate) -> optax.GradientTransformation:
 
     def init(params: Any) -> ExactState:
         leaves, structure = jax.tree.flatten(params)
-        made = [{slot.name: _filled(slot) for slot in slots_of(spec, sizes_of(x))} for x in leaves]
+        made = [{slot.name: _initial_slot(slot) for slot in slots_of(spec, sizes_of(x))} for x in leaves]
         names = dict.fromkeys(name for slots in made for name in slots)
         slots = {name: structure.unflatten([slots.get(name) for slots in made]) for name in names}
         return ExactState(jnp.zeros([], jnp.int32), slots)
@@ -105,11 +105,11 @@ def _update(spec: str, sizes: Sizes) -> Function:
 
 def update_model(spec: Spec, sizes: Sizes) -> Model:
     """The update of a parameter: x, g, its slots, lr and t -> x/new, and each slot's."""
-    configured = _configured(spec)
+    configured = _configure(spec)
     made = _Graph()
     x, g = made.input(_value("x", sizes)), made.input(_value("g", sizes))
-    slots = {slot.name: made.input(_typed(slot.name, slot.dtype, slot.shape)) for slot in configured.slots(x.value)}
-    lr, t = made.input(_typed("lr", ir.DataType.DOUBLE, ())), made.input(_typed("t", ir.DataType.INT64, ()))
+    slots = {slot.name: made.input(_declare(slot.name, slot.dtype, slot.shape)) for slot in configured.slots(x.value)}
+    lr, t = made.input(_declare("lr", ir.DataType.DOUBLE, ())), made.input(_declare("t", ir.DataType.INT64, ()))
     hyper = {name: made.number(configured.values[name]) for name in configured.inputs(x.value)}
     new, after = configured.update(made.op, x, g, slots, lr=lr, t=t, hyper=hyper)
     return made.model({f"{name}/new": expr for name, expr in {"x": new, **after}.items()})
@@ -139,7 +139,7 @@ def _rate(specs: tuple[str, ...], lr: float) -> Function:
 def rate_model(specs: Sequence[Spec], lr: float) -> Model:
     """Schedules that follow one another: step -> rate."""
     made = _Graph()
-    step = made.input(_typed("step", ir.DataType.INT64, ()))
+    step = made.input(_declare("step", ir.DataType.INT64, ()))
     parts = [_part(made, spec) for spec in specs]
     return made.model({"rate": sequence(made.op, made.number(lr), step, parts)})
 
@@ -186,7 +186,7 @@ def executed_by_jax(model: Model) -> Function:
     return run
 
 
-def _configured(spec: Spec) -> ConfiguredOptimizer:
+def _configure(spec: Spec) -> ConfiguredOptimizer:
     """The optimizer, as the function that it is even where the standard has an operator for it."""
     kind = optimizer(spec.name)
     return kind.configure(**{**spec.options, **({"standard": False} if kind.standard else {})})
@@ -194,10 +194,10 @@ def _configured(spec: Spec) -> ConfiguredOptimizer:
 
 def slots_of(spec: Spec, sizes: Sizes) -> tuple[Slot, ...]:
     """What an optimizer remembers of a parameter."""
-    return _configured(spec).slots(_value("x", sizes))
+    return _configure(spec).slots(_value("x", sizes))
 
 
-def _filled(slot: Slot) -> jax.Array:
+def _initial_slot(slot: Slot) -> jax.Array:
     with Jax().active():
         return jnp.full(slot.shape, slot.initial, slot.dtype.numpy())
 
@@ -207,8 +207,8 @@ def sizes_of(array: Any) -> Sizes:
 
 
 def _value(name: str, sizes: Sizes) -> ir.Value:
-    return _typed(name, ir.DataType.from_numpy(jnp.dtype(sizes[1])), sizes[0])
+    return _declare(name, ir.DataType.from_numpy(jnp.dtype(sizes[1])), sizes[0])
 
 
-def _typed(name: str, dtype: ir.DataType, shape: Sequence[int]) -> ir.Value:
+def _declare(name: str, dtype: ir.DataType, shape: Sequence[int]) -> ir.Value:
     return ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape(shape))

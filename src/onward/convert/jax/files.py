@@ -10,7 +10,7 @@ import numpy as np
 from onward.convert.files import check_numbers, compare, with_state
 from onward.convert.jax.restore import Parts
 from onward.convert.jax.source.file import CONSTANTS, STATE, write_program
-from onward.convert.jax.source.runtime import filled, named
+from onward.convert.jax.source.runtime import fill_tree, leaves_by_name
 from onward.convert.jax.source.runtime import write as write_arrays
 from onward.convert.problems import Problems
 from onward.errors import InvalidModelError
@@ -27,7 +27,7 @@ def write(model: Model, path: Path) -> list[Path]:
     made = write_program(parts, state["params"], model.graph.name or path.name)
     with replacing(path) as folder:
         (folder / "run.py").write_text(made.source, encoding="utf-8")
-        write_arrays(named(state), folder / STATE)
+        write_arrays(leaves_by_name(state), folder / STATE)
         if made.constants:
             write_arrays(made.constants, folder / CONSTANTS)
     return [path]
@@ -41,12 +41,12 @@ def restore(path: Path, like: Model | None) -> Model:
     parts = Parts(like)
     state, tx = parts.state()
     problems = Problems(f"the state of `{path}`")
-    compare(problems, arrays, named(state))
+    compare(problems, arrays, leaves_by_name(state))
     problems.refuse()
-    check_numbers(problems, arrays, named(state))
+    check_numbers(problems, arrays, leaves_by_name(state))
     problems.refuse()
     with parts.framework.active():
-        return parts.training(filled(state, arrays), tx)
+        return parts.training(fill_tree(state, arrays), tx)
 
 
 def _arrays(path: Path) -> dict[str, np.ndarray]:

@@ -18,7 +18,7 @@ from onward.convert.snapshot import Snapshot, disassemble, step_of
 from onward.convert.standard_steps import adopt
 from onward.engines.framework_engine import interpreter
 from onward.engines.jax import Jax
-from onward.errors import UnsupportedError, listed
+from onward.errors import UnsupportedError, list_names
 from onward.lowering.contract import Contract, contract_of
 from onward.lowering.step import lower_for_framework
 from onward.model import Model, Source, load
@@ -104,7 +104,7 @@ def _check_rounding(run: Snapshot) -> None:
         is_theirs = isinstance(group.optimizer, Spec) and group.optimizer.options.get("variant") == "torch"
         if is_theirs and (narrow := [name for name in group.parameters if types[name] in HALVES]):
             raise UnsupportedError(
-                f"{listed(narrow, 5)} are updated in 16 bits as PyTorch rounds them, which optax does not",
+                f"{list_names(narrow, 5)} are updated in 16 bits as PyTorch rounds them, which optax does not",
                 hint='train it as it is, on JAX too: `onward.engines.start(model, engine="jax")`',
             )
 

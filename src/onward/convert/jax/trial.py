@@ -17,7 +17,7 @@ from onward.agreement.updates import Trial, compare_updates
 from onward.build import Builder
 from onward.convert.jax.closures import Tree, named_leaves, path_name
 from onward.convert.snapshot import Snapshot, assemble
-from onward.errors import listed
+from onward.errors import list_names
 from onward.model import Model
 from onward.model.state import states
 from onward.recipe.optimizers import FunctionOptimizer
@@ -53,7 +53,7 @@ def try_updates(tx: Any, opt_state: Any, params: Tree, run: Snapshot) -> None:
                 start,
                 run.parameters,
                 optimizer="optax",
-                reference=f"that of {listed([group.optimizer.name for group in run.groups], 5)}",
+                reference=f"that of {list_names([group.optimizer.name for group in run.groups], 5)}",
                 hint="the optimizer was not understood: please report its transformations",
                 repeats=int(run.recipe.get("accumulate", 1)),
             )

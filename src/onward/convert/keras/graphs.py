@@ -13,7 +13,7 @@ from typing import Any
 import onnx_ir as ir
 
 from onward.build import twin
-from onward.convert.keras.ops import KerasOps, interpreted
+from onward.convert.keras.ops import KerasOps, interpret
 from onward.errors import UnsupportedError
 from onward.inspect import describe
 from onward.lowering.contract import Contract, contract_of
@@ -30,7 +30,7 @@ class Executable:
     def __init__(self, model: Model):
         self.inputs = open_inputs(model)
         self._framework = KerasOps()
-        self._execute = interpreted(model, self._framework)
+        self._execute = interpret(model, self._framework)
 
     def __call__(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
         given = {value.name or "": tensors[value.name or ""] for value in self.inputs}
@@ -75,7 +75,7 @@ class Parts:
         terms = describe(model).steps[0].loss.terms
         self._watched = list(dict.fromkeys(term.output for term in terms))
         self._targets = [name for term in terms for name in term.inputs]
-        self.frozen = _frozen(model)
+        self.frozen = _frozen_weights(model)
         pairs = model.step().fact("train.forward") or {}
         self._trained = {plain: trained for trained, plain in pairs.items()}
 
@@ -147,7 +147,7 @@ class Parts:
                 as_input(model.graph, name)
 
 
-def _frozen(model: Model) -> list[str]:
+def _frozen_weights(model: Model) -> list[str]:
     """Weights that are not trained."""
     weights = describe(model).weights
     return [weight.name for weight in weights if weight.role == "frozen" and weight.name in model.graph.initializers]

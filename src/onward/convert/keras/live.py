@@ -12,7 +12,7 @@ import numpy as np
 from keras import ops
 
 from onward.convert.keras.graphs import Executable, Loss, Parts
-from onward.convert.keras.ops.types import available, fitted
+from onward.convert.keras.ops.types import available, fit_target
 from onward.convert.keras.optimizers import array_of, state_of
 from onward.errors import UnsupportedError
 from onward.model import Model
@@ -58,8 +58,8 @@ class TrainingModel(keras.Model):  # type: ignore[misc]
             return super().compute_loss(x, y, y_pred, sample_weight, training)
         if sample_weight is not None:
             raise UnsupportedError("the loss of a training model has no weights of samples", hint="leave them out")
-        given = y if isinstance(y, Mapping) else dict(zip((t.name for t in loss.targets), _listed(y), strict=True))
-        targets = {value.name or "": _fitted(given[value.name], value) for value in loss.targets}
+        given = y if isinstance(y, Mapping) else dict(zip((t.name for t in loss.targets), _as_list(y), strict=True))
+        targets = {value.name or "": _fit_target(given[value.name], value) for value in loss.targets}
         watched = dict(zip(loss.watched, self._watched, strict=True))
         return loss.graph({**self._tensors(), **targets, **watched})[loss.name]
 
@@ -99,7 +99,7 @@ class TrainingModel(keras.Model):  # type: ignore[misc]
     def _named(self, inputs: Any) -> dict[str, Any]:
         if isinstance(inputs, Mapping):
             return dict(inputs)
-        return dict(zip(self.input_names, _listed(inputs), strict=True))
+        return dict(zip(self.input_names, _as_list(inputs), strict=True))
 
 
 class GraphOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
@@ -171,10 +171,10 @@ def _identifier(name: str) -> str:
     return plain if re.match(r"[A-Za-z0-9.]", plain) else f"v{plain}"
 
 
-def _listed(values: Any) -> Iterable[Any]:
+def _as_list(values: Any) -> Iterable[Any]:
     return values if isinstance(values, list | tuple) else [values]
 
 
-def _fitted(target: Any, value: Any) -> Any:
+def _fit_target(target: Any, value: Any) -> Any:
     rank = None if value.shape is None else len(value.shape)
-    return fitted(target, value.dtype.numpy().name, rank)  # type: ignore[no-untyped-call]
+    return fit_target(target, value.dtype.numpy().name, rank)  # type: ignore[no-untyped-call]

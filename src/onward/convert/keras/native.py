@@ -33,17 +33,17 @@ def native_optimizer(run: Snapshot, held: Mapping[str, Any]) -> Any | None:
     other = run.recipe.keys() - {"seed"}  # accumulation, averages, scales: Keras counts and begins in other ways
     if rate is None or other or any(found != settings[0] for found in settings) or not _clips_alike(run):
         return None
-    first = _configured(run.groups[0].spec)
+    first = _configure(run.groups[0].spec)
     name = _CLASSES.get(first.kind.name, "")
-    if not name or not all(_is_same(_configured(group.spec), name) for group in run.groups):
+    if not name or not all(_is_same(_configure(group.spec), name) for group in run.groups):
         return None
     decays = [float(group.spec.options.get("weight_decay", 0.0)) for group in run.groups]
     if len({decay for decay in decays if decay}) > 1:
         return None
-    return _made(name, first, rate, run, held, decays)
+    return _make_optimizer(name, first, rate, run, held, decays)
 
 
-def _made(
+def _make_optimizer(
     name: str, first: ConfiguredOptimizer, rate: Any, run: Snapshot, held: Mapping[str, Any], decays: Sequence[float]
 ) -> Any:
     name = {"AdamW": "Adam"}.get(name, name) if not any(decays) else name
@@ -71,7 +71,7 @@ def _fill(made: Any, kind: Kind, run: Snapshot, held: Mapping[str, Any]) -> None
             made._u_product.assign(run.state[f"{name}/mu_product"])
 
 
-def _configured(spec: Spec) -> ConfiguredOptimizer:
+def _configure(spec: Spec) -> ConfiguredOptimizer:
     return optimizer(spec.name).configure(**spec.options)
 
 

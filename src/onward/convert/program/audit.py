@@ -54,7 +54,7 @@ def _objections(tree: ast.Module, table: symtable.SymbolTable, frameworks: Colle
     outer = {symbol.get_name() for symbol in table.get_symbols() if symbol.is_assigned() or symbol.is_imported()}
     outer |= {child.get_name() for child in table.get_children()}
     yield from _names(table, outer)
-    yield from _hidden(table, {symbol.get_name() for symbol in table.get_symbols() if symbol.is_imported()})
+    yield from _hidden_names(table, {symbol.get_name() for symbol in table.get_symbols() if symbol.is_imported()})
 
 
 def _imports(tree: ast.Module, allowed: Collection[str]) -> Iterator[str]:
@@ -111,12 +111,12 @@ def _names(table: symtable.SymbolTable, outer: Collection[str]) -> Iterator[str]
         yield from _names(child, outer)
 
 
-def _hidden(table: symtable.SymbolTable, imported: Collection[str]) -> Iterator[str]:
+def _hidden_names(table: symtable.SymbolTable, imported: Collection[str]) -> Iterator[str]:
     for child in table.get_children():
         names = [symbol.get_name() for symbol in child.get_symbols() if symbol.is_local()]
         if child.get_type() == "function":
             yield from (f"`{name}` is two things" for name in names if name in imported)
-        yield from _hidden(child, imported)
+        yield from _hidden_names(child, imported)
 
 
 def _defined_once(tree: ast.Module) -> Iterator[str]:

@@ -9,7 +9,7 @@ import numpy as np
 
 from onward.convert.program.calls import Step, Value
 from onward.convert.program.literals import number
-from onward.convert.program.names import quoted
+from onward.convert.program.names import quote
 from onward.convert.program.sizes import Extent
 
 ATOM, POWER, UNARY, PRODUCT, SUM, BITS, COMPARISON, WIDE = 0, 1, 2, 3, 4, 5, 6, 7
@@ -114,7 +114,7 @@ class Printer:
         if isinstance(given, bool | int | float | np.generic):
             return Expression(number(given, self.special))
         if given is None or given is Ellipsis or isinstance(given, str):
-            return Expression("..." if given is Ellipsis else "None" if given is None else quoted(given))
+            return Expression("..." if given is Ellipsis else "None" if given is None else quote(given))
         return self.other(given)
 
     def _size(self, first: Any, *rest: Any) -> Expression:

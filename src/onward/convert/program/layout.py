@@ -19,10 +19,10 @@ def arrange_imports(lines: Iterable[str]) -> str:
 
 
 def break_lines(text: str) -> str:
-    return "\n".join(part for line in text.split("\n") for part in _broken(line))
+    return "\n".join(part for line in text.split("\n") for part in _break_line(line))
 
 
-def _broken(line: str) -> list[str]:
+def _break_line(line: str) -> list[str]:
     """A line, or its last call with one argument in each line."""
     if len(line) <= WIDTH or not line.endswith((")", "]", "}", "):", ") -> None:")):
         return [line]
@@ -35,7 +35,7 @@ def _broken(line: str) -> list[str]:
     together = f"{indent}    {', '.join(arguments)}"
     inner = [together] if len(together) <= WIDTH else [f"{indent}    {argument}," for argument in arguments]
     inner = [together] if len(arguments) == 1 else inner  # a comma would make a tuple of what is in brackets
-    return [line[: begin + 1], *(part for each in inner for part in _broken(each)), f"{indent}{line[end:]}"]
+    return [line[: begin + 1], *(part for each in inner for part in _break_line(each)), f"{indent}{line[end:]}"]
 
 
 TEXT = r"""\"(?:\\.|[^"\\])*\"|'(?:\\.|[^'\\])*'"""
@@ -43,7 +43,7 @@ TEXT = r"""\"(?:\\.|[^"\\])*\"|'(?:\\.|[^'\\])*'"""
 _TEXT = re.compile(TEXT)
 
 
-def masked(line: str) -> str:
+def mask_texts(line: str) -> str:
     """The same, with other signs in place of texts: what is in these is no code."""
     return _TEXT.sub(lambda found: "_" * len(found[0]), line)
 
@@ -52,7 +52,7 @@ def _opening(line: str) -> tuple[int, int] | None:
     """Where the outermost bracket that holds most opens, and where it closes."""
     found: tuple[int, int] | None = None
     depth, start = 0, 0
-    for i, character in enumerate(masked(line)):
+    for i, character in enumerate(mask_texts(line)):
         if character in "([{":
             start = i if not depth else start
             depth += 1
@@ -66,7 +66,7 @@ def _opening(line: str) -> tuple[int, int] | None:
 def _arguments(text: str) -> list[str]:
     """What commas divide, outside of brackets and quotes."""
     parts, depth, start = [], 0, 0
-    for i, character in enumerate(masked(text)):
+    for i, character in enumerate(mask_texts(text)):
         if character in "([{":
             depth += 1
         elif character in ")]}":

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from onward.convert.program.names import quoted
+from onward.convert.program.names import quote
 
 
 def number(value: Any, module: str = "math") -> str:
@@ -37,7 +37,7 @@ def _short(plain: float) -> str:
 def literal(value: Any, module: str = "math") -> str:
     """Numbers, texts and what holds them."""
     if isinstance(value, str):
-        return quoted(value)
+        return quote(value)
     if isinstance(value, np.ndarray):
         return literal(list(value) if value.ndim else value[()], module)
     if isinstance(value, Mapping):

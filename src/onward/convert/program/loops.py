@@ -89,8 +89,8 @@ def _loop(steps: Sequence[Step], repeat: Repeat) -> Loop | None:
         return None
     body = []
     for step in steps:
-        copy = dataclasses.replace(step, arguments=_replaced(step.arguments, changed))
-        copy.named = _replaced(step.named, changed)
+        copy = dataclasses.replace(step, arguments=_replace_values(step.arguments, changed))
+        copy.named = _replace_values(step.named, changed)
         body.append(copy)
     for value in inner.values():
         value.step = None
@@ -107,12 +107,12 @@ def _holders(argument: Any) -> list[Holder]:
     return [holder for item in items for holder in _holders(item)]
 
 
-def _replaced(argument: Any, new: dict[Value, Value]) -> Any:
+def _replace_values(argument: Any, new: dict[Value, Value]) -> Any:
     """An argument with other values in it."""
     if isinstance(argument, Value):
         return new.get(argument, argument)
     if isinstance(argument, dict):
-        return {key: _replaced(item, new) for key, item in argument.items()}
+        return {key: _replace_values(item, new) for key, item in argument.items()}
     if type(argument) in (list, tuple):
-        return type(argument)(_replaced(item, new) for item in argument)
+        return type(argument)(_replace_values(item, new) for item in argument)
     return argument

@@ -15,7 +15,7 @@ from pathlib import Path
 from onward.build import Names
 
 
-def quoted(value: str) -> str:
+def quote(value: str) -> str:
     """A string, in quotes; all on one line, and nothing in it that one does not see."""
     made = repr(value)
     return f'"{made[1:-1]}"' if made[0] == "'" and '"' not in value else made

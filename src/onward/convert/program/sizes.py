@@ -82,11 +82,11 @@ def vector(sizes: Any) -> np.ndarray:
     return made
 
 
-def listed(given: Any) -> Any:
+def as_lists(given: Any) -> Any:
     """An array as numbers of Python, in lists; anything else as it is."""
     if not isinstance(given, np.ndarray):
         return given
-    return _number(given) if given.ndim == 0 else [listed(np.asarray(item, given.dtype)) for item in given]
+    return _number(given) if given.ndim == 0 else [as_lists(np.asarray(item, given.dtype)) for item in given]
 
 
 def _number(array: np.ndarray) -> Any:
@@ -235,14 +235,14 @@ def _either(
     @functools.wraps(function)
     def call(*inputs: Any, **attributes: Any) -> Any:
         chosen = on_sizes if any(map(is_open, inputs)) else function
-        result = NotImplemented if chosen is None else chosen(*inputs, **_asked(chosen, attributes))
+        result = NotImplemented if chosen is None else chosen(*inputs, **_keywords_of(chosen, attributes))
         if result is not NotImplemented:
             return _plain(result)
         if row is None:
             raise NotImplementedError("a size is not known")
         hosted = HOST_INPUTS.get(name, ())
         placed = (x if x is None or i in hosted else place(x) for i, x in enumerate(inputs))
-        return row(*placed, **_asked(row, attributes))
+        return row(*placed, **_keywords_of(row, attributes))
 
     return asking(call, {key for part in (function, on_sizes, row) if part is not None for key in keywords(part)})
 
@@ -268,6 +268,6 @@ def _plain(result: Any) -> Any:
     return array.astype(bool if array.size and all(isinstance(x, bool) for x in array.flat) else np.int64)
 
 
-def _asked(function: Function, attributes: Mapping[str, Any]) -> dict[str, Any]:
+def _keywords_of(function: Function, attributes: Mapping[str, Any]) -> dict[str, Any]:
     wanted = keywords(function)
     return {key: value for key, value in attributes.items() if key in wanted}

@@ -72,7 +72,7 @@ def to_tensorflow(
     require_shapes(model, step, "TensorFlow")
     module = TrainingModule(name="training")
     state = {found.name: found for found in carried_state(model, step)}
-    frozen = {name: model.initializer(name) for name in _frozen(model, framework) if name not in state}
+    frozen = {name: model.initializer(name) for name in _frozen_weights(model, framework) if name not in state}
     values = {name: found.value for name, found in state.items()} | frozen
     trainable = {name for name, found in state.items() if found.role == "parameter"}
     module.state = {name: _variable(name, value, name in trainable) for name, value in values.items()}
@@ -88,7 +88,7 @@ def to_tensorflow(
     return module
 
 
-def _frozen(model: Model, framework: Framework) -> Iterable[str]:
+def _frozen_weights(model: Model, framework: Framework) -> Iterable[str]:
     weights = describe(model).with_role("frozen")
     initializers = model.graph.initializers
     return [

@@ -17,7 +17,7 @@ from onward.engines.tensorflow.quiet import tensorflow as tf  # isort: skip  (ot
 
 from onward.engines.framework import Operators
 from onward.engines.tensorflow import TensorFlow
-from onward.engines.tensorflow.indexing import from_start, scattered
+from onward.engines.tensorflow.indexing import from_start, scatter
 from onward.engines.tensorflow.tensors import length, scalar
 
 operators = Operators()
@@ -247,7 +247,7 @@ def gather_nd(x, indices, *, batch_dims):
 
 @operators.define("ScatterND")
 def scatter_nd(x, indices, updates, *, reduction):
-    return scattered(x, from_start(indices, _vector(_shape(x)[: indices.shape[-1]])), updates, reduction)
+    return scatter(x, from_start(indices, _vector(_shape(x)[: indices.shape[-1]])), updates, reduction)
 
 
 @operators.define("ScatterElements")
@@ -255,4 +255,4 @@ def scatter_elements(x, indices, updates, *, axis, reduction):
     ranges = [tf.range(tf.cast(size, indices.dtype)) for size in _shape(indices)]
     places = tf.meshgrid(*ranges, indexing="ij")
     places[axis] = from_start(indices, length(x, axis))
-    return scattered(x, tf.stack(places, -1), updates, reduction)
+    return scatter(x, tf.stack(places, -1), updates, reduction)

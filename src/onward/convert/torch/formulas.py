@@ -142,10 +142,10 @@ class _Class(NamedTuple):
         lines = {condition: _statements(function) for condition, function in functions.items()}
         return break_lines("\n".join([
             f"class {name}(ExactOptimizer):",
-            *_indented([*_docstring("\n\n".join(reversed(docs))), "", f"SETTINGS = {_literal(self.settings)}", ""]),
-            *_indented(["def slots(self, group: dict[str, Any]) -> tuple[str, ...]:", *_indented(_chosen(slots)), ""]),
+            *_indent([*_docstring("\n\n".join(reversed(docs))), "", f"SETTINGS = {_literal(self.settings)}", ""]),
+            *_indent(["def slots(self, group: dict[str, Any]) -> tuple[str, ...]:", *_indent(_branches(slots)), ""]),
             *self._decay(functions),
-            *_indented([f"def update(self, {_STATE}) -> None:", *_indented(_chosen(lines))]),
+            *_indent([f"def update(self, {_STATE}) -> None:", *_indent(_branches(lines))]),
         ]))  # fmt: skip
 
     @staticmethod
@@ -156,7 +156,7 @@ class _Class(NamedTuple):
             return []
         result = f"super().decay(x, g, lr, group) if {plain[0]} else g" if plain else "g"
         head = "def decay(self, x: Tensor, g: Tensor, lr: float, group: dict[str, Any]) -> Tensor:"
-        return _indented([head, f"    return {result}", ""])
+        return _indent([head, f"    return {result}", ""])
 
 
 def _literal(value: Any) -> str:
@@ -173,7 +173,7 @@ def _docstring(text: str) -> list[str]:
     return [f'"""{text}"""'] if len(lines) == 1 else [f'"""{lines[0]}', *lines[1:], '"""']
 
 
-def _chosen(lines: Mapping[str, Sequence[str]]) -> list[str]:
+def _branches(lines: Mapping[str, Sequence[str]]) -> list[str]:
     """Lines, each under its condition; the last has none."""
     blocks = list(lines.items())
     while len(blocks) > 1 and blocks[-2][1] == blocks[-1][1]:
@@ -182,12 +182,10 @@ def _chosen(lines: Mapping[str, Sequence[str]]) -> list[str]:
     if not others:
         return list(last)
     starts = [f"{'elif' if i else 'if'} {condition}:" for i, (condition, _) in enumerate(others)]
-    return [
-        line for start, (_, own) in zip([*starts, "else:"], blocks, strict=True) for line in (start, *_indented(own))
-    ]
+    return [line for start, (_, own) in zip([*starts, "else:"], blocks, strict=True) for line in (start, *_indent(own))]
 
 
-def _indented(lines: Sequence[str]) -> list[str]:
+def _indent(lines: Sequence[str]) -> list[str]:
     return [f"    {line}" if line else "" for line in lines]
 
 

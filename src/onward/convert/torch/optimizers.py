@@ -24,7 +24,7 @@ from onward.convert.torch.sixteen_bit import HALVES, in_16_bits, is_known_in_hal
 from onward.convert.torch.traced.groups import trace_groups
 from onward.convert.torch.traced.optimizer import GraphOptimizer
 from onward.engines.torch.types import from_array, to_array
-from onward.errors import listed
+from onward.errors import list_names
 from onward.recipe.optimizers import ConfiguredOptimizer, FunctionOptimizer, optimizer
 from onward.recipe.optimizers.updates import SCALAR_SLOTS
 from onward.recipe.spec import Spec
@@ -119,9 +119,9 @@ class _Reading:
         chosen = {self._names[id(p)]: p for p in settings["params"] if p.requires_grad and id(p) in self._names}
         spec = _spec(type(part), settings, rate, next(iter(chosen.values()), None))
         for name, parameter in chosen.items():
-            if parameter.dtype in HALVES and (what := objection(part, settings, _configured(spec), parameter.dtype)):
+            if parameter.dtype in HALVES and (what := objection(part, settings, _configure(spec), parameter.dtype)):
                 self._problems.add(f"`{name}` is {in_16_bits(parameter)}, and {what[0]}", what[1])
-        minds = _minds_step(_configured(spec))
+        minds = _minds_step(_configure(spec))
         for parameter in settings["params"]:
             self._check(parameter, part)
         for name, parameter in chosen.items():
@@ -180,7 +180,7 @@ class _Reading:
         behind = [name for name, count in self._counts.items() if count != step]
         behind += [name for name, begun in self._begun.items() if begun != (step > 0)]
         if behind and not self._problems.found:
-            what = f"{listed(behind, 5)} had fewer updates than other parameters"
+            what = f"{list_names(behind, 5)} had fewer updates than other parameters"
             self._problems.add(what, "leave parameters without gradients out of the optimizer, or begin anew")
         return step
 
@@ -197,7 +197,7 @@ def _array(slot: str, value: torch.Tensor) -> np.ndarray:
     return array.astype(np.float64) if slot in SCALAR_SLOTS else array.copy()
 
 
-def _configured(spec: Spec) -> ConfiguredOptimizer:
+def _configure(spec: Spec) -> ConfiguredOptimizer:
     return optimizer(spec.name).configure(**spec.options)
 
 
@@ -225,15 +225,15 @@ def make_optimizer(run: Snapshot, parameters: Mapping[str, Parameter]) -> Optimi
     """The optimizer that goes on where a run is: PyTorch's own where that computes the same, else an exact one."""
     masters = {name: run.state[f"{name}/master"] for name in run.parameters if f"{name}/master" in run.state}
     if not masters:
-        return _made(run, parameters)
+        return _make_optimizer(run, parameters)
     copies = float32_copies({name: parameters[name] for name in run.parameters})
     for name, master in masters.items():
         copies[name].data = from_array(master).to(parameters[name].device)
     state = {key: value for key, value in run.state.items() if not key.endswith("/master")}
-    return MasterWeights(_made(dataclasses.replace(run, state=state), copies), parameters, copies)
+    return MasterWeights(_make_optimizer(dataclasses.replace(run, state=state), copies), parameters, copies)
 
 
-def _made(run: Snapshot, parameters: Mapping[str, Parameter]) -> Optimizer:
+def _make_optimizer(run: Snapshot, parameters: Mapping[str, Parameter]) -> Optimizer:
     _check_run(run, parameters)
     by_class: dict[type[Optimizer], list[Group]] = {}
     made: list[Optimizer] = []
@@ -241,9 +241,9 @@ def _made(run: Snapshot, parameters: Mapping[str, Parameter]) -> Optimizer:
         if isinstance(group.optimizer, FunctionOptimizer):
             made.append(GraphOptimizer(_at_present(group.optimizer, run, f"group{i}"), parameters, run.step))
         else:
-            by_class.setdefault(counterpart(_configured(group.optimizer)), []).append(group)
+            by_class.setdefault(counterpart(_configure(group.optimizer)), []).append(group)
     for kind, groups in by_class.items():
-        settings = [_arguments(kind, _configured(group.spec)) for group in groups]
+        settings = [_arguments(kind, _configure(group.spec)) for group in groups]
         chosen = [[parameters[name] for name in group.parameters] for group in groups]
         part = kind([{"params": own, **of} for own, of in zip(chosen, settings, strict=True)], **settings[0])
         _fill(part, run, {id(parameter): name for name, parameter in parameters.items()})
@@ -263,8 +263,8 @@ def _check_run(run: Snapshot, parameters: Mapping[str, Parameter]) -> None:
     problems = Problems("the optimizer")
     for group in run.groups:
         halves = [name for name in group.parameters if parameters[name].dtype in HALVES]
-        if halves and isinstance(group.optimizer, Spec) and not is_known_in_half(_configured(group.optimizer)):
-            what = f"`{group.optimizer.name}` rounds {listed(halves, 5)} in another way than any class of PyTorch"
+        if halves and isinstance(group.optimizer, Spec) and not is_known_in_half(_configure(group.optimizer)):
+            what = f"`{group.optimizer.name}` rounds {list_names(halves, 5)} in another way than any class of PyTorch"
             problems.add(what, "make the training model with master weights, or of float32 weights")
     problems.refuse()
 

@@ -19,7 +19,7 @@ import onnx_ir as ir
 
 from onward.engines.framework import Framework, Function, Operators, table
 from onward.engines.jax.attention import derivatives
-from onward.engines.jax.values import known
+from onward.engines.jax.values import known_array
 from onward.engines.shared.compilation import Compiled, Report
 from onward.engines.shared.precision import with_products_in
 from onward.errors import UnknownNameError, UnsupportedError
@@ -79,7 +79,7 @@ class Jax(Framework):
             return jax.device_put(array, self._device, may_alias=False)
 
     def array(self, tensor: jax.Array) -> np.ndarray:
-        return known(tensor)
+        return known_array(tensor)
 
     def typed(self, tensor: jax.Array, dtype: ir.DataType | None) -> jax.Array:
         if not self._mixed or dtype is None or not jnp.issubdtype(tensor.dtype, jnp.floating):

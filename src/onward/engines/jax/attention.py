@@ -24,12 +24,12 @@ def attention(q, k, v, mask=None, *, is_causal, kv_num_heads=None, q_num_heads=N
     if q.shape[1] != k.shape[1]:
         k, v = (jnp.repeat(x, q.shape[1] // x.shape[1], 1) for x in (k, v))
     if fused and mask is None and _has_kernel(q, k, v):
-        y = _fused(q, k, v, is_causal, scale)
+        y = _fused_attention(q, k, v, is_causal, scale)
         return y.reshape(*y.shape[:2], -1) if packed else y.swapaxes(1, 2)
     root = math.sqrt(1 / math.sqrt(q.shape[3]) if scale is None else scale)
     scores = jnp.einsum("bhqd,bhkd->bhqk", q * root, k * root)
     if mask is not None:
-        scores = _masked(scores, mask)
+        scores = _apply_mask(scores, mask)
     if is_causal:
         scores = jnp.where(np.tri(*scores.shape[2:], dtype=bool), scores, -np.inf)
     weights = softmax(scores, -1)
@@ -49,7 +49,7 @@ def _has_kernel(q, k, v):
     return half and len(sizes) == 1 and max(sizes) <= 128 and max(sizes) % 8 == 0 and derivatives.get() < 2
 
 
-def _fused(q, k, v, is_causal, scale):
+def _fused_attention(q, k, v, is_causal, scale):
     """(batch, heads, length, size) -> (batch, length, heads, size)."""
     q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
     return jax.nn.dot_product_attention(q, k, v, scale=scale, is_causal=bool(is_causal), implementation="cudnn")
@@ -60,7 +60,7 @@ def _heads(x, count):
     return x.reshape(*x.shape[:2], count, -1).swapaxes(1, 2)
 
 
-def _masked(scores, mask):
+def _apply_mask(scores, mask):
     """What is behind the end of a mask is not seen."""
     missing = scores.shape[-1] - mask.shape[-1]
     fill = False if mask.dtype == bool else -np.inf

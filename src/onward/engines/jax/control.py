@@ -15,7 +15,7 @@ from jax import lax
 
 from onward.engines.endless_loops import check_growth
 from onward.engines.framework import NotOnHost, Operators
-from onward.engines.shared.control import columns, joined
+from onward.engines.shared.control import columns, stack
 
 operators = Operators()
 
@@ -31,7 +31,7 @@ def _if_known(value, framework):
         return None
 
 
-def _placed(values, framework):
+def _place(values, framework):
     return jax.tree.map(framework.place, values)
 
 
@@ -40,7 +40,7 @@ def branch(condition, *, then_branch, else_branch, framework):
     taken = _if_known(condition, framework)
     if taken is not None:
         return tuple((then_branch if taken else else_branch)())
-    branches = (lambda body=body: _placed(body(), framework) for body in (then_branch, else_branch))
+    branches = (lambda body=body: _place(body(), framework) for body in (then_branch, else_branch))
     return tuple(lax.cond(condition.reshape(()), *branches))
 
 
@@ -62,7 +62,7 @@ def loop(trips=None, condition=None, *carried, body, framework):
         if kinds:
             collected.append(results[len(carried) :])
             check_growth(collected)
-    outputs = (joined(framework, items, 0, kind) for items, kind in zip(columns(collected, kinds), kinds, strict=True))
+    outputs = (stack(framework, items, 0, kind) for items, kind in zip(columns(collected, kinds), kinds, strict=True))
     return (*values, *outputs)
 
 
@@ -72,17 +72,17 @@ def _go_on(start, count, goes_on, values, collected, body, framework):
         raise NotOnHost
 
     def iterate(i, values):
-        again, *results = _placed(body(i, np.array(True), *values), framework)
+        again, *results = _place(body(i, np.array(True), *values), framework)
         return again.reshape(()), results
 
-    state = _placed((goes_on.reshape(()), values), framework)
+    state = _place((goes_on.reshape(()), values), framework)
     if isinstance(count, int) and count - start <= _FEW:
 
         def step(state, i):
             return lax.cond(state[0], lambda: iterate(i, state[1]), lambda: state), None
 
         return lax.scan(step, state, jnp.arange(start, count))[0][1]
-    limit = _placed(np.array(count, np.int64) if isinstance(count, int) else count, framework).reshape(())
+    limit = _place(np.array(count, np.int64) if isinstance(count, int) else count, framework).reshape(())
     _, _, values = lax.while_loop(
         lambda state: state[1] & (state[0] < limit),
         lambda state: (state[0] + 1, *iterate(state[0], state[2])),
@@ -102,26 +102,26 @@ def scan(
     scan_output_directions=None,
     framework,
 ):
-    inputs = _placed(list(inputs), framework)
+    inputs = _place(list(inputs), framework)
     values, scanned = inputs[:-num_scan_inputs], inputs[-num_scan_inputs:]
     axes = scan_input_axes or [0] * num_scan_inputs
     reversals = scan_input_directions or [0] * num_scan_inputs
     slices = [
-        _flipped(jnp.moveaxis(x, axis, 0), reverse) for x, axis, reverse in zip(scanned, axes, reversals, strict=True)
+        _flip_if(jnp.moveaxis(x, axis, 0), reverse) for x, axis, reverse in zip(scanned, axes, reversals, strict=True)
     ]
 
     def step(values, slices):
-        results = _placed(body(*values, *slices), framework)
+        results = _place(body(*values, *slices), framework)
         return results[: len(values)], results[len(values) :]
 
     values, collected = lax.scan(step, values, slices)
     axes = scan_output_axes or [0] * len(collected)
     reversals = scan_output_directions or [0] * len(collected)
     outputs = (
-        jnp.moveaxis(_flipped(x, reverse), 0, axis) for x, axis, reverse in zip(collected, axes, reversals, strict=True)
+        jnp.moveaxis(_flip_if(x, reverse), 0, axis) for x, axis, reverse in zip(collected, axes, reversals, strict=True)
     )
     return (*values, *outputs)
 
 
-def _flipped(x, reverse):
+def _flip_if(x, reverse):
     return jnp.flip(x, 0) if reverse else x

@@ -13,10 +13,10 @@ operators = Operators()
 
 @operators.define("Conv")
 def conv(x, w, bias=None, *, auto_pad, dilations=None, group, pads=None, strides=None):
-    return with_bias(convolved(x, w, auto_pad, dilations, group, pads, strides), bias)
+    return with_bias(convolve(x, w, auto_pad, dilations, group, pads, strides), bias)
 
 
-def convolved(x, w, auto_pad, dilations, group, pads, strides):
+def convolve(x, w, auto_pad, dilations, group, pads, strides):
     count = x.ndim - 2
     strides, dilations = strides or [1] * count, dilations or [1] * count
     amounts = paddings(auto_pad, pads, x.shape[2:], w.shape[2:], strides, dilations)

@@ -11,7 +11,7 @@ import onnx_ir as ir
 from jax import lax
 
 from onward.engines.framework import Operators
-from onward.engines.jax.values import dtype_of, known
+from onward.engines.jax.values import dtype_of, known_array
 
 operators = Operators()
 
@@ -125,11 +125,11 @@ def cast(x, *, to, saturate, round_mode):
     if to == ir.DataType.STRING:
         from onward.engines.numpy import Numpy
 
-        return Numpy.operators["Cast"](known(x), to=to, saturate=saturate, round_mode=round_mode)
-    return converted(x, dtype_of(to), saturate=saturate, round_mode=round_mode)
+        return Numpy.operators["Cast"](known_array(x), to=to, saturate=saturate, round_mode=round_mode)
+    return convert(x, dtype_of(to), saturate=saturate, round_mode=round_mode)
 
 
-def converted(x, dtype, *, saturate=True, round_mode="up"):
+def convert(x, dtype, *, saturate=True, round_mode="up"):
     """Numbers of another type. What is too large for the small ones becomes the largest, unless it may not."""
     if dtype == jnp.float8_e8m0fnu:
         return _power_of_two(x, saturate, round_mode)
@@ -154,7 +154,7 @@ def _power_of_two(x, saturate, round_mode):
 
 @operators.define("CastLike")
 def cast_like(x, like, *, saturate, round_mode):
-    return converted(x, like.dtype, saturate=saturate, round_mode=round_mode)
+    return convert(x, like.dtype, saturate=saturate, round_mode=round_mode)
 
 
 @operators.define("BitCast")

@@ -15,14 +15,14 @@ operators = Operators()
 @as_resize
 def resize(x, along, extrapolation_value, mode):
     for axis, matrix, outside, picks in along:
-        x = jnp.take(x, matrix.argmax(1), axis) if picks else _combined(x, matrix, axis)
+        x = jnp.take(x, matrix.argmax(1), axis) if picks else _combine(x, matrix, axis)
         if outside.any():
             beyond = outside.reshape([-1 if i == axis else 1 for i in range(x.ndim)])
             x = jnp.where(beyond, extrapolation_value, x).astype(x.dtype)
     return x
 
 
-def _combined(x, matrix, axis):
+def _combine(x, matrix, axis):
     """New elements along an axis, each a weighted sum of the old ones."""
     exact = jnp.promote_types(x.dtype, np.float32)
     y = jnp.moveaxis(jnp.tensordot(matrix.astype(exact), x.astype(exact), (1, axis)), 0, axis)

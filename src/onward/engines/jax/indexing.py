@@ -8,17 +8,17 @@ import numpy as np
 from jax import lax
 
 from onward.engines.framework import Operators
-from onward.engines.jax.values import known
+from onward.engines.jax.values import known_array
 
 operators = Operators()
 
 
 @operators.define("Gather")
 def gather(x, indices, *, axis):
-    return jnp.take(x, wrapped(indices, x.shape[axis]), axis, mode="clip")
+    return jnp.take(x, wrap_indices(indices, x.shape[axis]), axis, mode="clip")
 
 
-def wrapped(indices, size):
+def wrap_indices(indices, size):
     return short(jnp.where(indices < 0, indices + size, indices), size)
 
 
@@ -29,7 +29,7 @@ def short(indices, size):
 
 @operators.define("GatherElements")
 def gather_elements(x, indices, *, axis):
-    return x[_along(wrapped(indices, x.shape[axis]), axis)]
+    return x[_along(wrap_indices(indices, x.shape[axis]), axis)]
 
 
 def _along(indices, axis):
@@ -55,27 +55,27 @@ def _places(indices, batch_dims=0):
 
 @operators.define("ScatterElements")
 def scatter_elements(x, indices, updates, *, axis, reduction):
-    return _scattered(x, _along(wrapped(indices, x.shape[axis]), axis), updates, reduction)
+    return _scatter(x, _along(wrap_indices(indices, x.shape[axis]), axis), updates, reduction)
 
 
 @operators.define("ScatterND")
 def scatter_nd(x, indices, updates, *, reduction):
-    return _scattered(x, _places(short(indices, max(x.shape))), updates, reduction)
+    return _scatter(x, _places(short(indices, max(x.shape))), updates, reduction)
 
 
-def _scattered(x, places, updates, reduction):
+def _scatter(x, places, updates, reduction):
     if reduction == "mul":
-        return _multiplied(x, places, updates)
+        return _scatter_product(x, places, updates)
     at = x.at[places]
     return {"none": at.set, "add": at.add, "max": at.max, "min": at.min}[reduction](updates)
 
 
 @jax.custom_jvp
-def _multiplied(x, places, updates):
+def _scatter_product(x, places, updates):
     return x.at[places].multiply(updates)
 
 
-@_multiplied.defjvp
+@_scatter_product.defjvp
 def _multiplied_jvp(given, tangents):
     """JAX has a derivative only where no two factors meet: here they come one after the other."""
     x, places, updates = given
@@ -103,16 +103,20 @@ def one_hot(indices, depth, values, *, axis):
 
 @operators.define("Compress")
 def compress(x, condition, *, axis=None):
-    places = np.flatnonzero(known(condition))
+    places = np.flatnonzero(known_array(condition))
     return jnp.take(x.reshape(-1) if axis is None else x, places, 0 if axis is None else axis)
 
 
-operators(NonZero=lambda x: np.stack(np.nonzero(known(x))) if x.ndim else np.zeros((0, int(known(x) != 0)), np.int64))
+operators(
+    NonZero=lambda x: (
+        np.stack(np.nonzero(known_array(x))) if x.ndim else np.zeros((0, int(known_array(x) != 0)), np.int64)
+    )
+)
 
 
 @operators.define("Unique")
 def unique(x, *, axis=None, sorted):
-    values, first, inverse, counts = np.unique(known(x), True, True, True, axis)
+    values, first, inverse, counts = np.unique(known_array(x), True, True, True, axis)
     if not sorted:
         order = np.argsort(first)
         values = np.take(values, order, 0 if axis is None else axis)
@@ -125,5 +129,5 @@ def non_max_suppression(boxes, scores, *limits, center_point_box):
     from onward.engines.numpy import Numpy
 
     return Numpy.operators["NonMaxSuppression"](
-        known(boxes), known(scores), *limits, center_point_box=center_point_box, outputs=1
+        known_array(boxes), known_array(scores), *limits, center_point_box=center_point_box, outputs=1
     )

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from onward.engines.framework import Operators
-from onward.engines.jax.indexing import short, wrapped
+from onward.engines.jax.indexing import short, wrap_indices
 
 operators = Operators()
 
@@ -25,8 +25,8 @@ def negative_log_likelihood_loss(log_prob, labels, weights=None, *, ignore_index
 def _of_classes(log_prob, labels, weights, ignore_index, reduction):
     counted = None if ignore_index is None else labels != ignore_index
     classes = labels if counted is None else jnp.where(counted, labels, 0)
-    losses = -_chosen(log_prob, short(classes, log_prob.shape[1]))
-    share = None if weights is None else jnp.take(weights, wrapped(classes, len(weights)), mode="clip")
+    losses = -_choose_class(log_prob, short(classes, log_prob.shape[1]))
+    share = None if weights is None else jnp.take(weights, wrap_indices(classes, len(weights)), mode="clip")
     if counted is not None:
         share = jnp.where(counted, 1 if share is None else share, 0).astype(losses.dtype)
     losses = losses if share is None else losses * share
@@ -38,15 +38,15 @@ def _of_classes(log_prob, labels, weights, ignore_index, reduction):
 
 
 @jax.custom_jvp
-def _chosen(log_prob, classes):
+def _choose_class(log_prob, classes):
     """What there is at the right class."""
     return jnp.take_along_axis(log_prob, classes[:, None], 1)[:, 0]
 
 
-@_chosen.defjvp
+@_choose_class.defjvp
 def _chosen_tangent(inputs, tangents):
     """By a comparison, which fuses with what is around it; the gradient of an index would go through memory."""
     log_prob, classes = inputs
     every = jnp.arange(log_prob.shape[1], dtype=classes.dtype).reshape(-1, *[1] * (log_prob.ndim - 2))
     change = jnp.sum(jnp.where(classes[:, None] == every, tangents[0], 0), 1)
-    return _chosen(log_prob, classes), change
+    return _choose_class(log_prob, classes), change

@@ -70,13 +70,13 @@ def _mean(x):
 @operators.define("LayerNormalization")
 def layer_normalization(x, scale, bias=None, *, axis, epsilon, stash_type):
     over = tuple(range(axis % x.ndim, x.ndim))
-    normal, mean, inverse = _standardized(x.astype(dtype_of(stash_type)), over, epsilon)
+    normal, mean, inverse = _standardize(x.astype(dtype_of(stash_type)), over, epsilon)
     y = normal.astype(x.dtype) * scale
     return y if bias is None else y + bias, mean, inverse
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
-def _standardized(x, over, epsilon):
+def _standardize(x, over, epsilon):
     """Normalized x, its mean, and the inverse of its standard deviation."""
     mean = jnp.mean(x, over, keepdims=True)
     deviation = x - mean
@@ -84,11 +84,11 @@ def _standardized(x, over, epsilon):
     return deviation * inverse, mean, inverse
 
 
-@_standardized.defjvp
+@_standardize.defjvp
 def _standardized_tangent(over, epsilon, inputs, tangents):
     """Mean and deviation are taken from the forward pass: XLA would rather compute them again, in several kernels."""
     (x,), (dx,) = inputs, tangents
-    normal, mean, inverse = _standardized(x, over, epsilon)
+    normal, mean, inverse = _standardize(x, over, epsilon)
     kept_mean, kept = lax.optimization_barrier((mean, inverse))
     same = (x - kept_mean) * kept
     dmean, along = jnp.mean(dx, over, keepdims=True), jnp.mean(same * dx, over, keepdims=True)
@@ -106,11 +106,11 @@ def rms_normalization(x, scale, *, axis, epsilon, stash_type):
 @operators.define("GroupNormalization")
 def group_normalization(x, scale, bias, *, epsilon, num_groups, stash_type):
     groups = x.astype(dtype_of(stash_type)).reshape(len(x), num_groups, -1)
-    normal = _standardized(groups, 2, epsilon)[0].reshape(x.shape).astype(x.dtype)
+    normal = _standardize(groups, 2, epsilon)[0].reshape(x.shape).astype(x.dtype)
     return normal * _channels(scale, x) + _channels(bias, x)
 
 
 @operators.define("InstanceNormalization")
 def instance_normalization(x, scale, bias, *, epsilon):
-    normal = _standardized(x, tuple(range(2, x.ndim)), epsilon)[0]
+    normal = _standardize(x, tuple(range(2, x.ndim)), epsilon)[0]
     return normal * _channels(scale, x) + _channels(bias, x)

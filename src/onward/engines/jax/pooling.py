@@ -14,7 +14,7 @@ from onward.engines.shared.windows import counts, paddings, reach, with_ceiling
 operators = Operators()
 
 
-def _placed(x, auto_pad, ceil_mode, dilations, kernel_shape, pads, strides):
+def _place_windows(x, auto_pad, ceil_mode, dilations, kernel_shape, pads, strides):
     """Strides, dilations, what the node adds around, and what is added in the end."""
     count = x.ndim - 2
     strides, dilations = strides or [1] * count, dilations or [1] * count
@@ -52,7 +52,7 @@ def _sum(x, *windows):
 
 @operators.define("MaxPool")
 def max_pool(x, *, auto_pad, ceil_mode, dilations=None, kernel_shape, pads=None, storage_order, strides=None, outputs):
-    strides, dilations, _, added = _placed(x, auto_pad, ceil_mode, dilations, kernel_shape, pads, strides)
+    strides, dilations, _, added = _place_windows(x, auto_pad, ceil_mode, dilations, kernel_shape, pads, strides)
     lowest = -np.inf if jnp.issubdtype(x.dtype, jnp.floating) else np.iinfo(x.dtype).min
     windows = kernel_shape, strides, dilations, added
     if outputs == 1:
@@ -64,7 +64,7 @@ def max_pool(x, *, auto_pad, ceil_mode, dilations=None, kernel_shape, pads=None,
 
 @operators.define("AveragePool")
 def average_pool(x, *, auto_pad, ceil_mode, count_include_pad, dilations=None, kernel_shape, pads=None, strides=None):
-    strides, dilations, asked, added = _placed(x, auto_pad, ceil_mode, dilations, kernel_shape, pads, strides)
+    strides, dilations, asked, added = _place_windows(x, auto_pad, ceil_mode, dilations, kernel_shape, pads, strides)
     counted = asked if count_include_pad else [(0, 0)] * len(asked)
     per_axis = map(counts, x.shape[2:], added, counted, kernel_shape, strides, dilations)
     total = _sum(x, kernel_shape, strides, dilations, added)
@@ -73,7 +73,7 @@ def average_pool(x, *, auto_pad, ceil_mode, count_include_pad, dilations=None, k
 
 @operators.define("LpPool")
 def lp_pool(x, *, auto_pad, ceil_mode, dilations=None, kernel_shape, p, pads=None, strides=None):
-    strides, dilations, _, added = _placed(x, auto_pad, ceil_mode, dilations, kernel_shape, pads, strides)
+    strides, dilations, _, added = _place_windows(x, auto_pad, ceil_mode, dilations, kernel_shape, pads, strides)
     return _sum(jnp.abs(x) ** p, kernel_shape, strides, dilations, added) ** (1 / p)
 
 

@@ -12,7 +12,7 @@ import onnx_ir as ir
 from onward.engines.framework import NotOnHost
 
 
-def known(tensor: Any) -> np.ndarray:
+def known_array(tensor: Any) -> np.ndarray:
     """A tensor as an array. While it is differentiated it has a value, too; while it is compiled it has none."""
     try:
         return np.asarray(tensor)

@@ -17,10 +17,10 @@ operators = Operators()
 @in_float32
 def conv(x, w, b=None, *, auto_pad, dilations, group, pads, strides):
     where = windows(x.shape[2:], w.shape[2:], auto_pad=auto_pad, dilations=dilations, pads=pads, strides=strides)
-    return _with_bias(convolved(where.of(x), w, group), b)
+    return _with_bias(convolve(where.of(x), w, group), b)
 
 
-def convolved(view, w, group):
+def convolve(view, w, group):
     """The product of windows [N, C, *counts, *kernel] with weights [M, C / group, *kernel]."""
     rank = w.ndim - 2
     n, counts = view.shape[0], view.shape[2 : 2 + rank]

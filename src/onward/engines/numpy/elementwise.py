@@ -10,7 +10,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onward.engines.framework import Operators
-from onward.engines.numpy.precision import in_float32, is_float, widened
+from onward.engines.numpy.precision import in_float32, is_float, widen
 
 operators = Operators()
 
@@ -116,12 +116,12 @@ operators.define("onward.StopGradient")(lambda x: x)
 
 @operators.define("Cast")
 def cast(x, *, to, saturate, round_mode):
-    return converted(x, ir.DataType(to).numpy(), saturate, round_mode)
+    return convert(x, ir.DataType(to).numpy(), saturate, round_mode)
 
 
 @operators.define("CastLike")
 def cast_like(x, like, *, saturate, round_mode):
-    return converted(x, like.dtype, saturate, round_mode)
+    return convert(x, like.dtype, saturate, round_mode)
 
 
 @operators.define("BitCast")
@@ -145,7 +145,7 @@ _SATURATING = frozenset(
 )
 
 
-def converted(x: np.ndarray, dtype: np.dtype, saturate: int = 1, round_mode: str = "up") -> np.ndarray:
+def convert(x: np.ndarray, dtype: np.dtype, saturate: int = 1, round_mode: str = "up") -> np.ndarray:
     """Numbers or text as another type."""
     if dtype == x.dtype:
         return x
@@ -155,7 +155,7 @@ def converted(x: np.ndarray, dtype: np.dtype, saturate: int = 1, round_mode: str
         x = x.astype(np.str_).astype(np.float64 if is_float(dtype) else dtype)
     if dtype in _SATURATING and saturate:
         largest = float(ml_dtypes.finfo(dtype).max)
-        x = np.clip(widened(x), -largest, largest)
+        x = np.clip(widen(x), -largest, largest)
     elif dtype == ml_dtypes.float8_e8m0fnu:
         return _power_of_two(x, saturate, round_mode)
     return x.astype(dtype)

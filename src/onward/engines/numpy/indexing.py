@@ -24,12 +24,12 @@ def gather_nd(x, indices, *, batch_dims):
 
 @operators.define("ScatterElements")
 def scatter_elements(x, indices, updates, *, axis, reduction):
-    return _scattered(x, _along(indices, axis), updates, reduction)
+    return _scatter(x, _along(indices, axis), updates, reduction)
 
 
 @operators.define("ScatterND")
 def scatter_nd(x, indices, updates, *, reduction):
-    return _scattered(x, tuple(np.moveaxis(indices, -1, 0)), updates, reduction)
+    return _scatter(x, tuple(np.moveaxis(indices, -1, 0)), updates, reduction)
 
 
 @operators.define("OneHot")
@@ -74,7 +74,7 @@ def _along(indices, axis):
 _REDUCTIONS = {"add": np.add, "mul": np.multiply, "max": np.maximum, "min": np.minimum}
 
 
-def _scattered(x, places, updates, reduction):
+def _scatter(x, places, updates, reduction):
     result = x.copy()
     if reduction == "none":
         result[places] = updates

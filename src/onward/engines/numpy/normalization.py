@@ -6,21 +6,21 @@ import numpy as np
 import onnx_ir as ir
 
 from onward.engines.framework import Operators
-from onward.engines.numpy.precision import in_float32, widened
+from onward.engines.numpy.precision import in_float32, widen
 
 operators = Operators()
 
 
 @operators.define("BatchNormalization")
 def batch_normalization(x, scale, bias, mean, var, *, epsilon, momentum, training_mode):
-    wide = widened(x)
-    old_mean, old_var = widened(mean), widened(var)
+    wide = widen(x)
+    old_mean, old_var = widen(mean), widen(var)
     here_mean, here_var = old_mean, old_var
     if training_mode:
         axes = (0, *range(2, x.ndim))
         here_mean, here_var = wide.mean(axes), wide.var(axes)
     y = (wide - _per_channel(here_mean, x)) / np.sqrt(_per_channel(here_var, x) + epsilon)
-    y = (y * _per_channel(widened(scale), x) + _per_channel(widened(bias), x)).astype(x.dtype)
+    y = (y * _per_channel(widen(scale), x) + _per_channel(widen(bias), x)).astype(x.dtype)
     if not training_mode:
         return y
     new_mean = momentum * old_mean + (1 - momentum) * here_mean
@@ -49,18 +49,18 @@ def rms_normalization(x, scale, *, axis, epsilon, stash_type):
 @operators.define("GroupNormalization")
 def group_normalization(x, scale, bias, *, epsilon, num_groups, stash_type):
     groups = x.astype(ir.DataType(stash_type).numpy()).reshape(len(x), num_groups, -1)
-    y = _standardized(groups, (2,), epsilon).reshape(x.shape).astype(x.dtype)
+    y = _standardize(groups, (2,), epsilon).reshape(x.shape).astype(x.dtype)
     return y * _per_channel(scale, x) + _per_channel(bias, x)
 
 
 @operators.define("InstanceNormalization")
 @in_float32
 def instance_normalization(x, scale, bias, *, epsilon):
-    y = _standardized(x, tuple(range(2, x.ndim)), epsilon)
+    y = _standardize(x, tuple(range(2, x.ndim)), epsilon)
     return y * _per_channel(scale, x) + _per_channel(bias, x)
 
 
-def _standardized(x, axes, epsilon):
+def _standardize(x, axes, epsilon):
     return (x - x.mean(axes, keepdims=True)) / np.sqrt(x.var(axes, keepdims=True) + epsilon)
 
 

@@ -46,7 +46,7 @@ def highest(dtype: np.dtype) -> Any:
     return np.inf if is_float(dtype) else ml_dtypes.iinfo(dtype).max
 
 
-def widened(value: Any) -> Any:
+def widen(value: Any) -> Any:
     """Narrow floats as float32; all else as it is."""
     return value.astype(np.float32) if isinstance(value, np.ndarray) and value.dtype in NARROW else value
 
@@ -58,13 +58,11 @@ def in_float32(function: Function) -> Function:
     def compute(x, *others, **attributes):
         if x.dtype not in NARROW:
             return function(x, *others, **attributes)
-        results = function(widened(x), *map(widened, others), **attributes)
-        return (
-            tuple(_rounded(y, x.dtype) for y in results) if isinstance(results, tuple) else _rounded(results, x.dtype)
-        )
+        results = function(widen(x), *map(widen, others), **attributes)
+        return tuple(_round(y, x.dtype) for y in results) if isinstance(results, tuple) else _round(results, x.dtype)
 
     return compute
 
 
-def _rounded(y: Any, dtype: np.dtype) -> Any:
+def _round(y: Any, dtype: np.dtype) -> Any:
     return y.astype(dtype) if y is not None and y.dtype.kind == "f" else y

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from onward.engines.framework import Operators
-from onward.engines.numpy.precision import highest, in_float32, is_float, lowest, widened
+from onward.engines.numpy.precision import highest, in_float32, is_float, lowest, widen
 
 operators = Operators()
 
@@ -49,30 +49,30 @@ operators(
 
 @operators.define("ArgMax")
 def arg_max(x, *, axis, keepdims, select_last_index):
-    return _place(np.argmax, widened(x), axis, keepdims, select_last_index)
+    return _place(np.argmax, widen(x), axis, keepdims, select_last_index)
 
 
 @operators.define("ArgMin")
 def arg_min(x, *, axis, keepdims, select_last_index):
-    return _place(np.argmin, widened(x), axis, keepdims, select_last_index)
+    return _place(np.argmin, widen(x), axis, keepdims, select_last_index)
 
 
 @operators.define("CumSum")
 @in_float32
 def cum_sum(x, axis, *, exclusive, reverse):
-    return _cumulated(np.cumsum, 0, x, axis.item(), exclusive, reverse)
+    return _cumulate(np.cumsum, 0, x, axis.item(), exclusive, reverse)
 
 
 @operators.define("CumProd")
 @in_float32
 def cum_prod(x, axis, *, exclusive, reverse):
-    return _cumulated(np.cumprod, 1, x, axis.item(), exclusive, reverse)
+    return _cumulate(np.cumprod, 1, x, axis.item(), exclusive, reverse)
 
 
 @operators.define("TopK")
 def top_k(x, k, *, axis, largest, sorted):
     """Sorted in any case; of what is equal, the first comes first."""
-    keys = widened(x)
+    keys = widen(x)
     if largest:
         order = x.shape[axis] - 1 - np.flip(np.argsort(np.flip(keys, axis), axis, kind="stable"), axis)
     else:
@@ -87,7 +87,7 @@ def _place(function, x, axis, keepdims, last):
     return x.shape[axis] - 1 - function(np.flip(x, axis), axis, keepdims=bool(keepdims))
 
 
-def _cumulated(function, start, x, axis, exclusive, reverse):
+def _cumulate(function, start, x, axis, exclusive, reverse):
     x = np.flip(x, axis) if reverse else x
     if exclusive:
         before = np.moveaxis(np.full_like(x, start), axis, 0)

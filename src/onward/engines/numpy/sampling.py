@@ -6,7 +6,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onward.engines.framework import Operators
-from onward.engines.numpy.precision import widened
+from onward.engines.numpy.precision import widen
 
 operators = Operators()
 
@@ -18,7 +18,7 @@ def dropout(x, ratio=None, training_mode=None, *, seed):
         return x, np.ones(x.shape, bool)
     mask = _generator(seed).random(x.shape) >= probability
     scale = 1 / (1 - probability) if probability < 1 else 0
-    return np.where(mask, widened(x) * scale, 0).astype(x.dtype), mask
+    return np.where(mask, widen(x) * scale, 0).astype(x.dtype), mask
 
 
 @operators.define("Bernoulli")

@@ -40,7 +40,7 @@ def loop(trips=None, condition=None, *carried, body, framework):
             check_growth(collected)
     return (
         *values,
-        *(joined(framework, items, 0, kind) for items, kind in zip(columns(collected, kinds), kinds, strict=True)),
+        *(stack(framework, items, 0, kind) for items, kind in zip(columns(collected, kinds), kinds, strict=True)),
     )
 
 
@@ -62,7 +62,7 @@ def scan(
     collected = []
     for i in range(length):
         places = (length - 1 - i if reverse else i for reverse in reversals)
-        slices = [taken(framework, x, place, axis) for x, place, axis in zip(scanned, places, axes, strict=True)]
+        slices = [take_slice(framework, x, place, axis) for x, place, axis in zip(scanned, places, axes, strict=True)]
         results = body(*values, *slices)
         values, rest = results[: len(values)], results[len(values) :]
         collected.append(rest)
@@ -70,7 +70,7 @@ def scan(
     axes = scan_output_axes or [0] * len(kinds)
     reversals = scan_output_directions or [0] * len(kinds)
     outputs = [
-        joined(framework, items[::-1] if reverse else items, axis, kind)
+        stack(framework, items[::-1] if reverse else items, axis, kind)
         for items, reverse, axis, kind in zip(columns(collected, kinds), reversals, axes, kinds, strict=True)
     ]
     return (*values, *outputs)
@@ -81,7 +81,7 @@ def columns(rows: Sequence[Sequence[Any]], kinds: Sequence[Any]) -> list[list[An
     return [[row[i] for row in rows] for i in range(len(kinds))]
 
 
-def joined(framework: Framework, items: list[Any], axis: int, kind: tuple[np.dtype, Sequence[int | None]]) -> Any:
+def stack(framework: Framework, items: list[Any], axis: int, kind: tuple[np.dtype, Sequence[int | None]]) -> Any:
     """Tensors one after the other along a new axis; without any, what is known of their shape."""
     if not items:
         dtype, shape = kind
@@ -94,7 +94,7 @@ def joined(framework: Framework, items: list[Any], axis: int, kind: tuple[np.dty
     return framework.operators["Concat"](*unsqueezed, axis=axis)
 
 
-def taken(framework: Framework, x: Any, place: int, axis: int) -> Any:
+def take_slice(framework: Framework, x: Any, place: int, axis: int) -> Any:
     """One slice of a tensor along an axis, which goes."""
     if isinstance(x, np.ndarray):
         return np.take(x, place, axis)

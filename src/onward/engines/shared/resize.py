@@ -51,10 +51,10 @@ def resized_axes(
             continue
         places = _places(coordinate_transformation_mode, n, count, factor, region)
         if mode == "nearest":
-            matrix = _picked(places, n, nearest_mode)
+            matrix = _pick(places, n, nearest_mode)
         else:
             stretch = min(factor, 1.0) if antialias else 1.0
-            matrix = _weighted(places, n, mode, cubic_coeff_a, stretch, bool(exclude_outside))
+            matrix = _weigh_neighbours(places, n, mode, cubic_coeff_a, stretch, bool(exclude_outside))
         outside = (places < 0) | (places > n - 1) if crops else np.zeros(count, bool)
         results.append(ResizedAxis(axis, matrix, outside, mode == "nearest"))
     return results
@@ -127,7 +127,7 @@ def _places(mode: str, n: int, count: int, factor: float, region: Sequence[float
     return x / factor  # asymmetric
 
 
-def _picked(places: np.ndarray, n: int, rounding: str) -> np.ndarray:
+def _pick(places: np.ndarray, n: int, rounding: str) -> np.ndarray:
     roundings: dict[str, Callable[[np.ndarray], np.ndarray]] = {
         "round_prefer_floor": lambda x: np.ceil(x - 0.5),
         "round_prefer_ceil": lambda x: np.floor(x + 0.5),
@@ -137,7 +137,9 @@ def _picked(places: np.ndarray, n: int, rounding: str) -> np.ndarray:
     return np.eye(n)[np.clip(roundings[rounding](places), 0, n - 1).astype(int)]
 
 
-def _weighted(places: np.ndarray, n: int, mode: str, a: float, stretch: float, exclude_outside: bool) -> np.ndarray:
+def _weigh_neighbours(
+    places: np.ndarray, n: int, mode: str, a: float, stretch: float, exclude_outside: bool
+) -> np.ndarray:
     """Weights of the neighbours of each place. What is outside counts as the border, or is left out."""
     reach = math.ceil((1 if mode == "linear" else 2) / stretch)
     first = np.floor(places).astype(int)[:, None]

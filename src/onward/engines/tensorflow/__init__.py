@@ -13,7 +13,7 @@ from onward.engines.tensorflow.quiet import tensorflow as tf  # isort: skip  (ot
 from onward.engines.framework import Framework, Function, table
 from onward.engines.shared.compilation import Compiled, Report
 from onward.engines.shared.precision import with_products_in
-from onward.engines.tensorflow.tensors import TYPES, fetched
+from onward.engines.tensorflow.tensors import TYPES, to_numpy
 from onward.errors import DataError, UnknownNameError
 
 _DEVICES = {"cpu": "CPU", "cuda": "GPU"}
@@ -64,7 +64,7 @@ class TensorFlow(Framework):
             return tf.constant(array)
 
     def array(self, tensor: tf.Tensor) -> np.ndarray:
-        return fetched(tensor)
+        return to_numpy(tensor)
 
     def adopt(self, value: Any) -> Any:
         """Always a copy: TensorFlow ends the process where memory is not aligned as its own is."""

@@ -20,7 +20,7 @@ UNROLLED = 64
 """Iterations up to which a loop is unrolled."""
 
 
-def _placed(framework: Framework, values: Any) -> tuple[Any, ...]:
+def _place(framework: Framework, values: Any) -> tuple[Any, ...]:
     return tuple(framework.place(value) for value in values)
 
 
@@ -28,7 +28,7 @@ def _placed(framework: Framework, values: Any) -> tuple[Any, ...]:
 def branch(condition, *, then_branch, else_branch, framework):
     if not tf.is_symbolic_tensor(condition):
         return control.branch(condition, then_branch=then_branch, else_branch=else_branch, framework=framework)
-    ways = [lambda body=body: _placed(framework, body()) for body in (then_branch, else_branch)]
+    ways = [lambda body=body: _place(framework, body()) for body in (then_branch, else_branch)]
     return tuple(tf.nest.flatten(tf.cond(tf.reshape(condition, []), *ways)))
 
 
@@ -36,17 +36,17 @@ def branch(condition, *, then_branch, else_branch, framework):
 def loop(trips=None, condition=None, *carried, body, framework):
     if not _is_traced(trips, condition, carried, body, framework):
         return control.loop(trips, condition, *carried, body=body, framework=framework)
-    values = _placed(framework, carried)
+    values = _place(framework, carried)
     start = tf.constant(True) if condition is None else tf.reshape(framework.place(condition), [])
     last = None if trips is None else tf.reshape(framework.place(trips), [])
-    first = _placed(framework, body(tf.constant(0, tf.int64), np.array(True), *values))  # only to know the types
+    first = _place(framework, body(tf.constant(0, tf.int64), np.array(True), *values))  # only to know the types
     collected = first[1 + len(carried) :]
 
     def goes_on(i, again, *_):
         return again if last is None else again & (i < last)
 
     def iteration(i, _, values, lists):
-        again, *results = _placed(framework, body(i, np.array(True), *values))
+        again, *results = _place(framework, body(i, np.array(True), *values))
         rest = zip(lists, results[len(values) :], strict=True)
         written = tuple(items.write(tf.cast(i, tf.int32), item) for items, item in rest)
         return i + 1, tf.reshape(again, []), tuple(results[: len(values)]), written
@@ -82,22 +82,22 @@ def scan(
     scan_output_directions,
     framework,
 ):
-    values, scanned = _placed(framework, inputs[:-num_scan_inputs]), _placed(framework, inputs[-num_scan_inputs:])
+    values, scanned = _place(framework, inputs[:-num_scan_inputs]), _place(framework, inputs[-num_scan_inputs:])
     kinds = body.types[len(values) :]
     axes = scan_input_axes or [0] * num_scan_inputs
     rows = [
-        _turned(_axis_moved(x, axis, 0), back)
+        _flip_if(_axis_moved(x, axis, 0), back)
         for x, axis, back in zip(scanned, axes, scan_input_directions or [0] * num_scan_inputs, strict=True)
     ]
     count = rows[0].shape[0]
     short = tf.executing_eagerly() or (count is not None and count <= UNROLLED)
-    values, collected = (_unrolled if short else _in_graph)(body, values, rows, kinds, framework)
+    values, collected = (_unroll if short else _in_graph)(body, values, rows, kinds, framework)
     axes, reversals = scan_output_axes or [0] * len(kinds), scan_output_directions or [0] * len(kinds)
     outputs = zip(collected, axes, reversals, strict=True)
-    return (*values, *(_axis_moved(_turned(y, back), 0, axis) for y, axis, back in outputs))
+    return (*values, *(_axis_moved(_flip_if(y, back), 0, axis) for y, axis, back in outputs))
 
 
-def _turned(x, back):
+def _flip_if(x, back):
     return tf.reverse(x, [0]) if back else x
 
 
@@ -107,10 +107,10 @@ def _axis_moved(x, before, after):
     return tf.transpose(x, order) if order != sorted(order) else x
 
 
-def _unrolled(body, values, rows, kinds, framework):
+def _unroll(body, values, rows, kinds, framework):
     collected = []
     for slices in zip(*map(tf.unstack, rows), strict=True):
-        results = _placed(framework, body(*values, *slices))
+        results = _place(framework, body(*values, *slices))
         collected.append(results[len(values) :])
         values = results[: len(values)]
     columns = zip(control.columns(collected, kinds), kinds, strict=True)
@@ -124,11 +124,11 @@ def _nothing(kind):
 
 def _in_graph(body, values, rows, kinds, framework):
     count = length(rows[0], 0)
-    first = _placed(framework, body(*values, *(row[0] for row in rows)))  # only to know the types
+    first = _place(framework, body(*values, *(row[0] for row in rows)))  # only to know the types
     sources = [tf.TensorArray(row.dtype, count).unstack(row) for row in rows]
 
     def iteration(i, values, lists):
-        results = _placed(framework, body(*values, *(source.read(i) for source in sources)))
+        results = _place(framework, body(*values, *(source.read(i) for source in sources)))
         rest = zip(lists, results[len(values) :], strict=True)
         return i + 1, results[: len(values)], tuple(items.write(i, item) for items, item in rest)
 

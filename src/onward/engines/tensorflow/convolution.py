@@ -21,7 +21,7 @@ def conv(x, w, b=None, *, auto_pad, dilations, group, pads, strides):
     rank = x.shape.rank - 2
     strides, dilations = strides or [1] * rank, dilations or [1] * rank
     widths = paddings(auto_pad, pads, sizes(x, 2), w.shape[2:], strides, dilations)
-    y = _convolved(_padded(channels_last(x), widths), _kernel_last(w), group, strides, dilations)
+    y = _convolve(_pad(channels_last(x), widths), _kernel_last(w), group, strides, dilations)
     return channels_first(y if b is None else y + b)
 
 
@@ -43,7 +43,7 @@ def _kernel_last(w):
     return tf.transpose(w, [*range(2, w.shape.rank), 1, 0])
 
 
-def _padded(x, widths):
+def _pad(x, widths):
     return tf.pad(x, [(0, 0), *widths, (0, 0)]) if np.any(widths) else x
 
 
@@ -51,7 +51,7 @@ _LAYOUTS = {4: "NHWC", 5: "NDHWC"}
 """For derivatives it has to be said."""
 
 
-def _convolved(x, w, group, strides, dilations):
+def _convolve(x, w, group, strides, dilations):
     rank = len(strides)
     if rank == 1:
         x, w, strides, dilations = x[:, None], w[None], [1, *strides], [1, *dilations]
@@ -95,16 +95,16 @@ def conv_transpose(x, w, b=None, *, auto_pad, dilations, group, output_padding, 
     reaches = map(reach, w.shape[2:], dilations)
     whole = [(n - 1) * s + covered for n, s, covered in zip(x.shape[2:], strides, reaches, strict=True)]
     cut = cut_off(auto_pad, pads, x.shape[2:], w.shape[2:], strides, dilations, more, output_shape)
-    y = _spread(channels_last(x), _with_gaps(_kernel_last(w), dilations), group, strides, whole)
+    y = _convolve_transposed(channels_last(x), _with_gaps(_kernel_last(w), dilations), group, strides, whole)
     # Cut off at both ends; where less than nothing is, zeros are added.
     ends = [(-low, m - high) for (low, high), m in zip(cut, more, strict=True)]
-    y = _padded(y, [(max(low, 0), max(high, 0)) for low, high in ends])
+    y = _pad(y, [(max(low, 0), max(high, 0)) for low, high in ends])
     kept = [slice(max(-low, 0), n + min(high, 0)) for n, (low, high) in zip(y.shape[1:-1], ends, strict=True)]
     y = y[(slice(None), *kept)]
     return channels_first(y if b is None else y + b)
 
 
-def _spread(x, w, group, strides, whole):
+def _convolve_transposed(x, w, group, strides, whole):
     """The transposed convolution, whole. The kernel is [..., out, in]."""
     rank, strides = len(strides), list(strides)
     if rank == 1:

@@ -8,7 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 from onward.engines.framework import Operators
-from onward.engines.tensorflow.tensors import FLOATS, SMALL, UNSIGNED, computed_as, dtype_of, on_host, scalar
+from onward.engines.tensorflow.tensors import FLOATS, SMALL, UNSIGNED, compute_as, dtype_of, on_host, scalar
 
 operators = Operators()
 
@@ -65,7 +65,7 @@ operators(
 def mod(a, b, *, fmod):
     if not fmod:
         return tf.math.floormod(a, b)
-    remainder = computed_as(tf.truncatemod, FLOATS | SMALL | UNSIGNED)(tf.stop_gradient(a), tf.stop_gradient(b))
+    remainder = compute_as(tf.truncatemod, FLOATS | SMALL | UNSIGNED)(tf.stop_gradient(a), tf.stop_gradient(b))
     if not a.dtype.is_floating:
         return remainder
     # TensorFlow has no derivative of it. What is added is 0, and has one: a remainder is a - n b.
@@ -84,7 +84,7 @@ def power(x, exponent):
     exponent = tf.convert_to_tensor(exponent)
     if exponent.dtype.is_floating:
         return tf.cast(tf.pow(tf.cast(x, exponent.dtype), exponent), x.dtype)
-    return computed_as(tf.pow, SMALL | UNSIGNED)(x, tf.cast(exponent, x.dtype))
+    return compute_as(tf.pow, SMALL | UNSIGNED)(x, tf.cast(exponent, x.dtype))
 
 
 _POWERS = {

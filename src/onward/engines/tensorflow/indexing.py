@@ -8,7 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 from onward.engines.framework import Operators
-from onward.engines.tensorflow.tensors import fetched, length, on_host, sizes
+from onward.engines.tensorflow.tensors import length, on_host, sizes, to_numpy
 
 operators = Operators()
 
@@ -41,12 +41,12 @@ def gather_nd(x, indices, *, batch_dims):
 def scatter_elements(x, indices, updates, *, axis, reduction):
     places = list(np.indices(sizes(indices), indices.dtype.as_numpy_dtype))
     places[axis] = from_start(indices, x.shape[axis])
-    return scattered(x, tf.stack(places, -1), updates, reduction)
+    return scatter(x, tf.stack(places, -1), updates, reduction)
 
 
 @operators.define("ScatterND")
 def scatter_nd(x, indices, updates, *, reduction):
-    return scattered(x, from_start(indices, x.shape[: indices.shape[-1]].as_list()), updates, reduction)
+    return scatter(x, from_start(indices, x.shape[: indices.shape[-1]].as_list()), updates, reduction)
 
 
 _REDUCTIONS = {
@@ -57,7 +57,7 @@ _REDUCTIONS = {
 }
 
 
-def scattered(x, places, updates, reduction):
+def scatter(x, places, updates, reduction):
     """What is there, with updates at places that count from the start."""
     if reduction in _REDUCTIONS:
         return _REDUCTIONS[reduction](x, places, updates)
@@ -78,7 +78,7 @@ def one_hot(indices, depth, values, *, axis):
 
 @operators.define("Compress")
 def compress(x, condition, *, axis):
-    chosen = np.flatnonzero(fetched(condition))
+    chosen = np.flatnonzero(to_numpy(condition))
     return tf.gather(tf.reshape(x, [-1]), chosen) if axis is None else tf.gather(x, chosen, axis=axis)
 
 

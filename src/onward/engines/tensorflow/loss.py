@@ -18,9 +18,9 @@ def softmax_cross_entropy(scores, labels, weights=None, *, ignore_index, reducti
     if outputs > 1:
         logarithms = tf.nn.log_softmax(scores, 1)
         return negative_log_likelihood(logarithms, labels, weights, ignore_index, reduction), logarithms
-    known, weight = _weighted(labels, weights, ignore_index, scores.dtype)
+    known, weight = _weigh_labels(labels, weights, ignore_index, scores.dtype)
     losses = tf.nn.sparse_softmax_cross_entropy_with_logits(known, channels_last(scores))
-    return _reduced(losses, weight, reduction)
+    return _reduce(losses, weight, reduction)
 
 
 @operators.define("NegativeLogLikelihoodLoss")
@@ -29,12 +29,12 @@ def _negative_log_likelihood(logarithms, labels, weights=None, *, ignore_index, 
 
 
 def negative_log_likelihood(logarithms, labels, weights, ignore_index, reduction):
-    known, weight = _weighted(labels, weights, ignore_index, logarithms.dtype)
+    known, weight = _weigh_labels(labels, weights, ignore_index, logarithms.dtype)
     losses = -tf.gather(channels_last(logarithms), known, batch_dims=labels.shape.rank)
-    return _reduced(losses, weight, reduction)
+    return _reduce(losses, weight, reduction)
 
 
-def _weighted(labels, weights, ignore_index, dtype):
+def _weigh_labels(labels, weights, ignore_index, dtype):
     """Labels, 0 for those that are ignored, and the weight of each, which then is 0; None if all are 1."""
     if ignore_index is None:
         return labels, None if weights is None else tf.gather(weights, labels)
@@ -45,7 +45,7 @@ def _weighted(labels, weights, ignore_index, dtype):
     )
 
 
-def _reduced(losses, weight, reduction):
+def _reduce(losses, weight, reduction):
     losses = losses if weight is None else losses * weight
     if reduction == "none":
         return losses

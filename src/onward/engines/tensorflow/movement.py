@@ -8,7 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 from onward.engines.framework import Operators
-from onward.engines.tensorflow.tensors import computed_as, dtype_of, on_host, sizes
+from onward.engines.tensorflow.tensors import compute_as, dtype_of, on_host, sizes
 
 operators = Operators()
 
@@ -74,7 +74,7 @@ def slice_(x, starts, ends, axes=None, steps=None):
 
 operators(
     Expand=lambda x, shape: tf.broadcast_to(x, np.broadcast_shapes(x.shape, tuple(shape.tolist()))),
-    Tile=lambda x, repeats: computed_as(tf.tile, {tf.uint16: tf.int32})(x, repeats),
+    Tile=lambda x, repeats: compute_as(tf.tile, {tf.uint16: tf.int32})(x, repeats),
 )
 
 

@@ -13,7 +13,7 @@ from onward.engines.tensorflow.tensors import dtype_of, sizes, wide
 operators = Operators()
 
 
-def _standardised(x, axes, epsilon):
+def _standardise(x, axes, epsilon):
     """The mean, the inverse of the deviation, and x standardised."""
     mean = tf.reduce_mean(x, axes, keepdims=True)
     centred = x - mean
@@ -41,7 +41,7 @@ def batch_normalization(x, scale, bias, mean, variance, *, epsilon, momentum, tr
 @operators.define("LayerNormalization")
 def layer_normalization(x, scale, bias=None, *, axis, epsilon, stash_type):
     axes = list(range(axis % x.shape.rank, x.shape.rank))
-    mean, inverse, normal = _standardised(wide(x), axes, epsilon)
+    mean, inverse, normal = _standardise(wide(x), axes, epsilon)
     y = tf.cast(normal, x.dtype) * scale
     stash = dtype_of(stash_type)
     return y if bias is None else y + bias, tf.cast(mean, stash), tf.cast(inverse, stash)
@@ -58,12 +58,12 @@ def rms_normalization(x, scale, *, axis, epsilon):
 def group_normalization(x, scale, bias, *, epsilon, num_groups):
     image = sizes(x, 1)
     groups = tf.reshape(wide(x), [-1, num_groups, math.prod(image) // num_groups])
-    normal = tf.reshape(_standardised(groups, [2], epsilon)[2], [-1, *image])
+    normal = tf.reshape(_standardise(groups, [2], epsilon)[2], [-1, *image])
     return tf.cast(normal, x.dtype) * per_channel(scale, x.shape.rank - 2) + per_channel(bias, x.shape.rank - 2)
 
 
 @operators.define("InstanceNormalization")
 def instance_normalization(x, scale, bias, *, epsilon):
     rank = x.shape.rank - 2
-    normal = _standardised(wide(x), list(range(2, x.shape.rank)), epsilon)[2]
+    normal = _standardise(wide(x), list(range(2, x.shape.rank)), epsilon)[2]
     return tf.cast(normal, x.dtype) * per_channel(scale, rank) + per_channel(bias, rank)

@@ -44,13 +44,13 @@ def _window(x, kernel, auto_pad, ceil_mode, dilations, pads, strides):
 
 def _native(pool, x, window, filling):
     """A pooling function of TensorFlow, on an image that is filled up on all sides."""
-    last, kernel, strides = channels_last(_filled(x, window, filling)), window.kernel, window.strides
+    last, kernel, strides = channels_last(_fill_around(x, window, filling)), window.kernel, window.strides
     if len(kernel) == 1:
         return channels_first(pool(last[:, None], [1, *kernel], [1, *strides], "VALID")[:, 0])
     return channels_first(pool(last, kernel, strides, "VALID"))
 
 
-def _filled(x, window, filling):
+def _fill_around(x, window, filling):
     widths = [(0, 0), (0, 0), *window.filled]
     return tf.pad(x, widths, constant_values=tf.cast(filling, x.dtype)) if np.any(widths) else x
 
@@ -62,7 +62,7 @@ def _has_kernel(x, window):
 
 def _taken_apart(x, window, filling):
     """The elements of each window side by side: [N, C, windows..., elements]."""
-    rank, y = len(window.kernel), _filled(x, window, filling)
+    rank, y = len(window.kernel), _fill_around(x, window, filling)
     for axis, places in enumerate(window.places(x.shape[2:])):
         y = tf.gather(y, places, axis=2 + 2 * axis)
     y = tf.transpose(y, [0, 1, *range(2, 2 + 2 * rank, 2), *range(3, 3 + 2 * rank, 2)])

@@ -16,7 +16,7 @@ from onward.engines.tensorflow.tensors import dtype_of, on_host, sizes, wide
 operators = Operators()
 
 
-def _spread(scale, x, axis, block_size):
+def _broadcast_parameter(scale, x, axis, block_size):
     """Scales or zero points in a shape that broadcasts with x: one number, one per index of an axis, or per block."""
     if scale.shape.rank == 0 or scale.shape.num_elements() == 1:
         return tf.reshape(scale, [])
@@ -35,10 +35,10 @@ def quantize_linear(x, scale, zero=None, *, axis, block_size, output_dtype, prec
         attributes = {"axis": axis, "block_size": block_size, "output_dtype": output_dtype}
         return on_host("QuantizeLinear")(x, scale, zero, precision=precision, saturate=saturate, **attributes)
     kind = dtype_of(precision) if precision else scale.dtype
-    divided = wide(tf.cast(x, kind) / tf.cast(_spread(scale, x, axis, block_size), kind))
+    divided = wide(tf.cast(x, kind) / tf.cast(_broadcast_parameter(scale, x, axis, block_size), kind))
     levels = divided + tf.stop_gradient(tf.round(divided) - divided)
     if zero is not None:
-        levels += tf.cast(_spread(zero, x, axis, block_size), levels.dtype)
+        levels += tf.cast(_broadcast_parameter(zero, x, axis, block_size), levels.dtype)
     levels = tf.minimum(tf.maximum(levels, dtype.min), dtype.max)
     quantized = tf.cast(levels, dtype)
     quantized.levels = levels
@@ -51,5 +51,5 @@ def dequantize_linear(x, scale, zero=None, *, axis, block_size, output_dtype):
     levels = getattr(x, "levels", None)
     levels = tf.cast(x, tf.int32) if levels is None else levels
     if zero is not None:
-        levels -= tf.cast(_spread(zero, x, axis, block_size), levels.dtype)
-    return tf.cast(levels, dtype) * tf.cast(_spread(scale, x, axis, block_size), dtype)
+        levels -= tf.cast(_broadcast_parameter(zero, x, axis, block_size), levels.dtype)
+    return tf.cast(levels, dtype) * tf.cast(_broadcast_parameter(scale, x, axis, block_size), dtype)

@@ -110,14 +110,14 @@ def cumulative_product(x, axis, *, exclusive, reverse):
     """The product of ever longer pieces. TensorFlow's own has a derivative that is wrong at zeros."""
     place = axis.item() % x.shape.rank
     y = tf.reverse(x, [place]) if reverse else x
-    y = _moved(y, 1, place) if exclusive else y
+    y = _shift_along(y, 1, place) if exclusive else y
     step = 1
     while step < x.shape[place]:
-        y, step = y * _moved(y, step, place), 2 * step
+        y, step = y * _shift_along(y, step, place), 2 * step
     return tf.reverse(y, [place]) if reverse else y
 
 
-def _moved(x, step, axis):
+def _shift_along(x, step, axis):
     """Further along an axis, with ones at its beginning."""
     size = x.shape[axis]
     kept = tf.gather(x, range(max(size - step, 0)), axis=axis)
@@ -127,17 +127,17 @@ def _moved(x, step, axis):
 @operators.define("TopK")
 def top_k(x, k, *, axis, largest, sorted):
     """Of elements that tie the one with the lower index comes first."""
-    last = _swapped(x, axis)
+    last = _swap_with_last(x, axis)
     order = last if largest else _reversed_order(last)
     places = tf.math.top_k(order, k.item(), bool(sorted), index_type=tf.int64).indices
-    return tuple(_swapped(y, axis) for y in (tf.gather(last, places, batch_dims=x.shape.rank - 1), places))
+    return tuple(_swap_with_last(y, axis) for y in (tf.gather(last, places, batch_dims=x.shape.rank - 1), places))
 
 
 def _reversed_order(x):
     return tf.bitwise.invert(x) if x.dtype.is_integer else -x
 
 
-def _swapped(x, axis):
+def _swap_with_last(x, axis):
     """With `axis` and the last axis in each other's place."""
     order = list(range(x.shape.rank))
     order[axis], order[-1] = order[-1], order[axis]

@@ -28,7 +28,7 @@ def dtype_of(number: int) -> tf.DType | None:
     return tf.as_dtype(dtype.numpy()) if dtype != ir.DataType.STRING and dtype.numpy() in TYPES else None
 
 
-def fetched(x: Any) -> np.ndarray:
+def to_numpy(x: Any) -> np.ndarray:
     """A tensor as an array."""
     if tf.is_symbolic_tensor(x):
         raise NotOnHost
@@ -41,7 +41,7 @@ def on_host(operator: str) -> Function:
 
     @functools.wraps(function)
     def compute(*inputs, **attributes):
-        return function(*(None if x is None else fetched(x) for x in inputs), **attributes)
+        return function(*(None if x is None else to_numpy(x) for x in inputs), **attributes)
 
     return compute
 
@@ -50,7 +50,7 @@ def scalar(number: float, like: tf.Tensor) -> tf.Tensor:
     return tf.constant(number, like.dtype)
 
 
-def computed_as(function: Function, wider: dict[tf.DType, tf.DType]) -> Function:
+def compute_as(function: Function, wider: dict[tf.DType, tf.DType]) -> Function:
     """A function whose inputs of some types are cast, and its results cast back."""
 
     @functools.wraps(function)

@@ -65,11 +65,11 @@ class Compiled:
                 traced = _Traced(self._step, *given)
                 return traced.compiled(), traced.device
             except (ImportError, OSError, InductorError) as error:
-                if not _forgotten(error):
+                if not _is_torn_library(error):
                     raise
 
 
-def _forgotten(error: Exception) -> bool:
+def _is_torn_library(error: Exception) -> bool:
     """Whether a library could not be loaded and is there no more: a compiler that was killed leaves empty ones."""
     found = re.search(r"(\S+\.(?:so|dylib|pyd)): ", str(error))
     library = Path(found[1]) if found else None
@@ -84,7 +84,7 @@ class _Traced:
     """What a step does, as a graph of PyTorch's operators."""
 
     def __init__(self, step: Step, state: Tensors, constants: Tensors, batch: Tensors):
-        self._inputs = _signed(*state.values(), *constants.values(), *batch.values())
+        self._inputs = _as_signed(*state.values(), *constants.values(), *batch.values())
         self.device = self._inputs[0].device
         self._in_half = _updates_in_half(state)
 
@@ -99,8 +99,8 @@ class _Traced:
             self._shown = [(name, value.dtype) for name, value in shown.items()]
             for name, old in zip(state, tensors, strict=False):
                 if name in new and new[name] is not parts[0][name]:
-                    old.copy_(*_signed(new[name]))
-            return _signed(*shown.values())
+                    old.copy_(*_as_signed(new[name]))
+            return _as_signed(*shown.values())
 
         with enable_python_dispatcher():  # which takes operators apart as the compiler wants them
             self._graph = make_fx(run, tracing_mode="fake", _allow_non_fake_inputs=True)(*self._inputs)
@@ -115,7 +115,7 @@ class _Traced:
         shown, known = self._shown, self._known
 
         def run(state: Tensors, constants: Tensors, batch: Tensors) -> tuple[Tensors, dict[str, Any]]:
-            inputs = _signed(*state.values(), *constants.values(), *batch.values())
+            inputs = _as_signed(*state.values(), *constants.values(), *batch.values())
             outputs = call(*inputs, *first(*inputs))
             return {}, known | {name: x.view(dtype) for (name, dtype), x in zip(shown, outputs, strict=False)}
 
@@ -182,7 +182,7 @@ class _Recording:
         return moved, {name: x.clone() if torch.is_tensor(x) else x for name, x in self._results.items()}
 
 
-def _signed(*tensors: torch.Tensor) -> list[torch.Tensor]:
+def _as_signed(*tensors: torch.Tensor) -> list[torch.Tensor]:
     """As types that the compiler has: int32 in place of uint32, and the like."""
     return [tensor.view(SAME_BITS[tensor.dtype]) if tensor.dtype in SAME_BITS else tensor for tensor in tensors]
 
@@ -196,7 +196,7 @@ def _merge_views(graph: fx.GraphModule) -> None:
     types: dict[fx.Node, torch.dtype] = {}
     for node in graph.graph.nodes:
         if node.op == "get_attr":
-            (constant,) = _signed(getattr(graph, node.target))
+            (constant,) = _as_signed(getattr(graph, node.target))
             setattr(graph, node.target, constant)
             types[node] = constant.dtype
         elif node.target is as_type:

@@ -14,7 +14,7 @@ _CONVOLUTIONS = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 _TRANSPOSED = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
 
 
-def padded(x, amounts, value=0.0):
+def pad(x, amounts, value=0.0):
     """With (before, after) more along the spatial axes; fewer where these are negative."""
     flat = [amount for pair in reversed(amounts) for amount in pair]
     return F.pad(x, flat, value=value) if any(flat) else x
@@ -28,7 +28,7 @@ def conv(x, w, b=None, *, auto_pad, dilations, group, kernel_shape, pads, stride
     if all(before == after for before, after in amounts):
         before = [before for before, _ in amounts]
     else:
-        x, before = padded(x, amounts), [0] * rank
+        x, before = pad(x, amounts), [0] * rank
     if rank == 2:  # the layout for which there are the better kernels
         x, w = (tensor.contiguous(memory_format=torch.channels_last) for tensor in (x, w))
     return _CONVOLUTIONS[rank](x, w, b, strides, before, dilations, group)
@@ -46,5 +46,5 @@ def conv_transpose(
         before = [before for before, _ in amounts]
         return _TRANSPOSED[rank](x, w, b, strides, before, more, group, dilations)
     y = _TRANSPOSED[rank](x, w, None, strides, 0, 0, group, dilations)
-    y = padded(y, [(-before, m - after) for (before, after), m in zip(amounts, more, strict=True)])
+    y = pad(y, [(-before, m - after) for (before, after), m in zip(amounts, more, strict=True)])
     return y if b is None else y + b.reshape(-1, *[1] * rank)

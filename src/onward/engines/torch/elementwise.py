@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from onward.engines.framework import Operators
-from onward.engines.torch.types import CODES, FLOAT8, TYPES, by_bits, in_int64, narrowed, on_numpy, widened
+from onward.engines.torch.types import CODES, FLOAT8, TYPES, by_bits, in_int64, narrow, on_numpy, widen
 
 operators = Operators()
 operators(
@@ -113,11 +113,11 @@ def bit_shift(x, y, *, direction):
     if x.dtype == torch.uint32 and isinstance(y, np.ndarray) and direction == "RIGHT":  # as random numbers need it
         mask = (1 << 32 - y.item()) - 1
         return ((x.view(torch.int32) >> y.item()) & mask).view(x.dtype) if y else x
-    return _shifted(x, y, direction=direction)
+    return _shift(x, y, direction=direction)
 
 
 @in_int64
-def _shifted(x, y, *, direction):
+def _shift(x, y, *, direction):
     return x << y if direction == "LEFT" else x >> y
 
 
@@ -135,8 +135,8 @@ def cast(x, *, to, saturate=1, round_mode="up"):
         x = (x if x.is_floating_point() else x.float()).clamp(-largest, largest)
     elif dtype == torch.float8_e4m3fn:  # which PyTorch saturates; 464 is where rounding leads out of range
         x = torch.where(x.abs() > 464, torch.nan, x)
-    x = widened(x)
-    return narrowed(x.long(), dtype) if dtype in (torch.uint16, torch.uint32) else x.to(dtype)
+    x = widen(x)
+    return narrow(x.long(), dtype) if dtype in (torch.uint16, torch.uint32) else x.to(dtype)
 
 
 @operators.define("CastLike")

@@ -17,24 +17,24 @@ operators = Operators()
 def resize(x, along, extrapolation_value, mode):
     y = x if x.is_floating_point() or mode == "nearest" else x.float()
     for axis, matrix, outside, picks in along:
-        y = _picked(y, matrix.argmax(1), axis) if picks else _weighted(y, matrix, axis)
+        y = _pick(y, matrix.argmax(1), axis) if picks else _weigh(y, matrix, axis)
         if outside.any():
             beyond = torch.from_numpy(outside).to(x.device).reshape([-1 if i == axis else 1 for i in range(y.ndim)])
             y = torch.where(beyond, extrapolation_value, y)
     return y if x.dtype == y.dtype else y.round().to(x.dtype)
 
 
-def _picked(x, places, axis):
+def _pick(x, places, axis):
     return x.index_select(axis, torch.from_numpy(places).to(x.device))
 
 
-def _weighted(x, matrix, axis):
+def _weigh(x, matrix, axis):
     """The product with a matrix, of which few elements are not zero."""
     count = (matrix != 0).sum(1).max()
     places = np.argsort(matrix == 0, axis=1, kind="stable")[:, :count]
     weights = torch.from_numpy(np.take_along_axis(matrix, places, 1)).to(x)
     shape = [-1 if i == axis else 1 for i in range(x.ndim)]
-    return sum(_picked(x, places[:, i], axis) * weights[:, i].reshape(shape) for i in range(count))
+    return sum(_pick(x, places[:, i], axis) * weights[:, i].reshape(shape) for i in range(count))
 
 
 _MODES = {"linear": "bilinear", "nearest": "nearest", "cubic": "bicubic"}

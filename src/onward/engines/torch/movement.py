@@ -71,13 +71,13 @@ def slices(x, starts, ends, axes=None, steps=None):
     axes = range(len(starts)) if axes is None else axes.tolist()
     steps = [1] * len(starts) if steps is None else steps.tolist()
     for start, end, axis, step in zip(starts.tolist(), ends.tolist(), axes, steps, strict=True):
-        x = _sliced(x, range(*slice(start, end, step).indices(x.shape[axis])), axis)
+        x = _slice(x, range(*slice(start, end, step).indices(x.shape[axis])), axis)
     return x
 
 
-def _sliced(x, places, axis):
+def _slice(x, places, axis):
     if places.step < 0:
-        return _sliced(x, places[::-1], axis).flip(axis)
+        return _slice(x, places[::-1], axis).flip(axis)
     if not places:
         return x.narrow(axis, 0, 0)
     at = [slice(None)] * x.ndim

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from onward.engines.framework import Operators
 from onward.engines.shared.windows import counts, paddings, with_ceiling
-from onward.engines.torch.convolution import padded
+from onward.engines.torch.convolution import pad
 
 operators = Operators()
 
@@ -38,16 +38,16 @@ def max_pool(x, *, auto_pad, ceil_mode, dilations, kernel_shape, pads, storage_o
     pool, y = _MAX_POOLS[len(kernel_shape)], x if x.is_floating_point() else x.float()
     before = [before for before, _ in amounts]
     if not _takes(amounts, kernel_shape):
-        y, before = padded(y, amounts, -torch.inf), [0] * len(kernel_shape)
+        y, before = pad(y, amounts, -torch.inf), [0] * len(kernel_shape)
     if outputs == 1:
         return pool(y, kernel_shape, strides, before, dilations).to(x.dtype)
     sizes = y.shape[2:]
     y, places = pool(y, kernel_shape, strides, before, dilations, return_indices=True)
     shifts = [begin if size > old else 0 for (begin, _), size, old in zip(amounts, sizes, x.shape[2:], strict=True)]
-    return y.to(x.dtype), _counted(places, sizes, shifts, x.shape, storage_order)
+    return y.to(x.dtype), _flat_places(places, sizes, shifts, x.shape, storage_order)
 
 
-def _counted(places, sizes, shifts, shape, storage_order):
+def _flat_places(places, sizes, shifts, shape, storage_order):
     """Places in images of `sizes` as those in the whole tensor, without what was added to them."""
     positions = []
     for size, shift in zip(reversed(sizes), reversed(shifts), strict=True):
@@ -61,9 +61,9 @@ def _counted(places, sizes, shifts, shape, storage_order):
     return flat + planes * math.prod(shape[2:])
 
 
-def _summed(x, kernel, strides, dilations, amounts):
+def _sum_windows(x, kernel, strides, dilations, amounts):
     """The sums over windows, by a convolution with ones."""
-    flat = padded(x, amounts).flatten(0, 1).unsqueeze(1)
+    flat = pad(x, amounts).flatten(0, 1).unsqueeze(1)
     ones = x.new_ones(1, 1, *kernel)
     y = torch.convolution(flat, ones, None, strides, [0] * len(kernel), dilations, False, [0] * len(kernel), 1)
     return y.reshape(*x.shape[:2], *y.shape[2:])
@@ -79,13 +79,13 @@ def average_pool(x, *, auto_pad, ceil_mode, count_include_pad, dilations, kernel
     counted = asked if count_include_pad else [(0, 0)] * len(asked)
     along = map(counts, x.shape[2:], amounts, counted, kernel_shape, strides, dilations)
     number = functools.reduce(operator.mul, torch.meshgrid(*map(torch.from_numpy, along), indexing="ij"))
-    return _summed(x, kernel_shape, strides, dilations, amounts) / number.to(x)
+    return _sum_windows(x, kernel_shape, strides, dilations, amounts) / number.to(x)
 
 
 @operators.define("LpPool")
 def lp_pool(x, *, auto_pad, ceil_mode, dilations, kernel_shape, p, pads, strides):
     strides, dilations, amounts, _ = _slid(x, auto_pad, ceil_mode, kernel_shape, dilations, pads, strides)
-    return _summed(x.abs() ** p, kernel_shape, strides, dilations, amounts) ** (1 / p)
+    return _sum_windows(x.abs() ** p, kernel_shape, strides, dilations, amounts) ** (1 / p)
 
 
 def _globally(function):

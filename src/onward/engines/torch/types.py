@@ -117,18 +117,18 @@ def in_int64(function):
         dtype = next((x.dtype for x in inputs if isinstance(x, torch.Tensor) and x.dtype in _MASKS), None)
         if dtype is None:
             return function(*map(_number, inputs), **attributes)
-        result = function(*(widened(x) if isinstance(x, torch.Tensor) else _number(x) for x in inputs), **attributes)
-        return narrowed(result, dtype) if result.dtype == torch.int64 else result
+        result = function(*(widen(x) if isinstance(x, torch.Tensor) else _number(x) for x in inputs), **attributes)
+        return narrow(result, dtype) if result.dtype == torch.int64 else result
 
     return call
 
 
-def widened(x: torch.Tensor) -> torch.Tensor:
+def widen(x: torch.Tensor) -> torch.Tensor:
     """uint16 and uint32 as int64."""
     return x.view(SAME_BITS[x.dtype]).long() & _MASKS[x.dtype] if x.dtype in _MASKS else x
 
 
-def narrowed(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def narrow(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The lower bits of integers, as uint16 or uint32."""
     return x.to(SAME_BITS[dtype]).view(dtype)
 

@@ -109,7 +109,7 @@ class Picture:
         source = self._made_by.get(value) if value is not None else None
         if value is not None and source is not None and source != target:
             names = self.edges.setdefault((source, target), [])
-            names += [text] if (text := _typed(value)) not in names else []
+            names += [text] if (text := _type_of(value)) not in names else []
 
     def _connect(self) -> None:
         for target, nodes in self._nodes.items():
@@ -140,10 +140,10 @@ def _is_constant(node: ir.Node) -> bool:
 
 def _port_block(kind: str, value: ir.Value) -> Block:
     of = port(value)
-    return Block(kind, of.name, [("", f"{of.type} {shape(of.shape)}")], [_typed(value)])
+    return Block(kind, of.name, [("", f"{of.type} {shape(of.shape)}")], [_type_of(value)])
 
 
-def _typed(value: ir.Value) -> str:
+def _type_of(value: ir.Value) -> str:
     of = port(value)
     return f"{of.name}: {of.type} {shape(of.shape)}"
 
@@ -151,7 +151,7 @@ def _typed(value: ir.Value) -> str:
 def _node_notes(nodes: Sequence[ir.Node]) -> list[str]:
     notes = []
     for node in nodes[:_MOST_NODES_NAMED]:
-        outputs = ", ".join(_typed(value) for value in node.outputs if value.name)
+        outputs = ", ".join(_type_of(value) for value in node.outputs if value.name)
         notes.append(f"{operator_name(node)} {node.name or ''} -> {outputs}")
     more = len(nodes) - _MOST_NODES_NAMED
     return [*notes, f"and {quantity(more, 'more node')}"] if more > 0 else notes

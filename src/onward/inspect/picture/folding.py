@@ -120,14 +120,14 @@ class Algorithm:
         needed, _ = ancestors(v for v in differentiated_values(self.model, self.step).values() if v is not None)
         found: dict[ir.Node, Purpose] = {}
         for node in reversed(self.nodes):
-            depends = _joined(sources, node.outputs)
+            depends = _join_bits(sources, node.outputs)
             reader = next((use.node for value in node.outputs for use in value.uses() if use.node in found), None)
             if not depends and reader is not None:  # a constant is for what reads it first
                 found[node] = found[reader]
             elif is_gradient(node):
                 found[node] = "gradient", 0
             else:
-                found[node] = _purpose(node, depends, _joined(readers, node.outputs), node in needed)
+                found[node] = _purpose(node, depends, _join_bits(readers, node.outputs), node in needed)
         return {node: found[node] for node in self.nodes}
 
     def _sources(self) -> dict[ir.Value, int]:
@@ -136,7 +136,7 @@ class Algorithm:
         roles |= dict.fromkeys(("parameter", "statistics"), 0)
         bits |= {state.value: roles.get(state.role, _STATE) for state in self._states}
         for node in (*self.model.graph, *self.nodes):
-            own = _GRADIENT if is_gradient(node) else _joined(bits, map(self.resolve, read_by(node)))
+            own = _GRADIENT if is_gradient(node) else _join_bits(bits, map(self.resolve, read_by(node)))
             bits |= dict.fromkeys(node.outputs, own)
         return bits
 
@@ -147,7 +147,7 @@ class Algorithm:
         for name, value in self.new_state().items():
             bits[value] = bits.get(value, 0) | own.get(name, 0)
         for node in reversed(self.nodes):
-            joined = _joined(bits, node.outputs)
+            joined = _join_bits(bits, node.outputs)
             for value in map(self.resolve, read_by(node)):
                 bits[value] = bits.get(value, 0) | joined
         return bits
@@ -177,7 +177,7 @@ def _bit(state: State, group_of: dict[str, int]) -> int:
     return _FIRST_GROUP << group_of[owner] if owner in group_of else 0
 
 
-def _joined(bits: dict[ir.Value, int], values: Iterable[ir.Value]) -> int:
+def _join_bits(bits: dict[ir.Value, int], values: Iterable[ir.Value]) -> int:
     joined = 0
     for value in values:
         joined |= bits.get(value, 0)

@@ -45,7 +45,7 @@ def arrange(sizes: Sequence[Point], edges: Iterable[Edge]) -> Layout:
     layers = [
         [item for item, own in enumerate(layer_of) if own == layer] for layer in range(max(layer_of, default=-1) + 1)
     ]
-    xs = _columns(_ordered(layers, near), near, half, len(sizes))
+    xs = _columns(_order_layers(layers, near), near, half, len(sizes))
     left = min((x - width for x, width in zip(xs, half, strict=True)), default=0.0)
     xs = [x - left for x in xs]
     heights = [max((sizes[item][1] for item in layer if item < len(sizes)), default=0.0) for layer in layers]
@@ -85,7 +85,7 @@ def _layers(count: int, edges: Sequence[Edge]) -> list[int]:
     return layers
 
 
-def _ordered(layers: list[list[int]], near: Sequence[Sequence[int]]) -> list[list[int]]:
+def _order_layers(layers: list[list[int]], near: Sequence[Sequence[int]]) -> list[list[int]]:
     """Each layer in an order in which few edges cross: by the mean of where neighbours are, downwards and upwards."""
     best, fewest = layers, _crossings(layers, near)
     place = {item: i for layer in layers for i, item in enumerate(layer)}

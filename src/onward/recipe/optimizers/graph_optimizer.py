@@ -20,7 +20,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onward.build import Builder, Names
-from onward.errors import RecipeError, listed
+from onward.errors import RecipeError, list_names
 from onward.model import Model
 from onward.model.core import values
 from onward.model.walk import graphs_in
@@ -91,7 +91,7 @@ class FunctionOptimizer:
         missing = [name for name in targets if name not in made.parameters]
         others = [name for name in made.parameters if name not in targets]
         if missing or others:
-            what = f"does not update {listed(missing, 3)}" if missing else f"is for {listed(others, 3)}, too"
+            what = f"does not update {list_names(missing, 3)}" if missing else f"is for {list_names(others, 3)}, too"
             raise RecipeError(
                 f"the optimizer `{self.name}` {what}",
                 hint="give it the parameters that it was made for, no more and no less: `groups`, `trainable`",

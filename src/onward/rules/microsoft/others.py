@@ -45,7 +45,7 @@ no_gradient("the result is made of integers", "MatMulInteger16", "MulInteger", "
     "AveragePool", "Conv", "GlobalAveragePool", "GlobalMaxPool", "MaxPool", "ReorderInput", "ReorderOutput",
     "Upsample", domain="com.microsoft.nchwc",
 )  # fmt: skip
-def blocked(op, *inputs, node):
+def refuse_gradient(op, *inputs, node):
     raise UnsupportedError(
         f"`{node.op_type}` (node `{node.name}`) works on blocks of channels: ONNX Runtime optimised this file for one "
         "kind of processor",

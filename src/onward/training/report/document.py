@@ -102,22 +102,20 @@ def _sections(
     if drawn["histograms"]:
         yield _section("Weights by layer, over time", *_histograms(drawn["histograms"]))
     if any(history.validation.values()):
-        yield _folded("Epochs and validation, in numbers", _validation(history))
+        yield _fold("Epochs and validation, in numbers", _validation(history))
     if history.events:
         yield _section("Events", _events(history))
     if summary is not None and summary.weights:
-        yield _folded(f"Parameters: {quantity(len(summary.weights), 'tensor')}", _parameters(summary))
+        yield _fold(f"Parameters: {quantity(len(summary.weights), 'tensor')}", _parameters(summary))
     if config:
-        yield _folded(
-            "Configuration", tag("dl", *(_fact(str(k), setting(v)) for k, v in config.items()), class_="facts")
-        )
+        yield _fold("Configuration", tag("dl", *(_fact(str(k), setting(v)) for k, v in config.items()), class_="facts"))
 
 
 def _section(title: str, *content: Markup) -> Markup:
     return tag("section", tag("h2", title), *content)
 
 
-def _folded(title: str, content: Markup) -> Markup:
+def _fold(title: str, content: Markup) -> Markup:
     return tag("section", tag("details", tag("summary", tag("h2", title)), content, class_="panel"))
 
 

@@ -14,7 +14,7 @@ from onward.convert.jax.source.printer import Printer
 from onward.convert.jax.source.spelling import Spelling
 from onward.convert.program.audit import audit_program
 from onward.convert.program.layout import arrange_imports, break_lines
-from onward.convert.program.names import docstring, quoted
+from onward.convert.program.names import docstring, quote
 from onward.convert.program.own_source import OwnSource
 from onward.model import Model
 from onward.model.state import STEP
@@ -43,11 +43,11 @@ def write_program(parts: Parts, params: Mapping[str, Any], name: str) -> Program
         "the model": break_lines(f"{loss}\n\n\n{apply}"),
         "updates that optax does not have": break_lines("\n\n\n".join(spelling.functions)),
         "what these call": "\n\n\n".join(printer.own.texts()),
-        "": f"constants = read(HERE / {quoted(CONSTANTS)})" if printer.constants else "",
+        "": f"constants = read(HERE / {quote(CONSTANTS)})" if printer.constants else "",
     }
     imports = arrange_imports([*printer.own.imports(), *_IMPORTS])
     written = [f"{_title(title)}\n\n\n{text}" if title else text for title, text in sections.items() if text]
-    said = docstring(_DOCSTRING.format(name=name, batch=", ".join(f"{quoted(key)}: ..." for key in batch)))
+    said = docstring(_DOCSTRING.format(name=name, batch=", ".join(f"{quote(key)}: ..." for key in batch)))
     head = f"{said}\n\n{imports}\n\nHERE = Path(__file__).parent"
     source = "\n\n".join([head, *(f"{text}\n" for text in written)])
     return Program(audit_program(source, ["jax", "optax"]), printer.constants)
@@ -78,16 +78,16 @@ def _batch(parts: Parts) -> list[str]:
 # ---- the model -------------------------------------------------------------------------------------------------------
 
 
-def _given(parts: Parts, model: Model, fed: str) -> tuple[list[str], dict[str, str]]:
+def _take_inputs(parts: Parts, model: Model, fed: str) -> tuple[list[str], dict[str, str]]:
     """Statements that take what a model is fed, and the expressions for all its inputs."""
     kinds, types, lines, given = parts.kinds, types_of(model), [], {}
     own = variables(name for name in types if name not in kinds)
     for name, dtype in types.items():
         if name in kinds:
             place = "params" if kinds[name] == "params" else f'state["{kinds[name]}"]'
-            given[name] = f"{place}[{quoted(name)}]"
+            given[name] = f"{place}[{quote(name)}]"
         else:
-            place = 'state["step"]' if name == STEP else f"{fed}[{quoted(name)}]"
+            place = 'state["step"]' if name == STEP else f"{fed}[{quote(name)}]"
             given[name] = own[name]
             lines.append(f"{given[name]} = jnp.asarray({place}, {type_name(dtype)})")
     return lines, given
@@ -96,9 +96,9 @@ def _given(parts: Parts, model: Model, fed: str) -> tuple[list[str], dict[str, s
 def _loss(parts: Parts, printer: Printer) -> str:
     model, contract = parts.forward()
     assert contract.loss is not None
-    taken, given = _given(parts, model, "batch")
+    taken, given = _take_inputs(parts, model, "batch")
     kinds = parts.kinds
-    stores = {output: f"{kinds[name]}[{quoted(name)}]" for name, output in contract.update.items()}
+    stores = {output: f"{kinds[name]}[{quote(name)}]" for name, output in contract.update.items()}
     lines, results = printer.body(model, given, stores)
     metrics = {"loss": results[contract.loss]}
     metrics |= {name: results[name] for name in contract.metrics if name != contract.loss}
@@ -115,7 +115,7 @@ def _loss(parts: Parts, printer: Printer) -> str:
 
 def _apply(parts: Parts, printer: Printer) -> str:
     model = parts.inference()
-    taken, given = _given(parts, model, "inputs")
+    taken, given = _take_inputs(parts, model, "inputs")
     lines, results = printer.body(model, given)
     body = ['params = state["params"]', *taken, *lines, f"return {{{pairs(results)}}}"]
     return _function("apply(state, inputs)", "The outputs of the model, as inference computes them.", body)
@@ -133,7 +133,7 @@ def _run(parts: Parts, optimizer: str) -> str:
     recipe = parts.run.recipe
     accumulates = int(recipe.get("accumulate", 1)) > 1
     count = "opt_state.gradient_step" if accumulates else 'state["step"] + 1'
-    kinds = ", ".join(map(quoted, ["params", "statistics", "random", *(["ema"] if "ema" in recipe else [])]))
+    kinds = ", ".join(map(quote, ["params", "statistics", "random", *(["ema"] if "ema" in recipe else [])]))
     averages = _AVERAGES.format(decay=float(recipe["ema"])) if "ema" in recipe else ""
     return _STEP.format(optimizer=optimizer, count=count, averages=averages, kinds=f"({kinds})", state=STATE)
 

@@ -10,7 +10,7 @@ import numpy as np
 from onward.convert.jax.source.literals import plain_type
 from onward.convert.program.calls import Step, Value, step_result
 from onward.convert.program.expressions import Expression
-from onward.convert.program.sizes import listed
+from onward.convert.program.sizes import as_lists
 
 
 class Given(NamedTuple):
@@ -81,7 +81,7 @@ def _by_places(function: str) -> Form:
 def _reshape(given: Given) -> Step | None:
     if given.arrays[1] is None or not given.arrays[1].size:
         return None
-    sizes = listed(given.arrays[1])
+    sizes = as_lists(given.arrays[1])
     if not given.attributes["allowzero"] and any(isinstance(size, int) and size == 0 for size in sizes):
         if given.shape is None:
             return None
@@ -115,7 +115,7 @@ def _slice(given: Given) -> Step | Value | None:
     """As Python has it, if it goes forward."""
     if given.shape is None or any(array is None for array in given.arrays[1:]):
         return None
-    starts, ends, *rest = (listed(array) for array in given.arrays[1:])
+    starts, ends, *rest = (as_lists(array) for array in given.arrays[1:])
     axes = rest[0] if rest else range(len(starts))
     steps = rest[1] if len(rest) > 1 else [1] * len(starts)
     if not all(isinstance(step, int) and step > 0 for step in steps):

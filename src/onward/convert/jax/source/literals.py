@@ -9,7 +9,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onward.convert.program import literals, names
-from onward.convert.program.names import Identifiers, quoted
+from onward.convert.program.names import Identifiers, quote
 
 MENTIONED = (
     "np", "jnp", "jax", "lax", "params", "state", "batch", "inputs", "gradients", "lr", "t", "constants", "at_once",
@@ -35,7 +35,7 @@ def variables(names: Iterable[str]) -> dict[str, str]:
 
 def pairs(values: Mapping[str, str]) -> str:
     """The inside of a dictionary."""
-    return ", ".join(f"{quoted(name)}: {text}" for name, text in values.items())
+    return ", ".join(f"{quote(name)}: {text}" for name, text in values.items())
 
 
 def literal(array: np.ndarray) -> str | None:
@@ -87,11 +87,11 @@ def attribute(name: str, value: Any) -> str:
     if isinstance(value, np.ndarray):
         return f"np.array({write_literal(value)}, {type_name(value.dtype)})"
     if name in _NAME_A_TYPE and isinstance(value, int) and value:
-        return quoted(str(ir.DataType(value).numpy()))
+        return quote(str(ir.DataType(value).numpy()))
     return write_literal(list(value) if isinstance(value, tuple) else value)
 
 
-def declared(value: ir.Value) -> str:
+def type_literal(value: ir.Value) -> str:
     """Type and shape of a value, with None for what is not known."""
     sizes = None if value.shape is None else [size if isinstance(size, int) else None for size in value.shape]
-    return f"({None if value.dtype is None else quoted(str(value.dtype.numpy()))}, {sizes})"
+    return f"({None if value.dtype is None else quote(str(value.dtype.numpy()))}, {sizes})"

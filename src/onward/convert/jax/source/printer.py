@@ -14,7 +14,7 @@ from onnx import defs
 
 from onward.build import Names
 from onward.convert.jax.source.forms import Given, short_form
-from onward.convert.jax.source.literals import MENTIONED, attribute, declared, identifier, literal
+from onward.convert.jax.source.literals import MENTIONED, attribute, identifier, literal, type_literal
 from onward.convert.jax.source.operators import defaults, define, is_optional, rows, short
 from onward.convert.jax.source.runtime import TYPES
 from onward.convert.program import expressions
@@ -22,9 +22,9 @@ from onward.convert.program.calls import Body, Step, Value, call_key, in_order, 
 from onward.convert.program.expressions import Expression, is_idle
 from onward.convert.program.literals import number
 from onward.convert.program.loops import fold_repeats
-from onward.convert.program.names import Identifiers, is_identifier, quoted
+from onward.convert.program.names import Identifiers, is_identifier, quote
 from onward.convert.program.own_source import OwnSource
-from onward.convert.program.sizes import Choices, Shaped, Size, Sizes, is_open, listed, on_host, vector
+from onward.convert.program.sizes import Choices, Shaped, Size, Sizes, as_lists, is_open, on_host, vector
 from onward.convert.program.statements import Statements
 from onward.engines.failures import is_ours
 from onward.engines.framework_engine import make_plan
@@ -105,10 +105,10 @@ class Printer:
             raise UnsupportedError(f"the constant `{name}` is of the type {array.dtype}, which a file cannot hold")
         for known, other in self.constants.items():
             if other is array:
-                return f"constants[{quoted(known)}]"
+                return f"constants[{quote(known)}]"
         fresh = self._stored.fresh(name or "constant")
         self.constants[fresh] = array
-        return f"constants[{quoted(fresh)}]"
+        return f"constants[{quote(fresh)}]"
 
 
 class JaxPrinter(expressions.Printer):
@@ -198,7 +198,7 @@ class _Recorder:
     def _placed(self, array: np.ndarray, name: str = "") -> Value:
         """An array as a part of the program."""
         if is_open(array):
-            return self._made(Step("np.array", [listed(array), Expression("np.int64")]))
+            return self._made(Step("np.array", [as_lists(array), Expression("np.int64")]))
         if id(array) not in self._constants:
             tensor = Shaped((array.shape, array.shape), str(array.dtype))
             self._constants[id(array)] = Value(array=array, name=name, tensor=tensor)
@@ -238,7 +238,7 @@ class _Recorder:
         if call.operator in ("Shape", "Size") and isinstance(given[0], Value) and given[0].tensor:
             sizes, attributes = self._sizes.of(given[0]), _attributes(call)
             whole = vector(sizes[attributes.get("start") or 0 : attributes.get("end")])
-            self._set(call, [whole if call.operator == "Shape" else _boxed(np.prod(whole))])
+            self._set(call, [whole if call.operator == "Shape" else _box(np.prod(whole))])
             return True
         if not given or call.on_host is None or call.graphs or call.operator in _DRAW:
             return False
@@ -324,9 +324,9 @@ class _Recorder:
                 *(
                     next(remaining)
                     if isinstance(x, Value)
-                    else _chosen(x, choice)
+                    else _choose_sizes(x, choice)
                     if i in hosted or x is None
-                    else jnp.asarray(_chosen(x, choice))
+                    else jnp.asarray(_choose_sizes(x, choice))
                     for i, x in enumerate(given)
                 )
             )
@@ -385,7 +385,7 @@ class _Recorder:
         outside = {step for value in [*self._values.values()] if isinstance(value, Value) for step in in_order([value])}
         outside |= {step for size in self._sizes.roles for step in in_order([size])}
         steps = [step for step in in_order(outputs) if step not in outside]
-        types = f"{{}}.types = [{', '.join(map(declared, plan.outputs))}]"
+        types = f"{{}}.types = [{', '.join(map(type_literal, plan.outputs))}]"
         return Body(list(arguments.values()), steps, outputs, types if call.operator == "Loop" else "")
 
 
@@ -401,7 +401,7 @@ def _shape_call(x: Value) -> tuple[str, list[Any]]:
     return ".shape", [x]
 
 
-def _boxed(size: Any) -> np.ndarray:
+def _box(size: Any) -> np.ndarray:
     return np.array(size, object) if isinstance(size, Size) else np.asarray(size)
 
 
@@ -429,7 +429,7 @@ def _is_certain(call: Call, given: Sequence[np.ndarray]) -> bool:
     return call.operator not in places or not any(map(is_open, given[1:] if call.operator != "Where" else given[:1]))
 
 
-def _chosen(array: Any, choice: int) -> Any:
+def _choose_sizes(array: Any, choice: int) -> Any:
     """An array in which sizes are numbers."""
     if not is_open(array):
         return array

@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from onward.engines.jax.elementwise import converted
-from onward.engines.jax.values import known
+from onward.engines.jax.elementwise import convert
+from onward.engines.jax.values import known_array
 
 # ---- arithmetic ------------------------------------------------------------------------------------------------------
 
@@ -49,7 +49,7 @@ def dtype_of(name):
 
 
 def cast(x, *, to, saturate=True, round_mode="up"):
-    return converted(x, dtype_of(to), saturate=saturate, round_mode=round_mode)
+    return convert(x, dtype_of(to), saturate=saturate, round_mode=round_mode)
 
 
 class Values:
@@ -62,7 +62,7 @@ class Values:
 
     @staticmethod
     def host(value):
-        return value if isinstance(value, np.ndarray) else known(value)
+        return value if isinstance(value, np.ndarray) else known_array(value)
 
     @staticmethod
     def place(value):
@@ -107,15 +107,15 @@ def write(arrays: Mapping[str, Any], path: str | Path) -> None:
             file.write(array.tobytes())
 
 
-def named(tree: Any) -> dict[str, Any]:
+def leaves_by_name(tree: Any) -> dict[str, Any]:
     """The leaves of a tree by their place in it: `opt_state/0/mu/fc1.weight`."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
 
 
-def filled(tree: Any, arrays: Mapping[str, Any]) -> Any:
+def fill_tree(tree: Any, arrays: Mapping[str, Any]) -> Any:
     """The same tree with arrays in place of its leaves, by name."""
-    leaves = [jnp.asarray(arrays[name], leaf.dtype) for name, leaf in named(tree).items()]
+    leaves = [jnp.asarray(arrays[name], leaf.dtype) for name, leaf in leaves_by_name(tree).items()]
     return jax.tree.unflatten(jax.tree.structure(tree), leaves)
 
 

@@ -13,7 +13,7 @@ from onward.convert.jax.executed import initial_state, places_of
 from onward.convert.jax.native import transformation
 from onward.convert.jax.source.literals import identifier, pairs, type_name, write_literal
 from onward.convert.jax.source.printer import Printer
-from onward.convert.program.names import Identifiers, quoted
+from onward.convert.program.names import Identifiers, quote
 from onward.convert.snapshot import Group, Snapshot
 from onward.recipe.optimizers import FunctionOptimizer
 from onward.recipe.optimizers.graph_optimizer import COUNT, RATE, gradient_of
@@ -43,8 +43,8 @@ class Spelling:
 
     def __getattr__(self, name: str) -> Callable[..., Text]:
         def made(*given: Any, **options: Any) -> Text:
-            keywords = (f"{key}={_written(value)}" for key, value in options.items())
-            return Text(f"optax.{name}({', '.join([*map(_written, given), *keywords])})")
+            keywords = (f"{key}={_write_value(value)}" for key, value in options.items())
+            return Text(f"optax.{name}({', '.join([*map(_write_value, given), *keywords])})")
 
         return made
 
@@ -73,14 +73,14 @@ class Spelling:
 
     def exact(self, group: Group, rate: Any) -> Text:
         rules = {name: self._rule(group.spec, sizes_of(self._params[name])) for name in group.parameters}
-        entries = [f"{quoted(name)}: ({slots}, {update})" for name, (slots, update) in rules.items()]
-        return Text(f"{self._printer.helper('transformation')}({{{', '.join(entries)}}}, {_written(rate)})")
+        entries = [f"{quote(name)}: ({slots}, {update})" for name, (slots, update) in rules.items()]
+        return Text(f"{self._printer.helper('transformation')}({{{', '.join(entries)}}}, {_write_value(rate)})")
 
     def executed(self, function: FunctionOptimizer, group: str, rate: Any) -> Text:
         names, places = function.parameters, places_of(function, group)
-        given = {name: f"params[{quoted(name)}]" for name in names}
-        given |= {gradient_of(name): f"gradients[{quoted(name)}]" for name in names}
-        given |= {name: f"state[{quoted(place)}]" for name, place in places.items()}
+        given = {name: f"params[{quote(name)}]" for name in names}
+        given |= {gradient_of(name): f"gradients[{quote(name)}]" for name in names}
+        given |= {name: f"state[{quote(place)}]" for name, place in places.items()}
         for value in function.inputs:
             if value.name in (RATE, COUNT) and value.dtype is not None:
                 given[value.name] = f"{value.name}.astype({type_name(value.dtype.numpy())})"
@@ -95,8 +95,8 @@ class Spelling:
         step = self._define(f"{kind}_update", _function(arguments, [*lines, f"return {{{new}}}, {{{kept}}}"]))
         starts = {places[name]: self._start(name, array) for name, array in initial_state(function).items()}
         begin = self._define(f"{kind}_state", _function([], [f"return {{{pairs(starts)}}}"]))
-        listed = ", ".join(map(quoted, names))
-        return Text(f"{self._printer.helper('joint')}([{listed}], {step}, {begin}, {_written(rate)})")
+        listed = ", ".join(map(quote, names))
+        return Text(f"{self._printer.helper('joint')}([{listed}], {step}, {begin}, {_write_value(rate)})")
 
     def _start(self, name: str, array: np.ndarray) -> str:
         """An array, as it is written where it is the same number everywhere."""
@@ -111,11 +111,11 @@ class Spelling:
         for slot in slots:
             dtype = type_name(slot.dtype.numpy())
             shape = "x.shape" if slot.shape == sizes[0] and slot.shape else str(slot.shape)
-            starts.append(f"{quoted(slot.name)}: jnp.full({shape}, {slot.initial!r}, {dtype})")
+            starts.append(f"{quote(slot.name)}: jnp.full({shape}, {slot.initial!r}, {dtype})")
         begin = _function(["x"], [f"return {{{', '.join(starts)}}}"])
         names = ["x", "g", *(slot.name for slot in slots), "lr", "t"]
         lines, results = self._printer.body(update_model(spec, sizes), {name: name for name in names})
-        after = ", ".join(f"{quoted(slot.name)}: {results[f'{slot.name}/new']}" for slot in slots)
+        after = ", ".join(f"{quote(slot.name)}: {results[f'{slot.name}/new']}" for slot in slots)
         step = _function(names, [*lines, f"return {results['x/new']}, {{{after}}}"])
         kind = identifier(spec.name)
         return self._define(f"{kind}_slots", begin), self._define(f"{kind}_update", step)
@@ -132,9 +132,9 @@ def _function(arguments: Sequence[str], lines: Sequence[str]) -> str:
     return "\n    ".join([f"({', '.join(arguments)}):", *lines])
 
 
-def _written(value: Any) -> str:
+def _write_value(value: Any) -> str:
     if isinstance(value, dict):
-        return f"{{{pairs({key: _written(item) for key, item in value.items()})}}}"
+        return f"{{{pairs({key: _write_value(item) for key, item in value.items()})}}}"
     if isinstance(value, list):
-        return f"[{', '.join(map(_written, value))}]"
-    return quoted(value) if isinstance(value, str) and not isinstance(value, Text) else repr(value)
+        return f"[{', '.join(map(_write_value, value))}]"
+    return quote(value) if isinstance(value, str) and not isinstance(value, Text) else repr(value)

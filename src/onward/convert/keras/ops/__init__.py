@@ -16,7 +16,7 @@ import onnx_ir as ir
 
 from onward.convert.keras.ops import control
 from onward.convert.keras.ops.types import constant
-from onward.convert.program.sizes import is_open, listed, on_host, vector
+from onward.convert.program.sizes import as_lists, is_open, on_host, vector
 from onward.engines.expression import express
 from onward.engines.framework import Framework, Function, NotOnHost, Operators, collect_operators
 from onward.engines.host import ONLY_ON_HOST
@@ -61,7 +61,9 @@ class KerasOps(Framework):
 
         @functools.wraps(function)
         def call(*inputs: Any, **attributes: Any) -> Any:
-            return self.call(function, [listed(x) for x in inputs], {k: _named(k, v) for k, v in attributes.items()})
+            return self.call(
+                function, [as_lists(x) for x in inputs], {k: _named_attribute(k, v) for k, v in attributes.items()}
+            )
 
         return call
 
@@ -85,7 +87,7 @@ class KerasOps(Framework):
 
     def tensor(self, array: np.ndarray) -> Any:
         if is_open(array):
-            return keras.ops.convert_to_tensor(listed(array), "int32")
+            return keras.ops.convert_to_tensor(as_lists(array), "int32")
         return constant(array, str(array.dtype))
 
     def array(self, tensor: Any) -> np.ndarray:
@@ -101,7 +103,7 @@ class KerasOps(Framework):
         return True  # constants of one trace are not those of another
 
 
-def _named(attribute: str, value: Any) -> Any:
+def _named_attribute(attribute: str, value: Any) -> Any:
     """Types by their names, and a number with its type as a pair."""
     if attribute == "value" and isinstance(value, np.ndarray):
         return [value.item(), str(value.dtype)]
@@ -113,7 +115,7 @@ def _named(attribute: str, value: Any) -> Any:
     return name
 
 
-def interpreted(model: Model, framework: KerasOps) -> Interpreter:
+def interpret(model: Model, framework: KerasOps) -> Interpreter:
     """What executes the graph of a model. Functions that the table has stay calls."""
     called = [f"{domain}.{name}" for domain, name, _ in model.functions if f"{domain}.{name}" not in ROWS]
     made = inline(model, called)

@@ -23,7 +23,7 @@ def attention(q, k, v, mask=None, *, is_causal=0, kv_num_heads=None, q_num_heads
     root = math.sqrt(1 / math.sqrt(q.shape[3]) if scale is None else scale)
     scores = ops.matmul(q * root, ops.swapaxes(k * root, 2, 3))
     if mask is not None:
-        scores = masked(scores, mask)
+        scores = apply_mask(scores, mask)
     if is_causal:
         keys, queries = (ops.arange(ops.shape(x)[2], dtype="int32") for x in (k, q))
         scores = ops.where(keys <= queries[:, None], scores, -np.inf)
@@ -44,7 +44,7 @@ def heads(x, count):
     return ops.swapaxes(ops.reshape(x, (-1, ops.shape(x)[1], count, x.shape[2] // count)), 1, 2)
 
 
-def masked(scores, mask):
+def apply_mask(scores, mask):
     """What is behind the end of a mask is not seen."""
     is_bool, missing = dtype_of(mask) == "bool", (scores.shape[-1] or 0) - (mask.shape[-1] or 0)
     if missing > 0:

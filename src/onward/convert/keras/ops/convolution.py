@@ -5,7 +5,7 @@ from __future__ import annotations
 import keras
 from keras import ops
 
-from onward.convert.keras.ops.movement import padded
+from onward.convert.keras.ops.movement import pad
 from onward.engines.framework import Operators
 from onward.engines.shared.windows import cut_off, paddings, reach
 
@@ -30,7 +30,7 @@ def conv(x, w, bias=None, *, auto_pad="NOTSET", dilations=None, group=1, pads=No
     strides, dilations = strides or [1] * count, dilations or [1] * count
     amounts = paddings(auto_pad, pads, x.shape[2:], w.shape[2:], strides, dilations)
     if max(strides) > 1 and max(dilations) > 1:  # which TensorFlow does not do at once
-        w, dilations = spread(w, dilations), [1] * count
+        w, dilations = spread_elements(w, dilations), [1] * count
     kernel = ops.transpose(w, (*range(2, count + 2), 1, 0))
 
     def convolved(x, layout):
@@ -62,13 +62,13 @@ def conv_transpose(
     removed = cut_off(auto_pad, pads, sizes, w.shape[2:], strides, dilations, extra, output_shape)
     before = [cover - 1 - first for cover, (first, _) in zip(covered, removed, strict=True)]
     after = [cover - 1 - last + more for cover, (_, last), more in zip(covered, removed, extra, strict=True)]
-    wide = padded(spread(x, strides), [0, 0, *before, 0, 0, *after])
+    wide = pad(spread_elements(x, strides), [0, 0, *before, 0, 0, *after])
     grouped = ops.swapaxes(ops.reshape(w, (group, w.shape[0] // group, *w.shape[1:])), 1, 2)
     flipped = ops.flip(ops.reshape(grouped, (-1, w.shape[0] // group, *w.shape[2:])), tuple(range(2, count + 2)))
     return conv(wide, flipped, bias, dilations=dilations, group=group)
 
 
-def spread(x, strides):
+def spread_elements(x, strides):
     """Zeros between the elements of the last axes."""
     for axis, stride in enumerate(strides, 2):
         if stride > 1:

@@ -14,7 +14,7 @@ operators(Add=ops.add, Sub=ops.subtract, Mul=ops.multiply)
 
 
 @operators.define("Div")
-def divided(a, b):
+def divide(a, b):
     if not hasattr(a, "dtype") and not hasattr(b, "dtype"):  # sizes
         a = ops.convert_to_tensor(a)
     if is_float(a if hasattr(a, "dtype") else b):
@@ -107,7 +107,7 @@ def is_infinite(x, *, detect_negative=1, detect_positive=1):
 
 
 @operators.define("BitShift")
-def shifted(x, places, *, direction):
+def shift(x, places, *, direction):
     return ops.left_shift(x, places) if direction == "LEFT" else ops.right_shift(x, places)
 
 
@@ -120,7 +120,7 @@ operators.define("onward.StopGradient")(ops.stop_gradient)
 
 
 @operators.define("Cast")
-def converted(x, *, to):
+def convert(x, *, to):
     if "int" in to and is_float(x):
         x = ops.trunc(x)
     return ops.cast(x, available(to))
@@ -128,11 +128,11 @@ def converted(x, *, to):
 
 @operators.define("CastLike")
 def converted_like(x, like):
-    return converted(x, to=dtype_of(like))
+    return convert(x, to=dtype_of(like))
 
 
 @operators.define("Clip")
-def clipped(x, low=None, high=None):
+def clip(x, low=None, high=None):
     """At a bound the slope is that of x."""
     x = x if low is None else ops.where(x < low, low, x)
     return x if high is None else ops.where(x > high, high, x)

@@ -13,7 +13,7 @@ operators = Operators()
 
 
 @operators.define("Resize")
-def resized(
+def resize(
     x,
     roi=None,
     scales=None,

@@ -22,7 +22,7 @@ def with_dense_gradient(x):
 
 
 @operators.define("Gather")
-def taken(x, indices, *, axis=0):
+def take(x, indices, *, axis=0):
     return ops.take(with_dense_gradient(x), from_start(indices, ops.shape(x)[axis]), axis)
 
 
@@ -63,7 +63,7 @@ def taken_nd(x, indices, *, batch_dims=0):
     return ops.take(with_dense_gradient(rows), places, 0)
 
 
-def scattered(x, places, updates, reduction):
+def scatter(x, places, updates, reduction):
     """Rows of a table replaced by others, or combined with them."""
     kinds = {"none": None, "add": "add", "max": "max", "min": "min", "mul": "mul"}
     return ops.scatter_update(x, places[:, None], updates, reduction=kinds[reduction])
@@ -75,7 +75,7 @@ def scatter_nd(x, indices, updates, *, reduction="none"):
     places = ops.reshape(flat_places(indices, shape[:count]), [-1])
     rows = ops.reshape(x, [product_of(shape[:count]), *shape[count:]])
     new = ops.reshape(updates, [-1, *shape[count:]])
-    return ops.reshape(scattered(rows, places, new, reduction), shape)
+    return ops.reshape(scatter(rows, places, new, reduction), shape)
 
 
 @operators.define("ScatterElements", "Scatter")
@@ -87,7 +87,7 @@ def scatter_elements(x, indices, updates, *, axis=0, reduction="none"):
         own = ops.reshape(ops.arange(ops.shape(indices)[i], dtype=dtype_of(indices)), along)
         own = from_start(indices, size) if i == axis else own
         places = places * ops.cast(size, dtype_of(indices)) + own
-    y = scattered(ops.reshape(x, [-1]), ops.reshape(places, [-1]), ops.reshape(updates, [-1]), reduction)
+    y = scatter(ops.reshape(x, [-1]), ops.reshape(places, [-1]), ops.reshape(updates, [-1]), reduction)
     return ops.reshape(y, shape)
 
 

@@ -17,7 +17,7 @@ operators = Operators()
 
 
 @operators.define("Reshape")
-def reshaped(x, shape, *, allowzero=0):
+def reshape(x, shape, *, allowzero=0):
     sizes = [x.shape[i] if _is(size, 0) and not allowzero else size for i, size in enumerate(shape)]
     sizes = [ops.shape(x)[i] if size is None else size for i, size in enumerate(sizes)]
     open_sizes = [i for i, size in enumerate(sizes) if not isinstance(size, int)]
@@ -31,7 +31,7 @@ def _is(size, number):
 
 
 @operators.define("Flatten")
-def flattened(x, *, axis=1):
+def flatten(x, *, axis=1):
     after = x.shape[axis:] if axis else x.shape
     if None in after:
         return ops.reshape(x, (math.prod(x.shape[:axis]), -1))
@@ -39,22 +39,22 @@ def flattened(x, *, axis=1):
 
 
 @operators.define("Squeeze")
-def squeezed(x, axes=None):
+def squeeze(x, axes=None):
     return ops.squeeze(x, None if axes is None else tuple(axes))
 
 
 @operators.define("Unsqueeze")
-def unsqueezed(x, axes):
+def unsqueeze(x, axes):
     return ops.expand_dims(x, tuple(axes))
 
 
 @operators.define("Transpose")
-def transposed(x, *, perm=None):
+def transpose(x, *, perm=None):
     return ops.transpose(x, perm)
 
 
 @operators.define("Concat")
-def joined(*xs, axis):
+def join(*xs, axis):
     return ops.concatenate(xs, axis)
 
 
@@ -99,19 +99,19 @@ def cut(x, starts, ends, axes=None, steps=None):
 
 
 @operators.define("Expand")
-def expanded(x, shape):
+def expand(x, shape):
     rank = max(len(x.shape), len(shape))
     pairs = zip([1] * (rank - len(x.shape)) + list(ops.shape(x)), [1] * (rank - len(shape)) + list(shape), strict=True)
     return ops.broadcast_to(x, [own if _is(wanted, 1) else wanted for own, wanted in pairs])
 
 
 @operators.define("Tile")
-def tiled(x, repeats):
+def tile(x, repeats):
     return ops.tile(x, repeats)
 
 
 @operators.define("Pad")
-def padded(x, pads, value=None, axes=None, *, mode="constant"):
+def pad(x, pads, value=None, axes=None, *, mode="constant"):
     amounts, count = [(0, 0)] * len(x.shape), len(pads) // 2
     for i, axis in enumerate(range(len(x.shape)) if axes is None else axes):
         amounts[axis] = (pads[i], pads[count + i])
@@ -138,7 +138,7 @@ def triangle(x, k=0, *, upper=1):
 
 
 @operators.define("ConstantOfShape")
-def filled(shape, *, value=None):
+def fill(shape, *, value=None):
     """The value is a number and its type."""
     number, dtype = value or (0.0, "float32")
     return ops.full(shape, number, dtype=available(dtype))

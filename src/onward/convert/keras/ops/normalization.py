@@ -62,7 +62,7 @@ def rms_normalization(x, scale, *, axis=-1, epsilon=1e-5, stash_type="float32"):
     return ops.cast(exact * inverse, dtype_of(scale)) * scale
 
 
-def standardized(x, over, epsilon):
+def standardize(x, over, epsilon):
     deviation = x - ops.mean(x, over, keepdims=True)
     return deviation * ops.rsqrt(ops.mean(ops.square(deviation), over, keepdims=True) + epsilon)
 
@@ -71,10 +71,10 @@ def standardized(x, over, epsilon):
 def group_normalization(x, scale, bias, *, epsilon=1e-5, num_groups, stash_type="float32"):
     size = math.prod(x.shape[1:]) // num_groups
     groups = ops.reshape(ops.cast(x, available(stash_type)), (-1, num_groups, size))
-    normal = ops.cast(ops.reshape(standardized(groups, 2, epsilon), (-1, *x.shape[1:])), dtype_of(x))
+    normal = ops.cast(ops.reshape(standardize(groups, 2, epsilon), (-1, *x.shape[1:])), dtype_of(x))
     return normal * channels(scale, x) + channels(bias, x)
 
 
 @operators.define("InstanceNormalization")
 def instance_normalization(x, scale, bias, *, epsilon=1e-5):
-    return standardized(x, tuple(range(2, len(x.shape))), epsilon) * channels(scale, x) + channels(bias, x)
+    return standardize(x, tuple(range(2, len(x.shape))), epsilon) * channels(scale, x) + channels(bias, x)

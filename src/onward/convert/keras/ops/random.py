@@ -29,7 +29,7 @@ def lower_bits(x):
     return ops.bitwise_and(x, constant(0xFFFFFFFF, "uint32")) if keras.backend.backend() == "torch" else x
 
 
-def rotated(word, distance):
+def rotate(word, distance):
     left, right = constant(distance, "uint32"), constant(32 - distance, "uint32")
     return ops.bitwise_or(lower_bits(ops.left_shift(word, left)), ops.right_shift(word, right))
 
@@ -42,7 +42,7 @@ def threefry2x32(key, word0, word1):
     for group in range(5):
         for distance in ((13, 15, 26, 6), (17, 29, 16, 24))[group % 2]:
             word0 = lower_bits(word0 + word1)
-            word1 = ops.bitwise_xor(rotated(word1, distance), word0)
+            word1 = ops.bitwise_xor(rotate(word1, distance), word0)
         word0 = lower_bits(word0 + keys[(group + 1) % 3])
         word1 = lower_bits(word1 + keys[(group + 2) % 3] + constant(group + 1, "uint32"))
     return word0, word1

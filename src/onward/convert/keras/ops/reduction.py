@@ -10,7 +10,7 @@ from onward.engines.framework import Operators
 operators = Operators()
 
 
-def reduced(function, x, axes, keepdims, noop_with_empty_axes):
+def reduce(function, x, axes, keepdims, noop_with_empty_axes):
     """Over all axes where none is given, or over none."""
     rank = len(x.shape)
     if rank == 0 or (not axes and noop_with_empty_axes):
@@ -20,42 +20,42 @@ def reduced(function, x, axes, keepdims, noop_with_empty_axes):
 
 @operators.define("ReduceSum")
 def reduce_sum(x, axes=None, *, keepdims=1, noop_with_empty_axes=0):
-    return reduced(ops.sum, x, axes, keepdims, noop_with_empty_axes)
+    return reduce(ops.sum, x, axes, keepdims, noop_with_empty_axes)
 
 
 @operators.define("ReduceMean")
 def reduce_mean(x, axes=None, *, keepdims=1, noop_with_empty_axes=0):
-    return reduced(ops.mean, x, axes, keepdims, noop_with_empty_axes)
+    return reduce(ops.mean, x, axes, keepdims, noop_with_empty_axes)
 
 
 @operators.define("ReduceMax")
 def reduce_max(x, axes=None, *, keepdims=1, noop_with_empty_axes=0):
-    return reduced(ops.max, x, axes, keepdims, noop_with_empty_axes)
+    return reduce(ops.max, x, axes, keepdims, noop_with_empty_axes)
 
 
 @operators.define("ReduceMin")
 def reduce_min(x, axes=None, *, keepdims=1, noop_with_empty_axes=0):
-    return reduced(ops.min, x, axes, keepdims, noop_with_empty_axes)
+    return reduce(ops.min, x, axes, keepdims, noop_with_empty_axes)
 
 
 @operators.define("ReduceProd")
 def reduce_product(x, axes=None, *, keepdims=1, noop_with_empty_axes=0):
-    return reduced(ops.prod, x, axes, keepdims, noop_with_empty_axes)
+    return reduce(ops.prod, x, axes, keepdims, noop_with_empty_axes)
 
 
 @operators.define("ReduceLogSumExp")
 def reduce_log_sum_exp(x, axes=None, *, keepdims=1, noop_with_empty_axes=0):
-    return reduced(ops.logsumexp, x, axes, keepdims, noop_with_empty_axes)
+    return reduce(ops.logsumexp, x, axes, keepdims, noop_with_empty_axes)
 
 
 @operators.define("ReduceL1")
 def reduce_l1(x, axes=None, *, keepdims=1, noop_with_empty_axes=0):
-    return reduced(ops.sum, ops.abs(x), axes, keepdims, noop_with_empty_axes)
+    return reduce(ops.sum, ops.abs(x), axes, keepdims, noop_with_empty_axes)
 
 
 @operators.define("ReduceSumSquare")
 def reduce_sum_square(x, axes=None, *, keepdims=1, noop_with_empty_axes=0):
-    return reduced(ops.sum, ops.square(x), axes, keepdims, noop_with_empty_axes)
+    return reduce(ops.sum, ops.square(x), axes, keepdims, noop_with_empty_axes)
 
 
 @operators.define("ReduceL2")
@@ -68,7 +68,7 @@ def reduce_l2(x, axes=None, *, keepdims=1, noop_with_empty_axes=0):
 
 @operators.define("ReduceLogSum")
 def reduce_log_sum(x, axes=None, *, keepdims=1, noop_with_empty_axes=0):
-    return ops.log(reduced(ops.sum, x, axes, keepdims, noop_with_empty_axes))
+    return ops.log(reduce(ops.sum, x, axes, keepdims, noop_with_empty_axes))
 
 
 def place(function, x, axis, keepdims, select_last_index):

@@ -42,7 +42,7 @@ def as_single(inputs):
     return inputs[0] if isinstance(inputs, list | tuple) else inputs
 
 
-def fitted(target, dtype, rank):
+def fit_target(target, dtype, rank):
     """A target in the type and rank of the loss: labels may have a last axis of size 1, or lack one."""
     target = ops.cast(target, available(dtype))
     if rank is not None and len(target.shape) == rank + 1:

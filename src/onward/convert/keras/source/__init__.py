@@ -10,13 +10,13 @@ import numpy as np
 
 from onward.convert.keras.graphs import Forward, Parts
 from onward.convert.keras.live import GraphOptimizer, TrainingModel
-from onward.convert.keras.ops.types import as_single, available, fitted, plain_name
+from onward.convert.keras.ops.types import as_single, available, fit_target, plain_name
 from onward.convert.keras.optimizers import array_of
 from onward.convert.keras.source.recording import MENTIONED, Program, record
 from onward.convert.program.audit import audit_program
 from onward.convert.program.calls import Step, in_order
 from onward.convert.program.layout import arrange_imports, break_lines
-from onward.convert.program.names import RESERVED, Identifiers, docstring, identifier, quoted
+from onward.convert.program.names import RESERVED, Identifiers, docstring, identifier, quote
 from onward.convert.program.own_source import OwnSource
 from onward.convert.program.sizes import Choices
 from onward.engines.framework import Function
@@ -64,7 +64,7 @@ class _Writer:
         self._choices = Choices([*model.inputs, *model.step().algorithm.inputs])
         self._constants: dict[str, np.ndarray] = {}
         self._used: dict[str, Function] = {}
-        self._held = {name: f"params[{quoted(name)}]" for name in live.variables_by_name}
+        self._held = {name: f"params[{quote(name)}]" for name in live.variables_by_name}
         self._state = live.optimizer.state() if isinstance(live.optimizer, GraphOptimizer) else {}
         self._class_name = _class_name(live.name)
 
@@ -73,7 +73,7 @@ class _Writer:
         optimizer = self._optimizer() if isinstance(self._live.optimizer, GraphOptimizer) else []
         model = [*self._heading(), *passes]
         body = "\n".join([*model, *optimizer])
-        helpers = [f for f in (available, as_single, fitted, plain_name) if f"{f.__name__}(" in body]
+        helpers = [f for f in (available, as_single, fit_target, plain_name) if f"{f.__name__}(" in body]
         own = OwnSource()
         own.add(*helpers, *self._used.values())
         imports = ["from __future__ import annotations", "import keras", "from keras import ops", *own.imports()]
@@ -92,7 +92,7 @@ class _Writer:
         return docstring(
             "A run of Keras, written by Onward: needs nothing but Keras, on any of its backends.\n\n"
             f"    import keras\n    import {self._package}\n\n"
-            f"    loaded = keras.models.load_model({quoted(self._file)})\n"
+            f"    loaded = keras.models.load_model({quote(self._file)})\n"
             "    loaded.fit(...)  # goes on where the run is\n"
         )
 
@@ -107,10 +107,10 @@ class _Writer:
             "    def __init__(self, **options):",
             "        super().__init__(**options)",
             "        self.params = {",
-            *(f"            {quoted(name)}: self._weight({_weight(quoted(name), variables[name])})," for name in names),
+            *(f"            {quote(name)}: self._weight({_weight(quote(name), variables[name])})," for name in names),
             "        }",
             *(
-                f"        self.{name} = self._weight({_weight(quoted(name), variables[name])})"
+                f"        self.{name} = self._weight({_weight(quote(name), variables[name])})"
                 for name in self._constants
             ),
             "        self.built = True",
@@ -158,7 +158,7 @@ class _Writer:
             lines.append(f"self.watched = {write_list(watched)}  # what the loss looks at")
         outputs = [texts[name] for name in forward.outputs]
         lines.append(f"return {outputs[0] if len(outputs) == 1 else write_list(outputs)}")
-        return _indented(["params = self.params", *lines] if "params[" in "".join(lines) else lines)
+        return _indent(["params = self.params", *lines] if "params[" in "".join(lines) else lines)
 
     def _record(self, graph: Model, given: Mapping[str, str]) -> Program:
         return record(graph, {**self._held, **given}, self._choices, self._constants)
@@ -193,7 +193,7 @@ class _Writer:
         return [
             "",
             "    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):",
-            *_indented([*lines, *body, f"return {texts[loss.name]}"]),
+            *_indent([*lines, *body, f"return {texts[loss.name]}"]),
         ]
 
     def _exclusions(self) -> list[str]:
@@ -208,7 +208,7 @@ class _Writer:
         return [
             "",
             "    def compile_from_config(self, config):",
-            *_indented(
+            *_indent(
                 [
                     "config = keras.saving.deserialize_keras_object(config)",
                     f"spared = [{', '.join(f'self.{name}' for name in spared)}]",
@@ -224,9 +224,9 @@ class _Writer:
     def _optimizer(self) -> list[str]:
         graph, contract = self._parts.apply()
         trained = [name for name, v in self._live.variables_by_name.items() if v.trainable]
-        own = {name: f"slots[{quoted(name)}]" for name in self._state}
-        places = {**{name: f"params[{quoted(name)}]" for name in trained}, **own}
-        given = {fed: f"gradients[{quoted(name)}]" for fed, name in contract.gradients.items()}
+        own = {name: f"slots[{quote(name)}]" for name in self._state}
+        places = {**{name: f"params[{quote(name)}]" for name in trained}, **own}
+        given = {fed: f"gradients[{quote(name)}]" for fed, name in contract.gradients.items()}
         program = record(graph, {**places, **given}, self._choices, self._constants)
         self._use(program.steps())
         slots = {state.name: state.parameter for state in states(self._model) if state.parameter in trained}
@@ -237,7 +237,7 @@ class _Writer:
             "variables = list(trainable_variables or self._trainable_variables)",
             "if not self.built:",
             "    self.build(variables)",
-            f"names = {write_list([quoted(name) for name in trained])}",
+            f"names = {write_list([quote(name) for name in trained])}",
             "params, gradients, slots = dict(zip(names, variables)), dict(zip(names, grads)), self.slots",
             *body,
             f"self.iterations.assign(ops.cast({own[STEP]}, self.iterations.dtype))",
@@ -253,14 +253,14 @@ class _Writer:
             "            return",
             "        super().build(variables)",
             "        self.slots = {",
-            *(f"            {quoted(name)}: self._slot({_weight(quoted(name), held)})," for name, held in variables),
+            *(f"            {quote(name)}: self._slot({_weight(quote(name), held)})," for name, held in variables),
             "        }",
             "",
             '    def _slot(self, name, shape, dtype="float32"):',
             "        return self.add_variable(shape, dtype=available(dtype), name=plain_name(name))",
             "",
             "    def apply(self, grads, trainable_variables=None):",
-            *_indented(apply),
+            *_indent(apply),
         ]
 
 
@@ -291,15 +291,15 @@ def _by_parameter(
         stores = [f"{_of_any(places[name], owner)}.assign({inner.name(values[name]).text})" for name in slots]
         loops.setdefault("\n".join([*body, *stores]), []).append(owner)
     for text, over in loops.items():
-        listed = "names" if len(loops) == 1 else write_list([quoted(name) for name in over])
+        listed = "names" if len(loops) == 1 else write_list([quote(name) for name in over])
         lines += [f"for name in {listed}:", *(f"    {line}" for line in text.split("\n"))]
     return [*lines, *(f"{places[name]}.assign({first.name(values[name]).text})" for name in common)]
 
 
 def _of_any(text: str, owner: str) -> str:
     """The update of a parameter, as that of any `name`."""
-    text = text.replace(f"[{quoted(owner)}]", "[name]")
-    is_plain = quoted(owner)[1:-1] == owner and not {*owner} & {"{", "}"}
+    text = text.replace(f"[{quote(owner)}]", "[name]")
+    is_plain = quote(owner)[1:-1] == owner and not {*owner} & {"{", "}"}
     return text.replace(f'["{owner}/', '[f"{name}/') if is_plain else text
 
 
@@ -325,5 +325,5 @@ def write_list(items: Sequence[str]) -> str:
     return f"[{', '.join(items)}]"
 
 
-def _indented(lines: Iterable[str]) -> list[str]:
+def _indent(lines: Iterable[str]) -> list[str]:
     return [f"        {line}" for line in lines]

@@ -33,7 +33,7 @@ def _model(source: Source) -> Any:
             setattr(self, name, made)
         self.built = True
 
-    return _registered(source, type(source.class_name, (keras.Model,), {"__init__": initialize}))
+    return _register(source, type(source.class_name, (keras.Model,), {"__init__": initialize}))
 
 
 def _optimizer(made: Any, live: TrainingModel, source: Source) -> Any:
@@ -59,8 +59,8 @@ def _update(source: Source) -> Any:
             for name, array, _ in source.optimizer:
                 setattr(self, name, self.add_variable(array.shape, dtype=available(str(array.dtype)), name=name))
 
-    return _registered(source, type("Update", (keras.optimizers.Optimizer,), {"build": build}))
+    return _register(source, type("Update", (keras.optimizers.Optimizer,), {"build": build}))
 
 
-def _registered(source: Source, made: Any) -> Any:
+def _register(source: Source, made: Any) -> Any:
     return keras.saving.register_keras_serializable(package=source.package)(made)

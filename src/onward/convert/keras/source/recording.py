@@ -15,15 +15,15 @@ import keras
 import numpy as np
 import onnx_ir as ir
 
-from onward.convert.keras.ops import ROWS, KerasOps, indexing, interpreted, movement
-from onward.convert.keras.ops.elementwise import converted, converted_like, divided, same
+from onward.convert.keras.ops import ROWS, KerasOps, indexing, interpret, movement
+from onward.convert.keras.ops.elementwise import convert, converted_like, divide, same
 from onward.convert.keras.ops.random import dropout
 from onward.convert.keras.ops.types import available, constant
 from onward.convert.program.calls import Step, Value, call_key, in_order, take_single_results, with_stores
 from onward.convert.program.expressions import Expression, Printer, is_idle
 from onward.convert.program.loops import fold_repeats
 from onward.convert.program.names import Identifiers, identifier, is_identifier
-from onward.convert.program.sizes import Choices, Extent, Shaped, Sizes, listed
+from onward.convert.program.sizes import Choices, Extent, Shaped, Sizes, as_lists
 from onward.convert.program.statements import Statements
 from onward.engines.framework import Function, NotOnHost
 from onward.errors import UnsupportedError
@@ -72,7 +72,7 @@ class Recorder(KerasOps):
 
     def tensor(self, array: np.ndarray) -> Any:
         if array.dtype.hasobject:
-            return self._record("ops.convert_to_tensor", keras.ops.convert_to_tensor, [listed(array), "int32"], {})
+            return self._record("ops.convert_to_tensor", keras.ops.convert_to_tensor, [as_lists(array), "int32"], {})
         dtype = str(array.dtype)
         if array.size <= _LITERAL:
             return self._record("constant", constant, [list(array) if array.ndim else array[()], dtype], {})
@@ -87,11 +87,11 @@ class Recorder(KerasOps):
 
     def call(self, function: Function, inputs: list[Any], attributes: dict[str, Any]) -> Any:
         first = next((x for x in inputs if isinstance(x, Value)), None)
-        if function in (same, dropout, converted, converted_like) and self._keeps(function, inputs, attributes):
+        if function in (same, dropout, convert, converted_like) and self._keeps(function, inputs, attributes):
             return inputs[0]
         if function.__module__.startswith("keras."):
             return self._record(f"ops.{function.__name__}", function, inputs, attributes)
-        if function is divided and first is not None and "float" in first.tensor.dtype:
+        if function is divide and first is not None and "float" in first.tensor.dtype:
             return self._record("ops.divide", keras.ops.divide, inputs, attributes)
         short = _SHORT[function](inputs, **attributes) if function in _SHORT else None
         if short is None:
@@ -103,7 +103,7 @@ class Recorder(KerasOps):
         """Whether the result is the first input. For conversions, a backend that lacks bits cannot tell."""
         if function in (same, dropout):
             return function is same or (attributes["outputs"] == 1 and function(*inputs, **attributes) is inputs[0])
-        wanted = attributes["to"] if function is converted else inputs[1].tensor.dtype
+        wanted = attributes["to"] if function is convert else inputs[1].tensor.dtype
         return available("float64") == "float64" and inputs[0].tensor.dtype == wanted
 
     def _record(self, text: str, function: Function, inputs: list[Any], attributes: dict[str, Any]) -> Any:
@@ -151,7 +151,7 @@ def _index(x: Any, places: list[Any]) -> Any:
     return x[tuple(places)]
 
 
-def _taken(inputs: list[Any], axis: int = 0) -> Any:
+def _take(inputs: list[Any], axis: int = 0) -> Any:
     """A place that is known."""
     x, indices = inputs
     step = indices.step if isinstance(indices, Value) else None
@@ -160,7 +160,7 @@ def _taken(inputs: list[Any], axis: int = 0) -> Any:
     return "[]", [x, [*[slice(None)] * (axis % len(x.tensor.shapes[0])), int(step.arguments[0])]]
 
 
-def _reshaped(inputs: list[Any], allowzero: int = 0) -> Any:
+def _reshape(inputs: list[Any], allowzero: int = 0) -> Any:
     x, sizes = inputs
     if not isinstance(sizes, list) or (not allowzero and any(isinstance(size, int) and size == 0 for size in sizes)):
         return None
@@ -178,17 +178,17 @@ def _with_axes(name: str) -> Any:
     return short
 
 
-def _transposed(inputs: list[Any], perm: Any = None) -> Any:
+def _transpose(inputs: list[Any], perm: Any = None) -> Any:
     return "ops.transpose", [*inputs, *([] if perm is None or perm == [1, 0] else [perm])]
 
 
 _SHORT: dict[Function, Any] = {
-    movement.reshaped: _reshaped,
-    movement.transposed: _transposed,
-    movement.squeezed: _with_axes("ops.squeeze"),
-    movement.unsqueezed: _with_axes("ops.expand_dims"),
-    movement.joined: lambda inputs, axis: ("ops.concatenate", [inputs, axis]),
-    indexing.taken: _taken,
+    movement.reshape: _reshape,
+    movement.transpose: _transpose,
+    movement.squeeze: _with_axes("ops.squeeze"),
+    movement.unsqueeze: _with_axes("ops.expand_dims"),
+    movement.join: lambda inputs, axis: ("ops.concatenate", [inputs, axis]),
+    indexing.take: _take,
 }
 """Functions of ours, and the calls of Keras that some of their calls are."""
 
@@ -272,7 +272,7 @@ def record(
         dims = [None if isinstance(size, int) else _dim(value, i, size.value) for i, size in enumerate(value.shape)]
         fresh = [None if dim is None else names.fresh(identifier(dim)) for dim in dims]
         recorder.known_sizes.name(made, fresh, lambda x: ("ops.shape", [x]))
-    results = {name: recorder.place(x) for name, x in interpreted(model, recorder)(inputs).items()}
+    results = {name: recorder.place(x) for name, x in interpret(model, recorder)(inputs).items()}
     roles = {results[name]: wanted for name, wanted in (wanted_names or {}).items()}
     taken = [*MENTIONED, *(text for text in given.values() if is_identifier(text))]
     return Program(results, taken, {**recorder.known_sizes.roles, **roles})

@@ -75,7 +75,7 @@ class MasterWeights(torch.optim.Optimizer):  # type: ignore[misc]
         if "master" in state:
             copy.copy_(state.pop("master"))
             x.copy_(copy)
-        self.inner.state[copy] = {slot: _taken(slot, value, copy) for slot, value in state.items()}
+        self.inner.state[copy] = {slot: _copy_slot(slot, value, copy) for slot, value in state.items()}
 
     def _show(self) -> None:
         """Let the state be what the inner optimizer has now."""
@@ -96,7 +96,7 @@ def _settle(given: list[dict[str, Any]], groups: list[dict[str, Any]]) -> None:
         other.update({key: value for key, value in one.items() if key != "params"})
 
 
-def _taken(slot: str, value: Any, like: Tensor) -> Any:
+def _copy_slot(slot: str, value: Any, like: Tensor) -> Any:
     """A copy of a slot, in the type of what it is kept beside."""
     if not isinstance(value, Tensor):
         return value

@@ -16,15 +16,15 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from onward.convert.program.audit import audit_program
 from onward.convert.program.layout import arrange_imports, break_lines
-from onward.convert.program.names import docstring, identifier, quoted
+from onward.convert.program.names import docstring, identifier, quote
 from onward.convert.program.own_source import OwnSource
 from onward.convert.snapshot import disassemble
 from onward.convert.torch.module import OnnxModule
 from onward.convert.torch.schedulers import updates_per_step
 from onward.convert.torch.source.model import ModelSource, model_source
-from onward.convert.torch.source.passes import shortened
+from onward.convert.torch.source.passes import shorten
 from onward.convert.torch.source.statements import argument_names
-from onward.convert.torch.source.tracing import Program, traced
+from onward.convert.torch.source.tracing import Program, trace
 from onward.convert.torch.source.training import Definitions, schedules_of
 from onward.convert.torch.source.trial import try_module
 from onward.errors import UnsupportedError
@@ -54,12 +54,12 @@ def write_program(training: Model, live: Any, file: str = "run.pt") -> Source:
         definitions.clip(optimizer),
         [
             "def make_optimizer(module: nn.Module) -> torch.optim.Optimizer:",
-            *_indented(definitions.optimizer(optimizer, module)),
+            *_indent(definitions.optimizer(optimizer, module)),
         ],
     ]
     if scheduler is not None:
         made = [*schedules_of(scheduler), f"return {definitions.scheduler(scheduler)}"]
-        functions.append(["def make_scheduler(optimizer: torch.optim.Optimizer) -> LRScheduler:", *_indented(made)])
+        functions.append(["def make_scheduler(optimizer: torch.optim.Optimizer) -> LRScheduler:", *_indent(made)])
     functions.append(["def make_loss() -> nn.Module:", f"    return {definitions.loss(loss)}"])
     functions.append(_load(scheduler is not None, bool(model.constants)))
     functions.append(_save(scheduler is not None, bool(model.constants)))
@@ -69,7 +69,7 @@ def write_program(training: Model, live: Any, file: str = "run.pt") -> Source:
     body = "\n\n\n".join([*own.texts(), *map(break_lines, parts)])
     terms = describe(training).steps[0].loss.terms
     every = updates_per_step(disassemble(training)) if scheduler is not None else 0
-    heading = _heading(_loop(program, terms, every, quoted(file)))
+    heading = _heading(_loop(program, terms, every, quote(file)))
     return Source(
         audit_program(f"{heading}\n\n{_imports(own.imports(), body)}\n\n\n{body}\n", ["torch"]), model.constants
     )
@@ -77,7 +77,7 @@ def write_program(training: Model, live: Any, file: str = "run.pt") -> Source:
 
 def _model(module: OnnxModule) -> tuple[Program, ModelSource]:
     """The class of a module, if it is the same for all sizes."""
-    programs = [shortened(traced(module, size)) for size in _SIZES]
+    programs = [shorten(trace(module, size)) for size in _SIZES]
     sources = [model_source(module, program) for program in programs]
     if sources[0].text != sources[1].text:
         raise UnsupportedError(
@@ -127,7 +127,7 @@ def _loop(program: Program, terms: Sequence[LossTerm], every: int, file: str) ->
     called = f"module({', '.join(arguments)})"
     targets = list(dict.fromkeys(identifier(name) for term in terms for name in term.inputs))
     several = len(program.outputs) > 1
-    outputs = [f"outputs[{quoted(term.output)}]" if several else called for term in terms]
+    outputs = [f"outputs[{quote(term.output)}]" if several else called for term in terms]
     pairs = [", ".join([output, *map(identifier, term.inputs)]) for output, term in zip(outputs, terms, strict=True)]
     own = terms[0].name == "value" and len(terms) == 1
     given = (
@@ -187,7 +187,7 @@ def _load(scheduled: bool, constants: bool) -> list[str]:
         'scheduler.load_state_dict(state["scheduler"])' if scheduled else "",
         f"return module, optimizer, {'scheduler' if scheduled else 'None'}, make_loss()",
     ]
-    return [f"def load(path: str) -> {result}:", *_indented([line for line in lines if line])]
+    return [f"def load(path: str) -> {result}:", *_indent([line for line in lines if line])]
 
 
 def _save(scheduled: bool, constants: bool) -> list[str]:
@@ -202,8 +202,8 @@ def _save(scheduled: bool, constants: bool) -> list[str]:
     head = (
         "def save(path: str, module: Model, optimizer: torch.optim.Optimizer, scheduler: LRScheduler | None) -> None:"
     )
-    return [head, *_indented([line for line in lines if line])]
+    return [head, *_indent([line for line in lines if line])]
 
 
-def _indented(lines: Sequence[Any]) -> list[str]:
+def _indent(lines: Sequence[Any]) -> list[str]:
     return [textwrap.indent(line, "    ") for line in lines]

@@ -68,7 +68,7 @@ class TorchPrinter(Printer):
             texts = [self.value(condition), self.operand(x, y), self.operand(y, x)]
             return Expression(f"torch.where({', '.join(t.text for t in texts)})", ATOM, 1 + max(t.depth for t in texts))
         if method == step.function:
-            return self._call(_shortened(step.function), step.arguments, step)
+            return self._call(_shorten(step.function), step.arguments, step)
         first, *rest = step.arguments
         if method.endswith(".__get__"):
             return self.after(first, f".{method.removesuffix('.__get__')}")
@@ -129,7 +129,7 @@ class TorchPrinter(Printer):
         return Expression(text, ATOM if formula.is_Symbol else SUM)
 
 
-def _shortened(function: str) -> str:
+def _shorten(function: str) -> str:
     return f"F.{function.removeprefix(_FUNCTIONAL)}" if function.startswith(_FUNCTIONAL) else function
 
 

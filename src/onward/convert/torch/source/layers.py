@@ -45,7 +45,7 @@ def _text(value: Any) -> str:
     return number(value) if isinstance(value, float) else repr(value)
 
 
-def _taken(step: Step, *names: str) -> dict[str, Any]:
+def _arguments_of(step: Step, *names: str) -> dict[str, Any]:
     """The arguments after the first, by these names, however they were given."""
     return {**dict.fromkeys(names), **dict(zip(names, step.arguments[1:], strict=False)), **step.named}
 
@@ -55,7 +55,7 @@ def _present(**state: Value | None) -> dict[str, Value]:
 
 
 def _linear(step: Step) -> Layer:
-    given = _taken(step, "weight", "bias")
+    given = _arguments_of(step, "weight", "bias")
     weight, bias = given["weight"], given["bias"]
     rows, columns = weight.tensor.shape
     made = argument_list(columns, rows, bias=(bias is not None, True), dtype=weight.tensor.dtype)
@@ -63,13 +63,13 @@ def _linear(step: Step) -> Layer:
 
 
 def _embedding(step: Step) -> Layer:
-    weight = _taken(step, "weight")["weight"]
+    weight = _arguments_of(step, "weight")["weight"]
     made = argument_list(*weight.tensor.shape, dtype=weight.tensor.dtype)
     return Layer(f"nn.Embedding({made})", {"weight": weight}, step.arguments[:1])
 
 
 def _convolution(step: Step) -> Layer:
-    given = _taken(step, "weight", "bias")
+    given = _arguments_of(step, "weight", "bias")
     weight, bias, groups = given["weight"], given["bias"], step.named.get("groups", 1)
     rows, columns, *kernel = weight.tensor.shape
     made = argument_list(
@@ -87,7 +87,7 @@ def _convolution(step: Step) -> Layer:
 
 
 def _layer_norm(step: Step) -> Layer | None:
-    given = _taken(step, "shape", "weight", "bias", "eps")
+    given = _arguments_of(step, "shape", "weight", "bias", "eps")
     weight, bias = given["weight"], given["bias"]
     if weight is None:
         return None
@@ -102,7 +102,7 @@ def _layer_norm(step: Step) -> Layer | None:
 
 
 def _rms_norm(step: Step) -> Layer | None:
-    given = _taken(step, "shape", "weight", "eps")
+    given = _arguments_of(step, "shape", "weight", "eps")
     weight = given["weight"]
     if weight is None:
         return None
@@ -114,7 +114,7 @@ def _rms_norm(step: Step) -> Layer | None:
 
 
 def _group_norm(step: Step) -> Layer | None:
-    given = _taken(step, "groups", "weight", "bias", "eps")
+    given = _arguments_of(step, "groups", "weight", "bias", "eps")
     weight, bias = given["weight"], given["bias"]
     if weight is None or bias is None:
         return None

@@ -11,7 +11,7 @@ from torch import nn
 
 from onward.convert.program.calls import Step, Value, without_unused
 from onward.convert.program.literals import literal, number
-from onward.convert.program.names import identifier, quoted
+from onward.convert.program.names import identifier, quote
 from onward.convert.torch.exact import layers as exact
 from onward.convert.torch.module import OnnxModule
 from onward.convert.torch.source.framework import one
@@ -91,7 +91,7 @@ class _Class:
             return _instead(step, self._structure.access(path), layer.inputs)
         if step.function.startswith("nn.BatchNorm"):
             return self._batch_norm(step)
-        return _tidied(step)
+        return _tidy(step)
 
     def _dropout(self, share: float) -> str:
         if share not in self._dropouts:
@@ -146,7 +146,7 @@ class _Class:
             tensor = torch.tensor(value.array)
             self._settle(name, tensor)
             made = self._written.get(name, f"torch.zeros({', '.join(map(str, tensor.shape))}, dtype={tensor.dtype})")
-            lines.append(f"self.register_buffer({quoted(name)}, {made}, persistent=False)")
+            lines.append(f"self.register_buffer({quote(name)}, {made}, persistent=False)")
         return lines
 
 
@@ -157,7 +157,7 @@ def _instead(step: Step, function: str, arguments: list[Any]) -> Step:
     return made
 
 
-def _tidied(step: Step) -> Step:
+def _tidy(step: Step) -> Step:
     """The same call with fewer words."""
     if "_pool" in step.function:
         x, kernel, *rest = step.arguments

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from onward.convert.program.calls import Step, Value
-from onward.convert.torch.source.program import computed, hint, numbered
+from onward.convert.torch.source.program import compute, hint, numbered_tensor
 
 _MOVES = {
     f"torch.Tensor.{name}": getattr(torch.Tensor, name)
@@ -17,7 +17,7 @@ _MOVES = {
 }
 
 
-def simplified(steps: list[Step], outputs: list[Value]) -> list[Step]:
+def simplify(steps: list[Step], outputs: list[Value]) -> list[Step]:
     """The same program, in which no call is undone by a later one."""
     readers: dict[Value, list[Step]] = {}
     for step in steps:
@@ -72,8 +72,8 @@ def _put(calls: list[Call], part: list[Step]) -> None:
 
 def _fewer(source: Value, result: Value) -> list[Call] | None:
     """One or two calls that move elements from their places in one value to those in another."""
-    before = numbered(source.tensor.shape)
-    after = computed(result, {source: before})
+    before = numbered_tensor(source.tensor.shape)
+    after = compute(result, {source: before})
     sizes = list(result.tensor.shape)
     if torch.equal(before.flatten(), after.flatten()):
         is_flat = after.ndim == 2 and before.ndim > 2 and after.shape[0] == before.shape[0]

@@ -7,15 +7,15 @@ from typing import Any
 
 from onward.convert.program.calls import Step, Value, count_uses, in_order, without_unused
 from onward.convert.torch.source.layers import F_
-from onward.convert.torch.source.movement import is_idle, simplified
+from onward.convert.torch.source.movement import is_idle, simplify
 from onward.convert.torch.source.program import WhileTraining
 from onward.convert.torch.source.tracing import Program
 
 
-def shortened(program: Program) -> Program:
+def shorten(program: Program) -> Program:
     """The same, with fewer calls."""
     outputs = list(program.outputs.values())
-    steps = without_unused(simplified(program.steps, outputs), outputs)
+    steps = without_unused(simplify(program.steps, outputs), outputs)
     for step in steps:
         if is_idle(step):
             _replace(steps, program, step.results[0], step.arguments[0])
@@ -86,11 +86,11 @@ def _fuse_attention(last: Step, uses: dict[Value, int]) -> None:
             if _only(added.arguments[0], uses, "torch.Tensor.matmul", *_SCALES)
             else added.arguments[::-1]
         )
-    scores, scale = _unscaled(scores, uses)
+    scores, scale = _factor_of(scores, uses)
     product = _only(scores, uses, "torch.Tensor.matmul")
     if product is None or not all(isinstance(x, Value) and x.tensor.ndim == 4 for x in (*product.arguments, v)):
         return
-    (q, of_q), (turned, of_k) = (_unscaled(value, uses) for value in product.arguments)
+    (q, of_q), (turned, of_k) = (_factor_of(value, uses) for value in product.arguments)
     turn = _only(turned, uses, "torch.Tensor.permute")
     if turn is None:
         return
@@ -103,10 +103,10 @@ def _fuse_attention(last: Step, uses: dict[Value, int]) -> None:
     if not math.isclose(scale, q.tensor.shape[-1] ** -0.5, rel_tol=1e-6):
         named["scale"] = scale
     last.function, last.call = f"{F_}scaled_dot_product_attention", None
-    last.arguments, last.named = [q, _swapped(turn), v], named
+    last.arguments, last.named = [q, _swap_source(turn), v], named
 
 
-def _swapped(turn: Step) -> Value:
+def _swap_source(turn: Step) -> Value:
     """What a permutation gives, but for the last two axes, which change places."""
     source, (*axes, row, column) = turn.arguments
     if [*axes, column, row] == list(range(len(axes) + 2)):
@@ -125,7 +125,7 @@ def _only(value: Any, uses: dict[Value, int], *functions: str) -> Step | None:
     return step if step is not None and step.function in functions else None
 
 
-def _unscaled(value: Value, uses: dict[Value, int]) -> tuple[Value, float]:
+def _factor_of(value: Value, uses: dict[Value, int]) -> tuple[Value, float]:
     """A value, and the number that it is multiplied by."""
     step = _only(value, uses, *_SCALES)
     if step is None:

@@ -36,7 +36,7 @@ class WhileTraining(NamedTuple):
 
 
 @contextlib.contextmanager
-def unrecorded() -> Iterator[None]:
+def without_recording() -> Iterator[None]:
     """Compute with real numbers, also where calls are written down."""
     with torch.utils._python_dispatch._disable_current_modes(), torch._C.DisableTorchFunction():
         yield
@@ -66,7 +66,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]
 
     def constant(self, array: np.ndarray) -> torch.Tensor:
         """A tensor whose elements are known."""
-        with unrecorded():
+        with without_recording():
             made = from_array(array)
         return self.add(Value(self.stand_in(made, [False] * made.ndim), array=array))
 
@@ -143,7 +143,7 @@ def sources(value: Value) -> set[Value]:
     return {source for operand in value.step.values() for source in sources(operand)}
 
 
-def computed(value: Value, given: Mapping[Value, torch.Tensor]) -> torch.Tensor:
+def compute(value: Value, given: Mapping[Value, torch.Tensor]) -> torch.Tensor:
     """A value as real numbers, from others; sizes that vary are as they were when it was recorded."""
     if value in given:
         return given[value]
@@ -158,7 +158,7 @@ def computed(value: Value, given: Mapping[Value, torch.Tensor]) -> torch.Tensor:
 
 def _real(argument: Any, given: Mapping[Value, torch.Tensor]) -> Any:
     if isinstance(argument, Value):
-        return computed(argument, given)
+        return compute(argument, given)
     if isinstance(argument, dict):
         return {key: _real(item, given) for key, item in argument.items()}
     if isinstance(argument, list | tuple):
@@ -169,8 +169,8 @@ def _real(argument: Any, given: Mapping[Value, torch.Tensor]) -> Any:
 def is_zero(value: Value) -> bool:
     """Whether a value is zero, whatever the inputs are."""
     try:
-        with unrecorded():
-            return not sources(value) and not bool(computed(value, {}).any())
+        with without_recording():
+            return not sources(value) and not bool(compute(value, {}).any())
     except LookupError:
         return False
 
@@ -180,7 +180,7 @@ def hint(size: Any) -> Any:
     return size.node.hint if isinstance(size, torch.SymInt | torch.SymFloat) else size
 
 
-def numbered(shape: Iterable[Any], start: int = 0) -> torch.Tensor:
+def numbered_tensor(shape: Iterable[Any], start: int = 0) -> torch.Tensor:
     """A tensor of different numbers, to see where they go."""
     sizes = [hint(size) for size in shape]
     return torch.arange(start, start + math.prod(sizes)).reshape(sizes)

@@ -9,7 +9,7 @@ import torch
 
 from onward.convert.program.calls import Value
 from onward.convert.program.sizes import asking
-from onward.convert.torch.source.program import Recorder, computed, numbered, sources, unrecorded
+from onward.convert.torch.source.program import Recorder, compute, numbered_tensor, sources, without_recording
 from onward.errors import UnsupportedError
 
 Tensors = Sequence[torch.Tensor]
@@ -75,7 +75,7 @@ class Recurrent:
 
     def _ordered(self, tensor: torch.Tensor, direction: int, part: slice = slice(None)) -> torch.Tensor:
         """The gates in PyTorch's order: a parameter, if the graph had brought one into the order of ONNX."""
-        with unrecorded():
+        with without_recording():
             found = self._parameter(self._recorder.value(tensor), direction, part)
         if found is not None:
             return found
@@ -86,10 +86,10 @@ class Recurrent:
         held = sorted((s for s in sources(value) if s.path), key=lambda s: s.path)
         marks, start = {}, 1
         for source in held:
-            marks[source] = numbered(source.tensor.shape, start)
+            marks[source] = numbered_tensor(source.tensor.shape, start)
             start += marks[source].numel()
         if held and not any(s.name for s in sources(value)):
-            numbers = self._reordered(computed(value, marks)[direction][part])
+            numbers = self._reordered(compute(value, marks)[direction][part])
             for source, mark in marks.items():
                 if mark.shape == numbers.shape and torch.equal(mark, numbers):
                     return source.tensor

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 from onward.convert.program.calls import Value
 from onward.convert.program.expressions import Expression
-from onward.convert.program.names import Identifiers, quoted
+from onward.convert.program.names import Identifiers, quote
 from onward.convert.program.statements import LETTERS, Statements
 from onward.convert.torch.source.expressions import TorchPrinter
 from onward.convert.torch.source.tracing import Program
@@ -37,7 +37,7 @@ def forward_lines(program: Program, place: Callable[[Value], str]) -> Iterator[s
     )
     body = written.lines()
     results = {name: written.name(value).text for name, value in program.outputs.items()}
-    whole = ", ".join(f"{quoted(name)}: {text}" for name, text in results.items())
+    whole = ", ".join(f"{quote(name)}: {text}" for name, text in results.items())
     yield from _size_lines(program, {s: name for s, name in sizes.items() if s in printers[0].used_sizes})
     yield from body
     yield f"return {next(iter(results.values()))}" if len(results) == 1 else f"return {{{whole}}}"

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from onward.convert.program.names import is_identifier, quoted
+from onward.convert.program.names import is_identifier, quote
 from onward.convert.torch.source.layers import Layer, own_state
 
 ROOT = "self"
@@ -71,10 +71,10 @@ class Structure:
                 return f"{where}[{name}]"
             if is_identifier(name):
                 return f"{where}.{name}"
-            return f"{where}[{quoted(name)}]" if self._is_dict(owner) else f"{where}.get_submodule({quoted(name)})"
+            return f"{where}[{quote(name)}]" if self._is_dict(owner) else f"{where}.get_submodule({quote(name)})"
         if is_identifier(name):
             return f"{where}.{name}"
-        return f"{where}.get_{'parameter' if name in held._parameters else 'buffer'}({quoted(name)})"
+        return f"{where}.get_{'parameter' if name in held._parameters else 'buffer'}({quote(name)})"
 
     def kind(self, path: str) -> str:
         """The class of what only holds parts."""
@@ -102,21 +102,21 @@ class Structure:
     def _lines(self, path: str, values: dict[str, str]) -> Iterator[str]:
         module, where = self._modules[path], self.access(path)
         for name, parameter in module._parameters.items():
-            if self._aliases[_joined(path, name)] == _joined(path, name):
-                yield _assigned(where, name, f"nn.Parameter({_empty(parameter)})", "register_parameter")
+            if self._aliases[_join_path(path, name)] == _join_path(path, name):
+                yield _assignment(where, name, f"nn.Parameter({_empty(parameter)})", "register_parameter")
         for name, buffer in module._buffers.items():
             kept = name not in module._non_persistent_buffers_set
-            made = values.get(_joined(path, name), _empty(buffer, "zeros"))
-            yield f"{where}.register_buffer({quoted(name)}, {made}{'' if kept else ', persistent=False'})"
+            made = values.get(_join_path(path, name), _empty(buffer, "zeros"))
+            yield f"{where}.register_buffer({quote(name)}, {made}{'' if kept else ', persistent=False'})"
         for name, _ in module.named_children():
-            inner = _joined(path, name)
+            inner = _join_path(path, name)
             made = self.layers[inner].made if inner in self.layers else f"{self.kind(inner)}()"
             if self.kind(path) == "nn.ModuleList":
                 yield f"{where}.append({made})"
             elif self._is_dict(path):
                 yield f"{self.access(inner)} = {made}"
             else:
-                yield _assigned(where, name, made, "add_module")
+                yield _assignment(where, name, made, "add_module")
             if inner not in self.layers:
                 yield from self._lines(inner, values)
 
@@ -125,7 +125,7 @@ class Structure:
             if path != main:
                 owner, _, name = path.rpartition(".")
                 kind = "parameter" if name in self._modules[owner]._parameters else "buffer"
-                yield _assigned(self.access(owner), name, self.access(main), f"register_{kind}")
+                yield _assignment(self.access(owner), name, self.access(main), f"register_{kind}")
 
     def _frozen(self) -> Iterator[str]:
         """Whole modules, if nothing in them learns, else single parameters."""
@@ -137,7 +137,7 @@ class Structure:
                 yield f"{self.access(path)}.requires_grad_(False)"
             elif not _is_within(path, done):
                 for name, parameter in module._parameters.items():
-                    inner = _joined(path, name)
+                    inner = _join_path(path, name)
                     if parameter is not None and not parameter.requires_grad and self._aliases[inner] == inner:
                         yield f"{self.access(inner)}.requires_grad_(False)"
 
@@ -146,12 +146,12 @@ def _is_within(path: str, others: set[str]) -> bool:
     return any(path == other or path.startswith(f"{other}.") or not other for other in others)
 
 
-def _joined(path: str, name: str) -> str:
+def _join_path(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
-def _assigned(where: str, name: str, made: str, otherwise: str) -> str:
-    return f"{where}.{name} = {made}" if is_identifier(name) else f"{where}.{otherwise}({quoted(name)}, {made})"
+def _assignment(where: str, name: str, made: str, otherwise: str) -> str:
+    return f"{where}.{name} = {made}" if is_identifier(name) else f"{where}.{otherwise}({quote(name)}, {made})"
 
 
 def _empty(tensor: torch.Tensor, function: str = "empty") -> str:

@@ -32,7 +32,7 @@ class Program:
     """Symbols in formulas, and what the model calls these sizes."""
 
 
-def traced(module: OnnxModule, first_size: int) -> Program:
+def trace(module: OnnxModule, first_size: int) -> Program:
     """The program for some sizes; sizes that vary begin with this one."""
     graph = module._graph
     recorder = Recorder()
@@ -40,7 +40,8 @@ def traced(module: OnnxModule, first_size: int) -> Program:
     model = _in_training(graph)
     values = {value.name or "": value for value in model.graph.inputs}
     given = {
-        name: recorder.add(_held(recorder, tensor, module._paths[name])) for name, tensor in module._state().items()
+        name: recorder.add(_hold_tensor(recorder, tensor, module._paths[name]))
+        for name, tensor in module._state().items()
     }
     sizes = _Sizes(first_size)
     inputs = [sizes.input(recorder, values[name]) for name in graph.inputs]
@@ -62,7 +63,7 @@ def _in_training(graph: Graph) -> Model:
     return model
 
 
-def _held(recorder: Recorder, tensor: torch.Tensor, path: str) -> Value:
+def _hold_tensor(recorder: Recorder, tensor: torch.Tensor, path: str) -> Value:
     made = recorder.stand_in(tensor.detach(), [False] * tensor.ndim)
     return Value(made.requires_grad_(tensor.requires_grad), path=path)
 

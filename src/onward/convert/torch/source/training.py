@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from onward.convert import rate_formulas
 from onward.convert.program.literals import number
-from onward.convert.program.names import quoted
+from onward.convert.program.names import quote
 from onward.convert.torch.clipping import Clip, clipping_part
 from onward.convert.torch.exact import clipping
 from onward.convert.torch.exact.masters import MasterWeights, float32_copies
@@ -67,7 +67,7 @@ class Definitions:
         parts = made.optimizers if isinstance(made, Together) else [made]
         lines = []
         texts: list[str] = []
-        for part, groups in zip(parts, _listed(made, names), strict=True):
+        for part, groups in zip(parts, _parameter_names(made, names), strict=True):
             common = _settings(part, part.param_groups[0])
             if plain is not None:
                 given = plain
@@ -181,7 +181,7 @@ def schedules_of(made: LRScheduler | None) -> list[str]:
     return [f"schedules = [{rows}]"]
 
 
-def _listed(made: Optimizer, names: Mapping[int, str]) -> list[list[list[str]]]:
+def _parameter_names(made: Optimizer, names: Mapping[int, str]) -> list[list[list[str]]]:
     """The names of parameters, by groups of each part."""
     parts = made.optimizers if isinstance(made, Together) else [made]
     return [[[names[id(p)] for p in group["params"]] for group in part.param_groups] for part in parts]
@@ -189,7 +189,7 @@ def _listed(made: Optimizer, names: Mapping[int, str]) -> list[list[list[str]]]:
 
 def _all_of(made: Optimizer, by_id: Mapping[int, str], module: nn.Module) -> str | None:
     """What all parameters are called, where one group has them in their order."""
-    listed = _listed(made, by_id)
+    listed = _parameter_names(made, by_id)
     if len(listed) > 1 or len(listed[0]) > 1:
         return None
     names = listed[0][0]
@@ -220,7 +220,7 @@ def _group(part: Optimizer, names: list[str], group: Mapping[str, Any], common: 
     own = {**{key: group[key] for key in common}, **_settings(part, group)}
     different = {key: value for key, value in own.items() if key not in common or not _equal(value, common[key])}
     other = "".join(f', "{key}": {_text(value)}' for key, value in different.items())
-    rows = _rows([quoted(name) for name in names])
+    rows = _rows([quote(name) for name in names])
     if len(rows) == 1 and len(rows[0]) + len(other) < 60:
         return [f'{{"params": [named[name] for name in [{rows[0]}]]{other}}},']
     return ["{", '    "params": [', "        named[name]", "        for name in [",
@@ -267,5 +267,5 @@ def _text(value: Any) -> str:
         inside = ", ".join(map(_text, value))
         return f"[{inside}]" if isinstance(value, list) else f"({inside}{',' if len(value) == 1 else ''})"
     if isinstance(value, str):
-        return quoted(value)
+        return quote(value)
     return number(value) if isinstance(value, float) and not math.isfinite(value) else repr(value)
