@@ -210,6 +210,10 @@ def test_all_operators_can_be_written() -> None:
         assert not [name for name in read if name not in module and not hasattr(builtins, name)]
 
 
+WINDOWS = ("test_hannwindow", "test_hammingwindow", "test_blackmanwindow", "test_melweightmatrix")
+"""Of sizes that are not known before it runs, which programs of JAX do not have."""
+
+
 @pytest.mark.slow
 def test_programs_of_the_standards_own_tests() -> None:
     """Some of all operators, and all control flow, as a program without an interpreter, and as the engine has them."""
@@ -218,7 +222,7 @@ def test_programs_of_the_standards_own_tests() -> None:
     for name in dict.fromkeys([*names[::40], *flow]):
         case = onnx_node_tests()[name]
         values = [value for inputs, outputs in case.data for value in (*inputs, *outputs)]
-        if name.startswith(("test_nonmaxsuppression", "test_image_decoder")):  # which are refused
+        if name.startswith(("test_nonmaxsuppression", "test_image_decoder", *WINDOWS)):  # which are refused
             continue
         if not all(isinstance(value, np.ndarray) and value.dtype.kind not in "OSU" for value in values):
             continue
