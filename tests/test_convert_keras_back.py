@@ -55,7 +55,9 @@ def same_state(made, state, *, within=1e-5):
     for name, array in state.items():
         found = back.initializer(name).const_value.numpy()
         assert found.dtype == array.dtype and found.shape == array.shape, name
-        np.testing.assert_allclose(found, array, rtol=within, atol=1e-6, err_msg=name)
+        np.testing.assert_allclose(
+            found, array, rtol=within, atol=2e-6, err_msg=name
+        )  # a bias before a normalization is noise
 
 
 # ---- optimizers ------------------------------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ class Program(NamedTuple):
 def write_program(parts: Parts, params: Mapping[str, Any], name: str) -> Program:
     """The program that goes on with a run."""
     printer = Printer(OwnSource(instead=INSTEAD, taken=_NAMES, annotated=False))
-    for helper in ("read", "write", "named", "filled", "exact"):
+    for helper in ("read", "write", "leaves_by_name", "fill_tree", "exact"):
         printer.helper(helper)
     loss, apply, batch = _loss(parts, printer), _apply(parts, printer), _batch(parts)
     spelling = Spelling(printer, params)
@@ -165,11 +165,11 @@ def load(path=HERE / "{state}"):
 
         state = {{kind: part(kind) for kind in {kinds}}} | {{"step": jnp.zeros([], jnp.int32)}}
         state["opt_state"] = optimizer().init(state["params"])
-        return filled(state, arrays)
+        return fill_tree(state, arrays)
 
 
 def save(state, path=HERE / "{state}"):
-    write(named(state), path)'''
+    write(leaves_by_name(state), path)'''
 
 _AVERAGES = """        happened = count > state["step"]
         new["ema"] = {{

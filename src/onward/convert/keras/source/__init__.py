@@ -189,7 +189,7 @@ class _Writer:
         ]
         for value in loss.targets:
             rank, dtype = len(value.shape or ()), str(value.dtype.numpy().name if value.dtype else "float32")
-            lines.append(f'{targets[value.name or ""]} = fitted({targets[value.name or ""]}, "{dtype}", {rank})')
+            lines.append(f'{targets[value.name or ""]} = fit_target({targets[value.name or ""]}, "{dtype}", {rank})')
         return [
             "",
             "    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):",

@@ -242,7 +242,7 @@ def _place(value: Value) -> Expression:
 
 MENTIONED = frozenset({
     "inputs", "training", "grads", "variables", "trainable_variables", "sample_weight", "available", "as_single",
-    "fitted", "constant", "ops", "keras", "np", "math", "params", "slots", "gradients", "name", "names", "i",
+    "fit_target", "constant", "ops", "keras", "np", "math", "params", "slots", "gradients", "name", "names", "i",
     *(function.__name__ for function in ROWS.values() if not function.__module__.startswith("keras.")),
 })  # fmt: skip
 """What methods read beside their own variables."""
