@@ -192,7 +192,16 @@ def _matches(name: str, pattern: str, roles: Mapping[str, Collection[str]]) -> b
 
 def _matters(node: ir.Node, index: int) -> bool:
     """Whether a gradient flows into an input, or it is a setting, which counts as read."""
-    return has_gradient(node.domain, node.op_type, index) or _is_setting(node, index)
+    flows = has_gradient(node.domain, node.op_type, index) or _is_setting(node, index)
+    return flows and not _is_carried_in_vain(node, index)
+
+
+def _is_carried_in_vain(node: ir.Node, index: int) -> bool:
+    """Whether an input is the first value of what a Loop carries, and nobody reads it: conditions are written so."""
+    if node.op_type != "Loop" or index < 2:
+        return False
+    inside = [value for body in nested_graphs(node) for value in body.inputs[index : index + 1]]
+    return not any(v.uses() or v.is_graph_output() for v in (*inside, *node.outputs[index - 2 : index - 1]))
 
 
 def _may_be_float(value: ir.Value) -> bool:
