@@ -27,11 +27,11 @@ class LoweredStep:
         self.content = proto.SerializeToString(deterministic=True)
         self.session = ort.InferenceSession(self.content, options, providers=["CPUExecutionProvider"])
         stored = {value.name: value.const_value for value in model.initializers()}
-        self._state = {name: ort.OrtValue.ortvalue_from_numpy(stored[name].numpy()) for name in contract["state"]}
+        self._state = {name: ort.OrtValue.ortvalue_from_numpy(stored[name].numpy()) for name in contract.state}
         self._batches = itertools.cycle(workload.batches())
         self._inputs = [value.name for value in self.session.get_inputs()]
-        self._outputs = [contract["loss"], *contract["update"].values()]
-        self._updated = list(contract["update"])
+        self._outputs = [contract.loss, *contract.update.values()]
+        self._updated = list(contract.update)
 
     def __call__(self) -> float:
         x, labels = (ort.OrtValue.ortvalue_from_numpy(array) for array in next(self._batches))
