@@ -137,3 +137,5 @@ def test_files_that_are_none(folder: Path) -> None:
     assert "a folder, not a file" in failed("train", "--config", ".")[0]
     Path("run.toml").write_text("epochs = ")
     assert "`run.toml` is not valid TOML" in failed("train", "--config", "run.toml")[0]
+    Path("run.toml").write_text("epochs = 1\n" + "#" * (1 << 20) + "\nepochz = 1\n")
+    assert "`run.toml` is larger than any configuration" in failed("train", "--config", "run.toml")[0]

@@ -42,6 +42,7 @@ def read_configuration(path: str | os.PathLike[str]) -> dict[str, Any]:
             data = stream.read(_LARGEST + 1)
     except OSError as error:
         raise DataError(f"`{file}` cannot be read: {reason(error)}", hint="check the path") from error
+    _refuse_large(data, str(file))
     found = _parse_toml(data, file) if file.suffix == ".toml" else parse_yaml(data, str(file))
     for key, value in found.items():
         if not isinstance(key, str) or not _is_plain(value):
@@ -51,8 +52,7 @@ def read_configuration(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 def parse_yaml(data: bytes, of: str) -> dict[str, Any]:
     """A mapping in YAML. References are refused, of which a few lines make an endless tree, and deep nesting."""
-    if len(data) > _LARGEST:
-        raise DataError(f"`{of}` is larger than any configuration", hint=_FORM)
+    _refuse_large(data, of)
     depth = 0
     try:
         for event in yaml.parse(data, Loader=_Loader):
@@ -71,6 +71,11 @@ def parse_yaml(data: bytes, of: str) -> dict[str, Any]:
 def write_yaml(tree: Mapping[str, Any], remark: str = "") -> str:
     lines = "".join(f"# {line}\n" for line in remark.splitlines())
     return lines + str(yaml.safe_dump(dict(tree), sort_keys=False, allow_unicode=True, width=120))
+
+
+def _refuse_large(data: bytes, of: str) -> None:
+    if len(data) > _LARGEST:
+        raise DataError(f"`{of}` is larger than any configuration", hint=_FORM)
 
 
 def _parse_toml(data: bytes, file: Path) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from onward.checkpoint.pytorch.objects import Object
 from onward.checkpoint.pytorch.optimizers import base_rate
 from onward.checkpoint.tensors import Tensor
 from onward.inspect.formatting import quantity
-from onward.recipe.optimizers import optimizer
+from onward.recipe.optimizers import configure
 from onward.recipe.spec import Spec
 
 _ONE_PART_IN = 1e-6
@@ -134,7 +134,7 @@ def _words(group: Group) -> dict[str, Any]:
     if group.optimizer is None:
         rate = {"lr": base_rate(group.settings)} if "lr" in group.settings else {}
         return {**group.settings, **rate}
-    configured = optimizer(group.optimizer.name).configure(**group.optimizer.options)
+    configured = configure(group.optimizer)
     return {**configured.values, **configured.options}
 
 

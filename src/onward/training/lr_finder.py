@@ -14,7 +14,7 @@ from onward.arguments import Count, Range, Seed, Threads, checked
 from onward.errors import RecipeError
 from onward.model import Source, load
 from onward.options import RecipeOptions
-from onward.recipe.optimizers.table import optimizer
+from onward.recipe.optimizers.table import configure
 from onward.recipe.spec import Spec, parse
 from onward.training.config import Config
 from onward.training.data import Batch, Batches, in_parts
@@ -107,7 +107,7 @@ def find_lr(
 def _rate(given: str | Mapping[str, Any] | Spec) -> float:
     """The learning rate of an optimizer, if it were to be used as it is given."""
     spec = parse(given)
-    rate = optimizer(spec.name).configure(**spec.options).values["lr"]
+    rate = configure(spec).values["lr"]
     if rate <= 0:
         raise RecipeError(f"a learning rate of {rate:g} cannot rise", hint="leave it out")
     return rate

@@ -23,7 +23,7 @@ from onward.checkpoint.ort.graphs import (
 )
 from onward.checkpoint.tensors import ComputedTensor, Tensor
 from onward.errors import InvalidModelError, UnsupportedError, list_names
-from onward.recipe.optimizers import optimizer
+from onward.recipe.optimizers import configure
 from onward.recipe.spec import Spec
 
 NAME = "checkpoint"
@@ -166,7 +166,7 @@ def _refuse_another(path: Path, checkpoint: Checkpoint) -> None:
 
 def _meaning_of(spec: Spec) -> Any:
     """What an optimizer computes, but for its rate, with numbers as an attribute of ONNX has them."""
-    configured = optimizer(spec.name).configure(**spec.without("lr").options)
+    configured = configure(spec.without("lr"))
     return spec.name, {key: np.float32(value) for key, value in configured.values.items()}, configured.options
 
 
@@ -207,7 +207,7 @@ def _slots_there(group: Group) -> tuple[str, ...]:
     """The slots that `momentum0` and so on stand for."""
     spec = group.optimizer
     if spec is not None:
-        configured = optimizer(spec.name).configure(**spec.options)
+        configured = configure(spec)
         options = {**configured.values, **configured.options}
         if spec.name in ("adam", "adamw") and _is_adam_of_theirs(spec, options):
             return "exp_avg", "exp_avg_sq"

@@ -12,7 +12,7 @@ from onward.checkpoint.description import COUNT, MASTER, Group, Optimizer
 from onward.checkpoint.tensors import ArrayTensor, number_of
 from onward.convert.pytorch_settings import NATIVE, SETTINGS, settings_in, words_of
 from onward.errors import UnsupportedError
-from onward.recipe.optimizers import optimizer
+from onward.recipe.optimizers import configure
 from onward.recipe.spec import Spec
 
 # ---- which it is -----------------------------------------------------------------------------------------------------
@@ -127,7 +127,7 @@ FLAGS = ("foreach", "differentiable", "capturable", "fused")
 
 def settings_of(spec: Spec, rate: float) -> dict[str, Any]:
     """The settings that PyTorch's own class has for the words of a recipe. `rate` is the rate at the moment."""
-    configured = optimizer(spec.name).configure(**spec.options)
+    configured = configure(spec)
     kind = next((row.made for row in NATIVE if row.fits(configured)), None)
     if kind is None:
         raise UnsupportedError(

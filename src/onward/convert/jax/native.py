@@ -17,7 +17,7 @@ from onward.convert.jax.objects import OBJECTS
 from onward.convert.jax.schedules import make_schedule
 from onward.convert.jax.slots import fill_state
 from onward.convert.snapshot import Group, Snapshot
-from onward.recipe.optimizers import FunctionOptimizer, optimizer
+from onward.recipe.optimizers import FunctionOptimizer, configure
 from onward.recipe.spec import Spec
 
 Settings = SimpleNamespace
@@ -60,7 +60,7 @@ def _transformation(ox: Any, group: Group, name: str, run: Snapshot) -> Any:
 
 
 def _native(ox: Any, spec: Spec, rate: Rate) -> Any:
-    settings = optimizer(spec.name).configure(**spec.options).settings
+    settings = configure(spec).settings
     parts = None if settings.maximize or spec.name not in _MAKERS else _MAKERS[spec.name](ox, settings, rate)
     return None if parts is None else ox.chain(*parts)
 

@@ -10,7 +10,7 @@ import keras
 from onward.convert.optimizer_classes import CLIPS, KINDS, Kind
 from onward.convert.snapshot import Snapshot
 from onward.model import Model
-from onward.recipe.optimizers import ConfiguredOptimizer, FunctionOptimizer, optimizer
+from onward.recipe.optimizers import ConfiguredOptimizer, FunctionOptimizer, configure, optimizer
 from onward.recipe.spec import Spec
 
 _CLASSES = {
@@ -33,9 +33,9 @@ def native_optimizer(run: Snapshot, held: Mapping[str, Any]) -> Any | None:
     other = run.recipe.keys() - {"seed"}  # accumulation, averages, scales: Keras counts and begins in other ways
     if rate is None or other or any(found != settings[0] for found in settings) or not _clips_alike(run):
         return None
-    first = _configure(run.groups[0].spec)
+    first = configure(run.groups[0].spec)
     name = _CLASSES.get(first.kind.name, "")
-    if not name or not all(_is_same(_configure(group.spec), name) for group in run.groups):
+    if not name or not all(_is_same(configure(group.spec), name) for group in run.groups):
         return None
     decays = [float(group.spec.options.get("weight_decay", 0.0)) for group in run.groups]
     if len({decay for decay in decays if decay}) > 1:
@@ -69,10 +69,6 @@ def _fill(made: Any, kind: Kind, run: Snapshot, held: Mapping[str, Any]) -> None
                 variables[index].assign(run.state[f"{name}/{ours}"])
         if f"{name}/mu_product" in run.state:
             made._u_product.assign(run.state[f"{name}/mu_product"])
-
-
-def _configure(spec: Spec) -> ConfiguredOptimizer:
-    return optimizer(spec.name).configure(**spec.options)
 
 
 def _comparable(spec: Spec) -> Any:

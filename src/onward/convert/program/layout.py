@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+import textwrap
 from collections.abc import Iterable
 
 WIDTH = 100
@@ -16,6 +17,11 @@ def arrange_imports(lines: Iterable[str]) -> str:
         module = line.split()[1].partition(".")[0]
         blocks[0 if module == "__future__" else 1 if module in sys.stdlib_module_names else 2].append(line)
     return "\n\n".join("\n".join(block) for block in blocks if block)
+
+
+def indent(lines: Iterable[str]) -> list[str]:
+    """Lines, some of which may be several, one level deeper."""
+    return [textwrap.indent(line, "    ") for line in lines]
 
 
 def break_lines(text: str) -> str:

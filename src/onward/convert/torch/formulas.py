@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import onnx_ir as ir
 
 from onward.build import DOMAIN, Expr, Function
-from onward.convert.program.layout import break_lines
+from onward.convert.program.layout import break_lines, indent
 from onward.convert.torch.exact.optimizer import ExactOptimizer
 from onward.recipe.optimizers import updates
 from onward.recipe.optimizers.updates import Update
@@ -142,10 +142,10 @@ class _Class(NamedTuple):
         lines = {condition: _statements(function) for condition, function in functions.items()}
         return break_lines("\n".join([
             f"class {name}(ExactOptimizer):",
-            *_indent([*_docstring("\n\n".join(reversed(docs))), "", f"SETTINGS = {_literal(self.settings)}", ""]),
-            *_indent(["def slots(self, group: dict[str, Any]) -> tuple[str, ...]:", *_indent(_branches(slots)), ""]),
+            *indent([*_docstring("\n\n".join(reversed(docs))), "", f"SETTINGS = {_literal(self.settings)}", ""]),
+            *indent(["def slots(self, group: dict[str, Any]) -> tuple[str, ...]:", *indent(_branches(slots)), ""]),
             *self._decay(functions),
-            *_indent([f"def update(self, {_STATE}) -> None:", *_indent(_branches(lines))]),
+            *indent([f"def update(self, {_STATE}) -> None:", *indent(_branches(lines))]),
         ]))  # fmt: skip
 
     @staticmethod
@@ -156,7 +156,7 @@ class _Class(NamedTuple):
             return []
         result = f"super().decay(x, g, lr, group) if {plain[0]} else g" if plain else "g"
         head = "def decay(self, x: Tensor, g: Tensor, lr: float, group: dict[str, Any]) -> Tensor:"
-        return _indent([head, f"    return {result}", ""])
+        return indent([head, f"    return {result}", ""])
 
 
 def _literal(value: Any) -> str:
@@ -182,11 +182,7 @@ def _branches(lines: Mapping[str, Sequence[str]]) -> list[str]:
     if not others:
         return list(last)
     starts = [f"{'elif' if i else 'if'} {condition}:" for i, (condition, _) in enumerate(others)]
-    return [line for start, (_, own) in zip([*starts, "else:"], blocks, strict=True) for line in (start, *_indent(own))]
-
-
-def _indent(lines: Sequence[str]) -> list[str]:
-    return [f"    {line}" if line else "" for line in lines]
+    return [line for start, (_, own) in zip([*starts, "else:"], blocks, strict=True) for line in (start, *indent(own))]
 
 
 _BETAS = (0.9, 0.999)

@@ -25,7 +25,7 @@ from onward.convert.torch.traced.groups import trace_groups
 from onward.convert.torch.traced.optimizer import GraphOptimizer
 from onward.engines.torch.types import from_array, to_array
 from onward.errors import list_names
-from onward.recipe.optimizers import ConfiguredOptimizer, FunctionOptimizer, optimizer
+from onward.recipe.optimizers import ConfiguredOptimizer, FunctionOptimizer, configure
 from onward.recipe.optimizers.updates import SCALAR_SLOTS
 from onward.recipe.spec import Spec
 
@@ -119,9 +119,9 @@ class _Reading:
         chosen = {self._names[id(p)]: p for p in settings["params"] if p.requires_grad and id(p) in self._names}
         spec = _spec(type(part), settings, rate, next(iter(chosen.values()), None))
         for name, parameter in chosen.items():
-            if parameter.dtype in HALVES and (what := objection(part, settings, _configure(spec), parameter.dtype)):
+            if parameter.dtype in HALVES and (what := objection(part, settings, configure(spec), parameter.dtype)):
                 self._problems.add(f"`{name}` is {in_16_bits(parameter)}, and {what[0]}", what[1])
-        minds = _minds_step(_configure(spec))
+        minds = _minds_step(configure(spec))
         for parameter in settings["params"]:
             self._check(parameter, part)
         for name, parameter in chosen.items():
@@ -197,10 +197,6 @@ def _array(slot: str, value: torch.Tensor) -> np.ndarray:
     return array.astype(np.float64) if slot in SCALAR_SLOTS else array.copy()
 
 
-def _configure(spec: Spec) -> ConfiguredOptimizer:
-    return optimizer(spec.name).configure(**spec.options)
-
-
 def _minds_step(configured: ConfiguredOptimizer) -> bool:
     """Whether the update depends on how many there were before."""
     if configured.kind.name == "adagrad" and not configured.values["lr_decay"]:
@@ -241,9 +237,9 @@ def _make_optimizer(run: Snapshot, parameters: Mapping[str, Parameter]) -> Optim
         if isinstance(group.optimizer, FunctionOptimizer):
             made.append(GraphOptimizer(_at_present(group.optimizer, run, f"group{i}"), parameters, run.step))
         else:
-            by_class.setdefault(counterpart(_configure(group.optimizer)), []).append(group)
+            by_class.setdefault(counterpart(configure(group.optimizer)), []).append(group)
     for kind, groups in by_class.items():
-        settings = [_arguments(kind, _configure(group.spec)) for group in groups]
+        settings = [_arguments(kind, configure(group.spec)) for group in groups]
         chosen = [[parameters[name] for name in group.parameters] for group in groups]
         part = kind([{"params": own, **of} for own, of in zip(chosen, settings, strict=True)], **settings[0])
         _fill(part, run, {id(parameter): name for name, parameter in parameters.items()})
@@ -263,7 +259,7 @@ def _check_run(run: Snapshot, parameters: Mapping[str, Parameter]) -> None:
     problems = Problems("the optimizer")
     for group in run.groups:
         halves = [name for name in group.parameters if parameters[name].dtype in HALVES]
-        if halves and isinstance(group.optimizer, Spec) and not is_known_in_half(_configure(group.optimizer)):
+        if halves and isinstance(group.optimizer, Spec) and not is_known_in_half(configure(group.optimizer)):
             what = f"`{group.optimizer.name}` rounds {list_names(halves, 5)} in another way than any class of PyTorch"
             problems.add(what, "make the training model with master weights, or of float32 weights")
     problems.refuse()

@@ -2,6 +2,6 @@
 
 from onward.recipe.optimizers.configuration import ConfiguredOptimizer, Optimizer, Slot
 from onward.recipe.optimizers.graph_optimizer import FunctionOptimizer
-from onward.recipe.optimizers.table import OPTIMIZERS, optimizer
+from onward.recipe.optimizers.table import OPTIMIZERS, configure, optimizer
 
-__all__ = ["OPTIMIZERS", "ConfiguredOptimizer", "FunctionOptimizer", "Optimizer", "Slot", "optimizer"]
+__all__ = ["OPTIMIZERS", "ConfiguredOptimizer", "FunctionOptimizer", "Optimizer", "Slot", "configure", "optimizer"]

@@ -15,7 +15,7 @@ from onward.errors import RecipeError, UnknownNameError, near_or_first
 from onward.recipe.optimizers.configuration import ConfiguredOptimizer
 from onward.recipe.optimizers.graph_optimizer import FunctionOptimizer
 from onward.recipe.optimizers.selection import Given, given_optimizer
-from onward.recipe.optimizers.table import optimizer
+from onward.recipe.optimizers.table import configure
 from onward.recipe.spec import Spec, parse_options
 from onward.recipe.trainable import matching
 
@@ -92,7 +92,7 @@ def groups(
 
 
 def _configure(given: Given) -> ConfiguredOptimizer | FunctionOptimizer:
-    return given if isinstance(given, FunctionOptimizer) else optimizer(given.name).configure(**given.options)
+    return given if isinstance(given, FunctionOptimizer) else configure(given)
 
 
 def _parse_group(item: Any, default: Given) -> tuple[list[str], Given]:

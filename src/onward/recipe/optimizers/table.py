@@ -18,14 +18,19 @@ from onward.errors import RecipeError
 from onward.recipe.optimizers import updates
 from onward.recipe.optimizers.configuration import Call, ConfiguredOptimizer, Optimizer, Settings, Shape, Slot, Standard
 from onward.recipe.optimizers.updates import Update
-from onward.recipe.spec import lookup
+from onward.recipe.spec import Spec, lookup
 
-__all__ = ["OPTIMIZERS", "ConfiguredOptimizer", "Optimizer", "Slot", "optimizer"]
+__all__ = ["OPTIMIZERS", "ConfiguredOptimizer", "Optimizer", "Slot", "configure", "optimizer"]
 
 
 def optimizer(name: str) -> Optimizer:
     """The optimizer of that name."""
     return lookup("optimizer", name, OPTIMIZERS)
+
+
+def configure(spec: Spec) -> ConfiguredOptimizer:
+    """The optimizer that a spec names, with its options."""
+    return optimizer(spec.name).configure(**spec.options)
 
 
 # ---- which function it is --------------------------------------------------------------------------------------------

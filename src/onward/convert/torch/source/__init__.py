@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import io
 import linecache
-import textwrap
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from onward.convert.program.audit import audit_program
-from onward.convert.program.layout import arrange_imports, break_lines
+from onward.convert.program.layout import arrange_imports, break_lines, indent
 from onward.convert.program.names import docstring, identifier, quote
 from onward.convert.program.own_source import OwnSource
 from onward.convert.snapshot import disassemble
@@ -54,12 +53,12 @@ def write_program(training: Model, live: Any, file: str = "run.pt") -> Source:
         definitions.clip(optimizer),
         [
             "def make_optimizer(module: nn.Module) -> torch.optim.Optimizer:",
-            *_indent(definitions.optimizer(optimizer, module)),
+            *indent(definitions.optimizer(optimizer, module)),
         ],
     ]
     if scheduler is not None:
         made = [*schedules_of(scheduler), f"return {definitions.scheduler(scheduler)}"]
-        functions.append(["def make_scheduler(optimizer: torch.optim.Optimizer) -> LRScheduler:", *_indent(made)])
+        functions.append(["def make_scheduler(optimizer: torch.optim.Optimizer) -> LRScheduler:", *indent(made)])
     functions.append(["def make_loss() -> nn.Module:", f"    return {definitions.loss(loss)}"])
     functions.append(_load(scheduler is not None, bool(model.constants)))
     functions.append(_save(scheduler is not None, bool(model.constants)))
@@ -187,7 +186,7 @@ def _load(scheduled: bool, constants: bool) -> list[str]:
         'scheduler.load_state_dict(state["scheduler"])' if scheduled else "",
         f"return module, optimizer, {'scheduler' if scheduled else 'None'}, make_loss()",
     ]
-    return [f"def load(path: str) -> {result}:", *_indent([line for line in lines if line])]
+    return [f"def load(path: str) -> {result}:", *indent([line for line in lines if line])]
 
 
 def _save(scheduled: bool, constants: bool) -> list[str]:
@@ -202,8 +201,4 @@ def _save(scheduled: bool, constants: bool) -> list[str]:
     head = (
         "def save(path: str, module: Model, optimizer: torch.optim.Optimizer, scheduler: LRScheduler | None) -> None:"
     )
-    return [head, *_indent([line for line in lines if line])]
-
-
-def _indent(lines: Sequence[Any]) -> list[str]:
-    return [textwrap.indent(line, "    ") for line in lines]
+    return [head, *indent([line for line in lines if line])]
