@@ -1,6 +1,6 @@
 """What is in a model: `describe` reads it from the file, `render` prints it, `draw` makes a picture of it."""
 
-from onward.inspect.draw import draw
+from onward.inspect.picture import draw
 from onward.inspect.render import render, render_parameters
 from onward.inspect.summary import Summary, describe
 
