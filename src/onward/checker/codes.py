@@ -84,7 +84,7 @@ CODES: dict[str, Code] = {
     "OW128": _error("a step reads a value of another step", ONWARD),
     "OW130": _error("the data of a tensor does not fit its type and shape", IR_DATA),
     "OW131": _error("external data lies where it cannot be read, or must not", IR_DATA),
-    "OW132": _error("external data is shorter than the tensor", IR_DATA),
+    "OW132": _error("external data is not as long as the tensor needs", IR_DATA),
     "OW133": _error("external data of two tensors overlaps", ONWARD),
     # ---- bindings and state
     "OW201": _error("a binding's key is not an initializer that the step can change", IR_TRAINING),

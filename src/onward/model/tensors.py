@@ -5,21 +5,28 @@ from __future__ import annotations
 import math
 
 import onnx
-import onnx_ir as ir
 from onnx import ModelProto
 
 from onward.errors import InvalidModelError
 from onward.model import storage
 
 _MAX_RANK = 256
-_KNOWN_TYPES = {kind.value for kind in ir.DataType}
-_DATA_FIELDS = {
-    "float_data": (onnx.TensorProto.FLOAT, onnx.TensorProto.COMPLEX64),
-    "double_data": (onnx.TensorProto.DOUBLE, onnx.TensorProto.COMPLEX128),
-    "int64_data": (onnx.TensorProto.INT64,),
-    "uint64_data": (onnx.TensorProto.UINT32, onnx.TensorProto.UINT64),
-    "string_data": (onnx.TensorProto.STRING,),
+_FIELDS = {
+    onnx.TensorProto.FLOAT: "float_data",
+    onnx.TensorProto.COMPLEX64: "float_data",
+    onnx.TensorProto.DOUBLE: "double_data",
+    onnx.TensorProto.COMPLEX128: "double_data",
+    onnx.TensorProto.INT64: "int64_data",
+    onnx.TensorProto.UINT32: "uint64_data",
+    onnx.TensorProto.UINT64: "uint64_data",
+    onnx.TensorProto.STRING: "string_data",
 }
+DATA_FIELDS = (*dict.fromkeys(_FIELDS.values()), "int32_data")
+
+
+def field_of(data_type: int) -> str:
+    """Where a tensor of a type has its numbers, if they are not in the form of bytes."""
+    return _FIELDS.get(data_type, "int32_data")
 
 
 def check_tensors(proto: ModelProto) -> None:
@@ -29,8 +36,8 @@ def check_tensors(proto: ModelProto) -> None:
             raise InvalidModelError(f"tensor `{tensor.name}` has {len(tensor.dims)} dimensions")
         if tensor.HasField("raw_data") and (problem := _misfit(tensor)):
             raise InvalidModelError(f"tensor `{tensor.name}` {problem}", hint="the file is damaged, or wrongly written")
-        for field, types in _DATA_FIELDS.items():
-            if len(getattr(tensor, field)) and tensor.data_type not in types:
+        for field in DATA_FIELDS[:-1]:
+            if len(getattr(tensor, field)) and field_of(tensor.data_type) != field:
                 kind = onnx.TensorProto.DataType.Name(tensor.data_type).lower()
                 raise InvalidModelError(f"tensor `{tensor.name}` of type {kind} has its data in `{field}`")
 
@@ -39,8 +46,7 @@ def _misfit(tensor: onnx.TensorProto) -> str | None:
     """What is wrong with data in the form of bytes."""
     if tensor.data_type == onnx.TensorProto.UNDEFINED:
         return "has data, but no type"
-    if tensor.data_type == onnx.TensorProto.STRING or tensor.data_type not in _KNOWN_TYPES:
+    if (width := storage.bits_of(tensor)) is None:
         return None
-    bits = ir.DataType(tensor.data_type).bitwidth * math.prod(tensor.dims)
-    there = len(tensor.raw_data)
+    bits, there = width * math.prod(tensor.dims), len(tensor.raw_data)
     return None if there * 8 - 8 < bits <= there * 8 else f"has {there} bytes, and needs {-(-bits // 8)}"

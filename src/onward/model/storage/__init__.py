@@ -7,7 +7,7 @@ A save creates files beside the model and touches none that exists. Renaming the
 commit: before it the old model is whole, after it the new one is. Data that only the old one used is deleted last.
 """
 
-from onward.model.storage.external import check_external, walk_tensors
+from onward.model.storage.external import Fault, bits_of, check_external, external_faults, walk_tensors
 from onward.model.storage.opening import open_model
 from onward.model.storage.parse import folder_of, parse_proto, read_proto
 from onward.model.storage.save import External, data_files_of, form_of, goes_outside, save
@@ -17,9 +17,12 @@ from onward.model.storage.transaction import write_file
 __all__ = [
     "Container",
     "External",
+    "Fault",
     "Place",
+    "bits_of",
     "check_external",
     "data_files_of",
+    "external_faults",
     "folder_of",
     "form_of",
     "goes_outside",

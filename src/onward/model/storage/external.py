@@ -9,7 +9,7 @@ import stat
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import onnx
 import onnx_ir as ir
@@ -67,8 +67,12 @@ def add_checksums(proto: ModelProto, folder: Path, checksums: dict[Path, str]) -
             tensor.external_data.add(key="checksum", value=checksum)
 
 
-class _Fault(Exception):
+class Fault(Exception):
     """What is wrong with a reference to external data, as the rest of a sentence about the tensor."""
+
+    def __init__(self, text: str, about: Literal["place", "size", "overlap"] = "place"):
+        super().__init__(text)
+        self.about = about
 
 
 def check_external(proto: ModelProto, base_dir: PathLike | None) -> None:
@@ -76,29 +80,40 @@ def check_external(proto: ModelProto, base_dir: PathLike | None) -> None:
 
     Without a folder, as for a model that did not come from a file, there can be no external data.
     """
-    file_of = functools.cache(functools.partial(_file, base_dir))
-    ranges: dict[tuple[int, int], dict[tuple[int, int], str]] = defaultdict(dict)
-    problems = []
-    for tensor in _external(proto):
-        name = f"`{_printable(tensor.name)}`"
-        try:
-            location, start, stop = _reference(tensor)
-            info = file_of(location)
-            if isinstance(info, _Fault):
-                raise info
-            if stop > info.st_size:
-                raise _Fault(f"ends at byte {stop} of `{_printable(location)}`, which has {info.st_size} bytes")
-            if stop > start:  # tied weights share a range: one entry
-                ranges[info.st_dev, info.st_ino].setdefault(
-                    (start, stop), f"{name} (byte {start} of `{_printable(location)}`)"
-                )
-        except _Fault as fault:
-            problems.append(f"{name} {fault}")
-    problems += [f"{file[late]} overlaps {file[early]}" for file in ranges.values() for late, early in overlaps(file)]
+    named = [(f"`{_printable(tensor.name)}`", tensor) for tensor in _external(proto)]
+    problems = [f"{name} {fault}" for name, fault in external_faults(named, base_dir)]
+    if base_dir is None:
+        problems += [f"{name} is outside, but a model that was not read from a file has no folder" for name, _ in named]
     if problems:
         more = [f"and {len(problems) - 20} more"] if len(problems) > 20 else []
         lines = "".join(f"\n  {problem}" for problem in problems[:20] + more)
         raise ExternalDataError(f"the model's external data cannot be used:{lines}", hint=_way_out(problems))
+
+
+def external_faults(
+    tensors: Iterable[tuple[str, TensorProto]], base_dir: PathLike | None
+) -> Iterator[tuple[str, Fault]]:
+    """What is wrong with tensors that are outside, each with what names it. Without a folder, no file is looked at."""
+    file_of = functools.cache(functools.partial(_file, base_dir))
+    ranges: dict[Any, dict[tuple[int, int], tuple[str, str]]] = defaultdict(dict)
+    for name, tensor in tensors:
+        try:
+            location, start, stop = _reference(tensor)
+            info = file_of(location)
+            if isinstance(info, Fault):
+                raise info
+            if info is not None and stop > info.st_size:
+                text = f"ends at byte {stop} of `{_printable(location)}`, which has {info.st_size} bytes"
+                raise Fault(text, "size")
+            if stop > start:  # tied weights share a range: one entry
+                file = os.path.normpath(location) if info is None else (info.st_dev, info.st_ino)
+                ranges[file].setdefault((start, stop), (name, f"(byte {start} of `{_printable(location)}`)"))
+        except Fault as fault:
+            yield name, fault
+    for found in ranges.values():
+        for late, early in overlaps(found):
+            name, where = found[late]
+            yield name, Fault(f"{where} overlaps {' '.join(found[early])}", "overlap")
 
 
 def _reference(tensor: TensorProto) -> tuple[str, int, int]:
@@ -106,18 +121,19 @@ def _reference(tensor: TensorProto) -> tuple[str, int, int]:
     entries: dict[str, str] = {}
     for entry in tensor.external_data:
         if entry.key in entries:  # readers differ in which one they take
-            raise _Fault(f"has `{_printable(entry.key)}` twice")
+            raise Fault(f"has `{_printable(entry.key)}` twice")
         entries[entry.key] = entry.value
     size = _size(tensor)
     start, length = _number(entries, "offset", 0), _number(entries, "length", size)
     if length != size:
-        raise _Fault(f"has a length of {length} bytes, but its type and shape need {size}")
+        raise Fault(f"has a length of {length} bytes, but its type and shape need {size}", "size")
     return entries.get("location", ""), start, start + size
 
 
 def _printable(text: str | bytes) -> str:
     """Protobuf gives bytes for a string that is not UTF-8, and control characters would garble a message."""
-    return text if isinstance(text, str) and text.isprintable() else repr(text)
+    shown = text if isinstance(text, str) and text.isprintable() else repr(text)
+    return shown if len(shown) <= 200 else f"{shown[:199]}…"
 
 
 def _number(entries: dict[str, str], key: str, default: int) -> int:
@@ -125,55 +141,65 @@ def _number(entries: dict[str, str], key: str, default: int) -> int:
     if text is None:
         return default
     if not isinstance(text, str) or not re.fullmatch("[0-9]{1,19}", text) or int(text) >= 2**63:
-        raise _Fault(f"has the {key} `{_printable(text)[:40]}`, which is no number of bytes")
+        raise Fault(f"has the {key} `{_printable(text)[:40]}`, which is no number of bytes")
     return int(text)
 
 
-def _size(tensor: TensorProto) -> int:
+def bits_of(tensor: TensorProto) -> int | None:
+    """Of an element; None of strings, and of what is of no type that is known."""
     try:
-        bits = ir.DataType(tensor.data_type).bitwidth
+        return ir.DataType(tensor.data_type).bitwidth
     except (ValueError, TypeError):
+        return None
+
+
+def _size(tensor: TensorProto) -> int:
+    bits = bits_of(tensor)
+    if bits is None:
         kind = "strings" if tensor.data_type == TensorProto.STRING else f"data type {tensor.data_type}"
-        raise _Fault(f"holds {kind}, which cannot be outside the file") from None
+        raise Fault(f"holds {kind}, which cannot be outside the file")
     if any(dim < 0 for dim in tensor.dims):
-        raise _Fault("has a negative dimension")
+        raise Fault("has a negative dimension")
     total = 0 if 0 in tensor.dims else bits
     for dim in tensor.dims if total else ():
         total *= dim
         if total >= 2**63:  # stop here: a million dimensions make a number that takes hours
-            raise _Fault("has a shape larger than any file")
+            raise Fault("has a shape larger than any file", "size")
     return -(-total // 8)
 
 
-def _file(base_dir: PathLike | None, location: str) -> os.stat_result | _Fault:
-    """The file that a location names, if reading it is safe. A fault is returned, so that it can be remembered."""
+def _file(base_dir: PathLike | None, location: str) -> os.stat_result | Fault | None:
+    """The file that a location names, if reading it is safe; None without a folder to look in.
+
+    A fault is returned, so that it can be remembered.
+    """
     where = f"is in `{_printable(location)}`"
-    if base_dir is None:
-        return _Fault(f"{where}, but a model that was not read from a file has no folder")
     if not location or not isinstance(location, str):
-        return _Fault("does not say in which file it is")
+        return Fault("does not say in which file it is")
     parts = location.replace("\\", "/").split("/")
     if not parts[0] or re.match("[A-Za-z]:", location):
-        return _Fault(f"{where}: an absolute path")
+        return Fault(f"{where}: an absolute path")
     if ".." in parts:
-        return _Fault(f"{where}: a path that leaves the model's folder")
+        return Fault(f"{where}: a path that leaves the model's folder")
     if "\\" in location:  # part of a name outside Windows: the file checked would not be the file opened
-        return _Fault(f"{where}: ONNX separates folders by `/`")
+        return Fault(f"{where}: ONNX separates folders by `/`")
+    if base_dir is None:
+        return None
     try:
         path, info = Path(base_dir), os.stat(base_dir)
         for part in (part for part in parts if part not in ("", ".")):
             path /= part
             info = os.lstat(path)
             if stat.S_ISLNK(info.st_mode):
-                return _Fault(f"{where}: a path through a symbolic link")
+                return Fault(f"{where}: a path through a symbolic link")
     except FileNotFoundError:
-        return _Fault(f"{where}, which does not exist")
+        return Fault(f"{where}, which does not exist")
     except (OSError, ValueError) as error:
-        return _Fault(f"{where}, which cannot be read: {reason(error)}")
+        return Fault(f"{where}, which cannot be read: {reason(error)}")
     if not stat.S_ISREG(info.st_mode):
-        return _Fault(f"{where}, which is not a regular file")
+        return Fault(f"{where}, which is not a regular file")
     if info.st_nlink > 1:
-        return _Fault(f"{where}, a file with several hard links: it may belong to something else")
+        return Fault(f"{where}, a file with several hard links: it may belong to something else")
     return info
 
 
@@ -181,7 +207,7 @@ def can_point_at(folder: Path, file: Path) -> bool:
     """Whether a model in this folder may have tensors in that file, by its real path."""
     if not file.is_relative_to(folder):
         return False
-    return not isinstance(_file(folder, file.relative_to(folder).as_posix()), _Fault)
+    return not isinstance(_file(folder, file.relative_to(folder).as_posix()), Fault)
 
 
 def overlaps(ranges: Iterable[tuple[int, int]]) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
