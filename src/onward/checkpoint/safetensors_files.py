@@ -12,11 +12,10 @@ import numpy as np
 from onward.checkpoint.tensors import StoredTensor, Tensor, contiguous
 from onward.errors import InvalidModelError, UnsupportedError
 from onward.model.storage.files import reason, regular
-from onward.model.storage.headers import LONGEST, SAFETENSORS_TYPES, safetensors_header
+from onward.model.storage.headers import SAFETENSORS_TYPES, safetensors_head, safetensors_header
 
 INDEX = "model.safetensors.index.json"
 MODEL = "model.safetensors"
-_ALIGNMENT = 64
 _KINDS = {np.dtype(kind): name for name, kind in SAFETENSORS_TYPES.items()}
 
 
@@ -25,10 +24,7 @@ def read_safetensors(path: Path) -> dict[str, StoredTensor]:
     try:
         size = regular(path).st_size
         with open(path, "rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            if length > min(size - 8, LONGEST):
-                raise ValueError("its header would end beyond the file")
-            found = safetensors_header(file.read(length), 8 + length, size)
+            found = safetensors_header(lambda at, count: file.read(count), size)  # which asks for one after the other
     except (OSError, ValueError) as error:
         raise InvalidModelError(f"`{path}` is not a whole .safetensors file: {reason(error)}") from error
     return {
@@ -63,10 +59,8 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mappi
             raise UnsupportedError(f"`{name}` is {tensor.dtype}, of which .safetensors has none")
         header[name] = {"dtype": kind, "shape": list(tensor.shape), "data_offsets": [end, end + tensor.nbytes]}
         end += tensor.nbytes
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-(8 + len(text)) % _ALIGNMENT)
     with open(path, "wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
+        file.write(safetensors_head(header))
         for _, tensor in order:
             tensor.write_to(file)
 

@@ -1,22 +1,21 @@
 """Event files for TensorBoard, written without TensorFlow: scalars and histograms.
 
 A file is a sequence of records: length (8 bytes), its checksum, data, its checksum. The data of each is a message
-`Event` of protobuf, of which we need six fields, so they are encoded by hand.
+`Event` of protobuf, of which we need six fields, so they are encoded without its class.
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
 import struct
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+from onward.model.storage.crc import crc32c, mask
+from onward.model.storage.protobuf_wire import field, fixed
 from onward.training.callbacks import Callback, Status
 
-_POLYNOMIAL = 0x82F63B78  # CRC-32C (Castagnoli), its bits reversed
-_VARINT, _DOUBLE, _BYTES, _FLOAT = 0, 1, 2, 5
 _PATIENCE = 2.0
 """Seconds that an event may wait for being written."""
 
@@ -29,7 +28,7 @@ class EventWriter(Callback):
         path = earlier[-1] if earlier else folder / f"events.out.tfevents.{int(time.time())}.onward"
         self._file = open(path, "ab")  # noqa: SIM115 (open as long as the run lasts)
         if not self._file.tell():
-            self._write(_event(0, _field(3, b"brain.Event:2")))
+            self._write(_event(0, field(3, b"brain.Event:2")))
         self.flush()
 
     def start(self, status: Status) -> None:
@@ -48,11 +47,11 @@ class EventWriter(Callback):
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         """Numbers by name; a name before a slash becomes a section of the page: `loss/train`."""
-        self._add(step, (_field(1, tag.encode()) + _field(2, float(value)) for tag, value in values.items()))
+        self._add(step, (field(1, tag.encode()) + fixed(2, "<f", value) for tag, value in values.items()))
 
     def histogram(self, step: int, tag: str, edges: Sequence[float], counts: Sequence[float]) -> None:
         """How often values lie between each two edges; there is one edge more than counts."""
-        self._add(step, [_field(1, tag.encode()) + _field(5, _histogram(edges, counts))])
+        self._add(step, [field(1, tag.encode()) + field(5, _histogram(edges, counts))])
 
     def flush(self) -> None:
         self._file.flush()
@@ -65,20 +64,21 @@ class EventWriter(Callback):
         self._file.close()
 
     def _add(self, step: int, values: Iterable[bytes]) -> None:
-        self._write(_event(step, _field(5, b"".join(_field(1, value) for value in values))))
+        self._write(_event(step, field(5, b"".join(field(1, value) for value in values))))
         if time.monotonic() - self._written > _PATIENCE:
             self.flush()
 
     def _write(self, data: bytes) -> None:
         length = struct.pack("<Q", len(data))
-        self._file.write(length + _checksum(length) + data + _checksum(data))
+        for part in (length, data):
+            self._file.write(part + struct.pack("<I", mask(crc32c(part))))
 
 
 # ---- messages --------------------------------------------------------------------------------------------------------
 
 
 def _event(step: int, what: bytes) -> bytes:
-    return _field(1, time.time(), wide=True) + _field(2, step) + what
+    return fixed(1, "<d", time.time()) + field(2, step) + what
 
 
 def _histogram(edges: Sequence[float], counts: Sequence[float]) -> bytes:
@@ -92,47 +92,9 @@ def _histogram(edges: Sequence[float], counts: Sequence[float]) -> bytes:
         sum(count * centre for count, centre in zip(counts, centres, strict=True)),
         sum(count * centre * centre for count, centre in zip(counts, centres, strict=True)),
     ]
-    fields = [_field(i, value, wide=True) for i, value in enumerate(statistics, start=1)]
-    return b"".join([*fields, _field(6, _doubles(edges[1:])), _field(7, _doubles(counts))])
+    fields = [fixed(i, "<d", value) for i, value in enumerate(statistics, start=1)]
+    return b"".join([*fields, field(6, _doubles(edges[1:])), field(7, _doubles(counts))])
 
 
 def _doubles(values: Sequence[float]) -> bytes:
     return struct.pack(f"<{len(values)}d", *values)
-
-
-def _field(number: int, value: int | float | bytes, *, wide: bool = False) -> bytes:
-    """A field of a message: a whole number, a float (a double if `wide`), a text or another message."""
-    if isinstance(value, bytes):
-        return _varint(number << 3 | _BYTES) + _varint(len(value)) + value
-    if isinstance(value, float):
-        return _varint(number << 3 | (_DOUBLE if wide else _FLOAT)) + struct.pack("<d" if wide else "<f", value)
-    return _varint(number << 3 | _VARINT) + _varint(value)
-
-
-def _varint(value: int) -> bytes:
-    found = bytearray()
-    while value >= 0x80:
-        found.append(value & 0x7F | 0x80)
-        value >>= 7
-    found.append(value)
-    return bytes(found)
-
-
-# ---- records ---------------------------------------------------------------------------------------------------------
-
-
-@functools.cache
-def _table() -> list[int]:
-    table = list(range(256))
-    for _ in range(8):
-        table = [value >> 1 ^ (_POLYNOMIAL if value & 1 else 0) for value in table]
-    return table
-
-
-def _checksum(data: bytes) -> bytes:
-    """CRC-32C, rotated and shifted: a checksum of data that holds checksums would otherwise be weak."""
-    crc, table = 0xFFFFFFFF, _table()
-    for byte in data:
-        crc = table[(crc ^ byte) & 0xFF] ^ crc >> 8
-    crc ^= 0xFFFFFFFF
-    return struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF)

@@ -13,11 +13,11 @@ import ml_dtypes
 import numpy as np
 
 from onward.checkpoint.tensors import ScatteredTensor, StoredTensor, Tensor, contiguous
-from onward.checkpoint.tf.crc import Summed, crc32c, mask
 from onward.checkpoint.tf.table import read_table, table
-from onward.checkpoint.tf.wire import as_signed, field, fixed32, numbers, read_varint, texts
 from onward.errors import InvalidModelError, UnsupportedError
+from onward.model.storage.crc import Summed, crc32c, mask
 from onward.model.storage.files import reason, regular
+from onward.model.storage.protobuf_wire import as_signed, field, fixed, numbers, read_varint, texts
 
 INDEX = ".index"
 GRAPH = "_CHECKPOINTABLE_OBJECT_GRAPH"
@@ -219,7 +219,7 @@ def _kind(key: str, value: Any) -> int:
 
 def _encode_entry(kind: int, shape: tuple[int, ...], offset: int, size: int, checksum: int) -> bytes:
     dimensions = b"".join(field(2, field(1, length)) for length in shape)
-    return b"".join([field(1, kind), field(2, dimensions), field(4, offset), field(5, size), fixed32(6, checksum)])
+    return b"".join([field(1, kind), field(2, dimensions), field(4, offset), field(5, size), fixed(6, "<I", checksum)])
 
 
 def names_in(prefix_of: Path) -> Iterator[str]:

@@ -54,8 +54,7 @@ def _arrays(path: Path) -> dict[str, np.ndarray]:
     try:
         regular(path)
         data = path.read_bytes()
-        start = 8 + int.from_bytes(data[:8], "little")
-        tensors = safetensors_header(data[8:start], start, len(data))
+        tensors = safetensors_header(lambda at, count: data[at : at + count], len(data))
     except (OSError, ValueError) as error:
         raise InvalidModelError(f"`{path}` cannot be read: {reason(error)}", hint="write it with `run.save`") from error
     flat = {name: np.frombuffer(data, x.dtype, math.prod(x.shape), x.offset) for name, x in tensors.items() if x.size}

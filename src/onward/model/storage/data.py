@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import json
 import re
-import struct
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -15,6 +13,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onward.model.storage.files import PAGE, flush, listing
+from onward.model.storage.headers import SAFETENSORS_TYPES, safetensors_head
 from onward.model.storage.open_files import HeldTensor, let_go
 from onward.model.storage.stream import Sink, announce, is_repeated, write_array
 from onward.model.storage.tensor_places import Place, nbytes, outside, range_of
@@ -23,23 +22,7 @@ from onward.model.storage.transaction import Transaction
 LARGE, ALIGNMENT = 2**20, 64  # large tensors begin on a page, so that each can be mapped by itself
 
 # The types that every reader of safetensors knows. One that it does not know makes the whole file unreadable.
-_SAFETENSORS = {
-    ir.DataType.BOOL: "BOOL",
-    ir.DataType.UINT8: "U8",
-    ir.DataType.INT8: "I8",
-    ir.DataType.UINT16: "U16",
-    ir.DataType.INT16: "I16",
-    ir.DataType.UINT32: "U32",
-    ir.DataType.INT32: "I32",
-    ir.DataType.UINT64: "U64",
-    ir.DataType.INT64: "I64",
-    ir.DataType.FLOAT8E4M3FN: "F8_E4M3",
-    ir.DataType.FLOAT8E5M2: "F8_E5M2",
-    ir.DataType.FLOAT16: "F16",
-    ir.DataType.BFLOAT16: "BF16",
-    ir.DataType.FLOAT: "F32",
-    ir.DataType.DOUBLE: "F64",
-}
+_SAFETENSORS = {ir.DataType.from_numpy(np.dtype(kind)): name for name, kind in SAFETENSORS_TYPES.items()}
 
 
 @dataclass
@@ -139,9 +122,7 @@ def _safetensors_layout(pieces: list[_Piece]) -> tuple[bytes, list[tuple[_Piece,
         entries[key] = {"dtype": dtype or "U8", "shape": shape, "data_offsets": (end, end + size)}
         offsets.append((piece, end))
         end += size
-    header = json.dumps(entries, separators=(",", ":")).encode()
-    header += b" " * (-(8 + len(header)) % ALIGNMENT)
-    head = struct.pack("<Q", len(header)) + header
+    head = safetensors_head(entries, ALIGNMENT)
     return head, [(piece, len(head) + offset) for piece, offset in offsets]
 
 

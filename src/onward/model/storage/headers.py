@@ -10,7 +10,7 @@ import ast
 import json
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -80,8 +80,23 @@ def _npy_type(given: Any) -> np.dtype:
     return found
 
 
-def safetensors_header(text: bytes, start: int, end: int) -> dict[str, Stored]:
-    """The tensors that a header of .safetensors names, whose bytes lie between `start` and `end` of the file."""
+def safetensors_header(read: Callable[[int, int], bytes], size: int) -> dict[str, Stored]:
+    """The tensors of a .safetensors file of so many bytes, of which `read` gives some from a place on."""
+    length = int.from_bytes(read(0, 8), "little")
+    if length > min(size - 8, LONGEST):
+        raise ValueError("its header would end beyond the file")
+    return _tensors(read(8, length), 8 + length, size)
+
+
+def safetensors_head(header: Mapping[str, Any], alignment: int = 64) -> bytes:
+    """What stands before the bytes of tensors in a .safetensors file: the header, and its length."""
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % alignment)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _tensors(text: bytes, start: int, end: int) -> dict[str, Stored]:
+    """The tensors that a header names, whose bytes lie between `start` and `end` of the file."""
     try:
         header = json.loads(text, object_pairs_hook=_without_doubles)
     except RecursionError:

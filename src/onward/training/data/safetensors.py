@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from onward.errors import DataError
-from onward.model.storage.headers import LONGEST, safetensors_header
+from onward.model.storage.headers import safetensors_header
 from onward.training.data.dataset import Columns
 from onward.training.data.files import DataFile, rows_of
 
@@ -13,13 +13,10 @@ from onward.training.data.files import DataFile, rows_of
 def open_safetensors(path: Path, only: str | None = None) -> Columns:
     """All tensors of a file as columns, or only one."""
     file = DataFile.open(path)
-    length = int.from_bytes(file.read(0, 8), "little")
-    if length > min(file.size - 8, LONGEST):
-        raise DataError(f"{path} is not a whole .safetensors file: its header would end beyond the file")
     try:
-        tensors = safetensors_header(file.read(8, length), 8 + length, file.size)
+        tensors = safetensors_header(file.read, file.size)
     except ValueError as error:
-        raise DataError(f"the header of {path} is not that of a .safetensors file: {error}") from None
+        raise DataError(f"{path} is not a whole .safetensors file: {error}") from None
     if only in tensors:
         tensors = {only: tensors[only]}
     return Columns({name: rows_of(file, stored) for name, stored in tensors.items()}, path.name)

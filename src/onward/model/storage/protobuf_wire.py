@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterator
 
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
@@ -83,5 +84,7 @@ def field(number: int, value: int | bytes) -> bytes:
     return varint(number << 3 | _VARINT) + varint(value) if value else b""
 
 
-def fixed32(number: int, value: int) -> bytes:
-    return varint(number << 3 | _FIXED32) + value.to_bytes(4, "little")
+def fixed(number: int, form: str, value: float) -> bytes:
+    """A field of four or eight bytes, in a form of `struct`: `<I`, `<f`, `<d`."""
+    data = struct.pack(form, value)
+    return varint(number << 3 | (_FIXED32 if len(data) == 4 else _FIXED64)) + data
