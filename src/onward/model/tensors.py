@@ -11,7 +11,7 @@ from onward.errors import InvalidModelError
 from onward.model import storage
 
 _MAX_RANK = 256
-_FIELDS = {
+_FIELDS: dict[int, str] = {
     onnx.TensorProto.FLOAT: "float_data",
     onnx.TensorProto.COMPLEX64: "float_data",
     onnx.TensorProto.DOUBLE: "double_data",
