@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from typing import Any, NamedTuple
 
 from onward.recipe.optimizers.configuration import ConfiguredOptimizer
 
@@ -111,3 +111,75 @@ OPTAX: list[tuple[str, str, dict[str, Any]]] = [
     ("lamb", "lamb", {}),
     ("lamb", "lamb", {**BETAS, "weight_decay": 0.1}),
 ]
+
+
+# ---- what docs/frameworks/jax.md says --------------------------------------------------------------------------------
+
+
+class Optax(NamedTuple):
+    """Optimizers of a recipe, and what they are in optax."""
+
+    optimizers: str
+    variant: str
+    made: str
+    """`native`: a chain of optax's own transformations. `exact transform`: one of ours (see exact.py)."""
+    example: str
+
+    @property
+    def is_native(self) -> bool:
+        return self.made == "native"
+
+
+OPTAX_SUPPORT = [
+    Optax("sgd, momentum, nesterov, sgdw", "torch, optax", "native", "sgd:momentum=0.9,nesterov=true,weight_decay=0.1"),
+    Optax("sgd, momentum, sgdw", "torch, with dampening", "exact transform", "sgd:momentum=0.9,dampening=0.5"),
+    Optax("sgd, sgdw", "keras, without momentum", "native", "sgd:variant=keras,weight_decay=0.1"),
+    Optax("sgd, momentum, nesterov, sgdw", "keras", "exact transform", "sgd:momentum=0.9,variant=keras"),
+    Optax("adam, adamw", "torch, optax", "native", "adamw:weight_decay=0.1"),
+    Optax("adam, adamw", "keras", "exact transform", "adam:variant=keras"),
+    Optax("adamw", "transformers", "exact transform", "adamw:variant=transformers"),
+    Optax("amsgrad", "optax", "native", "amsgrad:variant=optax"),
+    Optax("amsgrad", "torch, keras", "exact transform", "amsgrad"),
+    Optax("adamax", "torch, optax", "native", "adamax:weight_decay=0.1"),
+    Optax("adamax", "keras", "exact transform", "adamax:variant=keras"),
+    Optax("nadam", "optax", "native", "nadam:variant=optax"),
+    Optax("nadam", "torch, keras", "exact transform", "nadam"),
+    Optax("radam", "optax", "native", "radam:variant=optax"),
+    Optax("radam", "torch", "exact transform", "radam"),
+    Optax("adagrad", "optax, keras", "native", "adagrad:variant=keras,weight_decay=0.1"),
+    Optax("adagrad", "torch", "exact transform", "adagrad"),
+    Optax("rmsprop", "torch, optax", "native", "rmsprop:momentum=0.9,centered=true,weight_decay=0.1"),
+    Optax("rmsprop", "keras", "native", "rmsprop:momentum=0.9,variant=keras"),
+    Optax(
+        "rmsprop",
+        "keras, with momentum and weight decay",
+        "exact transform",
+        "rmsprop:momentum=0.9,weight_decay=0.1,variant=keras",
+    ),
+    Optax("adadelta", "all", "native", "adadelta:weight_decay=0.1,variant=keras"),
+    Optax("adafactor", "optax", "native", "adafactor:variant=optax"),
+    Optax("adafactor", "torch", "exact transform", "adafactor"),
+    Optax("lion", "all", "native", "lion"),
+    Optax("lamb", "optax; keras without weight decay", "native", "lamb:weight_decay=0.1"),
+    Optax("lamb", "keras, with weight decay", "exact transform", "lamb:weight_decay=0.1,variant=keras"),
+    Optax("muon", "torch", "exact transform", "muon"),
+    Optax("any", "with maximize", "exact transform", "adam:maximize=true"),
+]
+
+OPTAX_READ = {
+    "sgd": "`sgd`; of Keras where the momentum comes after the rate",
+    "adam, adamw": "`adam`, `adamw`",
+    "nadam, nadamw": "`nadam`",
+    "amsgrad": "`amsgrad`",
+    "adamax": "`adamax`",
+    "radam": "`radam`",
+    "lion": "`lion`",
+    "lamb": "`lamb`",
+    "adagrad": "`adagrad`",
+    "adadelta": "`adadelta`",
+    "rmsprop": "`rmsprop`; of PyTorch with `eps_in_sqrt=False`",
+    "adafactor": "`adafactor`, but for `multiply_by_parameter_scale=False` and `momentum`",
+    "adabelief, adamaxw, adan, fromage, lars, noisy_sgd, novograd, rprop, sign_sgd, sm3, yogi": "traced",
+    "lbfgs, polyak_sgd": "refused: they need more than gradients",
+}
+"""Functions of optax, and what they are read as."""

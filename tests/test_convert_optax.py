@@ -17,6 +17,7 @@ from onward.engines import start
 from onward.errors import MismatchError, UnsupportedError
 from onward.recipe.optimizers import OPTIMIZERS
 from onward.recipe.spec import Spec, parse
+from optimizer_tables import OPTAX_READ, OPTAX_SUPPORT
 from representatives import chosen
 
 pytestmark = needs("jax", "optax")
@@ -287,15 +288,14 @@ def test_the_tables_of_the_documentation() -> None:
     import optax
 
     from onward.convert.jax.native import is_native
-    from onward.convert.jax.support import READ, SUPPORT
 
     page = (Path(__file__).parent.parent / "docs/frameworks/jax.md").read_text(encoding="utf-8")
-    for row in SUPPORT:
+    for row in OPTAX_SUPPORT:
         assert is_native(parse(row.example)) == row.is_native, row
         assert f"| {row.variant} | {row.made} |" in page
-    named = {name for row in SUPPORT for name in row.optimizers.split(", ")}
+    named = {name for row in OPTAX_SUPPORT for name in row.optimizers.split(", ")}
     assert named - {"any"} == OPTIMIZERS.keys()
-    for names, text in READ.items():
+    for names, text in OPTAX_READ.items():
         assert all(hasattr(optax, name) for name in names.split(", ")) and text in page
 
 

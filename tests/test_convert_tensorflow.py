@@ -209,7 +209,8 @@ def test_what_needs_a_size_says_so(monkeypatch):
     def needs_it(x, *, axis):
         return tf().reshape(x, [x.shape[0] * 1, -1])
 
-    monkeypatch.setattr(sizes, "operators", Operators({**sizes.operators, "Flatten": needs_it}))
+    rows = Operators({**sizes.OpenSizes.operators, "Flatten": needs_it})
+    monkeypatch.setattr(sizes.OpenSizes, "operators", rows)
     model = onward.prepare(models.small_cnn(), loss="cross_entropy")
     with pytest.raises(UnsupportedError, match="`train_step` cannot be made a graph") as caught:
         onward.to_tensorflow(model)

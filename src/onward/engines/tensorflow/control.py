@@ -12,7 +12,6 @@ import tensorflow as tf
 
 from onward.engines.framework import Framework, Operators
 from onward.engines.shared import control
-from onward.engines.tensorflow.tensors import length
 
 operators = Operators()
 
@@ -123,7 +122,7 @@ def _nothing(kind):
 
 
 def _in_graph(body, values, rows, kinds, framework):
-    count = length(rows[0], 0)
+    count = tf.shape(rows[0])[0] if rows[0].shape[0] is None else rows[0].shape[0]
     first = _place(framework, body(*values, *(row[0] for row in rows)))  # only to know the types
     sources = [tf.TensorArray(row.dtype, count).unstack(row) for row in rows]
 

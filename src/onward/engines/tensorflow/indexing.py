@@ -8,7 +8,8 @@ import numpy as np
 import tensorflow as tf
 
 from onward.engines.framework import Operators
-from onward.engines.tensorflow.tensors import length, on_host, sizes, to_numpy
+from onward.engines.tensorflow.sizes import elements, is_vector_of_sizes, shape_of, size_of, vector
+from onward.engines.tensorflow.tensors import on_host, to_numpy
 
 operators = Operators()
 
@@ -18,35 +19,42 @@ def from_start(indices, size):
     return tf.where(indices < 0, indices + tf.cast(size, indices.dtype), indices)
 
 
-operators(
-    Gather=lambda x, indices, *, axis: tf.gather(x, from_start(indices, length(x, axis)), axis=axis),
-)
+@operators.define("Gather")
+def gather(x, indices, *, axis):
+    if is_vector_of_sizes(x) and (chosen := tf.get_static_value(indices)) is not None:
+        sizes = elements(x)
+        if np.ndim(chosen):
+            return vector([sizes[i] for i in chosen.reshape(-1)])
+        size = sizes[int(chosen)]
+        return np.array(size, np.int64) if isinstance(size, int) else size
+    return tf.gather(x, from_start(indices, size_of(x, axis)), axis=axis)
 
 
 @operators.define("GatherElements")
 def gather_elements(x, indices, *, axis):
-    order = [i for i in range(x.shape.rank) if i != axis % x.shape.rank] + [axis % x.shape.rank]
-    places = tf.transpose(from_start(indices, x.shape[axis]), order)
-    rows = tf.transpose(x, order)[tuple(map(slice, places.shape[:-1]))]  # there may be fewer of indices
-    return tf.transpose(tf.gather(rows, places, batch_dims=x.shape.rank - 1), np.argsort(order))
+    rank = x.shape.rank
+    order = [i for i in range(rank) if i != axis % rank] + [axis % rank]
+    places = tf.transpose(from_start(indices, size_of(x, axis)), order)
+    rows = tf.transpose(x, order)[tuple(map(slice, shape_of(places)[:-1]))]  # there may be fewer of indices
+    return tf.transpose(tf.gather(rows, places, batch_dims=rank - 1), np.argsort(order))
 
 
 @operators.define("GatherND")
 def gather_nd(x, indices, *, batch_dims):
-    indexed = x.shape[batch_dims : batch_dims + indices.shape[-1]]
-    return tf.gather_nd(x, from_start(indices, indexed.as_list()), batch_dims)
+    indexed = shape_of(x)[batch_dims : batch_dims + indices.shape[-1]]
+    return tf.gather_nd(x, from_start(indices, vector(indexed)), batch_dims)
 
 
 @operators.define("ScatterElements")
 def scatter_elements(x, indices, updates, *, axis, reduction):
-    places = list(np.indices(sizes(indices), indices.dtype.as_numpy_dtype))
-    places[axis] = from_start(indices, x.shape[axis])
+    places = tf.meshgrid(*(tf.range(tf.cast(size, indices.dtype)) for size in shape_of(indices)), indexing="ij")
+    places[axis] = from_start(indices, size_of(x, axis))
     return scatter(x, tf.stack(places, -1), updates, reduction)
 
 
 @operators.define("ScatterND")
 def scatter_nd(x, indices, updates, *, reduction):
-    return scatter(x, from_start(indices, x.shape[: indices.shape[-1]].as_list()), updates, reduction)
+    return scatter(x, from_start(indices, vector(shape_of(x)[: indices.shape[-1]])), updates, reduction)
 
 
 _REDUCTIONS = {

@@ -75,11 +75,6 @@ def wide(x: tf.Tensor) -> tf.Tensor:
     return tf.cast(x, FLOATS.get(x.dtype, x.dtype))
 
 
-def length(x: tf.Tensor, axis: int) -> int | tf.Tensor:
-    """The size of a tensor along an axis."""
-    return tf.shape(x)[axis] if x.shape[axis] is None else x.shape[axis]
-
-
 def sizes(x: tf.Tensor, first: int = 0) -> list[int]:
     """The shape of a tensor from an axis on, which is known unless it depends on values."""
     if not x.shape[first:].is_fully_defined():
