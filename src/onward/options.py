@@ -240,8 +240,8 @@ class StepOptions(RecipeOptions):
 
 
 @dataclasses.dataclass(frozen=True)
-class RunOptions:
-    """How a model is trained on data."""
+class FeedOptions:
+    """Which data a model gets, and what executes it."""
 
     model: Any = None
     data: Any = _option(
@@ -254,13 +254,6 @@ class RunOptions:
         also="arrays by name, or anything that gives batches",
     )
     _: dataclasses.KW_ONLY
-    validation: Any | float = _option(None, _DATA, "DATA", "more data, or a share of it to keep apart, such as 0.1")
-    stratify: bool | None = _option(
-        None,
-        _DATA,
-        None,
-        "whether a share for validation has its part of every class; so it is where labels are classes",
-    )
     columns: Mapping[str, str | Sequence[str]] = _option(
         {},
         _DATA,
@@ -293,6 +286,52 @@ class RunOptions:
         flags="--class",
         repeated=True,
     )
+    seed: Seed | None = _option(
+        None,
+        _FROM,
+        "N",
+        "for initial values, the order of samples and random numbers in training; 0 unless given, and for a reset what "
+        "the model has",
+    )
+    engine: str = _option("onnxruntime", ENGINE, "NAME", "`onnxruntime`, `torch`, `jax`, `tensorflow` or `numpy`")
+    device: str = _option("cpu", ENGINE, "NAME", "`cpu`, `cuda`, `directml` ...: what `onward engines` lists")
+    threads: Threads | None = _option(None, ENGINE, "N", "threads of the CPU")
+    precision: str | None = _option(None, ENGINE, "TYPE", "`bfloat16`, `float16` or `tf32`, where the engine has it")
+    compile: bool = _option(True, ENGINE, None, "compile the step on torch, jax and tensorflow")
+    deterministic: bool = _option(False, ENGINE, None, "the same numbers in every run, where the engine has it")
+    recompute: int | str | Sequence[str] | None = _option(
+        None,
+        ENGINE,
+        "N|PATTERN",
+        "save memory: compute nodes a second time on the way back, those whose names match, or all, keeping the result "
+        "of every N-th layer",
+        repeated=True,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class RunOptions(FeedOptions):
+    """How a model is trained on data."""
+
+    _: dataclasses.KW_ONLY
+    checkpoint: str | os.PathLike[str] | None = _option(
+        None, _RUN, "CHECKPOINT", "go on from a checkpoint of another framework, which is of the model", flags="--from"
+    )
+    names: Mapping[str, str] | Sequence[str] | None = _option(
+        None,
+        _RUN,
+        "FILE",
+        "names that rules do not find: a JSON object from those of the checkpoint to those of the model; or the "
+        "parameters of its optimizer in their order, one in each line",
+        also="a mapping or a list",
+    )
+    validation: Any | float = _option(None, _DATA, "DATA", "more data, or a share of it to keep apart, such as 0.1")
+    stratify: bool | None = _option(
+        None,
+        _DATA,
+        None,
+        "whether a share for validation has its part of every class; so it is where labels are classes",
+    )
     keep_preprocessing: bool = _option(
         False, _FIRST, None, "the model that comes out takes data as they are, not what the model took"
     )
@@ -321,33 +360,12 @@ class RunOptions:
         None,
         "start from the initialization of a training model, and not from its state; `seed` draws anew",
     )
-    seed: Seed | None = _option(
-        None,
-        _FROM,
-        "N",
-        "for initial values, the order of samples and random numbers in training; 0 unless given, and for a reset what "
-        "the model has",
-    )
     save_every: Annotated[float, Range(least=0)] = _option(
         60.0, _RUN, "SECONDS", "after how many seconds the state is saved, also within an epoch"
     )
     tensorboard: bool = _option(False, _RUN, None, "write event files of TensorBoard, too")
     statistics: bool = _option(
         True, _RUN, None, "whether norms of gradients and histograms of weights are logged, which the report shows"
-    )
-    engine: str = _option("onnxruntime", ENGINE, "NAME", "`onnxruntime`, `torch`, `jax`, `tensorflow` or `numpy`")
-    device: str = _option("cpu", ENGINE, "NAME", "`cpu`, `cuda`, `directml` ...: what `onward engines` lists")
-    threads: Threads | None = _option(None, ENGINE, "N", "threads of the CPU")
-    precision: str | None = _option(None, ENGINE, "TYPE", "`bfloat16`, `float16` or `tf32`, where the engine has it")
-    compile: bool = _option(True, ENGINE, None, "compile the step on torch, jax and tensorflow")
-    deterministic: bool = _option(False, ENGINE, None, "the same numbers in every run, where the engine has it")
-    recompute: int | str | Sequence[str] | None = _option(
-        None,
-        ENGINE,
-        "N|PATTERN",
-        "save memory: compute nodes a second time on the way back, those whose names match, or all, keeping the result "
-        "of every N-th layer",
-        repeated=True,
     )
 
 

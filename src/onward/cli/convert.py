@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -9,11 +10,20 @@ from onward.cli import options
 from onward.cli.app import BUILD, Misuse, command
 from onward.cli.console import print_fields, print_json, remark
 from onward.cli.files import Where, refuse_to_overwrite, target, working, writing
-from onward.cli.options import UNTOLD, argument, example_in, names_in, option
+from onward.cli.options import argument, example_in, option, parameter_for, select_given
 from onward.errors import InvalidModelError, WriteError, near
+from onward.options import TrainOptions, options_of
 
 if TYPE_CHECKING:
     from onward.convert.files import Framework
+
+UNTOLD = "What a checkpoint does not tell"
+"""The panel of options that say so."""
+_STATED = [
+    replace(one, panel=UNTOLD, default=None)
+    for one in options_of(TrainOptions)
+    if one.name in ("loss", "optimizer", "schedule", "names")
+]
 
 
 def _formats() -> str:
@@ -38,6 +48,7 @@ def _formats() -> str:
     "onward convert run.onnx --to hf -o checkpoint-600/",
     "onward convert checkpoint-500/ --to dcp -o sharded/",
     about=_formats,
+    parameters=[parameter_for(one) for one in _STATED],
 )
 def convert(
     source: Annotated[
@@ -72,22 +83,13 @@ def convert(
             "--inputs", "FILE", "An .npz file with what the module takes, by name or in its order; or a batch.", UNTOLD
         ),
     ] = None,
-    loss: Annotated[
-        list[str] | None, option("--loss", "SPEC", "What is minimised, as `onward prepare` takes it.", UNTOLD)
-    ] = None,
-    optimizer: Annotated[
-        str | None, option("--optimizer", "SPEC", "Which it is, or other numbers than are stored.", UNTOLD)
-    ] = None,
-    schedule: Annotated[
-        list[str] | None, option("--schedule", "SPEC", "How the learning rate changes, by updates.", UNTOLD)
-    ] = None,
-    names: options.Names = None,
     dry_run: Annotated[
         bool, option("--dry-run", None, "Say what would become of a checkpoint, and write nothing.")
     ] = False,
     data: options.Data = "auto",
     force: options.Force = False,
     as_json: options.Json = False,
+    **stated: Any,
 ) -> None:
     """Turn a checkpoint of another framework into a training model, or a training model into what others go on with.
 
@@ -100,13 +102,7 @@ def convert(
     """
     if not source.exists():
         raise _missing(source)
-    given = {
-        "loss": _one_or_all(loss),
-        "optimizer": optimizer,
-        "schedule": _one_or_all(schedule),
-        "names": names_in(names) if names is not None else None,
-        "module": module,
-    }
+    given = {**select_given(TrainOptions, stated), "module": module}
     told = [f"--{name}" for name, value in {**given, "inputs": inputs}.items() if value is not None]
     told += ["--dry-run"] * dry_run
     if to is not None:
@@ -126,10 +122,6 @@ def convert(
         written = [_refill(source, output, like, data, force)]
     if as_json and not dry_run:
         print_json([str(path) for path in written])
-
-
-def _one_or_all(given: list[str] | None) -> str | list[str] | None:
-    return given[0] if given and len(given) == 1 else given or None
 
 
 def _missing(source: Path) -> InvalidModelError:

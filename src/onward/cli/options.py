@@ -30,9 +30,6 @@ def argument(metavar: str, help: str, **more: Any) -> Any:
     return typer.Argument(metavar=metavar, help=help, show_default=False, **more)
 
 
-UNTOLD = "What a checkpoint does not tell"
-"""The panel of options that say so."""
-
 Model = Annotated[Path, argument("MODEL", "An .onnx file.")]
 OptionalModel = Annotated[Path | None, argument("MODEL", "An .onnx file.")]
 Output = Annotated[Path | None, option("--output -o", "FILE", "Where to write. Beside the model unless given.")]
@@ -47,16 +44,6 @@ Data = Annotated[
     ),
 ]
 Json = Annotated[bool, option("--json", None, "Print JSON, for programs.")]
-Names = Annotated[
-    Path | None,
-    option(
-        "--names",
-        "FILE",
-        "Names that rules do not find: a JSON object from those of the checkpoint to those of the model; or the "
-        "parameters of the optimizer in its order, one in each line.",
-        UNTOLD,
-    ),
-]
 Step = Annotated[int, option("--step", "N", "Which training step, where a model has several.")]
 
 
@@ -65,10 +52,10 @@ Step = Annotated[int, option("--step", "N", "Which training step, where a model 
 
 def parameters_for(kind: type) -> list[inspect.Parameter]:
     """The parameters of a command that stand for the options of a class; they are None unless given."""
-    return [_parameter(each) for each in options_of(kind)]
+    return [parameter_for(each) for each in options_of(kind)]
 
 
-def _parameter(one: Option) -> inspect.Parameter:
+def parameter_for(one: Option) -> inspect.Parameter:
     taken: Any = list[str] if one.repeated else _parser_for(one)
     annotation = Annotated[taken | None, _default_for(one)]
     return inspect.Parameter(one.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
@@ -91,11 +78,15 @@ def _default_for(one: Option) -> Any:
 def select_given(kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of a function that stand on the command line for options of a class."""
     return {
-        one.name: _value(one, value) for one in options_of(kind) if (value := values[one.name]) not in (None, [], ())
+        one.name: _value(one, value)
+        for one in options_of(kind)
+        if (value := values.get(one.name)) not in (None, [], ())
     }
 
 
 def _value(one: Option, typed: Any) -> Any:
+    if one.metavar == "FILE":
+        return names_in(Path(typed))
     if one.repeated and one.metavar and "=" in one.metavar:
         example = re.search("`([^`]+=[^`]+)`", one.text)
         return pairs(typed, f"{one.flags[0]} {example[1] if example else one.metavar}")

@@ -4,26 +4,21 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable
-from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from onward.cli import INTERRUPTED, options
 from onward.cli.app import BUILD, Misuse, command
 from onward.cli.console import print_json, remark, say
-from onward.cli.files import Target, target, working
-from onward.cli.options import names_in, option, parameters_for, select_given
-from onward.options import RecipeOptions, TrainOptions, options_of
+from onward.cli.files import Target, target
+from onward.cli.options import option, parameters_for, select_given
+from onward.options import TrainOptions, options_of
 
 if TYPE_CHECKING:
-    from onward import Model
     from onward.training.lr_finder import Rates
     from onward.training.run import Run
 
 _RUN = "The run"
-_RECIPE = {field.name for field in fields(RecipeOptions)} - {"seed"}
-_FROM = {"loss", "optimizer", "schedule"}
-"""Options of a recipe that say what a checkpoint does not."""
 _WHEN_RESUMING = {"data", "validation", "epochs", "engine", "device"}
 
 
@@ -59,11 +54,6 @@ def train(
     resume: Annotated[
         Path | None, option("--resume", "FOLDER", "Go on with a run, as if nothing had happened.", _RUN)
     ] = None,
-    origin: Annotated[
-        Path | None,
-        option("--from", "CHECKPOINT", "Go on from a checkpoint of another framework, which is of MODEL.", _RUN),
-    ] = None,
-    names: options.Names = None,
     find_lr: Annotated[
         bool, option("--find-lr", None, "Do not train: search for a learning rate, and print it.", _RUN)
     ] = False,
@@ -83,7 +73,7 @@ def train(
         asked["data"] = _source(given["data"])
     quiet = quiet or as_json
     if resume is not None:
-        others = {"model": model, "config": config, "from": origin, "names": names, "find-lr": find_lr}
+        others = {"model": model, "config": config, "find-lr": find_lr}
         useless = [*(name for name, value in others.items() if value), *(asked.keys() - _WHEN_RESUMING)]
         _refuse(useless, "--resume", "it goes on as it was started")
         _resume(resume, asked, output, force, quiet, as_json)
@@ -98,19 +88,15 @@ def train(
         raise Misuse(
             f"missing {missing}", "see `onward train --help`; to go on with a run: `onward train --resume RUN`"
         )
-    place = _place(Path(path), output, force, origin) if output is not None else None
+    place = _place(Path(path), output, force, "checkpoint" in asked) if output is not None else None
     if find_lr and place is not None:
         raise Misuse("`--find-lr` trains nothing, so there is nothing to write", "leave `-o` out")
     from onward.training import api
 
     asked["model"] = str(path)
-    if origin is not None:
-        _refuse(asked.keys() & (_RECIPE | {"reset"}) - _FROM, "`--from`", "a checkpoint says how it goes on")
-        asked["model"] = _continue_from(origin, Path(path), names, {name: asked.pop(name, None) for name in _FROM})
-    elif names is not None:
-        _refuse(["names"], "a model alone", "it is for `--from CHECKPOINT`")
     if find_lr:
-        taken = (inspect.signature(api.find_lr).parameters.keys() | _RECIPE) - {"steps"}
+        _refuse(asked.keys() & {"checkpoint"}, "--find-lr", "a checkpoint has its rate")
+        taken = inspect.signature(api.find_lr).parameters.keys() - {"steps"}
         _show_rate(api.find_lr(**{name: value for name, value in asked.items() if name in taken}), as_json)
     else:
         _finish(api.train(**asked, quiet=quiet), place, as_json)
@@ -123,24 +109,12 @@ def _refuse(useless: Iterable[str], what: str, hint: str) -> None:
         raise Misuse(f"{flag} has no effect with {what}", hint)
 
 
-def _place(model: Path, output: Path, force: bool, origin: Path | None) -> Target:
+def _place(model: Path, output: Path, force: bool, continues: bool) -> Target:
     """Where the result goes. Its tensors are where the model has them, wherever a checkpoint has others."""
     from onward.model.storage import data_files_of
 
-    inside = origin is not None and model.is_file() and not data_files_of(model)
+    inside = continues and model.is_file() and not data_files_of(model)
     return target(model, output, "trained", data="none" if inside else "auto", force=force)
-
-
-def _continue_from(origin: Path, model: Path, names: Path | None, stated: dict[str, Any]) -> Model:
-    """The training model that goes on from a checkpoint."""
-    from onward.checkpoint.importing import apply_plan, plan
-
-    with working(f"reading {origin}"):
-        planned = plan(origin, model, names=names_in(names) if names is not None else None, **stated)
-        made = apply_plan(planned)
-    for note in planned.notes:
-        remark(note)
-    return made
 
 
 def _resume(run: Path, asked: dict[str, Any], output: Path | None, force: bool, quiet: bool, as_json: bool) -> None:

@@ -14,14 +14,14 @@ from typing import Annotated, Any
 
 from onward.arguments import Range, checked
 from onward.engines.initialization import started_over, state_left_as_stored, with_seed
-from onward.errors import ArgumentError, DataError, RecipeError, list_names
+from onward.errors import DataError, RecipeError, list_names
 from onward.model import Model, Source, load
 from onward.options import TrainOptions, taking
 from onward.recipe import replace_head
 from onward.recipe.preprocessing import with_preprocessing
 from onward.recipe.spec import arguments
 from onward.training.callbacks import Callback
-from onward.training.config import Config, read_settings, refuse_placeholders, select_recipe
+from onward.training.config import Config, read_settings, refuse_placeholders
 from onward.training.data import in_parts
 from onward.training.evaluation import Measures
 from onward.training.feed import open_feed
@@ -34,6 +34,9 @@ from onward.training.preparation import prepare_training
 from onward.training.run import Place, Run
 
 __all__ = ["find_lr", "resume", "train"]
+
+_UNTOLD = ("loss", "optimizer", "schedule")
+"""What of a recipe a checkpoint may not tell."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +62,8 @@ def train(
 
     Ctrl-C finishes the step, saves and returns; `onward.resume` goes on as if nothing had happened.
 
-    - `model`: a training model, or any model and a recipe: `loss=...`, `optimizer=...` as in `onward.prepare`
+    - `model`: a training model, or any model and a recipe: `loss=...`, `optimizer=...` as in `onward.prepare`; with a
+      checkpoint, the recipe is what that does not tell of loss, optimizer and schedule
     - `config`: a .yaml or .toml file with any of the arguments, such as `config.yaml` of another run; those that are
       given beside it count
     - `callbacks`: what is told how it goes, and may stop it: see `onward.Callback`
@@ -67,12 +71,11 @@ def train(
     """
     asked = {**(read_settings(config) if config is not None else {}), **given}
     refuse_placeholders(asked)
-    if missing := [name for name in ("model", "data") if asked.get(name) is None]:
-        raise ArgumentError(f"`train` needs `{missing[0]}`", hint="`help(onward.train)` says what that is")
-    recipe, run = select_recipe(asked), asked.pop("run", None)
-    wanted = Config(**{name: value for name, value in asked.items() if name not in recipe and value is not None})
-    original = load(wanted.model)
+    run = asked.pop("run", None)
+    wanted = Config.from_arguments("train", asked)
     data, validation, notes = in_parts(wanted.data, wanted.validation)
+    original, imported = _load_model(wanted)
+    recipe = wanted.recipe if wanted.checkpoint is None else {}
     _check(wanted.patience, validation)
     if run is not None:
         Folder(run).refuse_if_in_use()
@@ -96,7 +99,6 @@ def train(
         batch_size=made.batch_size,
         metrics=_metrics(training, asked.get("metrics"), wanted.monitor),
         seed=wanted.seed if wanted.reset else seed,
-        recipe=recipe,
     )
     measures = _measures(training, settled)
     folder, at = Folder(run) if run is not None else _new_folder(original), Place()
@@ -104,7 +106,9 @@ def train(
         feed = open_feed(loaded, settled, made.data)
         settled = dataclasses.replace(settled, classes=list(feed.classes) if feed.classes else None)
         folder.configure(settled.to_json())
-        Loop(folder, loaded, settled, feed, measures, at)([*notes, *made.notes, *feed.notes], callbacks, quiet)
+        Loop(folder, loaded, settled, feed, measures, at)(
+            [*notes, *imported, *made.notes, *feed.notes], callbacks, quiet
+        )
     return Run(folder.path)
 
 
@@ -137,7 +141,7 @@ def resume(
         if isinstance(folder.config.get("validation"), str | list):  # not a share of the data, nor nothing
             validation = own
         before = Config.from_settings(folder.config, data=data, validation=validation, epochs=epochs)
-        config = before.moved(engine or before.engine, device or before.device)
+        config = before.on_engine(engine or before.engine, device or before.device)
         place = Place.of(training)
         notes = [f"{place.epoch} of {config.epochs} epochs are done"] if place.epoch >= config.epochs else []
         if config.precision != before.precision:
@@ -151,6 +155,23 @@ def resume(
 
 
 # ---- before the run --------------------------------------------------------------------------------------------------
+
+
+def _load_model(wanted: Config) -> tuple[Model, list[str]]:
+    """The model, or the training model that goes on from a checkpoint of it, and what is to be known about that."""
+    if wanted.checkpoint is None:
+        if wanted.names is not None:
+            raise RecipeError("`names` has no effect without a checkpoint", hint="give one: `--from CHECKPOINT`")
+        return load(wanted.model), []
+    useless = [name for name in wanted.recipe if name not in _UNTOLD] + ["reset"] * wanted.reset
+    if useless:
+        raise RecipeError(
+            f"`{useless[0]}` has no effect with a checkpoint", hint="leave it out: a checkpoint says how it goes on"
+        )
+    from onward.checkpoint.importing import apply_plan, plan
+
+    planned = plan(wanted.checkpoint, wanted.model, names=wanted.names, **wanted.recipe)
+    return apply_plan(planned), list(planned.notes)
 
 
 def _check(patience: int | None, validation: Any) -> None:

@@ -12,7 +12,7 @@ from onward import engines
 from onward.arguments import Range, from_text
 from onward.configuration import read_configuration, write_yaml
 from onward.engines import Engine
-from onward.errors import DataError, near
+from onward.errors import ArgumentError, DataError, near
 from onward.model import Model
 from onward.options import ENGINE, RecipeOptions, RunOptions, TrainOptions, options_of
 from onward.recipe.spec import Spec
@@ -90,7 +90,7 @@ class Config(RunOptions):
         options = {name: wanted for name, usual in _OF_ENGINES.items() if (wanted := getattr(self, name)) != usual}
         return engines.start(training, self.steps, engine=self.engine, **options)
 
-    def moved(self, engine: str, device: str) -> Config:
+    def on_engine(self, engine: str, device: str) -> Config:
         """The same on another engine or device. What is the engine's own business stays behind with it."""
         if engine == self.engine:
             return dataclasses.replace(self, device=device)
@@ -100,9 +100,20 @@ class Config(RunOptions):
     def to_json(self) -> dict[str, Any]:
         """What files can hold of it. Paths become absolute, so that the run can go on from anywhere."""
         own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "recipe"}
-        places = {name: _to_stored(own[name]) for name in ("model", *_SOURCES)}
+        places = {name: _to_stored(own[name]) for name in ("model", "checkpoint", *_SOURCES)}
         plain = {name: _plain(value) for name, value in {**own, **self.recipe}.items() if name not in places}
         return {**places, **plain}
+
+    @classmethod
+    def from_arguments(cls, function: str, given: Mapping[str, Any]) -> Config:
+        """What was given to a function, its recipe apart; what is None is not said."""
+        if missing := [name for name in ("model", "data") if given.get(name) is None]:
+            raise ArgumentError(
+                f"`{function}` needs `{missing[0]}`", hint=f"`help(onward.{function})` says what that is"
+            )
+        recipe = select_recipe(given)
+        own = {name: value for name, value in given.items() if name not in recipe and value is not None}
+        return cls(**own, recipe=recipe)
 
     @property
     def title(self) -> str:

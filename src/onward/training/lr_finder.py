@@ -10,10 +10,10 @@ from typing import Annotated, Any
 
 import numpy as np
 
-from onward.arguments import Count, Range, Seed, Threads, checked
+from onward.arguments import Range
 from onward.errors import RecipeError
-from onward.model import Source, load
-from onward.options import RecipeOptions
+from onward.model import load
+from onward.options import FeedOptions, RecipeOptions, taking
 from onward.recipe.optimizers.table import configure
 from onward.recipe.spec import Spec, parse
 from onward.training.config import Config
@@ -39,22 +39,16 @@ class Rates:
     """The smoothed loss at each rate."""
 
 
-@checked(rest=RecipeOptions)
-def find_lr(
-    model: Source,
-    data: Any,
-    *,
-    lowest: Annotated[float, Range(above=0)] = 1e-6,
-    highest: Annotated[float, Range(above=0)] = 1.0,
-    steps: Annotated[int, Range(least=_FEWEST)] = 100,
-    batch_size: Count | None = None,
-    columns: Mapping[str, str | Sequence[str]] | None = None,
-    seed: Seed = 0,
-    engine: str = "onnxruntime",
-    device: str = "cpu",
-    threads: Threads | None = None,
-    **recipe: Any,
-) -> Rates:
+@dataclasses.dataclass(frozen=True)
+class _Arguments(FeedOptions, RecipeOptions):
+    _: dataclasses.KW_ONLY
+    lowest: Annotated[float, Range(above=0)] = 1e-6
+    highest: Annotated[float, Range(above=0)] = 1.0
+    steps: Annotated[int, Range(least=_FEWEST)] = 100
+
+
+@taking(_Arguments)
+def find_lr(lowest: float = 1e-6, highest: float = 1.0, steps: int = 100, **given: Any) -> Rates:
     """Search for a learning rate: some steps in which it rises from `lowest` to `highest`, on a copy of the model.
 
         rates = onward.find_lr("digits.onnx", "digits.npz", loss="cross_entropy", optimizer="adam")
@@ -65,29 +59,23 @@ def find_lr(
 
     - `lowest`, `highest`: the first and the last rate
     - `steps`: how many there are between them
-    - `model`, `data`, `batch_size`, `columns`, `seed`, `engine`, `device`, `threads`, `recipe`: as for `onward.train`
+    - `model`: one without training
     """
     if not lowest < highest:
         raise RecipeError(f"a rate cannot rise from {lowest:g} to {highest:g}", hint="begin with the lower one")
+    config = Config.from_arguments("find_lr", given)
+    recipe = config.recipe
     if "lr" in recipe:
         raise RecipeError("the learning rate is what is searched for", hint="leave `lr` (`--lr`) out")
-    original = load(model)
+    original = load(config.model)
     if original.is_training_model:
         raise RecipeError("the model carries its training already", hint="give the model without it, and its recipe")
     rate = _rate(recipe.get("optimizer", "adamw"))
     growth = (highest / lowest) ** (1 / (steps - 1))
     rising = {"schedule": Spec("exponential", {"gamma": growth}), "accumulate": 1}
-    data = in_parts(data).data
-    made = prepare_training(original, data, columns or {}, batch_size, {**recipe, **rising}, seed)
-    config = Config(
-        data=data,
-        batch_size=made.batch_size,
-        columns=dict(columns or {}),
-        seed=seed,
-        engine=engine,
-        device=device,
-        threads=threads,
-    )
+    data, size = in_parts(config.data).data, given.get("batch_size")
+    made = prepare_training(original, data, config.columns, size, {**recipe, **rising}, config.seed or 0)
+    config = dataclasses.replace(config, data=data, batch_size=made.batch_size, seed=config.seed or 0)
     for group in made.model.step().fact("train.optimizer"):
         made.model.set(f"{group['group']}/lr", group["hyper"]["lr"] / rate * lowest)
     losses: list[float] = []
