@@ -16,15 +16,8 @@ from onnx import defs
 from onward.checker import CODES, FAMILIES
 from onward.checkpoint import Checkpoint, open_checkpoint, to_checkpoint
 from onward.checkpoint.formats import FORMATS
-from onward.options import RunOptions, StepOptions
-from onward.options import options_of as declared_options
-from onward.recipe.initialize import INITIALIZERS
-from onward.recipe.losses import LOSSES
-from onward.recipe.optimizers import OPTIMIZERS
-from onward.recipe.preprocessing.augmentations import AUGMENTATIONS
-from onward.recipe.preprocessing.operations import OPERATIONS
-from onward.recipe.schedules import SCHEDULES
-from onward.recipe.spec import options_of
+from onward.cli.catalogue import Catalogue, entries
+from onward.options import RunOptions, StepOptions, options_of
 from onward.rules import RULES, NoGradient, Rewrite, Rule
 
 HERE = Path(__file__).parent
@@ -46,56 +39,53 @@ def _word(value: Any) -> str:
 
 
 def losses() -> str:
-    aliases: dict[str, list[str]] = {}
-    for name, loss in LOSSES.items():
-        aliases.setdefault(loss.name, []).extend([name] if name != loss.name else [])
-    names = {name: ", ".join(f"`{n}`" for n in (name, *others)) for name, others in aliases.items()}
-    return rows("loss|what it is|options", ((names[n], LOSSES[n].summary, options(LOSSES[n].options)) for n in names))
+    return _catalogue("losses", "loss|what it is|options")
 
 
 def optimizers() -> str:
-    return rows(
-        "optimizer|what it is|numbers|choices",
-        (
-            (
-                f"`{name}`",
-                kind.summary,
-                options(kind.hyper),
-                "; ".join(
-                    f"`{k}`: {_choices(v)}" for k, v in kind.choices.items() if k not in ("maximize", "standard")
-                ),
-            )
-            for name, kind in OPTIMIZERS.items()
-        ),
-    )
-
-
-def _choices(allowed: Any) -> str:
-    return f"{allowed}" if isinstance(allowed, int) else ", ".join(_word(value) for value in allowed)
+    found = entries("optimizers")
+    lines = []
+    for name, entry in found.items():
+        numbers = {k: v for k, v in entry.options.items() if k not in entry.choices}
+        choices = {k: v for k, v in entry.choices.items() if k not in _COMMON}
+        words = "; ".join(f"`{k}`: {', '.join(map(_word, v))}" for k, v in choices.items())
+        lines.append((f"`{name}`", entry.summary, options(numbers), words))
+    return rows("optimizer|what it is|numbers|choices", lines)
 
 
 def schedules() -> str:
-    common = ("warmup", "warmup_start", "every")
-    return rows(
-        "schedule|the learning rate|options",
-        (
-            (f"`{name}`", kind.summary, options({k: v for k, v in kind.options.items() if k not in common}))
-            for name, kind in SCHEDULES.items()
-        ),
-    )
+    return _catalogue("schedules", "schedule|the learning rate|options")
 
 
 def initializers() -> str:
-    lines = ((f"`{name}`", kind.summary, options(kind.options)) for name, kind in INITIALIZERS.items())
-    return rows("initialiser|values|options", lines)
+    return _catalogue("initializers", "initialiser|values|options")
 
 
 def preprocessing() -> str:
-    return _of_functions("operation", {name: operation.build for name, operation in OPERATIONS.items()})
+    return _catalogue("preprocessing", "operation|what it does|options")
 
 
 def augmentations() -> str:
-    return _of_functions("augmentation", AUGMENTATIONS)
+    return _catalogue("augmentations", "augmentation|what it does|options")
+
+
+_COMMON = ("warmup", "warmup_start", "every", "scale", "maximize", "standard")
+"""Options that all entries of a catalogue have, and texts beside the tables explain."""
+
+
+def _catalogue(kind: Catalogue, header: str) -> str:
+    """What a recipe can name, as `onward prepare --list` shows it."""
+    return rows(
+        header,
+        (
+            (
+                ", ".join(f"`{each}`" for each in (name, *entry.short_names)),
+                entry.summary,
+                options({k: v for k, v in entry.options.items() if k not in _COMMON}),
+            )
+            for name, entry in entries(kind).items()
+        ),
+    )
 
 
 def recipe_options() -> str:
@@ -109,16 +99,10 @@ def run_options() -> str:
 def _declared(kind: type) -> str:
     """Options as they are typed, as arguments and keys of files are called, and what they say."""
     lines = []
-    for one in declared_options(kind):
+    for one in options_of(kind):
         flags = ", ".join(sorted(one.flags, key=len))
         lines.append((f"`{' '.join(filter(None, (flags, one.metavar)))}`", f"`{one.name}`", one.said))
     return rows("option|argument, key|what it says", lines)
-
-
-def _of_functions(what: str, functions: Mapping[str, Callable[..., Any]]) -> str:
-    summaries = {name: (function.__doc__ or "").splitlines()[0] for name, function in functions.items()}
-    lines = ((f"`{name}`", summaries[name], options(options_of(functions[name])[0])) for name in functions)
-    return rows(f"{what}|what it does|options", lines)
 
 
 def codes() -> str:

@@ -35,6 +35,7 @@ USAGE = [
     ("set training.onnx step=1 step=2", "`step` is given twice", ""),
     ("set training.onnx --shape image", "`--shape image` has not the form", "--shape image=N,3,224,224"),
     ("rename training.onnx logits", "`logits` has not the form", "="),
+    ("rename training.onnx a=b=c", "`a=b=c` can be `a` and `b=c` or `a=b` and `c`", "in Python"),
     ("grad digits.onnx --of logits", "missing option `--wrt`", "grad --help"),
     ("opset training.onnx 0", "`VERSION`: it must be at least 1", "opset --help"),
     ("data training.onnx --to x", "`x` is not one of", "data --help"),
@@ -55,7 +56,6 @@ USAGE = [
     ("train digits.onnx --data d.npz --loss ce --find-lr -o x.onnx", "`--find-lr` trains nothing", "leave `-o` out"),
     ("train --resume run --loss ce", "`--loss` has no effect with --resume", "as it was started"),
     ("train --resume run --reset", "`--reset` has no effect with --resume", "as it was started"),
-    ("train digits.onnx --data d.npz --from c --reset", "`--reset` has no effect with `--from`", "how it goes on"),
     ("convert training.onnx", "it is not said what to make of `training.onnx`", "--to torch"),
     ("convert training.onnx --to pytorch", "`pytorch` is not one of", "did you mean `torch`?"),
     ("convert training.onnx --to torch -o x.keras", "`x.keras` is no name for torch", "x.pt"),
@@ -81,6 +81,8 @@ USAGE = [
     ("strip", "missing argument `MODEL`", "strip --help"),
 ]
 WRONG = [
+    ("train digits.onnx --data d.npz --from c --reset", "`reset` has no effect with a checkpoint", "how it goes on"),
+    ("set training.onnx a=b=1", "`a=b`", "--list"),
     ("train training.onnx --data d.npz --lr 1", "the model carries its training already, so `lr` has no", "strip"),
     ("train digits.onnx --data d.npz --loss ce --validation 20%", "is no share", "write `validation=0.2`"),
     ("train digits.onnx --data d.npz --loss ce --validation nan", "is no share", "between 0 and 1"),

@@ -89,7 +89,8 @@ def _value(one: Option, typed: Any) -> Any:
         return names_in(Path(typed))
     if one.repeated and one.metavar and "=" in one.metavar:
         example = re.search("`([^`]+=[^`]+)`", one.text)
-        return pairs(typed, f"{one.flags[0]} {example[1] if example else one.metavar}")
+        right_sides = _KIND if one.metavar.endswith("=KIND") else ".+"
+        return pairs(typed, f"{one.flags[0]} {example[1] if example else one.metavar}", right_sides)
     typed = typed if one.repeated else [typed]
     values = [from_text(each, one.hint) if isinstance(each, str) else each for each in typed]
     is_list = any(get_origin(kind) is Sequence for kind, _ in kinds_of(one.hint))
@@ -107,14 +108,26 @@ def recomputation(typed: list[str] | None) -> int | list[str] | None:
 
 # ---- what is typed ---------------------------------------------------------------------------------------------------
 
+NUMBERS = "[^=]+"
+_KIND = r"[A-Za-z_]\w*(:.+)?"
+"""What stands on the right of `name=...`: a word with options, such as `uniform:low=-1`."""
 
-def pairs(items: Sequence[str], example: str) -> dict[str, str]:
-    """Arguments of the form `left=right`, such as `example`, which may begin with the option that they follow."""
+
+def pairs(items: Sequence[str], example: str, right_sides: str = ".+") -> dict[str, str]:
+    """Arguments of the form `left=right`, such as `example`, which may begin with the option that they follow.
+
+    Names may hold an `=`, too. What can stand on the right (a pattern) decides which one divides; if several can, the
+    argument is refused.
+    """
     option = example.rpartition(" ")[0]
     found: dict[str, str] = {}
     for item in items:
-        left, equals, right = item.partition("=")
-        if not (left and equals and right):
+        at = [i for i, c in enumerate(item) if c == "=" and i > 0 and re.fullmatch(right_sides, item[i + 1 :])]
+        if len(at) > 1:
+            ways = " or ".join(f"`{item[:i]}` and `{item[i + 1 :]}`" for i in at[:2])
+            raise Misuse(f"`{item}` can be {ways}", "names that hold an `=` are given in Python, as a mapping")
+        left, right = (item[: at[0]], item[at[0] + 1 :]) if at else ("", "")
+        if not at:
             hint = "the model comes first" if item.endswith(".onnx") else f"write for example `{example}`"
             raise Misuse(f"`{f'{option} {item}'.strip()}` has not the form of `{example}`", hint)
         if left in found:

@@ -9,7 +9,7 @@ from onward.cli import options
 from onward.cli.app import CHANGE, Misuse, command
 from onward.cli.console import print_json, print_rows, remark, word
 from onward.cli.files import Target, target, working
-from onward.cli.options import argument, number, option, pairs
+from onward.cli.options import NUMBERS, argument, number, option, pairs
 from onward.errors import InvalidModelError, UnknownNameError
 
 if TYPE_CHECKING:
@@ -59,8 +59,8 @@ def set_(
         raise Misuse(
             f"missing {missing}", "write for example `onward set training.onnx group0/lr=3e-4`, or use `--list`"
         )
-    wanted = pairs(settings or [], "group0/lr=3e-4")
-    shapes = {name: _sizes(text) for name, text in pairs(shape or [], "--shape image=N,3,224,224").items()}
+    wanted = pairs(settings or [], "group0/lr=3e-4", NUMBERS)
+    shapes = {name: _sizes(text) for name, text in pairs(shape or [], "--shape image=N,3,224,224", NUMBERS).items()}
     if listed and (wanted or shapes):
         raise Misuse("`--list` sets nothing", "leave it out, or the settings")
     place = Target(model, model) if output is None else target(model, output, "changed", force=force)

@@ -83,7 +83,10 @@ class Interpreter:
             if is_ours(error):
                 error.add_note(f"in {call.described}, on {self._framework.name}")
                 raise
-            raise UnsupportedError(f"{self._framework.name} fails in {call.described}: {error}") from error
+            raise UnsupportedError(
+                f"{self._framework.name} fails in {call.described}: {error}",
+                hint="look whether inputs have the types and shapes that the model takes; if so, try another engine",
+            ) from error
         if not isinstance(results, tuple):
             results = (results,)
         for value, result in zip(call.outputs, results, strict=False):

@@ -108,9 +108,12 @@ class _Sides:
             why = f"input `{name}` could be {' or '.join(could)}" + (" or several" if len(found) == 1 and ways else "")
             raise self._misfit(why, f"say which column it is: {_say(name, found[0])}")
         meant = near(name, free)
-        hint = (
-            f"{meant} It must be {self._wanted[name]}" if meant else f"say which column it is: {_say(name, 'COLUMN')}"
-        )
+        random = ""
+        if is_float(self._wanted[name].dtype):
+            random = f'; or that it is random: --noise {name}=normal, or noise={{"{name}": "normal"}}'
+        hint = f"say which column it is: {_say(name, 'COLUMN')}{random}"
+        if meant:
+            hint = f"{meant} It must be {self._wanted[name]}"
         idle = [column for column in free if not any(column in columns for columns in fitting.values())]
         if any(self._may_be_one_hot(name, [column]) for column in idle):
             hint = _ONE_HOT
