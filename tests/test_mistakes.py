@@ -82,7 +82,7 @@ USAGE = [
 ]
 WRONG = [
     ("train digits.onnx --data d.npz --from c --reset", "`reset` has no effect with a checkpoint", "how it goes on"),
-    ("set training.onnx a=b=1", "`a=b`", "--list"),
+    ("set training.onnx a=b=1", "no initializer `a=b`", "fc1.weight"),
     ("train training.onnx --data d.npz --lr 1", "the model carries its training already, so `lr` has no", "strip"),
     ("train digits.onnx --data d.npz --loss ce --validation 20%", "is no share", "write `validation=0.2`"),
     ("train digits.onnx --data d.npz --loss ce --validation nan", "is no share", "between 0 and 1"),
