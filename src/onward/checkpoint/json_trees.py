@@ -20,7 +20,7 @@ from onward.arguments import fitting
 from onward.checkpoint.description import Checkpoint, Group, Optimizer, RandomState, Schedule
 from onward.checkpoint.pytorch.objects import Attributed, Name, Object, WithDefault
 from onward.checkpoint.tensors import ArrayTensor, Tensor
-from onward.errors import InvalidModelError
+from onward.model.storage.files import SENSELESS, blame_file
 from onward.recipe.spec import Spec
 
 _MOST = 2_000_000
@@ -129,13 +129,11 @@ def _text(data: bytes) -> str:
 
 def decode(form: Any, tensor_of: TensorOf) -> Any:
     """The tree that JSON holds. `tensor_of` finds a tensor by what it was named."""
-    try:
-        decoder = _Decoder(tensor_of)
+    decoder = _Decoder(tensor_of)
+    with blame_file("the checkpoint that the training model keeps is damaged", *SENSELESS, RecursionError):
         tree = decoder.decode(form)
         decoder.refuse_unknown()
         return tree
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
-        raise InvalidModelError(f"the checkpoint that the training model keeps is damaged: {error}") from error
 
 
 class _Decoder:

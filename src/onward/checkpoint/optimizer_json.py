@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from onward.checkpoint.description import Checkpoint, Schedule
-from onward.errors import InvalidModelError
+from onward.model.storage.files import SENSELESS, blame_file
 from onward.recipe.spec import parse
 
 
@@ -27,12 +27,10 @@ def with_words(checkpoint: Checkpoint, words: Any) -> Checkpoint:
     if not words or len(checkpoint.optimizers) != 1:
         return checkpoint
     (optimizer,) = checkpoint.optimizers
-    try:
+    with blame_file(f"what `{checkpoint.path}` says of its optimizer cannot be read", *SENSELESS):
         specs = {name: parse(str(group["optimizer"])) for group in words["groups"] for name in group["parameters"]}
         schedules = [None if each is None else tuple(parse(str(spec)) for spec in each) for each in words["schedules"]]
         clip = words["clip"] and dict(words["clip"])
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise InvalidModelError(f"what `{checkpoint.path}` says of its optimizer cannot be read: {error}") from error
     if any(name not in specs for group in optimizer.groups for name in group.parameters):
         return checkpoint
     groups = tuple(dataclasses.replace(group, optimizer=specs[group.parameters[0]]) for group in optimizer.groups)

@@ -11,7 +11,7 @@ import numpy as np
 
 from onward.checkpoint.tensors import StoredTensor, Tensor, contiguous
 from onward.errors import InvalidModelError, UnsupportedError
-from onward.model.storage.files import reason, regular
+from onward.model.storage.files import blame_file, is_plain_name, regular
 from onward.model.storage.headers import SAFETENSORS_TYPES, safetensors_head, safetensors_header
 
 INDEX = "model.safetensors.index.json"
@@ -21,12 +21,10 @@ _KINDS = {np.dtype(kind): name for name, kind in SAFETENSORS_TYPES.items()}
 
 def read_safetensors(path: Path) -> dict[str, StoredTensor]:
     """The tensors of a file."""
-    try:
+    with blame_file(f"`{path}` is not a whole .safetensors file"):
         size = regular(path).st_size
         with open(path, "rb") as file:
             found = safetensors_header(lambda at, count: file.read(count), size)  # which asks for one after the other
-    except (OSError, ValueError) as error:
-        raise InvalidModelError(f"`{path}` is not a whole .safetensors file: {reason(error)}") from error
     return {
         name: StoredTensor(path, stored.offset, stored.dtype, stored.shape, contiguous(stored.shape))
         for name, stored in found.items()
@@ -38,9 +36,9 @@ def read_model_folder(folder: Path) -> dict[str, StoredTensor]:
     if not (folder / INDEX).exists():
         return read_safetensors(folder / MODEL)
     places = read_json(folder / INDEX).get("weight_map")
-    if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
+    if not isinstance(places, dict):
         raise InvalidModelError(f"`{folder / INDEX}` does not say where tensors are")
-    if outside := [name for name in places.values() if Path(name).name != name]:
+    if outside := [name for name in places.values() if not is_plain_name(name)]:
         raise InvalidModelError(f"`{folder / INDEX}` leads out of its folder, to `{outside[0]}`")
     files = {name: read_safetensors(folder / name) for name in sorted(set(places.values()))}
     if missing := [tensor for tensor, name in places.items() if tensor not in files[name]]:
@@ -71,11 +69,9 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 def read_json(path: Path) -> dict[str, Any]:
     """An object in a file of JSON."""
-    try:
+    with blame_file(f"cannot read `{path}`", OSError, ValueError, RecursionError):
         regular(path)
         found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise InvalidModelError(f"cannot read `{path}`: {reason(error)}") from error
     if not isinstance(found, dict):
         raise InvalidModelError(f"`{path}` holds no object")
     return found

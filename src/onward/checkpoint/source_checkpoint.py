@@ -20,6 +20,7 @@ from onward.checkpoint.tensors import ModelTensor, StoredTensor, Tensor, convert
 from onward.errors import InvalidModelError, advising, warn
 from onward.model import Model
 from onward.model.state import KEPT, with_tags
+from onward.model.storage.files import SENSELESS, blame_file
 
 FACT = "train.checkpoint"
 _FOLDER = "checkpoint/"
@@ -128,12 +129,10 @@ def source_of(model: Model) -> Kept | None:
         return found[key]
 
     with advising("make the training model of the checkpoint again"):
-        try:
+        with blame_file("the checkpoint that the training model keeps is damaged", *SENSELESS):
             facts = json.loads(text)
             matched = Match({str(a): str(b) for a, b in facts["names"].items()}, frozenset(map(str, facts["turned"])))
             form = facts["checkpoint"]
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise InvalidModelError(f"the checkpoint that the training model keeps is damaged: {error}") from error
         made = decode(form, tensor_of)
         if not isinstance(made, Checkpoint):
             raise InvalidModelError("what the training model keeps is no checkpoint")

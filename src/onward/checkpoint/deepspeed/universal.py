@@ -18,6 +18,7 @@ from onward.checkpoint.pytorch.states import module_state, settings_now
 from onward.checkpoint.pytorch.trees import mapping
 from onward.checkpoint.tensors import ArrayTensor, StoredTensor, Tensor, convert_dtype, count_of
 from onward.errors import UnsupportedError, list_names
+from onward.model.storage.files import is_plain_name
 
 FOLDER = "zero"
 COMMON = Path(FOLDER) / "optimizer_state.pt"
@@ -38,7 +39,7 @@ def read_universal(folder: Path, shapes: list[Shapes]) -> tuple[Mapping[str, Any
     slots: Slots = {}
     for group in shapes:
         for name, shape in group.items():
-            if not _is_plain(name):
+            if not is_plain_name(name):
                 raise ValueError(f"it leads out of its folder, to `{name}`")
             read = {each.stem: read_torch_file(each) for each in sorted((folder / FOLDER / name).glob("*.pt"))}
             count = read.pop(COUNT, of_all)
@@ -46,10 +47,6 @@ def read_universal(folder: Path, shapes: list[Shapes]) -> tuple[Mapping[str, Any
             slots[name] |= with_count({COUNT: count}) if count is not None else {}
     groups = common.get("param_groups") or inner["param_groups"]
     return common, Kept(named_groups(groups, shapes), slots, common.get("clip_grad"), common.get("loss_scaler"))
-
-
-def _is_plain(name: str) -> bool:
-    return Path(name).name == name and name != ".."
 
 
 def _whole(tree: Any, shape: tuple[int, ...]) -> Tensor:
@@ -98,7 +95,7 @@ def _groups(checkpoint: Checkpoint) -> tuple[Group, ...]:
     names = [str(name) for group in groups for name in group.parameters]
     if missing := [name for name in names if name not in checkpoint.tensors]:
         raise UnsupportedError(f"there are no weights of {list_names(missing, 3)}, which the optimizer trains")
-    if odd := [name for name in names if not _is_plain(name)]:
+    if odd := [name for name in names if not is_plain_name(name)]:
         raise UnsupportedError(
             f"DeepSpeed has a folder for each parameter, and {list_names(odd, 3)} cannot be the name of one",
             hint="rename it: `onward rename model.onnx`",

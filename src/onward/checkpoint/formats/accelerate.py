@@ -8,8 +8,8 @@ from typing import Any
 from onward.checkpoint.description import Checkpoint
 from onward.checkpoint.format import Format
 from onward.checkpoint.pytorch.archive import write_torch_file
-from onward.checkpoint.pytorch.folders import hugging_face_folder, torch_files, write_other_files
-from onward.checkpoint.pytorch.states import optimizer_state, up_to_date
+from onward.checkpoint.pytorch.folders import hugging_face_folder, torch_files, write_again
+from onward.checkpoint.pytorch.states import optimizer_state
 from onward.checkpoint.pytorch.trees import progress_of
 from onward.checkpoint.safetensors_files import MODEL, write_safetensors
 
@@ -30,9 +30,7 @@ def write(checkpoint: Checkpoint, folder: Path) -> None:
     """A folder from which `accelerator.load_state` goes on."""
     write_safetensors(folder / MODEL, checkpoint.tensors, {"format": "pt"})
     if checkpoint.format == FORMAT.name:
-        for name, tree in up_to_date(checkpoint.trees, checkpoint).items():
-            write_torch_file(folder / name, tree)
-        write_other_files(checkpoint, folder)
+        write_again(checkpoint, folder)
         return
     for number, optimizer in enumerate(checkpoint.optimizers):
         write_torch_file(folder / f"optimizer{_suffix(number)}.bin", optimizer_state(optimizer))

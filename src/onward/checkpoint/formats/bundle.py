@@ -16,7 +16,7 @@ from onward.checkpoint.tf.fitted import in_place_of
 from onward.checkpoint.tf.tracked import SHARED, Keys, meaning_of
 from onward.convert.optimizer_classes import KINDS, WORDS, snake_case, written_out
 from onward.errors import InvalidModelError, UnsupportedError, list_names
-from onward.model.storage.files import reason, regular
+from onward.model.storage.files import blame_file, regular
 
 _STATE = "checkpoint"
 """The file that says which checkpoint of a folder is the newest."""
@@ -56,12 +56,10 @@ def _newest(path: Path) -> str:
     """The name of a checkpoint in the same folder, whatever the path was when it was written."""
     if not path.is_file():
         return ""
-    try:
+    with blame_file(f"cannot read `{path}`"):
         if regular(path).st_size > _LONGEST_STATE:
             raise ValueError("it is too long")
         found = re.search(r'^model_checkpoint_path: *"((?:[^"\\]|\\.)*)"', path.read_text("utf-8"), re.MULTILINE)
-    except (OSError, ValueError) as error:
-        raise InvalidModelError(f"cannot read `{path}`: {reason(error)}") from error
     return found[1].replace("\\\\", "/").rpartition("/")[2] if found else ""
 
 

@@ -20,8 +20,7 @@ from onward.checkpoint.pytorch.pickling import write_pickle
 from onward.checkpoint.pytorch.states import module_state, optimizer_state, up_to_date
 from onward.checkpoint.pytorch.trees import checkpoint_of, progress_of
 from onward.checkpoint.tensors import ScatteredTensor, Tensor
-from onward.errors import InvalidModelError
-from onward.model.storage.files import reason, regular
+from onward.model.storage.files import SENSELESS, blame_file, is_plain_name, regular
 
 METADATA = ".metadata"
 
@@ -34,15 +33,11 @@ def read(folder: Path) -> Checkpoint:
 def read_tree(folder: Path) -> dict[str, Any]:
     """The tree that was saved, with tensors as the places of their pieces."""
     path = folder / METADATA
-    try:
+    with blame_file(f"cannot read `{path}`", OSError):
         regular(path)
         table = read_pickle(path.read_bytes(), str(path))
-    except OSError as error:
-        raise InvalidModelError(f"cannot read `{path}`: {reason(error)}") from error
-    try:
+    with blame_file(f"`{path}` is not the table of a distributed checkpoint", *SENSELESS):
         return _nest_values(_contents(folder, table), table.state.get("planner_data") or {})
-    except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
-        raise InvalidModelError(f"`{path}` is not the table of a distributed checkpoint: {error}") from error
 
 
 def _contents(folder: Path, table: Object) -> dict[str, Any]:
@@ -50,7 +45,7 @@ def _contents(folder: Path, table: Object) -> dict[str, Any]:
     for index, where in table.state["storage_data"].items():
         key, place = index.state, where.state
         file = place["relative_path"]
-        if Path(file).name != file:
+        if not is_plain_name(file):
             raise ValueError(f"it leads out of its folder, to `{file}`")
         begin = _sizes(key["offset"]) if key.get("offset") is not None else None
         find = partial(read_torch_file, folder / file, (place["offset"], place["length"]))

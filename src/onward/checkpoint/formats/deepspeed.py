@@ -30,7 +30,8 @@ from onward.checkpoint.pytorch.optimizers import optimizer_of
 from onward.checkpoint.pytorch.states import without_copies
 from onward.checkpoint.pytorch.trees import mapping, progress_of
 from onward.checkpoint.tensors import Tensor, convert_dtype
-from onward.errors import InvalidModelError, UnsupportedError
+from onward.errors import UnsupportedError
+from onward.model.storage.files import SENSELESS, blame_file, is_plain_name
 from onward.recipe.spec import Spec
 
 _MODEL = re.compile(r"(?:zero_pp_rank_(?P<rank>\d+)_)?mp_rank_(?P<slice>\d+)_model_states\.pt")
@@ -53,7 +54,7 @@ def _newest_folder(folder: Path) -> Path | None:
         if (folder / name).is_file():
             with open(folder / name, encoding="utf-8", errors="replace") as file:
                 tag = file.read(_LONGEST_TAG).strip()
-            if Path(tag).name == tag and tag not in ("", "..") and _has_model(folder / tag):
+            if is_plain_name(tag) and _has_model(folder / tag):
                 return folder / tag
     return None
 
@@ -66,10 +67,8 @@ def read(path: Path) -> Checkpoint:
     folder = _newest_folder(path)
     assert folder is not None
     saved = _read_saved(folder)
-    try:
+    with blame_file(f"`{folder}` is not a whole checkpoint of DeepSpeed", *SENSELESS):
         found = _checkpoint(path, saved)
-    except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
-        raise InvalidModelError(f"`{folder}` is not a whole checkpoint of DeepSpeed: {error}") from error
     return _with_trainer(found) if (path / trainer.STATE).exists() else found
 
 

@@ -14,13 +14,13 @@ from onward.checkpoint.description import Checkpoint
 from onward.checkpoint.format import Captured, Format
 from onward.checkpoint.pytorch.archive import member_start
 from onward.checkpoint.pytorch.folders import has
-from onward.checkpoint.safetensors_files import read_json
+from onward.checkpoint.safetensors_files import read_json, write_json
 from onward.checkpoint.tensors import StoredTensor
 from onward.checkpoint.tf.fitted import Fitted
 from onward.checkpoint.tf.h5 import MAGIC, read_h5, write_h5
-from onward.errors import InvalidModelError, UnsupportedError
-from onward.model.storage.files import reason, regular
-from onward.model.storage.npz import BAD_ZIP
+from onward.errors import UnsupportedError
+from onward.model.storage.files import blame_file, regular
+from onward.model.storage.npz import BAD_ZIP, members_of
 
 _CONFIG, _WEIGHTS, _METADATA = "config.json", "model.weights.h5", "metadata.json"
 _BACKUP, _PROGRESS = "latest.weights.h5", "training_metadata.json"
@@ -71,16 +71,10 @@ def _read_backup(folder: Path) -> Checkpoint:
 
 
 def _read_archive(path: Path) -> Checkpoint:
-    try:
-        size = regular(path).st_size
-        with zipfile.ZipFile(path) as archive:
-            members = {info.filename: info for info in archive.infolist()}
-            if len(members) < len(archive.infolist()):
-                raise ValueError("it has files of the same name")
-            config, metadata = (_json(archive, members[name]) for name in (_CONFIG, _METADATA))
-            places = {name: _place(archive, info, size) for name, info in members.items() if not info.is_dir()}
-    except BAD_ZIP as error:
-        raise InvalidModelError(f"`{path}` is not a whole .keras file: {reason(error)}") from error
+    with blame_file(f"`{path}` is not a whole .keras file", *BAD_ZIP), zipfile.ZipFile(path) as archive:
+        size, members = regular(path).st_size, members_of(archive)
+        config, metadata = (_json(archive, members[name]) for name in (_CONFIG, _METADATA))
+        places = {name: _place(archive, info, size) for name, info in members.items() if not info.is_dir()}
     if _WEIGHTS not in places:
         raise UnsupportedError(f"`{path}` has its weights in several files", hint="save it with `model.save` as one")
     groups = read_h5(path, *places[_WEIGHTS])
@@ -182,7 +176,7 @@ def write(checkpoint: Checkpoint, path: Path) -> None:
         write_h5(path / _BACKUP, groups)
         if _PROGRESS in trees:
             done = {key: checkpoint.progress.get(key, value) for key, value in trees[_PROGRESS].items()}
-            (path / _PROGRESS).write_text(json.dumps(done), "utf-8")
+            write_json(path / _PROGRESS, done)
     else:
         write_h5(path, groups)
 

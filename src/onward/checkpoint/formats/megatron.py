@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,9 +19,10 @@ from onward.checkpoint.pytorch.objects import Object
 from onward.checkpoint.pytorch.optimizers import spec_of
 from onward.checkpoint.pytorch.states import settings_now, without_copies
 from onward.checkpoint.pytorch.trees import mapping
-from onward.checkpoint.safetensors_files import read_json
+from onward.checkpoint.safetensors_files import read_json, write_json
 from onward.checkpoint.tensors import ArrayTensor, Tensor, as_tensor
-from onward.errors import Error, InvalidModelError, UnsupportedError, list_names
+from onward.errors import Error, UnsupportedError, list_names
+from onward.model.storage.files import SENSELESS, blame_file
 from onward.recipe.spec import Spec
 
 _LATEST = "latest_checkpointed_iteration.txt"
@@ -70,10 +70,8 @@ def _old_files(folder: Path) -> list[Path]:
 def read(path: Path) -> Checkpoint:
     folder = _newest(path)
     assert folder is not None
-    try:
+    with blame_file(f"`{folder}` is not a whole checkpoint of Megatron", *SENSELESS):
         return _read_distributed(path, folder) if (folder / METADATA).is_file() else _old(path, folder)
-    except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
-        raise InvalidModelError(f"`{folder}` is not a whole checkpoint of Megatron: {error}") from error
 
 
 def _read_distributed(path: Path, folder: Path) -> Checkpoint:
@@ -284,7 +282,7 @@ def write(checkpoint: Checkpoint, path: Path) -> None:
     write_torch_file(folder / _COMMON, _common(checkpoint, step))
     backends = {"sharded_backend": "torch_dist", "common_backend": "torch"}
     versions = {f"{key}_version": 1 for key in backends}
-    (folder / _BACKEND).write_text(json.dumps({**backends, **versions}))
+    write_json(folder / _BACKEND, {**backends, **versions})
 
 
 def _common(checkpoint: Checkpoint, step: int) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from onward.checkpoint.pytorch.trees import mapping
 from onward.checkpoint.tensors import StoredTensor, Tensor
 from onward.configuration import parse_yaml, write_yaml
 from onward.errors import Error, InvalidModelError, UnsupportedError, list_names
-from onward.model.storage.files import reason, regular
+from onward.model.storage.files import blame_file, regular
 
 _CONFIGURATION, _WEIGHTS = "model_config.yaml", "model_weights.ckpt"
 _MOST = 10_000
@@ -45,17 +45,15 @@ def matches(path: Path) -> bool:
 
 def _members(path: Path) -> dict[str, tarfile.TarInfo]:
     """The files of a tar file, by name."""
-    try:
+    found: dict[str, tarfile.TarInfo] = {}
+    with blame_file(f"`{path}` is not a whole tar file", tarfile.TarError, OSError, ValueError, EOFError):
         regular(path)
         with tarfile.open(path, "r:") as archive:
-            found: dict[str, tarfile.TarInfo] = {}
             for member in archive:
                 if len(found) > _MOST:
-                    raise InvalidModelError(f"`{path}` holds more files than any model")
+                    raise ValueError("it holds more files than any model")
                 if member.isreg() and not member.issparse():
                     found[member.name.removeprefix("./")] = member
-    except (tarfile.TarError, OSError, ValueError, EOFError) as error:
-        raise InvalidModelError(f"`{path}` is not a whole tar file: {reason(error)}") from error
     return found
 
 

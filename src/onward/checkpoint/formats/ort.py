@@ -23,6 +23,7 @@ from onward.checkpoint.ort.graphs import (
 )
 from onward.checkpoint.tensors import ComputedTensor, Tensor
 from onward.errors import InvalidModelError, UnsupportedError, list_names
+from onward.model.storage.files import is_plain_name
 from onward.recipe.optimizers import configure
 from onward.recipe.spec import Spec
 
@@ -145,7 +146,7 @@ def write(checkpoint: Checkpoint, folder: Path) -> None:
     write_ort(tree, folder / NAME)
     origin = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
     for name in checkpoint.files if checkpoint.format == FORMAT.name else ():
-        if Path(name).name == name and (origin / name).is_file():
+        if is_plain_name(name) and (origin / name).is_file():
             if name.endswith(f"{OPTIMIZER}.onnx"):
                 _refuse_another(origin / name, checkpoint)
             shutil.copyfile(origin / name, folder / name)

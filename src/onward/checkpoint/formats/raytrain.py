@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,12 +11,11 @@ from onward.checkpoint.description import Checkpoint
 from onward.checkpoint.format import Format
 from onward.checkpoint.formats import pytorch
 from onward.checkpoint.naming import with_own_names
-from onward.checkpoint.pytorch.archive import write_torch_file
-from onward.checkpoint.pytorch.folders import has, torch_files
-from onward.checkpoint.pytorch.states import up_to_date
+from onward.checkpoint.pytorch.folders import has, torch_files, write_again
 from onward.checkpoint.pytorch.trees import checkpoint_of, mapping, progress_of
-from onward.checkpoint.safetensors_files import read_json
+from onward.checkpoint.safetensors_files import read_json, write_json
 from onward.errors import InvalidModelError, UnsupportedError, list_names
+from onward.model.storage.files import is_plain_name
 
 _SNAPSHOT = "checkpoint_manager_snapshot.json"
 _VERSION = "2.60.0"
@@ -33,7 +31,7 @@ def read(folder: Path) -> Checkpoint:
     name = mapping(newest).get("checkpoint_dir_name")
     if not isinstance(name, str):
         raise InvalidModelError(f"`{folder / _SNAPSHOT}` names no checkpoint")
-    if Path(name).name != name or name == "..":
+    if not is_plain_name(name):
         raise InvalidModelError(f"`{folder / _SNAPSHOT}` leads out of its folder, to `{name}`")
     if not (folder / name).is_dir():
         raise InvalidModelError(f"`{folder / name}` is not there, which Ray names as its newest checkpoint")
@@ -78,8 +76,7 @@ def write(checkpoint: Checkpoint, folder: Path) -> None:
     place = folder / f"checkpoint_{checkpoint.step or 0:06d}"
     place.mkdir(parents=True)
     if checkpoint.format == FORMAT.name:
-        for name, tree in up_to_date(checkpoint.trees, checkpoint).items():
-            write_torch_file(place / name, tree)
+        write_again(checkpoint, place)
     else:
         known = {format.name: format for format in _formats() if format.write is not None}
         inner = known.get(checkpoint.format, pytorch.FORMAT)
@@ -87,7 +84,7 @@ def write(checkpoint: Checkpoint, folder: Path) -> None:
         made = with_own_names(checkpoint) if inner.needs_names else checkpoint
         inner.write(made, place if inner.is_folder else place / _file(checkpoint, inner))
     said = mapping(checkpoint.arguments.get(_OF_RAY))
-    (folder / _SNAPSHOT).write_text(json.dumps(_snapshot(place.name, mapping(said.get("metrics")))))
+    write_json(folder / _SNAPSHOT, _snapshot(place.name, mapping(said.get("metrics"))))
 
 
 def _file(checkpoint: Checkpoint, inner: Format) -> str:

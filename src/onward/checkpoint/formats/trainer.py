@@ -11,11 +11,11 @@ from typing import Any
 from onward.checkpoint.description import Checkpoint, Schedule
 from onward.checkpoint.format import Format
 from onward.checkpoint.pytorch.archive import write_torch_file
-from onward.checkpoint.pytorch.folders import has, hugging_face_folder, torch_files, write_other_files
+from onward.checkpoint.pytorch.folders import has, hugging_face_folder, torch_files, write_again
 from onward.checkpoint.pytorch.objects import Object
 from onward.checkpoint.pytorch.optimizers import optimizer_of
 from onward.checkpoint.pytorch.schedules import schedule_of
-from onward.checkpoint.pytorch.states import optimizer_state, up_to_date
+from onward.checkpoint.pytorch.states import optimizer_state
 from onward.checkpoint.pytorch.trees import mapping, progress_of
 from onward.checkpoint.safetensors_files import MODEL, read_json, write_json, write_safetensors
 from onward.convert.rate_formulas import Factor, complete, in_words
@@ -128,9 +128,7 @@ def write(checkpoint: Checkpoint, folder: Path) -> None:
     """A folder from which `trainer.train(resume_from_checkpoint=...)` goes on."""
     write_safetensors(folder / MODEL, checkpoint.tensors, {"format": "pt"})
     if checkpoint.format == FORMAT.name:
-        for name, tree in up_to_date(checkpoint.trees, checkpoint).items():
-            (write_json if name.endswith(".json") else write_torch_file)(folder / name, tree)
-        write_other_files(checkpoint, folder)
+        write_again(checkpoint, folder)
         return
     if checkpoint.configuration:
         write_json(folder / "config.json", checkpoint.configuration)

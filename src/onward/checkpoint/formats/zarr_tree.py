@@ -15,8 +15,8 @@ from onward.checkpoint.pytorch.folders import has
 from onward.checkpoint.pytree.pytrees import leaves, with_lists
 from onward.checkpoint.pytree.train_states import INFORMATION, checkpoint_of_tree
 from onward.checkpoint.pytree.tree_writing import tree_of
-from onward.checkpoint.pytree.zarr_items import TREE, read_layout, read_tree, write_json, write_tree
-from onward.checkpoint.safetensors_files import read_json
+from onward.checkpoint.pytree.zarr_items import TREE, read_layout, read_tree, write_tree
+from onward.checkpoint.safetensors_files import read_json, write_json
 from onward.checkpoint.tensors import Tensor
 from onward.errors import UnsupportedError
 

@@ -13,8 +13,8 @@ import onnx_ir as ir
 
 from onward.checkpoint.ort.flatbuffers import Buffer, Fields, Number, Numbers, Table, Writer
 from onward.checkpoint.tensors import StoredTensor, Tensor, contiguous
-from onward.errors import InvalidModelError, UnsupportedError
-from onward.model.storage.files import listing, reason, regular
+from onward.errors import UnsupportedError
+from onward.model.storage.files import blame_file, listing, regular
 
 IDENTIFIER = b"ODTC"
 VERSIONS = (1, 2)
@@ -45,14 +45,10 @@ def data_file(path: Path) -> Path:
 
 def read_ort(path: Path) -> dict[str, Any]:
     """The tree of a checkpoint, by the names of its schema; nothing is optional in it."""
-    try:
+    with blame_file(f"`{path}` is not a whole checkpoint of onnxruntime-training"):
         regular(path)
         with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return _Reader(path, Buffer(data)).tree()
-    except (OSError, ValueError) as error:
-        raise InvalidModelError(
-            f"`{path}` is not a whole checkpoint of onnxruntime-training: {reason(error)}"
-        ) from error
 
 
 class _Reader:

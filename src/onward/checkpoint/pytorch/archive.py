@@ -19,7 +19,7 @@ from onward.checkpoint.pytorch.pickling import Persistent, write_pickle
 from onward.checkpoint.tensors import StoredTensor, Tensor, contiguous
 from onward.errors import InvalidModelError, UnsupportedError
 from onward.model.storage.files import reason, regular
-from onward.model.storage.npz import BAD_ZIP
+from onward.model.storage.npz import BAD_ZIP, members_of
 
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
 _LONGEST_START = 1 << 10
@@ -162,9 +162,7 @@ def _is_main_pickle(name: str) -> bool:
 
 
 def _read(path: Path, archive: zipfile.ZipFile, start: int) -> Any:
-    members = {info.filename: info for info in archive.infolist()}
-    if len(members) < len(archive.infolist()):
-        raise ValueError("it has files of the same name")
+    members = members_of(archive)
     main = next((name for name in members if _is_main_pickle(name)), None)
     if main is None:
         raise ValueError("it has no `data.pkl`")

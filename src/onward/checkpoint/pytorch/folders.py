@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from onward.checkpoint.description import Checkpoint
-from onward.checkpoint.pytorch.archive import is_torch_file, read_torch_file
+from onward.checkpoint.pytorch.archive import is_torch_file, read_torch_file, write_torch_file
+from onward.checkpoint.pytorch.states import up_to_date
 from onward.checkpoint.pytorch.trees import checkpoint_of
-from onward.checkpoint.safetensors_files import INDEX, read_json, read_model_folder
+from onward.checkpoint.safetensors_files import INDEX, read_json, read_model_folder, write_json
+from onward.model.storage.files import is_plain_name
 
 _ENDINGS = (".pt", ".pth", ".bin", ".pkl")
 
@@ -26,10 +28,15 @@ def torch_files(folder: Path) -> dict[str, Any]:
     return {path.name: read_torch_file(path) for path in files}
 
 
-def write_other_files(checkpoint: Checkpoint, folder: Path) -> None:
-    """Copy what else was in the folder of a checkpoint, such as a tokenizer, where that is still there."""
+def write_again(checkpoint: Checkpoint, folder: Path) -> None:
+    """Write the files that a checkpoint was read from, up to date.
+
+    What else was in its folder, such as a tokenizer, is copied, where that is still there.
+    """
+    for name, tree in up_to_date(checkpoint.trees, checkpoint).items():
+        (write_json if name.endswith(".json") else write_torch_file)(folder / name, tree)
     for name in checkpoint.files:
-        if Path(name).name == name and (source := checkpoint.path / name).is_file():
+        if is_plain_name(name) and (source := checkpoint.path / name).is_file():
             shutil.copyfile(source, folder / name)
 
 

@@ -18,7 +18,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from onward.checkpoint.pytorch.objects import Attributed, Name, Object, WithDefault
-from onward.errors import InvalidModelError, first_line
+from onward.errors import InvalidModelError
+from onward.model.storage.files import blame_file
 
 Maker = Callable[..., Any]
 
@@ -43,10 +44,8 @@ def read_pickle(
     if len(data) > MOST_BYTES:
         raise InvalidModelError(f"the pickle in `{of}` is larger than any of a checkpoint")
     machine = _Machine(io.BytesIO(data), {**_MAKERS, **(makers or {})}, persistent, of)
-    try:
+    with blame_file(f"the pickle in `{of}` is damaged", *_MALFORMED):
         return _finish(machine.load(), {})
-    except _MALFORMED as error:
-        raise InvalidModelError(f"the pickle in `{of}` is damaged: {first_line(error)}") from error
 
 
 Named = dict[tuple[str, Name], str]

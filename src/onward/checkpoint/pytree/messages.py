@@ -6,16 +6,15 @@ import math
 import mmap
 import struct
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 
-from onward.checkpoint.tensors import StoredTensor, Tensor, contiguous
+from onward.checkpoint.tensors import JoinedTensor, StoredTensor, Tensor, contiguous
 from onward.errors import InvalidModelError
-from onward.model.storage.files import reason, regular
+from onward.model.storage.files import blame_file, regular
 
 ARRAY, COMPLEX, SCALAR = 1, 2, 3
 """What Flax adds to msgpack."""
@@ -30,22 +29,6 @@ _TYPES = {
         ml_dtypes.float8_e5m2, ml_dtypes.int4, ml_dtypes.uint4,
     )
 }  # fmt: skip
-
-
-@dataclass(frozen=True)
-class PiecesTensor(Tensor):
-    """A tensor whose elements follow one another in several places."""
-
-    dtype: np.dtype
-    shape: tuple[int, ...]
-    pieces: tuple[Tensor, ...]
-
-    def array(self) -> np.ndarray:
-        return np.concatenate([piece.array().reshape(-1) for piece in self.pieces]).reshape(self.shape)
-
-    def write_to(self, file: BinaryIO) -> None:
-        for piece in self.pieces:
-            piece.write_to(file)
 
 
 def begins_a_tree(path: Path) -> bool:
@@ -65,12 +48,10 @@ def begins_a_tree(path: Path) -> bool:
 
 def read_messages(path: Path) -> Any:
     """The tree of a file, in which arrays are places."""
-    try:
+    with blame_file(f"cannot read `{path}`"):
         regular(path)
         with open(path, "rb") as file:
             data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    except (OSError, ValueError) as error:
-        raise InvalidModelError(f"cannot read `{path}`: {reason(error)}") from error
     with data:
         reader = _Reader(data, path)
         tree = reader.value()
@@ -169,7 +150,7 @@ class _Reader:
         self.at += size
         return StoredTensor(self._path, self.at - size, dtype, sizes, contiguous(sizes))
 
-    def _joined(self, parts: Mapping[Any, Any]) -> PiecesTensor:
+    def _joined(self, parts: Mapping[Any, Any]) -> JoinedTensor:
         shape, pieces = (_in_order(parts.get(key)) for key in ("shape", "chunks"))
         if shape is None or not (
             _are(shape, int) and pieces and _are(pieces, Tensor) and len({piece.dtype for piece in pieces}) == 1
@@ -177,7 +158,7 @@ class _Reader:
             raise self.problem("pieces of an array make none")
         if min(shape, default=0) < 0 or sum(math.prod(piece.shape) for piece in pieces) != math.prod(shape):
             raise self.problem("pieces of an array do not have its size")
-        return PiecesTensor(pieces[0].dtype, tuple(shape), tuple(pieces))
+        return JoinedTensor(pieces[0].dtype, tuple(shape), tuple(pieces))
 
 
 def _are(values: Any, kind: type) -> bool:

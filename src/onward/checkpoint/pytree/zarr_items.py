@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import binascii
 import json
 import math
 from collections.abc import Iterator, Mapping
@@ -14,9 +13,10 @@ import numpy as np
 
 from onward.checkpoint.pytree.pytrees import DATA, KEY, Way, parts
 from onward.checkpoint.pytree.zarr_store import read_arrays, write_arrays
-from onward.checkpoint.safetensors_files import read_json
+from onward.checkpoint.safetensors_files import read_json, write_json
 from onward.checkpoint.tensors import ArrayTensor, Tensor
 from onward.errors import InvalidModelError, UnsupportedError
+from onward.model.storage.files import SENSELESS, blame_file
 
 TREE = "_METADATA"
 _STRINGS, _SHARDING, _ARRAYS = "_strings.json", "_sharding", "array_metadatas"
@@ -67,10 +67,8 @@ def read_tree(folder: Path) -> Any:
 
 
 def _entries(path: Path, table: Any) -> list[_Entry]:
-    try:
+    with blame_file(f"`{path}` is not the table of a tree", *SENSELESS):
         entries = [_entry(each) for each in table.values()]
-    except (AttributeError, KeyError, TypeError) as error:
-        raise InvalidModelError(f"`{path}` is not the table of a tree") from error
     if len({entry.name for entry in entries}) < len(entries) or any(len(each.way) > _DEEPEST for each in entries):
         raise InvalidModelError(f"`{path}` has two places with one name, or is nested too deeply")
     return entries
@@ -118,12 +116,10 @@ def _keys(folder: Path) -> dict[str, str]:
     found: dict[str, str] = {}
     for path in sorted((folder / _ARRAYS).glob("process_*")):
         table = read_json(path)
-        try:
+        with blame_file(f"`{path}` is no table of arrays", *SENSELESS):
             described = [each["array_metadata"] for each in table.get("array_metadatas", ())]
             further = {str(each["param_name"]): each.get("ext_metadata") or {} for each in described}
             found |= {name: str(each[_KIND]) for name, each in further.items() if each.get(_KIND)}
-        except (AttributeError, KeyError, TypeError) as error:
-            raise InvalidModelError(f"`{path}` is no table of arrays") from error
     return found
 
 
@@ -135,14 +131,12 @@ def read_layout(folder: Path) -> dict[str, Any]:
         layout["processes"] = processes
     stored = read_json(folder / _SHARDING) if (folder / _SHARDING).is_file() else {}
     for coded, text in stored.items():
-        try:
+        with blame_file(f"`{folder / _SHARDING}` does not say how arrays are spread", *SENSELESS, RecursionError):
             name, sharding = base64.b64decode(coded, validate=True).decode(), json.loads(text)
             if sharding.get("sharding_type") == "NamedSharding":
                 layout["mesh"] = dict(zip(sharding["axis_names"], sharding["shape"], strict=True))
                 layout["devices"] = math.prod(map(int, sharding["shape"]))
                 layout.setdefault("partition", {})[name] = sharding["partition_spec"]
-        except (ValueError, KeyError, TypeError, AttributeError, binascii.Error, RecursionError) as error:
-            raise InvalidModelError(f"`{folder / _SHARDING}` does not say how arrays are spread") from error
     return layout
 
 
@@ -209,7 +203,3 @@ def _key_metadata(name: str, key: Mapping[str, Any]) -> dict[str, Any]:
     shape = list(key[DATA].shape)
     kind = {_KIND: key[KEY]}
     return {"array_metadata": {"param_name": name, "write_shape": shape, "chunk_shape": shape, "ext_metadata": kind}}
-
-
-def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(content), encoding="utf-8")

@@ -16,7 +16,7 @@ from onward.checkpoint.tensors import ScatteredTensor, StoredTensor, Tensor, con
 from onward.checkpoint.tf.table import read_table, table
 from onward.errors import InvalidModelError, UnsupportedError
 from onward.model.storage.crc import Summed, crc32c, mask
-from onward.model.storage.files import reason, regular
+from onward.model.storage.files import blame_file, regular
 from onward.model.storage.protobuf_wire import as_signed, field, fixed, numbers, read_varint, texts
 
 INDEX = ".index"
@@ -53,14 +53,12 @@ class _Entry(NamedTuple):
 def read_bundle(prefix: Path) -> dict[str, Any]:
     """What a checkpoint holds by key. `prefix` is its path without an ending."""
     path = prefix.with_name(prefix.name + INDEX)
-    try:
+    with blame_file(f"`{path}` is not the index of a whole checkpoint"):
         if regular(path).st_size > _LARGEST_INDEX:
             raise ValueError("it is larger than any index")
         entries = dict(read_table(path.read_bytes()))
         shards = _shards(entries.pop(b"", b""))
         return _Files(prefix, shards, {key: _entry(value) for key, value in entries.items()}).tree()
-    except (OSError, ValueError, UnicodeDecodeError) as error:
-        raise InvalidModelError(f"`{path}` is not the index of a whole checkpoint: {reason(error)}") from error
 
 
 def _shards(header: bytes) -> int:
@@ -170,10 +168,8 @@ def text_of(value: Any) -> bytes | None:
     if not isinstance(value, Mapping) or value.get("kind") != _STRING or value.get("shape"):
         return None
     data = value["data"].array().tobytes()
-    try:
+    with blame_file("a text of the checkpoint is damaged"):
         length, at = read_varint(data, 0)
-    except ValueError as error:
-        raise InvalidModelError(f"a text of the checkpoint is damaged: {error}") from error
     if at + 4 + length != len(data):
         raise InvalidModelError("a text of the checkpoint is cut off")
     found = data[at + 4 :]

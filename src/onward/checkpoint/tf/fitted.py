@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from onward.checkpoint.description import Checkpoint, Group, Optimizer, Schedule
+from onward.checkpoint.pytorch.trees import mapping
 from onward.checkpoint.tensors import ArrayTensor, Tensor, as_tensor, convert_dtype
 from onward.checkpoint.tf.compiled import (
     AVERAGE,
@@ -36,7 +37,7 @@ _OUTER, _INNER = "optimizer/vars", "optimizer/inner_optimizer/vars"
 class Fitted:
     def __init__(self, groups: Groups, config: Mapping[str, Any] | None):
         self._groups = groups
-        self._compiled: Mapping[str, Any] = _mapping((config or {}).get("compile_config"))
+        self._compiled: Mapping[str, Any] = mapping((config or {}).get("compile_config"))
         self.variables = variables_of(groups, config)
         self._place = _INNER if _INNER in groups else _OUTER
         self._arrays = _in_order(groups.get(self._place, {}).get("arrays", {}))
@@ -88,7 +89,7 @@ class Fitted:
         return {
             **found,
             "optimizers": (Optimizer((KINDS[known.kind].name,), (group,), slots, variant="keras"),),
-            "schedules": (Schedule(_mapping(known.given.get("learning_rate")), words, step),),
+            "schedules": (Schedule(mapping(known.given.get("learning_rate")), words, step),),
             "step": step,
             "progress": {} if step is None else {"step": step},
             "accumulate": known.accumulate,
@@ -101,7 +102,7 @@ class Fitted:
 
     def _unknown(self) -> tuple[Optimizer, ...]:
         given = self._compiled.get("optimizer")
-        return (Optimizer((), (Group(_mapping(given), ()),), {}, variant="keras"),) if self._arrays else ()
+        return (Optimizer((), (Group(mapping(given), ()),), {}, variant="keras"),) if self._arrays else ()
 
     def _roles_of(self, at: int) -> list[Role]:
         return [role for role in self._roles if role.parameter == at]
@@ -239,7 +240,3 @@ def _in_order(arrays: Mapping[str, Tensor]) -> list[Tensor]:
 
 def _number_tensors(tensors: Sequence[Tensor]) -> Iterator[tuple[str, Tensor]]:
     return ((str(at), tensor) for at, tensor in enumerate(tensors))
-
-
-def _mapping(value: Any) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else {}

@@ -18,8 +18,8 @@ import ml_dtypes
 import numpy as np
 
 from onward.checkpoint.tensors import ArrayTensor, StoredTensor, Tensor, contiguous
-from onward.errors import InvalidModelError, UnsupportedError
-from onward.model.storage.files import reason
+from onward.errors import UnsupportedError
+from onward.model.storage.files import blame_file
 
 MAGIC = b"\x89HDF\r\n\x1a\n"
 _NOWHERE = (1 << 64) - 1
@@ -42,16 +42,15 @@ Messages = list[tuple[int, bytes]]
 
 def read_h5(path: Path, start: int = 0, length: int | None = None) -> dict[str, dict[str, Any]]:
     """The groups of a file, or of the part of it that begins at `start`; arrays are places in it."""
-    try:
-        with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            end = len(data) if length is None else start + length
-            if end > len(data):
-                raise ValueError("it lies outside of the file")
-            return dict(_Reader(path, data, start, end).groups())
-    except struct.error as error:
-        raise InvalidModelError(f"`{path}` is not a whole HDF5 file of Keras: something of it is cut off") from error
-    except (OSError, ValueError) as error:
-        raise InvalidModelError(f"`{path}` is not a whole HDF5 file of Keras: {reason(error)}") from error
+    with (
+        blame_file(f"`{path}` is not a whole HDF5 file of Keras", OSError, ValueError, struct.error),
+        open(path, "rb") as file,
+        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data,
+    ):
+        end = len(data) if length is None else start + length
+        if end > len(data):
+            raise ValueError("it lies outside of the file")
+        return dict(_Reader(path, data, start, end).groups())
 
 
 class _Reader:

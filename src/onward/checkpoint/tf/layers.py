@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from onward.checkpoint.pytorch.trees import mapping
 from onward.checkpoint.tensors import Tensor
 from onward.checkpoint.tf.h5 import Groups
 from onward.convert.optimizer_classes import is_named_after, snake_case
@@ -86,13 +87,13 @@ class _Names:
 
     def model(self, path: str, spec: Mapping[str, Any], way: list[str], trains: bool) -> Iterator[Variable]:
         """The layers of a model. One of Keras's functional models builds them by themselves, without its own name."""
-        config = _mapping(spec.get("config"))
+        config = mapping(spec.get("config"))
         trains = trains and config.get("trainable") is not False
         named = config.get("name") or self._name(path)
         way = [] if spec.get("class_name") in _MODELS else [*way, str(named)]
         folder = f"{path}/layers".lstrip("/")
         layers = config.get("layers")
-        known = [_mapping(layer) for layer in layers] if isinstance(layers, list) else None
+        known = [mapping(layer) for layer in layers] if isinstance(layers, list) else None
         taken: dict[str, int] = {}
         for layer in known if known is not None else self._found(folder):
             kind = snake_case(str(layer.get("class_name", "")))
@@ -120,7 +121,7 @@ class _Names:
     def _layer(
         self, place: str, spec: Mapping[str, Any], way: list[str], trains: bool, is_sure: bool
     ) -> Iterator[Variable]:
-        config, kind = _mapping(spec.get("config")), str(spec.get("class_name", ""))
+        config, kind = mapping(spec.get("config")), str(spec.get("class_name", ""))
         if f"{place}/layers" in self._groups:
             yield from self.model(place, spec, way, trains)
             return
@@ -135,8 +136,8 @@ class _Names:
         sure = is_sure and (len(children) < 2 or all(child.lstrip("_") in parts for child in children))
         for child in order:
             inner = parts.get(child.lstrip("_"), "")
-            given = {"class_name": inner, "config": config} if inner in TRAINED else _mapping(config.get(inner))
-            own = {**given, "config": {**_mapping(given.get("config")), "name": child, "trainable": trains}}
+            given = {"class_name": inner, "config": config} if inner in TRAINED else mapping(config.get(inner))
+            own = {**given, "config": {**mapping(given.get("config")), "name": child, "trainable": trains}}
             yield from self._layer(f"{place}/{child}", own, way, trains, sure)
 
     def _own(
@@ -157,10 +158,6 @@ class _Names:
         for child in self._children.get(path, ()):
             if child != "optimizer":
                 yield from self._layer(f"{path}/{child}".lstrip("/"), {}, way, trains, False)
-
-
-def _mapping(value: Any) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else {}
 
 
 def _index(names: list[str], name: str) -> int:

@@ -12,6 +12,7 @@ from onward.checkpoint.tensors import Tensor
 from onward.checkpoint.tf.bundles import GRAPH, Tree, text_of
 from onward.convert.optimizer_classes import KINDS, WORDS, is_named_after
 from onward.errors import InvalidModelError
+from onward.model.storage.files import blame_file
 from onward.model.storage.protobuf_wire import numbers, text, texts
 
 _VALUE = "VARIABLE_VALUE"
@@ -74,14 +75,12 @@ def meaning_of(tree: Tree) -> Meaning:
     if GRAPH not in tree:
         return _by_name(tree)
     saved = text_of(tree[GRAPH])
-    try:
+    with blame_file("the objects of the checkpoint are damaged"):
         nodes = [_Node(node) for node in texts(saved or b"", 1)]
         if not nodes or any(not 0 <= at < len(nodes) for node in nodes for at in _references(node)):
             raise ValueError("an object of it is not there")
         if lost := [node.key for node in nodes if node.key and node.key not in tree]:
             raise ValueError(f"what `{lost[0]}` holds is not there")
-    except ValueError as error:
-        raise InvalidModelError(f"the objects of the checkpoint are damaged: {error}") from error
     if sum(node.is_optimizer for node in nodes) > _MOST_OPTIMIZERS:
         raise InvalidModelError("the checkpoint has more optimizers than any does")
     return _Objects(nodes, tree).meaning()

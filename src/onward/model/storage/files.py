@@ -6,8 +6,12 @@ import errno
 import mmap
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
+
+from onward.errors import InvalidModelError
 
 PathLike = str | os.PathLike[str]
 PAGE = 4096
@@ -86,3 +90,22 @@ def sync(folder: Path, *, strict: bool) -> bool:
 def reason(error: Exception) -> str:
     """What went wrong, in the system's words and without its numbers."""
     return (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__
+
+
+SENSELESS = (AttributeError, LookupError, TypeError, ValueError)
+"""What is raised where a tree that somebody stored is not as it should be."""
+
+
+@contextmanager
+def blame_file(sentence: str, *kinds: type[Exception], hint: str | None = None) -> Iterator[None]:
+    """Within it, errors of these kinds are the fault of a file; `sentence` says so, and the reason ends it."""
+    blamed = kinds or (OSError, ValueError)
+    try:
+        yield
+    except blamed as error:
+        raise InvalidModelError(f"{sentence}: {reason(error)}", hint=hint) from error
+
+
+def is_plain_name(name: Any) -> bool:
+    """Whether a name is of something in a folder, and does not lead out of it."""
+    return isinstance(name, str) and Path(name).name == name and name not in ("", "..")

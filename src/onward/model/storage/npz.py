@@ -22,11 +22,11 @@ BAD_ZIP = (
 """What is raised for zip files that are damaged, or of a kind that is not read."""
 
 
-def members_of(archive: zipfile.ZipFile) -> dict[str, zipfile.ZipInfo]:
-    """The arrays of an archive by name."""
+def members_of(archive: zipfile.ZipFile, ending: str = "") -> dict[str, zipfile.ZipInfo]:
+    """The files of an archive, by their names without an ending."""
     found: dict[str, zipfile.ZipInfo] = {}
     for info in archive.infolist():
-        name = info.filename.removesuffix(".npy")
+        name = info.filename.removesuffix(ending)
         if name in found:  # readers differ in which one they take
             raise ValueError(f"`{name}` is in it twice")
         found[name] = info
@@ -38,7 +38,7 @@ def read_npz(path: PathLike) -> dict[str, np.ndarray]:
     regular(path)
     try:
         with zipfile.ZipFile(path) as archive:
-            return {name: _array(name, archive, info) for name, info in members_of(archive).items()}
+            return {name: _array(name, archive, info) for name, info in members_of(archive, ".npy").items()}
     except (OSError, ValueError):
         raise
     except BAD_ZIP as error:

@@ -30,7 +30,7 @@ def open_npz(path: Path, only: str | None = None) -> Columns:
     file = DataFile.open(path)
     try:
         with zipfile.ZipFile(path) as archive:
-            members = members_of(archive)
+            members = members_of(archive, ".npy")
             if only in members:
                 members = {only: members[only]}
             arrays = {name: _member(archive, info, file) for name, info in members.items()}
