@@ -48,6 +48,11 @@ class Optimizer:
     """Whose arithmetic it has, where no group says its optimizer."""
 
     @property
+    def title(self) -> str:
+        """What it can be, in words."""
+        return " or ".join(self.families) or "of a kind that is not known"
+
+    @property
     def has_names(self) -> bool:
         return all(isinstance(name, str) for group in self.groups for name in group.parameters)
 

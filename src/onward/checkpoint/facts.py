@@ -97,10 +97,7 @@ def _array(value: Any) -> Any:
 
 
 def _families(a: Checkpoint, b: Checkpoint) -> Fact:
-    one, other = (
-        "; ".join(" or ".join(each.families) or "of a kind that is not known" for each in checkpoint.optimizers)
-        for checkpoint in (a, b)
-    )
+    one, other = ("; ".join(each.title for each in checkpoint.optimizers) for checkpoint in (a, b))
     return Fact("optimizer", one or None, other or None, one == other)
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from onward.checkpoint.description import Checkpoint, Optimizer, Schedule
+from onward.checkpoint.description import Checkpoint, Group, Optimizer, RandomState, Schedule
 from onward.checkpoint.tensors import ScatteredTensor, StoredTensor, Tensor
 from onward.errors import list_names
 from onward.inspect.formatting import quantity, size
@@ -60,51 +61,9 @@ def tensor_lines(checkpoint: Checkpoint) -> list[str]:
 
 
 def to_json(checkpoint: Checkpoint) -> dict[str, Any]:
-    return {
-        "path": str(checkpoint.path),
-        "format": checkpoint.format,
-        "title": checkpoint.title,
-        "tensors": {name: _tensor(tensor) for name, tensor in checkpoint.tensors.items()},
-        "optimizers": [
-            {
-                "families": list(optimizer.families),
-                "groups": [
-                    {
-                        "settings": plain(group.settings),
-                        "parameters": list(group.parameters),
-                        "optimizer": str(group.optimizer) if group.optimizer else None,
-                    }
-                    for group in optimizer.groups
-                ],
-                "slots": {str(name): plain(slots) for name, slots in optimizer.slots.items()},
-            }
-            for optimizer in checkpoint.optimizers
-        ],
-        "schedules": [
-            {
-                "state": plain(each.state),
-                "words": None if each.words is None else [str(spec) for spec in each.words],
-                "position": each.position,
-            }
-            for each in checkpoint.schedules
-        ],
-        "step": checkpoint.step,
-        "progress": plain(checkpoint.progress),
-        "randomness": [{"kind": each.kind, "rank": each.rank} for each in checkpoint.randomness],
-        "data": plain(checkpoint.data),
-        "scaler": plain(checkpoint.scaler),
-        "averages": {name: _tensor(tensor) for name, tensor in checkpoint.averages.items()},
-        "clip": plain(checkpoint.clip),
-        "loss": plain(checkpoint.loss),
-        "tied": dict(checkpoint.tied),
-        "layout": plain(checkpoint.layout),
-        "files": list(checkpoint.files),
-        "configuration": plain(checkpoint.configuration),
-        "arguments": plain(checkpoint.arguments),
-        "missing": list(checkpoint.missing),
-        "executes": list(checkpoint.executes),
-        "remarks": list(checkpoint.remarks),
-    }
+    """All that it says, but for what is kept only to be written again."""
+    said = {field.name: plain(getattr(checkpoint, field.name)) for field in dataclasses.fields(checkpoint)}
+    return {**said, "path": str(checkpoint.path), "trees": list(checkpoint.trees), "missing": list(checkpoint.missing)}
 
 
 def _amount(tensors: Iterable[Tensor]) -> str:
@@ -119,8 +78,7 @@ def _amount(tensors: Iterable[Tensor]) -> str:
 
 
 def _optimizer(optimizer: Optimizer) -> Iterator[tuple[str, str]]:
-    name = " or ".join(optimizer.families) or "of a kind that is not known"
-    yield "optimizer", f"{name}, keeps {_amount(optimizer.tensors) or 'nothing'}"
+    yield "optimizer", f"{optimizer.title}, keeps {_amount(optimizer.tensors) or 'nothing'}"
     for group in optimizer.groups:
         said = settings(group.settings) or str(group.optimizer or "settings are not stored")
         yield "", f"{quantity(len(group.parameters), 'parameter')}: {said}"
@@ -163,6 +121,10 @@ def plain(tree: Any, depth: int = 12) -> Any:
     """What JSON can say; the rest by its kind."""
     if isinstance(tree, Tensor):
         return _tensor(tree)
+    if isinstance(tree, Optimizer | Group | Schedule):
+        return {field.name: plain(getattr(tree, field.name), depth - 1) for field in dataclasses.fields(tree)}
+    if isinstance(tree, RandomState):
+        return {"kind": tree.kind, "rank": tree.rank}
     if depth and isinstance(tree, Mapping):
         return {str(key): plain(value, depth - 1) for key, value in tree.items()}
     if depth and isinstance(tree, list | tuple):

@@ -60,9 +60,8 @@ def _spec(optimizer: Optimizer, group: Group, said: Spec | None) -> Spec:
     if said is None and group.optimizer is not None:
         return group.optimizer
     if said is None:
-        what = " or ".join(optimizer.families) or "of a kind that is not known"
         raise UnsupportedError(
-            f"the checkpoint does not tell which optimizer it is: {what}",
+            f"the checkpoint does not tell which optimizer it is: {optimizer.title}",
             hint=f"say it: `--optimizer {(optimizer.families or ('adamw',))[0]}`, or `optimizer=...`",
         )
     stored, known = group.optimizer, known_optimizer(said.name)

@@ -30,27 +30,26 @@ def _adams(group: Settings) -> tuple[str, ...]:
     return ("adamw",) if group["decoupled_weight_decay"] else ("adam",)
 
 
-FAMILIES: dict[frozenset[str], Callable[[Settings], tuple[str, ...]]] = {
-    frozenset({"momentum_buffer"}): lambda group: ("muon",) if "ns_coefficients" in group else ("sgd",),
-    frozenset({"exp_avg", "exp_avg_sq"}): _adams,
-    frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq"}): _adams,
-    frozenset({"exp_avg", "exp_avg_sq", "mu_product"}): lambda group: ("nadam",),
-    frozenset({"exp_avg"}): lambda group: ("lion",),
-    frozenset({"exp_avg", "exp_inf"}): lambda group: ("adamax",),
-    frozenset({"sum"}): lambda group: ("adagrad",),
-    frozenset({"square_avg"}): lambda group: ("rmsprop",),
-    frozenset({"square_avg", "momentum_buffer"}): lambda group: ("rmsprop",),
-    frozenset({"square_avg", "grad_avg"}): lambda group: ("rmsprop",),
-    frozenset({"square_avg", "momentum_buffer", "grad_avg"}): lambda group: ("rmsprop",),
-    frozenset({"square_avg", "acc_delta"}): lambda group: ("adadelta",),
-    frozenset({"eta", "mu", "ax"}): lambda group: ("asgd",),
-    frozenset({"prev", "step_size"}): lambda group: ("rprop",),
-    frozenset({"row_var", "col_var"}): lambda group: ("adafactor",),
-    frozenset({"row_var", "col_var", "variance"}): lambda group: ("adafactor",),
-    frozenset({"variance"}): lambda group: ("adafactor",),
+FAMILIES: dict[frozenset[str], tuple[str, ...]] = {
+    frozenset({"momentum_buffer"}): ("sgd",),
+    frozenset({"exp_avg", "exp_avg_sq", "mu_product"}): ("nadam",),
+    frozenset({"exp_avg"}): ("lion",),
+    frozenset({"exp_avg", "exp_inf"}): ("adamax",),
+    frozenset({"sum"}): ("adagrad",),
+    frozenset({"square_avg"}): ("rmsprop",),
+    frozenset({"square_avg", "momentum_buffer"}): ("rmsprop",),
+    frozenset({"square_avg", "grad_avg"}): ("rmsprop",),
+    frozenset({"square_avg", "momentum_buffer", "grad_avg"}): ("rmsprop",),
+    frozenset({"square_avg", "acc_delta"}): ("adadelta",),
+    frozenset({"eta", "mu", "ax"}): ("asgd",),
+    frozenset({"prev", "step_size"}): ("rprop",),
+    frozenset({"row_var", "col_var"}): ("adafactor",),
+    frozenset({"row_var", "col_var", "variance"}): ("adafactor",),
+    frozenset({"variance"}): ("adafactor",),
 }
-"""By the slots of PyTorch's optimizers, but for `step`, which most have."""
+"""Optimizers by their slots, but for `step`, which most have, where slots alone tell them apart."""
 
+_OF_ADAM = ({"exp_avg", "exp_avg_sq"}, {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"})
 _KEYS_ALONE: tuple[tuple[frozenset[str], Callable[[Settings], tuple[str, ...]]], ...] = (
     (frozenset({"momentum", "dampening", "nesterov"}), lambda group: ("sgd",)),
     (frozenset({"betas", "amsgrad"}), _adams),
@@ -95,7 +94,9 @@ def _families(slots: Mapping[Any, Mapping[str, Any]], groups: list[Group]) -> tu
     settings = groups[0].settings if groups else {}
     if not slots or kept == {frozenset()}:
         return next((name(settings) for keys, name in _KEYS_ALONE if keys <= settings.keys()), ())
-    found = {FAMILIES[each](settings) if each in FAMILIES else () for each in kept}
+    found = {_adams(settings) if each in _OF_ADAM else FAMILIES.get(each, ()) for each in kept}
+    if found == {("sgd",)} and "ns_coefficients" in settings:
+        return ("muon",)
     return found.pop() if len(found) == 1 else ()
 
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from onward.checkpoint.description import Optimizer
+from onward.checkpoint.pytorch.optimizers import FAMILIES as OF_PYTORCH
 from onward.checkpoint.pytree.pytrees import WRAPPER, Way, names_of_tensors, parts
 from onward.checkpoint.tensors import ComputedTensor, Tensor
 from onward.convert.optax_fields import FIELDS
@@ -33,19 +34,10 @@ _STATES: dict[frozenset[str], str] = {
 """The transformation whose state has these fields. Some others have those of Adam, with the same meaning."""
 
 FAMILIES: dict[frozenset[str], tuple[str, ...]] = {
+    **OF_PYTORCH,
     frozenset(): ("sgd",),
-    frozenset({"momentum_buffer"}): ("sgd",),
     frozenset({"exp_avg", "exp_avg_sq"}): ("adam", "adamw", "nadam", "radam", "lamb", "adamax"),
     frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq"}): ("amsgrad",),
-    frozenset({"exp_avg", "exp_inf"}): ("adamax",),
-    frozenset({"exp_avg"}): ("lion",),
-    frozenset({"sum"}): ("adagrad",),
-    frozenset({"square_avg"}): ("rmsprop",),
-    frozenset({"square_avg", "momentum_buffer"}): ("rmsprop",),
-    frozenset({"square_avg", "grad_avg"}): ("rmsprop",),
-    frozenset({"square_avg", "grad_avg", "momentum_buffer"}): ("rmsprop",),
-    frozenset({"square_avg", "acc_delta"}): ("adadelta",),
-    frozenset({"row_var", "col_var", "variance"}): ("adafactor",),
 }
 """Optimizers by what they keep."""
 
