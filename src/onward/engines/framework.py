@@ -96,6 +96,9 @@ class Framework(ABC):
     takes_numbers: ClassVar[Mapping[str, Sequence[int]]] = {}
     """Inputs of operators that stay arrays if they are scalars on the host: numbers may become a part of kernels."""
 
+    on_host: Mapping[str, Function] | None = None
+    """What computes nodes all of whose inputs are on the host, if that is not numpy's table."""
+
     fuses: ClassVar[Sequence[str]] = ()
     """Operators that nodes which amount to them are handed to: `Attention`, `onward.Linear` (see fusion/)."""
 

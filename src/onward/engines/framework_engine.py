@@ -13,7 +13,7 @@ from onward.differentiate.recompute import Choice
 from onward.engines import FRAMEWORKS
 from onward.engines.engine import Arrays, Engine, check_options
 from onward.engines.expression import express
-from onward.engines.framework import Framework, Function
+from onward.engines.framework import Framework
 from onward.engines.host import ONLY_ON_HOST
 from onward.engines.interpreter import Interpreter
 from onward.engines.numpy import Numpy
@@ -36,18 +36,17 @@ Tensors = dict[str, Any]
 
 def interpreter(model: Model, framework: Framework) -> Interpreter:
     """What executes the graph of a model on a framework. The model is changed: it must be the caller's own."""
-    return Interpreter(make_plan(model, framework, framework.fuses), framework)
+    return Interpreter(make_plan(model, framework), framework)
 
 
-def make_plan(
-    model: Model, framework: Framework, fuses: Sequence[str] = (), host: Mapping[str, Function] = Numpy.operators
-) -> Plan:
+def make_plan(model: Model, framework: Framework) -> Plan:
     """The calls of operators that a model is: of a framework's, and on the host of others. The model is changed."""
     if not OLDEST_INTERPRETED <= model.opset <= NEWEST_INTERPRETED:
         model = convert_opset(model, min(max(model.opset, COMMON_OPSET), NEWEST_INTERPRETED))
     available = framework.operators.keys() | ONLY_ON_HOST
     model = express(model, available, framework.cannot, framework.name)
-    return plan(model.graph, framework.operators, host, model.opset, fuses)
+    host = Numpy.operators if framework.on_host is None else framework.on_host
+    return plan(model.graph, framework.operators, host, model.opset, framework.fuses)
 
 
 def framework_of(engine: str, **options: Any) -> Framework:

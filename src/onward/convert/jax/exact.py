@@ -21,7 +21,6 @@ from onward.engines.framework_engine import interpreter
 from onward.engines.jax import Jax
 from onward.model import Model
 from onward.recipe.optimizers import ConfiguredOptimizer, optimizer
-from onward.recipe.optimizers.clip import clip_by_global_norm, clip_by_norm
 from onward.recipe.optimizers.configuration import Slot
 from onward.recipe.schedules import Part, schedule, sequence
 from onward.recipe.spec import Spec, parse
@@ -74,18 +73,6 @@ def exact(spec: Spec, rate: Rate) -> optax.GradientTransformation:
     return optax.GradientTransformation(init, update)
 
 
-def exact_clip(kind: str, limit: float, variant: str) -> optax.GradientTransformation:
-    """Clipping by the norm of all gradients (`norm`) or of each (`tensor_norm`), as a recipe has it."""
-
-    def update(gradients: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        leaves, structure = jax.tree.flatten(gradients)
-        run = _clip(kind, limit, variant, tuple(map(sizes_of, leaves)))
-        results = run({f"g{i}": leaf for i, leaf in enumerate(leaves)})
-        return structure.unflatten([results[f"clipped{i}"] for i in range(len(leaves))]), state
-
-    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
-
-
 def rate_of(specs: Sequence[Spec], lr: float) -> Callable[[Any], Any]:
     """Schedules of a recipe that follow one another, as a function of the updates already made."""
 
@@ -113,22 +100,6 @@ def update_model(spec: Spec, sizes: Sizes) -> Model:
     hyper = {name: made.number(configured.values[name]) for name in configured.inputs(x.value)}
     new, after = configured.update(made.op, x, g, slots, lr=lr, t=t, hyper=hyper)
     return made.model({f"{name}/new": expr for name, expr in {"x": new, **after}.items()})
-
-
-@functools.lru_cache(maxsize=16)
-def _clip(kind: str, limit: float, variant: str, sizes: tuple[Sizes, ...]) -> Function:
-    return executed_by_jax(clip_model(kind, limit, variant, sizes))
-
-
-def clip_model(kind: str, limit: float, variant: str, sizes: Sequence[Sizes]) -> Model:
-    """Clipping: g0, g1 ... -> clipped0, clipped1 ..."""
-    made = _Graph()
-    gradients = [made.input(_value(f"g{i}", each)) for i, each in enumerate(sizes)]
-    if kind == "tensor_norm":
-        clipped = clip_by_norm(made.op, gradients, made.number(limit), variant)
-    else:
-        clipped, _ = clip_by_global_norm(made.op, gradients, made.number(limit), variant)
-    return made.model({f"clipped{i}": expr for i, expr in enumerate(clipped)})
 
 
 @functools.lru_cache(maxsize=64)

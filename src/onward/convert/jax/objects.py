@@ -6,8 +6,9 @@ from typing import Any
 
 import optax
 
-from onward.convert.jax.exact import Rate, exact, exact_clip, rate_of
+from onward.convert.jax.exact import Rate, exact, rate_of
 from onward.convert.jax.executed import executed
+from onward.convert.jax.source.runtime import exact_clip
 from onward.convert.snapshot import Group
 
 

@@ -100,8 +100,11 @@ def _average(new: Tree, old: Tree, run: Snapshot) -> Tree:
 def _check_rounding(run: Snapshot) -> None:
     """Refuse updates in 16 bits that round where PyTorch does, and optax does not."""
     types = {name: value.dtype for name, value in run.model.graph.initializers.items()}
+    clip = {"variant": "torch", **(run.clip or {"value": None})}
+    clips = "value" not in clip and clip["variant"] == "torch" and {types[name] for name in run.parameters} <= {*HALVES}
     for group in run.groups:
         is_theirs = isinstance(group.optimizer, Spec) and group.optimizer.options.get("variant") == "torch"
+        is_theirs = is_theirs or clips
         if is_theirs and (narrow := [name for name in group.parameters if types[name] in HALVES]):
             raise UnsupportedError(
                 f"{list_names(narrow, 5)} are updated in 16 bits as PyTorch rounds them, which optax does not",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import operator
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -234,7 +234,7 @@ def _either(
 ) -> Function:
     @functools.wraps(function)
     def call(*inputs: Any, **attributes: Any) -> Any:
-        chosen = on_sizes if any(map(is_open, inputs)) else function
+        chosen = function if not any(map(is_open, inputs)) else on_sizes if not _places_are_open(name, inputs) else None
         result = NotImplemented if chosen is None else chosen(*inputs, **_keywords_of(chosen, attributes))
         if result is not NotImplemented:
             return _plain(result)
@@ -245,6 +245,14 @@ def _either(
         return row(*placed, **_keywords_of(row, attributes))
 
     return asking(call, {key for part in (function, on_sizes, row) if part is not None for key in keywords(part)})
+
+
+_PLACED = ("Gather", "Slice", "Split", "Squeeze", "Unsqueeze", "Reshape")
+
+
+def _places_are_open(operator: str, inputs: Sequence[Any]) -> bool:
+    """Whether what says where something is, or which of two things, is not known."""
+    return any(map(is_open, inputs[1:] if operator in _PLACED else inputs[:1] if operator == "Where" else ()))
 
 
 def asking(call: Function, asked: Iterable[str]) -> Function:

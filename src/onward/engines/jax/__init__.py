@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +31,7 @@ class Jax(Framework):
     name = "jax"
     operators = table(__name__)
 
-    fuses = ("Attention", "onward.Linear")
+    fuses: ClassVar[Sequence[str]] = ("Attention", "onward.Linear")
 
     def __init__(
         self,

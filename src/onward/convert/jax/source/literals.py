@@ -13,7 +13,7 @@ from onward.convert.program.names import Identifiers, quote
 
 MENTIONED = (
     "np", "jnp", "jax", "lax", "params", "state", "batch", "inputs", "gradients", "lr", "t", "constants", "at_once",
-    "several", "known_array", "exact", "metrics", "changed", "count", "clipping", "transformation", "joint", "i",
+    "several", "known_array", "exact", "metrics", "changed", "count", "exact_clip", "transformation", "joint", "i",
     "statistics", "random",
 )  # fmt: skip
 """What a function mentions beside its own variables."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -78,8 +78,8 @@ class Printer:
         called = [f"{domain}.{name}" for domain, name, _ in model.functions]
         model = inline(model, [name for name in called if name not in rows()])
         fill_in_types(model, values(model.graph))
-        framework = Jax()
-        plan = make_plan(model, framework, host=on_host({}, framework.tensor))
+        framework = _OneByOne()
+        plan = make_plan(model, framework)
         recorder = _Recorder(self, framework)
         recorder.open(plan, given)
         recorder.record(plan)
@@ -123,6 +123,16 @@ class JaxPrinter(expressions.Printer):
             return self.value(given)
         is_number = array.size == 1 and array.ndim <= len(beside.shapes[0])
         return Expression(number(array.flat[0], "np")) if is_number else self.value(given)
+
+
+class _OneByOne(Jax):
+    """JAX, in which all that stands in a graph is called."""
+
+    fuses: ClassVar[Sequence[str]] = ()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.on_host = on_host({}, self.tensor)
 
 
 class _Recorder:
@@ -425,8 +435,7 @@ def _is_certain(call: Call, given: Sequence[np.ndarray]) -> bool:
         return all(isinstance(x, Size) or x < 0 for array in given for x in array.flat)
     if call.operator in ("Cast", "CastLike"):
         return bool(_attributes(call).get("to") == ir.DataType.INT64)
-    places = ("Gather", "Slice", "Split", "Squeeze", "Unsqueeze", "Reshape", "Where")
-    return call.operator not in places or not any(map(is_open, given[1:] if call.operator != "Where" else given[:1]))
+    return True
 
 
 def _choose_sizes(array: Any, choice: int) -> Any:

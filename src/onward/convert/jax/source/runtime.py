@@ -153,14 +153,28 @@ def transformation(rules, rate):
     return optax.GradientTransformation(init, update)
 
 
-def clipping(clip):
-    """Gradients that a function of all of them has changed."""
+def exact_clip(kind, limit, variant):
+    """Clipping by the norm of all gradients (`norm`) or of each (`tensor_norm`); the `variant` is PyTorch's or not."""
 
     def update(gradients, state, params=None):
         leaves, structure = jax.tree.flatten(gradients)
-        return jax.tree.unflatten(structure, clip(*leaves)), state
+        parts = [leaves] if kind == "norm" else [[leaf] for leaf in leaves]
+        with exact():
+            clipped = [leaf for part in parts for leaf in scale_to_norm(part, limit, variant)]
+        return structure.unflatten(clipped), state
 
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+
+
+def scale_to_norm(gradients, limit, variant):
+    """Gradients that are smaller if their norm is above a limit. PyTorch adds 1e-6 to the norm."""
+    wide = [g.astype(jnp.promote_types(g.dtype, np.float32)) for g in gradients]
+    norm = jnp.sqrt(sum(jnp.sum(jnp.square(g)).astype(np.float64) for g in wide))
+    if variant == "torch":
+        factor = jnp.minimum(limit / (norm + 1e-6), 1.0)
+    else:
+        factor = jnp.where(norm < limit, 1.0, limit / norm)
+    return [g * factor.astype(g.dtype) for g in gradients]
 
 
 class ExecutedState(NamedTuple):

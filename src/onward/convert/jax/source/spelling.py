@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from onward.convert.jax.exact import Sizes, clip_model, rate_model, sizes_of, slots_of, update_model
+from onward.convert.jax.exact import Sizes, rate_model, sizes_of, slots_of, update_model
 from onward.convert.jax.executed import initial_state, places_of
 from onward.convert.jax.native import transformation
 from onward.convert.jax.source.literals import identifier, pairs, type_name, write_literal
@@ -64,12 +64,7 @@ class Spelling:
         return Text(self._define("rate", text))
 
     def exact_clip(self, kind: str, limit: float, variant: str) -> Text:
-        sizes = [sizes_of(self._params[name]) for name in sorted(self._params)]
-        given = [f"g{i}" for i in range(len(sizes))]
-        lines, results = self._printer.body(clip_model(kind, limit, variant, sizes), {name: name for name in given})
-        clipped = ", ".join(results[f"clipped{i}"] for i in range(len(sizes)))
-        name = self._define("clip", _function(given, [*lines, f"return [{clipped}]"]))
-        return Text(f"{self._printer.helper('clipping')}({name})")
+        return Text(f"{self._printer.helper('exact_clip')}({quote(kind)}, {limit!r}, {quote(variant)})")
 
     def exact(self, group: Group, rate: Any) -> Text:
         rules = {name: self._rule(group.spec, sizes_of(self._params[name])) for name in group.parameters}

@@ -17,16 +17,13 @@ import onnx_ir as ir
 from onward.convert.keras.ops import control
 from onward.convert.keras.ops.types import constant
 from onward.convert.program.sizes import as_lists, is_open, on_host, vector
-from onward.engines.expression import express
 from onward.engines.framework import Framework, Function, NotOnHost, Operators, collect_operators
-from onward.engines.host import ONLY_ON_HOST
+from onward.engines.framework_engine import interpreter
 from onward.engines.interpreter import Interpreter
-from onward.engines.plan import plan
 from onward.engines.shared import sequence
 from onward.errors import UnsupportedError
 from onward.model import Model
-from onward.standard import NEWEST_INTERPRETED, OLDEST_INTERPRETED
-from onward.transform import convert_opset, inline
+from onward.transform import inline
 
 FAMILIES = (
     "elementwise", "activation", "reduction", "movement", "indexing", "matrix", "convolution", "pooling", "grids",
@@ -118,11 +115,7 @@ def _named_attribute(attribute: str, value: Any) -> Any:
 def interpret(model: Model, framework: KerasOps) -> Interpreter:
     """What executes the graph of a model. Functions that the table has stay calls."""
     called = [f"{domain}.{name}" for domain, name, _ in model.functions if f"{domain}.{name}" not in ROWS]
-    made = inline(model, called)
-    if not OLDEST_INTERPRETED <= made.opset <= NEWEST_INTERPRETED:
-        made = convert_opset(made, min(max(made.opset, OLDEST_INTERPRETED), NEWEST_INTERPRETED))
-    made = express(made, framework.operators.keys() | ONLY_ON_HOST, framework.cannot, framework.name)
-    return Interpreter(plan(made.graph, framework.operators, framework.on_host, made.opset, framework.fuses), framework)
+    return interpreter(inline(model, called), framework)
 
 
 def no_gradient_inside() -> UnsupportedError:

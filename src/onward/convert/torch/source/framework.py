@@ -14,10 +14,11 @@ import torch
 from torch.nn import functional as F
 
 from onward.convert.program.calls import Value
+from onward.convert.program.sizes import on_host
 from onward.convert.torch.module_engine import Live, share_of_batch
 from onward.convert.torch.source import recurrent
 from onward.convert.torch.source.program import Recorder, is_zero
-from onward.convert.torch.source.sizes import array_of, is_open
+from onward.convert.torch.source.sizes import OWN, array_of, is_open
 from onward.engines.framework import Function, NotOnHost
 from onward.engines.shared.windows import paddings
 from onward.engines.torch.types import TYPES
@@ -52,6 +53,7 @@ class Writing(Live):
         }
         rest = {name: function for name, function in self.operators.items() if name not in own}
         self.operators = type(self.operators)({**rest, **own})
+        self.on_host = on_host(self.operators, self.place, OWN)
 
     def is_tracing(self) -> bool:
         return False  # constants are made once

@@ -9,8 +9,7 @@ import numpy as np
 import onnx_ir as ir
 import torch
 
-from onward.convert.program.sizes import on_host
-from onward.engines.framework import Framework, Function
+from onward.engines.framework import Function
 
 
 def array_of(sizes: Any) -> np.ndarray:
@@ -29,11 +28,6 @@ def _is_symbol(x: Any) -> bool:
     return isinstance(x, torch.SymInt | torch.SymFloat | torch.SymBool)
 
 
-def host_table(framework: Framework) -> dict[str, Function]:
-    """What computes nodes whose inputs are on the host; where that needs to know all sizes, PyTorch does it."""
-    return on_host(framework.operators, framework.place, _OWN)
-
-
 def _elementwise(function: Callable[..., Any]) -> Function:
     vectorized = np.frompyfunc(function, function.__code__.co_argcount, 1)
     return lambda *arrays: np.asarray(vectorized(*arrays), object)
@@ -48,7 +42,7 @@ def _quotient(x: Any, y: Any) -> Any:
     return x / y if any(isinstance(part, float | torch.SymFloat) for part in (x, y)) else x // y
 
 
-_OWN: dict[str, Function] = {
+OWN: dict[str, Function] = {
     "Cast": lambda x, *, to: _numbers(x, ir.DataType(to).is_floating_point()),
     "CastLike": lambda x, like: _numbers(x, like.dtype.is_floating_point),
     "Div": _elementwise(_quotient),

@@ -13,9 +13,7 @@ from onward.convert.torch.graph import Graph
 from onward.convert.torch.module import OnnxModule
 from onward.convert.torch.source.framework import Writing
 from onward.convert.torch.source.program import LIVE, Recorder
-from onward.convert.torch.source.sizes import host_table
-from onward.engines.framework_engine import make_plan
-from onward.engines.interpreter import Interpreter
+from onward.engines.framework_engine import interpreter
 from onward.engines.torch.types import TYPES
 from onward.errors import Error, UnsupportedError, first_line
 from onward.model import Model
@@ -47,7 +45,7 @@ def trace(module: OnnxModule, first_size: int) -> Program:
     inputs = [sizes.input(recorder, values[name]) for name in graph.inputs]
     given |= {value.name: recorder.add(value) for value in inputs}
     try:
-        results = Interpreter(make_plan(model, framework, framework.fuses, host_table(framework)), framework)(given)
+        results = interpreter(model, framework)(given)
     except Error as error:
         raise UnsupportedError(f"the module cannot be written as a program: {first_line(error)}", hint=LIVE) from error
     outputs = {name: recorder.value(framework.place(result)) for name, result in results.items()}
