@@ -15,13 +15,14 @@ from onward import engines
 from onward.agreement.tolerance import Arrays
 from onward.agreement.updates import Trial, compare_updates
 from onward.build import Builder
+from onward.convert.graph_building import initializer, model_of
 from onward.convert.jax.closures import Tree, named_leaves, path_name
 from onward.convert.snapshot import Snapshot, assemble
 from onward.errors import list_names
 from onward.model import Model
 from onward.model.state import states
 from onward.recipe.optimizers import FunctionOptimizer
-from onward.standard import COMMON_OPSET, IR_VERSION
+from onward.standard import COMMON_OPSET
 
 
 def try_updates(tx: Any, opt_state: Any, params: Tree, run: Snapshot) -> None:
@@ -79,9 +80,7 @@ def _trainer(run: Snapshot, start: dict[str, np.ndarray], inputs: dict[str, str]
     op = Builder(graph, opset=COMMON_OPSET)
     terms = []
     for name in run.parameters:
-        parameter = ir.Value(name=name, const_value=ir.Tensor(start[name], name=name))
-        dtype = ir.DataType.from_numpy(start[name].dtype)
-        parameter.type, parameter.shape = ir.TensorType(dtype), ir.Shape(start[name].shape)
+        parameter = initializer(name, start[name])
         graph.register_initializer(parameter)
         gradient = ir.Value(name=inputs[name], type=parameter.type, shape=parameter.shape)
         graph.inputs.append(gradient)
@@ -89,9 +88,8 @@ def _trainer(run: Snapshot, start: dict[str, np.ndarray], inputs: dict[str, str]
     loss = op.Sum(*terms).named("loss")
     loss.value.type, loss.value.shape = ir.TensorType(ir.DataType.DOUBLE), ir.Shape(())
     graph.outputs.append(loss.value)
-    model = Model(ir.Model(graph, ir_version=IR_VERSION))
     recipe = {key: run.recipe[key] for key in ("accumulate", "master_weights") if key in run.recipe}
-    made = assemble(dataclasses.replace(run, model=model, loss="value:loss", state={}, recipe=recipe))
+    made = assemble(dataclasses.replace(run, model=model_of(graph), loss="value:loss", state={}, recipe=recipe))
     for state in states(made):
         if state.role != "parameter" and state.name in run.state:
             made.set(state.name, np.asarray(run.state[state.name]).astype(state.array.dtype))

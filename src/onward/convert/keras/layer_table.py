@@ -19,10 +19,11 @@ import numpy as np
 from onward.build import Builder, Expr
 from onward.convert.keras.tensors import Shape
 from onward.convert.optimizer_classes import Refused
+from onward.engines.framework import Function, Operators
 
-Row = Callable[..., Any]
-ROWS: dict[str, Row] = {}
+ROWS = Operators()
 """Names of Keras's classes, of layers and operations, -> how they are written."""
+row = ROWS.define
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,22 +49,13 @@ class Call:
         return dataclasses.replace(self, layer=layer)
 
 
-def row(*names: str) -> Callable[[Row], Row]:
-    def register(function: Row) -> Row:
-        for name in names:
-            ROWS[name] = function
-        return function
-
-    return register
-
-
-def find(layer: Any) -> Row | None:
+def find(layer: Any) -> Function | None:
     """The row of one of Keras's own layers or operations; what others derive from these is their own."""
     kind = type(layer)
     return ROWS.get(kind.__name__) if kind.__module__.startswith("keras.") else None
 
 
-def accepted_arguments(function: Row, arguments: dict[str, Any]) -> dict[str, Any]:
+def accepted_arguments(function: Function, arguments: dict[str, Any]) -> dict[str, Any]:
     """The arguments that a row takes, if the others say nothing."""
     known = inspect.signature(function).parameters
     for name, value in arguments.items():

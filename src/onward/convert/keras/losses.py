@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,6 +16,7 @@ from onward.convert.keras import loss_formulas
 from onward.convert.keras.tensors import Tensor
 from onward.convert.keras.walk import functional_of
 from onward.convert.optimizer_classes import Refused
+from onward.engines.framework import keywords
 from onward.standard import COMMON_OPSET
 
 _MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
@@ -131,9 +133,17 @@ class _Reader:
             type=ir.TensorType(ir.DataType.INT64) if sparse else prediction.type,
             shape=ir.Shape(list(prediction.shape)[:-1]) if sparse else prediction.shape,  # type: ignore[arg-type]
         )
-        reduction = "sum" if self.is_sum else "mean"
-        settings: dict[str, Any] = {"opset": COMMON_OPSET, "reduction": reduction, "scale": self._scale(each)}
-        function = loss_formulas.as_function(self.name, formula, target, **settings)
+        known = {**self.options, "eps": self.eps, "classes": self.output.shape[-1] or 0}
+        known["from_logits"] = on is not None or self.option("from_logits", False)
+        settings = {name: float(known[name]) for name in keywords(formula)}
+        function = loss_formulas.as_function(
+            self.name,
+            functools.partial(formula, **settings),
+            target,
+            opset=COMMON_OPSET,
+            reduction="sum" if self.is_sum else "mean",
+            scale=self._scale(each),
+        )
         return Term(self.index, {prediction.name: function}, str(target.name), draw)
 
     def _input(self, kind: str, value: str) -> str:
@@ -188,7 +198,7 @@ def _sparse_crossentropy(r: _Reader) -> Term:
     if r.logits is None:
         if r.option("ignore_class") is not None:
             raise Refused("loss sparse_categorical_crossentropy ignores a class of probabilities")
-        return r.formula(loss_formulas.sparse(r.eps, keras.backend.backend()), _labels(r), each=False)
+        return r.formula(loss_formulas.sparse, _labels(r), each=False)
     ignored = {} if r.option("ignore_class") is None else {"ignore_index": int(r.option("ignore_class"))}
     return r.named("cross_entropy", _labels(r), on=r.logits, each=False, **_axis(r), **ignored)
 
@@ -196,8 +206,7 @@ def _sparse_crossentropy(r: _Reader) -> Term:
 def _crossentropy(r: _Reader) -> Term:
     smoothing = float(r.option("label_smoothing", 0.0))
     if r.logits is None:
-        formula = loss_formulas.categorical(r.eps, smoothing, int(r.output.shape[-1] or 0))
-        return r.formula(formula, _one_hot(r), each=False)
+        return r.formula(loss_formulas.categorical, _one_hot(r), each=False)
     options: dict[str, Any] = {"target": "probabilities", **_axis(r)}
     options |= {"label_smoothing": smoothing} if smoothing else {}
     return r.named("cross_entropy", _one_hot(r), on=r.logits, each=False, **options)
@@ -211,43 +220,31 @@ def _axis(r: _Reader) -> dict[str, int]:
 
 def _binary_crossentropy(r: _Reader) -> Term:
     _axis(r)
-    smoothing = float(r.option("label_smoothing", 0.0))
-    if smoothing:
-        formula = loss_formulas.binary(r.eps, smoothing, r.logits is not None)
-        return r.formula(formula, _binary(r), on=r.logits)
+    if r.option("label_smoothing"):
+        return r.formula(loss_formulas.binary, _binary(r), on=r.logits)
     if r.logits is not None:
         return r.named("bce_with_logits", _binary(r), on=r.logits)
     return r.named("binary_cross_entropy", _binary(r), clip=r.eps)
 
 
 def _formula(r: _Reader) -> Term:
-    each = r.name in loss_formulas.ELEMENTWISE
-    if r.name == "cosine_similarity":
+    if r.name not in _OF_REGIONS:
         _axis(r)
-    draw = {"hinge": _binary, "squared_hinge": _binary, "kl_divergence": _one_hot, "categorical_hinge": _one_hot}
-    make = (loss_formulas.ELEMENTWISE if each else loss_formulas.BY_SAMPLE)[r.name]
-    return r.formula(make(r.eps), draw.get(r.name, _positive)(r), each=each)
-
-
-def _binary_focal(r: _Reader) -> Term:
-    _axis(r)
-    return r.formula(loss_formulas.binary_focal(r.eps, r.options, r.logits is not None), _binary(r), on=r.logits)
-
-
-def _categorical_focal(r: _Reader) -> Term:
-    _axis(r)
-    formula = loss_formulas.categorical_focal(r.eps, r.options, int(r.output.shape[-1] or 0))
-    return r.formula(formula, _one_hot(r), each=False)
-
-
-def _of_regions(r: _Reader) -> Term:
-    if r.option("axis") is not None:
+    elif r.option("axis") is not None:
         raise Refused(f"loss {r.name} has an `axis`")
-    shares = float(r.option("alpha", 0.5)), float(r.option("beta", 0.5))
-    formula = loss_formulas.dice(r.eps) if r.name == "dice" else loss_formulas.overlap(r.eps, *shares)
-    return r.formula(formula, _binary(r), each=False)
+    each = r.name in loss_formulas.ELEMENTWISE
+    formula = (loss_formulas.ELEMENTWISE if each else loss_formulas.BY_SAMPLE)[r.name]
+    on = r.logits if r.name == "binary_focal_crossentropy" else None
+    return r.formula(formula, _DRAWN.get(r.name, _positive)(r), on=on, each=each)
 
 
+_OF_REGIONS = ("dice", "tversky")
+"""Losses of all elements of a batch together."""
+_DRAWN = {
+    **dict.fromkeys(("hinge", "squared_hinge", "binary_focal_crossentropy", *_OF_REGIONS), _binary),
+    **dict.fromkeys(("kl_divergence", "categorical_hinge", "categorical_focal_crossentropy"), _one_hot),
+    "categorical_generalized_cross_entropy": _labels,
+}
 _OF_LABELS = ("sparse_categorical_crossentropy", "categorical_generalized_cross_entropy")
 """Losses whose targets are whole numbers."""
 
@@ -259,12 +256,5 @@ _READERS: dict[str, Callable[[_Reader], Term]] = {
     "mean_absolute_error": lambda r: r.named("l1", _real(r)),
     "huber": lambda r: r.named("huber", _real(r), delta=float(r.option("delta", 1.0))),
     "poisson": lambda r: r.named("poisson_nll", _positive(r), log_input=False, eps=r.eps),
-    "binary_focal_crossentropy": _binary_focal,
-    "categorical_focal_crossentropy": _categorical_focal,
-    "dice": _of_regions,
-    "tversky": _of_regions,
-    "categorical_generalized_cross_entropy": lambda r: r.formula(
-        loss_formulas.generalized_cross_entropy(float(r.option("q"))), _labels(r), each=False
-    ),
     **dict.fromkeys((*loss_formulas.ELEMENTWISE, *loss_formulas.BY_SAMPLE), _formula),
 }

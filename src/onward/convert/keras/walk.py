@@ -10,13 +10,15 @@ import numpy as np
 import onnx_ir as ir
 
 from onward.build import Builder, Expr, Names
+from onward.convert.graph_building import initializer, model_of, put_out
 from onward.convert.keras import layers  # noqa: F401 (the rows)
 from onward.convert.keras.custom import trace_layer
 from onward.convert.keras.layer_table import Call, accepted_arguments, find
+from onward.convert.keras.optimizers import array_of
 from onward.convert.keras.tensors import Tensor
 from onward.convert.optimizer_classes import Refused
 from onward.model import Model
-from onward.standard import COMMON_OPSET, IR_VERSION
+from onward.standard import COMMON_OPSET
 
 REGULARIZATION = "regularization"
 
@@ -39,7 +41,7 @@ class Walk:
 
     def model(self) -> Model:
         """The inference model."""
-        return Model(ir.Model(self.graph, ir_version=IR_VERSION, producer_name="onward"))
+        return model_of(self.graph)
 
     # ---- variables ---------------------------------------------------------------------------------------------------
 
@@ -53,13 +55,7 @@ class Walk:
 
     def _weight(self, variable: Any) -> Expr:
         if id(variable) not in self._weights:
-            array = np.array(keras.ops.convert_to_numpy(variable.value))
-            value = ir.Value(
-                name=self.names[id(variable)],
-                type=ir.TensorType(ir.DataType.from_numpy(array.dtype)),
-                shape=ir.Shape(array.shape),
-                const_value=ir.Tensor(array, name=self.names[id(variable)]),
-            )
+            value = initializer(self.names[id(variable)], array_of(variable))
             self.graph.register_initializer(value)
             self._weights[id(variable)] = value
         return self.op(self._weights[id(variable)])
@@ -76,13 +72,9 @@ class Walk:
         return Tensor(tensor.shape, plain=self.op(value))
 
     def _output(self, tensor: Tensor, name: str) -> Tensor:
-        """The tensor under the name of an output; what is an input or an output already gets a node of its own."""
-        value = tensor.plain.value
-        if value.producer() is None or value.is_graph_output():
-            logits, tensor = tensor.logits, Tensor(tensor.shape, plain=self.op.Identity(value).like(value))
-            tensor.logits = logits
-        self.graph.outputs.append(tensor.plain.named(name).value)
-        return tensor
+        result = Tensor(tensor.shape, plain=put_out(self.op, tensor.plain, self.op.names.fresh(name)))
+        result.logits = tensor.logits
+        return result
 
     def _model(self, model: Any, inputs: Sequence[Any]) -> list[Tensor]:
         functional = functional_of(model)

@@ -11,12 +11,13 @@ from typing import Any, Literal
 import numpy as np
 import onnx_ir as ir
 
-from onward.standard import COMMON_OPSET, IR_VERSION
+from onward.standard import COMMON_OPSET
 
 from onward.engines.tensorflow.quiet import tensorflow as tf  # isort: skip  (other imports of it are not quiet)
 
 from onward.arguments import checked
 from onward.build import Builder, Names
+from onward.convert.graph_building import initializer, model_of, put_out
 from onward.convert.randomness import no_chance
 from onward.convert.tensorflow.files import restore
 from onward.convert.tensorflow.graph import Resource, Walk, dtype_of
@@ -102,13 +103,13 @@ def _model(function: Any, variables: Sequence[tuple[Any, str]]) -> tuple[Model, 
 def _finish(op: Builder, walk: Walk) -> Model:
     op.graph.sort()
     _check(op.graph, walk)
-    return Model(ir.Model(remove_unused(op.graph), ir_version=IR_VERSION, producer_name="onward"))
+    return model_of(remove_unused(op.graph))
 
 
 def _write_graph(function: Any, variables: Sequence[tuple[Any, str]]) -> tuple[Builder, Walk]:
     count = len(function.inputs) - len(function.captured_inputs)
     results = list(_paths(function.structured_outputs))
-    weights = {id(variable.handle): _initializer(variable, name) for variable, name in variables}
+    weights = {id(variable.handle): initializer(name, variable.numpy()) for variable, name in variables}
     fed = [_input(x) for x in function.inputs[:count]]
     taken = Names([*(name for _, name in variables), *(value.name or "" for value in fed), *results])
     graph = ir.Graph(
@@ -118,10 +119,7 @@ def _write_graph(function: Any, variables: Sequence[tuple[Any, str]]) -> tuple[B
     captured = [_captured_value(op, tensor, weights) for tensor in function.captured_inputs]
     outputs = walk.inline(op, function.graph, [*map(op, fed), *captured])
     for name, result in zip(results, outputs, strict=True):
-        made_here = result.value.producer() is not None and not result.value.is_graph_output()
-        output = result.value if made_here else op.Identity(result).like(result.value).value
-        output.name = name
-        graph.outputs.append(output)
+        put_out(op, op(result.value), name)
     return op, walk
 
 
@@ -219,12 +217,6 @@ def _names(module: Any, variables: Sequence[Any]) -> dict[int, str]:
         id(variable): names.fresh(places.get(id(variable), name))
         for variable, name in zip(variables, given, strict=True)
     }
-
-
-def _initializer(variable: Any, name: str) -> ir.Value:
-    tensor = ir.Tensor(variable.numpy(), name=name)
-    shape = ir.Shape(tensor.shape.numpy())
-    return ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=shape, const_value=tensor)
 
 
 def _captured_value(op: Builder, tensor: Any, weights: Mapping[int, ir.Value]) -> Any:

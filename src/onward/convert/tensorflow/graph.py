@@ -27,6 +27,7 @@ import onnx_ir as ir
 from onward.engines.tensorflow.quiet import tensorflow as tf  # isort: skip  (other imports of it are not quiet)
 
 from onward.build import Builder, Expr
+from onward.convert.graph_building import cast, constant_of
 from onward.engines.framework import Operators, collect_operators, keywords
 from onward.model.walk import ancestors
 
@@ -212,11 +213,8 @@ class Node:
         found = tf.get_static_value(tensor)
         if found is not None:
             return np.asarray(found)
-        value = self._known[tensor.ref()]
-        producer = value.value.producer()  # of another graph, if this is a function that was called with a constant
-        if producer is None or producer.op_type != "Constant":
-            return None
-        return producer.attributes["value"].as_tensor().numpy()
+        value = self._known[tensor.ref()]  # of another graph, if this is a function that was called with a constant
+        return None if isinstance(value, Resource) else constant_of(value)
 
     def array(self, index: int) -> np.ndarray:
         found = self.known(index)
@@ -260,23 +258,9 @@ def dtype_of(dtype: Any) -> ir.DataType:
     return ir.DataType.from_numpy(np.dtype(dtype.as_numpy_dtype))
 
 
-def cast(op: Builder, x: Expr, dtype: ir.DataType) -> Expr:
-    """`x` in another type, where it has another."""
-    return x if x.dtype is dtype else op.Cast(x, to=dtype)
-
-
 def as_int64(op: Builder, x: Expr) -> Expr:
     """What says how large or where something is, as ONNX has it."""
     return cast(op, x, ir.DataType.INT64)
-
-
-def transpose(op: Builder, x: Expr, order: Sequence[int]) -> Expr:
-    """`x` with its axes in another order. Of two such operations, which convolutions leave, one remains, or none."""
-    before = x.value.producer()
-    if before is not None and before.op_type == "Transpose" and before.inputs[0] is not None:
-        perm = before.attributes["perm"].as_ints()
-        return transpose(op, op(before.inputs[0]), [perm[axis] for axis in order])
-    return x if list(order) == sorted(order) else op.Transpose(x, perm=list(order))
 
 
 def _shape(found: Any, value: ir.Value | None) -> ir.Shape | None:

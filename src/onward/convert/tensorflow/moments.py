@@ -12,7 +12,8 @@ import numpy as np
 import onnx_ir as ir
 
 from onward.build import Builder
-from onward.convert.tensorflow.graph import Statistics, transpose
+from onward.convert.graph_building import permute
+from onward.convert.tensorflow.graph import Statistics
 
 
 def written_out(op: Builder, averaged: Collection[ir.Value]) -> list[Statistics]:
@@ -82,9 +83,9 @@ def _replace(op: Builder, y: ir.Value, parts: _Parts) -> Statistics:
     rank, unknown = y.shape.rank(), op.constant(np.zeros(1, np.float32))  # until it is known what averages it
     order = list(range(rank))
     order.insert(1, order.pop(parts.axis))
-    images = transpose(op, op(parts.x), order)
+    images = permute(op, op(parts.x), order)
     made = op.BatchNormalization(images, parts.scale, parts.bias, unknown, unknown, epsilon=parts.epsilon)
-    result = transpose(op, made, [order.index(axis) for axis in range(rank)])
+    result = permute(op, made, [order.index(axis) for axis in range(rank)])
     y.replace_all_uses_with(result.like(y).value, replace_graph_outputs=True)
     node = made.value.producer()
     assert node is not None

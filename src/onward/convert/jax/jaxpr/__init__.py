@@ -16,12 +16,13 @@ from typing import Any
 import jax
 import onnx_ir as ir
 
-from onward.build import Expr, Names
+from onward.build import Names
+from onward.convert.graph_building import initializer, model_of, put_out
 from onward.convert.jax.jaxpr.emitter import Emitter, data_of, declare_value
 from onward.convert.jax.jaxpr.trace import leaves, path_of, shape_of, trace, with_free_size
 from onward.errors import UnsupportedError, first_line
 from onward.model import Model
-from onward.standard import COMMON_OPSET, IR_VERSION
+from onward.standard import COMMON_OPSET
 from onward.transform.unused import remove_unused
 
 __all__ = ["export"]
@@ -66,7 +67,7 @@ def _export(
 ) -> Model:
     traced = trace(function, params, inputs)
     taken = Names()
-    weights = [_initializer(taken.fresh(name), leaf) for name, leaf in leaves(params)]
+    weights = [initializer(taken.fresh(name), data_of(jax.numpy.asarray(leaf))) for name, leaf in leaves(params)]
     called = _input_names(taken, "inputs", input_names, _argument_names(function, inputs))
     fed = [declare_value(var.aval, name) for var, name in zip(traced.variables[len(weights) :], called, strict=True)]
     result_names = _input_names(taken, "results", names, _result_names(traced.results))
@@ -76,21 +77,8 @@ def _export(
     results = op.inline(traced.jaxpr, *map(op, [*weights, *fed]))
     op.check()
     for result, wanted in zip(results, result_names, strict=True):
-        _put_out(op, result, wanted)
-    functions = list(op.functions.values())
-    return Model(ir.Model(remove_unused(graph), ir_version=IR_VERSION, producer_name="onward", functions=functions))
-
-
-def _put_out(op: Emitter, result: Expr, name: str) -> None:
-    is_own = result.value.producer() is not None and not result.value.is_graph_output()
-    output = result.value if is_own else op.Identity(result).like(result.value).value
-    output.name = name
-    op.graph.outputs.append(output)
-
-
-def _initializer(name: str, leaf: Any) -> ir.Value:
-    tensor = ir.Tensor(data_of(jax.numpy.asarray(leaf)), name=name)
-    return ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(tensor.shape), const_value=tensor)
+        put_out(op, result, wanted)
+    return model_of(remove_unused(graph), op.functions.values())
 
 
 def _argument_names(function: Callable[..., Any], inputs: Sequence[Any]) -> list[str]:

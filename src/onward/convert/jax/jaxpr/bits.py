@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from onward.convert.jax.jaxpr.values import cast, dtype_of, where
+from onward.convert.graph_building import cast, dtype_of
+from onward.convert.jax.jaxpr.values import where
 from onward.engines.framework import Operators
 from onward.errors import UnsupportedError
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from onward.convert.graph_building import as_pads, cast, inverse, permute
 from onward.convert.jax.jaxpr.movement import pad_axes, spread_elements
-from onward.convert.jax.jaxpr.values import cast, inverse, permute, reshape_to
+from onward.convert.jax.jaxpr.values import reshape_to
 from onward.engines.framework import Operators
 
 primitives = Operators()
@@ -33,7 +34,7 @@ def convolution(
         kernel,
         kernel_shape=[ins[1].shape[axis] for axis in order_kernel[2:]],
         strides=list(window_strides),
-        pads=[pair[side] for side in (0, 1) for pair in around[2:]],
+        pads=as_pads(around[2:]),
         dilations=list(rhs_dilation),
         group=feature_group_count * batch_group_count,
     )

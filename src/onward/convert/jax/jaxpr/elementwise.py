@@ -7,32 +7,32 @@ import math
 import numpy as np
 import onnx_ir as ir
 
-from onward.convert.jax.jaxpr.values import cast, dtype_of, where, widely
+from onward.convert.graph_building import cast, dtype_of, same_operator
+from onward.convert.jax.jaxpr.values import where, widely
 from onward.convert.stop_gradient import stop_gradient
 from onward.engines.framework import Operators
 from onward.errors import UnsupportedError
 
 primitives = Operators()
 
+_SAME = (
+    "Abs", "Acos", "Acosh", "Add", "Asin", "Asinh", "Atan", "Atanh", "Ceil", "Cos", "Cosh", "Div", "Erf", "Exp",
+    "Floor", "Log", "Pow", "Sign", "Sin", "Sinh", "Sqrt", "Sub", "Tan", "Tanh",
+)  # fmt: skip
+"""Operators that primitives have the names of."""
+primitives(**{name.lower(): same_operator(name) for name in _SAME})
+primitives(add_any=same_operator("Add"), eq=same_operator("Equal"), logistic=same_operator("Sigmoid"))
+
+
 # ---- arithmetic ------------------------------------------------------------------------------------------------------
 
 primitives(
-    add=lambda op, a, b: a + b,
-    add_any=lambda op, a, b: a + b,
-    sub=lambda op, a, b: a - b,
     mul=lambda op, a, b: op.And(a, b) if a.dtype is ir.DataType.BOOL else a * b,
-    div=lambda op, a, b: a / b,
     rem=lambda op, a, b: op.Mod(a, b, fmod=1),
-    pow=lambda op, a, b: a**b,
     neg=widely(lambda op, x: -x),
-    abs=lambda op, x: op.Abs(x),
-    sign=lambda op, x: op.Sign(x),
     square=lambda op, x: x * x,
-    sqrt=lambda op, x: op.Sqrt(x),
     rsqrt=lambda op, x: op.Reciprocal(op.Sqrt(x)),
     cbrt=lambda op, x: op.Sign(x) * op.Abs(x) ** (1 / 3),
-    floor=lambda op, x: op.Floor(x),
-    ceil=lambda op, x: op.Ceil(x),
 )
 
 
@@ -89,7 +89,6 @@ def _of_numbers(compare):
 
 
 primitives(
-    eq=lambda op, a, b: op.Equal(a, b),
     ne=lambda op, a, b: op.Not(op.Equal(a, b)),
     lt=_of_numbers(lambda op, a, b: a < b),
     le=_of_numbers(lambda op, a, b: a <= b),
@@ -128,23 +127,7 @@ def select(op, which, *cases):
 # ---- functions -------------------------------------------------------------------------------------------------------
 
 primitives(
-    exp=lambda op, x: op.Exp(x),
     exp2=lambda op, x: op.Exp(x * math.log(2)),
-    log=lambda op, x: op.Log(x),
-    logistic=lambda op, x: op.Sigmoid(x),
-    sin=lambda op, x: op.Sin(x),
-    cos=lambda op, x: op.Cos(x),
-    tan=lambda op, x: op.Tan(x),
-    asin=lambda op, x: op.Asin(x),
-    acos=lambda op, x: op.Acos(x),
-    atan=lambda op, x: op.Atan(x),
-    sinh=lambda op, x: op.Sinh(x),
-    cosh=lambda op, x: op.Cosh(x),
-    tanh=lambda op, x: op.Tanh(x),
-    asinh=lambda op, x: op.Asinh(x),
-    acosh=lambda op, x: op.Acosh(x),
-    atanh=lambda op, x: op.Atanh(x),
-    erf=lambda op, x: op.Erf(x),
     erfc=lambda op, x: 1 - op.Erf(x),
     expm1=lambda op, x: op.Tanh(x * 0.5) * (op.Exp(x) + 1),  # exact also where exp(x) is near 1
 )

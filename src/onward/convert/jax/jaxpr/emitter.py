@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import ast
 import functools
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -25,7 +24,7 @@ from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from onward.build import Builder, Expr, Names
-from onward.engines.framework import Operators, collect_operators
+from onward.engines.framework import Operators, collect_operators, keywords
 from onward.errors import UnsupportedError
 
 FAMILIES = (
@@ -142,11 +141,6 @@ _ARITHMETIC: dict[str, Callable[[Builder, Expr, Expr], Expr]] = {
 }
 
 
-@functools.cache
-def _keywords(function: Callable[..., Any]) -> tuple[str, ...]:
-    return tuple(p.name for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY)
-
-
 def _keywords_of(function: Callable[..., Any], eqn: JaxprEqn) -> dict[str, Any]:
     known = {
         **{name: int(value) if isinstance(value, np.integer) else value for name, value in eqn.params.items()},
@@ -154,7 +148,7 @@ def _keywords_of(function: Callable[..., Any], eqn: JaxprEqn) -> dict[str, Any]:
         "ins": [stored_type(atom.aval) for atom in eqn.invars],
         "outs": [stored_type(var.aval) for var in eqn.outvars],
     }
-    return {name: known[name] for name in _keywords(function)}
+    return {name: known[name] for name in keywords(function)}
 
 
 def _live(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:

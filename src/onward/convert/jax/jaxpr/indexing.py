@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 
 from onward.build import Expr
+from onward.convert.graph_building import cast, inverse, permute
 from onward.convert.jax.jaxpr.movement import pad_axes, positions
-from onward.convert.jax.jaxpr.values import align_mask, cast, extreme, inverse, permute, where
+from onward.convert.jax.jaxpr.values import align_mask, extreme, where
 from onward.engines.framework import Operators
 
 primitives = Operators()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import string
 
-from onward.convert.jax.jaxpr.values import cast, permute, widely
+from onward.convert.graph_building import cast, permute
+from onward.convert.jax.jaxpr.values import widely
 from onward.engines.framework import Operators
 
 primitives = Operators()

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from onward.convert.jax.jaxpr.values import cast, constant_of, fill, permute, reshape_to
+from onward.convert.graph_building import END, as_pads, cast, constant_of, permute, reverse, stack, unstack
+from onward.convert.jax.jaxpr.values import fill, reshape_to
 from onward.engines.framework import Operators
 from onward.errors import UnsupportedError
 
 primitives = Operators()
-_END = np.iinfo(np.int64).max
-
 # ---- shapes ----------------------------------------------------------------------------------------------------------
 
 
@@ -59,17 +58,10 @@ def split(op, x, *, sizes, axis):
     return op.Split(x, op.shape(sizes), axis=axis, outputs=len(sizes))
 
 
-@primitives.define("stack")
-def stack(op, *xs, axis):
-    return op.Concat(*(op.Unsqueeze(x, [axis]) for x in xs), axis=axis)
-
-
-@primitives.define("unstack")
-def unstack(op, x, *, axis, outs):
-    return [op.Gather(x, op.constant(np.int64(i)), axis=axis) for i in range(len(outs))]
-
-
 primitives(
+    stack=lambda op, *xs, axis: stack(op, xs, axis),
+    unstack=lambda op, x, *, axis, outs: unstack(op, x, len(outs), axis),
+    rev=lambda op, x, *, dimensions: reverse(op, x, dimensions),
     dim_as_value=lambda op, *, dim, outs: cast(op, op.size(dim), outs[0].dtype),
     dimension_size=lambda op, x, *, dimension, ins, outs: cast(op, op.size(ins[0].shape[dimension]), outs[0].dtype),
 )
@@ -90,12 +82,6 @@ def cut(op, x, *, start_indices, limit_indices, strides, ins):
         return x
     axes, starts, limits, steps = zip(*parts, strict=True)
     return op.Slice(x, op.shape(starts), op.shape(limits), list(axes), list(steps))
-
-
-@primitives.define("rev")
-def rev(op, x, *, dimensions):
-    count = len(dimensions)
-    return op.Slice(x, [-1] * count, [-_END] * count, list(dimensions), [-1] * count) if count else x
 
 
 @primitives.define("pad")
@@ -123,9 +109,9 @@ def pad_axes(op, x, value, amounts):
     cut_away = [(axis, -min(low, 0), -min(high, 0)) for axis, (low, high) in enumerate(amounts) if min(low, high) < 0]
     if cut_away:
         axes, starts, ends = (list(part) for part in zip(*cut_away, strict=True))
-        x = op.Slice(x, starts, [-end or _END for end in ends], axes)
+        x = op.Slice(x, starts, [-end or END for end in ends], axes)
     # Of all axes: ONNX Runtime, where it moves a Transpose past a Pad, does not look at the axes that a Pad names.
-    around = [max(pair[side], 0) for side in (0, 1) for pair in amounts]
+    around = as_pads([(max(low, 0), max(high, 0)) for low, high in amounts])
     return op.Pad(x, op.shape(around), value, mode="constant") if any(around) else x
 
 

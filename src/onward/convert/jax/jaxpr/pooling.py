@@ -8,8 +8,9 @@ import math
 import numpy as np
 import onnx_ir as ir
 
+from onward.convert.graph_building import as_pads, cast, inverse, permute
 from onward.convert.jax.jaxpr.movement import pad_axes, spread_elements
-from onward.convert.jax.jaxpr.values import cast, extreme, fill, inverse, permute, reshape_to
+from onward.convert.jax.jaxpr.values import extreme, fill, reshape_to
 from onward.engines.framework import Operators
 
 primitives = Operators()
@@ -29,7 +30,7 @@ class Pool:
         self.attributes = {
             "kernel_shape": [size for size, _, _, _ in chosen],
             "strides": [step for _, step, _, _ in chosen],
-            "pads": [pads[side] for side in (0, 1) for _, _, pads, _ in chosen],
+            "pads": as_pads(pads for _, _, pads, _ in chosen),
             "dilations": [apart for _, _, _, apart in chosen],
         }
 

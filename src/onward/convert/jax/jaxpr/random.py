@@ -7,9 +7,10 @@ import math
 import numpy as np
 
 from onward.build import function
+from onward.convert.graph_building import cast, dtype_of
 from onward.convert.jax.jaxpr.bits import shift_left
 from onward.convert.jax.jaxpr.movement import positions
-from onward.convert.jax.jaxpr.values import cast, dtype_of, reshape_to
+from onward.convert.jax.jaxpr.values import reshape_to
 from onward.engines.framework import Operators
 from onward.errors import UnsupportedError
 

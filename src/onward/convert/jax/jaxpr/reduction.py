@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from onward.convert.jax.jaxpr.values import cast, widely
+from onward.convert.graph_building import cast
+from onward.convert.jax.jaxpr.values import widely
 from onward.engines.framework import Operators
 from onward.errors import UnsupportedError
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from onward.convert.jax.jaxpr.values import cast
+from onward.convert.graph_building import cast
 from onward.engines.framework import Operators
 from onward.errors import UnsupportedError
 

@@ -9,19 +9,9 @@ import numpy as np
 import onnx_ir as ir
 
 from onward.build import Expr
-from onward.constants import tensor_in
+from onward.convert.graph_building import cast
 
 _WIDE = {ir.DataType.INT32, ir.DataType.INT64, ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16}
-
-
-def dtype_of(dtype: Any) -> ir.DataType:
-    return ir.DataType.from_numpy(np.dtype(dtype))
-
-
-def cast(op: Any, x: Expr, dtype: Any) -> Expr:
-    """`x` in another type, where it has another."""
-    wanted = dtype if isinstance(dtype, ir.DataType) else dtype_of(dtype)
-    return x if x.dtype is wanted else op.Cast(x, to=wanted)
 
 
 def widely(compute: Callable[..., Expr]) -> Callable[..., Expr]:
@@ -53,27 +43,12 @@ def align_mask(op: Any, mask: Expr, rank: int, count: int) -> Expr:
     return op.Unsqueeze(mask, list(range(count, rank))) if rank > count else mask
 
 
-def permute(op: Any, x: Expr, order: Sequence[int]) -> Expr:
-    """`x` with its axes in another order, where that is another."""
-    return x if list(order) == sorted(order) else op.Transpose(x, perm=list(order))
-
-
-def inverse(order: Sequence[int]) -> list[int]:
-    return [list(order).index(axis) for axis in range(len(order))]
-
-
 def reshape_to(op: Any, x: Expr, sizes: Sequence[Any]) -> Expr:
     """`x` in another shape, in which one size may be a symbol that need not be computed."""
     unknown = [i for i, size in enumerate(sizes) if not isinstance(size, int)]
     if len(unknown) == 1 and 0 not in sizes:
         return op.Reshape(x, [-1 if i in unknown else size for i, size in enumerate(sizes)])
     return op.Reshape(x, op.shape(sizes), allowzero=1 if 0 in sizes else None)
-
-
-def constant_of(x: Expr) -> np.ndarray | None:
-    """What a constant is."""
-    tensor = tensor_in(x.value.producer())
-    return None if tensor is None else tensor.numpy()
 
 
 def fill(op: Any, sizes: Sequence[Any], number: Any, dtype: Any) -> Expr:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from onward.build import Builder, Expr
+from onward.convert.graph_building import same_operator
 from onward.convert.keras.layer_table import Call, row
 from onward.convert.keras.tensors import Tensor
 from onward.convert.optimizer_classes import Refused
@@ -44,24 +45,19 @@ def _hard_sigmoid(op: Builder, x: Expr) -> Expr:
     return op.Clip(x + 3.0, 0.0, 6.0) / 6.0
 
 
+_SAME = ("Gelu", "Relu", "Selu", "Sigmoid", "Softplus", "Softsign", "Tanh")
 _ELEMENTWISE: dict[str, Callable[[Builder, Expr], Expr]] = {
-    "relu": lambda op, x: op.Relu(x),
+    **{name.lower(): same_operator(name) for name in _SAME},
     "leaky_relu": lambda op, x: op.LeakyRelu(x, alpha=0.2),
     "relu6": lambda op, x: op.Clip(x, 0.0, 6.0),
     "elu": lambda op, x: op.Elu(x, alpha=1.0),
-    "selu": lambda op, x: op.Selu(x),
     "celu": lambda op, x: op.Celu(x, alpha=1.0),
-    "softplus": lambda op, x: op.Softplus(x),
-    "softsign": lambda op, x: op.Softsign(x),
     "soft_shrink": lambda op, x: op.Shrink(x, lambd=0.5, bias=0.5),
     "hard_shrink": lambda op, x: op.Shrink(x, lambd=0.5, bias=0.0),
     "tanh_shrink": lambda op, x: x - op.Tanh(x),
     "silu": lambda op, x: x * op.Sigmoid(x),
     "squareplus": lambda op, x: (x + op.Sqrt(x * x + 4.0)) * 0.5,
-    "gelu": lambda op, x: op.Gelu(x),
-    "tanh": lambda op, x: op.Tanh(x),
     "hard_tanh": lambda op, x: op.Clip(x, -1.0, 1.0),
-    "sigmoid": lambda op, x: op.Sigmoid(x),
     "log_sigmoid": lambda op, x: -op.Softplus(-x),
     "exponential": lambda op, x: op.Exp(x),
     "hard_sigmoid": _hard_sigmoid,

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from onward.build import Expr
+from onward.convert.graph_building import reverse
 from onward.convert.keras.layer_table import Call, row
 from onward.convert.keras.tensors import Tensor
 
@@ -37,7 +38,7 @@ def recurrent(c: Call, x: Tensor, initial_state: Any = None) -> Any:
     outcome = _run(c, x, initial_state)
     y = outcome.states[0]
     if layer.return_sequences:
-        y = _reverse(outcome.sequence) if layer.go_backwards else outcome.sequence
+        y = reverse(c.op, outcome.sequence, [1]) if layer.go_backwards else outcome.sequence
     return [y, *outcome.states] if layer.return_state else y
 
 
@@ -119,7 +120,3 @@ def _gates(stacked: Expr, order: Sequence[int]) -> Expr:
         return stacked
     parts = stacked.op.Split(stacked, outputs=len(order), axis=0, num_outputs=len(order))
     return stacked.op.Concat(*(parts[i] for i in order), axis=0)
-
-
-def _reverse(sequence: Expr) -> Expr:
-    return sequence.op.Slice(sequence, [-1], [np.iinfo(np.int64).min], [1], [-1])

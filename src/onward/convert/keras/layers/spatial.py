@@ -8,9 +8,11 @@ from typing import Any
 import numpy as np
 
 from onward.build import Expr
+from onward.convert.graph_building import END, as_pads
 from onward.convert.keras.layer_table import Call, row
 from onward.convert.keras.layers.activations import activate
 from onward.convert.keras.tensors import Tensor
+from onward.engines.shared.windows import paddings, reach
 
 
 def _channels_last(c: Call) -> bool:
@@ -34,19 +36,14 @@ def _extent(c: Call, x: Tensor) -> list[int | None]:
 
 def _padding(c: Call, x: Tensor, kernel: Sequence[int], strides: Sequence[int], dilations: Sequence[int]) -> Any:
     """Attributes: `same` has more at the end where it is uneven; `causal` has all at the beginning."""
-    wide = [(k - 1) * d + 1 for k, d in zip(kernel, dilations, strict=True)]
     if c.layer.padding == "valid":
         return {}
     if c.layer.padding == "causal":
-        return {"pads": [wide[0] - 1, 0]}
-    begin, end = [], []
-    for size, stride, window in zip(_extent(c, x), strides, wide, strict=True):
-        if size is None and stride > 1:
-            return {"auto_pad": "SAME_UPPER"}
-        total = max((-(-(size or 1) // stride) - 1) * stride + window - (size or 1), 0)
-        begin.append(total // 2)
-        end.append(total - total // 2)
-    return {"pads": [*begin, *end]}
+        return {"pads": [reach(kernel[0], dilations[0]) - 1, 0]}
+    extent = _extent(c, x)
+    if any(size is None and stride > 1 for size, stride in zip(extent, strides, strict=True)):
+        return {"auto_pad": "SAME_UPPER"}
+    return {"pads": as_pads(paddings("SAME_UPPER", None, [size or 1 for size in extent], kernel, strides, dilations))}
 
 
 def _add_bias(c: Call, y: Expr) -> Tensor:
@@ -155,20 +152,17 @@ def global_pooling(c: Call, x: Tensor) -> Tensor:
 
 @row("ZeroPadding1D", "ZeroPadding2D", "ZeroPadding3D")
 def zero_padding(c: Call, x: Tensor) -> Tensor:
-    begin, end = _margins(c.layer.padding)
-    return _result(c, c.op.Pad(_entry(c, x), [0, 0, *begin, 0, 0, *end]))
+    return _result(c, c.op.Pad(_entry(c, x), as_pads([(0, 0), (0, 0), *_margins(c.layer.padding)])))
 
 
 @row("Cropping1D", "Cropping2D", "Cropping3D")
 def cropping(c: Call, x: Tensor) -> Tensor:
-    begin, end = _margins(c.layer.cropping)
-    stop = [-n if n else np.iinfo(np.int64).max for n in end]
-    return _result(c, c.op.Slice(_entry(c, x), begin, stop, list(range(2, x.rank))))
+    begins, ends = zip(*((before, -after or END) for before, after in _margins(c.layer.cropping)), strict=True)
+    return _result(c, c.op.Slice(_entry(c, x), begins, ends, list(range(2, x.rank))))
 
 
-def _margins(given: Any) -> tuple[list[int], list[int]]:
-    pairs = [given] if isinstance(given[0], int) else given
-    return [int(pair[0]) for pair in pairs], [int(pair[1]) for pair in pairs]
+def _margins(given: Any) -> list[list[int]]:
+    return [list(map(int, pair)) for pair in ([given] if isinstance(given[0], int) else given)]
 
 
 @row("UpSampling1D", "UpSampling2D", "UpSampling3D")

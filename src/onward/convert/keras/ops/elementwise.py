@@ -57,46 +57,19 @@ def average(*xs):
     return total(*xs) / len(xs)
 
 
-operators(
-    Abs=ops.abs,
-    Neg=ops.negative,
-    Sign=ops.sign,
-    Reciprocal=ops.reciprocal,
-    Sqrt=ops.sqrt,
-    Exp=ops.exp,
-    Log=ops.log,
-    Erf=ops.erf,
-    Ceil=ops.ceil,
-    Floor=ops.floor,
-    Round=ops.round,
-    Sin=ops.sin,
-    Cos=ops.cos,
-    Tan=ops.tan,
-    Asin=ops.arcsin,
-    Acos=ops.arccos,
-    Atan=ops.arctan,
-    Sinh=ops.sinh,
-    Cosh=ops.cosh,
-    Tanh=ops.tanh,
-    Asinh=ops.arcsinh,
-    Acosh=ops.arccosh,
-    Atanh=ops.arctanh,
-    Equal=ops.equal,
-    Greater=ops.greater,
-    GreaterOrEqual=ops.greater_equal,
-    Less=ops.less,
-    LessOrEqual=ops.less_equal,
-    And=ops.logical_and,
-    Or=ops.logical_or,
-    Xor=ops.logical_xor,
-    Not=ops.logical_not,
-    IsNaN=ops.isnan,
-    Where=ops.where,
-    BitwiseAnd=ops.bitwise_and,
-    BitwiseOr=ops.bitwise_or,
-    BitwiseXor=ops.bitwise_xor,
-    BitwiseNot=ops.bitwise_not,
-)
+_SAME = (
+    "Abs", "Ceil", "Cos", "Cosh", "Equal", "Erf", "Exp", "Floor", "Greater", "IsNaN", "Less", "Log", "Reciprocal",
+    "Round", "Sign", "Sin", "Sinh", "Sqrt", "Tan", "Tanh", "Where",
+)  # fmt: skip
+"""Operators that functions of Keras have the names of, and below those that they have others for."""
+_OTHERWISE_NAMED = {
+    "Acos": "arccos", "Acosh": "arccosh", "Asin": "arcsin", "Asinh": "arcsinh", "Atan": "arctan", "Atanh": "arctanh",
+    "And": "logical_and", "Or": "logical_or", "Xor": "logical_xor", "Not": "logical_not", "Neg": "negative",
+    "BitwiseAnd": "bitwise_and", "BitwiseOr": "bitwise_or", "BitwiseXor": "bitwise_xor", "BitwiseNot": "bitwise_not",
+    "GreaterOrEqual": "greater_equal", "LessOrEqual": "less_equal",
+}  # fmt: skip
+operators(**{name: getattr(ops, name.lower()) for name in _SAME})
+operators(**{name: getattr(ops, function) for name, function in _OTHERWISE_NAMED.items()})
 
 
 @operators.define("IsInf")

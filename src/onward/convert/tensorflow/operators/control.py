@@ -5,6 +5,7 @@ from __future__ import annotations
 import onnx_ir as ir
 import tensorflow as tf
 
+from onward.convert.graph_building import constant_of
 from onward.convert.tensorflow.graph import Refused, Resource, dtype_of
 from onward.engines.framework import Operators
 
@@ -109,11 +110,8 @@ def _is_one(body, tensor, initial):
 
 
 def _is_number(value, number):
-    producer = value.value.producer()
-    if producer is None or producer.op_type != "Constant":
-        return False
-    array = producer.attributes["value"].as_tensor().numpy()
-    return array.ndim == 0 and array == number
+    array = constant_of(value)
+    return array is not None and array.ndim == 0 and array == number
 
 
 def _shape(body, index, value):

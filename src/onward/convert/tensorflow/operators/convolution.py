@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from onward.convert.tensorflow.graph import Refused, transpose
+from onward.convert.graph_building import as_pads, permute
+from onward.convert.tensorflow.graph import Refused
 from onward.engines.framework import Operators
 from onward.engines.shared.windows import paddings
 
@@ -14,12 +15,12 @@ operators = Operators()
 def channels_first(op, x, layout):
     """[N, ..., C] as [N, C, ...]."""
     rank = len(layout)
-    return transpose(op, x, [0, rank - 1, *range(1, rank - 1)]) if layout.endswith("C") else x
+    return permute(op, x, [0, rank - 1, *range(1, rank - 1)]) if layout.endswith("C") else x
 
 
 def channels_last(op, x, layout):
     rank = len(layout)
-    return transpose(op, x, [0, *range(2, rank), 1]) if layout.endswith("C") else x
+    return permute(op, x, [0, *range(2, rank), 1]) if layout.endswith("C") else x
 
 
 def _spatial(numbers, layout):
@@ -29,12 +30,8 @@ def _spatial(numbers, layout):
 
 def _padding(padding, explicit, layout):
     if padding == "EXPLICIT":
-        return _pads(_spatial(list(zip(explicit[::2], explicit[1::2], strict=True)), layout))
+        return {"pads": as_pads(_spatial(list(zip(explicit[::2], explicit[1::2], strict=True)), layout))}
     return {"auto_pad": "SAME_UPPER"} if padding == "SAME" else {}
-
-
-def _pads(pairs):
-    return {"pads": [low for low, _ in pairs] + [high for _, high in pairs]}
 
 
 def _slide(node, strides, dilations, padding, explicit, layout):
@@ -43,13 +40,13 @@ def _slide(node, strides, dilations, padding, explicit, layout):
     if padding == "SAME" and max(gaps) > 1:  # of which ONNX Runtime has no kernel
         kernel = [node.size(1, axis) for axis in range(len(gaps))]
         sizes = [node.size(0, axis) if max(steps) > 1 else 1 for axis, name in enumerate(layout) if name not in "NC"]
-        amount = _pads(paddings("SAME_UPPER", None, sizes, kernel, steps, gaps))
+        amount = {"pads": as_pads(paddings("SAME_UPPER", None, sizes, kernel, steps, gaps))}
     return {"strides": steps, "dilations": gaps, **amount}
 
 
 def _kernel(op, w, rank):
     """[..., in, out] as [out, in, ...]."""
-    return transpose(op, w, [rank - 1, rank - 2, *range(rank - 2)])
+    return permute(op, w, [rank - 1, rank - 2, *range(rank - 2)])
 
 
 @operators.define("Conv2D")
@@ -72,7 +69,7 @@ def _conv(op, x, w, node, layout, slide):
 def depthwise(op, x, w, *, node, strides, dilations, padding, explicit_paddings, data_format):
     """A kernel is [height, width, channels, multiplier]."""
     height, width, channels, multiplier = (node.size(1, axis) for axis in range(4))
-    kernel = op.Reshape(transpose(op, w, [2, 3, 0, 1]), [channels * multiplier, 1, height, width])
+    kernel = op.Reshape(permute(op, w, [2, 3, 0, 1]), [channels * multiplier, 1, height, width])
     slide = _slide(node, strides, dilations, padding, explicit_paddings, data_format)
     y = op.Conv(channels_first(op, x, data_format), kernel, group=channels, **slide)
     return channels_last(op, y, data_format)
@@ -89,7 +86,7 @@ def conv_transpose(op, shape, w, dy, *, node, strides, dilations, padding, expli
         raise Refused("the size of its result is not known")
     y = op.ConvTranspose(
         channels_first(op, dy, data_format),
-        transpose(op, w, [3, 2, 0, 1]),
+        permute(op, w, [3, 2, 0, 1]),
         strides=_spatial(strides, data_format),
         dilations=_spatial(dilations, data_format),
         output_shape=wanted,
@@ -133,7 +130,7 @@ def space_to_batch(op, x, _, __, *, node):
     widths = np.zeros((rank, 2), np.int64)
     widths[1 : 1 + len(blocks)] = node.array(2)
     if widths.any():
-        x = op.Pad(x, [*widths[:, 0].tolist(), *widths[:, 1].tolist()])
+        x = op.Pad(x, as_pads(widths.tolist()))
     sizes = [node.size(0, axis + 1) + int(widths[axis + 1].sum()) for axis in range(len(blocks))]
     rest = [node.size(0, axis) for axis in range(1 + len(blocks), rank)]
     apart = op.Reshape(
@@ -147,7 +144,7 @@ def space_to_batch(op, x, _, __, *, node):
         *range(1 + 2 * count, 1 + 2 * count + len(rest)),
     ]
     together = [size // block for size, block in zip(sizes, blocks, strict=True)]
-    return op.Reshape(transpose(op, apart, order), [-1, *together, *rest])
+    return op.Reshape(permute(op, apart, order), [-1, *together, *rest])
 
 
 @operators.define("BatchToSpaceND")
@@ -159,7 +156,7 @@ def batch_to_space(op, x, _, __, *, node):
     apart = op.Reshape(x, [*blocks, -1, *sizes, *rest])
     order = [count, *(i for pair in zip(range(count + 1, 2 * count + 1), range(count), strict=True) for i in pair)]
     order += range(2 * count + 1, 2 * count + 1 + len(rest))
-    y = op.Reshape(transpose(op, apart, order), [-1, *(n * b for n, b in zip(sizes, blocks, strict=True)), *rest])
+    y = op.Reshape(permute(op, apart, order), [-1, *(n * b for n, b in zip(sizes, blocks, strict=True)), *rest])
     if not cut.any():
         return y
     ends = [size * block - int(high) for size, block, high in zip(sizes, blocks, cut[:, 1], strict=True)]

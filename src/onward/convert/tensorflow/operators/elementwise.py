@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tensorflow as tf
 
+from onward.convert.graph_building import cast, same_operator
 from onward.convert.tensorflow.graph import Refused, dtype_of
 from onward.engines.framework import Operators
 
@@ -14,6 +15,20 @@ def _is_float(x):
     return x.dtype.is_floating_point()
 
 
+_SAME = (
+    "Abs", "Acos", "Acosh", "Asin", "Asinh", "Atan", "Atanh", "Ceil", "Cos", "Cosh", "Equal", "Erf", "Exp", "Floor",
+    "IsInf", "Log", "Mul", "Neg", "Pow", "Reciprocal", "Sign", "Sin", "Sinh", "Sqrt", "Sub", "Tan",
+)  # fmt: skip
+"""Operations that the standard has under the same names, and below those that it has under others."""
+_OTHERWISE_NAMED = {
+    "Add": "Add", "AddV2": "Add", "Div": "Div", "RealDiv": "Div", "TruncateDiv": "Div", "Inv": "Reciprocal",
+    "Greater": "Greater", "GreaterEqual": "GreaterOrEqual", "IsNan": "IsNaN", "Less": "Less",
+    "LessEqual": "LessOrEqual", "LogicalAnd": "And", "LogicalNot": "Not", "LogicalOr": "Or", "Rint": "Round",
+}  # fmt: skip
+operators(**{name: same_operator(name) for name in _SAME})
+operators(**{name: same_operator(operator) for name, operator in _OTHERWISE_NAMED.items()})
+
+
 # ---- arithmetic ------------------------------------------------------------------------------------------------------
 
 
@@ -22,26 +37,12 @@ def _floor_mod(op, a, b):
 
 
 operators(
-    Add=lambda op, a, b: a + b,
-    AddV2=lambda op, a, b: a + b,
     AddN=lambda op, *xs: op.Sum(*xs) if len(xs) > 1 else xs[0],
-    Sub=lambda op, a, b: a - b,
-    Mul=lambda op, a, b: a * b,
-    RealDiv=lambda op, a, b: a / b,
-    Div=lambda op, a, b: a / b,
-    TruncateDiv=lambda op, a, b: a / b,
     FloorDiv=lambda op, a, b: op.Floor(a / b) if _is_float(a) else (a - op.Mod(a, b)) / b,
     FloorMod=_floor_mod,
-    Pow=lambda op, a, b: a**b,
     SquaredDifference=lambda op, a, b: (a - b) * (a - b),
-    Neg=lambda op, x: -x,
-    Abs=lambda op, x: op.Abs(x),
-    Sign=lambda op, x: op.Sign(x),
     Square=lambda op, x: x * x,
-    Sqrt=lambda op, x: op.Sqrt(x),
     Rsqrt=lambda op, x: op.Reciprocal(op.Sqrt(x)),
-    Reciprocal=lambda op, x: op.Reciprocal(x),
-    Inv=lambda op, x: op.Reciprocal(x),
 )
 
 
@@ -73,26 +74,9 @@ def clip_by_value(op, x, low, high, *, node):
 # ---- functions -------------------------------------------------------------------------------------------------------
 
 operators(
-    Exp=lambda op, x: op.Exp(x),
     Expm1=lambda op, x: op.Exp(x) - 1,
-    Log=lambda op, x: op.Log(x),
     Log1p=lambda op, x: op.Log(x + 1),
-    Erf=lambda op, x: op.Erf(x),
     Erfc=lambda op, x: 1 - op.Erf(x),
-    Sin=lambda op, x: op.Sin(x),
-    Cos=lambda op, x: op.Cos(x),
-    Tan=lambda op, x: op.Tan(x),
-    Asin=lambda op, x: op.Asin(x),
-    Acos=lambda op, x: op.Acos(x),
-    Atan=lambda op, x: op.Atan(x),
-    Sinh=lambda op, x: op.Sinh(x),
-    Cosh=lambda op, x: op.Cosh(x),
-    Asinh=lambda op, x: op.Asinh(x),
-    Acosh=lambda op, x: op.Acosh(x),
-    Atanh=lambda op, x: op.Atanh(x),
-    Floor=lambda op, x: op.Floor(x),
-    Ceil=lambda op, x: op.Ceil(x),
-    Rint=lambda op, x: op.Round(x),
     Round=lambda op, x: op.Round(x) if _is_float(x) else x,
 )
 
@@ -100,22 +84,8 @@ operators(
 # ---- truth -----------------------------------------------------------------------------------------------------------
 
 
-def _equal(op, a, b):
-    return op.Equal(a, b)
-
-
 operators(
-    Equal=_equal,
-    NotEqual=lambda op, a, b: op.Not(_equal(op, a, b)),
-    Less=lambda op, a, b: a < b,
-    LessEqual=lambda op, a, b: a <= b,
-    Greater=lambda op, a, b: a > b,
-    GreaterEqual=lambda op, a, b: a >= b,
-    LogicalAnd=lambda op, a, b: op.And(a, b),
-    LogicalOr=lambda op, a, b: op.Or(a, b),
-    LogicalNot=lambda op, x: op.Not(x),
-    IsNan=lambda op, x: op.IsNaN(x),
-    IsInf=lambda op, x: op.IsInf(x),
+    NotEqual=lambda op, a, b: op.Not(op.Equal(a, b)),
     IsFinite=lambda op, x: op.Not(op.Or(op.IsNaN(x), op.IsInf(x))),
 )
 
@@ -131,13 +101,8 @@ def select(op, condition, x, y, *, node):
 # ---- types and names -------------------------------------------------------------------------------------------------
 
 
-@operators.define("Cast")
-def cast(op, x, *, DstT):
-    wanted = dtype_of(DstT)
-    return x if x.dtype is wanted else op.Cast(x, to=wanted)
-
-
 operators(
+    Cast=lambda op, x, *, DstT: cast(op, x, dtype_of(DstT)),
     Identity=lambda op, x: x,
     IdentityN=lambda op, *xs: xs,
     Snapshot=lambda op, x: x,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from onward.convert.tensorflow.graph import Refused, as_int64, dtype_of, transpose
+from onward.convert.graph_building import END, permute
+from onward.convert.tensorflow.graph import Refused, as_int64, dtype_of
 from onward.engines.framework import Operators
 
 operators = Operators()
@@ -44,12 +45,9 @@ def scatter_nd(op, indices, updates, shape):
 def sum_of_segments(op, x, segments, count, *, node):
     if node.rank(1) != 1:
         raise Refused("its segments are not those of rows")
-    row = op.Slice(op.Shape(x), [1], [_FAR])
+    row = op.Slice(op.Shape(x), [1], [END])
     zeros = op.Expand(op.scalar(0, x), op.Concat(op.Reshape(as_int64(op, count), [1]), row, axis=0))
     return op.ScatterND(zeros, op.Unsqueeze(as_int64(op, segments), [-1]), x, reduction="add")
-
-
-_FAR = (1 << 63) - 1
 
 
 @operators.define("OneHot")
@@ -63,7 +61,7 @@ def one_hot(op, indices, depth, on, off, *, axis, node):
 
 @operators.define("Where")
 def where(op, condition):
-    return transpose(op, op.NonZero(condition), [1, 0])
+    return permute(op, op.NonZero(condition), [1, 0])
 
 
 @operators.define("InvertPermutation")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from onward.convert.tensorflow.graph import transpose
+from onward.convert.graph_building import permute
 from onward.engines.framework import Operators
 
 operators = Operators()
@@ -10,7 +10,7 @@ operators = Operators()
 
 def _transpose(op, x, rank):
     """The matrices of a batch, transposed."""
-    return transpose(op, x, [*range(rank - 2), rank - 1, rank - 2])
+    return permute(op, x, [*range(rank - 2), rank - 1, rank - 2])
 
 
 @operators.define("MatMul")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from onward.convert.tensorflow.graph import Refused, as_int64, cast, dtype_of, transpose
+from onward.convert.graph_building import END, as_pads, cast, permute, reverse, same_operator, stack, unstack
+from onward.convert.tensorflow.graph import Refused, as_int64, dtype_of
 from onward.engines.framework import Operators
 
 operators = Operators()
@@ -61,7 +62,7 @@ def squeeze(op, x, *, squeeze_dims, node):
 
 operators(
     ExpandDims=lambda op, x, _, *, node: op.Unsqueeze(x, node.numbers(1)),
-    Transpose=lambda op, x, _, *, node: transpose(op, x, node.numbers(1)),
+    Transpose=lambda op, x, _, *, node: permute(op, x, node.numbers(1)),
 )
 
 # ---- pieces ----------------------------------------------------------------------------------------------------------
@@ -75,12 +76,12 @@ def concat(op, *xs, node):
 
 @operators.define("Pack")
 def pack(op, *xs, axis):
-    return op.Concat(*(op.Unsqueeze(x, [axis]) for x in xs), axis=axis)
+    return stack(op, xs, axis)
 
 
 @operators.define("Unpack")
 def unpack(op, x, *, num, axis):
-    return [op.Gather(x, np.int64(i), axis=axis) for i in range(num)]
+    return unstack(op, x, num, axis)
 
 
 @operators.define("Split")
@@ -105,12 +106,9 @@ def slice_(op, x, begin, size, *, node):
     begins, sizes = node.known(1), node.known(2)
     if begins is None or sizes is None:  # all that is left is -1, if anything
         low, count = as_int64(op, begin), as_int64(op, size)
-        return op.Slice(x, low, op.Where(count < 0, np.int64(_END), low + count))
-    ends = [_END if size < 0 else low + size for low, size in zip(begins.tolist(), sizes.tolist(), strict=True)]
+        return op.Slice(x, low, op.Where(count < 0, np.int64(END), low + count))
+    ends = [END if size < 0 else low + size for low, size in zip(begins.tolist(), sizes.tolist(), strict=True)]
     return op.Slice(x, begins.tolist(), ends)
-
-
-_END = (1 << 63) - 1
 
 
 @operators.define("StridedSlice")
@@ -136,8 +134,8 @@ def strided_slice(
             gone.append(axis)
             axis += 1
         else:
-            low = (0 if step > 0 else _END) if begin_mask & bit else begins[i]
-            high = (_END if step > 0 else -_END) if end_mask & bit else ends[i]
+            low = (0 if step > 0 else END) if begin_mask & bit else begins[i]
+            high = (END if step > 0 else -END) if end_mask & bit else ends[i]
             if not (begin_mask & bit and end_mask & bit and step == 1):
                 sliced.append((axis, low, high, step))
             axis, place = axis + 1, place + 1
@@ -159,8 +157,8 @@ def _places(op, vector, known, count):
 def _after(op, place):
     """The end of a slice of one element; after the last one, which is -1, comes the end."""
     if isinstance(place, int):
-        return place + 1 if place != -1 else _END
-    return op.Where(op.Equal(place, np.int64(-1)), np.int64(_END), place + np.int64(1))
+        return place + 1 if place != -1 else END
+    return op.Where(op.Equal(place, np.int64(-1)), np.int64(END), place + np.int64(1))
 
 
 def _vector(op, elements):
@@ -173,18 +171,14 @@ def _vector(op, elements):
 # ---- larger tensors --------------------------------------------------------------------------------------------------
 
 
-def _pads(node):
-    widths = node.array(1)
-    return [*widths[:, 0].tolist(), *widths[:, 1].tolist()]
-
-
 operators(
-    Pad=lambda op, x, _, *, node: op.Pad(x, _pads(node)),
-    PadV2=lambda op, x, _, value, *, node: op.Pad(x, _pads(node), value),
+    Pad=lambda op, x, _, *, node: op.Pad(x, as_pads(node.array(1).tolist())),
+    PadV2=lambda op, x, _, value, *, node: op.Pad(x, as_pads(node.array(1).tolist()), value),
     Tile=lambda op, x, repeats: op.Tile(x, as_int64(op, repeats)),
     BroadcastTo=lambda op, x, shape: op.Expand(x, as_int64(op, shape)),
     Fill=lambda op, shape, value: op.Expand(value, as_int64(op, shape)),
-    Range=lambda op, start, limit, delta: op.Range(start, limit, delta),
+    Range=same_operator("Range"),
+    ReverseV2=lambda op, x, _, *, node: reverse(op, x, node.numbers(1)),
 )
 
 
@@ -192,13 +186,7 @@ operators(
 def mirror_pad(op, x, _, *, mode, node):
     if mode != "REFLECT":
         raise Refused("ONNX mirrors without the element at the edge only")
-    return op.Pad(x, _pads(node), mode="reflect")
-
-
-@operators.define("ReverseV2")
-def reverse(op, x, _, *, node):
-    axes = node.numbers(1)
-    return op.Slice(x, [-1] * len(axes), [-_END] * len(axes), axes, [-1] * len(axes)) if axes else x
+    return op.Pad(x, as_pads(node.array(1).tolist()), mode="reflect")
 
 
 @operators.define("MatrixBandPart")
@@ -214,7 +202,7 @@ def _blocks(name):
     def moved(op, x, *, block_size, data_format):
         if data_format != "NHWC":
             return op.node("", name, x, blocksize=block_size)
-        return transpose(op, op.node("", name, transpose(op, x, [0, 3, 1, 2]), blocksize=block_size), [0, 2, 3, 1])
+        return permute(op, op.node("", name, permute(op, x, [0, 3, 1, 2]), blocksize=block_size), [0, 2, 3, 1])
 
     return moved
 

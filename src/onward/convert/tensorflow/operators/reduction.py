@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from onward.convert.tensorflow.graph import as_int64, cast, dtype_of
+from onward.convert.graph_building import cast
+from onward.convert.tensorflow.graph import as_int64, dtype_of
 from onward.engines.framework import Operators
 
 operators = Operators()

@@ -1,0 +1,98 @@
+"""What graphs of functions of frameworks are built of, whichever framework it is that calls them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from onward.build import Builder, Expr
+from onward.constants import tensor_in
+from onward.model import Model
+from onward.standard import IR_VERSION
+
+END = np.iinfo(np.int64).max
+"""Behind the last element of any axis."""
+
+
+def same_operator(op_type: str) -> Callable[..., Expr]:
+    """The row of what the standard has as an operator of the same inputs."""
+    return lambda op, *xs: op.node("", op_type, *xs)
+
+
+# ---- values ----------------------------------------------------------------------------------------------------------
+
+
+def dtype_of(dtype: Any) -> ir.DataType:
+    return ir.DataType.from_numpy(np.dtype(dtype))
+
+
+def cast(op: Builder, x: Expr, dtype: Any) -> Expr:
+    """`x` in another type, where it has another."""
+    wanted = dtype if isinstance(dtype, ir.DataType) else dtype_of(dtype)
+    return x if x.dtype is wanted else op.Cast(x, to=wanted)
+
+
+def constant_of(x: Expr) -> np.ndarray | None:
+    """What a constant is."""
+    tensor = tensor_in(x.value.producer())
+    return None if tensor is None else tensor.numpy()
+
+
+# ---- axes ------------------------------------------------------------------------------------------------------------
+
+
+def permute(op: Builder, x: Expr, order: Sequence[int]) -> Expr:
+    """`x` with its axes in another order. Of two such operations, which convolutions leave, one remains, or none."""
+    before = x.value.producer()
+    if before is not None and before.op_type == "Transpose" and before.inputs[0] is not None:
+        perm = before.attributes["perm"].as_ints()
+        return permute(op, op(before.inputs[0]), [perm[axis] for axis in order])
+    return x if list(order) == sorted(order) else op.Transpose(x, perm=list(order))
+
+
+def inverse(order: Sequence[int]) -> list[int]:
+    return [list(order).index(axis) for axis in range(len(order))]
+
+
+def reverse(op: Builder, x: Expr, axes: Sequence[int]) -> Expr:
+    """`x` backwards along axes."""
+    count = len(axes)
+    return op.Slice(x, [-1] * count, [-END] * count, list(axes), [-1] * count) if count else x
+
+
+def stack(op: Builder, xs: Iterable[Expr], axis: int) -> Expr:
+    return op.Concat(*(op.Unsqueeze(x, [axis]) for x in xs), axis=axis)
+
+
+def unstack(op: Builder, x: Expr, count: int, axis: int) -> list[Expr]:
+    return [op.Gather(x, op.constant(np.int64(i)), axis=axis) for i in range(count)]
+
+
+def as_pads(pairs: Iterable[Sequence[Any]]) -> list[Any]:
+    """What is added before and after each axis, as the standard has it: all that comes before first."""
+    before, after = zip(*pairs, strict=True)
+    return [*before, *after]
+
+
+# ---- graphs ----------------------------------------------------------------------------------------------------------
+
+
+def initializer(name: str, array: np.ndarray) -> ir.Value:
+    tensor = ir.Tensor(array, name=name)
+    return ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(array.shape), const_value=tensor)
+
+
+def put_out(op: Builder, result: Expr, name: str) -> Expr:
+    """A result under the name of an output; what is an input or an output already gets a node of its own."""
+    if result.value.producer() is None or result.value.is_graph_output():
+        result = op.Identity(result).like(result.value)
+    result.value.name = name
+    op.graph.outputs.append(result.value)
+    return result
+
+
+def model_of(graph: ir.Graph, functions: Iterable[ir.Function] = ()) -> Model:
+    return Model(ir.Model(graph, ir_version=IR_VERSION, producer_name="onward", functions=list(functions)))
