@@ -13,7 +13,7 @@ from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
 
 from onward.build import Builder, Names
-from onward.lowering.losses import LOWERINGS
+from onward.lowering.standard_operators import LOSSES as LOWERINGS
 from onward.recipe.losses import loss
 
 Array = np.ndarray

@@ -17,7 +17,8 @@ from sklearn.datasets import load_digits
 
 from conftest import needs
 from onward.errors import DataError
-from onward.training.data import Batches, Column, ImageFormat, Stream, match, memory, open_data
+from onward.training.data import Batches, Column, ImageFormat, Stream, match, open_data
+from onward.training.data import files as data_files
 from onward.training.data.order import Order
 
 ROWS = 60
@@ -204,7 +205,7 @@ def _parameter(source: str) -> Any:
 @pytest.mark.parametrize("held", [True, False], ids=["held in memory", "read by rows"])
 def test_sources_agree(source: str, held: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if not held:
-        monkeypatch.setattr(memory, "LIMIT", 0)
+        monkeypatch.setattr(data_files, "LIMIT", 0)
     data = digits()
     opened = open_data(SOURCES[source](tmp_path, data), inputs=DIGITS)
     assert len(opened) == ROWS
@@ -223,16 +224,16 @@ def test_sources_agree(source: str, held: bool, tmp_path: Path, monkeypatch: pyt
 def test_what_is_held_in_memory_has_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of all data together: a folder of many small files is large."""
     gc.collect()
-    before = memory._used
-    monkeypatch.setattr(memory, "LIMIT", before + 4000)
+    before = data_files._used
+    monkeypatch.setattr(data_files, "LIMIT", before + 4000)
     for number in range(5):
         np.save(tmp_path / f"{number}.npy", np.full(1000, number, np.uint8))
     files = [open_data({"x": tmp_path / f"{number}.npy"}) for number in range(5)]
-    assert memory._used == before + 4000
+    assert data_files._used == before + 4000
     assert [int(file.take(np.array([7]))["x"][0]) for file in files] == [0, 1, 2, 3, 4]
     files.clear()
     gc.collect()
-    assert memory._used == before
+    assert data_files._used == before
 
 
 def test_bfloat16_of_safetensors(tmp_path: Path) -> None:

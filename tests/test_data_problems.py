@@ -582,7 +582,7 @@ def test_other_classes_are_noticed(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["npy", "npz", pytest.param("arrow", marks=needs("pyarrow"))])
 def test_a_file_that_shrinks_is_an_error(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not the end of the process: that would be a SIGBUS."""
-    monkeypatch.setattr("onward.training.data.memory.LIMIT", 0)
+    monkeypatch.setattr("onward.training.data.files.LIMIT", 0)
     values = np.zeros((1000, 100))
     path = tmp_path / f"x.{kind}"
     if kind == "npy":

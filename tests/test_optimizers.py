@@ -24,7 +24,7 @@ from onnx.reference import ReferenceEvaluator
 from conftest import needs, onnx_node_tests
 from onward.build import DOMAIN, Builder, Expr, Names
 from onward.errors import InvalidModelError, RecipeError, UnknownNameError
-from onward.lowering.optimizers import LOWERINGS
+from onward.lowering.standard_operators import LOWERINGS
 from onward.model import TRAINING_DOMAIN
 from onward.recipe.optimizers import OPTIMIZERS, optimizer
 from onward.recipe.optimizers.clip import clip_by_global_norm, clip_by_norm, clip_by_value

@@ -21,8 +21,8 @@ from fake_runs import STEPS_PER_EPOCH, fake_run
 from models import digits_mlp
 from onward.cli.commands import app
 from onward.training.log import Log
+from onward.training.report.charts import curve
 from onward.training.report.history import History, Series
-from onward.training.report.thinning import curve
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 VOID = {"meta", "input"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -11,14 +12,17 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from onward.inspect.learning_rate import rate_now
+from onward.build import DOMAIN, DOMAIN_VERSION, Builder
+from onward.errors import Error
 from onward.inspect.summary_fields import Group, ScheduleSection, Setting
 from onward.inspect.values import computing_node, number, plain, records, setting, texts
 from onward.model import TRAINING_DOMAIN, Model, Step
 from onward.model.core import values
 from onward.model.state import GROUP_KEY, PARAMETER_KEY, ROLE_KEY, SLOT_KEY
 from onward.model.walk import source_of
-from onward.standard import operator_name
+from onward.recipe.schedules import Part, schedule, sequence
+from onward.standard import COMMON_OPSET, IR_VERSION, operator_name
+from onward.transform.sessions import evaluate
 
 # The words of recipes for the attributes of the standard's operators, and what an attribute is where it is absent.
 _STANDARD: dict[str, dict[str, tuple[str, float | str]]] = {
@@ -197,3 +201,30 @@ def _lr_now(group: Group, schedule: Sequence[ScheduleSection], count: int | None
     if not schedule:
         return float(rate)
     return rate_now(schedule, float(rate), count) if count is not None else None
+
+
+# ---- the rate of the next update -------------------------------------------------------------------------------------
+
+
+def rate_now(sections: Sequence[ScheduleSection], lr: float, step: int) -> float | None:
+    """The rate after `step` updates; None for a schedule that is not ours, or not complete."""
+    imports = {"": COMMON_OPSET, DOMAIN: DOMAIN_VERSION}
+    graph = ir.Graph([], [], nodes=[], opset_imports=imports, name="rate")
+    functions: dict[ir.OperatorIdentifier, ir.Function] = {}
+    op = Builder(graph, opset=COMMON_OPSET, functions=functions)
+    try:
+        parts = [_part(op, section) for section in sections]
+        rate = sequence(op, op.constant(np.float64(lr)), op.constant(np.int64(step)), parts)
+    except (Error, KeyError, TypeError, ValueError, AttributeError):
+        return None
+    graph.outputs.append(rate.value)
+    (result,) = evaluate(Model(ir.Model(graph, ir_version=IR_VERSION, functions=list(functions.values()))))
+    return float(result) if math.isfinite(result) else None
+
+
+def _part(op: Builder, section: ScheduleSection) -> Part:
+    numbers = {name: op.constant(np.asarray(number, np.float64)) for name, number in section.numbers.items()}
+    until = numbers.pop("until", None)
+    kind = schedule(section.name)
+    choices = {name: section.choices.get(name, allowed[0]) for name, allowed in kind.choices.items()}
+    return Part(kind, numbers, choices, until)

@@ -6,10 +6,10 @@ from onward.differentiate.gradients import lower_gradients
 from onward.differentiate.recompute import Choice
 from onward.differentiate.simplify import put_results_last, simplify
 from onward.errors import UnsupportedError
-from onward.lowering import optimizers
 from onward.lowering.calls import write_calls
 from onward.lowering.expand import expand
 from onward.lowering.optimize import optimize
+from onward.lowering.standard_operators import OPTIMIZERS
 from onward.model import TRAINING_DOMAIN, Model
 from onward.model.walk import nodes_of
 from onward.transform.inline import inline_calls
@@ -31,7 +31,7 @@ def plain_inference(model: Model, differentiate: bool = True, recompute: Choice 
     made.steps = []
     if differentiate and has_training_operators(made):
         made = lower_gradients(made, recompute=recompute)
-        expand(made.ir, optimizers.LOWERINGS)
+        expand(made.ir, OPTIMIZERS)
         write_calls(made)
         inline_calls(made)
         _shorten(made)

@@ -8,7 +8,7 @@ import onnx_ir as ir
 from onnx import defs
 
 from onward.errors import UnsupportedError
-from onward.lowering.replacement import replace_unknown
+from onward.lowering.expand import replace_unknown
 from onward.model import Model
 from onward.model.core import values
 from onward.model.walk import nodes_of

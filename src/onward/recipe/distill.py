@@ -21,8 +21,7 @@ from onward.build import Builder, Expr
 from onward.errors import RecipeError, UnknownNameError, near
 from onward.model import Model, Source, load
 from onward.model.core import values
-from onward.recipe.assembly import Assembly
-from onward.recipe.embed import embed
+from onward.recipe.assembly import Assembly, embed
 from onward.recipe.losses import functions
 from onward.recipe.losses import loss as named_loss
 from onward.recipe.spec import Spec, check_options, lookup, parse

@@ -26,13 +26,13 @@ from onward.recipe.forward import bind_statistics, functions_to_inline, training
 from onward.recipe.head import replace_head
 from onward.recipe.layer_depth import divide_by_depth
 from onward.recipe.linear import open_linear
+from onward.recipe.objective import unsuitable
 from onward.recipe.optimizers.graph_optimizer import FunctionOptimizer
 from onward.recipe.optimizers.groups import Group, groups, opset_of, patterns
 from onward.recipe.optimizers.selection import given_optimizer, with_rate
 from onward.recipe.reset import bind_initial_value, by_pattern, check_patterns
 from onward.recipe.roles import roles
 from onward.recipe.spec import Spec, arguments
-from onward.recipe.suitability import unsuitable
 from onward.recipe.trainable import Selection, matching, select
 from onward.recipe.update import Update
 from onward.standard import OLDEST_OPSET

@@ -37,8 +37,7 @@ from onward.errors import RecipeError, UnknownNameError, near_or_first
 from onward.model import Model
 from onward.model.state import PREPROCESSING, ROLE_KEY, SLOT_KEY
 from onward.model.walk import nested_graphs
-from onward.recipe.constants import blocks, expose, is_uniform, stored_shape
-from onward.recipe.normalization import normalizes_input
+from onward.recipe.constants import blocks, expose, is_uniform, normalizes_input, stored_shape
 from onward.rules.quantization import stands_for_floats
 from onward.rules.registry import has_gradient
 from onward.standard import is_standard

@@ -26,10 +26,9 @@ from onward.training.data import in_parts
 from onward.training.evaluation import Measures
 from onward.training.feed import open_feed
 from onward.training.folder import Folder
-from onward.training.labels import labels_of
+from onward.training.labels import Objective, labels_of, objectives
 from onward.training.loop import Loop
 from onward.training.lr_finder import find_lr
-from onward.training.objective import Objective, objectives
 from onward.training.preparation import prepare_training
 from onward.training.run import Place, Run
 

@@ -24,10 +24,9 @@ from typing import Any
 from onward.errors import DataError
 from onward.model import Model, load
 from onward.model.storage.files import reason, regular
-from onward.training.config import read_settings
+from onward.training.config import EDITED, Natural, parse_json_as, read_settings
 from onward.training.export import in_form_of
 from onward.training.log import read_log
-from onward.training.schema import EDITED, Natural, parse_json_as
 
 TRAINING, BEST, LAST, ORIGINAL = "training.onnx", "best.onnx", "last.onnx", "original.onnx"
 CONFIG, LOG = "config.yaml", "log.jsonl"

@@ -14,7 +14,7 @@ from onward.convert.keras.tensors import Tensor
 from onward.convert.optimizer_classes import Refused
 from onward.errors import first_line
 from onward.model import Model
-from onward.recipe.embed import take_apart
+from onward.recipe.assembly import take_apart
 from onward.transform.inline import inline
 
 _SAMPLES = 3

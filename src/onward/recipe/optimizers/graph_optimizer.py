@@ -24,7 +24,7 @@ from onward.errors import RecipeError, list_names
 from onward.model import Model
 from onward.model.core import values
 from onward.model.walk import graphs_in
-from onward.recipe.embed import take_apart
+from onward.recipe.assembly import take_apart
 from onward.standard import IR_VERSION
 from onward.transform.inline import inline
 from onward.transform.opset import convert_opset

@@ -19,8 +19,7 @@ from onward.errors import RecipeError
 from onward.model import Model, load
 from onward.model.serde import stamp
 from onward.model.state import PREPROCESSING, ROLE_KEY, with_tags
-from onward.recipe.assembly import Assembly
-from onward.recipe.embed import take_apart
+from onward.recipe.assembly import Assembly, take_apart
 from onward.recipe.preprocessing.augmentations import AUGMENTATIONS, Chance
 from onward.recipe.preprocessing.picture import Form, dims_of
 from onward.recipe.preprocessing.pipeline import Pipeline, Raw, by_input, form_of, pipelines, specs_of

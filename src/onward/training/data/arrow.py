@@ -18,7 +18,7 @@ import numpy as np
 
 from onward.errors import DataError
 from onward.training.data.arrow_values import Reader, pyarrow
-from onward.training.data.dataset import Batch, Dataset, check_not_empty, known_columns
+from onward.training.data.dataset import Batch, Dataset, check_not_empty, known_columns, optional_package
 from onward.training.data.files import check_file
 from onward.training.data.images import ImageFormat
 from onward.training.data.records import Conversion, Records
@@ -167,3 +167,47 @@ def _json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"cannot read {path}: {error}") from None
     return found if isinstance(found, dict) else {}
+
+
+# ---- Parquet ---------------------------------------------------------------------------------------------------------
+
+
+_CHUNK = 4096  # rows
+
+
+def open_parquet(path: Path, images: ImageFormat) -> Records:
+    file = _open(path)
+    check_not_empty(file.metadata.num_rows, str(path))
+    first = next(_batches(path, None, rows=1), None)
+    if first is None:
+        raise DataError(f"{path} is not a whole Parquet file: it has no rows, and says that it has some")
+    reader = Reader(first, images, path.name)
+
+    def chunks(names: Sequence[str]) -> Iterator[Batch]:
+        row = 0
+        for batch in _batches(path, names):
+            yield reader.batch(names, batch, row)
+            row += batch.num_rows
+
+    def row(index: int) -> str:
+        return f"row {index:,} of {path.name}"
+
+    return Records(Conversion(reader.columns, file.metadata.num_rows, chunks, row, path.name))
+
+
+def _batches(path: Path, names: Sequence[str] | None, rows: int = _CHUNK) -> Iterator[Any]:
+    try:
+        for batch in _open(path).iter_batches(rows, columns=names, use_threads=False):
+            if batch.num_rows:
+                yield batch
+    except (OSError, pyarrow().ArrowException) as error:
+        raise DataError(f"cannot read {path}: {error}") from None
+
+
+def _open(path: Path) -> Any:
+    parquet = optional_package("pyarrow.parquet", "reading Parquet files")
+    check_file(path)
+    try:
+        return parquet.ParquetFile(path, memory_map=False, pre_buffer=False)
+    except (OSError, pyarrow().ArrowException) as error:
+        raise DataError(f"{path} is not a whole Parquet file: {error}") from None

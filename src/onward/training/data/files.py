@@ -19,7 +19,6 @@ import numpy as np
 from onward.errors import DataError
 from onward.model.storage.files import NotRegularError, PathLike, reason, regular
 from onward.model.storage.headers import Stored
-from onward.training.data.memory import hold_in_memory
 
 
 def check_file(path: PathLike) -> int:
@@ -130,3 +129,33 @@ def rows_of(file: DataFile, stored: Stored) -> FileRows | np.ndarray:
     rows = FileRows(file, stored.offset, stored.dtype, stored.shape)
     in_memory = hold_in_memory(stored.size, rows.all) if stored.shape else None
     return rows if in_memory is None else in_memory
+
+
+# ---- small data, which are held in memory; all share one limit -------------------------------------------------------
+
+
+LIMIT = 128 << 20  # bytes
+
+_lock = threading.RLock()  # arrays may be collected, and counted, while it is held
+_used = 0
+
+
+def hold_in_memory(size: int, make: Callable[[], np.ndarray]) -> np.ndarray | None:
+    """What `make` returns, an array of `size` bytes, if there is room for it."""
+    with _lock:
+        if _used + size > LIMIT:
+            return None
+        _count(size)
+    try:
+        array = make()
+    except BaseException:
+        _count(-size)
+        raise
+    weakref.finalize(array, _count, -size)
+    return array
+
+
+def _count(size: int) -> None:
+    global _used
+    with _lock:
+        _used += size

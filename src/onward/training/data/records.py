@@ -16,8 +16,7 @@ import numpy as np
 
 from onward.errors import DataError
 from onward.training.data.dataset import Batch, Column, check_not_empty, known_columns
-from onward.training.data.files import DataFile, FileRows
-from onward.training.data.memory import hold_in_memory
+from onward.training.data.files import DataFile, FileRows, hold_in_memory
 
 
 @dataclass

@@ -146,11 +146,11 @@ def _open_path(path: Path, images: ImageFormat, only: str | None = None) -> Data
         raise DataError(f"{path} is empty")
     match path.suffix.lower():
         case ".npz":
-            from onward.training.data.npy import open_npz
+            from onward.training.data.array_files import open_npz
 
             return open_npz(path, only)
         case ".npy":
-            from onward.training.data.npy import open_npy
+            from onward.training.data.array_files import open_npy
 
             return open_npy(path)
         case ".csv" | ".tsv":
@@ -158,7 +158,7 @@ def _open_path(path: Path, images: ImageFormat, only: str | None = None) -> Data
 
             return open_csv(path)
         case ".parquet" | ".pq":
-            from onward.training.data.parquet import open_parquet
+            from onward.training.data.arrow import open_parquet
 
             return open_parquet(path, images)
         case ".arrow" | ".feather" | ".ipc":
@@ -166,7 +166,7 @@ def _open_path(path: Path, images: ImageFormat, only: str | None = None) -> Data
 
             return open_arrow(path, images)
         case ".safetensors":
-            from onward.training.data.safetensors import open_safetensors
+            from onward.training.data.array_files import open_safetensors
 
             return open_safetensors(path, only)
         case suffix:

@@ -1,6 +1,6 @@
 """`report`: a run as one HTML page to look at and to send to a colleague.
 
-history.py reads the log; headline.py, charts.py and layers.py make words and pictures of it; document.py writes them
+history.py reads the log; headline.py and charts.py make words and pictures of it; document.py writes them
 down, with the style and the scripts in page/.
 """
 

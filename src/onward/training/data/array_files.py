@@ -1,4 +1,4 @@
-"""Arrays of numpy: `.npy`, a column, and `.npz`, a zip file of columns. Nothing is ever unpickled."""
+"""Files of arrays: `.npy`, a column; `.npz`, a zip file of columns; `.safetensors`. Nothing is ever unpickled."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import IO
 import numpy as np
 
 from onward.errors import DataError, Error
-from onward.model.storage.headers import npy_header
+from onward.model.storage.headers import npy_header, safetensors_header
 from onward.model.storage.npz import BAD_ZIP, members_of
 from onward.training.data.dataset import Columns
 from onward.training.data.files import DataFile, FileRows, rows_of
@@ -80,3 +80,18 @@ def _array(file: DataFile, offset: int, origin: str, room: int | None = None) ->
         raise DataError(f"{origin} is stored column by column (Fortran order), so rows cannot be read", hint=hint)
     flipped = rows_of(file, stored._replace(shape=stored.shape[::-1]))
     return np.ascontiguousarray((flipped if isinstance(flipped, np.ndarray) else flipped.all()).T)
+
+
+# ---- .safetensors: a length, a header in JSON, and the bytes ---------------------------------------------------------
+
+
+def open_safetensors(path: Path, only: str | None = None) -> Columns:
+    """All tensors of a file as columns, or only one."""
+    file = DataFile.open(path)
+    try:
+        tensors = safetensors_header(file.read, file.size)
+    except ValueError as error:
+        raise DataError(f"{path} is not a whole .safetensors file: {error}") from None
+    if only in tensors:
+        tensors = {only: tensors[only]}
+    return Columns({name: rows_of(file, stored) for name, stored in tensors.items()}, path.name)

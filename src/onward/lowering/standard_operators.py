@@ -1,7 +1,10 @@
-"""The optimizers of the standard (domain `ai.onnx.preview.training`), written in plain operators.
+"""The losses and optimizers of the standard, written in plain operators.
 
-Inputs are `R` (learning rate), `T` (updates so far), then all parameters, all gradients, and all tensors of each kind
-of state; outputs are all new parameters, then the new states. A float32 attribute means exactly the number it holds.
+The losses have a function body in the standard; these do the same with half the nodes, and never transpose the scores.
+
+Of optimizers (domain `ai.onnx.preview.training`), inputs are `R` (learning rate), `T` (updates so far), then all
+parameters, all gradients, and all tensors of each kind of state; outputs are all new parameters, then the new states. A
+float32 attribute means exactly the number it holds.
 """
 
 from __future__ import annotations
@@ -11,7 +14,6 @@ from typing import Any
 
 from onward.build import Builder, Expr
 from onward.errors import InvalidModelError
-from onward.lowering.losses import Lowering
 from onward.model import TRAINING_DOMAIN
 from onward.recipe.optimizers.parts import (
     adam_rate,
@@ -24,6 +26,54 @@ from onward.recipe.optimizers.parts import (
     trace,
     typed,
 )
+
+Lowering = Callable[[Builder, list[Expr | None], dict[str, Any], int], tuple[Expr, ...]]
+"""`(op, inputs, attributes, outputs) -> results`: omitted inputs are None, attributes have the schema's defaults."""
+
+
+def softmax_cross_entropy_loss(
+    op: Builder, inputs: list[Expr | None], attributes: dict[str, Any], outputs: int
+) -> tuple[Expr, ...]:
+    """The negative log-likelihood of `labels [N, d...]` under softmax(`scores [N, C, d...]`), and the log-softmax."""
+    scores, labels, *weights = inputs
+    log_prob = op.LogSoftmax(scores, axis=1)
+    loss = negative_log_likelihood_loss(op, [log_prob, labels, *weights], attributes, 1)
+    return (*loss, log_prob)[:outputs]
+
+
+def negative_log_likelihood_loss(
+    op: Builder, inputs: list[Expr | None], attributes: dict[str, Any], outputs: int
+) -> tuple[Expr, ...]:
+    """loss = -weight[target] · input[n, target, d...]; the mean divides by the sum of the weights that took part."""
+    log_prob, labels, *rest = inputs
+    weights = rest[0] if rest else None
+    reduction, ignore_index = attributes["reduction"], attributes.get("ignore_index")
+
+    kept = None
+    if ignore_index is not None:
+        kept = op.Not(op.Equal(labels, ignore_index))
+        labels = op.Where(kept, labels, 0)
+    loss = -op.Squeeze(op.GatherElements(log_prob, op.Unsqueeze(labels, [1]), axis=1), [1])
+    weight = None if weights is None else op.Gather(weights, labels)
+    if weight is not None:
+        loss = loss * weight
+    if kept is not None:
+        loss = op.Where(kept, loss, 0)
+        weight = op.CastLike(kept, loss) if weight is None else op.Where(kept, weight, 0)
+
+    if reduction == "none":
+        return (loss,)
+    if reduction == "mean" and weight is None:
+        return (op.ReduceMean(loss, keepdims=0),)
+    total = op.ReduceSum(loss, keepdims=0)
+    return (total / op.ReduceSum(weight, keepdims=0) if reduction == "mean" else total,)
+
+
+LOSSES: dict[tuple[str, str], Lowering] = {
+    ("", "SoftmaxCrossEntropyLoss"): softmax_cross_entropy_loss,
+    ("", "NegativeLogLikelihoodLoss"): negative_log_likelihood_loss,
+}
+
 
 Attributes = dict[str, Any]
 
@@ -84,8 +134,10 @@ def _for_each_tensor(step: Callable[..., tuple[Expr, ...]], *, kinds: int) -> Lo
     return lower
 
 
-LOWERINGS: dict[tuple[str, str], Lowering] = {
+OPTIMIZERS: dict[tuple[str, str], Lowering] = {
     (TRAINING_DOMAIN, "Momentum"): _for_each_tensor(momentum, kinds=3),
     (TRAINING_DOMAIN, "Adagrad"): _for_each_tensor(adagrad, kinds=3),
     (TRAINING_DOMAIN, "Adam"): _for_each_tensor(adam, kinds=4),
 }
+
+LOWERINGS = {**LOSSES, **OPTIMIZERS}
