@@ -24,11 +24,13 @@ import importlib
 import importlib.util
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
 import onnx_ir as ir
+
+from onward.engines.shared.arrays import function_of, register
 
 Function = Callable[..., Any]
 
@@ -70,14 +72,18 @@ def collect_operators(package: str, families: Sequence[str], name: str = "operat
     return made
 
 
-def table(package: str) -> Operators:
-    """The rows of all files of a framework's package, and shared ones for what it has none for."""
+def table(package: str, namespace: Any, kinds: Iterable[type] = ()) -> Operators:
+    """The rows of all files of a framework's package, and shared ones for what it has none for.
+
+    Functions that these only name are those of the namespace, to which tensors of the types `kinds` belong.
+    """
+    register(namespace, kinds)
     made = Operators()
     for family in FAMILIES:
         for place in (f"{package}.{family}", f"onward.engines.shared.{family}"):
             if importlib.util.find_spec(place) is not None:
-                rows = importlib.import_module(place).operators
-                made(**{name: function for name, function in rows.items() if name not in made})
+                rows = importlib.import_module(place).operators.items()
+                made(**{name: function_of(row, namespace) for name, row in rows if name not in made})
     return made
 
 

@@ -34,6 +34,8 @@ class OwnSource:
     ):
         """`instead` names modules whose definitions stand for those of others, `replaced` has definitions by name.
 
+        What is called otherwise there is named by `module:name`.
+
         Nothing is called as what is `taken`. Unless it is `annotated`, nothing says which types arguments have.
         """
         self._instead = instead or {}
@@ -62,7 +64,8 @@ class OwnSource:
         self, module: str, name: str, called: str | None = None, defaults: Mapping[str, str] | None = None
     ) -> str:
         """Have a definition of a module; what it is called here. Keywords that have to be given may get `defaults`."""
-        module = self._instead.get(f"{module}.{name}", self._instead.get(module, module))
+        module, _, other = self._instead.get(f"{module}.{name}", self._instead.get(module, module)).partition(":")
+        name = other or name
         if (module, name) in self._names:
             return self._define_again(self._names[module, name], called)
         source = _Module.of(module)

@@ -29,7 +29,7 @@ _PRECISIONS = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.
 
 class Jax(Framework):
     name = "jax"
-    operators = table(__name__)
+    operators = table(__name__, jnp, [jax.Array, jax.core.Tracer])
 
     fuses: ClassVar[Sequence[str]] = ("Attention", "onward.Linear")
 

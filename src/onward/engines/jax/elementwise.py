@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import operator
 
 import jax.numpy as jnp
 import numpy as np
@@ -20,21 +19,9 @@ def is_float(x):
     return jnp.issubdtype(x.dtype, jnp.floating)
 
 
-operators(
-    Add=jnp.add,
-    Sub=jnp.subtract,
-    Mul=jnp.multiply,
-)
-
-
 @operators.define("Div")
 def div(a, b):
     return jnp.divide(a, b) if is_float(a) else lax.div(*jnp.broadcast_arrays(a, b))  # which rounds towards 0
-
-
-@operators.define("Mod")
-def mod(a, b, *, fmod):
-    return jnp.fmod(a, b) if fmod else jnp.mod(a, b)
 
 
 @operators.define("Pow")
@@ -58,56 +45,7 @@ def _extreme(of_two, of_all):
 operators(
     Max=_extreme(jnp.maximum, jnp.max),
     Min=_extreme(jnp.minimum, jnp.min),
-    Sum=lambda *xs: functools.reduce(operator.add, xs),
-    Mean=lambda *xs: functools.reduce(operator.add, xs) / len(xs),
-    Abs=jnp.abs,
-    Neg=jnp.negative,
-    Sign=jnp.sign,
-    Reciprocal=jnp.reciprocal,
-    Sqrt=jnp.sqrt,
-    Exp=jnp.exp,
-    Log=jnp.log,
     Erf=lax.erf,
-    Ceil=jnp.ceil,
-    Floor=jnp.floor,
-    Round=jnp.round,
-    Sin=jnp.sin,
-    Cos=jnp.cos,
-    Tan=jnp.tan,
-    Asin=jnp.arcsin,
-    Acos=jnp.arccos,
-    Atan=jnp.arctan,
-    Sinh=jnp.sinh,
-    Cosh=jnp.cosh,
-    Tanh=jnp.tanh,
-    Asinh=jnp.arcsinh,
-    Acosh=jnp.arccosh,
-    Atanh=jnp.arctanh,
-    Equal=jnp.equal,
-    Greater=jnp.greater,
-    GreaterOrEqual=jnp.greater_equal,
-    Less=jnp.less,
-    LessOrEqual=jnp.less_equal,
-    And=jnp.logical_and,
-    Or=jnp.logical_or,
-    Xor=jnp.logical_xor,
-    Not=jnp.logical_not,
-)
-
-
-@operators.define("IsInf")
-def is_inf(x, *, detect_negative, detect_positive):
-    sought = (x < 0) & bool(detect_negative) | (x > 0) & bool(detect_positive)
-    return jnp.isinf(x) & sought
-
-
-operators(
-    IsNaN=jnp.isnan,
-    Where=jnp.where,
-    BitwiseAnd=jnp.bitwise_and,
-    BitwiseOr=jnp.bitwise_or,
-    BitwiseXor=jnp.bitwise_xor,
-    BitwiseNot=jnp.bitwise_not,
 )
 
 
@@ -116,7 +54,6 @@ def bit_shift(x, places, *, direction):
     return jnp.left_shift(x, places) if direction == "LEFT" else jnp.right_shift(x, places)
 
 
-operators(Identity=lambda x: x)
 operators.define("onward.StopGradient")(lax.stop_gradient)
 
 

@@ -16,7 +16,7 @@ from onward.errors import UnknownNameError
 
 class Numpy(Framework):
     name = "numpy"
-    operators = table(__name__)
+    operators = table(__name__, np)
 
     def __init__(self, *, device: str = "cpu"):
         if device not in self.devices():

@@ -14,21 +14,12 @@ from onward.engines.numpy.precision import in_float32, is_float, widen
 
 operators = Operators()
 
-operators(
-    Add=np.add,
-    Sub=np.subtract,
-    Mul=np.multiply,
-)
-
 
 @operators.define("Div")
 def div(x, y):
     if is_float(x.dtype):
         return np.divide(x, y)
     return (x - np.fmod(x, y)) // y  # integers: towards zero, where `//` is towards minus infinity
-
-
-operators(Mod=lambda x, y, *, fmod: np.fmod(x, y) if fmod else np.remainder(x, y))
 
 
 @operators.define("Pow")
@@ -41,15 +32,6 @@ def power(x, y):
 operators(
     Max=lambda *xs: functools.reduce(np.maximum, xs),
     Min=lambda *xs: functools.reduce(np.minimum, xs),
-    Sum=lambda *xs: functools.reduce(np.add, xs),
-    Mean=lambda *xs: np.divide(functools.reduce(np.add, xs), xs[0].dtype.type(len(xs))),
-    Abs=np.abs,
-    Neg=np.negative,
-    Sign=np.sign,
-    Reciprocal=lambda x: np.divide(x.dtype.type(1), x),
-    Sqrt=np.sqrt,
-    Exp=np.exp,
-    Log=np.log,
 )
 
 
@@ -59,47 +41,7 @@ def erf(x):
     return np.vectorize(math.erf, otypes=[np.float64])(x).astype(x.dtype)
 
 
-operators(
-    Ceil=np.ceil,
-    Floor=np.floor,
-    Round=np.rint,
-    Sin=np.sin,
-    Cos=np.cos,
-    Tan=np.tan,
-    Asin=np.arcsin,
-    Acos=np.arccos,
-    Atan=np.arctan,
-    Sinh=np.sinh,
-    Cosh=np.cosh,
-    Tanh=np.tanh,
-    Asinh=np.arcsinh,
-    Acosh=np.arccosh,
-    Atanh=np.arctanh,
-    Equal=np.equal,
-    Greater=np.greater,
-    GreaterOrEqual=np.greater_equal,
-    Less=np.less,
-    LessOrEqual=np.less_equal,
-    And=np.logical_and,
-    Or=np.logical_or,
-    Xor=np.logical_xor,
-    Not=np.logical_not,
-)
-
-
-@operators.define("IsInf")
-def is_inf(x, *, detect_positive, detect_negative):
-    return np.isinf(x) & ((x > 0) & bool(detect_positive) | (x < 0) & bool(detect_negative))
-
-
-operators(
-    IsNaN=np.isnan,
-    Where=np.where,
-    BitwiseAnd=np.bitwise_and,
-    BitwiseOr=np.bitwise_or,
-    BitwiseXor=np.bitwise_xor,
-    BitwiseNot=np.bitwise_not,
-)
+operators(Round=np.rint)
 
 
 @operators.define("BitShift")
@@ -110,7 +52,6 @@ def bit_shift(x, y, *, direction):
     return np.right_shift(x, np.where(y < 0, x.dtype.type(bits - 1), np.minimum(y, x.dtype.type(bits))))
 
 
-operators(Identity=lambda x: x)
 operators.define("onward.StopGradient")(lambda x: x)
 
 

@@ -13,7 +13,7 @@ from onward.engines.tensorflow.quiet import tensorflow as tf  # isort: skip  (ot
 from onward.engines.framework import Framework, Function, table
 from onward.engines.shared.compilation import Compiled, Report
 from onward.engines.shared.precision import with_products_in
-from onward.engines.tensorflow.tensors import TYPES, to_numpy
+from onward.engines.tensorflow.tensors import TYPES, Functions, to_numpy
 from onward.errors import DataError, UnknownNameError
 
 _DEVICES = {"cpu": "CPU", "cuda": "GPU"}
@@ -26,7 +26,7 @@ _DLPACK_CPU = 1
 
 class TensorFlow(Framework):
     name = "tensorflow"
-    operators = table(__name__)
+    operators = table(__name__, Functions(), [tf.Tensor])
 
     takes_numbers: ClassVar[Mapping[str, Sequence[int]]] = {"BitShift": (1,), "Pow": (1,)}
 

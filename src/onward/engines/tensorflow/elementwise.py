@@ -28,10 +28,6 @@ def _either(choose, reduce):
     return chosen
 
 
-def _sum(*xs):
-    return functools.reduce(tf.add, xs)
-
-
 @tf.custom_gradient
 def _quotient(a, b):
     y = a / b
@@ -54,9 +50,6 @@ def _summed_like(x, dx):
 
 
 operators(
-    Add=tf.add,
-    Sub=tf.subtract,
-    Mul=tf.multiply,
     Div=lambda a, b: _quotient(a, b) if a.dtype.is_floating else tf.truncatediv(a, b),
 )
 
@@ -101,8 +94,6 @@ _POWERS = {
 operators(
     Max=_either(tf.maximum, tf.reduce_max),
     Min=_either(tf.minimum, tf.reduce_min),
-    Sum=_sum,
-    Mean=lambda *xs: _sum(*xs) / len(xs),
 )
 
 
@@ -119,16 +110,12 @@ def _with_slope(function, slope):
 
 operators(
     Abs=lambda x: x if x.dtype.is_unsigned else tf.abs(x),
-    Neg=tf.negative,
     Sign=lambda x: tf.cast(x > 0, x.dtype) if x.dtype.is_unsigned else tf.sign(x),
     Reciprocal=_with_slope(tf.math.reciprocal, lambda x, y: -y * y),
     Sqrt=_with_slope(tf.sqrt, lambda x, y: 0.5 / y),
     Exp=_with_slope(tf.exp, lambda x, y: y),
     Log=_with_slope(tf.math.log, lambda x, y: tf.math.reciprocal(x)),
     Erf=lambda x: tf.math.erf(x) if x.dtype.is_floating else _erf_of_integers(x),
-    Ceil=tf.math.ceil,
-    Floor=tf.floor,
-    Round=tf.round,
 )
 
 
@@ -137,42 +124,13 @@ def _erf_of_integers(x):
 
 
 operators(
-    Sin=tf.sin,
-    Cos=tf.cos,
-    Tan=tf.tan,
     Asin=_with_slope(tf.asin, lambda x, y: tf.math.rsqrt((1 - x) * (1 + x))),
     Acos=_with_slope(tf.acos, lambda x, y: -tf.math.rsqrt((1 - x) * (1 + x))),
-    Atan=tf.atan,
     Sinh=_with_slope(tf.sinh, lambda x, y: tf.cosh(x)),
     Cosh=_with_slope(tf.cosh, lambda x, y: tf.sinh(x)),
-    Tanh=tf.tanh,
-    Asinh=tf.asinh,
     Acosh=_with_slope(tf.acosh, lambda x, y: tf.math.rsqrt((x - 1) * (x + 1))),
     Atanh=_with_slope(tf.atanh, lambda x, y: tf.math.reciprocal((1 - x) * (1 + x))),
 )
-
-operators(
-    Equal=tf.equal,
-    Greater=tf.greater,
-    GreaterOrEqual=tf.greater_equal,
-    Less=tf.less,
-    LessOrEqual=tf.less_equal,
-    And=tf.logical_and,
-    Or=tf.logical_or,
-    Xor=tf.math.logical_xor,
-    Not=tf.logical_not,
-)
-
-
-@operators.define("IsInf")
-def is_inf(x, *, detect_negative, detect_positive):
-    if detect_negative and detect_positive:
-        return tf.math.is_inf(x)
-    sign = x < 0 if detect_negative else x > 0
-    return tf.math.is_inf(x) & sign & bool(detect_negative or detect_positive)
-
-
-operators(IsNaN=tf.math.is_nan)
 
 
 @operators.define("Where")
@@ -180,14 +138,6 @@ def where(condition, x, y):
     if condition.shape.rank == 0 and x.shape == y.shape:  # hands on one of them, without a copy
         return tf.raw_ops.Select(condition=condition, x=x, y=y)
     return tf.where(condition, x, y)
-
-
-operators(
-    BitwiseAnd=tf.bitwise.bitwise_and,
-    BitwiseOr=tf.bitwise.bitwise_or,
-    BitwiseXor=tf.bitwise.bitwise_xor,
-    BitwiseNot=tf.bitwise.invert,
-)
 
 
 @operators.define("BitShift")
@@ -203,7 +153,6 @@ def bit_shift(x, count, *, direction):
     return tf.where(too_far, scalar(0, x), shift(x, count))
 
 
-operators(Identity=lambda x: x)
 operators.define("onward.StopGradient")(tf.stop_gradient)
 
 

@@ -22,6 +22,19 @@ TYPES = frozenset(
 """Types that have kernels for nearly all operators; float8 and what is smaller than a byte have few."""
 
 
+class Functions:
+    """Functions of TensorFlow under the names that numpy has for them."""
+
+    arctan = staticmethod(tf.atan)
+    arcsinh = staticmethod(tf.asinh)
+    bitwise_not = staticmethod(tf.bitwise.invert)
+    isinf = staticmethod(tf.math.is_inf)
+    isnan = staticmethod(tf.math.is_nan)
+
+    def __getattr__(self, name: str) -> Function:
+        return next(getattr(module, name) for module in (tf, tf.math, tf.bitwise) if hasattr(module, name))
+
+
 def dtype_of(number: int) -> tf.DType | None:
     """The type that a `to` or `dtype` attribute names, None if it is not one of `TYPES`."""
     dtype = ir.DataType(number)

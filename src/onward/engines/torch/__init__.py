@@ -26,7 +26,7 @@ _MAKE_TENSORS = ("ConstantOfShape", "Range", "RandomNormal", "RandomUniform")
 
 class Torch(Framework):
     name = "torch"
-    operators = table(__name__)
+    operators = table(__name__, torch, [torch.Tensor])
 
     fuses = ("Attention", "onward.Linear")
     takes_numbers: ClassVar[Mapping[str, Sequence[int]]] = {

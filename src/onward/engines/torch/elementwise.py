@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from onward.engines.framework import Operators
+from onward.engines.shared import elementwise
 from onward.engines.torch.types import CODES, FLOAT8, TYPES, by_bits, in_int64, narrow, on_numpy, widen
 
 operators = Operators()
@@ -53,49 +54,21 @@ def minimum(*inputs):
 
 
 operators(
-    Sum=lambda *inputs: functools.reduce(torch.add, inputs),
-    Mean=lambda *inputs: functools.reduce(torch.add, inputs) / len(inputs),
     Abs=lambda x: torch.abs(x) if x.dtype.is_signed else x,
-    Neg=torch.neg,
     Sign=in_int64(torch.sign),
-    Reciprocal=torch.reciprocal,
-    Sqrt=torch.sqrt,
-    Exp=torch.exp,
-    Log=torch.log,
     Erf=torch.erf,
-    Ceil=torch.ceil,
-    Floor=torch.floor,
-    Round=torch.round,
-    Sin=torch.sin,
-    Cos=torch.cos,
-    Tan=torch.tan,
-    Asin=torch.asin,
-    Acos=torch.acos,
-    Atan=torch.atan,
-    Sinh=torch.sinh,
-    Cosh=torch.cosh,
-    Tanh=torch.tanh,
-    Asinh=torch.asinh,
-    Acosh=torch.acosh,
-    Atanh=torch.atanh,
     Equal=by_bits(operator.eq),
     Greater=in_int64(operator.gt),
     GreaterOrEqual=in_int64(operator.ge),
     Less=in_int64(operator.lt),
     LessOrEqual=in_int64(operator.le),
-    And=torch.logical_and,
-    Or=torch.logical_or,
-    Xor=torch.logical_xor,
-    Not=torch.logical_not,
 )
 
 
 @operators.define("IsInf")
 def is_inf(x, *, detect_negative, detect_positive):
-    x = x.float() if x.dtype in FLOAT8 else x
-    if detect_negative and detect_positive:
-        return torch.isinf(x)
-    return torch.isinf(x) & ((x > 0) & bool(detect_positive) | (x < 0) & bool(detect_negative))
+    wide = x.float() if x.dtype in FLOAT8 else x
+    return elementwise.is_inf(wide, detect_negative=detect_negative, detect_positive=detect_positive)
 
 
 operators(
@@ -121,7 +94,6 @@ def _shift(x, y, *, direction):
     return x << y if direction == "LEFT" else x >> y
 
 
-operators(Identity=lambda x: x)
 operators.define("onward.StopGradient")(torch.detach)
 
 

@@ -18,6 +18,8 @@ _RUNTIME = "onward.convert.jax.source.runtime"
 INSTEAD = {
     "onward.engines.jax.values.dtype_of": _RUNTIME,
     "onward.engines.jax.elementwise.cast": _RUNTIME,
+    "onward.engines.shared.arrays.dtype_of": _RUNTIME,
+    "onward.engines.shared.arrays.xp": f"{_RUNTIME}:jnp",
 }
 """What of the engine needs more of us than a file should, and where it is written without that."""
 

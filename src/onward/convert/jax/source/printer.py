@@ -92,8 +92,8 @@ class Printer:
         """What computes an operator: a function of JAX, or one that is defined for it."""
         row = rows()[name]
         if (library := row.library) is not None:
-            self.own.define(row.module, library.partition(".")[0])  # which is imported
-            return library
+            module, _, name = library.partition(".")
+            return f"{self.own.define(row.module, module)}.{name}"  # which is imported
         if name not in self._operators:
             self._operators[name] = self._called.fresh(short(name))
             define(self.own, name, self._operators[name])
