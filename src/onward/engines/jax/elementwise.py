@@ -10,7 +10,8 @@ import onnx_ir as ir
 from jax import lax
 
 from onward.engines.framework import Operators
-from onward.engines.jax.values import dtype_of, known_array
+from onward.engines.jax.values import known_array
+from onward.engines.shared.arrays import dtype_of
 
 operators = Operators()
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from onward.engines.framework import Operators
-from onward.engines.jax.values import dtype_of
+from onward.engines.shared.arrays import dtype_of
 
 operators = Operators()
 

@@ -7,7 +7,7 @@ import numpy as np
 
 from onward.engines.framework import Operators
 from onward.engines.jax.elementwise import convert
-from onward.engines.jax.values import dtype_of
+from onward.engines.shared.arrays import dtype_of
 
 operators = Operators()
 

@@ -1,4 +1,4 @@
-"""Types and known values, as the files of the table need them."""
+"""Known values, as the files of the table need them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any
 import jax
 import jax.extend
 import numpy as np
-import onnx_ir as ir
 
 from onward.engines.framework import NotOnHost
 
@@ -22,8 +21,3 @@ def known_array(tensor: Any) -> np.ndarray:
         return np.asarray(jax.extend.core.concrete_or_error(None, tensor))
     except jax.errors.ConcretizationTypeError as error:
         raise NotOnHost from error
-
-
-def dtype_of(number: int) -> np.dtype:
-    """The type that an attribute names."""
-    return ir.DataType(number).numpy()

@@ -6,7 +6,6 @@ row that is nothing else, as `Abs=xp.abs`, becomes that function itself when a t
 
 from __future__ import annotations
 
-import functools
 import operator
 from collections.abc import Iterable
 from typing import Any
@@ -20,19 +19,28 @@ class Named:
 
     def __init__(self, name: str):
         self.name = name
+        self._functions: dict[int, Any] = {}
 
     def __getattr__(self, name: str) -> Named:
         if name.startswith("__"):
             raise AttributeError(name)
-        return Named(f"{self.name}.{name}")
+        found = Named(f"{self.name}.{name}")
+        setattr(self, name, found)
+        return found
 
     def __call__(self, *inputs: Any, **options: Any) -> Any:
-        return function_of(self, _namespace_of(inputs) or np)(*inputs, **options)
+        namespace = _namespace_of(inputs) or np
+        function = self._functions.get(id(namespace))
+        if function is None:
+            function = self._functions[id(namespace)] = function_of(self, namespace)
+        return function(*inputs, **options)
 
 
 class _Names:
     def __getattr__(self, name: str) -> Named:
-        return Named(name)
+        found = Named(name)
+        setattr(self, name, found)
+        return found
 
 
 xp: Any = _Names()
@@ -44,17 +52,14 @@ def function_of(row: Any, namespace: Any) -> Any:
 
 
 _NAMESPACES: dict[type, Any] = {}
+_BY_TYPE: dict[type, Any] = {}
+"""Those of all types that have been seen; None for what is no tensor of a framework."""
 
 
 def register(namespace: Any, kinds: Iterable[type]) -> None:
     """Let functions of tensors of these types be those of a namespace."""
     _NAMESPACES.update(dict.fromkeys(kinds, namespace))
-    _namespace.cache_clear()
-
-
-@functools.cache
-def _namespace(kind: type) -> Any:
-    return next((namespace for base, namespace in _NAMESPACES.items() if issubclass(kind, base)), None)
+    _BY_TYPE.clear()
 
 
 def _namespace_of(inputs: Iterable[Any]) -> Any:
@@ -65,11 +70,18 @@ def _namespace_of(inputs: Iterable[Any]) -> Any:
     return None
 
 
+def _namespace(kind: type) -> Any:
+    if kind not in _BY_TYPE:
+        known = (namespace for base, namespace in _NAMESPACES.items() if issubclass(kind, base))
+        _BY_TYPE[kind] = next(known, None)
+    return _BY_TYPE[kind]
+
+
 def dtype_of(number: int) -> np.dtype:
     """The type that an attribute names."""
     return ir.DataType(number).numpy()
 
 
-def as_vector(values: Any, axis: int, rank: int) -> Any:
-    """Numbers in a shape that has them along one of `rank` axes."""
-    return values.reshape([-1 if i == axis % rank else 1 for i in range(rank)])
+def place_along(vector: Any, axis: int, rank: int) -> Any:
+    """A vector in a shape that has it along one of `rank` axes."""
+    return vector.reshape([-1 if i == axis % rank else 1 for i in range(rank)])

@@ -28,8 +28,18 @@ class Functions:
     arctan = staticmethod(tf.atan)
     arcsinh = staticmethod(tf.asinh)
     bitwise_not = staticmethod(tf.bitwise.invert)
+    concatenate = staticmethod(tf.concat)
+    flip = staticmethod(tf.reverse)
     isinf = staticmethod(tf.math.is_inf)
     isnan = staticmethod(tf.math.is_nan)
+
+    @staticmethod
+    def split(x, places, axis):
+        return tf.split(x, np.diff([0, *places, x.shape[axis]]), axis)
+
+    @staticmethod
+    def tile(x, repeats):
+        return compute_as(tf.tile, {tf.uint16: tf.int32})(x, repeats)
 
     def __getattr__(self, name: str) -> Function:
         return next(getattr(module, name) for module in (tf, tf.math, tf.bitwise) if hasattr(module, name))

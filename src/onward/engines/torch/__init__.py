@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes, _get_current_di
 
 from onward.engines.framework import Framework, Function, Operators, table
 from onward.engines.torch.compilation import Compiled
-from onward.engines.torch.types import TYPES, from_array, has_type, to_array
+from onward.engines.torch.types import TYPES, Functions, from_array, has_type, to_array
 from onward.errors import UnknownNameError, near
 
 PRECISIONS = {None: None, "float32": None, "tf32": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -26,7 +26,7 @@ _MAKE_TENSORS = ("ConstantOfShape", "Range", "RandomNormal", "RandomUniform")
 
 class Torch(Framework):
     name = "torch"
-    operators = table(__name__, torch, [torch.Tensor])
+    operators = table(__name__, Functions(), [torch.Tensor])
 
     fuses = ("Attention", "onward.Linear")
     takes_numbers: ClassVar[Mapping[str, Sequence[int]]] = {

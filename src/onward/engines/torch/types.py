@@ -12,6 +12,18 @@ from onnx_ir import DataType
 from onward.engines.framework import NotOnHost, keywords
 from onward.engines.numpy import Numpy
 
+
+class Functions:
+    """Functions of PyTorch under the names that numpy has for them."""
+
+    expand_dims = staticmethod(torch.unsqueeze)
+    split = staticmethod(torch.tensor_split)
+    transpose = staticmethod(lambda x, perm: x.permute(perm or tuple(range(x.ndim))[::-1]))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
 TYPES = {
     DataType.BOOL: torch.bool,
     DataType.UINT8: torch.uint8,

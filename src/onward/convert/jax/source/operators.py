@@ -16,7 +16,6 @@ from onward.engines.framework import FAMILIES
 
 _RUNTIME = "onward.convert.jax.source.runtime"
 INSTEAD = {
-    "onward.engines.jax.values.dtype_of": _RUNTIME,
     "onward.engines.jax.elementwise.cast": _RUNTIME,
     "onward.engines.shared.arrays.dtype_of": _RUNTIME,
     "onward.engines.shared.arrays.xp": f"{_RUNTIME}:jnp",

@@ -1,0 +1,118 @@
+"""Operators that move elements, and make tensors of a given size."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from onward.engines.framework import Operators
+from onward.engines.shared.arrays import xp
+
+operators = Operators()
+
+operators(
+    Shape=lambda x, *, start, end=None: np.array(x.shape[start:end], np.int64),
+    Size=lambda x: np.array(math.prod(x.shape), np.int64),
+)
+
+
+@operators.define("Reshape")
+def reshape(x, shape, *, allowzero):
+    sizes = [x.shape[i] if size == 0 and not allowzero else size for i, size in enumerate(shape.tolist())]
+    return xp.reshape(x, sizes)
+
+
+operators(Flatten=lambda x, *, axis: xp.reshape(x, (math.prod(x.shape[:axis]), math.prod(x.shape[axis:]))))
+
+
+@operators.define("Squeeze")
+def squeeze(x, axes=None):
+    if axes is None:
+        return xp.squeeze(x)
+    return xp.squeeze(x, tuple(axes.ravel().tolist())) if axes.size else x
+
+
+@operators.define("Unsqueeze")
+def unsqueeze(x, axes):
+    rank = len(x.shape) + axes.size
+    for axis in sorted(axis % rank for axis in axes.ravel().tolist()):
+        x = xp.expand_dims(x, axis)
+    return x
+
+
+operators(
+    Transpose=lambda x, *, perm=None: xp.transpose(x, perm),
+    Concat=lambda *xs, axis: xp.concatenate(xs, axis),
+)
+
+
+@operators.define("Split")
+def split(x, sizes=None, *, axis, num_outputs=None, outputs):
+    if sizes is not None:
+        return tuple(xp.split(x, np.cumsum(sizes)[:-1].tolist(), axis))
+    total, count = x.shape[axis], num_outputs or outputs
+    return tuple(xp.split(x, [min(-(-total // count) * i, total) for i in range(1, count)], axis))
+
+
+@operators.define("Slice")
+def slices(x, starts, ends, axes=None, steps=None):
+    axes = range(len(starts)) if axes is None else axes.tolist()
+    steps = [1] * len(starts) if steps is None else steps.tolist()
+    kept, backwards = [slice(None)] * len(x.shape), []
+    for axis, start, end, step in zip(axes, starts.tolist(), ends.tolist(), steps, strict=True):
+        places = range(*slice(start, end, step).indices(x.shape[axis]))
+        if step < 0:
+            places = places[::-1]
+            backwards.append(axis)
+        kept[axis] = slice(places.start, places.stop, places.step) if places else slice(0, 0)
+    return xp.flip(x[tuple(kept)], tuple(backwards)) if backwards else x[tuple(kept)]
+
+
+operators(
+    Expand=lambda x, shape: xp.broadcast_to(x, np.broadcast_shapes(tuple(x.shape), tuple(shape.tolist()))),
+    Tile=lambda x, repeats: xp.tile(x, repeats.tolist()),
+)
+
+
+def cut_for_pad(x, pads, axes):
+    """A tensor without what negative padding takes away, and how much is added before and after each axis."""
+    amounts = [(0, 0)] * len(x.shape)
+    count = len(pads) // 2
+    for i, axis in enumerate(range(count) if axes is None else axes.tolist()):
+        amounts[axis] = (pads[i].item(), pads[count + i].item())
+    if any(min(amount) < 0 for amount in amounts):
+        x = x[tuple(slice(max(-a, 0), size + min(b, 0)) for (a, b), size in zip(amounts, x.shape, strict=True))]
+    return x, [(max(before, 0), max(after, 0)) for before, after in amounts]
+
+
+@operators.define("Trilu")
+def trilu(x, k=None, *, upper):
+    return (xp.triu if upper else xp.tril)(x, 0 if k is None else int(k))
+
+
+@operators.define("ConstantOfShape")
+def constant_of_shape(shape, *, value=None):
+    return np.full(shape.tolist(), *([0, np.float32] if value is None else [value.item(), value.dtype]))
+
+
+@operators.define("Range")
+def count(start, limit, delta):
+    start, limit, delta = (number.reshape(()) for number in (start, limit, delta))
+    steps = np.arange(max(math.ceil((limit - start) / delta), 0))
+    return (start + steps * delta).astype(start.dtype)
+
+
+@operators.define("ConcatFromSequence")
+def concat_from_sequence(sequence, *, axis, new_axis):
+    return xp.stack(sequence, axis) if new_axis else xp.concatenate(sequence, axis)
+
+
+@operators.define("SplitToSequence")
+def split_to_sequence(x, sizes=None, *, axis, keepdims):
+    total = x.shape[axis]
+    if sizes is not None and sizes.ndim:
+        return list(xp.split(x, np.cumsum(sizes)[:-1].tolist(), axis))
+    each = 1 if sizes is None else sizes.item()
+    parts = xp.split(x, list(range(each, total, each)), axis)
+    return [xp.squeeze(part, axis) for part in parts] if sizes is None and not keepdims else list(parts)
