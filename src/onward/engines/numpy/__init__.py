@@ -10,13 +10,25 @@ from typing import Any
 
 import numpy as np
 
-from onward.engines.framework import Framework, table
+from onward.engines.framework import Framework, Operators, table
+from onward.engines.numpy.precision import in_float32
+from onward.engines.shared import reduction
 from onward.errors import UnknownNameError
+
+_ROUNDED_ONCE = (reduction,)
+"""Shared rows that compute narrow floats in float32."""
+
+
+def _table() -> Operators:
+    made = table(__name__, np)
+    for family in _ROUNDED_ONCE:
+        made.update({name: in_float32(made[name]) for name in family.operators})
+    return made
 
 
 class Numpy(Framework):
     name = "numpy"
-    operators = table(__name__, np)
+    operators = _table()
 
     def __init__(self, *, device: str = "cpu"):
         if device not in self.devices():

@@ -87,20 +87,7 @@ operators(
 )
 
 
-def _position(find):
-    def position(x, *, axis, keepdims, select_last_index):
-        if select_last_index:
-            found = x.shape[axis] - 1 - find(tf.reverse(x, [axis % x.shape.rank]), axis)
-        else:
-            found = find(x, axis)
-        return tf.expand_dims(found, axis) if keepdims else found
-
-    return position
-
-
 operators(
-    ArgMax=_position(tf.argmax),
-    ArgMin=_position(tf.argmin),
     CumSum=lambda x, axis, *, exclusive, reverse: tf.cumsum(x, axis.item(), bool(exclusive), bool(reverse)),
 )
 

@@ -22,9 +22,20 @@ TYPES = frozenset(
 """Types that have kernels for nearly all operators; float8 and what is smaller than a byte have few."""
 
 
+def _keeping(find: Function) -> Function:
+    """A function that finds places along an axis, which may be kept."""
+
+    def place(x, axis, keepdims):
+        return tf.expand_dims(find(x, axis), axis) if keepdims else find(x, axis)
+
+    return place
+
+
 class Functions:
     """Functions of TensorFlow under the names that numpy has for them."""
 
+    argmax = staticmethod(_keeping(tf.argmax))
+    argmin = staticmethod(_keeping(tf.argmin))
     arctan = staticmethod(tf.atan)
     arcsinh = staticmethod(tf.asinh)
     bitwise_not = staticmethod(tf.bitwise.invert)

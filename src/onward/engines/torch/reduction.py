@@ -79,40 +79,6 @@ operators(
 )
 
 
-def _first_or_last(function):
-    def find(x, *, axis, keepdims, select_last_index):
-        if select_last_index:
-            return x.shape[axis] - 1 - function(x.flip(axis), axis, keepdim=bool(keepdims))
-        return function(x, axis, keepdim=bool(keepdims))
-
-    return find
-
-
-operators(
-    ArgMax=_first_or_last(torch.argmax),
-    ArgMin=_first_or_last(torch.argmin),
-)
-
-
-def _cumulative(function, first):
-    def accumulate(x, axis, *, exclusive, reverse):
-        axis = axis.item()
-        y = x.flip(axis) if reverse else x
-        if exclusive:
-            start = torch.full_like(y.narrow(axis, 0, 1), first)
-            y = torch.cat([start, y.narrow(axis, 0, y.shape[axis] - 1)], axis)
-        y = function(y, axis, dtype=x.dtype)
-        return y.flip(axis) if reverse else y
-
-    return accumulate
-
-
-operators(
-    CumSum=_cumulative(torch.cumsum, 0),
-    CumProd=_cumulative(torch.cumprod, 1),
-)
-
-
 @operators.define("TopK")
 def top_k(x, k, *, axis, largest, sorted):
     """By sorting, since of equal elements the first counts."""

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from onnx_ir import DataType
+from torch.nn import functional as F
 
 from onward.engines.framework import NotOnHost, keywords
 from onward.engines.numpy import Numpy
@@ -19,6 +20,10 @@ class Functions:
     expand_dims = staticmethod(torch.unsqueeze)
     split = staticmethod(torch.tensor_split)
     transpose = staticmethod(lambda x, perm: x.permute(perm or tuple(range(x.ndim))[::-1]))
+
+    @staticmethod
+    def pad(x, widths, constant_values):
+        return F.pad(x, [amount for width in reversed(widths) for amount in width], value=constant_values)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)

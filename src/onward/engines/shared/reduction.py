@@ -1,0 +1,81 @@
+"""Reductions, and what runs along an axis."""
+
+from __future__ import annotations
+
+from onward.engines.framework import Operators
+from onward.engines.shared.arrays import xp
+
+operators = Operators()
+
+
+def reduction(function):
+    """The row of a function of a tensor, axes (None: all of them), and whether these are kept."""
+
+    def reduce(x, axes=None, *, keepdims, noop_with_empty_axes):
+        given = axes is not None and axes.size
+        over = tuple(axes.tolist()) if given else () if noop_with_empty_axes else None
+        return function(x, axis=over, keepdims=bool(keepdims)).astype(x.dtype)
+
+    return reduce
+
+
+def total(x, **options):
+    return xp.sum(x, dtype=x.dtype, **options)
+
+
+operators(
+    ReduceSum=reduction(total),
+    ReduceMean=reduction(xp.mean),
+    ReduceProd=reduction(lambda x, **options: xp.prod(x, dtype=x.dtype, **options)),
+    ReduceL1=reduction(lambda x, **options: total(xp.abs(x), **options)),
+    ReduceL2=reduction(lambda x, **options: root(total(x * x, **options))),
+    ReduceLogSum=reduction(lambda x, **options: xp.log(total(x, **options))),
+    ReduceSumSquare=reduction(lambda x, **options: total(x * x, **options)),
+)
+
+
+def root(squares):
+    """The square root; where it is 0 the slope is taken to be 0."""
+    return xp.where(squares == 0, 0, xp.sqrt(xp.where(squares == 0, 1, squares)))
+
+
+def place(function):
+    """The row of a function that finds the first of some elements along an axis."""
+
+    def find(x, *, axis, keepdims, select_last_index):
+        if select_last_index:
+            return x.shape[axis] - 1 - function(xp.flip(x, (axis,)), axis, keepdims=bool(keepdims))
+        return function(x, axis, keepdims=bool(keepdims))
+
+    return find
+
+
+operators(ArgMax=place(xp.argmax), ArgMin=place(xp.argmin))
+
+
+def running(function, neutral):
+    """The row of a function that goes along an axis, from one end or the other."""
+
+    def run(x, axis, *, exclusive, reverse):
+        rank = len(x.shape)
+        axis = axis.item() % rank
+        if exclusive:
+            added, kept = ((0, 1), slice(1, None)) if reverse else ((1, 0), slice(0, -1))
+            padded = xp.pad(x, [added if i == axis else (0, 0) for i in range(rank)], constant_values=neutral)
+            x = padded[tuple(kept if i == axis else slice(None) for i in range(rank))]
+        return function(x, axis, reverse=bool(reverse))
+
+    return run
+
+
+def both_ways(function):
+    """A function that goes along an axis from its beginning, for `running`."""
+
+    def accumulate(x, axis, reverse):
+        y = function(xp.flip(x, (axis,)) if reverse else x, axis, dtype=x.dtype)
+        return xp.flip(y, (axis,)) if reverse else y
+
+    return accumulate
+
+
+operators(CumSum=running(both_ways(xp.cumsum), 0), CumProd=running(both_ways(xp.cumprod), 1))
