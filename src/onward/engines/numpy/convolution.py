@@ -8,7 +8,7 @@ import numpy as np
 
 from onward.engines.framework import Operators
 from onward.engines.numpy.precision import in_float32
-from onward.engines.numpy.windows import Windows, halves, windows
+from onward.engines.shared.windows import cut_off, paddings, reach
 
 operators = Operators()
 
@@ -16,11 +16,17 @@ operators = Operators()
 @operators.define("Conv")
 @in_float32
 def conv(x, w, b=None, *, auto_pad, dilations, group, pads, strides):
-    where = windows(x.shape[2:], w.shape[2:], auto_pad=auto_pad, dilations=dilations, pads=pads, strides=strides)
-    return _with_bias(convolve(where.of(x), w, group), b)
+    rank = w.ndim - 2
+    strides, dilations = strides or [1] * rank, dilations or [1] * rank
+    added = paddings(auto_pad, pads, x.shape[2:], w.shape[2:], strides, dilations)
+    extents = list(map(reach, w.shape[2:], dilations))
+    padded = np.pad(x, [(0, 0), (0, 0), *added])
+    view = np.lib.stride_tricks.sliding_window_view(padded, extents, tuple(range(2, x.ndim)))
+    windows = view[(..., *(slice(None, None, step) for step in (*strides, *dilations)))]
+    return _with_bias(_convolve(windows, w, group), b)
 
 
-def convolve(view, w, group):
+def _convolve(view, w, group):
     """The product of windows [N, C, *counts, *kernel] with weights [M, C / group, *kernel]."""
     rank = w.ndim - 2
     n, counts = view.shape[0], view.shape[2 : 2 + rank]
@@ -33,21 +39,21 @@ def convolve(view, w, group):
 @operators.define("ConvTranspose")
 @in_float32
 def conv_transpose(x, w, b=None, *, auto_pad, dilations, group, output_padding, output_shape, pads, strides):
-    rank, sizes = x.ndim - 2, x.shape[2:]
-    begins, ends = halves(pads, rank)
-    where = Windows(w.shape[2:], strides or [1] * rank, dilations or [1] * rank, begins, sizes)
-    full = [n + more for n, more in zip(where.covered, output_padding or [0] * rank, strict=True)]
-    if output_shape or auto_pad.startswith("SAME"):
-        shape = output_shape or [n * s for n, s in zip(sizes, where.strides, strict=True)]
-        cut = [max(n - wanted, 0) for n, wanted in zip(full, shape, strict=True)]
-        where.begins = [c // 2 if auto_pad == "SAME_UPPER" else c - c // 2 for c in cut]
-    else:
-        shape = [n - begin - end for n, begin, end in zip(full, begins, ends, strict=True)]
+    rank, sizes, kernel = x.ndim - 2, x.shape[2:], w.shape[2:]
+    strides, dilations, more = strides or [1] * rank, dilations or [1] * rank, output_padding or [0] * rank
+    cut = cut_off(auto_pad, pads, sizes, kernel, strides, dilations, more, output_shape)
+    covered = [(n - 1) * s + reach(k, d) for n, s, k, d in zip(sizes, strides, kernel, dilations, strict=True)]
     n, c = x.shape[:2]
-    grouped = x.reshape(n, group, c // group, -1)
     weights = w.reshape(group, c // group, -1).swapaxes(1, 2)
-    values = (weights @ grouped).reshape(n, group * w.shape[1], math.prod(w.shape[2:]), -1).swapaxes(2, 3)
-    return _with_bias(where.sum(values.reshape(n, -1, *sizes, *w.shape[2:]), shape), b)
+    values = (weights @ x.reshape(n, group, c // group, -1)).reshape(n, group * w.shape[1], *kernel, *sizes)
+    y = np.zeros((*values.shape[:2], *covered), values.dtype)
+    for place in np.ndindex(*kernel):
+        starts = [p * d for p, d in zip(place, dilations, strict=True)]
+        ends = [b + (n - 1) * s + 1 for b, n, s in zip(starts, sizes, strides, strict=True)]
+        y[(..., *map(slice, starts, ends, strides))] += values[(slice(None), slice(None), *place)]
+    ends = [(-before, m - after) for (before, after), m in zip(cut, more, strict=True)]
+    y = np.pad(y, [(0, 0), (0, 0), *((max(before, 0), max(after, 0)) for before, after in ends)])
+    return _with_bias(y[(..., *(slice(max(-before, 0), min(after, 0) or None) for before, after in ends))], b)
 
 
 def _with_bias(y, b):

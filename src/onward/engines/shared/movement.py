@@ -82,7 +82,7 @@ def cut_for_pad(x, pads, axes):
     for i, axis in enumerate(range(count) if axes is None else axes.tolist()):
         amounts[axis] = (pads[i].item(), pads[count + i].item())
     if any(min(amount) < 0 for amount in amounts):
-        x = x[tuple(slice(max(-a, 0), size + min(b, 0)) for (a, b), size in zip(amounts, x.shape, strict=True))]
+        x = x[tuple(slice(max(-before, 0), min(after, 0) or None) for before, after in amounts)]
     return x, [(max(before, 0), max(after, 0)) for before, after in amounts]
 
 

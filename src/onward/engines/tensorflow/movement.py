@@ -2,32 +2,111 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import tensorflow as tf
 
 from onward.engines.framework import Operators
 from onward.engines.shared.movement import cut_for_pad
-from onward.engines.tensorflow.tensors import dtype_of, on_host, sizes
+from onward.engines.tensorflow.sizes import (
+    elements,
+    is_size,
+    is_vector_of_sizes,
+    number,
+    product,
+    shape_of,
+    size_of,
+    vector,
+    wider,
+)
+from onward.engines.tensorflow.tensors import compute_as, dtype_of, on_host, scalar
 
 operators = Operators()
 
 
 @operators.define("Shape")
 def shape(x, *, start, end):
-    """Known, but where a traced loop has gone round nobody knows how often."""
-    part = x.shape[start:end]
-    return np.array(part, np.int64) if part.is_fully_defined() else tf.shape(x, tf.int64)[start:end]
+    return tf.shape(x, tf.int64)[start:end] if x.shape.rank is None else vector(shape_of(x)[start:end])
 
 
-operators(Size=lambda x: np.array(math.prod(x.shape), np.int64) if x.shape.is_fully_defined() else tf.size(x, tf.int64))
+@operators.define("Size")
+def size(x):
+    count = tf.size(x, tf.int64) if x.shape.rank is None else product(shape_of(x))
+    return np.array(count, np.int64) if isinstance(count, int) else count
+
+
+@operators.define("Reshape")
+def reshape(x, shape, *, allowzero):
+    wanted = elements(shape)
+    if is_size(x) and len(wanted) == 1:
+        return vector([number(x)])
+    if not allowzero:
+        wanted = [size_of(x, i) if isinstance(size, int) and size == 0 else size for i, size in enumerate(wanted)]
+    unknown = [i for i, size in enumerate(wanted) if not isinstance(size, int)]
+    if len(unknown) == 1 and all(size > 0 for i, size in enumerate(wanted) if i not in unknown):
+        wanted[unknown[0]] = -1
+    return tf.reshape(x, vector(wanted))
 
 
 @operators.define("Flatten")
 def flatten(x, *, axis):
-    shape = sizes(x)
-    return tf.reshape(x, [math.prod(shape[:axis]), math.prod(shape[axis:])])
+    sizes = shape_of(x)
+    return tf.reshape(x, vector([product(sizes[:axis]), product(sizes[axis:])]))
+
+
+@operators.define("Unsqueeze")
+def unsqueeze(x, axes):
+    if is_size(x) and axes.size == 1:
+        return vector([number(x)])
+    rank = x.shape.rank + axes.size
+    for axis in sorted(axis % rank for axis in axes.reshape(-1).tolist()):
+        x = tf.expand_dims(x, axis)
+    return x
+
+
+@operators.define("Concat")
+def concat(*xs, axis):
+    if any(map(is_vector_of_sizes, xs)):
+        return vector([element for x in xs for element in elements(x)])
+    return tf.concat(xs, axis)
+
+
+@operators.define("Slice")
+def slice_(x, starts, ends, axes=None, steps=None):
+    begins, ends = elements(starts), elements(ends)
+    axes = range(len(begins)) if axes is None else elements(axes)
+    steps = [1] * len(begins) if steps is None else elements(steps)
+    places = [slice(None)] * x.shape.rank
+    for axis, begin, end, step in zip(axes, begins, ends, steps, strict=True):
+        places[axis] = _places(begin, end, step, x.shape[axis])
+    if is_vector_of_sizes(x) and all(isinstance(part, int | None) for part in (places[0].start, places[0].stop)):
+        return vector(elements(x)[places[0]])
+    return x[tuple(places)]
+
+
+def _places(begin, end, step, size):
+    """A slice along an axis, within its size where that is known; else None for what is beyond any end."""
+    if size is None or not (isinstance(begin, int) and isinstance(end, int)):
+        return slice(
+            *(None if isinstance(place, int) and abs(place) >= _FAR else place for place in (begin, end)), step
+        )
+    begin, end, step = slice(begin, end, step).indices(size)
+    return slice(begin, None if end < 0 else end, step) if begin >= 0 else slice(0, 0)
+
+
+_FAR = (1 << 31) - 1
+
+
+@operators.define("Expand")
+def expand(x, shape):
+    own, wanted = shape_of(x), elements(shape)
+    rank = max(len(own), len(wanted))
+    pairs = zip(*([1] * (rank - len(sizes)) + sizes for sizes in (own, wanted)), strict=True)
+    return tf.broadcast_to(x, vector([wider(a, b) for a, b in pairs]))
+
+
+operators(
+    Tile=lambda x, repeats: compute_as(tf.tile, {tf.uint16: tf.int32})(x, vector(elements(repeats))),
+)
 
 
 @operators.define("Pad")
@@ -36,7 +115,7 @@ def pad(x, pads, value=None, axes=None, *, mode):
     if mode == "constant" and value is None:
         return tf.pad(kept, widths)
     if mode == "constant":  # in tf.pad it has no derivative
-        inside = tf.pad(tf.ones(kept.shape, tf.bool), widths)
+        inside = tf.pad(tf.ones_like(kept, tf.bool), widths)
         return tf.where(inside, tf.pad(kept, widths), tf.reshape(value, []))
     for axis, width in enumerate(widths):
         if any(width):
@@ -52,8 +131,16 @@ operators(
 @operators.define("Trilu")
 def trilu(x, k=None, *, upper):
     place = 0 if k is None else k.item()
-    ones = np.ones(x.shape[-2:], bool)
-    return tf.where(np.triu(ones, place) if upper else np.tril(ones, place), x, tf.zeros([], x.dtype))
+    columns, rows = (tf.range(tf.cast(size_of(x, axis), tf.int64)) for axis in (-1, -2))
+    distance = columns[None] - rows[:, None]
+    return tf.where(distance >= place if upper else distance <= place, x, scalar(0, x))
+
+
+@operators.define("ConstantOfShape")
+def constant_of_shape(shape, *, value):
+    if isinstance(shape, np.ndarray):
+        return on_host("ConstantOfShape")(shape, value=value)
+    return tf.fill(vector(elements(shape)), np.float32(0) if value is None else value.reshape([]))
 
 
 @operators.define("EyeLike")
@@ -61,3 +148,10 @@ def eye_like(x, *, dtype, k):
     rows, columns = x.shape
     kind = x.dtype if dtype is None else dtype_of(dtype)
     return on_host("EyeLike")(x, dtype=dtype, k=k) if kind is None else tf.cast(np.eye(rows, columns, k), kind)
+
+
+@operators.define("Range")
+def range_(*numbers):
+    if all(isinstance(x, np.ndarray) for x in numbers):
+        return on_host("Range")(*numbers)
+    return tf.range(*map(tf.convert_to_tensor, numbers))

@@ -45,12 +45,12 @@ class Functions:
     isnan = staticmethod(tf.math.is_nan)
 
     @staticmethod
-    def split(x, places, axis):
-        return tf.split(x, np.diff([0, *places, x.shape[axis]]), axis)
+    def pad(x, widths, constant_values=0):
+        return tf.pad(x, widths, constant_values=tf.cast(constant_values, x.dtype)) if np.any(widths) else x
 
     @staticmethod
-    def tile(x, repeats):
-        return compute_as(tf.tile, {tf.uint16: tf.int32})(x, repeats)
+    def split(x, places, axis):
+        return tf.split(x, [*np.diff([0, *places]), -1], axis)
 
     def __getattr__(self, name: str) -> Function:
         return next(getattr(module, name) for module in (tf, tf.math, tf.bitwise) if hasattr(module, name))

@@ -4,27 +4,18 @@ from __future__ import annotations
 
 import functools
 import math
-import operator
 
 import torch
 from torch.nn import functional as F
 
 from onward.engines.framework import Operators
-from onward.engines.shared.windows import counts, paddings, with_ceiling
+from onward.engines.shared.pooling import count_elements, place_windows, sum_windows
 from onward.engines.torch.convolution import pad
 
 operators = Operators()
 
 _MAX_POOLS = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
 _AVERAGE_POOLS = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
-
-
-def _slid(x, auto_pad, ceil_mode, kernel, dilations, pads, strides):
-    """Strides, dilations, what is added (before, after), and what of it was asked for."""
-    strides, dilations = strides or [1] * len(kernel), dilations or [1] * len(kernel)
-    asked = paddings(auto_pad, pads, x.shape[2:], kernel, strides, dilations)
-    amounts = with_ceiling(asked, x.shape[2:], kernel, strides, dilations) if ceil_mode else asked
-    return strides, dilations, amounts, asked
 
 
 def _takes(amounts, kernel):
@@ -34,7 +25,7 @@ def _takes(amounts, kernel):
 
 @operators.define("MaxPool")
 def max_pool(x, *, auto_pad, ceil_mode, dilations, kernel_shape, pads, storage_order, strides, outputs):
-    strides, dilations, amounts, _ = _slid(x, auto_pad, ceil_mode, kernel_shape, dilations, pads, strides)
+    _, strides, dilations, _, amounts = place_windows(x, kernel_shape, auto_pad, ceil_mode, dilations, pads, strides)
     pool, y = _MAX_POOLS[len(kernel_shape)], x if x.is_floating_point() else x.float()
     before = [before for before, _ in amounts]
     if not _takes(amounts, kernel_shape):
@@ -61,31 +52,14 @@ def _flat_places(places, sizes, shifts, shape, storage_order):
     return flat + planes * math.prod(shape[2:])
 
 
-def _sum_windows(x, kernel, strides, dilations, amounts):
-    """The sums over windows, by a convolution with ones."""
-    flat = pad(x, amounts).flatten(0, 1).unsqueeze(1)
-    ones = x.new_ones(1, 1, *kernel)
-    y = torch.convolution(flat, ones, None, strides, [0] * len(kernel), dilations, False, [0] * len(kernel), 1)
-    return y.reshape(*x.shape[:2], *y.shape[2:])
-
-
 @operators.define("AveragePool")
 def average_pool(x, *, auto_pad, ceil_mode, count_include_pad, dilations, kernel_shape, pads, strides):
-    strides, dilations, amounts, asked = _slid(x, auto_pad, ceil_mode, kernel_shape, dilations, pads, strides)
-    if set(dilations) == {1} and amounts == asked and _takes(amounts, kernel_shape):
-        before = [before for before, _ in amounts]
+    windows = place_windows(x, kernel_shape, auto_pad, ceil_mode, dilations, pads, strides)
+    if set(windows.dilations) == {1} and windows.added == windows.asked and _takes(windows.added, kernel_shape):
+        before = [before for before, _ in windows.added]
         pool = _AVERAGE_POOLS[len(kernel_shape)]
-        return pool(x, kernel_shape, strides, before, count_include_pad=bool(count_include_pad))
-    counted = asked if count_include_pad else [(0, 0)] * len(asked)
-    along = map(counts, x.shape[2:], amounts, counted, kernel_shape, strides, dilations)
-    number = functools.reduce(operator.mul, torch.meshgrid(*map(torch.from_numpy, along), indexing="ij"))
-    return _sum_windows(x, kernel_shape, strides, dilations, amounts) / number.to(x)
-
-
-@operators.define("LpPool")
-def lp_pool(x, *, auto_pad, ceil_mode, dilations, kernel_shape, p, pads, strides):
-    strides, dilations, amounts, _ = _slid(x, auto_pad, ceil_mode, kernel_shape, dilations, pads, strides)
-    return _sum_windows(x.abs() ** p, kernel_shape, strides, dilations, amounts) ** (1 / p)
+        return pool(x, kernel_shape, windows.strides, before, count_include_pad=bool(count_include_pad))
+    return sum_windows(x, windows) / torch.from_numpy(count_elements(x, windows, count_include_pad)).to(x)
 
 
 def _globally(function):
