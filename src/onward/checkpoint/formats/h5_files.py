@@ -12,15 +12,15 @@ import numpy as np
 
 from onward.checkpoint.description import Checkpoint
 from onward.checkpoint.format import Captured, Format
-from onward.checkpoint.pytorch.archive import member_start
 from onward.checkpoint.pytorch.folders import has
 from onward.checkpoint.safetensors_files import read_json, write_json
 from onward.checkpoint.tensors import StoredTensor
 from onward.checkpoint.tf.fitted import Fitted
-from onward.checkpoint.tf.h5 import MAGIC, read_h5, write_h5
+from onward.checkpoint.tf.h5 import read_h5, write_h5
 from onward.errors import UnsupportedError
 from onward.model.storage.files import blame_file, regular
-from onward.model.storage.npz import BAD_ZIP, members_of
+from onward.model.storage.hdf5 import HDF5
+from onward.model.storage.zip_members import BAD_ZIP, members_of, stored_range
 
 _CONFIG, _WEIGHTS, _METADATA = "config.json", "model.weights.h5", "metadata.json"
 _BACKUP, _PROGRESS = "latest.weights.h5", "training_metadata.json"
@@ -36,7 +36,7 @@ def matches(path: Path) -> bool:
         regular(path)
         if path.name.endswith(".h5"):
             with open(path, "rb") as file:
-                return file.read(len(MAGIC)) == MAGIC
+                return file.read(len(HDF5)) == HDF5
         with zipfile.ZipFile(path) as archive:
             return {_CONFIG, _METADATA} <= set(archive.namelist())
     except BAD_ZIP:
@@ -72,9 +72,9 @@ def _read_backup(folder: Path) -> Checkpoint:
 
 def _read_archive(path: Path) -> Checkpoint:
     with blame_file(f"`{path}` is not a whole .keras file", *BAD_ZIP), zipfile.ZipFile(path) as archive:
-        size, members = regular(path).st_size, members_of(archive)
+        members = members_of(archive)
         config, metadata = (_json(archive, members[name]) for name in (_CONFIG, _METADATA))
-        places = {name: _place(archive, info, size) for name, info in members.items() if not info.is_dir()}
+        places = {name: stored_range(archive, info) for name, info in members.items() if not info.is_dir()}
     if _WEIGHTS not in places:
         raise UnsupportedError(f"`{path}` has its weights in several files", hint="save it with `model.save` as one")
     groups = read_h5(path, *places[_WEIGHTS])
@@ -104,16 +104,6 @@ def _json(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ValueError(f"`{info.filename}` holds no object")
     return found
-
-
-def _place(archive: zipfile.ZipFile, info: zipfile.ZipInfo, size: int) -> tuple[int, int]:
-    """Where a member begins and how long it is: its bytes are in the file as they are."""
-    if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1:
-        raise ValueError(f"`{info.filename}` is compressed or encrypted, which Keras does not do")
-    start = member_start(archive, info)
-    if start + info.file_size > size:
-        raise ValueError(f"`{info.filename}` lies outside of the file")
-    return start, info.file_size
 
 
 def _code(tree: Any) -> Iterator[str]:

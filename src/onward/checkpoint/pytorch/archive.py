@@ -19,9 +19,8 @@ from onward.checkpoint.pytorch.pickling import Persistent, write_pickle
 from onward.checkpoint.tensors import StoredTensor, Tensor, contiguous
 from onward.errors import InvalidModelError, UnsupportedError
 from onward.model.storage.files import reason, regular
-from onward.model.storage.npz import BAD_ZIP, members_of
+from onward.model.storage.zip_members import BAD_ZIP, LOCAL_HEADER, ZIPPED, members_of, stored_range
 
-_LOCAL_HEADER = struct.Struct("<4s22xHH")
 _LONGEST_START = 1 << 10
 _MOST_REPEATED = 16 << 20
 """Bytes of a tensor that is larger than its data, since it repeats them."""
@@ -62,10 +61,10 @@ def is_torch_file(path: Path) -> bool:
 
 def _first_member(start: bytes) -> str:
     """The name of the first file of an archive, by how it begins; nothing if it is none."""
-    if len(start) < _LOCAL_HEADER.size or not start.startswith(b"PK\x03\x04"):
+    if len(start) < LOCAL_HEADER.size or not start.startswith(ZIPPED):
         return ""
-    _, length, _ = _LOCAL_HEADER.unpack_from(start)
-    return start[_LOCAL_HEADER.size : _LOCAL_HEADER.size + length].decode("utf-8", "replace")
+    _, length, _ = LOCAL_HEADER.unpack_from(start)
+    return start[LOCAL_HEADER.size : LOCAL_HEADER.size + length].decode("utf-8", "replace")
 
 
 def mentions(path: Path, word: str) -> bool:
@@ -207,23 +206,10 @@ class _Storages:
         info = self._members.get(f"{self._folder}{name}")
         if info is None:
             raise ValueError(f"the data of a tensor, `{str(name)[:40]}`, is not there")
-        if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1 or info.file_size < size * dtype.itemsize:
-            raise ValueError(f"the data of a tensor, `{info.filename}`, is compressed, encrypted or cut off")
-        start = self._begin + member_start(self._archive, info)
-        if start + info.file_size > self._path.stat().st_size:
-            raise ValueError(f"the data of a tensor, `{info.filename}`, lies outside of the file")
-        return _Storage(self._path, start, start + info.file_size, dtype)
-
-
-def member_start(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> int:
-    """Where a member's own bytes begin, behind a header of its own."""
-    file = archive.fp
-    assert file is not None
-    file.seek(info.header_offset)
-    magic, name, extra = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))
-    if magic != b"PK\x03\x04":
-        raise ValueError(f"`{info.filename}` is not where the zip file says")
-    return info.header_offset + _LOCAL_HEADER.size + int(name) + int(extra)
+        start, length = stored_range(self._archive, info)
+        if length < size * dtype.itemsize:
+            raise ValueError(f"the data of a tensor, `{info.filename}`, is cut off")
+        return _Storage(self._path, self._begin + start, self._begin + start + length, dtype)
 
 
 # ---- writing ---------------------------------------------------------------------------------------------------------

@@ -1,15 +1,9 @@
-"""HDF5 as Keras writes it, in a file or in a part of one: what lies where. Read without the HDF5 library.
-
-That library can be made to crash, or never to come back, by files that are damaged; and HDF5 can point to other files
-of the machine, in circles, and unpack to any size. Here is what h5py writes for Keras, and no more: groups with a table
-of symbols, arrays that lie in one piece, attributes that are text. Every place is checked, and none is visited twice.
-"""
+"""The HDF5 files of Keras: groups of arrays, which are places in them."""
 
 from __future__ import annotations
 
 import mmap
-import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,233 +14,33 @@ import numpy as np
 from onward.checkpoint.tensors import ArrayTensor, StoredTensor, Tensor, contiguous
 from onward.errors import UnsupportedError
 from onward.model.storage.files import blame_file
+from onward.model.storage.hdf5 import BFLOAT16, DAMAGED, read_hdf5
+from onward.model.storage.headers import Stored
 
-MAGIC = b"\x89HDF\r\n\x1a\n"
-_NOWHERE = (1 << 64) - 1
 _LARGE = 1 << 16
 """Bytes of an array from which on it is written a part at a time."""
-_MOST_PARTS, _DEEPEST = 20_000_000, 64
-_SPACE, _TYPE, _EXTERNAL, _LAYOUT, _ATTRIBUTE, _MORE, _SYMBOLS = 1, 3, 7, 8, 12, 16, 17
-_NEWER = {2, 6, 18, 21}
-"""Messages of kinds that only newer layouts have: links, and attributes that are elsewhere."""
-_BFLOAT16 = {"dtype": "bfloat16"}
-"""The attribute that Keras gives to arrays of a type that HDF5 has not."""
 
 Groups = Mapping[str, Mapping[str, Any]]
 """By path: the attributes of a group, and its arrays."""
-Messages = list[tuple[int, bytes]]
-
-
-# ---- reading ---------------------------------------------------------------------------------------------------------
 
 
 def read_h5(path: Path, start: int = 0, length: int | None = None) -> dict[str, dict[str, Any]]:
     """The groups of a file, or of the part of it that begins at `start`; arrays are places in it."""
     with (
-        blame_file(f"`{path}` is not a whole HDF5 file of Keras", OSError, ValueError, struct.error),
+        blame_file(f"`{path}` is not a whole HDF5 file of Keras", *DAMAGED),
         open(path, "rb") as file,
         mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data,
     ):
-        end = len(data) if length is None else start + length
-        if end > len(data):
-            raise ValueError("it lies outside of the file")
-        return dict(_Reader(path, data, start, end).groups())
+        groups = read_hdf5(data, start, length)
+        for group in groups.values():
+            group["arrays"] = {key: _tensor(path, array) for key, array in group["arrays"].items()}
+        return groups
 
 
-class _Reader:
-    def __init__(self, path: Path, data: mmap.mmap, start: int, end: int):
-        self._path, self._data, self._start, self._end = path, data, start, end
-        self._seen: set[int] = set()
-        self._left = min(2 * (end - start), _MOST_PARTS)
-        """Parts that may still be looked at: small files can be made in which the same bytes are many things."""
-
-    def _bytes(self, at: int, size: int) -> bytes:
-        if at + size > self._end - self._start:
-            raise ValueError("something of it lies outside of the file")
-        return self._data[self._start + at : self._start + at + size]
-
-    def _numbers(self, form: str, at: int) -> tuple[Any, ...]:
-        return struct.unpack(form, self._bytes(at, struct.calcsize(form)))
-
-    def _visit(self, at: int) -> None:
-        if at in self._seen:
-            raise ValueError("it leads in circles, or has something twice")
-        self._seen.add(at)
-        self._count()
-
-    def _count(self) -> None:
-        self._left -= 1
-        if self._left < 0:
-            raise ValueError("it holds more than there can be in it")
-
-    def groups(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        magic, version, offsets, lengths = self._numbers("<8sB4xBB", 0)
-        if magic != MAGIC:
-            raise ValueError("it does not begin as one does")
-        if version > 1 or (offsets, lengths) != (8, 8):
-            raise ValueError("it has another layout than h5py gives to it: save it again with Keras")
-        base, root = self._numbers("<Q32xQ", 24 if version == 0 else 28)[0], 24 + 4 * version + 32
-        if base:
-            raise ValueError("it does not begin where it says")
-        yield from self._group(self._numbers("<8xQ", root)[0], "", 0)
-
-    def _group(self, at: int, path: str, depth: int) -> Iterator[tuple[str, dict[str, Any]]]:
-        if depth > _DEEPEST:
-            raise ValueError("its groups are nested deeper than those of any model")
-        messages = self._messages(at)
-        tables = [struct.unpack("<QQ", data[:16]) for kind, data in messages if kind == _SYMBOLS]
-        if len(tables) != 1:
-            raise ValueError(f"`{path}` is no group")
-        arrays, inner = {}, []
-        for name, place in self._members(*tables[0]):
-            inside = self._messages(place, visit=False)
-            if any(kind == _SYMBOLS for kind, _ in inside):
-                inner.append((name, place))
-            else:
-                self._visit(place)
-                arrays[name] = self._array(name, inside)
-        yield path, {"attributes": self._attributes(messages), "arrays": arrays}
-        for name, place in inner:
-            yield from self._group(place, f"{path}/{name}".lstrip("/"), depth + 1)
-
-    def _messages(self, at: int, visit: bool = True) -> Messages:
-        """What the header of an object says, in one piece or several."""
-        if visit:
-            self._visit(at)
-        version, count, size = self._numbers("<BxH4xI", at)
-        if version != 1:
-            raise ValueError("it has another layout than h5py gives to it: save it again with Keras")
-        pieces, found = [(at + 16, size)], Messages()
-        while pieces and len(found) < count:
-            place, left = pieces.pop(0)
-            while left >= 8 and len(found) < count:
-                kind, length, flags = self._numbers("<HHB", place)
-                if length + 8 > left or kind in _NEWER or (flags & 2 and kind in (_SPACE, _TYPE, _LAYOUT)):
-                    raise ValueError("the header of something in it makes no sense")
-                self._count()
-                body = self._bytes(place + 8, length)
-                found.append((kind, body))
-                if kind == _MORE:
-                    pieces.append(struct.unpack("<QQ", body[:16]))
-                place, left = place + 8 + length, left - 8 - length
-        return found
-
-    def _members(self, tree: int, heap: int) -> Iterator[tuple[str, int]]:
-        """Names and places of what is in a group: leaves of a tree, with names in a heap."""
-        magic, size, names = self._numbers("<4s4xQ8xQ", heap)
-        if magic != b"HEAP":
-            raise ValueError("the names of something in it are not there")
-        pending = [tree]
-        while pending:
-            at = pending.pop()
-            self._visit(at)
-            (magic,) = self._numbers("<4s", at)
-            if magic == b"TREE":
-                kind, _, used = self._numbers("<BBH", at + 4)
-                if kind:
-                    raise ValueError("the tree of a group is of something else")
-                children = struct.unpack(f"<{used * 2}Q", self._bytes(at + 24, used * 16))[1::2]
-                pending.extend(reversed(children))
-            elif magic == b"SNOD":
-                for index in range(self._numbers("<H", at + 6)[0]):
-                    name, place, cached = self._numbers("<QQI", at + 8 + 40 * index)
-                    if cached == 2 or place == _NOWHERE or name >= size:
-                        raise ValueError("it has a link to somewhere else")
-                    yield self._text(names + name, size - name), place
-            else:
-                raise ValueError("the members of a group are not there")
-
-    def _text(self, at: int, most: int) -> str:
-        found = self._bytes(at, min(most, 4096, self._end - self._start - at))
-        return found.partition(b"\0")[0].decode()
-
-    # ---- arrays and attributes ---------------------------------------------------------------------------------------
-
-    def _array(self, name: str, messages: Messages) -> Tensor:
-        said = dict(messages)
-        if not said.keys() >= {_SPACE, _TYPE, _LAYOUT} or _EXTERNAL in said:
-            raise ValueError(f"`{name}` is no array, or its elements are in other files")
-        shape = _shape(said[_SPACE])
-        named = self._attributes(messages).get("dtype")
-        dtype = np.dtype(ml_dtypes.bfloat16) if named == _BFLOAT16["dtype"] else _type(said[_TYPE])
-        if dtype.itemsize != struct.unpack_from("<I", said[_TYPE], 4)[0]:
-            raise ValueError(f"`{name}` is of a type that Keras has not")
-        size = dtype.itemsize * int(np.prod(shape, dtype=object))
-        version, kind = said[_LAYOUT][:2]
-        if version not in (3, 4) or kind > 1:
-            raise ValueError(f"`{name}` is packed: save it again with Keras")
-        if kind == 0:
-            (stored,) = struct.unpack_from("<H", said[_LAYOUT], 2)
-            if stored < size:
-                raise ValueError(f"`{name}` is cut off")
-            return ArrayTensor(np.frombuffer(said[_LAYOUT][4 : 4 + size], dtype).reshape(shape))
-        offset, stored = struct.unpack_from("<QQ", said[_LAYOUT], 2)
-        if not size:
-            return ArrayTensor(np.zeros(shape, dtype))
-        if stored < size or offset == _NOWHERE or offset + size > self._end - self._start:
-            raise ValueError(f"`{name}` lies outside of the file")
-        return StoredTensor(self._path, self._start + offset, dtype, shape, contiguous(shape))
-
-    def _attributes(self, messages: Messages) -> dict[str, str]:
-        """Those that are text."""
-        found = {}
-        for body in (body for kind, body in messages if kind == _ATTRIBUTE):
-            version, named, typed, spaced = struct.unpack_from("<BxHHH", body)
-            padded = 8 if version == 1 else 1
-            at, parts = 9 if version == 3 else 8, []
-            for size in (named, typed, spaced):
-                parts.append(body[at : at + size])
-                at += -(-size // padded) * padded
-            kind = parts[1][0] & 15 if parts[1] else -1
-            if kind == 9:
-                found[parts[0].partition(b"\0")[0].decode()] = self._variable_text(body[at : at + 16])
-            elif kind == 3:
-                length = struct.unpack_from("<I", parts[1], 4)[0]
-                found[parts[0].partition(b"\0")[0].decode()] = body[at : at + length].partition(b"\0")[0].decode()
-        return found
-
-    def _variable_text(self, data: bytes) -> str:
-        """A text of any length, which is in a heap that many share."""
-        length, heap, wanted = struct.unpack("<IQI", data)
-        magic, size = self._numbers("<4s4xQ", heap)
-        if magic != b"GCOL":
-            raise ValueError("a text of it is not there")
-        at = 16
-        while at + 16 <= size:
-            self._count()
-            index, stored = self._numbers("<H6xQ", heap + at)
-            if index == wanted:
-                return self._bytes(heap + at + 16, min(length, stored)).decode()
-            if not index:
-                break
-            at += 16 + -(-stored // 8) * 8
-        raise ValueError("a text of it is not there")
-
-
-def _shape(space: bytes) -> tuple[int, ...]:
-    version, rank = space[:2]
-    if version not in (1, 2) or rank > 32:
-        raise ValueError("an array has no shape that there could be")
-    shape = struct.unpack_from(f"<{rank}Q", space, 8 if version == 1 else 4)
-    if any(size >= 1 << 48 for size in shape):
-        raise ValueError("an array has no shape that there could be")
-    return shape
-
-
-def _type(stored: bytes) -> np.dtype:
-    """A type of numbers: whole ones, floating ones, or the two names that truth has."""
-    kind, (order, _, _), size = stored[0] & 15, stored[1:4], struct.unpack_from("<I", stored, 4)[0]
-    if kind == 0 and not order & 1 and size in (1, 2, 4, 8):
-        return np.dtype(f"{'i' if order & 8 else 'u'}{size}")
-    if kind == 1 and not order & 65 and size in (2, 4, 8):
-        is_wide = size == 2 and stored[13] == 8
-        return np.dtype(ml_dtypes.bfloat16) if is_wide else np.dtype(f"f{size}")
-    if kind == 8 and size == 1:
-        return np.dtype(np.bool_)
-    raise ValueError("an array is of a type that Keras has not")
-
-
-# ---- writing ---------------------------------------------------------------------------------------------------------
+def _tensor(path: Path, found: Stored | np.ndarray) -> Tensor:
+    if isinstance(found, np.ndarray):
+        return ArrayTensor(found)
+    return StoredTensor(path, found.offset, found.dtype, found.shape, contiguous(found.shape))
 
 
 def h5py() -> ModuleType:
@@ -273,7 +67,7 @@ def write_h5(path: Path, groups: Groups) -> None:
                 given = {"shape": tensor.shape, "dtype": tensor.dtype, "dcpl": early}
                 written = made.create_dataset(key, **(given if is_large else {"data": tensor.array()}))
                 if tensor.dtype == ml_dtypes.bfloat16:
-                    written.attrs.update(_BFLOAT16)
+                    written.attrs.update(BFLOAT16)
                 if is_large:
                     places.append((written.id.get_offset(), tensor))
     with open(path, "r+b") as file:

@@ -45,7 +45,7 @@ def restore(path: Path, like: Model | None = None) -> Model:
     held = list(live.variables_by_name.values())
     in_order = [*(v for v in held if v.trainable), *(v for v in held if not v.trainable)]
     places = {"vars": in_order, "optimizer/vars": live.optimizer.variables}
-    arrays = read_weights(path, {place: [tuple(v.shape) for v in variables] for place, variables in places.items()})
+    arrays = read_weights(path, places)
     problems = Problems(f"the state of `{path}`")
     for place, variables in places.items():
         if len(arrays[place]) < len(variables):

@@ -2,35 +2,16 @@
 
 from __future__ import annotations
 
-import lzma
-import struct
 import zipfile
-import zlib
 from typing import Literal
 
 import numpy as np
 
 from onward.model.storage.files import PathLike, regular
 from onward.model.storage.headers import npy_header
+from onward.model.storage.zip_members import BAD_ZIP, members_of
 
 _LONGEST_HEADER = 1 << 20
-
-BAD_ZIP = (
-    zipfile.BadZipFile, zlib.error, lzma.LZMAError, struct.error, EOFError, OSError, ValueError, OverflowError,
-    NotImplementedError, RuntimeError,
-)  # fmt: skip
-"""What is raised for zip files that are damaged, or of a kind that is not read."""
-
-
-def members_of(archive: zipfile.ZipFile, ending: str = "") -> dict[str, zipfile.ZipInfo]:
-    """The files of an archive, by their names without an ending."""
-    found: dict[str, zipfile.ZipInfo] = {}
-    for info in archive.infolist():
-        name = info.filename.removesuffix(ending)
-        if name in found:  # readers differ in which one they take
-            raise ValueError(f"`{name}` is in it twice")
-        found[name] = info
-    return found
 
 
 def read_npz(path: PathLike) -> dict[str, np.ndarray]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 import zipfile
 from pathlib import Path
 from typing import IO
@@ -11,7 +10,7 @@ import numpy as np
 
 from onward.errors import DataError, Error
 from onward.model.storage.headers import npy_header, safetensors_header
-from onward.model.storage.npz import BAD_ZIP, members_of
+from onward.model.storage.zip_members import BAD_ZIP, members_of, stored_range
 from onward.training.data.dataset import Columns
 from onward.training.data.files import DataFile, FileRows, rows_of
 
@@ -45,8 +44,8 @@ def open_npz(path: Path, only: str | None = None) -> Columns:
 def _member(archive: zipfile.ZipFile, info: zipfile.ZipInfo, file: DataFile) -> FileRows | np.ndarray:
     origin = f"{file.origin}, array `{info.filename.removesuffix('.npy')}`"
     if info.compress_type == zipfile.ZIP_STORED:  # its bytes are in the file as they are
-        lengths = file.read(info.header_offset + 26, 4)  # of what is before them; the directory may have others
-        return _array(file, info.header_offset + 30 + sum(struct.unpack("<HH", lengths)), origin, info.file_size)
+        start, room = stored_range(archive, info)
+        return _array(file, start, origin, room)
 
     def unpack(target: IO[bytes]) -> None:
         """All that the header promises, and no more: a small file can unpack to a very large one."""
