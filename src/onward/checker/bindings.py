@@ -127,14 +127,9 @@ def types_agree(step: Scope) -> Iterator[Finding]:
             new = kind.source.types.get(value)
             if variable is None or new is None:
                 continue
-            if variable.elem != new.elem:
-                yield make_finding(
-                    kind.wrong_type, kind.place(key), f"the variable is {variable}, {quote(value)} is {new}"
-                )
-            elif not variable.fits(new):
-                yield make_finding(
-                    kind.wrong_shape, kind.place(key), f"the variable is {variable}, {quote(value)} is {new}"
-                )
+            if variable.elem != new.elem or not variable.fits(new):
+                code = kind.wrong_type if variable.elem != new.elem else kind.wrong_shape
+                yield make_finding(code, kind.place(key), f"the variable is {variable}, {quote(value)} is {new}")
 
 
 def values_differ(step: Scope) -> Iterator[Finding]:

@@ -64,37 +64,23 @@ def reads_are_defined(scope: Scope) -> Iterator[Finding]:
 
 def _undefined_name(scope: Scope, node: Node, name: str) -> Finding:
     subject, hint = scope.subject, scope.near(name)
-    if scope is subject.inference:
-        if name in subject.homes:
-            return make_finding(
-                "OW122",
-                node.place,
-                f"reads {quote(name)}, which belongs to training_info[{subject.homes[name]}].algorithm",
-                "inference must run without the training: move the value to the inference graph",
-            )
-        return make_finding("OW123", node.place, f"reads {quote(name)}, which nothing defines", hint)
-    if scope.outer is None:
-        if subject.inference.defines(name) or name in subject.homes:
-            return make_finding(
-                "OW303",
-                node.place,
-                f"reads {quote(name)} of another graph; an initialization graph sees only its own values",
-                "compute the value in the initialization graph itself",
-            )
-        return make_finding("OW123", node.place, f"reads {quote(name)}, which nothing defines", hint)
-    if name in subject.homes:
-        return make_finding(
-            "OW128",
-            node.place,
-            f"reads {quote(name)}, which belongs to training_info[{subject.homes[name]}].algorithm",
-            "steps share nothing but the inference graph: keep shared state in `graph.initializer`",
-        )
-    return make_finding(
-        "OW702",
-        node.place,
-        f"reads {quote(name)}, which neither the algorithm nor the inference graph defines",
-        hint or "if another tool has changed the inference graph, refresh the training information",
-    )
+    home = subject.homes.get(name)
+    of_step = f", which belongs to training_info[{home}].algorithm"
+    if scope is subject.inference and home is not None:
+        why, hint = of_step, "inference must run without the training: move the value to the inference graph"
+        code = "OW122"
+    elif scope.outer is not None and home is not None:
+        why, hint = of_step, "steps share nothing but the inference graph: keep shared state in `graph.initializer`"
+        code = "OW128"
+    elif scope.outer is not None:
+        code, why = "OW702", ", which neither the algorithm nor the inference graph defines"
+        hint = hint or "if another tool has changed the inference graph, refresh the training information"
+    elif scope is not subject.inference and (home is not None or subject.inference.defines(name)):
+        code, why = "OW303", " of another graph; an initialization graph sees only its own values"
+        hint = "compute the value in the initialization graph itself"
+    else:
+        code, why = "OW123", ", which nothing defines"
+    return make_finding(code, node.place, f"reads {quote(name)}{why}", hint)
 
 
 def order(scope: Scope) -> Iterator[Finding]:

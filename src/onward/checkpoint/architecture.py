@@ -9,7 +9,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from onward.checkpoint.description import Checkpoint
-from onward.checkpoint.format import Captured
+from onward.checkpoint.format import Captured, missing_package
 from onward.checkpoint.formats import FORMATS
 from onward.checkpoint.pytorch.objects import Object
 from onward.errors import ArgumentError, DataError, UnsupportedError, first_line
@@ -53,7 +53,7 @@ def _of_configuration(checkpoint: Checkpoint, example_inputs: Any, loss: Any) ->
 
         made = from_configuration(checkpoint.configuration, types, example_inputs, **how)
     except ModuleNotFoundError as error:
-        raise _missing(error) from error
+        raise missing_package(error) from error
     return _capture_module(made, checkpoint)
 
 
@@ -61,26 +61,13 @@ def _of_module(checkpoint: Checkpoint, given: Any, example_inputs: Any, loss: An
     try:
         from onward.convert.torch.architecture import from_module
     except ModuleNotFoundError as error:
-        raise _missing(error) from error
+        raise missing_package(error) from error
     found = _import_object(given) if isinstance(given, str) else given
     is_module = hasattr(found, "named_parameters") and not isinstance(found, type)
     module = found if is_module else _construct(found, checkpoint)
     how = {"computes_loss": loss is None, "in_trainer": checkpoint.format == _TRAINER}
     made = from_module(module, example_inputs, **how)
     return _capture_module(made, checkpoint)
-
-
-def _missing(error: ModuleNotFoundError) -> Exception:
-    if str(error.name).startswith("onward"):
-        return error
-    package, _, part = str(error.name).partition(".")
-    if part:
-        return UnsupportedError(f"to make its model needs a newer `{package}`", hint=f"pip install -U {package}")
-    package = "onward[torch]" if package == "torch" else package
-    return UnsupportedError(
-        f"to make its model needs `{error.name}`, which is not installed",
-        hint=f"pip install '{package}'; or give the ONNX model that it is of: `--like model.onnx`",
-    )
 
 
 def _capture_module(made: Architecture, checkpoint: Checkpoint) -> Captured:

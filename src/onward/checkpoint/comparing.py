@@ -14,10 +14,10 @@ from onward.checkpoint.exporting import checkpoint_of_model, weights_of
 from onward.checkpoint.facts import Fact, facts
 from onward.checkpoint.matching import by_name
 from onward.checkpoint.naming import with_names, with_own_names
-from onward.checkpoint.opening import open_checkpoint
+from onward.checkpoint.opening import open_either
 from onward.checkpoint.tensors import Tensor, as_tensor, transpose
 from onward.errors import UnsupportedError
-from onward.model import Model, load
+from onward.model import Model
 
 _COUNTERS = "num_batches_tracked"
 _Tolerance = Annotated[float, Range(least=0)]
@@ -108,11 +108,9 @@ def diff(
 
 
 def _describe(source: Model | Checkpoint | str | os.PathLike[str]) -> Checkpoint:
-    if isinstance(source, Checkpoint):
-        return source
-    if not isinstance(source, Model) and not os.fspath(source).endswith(".onnx"):
-        return open_checkpoint(source)
-    model = load(source)
+    model = open_either(source)
+    if isinstance(model, Checkpoint):
+        return model
     if not model.steps:
         return weights_of(model)
     found = checkpoint_of_model(model)

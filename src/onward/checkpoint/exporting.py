@@ -16,7 +16,7 @@ from onward.checkpoint.format import Format
 from onward.checkpoint.formats import FORMATS, writable
 from onward.checkpoint.matching import Match
 from onward.checkpoint.naming import with_own_names
-from onward.checkpoint.opening import open_checkpoint
+from onward.checkpoint.opening import open_either
 from onward.checkpoint.pytorch.schedules import advance_state, state_of
 from onward.checkpoint.pytorch.states import moved_counter
 from onward.checkpoint.pytorch.trees import UPDATES
@@ -26,7 +26,7 @@ from onward.convert.snapshot import Snapshot, disassemble, step_of
 from onward.convert.standard_steps import adopt
 from onward.errors import UnknownNameError, advising, near
 from onward.inspect import describe
-from onward.model import Model, load
+from onward.model import Model
 from onward.model.state import states
 from onward.model.storage.replacement import replacing
 from onward.model.storage.stream import announce
@@ -46,7 +46,8 @@ def to_checkpoint(
     - `format`: such as `"hf"`, `"dcp"`, `"deepspeed"` or `"orbax"`
     """
     chosen = format_named(format)
-    checkpoint = source if isinstance(source, Checkpoint) else _describe(source)
+    opened = open_either(source)
+    checkpoint = opened if isinstance(opened, Checkpoint) else checkpoint_of_model(opened)
     if chosen.needs_names:
         checkpoint = with_own_names(checkpoint)
     target = Path(path)
@@ -72,14 +73,6 @@ def format_named(name: str) -> Format:
         hint = near(name, known) or f"there are {', '.join(known)}"
         raise UnknownNameError(f"there is no format `{name}` that can be written", hint=hint)
     return known[name]
-
-
-def _describe(source: Model | str | os.PathLike[str]) -> Checkpoint:
-    if isinstance(source, Model):
-        return checkpoint_of_model(source)
-    if os.fspath(source).endswith(".onnx"):
-        return checkpoint_of_model(load(source))
-    return open_checkpoint(source)
 
 
 def checkpoint_of_model(model: Model) -> Checkpoint:

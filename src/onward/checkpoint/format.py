@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from onward.checkpoint.description import Checkpoint
 from onward.checkpoint.naming import Order
+from onward.errors import UnsupportedError
 from onward.model import Model
 
 
@@ -23,6 +24,20 @@ class Captured(NamedTuple):
     """Further names of the checkpoint's tensors."""
     stored: Mapping[str, str] = {}
     """Names of the checkpoint's tensors -> names of the graph, where the framework has others in files."""
+
+
+def missing_package(error: ModuleNotFoundError) -> Exception:
+    """What to say where the model of a checkpoint cannot be made without a package."""
+    if str(error.name).startswith("onward"):
+        return error
+    package, _, part = str(error.name).partition(".")
+    if part:
+        return UnsupportedError(f"to make its model needs a newer `{package}`", hint=f"pip install -U {package}")
+    package = {"torch": "onward[torch]", "keras": "onward[tensorflow]"}.get(package, package)
+    return UnsupportedError(
+        f"to make its model needs `{error.name}`, which is not installed",
+        hint=f"pip install '{package}'; or give the ONNX model that it is of: `--like model.onnx`",
+    )
 
 
 class Format(NamedTuple):

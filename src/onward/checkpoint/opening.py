@@ -14,6 +14,7 @@ from onward.checkpoint.formats import FORMATS
 from onward.checkpoint.pytorch.contents import is_harmless
 from onward.checkpoint.pytorch.pickles import Named, noting
 from onward.errors import Error, InvalidModelError, UnsupportedError, advising
+from onward.model import Model, load
 
 _DAMAGED = "copy it again from where it was saved, all of it; or take an earlier one"
 
@@ -43,6 +44,13 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         f"`{place}` is of no format that is known",
         hint=f"there is one in it: `{place / inside[-1]}`" if inside else "give what a framework has saved",
     )
+
+
+def open_either(source: Model | Checkpoint | str | os.PathLike[str]) -> Model | Checkpoint:
+    """A model or a checkpoint, of which a path is known by its ending."""
+    if isinstance(source, Model | Checkpoint):
+        return source
+    return load(source) if os.fspath(source).endswith(".onnx") else open_checkpoint(source)
 
 
 class Code(NamedTuple):

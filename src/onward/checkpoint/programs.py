@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from onward.checkpoint.formats.h5_files import read_zipped_json
 from onward.checkpoint.pytorch.archive import is_torch_file, read_torch_file
 from onward.checkpoint.tf.bundles import read_bundle
 from onward.convert.files import Framework
+from onward.model.storage.zip_members import BAD_ZIP
 
 _PARTS = {"module", "optimizer", "scheduler"}
-_CONFIG, _LONGEST = "config.json", 1 << 26
 
 
 def framework_of(path: Path) -> Framework | None:
@@ -40,9 +40,7 @@ def _has_own_classes(path: Path) -> bool:
     """Whether the model is of a class that a program registers, and not of Keras's own."""
     try:
         with zipfile.ZipFile(path) as archive:
-            if archive.getinfo(_CONFIG).file_size > _LONGEST:
-                return False
-            config = json.loads(archive.read(_CONFIG))
-    except (OSError, KeyError, ValueError, RuntimeError, NotImplementedError, zipfile.BadZipFile):
+            config = read_zipped_json(archive, archive.getinfo("config.json"))
+    except (KeyError, *BAD_ZIP):
         return False
-    return isinstance(config, dict) and ">" in str(config.get("registered_name"))
+    return ">" in str(config.get("registered_name"))

@@ -11,7 +11,7 @@ import dataclasses
 import itertools
 import math
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from onward.checkpoint.description import COUNT, MASTER
@@ -153,10 +153,15 @@ def read_unpartitioned(model: Mapping[str, Any]) -> Kept:
     masters = outer.get("fp32_groups")
     if not is_optimizer_state(state) or (state is not outer and not isinstance(masters, list)):
         return Kept([], {})
-    numbers = [number for group in state["param_groups"] for number in group["params"]]
-    slots = {number: with_count(mapping(state["state"].get(number))) for number in numbers}
-    if state is not outer:
-        copies = [copy for group in masters or () for copy in group]
-        for number, copy in zip(numbers, copies, strict=True):
-            slots[number][MASTER] = copy
+    slots = numbered_slots(state, masters if state is not outer else None)
     return Kept([dict(group) for group in state["param_groups"]], slots)
+
+
+def numbered_slots(state: Mapping[str, Any], masters: Iterable[Iterable[Any]] | None) -> Slots:
+    """What PyTorch's own state keeps, by number, with the copies of narrower weights, which are in the same order."""
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    slots = {number: with_count(mapping(mapping(state.get("state")).get(number))) for number in numbers}
+    if masters is not None:
+        for number, copy in zip(numbers, itertools.chain.from_iterable(masters), strict=True):
+            slots[number][MASTER] = copy
+    return slots

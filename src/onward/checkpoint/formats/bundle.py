@@ -71,8 +71,8 @@ def read(path: Path) -> Checkpoint:
     tree = read_bundle(prefix)
     meaning = meaning_of(tree)
     optimizers = tuple(_optimizer(keys, tree) for keys in meaning.optimizers)
-    progress = {name: _number(tree[key]) for name, key in meaning.counters.items()}
-    steps = [_number(tree[keys.numbers["iterations"]]) for keys in meaning.optimizers if "iterations" in keys.numbers]
+    progress = {name: number_of(tree[key]) for name, key in meaning.counters.items()}
+    steps = [number_of(tree[keys.numbers["iterations"]]) for keys in meaning.optimizers if "iterations" in keys.numbers]
     steps += [progress[name] for name in ("step", "global_step") if name in progress]
     averages = {name: tree[key] for keys in meaning.optimizers for name, key in keys.averages.items()}
     return Checkpoint(
@@ -100,7 +100,7 @@ def _optimizer(keys: Keys, tree: Tree) -> Optimizer:
         name: {**{slot: _tensor(tree, key) for slot, key in kept.items()}, **shared}
         for name, kept in keys.slots.items()
     }
-    settings = {name: _number(tree[key]) for name, key in keys.numbers.items() if name != "u_product"}
+    settings = {name: number_of(tree[key]) for name, key in keys.numbers.items() if name != "u_product"}
     if "learning_rate" in settings:
         settings["lr"] = written_out(settings.pop("learning_rate"))
     numbers = {"lr": settings["lr"]} if "lr" in settings else {}
@@ -119,12 +119,6 @@ def _tensor(tree: Tree, key: str) -> Tensor:
     if not isinstance(found, Tensor):
         raise InvalidModelError(f"`{key}` of the checkpoint is no tensor")
     return found
-
-
-def _number(tensor: Any) -> int | float:
-    if not isinstance(tensor, Tensor) or tensor.shape:
-        raise InvalidModelError("a number of the checkpoint is none")
-    return tensor.array().item()
 
 
 # ---- writing ---------------------------------------------------------------------------------------------------------

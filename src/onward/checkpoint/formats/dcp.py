@@ -19,6 +19,7 @@ from onward.checkpoint.pytorch.pickles import read_pickle
 from onward.checkpoint.pytorch.pickling import write_pickle
 from onward.checkpoint.pytorch.states import module_state, optimizer_state, up_to_date
 from onward.checkpoint.pytorch.trees import checkpoint_of, progress_of
+from onward.checkpoint.pytree.pytrees import nest
 from onward.checkpoint.tensors import ScatteredTensor, Tensor
 from onward.model.storage.files import SENSELESS, blame_file, is_plain_name, regular
 
@@ -86,14 +87,8 @@ def _sizes(sizes: Any) -> tuple[int, ...]:
 
 def _nest_values(values: Mapping[str, Any], ways: Mapping[str, Any]) -> dict[str, Any]:
     """Values by their whole names as the tree that they were: each has the way to it, by keys and places in lists."""
-    root: dict[Any, Any] = {}
-    for name, value in values.items():
-        way = ways.get(name)
-        *outer, last = way if isinstance(way, tuple) and way else (name,)
-        around = root
-        for key in outer:
-            around = around.setdefault(key, {})
-        around[last] = value
+    known = ((ways.get(name), name, value) for name, value in values.items())
+    root = nest((way if isinstance(way, tuple) and way else (name,), value) for way, name, value in known)
     return {key: _with_lists(value) for key, value in root.items()}
 
 

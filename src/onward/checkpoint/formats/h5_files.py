@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from onward.checkpoint.description import Checkpoint
-from onward.checkpoint.format import Captured, Format
+from onward.checkpoint.format import Captured, Format, missing_package
 from onward.checkpoint.pytorch.folders import has
 from onward.checkpoint.safetensors_files import read_json, write_json
 from onward.checkpoint.tensors import StoredTensor
@@ -73,7 +73,7 @@ def _read_backup(folder: Path) -> Checkpoint:
 def _read_archive(path: Path) -> Checkpoint:
     with blame_file(f"`{path}` is not a whole .keras file", *BAD_ZIP), zipfile.ZipFile(path) as archive:
         members = members_of(archive)
-        config, metadata = (_json(archive, members[name]) for name in (_CONFIG, _METADATA))
+        config, metadata = (read_zipped_json(archive, members[name]) for name in (_CONFIG, _METADATA))
         places = {name: stored_range(archive, info) for name, info in members.items() if not info.is_dir()}
     if _WEIGHTS not in places:
         raise UnsupportedError(f"`{path}` has its weights in several files", hint="save it with `model.save` as one")
@@ -94,7 +94,8 @@ def _read_archive(path: Path) -> Checkpoint:
     )
 
 
-def _json(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> dict[str, Any]:
+def read_zipped_json(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> dict[str, Any]:
+    """An object in a file of JSON that is in an archive."""
     if info.file_size > _LARGEST_JSON:
         raise ValueError(f"`{info.filename}` is larger than any")
     try:
@@ -136,12 +137,7 @@ def graph(path: Path) -> Captured:
     try:
         from onward.convert.keras.architecture import from_configuration
     except ModuleNotFoundError as error:
-        if str(error.name).startswith("onward"):
-            raise
-        raise UnsupportedError(
-            f"to make its model needs `{error.name}`, which is not installed",
-            hint="pip install 'onward[tensorflow]'; or give the ONNX model that it is of: `--like model.onnx`",
-        ) from error
+        raise missing_package(error) from error
     return Captured(from_configuration(config, [(name, each.shape) for name, each in checkpoint.tensors.items()]), None)
 
 

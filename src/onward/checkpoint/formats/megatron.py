@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from onward.checkpoint.deepspeed.zero import numbered_slots
 from onward.checkpoint.description import COUNT, MASTER, Checkpoint, Group, Optimizer, RandomState
 from onward.checkpoint.format import Format
 from onward.checkpoint.formats.dcp import METADATA, read_tree, write_values
@@ -20,7 +21,7 @@ from onward.checkpoint.pytorch.optimizers import spec_of
 from onward.checkpoint.pytorch.states import settings_now, without_copies
 from onward.checkpoint.pytorch.trees import mapping
 from onward.checkpoint.safetensors_files import read_json, write_json
-from onward.checkpoint.tensors import ArrayTensor, Tensor, as_tensor
+from onward.checkpoint.tensors import ArrayTensor, Tensor, as_tensor, count_of
 from onward.errors import Error, UnsupportedError, list_names
 from onward.model.storage.files import SENSELESS, blame_file
 from onward.recipe.spec import Spec
@@ -117,13 +118,7 @@ def _old(path: Path, folder: Path) -> Checkpoint:
     tensors = dict(_flat(mapping(tree.get("model"))))
     slots: dict[str | int, dict[str, Any]] = {}
     for inner in _inner_states(tree):
-        state = mapping(inner.get("state"))
-        numbers = [number for group in inner["param_groups"] for number in group["params"]]
-        slots |= {number: dict(mapping(state.get(number))) for number in numbers}
-        masters = [each for group in mapping(tree.get("optimizer")).get("fp32_from_fp16_params", ()) for each in group]
-        slots_of_masters = zip(numbers, masters, strict=True) if masters else ()
-        for number, master in slots_of_masters:
-            slots[number][MASTER] = master
+        slots |= numbered_slots(inner, mapping(tree.get("optimizer")).get("fp32_from_fp16_params") or None)
     trees = {first.name: {key: value for key, value in tree.items() if key != "model"}}
     randomness = tuple(contents_of(tree.get("rng_state") or []).randomness)
     return _checkpoint(path, tree, tensors, slots, randomness, trees)
@@ -204,7 +199,7 @@ def _optimizer(
     if members is None:
         return None, remarks
     counts = [mapping(each.get("state")).get("common_step") for each in inner]
-    step = next((int(as_tensor(count).array().item()) for count in counts if count is not None), None)
+    step = next((count_of(count) for count in counts if count is not None), None)
     kept = {
         name: {**({COUNT: step} if step is not None else {}), **without_copies(held, tensors.get(str(name)))}
         for name, held in slots.items()
@@ -294,7 +289,7 @@ def _common(checkpoint: Checkpoint, step: int) -> dict[str, Any]:
         return tree
     (optimizer,) = checkpoint.optimizers
     counts = [held[COUNT] for held in optimizer.slots.values() if COUNT in held]
-    count = as_tensor(counts[0]).array().item() if counts else step
+    count = count_of(counts[0]) if counts else step
     inner = {
         "state": {"common_step": ArrayTensor(np.array(count, np.float32))},
         "param_groups": [_with_factors(settings_now(group)) for group in optimizer.groups],

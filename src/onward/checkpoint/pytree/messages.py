@@ -12,6 +12,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from onward.checkpoint.pytorch.archive import TYPES as OF_PYTORCH
 from onward.checkpoint.tensors import JoinedTensor, StoredTensor, Tensor, contiguous
 from onward.errors import InvalidModelError
 from onward.model.storage.files import blame_file, regular
@@ -21,14 +22,8 @@ ARRAY, COMPLEX, SCALAR = 1, 2, 3
 PIECES = "__msgpack_chunked_array__"
 _DEEPEST, _MOST_VALUES = 200, 5_000_000
 
-_TYPES = {
-    np.dtype(kind).name: np.dtype(kind)
-    for kind in (
-        np.bool_, np.int8, np.int16, np.int32, np.int64, np.uint8, np.uint16, np.uint32, np.uint64, np.float16,
-        np.float32, np.float64, np.complex64, np.complex128, ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn,
-        ml_dtypes.float8_e5m2, ml_dtypes.int4, ml_dtypes.uint4,
-    )
-}  # fmt: skip
+_KINDS = (*OF_PYTORCH.values(), ml_dtypes.int4, ml_dtypes.uint4)
+_TYPES = {np.dtype(kind).name: np.dtype(kind) for kind in _KINDS}
 
 
 def begins_a_tree(path: Path) -> bool:

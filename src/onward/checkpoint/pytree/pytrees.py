@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from onward.checkpoint.tensors import Tensor
@@ -57,29 +57,42 @@ def names_of_tensors(tree: Any, way: Way = ()) -> dict[Way, str]:
     return {(*way, *below): "/".join(below[:-1] if wrapped else below) or "params" for below in ways}
 
 
-def nest_names(values: Mapping[str, Any]) -> Any:
-    """Values by name as a tree: `dense/kernel` is `kernel` in `dense`. What has the keys 0, 1, 2 ... is a list."""
-    root: dict[str, Any] = {}
-    for name, value in values.items():
-        *outer, last = name.split("/")
+class _Branch(dict[Any, Any]):
+    """A dict of a tree that is put together, and no leaf."""
+
+
+def nest(values: Iterable[tuple[Sequence[Any], Any]]) -> dict[Any, Any]:
+    """Values, each with the keys that lead to it, as dicts in dicts; a ValueError where one is inside of another."""
+    root = _Branch()
+    for way, value in values:
+        *outer, last = way
         around = root
         for key in outer:
-            around = around.setdefault(key, {})
-            if not isinstance(around, dict):
-                return dict(values)  # a name is the beginning of another: no tree has both
-        if last in around:
-            return dict(values)
+            around = around.setdefault(key, _Branch())
+            if not isinstance(around, _Branch):
+                break
+        if not isinstance(around, _Branch) or last in around:
+            raise ValueError(f"there is something inside of a leaf, at `{'.'.join(map(str, way))}`")
         around[last] = value
-    return with_lists(root)
+    return root
 
 
-def with_lists(tree: Any) -> Any:
-    """A tree in which dicts with the keys 0, 1, 2 ... are lists, as Flax makes dicts of these."""
+def nest_names(values: Mapping[str, Any]) -> Any:
+    """Values by name as a tree: `dense/kernel` is `kernel` in `dense`. What has the keys 0, 1, 2 ... is a list."""
+    try:
+        return with_lists(nest((name.split("/"), value) for name, value in values.items()))
+    except ValueError:
+        return dict(values)  # a name is the beginning of another: no tree has both
+
+
+def with_lists(tree: Any, lists: Container[Way] | None = None, way: Way = ()) -> Any:
+    """A tree in which dicts with the keys 0, 1, 2 ... are lists, as Flax makes dicts of these; or some of them are."""
     if not isinstance(tree, dict):
         return tree
-    inside = {key: with_lists(part) for key, part in tree.items()}
+    inside = {key: with_lists(part, lists, (*way, key)) for key, part in tree.items()}
     numbers = [str(i) for i in range(len(inside))]
-    return [inside[key] for key in numbers] if inside and sorted(inside) == sorted(numbers) else inside
+    is_list = bool(inside) and (lists is None or way in lists) and {*inside} == {*numbers}
+    return [inside[key] for key in numbers] if is_list else inside
 
 
 def without_lists(tree: Any) -> Any:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from onward.checkpoint.pytree.pytrees import DATA, KEY, Way, parts
+from onward.checkpoint.pytree.pytrees import DATA, KEY, Way, nest, parts, with_lists
 from onward.checkpoint.pytree.zarr_store import read_arrays, write_arrays
 from onward.checkpoint.safetensors_files import read_json, write_json
 from onward.checkpoint.tensors import ArrayTensor, Tensor
@@ -51,7 +51,7 @@ def read_tree(folder: Path) -> Any:
     ocdbt, version3 = table.get("use_ocdbt", (folder / "manifest.ocdbt").exists()), table.get("use_zarr3", False)
     arrays = read_arrays(folder, stored, ocdbt=bool(ocdbt), version3=bool(version3))
     keys = _keys(folder)
-    root: Any = {}
+    leaves: dict[Way, Any] = {}
     for entry in entries:
         if entry.kind in _EMPTY:
             leaf = _EMPTY[entry.kind]
@@ -62,8 +62,12 @@ def read_tree(folder: Path) -> Any:
         else:
             array = arrays[entry.name]
             leaf = array.array()[()] if entry.kind == "scalar" and not array.shape else array
-        root = _place_leaf(root, entry, leaf, folder)
-    return _with_lists(root)
+        leaves[entry.way] = leaf
+    if [*leaves] == [()]:
+        return leaves[()]
+    lists = {entry.way[:depth] for entry in entries for depth, is_list in enumerate(entry.in_list) if is_list}
+    with blame_file(f"`{folder / TREE}` is no table of a tree"):
+        return with_lists(nest(leaves.items()), lists)
 
 
 def _entries(path: Path, table: Any) -> list[_Entry]:
@@ -80,35 +84,6 @@ def _entry(described: Mapping[str, Any]) -> _Entry:
     return _Entry(
         way, tuple(key["key_type"] == _IN_LIST for key in keys), str(described["value_metadata"]["value_type"])
     )
-
-
-class _Node(dict[str, Any]):
-    """A dict while a tree is put together, or a list."""
-
-    is_list = False
-
-
-def _place_leaf(root: Any, entry: _Entry, leaf: Any, folder: Path) -> Any:
-    if not entry.way:
-        return leaf
-    around = root if isinstance(root, _Node) else _Node()
-    root = around
-    for i, key in enumerate(entry.way):
-        around.is_list = around.is_list or entry.in_list[i]
-        last = i == len(entry.way) - 1
-        inside = around.setdefault(key, leaf if last else _Node())
-        if last != (inside is leaf) or (not last and not isinstance(inside, _Node)):
-            raise InvalidModelError(f"`{folder / TREE}` has something inside of a leaf, at `{entry.name}`")
-        around = inside
-    return root
-
-
-def _with_lists(tree: Any) -> Any:
-    if not isinstance(tree, _Node):
-        return tree
-    inside = {key: _with_lists(part) for key, part in tree.items()}
-    numbers = [str(i) for i in range(len(inside))]
-    return [inside[i] for i in numbers] if tree.is_list and sorted(inside) == sorted(numbers) else inside
 
 
 def _keys(folder: Path) -> dict[str, str]:
