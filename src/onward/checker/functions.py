@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from typing import NamedTuple
 
 from onnx import FunctionProto, defs
@@ -120,32 +121,23 @@ class _Expansion(NamedTuple):
 
 
 def _expansion(subject: Subject) -> _Expansion:
-    """One pass over the call graph, callees first, without recursion: chains of calls can be long."""
-    result = _Expansion([], {})
-    path: dict[FunctionKey, Iterator[FunctionKey]] = {}
-
-    def callees(key: FunctionKey) -> list[FunctionKey]:
-        called = (subject.function(site.node) for site in walk(subject.functions[key].node, ""))
-        return [key_of(function) for function in called if function is not None]
-
-    for root in subject.functions:
-        todo = [] if root in result.sizes else [root]
-        while todo:
-            key = todo[-1]
-            if key not in path:
-                path[key] = iter(callees(key))
-            following = next((callee for callee in path[key] if callee not in result.sizes), None)
-            if following is None:
-                inner = sum(1 + result.sizes.get(callee, 0) for callee in callees(key))
-                result.sizes[key] = min(inner + len(subject.functions[key].node), 2 * MOST_NODES)
-                todo.pop()
-                del path[key]
-            elif following in path:
-                if len(result.circles) < MOST_CIRCLES:
-                    trail = list(path)
-                    result.circles.append(trail[trail.index(following) :])
-            else:
-                todo.append(following)
+    """The call graph, callees first; of each circle, a call is left out."""
+    calls = {}
+    for key, function in subject.functions.items():
+        called = (subject.function(site.node) for site in walk(function.node, ""))
+        calls[key] = [key_of(function) for function in called if function is not None]
+    result, waiting = _Expansion([], {}), {key: set(called) for key, called in calls.items()}
+    order: list[FunctionKey] = []
+    while not order and waiting and len(result.circles) < MOST_CIRCLES:
+        try:
+            order = [*TopologicalSorter(waiting).static_order()]
+        except CycleError as error:
+            *_, callee, caller = circle = error.args[1]
+            result.circles.append([caller, *reversed(circle[1:-1])])
+            waiting[caller].discard(callee)
+    for key in order:
+        inner = sum(1 + result.sizes.get(callee, 0) for callee in calls[key])
+        result.sizes[key] = min(inner + len(subject.functions[key].node), 2 * MOST_NODES)
     return result
 
 

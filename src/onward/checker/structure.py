@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 
 from onward.checker.findings import Finding, bare, listing, make_finding, quote
 from onward.checker.view.graphs import Graph, Node
@@ -115,27 +116,16 @@ def _is_given(scope: Scope, name: str) -> bool:
 
 def _circle(graph: Graph) -> list[Node]:
     """Nodes that read from each other in a circle, or nothing."""
-    sources = [
-        {producer[0].index for name in node.reads if (producer := graph.producers.get(name))} for node in graph.nodes
-    ]
-    waiting = [len(needed) for needed in sources]
-    readers: list[list[int]] = [[] for _ in graph.nodes]
-    for index, needed in enumerate(sources):
-        for source in needed:
-            readers[source].append(index)
-    ready = deque(index for index, number in enumerate(waiting) if not number)
-    while ready:
-        for index in readers[ready.popleft()]:
-            waiting[index] -= 1
-            if not waiting[index]:
-                ready.append(index)
-    stuck = next((index for index, number in enumerate(waiting) if number), None)
-    path: dict[int, None] = {}
-    while stuck is not None and stuck not in path:  # every stuck node reads from a stuck node: going back, we must meet
-        path[stuck] = None
-        stuck = next(source for source in sources[stuck] if waiting[source])
-    trail = list(path)
-    return [graph.nodes[index] for index in trail[trail.index(stuck) :]] if stuck is not None else []
+    producers = graph.producers
+    sources = {
+        node.index: {producers[name][0].index for name in node.reads if name in producers} for node in graph.nodes
+    }
+    try:
+        TopologicalSorter(sources).prepare()
+    except CycleError as error:
+        first, *others, _ = error.args[1]  # each is read by the next
+        return [graph.nodes[index] for index in (first, *reversed(others))]
+    return []
 
 
 def outputs_are_computed(scope: Scope) -> Iterator[Finding]:

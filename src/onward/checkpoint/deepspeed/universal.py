@@ -120,11 +120,11 @@ def _common(checkpoint: Checkpoint, groups: tuple[Group, ...], step: int) -> dic
     settings = [settings_now(group) for group in groups]
     # In stage 3, DeepSpeed gives the settings of the first group to all: it gets those that all have in common.
     shared = {key: value for key, value in settings[0].items() if all(each.get(key) == value for each in settings)}
-    counts = [slots[COUNT] for slots in checkpoint.optimizers[0].slots.values() if COUNT in slots]
+    count = checkpoint.optimizers[0].count
     tree: dict[str, Any] = {
         "param_groups": [{**each, "params": [number]} for number, each in enumerate(settings)],
         "optimizer_state_dict": {
-            "state": {0: {COUNT: _count(counts[0] if counts else step)}},
+            "state": {0: {COUNT: _count(step if count is None else count)}},
             "param_groups": [{**shared, "params": [number]} for number in range(len(settings))],
         },
         "overflow": False,

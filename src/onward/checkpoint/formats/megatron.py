@@ -288,8 +288,7 @@ def _common(checkpoint: Checkpoint, step: int) -> dict[str, Any]:
     if not checkpoint.optimizers:
         return tree
     (optimizer,) = checkpoint.optimizers
-    counts = [held[COUNT] for held in optimizer.slots.values() if COUNT in held]
-    count = count_of(counts[0]) if counts else step
+    count = step if optimizer.count is None else optimizer.count
     inner = {
         "state": {"common_step": ArrayTensor(np.array(count, np.float32))},
         "param_groups": [_with_factors(settings_now(group)) for group in optimizer.groups],
