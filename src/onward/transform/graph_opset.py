@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import onnx
 from onnx import GraphProto, ModelProto, TensorProto, ValueInfoProto, version_converter
@@ -20,12 +20,14 @@ _SCALES_OF_CHANNELS = 21
 
 def convert_graph(
     graph: GraphProto,
-    opsets: Iterable[onnx.OperatorSetIdProto],
+    opsets: Sequence[onnx.OperatorSetIdProto],
     version: int,
     names: Names,
     captured: Iterable[ValueInfoProto] = (),
 ) -> None:
     """Convert one graph in place. What it reads from around it is declared as inputs for the time being."""
+    if _has_operators_of_both(graph, _standard_version(opsets), version):
+        return
     before = GraphProto()
     before.CopyFrom(graph)
     elsewhere = [t for t in graph.initializer if t.data_location == TensorProto.EXTERNAL]
@@ -40,11 +42,11 @@ def convert_graph(
         shell.graph.input.append(onnx.helper.make_tensor_value_info(sparse.values.name, kind, sparse.dims))
     shell.graph.ClearField("sparse_initializer")
     shell.graph.input.extend(captured)
-    if version >= _NUMPY_BROADCAST > _standard_version(shell):
+    if version >= _NUMPY_BROADCAST > _standard_version(shell.opset_import):
         _spread_slopes(shell)
-    if version >= _SCALES_OF_CHANNELS > _standard_version(shell):
+    if version >= _SCALES_OF_CHANNELS > _standard_version(shell.opset_import):
         _spread_groups(shell.graph)
-    has_batches = version >= _SCAN_WITHOUT_BATCHES > _standard_version(shell)
+    has_batches = version >= _SCAN_WITHOUT_BATCHES > _standard_version(shell.opset_import)
     if has_batches:
         _refuse_sequence_lengths(shell.graph)
     _put_aside(shell)
@@ -60,8 +62,20 @@ def convert_graph(
     graph.initializer.extend(tensor for tensor in result.initializer if tensor.name not in known)
 
 
-def _standard_version(shell: ModelProto) -> int:
-    return max((opset.version for opset in shell.opset_import if opset.domain in STANDARD), default=1)
+def _standard_version(opsets: Iterable[onnx.OperatorSetIdProto]) -> int:
+    return max((opset.version for opset in opsets if opset.domain in STANDARD), default=1)
+
+
+def _has_operators_of_both(graph: GraphProto, *versions: int) -> bool:
+    """Whether each operator is the same one in both operator sets, so that there is nothing to convert."""
+    if max(versions) > onnx.defs.onnx_opset_version():
+        return False
+    kinds = {node.op_type for inner in with_nested(graph) for node in inner.node if node.domain in STANDARD}
+    try:
+        schemas = [[onnx.defs.get_schema(kind, version, "") for version in versions] for kind in kinds]
+    except onnx.defs.SchemaError:  # an operator that the standard does not have there
+        return False
+    return all(old.since_version == new.since_version and not new.deprecated for old, new in schemas)
 
 
 def _spread_slopes(shell: ModelProto) -> None:
@@ -165,7 +179,7 @@ _ASIDE = "com.microsoft"
 
 def _put_aside(shell: ModelProto) -> None:
     """Move foreign operators out of the sight of the converter, which would refuse them, into another domain."""
-    version = _standard_version(shell)
+    version = _standard_version(shell.opset_import)
     for graph in with_nested(shell.graph):
         for node in graph.node:
             if node.domain == "" and version < _FOREIGN.get(node.op_type, 0):
