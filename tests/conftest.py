@@ -23,6 +23,8 @@ import onnxruntime
 import pytest
 from hypothesis import settings
 
+gc.disable()  # until all is collected: most of what is imported stays
+
 # Before any framework is imported: be quiet, stay on the CPU, compute as written.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
@@ -89,9 +91,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What was imported and collected stays: garbage collection need not look through all of it again and again."""
-    gc.collect()
-    gc.freeze()
+    """Tests collect garbage, if more rarely than Python does by itself."""
+    gc.set_threshold(50_000, 5, 5)
+    gc.enable()
+
+
+@pytest.fixture(autouse=True)
+def what_stays(request: pytest.FixtureRequest, looked_at: set[Any] = set()) -> None:  # noqa: B006
+    """What frameworks import and earlier files keep is not looked through at each collection: that takes a second."""
+    if not {request.path, state := len(sys.modules) // 100} <= looked_at:
+        looked_at |= {request.path, state}
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.fixture(autouse=True)
