@@ -30,6 +30,16 @@ def tensor_in(node: ir.Node | None) -> ir.TensorProtocol | None:
     return ir.Tensor(np.array(node.attributes[found[0][0]].value, found[0][1])) if found else None
 
 
+def add_initializer(graph: ir.Graph, name: str, tensor: ir.TensorProtocol | np.ndarray) -> ir.Value:
+    """A tensor as an initializer of a graph; an array becomes a tensor of that name."""
+    if isinstance(tensor, np.ndarray):
+        tensor = ir.Tensor(tensor, name=name)
+    kind, shape = ir.TensorType(tensor.dtype), ir.Shape(tensor.shape.numpy())
+    value = ir.Value(name=name, type=kind, shape=shape, const_value=tensor)
+    graph.register_initializer(value)
+    return value
+
+
 def stored_tensor(value: ir.Value | None) -> ir.TensorProtocol | None:
     """A value as a tensor, where nothing has to be computed; one number that is repeated takes no room."""
     tensor = constant_tensor(value)

@@ -16,6 +16,7 @@ import onnx_ir as ir
 
 from onward.arguments import checked
 from onward.build import Builder, Names
+from onward.constants import add_initializer
 from onward.differentiate.gradients import check_gradients_of, lower_gradients
 from onward.differentiate.recompute import Choice
 from onward.differentiate.simplify import put_results_last, simplify
@@ -222,10 +223,7 @@ def _state(model: Model, index: int, manner: Manner) -> Made:
     for state in stored:
         tensor = state.value.const_value
         assert tensor is not None
-        name = op.names.fresh(f"{state.name}/stored")
-        kept = ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(tensor.shape.numpy()))
-        kept.const_value = tensor
-        graph.register_initializer(kept)
+        kept = add_initializer(graph, op.names.fresh(f"{state.name}/stored"), tensor)
         value = op.Identity(kept).like(kept).value
         value.name = state.name
         graph.outputs.append(value)

@@ -10,6 +10,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onward.build import Builder, Expr, Names, function
+from onward.constants import add_initializer
 from onward.errors import RecipeError
 from onward.model import Model, Step
 from onward.model.state import with_tags
@@ -139,10 +140,7 @@ class Assembly:
 
 def register(op: Builder, name: str, tensor: ir.TensorProtocol) -> ir.Value:
     """A tensor as an initializer of the graph that is built, of that name or one like it."""
-    kind, shape = ir.TensorType(tensor.dtype), ir.Shape(tensor.shape.numpy())
-    value = ir.Value(name=op.names.fresh(name), type=kind, shape=shape, const_value=tensor)
-    op.graph.register_initializer(value)
-    return value
+    return add_initializer(op.graph, op.names.fresh(name), tensor)
 
 
 @function("average")

@@ -15,7 +15,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onward.arguments import Count, Seed, checked
-from onward.constants import constant_ints, constant_tensor
+from onward.constants import add_initializer, constant_ints, constant_tensor
 from onward.errors import RecipeError, UnsupportedError
 from onward.model import Model, Source, load
 from onward.model.signature import sound
@@ -199,14 +199,7 @@ def _tell_size(model: Model, node: ir.Node, place: int, old: int, new: int) -> N
     value = reader.inputs[index]
     assert value is not None
     sizes = np.asarray([new if size == old else size for size in _integers(pieces[0])], np.int64)
-    name = model.names().fresh(f"{value.name}/resized")
-    changed = ir.Value(
-        name=name,
-        type=ir.TensorType(ir.DataType.INT64),
-        shape=ir.Shape(sizes.shape),
-        const_value=ir.Tensor(sizes, name=name),
-    )
-    model.graph.register_initializer(changed)
+    changed = add_initializer(model.graph, model.names().fresh(f"{value.name}/resized"), sizes)
     reader.replace_input_with(index, changed)
     _drop_unread(model, value)
 

@@ -10,6 +10,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onward.build import Builder, Expr
+from onward.constants import add_initializer
 from onward.differentiate.expand import replace_node
 from onward.model import Model
 from onward.rules.classical import classify, post_transform_scores
@@ -62,8 +63,9 @@ _OPENED: Mapping[str, Callable[..., Any]] = {"LinearRegressor": _regressor, "Lin
 def _scores(op: Builder, x: Expr, coefficients: Any, intercepts: Any, rows: int, node: ir.Node) -> Expr:
     owner = node.name or node.op_type
     matrix = np.array(coefficients, np.float32).reshape(rows, -1)
-    weight = _initializer(op, f"{owner}.coefficients", matrix)
-    bias = [_initializer(op, f"{owner}.intercepts", np.array(intercepts, np.float32))] if intercepts else []
+    weight = add_initializer(op.graph, op.names.fresh(f"{owner}.coefficients"), matrix)
+    offsets = np.array(intercepts, np.float32)
+    bias = [add_initializer(op.graph, op.names.fresh(f"{owner}.intercepts"), offsets)] if intercepts else []
     made = op.Gemm(_rows(op, x, matrix.shape[1]), weight, *bias, transB=1).named(f"{owner}.scores")
     gemm = made.value.producer()
     assert gemm is not None
@@ -92,10 +94,3 @@ def _rows(op: Builder, x: Expr, width: int) -> Expr:
         producer.metadata_props[PART_KEY] = "x"
         value = producer.inputs[0]
     return x
-
-
-def _initializer(op: Builder, name: str, array: np.ndarray) -> ir.Value:
-    tensor = ir.Tensor(array, name=op.names.fresh(name))
-    value = ir.Value(name=tensor.name, type=ir.TensorType(tensor.dtype), shape=tensor.shape, const_value=tensor)
-    op.graph.register_initializer(value)
-    return value

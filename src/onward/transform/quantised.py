@@ -11,6 +11,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onward.build import Names
+from onward.constants import add_initializer
 from onward.model import Model
 from onward.model.core import values
 
@@ -38,12 +39,12 @@ def open_up(graph: ir.Graph, node: ir.Node, integers: ir.TensorProtocol, floats:
     source, scale, *zeros = node.inputs
     output = node.outputs[0]
     assert source is not None and scale is not None and source.name is not None and output.name is not None
-    trained = _initializer(graph, output.name, floats)
+    trained = add_initializer(graph, output.name, floats)
     output.name = names.fresh(f"{output.name}/dequantized")
     zero = zeros[0] if zeros and zeros[0] is not None else None
     if zero is None:  # without one, QuantizeLinear makes uint8
         shape = () if scale.shape is None else tuple(scale.shape.numpy())
-        zero = _initializer(graph, names.fresh(f"{source.name}/zero"), np.zeros(shape, integers.dtype.numpy()))
+        zero = add_initializer(graph, names.fresh(f"{source.name}/zero"), np.zeros(shape, integers.dtype.numpy()))
     axis = [node.attributes["axis"]] if "axis" in node.attributes else []
     rounding = ir.Node("", "QuantizeLinear", [trained, scale, zero], axis)
     rounding.name = names.fresh(f"{source.name}/QuantizeLinear")
@@ -70,7 +71,7 @@ def put_away(model: Model) -> None:
         graph.remove(rounding, safe=True)
         if zero not in use.node.inputs and not zero.uses():
             graph.initializers.pop(zero.name or "")
-        use.node.replace_input_with(0, _initializer(graph, rounded.name, numbers))
+        use.node.replace_input_with(0, add_initializer(graph, rounded.name, numbers))
         use.node.outputs[0].name = trained.name
 
 
@@ -95,13 +96,6 @@ def quantise(node: ir.Node, floats: np.ndarray, scale: np.ndarray, zero: np.ndar
 def _numbers(value: ir.Value) -> np.ndarray:
     assert value.const_value is not None, value.name
     return value.const_value.numpy()
-
-
-def _initializer(graph: ir.Graph, name: str, array: np.ndarray) -> ir.Value:
-    tensor = ir.Tensor(array, name=name)
-    value = ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(array.shape), const_value=tensor)
-    graph.register_initializer(value)
-    return value
 
 
 def _forget(graph: ir.Graph, source: ir.Value, reader: ir.Node) -> None:

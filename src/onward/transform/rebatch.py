@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from onward.constants import constant_ints
+from onward.constants import add_initializer, constant_ints
 from onward.errors import DataError, InvalidModelError, UnsupportedError
 from onward.model import Model, Source, load
 from onward.model.signature import sound
@@ -145,11 +145,7 @@ _FREED = {"Expand": _free_expand, "Reshape": _free_reshape}
 
 
 def _constant(model: Model, name: str, numbers: tuple[int, ...]) -> ir.Value:
-    name = model.names().fresh(name)
-    value = ir.Value(name=name, type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape([len(numbers)]))
-    value.const_value = ir.Tensor(np.asarray(numbers, np.int64), name=name)
-    model.graph.register_initializer(value)
-    return value
+    return add_initializer(model.graph, model.names().fresh(name), np.asarray(numbers, np.int64))
 
 
 # ---- whether it is the same model ------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import onnx_ir as ir
 
 from onward.arguments import Count, Range, Seed, checked
 from onward.build import Builder, Expr, Names
+from onward.constants import add_initializer
 from onward.errors import RecipeError, UnknownNameError, UnsupportedError
 from onward.model import Model, Source, load
 from onward.model.signature import sound
@@ -112,15 +113,8 @@ def attach(
 def _store(model: Model, names: Names, layer: Layer, slot: str, tensor: ir.Tensor) -> ir.Value:
     tensor.name = names.fresh(f"{layer.weight.name}/{slot}")
     role = "hyper" if slot == SCALE else "parameter"
-    const_value = with_tags(tensor, role=role, param=layer.weight.name, slot=slot, module=layer.module)
-    value = ir.Value(
-        name=tensor.name,
-        type=ir.TensorType(tensor.dtype),
-        shape=ir.Shape(tensor.shape.numpy()),
-        const_value=const_value,
-    )
-    model.graph.register_initializer(value)
-    return value
+    tagged = with_tags(tensor, role=role, param=layer.weight.name, slot=slot, module=layer.module)
+    return add_initializer(model.graph, tensor.name, tagged)
 
 
 def _insert(model: Model, names: Names, layer: Layer, values: Sequence[ir.Value], dropout: float) -> None:

@@ -9,6 +9,7 @@ import onnx_ir as ir
 
 from onward.arguments import checked
 from onward.build import Names
+from onward.constants import add_initializer
 from onward.errors import UnknownNameError, UnsupportedError
 from onward.model import Model, Source, load
 from onward.recipe.head import refuse_training
@@ -104,8 +105,7 @@ def _fold(model: Model, names: Names, adapter: Adapter, adapted: Sequence[Layer]
     if alone:
         weight.const_value = tensor
         return
-    own = ir.Value(name=name, type=weight.type, shape=tensor.shape, const_value=tensor)
-    model.graph.register_initializer(own)
+    own = add_initializer(model.graph, name, tensor)
     for node, index in entries:
         node.replace_input_with(index, own)
 
