@@ -13,11 +13,11 @@ from onward.differentiate.recompute import Choice
 from onward.engines import FRAMEWORKS
 from onward.engines.engine import Arrays, Engine, check_options
 from onward.engines.expression import express
+from onward.engines.failures import memory_of
 from onward.engines.framework import Framework
 from onward.engines.host import ONLY_ON_HOST
 from onward.engines.interpreter import Interpreter
 from onward.engines.numpy import Numpy
-from onward.engines.out_of_memory import memory_of
 from onward.engines.plan import Plan, plan
 from onward.errors import UnsupportedError
 from onward.lowering.contract import contract_of

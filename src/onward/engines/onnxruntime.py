@@ -17,8 +17,8 @@ import onnxruntime as ort
 
 from onward.differentiate.recompute import Choice
 from onward.engines.engine import Arrays, Engine
+from onward.engines.failures import memory_of
 from onward.engines.narrow_types import wide, widen_edges
-from onward.engines.out_of_memory import memory_of
 from onward.errors import DataError, UnknownNameError, UnsupportedError, near
 from onward.lowering.contract import contract_of
 from onward.lowering.rounds import Steps

@@ -24,11 +24,10 @@ from onward.recipe.constants import in_bodies, lift, separate_merged
 from onward.recipe.distill import Distillation
 from onward.recipe.forward import bind_statistics, functions_to_inline, training_forward
 from onward.recipe.head import replace_head
-from onward.recipe.layer_depth import divide_by_depth
 from onward.recipe.linear import open_linear
 from onward.recipe.objective import unsuitable
 from onward.recipe.optimizers.graph_optimizer import FunctionOptimizer
-from onward.recipe.optimizers.groups import Group, groups, opset_of, patterns
+from onward.recipe.optimizers.groups import Group, divide_by_depth, groups, opset_of, patterns
 from onward.recipe.optimizers.selection import given_optimizer, with_rate
 from onward.recipe.reset import bind_initial_value, by_pattern, check_patterns
 from onward.recipe.roles import roles

@@ -8,10 +8,10 @@ from onward.arguments import Count, checked
 from onward.build import Names
 from onward.model import Model, Source, load
 from onward.model.core import all_names
+from onward.model.functions import check_expansion
 from onward.model.protos import captured_names
 from onward.model.serde import from_proto, stamp, to_proto, with_data, without_data
 from onward.standard import COMMON_OPSET, STANDARD
-from onward.transform.expansion import check_expansion
 from onward.transform.function_opset import convert_functions, is_of_one_opset
 from onward.transform.graph_opset import convert_graph
 from onward.transform.types import value_types

@@ -13,10 +13,10 @@ from onnx import AttributeProto, GraphProto, ModelProto, ValueInfoProto
 
 from onward.errors import InvalidModelError
 from onward.model import Model
+from onward.model.functions import check_expansion
 from onward.model.serde import to_proto, without_data
 from onward.model.walk import ancestors, read_by
 from onward.transform.attribute_words import check_equations
-from onward.transform.expansion import check_expansion
 
 _HINT = "`onward check` says more"
 

@@ -11,6 +11,9 @@ from typing import Any
 import numpy as np
 
 from onward.errors import DataError
+from onward.training.data.array_files import open_npy, open_npz, open_safetensors
+from onward.training.data.arrow import open_arrow, open_parquet, open_saved
+from onward.training.data.csv_file import open_csv
 from onward.training.data.dataset import Columns, Dataset, Rows, check_names, known_columns, to_array
 from onward.training.data.files import check_file, files_in
 from onward.training.data.frames import is_frame, open_frame
@@ -146,28 +149,16 @@ def _open_path(path: Path, images: ImageFormat, only: str | None = None) -> Data
         raise DataError(f"{path} is empty")
     match path.suffix.lower():
         case ".npz":
-            from onward.training.data.array_files import open_npz
-
             return open_npz(path, only)
         case ".npy":
-            from onward.training.data.array_files import open_npy
-
             return open_npy(path)
         case ".csv" | ".tsv":
-            from onward.training.data.csv_file import open_csv
-
             return open_csv(path)
         case ".parquet" | ".pq":
-            from onward.training.data.arrow import open_parquet
-
             return open_parquet(path, images)
         case ".arrow" | ".feather" | ".ipc":
-            from onward.training.data.arrow import open_arrow
-
             return open_arrow(path, images)
         case ".safetensors":
-            from onward.training.data.array_files import open_safetensors
-
             return open_safetensors(path, only)
         case suffix:
             raise DataError(f"{path} is of no kind that can be read (`{suffix}`)", hint=f"use {_FILES}")
@@ -176,8 +167,6 @@ def _open_path(path: Path, images: ImageFormat, only: str | None = None) -> Data
 def _open_folder(folder: Path, images: ImageFormat) -> Dataset:
     refuse_parts(folder)
     if (folder / "state.json").exists() or (folder / "dataset_dict.json").exists():
-        from onward.training.data.arrow import open_saved
-
         return open_saved(folder, images)
     inside = files_in(folder)
     files = [path for path in inside if not path.is_dir()]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import html
+import json
 import math
 import re
 from collections.abc import Iterator
@@ -16,7 +18,37 @@ from onward.inspect.formatting import quantity, setting, shape, shorten, size
 from onward.training.report.charts import charts
 from onward.training.report.headline import cards, facts
 from onward.training.report.history import ENDS, Event, History
-from onward.training.report.markup import Markup, data, join, tag
+
+
+class Markup(str):
+    """Text that is HTML already."""
+
+
+def tag(name: str, /, *content: str, **attributes: str | bool | None) -> Markup:
+    """An element. An attribute `class_` is `class`, `aria_label` is `aria-label`; False and None leave it out."""
+    written = "".join(
+        f" {key.rstrip('_').replace('_', '-')}" + ("" if value is True else f'="{escape(value)}"')
+        for key, value in attributes.items()
+        if value is not None and value is not False
+    )
+    return Markup(f"<{name}{written}>{join(*content)}</{name}>")
+
+
+def join(*content: str) -> Markup:
+    return Markup("".join(item if isinstance(item, Markup) else escape(item) for item in content))
+
+
+def escape(text: str) -> str:
+    """What a text is in HTML. Characters that do not print, and those that reorder others, are shown as escapes."""
+    printable = "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+    return html.escape(printable)
+
+
+def data(value: Any) -> Markup:
+    """A value as JSON that can stand in a script: nothing in it ends the script or begins a comment."""
+    text = json.dumps(value, separators=(",", ":"), allow_nan=False)  # which is ASCII
+    return Markup(text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026"))
+
 
 _SCRIPTS = ("axes.js", "curves.js", "layers.js", "main.js")
 _MOST_ROWS, _MOST_LAYERS_AT_ONCE = 400, 12
