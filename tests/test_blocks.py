@@ -8,7 +8,7 @@ from onward.convert.program.calls import Step, Value
 from onward.convert.program.expressions import Expression, Printer
 from onward.convert.program.loops import fold_repeats
 from onward.convert.program.statements import Statements
-from onward.inspect.blocks import Item, find_repeats
+from onward.inspect.repeats import Item, find_repeats
 
 
 def residual(count: int, *, odd: int | None = None, leak: int | None = None) -> tuple[list[Item], list[str]]:

@@ -1,158 +1,248 @@
-"""Blocks that a graph repeats: layers of a transformer, stages of a network of residuals.
+"""The blocks of a graph: layers of a transformer, stages of a network of residuals, whatever they are called.
 
-Blocks are known by the names of what they hold, `blocks.0.norm.weight`, `blocks.1.norm.weight`, and are the same if
-they compute the same from it. What one block computes for the next is carried.
+A graph is cut into parts that follow one another, some of which are blocks. Blocks are known by what they compute, and
+the numbers in the names of their parameters help where there are any (see segmentation.py). Those of one kind compute
+the same from other parameters: node by node, parameter by parameter.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Hashable, Iterator, Sequence
+import itertools
+from collections import Counter
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
+import onnx_ir as ir
 
-@dataclasses.dataclass(frozen=True)
-class Item:
-    """A node or a call, as far as it matters here."""
+from onward.constants import constant_tensor
+from onward.inspect.segmentation import Row, Span, find_spans
+from onward.model import Model
+from onward.model.walk import captured_values, nested_graphs, read_by, source_of
+from onward.recipe.trainable import judge
+from onward.standard import operator_name
 
-    key: Hashable
-    """What it computes, whatever its inputs are."""
-    paths: tuple[str, ...]
-    """The names of the state that it reads and writes."""
-    inputs: tuple[Any, ...]
-    outputs: tuple[Any, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class Repeat:
-    """Items from `start` on, as many as `length`, and those that follow and are the same."""
-
-    start: int
-    length: int
-    count: int
-    prefix: str
-    """What blocks are called before their number."""
-    first: int
-    """The number of the first block."""
-    carried: dict[Any, tuple[Any, Any]]
-    """By what the first block reads from before it: what it makes of that for the next, and the last of all."""
+_SIZES = {"Shape", "Size"}
+_HANDS_ON = {"Identity", "Cast", "CastLike"}
+_ACTIVATIONS = {"Clip", "Elu", "Gelu", "HardSigmoid", "HardSwish", "Relu", "Sigmoid", "Swish", "Tanh"}
 
 
-def find_repeats(items: Sequence[Item], results: Collection[Any] = ()) -> list[Repeat]:
-    """All that follow one another and do not overlap; `results` are read by others."""
-    finder = _Finder(items, results)
-    found: list[Repeat] = []
-    for prefix, starts in _number_blocks(items).items():
-        repeat = next(finder.repeats(prefix, starts), None)
-        if repeat is not None and not any(_overlap(repeat, other) for other in found):
-            found.append(repeat)
-    return sorted(found, key=lambda repeat: repeat.start)
+@dataclasses.dataclass(frozen=True, eq=False)
+class Part:
+    """Nodes that can be computed at once, after those of the parts before it."""
+
+    name: str
+    """What the names of its parameters have in common, such as `encoder.layer.3`, or nothing."""
+    kind: int | None
+    """The same for blocks that are equal; None for what is no block."""
+    nodes: list[ir.Node]
+    initializers: list[ir.Value]
+    """Those that no other part reads, parameters and constants, in the order in which they are read."""
+    parameters: list[ir.Value]
+    """Those of them that can be trained."""
+    inputs: list[ir.Value]
+    """What it reads of other parts and of the inputs of the graph, and initializers that others read too."""
+    outputs: list[ir.Value]
+    """What others read of it, and outputs of the graph."""
 
 
-def _overlap(a: Repeat, b: Repeat) -> bool:
-    return a.start < b.start + b.length * b.count and b.start < a.start + a.length * a.count
+def find_blocks(model: Model) -> list[Part]:
+    """The repeated blocks of an inference graph, in order; none, if it repeats nothing."""
+    return [part for part in cut_into_parts(model) if part.kind is not None]
 
 
-def _number_blocks(items: Sequence[Item]) -> dict[str, dict[int, int]]:
-    """By the names of containers, the outermost first: where the block of each number is first mentioned."""
-    found: dict[str, dict[int, int]] = {}
-    for at, item in enumerate(items):
-        for path in item.paths:
-            parts = path.split(".")
-            for i, part in enumerate(parts[:-1]):
-                if part.isdecimal():
-                    found.setdefault(".".join(parts[:i]), {}).setdefault(int(part), at)
-    return dict(sorted(found.items(), key=lambda pair: pair[0].count(".")))
+def cut_into_parts(model: Model, parameters: Iterable[str] | None = None) -> list[Part]:
+    """The inference graph, cut into blocks and what is before, between and after them.
+
+    Without their names, parameters are what looks like one.
+    """
+    if parameters is None:
+        parameters = [choice.name for choice in judge(model, model.outputs) if choice.role == "parameter"]
+    names = set(parameters)
+    trunk = _Trunk(model.graph, names)
+    spans = find_spans(trunk.row())
+    places = _places(model.graph, trunk, spans)
+    nodes: list[list[ir.Node]] = [[] for _ in range(2 * len(spans) + 1)]
+    for node in model.graph:
+        nodes[places[node]].append(node)
+    readers = _readers(model.graph, places)
+    kinds: dict[Hashable, int] = {}
+    parts = []
+    for place, found in enumerate(nodes):
+        if found:
+            part = _part(found, place, readers, names)
+            kind = kinds.setdefault(_signature(part), len(kinds)) if place % 2 else None
+            parts.append(dataclasses.replace(part, kind=kind))
+    return parts
 
 
-class _Finder:
-    def __init__(self, items: Sequence[Item], results: Collection[Any]):
-        self._items = items
-        self._made = {value: (at, i) for at, item in enumerate(items) for i, value in enumerate(item.outputs)}
-        self._read: dict[Any, list[int]] = {}
-        for at, item in enumerate(items):
-            for value in item.inputs:
-                self._read.setdefault(value, []).append(at)
-        for value in results:
-            self._read.setdefault(value, []).append(len(items))
+# ---- the row of operators that is cut --------------------------------------------------------------------------------
 
-    def repeats(self, prefix: str, starts: dict[int, int]) -> Iterator[Repeat]:
-        """Those of a container, the longest first."""
-        numbers = sorted(starts)
-        for count in range(len(numbers), 1, -1):
-            for i in range(len(numbers) - count + 1):
-                chosen = numbers[i : i + count]
-                length = starts[chosen[1]] - starts[chosen[0]]
-                steady = all(starts[number] == starts[chosen[0]] + j * length for j, number in enumerate(chosen))
-                if length < 2 or not steady or chosen[-1] - chosen[0] != count - 1:
-                    continue
-                for earlier in range(min(length, starts[chosen[0]] + 1)):
-                    found = self._repeat(starts[chosen[0]] - earlier, length, count, prefix, chosen[0])
-                    if found is not None:
-                        yield found
 
-    def _repeat(self, start: int, length: int, count: int, prefix: str, first: int) -> Repeat | None:
-        end = start + length * count
-        if end > len(self._items):
-            return None
-        slots: dict[Any, tuple[int, int]] = {}
-        fixed: set[Any] = set()
-        for at in range(start, end - length):
-            number = (at - start) // length
-            names = f"{prefix}.{first + number}.", f"{prefix}.{first + number + 1}."
-            if not self._are_alike(self._items[at], self._items[at + length], *names):
-                return None
-            begin = start + number * length
-            for old, new in zip(self._items[at].inputs, self._items[at + length].inputs, strict=True):
-                if not self._follows(old, new, start, begin, length, slots, fixed):
-                    return None
-        if not fixed.isdisjoint(slots) or not self._stays_inside(start, length, end, set(slots.values())):
-            return None
-        last = end - length
-        carried = {
-            value: (self._items[start + at].outputs[i], self._items[last + at].outputs[i])
-            for value, (at, i) in slots.items()
-        }
-        return Repeat(start, length, count, prefix, first, carried)
+class _Trunk:
+    """The nodes that compute with parameters what depends on inputs: not masks, tables of positions, or sizes."""
 
-    @staticmethod
-    def _are_alike(a: Item, b: Item, old: str, new: str) -> bool:
-        same = a.key == b.key and len(a.inputs) == len(b.inputs) and len(a.outputs) == len(b.outputs)
-        return same and tuple(new + p[len(old) :] if p.startswith(old) else p for p in a.paths) == b.paths
+    def __init__(self, graph: ir.Graph, parameters: set[str]):
+        self.nodes: list[ir.Node] = []
+        self._paths: list[str] = []
+        self._made: set[ir.Value] = set()
+        given = set(graph.inputs) - set(graph.initializers.values())
+        behind: dict[ir.Value, str] = {}
+        """Of what is made of parameters alone: the name of the first."""
+        for node in graph:
+            read = list(read_by(node))[: 1 if node.op_type in _HANDS_ON else None]
+            path = next((found for value in read if (found := _path(value, parameters, behind))), "")
+            is_made = any(value in self._made for value in read)
+            is_given = is_made or any(value in given for value in read)
+            if node.op_type in _SIZES:
+                given.update(node.outputs if is_given else ())
+            elif is_made or (path and is_given):
+                if node.op_type not in _HANDS_ON:
+                    self.nodes.append(node)
+                    self._paths.append(path)
+                self._made.update(value for value in node.outputs if _may_be_float(value))
+            elif is_given:
+                given.update(node.outputs)
+            elif path:
+                behind.update(dict.fromkeys(node.outputs, path))
 
-    def _follows(
-        self,
-        old: Any,
-        new: Any,
-        start: int,
-        begin: int,
-        length: int,
-        slots: dict[Any, tuple[int, int]],
-        fixed: set[Any],
-    ) -> bool:
-        """Whether what a block reads, and what the next reads in its place, are the same in each."""
-        old_at, i = self._made.get(old, (-1, 0))
-        new_at, j = self._made.get(new, (-1, 0))
-        if old == new:
-            fixed.add(old)
-            return old_at < start
-        if begin <= old_at < begin + length:
-            return (new_at, j) == (old_at + length, i)
-        if not begin <= new_at < begin + length:
-            return False
-        slot = new_at - begin, j
-        if begin == start:
-            return old_at < start and slots.setdefault(old, slot) == slot
-        return (old_at, i) == (begin - length + slot[0], slot[1]) and slot in slots.values()
+    def row(self) -> Row:
+        places = {node: i for i, node in enumerate(self.nodes)}
+        words = [_word(node, path) for node, path in zip(self.nodes, self._paths, strict=True)]
+        readers = Counter(self._paths)
+        last: dict[ir.Node, int] = {}
+        for at, node in enumerate(self.nodes):
+            for value in read_by(node):
+                source = source_of(value, _HANDS_ON)
+                if source in self._made and (producer := source.producer()) in places and producer is not None:
+                    last[producer] = at
+        lives = [(places[node], at) for node, at in last.items()]
+        sizes = [tuple(_size(value) for value in read_by(node)) for node in self.nodes]
+        return Row(
+            words,
+            list(zip(words, sizes, strict=True)),
+            [path if readers[path] == 1 else "" for path in self._paths],
+            lives,
+        )
 
-    def _stays_inside(self, start: int, length: int, end: int, slots: set[tuple[int, int]]) -> bool:
-        """Whether others read only what the last block carries."""
-        for at in range(start, end):
-            block_end = start + ((at - start) // length + 1) * length
-            for i, value in enumerate(self._items[at].outputs):
-                last = max(self._read.get(value, [at]))
-                is_carried = ((at - start) % length, i) in slots
-                allowed = len(self._items) + 1 if block_end == end and is_carried else block_end + length * is_carried
-                if last >= allowed:
-                    return False
-        return True
+
+def _path(value: ir.Value, parameters: set[str], behind: dict[ir.Value, str]) -> str:
+    return value.name or "" if value.name in parameters else behind.get(value, "")
+
+
+def _may_be_float(value: ir.Value) -> bool:
+    return value.dtype is None or value.dtype.is_floating_point()
+
+
+def _size(value: ir.Value) -> Hashable:
+    tensor = constant_tensor(value)
+    return None if tensor is None else tuple(tensor.shape)
+
+
+def _word(node: ir.Node, path: str) -> Hashable:
+    """What a node computes, whatever the sizes are."""
+    width: Any = None
+    if node.op_type == "Conv" and (weight := node.inputs[1]) is not None and weight.shape is not None:
+        kernel = "point" if all(size == 1 for size in weight.shape[2:]) else "area"
+        width = kernel, weight.shape[1] == 1
+    name = operator_name(node)
+    return "activation" if name in _ACTIVATIONS else name, bool(path), width
+
+
+# ---- where nodes belong ----------------------------------------------------------------------------------------------
+
+
+def _places(graph: ir.Graph, trunk: _Trunk, spans: Sequence[Span]) -> dict[ir.Node, int]:
+    """The number of the part of each node: odd for blocks, even for what is before, between and after them.
+
+    What is beside the trunk is computed where it is read, or, if several parts read it, as early as can be.
+    """
+    fixed: dict[ir.Node, int] = {}
+    starts = [*(start for start, _ in spans), len(trunk.nodes)]
+    block = 0
+    for at, node in enumerate(trunk.nodes):
+        while at >= starts[block]:
+            block += 1
+        fixed[node] = 2 * block - (block > 0 and at < spans[block - 1].end)
+    earliest: dict[ir.Node, int] = {}
+    for node in graph:
+        sources = (earliest[p] for value in read_by(node) if (p := value.producer()) in earliest and p is not None)
+        earliest[node] = fixed.get(node, max(sources, default=0))
+    places: dict[ir.Node, int] = {}
+    wanted: dict[ir.Node, set[int]] = {}
+    for node in reversed(graph):
+        of_readers = wanted.get(node, set())
+        place = fixed.get(node, next(iter(of_readers)) if len(of_readers) == 1 else earliest[node])
+        places[node] = place
+        for value in read_by(node):
+            if (producer := value.producer()) is not None:
+                wanted.setdefault(producer, set()).add(place)
+    return places
+
+
+def _readers(graph: ir.Graph, places: dict[ir.Node, int]) -> dict[ir.Value, set[int]]:
+    """The numbers of the parts that read a value; -1 for who reads the outputs of the graph."""
+    readers: dict[ir.Value, set[int]] = {value: {-1} for value in graph.outputs}
+    for node, place in places.items():
+        for value in read_by(node):
+            readers.setdefault(value, set()).add(place)
+    return readers
+
+
+def _part(nodes: list[ir.Node], place: int, readers: dict[ir.Value, set[int]], parameters: set[str]) -> Part:
+    outside = captured_values(nodes)
+    own = [value for value in outside if value.is_initializer() and readers[value] == {place}]
+    trained = [value for value in own if value.name in parameters]
+    return Part(
+        name=_common_name([value.name or "" for value in trained]),
+        kind=None,
+        nodes=nodes,
+        initializers=own,
+        parameters=trained,
+        inputs=[value for value in outside if value not in set(own)],
+        outputs=[value for node in nodes for value in node.outputs if readers.get(value, set()) - {place}],
+    )
+
+
+def _common_name(names: Iterable[str]) -> str:
+    """What all names with dots have before one."""
+    paths = [name.split(".")[:-1] for name in names if "." in name]
+    same = itertools.takewhile(lambda parts: len(set(parts)) == 1, zip(*paths, strict=False))
+    return ".".join(parts[0] for parts in same)
+
+
+# ---- what is equal ---------------------------------------------------------------------------------------------------
+
+
+def _signature(part: Part) -> Hashable:
+    """What a block computes, whatever its values are called and its parameters hold."""
+    numbers: dict[ir.Value, int] = {}
+    own = set(part.initializers)
+
+    def seen(value: ir.Value | None) -> Hashable:
+        tensor = None if value is None else constant_tensor(value)
+        if value is None or (tensor is not None and not holds_numbers(tensor)):
+            return None if tensor is None else (tensor.dtype, tuple(tensor.shape), tensor.tobytes())
+        size = (tensor.dtype, tuple(tensor.shape)) if tensor is not None else None
+        return numbers.setdefault(value, len(numbers)), size, value in own
+
+    nodes = []
+    for node in part.nodes:
+        attributes = tuple((name, _attribute(node, attribute)) for name, attribute in sorted(node.attributes.items()))
+        made = tuple(numbers.setdefault(value, len(numbers)) for value in node.outputs)
+        nodes.append((operator_name(node), tuple(map(seen, node.inputs)), attributes, made))
+    return tuple(nodes), tuple(map(seen, part.outputs))
+
+
+def holds_numbers(tensor: ir.TensorProtocol) -> bool:
+    """Whether a constant may be other numbers in a block that is equal: floats that are more than a number."""
+    return tensor.dtype.is_floating_point() and len(tensor.shape) > 0
+
+
+def _attribute(node: ir.Node, attribute: ir.Attr) -> Hashable:
+    if any(True for _ in nested_graphs(node)):
+        return id(node)  # graphs inside are not compared
+    value = attribute.value
+    if isinstance(value, ir.TensorProtocol):
+        return value.dtype, tuple(value.shape), value.tobytes()
+    return tuple(value) if isinstance(value, list | tuple) else value

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from onward.convert.program.calls import Holder, Step, Value, call_key, count_uses, in_order
-from onward.inspect.blocks import Item, Repeat, find_repeats
+from onward.inspect.repeats import Item, Repeat, find_repeats
 
 _HELD = re.compile(r'\["([^"{}\\]*)"\]$')
 """The name of what is held, in the expression that reaches it: `params["blocks.0.norm.weight"]`."""

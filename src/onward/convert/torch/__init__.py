@@ -200,7 +200,9 @@ def _counters(model: Model) -> Iterator[ir.Value]:
 
 
 @checked(types=False)
-def to_torch(training: Source, *, step: int | None = None, probe: bool = True, live: bool = True) -> TorchTraining:
+def to_torch(
+    training: Source, *, step: int | None = None, probe: bool = True, live: bool = True, blocks: bool = False
+) -> TorchTraining:
     """The run that a training model holds, as objects of PyTorch that go on from there.
 
         module, optimizer, scheduler, loss = onward.to_torch("training.onnx")
@@ -214,13 +216,17 @@ def to_torch(training: Source, *, step: int | None = None, probe: bool = True, l
     - `probe`: make a few steps on both sides with inputs that are made up, and compare
     - `live`: the module executes the graph as it is; without, it is of a class that is written for it, of layers of
       torch.nn, and needs nothing of Onward: what `onward convert --to torch` writes
+    - `blocks`: cut the module into the blocks that its graph repeats (`module.repeated_blocks()`), each a module with
+      its own parameters and `forward`, to be sharded (`fully_shard`), recomputed or compiled one at a time
     """
+    if blocks and not live:
+        raise UnsupportedError("a class that is written has its own layers", hint="leave out `blocks`, or `live=False`")
     model = adopt(of_one_opset(load(training)))
     index = only_step_of(model, step)
     if probe:
         require_shapes(model, index, "a comparison of both sides (`probe`)")
     run = disassemble(model, index)
-    made = _make_objects(run)
+    made = _make_objects(run, blocks=blocks)
     if probe:
         _probe(made, run)
     if live:
@@ -230,11 +236,11 @@ def to_torch(training: Source, *, step: int | None = None, probe: bool = True, l
     return TorchTraining(*run_program(write_program(model, made), made))
 
 
-def _make_objects(run: Snapshot) -> TorchTraining:
+def _make_objects(run: Snapshot, *, blocks: bool = False) -> TorchTraining:
     _check(run)
     _count(run)
     inner = inner_values(run.loss, run.model)
-    module = to_module(run.model, trainable=run.parameters, statistics=run.statistics, inner=inner)
+    module = to_module(run.model, trainable=run.parameters, statistics=run.statistics, inner=inner, blocks=blocks)
     parameters = module.parameters_by_name()
     optimizer = make_optimizer(run, parameters)
     scheduler = make_scheduler(run, optimizer)

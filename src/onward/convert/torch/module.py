@@ -1,4 +1,8 @@
-"""A model as a live nn.Module: real parameters under their names, and a graph that PyTorch's operators execute."""
+"""A model as a live nn.Module: real parameters under their names, and a graph that PyTorch's operators execute.
+
+The graph can be cut into the blocks that it repeats, each of which is then a module of its own, with a `forward` and
+the parameters that it needs: what is sharded, recomputed or compiled block by block asks for that.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +12,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from onward.convert.torch.graph import Graph
+from onward.convert.torch.program import Program, Segment, where
 from onward.engines.torch.types import from_array, to_array
 from onward.model import Model, Source, load
 from onward.options import Variance
@@ -21,14 +27,45 @@ def to_module(
     trainable: Collection[str] | None = None,
     statistics: Variance = "sample",
     inner: Sequence[str] = (),
+    blocks: bool = False,
 ) -> OnnxModule:
     """The inference graph of a model as a module.
 
     Without a list of what is trainable, all that looks like a parameter is. `statistics` is the running variance that
     BatchNorm keeps in training: that of the sample, as PyTorch has it, or of the population. `inner` are values that it
-    returns beside its outputs.
+    returns beside its outputs. With `blocks`, it is cut into the blocks that it repeats.
     """
-    return OnnxModule(Graph.of(load(source), trainable, statistics, inner))
+    return OnnxModule(Graph.of(load(source), trainable, statistics, inner, blocks=blocks))
+
+
+class _Folder(nn.Module):  # type: ignore[misc]
+    """A part of the names of parameters: what is before a dot."""
+
+
+class Block(_Folder):
+    """One of the blocks that a graph repeats: from what is handed to it to what it hands on.
+
+    It holds the parameters that nothing else reads. Blocks that are equal execute the same program, so that what is
+    compiled for one serves all. With `recomputes`, it keeps nothing for its derivative but what is handed to it.
+    """
+
+    def __init__(self, segment: Segment):
+        super().__init__()
+        self.recomputes = False
+        self._program: Program = segment.program
+        self._sources: list[str | None] = []
+        """For each input of the program: the path of what the block holds, or None for what is handed to it."""
+
+    def forward(self, *inputs: Any) -> Any:
+        if self.recomputes and torch.is_grad_enabled():
+            return checkpoint(self._compute, *inputs, use_reentrant=False, early_stop=False)
+        return self._compute(*inputs)
+
+    def _compute(self, *inputs: Any) -> Any:
+        held, given = _tensors_of(self), iter(inputs)
+        tensors = [next(given) if path is None else held[path] for path in self._sources]
+        results = self._program.run(tensors, training=self.training)
+        return tuple(results) if len(results) > 1 else results[0]
 
 
 class OnnxModule(nn.Module):  # type: ignore[misc]
@@ -45,26 +82,42 @@ class OnnxModule(nn.Module):  # type: ignore[misc]
         for name, tensor in graph.state.items():
             made = from_array(tensor.numpy()).clone()
             tensors[name] = nn.Parameter(made, graph.learns[name]) if name in graph.learns else made
+        homes = _homes(graph)
+        keys = {name: _key(name, home) for home, segment in homes.items() for name in segment.own}
+        blocks = {home: Block(segment) for home, segment in homes.items()}
         for name, main in graph.names():
-            self._hold(name, tensors[main], is_constant=main in graph.constants)
-        paths = {id(x): path for path, x in (*self.named_parameters(), *self.named_buffers())}
+            self._hold(keys.get(name, name), blocks, tensors[main], is_constant=main in graph.constants)
+        for home, block in blocks.items():
+            if not homes[home].own:
+                self.add_module(_free(self, home), block)
+        paths = {id(x): path for path, x in _tensors_of(self).items()}
         self._paths = {name: paths[id(tensor)] for name, tensor in tensors.items()}
+        at = {id(module): path for path, module in self.named_modules()}
+        self._blocks = [at[id(block)] for block in blocks.values()]
+        for path, block, segment in zip(self._blocks, blocks.values(), homes.values(), strict=True):
+            block._sources = [
+                self._paths[name][len(path) + 1 :] if name in segment.own else None for name in segment.reads
+            ]
 
-    def _hold(self, name: str, tensor: torch.Tensor, *, is_constant: bool) -> None:
-        owner, attribute = _place(self, name)
+    def _hold(self, key: str, blocks: Mapping[str, Block], tensor: torch.Tensor, *, is_constant: bool) -> None:
+        owner, attribute = _place(self, key, blocks)
         if isinstance(tensor, nn.Parameter):
             owner.register_parameter(attribute, tensor)
         else:
             owner.register_buffer(attribute, tensor, persistent=not is_constant)
 
     def _state(self) -> dict[str, torch.Tensor]:
-        held = dict(self.named_parameters()) | dict(self.named_buffers())
+        held = _tensors_of(self)
         return {name: held[path] for name, path in self._paths.items()}
 
     def parameters_by_name(self) -> dict[str, nn.Parameter]:
         """Parameters by their names in the model, which PyTorch may not allow."""
         held = dict(self.named_parameters())
         return {name: held[path] for name, path in self._paths.items() if path in held}
+
+    def repeated_blocks(self) -> list[nn.Module]:
+        """The blocks that the graph repeats, in their order; none, unless it was cut into them and there are any."""
+        return [self.get_submodule(path) for path in self._blocks]
 
     def arrays(self) -> dict[str, np.ndarray]:
         """What a `state_dict` holds, by the names in the model."""
@@ -78,8 +131,28 @@ class OnnxModule(nn.Module):  # type: ignore[misc]
         if self.training:
             for counter in self._graph.counters:
                 state[counter] += 1
-        results = self._graph.execute(state, given, training=self.training)
+        device, _ = where(state, self._graph.program.held)
+        tensors = {name: _tensor(value, device) for name, value in given.items()}
+        results = self._execute({**state, **tensors})
         return results if len(results) > 1 else next(iter(results.values()))
+
+    def _execute(self, values: dict[str, Any]) -> dict[str, Any]:
+        program, outputs = self._graph.program, self._graph.outputs
+        if not self._graph.segments:
+            tensors = [values[name] for name in program.inputs]
+            return dict(zip(outputs, program.run(tensors, training=self.training), strict=True))
+        blocks = iter(self.repeated_blocks())
+        for segment in self._graph.segments:
+            given = [values[name] for name in segment.given]
+            if segment.is_block:
+                results = next(blocks)(*given)
+                results = results if len(segment.makes) > 1 else [results]
+            else:
+                results = segment.program.run(given, training=self.training)
+            values.update(zip(segment.makes, results, strict=True))
+            for name in segment.last:
+                del values[name]
+        return {name: values[name] for name in outputs}
 
     @property
     def output_names(self) -> list[str]:
@@ -95,6 +168,9 @@ class OnnxModule(nn.Module):  # type: ignore[misc]
     def leave_out_dropout(self) -> None:
         """Drop nothing from now on, while all else is as in training."""
         self._graph = self._graph.without_dropout()
+        segments = (segment for segment in self._graph.segments if segment.is_block)
+        for block, segment in zip(self.repeated_blocks(), segments, strict=True):
+            block._program = segment.program
 
     def to_model(self) -> Model:
         """The model that this is, with the weights as they are now."""
@@ -107,18 +183,38 @@ class OnnxModule(nn.Module):  # type: ignore[misc]
 # ---- names -----------------------------------------------------------------------------------------------------------
 
 
-class _Folder(nn.Module):  # type: ignore[misc]
-    """A part of the names of parameters: what is before a dot."""
+def _tensors_of(module: nn.Module) -> dict[str, torch.Tensor]:
+    return dict(module.named_parameters()) | dict(module.named_buffers())
 
 
-def _place(root: nn.Module, name: str) -> tuple[nn.Module, str]:
-    """Where a module keeps what has this name; parts that PyTorch cannot take get an underscore."""
-    *folders, last = name.split(".")
+def _tensor(value: Any, device: torch.device) -> torch.Tensor:
+    return value if isinstance(value, torch.Tensor) else torch.as_tensor(value, device=device)
+
+
+def _homes(graph: Graph) -> dict[str, Segment]:
+    """Blocks by where they are in a module: what the names of their parameters begin with, if no others do."""
+    homes: dict[str, Segment] = {}
+    read = {name for segment in graph.segments for name in segment.reads}
+    for segment in (segment for segment in graph.segments if segment.is_block):
+        begins = f"{segment.name}."
+        others = (name for name, main in graph.names() if main in read and main not in segment.own)
+        is_own = segment.name and segment.name not in homes and not any(name.startswith(begins) for name in others)
+        homes[segment.name if is_own else f"block{len(homes)}"] = segment
+    return homes
+
+
+def _key(name: str, home: str) -> str:
+    return name if name.startswith(f"{home}.") else f"{home}.{name}"
+
+
+def _place(root: nn.Module, key: str, blocks: Mapping[str, Block]) -> tuple[nn.Module, str]:
+    """Where a module keeps what has this key; parts that PyTorch cannot take get an underscore."""
+    *folders, last = key.split(".")
     owner = root
-    for part in folders:
+    for i, part in enumerate(folders):
         part = _free(owner, part, _Folder)
         if not hasattr(owner, part):
-            owner.add_module(part, _Folder())
+            owner.add_module(part, blocks.get(".".join(folders[: i + 1])) or _Folder())
         owner = getattr(owner, part)
     return owner, _free(owner, last)
 

@@ -34,7 +34,7 @@ def trace(module: OnnxModule, first_size: int) -> Program:
     """The program for some sizes; sizes that vary begin with this one."""
     graph = module._graph
     recorder = Recorder()
-    framework = Writing(recorder, graph.statistics)
+    framework = Writing(recorder, graph.program.statistics)
     model = _in_training(graph)
     values = {value.name or "": value for value in model.graph.inputs}
     given = {
@@ -56,7 +56,7 @@ def _in_training(graph: Graph) -> Model:
     """The model with the normalizations that follow their batches marked; a module asks whether it is in training."""
     model = graph.model.copy()
     for node in model.graph.all_nodes():
-        if node.name in graph.switched:
+        if node.name in graph.program.switched:
             node.attributes.add(ir.AttrInt64("training_mode", 1))
     return model
 

@@ -1,0 +1,161 @@
+"""A graph that PyTorch executes, apart from the tensors that it is given: a whole one, or a part of one."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import torch
+
+from onward.agreement.steps import without_dropout
+from onward.convert.torch.module_engine import Live
+from onward.engines.framework_engine import interpreter
+from onward.engines.interpreter import Interpreter
+from onward.engines.torch.types import CODES
+from onward.inspect.blocks import Part
+from onward.model import Model, load
+from onward.options import Variance
+from onward.transform.float_type import convert_floats
+
+
+@dataclasses.dataclass(eq=False)
+class Program:
+    """What executes; copies of a module share it, since it holds no state, and so do blocks that are equal."""
+
+    model: Model
+    """All that modules hold is an input of it."""
+    statistics: Variance
+    switched: list[str]
+    """Names of the normalizations that follow their batches."""
+    held: dict[str, ir.DataType]
+    """The types of those inputs that modules hold."""
+
+    def __deepcopy__(self, memo: Any) -> Program:
+        return self
+
+    @functools.cached_property
+    def inputs(self) -> list[str]:
+        return [value.name or "" for value in self.model.graph.inputs]
+
+    def run(self, tensors: Iterable[Any], *, training: bool) -> list[Any]:
+        """The outputs in their order, from the inputs in theirs."""
+        given = dict(zip(self.inputs, tensors, strict=True))
+        device, dtype = where({name: given[name] for name in self.held}, self.held)
+        results = self._interpreter(training, device, dtype)(given)
+        return [results[value.name or ""] for value in self.model.graph.outputs]
+
+    @functools.cached_property
+    def _made(self) -> dict[Any, Interpreter]:
+        return {}
+
+    def _interpreter(self, training: bool, device: torch.device, dtype: ir.DataType | None) -> Interpreter:
+        key = training, device, dtype
+        if key not in self._made:
+            model = self.model.copy()
+            if training:
+                _train(model, self.switched)
+            if dtype is not None:
+                model = convert_floats(model, dtype)
+            self._made[key] = interpreter(model, Live(device, self.statistics))
+        return self._made[key]
+
+    def without_dropout(self) -> Program:
+        return dataclasses.replace(self, model=without_dropout(self.model))
+
+    def __getstate__(self) -> dict[str, Any]:
+        kept = {key: value for key, value in vars(self).items() if key not in ("_made", "inputs")}
+        return {**kept, "model": self.model.to_proto().SerializeToString()}
+
+    def __setstate__(self, kept: dict[str, Any]) -> None:
+        vars(self).update({**kept, "model": load(kept["model"])})
+
+
+@dataclasses.dataclass(eq=False)
+class Segment:
+    """A part of a graph, which a program computes that may have been made for another."""
+
+    name: str
+    is_block: bool
+    program: Program
+    reads: list[str]
+    """What it reads, in the order of the inputs of the program."""
+    own: set[str]
+    """What a block holds of it, and no other reads."""
+    makes: list[str]
+    """What it computes for others, in the order of the outputs of the program."""
+    last: list[str] = dataclasses.field(default_factory=list)
+    """What nothing reads after it."""
+
+    @property
+    def given(self) -> list[str]:
+        """What it is handed."""
+        return [name for name in self.reads if name not in self.own]
+
+
+def make_segments(whole: Program, parts: Iterable[Part], tied: Collection[str]) -> list[Segment]:
+    """The parts of the graph of a program. What has several names is held by the whole."""
+    programs: dict[int, Program] = {}
+    segments = []
+    for part in parts:
+        constants = {value for value in (*part.initializers, *part.inputs) if value.is_initializer()}
+        read = [value for value in (*part.inputs, *part.initializers) if value not in constants]
+        makes = [value for value in part.outputs if value.name]
+        own = {value.name for value in part.initializers if value.name in whole.held and value.name not in tied}
+        program = programs.get(part.kind) if part.kind is not None else None
+        if program is None:
+            program = _program_of(whole, part, read, makes, constants)
+            if part.kind is not None:
+                programs[part.kind] = program
+        names = [value.name or "" for value in read], [value.name or "" for value in makes]
+        is_block = part.kind is not None
+        segments.append(Segment(part.name, is_block, program, names[0], own if is_block else set(), names[1]))
+    _mark_last_reads(segments, {value.name or "" for value in whole.model.outputs})
+    return segments
+
+
+def _program_of(
+    whole: Program, part: Part, read: list[ir.Value], makes: list[ir.Value], constants: Collection[ir.Value]
+) -> Program:
+    model = whole.model
+    imports = dict(model.ir.opset_imports)
+    view = ir.GraphView(read, makes, nodes=part.nodes, initializers=list(constants), opset_imports=imports)
+    functions = [function.clone() for function in model.functions.values()]
+    made = Model(ir.Model(view.clone(), ir_version=model.ir.ir_version, functions=functions))
+    names = {node.name for node in part.nodes}
+    held = {value.name: whole.held[value.name] for value in read if value.name in whole.held}
+    return Program(made, whole.statistics, [name for name in whole.switched if name in names], held)
+
+
+def _mark_last_reads(segments: list[Segment], outputs: Collection[str]) -> None:
+    seen = set(outputs)
+    for segment in reversed(segments):
+        segment.last = [name for name in dict.fromkeys((*segment.given, *segment.makes)) if name not in seen]
+        seen.update(segment.last)
+
+
+def where(
+    state: Mapping[str, torch.Tensor], declared: Mapping[str, ir.DataType]
+) -> tuple[torch.device, ir.DataType | None]:
+    """Where tensors are now, and the type that they were converted to, if they were."""
+    floats = (name for name, tensor in state.items() if tensor.is_floating_point())
+    name = next(floats, None)
+    if name is None:
+        return torch.device("cpu"), None
+    dtype = CODES[state[name].dtype]
+    return state[name].device, None if dtype == declared[name] else dtype
+
+
+def _train(model: Model, switched: Collection[str]) -> None:
+    """Switch what computes something else in training, in place."""
+    on = ir.Value(name=model.names().fresh("training"), const_value=ir.Tensor(np.array(True)))
+    model.graph.register_initializer(on)
+    for node in model.graph.all_nodes():
+        if node.op_type == "Dropout" and node.domain == "":
+            node.resize_inputs(3)
+            node.replace_input_with(2, on)
+        elif node.name in switched:
+            node.attributes.add(ir.AttrInt64("training_mode", 1))

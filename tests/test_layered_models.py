@@ -1,0 +1,109 @@
+"""Exports of families of models are cut into their layers, whatever they are called, and so are their modules."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+import pickle
+from pathlib import Path
+
+import onnx
+import pytest
+
+from conftest import needs
+from onward.inspect.blocks import find_blocks
+from onward.model import load
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+import fsdp_blocks  # noqa: E402
+from layered_models import CNNS, FAMILIES, export, exported  # noqa: E402
+from onward.convert.torch import to_module  # noqa: E402
+from processes import together  # noqa: E402
+
+pytestmark = [needs("torch", "transformers", "onnxscript"), pytest.mark.usefixtures("one_torch_thread")]
+
+QUICK = ("bert", "resnet_bottleneck")
+UNTRACED = ("gpt2", "llama", "mistral", "qwen2", "whisper", "gemma2")
+"""The older exporter lacks an operator of their masks."""
+
+CASES = [
+    pytest.param(name, exporter, marks=() if name in QUICK and exporter == "dynamo" else pytest.mark.slow)
+    for name, exporter in itertools.product(FAMILIES, ("dynamo", "torchscript"))
+    if not (name in UNTRACED and exporter == "torchscript")
+]
+
+
+def without_names(model: onnx.ModelProto) -> onnx.ModelProto:
+    """All names are numbers, and nothing says where a node or a tensor comes from."""
+    made = onnx.ModelProto()
+    made.CopyFrom(model)
+    names: dict[str, str] = {"": ""}
+    graph = made.graph
+    for node in graph.node:
+        node.name = node.doc_string = ""
+        for values in (node.input, node.output):
+            values[:] = [names.setdefault(name, f"v{len(names)}") for name in values]
+    described = (*graph.node, *graph.input, *graph.output, *graph.value_info, *graph.initializer)
+    for item in described:
+        del item.metadata_props[:]
+        if not isinstance(item, onnx.NodeProto):
+            item.name = names.setdefault(item.name, f"v{len(names)}")
+    return made
+
+
+@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize(("name", "exporter"), CASES)
+def test_blocks_are_layers(name: str, exporter: str, named: bool) -> None:
+    model = exported(name, exporter)
+    blocks = find_blocks(load(model if named else without_names(model)))
+    assert len(blocks) == FAMILIES[name].layers
+    sizes: dict[object, list[list[int]]] = {}
+    for block in blocks:
+        sizes.setdefault(block.kind, []).append([list(value.shape or ()) for value in block.parameters])
+    assert all(parameters == kind[0] for kind in sizes.values() for parameters in kind)  # they are aligned
+    if name not in CNNS and exporter == "dynamo":
+        assert len(sizes) <= 4
+
+
+@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize(("name", "exporter"), CASES)
+def test_modules_of_blocks_compute_the_same(name: str, exporter: str, named: bool) -> None:
+    model = exported(name, exporter) if named else without_names(exported(name, exporter))
+    whole, cut = to_module(model).train(), to_module(model, blocks=True).train()
+    cut = pickle.loads(pickle.dumps(copy.deepcopy(cut)))
+    blocks = cut.repeated_blocks()
+    assert len(blocks) == FAMILIES[name].layers
+    for block in blocks:
+        block.recomputes = name not in CNNS  # where statistics would be counted twice
+    inputs = list(FAMILIES[name].inputs().values())
+    results = [next(iter(y.values())) if isinstance(y := module(*inputs), dict) else y for module in (whole, cut)]
+    torch.testing.assert_close(results[1], results[0], rtol=0, atol=0)
+    for result in results:
+        result.square().mean().backward()
+    ours, found = whole.parameters_by_name(), cut.parameters_by_name()
+    assert list(found) == list(ours)
+    for key, parameter in ours.items():
+        torch.testing.assert_close(found[key].grad, parameter.grad, rtol=0, atol=0)
+    for key, array in whole.arrays().items():
+        assert (cut.arrays()[key] == array).all()
+    if named and exporter == "dynamo":
+        assert list(cut.state_dict()) == list(whole.state_dict())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_blocks_are_sharded(recomputes: bool, tmp_path: Path) -> None:
+    """Two processes make the steps of one, and each holds half of what one does."""
+    model = str(tmp_path / "gpt.onnx")
+    onnx.save(export(fsdp_blocks.GPT, "dynamo"), model)
+    alone = fsdp_blocks.train(to_module(model).train(), 0, 1)
+    result = tmp_path / "result.json"
+    job = {"model": model, "to": str(result), "recomputes": recomputes}
+    together(fsdp_blocks.__file__, 2, job)
+    found = json.loads(result.read_text())
+    assert found["blocks"] == 12
+    assert found["losses"] == pytest.approx(alone["losses"], rel=1e-5)
+    assert found["bytes"] <= 0.6 * alone["bytes"]
