@@ -46,21 +46,17 @@ def _uniform(shape, dtype, seed, low, high):
     return jax.random.uniform(_key(seed), shape, np.float32, low, high).astype(dtype)
 
 
-@operators.define("RandomNormal")
-def random_normal(*, dtype, mean, scale, seed=None, shape):
-    return _normal(shape, dtype_of(dtype), seed, mean, scale)
+def _like(x, dtype):
+    return x.dtype if dtype is None else dtype_of(dtype)
 
 
-@operators.define("RandomNormalLike")
-def random_normal_like(x, *, dtype=None, mean, scale, seed=None):
-    return _normal(x.shape, x.dtype if dtype is None else dtype_of(dtype), seed, mean, scale)
-
-
-@operators.define("RandomUniform")
-def random_uniform(*, dtype, high, low, seed=None, shape):
-    return _uniform(shape, dtype_of(dtype), seed, low, high)
-
-
-@operators.define("RandomUniformLike")
-def random_uniform_like(x, *, dtype=None, high, low, seed=None):
-    return _uniform(x.shape, x.dtype if dtype is None else dtype_of(dtype), seed, low, high)
+operators(
+    RandomNormal=lambda *, dtype, mean, scale, seed=None, shape: _normal(shape, dtype_of(dtype), seed, mean, scale),
+    RandomNormalLike=lambda x, *, dtype=None, mean, scale, seed=None: _normal(
+        x.shape, _like(x, dtype), seed, mean, scale
+    ),
+    RandomUniform=lambda *, dtype, high, low, seed=None, shape: _uniform(shape, dtype_of(dtype), seed, low, high),
+    RandomUniformLike=lambda x, *, dtype=None, high, low, seed=None: _uniform(
+        x.shape, _like(x, dtype), seed, low, high
+    ),
+)

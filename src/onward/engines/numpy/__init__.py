@@ -12,10 +12,10 @@ import numpy as np
 
 from onward.engines.framework import Framework, Operators, table
 from onward.engines.numpy.precision import in_float32
-from onward.engines.shared import pooling, reduction
+from onward.engines.shared import grids, pooling, reduction, spectral
 from onward.errors import UnknownNameError
 
-_ROUNDED_ONCE = (reduction, pooling)
+_ROUNDED_ONCE = (reduction, pooling, grids, spectral)
 """Shared rows that compute narrow floats in float32."""
 
 

@@ -7,10 +7,10 @@ import math
 
 import ml_dtypes
 import numpy as np
-import onnx_ir as ir
 
 from onward.engines.framework import Operators
-from onward.engines.numpy.precision import in_float32, is_float, widen
+from onward.engines.numpy.precision import in_float32, widen
+from onward.engines.shared.arrays import dtype_of, is_float
 
 operators = Operators()
 
@@ -57,7 +57,7 @@ operators.define("onward.StopGradient")(lambda x: x)
 
 @operators.define("Cast")
 def cast(x, *, to, saturate, round_mode):
-    return convert(x, ir.DataType(to).numpy(), saturate, round_mode)
+    return convert(x, dtype_of(to), saturate, round_mode)
 
 
 @operators.define("CastLike")
@@ -67,7 +67,7 @@ def cast_like(x, like, *, saturate, round_mode):
 
 @operators.define("BitCast")
 def bit_cast(x, *, to):
-    return x.view(ir.DataType(to).numpy())
+    return x.view(dtype_of(to))
 
 
 @operators.define("Clip")

@@ -9,6 +9,7 @@ import ml_dtypes
 import numpy as np
 
 from onward.engines.framework import Function
+from onward.engines.shared.arrays import is_float
 
 NARROW = frozenset(
     map(
@@ -26,10 +27,6 @@ NARROW = frozenset(
     )
 )
 """Floats of fewer than 32 bits."""
-
-
-def is_float(dtype: np.dtype) -> bool:
-    return dtype.kind == "f" or dtype in NARROW
 
 
 def lowest(dtype: np.dtype) -> Any:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from onward.engines.framework import Operators
-from onward.engines.numpy.precision import highest, in_float32, is_float, lowest, widen
+from onward.engines.numpy.precision import highest, in_float32, lowest, widen
+from onward.engines.shared.arrays import is_float
 from onward.engines.shared.reduction import reduction
 
 operators = Operators()

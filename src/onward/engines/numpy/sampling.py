@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
-import onnx_ir as ir
 
 from onward.engines.framework import Operators
 from onward.engines.numpy.precision import widen
+from onward.engines.shared.arrays import dtype_of
 
 operators = Operators()
 
@@ -30,27 +30,23 @@ def bernoulli(x, *, dtype, seed):
 def multinomial(x, *, dtype, sample_size, seed):
     bounds = np.exp(x - x.max(1, keepdims=True)).cumsum(1)
     draws = _generator(seed).random((len(x), sample_size)) * bounds[:, -1:]
-    return (draws[:, :, None] >= bounds[:, None, :]).sum(2).astype(ir.DataType(dtype).numpy())
+    return (draws[:, :, None] >= bounds[:, None, :]).sum(2).astype(dtype_of(dtype))
 
 
-@operators.define("RandomNormal")
-def random_normal(*, dtype, mean, scale, seed, shape):
-    return _generator(seed).normal(mean, scale, shape).astype(ir.DataType(dtype).numpy())
+operators(
+    RandomNormal=lambda *, dtype, mean, scale, seed, shape: _normal(shape, dtype_of(dtype), seed, mean, scale),
+    RandomNormalLike=lambda x, *, dtype, mean, scale, seed: _normal(x.shape, _type(dtype, x), seed, mean, scale),
+    RandomUniform=lambda *, dtype, high, low, seed, shape: _uniform(shape, dtype_of(dtype), seed, low, high),
+    RandomUniformLike=lambda x, *, dtype, high, low, seed: _uniform(x.shape, _type(dtype, x), seed, low, high),
+)
 
 
-@operators.define("RandomNormalLike")
-def random_normal_like(x, *, dtype, mean, scale, seed):
-    return _generator(seed).normal(mean, scale, x.shape).astype(_type(dtype, x))
+def _normal(shape, dtype, seed, mean, scale):
+    return _generator(seed).normal(mean, scale, shape).astype(dtype)
 
 
-@operators.define("RandomUniform")
-def random_uniform(*, dtype, high, low, seed, shape):
-    return _generator(seed).uniform(low, high, shape).astype(ir.DataType(dtype).numpy())
-
-
-@operators.define("RandomUniformLike")
-def random_uniform_like(x, *, dtype, high, low, seed):
-    return _generator(seed).uniform(low, high, x.shape).astype(_type(dtype, x))
+def _uniform(shape, dtype, seed, low, high):
+    return _generator(seed).uniform(low, high, shape).astype(dtype)
 
 
 def _generator(seed):
@@ -58,4 +54,4 @@ def _generator(seed):
 
 
 def _type(dtype, x):
-    return x.dtype if dtype is None else ir.DataType(dtype).numpy()
+    return x.dtype if dtype is None else dtype_of(dtype)

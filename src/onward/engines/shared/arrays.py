@@ -82,6 +82,11 @@ def dtype_of(number: int) -> np.dtype:
     return ir.DataType(number).numpy()
 
 
+def is_float(dtype: np.dtype) -> bool:
+    """Whether a type is one of floats, of numpy's own or of narrower ones."""
+    return "float" in dtype.name
+
+
 def place_along(vector: Any, axis: int, rank: int) -> Any:
     """A vector in a shape that has it along one of `rank` axes."""
     return vector.reshape([-1 if i == axis % rank else 1 for i in range(rank)])

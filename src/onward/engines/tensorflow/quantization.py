@@ -11,18 +11,10 @@ import onnx_ir as ir
 import tensorflow as tf
 
 from onward.engines.framework import Operators
-from onward.engines.tensorflow.tensors import dtype_of, on_host, sizes, wide
+from onward.engines.shared.quantization import broadcast_parameter
+from onward.engines.tensorflow.tensors import dtype_of, on_host, wide
 
 operators = Operators()
-
-
-def _broadcast_parameter(scale, x, axis, block_size):
-    """Scales or zero points in a shape that broadcasts with x: one number, one per index of an axis, or per block."""
-    if scale.shape.rank == 0 or scale.shape.num_elements() == 1:
-        return tf.reshape(scale, [])
-    if block_size:
-        return tf.repeat(scale, block_size, axis)[tuple(map(slice, sizes(x)))]
-    return tf.reshape(scale, [-1 if i == axis % x.shape.rank else 1 for i in range(x.shape.rank)])
 
 
 @operators.define("QuantizeLinear")
@@ -35,10 +27,10 @@ def quantize_linear(x, scale, zero=None, *, axis, block_size, output_dtype, prec
         attributes = {"axis": axis, "block_size": block_size, "output_dtype": output_dtype}
         return on_host("QuantizeLinear")(x, scale, zero, precision=precision, saturate=saturate, **attributes)
     kind = dtype_of(precision) if precision else scale.dtype
-    divided = wide(tf.cast(x, kind) / tf.cast(_broadcast_parameter(scale, x, axis, block_size), kind))
+    divided = wide(tf.cast(x, kind) / tf.cast(broadcast_parameter(scale, x, axis, block_size), kind))
     levels = divided + tf.stop_gradient(tf.round(divided) - divided)
     if zero is not None:
-        levels += tf.cast(_broadcast_parameter(zero, x, axis, block_size), levels.dtype)
+        levels += tf.cast(broadcast_parameter(zero, x, axis, block_size), levels.dtype)
     levels = tf.minimum(tf.maximum(levels, dtype.min), dtype.max)
     quantized = tf.cast(levels, dtype)
     quantized.levels = levels
@@ -51,5 +43,5 @@ def dequantize_linear(x, scale, zero=None, *, axis, block_size, output_dtype):
     levels = getattr(x, "levels", None)
     levels = tf.cast(x, tf.int32) if levels is None else levels
     if zero is not None:
-        levels -= tf.cast(_broadcast_parameter(zero, x, axis, block_size), levels.dtype)
-    return tf.cast(levels, dtype) * tf.cast(_broadcast_parameter(scale, x, axis, block_size), dtype)
+        levels -= tf.cast(broadcast_parameter(zero, x, axis, block_size), levels.dtype)
+    return tf.cast(levels, dtype) * tf.cast(broadcast_parameter(scale, x, axis, block_size), dtype)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from onward.engines.framework import Operators
+from onward.engines.shared.quantization import broadcast_parameter
 from onward.engines.torch.elementwise import cast
 from onward.engines.torch.types import CODES, FLOAT8, TYPES, on_numpy
 
@@ -23,11 +24,11 @@ def quantize_linear(x, scale, zero=None, *, axis=1, block_size=0, output_dtype=0
         return on_numpy("QuantizeLinear", x, scale, zero, **attributes, precision=precision, saturate=saturate)
     dtype = TYPES[code]
     exact = TYPES[precision] if precision else scale.dtype
-    levels = x.to(exact) / _broadcast_parameter(scale.to(exact), x, axis, block_size)
+    levels = x.to(exact) / broadcast_parameter(scale.to(exact), x, axis, block_size)
     if dtype not in FLOAT8:
         levels = levels + (levels.round() - levels).detach() if levels.requires_grad else levels.round()
     if zero is not None:
-        levels = levels + _broadcast_parameter(zero.to(exact), x, axis, block_size)
+        levels = levels + broadcast_parameter(zero.to(exact), x, axis, block_size)
     if dtype in FLOAT8:
         return _carrying(cast(levels, to=code, saturate=saturate), levels)
     levels = levels.clamp(torch.iinfo(dtype).min, torch.iinfo(dtype).max)
@@ -44,22 +45,13 @@ def _carrying(quantised, levels):
     return quantised
 
 
-def _broadcast_parameter(scale, x, axis, block_size):
-    """One scale for each element, or something that broadcasts to it."""
-    if scale.numel() == 1:
-        return scale.reshape(())
-    if block_size:
-        return scale.repeat_interleave(block_size, axis).narrow(axis, 0, x.shape[axis])
-    return scale.reshape([-1 if i == axis % x.ndim else 1 for i in range(x.ndim)])
-
-
 @operators.define("DequantizeLinear")
 def dequantize_linear(x, scale, zero=None, *, axis=1, block_size=0, output_dtype=0):
     levels = getattr(x, "levels", x)
     if zero is not None:
-        offset = _broadcast_parameter(zero, x, axis, block_size)
+        offset = broadcast_parameter(zero, x, axis, block_size)
         if not levels.is_floating_point():
             levels, offset = levels.long(), offset.long()
         levels = levels.to(scale.dtype) - offset.to(scale.dtype) if levels.is_floating_point() else levels - offset
-    y = levels.to(scale.dtype) * _broadcast_parameter(scale, x, axis, block_size)
+    y = levels.to(scale.dtype) * broadcast_parameter(scale, x, axis, block_size)
     return y.to(TYPES[output_dtype]) if output_dtype else y

@@ -18,6 +18,7 @@ class Functions:
     """Functions of PyTorch under the names that numpy has for them."""
 
     expand_dims = staticmethod(torch.unsqueeze)
+    repeat = staticmethod(torch.repeat_interleave)
     split = staticmethod(torch.tensor_split)
     transpose = staticmethod(lambda x, perm: x.permute(perm or tuple(range(x.ndim))[::-1]))
 
