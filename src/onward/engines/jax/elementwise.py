@@ -11,23 +11,20 @@ from jax import lax
 
 from onward.engines.framework import Operators
 from onward.engines.jax.values import known_array
-from onward.engines.shared.arrays import dtype_of
+from onward.engines.shared.arrays import dtype_of, is_float
+from onward.engines.shared.elementwise import code_powers_of_two
 
 operators = Operators()
 
 
-def is_float(x):
-    return jnp.issubdtype(x.dtype, jnp.floating)
-
-
 @operators.define("Div")
 def div(a, b):
-    return jnp.divide(a, b) if is_float(a) else lax.div(*jnp.broadcast_arrays(a, b))  # which rounds towards 0
+    return jnp.divide(a, b) if is_float(a.dtype) else lax.div(*jnp.broadcast_arrays(a, b))  # which rounds towards 0
 
 
 @operators.define("Pow")
 def power(x, exponent):
-    if not is_float(x):
+    if not is_float(x.dtype):
         return jnp.power(x, exponent).astype(x.dtype)
     exponent = exponent.astype(x.dtype)
     base = jnp.where((x == 0) & (exponent == 0), 1, x)  # which has the same power, and the derivative 0
@@ -70,24 +67,13 @@ def cast(x, *, to, saturate, round_mode):
 def convert(x, dtype, *, saturate=True, round_mode="up"):
     """Numbers of another type. What is too large for the small ones becomes the largest, unless it may not."""
     if dtype == jnp.float8_e8m0fnu:
-        return _power_of_two(x, saturate, round_mode)
-    if dtype.itemsize == 1 and jnp.issubdtype(dtype, jnp.floating) and saturate and is_float(x):
+        return lax.bitcast_convert_type(code_powers_of_two(x, saturate, round_mode), dtype)
+    if dtype.itemsize == 1 and is_float(dtype) and saturate and is_float(x.dtype):
         limit = jnp.finfo(dtype).max.astype(np.float32)
         x = jnp.clip(x.astype(np.float32), -limit, limit)
     if jnp.issubdtype(dtype, jnp.integer) and jnp.iinfo(dtype).bits < 8:
         x = x.astype(np.int32)  # of which the last bits are kept
     return x.astype(dtype)
-
-
-def _power_of_two(x, saturate, round_mode):
-    """Types that have an exponent only."""
-    mantissa, exponent = jnp.frexp(jnp.abs(x.astype(np.float32)))  # in [0.5, 1), so that 0.5 is a power of two
-    up = {"up": mantissa > 0.5, "down": False, "nearest": mantissa >= 0.75}[round_mode]
-    exponent = jnp.where(up, exponent, exponent - 1) + 127
-    code = jnp.clip(exponent, 0, 254) if saturate else jnp.where((exponent < 0) | (exponent > 254), 255, exponent)
-    code = jnp.where(x == 0, 0, jnp.where(jnp.isinf(x), 254 if saturate else 255, code))
-    code = jnp.where(jnp.isnan(x), 255, code)
-    return lax.bitcast_convert_type(code.astype(np.uint8), jnp.float8_e8m0fnu)
 
 
 @operators.define("CastLike")

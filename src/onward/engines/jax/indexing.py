@@ -9,6 +9,7 @@ from jax import lax
 
 from onward.engines.framework import Operators
 from onward.engines.jax.values import known_array
+from onward.engines.shared.indexing import along, places_of, short, unique_elements, wrap_indices
 
 operators = Operators()
 
@@ -18,49 +19,14 @@ def gather(x, indices, *, axis):
     return jnp.take(x, wrap_indices(indices, x.shape[axis]), axis, mode="clip")
 
 
-def wrap_indices(indices, size):
-    return short(jnp.where(indices < 0, indices + size, indices), size)
-
-
-def short(indices, size):
-    """In 32 bits where these suffice: a compiled caller whose JAX has no others can then take them, too."""
-    return indices.astype(np.int32) if size < 2**31 else indices
-
-
-@operators.define("GatherElements")
-def gather_elements(x, indices, *, axis):
-    return x[_along(wrap_indices(indices, x.shape[axis]), axis)]
-
-
-def _along(indices, axis):
-    """The places of all elements of `indices`, which say where along one axis."""
-    places = list(np.ix_(*map(np.arange, indices.shape)))
-    places[axis] = indices
-    return tuple(places)
-
-
-@operators.define("GatherND")
-def gather_nd(x, indices, *, batch_dims):
-    return x[_places(short(indices, max(x.shape)), batch_dims)]
-
-
-def _places(indices, batch_dims=0):
-    """Index tuples along the last axis, as one array per axis; the first axes go along with those of the result."""
-    free = indices.ndim - 1 - batch_dims
-    batch = (
-        places.reshape(*places.shape, *[1] * free) for places in np.ix_(*map(np.arange, indices.shape[:batch_dims]))
-    )
-    return (*batch, *jnp.moveaxis(indices, -1, 0))
-
-
 @operators.define("ScatterElements")
 def scatter_elements(x, indices, updates, *, axis, reduction):
-    return _scatter(x, _along(wrap_indices(indices, x.shape[axis]), axis), updates, reduction)
+    return _scatter(x, along(wrap_indices(indices, x.shape[axis]), axis), updates, reduction)
 
 
 @operators.define("ScatterND")
 def scatter_nd(x, indices, updates, *, reduction):
-    return _scatter(x, _places(short(indices, max(x.shape))), updates, reduction)
+    return _scatter(x, places_of(short(indices, max(x.shape))), updates, reduction)
 
 
 def _scatter(x, places, updates, reduction):
@@ -92,15 +58,6 @@ def _multiplied_jvp(given, tangents):
     return y, change
 
 
-@operators.define("OneHot")
-def one_hot(indices, depth, values, *, axis):
-    size = depth.item()
-    places = jnp.expand_dims(jnp.where(indices < 0, indices + size, indices), axis)
-    axis %= places.ndim
-    hot = places == jnp.arange(size, dtype=places.dtype).reshape([-1 if i == axis else 1 for i in range(places.ndim)])
-    return jnp.where(hot, values[1], values[0])
-
-
 @operators.define("Compress")
 def compress(x, condition, *, axis=None):
     places = np.flatnonzero(known_array(condition))
@@ -110,18 +67,9 @@ def compress(x, condition, *, axis=None):
 operators(
     NonZero=lambda x: (
         np.stack(np.nonzero(known_array(x))) if x.ndim else np.zeros((0, int(known_array(x) != 0)), np.int64)
-    )
+    ),
+    Unique=lambda x, *, axis=None, sorted: unique_elements(known_array(x), axis, sorted),
 )
-
-
-@operators.define("Unique")
-def unique(x, *, axis=None, sorted):
-    values, first, inverse, counts = np.unique(known_array(x), True, True, True, axis)
-    if not sorted:
-        order = np.argsort(first)
-        values = np.take(values, order, 0 if axis is None else axis)
-        first, counts, inverse = first[order], counts[order], np.argsort(order)[inverse]
-    return values, first, inverse.reshape(-1), counts
 
 
 @operators.define("NonMaxSuppression")

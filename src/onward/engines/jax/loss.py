@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from onward.engines.framework import Operators
-from onward.engines.jax.indexing import short, wrap_indices
+from onward.engines.shared.indexing import short, wrap_indices
 
 operators = Operators()
 

@@ -8,6 +8,7 @@ import numpy as np
 from jax import lax
 
 from onward.engines.framework import Operators
+from onward.engines.shared.arrays import is_float
 from onward.engines.shared.reduction import reduction, running
 
 operators = Operators()
@@ -21,13 +22,13 @@ operators(
 
 
 def _largest(x):
-    if jnp.issubdtype(x.dtype, jnp.floating):
+    if is_float(x.dtype):
         return jnp.inf
     return x.dtype.type(x.dtype == bool or jnp.iinfo(x.dtype).max)
 
 
 def _smallest(x):
-    if jnp.issubdtype(x.dtype, jnp.floating):
+    if is_float(x.dtype):
         return -jnp.inf
     return x.dtype.type(x.dtype != bool and jnp.iinfo(x.dtype).min)
 

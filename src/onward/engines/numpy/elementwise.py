@@ -11,6 +11,7 @@ import numpy as np
 from onward.engines.framework import Operators
 from onward.engines.numpy.precision import in_float32, widen
 from onward.engines.shared.arrays import dtype_of, is_float
+from onward.engines.shared.elementwise import code_powers_of_two
 
 operators = Operators()
 
@@ -98,15 +99,5 @@ def convert(x: np.ndarray, dtype: np.dtype, saturate: int = 1, round_mode: str =
         largest = float(ml_dtypes.finfo(dtype).max)
         x = np.clip(widen(x), -largest, largest)
     elif dtype == ml_dtypes.float8_e8m0fnu:
-        return _power_of_two(x, saturate, round_mode)
+        return code_powers_of_two(x, saturate, round_mode).view(dtype)
     return x.astype(dtype)
-
-
-def _power_of_two(x: np.ndarray, saturate: int, round_mode: str) -> np.ndarray:
-    """The type that has nothing but an exponent, from 2**-127 to 2**127, and NaN."""
-    fraction, exponent = np.frexp(x.astype(np.float64))  # from 0.5 up to 1
-    rounded_up = {"up": fraction > 0.5, "down": False, "nearest": fraction >= 0.75}[round_mode]
-    exponent = np.where(x == 0, -np.inf, np.where(np.isinf(x), np.inf, exponent - 1 + rounded_up))
-    outside = np.isnan(x) if saturate else np.isnan(x) | (abs(exponent) > 127)
-    code = np.where(outside, 255, np.clip(exponent, -127, 127) + 127)
-    return code.astype(np.uint8).view(ml_dtypes.float8_e8m0fnu)

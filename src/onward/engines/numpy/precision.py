@@ -11,22 +11,10 @@ import numpy as np
 from onward.engines.framework import Function
 from onward.engines.shared.arrays import is_float
 
-NARROW = frozenset(
-    map(
-        np.dtype,
-        (
-            np.float16,
-            ml_dtypes.bfloat16,
-            ml_dtypes.float8_e4m3fn,
-            ml_dtypes.float8_e4m3fnuz,
-            ml_dtypes.float8_e5m2,
-            ml_dtypes.float8_e5m2fnuz,
-            ml_dtypes.float8_e8m0fnu,
-            ml_dtypes.float4_e2m1fn,
-        ),
-    )
-)
-"""Floats of fewer than 32 bits."""
+
+def is_narrow(dtype: np.dtype) -> bool:
+    """Whether a type is one of floats of fewer than 32 bits."""
+    return dtype.itemsize < 4 and is_float(dtype)
 
 
 def lowest(dtype: np.dtype) -> Any:
@@ -45,7 +33,7 @@ def highest(dtype: np.dtype) -> Any:
 
 def widen(value: Any) -> Any:
     """Narrow floats as float32; all else as it is."""
-    return value.astype(np.float32) if isinstance(value, np.ndarray) and value.dtype in NARROW else value
+    return value.astype(np.float32) if isinstance(value, np.ndarray) and is_narrow(value.dtype) else value
 
 
 def in_float32(function: Function) -> Function:
@@ -53,7 +41,7 @@ def in_float32(function: Function) -> Function:
 
     @functools.wraps(function)
     def compute(x, *others, **attributes):
-        if x.dtype not in NARROW:
+        if not is_narrow(x.dtype):
             return function(x, *others, **attributes)
         results = function(widen(x), *map(widen, others), **attributes)
         return tuple(_round(y, x.dtype) for y in results) if isinstance(results, tuple) else _round(results, x.dtype)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import operator
 
+import numpy as np
+
 from onward.engines.framework import Operators
 from onward.engines.shared.arrays import xp
 
@@ -67,3 +69,13 @@ operators(
     BitwiseNot=xp.bitwise_not,
     Identity=lambda x: x,
 )
+
+
+def code_powers_of_two(x, saturate, round_mode):
+    """The bytes of numbers of the type that has nothing but an exponent, from 2**-127 to 2**127, and NaN."""
+    mantissa, exponent = xp.frexp(xp.abs(x.astype(np.float32)))  # in [0.5, 1), so that 0.5 is a power of two
+    up = {"up": mantissa > 0.5, "down": False, "nearest": mantissa >= 0.75}[round_mode]
+    exponent = xp.where(up, exponent, exponent - 1) + 127
+    code = xp.clip(exponent, 0, 254) if saturate else xp.where((exponent < 0) | (exponent > 254), 255, exponent)
+    code = xp.where(x == 0, 0, xp.where(xp.isinf(x), 254 if saturate else 255, code))
+    return xp.where(xp.isnan(x), 255, code).astype(np.uint8)
