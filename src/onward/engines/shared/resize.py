@@ -60,41 +60,20 @@ def resized_axes(
     return results
 
 
+ATTRIBUTES = (
+    "antialias", "axes", "coordinate_transformation_mode", "cubic_coeff_a", "exclude_outside", "extrapolation_value",
+    "keep_aspect_ratio_policy", "mode", "nearest_mode",
+)  # fmt: skip
+
+
 def as_resize(function: Callable[..., Any], shape_of: Callable[[Any], Sequence[int]] = lambda x: x.shape) -> Any:
     """The row of a table, of a function of the image, what is done along its axes, and two attributes."""
 
-    def resize(
-        x,
-        roi=None,
-        scales=None,
-        sizes=None,
-        *,
-        antialias,
-        axes=None,
-        coordinate_transformation_mode,
-        cubic_coeff_a,
-        exclude_outside,
-        extrapolation_value,
-        keep_aspect_ratio_policy,
-        mode,
-        nearest_mode,
-    ):
-        along = resized_axes(
-            shape_of(x),
-            roi,
-            scales,
-            sizes,
-            antialias=antialias,
-            axes=axes,
-            coordinate_transformation_mode=coordinate_transformation_mode,
-            cubic_coeff_a=cubic_coeff_a,
-            exclude_outside=exclude_outside,
-            keep_aspect_ratio_policy=keep_aspect_ratio_policy,
-            mode=mode,
-            nearest_mode=nearest_mode,
-        )
+    def resize(x, roi=None, scales=None, sizes=None, *, mode, extrapolation_value, axes=None, **others):
+        along = resized_axes(shape_of(x), roi, scales, sizes, mode=mode, axes=axes, **others)
         return function(x, along, extrapolation_value, mode)
 
+    resize.asks_for = ATTRIBUTES  # type: ignore[attr-defined]
     return resize
 
 
