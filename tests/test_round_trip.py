@@ -110,7 +110,7 @@ def stored(name, kind):
     return [onnx.numpy_helper.to_array(onnx.load_tensor(path)) for path in paths]
 
 
-@pytest.mark.parametrize("each", [4, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("each", [12, pytest.param(1, marks=pytest.mark.slow)])
 def test_node_tests_with_a_recipe(each):
     """Node tests whose weights are constants of the model, e.g. those of operators that are written as functions."""
     prepared = 0
