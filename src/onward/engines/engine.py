@@ -81,9 +81,9 @@ class Engine(ABC):
 
     def reset(self) -> None:
         """Start over: the state as it is in the file, then as its initializations make it, the same on every engine."""
-        from onward.engines.initialization import started_over
+        from onward.engines.initialization import start_over
 
-        fresh = started_over(self.model)
+        fresh = start_over(self.model)
         self.load_state({name: fresh.array(*self._place(name)) for name in self._carried})
 
     @abstractmethod

@@ -43,14 +43,14 @@ def reset(source: Source, *, seed: Seed | None = None) -> Model:
     """
     model = load(source)
     if seed is None:
-        return started_over(model)
+        return start_over(model)
     other = with_seed(model, seed)
     if other is model:
         raise RecipeError(
             "the initialization draws no random numbers, so a seed has no effect",
             hint="leave it out, or prepare the model with an initializer: `init=` (`--init`)",
         )
-    return started_over(other)
+    return start_over(other)
 
 
 def state_left_as_stored(model: Model) -> list[str]:
@@ -65,7 +65,7 @@ def state_left_as_stored(model: Model) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def started_over(source: Model) -> Model:
+def start_over(source: Model) -> Model:
     """A copy with the state that the initialization makes."""
     model = source.copy()
     model.step()  # there is one

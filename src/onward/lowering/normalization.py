@@ -15,7 +15,7 @@ _KEY = ("", "BatchNormalization")
 
 def give_two_axes(model: ir.Model) -> None:
     """Let inputs of one axis, which the standard allows and frameworks do not, be of one channel."""
-    expand(model, {_KEY: _with_a_channel}, _has_one_axis)
+    expand(model, {_KEY: _add_channel}, _has_one_axis)
 
 
 def _has_one_axis(node: ir.Node) -> bool:
@@ -29,9 +29,7 @@ def _has_one_axis(node: ir.Node) -> bool:
     return x is not None and x.shape is not None and len(x.shape) == 1
 
 
-def _with_a_channel(
-    op: Builder, inputs: list[Expr | None], attributes: dict[str, Any], outputs: int
-) -> tuple[Expr, ...]:
+def _add_channel(op: Builder, inputs: list[Expr | None], attributes: dict[str, Any], outputs: int) -> tuple[Expr, ...]:
     x, *others = inputs
     made = op.BatchNormalization(op.Unsqueeze(x, [1]), *others, outputs=outputs, **attributes)
     y, *statistics = (made,) if outputs == 1 else made
@@ -41,7 +39,7 @@ def _with_a_channel(
 def write_out_unsafe(model: ir.Model) -> None:
     """Write in plain operators what ONNX Runtime gets wrong: unless both running statistics are outputs of the graph,
     it writes them over those that it reads, also over constants and what callers own."""
-    expand(model, {_KEY: _written_out}, lambda node: _is_unsafe(node, model.graph))
+    expand(model, {_KEY: _write_out}, lambda node: _is_unsafe(node, model.graph))
 
 
 def _is_unsafe(node: ir.Node, graph: ir.Graph) -> bool:
@@ -57,7 +55,7 @@ def _is_nobodys(value: ir.Value | None) -> bool:
     return producer is not None and producer.op_type != "Constant" and value is not None and len(value.uses()) == 1
 
 
-def _written_out(op: Builder, inputs: list[Expr | None], attributes: dict[str, Any], outputs: int) -> tuple[Expr, ...]:
+def _write_out(op: Builder, inputs: list[Expr | None], attributes: dict[str, Any], outputs: int) -> tuple[Expr, ...]:
     x, scale, bias, old_mean, old_variance = (value for value in inputs if value is not None)
     wide = ir.DataType.DOUBLE if x.dtype == ir.DataType.DOUBLE else ir.DataType.FLOAT
     x3, *vectors = (

@@ -60,7 +60,7 @@ def as_one_step(model: Model, steps: Steps = None, *, together: bool = True) -> 
     for index, count in times.items():
         for number in range(count):
             made.run(index, number)
-    return made.finished(times)
+    return made.finish(times)
 
 
 def times_of(model: Model, steps: Steps) -> dict[int, int]:
@@ -143,9 +143,9 @@ class _Round:
         """Append a run of a step."""
         step = self._steps[index]
         if index not in self._own:
-            self._first[index] = {name: self._registered(v) for name, v in step.algorithm.initializers.items()}
+            self._first[index] = {name: self._register(v) for name, v in step.algorithm.initializers.items()}
             self._own[index] = dict(self._first[index])
-        known = self._copied(index, number)
+        known = self._copy_nodes(index, number)
         metrics = self._metrics.setdefault(index, {})
         for name in (output.name or "" for output in step.algorithm.outputs):
             if name not in step.update.values():
@@ -159,7 +159,7 @@ class _Round:
             for state, value in new.items():
                 (self._shared if state in self._shared else self._own[index])[state] = value
 
-    def finished(self, times: Mapping[int, int]) -> OneStep:
+    def finish(self, times: Mapping[int, int]) -> OneStep:
         untie(self._graph)
         op = Builder(self._algorithm, opset=self._model.opset, names=self._names)
         loss = self._output_metrics(op)
@@ -179,10 +179,10 @@ class _Round:
 
     # ---- a run ---------------------------------------------------------------------------------------------------
 
-    def _copied(self, index: int, number: int) -> dict[str, ir.Value]:
+    def _copy_nodes(self, index: int, number: int) -> dict[str, ir.Value]:
         """Append the nodes of a run; what each name of the inference graph and of the algorithm stands for in it."""
         step, label = self._steps[index], f"{self._labels[index]}.{number + 1}"
-        replaced = self._replaced(index, number)
+        replaced = self._replacements(index, number)
         changed = descendants(self._graph, replaced)
         nodes = [node for node in self._graph if any(output in changed for output in node.outputs)] + [*step.algorithm]
         inside = {output for node in nodes for output in node.outputs}
@@ -205,7 +205,7 @@ class _Round:
         self._algorithm.extend(copies)
         return now
 
-    def _replaced(self, index: int, number: int) -> dict[ir.Value, ir.Value]:
+    def _replacements(self, index: int, number: int) -> dict[ir.Value, ir.Value]:
         """What a run reads in place of inputs and of state."""
         step = self._steps[index]
         found = {v: self._shared[name] for name, v in self._graph.initializers.items() if self._shared[name] is not v}
@@ -245,7 +245,7 @@ class _Round:
             )
         return self._inputs[name]
 
-    def _registered(self, value: ir.Value) -> ir.Value:
+    def _register(self, value: ir.Value) -> ir.Value:
         """An initializer that only one step sees, among those of the round."""
         tensor = value.const_value
         assert tensor is not None

@@ -58,7 +58,7 @@ class Recipe(StepOptions):
                 "the model already carries its training",
                 hint="strip it first (`onward strip`), or add a second step with `append=True` (`--append`)",
             )
-        model, teaching = self._adapted(model), self._distillation()
+        model, teaching = self._adapt(model), self._distillation()
         before = preprocessing.open_preprocessing(self.preprocess)
         optimizer = given_optimizer(self.optimizer)
         needed = (preprocessing.opset_of(before), opset_of(optimizer, self.groups))
@@ -111,7 +111,7 @@ class Recipe(StepOptions):
             untie(graph)
         return stamp(model)
 
-    def _adapted(self, model: Model) -> Model:
+    def _adapt(self, model: Model) -> Model:
         """The model for its new task."""
         if self.new_head is not None:
             model = replace_head(model, **{"seed": self.seed, **arguments(replace_head, self.new_head, "new_head")})
@@ -141,7 +141,7 @@ class Recipe(StepOptions):
             loss_scale=self.loss_scale,
             master_weights=self.master_weights,
         )
-        gradients = _gradients(assembly, update.scaled(loss), selection.parameters)
+        gradients = _gradients(assembly, update.scale_loss(loss), selection.parameters)
         update.apply(gradients)
         assembly.fact("optimizer", [group.fact() for group in chosen])
 

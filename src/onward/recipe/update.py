@@ -139,14 +139,14 @@ class Update:
         rates = {}
         for group in self.groups:
             base = self.assembly.hyper(f"{group.name}/lr", group.optimizer.values["lr"], group.name)
-            rates[group.name] = (base if given is None else self._scheduled(op, base, given)).value
+            rates[group.name] = (base if given is None else self._apply_schedule(op, base, given)).value
         if given is not None:
             self.assembly.fact("lr_scheduler", [_schedule_fact(item) for item in _as_list(given)])
         for i, (name, value) in enumerate(rates.items()):
             self.assembly.metric("lr" if i == 0 else f"{name}/lr/now", op.Identity(value))
         return rates
 
-    def _scheduled(self, op: Builder, base: Expr, given: Any) -> Expr:
+    def _apply_schedule(self, op: Builder, base: Expr, given: Any) -> Expr:
         items = [parse(item) for item in _as_list(given)]
         parts = []
         for i, item in enumerate(items):
@@ -167,21 +167,21 @@ class Update:
 
     # ---- what a run computes -----------------------------------------------------------------------------------------
 
-    def scaled(self, loss: Expr) -> Expr:
+    def scale_loss(self, loss: Expr) -> Expr:
         """The value to differentiate."""
         if self._scale is None:
             return loss
         return (loss * loss.op.CastLike(self._scale, loss)).named("scaled_loss")
 
     def apply(self, by_parameter: Mapping[ir.Value, Expr]) -> None:
-        """Append the updates, given the gradient of what `scaled` returned for each parameter."""
+        """Append the updates, given the gradient of what `scale_loss` returned for each parameter."""
         op = self.assembly.op
         gradients = [like_target(op, by_parameter[value], self._target(value)) for value in self.parameters]
         if self._scale is not None:
             gradients = [g / op.CastLike(self._scale, g) for g in gradients]
         due: Expr | None = None
         if self.accumulate > 1:
-            gradients, due = self._accumulated(op, gradients)
+            gradients, due = self._accumulate(op, gradients)
         happens = due
         if self.dynamic_scale:
             finite = _all_finite(op, gradients)
@@ -190,7 +190,7 @@ class Update:
         for name, expr in self._perhaps(op, happens, gradients).items():
             self.assembly.update(name, expr)
 
-    def _accumulated(self, op: Builder, gradients: Sequence[Expr]) -> tuple[list[Expr], Expr]:
+    def _accumulate(self, op: Builder, gradients: Sequence[Expr]) -> tuple[list[Expr], Expr]:
         """The mean gradient of the batches so far, and whether this batch completes an update."""
         count = self._counter("micro_step")
         every = self.assembly.hyper("accumulate", float(self.accumulate))
@@ -270,15 +270,15 @@ class Update:
     def _new_state(self, op: Builder, gradients: Sequence[ir.Value], report: bool) -> dict[str, Expr]:
         t = op(self._step.value) + 1
         new = {STEP: t}
-        clipped = self._clipped(op, [op(g) for g in gradients], report)
+        clipped = self._clip_gradients(op, [op(g) for g in gradients], report)
         by_parameter = dict(zip(self.parameters, clipped, strict=True))
         for name, group in self._appended.items():
             new |= group.new_state(op, by_parameter, op(self._rates[name]), t)
         if self._ema is not None:
-            new |= self._averaged(op, new)
+            new |= self._new_averages(op, new)
         return new
 
-    def _clipped(self, op: Builder, gradients: list[Expr], report: bool) -> list[Expr]:
+    def _clip_gradients(self, op: Builder, gradients: list[Expr], report: bool) -> list[Expr]:
         if self.clip is None:
             return gradients
         op = op.scoped("clip")
@@ -293,7 +293,7 @@ class Update:
             self.assembly.metric("grad_norm", norm)
         return clipped
 
-    def _averaged(self, op: Builder, new: Mapping[str, Expr]) -> dict[str, Expr]:
+    def _new_averages(self, op: Builder, new: Mapping[str, Expr]) -> dict[str, Expr]:
         assert self._ema is not None
         decay = op(self._ema.value)
         averages = {"ema/n_averaged": op(self.assembly.values["ema/n_averaged"]) + 1}

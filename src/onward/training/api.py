@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from onward.arguments import Range, checked
-from onward.engines.initialization import started_over, state_left_as_stored, with_seed
+from onward.engines.initialization import start_over, state_left_as_stored, with_seed
 from onward.errors import DataError, RecipeError, list_names
 from onward.model import Model, Source, load
 from onward.options import TrainOptions, taking
@@ -82,7 +82,7 @@ def train(
     made = prepare_training(original, data, wanted.columns, asked.get("batch_size"), recipe, seed)
     training = made.model
     if wanted.reset:
-        training = started_over(training if wanted.seed is None else with_seed(training, seed))
+        training = start_over(training if wanted.seed is None else with_seed(training, seed))
         made.notes.append(_reset_note(training))
     if "new_head" in recipe:  # then what is trained is not what was given
         head = arguments(replace_head, recipe["new_head"], "new_head")

@@ -97,7 +97,7 @@ class Folder(Run):
         with lock_folder(self.path):
             self._refuse_links()
             self._sweep()
-            model, original, shared = self.model, load(self.path / ORIGINAL), self._shared()
+            model, original, shared = self.model, load(self.path / ORIGINAL), self._shared_files()
             self._form = form_of(places_of(original))
             if elsewhere := [place for place in _unchanging_places(model) if not is_in(place.tensor, shared)]:
                 save(original, self.path / ORIGINAL, also=elsewhere)  # as an older version has left it
@@ -112,11 +112,11 @@ class Folder(Run):
         """Keep the training model, and where the run stands, all at once."""
         for step in model.steps:
             step.metadata["train.progress"] = json.dumps(dataclasses.asdict(at))
-        save(model, self.path / TRAINING, self._form, shared=self._shared())
+        save(model, self.path / TRAINING, self._form, shared=self._shared_files())
 
     def export(self, model: Model, name: str) -> Path:
         """Write the inference model with the weights that a training model has now."""
-        return save(self._inference(model), self.path / name, self._form, shared=self._shared())
+        return save(self._inference(model), self.path / name, self._form, shared=self._shared_files())
 
     def note_lengths(self, at: Place) -> None:
         """Note how long the log and the event file are."""
@@ -158,7 +158,7 @@ class Folder(Run):
             with contextlib.suppress(OSError):  # others may use it by now
                 folder.rmdir()
 
-    def _shared(self) -> set[Path]:
+    def _shared_files(self) -> set[Path]:
         """Data files that are written once: those of the model as it was given, and of all that stays as it was."""
         folder = self.path.resolve()
         return {file for file in folder.iterdir() if is_own(folder / ORIGINAL, file)}

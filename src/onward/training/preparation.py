@@ -8,7 +8,7 @@ from typing import Any
 
 import onnx_ir as ir
 
-from onward.engines.initialization import started_over
+from onward.engines.initialization import start_over
 from onward.errors import RecipeError, UnsupportedError
 from onward.model import Model
 from onward.recipe import prepare
@@ -61,7 +61,7 @@ def prepare_training(
     preprocess = open_preprocessing(recipe.get("preprocess"))
     recipe = {"loss": None, "seed": seed, **recipe, "preprocess": preprocess}
     training = prepare(model, **recipe)
-    begun = started_over if recipe.get("init", "file") != "file" else lambda prepared: prepared
+    begun = start_over if recipe.get("init", "file") != "file" else lambda prepared: prepared
     if preprocess is None or isinstance(preprocess, Model):
         return Prepared(begun(training), size, notes, preprocess=preprocess)
     inputs = {value.name or "": value for value in (*training.inputs, *training.step().algorithm.inputs)}

@@ -85,7 +85,7 @@ class _AtOnce:
     def __init__(self, assembly: Assembly, group: Group, optimizer: FunctionOptimizer, targets: Targets):
         self._parameters = {value.name or "": value for value in group.parameters}
         self._targets = targets
-        self._optimizer = optimizer.bound({name: targets[value] for name, value in self._parameters.items()})
+        self._optimizer = optimizer.bind({name: targets[value] for name, value in self._parameters.items()})
         self._group = group.name
         self._state = {value.name or "": self._declare(assembly, value) for value in self._optimizer.state}
         self._function = self._optimizer.define(assembly.model.functions, assembly.model.opset)

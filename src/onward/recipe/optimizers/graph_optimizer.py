@@ -85,7 +85,7 @@ class FunctionOptimizer:
                 hint="its outputs are the new parameters, and then the new state, in the order of the inputs",
             )
 
-    def bound(self, targets: Mapping[str, ir.Value]) -> FunctionOptimizer:
+    def bind(self, targets: Mapping[str, ir.Value]) -> FunctionOptimizer:
         """The same for all parameters of a group at once, given by their names the tensors that are updated."""
         made = _for_each(self, targets) if self.is_for_one else self
         missing = [name for name in targets if name not in made.parameters]
@@ -102,7 +102,7 @@ class FunctionOptimizer:
         """The parameter that a state belongs to; None where that is the whole group."""
         return max((name for name in self.parameters if state.startswith(f"{name}/")), key=len, default=None)
 
-    def renamed(self, parameters: Mapping[str, str]) -> FunctionOptimizer:
+    def with_names(self, parameters: Mapping[str, str]) -> FunctionOptimizer:
         """The same for parameters that are called otherwise."""
         names = {name: parameters.get(name, name) for name in self.parameters}
         names |= {gradient_of(name): gradient_of(new) for name, new in names.items()}

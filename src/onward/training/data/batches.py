@@ -128,7 +128,7 @@ class Batches:
     def _of_data(self, epoch: int, start: int) -> Iterator[Batch]:
         assert isinstance(self._data, Dataset)
         for number, rows in enumerate(self._orders(epoch, start), start):
-            made = self._made(self._data.take(rows, self._names), partial(_row, self._data, rows))
+            made = self._convert(self._data.take(rows, self._names), partial(_row, self._data, rows))
             yield made | self._noise(epoch, number, len(rows))
 
     def _orders(self, epoch: int, start: int) -> Iterator[np.ndarray]:
@@ -150,7 +150,7 @@ class Batches:
             for name in self._names:
                 if name not in batch:
                     raise DataError(f"batch {number:,} of the stream has no column `{name}`, as the first one has")
-            made = self._made(batch, f"sample {{:,}} of batch {number:,}".format)
+            made = self._convert(batch, f"sample {{:,}} of batch {number:,}".format)
             yield made | self._noise(epoch, number, max((len(a) for a in made.values() if a.ndim), default=1))
 
     # ---- what is made of them ----
@@ -160,7 +160,7 @@ class Batches:
         assert isinstance(self._data, Dataset)
         return len(self._data)
 
-    def _made(self, batch: Batch, where: Callable[[int], str]) -> Batch:
+    def _convert(self, batch: Batch, where: Callable[[int], str]) -> Batch:
         made: Batch = {}
         for name, binding in self._bindings.items():
             for column in binding.columns:

@@ -118,7 +118,7 @@ class GraphOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         parameters = dict(zip(self._names, trained, strict=True))
         state = {slot: to_array(tensor).copy() for slot, tensor in self._held(parameters, group).items()}
         function = dataclasses.replace(self._update.function, lr=rate, initial=state)
-        return function.renamed({name: names[id(parameter)] for name, parameter in parameters.items()})
+        return function.with_names({name: names[id(parameter)] for name, parameter in parameters.items()})
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_update": self._update, "_names": self._names}
