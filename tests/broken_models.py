@@ -691,6 +691,62 @@ def external_data_overlaps(m: ModelProto) -> None:
         weight.external_data.add(key=key, value=text)
 
 
+def on_two_devices(m: ModelProto, **spec: Any) -> Any:
+    """A weight that is divided among two devices, and the specification to damage."""
+    m.ir_version = 11
+    m.configuration.add(name="two", num_devices=2, device=["a", "b"])
+    reader = nodes_of(m.graph, "MatMul")[0]
+    made = reader.device_configurations.add(configuration_id="two").sharding_spec.add(
+        tensor_name=reader.input[1], device=[0, 1]
+    )
+    made.sharded_dim.add(axis=-1).simple_sharding.add(num_shards=2)
+    return made
+
+
+@damage("OW140")
+def fewer_names_than_devices(m: ModelProto) -> None:
+    on_two_devices(m)
+    del m.configuration[0].device[1:]
+
+
+@damage("OW140")
+def two_configurations_of_one_name(m: ModelProto) -> None:
+    on_two_devices(m)
+    m.configuration.add(name="two", num_devices=2)
+
+
+@damage("OW141")
+def configuration_that_is_not_there(m: ModelProto) -> None:
+    on_two_devices(m)
+    m.configuration[0].name = "three"
+
+
+@damage("OW142")
+def divided_along_an_axis_that_is_not_there(m: ModelProto) -> None:
+    on_two_devices(m).sharded_dim[0].axis = 2
+
+
+@damage("OW142")
+def given_to_a_third_of_two_devices(m: ModelProto) -> None:
+    on_two_devices(m).device[1] = 2
+
+
+@damage("OW142")
+def more_parts_than_devices(m: ModelProto) -> None:
+    on_two_devices(m).sharded_dim[0].simple_sharding[0].num_shards = 4
+
+
+@damage("OW142")
+def divided_and_not_read(m: ModelProto) -> None:
+    on_two_devices(m).tensor_name = "elsewhere"
+
+
+@damage("OW143")
+def devices_before_their_time(m: ModelProto) -> None:
+    on_two_devices(m)
+    m.ir_version = 10
+
+
 # Bindings and state.
 
 

@@ -30,7 +30,7 @@ from onward.cli.commands import app
 from onward.engines import ENGINES, FRAMEWORKS
 
 BUILD = ["train", "prepare", "grad", "lower", "convert"]
-LOOK = ["check", "check-gradients", "verify", "engines", "show", "diff", "report"]
+LOOK = ["check", "check-gradients", "verify", "engines", "show", "diff", "report", "plan"]
 CHANGE = ["set", "rename", "prefix", "merge", "extract", "inline", "opset", "data", "reset", "strip", "refresh"]
 COMMANDS = [*BUILD, *LOOK, *CHANGE]
 RECIPE = ["--loss", "cross_entropy", "--optimizer", "adamw:lr=1e-3", "--schedule", "cosine:steps=1000,warmup=50"]

@@ -39,7 +39,7 @@ TIERS = [
     ["checker", "lowering"],
     ["inspect"],
     ["engines"],
-    ["gradcheck"],
+    ["gradcheck", "planning"],
     ["agreement"],
     ["convert", "backend"],
     ["checkpoint"],

@@ -36,6 +36,8 @@ if TYPE_CHECKING:  # `_NAMES` for type checkers; a test compares the two
     from onward.inspect import describe as describe
     from onward.lowering import lower as lower
     from onward.model import Model as Model, Step as Step, load as load
+    from onward.model.sharding import Sharding as Sharding
+    from onward.planning import plan as plan
     from onward.recipe import Recipe as Recipe, lora as lora, prepare as prepare, replace_head as replace_head
     from onward.training.api import find_lr as find_lr, resume as resume, train as train
     from onward.training.callbacks import Callback as Callback
@@ -63,6 +65,8 @@ _NAMES = {
     "inspect": ("describe",),
     "lowering": ("lower",),
     "model": ("Model", "Step", "load"),
+    "model.sharding": ("Sharding",),
+    "planning": ("plan",),
     "recipe": ("Recipe", "lora", "prepare", "replace_head"),
     "training.api": ("find_lr", "resume", "train"),
     "training.callbacks": ("Callback",),

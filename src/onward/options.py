@@ -22,10 +22,12 @@ _R = TypeVar("_R")
 
 _DATA, _FIRST, _HOW, _WHAT = "Data", "What happens to data", "How it is trained", "What is trained"
 _FROM, _RUN, ENGINE = "Where it starts", "The run", "The engine"
-_PANELS = (_DATA, _FIRST, _HOW, _WHAT, _FROM, _RUN, ENGINE)
+_MACHINES = "The machines"
+_PANELS = (_MACHINES, _DATA, _FIRST, _HOW, _WHAT, _FROM, _RUN, ENGINE)
 
 Last = Literal["keep", "drop", "pad"]
 Variance = Literal["population", "sample"]
+Strategy = Literal["ddp", "zero1", "zero2", "zero3", "fsdp", "hybrid", "tensor", "tensor+fsdp"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -377,3 +379,59 @@ class TrainOptions(RunOptions, RecipeOptions):
     run: str | os.PathLike[str] | None = _option(
         None, _RUN, "FOLDER", "the folder of the run; a new one below `runs/` unless given"
     )
+
+
+# ---- plans -----------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanOptions(RecipeOptions):
+    """What a training is to be spread over, and how."""
+
+    model: Any = None
+    _: dataclasses.KW_ONLY
+    devices: Count = _option(1, _MACHINES, "N", "how many devices there are")
+    memory: str | Annotated[float, Range(above=0)] | None = _option(
+        None, _MACHINES, "BYTES", "what a device has, such as `80GB` or `64GiB`"
+    )
+    per_machine: Count = _option(8, _MACHINES, "N", "how many devices of a machine are neighbours")
+    bandwidth: str | Annotated[float, Range(above=0)] | None = _option(
+        None, _MACHINES, "BYTES", "what a device sends to its neighbours in a second, such as `450GB`"
+    )
+    network: str | Annotated[float, Range(above=0)] | None = _option(
+        None, _MACHINES, "BYTES", "the same between machines, such as `50GB`; as between neighbours unless given"
+    )
+    flops: str | Annotated[float, Range(above=0)] | None = _option(
+        None, _MACHINES, "NUMBER", "operations of a device in a second, at its best, such as `989T`"
+    )
+    utilization: Annotated[float, Range(above=0, most=1)] = _option(
+        0.4, _MACHINES, "X", "the share of that which is reached"
+    )
+    strategy: Strategy | None = _option(
+        None,
+        _MACHINES,
+        "NAME",
+        "`ddp`, `zero1`, `zero2`, `fsdp` (or `zero3`), `hybrid`, `tensor` or `tensor+fsdp`; all are compared unless "
+        "given",
+    )
+    batch_size: Count | None = _option(
+        None,
+        _DATA,
+        "N",
+        "samples in a batch, on all devices together; one on each unless given",
+        flags="--batch-size -b",
+    )
+    shape: Mapping[str, str | Sequence[int | str]] = _option(
+        {},
+        _DATA,
+        "INPUT=SIZES",
+        "sizes of an input that the file leaves open, such as `tokens=N,2048`",
+        repeated=True,
+    )
+    engine: Literal["torch", "jax", "onnxruntime"] = _option(
+        "torch", ENGINE, "NAME", "`torch` and `jax`, which do not keep the scores of attention, or `onnxruntime`"
+    )
+    precision: Literal["bfloat16", "float16"] | None = _option(
+        None, ENGINE, "TYPE", "`bfloat16` or `float16` for products of a model in float32"
+    )
+    recompute: bool = _option(False, ENGINE, None, "compute blocks a second time on the way back, to save memory")

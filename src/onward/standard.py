@@ -18,9 +18,9 @@ OLDEST_INTERPRETED, NEWEST_INTERPRETED = 13, 28
 OLDEST_LOADED = 7
 """ONNX Runtime lacks some operators of older sets."""
 
-TRAINING_IR, FUNCTIONS_IR, METADATA_IR = 7, 8, 10
-"""The first IR versions with training, with functions in a model, and with metadata on tensors and graphs, where state
-is tagged."""
+TRAINING_IR, FUNCTIONS_IR, METADATA_IR, DEVICES_IR = 7, 8, 10, 11
+"""The first IR versions with training, with functions in a model, with metadata on tensors and graphs, where state is
+tagged, and with devices."""
 IR_VERSION = METADATA_IR
 """What we write: all that we need is in it, and stock ONNX Runtime loads it."""
 

@@ -18,6 +18,7 @@ from onward.checker import (
     bindings,
     counters,
     derivatives,
+    devices,
     file,
     functions,
     gradients,
@@ -45,9 +46,9 @@ _Seen = TypeVar("_Seen", Subject, Scope)
 
 # Rules about a file look at the Subject, rules about a graph at its Scope: SCOPE_RULES at every graph that is executed,
 # STEP_RULES at algorithms only. The first group needs no types, and decides whether onnx is worth asking for them.
-_FORM = (*file.MODEL_RULES, *opsets.MODEL_RULES, *functions.MODEL_RULES, *tensors.MODEL_RULES)
+_FORM = (*file.MODEL_RULES, *opsets.MODEL_RULES, *functions.MODEL_RULES, *tensors.MODEL_RULES, *devices.MODEL_RULES)
 _MEANING = (*bindings.MODEL_RULES, *state.MODEL_RULES, *gradients.MODEL_RULES, *metadata.MODEL_RULES)
-_OF_GRAPHS = (*gradients.SCOPE_RULES, *optimizers.SCOPE_RULES)
+_OF_GRAPHS = (*gradients.SCOPE_RULES, *optimizers.SCOPE_RULES, *devices.SCOPE_RULES)
 _OF_STEPS = (
     *bindings.STEP_RULES,
     *state.STEP_RULES,

@@ -86,6 +86,10 @@ CODES: dict[str, Code] = {
     "OW131": _error("external data lies where it cannot be read, or must not", IR_DATA),
     "OW132": _error("external data is not as long as the tensor needs", IR_DATA),
     "OW133": _error("external data of two tensors overlaps", ONWARD),
+    "OW140": _error("a device configuration lacks its name or its devices, or stands twice", COMMENT),
+    "OW141": _error("a node names a device configuration that the model does not have", COMMENT),
+    "OW142": _error("how a node divides a tensor does not fit the tensor or the devices", COMMENT),
+    "OW143": _error("device configurations need IR version 11", IR_MODEL),
     # ---- bindings and state
     "OW201": _error("a binding's key is not an initializer that the step can change", IR_TRAINING),
     "OW202": _error("a key is bound twice in one entry", IR_TRAINING),

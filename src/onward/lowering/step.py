@@ -118,6 +118,8 @@ def lower_for_engine(
     if part != "inference":
         one = as_one_step(model, step, together=part not in ("evaluation", "gradients"))
     made, contract = PARTS[part](one.model, one.index, manner)
+    for node in made.graph.all_nodes():
+        node.device_configurations = ()  # they are the model's: a step is of one device
     loss = one.loss if one.loss in contract.metrics else contract.loss
     made.ir.ir_version = max(IR_VERSION, made.ir.ir_version or 0) if part == "inference" else IR_VERSION
     dataclasses.replace(contract, part=part, loss=loss).write_to(made)

@@ -1,0 +1,237 @@
+"""What one pass of a training model asks of a machine: its weights, what is kept for the way back, its operations."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+import onnx_ir as ir
+
+from onward.engines.fusion import matches
+from onward.engines.fusion.attention import Attention
+from onward.errors import UnsupportedError
+from onward.inspect.blocks import Item, find_repeats
+from onward.lowering.contract import Contract, contract_of
+from onward.lowering.step import lower_for_engine, lower_for_framework
+from onward.model import Model
+from onward.model.state import State, carried_state
+from onward.planning.flops import PRODUCTS, flops
+from onward.planning.schedule import Block, Schedule, Usage
+from onward.planning.tensors import bytes_of, dims_of, elements
+
+FUSES_ATTENTION = ("torch", "jax")
+"""The engines that compute attention without keeping its scores."""
+
+_EXACT = {
+    "Exp", "Log", "Pow", "Softmax", "LogSoftmax", "CumSum", "SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss",
+    "ReduceSum", "ReduceMean", "ReduceProd", "ReduceL1", "ReduceL2", "ReduceLogSum", "ReduceLogSumExp",
+    "ReduceSumSquare", "LayerNormalization", "BatchNormalization",
+}  # fmt: skip
+"""What is computed in float32 where products are not."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Weight:
+    """A tensor of the state that is read in the forward pass, and all that training adds to it, in bytes."""
+
+    name: str
+    shape: tuple[int, ...]
+    bytes: int
+    gradient: int = 0
+    state: int = 0
+    """Moments, copies in float32, averages, accumulated gradients."""
+    slots: tuple[str, ...] = ()
+    """Those of them that have its shape."""
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+
+class Workload:
+    """One pass for a batch of a fixed size, which is a device's part."""
+
+    def __init__(self, model: Model, step: int, engine: str, precision: str | None):
+        lowered = lower_for_engine(model, step, "gradients")
+        self.graph, self.contract = lowered.graph, contract_of(lowered)
+        _refuse_open_sizes(self.graph, self.contract)
+        scores = _shapes_of_scores(lower_for_framework(model, step, "gradients")) if engine in FUSES_ATTENTION else ()
+        self.schedule = Schedule(self.graph, self.contract, is_inside_a_kernel=lambda v: dims_of(v) in scores)
+        self.precision = precision
+        self.weights, self.other_state = _weights(self.graph, self.contract, carried_state(model, step))
+        self.batch = sum(map(bytes_of, (v for v in self.graph.inputs if v.name in self.contract.batch)))
+
+    @functools.cached_property
+    def blocks(self) -> list[Block]:
+        return find_blocks(self.schedule.forward, {*self.contract.state, *self.graph.initializers}, self._outputs)
+
+    @property
+    def outside(self) -> list[Weight]:
+        """Weights that belong to no block."""
+        inside = {name for block in self.blocks for name in block.weights}
+        return [weight for weight in self.weights.values() if weight.name not in inside]
+
+    def weights_of(self, block: Block) -> list[Weight]:
+        return [self.weights[name] for name in block.weights if name in self.weights]
+
+    @functools.cached_property
+    def forward_flops(self) -> int:
+        return sum(map(flops, self.schedule.forward))
+
+    @functools.cached_property
+    def backward_flops(self) -> int:
+        return sum(map(flops, self.schedule.backward))
+
+    @property
+    def flops_of_blocks(self) -> int:
+        """Those of the forward pass that are spent again where blocks are computed twice."""
+        return sum(flops(node) for block in self.blocks for node in block.nodes)
+
+    def usage(self, *, recompute: bool, shards: Mapping[ir.Value, int] = {}) -> Usage:
+        """What is in memory meanwhile; `shards`: into how many parts values are divided among devices."""
+        sizes = self._sizes
+        return self.schedule.usage(lambda v: sizes[v] // shards.get(v, 1), self.blocks if recompute else ())
+
+    def computed_bytes(self, weight: Weight) -> int:
+        """What a weight takes in the type that it is computed with."""
+        if self.precision is None or weight.name not in self._in_products:
+            return weight.bytes
+        return min(weight.bytes, 2 * weight.elements)
+
+    @property
+    def copies(self) -> int:
+        """What copies of weights in the type of products take, which are kept from the first product to the last."""
+        both = ((self.computed_bytes(weight), weight.bytes) for weight in self.weights.values())
+        return sum(few for few, all_ in both if few != all_)
+
+    @functools.cached_property
+    def _in_products(self) -> set[str]:
+        """The names of weights that products read."""
+        return {v.name or "" for node in self.schedule.forward if node.op_type in PRODUCTS for v in node.inputs if v}
+
+    @functools.cached_property
+    def _sizes(self) -> dict[ir.Value, int]:
+        made = {v: bytes_of(v) for node in self.schedule.nodes for v in node.outputs}
+        return made if self.precision is None else {**made, **_sizes_in_half(self.schedule)}
+
+    @property
+    def _outputs(self) -> list[ir.Value]:
+        return [value for value in self.graph.outputs if value.name not in self.contract.gradients]
+
+
+def _sizes_in_half(schedule: Schedule) -> dict[ir.Value, int]:
+    """Sizes with products in 16 bits: results stay so until something needs more, as `torch.autocast` has it."""
+    width: dict[ir.Value, int] = {}
+    backward = set(schedule.backward)
+    for node in schedule.nodes:
+        read = [
+            width.get(v) or bytes_of(v) // elements(v) for v in node.inputs if v and _is_float(v) and elements(v) > 1
+        ]
+        few = 2 if node.op_type in PRODUCTS else 4 if node.op_type in _EXACT else max(read, default=4)
+        width.update({v: min(few, bytes_of(v) // elements(v)) for v in node.outputs if _is_float(v) and elements(v)})
+    for value in schedule.kept():
+        readers = [node for node in value.consumers() if node in backward]
+        if value in width and all(node.op_type in PRODUCTS | {"Reshape", "Transpose"} for node in readers):
+            width[value] = min(2, width[value])  # a product keeps what it was given in 16 bits
+    return {value: elements(value) * size for value, size in width.items()}
+
+
+def _is_float(value: ir.Value | None) -> bool:
+    return value is not None and value.dtype is not None and value.dtype.is_floating_point()
+
+
+def _refuse_open_sizes(graph: ir.Graph, contract: Contract) -> None:
+    for value in graph.inputs:
+        if value.name in contract.batch and dims_of(value) is None:
+            sizes = ",".join(str(d) for d in value.shape) if value.shape is not None else "N,..."
+            raise UnsupportedError(
+                f"the sizes of `{value.name}` are open: [{sizes}]",
+                hint=f"say them: `--shape {value.name}=...`, or `shape={{...}}` in Python",
+            )
+
+
+def _shapes_of_scores(model: Model) -> set[tuple[int, ...] | None]:
+    """The shapes of the scores of attention, also turned, in a training step that has not been differentiated."""
+    nodes = list(model.graph)
+    found = [
+        node.outputs[0]
+        for match in matches(nodes, set(model.graph.outputs), ("Attention",))
+        if isinstance(match, Attention)
+        for node in match.nodes
+        if node.op_type == "Softmax"
+    ]
+    shapes = {dims_of(value) for value in found} | {_scores_of(node) for node in nodes if node.op_type == "Attention"}
+    return {turned for shape in shapes if shape for turned in (shape, (*shape[:-2], shape[-1], shape[-2]))}
+
+
+def _scores_of(node: ir.Node) -> tuple[int, ...] | None:
+    q, k = (dims_of(value) if value is not None else None for value in node.inputs[:2])
+    if q is None or k is None:
+        return None
+    heads = node.attributes.get_int("q_num_heads", q[1])
+    return q[0], heads, q[-2], k[-2]
+
+
+def _weights(graph: ir.Graph, contract: Contract, state: Iterable[State]) -> tuple[dict[str, Weight], int]:
+    """What the forward pass reads of the state and of frozen weights; and the bytes of all other state."""
+    gradients = {x: bytes_of(value) for value in graph.outputs if (x := contract.gradients.get(value.name or ""))}
+    read = {value.name or "": value for value in graph.inputs if value.name in contract.state}
+    added: dict[str, list[State]] = {name: [] for name in gradients}
+    other = 0
+    for each in state:
+        owner = each.parameter or each.name.rpartition("/")[0]
+        if each.name not in gradients and owner in added:
+            added[owner].append(each)
+        elif each.name not in gradients:
+            other += each.nbytes
+    known = {name: value for name, value in read.items() if name in gradients}
+    known |= {name: value for name, value in graph.initializers.items() if _is_float(value) and elements(value) > 1}
+    return {name: _weight(value, gradients.get(name, 0), added.get(name, [])) for name, value in known.items()}, other
+
+
+def _weight(value: ir.Value, gradient: int, added: Sequence[State]) -> Weight:
+    shape = dims_of(value) or ()
+    slots = tuple(each.name for each in added if _stored_shape(each) == shape)
+    return Weight(value.name or "", shape, bytes_of(value), gradient, sum(each.nbytes for each in added), slots)
+
+
+def _stored_shape(state: State) -> tuple[int, ...]:
+    tensor = state.value.const_value
+    return tuple(tensor.shape.numpy()) if tensor is not None else ()
+
+
+# ---- blocks ----------------------------------------------------------------------------------------------------------
+
+
+def find_blocks(nodes: Sequence[ir.Node], held: Collection[str], outputs: Collection[ir.Value]) -> list[Block]:
+    """The parts that the forward pass repeats, in order; what several of them read belongs to none."""
+    repeats = find_repeats([_item(node, held) for node in nodes], outputs)
+    blocks = []
+    for repeat in repeats:
+        for i in range(repeat.count):
+            start = repeat.start + i * repeat.length
+            part = nodes[start : start + repeat.length]
+            blocks.append(Block(f"{repeat.prefix}.{repeat.first + i}", part, _read_from(part, held)))
+    times: dict[str, int] = {}
+    for node in nodes:
+        for name in _read_from([node], held):
+            times[name] = times.get(name, 0) + 1
+    own = [
+        {name for name in b.weights if times[name] == sum(name in _read_from([n], held) for n in b.nodes)}
+        for b in blocks
+    ]
+    return [dataclasses.replace(block, weights=names) for block, names in zip(blocks, own, strict=True)]
+
+
+def _read_from(nodes: Iterable[ir.Node], held: Collection[str]) -> set[str]:
+    return {v.name or "" for node in nodes for v in node.inputs if v is not None and v.name in held}
+
+
+def _item(node: ir.Node, held: Collection[str]) -> Item:
+    paths = tuple(v.name or "" for v in node.inputs if v is not None and v.name in held)
+    inputs = tuple(v for v in node.inputs if v is not None and v.name not in held)
+    attributes = tuple(sorted((name, str(attribute.value)) for name, attribute in node.attributes.items()))
+    shapes = tuple(dims_of(v) for v in node.outputs)
+    return Item((node.domain, node.op_type, attributes, shapes), paths, inputs, tuple(node.outputs))
