@@ -695,7 +695,7 @@ def on_two_devices(m: ModelProto, **spec: Any) -> Any:
     """A weight that is divided among two devices, and the specification to damage."""
     m.ir_version = 11
     m.configuration.add(name="two", num_devices=2, device=["a", "b"])
-    reader = nodes_of(m.graph, "MatMul")[0]
+    reader = nodes_of(m.graph, "Gemm")[0]
     made = reader.device_configurations.add(configuration_id="two").sharding_spec.add(
         tensor_name=reader.input[1], device=[0, 1]
     )

@@ -129,7 +129,11 @@ WRONG = [
     ("extract training.onnx --to nothing", "there is no value `nothing`", ""),
     ("opset digits.onnx 9999", "cannot convert the model to operator set 9999", ""),
     ("plan digits.onnx --memory much", "`memory` is `much`, which is no amount", "80GB"),
-    ("plan digits.onnx --devices 12", "12 devices are no whole machines of 8", "--per-machine"),
+    (
+        "plan digits.onnx --devices 12 --strategy hybrid",
+        "there are no whole machines of 8 in 12 devices",
+        "--per-machine",
+    ),
     ("plan digits.onnx --devices 4 --strategy ddp -b 6", "a batch of 6 cannot be divided among 4", "a multiple"),
     ("plan training.onnx --optimizer sgd", "the model carries its training", "onward strip"),
     ("plan training.onnx --step 1", "there is no step 1", ""),

@@ -122,6 +122,8 @@ def plan(model: Source | None = None, step: int = 0, **given: Any) -> Plan:
             if asked.strategy is not None or error.message.startswith("the sizes of"):
                 raise
             refused[name] = str(error)
+    if not estimates:
+        raise UnsupportedError(next(iter(refused.values())), hint="take another batch, or another number of devices")
     if asked.strategy is None:
         estimates = _without_repetition(estimates)
     return Plan(machines, _facts(works.first, works.samples, accumulate, notes, asked), estimates, refused)

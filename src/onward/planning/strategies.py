@@ -136,9 +136,9 @@ def estimate(
 def degrees(name: str, machines: Machines) -> tuple[int, int, int]:
     """Devices that are alike, that divide the state, and that divide products: three factors of all."""
     strategy, within = STRATEGIES[name], min(machines.per_machine, machines.devices)
-    if machines.devices % within:
+    if machines.devices % within and (strategy.tensor or strategy.within_a_machine):
         raise UnsupportedError(
-            f"{machines.devices} devices are no whole machines of {within}",
+            f"there are no whole machines of {within} in {machines.devices} devices",
             hint="say how many one has: `--per-machine`",
         )
     tensor = within if strategy.tensor else 1

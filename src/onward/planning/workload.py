@@ -12,7 +12,7 @@ import onnx_ir as ir
 from onward.engines.fusion import matches
 from onward.engines.fusion.attention import Attention
 from onward.errors import UnsupportedError
-from onward.inspect.blocks import Item, find_repeats
+from onward.inspect.blocks import cut_into_parts
 from onward.lowering.contract import Contract, contract_of
 from onward.lowering.step import lower_for_engine, lower_for_framework
 from onward.model import Model
@@ -61,11 +61,8 @@ class Workload:
         self.schedule = Schedule(self.graph, self.contract, is_inside_a_kernel=lambda v: dims_of(v) in scores)
         self.precision = precision
         self.weights, self.other_state = _weights(self.graph, self.contract, carried_state(model, step))
+        self.blocks = _blocks(model, step, self.schedule.forward, self.weights)
         self.batch = sum(map(bytes_of, (v for v in self.graph.inputs if v.name in self.contract.batch)))
-
-    @functools.cached_property
-    def blocks(self) -> list[Block]:
-        return find_blocks(self.schedule.forward, {*self.contract.state, *self.graph.initializers}, self._outputs)
 
     @property
     def outside(self) -> list[Weight]:
@@ -115,10 +112,6 @@ class Workload:
     def _sizes(self) -> dict[ir.Value, int]:
         made = {v: bytes_of(v) for node in self.schedule.nodes for v in node.outputs}
         return made if self.precision is None else {**made, **_sizes_in_half(self.schedule)}
-
-    @property
-    def _outputs(self) -> list[ir.Value]:
-        return [value for value in self.graph.outputs if value.name not in self.contract.gradients]
 
 
 def _sizes_in_half(schedule: Schedule) -> dict[ir.Value, int]:
@@ -205,33 +198,21 @@ def _stored_shape(state: State) -> tuple[int, ...]:
 # ---- blocks ----------------------------------------------------------------------------------------------------------
 
 
-def find_blocks(nodes: Sequence[ir.Node], held: Collection[str], outputs: Collection[ir.Value]) -> list[Block]:
-    """The parts that the forward pass repeats, in order; what several of them read belongs to none."""
-    repeats = find_repeats([_item(node, held) for node in nodes], outputs)
-    blocks = []
-    for repeat in repeats:
-        for i in range(repeat.count):
-            start = repeat.start + i * repeat.length
-            part = nodes[start : start + repeat.length]
-            blocks.append(Block(f"{repeat.prefix}.{repeat.first + i}", part, _read_from(part, held)))
-    times: dict[str, int] = {}
-    for node in nodes:
-        for name in _read_from([node], held):
-            times[name] = times.get(name, 0) + 1
-    own = [
-        {name for name in b.weights if times[name] == sum(name in _read_from([n], held) for n in b.nodes)}
-        for b in blocks
-    ]
-    return [dataclasses.replace(block, weights=names) for block, names in zip(blocks, own, strict=True)]
-
-
-def _read_from(nodes: Iterable[ir.Node], held: Collection[str]) -> set[str]:
-    return {v.name or "" for node in nodes for v in node.inputs if v is not None and v.name in held}
-
-
-def _item(node: ir.Node, held: Collection[str]) -> Item:
-    paths = tuple(v.name or "" for v in node.inputs if v is not None and v.name in held)
-    inputs = tuple(v for v in node.inputs if v is not None and v.name not in held)
-    attributes = tuple(sorted((name, str(attribute.value)) for name, attribute in node.attributes.items()))
-    shapes = tuple(dims_of(v) for v in node.outputs)
-    return Item((node.domain, node.op_type, attributes, shapes), paths, inputs, tuple(node.outputs))
+def _blocks(model: Model, step: int, forward: Sequence[ir.Node], weights: Collection[str]) -> list[Block]:
+    """The blocks of the inference graph, as they are in the forward pass of a lowered step."""
+    parts = [part for part in cut_into_parts(model, weights) if part.kind is not None]
+    made = {value.name: i for i, part in enumerate(parts) for node in part.nodes for value in node.outputs}
+    in_training = model.step(step).fact("train.forward") or {}
+    places: dict[ir.Node, int | None] = {}
+    for node in reversed(forward):
+        outputs = [in_training.get(value.name, value.name) for value in node.outputs]
+        known = [made[name] for name in outputs if name in made]
+        readers = {places[reader] for value in node.outputs for reader in value.consumers() if reader in places}
+        # what a node was expanded to is where its readers are
+        places[node] = known[0] if known else readers.pop() if len(readers) == 1 else None
+    nodes: list[list[ir.Node]] = [[] for _ in parts]
+    for node in forward:
+        if (place := places[node]) is not None:
+            nodes[place].append(node)
+    own = [{value.name or "" for value in part.initializers} & set(weights) for part in parts]
+    return [Block(part.name, found, names) for part, found, names in zip(parts, nodes, own, strict=True)]
