@@ -295,17 +295,8 @@ def without_data(model: Model) -> Iterator[dict[int, ir.TensorProtocol]]:
     end = 0
     for value, tensor in large:
         by_offset[end] = tensor
-        value.const_value = ir.ExternalTensor(
-            _ELSEWHERE,
-            offset=end,
-            length=tensor.nbytes,
-            dtype=tensor.dtype,
-            shape=ir.Shape(tensor.shape.numpy()),
-            name=tensor.name or "",
-            doc_string=tensor.doc_string,
-            metadata_props=dict(tensor.metadata_props),
-            base_dir="",
-        )
+        place = (_ELSEWHERE, end, tensor.nbytes, tensor.dtype)
+        value.const_value = ir.ExternalTensor(*place, base_dir="", **storage.describe_tensor(tensor))
         end += tensor.nbytes
     try:
         yield by_offset

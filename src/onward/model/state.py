@@ -15,6 +15,7 @@ import onnx_ir as ir
 
 from onward.model.core import Model, Step
 from onward.model.storage.open_files import HeldTensor
+from onward.model.storage.tensor_places import describe_tensor
 
 _TAG = "train."
 ROLE_KEY = "train.role"
@@ -137,13 +138,8 @@ def with_metadata(
 ) -> ir.TensorProtocol:
     """The same data where they are, with other metadata; under the name of another tensor, if there is one."""
     named = tensor if like is None else like
-    described: dict[str, Any] = {
-        "dtype": tensor.dtype,
-        "shape": ir.Shape(tensor.shape.numpy()),
-        "name": named.name or "",
-        "doc_string": named.doc_string,
-        "metadata_props": metadata,
-    }
+    known = {"dtype": tensor.dtype, "name": named.name or "", "doc_string": named.doc_string}
+    described: dict[str, Any] = {**describe_tensor(tensor), **known, "metadata_props": metadata}
     if isinstance(tensor, HeldTensor):
         where = (tensor.source, tensor.location, tensor.offset, tensor.length)
         return HeldTensor(*where, base_dir=tensor.base_dir, **described)

@@ -15,6 +15,7 @@ import onnx_ir as ir
 from onward.checkpoint.format import Captured
 from onward.checkpoint.ort.losses import loss_of
 from onward.checkpoint.tensors import StoredTensor
+from onward.constants import constant_tensor
 from onward.errors import InvalidModelError, UnsupportedError, list_names
 from onward.model import Model, load
 from onward.model.core import values
@@ -190,13 +191,12 @@ def _is_in_training(node: ir.Node) -> bool:
     if node.op_type.startswith("BatchNorm"):
         mode = node.attributes.get("training_mode")
         return mode is not None and bool(mode.value)
-    flag = node.inputs[2] if len(node.inputs) > 2 else None
-    constant = None if flag is None else ir.convenience.get_const_tensor(flag)
+    constant = constant_tensor(node.inputs[2]) if len(node.inputs) > 2 else None
     return constant is not None and bool(constant.numpy().item())
 
 
 def _number(value: ir.Value | None) -> int:
-    constant = None if value is None else ir.convenience.get_const_tensor(value)
+    constant = constant_tensor(value)
     if constant is None or constant.size != 1:
         raise UnsupportedError("the label that is ignored by the loss is computed; it must be a number")
     return int(constant.numpy().item())

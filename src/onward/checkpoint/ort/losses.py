@@ -6,6 +6,7 @@ from typing import Any
 
 import onnx_ir as ir
 
+from onward.constants import constant_tensor
 from onward.model import Model
 from onward.recipe.losses import loss as named_loss
 from onward.recipe.spec import Spec
@@ -82,7 +83,7 @@ def _matches(value: ir.Value | None, pattern: Any, bound: dict[str, ir.Value]) -
     if isinstance(pattern, str):
         return bound.setdefault(pattern, value) is value
     if isinstance(pattern, float):
-        constant = ir.convenience.get_const_tensor(value)
+        constant = constant_tensor(value)
         return constant is not None and constant.size == 1 and float(constant.numpy().item()) == pattern
     node = value.producer()
     return (

@@ -11,7 +11,7 @@ from onward.model.storage.external import Fault, bits_of, check_external, extern
 from onward.model.storage.opening import open_model
 from onward.model.storage.parse import folder_of, parse_proto, read_proto
 from onward.model.storage.save import External, data_files_of, form_of, goes_outside, save
-from onward.model.storage.tensor_places import Container, Place, hold_data, is_external, places
+from onward.model.storage.tensor_places import Container, Place, describe_tensor, hold_data, is_external, places
 from onward.model.storage.transaction import write_file
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "bits_of",
     "check_external",
     "data_files_of",
+    "describe_tensor",
     "external_faults",
     "folder_of",
     "form_of",

@@ -81,7 +81,7 @@ def hold_data(places: Iterable[Place], base_dir: PathLike, files: Mapping[Path, 
 def in_file(tensor: ir.ExternalTensor, file: DataFile) -> HeldTensor:
     """The same tensor, in a file that is held open."""
     at = (tensor.location, tensor.offset, tensor.length, tensor.dtype)
-    return HeldTensor(file, *at, base_dir=tensor.base_dir, **_describe(tensor))
+    return HeldTensor(file, *at, base_dir=tensor.base_dir, **describe_tensor(tensor))
 
 
 def is_external(tensor: object) -> bool:
@@ -119,7 +119,7 @@ def is_where_it_was_read(tensor: ir.TensorProtocol) -> bool:
     return not isinstance(tensor, HeldTensor) or tensor.source.is_named()
 
 
-def _describe(tensor: ir.TensorProtocol) -> dict[str, Any]:
+def describe_tensor(tensor: ir.TensorProtocol) -> dict[str, Any]:
     """What a tensor keeps wherever its bytes are."""
     keys = {"name": tensor.name or "", "doc_string": tensor.doc_string, "shape": ir.Shape(tensor.shape.numpy())}
     return keys | {"metadata_props": dict(tensor.metadata_props)}
@@ -127,10 +127,12 @@ def _describe(tensor: ir.TensorProtocol) -> dict[str, Any]:
 
 def inside(tensor: ir.TensorProtocol, numbers: np.ndarray | None = None) -> ir.TensorProtocol:
     """The same tensor, to be written into the model file."""
-    return ir.Tensor(tensor.numpy() if numbers is None else numbers, tensor.dtype, **_describe(tensor))
+    return ir.Tensor(tensor.numpy() if numbers is None else numbers, tensor.dtype, **describe_tensor(tensor))
 
 
 def outside(tensor: ir.TensorProtocol, folder: Path, file: Path, offset: int) -> ir.TensorProtocol:
     """The same tensor, as a reference to bytes in a data file."""
     location = file.relative_to(folder).as_posix()
-    return ir.ExternalTensor(location, offset, tensor.nbytes, tensor.dtype, base_dir=str(folder), **_describe(tensor))
+    return ir.ExternalTensor(
+        location, offset, tensor.nbytes, tensor.dtype, base_dir=str(folder), **describe_tensor(tensor)
+    )
