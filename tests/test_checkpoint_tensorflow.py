@@ -18,7 +18,7 @@ from onward.checkpoint import ScatteredTensor, StoredTensor, Tensor
 from onward.checkpoint.formats import bundle
 from onward.checkpoint.tensors import ArrayTensor
 from onward.checkpoint.tf.bundles import GRAPH, read_bundle, text_of, write_bundle
-from onward.checkpoint.tf.table import read_table, table
+from onward.checkpoint.tf.table import make_table, read_table
 from onward.checkpoint.tf.tracked import meaning_of
 from onward.model.storage.crc import crc32c, mask
 from onward.model.storage.protobuf_wire import field, varint
@@ -235,7 +235,7 @@ def test_entries_that_make_no_sense(case: str, tmp_path: Path) -> None:
     entries = dict(read_table((MANAGED / "ckpt-1.index").read_bytes()))
     entries[b"step/.ATTRIBUTES/VARIABLE_VALUE"] = ENTRIES[case]
     with pytest.raises(onward.Error):
-        onward.open_checkpoint(_changed(tmp_path, table(entries)))
+        onward.open_checkpoint(_changed(tmp_path, make_table(entries)))
 
 
 def test_keys_that_unpack_without_end() -> None:

@@ -36,7 +36,7 @@ from campaign.mutations import (
     resized,
 )
 from onward.checkpoint.source_checkpoint import FACT
-from onward.checkpoint.tf.table import read_table, table
+from onward.checkpoint.tf.table import make_table, read_table
 
 _RECORDED = Path(__file__).parents[1] / "checkpoints"
 _OPCODES = b"".join(
@@ -106,7 +106,7 @@ def _changed_table(rng: random.Random, data: bytes) -> bytes:
         del entries[key]
     else:
         entries[rng.choice((b"../../secret", b"\xff", b"\x1b[31m", key + b"/x"))] = entries.pop(key)
-    return table(entries)
+    return make_table(entries)
 
 
 def _changed_tar(rng: random.Random, data: bytes) -> bytes:

@@ -18,7 +18,7 @@ from onward.checkpoint.matching import Match
 from onward.checkpoint.naming import with_own_names
 from onward.checkpoint.opening import open_either
 from onward.checkpoint.pytorch.schedules import advance_state, state_of
-from onward.checkpoint.pytorch.states import moved_counter
+from onward.checkpoint.pytorch.states import advance_counter
 from onward.checkpoint.pytorch.trees import UPDATES
 from onward.checkpoint.source_checkpoint import source_of
 from onward.checkpoint.tensors import ModelTensor, Tensor, convert_dtype, transpose
@@ -111,7 +111,7 @@ def checkpoint_of_model(model: Model) -> Checkpoint:
         before,
         optimizers=tuple(_continue_optimizer(each, run, rates, slots, matched) for each in before.optimizers),
         schedules=_schedules(run, rates, before.schedules),
-        tensors={name: moved_counter(name, tensor, since) for name, tensor in before.tensors.items()},
+        tensors={name: advance_counter(name, tensor, since) for name, tensor in before.tensors.items()},
         clip=run.clip,
         step=run.step,
         since=since,

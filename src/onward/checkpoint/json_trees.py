@@ -76,9 +76,9 @@ class _Encoder:
             return {"$dict": self._entries(tree)}
         if type(tree) is list:
             return self._list(tree)
-        return self._tagged(tree)
+        return self._encode_tagged(tree)
 
-    def _tagged(self, tree: Any) -> Any:
+    def _encode_tagged(self, tree: Any) -> Any:
         if type(tree) is tuple:
             return {"$tuple": self._list(tree)}
         if isinstance(tree, set | frozenset):
@@ -151,10 +151,10 @@ class _Decoder:
         if not isinstance(form, dict):
             return form
         if len(form) == 1 and (key := next(iter(form))).startswith("$"):
-            return self._tagged(key[1:], form[key])
+            return self._decode_tagged(key[1:], form[key])
         return {key: self.decode(value) for key, value in form.items()}
 
-    def _tagged(self, kind: str, form: Any) -> Any:
+    def _decode_tagged(self, kind: str, form: Any) -> Any:
         simple: dict[str, Callable[[Any], Any]] = {
             "float": float,
             "t": self._tensor_of,
@@ -170,14 +170,14 @@ class _Decoder:
             "dtype": np.dtype,
             "name": lambda parts: Name(*parts),
             "object": self._object,
-            "again": self._numbered,
+            "again": self._find_object,
             "dict": self._entries,
             "path": Path,
         }
         if kind in simple:
             return simple[kind](form)
         if kind in ("ordered", "defaultdict"):
-            return self._attributed(kind, form)
+            return self._decode_attributed(kind, form)
         fields = {name: self.decode(value) for name, value in form.items()}
         for name, hint in get_type_hints(_RECORDS[kind]).items():
             if name in fields:
@@ -187,18 +187,18 @@ class _Decoder:
     def _entries(self, form: Any) -> dict[Any, Any]:
         return {self.decode(key): self.decode(value) for key, value in form}
 
-    def _attributed(self, kind: str, form: Any) -> Attributed:
+    def _decode_attributed(self, kind: str, form: Any) -> Attributed:
         arguments, attributes = self.decode(form[1:]) if len(form) > 1 else ((), None)
         made = WithDefault(*arguments) if kind == "defaultdict" else Attributed()
         made.update(self._entries(form[0]))
         made.attributes = attributes
         return made
 
-    def _numbered(self, number: int) -> Object:
+    def _find_object(self, number: int) -> Object:
         return self._objects.setdefault(number, Object(Name("", "")))
 
     def _object(self, form: Any) -> Object:
-        made = self._numbered(form[7])
+        made = self._find_object(form[7])
         made.of, made.arguments, made.keywords, made.state, made.items, entries, made.is_instance = self.decode(
             form[:7]
         )

@@ -12,7 +12,7 @@ from onward.checkpoint.description import Checkpoint
 from onward.checkpoint.format import Format
 from onward.checkpoint.formats import FORMATS
 from onward.checkpoint.pytorch.contents import is_harmless
-from onward.checkpoint.pytorch.pickles import Named, noting
+from onward.checkpoint.pytorch.pickles import Named, note_names
 from onward.errors import Error, InvalidModelError, UnsupportedError, advising
 from onward.model import Model, load
 
@@ -35,7 +35,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     if not place.exists():
         raise InvalidModelError(f"there is no `{place}`", hint="give a file or folder that is there")
     if (format := format_of(place)) is not None:
-        with noting() as named, advising(_DAMAGED):
+        with note_names() as named, advising(_DAMAGED):
             checkpoint = format.read(place)
         names = {*checkpoint.executes, *(each.name for each in _code(named, place))}
         return dataclasses.replace(checkpoint, executes=tuple(sorted(names)))
@@ -70,7 +70,7 @@ def list_code(path: Path) -> tuple[tuple[Code, ...], Error | None]:
     format = format_of(path)
     if format is None:
         raise UnsupportedError(f"`{path}` is no checkpoint", hint="models of ONNX name no code")
-    with noting() as named:
+    with note_names() as named:
         try:
             names, wrong = format.read(path).executes, None
         except Error as error:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from onward.checkpoint.tensors import StoredTensor, Tensor, contiguous
+from onward.checkpoint.tensors import StoredTensor, Tensor, contiguous_strides
 from onward.errors import InvalidModelError, UnsupportedError
 from onward.model.storage.files import blame_file, is_plain_name, regular
 from onward.model.storage.headers import SAFETENSORS_TYPES, safetensors_head, safetensors_header
@@ -26,7 +26,7 @@ def read_safetensors(path: Path) -> dict[str, StoredTensor]:
         with open(path, "rb") as file:
             found = safetensors_header(lambda at, count: file.read(count), size)  # which asks for one after the other
     return {
-        name: StoredTensor(path, stored.offset, stored.dtype, stored.shape, contiguous(stored.shape))
+        name: StoredTensor(path, stored.offset, stored.dtype, stored.shape, contiguous_strides(stored.shape))
         for name, stored in found.items()
     }
 

@@ -71,7 +71,7 @@ class StoredTensor(Tensor):
     @property
     def is_contiguous(self) -> bool:
         """Whether the file has the elements in their order, so that others can point at them."""
-        return self.strides == contiguous(self.shape) or math.prod(self.shape) < 2
+        return self.strides == contiguous_strides(self.shape) or math.prod(self.shape) < 2
 
     def array(self) -> np.ndarray:
         """The elements, which the system reads from the file as they are needed."""
@@ -102,7 +102,7 @@ class StoredTensor(Tensor):
             raise ExternalDataError(f"`{self.path}` is shorter than it was", hint=_CHANGED)
 
 
-def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     """The strides of a tensor whose elements lie in their order."""
     return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
 

@@ -19,7 +19,7 @@ from onward.differentiate.sweep import pull_back
 from onward.errors import UnknownNameError, UnsupportedError, near_or_first
 from onward.model import Model, Source, load
 from onward.model.core import values
-from onward.model.signature import sound
+from onward.model.signature import check_signatures
 from onward.model.walk import nodes_after
 from onward.rules.registry import lookup
 from onward.standard import OLDEST_OPSET
@@ -103,7 +103,7 @@ def jvp(source: Source, y: str, xs: Sequence[str]) -> Model:
 def _open_model(
     source: Source, y: str, xs: Sequence[str], keep_functions: bool = False
 ) -> tuple[Model, ir.Value, list[ir.Value]]:
-    model = of_one_opset(sound(load(source)), OLDEST_OPSET).copy()
+    model = of_one_opset(check_signatures(load(source)), OLDEST_OPSET).copy()
     model.steps = []
     known = {value.name: value for value in values(model.graph) if value.name}
     missing = [name for name in (y, *xs) if name not in known]

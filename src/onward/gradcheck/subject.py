@@ -12,7 +12,7 @@ from onward.errors import UnknownNameError, UnsupportedError, near_or_first
 from onward.model import Model, Source, load
 from onward.model.core import string, strings, values
 from onward.model.gradient_names import tie
-from onward.model.signature import sound
+from onward.model.signature import check_signatures
 from onward.model.walk import ancestors
 from onward.recipe.trainable import gradient_edges, judge
 from onward.rules.registry import has_gradient
@@ -36,7 +36,7 @@ class Subject:
 
 def subject(source: Source, y: str | None, xs: Sequence[str] | None, step: int) -> Subject:
     """The part of a model that computes y. Of a training model, the forward pass of a step, differentiated as there."""
-    model = sound(load(source))
+    model = check_signatures(load(source))
     if model.steps:
         node = next(reversed(model.step(step).gradients()), None)  # which no other one differentiates once more
         if node is not None and y is None:

@@ -33,7 +33,7 @@ from onward.lowering.runtime import for_onnxruntime
 from onward.model import Model, Source, load
 from onward.model.core import as_input, values
 from onward.model.gradient_names import tie, untie
-from onward.model.signature import sound
+from onward.model.signature import check_signatures
 from onward.model.state import carried_state, states
 from onward.rules import RULES
 from onward.standard import IR_VERSION, OLDEST_OPSET, STANDARD
@@ -104,7 +104,7 @@ def lower_for_engine(
     """The same in the operator set that the model has, for any engine."""
     if part is not None and part not in PARTS:
         raise UnknownNameError(f"there is no part `{part}`", hint=near(part, PARTS) or f"parts: {', '.join(PARTS)}")
-    model = sound(load(source))
+    model = check_signatures(load(source))
     check_gradients_of(model)
     part = part or default_part(model)
     as_it_is = part == "inference" and not has_training_operators(model)

@@ -28,7 +28,7 @@ class _Signature(NamedTuple):
     required: frozenset[str]
 
 
-def sound(model: Model) -> Model:
+def check_signatures(model: Model) -> Model:
     """The model itself, unless it has a node of the standard that breaks the rules of its operator."""
     for value in model.inputs:
         if problem := _problem_of_input(value):

@@ -18,7 +18,7 @@ from onward.arguments import Count, Seed, checked
 from onward.constants import add_initializer, constant_ints, constant_tensor
 from onward.errors import RecipeError, UnsupportedError
 from onward.model import Model, Source, load
-from onward.model.signature import sound
+from onward.model.signature import check_signatures
 from onward.model.state import with_tags
 from onward.recipe.constants import expose
 from onward.recipe.initialize import INITIALIZERS
@@ -55,7 +55,7 @@ def replace_head(
     - `init`, `bias_init`: initialisers, such as `"normal:std=0.02"`
     - `seed`: what they are drawn from
     """
-    source = sound(load(model))
+    source = check_signatures(load(model))
     refuse_training(source, "replace its head")
     changed = source.copy()
     head = find_head(changed, layer)

@@ -15,7 +15,7 @@ from onward.model import TRAINING_DOMAIN, Model, Source, load
 from onward.model.core import values
 from onward.model.gradient_names import tie, untie
 from onward.model.serde import stamp
-from onward.model.signature import sound
+from onward.model.signature import check_signatures
 from onward.model.walk import ancestors
 from onward.options import StepOptions, taking
 from onward.recipe import lora, objective, preprocessing
@@ -166,7 +166,7 @@ def prepare(model: Source, **recipe: Any) -> Model:
 
     - `model`: any model; a training model with `append`
     """
-    return Recipe(**recipe).apply(sound(load(model)))
+    return Recipe(**recipe).apply(check_signatures(load(model)))
 
 
 def _at_common_opset(model: Model, least: int) -> Model:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from onward.model.storage.crc import crc32c, mask
-from onward.model.storage.protobuf_wire import field, fixed
+from onward.model.storage.protobuf_wire import field, fixed_field
 from onward.training.callbacks import Callback, Status
 
 _PATIENCE = 2.0
@@ -47,7 +47,7 @@ class EventWriter(Callback):
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         """Numbers by name; a name before a slash becomes a section of the page: `loss/train`."""
-        self._add(step, (field(1, tag.encode()) + fixed(2, "<f", value) for tag, value in values.items()))
+        self._add(step, (field(1, tag.encode()) + fixed_field(2, "<f", value) for tag, value in values.items()))
 
     def histogram(self, step: int, tag: str, edges: Sequence[float], counts: Sequence[float]) -> None:
         """How often values lie between each two edges; there is one edge more than counts."""
@@ -78,7 +78,7 @@ class EventWriter(Callback):
 
 
 def _event(step: int, what: bytes) -> bytes:
-    return fixed(1, "<d", time.time()) + field(2, step) + what
+    return fixed_field(1, "<d", time.time()) + field(2, step) + what
 
 
 def _histogram(edges: Sequence[float], counts: Sequence[float]) -> bytes:
@@ -92,7 +92,7 @@ def _histogram(edges: Sequence[float], counts: Sequence[float]) -> bytes:
         sum(count * centre for count, centre in zip(counts, centres, strict=True)),
         sum(count * centre * centre for count, centre in zip(counts, centres, strict=True)),
     ]
-    fields = [fixed(i, "<d", value) for i, value in enumerate(statistics, start=1)]
+    fields = [fixed_field(i, "<d", value) for i, value in enumerate(statistics, start=1)]
     return b"".join([*fields, field(6, _doubles(edges[1:])), field(7, _doubles(counts))])
 
 

@@ -11,7 +11,7 @@ import onnx_ir as ir
 from onward.constants import add_initializer, constant_ints
 from onward.errors import DataError, InvalidModelError, UnsupportedError
 from onward.model import Model, Source, load
-from onward.model.signature import sound
+from onward.model.signature import check_signatures
 from onward.model.walk import ancestors
 from onward.standard import is_standard
 from onward.transform.sessions import evaluate
@@ -38,7 +38,7 @@ def rebatch(source: Source) -> Model:
     beside a single sample is put beside each. Then the model is run: for twice as many samples it must give what it
     gives for each half, or their mean where it gives a single number, else it is refused.
     """
-    model = sound(load(source))
+    model = check_signatures(load(source))
     size = fixed_batch(model)
     if size is None:
         raise InvalidModelError("the model has no fixed size of batch", hint="it may take any size as it is")

@@ -48,7 +48,7 @@ class Sandbox:
     def examine(self, model: bytes, folder: Path | None, seconds: float) -> Verdict:
         place = str(folder.resolve()) if folder and folder.is_dir() else ""
         with self._lock:
-            return self._ask(self._started(), model, place, seconds)
+            return self._ask(self._start(), model, place, seconds)
 
     def _ask(self, process: subprocess.Popen[bytes], model: bytes, folder: str, seconds: float) -> Verdict:
         assert process.stdin is not None and process.stdout is not None
@@ -75,7 +75,7 @@ class Sandbox:
             clock.cancel()
         return _verdict(report, inferred)
 
-    def _started(self) -> subprocess.Popen[bytes]:
+    def _start(self) -> subprocess.Popen[bytes]:
         if self._process is not None and self._owner == os.getpid():  # after a fork, the pipes belong to the parent
             return self._process
         if not sys.executable or getattr(sys, "frozen", False):  # an embedded interpreter, an application of its own

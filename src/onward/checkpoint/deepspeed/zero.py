@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from onward.checkpoint.description import COUNT, MASTER
 from onward.checkpoint.pytorch.optimizers import is_optimizer_state
 from onward.checkpoint.pytorch.trees import mapping
-from onward.checkpoint.tensors import JoinedTensor, StoredTensor, Tensor, contiguous, count_of
+from onward.checkpoint.tensors import JoinedTensor, StoredTensor, Tensor, contiguous_strides, count_of
 
 Shapes = Mapping[str, tuple[int, ...]]
 Slots = dict[Any, dict[str, Any]]
@@ -70,7 +70,7 @@ def join_pieces(pieces: Sequence[StoredTensor], shape: tuple[int, ...]) -> Tenso
     if sum(piece.shape[0] for piece in pieces) != math.prod(shape) or not pieces:
         raise ValueError("pieces of a parameter are missing")
     if len(pieces) == 1:
-        return dataclasses.replace(pieces[0], shape=shape, strides=contiguous(shape))
+        return dataclasses.replace(pieces[0], shape=shape, strides=contiguous_strides(shape))
     return JoinedTensor(pieces[0].dtype, shape, tuple(pieces))
 
 

@@ -154,7 +154,7 @@ def write(checkpoint: Checkpoint, path: Path) -> None:
             hint="`onward convert training.onnx --to keras --program` writes a whole model that computes the same; or "
             "import the .keras file of the model, and write that",
         )
-    groups = Fitted(trees[weights], trees.get(_CONFIG)).renewed(checkpoint)
+    groups = Fitted(trees[weights], trees.get(_CONFIG)).renew(checkpoint)
     if _CONFIG in trees:
         _write_archive(path, {**trees, _WEIGHTS: groups})
     elif weights == _BACKUP:

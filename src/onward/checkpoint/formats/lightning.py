@@ -59,7 +59,7 @@ def write(checkpoint: Checkpoint, path: Path) -> None:
         (tree,) = up_to_date(checkpoint.trees, checkpoint).values()
         before = read_progress(tree)
         if checkpoint.step is not None and before is not None and before != checkpoint.step:
-            tree = {**tree, "loops": moved_loops(tree.get("loops"), checkpoint.step - before)}
+            tree = {**tree, "loops": advance_loops(tree.get("loops"), checkpoint.step - before)}
     else:
         step = checkpoint.step or 0
         epoch = int(checkpoint.progress.get("epoch") or 0)
@@ -85,13 +85,13 @@ def read_progress(tree: Mapping[str, Any]) -> int | None:
         return None
 
 
-def moved_loops(tree: Any, by: int, inside: bool = False) -> Any:
+def advance_loops(tree: Any, by: int, inside: bool = False) -> Any:
     """The state of loops after more updates, each of one batch: counters of batches and steps are larger by that."""
     if isinstance(tree, Mapping):
         moved = {}
         for key, value in tree.items():
             counts = inside or any(part in str(key) for part in ("batch_progress", "optim_progress", "batches_that"))
-            moved[key] = value if "val_loop" in str(key) else moved_loops(value, by, counts)
+            moved[key] = value if "val_loop" in str(key) else advance_loops(value, by, counts)
         return moved
     is_count = inside and isinstance(tree, int) and not isinstance(tree, bool)
     return tree + by if is_count else tree

@@ -12,7 +12,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onward.checkpoint.ort.flatbuffers import Buffer, Fields, Number, Numbers, Table, Writer
-from onward.checkpoint.tensors import StoredTensor, Tensor, contiguous
+from onward.checkpoint.tensors import StoredTensor, Tensor, contiguous_strides
 from onward.errors import UnsupportedError
 from onward.model.storage.files import blame_file, listing, regular
 
@@ -102,14 +102,14 @@ class _Reader:
         size = math.prod(shape) * dtype.itemsize
         outside, inside = table.number(6, "q", -1), table.vector(4, 1)
         if nominal and inside is None and outside < 0:
-            return StoredTensor(self._path, 0, dtype, (0,) * len(shape), contiguous((0,) * len(shape)))
+            return StoredTensor(self._path, 0, dtype, (0,) * len(shape), contiguous_strides((0,) * len(shape)))
         if outside >= 0:
             path, begin, held = data_file(self._path), outside, min(size, self._outside - outside)
         else:
             path, (begin, held) = self._path, inside or (0, 0)
         if held != size:
             raise ValueError(f"a tensor of {dtype}{list(shape)} has {max(held, 0)} bytes")
-        tensor = StoredTensor(path, begin, dtype, shape, contiguous(shape))
+        tensor = StoredTensor(path, begin, dtype, shape, contiguous_strides(shape))
         self._places.append(tensor)
         return tensor
 

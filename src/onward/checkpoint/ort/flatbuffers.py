@@ -43,7 +43,7 @@ class Buffer:
         self._reach(at + 4, length * width)
         return at + 4, length
 
-    def taken(self, at: int, size: int) -> bytes:
+    def take(self, at: int, size: int) -> bytes:
         """Bytes, which are counted."""
         self._left -= size
         if self._left < 0:
@@ -70,7 +70,7 @@ class Table:
         at = self._place(field)
         if at is None:
             return ""
-        return self.buffer.taken(*self.buffer.vector(self.buffer.follow(at), 1)).decode("utf-8")
+        return self.buffer.take(*self.buffer.vector(self.buffer.follow(at), 1)).decode("utf-8")
 
     def table(self, field: int) -> Table | None:
         at = self._place(field)
@@ -78,13 +78,13 @@ class Table:
 
     def tables(self, field: int) -> Iterator[Table]:
         begin, length = self.vector(field, 4) or (0, 0)
-        self.buffer.taken(begin, 4 * length)
+        self.buffer.take(begin, 4 * length)
         for at in range(begin, begin + 4 * length, 4):
             yield Table(self.buffer, self.buffer.follow(at))
 
     def numbers(self, field: int, format: str) -> tuple[Any, ...]:
         begin, length = self.vector(field, struct.calcsize(format)) or (0, 0)
-        return struct.unpack(f"<{length}{format}", self.buffer.taken(begin, length * struct.calcsize(format)))
+        return struct.unpack(f"<{length}{format}", self.buffer.take(begin, length * struct.calcsize(format)))
 
     def vector(self, field: int, width: int) -> tuple[int, int] | None:
         """Where the elements of a vector lie, and how many; None if there is no such vector."""

@@ -16,7 +16,7 @@ import numpy as np
 from onward.checkpoint.pytorch.objects import Attributed, Name, Object
 from onward.checkpoint.pytorch.pickles import MOST_BYTES, Maker, read_pickle
 from onward.checkpoint.pytorch.pickling import Persistent, write_pickle
-from onward.checkpoint.tensors import StoredTensor, Tensor, contiguous
+from onward.checkpoint.tensors import StoredTensor, Tensor, contiguous_strides
 from onward.errors import InvalidModelError, UnsupportedError
 from onward.model.storage.files import reason, regular
 from onward.model.storage.zip_members import BAD_ZIP, LOCAL_HEADER, ZIPPED, members_of, stored_range
@@ -267,7 +267,7 @@ class _Writing:
         storage = Name("torch", _STORAGE_OF[name]) if name in _STORAGE_OF else Name("torch.storage", "UntypedStorage")
         size = math.prod(tensor.shape) if name in _STORAGE_OF else tensor.nbytes
         data = Persistent(("storage", storage, str(len(self.stored)), "cpu", size))
-        described = (data, 0, tensor.shape, contiguous(tensor.shape), False, Attributed())
+        described = (data, 0, tensor.shape, contiguous_strides(tensor.shape), False, Attributed())
         if name in _STORAGE_OF:
             return Object(Name("torch._utils", "_rebuild_tensor_v2"), described)
         return Object(Name("torch._utils", "_rebuild_tensor_v3"), (*described, Name("torch", name)))

@@ -55,7 +55,7 @@ _NAMED: contextvars.ContextVar[Named | None] = contextvars.ContextVar("named", d
 
 
 @contextlib.contextmanager
-def noting() -> Iterator[Named]:
+def note_names() -> Iterator[Named]:
     """What the pickles that are read meanwhile name and call: also what they throw away, which no tree holds."""
     named: Named = {}
     token = _NAMED.set(named)
@@ -103,7 +103,7 @@ class _Machine(_Pure):  # type: ignore[misc]  # it is not in the library's decla
             raise pickle.UnpicklingError("it names more classes and functions than any checkpoint does")
         self._named[self._of, name] = called_with
 
-    def _called(self, made_by: Maker, arguments: Any, keywords: Mapping[str, Any] | None = None) -> Any:
+    def _call(self, made_by: Maker, arguments: Any, keywords: Mapping[str, Any] | None = None) -> Any:
         self._note(made_by, f"({_in_short(arguments)})")
         return made_by(*arguments, **(keywords or {}))
 
@@ -117,11 +117,11 @@ class _Machine(_Pure):  # type: ignore[misc]  # it is not in the library's decla
 
     def _load_object(self) -> None:
         arguments = self.stack.pop()
-        self.stack.append(self._called(self.stack.pop(), arguments))
+        self.stack.append(self._call(self.stack.pop(), arguments))
 
     def _load_object_with_keywords(self) -> None:
         keywords, arguments = self.stack.pop(), self.stack.pop()
-        self.stack.append(self._called(self.stack.pop(), arguments, keywords))
+        self.stack.append(self._call(self.stack.pop(), arguments, keywords))
 
     def _load_instance(self) -> None:
         self._load_object()
@@ -152,7 +152,7 @@ class _Machine(_Pure):  # type: ignore[misc]  # it is not in the library's decla
     dispatch[pickle.BYTEARRAY8[0]] = _load_bytearray
 
     def _instantiate(self, made_by: Maker, arguments: Any) -> None:
-        self.append(self._called(made_by, arguments))
+        self.append(self._call(made_by, arguments))
 
 
 def _mark_instance(made: Any) -> None:
@@ -173,7 +173,7 @@ class _Type:
     def __setstate__(self, state: Any) -> None:
         self._order = state[1]
 
-    def made(self) -> np.dtype:
+    def dtype(self) -> np.dtype:
         found = np.dtype(self._code)
         if found.hasobject or found.fields:
             raise ValueError(f"`{self._code}` is no type of numbers")
@@ -192,7 +192,7 @@ class _Array:
             self.content = content
             return
         data = content.encode("latin-1") if isinstance(content, str) else content
-        flat = np.frombuffer(data, kind.made())
+        flat = np.frombuffer(data, kind.dtype())
         native = flat.astype(flat.dtype.newbyteorder("="), copy=False)  # as numpy's own reader does
         self.content = native.reshape(shape, order="F" if is_fortran else "C")
 
@@ -202,7 +202,7 @@ def _finish(tree: Any, seen: dict[int, Any]) -> Any:
     if id(tree) in seen:
         return seen[id(tree)]
     if isinstance(tree, _Array | _Type):
-        made: Any = tree.content if isinstance(tree, _Array) else tree.made()
+        made: Any = tree.content if isinstance(tree, _Array) else tree.dtype()
         seen[id(tree)] = made
         return _finish(made, seen) if isinstance(made, list) else made
     seen[id(tree)] = tree
@@ -222,7 +222,7 @@ def _finish(tree: Any, seen: dict[int, Any]) -> Any:
 
 def _scalar(kind: _Type, content: Any = b"") -> Any:
     data = content.encode("latin-1") if isinstance(content, str) else content
-    return np.frombuffer(data, kind.made())[0]
+    return np.frombuffer(data, kind.dtype())[0]
 
 
 def _encode(text: str, encoding: str = "latin-1") -> bytes:

@@ -98,7 +98,7 @@ def up_to_date(trees: Mapping[str, Any], checkpoint: Checkpoint) -> dict[str, An
     return {name: _renew_tree(tree, optimizers, schedules, checkpoint, 4) for name, tree in trees.items()}
 
 
-def moved_counter(name: Any, value: Any, by: int) -> Any:
+def advance_counter(name: Any, value: Any, by: int) -> Any:
     """The counter of batches of a BatchNorm after more of them; everything else as it is."""
     if not by or not isinstance(value, Tensor) or not str(name).endswith("num_batches_tracked"):
         return value
@@ -122,7 +122,7 @@ def _renew_tree(
         return dict(next(schedules).state)
     if depth and isinstance(tree, Mapping):
         inside = {
-            key: moved_counter(key, _renew_tree(value, optimizers, schedules, now, depth - 1), now.since)
+            key: advance_counter(key, _renew_tree(value, optimizers, schedules, now, depth - 1), now.since)
             for key, value in tree.items()
         }
         if depth == 4:

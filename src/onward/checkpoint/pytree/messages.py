@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 
 from onward.checkpoint.pytorch.archive import TYPES as OF_PYTORCH
-from onward.checkpoint.tensors import JoinedTensor, StoredTensor, Tensor, contiguous
+from onward.checkpoint.tensors import JoinedTensor, StoredTensor, Tensor, contiguous_strides
 from onward.errors import InvalidModelError
 from onward.model.storage.files import blame_file, regular
 
@@ -103,7 +103,7 @@ class _Reader:
             if not isinstance(key, str | int) or key in found:
                 raise self.problem("a key is no name, or there twice")
             found[key] = next(values)
-        return self._joined(found) if found.get(PIECES) is True else found
+        return self._join(found) if found.get(PIECES) is True else found
 
     def _inside(self, size: int) -> Iterator[Any]:
         if size > self._end - self.at:
@@ -143,9 +143,9 @@ class _Reader:
         if size != dtype.itemsize * math.prod(sizes) or size > self._end - self.at:
             raise self.problem("an array has more or fewer elements than its shape")
         self.at += size
-        return StoredTensor(self._path, self.at - size, dtype, sizes, contiguous(sizes))
+        return StoredTensor(self._path, self.at - size, dtype, sizes, contiguous_strides(sizes))
 
-    def _joined(self, parts: Mapping[Any, Any]) -> JoinedTensor:
+    def _join(self, parts: Mapping[Any, Any]) -> JoinedTensor:
         shape, pieces = (_in_order(parts.get(key)) for key in ("shape", "chunks"))
         if shape is None or not (
             _are(shape, int) and pieces and _are(pieces, Tensor) and len({piece.dtype for piece in pieces}) == 1

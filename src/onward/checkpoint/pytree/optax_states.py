@@ -43,7 +43,7 @@ def optimizer_state(checkpoint: Checkpoint, empty: Any) -> Any:
     if len(chains) > 1:
         state = {"inner_states": {f"group{i}": {"inner_state": chain} for i, chain in enumerate(chains)}}
     state = [empty, state] if checkpoint.clip else state
-    return made.accumulating(state) if checkpoint.accumulate > 1 else state
+    return made.multi_steps(state) if checkpoint.accumulate > 1 else state
 
 
 class _Maker:
@@ -59,7 +59,7 @@ class _Maker:
                 hint="read it together with its model, so that parameters have names",
             )
 
-    def accumulating(self, state: Any) -> dict[str, Any]:
+    def multi_steps(self, state: Any) -> dict[str, Any]:
         """The state of `optax.MultiSteps` at an update."""
         zeros = {name: _fill_like(self._tensors[name], 0.0) for name in self._trained}
         counts = {"mini_step": _counter(0), "gradient_step": _counter(self._step)}

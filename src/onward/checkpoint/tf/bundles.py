@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from onward.checkpoint.tensors import ScatteredTensor, StoredTensor, Tensor, contiguous
-from onward.checkpoint.tf.table import read_table, table
+from onward.checkpoint.tensors import ScatteredTensor, StoredTensor, Tensor, contiguous_strides
+from onward.checkpoint.tf.table import make_table, read_table
 from onward.errors import InvalidModelError, UnsupportedError
 from onward.model.storage.crc import Summed, crc32c, mask
 from onward.model.storage.files import blame_file, regular
-from onward.model.storage.protobuf_wire import as_signed, field, fixed, numbers, read_varint, texts
+from onward.model.storage.protobuf_wire import as_signed, field, fixed_field, numbers, read_varint, texts
 
 INDEX = ".index"
 GRAPH = "_CHECKPOINTABLE_OBJECT_GRAPH"
@@ -105,13 +105,13 @@ class _Files:
 
     def _value(self, key: bytes, entry: _Entry) -> Any:
         if entry.slices:
-            return self._scattered(key, entry)
+            return self._scattered_tensor(key, entry)
         if entry.kind not in _TYPES:
-            data = self._stored(entry, np.dtype(np.uint8), (entry.size,))
+            data = self._stored_tensor(entry, np.dtype(np.uint8), (entry.size,))
             return {"kind": entry.kind, "shape": list(entry.shape), "checksum": entry.checksum, "data": data}
-        return self._stored(entry, np.dtype(_TYPES[entry.kind]), entry.shape)
+        return self._stored_tensor(entry, np.dtype(_TYPES[entry.kind]), entry.shape)
 
-    def _stored(self, entry: _Entry, dtype: np.dtype, shape: tuple[int, ...]) -> StoredTensor:
+    def _stored_tensor(self, entry: _Entry, dtype: np.dtype, shape: tuple[int, ...]) -> StoredTensor:
         if entry.shard >= len(self._paths):
             raise ValueError(f"it has {len(self._paths)} files of data, and a tensor is in another")
         if entry.size != math.prod(shape) * dtype.itemsize:
@@ -120,9 +120,9 @@ class _Files:
             self._sizes[entry.shard] = regular(self._paths[entry.shard]).st_size
         if entry.offset + entry.size > self._sizes[entry.shard]:
             raise ValueError(f"a tensor lies outside of `{self._paths[entry.shard].name}`")
-        return StoredTensor(self._paths[entry.shard], entry.offset, dtype, shape, contiguous(shape))
+        return StoredTensor(self._paths[entry.shard], entry.offset, dtype, shape, contiguous_strides(shape))
 
-    def _scattered(self, key: bytes, entry: _Entry) -> ScatteredTensor:
+    def _scattered_tensor(self, key: bytes, entry: _Entry) -> ScatteredTensor:
         """A variable in pieces, each with a key that says where it belongs."""
         if entry.kind not in _TYPES:
             raise ValueError("a tensor in pieces is not of numbers")
@@ -138,7 +138,7 @@ class _Files:
             ends = map(sum, zip(begin, sizes, strict=True))
             if min(begin, default=0) < 0 or any(end > whole for end, whole in zip(ends, entry.shape, strict=True)):
                 raise ValueError(f"a piece of `{key.decode()}` lies outside of it")
-            piece = self._stored(found, np.dtype(_TYPES[found.kind]), sizes)
+            piece = self._stored_tensor(found, np.dtype(_TYPES[found.kind]), sizes)
             pieces.append((begin, partial(_self, piece)))
         if sum(math.prod(find().shape) for _, find in pieces) != math.prod(entry.shape):
             raise ValueError(f"the pieces of `{key.decode()}` do not make it up")
@@ -197,12 +197,12 @@ def write_bundle(prefix: Path, tree: Tree) -> None:
             value, start = tree[key], file.tell()
             tensor = value if isinstance(value, Tensor) else value["data"]
             tensor.write_to(summed)  # type: ignore[arg-type]
-            checksum = summed.taken()
+            checksum = summed.take()
             kind, shape = _kind(key, value), tensor.shape
             if not isinstance(value, Tensor):
                 shape, checksum = value["shape"], value["checksum"]  # text has another one than its bytes
             entries[key.encode()] = _encode_entry(kind, tuple(shape), start, file.tell() - start, checksum)
-    prefix.with_name(prefix.name + INDEX).write_bytes(table(entries))
+    prefix.with_name(prefix.name + INDEX).write_bytes(make_table(entries))
 
 
 def _kind(key: str, value: Any) -> int:
@@ -215,7 +215,9 @@ def _kind(key: str, value: Any) -> int:
 
 def _encode_entry(kind: int, shape: tuple[int, ...], offset: int, size: int, checksum: int) -> bytes:
     dimensions = b"".join(field(2, field(1, length)) for length in shape)
-    return b"".join([field(1, kind), field(2, dimensions), field(4, offset), field(5, size), fixed(6, "<I", checksum)])
+    return b"".join(
+        [field(1, kind), field(2, dimensions), field(4, offset), field(5, size), fixed_field(6, "<I", checksum)]
+    )
 
 
 def names_in(prefix_of: Path) -> Iterator[str]:

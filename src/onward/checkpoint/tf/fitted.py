@@ -153,7 +153,7 @@ class Fitted:
 
     # ---- back --------------------------------------------------------------------------------------------------------
 
-    def renewed(self, checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:
+    def renew(self, checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:
         """The groups with all that a checkpoint knows in its place."""
         made = {
             path: {"attributes": group["attributes"], "arrays": dict(group["arrays"])}

@@ -11,7 +11,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from onward.checkpoint.tensors import ArrayTensor, StoredTensor, Tensor, contiguous
+from onward.checkpoint.tensors import ArrayTensor, StoredTensor, Tensor, contiguous_strides
 from onward.errors import UnsupportedError
 from onward.model.storage.files import blame_file
 from onward.model.storage.hdf5 import BFLOAT16, DAMAGED, read_hdf5
@@ -40,7 +40,7 @@ def read_h5(path: Path, start: int = 0, length: int | None = None) -> dict[str, 
 def _tensor(path: Path, found: Stored | np.ndarray) -> Tensor:
     if isinstance(found, np.ndarray):
         return ArrayTensor(found)
-    return StoredTensor(path, found.offset, found.dtype, found.shape, contiguous(found.shape))
+    return StoredTensor(path, found.offset, found.dtype, found.shape, contiguous_strides(found.shape))
 
 
 def h5py() -> ModuleType:

@@ -76,7 +76,7 @@ def _entries(block: bytes) -> Iterator[tuple[bytes, bytes]]:
 # ---- writing ---------------------------------------------------------------------------------------------------------
 
 
-def table(entries: Mapping[bytes, bytes]) -> bytes:
+def make_table(entries: Mapping[bytes, bytes]) -> bytes:
     """A table with these entries."""
     file, index, block, key = bytearray(), bytearray(), bytearray(), b""
     for key in sorted(entries):

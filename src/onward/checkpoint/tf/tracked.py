@@ -118,7 +118,7 @@ class _Objects:
         """The variables of the model: as they were named, or where that is not clear after their place."""
         places = dict(self._walk())
         for optimizer in (node for node in self._nodes if node.is_optimizer):
-            for variable in self._listed(optimizer, "_trainable_variables"):
+            for variable in self._list_objects(optimizer, "_trainable_variables"):
                 places.setdefault(variable, [_place(self._nodes[variable].key)])
         named = Counter(self._nodes[at].full_name for at in places)
         if all(name and count == 1 for name, count in named.items()):
@@ -152,7 +152,7 @@ class _Objects:
     def _is_seed(node: _Node) -> bool:
         return node.full_name.endswith("seed_generator_state")
 
-    def _listed(self, node: _Node, attribute: str) -> list[int]:
+    def _list_objects(self, node: _Node, attribute: str) -> list[int]:
         """The objects in a list that is an attribute, in their order."""
         if attribute not in node.children:
             return []
@@ -161,15 +161,15 @@ class _Objects:
 
     def _keys(self, node: _Node) -> Keys:
         """An optimizer of Keras 3: its attributes are lists with an object for each variable."""
-        variables = self._listed(node, "_trainable_variables")
+        variables = self._list_objects(node, "_trainable_variables")
         known = [self._names[at] for at in variables]
         found = Keys(parameters=known, slots={name: {} for name in known})
         kinds = {kind: row for kind, row in KINDS.items() if self._fits(node, kind)}
         row = next(iter(kinds.values()), None)
         for slot, attribute in (row.slots if row else {}).items():
-            for name, at in zip(known, self._listed(node, attribute), strict=False):
+            for name, at in zip(known, self._list_objects(node, attribute), strict=False):
                 found.slots[name][slot] = self._nodes[at].key
-        averages = self._listed(node, "_model_variables_moving_average")
+        averages = self._list_objects(node, "_model_variables_moving_average")
         found.averages = {name: self._nodes[at].key for name, at in zip(known, averages, strict=False)}
         for attribute, at in node.children.items():
             if self._nodes[at].key:
@@ -182,7 +182,7 @@ class _Objects:
 
     def _fits(self, node: _Node, kind: str) -> bool:
         """Whether an optimizer has the attributes of a class, and no list of variables beside."""
-        lists = {name for name in node.children if self._listed(node, name)} - {
+        lists = {name for name in node.children if self._list_objects(node, name)} - {
             "_variables", "_trainable_variables", "_model_variables_moving_average", "_accumulated_gradients",
         }  # fmt: skip
         own = set(KINDS[kind].slots.values())

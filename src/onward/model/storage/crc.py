@@ -107,6 +107,6 @@ class Summed:
         self._checksum = crc32c(data, self._checksum)
         return self._file.write(data)
 
-    def taken(self) -> int:
+    def take(self) -> int:
         found, self._checksum = self._checksum, 0
         return mask(found)

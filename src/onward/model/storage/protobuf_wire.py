@@ -84,7 +84,7 @@ def field(number: int, value: int | bytes) -> bytes:
     return varint(number << 3 | _VARINT) + varint(value) if value else b""
 
 
-def fixed(number: int, form: str, value: float) -> bytes:
+def fixed_field(number: int, form: str, value: float) -> bytes:
     """A field of four or eight bytes, in a form of `struct`: `<I`, `<f`, `<d`."""
     data = struct.pack(form, value)
     return varint(number << 3 | (_FIXED32 if len(data) == 4 else _FIXED64)) + data

@@ -13,7 +13,7 @@ from onward.build import Builder, Expr, Names
 from onward.constants import add_initializer
 from onward.errors import RecipeError, UnknownNameError, UnsupportedError
 from onward.model import Model, Source, load
-from onward.model.signature import sound
+from onward.model.signature import check_signatures
 from onward.model.state import with_tags
 from onward.recipe.constants import expose
 from onward.recipe.head import LINEAR, refuse_training
@@ -70,7 +70,7 @@ def add(
 
 def adaptable(model: Source) -> Model:
     """A copy to which adapters can be added."""
-    source = sound(load(model))
+    source = check_signatures(load(model))
     refuse_training(source, "add adapters")
     changed = of_one_opset(source, _OLDEST_OPSET).copy()
     changed.ir.ir_version = max(changed.ir.ir_version or 0, METADATA_IR)
