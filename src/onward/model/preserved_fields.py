@@ -18,6 +18,7 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 from onnx import AttributeProto, GraphProto, ModelProto, TensorProto, TypeProto
 
 from onward.errors import InvalidModelError, UnsupportedError
+from onward.model.protos import replace_entries
 
 _REST = "onward.rest"
 _DENSE_LIMIT = 1 << 31
@@ -214,9 +215,7 @@ def _put_back_values(proto: Any, graph: ir.Graph) -> None:
         for name, tensor in sparse.items():
             proto.sparse_initializer.add().CopyFrom(tensor.sparse)
             proto.sparse_initializer[-1].values.name = name
-        kept = [tensor for tensor in proto.initializer if tensor.name not in sparse]
-        del proto.initializer[:]
-        proto.initializer.extend(kept)
+        replace_entries(proto.initializer, (tensor for tensor in proto.initializer if tensor.name not in sparse))
 
 
 def _merge(proto: Message, meta: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 from onnx import GraphProto, NodeProto
 
@@ -29,6 +30,13 @@ def with_nested(graph: GraphProto) -> Iterator[GraphProto]:
     for node in graph.node:
         for body in bodies(node):
             yield from with_nested(body)
+
+
+def replace_entries(field: Any, entries: Iterable[Any]) -> None:
+    """Give a repeated field other entries, of which some may be in it already."""
+    entries = list(entries)
+    del field[:]
+    field.extend(entries)
 
 
 def definitions(graph: GraphProto) -> Iterator[str]:

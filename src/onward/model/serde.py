@@ -20,6 +20,7 @@ from onward.model import legacy, preserved_fields, storage
 from onward.model.core import Model, Step
 from onward.model.fingerprint import FINGERPRINT, fingerprint
 from onward.model.functions import callees_first
+from onward.model.protos import replace_entries
 from onward.model.tensors import check_tensors
 from onward.model.walk import graphs_in
 
@@ -204,14 +205,11 @@ def _tidy(proto: onnx.GraphProto, graph: ir.Graph) -> None:
     for tensor in proto.initializer:
         if len(tensor.metadata_props) > 1:
             unique = {entry.key: entry.value for entry in tensor.metadata_props}
-            del tensor.metadata_props[:]
-            for key, value in unique.items():
-                tensor.metadata_props.add(key=key, value=value)
+            entries = (onnx.StringStringEntryProto(key=key, value=value) for key, value in unique.items())
+            replace_entries(tensor.metadata_props, entries)
     plain = {name for name, value in graph.initializers.items() if _says_nothing(value)}
     if plain:
-        kept = [info for info in proto.value_info if info.name not in plain]
-        del proto.value_info[:]
-        proto.value_info.extend(kept)
+        replace_entries(proto.value_info, (info for info in proto.value_info if info.name not in plain))
     for node_proto, node in zip(proto.node, graph, strict=True):
         for attribute in node_proto.attribute:
             if attribute.type == onnx.AttributeProto.GRAPH:

@@ -13,7 +13,7 @@ from onnx import AttributeProto, FunctionProto, GraphProto, ModelProto, NodeProt
 
 from onward.build import Names
 from onward.errors import UnsupportedError
-from onward.model.protos import all_nodes, names_within, with_nested
+from onward.model.protos import all_nodes, names_within, replace_entries, with_nested
 from onward.standard import IR_VERSION, STANDARD
 from onward.transform.graph_opset import convert_graph
 from onward.transform.types import value_types
@@ -41,8 +41,7 @@ def convert_functions(proto: ModelProto, version: int) -> None:
     for graph, types in graphs.values():
         made.redirect(graph, types)
     kept = [function for function in proto.functions if _key(function) not in made.needed]
-    del proto.functions[:]
-    proto.functions.extend([*kept, *made.functions.values()])
+    replace_entries(proto.functions, [*kept, *made.functions.values()])
 
 
 def is_of_one_opset(model_versions: Mapping[str, int], function_versions: Iterable[Mapping[str, int]]) -> bool:
@@ -75,8 +74,7 @@ def function_version(function: FunctionProto) -> int | None:
 
 def _rewrite(function: FunctionProto, graph: GraphProto, version: int) -> None:
     constants = [onnx.helper.make_node("Constant", [], [tensor.name], value=tensor) for tensor in graph.initializer]
-    del function.node[:]
-    function.node.extend([*constants, *graph.node])
+    replace_entries(function.node, [*constants, *graph.node])
     for opset in function.opset_import:
         if opset.domain in STANDARD:
             opset.version = version

@@ -9,7 +9,7 @@ from onnx import GraphProto, ModelProto, TensorProto, ValueInfoProto, version_co
 
 from onward.build import Names
 from onward.errors import UnsupportedError
-from onward.model.protos import with_nested
+from onward.model.protos import replace_entries, with_nested
 from onward.standard import IR_VERSION, STANDARD
 from onward.transform.attribute_words import check_equations
 
@@ -55,8 +55,7 @@ def convert_graph(
     if has_batches:
         _scan_batches(result)
     _name_afresh(result, before, names)
-    del graph.node[:]
-    graph.node.extend(result.node)
+    replace_entries(graph.node, result.node)
     _restore_notes(graph, before)
     known = {tensor.name for tensor in graph.initializer}
     graph.initializer.extend(tensor for tensor in result.initializer if tensor.name not in known)
@@ -96,8 +95,7 @@ def _spread_slopes(shell: ModelProto) -> None:
             nodes.append(onnx.helper.make_node("Unsqueeze", [slope], [f"{slope}/spread"], axes=list(axes)))
             node.input[1] = f"{slope}/spread"
         nodes.append(onnx.NodeProto.FromString(node.SerializeToString()))
-    del graph.node[:]
-    graph.node.extend(nodes)
+    replace_entries(graph.node, nodes)
 
 
 def _spread_groups(graph: GraphProto) -> None:
@@ -113,8 +111,7 @@ def _spread_groups(graph: GraphProto) -> None:
                 for i in (1, 2):
                     nodes += _of_channels(node, groups, i, f"{node.output[0]}/{i}")
             nodes.append(onnx.NodeProto.FromString(node.SerializeToString()))
-        del inner.node[:]
-        inner.node.extend(nodes)
+        replace_entries(inner.node, nodes)
 
 
 def _of_channels(node: onnx.NodeProto, groups: int, i: int, name: str) -> list[onnx.NodeProto]:
@@ -230,8 +227,7 @@ def _restore_notes(graph: GraphProto, before: GraphProto) -> None:
         if original is None or original.op_type != node.op_type:
             continue
         node.name, node.doc_string = original.name, original.doc_string
-        del node.metadata_props[:]
-        node.metadata_props.extend(original.metadata_props)
+        replace_entries(node.metadata_props, original.metadata_props)
         references = {attribute.name: attribute for attribute in original.attribute if attribute.ref_attr_name}
         for attribute in node.attribute:
             if attribute.name in references:

@@ -18,7 +18,7 @@ from onward.model.legacy.names import (
     string,
     strings,
 )
-from onward.model.protos import all_nodes, bodies, definitions, names_within
+from onward.model.protos import all_nodes, bodies, definitions, names_within, replace_entries
 
 OPERATOR = "GraphCall"
 DOMAINS = ("ai.onnx.preview.training", "ai.onnx.training", "ai.onnx", "")
@@ -116,9 +116,7 @@ def _join(graph: GraphProto, info: TrainingInfoProto) -> None:
     call, aliases = next(((node, found) for node in own if (found := _aliases(node, graph, algorithm))), (None, {}))
     if call is not None:
         given = {value for _, value in _inputs(call, graph)}
-        kept = [value for value in algorithm.input if value.name not in given]
-        del algorithm.input[:]
-        algorithm.input.extend(kept)
+        replace_entries(algorithm.input, (value for value in algorithm.input if value.name not in given))
         algorithm.node.remove(call)
     renames |= aliases
     rename(algorithm, renames)

@@ -9,7 +9,6 @@ No release of onnx has them, so that it sees unknown fields. What is in field 21
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any, TypeVar
 
 from google.protobuf.empty_pb2 import Empty
@@ -31,7 +30,7 @@ from onward.build import Names
 from onward.errors import UnsupportedError
 from onward.model.legacy import calls, operators
 from onward.model.legacy.names import rename, rename_node, set_nodes
-from onward.model.protos import all_nodes, names_within
+from onward.model.protos import all_nodes, names_within, replace_entries
 from onward.model.storage import walk_tensors
 
 _FUNCTION, _TRAINING = 9, 21
@@ -165,17 +164,11 @@ def _join(graph: GraphProto, info: TrainingInfoProto, *, by_name: bool) -> None:
         node.output[:] = [renames.get(name, name) for name in node.output]
         nodes.append(node)
     set_nodes(algorithm, nodes)
-    _keep(algorithm.input, [value for value in algorithm.input if value.name not in shared])
+    replace_entries(algorithm.input, [value for value in algorithm.input if value.name not in shared])
     rename(algorithm, renames)
-    _keep(algorithm.output, [value for value in algorithm.output if value.name not in taken])
+    replace_entries(algorithm.output, [value for value in algorithm.output if value.name not in taken])
     for entry in info.update_binding:
         entry.key, entry.value = renames.get(entry.key, entry.key), renames.get(entry.value, entry.value)
-
-
-def _keep(values: Any, kept: Iterable[ValueInfoProto]) -> None:
-    kept = list(kept)
-    del values[:]
-    values.extend(kept)
 
 
 def _computation(node: NodeProto) -> tuple[object, ...]:

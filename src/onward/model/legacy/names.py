@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from onnx import FunctionProto, GraphProto, NodeProto
 
-from onward.model.protos import bodies, definitions
+from onward.model.protos import bodies, definitions, replace_entries
 
 
 def rename(graph: GraphProto, renames: Mapping[str, str]) -> None:
@@ -43,6 +43,5 @@ def string(node: NodeProto, name: str) -> str | None:
 
 
 def set_nodes(graph: GraphProto | FunctionProto, nodes: Iterable[NodeProto]) -> None:
-    kept = [NodeProto.FromString(node.SerializeToString()) for node in nodes]  # none may be lost with the list
-    del graph.node[:]
-    graph.node.extend(kept)
+    copies = [NodeProto.FromString(node.SerializeToString()) for node in nodes]  # none may be lost with the list
+    replace_entries(graph.node, copies)

@@ -10,7 +10,7 @@ from onward.build import Names
 from onward.errors import UnsupportedError
 from onward.model.legacy import calls
 from onward.model.legacy.names import set_nodes, string, strings
-from onward.model.protos import bodies, names_within
+from onward.model.protos import bodies, names_within, replace_entries
 from onward.standard import FUNCTIONS_IR, TRAINING_IR
 
 _TRAINING = "ai.onnx.preview.training"
@@ -30,8 +30,7 @@ def convert(proto: ModelProto, functions: Collection[str]) -> list[str]:
         _convert(holder, functions, names, notes)
     imports = {entry.domain: entry.version for entry in proto.opset_import if entry.domain != "ai.onnx.training"}
     imports |= {_TRAINING: 1, **({_LOCAL: 1} if functions else {})}
-    del proto.opset_import[:]
-    proto.opset_import.extend(helper.make_opsetid(domain, version) for domain, version in imports.items())
+    replace_entries(proto.opset_import, (helper.make_opsetid(*entry) for entry in imports.items()))
     for function in proto.functions:
         if function.name in functions:
             function.domain = _LOCAL
