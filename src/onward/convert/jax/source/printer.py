@@ -13,13 +13,13 @@ import onnx_ir as ir
 from onnx import defs
 
 from onward.build import Names
-from onward.convert.jax.source.forms import Given, short_form
-from onward.convert.jax.source.literals import MENTIONED, attribute, identifier, literal, type_literal
+from onward.convert.jax.source.literals import MENTIONED, attribute, identifier, literal, plain_type, type_literal
 from onward.convert.jax.source.operators import defaults, define, is_optional, rows, short
 from onward.convert.jax.source.runtime import TYPES
 from onward.convert.program import expressions
 from onward.convert.program.calls import Body, Step, Value, call_key, in_order, with_stores
 from onward.convert.program.expressions import Expression, is_idle
+from onward.convert.program.forms import Dialect, Given
 from onward.convert.program.literals import number
 from onward.convert.program.loops import fold_repeats
 from onward.convert.program.names import Identifiers, is_identifier, quote
@@ -347,13 +347,13 @@ class _Recorder:
 
     def _short(self, call: Call, found: Sequence[Any], results: Sequence[Shaped] | None) -> Step | Value | None:
         inputs = [None if value is None else self.value(value) for value in call.inputs]
-        arrays = [x if isinstance(x, np.ndarray) else None for x in found]
+        known = [as_lists(x) if isinstance(x, np.ndarray) else None for x in found]
         first = inputs[0] if inputs else None
         shape = self._sizes.of(first) if first is not None and first.tensor else None
         result = self._sizes.of(Value(tensor=results[0])) if results and call.operator == "Expand" else None
         dtype = call.inputs[0].dtype if call.inputs and call.inputs[0] is not None else None
         is_float = dtype is not None and dtype.is_floating_point()
-        return short_form(call.operator, Given(inputs, arrays, _attributes(call), shape, result), is_float)
+        return _DIALECT.short_form(call.operator, Given(inputs, known, _attributes(call), shape, result), is_float)
 
     def _operator(self, call: Call, bodies: Mapping[str, Body], at_once: bool) -> Step:
         printer, on_host = self._printer, HOST_INPUTS.get(call.operator, ())
@@ -397,6 +397,20 @@ class _Recorder:
         steps = [step for step in in_order(outputs) if step not in outside]
         types = f"{{}}.types = [{', '.join(map(type_literal, plan.outputs))}]"
         return Body(list(arguments.values()), steps, outputs, types if call.operator == "Loop" else "")
+
+
+def _cast(given: Given, _: Mapping[str, str]) -> Step | None:
+    dtype = plain_type(given.attributes["to"])
+    return None if dtype is None else Step(".astype", [given.inputs[0], Expression(dtype)])
+
+
+_DIALECT = Dialect(
+    {
+        **{name: f"jnp.{name}" for name in ("sum", "mean", "squeeze", "expand_dims", "concatenate", "broadcast_to")},
+        **{"reshape": ".reshape", "transpose": ".transpose", "T": ".T", "log_softmax": "jax.nn.log_softmax"},
+    },
+    {"Cast": _cast},
+)
 
 
 def _dim(names: Identifiers, size: Any) -> str | None:

@@ -49,22 +49,21 @@ class KerasOps(Framework):
     takes_numbers = {**dict.fromkeys(_NUMBERS, (0, 1)), "Pow": (1,), "Clip": (1, 2)}  # noqa: RUF012
 
     def __init__(self) -> None:
-        rows = Operators({name: self.row(function) for name, function in ROWS.items()})
+        rows = Operators({name: self.row(name, function) for name, function in ROWS.items()})
         self.operators = Operators({**control.operators, **sequence.operators, **rows, **self.sizes()})
         self.on_host = on_host(self.operators, self.tensor)
 
-    def row(self, function: Function) -> Function:
+    def row(self, operator: str, function: Function) -> Function:
         """A row as the interpreter calls it: arrays on the host become numbers and lists, and types get names."""
 
         @functools.wraps(function)
         def call(*inputs: Any, **attributes: Any) -> Any:
-            return self.call(
-                function, [as_lists(x) for x in inputs], {k: _named_attribute(k, v) for k, v in attributes.items()}
-            )
+            named = {key: _named_attribute(key, value) for key, value in attributes.items()}
+            return self.call(operator, function, [as_lists(x) for x in inputs], named)
 
         return call
 
-    def call(self, function: Function, inputs: list[Any], attributes: dict[str, Any]) -> Any:
+    def call(self, operator: str, function: Function, inputs: list[Any], attributes: dict[str, Any]) -> Any:
         return function(*inputs, **attributes)
 
     def sizes(self) -> dict[str, Function]:

@@ -15,12 +15,13 @@ import keras
 import numpy as np
 import onnx_ir as ir
 
-from onward.convert.keras.ops import ROWS, KerasOps, indexing, interpret, movement
-from onward.convert.keras.ops.elementwise import convert, converted_like, divide, same
+from onward.convert.keras.ops import ROWS, KerasOps, interpret
+from onward.convert.keras.ops.elementwise import convert, converted_like, same
 from onward.convert.keras.ops.random import dropout
 from onward.convert.keras.ops.types import available, constant
 from onward.convert.program.calls import Step, Value, call_key, in_order, take_single_results, with_stores
 from onward.convert.program.expressions import Expression, Printer, is_idle
+from onward.convert.program.forms import Dialect, Given
 from onward.convert.program.loops import fold_repeats
 from onward.convert.program.names import Identifiers, identifier, is_identifier
 from onward.convert.program.sizes import Choices, Extent, Shaped, Sizes, as_lists
@@ -50,9 +51,6 @@ class _Computation(keras.Operation):  # type: ignore[misc]
         return function(*map(filled, inputs), **attributes)
 
 
-_SIGNS = {
-    "ops.add": "+", "ops.subtract": "-", "ops.multiply": "*", "ops.divide": "/", "ops.matmul": "@",
-}  # fmt: skip
 _LITERAL = 64
 """Up to so many numbers are written into the program."""
 
@@ -72,10 +70,10 @@ class Recorder(KerasOps):
 
     def tensor(self, array: np.ndarray) -> Any:
         if array.dtype.hasobject:
-            return self._record("ops.convert_to_tensor", keras.ops.convert_to_tensor, [as_lists(array), "int32"], {})
+            return self._record(None, keras.ops.convert_to_tensor, [as_lists(array), "int32"], {})
         dtype = str(array.dtype)
         if array.size <= _LITERAL:
-            return self._record("constant", constant, [list(array) if array.ndim else array[()], dtype], {})
+            return self._record(None, constant, [list(array) if array.ndim else array[()], dtype], {})
         name = next((name for name, other in self._constants.items() if other is array), None)
         if name is None:
             name = f"constant_{len(self._constants) + 1}"
@@ -85,19 +83,14 @@ class Recorder(KerasOps):
     def array(self, tensor: Any) -> np.ndarray:
         raise NotOnHost
 
-    def call(self, function: Function, inputs: list[Any], attributes: dict[str, Any]) -> Any:
-        first = next((x for x in inputs if isinstance(x, Value)), None)
+    def call(self, operator: str, function: Function, inputs: list[Any], attributes: dict[str, Any]) -> Any:
         if function in (same, dropout, convert, converted_like) and self._keeps(function, inputs, attributes):
             return inputs[0]
-        if function.__module__.startswith("keras."):
-            return self._record(f"ops.{function.__name__}", function, inputs, attributes)
-        if function is divide and first is not None and "float" in first.tensor.dtype:
-            return self._record("ops.divide", keras.ops.divide, inputs, attributes)
-        short = _SHORT[function](inputs, **attributes) if function in _SHORT else None
-        if short is None:
-            return self._record(function.__name__, function, inputs, attributes)
-        name, given = short
-        return self._record(name, _index if name == "[]" else getattr(keras.ops, name.removeprefix("ops.")), given, {})
+        first = next((x for x in inputs if isinstance(x, Value)), None)
+        shape = self.known_sizes.of(inputs[0]) if inputs and isinstance(inputs[0], Value) else None
+        is_float = first is not None and "float" in first.tensor.dtype
+        short = _DIALECT.short_form(operator, Given(inputs, [*map(_known, inputs)], attributes, shape), is_float)
+        return short if isinstance(short, Value) else self._record(short, function, inputs, attributes)
 
     def _keeps(self, function: Function, inputs: list[Any], attributes: dict[str, Any]) -> bool:
         """Whether the result is the first input. For conversions, a backend that lacks bits cannot tell."""
@@ -106,16 +99,9 @@ class Recorder(KerasOps):
         wanted = attributes["to"] if function is convert else inputs[1].tensor.dtype
         return available("float64") == "float64" and inputs[0].tensor.dtype == wanted
 
-    def _record(self, text: str, function: Function, inputs: list[Any], attributes: dict[str, Any]) -> Any:
-        """The results of a call; what was computed before is the same."""
-        arguments = list(inputs)
-        while arguments and arguments[-1] is None:
-            arguments.pop()
-        defaults = {key: p.default for key, p in inspect.signature(function).parameters.items()}
-        named = {key: x for key, x in attributes.items() if not _is_same(key, x, defaults.get(key))}
-        sign = _SIGNS.get(text) if len(arguments) == 2 else None
-        is_theirs = function.__module__.startswith("keras.") or text == "[]"
-        made = Step(sign or text, arguments, {} if sign else named, call=None if is_theirs else function)
+    def _record(self, short: Step | None, function: Function, inputs: list[Any], attributes: dict[str, Any]) -> Any:
+        """The results of a call, which may have a short form; what was computed before is the same."""
+        made = short or _call_of(function, inputs, attributes)
         step = self._known.setdefault(call_key(made), made)
         if step is made:
             first, second = (self._computed(function, inputs, attributes, choice) for choice in (0, 1))
@@ -144,53 +130,45 @@ class Recorder(KerasOps):
         return _Computation(function, [stand_in(x) for x in inputs], attributes).compute_output_spec(tensors)
 
 
-# ---- calls that Keras has shorter words for --------------------------------------------------------------------------
+# ---- calls -----------------------------------------------------------------------------------------------------------
 
 
-def _index(x: Any, places: list[Any]) -> Any:
-    return x[tuple(places)]
+def _call_of(function: Function, inputs: list[Any], attributes: Mapping[str, Any]) -> Step:
+    """A call as it stands, without what need not be said."""
+    arguments = list(inputs)
+    while arguments and arguments[-1] is None:
+        arguments.pop()
+    defaults = {key: p.default for key, p in inspect.signature(function).parameters.items()}
+    named = {key: x for key, x in attributes.items() if not _is_same(key, x, defaults.get(key))}
+    is_theirs = function.__module__.startswith("keras.")
+    name = f"ops.{function.__name__}" if is_theirs else function.__name__
+    return Step(name, arguments, named, call=None if is_theirs else function)
 
 
-def _take(inputs: list[Any], axis: int = 0) -> Any:
-    """A place that is known."""
-    x, indices = inputs
-    step = indices.step if isinstance(indices, Value) else None
-    if step is None or step.function != "constant" or isinstance(step.arguments[0], list):
-        return None
-    return "[]", [x, [*[slice(None)] * (axis % len(x.tensor.shapes[0])), int(step.arguments[0])]]
+def _known(x: Any) -> Any:
+    """What is known while the program is written: anything but a tensor, and a whole number that is one."""
+    if not isinstance(x, Value):
+        return x
+    number = x.step.arguments[0] if x.step is not None and x.step.function == "constant" else None
+    return int(number) if isinstance(number, np.integer) else None
 
 
-def _reshape(inputs: list[Any], allowzero: int = 0) -> Any:
-    x, sizes = inputs
-    if not isinstance(sizes, list) or (not allowzero and any(isinstance(size, int) and size == 0 for size in sizes)):
-        return None
-    unknown = [size for size in sizes if not isinstance(size, int)]
-    if len(unknown) == 1 and not {-1, 0} & {size for size in sizes if isinstance(size, int)}:
-        sizes = [size if isinstance(size, int) else -1 for size in sizes]
-    return "ops.reshape", [x, sizes]
+def _cast(given: Given, _: Mapping[str, str]) -> Step | None:
+    dtype = given.attributes["to"]
+    return Step("ops.cast", [given.inputs[0], dtype]) if "float" in dtype and dtype != "float64" else None
 
 
-def _with_axes(name: str) -> Any:
-    def short(inputs: list[Any]) -> Any:
-        x, axes = [*inputs, None][:2]
-        return None if not isinstance(axes, list) else (name, [x, axes[0] if len(axes) == 1 else axes])
-
-    return short
+def _softmax(given: Given, _: Mapping[str, str]) -> Step:
+    axis = given.attributes.get("axis", -1)
+    return Step("ops.softmax", [given.inputs[0], *([] if axis == -1 else [axis])])
 
 
-def _transpose(inputs: list[Any], perm: Any = None) -> Any:
-    return "ops.transpose", [*inputs, *([] if perm is None or perm == [1, 0] else [perm])]
-
-
-_SHORT: dict[Function, Any] = {
-    movement.reshape: _reshape,
-    movement.transpose: _transpose,
-    movement.squeeze: _with_axes("ops.squeeze"),
-    movement.unsqueeze: _with_axes("ops.expand_dims"),
-    movement.join: lambda inputs, axis: ("ops.concatenate", [inputs, axis]),
-    indexing.take: _take,
-}
-"""Functions of ours, and the calls of Keras that some of their calls are."""
+_OPS = ("sum", "mean", "squeeze", "expand_dims", "concatenate", "broadcast_to", "reshape", "transpose", "log_softmax")
+_DIALECT = Dialect(
+    {**{name: f"ops.{name}" for name in _OPS}, "T": "ops.transpose"},
+    {"Cast": _cast, "Softmax": _softmax},
+    without=("And", "Or", "Not", "BitwiseXor"),  # variables of Keras have signs for truth values only
+)
 
 
 def _is_same(name: str, value: Any, default: Any) -> bool:
