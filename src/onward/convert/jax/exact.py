@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ import onnx_ir as ir
 import optax
 
 from onward.build import DOMAIN, DOMAIN_VERSION, Builder, Expr
+from onward.convert.jax.source.runtime import transformation
 from onward.engines.framework_engine import interpreter
 from onward.engines.jax import Jax
 from onward.model import Model
@@ -37,40 +38,17 @@ Sizes = tuple[tuple[int, ...], str]
 """A shape, and the name of a type."""
 
 
-class ExactState(NamedTuple):
-    """The state of `exact`: updates made, and by slot a tree like that of the parameters."""
+def exact(spec: Spec, names: Iterable[str], rate: Rate) -> optax.GradientTransformation:
+    """An optimizer of a recipe for these parameters; `rate` is in place of its learning rate."""
 
-    count: Any
-    slots: dict[str, Any]
+    def begin(x: Any) -> dict[str, Any]:
+        return {slot.name: _initial_slot(slot) for slot in slots_of(spec, sizes_of(x))}
 
+    def rule(x: Any, g: Any, *, lr: Any, t: Any, **slots: Any) -> tuple[Any, dict[str, Any]]:
+        new = _update(str(spec), sizes_of(x))({"x": x, "g": g, **slots, "lr": lr, "t": t})
+        return new["x/new"], {name: new[f"{name}/new"] for name in slots}
 
-def exact(spec: Spec, rate: Rate) -> optax.GradientTransformation:
-    """An optimizer of a recipe; `rate` is in place of its learning rate."""
-
-    def init(params: Any) -> ExactState:
-        leaves, structure = jax.tree.flatten(params)
-        made = [{slot.name: _initial_slot(slot) for slot in slots_of(spec, sizes_of(x))} for x in leaves]
-        names = dict.fromkeys(name for slots in made for name in slots)
-        slots = {name: structure.unflatten([slots.get(name) for slots in made]) for name in names}
-        return ExactState(jnp.zeros([], jnp.int32), slots)
-
-    def update(gradients: Any, state: ExactState, params: Any = None) -> tuple[Any, ExactState]:
-        if params is None:
-            raise ValueError(optax.NO_PARAMS_MSG)
-        leaves, structure = jax.tree.flatten(params)
-        numbers = {"lr": rate(state.count) if callable(rate) else rate, "t": state.count + 1}
-        slots = {name: structure.flatten_up_to(tree) for name, tree in state.slots.items()}
-        changes = []
-        for i, (x, g) in enumerate(zip(leaves, jax.tree.leaves(gradients), strict=True)):
-            own = {name: trees[i] for name, trees in slots.items() if trees[i] is not None}
-            new = _update(str(spec), sizes_of(x))({"x": x, "g": g, **own, **numbers})
-            changes.append(new["x/new"] - x)
-            for name in own:
-                slots[name][i] = new[f"{name}/new"]
-        after = {name: structure.unflatten(trees) for name, trees in slots.items()}
-        return structure.unflatten(changes), ExactState(numbers["t"], after)
-
-    return optax.GradientTransformation(init, update)
+    return transformation(dict.fromkeys(names, (begin, rule)), rate)
 
 
 def rate_of(specs: Sequence[Spec], lr: float) -> Callable[[Any], Any]:

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 import optax
 
 from onward.convert.jax.exact import Rate, executed_by_jax
+from onward.convert.jax.source.runtime import joint
 from onward.recipe.optimizers import FunctionOptimizer
 from onward.recipe.optimizers.graph_optimizer import COUNT, RATE, gradient_of
 from onward.transform.inline import inline
-
-
-class ExecutedState(NamedTuple):
-    """The state of `executed`: updates made, and what a training model calls the state of the optimizer."""
-
-    count: Any
-    state: dict[str, Any]
 
 
 def executed(function: FunctionOptimizer, group: str, rate: Rate) -> optax.GradientTransformation:
@@ -27,22 +21,17 @@ def executed(function: FunctionOptimizer, group: str, rate: Rate) -> optax.Gradi
     results = [value.name or "" for value in function.update.graph.outputs]
     run = executed_by_jax(inline(function.update))
 
-    def init(params: Any) -> ExecutedState:
-        first = {places[name]: jnp.asarray(array) for name, array in initial_state(function).items()}
-        return ExecutedState(jnp.zeros([], jnp.int32), first)
+    def begin() -> dict[str, Any]:
+        return {places[name]: jnp.asarray(array) for name, array in initial_state(function).items()}
 
-    def update(gradients: Any, state: ExecutedState, params: Any = None) -> tuple[Any, ExecutedState]:
-        if params is None:
-            raise ValueError(optax.NO_PARAMS_MSG)
-        given = {RATE: rate(state.count) if callable(rate) else rate, COUNT: state.count + 1}
-        given |= {name: state.state[place] for name, place in places.items()}
+    def rule(params: Any, gradients: Any, state: Any, lr: Any, t: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        given = {RATE: lr, COUNT: t, **{name: state[place] for name, place in places.items()}}
         given |= {name: params[name] for name in names} | {gradient_of(name): gradients[name] for name in names}
         found = run({value.name: given[value.name] for value in function.inputs if value.name})
         after = dict(zip([*names, *places.values()], (found[result] for result in results), strict=True))
-        changes = {**gradients, **{name: after[name] - params[name] for name in names}}
-        return changes, ExecutedState(state.count + 1, {place: after[place] for place in places.values()})
+        return {name: after[name] for name in names}, {place: after[place] for place in places.values()}
 
-    return optax.GradientTransformation(init, update)
+    return joint(names, rule, begin, rate)
 
 
 def places_of(function: FunctionOptimizer, group: str) -> dict[str, str]:

@@ -20,7 +20,7 @@ class Objects:
     executed = staticmethod(executed)
 
     def exact(self, group: Group, rate: Rate) -> optax.GradientTransformation:
-        return exact(group.spec, rate)
+        return exact(group.spec, group.parameters, rate)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(optax, name)

@@ -45,7 +45,7 @@ def recognize(chain: Sequence[Transformation]) -> Recognized:
         )
     if any(t.name == "scale_by_factored_rms" for t in chain):
         return _adafactor(tokens)
-    if any(t.name in ("exact", "executed") for t in chain):
+    if any(t.name in ("transformation", "joint") for t in chain):
         return _ours(tokens)
     coupled = tokens.decay()
     direction = tokens.take(*_DIRECTIONS)
@@ -287,8 +287,10 @@ _NO_AXIS = 2**31
 
 def _ours(tokens: _Tokens) -> Recognized:
     """One that `to_jax` made."""
-    found = tokens.take("exact", "executed")
+    found = tokens.take("transformation", "joint")
     tokens.finish()
     assert found is not None
-    rate, optimizer = found.arguments["rate"], found.arguments["spec" if found.name == "exact" else "function"]
+    rate, rules = found.arguments["rate"], found.arguments.get("rules")
+    _, rule = next(iter(rules.values())) if rules else (None, found.arguments["rule"])
+    optimizer = free_variables(rule)["function" if rules is None else "spec"]
     return Recognized(optimizer, Rate(-1.0, rate) if callable(rate) else Rate(-float(rate)))

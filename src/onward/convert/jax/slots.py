@@ -17,9 +17,9 @@ Arrays = dict[str, np.ndarray]
 
 def read_slots(found: Transformation) -> Arrays:
     """What a transformation remembers of parameters, as `<parameter>/<slot>`."""
-    if found.name == "executed":
+    if found.name == "joint":
         return {name: np.asarray(array) for name, array in found.state.state.items()}
-    if found.name == "exact":
+    if found.name == "transformation":
         trees = found.state.slots
     else:
         trees = {slot: getattr(found.state, field) for field, slot in FIELDS.get(found.name, {}).items()}
@@ -38,10 +38,10 @@ def fill_state(found: Transformation, slots: Mapping[str, np.ndarray], step: int
     state = found.state
     if "count" in getattr(state, "_fields", ()):
         state = state._replace(count=jnp.asarray(step, state.count.dtype))
-    if found.name == "executed":
+    if found.name == "joint":
         kept = {name: jnp.array(slots.get(name, old), old.dtype) for name, old in state.state.items()}
         return state._replace(state=kept)
-    if found.name == "exact":
+    if found.name == "transformation":
         return state._replace(slots={slot: _with(tree, slot, slots) for slot, tree in state.slots.items()})
     for field, slot in FIELDS.get(found.name, {}).items():
         state = state._replace(**{field: _with(getattr(state, field), slot, slots)})

@@ -146,7 +146,6 @@ class _Recorder:
         """What is known: arrays, some of which have sizes in them, and what the program computes."""
         self._constants: dict[int, Value] = {}
         self._written: dict[Any, Step] = {}
-        self._steps: set[Step] = set()
         self.arrays: set[Value] = set()
         """What is of numpy when the program runs, or may be."""
 

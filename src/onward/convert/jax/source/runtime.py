@@ -129,7 +129,7 @@ class ExactState(NamedTuple):
     slots: Any
 
 
-def transformation(rules, rate):
+def transformation(rules: Any, rate: Any) -> optax.GradientTransformation:
     """An optimizer. By parameter, `rules` are what it remembers at first, and the function that updates both."""
 
     def init(params):
@@ -139,15 +139,18 @@ def transformation(rules, rate):
         return ExactState(jnp.zeros([], jnp.int32), kept)
 
     def update(gradients, state, params=None):
+        if params is None:
+            raise ValueError(optax.NO_PARAMS_MSG)
         changes, kept = dict(gradients), {slot: dict(values) for slot, values in state.slots.items()}
-        lr = jnp.asarray(rate(state.count) if callable(rate) else rate, np.float64)
-        t = jnp.asarray(state.count + 1, np.int64)
-        for name, (_, rule) in rules.items():
-            own = {slot: values[name] for slot, values in kept.items() if name in values}
-            new, after = rule(params[name], gradients[name], lr=lr, t=t, **own)
-            changes[name] = new - params[name]
-            for slot, value in after.items():
-                kept[slot][name] = value
+        with exact():
+            lr = jnp.asarray(rate(state.count) if callable(rate) else rate, np.float64)
+            t = jnp.asarray(state.count + 1, np.int64)
+            for name, (_, rule) in rules.items():
+                own = {slot: values[name] for slot, values in kept.items() if name in values}
+                new, after = rule(params[name], gradients[name], lr=lr, t=t, **own)
+                changes[name] = new - params[name]
+                for slot, value in after.items():
+                    kept[slot][name] = value
         return changes, ExactState(state.count + 1, kept)
 
     return optax.GradientTransformation(init, update)
@@ -184,15 +187,18 @@ class ExecutedState(NamedTuple):
     state: Any
 
 
-def joint(names, rule, initial, rate):
+def joint(names: Any, rule: Any, initial: Any, rate: Any) -> optax.GradientTransformation:
     """An optimizer of these parameters at once: a function of all parameters, their gradients and its state."""
 
     def init(params):
         return ExecutedState(jnp.zeros([], jnp.int32), initial())
 
     def update(gradients, state, params=None):
-        lr = jnp.asarray(rate(state.count) if callable(rate) else rate, np.float64)
-        new, after = rule(params, gradients, state.state, lr, jnp.asarray(state.count + 1, np.int64))
+        if params is None:
+            raise ValueError(optax.NO_PARAMS_MSG)
+        with exact():
+            lr = jnp.asarray(rate(state.count) if callable(rate) else rate, np.float64)
+            new, after = rule(params, gradients, state.state, lr, jnp.asarray(state.count + 1, np.int64))
         changes = {**gradients, **{name: new[name] - params[name] for name in names}}
         return changes, ExecutedState(state.count + 1, after)
 

@@ -208,10 +208,9 @@ class Program:
         self, steps: Iterable[Step], outputs: Iterable[Value], names: Mapping[Value, str] | None = None
     ) -> Statements:
         """Lines. State may be assigned before results are read, so all of these have names."""
-        roles = {**self.roles}
         wanted = [*outputs] * 2
         folded = fold_repeats(list(steps), wanted)
-        return Statements(folded, wanted, names or {}, KerasPrinter, _place, taken=self.taken, roles=roles)
+        return Statements(folded, wanted, names or {}, KerasPrinter, _place, taken=self.taken, roles=self.roles)
 
 
 def _place(value: Value) -> Expression:
@@ -226,17 +225,8 @@ MENTIONED = frozenset({
 """What methods read beside their own variables."""
 
 
-def record(
-    model: Model,
-    given: Mapping[str, str],
-    choices: Choices,
-    constants: dict[str, np.ndarray],
-    wanted_names: Mapping[str, str] | None = None,
-) -> Program:
-    """The graph of a model as a program, in which inputs are the expressions that are given.
-
-    `wanted_names` says how results would best be called, by the names of outputs.
-    """
+def record(model: Model, given: Mapping[str, str], choices: Choices, constants: dict[str, np.ndarray]) -> Program:
+    """The graph of a model as a program, in which inputs are the expressions that are given."""
     names = Identifiers([*MENTIONED, *given.values()])
     recorder = Recorder(constants)
     inputs = {}
@@ -251,9 +241,8 @@ def record(
         fresh = [None if dim is None else names.fresh(identifier(dim)) for dim in dims]
         recorder.known_sizes.name(made, fresh, lambda x: ("ops.shape", [x]))
     results = {name: recorder.place(x) for name, x in interpret(model, recorder)(inputs).items()}
-    roles = {results[name]: wanted for name, wanted in (wanted_names or {}).items()}
     taken = [*MENTIONED, *(text for text in given.values() if is_identifier(text))]
-    return Program(results, taken, {**recorder.known_sizes.roles, **roles})
+    return Program(results, taken, recorder.known_sizes.roles)
 
 
 def _dim(value: ir.Value, axis: int, name: str | None) -> str:
