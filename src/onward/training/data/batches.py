@@ -18,7 +18,7 @@ from onward.training.data.dataset import Batch, Dataset
 from onward.training.data.fitting import Binding, is_float
 from onward.training.data.order import Order
 from onward.training.data.prefetch import prefetch
-from onward.training.data.streams import Stream
+from onward.training.data.samples import Stream
 
 KINDS = {"normal": {"mean": 0.0, "std": 1.0}, "uniform": {"low": 0.0, "high": 1.0}}
 """Distributions of numpy's generators, and what they take in this order."""

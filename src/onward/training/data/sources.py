@@ -18,9 +18,8 @@ from onward.training.data.dataset import Columns, Dataset, Rows, check_names, kn
 from onward.training.data.files import check_file, files_in
 from onward.training.data.frames import is_frame, open_frame
 from onward.training.data.images import SUFFIXES, ImageFolder, ImageFormat, format_for
-from onward.training.data.samples import HubDataset, Samples
+from onward.training.data.samples import HubDataset, Samples, Stream
 from onward.training.data.split_folders import refuse_parts
-from onward.training.data.streams import Stream
 from onward.training.data.views import Beside, concatenate
 
 _FILES = ".npz, .npy, .csv, .tsv, .parquet, .arrow, .feather, .safetensors, or a folder of images or of such files"

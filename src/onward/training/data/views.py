@@ -12,7 +12,7 @@ import numpy as np
 from onward.errors import DataError, near
 from onward.training.data.dataset import Batch, Dataset, known_columns
 from onward.training.data.order import Order
-from onward.training.data.streams import Stream
+from onward.training.data.samples import Stream
 
 
 def concatenate(parts: Sequence[Dataset], origin: str) -> Dataset:
