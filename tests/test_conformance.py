@@ -50,7 +50,7 @@ def test_families_are_those_of_the_tables() -> None:
     assert tuple(FAMILIES) == framework.FAMILIES
 
 
-@pytest.mark.parametrize("engine", FRAMEWORKS)
+@pytest.mark.parametrize("engine", [*FRAMEWORKS, "shared"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tables_have_the_same_rows_in_the_same_order(engine: str, family: str) -> None:
     try:

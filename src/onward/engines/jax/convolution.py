@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from onward.engines.framework import Operators
+from onward.engines.shared.arrays import add_bias
 from onward.engines.shared.windows import cut_off, paddings, reach
 
 operators = Operators()
@@ -13,7 +14,7 @@ operators = Operators()
 
 @operators.define("Conv")
 def conv(x, w, bias=None, *, auto_pad, dilations=None, group, pads=None, strides=None):
-    return with_bias(convolve(x, w, auto_pad, dilations, group, pads, strides), bias)
+    return add_bias(convolve(x, w, auto_pad, dilations, group, pads, strides), bias)
 
 
 def convolve(x, w, auto_pad, dilations, group, pads, strides):
@@ -21,10 +22,6 @@ def convolve(x, w, auto_pad, dilations, group, pads, strides):
     strides, dilations = strides or [1] * count, dilations or [1] * count
     amounts = paddings(auto_pad, pads, x.shape[2:], w.shape[2:], strides, dilations)
     return lax.conv_general_dilated(x, w, strides, amounts, rhs_dilation=dilations, feature_group_count=group)
-
-
-def with_bias(y, bias):
-    return y if bias is None else y + bias.reshape(-1, *[1] * (y.ndim - 2))
 
 
 @operators.define("ConvTranspose")
@@ -44,4 +41,4 @@ def conv_transpose(
     y = lax.conv_general_dilated(
         x, flipped, [1] * count, amounts, lhs_dilation=strides, rhs_dilation=dilations, feature_group_count=group
     )
-    return with_bias(y, bias)
+    return add_bias(y, bias)

@@ -42,7 +42,7 @@ def _scatter_product(x, places, updates):
 
 
 @_scatter_product.defjvp
-def _multiplied_jvp(given, tangents):
+def _scatter_product_jvp(given, tangents):
     """JAX has a derivative only where no two factors meet: here they come one after the other."""
     x, places, updates = given
     places = jnp.broadcast_arrays(*places)

@@ -44,7 +44,7 @@ def _choose_class(log_prob, classes):
 
 
 @_choose_class.defjvp
-def _chosen_tangent(inputs, tangents):
+def _choose_class_tangent(inputs, tangents):
     """By a comparison, which fuses with what is around it; the gradient of an index would go through memory."""
     log_prob, classes = inputs
     every = jnp.arange(log_prob.shape[1], dtype=classes.dtype).reshape(-1, *[1] * (log_prob.ndim - 2))

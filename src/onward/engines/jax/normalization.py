@@ -9,21 +9,17 @@ import jax.numpy as jnp
 from jax import lax
 
 from onward.engines.framework import Operators
-from onward.engines.shared.arrays import dtype_of
+from onward.engines.shared.arrays import dtype_of, per_channel
 
 operators = Operators()
-
-
-def _channels(parameter, x):
-    return parameter.reshape(-1, *[1] * (x.ndim - 2))
 
 
 @operators.define("BatchNormalization")
 def batch_normalization(x, scale, bias, mean, variance, *, epsilon, momentum, training_mode, outputs):
     exact = x.astype(jnp.promote_types(x.dtype, mean.dtype))
     if not training_mode:
-        return _batch_normalized(exact, scale, bias, mean, variance, epsilon).astype(x.dtype)
-    y, *found = _normalized_by_batch(exact, scale, bias, epsilon)
+        return _normalize_by(exact, scale, bias, mean, variance, epsilon).astype(x.dtype)
+    y, *found = _normalize_by_batch(exact, scale, bias, epsilon)
     running = (
         (old * momentum + new * (1 - momentum)).astype(old.dtype)
         for old, new in zip((mean, variance), found, strict=True)
@@ -31,34 +27,35 @@ def batch_normalization(x, scale, bias, mean, variance, *, epsilon, momentum, tr
     return (y.astype(x.dtype), *running)
 
 
-def _batch_normalized(x, scale, bias, mean, variance, epsilon):
-    return (x - _channels(mean, x)) * _channels(scale * lax.rsqrt(variance + epsilon), x) + _channels(bias, x)
+def _normalize_by(x, scale, bias, mean, variance, epsilon):
+    return (x - per_channel(mean, x)) * per_channel(scale * lax.rsqrt(variance + epsilon), x) + per_channel(bias, x)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(3,))
-def _normalized_by_batch(x, scale, bias, epsilon):
+def _normalize_by_batch(x, scale, bias, epsilon):
     """y, and mean and variance of x.
 
     The variance is the mean square of distances to one of the elements, less the square of their mean: it needs no
     mean beforehand, so that x is read but once, and loses no digits where the mean is large.
     """
     one = x[(0, slice(None), *[0] * (x.ndim - 2))]
-    distance = x - _channels(one, x)
+    distance = x - per_channel(one, x)
     shift, square = _mean(distance), _mean(distance * distance)
     mean, variance = one + shift, jnp.maximum(square - shift * shift, 0)
-    return _batch_normalized(x, scale, bias, mean, variance, epsilon), mean, variance
+    return _normalize_by(x, scale, bias, mean, variance, epsilon), mean, variance
 
 
-@_normalized_by_batch.defjvp
-def _normalized_by_batch_tangent(epsilon, inputs, tangents):
+@_normalize_by_batch.defjvp
+def _normalize_by_batch_tangent(epsilon, inputs, tangents):
     """Such that the gradient has two sums: that of dy, and that of dy with normalized x."""
     x, scale, bias = inputs
     dx, dscale, dbias = tangents
-    y, mean, variance = _normalized_by_batch(x, scale, bias, epsilon)
+    y, mean, variance = _normalize_by_batch(x, scale, bias, epsilon)
     inverse = lax.rsqrt(variance + epsilon)
-    normal = (x - _channels(mean, x)) * _channels(inverse, x)
+    normal = (x - per_channel(mean, x)) * per_channel(inverse, x)
     slope, dmean, along = scale * inverse, _mean(dx), _mean(normal * dx)
-    dy = dx * _channels(slope, x) + normal * _channels(dscale - slope * along, x) + _channels(dbias - slope * dmean, x)
+    by_normal, constant = dscale - slope * along, dbias - slope * dmean
+    dy = dx * per_channel(slope, x) + normal * per_channel(by_normal, x) + per_channel(constant, x)
     return (y, mean, variance), (dy.astype(y.dtype), dmean, 2 * along / inverse)
 
 
@@ -85,7 +82,7 @@ def _standardize(x, over, epsilon):
 
 
 @_standardize.defjvp
-def _standardized_tangent(over, epsilon, inputs, tangents):
+def _standardize_tangent(over, epsilon, inputs, tangents):
     """Mean and deviation are taken from the forward pass: XLA would rather compute them again, in several kernels."""
     (x,), (dx,) = inputs, tangents
     normal, mean, inverse = _standardize(x, over, epsilon)
@@ -107,10 +104,10 @@ def rms_normalization(x, scale, *, axis, epsilon, stash_type):
 def group_normalization(x, scale, bias, *, epsilon, num_groups, stash_type):
     groups = x.astype(dtype_of(stash_type)).reshape(len(x), num_groups, -1)
     normal = _standardize(groups, 2, epsilon)[0].reshape(x.shape).astype(x.dtype)
-    return normal * _channels(scale, x) + _channels(bias, x)
+    return normal * per_channel(scale, x) + per_channel(bias, x)
 
 
 @operators.define("InstanceNormalization")
 def instance_normalization(x, scale, bias, *, epsilon):
     normal = _standardize(x, tuple(range(2, x.ndim)), epsilon)[0]
-    return normal * _channels(scale, x) + _channels(bias, x)
+    return normal * per_channel(scale, x) + per_channel(bias, x)

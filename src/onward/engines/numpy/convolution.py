@@ -8,6 +8,7 @@ import numpy as np
 
 from onward.engines.framework import Operators
 from onward.engines.numpy.precision import in_float32
+from onward.engines.shared.arrays import add_bias
 from onward.engines.shared.windows import cut_off, paddings, reach
 
 operators = Operators()
@@ -23,7 +24,7 @@ def conv(x, w, b=None, *, auto_pad, dilations, group, pads, strides):
     padded = np.pad(x, [(0, 0), (0, 0), *added])
     view = np.lib.stride_tricks.sliding_window_view(padded, extents, tuple(range(2, x.ndim)))
     windows = view[(..., *(slice(None, None, step) for step in (*strides, *dilations)))]
-    return _with_bias(_convolve(windows, w, group), b)
+    return add_bias(_convolve(windows, w, group), b)
 
 
 def _convolve(view, w, group):
@@ -53,8 +54,4 @@ def conv_transpose(x, w, b=None, *, auto_pad, dilations, group, output_padding, 
         y[(..., *map(slice, starts, ends, strides))] += values[(slice(None), slice(None), *place)]
     ends = [(-before, m - after) for (before, after), m in zip(cut, more, strict=True)]
     y = np.pad(y, [(0, 0), (0, 0), *((max(before, 0), max(after, 0)) for before, after in ends)])
-    return _with_bias(y[(..., *(slice(max(-before, 0), min(after, 0) or None) for before, after in ends))], b)
-
-
-def _with_bias(y, b):
-    return y if b is None else y + b.reshape(-1, *[1] * (y.ndim - 2))
+    return add_bias(y[(..., *(slice(max(-before, 0), min(after, 0) or None) for before, after in ends))], b)

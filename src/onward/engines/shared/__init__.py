@@ -1,1 +1,1 @@
-"""Operators that are the same in every framework, since they move tensors about without looking into them."""
+"""What tables have in common: rows that are the same in several frameworks, and what rows are made of."""

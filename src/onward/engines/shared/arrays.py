@@ -90,3 +90,13 @@ def is_float(dtype: np.dtype) -> bool:
 def place_along(vector: Any, axis: int, rank: int) -> Any:
     """A vector in a shape that has it along one of `rank` axes."""
     return vector.reshape([-1 if i == axis % rank else 1 for i in range(rank)])
+
+
+def per_channel(vector: Any, x: Any) -> Any:
+    """One number for each channel of an image, in a shape that broadcasts with it."""
+    return vector.reshape(-1, *[1] * (x.ndim - 2))
+
+
+def add_bias(y: Any, bias: Any) -> Any:
+    """An image, with a number for each channel added if there are such."""
+    return y if bias is None else y + per_channel(bias, y)

@@ -85,7 +85,7 @@ def scan(
     kinds = body.types[len(values) :]
     axes = scan_input_axes or [0] * num_scan_inputs
     rows = [
-        _flip_if(_axis_moved(x, axis, 0), back)
+        _flip_if(_move_axis(x, axis, 0), back)
         for x, axis, back in zip(scanned, axes, scan_input_directions or [0] * num_scan_inputs, strict=True)
     ]
     count = rows[0].shape[0]
@@ -93,14 +93,14 @@ def scan(
     values, collected = (_unroll if short else _in_graph)(body, values, rows, kinds, framework)
     axes, reversals = scan_output_axes or [0] * len(kinds), scan_output_directions or [0] * len(kinds)
     outputs = zip(collected, axes, reversals, strict=True)
-    return (*values, *(_axis_moved(_flip_if(y, back), 0, axis) for y, axis, back in outputs))
+    return (*values, *(_move_axis(_flip_if(y, back), 0, axis) for y, axis, back in outputs))
 
 
 def _flip_if(x, back):
     return tf.reverse(x, [0]) if back else x
 
 
-def _axis_moved(x, before, after):
+def _move_axis(x, before, after):
     order = list(range(x.shape.rank))
     order.insert(after % len(order), order.pop(before % len(order)))
     return tf.transpose(x, order) if order != sorted(order) else x

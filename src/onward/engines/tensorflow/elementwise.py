@@ -36,12 +36,12 @@ def _quotient(a, b):
         """Times 0, infinity is 0: where the graph has chosen something else, that counts, and not NaN."""
         inverse = tf.math.reciprocal(b)
         slopes = (a, inverse), (b, -inverse * y)
-        return [_summed_like(x, tf.math.multiply_no_nan(slope, dy)) for x, slope in slopes]
+        return [_sum_like(x, tf.math.multiply_no_nan(slope, dy)) for x, slope in slopes]
 
     return y, gradient
 
 
-def _summed_like(x, dx):
+def _sum_like(x, dx):
     """A gradient, added up along the axes along which x was broadcast."""
     if x.shape.is_fully_defined() and x.shape == dx.shape:
         return dx

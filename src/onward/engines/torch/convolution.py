@@ -6,6 +6,7 @@ import torch
 from torch.nn import functional as F
 
 from onward.engines.framework import Operators
+from onward.engines.shared.arrays import add_bias
 from onward.engines.shared.windows import cut_off, paddings
 
 operators = Operators()
@@ -46,5 +47,4 @@ def conv_transpose(
         before = [before for before, _ in amounts]
         return _TRANSPOSED[rank](x, w, b, strides, before, more, group, dilations)
     y = _TRANSPOSED[rank](x, w, None, strides, 0, 0, group, dilations)
-    y = pad(y, [(-before, m - after) for (before, after), m in zip(amounts, more, strict=True)])
-    return y if b is None else y + b.reshape(-1, *[1] * rank)
+    return add_bias(pad(y, [(-before, m - after) for (before, after), m in zip(amounts, more, strict=True)]), b)

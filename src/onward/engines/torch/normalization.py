@@ -6,6 +6,7 @@ import torch
 from torch.nn import functional as F
 
 from onward.engines.framework import Operators
+from onward.engines.shared.arrays import per_channel
 
 operators = Operators()
 
@@ -13,7 +14,7 @@ operators = Operators()
 @operators.define("BatchNormalization")
 def batch_normalization(x, scale, bias, mean, variance, *, epsilon, momentum, training_mode, outputs):
     if not training_mode and (mean.requires_grad or variance.requires_grad):  # computed, and PyTorch's are not
-        mean, factor, bias = (_per_channel(part, x) for part in (mean, scale * (variance + epsilon).rsqrt(), bias))
+        mean, factor, bias = (per_channel(part, x) for part in (mean, scale * (variance + epsilon).rsqrt(), bias))
         return (x - mean) * factor + bias
     if not training_mode:
         return F.batch_norm(x, mean, variance, scale, bias, False, 0, epsilon)
@@ -25,10 +26,6 @@ def batch_normalization(x, scale, bias, mean, variance, *, epsilon, momentum, tr
         old * momentum + new.flatten() * (1 - momentum) for old, new in zip((variance, mean), of_batch, strict=True)
     )
     return y, new_mean, new_variance
-
-
-def _per_channel(vector, x):
-    return vector.reshape(-1, *[1] * (x.ndim - 2))
 
 
 @operators.define("LayerNormalization")

@@ -30,16 +30,16 @@ def quantize_linear(x, scale, zero=None, *, axis=1, block_size=0, output_dtype=0
     if zero is not None:
         levels = levels + broadcast_parameter(zero.to(exact), x, axis, block_size)
     if dtype in FLOAT8:
-        return _carrying(cast(levels, to=code, saturate=saturate), levels)
+        return _with_levels(cast(levels, to=code, saturate=saturate), levels)
     levels = levels.clamp(torch.iinfo(dtype).min, torch.iinfo(dtype).max)
-    return _carrying(levels.to(dtype), levels)
+    return _with_levels(levels.to(dtype), levels)
 
 
 _BY_DEFAULT = CODES[torch.uint8]
 """What a tensor is quantised to where nothing is said."""
 
 
-def _carrying(quantised, levels):
+def _with_levels(quantised, levels):
     if levels.requires_grad:
         quantised.levels = levels
     return quantised

@@ -12,7 +12,7 @@ from onward.engines.torch.types import in_int64
 operators = Operators()
 
 
-def reduces(function):
+def _reduction(function):
     """A function of a tensor and axes, which keeps them, as a reduction."""
 
     @in_int64
@@ -66,16 +66,16 @@ def _prod(x, axes):
 
 
 operators(
-    ReduceSum=reduces(_sum),
-    ReduceMean=reduces(_floating(lambda x, axes: x.mean(axes, keepdim=True))),
-    ReduceMax=reduces(_extreme(torch.amax, 1)),
-    ReduceMin=reduces(_extreme(torch.amin, -1)),
-    ReduceProd=reduces(_prod),
-    ReduceL1=reduces(lambda x, axes: _sum(x.abs(), axes)),
-    ReduceL2=reduces(_floating(lambda x, axes: torch.linalg.vector_norm(x, 2, axes, keepdim=True))),
-    ReduceLogSum=reduces(_floating(lambda x, axes: _sum(x, axes).log())),
-    ReduceLogSumExp=reduces(_floating(lambda x, axes: torch.logsumexp(x, axes, keepdim=True))),
-    ReduceSumSquare=reduces(lambda x, axes: _sum(x * x, axes)),
+    ReduceSum=_reduction(_sum),
+    ReduceMean=_reduction(_floating(lambda x, axes: x.mean(axes, keepdim=True))),
+    ReduceMax=_reduction(_extreme(torch.amax, 1)),
+    ReduceMin=_reduction(_extreme(torch.amin, -1)),
+    ReduceProd=_reduction(_prod),
+    ReduceL1=_reduction(lambda x, axes: _sum(x.abs(), axes)),
+    ReduceL2=_reduction(_floating(lambda x, axes: torch.linalg.vector_norm(x, 2, axes, keepdim=True))),
+    ReduceLogSum=_reduction(_floating(lambda x, axes: _sum(x, axes).log())),
+    ReduceLogSumExp=_reduction(_floating(lambda x, axes: torch.logsumexp(x, axes, keepdim=True))),
+    ReduceSumSquare=_reduction(lambda x, axes: _sum(x * x, axes)),
 )
 
 
