@@ -12,8 +12,6 @@ import numpy as np
 
 from onward.errors import DataError
 from onward.training.data.array_files import open_npy, open_npz, open_safetensors
-from onward.training.data.arrow import open_arrow, open_parquet, open_saved
-from onward.training.data.csv_file import open_csv
 from onward.training.data.dataset import Columns, Dataset, Rows, check_names, known_columns, to_array
 from onward.training.data.files import check_file, files_in
 from onward.training.data.frames import is_frame, open_frame
@@ -152,11 +150,13 @@ def _open_path(path: Path, images: ImageFormat, only: str | None = None) -> Data
         case ".npy":
             return open_npy(path)
         case ".csv" | ".tsv":
+            from onward.training.data.csv_file import open_csv
+
             return open_csv(path)
-        case ".parquet" | ".pq":
-            return open_parquet(path, images)
-        case ".arrow" | ".feather" | ".ipc":
-            return open_arrow(path, images)
+        case ".parquet" | ".pq" | ".arrow" | ".feather" | ".ipc" as suffix:
+            from onward.training.data.arrow import open_arrow, open_parquet
+
+            return (open_parquet if suffix in (".parquet", ".pq") else open_arrow)(path, images)
         case ".safetensors":
             return open_safetensors(path, only)
         case suffix:
@@ -166,6 +166,8 @@ def _open_path(path: Path, images: ImageFormat, only: str | None = None) -> Data
 def _open_folder(folder: Path, images: ImageFormat) -> Dataset:
     refuse_parts(folder)
     if (folder / "state.json").exists() or (folder / "dataset_dict.json").exists():
+        from onward.training.data.arrow import open_saved
+
         return open_saved(folder, images)
     inside = files_in(folder)
     files = [path for path in inside if not path.is_dir()]
