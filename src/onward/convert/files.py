@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -49,7 +49,13 @@ def restore(framework: Framework, path: Path, like: Model | None = None) -> Mode
             regular(path)
     except (OSError, ValueError) as error:
         raise InvalidModelError(f"could not read `{path}`: {reason(error)}") from error
-    made: Model = _files_of(framework).restore(path, None if like is None else _with_known_names(framework, like))
+    files = _files_of(framework)
+    if like is None and framework != "tensorflow":
+        raise UnsupportedError(
+            f"`{path}` holds the state of a run, and not what it computes",
+            hint="give the training model that it was made of: `--like training.onnx`",
+        )
+    made: Model = files.restore(path, None if like is None else _with_known_names(framework, like))
     return made
 
 
@@ -77,20 +83,13 @@ def recognize(path: Path) -> Framework | None:
     return next((name for name, ending in ENDINGS.items() if ending and path.suffix == ending), None)
 
 
-def with_state(like: Model | None, state: Mapping[str, np.ndarray], of: str) -> Model:
+def with_state(like: Model, state: Mapping[str, np.ndarray], of: str) -> Model:
     """A copy of a training model with other values, by its own names; refused is what it has no place for.
 
     `of` is what the values come from, such as a path.
     """
-    if like is None:
-        raise UnsupportedError(
-            f"`{of}` holds the state of a run, and not what it computes",
-            hint="give the training model that it was made of: `--like training.onnx`",
-        )
-    made, problems, known = like.copy(), Problems(f"the state of `{of}`"), {}
-    for name in state:
-        with contextlib.suppress(LookupError):
-            known[name] = made.initializer(name).const_value
+    made, problems = like.copy(), Problems(f"the state of `{of}`")
+    known = tensors_of(made, state)
     compare(problems, state, known)
     problems.refuse()
     check_numbers(problems, state, known)
@@ -98,6 +97,15 @@ def with_state(like: Model | None, state: Mapping[str, np.ndarray], of: str) -> 
     for name, array in state.items():
         made.set(name, array)
     return made
+
+
+def tensors_of(model: Model, names: Iterable[str]) -> dict[str, Any]:
+    """What a training model has under these names, as far as it has."""
+    known = {}
+    for name in names:
+        with contextlib.suppress(LookupError):
+            known[name] = model.initializer(name).const_value
+    return known
 
 
 def compare(problems: Problems, found: Mapping[str, Any], known: Mapping[str, Any]) -> None:

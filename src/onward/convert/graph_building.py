@@ -10,7 +10,9 @@ import onnx_ir as ir
 
 from onward.build import Builder, Expr
 from onward.constants import tensor_in
+from onward.inspect import describe
 from onward.model import Model
+from onward.model.core import as_input
 from onward.standard import IR_VERSION
 
 END = np.iinfo(np.int64).max
@@ -92,6 +94,18 @@ def put_out(op: Builder, result: Expr, name: str) -> Expr:
     result.value.name = name
     op.graph.outputs.append(result.value)
     return result
+
+
+def frozen_weights(model: Model) -> list[str]:
+    """The initializers that are weights which are not trained."""
+    return [weight.name for weight in describe(model).with_role("frozen") if weight.name in model.graph.initializers]
+
+
+def open_initializers(graph: ir.Graph, names: Iterable[str]) -> None:
+    """Make inputs of those initializers that have these names."""
+    for name in names:
+        if name in graph.initializers:
+            as_input(graph, name)
 
 
 def model_of(graph: ir.Graph, functions: Iterable[ir.Function] = ()) -> Model:

@@ -68,6 +68,11 @@ _PARITY = np.uint32(0x1BD11BDA)
 def threefry2x32(op: Builder, key: Expr, counter0: Expr, counter1: Expr) -> tuple[Expr, Expr]:
     """The pair of words (counter0, counter1) encrypted with the key, all uint32: Threefry-2x32 with 20 rounds."""
     key0, key1 = op.Split(key, [1, 1], outputs=2)
+    return encrypt(op, key0, key1, counter0, counter1)
+
+
+def encrypt(op: Builder, key0: Expr, key1: Expr, counter0: Expr, counter1: Expr) -> tuple[Expr, Expr]:
+    """The same with the two words of a key, each of which may be many."""
     keys = (key0, key1, op.BitwiseXor(op.BitwiseXor(key0, key1), _PARITY))
     word0, word1 = counter0 + key0, counter1 + key1
     for group in range(5):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from onward.convert.files import check_numbers, compare, with_state
+from onward.convert.files import check_numbers, compare
 from onward.convert.jax.restore import Parts
 from onward.convert.jax.source.file import CONSTANTS, STATE, write_program
 from onward.convert.jax.source.runtime import fill_tree, leaves_by_name
@@ -33,10 +33,8 @@ def write(model: Model, path: Path) -> list[Path]:
     return [path]
 
 
-def restore(path: Path, like: Model | None) -> Model:
+def restore(path: Path, like: Model) -> Model:
     """The training model `like` with the state of a folder, of which nothing is executed."""
-    if like is None:
-        return with_state(like, {}, str(path))
     arrays = _arrays(path / STATE)
     parts = Parts(like)
     state, tx = parts.state()

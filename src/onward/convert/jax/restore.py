@@ -11,6 +11,7 @@ import numpy as np
 import optax
 
 from onward.arguments import checked
+from onward.convert.graph_building import open_initializers
 from onward.convert.jax.native import make_optimizer
 from onward.convert.jax.optimizers import read_optimizer
 from onward.convert.jax.trial import try_updates
@@ -22,7 +23,6 @@ from onward.errors import UnsupportedError, list_names
 from onward.lowering.contract import Contract, contract_of
 from onward.lowering.step import lower_for_framework
 from onward.model import Model, Source, load
-from onward.model.core import as_input
 from onward.model.state import STEP, State, carried_state, states
 from onward.recipe.optimizers.sixteen_bit import HALVES
 from onward.recipe.spec import Spec
@@ -159,10 +159,7 @@ class Parts:
     def inference(self) -> Model:
         """The model as it predicts, with what is trained among its inputs."""
         inference = inline(self.run.model)
-        graph = inference.graph
-        carried = [s.name for s in self._states if s.role in ("parameter", "statistics")]
-        for name in (name for name in carried if name in graph.initializers):
-            as_input(graph, name)
+        open_initializers(inference.graph, [s.name for s in self._states if s.role in ("parameter", "statistics")])
         return inference
 
     @property

@@ -37,10 +37,8 @@ def write(model: Model, path: Path) -> list[Path]:
 # ---- back ------------------------------------------------------------------------------------------------------------
 
 
-def restore(path: Path, like: Model | None = None) -> Model:
+def restore(path: Path, like: Model) -> Model:
     """The training model `like` with the state of a file. Nothing in it is executed."""
-    if like is None:
-        return with_state(None, {}, str(path))
     live = to_keras(like)
     held = list(live.variables_by_name.values())
     in_order = [*(v for v in held if v.trainable), *(v for v in held if not v.trainable)]

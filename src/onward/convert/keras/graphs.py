@@ -13,13 +13,14 @@ from typing import Any
 import onnx_ir as ir
 
 from onward.build import twin
+from onward.convert.graph_building import frozen_weights, open_initializers
 from onward.convert.keras.ops import KerasOps, interpret
 from onward.errors import UnsupportedError
 from onward.inspect import describe
 from onward.lowering.contract import Contract, contract_of
 from onward.lowering.step import lower_for_framework
 from onward.model import Model
-from onward.model.core import as_input, values
+from onward.model.core import values
 from onward.model.state import carried_state
 from onward.transform.unused import keep_only
 
@@ -75,7 +76,7 @@ class Parts:
         terms = describe(model).steps[0].loss.terms
         self._watched = list(dict.fromkeys(term.output for term in terms))
         self._targets = [name for term in terms for name in term.inputs]
-        self.frozen = _frozen_weights(model)
+        self.frozen = frozen_weights(model)
         pairs = model.step().fact("train.forward") or {}
         self._trained = {plain: trained for trained, plain in pairs.items()}
 
@@ -142,15 +143,7 @@ class Parts:
     def _open(self, model: Model, outputs: Sequence[ir.Value]) -> None:
         """Keep what these need, with the state and what is frozen as inputs."""
         keep_only(model, outputs)
-        for name in (*(state.name for state in carried_state(self.model)), *self.frozen):
-            if name in model.graph.initializers:
-                as_input(model.graph, name)
-
-
-def _frozen_weights(model: Model) -> list[str]:
-    """Weights that are not trained."""
-    weights = describe(model).weights
-    return [weight.name for weight in weights if weight.role == "frozen" and weight.name in model.graph.initializers]
+        open_initializers(model.graph, [*(state.name for state in carried_state(self.model)), *self.frozen])
 
 
 def _as_input(graph: ir.Graph, value: ir.Value) -> ir.Value:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from onward.engines.tensorflow.quiet import tensorflow as tf  # isort: skip  (ot
 
 from tensorflow.core.protobuf import saved_model_pb2
 
-from onward.convert.files import OTHER, with_state
+from onward.convert.files import compare, tensors_of, with_state
 from onward.convert.problems import Problems
 from onward.convert.tensorflow.module import to_tensorflow
 from onward.convert.tensorflow.restore import carried_along
@@ -80,11 +81,14 @@ def _variables(path: Path, model: Model) -> dict[str, np.ndarray]:
     try:
         reader = tf.train.load_checkpoint(str(path / "variables" / "variables"))
         kinds = reader.get_variable_to_dtype_map()
-        shapes = {name: tuple(shape) for name, shape in reader.get_variable_to_shape_map().items()}
+        shapes = reader.get_variable_to_shape_map()
         stored = {_name(key): key for key in shapes if key.startswith(_STATE) and key.endswith(_VALUE)}
-        problems = Problems(f"the state of `{path}`")
-        for name, key in stored.items():
-            _check(problems, name, shapes[key], kinds[key].as_numpy_dtype, model)
+        problems = Problems(f"the state of `{path}`")  # before anything is read, since it may be of any size
+        found = {
+            name: SimpleNamespace(shape=shapes[key], dtype=np.dtype(kinds[key].as_numpy_dtype))
+            for name, key in stored.items()
+        }
+        compare(problems, found, tensors_of(model, stored))
         problems.refuse()
         return {name: np.asarray(reader.get_tensor(key)) for name, key in stored.items()}
     except (tf.errors.OpError, OSError, LookupError, ValueError, TypeError, RuntimeError) as error:
@@ -94,19 +98,6 @@ def _variables(path: Path, model: Model) -> dict[str, np.ndarray]:
             f"the variables of `{path}` cannot be read: {first_line(error)}",
             hint="copy the whole folder again, or save it anew with `tf.saved_model.save`",
         ) from error
-
-
-def _check(problems: Problems, name: str, shape: tuple[int, ...], dtype: Any, model: Model) -> None:
-    """Whether a variable is one of the training model's: before it is read, since it may be of any size."""
-    try:
-        known = model.initializer(name).const_value
-    except LookupError:
-        problems.add(f"the training model has no `{name}`", OTHER)
-        return
-    assert known is not None
-    if tuple(known.shape) != shape or np.dtype(dtype) != known.dtype.numpy():
-        found, expected = f"{np.dtype(dtype)}{list(shape)}", f"{known.dtype.numpy()}{list(known.shape)}"
-        problems.add(f"`{name}` is {found}, not {expected}", OTHER)
 
 
 def _name(key: str) -> str:

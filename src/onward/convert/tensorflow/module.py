@@ -15,17 +15,16 @@ from onward.arguments import checked
 
 from onward.engines.tensorflow.quiet import tensorflow as tf  # isort: skip  (other imports of it are not quiet)
 
+from onward.convert.graph_building import frozen_weights, open_initializers
 from onward.convert.program.names import Identifiers
 from onward.convert.snapshot import refuse_rounding, step_of
 from onward.convert.tensorflow.sizes import OpenSizes
 from onward.engines.framework import Framework
 from onward.engines.framework_engine import Tensors, computation, interpreter
 from onward.errors import Error, UnsupportedError
-from onward.inspect import describe
 from onward.lowering.contract import contract_of
 from onward.lowering.step import lower_for_framework
 from onward.model import Model, Source, load
-from onward.model.core import as_input
 from onward.model.state import carried_state
 from onward.transform import inline
 from onward.transform.declare import require_shapes
@@ -72,8 +71,9 @@ def to_tensorflow(
     require_shapes(model, step, "TensorFlow")
     module = TrainingModule(name="training")
     state = {found.name: found for found in carried_state(model, step)}
-    frozen = {name: model.initializer(name) for name in _frozen_weights(model, framework) if name not in state}
-    values = {name: found.value for name, found in state.items()} | frozen
+    frozen = {name: model.initializer(name) for name in frozen_weights(model) if name not in state}
+    values = {name: found.value for name, found in state.items()}
+    values |= {name: value for name, value in frozen.items() if framework.supports(_dtype(value))}
     trainable = {name for name, found in state.items() if found.role == "parameter"}
     module.state = {name: _variable(name, value, name in trainable) for name, value in values.items()}
     known = dict(sizes or {})
@@ -86,16 +86,6 @@ def to_tensorflow(
     for what in ("train_step", "evaluate", "infer"):
         _trace(getattr(module, what), what)
     return module
-
-
-def _frozen_weights(model: Model, framework: Framework) -> Iterable[str]:
-    weights = describe(model).with_role("frozen")
-    initializers = model.graph.initializers
-    return [
-        weight.name
-        for weight in weights
-        if weight.name in initializers and framework.supports(_dtype(initializers[weight.name]))
-    ]
 
 
 def _dtype(value: ir.Value) -> np.dtype:
@@ -144,11 +134,8 @@ def _inference(module: TrainingModule, model: Model, framework: Framework, sizes
 
 def _as_inputs(model: Model, names: Iterable[str]) -> list[str]:
     """Make inputs of initializers; the names among these that the graph reads."""
-    graph = model.graph
-    for name in names:
-        if name in graph.initializers:
-            as_input(graph, name)
-    read = {value.name for value in graph.inputs}
+    open_initializers(model.graph, names)
+    read = {value.name for value in model.graph.inputs}
     return [name for name in names if name in read]
 
 

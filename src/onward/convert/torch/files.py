@@ -42,10 +42,8 @@ def write(model: Model, path: Path) -> list[Path]:
     return [path, program]
 
 
-def restore(path: Path, like: Model | None = None) -> Model:
+def restore(path: Path, like: Model) -> Model:
     """The training model `like` with the state of a file. Nothing in it is executed."""
-    if like is None:
-        return with_state(None, {}, str(path))
     run, carried = disassemble(like), to_torch(like, probe=False)
     names = {id(parameter): name for name, parameter in carried.module.parameters_by_name().items()}
     every = updates_per_step(run)

@@ -13,27 +13,17 @@ from onward.convert.jax.jaxpr.movement import positions
 from onward.convert.jax.jaxpr.values import reshape_to
 from onward.engines.framework import Operators
 from onward.errors import UnsupportedError
+from onward.recipe.random import encrypt
 
 primitives = Operators()
 
-_ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
-_PARITY = 0x1BD11BDA
 _NUMBERS = dtype_of(np.uint32)
 
 
-@function("y0", "y1", name="Threefry2x32")
+@function("y0", "y1", name="Threefry2x32OfManyKeys")
 def threefry2x32(op, key0, key1, x0, x1):
-    """Two numbers of 32 bits, mixed with a key in 20 rounds (Salmon et al., Parallel random numbers, 2011)."""
-    keys = [key0, key1, op.BitwiseXor(op.BitwiseXor(key0, key1), np.uint32(_PARITY))]
-    x0, x1 = x0 + keys[0], x1 + keys[1]
-    for i in range(5):
-        for by in _ROTATIONS[i % 2]:
-            x0 = x0 + x1
-            left = op.BitShift(x1, np.uint32(by), direction="LEFT")
-            right = op.BitShift(x1, np.uint32(32 - by), direction="RIGHT")
-            x1 = op.BitwiseXor(op.BitwiseOr(left, right), x0)
-        x0, x1 = x0 + keys[(i + 1) % 3], x1 + keys[(i + 2) % 3] + np.uint32(i + 1)
-    return x0, x1
+    """Two numbers of 32 bits encrypted with a key of two such numbers: Threefry-2x32 with 20 rounds."""
+    return encrypt(op, key0, key1, x0, x1)
 
 
 @primitives.define("threefry2x32")

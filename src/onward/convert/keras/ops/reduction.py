@@ -1,4 +1,4 @@
-"""Reductions, and what runs along an axis."""
+"""Reductions, and what runs along an axis. Other sums are expressed by these, as the standard defines them."""
 
 from __future__ import annotations
 
@@ -48,27 +48,12 @@ def reduce_log_sum_exp(x, axes=None, *, keepdims=1, noop_with_empty_axes=0):
     return reduce(ops.logsumexp, x, axes, keepdims, noop_with_empty_axes)
 
 
-@operators.define("ReduceL1")
-def reduce_l1(x, axes=None, *, keepdims=1, noop_with_empty_axes=0):
-    return reduce(ops.sum, ops.abs(x), axes, keepdims, noop_with_empty_axes)
-
-
-@operators.define("ReduceSumSquare")
-def reduce_sum_square(x, axes=None, *, keepdims=1, noop_with_empty_axes=0):
-    return reduce(ops.sum, ops.square(x), axes, keepdims, noop_with_empty_axes)
-
-
 @operators.define("ReduceL2")
 def reduce_l2(x, axes=None, *, keepdims=1, noop_with_empty_axes=0):
     """Where it is 0, the slope is taken to be 0."""
-    squares = reduce_sum_square(x, axes, keepdims=keepdims, noop_with_empty_axes=noop_with_empty_axes)
+    squares = reduce(ops.sum, ops.square(x), axes, keepdims, noop_with_empty_axes)
     zero = squares == 0
     return ops.where(zero, ops.zeros_like(squares), ops.sqrt(ops.where(zero, ops.ones_like(squares), squares)))
-
-
-@operators.define("ReduceLogSum")
-def reduce_log_sum(x, axes=None, *, keepdims=1, noop_with_empty_axes=0):
-    return ops.log(reduce(ops.sum, x, axes, keepdims, noop_with_empty_axes))
 
 
 def place(function, x, axis, keepdims, select_last_index):
