@@ -88,7 +88,7 @@ def clip_in(given: Mapping[str, Any]) -> dict[str, Any] | None:
     return None
 
 
-def written_out(rate: Any) -> float:
+def shortest_decimal(rate: Any) -> float:
     """A number of float32 as people write it: 0.1, not 0.10000000149011612."""
     return float(str(np.float32(rate)))
 

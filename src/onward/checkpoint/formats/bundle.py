@@ -14,7 +14,7 @@ from onward.checkpoint.tensors import ArrayTensor, Tensor, convert_dtype, number
 from onward.checkpoint.tf.bundles import GRAPH, INDEX, Tree, names_in, read_bundle, write_bundle
 from onward.checkpoint.tf.fitted import in_place_of
 from onward.checkpoint.tf.tracked import SHARED, Keys, meaning_of
-from onward.convert.optimizer_classes import KINDS, WORDS, snake_case, written_out
+from onward.convert.optimizer_classes import KINDS, WORDS, shortest_decimal, snake_case
 from onward.errors import InvalidModelError, UnsupportedError, list_names
 from onward.model.storage.files import blame_file, regular
 
@@ -102,7 +102,7 @@ def _optimizer(keys: Keys, tree: Tree) -> Optimizer:
     }
     settings = {name: number_of(tree[key]) for name, key in keys.numbers.items() if name != "u_product"}
     if "learning_rate" in settings:
-        settings["lr"] = written_out(settings.pop("learning_rate"))
+        settings["lr"] = shortest_decimal(settings.pop("learning_rate"))
     numbers = {"lr": settings["lr"]} if "lr" in settings else {}
     group = Group(settings, tuple(keys.parameters), numbers=numbers)
     return Optimizer(keys.families, (group,), slots, variant="keras")

@@ -28,7 +28,7 @@ from onward.checkpoint.tf.compiled import (
 from onward.checkpoint.tf.h5 import Groups
 from onward.checkpoint.tf.layers import Variable, variables_of
 from onward.checkpoint.tf.tracked import SHARED
-from onward.convert.optimizer_classes import CLIPS, KINDS, clip_in, written_out
+from onward.convert.optimizer_classes import CLIPS, KINDS, clip_in, shortest_decimal
 from onward.errors import UnsupportedError
 
 _OUTER, _INNER = "optimizer/vars", "optimizer/inner_optimizer/vars"
@@ -78,7 +78,7 @@ class Fitted:
         step = None if batches is None else int(batches) // known.accumulate
         rate = rate_of(known) if known.is_whole else None
         constant = self._number(RATE)
-        lr = written_out(constant) if constant is not None else rate.lr if rate else 0.0
+        lr = shortest_decimal(constant) if constant is not None else rate.lr if rate else 0.0
         counts_batches = known.accumulate > 1 and not known.is_constant
         has_words = (rate is not None or constant is not None) and not counts_batches
         words = (tuple(rate.schedule) if rate else ()) if has_words else None

@@ -65,7 +65,7 @@ def rate_of(specs: Sequence[Spec], lr: float) -> Callable[[Any], Any]:
 
 @functools.lru_cache(maxsize=256)
 def _update(spec: str, sizes: Sizes) -> Function:
-    return executed_by_jax(update_model(parse(spec), sizes))
+    return execute_by_jax(update_model(parse(spec), sizes))
 
 
 def update_model(spec: Spec, sizes: Sizes) -> Model:
@@ -82,7 +82,7 @@ def update_model(spec: Spec, sizes: Sizes) -> Model:
 
 @functools.lru_cache(maxsize=64)
 def _rate(specs: tuple[str, ...], lr: float) -> Function:
-    return executed_by_jax(rate_model([parse(spec) for spec in specs], lr))
+    return execute_by_jax(rate_model([parse(spec) for spec in specs], lr))
 
 
 def rate_model(specs: Sequence[Spec], lr: float) -> Model:
@@ -122,7 +122,7 @@ class _Graph:
         return inline(Model(ir.Model(self._graph, ir_version=IR_VERSION, functions=list(self._functions.values()))))
 
 
-def executed_by_jax(model: Model) -> Function:
+def execute_by_jax(model: Model) -> Function:
     """What a model, of which nothing is a function, computes, by JAX. The model is changed."""
     types = {value.name: value.dtype.numpy() for value in model.graph.inputs if value.dtype}
     framework = Jax()

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from onward.convert.jax.exact import Rate, executed_by_jax
+from onward.convert.jax.exact import Rate, execute_by_jax
 from onward.convert.jax.source.runtime import joint
 from onward.recipe.optimizers import FunctionOptimizer
 from onward.recipe.optimizers.graph_optimizer import COUNT, RATE, gradient_of
@@ -19,7 +19,7 @@ def executed(function: FunctionOptimizer, group: str, rate: Rate) -> optax.Gradi
     """The function as an optimizer of parameters by name, those of a group; `rate` is for its learning rate."""
     names, places = function.parameters, places_of(function, group)
     results = [value.name or "" for value in function.update.graph.outputs]
-    run = executed_by_jax(inline(function.update))
+    run = execute_by_jax(inline(function.update))
 
     def begin() -> dict[str, Any]:
         return {places[name]: jnp.asarray(array) for name, array in initial_state(function).items()}

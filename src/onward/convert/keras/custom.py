@@ -90,9 +90,9 @@ def _export(call: _Call) -> Model:
         case "jax":
             return _by_jax(call)
         case "tensorflow":
-            from onward.convert.tensorflow.capture import exported_function
+            from onward.convert.tensorflow.capture import export_function
 
-            return exported_function(call, [keras.KerasTensor(*example) for example in call.examples(None)])
+            return export_function(call, [keras.KerasTensor(*example) for example in call.examples(None)])
         case other:
             raise Refused(f"is a layer of one's own, which is not traced on {other}, but on JAX and TensorFlow")
 

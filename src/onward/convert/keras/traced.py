@@ -89,9 +89,9 @@ def _export(twin: _Twin) -> Model:
 
             return export(lambda _, *tensors: twin.update(*tensors), {}, *examples, batch=None)
         case "tensorflow":
-            from onward.convert.tensorflow.capture import exported_function
+            from onward.convert.tensorflow.capture import export_function
 
-            return exported_function(twin.update_in_place, examples)
+            return export_function(twin.update_in_place, examples)
         case _:
             from onward.convert.torch.traced.symbolic_numbers import exported_update
 

@@ -86,7 +86,7 @@ def export(
     return model, [names[id(v)] for v in variables if v.trainable and names[id(v)] in used], variance
 
 
-def exported_function(function: Callable[..., Any], examples: Sequence[np.ndarray]) -> Model:
+def export_function(function: Callable[..., Any], examples: Sequence[np.ndarray]) -> Model:
     """The graph of a function of tensors that have these shapes; results are in the order of its list."""
     specs = [tf.TensorSpec(example.shape, example.dtype) for example in examples]
     concrete = tf.function(function, autograph=False).get_concrete_function(*specs)

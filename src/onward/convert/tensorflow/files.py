@@ -17,7 +17,7 @@ from tensorflow.core.protobuf import saved_model_pb2
 from onward.convert.files import compare, tensors_of, with_state
 from onward.convert.problems import Problems
 from onward.convert.tensorflow.module import to_tensorflow
-from onward.convert.tensorflow.restore import carried_along
+from onward.convert.tensorflow.restore import read_carried_model
 from onward.errors import Error, InvalidModelError, UnsupportedError, first_line
 from onward.model import Model
 from onward.model.storage.replacement import replacing
@@ -60,7 +60,7 @@ def _model(path: Path) -> Model:
             hint="give the one that it was made of, with `--like`; or load it with `tf.saved_model.load`, and give a "
             "function of it, with a loss, to `from_tensorflow`",
         )
-    return carried_along(nodes, str(path))[0]
+    return read_carried_model(nodes, str(path))[0]
 
 
 def _function(saved: Any) -> Any:

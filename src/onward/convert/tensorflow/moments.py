@@ -16,7 +16,7 @@ from onward.convert.graph_building import permute
 from onward.convert.tensorflow.graph import Statistics
 
 
-def written_out(op: Builder, averaged: Collection[ir.Value]) -> list[Statistics]:
+def replace_written_out(op: Builder, averaged: Collection[ir.Value]) -> list[Statistics]:
     """Replace batch normalizations that are written out and whose statistics are averaged."""
     found = []
     for root in [node for node in op.graph if node.op_type == "Add"]:

@@ -23,13 +23,13 @@ def is_training_module(module: Any) -> bool:
 def restore_model(module: Any) -> Model:
     """The training model of a module, with the values that its variables have now."""
     graph = module.training_model.get_concrete_function().graph
-    model, step = carried_along(graph.as_graph_def().node, "the module")
+    model, step = read_carried_model(graph.as_graph_def().node, "the module")
     for name, variable in module.state.items():
         model.set(name, variable.numpy(), step)
     return model
 
 
-def carried_along(nodes: Iterable[Any], of: str) -> tuple[Model, int]:
+def read_carried_model(nodes: Iterable[Any], of: str) -> tuple[Model, int]:
     """What the function `training_model` would return, by the constants in its graph: a model, and which step of it."""
     try:
         constants = [tf.make_ndarray(node.attr["value"].tensor) for node in nodes if node.op == "Const"]

@@ -13,7 +13,7 @@ import onnx_ir as ir
 
 from onward.build import Builder
 from onward.convert.tensorflow.graph import Statistics, Walk
-from onward.convert.tensorflow.moments import written_out
+from onward.convert.tensorflow.moments import replace_written_out
 from onward.errors import UnsupportedError
 
 Coefficients = dict[ir.Value | None, float]
@@ -25,7 +25,7 @@ def keep_averages(op: Builder, walk: Walk) -> Literal["population", "sample"]:
     averages = {variable: _average(variable, update.value) for variable, update in walk.updates.items()}
     strange = [f"`{variable.name}`" for variable, average in averages.items() if average is None]
     by_statistic = {average.of: average for average in averages.values() if average is not None}
-    found = [*walk.statistics, *written_out(op, by_statistic)]
+    found = [*walk.statistics, *replace_written_out(op, by_statistic)]
     for statistics in found:
         momenta = []
         for place, batch in zip((3, 4), statistics.batch, strict=True):

@@ -12,14 +12,12 @@ from onward.engines.framework import Operators
 primitives = Operators()
 
 
-@primitives.define("cumsum")
-def cumsum(op, x, *, axis, reverse):
-    return _cumsum(op, x, axis, reverse)
-
-
 @widely
 def _cumsum(op, x, axis, reverse):
     return op.CumSum(x, op.constant(np.int64(axis)), reverse=int(reverse))
+
+
+primitives(cumsum=lambda op, x, *, axis, reverse: _cumsum(op, x, axis, reverse))
 
 
 def _scan_rule(combine, start):

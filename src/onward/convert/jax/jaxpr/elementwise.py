@@ -36,21 +36,8 @@ primitives(
 )
 
 
-@primitives.define("max")
-@widely
-def larger(op, a, b):
-    return op.Max(a, b)
-
-
-@primitives.define("min")
-@widely
-def smaller(op, a, b):
-    return op.Min(a, b)
-
-
-@primitives.define("clamp")
-def clamp(op, low, x, high):
-    return smaller(op, larger(op, x, low), high)
+_larger, _smaller = widely(same_operator("Max")), widely(same_operator("Min"))
+primitives(max=_larger, min=_smaller, clamp=lambda op, low, x, high: _smaller(op, _larger(op, x, low), high))
 
 
 @primitives.define("integer_pow")

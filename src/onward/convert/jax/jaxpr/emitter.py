@@ -66,7 +66,7 @@ class Emitter(Builder):
         """A size as a scalar: a number, or what a symbolic expression is at run time."""
         if isinstance(size, int | np.integer):
             return self.constant(np.int64(size))
-        return self._evaluated(ast.parse(str(size).replace("^", "**"), mode="eval").body)
+        return self._evaluate(ast.parse(str(size).replace("^", "**"), mode="eval").body)
 
     def shape(self, sizes: Sequence[Any]) -> Expr:
         """Sizes as a vector."""
@@ -74,18 +74,18 @@ class Emitter(Builder):
             return self.constant(np.asarray(sizes, np.int64))
         return self.Concat(*(self.Unsqueeze(self.size(size), [0]) for size in sizes), axis=0)
 
-    def _evaluated(self, node: ast.expr) -> Expr:
+    def _evaluate(self, node: ast.expr) -> Expr:
         match node:
             case ast.Constant(int(number)):
                 return self.constant(np.int64(number))
             case ast.Name(symbol):
                 return self(self.sizes[symbol])
             case ast.UnaryOp(ast.USub(), operand):
-                return -self._evaluated(operand)
+                return -self._evaluate(operand)
             case ast.BinOp(left, operator, right):
-                return _ARITHMETIC[type(operator).__name__](self, self._evaluated(left), self._evaluated(right))
+                return _ARITHMETIC[type(operator).__name__](self, self._evaluate(left), self._evaluate(right))
             case ast.Call(ast.Name(function), [left, right]):
-                return _ARITHMETIC[function](self, self._evaluated(left), self._evaluated(right))
+                return _ARITHMETIC[function](self, self._evaluate(left), self._evaluate(right))
         raise UnsupportedError(f"the size `{ast.unparse(node)}` cannot be computed")
 
     # ---- equations ---------------------------------------------------------------------------------------------------

@@ -247,14 +247,14 @@ def dynamic_slice(op, x, *starts, slice_sizes, ins):
 
 @primitives.define("dynamic_update_slice")
 def dynamic_update_slice(op, x, update, *starts, ins):
-    return _overwritten(op, x, update, _partial(op, starts, ins[1].shape, ins[0].shape))
+    return _overwrite(op, x, update, _partial(op, starts, ins[1].shape, ins[0].shape))
 
 
-def _overwritten(op, x, update, parts):
+def _overwrite(op, x, update, parts):
     """What is before along an axis, the part, in which other axes may be written in part too, and what is after."""
     if not parts:
         return update
     (axis, begin, end), *rest = parts
     within = op.Slice(x, begin, end, [axis]) if rest else x
     before, after = op.Slice(x, [0], begin, [axis]), op.Slice(x, end, [np.iinfo(np.int64).max], [axis])
-    return op.Concat(before, _overwritten(op, within, update, rest), after, axis=axis)
+    return op.Concat(before, _overwrite(op, within, update, rest), after, axis=axis)

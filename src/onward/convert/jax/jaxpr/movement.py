@@ -20,11 +20,6 @@ def reshape(op, x, *, dimensions, ins, outs):
     return x if ins[0].shape == outs[0].shape else reshape_to(op, x, outs[0].shape)
 
 
-@primitives.define("squeeze")
-def squeeze(op, x, *, dimensions):
-    return op.Squeeze(x, list(dimensions)) if dimensions else x
-
-
 @primitives.define("transpose")
 def transpose(op, x, *, permutation, ins):
     return permute(op, x, [*permutation, *range(len(permutation), len(ins[0].shape))])
@@ -43,22 +38,11 @@ def broadcast_in_dim(op, x, *sizes, broadcast_dimensions, ins, outs):
     return x if tuple(before) == tuple(shape) and own else op.Expand(x, op.shape(shape))
 
 
-@primitives.define("concatenate")
-def concatenate(op, *xs, dimension):
-    return op.Concat(*xs, axis=dimension)
-
-
-@primitives.define("tile")
-def tile(op, x, *, reps):
-    return op.Tile(x, list(reps))
-
-
-@primitives.define("split")
-def split(op, x, *, sizes, axis):
-    return op.Split(x, op.shape(sizes), axis=axis, outputs=len(sizes))
-
-
 primitives(
+    squeeze=lambda op, x, *, dimensions: op.Squeeze(x, list(dimensions)) if dimensions else x,
+    concatenate=lambda op, *xs, dimension: op.Concat(*xs, axis=dimension),
+    tile=lambda op, x, *, reps: op.Tile(x, list(reps)),
+    split=lambda op, x, *, sizes, axis: op.Split(x, op.shape(sizes), axis=axis, outputs=len(sizes)),
     stack=lambda op, *xs, axis: stack(op, xs, axis),
     unstack=lambda op, x, *, axis, outs: unstack(op, x, len(outs), axis),
     rev=lambda op, x, *, dimensions: reverse(op, x, dimensions),
@@ -136,6 +120,4 @@ def positions(op, size):
     return op.Range(op.constant(np.int64(0)), op.size(size), op.constant(np.int64(1)))
 
 
-@primitives.define("empty", "empty2")
-def empty(op, *, outs):
-    return fill(op, outs[0].shape, 0, outs[0].dtype)
+primitives(**dict.fromkeys(("empty", "empty2"), lambda op, *, outs: fill(op, outs[0].shape, 0, outs[0].dtype)))

@@ -65,17 +65,14 @@ def _outermost(kernel: Expr, rank: int, *, swap: bool = False) -> Expr:
 def convolution(c: Call, x: Tensor) -> Tensor:
     layer = c.layer
     c.refuse_unless(not getattr(layer, "lora_enabled", False), "has adapters")
-    window, strides, dilations = list(layer.kernel_size), list(layer.strides), list(layer.dilation_rate)
-    y = c.op.Conv(
-        _entry(c, x),
-        _outermost(c.weight(layer.kernel), x.rank),
-        kernel_shape=window,
-        strides=strides,
-        dilations=dilations,
-        group=int(layer.groups),
-        **_padding(c, x, window, strides, dilations),
-    )
-    return _add_bias(c, y)
+    return _add_bias(c, _convolve(c, x, _outermost(c.weight(layer.kernel), x.rank), layer.kernel_size, layer.groups))
+
+
+def _convolve(c: Call, x: Tensor, kernel: Expr, window: Sequence[int], groups: int) -> Expr:
+    strides, dilations = list(c.layer.strides), list(c.layer.dilation_rate)
+    padding = _padding(c, x, window, strides, dilations)
+    sizes = {"kernel_shape": list(window), "strides": strides, "dilations": dilations}
+    return c.op.Conv(_entry(c, x), kernel, group=int(groups), **sizes, **padding)
 
 
 @row("DepthwiseConv1D", "DepthwiseConv2D")
@@ -91,14 +88,9 @@ def separable(c: Call, x: Tensor) -> Tensor:
 
 def _each_channel(c: Call, x: Tensor, kernel: Any) -> Expr:
     """Every channel with windows of its own."""
-    layer = c.layer
     *window, channels, _ = (int(size) for size in kernel.shape)
-    strides, dilations = list(layer.strides), list(layer.dilation_rate)
     grouped = c.op.Reshape(_outermost(c.weight(kernel), x.rank, swap=True), [-1, 1, *window])
-    padding = _padding(c, x, window, strides, dilations)
-    return c.op.Conv(
-        _entry(c, x), grouped, kernel_shape=window, strides=strides, dilations=dilations, group=channels, **padding
-    )
+    return _convolve(c, x, grouped, window, channels)
 
 
 @row("Conv1DTranspose", "Conv2DTranspose", "Conv3DTranspose")

@@ -62,7 +62,7 @@ def thresholded_relu(x, *, alpha=1.0):
 
 
 @operators.define("Shrink")
-def shrunk(x, *, bias=0.0, lambd=0.5):
+def shrink(x, *, bias=0.0, lambd=0.5):
     return ops.where(x < -lambd, x + bias, ops.where(x > lambd, x - bias, ops.zeros_like(x)))
 
 

@@ -100,7 +100,7 @@ def convert(x, *, to):
 
 
 @operators.define("CastLike")
-def converted_like(x, like):
+def convert_like(x, like):
     return convert(x, to=dtype_of(like))
 
 

@@ -27,7 +27,7 @@ def take(x, indices, *, axis=0):
 
 
 @operators.define("GatherElements")
-def taken_along(x, indices, *, axis=0):
+def take_along(x, indices, *, axis=0):
     axis %= len(x.shape)
     places = from_start(indices, ops.shape(x)[axis])
     rows = x[tuple(slice(None) if i == axis else slice(ops.shape(places)[i]) for i in range(len(x.shape)))]
@@ -51,7 +51,7 @@ def product_of(sizes):
 
 
 @operators.define("GatherND")
-def taken_nd(x, indices, *, batch_dims=0):
+def take_nd(x, indices, *, batch_dims=0):
     shape, count = list(ops.shape(x)), indices.shape[-1]
     indexed, rest = shape[batch_dims : batch_dims + count], shape[batch_dims + count :]
     places = flat_places(indices, indexed)

@@ -78,7 +78,7 @@ def sequence_of_parts(x, sizes=None, *, axis=0, keepdims=1):
 
 
 @operators.define("ConcatFromSequence")
-def joined_sequence(sequence, *, axis, new_axis=0):
+def join_sequence(sequence, *, axis, new_axis=0):
     return ops.stack(sequence, axis) if new_axis else ops.concatenate(sequence, axis)
 
 

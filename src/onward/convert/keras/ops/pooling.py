@@ -16,7 +16,7 @@ from onward.engines.shared.windows import counts, paddings, reach, with_ceiling
 operators = Operators()
 
 
-def placed_windows(x, auto_pad, ceil_mode, dilations, kernel_shape, pads, strides):
+def place_windows(x, auto_pad, ceil_mode, dilations, kernel_shape, pads, strides):
     """Strides, dilations, what the node adds around, and what is added in the end."""
     count = len(x.shape) - 2
     strides, dilations = strides or [1] * count, dilations or [1] * count
@@ -46,7 +46,7 @@ def larger(first, second):
     return [ops.where(better, b, a) for a, b in zip(first, second, strict=True)]
 
 
-def added_up(first, second):
+def add_up(first, second):
     return [first[0] + second[0]]
 
 
@@ -63,7 +63,7 @@ def max_pool(
     strides=None,
     outputs=1,
 ):
-    strides, dilations, _, added = placed_windows(x, auto_pad, ceil_mode, dilations, kernel_shape, pads, strides)
+    strides, dilations, _, added = place_windows(x, auto_pad, ceil_mode, dilations, kernel_shape, pads, strides)
     lowest = -np.inf if is_float(x) else np.iinfo(dtype_of(x)).min
     if outputs == 1 and is_float(x) and set(dilations) == {1}:
 
@@ -91,7 +91,7 @@ def average_pool(
     pads=None,
     strides=None,
 ):
-    strides, dilations, asked, added = placed_windows(x, auto_pad, ceil_mode, dilations, kernel_shape, pads, strides)
+    strides, dilations, asked, added = place_windows(x, auto_pad, ceil_mode, dilations, kernel_shape, pads, strides)
     counted = asked if count_include_pad else [(0, 0)] * len(asked)
     per_axis = map(counts, x.shape[2:], added, counted, kernel_shape, strides, dilations)
     number, size = functools.reduce(np.multiply.outer, per_axis), math.prod(kernel_shape)
@@ -102,7 +102,7 @@ def average_pool(
 
         mean = on_windows(pooled, x, added)
         return mean if (number == size).all() else mean * ops.convert_to_tensor(size / number, dtype_of(x))
-    total = over_windows(added_up, [x], [0], kernel_shape, strides, dilations, added)[0]
+    total = over_windows(add_up, [x], [0], kernel_shape, strides, dilations, added)[0]
     return total / ops.convert_to_tensor(number, dtype_of(x))
 
 
@@ -127,6 +127,6 @@ def global_lp_pool(x, *, p=2):
 
 @operators.define("LpPool")
 def lp_pool(x, *, auto_pad="NOTSET", ceil_mode=0, dilations=None, kernel_shape, p=2, pads=None, strides=None):
-    strides, dilations, _, added = placed_windows(x, auto_pad, ceil_mode, dilations, kernel_shape, pads, strides)
+    strides, dilations, _, added = place_windows(x, auto_pad, ceil_mode, dilations, kernel_shape, pads, strides)
     powers = ops.power(ops.abs(x), p)
-    return ops.power(over_windows(added_up, [powers], [0], kernel_shape, strides, dilations, added)[0], 1 / p)
+    return ops.power(over_windows(add_up, [powers], [0], kernel_shape, strides, dilations, added)[0], 1 / p)

@@ -16,7 +16,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onward.convert.keras.ops import ROWS, KerasOps, interpret
-from onward.convert.keras.ops.elementwise import convert, converted_like, same
+from onward.convert.keras.ops.elementwise import convert, convert_like, same
 from onward.convert.keras.ops.random import dropout
 from onward.convert.keras.ops.types import available, constant
 from onward.convert.program.calls import Step, Value, call_key, in_order, take_single_results, with_stores
@@ -84,7 +84,7 @@ class Recorder(KerasOps):
         raise NotOnHost
 
     def call(self, operator: str, function: Function, inputs: list[Any], attributes: dict[str, Any]) -> Any:
-        if function in (same, dropout, convert, converted_like) and self._keeps(function, inputs, attributes):
+        if function in (same, dropout, convert, convert_like) and self._keeps(function, inputs, attributes):
             return inputs[0]
         first = next((x for x in inputs if isinstance(x, Value)), None)
         shape = self.known_sizes.of(inputs[0]) if inputs and isinstance(inputs[0], Value) else None

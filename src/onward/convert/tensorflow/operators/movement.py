@@ -40,13 +40,13 @@ operators(
 def reshape(op, x, shape, *, node):
     wanted = node.known(1)
     if wanted is None:
-        wanted = _mostly_known(node)
+        wanted = _shape_with_one_unknown(node)
     if wanted is None:
         return op.Reshape(x, as_int64(op, shape), allowzero=1)
     return op.Reshape(x, wanted.reshape(-1).tolist(), allowzero=1 if 0 in wanted else None)
 
 
-def _mostly_known(node):
+def _shape_with_one_unknown(node):
     """The new shape with -1 for one size, if that is all that is not known of it."""
     sizes = node.operation.outputs[0].shape
     if sizes.rank is None or 0 in sizes.as_list() or sizes.as_list().count(None) > 1:
@@ -61,6 +61,8 @@ def squeeze(op, x, *, squeeze_dims, node):
 
 
 operators(
+    Pack=lambda op, *xs, axis: stack(op, xs, axis),
+    Unpack=lambda op, x, *, num, axis: unstack(op, x, num, axis),
     ExpandDims=lambda op, x, _, *, node: op.Unsqueeze(x, node.numbers(1)),
     Transpose=lambda op, x, _, *, node: permute(op, x, node.numbers(1)),
 )
@@ -72,16 +74,6 @@ operators(
 def concat(op, *xs, node):
     *parts, _ = xs
     return op.Concat(*parts, axis=node.number(len(parts))) if len(parts) > 1 else parts[0]
-
-
-@operators.define("Pack")
-def pack(op, *xs, axis):
-    return stack(op, xs, axis)
-
-
-@operators.define("Unpack")
-def unpack(op, x, *, num, axis):
-    return unstack(op, x, num, axis)
 
 
 @operators.define("Split")
