@@ -130,23 +130,32 @@ _FAR = 2**31 - 1
 
 
 def _slice(given: Given, _: Mapping[str, str]) -> Step | Value | None:
-    """As Python has it, if it goes forward."""
     if given.shape is None or any(known is None for known in given.known[1:]):
         return None
-    starts, ends, *rest = given.known[1:]
-    axes = rest[0] if rest else range(len(starts))
-    steps = rest[1] if len(rest) > 1 else [1] * len(starts)
+    places = slice_places(given.shape, *given.known[1:])
+    return None if places is None else _call("[]", given.inputs[0], places) if places else given.inputs[0]
+
+
+def slice_places(
+    shape: Sequence[Any],
+    starts: Sequence[Any],
+    ends: Sequence[Any],
+    axes: Sequence[int] | None = None,
+    steps: Sequence[Any] | None = None,
+) -> list[slice] | None:
+    """A slice as Python has it, without what chooses everything at the end; None if it does not go forward."""
+    steps = [1] * len(starts) if steps is None else steps
     if not all(isinstance(step, int) and step > 0 for step in steps):
         return None
-    places = [slice(None)] * len(given.shape)
-    for start, end, axis, step in zip(starts, ends, axes, steps, strict=True):
-        size = given.shape[axis]
-        whole = end is size or (isinstance(end, int) and (end >= _FAR or (isinstance(size, int) and end >= size)))
+    places = [slice(None)] * len(shape)
+    for start, end, axis, step in zip(starts, ends, range(len(starts)) if axes is None else axes, steps, strict=True):
+        size = shape[axis]
+        is_far = isinstance(end, int) and (end >= _FAR or (isinstance(size, int) and end >= size))
         first = None if isinstance(start, int) and (start == 0 or start <= -_FAR) else start
-        places[axis] = slice(first, None if whole else end, None if step == 1 else step)
+        places[axis] = slice(first, None if is_far or str(end) == str(size) else end, None if step == 1 else step)
     while places and places[-1] == slice(None):
         places.pop()
-    return _call("[]", given.inputs[0], places) if places else given.inputs[0]
+    return places
 
 
 def _concat(given: Given, functions: Mapping[str, str]) -> Step:

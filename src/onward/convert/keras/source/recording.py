@@ -86,6 +86,8 @@ class Recorder(KerasOps):
     def call(self, operator: str, function: Function, inputs: list[Any], attributes: dict[str, Any]) -> Any:
         if function in (same, dropout, convert, convert_like) and self._keeps(function, inputs, attributes):
             return inputs[0]
+        if operator == "Conv" and len(inputs) > 2 and _is_zero(inputs[2]):  # which exporters write for no bias
+            inputs = inputs[:2]
         first = next((x for x in inputs if isinstance(x, Value)), None)
         shape = self.known_sizes.of(inputs[0]) if inputs and isinstance(inputs[0], Value) else None
         is_float = first is not None and "float" in first.tensor.dtype
@@ -149,8 +151,16 @@ def _known(x: Any) -> Any:
     """What is known while the program is written: anything but a tensor, and a whole number that is one."""
     if not isinstance(x, Value):
         return x
-    number = x.step.arguments[0] if x.step is not None and x.step.function == "constant" else None
+    number = x.step.arguments[0] if _is_constant(x) and x.step is not None else None
     return int(number) if isinstance(number, np.integer) else None
+
+
+def _is_constant(x: Any) -> bool:
+    return isinstance(x, Value) and x.step is not None and x.step.function == "constant"
+
+
+def _is_zero(x: Any) -> bool:
+    return _is_constant(x) and not np.any(x.step.arguments[0])
 
 
 def _cast(given: Given, _: Mapping[str, str]) -> Step | None:

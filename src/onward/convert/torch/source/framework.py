@@ -14,6 +14,7 @@ import torch
 from torch.nn import functional as F
 
 from onward.convert.program.calls import Value
+from onward.convert.program.forms import slice_places
 from onward.convert.program.sizes import on_host
 from onward.convert.torch.module_engine import Live, share_of_batch
 from onward.convert.torch.source import recurrent
@@ -207,30 +208,8 @@ def _flatten(x: torch.Tensor, *, axis: int) -> torch.Tensor:
 
 def _slice(by_numbers: Function, x: Any, starts: Any, ends: Any, axes: Any = None, steps: Any = None) -> torch.Tensor:
     """As Python has it, also where sizes are symbols; backwards only where they are known."""
-    along = range(len(starts)) if axes is None else axes.tolist()
-    strides = [1] * len(starts) if steps is None else steps.tolist()
-    if any(stride < 0 for stride in strides):
+    given: list[Any] = [None if part is None else part.tolist() for part in (starts, ends, axes, steps)]
+    places = slice_places(x.shape, *given)
+    if places is None:
         return by_numbers(x, starts, ends, axes, steps)
-    at = [slice(None)] * x.ndim
-    for start, end, axis, stride in zip(starts.tolist(), ends.tolist(), along, strides, strict=True):
-        size = x.shape[axis]
-        ends_there = isinstance(end, int) and (end >= _FAR or (isinstance(size, int) and end >= size))
-        at[axis] = slice(
-            _from(start), None if ends_there or str(end) == str(size) else end, None if stride == 1 else stride
-        )
-    return x if all(place == slice(None) for place in at) else x[_without_rest(at)]
-
-
-_FAR = 2**31 - 1
-"""What is beyond any end."""
-
-
-def _from(start: Any) -> Any:
-    return None if isinstance(start, int) and (start == 0 or start <= -_FAR) else start
-
-
-def _without_rest(places: list[slice]) -> tuple[slice, ...]:
-    """Places without those at the end that choose everything."""
-    while places[-1] == slice(None):
-        places = places[:-1]
-    return tuple(places)
+    return x[tuple(places)] if places else x
