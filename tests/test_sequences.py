@@ -130,6 +130,24 @@ g (seq(float[2]) s, seq(float[2]) t) => (seq(float[2]) y) {
 }""")
 """A body that captures a sequence."""
 
+MAPS_IN_IF = parsed("""
+g (bool c, seq(float[2]) s, float[2] x) => (float[2] y) {
+  y = If (c) <
+    then_branch = t () => (float[2] yt) {
+      last = Constant <value_int = -1> ()
+      m = SequenceMap <body = b1 (float[2] a) => (float[2] d) { d = Mul(a, x) }> (s)
+      k = SequenceMap <body = b2 (float[2] p, float[2] q) => (float[2] r) {
+        e = SequenceAt(m, last)
+        f = Mul(p, e)
+        r = Add(f, q)
+      }> (m, m)
+      yt = SequenceAt(k, last)
+    },
+    else_branch = e () => (float[2] ye) { ye = Identity(x) }
+  >
+}""")
+"""A body that captures a sequence that is mapped, too, and whose type is said nowhere, since it is inside of an If."""
+
 WEIGHTS = {"w": f32(3, 4), "r": f32(4, 4, seed=1), "h0": f32(2, 4, seed=2)}
 PAIRS = [f32(2), f32(2, seed=1), f32(2, seed=2)]
 TRIPLES = [f32(3), f32(3, seed=1), f32(3, seed=2)]
@@ -144,6 +162,7 @@ CASES = {
     **{f"branches {c}": (BRANCHES, {"c": np.array(c), "s": PAIRS, "x": f32(2, seed=3)}) for c in (True, False)},
     "maybe": (MAYBE, {"o": f32(2), "x": f32(2, seed=1)}),
     "captured by a map": (WHOLE, {"s": PAIRS, "t": PAIRS[:2]}),
+    "maps in If": (MAPS_IN_IF, {"c": np.array(True), "s": PAIRS, "x": f32(2, seed=3)}),
     "map in loop": (MAPPED_IN_LOOP, {"n": np.array(2), "s": PAIRS, "w": f32(2, seed=3)}),
 }
 

@@ -518,10 +518,22 @@ def _output_type(node: ir.Node, index: int, opset: int) -> ir.TypeProtocol | Non
         return known
     if node.op_type == "Identity" and node.inputs[0] is not None:
         return node.inputs[0].type
-    if node.op_type in ("If", "Loop", "Scan", "SequenceMap"):  # whose outputs need not have a type in common
-        return None
+    if is_standard(node) and (place := _NESTED_OUTPUTS.get(node.op_type)) is not None:
+        return _nested_output_type(node, *place, index)
     dtype = _output_dtype(node, index, opset)
     return None if dtype is None else ir.TensorType(dtype)
+
+
+_NESTED_OUTPUTS = {"If": ("then_branch", 0), "Loop": ("body", 1), "Scan": ("body", 0), "SequenceMap": ("body", 0)}
+"""The graph that computes the outputs of an operator, and how many of its own come before them."""
+
+
+def _nested_output_type(node: ir.Node, graph: str, before: int, index: int) -> ir.TypeProtocol | None:
+    """The outputs need not have a type in common: each has that of the graph that computes it."""
+    attribute = node.attributes.get(graph)
+    outputs = attribute.as_graph().outputs if attribute is not None and not attribute.is_ref() else ()
+    kind = outputs[before + index].type if before + index < len(outputs) else None
+    return ir.SequenceType(kind) if kind is not None and node.op_type == "SequenceMap" else kind
 
 
 def _output_dtype(node: ir.Node, index: int, opset: int) -> ir.DataType | None:
