@@ -42,6 +42,8 @@ class Writing(Live):
             "Reshape": _reshape,
             "Flatten": _flatten,
             "Slice": functools.partial(_slice, self.operators["Slice"]),
+            "Split": _split,
+            "SplitToSequence": _split_to_sequence,
             "Gather": self._gather,
             "Pad": functools.partial(self._pad, self.operators["Pad"]),
             "MatMul": self._matmul,
@@ -204,6 +206,18 @@ def _flatten(x: torch.Tensor, *, axis: int) -> torch.Tensor:
     if axis == 1 and x.ndim > 1:
         return x.flatten(1) if x.ndim > 2 else x
     return x.reshape(math.prod(x.shape[:axis]), math.prod(x.shape[axis:]))
+
+
+def _split(x: torch.Tensor, sizes: Any = None, *, axis: int, num_outputs: int | None, outputs: int) -> Any:
+    whole, each = x.shape[axis], -(-x.shape[axis] // outputs)
+    equal = [min(each, max(0, whole - i * each)) for i in range(outputs)]
+    return x.split(equal if sizes is None else sizes.tolist(), axis)
+
+
+def _split_to_sequence(x: torch.Tensor, sizes: Any = None, *, axis: int, keepdims: int) -> list[torch.Tensor]:
+    if sizes is None:
+        return [item if keepdims else item.squeeze(axis) for item in x.split(1, axis)]
+    return list(x.split(sizes.tolist(), axis))
 
 
 def _slice(by_numbers: Function, x: Any, starts: Any, ends: Any, axes: Any = None, steps: Any = None) -> torch.Tensor:
