@@ -265,5 +265,5 @@ def _facts(work: Workload, samples: int, accumulate: int, notes: Sequence[str], 
         "accumulate": accumulate,
         "precision": asked.precision,
         "engine": asked.engine,
-        "notes": list(notes),
+        "notes": [*notes, *([f"{work.unknown} tensors have no size, and are not counted"] if work.unknown else [])],
     }

@@ -29,6 +29,16 @@ class Block:
 
 
 @dataclasses.dataclass(frozen=True)
+class Kernel:
+    """Nodes of the forward pass that an engine computes as one, with a way back of its own."""
+
+    inside: Collection[ir.Value]
+    """What it does not leave in memory."""
+    kept: Collection[ir.Value]
+    """What it needs for the way back, whatever our rules need."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Usage:
     """Bytes in memory, node by node, beside the state and the batch."""
 
@@ -49,18 +59,32 @@ class Usage:
 class Schedule:
     """The nodes of the lowered part `gradients`, in the order of a framework."""
 
-    def __init__(self, graph: ir.Graph, contract: Contract, *, is_inside_a_kernel: Callable[[ir.Value], bool]):
-        self._gradients = {value for value in graph.outputs if value.name in contract.gradients}
-        self.forward, self.backward = _in_order(graph, self._gradients)
-        self._given = {*graph.inputs, *graph.initializers.values()}
-        self._is_inside = is_inside_a_kernel
+    def __init__(
+        self,
+        graph: ir.Graph,
+        contract: Contract,
+        kernels: Iterable[Kernel] = (),
+        is_inside: Callable[[ir.Value], bool] = lambda value: False,
+    ):
+        """`is_inside` says what else is not left in memory, of what nodes make on the way back."""
+        gradients = [value for value in graph.outputs if value.name in contract.gradients]
+        self.forward, self.backward = _in_order(graph, gradients)
         self._owner = _owners(self.nodes)
+        self._gradients = {self._owner.get(value, value) for value in gradients}
         at = {node: i for i, node in enumerate(self.nodes)}
         self._born = {value: at[node] for node in self.nodes for value in node.outputs}
         self._reads: dict[ir.Value, list[int]] = {}
         for node, i in at.items():
             for value in set(read_by(node)) if node.op_type not in _OF_SHAPES else ():
                 self._reads.setdefault(self._owner.get(value, value), []).append(i)
+        self._inside = {v for node in self.backward for v in node.outputs if is_inside(v) and v not in self._gradients}
+        for kernel in kernels:
+            self._inside.update(kernel.inside)
+            late = [
+                i for v in kernel.inside for i in self._reads.get(self._owner.get(v, v), []) if i >= len(self.forward)
+            ]
+            for value in {self._owner.get(v, v) for v in kernel.kept} if late else ():
+                self._reads[value] = sorted([*self._reads.get(value, []), *late])
 
     @property
     def nodes(self) -> list[ir.Node]:
@@ -94,7 +118,7 @@ class Schedule:
 
     def _tensors(self) -> Iterable[ir.Value]:
         """What takes memory of its own, of all that nodes make."""
-        return (v for v in self._born if self._owner.get(v, v) is v and not self._is_inside(v))
+        return (v for v in self._born if self._owner.get(v, v) is v and v not in self._inside)
 
     def _returns(self, again: Iterable[Block]) -> dict[ir.Value, int]:
         """For what is computed again: when that is, which is before the first node that reads some of its part."""

@@ -16,10 +16,12 @@ from onward.inspect.blocks import cut_into_parts
 from onward.lowering.contract import Contract, contract_of
 from onward.lowering.step import lower_for_engine, lower_for_framework
 from onward.model import Model
+from onward.model.core import values
 from onward.model.state import State, carried_state
 from onward.planning.flops import PRODUCTS, flops
-from onward.planning.schedule import Block, Schedule, Usage
+from onward.planning.schedule import Block, Kernel, Schedule, Usage
 from onward.planning.tensors import bytes_of, dims_of, elements
+from onward.transform.types import fill_in_types
 
 FUSES_ATTENTION = ("torch", "jax")
 """The engines that compute attention without keeping its scores."""
@@ -57,8 +59,17 @@ class Workload:
         lowered = lower_for_engine(model, step, "gradients")
         self.graph, self.contract = lowered.graph, contract_of(lowered)
         _refuse_open_sizes(self.graph, self.contract)
-        scores = _shapes_of_scores(lower_for_framework(model, step, "gradients")) if engine in FUSES_ATTENTION else ()
-        self.schedule = Schedule(self.graph, self.contract, is_inside_a_kernel=lambda v: dims_of(v) in scores)
+        fill_in_types(lowered, values(self.graph))
+        if engine in FUSES_ATTENTION:
+            kernels, scores = _attention(lower_for_framework(model, step, "gradients"), self.graph)
+            self.schedule = Schedule(
+                self.graph, self.contract, kernels, lambda v: dims_of(v) in scores or _stays_in_a_rule(v)
+            )
+        else:
+            self.schedule = Schedule(self.graph, self.contract)
+        made = (v for node in self.schedule.nodes for v in node.outputs)
+        self.unknown = sum(_is_float(v) and dims_of(v) is None for v in made)
+        """How many tensors have a size that nothing tells."""
         self.precision = precision
         self.weights, self.other_state = _weights(self.graph, self.contract, carried_state(model, step))
         self.blocks = _blocks(model, step, self.schedule.forward, self.weights)
@@ -145,18 +156,28 @@ def _refuse_open_sizes(graph: ir.Graph, contract: Contract) -> None:
             )
 
 
-def _shapes_of_scores(model: Model) -> set[tuple[int, ...] | None]:
-    """The shapes of the scores of attention, also turned, in a training step that has not been differentiated."""
-    nodes = list(model.graph)
-    found = [
-        node.outputs[0]
-        for match in matches(nodes, set(model.graph.outputs), ("Attention",))
-        if isinstance(match, Attention)
-        for node in match.nodes
-        if node.op_type == "Softmax"
-    ]
-    shapes = {dims_of(value) for value in found} | {_scores_of(node) for node in nodes if node.op_type == "Attention"}
-    return {turned for shape in shapes if shape for turned in (shape, (*shape[:-2], shape[-1], shape[-2]))}
+def _stays_in_a_rule(value: ir.Value) -> bool:
+    """Whether it is only a step of the derivative of one operator, for which a framework has one kernel."""
+    node = value.producer()
+    scope = (node.name or "").rpartition("/")[0] if node is not None else ""
+    readers = [(reader.name or "").rpartition("/")[0] for reader in value.consumers()]
+    return scope.startswith("grad/") and bool(readers) and all(reader == scope for reader in readers)
+
+
+def _attention(model: Model, lowered: ir.Graph) -> tuple[list[Kernel], set[tuple[int, ...] | None]]:
+    """The attention in a step that has not been differentiated, by its values in the one that has been; and the shapes
+    of scores, also turned."""
+    nodes, known = list(model.graph), {value.name: value for value in values(lowered)}
+    kernels, shapes = [], {_scores_of(node) for node in nodes if node.op_type == "Attention"}
+    for match in matches(nodes, set(model.graph.outputs), ("Attention",)):
+        if isinstance(match, Attention):
+            output = match.nodes[-1].outputs[0]
+            inner = [known.get(v.name) for node in match.nodes for v in node.outputs if v is not output]
+            kept = [known.get(v.name) for v in (match.q, match.k, match.v, output)]
+            kernels.append(Kernel([v for v in inner if v is not None], [v for v in kept if v is not None]))
+            soft = (known.get(node.outputs[0].name) for node in match.nodes if node.op_type == "Softmax")
+            shapes.update(dims_of(value) for value in soft)
+    return kernels, {turned for s in shapes if s for turned in (s, (*s[:-2], s[-1], s[-2]))}
 
 
 def _scores_of(node: ir.Node) -> tuple[int, ...] | None:

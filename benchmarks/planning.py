@@ -1,0 +1,283 @@
+"""What `onward plan` says, beside what PyTorch is measured to take: memory of a step, and of a process that shards.
+
+    python benchmarks/planning.py                 # an MLP, a CNN with BatchNormalization and a GPT; two processes
+    python benchmarks/planning.py gpt --no-processes
+
+On a GPU it is the peak of the allocator, with models that are large enough for it to matter; on a CPU the storages of
+all tensors are followed. The step is that of a user of `onward.to_torch`: forward, backward, an optimizer in place.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import tempfile
+import warnings
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import onward
+
+CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if CUDA else "cpu"
+
+
+class MLP(nn.Module):
+    def __init__(self, width: int = 8192 if CUDA else 1024):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(width, width) for _ in range(4)])
+        self.head = nn.Linear(width, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = F.relu(layer(x))
+        return self.head(x)
+
+
+class Stage(nn.Module):
+    def __init__(self, width: int):
+        super().__init__()
+        self.conv1, self.conv2 = (nn.Conv2d(width, width, 3, padding=1, bias=False) for _ in range(2))
+        self.norm1, self.norm2 = (nn.BatchNorm2d(width) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.relu(x + self.norm2(self.conv2(F.relu(self.norm1(self.conv1(x))))))
+
+
+class CNN(nn.Module):
+    def __init__(self, width: int = 128 if CUDA else 16, depth: int = 6):
+        super().__init__()
+        self.stem = nn.Conv2d(3, width, 3, padding=1, bias=False)
+        self.norm = nn.BatchNorm2d(width)
+        self.stages = nn.ModuleList(Stage(width) for _ in range(depth))
+        self.head = nn.Linear(width, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.relu(self.norm(self.stem(x)))
+        for stage in self.stages:
+            x = stage(x)
+        return self.head(x.mean((2, 3)))
+
+
+class Layer(nn.Module):
+    def __init__(self, width: int, heads: int):
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.project = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        n, length, width = x.shape
+        q, k, v = (p.view(n, length, self.heads, -1).transpose(1, 2) for p in self.qkv(self.norm1(x)).split(width, 2))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.project(mixed.transpose(1, 2).reshape(n, length, width))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class GPT(nn.Module):
+    def __init__(self, width: int = 1024 if CUDA else 128, words: int = 32000 if CUDA else 512):
+        super().__init__()
+        self.tokens = nn.Embedding(words, width)
+        self.layers = nn.ModuleList(Layer(width, width // 64) for _ in range(12 if CUDA else 6))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, words, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x))
+
+
+class Case(NamedTuple):
+    module: type[nn.Module]
+    shape: tuple[int, ...]
+    optimizer: str = "adamw"
+
+    def batch(self) -> tuple[torch.Tensor, torch.Tensor]:
+        torch.manual_seed(0)
+        if self.module is GPT:
+            tokens = torch.randint(0, 500, (self.shape[0], self.shape[1] + 1))
+            return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+        return torch.randn(self.shape), torch.randint(0, 10, self.shape[:1])
+
+    def training_model(self, folder: Path) -> onward.Model:
+        file = folder / "model.onnx"
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            logging.disable(logging.WARNING)
+            torch.onnx.export(
+                self.module().eval(), (self.batch()[0],), file, input_names=["x"], output_names=["logits"],
+                dynamo=True, verbose=False, optimize=False,
+            )  # fmt: skip
+            logging.disable(logging.NOTSET)
+        return onward.prepare(file, loss="cross_entropy:axis=-1", optimizer=self.optimizer, variance="sample")
+
+
+CASES = {
+    "mlp": Case(MLP, (4096, 8192) if CUDA else (512, 1024)),
+    "cnn": Case(CNN, (64, 3, 64, 64) if CUDA else (8, 3, 32, 32)),
+    "gpt": Case(GPT, (8, 1024) if CUDA else (4, 128)),
+}
+
+
+# ---- one device ------------------------------------------------------------------------------------------------------
+
+
+class Storages(TorchDispatchMode):
+    """Follows the memory of all tensors that operators make, as long as it lives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._seen: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = {t.untyped_storage()._cdata for t in torch.utils._pytree.tree_leaves(args) if torch.is_tensor(t)}
+        for tensor in torch.utils._pytree.tree_leaves(result):
+            if torch.is_tensor(tensor):
+                self._follow(tensor.untyped_storage(), given)
+        return result
+
+    def _follow(self, storage: torch.UntypedStorage, given: set[int]) -> None:
+        key = storage._cdata
+        if key in self._seen or key in given or not storage.nbytes():
+            return
+        self._seen.add(key)
+        self.now += storage.nbytes()
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._gone, key, storage.nbytes())
+
+    def _gone(self, key: int, size: int) -> None:
+        self._seen.discard(key)
+        self.now -= size
+
+
+class Measured(NamedTuple):
+    state: int
+    kept: int
+    """More than before the forward pass, after it."""
+    peak: int
+    """State and all, at the worst moment."""
+
+
+def measure(case: Case, training: onward.Model) -> Measured:
+    module, optimizer, _, loss_of = onward.to_torch(training, probe=False)
+    module.to(DEVICE)
+    x, labels = (tensor.to(DEVICE) for tensor in case.batch())
+    for group in optimizer.param_groups:
+        group.update(foreach=False, fused=CUDA)
+
+    def forward() -> torch.Tensor:
+        return loss_of(module(x), labels)
+
+    def step() -> None:
+        forward().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()  # from now on the optimizer has its state
+    tensors = [*module.parameters(), *module.buffers()]
+    slots = [t for each in optimizer.state.values() for t in each.values() if torch.is_tensor(t) and t.numel() > 1]
+    state = sum(tensor.numel() * tensor.element_size() for tensor in [*tensors, *slots])
+    given = sum(tensor.numel() * tensor.element_size() for tensor in (x, labels))
+    with watched() as memory:
+        before = memory.now
+        loss = forward()
+        kept = memory.now - before
+        loss.backward()
+        del loss
+        optimizer.step()
+        optimizer.zero_grad()
+    return Measured(state, kept, memory.peak - before + state + given)
+
+
+class _Allocator:
+    @property
+    def now(self) -> int:
+        return torch.cuda.memory_allocated()
+
+    @property
+    def peak(self) -> int:
+        return torch.cuda.max_memory_allocated()
+
+
+@contextlib.contextmanager
+def watched() -> Iterator[Any]:
+    if CUDA:
+        torch.cuda.reset_peak_memory_stats()
+        yield _Allocator()
+        return
+    with Storages() as memory:
+        yield memory
+
+
+# ---- two processes ---------------------------------------------------------------------------------------------------
+
+
+def sharded(rank: int, folder: str, results: Any) -> None:
+    """Parameters and state of the optimizer in one of two processes, in bytes."""
+    store = dist.FileStore(f"{folder}/store", 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    case, mesh = CASES["gpt"], init_device_mesh("cpu", (2,))
+    module, *_, loss_of = onward.to_torch(f"{folder}/training.onnx", probe=False, blocks=True)
+    for block in module.repeated_blocks():
+        fully_shard(block, mesh=mesh)
+    fully_shard(module, mesh=mesh)
+    optimizer = torch.optim.AdamW(module.parameters())
+    x, labels = case.batch()
+    loss_of(module(x), labels).backward()
+    optimizer.step()
+    slots = [t for each in optimizer.state.values() for t in each.values() if torch.is_tensor(t) and t.dim()]
+    local = [tensor.to_local() for tensor in [*module.parameters(), *slots]]
+    results.put(sum(tensor.numel() * tensor.element_size() for tensor in local))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def measure_processes(training: onward.Model, folder: Path) -> int:
+    training.save(folder / "training.onnx")
+    results = mp.get_context("spawn").SimpleQueue()
+    mp.spawn(sharded, (str(folder), results), nprocs=2)
+    return max(results.get() for _ in range(2))
+
+
+def difference(said: float, found: float) -> str:
+    return f"{said / 2**20:10,.1f} {found / 2**20:10,.1f} {100 * (said / found - 1):+7.1f} %"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("cases", nargs="*", default=list(CASES), help=", ".join(CASES))
+    parser.add_argument("--no-processes", action="store_true", help="do not start any")
+    given = parser.parse_args()
+    print(f"{'on ' + (torch.cuda.get_device_name() if CUDA else 'the CPU'):28} planned   measured  (MiB)")
+    for name in given.cases:
+        with tempfile.TemporaryDirectory() as folder:
+            training = CASES[name].training_model(Path(folder))
+            plan = onward.plan(training)
+            memory, found = plan.estimates["ddp"].memory, measure(CASES[name], training)
+            print(f"{name:5} parameters and state {difference(memory.parameters + memory.state, found.state)}")
+            print(f"{name:5} kept for the way back{difference(plan.model['kept_bytes'], found.kept)}")
+            print(f"{name:5} peak of a step       {difference(memory.total, found.peak)}", flush=True)
+            if name == "gpt" and not given.no_processes:
+                half = onward.plan(training, devices=2, strategy="fsdp").estimates["fsdp"].memory
+                local = measure_processes(training, Path(folder))
+                print(f"{name:5} of a process, fsdp   {difference(half.parameters + half.state, local)}")
+
+
+if __name__ == "__main__":
+    main()
