@@ -42,6 +42,11 @@ class Writing(Live):
             "Reshape": _reshape,
             "Flatten": _flatten,
             "Slice": functools.partial(_slice, self.operators["Slice"]),
+            "Concat": lambda *inputs, axis: torch.cat(inputs, axis),
+            "Expand": lambda x, shape: x.expand(torch.broadcast_shapes(x.shape, tuple(shape.tolist()))),
+            "Tile": lambda x, repeats: x.repeat(repeats.tolist()),
+            "Squeeze": lambda x, axes=None: x.squeeze() if axes is None else x.squeeze(tuple(np.ravel(axes).tolist())),
+            "Unsqueeze": _unsqueeze,
             "Split": _split,
             "SplitToSequence": _split_to_sequence,
             "Gather": self._gather,
@@ -206,6 +211,13 @@ def _flatten(x: torch.Tensor, *, axis: int) -> torch.Tensor:
     if axis == 1 and x.ndim > 1:
         return x.flatten(1) if x.ndim > 2 else x
     return x.reshape(math.prod(x.shape[:axis]), math.prod(x.shape[axis:]))
+
+
+def _unsqueeze(x: torch.Tensor, axes: Any) -> torch.Tensor:
+    rank = x.ndim + axes.size
+    for axis in sorted(axis % rank for axis in np.ravel(axes).tolist()):
+        x = x.unsqueeze(axis)
+    return x
 
 
 def _split(x: torch.Tensor, sizes: Any = None, *, axis: int, num_outputs: int | None, outputs: int) -> Any:
