@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import logging
 import tempfile
 import warnings
@@ -27,6 +28,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import onward
 
@@ -174,15 +176,18 @@ class Measured(NamedTuple):
     """State and all, at the worst moment."""
 
 
-def measure(case: Case, training: onward.Model) -> Measured:
-    module, optimizer, _, loss_of = onward.to_torch(training, probe=False)
+def measure(case: Case, training: onward.Model, *, precision: str | None = None, recompute: bool = False) -> Measured:
+    module, optimizer, _, loss_of = onward.to_torch(training, probe=False, blocks=recompute)
     module.to(DEVICE)
+    for block in module.repeated_blocks() if recompute else ():
+        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
     x, labels = (tensor.to(DEVICE) for tensor in case.batch())
     for group in optimizer.param_groups:
         group.update(foreach=False, fused=CUDA)
 
     def forward() -> torch.Tensor:
-        return loss_of(module(x), labels)
+        with torch.autocast(DEVICE, torch.bfloat16, enabled=precision is not None):
+            return loss_of(module(x), labels)
 
     def step() -> None:
         forward().backward()
@@ -259,24 +264,34 @@ def difference(said: float, found: float) -> str:
     return f"{said / 2**20:10,.1f} {found / 2**20:10,.1f} {100 * (said / found - 1):+7.1f} %"
 
 
+WAYS: list[dict[str, Any]] = [{}, {"recompute": True}, {"precision": "bfloat16"}]
+
+
+def compare(name: str, training: onward.Model, options: dict[str, Any]) -> None:
+    plan = onward.plan(training, **options)
+    memory, found = plan.estimates["ddp"].memory, measure(CASES[name], training, **options)
+    title = " ".join([name, *options])
+    kept = plan.model["kept_bytes_with_recompute" if options.get("recompute") else "kept_bytes"]
+    print(f"{title:14} parameters and state  {difference(memory.parameters + memory.state, found.state)}")
+    print(f"{title:14} kept for the way back {difference(kept, found.kept)}")
+    print(f"{title:14} peak of a step        {difference(memory.total, found.peak)}", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("cases", nargs="*", default=list(CASES), help=", ".join(CASES))
     parser.add_argument("--no-processes", action="store_true", help="do not start any")
     given = parser.parse_args()
-    print(f"{'on ' + (torch.cuda.get_device_name() if CUDA else 'the CPU'):28} planned   measured  (MiB)")
+    print(f"{'on ' + (torch.cuda.get_device_name() if CUDA else 'the CPU'):36}    planned   measured  (MiB)")
     for name in given.cases:
         with tempfile.TemporaryDirectory() as folder:
             training = CASES[name].training_model(Path(folder))
-            plan = onward.plan(training)
-            memory, found = plan.estimates["ddp"].memory, measure(CASES[name], training)
-            print(f"{name:5} parameters and state {difference(memory.parameters + memory.state, found.state)}")
-            print(f"{name:5} kept for the way back{difference(plan.model['kept_bytes'], found.kept)}")
-            print(f"{name:5} peak of a step       {difference(memory.total, found.peak)}", flush=True)
+            for options in WAYS if name == "gpt" else WAYS[:1]:
+                compare(name, training, options)
             if name == "gpt" and not given.no_processes:
                 half = onward.plan(training, devices=2, strategy="fsdp").estimates["fsdp"].memory
                 local = measure_processes(training, Path(folder))
-                print(f"{name:5} of a process, fsdp   {difference(half.parameters + half.state, local)}")
+                print(f"{name:14} of a process, fsdp    {difference(half.parameters + half.state, local)}")
 
 
 if __name__ == "__main__":
