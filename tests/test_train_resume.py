@@ -216,11 +216,11 @@ def test_interrupt_in_validation(whole: Run, folder: Path, monkeypatch: pytest.M
 @needs("tensorflow")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_tensorboard_shows_each_step_once(whole: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(self: Saver, status: Status, after: float = 0.0) -> None:
+    def broken(self: Saver, status: Status) -> None:
         if status.step == 8:
             raise KeyboardInterrupt
         if status.step not in (6, 7):  # which are lost
-            save(self, status, after)
+            save(self, status)
 
     save = Saver.save
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):

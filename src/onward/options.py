@@ -28,6 +28,7 @@ _PANELS = (_MACHINES, _DATA, _FIRST, _HOW, _WHAT, _FROM, _RUN, ENGINE)
 Last = Literal["keep", "drop", "pad"]
 Variance = Literal["population", "sample"]
 Strategy = Literal["ddp", "zero1", "zero2", "zero3", "fsdp", "hybrid", "tensor", "tensor+fsdp"]
+Parallel = Literal["ddp"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -368,6 +369,18 @@ class RunOptions(FeedOptions):
     tensorboard: bool = _option(False, _RUN, None, "write event files of TensorBoard, too")
     statistics: bool = _option(
         True, _RUN, None, "whether norms of gradients and histograms of weights are logged, which the report shows"
+    )
+    strategy: Parallel | None = _option(
+        None,
+        ENGINE,
+        "HOW",
+        "how several processes share the work: `ddp`, each with its part of every batch, which is so unless given",
+    )
+    sync_batch_norm: bool = _option(
+        True,
+        ENGINE,
+        None,
+        "whether BatchNormalization has the statistics of the whole batch, or in each process those of its part",
     )
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 from onward.cli import INTERRUPTED, options
 from onward.cli.app import BUILD, Misuse, command
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from onward.training.run import Run
 
 _RUN = "The run"
+_SEVERAL = "Several processes"
 _WHEN_RESUMING = {"data", "validation", "epochs", "engine", "device"}
 
 
@@ -57,6 +59,20 @@ def train(
     find_lr: Annotated[
         bool, option("--find-lr", None, "Do not train: search for a learning rate, and print it.", _RUN)
     ] = False,
+    processes: Annotated[
+        int | None,
+        option("--nproc", "N", "Train in N processes on this machine, which torchrun starts.", _SEVERAL, min=1),
+    ] = None,
+    restarts: Annotated[
+        int,
+        option(
+            "--restarts",
+            "N",
+            "After a failure of one of them, go on from the last save, up to N times.",
+            _SEVERAL,
+            min=0,
+        ),
+    ] = 0,
     quiet: Annotated[bool, option("--quiet -q", None, "Show no progress.", _RUN)] = False,
     output: options.Output = None,
     force: options.Force = False,
@@ -68,6 +84,8 @@ def train(
     The model is a training model, or any model and a loss. Everything about the run is kept in a folder: Ctrl-C saves
     and stops, and `--resume` goes on. The best model is written to `-o`, its graph as it was, its weights trained.
     """
+    if processes is not None:
+        _launch(processes, restarts, given)
     asked = select_given(TrainOptions, given)
     if "data" in asked:
         asked["data"] = _source(given["data"])
@@ -102,6 +120,24 @@ def train(
         _finish(api.train(**asked, quiet=quiet), place, as_json)
 
 
+def _launch(processes: int, restarts: int, given: dict[str, Any]) -> NoReturn:
+    """Start this command in several processes, each of which finds itself among others."""
+    from onward.distribute.torchrun import launch
+
+    arguments = _without(_without(sys.argv[1:], "--nproc"), "--restarts")
+    if restarts and given.get("run") is None and "--resume" not in arguments:
+        raise Misuse("`--restarts` needs to know where the run is", "name its folder: `--run FOLDER`")
+    raise SystemExit(launch(arguments, processes, restarts))
+
+
+def _without(arguments: list[str], flag: str) -> list[str]:
+    """The arguments of the command without an option and its value."""
+    if flag not in arguments:
+        return [one for one in arguments if not one.startswith(f"{flag}=")]
+    at = arguments.index(flag)
+    return arguments[:at] + arguments[at + 2 :]
+
+
 def _refuse(useless: Iterable[str], what: str, hint: str) -> None:
     flags = {one.name: one.flags[0] for one in options_of(TrainOptions)}
     for name in useless:
@@ -128,9 +164,13 @@ def _resume(run: Path, asked: dict[str, Any], output: Path | None, force: bool, 
 
 
 def _finish(run: Run, place: Target | None, as_json: bool) -> None:
-    """Write the best model and say what came out."""
+    """Write the best model and say what came out; of several processes, the first does."""
+    from onward.engines.group import join_group
+
     end = run.log[-1]
     interrupted = end.get("reason") == "interrupted"
+    if not join_group().is_first:
+        raise SystemExit(INTERRUPTED if interrupted else 0)
     if place is not None and not interrupted:
         place.save(run.best)
     if as_json:

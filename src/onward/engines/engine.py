@@ -11,6 +11,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onward.engines.endless_loops import refuse_endless_loops
+from onward.engines.group import Alone, Group
 from onward.errors import DataError, UnknownNameError, UnsupportedError, near
 from onward.lowering.rounds import Steps, as_one_step, input_of_run, of_round
 from onward.model import Model
@@ -37,6 +38,8 @@ class Engine(ABC):
         """The metric that is minimised."""
         self.on_compile: Callable[[str], None] = lambda text: None
         """Told when a step is compiled, which takes a while."""
+        self.group: Group = Alone()
+        """The processes that train together."""
         self._takes_tensors = False
         """Whether a batch may be on a device, as tensors of another framework."""
         self._carried = {state.name: state.value for state in carried_state(self._one.model, self._one.index)}

@@ -18,15 +18,19 @@ import onnxruntime as ort
 from onward.differentiate.recompute import Choice
 from onward.engines.engine import Arrays, Engine
 from onward.engines.failures import memory_of
+from onward.engines.group import copies_of, join_group
 from onward.engines.narrow_types import wide, widen_edges
+from onward.engines.segmented_session import SegmentedSession
 from onward.errors import DataError, UnknownNameError, UnsupportedError, near
 from onward.lowering.contract import contract_of
 from onward.lowering.rounds import Steps
 from onward.lowering.runtime import for_onnxruntime
+from onward.lowering.sharing import Share
 from onward.lowering.step import Manner, lower_for_engine
 from onward.lowering.widen import widen
 from onward.model import Model
 from onward.model.walk import graphs_of
+from onward.options import Parallel
 from onward.standard import COMMON_OPSET, IR_VERSION, OLDEST_LOADED
 from onward.transform.opset import of_one_opset
 from onward.transform.sessions import contiguous, explain_failures, open_session
@@ -54,14 +58,18 @@ class OnnxRuntime(Engine):
         device: str = "cpu",
         threads: int | None = None,
         recompute: Choice = None,
+        strategy: Parallel | None = None,
+        sync_batch_norm: bool = True,
     ):
         super().__init__(model, step)
+        self.group = join_group() if strategy is not None else self.group
         self._refuse_state_unless(lambda dtype: dtype != ir.DataType.STRING, "ONNX Runtime")
-        self._threads, self._recompute = threads, recompute
+        self._threads = threads or self.group.threads
+        self._manner = Manner(recompute, share=Share(self.group.rank, self.group.size, sync_batch_norm))
         self._stoppable: Callable[[_Run], Any] = _stoppable if _loops(self._one.model) else lambda run: run(None)
         self._providers = _providers(device)
         self._memory = _WITH_MEMORY.get(device, "cpu")
-        made = lower_for_engine(model, step, manner=Manner(recompute))
+        made = lower_for_engine(model, step, manner=self._manner)
         contract = contract_of(made)
         self.inputs = {v.name: v for v in made.graph.inputs if v.name is not None and v.name in contract.batch}
         if text := [name for name, value in self.inputs.items() if value.dtype == ir.DataType.STRING]:
@@ -85,6 +93,7 @@ class OnnxRuntime(Engine):
         given = self._fitting(batch, self.inputs)
         if self._step is None:
             return {}
+        self.group.copies = copies_of(batch if isinstance(batch, Mapping) else batch[0], self.group)
         session, binding = self._step, self._bound[0]
         for name, array in given.items():
             if array.dtype.isbuiltin == 1:
@@ -102,7 +111,7 @@ class OnnxRuntime(Engine):
 
     def gradients(self, batch: Arrays) -> dict[str, np.ndarray]:
         if self._gradients is None:
-            made = lower_for_engine(self.model, self._steps, "gradients", Manner(self._recompute))
+            made = lower_for_engine(self.model, self._steps, "gradients", self._manner)
             self._gradients = self._session(made), contract_of(made).gradients
         session, names = self._gradients
         results = self._run(session, batch, list(names))
@@ -110,7 +119,7 @@ class OnnxRuntime(Engine):
 
     def evaluate(self, batch: Arrays) -> dict[str, np.ndarray]:
         if self._evaluation is None:
-            self._evaluation = self._session(lower_for_engine(self.model, self._steps, part="evaluation"))
+            self._evaluation = self._session(lower_for_engine(self.model, self._steps, "evaluation", self._manner))
         session = self._evaluation
         return self._run(session, batch, [value.name for value in session.get_outputs()] if session else [])
 
@@ -119,6 +128,7 @@ class OnnxRuntime(Engine):
         if session is None or not outputs:
             return {}
         names = [value.name for value in session.get_inputs()]
+        self.group.copies = copies_of(batch, self.group)
         given = self._fitting(batch, [name for name in names if name not in self._read])
         feeds = {name: self._read[name] if name in self._read else self._given(name, given[name]) for name in names}
         with explain_failures(DataError, "could not compute anything from this batch"):
@@ -145,10 +155,15 @@ class OnnxRuntime(Engine):
         self._read.clear()
         self._write.clear()
 
-    def _session(self, model: Model) -> ort.InferenceSession | None:
+    def _session(self, model: Model) -> Any:
         """None for what computes nothing, which ONNX Runtime does not load."""
         if not model.graph.outputs:
             return None
+        if self.group.size > 1:
+            return SegmentedSession(model, self._plain_session, self.group)
+        return self._plain_session(model)
+
+    def _plain_session(self, model: Model) -> ort.InferenceSession:
         if self._memory == "cpu":
             widen(model, ir.DataType.BFLOAT16)
         model = for_onnxruntime(model)

@@ -24,7 +24,8 @@ class Flow:
         self.known = {value.name: value for value in values(combined.graph)}
         self.state = {s.name: self.known[s.name] for s in state}
         self._step = step
-        self._random = {self.state[s.name] for s in state if s.role == "rng"}
+        self.random = {self.state[s.name] for s in state if s.role == "rng"}
+        """State that random numbers are drawn from."""
         self.bindings = dict(step.update)
         """State -> its new value."""
         own = {output.name for node in step.gradients() for output in node.outputs if output.name}
@@ -108,7 +109,7 @@ class Flow:
         A generator that the loss draws from belongs to it too: it advances when it was used.
         """
         nodes = self.last_gradients()
-        derived, from_batch = self._derived(nodes), self._from_batch()
+        derived, from_batch = self._derived(nodes), self.from_batch()
         parameters = {self.known.get(x) for node in nodes for x in strings(node, "xs")}
         _, needed = ancestors(self.value(string(node, "y")) for node in nodes)
 
@@ -122,17 +123,18 @@ class Flow:
 
     def of_evaluation(self) -> list[str]:
         """The metrics that a batch has without an update, and without luck."""
-        derived, from_batch = self._derived(self.last_gradients()), self._from_batch()
+        derived, from_batch = self._derived(self.last_gradients()), self.from_batch()
 
         def is_kept(value: ir.Value) -> bool:
-            return value in from_batch and value not in derived and self._random.isdisjoint(ancestors([value])[1])
+            return value in from_batch and value not in derived and self.random.isdisjoint(ancestors([value])[1])
 
         return [name for name in self.metrics if is_kept(self.value(name))]
 
     def _derived(self, nodes: Sequence[ir.Node]) -> Collection[ir.Value]:
         return descendants(self.graph, [output for node in nodes for output in node.outputs])
 
-    def _from_batch(self) -> Collection[ir.Value]:
+    def from_batch(self) -> Collection[ir.Value]:
+        """All that depends on a batch."""
         state = set(self.state.values())
         return descendants(self.graph, [value for value in self.graph.inputs if value not in state])
 

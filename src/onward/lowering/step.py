@@ -15,7 +15,7 @@ from typing import NamedTuple
 import onnx_ir as ir
 
 from onward.arguments import checked
-from onward.build import Builder, Names
+from onward.build import DOMAIN, Builder, Names
 from onward.constants import add_initializer
 from onward.differentiate.gradients import check_gradients_of, lower_gradients
 from onward.differentiate.recompute import Choice
@@ -30,6 +30,7 @@ from onward.lowering.normalization import give_two_axes, write_out_unsafe
 from onward.lowering.optimize import optimize
 from onward.lowering.rounds import OneStep, Steps, as_one_step, times_of
 from onward.lowering.runtime import for_onnxruntime
+from onward.lowering.sharing import Share, is_all_reduce, share_step
 from onward.model import Model, Source, load
 from onward.model.core import as_input, values
 from onward.model.gradient_names import tie, untie
@@ -52,6 +53,8 @@ class Manner(NamedTuple):
     recompute: Choice = None
     differentiate: bool = True
     """If not, training operators stay and nothing is rewritten: for what has derivatives of its own."""
+    share: Share = Share()
+    """Which of several processes it is for."""
 
 
 @checked()
@@ -142,7 +145,8 @@ Made = tuple[Model, Contract]
 
 
 def _step(model: Model, index: int, manner: Manner) -> Made:
-    flow = _open_step(model, index)
+    flow = _open_step(model, index, manner)
+    share_step(flow, manner.share)
     made, contract = _plain(manner, flow, flow.bindings, flow.metrics)
     inputs = made.graph.inputs
     read = {value.name for value in inputs}
@@ -153,24 +157,26 @@ def _step(model: Model, index: int, manner: Manner) -> Made:
 
 
 def _evaluation(model: Model, index: int, manner: Manner) -> Made:
-    flow = _open_step(model, index)
+    flow = _open_step(model, index, manner)
     outputs = [value.name or "" for value in model.graph.outputs if linear.tensor_of(value) is value]
     loss = flow.loss(flow.metrics)
     flow.switch_to_inference()
     metrics = flow.of_evaluation()
+    share_step(flow, manner.share._replace(gradients=False))
     made, contract = _plain(manner, flow, {}, metrics, outputs)
     return made, dataclasses.replace(contract, outputs=outputs, loss=loss if loss in metrics else None)
 
 
 def _gradient_part(model: Model, index: int, manner: Manner) -> Made:
-    flow = _open_step(model, index)
+    flow = _open_step(model, index, manner)
     gradients = {output.name or "": x for x, output in flow.results()}
+    share_step(flow, manner.share)
     made, contract = _plain(manner, flow, *flow.of_forward(), list(gradients))
     return made, dataclasses.replace(contract, gradients=gradients)
 
 
 def _apply(model: Model, index: int, manner: Manner) -> Made:
-    flow = _open_step(model, index)
+    flow = _open_step(model, index, manner)
     forward, forward_metrics = flow.of_forward()
     parameters = {}
     flow.graph.outputs.clear()  # others are set later
@@ -254,9 +260,11 @@ PARTS: dict[str, Callable[[Model, int, Manner], Made]] = {
 # ---- what the parts share --------------------------------------------------------------------------------------------
 
 
-def _open_step(model: Model, index: int) -> Flow:
+def _open_step(model: Model, index: int, manner: Manner) -> Flow:
     """The combined graph, with the state as inputs: what is constant might be folded, by rules or passes."""
     combined = Model(model.combined(index))
+    if manner.share.size > 1:  # what is summed up over samples must be seen
+        inline_calls(combined, [f"{domain}.{name}" for domain, name, _ in combined.functions if domain != DOMAIN])
     give_two_axes(combined.ir)
     tie(combined.graph)
     graph, state = combined.graph, carried_state(model, index)
@@ -309,7 +317,11 @@ def _finish(model: Model) -> None:
     used = {*STANDARD, *(node.domain for node in graph.all_nodes())}
     for domain in [domain for domain in graph.opset_imports if domain not in used]:
         graph.opset_imports.pop(domain)
-    foreign = {f"`{node.domain}.{node.op_type}`" for node in graph.all_nodes() if node.domain not in _STANDARD}
+    foreign = {
+        f"`{node.domain}.{node.op_type}`"
+        for node in graph.all_nodes()
+        if node.domain not in _STANDARD and not is_all_reduce(node)
+    }
     if foreign:
         raise UnsupportedError(
             f"the step has operators that are not of the standard: {', '.join(sorted(foreign))}",

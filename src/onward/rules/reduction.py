@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 
+from onward.build import DOMAIN
 from onward.rules.common import cast_like, finite
 from onward.rules.registry import gradient, no_gradient
 from onward.shapes import dims
@@ -143,3 +144,9 @@ def top_k(op, dys, x, k, *, ys, axis):
     """dX = dY where an element was taken from, else 0."""
     zeros = op.Expand(op.scalar(0, x), op.Shape(x))
     return None if dys[0] is None else op.ScatterElements(zeros, ys[1], dys[0], axis=axis)
+
+
+@gradient("AllReduce", domain=DOMAIN)
+def all_reduce(op, dy, x):
+    """Y = the sum of X over all processes, each of which is to be told what Y does to the results of all."""
+    return op.node(DOMAIN, "AllReduce", dy, mean=0).like(dy.value)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from onward.arguments import Range, checked
+from onward.engines.group import Group, is_restarted, join_group
 from onward.engines.initialization import start_over, state_left_as_stored, with_seed
 from onward.errors import DataError, RecipeError, list_names
 from onward.model import Model, Source, load
@@ -25,12 +26,12 @@ from onward.training.config import Config, read_settings, refuse_placeholders
 from onward.training.data import in_parts
 from onward.training.evaluation import Measures
 from onward.training.feed import open_feed
-from onward.training.folder import Folder
+from onward.training.folder import Folder, Follower
 from onward.training.labels import Objective, labels_of, objectives
 from onward.training.loop import Loop
 from onward.training.lr_finder import find_lr
 from onward.training.preparation import prepare_training
-from onward.training.run import Place, Run
+from onward.training.run import TRAINING, Place, Run
 
 __all__ = ["find_lr", "resume", "train"]
 
@@ -71,12 +72,15 @@ def train(
     asked = {**(read_settings(config) if config is not None else {}), **given}
     refuse_placeholders(asked)
     run = asked.pop("run", None)
+    if run is not None and is_restarted() and (Path(run) / TRAINING).exists():
+        return resume(run, asked.get("data"), validation=asked.get("validation"), callbacks=callbacks, quiet=quiet)
     wanted = Config.from_arguments("train", asked)
     data, validation, notes = in_parts(wanted.data, wanted.validation)
     original, imported = _load_model(wanted)
     recipe = wanted.recipe if wanted.checkpoint is None else {}
     _check(wanted.patience, validation)
-    if run is not None:
+    group = join_group(wanted.device)
+    if run is not None and group.is_first:
         Folder(run).refuse_if_in_use()
     seed = wanted.seed or 0
     made = prepare_training(original, data, wanted.columns, asked.get("batch_size"), recipe, seed)
@@ -98,9 +102,10 @@ def train(
         batch_size=made.batch_size,
         metrics=_metrics(training, asked.get("metrics"), wanted.monitor),
         seed=wanted.seed if wanted.reset else seed,
+        strategy=wanted.strategy or ("ddp" if group.size > 1 else None),
     )
     measures = _measures(training, settled)
-    folder, at = Folder(run) if run is not None else _new_folder(original), Place()
+    folder, at = _folder(run, original, group), Place()
     with folder.begin(original, training, settled.to_json(), at), settled.start_engine(training) as loaded:
         feed = open_feed(loaded, settled, made.data)
         settled = dataclasses.replace(settled, classes=list(feed.classes) if feed.classes else None)
@@ -108,6 +113,7 @@ def train(
         Loop(folder, loaded, settled, feed, measures, at)(
             [*notes, *imported, *made.notes, *feed.notes], callbacks, quiet
         )
+    group.wait()  # until all is written
     return Run(folder.path)
 
 
@@ -134,7 +140,9 @@ def resume(
     - `callbacks`: those that are to be told, as for `train`
     - `quiet`: show no progress
     """
-    folder = Folder(run.path if isinstance(run, Run) else run)
+    path = run.path if isinstance(run, Run) else run
+    group = join_group(device or Run(path).config.get("device", "cpu"))
+    folder = Folder(path) if group.is_first else Follower(path)
     with folder.reopen() as training:
         data, own, _ = in_parts(data, validation)
         if isinstance(folder.config.get("validation"), str | list):  # not a share of the data, nor nothing
@@ -150,6 +158,7 @@ def resume(
             folder.configure(config.to_json())
             measures = _measures(training, config)
             Loop(folder, loaded, config, feed, measures, place)([*notes, *feed.notes], callbacks, quiet)
+    group.wait()
     return Run(folder.path)
 
 
@@ -224,6 +233,15 @@ def _measures(training: Model, config: Config) -> Measures:
 def _reset_note(training: Model) -> str:
     stored = state_left_as_stored(training)
     return "reset to its initialization" + (f"; kept as stored: {list_names(stored, 3)}" if stored else "")
+
+
+def _folder(run: str | os.PathLike[str] | None, original: Model, group: Group) -> Folder:
+    """The folder of a new run, which the first of several processes chooses and writes to."""
+    if not group.is_first:
+        return Follower(group.gather(None)[0])
+    folder = Folder(run) if run is not None else _new_folder(original)
+    group.gather(folder.path)
+    return folder
 
 
 def _new_folder(model: Model) -> Folder:

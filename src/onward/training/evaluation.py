@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 from collections.abc import Iterable, Iterator
 
 import numpy as np
 
 from onward.engines import Engine
+from onward.engines.group import Portion
 from onward.errors import RecipeError, UnsupportedError
 from onward.recipe.spec import lookup, parse
 from onward.training.data import Batch
@@ -80,12 +82,17 @@ def evaluate(engine: Engine, batches: Iterable[tuple[Batch, int]], measures: Mea
                 hint="train without validation data",
             )
         total, count = total + _sum_of_losses(engine, batch, samples, float(results[engine.loss])), count + samples
+        if samples < engine.group.size and not engine.group.is_first:
+            continue  # all have the same samples
         for metric in metrics.values():
             assert measures.output is not None and measures.target is not None
             predictions = results[measures.output][:samples]
             if measures.axis != 1 and predictions.ndim > 1:
                 predictions = np.moveaxis(predictions, measures.axis, 1)
             metric.add(predictions, measures.countable(batch[measures.target][:samples]))
+    for name, metric in metrics.items():
+        of_all = engine.group.gather(metric)
+        metrics[name] = functools.reduce(_merge, of_all)
     loss = total / count if count else math.nan
     found = {"loss": loss} | {name: metric.result() for name, metric in metrics.items()}
     if _OF_LOSS in measures.names:
@@ -109,7 +116,15 @@ def _sum_of_losses(engine: Engine, batch: Batch, samples: int, mean: float) -> f
     return mean * size - float(engine.evaluate(copies)[engine.loss]) * (size - samples)
 
 
+def _merge(one: Metric, other: Metric) -> Metric:
+    one.merge(other)
+    return one
+
+
 def samples_in(batch: Batch) -> int:
+    """How many samples a batch has, in all processes together."""
+    if isinstance(batch, Portion):
+        return batch.whole
     return max((len(array) for array in batch.values() if array.ndim), default=1)
 
 

@@ -61,6 +61,7 @@ def open_feed(engine: Engine, config: Config, opened: Dataset | Stream | None = 
             classes={labels.name: labels.count} if labels is not None else None,
             ignore=labels.ignored if labels is not None else None,
             noise=noise,
+            group=engine.group,
         )
 
     fixed = _fixed_size(engine)
@@ -79,16 +80,22 @@ def open_feed(engine: Engine, config: Config, opened: Dataset | Stream | None = 
     if last != config.last and isinstance(part.data, Dataset) and (rest := len(part.data) % config.batch_size):
         what = f"{rest} rows of each epoch do not fill a batch of {fixed}, and are left out"
         notes[f"{what} (`last` says otherwise)"] = None
+    if held_out is not None and fixed is not None and engine.group.size > 1:
+        raise DataError(
+            f"the model takes batches of {fixed // engine.group.size} alone, and the last of the validation data may "
+            "be smaller in some process",
+            hint="export it with a batch size that may vary, or train without validation data",
+        )
     validation = batches(held_out, False, "keep" if fixed is None else "pad") if held_out is not None else None
     classes = part.way[labels.name].classes if labels is not None else None
     return Feed(training, validation, list(notes), fixed, classes)
 
 
 def _fixed_size(engine: Engine) -> int | None:
-    """The only size of batch that a model takes."""
+    """The only size of batch that a model takes, in all processes together."""
     shapes = [value.shape for value in engine.inputs.values()]
     sizes = [shape[0] for shape in shapes if shape is not None and len(shape) and isinstance(shape[0], int)]
-    return sizes[0] if sizes else None
+    return sizes[0] * engine.group.size if sizes else None
 
 
 def _parts(

@@ -118,6 +118,10 @@ class Folder(Run):
         """Write the inference model with the weights that a training model has now."""
         return save(self._inference(model), self.path / name, self._form, shared=self._shared_files())
 
+    def export_last(self) -> None:
+        """Write the inference model with the weights that were saved last."""
+        self.export(self.model, LAST)
+
     def note_lengths(self, at: Place) -> None:
         """Note how long the log and the event file are."""
         at.log = (self.path / LOG).stat().st_size
@@ -162,6 +166,36 @@ class Folder(Run):
         """Data files that are written once: those of the model as it was given, and of all that stays as it was."""
         folder = self.path.resolve()
         return {file for file in folder.iterdir() if is_own(folder / ORIGINAL, file)}
+
+
+class Follower(Folder):
+    """The folder of a run for a process that is not the first of those that train together: it writes nothing."""
+
+    @contextlib.contextmanager
+    def begin(self, original: Model, training: Model, config: dict[str, Any], at: Place) -> Iterator[None]:
+        yield
+
+    @contextlib.contextmanager
+    def reopen(self) -> Iterator[Model]:
+        yield self.model
+
+    def configure(self, config: Mapping[str, Any]) -> None:
+        pass
+
+    def save(self, model: Model, at: Place) -> None:
+        pass
+
+    def export(self, model: Model, name: str) -> Path:
+        return self.path / name
+
+    def export_last(self) -> None:
+        pass
+
+    def note_lengths(self, at: Place) -> None:
+        pass
+
+    def rewind(self, at: Place) -> None:
+        pass
 
 
 _OWN = "a run has all its files in its folder: put the file itself there"

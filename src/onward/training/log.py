@@ -34,6 +34,13 @@ _PATIENCE = 1.0
 """Seconds that a step may wait for being written: if the process is killed, what waits is lost, and done again."""
 
 
+class NoLog:
+    """The log of a process that is not the first of those that train together."""
+
+    def write(self, event: str, /, **values: Any) -> None:
+        """Leave it to the first."""
+
+
 class Log:
     """Writes a log, or goes on with one. Steps are gathered and written about once a second, other events at once."""
 

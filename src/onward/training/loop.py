@@ -17,7 +17,7 @@ from onward.training.evaluation import Measures, evaluate, samples_in, using_ave
 from onward.training.feed import Feed
 from onward.training.folder import Folder
 from onward.training.interruption import Interruption
-from onward.training.log import Log
+from onward.training.log import Log, NoLog
 from onward.training.progress import Progress
 from onward.training.run import LOG, Place, Run
 from onward.training.watchers import (
@@ -47,6 +47,7 @@ class Loop:
             for note in notes:
                 self.status.say(note)
             try:
+                self.engine.group.wait()  # until all have read what may be written from now on
                 if self._is_new:
                     self.status.results = self._validate()
                 for watcher in self._watchers:
@@ -72,18 +73,20 @@ class Loop:
         """The log, as it was when the state was saved, and all else that shows how it goes."""
         config, at = self.config, self.at
         self.run.rewind(at)
-        log = stack.enter_context(Log(self.run.path / LOG))
+        is_first = self.engine.group.is_first
+        log = stack.enter_context(Log(self.run.path / LOG)) if is_first else NoLog()
         board = None
-        if config.tensorboard:
+        if config.tensorboard and is_first:
             from onward.training.tensorboard import EventWriter
 
             board = stack.enter_context(EventWriter(self.run.path))
+        quiet = quiet or not is_first
         progress = stack.enter_context(Progress(config.epochs, self._per_epoch, done=at.step, quiet=quiet))
         self.engine.on_compile = progress.say
         self.status = Status(
             Run(self.run.path), self.engine, at, config.epochs, self._per_epoch, log.write, progress.say
         )
-        self._saver.files = [log] if board is None else [log, board]
+        self._saver.files = [file for file in (log, board) if isinstance(file, Log | Callback)]
         self._callbacks = list(callbacks)
         self._watchers: list[Callback] = [
             LogWatcher(log, config),
@@ -119,8 +122,10 @@ class Loop:
         status.stop("finished")
 
     def _must_end(self) -> bool:
-        if self._interruption.wanted:
-            self.status.stop("interrupted")
+        """Whether a process has a reason to end. All end together."""
+        wanted, stopped = self.engine.group.any(self._interruption.wanted, self.status.reason is not None)
+        if wanted or stopped:
+            self.status.stop("interrupted" if wanted else "stopped")
         return self.status.reason is not None
 
     @property
@@ -173,8 +178,8 @@ class Loop:
 
         def batches(source: Batches) -> Iterator[tuple[Batch, int]]:
             for index, batch in enumerate(source.epoch(0)):
-                if unless is not None and unless.wanted:
-                    return
+                if unless is not None and unless.wanted and self.engine.group.size == 1:
+                    return  # of several processes, all or none would have to
                 if self._fits([batch]):
                     yield batch, source.samples(index) if source.is_padded else samples_in(batch)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -25,6 +25,10 @@ class Metric(ABC):
 
     @abstractmethod
     def add(self, predictions: np.ndarray, targets: np.ndarray) -> None: ...
+
+    @abstractmethod
+    def merge(self, other: Self) -> None:
+        """Add what another process has added up."""
 
     @abstractmethod
     def result(self) -> float: ...
@@ -89,6 +93,9 @@ class Accuracy(_OfClasses):
         self._right += int(np.sum(right))
         self._all += len(right)
 
+    def merge(self, other: Self) -> None:
+        self._right, self._all = self._right + other._right, self._all + other._all
+
     def result(self) -> float:
         return self._right / self._all if self._all else float("nan")
 
@@ -115,10 +122,18 @@ class _Confusion(_OfClasses):
     def _add(self, scores: np.ndarray, labels: np.ndarray) -> None:
         chosen, right = self._choose(scores, labels)
         classes = max(2, scores.shape[1] if labels.dtype != bool else 2, int(right.max(initial=0)) + 1)
-        grown = np.zeros((max(classes, len(self._counts)),) * 2, np.int64)
-        grown[: len(self._counts), : len(self._counts)] = self._counts
-        np.add.at(grown, (right, chosen), 1)
-        self._counts = grown
+        counts = np.zeros((classes, classes), np.int64)
+        np.add.at(counts, (right, chosen), 1)
+        self._add_counts(counts)
+
+    def merge(self, other: Self) -> None:
+        self._add_counts(other._counts)
+
+    def _add_counts(self, counts: np.ndarray) -> None:
+        total = np.zeros((max(len(counts), len(self._counts)),) * 2, np.int64)
+        for part in (counts, self._counts):
+            total[: len(part), : len(part)] += part
+        self._counts = total
 
     def _average_over_classes(self, part: np.ndarray, whole: np.ndarray) -> float:
         of_classes = np.divide(part, whole, out=np.zeros(len(part)), where=whole > 0)
@@ -158,6 +173,9 @@ class AUC(_OfClasses):
 
     def _add(self, scores: np.ndarray, labels: np.ndarray) -> None:
         self._batches.append((scores, labels))
+
+    def merge(self, other: Self) -> None:
+        self._batches += other._batches
 
     def result(self) -> float:
         if not self._batches:
@@ -207,12 +225,19 @@ class _OfAmounts(Metric):
         _check_sizes(predictions, targets)
         wanted = targets.astype(np.float64).reshape(len(targets), -1)
         difference = predictions.astype(np.float64).reshape(wanted.shape) - wanted
-        self._absolute = self._absolute + np.abs(difference).sum(0)
-        self._squared = self._squared + np.square(difference).sum(0)
-        mean, count = wanted.mean(0), len(wanted)
-        shift, total = mean - self._mean, self._count + count  # as Chan and others add variances up
-        self._variation = self._variation + np.square(wanted - mean).sum(0) + shift**2 * (self._count * count / total)
-        self._mean = self._mean + shift * (count / total)
+        batch = type(self)()
+        batch._count, batch._mean = len(wanted), wanted.mean(0)
+        batch._absolute, batch._squared = np.abs(difference).sum(0), np.square(difference).sum(0)
+        batch._variation = np.square(wanted - batch._mean).sum(0)
+        self.merge(batch)
+
+    def merge(self, other: Self) -> None:
+        if not other._count:
+            return
+        self._absolute, self._squared = self._absolute + other._absolute, self._squared + other._squared
+        shift, total = other._mean - self._mean, self._count + other._count  # as Chan and others add variances up
+        self._variation = self._variation + other._variation + shift**2 * (self._count * other._count / total)
+        self._mean = self._mean + shift * (other._count / total)
         self._count = total
 
 

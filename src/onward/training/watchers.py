@@ -14,8 +14,8 @@ from onward.training.callbacks import Callback, Status
 from onward.training.config import Config
 from onward.training.evaluation import Measures
 from onward.training.folder import Folder
-from onward.training.log import Log
-from onward.training.run import BEST, LAST, Place
+from onward.training.log import Log, NoLog
+from onward.training.run import BEST, Place
 
 if TYPE_CHECKING:
     from onward.training.tensorboard import EventWriter
@@ -38,7 +38,7 @@ class NotFiniteError(Exception):
 class LogWatcher(Callback):
     """Writes what happens into the log of the run."""
 
-    def __init__(self, log: Log, config: Config):
+    def __init__(self, log: Log | NoLog, config: Config):
         self._log, self._config, self._time = log, config, time.time()
 
     def start(self, status: Status) -> None:
@@ -139,20 +139,27 @@ class Saver(Callback):
         self.save(status)
 
     def step(self, status: Status) -> None:
-        self.save(status, self._every)
+        self._save_after(self._every, status)
 
     def epoch(self, status: Status) -> None:
-        self.save(status, min(self._every, _SHORT))
+        self._save_after(min(self._every, _SHORT), status)
 
     def end(self, status: Status) -> None:
         """The last inference model is that of the state which was saved."""
-        self._folder.export(self._folder.model, LAST)
+        self._folder.export_last()
 
-    def save(self, status: Status, after: float = 0.0) -> None:
-        """Save, unless that was done here already, or less than so many seconds ago."""
+    def _save_after(self, seconds: float, status: Status) -> None:
+        """Save if that is so long ago, by the clock of the first of several processes."""
+        group = status.engine.group
+        (is_due,) = group.any(group.is_first and time.monotonic() - self._saved_at >= seconds)
+        if is_due:
+            self.save(status)
+
+    def save(self, status: Status) -> None:
+        """Save, unless that was done here already."""
         at, engine = status.place, status.engine
         here = (at.step, at.epoch, at.batch)
-        if here == self.saved or time.monotonic() - self._saved_at < after:
+        if here == self.saved:
             return
         model = engine.updated() if at.step else engine.model.copy()  # whose tensors are in files
         if strange := _not_finite(model):

@@ -12,6 +12,7 @@ import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 
+from onward.engines.group import Alone, Group, Portion
 from onward.errors import DataError, UnknownNameError, near
 from onward.recipe.spec import check_options, lookup, parse
 from onward.training.data.dataset import Batch, Dataset
@@ -70,6 +71,7 @@ class Batches:
       with the first rows of the epoch; `samples` says how many are not).
     - `classes` are the numbers of classes of inputs that are labels, which must be less than that, or be `ignore`.
     - `noise` are further inputs, which are no data.
+    - `group`: of each batch only the part of this process among them. Batches are the same however many there are.
     - `ahead` batches are fetched while one is used; 0 for none.
     """
 
@@ -85,6 +87,7 @@ class Batches:
         classes: Mapping[str, int] | None = None,
         ignore: int | None = None,
         noise: Noise | None = None,
+        group: Group | None = None,
         ahead: int = 2,
     ):
         if size < 1:
@@ -97,6 +100,7 @@ class Batches:
         self._size, self._shuffle, self._seed, self._last = size, shuffle, seed, last
         self._classes, self._ignore, self._ahead = dict(classes or {}), ignore, ahead
         self._noise = noise or Noise({}, {}, seed)
+        self._group = group or Alone()
         self._check_columns()
         if self.per_epoch == 0:
             hint = "make batches smaller, or keep the last one"
@@ -128,8 +132,9 @@ class Batches:
     def _of_data(self, epoch: int, start: int) -> Iterator[Batch]:
         assert isinstance(self._data, Dataset)
         for number, rows in enumerate(self._orders(epoch, start), start):
-            made = self._convert(self._data.take(rows, self._names), partial(_row, self._data, rows))
-            yield made | self._noise(epoch, number, len(rows))
+            own = rows[self._group.share(len(rows))]
+            made = self._convert(self._data.take(own, self._names), partial(_row, self._data, own))
+            yield self._portion(made, self._noise(epoch, number, len(rows)), len(rows))
 
     def _orders(self, epoch: int, start: int) -> Iterator[np.ndarray]:
         """The rows of each batch. Their order is computed piece by piece, so that it takes no memory."""
@@ -151,7 +156,15 @@ class Batches:
                 if name not in batch:
                     raise DataError(f"batch {number:,} of the stream has no column `{name}`, as the first one has")
             made = self._convert(batch, f"sample {{:,}} of batch {number:,}".format)
-            yield made | self._noise(epoch, number, max((len(a) for a in made.values() if a.ndim), default=1))
+            whole = max((len(array) for array in made.values() if array.ndim), default=1)
+            own = self._group.share(whole)
+            parts = {name: array[own] if array.ndim else array for name, array in made.items()}
+            yield self._portion(parts, self._noise(epoch, number, whole), whole)
+
+    def _portion(self, made: Batch, noise: Batch, whole: int) -> Batch:
+        own = self._group.share(whole)
+        batch = made | {name: array[own] for name, array in noise.items()}
+        return batch if self._group.size == 1 else Portion(batch, whole)
 
     # ---- what is made of them ----
 

@@ -1,0 +1,1 @@
+"""Starting several processes that train together."""

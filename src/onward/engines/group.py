@@ -1,0 +1,110 @@
+"""The processes that train together, and what they say to each other."""
+
+from __future__ import annotations
+
+import functools
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+
+class Group(ABC):
+    """This process among those that train together. All call the same methods in the same order."""
+
+    rank: int
+    """Its number, from 0 on."""
+    size: int
+    """How many there are."""
+    copies: int = 1
+    """How many of them have the same samples now."""
+
+    @abstractmethod
+    def sum(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """The sum of each array over all processes."""
+
+    @abstractmethod
+    def gather(self, value: Any) -> list[Any]:
+        """What each process has to say, in their order."""
+
+    def wait(self) -> None:
+        """Go on when all are here."""
+        self.gather(None)
+
+    def any(self, *flags: bool) -> tuple[bool, ...]:
+        """Whether each flag is set in some process."""
+        if self.size == 1:
+            return flags
+        (counts,) = self.sum([np.array(flags, np.float32)])
+        return tuple(bool(count) for count in counts)
+
+    @property
+    def threads(self) -> int | None:
+        """This process's part of the processors of its machine; None where they are its own."""
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", self.size))
+        return max((os.cpu_count() or 1) // here, 1) if here > 1 else None
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the one that writes and speaks for all."""
+        return self.rank == 0
+
+    def part(self, batch: Mapping[str, np.ndarray]) -> Portion:
+        """This process's part of a batch, for `engine.step`."""
+        whole = max((len(array) for array in batch.values() if array.ndim), default=1)
+        own = self.share(whole)
+        return Portion({name: array[own] if array.ndim else array for name, array in batch.items()}, whole)
+
+    def share(self, count: int) -> slice:
+        """Which of so many samples are this process's: as many as the others', or one more.
+
+        Fewer samples than processes are everybody's.
+        """
+        if count < self.size:
+            return slice(0, count)
+        least, more = divmod(count, self.size)
+        start = self.rank * least + min(self.rank, more)
+        return slice(start, start + least + (self.rank < more))
+
+
+class Portion(dict[str, np.ndarray]):
+    """A process's part of a batch."""
+
+    def __init__(self, arrays: Mapping[str, np.ndarray], whole: int):
+        super().__init__(arrays)
+        self.whole = whole
+        """How many samples the whole batch has."""
+
+
+def copies_of(batch: object, group: Group) -> int:
+    """How many processes have the same samples of a batch: one, or all if it has fewer samples than there are."""
+    return group.size if isinstance(batch, Portion) and batch.whole < group.size else 1
+
+
+class Alone(Group):
+    """One process that trains by itself."""
+
+    rank, size = 0, 1
+
+    def sum(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
+        return list(arrays)
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value]
+
+
+def is_restarted() -> bool:
+    """Whether this process takes the place of one that has failed, as torchrun says."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+
+
+@functools.cache
+def join_group(device: str = "cpu") -> Group:
+    """The processes that were started together with this one, by torchrun or what does as it does."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return Alone()
+    from onward.engines.torch_group import TorchGroup
+
+    return TorchGroup(device)

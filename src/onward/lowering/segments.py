@@ -1,0 +1,95 @@
+"""A graph with AllReduces as several without: what can be computed before the first of them, before the next ...
+
+AllReduces that need nothing of each other happen at the same time, such as those of all gradients.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import onnx_ir as ir
+
+from onward.lowering.sharing import is_all_reduce, is_mean
+from onward.model import Model
+from onward.model.walk import captured_values, nested_nodes, read_by
+
+
+class Exchange(NamedTuple):
+    """An AllReduce."""
+
+    local: str
+    common: str
+    mean: bool
+
+
+@dataclasses.dataclass
+class Segment:
+    """A graph between two exchanges."""
+
+    model: Model
+    exchanged: list[Exchange]
+    """What all processes tell each other after it."""
+
+
+def cut(model: Model) -> list[Segment]:
+    """The segments of a lowered model, in their order. The model is taken apart: it must be the caller's own."""
+    graph = model.graph
+    when: dict[ir.Value, int] = {}
+    """In which segment a value is known."""
+    nodes: dict[ir.Node, int] = {}
+    exchanged: list[list[Exchange]] = [[]]
+    for node in graph:
+        at = max((when.get(value, 0) for value in read_by(node)), default=0)
+        if is_all_reduce(node):
+            assert node.inputs[0] is not None
+            exchanged += [[] for _ in range(len(exchanged), at + 2)]
+            exchanged[at].append(Exchange(node.inputs[0].name or "", node.outputs[0].name or "", is_mean(node)))
+            at += 1
+        elif node.op_type != "Constant":
+            nodes[node] = at
+        when.update(dict.fromkeys(node.outputs, at))
+    cutter = _Cutter(model, nodes)
+    return [Segment(cutter.segment(at, [one.local for one in all]), all) for at, all in enumerate(exchanged)]
+
+
+class _Cutter:
+    def __init__(self, model: Model, nodes: dict[ir.Node, int]):
+        self._model = model
+        self._results = list(model.graph.outputs)
+        self._owner = {inner: at for node, at in nodes.items() for inner in (node, *nested_nodes(node))}
+        self._nodes = nodes
+        self._known = {value.name: value for node in model.graph for value in node.outputs}
+        model.graph.outputs.clear()
+
+    def segment(self, at: int, exchanged: list[str]) -> Model:
+        nodes = [node for node, segment in self._nodes.items() if segment == at]
+        made = {value for node in nodes for value in node.outputs}
+        outputs = [value for value in self._results if value in made]
+        outputs += [self._known[name] for name in exchanged if self._known[name] in made]
+        outputs += [value for value in made if any(self._owner.get(user, at) != at for user, _ in value.uses())]
+        self._model.graph.remove(nodes)
+        imports = dict(self._model.graph.opset_imports)
+        graph = ir.Graph([], list(dict.fromkeys(outputs)), nodes=nodes, opset_imports=imports, name=f"segment{at}")
+        for value in captured_values(nodes):
+            self._bring(value, graph, at)
+        return Model(ir.Model(graph, ir_version=self._model.ir.ir_version or 10))
+
+    def _bring(self, value: ir.Value, graph: ir.Graph, at: int) -> None:
+        """Give a segment what it reads from elsewhere: a constant of its own, or an input."""
+        producer = value.producer()
+        if producer is not None and producer.op_type == "Constant":
+            twin = ir.Node("", "Constant", [], list(producer.attributes.values()), name=producer.name)
+            own = twin.outputs[0]
+            graph.insert_before(graph[0], twin)
+        else:
+            own = ir.Value()
+        own.name, own.type, own.shape = value.name, value.type, value.shape
+        if producer is None and value.is_initializer():
+            own.const_value = value.const_value
+            graph.register_initializer(own)
+        elif own.producer() is None:
+            graph.inputs.append(own)
+        for user, i in list(value.uses()):
+            if self._owner.get(user) == at:
+                user.replace_input_with(i, own)

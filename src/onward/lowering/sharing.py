@@ -1,0 +1,235 @@
+"""The step of one of several processes, each of which has a share of every batch.
+
+Together they compute what one process would from the whole batch. What is summed up over all samples is summed over all
+processes, by `AllReduce` nodes: the loss with what it is divided by, statistics of BatchNormalization, gradients. All
+that follows from these is the same everywhere: clipping, accumulation, the update.
+
+The derivative of an AllReduce is an AllReduce. If each process differentiates the loss of all, its gradients are such
+that their *mean* over processes is the gradient: what DDP and FSDP of PyTorch make of them, too.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import onnx_ir as ir
+
+from onward.build import DOMAIN, Builder, Expr
+from onward.constants import constant_ints
+from onward.errors import UnsupportedError
+from onward.lowering.dependencies import Flow
+from onward.lowering.expand import expand
+from onward.model.core import string, values
+from onward.model.walk import ancestors, read_by
+from onward.standard import is_standard
+from onward.transform.types import fill_in_types
+
+ALL_REDUCE = "AllReduce"
+_LOSSES = ("SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss")
+_SUMS = ("ReduceSum", "ReduceSumSquare", "ReduceL1")
+
+
+class Share(NamedTuple):
+    """Which of how many processes this is, and what they have in common."""
+
+    rank: int = 0
+    size: int = 1
+    batch_norm: bool = True
+    """Whether BatchNormalization has the statistics of the whole batch, or each process its own."""
+    gradients: bool = True
+    """Whether the step averages gradients. If not, whoever drives it does."""
+
+
+def is_all_reduce(node: ir.Node) -> bool:
+    return node.domain == DOMAIN and node.op_type == ALL_REDUCE
+
+
+def share_step(flow: Flow, share: Share) -> None:
+    """Make a step one of several that are run at once, in place."""
+    if share.size == 1:
+        return
+    fill_in_types(flow.combined, values(flow.graph))
+    sharing = _Sharing(flow, share)
+    if share.batch_norm:
+        sharing.normalize_together()
+    sharing.apply()
+    flow.graph.sort()
+
+
+class _Sharing:
+    def __init__(self, flow: Flow, share: Share):
+        self._flow, self._share = flow, share
+        self._op = Builder(flow.graph, opset=flow.combined.opset, names=flow.combined.names())
+
+    def normalize_together(self) -> None:
+        nodes = [n for n in self._flow.graph if n.op_type == "BatchNormalization" and _is_training(n)]
+        for user, at in [use for node in nodes for output in node.outputs[2:] for use in output.uses()]:
+            if user.op_type == "CastLike" and at == 1:  # the number of samples, for what is divided by one less
+                self._replace(user.outputs[0], all_reduce)
+        expand(self._flow.combined.ir, {("", "BatchNormalization"): _batch_normalization}, _is_training)
+        self._op.names.take(value.name for value in values(self._flow.graph) if value.name)
+        self._flow.known.update({value.name: value for value in values(self._flow.graph)})
+
+    def apply(self) -> None:
+        self._draw_apart()
+        local = self._sum_up()
+        for gradient in self._flow.last_gradients():
+            if self._flow.value(string(gradient, "y")) in local:
+                raise UnsupportedError(
+                    "the loss is no sum or mean over all samples of a batch, as far as its graph tells",
+                    hint="end it with a ReduceMean or ReduceSum over all axes, or train it in one process",
+                )
+        if self._share.gradients:
+            for _, output in self._flow.results():
+                self._replace(output, lambda local: all_reduce(local, mean=True))
+
+    def _draw_apart(self) -> None:
+        """Let each process draw random numbers of its own; the generator goes on as one, the same for all."""
+        flow = self._flow
+        for name in [name for name, value in flow.state.items() if value in flow.random]:
+            _, onwards = ancestors([flow.value(flow.bindings[name])] if name in flow.bindings else [])
+            drawing = [(node, i) for node, i in flow.state[name].uses() if node.outputs[0] not in onwards]
+            own = self._op.BitwiseXor(flow.state[name], np.array([0, self._share.rank], np.uint32))
+            for node, i in drawing:
+                node.replace_input_with(i, own.value)
+
+    def _sum_up(self) -> set[ir.Value]:
+        """Sum over all processes what is summed over all samples on the way to losses and other metrics; what else
+        depends on the samples of this process."""
+        flow = self._flow
+        wanted = [flow.value(name) for name in flow.metrics]
+        wanted += [flow.value(string(node, "y")) for node in flow.last_gradients()]
+        nodes, _ = ancestors(wanted)
+        state = set(flow.state.values())
+        local = {value for value in flow.graph.inputs if value not in state}
+        for node in list(flow.graph):
+            read = list(read_by(node))[: 1 if node.op_type == "CastLike" else None]  # of the other, only the type
+            if is_all_reduce(node) or local.isdisjoint(read):
+                continue
+            if node in nodes and _reduces_all(node):
+                self._reduce(node)
+            else:
+                local.update(node.outputs)
+        return local
+
+    def _reduce(self, node: ir.Node) -> None:
+        op, (x, *_) = self._op, node.inputs
+        assert x is not None
+        if node.op_type in _LOSSES and node.attributes.get_string("reduction", "mean") == "mean":
+            node.attributes["reduction"] = ir.AttrString("reduction", "sum")
+            count = all_reduce(self._counted(node))
+            self._replace(node.outputs[0], lambda local: all_reduce(local) / op.CastLike(count, local))
+        elif node.op_type in (*_SUMS, *_LOSSES):
+            self._replace(node.outputs[0], all_reduce)
+        elif node.op_type == "ReduceMean":
+            count = op.Cast(op.Size(x), to=ir.DataType.FLOAT)
+            part = count / all_reduce(count)
+            self._replace(node.outputs[0], lambda local: all_reduce(local * op.CastLike(part, local)))
+        else:
+            raise UnsupportedError(
+                f"the loss depends on {_describe(node)} over the samples of a batch, which is not a sum of shares",
+                hint="train it in one process, or take a loss that is a sum or a mean over samples",
+            )
+
+    def _counted(self, node: ir.Node) -> Expr:
+        """What a mean of losses is divided by: the weights of the labels that take part."""
+        op, (_, labels, *rest) = self._op, node.inputs
+        assert labels is not None
+        weights, ignored = rest[0] if rest else None, node.attributes.get("ignore_index")
+        if weights is None and ignored is None:
+            return op.Cast(op.Size(labels), to=ir.DataType.FLOAT)
+        kept = op.Not(op.Equal(labels, ignored.as_int())) if ignored is not None else None
+        if weights is None:
+            return op.ReduceSum(op.Cast(kept, to=ir.DataType.FLOAT), keepdims=0)
+        weight = op.Cast(op.Gather(weights, op.Where(kept, labels, 0) if kept else labels), to=ir.DataType.FLOAT)
+        return op.ReduceSum(op.Where(kept, weight, 0.0) if kept else weight, keepdims=0)
+
+    def _replace(self, value: ir.Value, change: Any) -> None:
+        """Let all read something else in the place of a value, under its name."""
+        name, uses = value.name or "", list(value.uses())
+        is_output = value.is_graph_output()
+        new = change(self._op(value)).like(value).value
+        for node, i in uses:
+            node.replace_input_with(i, new)
+        if is_output:
+            outputs = self._flow.graph.outputs
+            outputs[:] = [new if output is value else output for output in outputs]
+        value.name = self._op.names.fresh(f"{name}/local")
+        new.name = name
+        self._flow.known[name] = new
+
+
+def _is_training(node: ir.Node) -> bool:
+    return node.attributes.get_int("training_mode", 0) == 1
+
+
+def all_reduce(x: Expr, *, mean: bool = False) -> Expr:
+    """The sum over all shares of a batch, or the mean over all processes: where some have the same share, it counts
+    once in a sum."""
+    made: Expr = x.op.node(DOMAIN, ALL_REDUCE, x, mean=int(mean))
+    return made.like(x.value)
+
+
+def is_mean(node: ir.Node) -> bool:
+    """Whether an AllReduce makes the mean."""
+    return node.attributes.get_int("mean", 0) == 1
+
+
+def _reduces_all(node: ir.Node) -> bool:
+    """Whether a node makes one number of a tensor."""
+    if not is_standard(node):
+        return False
+    if node.op_type in _LOSSES:
+        return node.attributes.get_string("reduction", "mean") != "none"
+    if node.op_type == "Size":
+        return False
+    if not node.op_type.startswith("Reduce") or not _is_float(node.inputs[0]):
+        return False
+    axes = constant_ints(node.inputs[1]) if len(node.inputs) > 1 else tuple(node.attributes.get_ints("axes", ()))
+    shape = node.inputs[0].shape if node.inputs[0] is not None else None
+    if not axes:
+        return node.attributes.get_int("noop_with_empty_axes", 0) == 0
+    return shape is not None and len(shape) == len(axes)
+
+
+def _is_float(value: ir.Value | None) -> bool:
+    return value is not None and (value.dtype is None or value.dtype.is_floating_point())
+
+
+def _describe(node: ir.Node) -> str:
+    return f"the {node.op_type} `{node.name or node.outputs[0].name}`"
+
+
+# ---- statistics of the whole batch -----------------------------------------------------------------------------------
+
+
+def _batch_normalization(
+    op: Builder, inputs: list[Expr | None], attributes: dict[str, Any], outputs: int
+) -> tuple[Expr, ...]:
+    """BatchNormalization in training mode, whose mean and variance are those of all processes."""
+    x, scale, bias, mean, variance = inputs
+    assert x is not None and scale is not None and bias is not None and mean is not None and variance is not None
+    rows = op.Reshape(x, np.array([0, 0, -1], np.int64))  # whatever the number of axes: samples, channels, the rest
+    count = all_reduce(_count(op, x))
+    batch_mean = all_reduce(op.ReduceSum(rows, [0, 2], keepdims=1)) / count
+    centred = rows - batch_mean
+    batch_variance = all_reduce(op.ReduceSum(centred * centred, [0, 2], keepdims=1)) / count
+    along = np.array([1, -1, 1], np.int64)
+    scaled = centred / op.Sqrt(batch_variance + attributes["epsilon"]) * op.Reshape(scale, along)
+    y = op.Reshape(scaled + op.Reshape(bias, along), op.Shape(x))
+    running = [
+        _follow(op, old, op.Squeeze(new, [0, 2]), attributes["momentum"])
+        for old, new in ((mean, batch_mean), (variance, batch_variance))
+    ]
+    return (y.like(x.value), *running)[:outputs]
+
+
+def _count(op: Builder, x: Expr) -> Expr:
+    """How many numbers of each channel there are."""
+    return op.CastLike(op.Div(op.Size(x), op.Gather(op.Shape(x), np.int64(1))), x)
+
+
+def _follow(op: Builder, old: Expr, new: Expr, momentum: float) -> Expr:
+    new = op.CastLike(new, old)
+    return new.like(old.value) if momentum == 0 else (old * momentum + new * (1 - momentum)).like(old.value)

@@ -1,0 +1,243 @@
+"""Several processes compute together what one computes alone."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx.parser
+import pytest
+
+import onward
+from onward.engines.group import Group
+from onward.model.state import all_states
+from thread_group import run_together
+
+NET = """
+    <ir_version: 10, opset_import: ["": 21]>
+    net (float[n, 1, 8, 8] image) => (float[n, 10] logits)
+    <float[4, 1, 3, 3] w1, float[4] scale, float[4] bias, float[4] mean, float[4] var, float[144, 10] w2>
+    {
+        conv = Conv(image, w1)
+        normal = BatchNormalization(conv, scale, bias, mean, var)
+        active = Relu(normal)
+        flat = Flatten(active)
+        logits = MatMul(flat, w2)
+    }"""
+
+
+@pytest.fixture(scope="module")
+def net() -> onnx.ModelProto:
+    model = onnx.parser.parse_model(NET)
+    rng = np.random.default_rng(0)
+    shapes = {"w1": (4, 1, 3, 3), "scale": (4,), "bias": (4,), "mean": (4,), "var": (4,), "w2": (144, 10)}
+    ones = {"scale", "var"}
+    for name, shape in shapes.items():
+        array = np.ones(shape) if name in ones else rng.normal(0, 0.2, shape) * (name[0] == "w")
+        model.graph.initializer.append(onnx.numpy_helper.from_array(array.astype(np.float32), name))
+    return model
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    rng = np.random.default_rng(1)
+    labels = rng.integers(0, 10, 101)
+    image = (rng.normal(0, 1, (101, 1, 8, 8)) + labels[:, None, None, None]).astype(np.float32)
+    path = tmp_path_factory.mktemp("data") / "digits.npz"
+    np.savez(path, image=image, labels=labels)
+    return path
+
+
+def batches(count: int, targets: Any) -> list[dict[str, np.ndarray]]:
+    """Every third is so small that shares differ, and every fifth smaller than the number of processes."""
+    rng = np.random.default_rng(2)
+    sizes = [2 if i % 5 == 4 else 7 if i % 3 == 2 else 12 for i in range(count)]
+    return [{"image": rng.normal(1, 2, (n, 1, 8, 8)).astype(np.float32), **targets(rng, n)} for n in sizes]
+
+
+def labels(rng: np.random.Generator, n: int) -> dict[str, np.ndarray]:
+    return {"labels": rng.integers(0, 10, n)}
+
+
+def some_ignored(rng: np.random.Generator, n: int) -> dict[str, np.ndarray]:
+    return {"labels": np.where(np.arange(n) % 3 == 0, -100, rng.integers(0, 10, n))}
+
+
+def amounts(rng: np.random.Generator, n: int) -> dict[str, np.ndarray]:
+    return {"target": rng.normal(0, 1, (n, 10)).astype(np.float32)}
+
+
+def twice(rng: np.random.Generator, n: int) -> dict[str, np.ndarray]:
+    return {**amounts(rng, n), "logits_target": rng.normal(0, 1, (n, 10)).astype(np.float32)}
+
+
+def steps(model: onward.Model, data: list[dict[str, np.ndarray]], group: Group | None) -> tuple[list[float], Any]:
+    options = {} if group is None else {"strategy": "ddp"}
+    with onward.engines.start(model, **options) as engine:
+        parts = [engine.group.part(batch) for batch in data]
+        losses = [float(engine.step(part)["loss"]) for part in parts]
+        return losses, (float(engine.evaluate(parts[0])["loss"]), engine.gradients(parts[0]), engine.state())
+
+
+ROOT_OF_MEAN = """
+    <domain: "mine", opset_import: ["": 21]>
+    RootOfMean (x, target) => (loss) {
+        difference = Sub(x, target)
+        square = Mul(difference, difference)
+        mean = ReduceMean<keepdims=0>(square)
+        loss = Sqrt(mean)
+    }"""
+
+RECIPES: dict[str, tuple[dict[str, Any], Any]] = {
+    "clipped and accumulated": (
+        {"loss": "cross_entropy", "optimizer": "adamw:lr=1e-2", "clip": "norm:0.5", "accumulate": 2},
+        labels,
+    ),
+    "ignored and weighted": (
+        {"loss": {"name": "cross_entropy", "weight": [1.0, 2.0, *[0.5] * 8], "ignore_index": -100}},
+        some_ignored,
+    ),
+    "smoothed, sample variance": ({"loss": "cross_entropy:label_smoothing=0.1", "variance": "sample"}, labels),
+    "a sum": ({"loss": "mse:reduction=sum", "optimizer": "sgd:lr=1e-4,momentum=0.9"}, amounts),
+    "a function of a mean": ({"loss": onnx.parser.parse_function(ROOT_OF_MEAN)}, amounts),
+    "two summands, averaged": ({"loss": ["mse", "l1:scale=0.5"], "ema": 0.9}, twice),
+}
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("case", RECIPES)
+def test_a_share_each(net: onnx.ModelProto, case: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe, targets = RECIPES[case]
+    model, data = onward.prepare(net, **recipe), batches(12, targets)
+    alone, (loss, gradients, state) = steps(model, data, None)
+    together = run_together(size, monkeypatch, lambda group: steps(model, data, group))
+    for losses, (same_loss, same_gradients, same_state) in together:
+        np.testing.assert_allclose(losses, alone, rtol=1e-5)
+        np.testing.assert_allclose(same_loss, loss, rtol=1e-5)
+        for name, array in gradients.items():
+            np.testing.assert_allclose(same_gradients[name], array, rtol=1e-3, atol=1e-6, err_msg=name)
+        for name in ("mean", "var"):
+            np.testing.assert_allclose(same_state[name], state[name], rtol=1e-5, err_msg=name)
+    assert all((together[0][1][2][name] == other[1][2][name]).all() for other in together for name in state)
+
+
+def test_a_loss_of_pairs_is_refused(net: onnx.ModelProto, monkeypatch: pytest.MonkeyPatch) -> None:
+    furthest = onnx.parser.parse_function("""
+        <domain: "mine", opset_import: ["": 21]>
+        Furthest (x, target) => (loss) { difference = Sub(x, target) loss = ReduceMax<keepdims=0>(difference) }""")
+    model = onward.prepare(net, loss=furthest)
+    with pytest.raises(onward.Error, match="ReduceMax"):
+        run_together(2, monkeypatch, lambda group: steps(model, batches(1, amounts), group))
+
+
+def test_each_process_draws_its_own_numbers(net: onnx.ModelProto, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a generator that goes on as that of one process does."""
+    net = onnx.ModelProto.FromString(net.SerializeToString())
+    dropped = onnx.helper.make_node("Dropout", ["flat", "ratio"], ["dropped"])
+    net.graph.initializer.append(onnx.numpy_helper.from_array(np.float32(0.5), "ratio"))
+    net.graph.node.insert(4, dropped)
+    net.graph.node[2].op_type = "Identity"  # no zeros but those
+    net.graph.node[5].input[0] = "dropped"
+    model = onward.prepare(net, loss="mse", optimizer="sgd:lr=0")
+    image = np.random.default_rng(0).normal(size=(1, 1, 8, 8)).astype(np.float32)
+    same = {"image": image, "target": np.zeros((1, 10), np.float32)}
+
+    def state_and_gradient(group: Group) -> tuple[np.ndarray, np.ndarray]:
+        with onward.engines.start(model, strategy="ddp", sync_batch_norm=False) as engine:
+            engine.step(same)
+            return engine.state()["rng"], engine.gradients(same)["w2"]
+
+    with onward.engines.start(model) as engine:
+        engine.step(same)
+        expected = engine.state()["rng"]
+    found = run_together(2, monkeypatch, state_and_gradient)
+    for rng, gradient in found:
+        assert (rng == expected).all()
+        dropped_by_all = np.mean(~gradient.any(axis=1))
+        assert 0.1 < dropped_by_all < 0.4  # half of them, if all had drawn the same
+
+
+# ---- real processes --------------------------------------------------------------------------------------------------
+
+RUN = ["--loss", "cross_entropy", "--optimizer", "adamw:lr=3e-3", "--clip", "norm:1", "--accumulate", "2"]
+RUN += ["--validation", "0.2", "--metric", "f1", "--batch-size", "24", "--quiet"]
+
+
+def start_training(net: Path, data: Path, run: Path, *more: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "onward", "train", str(net), "--data", str(data), *RUN]
+    command += ["--run", str(run), *more]
+    return subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+def train(net: Path, data: Path, run: Path, *more: str) -> onward.Run:
+    with start_training(net, data, run, *more) as process:
+        out, err = process.communicate(timeout=300)
+    assert process.returncode == 0, out + err
+    return onward.Run(run)
+
+
+def curve(run: onward.Run) -> list[float]:
+    kinds = ("step", "epoch", "validation")
+    events = [event for event in run.log if event["event"] in kinds]
+    return [value for event in events for name, value in event.items() if name in ("loss", "f1", "samples")]
+
+
+@pytest.fixture(scope="module")
+def file(net: onnx.ModelProto, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model") / "net.onnx"
+    onnx.save(net, path)
+    return path
+
+
+def test_train(file: Path, digits: Path, tmp_path: Path) -> None:
+    """A run of two processes has the curve of one, in its log, in the metrics, and resumed by one alone."""
+    alone = train(file, digits, tmp_path / "alone", "--epochs", "4")
+    two = train(file, digits, tmp_path / "two", "--epochs", "2", "--nproc", "2", "-o", str(tmp_path / "out.onnx"))
+    assert (tmp_path / "out.onnx").exists()
+    assert len([event for event in two.log if event["event"] == "start"]) == 1
+    onward.resume(two.path, epochs=4, quiet=True)
+    np.testing.assert_allclose(curve(two), curve(alone), rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_twenty_kills(file: Path, digits: Path, tmp_path: Path) -> None:
+    """A worker that is killed is started again, with the others, and nothing is lost beyond the last save."""
+    options = ("--epochs", "400", "--save-every", "0.3", "--nproc", "2")
+    undisturbed = train(file, digits, tmp_path / "undisturbed", *options)
+    run = tmp_path / "disturbed"
+    process = start_training(file, digits, run, *options, "--restarts", "40")
+    luck, kills, seen = random.Random(0), 0, -1
+    while process.poll() is None and kills < 20:
+        time.sleep(luck.uniform(0.5, 2))
+        workers = workers_of(run)
+        step = onward.Run(run).progress["step"] if (run / "training.onnx").exists() else -1
+        if len(workers) == 2 and step > seen:  # each has made some way
+            os.kill(luck.choice(workers), signal.SIGKILL)
+            kills, seen = kills + 1, step
+    out, err = process.communicate(timeout=600)
+    assert process.returncode == 0, out + err
+    assert kills == 20
+    expected = {state.name: state.array for state in all_states(undisturbed.model)}
+    for state in all_states(onward.Run(run).model):
+        assert (state.array == expected[state.name]).all(), state.name
+
+
+def workers_of(run: Path) -> list[int]:
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            command = (entry / "cmdline").read_bytes().split(b"\0")
+            environment = (entry / "environ").read_bytes()
+        except (OSError, ValueError):
+            continue
+        if entry.name.isdecimal() and str(run).encode() in command and b"LOCAL_RANK=" in environment:
+            found.append(int(entry.name))
+    return found
