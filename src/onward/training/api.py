@@ -140,9 +140,10 @@ def resume(
     - `callbacks`: those that are to be told, as for `train`
     - `quiet`: show no progress
     """
-    path = run.path if isinstance(run, Run) else run
-    group = join_group(device or Run(path).config.get("device", "cpu"))
-    folder = Folder(path) if group.is_first else Follower(path)
+    run = run if isinstance(run, Run) else Run(run)
+    run.refuse_if_empty()
+    group = join_group(device or run.config.get("device", "cpu"))
+    folder = Folder(run.path) if group.is_first else Follower(run.path)
     with folder.reopen() as training:
         data, own, _ = in_parts(data, validation)
         if isinstance(folder.config.get("validation"), str | list):  # not a share of the data, nor nothing

@@ -93,7 +93,7 @@ class Folder(Run):
     @contextlib.contextmanager
     def reopen(self) -> Iterator[Model]:
         """The training model as it was last saved. Within it, the folder is ours alone."""
-        self._refuse_if_empty()
+        self.refuse_if_empty()
         with lock_folder(self.path):
             self._refuse_links()
             self._sweep()

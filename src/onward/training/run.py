@@ -82,7 +82,7 @@ class Run:
     @property
     def model(self) -> Model:
         """The training model as it was last saved."""
-        self._refuse_if_empty()
+        self.refuse_if_empty()
         return load(self.path / TRAINING)
 
     @property
@@ -118,7 +118,8 @@ class Run:
         measured = [event for event in self.log if event.get("event") == "validation"]
         return {name: value for name, value in measured[-1].items() if name not in _WHEN} if measured else {}
 
-    def _refuse_if_empty(self) -> None:
+    def refuse_if_empty(self) -> None:
+        """Fail if there is no run in the folder."""
         if not (self.path / TRAINING).exists():
             raise DataError(f"`{self.path}` holds no run: there is no {TRAINING}", hint="start one with `onward train`")
 
