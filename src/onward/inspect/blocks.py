@@ -116,13 +116,13 @@ class _Trunk:
                 source = source_of(value, _HANDS_ON)
                 if source in self._made and (producer := source.producer()) in places and producer is not None:
                     last[producer] = at
-        lives = [(places[node], at) for node, at in last.items()]
         sizes = [tuple(_size(value) for value in read_by(node)) for node in self.nodes]
         return Row(
             words,
-            list(zip(words, sizes, strict=True)),
-            [path if readers[path] == 1 else "" for path in self._paths],
-            lives,
+            details=list(zip(words, sizes, strict=True)),
+            reads_parameters=list(map(bool, self._paths)),
+            paths=[path if readers[path] == 1 else "" for path in self._paths],
+            lives=[(places[node], at) for node, at in last.items()],
         )
 
 
@@ -155,7 +155,8 @@ def _word(node: ir.Node, path: str) -> Hashable:
 def _places(graph: ir.Graph, trunk: _Trunk, spans: Sequence[Span]) -> dict[ir.Node, int]:
     """The number of the part of each node: odd for blocks, even for what is before, between and after them.
 
-    What is beside the trunk is computed where it is read, or, if several parts read it, as early as can be.
+    What is beside the trunk is computed where it is read, or, if several parts read it, as early as can be. What only
+    hands on the result of a node, without others that read it, belongs to that.
     """
     fixed: dict[ir.Node, int] = {}
     starts = [*(start for start, _ in spans), len(trunk.nodes)]
@@ -166,6 +167,8 @@ def _places(graph: ir.Graph, trunk: _Trunk, spans: Sequence[Span]) -> dict[ir.No
         fixed[node] = 2 * block - (block > 0 and at < spans[block - 1].end)
     earliest: dict[ir.Node, int] = {}
     for node in graph:
+        if (source := _only_source(node)) in fixed:
+            fixed[node] = fixed[source]
         sources = (earliest[p] for value in read_by(node) if (p := value.producer()) in earliest and p is not None)
         earliest[node] = fixed.get(node, max(sources, default=0))
     places: dict[ir.Node, int] = {}
@@ -178,6 +181,12 @@ def _places(graph: ir.Graph, trunk: _Trunk, spans: Sequence[Span]) -> dict[ir.No
             if (producer := value.producer()) is not None:
                 wanted.setdefault(producer, set()).add(place)
     return places
+
+
+def _only_source(node: ir.Node) -> ir.Node | None:
+    """What makes the value that a node hands on in its place, since nobody else reads it."""
+    value = node.inputs[0] if node.op_type in _HANDS_ON and node.inputs else None
+    return value.producer() if value is not None and len(value.uses()) == 1 else None
 
 
 def _readers(graph: ir.Graph, places: dict[ir.Node, int]) -> dict[ir.Value, set[int]]:
