@@ -63,28 +63,42 @@ class Schedule:
         self,
         graph: ir.Graph,
         contract: Contract,
-        kernels: Iterable[Kernel] = (),
+        kernels: Sequence[Kernel] = (),
         is_inside: Callable[[ir.Value], bool] = lambda value: False,
+        holds_twice: Callable[[ir.Node], bool] = lambda node: False,
     ):
-        """`is_inside` says what else is not left in memory, of what nodes make on the way back."""
+        """`is_inside` says what else is not left in memory, of what nodes make on the way back, and `holds_twice` which
+        of those nodes need as much again as their result while they run."""
         gradients = [value for value in graph.outputs if value.name in contract.gradients]
         self.forward, self.backward = _in_order(graph, gradients)
         self._owner = _owners(self.nodes)
         self._gradients = {self._owner.get(value, value) for value in gradients}
+        self._inside = {v for node in self.backward for v in node.outputs if is_inside(v) and v not in self._gradients}
+        self._inside.update(value for kernel in kernels for value in kernel.inside)
+        self._twice = [node for node in self.backward if holds_twice(node)]
         at = {node: i for i, node in enumerate(self.nodes)}
         self._born = {value: at[node] for node in self.nodes for value in node.outputs}
         self._reads: dict[ir.Value, list[int]] = {}
-        for node, i in at.items():
+        for node, end in self._ends(at).items():
             for value in set(read_by(node)) if node.op_type not in _OF_SHAPES else ():
-                self._reads.setdefault(self._owner.get(value, value), []).append(i)
-        self._inside = {v for node in self.backward for v in node.outputs if is_inside(v) and v not in self._gradients}
+                self._reads.setdefault(self._owner.get(value, value), []).append(end)
         for kernel in kernels:
-            self._inside.update(kernel.inside)
-            late = [
-                i for v in kernel.inside for i in self._reads.get(self._owner.get(v, v), []) if i >= len(self.forward)
-            ]
-            for value in {self._owner.get(v, v) for v in kernel.kept} if late else ():
-                self._reads[value] = sorted([*self._reads.get(value, []), *late])
+            read = [i for v in kernel.inside for i in self._reads.get(self._owner.get(v, v), [])]
+            late = [i for i in read if i >= len(self.forward)]
+            for value in {self._owner.get(v, v) for v in kernel.kept}:
+                self._reads.setdefault(value, []).extend(late)
+        for reads in self._reads.values():
+            reads.sort()
+
+    def _ends(self, at: Mapping[ir.Node, int]) -> dict[ir.Node, int]:
+        """When the kernel of each node is done: on the way back, what is inside of one is computed with what it reads
+        still there."""
+        ends = {node: at[node] for node in self.forward}
+        for node in reversed(self.backward):
+            readers = [ends[reader] for value in node.outputs for reader in value.consumers() if reader in ends]
+            is_inside = all(value in self._inside for value in node.outputs)
+            ends[node] = max(readers, default=at[node]) if is_inside else at[node]
+        return ends
 
     @property
     def nodes(self) -> list[ir.Node]:
@@ -113,6 +127,9 @@ class Schedule:
             for start, stop in lives:
                 changes[0, start] += size
                 changes[0, stop + 1] -= size
+        for value in (node.outputs[0] for node in self._twice):
+            changes[0, self._born[value]] += bytes_of(value)
+            changes[0, self._born[value] + 1] -= bytes_of(value)
         activations, gradients = np.cumsum(changes[:, :count], axis=1)
         return Usage(sum(kept.values()), activations, gradients)
 

@@ -63,7 +63,11 @@ class Workload:
         if engine in FUSES_ATTENTION:
             kernels, scores = _attention(lower_for_framework(model, step, "gradients"), self.graph)
             self.schedule = Schedule(
-                self.graph, self.contract, kernels, lambda v: dims_of(v) in scores or _stays_in_a_rule(v)
+                self.graph,
+                self.contract,
+                kernels,
+                lambda v: dims_of(v) in scores or _stays_in_a_rule(v),
+                _ends_cross_entropy,
             )
         else:
             self.schedule = Schedule(self.graph, self.contract)
@@ -162,6 +166,11 @@ def _stays_in_a_rule(value: ir.Value) -> bool:
     scope = (node.name or "").rpartition("/")[0] if node is not None else ""
     readers = [(reader.name or "").rpartition("/")[0] for reader in value.consumers()]
     return scope.startswith("grad/") and bool(readers) and all(reader == scope for reader in readers)
+
+
+def _ends_cross_entropy(node: ir.Node) -> bool:
+    """Frameworks go back through the logarithm of probabilities, and hold its gradient beside that of the logits."""
+    return node.op_type == "ScatterElements" and (node.name or "").endswith("SoftmaxCrossEntropyLoss/ScatterElements")
 
 
 def _attention(model: Model, lowered: ir.Graph) -> tuple[list[Kernel], set[tuple[int, ...] | None]]:
