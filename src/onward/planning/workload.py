@@ -134,16 +134,23 @@ def _sizes_in_half(schedule: Schedule) -> dict[ir.Value, int]:
     width: dict[ir.Value, int] = {}
     backward = set(schedule.backward)
     for node in schedule.nodes:
-        read = [
-            width.get(v) or bytes_of(v) // elements(v) for v in node.inputs if v and _is_float(v) and elements(v) > 1
-        ]
-        few = 2 if node.op_type in PRODUCTS else 4 if node.op_type in _EXACT else max(read, default=4)
+        tensors = [v for v in node.inputs if v is not None and _is_float(v) and elements(v) > 1]
+        widest = max((width.get(v) or bytes_of(v) // elements(v) for v in tensors), default=4)
+        is_product = node.op_type in PRODUCTS or _adds_bias(node)
+        few = 2 if is_product else 4 if node.op_type in _EXACT else widest
         width.update({v: min(few, bytes_of(v) // elements(v)) for v in node.outputs if _is_float(v) and elements(v)})
     for value in schedule.kept():
         readers = [node for node in value.consumers() if node in backward]
         if value in width and all(node.op_type in PRODUCTS | {"Reshape", "Transpose"} for node in readers):
             width[value] = min(2, width[value])  # a product keeps what it was given in 16 bits
     return {value: elements(value) * size for value, size in width.items()}
+
+
+def _adds_bias(node: ir.Node) -> bool:
+    """Whether a node adds a row to a product, which frameworks do with the product."""
+    made = [value.producer() for value in node.inputs if value is not None]
+    rows = [len(dims_of(value) or ()) for value in node.inputs if value is not None and value.producer() is None]
+    return node.op_type == "Add" and rows == [1] and any(each is not None and each.op_type in PRODUCTS for each in made)
 
 
 def _is_float(value: ir.Value | None) -> bool:
