@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -225,3 +226,14 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "cannot be copied" in message and "beside" in hint
     message, hint = failed("plan", "tiny.onnx", "--devices", "4")
     assert "the sizes of `tokens` are open" in message and "--shape tokens=" in hint
+
+
+@pytest.mark.slow
+def test_the_page_shows_what_the_command_prints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).resolve().parent.parent / "docs/scale.md").read_text()
+    shown = re.findall(r"^\$ (onward plan llama-(\w+)\.onnx .*)\n((?:.*\n)+?)```", page, re.MULTILINE)
+    assert len(shown) == 3
+    monkeypatch.chdir(tmp_path)
+    for command, size, output in shown:
+        onnx.save(llama(SIZES[size]), f"llama-{size}.onnx")
+        assert run(*command.split()[1:]).stdout.rstrip() == output.rstrip()
