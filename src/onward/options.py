@@ -251,8 +251,8 @@ class FeedOptions:
         None,
         _DATA,
         "DATA",
-        "a .npz, .csv, .parquet, .arrow or .safetensors file, a folder of images or of a data set of Hugging Face, or "
-        "`NAME=FILE.npy` for each column",
+        "a .npz, .csv, .parquet, .arrow or .safetensors file, or several (`'tokens/*.parquet'`), a folder of images or "
+        "of a data set of Hugging Face, or `NAME=FILE.npy` for each column",
         repeated=True,
         also="arrays by name, or anything that gives batches",
     )
@@ -281,6 +281,13 @@ class FeedOptions:
     )
     last: Last = _option("keep", _DATA, "HOW", "a last batch that is not full: `keep`, `drop` or `pad` it")
     shuffle: bool = _option(True, _DATA, None, "whether samples are taken in another order in each epoch")
+    window: Annotated[int, Range(least=0)] | None = _option(
+        None,
+        _DATA,
+        "N",
+        "shuffle the pieces in which files are read, then samples within N of them; 0 for all samples at once; what "
+        "suits the files unless given",
+    )
     classes: Sequence[str] | None = _option(
         None,
         _DATA,

@@ -83,7 +83,7 @@ def train(
     if run is not None and group.is_first:
         Folder(run).refuse_if_in_use()
     seed = wanted.seed or 0
-    made = prepare_training(original, data, wanted.columns, asked.get("batch_size"), recipe, seed)
+    made = prepare_training(original, data, wanted.columns, asked.get("batch_size"), recipe, seed, wanted.window)
     training = made.model
     if wanted.reset:
         training = start_over(training if wanted.seed is None else with_seed(training, seed))

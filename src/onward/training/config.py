@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import glob
 import json
 import os
 import re
@@ -218,6 +219,6 @@ def _missing_path(stored: Any) -> str | None:
     paths = [stored] if isinstance(stored, str) else stored.values() if isinstance(stored, Mapping) else stored
     for path in paths if isinstance(paths, Iterable) else ():
         file = _parts(path)[1]
-        if not os.path.exists(file) and not os.path.exists(file.rpartition(":")[0]):
+        if not any(os.path.exists(one) or glob.glob(one, recursive=True) for one in (file, file.rpartition(":")[0])):
             return file
     return None

@@ -58,6 +58,7 @@ def open_feed(engine: Engine, config: Config, opened: Dataset | Stream | None = 
             shuffle=shuffle,
             seed=config.seed or 0,
             last=last,
+            window=config.window,
             classes={labels.name: labels.count} if labels is not None else None,
             ignore=labels.ignored if labels is not None else None,
             noise=noise,
@@ -107,7 +108,7 @@ def _parts(
 ) -> tuple[_Part, _Part | None]:
     """What is trained on, and what is validated with, if anything."""
     images = format_for(inputs, single_pictures(training))
-    data = open_data(config.data, images=images) if opened is None else opened
+    data = open_data(config.data, images=images, window=config.window) if opened is None else opened
     way = match(data.columns, inputs, config.columns)
     if labels is not None:
         if config.classes is not None:  # as they were when the run was started, for example

@@ -40,6 +40,7 @@ def prepare_training(
     batch_size: int | None,
     recipe: Mapping[str, Any],
     seed: int,
+    window: int | None = None,
 ) -> Prepared:
     """The training model for a model, a recipe and data; the latter matter if they are preprocessed.
 
@@ -67,7 +68,7 @@ def prepare_training(
     inputs = {value.name or "": value for value in (*training.inputs, *training.step().algorithm.inputs)}
     given = pipelines(model, preprocess)
     singles = {name: one for name, one in given.items() if one.raw is None or one.raw.dtype is ir.DataType.FLOAT}
-    source = open_data(data, images=format_for(inputs, singles))
+    source = open_data(data, images=format_for(inputs, singles), window=window)
     told = with_data(given, inputs, source.columns, columns)
     preprocess = {name: pipeline.all_specs for name, pipeline in told.items()}
     kept = {name: as_bytes(pipeline).all_specs for name, pipeline in told.items()}

@@ -20,8 +20,9 @@ _MOST_TURNED = 64 << 20  # bytes of an array in Fortran order that is turned in 
 _AT_ONCE = 1 << 20
 
 
-def open_npy(path: Path) -> Columns:
-    return Columns({path.stem: _array(DataFile.open(path), 0, str(path))}, path.name)
+def open_npy(path: Path, name: str | None = None) -> Columns:
+    """An array as a column, which is called like the file unless it has a `name`."""
+    return Columns({name or path.stem: _array(DataFile.open(path), 0, str(path))}, path.name)
 
 
 def open_npz(path: Path, only: str | None = None) -> Columns:

@@ -3,7 +3,7 @@
 These files are mapped, unlike others: where their rows are only Arrow knows, which wants the whole. So that a file
 that shrinks is an error and does not end the process, its size is looked at before each batch; what remains is the
 moment between. What was read stays mapped and counts as memory, but the system takes it back when it needs it.
-Files that are compressed would be copied to memory whole, so they are converted once, as Parquet is.
+Files that are compressed would be copied to memory whole, so they are converted once, as CSV is.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import numpy as np
 
 from onward.errors import DataError
 from onward.training.data.arrow_values import Reader, pyarrow
-from onward.training.data.dataset import Batch, Dataset, check_not_empty, known_columns, optional_package
-from onward.training.data.files import check_file
+from onward.training.data.dataset import Batch, Dataset, check_not_empty, known_columns
+from onward.training.data.files import UNCHANGED, check_file
 from onward.training.data.images import ImageFormat
 from onward.training.data.records import Conversion, Records
 from onward.training.data.views import concatenate
@@ -96,8 +96,7 @@ class _Mapped:
         except OSError:
             return  # its name is gone; what is open can still be read
         if size < self._size:
-            hint = "leave data as they are until the run is over; the run can be resumed"
-            raise DataError(f"{self._path} has become shorter since it was opened", hint=hint)
+            raise DataError(f"{self._path} has become shorter since it was opened", hint=UNCHANGED)
 
 
 def _convert_once(path: Path, length: int, images: ImageFormat) -> Records:
@@ -167,47 +166,3 @@ def _json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"cannot read {path}: {error}") from None
     return found if isinstance(found, dict) else {}
-
-
-# ---- Parquet ---------------------------------------------------------------------------------------------------------
-
-
-_CHUNK = 4096  # rows
-
-
-def open_parquet(path: Path, images: ImageFormat) -> Records:
-    file = _open(path)
-    check_not_empty(file.metadata.num_rows, str(path))
-    first = next(_batches(path, None, rows=1), None)
-    if first is None:
-        raise DataError(f"{path} is not a whole Parquet file: it has no rows, and says that it has some")
-    reader = Reader(first, images, path.name)
-
-    def chunks(names: Sequence[str]) -> Iterator[Batch]:
-        row = 0
-        for batch in _batches(path, names):
-            yield reader.batch(names, batch, row)
-            row += batch.num_rows
-
-    def row(index: int) -> str:
-        return f"row {index:,} of {path.name}"
-
-    return Records(Conversion(reader.columns, file.metadata.num_rows, chunks, row, path.name))
-
-
-def _batches(path: Path, names: Sequence[str] | None, rows: int = _CHUNK) -> Iterator[Any]:
-    try:
-        for batch in _open(path).iter_batches(rows, columns=names, use_threads=False):
-            if batch.num_rows:
-                yield batch
-    except (OSError, pyarrow().ArrowException) as error:
-        raise DataError(f"cannot read {path}: {error}") from None
-
-
-def _open(path: Path) -> Any:
-    parquet = optional_package("pyarrow.parquet", "reading Parquet files")
-    check_file(path)
-    try:
-        return parquet.ParquetFile(path, memory_map=False, pre_buffer=False)
-    except (OSError, pyarrow().ArrowException) as error:
-        raise DataError(f"{path} is not a whole Parquet file: {error}") from None

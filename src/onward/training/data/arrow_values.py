@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -29,6 +30,12 @@ class Reader:
             name: self._column(name, _storage(values).slice(0, 1), images)
             for name, values in zip(first.schema.names, first.columns, strict=True)
         }
+
+    def of(self, origin: str) -> Reader:
+        """The same for another file."""
+        reader = copy.copy(self)
+        reader._origin = origin
+        return reader
 
     def is_encoded(self, name: str) -> bool:
         """Whether a column holds images in the bytes of their files, each of which is decoded."""

@@ -15,9 +15,9 @@ import onnx_ir as ir
 from onward.engines.group import Alone, Group, Portion
 from onward.errors import DataError, UnknownNameError, near
 from onward.recipe.spec import check_options, lookup, parse
-from onward.training.data.dataset import Batch, Dataset
+from onward.training.data.dataset import Batch, Dataset, bytes_of_row, pieces_of
 from onward.training.data.fitting import Binding, is_float
-from onward.training.data.order import Order
+from onward.training.data.order import Order, WindowOrder
 from onward.training.data.prefetch import prefetch
 from onward.training.data.samples import Stream
 
@@ -60,6 +60,8 @@ def _form(value: ir.Value) -> tuple[np.dtype, tuple[int, ...]]:
     return value.dtype.numpy(), tuple(sizes)
 
 
+WINDOW = 512 << 20
+"""Bytes of rows among which those of data in pieces are shuffled, unless it is said."""
 _ORDERED_AT_ONCE = 1 << 16  # rows whose order is computed together
 
 
@@ -69,6 +71,8 @@ class Batches:
     - `size`, `shuffle`, `seed` and `last` are for data. A stream has batches and an order of its own.
     - `last` says what becomes of rows that do not fill a batch: "keep" (a smaller one), "drop", or "pad" (filled up
       with the first rows of the epoch; `samples` says how many are not).
+    - `window`: within how many rows they are shuffled, after the pieces that data are read in; all rows if it is 0, or
+      if it is not given and any row is read as quickly as the next. See `WindowOrder`.
     - `classes` are the numbers of classes of inputs that are labels, which must be less than that, or be `ignore`.
     - `noise` are further inputs, which are no data.
     - `group`: of each batch only the part of this process among them. Batches are the same however many there are.
@@ -84,6 +88,7 @@ class Batches:
         shuffle: bool = True,
         seed: int = 0,
         last: Literal["keep", "drop", "pad"] = "keep",
+        window: int | None = None,
         classes: Mapping[str, int] | None = None,
         ignore: int | None = None,
         noise: Noise | None = None,
@@ -98,6 +103,7 @@ class Batches:
         self._bindings = {name: _binding(given) for name, given in matched.items()}
         self._names = list(dict.fromkeys(column for b in self._bindings.values() for column in b.columns))
         self._size, self._shuffle, self._seed, self._last = size, shuffle, seed, last
+        self._window = window
         self._classes, self._ignore, self._ahead = dict(classes or {}), ignore, ahead
         self._noise = noise or Noise({}, {}, seed)
         self._group = group or Alone()
@@ -138,7 +144,7 @@ class Batches:
 
     def _orders(self, epoch: int, start: int) -> Iterator[np.ndarray]:
         """The rows of each batch. Their order is computed piece by piece, so that it takes no memory."""
-        order = Order(self._rows, self._seed, epoch) if self._shuffle else np.asarray
+        order = self._order(epoch) if self._shuffle else np.asarray
         at_once = max(_ORDERED_AT_ONCE // self._size, 1)
         count = self.per_epoch or 0
         for first in range(start, count, at_once):
@@ -146,6 +152,17 @@ class Batches:
             positions = np.arange(first * self._size, end if self._last == "pad" else min(end, self._rows))
             rows = order(positions % self._rows)
             yield from (rows[at : at + self._size] for at in range(0, len(rows), self._size))
+
+    def _order(self, epoch: int) -> Order | WindowOrder:
+        assert isinstance(self._data, Dataset)
+        pieces, window = pieces_of(self._data), self._window
+        if window is None and pieces is not None:
+            window = WINDOW // max(bytes_of_row(self._data.columns, self._names), 1)
+        if window is None or not 0 < window < self._rows:
+            return Order(self._rows, self._seed, epoch)
+        if pieces is None:
+            pieces = np.append(np.arange(0, self._rows, max(window // 16, 1)), self._rows)
+        return WindowOrder(pieces, window, self._size, self._seed, epoch)
 
     def _of_stream(self, epoch: int, start: int) -> Iterator[Batch]:
         assert isinstance(self._data, Stream)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -52,6 +53,19 @@ class Dataset(Protocol):
     def row(self, index: int) -> str:
         """Where a row comes from, for messages: `row 17 of digits.npz`."""
         ...
+
+
+def pieces_of(data: Dataset) -> np.ndarray | None:
+    """The first row of each piece of data that are read in pieces, and the number of all rows; None for others.
+
+    To read a row of a piece is to read all of it, so that rows are better taken in an order that knows (`pieces`).
+    """
+    return getattr(data, "pieces", None)
+
+
+def bytes_of_row(columns: Mapping[str, Column], names: Iterable[str]) -> int:
+    """What a row takes in memory. A dimension that is not known does not count."""
+    return sum(columns[name].dtype.itemsize * math.prod(dim or 1 for dim in columns[name].shape) for name in names)
 
 
 class Rows(Protocol):

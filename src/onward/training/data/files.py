@@ -7,12 +7,14 @@ count as memory of the process. A read per row costs a microsecond or two, and t
 
 from __future__ import annotations
 
+import os
 import tempfile
 import threading
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO
+from typing import IO, ClassVar
 
 import numpy as np
 
@@ -40,23 +42,65 @@ def files_in(folder: Path) -> list[Path]:
         raise DataError(f"cannot read the folder {folder}: {reason(error)}") from error
 
 
-class DataFile:
-    """A file to read from at any place; closed when nobody uses it any more."""
+UNCHANGED = "leave data as they are until the run is over; the run can be resumed"
+GONE = "it was there when the data were opened: put it back; the run can be resumed"
+_MOST_OPEN = 256
 
-    def __init__(self, file: IO[bytes], origin: str):
+
+class DataFile:
+    """A file to read from at any place; closed when nobody uses it any more.
+
+    Of files that have a name, no more than some are open at a time: the one that was used least recently is closed,
+    and opened when it is needed again. It must be the same then.
+    """
+
+    _open: ClassVar[OrderedDict[int, weakref.ref[DataFile]]] = OrderedDict()  # the one that was used last is last
+    _open_lock: ClassVar[threading.RLock] = threading.RLock()
+
+    def __init__(self, file: IO[bytes], origin: str, path: Path | None = None):
         self.origin = origin
         self.size = file.seek(0, 2)
-        self._file = file
+        self._path = path
         self._lock = threading.Lock()  # a file has one position
-        weakref.finalize(self, file.close)
+        self._hold(file)
 
     @classmethod
     def open(cls, path: Path) -> DataFile:
         check_file(path)
         try:
-            return cls(open(path, "rb", buffering=0), str(path))
+            return cls(open(path, "rb", buffering=0), str(path), path)
         except OSError as error:
             raise DataError(f"cannot open {path}: {error.strerror or error}") from error
+
+    def _hold(self, file: IO[bytes]) -> None:
+        self._file: IO[bytes] | None = file
+        self._facts = _facts(file)
+        self._close = weakref.finalize(self, _close, id(self), file)
+        if self._path is not None:
+            with self._open_lock:
+                self._open[id(self)] = weakref.ref(self)
+                for other in [one() for one in list(self._open.values())[:-_MOST_OPEN]]:
+                    if other is not None and other._lock.acquire(blocking=False):  # else it is in use
+                        other._close()
+                        other._file = None
+                        other._lock.release()
+
+    def _opened(self) -> IO[bytes]:
+        """The file, opened again if need be. The caller has the lock."""
+        if self._path is None or self._file is not None:
+            assert self._file is not None
+            with self._open_lock:
+                if id(self) in self._open:
+                    self._open.move_to_end(id(self))
+            return self._file
+        if not self._path.exists():
+            raise DataError(f"{self._path} is gone", hint=GONE)
+        before = self._facts
+        file = open(self._path, "rb", buffering=0)  # noqa: SIM115 # closed like the others
+        self._hold(file)
+        if self._facts != before:
+            raise DataError(f"{self._path} has changed since it was opened", hint=UNCHANGED)
+        return file
 
     @classmethod
     def temporary(cls, fill: Callable[[IO[bytes]], None], origin: str) -> DataFile:
@@ -84,15 +128,27 @@ class DataFile:
         view = buffer.data
         try:
             with self._lock:
-                self._file.seek(at)
+                file = self._opened()
+                file.seek(at)
                 while view.nbytes:  # a system may return less than asked for, and does beyond 2 GiB
-                    count = self._file.readinto(view)  # type: ignore[attr-defined] # raw files have it
+                    count = file.readinto(view)  # type: ignore[attr-defined] # raw files have it
                     if not count:
-                        hint = "leave data as they are until the run is over; the run can be resumed"
-                        raise DataError(f"{self.origin} has become shorter since it was opened", hint=hint)
+                        raise DataError(f"{self.origin} has become shorter since it was opened", hint=UNCHANGED)
                     view = view[count:]
         except OSError as error:
             raise DataError(f"cannot read {self.origin}: {error.strerror or error}") from error
+
+
+def _facts(file: IO[bytes]) -> tuple[int, int, int]:
+    """What is the same as long as a file is."""
+    stat = os.fstat(file.fileno())
+    return stat.st_ino, stat.st_size, stat.st_mtime_ns
+
+
+def _close(number: int, file: IO[bytes]) -> None:
+    with DataFile._open_lock:
+        DataFile._open.pop(number, None)
+    file.close()
 
 
 class FileRows:

@@ -41,6 +41,55 @@ class Order:
         return high * self._low + low
 
 
+class WindowOrder:
+    """An order for rows that are read in pieces: pieces are shuffled, then the rows within a window of them.
+
+    A window holds as many whole batches as fit. It is cut into a stretch for each sample of a batch, and each batch
+    takes one row of every stretch: sample i of all batches is from stretch i. So a process, whose part of a batch is
+    some samples in a row, needs that part of the window alone, and the order is the same for any number of processes.
+
+    `starts` are the first row of each piece, and the number of all rows.
+    """
+
+    def __init__(self, starts: np.ndarray, window: int, batch: int, seed: int, epoch: int):
+        pieces = Order(len(starts) - 1, seed, epoch)(np.arange(len(starts) - 1))
+        self._first = starts[pieces]  # the first row of each piece, in their order
+        self._begin = np.concatenate([[0], np.cumsum(starts[pieces + 1] - starts[pieces])])
+        self._count, self._batch = int(starts[-1]), batch
+        self._window = max(window // batch, 1) * batch
+        self._seed, self._epoch = seed, epoch
+        self._known = (-1, np.empty(0, np.int64))  # a window, and the places in it
+
+    def __call__(self, positions: np.ndarray) -> np.ndarray:
+        windows, at = np.divmod(positions, self._window)
+        places = np.empty(len(positions), np.int64)
+        for window in np.unique(windows).tolist():
+            here = windows == window
+            places[here] = window * self._window + self._places(window)[at[here]]
+        piece = np.searchsorted(self._begin, places, side="right") - 1
+        return self._first[piece] + places - self._begin[piece]
+
+    def _places(self, window: int) -> np.ndarray:
+        """Which place in a window each of its positions has. What does not fill a batch comes last, as it is."""
+        if self._known[0] != window:
+            count = min(self._window, self._count - window * self._window)
+            each = count // self._batch  # rows in a stretch, each of which is in another batch
+            whole = each * self._batch
+            luck = hash_numbers(np.arange(whole), self._seed, self._epoch, window)
+            order = np.argsort(luck.reshape(self._batch, each), axis=1, kind="stable")
+            order += np.arange(self._batch)[:, None] * each
+            self._known = (window, np.concatenate([order.T.ravel(), np.arange(whole, count)]))
+        return self._known[1]
+
+
+def hash_numbers(numbers: np.ndarray, *keys: int) -> np.ndarray:
+    """A number of 64 bits for each, which is another for other keys."""
+    key = 0
+    for one in keys:
+        key = _mix(key ^ (one & _MASK))
+    return _hash((numbers.astype(np.uint64) + np.uint64(key)) * np.uint64(0x9E3779B97F4A7C15))
+
+
 def _mix(number: int) -> int:
     """The next number of the generator SplitMix64 whose state is `number`."""
     number = (number + 0x9E3779B97F4A7C15) & _MASK

@@ -62,7 +62,7 @@ class Records:
         return self._source.row(index)
 
     def _convert(self, names: Sequence[str]) -> np.ndarray | FileRows:
-        record = np.dtype([(name, self._field(name)[0], self._field(name)[1]) for name in names])
+        record = np.dtype([(name, *field_of(self.columns, name, self._source.origin)) for name in names])
         size = record.itemsize * self._source.length
         in_memory = hold_in_memory(size, lambda: self._to_memory(names, record))
         return self._to_file(names, record) if in_memory is None else in_memory
@@ -83,12 +83,6 @@ class Records:
         copy = DataFile.temporary(fill, self._source.origin)
         return FileRows(copy, 0, record, (self._source.length,))
 
-    def _field(self, name: str) -> tuple[np.dtype, tuple[int, ...]]:
-        column = self.columns[name]
-        if column.dtype.hasobject or column.dtype.kind == "U" or None in column.shape:
-            raise DataError(f"column `{name}` of {self._source.origin} is {column}, which cannot be trained on")
-        return column.dtype, tuple(dim for dim in column.shape if dim is not None)
-
     def _records(self, names: Sequence[str], record: np.dtype) -> Iterator[np.ndarray]:
         count = 0
         for chunk in self._source.chunks(names):
@@ -102,3 +96,11 @@ class Records:
             yield part
         if count != self._source.length:
             raise DataError(f"{self._source.origin} has changed since it was opened: its number of rows is another")
+
+
+def field_of(columns: Mapping[str, Column], name: str, origin: str) -> tuple[np.dtype, tuple[int, ...]]:
+    """The type and shape of what each row has in a column, which must be the same for all."""
+    column = columns[name]
+    if column.dtype.hasobject or column.dtype.kind == "U" or None in column.shape:
+        raise DataError(f"column `{name}` of {origin} is {column}, which cannot be trained on")
+    return column.dtype, tuple(dim for dim in column.shape if dim is not None)

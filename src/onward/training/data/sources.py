@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,23 +24,34 @@ from onward.training.data.views import Beside, concatenate
 _FILES = ".npz, .npy, .csv, .tsv, .parquet, .arrow, .feather, .safetensors, or a folder of images or of such files"
 
 
+class _How(NamedTuple):
+    images: ImageFormat
+    window: int | None
+
+
 def open_data(
-    source: Any, *, inputs: Mapping[str, Any] | None = None, images: ImageFormat | None = None
+    source: Any,
+    *,
+    inputs: Mapping[str, Any] | None = None,
+    images: ImageFormat | None = None,
+    window: int | None = None,
 ) -> Dataset | Stream:
     """Open data to train on.
 
     - A path: `.npz`, `.npy`, `.csv`, `.tsv`, `.parquet`, `.arrow`, `.feather`, `.safetensors`; a folder with a
       sub-folder of images per class; a folder that Hugging Face `datasets` saved; a folder of files of one kind.
       A folder of parts, `train/` and `val/`, is for `in_parts`.
+    - A pattern, such as `tokens/*.parquet`: all files that match, in the order of their names.
     - Several paths of one kind are read one after the other; with names (`{"image": "x.npy", "label": "y.npy"}`, or
       strings `image=x.npy`) they are columns side by side. `image=mnist.npz:x_train` takes one array of a file.
     - A dict or a tuple of arrays; a data frame of pandas; a list of samples, or anything with a length and samples by
       number.
     - An iterable of batches (dicts or tuples of arrays), a function that makes one, a torch DataLoader: a stream.
 
-    `inputs` of the model tell what images are decoded to, unless `images` does.
+    `inputs` of the model tell what images are decoded to, unless `images` does; `window` is that of `Batches`, for
+    formats that can be read either way.
     """
-    wanted = images or (format_for(inputs) if inputs else ImageFormat())
+    wanted = _How(images or (format_for(inputs) if inputs else ImageFormat()), window)
     if isinstance(source, str | Path):
         return _open_paths([source], wanted)
     if isinstance(source, bytes | bytearray):
@@ -78,10 +90,10 @@ def _refuse_arrays(source: Any) -> None:
         raise DataError("a list of arrays could be columns or samples", hint=hint)
 
 
-def _open_mapping(source: Mapping[Any, Any], images: ImageFormat) -> Dataset:
+def _open_mapping(source: Mapping[Any, Any], how: _How) -> Dataset:
     check_names(map(str, source), "the data")
     if source and all(isinstance(value, str | Path) for value in source.values()):
-        return Beside({str(name): _named_column(str(name), str(path), images) for name, path in source.items()})
+        return Beside({str(name): _named_column(str(name), str(path), how) for name, path in source.items()})
     if any(hasattr(value, "with_format") for value in source.values()):
         listed = ", ".join(f"`{name}`" for name in source)
         raise DataError(f"this holds several data sets: {listed}", hint="give one of them")
@@ -97,19 +109,19 @@ def _arrays(arrays: tuple[Any, ...] | Mapping[str, Any]) -> Columns:
 # ---- files -----------------------------------------------------------------------------------------------------------
 
 
-def _open_paths(paths: Sequence[str | Path], images: ImageFormat) -> Dataset:
+def _open_paths(paths: Sequence[str | Path], how: _How) -> Dataset:
     if "" in paths:
         raise DataError("the path of the data is empty", hint=f"use {_FILES}")
     names = [_name_of(path) for path in paths]
     if all(name is None for name in names):
-        return concatenate([_open_path(Path(path), images) for path in paths], f"{len(paths)} files")
+        return _open_files([file for path in paths for file in _find(path)], how, f"{len(paths)} files")
     if None in names:
         raise DataError(
             "some paths have a name and some have none", hint="image=x.npy label=y.npy, or none with a name"
         )
     return Beside(
         {
-            name: _named_column(name, str(path).partition("=")[2], images)
+            name: _named_column(name, str(path).partition("=")[2], how)
             for name, path in zip(names, paths, strict=True)
             if name
         }
@@ -122,61 +134,93 @@ def _name_of(path: str | Path) -> str | None:
     return found[1] if found and not os.path.exists(path) else None
 
 
-def _named_column(name: str, path: str, images: ImageFormat) -> tuple[Dataset, str]:
+def _named_column(name: str, path: str, how: _How) -> tuple[Dataset, str]:
     """A data set, and the column of it that `path` or `path:column` means."""
     if os.path.exists(path) or ":" not in path:
-        data = _open_path(Path(path), images)
+        data = _open_files(_find(path), how, path)
         if len(data.columns) == 1:
             return data, next(iter(data.columns))
         column = name
     else:
         path, _, column = path.rpartition(":")
-        data = _open_path(Path(path), images, only=column)
+        data = _open_files(_find(path), how, path, only=column)
     known_columns([column], data.columns, path)
     return data, column
 
 
-def _open_path(path: Path, images: ImageFormat, only: str | None = None) -> Dataset:
-    """A file or folder; `only` one column is used of it, so that others do not matter where they can be left out."""
+def _find(path: str | Path) -> list[Path]:
+    """What a path means: itself, or all that match a pattern, by name."""
+    if os.path.exists(path) or not glob.has_magic(str(path)):
+        return [Path(path)]
+    found = sorted(map(Path, glob.glob(str(path), recursive=True)))
+    if not found:
+        folder = Path(path).parent
+        near = [one.name for one in files_in(folder)[:3]] if folder.is_dir() else []
+        hint = f"{folder} holds {', '.join(near)} ..." if near else "patterns are relative to the current folder"
+        raise DataError(f"no file matches `{path}`", hint=hint)
+    return found
+
+
+def _open_files(paths: Sequence[Path], how: _How, origin: str, only: str | None = None) -> Dataset:
+    """Files or folders of one kind, one after the other."""
+    for path in paths:
+        _check_there(path)
+    kinds = sorted({"a folder" if path.is_dir() else path.suffix.lower() for path in paths})
+    if len(kinds) > 1:
+        raise DataError(f"{origin}: files of different kinds ({', '.join(kinds)})", hint="name the ones that are meant")
+    if kinds[0] in (".parquet", ".pq"):
+        from onward.training.data.parquet import open_parquet
+
+        return open_parquet(paths, how.images, how.window)
+    name = re.sub(r"[-_.]?\d+$", "", paths[0].stem) if len(paths) > 1 else None
+    return concatenate([_open_path(path, how, only, name) for path in paths], origin)
+
+
+def _check_there(path: Path) -> None:
     if not os.path.exists(path):  # which is no error, however strange the path is
         raise DataError(f"there is no {path}", hint="check the path; it is relative to the current folder")
-    if path.is_dir():
-        return _open_folder(path, images)
-    if not check_file(path):
+    if not path.is_dir() and not check_file(path):
         raise DataError(f"{path} is empty")
+
+
+def _open_path(path: Path, how: _How, only: str | None = None, name: str | None = None) -> Dataset:
+    """A file or folder; `only` one column is used of it, so that others do not matter where they can be left out.
+
+    A column that has no name but the file's is called `name`.
+    """
+    if path.is_dir():
+        return _open_folder(path, how)
     match path.suffix.lower():
         case ".npz":
             return open_npz(path, only)
         case ".npy":
-            return open_npy(path)
+            return open_npy(path, name)
         case ".csv" | ".tsv":
             from onward.training.data.csv_file import open_csv
 
             return open_csv(path)
-        case ".parquet" | ".pq" | ".arrow" | ".feather" | ".ipc" as suffix:
-            from onward.training.data.arrow import open_arrow, open_parquet
+        case ".arrow" | ".feather" | ".ipc":
+            from onward.training.data.arrow import open_arrow
 
-            return (open_parquet if suffix in (".parquet", ".pq") else open_arrow)(path, images)
+            return open_arrow(path, how.images)
         case ".safetensors":
             return open_safetensors(path, only)
         case suffix:
             raise DataError(f"{path} is of no kind that can be read (`{suffix}`)", hint=f"use {_FILES}")
 
 
-def _open_folder(folder: Path, images: ImageFormat) -> Dataset:
+def _open_folder(folder: Path, how: _How) -> Dataset:
     refuse_parts(folder)
     if (folder / "state.json").exists() or (folder / "dataset_dict.json").exists():
         from onward.training.data.arrow import open_saved
 
-        return open_saved(folder, images)
+        return open_saved(folder, how.images)
     inside = files_in(folder)
     files = [path for path in inside if not path.is_dir()]
     if any(path.is_dir() for path in inside):
-        return ImageFolder(folder, images)
+        return ImageFolder(folder, how.images)
     if any(path.suffix.lower() in SUFFIXES for path in files):
         raise DataError(f"the images in {folder} have no classes", hint="put them into a sub-folder per class")
     if not files:
         raise DataError(f"{folder} is empty", hint=f"use {_FILES}")
-    if len({path.suffix for path in files}) > 1:
-        raise DataError(f"{folder} holds files of different kinds", hint="name the ones that are meant")
-    return concatenate([_open_path(path, images) for path in files], folder.name)
+    return _open_files(files, how, str(folder))

@@ -6,12 +6,13 @@ import dataclasses
 import itertools
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from onward.errors import DataError, near
-from onward.training.data.dataset import Batch, Dataset, known_columns
-from onward.training.data.order import Order
+from onward.training.data.dataset import Batch, Dataset, known_columns, pieces_of
+from onward.training.data.order import Order, hash_numbers
 from onward.training.data.samples import Stream
 
 
@@ -20,19 +21,35 @@ def concatenate(parts: Sequence[Dataset], origin: str) -> Dataset:
     return parts[0] if len(parts) == 1 else _Joined(parts, origin)
 
 
+_ALIKE = "name files that have the same columns, of the same types"
+
+
+def _join_pieces(pieces: Sequence[np.ndarray | None], starts: Sequence[int]) -> np.ndarray | None:
+    """The pieces of parts that follow each other; a part without any is one."""
+    if all(one is None for one in pieces):
+        return None
+    moved = [start + one for start, one in zip(starts, pieces, strict=False) if one is not None]
+    return np.unique(np.concatenate([*moved, starts]))
+
+
 class _Joined:
     def __init__(self, parts: Sequence[Dataset], origin: str):
         self.columns = parts[0].columns
         self._parts, self._origin = parts, origin
         self._starts = [0, *itertools.accumulate(len(part) for part in parts)]
+        self.pieces = _join_pieces([pieces_of(part) for part in parts], self._starts)
         for part in parts[1:]:
             for name in {**self.columns, **part.columns}:
                 mine, other = (columns.get(name) for columns in (self.columns, part.columns))
                 if mine is None or other is None or (mine.dtype, mine.shape) != (other.dtype, other.shape):
                     where = f"{parts[0].row(0)} and {part.row(0)}"
-                    raise DataError(f"files do not go together: column `{name}` is {mine} and {other} ({where})")
+                    raise DataError(
+                        f"files do not go together: column `{name}` is {mine} and {other} ({where})", hint=_ALIKE
+                    )
                 if mine.classes != other.classes:
-                    raise DataError(f"files do not go together: column `{name}` has other classes at {part.row(0)}")
+                    raise DataError(
+                        f"files do not go together: column `{name}` has other classes at {part.row(0)}", hint=_ALIKE
+                    )
 
     def __len__(self) -> int:
         return self._starts[-1]
@@ -64,6 +81,8 @@ class Beside:
             raise DataError(f"columns differ in their number of rows: {listed}")
         self._sources = sources
         self._length = next(iter(lengths.values()))
+        pieces = [one for data, _ in sources.values() if (one := pieces_of(data)) is not None]
+        self.pieces = np.unique(np.concatenate(pieces)) if pieces else None
         self.columns = {name: data.columns[there] for name, (data, there) in sources.items()}
 
     def __len__(self) -> int:
@@ -81,11 +100,13 @@ class Beside:
 
 
 class Subset:
-    """Some rows of a data set: `rows` tells which, by their numbers here."""
+    """Some rows of a data set: `rows` tells which, by their numbers here. In pieces they are in their old order."""
 
     def __init__(self, data: Dataset, length: int, rows: Callable[[np.ndarray], np.ndarray]):
         self.columns = data.columns
         self._data, self._length, self._rows = data, length, rows
+        pieces = pieces_of(data)
+        self.pieces = None if pieces is None else np.unique(_first_not_below(pieces, rows, length))
 
     def __len__(self) -> int:
         return self._length
@@ -95,6 +116,16 @@ class Subset:
 
     def row(self, index: int) -> str:
         return self._data.row(int(self._rows(np.array([index]))[0]))
+
+
+def _first_not_below(limits: np.ndarray, rows: Callable[[np.ndarray], np.ndarray], length: int) -> np.ndarray:
+    """Where among rows that ascend the first one is that is not below each limit: `searchsorted` in a function."""
+    low, high = np.zeros_like(limits), np.full_like(limits, length)
+    while (low < high).any():
+        middle = np.minimum((low + high) // 2, length - 1)
+        is_below = (rows(middle) < limits) & (low < high)
+        low, high = np.where(is_below, middle + 1, low), np.where(is_below, high, np.minimum(high, middle))
+    return low
 
 
 def with_classes(data: Dataset, column: str, classes: tuple[str, ...], origin: str) -> Dataset:
@@ -122,6 +153,7 @@ class _Renumbered:
     def __init__(self, data: Dataset, column: str, classes: tuple[str, ...]):
         old = data.columns[column]
         self.columns = {**data.columns, column: dataclasses.replace(old, classes=classes)}
+        self.pieces = pieces_of(data)
         self._data, self._column = data, column
         self._numbers = np.array([classes.index(name) for name in old.classes or ()], old.dtype)
 
@@ -162,6 +194,9 @@ def split(
         raise DataError("one row cannot be split in two", hint="give validation data of their own")
     held_out = min(max(round(count * fraction), 1), count - 1)
     order = Order(count, seed, _SPLIT)
+    if strata is None and pieces_of(data) is not None:
+        spread = _Spread(count, held_out, seed)
+        return Subset(data, count - held_out, spread.others), Subset(data, held_out, spread.chosen)
     if strata is None:
         first = Subset(data, count - held_out, lambda rows: order(rows + held_out))
         return first, Subset(data, held_out, order)
@@ -169,6 +204,28 @@ def split(
     parts = [np.flatnonzero(chosen) for chosen in (~is_held_out, is_held_out)]
     first, second = (Subset(data, len(rows), rows.__getitem__) for rows in parts)
     return first, second
+
+
+class _Spread:
+    """One row of each of so many equal stretches, and the others: both ascend, so that neighbours stay neighbours."""
+
+    def __init__(self, rows: int, chosen: int, seed: int):
+        self._rows, self._chosen, self._seed = rows, chosen, seed
+
+    def _begin(self, stretch: np.ndarray) -> Any:
+        return stretch * self._rows // self._chosen
+
+    def chosen(self, stretch: np.ndarray) -> np.ndarray:
+        luck = hash_numbers(stretch, self._seed, _SPLIT) % (self._begin(stretch + 1) - self._begin(stretch)).astype(
+            "u8"
+        )
+        return np.asarray(self._begin(stretch) + luck.astype(np.int64))
+
+    def others(self, number: np.ndarray) -> np.ndarray:
+        left = self._rows - self._chosen
+        stretch = -(-(number + 1) * self._chosen // left) - 1  # the last one with no more than `number` before it
+        row = number + stretch  # if what is chosen of it comes later
+        return np.asarray(row + (row >= self.chosen(stretch)))
 
 
 _SPLIT = 2**64 - 1  # takes the place of the epoch, which is never that large

@@ -1,0 +1,241 @@
+"""Data in many files, of which each process reads its part."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from conftest import needs
+from models import digits_mlp
+from onward.engines.group import Group
+from onward.errors import DataError
+from onward.training.api import resume, train
+from onward.training.data import Batches, files, open_data, split
+from onward.training.data.dataset import Dataset, pieces_of
+from onward.training.data.order import WindowOrder
+from runs import QUIET, RECIPE, digits, interrupted_after, state
+
+
+class Process(Group):
+    """One of several, that says nothing to the others."""
+
+    def __init__(self, rank: int, size: int):
+        self.rank, self.size = rank, size
+
+    def sum(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
+        raise NotImplementedError
+
+    def gather(self, value: Any) -> list[Any]:
+        raise NotImplementedError
+
+
+def parts(data: Dataset, count: int, epoch: int, start: int = 0, **options: Any) -> list[list[np.ndarray]]:
+    """What each of some processes gets, batch by batch."""
+    processes = [Process(rank, count) for rank in range(count)]
+    every = [Batches(data, {"x": "x", "y": "y"}, group=one, ahead=0, **options) for one in processes]
+    found = [[np.stack([batch["x"], batch["y"]]) for batch in batches.epoch(epoch, start)] for batches in every]
+    return [list(batch) for batch in zip(*found, strict=True)]
+
+
+# ---- the order -------------------------------------------------------------------------------------------------------
+
+
+@given(st.data())
+def test_an_order_of_pieces(draw: st.DataObject) -> None:
+    """Each row once; and a part of the samples of a batch is always from the same part of a window."""
+    lengths = draw.draw(st.lists(st.integers(1, 30), min_size=1, max_size=12))
+    starts = np.concatenate([[0], np.cumsum(lengths)])
+    batch, window, seed = (draw.draw(st.integers(1, most)) for most in (20, 120, 9))
+    rows = WindowOrder(starts, window, batch, seed, epoch=1)(np.arange(starts[-1]))
+    np.testing.assert_array_equal(np.sort(rows), np.arange(starts[-1]))
+    whole = max(window // batch, 1) * batch
+    shuffled = WindowOrder(starts, 1, 1, seed, epoch=1)(np.arange(starts[-1]))  # pieces alone
+    place = np.argsort(shuffled)[rows]
+    for first in range(0, len(rows) // batch * batch, whole):
+        batches = place[first : first + whole]
+        batches = batches[: len(batches) // batch * batch].reshape(-1, batch)
+        np.testing.assert_array_equal(
+            (batches - first) // len(batches), np.broadcast_to(np.arange(batch), batches.shape)
+        )
+
+
+def test_an_order_of_pieces_is_always_the_same() -> None:
+    """Resumed runs depend on it, also across versions: these numbers never change."""
+    order = WindowOrder(np.array([0, 4, 6, 12]), 8, 2, seed=3, epoch=1)
+    assert order(np.arange(12)).tolist() == [0, 5, 1, 6, 3, 7, 2, 4, 8, 10, 9, 11]
+    random = [WindowOrder(np.array([0, 40]), 40, 4, seed, 0)(np.arange(40))[0] for seed in range(2000)]
+    assert np.bincount(random, minlength=10).min() > 150  # of 200: any row of the first stretch may be the first
+
+
+# ---- files -----------------------------------------------------------------------------------------------------------
+
+COUNT = 230
+
+
+def columns() -> dict[str, np.ndarray]:
+    return {"x": np.arange(COUNT), "y": np.arange(COUNT) * 0.5}
+
+
+def write_files(folder: Path, kind: str, count: int = 5) -> None:
+    for number, rows in enumerate(np.array_split(np.arange(COUNT), count)):
+        part = {name: array[rows] for name, array in columns().items()}
+        path = folder / f"part-{number:02}.{kind}"
+        if kind == "parquet":
+            pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+            pq.write_table(pa.table(part), path, row_group_size=7)
+        else:
+            np.savez(path, **part)
+
+
+@pytest.mark.parametrize("window", [None, 60])
+@pytest.mark.parametrize("kind", ["npz", pytest.param("parquet", marks=needs("pyarrow"))])
+def test_every_number_of_processes_has_the_same_batches(kind: str, window: int | None, tmp_path: Path) -> None:
+    """Also one that goes on where another number of them was; and all have what is in the files."""
+    write_files(tmp_path, kind)
+    data = open_data(str(tmp_path / f"part-*.{kind}"), window=window)
+    assert (pieces_of(data) is not None) == (kind == "parquet" and window is not None)
+    options = {"size": 16, "seed": 4, "window": window}
+    alone = [batch for (batch,) in parts(data, 1, 2, **options)]
+    together = np.concatenate(alone, axis=1)
+    np.testing.assert_array_equal(np.sort(together[0]), np.arange(COUNT))
+    np.testing.assert_array_equal(together[1], together[0] * 0.5)
+    for size in (2, 3, 5):
+        for start in (0, 7):
+            found = [np.concatenate(batch, axis=1) for batch in parts(data, size, 2, start, **options)]
+            assert [x.tolist() for x in found] == [x.tolist() for x in alone[start:]]
+    if window is None:  # then the order is that of one file in memory
+        in_memory = parts(open_data(columns()), 1, 2, **options)
+        assert [x.tolist() for (x,) in in_memory] == [x.tolist() for x in alone]
+
+
+@needs("pyarrow")
+def test_a_process_reads_its_part_of_the_row_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from onward.training.data import parquet
+
+    write_files(tmp_path, "parquet")
+    monkeypatch.setattr(parquet, "KEPT", 0)  # but for what the window needs
+    monkeypatch.setattr(parquet, "CONVERTED", 0)
+    read: list[tuple[str, int]] = []
+    original = parquet._batches
+
+    def batches(file: Any, group: Any, names: Any, rows: int = 4096) -> Any:
+        read.append((group.path.name, group.number))
+        return original(file, group, names, rows)
+
+    monkeypatch.setattr(parquet, "_batches", batches)
+    options: dict[str, Any] = {"size": 20, "window": 80}
+    for size, most in ((1, 45), (2, 26), (4, 16)):
+        for rank in range(size):
+            data = open_data(tmp_path, window=80)  # a folder of such files
+            read.clear()
+            rows = [batch["x"] for batch in Batches(data, {"x": "x"}, group=Process(rank, size), **options).epoch(0)]
+            assert len(np.concatenate(rows)) in range(COUNT // size - 3, COUNT // size + 5)
+            assert len(read) <= most  # of 35 groups; those at the borders of windows and parts are read twice
+    assert pieces_of(open_data(tmp_path)) is not None  # since they are large
+    assert pieces_of(open_data(tmp_path, window=0)) is None
+
+
+@needs("pyarrow")
+def test_a_split_of_data_in_pieces_keeps_them(tmp_path: Path) -> None:
+    write_files(tmp_path, "parquet")
+    data = open_data(tmp_path, window=50)
+    assert isinstance(data, Dataset)
+    for fraction in (0.001, 0.1, 0.37, 0.5, 0.8, 0.99):
+        both = split(data, fraction, seed=1)
+        rows = [part.take(np.arange(len(part)))["x"] for part in both]
+        np.testing.assert_array_equal(np.sort(np.concatenate(rows)), np.arange(COUNT))
+        assert len(rows[1]) == max(round(COUNT * fraction), 1)
+        for part, values in zip(both, rows, strict=True):
+            pieces, starts = pieces_of(part), pieces_of(data)
+            assert pieces is not None and starts is not None
+            expected = np.unique(np.searchsorted(values, starts))
+            np.testing.assert_array_equal(pieces, expected)
+    strata = split(data, 0.2, strata=np.arange(COUNT) % 3)
+    assert pieces_of(strata[0]) is not None
+
+
+@needs("pyarrow")
+def test_a_run_on_many_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Interrupted in an epoch, it goes on with the rows that would have come."""
+    monkeypatch.chdir(tmp_path)
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    data = digits()
+    for part in range(4):
+        rows = slice(part * 24, part * 24 + 24)
+        table = pa.table({"image": data["image"][rows].tolist(), "labels": data["labels"][rows]})
+        image = pa.list_(pa.float32(), 64)
+        pq.write_table(table.set_column(0, "image", table["image"].cast(image)), f"{part}.parquet", row_group_size=5)
+    settings = {"window": 40, "batch_size": 8, "validation": 0.25, **RECIPE, **QUIET}
+    whole = train(digits_mlp(), "*.parquet", epochs=2, run="whole", **settings)
+    with monkeypatch.context() as patch:
+        interrupted_after(5, patch)
+        cut = train(digits_mlp(), "*.parquet", epochs=2, run="cut", **settings)
+    assert cut.progress["step"] == 5
+    resume("cut", quiet=True)
+    for name, array in state(whole).items():
+        np.testing.assert_array_equal(state(cut)[name], array, err_msg=name)
+    for file in tmp_path.glob("*.parquet"):
+        file.unlink()
+    with pytest.raises(DataError, match=r"no longer at .*\*\.parquet"):
+        resume("whole", epochs=3, quiet=True)
+
+
+# ---- mistakes --------------------------------------------------------------------------------------------------------
+
+
+def test_files_that_are_none(tmp_path: Path) -> None:
+    np.savez(tmp_path / "a.npz", x=np.arange(3))
+    np.save(tmp_path / "b.npy", np.arange(3))
+    for pattern, message, hint in [
+        ("*.parquet", r"no file matches `.*\*.parquet`", "holds a.npz, b.npy"),
+        ("no/*.npz", "no file matches", "relative to the current folder"),
+        ("*.np*", r"different kinds \(.npy, .npz\)", "name the ones"),
+    ]:
+        with pytest.raises(DataError, match=message) as error:
+            open_data(str(tmp_path / pattern))
+        assert hint in (error.value.hint or "")
+
+
+@needs("pyarrow")
+@pytest.mark.parametrize("other", [{"x": np.arange(3.0)}, {"x": np.arange(3), "z": np.arange(3)}])
+def test_files_must_be_alike(other: dict[str, np.ndarray], tmp_path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    for name, table in (("a", {"x": np.arange(3)}), ("b", other)):
+        pq.write_table(pa.table(table), tmp_path / f"{name}.parquet")
+        np.savez(tmp_path / f"{name}.npz", **table)
+    for kind in ("parquet", "npz"):
+        with pytest.raises(DataError, match=r"files do not go together: column `[xz]`") as error:
+            open_data(str(tmp_path / f"*.{kind}"))
+        assert "same columns" in (error.value.hint or "")
+
+
+@pytest.mark.parametrize("kind", ["npz", pytest.param("parquet", marks=needs("pyarrow"))])
+def test_a_file_that_vanishes(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few files are open at a time, so that one may have gone, or be another, when its turn comes again."""
+    monkeypatch.setattr(files, "_MOST_OPEN", 2)
+    monkeypatch.setattr(files, "LIMIT", 0)
+    write_files(tmp_path, kind)
+    data = open_data(str(tmp_path / f"*.{kind}"), window=50)
+    assert isinstance(data, Dataset)
+    rows = np.arange(COUNT)
+    if kind == "npz":
+        np.testing.assert_array_equal(data.take(rows)["x"], rows)
+        assert len(files.DataFile._open) <= 2
+    (tmp_path / f"part-00.{kind}").unlink()
+    with pytest.raises(DataError, match=rf"part-00.{kind} is gone") as error:
+        data.take(rows)
+    assert "can be resumed" in (error.value.hint or "")
+    np.savez(tmp_path / "part-00.npz", x=np.zeros(46), y=np.zeros(46))
+    if kind == "npz":
+        with pytest.raises(DataError, match="has changed since it was opened"):
+            data.take(rows)
