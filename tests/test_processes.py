@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +19,11 @@ import onnx.parser
 import pytest
 
 import onward
+import parallel_models
+import parallel_steps
 from onward.engines.group import Group
 from onward.model.state import all_states
+from processes import together
 from thread_group import run_together
 
 NET = """
@@ -163,6 +168,74 @@ def test_each_process_draws_its_own_numbers(net: onnx.ModelProto, monkeypatch: p
         assert (rng == expected).all()
         dropped_by_all = np.mean(~gradient.any(axis=1))
         assert 0.1 < dropped_by_all < 0.4  # half of them, if all had drawn the same
+
+
+# ---- processes of PyTorch --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("models")
+    parallel_models.write_cnn(folder / "cnn.onnx")
+    parallel_models.write_gpt(folder / "gpt.onnx")
+    return {name: str(folder / f"{name}.onnx") for name in ("cnn", "gpt")}
+
+
+def alone(path: str) -> tuple[list[float], float, dict[str, float]]:
+    model = onward.load(path)
+    data = parallel_models.batches(model, parallel_steps.STEPS)
+    with onward.engines.start(model) as engine:
+        losses = [float(engine.step(batch)["loss"]) for batch in data]
+        gradients = engine.gradients(data[0])
+        norms = {name: float(np.linalg.norm(array)) for name, array in gradients.items()}
+        return losses, float(engine.evaluate(data[0])["loss"]), norms
+
+
+def compare(models: dict[str, str], options: Sequence[dict[str, Any]], world: int, to: Path) -> list[dict[str, Any]]:
+    """The same losses as of one process on ONNX Runtime, for all models and options."""
+    runs = [(path, chosen) for path in models.values() for chosen in options]
+    together(parallel_steps.__file__, world, {"runs": runs, "to": str(to)})
+    found = json.loads(to.read_text())
+    for (path, chosen), made in zip(runs, found, strict=True):
+        losses, evaluated, norms = alone(path)
+        np.testing.assert_allclose(made["losses"], losses, rtol=1e-5, err_msg=f"{path} {chosen}")
+        np.testing.assert_allclose(made["evaluated"], evaluated, rtol=1e-5, err_msg=f"{path} {chosen}")
+        for name, norm in norms.items():
+            np.testing.assert_allclose(made["norms"][name], norm, rtol=1e-3, atol=1e-5, err_msg=f"{path} {name}")
+    return list(found)
+
+
+def torch_options(strategy: str) -> dict[str, Any]:
+    return {"engine": "torch", "strategy": strategy, "compile": False}
+
+
+def test_ddp_and_fsdp(models: dict[str, str], tmp_path: Path) -> None:
+    """Two processes: clipping and accumulation, BatchNormalization, labels that are ignored, batches of any size."""
+    compare(models, [torch_options("ddp"), torch_options("fsdp")], 2, tmp_path / "found.json")
+
+
+@pytest.mark.slow
+def test_three_processes(models: dict[str, str], tmp_path: Path) -> None:
+    options = [{"strategy": "ddp"}, torch_options("ddp"), torch_options("fsdp")]
+    compare(models, options, 3, tmp_path / "found.json")
+
+
+@pytest.mark.slow
+def test_hybrid(models: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four processes as two machines of two."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    compare(models, [torch_options("hybrid")], 4, tmp_path / "found.json")
+
+
+@pytest.mark.slow
+def test_memory_of_fsdp(tmp_path: Path) -> None:
+    """Of a GPT with twelve layers, a process of two holds at most 60 % of parameters, gradients and state."""
+    parallel_models.write_gpt(tmp_path / "gpt.onnx", layers=12, width=32)
+    runs = {"gpt": str(tmp_path / "gpt.onnx")}
+    (whole,) = compare(runs, [torch_options("ddp")], 2, tmp_path / "whole.json")
+    (shard,) = compare(runs, [{**torch_options("fsdp"), "recompute": 1}], 2, tmp_path / "shard.json")
+    assert shard["blocks"] == 12
+    assert 0 < shard["bytes"] <= 0.6 * whole["bytes"]
 
 
 # ---- real processes --------------------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ _PANELS = (_MACHINES, _DATA, _FIRST, _HOW, _WHAT, _FROM, _RUN, ENGINE)
 Last = Literal["keep", "drop", "pad"]
 Variance = Literal["population", "sample"]
 Strategy = Literal["ddp", "zero1", "zero2", "zero3", "fsdp", "hybrid", "tensor", "tensor+fsdp"]
-Parallel = Literal["ddp"]
+Parallel = Literal["ddp", "fsdp", "hybrid"]
 
 
 @dataclasses.dataclass(frozen=True)

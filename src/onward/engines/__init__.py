@@ -62,6 +62,10 @@ def start(source: Source, step: Steps = None, *, engine: str = "onnxruntime", **
         options.pop("compile", None)  # it does what it does
         check_options(engine, options, OnnxRuntime)
         return OnnxRuntime(load(source), step, **options)
+    if engine == "torch" and options.get("strategy") is not None:
+        from onward.engines.torch.parallel import TorchParallel
+
+        return TorchParallel(load(source), step, **options)
     from onward.engines.framework_engine import Interpreted
 
     return Interpreted.on(engine, load(source), step, **options)

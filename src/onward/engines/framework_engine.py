@@ -211,7 +211,7 @@ def computation(lowered: Model, framework: Framework) -> Computation:
         results = execute(given)
         new = {name: framework.place(results[value]) for name, value in update.items()}
         if is_step and loss in results:
-            new = _if_finite(framework, framework.place(results[loss]), new, given)
+            new = if_finite(framework, framework.place(results[loss]), new, given)
         elif is_step:
             new = {name: framework.copy(tensor) for name, tensor in new.items()}
         return new, {name: _apart(framework, results[name]) if is_step else results[name] for name in shown}
@@ -263,7 +263,7 @@ class _Part:
             return self._compute(state, self._constants, tensors)
 
 
-def _if_finite(framework: Framework, loss: Any, new: Tensors, old: Tensors) -> Tensors:
+def if_finite(framework: Framework, loss: Any, new: Tensors, old: Tensors) -> Tensors:
     """The new state, or the old one where the loss is not a number: decided on the device, so that nothing waits."""
     op = framework.operators
     with framework.active():

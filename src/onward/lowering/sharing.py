@@ -107,7 +107,7 @@ class _Sharing:
             read = list(read_by(node))[: 1 if node.op_type == "CastLike" else None]  # of the other, only the type
             if is_all_reduce(node) or local.isdisjoint(read):
                 continue
-            if node in nodes and _reduces_all(node):
+            if node in nodes and reduces_all(node):
                 self._reduce(node)
             else:
                 local.update(node.outputs)
@@ -176,7 +176,7 @@ def is_mean(node: ir.Node) -> bool:
     return node.attributes.get_int("mean", 0) == 1
 
 
-def _reduces_all(node: ir.Node) -> bool:
+def reduces_all(node: ir.Node) -> bool:
     """Whether a node makes one number of a tensor."""
     if not is_standard(node):
         return False

@@ -105,7 +105,7 @@ def lower_for_engine(
     manner: Manner = Manner(),  # noqa: B008 (a constant)
 ) -> Model:
     """The same in the operator set that the model has, for any engine."""
-    if part is not None and part not in PARTS:
+    if part is not None and part not in _OF_ENGINES:
         raise UnknownNameError(f"there is no part `{part}`", hint=near(part, PARTS) or f"parts: {', '.join(PARTS)}")
     model = check_signatures(load(source))
     check_gradients_of(model)
@@ -119,8 +119,8 @@ def lower_for_engine(
             hint="lower the whole round, or one step of it by name",
         )
     if part != "inference":
-        one = as_one_step(model, step, together=part not in ("evaluation", "gradients"))
-    made, contract = PARTS[part](one.model, one.index, manner)
+        one = as_one_step(model, step, together=part not in ("evaluation", "gradients", "forward"))
+    made, contract = _OF_ENGINES[part](one.model, one.index, manner)
     for node in made.graph.all_nodes():
         node.device_configurations = ()  # they are the model's: a step is of one device
     loss = one.loss if one.loss in contract.metrics else contract.loss
@@ -173,6 +173,12 @@ def _gradient_part(model: Model, index: int, manner: Manner) -> Made:
     share_step(flow, manner.share)
     made, contract = _plain(manner, flow, *flow.of_forward(), list(gradients))
     return made, dataclasses.replace(contract, gradients=gradients)
+
+
+def _forward(model: Model, index: int, manner: Manner) -> Made:
+    flow = _open_step(model, index, manner)
+    share_step(flow, manner.share._replace(gradients=False))
+    return _plain(manner, flow, *flow.of_forward())
 
 
 def _apply(model: Model, index: int, manner: Manner) -> Made:
@@ -255,6 +261,8 @@ PARTS: dict[str, Callable[[Model, int, Manner], Made]] = {
     "state": _state,
     "inference": _inference,
 }
+_OF_ENGINES = {**PARTS, "forward": _forward}
+"""And what is of use to engines alone: `gradients` without them."""
 
 
 # ---- what the parts share --------------------------------------------------------------------------------------------

@@ -1,0 +1,316 @@
+"""Training on PyTorch in several processes: its own DDP or FSDP2 around the forward pass, our update after it.
+
+The forward pass is a module (see stages.py), which PyTorch wraps as it would any other; so gradients are averaged, or
+each process keeps a shard of parameters, gradients and optimizer state and gathers one block at a time. The update is
+the graph that all engines run, on whole tensors or on shards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.nn.parallel import DistributedDataParallel
+
+from onward.engines.engine import Arrays, Engine
+from onward.engines.failures import memory_of
+from onward.engines.framework_engine import Results, if_finite, interpreter
+from onward.engines.group import Group, copies_of, join_group
+from onward.engines.torch import Torch
+from onward.engines.torch.stages import Forward, make_stages, run_stages
+from onward.errors import UnsupportedError
+from onward.lowering.contract import contract_of
+from onward.lowering.rounds import Steps
+from onward.lowering.shards import split_update
+from onward.lowering.sharing import Share
+from onward.lowering.step import Manner, lower_for_engine
+from onward.model import Model
+from onward.model.state import carried_state
+
+Tensors = dict[str, torch.Tensor]
+
+
+class TorchParallel(Engine):
+    """A step of a training model in one of several processes."""
+
+    def __init__(
+        self,
+        model: Model,
+        step: Steps = None,
+        *,
+        strategy: str,
+        device: str = "cpu",
+        sync_batch_norm: bool = True,
+        compile: bool = True,
+        recompute: bool | int | str | Sequence[str] | None = None,
+        **options: Any,
+    ):
+        super().__init__(model, step)
+        self.group = join_group(device)
+        self._device = _device(device)
+        self._mesh = _mesh(strategy, self._device.type, self.group)
+        threads = options.pop("threads", None) or self.group.threads
+        self._framework = _Together(self._device, self.group, None, threads=threads, **options)
+        self._updating = _Together(self._device, self.group, self._mesh, threads=threads, **options)
+        self._manner = Manner(
+            differentiate=False, share=Share(self.group.rank, self.group.size, sync_batch_norm, gradients=False)
+        )
+        self._whole = {s.name: s.array for s in carried_state(self._one.model, self._one.index)}
+        self._load_parts(compile, bool(recompute))
+        del self._whole
+
+    def _load_parts(self, compile: bool, recompute: bool) -> None:
+        update = lower_for_engine(self.model, self._steps, "apply")
+        self._update_contract = contract_of(update)
+        parameters = list(self._update_contract.gradients.values())
+        forward = lower_for_engine(self.model, self._steps, "forward", self._manner)
+        self._contract = contract_of(forward)
+        self.inputs = {v.name: v for v in forward.graph.inputs if v.name and v.name in self._contract.batch}
+        self.loss = self._contract.loss or self.loss
+        trained = [name for name in parameters if name in self._contract.state]
+        self._module = self._wrap(self._forward_module(forward, trained, recompute))
+        self._state = {name: self._own(name, array) for name, array in self._whole.items() if name not in trained}
+        self._evaluation: tuple[Any, Any] | None = None
+        if self._is_sharded:
+            split_update(update, self._sharded_names())
+        self._update = interpreter(update, self._updating)
+
+    def _forward_module(self, forward: Model, trained: Sequence[str], recompute: bool) -> Forward:
+        tensors = {name: self._framework.tensor(np.array(self._whole[name])) for name in trained}
+        _hold_as_initializers(forward, trained, self._carried)
+        stages = make_stages(forward, trained, self._framework)
+        return Forward(stages, tensors, [value.name or "" for value in forward.outputs], recompute=recompute)
+
+    def _wrap(self, module: Forward) -> nn.Module:
+        self._forward = module
+        if self._mesh is None:
+            return DistributedDataParallel(module) if self.group.size > 1 else module
+        scalars = {x for x in module.parameters() if x.ndim == 0}
+        if scalars:
+            raise UnsupportedError(
+                "FSDP does not shard parameters that are single numbers, and the model has some",
+                hint='take `strategy="ddp"` (`--strategy ddp`), or freeze them',
+            )
+        for block in module.blocks():
+            fully_shard(block, mesh=self._mesh)
+        return fully_shard(module, mesh=self._mesh)
+
+    # ---- what state is where -----------------------------------------------------------------------------------------
+
+    @property
+    def _is_sharded(self) -> bool:
+        return self._mesh is not None
+
+    def _sharded_names(self) -> set[str]:
+        """Inputs of the update of which this process has a shard: parameters, gradients, and state of their shape."""
+        gradients = {name for name, x in self._update_contract.gradients.items() if x in self._forward.places}
+        return {*self._forward.places, *gradients, *(s.name for s in self.states() if self._is_split(s.name))}
+
+    def _is_split(self, name: str) -> bool:
+        return self._is_sharded and (name in self._forward.places or self._follows(name) is not None)
+
+    def _follows(self, name: str) -> str | None:
+        """The parameter that state of the same shape belongs to."""
+        owner = next((s.parameter for s in self.states() if s.name == name), None)
+        if owner not in self._forward.places or name == owner:
+            return None
+        shapes = [tuple(self._carried[one].const_value.shape.numpy()) for one in (name, owner)]  # type: ignore[union-attr]
+        return owner if shapes[0] == shapes[1] else None
+
+    def _own(self, name: str, array: np.ndarray) -> torch.Tensor:
+        """State as this process has it."""
+        if not self._is_split(name):
+            return self._framework.tensor(np.array(array))
+        assert self._mesh is not None
+        rows = _rows_of_shard(len(array), self._mesh)
+        return self._framework.tensor(np.array(array[rows]))
+
+    def _local(self, name: str) -> torch.Tensor:
+        if name not in self._forward.places:
+            return self._state[name]
+        parameter = self._forward.parameter(name)
+        return parameter.to_local().detach() if isinstance(parameter, DTensor) else parameter.detach()
+
+    def _full(self, name: str) -> torch.Tensor:
+        """All of a tensor; all processes must ask for it."""
+        if not self._is_split(name):
+            return self._local(name)
+        return self._gathered(self._local(name), tuple(self._carried[name].const_value.shape.numpy()))  # type: ignore[union-attr]
+
+    def _gathered(self, local: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+        assert self._mesh is not None
+        placements = [*([Replicate()] * (self._mesh.ndim - 1)), Shard(0)]
+        whole = torch.empty(shape, device="meta")
+        return DTensor.from_local(
+            local, self._mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
+        ).full_tensor()
+
+    # ---- what an engine does -----------------------------------------------------------------------------------------
+
+    def step(self, batch: Arrays | Sequence[Arrays]) -> Mapping[str, np.ndarray]:
+        with memory_of("torch"):
+            outputs, gradients = self._differentiate(batch, self.inputs)
+            self._commit(outputs, gradients)
+        metrics = [*self._contract.metrics, *self._update_contract.metrics]
+        return Results(self._framework, {name: outputs[name] for name in metrics if name in outputs})
+
+    def _differentiate(self, batch: Any, inputs: Any) -> tuple[dict[str, Any], Tensors]:
+        given = self._fitting(batch, inputs)
+        self.group.copies = copies_of(batch, self.group)
+        tensors = {name: self._framework.adopt(given[name]) for name in self._contract.batch}
+        state = {name: self._local(name) for name in self._contract.state if name not in self._forward.places}
+        outputs = self._module({**state, **tensors})
+        outputs[self.loss].sum().backward()
+        gradients = {}
+        for name, x in self._update_contract.gradients.items():
+            if x in self._forward.places:
+                gradients[name] = self._gradient(self._forward.parameter(x))
+            else:
+                gradients[name] = torch.zeros_like(self._local(x))
+        return {name: _detach(value) for name, value in outputs.items()}, gradients
+
+    def _gradient(self, parameter: nn.Parameter) -> torch.Tensor:
+        found, parameter.grad = parameter.grad, None
+        if found is None:
+            found = torch.zeros_like(parameter)
+        return found.to_local() if isinstance(found, DTensor) else found
+
+    @torch.no_grad()
+    def _commit(self, outputs: dict[str, Any], gradients: Tensors) -> None:
+        """The update, unless the loss is not finite."""
+        names = self._update_contract.state
+        before = {name: outputs[new] for name, new in self._contract.update.items()}
+        state = {name: before.get(name, self._local(name)) for name in names} if names else {}
+        results = self._update({**state, **gradients})
+        outputs.update({name: results[name] for name in self._update_contract.metrics})
+        changed = {**before, **{name: results[new] for name, new in self._update_contract.update.items()}}
+        new = {name: self._framework.place(value) for name, value in changed.items()}
+        old = {name: self._local(name) for name in new}
+        for name, value in if_finite(self._framework, outputs[self.loss], new, old).items():
+            if name in self._forward.places:
+                old[name].copy_(value)
+            else:
+                self._state[name] = value.clone()
+
+    def gradients(self, batch: Arrays) -> dict[str, np.ndarray]:
+        _, found = self._differentiate(batch, self._contract.batch)
+        parameters = self._update_contract.gradients
+        whole = {}
+        for name, tensor in found.items():
+            shape = tuple(self._carried[parameters[name]].const_value.shape.numpy())  # type: ignore[union-attr]
+            whole[name] = self._gathered(tensor, shape) if self._is_split(parameters[name]) else tensor
+        return {parameters[name]: self._framework.owned(tensor) for name, tensor in whole.items()}
+
+    @torch.no_grad()
+    def evaluate(self, batch: Arrays) -> dict[str, np.ndarray]:
+        if self._evaluation is None:
+            lowered = lower_for_engine(self.model, self._steps, "evaluation", self._manner)
+            contract = contract_of(lowered)
+            held = [name for name in contract.state if name in self._forward.places]
+            _hold_as_initializers(lowered, held, self._carried)
+            self._evaluation = make_stages(lowered, held, self._framework), contract
+        stages, contract = self._evaluation
+        self.group.copies = copies_of(batch, self.group)
+        given = self._fitting(batch, contract.batch)
+        values = {name: self._framework.adopt(given[name]) for name in contract.batch}
+        results = run_stages(stages, values, self._full)
+        return {name: self._framework.owned(results[name]) for name in (*contract.metrics, *contract.outputs)}
+
+    def state(self) -> dict[str, np.ndarray]:
+        return {name: self._framework.owned(self._full(name)) for name in self._carried}
+
+    @torch.no_grad()
+    def load_state(self, state: Arrays) -> None:
+        for name, value in self._fitting_state(state).items():
+            self._local(name).copy_(self._own(name, np.asarray(value)))
+
+    @property
+    def blocks(self) -> int:
+        """How many blocks of the model FSDP gathers one at a time."""
+        return len(self._forward.blocks())
+
+    def held_tensors(self) -> list[torch.Tensor]:
+        """What this process holds of parameters and other state."""
+        return [self._local(name) for name in self._carried]
+
+    def close(self) -> None:
+        self._state = {}
+
+
+def _device(name: str) -> torch.device:
+    """The device of this process: of several GPUs its own."""
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if name == "cuda" else torch.device(name)
+
+
+def _mesh(strategy: str, kind: str, group: Group) -> DeviceMesh | None:
+    """Over which processes tensors are sharded: none, all, or those of a machine."""
+    if strategy == "ddp" or group.size == 1:
+        return None
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", group.size))
+    if strategy == "fsdp" or here == group.size:
+        return init_device_mesh(kind, (group.size,))
+    return init_device_mesh(kind, (group.size // here, here))
+
+
+def _rows_of_shard(count: int, mesh: DeviceMesh) -> slice:
+    """Which rows of a tensor FSDP gives to this process."""
+    last = mesh.ndim - 1
+    each = -(-count // mesh.size(last))
+    start = min(mesh.get_local_rank(last) * each, count)
+    return slice(start, min(start + each, count))
+
+
+def _hold_as_initializers(model: Model, names: Sequence[str], carried: Mapping[str, ir.Value]) -> None:
+    """Let parameters, which a lowered graph is given, be its own: blocks are told by them."""
+    graph = model.graph
+    for value in [value for value in graph.inputs if value.name in names]:
+        graph.inputs.remove(value)
+        value.const_value = carried[value.name or ""].const_value
+        graph.register_initializer(value)
+
+
+def _detach(value: Any) -> Any:
+    return value.detach() if isinstance(value, torch.Tensor) else value
+
+
+class _Together(Torch):
+    """PyTorch with gradients left on, and sums over processes."""
+
+    def __init__(self, device: torch.device, group: Group, mesh: DeviceMesh | None, **options: Any):
+        super().__init__(str(device), **options)
+        over = mesh.get_group(mesh.ndim - 1) if mesh is not None else None
+
+        def all_reduce(x: torch.Tensor, *, mean: int = 0) -> torch.Tensor:
+            divisor = group.size if mean else 1 if mesh is not None else group.copies
+            return _AllReduce.apply(x, over, divisor)
+
+        self.operators["onward.AllReduce"] = all_reduce
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        is_on = torch.is_grad_enabled()
+        with super().active(), torch.set_grad_enabled(is_on):
+            yield
+
+
+class _AllReduce(torch.autograd.Function):  # type: ignore[misc]
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Any, divisor: int) -> torch.Tensor:
+        ctx.group, ctx.divisor = group, divisor
+        total = x.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=group)
+        return total if divisor == 1 else total / divisor
+
+    @staticmethod
+    def backward(ctx: Any, *dy: torch.Tensor) -> tuple[Any, ...]:
+        return _AllReduce.apply(dy[0], ctx.group, ctx.divisor), None, None
