@@ -40,6 +40,8 @@ class Engine(ABC):
         """Told when a step is compiled, which takes a while."""
         self.group: Group = Alone()
         """The processes that train together."""
+        self.is_sharded = False
+        """Whether this process has only a part of the state, so that all must take part when it is asked for."""
         self._takes_tensors = False
         """Whether a batch may be on a device, as tensors of another framework."""
         self._carried = {state.name: state.value for state in carried_state(self._one.model, self._one.index)}

@@ -242,7 +242,7 @@ class Loop:
         return problems
 
     def _save_after_failure(self) -> None:
-        if self._can_go_on:
+        if self._can_go_on and not self.engine.is_sharded:  # others may be in the midst of a step
             with contextlib.suppress(Exception):  # what went wrong first is what counts
                 self._saver.save(self.status)
                 text = f"saved after step {self.at.step:,}: `onward train --resume {self.run.path}` goes on"

@@ -59,6 +59,7 @@ class TorchParallel(Engine):
         self.group = join_group(device)
         self._device = _device(device)
         self._mesh = _mesh(strategy, self._device.type, self.group)
+        self.is_sharded = self._mesh is not None
         threads = options.pop("threads", None) or self.group.threads
         self._framework = _Together(self._device, self.group, None, threads=threads, **options)
         self._updating = _Together(self._device, self.group, self._mesh, threads=threads, **options)
@@ -81,7 +82,7 @@ class TorchParallel(Engine):
         self._module = self._wrap(self._forward_module(forward, trained, recompute))
         self._state = {name: self._own(name, array) for name, array in self._whole.items() if name not in trained}
         self._evaluation: tuple[Any, Any] | None = None
-        if self._is_sharded:
+        if self.is_sharded:
             split_update(update, self._sharded_names())
         self._update = interpreter(update, self._updating)
 
@@ -107,17 +108,13 @@ class TorchParallel(Engine):
 
     # ---- what state is where -----------------------------------------------------------------------------------------
 
-    @property
-    def _is_sharded(self) -> bool:
-        return self._mesh is not None
-
     def _sharded_names(self) -> set[str]:
         """Inputs of the update of which this process has a shard: parameters, gradients, and state of their shape."""
         gradients = {name for name, x in self._update_contract.gradients.items() if x in self._forward.places}
         return {*self._forward.places, *gradients, *(s.name for s in self.states() if self._is_split(s.name))}
 
     def _is_split(self, name: str) -> bool:
-        return self._is_sharded and (name in self._forward.places or self._follows(name) is not None)
+        return self.is_sharded and (name in self._forward.places or self._follows(name) is not None)
 
     def _follows(self, name: str) -> str | None:
         """The parameter that state of the same shape belongs to."""
@@ -225,6 +222,14 @@ class TorchParallel(Engine):
         values = {name: self._framework.adopt(given[name]) for name in contract.batch}
         results = run_stages(stages, values, self._full)
         return {name: self._framework.owned(results[name]) for name in (*contract.metrics, *contract.outputs)}
+
+    def updated(self) -> Model:
+        """All take part, and the first gets it; others get the model as it was, whose tensors are in files."""
+        if not self.is_sharded or self.group.is_first:
+            return super().updated()
+        for name in self._carried:
+            self._full(name)
+        return self.model
 
     def state(self) -> dict[str, np.ndarray]:
         return {name: self._framework.owned(self._full(name)) for name in self._carried}
