@@ -264,7 +264,7 @@ def _mesh(strategy: str, kind: str, group: Group) -> DeviceMesh | None:
     here = int(os.environ.get("LOCAL_WORLD_SIZE", group.size))
     if strategy == "fsdp" or here == group.size:
         return init_device_mesh(kind, (group.size,))
-    return init_device_mesh(kind, (group.size // here, here))
+    return init_device_mesh(kind, (group.size // here, here), mesh_dim_names=("replicate", "shard"))
 
 
 def _rows_of_shard(count: int, mesh: DeviceMesh) -> slice:
